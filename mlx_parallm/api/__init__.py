@@ -1,0 +1,1 @@
+"""HTTP: schemas in, server-sent events out. Nothing below this package knows HTTP."""

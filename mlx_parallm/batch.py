@@ -1,0 +1,159 @@
+"""What passes between the scheduler and the runner: plain, picklable Python values.
+
+Rank 0 of a cluster could schedule and every rank run the same ``ScheduledBatch``; that is why no
+array and no live object is in here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from mlx_parallm.request import SamplingParams
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SampleSpec:
+    """What the sampler needs to choose the token that follows a sequence's scheduled tokens.
+
+    Attributes:
+        params: the request's sampling parameters.
+        seed: this sample's seed (already ``seed + i`` for sample i).
+        position: index in the sequence of the token to be chosen. The random key is
+            ``(seed, position)``, so a preempted sequence draws the same token again.
+        prompt_ids: the prompt; read only for the repetition penalty.
+        output_ids: tokens generated so far; read only for penalties. May be the scheduler's live
+            list: the runner reads it during ``run`` and keeps no reference.
+        banned_ids: tokens that must not be chosen now (end tokens before ``min_tokens``).
+    """
+
+    params: SamplingParams
+    seed: int
+    position: int
+    prompt_ids: Sequence[int]
+    output_ids: Sequence[int]
+    banned_ids: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScheduledSequence:
+    """One sequence's share of a step: a decode row (one token) or a prefill chunk.
+
+    Attributes:
+        seq_id: unique in this engine for ever.
+        slot: row of per-sequence runner state, in ``[0, max_num_seqs)``; unique among the running.
+        start: position of ``token_ids[0]``; equals the number of tokens already computed. 0 means
+            fresh state for models that keep a state per sequence.
+        token_ids: the tokens to run, never empty.
+        block_table: ids of the KV blocks of positions ``0 .. start + len(token_ids) - 1``, in order.
+        sample: set when a token follows the last of ``token_ids``; None for an inner prefill chunk.
+        prompt_logprobs: None, or how many likeliest tokens to report per target.
+        target_ids: with ``prompt_logprobs``: the prompt tokens at positions ``start + 1 ..``, whose
+            log-probabilities are wanted (one fewer than ``token_ids`` at the end of the prompt).
+    """
+
+    seq_id: int
+    slot: int
+    start: int
+    token_ids: tuple[int, ...]
+    block_table: tuple[int, ...]
+    sample: SampleSpec | None = None
+    prompt_logprobs: int | None = None
+    target_ids: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScheduledBatch:
+    """One step: decode rows first, then prefill chunks.
+
+    Before the forward the runner performs, in this order, ``block_copies`` ``(source, target)`` in
+    every layer's pool and ``state_copies`` ``(source slot, target slot)`` of per-sequence state.
+    """
+
+    step_id: int
+    sequences: tuple[ScheduledSequence, ...]
+    block_copies: tuple[tuple[int, int], ...] = ()
+    state_copies: tuple[tuple[int, int], ...] = ()
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens run in this step."""
+        return sum(len(sequence.token_ids) for sequence in self.sequences)
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """A token's log-probability and the likeliest alternatives, best first."""
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SampledToken:
+    """The token chosen for one sequence; ``logprob`` is set when it was asked for."""
+
+    seq_id: int
+    token_id: int
+    logprob: TokenLogprob | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepOutput:
+    """What one step produced.
+
+    Attributes:
+        tokens: one entry per scheduled sequence that has a ``sample``, in batch order, but for
+            those in ``failed``.
+        prompt_logprobs: by ``seq_id``, one entry per ``target_ids`` of that sequence.
+        failed: by ``seq_id``, why this sequence (and only it) could not be run.
+    """
+
+    tokens: tuple[SampledToken, ...]
+    prompt_logprobs: Mapping[int, tuple[TokenLogprob, ...]] = field(default_factory=dict)
+    failed: Mapping[int, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunnerInfo:
+    """What the rest of the engine must know about a loaded model.
+
+    Attributes:
+        path: how the forward runs: "packed", "split", "sequential" or "alone"; see docs/models.md.
+        vocab_size: rows of the embedding table: ids from it on are refused at the door.
+        max_model_len: longest sequence, prompt and output together, in tokens.
+        num_blocks: KV blocks in the pool.
+        block_size: tokens per block.
+        kv_bytes: size of the pool, in bytes.
+        weight_bytes: size of the weights, in bytes.
+        has_state: whether the model keeps a state per sequence besides KV (recurrent, convolution);
+            such state is not in the blocks, so their prefixes cannot be reused.
+        attention_backend: name of the attention backend in use.
+        dtype: the dtype the model computes in.
+    """
+
+    path: str
+    vocab_size: int
+    max_model_len: int
+    num_blocks: int
+    block_size: int
+    kv_bytes: int
+    weight_bytes: int
+    has_state: bool
+    attention_backend: str
+    dtype: str
+
+
+class Runner(Protocol):
+    """Runs steps of one model. The only part of the engine that holds arrays."""
+
+    @property
+    def info(self) -> RunnerInfo:
+        """Facts about the loaded model."""
+        ...
+
+    def run(self, batch: ScheduledBatch) -> StepOutput:
+        """Run one step; raise only when no sequence of the batch could be run."""
+        ...

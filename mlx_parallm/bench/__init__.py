@@ -1,0 +1,1 @@
+"""The load client behind `mlx_parallm bench`."""

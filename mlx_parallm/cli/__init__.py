@@ -1,0 +1,1 @@
+"""The `mlx_parallm` command. The only package that reads flags, files and the environment."""

@@ -1,0 +1,111 @@
+"""Settings, frozen and nested. Each part of the system receives its own part, never the whole."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelConfig:
+    """One model to serve.
+
+    Attributes:
+        path: hub id or folder; None is the embedded demonstration model.
+        served_names: names clients may use; the first is the one reported. Empty: the path.
+        revision: hub revision.
+        dtype: "auto", "float32", "float16" or "bfloat16". Auto keeps the checkpoint's dtype on a
+            GPU and, on the CPU, casts and dequantises to float32 when that fits in memory.
+        max_model_len: cap on the context length; None takes the model's own.
+        chat_template: a Jinja template, or the path of a file with one; None takes the model's own.
+        trust_remote_code: run Python code that comes with the model or its tokenizer.
+    """
+
+    path: str | None = None
+    served_names: tuple[str, ...] = ()
+    revision: str | None = None
+    dtype: str = "auto"
+    max_model_len: int | None = None
+    chat_template: str | None = None
+    trust_remote_code: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheConfig:
+    """KV memory.
+
+    Attributes:
+        block_size: tokens per block.
+        memory_fraction: share of the free memory that KV of all models together may take.
+        kv_cache_bytes: the same as an absolute number; wins over ``memory_fraction``.
+        enable_prefix_caching: reuse blocks of equal prefixes.
+    """
+
+    block_size: int = 16
+    memory_fraction: float = 0.5
+    kv_cache_bytes: int | None = None
+    enable_prefix_caching: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchedulerConfig:
+    """Limits of a step and of the queue, per model.
+
+    Attributes:
+        max_num_seqs: most sequences running at once.
+        max_num_batched_tokens: the token budget of a step.
+        max_num_seqs_per_client: most running sequences per client; None is no limit.
+        max_waiting: most waiting sequences; beyond it requests are refused with OverloadedError.
+    """
+
+    max_num_seqs: int = 128
+    max_num_batched_tokens: int = 1024
+    max_num_seqs_per_client: int | None = None
+    max_waiting: int = 2048
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """Everything the engine thread needs.
+
+    ``restart_on_failure``: when the engine thread dies, tell every open stream and start it anew
+    instead of ending the process.
+    """
+
+    models: tuple[ModelConfig, ...] = (ModelConfig(),)
+    cache: CacheConfig = field(default_factory=CacheConfig)
+    scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+    seed: int = 0
+    restart_on_failure: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerConfig:
+    """The HTTP front end.
+
+    Attributes:
+        api_keys: keys that may use the model routes; empty admits everybody.
+        admin_api_keys: keys that may change the server; empty means ``api_keys``.
+        allowed_origins: CORS origins; empty allows none; "*" any.
+        max_logprobs: cap on ``top_logprobs`` and ``logprobs``.
+        max_body_bytes: largest request body.
+        sse_keep_alive_s: a comment line is sent on a stream silent for this long; 0 is off.
+        shutdown_timeout_s: how long running requests may go on after SIGTERM.
+        log_format: "console" or "json".
+    """
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    api_keys: tuple[str, ...] = ()
+    admin_api_keys: tuple[str, ...] = ()
+    allowed_origins: tuple[str, ...] = ()
+    allowed_methods: tuple[str, ...] = ("*",)
+    allowed_headers: tuple[str, ...] = ("*",)
+    allow_credentials: bool = False
+    max_logprobs: int = 20
+    max_body_bytes: int = 8 * 1024 * 1024
+    sse_keep_alive_s: float = 5.0
+    shutdown_timeout_s: float = 30.0
+    root_path: str = ""
+    log_level: str = "info"
+    log_format: str = "console"
+    access_log: bool = True

@@ -1,0 +1,1 @@
+"""The embedded demonstration model: its data, training, evaluation and files."""

@@ -1,0 +1,141 @@
+"""What the HTTP layer and the offline front end see of the engine."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from mlx_parallm.batch import RunnerInfo
+from mlx_parallm.outputs import GenerateEvent
+from mlx_parallm.request import GenerateRequest
+
+
+class IncrementalDetokenizer(Protocol):
+    """Turns one sequence's tokens into text, never emitting half a character."""
+
+    def add(self, token_id: int) -> str:
+        """Take one token and return the text that became printable, perhaps empty."""
+        ...
+
+    def flush(self) -> str:
+        """Return what was still held back."""
+        ...
+
+
+class Tokenizer(Protocol):
+    """A model's tokenizer. Its methods may be called from any thread."""
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of token ids, added tokens included."""
+        ...
+
+    @property
+    def eos_ids(self) -> frozenset[int]:
+        """Tokens that end generation."""
+        ...
+
+    @property
+    def has_chat_template(self) -> bool:
+        """Whether ``encode_chat`` works without an explicit template."""
+        ...
+
+    @property
+    def think_markers(self) -> tuple[str, str] | None:
+        """The strings around reasoning, e.g. ``("<think>", "</think>")``; None if the model has none."""
+        ...
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Tokenise a text."""
+        ...
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """The text of a whole sequence of tokens."""
+        ...
+
+    def render_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        chat_template: str | None = None,
+        template_kwargs: Mapping[str, Any] | None = None,
+    ) -> str:
+        """Apply the chat template; raise InvalidRequestError (param "messages") if it refuses."""
+        ...
+
+    def encode_chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> list[int]:
+        """``render_chat``, then ``encode`` without adding special tokens a second time."""
+        ...
+
+    def token_string(self, token_id: int) -> str:
+        """One token as text; bytes that are no UTF-8 alone become U+FFFD."""
+        ...
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """One token as the bytes it contributes."""
+        ...
+
+    def detokenizer(self, *, skip_special_tokens: bool = True) -> IncrementalDetokenizer:
+        """A fresh incremental detokenizer for one sequence."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServedModel:
+    """A loaded model as its clients see it.
+
+    ``names[0]`` is the one reported; ``root`` the hub id or folder it came from; ``created`` Unix
+    seconds.
+    """
+
+    names: tuple[str, ...]
+    root: str
+    created: int
+    tokenizer: Tokenizer
+    info: RunnerInfo
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestHandle:
+    """An admitted request: iterate its events; leaving the iterator early does not abort it."""
+
+    request_id: str
+    events: AsyncIterator[GenerateEvent]
+
+
+class EngineClient(Protocol):
+    """The engine, seen from the event loop."""
+
+    def models(self) -> Sequence[ServedModel]:
+        """The loaded models, in the order they were given."""
+        ...
+
+    def get_model(self, name: str) -> ServedModel:
+        """The model of this name; raise ModelNotFoundError."""
+        ...
+
+    async def submit(self, request: GenerateRequest) -> RequestHandle:
+        """Admit a request.
+
+        Raises:
+            InvalidRequestError, ContextLengthError: it can never be served.
+            OverloadedError: the queue is full.
+            ShuttingDownError, EngineDeadError: nothing is admitted any more.
+        """
+        ...
+
+    async def abort(self, request_id: str) -> None:
+        """End a request between two steps and free its blocks; unknown ids are ignored."""
+        ...
+
+    def check_health(self) -> None:
+        """Raise EngineDeadError if the engine thread is dead."""
+        ...
+
+    def render_metrics(self) -> tuple[bytes, str]:
+        """The Prometheus exposition and its content type."""
+        ...

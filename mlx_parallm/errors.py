@@ -1,0 +1,108 @@
+"""Every error this project raises on purpose.
+
+    ParallmError
+    ├── ConfigError                 a setting is wrong; the process does not start
+    ├── ModelLoadError              a model could not be loaded
+    ├── InvalidRequestError         the caller's fault; names the field            (HTTP 400)
+    │   ├── ContextLengthError      prompt (+ max_tokens) does not fit the model   (HTTP 400)
+    │   ├── ModelNotFoundError      no served model has this name                  (HTTP 404)
+    │   ├── AuthenticationError     no key, or a wrong one                         (HTTP 401)
+    │   ├── PermissionDeniedError   the key or the origin may not do this          (HTTP 403)
+    │   └── RequestTooLargeError    the body is over the route's limit             (HTTP 413)
+    ├── OverloadedError             the waiting queue is full; try again later     (HTTP 429)
+    ├── ShuttingDownError           the server is draining                         (HTTP 503)
+    ├── EngineDeadError             the engine thread died                         (HTTP 503)
+    ├── RequestAbortedError         aborted by an operator or by shutdown          (HTTP 503)
+    └── StepError                   a step failed for this request only            (HTTP 500)
+
+The table of HTTP statuses is ``api/errors.py``; nothing below ``api`` knows HTTP.
+"""
+
+from __future__ import annotations
+
+
+class ParallmError(Exception):
+    """Base of every error in this project."""
+
+
+class ConfigError(ParallmError):
+    """A setting is missing, contradictory or out of range."""
+
+
+class ModelLoadError(ParallmError):
+    """A model folder or hub id could not be loaded."""
+
+
+class InvalidRequestError(ParallmError):
+    """The request cannot be served as it is.
+
+    Attributes:
+        param: the request field at fault, or None.
+        code: a machine-readable reason, or None.
+    """
+
+    def __init__(self, message: str, *, param: str | None = None, code: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param
+        self.code = code
+
+
+class ContextLengthError(InvalidRequestError):
+    """The prompt, or the prompt and the requested output, exceed the context length."""
+
+    def __init__(self, max_model_len: int, detail: str, *, param: str | None = "messages") -> None:
+        # LiteLLM, Goose and others match on this first sentence.
+        super().__init__(
+            f"This model's maximum context length is {max_model_len} tokens. {detail}",
+            param=param,
+            code="context_length_exceeded",
+        )
+
+
+class ModelNotFoundError(InvalidRequestError):
+    """No served model has the requested name."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(
+            f"The model `{name}` does not exist.", param="model", code="model_not_found"
+        )
+
+
+class AuthenticationError(InvalidRequestError):
+    """No API key was given, or it is wrong."""
+
+
+class PermissionDeniedError(InvalidRequestError):
+    """The caller is known but may not do this."""
+
+
+class RequestTooLargeError(InvalidRequestError):
+    """The body exceeds the route's size limit."""
+
+
+class OverloadedError(ParallmError):
+    """The waiting queue is full.
+
+    Attributes:
+        retry_after_s: seconds after which a retry is worth it.
+    """
+
+    def __init__(self, message: str, *, retry_after_s: float = 1.0) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
+class ShuttingDownError(ParallmError):
+    """The server no longer admits requests."""
+
+
+class EngineDeadError(ParallmError):
+    """The engine thread died; its cause is chained."""
+
+
+class RequestAbortedError(ParallmError):
+    """The request was aborted before it finished."""
+
+
+class StepError(ParallmError):
+    """A step failed for this request; others go on."""

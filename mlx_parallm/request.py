@@ -1,0 +1,112 @@
+"""What a caller asks for. Frozen; plain Python; the same for HTTP and offline use."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from mlx_parallm.errors import InvalidRequestError
+
+MAX_CHOICES = 128
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """How the tokens of one request are chosen. Names and meanings are vLLM's.
+
+    Attributes:
+        n: independent samples of the same prompt, 1 to 128; sample i uses ``seed + i``.
+        temperature: 0 is greedy; logits are divided by it otherwise.
+        top_p: nucleus mass, in (0, 1].
+        top_k: keep the k likeliest tokens; 0 and -1 keep all.
+        min_p: keep tokens at least this share as likely as the likeliest, in [0, 1].
+        presence_penalty: subtracted once from the logit of every token already generated.
+        frequency_penalty: subtracted once per occurrence among the generated tokens.
+        repetition_penalty: divides positive and multiplies negative logits of tokens seen in
+            the prompt or the output (CTRL, arXiv:1909.05858); 1 is off.
+        logit_bias: ``(token id, bias)`` pairs added to the logits.
+        allowed_token_ids: when given, only these tokens can be sampled.
+        seed: fixes the sampled tokens whatever else is in the batch; None draws one.
+        max_tokens: most tokens to generate; None means up to the context length; 0 scores only.
+        min_tokens: before this many tokens, neither end-of-sequence nor a stop token is sampled,
+            and stop strings are not looked for.
+        stop: strings that end generation; removed from the text unless
+            ``include_stop_str_in_output``.
+        stop_token_ids: tokens that end generation, besides the model's own.
+        ignore_eos: go on past the model's end-of-sequence tokens.
+        skip_special_tokens: leave special tokens out of the text.
+        logprobs: None for none; k for the sampled token's log-probability and the k likeliest.
+            Log-probabilities are those of the model: before temperature, penalties and masks.
+        prompt_logprobs: the same for each prompt token given those before it.
+    """
+
+    n: int = 1
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    allowed_token_ids: tuple[int, ...] | None = None
+    seed: int | None = None
+    max_tokens: int | None = None
+    min_tokens: int = 0
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+
+    def __post_init__(self) -> None:
+        self._check_range("n", self.n, 1, MAX_CHOICES)
+        self._check_range("temperature", self.temperature, 0, 100)
+        if not 0 < self.top_p <= 1:
+            raise InvalidRequestError("top_p must be in (0, 1].", param="top_p")
+        if self.top_k < -1:
+            raise InvalidRequestError("top_k must be -1, 0 or positive.", param="top_k")
+        self._check_range("min_p", self.min_p, 0, 1)
+        self._check_range("presence_penalty", self.presence_penalty, -2, 2)
+        self._check_range("frequency_penalty", self.frequency_penalty, -2, 2)
+        if not 0 < self.repetition_penalty <= 100:
+            raise InvalidRequestError(
+                "repetition_penalty must be in (0, 100].", param="repetition_penalty"
+            )
+        for name in ("max_tokens", "min_tokens", "logprobs", "prompt_logprobs"):
+            value = getattr(self, name)
+            if value is not None and value < 0:
+                raise InvalidRequestError(f"{name} must not be negative.", param=name)
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise InvalidRequestError("min_tokens must not exceed max_tokens.", param="min_tokens")
+        if any(not text for text in self.stop):
+            raise InvalidRequestError("stop must not contain an empty string.", param="stop")
+
+    @staticmethod
+    def _check_range(name: str, value: float, low: float, high: float) -> None:
+        if not low <= value <= high:  # also refuses NaN
+            raise InvalidRequestError(f"{name} must be between {low} and {high}.", param=name)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerateRequest:
+    """One prompt to be continued ``params.n`` times.
+
+    Attributes:
+        request_id: unique among the requests in flight.
+        model: a name the server knows the model by.
+        prompt_ids: the prompt's tokens; never empty.
+        params: how tokens are chosen.
+        priority: lower runs first, as in vLLM.
+        client: whose request it is (a digest of the API key); admission takes turns by client.
+        cache_salt: requests of different salts never share prefix-cache blocks.
+    """
+
+    request_id: str
+    model: str
+    prompt_ids: tuple[int, ...]
+    params: SamplingParams = field(default_factory=SamplingParams)
+    priority: int = 0
+    client: str = ""
+    cache_salt: str | None = None

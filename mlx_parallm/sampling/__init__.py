@@ -1,0 +1,1 @@
+"""From logits to tokens, for all rows of a step at once."""
