@@ -1,0 +1,57 @@
+"""Checks at the door that need no engine state, so that bad input never reaches a step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from mlx_parallm.batch import RunnerInfo
+from mlx_parallm.errors import ContextLengthError, InvalidRequestError
+from mlx_parallm.request import GenerateRequest
+
+
+def check_request(request: GenerateRequest, info: RunnerInfo) -> None:
+    """Refuse a request that this model can never serve.
+
+    Raises:
+        InvalidRequestError: an empty prompt, or a token id the embedding table does not have: such
+            an id returns garbage or crashes the process.
+        ContextLengthError: the prompt, or the prompt and ``max_tokens``, exceed the context length.
+    """
+    if not request.prompt_ids:
+        raise InvalidRequestError("The prompt must not be empty.", param="prompt")
+    params = request.params
+    _check_ids("prompt", request.prompt_ids, info.vocab_size)
+    _check_ids("logit_bias", (token_id for token_id, _ in params.logit_bias), info.vocab_size)
+    _check_ids("stop_token_ids", params.stop_token_ids, info.vocab_size)
+    _check_ids("allowed_token_ids", params.allowed_token_ids or (), info.vocab_size)
+    if params.allowed_token_ids is not None and not params.allowed_token_ids:
+        raise InvalidRequestError("allowed_token_ids must not be empty.", param="allowed_token_ids")
+    for name in ("logprobs", "prompt_logprobs"):
+        asked = getattr(params, name)
+        if asked is not None and asked > info.vocab_size:
+            raise InvalidRequestError(f"{name} exceeds the vocabulary.", param=name)
+    check_length(len(request.prompt_ids), params.max_tokens, info.max_model_len)
+
+
+def check_length(prompt_len: int, max_tokens: int | None, max_model_len: int) -> None:
+    """Raise ContextLengthError unless the prompt and the requested output fit."""
+    wanted = max_tokens if max_tokens is not None else 1
+    if prompt_len + wanted <= max_model_len:
+        return
+    if prompt_len + 1 > max_model_len:
+        detail = f"However, your prompt has {prompt_len} tokens. Please shorten it."
+    else:
+        detail = (
+            f"However, you requested {prompt_len + wanted} tokens ({prompt_len} in the prompt, "
+            f"{wanted} for the completion). Please shorten the prompt or the completion."
+        )
+    raise ContextLengthError(max_model_len, detail)
+
+
+def _check_ids(name: str, token_ids: Iterable[int], vocab_size: int) -> None:
+    for token_id in token_ids:
+        if not 0 <= token_id < vocab_size:
+            raise InvalidRequestError(
+                f"{name} has token id {token_id}; this model's ids are 0 to {vocab_size - 1}.",
+                param=name,
+            )

@@ -1,0 +1,258 @@
+"""The bridge between an event loop and the engine thread.
+
+One thread loads, steps and frees every model, because MLX's state is per thread. Requests and
+control go in through one inbox; a step's events come back in one ``call_soon_threadsafe``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from prometheus_client import generate_latest
+from prometheus_client.exposition import CONTENT_TYPE_LATEST
+
+from mlx_parallm.config import EngineConfig
+from mlx_parallm.engine.admission import check_request
+from mlx_parallm.engine.build import LoadedEngine, build_engines
+from mlx_parallm.engine.commands import Abort, Command, Stop, Submit
+from mlx_parallm.engine.engine import Engine
+from mlx_parallm.engine.event_stream import EventStream
+from mlx_parallm.engine.interface import RequestHandle, ServedModel
+from mlx_parallm.engine.loop import EngineLoop
+from mlx_parallm.engine.metrics import MetricFamilies
+from mlx_parallm.errors import (
+    EngineDeadError,
+    InvalidRequestError,
+    ModelNotFoundError,
+    ParallmError,
+    RequestAbortedError,
+    ShuttingDownError,
+)
+from mlx_parallm.outputs import ErrorEvent, GenerateEvent
+from mlx_parallm.request import GenerateRequest
+
+logger = logging.getLogger(__name__)
+
+Progress = Callable[[str, float], None]
+Build = Callable[[EngineConfig, MetricFamilies, Progress], Sequence[LoadedEngine]]
+
+
+def ignore_progress(_text: str, _fraction: float) -> None:
+    """Report nothing."""
+
+
+class AsyncEngine:
+    """Serves every model of a configuration to one event loop. Implements ``EngineClient``."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        *,
+        on_progress: Progress = ignore_progress,
+        build: Build = build_engines,
+    ) -> None:
+        self._config = config
+        self._on_progress = on_progress
+        self._build = build
+        self._families = MetricFamilies()
+        self._inbox: queue.SimpleQueue[Command] = queue.SimpleQueue()
+        self._streams: dict[str, EventStream] = {}
+        self._models: dict[str, ServedModel] = {}
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread: threading.Thread | None = None
+        self._answers: set[asyncio.Future[ParallmError | None]] = set()
+        self._loaded = threading.Event()
+        self._cause: BaseException | None = None
+        self._draining = False
+        self._idle = asyncio.Event()
+        #: Set while no thread serves: after a death, until a restarted thread has loaded.
+        self.died = threading.Event()
+        #: Set when the thread has died and will not be started anew.
+        self.ended = threading.Event()
+
+    def start(self) -> None:
+        """Start the thread and wait until every model is loaded.
+
+        Raises:
+            ModelLoadError, ConfigError: what the load raised.
+        """
+        self._loaded.clear()
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self._thread.start()
+        self.wait_until_loaded()
+        if self._cause is not None:
+            raise self._cause
+
+    def wait_until_loaded(self) -> None:
+        """Block until the thread's models are loaded, or their load has failed."""
+        self._loaded.wait()
+
+    def stop(self) -> None:
+        """End the thread after the step in flight and free the models."""
+        self._inbox.put(Stop())
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+
+    async def drain(self, timeout_s: float) -> None:
+        """Admit nothing more; let running requests finish for ``timeout_s``, then abort them."""
+        self._draining = True
+        if self._streams:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._idle.wait(), timeout_s)
+        for request_id, stream in list(self._streams.items()):
+            self._inbox.put(Abort(request_id=request_id))
+            error = RequestAbortedError("The server is shutting down.")
+            stream.put(ErrorEvent(request_id=request_id, error=error))
+        self._streams.clear()
+
+    def models(self) -> Sequence[ServedModel]:
+        """The loaded models, in the order they were given."""
+        return list({id(model): model for model in self._models.values()}.values())
+
+    def get_model(self, name: str) -> ServedModel:
+        """The model of this name.
+
+        Raises:
+            ModelNotFoundError: no model has it.
+        """
+        try:
+            return self._models[name]
+        except KeyError:
+            raise ModelNotFoundError(name) from None
+
+    async def submit(self, request: GenerateRequest) -> RequestHandle:
+        """Admit a request; see ``EngineClient.submit``."""
+        self.check_health()
+        if self._draining:
+            raise ShuttingDownError("The server is shutting down.")
+        model = self.get_model(request.model)
+        check_request(request, model.info)
+        if request.request_id in self._streams:
+            raise InvalidRequestError(
+                f"Request id {request.request_id!r} is already in use.", param="request_id"
+            )
+        self._loop = asyncio.get_running_loop()
+        stream = self._streams[request.request_id] = EventStream(request.params.n)
+        try:
+            refusal = await self._send(request)
+        except asyncio.CancelledError:
+            await self.abort(request.request_id)
+            raise
+        if refusal is not None:
+            self._close(request.request_id)
+            raise refusal
+        return RequestHandle(request_id=request.request_id, events=stream)
+
+    async def abort(self, request_id: str) -> None:
+        """End a request between two steps and free its blocks; unknown ids are ignored."""
+        if self._close(request_id):
+            self._inbox.put(Abort(request_id=request_id))
+
+    def check_health(self) -> None:
+        """Raise EngineDeadError if the engine thread is dead."""
+        if self.died.is_set():
+            raise EngineDeadError("The engine thread died.") from self._cause
+
+    def render_metrics(self) -> tuple[bytes, str]:
+        """The Prometheus exposition and its content type."""
+        return generate_latest(self._families.registry), CONTENT_TYPE_LATEST
+
+    async def _send(self, request: GenerateRequest) -> ParallmError | None:
+        """Hand a request to the thread; its refusal, or None once it is admitted."""
+        loop = asyncio.get_running_loop()
+        answer: asyncio.Future[ParallmError | None] = loop.create_future()
+
+        def reply(refusal: ParallmError | None) -> None:
+            loop.call_soon_threadsafe(_settle, answer, refusal)
+
+        # Engines are known by their model's first name only.
+        request = replace(request, model=self.get_model(request.model).names[0])
+        self._inbox.put(Submit(request=request, arrival_s=time.monotonic(), reply=reply))
+        # A dead thread answers nobody, so its death must find the futures that wait.
+        self._answers.add(answer)
+        try:
+            return await answer
+        finally:
+            self._answers.discard(answer)
+
+    def _run(self) -> None:
+        """The thread: load, serve, and if it dies tell everybody."""
+        while True:
+            try:
+                engines = self._load()
+                EngineLoop(engines, self._inbox, self._deliver).run()
+            except BaseException as cause:  # noqa: BLE001 - the thread's last act: tell every caller
+                if not self._on_death(cause):
+                    self.ended.set()
+                    return
+            else:
+                return
+
+    def _load(self) -> dict[str, Engine]:
+        loaded = self._build(self._config, self._families, self._on_progress)
+        self._models = {name: one.model for one in loaded for name in one.model.names}
+        self._cause = None
+        self.died.clear()
+        self._loaded.set()
+        return {one.model.names[0]: one.engine for one in loaded}
+
+    def _on_death(self, cause: BaseException) -> bool:
+        """Record the cause and end every open request; whether to start anew."""
+        self._cause = cause
+        if not self._loaded.is_set():
+            self._loaded.set()
+            return False
+        logger.critical("the engine thread died", exc_info=cause)
+        self._loaded.clear()
+        self.died.set()
+        while not self._inbox.empty():
+            self._inbox.get()
+        self._post(self._fail_everything)
+        return self._config.restart_on_failure
+
+    def _deliver(self, events: list[GenerateEvent]) -> None:
+        self._post(self._dispatch, events)
+
+    def _post(self, callback: Callable[..., None], *arguments: object) -> None:
+        """Run a callback on the event loop, unless nobody has ever submitted or the loop is gone."""
+        if self._loop is not None and not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(callback, *arguments)
+
+    def _dispatch(self, events: list[GenerateEvent]) -> None:
+        for event in events:
+            stream = self._streams.get(event.request_id)
+            if stream is None:
+                continue
+            stream.put(event)
+            if stream.is_complete:
+                self._close(event.request_id)
+
+    def _close(self, request_id: str) -> bool:
+        """Forget a stream; False if it was not open."""
+        was_open = self._streams.pop(request_id, None) is not None
+        if self._draining and not self._streams:
+            self._idle.set()
+        return was_open
+
+    def _fail_everything(self) -> None:
+        error = EngineDeadError("The engine thread died.")
+        error.__cause__ = self._cause
+        for request_id, stream in self._streams.items():
+            stream.put(ErrorEvent(request_id=request_id, error=error))
+        self._streams.clear()
+        self._idle.set()
+        for answer in self._answers:
+            _settle(answer, error)
+
+
+def _settle(answer: asyncio.Future[ParallmError | None], refusal: ParallmError | None) -> None:
+    if not answer.done():
+        answer.set_result(refusal)

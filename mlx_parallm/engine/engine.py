@@ -1,0 +1,119 @@
+"""One model's engine: schedule, run, update, and turn tokens into events."""
+
+from __future__ import annotations
+
+import logging
+import random
+from collections.abc import Sequence
+from typing import Protocol
+
+from mlx_parallm.batch import Runner, RunnerInfo, ScheduledBatch, StepOutput
+from mlx_parallm.engine.admission import check_request
+from mlx_parallm.engine.interface import Tokenizer
+from mlx_parallm.engine.metrics import EngineMetrics
+from mlx_parallm.engine.output_processor import OutputProcessor
+from mlx_parallm.outputs import GenerateEvent
+from mlx_parallm.request import GenerateRequest
+from mlx_parallm.scheduler.scheduler import Scheduler
+from mlx_parallm.scheduler.updates import SequenceUpdate
+
+logger = logging.getLogger(__name__)
+
+
+class StepObserver(Protocol):
+    """Told of every step; for tests and tracing."""
+
+    def __call__(self, batch: ScheduledBatch, output: StepOutput | None) -> None:
+        """``output`` is None when the step failed."""
+        ...
+
+
+class Engine:
+    """Steps one model. Not thread-safe: everything runs on the engine thread."""
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        runner: Runner,
+        tokenizer: Tokenizer,
+        metrics: EngineMetrics,
+        *,
+        seed: int = 0,
+        observer: StepObserver | None = None,
+    ) -> None:
+        self._scheduler = scheduler
+        self._runner = runner
+        self._tokenizer = tokenizer
+        self._metrics = metrics
+        self._processor = OutputProcessor()
+        self._seeds = random.Random(seed)
+        self._observer = observer
+
+    @property
+    def info(self) -> RunnerInfo:
+        """Facts about the loaded model."""
+        return self._runner.info
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The model's tokenizer."""
+        return self._tokenizer
+
+    def add(self, request: GenerateRequest, *, arrival_s: float | None = None) -> None:
+        """Queue a request.
+
+        Raises:
+            InvalidRequestError: it can never be served; see ``check_request``.
+            OverloadedError: the waiting queue is full.
+        """
+        check_request(request, self.info)
+        params = request.params
+        seed = params.seed if params.seed is not None else self._seeds.getrandbits(31)
+        end_ids = frozenset[int]() if params.ignore_eos else self._tokenizer.eos_ids
+        self._scheduler.add(request, seed=seed, end_ids=end_ids)
+        self._processor.add(request, self._tokenizer)
+        self._metrics.on_add(request, arrival_s)
+
+    def abort(self, request_id: str) -> bool:
+        """End a request and free its blocks; False if it is not here."""
+        if not self._scheduler.abort(request_id):
+            return False
+        self._processor.remove(request_id)
+        self._metrics.on_abort(request_id)
+        self._metrics.on_queue(self._scheduler.stats())
+        return True
+
+    def has_work(self) -> bool:
+        """Whether a step would run anything."""
+        return self._scheduler.has_work()
+
+    def on_reject(self) -> None:
+        """Count a request that was refused because the queue was full."""
+        self._metrics.on_reject()
+
+    def step(self) -> list[GenerateEvent] | None:
+        """Run one batch and return its events; None when nothing could run."""
+        batch = self._scheduler.schedule()
+        if batch is None:
+            return None
+        self._metrics.on_schedule(self._scheduler.take_started(), batch)
+        processed = self._processor.process(self._run(batch))
+        for request_id, index in processed.stopped:
+            self._scheduler.finish(request_id, index)
+        self._metrics.on_events(processed.events)
+        self._metrics.on_queue(self._scheduler.stats())
+        return processed.events
+
+    def _run(self, batch: ScheduledBatch) -> Sequence[SequenceUpdate]:
+        try:
+            output = self._runner.run(batch)
+        except Exception as cause:
+            logger.exception("step %d failed", batch.step_id)
+            self._observe(batch, None)
+            return self._scheduler.fail(batch, f"{type(cause).__name__}: {cause}")
+        self._observe(batch, output)
+        return self._scheduler.update(batch, output)
+
+    def _observe(self, batch: ScheduledBatch, output: StepOutput | None) -> None:
+        if self._observer is not None:
+            self._observer(batch, output)

@@ -1,0 +1,53 @@
+"""One request's events, handed from the engine's deliveries to whoever iterates them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+
+from mlx_parallm.outputs import ErrorEvent, GenerateEvent, TokenEvent
+
+
+class EventStream:
+    """An async iterator that ends after the last event of the last sample, or after an error.
+
+    Lives on the event loop; ``put`` must be called there too.
+    """
+
+    def __init__(self, num_samples: int) -> None:
+        self._open_samples = num_samples
+        self._events: deque[GenerateEvent] = deque()
+        self._waiter: asyncio.Future[None] | None = None
+        self._complete = False
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the last event has arrived (it may not have been read yet)."""
+        return self._complete
+
+    def put(self, event: GenerateEvent) -> None:
+        """Append an event; events after the last are dropped."""
+        if self._complete:
+            return
+        match event:
+            case TokenEvent(finish_reason=reason) if reason is not None:
+                self._open_samples -= 1
+                self._complete = self._open_samples == 0
+            case ErrorEvent():
+                self._complete = True
+            case _:
+                pass
+        self._events.append(event)
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    def __aiter__(self) -> EventStream:
+        return self
+
+    async def __anext__(self) -> GenerateEvent:
+        while not self._events:
+            if self._complete:
+                raise StopAsyncIteration
+            self._waiter = asyncio.get_running_loop().create_future()
+            await self._waiter
+        return self._events.popleft()

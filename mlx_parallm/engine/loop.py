@@ -1,0 +1,74 @@
+"""The body of the engine thread: commands between steps, one step of each model in turn."""
+
+from __future__ import annotations
+
+import queue
+from collections.abc import Callable, Mapping
+
+from mlx_parallm.engine.commands import Abort, Command, Stop, Submit
+from mlx_parallm.engine.engine import Engine
+from mlx_parallm.errors import OverloadedError, ParallmError
+from mlx_parallm.outputs import GenerateEvent
+
+# How long to wait for a command when no engine could run anything although it has work.
+STALL_WAIT_S = 0.01
+
+
+class EngineLoop:
+    """Owns every engine of the process; runs until it is told to stop."""
+
+    def __init__(
+        self,
+        engines: Mapping[str, Engine],
+        inbox: queue.SimpleQueue[Command],
+        deliver: Callable[[list[GenerateEvent]], None],
+    ) -> None:
+        self._engines = engines
+        self._inbox = inbox
+        self._deliver = deliver
+
+    def run(self) -> None:
+        """Serve until ``Stop``."""
+        wait_s: float | None = 0.0
+        while self._take_commands(wait_s):
+            outcomes = [engine.step() for engine in self._engines.values() if engine.has_work()]
+            events = [event for outcome in outcomes if outcome for event in outcome]
+            if events:
+                self._deliver(events)
+            if not any(engine.has_work() for engine in self._engines.values()):
+                wait_s = None
+            else:
+                stalled = all(outcome is None for outcome in outcomes)
+                wait_s = STALL_WAIT_S if stalled else 0.0
+
+    def _take_commands(self, wait_s: float | None) -> bool:
+        """Apply what has arrived, waiting up to ``wait_s`` for the first; False after ``Stop``."""
+        timeout: float | None = wait_s
+        while True:
+            try:
+                command = self._inbox.get(block=timeout != 0.0, timeout=timeout or None)
+            except queue.Empty:
+                return True
+            if isinstance(command, Stop):
+                return False
+            self._apply(command)
+            timeout = 0.0
+
+    def _apply(self, command: Submit | Abort) -> None:
+        match command:
+            case Submit():
+                command.reply(self._admit(command))
+            case Abort():
+                for engine in self._engines.values():
+                    if engine.abort(command.request_id):
+                        return
+
+    def _admit(self, command: Submit) -> ParallmError | None:
+        engine = self._engines[command.request.model]
+        try:
+            engine.add(command.request, arrival_s=command.arrival_s)
+        except ParallmError as refusal:
+            if isinstance(refusal, OverloadedError):
+                engine.on_reject()
+            return refusal
+        return None

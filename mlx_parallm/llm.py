@@ -1,0 +1,236 @@
+"""Offline use: the same engine, stepped on the caller's thread, without HTTP."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import count
+from typing import Any
+
+from mlx_parallm.batch import TokenLogprob
+from mlx_parallm.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
+from mlx_parallm.engine.build import LoadedEngine, build_engines
+from mlx_parallm.engine.interface import Tokenizer
+from mlx_parallm.engine.metrics import MetricFamilies
+from mlx_parallm.errors import InvalidRequestError
+from mlx_parallm.outputs import ErrorEvent, GenerateEvent, PromptEvent, TokenEvent
+from mlx_parallm.request import GenerateRequest, SamplingParams
+
+Prompt = str | Sequence[int]
+Message = Mapping[str, Any]
+
+
+@dataclass(slots=True, kw_only=True)
+class CompletionOutput:
+    """One sample of a prompt. Field names are vLLM's."""
+
+    index: int
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+
+    @property
+    def cumulative_logprob(self) -> float | None:
+        """Sum of the sampled tokens' log-probabilities; None unless they were asked for."""
+        return sum(entry.logprob for entry in self.logprobs) if self.logprobs else None
+
+
+@dataclass(slots=True, kw_only=True)
+class RequestOutput:
+    """What one prompt gave. Field names are vLLM's."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: tuple[int, ...]
+    outputs: list[CompletionOutput]
+    prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
+    num_cached_tokens: int = 0
+
+
+class LLM:
+    """Generates for many prompts at once.
+
+    Example:
+        >>> from mlx_parallm import LLM, SamplingParams
+        >>> llm = LLM()  # the embedded demonstration model
+        >>> llm.generate(["1, 2, 3,"], SamplingParams(max_tokens=8))[0].outputs[0].text
+
+    MLX's state belongs to a thread: use an LLM on the thread that made it.
+    """
+
+    def __init__(
+        self,
+        model: str | None = None,
+        *,
+        dtype: str = "auto",
+        max_model_len: int | None = None,
+        chat_template: str | None = None,
+        trust_remote_code: bool = False,
+        seed: int = 0,
+        cache: CacheConfig | None = None,
+        scheduler: SchedulerConfig | None = None,
+    ) -> None:
+        config = EngineConfig(
+            models=(
+                ModelConfig(
+                    path=model,
+                    dtype=dtype,
+                    max_model_len=max_model_len,
+                    chat_template=chat_template,
+                    trust_remote_code=trust_remote_code,
+                ),
+            ),
+            cache=cache or CacheConfig(),
+            scheduler=scheduler or SchedulerConfig(),
+            seed=seed,
+        )
+        loaded: LoadedEngine = build_engines(config, MetricFamilies(), lambda _text, _share: None)[
+            0
+        ]
+        self._model = loaded.model
+        self._engine = loaded.engine
+        self._ids = count()
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The model's tokenizer."""
+        return self._model.tokenizer
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        on_finish: Callable[[RequestOutput], None] | None = None,
+    ) -> list[RequestOutput]:
+        """Continue each prompt: a text, or a list of token ids.
+
+        Args:
+            prompts: one prompt or several.
+            sampling_params: one for all, or one per prompt.
+            on_finish: called as each prompt ends, e.g. to move a progress bar.
+
+        Returns:
+            One output per prompt, in order.
+
+        Raises:
+            InvalidRequestError: a prompt can never be served; nothing was generated.
+            StepError: a step failed.
+        """
+        items = _as_prompts(prompts)
+        params = _per_prompt(sampling_params, len(items))
+        requests = [
+            (item if isinstance(item, str) else None, self._request(item, one))
+            for item, one in zip(items, params, strict=True)
+        ]
+        return self._run(requests, on_finish)
+
+    def chat(
+        self,
+        conversations: Sequence[Message] | Sequence[Sequence[Message]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[RequestOutput]:
+        """Answer one conversation, or each of several; see ``generate``."""
+        several = [conversations] if _is_conversation(conversations) else conversations
+        prompts = [
+            self.tokenizer.encode_chat(
+                list(one),  # type: ignore[arg-type]
+                tools=tools,
+                template_kwargs=chat_template_kwargs,
+            )
+            for one in several
+        ]
+        return self.generate(prompts, sampling_params)
+
+    def _request(self, prompt: Prompt, params: SamplingParams) -> GenerateRequest:
+        ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
+        return GenerateRequest(
+            request_id=f"offline-{next(self._ids)}",
+            model=self._model.names[0],
+            prompt_ids=tuple(ids),
+            params=params,
+        )
+
+    def _run(
+        self,
+        requests: Sequence[tuple[str | None, GenerateRequest]],
+        on_finish: Callable[[RequestOutput], None] | None,
+    ) -> list[RequestOutput]:
+        outputs = {request.request_id: _empty_output(text, request) for text, request in requests}
+        added: list[str] = []
+        try:
+            for _, request in requests:
+                self._engine.add(request)
+                added.append(request.request_id)
+            for event in self._events():
+                done = _apply(event, outputs[event.request_id])
+                if done and on_finish is not None:
+                    on_finish(outputs[event.request_id])
+        finally:
+            # Only after an error is anything left; it must not meet the next call's requests.
+            for request_id in added:
+                self._engine.abort(request_id)
+        return list(outputs.values())
+
+    def _events(self) -> Iterator[GenerateEvent]:
+        while self._engine.has_work():
+            yield from self._engine.step() or ()
+
+
+def _as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    if isinstance(prompts, str):
+        return [prompts]
+    if prompts and isinstance(prompts[0], int):
+        return [prompts]  # type: ignore[list-item]
+    return list(prompts)  # type: ignore[arg-type]
+
+
+def _per_prompt(
+    params: SamplingParams | Sequence[SamplingParams] | None, num_prompts: int
+) -> list[SamplingParams]:
+    if params is None or isinstance(params, SamplingParams):
+        return [params or SamplingParams()] * num_prompts
+    if len(params) != num_prompts:
+        raise InvalidRequestError(
+            f"{len(params)} sampling params were given for {num_prompts} prompts.",
+            param="sampling_params",
+        )
+    return list(params)
+
+
+def _is_conversation(value: Sequence[Any]) -> bool:
+    return bool(value) and isinstance(value[0], Mapping)
+
+
+def _empty_output(text: str | None, request: GenerateRequest) -> RequestOutput:
+    return RequestOutput(
+        request_id=request.request_id,
+        prompt=text,
+        prompt_token_ids=request.prompt_ids,
+        outputs=[CompletionOutput(index=i) for i in range(request.params.n)],
+    )
+
+
+def _apply(event: GenerateEvent, output: RequestOutput) -> bool:
+    """Fold an event into its output; whether that completed it."""
+    match event:
+        case PromptEvent():
+            output.num_cached_tokens = event.num_cached_tokens
+            output.prompt_logprobs = event.prompt_logprobs
+            return False
+        case ErrorEvent():
+            raise event.error
+        case TokenEvent():
+            sample = output.outputs[event.index]
+            sample.text += event.text
+            sample.token_ids += event.token_ids
+            sample.logprobs += event.logprobs
+            if event.finish_reason is not None:
+                sample.finish_reason = str(event.finish_reason)
+                sample.stop_reason = event.stop_reason
+            return all(one.finish_reason is not None for one in output.outputs)

@@ -1,0 +1,54 @@
+"""What is refused before it reaches the engine."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from mlx_parallm.engine.admission import check_length, check_request
+from mlx_parallm.engine.build import share_budget
+from mlx_parallm.errors import ContextLengthError, InvalidRequestError
+from mlx_parallm.request import GenerateRequest, SamplingParams
+from tests.fakes import make_info
+
+
+@pytest.mark.parametrize(
+    ("prompt", "params", "param"),
+    [
+        ((), {}, "prompt"),
+        ((257,), {}, "prompt"),
+        ((-1,), {}, "prompt"),
+        ((1,), {"logit_bias": ((300, 1.0),)}, "logit_bias"),
+        ((1,), {"stop_token_ids": (-3,)}, "stop_token_ids"),
+        ((1,), {"allowed_token_ids": (1000,)}, "allowed_token_ids"),
+        ((1,), {"allowed_token_ids": ()}, "allowed_token_ids"),
+        ((1,), {"logprobs": 258}, "logprobs"),
+        ((1,), {"prompt_logprobs": 258}, "prompt_logprobs"),
+    ],
+)
+def test_impossible_requests_name_their_field(
+    prompt: tuple[int, ...], params: dict[str, Any], param: str
+) -> None:
+    request = GenerateRequest(
+        request_id="a", model="m", prompt_ids=prompt, params=SamplingParams(**params)
+    )
+    with pytest.raises(InvalidRequestError) as refusal:
+        check_request(request, make_info())
+    assert refusal.value.param == param
+
+
+@pytest.mark.parametrize("case", [(10, 0, 10), (9, 1, 10), (9, None, 10)])
+def test_what_just_fits_is_admitted(case: tuple[int, int | None, int]) -> None:
+    check_length(*case)
+
+
+@pytest.mark.parametrize("case", [(11, 0, 10), (10, 1, 10), (10, None, 10), (5, 6, 10)])
+def test_overflow_uses_the_wording_clients_match_on(case: tuple[int, int | None, int]) -> None:
+    with pytest.raises(ContextLengthError, match="^This model's maximum context length is 10 tok"):
+        check_length(*case)
+
+
+def test_models_share_the_budget_in_proportion_to_their_wants() -> None:
+    assert share_budget([10, 20], 100) == [10, 20]
+    assert share_budget([100, 300], 100) == [25, 75]

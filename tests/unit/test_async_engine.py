@@ -1,0 +1,163 @@
+"""The engine thread seen from an event loop, over a scripted runner."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Callable
+
+import pytest
+
+from mlx_parallm.batch import ScheduledBatch
+from mlx_parallm.config import EngineConfig, SchedulerConfig
+from mlx_parallm.engine.async_engine import AsyncEngine, Progress
+from mlx_parallm.engine.build import LoadedEngine
+from mlx_parallm.engine.engine import Engine
+from mlx_parallm.engine.interface import ServedModel
+from mlx_parallm.engine.metrics import EngineMetrics, MetricFamilies
+from mlx_parallm.errors import (
+    EngineDeadError,
+    ModelLoadError,
+    ModelNotFoundError,
+    RequestAbortedError,
+    ShuttingDownError,
+)
+from mlx_parallm.kv_cache.manager import KVCacheManager
+from mlx_parallm.outputs import ErrorEvent, TokenEvent
+from mlx_parallm.request import GenerateRequest, SamplingParams
+from mlx_parallm.scheduler.scheduler import Scheduler
+from tests.fakes import ByteTokenizer, FakeRunner, spell
+
+
+class BrokenScheduler(Scheduler):
+    """Raises where nothing may: the thread must die loudly."""
+
+    def schedule(self) -> ScheduledBatch | None:
+        raise AssertionError("a bug in the scheduler")
+
+
+def builder(
+    runner: FakeRunner, scheduler_class: Callable[..., Scheduler] = Scheduler
+) -> Callable[[EngineConfig, MetricFamilies, Progress], list[LoadedEngine]]:
+    def build(config: EngineConfig, families: MetricFamilies, _: Progress) -> list[LoadedEngine]:
+        info = runner.info
+        kv = KVCacheManager(info.num_blocks, info.block_size, enable_prefix_caching=True)
+        scheduler = scheduler_class(config.scheduler, kv, max_model_len=info.max_model_len)
+        tokenizer = ByteTokenizer()
+        metrics = EngineMetrics(families, "m", info)
+        engine = Engine(scheduler, runner, tokenizer, metrics)
+        names = ("m", "alias")
+        model = ServedModel(names=names, root="m", created=0, tokenizer=tokenizer, info=info)
+        return [LoadedEngine(model, engine)]
+
+    return build
+
+
+@pytest.fixture
+async def engine() -> AsyncIterator[AsyncEngine]:
+    engine = AsyncEngine(EngineConfig(), build=builder(FakeRunner(spell("hello"))))
+    engine.start()
+    yield engine
+    engine.stop()
+
+
+def make_request(request_id: str = "a", model: str = "m", **params: int) -> GenerateRequest:
+    return GenerateRequest(
+        request_id=request_id, model=model, prompt_ids=(1, 2), params=SamplingParams(**params)
+    )
+
+
+def wait_for(gate: threading.Event) -> None:
+    assert gate.wait(30)
+
+
+async def text_of(engine: AsyncEngine, request: GenerateRequest) -> str:
+    handle = await engine.submit(request)
+    return "".join([e.text async for e in handle.events if isinstance(e, TokenEvent)])
+
+
+async def test_concurrent_requests_each_get_their_own_text(engine: AsyncEngine) -> None:
+    requests = [make_request(str(i), "alias" if i % 2 else "m") for i in range(20)]
+    assert await asyncio.gather(*(text_of(engine, r) for r in requests)) == ["hello"] * 20
+
+
+async def test_unknown_models_are_refused(engine: AsyncEngine) -> None:
+    with pytest.raises(ModelNotFoundError):
+        await engine.submit(make_request(model="other"))
+
+
+async def test_a_request_id_can_be_used_again_after_its_end(engine: AsyncEngine) -> None:
+    assert await text_of(engine, make_request()) == "hello"
+    assert await text_of(engine, make_request()) == "hello"
+
+
+async def test_abort_between_steps_leaves_the_others_running() -> None:
+    gate = threading.Event()
+    runner = FakeRunner(spell("hello"), before=lambda batch: wait_for(gate))
+    engine = AsyncEngine(EngineConfig(), build=builder(runner))
+    engine.start()
+    await engine.submit(make_request("a"))
+    kept = asyncio.create_task(text_of(engine, make_request("b")))
+    await engine.abort("a")
+    gate.set()
+    assert await kept == "hello"
+    engine.stop()
+    rows = [len(batch.sequences) for batch in runner.batches]
+    assert rows[-1] == 1
+
+
+async def test_a_dead_thread_tells_every_stream_and_health() -> None:
+    engine = AsyncEngine(EngineConfig(), build=builder(FakeRunner(spell("x")), BrokenScheduler))
+    engine.start()
+    handle = await engine.submit(make_request())
+    events = [event async for event in handle.events]
+    assert isinstance(events[-1], ErrorEvent)
+    assert isinstance(events[-1].error, EngineDeadError)
+    with pytest.raises(EngineDeadError):
+        engine.check_health()
+    with pytest.raises(EngineDeadError):
+        await engine.submit(make_request())
+
+
+async def test_a_thread_told_to_restart_serves_again() -> None:
+    lives = [BrokenScheduler, Scheduler]
+    again = threading.Event()
+
+    def build(config: EngineConfig, families: MetricFamilies, on_progress: Progress):
+        if len(lives) == 1:
+            again.set()
+        runner = FakeRunner(spell("back"))
+        return builder(runner, lives.pop(0))(config, MetricFamilies(), on_progress)
+
+    engine = AsyncEngine(EngineConfig(restart_on_failure=True), build=build)
+    engine.start()
+    handle = await engine.submit(make_request())
+    assert isinstance([event async for event in handle.events][-1], ErrorEvent)
+    assert await asyncio.to_thread(again.wait, 30)
+    await asyncio.to_thread(engine.wait_until_loaded)
+    assert await text_of(engine, make_request("b")) == "back"
+    engine.stop()
+
+
+async def test_drain_refuses_new_requests_and_aborts_what_outlives_it() -> None:
+    gate = threading.Event()
+    runner = FakeRunner(spell("x"), before=lambda batch: wait_for(gate))
+    engine = AsyncEngine(EngineConfig(scheduler=SchedulerConfig()), build=builder(runner))
+    engine.start()
+    handle = await engine.submit(make_request())
+    await engine.drain(0.0)
+    with pytest.raises(ShuttingDownError):
+        await engine.submit(make_request("b"))
+    events = [event async for event in handle.events]
+    assert isinstance(events[-1], ErrorEvent)
+    assert isinstance(events[-1].error, RequestAbortedError)
+    gate.set()
+    engine.stop()
+
+
+def test_a_failed_load_is_raised_to_whoever_starts() -> None:
+    def build(*_: object) -> list[LoadedEngine]:
+        raise ModelLoadError("no such model")
+
+    with pytest.raises(ModelLoadError, match="no such model"):
+        AsyncEngine(EngineConfig(), build=build).start()

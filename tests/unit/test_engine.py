@@ -1,0 +1,151 @@
+"""One model's engine over a scripted runner."""
+
+from __future__ import annotations
+
+import pytest
+
+from mlx_parallm.batch import ScheduledBatch
+from mlx_parallm.config import SchedulerConfig
+from mlx_parallm.engine.engine import Engine
+from mlx_parallm.engine.metrics import EngineMetrics, MetricFamilies
+from mlx_parallm.errors import ContextLengthError, InvalidRequestError, OverloadedError, StepError
+from mlx_parallm.kv_cache.manager import KVCacheManager
+from mlx_parallm.outputs import ErrorEvent, FinishReason, GenerateEvent, PromptEvent, TokenEvent
+from mlx_parallm.request import GenerateRequest, SamplingParams
+from mlx_parallm.scheduler.scheduler import Scheduler
+from tests.fakes import ByteTokenizer, FakeRunner, make_info, spell
+
+
+def make_engine(runner: FakeRunner, **limits: int) -> tuple[Engine, MetricFamilies]:
+    info = runner.info
+    kv = KVCacheManager(info.num_blocks, info.block_size, enable_prefix_caching=True)
+    scheduler = Scheduler(SchedulerConfig(**limits), kv, max_model_len=info.max_model_len)
+    families = MetricFamilies()
+    metrics = EngineMetrics(families, "m", info)
+    return Engine(scheduler, runner, ByteTokenizer(), metrics), families
+
+
+def make_request(request_id: str = "a", prompt: str = "hi", **params: object) -> GenerateRequest:
+    return GenerateRequest(
+        request_id=request_id,
+        model="m",
+        prompt_ids=tuple(prompt.encode()),
+        params=SamplingParams(**params),  # type: ignore[arg-type]
+    )
+
+
+def run(engine: Engine) -> list[GenerateEvent]:
+    events: list[GenerateEvent] = []
+    while engine.has_work():
+        events += engine.step() or []
+    return events
+
+
+def text_of(events: list[GenerateEvent], request_id: str, index: int = 0) -> str:
+    return "".join(
+        e.text
+        for e in events
+        if isinstance(e, TokenEvent) and (e.request_id, e.index) == (request_id, index)
+    )
+
+
+def test_text_ends_at_eos_and_the_prompt_event_comes_first() -> None:
+    engine, _ = make_engine(FakeRunner(spell("hello")))
+    engine.add(make_request())
+    events = run(engine)
+    assert isinstance(events[0], PromptEvent)
+    assert text_of(events, "a") == "hello"
+    assert isinstance(events[-1], TokenEvent)
+    assert events[-1].finish_reason is FinishReason.STOP
+
+
+def test_a_stop_string_across_tokens_ends_only_its_own_sample() -> None:
+    engine, _ = make_engine(FakeRunner(spell("one two three")))
+    engine.add(make_request("a", stop=(" tw",)))
+    engine.add(make_request("b"))
+    events = run(engine)
+    assert text_of(events, "a") == "one"
+    assert text_of(events, "b") == "one two three"
+    assert [e.stop_reason for e in events if isinstance(e, TokenEvent) and e.finish_reason] == [
+        " tw",
+        None,
+    ]
+
+
+def test_a_failed_step_is_its_requests_error_and_the_engine_goes_on() -> None:
+    def fail_first(batch: ScheduledBatch) -> None:
+        if batch.step_id == first[0]:
+            raise RuntimeError("out of memory")
+
+    runner = FakeRunner(spell("ok"), before=fail_first)
+    engine, _ = make_engine(runner)
+    first = [0]
+    engine.add(make_request("a"))
+    first[0] = _next_step_id(engine, runner)
+    events = run(engine)
+    assert [type(e) for e in events] == [ErrorEvent]
+    assert isinstance(events[0].error, StepError)
+    engine.add(make_request("b"))
+    assert text_of(run(engine), "b") == "ok"
+
+
+def _next_step_id(engine: Engine, runner: FakeRunner) -> int:
+    """Run a request of its own to learn which step comes next, whatever the numbering."""
+    engine.abort("a")
+    engine.add(make_request("probe"))
+    run(engine)
+    engine.add(make_request("a"))
+    return runner.batches[-1].step_id + 1
+
+
+def test_refusals_at_the_door_leave_nothing_behind() -> None:
+    engine, _ = make_engine(FakeRunner(spell("x")), max_waiting=1)
+    with pytest.raises(ContextLengthError, match="maximum context length is 256 tokens"):
+        engine.add(make_request(prompt="a" * 300))
+    with pytest.raises(InvalidRequestError) as refusal:
+        engine.add(
+            GenerateRequest(request_id="r", model="m", prompt_ids=(999,), params=SamplingParams())
+        )
+    assert refusal.value.param == "prompt"
+    engine.add(make_request("a"))
+    with pytest.raises(OverloadedError):
+        engine.add(make_request("b"))
+    assert text_of(run(engine), "a") == "x"
+
+
+def test_abort_frees_the_blocks_at_once() -> None:
+    engine, families = make_engine(FakeRunner(spell("x" * 40)))
+    engine.add(make_request("a"))
+    engine.step()
+    assert families.registry.get_sample_value(
+        "vllm:kv_cache_usage_perc", {"model_name": "m", "engine": "0"}
+    )
+    assert engine.abort("a")
+    assert not engine.abort("a")
+    assert not engine.has_work()
+    usage = families.registry.get_sample_value(
+        "vllm:kv_cache_usage_perc", {"model_name": "m", "engine": "0"}
+    )
+    assert usage == 0
+
+
+def test_metrics_count_tokens_and_reasons() -> None:
+    engine, families = make_engine(FakeRunner(spell("abc")))
+    engine.add(make_request("a", n=2))
+    run(engine)
+    labels = {"model_name": "m", "engine": "0"}
+    value = families.registry.get_sample_value
+    assert value("vllm:generation_tokens_total", labels) == 8  # two samples of abc and EOS
+    assert value("vllm:prompt_tokens_total", labels) == 2
+    assert value("vllm:request_success_total", labels | {"finished_reason": "stop"}) == 2
+    assert value("vllm:time_to_first_token_seconds_count", labels) == 1
+
+
+def test_a_context_full_of_output_ends_by_length() -> None:
+    info = make_info(max_model_len=8)
+    engine, _ = make_engine(FakeRunner(spell("x" * 40), info=info))
+    engine.add(make_request("a", prompt="hi"))
+    events = run(engine)
+    assert text_of(events, "a") == "x" * 6
+    assert isinstance(events[-1], TokenEvent)
+    assert events[-1].finish_reason is FinishReason.LENGTH
