@@ -1,0 +1,72 @@
+"""Log-probabilities of chosen tokens and of the likeliest ones, gathered on the device."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import mlx.core as mx
+import numpy as np
+
+from mlx_parallm.batch import TokenLogprob
+
+
+@dataclass(frozen=True, slots=True)
+class TargetLogprobs:
+    """Lazy log-probabilities of one target per row.
+
+    Attributes:
+        target_ids: integers, ``[rows]``.
+        target: float32 log-probabilities of the targets, ``[rows]``.
+        top_ids: the likeliest tokens, best first, ``[rows, top]``; None when none are wanted.
+        top: their log-probabilities, float32, ``[rows, top]``.
+    """
+
+    target_ids: mx.array
+    target: mx.array
+    top_ids: mx.array | None
+    top: mx.array | None
+
+    def arrays(self) -> list[mx.array]:
+        """What must be evaluated before ``to_python``."""
+        arrays = (self.target_ids, self.target, self.top_ids, self.top)
+        return [array for array in arrays if array is not None]
+
+    def to_python(self) -> tuple[TokenLogprob, ...]:
+        """One entry per row."""
+        ids: list[int] = np.array(self.target_ids).tolist()
+        values: list[float] = np.array(self.target).tolist()
+        if self.top_ids is None or self.top is None:
+            return tuple(map(TokenLogprob, ids, values))
+        pairs = zip(np.array(self.top_ids).tolist(), np.array(self.top).tolist(), strict=True)
+        tops = [tuple(zip(row_ids, row, strict=True)) for row_ids, row in pairs]
+        return tuple(map(TokenLogprob, ids, values, tops))
+
+
+def target_logprobs(
+    logits: mx.array, target_ids: mx.array | Sequence[int], top: int
+) -> TargetLogprobs:
+    """Log-softmax in float32 at the targets and at the ``top`` likeliest tokens.
+
+    Args:
+        logits: any float dtype, ``[rows, vocab]``; the model's own, unmodified.
+        target_ids: one token per row.
+        top: how many of the likeliest tokens to report; at most the whole vocabulary is.
+    """
+    targets = target_ids if isinstance(target_ids, mx.array) else mx.array(list(target_ids))
+    logits = logits.astype(mx.float32)
+    norm = mx.logsumexp(logits, axis=-1, keepdims=True)
+    target = mx.take_along_axis(logits, targets[:, None], axis=-1) - norm
+    if top <= 0:
+        return TargetLogprobs(targets, target[:, 0], None, None)
+    top_ids = _likeliest(logits, min(top, logits.shape[-1]))
+    values = mx.take_along_axis(logits, top_ids, axis=-1) - norm
+    return TargetLogprobs(targets, target[:, 0], top_ids, values)
+
+
+def _likeliest(logits: mx.array, count: int) -> mx.array:
+    """Ids of the ``count`` largest entries, best first, equal ones by ascending id."""
+    split = logits.shape[-1] - count
+    ids = mx.sort(mx.argpartition(logits, split, axis=-1)[:, split:], axis=-1)
+    order = mx.argsort(-mx.take_along_axis(logits, ids, axis=-1), axis=-1)
+    return mx.take_along_axis(ids, order, axis=-1)

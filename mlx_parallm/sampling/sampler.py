@@ -1,0 +1,127 @@
+"""Chooses the next token of every row at once, on the device."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import mlx.core as mx
+import numpy as np
+
+from mlx_parallm.batch import SampledToken, SampleSpec, TokenLogprob
+from mlx_parallm.sampling.adjust import adjust_logits, needs_adjustment
+from mlx_parallm.sampling.keys import random_keys
+from mlx_parallm.sampling.logprobs import TargetLogprobs, target_logprobs
+from mlx_parallm.sampling.truncation import truncate
+
+# Below this, logits divided by the temperature could overflow; vLLM's limit.
+_GREEDY_TEMPERATURE = 1e-5
+
+
+@dataclass(frozen=True, slots=True)
+class SampleResult:
+    """Chosen tokens, not yet evaluated.
+
+    Attributes:
+        tokens: uint32, ``[rows]``.
+        logprobs: for the rows of ``logprob_counts``, in its order; None when no row asks.
+        logprob_counts: ``(row, how many likeliest tokens it wants)``.
+    """
+
+    tokens: mx.array
+    logprobs: TargetLogprobs | None = None
+    logprob_counts: tuple[tuple[int, int], ...] = ()
+
+    def arrays(self) -> list[mx.array]:
+        """What must be evaluated before ``to_python``."""
+        return [self.tokens, *(self.logprobs.arrays() if self.logprobs else ())]
+
+    def to_python(self, seq_ids: Sequence[int]) -> tuple[SampledToken, ...]:
+        """The tokens with their log-probabilities; ``seq_ids`` has one entry per row."""
+        by_row = self._logprobs_by_row()
+        tokens = np.array(self.tokens).tolist()
+        return tuple(
+            SampledToken(seq_id=seq_id, token_id=token, logprob=by_row.get(row))
+            for row, (seq_id, token) in enumerate(zip(seq_ids, tokens, strict=True))
+        )
+
+    def _logprobs_by_row(self) -> dict[int, TokenLogprob]:
+        if self.logprobs is None:
+            return {}
+        entries = zip(self.logprob_counts, self.logprobs.to_python(), strict=True)
+        return {
+            row: TokenLogprob(entry.token_id, entry.logprob, entry.top[:count])
+            for (row, count), entry in entries
+        }
+
+
+class Sampler:
+    """Stateless; builds lazy arrays and never evaluates them."""
+
+    def __call__(self, logits: mx.array, specs: Sequence[SampleSpec]) -> SampleResult:
+        """Choose one token per row.
+
+        The order is vLLM's: masks, biases and penalties; then the likeliest token for greedy rows,
+        or temperature, min-p, top-k, top-p and a draw for the others. What a row draws depends on
+        its logits, its parameters and its key ``(seed, position)`` only.
+
+        Args:
+            logits: any float dtype, ``[rows, vocab]``; at least one row.
+            specs: one per row.
+        """
+        tokens = self._choose(self._adjust(logits, specs), specs)
+        counts = tuple(
+            (row, spec.params.logprobs)
+            for row, spec in enumerate(specs)
+            if spec.params.logprobs is not None
+        )
+        if not counts:
+            return SampleResult(tokens)
+        rows = [row for row, _ in counts]
+        top = max(count for _, count in counts)
+        logprobs = target_logprobs(_take(logits, rows), _take(tokens, rows), top)
+        return SampleResult(tokens, logprobs, counts)
+
+    def _adjust(self, logits: mx.array, specs: Sequence[SampleSpec]) -> mx.array:
+        rows = [row for row, spec in enumerate(specs) if needs_adjustment(spec)]
+        if not rows:
+            return logits
+        chosen = [specs[row] for row in rows]
+        changed = adjust_logits(_take(logits, rows).astype(mx.float32), chosen)
+        return _put(logits.astype(mx.float32), rows, changed)
+
+    def _choose(self, logits: mx.array, specs: Sequence[SampleSpec]) -> mx.array:
+        rows = [
+            row for row, spec in enumerate(specs) if spec.params.temperature >= _GREEDY_TEMPERATURE
+        ]
+        if not rows:
+            return mx.argmax(logits, axis=-1)
+        drawn = _draw(_take(logits, rows).astype(mx.float32), [specs[row] for row in rows])
+        if len(rows) == len(specs):
+            return drawn
+        return _put(mx.argmax(logits, axis=-1), rows, drawn)
+
+
+def _draw(logits: mx.array, specs: Sequence[SampleSpec]) -> mx.array:
+    params = [spec.params for spec in specs]
+    if any(row.temperature != 1.0 for row in params):
+        temperatures = np.array([row.temperature for row in params], dtype=np.float32)
+        logits = logits / mx.array(temperatures)[:, None]
+    return _categorical(truncate(logits, params), random_keys(specs))
+
+
+def _categorical(logits: mx.array, keys: mx.array) -> mx.array:
+    """One draw per row with the row's own key; equal to a call per row, bit for bit."""
+    return mx.vmap(lambda row, key: mx.random.categorical(row, key=key))(logits, keys)
+
+
+def _take(array: mx.array, rows: Sequence[int]) -> mx.array:
+    return array if len(rows) == array.shape[0] else array[mx.array(rows)]
+
+
+def _put(array: mx.array, rows: Sequence[int], values: mx.array) -> mx.array:
+    if len(rows) == array.shape[0]:
+        return values
+    array = array[:]
+    array[mx.array(rows)] = values
+    return array
