@@ -1,0 +1,136 @@
+"""Vocabulary of the generated conversations: ordinary words, and invented ones.
+
+The invented words keep the model from memorising a closed list: what it has to copy, look up or
+pass to a tool is often something it has never seen.
+"""
+
+from __future__ import annotations
+
+from random import Random
+
+NAMES = tuple(
+    """Alice Bob Carol David Emma Frank Grace Henry Irene Jack Karen Liam Maria Noah Olivia Peter
+    Quinn Rosa Sam Tina Umar Vera Walter Xenia Yusuf Zoe Anna Ben Clara Daniel Ella Felix Gina
+    Hugo Ines Jonas Kim Laura Max Nina Oscar Paula Rahul Sofia Tom Ursula Victor Wendy Yara Adam
+    Bella Chen Diego Elena Fatima George Hannah Ivan Julia Kevin Lena Marco Nora Omar Priya Ravi
+    Sara Theo Uma Vince Will Yuki Amir Bianca Carlos Dora Erik Fiona Gustav Hana Igor Jane Kofi
+    Lucas Mia Nadia Otto Pablo Rita Stefan Tara Viktor Mei Ada Alan Edith Leo Lily Mark Ruth
+    John Mary James Linda Robert Susan Michael Sarah""".split()
+)
+CITIES = tuple(
+    """Paris London Rome Berlin Madrid Lisbon Vienna Prague Oslo Dublin Athens Cairo Lagos Nairobi
+    Accra Tunis Dakar Delhi Mumbai Tokyo Osaka Seoul Beijing Shanghai Hanoi Bangkok Jakarta Manila
+    Sydney Perth Auckland Toronto Montreal Boston Chicago Denver Seattle Austin Dallas Miami Lima
+    Bogota Quito Santiago Havana Warsaw Krakow Budapest Zurich Geneva Milan Naples Porto Seville
+    Hamburg Munich Cologne Lyon Nice Brussels Amsterdam Helsinki Stockholm Copenhagen Riga Tallinn
+    Sofia Istanbul Ankara Dubai Doha Karachi Lahore Dhaka Colombo Kyoto Busan Taipei Atlanta
+    Houston Phoenix Portland""".split()
+)
+COUNTRIES = tuple(
+    """France Italy Spain Germany Portugal Austria Norway Ireland Greece Egypt Kenya Ghana India
+    Japan Korea China Vietnam Thailand Australia Canada Peru Chile Poland Hungary Sweden Finland
+    Denmark Turkey Brazil Mexico""".split()
+)
+ANIMALS = tuple(
+    """cat dog horse cow sheep goat pig duck goose hen fox wolf bear deer rabbit mouse rat owl eagle
+    crow parrot swan frog snake lizard turtle fish shark whale dolphin seal crab bee ant spider
+    lion tiger zebra giraffe monkey camel otter badger hamster pony donkey""".split()
+)
+FOODS = tuple(
+    """apple banana cherry grape lemon lime mango melon orange peach pear plum fig date kiwi papaya
+    carrot onion potato tomato pepper garlic bean pea corn rice bread cheese butter milk egg honey
+    soup salad pizza pasta cake cookie tea coffee juice sugar salt olive""".split()
+)
+OBJECTS = tuple(
+    """table chair lamp book pen pencil paper bag box bottle cup plate spoon fork knife clock watch
+    phone camera radio door window key lock mirror bed pillow blanket shirt coat hat shoe sock
+    glove scarf belt ring coin card ticket map bike car bus train boat plane wheel engine hammer
+    nail saw rope ladder bucket broom brush soap towel candle basket drum guitar piano violin ball
+    kite doll puzzle robot laptop keyboard screen printer cable battery notebook ruler eraser
+    umbrella wallet suitcase tent stove kettle garden river mountain forest island bridge castle
+    tower market school library museum station stone cloud star moon""".split()
+)
+COLOURS = tuple(
+    """red blue green yellow orange purple pink brown black white gray silver gold teal violet
+    crimson turquoise beige""".split()
+)
+JOBS = tuple(
+    """teacher doctor nurse pilot farmer baker chef painter writer singer dancer lawyer engineer
+    driver sailor tailor plumber carpenter gardener scientist librarian dentist actor judge
+    mechanic architect photographer programmer""".split()
+)
+ADJECTIVES = tuple(
+    """old new big small tall short long wide quick slow happy sad calm loud quiet bright dark warm
+    cold soft hard heavy light clean dirty sweet sour fresh dry wet round flat sharp strong weak
+    rich poor brave shy kind wise lazy busy early late cheap rare plain""".split()
+)
+VERBS = tuple(
+    """sees finds takes likes wants keeps moves paints sells buys holds drops opens closes cleans
+    breaks fixes draws hides brings carries watches follows pushes pulls lifts counts reads
+    loves makes""".split()
+)
+FUNCTION_WORDS = tuple(
+    """the a an and or but in on at to from with by for of is was are were it this that my your his
+    her our their who what when where which how not no yes all some any each every very too so if
+    then now here there today tomorrow yesterday again also just only still about after before
+    under over between near far up down out""".split()
+)
+WEEKDAYS = ("Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "Saturday", "Sunday")
+MONTHS = tuple(
+    """January February March April May June July August September October November
+    December""".split()
+)
+LANGUAGES = tuple(
+    """English French German Spanish Italian Portuguese Dutch Swedish Polish Greek Turkish Arabic
+    Hindi Japanese Korean Chinese Russian Latin""".split()
+)
+COMMON_NOUNS = ANIMALS + FOODS + OBJECTS
+PLAIN_WORDS = tuple(dict.fromkeys(COMMON_NOUNS + COLOURS + JOBS + ADJECTIVES + VERBS))
+
+_ONSETS = tuple("b c d f g h j k l m n p r s t v w z br cl dr fl gr kl pr st tr sh ch th".split())
+_VOWELS = tuple("a e i o u ai ea ou io".split())
+_CODAS = ("", "", "", "n", "r", "s", "l", "m", "t", "x", "nd", "rk", "st")
+
+
+def invented_word(rng: Random, syllables: int | None = None) -> str:
+    """A pronounceable lower-case word that is most likely in no list."""
+    count = syllables or rng.choice((1, 2, 2, 2, 3))
+    parts = (rng.choice(_ONSETS) + rng.choice(_VOWELS) for _ in range(count))
+    return "".join(parts) + rng.choice(_CODAS)
+
+
+def any_word(rng: Random) -> str:
+    """An ordinary word, or an invented one in a fifth of the cases."""
+    return invented_word(rng) if rng.random() < 0.2 else rng.choice(PLAIN_WORDS)
+
+
+def any_name(rng: Random) -> str:
+    """A first name, or an invented one in a fifth of the cases."""
+    return invented_word(rng, 2).capitalize() if rng.random() < 0.2 else rng.choice(NAMES)
+
+
+def any_city(rng: Random) -> str:
+    """A city, or an invented place in a fifth of the cases."""
+    return invented_word(rng, 2).capitalize() if rng.random() < 0.2 else rng.choice(CITIES)
+
+
+def identifier(rng: Random) -> str:
+    """A code such as ``A7-294`` or ``k3f9``."""
+    letters, digits = "ABCDEFGHJKLMNPQRSTUVWXYZ", "0123456789"
+    style = rng.randrange(3)
+    if style == 0:
+        return f"{rng.choice(letters)}{rng.choice(digits)}-{rng.randrange(100, 1000)}"
+    if style == 1:
+        return "".join(rng.choice((letters + digits).lower()) for _ in range(rng.randint(4, 8)))
+    return "".join(rng.choice(letters) for _ in range(3)) + str(rng.randrange(10, 10000))
+
+
+def sentence(rng: Random) -> str:
+    """A short grammatical sentence of no particular sense."""
+    noun, other = rng.sample(COMMON_NOUNS, 2)
+    if rng.random() < 0.3:
+        subject = any_name(rng)
+    else:
+        subject = f"The {rng.choice(ADJECTIVES)} {noun}"
+    ending = rng.choice(("", f" in {any_city(rng)}", " today", f" on {rng.choice(WEEKDAYS)}"))
+    return f"{subject} {rng.choice(VERBS)} the {rng.choice(ADJECTIVES)} {other}{ending}."
