@@ -115,11 +115,11 @@ def _categorical(logits: mx.array, keys: mx.array) -> mx.array:
     return mx.vmap(lambda row, key: mx.random.categorical(row, key=key))(logits, keys)
 
 
-def _take(array: mx.array, rows: Sequence[int]) -> mx.array:
+def _take(array: mx.array, rows: list[int]) -> mx.array:
     return array if len(rows) == array.shape[0] else array[mx.array(rows)]
 
 
-def _put(array: mx.array, rows: Sequence[int], values: mx.array) -> mx.array:
+def _put(array: mx.array, rows: list[int], values: mx.array) -> mx.array:
     if len(rows) == array.shape[0]:
         return values
     array = array[:]

@@ -72,7 +72,7 @@ def _all_sorted(logits: mx.array) -> mx.array:
 
 def _apply(
     logits: mx.array,
-    rows: Sequence[int],
+    rows: list[int],
     params: Sequence[SamplingParams],
     select: Callable[[mx.array], mx.array],
 ) -> mx.array:

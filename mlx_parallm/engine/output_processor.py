@@ -1,0 +1,172 @@
+"""Turns the tokens of a step into events with text."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from mlx_parallm.engine.interface import IncrementalDetokenizer, Tokenizer
+from mlx_parallm.engine.stop_strings import StopStringMatcher, StopStrings
+from mlx_parallm.errors import StepError
+from mlx_parallm.outputs import ErrorEvent, FinishReason, GenerateEvent, TokenEvent
+from mlx_parallm.request import GenerateRequest, SamplingParams
+from mlx_parallm.scheduler.updates import SequenceUpdate
+
+
+@dataclass(slots=True)
+class ProcessedStep:
+    """What a step means for its clients and for the scheduler.
+
+    Attributes:
+        events: in the order of the updates.
+        stopped: ``(request_id, index)`` of samples that ended here while the scheduler still runs
+            them, by a stop string or because another sample of the request failed.
+    """
+
+    events: list[GenerateEvent] = field(default_factory=list)
+    stopped: list[tuple[str, int]] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class _Sample:
+    """The text state of one sample."""
+
+    detokenizer: IncrementalDetokenizer
+    matcher: StopStringMatcher
+    num_tokens: int = 0
+
+
+@dataclass(slots=True)
+class _Request:
+    """A request's samples that have not ended, by index."""
+
+    params: SamplingParams
+    samples: dict[int, _Sample]
+
+
+class OutputProcessor:
+    """Detokenizes every sample and looks for its stop strings.
+
+    A request is forgotten when its last sample ended or failed; updates of samples that ended are
+    ignored, since the step in flight when a stop string was met still brings one.
+    """
+
+    def __init__(self) -> None:
+        self._requests: dict[str, _Request] = {}
+
+    def __len__(self) -> int:
+        """Requests that have not ended."""
+        return len(self._requests)
+
+    def add(self, request: GenerateRequest, tokenizer: Tokenizer) -> None:
+        """Begin a request; before its first update."""
+        params = request.params
+        stop = StopStrings(params.stop, include_in_output=params.include_stop_str_in_output)
+        skip = params.skip_special_tokens
+        self._requests[request.request_id] = _Request(
+            params,
+            {
+                index: _Sample(tokenizer.detokenizer(skip_special_tokens=skip), stop.matcher())
+                for index in range(params.n)
+            },
+        )
+
+    def remove(self, request_id: str) -> None:
+        """Forget a request; unknown ids are ignored."""
+        self._requests.pop(request_id, None)
+
+    def process(self, updates: Sequence[SequenceUpdate]) -> ProcessedStep:
+        """Events of one step: at most one token event per sample."""
+        step = ProcessedStep()
+        failed: dict[str, _Request] = {}
+        for update in updates:
+            request = self._requests.get(update.request_id) or failed.get(update.request_id)
+            if request is None:
+                continue
+            if update.error is not None or update.request_id in failed:
+                self._fail(update, request, failed, step)
+            else:
+                self._update(update, request, step)
+        for request_id, request in failed.items():
+            step.stopped.extend((request_id, index) for index in request.samples)
+        return step
+
+    def _fail(
+        self,
+        update: SequenceUpdate,
+        request: _Request,
+        failed: dict[str, _Request],
+        step: ProcessedStep,
+    ) -> None:
+        """End the whole request at its first error.
+
+        What remains in ``request.samples`` is what the scheduler has not ended itself.
+        """
+        if update.request_id not in failed:
+            error = StepError(update.error)
+            step.events.append(ErrorEvent(request_id=update.request_id, error=error))
+            failed[update.request_id] = request
+            self.remove(update.request_id)
+        if update.error is not None or update.finish_reason is not None:
+            request.samples.pop(update.index, None)
+
+    def _update(self, update: SequenceUpdate, request: _Request, step: ProcessedStep) -> None:
+        if update.prompt is not None:
+            step.events.append(update.prompt)
+        sample = request.samples.get(update.index)
+        if sample is None or (update.token is None and update.finish_reason is None):
+            return
+        event = _token_event(update, sample, request.params)
+        step.events.append(event)
+        if event.finish_reason is None:
+            return
+        if update.finish_reason is None:
+            step.stopped.append((update.request_id, update.index))
+        del request.samples[update.index]
+        if not request.samples:
+            self.remove(update.request_id)
+
+
+def _token_event(update: SequenceUpdate, sample: _Sample, params: SamplingParams) -> TokenEvent:
+    text = _advance(update, sample, params)
+    finish_reason: FinishReason | None = update.finish_reason
+    stop_reason: int | str | None = update.stop_reason
+    if sample.matcher.matched is not None:
+        finish_reason, stop_reason = FinishReason.STOP, sample.matcher.matched
+    token = update.token
+    return TokenEvent(
+        request_id=update.request_id,
+        index=update.index,
+        token_ids=() if token is None else (token.token_id,),
+        text=text,
+        logprobs=() if token is None or token.logprob is None else (token.logprob,),
+        finish_reason=finish_reason,
+        stop_reason=stop_reason,
+    )
+
+
+def _advance(update: SequenceUpdate, sample: _Sample, params: SamplingParams) -> str:
+    """Take the update's token and return the text that can be emitted now."""
+    text = ""
+    if update.token is not None:
+        sample.num_tokens += 1
+        if _has_text(update, params):
+            text = sample.detokenizer.add(update.token.token_id)
+    if update.finish_reason is not None:
+        text += sample.detokenizer.flush()
+    # Text of the first min_tokens tokens is never part of a stop string.
+    if sample.num_tokens > params.min_tokens:
+        text = sample.matcher.add(text)
+    if update.finish_reason is not None and sample.matcher.matched is None:
+        text += sample.matcher.flush()
+    return text
+
+
+def _has_text(update: SequenceUpdate, params: SamplingParams) -> bool:
+    """Whether the token shows in the text: all do but those that end the sample.
+
+    A stop token the caller named shows when stop strings do; the model's own end never does.
+    """
+    if update.finish_reason is not FinishReason.STOP:
+        return True
+    return params.include_stop_str_in_output and update.stop_reason is not None
