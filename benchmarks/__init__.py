@@ -1,0 +1,1 @@
+"""Measurements against a live server; each module is one command."""

@@ -1,0 +1,1 @@
+"""Load on a live server, with every answer checked."""
