@@ -1,0 +1,104 @@
+# Two commands are enough on a fresh machine: `make serve` and `make test`.
+#
+#   make serve ACCEL=cuda13 ARGS="--model mlx-community/Qwen3-0.6B-4bit --port 9000"
+#
+# ACCEL: cpu (default), cuda12 or cuda13 on Linux; a Mac always takes Metal.
+# ARGS: flags for serve, bench and pytest.
+
+ARGS ?=
+SYSTEM := $(shell uname -s)
+
+ifeq ($(SYSTEM),Darwin)
+ACCEL := metal
+PLATFORM := darwin
+else
+ACCEL ?= cpu
+PLATFORM := linux-$(ACCEL)
+endif
+
+# MLX's builds overwrite each other's files, so each has an environment of its own.
+VENV := $(if $(filter cpu metal,$(ACCEL)),.venv,.venv-$(ACCEL))
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
+
+# An installation is known by the checksum of what it was made from.
+RUNTIME_FILES := $(wildcard requirements/base.txt requirements/build.txt requirements/$(PLATFORM).txt) pyproject.toml
+DEV_FILES := $(RUNTIME_FILES) requirements/dev.txt
+checksum = $(firstword $(shell cat $(1) | cksum))
+RUNTIME_STAMP := $(VENV)/.runtime-$(PLATFORM)-$(call checksum,$(RUNTIME_FILES))
+DEV_STAMP := $(VENV)/.dev-$(PLATFORM)-$(call checksum,$(DEV_FILES))
+
+# The newest Python that has a wheel of every pinned package is 3.14.
+SUITABLE := import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 14))
+PYTHON ?= $(shell for python in python3 python3.13 python3.12 python3.11 python3.14; do \
+	$$python -c '$(SUITABLE)' 2>/dev/null && { echo $$python; break; }; done)
+
+# MLX's Linux CPU build carries a slow BLAS; OpenBLAS is 50 times faster where it is installed.
+ifeq ($(PLATFORM),linux-cpu)
+OPENBLAS := $(firstword $(wildcard /usr/lib/*/openblas-pthread/libopenblas.so.0) \
+	$(shell { ldconfig -p || /sbin/ldconfig -p; } 2>/dev/null | sed -n 's/.*libopenblas\.so\.0 .*=> //p'))
+endif
+FAST_BLAS := $(if $(OPENBLAS),LD_PRELOAD="$(OPENBLAS)$${LD_PRELOAD:+:$$LD_PRELOAD}")
+
+.PHONY: help serve test lint format unit bench doctor docs check-pins hooks venv clean
+.DEFAULT_GOAL := help
+
+help: ## List the targets
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1|\2/p' Makefile | awk -F'|' '{printf "  make %-12s %s\n", $$1, $$2}'
+
+serve: $(RUNTIME_STAMP) ## Serve a model on 127.0.0.1:8000 (ARGS="--model … --port …")
+	@$(FAST_BLAS) $(BIN)/python -m mlx_parallm serve $(ARGS)
+
+test: lint ## Lint, types, layers and every test
+	@$(FAST_BLAS) $(BIN)/python -m pytest $(ARGS)
+
+unit: $(DEV_STAMP) ## The fast tests only
+	@$(FAST_BLAS) $(BIN)/python -m pytest tests/unit $(ARGS)
+
+lint: $(DEV_STAMP) ## ruff, pyright, import layers, Dockerfile
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyright
+	$(BIN)/lint-imports
+	$(BIN)/hadolint Dockerfile
+
+format: $(DEV_STAMP) ## Format the code and apply safe fixes
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: $(DEV_STAMP) ## Load a running server (ARGS="--base-url http://127.0.0.1:8000 …")
+	@$(FAST_BLAS) $(BIN)/python -m mlx_parallm bench serve $(ARGS)
+
+doctor: $(RUNTIME_STAMP) ## Backend, BLAS, versions and advice
+	@$(FAST_BLAS) $(BIN)/python -m mlx_parallm doctor $(ARGS)
+
+docs: $(DEV_STAMP) ## Rewrite docs/configuration.md from the table of settings
+	$(BIN)/python scripts/write_configuration_docs.py
+
+check-pins: $(DEV_STAMP) ## Every pinned version exists for the Mac and for Linux
+	$(BIN)/python scripts/check_pins.py
+
+hooks: $(DEV_STAMP) ## Install the git hooks
+	$(BIN)/pre-commit install --hook-type pre-commit --hook-type pre-push
+
+venv: $(DEV_STAMP) ## Create the environment with everything in it
+
+clean: ## Remove the environments and caches
+	rm -rf .venv .venv-* .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+
+$(VENV)/bin/python:
+	@test -f requirements/$(PLATFORM).txt || { echo "ACCEL=$(ACCEL) is unknown; use cpu, cuda12 or cuda13." >&2; exit 2; }
+	@test -n "$(PYTHON)" || { echo "Python 3.11 to 3.14 is needed and was not found; name one: make PYTHON=/path/to/python3.12" >&2; exit 2; }
+	@echo "Creating $(VENV) with $$($(PYTHON) --version)"
+	@$(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); echo "The venv module does not work; on Debian and Ubuntu: apt install python3-venv" >&2; exit 2; }
+
+$(RUNTIME_STAMP): $(VENV)/bin/python
+	@echo "Installing the pinned packages for $(PLATFORM)"
+	@$(PIP) -r requirements/$(PLATFORM).txt -r requirements/build.txt
+	@$(PIP) --no-deps --no-build-isolation --editable .
+	@rm -f $(VENV)/.runtime-* && touch $@
+
+$(DEV_STAMP): $(RUNTIME_STAMP)
+	@echo "Installing the pinned development packages"
+	@$(PIP) -r requirements/$(PLATFORM).txt -r requirements/dev.txt
+	@rm -f $(VENV)/.dev-* && touch $@
