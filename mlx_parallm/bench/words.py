@@ -4,7 +4,26 @@ from __future__ import annotations
 
 import random
 
-ONSETS = ("b", "br", "d", "dr", "f", "g", "gl", "h", "k", "l", "m", "n", "p", "r", "s", "st", "t", "v")
+ONSETS = (
+    "b",
+    "br",
+    "d",
+    "dr",
+    "f",
+    "g",
+    "gl",
+    "h",
+    "k",
+    "l",
+    "m",
+    "n",
+    "p",
+    "r",
+    "s",
+    "st",
+    "t",
+    "v",
+)
 NUCLEI = ("a", "e", "i", "o", "u", "ai", "ou")
 CODAS = ("", "", "n", "r", "s", "l")
 

@@ -1,0 +1,134 @@
+"""Starts the servers under measurement, waits until they answer, and ends them."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+START_TIMEOUT_S = 120.0
+STOP_TIMEOUT_S = 30.0
+POLL_S = 0.1
+OPENBLAS_PATHS = (
+    "/usr/lib/x86_64-linux-gnu/openblas-pthread/libopenblas.so.0",
+    "/usr/lib/aarch64-linux-gnu/openblas-pthread/libopenblas.so.0",
+)
+
+
+class ServerError(Exception):
+    """A server did not start, or ended early."""
+
+
+@dataclass(frozen=True, slots=True)
+class Server:
+    """A running server.
+
+    ``model`` is what to send as the request's ``model``; None leaves it out.
+    """
+
+    name: str
+    base_url: str
+    model: str | None
+    process: subprocess.Popen[bytes]
+    log: Path
+
+    def resident_bytes(self) -> int:
+        """Return the resident memory of the process (Linux)."""
+        pages = Path(f"/proc/{self.process.pid}/statm").read_text().split()[1]
+        return int(pages) * os.sysconf("SC_PAGE_SIZE")
+
+    def log_tail(self, lines: int = 20) -> str:
+        """Return the end of what the server printed."""
+        return "\n".join(self.log.read_text(errors="replace").splitlines()[-lines:])
+
+
+@contextlib.contextmanager
+def mlx_lm_server(model: Path, options: Sequence[str] = ()) -> Iterator[Server]:
+    """Run ``mlx_lm.server`` of the installed mlx-lm."""
+    command = [sys.executable, "-m", "mlx_lm", "server", "--model", str(model), *options]
+    with _running("mlx_lm.server", command, None) as server:
+        yield server
+
+
+@contextlib.contextmanager
+def mlx_parallm_server(model: Path | None, options: Sequence[str] = ()) -> Iterator[Server]:
+    """Run ``mlx_parallm serve``; no model is the embedded one."""
+    command = [sys.executable, "-m", "mlx_parallm", "serve", "--served-model-name", "benchmark"]
+    command += ["--model", str(model)] if model else []
+    with _running("mlx_parallm", [*command, *options], "benchmark") as server:
+        yield server
+
+
+@contextlib.contextmanager
+def _running(name: str, command: list[str], model: str | None) -> Iterator[Server]:
+    port = free_port()
+    with tempfile.TemporaryDirectory(prefix="benchmark-") as folder:
+        log = Path(folder) / "log.txt"
+        with log.open("wb") as output:
+            process = subprocess.Popen(
+                [*command, "--host", "127.0.0.1", "--port", str(port)],
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env=server_environment(),
+                start_new_session=True,
+            )
+        try:
+            server = Server(name, f"http://127.0.0.1:{port}", model, process, log)
+            _wait_until_healthy(server)
+            yield server
+        finally:
+            _end(process)
+
+
+def free_port() -> int:
+    """Return a port nobody listens on at the moment."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def server_environment() -> dict[str, str]:
+    """Return this process's environment, on Linux with OpenBLAS preloaded where it is found."""
+    environment = dict(os.environ) | {"HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"}
+    found = openblas_path()
+    if found and "openblas" not in environment.get("LD_PRELOAD", ""):
+        environment["LD_PRELOAD"] = " ".join(filter(None, [found, os.environ.get("LD_PRELOAD")]))
+    return environment
+
+
+def openblas_path() -> str | None:
+    """Return where Debian and Ubuntu put OpenBLAS, if it is there."""
+    return next((path for path in OPENBLAS_PATHS if Path(path).exists()), None)
+
+
+def _wait_until_healthy(server: Server) -> None:
+    deadline = time.monotonic() + START_TIMEOUT_S
+    while time.monotonic() < deadline:
+        if server.process.poll() is not None:
+            raise ServerError(f"{server.name} ended at its start:\n{server.log_tail()}")
+        with contextlib.suppress(OSError, urllib.error.URLError):
+            with urllib.request.urlopen(f"{server.base_url}/health", timeout=5) as answer:
+                if answer.status == 200:
+                    return
+        time.sleep(POLL_S)
+    raise ServerError(f"{server.name} is not healthy in time:\n{server.log_tail()}")
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """End the process, and the group it leads if need be."""
+    process.send_signal(signal.SIGTERM)
+    try:
+        process.wait(STOP_TIMEOUT_S)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()

@@ -1,0 +1,149 @@
+"""Makes the requests of a benchmark from a seed: the same seed, the same requests."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from mlx_parallm.bench.record import PlannedRequest
+
+Endpoint = Literal["chat", "completions"]
+ROUTES: dict[Endpoint, str] = {"chat": "/v1/chat/completions", "completions": "/v1/completions"}
+
+
+@dataclass(frozen=True, slots=True)
+class Lengths:
+    """A distribution of whole numbers ≥ 1.
+
+    Attributes:
+        kind: "fixed" (``low``), "uniform" (``low`` to ``high``, both included) or "lognormal"
+            (median ``low``, 99th percentile ``high``).
+        low: see ``kind``.
+        high: see ``kind``.
+    """
+
+    kind: Literal["fixed", "uniform", "lognormal"]
+    low: int
+    high: int
+
+    @classmethod
+    def parse(cls, text: str) -> Lengths:
+        """Parse ``64``, ``uniform:32,96`` or ``lognormal:64,512``.
+
+        Raises:
+            ValueError: the text has none of these forms.
+        """
+        kind, found, numbers = text.rpartition(":")
+        if not found:
+            return cls("fixed", _positive(numbers), _positive(numbers))
+        low, _, high = numbers.partition(",")
+        bounds = _positive(low), _positive(high)
+        if bounds[0] > bounds[1]:
+            raise ValueError(f"{text!r}: the first number is over the second")
+        if kind == "uniform":
+            return cls("uniform", *bounds)
+        if kind == "lognormal":
+            return cls("lognormal", *bounds)
+        raise ValueError(f"{text!r} is none of N, uniform:LOW,HIGH and lognormal:MEDIAN,P99")
+
+    def draw(self, source: random.Random) -> int:
+        """Return one number."""
+        if self.kind == "fixed":
+            return self.low
+        if self.kind == "uniform":
+            return source.randint(self.low, self.high)
+        # 2.3263 standard deviations lie below the 99th percentile of a normal distribution.
+        sigma = math.log(self.high / self.low) / 2.3263
+        return max(1, round(source.lognormvariate(math.log(self.low), sigma)))
+
+
+def _positive(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise ValueError(f"{text!r} is not positive")
+    return number
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Workload:
+    """What to ask of a server.
+
+    Attributes:
+        model: the name to ask for; None leaves the field out.
+        prompt_lengths: of prompts, in words or in token ids, the shared prefix not included.
+        output_lengths: ``max_tokens``.
+        words: what prompts are made of when ``token_ids`` is None.
+        token_ids: the range of ids that prompts are made of; completions only.
+        shared_prefix_length: words or ids that every prompt begins with.
+        seed_requests: give request i the seed ``seed + i``.
+        rate: mean arrivals per second, a Poisson process; None is a closed loop.
+        extra: more fields of every body, such as ``{"ignore_eos": True}``.
+    """
+
+    endpoint: Endpoint = "completions"
+    model: str | None = None
+    num_requests: int
+    prompt_lengths: Lengths
+    output_lengths: Lengths
+    words: Sequence[str] = ()
+    token_ids: range | None = None
+    shared_prefix_length: int = 0
+    temperature: float = 0.0
+    seed_requests: bool = False
+    seed: int = 0
+    rate: float | None = None
+    extra: dict[str, Any] = field(default_factory=dict)
+
+
+def plan_requests(workload: Workload) -> list[PlannedRequest]:
+    """Return the workload's requests in the order they are sent.
+
+    Raises:
+        ValueError: token ids were asked of the chat endpoint.
+    """
+    if workload.token_ids is not None and workload.endpoint == "chat":
+        raise ValueError("chat takes text, not token ids")
+    source = random.Random(workload.seed)
+    prefix = _draw_units(workload, workload.shared_prefix_length, source)
+    arrival_s = 0.0
+    requests = []
+    for index in range(workload.num_requests):
+        units = prefix + _draw_units(workload, workload.prompt_lengths.draw(source), source)
+        max_tokens = workload.output_lengths.draw(source)
+        requests.append(
+            PlannedRequest(
+                index=index,
+                route=ROUTES[workload.endpoint],
+                body=_body(workload, index, units, max_tokens),
+                max_tokens=max_tokens,
+                arrival_s=arrival_s,
+            )
+        )
+        arrival_s += source.expovariate(workload.rate) if workload.rate else 0.0
+    return requests
+
+
+def _draw_units(workload: Workload, length: int, source: random.Random) -> list[Any]:
+    return source.choices(workload.token_ids or workload.words, k=length)
+
+
+def _body(workload: Workload, index: int, units: list[Any], max_tokens: int) -> dict[str, Any]:
+    body: dict[str, Any] = {
+        "max_tokens": max_tokens,
+        "temperature": workload.temperature,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    }
+    if workload.model is not None:
+        body["model"] = workload.model
+    if workload.seed_requests:
+        body["seed"] = workload.seed + index
+    prompt = units if workload.token_ids is not None else " ".join(units)
+    if workload.endpoint == "chat":
+        body["messages"] = [{"role": "user", "content": prompt}]
+    else:
+        body["prompt"] = prompt
+    return body | workload.extra
