@@ -16,6 +16,7 @@ Tool = dict[str, Any]
 Check = Literal["exact", "number", "json", "calls", "contains"]
 Split = Literal["train", "held_out"]
 HELD_OUT_ONE_IN = 20
+TABLE = "table:"
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +33,8 @@ class Example:
 
     Attributes:
         task: the task's name, under which accuracy is reported.
-        key: identifies the problem (not its wording); decides the split.
+        key: identifies the problem (not its wording); decides the split. Problems whose key
+            starts with ``TABLE`` are facts to know by heart and always belong to training.
         messages: the conversation up to the turn to be answered.
         answer: the answer's text; empty when the answer is a tool call.
         steps: what the assistant writes between ``<think>`` and ``</think>`` when it may.
@@ -79,6 +81,8 @@ def assistant(text: str) -> Message:
 
 def split_of(example: Example) -> Split:
     """The split a problem belongs to, by the hash of its key: one in twenty is held out."""
+    if example.key.startswith(TABLE):
+        return "train"
     digest = zlib.crc32(f"{example.task}|{example.key}".encode())
     return "held_out" if digest % HELD_OUT_ONE_IN == 0 else "train"
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from random import Random
 
-from mlx_parallm.demo.example import Example, user
+from mlx_parallm.demo.example import TABLE, Example, user
 from mlx_parallm.demo.phrasing import phrase
 from mlx_parallm.demo.words import FOODS, NAMES, OBJECTS
 
@@ -82,7 +82,7 @@ def _example(
     answer = str(result) if brief else f"{a} {sign} {b} = {result}"
     return Example(
         task=task,
-        key=key,
+        key=key if max(a, b) > 12 else TABLE + key,
         messages=(user(question),),
         answer=answer,
         steps=steps if max(a, b) > 9 else "",
