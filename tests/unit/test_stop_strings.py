@@ -1,3 +1,5 @@
+import itertools
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -17,7 +19,7 @@ def reference(text: str, stop: list[str]) -> tuple[int, str] | None:
 
 def pieces(text: str, cuts: list[int]) -> list[str]:
     borders = sorted({0, len(text), *(c % (len(text) + 1) for c in cuts)})
-    return [text[a:b] for a, b in zip(borders, borders[1:], strict=False)]
+    return [text[a:b] for a, b in itertools.pairwise(borders)]
 
 
 texts = st.text("ab\n🙂", max_size=30)

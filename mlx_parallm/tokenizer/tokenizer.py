@@ -1,0 +1,208 @@
+"""A model's tokenizer: text to tokens, chat to prompt, tokens to text."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from jinja2.exceptions import TemplateError
+from mlx_lm import tokenizer_utils
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+from tokenizers import Tokenizer as BackendTokenizer
+
+from mlx_parallm.errors import ConfigError, InvalidRequestError, ModelLoadError
+from mlx_parallm.tokenizer.detokenizer import ByteLevelDetokenizer, WindowDetokenizer
+from mlx_parallm.tokenizer.vocabulary import Vocabulary
+
+# What a Jinja template raises for messages it was not written for.
+_TEMPLATE_ERRORS = (
+    TemplateError,
+    ArithmeticError,
+    AttributeError,
+    LookupError,
+    RecursionError,
+    TypeError,
+    ValueError,
+)
+
+
+class ParallmTokenizer:
+    """Implements ``engine.interface.Tokenizer`` over a tokenizer loaded by mlx_lm.
+
+    A lock guards calls into transformers, which are not safe from several threads at once.
+    Detokenizing does not take it: a long prompt being tokenised never delays a step.
+    """
+
+    def __init__(self, wrapper: TokenizerWrapper, eos_ids: frozenset[int]) -> None:
+        self._wrapper = wrapper
+        self._eos_ids = eos_ids
+        self._vocabulary = Vocabulary(wrapper._tokenizer)
+        self._lock = threading.Lock()
+        # A template set after loading is not in the wrapper's own flag.
+        template = wrapper._tokenizer.chat_template
+        self._has_chat_template = bool(wrapper.has_chat_template) or template is not None
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of token ids, added tokens included: the largest plus one."""
+        return self._vocabulary.size
+
+    @property
+    def eos_ids(self) -> frozenset[int]:
+        """Tokens that end generation."""
+        return self._eos_ids
+
+    @property
+    def has_chat_template(self) -> bool:
+        """Whether ``encode_chat`` works without an explicit template."""
+        return self._has_chat_template
+
+    @property
+    def think_markers(self) -> tuple[str, str] | None:
+        """The strings around reasoning; None if the vocabulary has none."""
+        start, end = self._wrapper.think_start, self._wrapper.think_end
+        return None if start is None or end is None else (start, end)
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Tokenise a text."""
+        with self._lock:
+            ids = self._wrapper.encode(text, add_special_tokens=add_special_tokens, verbose=False)
+        return list(ids)
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """The text of a whole sequence of tokens."""
+        return self._vocabulary.decode(token_ids, skip_special_tokens=skip_special_tokens)
+
+    def render_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        chat_template: str | None = None,
+        template_kwargs: Mapping[str, Any] | None = None,
+    ) -> str:
+        """Apply the chat template.
+
+        ``template_kwargs`` are further variables for the template; they cannot replace the
+        arguments above.
+
+        Raises:
+            InvalidRequestError: there is no template, or it refuses these messages.
+        """
+        if chat_template is None and not self._has_chat_template:
+            raise InvalidRequestError(
+                "This model has no chat template: use /v1/completions, or give a chat_template.",
+                param="messages",
+            )
+        options: dict[str, Any] = dict(template_kwargs or {})
+        options |= {
+            "tools": [dict(tool) for tool in tools] if tools else None,
+            "add_generation_prompt": add_generation_prompt,
+            "continue_final_message": continue_final_message,
+        }
+        if chat_template is not None:
+            options["chat_template"] = chat_template
+        return self._render([dict(message) for message in messages], options)
+
+    def encode_chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> list[int]:
+        """``render_chat``, then ``encode`` without adding special tokens a second time."""
+        return self.encode(self.render_chat(messages, **options), add_special_tokens=False)
+
+    def token_string(self, token_id: int) -> str:
+        """One token as text; bytes that are no UTF-8 alone become U+FFFD."""
+        return self._vocabulary.token_bytes(token_id).decode(errors="replace")
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """One token as the bytes it contributes."""
+        return self._vocabulary.token_bytes(token_id)
+
+    def detokenizer(
+        self, *, skip_special_tokens: bool = True
+    ) -> ByteLevelDetokenizer | WindowDetokenizer:
+        """A fresh incremental detokenizer for one sequence."""
+        return self._vocabulary.detokenizer(skip_special_tokens=skip_special_tokens)
+
+    def _render(self, messages: list[dict[str, Any]], options: dict[str, Any]) -> str:
+        try:
+            with self._lock:
+                text = self._wrapper.apply_chat_template(messages, tokenize=False, **options)
+        except _TEMPLATE_ERRORS as error:
+            raise InvalidRequestError(
+                f"The chat template refused these messages: {error}", param="messages"
+            ) from error
+        return str(text)
+
+
+def load_tokenizer(
+    path: Path, *, chat_template: str | None = None, trust_remote_code: bool = False
+) -> ParallmTokenizer:
+    """Load the tokenizer in a local folder.
+
+    Args:
+        path: a folder with tokenizer files, ``config.json`` and perhaps
+            ``generation_config.json``; the end-of-sequence tokens of all three are united.
+        chat_template: a Jinja template, or the path of a file with one, instead of the model's.
+        trust_remote_code: run Python code that comes with the tokenizer.
+
+    Raises:
+        ConfigError: ``chat_template`` is neither a template nor a readable file.
+        ModelLoadError: the folder has no tokenizer that can be loaded.
+    """
+    template = None if chat_template is None else _read_template(chat_template)
+    try:
+        wrapper = tokenizer_utils.load(
+            path,
+            {"trust_remote_code": trust_remote_code},
+            eos_token_ids=sorted(_configured_eos_ids(path)),
+        )
+    except (OSError, ValueError, ImportError, KeyError) as error:
+        raise ModelLoadError(f"{path} has no tokenizer that can be loaded: {error}") from error
+    _forget_truncation(wrapper)
+    if template is not None:
+        wrapper._tokenizer.chat_template = template
+        wrapper._chat_template = None
+    return ParallmTokenizer(wrapper, frozenset(wrapper.eos_token_ids))
+
+
+def _read_template(chat_template: str) -> str:
+    if "{" in chat_template or "\n" in chat_template:
+        return chat_template
+    try:
+        return Path(chat_template).read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(
+            f"chat_template is neither a Jinja template nor a readable file: {error}"
+        ) from error
+
+
+def _configured_eos_ids(path: Path) -> set[int]:
+    """End-of-sequence tokens named by the model's own files."""
+    config = _read_json(path / "config.json")
+    sources = [config, config.get("text_config"), _read_json(path / "generation_config.json")]
+    found: set[int] = set()
+    for source in sources:
+        ids = source.get("eos_token_id") if isinstance(source, dict) else None
+        found.update([ids] if isinstance(ids, int) else ids or ())
+    return found
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    if not path.exists():
+        return {}
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ModelLoadError(f"{path} is not JSON: {error}") from error
+
+
+def _forget_truncation(wrapper: TokenizerWrapper) -> None:
+    """Drop limits stored with the tokenizer: prompts are measured, not cut."""
+    backend = getattr(wrapper._tokenizer, "backend_tokenizer", None)
+    if isinstance(backend, BackendTokenizer):
+        backend.no_truncation()
+        backend.no_padding()
