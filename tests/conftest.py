@@ -1,0 +1,18 @@
+"""Fixtures shared by all tests."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.server_process import ServerProcess
+
+
+@pytest.fixture(scope="session")
+def live_server() -> Iterator[ServerProcess]:
+    """`mlx_parallm serve` with the embedded model, in a process of its own."""
+    server = ServerProcess("--max-num-seqs", "32", "--max-model-len", "2048")
+    server.wait_until_ready()
+    yield server
+    server.stop()

@@ -1,0 +1,77 @@
+"""A real server in a process of its own, started as a user would."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import httpx2
+
+ROOT = Path(__file__).resolve().parent.parent
+START_TIMEOUT_S = 120.0
+
+
+def free_port() -> int:
+    """A TCP port nobody listens on."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+class ServerProcess:
+    """`python -m mlx_parallm serve FLAGS` on a free port of the loopback interface."""
+
+    def __init__(self, *flags: str, env: dict[str, str] | None = None) -> None:
+        self.port = free_port()
+        self.url = f"http://127.0.0.1:{self.port}"
+        self._log = tempfile.NamedTemporaryFile(mode="w+", suffix=".log")  # noqa: SIM115
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "mlx_parallm", "serve", "--port", str(self.port), *flags],
+            stdout=self._log,
+            stderr=subprocess.STDOUT,
+            cwd=ROOT,
+            env={**os.environ, **(env or {})},
+        )
+
+    @property
+    def log(self) -> str:
+        """Everything it has printed."""
+        return Path(self._log.name).read_text()
+
+    def wait_until_ready(self) -> None:
+        """Return once /health answers 200; fail with the log if the process ends first."""
+        transport = httpx2.HTTPTransport(retries=0)
+        with httpx2.Client(transport=transport) as client:
+            for _ in range(int(START_TIMEOUT_S / 0.1)):
+                try:
+                    if client.get(f"{self.url}/health").status_code == 200:
+                        return
+                except httpx2.TransportError:
+                    pass
+                try:
+                    self.process.wait(0.1)
+                except subprocess.TimeoutExpired:
+                    continue
+                raise AssertionError(f"the server ended:\n{self.log}")
+        raise AssertionError(f"the server did not start:\n{self.log}")
+
+    def metric(self, name: str) -> float:
+        """The value of a metric with the first labels found."""
+        text = httpx2.get(f"{self.url}/metrics").text
+        found = re.search(rf"^{re.escape(name)}(?:{{[^}}]*}})? (\S+)$", text, re.MULTILINE)
+        assert found, f"no metric {name}"
+        return float(found[1])
+
+    def stop(self, how: int = signal.SIGTERM) -> int:
+        """Send a signal and return the exit code."""
+        if self.process.poll() is None:
+            self.process.send_signal(how)
+        code = self.process.wait(60)
+        self._log.close()
+        return code
