@@ -1,0 +1,203 @@
+"""Gathers settings from flags, environment and file, in that order, into the configuration."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from mlx_parallm.cli.settings import DEFAULTS, ENVIRONMENT_PREFIX, GROUPS, SETTINGS, Setting
+from mlx_parallm.config import EngineConfig, ModelConfig, ServerConfig
+from mlx_parallm.errors import ConfigError
+
+CONFIG_VARIABLE = ENVIRONMENT_PREFIX + "CONFIG"
+ORDER = "Flags win over environment variables, those over the file, the file over the defaults."
+
+
+@dataclass(frozen=True, slots=True)
+class Given:
+    """A value somebody set, before it is parsed; ``source`` is for messages."""
+
+    value: Any
+    source: str
+
+
+def add_settings(parser: argparse.ArgumentParser, groups: Sequence[str] = GROUPS) -> None:
+    """Add ``--config`` and a flag for each setting of these groups."""
+    parser.add_argument(
+        "--config", metavar="FILE", help=f"YAML or TOML file of settings (also {CONFIG_VARIABLE})"
+    )
+    for name in groups:
+        group = parser.add_argument_group(name)
+        for setting in SETTINGS:
+            if setting.group == name:
+                _add_flag(group, setting)
+    parser.epilog = f"{ORDER} A setting's variable is {ENVIRONMENT_PREFIX}NAME."
+
+
+def read_settings(
+    args: argparse.Namespace, environment: Mapping[str, str] = os.environ
+) -> tuple[EngineConfig, ServerConfig]:
+    """The configuration of an invocation.
+
+    Raises:
+        ConfigError: a value is wrong, a key is unknown, or the file cannot be read.
+    """
+    given: dict[str, Given] = {}
+    file = getattr(args, "config", None) or environment.get(CONFIG_VARIABLE)
+    if file:
+        given.update(from_file(Path(file)))
+    given.update(from_environment(environment))
+    given.update(from_flags(args))
+    return build_config(given)
+
+
+def from_flags(args: argparse.Namespace) -> dict[str, Given]:
+    """Settings given as flags."""
+    return {
+        setting.name: Given(getattr(args, _attribute(setting)), f"--{setting.name}")
+        for setting in SETTINGS
+        if hasattr(args, _attribute(setting))
+    }
+
+
+def from_environment(environment: Mapping[str, str]) -> dict[str, Given]:
+    """Settings given as variables; an empty one counts as not given."""
+    return {
+        setting.name: Given(environment[setting.variable], f"variable {setting.variable}")
+        for setting in SETTINGS
+        if environment.get(setting.variable)
+    }
+
+
+def from_file(path: Path) -> dict[str, Given]:
+    """Settings given in a YAML or TOML file; ``-`` and ``_`` are the same in its keys.
+
+    Raises:
+        ConfigError: it cannot be read, or a key is unknown or given twice.
+    """
+    names = {name: one.name for one in SETTINGS for name in (one.name, *one.aliases)}
+    given: dict[str, Given] = {}
+    unknown: list[str] = []
+    for key, value in _load(path).items():
+        name = names.get(str(key).replace("_", "-"))
+        if name is None:
+            unknown.append(str(key))
+        elif name in given:
+            raise ConfigError(f"{path}: {name} is set twice")
+        else:
+            given[name] = Given(value, f"{key} in {path}")
+    if unknown:
+        raise ConfigError(f"{path}: unknown settings: {', '.join(unknown)}")
+    return given
+
+
+def build_config(given: Mapping[str, Given]) -> tuple[EngineConfig, ServerConfig]:
+    """Parse what was given and put it over the defaults.
+
+    Raises:
+        ConfigError: a value is wrong; the message names the setting and where it was set.
+    """
+    parts: dict[str, dict[str, Any]] = {part: {} for part in DEFAULTS}
+    for setting in SETTINGS:
+        if setting.name in given:
+            parts[setting.part][setting.field] = _parse(setting, given[setting.name])
+    server = ServerConfig(**parts["server"])
+    if server.allow_credentials and "*" in server.allowed_origins:
+        raise ConfigError("allow-credentials needs named origins, not allowed-origins *")
+    engine = EngineConfig(
+        models=_models(parts["model"]),
+        cache=type(DEFAULTS["cache"])(**parts["cache"]),
+        scheduler=type(DEFAULTS["scheduler"])(**parts["scheduler"]),
+        **parts["engine"],
+    )
+    return engine, server
+
+
+def _parse(setting: Setting, given: Given) -> Any:
+    try:
+        value = setting.parse(given.value)
+    except ValueError as problem:
+        raise ConfigError(f"{given.source}: {problem}, not {given.value!r}") from None
+    return not value if setting.inverted else value
+
+
+def _models(part: Mapping[str, Any]) -> tuple[ModelConfig, ...]:
+    options = dict(part)
+    paths = options.pop("paths", (None,))
+    names = dict(_named(paths, options.pop("names", ())))
+    repeated = sorted({path for path in paths if paths.count(path) > 1})
+    if repeated:
+        raise ConfigError(f"model: given twice: {', '.join(repeated)}")
+    return tuple(
+        ModelConfig(path=path, served_names=tuple(names.get(path, ())), **options) for path in paths
+    )
+
+
+def _named(
+    paths: Sequence[str | None], names: Sequence[str]
+) -> Iterator[tuple[str | None, Sequence[str]]]:
+    """Each model with its names; a bare name is possible while there is one model."""
+    by_path: dict[str | None, list[str]] = {path: [] for path in paths}
+    for name in names:
+        owner, separator, alias = name.rpartition("=")
+        if separator and alias and owner in by_path:
+            by_path[owner].append(alias)
+        elif len(by_path) == 1:
+            by_path[paths[0]].append(name)
+        else:
+            raise ConfigError(
+                f"served-model-name: with several models write MODEL=NAME, not {name!r}"
+            )
+    yield from by_path.items()
+
+
+def _load(path: Path) -> Mapping[str, Any]:
+    try:
+        text = path.read_text(encoding="utf-8")
+        content = tomllib.loads(text) if path.suffix == ".toml" else yaml.safe_load(text)
+    except OSError as problem:
+        raise ConfigError(f"{path}: {problem.strerror}") from None
+    except (tomllib.TOMLDecodeError, yaml.YAMLError, UnicodeDecodeError) as problem:
+        raise ConfigError(f"{path}: {problem}") from None
+    if content is None:
+        return {}
+    if not isinstance(content, Mapping):
+        raise ConfigError(f"{path}: must be a table of settings")
+    return content
+
+
+def _attribute(setting: Setting) -> str:
+    return "setting_" + setting.name.replace("-", "_")
+
+
+def _add_flag(group: argparse._ArgumentGroup, setting: Setting) -> None:
+    flags = [f"--{name}" for name in (setting.name, *setting.aliases)]
+    options: dict[str, Any] = {
+        "dest": _attribute(setting),
+        "default": argparse.SUPPRESS,
+        "help": _help(setting),
+    }
+    if setting.is_switch:
+        options["action"] = argparse.BooleanOptionalAction
+    else:
+        options["metavar"] = setting.metavar or setting.name.rpartition("-")[2].upper()
+    if setting.is_list:
+        options |= {"action": "extend", "nargs": "+"}
+    group.add_argument(*flags, **options)
+
+
+def _help(setting: Setting) -> str:
+    if setting.is_switch:
+        shown = "on" if setting.default else "off"
+    elif setting.default in (None, (), ""):
+        return setting.help.replace("%", "%%")
+    else:
+        shown = " ".join(setting.default) if setting.is_list else str(setting.default)
+    return f"{setting.help} (default: {shown})".replace("%", "%%")

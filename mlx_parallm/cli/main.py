@@ -1,0 +1,86 @@
+"""The command line: picks a command and hands it the rest.
+
+Only the chosen command's module is imported, so that ``--help`` is quick and ``doctor`` can still
+report on an installation in which something else does not import.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from mlx_parallm import __version__
+from mlx_parallm.errors import ConfigError, ParallmError
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """A command: its module has ``add_arguments(parser)`` and ``run(args) -> int``."""
+
+    module: str
+    summary: str
+
+
+COMMANDS: Mapping[str, Command] = {
+    "serve": Command("mlx_parallm.cli.serve", "serve models over HTTP with OpenAI's API"),
+    "batch": Command("mlx_parallm.cli.batch", "answer a file of OpenAI batch lines"),
+    "bench": Command("mlx_parallm.bench.cli", "put load on a server and measure it"),
+    "doctor": Command("mlx_parallm.cli.doctor", "report backend, BLAS, versions and advice"),
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command and return the exit status: 2 for wrong usage or settings, 1 for a failure."""
+    arguments = sys.argv[1:] if argv is None else list(argv)
+    parser = overview_parser()
+    if not arguments:
+        parser.print_help(sys.stderr)
+        return 2
+    name = parser.parse_args(arguments[:1]).command
+    return _guard(name, lambda: run_command(name, arguments[1:]))
+
+
+def overview_parser() -> argparse.ArgumentParser:
+    """The parser of the first argument."""
+    width = max(map(len, COMMANDS)) + 2
+    listing = "\n".join(f"  {name:<{width}}{one.summary}" for name, one in COMMANDS.items())
+    parser = argparse.ArgumentParser(
+        prog="mlx_parallm",
+        description="A high-throughput OpenAI-compatible model server built on MLX.",
+        epilog=f"commands:\n{listing}\n\n`mlx_parallm COMMAND --help` shows a command's flags.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        usage="mlx_parallm [-h] [--version] COMMAND ...",
+    )
+    parser.add_argument("--version", action="version", version=f"mlx_parallm {__version__}")
+    parser.add_argument("command", choices=COMMANDS, metavar="COMMAND", help=argparse.SUPPRESS)
+    return parser
+
+
+def run_command(name: str, arguments: Sequence[str]) -> int:
+    """Parse a command's own arguments and run it."""
+    command = COMMANDS[name]
+    module = importlib.import_module(command.module)
+    parser = argparse.ArgumentParser(
+        prog=f"mlx_parallm {name}",
+        description=f"{command.summary[0].upper()}{command.summary[1:]}.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    module.add_arguments(parser)
+    return module.run(parser.parse_args(arguments))
+
+
+def _guard(name: str, run: Callable[[], int]) -> int:
+    try:
+        return run()
+    except ConfigError as error:
+        print(f"mlx_parallm {name}: error: {error}", file=sys.stderr)
+        return 2
+    except ParallmError as error:
+        print(f"mlx_parallm {name}: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130

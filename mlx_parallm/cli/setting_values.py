@@ -1,0 +1,135 @@
+"""Turns the text or plain value of a setting into the value its configuration field takes.
+
+A value comes as text from flags and environment variables, and typed from YAML and TOML files.
+Every parser takes both and raises ValueError with what it wants, e.g. "must be a whole number".
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from typing import Any
+
+Parse = Callable[[Any], Any]
+
+SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?", re.IGNORECASE)
+UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+TRUE = frozenset({"1", "true", "yes", "on"})
+FALSE = frozenset({"0", "false", "no", "off"})
+
+
+def text(value: Any) -> str:
+    """A text that is not empty."""
+    if not isinstance(value, str) or not value:
+        raise ValueError("must be a text")
+    return value
+
+
+def any_text(value: Any) -> str:
+    """A text, perhaps empty."""
+    if not isinstance(value, str):
+        raise ValueError("must be a text")  # noqa: TRY004 - one type for all wrong values
+    return value
+
+
+def boolean(value: Any) -> bool:
+    """True or false; 1/0, yes/no and on/off as text."""
+    if isinstance(value, bool):
+        return value
+    word = str(value).strip().lower()
+    if word in TRUE:
+        return True
+    if word in FALSE:
+        return False
+    raise ValueError("must be true or false")
+
+
+def integer(minimum: int, maximum: int | None = None) -> Parse:
+    """A whole number within bounds."""
+    wanted = _wanted("a whole number", minimum, maximum)
+
+    def parse(value: Any) -> int:
+        try:
+            number = int(value) if isinstance(value, str) else value
+        except ValueError:
+            raise ValueError(wanted) from None
+        if isinstance(number, bool) or not isinstance(number, int):
+            raise ValueError(wanted)  # noqa: TRY004 - one type for all wrong values
+        if number < minimum or (maximum is not None and number > maximum):
+            raise ValueError(wanted)
+        return number
+
+    return parse
+
+
+def number(minimum: float, maximum: float | None = None, *, above: bool = False) -> Parse:
+    """A number within bounds; with ``above`` the lower bound itself is refused."""
+    wanted = _wanted("a number", minimum, maximum, above=above)
+
+    def parse(value: Any) -> float:
+        if isinstance(value, bool) or not isinstance(value, str | int | float):
+            raise ValueError(wanted)  # noqa: TRY004 - one type for all wrong values
+        try:
+            result = float(value)
+        except ValueError:
+            raise ValueError(wanted) from None
+        low = result > minimum if above else result >= minimum
+        # Written so that NaN fails too.
+        if not (low and (result <= maximum if maximum is not None else result < float("inf"))):
+            raise ValueError(wanted)
+        return result
+
+    return parse
+
+
+def size(value: Any) -> int:
+    """Bytes: a number, or text such as 512M, 8GiB (units are powers of 1024)."""
+    match = SIZE.fullmatch(str(value).strip()) if not isinstance(value, bool) else None
+    if match is None:
+        raise ValueError("must be a number of bytes such as 8388608, 512M or 8GiB")
+    amount = int(float(match[1]) * UNITS[match[2].upper()])
+    if amount < 1:
+        raise ValueError("must be at least one byte")
+    return amount
+
+
+def choice(*options: str) -> Parse:
+    """One of a few words."""
+
+    def parse(value: Any) -> str:
+        if value not in options:
+            raise ValueError(f"must be one of {', '.join(options)}")
+        return value
+
+    return parse
+
+
+def listed(value: Any) -> tuple[str, ...]:
+    """Texts: a list, a JSON list, or several separated by commas."""
+    items: Any = value
+    if isinstance(value, list) and len(value) == 1 and str(value[0]).lstrip().startswith("["):
+        items = _json_list(str(value[0]))
+    elif isinstance(value, str):
+        items = _json_list(value) if value.lstrip().startswith("[") else value.split(",")
+    if not isinstance(items, list | tuple) or not all(isinstance(item, str) for item in items):
+        raise ValueError("must be a text or a list of texts")
+    found = tuple(item.strip() for item in items)
+    if not found or not all(found):
+        raise ValueError("must not contain an empty text")
+    return found
+
+
+def _json_list(value: str) -> Any:
+    try:
+        return json.loads(value)
+    except json.JSONDecodeError:
+        raise ValueError("is not a JSON list") from None
+
+
+def _wanted(kind: str, minimum: float, maximum: float | None, *, above: bool = False) -> str:
+    if maximum is None:
+        return f"must be {kind} {'above' if above else 'of at least'} {minimum:g}"
+    return (
+        f"must be {kind} {'above' if above else 'from'} {minimum:g} {'up ' * above}to {maximum:g}"
+    )

@@ -1,0 +1,189 @@
+"""The one table of settings: flags, environment variables, file keys and docs all come from it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from mlx_parallm.cli import setting_values as values
+from mlx_parallm.cli.setting_values import Parse
+from mlx_parallm.config import (
+    CacheConfig,
+    EngineConfig,
+    ModelConfig,
+    SchedulerConfig,
+    ServerConfig,
+)
+
+ENVIRONMENT_PREFIX = "MLX_PARALLM_"
+
+MODELS = "models"
+MEMORY = "memory and prefix cache"
+BATCHING = "batching and queue"
+ADDRESS = "address and access"
+REQUESTS = "requests and streams"
+PROCESS = "process and logs"
+GROUPS = (MODELS, MEMORY, BATCHING, ADDRESS, REQUESTS, PROCESS)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setting:
+    """One setting.
+
+    Attributes:
+        name: the flag without dashes in front, and the key in a file.
+        target: ``part.field`` of the configuration; parts are model, cache, scheduler, engine
+            and server.
+        parse: makes the field's value from text or from a file's value.
+        group: the heading it stands under in ``--help``.
+        help: one sentence.
+        aliases: other names of the flag and the file key.
+        metavar: what ``--help`` calls the value.
+        inverted: a switch whose flag says the opposite of its field.
+    """
+
+    name: str
+    target: str
+    parse: Parse
+    group: str
+    help: str
+    aliases: tuple[str, ...] = ()
+    metavar: str | None = None
+    inverted: bool = False
+
+    @property
+    def part(self) -> str:
+        """The part of the configuration it belongs to."""
+        return self.target.partition(".")[0]
+
+    @property
+    def field(self) -> str:
+        """Its field in that part."""
+        return self.target.partition(".")[2]
+
+    @property
+    def variable(self) -> str:
+        """Its environment variable."""
+        return ENVIRONMENT_PREFIX + self.name.upper().replace("-", "_")
+
+    @property
+    def is_switch(self) -> bool:
+        """Whether the flag takes no value."""
+        return self.parse is values.boolean
+
+    @property
+    def is_list(self) -> bool:
+        """Whether the flag takes several values and may be repeated."""
+        return self.parse is values.listed
+
+    @property
+    def default(self) -> Any:
+        """The value when no source gives one, as the setting (not the field) reads it."""
+        value = getattr(DEFAULTS[self.part], self.field, ())
+        return not value if self.inverted else value
+
+
+DEFAULTS: dict[str, Any] = {
+    "model": ModelConfig(),
+    "cache": CacheConfig(),
+    "scheduler": SchedulerConfig(),
+    "engine": EngineConfig(),
+    "server": ServerConfig(),
+}
+
+
+def _setting(name: str, target: str, parse: Parse, group: str, text: str, **more: Any) -> Setting:
+    return Setting(name=name, target=target, parse=parse, group=group, help=text, **more)
+
+
+SETTINGS: tuple[Setting, ...] = (
+    _setting(
+        "model", "model.paths", values.listed, MODELS,
+        "hub id or folder of a model; several may be given. Without one, the small demonstration "
+        "model inside the package is served.",
+        metavar="ID_OR_FOLDER",
+    ),
+    _setting(
+        "served-model-name", "model.names", values.listed, MODELS,
+        "names that clients may use instead of the id or folder; the first is the one reported. "
+        "With several models write MODEL=NAME.",
+        metavar="NAME",
+    ),
+    _setting("revision", "model.revision", values.text, MODELS,
+             "branch, tag or commit on the hub.", metavar="REV"),
+    _setting(
+        "dtype", "model.dtype", values.choice("auto", "float32", "float16", "bfloat16"), MODELS,
+        "auto keeps the checkpoint's dtype on a GPU; on the CPU it casts and dequantises to "
+        "float32 when that fits in memory. One of auto, float32, float16, bfloat16.",
+    ),
+    _setting("max-model-len", "model.max_model_len", values.integer(1), MODELS,
+             "longest context in tokens; the model's own if not given.", metavar="TOKENS"),
+    _setting("chat-template", "model.chat_template", values.text, MODELS,
+             "a Jinja template, or a file with one, in place of the model's own.",
+             metavar="FILE_OR_TEXT"),
+    _setting("trust-remote-code", "model.trust_remote_code", values.boolean, MODELS,
+             "run Python code that comes with a model or tokenizer."),
+    _setting("seed", "engine.seed", values.integer(0, 2**63 - 1), MODELS,
+             "seed of requests that bring none.", metavar="N"),
+    _setting(
+        "kv-memory-fraction", "cache.memory_fraction", values.number(0, 1, above=True), MEMORY,
+        "share of the free memory that the KV of all models together may take.",
+        aliases=("gpu-memory-utilization",), metavar="SHARE",
+    ),
+    _setting("kv-cache-memory-bytes", "cache.kv_cache_bytes", values.size, MEMORY,
+             "the same as an absolute size, such as 8GiB; wins over the share.", metavar="SIZE"),
+    _setting("block-size", "cache.block_size", values.integer(1, 1024), MEMORY,
+             "tokens in a block of KV.", metavar="TOKENS"),
+    _setting("enable-prefix-caching", "cache.enable_prefix_caching", values.boolean, MEMORY,
+             "reuse the KV of equal prefixes."),
+    _setting("max-num-seqs", "scheduler.max_num_seqs", values.integer(1), BATCHING,
+             "most sequences of a model running at once.", metavar="N"),
+    _setting("max-num-batched-tokens", "scheduler.max_num_batched_tokens", values.integer(1),
+             BATCHING, "most tokens in a step; long prompts are prefilled in chunks of it.",
+             metavar="TOKENS"),
+    _setting("max-num-seqs-per-key", "scheduler.max_num_seqs_per_client", values.integer(1),
+             BATCHING, "most running sequences of one API key; no limit if not given.",
+             metavar="N"),
+    _setting("max-waiting", "scheduler.max_waiting", values.integer(0), BATCHING,
+             "most waiting sequences; beyond it requests are answered with 429.",
+             aliases=("max-queue-size",), metavar="N"),
+    _setting("host", "server.host", values.text, ADDRESS,
+             "address to listen on; 0.0.0.0 for every IPv4 interface."),
+    _setting("port", "server.port", values.integer(0, 65535), ADDRESS,
+             "port to listen on; 0 takes a free one."),
+    _setting("api-key", "server.api_keys", values.listed, ADDRESS,
+             "key a client must send; several may be given.", metavar="KEY"),
+    _setting("admin-api-key", "server.admin_api_keys", values.listed, ADDRESS,
+             "key for routes that change the server; the API keys if not given.",
+             metavar="KEY"),
+    _setting("allowed-origins", "server.allowed_origins", values.listed, ADDRESS,
+             "web origins that may call from a browser; * for any.", metavar="ORIGIN"),
+    _setting("allowed-methods", "server.allowed_methods", values.listed, ADDRESS,
+             "methods that such pages may use.", metavar="METHOD"),
+    _setting("allowed-headers", "server.allowed_headers", values.listed, ADDRESS,
+             "headers that such pages may send.", metavar="HEADER"),
+    _setting("allow-credentials", "server.allow_credentials", values.boolean, ADDRESS,
+             "let such pages send cookies."),
+    _setting("root-path", "server.root_path", values.any_text, ADDRESS,
+             "path prefix that a proxy in front strips.", metavar="PATH"),
+    _setting("max-logprobs", "server.max_logprobs", values.integer(0), REQUESTS,
+             "most alternatives a request may ask for per token.", metavar="N"),
+    _setting("max-body-size", "server.max_body_bytes", values.size, REQUESTS,
+             "largest request body, such as 8MiB.", metavar="SIZE"),
+    _setting("sse-keep-alive-interval", "server.sse_keep_alive_s", values.number(0), REQUESTS,
+             "a comment is sent on a stream silent for this long; 0 is off.",
+             metavar="SECONDS"),
+    _setting("shutdown-timeout", "server.shutdown_timeout_s", values.number(0), PROCESS,
+             "how long running requests may go on after SIGTERM.", metavar="SECONDS"),
+    _setting("restart-engine", "engine.restart_on_failure", values.boolean, PROCESS,
+             "start the engine anew when it dies instead of ending the process."),
+    _setting("log-level", "server.log_level",
+             values.choice("debug", "info", "warning", "error", "critical"), PROCESS,
+             "least serious message shown: debug, info, warning, error or critical.",
+             aliases=("uvicorn-log-level",), metavar="LEVEL"),
+    _setting("log-format", "server.log_format", values.choice("console", "json"), PROCESS,
+             "console or json (one object a line)."),
+    _setting("disable-access-log", "server.access_log", values.boolean, PROCESS,
+             "log no line per request.", inverted=True,
+             aliases=("disable-uvicorn-access-log",)),
+)  # fmt: skip
