@@ -116,12 +116,18 @@ def _wait_until_healthy(server: Server) -> None:
     while time.monotonic() < deadline:
         if server.process.poll() is not None:
             raise ServerError(f"{server.name} ended at its start:\n{server.log_tail()}")
-        with contextlib.suppress(OSError, urllib.error.URLError):
-            with urllib.request.urlopen(f"{server.base_url}/health", timeout=5) as answer:
-                if answer.status == 200:
-                    return
+        if _is_healthy(server):
+            return
         time.sleep(POLL_S)
     raise ServerError(f"{server.name} is not healthy in time:\n{server.log_tail()}")
+
+
+def _is_healthy(server: Server) -> bool:
+    try:
+        with urllib.request.urlopen(f"{server.base_url}/health", timeout=5) as answer:
+            return answer.status == 200
+    except (OSError, urllib.error.URLError):
+        return False
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

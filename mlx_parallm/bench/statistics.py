@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -86,7 +87,7 @@ def tokens_per_chunk(record: RequestRecord) -> list[int]:
         return known
     count = len(record.chunk_times_s)
     shares = [record.output_tokens * place // count for place in range(count + 1)]
-    return [after - before for before, after in zip(shares, shares[1:], strict=False)]
+    return [after - before for before, after in itertools.pairwise(shares)]
 
 
 def token_gaps_s(times_s: Sequence[float], tokens: Sequence[int]) -> list[float]:
@@ -106,7 +107,7 @@ def token_gaps_s(times_s: Sequence[float], tokens: Sequence[int]) -> list[float]
 
 def chunk_gaps_s(times_s: Sequence[float]) -> list[float]:
     """Return the time between chunks."""
-    return [after - before for before, after in zip(times_s, times_s[1:], strict=False)]
+    return [after - before for before, after in itertools.pairwise(times_s)]
 
 
 def summarise(records: Sequence[RequestRecord]) -> Summary:

@@ -4,26 +4,7 @@ from __future__ import annotations
 
 import random
 
-ONSETS = (
-    "b",
-    "br",
-    "d",
-    "dr",
-    "f",
-    "g",
-    "gl",
-    "h",
-    "k",
-    "l",
-    "m",
-    "n",
-    "p",
-    "r",
-    "s",
-    "st",
-    "t",
-    "v",
-)
+ONSETS = ("b", "br", "d", "dr", "f", "g", "gl", "h", "k", "l", "m", "n", "p", "r", "s", "st", "t")
 NUCLEI = ("a", "e", "i", "o", "u", "ai", "ou")
 CODAS = ("", "", "n", "r", "s", "l")
 

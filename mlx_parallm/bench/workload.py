@@ -49,6 +49,10 @@ class Lengths:
             return cls("lognormal", *bounds)
         raise ValueError(f"{text!r} is none of N, uniform:LOW,HIGH and lognormal:MEDIAN,P99")
 
+    def __str__(self) -> str:
+        """Return the text that parses to this."""
+        return str(self.low) if self.kind == "fixed" else f"{self.kind}:{self.low},{self.high}"
+
     def draw(self, source: random.Random) -> int:
         """Return one number."""
         if self.kind == "fixed":
