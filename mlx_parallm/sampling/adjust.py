@@ -13,7 +13,7 @@ import numpy as np
 
 from mlx_parallm.batch import SampleSpec
 
-_Entries = list[tuple[int, Sequence[int]]]
+_Entries = list[tuple[int, Sequence[int] | np.ndarray]]
 
 
 def needs_adjustment(spec: SampleSpec) -> bool:
@@ -107,7 +107,7 @@ def _penalise_repetition(logits: mx.array, specs: Sequence[SampleSpec]) -> mx.ar
         if spec.params.repetition_penalty == 1.0:
             continue
         seen = np.unique(np.concatenate([_ids(spec.prompt_ids), _ids(spec.output_ids)]))
-        entries.append((row, seen))  # type: ignore[arg-type]
+        entries.append((row, seen))
         penalties.extend([spec.params.repetition_penalty] * len(seen))
     if not penalties:
         return logits
@@ -124,7 +124,7 @@ def _penalise_counts(logits: mx.array, specs: Sequence[SampleSpec]) -> mx.array:
         if not _has_count_penalty(spec) or not spec.output_ids:
             continue
         seen, counts = np.unique(_ids(spec.output_ids), return_counts=True)
-        entries.append((row, seen))  # type: ignore[arg-type]
+        entries.append((row, seen))
         params = spec.params
         penalties.append(params.frequency_penalty * counts + params.presence_penalty)
     if not entries:

@@ -30,11 +30,12 @@ def save(backend, folder, **config):
     return load_tokenizer(folder)
 
 
-@pytest.fixture(scope="module")
-def byte_level(tmp_path_factory):
+@pytest.fixture(scope="module", params=["alone", "in a sequence"])
+def byte_level(request, tmp_path_factory):
     backend = Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = decoders.ByteLevel()
+    decoder = decoders.ByteLevel()
+    backend.decoder = decoder if request.param == "alone" else decoders.Sequence([decoder])
     trainer = trainers.BpeTrainer(
         vocab_size=400,
         special_tokens=["<|end|>"],
@@ -109,16 +110,19 @@ def test_byte_fallback_equals_decoding_at_once_for_any_text(byte_fallback, text,
     assert_exact(byte_fallback, ids, skip)
 
 
-@pytest.mark.parametrize("name", ["byte_level", "byte_fallback"])
-def test_a_character_comes_out_whole_with_its_last_byte(name, request):
-    tokenizer = request.getfixturevalue(name)
+@pytest.fixture(params=["byte level", "byte fallback"])
+def byte_tokenizer(request, byte_level, byte_fallback):
+    return byte_level if request.param == "byte level" else byte_fallback
+
+
+def test_a_character_comes_out_whole_with_its_last_byte(byte_tokenizer):
+    tokenizer = byte_tokenizer
     ids = [i for b in "🦜".encode() for i in range(300) if tokenizer.token_bytes(i) == bytes([b])]
     assert stream(tokenizer, ids, True) == ["", "", "", "🦜", ""]
 
 
-@pytest.mark.parametrize("name", ["byte_level", "byte_fallback"])
-def test_an_invalid_byte_finally_comes_out(name, request):
-    tokenizer = request.getfixturevalue(name)
+def test_an_invalid_byte_finally_comes_out(byte_tokenizer):
+    tokenizer = byte_tokenizer
     bad = next(i for i in range(300) if tokenizer.token_bytes(i) == b"\xff")
     text = "".join(stream(tokenizer, [bad] * 20, True)[:-1])
     assert set(text) == {"\ufffd"}
