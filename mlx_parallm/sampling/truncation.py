@@ -67,7 +67,15 @@ def _largest(count: int) -> Callable[[mx.array], mx.array]:
 
 
 def _all_sorted(logits: mx.array) -> mx.array:
-    return mx.sort(logits, axis=-1)[:, ::-1]
+    # Sorting integers of the same order is a third faster on the CPU than sorting floats.
+    return _swap_order(mx.sort(_swap_order(logits.view(mx.int32)), axis=-1)).view(mx.float32)[
+        :, ::-1
+    ]
+
+
+def _swap_order(bits: mx.array) -> mx.array:
+    """From float bits to integers of the same order, and back."""
+    return mx.bitwise_xor(bits, mx.bitwise_and(mx.right_shift(bits, 31), 0x7FFFFFFF))
 
 
 def _apply(
