@@ -58,7 +58,7 @@ unit: $(DEV_STAMP) ## The fast tests only
 lint: $(DEV_STAMP) ## ruff, pyright, import layers, Dockerfile
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/pyright
+	$(BIN)/pyright --pythonpath $(BIN)/python
 	$(BIN)/lint-imports
 	$(BIN)/hadolint Dockerfile
 

@@ -1,0 +1,168 @@
+"""``mlx_parallm serve``: loads the models, then answers HTTP until a signal or the engine's end."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import ipaddress
+import logging
+import signal
+import socket
+import threading
+from collections.abc import Iterator
+
+import uvicorn
+
+from mlx_parallm.api.app import create_app
+from mlx_parallm.cli.configure import add_settings, read_settings
+from mlx_parallm.cli.logs import configure_logging
+from mlx_parallm.cli.progress import ProgressPrinter
+from mlx_parallm.config import EngineConfig, ServerConfig
+from mlx_parallm.engine.async_engine import AsyncEngine
+from mlx_parallm.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
+#: Connections get this long to take what was written before they are closed.
+FLUSH_TIMEOUT_S = 5
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of ``mlx_parallm serve``."""
+    add_settings(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Serve what the arguments, the environment and the configuration file say."""
+    engine_config, server_config = read_settings(args)
+    return serve(engine_config, server_config)
+
+
+def serve(engine_config: EngineConfig, server_config: ServerConfig) -> int:
+    """Load the models and serve them until SIGTERM or SIGINT.
+
+    Returns:
+        0 after a signal, 1 when the engine died.
+
+    Raises:
+        ConfigError: the address cannot be used, or what loading raised.
+        ModelLoadError: a model could not be loaded.
+    """
+    configure_logging(server_config.log_level, server_config.log_format)
+    if is_exposed(server_config):
+        logger.warning(
+            "LISTENING ON %s WITHOUT AN API KEY: anybody who reaches this port can use the "
+            "models and change the server. Set --api-key, or listen on 127.0.0.1.",
+            server_config.host,
+        )
+    # Taken before the models load, so that a port in use is known at once.
+    listener = bind(server_config)
+    with listener:
+        engine = AsyncEngine(engine_config, on_progress=ProgressPrinter())
+        engine.start()
+        server = EngineServer(engine, server_config)
+        host, port = listener.getsockname()[:2]
+        logger.info(
+            "serving %s on http://%s:%d",
+            ", ".join(name for model in engine.models() for name in model.names),
+            f"[{host}]" if ":" in host else host,
+            port,
+        )
+        return asyncio.run(server.run(listener))
+
+
+def is_exposed(config: ServerConfig) -> bool:
+    """Whether other machines can reach the server without a key."""
+    if config.api_keys or config.host == "localhost":
+        return False
+    try:
+        return not ipaddress.ip_address(config.host).is_loopback
+    except ValueError:
+        return True
+
+
+def bind(config: ServerConfig) -> socket.socket:
+    """A socket bound to the address; it listens once the server starts.
+
+    Raises:
+        ConfigError: the host is unknown or the port is in use.
+    """
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            config.host, config.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        listener = socket.socket(family, kind, protocol)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+    except OSError as problem:
+        raise ConfigError(
+            f"host and port: cannot listen on {config.host}:{config.port}: {problem.strerror}"
+        ) from None
+    return listener
+
+
+class UvicornServer(uvicorn.Server):
+    """A server that leaves signals to its owner: uvicorn would raise them again at the end."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Capture nothing."""
+        yield
+
+
+class EngineServer:
+    """An HTTP server and the engine behind it, which end together."""
+
+    def __init__(self, engine: AsyncEngine, config: ServerConfig) -> None:
+        self._engine = engine
+        self._config = config
+        self._ending: asyncio.Task[None] | None = None
+        self._server = UvicornServer(
+            uvicorn.Config(
+                create_app(engine, config),
+                log_config=None,
+                access_log=config.access_log,
+                root_path=config.root_path,
+                server_header=False,
+                timeout_graceful_shutdown=FLUSH_TIMEOUT_S,
+            )
+        )
+
+    async def run(self, listener: socket.socket) -> int:
+        """Serve until a signal (0) or the engine's death (1)."""
+        loop = asyncio.get_running_loop()
+        for number in SIGNALS:
+            loop.add_signal_handler(number, self._on_signal)
+        threading.Thread(target=self._watch, args=(loop,), daemon=True).start()
+        await self._server.serve(sockets=[listener])
+        if self._ending is not None:
+            await asyncio.wait([self._ending])
+        if self._engine.ended.is_set():
+            return 1
+        self._engine.stop()
+        return 0
+
+    def _on_signal(self) -> None:
+        if self._ending is None:
+            logger.info("shutting down: running requests have %gs", self._config.shutdown_timeout_s)
+            self._ending = asyncio.get_running_loop().create_task(self._drain())
+        else:
+            self._ending.cancel()
+            self._server.should_exit = self._server.force_exit = True
+
+    async def _drain(self) -> None:
+        await self._engine.drain(self._config.shutdown_timeout_s)
+        self._server.should_exit = True
+
+    def _watch(self, loop: asyncio.AbstractEventLoop) -> None:
+        """On a thread of its own: wait for the engine's end."""
+        self._engine.ended.wait()
+        # The loop may be gone by then, and with it everybody to tell.
+        with contextlib.suppress(RuntimeError):
+            loop.call_soon_threadsafe(self._on_engine_end)
+
+    def _on_engine_end(self) -> None:
+        logger.critical("the engine has ended; so does the server")
+        self._server.should_exit = True

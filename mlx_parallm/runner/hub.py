@@ -1,0 +1,121 @@
+"""Finds a model's folder: a local one as it is, otherwise a snapshot from the Hugging Face hub."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from threading import Lock
+from typing import Any
+
+import httpx2
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import (
+    GatedRepoError,
+    HfHubHTTPError,
+    HFValidationError,
+    LocalEntryNotFoundError,
+    RepositoryNotFoundError,
+    RevisionNotFoundError,
+)
+from huggingface_hub.utils import tqdm
+
+from mlx_parallm.errors import ModelLoadError
+
+Progress = Callable[[str, float], None]
+
+PATTERNS = ("*.json", "model*.safetensors", "*.model", "*.tiktoken", "*.txt", "*.jinja")
+CODE_PATTERNS = ("*.py",)
+#: The bar, of the several that a snapshot makes, which counts the bytes of all its files.
+BYTES_BAR = "huggingface_hub.snapshot_download"
+
+
+def resolve_model(
+    path: str,
+    revision: str | None,
+    on_progress: Progress,
+    *,
+    trust_remote_code: bool = False,
+) -> Path:
+    """The folder of a model, downloaded first if it is a hub id.
+
+    Without a network, and with HF_HUB_OFFLINE=1, a complete snapshot in the cache serves.
+
+    Args:
+        path: a folder, or a hub id such as ``org/name``.
+        revision: branch, tag or commit on the hub; ignored for folders.
+        on_progress: called with a text and the share of bytes that is there, from 0 to 1, from
+            the threads that download.
+        trust_remote_code: also fetch Python files.
+
+    Raises:
+        ModelLoadError: there is neither such a folder nor such a model, or it cannot be fetched.
+    """
+    folder = Path(path).expanduser()
+    if folder.is_dir():
+        return folder
+    if folder.exists():
+        raise ModelLoadError(f"{path} is a file; a model is a folder with config.json and weights.")
+    if path.startswith((".", "/", "~")) or path.count("/") > 1:
+        raise ModelLoadError(f"There is no folder {path}.")
+    return _download(path, revision, on_progress, trust_remote_code)
+
+
+def _download(path: str, revision: str | None, on_progress: Progress, trust: bool) -> Path:
+    try:
+        snapshot = snapshot_download(
+            path,
+            revision=revision,
+            allow_patterns=[*PATTERNS, *(CODE_PATTERNS if trust else ())],
+            tqdm_class=progress_class(f"Downloading {path}", on_progress),
+        )
+    except GatedRepoError as error:
+        raise ModelLoadError(
+            f"{path} is gated: accept its terms on the hub, then set HF_TOKEN."
+        ) from error
+    except RevisionNotFoundError as error:
+        raise ModelLoadError(f"{path} has no revision {revision!r} on the hub.") from error
+    except RepositoryNotFoundError as error:
+        raise ModelLoadError(
+            f"{path} is neither a folder nor a model on the hub (or it is private: set HF_TOKEN)."
+        ) from error
+    except HFValidationError as error:
+        raise ModelLoadError(f"{path} is neither a folder nor a hub id: {error}") from error
+    except LocalEntryNotFoundError as error:
+        raise ModelLoadError(
+            f"{path} is not in the local cache and the hub cannot be reached."
+        ) from error
+    except (HfHubHTTPError, httpx2.HTTPError, OSError) as error:
+        raise ModelLoadError(f"{path} could not be downloaded: {error}") from error
+    return Path(snapshot)
+
+
+def progress_class(text: str, on_progress: Progress) -> type[tqdm]:
+    """A bar class that shows nothing itself and reports the snapshot's bytes instead."""
+    lock = Lock()
+
+    class ReportingBar(tqdm):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            self.counts = kwargs.get("name") == BYTES_BAR
+            self.reported = -1.0
+            # Bars switch themselves off without a terminal and then count nothing.
+            super().__init__(*args, **{**kwargs, "disable": False})
+
+        def display(self, *_args: Any, **_kwargs: Any) -> None:
+            return
+
+        def update(self, n: float | None = 1) -> bool | None:
+            shown = super().update(n)
+            if self.counts and self.total:
+                with lock:
+                    share = min(self.n / self.total, 1.0)
+                    # The total grows as files begin; what was reported never shrinks.
+                    if share > self.reported:
+                        self.reported = share
+                        on_progress(text, share)
+            return shown
+
+        def close(self) -> None:
+            # The inherited close prints the finished bar.
+            self.disable = True
+
+    return ReportingBar

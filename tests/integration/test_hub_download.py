@@ -1,0 +1,193 @@
+"""Models fetched from a stand-in for the hub, in a process of its own as HF_ENDPOINT demands."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import pytest
+
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+REPO = "org/tiny"
+FILES = {
+    "config.json": b'{"model_type": "llama"}',
+    "model.safetensors": b"w" * 300_000,
+    "consolidated.safetensors": b"twice the same weights",
+    "tokenizer.json": b"{}",
+    "chat_template.jinja": b"{{ messages }}",
+    "modeling.py": b"print('remote code')",
+    "README.md": b"# Tiny",
+    "pytorch_model.bin": b"not for MLX",
+}
+SCRIPT = """
+import json, sys
+from pathlib import Path
+from mlx_parallm.errors import ModelLoadError
+from mlx_parallm.runner.hub import resolve_model
+
+path, revision, trust = json.loads(sys.argv[1])
+reports = []
+try:
+    folder = resolve_model(
+        path, revision, lambda *report: reports.append(report), trust_remote_code=trust
+    )
+except ModelLoadError as error:
+    print(json.dumps({"error": str(error)}))
+else:
+    files = {file.name: file.stat().st_size for file in folder.rglob("*") if file.is_file()}
+    print(json.dumps({"folder": str(folder), "files": files, "reports": reports}))
+"""
+
+
+@dataclass
+class Hub:
+    """The parts of the hub's protocol that a snapshot download uses."""
+
+    paths: list[str] = field(default_factory=list)
+
+    def answer(self, path: str) -> tuple[int, dict[str, str], bytes]:
+        self.paths.append(path)
+        if path in (f"/api/models/{REPO}", f"/api/models/{REPO}/revision/main"):
+            siblings = [{"rfilename": name} for name in FILES]
+            return self._json({"id": REPO, "modelId": REPO, "sha": COMMIT, "siblings": siblings})
+        if path == f"/api/models/{REPO}/tree/{COMMIT}":
+            return self._json(
+                [
+                    {"type": "file", "path": name, "size": len(data), "oid": _oid(data)}
+                    for name, data in FILES.items()
+                ]
+            )
+        name = path.removeprefix(f"/{REPO}/resolve/{COMMIT}/")
+        if name in FILES:
+            data = FILES[name]
+            return 200, {"ETag": f'"{_oid(data)}"', "X-Repo-Commit": COMMIT}, data
+        if path.startswith(f"/api/models/{REPO}/revision/"):
+            return 404, {"X-Error-Code": "RevisionNotFound"}, b""
+        if path.startswith("/api/models/org/gated"):
+            return 403, {"X-Error-Code": "GatedRepo"}, b""
+        return 404, {"X-Error-Code": "RepoNotFound"}, b""
+
+    def _json(self, content: object) -> tuple[int, dict[str, str], bytes]:
+        return 200, {"Content-Type": "application/json"}, json.dumps(content).encode()
+
+
+def _oid(data: bytes) -> str:
+    return hashlib.sha1(data).hexdigest()
+
+
+@pytest.fixture
+def hub() -> Iterator[tuple[Hub, str]]:
+    stand_in = Hub()
+
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def do_GET(self) -> None:
+            status, headers, body = stand_in.answer(urlsplit(self.path).path)
+            self.send_response(status)
+            for name, value in headers.items():
+                self.send_header(name, value)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            if self.command == "GET":
+                self.wfile.write(body)
+
+        do_HEAD = do_GET
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        server.daemon_threads = True
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield stand_in, f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+        thread.join()
+
+
+def resolve(
+    endpoint: str,
+    home: Path,
+    path: str = REPO,
+    revision: str | None = None,
+    *,
+    trust: bool = False,
+    **variables: str,
+) -> dict:
+    """What ``resolve_model`` gives or raises in a fresh process."""
+    environment = {**os.environ, "HF_ENDPOINT": endpoint, "HF_HOME": str(home)}
+    environment |= {"HF_HUB_DISABLE_XET": "1", "HF_HUB_DISABLE_TELEMETRY": "1", **variables}
+    result = subprocess.run(
+        [sys.executable, "-c", SCRIPT, json.dumps([path, revision, trust])],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return json.loads(result.stdout)
+
+
+def test_only_the_files_a_model_needs_are_fetched(hub: tuple[Hub, str], tmp_path: Path) -> None:
+    wanted = ("config.json", "model.safetensors", "tokenizer.json", "chat_template.jinja")
+    found = resolve(hub[1], tmp_path)
+    assert found["files"] == {name: len(FILES[name]) for name in wanted}
+
+
+def test_python_files_come_only_when_remote_code_is_trusted(
+    hub: tuple[Hub, str], tmp_path: Path
+) -> None:
+    assert "modeling.py" in resolve(hub[1], tmp_path, trust=True)["files"]
+
+
+def test_progress_grows_to_one(hub: tuple[Hub, str], tmp_path: Path) -> None:
+    reports = resolve(hub[1], tmp_path)["reports"]
+    assert {text for text, _ in reports} == {f"Downloading {REPO}"}
+    shares = [share for _, share in reports]
+    assert shares == sorted(shares)
+    assert shares[-1] == 1.0
+
+
+def test_a_cached_snapshot_serves_without_a_network(hub: tuple[Hub, str], tmp_path: Path) -> None:
+    folder = resolve(hub[1], tmp_path)["folder"]
+    asked = len(hub[0].paths)
+    assert resolve(hub[1], tmp_path, HF_HUB_OFFLINE="1")["folder"] == folder
+    assert resolve("http://127.0.0.1:9", tmp_path)["folder"] == folder
+    assert len(hub[0].paths) == asked
+
+
+@pytest.mark.parametrize(
+    ("path", "revision", "complaint"),
+    [
+        ("org/absent", None, "org/absent is neither a folder nor a model on the hub"),
+        ("org/gated", None, "org/gated is gated"),
+        (REPO, "v9", "org/tiny has no revision 'v9' on the hub"),
+        ("./nowhere", None, "There is no folder ./nowhere"),
+        ("what is this?", None, "is neither a folder nor a hub id"),
+        (__file__, None, "is a file; a model is a folder"),
+    ],
+)
+def test_a_model_that_cannot_be_had_says_why(
+    hub: tuple[Hub, str], tmp_path: Path, path: str, revision: str | None, complaint: str
+) -> None:
+    assert complaint in resolve(hub[1], tmp_path, path, revision)["error"]
+
+
+def test_no_network_and_no_cache_is_said(tmp_path: Path) -> None:
+    error = resolve("http://127.0.0.1:9", tmp_path)["error"]
+    assert error == f"{REPO} is not in the local cache and the hub cannot be reached."
+
+
+def test_a_folder_is_taken_as_it_is(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    found = resolve("http://127.0.0.1:9", tmp_path / "home", str(tmp_path))
+    assert found == {"folder": str(tmp_path), "files": {"config.json": 2}, "reports": []}
