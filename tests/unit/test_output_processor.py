@@ -116,9 +116,9 @@ def test_a_stop_string_in_the_last_token_needs_no_freeing():
 
 
 def test_stop_strings_are_ignored_in_the_first_min_tokens():
-    events, stopped = feed(started(stop=("ab",), min_tokens=3), b"abaab")
-    assert text(events) == "aba"
-    assert events[-1].stop_reason == "ab"
+    events, stopped = feed(started(stop=("b",), min_tokens=3), b"abbab")
+    assert text(events) == "abba"
+    assert events[-1].stop_reason == "b"
     assert stopped == [("r", 0)]
 
 

@@ -22,8 +22,12 @@ def pieces(text: str, cuts: list[int]) -> list[str]:
     return [text[a:b] for a, b in itertools.pairwise(borders)]
 
 
-texts = st.text("ab\n🙂", max_size=30)
-stops = st.lists(st.text("ab\n🙂", min_size=1, max_size=6), min_size=1, max_size=4)
+texts = st.text("ab", max_size=40) | st.text("ab\n🙂", max_size=30)
+stops = st.lists(
+    st.text("ab", min_size=3, max_size=7) | st.text("ab\n🙂", min_size=1, max_size=6),
+    min_size=1,
+    max_size=3,
+)
 
 
 @given(texts, stops, st.lists(st.integers(0, 99)), st.booleans())
@@ -55,6 +59,15 @@ def test_holds_back_exactly_what_may_become_a_stop_string(text, stop):
     suffixes = [text[i:] for i in range(len(text))]
     longest = next((s for s in suffixes if any(p.startswith(s) for p in stop)), "")
     assert held == longest
+
+
+@pytest.mark.parametrize(
+    ("text", "stop", "shown"),
+    [("aaab", "aab", "a"), ("ababaca", "abaca", "ab"), ("abab", "abb", "abab")],
+)
+def test_a_failed_attempt_can_be_the_beginning_of_the_next(text, stop, shown):
+    matcher = StopStrings([stop]).matcher()
+    assert "".join(map(matcher.add, text)) + matcher.flush() == shown
 
 
 def test_without_stop_strings_nothing_is_held_back():
