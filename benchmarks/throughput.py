@@ -1,0 +1,152 @@
+"""Compare throughput and latency with ``mlx_lm.server``: same weights, same requests, one run.
+
+``python -m benchmarks.throughput`` starts the two servers in turn, several times, each freshly and
+in alternating order, and compares the medians. Times to first token and between tokens are those
+a streaming client sees; tokens are those counted in ``usage``.
+"""
+
+from __future__ import annotations
+
+import shlex
+import statistics
+import sys
+from argparse import Namespace
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from benchmarks.checks import Check, conclude
+from benchmarks.measure import (
+    BenchmarkError,
+    chat_like_workload,
+    make_parser,
+    prepare_model,
+    run_workload,
+    warm_up,
+)
+from benchmarks.servers import Server, mlx_lm_server, mlx_parallm_server
+from mlx_parallm.bench.record import RequestRecord
+from mlx_parallm.bench.statistics import Summary, summarise
+from mlx_parallm.bench.workload import Workload, plan_requests
+
+BASELINE, OURS = "mlx_lm.server", "mlx_parallm"
+LOADS = ("temperature 0", "temperature 0.8, seeded", "one client")
+Figures = dict[str, list[Summary]]
+
+
+@dataclass(slots=True)
+class Measured:
+    """All runs of one server: figures by load, and the temperature-0 texts in their order."""
+
+    figures: Figures
+    greedy_texts: list[str]
+
+
+def main() -> int:
+    parser = make_parser(__doc__)
+    parser.add_argument("--concurrency", type=int, default=32)
+    parser.add_argument("--num-greedy", type=int, default=128, help="requests at temperature 0")
+    parser.add_argument("--num-seeded", type=int, default=96, help="requests at temperature 0.8")
+    parser.add_argument("--num-alone", type=int, default=12, help="requests of the one client")
+    args = parser.parse_args()
+    model = prepare_model(args.model)
+    measured = {name: Measured({load: [] for load in LOADS}, []) for name in (BASELINE, OURS)}
+    for repetition in range(args.repetitions):
+        names = (BASELINE, OURS) if repetition % 2 == 0 else (OURS, BASELINE)
+        for name in names:
+            with _start(name, model, args) as server:
+                _measure(server, measured[name], repetition, args)
+    checks = make_checks(measured[BASELINE], measured[OURS])
+    return conclude("throughput", checks, _details(measured, args))
+
+
+def _start(name: str, model: Any, args: Namespace) -> AbstractContextManager[Server]:
+    if name == BASELINE:
+        return mlx_lm_server(model)
+    return mlx_parallm_server(model, shlex.split(args.server_options))
+
+
+def _measure(server: Server, measured: Measured, repetition: int, args: Namespace) -> None:
+    warm_up(server, args.concurrency)
+    for load, (workload, concurrency) in _workloads(repetition, args).items():
+        records = run_workload(server, workload, concurrency)
+        _require_full_length(server, workload, records)
+        summary = summarise(records)
+        measured.figures[load].append(summary)
+        if load == "temperature 0":
+            measured.greedy_texts += [record.text for record in records]
+        print(f"{repetition} {server.name:<14} {load:<24} {_line(summary)}", flush=True)
+
+
+def _workloads(repetition: int, args: Namespace) -> dict[str, tuple[Workload, int]]:
+    first_seed = 1000 * (repetition + 1)
+    return {
+        "temperature 0": (chat_like_workload(args.num_greedy, first_seed), args.concurrency),
+        "temperature 0.8, seeded": (
+            chat_like_workload(
+                args.num_seeded, first_seed + 1, temperature=0.8, seed_requests=True
+            ),
+            args.concurrency,
+        ),
+        "one client": (chat_like_workload(args.num_alone, first_seed + 2), 1),
+    }
+
+
+def _require_full_length(
+    server: Server, workload: Workload, records: Sequence[RequestRecord]
+) -> None:
+    for planned, record in zip(plan_requests(workload), records, strict=True):
+        if record.output_tokens != planned.max_tokens:
+            raise BenchmarkError(
+                f"{server.name}: request {planned.index} has {record.output_tokens} tokens, "
+                f"not {planned.max_tokens}"
+            )
+
+
+def _line(summary: Summary) -> str:
+    return (
+        f"{summary.output_tokens_per_s:7.0f} tokens/s"
+        f"  TTFT p50 {summary.ttft_ms.p50:6.0f} p99 {summary.ttft_ms.p99:6.0f}"
+        f"  ITL p50 {summary.itl_ms.p50:5.1f} p99 {summary.itl_ms.p99:6.1f} ms"
+    )
+
+
+def make_checks(baseline: Measured, ours: Measured) -> list[Check]:
+    """Return the targets of the comparison, each as a ratio of medians."""
+    checks: list[Check] = []
+    for load in LOADS[:2]:
+        old, new = (_medians(side.figures[load]) for side in (baseline, ours))
+        checks += [
+            Check(f"{load}: tokens/s ratio", new["tokens/s"] / old["tokens/s"], ">=", 2.0),
+            Check(f"{load}: TTFT p99 ratio", new["ttft"] / old["ttft"], "<=", 0.5),
+            Check(f"{load}: ITL p99 ratio", new["itl"] / old["itl"], "<=", 1.0),
+        ]
+    old, new = (_medians(side.figures["one client"]) for side in (baseline, ours))
+    equal = sum(a == b for a, b in zip(baseline.greedy_texts, ours.greedy_texts, strict=True))
+    return [
+        *checks,
+        Check("one client: tokens/s ratio", new["tokens/s"] / old["tokens/s"], ">=", 1.0),
+        Check("equal temperature-0 texts", equal / len(ours.greedy_texts), "==", 1.0),
+    ]
+
+
+def _medians(summaries: Sequence[Summary]) -> Mapping[str, float]:
+    return {
+        "tokens/s": statistics.median(one.output_tokens_per_s for one in summaries),
+        "ttft": statistics.median(one.ttft_ms.p99 for one in summaries),
+        "itl": statistics.median(one.itl_ms.p99 for one in summaries),
+    }
+
+
+def _details(measured: Mapping[str, Measured], args: Namespace) -> dict[str, Any]:
+    runs = {
+        name: {load: [asdict(one) for one in runs] for load, runs in side.figures.items()}
+        for name, side in measured.items()
+    }
+    settings = {name: str(value) for name, value in vars(args).items()}
+    return {"settings": settings, "runs": runs}
+
+
+if __name__ == "__main__":
+    sys.exit(main())
