@@ -63,7 +63,12 @@ def test_holds_back_exactly_what_may_become_a_stop_string(text, stop):
 
 @pytest.mark.parametrize(
     ("text", "stop", "shown"),
-    [("aaab", "aab", "a"), ("ababaca", "abaca", "ab"), ("abab", "abb", "abab")],
+    [
+        ("aaab", "aab", "a"),
+        ("ababaca", "abaca", "ab"),
+        ("abab", "abb", "abab"),
+        ("aabaaabaaaa", "aabaaaa", "aaba"),
+    ],
 )
 def test_a_failed_attempt_can_be_the_beginning_of_the_next(text, stop, shown):
     matcher = StopStrings([stop]).matcher()
