@@ -31,6 +31,7 @@ FLUSH_TIMEOUT_S = 5
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags of ``mlx_parallm serve``."""
+    parser.usage = "%(prog)s [--model ID_OR_FOLDER ...] [FLAGS]"
     add_settings(parser)
 
 

@@ -1,0 +1,83 @@
+"""``mlx_parallm batch in.jsonl out.jsonl``: answers OpenAI batch lines without a server."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import sys
+from pathlib import Path
+
+from tqdm import tqdm
+
+from mlx_parallm.api.app import create_app
+from mlx_parallm.cli.batch_file import BatchCounts, numbered_lines, run_batch_file
+from mlx_parallm.cli.configure import add_settings, read_settings
+from mlx_parallm.cli.logs import configure_logging
+from mlx_parallm.cli.progress import ProgressPrinter
+from mlx_parallm.cli.settings import BATCHING, MEMORY, MODELS, PROCESS, REQUESTS
+from mlx_parallm.config import EngineConfig, ServerConfig
+from mlx_parallm.engine.async_engine import AsyncEngine
+from mlx_parallm.errors import ConfigError
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of ``mlx_parallm batch``."""
+    parser.add_argument("input", type=Path, help="JSON lines, as OpenAI's Batch API takes them")
+    parser.add_argument("output", type=Path, help="written; overwritten if it exists")
+    parser.add_argument(
+        "--concurrency",
+        type=int,
+        metavar="N",
+        help="lines in flight at once (default: twice --max-num-seqs)",
+    )
+    add_settings(parser, (MODELS, MEMORY, BATCHING, REQUESTS, PROCESS))
+
+
+def run(args: argparse.Namespace) -> int:
+    """Answer the file; 1 if a line was not answered by status 200."""
+    engine_config, server_config = read_settings(args)
+    configure_logging(
+        "warning" if server_config.log_level == "info" else server_config.log_level,
+        server_config.log_format,
+    )
+    concurrency = args.concurrency or 2 * engine_config.scheduler.max_num_seqs
+    try:
+        total = sum(1 for _ in numbered_lines(args.input))
+        counts = answer_file(
+            engine_config, server_config, args.input, args.output, total, concurrency
+        )
+    except OSError as problem:
+        raise ConfigError(f"{problem.filename}: {problem.strerror}") from None
+    print(f"{counts.total} lines answered, {counts.failed} failed", file=sys.stderr)
+    return int(counts.failed > 0)
+
+
+def answer_file(
+    engine_config: EngineConfig,
+    server_config: ServerConfig,
+    source: Path,
+    target: Path,
+    total: int,
+    concurrency: int,
+) -> BatchCounts:
+    """Load the models and answer every line, with a progress bar of ``total`` lines."""
+    engine = AsyncEngine(engine_config, on_progress=ProgressPrinter())
+    engine.start()
+    try:
+        with tqdm(total=total, unit="line", file=sys.stderr, disable=None) as bar:
+            return asyncio.run(
+                run_batch_file(
+                    create_app(engine, server_config),
+                    source,
+                    target,
+                    api_key=next(iter(server_config.api_keys), None),
+                    concurrency=concurrency,
+                    on_answer=lambda: _advance(bar),
+                )
+            )
+    finally:
+        engine.stop()
+
+
+def _advance(bar: tqdm) -> None:
+    bar.update()

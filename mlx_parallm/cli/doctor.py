@@ -1,0 +1,130 @@
+"""``mlx_parallm doctor``: what this installation runs on, and what to change."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import json
+import platform
+import sys
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from mlx_parallm import __version__
+from mlx_parallm.runner.device import DeviceReport, device_report
+
+PACKAGES = (
+    "mlx",
+    "mlx-cpu",
+    "mlx-metal",
+    "mlx-cuda-12",
+    "mlx-cuda-13",
+    "mlx-lm",
+    "transformers",
+    "tokenizers",
+    "huggingface-hub",
+    "numpy",
+    "fastapi",
+    "starlette",
+    "uvicorn",
+    "pydantic",
+)
+OPENBLAS_PATTERN = "*/openblas-pthread/libopenblas.so.0"
+GIB = 2**30
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Diagnosis:
+    """Everything ``doctor`` knows."""
+
+    device: DeviceReport
+    system: str
+    versions: dict[str, str]
+    advice: tuple[str, ...]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of ``mlx_parallm doctor``."""
+    parser.add_argument("--json", action="store_true", help="print JSON, for issue reports")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print the diagnosis."""
+    diagnosis = diagnose()
+    if args.json:
+        print(json.dumps(asdict(diagnosis), indent=2))
+    else:
+        print("\n".join(render(diagnosis)))
+    return 0
+
+
+def diagnose() -> Diagnosis:
+    """Look at this process and machine."""
+    device = device_report()
+    installed = sorted(Path("/usr/lib").glob(OPENBLAS_PATTERN))
+    return Diagnosis(
+        device=device,
+        system=platform.platform(),
+        versions=versions(),
+        advice=tuple(advise(device, sys.platform, installed[0] if installed else None)),
+    )
+
+
+def versions() -> dict[str, str]:
+    """Versions of Python, this package and those it runs on."""
+    found = {"python": platform.python_version(), "mlx_parallm": __version__}
+    for name in PACKAGES:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def advise(device: DeviceReport, system: str, openblas: Path | None) -> list[str]:
+    """What would make this installation faster or safer.
+
+    Args:
+        device: what it runs on.
+        system: as in ``sys.platform``.
+        openblas: an OpenBLAS that is installed, whether loaded or not.
+    """
+    advice: list[str] = []
+    if system == "linux" and device.backend == "cpu" and device.blas == "reference BLAS":
+        load = f"start with LD_PRELOAD={openblas}" if openblas else (
+            "install OpenBLAS (Debian, Ubuntu: apt install libopenblas0-pthread) and preload it"
+        )  # fmt: skip
+        advice.append(
+            f"MLX's CPU build uses a slow BLAS ({device.matmul_gflops:.0f} GFLOP/s); {load}. "
+            "`make serve` preloads it when it is installed."
+        )
+    if system == "darwin" and device.backend == "cpu":
+        advice.append("MLX runs on the CPU of this Mac; Metal is not available to this process.")
+    if system == "linux" and device.backend == "cpu" and Path("/dev/nvidia0").exists():
+        advice.append("There is an NVIDIA GPU: install the extra cuda12 or cuda13 to use it.")
+    free = device.memory_free_bytes
+    if free is not None and free < 2 * GIB:
+        advice.append(f"Only {free / GIB:.1f} GiB of memory is free; large models will not load.")
+    return advice
+
+
+def render(diagnosis: Diagnosis) -> list[str]:
+    """The diagnosis as lines of text."""
+    device = diagnosis.device
+    rows = [
+        ("backend", device.backend),
+        ("device", device.device),
+        ("memory", f"{_gib(device.memory_total_bytes)}, free {_gib(device.memory_free_bytes)}"),
+        ("BLAS", device.blas + (f" ({device.blas_path})" if device.blas_path else "")),
+        ("matmul", f"{device.matmul_gflops:.0f} GFLOP/s (float32, 512 x 512)"),
+        ("system", diagnosis.system),
+        *diagnosis.versions.items(),
+    ]
+    width = max(len(name) for name, _ in rows) + 2
+    lines = [f"{name:<{width}}{value}" for name, value in rows]
+    lines += ["", *(f"advice: {line}" for line in diagnosis.advice or ("nothing to change",))]
+    return lines
+
+
+def _gib(size: int | None) -> str:
+    return "unknown" if size is None else f"{size / GIB:.1f} GiB"

@@ -1,0 +1,79 @@
+"""Writes docs/configuration.md from the table of settings; a test says when that is due."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from mlx_parallm.cli.settings import GROUPS, SETTINGS, Setting
+
+TARGET = Path(__file__).resolve().parent.parent / "docs" / "configuration.md"
+
+INTRODUCTION = """\
+# Configuration
+
+Every setting of `mlx_parallm serve` can be given in three ways. Flags win over environment
+variables, those over the file, the file over the defaults.
+
+| way | example |
+|---|---|
+| flag | `--max-num-seqs 64`; lists take several values, or repeat it |
+| environment | `MLX_PARALLM_MAX_NUM_SEQS=64`; lists are separated by commas or written as JSON |
+| file | `max-num-seqs: 64` in YAML or `max_num_seqs = 64` in TOML; `-` and `_` are the same |
+
+The file is named by `--config FILE` or `MLX_PARALLM_CONFIG`. Its keys are the names of the flags
+(aliases too); an unknown key is an error. A wrong value ends the process with status 2 and a
+message that names the setting and where it was set. Switches are turned off with `--no-NAME`;
+in the environment and in files they take `true` or `false`. Sizes take `512M` or `8GiB`
+(powers of 1024). An empty environment variable counts as not set.
+
+```yaml
+# serve.yaml: mlx_parallm serve --config serve.yaml
+model: [mlx-community/Qwen3-0.6B-4bit, ./my-model]
+served-model-name: [mlx-community/Qwen3-0.6B-4bit=qwen, ./my-model=mine]
+host: 0.0.0.0
+api-key: [a-long-secret]
+max-num-seqs: 64
+kv-cache-memory-bytes: 8GiB
+```
+
+`mlx_parallm batch` takes the same settings but those of address and access. This page is made by
+`make docs`.
+"""
+
+
+def render() -> str:
+    """The whole page."""
+    parts = [INTRODUCTION]
+    for group in GROUPS:
+        rows = [row(setting) for setting in SETTINGS if setting.group == group]
+        header = "| flag | environment | default | what it does |\n|---|---|---|---|\n"
+        parts.append(f"## {group[0].upper()}{group[1:]}\n\n{header}" + "\n".join(rows) + "\n")
+    return "\n".join(parts)
+
+
+def row(setting: Setting) -> str:
+    """A setting as a line of the table."""
+    flags = [f"`--{name}`" for name in (setting.name, *setting.aliases)]
+    if setting.is_switch:
+        flags[0] += f", `--no-{setting.name}`"
+    text = setting.help.replace("|", "\\|")
+    cells = (
+        ", ".join(flags),
+        f"`{setting.variable}`",
+        default(setting),
+        f"{text[0].upper()}{text[1:]}",
+    )
+    return f"| {' | '.join(cells)} |"
+
+
+def default(setting: Setting) -> str:
+    """The default as the setting is written."""
+    if setting.is_switch:
+        return "on" if setting.default else "off"
+    if setting.default in (None, (), ""):
+        return ""
+    return f"`{' '.join(setting.default) if setting.is_list else setting.default}`"
+
+
+if __name__ == "__main__":
+    TARGET.write_text(render(), encoding="utf-8")

@@ -1,0 +1,200 @@
+"""Settings from flags, environment and file."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+
+from mlx_parallm.cli.configure import add_settings, read_settings
+from mlx_parallm.cli.settings import DEFAULTS, SETTINGS, Setting
+from mlx_parallm.config import EngineConfig, ModelConfig, ServerConfig
+from mlx_parallm.errors import ConfigError
+
+#: Fields of the configuration that are put together, not set one by one.
+COMPOSED = {"model.path", "model.served_names", "engine.models", "engine.cache", "engine.scheduler"}
+
+
+def read(*flags: str, **environment: str) -> tuple[EngineConfig, ServerConfig]:
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    add_settings(parser)
+    return read_settings(parser.parse_args(flags), environment)
+
+
+def field_of(setting: Setting, engine: EngineConfig, server: ServerConfig) -> object:
+    parts = {
+        "model": engine.models[0],
+        "cache": engine.cache,
+        "scheduler": engine.scheduler,
+        "engine": engine,
+        "server": server,
+    }
+    return getattr(parts[setting.part], setting.field)
+
+
+def test_nothing_given_is_the_defaults() -> None:
+    assert read() == (EngineConfig(), ServerConfig())
+
+
+def test_every_field_of_the_configuration_has_a_setting() -> None:
+    targets = {setting.target for setting in SETTINGS}
+    missing = {
+        f"{part}.{field.name}" for part, config in DEFAULTS.items() for field in fields(config)
+    }
+    assert missing - targets == COMPOSED
+
+
+def test_names_aliases_and_variables_are_unique() -> None:
+    names = [name for one in SETTINGS for name in (one.name, *one.aliases)]
+    assert len(names) == len(set(names))
+
+
+@pytest.mark.parametrize(
+    ("flags", "variable", "line", "wanted"),
+    [
+        (["--port", "9000"], "9000", "port: 9000", 9000),
+        (["--kv-memory-fraction", "0.9"], "0.9", "kv_memory_fraction: 0.9", 0.9),
+        (["--kv-cache-memory-bytes", "2GiB"], "2G", "kv-cache-memory-bytes: 2147483648", 2**31),
+        (["--max-body-size", "512K"], "512k", "max-body-size: 512KiB", 2**19),
+        (["--api-key", "a", "b"], "a,b", "api-key: [a, b]", ("a", "b")),
+        (["--allowed-origins", '["*"]'], '["*"]', "allowed_origins: '*'", ("*",)),
+        (["--no-enable-prefix-caching"], "false", "enable-prefix-caching: false", False),
+        (["--disable-access-log"], "1", "disable-access-log: true", False),
+        (["--restart-engine"], "yes", "restart-engine: on", True),
+        (["--dtype", "bfloat16"], "bfloat16", "dtype: bfloat16", "bfloat16"),
+        (["--root-path", "/llm"], "/llm", "root-path: /llm", "/llm"),
+        (["--seed", "7"], "7", "seed: 7", 7),
+        (["--shutdown-timeout", "2.5"], "2.5", "shutdown-timeout: 2.5", 2.5),
+    ],
+)
+def test_each_source_gives_the_same_value(
+    tmp_path: Path, flags: list[str], variable: str, line: str, wanted: object
+) -> None:
+    name = re.split(r"[:=]", line)[0].replace("_", "-")
+    setting = next(one for one in SETTINGS if one.name == name)
+    file = tmp_path / "settings.yaml"
+    file.write_text(line)
+    for engine, server in (
+        read(*flags),
+        read(**{setting.variable: variable}),
+        read("--config", str(file)),
+    ):
+        assert field_of(setting, engine, server) == wanted
+
+
+def test_flags_win_over_environment_over_file(tmp_path: Path) -> None:
+    file = tmp_path / "settings.toml"
+    file.write_text('port = 1\nhost = "file"\nroot_path = "/file"\n')
+    environment = {
+        "MLX_PARALLM_CONFIG": str(file),
+        "MLX_PARALLM_PORT": "2",
+        "MLX_PARALLM_HOST": "environment",
+    }
+    _, server = read("--port", "3", **environment)
+    assert (server.port, server.host, server.root_path) == (3, "environment", "/file")
+
+
+def test_the_config_flag_wins_over_its_variable(tmp_path: Path) -> None:
+    (tmp_path / "a.yaml").write_text("port: 1")
+    (tmp_path / "b.yaml").write_text("port: 2")
+    environment = {"MLX_PARALLM_CONFIG": str(tmp_path / "a.yaml")}
+    assert read("--config", str(tmp_path / "b.yaml"), **environment)[1].port == 2
+
+
+def test_an_empty_variable_counts_as_not_set() -> None:
+    assert read(MLX_PARALLM_PORT="") == read()
+
+
+def test_a_switch_set_in_the_file_can_be_turned_off_by_a_flag(tmp_path: Path) -> None:
+    file = tmp_path / "settings.yaml"
+    file.write_text("restart-engine: true")
+    engine, _ = read("--config", str(file), "--no-restart-engine")
+    assert engine.restart_on_failure is False
+
+
+@pytest.mark.parametrize(
+    "name", ["--gpu-memory-utilization", "--max-queue-size", "--uvicorn-log-level"]
+)
+def test_aliases_are_the_same_setting(name: str) -> None:
+    value = {"--gpu-memory-utilization": "0.25", "--max-queue-size": "9"}.get(name, "debug")
+    setting = next(one for one in SETTINGS if name.removeprefix("--") in one.aliases)
+    assert read(name, value) == read(f"--{setting.name}", value) != read()
+
+
+def test_several_models_share_options_and_have_their_own_names() -> None:
+    engine, _ = read(
+        *("--model", "org/a", "--model", "org/b", "--max-model-len", "99"),
+        *("--served-model-name", "org/b=small", "org/b=tiny"),
+    )
+    assert engine.models == (
+        ModelConfig(path="org/a", max_model_len=99),
+        ModelConfig(path="org/b", max_model_len=99, served_names=("small", "tiny")),
+    )
+
+
+def test_one_model_takes_bare_names() -> None:
+    engine, _ = read("--model", "org/a", "--served-model-name", "x", "y=z")
+    assert engine.models == (ModelConfig(path="org/a", served_names=("x", "y=z")),)
+
+
+def test_the_demonstration_model_can_be_named() -> None:
+    assert read("--served-model-name", "demo")[0].models == (ModelConfig(served_names=("demo",)),)
+
+
+@pytest.mark.parametrize(
+    ("flags", "complaint"),
+    [
+        (["--port", "70000"], "--port: must be a whole number from 0 to 65535, not '70000'"),
+        (["--port", "http"], "--port: must be a whole number"),
+        (["--max-num-seqs", "0"], "--max-num-seqs: must be a whole number of at least 1"),
+        (["--kv-memory-fraction", "0"], "--kv-memory-fraction: must be a number above 0"),
+        (["--kv-memory-fraction", "1.5"], "above 0 up to 1"),
+        (["--kv-memory-fraction", "nan"], "--kv-memory-fraction"),
+        (["--shutdown-timeout", "inf"], "--shutdown-timeout"),
+        (["--max-body-size", "8 apples"], "--max-body-size: must be a number of bytes"),
+        (["--dtype", "int4"], "must be one of auto, float32, float16, bfloat16, not 'int4'"),
+        (["--api-key", ""], "--api-key: must not contain an empty text"),
+        (["--model", "a", "a"], "model: given twice: a"),
+        (["--model", "a", "b", "--served-model-name", "c"], "write MODEL=NAME, not 'c'"),
+        (["--allow-credentials", "--allowed-origins", "*"], "allow-credentials"),
+        (["--config", "/does/not/exist.yaml"], "/does/not/exist.yaml: No such file"),
+    ],
+)
+def test_a_wrong_flag_is_named(flags: list[str], complaint: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(complaint)):
+        read(*flags)
+
+
+def test_a_wrong_variable_is_named() -> None:
+    with pytest.raises(ConfigError, match="variable MLX_PARALLM_SEED: must be a whole number"):
+        read(MLX_PARALLM_SEED="soon")
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "complaint"),
+    [
+        ("a.yaml", "prot: 1\nhots: x", "unknown settings: prot, hots"),
+        ("a.yaml", "max-num-seqs: true", "max-num-seqs in .*a.yaml: must be a whole number"),
+        ("a.yaml", "max-num-seqs: 1.5", "must be a whole number"),
+        ("a.yaml", "host: 5", "host in .*: must be a text"),
+        ("a.yaml", "api-key: [1]", "api-key in .*: must be a text or a list of texts"),
+        ("a.yaml", "port: 1\ngpu-memory-utilization: 1\nkv_memory_fraction: 1", "set twice"),
+        ("a.yaml", "- port", "must be a table of settings"),
+        ("a.yaml", "port: [", "a.yaml: while parsing"),
+        ("a.toml", "port: 1", "a.toml: "),
+    ],
+)
+def test_a_wrong_file_is_named(tmp_path: Path, name: str, content: str, complaint: str) -> None:
+    file = tmp_path / name
+    file.write_text(content)
+    with pytest.raises(ConfigError, match=complaint):
+        read("--config", str(file))
+
+
+def test_an_empty_file_sets_nothing(tmp_path: Path) -> None:
+    file = tmp_path / "empty.yaml"
+    file.write_text("# nothing\n")
+    assert read("--config", str(file)) == read()

@@ -1,0 +1,171 @@
+"""The command line as a whole."""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+import sys
+from pathlib import Path
+
+import pytest
+
+from mlx_parallm import __version__
+from mlx_parallm.cli import doctor
+from mlx_parallm.cli.logs import ConsoleFormatter, JsonFormatter
+from mlx_parallm.cli.main import COMMANDS, main
+from mlx_parallm.cli.progress import ProgressPrinter
+from mlx_parallm.cli.serve import is_exposed
+from mlx_parallm.config import ServerConfig
+from mlx_parallm.runner.device import DeviceReport, find_blas
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def make_device(**changes: object) -> DeviceReport:
+    values: dict = {
+        "backend": "cpu",
+        "device": "a processor",
+        "memory_total_bytes": 16 * 2**30,
+        "memory_free_bytes": 8 * 2**30,
+        "blas": "reference BLAS",
+        "blas_path": None,
+        "matmul_gflops": 5.0,
+    }
+    return DeviceReport(**(values | changes))
+
+
+def make_record(**extra: object) -> logging.LogRecord:
+    record = logging.makeLogRecord({"name": "a.b", "levelname": "INFO", "msg": "got %d"})
+    record.args = (3,)
+    record.__dict__.update(extra)
+    return record
+
+
+def test_without_a_command_the_commands_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 2
+    shown = capsys.readouterr().err
+    assert all(f"  {name}" in shown for name in COMMANDS)
+
+
+def test_an_unknown_command_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(["sevre"])
+    assert "sevre" in capsys.readouterr().err
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        main(["--version"])
+    assert capsys.readouterr().out == f"mlx_parallm {__version__}\n"
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_has_help(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        main([command, "--help"])
+    assert f"usage: mlx_parallm {command}" in capsys.readouterr().out
+
+
+def test_a_wrong_setting_ends_with_status_2(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["serve", "--port", "many"]) == 2
+    assert "mlx_parallm serve: error: --port: must be" in capsys.readouterr().err
+
+
+def test_flags_are_not_guessed_from_their_beginning(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(["serve", "--max-num", "3"])
+    assert "--max-num" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("host", "keys", "exposed"),
+    [
+        ("127.0.0.1", (), False),
+        ("127.9.9.9", (), False),
+        ("::1", (), False),
+        ("localhost", (), False),
+        ("0.0.0.0", (), True),
+        ("::", (), True),
+        ("192.168.1.2", (), True),
+        ("mac.local", (), True),
+        ("0.0.0.0", ("key",), False),
+    ],
+)
+def test_listening_beyond_loopback_without_a_key_is_exposed(
+    host: str, keys: tuple[str, ...], exposed: bool
+) -> None:
+    assert is_exposed(ServerConfig(host=host, api_keys=keys)) is exposed
+
+
+def test_doctor_prints_json(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["device"]["backend"] in ("cpu", "cuda", "metal")
+    assert report["device"]["matmul_gflops"] > 0
+    assert report["versions"]["mlx_parallm"] == __version__
+
+
+def test_doctor_advises_openblas_on_linux() -> None:
+    path = Path("/usr/lib/libopenblas.so.0")
+    assert f"LD_PRELOAD={path}" in doctor.advise(make_device(), "linux", path)[0]
+    assert "apt install" in doctor.advise(make_device(), "linux", None)[0]
+    assert doctor.advise(make_device(blas="OpenBLAS"), "linux", path) == []
+
+
+def test_doctor_warns_of_little_memory() -> None:
+    device = make_device(blas="OpenBLAS", memory_free_bytes=2**30)
+    assert doctor.advise(device, "linux", None) == [
+        "Only 1.0 GiB of memory is free; large models will not load."
+    ]
+
+
+@pytest.mark.parametrize(
+    ("system", "library", "name"),
+    [
+        ("linux", "/usr/lib/x86_64-linux-gnu/openblas-pthread/libopenblasp-r0.3.21.so", "OpenBLAS"),
+        ("linux", "/site-packages/numpy.libs/libscipy_openblas64_-ff65.so", "reference BLAS"),
+        ("linux", "/site-packages/mlx_cpu.libs/libblas-bd8a282c.so.3.10.0", "reference BLAS"),
+        ("darwin", "/usr/lib/libSystem.dylib", "Accelerate"),
+    ],
+)
+def test_the_blas_is_known_by_its_library(system: str, library: str, name: str) -> None:
+    assert find_blas(system, [library])[0] == name
+
+
+def test_progress_is_a_bar_on_a_terminal() -> None:
+    stream = Terminal()
+    show = ProgressPrinter(stream)
+    for fraction in (0.0, 0.5, 1.0):
+        show("Loading", fraction)
+    assert stream.getvalue().count("\r") == 3
+    assert stream.getvalue().endswith("100%\n")
+
+
+def test_progress_elsewhere_is_a_few_lines() -> None:
+    stream = io.StringIO()
+    show = ProgressPrinter(stream)
+    for percent in range(101):
+        show("Loading", percent / 100)
+    assert stream.getvalue().splitlines() == [
+        f"Loading {percent:3}%" for percent in (0, 25, 50, 75, 100)
+    ]
+
+
+def test_json_lines_carry_extra_fields_and_exceptions() -> None:
+    try:
+        raise ValueError("no")
+    except ValueError:
+        line = JsonFormatter().format(make_record(request_id="r1", exc_info=sys.exc_info()))
+    entry = json.loads(line)
+    assert (entry["logger"], entry["level"], entry["message"]) == ("a.b", "info", "got 3")
+    assert entry["request_id"] == "r1"
+    assert "ValueError: no" in entry["exception"]
+
+
+def test_console_lines_carry_extra_fields() -> None:
+    line = ConsoleFormatter().format(make_record(request_id="r1", color_message="x"))
+    assert line.endswith("a.b: got 3 request_id=r1")
