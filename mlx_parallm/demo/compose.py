@@ -1,4 +1,4 @@
-"""The mixture of tasks, and what may stand around a problem: a system prompt, earlier turns, tools."""
+"""The mixture of tasks, and what may stand around a problem: system prompt, turns, tools."""
 
 from __future__ import annotations
 

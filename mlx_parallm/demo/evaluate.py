@@ -1,6 +1,6 @@
 """Accuracy of a demonstration model on held-out problems.
 
-    python -m mlx_parallm.demo.evaluate [--model PATH] [--limit N] [--thinking on|off]
+python -m mlx_parallm.demo.evaluate [--model PATH] [--limit N] [--thinking on|off]
 """
 
 from __future__ import annotations
@@ -53,7 +53,8 @@ def two_digit_addition(rng: Random) -> Example:
     """An addition whose numbers both have two digits."""
     while True:
         example = addition(rng)
-        if all(10 <= int(number) <= 99 for number in example.key.split("+")):
+        parts = example.key.split("+")
+        if all(len(number) == 2 and number.isdecimal() for number in parts):
             return example
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Generator
 from dataclasses import dataclass
 from multiprocessing import get_context
 from pathlib import Path
@@ -63,7 +63,9 @@ class Shard:
     seed: int
 
 
-def encode_conversations(tokenizer: Tokenizer, count: int, seed: int) -> list[tuple[list[int], int]]:
+def encode_conversations(
+    tokenizer: Tokenizer, count: int, seed: int
+) -> list[tuple[list[int], int]]:
     """Training conversations as ``(token ids, length of the prompt)``, those too long left out."""
     rng, chat = Random(seed), ChatFormat()
     prompts, targets = [], []
@@ -115,7 +117,7 @@ def _fill(rows: list[list[tuple[list[int], int]]]) -> PackedRows:
 
 def batches(
     tokenizer_file: Path, *, rows: int, workers: int, seed: int, shard_size: int = 4000
-) -> Iterator[PackedRows]:
+) -> Generator[PackedRows]:
     """Endless batches of ``rows`` rows of ever new conversations, mixed over several shards."""
     order = np.random.default_rng(seed)
     pool_rows: list[PackedRows] = []

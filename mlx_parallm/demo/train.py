@@ -112,7 +112,10 @@ def progress_by(minutes: float | None, steps: int) -> Callable[[int], float]:
 def run(trainer: Trainer, options: argparse.Namespace) -> None:
     """Trains until progress is 1, printing the loss and the speed."""
     source = batches(
-        options.out / "tokenizer.json", rows=options.rows, workers=options.workers, seed=options.seed
+        options.out / "tokenizer.json",
+        rows=options.rows,
+        workers=options.workers,
+        seed=options.seed,
     )
     first = next(source)
     progress = progress_by(options.minutes, options.steps)
@@ -160,7 +163,9 @@ def main() -> None:
     tokenizer = Tokenizer.from_file(str(given)) if given else train_tokenizer()
     save_tokenizer(tokenizer, options.out, CONTEXT_LENGTH)
     config = model_config(
-        tokenizer.get_vocab_size(), tokenizer.token_to_id(IM_END), tokenizer.token_to_id(END_OF_TEXT)
+        tokenizer.get_vocab_size(),
+        tokenizer.token_to_id(IM_END),
+        tokenizer.token_to_id(END_OF_TEXT),
     )
     model = new_model(config, options.seed)
     if options.resume:

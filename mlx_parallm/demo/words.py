@@ -8,87 +8,92 @@ from __future__ import annotations
 
 from random import Random
 
-NAMES = tuple(
+
+def _words(text: str) -> tuple[str, ...]:
+    return tuple(text.split())
+
+
+NAMES = _words(
     """Alice Bob Carol David Emma Frank Grace Henry Irene Jack Karen Liam Maria Noah Olivia Peter
     Quinn Rosa Sam Tina Umar Vera Walter Xenia Yusuf Zoe Anna Ben Clara Daniel Ella Felix Gina
     Hugo Ines Jonas Kim Laura Max Nina Oscar Paula Rahul Sofia Tom Ursula Victor Wendy Yara Adam
     Bella Chen Diego Elena Fatima George Hannah Ivan Julia Kevin Lena Marco Nora Omar Priya Ravi
     Sara Theo Uma Vince Will Yuki Amir Bianca Carlos Dora Erik Fiona Gustav Hana Igor Jane Kofi
     Lucas Mia Nadia Otto Pablo Rita Stefan Tara Viktor Mei Ada Alan Edith Leo Lily Mark Ruth
-    John Mary James Linda Robert Susan Michael Sarah""".split()
+    John Mary James Linda Robert Susan Michael Sarah"""
 )
-CITIES = tuple(
+CITIES = _words(
     """Paris London Rome Berlin Madrid Lisbon Vienna Prague Oslo Dublin Athens Cairo Lagos Nairobi
     Accra Tunis Dakar Delhi Mumbai Tokyo Osaka Seoul Beijing Shanghai Hanoi Bangkok Jakarta Manila
     Sydney Perth Auckland Toronto Montreal Boston Chicago Denver Seattle Austin Dallas Miami Lima
     Bogota Quito Santiago Havana Warsaw Krakow Budapest Zurich Geneva Milan Naples Porto Seville
     Hamburg Munich Cologne Lyon Nice Brussels Amsterdam Helsinki Stockholm Copenhagen Riga Tallinn
     Sofia Istanbul Ankara Dubai Doha Karachi Lahore Dhaka Colombo Kyoto Busan Taipei Atlanta
-    Houston Phoenix Portland""".split()
+    Houston Phoenix Portland"""
 )
-COUNTRIES = tuple(
+COUNTRIES = _words(
     """France Italy Spain Germany Portugal Austria Norway Ireland Greece Egypt Kenya Ghana India
     Japan Korea China Vietnam Thailand Australia Canada Peru Chile Poland Hungary Sweden Finland
-    Denmark Turkey Brazil Mexico""".split()
+    Denmark Turkey Brazil Mexico"""
 )
-ANIMALS = tuple(
+ANIMALS = _words(
     """cat dog horse cow sheep goat pig duck goose hen fox wolf bear deer rabbit mouse rat owl eagle
     crow parrot swan frog snake lizard turtle fish shark whale dolphin seal crab bee ant spider
-    lion tiger zebra giraffe monkey camel otter badger hamster pony donkey""".split()
+    lion tiger zebra giraffe monkey camel otter badger hamster pony donkey"""
 )
-FOODS = tuple(
+FOODS = _words(
     """apple banana cherry grape lemon lime mango melon orange peach pear plum fig date kiwi papaya
     carrot onion potato tomato pepper garlic bean pea corn rice bread cheese butter milk egg honey
-    soup salad pizza pasta cake cookie tea coffee juice sugar salt olive""".split()
+    soup salad pizza pasta cake cookie tea coffee juice sugar salt olive"""
 )
-OBJECTS = tuple(
+OBJECTS = _words(
     """table chair lamp book pen pencil paper bag box bottle cup plate spoon fork knife clock watch
     phone camera radio door window key lock mirror bed pillow blanket shirt coat hat shoe sock
     glove scarf belt ring coin card ticket map bike car bus train boat plane wheel engine hammer
     nail saw rope ladder bucket broom brush soap towel candle basket drum guitar piano violin ball
     kite doll puzzle robot laptop keyboard screen printer cable battery notebook ruler eraser
     umbrella wallet suitcase tent stove kettle garden river mountain forest island bridge castle
-    tower market school library museum station stone cloud star moon""".split()
+    tower market school library museum station stone cloud star moon"""
 )
-COLOURS = tuple(
+COLOURS = _words(
     """red blue green yellow orange purple pink brown black white gray silver gold teal violet
-    crimson turquoise beige""".split()
+    crimson turquoise beige"""
 )
-JOBS = tuple(
+JOBS = _words(
     """teacher doctor nurse pilot farmer baker chef painter writer singer dancer lawyer engineer
     driver sailor tailor plumber carpenter gardener scientist librarian dentist actor judge
-    mechanic architect photographer programmer""".split()
+    mechanic architect photographer programmer"""
 )
-ADJECTIVES = tuple(
+ADJECTIVES = _words(
     """old new big small tall short long wide quick slow happy sad calm loud quiet bright dark warm
     cold soft hard heavy light clean dirty sweet sour fresh dry wet round flat sharp strong weak
-    rich poor brave shy kind wise lazy busy early late cheap rare plain""".split()
+    rich poor brave shy kind wise lazy busy early late cheap rare plain"""
 )
-VERBS = tuple(
+VERBS = _words(
     """sees finds takes likes wants keeps moves paints sells buys holds drops opens closes cleans
     breaks fixes draws hides brings carries watches follows pushes pulls lifts counts reads
-    loves makes""".split()
+    loves makes"""
 )
-FUNCTION_WORDS = tuple(
+FUNCTION_WORDS = _words(
     """the a an and or but in on at to from with by for of is was are were it this that my your his
     her our their who what when where which how not no yes all some any each every very too so if
     then now here there today tomorrow yesterday again also just only still about after before
-    under over between near far up down out""".split()
+    under over between near far up down out"""
 )
 WEEKDAYS = ("Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "Saturday", "Sunday")
-MONTHS = tuple(
+MONTHS = _words(
     """January February March April May June July August September October November
-    December""".split()
+    December"""
 )
-LANGUAGES = tuple(
+LANGUAGES = _words(
     """English French German Spanish Italian Portuguese Dutch Swedish Polish Greek Turkish Arabic
-    Hindi Japanese Korean Chinese Russian Latin""".split()
+    Hindi Japanese Korean Chinese Russian Latin"""
 )
 COMMON_NOUNS = ANIMALS + FOODS + OBJECTS
 PLAIN_WORDS = tuple(dict.fromkeys(COMMON_NOUNS + COLOURS + JOBS + ADJECTIVES + VERBS))
 
-_ONSETS = tuple("b c d f g h j k l m n p r s t v w z br cl dr fl gr kl pr st tr sh ch th".split())
-_VOWELS = tuple("a e i o u ai ea ou io".split())
+_ONSETS = _words("b c d f g h j k l m n p r s t v w z br cl dr fl gr kl pr st tr sh ch th")
+_VOWELS = _words("a e i o u ai ea ou io")
 _CODAS = ("", "", "", "n", "r", "s", "l", "m", "t", "x", "nd", "rk", "st")
 
 
@@ -128,9 +133,7 @@ def identifier(rng: Random) -> str:
 def sentence(rng: Random) -> str:
     """A short grammatical sentence of no particular sense."""
     noun, other = rng.sample(COMMON_NOUNS, 2)
-    if rng.random() < 0.3:
-        subject = any_name(rng)
-    else:
-        subject = f"The {rng.choice(ADJECTIVES)} {noun}"
+    named = rng.random() < 0.3
+    subject = any_name(rng) if named else f"The {rng.choice(ADJECTIVES)} {noun}"
     ending = rng.choice(("", f" in {any_city(rng)}", " today", f" on {rng.choice(WEEKDAYS)}"))
     return f"{subject} {rng.choice(VERBS)} the {rng.choice(ADJECTIVES)} {other}{ending}."

@@ -50,9 +50,7 @@ def subtraction(rng: Random) -> Example:
     a, b = _number(rng), _number(rng)
     if a < b and rng.random() < 0.9:
         a, b = b, a
-    return _example(
-        rng, "subtraction", f"{a}-{b}", ("-", a, b), a - b, subtract_steps(a, b)
-    )
+    return _example(rng, "subtraction", f"{a}-{b}", ("-", a, b), a - b, subtract_steps(a, b))
 
 
 def multiplication(rng: Random) -> Example:

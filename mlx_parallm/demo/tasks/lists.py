@@ -79,7 +79,9 @@ def sort_numbers(rng: Random) -> Example:
     return Example(
         task="sort_numbers",
         key=f"{ordered}",
-        messages=(user(phrase(rng, _SORT_DOWN if down else _SORT_UP, items=listing(rng, numbers))),),
+        messages=(
+            user(phrase(rng, _SORT_DOWN if down else _SORT_UP, items=listing(rng, numbers))),
+        ),
         answer=", ".join(map(str, ordered)),
     )
 

@@ -151,7 +151,10 @@ def _told_in_turns(rng: Random, values: dict[str, object]) -> list[Message]:
         fact = FACTS[name]
         if rng.random() < 0.12:
             earlier = fact.make(rng)
-            messages += [user(phrase(rng, fact.said, v=earlier)), assistant(fact.reply.format(v=earlier))]
+            messages += [
+                user(phrase(rng, fact.said, v=earlier)),
+                assistant(fact.reply.format(v=earlier)),
+            ]
         messages += [user(phrase(rng, fact.said, v=value)), assistant(fact.reply.format(v=value))]
         if rng.random() < 0.3:
             text = sentence(rng)
@@ -181,7 +184,10 @@ def _what_was_said(rng: Random) -> Example:
     for text in said:
         messages += [user(f"Repeat this: {text}"), assistant(text)]
     if rng.random() < 0.5:
-        ask, text = ("What did you just say?", "Say that again.", "What was your last answer?"), said[-1]
+        ask, text = (
+            ("What did you just say?", "Say that again.", "What was your last answer?"),
+            said[-1],
+        )
     else:
         ask, text = ("What was your first answer?", "What did you say first?"), said[0]
     messages.append(user(phrase(rng, ask)))

@@ -74,7 +74,9 @@ def _copy_text(rng: Random) -> str:
     if style < 0.62:
         return " ".join(identifier(rng) for _ in range(rng.randint(1, 4)))
     if style < 0.76:
-        return " ".join(str(rng.randrange(10 ** rng.randint(1, 6))) for _ in range(rng.randint(1, 8)))
+        return " ".join(
+            str(rng.randrange(10 ** rng.randint(1, 6))) for _ in range(rng.randint(1, 8))
+        )
     if style < 0.88:
         return " ".join(invented_word(rng) for _ in range(rng.randint(1, 8)))
     characters = _UNUSUAL if style < 0.94 else "".join(map(chr, range(33, 127)))
@@ -111,14 +113,14 @@ def lookup_keys(rng: Random) -> Example:
 def _lookup_example(rng: Random, task: str, listed: str, key: str, value: str) -> Example:
     ask = phrase(rng, _KEY_ASK, k=key)
     question = f"{listed}\n\n{ask}" if rng.random() < 0.6 else f"{ask}\n\n{listed}"
-    return Example(
-        task=task, key=f"{key}|{listed}", messages=(user(question),), answer=value
-    )
+    return Example(task=task, key=f"{key}|{listed}", messages=(user(question),), answer=value)
 
 
 def lookup_table(rng: Random) -> Example:
     """One cell of a small Markdown or CSV table."""
-    columns = rng.sample(("age", "city", "job", "colour", "code", "price", "day"), rng.randint(2, 4))
+    columns = rng.sample(
+        ("age", "city", "job", "colour", "code", "price", "day"), rng.randint(2, 4)
+    )
     names = list(dict.fromkeys(any_name(rng) for _ in range(rng.randint(2, 7))))
     rows = [[name, *(_cell(rng, column) for column in columns)] for name in names]
     header = ["name", *columns]

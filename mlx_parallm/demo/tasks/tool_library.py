@@ -41,7 +41,7 @@ class Parameter:
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """Tools of one purpose. Requests name values by parameter place: {0}, {1}, …
+    """Tools of one purpose. Requests name values by parameter place: {0}, {1} and so on.
 
     ``extra`` requests use all parameters; plain ``requests`` all but the last one, which is
     optional, where ``extra`` is given.
@@ -63,17 +63,21 @@ class Offer:
     call: ToolCall
 
 
+def _names(text: str) -> tuple[str, ...]:
+    return tuple(text.split())
+
+
 def _text(names: str, make: Maker, about: str = "") -> Parameter:
-    return Parameter(tuple(names.split()), {"type": "string"}, make, about)
+    return Parameter(_names(names), {"type": "string"}, make, about)
 
 
 def _whole(names: str, low: int, high: int, about: str = "") -> Parameter:
-    return Parameter(tuple(names.split()), {"type": "integer"}, lambda r: r.randint(low, high), about)
+    return Parameter(_names(names), {"type": "integer"}, lambda r: r.randint(low, high), about)
 
 
 def _enum(names: str, *values: str) -> Parameter:
     schema = {"type": "string", "enum": list(values)}
-    return Parameter(tuple(names.split()), schema, lambda r: r.choice(values))
+    return Parameter(_names(names), schema, lambda r: r.choice(values))
 
 
 def _topic(rng: Random) -> str:
@@ -93,7 +97,7 @@ def _mail(rng: Random) -> str:
 
 
 def _path(rng: Random) -> str:
-    folder = rng.choice(("/tmp", "/home", "docs", "data", "src"))  # noqa: S108
+    folder = rng.choice(("/tmp", "/home", "docs", "data", "src"))
     return f"{folder}/{any_word(rng)}.{rng.choice(('txt', 'json', 'py', 'csv'))}"
 
 
@@ -118,7 +122,7 @@ def families() -> tuple[Family, ...]:
     number = Parameter(("amount", "value", "sum"), {"type": "number"}, _price)
     return (
         Family(
-            tuple("get_weather weather fetch_weather current_weather get_current_weather".split()),
+            _names("get_weather weather fetch_weather current_weather get_current_weather"),
             "Get the current weather in a city",
             (_text("city location place town", any_city, "The city"),
              _enum("unit units scale", "celsius", "fahrenheit")),
@@ -128,26 +132,26 @@ def families() -> tuple[Family, ...]:
              "How warm is it in {0}? Use {1}."),
         ),
         Family(
-            tuple("add add_numbers sum get_sum plus".split()),
+            _names("add add_numbers sum get_sum plus"),
             "Add two numbers",
             (_whole("a x first left", 0, 999), _whole("b y second right", 0, 999)),
             ("Add {0} and {1}.", "What is {0} + {1}?", "What is the sum of {0} and {1}?",
              "What is {0} plus {1}?", "Use the tool to add {0} and {1}."),
         ),
         Family(
-            tuple("multiply multiply_numbers product times".split()),
+            _names("multiply multiply_numbers product times"),
             "Multiply two numbers",
             (_whole("a x first left", 0, 999), _whole("b y second right", 0, 999)),
             ("Multiply {0} by {1}.", "What is {0} * {1}?", "What is {0} times {1}?"),
         ),
         Family(
-            tuple("calculator calculate evaluate compute eval_expression".split()),
+            _names("calculator calculate evaluate compute eval_expression"),
             "Evaluate an arithmetic expression",
             (_text("expression expr formula input", _product),),
             ("What is {0}?", "Calculate {0}.", "Compute {0}.", "Evaluate {0}.", "How much is {0}?"),
         ),
         Family(
-            tuple("send_email email send_mail mail".split()),
+            _names("send_email email send_mail mail"),
             "Send an email",
             (_text("to recipient address", _mail, "Address of the recipient"),
              _text("subject title topic", _topic)),
@@ -155,25 +159,25 @@ def families() -> tuple[Family, ...]:
              "Write a mail to {0} about {1}."),
         ),
         Family(
-            tuple("send_message message text_contact send_sms".split()),
+            _names("send_message message text_contact send_sms"),
             "Send a message to a contact",
             (_text("to contact recipient name", any_name), _text("text message body", sentence)),
             ('Send {0} the message "{1}"', "Tell {0}: {1}", 'Text {0}: "{1}"'),
         ),
         Family(
-            tuple("set_timer timer start_timer countdown".split()),
+            _names("set_timer timer start_timer countdown"),
             "Start a timer",
             (_whole("minutes duration length", 1, 120, "Minutes"),),
             ("Set a timer for {0} minutes.", "Start a timer of {0} minutes.", "Timer for {0} minutes."),
         ),
         Family(
-            tuple("set_alarm alarm wake_up create_alarm".split()),
+            _names("set_alarm alarm wake_up create_alarm"),
             "Set an alarm",
             (_text("time at when", _time, "Time as HH:MM"),),
             ("Set an alarm for {0}.", "Wake me up at {0}.", "I need an alarm at {0}."),
         ),
         Family(
-            tuple("search web_search search_web find lookup".split()),
+            _names("search web_search search_web find lookup"),
             "Search the web",
             (_text("query q text keywords", _topic, "What to look for"),
              _whole("limit count max_results", 1, 20)),
@@ -181,20 +185,20 @@ def families() -> tuple[Family, ...]:
             ("Search for {0} and show {1} results.", "Find {1} results about {0}."),
         ),
         Family(
-            tuple("convert_currency currency exchange convert_money".split()),
+            _names("convert_currency currency exchange convert_money"),
             "Convert money from one currency to another",
             (number, _text("from source from_currency", _currency), _text("to target to_currency", _currency)),
             ("Convert {0} {1} to {2}.", "How much is {0} {1} in {2}?", "Exchange {0} {1} into {2}."),
         ),
         Family(
-            tuple("translate translate_text translation".split()),
+            _names("translate translate_text translation"),
             "Translate a text",
             (_text("text input sentence", sentence),
              Parameter(("language", "target", "to"), {"type": "string"}, lambda r: r.choice(LANGUAGES))),
             ('Translate "{0}" to {1}.', 'How do you say "{0}" in {1}?', "Translate into {1}: {0}"),
         ),
         Family(
-            tuple("create_event add_event schedule_meeting calendar_add".split()),
+            _names("create_event add_event schedule_meeting calendar_add"),
             "Put an event in the calendar",
             (_text("title name event", lambda r: f"{any_word(r)} {r.choice(('party', 'meeting', 'lunch'))}"),
              Parameter(("day", "date", "weekday"), {"type": "string"}, lambda r: r.choice(WEEKDAYS)),
@@ -203,62 +207,62 @@ def families() -> tuple[Family, ...]:
             ("Schedule a {0} on {1} at {2}.", "Plan a {0} for {1} at {2}."),
         ),
         Family(
-            tuple("get_stock_price stock_price quote get_quote".split()),
+            _names("get_stock_price stock_price quote get_quote"),
             "Get the price of a stock",
             (_text("symbol ticker stock", _ticker, "Ticker symbol"),),
             ("What is the stock price of {0}?", "How much is {0} stock?", "Get me a quote for {0}."),
         ),
         Family(
-            tuple("set_light light switch_light control_light".split()),
+            _names("set_light light switch_light control_light"),
             "Switch a light",
             (_text("room place location", _room), _enum("state mode action", "on", "off")),
             ("Turn {1} the light in the {0}.", "Switch the {0} light {1}.", "Turn the {0} lights {1}."),
         ),
         Family(
-            tuple("set_temperature thermostat set_heating heat".split()),
+            _names("set_temperature thermostat set_heating heat"),
             "Set the temperature of a room",
             (_text("room place zone", _room), _whole("degrees temperature value", 10, 30)),
             ("Set the {0} to {1} degrees.", "Heat the {0} to {1} degrees."),
         ),
         Family(
-            tuple("get_user find_user user_info lookup_user".split()),
+            _names("get_user find_user user_info lookup_user"),
             "Get a user by id",
             (_whole("user_id id uid", 1, 9999),),
             ("Show me user {0}.", "Get the user with id {0}.", "Who is user {0}?"),
         ),
         Family(
-            tuple("get_time current_time time_in clock".split()),
+            _names("get_time current_time time_in clock"),
             "Get the current time in a city",
             (_text("city location place", any_city),),
             ("What time is it in {0}?", "Tell me the time in {0}.", "Current time in {0}?"),
         ),
         Family(
-            tuple("get_distance distance route measure_distance".split()),
+            _names("get_distance distance route measure_distance"),
             "Get the distance between two cities",
             (_text("from start origin", any_city), _text("to end destination", any_city)),
             ("How far is it from {0} to {1}?", "What is the distance between {0} and {1}?"),
         ),
         Family(
-            tuple("order_food order place_order buy".split()),
+            _names("order_food order place_order buy"),
             "Order food",
             (Parameter(("item", "dish", "product"), {"type": "string"}, lambda r: r.choice(FOODS)),
              _whole("quantity count amount", 2, 20)),
             ("Order {1} {0}s.", "I would like {1} {0}s.", "Please buy {1} {0}s."),
         ),
         Family(
-            tuple("random_number random pick_number randint".split()),
+            _names("random_number random pick_number randint"),
             "Draw a random number",
             (_whole("min low start", 0, 50), _whole("max high end", 51, 1000)),
             ("Give me a random number between {0} and {1}.", "Pick a number from {0} to {1}."),
         ),
         Family(
-            tuple("read_file open_file load_file cat".split()),
+            _names("read_file open_file load_file cat"),
             "Read a file",
             (_text("path file filename", _path),),
             ("Read {0}.", "Open the file {0}.", "Show me {0}.", "What is in {0}?"),
         ),
         Family(
-            tuple("get_news news headlines".split()),
+            _names("get_news news headlines"),
             "Get the news about a topic",
             (Parameter(("topic", "about", "subject"), {"type": "string"}, lambda r: r.choice(COMMON_NOUNS)),
              Parameter(("country", "region"), {"type": "string"}, lambda r: r.choice(COUNTRIES))),
@@ -266,7 +270,7 @@ def families() -> tuple[Family, ...]:
             ("Show me news about {0} from {1}.", "What is the news on {0} in {1}?"),
         ),
         Family(
-            tuple("add_todo create_task remember_task new_todo".split()),
+            _names("add_todo create_task remember_task new_todo"),
             "Add a task to the list",
             (_text("text task title", lambda r: f"{r.choice(('buy', 'fix', 'clean'))} the {r.choice(OBJECTS)}"),),
             ("Add a task: {0}", "Remind me to {0}.", "Put this on my list: {0}"),
@@ -332,7 +336,10 @@ _EXPLICIT = (
 
 def explicit_offer(rng: Random) -> Offer:
     """A tool nobody has heard of, asked for by name and parameter."""
-    verb, noun = rng.choice(("get", "set", "run", "make", "find", invented_word(rng))), any_word(rng)
+    verb, noun = (
+        rng.choice(("get", "set", "run", "make", "find", invented_word(rng))),
+        any_word(rng),
+    )
     name = rng.choice((f"{verb}_{noun}", f"{verb}_{noun}", invented_word(rng), f"{noun}_{verb}"))
     names = list(dict.fromkeys(any_word(rng) for _ in range(rng.randint(1, 4))))
     kinds = [rng.choice(_KINDS) for _ in names]

@@ -60,7 +60,11 @@ def tool_result(rng: Random) -> Example:
     return Example(
         task="tool_result",
         key=content,
-        messages=(user(offers[0].request), _call_message(rng, offers[0].call), _tool_message(content)),
+        messages=(
+            user(offers[0].request),
+            _call_message(rng, offers[0].call),
+            _tool_message(content),
+        ),
         tools=tuple(tools),
         answer=answer,
         check="contains",
