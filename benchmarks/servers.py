@@ -18,6 +18,7 @@ from pathlib import Path
 
 START_TIMEOUT_S = 120.0
 STOP_TIMEOUT_S = 30.0
+SERVED_NAME = "benchmark"
 POLL_S = 0.1
 OPENBLAS_PATHS = (
     "/usr/lib/x86_64-linux-gnu/openblas-pthread/libopenblas.so.0",
@@ -63,9 +64,9 @@ def mlx_lm_server(model: Path, options: Sequence[str] = ()) -> Iterator[Server]:
 @contextlib.contextmanager
 def mlx_parallm_server(model: Path | None, options: Sequence[str] = ()) -> Iterator[Server]:
     """Run ``mlx_parallm serve``; no model is the embedded one."""
-    command = [sys.executable, "-m", "mlx_parallm", "serve", "--served-model-name", "benchmark"]
+    command = [sys.executable, "-m", "mlx_parallm", "serve", "--served-model-name", SERVED_NAME]
     command += ["--model", str(model)] if model else []
-    with _running("mlx_parallm", [*command, *options], "benchmark") as server:
+    with _running("mlx_parallm", [*command, *options], SERVED_NAME) as server:
         yield server
 
 

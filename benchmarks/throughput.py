@@ -2,7 +2,8 @@
 
 ``python -m benchmarks.throughput`` starts the two servers in turn, several times, each freshly and
 in alternating order, and compares the medians. Times to first token and between tokens are those
-a streaming client sees; tokens are those counted in ``usage``.
+a streaming client sees; tokens are those counted in ``usage``. The load without seeds has no
+target: it is there because ``mlx_lm.server`` serves requests with a seed one at a time.
 """
 
 from __future__ import annotations
@@ -31,7 +32,12 @@ from mlx_parallm.bench.statistics import Summary, summarise
 from mlx_parallm.bench.workload import Workload, plan_requests
 
 BASELINE, OURS = "mlx_lm.server", "mlx_parallm"
-LOADS = ("temperature 0", "temperature 0.8, seeded", "one client")
+GREEDY, SEEDED, UNSEEDED, ALONE = (
+    "temperature 0",
+    "temperature 0.8, seeded",
+    "temperature 0.8, no seeds",
+    "one client",
+)
 Figures = dict[str, list[Summary]]
 
 
@@ -47,11 +53,14 @@ def main() -> int:
     parser = make_parser(__doc__)
     parser.add_argument("--concurrency", type=int, default=32)
     parser.add_argument("--num-greedy", type=int, default=128, help="requests at temperature 0")
-    parser.add_argument("--num-seeded", type=int, default=96, help="requests at temperature 0.8")
+    parser.add_argument("--num-sampled", type=int, default=96, help="at temperature 0.8, each way")
     parser.add_argument("--num-alone", type=int, default=12, help="requests of the one client")
     args = parser.parse_args()
     model = prepare_model(args.model)
-    measured = {name: Measured({load: [] for load in LOADS}, []) for name in (BASELINE, OURS)}
+    measured = {
+        name: Measured({load: [] for load in (GREEDY, SEEDED, UNSEEDED, ALONE)}, [])
+        for name in (BASELINE, OURS)
+    }
     for repetition in range(args.repetitions):
         names = (BASELINE, OURS) if repetition % 2 == 0 else (OURS, BASELINE)
         for name in names:
@@ -74,22 +83,22 @@ def _measure(server: Server, measured: Measured, repetition: int, args: Namespac
         _require_full_length(server, workload, records)
         summary = summarise(records)
         measured.figures[load].append(summary)
-        if load == "temperature 0":
+        if load == GREEDY:
             measured.greedy_texts += [record.text for record in records]
         print(f"{repetition} {server.name:<14} {load:<24} {_line(summary)}", flush=True)
 
 
 def _workloads(repetition: int, args: Namespace) -> dict[str, tuple[Workload, int]]:
-    first_seed = 1000 * (repetition + 1)
+    seed, clients = 1000 * (repetition + 1), args.concurrency
+    warm = {"temperature": 0.8}
     return {
-        "temperature 0": (chat_like_workload(args.num_greedy, first_seed), args.concurrency),
-        "temperature 0.8, seeded": (
-            chat_like_workload(
-                args.num_seeded, first_seed + 1, temperature=0.8, seed_requests=True
-            ),
-            args.concurrency,
+        GREEDY: (chat_like_workload(args.num_greedy, seed), clients),
+        SEEDED: (
+            chat_like_workload(args.num_sampled, seed + 1, seed_requests=True, **warm),
+            clients,
         ),
-        "one client": (chat_like_workload(args.num_alone, first_seed + 2), 1),
+        UNSEEDED: (chat_like_workload(args.num_sampled, seed + 2, **warm), clients),
+        ALONE: (chat_like_workload(args.num_alone, seed + 3), 1),
     }
 
 
@@ -114,21 +123,22 @@ def _line(summary: Summary) -> str:
 
 def make_checks(baseline: Measured, ours: Measured) -> list[Check]:
     """Return the targets of the comparison, each as a ratio of medians."""
+    targets: dict[str, tuple[float | None, float | None, float | None]] = {
+        GREEDY: (2.0, 0.5, 1.0),
+        SEEDED: (2.0, 0.5, 1.0),
+        UNSEEDED: (None, None, None),
+        ALONE: (1.0, None, None),
+    }
     checks: list[Check] = []
-    for load in LOADS[:2]:
+    for load, (rate, ttft, itl) in targets.items():
         old, new = (_medians(side.figures[load]) for side in (baseline, ours))
         checks += [
-            Check(f"{load}: tokens/s ratio", new["tokens/s"] / old["tokens/s"], ">=", 2.0),
-            Check(f"{load}: TTFT p99 ratio", new["ttft"] / old["ttft"], "<=", 0.5),
-            Check(f"{load}: ITL p99 ratio", new["itl"] / old["itl"], "<=", 1.0),
+            Check(f"{load}: tokens/s ratio", new["tokens/s"] / old["tokens/s"], ">=", rate),
+            Check(f"{load}: TTFT p99 ratio", new["ttft"] / old["ttft"], "<=", ttft),
+            Check(f"{load}: ITL p99 ratio", new["itl"] / old["itl"], "<=", itl),
         ]
-    old, new = (_medians(side.figures["one client"]) for side in (baseline, ours))
     equal = sum(a == b for a, b in zip(baseline.greedy_texts, ours.greedy_texts, strict=True))
-    return [
-        *checks,
-        Check("one client: tokens/s ratio", new["tokens/s"] / old["tokens/s"], ">=", 1.0),
-        Check("equal temperature-0 texts", equal / len(ours.greedy_texts), "==", 1.0),
-    ]
+    return [*checks, Check("equal temperature-0 texts", equal / len(ours.greedy_texts), "==", 1.0)]
 
 
 def _medians(summaries: Sequence[Summary]) -> Mapping[str, float]:
