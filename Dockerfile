@@ -1,0 +1,47 @@
+# Linux image: CPU by default, NVIDIA with --build-arg ACCEL=cuda12 or cuda13 (run with --gpus all).
+#
+#   docker build -t mlx-parallm .
+#   docker run --rm -p 8000:8000 -v "$HOME/.cache/huggingface:/cache" mlx-parallm serve --api-key secret
+
+FROM python:3.12.11-slim-trixie
+
+SHELL ["/bin/bash", "-o", "pipefail", "-c"]
+
+# The version of OpenBLAS is left to the release of the base image: Debian removes old builds from
+# its mirrors, so a pin here would break the build at the next security update.
+# hadolint ignore=DL3008
+RUN apt-get update \
+    && apt-get install --yes --no-install-recommends libopenblas0-pthread \
+    && rm -rf /var/lib/apt/lists/* \
+    && ln -s "$(find /usr/lib -path '*/openblas-pthread/libopenblas.so.0' -print -quit)" /usr/local/lib/libopenblas.so.0 \
+    && useradd --create-home --uid 1000 parallm \
+    && install --directory --owner=parallm /cache
+
+WORKDIR /app
+ARG ACCEL=cpu
+
+COPY requirements/ requirements/
+RUN pip install --no-cache-dir -r "requirements/linux-${ACCEL}.txt" -r requirements/build.txt
+
+COPY pyproject.toml README.md LICENSE ./
+COPY mlx_parallm/ mlx_parallm/
+RUN pip install --no-cache-dir --no-deps --no-build-isolation .
+
+USER 1000
+WORKDIR /home/parallm
+
+# MLX's CPU build is 50 times slower without OpenBLAS in front of its own BLAS.
+ENV LD_PRELOAD=/usr/local/lib/libopenblas.so.0 \
+    HF_HOME=/cache \
+    MLX_PARALLM_HOST=0.0.0.0 \
+    MLX_PARALLM_PORT=8000 \
+    PYTHONUNBUFFERED=1
+
+EXPOSE 8000
+VOLUME /cache
+
+HEALTHCHECK --interval=15s --timeout=5s --start-period=10m --retries=3 \
+    CMD ["python", "-c", "import os, urllib.request as r; r.urlopen(f\"http://127.0.0.1:{os.environ['MLX_PARALLM_PORT']}/health\", timeout=4)"]
+
+ENTRYPOINT ["mlx_parallm"]
+CMD ["serve"]

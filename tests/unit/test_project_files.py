@@ -1,0 +1,122 @@
+"""Requirements, docs and code that must agree with one another."""
+
+from __future__ import annotations
+
+import ast
+import re
+import tomllib
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+
+from scripts.check_pins import TARGETS, pins, read_requirements
+from scripts.write_configuration_docs import TARGET, render
+
+ROOT = Path(__file__).resolve().parents[2]
+REQUIREMENTS = ROOT / "requirements"
+PLATFORMS = ("darwin", "linux-cpu", "linux-cuda12", "linux-cuda13")
+
+
+def project() -> dict:
+    return tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+
+
+def canonical(name: str) -> str:
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def pinned(platform: str) -> dict[str, str]:
+    """Name and version of every pin of a platform, markers aside."""
+    found = read_requirements(REQUIREMENTS / f"{platform}.txt")
+    return {canonical(one.name): str(one.specifier).removeprefix("==") for one in found}
+
+
+@pytest.mark.parametrize("file", sorted(REQUIREMENTS.glob("*.txt")), ids=lambda file: file.name)
+def test_requirements_are_exact_versions_and_nothing_else(file: Path) -> None:
+    for one in read_requirements(file):
+        assert re.fullmatch(r"==[0-9][0-9A-Za-z.]*", str(one.specifier)), one
+        assert one.url is None
+    assert "://" not in file.read_text()
+
+
+@pytest.mark.parametrize("platform", PLATFORMS)
+def test_every_dependency_is_pinned_within_its_range(platform: str) -> None:
+    found = pinned(platform)
+    for text in project()["dependencies"]:
+        dependency = Requirement(text)
+        assert dependency.specifier.contains(found[canonical(dependency.name)]), text
+
+
+@pytest.mark.parametrize("platform", PLATFORMS)
+def test_development_pins_agree_with_the_platforms(platform: str) -> None:
+    found, development = pinned(platform), pinned("dev")
+    both = found.keys() & development.keys()
+    assert {name: found[name] for name in both} == {name: development[name] for name in both}
+
+
+def test_mlx_and_its_builds_have_one_version() -> None:
+    names = ("mlx", "mlx-cpu", "mlx-metal", "mlx-cuda-12", "mlx-cuda-13")
+    versions = {pinned(platform).get(name) for platform in PLATFORMS for name in names} - {None}
+    assert len(versions) == 1
+
+
+def test_extras_add_nothing_on_a_mac() -> None:
+    extras = project()["optional-dependencies"]
+    for extra in ("cpu", "cuda12", "cuda13"):
+        for text in extras[extra]:
+            marker = Requirement(text).marker
+            assert marker is not None
+            assert marker.evaluate({"platform_system": "Linux"})
+            assert not marker.evaluate({"platform_system": "Darwin"})
+
+
+def test_pins_are_judged_for_the_target_not_for_this_machine() -> None:
+    mac = next(target for target in TARGETS if target.sys_platform == "darwin")
+    assert pins(mac, "3.11") != pins(mac, "3.12")
+    for target in TARGETS:
+        for python in ("3.11", "3.14"):
+            names = [pin.partition("==")[0] for pin in pins(target, python)]
+            assert len(names) == len(set(names))
+
+
+def test_the_settings_page_is_up_to_date() -> None:
+    assert TARGET.read_text(encoding="utf-8") == render(), "run: make docs"
+
+
+def test_nothing_of_mlx_lm_generates_or_serves_here() -> None:
+    forbidden = {"mlx_lm.generate", "mlx_lm.server"}
+    for file in (ROOT / "mlx_parallm").rglob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text())):
+            match node:
+                case ast.Import(names=names):
+                    imported = {name.name for name in names}
+                case ast.ImportFrom(module=str(module), names=names):
+                    imported = {module, *(f"{module}.{name.name}" for name in names)}
+                case _:
+                    continue
+            assert not imported & forbidden, file
+
+
+@pytest.mark.parametrize("target", ["serve", "test", "lint", "bench"])
+def test_the_makefile_has_the_promised_targets(target: str) -> None:
+    assert re.search(rf"^{target}:", (ROOT / "Makefile").read_text(), re.MULTILINE)
+
+
+def test_the_image_listens_on_every_interface_as_a_plain_user() -> None:
+    text = (ROOT / "Dockerfile").read_text()
+    assert "MLX_PARALLM_HOST=0.0.0.0" in text
+    assert re.search(r"^USER 1000$", text, re.MULTILINE)
+    assert re.search(r"^ARG ACCEL=cpu$", text, re.MULTILINE)
+
+
+def test_what_the_image_copies_is_not_ignored() -> None:
+    kept = {
+        line.removeprefix("!").rstrip("/")
+        for line in (ROOT / ".dockerignore").read_text().splitlines()
+        if line.startswith("!")
+    }
+    copied = set()
+    for line in re.findall(r"^COPY (.*)$", (ROOT / "Dockerfile").read_text(), re.MULTILINE):
+        copied |= {source.rstrip("/") for source in line.split()[:-1]}
+    assert copied <= kept
