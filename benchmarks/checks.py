@@ -43,15 +43,17 @@ class Check:
         return "PASS" if met[self.relation] else "FAIL"
 
 
-def conclude(name: str, checks: Sequence[Check], details: dict[str, Any]) -> int:
-    """Print the table, write ``results/NAME.json`` and return the exit status."""
+def conclude(
+    name: str, checks: Sequence[Check], details: dict[str, Any], folder: Path = RESULTS
+) -> int:
+    """Print the table, write ``FOLDER/NAME.json`` and return the exit status."""
     width = max(len(check.what) for check in checks)
     print()
     for check in checks:
         target = "" if check.limit is None else f"{check.relation} {check.limit:g}"
         print(f"{check.what:<{width}}  {check.value:>10.3f}  {target:<9} {check.verdict}".rstrip())
-    RESULTS.mkdir(exist_ok=True)
-    path = RESULTS / f"{name}.json"
+    folder.mkdir(exist_ok=True)
+    path = folder / f"{name}.json"
     rows = [asdict(check) | {"verdict": check.verdict} for check in checks]
     content = {"machine": machine(), "checks": rows, "details": details}
     path.write_text(json.dumps(_json(content), indent=1) + "\n")

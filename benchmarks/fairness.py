@@ -16,7 +16,6 @@ import statistics
 import sys
 from argparse import Namespace
 from collections.abc import Sequence
-from dataclasses import replace
 
 from tokenizers import Tokenizer
 
@@ -32,6 +31,7 @@ from benchmarks.measure import (
     send_all,
     text_of_tokens,
     warm_up,
+    with_model,
 )
 from benchmarks.servers import Server, mlx_parallm_server
 from mlx_parallm.bench.record import PlannedRequest, RequestRecord
@@ -112,10 +112,7 @@ async def _run(
     server: Server, streams: Sequence[PlannedRequest], late: PlannedRequest
 ) -> tuple[list[RequestRecord], RequestRecord]:
     client = make_client(server)
-    named = [
-        replace(planned, body=planned.body | {"model": server.model})
-        for planned in (*streams, late)
-    ]
+    named = [with_model(planned, server.model) for planned in (*streams, late)]
     tasks = [asyncio.create_task(client.send(planned)) for planned in named[:-1]]
     await asyncio.sleep(LEAD_S)
     record = await client.send(named[-1])

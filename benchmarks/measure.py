@@ -81,7 +81,7 @@ def send_all(
     Raises:
         BenchmarkError: a request failed.
     """
-    named = [_with_model(planned, server.model) for planned in requests]
+    named = [with_model(planned, server.model) for planned in requests]
     client = make_client(server)
     records = asyncio.run(closed_loop(named, client.send, concurrency=concurrency, ramp_s=ramp_s))
     failed = [record for record in records if record.error is not None]
@@ -93,7 +93,8 @@ def send_all(
     return records
 
 
-def _with_model(planned: PlannedRequest, model: str | None) -> PlannedRequest:
+def with_model(planned: PlannedRequest, model: str | None) -> PlannedRequest:
+    """Return the request with the model's name, where the server wants one."""
     return planned if model is None else replace(planned, body=planned.body | {"model": model})
 
 

@@ -1,0 +1,41 @@
+"""Verdicts of the benchmarks and what they write."""
+
+import json
+import math
+
+import pytest
+
+from benchmarks.checks import Check, conclude
+
+
+@pytest.mark.parametrize(
+    ("value", "relation", "limit", "verdict"),
+    [
+        (2.0, ">=", 2.0, "PASS"),
+        (1.9, ">=", 2.0, "FAIL"),
+        (0.5, "<=", 0.5, "PASS"),
+        (0.6, "<=", 0.5, "FAIL"),
+        (1.0, "==", 1.0, "PASS"),
+        (0.999, "==", 1.0, "FAIL"),
+        (math.nan, "<=", 0.5, "FAIL"),
+        (5.0, ">=", None, ""),
+    ],
+)
+def test_verdicts(value, relation, limit, verdict):
+    assert Check("it", value, relation, limit).verdict == verdict
+
+
+def test_one_missed_target_fails_the_benchmark_and_all_is_written(tmp_path, capsys):
+    checks = [Check("fine", 3.0, ">=", 2.0), Check("missed", math.nan, "<=", 1.0)]
+    assert conclude("trial", checks, {"runs": [1.0, math.nan]}, tmp_path) == 1
+    assert "FAIL" in capsys.readouterr().out
+    content = json.loads((tmp_path / "trial.json").read_text())
+    assert [row["verdict"] for row in content["checks"]] == ["PASS", "FAIL"]
+    assert content["details"]["runs"] == [1.0, None]
+    assert content["machine"]["mlx_lm"]
+
+
+def test_all_targets_met_is_success(tmp_path):
+    assert (
+        conclude("trial", [Check("fine", 3.0, ">=", 2.0), Check("just so", 1.0)], {}, tmp_path) == 0
+    )

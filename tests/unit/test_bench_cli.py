@@ -1,0 +1,122 @@
+"""`mlx_parallm bench` from flags to exit status, against a scripted server in a thread."""
+
+import argparse
+import contextlib
+import json
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+
+from mlx_parallm.bench.cli import add_arguments, make_workload, run
+from mlx_parallm.errors import ConfigError
+
+
+def parse(*flags):
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    return parser.parse_args(list(flags))
+
+
+@contextlib.contextmanager
+def serving(status=200, models=({"id": "tiny"},)):
+    """A server that streams two words for every request; yields its address and the bodies."""
+    bodies = []
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self):
+            self.send_response(200 if models is not None else 404)
+            self.end_headers()
+            self.wfile.write(json.dumps({"data": models}).encode())
+
+        def do_POST(self):
+            bodies.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+            self.send_response(status)
+            self.end_headers()
+            for text in ("a ", "b"):
+                self._event({"choices": [{"index": 0, "text": text}]})
+            self._event({"choices": [], "usage": {"prompt_tokens": 3, "completion_tokens": 2}})
+            self.wfile.write(b"data: [DONE]\n\n")
+
+        def _event(self, content):
+            self.wfile.write(b"data: " + json.dumps(content).encode() + b"\n\n")
+
+        def log_message(self, *_):
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}", bodies
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+def test_a_run_prints_its_figures_and_writes_them_as_json(tmp_path, capsys):
+    output = tmp_path / "run.json"
+    with serving() as (url, bodies):
+        flags = ["serve", "--base-url", url, "--num-requests", "6", "--num-warmups", "2"]
+        assert run(parse(*flags, "--ramp-s", "0", "--output", str(output))) == 0
+    assert "6 (0 failed)" in capsys.readouterr().out
+    content = json.loads(output.read_text())
+    assert content["summary"]["output_tokens"] == 12
+    assert content["settings"]["prompt_lengths"] == "uniform:50,150"
+    assert len(content["requests"]) == 6
+    assert len(bodies) == 8
+    assert {body["model"] for body in bodies} == {"tiny"}
+
+
+def test_an_open_loop_runs_from_its_flags():
+    with serving() as (url, bodies):
+        flags = ["--base-url", url, "--num-requests", "5", "--num-warmups", "0"]
+        assert run(parse(*flags, "--rate", "500", "--seed-requests")) == 0
+    assert sorted(body["seed"] for body in bodies) == [0, 1, 2, 3, 4]
+
+
+def test_failed_requests_make_the_exit_status_1_and_are_told(capsys):
+    with serving(status=500) as (url, _):
+        flags = ["--base-url", url, "--num-requests", "3", "--ramp-s", "0"]
+        assert run(parse(*flags)) == 1
+    assert "3 x status 500" in capsys.readouterr().err
+
+
+def test_a_server_that_names_no_model_is_asked_without_one():
+    with serving(models=None) as (url, bodies):
+        assert run(parse("--base-url", url, "--num-requests", "2", "--ramp-s", "0")) == 0
+    assert all("model" not in body for body in bodies)
+
+
+def test_a_server_that_is_not_there_is_a_configuration_error():
+    with serving() as (url, _):
+        pass
+    with pytest.raises(ConfigError, match="cannot measure"):
+        run(parse("--base-url", url))
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ("--base-url", "localhost"),
+        ("--model", "m", "--concurrency", "0", "--num-warmups", "0"),
+        ("--model", "m", "--endpoint", "chat", "--token-ids", "9"),
+    ],
+)
+def test_flags_that_make_no_sense_are_configuration_errors(flags):
+    with pytest.raises(ConfigError):
+        run(parse(*flags))
+
+
+def test_a_plot_is_written(tmp_path):
+    picture = tmp_path / "run.png"
+    with serving() as (url, _):
+        flags = ["--base-url", url, "--num-requests", "3", "--ramp-s", "0"]
+        assert run(parse(*flags, "--plot", str(picture))) == 0
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_warm_up_prompts_are_not_those_measured():
+    args = parse("--seed", "5")
+    assert make_workload(args, None, is_warmup=True).seed != make_workload(args, None).seed
