@@ -95,7 +95,7 @@ def check(target: Target, python: str) -> tuple[str, str]:
 
 def main() -> int:
     """Check every target; print a line for each."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = argparse.ArgumentParser(description="Prove that every pin exists.")
     parser.add_argument("--python", action="append", help="only this version, e.g. 3.12")
     pythons = parser.parse_args().python or PYTHONS
     jobs = [(target, python) for target in TARGETS for python in pythons]

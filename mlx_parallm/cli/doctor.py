@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from mlx_parallm import __version__
+from mlx_parallm.runner.attention_check import AttentionReport, attention_report
 from mlx_parallm.runner.device import DeviceReport, device_report
 
 PACKAGES = (
@@ -38,6 +39,7 @@ class Diagnosis:
     """Everything ``doctor`` knows."""
 
     device: DeviceReport
+    attention: AttentionReport
     system: str
     versions: dict[str, str]
     advice: tuple[str, ...]
@@ -49,13 +51,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the diagnosis."""
+    """Print the diagnosis; 1 if the attention backend computes wrong results."""
     diagnosis = diagnose()
     if args.json:
         print(json.dumps(asdict(diagnosis), indent=2))
     else:
         print("\n".join(render(diagnosis)))
-    return 0
+    return int(not diagnosis.attention.passed)
 
 
 def diagnose() -> Diagnosis:
@@ -64,6 +66,7 @@ def diagnose() -> Diagnosis:
     installed = sorted(Path("/usr/lib").glob(OPENBLAS_PATTERN))
     return Diagnosis(
         device=device,
+        attention=attention_report(),
         system=platform.platform(),
         versions=versions(),
         advice=tuple(advise(device, sys.platform, installed[0] if installed else None)),
@@ -110,13 +113,15 @@ def advise(device: DeviceReport, system: str, openblas: Path | None) -> list[str
 
 def render(diagnosis: Diagnosis) -> list[str]:
     """The diagnosis as lines of text."""
-    device = diagnosis.device
+    device, attention = diagnosis.device, diagnosis.attention
+    verdict = f"{'passed' if attention.passed else 'FAILED'} (error {attention.max_error:.1e})"
     rows = [
         ("backend", device.backend),
         ("device", device.device),
         ("memory", f"{_gib(device.memory_total_bytes)}, free {_gib(device.memory_free_bytes)}"),
         ("BLAS", device.blas + (f" ({device.blas_path})" if device.blas_path else "")),
         ("matmul", f"{device.matmul_gflops:.0f} GFLOP/s (float32, 512 x 512)"),
+        ("attention", f"{attention.backend}, self-test {verdict}"),
         ("system", diagnosis.system),
         *diagnosis.versions.items(),
     ]

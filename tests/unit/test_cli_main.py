@@ -106,6 +106,7 @@ def test_doctor_prints_json(capsys: pytest.CaptureFixture[str]) -> None:
     report = json.loads(capsys.readouterr().out)
     assert report["device"]["backend"] in ("cpu", "cuda", "metal")
     assert report["device"]["matmul_gflops"] > 0
+    assert report["attention"]["passed"] is True
     assert report["versions"]["mlx_parallm"] == __version__
 
 

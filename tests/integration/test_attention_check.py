@@ -1,0 +1,35 @@
+"""The self-test of attention backends tells right from wrong."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import mlx.core as mx
+
+from mlx_parallm.attention.base import LayerPool
+from mlx_parallm.attention.reference import ReferenceAttention
+from mlx_parallm.runner.attention_check import attention_error, attention_report
+
+
+class WindowIgnored(ReferenceAttention):
+    def attend(self, pool: LayerPool, plan: Any, queries: mx.array, **options: Any) -> mx.array:
+        return super().attend(pool, plan, queries, **(options | {"window": None}))
+
+
+class WrittenToTheWrongBlock(ReferenceAttention):
+    def write(self, pool: LayerPool, plan: Any, keys: mx.array, values: mx.array) -> None:
+        plan.slots = (plan.slots + 16) % pool.keys.shape[1]
+        super().write(pool, plan, keys, values)
+
+
+def test_the_reference_backend_agrees_with_softmax_attention() -> None:
+    report = attention_report()
+    assert (report.backend, report.passed) == ("reference", True)
+
+
+def test_an_ignored_window_shows() -> None:
+    assert attention_error(WindowIgnored(16)) > 0.1
+
+
+def test_a_wrong_slot_shows() -> None:
+    assert attention_error(WrittenToTheWrongBlock(16)) > 0.1
