@@ -6,6 +6,7 @@ import math
 import pytest
 
 from benchmarks.checks import Check, conclude
+from benchmarks.figures import format_result, replace_figures
 
 
 @pytest.mark.parametrize(
@@ -39,3 +40,16 @@ def test_all_targets_met_is_success(tmp_path):
     assert (
         conclude("trial", [Check("fine", 3.0, ">=", 2.0), Check("just so", 1.0)], {}, tmp_path) == 0
     )
+
+
+def test_figures_replace_only_what_stands_between_their_marks(tmp_path):
+    conclude("trial", [Check("ratio", 2.5, ">=", 2.0), Check("ms", 7.0)], {}, tmp_path)
+    table = format_result(json.loads((tmp_path / "trial.json").read_text()))
+    page = (
+        "a\n<!-- figures: trial -->\nold\n<!-- end -->\nb\n<!-- figures: other -->\n<!-- end -->\n"
+    )
+    filled = replace_figures(page, "trial", table)
+    assert "| ratio | 2.5 | >= 2 | PASS |" in filled
+    assert "old" not in filled
+    assert filled.endswith("b\n<!-- figures: other -->\n<!-- end -->\n")
+    assert replace_figures(filled, "trial", table) == filled
