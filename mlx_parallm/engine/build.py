@@ -2,14 +2,27 @@
 
 from __future__ import annotations
 
+import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
-from mlx_parallm.config import EngineConfig
+from mlx_parallm.config import CacheConfig, EngineConfig, ModelConfig
+from mlx_parallm.demo.paths import model_path
 from mlx_parallm.engine.engine import Engine, StepObserver
 from mlx_parallm.engine.interface import ServedModel
-from mlx_parallm.engine.metrics import MetricFamilies
-from mlx_parallm.runner.memory import plan_kv
+from mlx_parallm.engine.metrics import EngineMetrics, MetricFamilies
+from mlx_parallm.errors import ConfigError
+from mlx_parallm.kv_cache.manager import KVCacheManager
+from mlx_parallm.runner.cache_layout import CacheLayout, probe_layout
+from mlx_parallm.runner.device import free_memory_bytes
+from mlx_parallm.runner.hub import resolve_model
+from mlx_parallm.runner.loader import LoadedModel, load_model
+from mlx_parallm.runner.memory import KVPlan, plan_kv
+from mlx_parallm.runner.model_runner import ModelRunner
+from mlx_parallm.scheduler.scheduler import Scheduler
+from mlx_parallm.tokenizer.tokenizer import ParallmTokenizer, load_tokenizer
 
 DEMO_NAME = "mlx-parallm-demo"
 
@@ -22,6 +35,17 @@ class LoadedEngine:
 
     model: ServedModel
     engine: Engine
+
+
+@dataclass(frozen=True, slots=True)
+class _Weights:
+    """A model in memory, before it has any KV."""
+
+    config: ModelConfig
+    loaded: LoadedModel
+    layouts: tuple[CacheLayout, ...]
+    tokenizer: ParallmTokenizer
+    plan: KVPlan
 
 
 def build_engines(
@@ -37,15 +61,27 @@ def build_engines(
         ConfigError: two models have the same name, or the budget is too small.
         ModelLoadError: a model could not be fetched or loaded.
     """
-    names = [model_names(model) for model in config.models]
-    _check_unique(names)
-    loaded = [_load(model, on_progress) for model in config.models]
-    plans = [plan_kv(one.weights, config.cache, config.scheduler, one.model) for one in loaded]
-    budgets = share_budget([plan.wanted_bytes for plan in plans], _kv_budget(config.cache))
+    check_names(config.models)
+    models = [_load(model, config, on_progress) for model in config.models]
+    wanted = [one.plan.wanted_bytes for one in models]
+    budgets = share_budget(wanted, _kv_budget(config.cache, sum(wanted)))
     return [
-        _assemble(config, families, names[i], one, plans[i], budgets[i], observer)
-        for i, one in enumerate(loaded)
+        _assemble(one, budget, config, families, observer)
+        for one, budget in zip(models, budgets, strict=True)
     ]
+
+
+def model_names(model: ModelConfig) -> tuple[str, ...]:
+    """The names clients may use for a model; the first is the one reported."""
+    return model.served_names or (model.path or DEMO_NAME,)
+
+
+def check_names(models: Sequence[ModelConfig]) -> None:
+    """Raise ConfigError if two models share a name."""
+    names = Counter(name for model in models for name in set(model_names(model)))
+    twice = [name for name, count in names.items() if count > 1]
+    if twice:
+        raise ConfigError(f"Several models are named {twice[0]!r}; use --served-model-name.")
 
 
 def share_budget(wanted: Sequence[int], budget: int) -> list[int]:
@@ -54,3 +90,64 @@ def share_budget(wanted: Sequence[int], budget: int) -> list[int]:
     if total <= budget:
         return list(wanted)
     return [want * budget // total for want in wanted]
+
+
+def _kv_budget(cache: CacheConfig, wanted: int) -> int:
+    if cache.kv_cache_bytes is not None:
+        return cache.kv_cache_bytes
+    free = free_memory_bytes()
+    return wanted if free is None else int(free * cache.memory_fraction)
+
+
+def _load(model: ModelConfig, config: EngineConfig, on_progress: Progress) -> _Weights:
+    name = model_names(model)[0]
+    path = model_path() if model.path is None else _fetch(model, model.path, on_progress)
+    on_progress(f"Loading {name}", 0.0)
+    loaded = load_model(model, path)
+    layouts = probe_layout(loaded.model)
+    tokenizer = load_tokenizer(
+        path, chat_template=model.chat_template, trust_remote_code=model.trust_remote_code
+    )
+    plan = plan_kv(layouts, loaded.config, config.cache, config.scheduler, model.max_model_len)
+    on_progress(f"Loading {name}", 1.0)
+    return _Weights(model, loaded, layouts, tokenizer, plan)
+
+
+def _fetch(model: ModelConfig, source: str, on_progress: Progress) -> Path:
+    return resolve_model(
+        source,
+        model.revision,
+        on_progress=on_progress,
+        trust_remote_code=model.trust_remote_code,
+    )
+
+
+def _assemble(
+    one: _Weights,
+    budget: int,
+    config: EngineConfig,
+    families: MetricFamilies,
+    observer: StepObserver | None,
+) -> LoadedEngine:
+    num_blocks = one.plan.num_blocks(budget)
+    runner = ModelRunner(one.loaded, one.layouts, one.plan, num_blocks)
+    info = runner.info
+    kv = KVCacheManager(
+        info.num_blocks,
+        info.block_size,
+        enable_prefix_caching=config.cache.enable_prefix_caching and not info.has_state,
+    )
+    scheduler = Scheduler(
+        config.scheduler, kv, max_model_len=info.max_model_len, has_state=info.has_state
+    )
+    names = model_names(one.config)
+    metrics = EngineMetrics(families, names[0], info)
+    engine = Engine(scheduler, runner, one.tokenizer, metrics, seed=config.seed, observer=observer)
+    model = ServedModel(
+        names=names,
+        root=one.config.path or DEMO_NAME,
+        created=int(time.time()),
+        tokenizer=one.tokenizer,
+        info=info,
+    )
+    return LoadedEngine(model, engine)

@@ -125,3 +125,8 @@ def _free_memory(backend: str, info: dict[str, Any]) -> int | None:
         return None
     found = re.search(r"^MemAvailable:\s+(\d+) kB", meminfo.read_text(), re.MULTILINE)
     return int(found[1]) * 1024 if found else None
+
+
+def free_memory_bytes() -> int | None:
+    """What a model may still take on the default device; None where the system does not say."""
+    return _free_memory(backend_name(), dict(mx.device_info()))

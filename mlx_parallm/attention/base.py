@@ -1,0 +1,87 @@
+"""What an attention backend is: it owns the layout of the KV pool and everything that touches it.
+
+Shapes: T rows (tokens) in a step, H query heads, K key/value heads, D key size, V value size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import mlx.core as mx
+
+from mlx_parallm.batch import ScheduledSequence
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerShape:
+    """One attention layer's KV: K heads of sizes D and V, kept in ``dtype``."""
+
+    num_kv_heads: int
+    key_dim: int
+    value_dim: int
+    dtype: mx.Dtype
+
+    @property
+    def bytes_per_token(self) -> int:
+        """KV bytes of one token in this layer."""
+        return self.num_kv_heads * (self.key_dim + self.value_dim) * self.dtype.size
+
+
+@dataclass(slots=True)
+class LayerPool:
+    """One layer's KV blocks. The arrays are replaced by every write: hold the pool, not them."""
+
+    keys: mx.array
+    values: mx.array
+
+
+class AttentionBackend(Protocol):
+    """Paged attention over pools of one layout."""
+
+    @property
+    def name(self) -> str:
+        """As reported by ``mlx_parallm doctor``."""
+        ...
+
+    def new_pool(self, shape: LayerShape, num_blocks: int) -> LayerPool:
+        """An empty pool of one layer."""
+        ...
+
+    def plan(self, sequences: Sequence[ScheduledSequence]) -> Any:
+        """Index arrays for all layers of a step; its rows are the sequences' tokens in order."""
+        ...
+
+    def write(self, pool: LayerPool, plan: Any, keys: mx.array, values: mx.array) -> None:
+        """Write a step's keys ``[T, K, 1, D]`` and values ``[T, K, 1, V]`` into the pool."""
+        ...
+
+    def attend(
+        self,
+        pool: LayerPool,
+        plan: Any,
+        queries: mx.array,
+        *,
+        scale: float,
+        window: int | None,
+        sinks: mx.array | None,
+    ) -> mx.array:
+        """Attention of queries ``[T, H, 1, D]`` over each row's own sequence up to its position.
+
+        Args:
+            pool: already holds this step's keys and values.
+            plan: of this step.
+            queries: ``[T, H, 1, D]``.
+            scale: of the scores.
+            window: a row sees its ``window`` latest positions only, itself included.
+            sinks: ``[H]`` logits that join the softmax without a value.
+
+        Returns:
+            ``[T, H, 1, V]``.
+        """
+        ...
+
+    def copy_blocks(self, pool: LayerPool, sources: mx.array, targets: mx.array) -> None:
+        """Copy whole blocks within a pool."""
+        ...

@@ -1,0 +1,269 @@
+"""Paged attention of stock MLX operations: right everywhere, and the measure of the kernels.
+
+A layer's pool is ``[K, num_blocks * block_size, D]``: heads first, so that a gather by block table
+yields what ``mx.fast.scaled_dot_product_attention`` wants without a transposed copy. A write is one
+indexed assignment, which MLX does in place as long as nothing else holds the array: a step must be
+evaluated before the next is built, or the whole pool is copied.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import mlx.core as mx
+import numpy as np
+
+from mlx_parallm.attention.base import LayerPool, LayerShape
+from mlx_parallm.batch import ScheduledSequence
+
+# Rows are split by length into several gathers when that saves at least this many padded tokens;
+# below, the extra operations cost more than the padding.
+MIN_SAVED_TOKENS = 4096
+
+
+@dataclass(slots=True)
+class DecodeGroup:
+    """Rows that attend together, padded to the longest.
+
+    Attributes:
+        rows: their places among the step's T rows.
+        block_table: int32, ``[rows, blocks]``, padded by block 0.
+        positions: of the rows, ``[rows]``.
+        padded_len: ``blocks * block_size``.
+    """
+
+    rows: np.ndarray
+    block_table: mx.array
+    positions: np.ndarray
+    padded_len: int
+    masks: dict[int | None, mx.array] = field(default_factory=dict)
+
+    def take(self, queries: mx.array) -> mx.array:
+        """This group's queries, ``[rows, H, 1, D]``."""
+        first, last = int(self.rows[0]), int(self.rows[-1])
+        if last - first + 1 == len(self.rows) and (np.diff(self.rows) == 1).all():
+            return queries[first : last + 1]
+        return queries[mx.array(self.rows.astype(np.int32))]
+
+    def mask(self, window: int | None) -> mx.array:
+        """What each row sees: bool, ``[rows, 1, 1, padded_len]``; made once per step."""
+        if window not in self.masks:
+            columns = np.arange(self.padded_len)
+            seen = columns <= self.positions[:, None]
+            if window is not None:
+                seen &= columns > self.positions[:, None] - window
+            self.masks[window] = mx.array(seen[:, None, None])
+        return self.masks[window]
+
+
+@dataclass(slots=True)
+class Chunk:
+    """A prefill chunk: rows ``first .. first + length - 1`` at positions from ``start``."""
+
+    first: int
+    length: int
+    start: int
+    blocks: mx.array
+    masks: dict[int, mx.array] = field(default_factory=dict)
+
+    def mask(self, window: int | None) -> mx.array | str:
+        """What each row sees: ``"causal"``, or bool ``[length, start + length]``."""
+        end = self.start + self.length
+        if window is None or window >= end:
+            return "causal"
+        if window not in self.masks:
+            rows = np.arange(self.start, end)[:, None]
+            columns = np.arange(end)
+            self.masks[window] = mx.array((columns <= rows) & (columns > rows - window))
+        return self.masks[window]
+
+
+@dataclass(slots=True)
+class ReferencePlan:
+    """Index arrays of one step.
+
+    ``slots`` are the flat pool positions of the T rows; ``order`` puts the concatenated outputs of
+    groups and chunks back into row order, None where they are already.
+    """
+
+    slots: mx.array
+    groups: list[DecodeGroup]
+    chunks: list[Chunk]
+    order: mx.array | None
+
+
+class ReferenceAttention:
+    """The backend of stock operations. Implements ``AttentionBackend``."""
+
+    name = "reference"
+
+    def __init__(self, block_size: int) -> None:
+        self._block_size = block_size
+
+    def new_pool(self, shape: LayerShape, num_blocks: int) -> LayerPool:
+        """Zeros: gathered padding is masked, but must be finite."""
+        rows = num_blocks * self._block_size
+        return LayerPool(
+            mx.zeros((shape.num_kv_heads, rows, shape.key_dim), shape.dtype),
+            mx.zeros((shape.num_kv_heads, rows, shape.value_dim), shape.dtype),
+        )
+
+    def plan(self, sequences: Sequence[ScheduledSequence]) -> ReferencePlan:
+        """Build a step's index arrays, once for all layers."""
+        lengths = [len(one.token_ids) for one in sequences]
+        firsts = np.cumsum([0, *lengths])
+        slots = np.concatenate([self._slots(one) for one in sequences])
+        groups = self._groups(
+            [one for one in sequences if len(one.token_ids) == 1],
+            np.array(
+                [firsts[i] for i, length in enumerate(lengths) if length == 1], dtype=np.int64
+            ),
+        )
+        chunks = [
+            Chunk(
+                first=int(firsts[i]),
+                length=lengths[i],
+                start=one.start,
+                blocks=mx.array(np.array(one.block_table, dtype=np.int32)),
+            )
+            for i, one in enumerate(sequences)
+            if lengths[i] > 1
+        ]
+        rows = [group.rows for group in groups]
+        rows += [np.arange(one.first, one.first + one.length) for one in chunks]
+        return ReferencePlan(mx.array(slots), groups, chunks, _inverse(np.concatenate(rows)))
+
+    def write(self, pool: LayerPool, plan: ReferencePlan, keys: mx.array, values: mx.array) -> None:
+        """See ``AttentionBackend.write``."""
+        pool.keys[:, plan.slots] = keys[:, :, 0].swapaxes(0, 1)
+        pool.values[:, plan.slots] = values[:, :, 0].swapaxes(0, 1)
+
+    def attend(
+        self,
+        pool: LayerPool,
+        plan: ReferencePlan,
+        queries: mx.array,
+        *,
+        scale: float,
+        window: int | None,
+        sinks: mx.array | None,
+    ) -> mx.array:
+        """See ``AttentionBackend.attend``."""
+        outputs = []
+        for group in plan.groups:
+            keys, values = self._gather(pool, group.block_table)
+            output = mx.fast.scaled_dot_product_attention(
+                group.take(queries),
+                keys.swapaxes(0, 1),
+                values.swapaxes(0, 1),
+                scale=scale,
+                mask=group.mask(window),
+                sinks=sinks,
+            )
+            outputs.append(output)
+        for chunk in plan.chunks:
+            outputs.append(self._attend_chunk(pool, chunk, queries, scale, window, sinks))
+        joined = outputs[0] if len(outputs) == 1 else mx.concatenate(outputs, axis=0)
+        return joined if plan.order is None else joined[plan.order]
+
+    def copy_blocks(self, pool: LayerPool, sources: mx.array, targets: mx.array) -> None:
+        """See ``AttentionBackend.copy_blocks``."""
+        for name in ("keys", "values"):
+            array: mx.array = getattr(pool, name)
+            heads, rows, dim = array.shape
+            blocks = array.reshape(heads, rows // self._block_size, self._block_size * dim)
+            copied = blocks[:, sources]
+            setattr(pool, name, None)
+            del array
+            blocks[:, targets] = copied
+            setattr(pool, name, blocks.reshape(heads, rows, dim))
+
+    def _attend_chunk(
+        self,
+        pool: LayerPool,
+        chunk: Chunk,
+        queries: mx.array,
+        scale: float,
+        window: int | None,
+        sinks: mx.array | None,
+    ) -> mx.array:
+        end = chunk.start + chunk.length
+        keys, values = self._gather(pool, chunk.blocks)
+        mine = queries[chunk.first : chunk.first + chunk.length, :, 0]  # [L, H, D]
+        output = mx.fast.scaled_dot_product_attention(
+            mine.swapaxes(0, 1)[None],
+            keys[None, :, :end],
+            values[None, :, :end],
+            scale=scale,
+            mask=chunk.mask(window),
+            sinks=sinks,
+        )
+        return output[0].swapaxes(0, 1)[:, :, None]
+
+    def _gather(self, pool: LayerPool, table: mx.array) -> tuple[mx.array, mx.array]:
+        """Blocks by table: ``[K, *table.shape[:-1], blocks * block_size, D]``."""
+        gathered = []
+        for array in (pool.keys, pool.values):
+            heads, rows, dim = array.shape
+            blocks = array.reshape(heads, rows // self._block_size, self._block_size * dim)[
+                :, table
+            ]
+            length = table.shape[-1] * self._block_size
+            gathered.append(blocks.reshape(heads, *table.shape[:-1], length, dim))
+        return gathered[0], gathered[1]
+
+    def _slots(self, one: ScheduledSequence) -> np.ndarray:
+        """Flat pool positions of a sequence's tokens, int32 ``[tokens]``."""
+        if len(one.token_ids) == 1:
+            block, offset = divmod(one.start, self._block_size)
+            return np.array([one.block_table[block] * self._block_size + offset], dtype=np.int32)
+        positions = np.arange(one.start, one.start + len(one.token_ids))
+        table = np.array(one.block_table, dtype=np.int32)
+        return table[positions // self._block_size] * self._block_size + (
+            positions % self._block_size
+        ).astype(np.int32)
+
+    def _groups(self, singles: list[ScheduledSequence], rows: np.ndarray) -> list[DecodeGroup]:
+        """Rows of one token, split by length where that saves enough padding."""
+        if not singles:
+            return []
+        blocks = np.array([one.start // self._block_size + 1 for one in singles])
+        groups = []
+        for members in split_by_length(blocks, MIN_SAVED_TOKENS // self._block_size):
+            width = int(blocks[members].max())
+            table = np.zeros((len(members), width), dtype=np.int32)
+            for row, member in enumerate(members):
+                table[row, : blocks[member]] = singles[member].block_table[: blocks[member]]
+            positions = np.array([singles[member].start for member in members])
+            group = DecodeGroup(rows[members], mx.array(table), positions, width * self._block_size)
+            groups.append(group)
+        return groups
+
+
+def split_by_length(lengths: np.ndarray, min_saved: int) -> list[np.ndarray]:
+    """Partition indices so that padding each part to its longest wastes little.
+
+    A part is split in two, at the place that saves most, while that saves ``min_saved`` or more.
+    Parts keep the order of ``lengths`` when there is only one.
+    """
+    order = np.argsort(-lengths, kind="stable")
+    descending = lengths[order]
+    counts = np.arange(1, len(order))
+    if len(order) == 1:
+        return [np.arange(1)]
+    # Cutting after the i longest saves (longest - next) for every row that remains.
+    saved = (len(order) - counts) * (descending[0] - descending[1:])
+    cut = int(saved.argmax()) + 1
+    if saved[cut - 1] < min_saved:
+        return [np.arange(len(order))]
+    head = [order[:cut][part] for part in split_by_length(descending[:cut], min_saved)]
+    tail = [order[cut:][part] for part in split_by_length(descending[cut:], min_saved)]
+    return head + tail
+
+
+def _inverse(rows: np.ndarray) -> mx.array | None:
+    """Where each row's output is among the concatenated ones; None if in order."""
+    if (rows[:-1] < rows[1:]).all():
+        return None
+    return mx.array(np.argsort(rows).astype(np.int32))

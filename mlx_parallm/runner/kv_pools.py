@@ -1,0 +1,37 @@
+"""The KV pools of all layers of a model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import mlx.core as mx
+
+from mlx_parallm.attention.base import AttentionBackend, LayerPool, LayerShape
+
+
+class KVPools:
+    """One pool per cache, in the order of the model's caches; all share one block table."""
+
+    def __init__(
+        self, backend: AttentionBackend, shapes: Sequence[LayerShape | None], num_blocks: int
+    ) -> None:
+        # A cache the model never writes still needs a pool to hand out.
+        nothing = LayerShape(num_kv_heads=1, key_dim=1, value_dim=1, dtype=mx.float16)
+        self._backend = backend
+        self.layers: list[LayerPool] = [
+            backend.new_pool(shape or nothing, num_blocks) for shape in shapes
+        ]
+        mx.eval(self.arrays())
+
+    def arrays(self) -> list[mx.array]:
+        """Every layer's keys and values."""
+        return [array for pool in self.layers for array in (pool.keys, pool.values)]
+
+    def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Copy blocks ``(source, target)`` in every layer."""
+        if not pairs:
+            return
+        sources = mx.array([source for source, _ in pairs])
+        targets = mx.array([target for _, target in pairs])
+        for pool in self.layers:
+            self._backend.copy_blocks(pool, sources, targets)

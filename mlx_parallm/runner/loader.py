@@ -1,0 +1,97 @@
+"""Loads a model folder through mlx_lm and puts it into the dtype it will compute in."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_flatten, tree_reduce
+from mlx_lm import utils as mlx_lm_utils
+
+from mlx_parallm.config import ModelConfig
+from mlx_parallm.errors import ConfigError, ModelLoadError
+from mlx_parallm.runner.device import backend_name, free_memory_bytes
+
+logger = logging.getLogger(__name__)
+
+DTYPES = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}
+# What loading may raise for a folder that is no model, a broken file or an unknown architecture.
+LOAD_ERRORS = (OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError, ImportError)
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """A model ready to run on this thread.
+
+    Attributes:
+        model: an mlx_lm model; its parameters are evaluated.
+        config: the checkpoint's config.json.
+        path: the folder it came from.
+        dtype: what it computes in.
+        weight_bytes: size of the parameters.
+    """
+
+    model: Any
+    config: dict[str, Any]
+    path: Path
+    dtype: str
+    weight_bytes: int
+
+
+def load_model(config: ModelConfig, path: Path) -> LoadedModel:
+    """Load a folder in mlx_lm's or Hugging Face's form.
+
+    On the CPU, ``dtype="auto"`` casts and dequantises to float32 when the result fits in half of
+    the free memory: it is 18 to 40 times faster there than bfloat16 and 4-bit.
+
+    Raises:
+        ConfigError: an unknown dtype.
+        ModelLoadError: the folder is no model that mlx_lm knows.
+    """
+    if config.dtype != "auto" and config.dtype not in DTYPES:
+        raise ConfigError(f"dtype {config.dtype!r} is not one of auto, {', '.join(DTYPES)}.")
+    try:
+        model, model_config = mlx_lm_utils.load_model(
+            path, lazy=True, trust_remote_code=config.trust_remote_code
+        )
+        model = _cast(model, config.dtype)
+        model.eval()
+        mx.eval(model.parameters())
+    except LOAD_ERRORS as cause:
+        raise ModelLoadError(f"{path} could not be loaded: {cause}") from cause
+    return LoadedModel(model, model_config, path, str(_dtype_of(model)), _bytes_of(model))
+
+
+def _cast(model: Any, dtype: str) -> Any:
+    if dtype != "auto":
+        model.set_dtype(DTYPES[dtype])
+        return model
+    if backend_name() != "cpu":
+        return model
+    needed = 4 * mlx_lm_utils.get_total_parameters(model)
+    free = free_memory_bytes()
+    if free is not None and needed > free // 2:
+        logger.warning("float32 weights would take %.1f GB; kept as they are", needed / 1e9)
+        return model
+    if any(isinstance(module, nn.QuantizedLinear) for module in model.modules()):
+        model = mlx_lm_utils.dequantize_model(model)
+    model.set_dtype(mx.float32)
+    return model
+
+
+def _dtype_of(model: Any) -> str:
+    """The dtype of most parameters that are not packed integers."""
+    sizes: dict[str, int] = {}
+    for _, array in tree_flatten(model.parameters()):
+        if mx.issubdtype(array.dtype, mx.floating):
+            name = str(array.dtype).removeprefix("mlx.core.")
+            sizes[name] = sizes.get(name, 0) + array.size
+    return max(sizes, key=lambda name: sizes[name], default="float32")
+
+
+def _bytes_of(model: Any) -> int:
+    return tree_reduce(lambda total, array: total + array.nbytes, model.parameters(), 0)

@@ -1,0 +1,92 @@
+"""How many KV blocks a model gets, and how large they are."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from mlx_parallm.config import CacheConfig, SchedulerConfig
+from mlx_parallm.errors import ConfigError
+from mlx_parallm.runner.cache_layout import CacheLayout, bytes_per_token
+
+# Where a config names its longest sequence, in order of preference.
+LENGTH_KEYS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "n_ctx")
+DEFAULT_MAX_MODEL_LEN = 4096
+# A model that keeps no KV at all still needs block tables: a nominal size bounds their number.
+NOMINAL_BYTES_PER_TOKEN = 64
+
+
+@dataclass(frozen=True, slots=True)
+class KVPlan:
+    """A model's claim on the byte budget.
+
+    Attributes:
+        block_size: tokens per block.
+        block_bytes: bytes of one block in all layers.
+        wanted_blocks: what ``max_num_seqs`` sequences of ``max_model_len`` could use.
+        max_model_len: longest sequence.
+    """
+
+    block_size: int
+    block_bytes: int
+    wanted_blocks: int
+    max_model_len: int
+
+    @property
+    def wanted_bytes(self) -> int:
+        """The claim in bytes."""
+        return self.wanted_blocks * self.block_bytes
+
+    def num_blocks(self, budget_bytes: int) -> int:
+        """Blocks that a budget pays for, at most the wanted ones.
+
+        Raises:
+            ConfigError: not even one block.
+        """
+        blocks = min(self.wanted_blocks, budget_bytes // self.block_bytes)
+        if blocks < 1:
+            raise ConfigError(
+                f"The KV budget of {budget_bytes} bytes does not hold one block of "
+                f"{self.block_bytes} bytes; raise the KV memory or lower the block size."
+            )
+        return blocks
+
+
+def plan_kv(
+    layouts: tuple[CacheLayout, ...],
+    config: dict[str, Any],
+    cache: CacheConfig,
+    scheduler: SchedulerConfig,
+    max_model_len: int | None,
+) -> KVPlan:
+    """A model's KV needs.
+
+    Raises:
+        ConfigError: ``max_model_len`` exceeds what the model was made for.
+    """
+    longest = context_length(config)
+    if max_model_len is not None and longest is not None and max_model_len > longest:
+        raise ConfigError(f"max_model_len {max_model_len} exceeds the model's own {longest}.")
+    length = max_model_len or longest or DEFAULT_MAX_MODEL_LEN
+    per_token = bytes_per_token(layouts) or NOMINAL_BYTES_PER_TOKEN
+    blocks_per_sequence = -(-length // cache.block_size)
+    return KVPlan(
+        cache.block_size,
+        per_token * cache.block_size,
+        blocks_per_sequence * scheduler.max_num_seqs,
+        length,
+    )
+
+
+def context_length(config: dict[str, Any]) -> int | None:
+    """The longest sequence a config.json says the model was made for."""
+    lengths = (config_value(config, key) for key in LENGTH_KEYS)
+    return next((length for length in lengths if length is not None), None)
+
+
+def config_value(config: dict[str, Any], key: str) -> int | None:
+    """An integer of a config.json, or of its ``text_config``."""
+    for part in (config, config.get("text_config") or {}):
+        if isinstance(part.get(key), int):
+            return part[key]
+    return None

@@ -1,0 +1,1 @@
+"""The ways a forward can run; the self-check at load chooses one."""

@@ -1,0 +1,60 @@
+"""The last resort: each sequence with the model's own caches, one after the other.
+
+Right for whatever mlx_lm runs, in the same continuous batch, but without batched compute and
+without prefix reuse.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+from mlx.utils import tree_flatten
+from mlx_lm.models.cache import make_prompt_cache
+
+from mlx_parallm.batch import ScheduledSequence
+
+
+class AlonePath:
+    """Runs sequences one at a time on stock caches, kept by slot. Implements ``ForwardPath``."""
+
+    name = "alone"
+    has_state = True
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+        self._caches: dict[int, list[Any]] = {}
+        self._touched: list[int] = []
+
+    def logits(self, sequences: Sequence[ScheduledSequence], rows: Sequence[int]) -> mx.array:
+        """See ``ForwardPath.logits``."""
+        self._touched = [one.slot for one in sequences]
+        firsts = np.cumsum([0, *(len(one.token_ids) for one in sequences)])
+        wanted = np.array(rows, dtype=np.int64)
+        parts = []
+        for one, (first, last) in zip(sequences, pairwise(firsts), strict=True):
+            if one.start == 0:
+                self._caches[one.slot] = make_prompt_cache(self._model)
+            output = self._model(mx.array([one.token_ids]), cache=self._caches[one.slot])
+            mine = wanted[(wanted >= first) & (wanted < last)] - first
+            if len(mine):
+                parts.append(output[0, mx.array(mine.astype(np.int32))])
+        return mx.concatenate(parts, axis=0) if parts else mx.zeros((0, 0))
+
+    def arrays(self) -> list[mx.array]:
+        """See ``ForwardPath.arrays``."""
+        states = [cache.state for slot in self._touched for cache in self._caches[slot]]
+        return [array for _, array in tree_flatten(states) if isinstance(array, mx.array)]
+
+    def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Nothing: the KV is in the caches of the slots."""
+        del pairs
+
+    def copy_state(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """See ``ForwardPath.copy_state``."""
+        for source, target in pairs:
+            self._caches[target] = copy.deepcopy(self._caches[source])

@@ -1,0 +1,69 @@
+"""The packed forward: every token of a step is its own row, ``model(tokens[T, 1])``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+
+from mlx_parallm.attention.base import AttentionBackend
+from mlx_parallm.batch import ScheduledSequence
+from mlx_parallm.runner.cache_layout import CacheLayout, KVLayout
+from mlx_parallm.runner.kv_pools import KVPools
+from mlx_parallm.runner.paged_cache import PackedStep, PagedLayerCache
+from mlx_parallm.runner.row_selection import RowSelector
+from mlx_parallm.runner.seam import ModelSeams
+
+
+class PackedPath:
+    """For models whose every layer keeps plain KV. Implements ``ForwardPath``."""
+
+    name = "packed"
+    has_state = False
+
+    def __init__(
+        self,
+        model: Any,
+        layouts: tuple[CacheLayout, ...],
+        pools: KVPools,
+        backend: AttentionBackend,
+        selector: RowSelector,
+    ) -> None:
+        self._model = model
+        self._windows = [one.window if isinstance(one, KVLayout) else None for one in layouts]
+        self._pools = pools
+        self._backend = backend
+        self._selector = selector
+        self._seams = ModelSeams(model)
+
+    def logits(self, sequences: Sequence[ScheduledSequence], rows: Sequence[int]) -> mx.array:
+        """See ``ForwardPath.logits``."""
+        step = PackedStep(self._backend, sequences)
+        caches = [
+            PagedLayerCache(pool, window, step)
+            for pool, window in zip(self._pools.layers, self._windows, strict=True)
+        ]
+        token_ids = np.concatenate([np.array(one.token_ids, dtype=np.int32) for one in sequences])
+        wanted = mx.array(np.array(rows, dtype=np.int32)) if rows else mx.array([0])
+        if self._selector.active:
+            self._selector.rows = wanted
+        try:
+            with self._seams.during(step):
+                logits = self._model(mx.array(token_ids)[:, None], cache=caches)
+        finally:
+            self._selector.rows = None
+        return logits[:, 0] if self._selector.active else logits[wanted, 0]
+
+    def arrays(self) -> list[mx.array]:
+        """See ``ForwardPath.arrays``."""
+        return self._pools.arrays()
+
+    def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """See ``ForwardPath.copy_blocks``."""
+        self._pools.copy_blocks(pairs)
+
+    def copy_state(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Nothing: there is no state besides KV."""
+        del pairs
