@@ -1,0 +1,88 @@
+"""The KV blocks of a model: who holds each, and which are cached."""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+
+
+class BlockPool:
+    """Every block is free, cached (found by its content, held by nobody) or owned, exactly once.
+
+    An owned block can have a content too: it is then shared by whoever asks for that content. A
+    block loses its content when it is evicted, never before.
+    """
+
+    def __init__(self, num_blocks: int) -> None:
+        self.num_blocks = num_blocks
+        self._free: deque[int] = deque(range(num_blocks))
+        self._cached: OrderedDict[int, None] = OrderedDict()
+        self._owners = [0] * num_blocks
+        self._content: list[bytes | None] = [None] * num_blocks
+        self._by_content: dict[bytes, int] = {}
+
+    @property
+    def num_free(self) -> int:
+        """Blocks that can be allocated: free ones, and cached ones that can be evicted."""
+        return len(self._free) + len(self._cached)
+
+    def allocate(self, count: int) -> list[int] | None:
+        """Own ``count`` blocks, evicting the least recently used cached ones; None if too few."""
+        if count > self.num_free:
+            return None
+        blocks = [self._free.popleft() if self._free else self._evict() for _ in range(count)]
+        for block in blocks:
+            self._owners[block] = 1
+        return blocks
+
+    def share(self, block: int) -> None:
+        """Own a block that is owned or cached already."""
+        if self._owners[block] == 0:
+            del self._cached[block]
+        self._owners[block] += 1
+
+    def release(self, block: int) -> None:
+        """Give up a block; with its last owner it becomes cached, or free if it has no content."""
+        self._owners[block] -= 1
+        if self._owners[block] > 0:
+            return
+        if self._content[block] is None:
+            self._free.append(block)
+        else:
+            self._cached[block] = None
+
+    def find(self, content: bytes) -> int | None:
+        """The block of this content, owned or cached."""
+        return self._by_content.get(content)
+
+    def set_content(self, block: int, content: bytes) -> None:
+        """Make an owned, computed block findable; the first block of a content keeps it."""
+        if self._content[block] is None and content not in self._by_content:
+            self._content[block] = content
+            self._by_content[content] = block
+
+    def clear_cache(self) -> None:
+        """Forget all contents; owned blocks stay owned."""
+        self._free.extend(self._cached)
+        self._cached.clear()
+        self._by_content.clear()
+        self._content = [None] * self.num_blocks
+
+    def check_integrity(self, owners: list[int]) -> None:
+        """Assert the invariants, given how many tables hold each block."""
+        assert self._owners == owners, "reference counts differ from the tables"
+        places = [*self._free, *self._cached, *(b for b, n in enumerate(owners) if n)]
+        assert sorted(places) == list(range(self.num_blocks)), (
+            "a block is nowhere, or in two places"
+        )
+        for content, block in self._by_content.items():
+            assert self._content[block] == content
+        assert all(self._content[block] is None for block in self._free)
+        assert sum(c is not None for c in self._content) == len(self._by_content)
+
+    def _evict(self) -> int:
+        block, _ = self._cached.popitem(last=False)
+        content = self._content[block]
+        assert content is not None
+        del self._by_content[content]
+        self._content[block] = None
+        return block

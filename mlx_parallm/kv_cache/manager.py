@@ -1,0 +1,122 @@
+"""Gives sequences their blocks: prefix matches, growth, forks and release."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from mlx_parallm.kv_cache.block_hash import block_hash, root_hash
+from mlx_parallm.kv_cache.block_pool import BlockPool
+from mlx_parallm.kv_cache.block_table import BlockTable
+
+
+class KVCacheManager:
+    """Every operation either happens whole or changes nothing."""
+
+    def __init__(
+        self, num_blocks: int, block_size: int, *, enable_prefix_caching: bool = True
+    ) -> None:
+        self.block_size = block_size
+        self.enable_prefix_caching = enable_prefix_caching
+        self._pool = BlockPool(num_blocks)
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks in the pool."""
+        return self._pool.num_blocks
+
+    @property
+    def num_free(self) -> int:
+        """Blocks that can be allocated, cached ones included."""
+        return self._pool.num_free
+
+    @property
+    def usage(self) -> float:
+        """Share of blocks that sequences hold, 0 to 1."""
+        return 1 - self._pool.num_free / self._pool.num_blocks
+
+    def blocks_for(self, num_tokens: int) -> int:
+        """Blocks that hold ``num_tokens`` tokens."""
+        return -(-num_tokens // self.block_size)
+
+    def new_table(self, token_ids: Sequence[int], salt: bytes, *, use_cache: bool) -> BlockTable:
+        """A table that begins with the cached blocks of the longest known prefix.
+
+        At least one token is left to compute, since its logits are needed.
+        """
+        table = BlockTable(root_hash(salt))
+        if not (use_cache and self.enable_prefix_caching):
+            return table
+        matched: list[int] = []
+        for first in range(0, len(token_ids) - self.block_size, self.block_size):
+            content = block_hash(table.parent, token_ids[first : first + self.block_size])
+            block = self._pool.find(content)
+            if block is None:
+                break
+            matched.append(block)
+            table.hashes.append(content)
+        for block in matched:
+            self._pool.share(block)
+        table.append(matched)
+        return table
+
+    def grow(self, table: BlockTable, num_tokens: int) -> bool:
+        """Make room for ``num_tokens`` tokens in all; False if the pool cannot."""
+        missing = self.blocks_for(num_tokens) - len(table.blocks)
+        if missing <= 0:
+            return True
+        blocks = self._pool.allocate(missing)
+        if blocks is None:
+            return False
+        table.append(blocks)
+        return True
+
+    def commit(self, table: BlockTable, token_ids: Sequence[int], num_computed: int) -> None:
+        """Make the full blocks among ``num_computed`` computed tokens findable by content."""
+        if not self.enable_prefix_caching:
+            return
+        size = self.block_size
+        for index in range(len(table.hashes), num_computed // size):
+            content = block_hash(table.parent, token_ids[index * size : (index + 1) * size])
+            table.hashes.append(content)
+            self._pool.set_content(table.blocks[index], content)
+
+    def fork(
+        self, table: BlockTable, num_tokens: int
+    ) -> tuple[BlockTable, tuple[int, int] | None] | None:
+        """A table that shares the first ``num_tokens`` tokens of another.
+
+        Full blocks are shared; a partial last one becomes a block of its own, whose content must be
+        copied.
+
+        Returns:
+            The new table and the ``(source, target)`` to copy, or None if the pool has no block.
+        """
+        num_full, rest = divmod(num_tokens, self.block_size)
+        own = self._pool.allocate(1 if rest else 0)
+        if own is None:
+            return None
+        child = BlockTable(table.root)
+        for block in table.blocks[:num_full]:
+            self._pool.share(block)
+        child.append([*table.blocks[:num_full], *own])
+        child.hashes = table.hashes[:num_full]
+        return child, ((table.blocks[num_full], own[0]) if own else None)
+
+    def free(self, table: BlockTable) -> None:
+        """Release every block; the last ones first, so that they are evicted first."""
+        for block in reversed(table.blocks):
+            self._pool.release(block)
+        table.blocks.clear()
+
+    def reset_prefix_cache(self) -> None:
+        """Forget every cached content."""
+        self._pool.clear_cache()
+
+    def check_integrity(self, tables: Iterable[BlockTable]) -> None:
+        """Assert that every block is free, cached or owned, exactly once."""
+        owners = [0] * self.num_blocks
+        for table in tables:
+            assert len(set(table.blocks)) == len(table.blocks), "a table holds a block twice"
+            for block in table.blocks:
+                owners[block] += 1
+        self._pool.check_integrity(owners)
