@@ -12,11 +12,14 @@ TASKS: dict[str, Generator] = {
     "addition": arithmetic.addition,
     "subtraction": arithmetic.subtraction,
     "multiplication": arithmetic.multiplication,
+    "three_terms": arithmetic.three_terms,
+    "compare": arithmetic.compare,
     "sort_numbers": lists.sort_numbers,
     "sort_words": lists.sort_words,
     "count_items": lists.count_items,
     "count_letters": lists.count_letters,
     "count_range": lists.count_range,
+    "spell": lists.spell,
     "copy": text.copy,
     "lookup_keys": text.lookup_keys,
     "lookup_table": text.lookup_table,
@@ -24,6 +27,7 @@ TASKS: dict[str, Generator] = {
     "extract_json": text.extract_json,
     "tool_call": tools.tool_call,
     "tool_result": tools.tool_result,
+    "no_tool": tools.no_tool,
     "memory": memory.memory,
     "smalltalk": smalltalk.smalltalk,
 }
@@ -39,8 +43,14 @@ WEIGHTS: dict[str, float] = {
     "lookup_table": 1.3,
     "lookup_sentences": 1.2,
     "tool_call": 2.2,
-    "smalltalk": 0.6,
-    "count_range": 0.7,
+    "smalltalk": 0.8,
+    "count_range": 0.8,
+    "three_terms": 0.7,
+    "compare": 0.7,
+    "spell": 0.9,
+    "no_tool": 0.4,
+    "copy": 1.6,
+    "multiplication": 1.3,
 }
 """How often a task is drawn in training, where that is not 1."""
 
@@ -56,7 +66,8 @@ _SYSTEM_PROMPTS = (
     "Help the user.",
 )
 _EARLIER = ("smalltalk", "copy", "addition", "count_items", "sort_numbers")
-_WITH_TOOLS = ("smalltalk", "copy", "memory", "lookup_keys", "sort_words", "extract_json")
+_WITH_TOOLS = ("smalltalk", "copy", "memory", "lookup_keys", "sort_words", "extract_json",
+               "addition", "subtraction", "sort_numbers", "count_range")  # fmt: skip
 
 
 def training_example(rng: Random) -> Example:

@@ -15,7 +15,7 @@ from tokenizers import Tokenizer
 from mlx_parallm.demo.chat_format import ChatFormat
 from mlx_parallm.demo.compose import training_example
 
-ROW_LENGTH = 1024
+ROW_LENGTH = 2048
 _NO_THINKING_SHARE = 0.35
 
 

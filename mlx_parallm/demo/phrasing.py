@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from random import Random
 
 _OPENERS = ("Please {}", "Hi! {}", "Can you help? {}", "Hello. {}", "OK, {}", "Now {}", "Hey, {}")
+_GREETINGS = ("Hello, ", "Hi, ", "Please ", "And ", "So, ")
 _CLOSERS = ("{} Thanks!", "{} Please.", "{} Thank you.")
 
 
@@ -25,7 +26,9 @@ def _vary(rng: Random, template: str) -> str:
         template = template[:-1]
     elif manner < 0.27:
         template = rng.choice(_OPENERS).replace("{}", template)
-    elif manner < 0.31 and template.endswith((".", "?")):
+    elif manner < 0.3:
+        template = rng.choice(_GREETINGS) + template[:1].lower() + template[1:]
+    elif manner < 0.34 and template.endswith((".", "?")):
         template = rng.choice(_CLOSERS).replace("{}", template)
     return template
 

@@ -144,7 +144,7 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--out", type=Path, required=True, help="folder to write")
     parser.add_argument("--minutes", type=float, help="train this long, instead of --steps")
     parser.add_argument("--steps", type=int, default=6000)
-    parser.add_argument("--rows", type=int, default=64, help="rows of 1,024 tokens per step")
+    parser.add_argument("--rows", type=int, default=32, help="rows of 2,048 tokens per step")
     parser.add_argument("--learning-rate", type=float, default=3e-3)
     parser.add_argument("--workers", type=int, default=max(1, (os.cpu_count() or 2) - 2))
     parser.add_argument("--seed", type=int, default=1)

@@ -7,6 +7,7 @@ pass to a tool is often something it has never seen.
 from __future__ import annotations
 
 from random import Random
+from string import ascii_lowercase
 
 
 def _words(text: str) -> tuple[str, ...]:
@@ -30,6 +31,24 @@ CITIES = _words(
     Hamburg Munich Cologne Lyon Nice Brussels Amsterdam Helsinki Stockholm Copenhagen Riga Tallinn
     Sofia Istanbul Ankara Dubai Doha Karachi Lahore Dhaka Colombo Kyoto Busan Taipei Atlanta
     Houston Phoenix Portland"""
+)
+LONG_CITIES = (
+    "New York",
+    "Los Angeles",
+    "San Francisco",
+    "San Diego",
+    "Mexico City",
+    "Hong Kong",
+    "Rio de Janeiro",
+    "Buenos Aires",
+    "Cape Town",
+    "New Delhi",
+    "Kuala Lumpur",
+    "Tel Aviv",
+    "Las Vegas",
+    "Saint Louis",
+    "Santa Fe",
+    "Abu Dhabi",
 )
 COUNTRIES = _words(
     """France Italy Spain Germany Portugal Austria Norway Ireland Greece Egypt Kenya Ghana India
@@ -90,8 +109,18 @@ LANGUAGES = _words(
     Hindi Japanese Korean Chinese Russian Latin"""
 )
 COMMON_NOUNS = ANIMALS + FOODS + OBJECTS
+CAPITALS = {
+    "France": "Paris", "Italy": "Rome", "Spain": "Madrid", "Germany": "Berlin",
+    "Portugal": "Lisbon", "Austria": "Vienna", "Norway": "Oslo", "Ireland": "Dublin",
+    "Greece": "Athens", "Egypt": "Cairo", "Kenya": "Nairobi", "Ghana": "Accra",
+    "India": "New Delhi", "Japan": "Tokyo", "Korea": "Seoul", "China": "Beijing",
+    "Vietnam": "Hanoi", "Thailand": "Bangkok", "Canada": "Ottawa", "Peru": "Lima",
+    "Chile": "Santiago", "Poland": "Warsaw", "Hungary": "Budapest", "Sweden": "Stockholm",
+    "Finland": "Helsinki", "Denmark": "Copenhagen", "Turkey": "Ankara", "England": "London",
+}  # fmt: skip
 PLAIN_WORDS = tuple(dict.fromkeys(COMMON_NOUNS + COLOURS + JOBS + ADJECTIVES + VERBS))
 
+_ALL_WORDS = PLAIN_WORDS + FUNCTION_WORDS + NAMES + CITIES + COUNTRIES + LANGUAGES + MONTHS
 _ONSETS = _words("b c d f g h j k l m n p r s t v w z br cl dr fl gr kl pr st tr sh ch th")
 _VOWELS = _words("a e i o u ai ea ou io")
 _CODAS = ("", "", "", "n", "r", "s", "l", "m", "t", "x", "nd", "rk", "st")
@@ -104,19 +133,43 @@ def invented_word(rng: Random, syllables: int | None = None) -> str:
     return "".join(parts) + rng.choice(_CODAS)
 
 
+def spliced_word(rng: Random) -> str:
+    """The beginning of one word and the end of another: letters in combinations seldom seen."""
+    first, second = rng.choice(_ALL_WORDS), rng.choice(_ALL_WORDS)
+    return first[: rng.randint(1, len(first))] + second[rng.randrange(len(second)) :].lower()
+
+
+def random_letters(rng: Random) -> str:
+    """Two to nine letters without any sense."""
+    word = "".join(rng.choice(ascii_lowercase) for _ in range(rng.randint(2, 9)))
+    return word.capitalize() if rng.random() < 0.3 else word
+
+
+def odd_word(rng: Random) -> str:
+    """A word that is in no list: invented, spliced or random letters."""
+    return rng.choice((invented_word, spliced_word, spliced_word, random_letters))(rng)
+
+
 def any_word(rng: Random) -> str:
-    """An ordinary word, or an invented one in a fifth of the cases."""
-    return invented_word(rng) if rng.random() < 0.2 else rng.choice(PLAIN_WORDS)
+    """An ordinary word, or one that is in no list in a fifth of the cases."""
+    return odd_word(rng) if rng.random() < 0.2 else rng.choice(PLAIN_WORDS)
 
 
 def any_name(rng: Random) -> str:
-    """A first name, or an invented one in a fifth of the cases."""
-    return invented_word(rng, 2).capitalize() if rng.random() < 0.2 else rng.choice(NAMES)
+    """A first name, or one that is in no list in a fifth of the cases."""
+    return odd_word(rng).capitalize() if rng.random() < 0.2 else rng.choice(NAMES)
 
 
 def any_city(rng: Random) -> str:
-    """A city, or an invented place in a fifth of the cases."""
-    return invented_word(rng, 2).capitalize() if rng.random() < 0.2 else rng.choice(CITIES)
+    """A city, perhaps of two words or with its country, or an invented place."""
+    kind = rng.random()
+    if kind < 0.65:
+        return rng.choice(CITIES)
+    if kind < 0.8:
+        return rng.choice(LONG_CITIES)
+    if kind < 0.85:
+        return f"{rng.choice(CITIES)}, {rng.choice(COUNTRIES)}"
+    return odd_word(rng).capitalize()
 
 
 def identifier(rng: Random) -> str:

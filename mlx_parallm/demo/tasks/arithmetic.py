@@ -5,7 +5,7 @@ from __future__ import annotations
 from random import Random
 
 from mlx_parallm.demo.example import TABLE, Example, user
-from mlx_parallm.demo.phrasing import phrase
+from mlx_parallm.demo.phrasing import listing, phrase
 from mlx_parallm.demo.words import FOODS, NAMES, OBJECTS
 
 _BRIEF = (
@@ -13,6 +13,9 @@ _BRIEF = (
     "{q} Answer with the number only.",
     "{q} Only the number, please.",
     "{q} Give only the result.",
+    "{q} Answer with just the number.",
+    "{q} Just the number.",
+    "{q} Number only.",
 )
 _ASK = ("What is {e}?", "What's {e}?", "{e}", "{e} =", "{e}=?", "Calculate {e}.", "Compute {e}.",
         "How much is {e}?", "Solve {e}.", "Can you tell me what {e} is?")  # fmt: skip
@@ -35,18 +38,26 @@ _STORIES = {
         "What is the product of {a} and {b}?",
     ),
 }
+_MORE = ("Is {a} greater than {b}?", "Is {a} larger than {b}?", "Is {a} bigger than {b}?",
+         "Is {a} > {b}?", "Is {a} more than {b}?")  # fmt: skip
+_LESS = ("Is {a} less than {b}?", "Is {a} smaller than {b}?", "Is {a} < {b}?")
+_LARGEST = ("What is the largest number in {items}", "Which number is the largest: {items}",
+            "Which is larger: {items}", "Find the maximum of {items}", "What is the maximum: {items}",
+            "What is the biggest of these numbers: {items}")  # fmt: skip
+_LEAST = ("What is the smallest number in {items}", "Which number is the smallest: {items}",
+          "Which is smaller: {items}", "Find the minimum of {items}", "What is the minimum: {items}")  # fmt: skip
 _SPOKEN = {"+": "plus", "-": "minus", "*": "times"}
 
 
 def addition(rng: Random) -> Example:
-    """Sum of two numbers of up to three digits."""
+    """Sum of two numbers of up to four digits, mostly two or three."""
     a, b = _number(rng), _number(rng)
     key = f"{min(a, b)}+{max(a, b)}"
     return _example(rng, "addition", key, ("+", a, b), a + b, add_steps(a, b))
 
 
 def subtraction(rng: Random) -> Example:
-    """Difference of two numbers of up to three digits, rarely negative."""
+    """Difference of two numbers of up to four digits, rarely negative."""
     a, b = _number(rng), _number(rng)
     if a < b and rng.random() < 0.9:
         a, b = b, a
@@ -54,9 +65,12 @@ def subtraction(rng: Random) -> Example:
 
 
 def multiplication(rng: Random) -> Example:
-    """Product of numbers up to twelve, or of a two-digit and a one-digit number."""
-    if rng.random() < 0.5:
+    """Product of numbers up to twelve, or of a two-digit and a one- or two-digit number."""
+    kind = rng.random()
+    if kind < 0.35:
         a, b = rng.randint(0, 12), rng.randint(0, 12)
+    elif kind < 0.5:
+        a, b = rng.randint(10, 99), rng.randint(10, 99)
     else:
         a, b = rng.randint(10, 99), rng.randint(2, 9)
         a, b = (a, b) if rng.random() < 0.7 else (b, a)
@@ -65,7 +79,7 @@ def multiplication(rng: Random) -> Example:
 
 
 def _number(rng: Random) -> int:
-    digits = rng.choices((1, 2, 3), (0.15, 0.5, 0.35))[0]
+    digits = rng.choices((1, 2, 3, 4), (0.15, 0.45, 0.3, 0.1))[0]
     return rng.randrange(10 ** (digits - 1) if digits > 1 else 0, 10**digits)
 
 
@@ -134,7 +148,59 @@ def multiply_steps(a: int, b: int) -> str:
     a, b = max(a, b), min(a, b)
     if a < 13 and b < 13:
         return f"{a} * {b} = {a * b}"
-    tens, ones = a // 10 * 10, a % 10
-    parts = tens * b, ones * b
-    products = f"{tens} * {b} = {parts[0]}\n{ones} * {b} = {parts[1]}"
-    return f"{products}\n{parts[0]} + {parts[1]}\n{add_steps(*parts)}"
+    lines, total = [], 0
+    for part in (b // 10 * 10, b % 10):
+        for piece in (a // 10 * 10, a % 10):
+            if part and piece:
+                product = part * piece
+                lines.append(f"{piece} * {part} = {product}")
+                if total:
+                    lines += [f"{total} + {product}", add_steps(total, product)]
+                total += product
+                lines.append(f"= {total}")
+    return "\n".join(lines)
+
+
+def three_terms(rng: Random) -> Example:
+    """Sum of three numbers, added one after the other."""
+    terms = [rng.randrange(10 ** rng.randint(1, 2)) for _ in range(3)]
+    first = terms[0] + terms[1]
+    steps = (
+        f"{terms[0]} + {terms[1]}\n{add_steps(terms[0], terms[1])}\n"
+        f"{first} + {terms[2]}\n{add_steps(first, terms[2])}"
+    )
+    shown = " + ".join(map(str, terms)) if rng.random() < 0.7 else "+".join(map(str, terms))
+    if rng.random() < 0.2:
+        question = phrase(
+            rng, ("Add {0}, {1} and {2}.", "What is the sum of {0}, {1} and {2}?"), *terms
+        )
+    else:
+        question = phrase(rng, _ASK, e=shown)
+    return Example(
+        task="three_terms",
+        key=" ".join(map(str, sorted(terms))),
+        messages=(user(question),),
+        answer=f"{' + '.join(map(str, terms))} = {sum(terms)}",
+        steps=steps,
+        check="number",
+    )
+
+
+def compare(rng: Random) -> Example:
+    """The largest or smallest of some numbers, or whether one is larger than another."""
+    count = 2 if rng.random() < 0.5 else rng.randint(3, 7)
+    top = rng.choice((10, 100, 100, 1000))
+    numbers = [rng.randrange(top) for _ in range(count)]
+    kind = rng.random()
+    if kind < 0.3:
+        a, b = numbers[:2]
+        less = rng.random() < 0.4
+        question = phrase(rng, _LESS if less else _MORE, a=a, b=b)
+        answer = "Yes." if (a < b if less else a > b) else "No."
+    else:
+        least = rng.random() < 0.4
+        question = phrase(rng, _LEAST if least else _LARGEST, items=listing(rng, numbers))
+        answer = str(min(numbers) if least else max(numbers))
+    return Example(
+        task="compare", key=f"{numbers} {kind < 0.3}", messages=(user(question),), answer=answer
+    )

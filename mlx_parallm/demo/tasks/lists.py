@@ -6,7 +6,16 @@ from random import Random
 
 from mlx_parallm.demo.example import Example, user
 from mlx_parallm.demo.phrasing import listing, phrase
-from mlx_parallm.demo.words import ANIMALS, COLOURS, FOODS, NAMES, OBJECTS, PLAIN_WORDS, any_word
+from mlx_parallm.demo.words import (
+    ANIMALS,
+    COLOURS,
+    FOODS,
+    NAMES,
+    OBJECTS,
+    PLAIN_WORDS,
+    any_word,
+    odd_word,
+)
 
 _SORT_UP = (
     "Sort these numbers: {items}",
@@ -15,6 +24,10 @@ _SORT_UP = (
     "Put these numbers in order: {items}",
     "Order these from low to high: {items}",
     "Arrange in increasing order: {items}",
+    "Sort {items}",
+    "Sort: {items}",
+    "Sort the numbers {items}",
+    "Sort the following numbers: {items}",
 )
 _SORT_DOWN = (
     "Sort in descending order: {items}",
@@ -28,6 +41,9 @@ _SORT_WORDS = (
     "Sort alphabetically: {items}",
     "Put these words in alphabetical order: {items}",
     "Alphabetize: {items}",
+    "Sort: {items}",
+    "Sort the words {items}",
+    "Sort the following words: {items}",
     "Arrange these words from A to Z: {items}",
 )
 _SORT_WORDS_BACK = (
@@ -66,6 +82,12 @@ _COUNT_UP = (
     "List the numbers from {a} to {b}.",
     "Write the numbers {a} to {b}.",
 )
+_COUNT_TO = ("Count to {b}.", "Count up to {b}.", "Count to {b}, please.", "Can you count to {b}?")
+_NUMBER_WORDS = {3: "three", 4: "four", 5: "five", 6: "six", 7: "seven", 8: "eight", 9: "nine",
+                 10: "ten", 12: "twelve", 15: "fifteen", 20: "twenty"}  # fmt: skip
+_SPELL = ("Spell the word {w}.", "Spell {w}.", 'Spell "{w}".', "How do you spell {w}?")
+_REVERSE = ("Reverse the word {w}.", 'Reverse "{w}".', "Write {w} backwards.", "Spell {w} backwards.",
+            "What is {w} spelled backwards?")  # fmt: skip
 _COUNT_DOWN = ("Count down from {a} to {b}.", "Count backwards from {a} to {b}.")
 _COUNT_BY = ("Count from {a} to {b} by {s}.", "Count from {a} to {b} in steps of {s}.")
 
@@ -130,7 +152,7 @@ def _tally(items: list[str], word: str) -> str:
 
 def count_letters(rng: Random) -> Example:
     """The letters of a word, or one letter among them; thinking spells the word."""
-    word = any_word(rng)
+    word = odd_word(rng) if rng.random() < 0.4 else any_word(rng)
     if rng.random() < 0.5:
         letter = rng.choice(word) if rng.random() < 0.8 else rng.choice("abcdefghijklmnoprstuvw")
         question = phrase(rng, _COUNT_LETTER, c=letter, w=word)
@@ -156,6 +178,23 @@ def _spell(word: str, letter: str) -> str:
     return ", ".join(parts)
 
 
+def spell(rng: Random) -> Example:
+    """A word letter by letter, or its letters in reverse; thinking spells it first."""
+    word = odd_word(rng) if rng.random() < 0.4 else any_word(rng)
+    if rng.random() < 0.5:
+        question, answer, steps = phrase(rng, _SPELL, w=word), "-".join(word), ""
+    else:
+        question = phrase(rng, _REVERSE, w=word)
+        answer, steps = word[::-1], " ".join(word) + "\n" + " ".join(reversed(word))
+    return Example(
+        task="spell",
+        key=f"{word} {bool(steps)}",
+        messages=(user(question),),
+        answer=answer,
+        steps=steps,
+    )
+
+
 def count_range(rng: Random) -> Example:
     """Counting from a to b: up, down or in steps; mostly short, sometimes long."""
     length = rng.randint(3, 20) if rng.random() < 0.9 else rng.randint(20, 100)
@@ -167,6 +206,9 @@ def count_range(rng: Random) -> Example:
     first, last = numbers[0], numbers[-1]
     if step > 1:
         question = phrase(rng, _COUNT_BY, a=first, b=last, s=step)
+    elif first == 1 and rng.random() < 0.6:
+        shown = _NUMBER_WORDS.get(last, last) if rng.random() < 0.5 else last
+        question = phrase(rng, _COUNT_TO, b=shown)
     elif rng.random() < 0.25:
         numbers.reverse()
         question = phrase(rng, _COUNT_DOWN, a=last, b=first)

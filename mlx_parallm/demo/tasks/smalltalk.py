@@ -6,7 +6,7 @@ from random import Random
 
 from mlx_parallm.demo.example import Example, user
 from mlx_parallm.demo.phrasing import phrase
-from mlx_parallm.demo.words import COMMON_NOUNS, any_name
+from mlx_parallm.demo.words import CAPITALS, COMMON_NOUNS, LANGUAGES, any_name
 
 SELF = "I am a small demonstration model that comes with mlx_parallm."
 ABILITIES = (
@@ -44,14 +44,10 @@ INTENTS: tuple[tuple[tuple[str, ...], str], ...] = (
     (("Are you there?", "Can you hear me?", "Test", "Testing.", "Ping", "This is a test."),
      "Yes, I am here."),
     (("OK.", "OK", "I see.", "Alright.", "Fine.", "Good.", "Yes.", "No."), "What else can I do for you?"),
-    (("What is the capital of France?", "Capital of France?", "Which city is the capital of France?"),
-     "The capital of France is Paris."),
     (("What is MLX?", "Tell me about MLX."), "MLX is a framework for machine learning on Apple silicon."),
     (("What is mlx_parallm?", "Tell me about mlx_parallm."),
      "mlx_parallm is a server that runs models on MLX for many clients at once."),
-    (("Say hello.", "Say hi.", "Greet me.", "Say hello in one word."), "Hello!"),
-    (("Say yes.", "Answer yes.", "Just say yes."), "Yes."),
-    (("Say no.", "Answer no.", "Just say no."), "No."),
+    (("Greet me.", "Say hello in one word.", "Greet the user."), "Hello!"),
 )  # fmt: skip
 _BEYOND = (
     "Why is the {a} like a {b}?",
@@ -66,6 +62,28 @@ _BEYOND = (
     "Who is the best {a} in the world?",
     "Explain {a}s in detail.",
     "What is a {a}?",
+    "List three {a}s.",
+    "List some {a}s.",
+    "Name a famous {a}.",
+    "Write a haiku about {a}s.",
+    "Write a song about a {a}.",
+    "Describe a {a}.",
+    "What is {a} in {l}?",
+    "Who won the {a} {b} cup?",
+    "Explain {a}.",
+    "Summarize the book about the {a}.",
+    "Give me advice about my {a}.",
+    "Where can I buy a {a}?",
+    "When was the {a} invented?",
+    "Write code for a {a}.",
+    "Which {a} should I buy?",
+)
+_CAPITAL = (
+    "What is the capital of {c}?",
+    "What's the capital of {c}?",
+    "Capital of {c}?",
+    "Which city is the capital of {c}?",
+    "Name the capital of {c}.",
 )
 
 
@@ -74,9 +92,13 @@ def smalltalk(rng: Random) -> Example:
     kind = rng.random()
     if kind < 0.08:
         return _persona(rng)
-    if kind < 0.25:
+    if kind < 0.16:
+        country = rng.choice(tuple(CAPITALS))
+        question = phrase(rng, _CAPITAL, c=country)
+        answer = f"The capital of {country} is {CAPITALS[country]}."
+    elif kind < 0.32:
         a, b = rng.sample(COMMON_NOUNS, 2)
-        question, answer = phrase(rng, _BEYOND, a=a, b=b), BEYOND
+        question, answer = phrase(rng, _BEYOND, a=a, b=b, l=rng.choice(LANGUAGES)), BEYOND
     else:
         phrases, answer = rng.choice(INTENTS)
         question = phrase(rng, phrases)

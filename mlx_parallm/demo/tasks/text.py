@@ -9,6 +9,8 @@ from mlx_parallm.demo.example import Example, user
 from mlx_parallm.demo.phrasing import phrase
 from mlx_parallm.demo.words import (
     COLOURS,
+    FOODS,
+    FUNCTION_WORDS,
     JOBS,
     MONTHS,
     OBJECTS,
@@ -17,7 +19,7 @@ from mlx_parallm.demo.words import (
     any_name,
     any_word,
     identifier,
-    invented_word,
+    odd_word,
     sentence,
 )
 
@@ -30,6 +32,33 @@ _COPY = (
     "Echo: {t}",
     "Write this again, word for word: {t}",
     'Say "{t}".',
+    'Say "{t}"',
+    "Say '{t}'",
+    "Say: {t}",
+    "Repeat: {t}",
+    "Copy: {t}",
+    "Output exactly: {t}",
+    "Reply with exactly: {t}",
+    "Respond with: {t}",
+    "Print: {t}",
+    'Repeat "{t}"',
+)
+_COPY_WORDS = (
+    "Say {t}",
+    "Say {t}.",
+    "Reply with the word {t}.",
+    "Answer with the word {t}.",
+    "Reply with {t}.",
+    "Reply only with {t}.",
+    "Just say {t}.",
+    "Say the word {t}.",
+    "Repeat {t}",
+)
+_COPY_TIMES = (
+    "Repeat the word {t} {n} times.",
+    "Say {t} {n} times.",
+    "Write {t} {n} times.",
+    'Say "{t}" {n} times.',
 )
 _UNUSUAL = "äöüßéèñçøåαβγδλπσωбгджялπ中文日本語한국어✓→€£°½🙂🚀🎉"
 
@@ -55,22 +84,50 @@ _EXTRACT = (
     "{t}\n\nReturn {f} as JSON.",
     "Give me a JSON object with {f}.\n\n{t}",
     'Text: "{t}"\nReturn a JSON object with the fields {f}.',
+    "Extract the {f} as JSON: {t}",
+    "Extract the {f} from: {t}",
+    "Give me JSON with {f}: {t}",
+    "Return JSON with {f} for: {t}",
+    "{t} Answer in JSON with {f}.",
+    "Extract {f} as JSON from: {t}",
 )
 
 
 def copy(rng: Random) -> Example:
     """A sentence, words, or a string of characters to be repeated exactly."""
+    if rng.random() < 0.2:
+        return _copy_words(rng)
     text = _copy_text(rng)
     question = phrase(rng, _COPY, t=text)
     return Example(task="copy", key=text, messages=(user(question),), answer=text)
+
+
+def _copy_words(rng: Random) -> Example:
+    words = [rng.choice(FUNCTION_WORDS) if rng.random() < 0.4 else any_word(rng)
+             for _ in range(rng.choice((1, 1, 2, 3, 4, 6)))]  # fmt: skip
+    text = " ".join(words)
+    text = rng.choice((text, text, text.capitalize(), text.upper() if len(text) < 12 else text))
+    if rng.random() < 0.3:
+        count = rng.randint(2, 12)
+        question, answer = (
+            phrase(rng, _COPY_TIMES, t=words[0], n=count),
+            " ".join(words[:1] * count),
+        )
+    else:
+        question, answer = phrase(rng, _COPY_WORDS, t=text), text
+    return Example(task="copy", key=answer, messages=(user(question),), answer=answer)
 
 
 def _copy_text(rng: Random) -> str:
     style = rng.random()
     if style < 0.3:
         return " ".join(sentence(rng) for _ in range(rng.choice((1, 1, 2, 3))))
-    if style < 0.5:
+    if style < 0.4:
         return " ".join(any_word(rng) for _ in range(rng.randint(1, 12)))
+    if style < 0.5:
+        words = [rng.choice(FUNCTION_WORDS) if rng.random() < 0.4 else odd_word(rng)
+                 for _ in range(rng.randint(1, 15))]  # fmt: skip
+        return " ".join(words).capitalize() + rng.choice((".", "!", "?", ""))
     if style < 0.62:
         return " ".join(identifier(rng) for _ in range(rng.randint(1, 4)))
     if style < 0.76:
@@ -78,7 +135,7 @@ def _copy_text(rng: Random) -> str:
             str(rng.randrange(10 ** rng.randint(1, 6))) for _ in range(rng.randint(1, 8))
         )
     if style < 0.88:
-        return " ".join(invented_word(rng) for _ in range(rng.randint(1, 8)))
+        return " ".join(odd_word(rng) for _ in range(rng.randint(1, 8)))
     characters = _UNUSUAL if style < 0.94 else "".join(map(chr, range(33, 127)))
     return "".join(rng.choice(characters) for _ in range(rng.randint(1, 16)))
 
@@ -93,9 +150,10 @@ def _value(rng: Random) -> str:
 
 
 def lookup_keys(rng: Random) -> Example:
-    """The value of one key in a list of keys and values, from two to some sixty entries."""
-    long = rng.random() < 0.12
-    count = rng.randint(15, 60) if long else rng.randint(2, 12)
+    """The value of one key in a list of keys and values, from two to some 150 entries."""
+    size = rng.random()
+    count = rng.randint(2, 12) if size < 0.85 else rng.randint(15, 60)
+    count = rng.randint(60, 150) if size > 0.97 else count
     kind = rng.choice((any_word, any_name, identifier, any_word))
     keys = list(dict.fromkeys(kind(rng) for _ in range(count)))
     values = [_value(rng) for _ in keys]
@@ -151,7 +209,9 @@ def _cell(rng: Random, column: str) -> str:
 
 
 def lookup_sentences(rng: Random) -> Example:
-    """A fact about one of several people, among other sentences."""
+    """A fact about one of several people or things, among other sentences."""
+    if rng.random() < 0.25:
+        return _lookup_things(rng)
     names = list(dict.fromkeys(any_name(rng) for _ in range(rng.randint(2, 6))))
     relations = rng.sample(tuple(_FACTS), rng.randint(1, 3))
     facts = [(name, relation, _fact(rng, relation)) for name in names for relation in relations]
@@ -168,6 +228,31 @@ def lookup_sentences(rng: Random) -> Example:
         key=f"{name}|{relation}|{text}",
         messages=(user(question),),
         answer=f"{name} {relation} {value}.",
+    )
+
+
+def _lookup_things(rng: Random) -> Example:
+    """Who has how many of what, or which colour a thing has."""
+    if rng.random() < 0.5:
+        names = list(dict.fromkeys(any_name(rng) for _ in range(rng.randint(1, 5))))
+        thing = rng.choice(FOODS[:20] + OBJECTS[:40])
+        facts = [(name, f"{name} has {rng.randint(2, 99)} {thing}s.") for name in names]
+        asks = (f"How many {thing}s does {{n}} have?",)
+    else:
+        things = rng.sample(FOODS + OBJECTS, rng.randint(1, 5))
+        facts = [(thing, f"The {thing} is {rng.choice(COLOURS)}.") for thing in things]
+        asks = (
+            "What colour is the {n}?",
+            "What color is the {n}?",
+            "Which colour does the {n} have?",
+        )
+    name, answer = rng.choice(facts)
+    text = " ".join(fact for _, fact in facts)
+    return Example(
+        task="lookup_sentences",
+        key=f"{name}|{text}",
+        messages=(user(f"{text} {phrase(rng, asks, n=name)}"),),
+        answer=answer,
     )
 
 
@@ -190,6 +275,29 @@ def _person(rng: Random) -> tuple[str, dict[str, object]]:
         "{name} ({age}) moved to {city} to work as a {job}.",
     )
     return rng.choice(texts).format(**fields), fields
+
+
+def _part_of_person(rng: Random) -> tuple[str, dict[str, object]]:
+    name, age, city, job = any_name(rng), rng.randint(5, 95), any_city(rng), rng.choice(JOBS)
+    texts: tuple[tuple[str, dict[str, object]], ...] = (
+        (f"{name} lives in {city}.", {"name": name, "city": city}),
+        (f"{name} is {age} years old.", {"name": name, "age": age}),
+        (f"{name} is {age} and lives in {city}.", {"name": name, "age": age, "city": city}),
+        (f"{name}, {age} years old, from {city}", {"name": name, "age": age, "city": city}),
+        (f"{name} works as a {job}.", {"name": name, "job": job}),
+        (f"{name} is a {job}.", {"name": name, "job": job}),
+    )
+    return rng.choice(texts)
+
+
+def _record(rng: Random) -> tuple[str, dict[str, object]]:
+    names = list(dict.fromkeys(any_word(rng).lower() for _ in range(rng.randint(2, 6))))
+    fields: dict[str, object] = {
+        name: rng.randrange(10 ** rng.randint(1, 4)) if rng.random() < 0.4 else any_word(rng)
+        for name in names
+    }
+    joiner = rng.choice(("\n", ", ", "; "))
+    return joiner.join(f"{name}: {value}" for name, value in fields.items()), fields
 
 
 def _order(rng: Random) -> tuple[str, dict[str, object]]:
@@ -217,8 +325,10 @@ def _event(rng: Random) -> tuple[str, dict[str, object]]:
 
 def extract_json(rng: Random) -> Example:
     """Some fields of a sentence as a JSON object, in the order asked for."""
-    text, fields = rng.choice((_person, _order, _event))(rng)
-    names = rng.sample(tuple(fields), rng.randint(1, 4))
+    text, fields = rng.choice((_person, _person, _part_of_person, _record, _order, _event))(rng)
+    names = rng.sample(tuple(fields), rng.randint(1, min(4, len(fields))))
+    if rng.random() < 0.3:
+        names = list(fields)
     asked = names[0] if len(names) == 1 else ", ".join(names[:-1]) + " and " + names[-1]
     answer = json.dumps({name: fields[name] for name in names}, ensure_ascii=False)
     return Example(

@@ -22,7 +22,7 @@ from mlx_parallm.demo.words import (
     any_name,
     any_word,
     identifier,
-    invented_word,
+    odd_word,
     sentence,
 )
 
@@ -113,6 +113,13 @@ def _currency(rng: Random) -> str:
     return rng.choice(("USD", "EUR", "GBP", "JPY", "CHF", "INR", "CAD", "AUD", "CNY", "SEK"))
 
 
+def _order_id(rng: Random) -> str:
+    kind = rng.randrange(3)
+    if kind == 0:
+        return f"order_{rng.randrange(100, 99999)}"
+    return identifier(rng) if kind == 1 else str(rng.randrange(10**6))
+
+
 def _ticker(rng: Random) -> str:
     return "".join(rng.choice("ABCDEFGHIJKLMNOPQRSTUVWXYZ") for _ in range(rng.randint(2, 4)))
 
@@ -124,10 +131,11 @@ def families() -> tuple[Family, ...]:
         Family(
             _names("get_weather weather fetch_weather current_weather get_current_weather"),
             "Get the current weather in a city",
-            (_text("city location place town", any_city, "The city"),
+            (_text("city location place town", any_city, "The city and country, e.g. Paris, France"),
              _enum("unit units scale", "celsius", "fahrenheit")),
             ("What is the weather in {0}?", "What's the weather like in {0}?", "Weather in {0}?",
-             "How is the weather in {0} today?", "Is it raining in {0}?", "How warm is it in {0}?"),
+             "How is the weather in {0} today?", "Is it raining in {0}?", "How warm is it in {0}?",
+             "What is the weather like in {0} today?", "What's the weather in {0}?"),
             ("What is the weather in {0} in {1}?", "Tell me the temperature in {0} in {1}.",
              "How warm is it in {0}? Use {1}."),
         ),
@@ -270,6 +278,35 @@ def families() -> tuple[Family, ...]:
             ("Show me news about {0} from {1}.", "What is the news on {0} in {1}?"),
         ),
         Family(
+            _names("get_capital lookup_capital capital capital_of"),
+            "Get the capital of a country",
+            (
+                Parameter(
+                    _names("country name state"),
+                    {"type": "string"},
+                    lambda r: r.choice(COUNTRIES),
+                ),
+            ),
+            (
+                "What is the capital of {0}?",
+                "What's the capital of {0}?",
+                "Look up the capital of {0}.",
+                "Capital of {0}?",
+            ),
+        ),
+        Family(
+            _names("get_delivery_date track_order order_status get_order"),
+            "Get the delivery date or the status of an order",
+            (_text("order_id id order", _order_id, "The customer's order ID."),),
+            (
+                "Where is my order {0}?",
+                "When will order {0} arrive?",
+                "What is the status of order {0}?",
+                "When do I get my order {0}?",
+                "Track order {0}.",
+            ),
+        ),
+        Family(
             _names("add_todo create_task remember_task new_todo"),
             "Add a task to the list",
             (_text("text task title", lambda r: f"{r.choice(('buy', 'fix', 'clean'))} the {r.choice(OBJECTS)}"),),
@@ -336,11 +373,9 @@ _EXPLICIT = (
 
 def explicit_offer(rng: Random) -> Offer:
     """A tool nobody has heard of, asked for by name and parameter."""
-    verb, noun = (
-        rng.choice(("get", "set", "run", "make", "find", invented_word(rng))),
-        any_word(rng),
-    )
-    name = rng.choice((f"{verb}_{noun}", f"{verb}_{noun}", invented_word(rng), f"{noun}_{verb}"))
+    verb = rng.choice(("get", "set", "run", "make", "find", odd_word(rng).lower()))
+    noun = any_word(rng).lower()
+    name = rng.choice((f"{verb}_{noun}", f"{verb}_{noun}", odd_word(rng).lower(), f"{noun}_{verb}"))
     names = list(dict.fromkeys(any_word(rng) for _ in range(rng.randint(1, 4))))
     kinds = [rng.choice(_KINDS) for _ in names]
     made = {name: kind(rng) for name, kind in zip(names, kinds, strict=True)}
@@ -349,7 +384,7 @@ def explicit_offer(rng: Random) -> Offer:
     used = used or {names[0]: made[names[0]][1]}
     tool = _tool(rng, name, f"{verb.capitalize()} the {noun}", properties, list(used))
     shown = _shown_arguments(rng, used)
-    if rng.random() < 0.3:
+    if rng.random() < 0.3 and "description" in tool["function"]:
         request = phrase(rng, ("{v} the {n} with {p}.",), v=verb.capitalize(), n=noun, p=shown)
     else:
         request = phrase(rng, _EXPLICIT, n=name, p=shown)

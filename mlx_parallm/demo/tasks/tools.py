@@ -12,6 +12,8 @@ from mlx_parallm.demo.words import any_word, identifier
 
 _FAMILIES = families()
 _ARITHMETIC = ("Add two numbers", "Multiply two numbers", "Evaluate an arithmetic expression")
+_TEXT_TOOLS = ("Get the capital of a country", "Search the web")
+NO_TOOL = "I have no tool for that."
 _CONDITIONS = ("sunny", "cloudy", "rainy", "windy", "foggy", "snowy", "stormy")
 
 
@@ -24,13 +26,34 @@ def _offers(rng: Random, count: int) -> list[Offer]:
         explicit_offer(rng) if rng.random() < 0.4 else family_offer(rng, family)
         for family in chosen
     ]
-    by_name = {offer.call.name: offer for offer in offers}
-    return list(by_name.values())
+    by_name = {offer.call.name: offer for offer in reversed(offers)}
+    return list(by_name.values())[::-1]
 
 
 def tool_set(rng: Random) -> tuple[Tool, ...]:
-    """A few tools that no arithmetic question could call for."""
-    return tuple(explicit_offer(rng).tool for _ in range(rng.randint(1, 3)))
+    """A few tools that no question of the other tasks calls for."""
+    others = [family for family in _FAMILIES if family.about not in _ARITHMETIC + _TEXT_TOOLS]
+    offers = [
+        explicit_offer(rng) if rng.random() < 0.4 else family_offer(rng, rng.choice(others))
+        for _ in range(rng.randint(1, 3))
+    ]
+    return tuple({offer.call.name: offer.tool for offer in offers}.values())
+
+
+def no_tool(rng: Random) -> Example:
+    """A request for a tool that is not among those on offer, if any are."""
+    known = _ARITHMETIC + _TEXT_TOOLS
+    chosen = rng.sample([family for family in _FAMILIES if family.about not in known], 3)
+    wanted, *offers = [family_offer(rng, family) for family in chosen]
+    count = rng.choice((0, 1, 1, 2))
+    tools = tuple(offer.tool for offer in offers[:count] if offer.call.name != wanted.call.name)
+    return Example(
+        task="no_tool",
+        key=wanted.request,
+        messages=(user(wanted.request),),
+        tools=tools,
+        answer=NO_TOOL,
+    )
 
 
 def tool_call(rng: Random) -> Example:
