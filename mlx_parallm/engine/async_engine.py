@@ -222,7 +222,7 @@ class AsyncEngine:
         self._post(self._dispatch, events)
 
     def _post(self, callback: Callable[..., None], *arguments: object) -> None:
-        """Run a callback on the event loop, unless nobody has ever submitted or the loop is gone."""
+        """Run a callback on the event loop, unless nobody has submitted or the loop is gone."""
         if self._loop is not None and not self._loop.is_closed():
             self._loop.call_soon_threadsafe(callback, *arguments)
 

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mlx_parallm.config import CacheConfig, EngineConfig, ModelConfig
-from mlx_parallm.demo.paths import model_path
 from mlx_parallm.engine.engine import Engine, StepObserver
 from mlx_parallm.engine.interface import ServedModel
 from mlx_parallm.engine.metrics import EngineMetrics, MetricFamilies
@@ -25,6 +24,8 @@ from mlx_parallm.scheduler.scheduler import Scheduler
 from mlx_parallm.tokenizer.tokenizer import ParallmTokenizer, load_tokenizer
 
 DEMO_NAME = "mlx-parallm-demo"
+# Found by its place in the package: the engine does not depend on the code that made it.
+DEMO_FOLDER = Path(__file__).resolve().parent.parent / "demo" / "model"
 
 Progress = Callable[[str, float], None]
 
@@ -101,7 +102,7 @@ def _kv_budget(cache: CacheConfig, wanted: int) -> int:
 
 def _load(model: ModelConfig, config: EngineConfig, on_progress: Progress) -> _Weights:
     name = model_names(model)[0]
-    path = model_path() if model.path is None else _fetch(model, model.path, on_progress)
+    path = DEMO_FOLDER if model.path is None else _fetch(model, model.path, on_progress)
     on_progress(f"Loading {name}", 0.0)
     loaded = load_model(model, path)
     layouts = probe_layout(loaded.model)

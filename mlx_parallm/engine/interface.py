@@ -43,7 +43,7 @@ class Tokenizer(Protocol):
 
     @property
     def think_markers(self) -> tuple[str, str] | None:
-        """The strings around reasoning, e.g. ``("<think>", "</think>")``; None if the model has none."""
+        """The strings around reasoning, e.g. ``("<think>", "</think>")``; None if it has none."""
         ...
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:

@@ -45,7 +45,7 @@ class ModelRunner:
         self._info = RunnerInfo(
             path=self._path.name,
             vocab_size=vocab_size,
-            max_model_len=plan.max_model_len,
+            max_model_len=min(plan.max_model_len, num_blocks * plan.block_size),
             num_blocks=num_blocks,
             block_size=plan.block_size,
             kv_bytes=kv_bytes,

@@ -1,0 +1,168 @@
+"""A request's samples and their progress."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from mlx_parallm.batch import SampledToken, SampleSpec, ScheduledSequence, TokenLogprob
+from mlx_parallm.kv_cache.block_table import BlockTable
+from mlx_parallm.outputs import FinishReason, PromptEvent
+from mlx_parallm.request import GenerateRequest
+
+
+@dataclass(slots=True, eq=False)
+class RequestGroup:
+    """A request and what its samples share.
+
+    Attributes:
+        request: as submitted.
+        end_ids: tokens that end a sample, besides the caller's own stop tokens.
+        arrival: consecutive number of the request.
+        sequences: the samples that have not ended, by index.
+        prompt_logprobs: of the prompt's tokens so far; the first follows nothing.
+        num_cached_tokens: prompt tokens that the first sample found in the prefix cache.
+        has_started: whether any of it was ever scheduled.
+        is_reported: whether its PromptEvent was sent.
+    """
+
+    request: GenerateRequest
+    end_ids: frozenset[int]
+    arrival: int
+    sequences: dict[int, Sequence] = field(default_factory=dict)
+    prompt_logprobs: list[TokenLogprob | None] = field(default_factory=lambda: [None])
+    num_cached_tokens: int | None = None
+    has_started: bool = False
+    is_reported: bool = False
+
+    @property
+    def salt(self) -> bytes:
+        """What keeps its prefix apart from others'."""
+        return (self.request.cache_salt or "").encode()
+
+    @property
+    def wants_fork(self) -> bool:
+        """Whether several samples are to share one prefill."""
+        return self.request.params.n > 1 and len(self.request.prompt_ids) > 1 and self.samples_any
+
+    @property
+    def samples_any(self) -> bool:
+        """Whether any token is to be generated at all."""
+        return self.request.params.max_tokens != 0
+
+    def take_prompt_event(self) -> PromptEvent | None:
+        """The PromptEvent, the first time it is asked for."""
+        if self.is_reported:
+            return None
+        self.is_reported = True
+        wanted = self.request.params.prompt_logprobs is not None
+        return PromptEvent(
+            request_id=self.request.request_id,
+            num_cached_tokens=self.num_cached_tokens or 0,
+            prompt_logprobs=tuple(self.prompt_logprobs) if wanted else None,
+        )
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """One sample of a request.
+
+    Attributes:
+        seq_id: unique in the scheduler for ever.
+        group: the request.
+        index: which sample.
+        seed: of this sample.
+        token_ids: prompt and output.
+        output_ids: output only.
+        num_computed: leading tokens whose KV (and state) exists.
+        table: its blocks while running.
+        slot: its slot while running.
+        followers: samples that will fork from this one once all but the last prompt token is
+            computed; empty for all but the first of several.
+    """
+
+    seq_id: int
+    group: RequestGroup
+    index: int
+    seed: int
+    token_ids: list[int]
+    output_ids: list[int] = field(default_factory=list)
+    num_computed: int = 0
+    table: BlockTable | None = None
+    slot: int | None = None
+    num_preemptions: int = 0
+    followers: list[Sequence] = field(default_factory=list)
+
+    @property
+    def request(self) -> GenerateRequest:
+        """The request it belongs to."""
+        return self.group.request
+
+    @property
+    def order(self) -> tuple[int, int, int]:
+        """Better sequences come first: by priority, then arrival, then sample."""
+        return self.request.priority, self.group.arrival, self.index
+
+    @property
+    def num_remaining(self) -> int:
+        """Tokens to compute before the next one can be sampled."""
+        return len(self.token_ids) - self.num_computed
+
+    @property
+    def num_schedulable(self) -> int:
+        """Tokens that may be scheduled in one chunk: a leader stops where its followers fork."""
+        return self.num_remaining - (1 if self.followers and self.num_remaining > 1 else 0)
+
+    def schedule(self, num_tokens: int) -> ScheduledSequence:
+        """The next ``num_tokens`` tokens as a share of a step."""
+        assert self.table is not None
+        assert self.slot is not None
+        start, end = self.num_computed, self.num_computed + num_tokens
+        is_last = end == len(self.token_ids)
+        return ScheduledSequence(
+            seq_id=self.seq_id,
+            slot=self.slot,
+            start=start,
+            token_ids=tuple(self.token_ids[start:end]),
+            block_table=self.table.as_tuple(),
+            sample=self._sample_spec(end) if is_last and self.group.samples_any else None,
+            prompt_logprobs=self.request.params.prompt_logprobs,
+            target_ids=self._targets(start, end),
+        )
+
+    def add_token(self, token: SampledToken, max_model_len: int) -> FinishReason | None:
+        """Append a sampled token; why it ended the sample, if it did."""
+        self.token_ids.append(token.token_id)
+        self.output_ids.append(token.token_id)
+        params = self.request.params
+        if token.token_id in self.group.end_ids or token.token_id in params.stop_token_ids:
+            return FinishReason.STOP
+        is_full = len(self.token_ids) >= max_model_len
+        if is_full or len(self.output_ids) == params.max_tokens:
+            return FinishReason.LENGTH
+        return None
+
+    def add_prompt_logprobs(self, start: int, entries: tuple[TokenLogprob, ...]) -> None:
+        """Keep the log-probabilities of targets at ``start + 1 ..`` that are not known yet."""
+        known = self.group.prompt_logprobs
+        known += entries[len(known) - start - 1 :]
+
+    def _sample_spec(self, position: int) -> SampleSpec:
+        params = self.request.params
+        banned: tuple[int, ...] = ()
+        if len(self.output_ids) < params.min_tokens:
+            banned = tuple(sorted(self.group.end_ids | set(params.stop_token_ids)))
+        return SampleSpec(
+            params=params,
+            seed=self.seed,
+            position=position,
+            prompt_ids=self.request.prompt_ids,
+            output_ids=self.output_ids,
+            banned_ids=banned,
+        )
+
+    def _targets(self, start: int, end: int) -> tuple[int, ...]:
+        wanted = self.request.params.prompt_logprobs is not None and self.index == 0
+        # After a preemption the prompt is computed again, but not reported again.
+        if not wanted or len(self.group.prompt_logprobs) >= end + 1:
+            return ()
+        return self.request.prompt_ids[start + 1 : end + 1]

@@ -1,0 +1,83 @@
+"""Sequences that wait to run: by priority, in turn between clients, then by arrival."""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterator
+
+from mlx_parallm.scheduler.sequence import Sequence
+
+# Every so many admissions the longest waiting sequence goes first, whatever its priority: nothing
+# starves behind an endless stream of better ones.
+AGING_PERIOD = 16
+
+
+class WaitingQueue:
+    """Hands out the sequence that should run next."""
+
+    def __init__(self) -> None:
+        # By priority, then by client: whose turn it is comes first.
+        self._lines: dict[int, OrderedDict[str, deque[Sequence]]] = {}
+        self._num_admitted = 0
+        self._length = 0
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __iter__(self) -> Iterator[Sequence]:
+        for clients in self._lines.values():
+            for line in clients.values():
+                yield from line
+
+    def append(self, sequence: Sequence) -> None:
+        """Add behind the client's other sequences of this priority."""
+        self._line(sequence).append(sequence)
+        self._length += 1
+
+    def push_front(self, sequence: Sequence) -> None:
+        """Add before the client's other sequences, and let the client go first: it was running."""
+        self._line(sequence).appendleft(sequence)
+        self._lines[sequence.request.priority].move_to_end(sequence.request.client, last=False)
+        self._length += 1
+
+    def remove(self, sequence: Sequence) -> bool:
+        """Take a sequence out; False if it does not wait."""
+        clients = self._lines.get(sequence.request.priority, OrderedDict())
+        line = clients.get(sequence.request.client)
+        if line is None or sequence not in line:
+            return False
+        line.remove(sequence)
+        self._drop_if_empty(sequence)
+        return True
+
+    def peek(self, may_run: Callable[[Sequence], bool]) -> Sequence | None:
+        """The next sequence of a client that may run one more; None if there is none."""
+        if self._num_admitted % AGING_PERIOD == AGING_PERIOD - 1:
+            heads = [s for s in self._heads() if may_run(s)]
+            return min(heads, key=lambda s: s.group.arrival, default=None)
+        return next((s for s in self._heads() if may_run(s)), None)
+
+    def admit(self, sequence: Sequence) -> None:
+        """Take out what ``peek`` gave; it is the next client's turn."""
+        self.remove(sequence)
+        self._num_admitted += 1
+        clients = self._lines.get(sequence.request.priority)
+        if clients is not None and sequence.request.client in clients:
+            clients.move_to_end(sequence.request.client)
+
+    def _heads(self) -> Iterator[Sequence]:
+        for priority in sorted(self._lines):
+            for line in self._lines[priority].values():
+                yield line[0]
+
+    def _line(self, sequence: Sequence) -> deque[Sequence]:
+        clients = self._lines.setdefault(sequence.request.priority, OrderedDict())
+        return clients.setdefault(sequence.request.client, deque())
+
+    def _drop_if_empty(self, sequence: Sequence) -> None:
+        self._length -= 1
+        priority, client = sequence.request.priority, sequence.request.client
+        if not self._lines[priority][client]:
+            del self._lines[priority][client]
+        if not self._lines[priority]:
+            del self._lines[priority]
