@@ -1,7 +1,22 @@
 """A high-throughput OpenAI-compatible model server built on MLX."""
 
-from mlx_parallm.llm import LLM
-from mlx_parallm.request import SamplingParams
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from mlx_parallm.llm import LLM
+    from mlx_parallm.request import SamplingParams
 
 __all__ = ["LLM", "SamplingParams"]
 __version__ = "0.1.0"
+
+_HOMES = {"LLM": "mlx_parallm.llm", "SamplingParams": "mlx_parallm.request"}
+
+
+def __getattr__(name: str) -> object:
+    """Import a public name when it is first asked for: MLX and transformers take seconds."""
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOMES[name]), name)
