@@ -82,6 +82,13 @@ class AttentionBackend(Protocol):
         """
         ...
 
+    def gather(self, pool: LayerPool, table: mx.array) -> tuple[mx.array, mx.array]:
+        """Keys ``[B, K, S, D]`` and values ``[B, K, S, V]`` of a block table ``[B, S / block_size]``.
+
+        For modules that are not ``attend``: they see an ordinary dense cache.
+        """
+        ...
+
     def copy_blocks(self, pool: LayerPool, sources: mx.array, targets: mx.array) -> None:
         """Copy whole blocks within a pool."""
         ...
