@@ -83,9 +83,10 @@ class AttentionBackend(Protocol):
         ...
 
     def gather(self, pool: LayerPool, table: mx.array) -> tuple[mx.array, mx.array]:
-        """Keys ``[B, K, S, D]`` and values ``[B, K, S, V]`` of a block table ``[B, S / block_size]``.
+        """Keys ``[B, K, S, D]`` and values ``[B, K, S, V]`` by block table, S positions long.
 
-        For modules that are not ``attend``: they see an ordinary dense cache.
+        The table is int32 ``[B, S / block_size]``. For modules that cannot use ``attend``: they see
+        an ordinary dense cache.
         """
         ...
 

@@ -10,15 +10,12 @@ import mlx.core as mx
 from mlx_parallm.attention.reference import ReferenceAttention
 from mlx_parallm.batch import RunnerInfo, ScheduledBatch, ScheduledSequence, StepOutput
 from mlx_parallm.errors import ModelLoadError
-from mlx_parallm.runner.cache_layout import CacheLayout, KVLayout, leaves
-from mlx_parallm.runner.kv_pools import KVPools
+from mlx_parallm.runner.cache_layout import CacheLayout
 from mlx_parallm.runner.loader import LoadedModel
 from mlx_parallm.runner.memory import KVPlan, config_value
+from mlx_parallm.runner.path_choice import choose_path
 from mlx_parallm.runner.paths.alone import AlonePath
-from mlx_parallm.runner.paths.base import ForwardPath
-from mlx_parallm.runner.paths.packed import PackedPath
-from mlx_parallm.runner.row_selection import embedding_rows, install_row_selection
-from mlx_parallm.runner.self_check import blocks_needed, is_exact
+from mlx_parallm.runner.row_selection import embedding_rows
 from mlx_parallm.sampling.logprobs import TargetLogprobs, target_logprobs
 from mlx_parallm.sampling.sampler import Sampler, SampleResult
 
@@ -40,7 +37,18 @@ class ModelRunner:
         if vocab_size is None:
             raise ModelLoadError(f"{loaded.path} has no embedding table.")
         backend = ReferenceAttention(plan.block_size)
-        self._path = _choose_path(loaded, layouts, plan, num_blocks, backend, vocab_size)
+        choice = choose_path(
+            loaded.model,
+            layouts,
+            backend,
+            vocab_size=vocab_size,
+            num_blocks=num_blocks,
+            block_size=plan.block_size,
+            dtype=loaded.dtype,
+        )
+        self._path = choice.path
+        if self._path.name in {"sequential", "alone"}:
+            logger.warning("%s computes one sequence at a time", loaded.path.name)
         kv_bytes = 0 if isinstance(self._path, AlonePath) else num_blocks * plan.block_bytes
         self._info = RunnerInfo(
             path=self._path.name,
@@ -126,41 +134,3 @@ class StepRows:
                     self.wanted.append(first + length - 1)
                 self.sampled.append(len(self.wanted) - 1)
             first += length
-
-
-def _choose_path(
-    loaded: LoadedModel,
-    layouts: tuple[CacheLayout, ...],
-    plan: KVPlan,
-    num_blocks: int,
-    backend: ReferenceAttention,
-    vocab_size: int,
-) -> ForwardPath:
-    """The first path that gives what the stock model gives."""
-    window = _window(layouts)
-    flat = [one for one in layouts if isinstance(one, KVLayout)]
-    if len(flat) == len(layouts) and flat:
-        selector = install_row_selection(loaded.model, vocab_size)
-        blocks = max(num_blocks, blocks_needed(plan.block_size, window))
-        pools = KVPools(backend, [one.shape for one in flat], blocks)
-        packed = PackedPath(loaded.model, layouts, pools, backend, selector)
-        if is_exact(
-            packed,
-            loaded.model,
-            vocab_size=vocab_size,
-            block_size=plan.block_size,
-            window=window,
-            dtype=loaded.dtype,
-        ):
-            return packed
-    logger.warning("%s runs one sequence at a time: no batched path is exact", loaded.path.name)
-    return AlonePath(loaded.model)
-
-
-def _window(layouts: tuple[CacheLayout, ...]) -> int | None:
-    windows = [
-        layout.window
-        for layout in leaves(layouts)
-        if isinstance(layout, KVLayout) and layout.window is not None
-    ]
-    return max(windows, default=None)

@@ -13,21 +13,24 @@ from mlx_parallm.batch import ScheduledSequence
 
 
 class WindowMask(str):
-    """The mask that a model asked for with a window; it reaches the seam unread.
+    """The mask that a model asked for; it reaches the seam, or a split module, unread.
 
-    A string, because models hand strings through where they would index an array.
+    A string, because models hand strings through where they would index an array. ``window`` is
+    None for a plain causal mask; ``as_array`` says that the model wanted no "causal".
     """
 
-    window: int
+    window: int | None
+    as_array: bool
 
-    def __new__(cls, window: int) -> WindowMask:
+    def __new__(cls, window: int | None, *, as_array: bool = False) -> WindowMask:
         """A causal mask over the latest ``window`` positions."""
         mask = super().__new__(cls, "causal")
         mask.window = window
+        mask.as_array = as_array
         return mask
 
 
-class UnsupportedAttentionError(Exception):
+class UnsupportedAttentionError(RuntimeError):
     """A model uses its cache or mask in a way the packed forward cannot honour."""
 
 

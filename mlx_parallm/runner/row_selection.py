@@ -22,6 +22,16 @@ class RowSelector:
         self.rows: mx.array | None = None
         self.active = False
 
+    def run(self, forward: Callable[[], mx.array], wanted: mx.array) -> mx.array:
+        """Logits of the wanted rows of a packed forward, ``[len(wanted), vocab]``."""
+        if not self.active:
+            return forward()[wanted, 0]
+        self.rows = wanted
+        try:
+            return forward()[:, 0]
+        finally:
+            self.rows = None
+
     def pick(self, hidden: mx.array) -> mx.array:
         """Rows of ``[..., size]`` counted over all leading axes, as ``[rows, 1, size]``."""
         if self.rows is None:

@@ -5,18 +5,17 @@ Some architectures run without an error in a path and are wrong, so no list deci
 
 from __future__ import annotations
 
-import logging
 import random
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, cast
 
 import mlx.core as mx
+from mlx_lm.models.cache import make_prompt_cache
 
 from mlx_parallm.batch import ScheduledSequence
 from mlx_parallm.runner.model_errors import MODEL_ERRORS
 from mlx_parallm.runner.paths.base import ForwardPath
-
-logger = logging.getLogger(__name__)
 
 # Largest difference of a log-probability that rounding explains, by dtype.
 TOLERANCE = {"float32": 2e-3, "float16": 0.1, "bfloat16": 0.5}
@@ -27,71 +26,77 @@ CHUNK = 11
 MAX_CHECKED_WINDOW = 512
 
 
-def largest_difference(
-    path: ForwardPath, model: Any, *, vocab_size: int, block_size: int, window: int | None
-) -> float:
+@dataclass(frozen=True, slots=True)
+class CheckedText:
+    """A random sequence and the stock model's log-probabilities after each of its tokens."""
+
+    token_ids: list[int]
+    logprobs: mx.array
+
+
+def stock_texts(model: Any, vocab_size: int, window: int | None) -> list[CheckedText]:
+    """What the stock model says of ragged random sequences, each alone: prompt, then decode."""
+    rng = random.Random(0)
+    texts = [
+        [rng.randrange(vocab_size) for _ in range(length + DECODE_STEPS)]
+        for length in _prompt_lengths(window)
+    ]
+    return [CheckedText(text, _stock_logprobs(model, text)) for text in texts]
+
+
+def largest_difference(path: ForwardPath, texts: Sequence[CheckedText], block_size: int) -> float:
     """Largest |difference of log-probabilities| between a path and the stock model.
 
-    Ragged random sequences join at different steps; prompts are prefilled in chunks beside rows
-    that decode.
+    Sequences join at different steps; prompts are prefilled in chunks beside rows that decode.
 
     Raises:
         whatever the path raises for a model it does not suit; see ``MODEL_ERRORS``.
     """
-    rng = random.Random(0)
-    lengths = [length + DECODE_STEPS for length in PROMPT_LENGTHS]
-    if window is not None and window <= MAX_CHECKED_WINDOW:
-        lengths[-1] = max(lengths[-1], window + 9)
-    texts = [[rng.randrange(vocab_size) for _ in range(length)] for length in lengths]
-    expected = [_stock_logprobs(model, text) for text in texts]
     worst = 0.0
-    for sequences in _steps(texts, block_size):
-        rows = _last_rows(sequences)
-        logits = path.logits(sequences, rows).astype(mx.float32)
+    for sequences in _steps([text.token_ids for text in texts], block_size):
+        logits = path.logits(sequences, _last_rows(sequences)).astype(mx.float32)
         logprobs = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
-        for row, one in enumerate(sequences):
-            target = expected[one.seq_id][one.start + len(one.token_ids) - 1]
-            logprobs_row = logprobs[row]
-            difference = mx.abs(logprobs_row - target)
-            # Both minus infinity is agreement.
-            difference = mx.where(logprobs_row == target, 0.0, difference).max()
-            mx.eval(difference, path.arrays())
-            value = float(difference.item())
-            worst = max(worst, value if value == value else float("inf"))
+        target = mx.stack(
+            [texts[one.seq_id].logprobs[one.start + len(one.token_ids) - 1] for one in sequences]
+        )
+        # Both minus infinity is agreement.
+        difference = mx.where(logprobs == target, 0.0, mx.abs(logprobs - target)).max()
+        mx.eval(difference, path.arrays())
+        value = cast("float", difference.item())
+        worst = max(worst, value if value == value else float("inf"))
     return worst
 
 
-def is_exact(
-    path: ForwardPath,
-    model: Any,
-    *,
-    vocab_size: int,
-    block_size: int,
-    window: int | None,
-    dtype: str,
-) -> bool:
-    """Whether a path gives what the stock model gives, up to rounding."""
+def check_path(
+    path: ForwardPath, texts: Sequence[CheckedText], block_size: int, dtype: str
+) -> tuple[float | None, str | None, bool]:
+    """The path's difference or the error it met, and whether it agrees up to rounding."""
     try:
-        worst = largest_difference(
-            path, model, vocab_size=vocab_size, block_size=block_size, window=window
-        )
+        worst = largest_difference(path, texts, block_size)
     except MODEL_ERRORS as reason:
-        logger.info("path %s does not suit this model: %s", path.name, reason)
-        return False
-    logger.info("path %s differs from the stock model by %.2g", path.name, worst)
-    return worst <= TOLERANCE.get(dtype, TOLERANCE["bfloat16"])
+        return None, f"{type(reason).__name__}: {reason}", False
+    return worst, None, worst <= TOLERANCE.get(dtype, TOLERANCE["bfloat16"])
 
 
 def blocks_needed(block_size: int, window: int | None) -> int:
     """Blocks that the check's sequences occupy."""
-    longest = max(PROMPT_LENGTHS) + DECODE_STEPS
-    if window is not None and window <= MAX_CHECKED_WINDOW:
-        longest = max(longest, window + 9)
+    longest = max(_prompt_lengths(window)) + DECODE_STEPS
     return len(PROMPT_LENGTHS) * (-(-longest // block_size))
 
 
-def _stock_logprobs(model: Any, text: Sequence[int]) -> mx.array:
-    logits = model(mx.array([text]))[0].astype(mx.float32)
+def _prompt_lengths(window: int | None) -> list[int]:
+    lengths: list[int] = list(PROMPT_LENGTHS)
+    if window is not None and window <= MAX_CHECKED_WINDOW:
+        lengths[-1] = max(lengths[-1], window + 9)
+    return lengths
+
+
+def _stock_logprobs(model: Any, text: list[int]) -> mx.array:
+    caches = make_prompt_cache(model)
+    prompt_len = len(text) - DECODE_STEPS
+    parts = [text[:prompt_len], *([token] for token in text[prompt_len:])]
+    logits = mx.concatenate([model(mx.array([part]), cache=caches)[0] for part in parts])
+    logits = logits.astype(mx.float32)
     logprobs = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
     mx.eval(logprobs)
     return logprobs

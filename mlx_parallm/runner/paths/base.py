@@ -15,7 +15,7 @@ class ForwardPath(Protocol):
 
     @property
     def name(self) -> str:
-        """One of "packed", "split" and "alone"."""
+        """One of "packed", "split", "sequential" and "alone"."""
         ...
 
     @property

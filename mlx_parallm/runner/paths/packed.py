@@ -47,14 +47,10 @@ class PackedPath:
         ]
         token_ids = np.concatenate([np.array(one.token_ids, dtype=np.int32) for one in sequences])
         wanted = mx.array(np.array(rows, dtype=np.int32)) if rows else mx.array([0])
-        if self._selector.active:
-            self._selector.rows = wanted
-        try:
-            with self._seams.during(step):
-                logits = self._model(mx.array(token_ids)[:, None], cache=caches)
-        finally:
-            self._selector.rows = None
-        return logits[:, 0] if self._selector.active else logits[wanted, 0]
+        with self._seams.during(step):
+            return self._selector.run(
+                lambda: self._model(mx.array(token_ids)[:, None], cache=caches), wanted
+            )
 
     def arrays(self) -> list[mx.array]:
         """See ``ForwardPath.arrays``."""

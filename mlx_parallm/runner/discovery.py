@@ -1,0 +1,109 @@
+"""Finds the modules that read or write caches, by watching one stock forward."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.models.cache import ArraysCache, CacheList, make_prompt_cache
+
+# Reading a position or asking for a mask is no use of a cache: the packed ones answer that.
+USES = frozenset({"update_and_fetch", "keys_and_values", "keys", "values", "state", "cache"})
+PROBE_TOKENS = 3
+
+
+@dataclass(slots=True)
+class CacheUsers:
+    """Modules that use caches; none lies inside another.
+
+    Attributes:
+        modules: all of them.
+        stateful: those that use something other than keys and values.
+    """
+
+    modules: list[nn.Module] = field(default_factory=list)
+    stateful: list[nn.Module] = field(default_factory=list)
+
+
+def find_cache_users(model: Any) -> CacheUsers:
+    """Run a prompt and a decode step with stock caches and note who uses them."""
+    trace = _Trace()
+    caches = make_prompt_cache(model)
+    watched = [module for module in model.modules() if not _is_plain(module)]
+    classes = [type(module) for module in watched]
+    for cache in caches:
+        _watch_cache(cache, trace)
+    for module in watched:
+        module.__class__ = _tracing_module(type(module), trace)
+    try:
+        for tokens in ([0] * PROBE_TOKENS, [0]):
+            mx.eval(model(mx.array([tokens]), cache=caches))
+    finally:
+        for module, original in zip(watched, classes, strict=True):
+            module.__class__ = original
+    return _outermost(trace)
+
+
+class _Trace:
+    """The modules being called, and which of them used a cache."""
+
+    def __init__(self) -> None:
+        self.stack: list[nn.Module] = []
+        self.users: dict[int, nn.Module] = {}
+        self.stateful: set[int] = set()
+
+    def note(self, *, is_state: bool) -> None:
+        if not self.stack:
+            return
+        module = self.stack[-1]
+        self.users[id(module)] = module
+        if is_state:
+            self.stateful.add(id(module))
+
+
+def _is_plain(module: nn.Module) -> bool:
+    return type(module).__module__.startswith("mlx.nn") or not callable(module)
+
+
+def _tracing_module(original: type, trace: _Trace) -> type:
+    def call(self: Any, *args: Any, **options: Any) -> Any:
+        trace.stack.append(self)
+        try:
+            return original.__call__(self, *args, **options)
+        finally:
+            trace.stack.pop()
+
+    return type(original.__name__, (original,), {"__call__": call})
+
+
+def _watch_cache(cache: Any, trace: _Trace) -> None:
+    if isinstance(cache, CacheList):
+        for part in cache.caches:
+            _watch_cache(part, trace)
+        return
+    original: Any = type(cache)
+    is_state = isinstance(cache, ArraysCache)
+
+    def get_attribute(self: Any, name: str) -> Any:
+        if name in USES:
+            trace.note(is_state=is_state)
+        return original.__getattribute__(self, name)
+
+    cache.__class__ = type(original.__name__, (original,), {"__getattribute__": get_attribute})
+
+
+def _outermost(trace: _Trace) -> CacheUsers:
+    inner: dict[int, list[int]] = {}
+    for key, module in trace.users.items():
+        inner[key] = [id(part) for part in module.modules() if id(part) != key]
+    nested = {part for parts in inner.values() for part in parts}
+    users = CacheUsers()
+    for key, module in trace.users.items():
+        if key in nested:
+            continue
+        users.modules.append(module)
+        if key in trace.stateful or any(part in trace.stateful for part in inner[key]):
+            users.stateful.append(module)
+    return users

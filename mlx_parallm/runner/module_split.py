@@ -1,0 +1,87 @@
+"""Runs chosen modules of a model group by group inside a packed forward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from mlx_parallm.runner.group_cache import CacheViews, is_packed_cache
+from mlx_parallm.runner.paged_cache import WindowMask
+from mlx_parallm.runner.row_groups import RowGroup, join_outputs
+
+
+class ModuleSplit:
+    """Gives modules a class that splits their calls while a step is in progress."""
+
+    def __init__(self, modules: Sequence[nn.Module]) -> None:
+        self._step: SplitStep | None = None
+        self._modules = [(module, type(module)) for module in modules]
+        for module, original in self._modules:
+            module.__class__ = self._splitting(original)
+
+    @contextmanager
+    def during(self, step: SplitStep) -> Iterator[None]:
+        """Split calls while the block runs."""
+        self._step = step
+        try:
+            yield
+        finally:
+            self._step = None
+
+    def remove(self) -> None:
+        """Give the modules their own classes back."""
+        for module, original in self._modules:
+            module.__class__ = original
+
+    def _splitting(self, original: Any) -> type:
+        def call(module: Any, *args: Any, **options: Any) -> Any:
+            run = partial(original.__call__, module)
+            if self._step is None:
+                return run(*args, **options)
+            return self._step.run(run, args, options)
+
+        return type(original.__name__, (original,), {"__call__": call})
+
+
+class SplitStep:
+    """One step's groups."""
+
+    def __init__(self, views: CacheViews, groups: Sequence[RowGroup], positions: mx.array) -> None:
+        self._views = views
+        self._groups = groups
+        self._positions = positions
+        self._num_rows = positions.shape[0]
+        for group in groups:
+            if group.is_fresh:
+                for store in views.stores:
+                    store.reset(group.slots[0])
+
+    def run(self, call: Callable[..., Any], args: Sequence[Any], options: dict[str, Any]) -> Any:
+        """Call a module once per group and put its outputs back into packed rows."""
+        outputs = []
+        for group in self._groups:
+            states: dict[int, Any] = {}
+            mine = [self._convert(value, group, states) for value in args]
+            named = {name: self._convert(value, group, states) for name, value in options.items()}
+            outputs.append(call(*mine, **named))
+            for state in states.values():
+                state.commit()
+        return join_outputs(self._groups, outputs)
+
+    def _convert(self, value: Any, group: RowGroup, states: dict[int, Any]) -> Any:
+        if value is self._positions:
+            return group.offset
+        if isinstance(value, mx.array):
+            return group.take(value, self._num_rows)
+        if isinstance(value, WindowMask):
+            return group.mask(value.window, as_array=value.as_array)
+        if is_packed_cache(value):
+            return self._views.grouped(value, group, states)
+        if isinstance(value, list | tuple):
+            return type(value)(self._convert(part, group, states) for part in value)
+        return value

@@ -1,0 +1,150 @@
+"""Chooses how a model's forward runs: the first path that gives what the stock model gives."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from mlx_parallm.attention.base import AttentionBackend
+from mlx_parallm.runner.cache_layout import (
+    CacheLayout,
+    KVLayout,
+    OpaqueLayout,
+    StateLayout,
+    leaves,
+)
+from mlx_parallm.runner.discovery import CacheUsers, find_cache_users
+from mlx_parallm.runner.group_cache import CacheViews
+from mlx_parallm.runner.kv_pools import KVPools
+from mlx_parallm.runner.paths.alone import AlonePath
+from mlx_parallm.runner.paths.base import ForwardPath
+from mlx_parallm.runner.paths.packed import PackedPath
+from mlx_parallm.runner.paths.sequential import SequentialPath
+from mlx_parallm.runner.paths.split import SplitPath
+from mlx_parallm.runner.row_selection import RowSelector, install_row_selection
+from mlx_parallm.runner.self_check import blocks_needed, check_path, stock_texts
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class PathAttempt:
+    """What came of trying a path: ``difference`` from the stock model, or the error met.
+
+    ``difference`` is the largest absolute one of a log-probability.
+    """
+
+    path: str
+    difference: float | None
+    error: str | None
+    exact: bool
+
+
+@dataclass(frozen=True, slots=True)
+class PathChoice:
+    """The path chosen, and every one tried on the way."""
+
+    path: ForwardPath
+    attempts: tuple[PathAttempt, ...]
+
+
+def choose_path(
+    model: Any,
+    layouts: tuple[CacheLayout, ...],
+    backend: AttentionBackend,
+    *,
+    vocab_size: int,
+    num_blocks: int,
+    block_size: int,
+    dtype: str,
+) -> PathChoice:
+    """Try paths from the fastest to the safest.
+
+    Each is checked against the stock model on random ragged prompts; ``AlonePath``, which is the
+    stock model, is taken when none agrees.
+    """
+    attempts: list[PathAttempt] = []
+    if not any(isinstance(one, OpaqueLayout) for one in leaves(layouts)):
+        window = largest_window(layouts)
+        texts = stock_texts(model, vocab_size, window)
+        blocks = max(num_blocks, blocks_needed(block_size, window))
+        shapes = [one.shape for one in leaves(layouts) if isinstance(one, KVLayout)]
+        pools = KVPools(backend, shapes, blocks)
+        candidates = _Candidates(model, layouts, pools, backend, vocab_size, block_size)
+        for name, make in candidates.in_order():
+            path = make()
+            difference, error, exact = check_path(path, texts, block_size, dtype)
+            attempts.append(PathAttempt(name, difference, error, exact))
+            logger.info("path %s: difference %s, error %s", name, difference, error)
+            if exact:
+                return PathChoice(path, tuple(attempts))
+            if isinstance(path, SplitPath):
+                path.close()
+    return PathChoice(AlonePath(model), tuple(attempts))
+
+
+def largest_window(layouts: tuple[CacheLayout, ...]) -> int | None:
+    """The longest sliding window of any layer."""
+    windows = [one.window for one in leaves(layouts) if isinstance(one, KVLayout)]
+    return max((window for window in windows if window is not None), default=None)
+
+
+class _Candidates:
+    """The paths that could suit a model."""
+
+    def __init__(
+        self,
+        model: Any,
+        layouts: tuple[CacheLayout, ...],
+        pools: KVPools,
+        backend: AttentionBackend,
+        vocab_size: int,
+        block_size: int,
+    ) -> None:
+        self._model = model
+        self._layouts = layouts
+        self._pools = pools
+        self._backend = backend
+        self._block_size = block_size
+        self._selector: RowSelector = install_row_selection(model, vocab_size)
+
+    def in_order(self) -> Iterator[tuple[str, Callable[[], ForwardPath]]]:
+        if self._layouts and all(isinstance(one, KVLayout) for one in self._layouts):
+            yield "packed", self._packed
+        users = find_cache_users(self._model)
+        if not any(module is self._model for module in users.modules):
+            yield from self._splits(users)
+        yield "sequential", self._sequential
+
+    def _splits(self, users: CacheUsers) -> Iterator[tuple[str, Callable[[], ForwardPath]]]:
+        has_kv = any(isinstance(one, KVLayout) for one in leaves(self._layouts))
+        has_state = any(isinstance(one, StateLayout) for one in leaves(self._layouts))
+        if has_kv and has_state:
+            yield "split (state)", lambda: self._split(users.stateful, batch_decode=True)
+        yield "split", lambda: self._split(users.modules, batch_decode=True)
+        yield "split (rows)", lambda: self._split(users.modules, batch_decode=False)
+
+    def _packed(self) -> ForwardPath:
+        return PackedPath(self._model, self._layouts, self._pools, self._backend, self._selector)
+
+    def _split(self, modules: list[Any], *, batch_decode: bool) -> ForwardPath:
+        return SplitPath(
+            self._model,
+            self._views(),
+            self._pools,
+            self._backend,
+            self._selector,
+            modules,
+            self._block_size,
+            batch_decode=batch_decode,
+        )
+
+    def _sequential(self) -> ForwardPath:
+        return SequentialPath(
+            self._model, self._views(), self._pools, self._backend, self._block_size
+        )
+
+    def _views(self) -> CacheViews:
+        return CacheViews(self._layouts, self._pools, self._backend)

@@ -1,0 +1,76 @@
+"""The whole model once per sequence, over the same pool and state slots."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+
+from mlx_parallm.attention.base import AttentionBackend
+from mlx_parallm.batch import ScheduledSequence
+from mlx_parallm.runner.group_cache import CacheViews
+from mlx_parallm.runner.kv_pools import KVPools
+from mlx_parallm.runner.paged_cache import PackedStep
+from mlx_parallm.runner.row_groups import make_groups
+
+
+class SequentialPath:
+    """For models that cannot take rows of several sequences. Implements ``ForwardPath``."""
+
+    name = "sequential"
+
+    def __init__(
+        self,
+        model: Any,
+        views: CacheViews,
+        pools: KVPools,
+        backend: AttentionBackend,
+        block_size: int,
+    ) -> None:
+        self._model = model
+        self._views = views
+        self._pools = pools
+        self._backend = backend
+        self._block_size = block_size
+
+    @property
+    def has_state(self) -> bool:
+        """Whether sequences keep anything besides their KV blocks."""
+        return bool(self._views.stores)
+
+    def logits(self, sequences: Sequence[ScheduledSequence], rows: Sequence[int]) -> mx.array:
+        """See ``ForwardPath.logits``."""
+        groups = make_groups(sequences, self._backend, self._block_size, batch_decode=False)
+        packed = self._views.packed(PackedStep(self._backend, sequences))
+        wanted = np.array(rows, dtype=np.int32)
+        parts = []
+        for group in groups:
+            if group.is_fresh:
+                for store in self._views.stores:
+                    store.reset(group.slots[0])
+            states: dict[int, Any] = {}
+            caches = [self._views.grouped(cache, group, states) for cache in packed]
+            logits = self._model(mx.array([group.sequences[0].token_ids]), cache=caches)
+            for state in states.values():
+                state.commit()
+            mine = wanted[(wanted >= group.rows[0]) & (wanted <= group.rows[-1])]
+            if len(mine):
+                parts.append(logits[0, mx.array(mine - np.int32(group.rows[0]))])
+        return mx.concatenate(parts, axis=0) if parts else mx.zeros((0, 0))
+
+    def arrays(self) -> list[mx.array]:
+        """See ``ForwardPath.arrays``."""
+        written = [array for store in self._views.stores for array in store.take_written()]
+        return self._pools.arrays() + written
+
+    def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """See ``ForwardPath.copy_blocks``."""
+        self._pools.copy_blocks(pairs)
+
+    def copy_state(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """See ``ForwardPath.copy_state``."""
+        for source, target in pairs:
+            for store in self._views.stores:
+                store.copy(source, target)
