@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from random import Random
 from typing import Any
 
@@ -313,6 +313,19 @@ def families() -> tuple[Family, ...]:
             ("Add a task: {0}", "Remind me to {0}.", "Put this on my list: {0}"),
         ),
     )  # fmt: skip
+
+
+def several_offers(rng: Random, family: Family) -> tuple[Offer, ...]:
+    """Offers of one tool whose first parameter is asked for with two to four values at once."""
+    plain = replace(family, parameters=family.parameters[:1], extra=())
+    first = family_offer(rng, plain)
+    name = next(iter(first.call.arguments))
+    values = list(dict.fromkeys(family.parameters[0].make(rng) for _ in range(rng.randint(2, 4))))
+    joined = ", ".join(values[:-1]) + rng.choice((" and ", ", and ")) + values[-1]
+    request = phrase(rng, family.requests, joined if len(values) > 1 else values[0])
+    return tuple(
+        Offer(first.tool, request, ToolCall(first.call.name, {name: value})) for value in values
+    )
 
 
 def family_offer(rng: Random, family: Family) -> Offer:

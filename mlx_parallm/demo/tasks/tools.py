@@ -7,11 +7,23 @@ from random import Random
 from typing import Any
 
 from mlx_parallm.demo.example import Example, Message, Tool, ToolCall, assistant, user
-from mlx_parallm.demo.tasks.tool_library import Offer, explicit_offer, families, family_offer
+from mlx_parallm.demo.tasks.tool_library import (
+    Offer,
+    explicit_offer,
+    families,
+    family_offer,
+    several_offers,
+)
 from mlx_parallm.demo.words import any_word, identifier
 
 _FAMILIES = families()
 _ARITHMETIC = ("Add two numbers", "Multiply two numbers", "Evaluate an arithmetic expression")
+_LISTED = (
+    "Get the current weather in a city",
+    "Get the current time in a city",
+    "Get the price of a stock",
+    "Get the capital of a country",
+)
 _TEXT_TOOLS = ("Get the capital of a country", "Search the web")
 NO_TOOL = "I have no tool for that."
 _CONDITIONS = ("sunny", "cloudy", "rainy", "windy", "foggy", "snowy", "stormy")
@@ -56,8 +68,27 @@ def no_tool(rng: Random) -> Example:
     )
 
 
+def _several_calls(rng: Random) -> Example:
+    """One tool called once for each of several values."""
+    listed = [family for family in _FAMILIES if family.about in _LISTED]
+    offers = several_offers(rng, rng.choice(listed))
+    others = [explicit_offer(rng).tool for _ in range(rng.choice((0, 0, 1, 2)))]
+    tools = [offers[0].tool, *others]
+    rng.shuffle(tools)
+    return Example(
+        task="tool_call",
+        key=f"{[offer.call for offer in offers]}",
+        messages=(user(offers[0].request),),
+        tools=tuple(tools),
+        calls=tuple(offer.call for offer in offers),
+        check="calls",
+    )
+
+
 def tool_call(rng: Random) -> Example:
-    """One call, sometimes two, of one to four tools on offer; sometimes after another exchange."""
+    """One call, sometimes more, of one to four tools on offer; sometimes after another exchange."""
+    if rng.random() < 0.08:
+        return _several_calls(rng)
     offers = _offers(rng, rng.choices((1, 2, 3, 4), (0.35, 0.35, 0.2, 0.1))[0])
     wanted = offers[: 2 if len(offers) > 1 and rng.random() < 0.12 else 1]
     history = _exchange(rng, offers[-1]) if len(offers) > len(wanted) and rng.random() < 0.2 else ()
