@@ -1,0 +1,39 @@
+"""The application: routes, middleware and error handlers around one engine."""
+
+from __future__ import annotations
+
+from fastapi import FastAPI
+from starlette.middleware.cors import CORSMiddleware
+
+from mlx_parallm import __version__
+from mlx_parallm.api.errors import install_error_handlers
+from mlx_parallm.api.middleware import AuthMiddleware, BodyLimitMiddleware, RequestIdMiddleware
+from mlx_parallm.api.routes import chat, completions, health, models, tokenize
+from mlx_parallm.config import ServerConfig
+from mlx_parallm.engine.interface import EngineClient
+
+
+def create_app(engine: EngineClient, config: ServerConfig) -> FastAPI:
+    """An application that serves an engine which is running already."""
+    app = FastAPI(title="mlx_parallm", version=__version__, docs_url=None, redoc_url=None)
+    app.state.engine = engine
+    app.state.config = config
+    for router in (chat.router, completions.router, models.router):
+        app.include_router(router, prefix="/v1")
+        app.include_router(router, include_in_schema=False)
+    for router in (tokenize.router, health.router):
+        app.include_router(router)
+    install_error_handlers(app)
+    # The last added runs first.
+    app.add_middleware(BodyLimitMiddleware, max_body_bytes=config.max_body_bytes)
+    app.add_middleware(AuthMiddleware, config=config)
+    if config.allowed_origins:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=list(config.allowed_origins),
+            allow_methods=list(config.allowed_methods),
+            allow_headers=list(config.allowed_headers),
+            allow_credentials=config.allow_credentials,
+        )
+    app.add_middleware(RequestIdMiddleware)
+    return app

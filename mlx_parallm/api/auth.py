@@ -1,0 +1,71 @@
+"""API keys: who may use the model routes, and who may change the server."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+from collections.abc import Iterable
+from urllib.parse import urlsplit
+
+from starlette.datastructures import Headers
+from starlette.requests import Request
+
+from mlx_parallm.config import ServerConfig
+from mlx_parallm.errors import AuthenticationError, PermissionDeniedError
+
+# Open without a key: health and metrics for supervisors, the documentation for people.
+OPEN_PATHS = frozenset({"/health", "/version", "/metrics", "/openapi.json", "/docs", "/"})
+OPEN_PREFIXES = ("/docs/",)
+
+
+class KeyRing:
+    """Compares keys in constant time, by digest."""
+
+    def __init__(self, keys: Iterable[str]) -> None:
+        self._digests = [hashlib.sha256(key.encode()).digest() for key in keys]
+
+    def __bool__(self) -> bool:
+        return bool(self._digests)
+
+    def accepts(self, key: str | None) -> bool:
+        """Whether the key is one of the ring's; every one is compared."""
+        digest = hashlib.sha256((key or "").encode()).digest()
+        matches = [hmac.compare_digest(digest, one) for one in self._digests]
+        return key is not None and any(matches)
+
+
+def key_of(headers: Headers) -> str | None:
+    """The key a request brings: ``Authorization: Bearer KEY`` or ``x-api-key: KEY``."""
+    scheme, _, key = headers.get("authorization", "").partition(" ")
+    if scheme.lower() == "bearer" and key.strip():
+        return key.strip()
+    return headers.get("x-api-key")
+
+
+def client_of(headers: Headers, config: ServerConfig) -> str:
+    """A short digest of the key, by which admission takes turns; empty where no key is needed."""
+    key = key_of(headers)
+    if not config.api_keys or key is None:
+        return ""
+    return hashlib.sha256(key.encode()).hexdigest()[:16]
+
+
+def is_open(path: str) -> bool:
+    """Whether a path needs no key."""
+    return path in OPEN_PATHS or path.startswith(OPEN_PREFIXES)
+
+
+def require_admin(request: Request) -> None:
+    """For routes that change the server; a dependency.
+
+    Raises:
+        AuthenticationError: no admin key, where one is set (the API key serves where none is).
+        PermissionDeniedError: a page of another origin sent the request.
+    """
+    config: ServerConfig = request.app.state.config
+    origin = request.headers.get("origin")
+    if origin is not None and urlsplit(origin).netloc != request.headers.get("host"):
+        raise PermissionDeniedError("Requests from other origins may not change the server.")
+    ring = KeyRing(config.admin_api_keys or config.api_keys)
+    if ring and not ring.accepts(key_of(request.headers)):
+        raise AuthenticationError("This route needs the admin key.")

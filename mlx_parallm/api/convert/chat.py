@@ -1,0 +1,144 @@
+"""Events of a chat request to ``chat.completion`` objects and chunks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from mlx_parallm.api.convert.answer import AnswerHead, Sample, Usage
+from mlx_parallm.api.convert.logprobs import TokenNames, chat_logprobs, prompt_logprobs
+from mlx_parallm.api.reasoning import ReasoningSplitter
+from mlx_parallm.api.schemas.chat import ChatRequest
+from mlx_parallm.outputs import PromptEvent, TokenEvent
+
+
+class ChatAnswer:
+    """Builds the answer to one chat request, whole or chunk by chunk."""
+
+    def __init__(
+        self,
+        body: ChatRequest,
+        head: AnswerHead,
+        names: TokenNames,
+        prompt_ids: tuple[int, ...],
+        splitters: list[ReasoningSplitter] | None,
+    ) -> None:
+        self._body = body
+        self._head = head
+        self._names = names
+        self._prompt_ids = prompt_ids
+        self._splitters = splitters
+        self._samples = [Sample() for _ in range(body.n)]
+        self._prompt: PromptEvent | None = None
+        self.usage = Usage(prompt_tokens=len(prompt_ids))
+
+    def add(self, event: PromptEvent | TokenEvent) -> None:
+        """Take in an event of the whole answer."""
+        self.usage.add(event)
+        if isinstance(event, PromptEvent):
+            self._prompt = event
+        else:
+            self._samples[event.index].add(event)
+
+    def whole(self) -> dict[str, Any]:
+        """The ``chat.completion`` object, once every event is in."""
+        choices = [self._choice(index, sample) for index, sample in enumerate(self._samples)]
+        answer = self._head.keys() | {
+            "choices": choices,
+            "usage": self.usage.body(),
+            "service_tier": "default",
+            "system_fingerprint": None,
+        }
+        if self._prompt is not None and self._prompt.prompt_logprobs is not None:
+            answer["prompt_logprobs"] = prompt_logprobs(self._prompt.prompt_logprobs, self._names)
+        if self._body.return_token_ids:
+            answer["prompt_token_ids"] = list(self._prompt_ids)
+        return answer
+
+    def opening(self) -> list[dict[str, Any]]:
+        """The first chunk of every choice."""
+        delta = {"role": "assistant", "content": ""}
+        chunks = [self._chunk(i, delta, None) for i in range(self._body.n)]
+        if self._body.return_token_ids and chunks:
+            chunks[0]["prompt_token_ids"] = list(self._prompt_ids)
+        return chunks
+
+    def chunks(self, event: PromptEvent | TokenEvent) -> list[dict[str, Any]]:
+        """What an event adds to a stream; often one chunk, sometimes none."""
+        self.usage.add(event)
+        if isinstance(event, PromptEvent):
+            return []
+        chunks = []
+        delta = self._delta(event)
+        if delta or event.logprobs or (self._body.return_token_ids and event.token_ids):
+            chunks.append(self._chunk(event.index, delta, event))
+        if event.finish_reason is not None:
+            last = self._chunk(event.index, {}, None)
+            last["choices"][0]["finish_reason"] = str(event.finish_reason)
+            last["choices"][0]["stop_reason"] = event.stop_reason
+            chunks.append(last)
+        return chunks
+
+    def closing(self) -> list[dict[str, Any]]:
+        """What follows the last choice: usage, if asked for."""
+        options = self._body.stream_options
+        if options is None or not options.include_usage:
+            return []
+        return [self._head.keys() | {"choices": [], "usage": self.usage.body()}]
+
+    def _choice(self, index: int, sample: Sample) -> dict[str, Any]:
+        reasoning, content = None, sample.text
+        if self._splitters is not None:
+            splitter = self._splitters[index]
+            parts = [splitter.add(sample.text), splitter.flush()]
+            reasoning = "".join(part[0] for part in parts) or None
+            content = "".join(part[1] for part in parts)
+            if reasoning is not None:
+                share = len(reasoning) / max(1, len(sample.text))
+                self.usage.reasoning_tokens += round(share * len(sample.token_ids))
+        message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
+        if reasoning is not None:
+            message |= {"reasoning": reasoning, "reasoning_content": reasoning}
+        choice: dict[str, Any] = {
+            "index": index,
+            "message": message,
+            "logprobs": chat_logprobs(sample.logprobs, self._names)
+            if self._body.logprobs
+            else None,
+            "finish_reason": sample.finish_reason,
+            "stop_reason": sample.stop_reason,
+        }
+        if self._body.return_token_ids:
+            choice["token_ids"] = sample.token_ids
+        return choice
+
+    def _delta(self, event: TokenEvent) -> dict[str, Any]:
+        reasoning, content = "", event.text
+        if self._splitters is not None:
+            splitter = self._splitters[event.index]
+            reasoning, content = splitter.add(event.text)
+            if splitter.is_reasoning:
+                self.usage.reasoning_tokens += len(event.token_ids)
+            if event.finish_reason is not None:
+                late = splitter.flush()
+                reasoning, content = reasoning + late[0], content + late[1]
+        delta: dict[str, Any] = {"content": content} if content else {}
+        if reasoning:
+            delta |= {"reasoning": reasoning, "reasoning_content": reasoning}
+        return delta
+
+    def _chunk(self, index: int, delta: dict[str, Any], event: TokenEvent | None) -> dict[str, Any]:
+        choice: dict[str, Any] = {
+            "index": index,
+            "delta": delta,
+            "logprobs": None,
+            "finish_reason": None,
+        }
+        if event is not None and self._body.logprobs and event.logprobs:
+            choice["logprobs"] = chat_logprobs(event.logprobs, self._names)
+        if event is not None and self._body.return_token_ids:
+            choice["token_ids"] = list(event.token_ids)
+        chunk = self._head.keys() | {"choices": [choice]}
+        options = self._body.stream_options
+        if options is not None and options.continuous_usage_stats:
+            chunk["usage"] = self.usage.body()
+        return chunk

@@ -1,0 +1,105 @@
+"""Events of a completion request to ``text_completion`` objects and chunks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from mlx_parallm.api.convert.answer import AnswerHead, Sample, Usage
+from mlx_parallm.api.convert.logprobs import CompletionLogprobs, TokenNames, prompt_logprobs
+from mlx_parallm.api.schemas.completions import CompletionRequest
+from mlx_parallm.outputs import PromptEvent, TokenEvent
+
+
+class CompletionAnswer:
+    """Builds the answer to one completion request of several prompts, prompt-major."""
+
+    def __init__(
+        self,
+        body: CompletionRequest,
+        head: AnswerHead,
+        names: TokenNames,
+        prompts: Sequence[tuple[str, tuple[int, ...]]],
+    ) -> None:
+        self._body = body
+        self._head = head
+        self._names = names
+        self._prompts = prompts
+        self._samples = [Sample() for _ in range(len(prompts) * body.n)]
+        self._offsets = [CompletionLogprobs(names) for _ in self._samples]
+        self._echoed: set[int] = set()
+        self._prompt_events: dict[int, PromptEvent] = {}
+        self.usage = Usage(prompt_tokens=sum(len(ids) for _, ids in prompts))
+
+    def add(self, prompt: int, event: PromptEvent | TokenEvent) -> None:
+        """Take in an event of the whole answer; ``prompt`` says of which prompt."""
+        self.usage.add(event)
+        if isinstance(event, PromptEvent):
+            self._prompt_events[prompt] = event
+        else:
+            self._samples[prompt * self._body.n + event.index].add(event)
+
+    def whole(self) -> dict[str, Any]:
+        """The ``text_completion`` object, once every event is in."""
+        return self._head.keys() | {
+            "choices": [self._choice(i, sample) for i, sample in enumerate(self._samples)],
+            "usage": self.usage.body(),
+            "system_fingerprint": None,
+        }
+
+    def chunks(self, prompt: int, event: PromptEvent | TokenEvent) -> list[dict[str, Any]]:
+        """What an event adds to a stream."""
+        self.usage.add(event)
+        if isinstance(event, PromptEvent):
+            self._prompt_events[prompt] = event
+            return []
+        sample = Sample()
+        sample.add(event)
+        index = prompt * self._body.n + event.index
+        echo = self._body.echo and index not in self._echoed
+        self._echoed.add(index)
+        wanted = self._body.logprobs is not None or self._body.return_token_ids
+        if not (sample.text or sample.finish_reason or echo or (wanted and sample.token_ids)):
+            return []
+        chunk = self._head.keys() | {"choices": [self._choice(index, sample, echo=echo)]}
+        options = self._body.stream_options
+        if options is not None and options.continuous_usage_stats:
+            chunk["usage"] = self.usage.body()
+        return [chunk]
+
+    def closing(self) -> list[dict[str, Any]]:
+        """What follows the last choice: usage, if asked for."""
+        options = self._body.stream_options
+        if options is None or not options.include_usage:
+            return []
+        return [self._head.keys() | {"choices": [], "usage": self.usage.body()}]
+
+    def _choice(self, index: int, sample: Sample, *, echo: bool | None = None) -> dict[str, Any]:
+        prompt = index // self._body.n
+        text, prompt_ids = self._prompts[prompt]
+        echo = self._body.echo if echo is None else echo
+        choice: dict[str, Any] = {
+            "index": index,
+            "text": text + sample.text if echo else sample.text,
+            "logprobs": self._logprobs(index, sample, echo=echo),
+            "finish_reason": sample.finish_reason,
+            "stop_reason": sample.stop_reason,
+        }
+        event = self._prompt_events.get(prompt)
+        asked = self._body.prompt_logprobs is not None
+        if asked and event is not None and event.prompt_logprobs is not None:
+            choice["prompt_logprobs"] = prompt_logprobs(event.prompt_logprobs, self._names)
+        if self._body.return_token_ids:
+            choice |= {"token_ids": sample.token_ids, "prompt_token_ids": list(prompt_ids)}
+        return choice
+
+    def _logprobs(self, index: int, sample: Sample, *, echo: bool) -> dict[str, Any] | None:
+        if self._body.logprobs is None:
+            return None
+        event = self._prompt_events.get(index // self._body.n)
+        prompt_ids = self._prompts[index // self._body.n][1]
+        before = ()
+        if echo and event is not None and event.prompt_logprobs is not None:
+            before = tuple(zip(prompt_ids, event.prompt_logprobs, strict=True))
+        after = tuple((entry.token_id, entry) for entry in sample.logprobs)
+        return self._offsets[index].take((*before, *after))

@@ -1,0 +1,93 @@
+"""Log-probabilities in OpenAI's and vLLM's shapes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from mlx_parallm.batch import TokenLogprob
+from mlx_parallm.engine.interface import Tokenizer
+
+# JSON has no minus infinity; OpenAI and vLLM write this.
+LOWEST = -9999.0
+
+
+class TokenNames:
+    """How tokens are written: as text, or as ``token_id:N`` when asked for."""
+
+    def __init__(self, tokenizer: Tokenizer, *, as_ids: bool) -> None:
+        self._tokenizer = tokenizer
+        self._as_ids = as_ids
+
+    def name(self, token_id: int) -> str:
+        """The token's text or id."""
+        return f"token_id:{token_id}" if self._as_ids else self._tokenizer.token_string(token_id)
+
+    def entry(self, token_id: int, logprob: float) -> dict[str, Any]:
+        """One token of a chat's log-probabilities."""
+        return {
+            "token": self.name(token_id),
+            "logprob": max(logprob, LOWEST),
+            "bytes": list(self._tokenizer.token_bytes(token_id)),
+        }
+
+
+def chat_logprobs(entries: Iterable[TokenLogprob], names: TokenNames) -> dict[str, Any]:
+    """``choice.logprobs`` of a chat completion."""
+    content = [
+        names.entry(one.token_id, one.logprob)
+        | {"top_logprobs": [names.entry(token_id, value) for token_id, value in one.top]}
+        for one in entries
+    ]
+    return {"content": content, "refusal": None}
+
+
+class CompletionLogprobs:
+    """``choice.logprobs`` of a completion, whose offsets count the characters so far."""
+
+    def __init__(self, names: TokenNames) -> None:
+        self._names = names
+        self._offset = 0
+
+    def take(self, entries: Sequence[tuple[int, TokenLogprob | None]]) -> dict[str, Any]:
+        """The next tokens, ``(id, log-probability)``; None for a prompt's first token."""
+        result: dict[str, Any] = {
+            "tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": [],
+        }  # fmt: skip
+        for token_id, entry in entries:
+            name = self._names.name(token_id)
+            result["tokens"].append(name)
+            result["text_offset"].append(self._offset)
+            self._offset += len(name)
+            if entry is None:
+                result["token_logprobs"].append(None)
+                result["top_logprobs"].append(None)
+                continue
+            top = {self._names.name(i): max(value, LOWEST) for i, value in entry.top}
+            result["token_logprobs"].append(max(entry.logprob, LOWEST))
+            result["top_logprobs"].append(top | {name: max(entry.logprob, LOWEST)})
+        return result
+
+
+def prompt_logprobs(
+    entries: Sequence[TokenLogprob | None], names: TokenNames
+) -> list[dict[str, Any] | None]:
+    """VLLM's shape: by token id, the prompt's own token first; None for the first position."""
+    result: list[dict[str, Any] | None] = []
+    for entry in entries:
+        if entry is None:
+            result.append(None)
+            continue
+        pairs = [(entry.token_id, entry.logprob), *entry.top]
+        ranks = {token_id: rank for rank, (token_id, _) in enumerate(entry.top, start=1)}
+        result.append(
+            {
+                str(token_id): {
+                    "logprob": max(value, LOWEST),
+                    "rank": ranks.get(token_id),
+                    "decoded_token": names.name(token_id),
+                }
+                for token_id, value in pairs
+            }
+        )
+    return result

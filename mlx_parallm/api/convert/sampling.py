@@ -1,0 +1,49 @@
+"""From a request body to sampling parameters."""
+
+from __future__ import annotations
+
+from mlx_parallm.api.schemas.common import GenerationRequest
+from mlx_parallm.errors import InvalidRequestError
+from mlx_parallm.request import SamplingParams
+
+
+def sampling_params(
+    body: GenerationRequest,
+    *,
+    max_tokens: int | None,
+    logprobs: int | None,
+    prompt_logprobs: int | None,
+    max_logprobs: int,
+) -> SamplingParams:
+    """The engine's parameters of a body.
+
+    Raises:
+        InvalidRequestError: a value is out of range, or more log-probabilities are asked for than
+            the server allows.
+    """
+    for name, asked in (("logprobs", logprobs), ("prompt_logprobs", prompt_logprobs)):
+        if asked is not None and asked > max_logprobs:
+            name = "top_logprobs" if name == "logprobs" and hasattr(body, "top_logprobs") else name
+            raise InvalidRequestError(f"{name} is at most {max_logprobs} here.", param=name)
+    return SamplingParams(
+        n=body.n,
+        temperature=body.temperature,
+        top_p=body.top_p,
+        top_k=body.top_k,
+        min_p=body.min_p,
+        presence_penalty=body.presence_penalty,
+        frequency_penalty=body.frequency_penalty,
+        repetition_penalty=body.repetition_penalty,
+        logit_bias=body.biases(),
+        allowed_token_ids=None if body.allowed_token_ids is None else tuple(body.allowed_token_ids),
+        seed=body.seed,
+        max_tokens=max_tokens,
+        min_tokens=body.min_tokens,
+        stop=body.stops(),
+        stop_token_ids=tuple(body.stop_token_ids),
+        ignore_eos=body.ignore_eos,
+        include_stop_str_in_output=body.include_stop_str_in_output,
+        skip_special_tokens=body.skip_special_tokens,
+        logprobs=logprobs,
+        prompt_logprobs=prompt_logprobs,
+    )

@@ -1,0 +1,138 @@
+"""The one table from this project's errors to HTTP, and OpenAI's error object."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from starlette.exceptions import HTTPException
+
+from mlx_parallm import errors
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Status:
+    """How an error class is answered. The OpenAI SDK retries 408, 409, 429 and 5xx."""
+
+    http: int
+    type: str
+    code: str | None = None
+
+
+STATUS: Mapping[type[errors.ParallmError], Status] = {
+    errors.InvalidRequestError: Status(400, "invalid_request_error"),
+    errors.ModelNotFoundError: Status(404, "invalid_request_error", "model_not_found"),
+    errors.AuthenticationError: Status(401, "authentication_error", "invalid_api_key"),
+    errors.PermissionDeniedError: Status(403, "permission_error"),
+    errors.RequestTooLargeError: Status(413, "invalid_request_error", "request_too_large"),
+    errors.OverloadedError: Status(429, "rate_limit_error", "rate_limit_exceeded"),
+    errors.ShuttingDownError: Status(503, "server_error", "shutting_down"),
+    errors.EngineDeadError: Status(503, "server_error", "engine_dead"),
+    errors.RequestAbortedError: Status(503, "server_error", "request_aborted"),
+    errors.StepError: Status(500, "server_error"),
+    errors.ParallmError: Status(500, "server_error"),
+}
+
+HTTP_TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
+# Bounds on how much of a bad body is echoed: a short request must not make a long answer.
+MAX_PROBLEMS = 5
+MAX_PROBLEM_CHARS = 200
+
+
+def status_of(error: errors.ParallmError) -> Status:
+    """The status of the nearest class in the table."""
+    return next(STATUS[cls] for cls in type(error).__mro__ if cls in STATUS)
+
+
+def error_body(
+    message: str, type_: str, *, param: str | None = None, code: str | None = None
+) -> dict[str, Any]:
+    """OpenAI's error object; all four keys are always there."""
+    return {"error": {"message": message, "type": type_, "param": param, "code": code}}
+
+
+def body_of(error: errors.ParallmError) -> dict[str, Any]:
+    """The error object of one of this project's errors."""
+    status = status_of(error)
+    param = getattr(error, "param", None)
+    code = getattr(error, "code", None) or status.code
+    return error_body(str(error), status.type, param=param, code=code)
+
+
+def response_of(error: errors.ParallmError) -> JSONResponse:
+    """The HTTP answer to one of this project's errors."""
+    status = status_of(error)
+    headers: dict[str, str] = {}
+    if isinstance(error, errors.OverloadedError):
+        headers["retry-after"] = str(max(1, round(error.retry_after_s)))
+    if status.http == 500:
+        # The same request would fail again.
+        headers["x-should-retry"] = "false"
+    if isinstance(error, errors.AuthenticationError):
+        headers["www-authenticate"] = "Bearer"
+    return JSONResponse(body_of(error), status.http, headers)
+
+
+def install_error_handlers(app: FastAPI) -> None:
+    """Answer every error in OpenAI's form."""
+    app.add_exception_handler(errors.ParallmError, _on_parallm_error)  # type: ignore[arg-type]
+    app.add_exception_handler(RequestValidationError, _on_validation)  # type: ignore[arg-type]
+    app.add_exception_handler(HTTPException, _on_http)  # type: ignore[arg-type]
+    app.add_exception_handler(Exception, _on_bug)
+
+
+async def _on_parallm_error(_: Request, error: errors.ParallmError) -> JSONResponse:
+    return response_of(error)
+
+
+async def _on_validation(_: Request, error: RequestValidationError) -> JSONResponse:
+    problems = error.errors()
+    return JSONResponse(
+        error_body(
+            describe(problems),
+            "invalid_request_error",
+            param=param_of(problems[0]["loc"]) if problems else None,
+            code="invalid_json" if problems and problems[0]["type"] == "json_invalid" else None,
+        ),
+        400,
+    )
+
+
+async def _on_http(request: Request, error: HTTPException) -> JSONResponse:
+    message = str(error.detail)
+    if error.status_code in (404, 405):
+        message = f"{request.method} {request.url.path} is not served here."
+    type_ = HTTP_TYPES.get(error.status_code, "invalid_request_error")
+    body = error_body(message[:MAX_PROBLEM_CHARS], type_)
+    return JSONResponse(body, error.status_code, dict(error.headers or {}))
+
+
+async def _on_bug(request: Request, error: Exception) -> JSONResponse:
+    logger.error("%s %s failed", request.method, request.url.path, exc_info=error)
+    body = error_body("The server failed; its log says why.", "server_error")
+    return JSONResponse(body, 500, {"x-should-retry": "false"})
+
+
+def describe(problems: Sequence[Mapping[str, Any]]) -> str:
+    """A bounded sentence per problem of a body."""
+    lines = []
+    for problem in problems[:MAX_PROBLEMS]:
+        where = ".".join(str(part) for part in problem["loc"] if part != "body")
+        text = f"{where}: {problem['msg']}" if where else str(problem["msg"])
+        lines.append(text[:MAX_PROBLEM_CHARS])
+    if len(problems) > MAX_PROBLEMS:
+        lines.append(f"and {len(problems) - MAX_PROBLEMS} more")
+    return "; ".join(lines)
+
+
+def param_of(location: Sequence[int | str]) -> str | None:
+    """The top-level field a problem is in."""
+    names = [part for part in location if part != "body"]
+    return str(names[0]) if names and isinstance(names[0], str) else None

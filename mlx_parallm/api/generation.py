@@ -1,0 +1,125 @@
+"""From admitted requests to one stream of events, and their end when the client goes away."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Coroutine, Sequence
+from typing import Any, TypeVar
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from mlx_parallm.api.sse import wait_for_disconnect
+from mlx_parallm.engine.interface import EngineClient, RequestHandle
+from mlx_parallm.outputs import ErrorEvent, GenerateEvent, PromptEvent, TokenEvent
+from mlx_parallm.request import GenerateRequest
+
+T = TypeVar("T")
+Numbered = tuple[int, PromptEvent | TokenEvent]
+# Nobody reads it: the client has closed the connection (nginx's code).
+CLIENT_CLOSED = 499
+
+
+class Generation:
+    """The engine's requests behind one HTTP request: one per prompt."""
+
+    def __init__(self, engine: EngineClient, handles: Sequence[RequestHandle]) -> None:
+        self._engine = engine
+        self._handles = handles
+        self._queue: asyncio.Queue[tuple[int, GenerateEvent | None]] = asyncio.Queue()
+        self._first: asyncio.Task[Numbered | None] | None = None
+        self._iterator = self._single() if len(handles) == 1 else self._merged()
+
+    @classmethod
+    async def start(cls, engine: EngineClient, requests: Sequence[GenerateRequest]) -> Generation:
+        """Admit every request, or none.
+
+        Raises:
+            ParallmError: what refused one of them.
+        """
+        handles: list[RequestHandle] = []
+        try:
+            for request in requests:
+                handles.append(await engine.submit(request))
+        except BaseException:
+            for handle in handles:
+                await engine.abort(handle.request_id)
+            raise
+        return cls(engine, handles)
+
+    async def abort(self) -> None:
+        """End what still runs; after the end it does nothing."""
+        if self._first is not None:
+            self._first.cancel()
+        for handle in self._handles:
+            await self._engine.abort(handle.request_id)
+
+    async def wait_for_first(self, timeout_s: float) -> None:
+        """Wait for the first event, so that an error before it is still a plain HTTP answer.
+
+        Raises:
+            ParallmError: the request failed before anything was generated.
+        """
+        self._first = asyncio.ensure_future(anext(self._iterator, None))
+        done, _ = await asyncio.wait([self._first], timeout=timeout_s or None)
+        if done and self._first.exception() is not None:
+            self._first.result()
+
+    async def events(self) -> AsyncIterator[Numbered]:
+        """Every event with the number of its prompt.
+
+        Raises:
+            ParallmError: a request failed.
+        """
+        if self._first is not None:
+            first = await self._first
+            if first is None:
+                return
+            yield first
+        async for event in self._iterator:
+            yield event
+
+    async def _single(self) -> AsyncIterator[Numbered]:
+        async for event in self._handles[0].events:
+            if isinstance(event, ErrorEvent):
+                raise event.error
+            yield 0, event
+
+    async def _merged(self) -> AsyncIterator[Numbered]:
+        pumps = [
+            asyncio.ensure_future(self._pump(number, handle))
+            for number, handle in enumerate(self._handles)
+        ]
+        try:
+            left = len(pumps)
+            while left:
+                number, event = await self._queue.get()
+                if event is None:
+                    left -= 1
+                elif isinstance(event, ErrorEvent):
+                    raise event.error
+                else:
+                    yield number, event
+        finally:
+            for pump in pumps:
+                pump.cancel()
+
+    async def _pump(self, number: int, handle: RequestHandle) -> None:
+        async for event in handle.events:
+            self._queue.put_nowait((number, event))
+        self._queue.put_nowait((number, None))
+
+
+async def unless_disconnected(request: Request, work: Coroutine[Any, Any, T]) -> T | Response:
+    """The result of ``work``, which is cancelled if the client closes the connection first."""
+    task = asyncio.ensure_future(work)
+    gone = asyncio.ensure_future(wait_for_disconnect(request.receive))
+    try:
+        await asyncio.wait([task, gone], return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            return task.result()
+        return Response(status_code=CLIENT_CLOSED)
+    finally:
+        for one in (task, gone):
+            one.cancel()
+        await asyncio.gather(task, gone, return_exceptions=True)

@@ -1,0 +1,115 @@
+"""What happens to every request before its route: id, key, size. Plain ASGI.
+
+Starlette's BaseHTTPMiddleware hides disconnects from the routes, so it is not used.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+import uuid
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from mlx_parallm.api.auth import KeyRing, is_open, key_of
+from mlx_parallm.api.errors import response_of
+from mlx_parallm.config import ServerConfig
+from mlx_parallm.errors import AuthenticationError, ParallmError, RequestTooLargeError
+
+logger = logging.getLogger(__name__)
+
+MAX_ID_CHARS = 128
+
+
+class RequestIdMiddleware:
+    """Gives every answer an ``x-request-id``: the client's own if it is sane, else a new one."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """See ASGI."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        request_id = sane_id(Headers(scope=scope).get("x-request-id")) or uuid.uuid4().hex
+        scope.setdefault("state", {})["request_id"] = request_id
+        started_s = time.monotonic()
+
+        async def send_with_id(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                MutableHeaders(scope=message)["x-request-id"] = request_id
+                logger.debug(
+                    "%s %s %d after %.3f s",
+                    scope["method"],
+                    scope["path"],
+                    message["status"],
+                    time.monotonic() - started_s,
+                    extra={"request_id": request_id},
+                )
+            await send(message)
+
+        await self._app(scope, receive, send_with_id)
+
+
+class AuthMiddleware:
+    """Refuses requests without a valid key, where keys are set."""
+
+    def __init__(self, app: ASGIApp, config: ServerConfig) -> None:
+        self._app = app
+        self._keys = KeyRing((*config.api_keys, *config.admin_api_keys) if config.api_keys else ())
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """See ASGI."""
+        if scope["type"] == "http" and self._keys and not is_open(scope["path"]):
+            if scope["method"] != "OPTIONS" and not self._keys.accepts(
+                key_of(Headers(scope=scope))
+            ):
+                error = AuthenticationError("Incorrect API key provided.", code="invalid_api_key")
+                await response_of(error)(scope, receive, send)
+                return
+        await self._app(scope, receive, send)
+
+
+class BodyLimitMiddleware:
+    """Refuses bodies over the limit, by their header or as they arrive."""
+
+    def __init__(self, app: ASGIApp, max_body_bytes: int) -> None:
+        self._app = app
+        self._limit = max_body_bytes
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """See ASGI."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        error = RequestTooLargeError(f"The body is larger than {self._limit} bytes.")
+        length = Headers(scope=scope).get("content-length", "0")
+        if length.isdigit() and int(length) > self._limit:
+            await response_of(error)(scope, receive, send)
+            return
+        received = 0
+
+        async def counted() -> Message:
+            nonlocal received
+            message = await receive()
+            if message["type"] == "http.request":
+                received += len(message.get("body", b""))
+                if received > self._limit:
+                    raise error
+            return message
+
+        try:
+            await self._app(scope, counted, send)
+        except ParallmError as refusal:
+            if refusal is not error:
+                raise
+            await response_of(error)(scope, receive, send)
+
+
+def sane_id(value: str | None) -> str | None:
+    """A client's request id, if it is short and printable ASCII."""
+    if value and len(value) <= MAX_ID_CHARS and value.isascii() and value.isprintable():
+        return value
+    return None

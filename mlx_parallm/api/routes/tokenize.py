@@ -1,0 +1,60 @@
+"""``POST /tokenize`` and ``POST /detokenize``, in vLLM's shape."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from fastapi import APIRouter
+
+from mlx_parallm.api.dependencies import EngineDep
+from mlx_parallm.api.schemas.chat import ChatRequest
+from mlx_parallm.api.schemas.tokenize import DetokenizeRequest, TokenizeRequest
+from mlx_parallm.engine.interface import EngineClient, ServedModel, Tokenizer
+from mlx_parallm.errors import InvalidRequestError
+
+router = APIRouter()
+
+
+@router.post("/tokenize")
+async def tokenize(body: TokenizeRequest, engine: EngineDep) -> dict[str, Any]:
+    """A text's or a conversation's tokens."""
+    model = _model(engine, body.model)
+    ids = await asyncio.to_thread(_encode, body, model.tokenizer)
+    strings = [model.tokenizer.token_string(i) for i in ids] if body.return_token_strs else None
+    return {
+        "count": len(ids),
+        "max_model_len": model.info.max_model_len,
+        "tokens": ids,
+        "token_strs": strings,
+    }
+
+
+@router.post("/detokenize")
+async def detokenize(body: DetokenizeRequest, engine: EngineDep) -> dict[str, Any]:
+    """The text of tokens, special ones included."""
+    tokenizer = _model(engine, body.model).tokenizer
+    if any(not 0 <= token_id < tokenizer.vocab_size for token_id in body.tokens):
+        raise InvalidRequestError("tokens has an id outside the vocabulary.", param="tokens")
+    return {"prompt": tokenizer.decode(body.tokens, skip_special_tokens=False)}
+
+
+def _model(engine: EngineClient, name: str | None) -> ServedModel:
+    return engine.models()[0] if name is None else engine.get_model(name)
+
+
+def _encode(body: TokenizeRequest, tokenizer: Tokenizer) -> list[int]:
+    if body.messages is None:
+        if body.prompt is None:
+            raise InvalidRequestError("prompt or messages is needed.", param="prompt")
+        return tokenizer.encode(
+            body.prompt, add_special_tokens=body.add_special_tokens is not False
+        )
+    turns = ChatRequest(model="", messages=body.messages).turns()
+    return tokenizer.encode_chat(
+        turns,
+        add_generation_prompt=body.add_generation_prompt and not body.continue_final_message,
+        continue_final_message=body.continue_final_message,
+        chat_template=body.chat_template,
+        template_kwargs=body.chat_template_kwargs,
+    )

@@ -1,0 +1,121 @@
+"""The body of ``POST /v1/chat/completions``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictInt, StrictStr
+
+from mlx_parallm.api.schemas.common import GenerationRequest
+from mlx_parallm.errors import InvalidRequestError
+
+ROLES = ("developer", "system", "user", "assistant", "tool", "function")
+
+
+class ChatMessage(BaseModel):
+    """One turn; other keys (``tool_calls``, ``tool_call_id``, ``name``) go to the template."""
+
+    model_config = ConfigDict(extra="allow")
+
+    role: StrictStr
+    content: StrictStr | list[dict[str, Any]] | None = None
+
+
+class ChatRequest(GenerationRequest):
+    """A conversation to be continued by the assistant."""
+
+    messages: list[ChatMessage] = Field(min_length=1)
+    max_completion_tokens: StrictInt | None = Field(None, ge=0)
+    max_tokens: StrictInt | None = Field(None, ge=0, description="Superseded by the above.")
+    logprobs: StrictBool = False
+    top_logprobs: StrictInt | None = Field(None, ge=0)
+    reasoning_effort: StrictStr | None = Field(None, description="Handed to the template.")
+    chat_template: StrictStr | None = None
+    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+    add_generation_prompt: StrictBool = True
+    continue_final_message: StrictBool = False
+    tools: list[Any] | None = Field(None, description="Not served yet: must be empty.")
+    tool_choice: Any = Field(None, description='Not served yet: only "none".')
+    response_format: dict[str, Any] | None = Field(None, description='Only {"type": "text"}.')
+
+    def check_supported(self) -> None:
+        """Refuse what this server does not honour yet, by name.
+
+        Raises:
+            InvalidRequestError: tools, a structured response format, or audio.
+        """
+        code = "unsupported_parameter"
+        if self.tools:
+            raise InvalidRequestError("tools are not supported.", param="tools", code=code)
+        if self.tool_choice not in (None, "none", "auto"):
+            raise InvalidRequestError("tools are not supported.", param="tool_choice", code=code)
+        if self.response_format and self.response_format.get("type") != "text":
+            raise InvalidRequestError(
+                'response_format other than {"type": "text"} is not supported.',
+                param="response_format",
+                code=code,
+            )
+        for name in (
+            "audio",
+            "functions",
+            "function_call",
+            "structured_outputs",
+            "guided_json",
+            "guided_regex",
+            "guided_choice",
+            "guided_grammar",
+            "use_beam_search",
+        ):
+            self.refuse(name, f"{name} is not supported.")
+        if "audio" in ((self.model_extra or {}).get("modalities") or ()):
+            raise InvalidRequestError("audio is not supported.", param="modalities", code=code)
+
+    def top(self) -> int | None:
+        """How many alternatives per token; None when no log-probabilities are wanted.
+
+        Raises:
+            InvalidRequestError: ``top_logprobs`` without ``logprobs``.
+        """
+        if self.top_logprobs is not None and not self.logprobs:
+            raise InvalidRequestError(
+                "top_logprobs needs logprobs to be true.", param="top_logprobs"
+            )
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+    def turns(self) -> list[dict[str, Any]]:
+        """The messages as the template takes them: text content, "developer" as "system".
+
+        Raises:
+            InvalidRequestError: an unknown role, or content that is no text.
+        """
+        return [_turn(message, number) for number, message in enumerate(self.messages)]
+
+
+def _turn(message: ChatMessage, number: int) -> dict[str, Any]:
+    if message.role not in ROLES:
+        raise InvalidRequestError(
+            f"messages[{number}].role {message.role[:32]!r} is not one of {', '.join(ROLES)}.",
+            param="messages",
+        )
+    turn: dict[str, Any] = dict(message.model_extra or {})
+    turn["role"] = "system" if message.role == "developer" else message.role
+    turn["content"] = _text(message.content, number)
+    if message.content is None and message.role != "assistant":
+        raise InvalidRequestError(f"messages[{number}].content is missing.", param="messages")
+    return turn
+
+
+def _text(content: str | list[dict[str, Any]] | None, number: int) -> str:
+    if content is None or isinstance(content, str):
+        return content or ""
+    texts = []
+    for part in content:
+        if part.get("type") not in ("text", "refusal") or not isinstance(
+            part.get(part["type"]), str
+        ):
+            raise InvalidRequestError(
+                f"messages[{number}].content: only parts of type text are supported.",
+                param="messages",
+            )
+        texts.append(part[part["type"]])
+    return "".join(texts)

@@ -1,0 +1,143 @@
+"""What chat and completion requests share. ``null`` means absent everywhere."""
+
+from __future__ import annotations
+
+import logging
+from typing import Annotated, Any, Self
+
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    StrictBool,
+    StrictInt,
+    StrictStr,
+    model_validator,
+)
+
+from mlx_parallm.errors import InvalidRequestError
+from mlx_parallm.request import MAX_CHOICES
+
+logger = logging.getLogger(__name__)
+
+MAX_STOPS = 64
+INT64 = 2**63
+
+
+def _number(value: Any) -> Any:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise ValueError("must be a number")  # noqa: TRY004 - pydantic wants ValueError
+    return value
+
+
+Number = Annotated[float, BeforeValidator(_number), Field(allow_inf_nan=False)]
+
+
+class StreamOptions(BaseModel):
+    """Options of a stream."""
+
+    model_config = ConfigDict(extra="ignore")
+    include_usage: StrictBool = False
+    continuous_usage_stats: StrictBool = False
+
+
+class GenerationRequest(BaseModel):
+    """Sampling parameters and extras of both generation routes; names are OpenAI's and vLLM's."""
+
+    model_config = ConfigDict(extra="allow", protected_namespaces=())
+
+    model: StrictStr = Field(description="A served model's name.")
+    stream: StrictBool = Field(False, description="Answer by server-sent events.")
+    stream_options: StreamOptions | None = None
+    n: StrictInt = Field(1, ge=1, le=MAX_CHOICES, description="Samples per prompt.")
+    temperature: Number = Field(1.0, ge=0, le=2, description="0 is greedy.")
+    top_p: Number = Field(1.0, gt=0, le=1)
+    top_k: StrictInt = Field(0, ge=-1, description="0 and -1 keep all tokens.")
+    min_p: Number = Field(0.0, ge=0, le=1)
+    presence_penalty: Number = Field(0.0, ge=-2, le=2)
+    frequency_penalty: Number = Field(0.0, ge=-2, le=2)
+    repetition_penalty: Number = Field(1.0, gt=0, le=100)
+    logit_bias: dict[str, Number] | None = Field(None, description="Bias by token id.")
+    allowed_token_ids: list[StrictInt] | None = None
+    seed: StrictInt | None = Field(None, ge=-INT64, lt=INT64)
+    stop: StrictStr | list[StrictStr] | None = None
+    stop_token_ids: list[StrictInt] = Field(default_factory=list)
+    include_stop_str_in_output: StrictBool = False
+    ignore_eos: StrictBool = False
+    min_tokens: StrictInt = Field(0, ge=0)
+    skip_special_tokens: StrictBool = True
+    prompt_logprobs: StrictInt | None = Field(None, ge=0)
+    return_token_ids: StrictBool = False
+    return_tokens_as_token_ids: StrictBool = False
+    priority: StrictInt = Field(0, ge=-INT64, lt=INT64, description="Lower runs first.")
+    request_id: StrictStr | None = Field(None, max_length=128)
+    cache_salt: StrictStr | None = Field(None, max_length=1024)
+    user: StrictStr | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_nulls(cls, data: Any) -> Any:
+        if isinstance(data, dict):
+            return {key: value for key, value in data.items() if value is not None}
+        return data
+
+    @model_validator(mode="after")
+    def _log_unknown(self) -> Self:
+        unknown = sorted(set(self.model_extra or ()) - IGNORED)
+        if unknown:
+            logger.debug("ignored unknown request fields: %s", ", ".join(unknown)[:500])
+        return self
+
+    def stops(self) -> tuple[str, ...]:
+        """The stop strings.
+
+        Raises:
+            InvalidRequestError: one is empty, or there are too many.
+        """
+        stops = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+        if len(stops) > MAX_STOPS:
+            raise InvalidRequestError(f"At most {MAX_STOPS} stop strings.", param="stop")
+        return stops
+
+    def biases(self) -> tuple[tuple[int, float], ...]:
+        """The biases by token id.
+
+        Raises:
+            InvalidRequestError: a key is no token id, or a bias is outside -100 to 100.
+        """
+        pairs = []
+        for key, bias in (self.logit_bias or {}).items():
+            if not key.isascii() or not key.isdigit():
+                raise InvalidRequestError(f"{key[:32]!r} is not a token id.", param="logit_bias")
+            if not -100 <= bias <= 100:
+                raise InvalidRequestError("A bias is from -100 to 100.", param="logit_bias")
+            pairs.append((int(key), bias))
+        return tuple(pairs)
+
+    def refuse(self, name: str, why: str) -> None:
+        """Raise InvalidRequestError if an extra field that cannot be honoured has a value."""
+        if (self.model_extra or {}).get(name):
+            raise InvalidRequestError(why, param=name, code="unsupported_parameter")
+
+
+# Accepted for compatibility; they change nothing here.
+IGNORED = frozenset(
+    [
+        "metadata",
+        "store",
+        "safety_identifier",
+        "prompt_cache_key",
+        "prompt_cache_options",
+        "prompt_cache_retention",
+        "service_tier",
+        "verbosity",
+        "prediction",
+        "web_search_options",
+        "moderation",
+        "modalities",
+        "client_metadata",
+        "spaces_between_special_tokens",
+        "best_of",
+    ]
+)

@@ -1,0 +1,64 @@
+"""The body of ``POST /v1/completions``."""
+
+from __future__ import annotations
+
+from pydantic import Field, StrictBool, StrictInt, StrictStr
+
+from mlx_parallm.api.schemas.common import GenerationRequest
+from mlx_parallm.errors import InvalidRequestError
+
+DEFAULT_MAX_TOKENS = 16
+
+
+class CompletionRequest(GenerationRequest):
+    """One prompt or several, as text or token ids."""
+
+    prompt: StrictStr | list[StrictStr] | list[StrictInt] | list[list[StrictInt]]
+    max_tokens: StrictInt = Field(DEFAULT_MAX_TOKENS, ge=0, description="0 scores with echo.")
+    logprobs: StrictInt | None = Field(None, ge=0, description="Alternatives per token.")
+    echo: StrictBool = False
+    suffix: StrictStr | None = Field(None, description="Not supported.")
+    add_special_tokens: StrictBool = True
+
+    def check_supported(self) -> None:
+        """Refuse what this server does not honour yet, by name.
+
+        Raises:
+            InvalidRequestError: ``suffix``, ``best_of`` over ``n``, or structured output.
+        """
+        code = "unsupported_parameter"
+        if self.suffix:
+            raise InvalidRequestError("suffix is not supported.", param="suffix", code=code)
+        best_of = (self.model_extra or {}).get("best_of")
+        if best_of is not None and best_of != self.n:
+            raise InvalidRequestError("best_of must equal n.", param="best_of", code=code)
+        if self.stream and self.echo and self.max_tokens == 0:
+            raise InvalidRequestError("There is nothing to stream.", param="max_tokens")
+        for name in (
+            "response_format",
+            "structured_outputs",
+            "guided_json",
+            "guided_regex",
+            "guided_choice",
+            "guided_grammar",
+            "prompt_embeds",
+            "use_beam_search",
+        ):
+            self.refuse(name, f"{name} is not supported.")
+
+    def prompts(self) -> list[str | list[int]]:
+        """Every prompt: a text or a list of token ids.
+
+        Raises:
+            InvalidRequestError: there is none, or one is empty.
+        """
+        prompt = self.prompt
+        if isinstance(prompt, str):
+            prompts: list[str | list[int]] = [prompt]
+        elif prompt and isinstance(prompt[0], int):
+            prompts = [prompt]  # type: ignore[list-item]
+        else:
+            prompts = list(prompt)  # type: ignore[arg-type]
+        if not prompts or any(not one for one in prompts):
+            raise InvalidRequestError("prompt must not be empty.", param="prompt")
+        return prompts

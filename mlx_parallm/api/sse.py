@@ -1,0 +1,90 @@
+"""Server-sent events (WHATWG HTML, section 9.2) that notice when the client has gone."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
+
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+HEADERS = {
+    "content-type": "text/event-stream",
+    "cache-control": "no-cache",
+    "x-accel-buffering": "no",
+}
+KEEP_ALIVE = b": keep-alive\n\n"
+DONE = b"data: [DONE]\n\n"
+
+
+def data(payload: dict[str, Any]) -> bytes:
+    """One event."""
+    return (
+        b"data: "
+        + json.dumps(payload, ensure_ascii=False, separators=(",", ":")).encode()
+        + b"\n\n"
+    )
+
+
+async def wait_for_disconnect(receive: Receive) -> None:
+    """Return once the client has closed the connection."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+class EventStreamResponse(Response):
+    """Sends byte chunks as they come, and a comment after every ``keep_alive_s`` of silence.
+
+    ``on_close`` runs once at the end, whether the chunks ended, the client went away or sending
+    failed.
+    """
+
+    def __init__(
+        self,
+        chunks: AsyncIterator[bytes],
+        *,
+        on_close: Callable[[], Awaitable[None]],
+        keep_alive_s: float,
+    ) -> None:
+        super().__init__(headers=HEADERS)
+        del self.headers["content-length"]
+        self._chunks = chunks
+        self._on_close = on_close
+        self._keep_alive_s = keep_alive_s
+        self._sent_s = 0.0
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Run the response; see ASGI."""
+        writer = asyncio.ensure_future(self._write(send))
+        tasks = [writer, asyncio.ensure_future(wait_for_disconnect(receive))]
+        if self._keep_alive_s > 0:
+            tasks.append(asyncio.ensure_future(self._keep_alive(send)))
+        try:
+            await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+            self._sent_s = asyncio.get_running_loop().time()
+            await asyncio.wait(tasks[:2], return_when=asyncio.FIRST_COMPLETED)
+            if writer.done():
+                writer.result()
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            await self._on_close()
+
+    async def _write(self, send: Send) -> None:
+        async for chunk in self._chunks:
+            await self._send(send, chunk)
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _keep_alive(self, send: Send) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            await asyncio.sleep(max(0.0, self._sent_s + self._keep_alive_s - loop.time()))
+            if loop.time() - self._sent_s >= self._keep_alive_s:
+                await self._send(send, KEEP_ALIVE)
+
+    async def _send(self, send: Send, chunk: bytes) -> None:
+        await send({"type": "http.response.body", "body": chunk, "more_body": True})
+        self._sent_s = asyncio.get_running_loop().time()
