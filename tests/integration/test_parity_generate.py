@@ -1,0 +1,267 @@
+"""The runner, driven by the real scheduler, against mlx_lm's own generation, each prompt alone."""
+
+from __future__ import annotations
+
+import importlib
+import random
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import pytest
+from mlx.utils import tree_map
+from mlx_lm.generate import generate_step
+
+from benchmarks.architecture_configs import WINDOW, config_of
+from mlx_parallm.batch import SampledToken
+from mlx_parallm.config import CacheConfig, SchedulerConfig
+from mlx_parallm.kv_cache.manager import KVCacheManager
+from mlx_parallm.request import GenerateRequest, SamplingParams
+from mlx_parallm.runner.cache_layout import probe_layout
+from mlx_parallm.runner.loader import LoadedModel
+from mlx_parallm.runner.memory import plan_kv
+from mlx_parallm.runner.model_runner import ModelRunner
+from mlx_parallm.scheduler.scheduler import Scheduler
+
+PATHS = {
+    "llama": "packed",
+    "llama-4bit": "packed",
+    "mistral": "packed",
+    "qwen2": "packed",
+    "qwen3": "packed",
+    "phi3": "packed",
+    "gemma3_text": "packed",
+    "gemma4_text": "packed",
+    "gpt_oss": "packed",
+    "gpt2": "packed",
+    "qwen3_moe": "packed",
+    "olmoe": "packed",
+    "deepseek_v3": "split",
+    "qwen3_next": "split",
+    "mamba2": "split",
+    "lfm2": "split",
+}
+STATELESS = ("llama", "gemma3_text", "gpt_oss", "deepseek_v3")
+NEW_TOKENS = 6
+BLOCK_SIZE = 4
+
+
+@dataclass(frozen=True)
+class Generated:
+    """A sample's tokens and their log-probabilities, and what was cached."""
+
+    tokens: list[int]
+    logprobs: list[float]
+    cached: int = 0
+
+
+def build_model(name: str) -> tuple[Any, dict[str, Any]]:
+    architecture = {"mistral": "llama", "llama-4bit": "llama"}.get(name, name)
+    config = config_of(architecture)
+    if name == "mistral":
+        config["layer_types"] = ["sliding_attention", "full_attention"] * 2
+    module = importlib.import_module(f"mlx_lm.models.{architecture}")
+    mx.random.seed(7)
+    model = module.Model(module.ModelArgs.from_dict(config))
+    # Norms and biases start as ones and zeros, which would hide mistakes.
+    model.update(tree_map(lambda p: p + 0.1 * mx.random.normal(p.shape), model.parameters()))
+    if name == "llama-4bit":
+        nn.quantize(model, group_size=32, bits=4)
+    model.eval()
+    mx.eval(model.parameters())
+    return model, config
+
+
+@cache
+def loaded_model(name: str) -> LoadedModel:
+    model, config = build_model(name)
+    return LoadedModel(model, config, Path(name), "float32", 0)
+
+
+@cache
+def shared_runner(name: str) -> ModelRunner:
+    loaded = loaded_model(name)
+    layouts = probe_layout(loaded.model)
+    scheduler = SchedulerConfig(max_num_seqs=8)
+    plan = plan_kv(layouts, loaded.config, CacheConfig(block_size=BLOCK_SIZE), scheduler, 96)
+    return ModelRunner(loaded, layouts, plan, 96)
+
+
+@cache
+def alone(name: str, prompt: tuple[int, ...]) -> Generated:
+    """What mlx_lm generates for one prompt."""
+    tokens, logprobs = [], []
+    steps = generate_step(mx.array(prompt), loaded_model(name).model, max_tokens=NEW_TOKENS)
+    for token, row in steps:
+        tokens.append(int(token))
+        logprobs.append(float(row[token].item()))
+    return Generated(tokens, logprobs)
+
+
+class Session:
+    """A scheduler over a runner, fed by hand."""
+
+    def __init__(self, runner: ModelRunner, *, num_blocks: int = 96, budget: int = 24) -> None:
+        info = runner.info
+        caching = not info.has_state
+        self.kv = KVCacheManager(num_blocks, info.block_size, enable_prefix_caching=caching)
+        config = SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=budget)
+        self.scheduler = Scheduler(
+            config, self.kv, max_model_len=info.max_model_len, has_state=info.has_state
+        )
+        self.runner = runner
+        self.tokens: dict[tuple[str, int], list[SampledToken]] = {}
+        self.cached: dict[str, int] = {}
+
+    def add(self, name: str, prompt: tuple[int, ...], *, seed: int = 0, **params: Any) -> None:
+        asked = {"temperature": 0.0, "max_tokens": NEW_TOKENS, "logprobs": 0, **params}
+        request = GenerateRequest(
+            request_id=name, model="m", prompt_ids=prompt, params=SamplingParams(**asked)
+        )
+        self.scheduler.add(request, seed=seed, end_ids=frozenset())
+
+    def step(self) -> None:
+        batch = self.scheduler.schedule()
+        assert batch is not None
+        for update in self.scheduler.update(batch, self.runner.run(batch)):
+            assert update.error is None
+            if update.prompt is not None:
+                self.cached[update.request_id] = update.prompt.num_cached_tokens
+            if update.token is not None:
+                self.tokens.setdefault((update.request_id, update.index), []).append(update.token)
+
+    def finish(self) -> None:
+        while self.scheduler.has_work():
+            self.step()
+        self.scheduler.check_integrity()
+
+    def result(self, name: str, index: int = 0) -> Generated:
+        tokens = self.tokens[name, index]
+        return Generated(
+            [token.token_id for token in tokens],
+            [token.logprob.logprob for token in tokens if token.logprob is not None],
+            self.cached[name],
+        )
+
+
+def random_prompt(length: int, seed: int = 0) -> tuple[int, ...]:
+    source = random.Random(1000 * seed + length)
+    return tuple(source.randrange(120) for _ in range(length))
+
+
+def assert_same(found: Generated, wanted: Generated) -> None:
+    assert found.tokens == wanted.tokens
+    assert found.logprobs == pytest.approx(wanted.logprobs, abs=1e-4)
+
+
+@pytest.mark.parametrize("name", PATHS)
+def test_ragged_prompts_joining_midway_in_chunks_equal_each_alone(name: str) -> None:
+    prompts = {f"r{length}": random_prompt(length) for length in (1, 5, 13, 4 * WINDOW + 3)}
+    session = Session(shared_runner(name), budget=12)
+    for request_id, prompt in prompts.items():
+        session.add(request_id, prompt)
+        session.step()
+    session.finish()
+    for request_id, prompt in prompts.items():
+        assert_same(session.result(request_id), alone(name, prompt))
+
+
+@pytest.mark.parametrize("name", PATHS)
+def test_family_takes_its_path(name: str) -> None:
+    assert shared_runner(name).info.path == PATHS[name]
+
+
+@pytest.mark.parametrize("name", ["mamba2", "lfm2", "qwen3_next"])
+def test_hybrids_decode_all_rows_in_one_forward(name: str) -> None:
+    session = Session(shared_runner(name))
+    for index in range(4):
+        session.add(f"r{index}", random_prompt(3 + index))
+    session.step()
+    model = loaded_model(name).model
+    original = type(model)
+    calls: list[tuple[int, ...]] = []
+
+    def counted(self: Any, tokens: mx.array, *args: Any, **options: Any) -> mx.array:
+        calls.append(tokens.shape)
+        return original.__call__(self, tokens, *args, **options)
+
+    model.__class__ = type(original.__name__, (original,), {"__call__": counted})
+    try:
+        session.step()
+    finally:
+        model.__class__ = original
+    assert calls == [(4, 1)]
+    session.finish()
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3_text", "deepseek_v3", "lfm2", "mamba2"])
+def test_chunked_prefill_equals_whole(name: str) -> None:
+    prompt = random_prompt(40)
+    for budget in (8, 64):
+        session = Session(shared_runner(name), budget=budget)
+        session.add("r", prompt)
+        session.finish()
+        assert_same(session.result("r"), alone(name, prompt))
+
+
+@pytest.mark.parametrize("name", STATELESS)
+def test_prefix_hit_equals_miss(name: str) -> None:
+    prompt = random_prompt(30)
+    session = Session(shared_runner(name))
+    for request_id in ("miss", "hit"):
+        session.add(request_id, prompt)
+        session.finish()
+        assert_same(session.result(request_id), alone(name, prompt))
+    assert session.result("miss").cached == 0
+    assert session.result("hit").cached == 28
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt_oss", "lfm2", "mamba2", "qwen3_next"])
+def test_preempted_sequences_equal_undisturbed_ones(name: str) -> None:
+    prompts = {f"r{index}": random_prompt(14, seed=index) for index in range(4)}
+    # Four sequences of 20 tokens need 20 blocks.
+    session = Session(shared_runner(name), num_blocks=16, budget=64)
+    for request_id, prompt in prompts.items():
+        session.add(request_id, prompt)
+    session.finish()
+    assert session.scheduler.stats().num_preemptions > 0
+    for request_id, prompt in prompts.items():
+        assert_same(session.result(request_id), alone(name, prompt))
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3_text", "deepseek_v3", "lfm2", "mamba2"])
+def test_samples_of_one_prompt_equal_requests_of_consecutive_seeds(name: str) -> None:
+    prompt, seed = random_prompt(14), 11
+    session = Session(shared_runner(name))
+    session.add("group", prompt, seed=seed, n=4, temperature=1.0)
+    session.finish()
+    for index in range(4):
+        single = Session(shared_runner(name))
+        single.add("single", prompt, seed=seed + index, temperature=1.0)
+        single.finish()
+        assert_same(session.result("group", index), single.result("single"))
+
+
+@pytest.mark.parametrize("name", ["llama", "lfm2"])
+def test_prompt_logprobs_are_the_models_own(name: str) -> None:
+    prompt = random_prompt(20)
+    logits = loaded_model(name).model(mx.array([prompt]))[0]
+    wanted = nn.log_softmax(logits, axis=-1)
+    session = Session(shared_runner(name), budget=8)
+    session.add("r", prompt, prompt_logprobs=0, max_tokens=1)
+    entries = []
+    while session.scheduler.has_work():
+        batch = session.scheduler.schedule()
+        assert batch is not None
+        output = session.runner.run(batch)
+        session.scheduler.update(batch, output)
+        for found in output.prompt_logprobs.values():
+            entries += found
+    assert [entry.token_id for entry in entries] == list(prompt[1:])
+    for position, entry in enumerate(entries):
+        assert entry.logprob == pytest.approx(
+            wanted[position, prompt[position + 1]].item(), abs=1e-4
+        )
