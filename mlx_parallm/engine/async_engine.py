@@ -37,6 +37,7 @@ from mlx_parallm.errors import (
 )
 from mlx_parallm.outputs import ErrorEvent, GenerateEvent
 from mlx_parallm.request import GenerateRequest
+from mlx_parallm.runner.device import end_thread
 
 logger = logging.getLogger(__name__)
 
@@ -184,17 +185,20 @@ class AsyncEngine:
             self._answers.discard(answer)
 
     def _run(self) -> None:
-        """The thread: load, serve, and if it dies tell everybody."""
-        while True:
-            try:
-                engines = self._load()
-                EngineLoop(engines, self._inbox, self._deliver).run()
-            except BaseException as cause:  # noqa: BLE001 - the thread's last act: tell every caller
-                if not self._on_death(cause):
-                    self.ended.set()
-                    return
-            else:
-                return
+        """The thread: load and serve, anew after a death where that is asked for."""
+        while self._live():
+            pass
+        end_thread()
+
+    def _live(self) -> bool:
+        """One life of the engines, from load to stop or death; whether to live again."""
+        try:
+            EngineLoop(self._load(), self._inbox, self._deliver).run()
+        except BaseException as cause:  # noqa: BLE001 - the thread's last act: tell every caller
+            if self._on_death(cause):
+                return True
+            self.ended.set()
+        return False
 
     def _load(self) -> dict[str, Engine]:
         loaded = self._build(self._config, self._families, self._on_progress)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import platform
 import re
@@ -130,3 +131,12 @@ def _free_memory(backend: str, info: dict[str, Any]) -> int | None:
 def free_memory_bytes() -> int | None:
     """What a model may still take on the default device; None where the system does not say."""
     return _free_memory(backend_name(), dict(mx.device_info()))
+
+
+def end_thread() -> None:
+    """Free what MLX holds for the calling thread, after its last use of MLX.
+
+    A process that exits with streams of a thread that has ended is aborted now and then.
+    """
+    gc.collect()
+    mx.clear_streams()
