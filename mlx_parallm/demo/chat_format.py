@@ -7,8 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from jinja2.sandbox import ImmutableSandboxedEnvironment
+from tokenizers import Tokenizer
 
 from mlx_parallm.demo.example import Example
+from mlx_parallm.errors import ConfigError
 
 IM_START, IM_END, END_OF_TEXT = "<|im_start|>", "<|im_end|>", "<|endoftext|>"
 SPECIAL_TOKENS = (END_OF_TEXT, IM_START, IM_END)
@@ -27,6 +29,18 @@ MARKER_TOKENS = (
 def template_text() -> str:
     """The Jinja source of the chat template."""
     return (Path(__file__).resolve().parent / "chat_template.jinja").read_text()
+
+
+def token_id(tokenizer: Tokenizer, token: str) -> int:
+    """The id of a token.
+
+    Raises:
+        ConfigError: the tokenizer has no such token.
+    """
+    found = tokenizer.token_to_id(token)
+    if found is None:
+        raise ConfigError(f"The tokenizer has no token {token}.")
+    return found
 
 
 class ChatFormat:

@@ -3,24 +3,24 @@
 from __future__ import annotations
 
 import mlx.core as mx
-import mlx.nn as nn
+import numpy as np
+from mlx_lm.models import qwen3
 from mlx_lm.models.cache import BatchKVCache
 
 
 def greedy(
-    model: nn.Module, prompts: list[list[int]], limits: list[int], eos_id: int
+    model: qwen3.Model, prompts: list[list[int]], limits: list[int], eos_id: int
 ) -> list[list[int]]:
     """Continues prompts until ``eos_id`` (not returned) or each one's limit of new tokens."""
     width = max(map(len, prompts))
     padding = [width - len(prompt) for prompt in prompts]
-    layers = model.layers
-    cache = [BatchKVCache(padding) for _ in layers]
+    cache = [BatchKVCache(padding) for _ in model.layers]
     rows = [[0] * pad + prompt for pad, prompt in zip(padding, prompts, strict=True)]
     token = mx.argmax(model(mx.array(rows), cache=cache)[:, -1], axis=-1)
     written: list[list[int]] = [[] for _ in prompts]
     done = [False] * len(prompts)
     while True:
-        for row, value in enumerate(token.tolist()):
+        for row, value in enumerate(np.array(token).tolist()):
             done[row] = done[row] or value == eos_id or len(written[row]) >= limits[row]
             if not done[row]:
                 written[row].append(value)

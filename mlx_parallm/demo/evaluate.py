@@ -11,10 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from random import Random
 
-import mlx.nn as nn
 from tokenizers import Tokenizer
 
-from mlx_parallm.demo.chat_format import IM_END, ChatFormat
+from mlx_parallm.demo.chat_format import IM_END, ChatFormat, token_id
 from mlx_parallm.demo.checks import is_right, is_valid_call
 from mlx_parallm.demo.compose import TASKS, surrounded
 from mlx_parallm.demo.decoding import greedy
@@ -76,9 +75,9 @@ class Evaluator:
     """Runs a model over held-out problems."""
 
     def __init__(self, folder: Path, *, thinking: bool) -> None:
-        self._model: nn.Module = load_float32(folder)
+        self._model = load_float32(folder)
         self._tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-        self._eos_id = self._tokenizer.token_to_id(IM_END)
+        self._eos_id = token_id(self._tokenizer, IM_END)
         self._chat = ChatFormat()
         self._thinking = thinking
 

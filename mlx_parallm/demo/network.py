@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -39,12 +39,17 @@ def model_config(vocab_size: int, eos_id: int, pad_id: int) -> dict[str, Any]:
     }
 
 
+def named_weights(model: nn.Module) -> dict[str, mx.array]:
+    """The model's weights by their dotted names."""
+    return dict(cast(list[tuple[str, mx.array]], tree_flatten(model.parameters())))
+
+
 def new_model(config: dict[str, Any], seed: int) -> qwen3.Model:
     """A model with fresh float32 weights: normal, narrower where layers add to the residual."""
     mx.random.seed(seed)
     model = qwen3.Model(qwen3.ModelArgs.from_dict(config))
     fresh = []
-    for name, weight in tree_flatten(model.parameters()):
+    for name, weight in named_weights(model).items():
         if weight.ndim == 2:
             scale = 0.02 if "embed" in name else 0.6 * weight.shape[1] ** -0.5
             if name.endswith(("o_proj.weight", "down_proj.weight")):
@@ -73,10 +78,9 @@ def save_quantized(model: nn.Module, config: dict[str, Any], folder: Path) -> No
     (folder / "generation_config.json").write_text(json.dumps(generation, indent=2) + "\n")
 
 
-def load_float32(folder: Path) -> nn.Module:
+def load_float32(folder: Path) -> qwen3.Model:
     """The stored model, dequantised to float32."""
-    model, _ = load_model(folder)
-    model = dequantize_model(model)
+    model = cast(qwen3.Model, dequantize_model(load_model(folder)[0]))
     model.update(tree_map(lambda weight: weight.astype(mx.float32), model.parameters()))
     mx.eval(model.parameters())
     return model

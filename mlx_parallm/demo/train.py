@@ -1,6 +1,6 @@
 """Trains the demonstration model from scratch.
 
-    python -m mlx_parallm.demo.train --out FOLDER [--minutes 8 | --steps 6000]
+    python -m mlx_parallm.demo.train --out FOLDER [--minutes 8 | --steps 12000]
 
 Makes the tokenizer, then trains on conversations that worker processes generate meanwhile, and
 writes the model at 8 bits. Runs on any MLX backend; a GPU needs minutes, a CPU hours.
@@ -20,11 +20,19 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 import mlx.optimizers as optim
-from mlx.utils import tree_flatten, tree_map
+import numpy as np
+from mlx.utils import tree_map
+from mlx_lm.models import qwen3
 from tokenizers import Tokenizer
 
-from mlx_parallm.demo.chat_format import END_OF_TEXT, IM_END
-from mlx_parallm.demo.network import CONTEXT_LENGTH, model_config, new_model, save_quantized
+from mlx_parallm.demo.chat_format import END_OF_TEXT, IM_END, token_id
+from mlx_parallm.demo.network import (
+    CONTEXT_LENGTH,
+    model_config,
+    named_weights,
+    new_model,
+    save_quantized,
+)
 from mlx_parallm.demo.packing import PackedRows, batches
 from mlx_parallm.demo.tokenizer_training import save_tokenizer, train_tokenizer
 
@@ -56,7 +64,7 @@ class ConversationMask:
 class Trainer:
     """One model, its optimizer and the compiled step."""
 
-    def __init__(self, model: nn.Module, *, learning_rate: float, dtype: mx.Dtype) -> None:
+    def __init__(self, model: qwen3.Model, *, learning_rate: float, dtype: mx.Dtype) -> None:
         self.model = model
         self._peak = learning_rate
         self._dtype = dtype
@@ -74,7 +82,7 @@ class Trainer:
         loss = self._step(
             mx.array(batch.tokens),
             mx.array(batch.labels),
-            mx.array(batch.weights),
+            mx.array(batch.weights.view(np.uint8)),
             mx.array(batch.segments),
         )
         mx.async_eval(loss, self._state)
@@ -98,7 +106,7 @@ class Trainer:
         logits = self.model(tokens, cache=[mask] * len(self.model.layers))
         self.model.update(master)
         losses = nn.losses.cross_entropy(logits.astype(mx.float32), labels)
-        return (losses * weights).sum() / mx.maximum(weights.sum(), 1)
+        return (losses * weights).sum() / mx.maximum(weights.astype(mx.float32).sum(), 1)
 
 
 def progress_by(minutes: float | None, steps: int) -> Callable[[int], float]:
@@ -143,7 +151,7 @@ def parse_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Train the demonstration model from scratch.")
     parser.add_argument("--out", type=Path, required=True, help="folder to write")
     parser.add_argument("--minutes", type=float, help="train this long, instead of --steps")
-    parser.add_argument("--steps", type=int, default=6000)
+    parser.add_argument("--steps", type=int, default=12_000)
     parser.add_argument("--rows", type=int, default=32, help="rows of 2,048 tokens per step")
     parser.add_argument("--learning-rate", type=float, default=3e-3)
     parser.add_argument("--workers", type=int, default=max(1, (os.cpu_count() or 2) - 2))
@@ -164,18 +172,18 @@ def main() -> None:
     save_tokenizer(tokenizer, options.out, CONTEXT_LENGTH)
     config = model_config(
         tokenizer.get_vocab_size(),
-        tokenizer.token_to_id(IM_END),
-        tokenizer.token_to_id(END_OF_TEXT),
+        token_id(tokenizer, IM_END),
+        token_id(tokenizer, END_OF_TEXT),
     )
     model = new_model(config, options.seed)
     if options.resume:
-        weights = mx.load(str(options.resume))
-        model.load_weights([(name, weight.astype(mx.float32)) for name, weight in weights.items()])
-    count = sum(weight.size for _, weight in tree_flatten(model.parameters()))
+        model.load_weights(str(options.resume))
+        model.set_dtype(mx.float32)
+    count = sum(weight.size for weight in named_weights(model).values())
     print(f"{count:,} parameters, {tokenizer.get_vocab_size()} tokens", flush=True)
     trainer = Trainer(model, learning_rate=options.learning_rate, dtype=getattr(mx, options.dtype))
     run(trainer, options)
-    halves = {name: weight.astype(mx.float16) for name, weight in tree_flatten(model.parameters())}
+    halves = {name: weight.astype(mx.float16) for name, weight in named_weights(model).items()}
     mx.save_safetensors(str(options.out / "weights.safetensors"), halves)
     save_quantized(model, config, options.out)
 

@@ -42,10 +42,12 @@ _MORE = ("Is {a} greater than {b}?", "Is {a} larger than {b}?", "Is {a} bigger t
          "Is {a} > {b}?", "Is {a} more than {b}?")  # fmt: skip
 _LESS = ("Is {a} less than {b}?", "Is {a} smaller than {b}?", "Is {a} < {b}?")
 _LARGEST = ("What is the largest number in {items}", "Which number is the largest: {items}",
-            "Which is larger: {items}", "Find the maximum of {items}", "What is the maximum: {items}",
+            "Which is larger: {items}", "Find the maximum of {items}",
+            "What is the maximum: {items}",
             "What is the biggest of these numbers: {items}")  # fmt: skip
 _LEAST = ("What is the smallest number in {items}", "Which number is the smallest: {items}",
-          "Which is smaller: {items}", "Find the minimum of {items}", "What is the minimum: {items}")  # fmt: skip
+          "Which is smaller: {items}", "Find the minimum of {items}",
+          "What is the minimum: {items}")  # fmt: skip
 _SPOKEN = {"+": "plus", "-": "minus", "*": "times"}
 
 
@@ -107,7 +109,7 @@ def _question(rng: Random, sign: str, a: int, b: int) -> str:
         thing = rng.choice(FOODS[:20] + OBJECTS[:40])
         name = rng.choice(NAMES)
         return phrase(rng, _STORIES[sign], a=a, b=b, thing=thing, name=name)
-    shown = rng.choice(("x", "×", "*", "*")) if sign == "*" else sign
+    shown = rng.choice(("x", "\u00d7", "*", "*")) if sign == "*" else sign
     style = rng.random()
     if style < 0.15:
         expression = f"{a} {_SPOKEN[sign]} {b}"

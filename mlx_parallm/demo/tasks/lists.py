@@ -86,7 +86,8 @@ _COUNT_TO = ("Count to {b}.", "Count up to {b}.", "Count to {b}, please.", "Can 
 _NUMBER_WORDS = {3: "three", 4: "four", 5: "five", 6: "six", 7: "seven", 8: "eight", 9: "nine",
                  10: "ten", 12: "twelve", 15: "fifteen", 20: "twenty"}  # fmt: skip
 _SPELL = ("Spell the word {w}.", "Spell {w}.", 'Spell "{w}".', "How do you spell {w}?")
-_REVERSE = ("Reverse the word {w}.", 'Reverse "{w}".', "Write {w} backwards.", "Spell {w} backwards.",
+_REVERSE = ("Reverse the word {w}.", 'Reverse "{w}".', "Write {w} backwards.",
+            "Spell {w} backwards.",
             "What is {w} spelled backwards?")  # fmt: skip
 _COUNT_DOWN = ("Count down from {a} to {b}.", "Count backwards from {a} to {b}.")
 _COUNT_BY = ("Count from {a} to {b} by {s}.", "Count from {a} to {b} in steps of {s}.")

@@ -7,16 +7,15 @@ from random import Random
 from typing import Any
 
 from mlx_parallm.demo.example import Example, Message, Tool, ToolCall, assistant, user
+from mlx_parallm.demo.tasks.tool_families import FAMILIES
 from mlx_parallm.demo.tasks.tool_library import (
     Offer,
     explicit_offer,
-    families,
     family_offer,
     several_offers,
 )
 from mlx_parallm.demo.words import any_word, identifier
 
-_FAMILIES = families()
 _ARITHMETIC = ("Add two numbers", "Multiply two numbers", "Evaluate an arithmetic expression")
 _LISTED = (
     "Get the current weather in a city",
@@ -31,7 +30,7 @@ _CONDITIONS = ("sunny", "cloudy", "rainy", "windy", "foggy", "snowy", "stormy")
 
 def _offers(rng: Random, count: int) -> list[Offer]:
     """Offers of different tools; the first one is for any purpose."""
-    chosen = rng.sample(_FAMILIES, count)
+    chosen = rng.sample(FAMILIES, count)
     sums = [family for family in chosen if family.about in _ARITHMETIC]
     chosen = [family for family in chosen if family not in sums[1:]]
     offers = [
@@ -44,7 +43,7 @@ def _offers(rng: Random, count: int) -> list[Offer]:
 
 def tool_set(rng: Random) -> tuple[Tool, ...]:
     """A few tools that no question of the other tasks calls for."""
-    others = [family for family in _FAMILIES if family.about not in _ARITHMETIC + _TEXT_TOOLS]
+    others = [family for family in FAMILIES if family.about not in _ARITHMETIC + _TEXT_TOOLS]
     offers = [
         explicit_offer(rng) if rng.random() < 0.4 else family_offer(rng, rng.choice(others))
         for _ in range(rng.randint(1, 3))
@@ -55,7 +54,7 @@ def tool_set(rng: Random) -> tuple[Tool, ...]:
 def no_tool(rng: Random) -> Example:
     """A request for a tool that is not among those on offer, if any are."""
     known = _ARITHMETIC + _TEXT_TOOLS
-    chosen = rng.sample([family for family in _FAMILIES if family.about not in known], 3)
+    chosen = rng.sample([family for family in FAMILIES if family.about not in known], 3)
     wanted, *offers = [family_offer(rng, family) for family in chosen]
     count = rng.choice((0, 1, 1, 2))
     tools = tuple(offer.tool for offer in offers[:count] if offer.call.name != wanted.call.name)
@@ -70,7 +69,7 @@ def no_tool(rng: Random) -> Example:
 
 def _several_calls(rng: Random) -> Example:
     """One tool called once for each of several values."""
-    listed = [family for family in _FAMILIES if family.about in _LISTED]
+    listed = [family for family in FAMILIES if family.about in _LISTED]
     offers = several_offers(rng, rng.choice(listed))
     others = [explicit_offer(rng).tool for _ in range(rng.choice((0, 0, 1, 2)))]
     tools = [offers[0].tool, *others]
