@@ -1,0 +1,87 @@
+from __future__ import annotations
+
+import mlx.core as mx
+import pytest
+
+from mlx_parallm.attention.base import LayerShape
+from mlx_parallm.attention.reference import ReferenceAttention
+from mlx_parallm.batch import ScheduledSequence
+from mlx_parallm.runner.row_groups import join_outputs, make_groups
+from mlx_parallm.runner.state_store import GroupStateCache, StateStore
+
+SHAPE = LayerShape(num_kv_heads=2, key_dim=8, value_dim=8, dtype=mx.float32)
+
+
+def scheduled(seq_id: int, start: int, length: int, *blocks: int) -> ScheduledSequence:
+    return ScheduledSequence(
+        seq_id=seq_id, slot=seq_id, start=start, token_ids=(1,) * length, block_table=blocks
+    )
+
+
+@pytest.mark.parametrize("num_blocks", [256, 8192])
+def test_a_step_writes_the_pool_in_place_whatever_its_size(num_blocks: int) -> None:
+    backend = ReferenceAttention(4)
+    pool = backend.new_pool(SHAPE, num_blocks)
+    mx.eval(pool.keys, pool.values)
+    rows = mx.ones((2, 2, 1, 8))
+    for start in range(3):
+        before = mx.get_active_memory()
+        mx.reset_peak_memory()
+        plan = backend.plan([scheduled(0, start, 1, 5), scheduled(1, start, 1, 9)])
+        backend.write(pool, plan, rows, rows)
+        output = backend.attend(pool, plan, rows, scale=1.0, window=None, sinks=None)
+        mx.eval(output, pool.keys, pool.values)
+        assert mx.get_peak_memory() - before < 64 * 1024
+
+
+def test_copied_blocks_hold_what_their_sources_do() -> None:
+    backend = ReferenceAttention(4)
+    pool = backend.new_pool(SHAPE, 8)
+    plan = backend.plan([scheduled(0, 0, 3, 2)])
+    backend.write(pool, plan, mx.ones((3, 2, 1, 8)), 2 * mx.ones((3, 2, 1, 8)))
+    backend.copy_blocks(pool, mx.array([2]), mx.array([6]))
+    keys, values = backend.gather(pool, mx.array([[2], [6]]))
+    assert mx.array_equal(keys[0], keys[1])
+    assert mx.array_equal(values[0], values[1])
+    assert keys.sum().item() == 2 * 3 * 2 * 8
+
+
+def test_groups_put_rows_back_in_the_order_of_the_step() -> None:
+    backend = ReferenceAttention(4)
+    step = [scheduled(0, 5, 1, 0, 1), scheduled(1, 0, 3, 2), scheduled(2, 6, 1, 3, 4)]
+    groups = make_groups(step, backend, 4, batch_decode=True)
+    rows = mx.arange(10).reshape(5, 1, 2)
+    parts = [group.take(rows, 5) for group in groups]
+    assert [part.shape for part in parts] == [(2, 1, 2), (1, 3, 2)]
+    assert mx.array_equal(join_outputs(groups, parts), rows)
+
+
+def test_a_fresh_sequence_of_one_token_is_a_group_of_its_own() -> None:
+    step = [scheduled(0, 5, 1, 0, 1), scheduled(1, 0, 1, 2)]
+    groups = make_groups(step, ReferenceAttention(4), 4, batch_decode=True)
+    assert [len(group.sequences) for group in groups] == [1, 1]
+
+
+def test_state_follows_its_slot_through_changing_groups() -> None:
+    store = StateStore(1)
+    for slot in range(3):
+        store.commit([slot], [mx.full((1, 2), slot)])
+    group = GroupStateCache(store, [2, 0, 1], fresh=False)
+    assert group[0].tolist() == [[2, 2], [0, 0], [1, 1]]
+    group[0] = group[0] + 10
+    group.commit()
+    assert store.fetch([2, 0, 1])[0] is group[0]
+    assert store.fetch([1])[0].tolist() == [[11, 11]]
+    assert store.fetch([0, 2])[0].tolist() == [[10, 10], [12, 12]]
+
+
+def test_copied_state_goes_its_own_way_and_a_fresh_slot_has_none() -> None:
+    store = StateStore(1)
+    store.commit([0], [mx.zeros((1, 2))])
+    store.copy(0, 1)
+    store.commit([0], [mx.ones((1, 2))])
+    assert store.fetch([1])[0].tolist() == [[0, 0]]
+    store.reset(0)
+    assert store.fetch([0]) == [None]
+    with pytest.raises(ValueError, match="state"):
+        store.fetch([0, 1])
