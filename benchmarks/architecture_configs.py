@@ -106,6 +106,7 @@ LLAMA4 = {
     "use_qk_norm": True,
     "attention_chunk_size": 8,
     "interleave_moe_layer_step": 2,
+    "num_experts_per_tok": 1,
     "rope_scaling": None,
 }
 YARN = {
@@ -265,7 +266,13 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "longcat_flash": LONGCAT,
     "longcat_flash_ngram": {**LONGCAT, "ngram_vocab_size_ratio": 4},
     "mamba2": {"head_dim": 16},
-    "mellum": {"layer_types": SLIDING},
+    "mellum": {
+        "layer_types": SLIDING,
+        "rope_parameters": {
+            "full_attention": {"rope_type": "default", "rope_theta": 10000.0},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1000.0},
+        },
+    },
     "mimo_v2_flash": {
         "hybrid_layer_pattern": [0, 1, 0, 1],
         "moe_layer_freq": [0, 1, 0, 1],
@@ -282,7 +289,17 @@ OVERRIDES: dict[str, dict[str, Any]] = {
         "swa_v_head_dim": 16,
     },
     "minicpm": {"dim_model_base": 32, "scale_depth": 1.4, "scale_emb": 2.0},
-    "minicpm3": {"dim_model_base": 32, "scale_depth": 1.4, "scale_emb": 2.0},
+    "minicpm3": {
+        "dim_model_base": 32,
+        "scale_depth": 1.4,
+        "scale_emb": 2.0,
+        "rope_scaling": {
+            "type": "longrope",
+            "long_factor": [1.0] * 4,
+            "short_factor": [1.0] * 4,
+            "original_max_position_embeddings": 512,
+        },
+    },
     "minimax": {"shared_intermediate_size": 64, "rotary_dim": 8},
     "ministral3": {"rope_parameters": MISTRAL_ROPE, "layer_types": SLIDING},
     "mistral3": {
@@ -363,5 +380,5 @@ def config_of(architecture: str) -> dict[str, Any]:
         own = {"text_config": {"model_type": architecture}}
     config = {**COMMON, "model_type": architecture, **own}
     if "text_config" in own:
-        config["text_config"] = {**COMMON, **own["text_config"]}
+        config["text_config"] = {**COMMON, "model_type": architecture, **own["text_config"]}
     return config

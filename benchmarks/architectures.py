@@ -47,8 +47,8 @@ TIMEOUT_S = 60
 INTRO = """# Architectures
 
 How each architecture of mlx_lm {version} runs, found by `python -m benchmarks.architectures` with
-tiny random float32 weights on the CPU. The same check runs whenever a model is loaded, so this page is a
-report, not a list that the code reads.
+tiny random float32 weights on the CPU. The same check runs whenever a model is loaded, so this page
+is a report, not a list that the code reads.
 
 - **packed**: every token of a step is its own row of one forward, over the paged KV pool.
 - **split**: the same forward, but the modules that use caches run by groups: all decoding rows
