@@ -46,7 +46,7 @@ class ScheduledSequence:
         start: position of ``token_ids[0]``; equals the number of tokens already computed. 0 means
             fresh state for models that keep a state per sequence.
         token_ids: the tokens to run, never empty.
-        block_table: ids of the KV blocks of positions ``0 .. start + len(token_ids) - 1``, in order.
+        block_table: ids of the KV blocks of positions ``0 .. start + len(token_ids) - 1``.
         sample: set when a token follows the last of ``token_ids``; None for an inner prefill chunk.
         prompt_logprobs: None, or how many likeliest tokens to report per target.
         target_ids: with ``prompt_logprobs``: the prompt tokens at positions ``start + 1 ..``, whose

@@ -35,9 +35,10 @@ class TokenEvent:
 
     ``text`` can lag behind ``token_ids``: half a UTF-8 character and what may become a stop string
     are held back. The last event of a sample has a ``finish_reason`` and all text that remained;
-    its ``token_ids`` may be empty. ``stop_reason`` is the stop string or stop token id met, None for
-    the model's own end-of-sequence. ``logprobs`` is parallel to ``token_ids`` when asked for.
-    The token that ended a sample (end-of-sequence or stop token) is in ``token_ids``, not in ``text``.
+    its ``token_ids`` may be empty. ``stop_reason`` is the stop string or stop token id met, None
+    for the model's own end-of-sequence. ``logprobs`` is parallel to ``token_ids`` when asked for.
+    The token that ended a sample (end-of-sequence or stop token) is in ``token_ids``, not in
+    ``text``.
     """
 
     request_id: str

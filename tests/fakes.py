@@ -1,4 +1,4 @@
-"""Stand-ins passed through constructors: a runner without arrays and a tokenizer without a model."""
+"""Stand-ins passed through constructors: a runner without arrays, a tokenizer without a model."""
 
 from __future__ import annotations
 

@@ -62,14 +62,17 @@ class AuthMiddleware:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """See ASGI."""
-        if scope["type"] == "http" and self._keys and not is_open(scope["path"]):
-            if scope["method"] != "OPTIONS" and not self._keys.accepts(
-                key_of(Headers(scope=scope))
-            ):
-                error = AuthenticationError("Incorrect API key provided.", code="invalid_api_key")
-                await response_of(error)(scope, receive, send)
-                return
-        await self._app(scope, receive, send)
+        if self._admits(scope):
+            await self._app(scope, receive, send)
+            return
+        error = AuthenticationError("Incorrect API key provided.", code="invalid_api_key")
+        await response_of(error)(scope, receive, send)
+
+    def _admits(self, scope: Scope) -> bool:
+        # A browser's preflight request carries no key.
+        if scope["type"] != "http" or not self._keys or scope["method"] == "OPTIONS":
+            return True
+        return is_open(scope["path"]) or self._keys.accepts(key_of(Headers(scope=scope)))
 
 
 class BodyLimitMiddleware:

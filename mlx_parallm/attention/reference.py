@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -53,7 +54,7 @@ class DecodeGroup:
         """What each row sees: bool, ``[rows, 1, 1, padded_len]``; made once per step."""
         if window not in self.masks:
             columns = np.arange(self.padded_len)
-            seen = columns <= self.positions[:, None]
+            seen: Any = columns <= self.positions[:, None]
             if window is not None:
                 seen &= columns > self.positions[:, None] - window
             self.masks[window] = mx.array(seen[:, None, None])
@@ -81,7 +82,8 @@ class Chunk:
         if (window, first) not in self.masks:
             rows = np.arange(self.start + first, end)[:, None]
             columns = np.arange(end)
-            self.masks[window, first] = mx.array((columns <= rows) & (columns > rows - window))
+            seen: Any = (columns <= rows) & (columns > rows - window)
+            self.masks[window, first] = mx.array(seen)
         return self.masks[window, first]
 
 

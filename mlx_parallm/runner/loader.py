@@ -5,11 +5,11 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx.utils import tree_flatten, tree_reduce
+from mlx.utils import tree_flatten
 from mlx_lm import utils as mlx_lm_utils
 
 from mlx_parallm.config import ModelConfig
@@ -86,7 +86,7 @@ def _cast(model: Any, dtype: str) -> Any:
 def _dtype_of(model: Any) -> str:
     """The dtype of most parameters that are not packed integers."""
     sizes: dict[str, int] = {}
-    for _, array in tree_flatten(model.parameters()):
+    for array in _arrays(model):
         if mx.issubdtype(array.dtype, mx.floating):
             name = str(array.dtype).removeprefix("mlx.core.")
             sizes[name] = sizes.get(name, 0) + array.size
@@ -94,4 +94,9 @@ def _dtype_of(model: Any) -> str:
 
 
 def _bytes_of(model: Any) -> int:
-    return tree_reduce(lambda total, array: total + array.nbytes, model.parameters(), 0)
+    return sum(array.nbytes for array in _arrays(model))
+
+
+def _arrays(model: Any) -> list[mx.array]:
+    pairs = cast("list[tuple[str, mx.array]]", tree_flatten(model.parameters()))
+    return [array for _, array in pairs]

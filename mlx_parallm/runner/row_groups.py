@@ -96,7 +96,7 @@ class RowGroup:
             positions = self._starts[:, None, None, None]
         else:
             positions = (self._starts[0] + np.arange(self.length))[:, None]
-        seen = columns <= positions
+        seen: Any = columns <= positions
         if window is not None:
             seen &= columns > positions - window
         return mx.array(seen)

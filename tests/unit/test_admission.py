@@ -45,7 +45,7 @@ def test_what_just_fits_is_admitted(case: tuple[int, int | None, int]) -> None:
 
 @pytest.mark.parametrize("case", [(11, 0, 10), (10, 1, 10), (10, None, 10), (5, 6, 10)])
 def test_overflow_uses_the_wording_clients_match_on(case: tuple[int, int | None, int]) -> None:
-    with pytest.raises(ContextLengthError, match="^This model's maximum context length is 10 tok"):
+    with pytest.raises(ContextLengthError, match=r"^This model's maximum context length is 10 tok"):
         check_length(*case)
 
 
