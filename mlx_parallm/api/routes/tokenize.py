@@ -8,7 +8,7 @@ from typing import Any
 from fastapi import APIRouter
 
 from mlx_parallm.api.dependencies import EngineDep
-from mlx_parallm.api.schemas.chat import ChatRequest
+from mlx_parallm.api.schemas.chat import turns_of
 from mlx_parallm.api.schemas.tokenize import DetokenizeRequest, TokenizeRequest
 from mlx_parallm.engine.interface import EngineClient, ServedModel, Tokenizer
 from mlx_parallm.errors import InvalidRequestError
@@ -50,7 +50,7 @@ def _encode(body: TokenizeRequest, tokenizer: Tokenizer) -> list[int]:
         return tokenizer.encode(
             body.prompt, add_special_tokens=body.add_special_tokens is not False
         )
-    turns = ChatRequest(model="", messages=body.messages).turns()
+    turns = turns_of(body.messages)
     return tokenizer.encode_chat(
         turns,
         add_generation_prompt=body.add_generation_prompt and not body.continue_final_message,

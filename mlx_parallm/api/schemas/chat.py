@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictInt, StrictStr
@@ -88,7 +89,12 @@ class ChatRequest(GenerationRequest):
         Raises:
             InvalidRequestError: an unknown role, or content that is no text.
         """
-        return [_turn(message, number) for number, message in enumerate(self.messages)]
+        return turns_of(self.messages)
+
+
+def turns_of(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:
+    """Messages as the template takes them; see ``ChatRequest.turns``."""
+    return [_turn(message, number) for number, message in enumerate(messages)]
 
 
 def _turn(message: ChatMessage, number: int) -> dict[str, Any]:
