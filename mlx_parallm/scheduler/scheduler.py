@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-import heapq
 from itertools import count
 
 from mlx_parallm.batch import SampledToken, ScheduledBatch, ScheduledSequence, StepOutput
 from mlx_parallm.config import SchedulerConfig
 from mlx_parallm.errors import ContextLengthError, InvalidRequestError, OverloadedError
-from mlx_parallm.kv_cache.block_table import BlockTable
 from mlx_parallm.kv_cache.manager import KVCacheManager
 from mlx_parallm.outputs import FinishReason
 from mlx_parallm.request import GenerateRequest
+from mlx_parallm.scheduler.planner import Planner
+from mlx_parallm.scheduler.running import RunningSet
 from mlx_parallm.scheduler.sequence import RequestGroup, Sequence
-from mlx_parallm.scheduler.step_plan import StepPlan
 from mlx_parallm.scheduler.updates import SchedulerStats, SequenceUpdate
 from mlx_parallm.scheduler.waiting import WaitingQueue
-
-# In the first round a prompt gets this share of the token budget at most, so that short prompts
-# are not kept waiting by a long one; what is left over goes to whoever is not done.
-FIRST_ROUND_SHARE = 4
 
 
 class Scheduler:
@@ -34,25 +29,19 @@ class Scheduler:
         has_state: bool = False,
     ) -> None:
         self._config = config
-        # Decode rows always fit: a step that could not hold them all would starve some.
-        self._token_budget = max(config.max_num_batched_tokens, config.max_num_seqs)
         self._kv = kv
         # The pool bounds a sequence too: one that has it all to itself must be able to end.
         self._max_len = min(max_model_len, kv.num_blocks * kv.block_size)
         self._has_state = has_state
         self._groups: dict[str, RequestGroup] = {}
         self._waiting = WaitingQueue()
-        self._running: list[Sequence] = []
-        self._free_slots = list(range(config.max_num_seqs))
+        self._running = RunningSet(config, kv)
+        self._planner = Planner(config, kv, self._waiting, self._running, has_state=has_state)
         self._by_id: dict[int, Sequence] = {}
         self._seq_ids = count()
         self._arrivals = count()
         self._steps = count()
         self._started: list[str] = []
-        self._num_followers = 0
-        self._prefix_queries = 0
-        self._prefix_hits = 0
-        self._num_preemptions = 0
 
     def add(self, request: GenerateRequest, *, seed: int, end_ids: frozenset[int]) -> None:
         """Queue a request; sample i uses ``seed + i``.
@@ -68,9 +57,8 @@ class Scheduler:
         """
         params = request.params
         self._check_fits(request)
-        waiting = len(self._waiting) + self._num_followers
-        if waiting + params.n > self._config.max_waiting:
-            raise OverloadedError(f"{waiting} sequences are waiting already.")
+        if self._num_waiting + params.n > self._config.max_waiting:
+            raise OverloadedError(f"{self._num_waiting} sequences are waiting already.")
         if request.request_id in self._groups:
             raise InvalidRequestError("The request id is in use.", param="request_id")
         group = RequestGroup(request, end_ids, next(self._arrivals))
@@ -85,7 +73,6 @@ class Scheduler:
         self._waiting.append(first)
         if group.wants_fork:
             first.followers = others
-            self._num_followers += len(others)
         else:
             for sequence in others:
                 self._waiting.append(sequence)
@@ -122,22 +109,18 @@ class Scheduler:
         """How full it is."""
         return SchedulerStats(
             num_running=len(self._running),
-            num_waiting=len(self._waiting) + self._num_followers,
+            num_waiting=self._num_waiting,
             kv_usage=self._kv.usage,
             num_free_blocks=self._kv.num_free,
             num_blocks=self._kv.num_blocks,
-            prefix_queries=self._prefix_queries,
-            prefix_hits=self._prefix_hits,
-            num_preemptions=self._num_preemptions,
+            prefix_queries=self._planner.prefix_queries,
+            prefix_hits=self._planner.prefix_hits,
+            num_preemptions=self._planner.num_preemptions,
         )
 
     def check_integrity(self) -> None:
         """Assert that blocks and slots are accounted for; for tests and idle moments."""
-        tables = [s.table for s in self._running if s.table is not None]
-        assert len(tables) == len(self._running)
-        self._kv.check_integrity(tables)
-        slots = [s.slot for s in self._running] + self._free_slots
-        assert sorted(slots) == list(range(self._config.max_num_seqs))  # type: ignore[type-var]
+        self._running.check_integrity()
 
     def schedule(self) -> ScheduledBatch | None:
         """The next step, or None when nothing can run.
@@ -145,16 +128,21 @@ class Scheduler:
         Decode rows come first, then prefill chunks of running sequences, then admissions, within
         the token budget. When blocks run out the worst sequence is preempted, never a better one.
         """
-        plan = StepPlan(self._token_budget)
-        self._running.sort(key=lambda sequence: sequence.order)
-        for sequence in [s for s in self._running if s.num_remaining == 1]:
-            if sequence.slot is not None and self._make_room(sequence, 1, plan):
-                plan.add(sequence, 1)
-        self._fork_followers(plan)
-        self._plan_prefill(plan)
-        self._admit(plan)
-        plan.spread_rest(lambda one, tokens: self._kv.grow(_table(one), one.num_computed + tokens))
-        return self._build(plan)
+        plan = self._planner.plan()
+        if not plan.num_tokens:
+            return None
+        for sequence in plan.num_tokens:
+            if not sequence.group.has_started:
+                sequence.group.has_started = True
+                self._started.append(sequence.request.request_id)
+        # Stable: rows of one token first, each part best first.
+        rows = sorted(plan.num_tokens.items(), key=lambda row: row[1] > 1)
+        return ScheduledBatch(
+            step_id=next(self._steps),
+            sequences=tuple(sequence.schedule(tokens) for sequence, tokens in rows),
+            block_copies=plan.block_copies,
+            state_copies=plan.state_copies,
+        )
 
     def update(self, batch: ScheduledBatch, output: StepOutput) -> list[SequenceUpdate]:
         """Take in a step's output; what ended is freed."""
@@ -181,6 +169,11 @@ class Scheduler:
                 updates += self._fail_group(sequence.group, message)
         return updates
 
+    @property
+    def _num_waiting(self) -> int:
+        """Live sequences that do not run, those that will fork from a leader included."""
+        return len(self._by_id) - len(self._running)
+
     def _check_fits(self, request: GenerateRequest) -> None:
         prompt_len, max_tokens = len(request.prompt_ids), request.params.max_tokens
         needed = prompt_len + (1 if max_tokens is None else max_tokens)
@@ -188,145 +181,13 @@ class Scheduler:
             detail = f"However, {needed} tokens were requested, prompt and completion together."
             raise ContextLengthError(self._max_len, detail)
 
-    def _make_room(self, sequence: Sequence, num_tokens: int, plan: StepPlan) -> bool:
-        """Give a running sequence blocks for its next tokens, preempting worse ones if it must.
-
-        A sequence for which no worse one can make room is itself preempted, unless it is the only
-        one, which always fits.
-        """
-        while not self._kv.grow(_table(sequence), sequence.num_computed + num_tokens):
-            others = [one for one in self._running if one not in plan.num_tokens]
-            victim = max(others, key=lambda one: one.order)
-            self._preempt(victim, plan)
-            if victim is sequence:
-                return False
-        return True
-
-    def _preempt(self, sequence: Sequence, plan: StepPlan) -> None:
-        self._release(sequence)
-        sequence.num_preemptions += 1
-        self._num_preemptions += 1
-        plan.has_preempted = True
-        self._waiting.push_front(sequence)
-
-    def _plan_prefill(self, plan: StepPlan) -> None:
-        """The next chunks of running prompts, each a share of the budget at most."""
-        for sequence in [s for s in self._running if s not in plan.num_tokens]:
-            tokens = min(sequence.num_schedulable, self._first_round(), plan.budget_left)
-            # A better sequence may have preempted this one meanwhile.
-            if tokens > 0 and sequence.slot is not None and self._make_room(sequence, tokens, plan):
-                plan.add(sequence, tokens)
-
-    def _first_round(self) -> int:
-        return max(1, self._token_budget // FIRST_ROUND_SHARE)
-
-    def _admit(self, plan: StepPlan) -> None:
-        """Start waiting sequences while there are slots, blocks for their prompts, and budget."""
-        while self._free_slots and plan.budget_left > 0 and not plan.has_preempted:
-            sequence = self._waiting.peek(self._client_may_run)
-            if sequence is None or not self._try_start(sequence):
-                return
-            tokens = min(sequence.num_schedulable, self._first_round(), plan.budget_left)
-            self._kv.grow(_table(sequence), sequence.num_computed + tokens)
-            plan.add(sequence, tokens)
-
-    def _client_may_run(self, sequence: Sequence) -> bool:
-        limit = self._config.max_num_seqs_per_client
-        if limit is None:
-            return True
-        client = sequence.request.client
-        return sum(one.request.client == client for one in self._running) < limit
-
-    def _try_start(self, sequence: Sequence) -> bool:
-        """Give a waiting sequence a slot and its cached prefix, if its whole prompt has room."""
-        wants_all = sequence.request.params.prompt_logprobs is not None
-        table = self._kv.new_table(
-            sequence.token_ids,
-            sequence.group.salt,
-            use_cache=not (self._has_state or wants_all),
-        )
-        missing = self._kv.blocks_for(len(sequence.token_ids)) - len(table.blocks)
-        if missing > self._kv.num_free:
-            self._kv.free(table)
-            return False
-        self._waiting.admit(sequence)
-        sequence.table = table
-        sequence.num_computed = len(table.blocks) * self._kv.block_size
-        self._count_prefix(sequence)
-        self._occupy(sequence)
-        return True
-
-    def _count_prefix(self, sequence: Sequence) -> None:
-        if not sequence.output_ids:
-            self._prefix_queries += len(sequence.token_ids)
-            self._prefix_hits += sequence.num_computed
-        if sequence.group.num_cached_tokens is None:
-            sequence.group.num_cached_tokens = sequence.num_computed
-
-    def _occupy(self, sequence: Sequence) -> None:
-        sequence.slot = heapq.heappop(self._free_slots)
-        self._running.append(sequence)
-
-    def _release(self, sequence: Sequence) -> None:
-        """Take a running sequence's blocks and slot."""
-        assert sequence.slot is not None
-        self._kv.free(_table(sequence))
-        heapq.heappush(self._free_slots, sequence.slot)
-        self._running.remove(sequence)
-        sequence.table, sequence.slot, sequence.num_computed = None, None, 0
-
-    def _fork_followers(self, plan: StepPlan) -> None:
-        """Let samples begin from the leader that has computed all but the last prompt token."""
-        for leader in [one for one in plan.num_tokens if one.followers]:
-            followers, leader.followers = leader.followers, []
-            self._num_followers -= len(followers)
-            for position, follower in enumerate(followers):
-                if not self._fork(leader, follower, plan):
-                    # The rest come in through the prefix cache when there is room.
-                    for late in reversed(followers[position:]):
-                        self._waiting.push_front(late)
-                    break
-
-    def _fork(self, leader: Sequence, follower: Sequence, plan: StepPlan) -> bool:
-        if not self._free_slots or plan.budget_left < 1 or not self._client_may_run(follower):
-            return False
-        forked = self._kv.fork(_table(leader), leader.num_computed)
-        if forked is None:
-            return False
-        table, block_copy = forked
-        if not self._kv.grow(table, leader.num_computed + 1):
-            self._kv.free(table)
-            return False
-        follower.table, follower.num_computed = table, leader.num_computed
-        self._occupy(follower)
-        plan.add(follower, 1)
-        if block_copy is not None:
-            plan.block_copies.append(block_copy)
-        if self._has_state and leader.slot is not None and follower.slot is not None:
-            plan.state_copies.append((leader.slot, follower.slot))
-        return True
-
-    def _build(self, plan: StepPlan) -> ScheduledBatch | None:
-        if not plan.num_tokens:
-            return None
-        for sequence in plan.num_tokens:
-            if not sequence.group.has_started:
-                sequence.group.has_started = True
-                self._started.append(sequence.request.request_id)
-        return ScheduledBatch(
-            step_id=next(self._steps),
-            sequences=tuple(s.schedule(tokens) for s, tokens in plan.num_tokens.items()),
-            block_copies=tuple(plan.block_copies),
-            state_copies=tuple(plan.state_copies),
-        )
-
     def _advance(
         self, sequence: Sequence, row: ScheduledSequence, token: SampledToken | None
     ) -> list[SequenceUpdate]:
         """One sequence's share of a step that succeeded."""
         sequence.num_computed += len(row.token_ids)
         if not self._has_state:
-            self._kv.commit(_table(sequence), sequence.token_ids, sequence.num_computed)
+            self._kv.commit(sequence.blocks, sequence.token_ids, sequence.num_computed)
         if sequence.num_remaining > 0:
             return []
         reason: FinishReason | None = FinishReason.LENGTH
@@ -357,27 +218,20 @@ class Scheduler:
         return updates
 
     def _end(self, sequence: Sequence) -> None:
-        """Forget a sample, wherever it is; samples that were to fork from it wait on their own."""
+        """Forget a sample, wherever it is; the next one leads those that were to fork from it."""
         if sequence.slot is not None:
-            self._release(sequence)
+            self._running.stop(sequence)
         elif not self._waiting.remove(sequence):
             leader = next(s for s in sequence.group.sequences.values() if sequence in s.followers)
             leader.followers.remove(sequence)
-            self._num_followers -= 1
-        self._num_followers -= len(sequence.followers)
-        for follower in sequence.followers:
-            self._waiting.append(follower)
-        sequence.followers = []
+        if sequence.followers:
+            leader, *leader.followers = sequence.followers
+            self._waiting.push_front(leader)
         del self._by_id[sequence.seq_id]
         group = sequence.group
         del group.sequences[sequence.index]
         if not group.sequences:
             del self._groups[group.request.request_id]
-
-
-def _table(sequence: Sequence) -> BlockTable:
-    assert sequence.table is not None, "a running sequence has a table"
-    return sequence.table
 
 
 def _stop_reason(

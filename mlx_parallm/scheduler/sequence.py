@@ -42,7 +42,7 @@ class RequestGroup:
     @property
     def wants_fork(self) -> bool:
         """Whether several samples are to share one prefill."""
-        return self.request.params.n > 1 and len(self.request.prompt_ids) > 1 and self.samples_any
+        return self.request.params.n > 1 and len(self.request.prompt_ids) > 1
 
     @property
     def samples_any(self) -> bool:
@@ -76,6 +76,8 @@ class Sequence:
         num_computed: leading tokens whose KV (and state) exists.
         table: its blocks while running.
         slot: its slot while running.
+        blocked_at: free blocks that were too few to start it; not tried again with fewer.
+        order: better sequences have a smaller one: by priority, then arrival, then sample.
         followers: samples that will fork from this one once all but the last prompt token is
             computed; empty for all but the first of several.
     """
@@ -90,7 +92,12 @@ class Sequence:
     table: BlockTable | None = None
     slot: int | None = None
     num_preemptions: int = 0
+    blocked_at: int = 0
+    order: tuple[int, int, int] = field(init=False)
     followers: list[Sequence] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.order = (self.request.priority, self.group.arrival, self.index)
 
     @property
     def request(self) -> GenerateRequest:
@@ -98,9 +105,10 @@ class Sequence:
         return self.group.request
 
     @property
-    def order(self) -> tuple[int, int, int]:
-        """Better sequences come first: by priority, then arrival, then sample."""
-        return self.request.priority, self.group.arrival, self.index
+    def blocks(self) -> BlockTable:
+        """The table of a running sequence."""
+        assert self.table is not None, "a running sequence has a table"
+        return self.table
 
     @property
     def num_remaining(self) -> int:
@@ -114,8 +122,7 @@ class Sequence:
 
     def schedule(self, num_tokens: int) -> ScheduledSequence:
         """The next ``num_tokens`` tokens as a share of a step."""
-        assert self.table is not None
-        assert self.slot is not None
+        assert self.slot is not None, "only a running sequence can be scheduled"
         start, end = self.num_computed, self.num_computed + num_tokens
         is_last = end == len(self.token_ids)
         return ScheduledSequence(
@@ -123,7 +130,7 @@ class Sequence:
             slot=self.slot,
             start=start,
             token_ids=tuple(self.token_ids[start:end]),
-            block_table=self.table.as_tuple(),
+            block_table=self.blocks.as_tuple(),
             sample=self._sample_spec(end) if is_last and self.group.samples_any else None,
             prompt_logprobs=self.request.params.prompt_logprobs,
             target_ids=self._targets(start, end),
@@ -161,8 +168,9 @@ class Sequence:
         )
 
     def _targets(self, start: int, end: int) -> tuple[int, ...]:
-        wanted = self.request.params.prompt_logprobs is not None and self.index == 0
-        # After a preemption the prompt is computed again, but not reported again.
+        wanted = self.request.params.prompt_logprobs is not None
+        # Until all are known a single sample, the leader, computes the prompt. After a preemption
+        # it is computed again, but not reported again.
         if not wanted or len(self.group.prompt_logprobs) >= end + 1:
             return ()
         return self.request.prompt_ids[start + 1 : end + 1]

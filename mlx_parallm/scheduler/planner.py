@@ -1,0 +1,179 @@
+"""Decides what the next step runs, and gives it slots and blocks."""
+
+from __future__ import annotations
+
+from mlx_parallm.config import SchedulerConfig
+from mlx_parallm.kv_cache.manager import KVCacheManager
+from mlx_parallm.scheduler.running import RunningSet
+from mlx_parallm.scheduler.sequence import Sequence
+from mlx_parallm.scheduler.step_plan import StepPlan
+from mlx_parallm.scheduler.waiting import WaitingQueue
+
+# A prompt first gets this share of the token budget at most, so that short prompts are not kept
+# waiting by a long one; what is left over goes to whoever is not done.
+CHUNK_SHARE = 4
+
+
+class Planner:
+    """Moves sequences between waiting and running; counts what happened.
+
+    Attributes:
+        prefix_queries: prompt tokens looked up in the prefix cache so far.
+        prefix_hits: how many of them were found.
+        num_preemptions: how often a sequence was sent back to wait.
+    """
+
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        kv: KVCacheManager,
+        waiting: WaitingQueue,
+        running: RunningSet,
+        *,
+        has_state: bool,
+    ) -> None:
+        # Decode rows always fit: a step that could not hold them all would starve some.
+        self._token_budget = max(config.max_num_batched_tokens, config.max_num_seqs)
+        self._chunk = max(1, self._token_budget // CHUNK_SHARE)
+        self._kv = kv
+        self._waiting = waiting
+        self._running = running
+        self._has_state = has_state
+        self.prefix_queries = 0
+        self.prefix_hits = 0
+        self.num_preemptions = 0
+
+    def plan(self) -> StepPlan:
+        """Decode rows first, then chunks of running prompts, then admissions."""
+        plan = StepPlan(self._token_budget)
+        for sequence in [one for one in self._running if one.num_remaining == 1]:
+            if self._make_room(sequence, 1, plan):
+                plan.add(sequence, 1)
+        for leader in [one for one in plan.num_tokens if one.followers]:
+            self._fork_followers(leader, plan)
+        self._plan_prefill(plan)
+        self._admit(plan)
+        self._spread_rest(plan)
+        return plan
+
+    def _make_room(self, sequence: Sequence, num_tokens: int, plan: StepPlan) -> bool:
+        """Give a running sequence blocks for its next tokens, preempting worse ones if it must.
+
+        False if it does not run any more: a better sequence preempted it, or it is the worst and
+        has to wait itself. The best one always gets there, since it fits the pool alone.
+        """
+        if sequence.slot is None:
+            return False
+        while not self._kv.grow(sequence.blocks, sequence.num_computed + num_tokens):
+            victim = self._running.worst
+            self._preempt(victim, plan)
+            if victim is sequence:
+                return False
+        return True
+
+    def _preempt(self, sequence: Sequence, plan: StepPlan) -> None:
+        plan.drop(sequence)
+        self._running.stop(sequence)
+        sequence.num_preemptions += 1
+        self.num_preemptions += 1
+        self._waiting.push_front(sequence)
+
+    def _plan_prefill(self, plan: StepPlan) -> None:
+        """The best prompt first, then those that one chunk completes, then the other long ones.
+
+        All but the best leave a chunk of the budget to those that wait.
+        """
+        prefilling = [one for one in self._running if one.num_remaining > 1]
+        best, others = prefilling[:1], prefilling[1:]
+        others.sort(key=lambda one: one.num_schedulable > self._chunk)
+        for sequence in best:
+            self._add_chunk(sequence, plan.budget_left, plan)
+        reserve = self._chunk if len(self._waiting) and self._running.has_slot else 0
+        for sequence in others:
+            self._add_chunk(sequence, plan.budget_left - reserve, plan)
+
+    def _add_chunk(self, sequence: Sequence, most: int, plan: StepPlan) -> None:
+        num_tokens = min(sequence.num_schedulable, self._chunk, most)
+        if num_tokens > 0 and self._make_room(sequence, num_tokens, plan):
+            plan.add(sequence, num_tokens)
+
+    def _admit(self, plan: StepPlan) -> None:
+        """Start waiting sequences while there are slots, blocks for their prompts, and budget."""
+        while self._running.has_slot and plan.budget_left > 0 and not plan.has_preempted:
+            sequence = self._waiting.peek(self._running.allows_client)
+            if sequence is None or not self._try_start(sequence):
+                return
+            self._add_chunk(sequence, plan.budget_left, plan)
+            if sequence.num_remaining == 1:  # all but the last prompt token was cached
+                self._fork_followers(sequence, plan)
+
+    def _try_start(self, sequence: Sequence) -> bool:
+        """Give a waiting sequence a slot and its cached prefix, if its whole prompt has room.
+
+        Blocks that running prompts still need are theirs.
+        """
+        promised = sum(self._num_missing(one) for one in self._running)
+        available = self._kv.num_free - promised
+        if available <= sequence.blocked_at:
+            return False
+        use_cache = not self._has_state and sequence.request.params.prompt_logprobs is None
+        table = self._kv.new_table(sequence.token_ids, sequence.group.salt, use_cache=use_cache)
+        missing = self._kv.blocks_for(len(sequence.token_ids)) - len(table.blocks)
+        if missing > self._kv.num_free - promised:
+            self._kv.free(table)
+            sequence.blocked_at = available
+            return False
+        self._waiting.admit(sequence)
+        self._running.start(sequence, table, len(table.blocks) * self._kv.block_size)
+        self._count_prefix(sequence, use_cache=use_cache)
+        return True
+
+    def _num_missing(self, sequence: Sequence) -> int:
+        return self._kv.blocks_for(len(sequence.token_ids)) - len(sequence.blocks.blocks)
+
+    def _count_prefix(self, sequence: Sequence, *, use_cache: bool) -> None:
+        if use_cache and self._kv.enable_prefix_caching and not sequence.output_ids:
+            self.prefix_queries += len(sequence.token_ids)
+            self.prefix_hits += sequence.num_computed
+        if sequence.group.num_cached_tokens is None:
+            sequence.group.num_cached_tokens = sequence.num_computed
+
+    def _fork_followers(self, leader: Sequence, plan: StepPlan) -> None:
+        """Let samples begin from the leader that has computed all but the last prompt token."""
+        followers, leader.followers = leader.followers, []
+        for position, follower in enumerate(followers):
+            if not self._fork(leader, follower, plan):
+                # The rest come in through the prefix cache when there is room.
+                for late in reversed(followers[position:]):
+                    self._waiting.push_front(late)
+                return
+
+    def _fork(self, leader: Sequence, follower: Sequence, plan: StepPlan) -> bool:
+        if not self._running.has_slot or plan.budget_left < 1 or plan.has_preempted:
+            return False
+        if not self._running.allows_client(follower):
+            return False
+        forked = self._kv.fork(leader.blocks, leader.num_computed)
+        if forked is None:
+            return False
+        table, block_copy = forked
+        if not self._kv.grow(table, leader.num_computed + 1):
+            self._kv.free(table)
+            return False
+        self._running.start(follower, table, leader.num_computed)
+        state_copy = None
+        if self._has_state and leader.slot is not None and follower.slot is not None:
+            state_copy = (leader.slot, follower.slot)
+        plan.add_copies(follower, block_copy, state_copy)
+        plan.add(follower, 1)
+        return True
+
+    def _spread_rest(self, plan: StepPlan) -> None:
+        """Give what is left of the budget to running prompts, best first, preempting nobody."""
+        if plan.budget_left == 0:
+            return
+        for sequence in self._running:
+            planned = plan.num_tokens.get(sequence, 0)
+            more = min(sequence.num_schedulable - planned, plan.budget_left)
+            if more > 0 and self._kv.grow(sequence.blocks, sequence.num_computed + planned + more):
+                plan.add(sequence, more)

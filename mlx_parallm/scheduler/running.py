@@ -1,0 +1,75 @@
+"""Sequences that run: each holds a slot and blocks."""
+
+from __future__ import annotations
+
+import heapq
+from bisect import insort
+from collections import Counter
+from collections.abc import Iterator
+
+from mlx_parallm.config import SchedulerConfig
+from mlx_parallm.kv_cache.block_table import BlockTable
+from mlx_parallm.kv_cache.manager import KVCacheManager
+from mlx_parallm.scheduler.sequence import Sequence
+
+
+class RunningSet:
+    """The running sequences, best first; hands out the lowest free slot."""
+
+    def __init__(self, config: SchedulerConfig, kv: KVCacheManager) -> None:
+        self._config = config
+        self._kv = kv
+        self._sequences: list[Sequence] = []
+        self._free_slots = list(range(config.max_num_seqs))
+        self._per_client: Counter[str] = Counter()
+
+    def __len__(self) -> int:
+        return len(self._sequences)
+
+    def __iter__(self) -> Iterator[Sequence]:
+        return iter(self._sequences)
+
+    @property
+    def worst(self) -> Sequence:
+        """The first to be preempted: of the largest priority number, then the youngest."""
+        return self._sequences[-1]
+
+    @property
+    def has_slot(self) -> bool:
+        """Whether one more may run."""
+        return bool(self._free_slots)
+
+    def allows_client(self, sequence: Sequence) -> bool:
+        """Whether its client may run one more."""
+        limit = self._config.max_num_seqs_per_client
+        return limit is None or self._per_client[sequence.request.client] < limit
+
+    def start(self, sequence: Sequence, table: BlockTable, num_computed: int) -> None:
+        """Give a sequence a slot, and blocks with ``num_computed`` tokens in them."""
+        sequence.table = table
+        sequence.num_computed = num_computed
+        sequence.slot = heapq.heappop(self._free_slots)
+        sequence.blocked_at = 0
+        insort(self._sequences, sequence, key=lambda one: one.order)
+        self._per_client[sequence.request.client] += 1
+
+    def stop(self, sequence: Sequence) -> None:
+        """Take a sequence's slot and blocks; computed full blocks stay in the prefix cache."""
+        assert sequence.slot is not None, "only a running sequence can stop"
+        self._kv.free(sequence.blocks)
+        heapq.heappush(self._free_slots, sequence.slot)
+        self._sequences.remove(sequence)
+        client = sequence.request.client
+        self._per_client[client] -= 1
+        if not self._per_client[client]:
+            del self._per_client[client]
+        sequence.table, sequence.slot, sequence.num_computed = None, None, 0
+
+    def check_integrity(self) -> None:
+        """Assert that every block and every slot is accounted for, exactly once."""
+        self._kv.check_integrity(sequence.blocks for sequence in self._sequences)
+        slots = [one.slot for one in self._sequences if one.slot is not None]
+        assert sorted(slots + self._free_slots) == list(range(self._config.max_num_seqs))
+        clients = Counter(one.request.client for one in self._sequences)
+        assert clients == self._per_client
+        assert sorted(self._sequences, key=lambda one: one.order) == self._sequences

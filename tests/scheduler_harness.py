@@ -1,0 +1,172 @@
+"""Drives a scheduler with a simulated runner and checks what must hold after every step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from mlx_parallm.batch import ScheduledBatch, TokenLogprob
+from mlx_parallm.config import SchedulerConfig
+from mlx_parallm.kv_cache.manager import KVCacheManager
+from mlx_parallm.outputs import FinishReason
+from mlx_parallm.request import GenerateRequest
+from mlx_parallm.scheduler.scheduler import Scheduler
+from mlx_parallm.scheduler.updates import SequenceUpdate
+from tests.block_simulator import (
+    END_ID,
+    SimulatedRunner,
+    expected_outputs,
+    expected_prompt_logprobs,
+)
+
+
+@dataclass
+class Tracked:
+    """A request and what was heard of it."""
+
+    request: GenerateRequest
+    seed: int
+    outputs: dict[int, list[int]]
+    ended: set[int] = field(default_factory=set)
+    num_prompt_events: int = 0
+
+
+class SchedulerHarness:
+    """A scheduler, its runner and the requests given to it."""
+
+    def __init__(
+        self,
+        *,
+        num_blocks: int,
+        block_size: int = 4,
+        max_model_len: int = 64,
+        has_state: bool = False,
+        caching: bool = True,
+        config: SchedulerConfig | None = None,
+    ) -> None:
+        self.config = config or SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=16)
+        self.max_len = min(max_model_len, num_blocks * block_size)
+        self.num_blocks = num_blocks
+        self.scheduler = Scheduler(
+            self.config,
+            KVCacheManager(num_blocks, block_size, enable_prefix_caching=caching),
+            max_model_len=max_model_len,
+            has_state=has_state,
+        )
+        self.batches: list[ScheduledBatch] = []
+        self.tracked: dict[str, Tracked] = {}
+        self._runner = SimulatedRunner(
+            num_blocks, block_size, self.config.max_num_seqs, has_state=has_state
+        )
+
+    def add(self, request: GenerateRequest, seed: int = 0) -> None:
+        """Queue a request; ``END_ID`` is the model's end."""
+        ends = frozenset[int]() if request.params.ignore_eos else frozenset({END_ID})
+        self.scheduler.add(request, seed=seed, end_ids=ends)
+        outputs: dict[int, list[int]] = {index: [] for index in range(request.params.n)}
+        self.tracked[request.request_id] = Tracked(request, seed, outputs)
+
+    def abort(self, request_id: str) -> None:
+        """Abort a request and hear no more of it."""
+        assert self.scheduler.abort(request_id)
+        assert not self.scheduler.has_request(request_id)
+        del self.tracked[request_id]
+
+    def finish(self, request_id: str, index: int) -> None:
+        """End one sample from outside."""
+        self.scheduler.finish(request_id, index)
+        self.tracked[request_id].ended.add(index)
+        self._forget_if_done(request_id)
+
+    def schedule(self) -> ScheduledBatch | None:
+        """The next batch, checked."""
+        batch = self.scheduler.schedule()
+        if batch is not None:
+            self.batches.append(batch)
+            self._check_batch(batch)
+        return batch
+
+    def step(self, *, raises: bool = False, fail_rows: int = 0) -> ScheduledBatch | None:
+        """Run one step: whole, raising, or with its first ``fail_rows`` sequences failed."""
+        batch = self.schedule()
+        if batch is not None:
+            self.run(batch, raises=raises, fail_rows=fail_rows)
+        self.scheduler.check_integrity()
+        return batch
+
+    def run(self, batch: ScheduledBatch, *, raises: bool = False, fail_rows: int = 0) -> None:
+        """Run a batch and take in what it gave."""
+        if raises:
+            self._runner.corrupt(batch)
+            updates = self.scheduler.fail(batch, "raised")
+        else:
+            failed = frozenset(row.seq_id for row in batch.sequences[:fail_rows])
+            updates = self.scheduler.update(batch, self._runner.run(batch, failed))
+        for update in updates:
+            self._hear(update)
+
+    def drain(self, limit: int = 3000) -> None:
+        """Step until nothing is left; every sample must have ended, every block be free."""
+        for _ in range(limit):
+            if not self.scheduler.has_work():
+                break
+            assert self.step() is not None, "there is work, but nothing runs"
+        assert not self.scheduler.has_work(), "it does not end"
+        assert not self.tracked, "a sample was never reported as ended"
+        stats = self.scheduler.stats()
+        assert (stats.num_running, stats.num_waiting, stats.kv_usage) == (0, 0, 0)
+        assert stats.num_free_blocks == self.num_blocks
+
+    def _check_batch(self, batch: ScheduledBatch) -> None:
+        limit = max(self.config.max_num_batched_tokens, self.config.max_num_seqs)
+        assert batch.num_tokens <= limit
+        slots = [row.slot for row in batch.sequences]
+        assert len(set(slots)) == len(slots)
+        assert all(0 <= slot < self.config.max_num_seqs for slot in slots)
+        assert all(row.token_ids for row in batch.sequences)
+        sizes = [len(row.token_ids) > 1 for row in batch.sequences]
+        assert sizes == sorted(sizes), "a prefill chunk comes before a single row"
+        targets = [target for _, target in batch.block_copies]
+        assert len(set(targets)) == len(targets)
+        assert not set(targets) & {source for source, _ in batch.block_copies}
+
+    def _hear(self, update: SequenceUpdate) -> None:
+        tracked = self.tracked.get(update.request_id)
+        assert tracked is not None, "an update of a request that has ended"
+        assert update.index not in tracked.ended
+        if update.prompt is not None:
+            tracked.num_prompt_events += 1
+            wanted = tracked.request.params.prompt_logprobs is not None
+            self._check_prompt(tracked, update.prompt.prompt_logprobs if wanted else ())
+        if update.token is not None:
+            assert tracked.num_prompt_events == 1
+            tracked.outputs[update.index].append(update.token.token_id)
+        if update.finish_reason is not None:
+            self._check_output(tracked, update)
+        if update.finish_reason is not None or update.error is not None:
+            tracked.ended.add(update.index)
+            self._forget_if_done(update.request_id)
+
+    def _check_prompt(
+        self, tracked: Tracked, entries: tuple[TokenLogprob | None, ...] | None
+    ) -> None:
+        assert entries is not None
+        if tracked.request.params.prompt_logprobs is not None:
+            assert list(entries) == expected_prompt_logprobs(tracked.request)
+
+    def _check_output(self, tracked: Tracked, update: SequenceUpdate) -> None:
+        expected = expected_outputs(tracked.request, update.index, tracked.seed, self.max_len)
+        assert tracked.outputs[update.index] == expected, "another output than alone"
+        last = expected[-1] if expected else None
+        stops = tracked.request.params.stop_token_ids
+        if last == END_ID and not tracked.request.params.ignore_eos:
+            assert (update.finish_reason, update.stop_reason) == (FinishReason.STOP, None)
+        elif last in stops:
+            assert (update.finish_reason, update.stop_reason) == (FinishReason.STOP, last)
+        else:
+            assert (update.finish_reason, update.stop_reason) == (FinishReason.LENGTH, None)
+
+    def _forget_if_done(self, request_id: str) -> None:
+        tracked = self.tracked[request_id]
+        if len(tracked.ended) == tracked.request.params.n:
+            assert not self.scheduler.has_request(request_id)
+            del self.tracked[request_id]

@@ -1,0 +1,141 @@
+"""Random traffic: whatever happens, every sample's tokens are those it would get alone."""
+
+from __future__ import annotations
+
+import hypothesis.strategies as st
+from hypothesis import HealthCheck, settings
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from mlx_parallm.config import SchedulerConfig
+from mlx_parallm.request import GenerateRequest, SamplingParams
+from tests.scheduler_harness import SchedulerHarness
+
+BLOCK_SIZE = 4
+MAX_MODEL_LEN = 40
+
+# Prompts are cut from a few texts, so that prefixes are often shared, borders included.
+TEXTS = tuple(tuple((7 * i + 13 * text) % 47 + 1 for i in range(30)) for text in range(2))
+
+sampling = st.builds(
+    SamplingParams,
+    n=st.sampled_from([1, 1, 1, 2, 3, 6]),
+    max_tokens=st.sampled_from([None, 0, 1, 3, 8]),
+    stop_token_ids=st.sampled_from([(), (3, 4, 5)]),
+    ignore_eos=st.booleans(),
+    prompt_logprobs=st.sampled_from([None, None, 1]),
+)
+
+
+class Traffic(RuleBasedStateMachine):
+    """Adds, aborts, finishes and fails requests while steps run."""
+
+    @initialize(
+        num_blocks=st.sampled_from([10, 14, 40]),
+        has_state=st.booleans(),
+        caching=st.booleans(),
+        max_num_seqs=st.sampled_from([1, 3, 8]),
+        budget=st.sampled_from([4, 9, 64]),
+        per_client=st.sampled_from([None, 1, 2]),
+    )
+    def start(
+        self,
+        num_blocks: int,
+        has_state: bool,
+        caching: bool,
+        max_num_seqs: int,
+        budget: int,
+        per_client: int | None,
+    ) -> None:
+        self.harness = SchedulerHarness(
+            num_blocks=num_blocks,
+            block_size=BLOCK_SIZE,
+            max_model_len=MAX_MODEL_LEN,
+            has_state=has_state,
+            caching=caching,
+            config=SchedulerConfig(
+                max_num_seqs=max_num_seqs,
+                max_num_batched_tokens=budget,
+                max_num_seqs_per_client=per_client,
+            ),
+        )
+        self.num_requests = 0
+
+    @rule(
+        params=sampling,
+        text=st.sampled_from(TEXTS),
+        length=st.integers(1, 30),
+        priority=st.integers(-1, 1),
+        client=st.sampled_from(["a", "b"]),
+        salt=st.sampled_from([None, None, "salt"]),
+    )
+    def add(
+        self,
+        params: SamplingParams,
+        text: tuple[int, ...],
+        length: int,
+        priority: int,
+        client: str,
+        salt: str | None,
+    ) -> None:
+        request = GenerateRequest(
+            request_id=str(self.num_requests),
+            model="m",
+            prompt_ids=text[:length],
+            params=params,
+            priority=priority,
+            client=client,
+            cache_salt=salt,
+        )
+        self.num_requests += 1
+        self.harness.add(request, seed=self.num_requests % 3)
+
+    @rule(count=st.integers(1, 6))
+    def step(self, count: int) -> None:
+        for _ in range(count):
+            self.harness.step()
+
+    @rule()
+    def step_that_raises(self) -> None:
+        self.harness.step(raises=True)
+
+    @rule(count=st.integers(1, 2))
+    def step_with_failed_rows(self, count: int) -> None:
+        self.harness.step(fail_rows=count)
+
+    @precondition(lambda self: bool(self.harness.tracked))
+    @rule(data=st.data(), within_step=st.booleans())
+    def abort(self, data: st.DataObject, within_step: bool) -> None:
+        request_id = data.draw(st.sampled_from(sorted(self.harness.tracked)))
+        batch = self.harness.schedule() if within_step else None
+        self.harness.abort(request_id)
+        if batch is not None:
+            self.harness.run(batch)
+
+    @precondition(lambda self: bool(self.harness.tracked))
+    @rule(data=st.data(), within_step=st.booleans())
+    def finish(self, data: st.DataObject, within_step: bool) -> None:
+        request_id = data.draw(st.sampled_from(sorted(self.harness.tracked)))
+        tracked = self.harness.tracked[request_id]
+        index = data.draw(st.sampled_from(sorted(tracked.outputs.keys() - tracked.ended)))
+        batch = self.harness.schedule() if within_step else None
+        self.harness.finish(request_id, index)
+        if batch is not None:
+            self.harness.run(batch)
+
+    @invariant()
+    def blocks_and_slots_are_accounted_for(self) -> None:
+        if hasattr(self, "harness"):
+            self.harness.scheduler.check_integrity()
+
+    def teardown(self) -> None:
+        if hasattr(self, "harness"):
+            self.harness.drain()
+
+
+TestTraffic = Traffic.TestCase
+TestTraffic.settings = settings(
+    max_examples=300,
+    stateful_step_count=30,
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow],
+)
