@@ -55,7 +55,7 @@ def is_open(path: str) -> bool:
     return path in OPEN_PATHS or path.startswith(OPEN_PREFIXES)
 
 
-def require_admin(request: Request) -> None:
+async def require_admin(request: Request) -> None:
     """For routes that change the server; a dependency.
 
     Raises:

@@ -10,12 +10,12 @@ from mlx_parallm.config import ServerConfig
 from mlx_parallm.engine.interface import EngineClient
 
 
-def get_engine(request: Request) -> EngineClient:
+async def get_engine(request: Request) -> EngineClient:
     """The engine behind this application."""
     return request.app.state.engine
 
 
-def get_config(request: Request) -> ServerConfig:
+async def get_config(request: Request) -> ServerConfig:
     """The settings of this application."""
     return request.app.state.config
 

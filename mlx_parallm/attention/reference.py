@@ -20,7 +20,7 @@ from mlx_parallm.batch import ScheduledSequence
 
 # Rows are split by length into several gathers when that saves at least this many padded tokens;
 # below, the extra operations cost more than the padding.
-MIN_SAVED_TOKENS = 4096
+MIN_SAVED_TOKENS = 1024
 # A chunk's queries attend by tiles, each over no more keys than its last row sees: the causal half
 # that stock attention computes and masks is skipped (1.7 times faster at 512 tokens on the CPU).
 QUERY_TILE = 64

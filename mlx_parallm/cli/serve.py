@@ -14,6 +14,7 @@ import threading
 from collections.abc import Iterator
 
 import uvicorn
+import uvloop
 
 from mlx_parallm.api.app import create_app
 from mlx_parallm.cli.configure import add_settings, read_settings
@@ -75,7 +76,8 @@ def serve(engine_config: EngineConfig, server_config: ServerConfig) -> int:
             f"[{host}]" if ":" in host else host,
             port,
         )
-        return asyncio.run(server.run(listener))
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            return runner.run(server.run(listener))
 
 
 def is_exposed(config: ServerConfig) -> bool:
