@@ -8,7 +8,7 @@ from starlette.middleware.cors import CORSMiddleware
 from mlx_parallm import __version__
 from mlx_parallm.api.errors import install_error_handlers
 from mlx_parallm.api.middleware import AuthMiddleware, BodyLimitMiddleware, RequestIdMiddleware
-from mlx_parallm.api.routes import chat, completions, health, models, tokenize
+from mlx_parallm.api.routes import chat, completions, docs, health, models, tokenize
 from mlx_parallm.config import ServerConfig
 from mlx_parallm.engine.interface import EngineClient
 
@@ -21,8 +21,9 @@ def create_app(engine: EngineClient, config: ServerConfig) -> FastAPI:
     for router in (chat.router, completions.router, models.router):
         app.include_router(router, prefix="/v1")
         app.include_router(router, include_in_schema=False)
-    for router in (tokenize.router, health.router):
+    for router in (tokenize.router, health.router, docs.router):
         app.include_router(router)
+    app.mount(docs.ASSETS, docs.assets())
     install_error_handlers(app)
     # The last added runs first.
     app.add_middleware(BodyLimitMiddleware, max_body_bytes=config.max_body_bytes)

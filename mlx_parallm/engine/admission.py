@@ -45,7 +45,8 @@ def check_length(prompt_len: int, max_tokens: int | None, max_model_len: int) ->
             f"However, you requested {prompt_len + wanted} tokens ({prompt_len} in the prompt, "
             f"{wanted} for the completion). Please shorten the prompt or the completion."
         )
-    raise ContextLengthError(max_model_len, detail)
+    param = "max_tokens" if prompt_len + 1 <= max_model_len else "messages"
+    raise ContextLengthError(max_model_len, detail, param=param)
 
 
 def _check_ids(name: str, token_ids: Iterable[int], vocab_size: int) -> None:

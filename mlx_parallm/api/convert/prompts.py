@@ -32,7 +32,6 @@ async def encode_chat(body: ChatRequest, tokenizer: Tokenizer) -> tuple[str, tup
             turns,
             add_generation_prompt=body.add_generation_prompt and not body.continue_final_message,
             continue_final_message=body.continue_final_message,
-            chat_template=body.chat_template,
             template_kwargs=kwargs,
         )
         return text, tuple(tokenizer.encode(text, add_special_tokens=False))

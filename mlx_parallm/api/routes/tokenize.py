@@ -55,6 +55,5 @@ def _encode(body: TokenizeRequest, tokenizer: Tokenizer) -> list[int]:
         turns,
         add_generation_prompt=body.add_generation_prompt and not body.continue_final_message,
         continue_final_message=body.continue_final_message,
-        chat_template=body.chat_template,
         template_kwargs=body.chat_template_kwargs,
     )

@@ -31,7 +31,7 @@ class ChatRequest(GenerationRequest):
     logprobs: StrictBool = False
     top_logprobs: StrictInt | None = Field(None, ge=0)
     reasoning_effort: StrictStr | None = Field(None, description="Handed to the template.")
-    chat_template: StrictStr | None = None
+    chat_template: StrictStr | None = Field(None, description="Refused: see --chat-template.")
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
     add_generation_prompt: StrictBool = True
     continue_final_message: StrictBool = False
@@ -54,6 +54,13 @@ class ChatRequest(GenerationRequest):
             raise InvalidRequestError(
                 'response_format other than {"type": "text"} is not supported.',
                 param="response_format",
+                code=code,
+            )
+        if self.chat_template is not None:
+            # A template is a program: one from a stranger could run for ever.
+            raise InvalidRequestError(
+                "A request may not bring a chat template; the server has --chat-template.",
+                param="chat_template",
                 code=code,
             )
         for name in (

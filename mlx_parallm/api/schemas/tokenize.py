@@ -20,7 +20,6 @@ class TokenizeRequest(BaseModel):
     add_special_tokens: StrictBool | None = None
     add_generation_prompt: StrictBool = True
     continue_final_message: StrictBool = False
-    chat_template: StrictStr | None = None
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
     return_token_strs: StrictBool | None = False
 

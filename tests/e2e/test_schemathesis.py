@@ -1,0 +1,43 @@
+"""Random requests from the server's own schema: no 5xx, whatever they hold."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import schemathesis
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+from schemathesis.checks import not_a_server_error
+
+from tests.server_process import ServerProcess
+
+MAX_TOKENS = 4
+
+
+def call_at_random(operation: Any) -> None:
+    """Send a bounded number of random requests to one route."""
+
+    @given(data=st.data())
+    @settings(
+        max_examples=15,
+        deadline=None,
+        database=None,
+        phases=[Phase.generate],
+        suppress_health_check=list(HealthCheck),
+    )
+    def run(data: st.DataObject) -> None:
+        case = data.draw(operation.as_strategy())
+        if isinstance(case.body, dict):
+            case.body["max_tokens"] = MAX_TOKENS
+            case.body.pop("max_completion_tokens", None)
+            case.body["stream"] = False
+        not_a_server_error(None, case.call(timeout=60), case)
+
+    run()
+
+
+def test_no_request_of_the_schema_is_a_server_error(live_server: ServerProcess) -> None:
+    schema = schemathesis.openapi.from_url(f"{live_server.url}/openapi.json")
+    for result in schema.get_all_operations():
+        call_at_random(result.ok())
+    assert live_server.metric("vllm:num_requests_running") == 0
