@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from random import Random
+
 import hypothesis.strategies as st
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from mlx_parallm.config import SchedulerConfig
@@ -139,3 +141,52 @@ TestTraffic.settings = settings(
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow],
 )
+
+
+@given(seed=st.integers(0, 2**32))
+@settings(max_examples=150, deadline=None)
+def test_a_crowd_in_a_small_pool_gets_what_each_would_get_alone(seed: int) -> None:
+    randomness = Random(seed)
+    harness = _crowded_harness(randomness)
+    for number in range(12):
+        harness.add(_random_request(randomness, number), seed=number % 3)
+    for _ in range(60):
+        event = randomness.random()
+        if event < 0.03 and harness.tracked:
+            harness.abort(randomness.choice(sorted(harness.tracked)))
+        harness.step(raises=event > 0.98, fail_rows=1 if event > 0.96 else 0)
+    harness.drain()
+
+
+def _crowded_harness(randomness: Random) -> SchedulerHarness:
+    return SchedulerHarness(
+        num_blocks=randomness.choice([10, 13, 20]),
+        block_size=BLOCK_SIZE,
+        max_model_len=MAX_MODEL_LEN,
+        has_state=randomness.random() < 0.3,
+        caching=randomness.random() < 0.8,
+        config=SchedulerConfig(
+            max_num_seqs=randomness.choice([3, 6, 12]),
+            max_num_batched_tokens=randomness.choice([6, 16, 64]),
+            max_num_seqs_per_client=randomness.choice([None, 2]),
+        ),
+    )
+
+
+def _random_request(randomness: Random, number: int) -> GenerateRequest:
+    text = randomness.choice(TEXTS)
+    max_tokens = randomness.choice([None, None, 0, 8])
+    return GenerateRequest(
+        request_id=str(number),
+        model="m",
+        prompt_ids=text[: randomness.choice([1, 4, 5, 9, 13, randomness.randint(1, 30)])],
+        params=SamplingParams(
+            n=randomness.choice([1, 1, 2, 6]),
+            max_tokens=max_tokens,
+            min_tokens=0 if max_tokens == 0 else randomness.choice([0, 6]),
+            ignore_eos=randomness.random() < 0.6,
+            prompt_logprobs=randomness.choice([None, None, 1]),
+        ),
+        priority=randomness.randint(-1, 1),
+        client=randomness.choice("ab"),
+    )
