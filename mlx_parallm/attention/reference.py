@@ -182,15 +182,17 @@ class ReferenceAttention:
 
     def copy_blocks(self, pool: LayerPool, sources: mx.array, targets: mx.array) -> None:
         """See ``AttentionBackend.copy_blocks``."""
-        for name in ("keys", "values"):
-            array: mx.array = getattr(pool, name)
-            heads, rows, dim = array.shape
-            blocks = array.reshape(heads, rows // self._block_size, self._block_size * dim)
-            copied = blocks[:, sources]
-            setattr(pool, name, None)
-            del array
-            blocks[:, targets] = copied
-            setattr(pool, name, blocks.reshape(heads, rows, dim))
+        source_rows, target_rows = self._rows(sources), self._rows(targets)
+        keys, values = pool.keys[:, source_rows], pool.values[:, source_rows]
+        # Read before the write is built: a pool that a pending read holds would be copied whole.
+        mx.eval(keys, values)
+        pool.keys[:, target_rows] = keys
+        pool.values[:, target_rows] = values
+
+    def _rows(self, blocks: mx.array) -> mx.array:
+        """Flat pool positions of whole blocks."""
+        offsets = mx.arange(self._block_size)
+        return (blocks[:, None] * self._block_size + offsets).reshape(-1)
 
     def _attend_chunk(
         self,
