@@ -9,13 +9,23 @@ from mlx_parallm import __version__
 from mlx_parallm.api.errors import install_error_handlers
 from mlx_parallm.api.middleware import AuthMiddleware, BodyLimitMiddleware, RequestIdMiddleware
 from mlx_parallm.api.routes import chat, completions, docs, health, models, tokenize
+from mlx_parallm.api.schemas.errors import ErrorResponse
 from mlx_parallm.config import ServerConfig
 from mlx_parallm.engine.interface import EngineClient
 
 
 def create_app(engine: EngineClient, config: ServerConfig) -> FastAPI:
     """An application that serves an engine which is running already."""
-    app = FastAPI(title="mlx_parallm", version=__version__, docs_url=None, redoc_url=None)
+    app = FastAPI(
+        title="mlx_parallm",
+        version=__version__,
+        docs_url=None,
+        redoc_url=None,
+        responses={
+            "4XX": {"model": ErrorResponse, "description": "The request is at fault."},
+            "5XX": {"model": ErrorResponse, "description": "The server is at fault."},
+        },
+    )
     app.state.engine = engine
     app.state.config = config
     for router in (chat.router, completions.router, models.router):
@@ -35,6 +45,7 @@ def create_app(engine: EngineClient, config: ServerConfig) -> FastAPI:
             allow_methods=list(config.allowed_methods),
             allow_headers=list(config.allowed_headers),
             allow_credentials=config.allow_credentials,
+            expose_headers=["x-request-id", "retry-after"],
         )
     app.add_middleware(RequestIdMiddleware)
     return app

@@ -106,6 +106,8 @@ async def _on_validation(_: Request, error: RequestValidationError) -> JSONRespo
 
 
 async def _on_http(request: Request, error: HTTPException) -> JSONResponse:
+    if isinstance(error.__cause__, errors.ParallmError):
+        return response_of(error.__cause__)
     message = str(error.detail)
     if error.status_code in (404, 405):
         message = f"{request.method} {request.url.path} is not served here."
@@ -117,7 +119,11 @@ async def _on_http(request: Request, error: HTTPException) -> JSONResponse:
 async def _on_bug(request: Request, error: Exception) -> JSONResponse:
     logger.error("%s %s failed", request.method, request.url.path, exc_info=error)
     body = error_body("The server failed; its log says why.", "server_error")
-    return JSONResponse(body, 500, {"x-should-retry": "false"})
+    headers = {"x-should-retry": "false"}
+    # This answer is made outside of every middleware, so it must bring its own id.
+    if hasattr(request.state, "request_id"):
+        headers["x-request-id"] = request.state.request_id
+    return JSONResponse(body, 500, headers)
 
 
 def describe(problems: Sequence[Mapping[str, Any]]) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Coroutine, Sequence
+from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
 from typing import Any, TypeVar
 
 from starlette.requests import Request
@@ -11,6 +11,7 @@ from starlette.responses import Response
 
 from mlx_parallm.api.sse import wait_for_disconnect
 from mlx_parallm.engine.interface import EngineClient, RequestHandle
+from mlx_parallm.errors import InvalidRequestError
 from mlx_parallm.outputs import ErrorEvent, GenerateEvent, PromptEvent, TokenEvent
 from mlx_parallm.request import GenerateRequest
 
@@ -31,8 +32,16 @@ class Generation:
         self._iterator = self._single() if len(handles) == 1 else self._merged()
 
     @classmethod
-    async def start(cls, engine: EngineClient, requests: Sequence[GenerateRequest]) -> Generation:
+    async def start(
+        cls,
+        engine: EngineClient,
+        requests: Sequence[GenerateRequest],
+        *,
+        fields: Mapping[str, str],
+    ) -> Generation:
         """Admit every request, or none.
+
+        ``fields`` says what the engine's names are called in this route's body, for its errors.
 
         Raises:
             ParallmError: what refused one of them.
@@ -41,9 +50,11 @@ class Generation:
         try:
             for request in requests:
                 handles.append(await engine.submit(request))
-        except BaseException:
+        except BaseException as refusal:
             for handle in handles:
                 await engine.abort(handle.request_id)
+            if isinstance(refusal, InvalidRequestError) and refusal.param is not None:
+                refusal.param = fields.get(refusal.param, refusal.param)
             raise
         return cls(engine, handles)
 

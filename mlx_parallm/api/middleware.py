@@ -9,13 +9,14 @@ import logging
 import time
 import uuid
 
+from fastapi import HTTPException
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from mlx_parallm.api.auth import KeyRing, is_open, key_of
 from mlx_parallm.api.errors import response_of
 from mlx_parallm.config import ServerConfig
-from mlx_parallm.errors import AuthenticationError, ParallmError, RequestTooLargeError
+from mlx_parallm.errors import AuthenticationError, RequestTooLargeError
 
 logger = logging.getLogger(__name__)
 
@@ -33,8 +34,13 @@ class RequestIdMiddleware:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        request_id = sane_id(Headers(scope=scope).get("x-request-id")) or uuid.uuid4().hex
-        scope.setdefault("state", {})["request_id"] = request_id
+        fresh = uuid.uuid4().hex
+        given = sane_id(Headers(scope=scope).get("x-request-id"))
+        request_id = given or fresh
+        state = scope.setdefault("state", {})
+        state["request_id"] = request_id
+        # Gateways send one id with several requests at once; the engine's must be unique.
+        state["answer_id"] = f"{given}-{fresh[:8]}" if given else fresh
         started_s = time.monotonic()
 
         async def send_with_id(message: Message) -> None:
@@ -100,15 +106,11 @@ class BodyLimitMiddleware:
             if message["type"] == "http.request":
                 received += len(message.get("body", b""))
                 if received > self._limit:
-                    raise error
+                    # FastAPI answers 400 to whatever else is raised while it reads a body.
+                    raise HTTPException(413) from error
             return message
 
-        try:
-            await self._app(scope, counted, send)
-        except ParallmError as refusal:
-            if refusal is not error:
-                raise
-            await response_of(error)(scope, receive, send)
+        await self._app(scope, counted, send)
 
 
 def sane_id(value: str | None) -> str | None:

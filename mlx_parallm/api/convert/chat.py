@@ -28,16 +28,21 @@ class ChatAnswer:
         self._prompt_ids = prompt_ids
         self._splitters = splitters
         self._samples = [Sample() for _ in range(body.n)]
+        self._reasoning = [""] * body.n
+        self._content = [body.echoed()] * body.n
         self._prompt: PromptEvent | None = None
         self.usage = Usage(prompt_tokens=len(prompt_ids))
 
-    def add(self, event: PromptEvent | TokenEvent) -> None:
+    def add(self, prompt: int, event: PromptEvent | TokenEvent) -> None:
         """Take in an event of the whole answer."""
         self.usage.add(event)
         if isinstance(event, PromptEvent):
             self._prompt = event
-        else:
-            self._samples[event.index].add(event)
+            return
+        self._samples[event.index].add(event)
+        reasoning, content = self._split(event)
+        self._reasoning[event.index] += reasoning
+        self._content[event.index] += content
 
     def whole(self) -> dict[str, Any]:
         """The ``chat.completion`` object, once every event is in."""
@@ -58,15 +63,21 @@ class ChatAnswer:
         """The first chunk of every choice."""
         delta = {"role": "assistant", "content": ""}
         chunks = [self._chunk(i, delta, None) for i in range(self._body.n)]
-        if self._body.return_token_ids and chunks:
+        if self._body.return_token_ids:
             chunks[0]["prompt_token_ids"] = list(self._prompt_ids)
+        echoed = self._body.echoed()
+        if echoed:
+            chunks += [self._chunk(i, {"content": echoed}, None) for i in range(self._body.n)]
         return chunks
 
-    def chunks(self, event: PromptEvent | TokenEvent) -> list[dict[str, Any]]:
+    def chunks(self, prompt: int, event: PromptEvent | TokenEvent) -> list[dict[str, Any]]:
         """What an event adds to a stream; often one chunk, sometimes none."""
         self.usage.add(event)
         if isinstance(event, PromptEvent):
-            return []
+            if event.prompt_logprobs is None:
+                return []
+            scores = prompt_logprobs(event.prompt_logprobs, self._names)
+            return [self._head.keys() | {"choices": [], "prompt_logprobs": scores}]
         chunks = []
         delta = self._delta(event)
         if delta or event.logprobs or (self._body.return_token_ids and event.token_ids):
@@ -86,17 +97,9 @@ class ChatAnswer:
         return [self._head.keys() | {"choices": [], "usage": self.usage.body()}]
 
     def _choice(self, index: int, sample: Sample) -> dict[str, Any]:
-        reasoning, content = None, sample.text
-        if self._splitters is not None:
-            splitter = self._splitters[index]
-            parts = [splitter.add(sample.text), splitter.flush()]
-            reasoning = "".join(part[0] for part in parts) or None
-            content = "".join(part[1] for part in parts)
-            if reasoning is not None:
-                share = len(reasoning) / max(1, len(sample.text))
-                self.usage.reasoning_tokens += round(share * len(sample.token_ids))
+        reasoning, content = self._reasoning[index], self._content[index]
         message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
-        if reasoning is not None:
+        if reasoning:
             message |= {"reasoning": reasoning, "reasoning_content": reasoning}
         choice: dict[str, Any] = {
             "index": index,
@@ -111,16 +114,21 @@ class ChatAnswer:
             choice["token_ids"] = sample.token_ids
         return choice
 
+    def _split(self, event: TokenEvent) -> tuple[str, str]:
+        """The reasoning and the content an event makes certain; counts reasoning tokens."""
+        if self._splitters is None:
+            return "", event.text
+        splitter = self._splitters[event.index]
+        reasoning, content = splitter.add(event.text)
+        if splitter.is_reasoning:
+            self.usage.reasoning_tokens += len(event.token_ids)
+        if event.finish_reason is not None:
+            late = splitter.flush()
+            reasoning, content = reasoning + late[0], content + late[1]
+        return reasoning, content
+
     def _delta(self, event: TokenEvent) -> dict[str, Any]:
-        reasoning, content = "", event.text
-        if self._splitters is not None:
-            splitter = self._splitters[event.index]
-            reasoning, content = splitter.add(event.text)
-            if splitter.is_reasoning:
-                self.usage.reasoning_tokens += len(event.token_ids)
-            if event.finish_reason is not None:
-                late = splitter.flush()
-                reasoning, content = reasoning + late[0], content + late[1]
+        reasoning, content = self._split(event)
         delta: dict[str, Any] = {"content": content} if content else {}
         if reasoning:
             delta |= {"reasoning": reasoning, "reasoning_content": reasoning}

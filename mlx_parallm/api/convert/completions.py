@@ -27,7 +27,7 @@ class CompletionAnswer:
         self._prompts = prompts
         self._samples = [Sample() for _ in range(len(prompts) * body.n)]
         self._offsets = [CompletionLogprobs(names) for _ in self._samples]
-        self._echoed: set[int] = set()
+        self._begun: set[int] = set()
         self._prompt_events: dict[int, PromptEvent] = {}
         self.usage = Usage(prompt_tokens=sum(len(ids) for _, ids in prompts))
 
@@ -47,6 +47,10 @@ class CompletionAnswer:
             "system_fingerprint": None,
         }
 
+    def opening(self) -> list[dict[str, Any]]:
+        """Nothing: a completion has no role to announce."""
+        return []
+
     def chunks(self, prompt: int, event: PromptEvent | TokenEvent) -> list[dict[str, Any]]:
         """What an event adds to a stream."""
         self.usage.add(event)
@@ -56,12 +60,13 @@ class CompletionAnswer:
         sample = Sample()
         sample.add(event)
         index = prompt * self._body.n + event.index
-        echo = self._body.echo and index not in self._echoed
-        self._echoed.add(index)
+        first = index not in self._begun
+        echo = self._body.echo and first
         wanted = self._body.logprobs is not None or self._body.return_token_ids
         if not (sample.text or sample.finish_reason or echo or (wanted and sample.token_ids)):
             return []
-        chunk = self._head.keys() | {"choices": [self._choice(index, sample, echo=echo)]}
+        self._begun.add(index)
+        chunk = self._head.keys() | {"choices": [self._choice(index, sample, first=first)]}
         options = self._body.stream_options
         if options is not None and options.continuous_usage_stats:
             chunk["usage"] = self.usage.body()
@@ -74,10 +79,11 @@ class CompletionAnswer:
             return []
         return [self._head.keys() | {"choices": [], "usage": self.usage.body()}]
 
-    def _choice(self, index: int, sample: Sample, *, echo: bool | None = None) -> dict[str, Any]:
+    def _choice(self, index: int, sample: Sample, *, first: bool = True) -> dict[str, Any]:
+        """A choice, or a piece of it; what belongs to the prompt comes with the first."""
         prompt = index // self._body.n
         text, prompt_ids = self._prompts[prompt]
-        echo = self._body.echo if echo is None else echo
+        echo = self._body.echo and first
         choice: dict[str, Any] = {
             "index": index,
             "text": text + sample.text if echo else sample.text,
@@ -86,11 +92,13 @@ class CompletionAnswer:
             "stop_reason": sample.stop_reason,
         }
         event = self._prompt_events.get(prompt)
-        asked = self._body.prompt_logprobs is not None
+        asked = first and self._body.prompt_logprobs is not None
         if asked and event is not None and event.prompt_logprobs is not None:
             choice["prompt_logprobs"] = prompt_logprobs(event.prompt_logprobs, self._names)
         if self._body.return_token_ids:
-            choice |= {"token_ids": sample.token_ids, "prompt_token_ids": list(prompt_ids)}
+            choice["token_ids"] = sample.token_ids
+        if self._body.return_token_ids and first:
+            choice["prompt_token_ids"] = list(prompt_ids)
         return choice
 
     def _logprobs(self, index: int, sample: Sample, *, echo: bool) -> dict[str, Any] | None:

@@ -22,10 +22,7 @@ async def encode_chat(body: ChatRequest, tokenizer: Tokenizer) -> tuple[str, tup
         InvalidRequestError: the template refuses the messages.
     """
     turns = body.turns()
-    kwargs = dict(body.chat_template_kwargs)
-    if body.reasoning_effort is not None:
-        kwargs.setdefault("reasoning_effort", body.reasoning_effort)
-        kwargs.setdefault("enable_thinking", body.reasoning_effort != "none")
+    kwargs = body.template_kwargs()
 
     def encode() -> tuple[str, tuple[int, ...]]:
         text = tokenizer.render_chat(

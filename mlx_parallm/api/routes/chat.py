@@ -2,28 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from fastapi import APIRouter, Depends, Request, Response
 
-from fastapi import APIRouter, Request, Response
-from fastapi.responses import JSONResponse
-
-from mlx_parallm.api import sse
 from mlx_parallm.api.auth import client_of
 from mlx_parallm.api.convert.answer import AnswerHead
 from mlx_parallm.api.convert.chat import ChatAnswer
 from mlx_parallm.api.convert.logprobs import TokenNames
 from mlx_parallm.api.convert.prompts import encode_chat, splitters
 from mlx_parallm.api.convert.sampling import sampling_params
-from mlx_parallm.api.dependencies import ConfigDep, EngineDep
-from mlx_parallm.api.errors import body_of
-from mlx_parallm.api.generation import Generation, unless_disconnected
+from mlx_parallm.api.dependencies import ConfigDep, EngineDep, refuse_lone_surrogates
+from mlx_parallm.api.generation import Generation
+from mlx_parallm.api.respond import respond
 from mlx_parallm.api.schemas.chat import ChatRequest
 from mlx_parallm.config import ServerConfig
 from mlx_parallm.engine.interface import ServedModel
-from mlx_parallm.errors import ParallmError
 from mlx_parallm.request import GenerateRequest
 
-router = APIRouter()
+router = APIRouter(dependencies=[Depends(refuse_lone_surrogates)])
 
 
 @router.post("/chat/completions")
@@ -42,10 +37,14 @@ async def create_chat_completion(
     )
     names = TokenNames(model.tokenizer, as_ids=body.return_tokens_as_token_ids)
     answer = ChatAnswer(body, head, names, prompt_ids, splitters(body, model.tokenizer, rendered))
-    generation = await Generation.start(engine, [asked])
-    if body.stream:
-        return await _stream(generation, answer, config)
-    return await unless_disconnected(request, _collect(generation, answer))
+    generation = await Generation.start(engine, [asked], fields=_fields(body))
+    return await respond(
+        request,
+        generation,
+        answer,
+        stream=body.stream,
+        keep_alive_s=config.sse_keep_alive_s,
+    )
 
 
 def _request(
@@ -57,7 +56,7 @@ def _request(
 ) -> GenerateRequest:
     limit = body.max_completion_tokens
     return GenerateRequest(
-        request_id=f"chatcmpl-{body.request_id or request.state.request_id}",
+        request_id=f"chatcmpl-{body.request_id or request.state.answer_id}",
         model=model.names[0],
         prompt_ids=prompt_ids,
         params=sampling_params(
@@ -73,36 +72,9 @@ def _request(
     )
 
 
-async def _collect(generation: Generation, answer: ChatAnswer) -> Response:
-    try:
-        async for _, event in generation.events():
-            answer.add(event)
-        return JSONResponse(answer.whole())
-    finally:
-        await generation.abort()
-
-
-async def _stream(generation: Generation, answer: ChatAnswer, config: ServerConfig) -> Response:
-    try:
-        await generation.wait_for_first(config.sse_keep_alive_s)
-    except BaseException:
-        await generation.abort()
-        raise
-    return sse.EventStreamResponse(
-        _chunks(generation, answer),
-        on_close=generation.abort,
-        keep_alive_s=config.sse_keep_alive_s,
-    )
-
-
-async def _chunks(generation: Generation, answer: ChatAnswer) -> AsyncIterator[bytes]:
-    try:
-        yield b"".join(sse.data(chunk) for chunk in answer.opening())
-        async for _, event in generation.events():
-            for chunk in answer.chunks(event):
-                yield sse.data(chunk)
-        for chunk in answer.closing():
-            yield sse.data(chunk)
-    except ParallmError as error:
-        yield sse.data(body_of(error))
-    yield sse.DONE
+def _fields(body: ChatRequest) -> dict[str, str]:
+    """What this body calls the engine's names."""
+    fields = {"prompt": "messages", "logprobs": "top_logprobs"}
+    if body.max_completion_tokens is not None:
+        fields["max_tokens"] = "max_completion_tokens"
+    return fields

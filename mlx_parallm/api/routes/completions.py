@@ -2,28 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from fastapi import APIRouter, Depends, Request, Response
 
-from fastapi import APIRouter, Request, Response
-from fastapi.responses import JSONResponse
-
-from mlx_parallm.api import sse
 from mlx_parallm.api.auth import client_of
 from mlx_parallm.api.convert.answer import AnswerHead
 from mlx_parallm.api.convert.completions import CompletionAnswer
 from mlx_parallm.api.convert.logprobs import TokenNames
 from mlx_parallm.api.convert.prompts import encode_prompts
 from mlx_parallm.api.convert.sampling import sampling_params
-from mlx_parallm.api.dependencies import ConfigDep, EngineDep
-from mlx_parallm.api.errors import body_of
-from mlx_parallm.api.generation import Generation, unless_disconnected
+from mlx_parallm.api.dependencies import ConfigDep, EngineDep, refuse_lone_surrogates
+from mlx_parallm.api.generation import Generation
+from mlx_parallm.api.respond import respond
 from mlx_parallm.api.schemas.completions import CompletionRequest
 from mlx_parallm.config import ServerConfig
 from mlx_parallm.engine.interface import ServedModel
-from mlx_parallm.errors import ParallmError
 from mlx_parallm.request import GenerateRequest
 
-router = APIRouter()
+router = APIRouter(dependencies=[Depends(refuse_lone_surrogates)])
 
 
 @router.post("/completions")
@@ -34,7 +29,7 @@ async def create_completion(
     body.check_supported()
     model = engine.get_model(body.model)
     prompts = await encode_prompts(body, model.tokenizer)
-    name = f"cmpl-{body.request_id or request.state.request_id}"
+    name = f"cmpl-{body.request_id or request.state.answer_id}"
     asked = [
         _request(
             body, request, model, f"{name}-{number}" if len(prompts) > 1 else name, ids, config
@@ -44,10 +39,14 @@ async def create_completion(
     head = AnswerHead(id=name, object="text_completion", model=body.model)
     names = TokenNames(model.tokenizer, as_ids=body.return_tokens_as_token_ids)
     answer = CompletionAnswer(body, head, names, prompts)
-    generation = await Generation.start(engine, asked)
-    if body.stream:
-        return await _stream(generation, answer, config)
-    return await unless_disconnected(request, _collect(generation, answer))
+    generation = await Generation.start(engine, asked, fields={"messages": "prompt"})
+    return await respond(
+        request,
+        generation,
+        answer,
+        stream=body.stream,
+        keep_alive_s=config.sse_keep_alive_s,
+    )
 
 
 def _request(
@@ -74,39 +73,3 @@ def _request(
         client=client_of(request.headers, config),
         cache_salt=body.cache_salt,
     )
-
-
-async def _collect(generation: Generation, answer: CompletionAnswer) -> Response:
-    try:
-        async for prompt, event in generation.events():
-            answer.add(prompt, event)
-        return JSONResponse(answer.whole())
-    finally:
-        await generation.abort()
-
-
-async def _stream(
-    generation: Generation, answer: CompletionAnswer, config: ServerConfig
-) -> Response:
-    try:
-        await generation.wait_for_first(config.sse_keep_alive_s)
-    except BaseException:
-        await generation.abort()
-        raise
-    return sse.EventStreamResponse(
-        _chunks(generation, answer),
-        on_close=generation.abort,
-        keep_alive_s=config.sse_keep_alive_s,
-    )
-
-
-async def _chunks(generation: Generation, answer: CompletionAnswer) -> AsyncIterator[bytes]:
-    try:
-        async for prompt, event in generation.events():
-            for chunk in answer.chunks(prompt, event):
-                yield sse.data(chunk)
-        for chunk in answer.closing():
-            yield sse.data(chunk)
-    except ParallmError as error:
-        yield sse.data(body_of(error))
-    yield sse.DONE

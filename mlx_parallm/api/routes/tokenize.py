@@ -5,23 +5,22 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from fastapi import APIRouter
+from fastapi import APIRouter, Depends
 
-from mlx_parallm.api.dependencies import EngineDep
-from mlx_parallm.api.schemas.chat import turns_of
+from mlx_parallm.api.dependencies import EngineDep, refuse_lone_surrogates
+from mlx_parallm.api.schemas.chat import check_template_kwargs, turns_of
 from mlx_parallm.api.schemas.tokenize import DetokenizeRequest, TokenizeRequest
 from mlx_parallm.engine.interface import EngineClient, ServedModel, Tokenizer
 from mlx_parallm.errors import InvalidRequestError
 
-router = APIRouter()
+router = APIRouter(dependencies=[Depends(refuse_lone_surrogates)])
 
 
 @router.post("/tokenize")
 async def tokenize(body: TokenizeRequest, engine: EngineDep) -> dict[str, Any]:
     """A text's or a conversation's tokens."""
     model = _model(engine, body.model)
-    ids = await asyncio.to_thread(_encode, body, model.tokenizer)
-    strings = [model.tokenizer.token_string(i) for i in ids] if body.return_token_strs else None
+    ids, strings = await asyncio.to_thread(_encode, body, model.tokenizer)
     return {
         "count": len(ids),
         "max_model_len": model.info.max_model_len,
@@ -36,23 +35,28 @@ async def detokenize(body: DetokenizeRequest, engine: EngineDep) -> dict[str, An
     tokenizer = _model(engine, body.model).tokenizer
     if any(not 0 <= token_id < tokenizer.vocab_size for token_id in body.tokens):
         raise InvalidRequestError("tokens has an id outside the vocabulary.", param="tokens")
-    return {"prompt": tokenizer.decode(body.tokens, skip_special_tokens=False)}
+    text = await asyncio.to_thread(tokenizer.decode, body.tokens, skip_special_tokens=False)
+    return {"prompt": text}
 
 
 def _model(engine: EngineClient, name: str | None) -> ServedModel:
     return engine.models()[0] if name is None else engine.get_model(name)
 
 
-def _encode(body: TokenizeRequest, tokenizer: Tokenizer) -> list[int]:
+def _encode(body: TokenizeRequest, tokenizer: Tokenizer) -> tuple[list[int], list[str] | None]:
+    ids = _ids(body, tokenizer)
+    return ids, [tokenizer.token_string(i) for i in ids] if body.return_token_strs else None
+
+
+def _ids(body: TokenizeRequest, tokenizer: Tokenizer) -> list[int]:
     if body.messages is None:
         if body.prompt is None:
             raise InvalidRequestError("prompt or messages is needed.", param="prompt")
-        return tokenizer.encode(
-            body.prompt, add_special_tokens=body.add_special_tokens is not False
-        )
-    turns = turns_of(body.messages)
+        return tokenizer.encode(body.prompt, add_special_tokens=body.add_special_tokens)
+    check_template_kwargs(body.chat_template_kwargs)
     return tokenizer.encode_chat(
-        turns,
+        turns_of(body.messages),
+        tools=body.tools,
         add_generation_prompt=body.add_generation_prompt and not body.continue_final_message,
         continue_final_message=body.continue_final_message,
         template_kwargs=body.chat_template_kwargs,

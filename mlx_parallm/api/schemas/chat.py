@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictInt, StrictStr
@@ -11,6 +11,24 @@ from mlx_parallm.api.schemas.common import GenerationRequest
 from mlx_parallm.errors import InvalidRequestError
 
 ROLES = ("developer", "system", "user", "assistant", "tool", "function")
+RESERVED_KWARGS = frozenset(
+    [
+        "add_generation_prompt",
+        "chat_template",
+        "continue_final_message",
+        "conversation",
+        "max_length",
+        "messages",
+        "padding",
+        "return_assistant_tokens_mask",
+        "return_dict",
+        "return_tensors",
+        "tokenize",
+        "tokenizer_kwargs",
+        "tools",
+        "truncation",
+    ]
+)
 
 
 class ChatMessage(BaseModel):
@@ -18,23 +36,40 @@ class ChatMessage(BaseModel):
 
     model_config = ConfigDict(extra="allow")
 
-    role: StrictStr
-    content: StrictStr | list[dict[str, Any]] | None = None
+    role: StrictStr = Field(description=f"One of {', '.join(ROLES)}.")
+    content: StrictStr | list[dict[str, Any]] | None = Field(
+        None, description='A text, or parts {"type": "text", "text": …}; null for an assistant.'
+    )
 
 
 class ChatRequest(GenerationRequest):
     """A conversation to be continued by the assistant."""
 
-    messages: list[ChatMessage] = Field(min_length=1)
-    max_completion_tokens: StrictInt | None = Field(None, ge=0)
+    messages: list[ChatMessage] = Field(min_length=1, description="The conversation so far.")
+    max_completion_tokens: StrictInt | None = Field(
+        None, ge=0, description="Most tokens to generate; default: the rest of the context."
+    )
     max_tokens: StrictInt | None = Field(None, ge=0, description="Superseded by the above.")
-    logprobs: StrictBool = False
-    top_logprobs: StrictInt | None = Field(None, ge=0)
+    logprobs: StrictBool = Field(False, description="Log-probabilities of the output tokens.")
+    top_logprobs: StrictInt | None = Field(
+        None, ge=0, description="Alternatives per output token; needs logprobs."
+    )
+    echo: StrictBool = Field(
+        False, description="Begin the answer with a last message of the assistant."
+    )
     reasoning_effort: StrictStr | None = Field(None, description="Handed to the template.")
+    enable_thinking: StrictBool | None = Field(None, description="Handed to the template.")
+    modalities: list[StrictStr] | None = Field(None, description='Only ["text"].')
     chat_template: StrictStr | None = Field(None, description="Refused: see --chat-template.")
-    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
-    add_generation_prompt: StrictBool = True
-    continue_final_message: StrictBool = False
+    chat_template_kwargs: dict[str, Any] = Field(
+        default_factory=dict, description="Further variables for the template."
+    )
+    add_generation_prompt: StrictBool = Field(
+        True, description="Open the assistant's turn; not with continue_final_message."
+    )
+    continue_final_message: StrictBool = Field(
+        False, description="Go on with the last message instead of opening a turn."
+    )
     tools: list[Any] | None = Field(None, description="Not served yet: must be empty.")
     tool_choice: Any = Field(None, description='Not served yet: only "none".')
     response_format: dict[str, Any] | None = Field(None, description='Only {"type": "text"}.')
@@ -75,8 +110,11 @@ class ChatRequest(GenerationRequest):
             "use_beam_search",
         ):
             self.refuse(name, f"{name} is not supported.")
-        if "audio" in ((self.model_extra or {}).get("modalities") or ()):
-            raise InvalidRequestError("audio is not supported.", param="modalities", code=code)
+        if any(modality != "text" for modality in self.modalities or ()):
+            raise InvalidRequestError(
+                "Only the modality text is supported.", param="modalities", code=code
+            )
+        check_template_kwargs(self.chat_template_kwargs)
 
     def top(self) -> int | None:
         """How many alternatives per token; None when no log-probabilities are wanted.
@@ -90,6 +128,21 @@ class ChatRequest(GenerationRequest):
             )
         return (self.top_logprobs or 0) if self.logprobs else None
 
+    def template_kwargs(self) -> dict[str, Any]:
+        """The template's further variables; ``chat_template_kwargs`` win over shorthands."""
+        kwargs: dict[str, Any] = {}
+        if self.reasoning_effort is not None:
+            kwargs["reasoning_effort"] = self.reasoning_effort
+            kwargs["enable_thinking"] = self.reasoning_effort != "none"
+        if self.enable_thinking is not None:
+            kwargs["enable_thinking"] = self.enable_thinking
+        return kwargs | self.chat_template_kwargs
+
+    def echoed(self) -> str:
+        """What ``echo`` puts before every sample: the last message, if it is the assistant's."""
+        last = self.turns()[-1]
+        return last["content"] if self.echo and last["role"] == "assistant" else ""
+
     def turns(self) -> list[dict[str, Any]]:
         """The messages as the template takes them: text content, "developer" as "system".
 
@@ -97,6 +150,20 @@ class ChatRequest(GenerationRequest):
             InvalidRequestError: an unknown role, or content that is no text.
         """
         return turns_of(self.messages)
+
+
+def check_template_kwargs(kwargs: Mapping[str, Any]) -> None:
+    """Refuse names that are arguments of the rendering itself, the template above all.
+
+    Raises:
+        InvalidRequestError: one of the names is reserved.
+    """
+    reserved = sorted(RESERVED_KWARGS & set(kwargs))
+    if reserved:
+        raise InvalidRequestError(
+            f"chat_template_kwargs may not have {', '.join(reserved)}.",
+            param="chat_template_kwargs",
+        )
 
 
 def turns_of(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:

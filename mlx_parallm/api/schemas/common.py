@@ -34,46 +34,8 @@ def _number(value: Any) -> Any:
 Number = Annotated[float, BeforeValidator(_number), Field(allow_inf_nan=False)]
 
 
-class StreamOptions(BaseModel):
-    """Options of a stream."""
-
-    model_config = ConfigDict(extra="ignore")
-    include_usage: StrictBool = False
-    continuous_usage_stats: StrictBool = False
-
-
-class GenerationRequest(BaseModel):
-    """Sampling parameters and extras of both generation routes; names are OpenAI's and vLLM's."""
-
-    model_config = ConfigDict(extra="allow", protected_namespaces=())
-
-    model: StrictStr = Field(description="A served model's name.")
-    stream: StrictBool = Field(False, description="Answer by server-sent events.")
-    stream_options: StreamOptions | None = None
-    n: StrictInt = Field(1, ge=1, le=MAX_CHOICES, description="Samples per prompt.")
-    temperature: Number = Field(1.0, ge=0, le=2, description="0 is greedy.")
-    top_p: Number = Field(1.0, gt=0, le=1)
-    top_k: StrictInt = Field(0, ge=-1, description="0 and -1 keep all tokens.")
-    min_p: Number = Field(0.0, ge=0, le=1)
-    presence_penalty: Number = Field(0.0, ge=-2, le=2)
-    frequency_penalty: Number = Field(0.0, ge=-2, le=2)
-    repetition_penalty: Number = Field(1.0, gt=0, le=100)
-    logit_bias: dict[str, Number] | None = Field(None, description="Bias by token id.")
-    allowed_token_ids: list[StrictInt] | None = None
-    seed: StrictInt | None = Field(None, ge=-INT64, lt=INT64)
-    stop: StrictStr | list[StrictStr] | None = None
-    stop_token_ids: list[StrictInt] = Field(default_factory=list)
-    include_stop_str_in_output: StrictBool = False
-    ignore_eos: StrictBool = False
-    min_tokens: StrictInt = Field(0, ge=0)
-    skip_special_tokens: StrictBool = True
-    prompt_logprobs: StrictInt | None = Field(None, ge=0)
-    return_token_ids: StrictBool = False
-    return_tokens_as_token_ids: StrictBool = False
-    priority: StrictInt = Field(0, ge=-INT64, lt=INT64, description="Lower runs first.")
-    request_id: StrictStr | None = Field(None, max_length=128)
-    cache_salt: StrictStr | None = Field(None, max_length=1024)
-    user: StrictStr | None = None
+class NullIsAbsent(BaseModel):
+    """A body in which ``null`` means absent for every field."""
 
     @model_validator(mode="before")
     @classmethod
@@ -81,6 +43,77 @@ class GenerationRequest(BaseModel):
         if isinstance(data, dict):
             return {key: value for key, value in data.items() if value is not None}
         return data
+
+
+class StreamOptions(NullIsAbsent):
+    """Options of a stream."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    include_usage: StrictBool = Field(False, description="End with a chunk of token counts.")
+    continuous_usage_stats: StrictBool = Field(False, description="Token counts in every chunk.")
+
+
+class GenerationRequest(NullIsAbsent):
+    """Sampling parameters and extras of both generation routes; names are OpenAI's and vLLM's."""
+
+    model_config = ConfigDict(extra="allow", protected_namespaces=())
+
+    model: StrictStr = Field(description="A served model's name.")
+    stream: StrictBool = Field(False, description="Answer by server-sent events.")
+    stream_options: StreamOptions | None = Field(None, description="What else a stream carries.")
+    n: StrictInt = Field(1, ge=1, le=MAX_CHOICES, description="Samples per prompt.")
+    temperature: Number = Field(1.0, ge=0, le=2, description="0 is greedy.")
+    top_p: Number = Field(1.0, gt=0, le=1, description="Keep the likeliest of this mass.")
+    top_k: StrictInt = Field(0, ge=-1, description="0 and -1 keep all tokens.")
+    min_p: Number = Field(
+        0.0, ge=0, le=1, description="Keep tokens at least this share as likely as the likeliest."
+    )
+    presence_penalty: Number = Field(
+        0.0, ge=-2, le=2, description="Subtracted once from tokens generated before."
+    )
+    frequency_penalty: Number = Field(
+        0.0, ge=-2, le=2, description="Subtracted per occurrence of a token generated before."
+    )
+    repetition_penalty: Number = Field(
+        1.0, gt=0, le=100, description="Over 1 makes tokens of prompt and output less likely."
+    )
+    logit_bias: dict[str, Number] | None = Field(None, description="Bias by token id.")
+    allowed_token_ids: list[StrictInt] | None = Field(
+        None, description="Only these tokens can be sampled."
+    )
+    seed: StrictInt | None = Field(
+        None, ge=-INT64, lt=INT64, description="Fixes the samples; sample i uses seed + i."
+    )
+    stop: StrictStr | list[StrictStr] | None = Field(
+        None, description=f"Up to {MAX_STOPS} texts that end a sample."
+    )
+    stop_token_ids: list[StrictInt] = Field(
+        default_factory=list, description="Tokens that end a sample, besides the model's own."
+    )
+    include_stop_str_in_output: StrictBool = Field(
+        False, description="Leave the stop text in the answer."
+    )
+    ignore_eos: StrictBool = Field(False, description="Go on past the end of sequence.")
+    min_tokens: StrictInt = Field(0, ge=0, description="No end before this many tokens.")
+    skip_special_tokens: StrictBool = Field(True, description="Leave special tokens out.")
+    prompt_logprobs: StrictInt | None = Field(
+        None, ge=0, description="Alternatives per prompt token, in vLLM's shape."
+    )
+    return_token_ids: StrictBool = Field(
+        False, description="Add the ids of prompt and output tokens."
+    )
+    return_tokens_as_token_ids: StrictBool = Field(
+        False, description="Write the tokens of log-probabilities as token_id:N."
+    )
+    priority: StrictInt = Field(0, ge=-INT64, lt=INT64, description="Lower runs first.")
+    request_id: StrictStr | None = Field(
+        None, min_length=1, max_length=128, description="Part of the answer's id; must be unique."
+    )
+    cache_salt: StrictStr | None = Field(
+        None, max_length=1024, description="Share cached prefixes only with the same salt."
+    )
+    user: StrictStr | None = Field(None, description="Accepted and ignored.")
 
     @model_validator(mode="after")
     def _log_unknown(self) -> Self:
@@ -135,7 +168,6 @@ IGNORED = frozenset(
         "prediction",
         "web_search_options",
         "moderation",
-        "modalities",
         "client_metadata",
         "spaces_between_special_tokens",
         "best_of",

@@ -13,12 +13,16 @@ DEFAULT_MAX_TOKENS = 16
 class CompletionRequest(GenerationRequest):
     """One prompt or several, as text or token ids."""
 
-    prompt: StrictStr | list[StrictStr] | list[StrictInt] | list[list[StrictInt]]
+    prompt: StrictStr | list[StrictStr] | list[StrictInt] | list[list[StrictInt]] = Field(
+        description="A text, several texts, token ids, or several lists of token ids."
+    )
     max_tokens: StrictInt = Field(DEFAULT_MAX_TOKENS, ge=0, description="0 scores with echo.")
     logprobs: StrictInt | None = Field(None, ge=0, description="Alternatives per token.")
-    echo: StrictBool = False
+    echo: StrictBool = Field(False, description="Begin every answer with its prompt.")
     suffix: StrictStr | None = Field(None, description="Not supported.")
-    add_special_tokens: StrictBool = True
+    add_special_tokens: StrictBool = Field(
+        True, description="Tokenise texts with the model's special tokens, such as BOS."
+    )
 
     def check_supported(self) -> None:
         """Refuse what this server does not honour yet, by name.

@@ -4,30 +4,38 @@ from __future__ import annotations
 
 from typing import Any
 
-from pydantic import AliasChoices, BaseModel, ConfigDict, Field, StrictBool, StrictInt, StrictStr
+from pydantic import AliasChoices, ConfigDict, Field, StrictBool, StrictInt, StrictStr
 
 from mlx_parallm.api.schemas.chat import ChatMessage
+from mlx_parallm.api.schemas.common import NullIsAbsent
 
 
-class TokenizeRequest(BaseModel):
+class TokenizeRequest(NullIsAbsent):
     """A text (``prompt`` or llama.cpp's ``content``) or a conversation."""
 
     model_config = ConfigDict(extra="ignore")
 
     model: StrictStr | None = Field(None, description="Default: the first model.")
-    prompt: StrictStr | None = Field(None, validation_alias=AliasChoices("prompt", "content"))
-    messages: list[ChatMessage] | None = Field(None, min_length=1)
-    add_special_tokens: StrictBool | None = None
-    add_generation_prompt: StrictBool = True
-    continue_final_message: StrictBool = False
-    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
-    return_token_strs: StrictBool | None = False
+    prompt: StrictStr | None = Field(
+        None, validation_alias=AliasChoices("prompt", "content"), description="A text."
+    )
+    messages: list[ChatMessage] | None = Field(None, min_length=1, description="A conversation.")
+    tools: list[dict[str, Any]] | None = Field(None, description="Tools for the template.")
+    add_special_tokens: StrictBool = Field(
+        True, description="Add the model's special tokens to a text."
+    )
+    add_generation_prompt: StrictBool = Field(True, description="Open the assistant's turn.")
+    continue_final_message: StrictBool = Field(False, description="Leave the last turn open.")
+    chat_template_kwargs: dict[str, Any] = Field(
+        default_factory=dict, description="Further variables for the template."
+    )
+    return_token_strs: StrictBool = Field(False, description="Add every token as text.")
 
 
-class DetokenizeRequest(BaseModel):
+class DetokenizeRequest(NullIsAbsent):
     """Token ids to be turned into text."""
 
     model_config = ConfigDict(extra="ignore")
 
     model: StrictStr | None = Field(None, description="Default: the first model.")
-    tokens: list[StrictInt]
+    tokens: list[StrictInt] = Field(description="Token ids.")

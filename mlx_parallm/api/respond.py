@@ -1,0 +1,88 @@
+"""From a started generation to the HTTP answer, whole or streamed; the same for every route."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from typing import Any, Protocol
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from mlx_parallm.api import sse
+from mlx_parallm.api.errors import body_of
+from mlx_parallm.api.generation import Generation, unless_disconnected
+from mlx_parallm.errors import ParallmError
+from mlx_parallm.outputs import PromptEvent, TokenEvent
+
+
+class Answer(Protocol):
+    """What a route makes of events; ``prompt`` is the number of the prompt they belong to."""
+
+    def add(self, prompt: int, event: PromptEvent | TokenEvent) -> None:
+        """Take in an event of the whole answer."""
+        ...
+
+    def whole(self) -> dict[str, Any]:
+        """The answer, once every event is in."""
+        ...
+
+    def opening(self) -> list[dict[str, Any]]:
+        """The chunks before the first event's."""
+        ...
+
+    def chunks(self, prompt: int, event: PromptEvent | TokenEvent) -> list[dict[str, Any]]:
+        """What an event adds to a stream; often one chunk, sometimes none."""
+        ...
+
+    def closing(self) -> list[dict[str, Any]]:
+        """The chunks after the last event's."""
+        ...
+
+
+async def respond(
+    request: Request, generation: Generation, answer: Answer, *, stream: bool, keep_alive_s: float
+) -> Response:
+    """Answer with everything, or with a stream once there is a first event.
+
+    The generation is aborted if the client goes away first.
+
+    Raises:
+        ParallmError: the generation failed; for a stream, before its first event.
+    """
+    if stream:
+        return await unless_disconnected(request, _stream(generation, answer, keep_alive_s))
+    return await unless_disconnected(request, _collect(generation, answer))
+
+
+async def _collect(generation: Generation, answer: Answer) -> Response:
+    try:
+        async for prompt, event in generation.events():
+            answer.add(prompt, event)
+        return JSONResponse(answer.whole())
+    finally:
+        await generation.abort()
+
+
+async def _stream(generation: Generation, answer: Answer, keep_alive_s: float) -> Response:
+    try:
+        await generation.wait_for_first(keep_alive_s)
+    except BaseException:
+        await generation.abort()
+        raise
+    return sse.EventStreamResponse(
+        _encoded(generation, answer), on_close=generation.abort, keep_alive_s=keep_alive_s
+    )
+
+
+async def _encoded(generation: Generation, answer: Answer) -> AsyncIterator[bytes]:
+    try:
+        opening = answer.opening()
+        if opening:
+            yield sse.data(*opening)
+        async for prompt, event in generation.events():
+            chunks = answer.chunks(prompt, event)
+            if chunks:
+                yield sse.data(*chunks)
+        yield sse.data(*answer.closing()) + sse.DONE
+    except ParallmError as error:
+        yield sse.data(body_of(error)) + sse.DONE
