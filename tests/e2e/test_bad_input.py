@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import httpx2
@@ -98,8 +99,43 @@ BODIES: list[tuple[str, Any, str | None]] = [
             ("response_format", {"type": "json_object"}),
             ("chat_template", "{{ messages }}"),
             ("chat_template_kwargs", 7),
+            ("chat_template_kwargs", {"chat_template": "{{ 1 }}"}),
+            ("chat_template_kwargs", {"tokenize": True}),
             ("modalities", ["audio"]),
+            ("modalities", 7),
+            ("modalities", [7]),
+            ("reasoning_effort", 3),
+            ("enable_thinking", "yes"),
+            ("echo", 1),
+            ("response_format", 7),
+            ("response_format", {"type": 5}),
+            ("request_id", ""),
+            ("structured_outputs", {"regex": "a"}),
+            ("stream_options", {"include_usage": "yes"}),
         ]
+    ),
+    # JSON can write half a surrogate pair; nothing after it can.
+    *(
+        (CHAT, {"model": MODEL, "messages": HI} | part, None)
+        for part in [
+            {"model": "\ud800"},
+            {"messages": [{"role": "user", "content": "a\udfff"}]},
+            {"messages": [{"role": "user", "name": "\udc00", "content": "a"}]},
+            {"stop": "\ud800"},
+            {"logit_bias": {"\ud800": 1}},
+            {"chat_template_kwargs": {"x": "\ud800"}},
+            {"\ud800": 1},
+        ]
+    ),
+    (TEXT, {"model": MODEL, "prompt": "\ud83d"}, None),
+    ("/tokenize", {"prompt": "\ude00"}, None),
+    *(
+        (
+            CHAT,
+            {"model": MODEL, "messages": [*HI, {"role": "assistant", "tool_calls": calls}]},
+            None,
+        )
+        for calls in (5, [5], "x", [{"function": 5}], [{"function": {"name": None}}])
     ),
     (CHAT, {"model": MODEL, "messages": HI, "logprobs": True, "top_logprobs": 21}, "top_logprobs"),
     (CHAT, {"model": MODEL, "messages": HI, "max_tokens": 2, "min_tokens": 3}, "min_tokens"),
@@ -117,6 +153,12 @@ BODIES: list[tuple[str, Any, str | None]] = [
     ("/tokenize", {}, "prompt"),
     ("/detokenize", {"tokens": [10**9]}, "tokens"),
     ("/detokenize", {"tokens": "abc"}, "tokens"),
+    ("/tokenize", {"messages": []}, "messages"),
+    (
+        "/tokenize",
+        {"messages": HI, "chat_template_kwargs": {"tokenize": 1}},
+        "chat_template_kwargs",
+    ),
 ]
 
 
@@ -138,11 +180,17 @@ def check_good(server: ServerProcess) -> None:
     assert response.json()["choices"][0]["message"]["content"]
 
 
+def send(url: str, body: Any) -> httpx2.Response:
+    """As JSON in ASCII, which can write what UTF-8 cannot."""
+    headers = {"content-type": "application/json"}
+    return httpx2.post(url, content=json.dumps(body).encode(), headers=headers, timeout=60)
+
+
 @pytest.mark.parametrize(("path", "body", "param"), BODIES)
 def test_a_bad_body_is_refused_by_name(
     live_server: ServerProcess, path: str, body: Any, param: str | None
 ) -> None:
-    check_error(httpx2.post(live_server.url + path, json=body, timeout=60), param)
+    check_error(send(live_server.url + path, body), param)
 
 
 @pytest.mark.parametrize(
@@ -182,6 +230,15 @@ def test_a_wrong_route_or_method_is_refused(
     live_server: ServerProcess, method: str, path: str
 ) -> None:
     check_error(httpx2.request(method, live_server.url + path), None)
+
+
+def test_a_whole_pair_of_surrogates_is_one_character(live_server: ServerProcess) -> None:
+    raw = b'{"prompt": "\\ud83d\\ude00"}'
+    headers = {"content-type": "application/json"}
+    response = httpx2.post(f"{live_server.url}/tokenize", content=raw, headers=headers)
+    assert response.status_code == 200
+    body = {"tokens": response.json()["tokens"]}
+    assert httpx2.post(f"{live_server.url}/detokenize", json=body).json()["prompt"] == "\U0001f600"
 
 
 def test_a_good_request_is_right_afterwards(live_server: ServerProcess) -> None:

@@ -1,0 +1,162 @@
+"""An engine without a model: scripted events, over the HTTP layer served by a real uvicorn."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import queue
+import socket
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+
+import uvicorn
+
+from mlx_parallm.api.app import create_app
+from mlx_parallm.batch import TokenLogprob
+from mlx_parallm.config import ServerConfig
+from mlx_parallm.engine.interface import RequestHandle, ServedModel
+from mlx_parallm.errors import EngineDeadError, ModelNotFoundError, ParallmError
+from mlx_parallm.outputs import (
+    ErrorEvent,
+    FinishReason,
+    GenerateEvent,
+    PromptEvent,
+    TokenEvent,
+)
+from mlx_parallm.request import GenerateRequest
+from tests.fakes import EOS, ByteTokenizer, make_info
+
+Script = Callable[[GenerateRequest], AsyncIterator[GenerateEvent]]
+
+
+class ThinkingTokenizer(ByteTokenizer):
+    """Bytes, of a model that marks its reasoning."""
+
+    think_markers = ("<think>", "</think>")
+
+
+def scores(request: GenerateRequest) -> tuple[TokenLogprob | None, ...] | None:
+    """A log-probability per prompt token, none for the first."""
+    if request.params.prompt_logprobs is None:
+        return None
+    return (None, *(TokenLogprob(i, -0.25, ((i, -0.25),)) for i in request.prompt_ids[1:]))
+
+
+def prompt_event(request: GenerateRequest) -> PromptEvent:
+    """The first event of a request; three of its tokens were cached."""
+    return PromptEvent(
+        request_id=request.request_id, num_cached_tokens=3, prompt_logprobs=scores(request)
+    )
+
+
+def write(text: str) -> Script:
+    """A script that writes ``text`` one byte per token for every sample in turn, then EOS."""
+
+    async def script(request: GenerateRequest) -> AsyncIterator[GenerateEvent]:
+        yield prompt_event(request)
+        limit = request.params.max_tokens
+        ids = [*text.encode(), EOS][:limit]
+        for place in range(max(1, len(ids))):
+            for index in range(request.params.n):
+                yield token_event(request, index, ids[place : place + 1], place + 1 >= len(ids))
+
+    return script
+
+
+def token_event(
+    request: GenerateRequest, index: int, ids: Sequence[int], is_last: bool
+) -> TokenEvent:
+    """An event of zero or one byte."""
+    wanted = request.params.logprobs is not None
+    reason = FinishReason.STOP if list(ids) == [EOS] else FinishReason.LENGTH
+    return TokenEvent(
+        request_id=request.request_id,
+        index=index,
+        token_ids=tuple(ids),
+        text=bytes(i for i in ids if i < EOS).decode(),
+        logprobs=tuple(TokenLogprob(i, -0.5, ((i, -0.5),)) for i in ids) if wanted else (),
+        finish_reason=reason if is_last else None,
+    )
+
+
+def fail(error: ParallmError, *, after: str = "") -> Script:
+    """A script that writes some text and then fails; without text, before the prompt is done."""
+
+    async def script(request: GenerateRequest) -> AsyncIterator[GenerateEvent]:
+        if after:
+            yield prompt_event(request)
+            for byte in after.encode():
+                yield token_event(request, 0, [byte], is_last=False)
+        yield ErrorEvent(request_id=request.request_id, error=error)
+
+    return script
+
+
+def hang(*, after: str = "") -> Script:
+    """A script that writes some text and then nothing more, as a long prefill or a slow step."""
+
+    async def script(request: GenerateRequest) -> AsyncIterator[GenerateEvent]:
+        if after:
+            yield prompt_event(request)
+            for byte in after.encode():
+                yield token_event(request, 0, [byte], is_last=False)
+        await asyncio.Event().wait()
+
+    return script
+
+
+class FakeEngine:
+    """Implements ``EngineClient``; tests set what comes next and see what was asked."""
+
+    def __init__(self, tokenizer: ByteTokenizer | None = None) -> None:
+        self.script: Script = write("hello")
+        self.refusal: ParallmError | None = None
+        self.is_dead = False
+        self.submitted: queue.Queue[GenerateRequest] = queue.Queue()
+        self.aborted: queue.Queue[str] = queue.Queue()
+        self._model = ServedModel(
+            names=("org/fake", "alias"),
+            root="/models/fake",
+            created=1,
+            tokenizer=tokenizer or ByteTokenizer(),
+            info=make_info(),
+        )
+
+    def models(self) -> Sequence[ServedModel]:
+        return [self._model]
+
+    def get_model(self, name: str) -> ServedModel:
+        if name not in self._model.names:
+            raise ModelNotFoundError(name)
+        return self._model
+
+    async def submit(self, request: GenerateRequest) -> RequestHandle:
+        if self.refusal is not None:
+            raise self.refusal
+        self.submitted.put(request)
+        return RequestHandle(request_id=request.request_id, events=self.script(request))
+
+    async def abort(self, request_id: str) -> None:
+        self.aborted.put(request_id)
+
+    def check_health(self) -> None:
+        if self.is_dead:
+            raise EngineDeadError("The engine thread died.")
+
+    def render_metrics(self) -> tuple[bytes, str]:
+        return b"fake 1\n", "text/plain; version=1.0.0"
+
+
+@contextlib.contextmanager
+def serve_fake(engine: FakeEngine, config: ServerConfig | None = None) -> Iterator[str]:
+    """The application over a fake engine on a free port; yields its URL."""
+    app = create_app(engine, config or ServerConfig())
+    server = uvicorn.Server(uvicorn.Config(app, log_config=None, ws="none", lifespan="off"))
+    # The socket listens from now on: requests wait in its backlog until the server has started.
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        thread = threading.Thread(target=lambda: asyncio.run(server.serve(sockets=[listener])))
+        thread.start()
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+        server.should_exit = True
+        thread.join(30)
+        assert not thread.is_alive()
