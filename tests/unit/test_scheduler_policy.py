@@ -1,0 +1,101 @@
+"""Who runs, who waits, who is preempted, and who never shares."""
+
+from __future__ import annotations
+
+import pytest
+
+from mlx_parallm.batch import SampledToken, ScheduledBatch, StepOutput
+from mlx_parallm.config import SchedulerConfig
+from mlx_parallm.errors import ContextLengthError, OverloadedError
+from mlx_parallm.kv_cache.manager import KVCacheManager
+from mlx_parallm.request import GenerateRequest, SamplingParams
+from mlx_parallm.scheduler.scheduler import Scheduler
+
+
+def make_scheduler(num_blocks: int = 64, **limits: int | None) -> Scheduler:
+    kv = KVCacheManager(num_blocks, 4, enable_prefix_caching=True)
+    return Scheduler(SchedulerConfig(**limits), kv, max_model_len=128)  # type: ignore[arg-type]
+
+
+def add(scheduler: Scheduler, name: str, length: int = 9, **options: object) -> None:
+    request = GenerateRequest(
+        request_id=name,
+        model="m",
+        prompt_ids=tuple(range(length)),
+        params=SamplingParams(max_tokens=64 if length < 60 else 8),
+        **options,  # type: ignore[arg-type]
+    )
+    scheduler.add(request, seed=0, end_ids=frozenset())
+
+
+def step(scheduler: Scheduler) -> ScheduledBatch:
+    batch = scheduler.schedule()
+    assert batch is not None
+    tokens = tuple(
+        SampledToken(seq_id=row.seq_id, token_id=7) for row in batch.sequences if row.sample
+    )
+    scheduler.update(batch, StepOutput(tokens=tokens))
+    scheduler.check_integrity()
+    return batch
+
+
+def first_start(scheduler: Scheduler) -> int:
+    return step(scheduler).sequences[-1].start
+
+
+def test_equal_prompts_share_blocks_only_under_the_same_salt() -> None:
+    scheduler = make_scheduler()
+    add(scheduler, "a", cache_salt="one")
+    assert first_start(scheduler) == 0
+    add(scheduler, "b", cache_salt="two")
+    assert first_start(scheduler) == 0
+    add(scheduler, "c", cache_salt="one")
+    assert first_start(scheduler) == 8
+
+
+def test_a_client_runs_no_more_sequences_than_allowed() -> None:
+    scheduler = make_scheduler(max_num_seqs_per_client=1)
+    for name in ("a1", "a2", "b1"):
+        add(scheduler, name, client=name[0])
+    step(scheduler)
+    assert scheduler.stats().num_running == 2
+    scheduler.abort("a1")
+    step(scheduler)
+    assert scheduler.stats().num_running == 2
+    assert scheduler.stats().num_waiting == 0
+
+
+def test_the_worst_sequence_is_preempted_and_the_best_runs_on() -> None:
+    scheduler = make_scheduler(num_blocks=22)
+    add(scheduler, "best", length=20, priority=-1)
+    add(scheduler, "worst", length=22, priority=1)
+    best = step(scheduler).sequences[0].seq_id
+    for _ in range(60):
+        if scheduler.stats().num_preemptions:
+            break
+        rows = {row.seq_id for row in step(scheduler).sequences}
+        assert best in rows
+    assert scheduler.stats().num_preemptions == 1
+    assert {row.seq_id for row in step(scheduler).sequences} == {best}
+
+
+def test_clients_take_turns() -> None:
+    scheduler = make_scheduler(max_num_seqs=1)
+    for name in ("a1", "a2", "b1"):
+        add(scheduler, name, client=name[0])
+    order = []
+    for _ in range(3):
+        step(scheduler)
+        order += scheduler.take_started()
+        scheduler.abort(order[-1])
+    assert order == ["a1", "b1", "a2"]
+
+
+def test_what_can_never_fit_and_what_is_too_many_are_refused() -> None:
+    scheduler = make_scheduler(num_blocks=8, max_waiting=1)
+    with pytest.raises(ContextLengthError, match="maximum context length is 32 tokens"):
+        add(scheduler, "long", length=40)
+    scheduler = make_scheduler(max_waiting=1)
+    add(scheduler, "a")
+    with pytest.raises(OverloadedError):
+        add(scheduler, "b")
