@@ -106,6 +106,7 @@ async def _on_validation(_: Request, error: RequestValidationError) -> JSONRespo
 
 
 async def _on_http(request: Request, error: HTTPException) -> JSONResponse:
+    # FastAPI wraps what a middleware raises while the body is read.
     if isinstance(error.__cause__, errors.ParallmError):
         return response_of(error.__cause__)
     message = str(error.detail)

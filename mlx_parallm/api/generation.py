@@ -46,13 +46,12 @@ class Generation:
         Raises:
             ParallmError: what refused one of them.
         """
-        handles: list[RequestHandle] = []
+        # All at once: one after the other, every prompt would wait for a step of its own.
+        tasks = [asyncio.ensure_future(engine.submit(request)) for request in requests]
         try:
-            for request in requests:
-                handles.append(await engine.submit(request))
+            handles = await asyncio.gather(*tasks)
         except BaseException as refusal:
-            for handle in handles:
-                await engine.abort(handle.request_id)
+            await _take_back(engine, tasks)
             if isinstance(refusal, InvalidRequestError) and refusal.param is not None:
                 refusal.param = fields.get(refusal.param, refusal.param)
             raise
@@ -119,6 +118,15 @@ class Generation:
         async for event in handle.events:
             self._queue.put_nowait((number, event))
         self._queue.put_nowait((number, None))
+
+
+async def _take_back(engine: EngineClient, tasks: Sequence[asyncio.Task[RequestHandle]]) -> None:
+    """Abort what has been admitted; refused requests are left alone: their ids may be others'."""
+    for task in tasks:
+        task.cancel()
+    for handle in await asyncio.gather(*tasks, return_exceptions=True):
+        if isinstance(handle, RequestHandle):
+            await engine.abort(handle.request_id)
 
 
 async def unless_disconnected(request: Request, work: Coroutine[Any, Any, T]) -> T | Response:

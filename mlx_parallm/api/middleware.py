@@ -9,7 +9,6 @@ import logging
 import time
 import uuid
 
-from fastapi import HTTPException
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -106,8 +105,7 @@ class BodyLimitMiddleware:
             if message["type"] == "http.request":
                 received += len(message.get("body", b""))
                 if received > self._limit:
-                    # FastAPI answers 400 to whatever else is raised while it reads a body.
-                    raise HTTPException(413) from error
+                    raise error
             return message
 
         await self._app(scope, counted, send)

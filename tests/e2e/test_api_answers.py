@@ -200,6 +200,11 @@ def test_completion_streams_carry_the_prompts_part_once(engine: FakeEngine, url:
     assert choices[-1]["finish_reason"] == "stop"
 
 
+def test_a_stream_of_no_tokens_is_the_echo_alone(engine: FakeEngine, url: str) -> None:
+    (chunk,) = stream(url, TEXT, prompt="ab", echo=True, max_tokens=0)
+    assert (chunk["choices"][0]["text"], chunk["choices"][0]["finish_reason"]) == ("ab", "length")
+
+
 def test_prompt_logprobs_are_in_vllms_shape(engine: FakeEngine, url: str) -> None:
     entry = {"logprob": -0.25, "rank": 1, "decoded_token": "b"}
     expected = [None, {"98": entry}]

@@ -36,8 +36,6 @@ class CompletionRequest(GenerationRequest):
         best_of = (self.model_extra or {}).get("best_of")
         if best_of is not None and best_of != self.n:
             raise InvalidRequestError("best_of must equal n.", param="best_of", code=code)
-        if self.stream and self.echo and self.max_tokens == 0:
-            raise InvalidRequestError("There is nothing to stream.", param="max_tokens")
         for name in (
             "response_format",
             "structured_outputs",
