@@ -78,6 +78,7 @@ BODIES: list[tuple[str, Any, str | None]] = [
             ("logit_bias", {"a": 1}),
             ("logit_bias", {"-1": 1}),
             ("logit_bias", {"999999": 1}),
+            ("logit_bias", {"9" * 5000: 1}),
             ("logit_bias", {"1": 101}),
             ("logit_bias", [1]),
             ("top_logprobs", 3),

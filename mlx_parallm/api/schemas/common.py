@@ -22,6 +22,8 @@ from mlx_parallm.request import MAX_CHOICES
 logger = logging.getLogger(__name__)
 
 MAX_STOPS = 64
+# Python refuses to read integers of thousands of digits.
+MAX_ID_DIGITS = 18
 INT64 = 2**63
 
 
@@ -141,7 +143,7 @@ class GenerationRequest(NullIsAbsent):
         """
         pairs = []
         for key, bias in (self.logit_bias or {}).items():
-            if not key.isascii() or not key.isdigit():
+            if not key.isascii() or not key.isdigit() or len(key) > MAX_ID_DIGITS:
                 raise InvalidRequestError(f"{key[:32]!r} is not a token id.", param="logit_bias")
             if not -100 <= bias <= 100:
                 raise InvalidRequestError("A bias is from -100 to 100.", param="logit_bias")
