@@ -16,6 +16,7 @@ import mlx.core as mx
 import numpy as np
 
 from mlx_parallm.attention.base import LayerPool, LayerShape
+from mlx_parallm.attention.dense import dense_attention
 from mlx_parallm.batch import ScheduledSequence
 
 # Rows are split by length into several gathers when that saves at least this many padded tokens;
@@ -161,7 +162,7 @@ class ReferenceAttention:
         outputs = []
         for group in plan.groups:
             keys, values = self._gather(pool, group.block_table)
-            output = mx.fast.scaled_dot_product_attention(
+            output = dense_attention(
                 group.take(queries),
                 keys.swapaxes(0, 1),
                 values.swapaxes(0, 1),
@@ -210,7 +211,7 @@ class ReferenceAttention:
         for first in range(0, chunk.length, QUERY_TILE):
             last = min(first + QUERY_TILE, chunk.length)
             seen = chunk.start + last
-            output = mx.fast.scaled_dot_product_attention(
+            output = dense_attention(
                 mine[:, :, first:last],
                 keys[None, :, :seen],
                 values[None, :, :seen],

@@ -16,6 +16,7 @@ from mlx_parallm.errors import ConfigError
 from mlx_parallm.kv_cache.manager import KVCacheManager
 from mlx_parallm.runner.cache_layout import CacheLayout, probe_layout
 from mlx_parallm.runner.device import free_memory_bytes
+from mlx_parallm.runner.host_memory import keep_freed_memory
 from mlx_parallm.runner.hub import resolve_model
 from mlx_parallm.runner.loader import LoadedModel, load_model
 from mlx_parallm.runner.memory import KVPlan, plan_kv
@@ -63,6 +64,7 @@ def build_engines(
         ModelLoadError: a model could not be fetched or loaded.
     """
     check_names(config.models)
+    keep_freed_memory()
     models = [_load(model, config, on_progress) for model in config.models]
     wanted = [one.plan.wanted_bytes for one in models]
     budgets = share_budget(wanted, _kv_budget(config.cache, sum(wanted)))

@@ -1,9 +1,10 @@
-"""The one seam to mlx_lm: attention that recognises a paged pool.
+"""The one seam to mlx_lm: functions that a packed forward wants to be its own.
 
-mlx_lm's models call ``scaled_dot_product_attention`` by a name in their own module. That name is
-replaced by a ``PagedAttentionSeam``, which asks the forward in progress whether the keys it got are
-one of its pools, by identity, and otherwise calls the original. So stock forwards, other models of
-the same module and layers outside the pool are untouched.
+mlx_lm's models call ``scaled_dot_product_attention`` and ``swiglu`` by names in their own module.
+Those names are replaced by objects that know of the forward in progress. Attention asks it whether
+the keys it got are one of its pools, by identity, and otherwise calls the original; SwiGLU takes
+the faster of two ways to the same values. So stock forwards, other models of the same module and
+layers outside the pool are untouched.
 """
 
 from __future__ import annotations
@@ -16,7 +17,10 @@ from typing import Any, Protocol
 import mlx.core as mx
 import mlx.nn as nn
 
-FUNCTION = "scaled_dot_product_attention"
+from mlx_parallm.numerics.exp2 import is_exp_slow, silu
+
+# Of fewer elements the one compiled operation is as fast as a dozen vectorised ones.
+MIN_SWIGLU_SIZE = 8192
 
 
 class PagedStep(Protocol):
@@ -63,16 +67,42 @@ class PagedAttentionSeam:
         return self.original(queries, keys, values, cache=cache, scale=scale, mask=mask, **options)
 
 
+class SwigluSeam:
+    """Stands for ``swiglu`` in one module of mlx_lm, where MLX's ``exp`` is slow."""
+
+    def __init__(self, original: Callable[..., mx.array]) -> None:
+        self.original = original
+        self.step: PagedStep | None = None
+
+    def __call__(self, gate: mx.array, x: mx.array) -> mx.array:
+        """``silu(gate) * x``."""
+        is_fast = gate.size >= MIN_SWIGLU_SIZE and gate.dtype == mx.float32
+        if self.step is None or not is_fast:
+            return self.original(gate, x)
+        return silu(gate) * x
+
+
+Seam = PagedAttentionSeam | SwigluSeam
+
+
 class ModelSeams:
     """The seams of every module whose classes a model is made of."""
 
     def __init__(self, model: nn.Module) -> None:
+        kinds: dict[str, type[Seam]] = {"scaled_dot_product_attention": PagedAttentionSeam}
+        if is_exp_slow():
+            kinds["swiglu"] = SwigluSeam
         names = {type(module).__module__ for module in model.modules()}
-        self._seams = [_install(sys.modules[name]) for name in sorted(names) if _has(name)]
+        self._seams = [
+            _install(sys.modules[name], function, kind)
+            for name in sorted(names)
+            for function, kind in kinds.items()
+            if hasattr(sys.modules[name], function)
+        ]
 
     @contextmanager
     def during(self, step: PagedStep) -> Iterator[None]:
-        """Let ``step`` see attention calls while the block runs."""
+        """Let ``step`` see the calls while the block runs."""
         for seam in self._seams:
             seam.step = step
         try:
@@ -82,14 +112,10 @@ class ModelSeams:
                 seam.step = None
 
 
-def _has(module_name: str) -> bool:
-    return hasattr(sys.modules[module_name], FUNCTION)
-
-
-def _install(module: Any) -> PagedAttentionSeam:
-    current = getattr(module, FUNCTION)
-    if isinstance(current, PagedAttentionSeam):
+def _install(module: Any, function: str, kind: type[Seam]) -> Seam:
+    current = getattr(module, function)
+    if isinstance(current, kind):
         return current
-    seam = PagedAttentionSeam(current)
-    setattr(module, FUNCTION, seam)
+    seam = kind(current)
+    setattr(module, function, seam)
     return seam

@@ -1,0 +1,1 @@
+"""Elementary functions composed of stock MLX operations, for where MLX's own are slow."""

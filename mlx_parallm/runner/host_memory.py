@@ -1,0 +1,39 @@
+"""How the C library hands out host memory."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import sys
+
+import mlx.core as mx
+
+# From glibc's <malloc.h>.
+_M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD = -1, -2, -3
+# The largest that glibc accepts.
+_MMAP_THRESHOLD_BYTES = 32 << 20
+_TOP_PAD_BYTES = 16 << 20
+_NEVER = 2**31 - 1
+_ENVIRONMENT = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_TOP_PAD_", "MALLOC_MMAP_THRESHOLD_")
+
+
+def keep_freed_memory() -> bool:
+    """Let the process keep the memory that a step frees, for the next one; whether it was done.
+
+    MLX's CPU backend allocates every intermediate result by ``malloc``. By default glibc maps the
+    large ones anew each time and returns freed memory at once, so that a step spends half of its
+    time on page faults (``docs/decisions/005-*.md``). What the user set in the environment, by
+    the variables of ``mallopt(3)``, stays.
+    """
+    is_cpu = mx.default_device().type == mx.DeviceType.cpu
+    if not (is_cpu and sys.platform == "linux") or any(name in os.environ for name in _ENVIRONMENT):
+        return False
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is None:  # musl has one way only
+        return False
+    settings = (
+        (_M_MMAP_THRESHOLD, _MMAP_THRESHOLD_BYTES),
+        (_M_TRIM_THRESHOLD, _NEVER),
+        (_M_TOP_PAD, _TOP_PAD_BYTES),
+    )
+    return all(mallopt(name, value) == 1 for name, value in settings)
