@@ -42,6 +42,7 @@ class BlockPool:
 
     def release(self, block: int) -> None:
         """Give up a block; with its last owner it becomes cached, or free if it has no content."""
+        assert self._owners[block] > 0, "a block is released that nobody owns"
         self._owners[block] -= 1
         if self._owners[block] > 0:
             return
@@ -77,6 +78,7 @@ class BlockPool:
         for content, block in self._by_content.items():
             assert self._content[block] == content
         assert all(self._content[block] is None for block in self._free)
+        assert all(self._content[block] is not None for block in self._cached)
         assert sum(c is not None for c in self._content) == len(self._by_content)
 
     def _evict(self) -> int:

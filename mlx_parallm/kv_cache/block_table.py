@@ -4,12 +4,17 @@ from __future__ import annotations
 
 
 class BlockTable:
-    """Block ids, the contents of its leading full blocks, and the ids as a tuple, made once."""
+    """Block ids, the contents of its leading full blocks, and the ids as a tuple, made once.
 
-    def __init__(self, root: bytes) -> None:
+    ``generation`` is the one of the prefix cache when the sequence began: what it computes becomes
+    cached only in that.
+    """
+
+    def __init__(self, root: bytes, generation: int) -> None:
         self.blocks: list[int] = []
         self.hashes: list[bytes] = []
         self.root = root
+        self.generation = generation
         self._tuple: tuple[int, ...] | None = None
 
     @property
@@ -23,8 +28,14 @@ class BlockTable:
             self.blocks += blocks
             self._tuple = None
 
+    def clear(self) -> None:
+        """Hold nothing."""
+        self.blocks.clear()
+        self.hashes.clear()
+        self._tuple = None
+
     def as_tuple(self) -> tuple[int, ...]:
-        """The block ids; the same object until a block is added."""
+        """The block ids; the same object until they change."""
         if self._tuple is None:
             self._tuple = tuple(self.blocks)
         return self._tuple

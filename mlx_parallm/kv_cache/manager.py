@@ -18,6 +18,7 @@ class KVCacheManager:
         self.block_size = block_size
         self.enable_prefix_caching = enable_prefix_caching
         self._pool = BlockPool(num_blocks)
+        self._generation = 0
 
     @property
     def num_blocks(self) -> int:
@@ -43,7 +44,7 @@ class KVCacheManager:
 
         At least one token is left to compute, since its logits are needed.
         """
-        table = BlockTable(root_hash(salt))
+        table = BlockTable(root_hash(salt), self._generation)
         if not (use_cache and self.enable_prefix_caching):
             return table
         matched: list[int] = []
@@ -71,8 +72,11 @@ class KVCacheManager:
         return True
 
     def commit(self, table: BlockTable, token_ids: Sequence[int], num_computed: int) -> None:
-        """Make the full blocks among ``num_computed`` computed tokens findable by content."""
-        if not self.enable_prefix_caching:
+        """Make the full blocks among ``num_computed`` computed tokens findable by content.
+
+        Not so those of a table older than the last reset: they follow what was to be forgotten.
+        """
+        if not self.enable_prefix_caching or table.generation != self._generation:
             return
         size = self.block_size
         for index in range(len(table.hashes), num_computed // size):
@@ -92,10 +96,11 @@ class KVCacheManager:
             The new table and the ``(source, target)`` to copy, or None if the pool has no block.
         """
         num_full, rest = divmod(num_tokens, self.block_size)
+        assert self.blocks_for(num_tokens) <= len(table.blocks), "a fork of tokens without a block"
         own = self._pool.allocate(1 if rest else 0)
         if own is None:
             return None
-        child = BlockTable(table.root)
+        child = BlockTable(table.root, table.generation)
         for block in table.blocks[:num_full]:
             self._pool.share(block)
         child.append([*table.blocks[:num_full], *own])
@@ -106,11 +111,12 @@ class KVCacheManager:
         """Release every block; the last ones first, so that they are evicted first."""
         for block in reversed(table.blocks):
             self._pool.release(block)
-        table.blocks.clear()
+        table.clear()
 
     def reset_prefix_cache(self) -> None:
-        """Forget every cached content."""
+        """Let no later sequence find what was computed before, or is by those that run now."""
         self._pool.clear_cache()
+        self._generation += 1
 
     def check_integrity(self, tables: Iterable[BlockTable]) -> None:
         """Assert that every block is free, cached or owned, exactly once."""
