@@ -10,7 +10,8 @@ from pathlib import Path
 from tqdm import tqdm
 
 from mlx_parallm.api.app import create_app
-from mlx_parallm.cli.batch_file import BatchCounts, numbered_lines, run_batch_file
+from mlx_parallm.cli.batch_file import BatchCounts, run_batch_file
+from mlx_parallm.cli.batch_line import numbered_lines
 from mlx_parallm.cli.configure import add_settings, read_settings
 from mlx_parallm.cli.logs import configure_logging
 from mlx_parallm.cli.progress import ProgressPrinter
@@ -42,14 +43,23 @@ def run(args: argparse.Namespace) -> int:
     )
     concurrency = args.concurrency or 2 * engine_config.scheduler.max_num_seqs
     try:
-        total = sum(1 for _ in numbered_lines(args.input))
+        total = count_lines(args.input)
+        _check_output(args.input, args.output)
         counts = answer_file(
             engine_config, server_config, args.input, args.output, total, concurrency
         )
     except OSError as problem:
-        raise ConfigError(f"{problem.filename}: {problem.strerror}") from None
+        path = problem.filename or args.output
+        raise ConfigError(f"{path}: {problem.strerror}") from None
     print(f"{counts.total} lines answered, {counts.failed} failed", file=sys.stderr)
     return int(counts.failed > 0)
+
+
+def count_lines(source: Path) -> int | None:
+    """How many lines there are to answer; None where they can be read only once."""
+    if source.is_fifo() or source.is_char_device():
+        return None
+    return sum(1 for _ in numbered_lines(source))
 
 
 def answer_file(
@@ -57,10 +67,10 @@ def answer_file(
     server_config: ServerConfig,
     source: Path,
     target: Path,
-    total: int,
+    total: int | None,
     concurrency: int,
 ) -> BatchCounts:
-    """Load the models and answer every line, with a progress bar of ``total`` lines."""
+    """Load the models and answer every line, with a progress bar of ``total`` lines, if known."""
     engine = AsyncEngine(engine_config, on_progress=ProgressPrinter())
     engine.start()
     try:
@@ -77,6 +87,14 @@ def answer_file(
             )
     finally:
         engine.stop()
+
+
+def _check_output(source: Path, target: Path) -> None:
+    """Refuse what could not be written, before the models are loaded."""
+    if target.exists() and target.samefile(source):
+        raise ConfigError(f"{target}: the answers would overwrite the questions.")
+    with target.open("a", encoding="utf-8"):
+        pass
 
 
 def _advance(bar: tqdm) -> None:

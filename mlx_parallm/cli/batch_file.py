@@ -1,8 +1,7 @@
 """Runs a file of OpenAI batch lines through the application, in this process.
 
-Input and output lines have the form of OpenAI's Batch API: ``{"custom_id", "method", "url",
-"body"}`` in, ``{"id", "custom_id", "response": {"status_code", "request_id", "body"}, "error"}``
-out. Lines are answered in the order they finish.
+Output lines have the form of OpenAI's Batch API: ``{"id", "custom_id", "response": {"status_code",
+"request_id", "body"}, "error"}``. Lines are answered in the order they finish.
 """
 
 from __future__ import annotations
@@ -18,13 +17,18 @@ from typing import IO, Any
 import httpx2
 from starlette.types import ASGIApp
 
+from mlx_parallm.cli.batch_line import (
+    BatchLine,
+    BatchLineError,
+    custom_id_of,
+    numbered_lines,
+    read_line,
+    read_object,
+)
 
-class BatchLineError(Exception):
-    """A line that is no request; its ``code`` goes into the output line."""
-
-    def __init__(self, code: str, message: str) -> None:
-        super().__init__(message)
-        self.code = code
+TOO_MANY_REQUESTS = 429
+# Python's ``splitlines`` and others end a line at these, too.
+LINE_ENDS = {ord(one): f"\\u{ord(one):04x}" for one in "\x85\u2028\u2029"}
 
 
 @dataclass(slots=True)
@@ -58,84 +62,104 @@ async def run_batch_file(
         OSError: a file could not be read or written.
     """
     headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
-    transport = httpx2.ASGITransport(app=app)
-    counts = BatchCounts()
+    transport = httpx2.ASGITransport(app=app, raise_app_exceptions=False)
     lines = numbered_lines(source)
-    with target.open("w", encoding="utf-8") as sink:
+    # Half surrogates are no UTF-8, but their escapes are JSON.
+    with target.open("w", encoding="utf-8", errors="backslashreplace") as sink:
         async with httpx2.AsyncClient(
             transport=transport, base_url="http://batch", headers=headers, timeout=None
         ) as client:
-            workers = [
-                _work(client, lines, sink, counts, on_answer) for _ in range(max(1, concurrency))
-            ]
-            await asyncio.gather(*workers)
-    return counts
+            batch = _Batch(client, sink, on_answer)
+            await asyncio.gather(*(batch.work(lines) for _ in range(max(1, concurrency))))
+    return batch.counts
 
 
-def numbered_lines(source: Path) -> Iterator[tuple[int, str]]:
-    """The non-blank lines of a file with their numbers, from 1."""
-    with source.open(encoding="utf-8") as lines:
-        for number, line in enumerate(lines, start=1):
-            if line.strip():
-                yield number, line
+class _Batch:
+    """What the workers share."""
 
+    def __init__(
+        self, client: httpx2.AsyncClient, sink: IO[str], on_answer: Callable[[], None]
+    ) -> None:
+        self.counts = BatchCounts()
+        self._client = client
+        self._sink = sink
+        self._on_answer = on_answer
+        self._custom_ids: set[str] = set()
+        self._num_sent = 0
+        self._num_ended = 0
+        self._line_ended = asyncio.Condition()
 
-async def _work(
-    client: httpx2.AsyncClient,
-    lines: Iterator[tuple[int, str]],
-    sink: IO[str],
-    counts: BatchCounts,
-    on_answer: Callable[[], None],
-) -> None:
-    for number, line in lines:
-        answer = await _answer(client, number, line)
-        counts.total += 1
-        response = answer["response"]
-        counts.failed += response is None or response["status_code"] != 200
-        sink.write(json.dumps(answer, ensure_ascii=False) + "\n")
-        sink.flush()
-        on_answer()
+    async def work(self, lines: Iterator[tuple[int, bytes]]) -> None:
+        """Answer lines until none is left."""
+        for number, line in lines:
+            answer = await self._answer(number, line)
+            self.counts.total += 1
+            response = answer["response"]
+            self.counts.failed += response is None or response["status_code"] != 200
+            text = json.dumps(answer, ensure_ascii=False).translate(LINE_ENDS)
+            self._sink.write(text + "\n")
+            self._sink.flush()
+            self._on_answer()
 
-
-async def _answer(client: httpx2.AsyncClient, number: int, line: str) -> dict[str, Any]:
-    answer: dict[str, Any] = {
-        "id": f"batch_req_{uuid.uuid4().hex}",
-        "custom_id": None,
-        "response": None,
-        "error": None,
-    }
-    try:
-        entry = parse_line(number, line)
-    except BatchLineError as problem:
-        answer["error"] = {"code": problem.code, "message": str(problem)}
+    async def _answer(self, number: int, line: bytes) -> dict[str, Any]:
+        answer: dict[str, Any] = {
+            "id": f"batch_req_{uuid.uuid4().hex}",
+            "custom_id": None,
+            "response": None,
+            "error": None,
+        }
+        try:
+            entry = read_object(number, line)
+            answer["custom_id"] = custom_id_of(entry)
+            request = self._request(number, read_line(number, entry))
+        except BatchLineError as problem:
+            answer["error"] = {"code": problem.code, "message": str(problem)}
+            return answer
+        response = await self._send(request)
+        answer["response"] = {
+            "status_code": response.status_code,
+            "request_id": response.headers.get("x-request-id"),
+            "body": _body_of(response),
+        }
         return answer
-    answer["custom_id"] = entry["custom_id"]
-    response = await client.post(entry["url"], json=entry["body"])
-    answer["response"] = {
-        "status_code": response.status_code,
-        "request_id": response.headers.get("x-request-id"),
-        "body": response.json(),
-    }
-    return answer
+
+    def _request(self, number: int, line: BatchLine) -> httpx2.Request:
+        headers = {"content-type": "application/json"}
+        try:
+            content = json.dumps(line.body)
+            request = self._client.build_request("POST", line.url, content=content, headers=headers)
+        except httpx2.InvalidURL as problem:
+            raise BatchLineError("invalid_url", f"Line {number}: {problem}") from None
+        if line.custom_id in self._custom_ids:
+            message = f"Line {number}: an earlier line has the same 'custom_id'."
+            raise BatchLineError("duplicate_custom_id", message)
+        self._custom_ids.add(line.custom_id)
+        return request
+
+    async def _send(self, request: httpx2.Request) -> httpx2.Response:
+        """The answer; a line refused because too many wait is sent again when another has ended."""
+        self._num_sent += 1
+        while True:
+            num_ended = self._num_ended
+            response = await self._client.send(request)
+            if response.status_code != TOO_MANY_REQUESTS:
+                break
+            if num_ended == self._num_ended:
+                if self._num_sent == 1:  # nothing will make room
+                    break
+                self._num_sent -= 1
+                async with self._line_ended:
+                    await self._line_ended.wait()
+                self._num_sent += 1
+        self._num_sent -= 1
+        self._num_ended += 1
+        async with self._line_ended:
+            self._line_ended.notify()
+        return response
 
 
-def parse_line(number: int, line: str) -> dict[str, Any]:
-    """A batch line as a dict with ``custom_id``, ``url`` and ``body``.
-
-    Raises:
-        BatchLineError: it is not JSON, lacks a field, is no POST, or asks for a stream.
-    """
+def _body_of(response: httpx2.Response) -> Any:
     try:
-        entry = json.loads(line)
-    except json.JSONDecodeError as problem:
-        raise BatchLineError("invalid_json_line", f"Line {number} is not JSON: {problem}") from None
-    if not isinstance(entry, dict):
-        raise BatchLineError("invalid_json_line", f"Line {number} is not a JSON object.")
-    for name, kind in (("custom_id", str), ("url", str), ("body", dict)):
-        if not isinstance(entry.get(name), kind):
-            raise BatchLineError("invalid_request", f"Line {number}: {name!r} is missing.")
-    if entry.get("method", "POST") != "POST":
-        raise BatchLineError("invalid_method", f"Line {number}: only POST can be batched.")
-    if entry["body"].get("stream"):
-        raise BatchLineError("invalid_request", f"Line {number}: a batch cannot stream.")
-    return entry
+        return response.json()
+    except ValueError:  # a redirect, or a page
+        return response.text
