@@ -34,17 +34,20 @@ PATHS = {
     "qwen3": "packed",
     "phi3": "packed",
     "gemma3_text": "packed",
+    "gemma3n": "packed",
     "gemma4_text": "packed",
+    "gemma4": "packed",
     "gpt_oss": "packed",
     "gpt2": "packed",
     "qwen3_moe": "packed",
     "olmoe": "packed",
     "deepseek_v3": "split",
     "qwen3_next": "split",
+    "qwen3_5": "split",
     "mamba2": "split",
     "lfm2": "split",
 }
-STATELESS = ("llama", "gemma3_text", "gpt_oss", "deepseek_v3")
+STATELESS = ("llama", "gemma3_text", "gemma3n", "gpt_oss", "deepseek_v3")
 NEW_TOKENS = 6
 BLOCK_SIZE = 4
 
@@ -174,7 +177,7 @@ def test_family_takes_its_path(name: str) -> None:
     assert shared_runner(name).info.path == PATHS[name]
 
 
-@pytest.mark.parametrize("name", ["mamba2", "lfm2", "qwen3_next"])
+@pytest.mark.parametrize("name", ["mamba2", "lfm2", "qwen3_next", "qwen3_5"])
 def test_hybrids_decode_all_rows_in_one_forward(name: str) -> None:
     session = Session(shared_runner(name))
     for index in range(4):
@@ -219,7 +222,7 @@ def test_prefix_hit_equals_miss(name: str) -> None:
     assert session.result("hit").cached == 28
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt_oss", "lfm2", "mamba2", "qwen3_next"])
+@pytest.mark.parametrize("name", ["llama", "gemma3n", "gpt_oss", "lfm2", "mamba2", "qwen3_next"])
 def test_preempted_sequences_equal_undisturbed_ones(name: str) -> None:
     prompts = {f"r{index}": random_prompt(14, seed=index) for index in range(4)}
     # Four sequences of 20 tokens need 20 blocks.
@@ -232,7 +235,7 @@ def test_preempted_sequences_equal_undisturbed_ones(name: str) -> None:
         assert_same(session.result(request_id), alone(name, prompt))
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma3_text", "deepseek_v3", "lfm2", "mamba2"])
+@pytest.mark.parametrize("name", ["llama", "gemma3n", "deepseek_v3", "lfm2", "qwen3_5"])
 def test_samples_of_one_prompt_equal_requests_of_consecutive_seeds(name: str) -> None:
     prompt, seed = random_prompt(14), 11
     session = Session(shared_runner(name))
