@@ -12,6 +12,11 @@ MIN_SCORES = 4096
 _MASKED = -1e30
 
 
+def composes_softmax(queries: mx.array) -> bool:
+    """Whether softmax made of several operations beats the fused one for large inputs."""
+    return queries.dtype == mx.float32 and is_exp_slow()
+
+
 def dense_attention(
     queries: mx.array,
     keys: mx.array,
@@ -35,12 +40,51 @@ def dense_attention(
         ``[B, H, L, V]``.
     """
     batch, heads, length, _ = queries.shape
-    num_scores = batch * heads * length * keys.shape[2]
-    if queries.dtype == mx.float32 and num_scores >= MIN_SCORES and is_exp_slow():
+    if batch * heads * length * keys.shape[2] >= MIN_SCORES and composes_softmax(queries):
         return _softmax_attention(queries, keys, values, scale, mask, sinks)
     return mx.fast.scaled_dot_product_attention(
         queries, keys, values, scale=scale, mask=mask, sinks=sinks
     )
+
+
+def shared_prefix_attention(
+    queries: mx.array,
+    prefix: tuple[mx.array, mx.array],
+    own: tuple[mx.array, mx.array],
+    *,
+    scale: float,
+    mask: mx.array,
+    sinks: mx.array | None,
+) -> mx.array:
+    """Attention of B rows over one prefix that all see whole, and over keys of their own.
+
+    The prefix is read once for all rows, as in Juravsky et al., "Hydragen" (arXiv:2402.05099); the
+    scores are few enough to take one softmax over both parts.
+
+    Args:
+        queries: float32, ``[B, H, 1, D]``.
+        prefix: keys ``[K, P, D]`` and values ``[K, P, V]``.
+        own: keys ``[B, K, S, D]`` and values ``[B, K, S, V]``.
+        scale: of the scores.
+        mask: bool, ``[B, 1, 1, S]``, true where a row sees an own key.
+        sinks: ``[H]`` logits that join the softmax without a value.
+
+    Returns:
+        ``[B, H, 1, V]``.
+    """
+    batch, heads, _, dim = queries.shape
+    kv_heads, span = prefix[0].shape[:2]
+    per_kv = heads // kv_heads
+    rows = (queries * (scale * LOG2_E)).reshape(batch, kv_heads, per_kv, dim)
+    by_head = rows.swapaxes(0, 1).reshape(kv_heads, batch * per_kv, dim)
+    common = (by_head @ prefix[0].swapaxes(-1, -2)).reshape(kv_heads, batch, per_kv, span)
+    scores = mx.where(mask, rows @ own[0].swapaxes(-1, -2), _MASKED)
+    scores = mx.concatenate([common.swapaxes(0, 1), scores], axis=-1)
+    weights, total = _softmax(scores, _sink_scores(sinks, kv_heads, per_kv, 1))
+    common = weights[..., :span].swapaxes(0, 1).reshape(kv_heads, batch * per_kv, span)
+    weighted = (common @ prefix[1]).reshape(kv_heads, batch, per_kv, -1).swapaxes(0, 1)
+    weighted = weighted + weights[..., span:] @ own[1]
+    return (weighted / total).reshape(batch, heads, 1, -1)
 
 
 def _softmax_attention(
@@ -61,17 +105,23 @@ def _softmax_attention(
     seen = _causal(length, span) if isinstance(mask, str) else mask
     if seen.ndim == 4:
         seen = seen[:, :, None]
-    scores = mx.where(seen, scores.reshape(split), _MASKED)
-    sink = None
-    if sinks is not None:
-        sink = (sinks.astype(mx.float32) * LOG2_E).reshape(1, kv_heads, per_kv, 1, 1)
-    weights, total = _softmax(scores, sink)
-    outputs = weights.reshape(batch, kv_heads, per_kv * length, span) @ values
-    return (outputs.reshape(*split[:4], -1) / total).reshape(batch, heads, length, -1)
+    scores = mx.where(seen, scores.reshape(split), _MASKED).reshape(scores.shape)
+    weights, total = _softmax(scores, _sink_scores(sinks, kv_heads, per_kv, length))
+    return ((weights @ values) / total).reshape(batch, heads, length, -1)
+
+
+def _sink_scores(
+    sinks: mx.array | None, kv_heads: int, per_kv: int, length: int
+) -> mx.array | None:
+    """Sinks as exponents of two, ``[1, K, per_kv * length, 1]``."""
+    if sinks is None:
+        return None
+    scores = (sinks.astype(mx.float32) * LOG2_E).reshape(1, kv_heads, per_kv, 1)
+    return mx.repeat(scores, length, axis=2)
 
 
 def _softmax(scores: mx.array, sink: mx.array | None) -> tuple[mx.array, mx.array]:
-    """Weights that are yet to be divided by their sum, and the sum; scores are in powers of two."""
+    """Weights that are yet to be divided by their sum, and the sum; scores are exponents of two."""
     most = scores.max(axis=-1, keepdims=True)
     if sink is not None:
         most = mx.maximum(most, sink)

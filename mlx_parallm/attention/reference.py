@@ -16,50 +16,17 @@ import mlx.core as mx
 import numpy as np
 
 from mlx_parallm.attention.base import LayerPool, LayerShape
-from mlx_parallm.attention.dense import dense_attention
+from mlx_parallm.attention.decode_groups import DecodeGroup, make_decode_groups
+from mlx_parallm.attention.dense import (
+    composes_softmax,
+    dense_attention,
+    shared_prefix_attention,
+)
 from mlx_parallm.batch import ScheduledSequence
 
-# Rows are split by length into several gathers when that saves at least this many padded tokens;
-# below, the extra operations cost more than the padding.
-MIN_SAVED_TOKENS = 1024
 # A chunk's queries attend by tiles, each over no more keys than its last row sees: the causal half
 # that stock attention computes and masks is skipped (1.7 times faster at 512 tokens on the CPU).
 QUERY_TILE = 64
-
-
-@dataclass(slots=True)
-class DecodeGroup:
-    """Rows that attend together, padded to the longest.
-
-    Attributes:
-        rows: their places among the step's T rows.
-        block_table: int32, ``[rows, blocks]``, padded by block 0.
-        positions: of the rows, ``[rows]``.
-        padded_len: ``blocks * block_size``.
-    """
-
-    rows: np.ndarray
-    block_table: mx.array
-    positions: np.ndarray
-    padded_len: int
-    masks: dict[int | None, mx.array] = field(default_factory=dict)
-
-    def take(self, queries: mx.array) -> mx.array:
-        """This group's queries, ``[rows, H, 1, D]``."""
-        first, last = int(self.rows[0]), int(self.rows[-1])
-        if last - first + 1 == len(self.rows) and (np.diff(self.rows) == 1).all():
-            return queries[first : last + 1]
-        return queries[mx.array(self.rows.astype(np.int32))]
-
-    def mask(self, window: int | None) -> mx.array:
-        """What each row sees: bool, ``[rows, 1, 1, padded_len]``; made once per step."""
-        if window not in self.masks:
-            columns = np.arange(self.padded_len)
-            seen: Any = columns <= self.positions[:, None]
-            if window is not None:
-                seen &= columns > self.positions[:, None] - window
-            self.masks[window] = mx.array(seen[:, None, None])
-        return self.masks[window]
 
 
 @dataclass(slots=True)
@@ -123,11 +90,9 @@ class ReferenceAttention:
         lengths = [len(one.token_ids) for one in sequences]
         firsts = np.cumsum([0, *lengths])
         slots = np.concatenate([self._slots(one) for one in sequences])
-        groups = self._groups(
-            [one for one in sequences if len(one.token_ids) == 1],
-            np.array(
-                [firsts[i] for i, length in enumerate(lengths) if length == 1], dtype=np.int64
-            ),
+        singles = [i for i, length in enumerate(lengths) if length == 1]
+        groups = make_decode_groups(
+            [sequences[i] for i in singles], firsts[singles], self._block_size
         )
         chunks = [
             Chunk(
@@ -159,18 +124,10 @@ class ReferenceAttention:
         sinks: mx.array | None,
     ) -> mx.array:
         """See ``AttentionBackend.attend``."""
-        outputs = []
-        for group in plan.groups:
-            keys, values = self._gather(pool, group.block_table)
-            output = dense_attention(
-                group.take(queries),
-                keys.swapaxes(0, 1),
-                values.swapaxes(0, 1),
-                scale=scale,
-                mask=group.mask(window),
-                sinks=sinks,
-            )
-            outputs.append(output)
+        outputs = [
+            self._attend_group(pool, group, group.take(queries), scale, window, sinks)
+            for group in plan.groups
+        ]
         for chunk in plan.chunks:
             outputs.append(self._attend_chunk(pool, chunk, queries, scale, window, sinks))
         joined = outputs[0] if len(outputs) == 1 else mx.concatenate(outputs, axis=0)
@@ -194,6 +151,27 @@ class ReferenceAttention:
         """Flat pool positions of whole blocks."""
         offsets = mx.arange(self._block_size)
         return (blocks[:, None] * self._block_size + offsets).reshape(-1)
+
+    def _attend_group(
+        self,
+        pool: LayerPool,
+        group: DecodeGroup,
+        queries: mx.array,
+        scale: float,
+        window: int | None,
+        sinks: mx.array | None,
+    ) -> mx.array:
+        prefix = group.prefix
+        if prefix is not None and (window is not None or not composes_softmax(queries)):
+            group, prefix = group.unshared(), None
+        keys, values = self.gather(pool, group.block_table)
+        mask = group.mask(window)
+        if prefix is None:
+            return dense_attention(queries, keys, values, scale=scale, mask=mask, sinks=sinks)
+        shared = self._gather(pool, prefix)
+        return shared_prefix_attention(
+            queries, shared, (keys, values), scale=scale, mask=mask, sinks=sinks
+        )
 
     def _attend_chunk(
         self,
@@ -245,43 +223,6 @@ class ReferenceAttention:
         return table[positions // self._block_size] * self._block_size + (
             positions % self._block_size
         ).astype(np.int32)
-
-    def _groups(self, singles: list[ScheduledSequence], rows: np.ndarray) -> list[DecodeGroup]:
-        """Rows of one token, split by length where that saves enough padding."""
-        if not singles:
-            return []
-        blocks = np.array([one.start // self._block_size + 1 for one in singles])
-        groups = []
-        for members in split_by_length(blocks, MIN_SAVED_TOKENS // self._block_size):
-            width = int(blocks[members].max())
-            table = np.zeros((len(members), width), dtype=np.int32)
-            for row, member in enumerate(members):
-                table[row, : blocks[member]] = singles[member].block_table[: blocks[member]]
-            positions = np.array([singles[member].start for member in members])
-            group = DecodeGroup(rows[members], mx.array(table), positions, width * self._block_size)
-            groups.append(group)
-        return groups
-
-
-def split_by_length(lengths: np.ndarray, min_saved: int) -> list[np.ndarray]:
-    """Partition indices so that padding each part to its longest wastes little.
-
-    A part is split in two, at the place that saves most, while that saves ``min_saved`` or more.
-    Parts keep the order of ``lengths`` when there is only one.
-    """
-    order = np.argsort(-lengths, kind="stable")
-    descending = lengths[order]
-    counts = np.arange(1, len(order))
-    if len(order) == 1:
-        return [np.arange(1)]
-    # Cutting after the i longest saves (longest - next) for every row that remains.
-    saved = (len(order) - counts) * (descending[0] - descending[1:])
-    cut = int(saved.argmax()) + 1
-    if saved[cut - 1] < min_saved:
-        return [np.arange(len(order))]
-    head = [order[:cut][part] for part in split_by_length(descending[:cut], min_saved)]
-    tail = [order[cut:][part] for part in split_by_length(descending[cut:], min_saved)]
-    return head + tail
 
 
 def _inverse(rows: np.ndarray) -> mx.array | None:

@@ -62,17 +62,19 @@ async def test_a_refusal_is_told_in_the_words_of_the_body() -> None:
 
 
 async def test_a_cancelled_admission_takes_back_what_was_admitted() -> None:
+    is_last_here = asyncio.Event()
+
     class HalfSlow(FakeEngine):
         async def submit(self, request: GenerateRequest) -> RequestHandle:
             handle = await super().submit(request)
             if request.request_id == "2":
+                is_last_here.set()
                 await asyncio.Event().wait()
             return handle
 
     engine = HalfSlow()
     start = asyncio.ensure_future(Generation.start(engine, REQUESTS, fields={}))
-    while engine.submitted.qsize() < len(REQUESTS):
-        await asyncio.sleep(0)
+    await asyncio.wait_for(is_last_here.wait(), 30)
     start.cancel()
     with pytest.raises(asyncio.CancelledError):
         await start

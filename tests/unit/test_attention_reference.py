@@ -1,9 +1,12 @@
 from __future__ import annotations
 
 import mlx.core as mx
+import numpy as np
 import pytest
 
+from mlx_parallm.attention import decode_groups, dense
 from mlx_parallm.attention.base import LayerShape
+from mlx_parallm.attention.decode_groups import make_decode_groups
 from mlx_parallm.attention.reference import ReferenceAttention
 from mlx_parallm.batch import ScheduledSequence
 from mlx_parallm.runner.row_groups import join_outputs, make_groups
@@ -85,3 +88,43 @@ def test_copied_state_goes_its_own_way_and_a_fresh_slot_has_none() -> None:
     assert store.fetch([0]) == [None]
     with pytest.raises(ValueError, match="state"):
         store.fetch([0, 1])
+
+
+STEP = [
+    # Two share blocks 0, 1 and 2; two others block 8; one has nothing in common with any.
+    scheduled(0, 13, 1, 0, 1, 2, 3),
+    scheduled(1, 6, 1, 8, 9),
+    scheduled(2, 15, 1, 0, 1, 2, 4),
+    scheduled(3, 2, 1, 12),
+    scheduled(4, 4, 1, 8, 10),
+    scheduled(5, 12, 1, 0, 1, 2, 5),
+    scheduled(6, 0, 3, 13),
+]
+
+
+def test_rows_with_a_common_prefix_are_one_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decode_groups, "MIN_SAVED_TOKENS", 4)
+    groups = make_decode_groups(STEP[:6], np.arange(6), 4)
+    found = {tuple(group.rows.tolist()): group.start for group in groups}
+    assert found == {(0, 2, 5): 12, (1, 4): 4, (3,): 0}
+
+
+@pytest.mark.parametrize("window", [None, 5])
+@pytest.mark.parametrize("has_sinks", [False, True])
+@pytest.mark.parametrize("composed", [False, True])
+def test_sharing_a_prefix_changes_nothing(
+    window: int | None, has_sinks: bool, composed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dense, "is_exp_slow", lambda: composed)
+    backend = ReferenceAttention(4)
+    pool = backend.new_pool(SHAPE, 16)
+    pool.keys, pool.values = mx.random.normal((2, 64, 8)), mx.random.normal((2, 64, 8))
+    queries = mx.random.normal((9, 4, 1, 8))
+    sinks = mx.random.normal((4,)) if has_sinks else None
+
+    def attend(min_saved: int) -> mx.array:
+        monkeypatch.setattr(decode_groups, "MIN_SAVED_TOKENS", min_saved)
+        plan = backend.plan(STEP)
+        return backend.attend(pool, plan, queries, scale=0.3, window=window, sinks=sinks)
+
+    assert mx.allclose(attend(4), attend(1 << 30), atol=1e-5)

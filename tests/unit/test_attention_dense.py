@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from mlx_parallm.attention import dense
-from mlx_parallm.attention.dense import dense_attention
+from mlx_parallm.attention.dense import dense_attention, shared_prefix_attention
 from mlx_parallm.numerics.exp2 import MAX_EXPONENT, MIN_EXPONENT, exp2, silu
 
 
@@ -64,4 +64,29 @@ def test_attention_is_mlx_attention(
     monkeypatch.setattr(dense, "is_exp_slow", lambda: True)
     monkeypatch.setattr(dense, "MIN_SCORES", 0)
     found = dense_attention(queries, keys, values, scale=0.3, mask=mask, sinks=sinks)
+    np.testing.assert_allclose(np.array(found), np.array(wanted), atol=5e-6)
+
+
+@pytest.mark.parametrize("has_sinks", [False, True])
+def test_a_shared_prefix_is_as_if_each_row_had_it(has_sinks: bool) -> None:
+    source = np.random.default_rng(1)
+
+    def normal(*size: int) -> mx.array:
+        return mx.array(source.standard_normal(size, dtype=np.float32))
+
+    batch, heads, kv_heads, span, own = 5, 6, 2, 40, 12
+    queries = normal(batch, heads, 1, 16)
+    prefix = normal(kv_heads, span, 16), normal(kv_heads, span, 8)
+    mine = normal(batch, kv_heads, own, 16), normal(batch, kv_heads, own, 8)
+    sinks = normal(heads) if has_sinks else None
+    mask = mx.arange(own) <= mx.array([0, 11, 3, 7, 1])[:, None, None, None]
+    found = shared_prefix_attention(queries, prefix, mine, scale=0.3, mask=mask, sinks=sinks)
+    keys, values = (
+        mx.concatenate([mx.broadcast_to(one[None], (batch, *one.shape)), other], axis=2)
+        for one, other in zip(prefix, mine, strict=True)
+    )
+    seen = mx.concatenate([mx.ones((batch, 1, 1, span), dtype=mx.bool_), mask], axis=-1)
+    wanted = mx.fast.scaled_dot_product_attention(
+        queries, keys, values, scale=0.3, mask=seen, sinks=sinks
+    )
     np.testing.assert_allclose(np.array(found), np.array(wanted), atol=5e-6)
