@@ -148,9 +148,11 @@ class FakeEngine:
 
 
 @contextlib.contextmanager
-def serve_fake(engine: FakeEngine, config: ServerConfig | None = None) -> Iterator[str]:
+def serve_fake(
+    engine: FakeEngine, config: ServerConfig | None = None, *, max_waiting: int | None = None
+) -> Iterator[str]:
     """The application over a fake engine on a free port; yields its URL."""
-    app = create_app(engine, config or ServerConfig())
+    app = create_app(engine, config or ServerConfig(), max_waiting=max_waiting)
     server = uvicorn.Server(uvicorn.Config(app, log_config=None, ws="none", lifespan="off"))
     # The socket listens from now on: requests wait in its backlog until the server has started.
     with socket.create_server(("127.0.0.1", 0)) as listener:

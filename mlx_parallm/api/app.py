@@ -14,8 +14,13 @@ from mlx_parallm.config import ServerConfig
 from mlx_parallm.engine.interface import EngineClient
 
 
-def create_app(engine: EngineClient, config: ServerConfig) -> FastAPI:
-    """An application that serves an engine which is running already."""
+def create_app(
+    engine: EngineClient, config: ServerConfig, *, max_waiting: int | None = None
+) -> FastAPI:
+    """An application that serves an engine which is running already.
+
+    ``max_waiting`` is the size of the engine's queue: requests that can never fit are refused.
+    """
     app = FastAPI(
         title="mlx_parallm",
         version=__version__,
@@ -28,6 +33,7 @@ def create_app(engine: EngineClient, config: ServerConfig) -> FastAPI:
     )
     app.state.engine = engine
     app.state.config = config
+    app.state.max_waiting = max_waiting
     for router in (chat.router, completions.router, models.router):
         app.include_router(router, prefix="/v1")
         app.include_router(router, include_in_schema=False)

@@ -23,6 +23,11 @@ async def get_config(request: Request) -> ServerConfig:
     return request.app.state.config
 
 
+async def get_max_waiting(request: Request) -> int | None:
+    """How many sequences the engine's queue holds, if that is known."""
+    return request.app.state.max_waiting
+
+
 async def refuse_lone_surrogates(request: Request) -> None:
     r"""Refuse a body whose text is no Unicode: JSON can write ``"\ud800"``, UTF-8 cannot.
 
@@ -47,3 +52,4 @@ async def refuse_lone_surrogates(request: Request) -> None:
 
 EngineDep = Annotated[EngineClient, Depends(get_engine)]
 ConfigDep = Annotated[ServerConfig, Depends(get_config)]
+MaxWaitingDep = Annotated[int | None, Depends(get_max_waiting)]

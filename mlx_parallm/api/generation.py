@@ -10,6 +10,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from mlx_parallm.api.sse import wait_for_disconnect
+from mlx_parallm.engine.admission import check_room
 from mlx_parallm.engine.interface import EngineClient, RequestHandle
 from mlx_parallm.errors import InvalidRequestError
 from mlx_parallm.outputs import ErrorEvent, GenerateEvent, PromptEvent, TokenEvent
@@ -38,14 +39,21 @@ class Generation:
         requests: Sequence[GenerateRequest],
         *,
         fields: Mapping[str, str],
+        max_waiting: int | None = None,
     ) -> Generation:
         """Admit every request, or none.
 
-        ``fields`` says what the engine's names are called in this route's body, for its errors.
+        Args:
+            engine: where they run.
+            requests: one per prompt, with the same parameters.
+            fields: what the engine's names are called in this route's body, for its errors.
+            max_waiting: how many sequences the engine's queue holds, if that is known.
 
         Raises:
             ParallmError: what refused one of them.
         """
+        if max_waiting is not None:
+            check_room(len(requests), requests[0].params.n, max_waiting)
         # All at once: one after the other, every prompt would wait for a step of its own.
         tasks = [asyncio.ensure_future(engine.submit(request)) for request in requests]
         try:

@@ -77,7 +77,9 @@ def answer_file(
         with tqdm(total=total, unit="line", file=sys.stderr, disable=None) as bar:
             return asyncio.run(
                 run_batch_file(
-                    create_app(engine, server_config),
+                    create_app(
+                        engine, server_config, max_waiting=engine_config.scheduler.max_waiting
+                    ),
                     source,
                     target,
                     api_key=next(iter(server_config.api_keys), None),

@@ -68,7 +68,7 @@ def serve(engine_config: EngineConfig, server_config: ServerConfig) -> int:
     with listener:
         engine = AsyncEngine(engine_config, on_progress=ProgressPrinter())
         engine.start()
-        server = EngineServer(engine, server_config)
+        server = EngineServer(engine, server_config, engine_config.scheduler.max_waiting)
         host, port = listener.getsockname()[:2]
         logger.info(
             "serving %s on http://%s:%d",
@@ -124,13 +124,13 @@ class UvicornServer(uvicorn.Server):
 class EngineServer:
     """An HTTP server and the engine behind it, which end together."""
 
-    def __init__(self, engine: AsyncEngine, config: ServerConfig) -> None:
+    def __init__(self, engine: AsyncEngine, config: ServerConfig, max_waiting: int) -> None:
         self._engine = engine
         self._config = config
         self._ending: asyncio.Task[None] | None = None
         self._server = UvicornServer(
             uvicorn.Config(
-                create_app(engine, config),
+                create_app(engine, config, max_waiting=max_waiting),
                 log_config=None,
                 access_log=config.access_log,
                 root_path=config.root_path,

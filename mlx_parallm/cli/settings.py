@@ -145,7 +145,8 @@ SETTINGS: tuple[Setting, ...] = (
              BATCHING, "most running sequences of one API key; no limit if not given.",
              metavar="N"),
     _setting("max-waiting", "scheduler.max_waiting", values.integer(0), BATCHING,
-             "most waiting sequences; beyond it requests are answered with 429.",
+             "most waiting sequences; beyond it requests are answered with 429, and with 400 those "
+             "that are too large for an empty queue.",
              aliases=("max-queue-size",), metavar="N"),
     _setting("host", "server.host", values.text, ADDRESS,
              "address to listen on; 0.0.0.0 for every IPv4 interface."),

@@ -33,6 +33,20 @@ def check_request(request: GenerateRequest, info: RunnerInfo) -> None:
     check_length(len(request.prompt_ids), params.max_tokens, info.max_model_len)
 
 
+def check_room(num_prompts: int, n: int, max_waiting: int) -> None:
+    """Refuse what even an empty queue could not hold: it must be admitted as a whole.
+
+    Raises:
+        InvalidRequestError: the prompts times ``n`` exceed ``max_waiting``.
+    """
+    if num_prompts * n > max_waiting:
+        raise InvalidRequestError(
+            f"{num_prompts * n} samples were requested, prompts times n; this server's queue holds "
+            f"{max_waiting}.",
+            param="n" if n > max_waiting else "prompt",
+        )
+
+
 def check_length(prompt_len: int, max_tokens: int | None, max_model_len: int) -> None:
     """Raise ContextLengthError unless the prompt and the requested output fit."""
     wanted = max_tokens if max_tokens is not None else 1

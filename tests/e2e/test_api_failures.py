@@ -27,7 +27,8 @@ PATIENCE_S = 30
 @pytest.fixture(scope="module")
 def served() -> Iterator[tuple[FakeEngine, str]]:
     engine = FakeEngine()
-    with serve_fake(engine, ServerConfig(sse_keep_alive_s=0.05, max_body_bytes=100_000)) as url:
+    config = ServerConfig(sse_keep_alive_s=0.05, max_body_bytes=100_000)
+    with serve_fake(engine, config, max_waiting=6) as url:
         yield engine, url
 
 
@@ -129,6 +130,20 @@ def test_an_overflow_names_the_field_of_the_route(
     error = post(url, path, **asked).json()["error"]
     assert (error["param"], error["code"]) == (param, "context_length_exceeded")
     assert "maximum context length is 10 tokens" in error["message"]
+
+
+@pytest.mark.parametrize(
+    ("path", "asked", "param"),
+    [(CHAT, {"n": 7}, "n"), (TEXT, {"n": 7}, "n"), (TEXT, {"prompt": ["a"] * 4, "n": 2}, "prompt")],
+)
+def test_what_the_queue_can_never_hold_is_not_to_be_tried_again(
+    engine: FakeEngine, url: str, path: str, asked: dict[str, Any], param: str
+) -> None:
+    response = post(url, path, **asked)
+    assert response.status_code == 400
+    assert response.json()["error"]["param"] == param
+    assert engine.submitted.empty()
+    assert post(url, path, n=6).status_code == 200
 
 
 def test_a_bug_is_a_500_with_its_request_id(engine: FakeEngine, url: str) -> None:

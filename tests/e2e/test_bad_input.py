@@ -145,6 +145,8 @@ BODIES: list[tuple[str, Any, str | None]] = [
         (TEXT, {"model": MODEL, "prompt": prompt}, "prompt")
         for prompt in ("", [], [""], [[]], [["a"]], [1.5], [-1], [10**9], [[3], "a"], {"a": 1}, 7)
     ),
+    # More than the queue holds by default.
+    (TEXT, {"model": MODEL, "prompt": ["a"] * 17, "n": 128}, "prompt"),
     (TEXT, {"model": MODEL, "prompt": "a", "suffix": "b"}, "suffix"),
     (TEXT, {"model": MODEL, "prompt": "a", "best_of": 3}, "best_of"),
     (TEXT, {"model": MODEL, "prompt": "a", "logprobs": True}, "logprobs"),

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from mlx_parallm.engine.admission import check_length, check_request
+from mlx_parallm.engine.admission import check_length, check_request, check_room
 from mlx_parallm.engine.build import share_budget
 from mlx_parallm.errors import ContextLengthError, InvalidRequestError
 from mlx_parallm.request import GenerateRequest, SamplingParams
@@ -47,6 +47,22 @@ def test_what_just_fits_is_admitted(case: tuple[int, int | None, int]) -> None:
 def test_overflow_uses_the_wording_clients_match_on(case: tuple[int, int | None, int]) -> None:
     with pytest.raises(ContextLengthError, match=r"^This model's maximum context length is 10 tok"):
         check_length(*case)
+
+
+@pytest.mark.parametrize(("num_prompts", "n"), [(1, 4), (4, 1), (2, 2)])
+def test_a_request_that_fills_the_queue_is_admitted(num_prompts: int, n: int) -> None:
+    check_room(num_prompts, n, 4)
+
+
+@pytest.mark.parametrize(
+    ("num_prompts", "n", "param"), [(1, 5, "n"), (2, 5, "n"), (5, 1, "prompt"), (2, 3, "prompt")]
+)
+def test_a_request_that_no_queue_could_hold_names_what_is_too_many(
+    num_prompts: int, n: int, param: str
+) -> None:
+    with pytest.raises(InvalidRequestError, match="holds 4") as refusal:
+        check_room(num_prompts, n, 4)
+    assert refusal.value.param == param
 
 
 def test_models_share_the_budget_in_proportion_to_their_wants() -> None:

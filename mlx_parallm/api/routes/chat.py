@@ -10,7 +10,12 @@ from mlx_parallm.api.convert.chat import ChatAnswer
 from mlx_parallm.api.convert.logprobs import TokenNames
 from mlx_parallm.api.convert.prompts import encode_chat, splitters
 from mlx_parallm.api.convert.sampling import sampling_params
-from mlx_parallm.api.dependencies import ConfigDep, EngineDep, refuse_lone_surrogates
+from mlx_parallm.api.dependencies import (
+    ConfigDep,
+    EngineDep,
+    MaxWaitingDep,
+    refuse_lone_surrogates,
+)
 from mlx_parallm.api.generation import Generation
 from mlx_parallm.api.respond import respond
 from mlx_parallm.api.schemas.chat import ChatRequest
@@ -23,7 +28,11 @@ router = APIRouter(dependencies=[Depends(refuse_lone_surrogates)])
 
 @router.post("/chat/completions")
 async def create_chat_completion(
-    body: ChatRequest, request: Request, engine: EngineDep, config: ConfigDep
+    body: ChatRequest,
+    request: Request,
+    engine: EngineDep,
+    config: ConfigDep,
+    max_waiting: MaxWaitingDep,
 ) -> Response:
     """Continue a conversation."""
     body.check_supported()
@@ -37,13 +46,11 @@ async def create_chat_completion(
     )
     names = TokenNames(model.tokenizer, as_ids=body.return_tokens_as_token_ids)
     answer = ChatAnswer(body, head, names, prompt_ids, splitters(body, model.tokenizer, rendered))
-    generation = await Generation.start(engine, [asked], fields=_fields(body))
+    generation = await Generation.start(
+        engine, [asked], fields=_fields(body), max_waiting=max_waiting
+    )
     return await respond(
-        request,
-        generation,
-        answer,
-        stream=body.stream,
-        keep_alive_s=config.sse_keep_alive_s,
+        request, generation, answer, stream=body.stream, keep_alive_s=config.sse_keep_alive_s
     )
 
 

@@ -10,7 +10,12 @@ from mlx_parallm.api.convert.completions import CompletionAnswer
 from mlx_parallm.api.convert.logprobs import TokenNames
 from mlx_parallm.api.convert.prompts import encode_prompts
 from mlx_parallm.api.convert.sampling import sampling_params
-from mlx_parallm.api.dependencies import ConfigDep, EngineDep, refuse_lone_surrogates
+from mlx_parallm.api.dependencies import (
+    ConfigDep,
+    EngineDep,
+    MaxWaitingDep,
+    refuse_lone_surrogates,
+)
 from mlx_parallm.api.generation import Generation
 from mlx_parallm.api.respond import respond
 from mlx_parallm.api.schemas.completions import CompletionRequest
@@ -23,29 +28,30 @@ router = APIRouter(dependencies=[Depends(refuse_lone_surrogates)])
 
 @router.post("/completions")
 async def create_completion(
-    body: CompletionRequest, request: Request, engine: EngineDep, config: ConfigDep
+    body: CompletionRequest,
+    request: Request,
+    engine: EngineDep,
+    config: ConfigDep,
+    max_waiting: MaxWaitingDep,
 ) -> Response:
     """Continue one prompt or several."""
     body.check_supported()
     model = engine.get_model(body.model)
     prompts = await encode_prompts(body, model.tokenizer)
     name = f"cmpl-{body.request_id or request.state.answer_id}"
+    ids = [name] if len(prompts) == 1 else [f"{name}-{i}" for i in range(len(prompts))]
     asked = [
-        _request(
-            body, request, model, f"{name}-{number}" if len(prompts) > 1 else name, ids, config
-        )
-        for number, (_, ids) in enumerate(prompts)
+        _request(body, request, model, request_id, prompt_ids, config)
+        for request_id, (_, prompt_ids) in zip(ids, prompts, strict=True)
     ]
     head = AnswerHead(id=name, object="text_completion", model=body.model)
     names = TokenNames(model.tokenizer, as_ids=body.return_tokens_as_token_ids)
     answer = CompletionAnswer(body, head, names, prompts)
-    generation = await Generation.start(engine, asked, fields={"messages": "prompt"})
+    generation = await Generation.start(
+        engine, asked, fields={"messages": "prompt"}, max_waiting=max_waiting
+    )
     return await respond(
-        request,
-        generation,
-        answer,
-        stream=body.stream,
-        keep_alive_s=config.sse_keep_alive_s,
+        request, generation, answer, stream=body.stream, keep_alive_s=config.sse_keep_alive_s
     )
 
 
