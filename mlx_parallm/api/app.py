@@ -7,7 +7,12 @@ from starlette.middleware.cors import CORSMiddleware
 
 from mlx_parallm import __version__
 from mlx_parallm.api.errors import install_error_handlers
-from mlx_parallm.api.middleware import AuthMiddleware, BodyLimitMiddleware, RequestIdMiddleware
+from mlx_parallm.api.middleware import (
+    AuthMiddleware,
+    BodyLimitMiddleware,
+    RequestIdMiddleware,
+    body_limits,
+)
 from mlx_parallm.api.routes import chat, completions, docs, health, models, tokenize
 from mlx_parallm.api.schemas.errors import ErrorResponse
 from mlx_parallm.config import ServerConfig
@@ -42,7 +47,7 @@ def create_app(
     app.mount(docs.ASSETS, docs.assets())
     install_error_handlers(app)
     # The last added runs first.
-    app.add_middleware(BodyLimitMiddleware, max_body_bytes=config.max_body_bytes)
+    app.add_middleware(BodyLimitMiddleware, limits=body_limits(config))
     app.add_middleware(AuthMiddleware, config=config)
     if config.allowed_origins:
         app.add_middleware(

@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import time
 import uuid
+from collections.abc import Mapping
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -20,6 +21,8 @@ from mlx_parallm.errors import AuthenticationError, RequestTooLargeError
 logger = logging.getLogger(__name__)
 
 MAX_ID_CHARS = 128
+# Of a body, for routes that state no limit of their own.
+SMALL_BODY_BYTES = 64 * 1024
 
 
 class RequestIdMiddleware:
@@ -80,35 +83,61 @@ class AuthMiddleware:
         return is_open(scope["path"]) or self._keys.accepts(key_of(Headers(scope=scope)))
 
 
-class BodyLimitMiddleware:
-    """Refuses bodies over the limit, by their header or as they arrive."""
+def body_limits(config: ServerConfig) -> dict[str, int]:
+    """The most bytes of a body, by path without ``/v1``; paths below share it, the longest counts.
 
-    def __init__(self, app: ASGIApp, max_body_bytes: int) -> None:
+    A route that takes more than ``SMALL_BODY_BYTES`` has a line here.
+    """
+    return {
+        "/chat/completions": config.max_body_bytes,
+        "/completions": config.max_body_bytes,
+        "/tokenize": config.max_body_bytes,
+        "/detokenize": config.max_body_bytes,
+    }
+
+
+class BodyLimitMiddleware:
+    """Refuses bodies over their route's limit when they are read, by their header or as they come.
+
+    A body that no route reads is not refused: an unknown path remains a 404.
+    """
+
+    def __init__(self, app: ASGIApp, limits: Mapping[str, int]) -> None:
         self._app = app
-        self._limit = max_body_bytes
+        self._limits = limits
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """See ASGI."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        error = RequestTooLargeError(f"The body is larger than {self._limit} bytes.")
+        limit = self._limit(local_path(scope).removeprefix("/v1"))
+        error = RequestTooLargeError(f"The body is larger than {limit} bytes.")
         length = Headers(scope=scope).get("content-length", "0")
-        if length.isdigit() and int(length) > self._limit:
-            await response_of(error)(scope, receive, send)
-            return
+        is_declared = length.isdecimal() and int(length) > limit
         received = 0
 
         async def counted() -> Message:
             nonlocal received
+            if is_declared:
+                raise error
             message = await receive()
             if message["type"] == "http.request":
                 received += len(message.get("body", b""))
-                if received > self._limit:
+                if received > limit:
                     raise error
             return message
 
         await self._app(scope, counted, send)
+
+    def _limit(self, path: str) -> int:
+        fitting = [one for one in self._limits if path == one or path.startswith(f"{one}/")]
+        return self._limits[max(fitting, key=len)] if fitting else SMALL_BODY_BYTES
+
+
+def local_path(scope: Scope) -> str:
+    """The path without the prefix that a proxy in front strips (``--root-path``)."""
+    return scope["path"].removeprefix(scope.get("root_path", ""))
 
 
 def sane_id(value: str | None) -> str | None:

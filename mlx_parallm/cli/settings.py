@@ -170,7 +170,7 @@ SETTINGS: tuple[Setting, ...] = (
     _setting("max-logprobs", "server.max_logprobs", values.integer(0), REQUESTS,
              "most alternatives a request may ask for per token.", metavar="N"),
     _setting("max-body-size", "server.max_body_bytes", values.size, REQUESTS,
-             "largest request body, such as 8MiB.", metavar="SIZE"),
+             "largest body of a request for generation or tokens, such as 8MiB.", metavar="SIZE"),
     _setting("sse-keep-alive-interval", "server.sse_keep_alive_s", values.number(0), REQUESTS,
              "a comment is sent on a stream silent for this long; 0 is off.",
              metavar="SECONDS"),
