@@ -8,6 +8,7 @@ from starlette.middleware.cors import CORSMiddleware
 from mlx_parallm import __version__
 from mlx_parallm.api.errors import install_error_handlers
 from mlx_parallm.api.middleware import (
+    AccessLogMiddleware,
     AuthMiddleware,
     BodyLimitMiddleware,
     RequestIdMiddleware,
@@ -58,5 +59,7 @@ def create_app(
             allow_credentials=config.allow_credentials,
             expose_headers=["x-request-id", "retry-after"],
         )
+    if config.access_log:
+        app.add_middleware(AccessLogMiddleware)
     app.add_middleware(RequestIdMiddleware)
     return app

@@ -118,12 +118,19 @@ async def _on_http(request: Request, error: HTTPException) -> JSONResponse:
 
 
 async def _on_bug(request: Request, error: Exception) -> JSONResponse:
-    logger.error("%s %s failed", request.method, request.url.path, exc_info=error)
+    request_id = getattr(request.state, "request_id", None)
+    logger.error(
+        "%s %s failed",
+        request.method,
+        request.url.path,
+        exc_info=error,
+        extra={"request_id": request_id},
+    )
     body = error_body("The server failed; its log says why.", "server_error")
     headers = {"x-should-retry": "false"}
     # This answer is made outside of every middleware, so it must bring its own id.
-    if hasattr(request.state, "request_id"):
-        headers["x-request-id"] = request.state.request_id
+    if request_id is not None:
+        headers["x-request-id"] = request_id
     return JSONResponse(body, 500, headers)
 
 

@@ -1,4 +1,4 @@
-"""What happens to every request before its route: id, key, size. Plain ASGI.
+"""What happens to every request around its route: id, log, key, size. Plain ASGI.
 
 Starlette's BaseHTTPMiddleware hides disconnects from the routes, so it is not used.
 """
@@ -9,6 +9,7 @@ import logging
 import time
 import uuid
 from collections.abc import Mapping
+from urllib.parse import quote
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -21,6 +22,9 @@ from mlx_parallm.errors import AuthenticationError, RequestTooLargeError
 logger = logging.getLogger(__name__)
 
 MAX_ID_CHARS = 128
+# Of a path in the log.
+MAX_PATH_CHARS = 256
+POLLED_PATHS = frozenset({"/health", "/metrics"})
 # Of a body, for routes that state no limit of their own.
 SMALL_BODY_BYTES = 64 * 1024
 
@@ -43,22 +47,53 @@ class RequestIdMiddleware:
         state["request_id"] = request_id
         # Gateways send one id with several requests at once; the engine's must be unique.
         state["answer_id"] = f"{given}-{fresh[:8]}" if given else fresh
-        started_s = time.monotonic()
 
         async def send_with_id(message: Message) -> None:
             if message["type"] == "http.response.start":
                 MutableHeaders(scope=message)["x-request-id"] = request_id
-                logger.debug(
-                    "%s %s %d after %.3f s",
-                    scope["method"],
-                    scope["path"],
-                    message["status"],
-                    time.monotonic() - started_s,
-                    extra={"request_id": request_id},
-                )
             await send(message)
 
         await self._app(scope, receive, send_with_id)
+
+
+class AccessLogMiddleware:
+    """Logs a line per request once its answer has ended; what supervisors poll, for debugging."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """See ASGI."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        started_s = time.monotonic()
+        # An exception is answered outside of every middleware.
+        status = 500
+
+        async def send_and_note(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+            await send(message)
+
+        try:
+            await self._app(scope, receive, send_and_note)
+        finally:
+            _log_access(scope, status, time.monotonic() - started_s)
+
+
+def _log_access(scope: Scope, status: int, duration_s: float) -> None:
+    fields = {
+        "method": scope["method"],
+        # As it was sent: decoded, it could hold a line break.
+        "path": quote(scope["path"])[:MAX_PATH_CHARS],
+        "status": status,
+        "ms": round(duration_s * 1000, 1),
+        "request_id": scope["state"]["request_id"],
+    }
+    level = logging.DEBUG if local_path(scope) in POLLED_PATHS else logging.INFO
+    logger.log(level, "request", extra=fields)
 
 
 class AuthMiddleware:

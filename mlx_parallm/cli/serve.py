@@ -132,7 +132,8 @@ class EngineServer:
             uvicorn.Config(
                 create_app(engine, config, max_waiting=max_waiting),
                 log_config=None,
-                access_log=config.access_log,
+                # The application writes its own.
+                access_log=False,
                 root_path=config.root_path,
                 server_header=False,
                 timeout_graceful_shutdown=FLUSH_TIMEOUT_S,

@@ -135,6 +135,16 @@ def test_a_dropped_stream_frees_its_blocks(live_server: ServerProcess) -> None:
     assert live_server.metric("vllm:request_success_total") >= 0
 
 
+def test_a_request_is_logged_once(live_server: ServerProcess) -> None:
+    # The server has logged a request before it takes the next.
+    for name, path in (("first", "/version"), ("poll", "/health"), ("last", "/version")):
+        httpx2.get(live_server.url + path, headers={"x-request-id": f"logged-{name}"})
+    lines = live_server.log.splitlines()
+    (line,) = [line for line in lines if "logged-first" in line]
+    assert "method=GET path=/version status=200 ms=" in line
+    assert not any("logged-poll" in line or "HTTP/1.1" in line for line in lines)
+
+
 def test_overflow_is_a_400_that_clients_recognise(client: openai.OpenAI) -> None:
     with pytest.raises(openai.BadRequestError, match="maximum context length is 2048") as refusal:
         client.chat.completions.create(model=MODEL, messages=ask("hi"), max_tokens=100_000)

@@ -1,8 +1,10 @@
-"""What happens around every route: limits of bodies."""
+"""What happens around every route: the log, limits of bodies."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import AsyncIterator
+from typing import Any
 
 import httpx2
 import pytest
@@ -73,3 +75,67 @@ async def test_a_large_body_for_no_route_is_not_found() -> None:
     async with client_of(make_app(ServerConfig())) as client:
         response = await client.post("/v1/nothing", content=b" " * LARGE)
     assert response.status_code == 404
+
+
+def logged(caplog: pytest.LogCaptureFixture) -> list[logging.LogRecord]:
+    return [record for record in caplog.records if hasattr(record, "ms")]
+
+
+@pytest.fixture
+def log(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
+    caplog.set_level(logging.DEBUG, "mlx_parallm.api.middleware")
+    return caplog
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status", "level"),
+    [
+        ("GET", "/v1/models", 200, logging.INFO),
+        ("GET", "/version", 200, logging.INFO),
+        ("GET", "/v1/nothing", 404, logging.INFO),
+        ("POST", "/v1/models", 405, logging.INFO),
+        ("POST", "/v1/completions", 400, logging.INFO),
+        ("GET", "/health", 200, logging.DEBUG),
+        ("GET", "/metrics", 200, logging.DEBUG),
+    ],
+)
+async def test_a_request_is_one_line_of_the_log(
+    log: pytest.LogCaptureFixture, method: str, path: str, status: int, level: int
+) -> None:
+    async with client_of(make_app(ServerConfig())) as client:
+        await client.request(method, path, headers={"x-request-id": "mine"})
+    (record,) = logged(log)
+    fields: Any = record
+    assert (fields.method, fields.path, fields.status) == (method, path, status)
+    assert (fields.request_id, fields.levelno) == ("mine", level)
+    assert fields.ms >= 0
+
+
+async def test_a_refused_key_and_a_bug_are_logged_too(log: pytest.LogCaptureFixture) -> None:
+    app = make_app(ServerConfig(api_keys=("key",)))
+
+    @app.get("/bug")
+    async def bug() -> None:
+        raise ZeroDivisionError
+
+    transport = httpx2.ASGITransport(app, raise_app_exceptions=False)
+    async with httpx2.AsyncClient(transport=transport, base_url="http://here") as client:
+        await client.get("/bug")
+        await client.get("/bug", headers={"x-api-key": "key"})
+    statuses = [vars(record)["status"] for record in logged(log)]
+    assert statuses == [401, 500]
+
+
+async def test_a_path_cannot_forge_a_line(log: pytest.LogCaptureFixture) -> None:
+    async with client_of(make_app(ServerConfig())) as client:
+        await client.get("/a%0Ab")
+        await client.get("/" + "x" * 9999)
+    paths = [vars(record)["path"] for record in logged(log)]
+    assert paths[0] == "/a%0Ab"
+    assert len(paths[1]) < 300
+
+
+async def test_the_log_of_requests_can_be_left_out(log: pytest.LogCaptureFixture) -> None:
+    async with client_of(make_app(ServerConfig(access_log=False))) as client:
+        await client.get("/v1/models")
+    assert logged(log) == []
