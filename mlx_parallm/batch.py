@@ -12,6 +12,9 @@ from typing import Protocol
 
 from mlx_parallm.request import SamplingParams
 
+# Stands for a token that the step in flight is still choosing: the runner has it on the device.
+PENDING_TOKEN = -1
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampleSpec:
@@ -26,6 +29,7 @@ class SampleSpec:
         output_ids: tokens generated so far; read only for penalties. May be the scheduler's live
             list: the runner reads it during ``run`` and keeps no reference.
         banned_ids: tokens that must not be chosen now (end tokens before ``min_tokens``).
+        has_pending: whether the last token so far is pending, and so not in ``output_ids``.
     """
 
     params: SamplingParams
@@ -34,6 +38,7 @@ class SampleSpec:
     prompt_ids: Sequence[int]
     output_ids: Sequence[int]
     banned_ids: tuple[int, ...] = ()
+    has_pending: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,7 +50,8 @@ class ScheduledSequence:
         slot: row of per-sequence runner state, in ``[0, max_num_seqs)``; unique among the running.
         start: position of ``token_ids[0]``; equals the number of tokens already computed. 0 means
             fresh state for models that keep a state per sequence.
-        token_ids: the tokens to run, never empty.
+        token_ids: the tokens to run, never empty; ``(PENDING_TOKEN,)`` where the step before
+            chooses the token.
         block_table: ids of the KV blocks of positions ``0 .. start + len(token_ids) - 1``.
         sample: set when a token follows the last of ``token_ids``; None for an inner prefill chunk.
         prompt_logprobs: None, or how many likeliest tokens to report per target.
@@ -132,6 +138,7 @@ class RunnerInfo:
             such state is not in the blocks, so their prefixes cannot be reused.
         attention_backend: name of the attention backend in use.
         dtype: the dtype the model computes in.
+        runs_ahead: whether a step may be submitted before the one before it has ended.
     """
 
     path: str
@@ -144,6 +151,15 @@ class RunnerInfo:
     has_state: bool
     attention_backend: str
     dtype: str
+    runs_ahead: bool = False
+
+
+class StepInFlight(Protocol):
+    """A step that was submitted."""
+
+    def wait(self) -> StepOutput:
+        """What it produced; raises only when no sequence of the batch could be run."""
+        ...
 
 
 class Runner(Protocol):
@@ -154,6 +170,10 @@ class Runner(Protocol):
         """Facts about the loaded model."""
         ...
 
-    def run(self, batch: ScheduledBatch) -> StepOutput:
-        """Run one step; raise only when no sequence of the batch could be run."""
+    def submit(self, batch: ScheduledBatch) -> StepInFlight:
+        """Begin a step; raise only when no sequence of the batch could be run.
+
+        Steps end in the order in which they are submitted. Unless ``info.runs_ahead``, the one
+        before must have been waited for.
+        """
         ...

@@ -10,6 +10,7 @@ import hashlib
 from collections.abc import Sequence
 
 from mlx_parallm.batch import (
+    PENDING_TOKEN,
     SampledToken,
     SampleSpec,
     ScheduledBatch,
@@ -33,6 +34,7 @@ class SimulatedRunner:
         self._blocks: list[list[int]] = [[-1] * block_size for _ in range(num_blocks)]
         self._states: list[list[int]] = [[-1] for _ in range(num_slots)]
         self._has_state = has_state
+        self._chosen: dict[int, int] = {}
 
     def run(self, batch: ScheduledBatch, failed: frozenset[int] = frozenset()) -> StepOutput:
         """One step; the sequences in ``failed`` leave garbage behind."""
@@ -43,11 +45,15 @@ class SimulatedRunner:
         for row in batch.sequences:
             self._write(row, garbage=row.seq_id in failed)
         good = [row for row in batch.sequences if row.seq_id not in failed]
+        self._chosen = {
+            row.seq_id: choose(self._read(row), row.sample)
+            for row in good
+            if row.sample is not None
+        }
         return StepOutput(
             tokens=tuple(
-                SampledToken(seq_id=row.seq_id, token_id=choose(self._read(row), row.sample))
-                for row in good
-                if row.sample is not None
+                SampledToken(seq_id=seq_id, token_id=token)
+                for seq_id, token in self._chosen.items()
             ),
             prompt_logprobs={row.seq_id: self._score(row) for row in good if row.target_ids},
             failed=dict.fromkeys(failed, "failed"),
@@ -57,9 +63,13 @@ class SimulatedRunner:
         """What a step that raises may leave behind."""
         for row in batch.sequences:
             self._write(row, garbage=True)
+        self._chosen = {}
 
     def _write(self, row: ScheduledSequence, *, garbage: bool) -> None:
         tokens = [-1] * len(row.token_ids) if garbage else row.token_ids
+        if tokens == (PENDING_TOKEN,):
+            # The step before may have failed: then this row is in vain.
+            tokens = [self._chosen.get(row.seq_id, -1)]
         for position, token in enumerate(tokens, row.start):
             block = row.block_table[position // self._block_size]
             self._blocks[block][position % self._block_size] = token

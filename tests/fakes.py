@@ -93,13 +93,15 @@ class FakeRunner:
         *,
         info: RunnerInfo | None = None,
         before: Callable[[ScheduledBatch], None] = lambda batch: None,
+        ending: Callable[[ScheduledBatch], None] = lambda batch: None,
     ) -> None:
         self.info = info or make_info()
         self.batches: list[ScheduledBatch] = []
         self._script = script
         self._before = before
+        self._ending = ending
 
-    def run(self, batch: ScheduledBatch) -> StepOutput:
+    def submit(self, batch: ScheduledBatch) -> FakeStep:
         self.batches.append(batch)
         self._before(batch)
         tokens = [
@@ -108,7 +110,19 @@ class FakeRunner:
             if row.sample is not None
             for token in [self._script(row)]
         ]
-        return StepOutput(tokens=tuple(tokens))
+        return FakeStep(StepOutput(tokens=tuple(tokens)), lambda: self._ending(batch))
+
+
+class FakeStep:
+    """A step that has ended, or raises when it is waited for."""
+
+    def __init__(self, output: StepOutput, ending: Callable[[], None]) -> None:
+        self._output = output
+        self._ending = ending
+
+    def wait(self) -> StepOutput:
+        self._ending()
+        return self._output
 
 
 def spell(text: str) -> Callable[[ScheduledSequence], int]:
@@ -117,6 +131,7 @@ def spell(text: str) -> Callable[[ScheduledSequence], int]:
 
     def script(row: ScheduledSequence) -> int:
         assert row.sample is not None
-        return ids[len(row.sample.output_ids)]
+        # Tokens after the end are those of a row that ran ahead in vain.
+        return (ids + ids)[row.sample.position - len(row.sample.prompt_ids)]
 
     return script

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from mlx_parallm.batch import ScheduledBatch, TokenLogprob
+from mlx_parallm.batch import ScheduledBatch, StepOutput, TokenLogprob
 from mlx_parallm.config import SchedulerConfig
 from mlx_parallm.kv_cache.manager import KVCacheManager
 from mlx_parallm.outputs import FinishReason
@@ -31,7 +31,10 @@ class Tracked:
 
 
 class SchedulerHarness:
-    """A scheduler, its runner and the requests given to it."""
+    """A scheduler, its runner and the requests given to it.
+
+    With ``runs_ahead`` a step is scheduled before the one before it is taken in.
+    """
 
     def __init__(
         self,
@@ -42,6 +45,7 @@ class SchedulerHarness:
         has_state: bool = False,
         caching: bool = True,
         config: SchedulerConfig | None = None,
+        runs_ahead: bool = False,
     ) -> None:
         self.config = config or SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=16)
         self.max_len = min(max_model_len, num_blocks * block_size)
@@ -52,6 +56,8 @@ class SchedulerHarness:
             max_model_len=max_model_len,
             has_state=has_state,
         )
+        self._runs_ahead = runs_ahead
+        self._in_flight: tuple[ScheduledBatch, StepOutput | None] | None = None
         self.batches: list[ScheduledBatch] = []
         self.tracked: dict[str, Tracked] = {}
         self._runner = SimulatedRunner(
@@ -86,28 +92,47 @@ class SchedulerHarness:
         return batch
 
     def step(self, *, raises: bool = False, fail_rows: int = 0) -> ScheduledBatch | None:
-        """Run one step: whole, raising, or with its first ``fail_rows`` sequences failed."""
+        """Run one step: whole, raising, or with its first ``fail_rows`` sequences failed.
+
+        The batch that was begun or, if there is none, ended.
+        """
         batch = self.schedule()
         if batch is not None:
             self.run(batch, raises=raises, fail_rows=fail_rows)
+        elif self._in_flight is not None:
+            batch = self._in_flight[0]
+            self._take_in(None)
         self.scheduler.check_integrity()
         return batch
 
     def run(self, batch: ScheduledBatch, *, raises: bool = False, fail_rows: int = 0) -> None:
-        """Run a batch and take in what it gave."""
+        """Run a batch, and take in what it or, when running ahead, the one before gave."""
+        output = None
         if raises:
             self._runner.corrupt(batch)
-            updates = self.scheduler.fail(batch, "raised")
         else:
             failed = frozenset(row.seq_id for row in batch.sequences[:fail_rows])
-            updates = self.scheduler.update(batch, self._runner.run(batch, failed))
+            output = self._runner.run(batch, failed)
+        self._take_in((batch, output))
+
+    def _take_in(self, begun: tuple[ScheduledBatch, StepOutput | None] | None) -> None:
+        ending = begun
+        if self._runs_ahead:
+            ending, self._in_flight = self._in_flight, begun
+        if ending is None:
+            return
+        batch, output = ending
+        if output is None:
+            updates = self.scheduler.fail(batch, "raised")
+        else:
+            updates = self.scheduler.update(batch, output)
         for update in updates:
             self._hear(update)
 
     def drain(self, limit: int = 3000) -> None:
         """Step until nothing is left; every sample must have ended, every block be free."""
         for _ in range(limit):
-            if not self.scheduler.has_work():
+            if not self.scheduler.has_work() and self._in_flight is None:
                 break
             assert self.step() is not None, "there is work, but nothing runs"
         assert not self.scheduler.has_work(), "it does not end"

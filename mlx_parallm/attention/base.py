@@ -45,6 +45,11 @@ class AttentionBackend(Protocol):
         """As reported by ``mlx_parallm doctor``."""
         ...
 
+    @property
+    def runs_ahead(self) -> bool:
+        """Whether pools may be written while a step in flight holds them."""
+        ...
+
     def new_pool(self, shape: LayerShape, num_blocks: int) -> LayerPool:
         """An empty pool of one layer."""
         ...

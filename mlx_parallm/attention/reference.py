@@ -73,6 +73,7 @@ class ReferenceAttention:
     """The backend of stock operations. Implements ``AttentionBackend``."""
 
     name = "reference"
+    runs_ahead = False
 
     def __init__(self, block_size: int) -> None:
         self._block_size = block_size

@@ -14,6 +14,7 @@ from mlx_parallm.engine.interface import ServedModel
 from mlx_parallm.engine.metrics import EngineMetrics, MetricFamilies
 from mlx_parallm.errors import ConfigError
 from mlx_parallm.kv_cache.manager import KVCacheManager
+from mlx_parallm.runner.attention_check import make_backend
 from mlx_parallm.runner.cache_layout import CacheLayout, probe_layout
 from mlx_parallm.runner.device import free_memory_bytes
 from mlx_parallm.runner.host_memory import keep_freed_memory
@@ -133,7 +134,8 @@ def _assemble(
     observer: StepObserver | None,
 ) -> LoadedEngine:
     num_blocks = one.plan.num_blocks(budget)
-    runner = ModelRunner(one.loaded, one.layouts, one.plan, num_blocks)
+    backend = make_backend(one.plan.block_size)
+    runner = ModelRunner(one.loaded, one.layouts, one.plan, num_blocks, backend)
     info = runner.info
     kv = KVCacheManager(
         info.num_blocks,

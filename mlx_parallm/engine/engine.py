@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import logging
 import random
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Callable
+from typing import Protocol, TypeVar
 
-from mlx_parallm.batch import Runner, RunnerInfo, ScheduledBatch, StepOutput
+from mlx_parallm.batch import Runner, RunnerInfo, ScheduledBatch, StepInFlight, StepOutput
 from mlx_parallm.engine.admission import check_request
 from mlx_parallm.engine.interface import Tokenizer
 from mlx_parallm.engine.metrics import EngineMetrics
@@ -18,6 +18,8 @@ from mlx_parallm.scheduler.scheduler import Scheduler
 from mlx_parallm.scheduler.updates import SequenceUpdate
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 
 class StepObserver(Protocol):
@@ -48,6 +50,7 @@ class Engine:
         self._processor = OutputProcessor()
         self._seeds = random.Random(seed)
         self._observer = observer
+        self._in_flight: tuple[ScheduledBatch, StepInFlight] | None = None
 
     @property
     def info(self) -> RunnerInfo:
@@ -84,35 +87,65 @@ class Engine:
         return True
 
     def has_work(self) -> bool:
-        """Whether a step would run anything."""
-        return self._scheduler.has_work()
+        """Whether a step would run or end anything."""
+        return self._scheduler.has_work() or self._in_flight is not None
 
     def on_reject(self) -> None:
         """Count a request that was refused because the queue was full."""
         self._metrics.on_reject()
 
     def step(self) -> list[GenerateEvent] | None:
-        """Run one batch and return its events; None when nothing could run."""
+        """Begin a batch, end one, and return the events of the latter; None when nothing could run.
+
+        Where the runner runs ahead, the batch that ends is the one before: the device works on the
+        new one while this thread turns tokens into events.
+        """
         batch = self._scheduler.schedule()
-        if batch is None:
+        if batch is None and self._in_flight is None:
             return None
+        updates: list[SequenceUpdate] = []
+        begun = None if batch is None else self._begin(batch, updates)
+        ending = begun
+        if self.info.runs_ahead:
+            ending, self._in_flight = self._in_flight, begun
+        if ending is not None:
+            self._end(*ending, updates)
+        return self._publish(updates)
+
+    def _begin(
+        self, batch: ScheduledBatch, updates: list[SequenceUpdate]
+    ) -> tuple[ScheduledBatch, StepInFlight] | None:
         self._metrics.on_schedule(self._scheduler.take_started(), batch)
-        processed = self._processor.process(self._run(batch))
+        step = self._attempt(batch, lambda: self._runner.submit(batch), updates)
+        return None if step is None else (batch, step)
+
+    def _end(
+        self, batch: ScheduledBatch, step: StepInFlight, updates: list[SequenceUpdate]
+    ) -> None:
+        output = self._attempt(batch, step.wait, updates)
+        if output is not None:
+            self._observe(batch, output)
+            updates += self._scheduler.update(batch, output)
+
+    def _attempt(
+        self, batch: ScheduledBatch, action: Callable[[], T], updates: list[SequenceUpdate]
+    ) -> T | None:
+        """What an action gives; None if it raised: the requests of the batch have then ended."""
+        try:
+            return action()
+        except Exception as cause:
+            logger.exception("step %d failed", batch.step_id)
+            self._observe(batch, None)
+            updates += self._scheduler.fail(batch, f"{type(cause).__name__}: {cause}")
+            return None
+
+    def _publish(self, updates: list[SequenceUpdate]) -> list[GenerateEvent]:
+        processed = self._processor.process(updates)
         for request_id, index in processed.stopped:
             self._scheduler.finish(request_id, index)
         self._metrics.on_events(processed.events)
         self._metrics.on_queue(self._scheduler.stats())
         return processed.events
-
-    def _run(self, batch: ScheduledBatch) -> Sequence[SequenceUpdate]:
-        try:
-            output = self._runner.run(batch)
-        except Exception as cause:
-            logger.exception("step %d failed", batch.step_id)
-            self._observe(batch, None)
-            return self._scheduler.fail(batch, f"{type(cause).__name__}: {cause}")
-        self._observe(batch, output)
-        return self._scheduler.update(batch, output)
 
     def _observe(self, batch: ScheduledBatch, output: StepOutput | None) -> None:
         if self._observer is not None:

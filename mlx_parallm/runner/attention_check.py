@@ -34,9 +34,14 @@ class AttentionReport:
     passed: bool
 
 
+def make_backend(block_size: int) -> AttentionBackend:
+    """The backend that models use on the default device."""
+    return ReferenceAttention(block_size)
+
+
 def attention_report() -> AttentionReport:
     """Test the backend that models use on the default device."""
-    backend = ReferenceAttention(BLOCK_SIZE)
+    backend = make_backend(BLOCK_SIZE)
     error = attention_error(backend)
     return AttentionReport(backend=backend.name, max_error=error, passed=error <= MAX_ERROR)
 

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
 
 import mlx.core as mx
 
-from mlx_parallm.attention.reference import ReferenceAttention
-from mlx_parallm.batch import RunnerInfo, ScheduledBatch, ScheduledSequence, StepOutput
+from mlx_parallm.attention.base import AttentionBackend
+from mlx_parallm.batch import RunnerInfo, ScheduledBatch, StepOutput
 from mlx_parallm.errors import ModelLoadError
 from mlx_parallm.runner.cache_layout import CacheLayout
 from mlx_parallm.runner.loader import LoadedModel
 from mlx_parallm.runner.memory import KVPlan, config_value
 from mlx_parallm.runner.path_choice import choose_path
 from mlx_parallm.runner.paths.alone import AlonePath
+from mlx_parallm.runner.paths.base import token_array
 from mlx_parallm.runner.row_selection import embedding_rows
+from mlx_parallm.runner.step_rows import PendingTokens, StepRows
 from mlx_parallm.sampling.logprobs import TargetLogprobs, target_logprobs
 from mlx_parallm.sampling.sampler import Sampler, SampleResult
 
@@ -31,12 +32,13 @@ class ModelRunner:
         layouts: tuple[CacheLayout, ...],
         plan: KVPlan,
         num_blocks: int,
+        backend: AttentionBackend,
     ) -> None:
         self._sampler = Sampler()
+        self._tokens = PendingTokens()
         vocab_size = embedding_rows(loaded.model, config_value(loaded.config, "vocab_size"))
         if vocab_size is None:
             raise ModelLoadError(f"{loaded.path} has no embedding table.")
-        backend = ReferenceAttention(plan.block_size)
         choice = choose_path(
             loaded.model,
             layouts,
@@ -61,6 +63,7 @@ class ModelRunner:
             has_state=self._path.has_state,
             attention_backend=backend.name,
             dtype=loaded.dtype,
+            runs_ahead=backend.runs_ahead and self._path.name in {"packed", "split"},
         )
 
     @property
@@ -69,31 +72,31 @@ class ModelRunner:
         return self._info
 
     def run(self, batch: ScheduledBatch) -> StepOutput:
-        """Run one step and wait for its result.
+        """Run one step and wait for what it produces."""
+        return self.submit(batch).wait()
 
-        Waiting matters: MLX writes a pool in place only while no step in flight holds it.
+    def submit(self, batch: ScheduledBatch) -> ModelStep:
+        """See ``Runner.submit``.
+
+        A backend that writes its pools by MLX's assignment may not run ahead: MLX writes in place
+        only while no step in flight holds the pool, and copies it otherwise.
         """
         self._path.copy_blocks(batch.block_copies)
         self._path.copy_state(batch.state_copies)
         rows = StepRows(batch.sequences)
-        logits = self._path.logits(batch.sequences, rows.wanted)
-        sampled = self._sample(logits, rows)
-        scored = self._score(logits, rows)
-        outputs = [array for result in scored.values() for array in result.arrays()]
-        if sampled is not None:
-            outputs += sampled.arrays()
-        mx.eval(outputs, self._path.arrays())
-        return StepOutput(
-            tokens=sampled.to_python(rows.sampled_ids) if sampled is not None else (),
-            prompt_logprobs={seq_id: result.to_python() for seq_id, result in scored.items()},
-        )
+        token_ids = self._tokens.fill(batch.sequences, token_array(batch.sequences))
+        logits = self._path.logits(batch.sequences, token_ids, rows.wanted)
+        step = ModelStep(rows, self._sample(logits, rows, token_ids), self._score(logits, rows))
+        self._tokens.remember(rows.sampled_ids, step.tokens)
+        step.start(self._path.arrays(), wait=not self._info.runs_ahead)
+        return step
 
-    def _sample(self, logits: mx.array, rows: StepRows) -> SampleResult | None:
+    def _sample(self, logits: mx.array, rows: StepRows, token_ids: mx.array) -> SampleResult | None:
         if not rows.sampled:
             return None
         if len(rows.sampled) < len(rows.wanted):
             logits = logits[mx.array(rows.sampled)]
-        return self._sampler(logits, rows.specs)
+        return self._sampler(logits, rows.specs, rows.pending(token_ids))
 
     def _score(self, logits: mx.array, rows: StepRows) -> dict[int, TargetLogprobs]:
         return {
@@ -106,31 +109,30 @@ class ModelRunner:
         }
 
 
-class StepRows:
-    """Which of a step's tokens need logits, and where they are among those.
+class ModelStep:
+    """A step's lazy results. Implements ``batch.StepInFlight``.
 
     Attributes:
-        wanted: ascending indices into the concatenation of all tokens.
-        sampled: places in ``wanted`` of the rows to sample, for which ``specs``
-            and ``sampled_ids`` are.
-        scored: sequences whose prompt is scored, and the place of their first row in ``wanted``.
+        tokens: chosen by this step, ``[rows]``; None if it samples nothing.
     """
 
-    def __init__(self, sequences: Sequence[ScheduledSequence]) -> None:
-        self.wanted: list[int] = []
-        self.sampled: list[int] = []
-        self.specs = [one.sample for one in sequences if one.sample is not None]
-        self.sampled_ids = [one.seq_id for one in sequences if one.sample is not None]
-        self.scored: list[tuple[ScheduledSequence, int]] = []
-        first = 0
-        for one in sequences:
-            length = len(one.token_ids)
-            if one.target_ids:
-                self.scored.append((one, len(self.wanted)))
-                self.wanted += range(first, first + len(one.target_ids))
-            if one.sample is not None:
-                # The row may be wanted already, when its target is scored too.
-                if len(one.target_ids) < length:
-                    self.wanted.append(first + length - 1)
-                self.sampled.append(len(self.wanted) - 1)
-            first += length
+    def __init__(
+        self, rows: StepRows, sampled: SampleResult | None, scored: dict[int, TargetLogprobs]
+    ) -> None:
+        self.tokens = sampled.tokens if sampled is not None else None
+        self._rows = rows
+        self._sampled = sampled
+        self._scored = scored
+
+    def start(self, written: list[mx.array], *, wait: bool) -> None:
+        """Begin to compute the results and ``written``, of which nothing is kept."""
+        outputs = [array for result in self._scored.values() for array in result.arrays()]
+        if self._sampled is not None:
+            outputs += self._sampled.arrays()
+        (mx.eval if wait else mx.async_eval)(outputs, written)
+
+    def wait(self) -> StepOutput:
+        """See ``StepInFlight.wait``."""
+        tokens = self._sampled.to_python(self._rows.sampled_ids) if self._sampled else ()
+        scored = {seq_id: result.to_python() for seq_id, result in self._scored.items()}
+        return StepOutput(tokens=tokens, prompt_logprobs=scored)

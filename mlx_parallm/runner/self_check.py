@@ -15,7 +15,7 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from mlx_parallm.batch import ScheduledSequence
 from mlx_parallm.runner.model_errors import MODEL_ERRORS
-from mlx_parallm.runner.paths.base import ForwardPath
+from mlx_parallm.runner.paths.base import ForwardPath, token_array
 
 # Largest difference of a log-probability that rounding explains, by dtype.
 TOLERANCE = {"float32": 2e-3, "float16": 0.1, "bfloat16": 0.5}
@@ -54,7 +54,8 @@ def largest_difference(path: ForwardPath, texts: Sequence[CheckedText], block_si
     """
     worst = 0.0
     for sequences in _steps([text.token_ids for text in texts], block_size):
-        logits = path.logits(sequences, _last_rows(sequences)).astype(mx.float32)
+        rows = _last_rows(sequences)
+        logits = path.logits(sequences, token_array(sequences), rows).astype(mx.float32)
         logprobs = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
         target = mx.stack(
             [texts[one.seq_id].logprobs[one.start + len(one.token_ids) - 1] for one in sequences]

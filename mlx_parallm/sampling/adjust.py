@@ -1,7 +1,8 @@
 """Changes to the logits that apply before a token is chosen: masks, biases and penalties.
 
-Every change touches few entries, so each is one gather and one scatter over the entries of all
-rows that use it.
+Masks and biases touch few entries: each is one gather and one scatter over the entries of all rows
+that use it. Penalties are dense over the rows that have one, since the latest token may be known
+to the device only.
 """
 
 from __future__ import annotations
@@ -26,12 +27,15 @@ def needs_adjustment(spec: SampleSpec) -> bool:
     )
 
 
-def adjust_logits(logits: mx.array, specs: Sequence[SampleSpec]) -> mx.array:
+def adjust_logits(
+    logits: mx.array, specs: Sequence[SampleSpec], pending: mx.array | None = None
+) -> mx.array:
     """Apply allowed and banned tokens, biases, then penalties, in vLLM's order.
 
     Args:
         logits: float32, ``[rows, vocab]``.
         specs: one per row.
+        pending: int32 ``[rows]``, the latest output token of rows whose spec ``has_pending``.
 
     Returns:
         A new array of the same shape.
@@ -39,17 +43,16 @@ def adjust_logits(logits: mx.array, specs: Sequence[SampleSpec]) -> mx.array:
     logits = _keep_allowed(logits, specs)
     logits = _add_bias(logits, specs)
     logits = _ban(logits, specs)
-    logits = _penalise_repetition(logits, specs)
-    return _penalise_counts(logits, specs)
+    return _penalise(logits, specs, pending)
 
 
 def _has_penalty(spec: SampleSpec) -> bool:
     params = spec.params
-    return params.repetition_penalty != 1.0 or _has_count_penalty(spec)
-
-
-def _has_count_penalty(spec: SampleSpec) -> bool:
-    return spec.params.presence_penalty != 0.0 or spec.params.frequency_penalty != 0.0
+    return (
+        params.repetition_penalty != 1.0
+        or params.presence_penalty != 0.0
+        or params.frequency_penalty != 0.0
+    )
 
 
 def _index(entries: _Entries) -> tuple[mx.array, mx.array]:
@@ -100,37 +103,49 @@ def _ban(logits: mx.array, specs: Sequence[SampleSpec]) -> mx.array:
     return logits
 
 
-def _penalise_repetition(logits: mx.array, specs: Sequence[SampleSpec]) -> mx.array:
-    entries: _Entries = []
-    penalties: list[float] = []
-    for row, spec in enumerate(specs):
-        if spec.params.repetition_penalty == 1.0:
-            continue
-        seen = np.unique(np.concatenate([_ids(spec.prompt_ids), _ids(spec.output_ids)]))
-        entries.append((row, seen))
-        penalties.extend([spec.params.repetition_penalty] * len(seen))
-    if not penalties:
+def _penalise(logits: mx.array, specs: Sequence[SampleSpec], pending: mx.array | None) -> mx.array:
+    """Repetition penalty of what the prompt or the output has, then those of the output alone."""
+    rows = [row for row, spec in enumerate(specs) if _has_penalty(spec)]
+    if not rows:
         return logits
-    where = _index(entries)
-    penalty, values = _floats(penalties), logits[where]
-    logits[where] = mx.where(values > 0, values / penalty, values * penalty)
+    chosen = [specs[row] for row in rows]
+    counts = _output_counts(chosen, logits.shape[1])
+    if pending is not None:
+        waits = mx.array(np.array([spec.has_pending for spec in chosen], np.float32))
+        counts = counts.at[mx.arange(len(rows)), pending[mx.array(rows)]].add(waits)
+    values = logits[mx.array(rows)]
+    if any(spec.params.repetition_penalty != 1.0 for spec in chosen):
+        penalty = _column(spec.params.repetition_penalty for spec in chosen)
+        seen = mx.maximum(counts, _prompt_mask(chosen, logits.shape[1])) > 0
+        lowered = mx.where(values > 0, values / penalty, values * penalty)
+        values = mx.where(seen, lowered, values)
+    values = values - _column(spec.params.frequency_penalty for spec in chosen) * counts
+    values = values - _column(spec.params.presence_penalty for spec in chosen) * (counts > 0)
+    logits[mx.array(rows)] = values
     return logits
 
 
-def _penalise_counts(logits: mx.array, specs: Sequence[SampleSpec]) -> mx.array:
-    entries: _Entries = []
-    penalties: list[np.ndarray] = []
-    for row, spec in enumerate(specs):
-        if not _has_count_penalty(spec) or not spec.output_ids:
-            continue
-        seen, counts = np.unique(_ids(spec.output_ids), return_counts=True)
-        entries.append((row, seen))
-        params = spec.params
-        penalties.append(params.frequency_penalty * counts + params.presence_penalty)
-    if not entries:
-        return logits
-    values = mx.array(np.concatenate(penalties).astype(np.float32))
-    return logits.at[_index(entries)].add(-values)
+def _output_counts(specs: Sequence[SampleSpec], vocab_size: int) -> mx.array:
+    """How often each output has each token, float32 ``[rows, vocab]``."""
+    counts = mx.zeros((len(specs), vocab_size))
+    entries: _Entries = [(row, spec.output_ids) for row, spec in enumerate(specs)]
+    return counts.at[_index(entries)].add(1.0) if any(len(ids) for _, ids in entries) else counts
+
+
+def _prompt_mask(specs: Sequence[SampleSpec], vocab_size: int) -> mx.array:
+    """One where a prompt has a token and its row a repetition penalty, ``[rows, vocab]``."""
+    mask = mx.zeros((len(specs), vocab_size))
+    entries: _Entries = [
+        (row, np.unique(_ids(spec.prompt_ids)))
+        for row, spec in enumerate(specs)
+        if spec.params.repetition_penalty != 1.0
+    ]
+    mask[_index(entries)] = 1.0
+    return mask
+
+
+def _column(values: Iterable[float]) -> mx.array:
+    return _floats(values)[:, None]
 
 
 def _ids(token_ids: Sequence[int]) -> np.ndarray:

@@ -58,7 +58,12 @@ class SampleResult:
 class Sampler:
     """Stateless; builds lazy arrays and never evaluates them."""
 
-    def __call__(self, logits: mx.array, specs: Sequence[SampleSpec]) -> SampleResult:
+    def __call__(
+        self,
+        logits: mx.array,
+        specs: Sequence[SampleSpec],
+        pending: mx.array | None = None,
+    ) -> SampleResult:
         """Choose one token per row.
 
         The order is vLLM's: masks, biases and penalties; then the likeliest token for greedy rows,
@@ -68,8 +73,10 @@ class Sampler:
         Args:
             logits: any float dtype, ``[rows, vocab]``; at least one row.
             specs: one per row.
+            pending: int32 ``[rows]``, the token before the one to choose; read for rows whose spec
+                ``has_pending``.
         """
-        tokens = self._choose(self._adjust(logits, specs), specs)
+        tokens = self._choose(self._adjust(logits, specs, pending), specs)
         counts = tuple(
             (row, spec.params.logprobs)
             for row, spec in enumerate(specs)
@@ -82,12 +89,15 @@ class Sampler:
         logprobs = target_logprobs(_take(logits, rows), _take(tokens, rows), top)
         return SampleResult(tokens, logprobs, counts)
 
-    def _adjust(self, logits: mx.array, specs: Sequence[SampleSpec]) -> mx.array:
+    def _adjust(
+        self, logits: mx.array, specs: Sequence[SampleSpec], pending: mx.array | None
+    ) -> mx.array:
         rows = [row for row, spec in enumerate(specs) if needs_adjustment(spec)]
         if not rows:
             return logits
         chosen = [specs[row] for row in rows]
-        changed = adjust_logits(_take(logits, rows).astype(mx.float32), chosen)
+        before = None if pending is None else _take(pending, rows)
+        changed = adjust_logits(_take(logits, rows).astype(mx.float32), chosen, before)
         return _put(logits.astype(mx.float32), rows, changed)
 
     def _choose(self, logits: mx.array, specs: Sequence[SampleSpec]) -> mx.array:

@@ -30,6 +30,7 @@ class Planner:
         waiting: WaitingQueue,
         running: RunningSet,
         *,
+        max_model_len: int,
         has_state: bool,
     ) -> None:
         # Decode rows always fit: a step that could not hold them all would starve some.
@@ -38,6 +39,7 @@ class Planner:
         self._kv = kv
         self._waiting = waiting
         self._running = running
+        self._max_model_len = max_model_len
         self._has_state = has_state
         self.prefix_queries = 0
         self.prefix_hits = 0
@@ -46,7 +48,7 @@ class Planner:
     def plan(self) -> StepPlan:
         """Decode rows first, then chunks of running prompts, then admissions."""
         plan = StepPlan(self._token_budget)
-        for sequence in [one for one in self._running if one.num_remaining == 1]:
+        for sequence in [one for one in self._running if self._decodes(one)]:
             if self._make_room(sequence, 1, plan):
                 plan.add(sequence, 1)
         for leader in [one for one in plan.num_tokens if one.followers]:
@@ -55,6 +57,9 @@ class Planner:
         self._admit(plan)
         self._spread_rest(plan)
         return plan
+
+    def _decodes(self, sequence: Sequence) -> bool:
+        return sequence.num_remaining == 1 and not sequence.is_ending(self._max_model_len)
 
     def _make_room(self, sequence: Sequence, num_tokens: int, plan: StepPlan) -> bool:
         """Give a running sequence blocks for its next tokens, preempting worse ones if it must.
@@ -173,6 +178,8 @@ class Planner:
         if plan.budget_left == 0:
             return
         for sequence in self._running:
+            if sequence.is_ending(self._max_model_len):
+                continue
             planned = plan.num_tokens.get(sequence, 0)
             more = min(sequence.num_schedulable - planned, plan.budget_left)
             if more > 0 and self._kv.grow(sequence.blocks, sequence.num_computed + planned + more):

@@ -36,7 +36,14 @@ class Scheduler:
         self._groups: dict[str, RequestGroup] = {}
         self._waiting = WaitingQueue()
         self._running = RunningSet(config, kv)
-        self._planner = Planner(config, kv, self._waiting, self._running, has_state=has_state)
+        self._planner = Planner(
+            config,
+            kv,
+            self._waiting,
+            self._running,
+            max_model_len=self._max_len,
+            has_state=has_state,
+        )
         self._by_id: dict[int, Sequence] = {}
         self._seq_ids = count()
         self._arrivals = count()
@@ -125,6 +132,11 @@ class Scheduler:
     def schedule(self) -> ScheduledBatch | None:
         """The next step, or None when nothing can run.
 
+        A step may be scheduled before the one before it has ended: tokens that are being chosen
+        are then pending, and their sequences are assumed to go on unless they reach a length.
+        Steps must end in the order in which they were scheduled, and no more than one may be in
+        flight when another is scheduled.
+
         Decode rows come first, then prefill chunks of running sequences, then admissions, within
         the token budget. When blocks run out the worst sequence is preempted, never a better one.
         """
@@ -185,10 +197,11 @@ class Scheduler:
         self, sequence: Sequence, row: ScheduledSequence, token: SampledToken | None
     ) -> list[SequenceUpdate]:
         """One sequence's share of a step that succeeded."""
-        sequence.num_computed += len(row.token_ids)
-        if not self._has_state:
-            self._kv.commit(sequence.blocks, sequence.token_ids, sequence.num_computed)
-        if sequence.num_remaining > 0:
+        end = row.start + len(row.token_ids)
+        # It may have lost its blocks while the step was in flight.
+        if sequence.slot is not None and not self._has_state:
+            self._kv.commit(sequence.blocks, sequence.token_ids, end)
+        if end < len(sequence.token_ids):
             return []
         reason: FinishReason | None = FinishReason.LENGTH
         if row.sample is not None:

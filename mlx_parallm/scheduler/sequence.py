@@ -4,7 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from mlx_parallm.batch import SampledToken, SampleSpec, ScheduledSequence, TokenLogprob
+from mlx_parallm.batch import (
+    PENDING_TOKEN,
+    SampledToken,
+    SampleSpec,
+    ScheduledSequence,
+    TokenLogprob,
+)
 from mlx_parallm.kv_cache.block_table import BlockTable
 from mlx_parallm.outputs import FinishReason, PromptEvent
 from mlx_parallm.request import GenerateRequest
@@ -71,9 +77,11 @@ class Sequence:
         group: the request.
         index: which sample.
         seed: of this sample.
-        token_ids: prompt and output.
+        token_ids: prompt and output, as far as they are known.
         output_ids: output only.
-        num_computed: leading tokens whose KV (and state) exists.
+        num_computed: leading tokens whose KV (and state) exists, or will once the steps in flight
+            have ended.
+        num_pending: tokens that steps in flight are choosing.
         table: its blocks while running.
         slot: its slot while running.
         blocked_at: free blocks that were too few to start it; not tried again with fewer.
@@ -89,6 +97,7 @@ class Sequence:
     token_ids: list[int]
     output_ids: list[int] = field(default_factory=list)
     num_computed: int = 0
+    num_pending: int = 0
     table: BlockTable | None = None
     slot: int | None = None
     num_preemptions: int = 0
@@ -113,7 +122,14 @@ class Sequence:
     @property
     def num_remaining(self) -> int:
         """Tokens to compute before the next one can be sampled."""
-        return len(self.token_ids) - self.num_computed
+        return len(self.token_ids) + self.num_pending - self.num_computed
+
+    def is_ending(self, max_model_len: int) -> bool:
+        """Whether the pending token is its last, whichever it is."""
+        if not self.num_pending:
+            return False
+        is_full = len(self.token_ids) + self.num_pending >= max_model_len
+        return is_full or len(self.output_ids) + self.num_pending == self.request.params.max_tokens
 
     @property
     def num_schedulable(self) -> int:
@@ -121,23 +137,27 @@ class Sequence:
         return self.num_remaining - (1 if self.followers and self.num_remaining > 1 else 0)
 
     def schedule(self, num_tokens: int) -> ScheduledSequence:
-        """The next ``num_tokens`` tokens as a share of a step."""
+        """The next ``num_tokens`` tokens as a share of a step, which counts as computed."""
         assert self.slot is not None, "only a running sequence can be scheduled"
         start, end = self.num_computed, self.num_computed + num_tokens
-        is_last = end == len(self.token_ids)
-        return ScheduledSequence(
+        samples = num_tokens == self.num_remaining and self.group.samples_any
+        row = ScheduledSequence(
             seq_id=self.seq_id,
             slot=self.slot,
             start=start,
-            token_ids=tuple(self.token_ids[start:end]),
+            token_ids=tuple(self.token_ids[start:end]) or (PENDING_TOKEN,),
             block_table=self.blocks.as_tuple(),
-            sample=self._sample_spec(end) if is_last and self.group.samples_any else None,
+            sample=self._sample_spec(end) if samples else None,
             prompt_logprobs=self.request.params.prompt_logprobs,
             target_ids=self._targets(start, end),
         )
+        self.num_computed = end
+        self.num_pending += samples
+        return row
 
     def add_token(self, token: SampledToken, max_model_len: int) -> FinishReason | None:
-        """Append a sampled token; why it ended the sample, if it did."""
+        """Append a token that was pending; why it ended the sample, if it did."""
+        self.num_pending -= 1
         self.token_ids.append(token.token_id)
         self.output_ids.append(token.token_id)
         params = self.request.params
@@ -156,7 +176,7 @@ class Sequence:
     def _sample_spec(self, position: int) -> SampleSpec:
         params = self.request.params
         banned: tuple[int, ...] = ()
-        if len(self.output_ids) < params.min_tokens:
+        if len(self.output_ids) + self.num_pending < params.min_tokens:
             banned = tuple(sorted(self.group.end_ids | set(params.stop_token_ids)))
         return SampleSpec(
             params=params,
@@ -165,6 +185,7 @@ class Sequence:
             prompt_ids=self.request.prompt_ids,
             output_ids=self.output_ids,
             banned_ids=banned,
+            has_pending=self.num_pending > 0,
         )
 
     def _targets(self, start: int, end: int) -> tuple[int, ...]:

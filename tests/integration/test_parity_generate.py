@@ -16,7 +16,8 @@ from mlx.utils import tree_map
 from mlx_lm.generate import generate_step
 
 from benchmarks.architecture_configs import WINDOW, config_of
-from mlx_parallm.batch import SampledToken
+from mlx_parallm.attention.reference import ReferenceAttention
+from mlx_parallm.batch import SampledToken, ScheduledBatch, StepInFlight
 from mlx_parallm.config import CacheConfig, SchedulerConfig
 from mlx_parallm.kv_cache.manager import KVCacheManager
 from mlx_parallm.request import GenerateRequest, SamplingParams
@@ -84,13 +85,19 @@ def loaded_model(name: str) -> LoadedModel:
     return LoadedModel(model, config, Path(name), "float32", 0)
 
 
+class AheadAttention(ReferenceAttention):
+    """Lets steps run ahead, as kernels do; MLX then copies the pools that steps in flight hold."""
+
+    runs_ahead = True
+
+
 @cache
-def shared_runner(name: str) -> ModelRunner:
+def shared_runner(name: str, backend: type[ReferenceAttention] = ReferenceAttention) -> ModelRunner:
     loaded = loaded_model(name)
     layouts = probe_layout(loaded.model)
     scheduler = SchedulerConfig(max_num_seqs=8)
     plan = plan_kv(layouts, loaded.config, CacheConfig(block_size=BLOCK_SIZE), scheduler, 96)
-    return ModelRunner(loaded, layouts, plan, 96)
+    return ModelRunner(loaded, layouts, plan, 96, backend(BLOCK_SIZE))
 
 
 @cache
@@ -118,6 +125,7 @@ class Session:
         self.runner = runner
         self.tokens: dict[tuple[str, int], list[SampledToken]] = {}
         self.cached: dict[str, int] = {}
+        self.in_flight: tuple[ScheduledBatch, StepInFlight] | None = None
 
     def add(self, name: str, prompt: tuple[int, ...], *, seed: int = 0, **params: Any) -> None:
         asked = {"temperature": 0.0, "max_tokens": NEW_TOKENS, "logprobs": 0, **params}
@@ -128,8 +136,13 @@ class Session:
 
     def step(self) -> None:
         batch = self.scheduler.schedule()
-        assert batch is not None
-        for update in self.scheduler.update(batch, self.runner.run(batch)):
+        begun = None if batch is None else (batch, self.runner.submit(batch))
+        ending = begun
+        if self.runner.info.runs_ahead:
+            ending, self.in_flight = self.in_flight, begun
+        if ending is None:
+            return
+        for update in self.scheduler.update(ending[0], ending[1].wait()):
             assert update.error is None
             if update.prompt is not None:
                 self.cached[update.request_id] = update.prompt.num_cached_tokens
@@ -137,7 +150,7 @@ class Session:
                 self.tokens.setdefault((update.request_id, update.index), []).append(update.token)
 
     def finish(self) -> None:
-        while self.scheduler.has_work():
+        while self.scheduler.has_work() or self.in_flight is not None:
             self.step()
         self.scheduler.check_integrity()
 
@@ -170,6 +183,47 @@ def test_ragged_prompts_joining_midway_in_chunks_equal_each_alone(name: str) -> 
     session.finish()
     for request_id, prompt in prompts.items():
         assert_same(session.result(request_id), alone(name, prompt))
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3n", "gpt_oss", "lfm2", "qwen3_next"])
+def test_steps_that_run_ahead_give_the_same(name: str) -> None:
+    runner = shared_runner(name, AheadAttention)
+    assert runner.info.runs_ahead
+    prompts = {f"r{length}": random_prompt(length) for length in (1, 5, 13, 4 * WINDOW + 3)}
+    session = Session(runner, budget=12)
+    for request_id, prompt in prompts.items():
+        session.add(request_id, prompt)
+        session.step()
+    session.finish()
+    # Too few blocks for all: some are preempted while a step is in flight.
+    crowd = {f"r{index}": random_prompt(14, seed=index) for index in range(4)}
+    crowded = Session(runner, num_blocks=16, budget=64)
+    for request_id, prompt in crowd.items():
+        crowded.add(request_id, prompt)
+    crowded.finish()
+    assert crowded.scheduler.stats().num_preemptions > 0
+    for texts, served in ((prompts, session), (crowd, crowded)):
+        for request_id, prompt in texts.items():
+            assert_same(served.result(request_id), alone(name, prompt))
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_penalties_know_tokens_that_are_pending(temperature: float) -> None:
+    results = []
+    for backend in (ReferenceAttention, AheadAttention):
+        session = Session(shared_runner("llama", backend))
+        asked = {"temperature": temperature, "seed": 3, "max_tokens": 24}
+        session.add("plain", random_prompt(9), **asked)
+        session.add("count", random_prompt(9), frequency_penalty=2.0, **asked)
+        session.add("seen", random_prompt(9), presence_penalty=2.0, **asked)
+        session.add("again", random_prompt(9), repetition_penalty=9.0, **asked)
+        session.add("least", random_prompt(9), min_tokens=5, stop_token_ids=(13, 23), **asked)
+        session.finish()
+        results.append([session.result(name) for name in session.cached])
+    for found, wanted in zip(*results, strict=True):
+        assert_same(found, wanted)
+    plain, *changed = results[0]
+    assert all(result.tokens != plain.tokens for result in changed), "a parameter changes nothing"
 
 
 @pytest.mark.parametrize("name", PATHS)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 
 from mlx_parallm.batch import ScheduledBatch
@@ -13,7 +15,15 @@ from mlx_parallm.kv_cache.manager import KVCacheManager
 from mlx_parallm.outputs import ErrorEvent, FinishReason, GenerateEvent, PromptEvent, TokenEvent
 from mlx_parallm.request import GenerateRequest, SamplingParams
 from mlx_parallm.scheduler.scheduler import Scheduler
+from tests import fakes
 from tests.fakes import ByteTokenizer, FakeRunner, make_info, spell
+
+
+@pytest.fixture(params=[False, True], ids=["in turn", "ahead"], autouse=True)
+def runs_ahead(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Every test holds whether or not steps run ahead."""
+    monkeypatch.setattr(fakes, "make_info", partial(make_info, runs_ahead=request.param))
+    return request.param
 
 
 def make_engine(runner: FakeRunner, **limits: int) -> tuple[Engine, MetricFamilies]:
@@ -89,6 +99,42 @@ def test_a_failed_step_is_its_requests_error_and_the_engine_goes_on() -> None:
     assert text_of(run(engine), "b") == "ok"
 
 
+def test_a_step_that_fails_at_its_end_ends_its_requests_and_no_other(runs_ahead: bool) -> None:
+    def fail_second(batch: ScheduledBatch) -> None:
+        if batch.step_id == 1:
+            raise RuntimeError("the device is gone")
+
+    runner = FakeRunner(spell("fine"), ending=fail_second)
+    engine, _ = make_engine(runner)
+    engine.add(make_request("a"))
+    events = engine.step() or []
+    events += engine.step() or []
+    engine.add(make_request("b"))
+    events += run(engine)
+    assert [e.request_id for e in events if isinstance(e, ErrorEvent)] == ["a"]
+    assert text_of(events, "a") == "f"
+    assert text_of(events, "b") == "fine"
+    # The step that ran ahead was for nobody.
+    assert len(runner.batches) == (8 if runs_ahead else 7)
+
+
+def test_a_step_is_begun_before_the_one_before_it_ends(runs_ahead: bool) -> None:
+    order: list[str] = []
+    runner = FakeRunner(
+        spell("hey"),
+        before=lambda batch: order.append(f"begin {batch.step_id}"),
+        ending=lambda batch: order.append(f"end {batch.step_id}"),
+    )
+    engine, _ = make_engine(runner)
+    engine.add(make_request("a", max_tokens=3))
+    assert text_of(run(engine), "a") == "hey"
+    if runs_ahead:
+        assert order == ["begin 0", "begin 1", "end 0", "begin 2", "end 1", "end 2"]
+        assert [row.token_ids for b in runner.batches[1:] for row in b.sequences] == [(-1,)] * 2
+    else:
+        assert order == ["begin 0", "end 0", "begin 1", "end 1", "begin 2", "end 2"]
+
+
 def _next_step_id(engine: Engine, runner: FakeRunner) -> int:
     """Run a request of its own to learn which step comes next, whatever the numbering."""
     engine.abort("a")
@@ -122,7 +168,7 @@ def test_abort_frees_the_blocks_at_once() -> None:
     )
     assert engine.abort("a")
     assert not engine.abort("a")
-    assert not engine.has_work()
+    assert run(engine) == []
     usage = families.registry.get_sample_value(
         "vllm:kv_cache_usage_perc", {"model_name": "m", "engine": "0"}
     )

@@ -38,6 +38,7 @@ class Traffic(RuleBasedStateMachine):
         max_num_seqs=st.sampled_from([1, 3, 8]),
         budget=st.sampled_from([4, 9, 64]),
         per_client=st.sampled_from([None, 1, 2]),
+        runs_ahead=st.booleans(),
     )
     def start(
         self,
@@ -47,6 +48,7 @@ class Traffic(RuleBasedStateMachine):
         max_num_seqs: int,
         budget: int,
         per_client: int | None,
+        runs_ahead: bool,
     ) -> None:
         self.harness = SchedulerHarness(
             num_blocks=num_blocks,
@@ -59,6 +61,7 @@ class Traffic(RuleBasedStateMachine):
                 max_num_batched_tokens=budget,
                 max_num_seqs_per_client=per_client,
             ),
+            runs_ahead=runs_ahead,
         )
         self.num_requests = 0
 
@@ -170,6 +173,7 @@ def _crowded_harness(randomness: Random) -> SchedulerHarness:
             max_num_batched_tokens=randomness.choice([6, 16, 64]),
             max_num_seqs_per_client=randomness.choice([None, 2]),
         ),
+        runs_ahead=randomness.random() < 0.5,
     )
 
 

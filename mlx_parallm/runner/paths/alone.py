@@ -30,16 +30,18 @@ class AlonePath:
         self._caches: dict[int, list[Any]] = {}
         self._touched: list[int] = []
 
-    def logits(self, sequences: Sequence[ScheduledSequence], rows: Sequence[int]) -> mx.array:
+    def logits(
+        self, sequences: Sequence[ScheduledSequence], token_ids: mx.array, rows: Sequence[int]
+    ) -> mx.array:
         """See ``ForwardPath.logits``."""
         self._touched = [one.slot for one in sequences]
-        firsts = np.cumsum([0, *(len(one.token_ids) for one in sequences)])
+        firsts = np.cumsum([0, *(len(one.token_ids) for one in sequences)]).tolist()
         wanted = np.array(rows, dtype=np.int64)
         parts = []
         for one, (first, last) in zip(sequences, pairwise(firsts), strict=True):
             if one.start == 0:
                 self._caches[one.slot] = make_prompt_cache(self._model)
-            output = self._model(mx.array([one.token_ids]), cache=self._caches[one.slot])
+            output = self._model(token_ids[first:last][None], cache=self._caches[one.slot])
             mine = wanted[(wanted >= first) & (wanted < last)] - first
             if len(mine):
                 parts.append(output[0, mx.array(mine.astype(np.int32))])

@@ -6,8 +6,14 @@ from collections.abc import Sequence
 from typing import Protocol
 
 import mlx.core as mx
+import numpy as np
 
 from mlx_parallm.batch import ScheduledSequence
+
+
+def token_array(sequences: Sequence[ScheduledSequence]) -> mx.array:
+    """The step's tokens one after the other, int32 ``[T]``; pending ones as they stand."""
+    return mx.array(np.concatenate([np.array(one.token_ids, np.int32) for one in sequences]))
 
 
 class ForwardPath(Protocol):
@@ -23,11 +29,14 @@ class ForwardPath(Protocol):
         """Whether sequences keep anything besides their KV blocks."""
         ...
 
-    def logits(self, sequences: Sequence[ScheduledSequence], rows: Sequence[int]) -> mx.array:
+    def logits(
+        self, sequences: Sequence[ScheduledSequence], token_ids: mx.array, rows: Sequence[int]
+    ) -> mx.array:
         """Logits of some of the step's tokens, lazy, ``[len(rows), vocab]``.
 
-        ``rows`` are ascending indices into the concatenation of all sequences' tokens. With none,
-        whatever is returned must not be evaluated.
+        ``token_ids`` int32 ``[T]`` are the tokens of all sequences one after the other, those
+        that were pending included. ``rows`` are ascending indices into them. With none, whatever
+        is returned must not be evaluated.
         """
         ...
 

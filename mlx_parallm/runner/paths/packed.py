@@ -38,19 +38,18 @@ class PackedPath:
         self._selector = selector
         self._seams = ModelSeams(model)
 
-    def logits(self, sequences: Sequence[ScheduledSequence], rows: Sequence[int]) -> mx.array:
+    def logits(
+        self, sequences: Sequence[ScheduledSequence], token_ids: mx.array, rows: Sequence[int]
+    ) -> mx.array:
         """See ``ForwardPath.logits``."""
         step = PackedStep(self._backend, sequences)
         caches = [
             PagedLayerCache(pool, window, step)
             for pool, window in zip(self._pools.layers, self._windows, strict=True)
         ]
-        token_ids = np.concatenate([np.array(one.token_ids, dtype=np.int32) for one in sequences])
         wanted = mx.array(np.array(rows, dtype=np.int32)) if rows else mx.array([0])
         with self._seams.during(step):
-            return self._selector.run(
-                lambda: self._model(mx.array(token_ids)[:, None], cache=caches), wanted
-            )
+            return self._selector.run(lambda: self._model(token_ids[:, None], cache=caches), wanted)
 
     def arrays(self) -> list[mx.array]:
         """See ``ForwardPath.arrays``."""

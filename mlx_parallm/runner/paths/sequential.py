@@ -40,7 +40,9 @@ class SequentialPath:
         """Whether sequences keep anything besides their KV blocks."""
         return bool(self._views.stores)
 
-    def logits(self, sequences: Sequence[ScheduledSequence], rows: Sequence[int]) -> mx.array:
+    def logits(
+        self, sequences: Sequence[ScheduledSequence], token_ids: mx.array, rows: Sequence[int]
+    ) -> mx.array:
         """See ``ForwardPath.logits``."""
         groups = make_groups(sequences, self._backend, self._block_size, batch_decode=False)
         packed = self._views.packed(PackedStep(self._backend, sequences))
@@ -52,7 +54,9 @@ class SequentialPath:
                     store.reset(group.slots[0])
             states: dict[int, Any] = {}
             caches = [self._views.grouped(cache, group, states) for cache in packed]
-            logits = self._model(mx.array([group.sequences[0].token_ids]), cache=caches)
+            logits = self._model(
+                token_ids[int(group.rows[0]) : int(group.rows[-1]) + 1][None], cache=caches
+            )
             for state in states.values():
                 state.commit()
             mine = wanted[(wanted >= group.rows[0]) & (wanted <= group.rows[-1])]

@@ -61,10 +61,11 @@ class SplitPath:
         """Leave the model as it was."""
         self._split.remove()
 
-    def logits(self, sequences: Sequence[ScheduledSequence], rows: Sequence[int]) -> mx.array:
+    def logits(
+        self, sequences: Sequence[ScheduledSequence], token_ids: mx.array, rows: Sequence[int]
+    ) -> mx.array:
         """See ``ForwardPath.logits``."""
         step = PackedStep(self._backend, sequences)
-        token_ids = np.concatenate([np.array(one.token_ids, dtype=np.int32) for one in sequences])
         groups = make_groups(
             sequences, self._backend, self._block_size, batch_decode=self._batch_decode
         )
@@ -72,7 +73,7 @@ class SplitPath:
         wanted = mx.array(np.array(rows, dtype=np.int32)) if rows else mx.array([0])
         with self._seams.during(step), self._split.during(splitting):
             return self._selector.run(
-                lambda: self._model(mx.array(token_ids)[:, None], cache=self._views.packed(step)),
+                lambda: self._model(token_ids[:, None], cache=self._views.packed(step)),
                 wanted,
             )
 

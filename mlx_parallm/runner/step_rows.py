@@ -1,0 +1,79 @@
+"""Which rows of a step matter to whom, and the tokens that it takes from the step before."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import mlx.core as mx
+import numpy as np
+
+from mlx_parallm.batch import PENDING_TOKEN, ScheduledSequence
+
+
+class PendingTokens:
+    """The tokens that the latest step chooses, on the device, by sequence."""
+
+    def __init__(self) -> None:
+        self._places: dict[int, int] = {}
+        self._tokens: mx.array | None = None
+
+    def remember(self, seq_ids: Sequence[int], tokens: mx.array | None) -> None:
+        """Keep what a step chooses: ``tokens[i]`` for ``seq_ids[i]``."""
+        self._places = {seq_id: place for place, seq_id in enumerate(seq_ids)}
+        self._tokens = tokens
+
+    def fill(self, sequences: Sequence[ScheduledSequence], token_ids: mx.array) -> mx.array:
+        """The step's tokens, int32 ``[T]``, with the pending ones in their places."""
+        pending = [one.token_ids[0] == PENDING_TOKEN for one in sequences]
+        if not any(pending) or self._tokens is None:
+            return token_ids
+        # A pending token is all that its sequence runs, and such rows come first in a step.
+        places = [
+            self._places[one.seq_id] if waits else 0
+            for one, waits in zip(sequences, pending, strict=True)
+        ]
+        chosen = self._tokens.astype(mx.int32)
+        if all(pending) and places == list(range(len(self._places))):
+            return chosen
+        rows = np.cumsum([0, *(len(one.token_ids) for one in sequences[:-1])])
+        mask, source = np.zeros(token_ids.shape, bool), np.zeros(token_ids.shape, np.int32)
+        mask[rows], source[rows] = pending, places
+        return mx.where(mx.array(mask), chosen[mx.array(source)], token_ids)
+
+
+class StepRows:
+    """Which of a step's tokens need logits, and where they are among those.
+
+    Attributes:
+        wanted: ascending indices into the concatenation of all tokens.
+        sampled: places in ``wanted`` of the rows to sample, for which ``specs``
+            and ``sampled_ids`` are.
+        scored: sequences whose prompt is scored, and the place of their first row in ``wanted``.
+    """
+
+    def __init__(self, sequences: Sequence[ScheduledSequence]) -> None:
+        self.wanted: list[int] = []
+        self.sampled: list[int] = []
+        self.specs = [one.sample for one in sequences if one.sample is not None]
+        self.sampled_ids = [one.seq_id for one in sequences if one.sample is not None]
+        self.scored: list[tuple[ScheduledSequence, int]] = []
+        self._ends: list[int] = []
+        first = 0
+        for one in sequences:
+            length = len(one.token_ids)
+            if one.target_ids:
+                self.scored.append((one, len(self.wanted)))
+                self.wanted += range(first, first + len(one.target_ids))
+            if one.sample is not None:
+                # The row may be wanted already, when its target is scored too.
+                if len(one.target_ids) < length:
+                    self.wanted.append(first + length - 1)
+                self.sampled.append(len(self.wanted) - 1)
+                self._ends.append(first + length - 1)
+            first += length
+
+    def pending(self, token_ids: mx.array) -> mx.array | None:
+        """Last input token of every sampled row, if any row's is pending: int32 ``[rows]``."""
+        if not any(spec.has_pending for spec in self.specs):
+            return None
+        return token_ids[mx.array(self._ends)]
