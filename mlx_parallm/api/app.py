@@ -11,6 +11,7 @@ from mlx_parallm.api.middleware import (
     AccessLogMiddleware,
     AuthMiddleware,
     BodyLimitMiddleware,
+    HeadMiddleware,
     RequestIdMiddleware,
     body_limits,
 )
@@ -48,6 +49,7 @@ def create_app(
     app.mount(docs.ASSETS, docs.assets())
     install_error_handlers(app)
     # The last added runs first.
+    app.add_middleware(HeadMiddleware)
     app.add_middleware(BodyLimitMiddleware, limits=body_limits(config))
     app.add_middleware(AuthMiddleware, config=config)
     if config.allowed_origins:

@@ -11,6 +11,7 @@ from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
+from starlette.routing import Match, Mount
 
 from mlx_parallm import errors
 
@@ -40,6 +41,7 @@ STATUS: Mapping[type[errors.ParallmError], Status] = {
     errors.ParallmError: Status(500, "server_error"),
 }
 
+METHODS = ("GET", "POST", "PUT", "PATCH", "DELETE")
 HTTP_TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
 # Bounds on how much of a bad body is echoed: a short request must not make a long answer.
 MAX_PROBLEMS = 5
@@ -114,7 +116,26 @@ async def _on_http(request: Request, error: HTTPException) -> JSONResponse:
         message = f"{request.method} {request.url.path} is not served here."
     type_ = HTTP_TYPES.get(error.status_code, "invalid_request_error")
     body = error_body(message[:MAX_PROBLEM_CHARS], type_)
-    return JSONResponse(body, error.status_code, dict(error.headers or {}))
+    headers = dict(error.headers or {})
+    if error.status_code == 405:
+        headers["allow"] = ", ".join(_allowed(request, headers.pop("Allow", "")))
+    return JSONResponse(body, error.status_code, headers)
+
+
+def _allowed(request: Request, told: str) -> list[str]:
+    """The methods of a path: ``told`` are those of one route only, and without HEAD."""
+    scope = request.scope
+    probe = {"type": "http", "path": scope["path"], "headers": []}
+    probe["root_path"] = scope.get("app_root_path", scope.get("root_path", ""))
+    # A mounted application takes every method here and refuses some itself.
+    routes = [route for route in request.app.router.routes if not isinstance(route, Mount)]
+    methods = {
+        method
+        for method in METHODS
+        if any(route.matches({**probe, "method": method})[0] is Match.FULL for route in routes)
+    }
+    methods |= {method.strip() for method in told.split(",")} - {""}
+    return sorted(methods | ({"HEAD"} if "GET" in methods else set()))
 
 
 async def _on_bug(request: Request, error: Exception) -> JSONResponse:

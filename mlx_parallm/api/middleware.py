@@ -170,6 +170,27 @@ class BodyLimitMiddleware:
         return self._limits[max(fitting, key=len)] if fitting else SMALL_BODY_BYTES
 
 
+class HeadMiddleware:
+    """Answers HEAD as GET without its body, on every route: load balancers ask so."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """See ASGI."""
+        if scope["type"] != "http" or scope["method"] != "HEAD":
+            await self._app(scope, receive, send)
+            return
+
+        async def send_without_body(message: Message) -> None:
+            if message["type"] == "http.response.body":
+                message = {**message, "body": b""}
+            await send(message)
+
+        # A copy: the server and the log must still see a HEAD.
+        await self._app({**scope, "method": "GET"}, receive, send_without_body)
+
+
 def local_path(scope: Scope) -> str:
     """The path without the prefix that a proxy in front strips (``--root-path``)."""
     return scope["path"].removeprefix(scope.get("root_path", ""))

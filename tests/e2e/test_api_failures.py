@@ -241,7 +241,12 @@ def test_one_client_id_serves_several_requests(engine: FakeEngine, url: str) -> 
 def test_health_says_whether_the_engine_lives(engine: FakeEngine, url: str) -> None:
     alive = httpx2.get(f"{url}/health")
     assert (alive.status_code, alive.content) == (200, b"")
-    engine.is_dead = True
-    dead = httpx2.get(f"{url}/health")
+    with httpx2.Client() as client:
+        # Over one connection: a body after a HEAD would be taken for the next answer.
+        assert client.head(f"{url}/v1/models").status_code == 200
+        assert client.head(f"{url}/health").status_code == 200
+        engine.is_dead = True
+        assert client.head(f"{url}/health").status_code == 503
+        dead = client.get(f"{url}/health")
     assert dead.status_code == 503
     assert dead.json()["error"]["code"] == "engine_dead"

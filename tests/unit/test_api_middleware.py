@@ -1,4 +1,4 @@
-"""What happens around every route: the log, limits of bodies."""
+"""What happens around every route: the log, limits of bodies, methods."""
 
 from __future__ import annotations
 
@@ -139,3 +139,66 @@ async def test_the_log_of_requests_can_be_left_out(log: pytest.LogCaptureFixture
     async with client_of(make_app(ServerConfig(access_log=False))) as client:
         await client.get("/v1/models")
     assert logged(log) == []
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/health", "/version", "/metrics", "/v1/models", "/models/org/fake", "/docs",
+        "/openapi.json", "/docs/assets/swagger-ui.css", "/v1/models/none", "/v1/nothing",
+        "/v1/chat/completions",
+    ],
+)  # fmt: skip
+async def test_head_is_get_without_a_body(log: pytest.LogCaptureFixture, path: str) -> None:
+    async with client_of(make_app(ServerConfig())) as client:
+        get, head = await client.get(path), await client.head(path)
+    assert head.status_code == get.status_code
+    assert head.content == b""
+    own = {"x-request-id": ""}
+    assert dict(head.headers) | own == dict(get.headers) | own
+    assert vars(logged(log)[-1])["method"] == "HEAD"
+
+
+async def test_head_says_that_the_engine_is_dead() -> None:
+    engine = FakeEngine()
+    engine.is_dead = True
+    async with client_of(create_app(engine, ServerConfig())) as client:
+        assert (await client.head("/health")).status_code == 503
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "allowed"),
+    [
+        ("POST", "/health", "GET, HEAD"),
+        ("DELETE", "/v1/models/org/fake", "GET, HEAD"),
+        ("GET", "/v1/chat/completions", "POST"),
+        ("HEAD", "/tokenize", "POST"),
+        ("OPTIONS", "/v1/models", "GET, HEAD"),
+        ("POST", "/docs/assets/swagger-ui.css", "GET, HEAD"),
+        ("PUT", "/several", "DELETE, GET, HEAD"),
+    ],
+)
+async def test_a_wrong_method_is_told_the_right_ones(method: str, path: str, allowed: str) -> None:
+    app = make_app(ServerConfig())
+
+    @app.get("/several")
+    async def read() -> None: ...
+
+    @app.delete("/several")
+    async def remove() -> None: ...
+
+    async with client_of(app) as client:
+        response = await client.request(method, path)
+    assert (response.status_code, response.headers["allow"]) == (405, allowed)
+    if method != "HEAD":
+        error = response.json()["error"]
+        assert set(error) == {"message", "type", "param", "code"}
+        assert f"{method} {path}" in error["message"]
+
+
+@pytest.mark.parametrize("method", ["GET", "HEAD"])
+async def test_other_origins_are_told_alike(method: str) -> None:
+    config = ServerConfig(allowed_origins=("https://page",))
+    async with client_of(make_app(config)) as client:
+        response = await client.request(method, "/health", headers={"origin": "https://page"})
+    assert response.headers["access-control-allow-origin"] == "https://page"
