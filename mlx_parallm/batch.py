@@ -90,11 +90,15 @@ class ScheduledBatch:
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
-    """A token's log-probability and the likeliest alternatives, best first."""
+    """A token's log-probability and the likeliest alternatives, best first.
+
+    ``rank`` is 1 plus the number of tokens that are likelier; only prompt tokens have it.
+    """
 
     token_id: int
     logprob: float
     top: tuple[tuple[int, float], ...] = ()
+    rank: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

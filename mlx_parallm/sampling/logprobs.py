@@ -20,27 +20,33 @@ class TargetLogprobs:
         target: float32 log-probabilities of the targets, ``[rows]``.
         top_ids: the likeliest tokens, best first, ``[rows, top]``; None when none are wanted.
         top: their log-probabilities, float32, ``[rows, top]``.
+        ranks: 1 plus how many tokens are likelier than the target, ``[rows]``; None when not
+            wanted.
     """
 
     target_ids: mx.array
     target: mx.array
     top_ids: mx.array | None
     top: mx.array | None
+    ranks: mx.array | None = None
 
     def arrays(self) -> list[mx.array]:
         """What must be evaluated before ``to_python``."""
-        arrays = (self.target_ids, self.target, self.top_ids, self.top)
+        arrays = (self.target_ids, self.target, self.top_ids, self.top, self.ranks)
         return [array for array in arrays if array is not None]
 
     def to_python(self) -> tuple[TokenLogprob, ...]:
         """One entry per row."""
         ids: list[int] = np.array(self.target_ids).tolist()
         values: list[float] = np.array(self.target).tolist()
+        ranks = [None] * len(ids) if self.ranks is None else np.array(self.ranks).tolist()
+        return tuple(map(TokenLogprob, ids, values, self._tops(), ranks))
+
+    def _tops(self) -> list[tuple[tuple[int, float], ...]]:
         if self.top_ids is None or self.top is None:
-            return tuple(map(TokenLogprob, ids, values))
+            return [()] * self.target.shape[0]
         pairs = zip(np.array(self.top_ids).tolist(), np.array(self.top).tolist(), strict=True)
-        tops = [tuple(zip(row_ids, row, strict=True)) for row_ids, row in pairs]
-        return tuple(map(TokenLogprob, ids, values, tops))
+        return [tuple(zip(row_ids, row, strict=True)) for row_ids, row in pairs]
 
 
 def target_logprobs(
@@ -50,18 +56,22 @@ def target_logprobs(
 
     Args:
         logits: any float dtype, ``[rows, vocab]``; the model's own, unmodified.
-        target_ids: one token per row.
+        target_ids: one token per row. Those that are known already, prompt tokens, are ranked; an
+            array, of tokens that are still being chosen, is not.
         top: how many of the likeliest tokens to report; at most the whole vocabulary is.
     """
-    targets = target_ids if isinstance(target_ids, mx.array) else mx.array(list(target_ids))
+    is_known = not isinstance(target_ids, mx.array)
+    targets = mx.array(list(target_ids)) if is_known else target_ids
     logits = logits.astype(mx.float32)
     norm = mx.logsumexp(logits, axis=-1, keepdims=True)
-    target = mx.take_along_axis(logits, targets[:, None], axis=-1) - norm
+    chosen = mx.take_along_axis(logits, targets[:, None], axis=-1)
+    target = (chosen - norm)[:, 0]
+    ranks = mx.sum(logits > chosen, axis=-1) + 1 if is_known else None
     if top <= 0:
-        return TargetLogprobs(targets, target[:, 0], None, None)
+        return TargetLogprobs(targets, target, None, None, ranks)
     top_ids = _likeliest(logits, min(top, logits.shape[-1]))
     values = mx.take_along_axis(logits, top_ids, axis=-1) - norm
-    return TargetLogprobs(targets, target[:, 0], top_ids, values)
+    return TargetLogprobs(targets, target, top_ids, values, ranks)
 
 
 def _likeliest(logits: mx.array, count: int) -> mx.array:

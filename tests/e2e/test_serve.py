@@ -116,6 +116,19 @@ def test_echo_with_logprobs_scores_the_prompt(client: openai.OpenAI) -> None:
     assert all(value <= 0 for value in logprobs.token_logprobs[1:])
 
 
+def test_every_prompt_token_is_ranked(client: openai.OpenAI) -> None:
+    scored = client.completions.create(
+        model=MODEL, prompt="1 2 3 4 5", max_tokens=0, extra_body={"prompt_logprobs": 1}
+    )
+    first, *rest = scored.choices[0].to_dict()["prompt_logprobs"]  # type: ignore[misc]
+    assert first is None
+    assert rest
+    for entry in rest:
+        own, *likelier = entry.values()
+        assert own["rank"] == 1 if not likelier else own["rank"] > 1
+        assert all(one["rank"] == 1 and one["logprob"] > own["logprob"] for one in likelier)
+
+
 def test_a_dropped_stream_frees_its_blocks(live_server: ServerProcess) -> None:
     body = {
         "model": MODEL,

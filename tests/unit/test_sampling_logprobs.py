@@ -28,6 +28,7 @@ def test_target_logprobs_equal_the_reference(rows, top, seed, coarse):
     for row, (entry, target) in enumerate(zip(result.to_python(), targets, strict=True)):
         assert entry.token_id == target
         assert entry.logprob == pytest.approx(expected[row, target], abs=1e-5)
+        assert entry.rank == 1 + (logits[row] > logits[row, target]).sum()
         assert len(entry.top) == min(top, 10)
         values = sorted(expected[row], reverse=True)[:top]
         assert [value for _, value in entry.top] == pytest.approx(values, abs=1e-5)
@@ -67,5 +68,7 @@ def test_logprobs_are_the_models_own_and_only_for_rows_that_ask():
     assert first.token_id == third.token_id == 5
     assert first.logprob.logprob == pytest.approx(expected[0, 5], abs=1e-5)
     assert first.logprob.top == ()
+    # Only prompt tokens are ranked.
+    assert first.logprob.rank is third.logprob.rank is None
     assert second.logprob is None
     assert [token for token, _ in third.logprob.top] == np.argsort(-expected[2])[:2].tolist()

@@ -72,7 +72,10 @@ class CompletionLogprobs:
 def prompt_logprobs(
     entries: Sequence[TokenLogprob | None], names: TokenNames
 ) -> list[dict[str, Any] | None]:
-    """VLLM's shape: by token id, the prompt's own token first; None for the first position."""
+    """VLLM's shape: by token id, the prompt's own token first; None for the first position.
+
+    The likeliest are ranked by their order, so that equal ones have different ranks.
+    """
     result: list[dict[str, Any] | None] = []
     for entry in entries:
         if entry is None:
@@ -84,7 +87,7 @@ def prompt_logprobs(
             {
                 str(token_id): {
                     "logprob": max(value, LOWEST),
-                    "rank": ranks.get(token_id),
+                    "rank": ranks.get(token_id, entry.rank),
                     "decoded_token": names.name(token_id),
                 }
                 for token_id, value in pairs

@@ -1,0 +1,29 @@
+"""Log-probabilities in the shapes of OpenAI and vLLM."""
+
+from __future__ import annotations
+
+from mlx_parallm.api.convert.logprobs import TokenNames, prompt_logprobs
+from mlx_parallm.batch import TokenLogprob
+from tests.fakes import ByteTokenizer
+
+NAMES = TokenNames(ByteTokenizer(), as_ids=False)
+
+
+def test_a_prompt_token_has_its_rank_wherever_it_is() -> None:
+    top = ((97, -0.1), (98, -2.5))
+    entries = [None, TokenLogprob(99, -9.0, top, 41), TokenLogprob(98, -2.5, top, 2)]
+    first, second, third = prompt_logprobs(entries, NAMES)
+    assert first is None
+    assert second == {
+        "99": {"logprob": -9.0, "rank": 41, "decoded_token": "c"},
+        "97": {"logprob": -0.1, "rank": 1, "decoded_token": "a"},
+        "98": {"logprob": -2.5, "rank": 2, "decoded_token": "b"},
+    }
+    assert third is not None
+    assert [(key, entry["rank"]) for key, entry in third.items()] == [("98", 2), ("97", 1)]
+
+
+def test_equally_likely_tokens_are_ranked_in_order() -> None:
+    (entry,) = prompt_logprobs([TokenLogprob(98, -0.7, ((97, -0.7), (98, -0.7)), 1)], NAMES)
+    assert entry is not None
+    assert {key: one["rank"] for key, one in entry.items()} == {"97": 1, "98": 2}
