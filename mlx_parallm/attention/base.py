@@ -36,6 +36,10 @@ class LayerPool:
     keys: mx.array
     values: mx.array
 
+    def arrays(self) -> list[mx.array]:
+        """What must be evaluated for the pool to be up to date."""
+        return [self.keys, self.values]
+
 
 class AttentionBackend(Protocol):
     """Paged attention over pools of one layout."""

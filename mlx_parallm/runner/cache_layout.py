@@ -72,13 +72,15 @@ def leaves(layouts: tuple[CacheLayout, ...]) -> list[KVLayout | StateLayout | Op
     return found
 
 
+def kv_shapes(layouts: tuple[CacheLayout, ...]) -> list[LayerShape]:
+    """Shapes of the layers that write KV, in order."""
+    shapes = [one.shape for one in leaves(layouts) if isinstance(one, KVLayout)]
+    return [shape for shape in shapes if shape is not None]
+
+
 def bytes_per_token(layouts: tuple[CacheLayout, ...]) -> int:
     """KV bytes of one token in all layers; state is not counted."""
-    return sum(
-        layout.shape.bytes_per_token
-        for layout in leaves(layouts)
-        if isinstance(layout, KVLayout) and layout.shape is not None
-    )
+    return sum(shape.bytes_per_token for shape in kv_shapes(layouts))
 
 
 def _describe(cache: Any) -> CacheLayout:

@@ -24,8 +24,8 @@ class KVPools:
         mx.eval(self.arrays())
 
     def arrays(self) -> list[mx.array]:
-        """Every layer's keys and values."""
-        return [array for pool in self.layers for array in (pool.keys, pool.values)]
+        """What must be evaluated for every layer's pool to be up to date."""
+        return [array for pool in self.layers for array in pool.arrays()]
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy blocks ``(source, target)`` in every layer."""

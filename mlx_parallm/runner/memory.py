@@ -11,6 +11,7 @@ from mlx_parallm.runner.cache_layout import CacheLayout, bytes_per_token
 
 # Where a config names its longest sequence, in order of preference.
 LENGTH_KEYS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "n_ctx")
+HEAD_KEYS = ("num_attention_heads", "n_head", "n_heads", "num_heads")
 DEFAULT_MAX_MODEL_LEN = 4096
 # A model that keeps no KV at all still needs block tables: a nominal size bounds their number.
 NOMINAL_BYTES_PER_TOKEN = 64
@@ -82,6 +83,12 @@ def context_length(config: dict[str, Any]) -> int | None:
     """The longest sequence a config.json says the model was made for."""
     lengths = (config_value(config, key) for key in LENGTH_KEYS)
     return next((length for length in lengths if length is not None), None)
+
+
+def query_heads(config: dict[str, Any]) -> int:
+    """Attention heads of a layer; 1 where a config.json does not say."""
+    heads = (config_value(config, key) for key in HEAD_KEYS)
+    return next((count for count in heads if count is not None), 1)
 
 
 def config_value(config: dict[str, Any], key: str) -> int | None:
