@@ -12,7 +12,7 @@ from tqdm import tqdm
 from mlx_parallm.api.app import create_app
 from mlx_parallm.cli.batch_file import BatchCounts, run_batch_file
 from mlx_parallm.cli.batch_line import numbered_lines
-from mlx_parallm.cli.configure import add_settings, read_settings
+from mlx_parallm.cli.configure import add_settings, read_settings, warn_of_unknown_variables
 from mlx_parallm.cli.logs import configure_logging
 from mlx_parallm.cli.progress import ProgressPrinter
 from mlx_parallm.cli.settings import BATCHING, MEMORY, MODELS, PROCESS, REQUESTS
@@ -41,6 +41,7 @@ def run(args: argparse.Namespace) -> int:
         "warning" if server_config.log_level == "info" else server_config.log_level,
         server_config.log_format,
     )
+    warn_of_unknown_variables()
     concurrency = args.concurrency or 2 * engine_config.scheduler.max_num_seqs
     try:
         total = count_lines(args.input)

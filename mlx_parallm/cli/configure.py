@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import difflib
+import logging
 import os
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
@@ -12,9 +14,18 @@ from typing import Any
 
 import yaml
 
-from mlx_parallm.cli.settings import DEFAULTS, ENVIRONMENT_PREFIX, GROUPS, SETTINGS, Setting
+from mlx_parallm.cli.settings import (
+    DEFAULTS,
+    ENVIRONMENT_PREFIX,
+    GROUPS,
+    SETTINGS,
+    Setting,
+    variable_of,
+)
 from mlx_parallm.config import EngineConfig, ModelConfig, ServerConfig
 from mlx_parallm.errors import ConfigError
+
+logger = logging.getLogger(__name__)
 
 CONFIG_VARIABLE = ENVIRONMENT_PREFIX + "CONFIG"
 ORDER = "Flags win over environment variables, those over the file, the file over the defaults."
@@ -76,13 +87,34 @@ def from_environment(environment: Mapping[str, str]) -> dict[str, Given]:
     }
 
 
+def warn_of_unknown_variables(environment: Mapping[str, str] = os.environ) -> None:
+    """Log the variables that have the prefix of settings but are none, and what they may mean."""
+    known = {variable_of(name): one.variable for one in SETTINGS for name in one.names}
+    settings = {CONFIG_VARIABLE, *known.values()}
+    unknown = [
+        _with_hint(name, known)
+        for name, value in sorted(environment.items())
+        if value and name.startswith(ENVIRONMENT_PREFIX) and name not in settings
+    ]
+    if unknown:
+        logger.warning("environment variables that are no settings: %s", ", ".join(unknown))
+
+
+def _with_hint(name: str, known: Mapping[str, str]) -> str:
+    # Compared without the prefix, which would make everything alike.
+    endings = {one.removeprefix(ENVIRONMENT_PREFIX): setting for one, setting in known.items()}
+    ending = name.removeprefix(ENVIRONMENT_PREFIX).upper()
+    closest = difflib.get_close_matches(ending, endings, n=1)
+    return f"{name} (did you mean {endings[closest[0]]}?)" if closest else name
+
+
 def from_file(path: Path) -> dict[str, Given]:
     """Settings given in a YAML or TOML file; ``-`` and ``_`` are the same in its keys.
 
     Raises:
         ConfigError: it cannot be read, or a key is unknown or given twice.
     """
-    names = {name: one.name for one in SETTINGS for name in (one.name, *one.aliases)}
+    names = {name: one.name for one in SETTINGS for name in one.names}
     given: dict[str, Given] = {}
     unknown: list[str] = []
     for key, value in _load(path).items():
@@ -178,7 +210,7 @@ def _attribute(setting: Setting) -> str:
 
 
 def _add_flag(group: argparse._ArgumentGroup, setting: Setting) -> None:
-    flags = [f"--{name}" for name in (setting.name, *setting.aliases)]
+    flags = [f"--{name}" for name in setting.names]
     options: dict[str, Any] = {
         "dest": _attribute(setting),
         "default": argparse.SUPPRESS,

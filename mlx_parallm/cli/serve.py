@@ -17,7 +17,7 @@ import uvicorn
 import uvloop
 
 from mlx_parallm.api.app import create_app
-from mlx_parallm.cli.configure import add_settings, read_settings
+from mlx_parallm.cli.configure import add_settings, read_settings, warn_of_unknown_variables
 from mlx_parallm.cli.logs import configure_logging
 from mlx_parallm.cli.progress import ProgressPrinter
 from mlx_parallm.config import EngineConfig, ServerConfig
@@ -56,6 +56,7 @@ def serve(engine_config: EngineConfig, server_config: ServerConfig) -> int:
         ModelLoadError: a model could not be loaded.
     """
     configure_logging(server_config.log_level, server_config.log_format)
+    warn_of_unknown_variables()
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     if is_exposed(server_config):
         logger.warning(

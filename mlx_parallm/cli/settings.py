@@ -26,6 +26,11 @@ PROCESS = "process and logs"
 GROUPS = (MODELS, MEMORY, BATCHING, ADDRESS, REQUESTS, PROCESS)
 
 
+def variable_of(name: str) -> str:
+    """The environment variable for a flag's name."""
+    return ENVIRONMENT_PREFIX + name.upper().replace("-", "_")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
     """One setting.
@@ -64,7 +69,12 @@ class Setting:
     @property
     def variable(self) -> str:
         """Its environment variable."""
-        return ENVIRONMENT_PREFIX + self.name.upper().replace("-", "_")
+        return variable_of(self.name)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Its name and the others that flags and files may use."""
+        return (self.name, *self.aliases)
 
     @property
     def is_switch(self) -> bool:

@@ -17,6 +17,7 @@ def locked_server() -> Iterator[ServerProcess]:
         "--api-key", "one", "--api-key", "two", "--max-model-len", "256",
         "--served-model-name", "a/b", "--served-model-name", "alias",
         "--allowed-origins", "https://page.example",
+        env={"MLX_PARALLM_API_KEYS": "three"},
     )  # fmt: skip
     server.wait_until_ready()
     yield server
@@ -36,6 +37,12 @@ def test_a_wrong_key_is_a_401(locked_server: ServerProcess, headers: dict[str, s
         openai.OpenAI(base_url=f"{locked_server.url}/v1", api_key="no", max_retries=0) as client,
     ):
         client.models.list()
+
+
+def test_a_misspelt_variable_is_told_once(locked_server: ServerProcess) -> None:
+    told = "MLX_PARALLM_API_KEYS (did you mean MLX_PARALLM_API_KEY?)"
+    assert locked_server.log.count(told) == 1
+    assert "three" not in locked_server.log
 
 
 @pytest.mark.parametrize(

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import argparse
+import logging
 import re
 from dataclasses import fields
 from pathlib import Path
 
 import pytest
 
-from mlx_parallm.cli.configure import add_settings, read_settings
+from mlx_parallm.cli.configure import (
+    add_settings,
+    read_settings,
+    warn_of_unknown_variables,
+)
 from mlx_parallm.cli.settings import DEFAULTS, SETTINGS, Setting
 from mlx_parallm.config import EngineConfig, ModelConfig, ServerConfig
 from mlx_parallm.errors import ConfigError
@@ -106,6 +111,42 @@ def test_the_config_flag_wins_over_its_variable(tmp_path: Path) -> None:
 
 def test_an_empty_variable_counts_as_not_set() -> None:
     assert read(MLX_PARALLM_PORT="") == read()
+
+
+@pytest.mark.parametrize(
+    ("name", "shown"),
+    [
+        ("MLX_PARALLM_PROT", "MLX_PARALLM_PROT (did you mean MLX_PARALLM_PORT?)"),
+        (
+            "MLX_PARALLM_MAX_NUM_SEQ",
+            "MLX_PARALLM_MAX_NUM_SEQ (did you mean MLX_PARALLM_MAX_NUM_SEQS?)",
+        ),
+        (
+            "MLX_PARALLM_GPU_MEMORY_UTILIZATION",
+            "MLX_PARALLM_GPU_MEMORY_UTILIZATION (did you mean MLX_PARALLM_KV_MEMORY_FRACTION?)",
+        ),
+        ("MLX_PARALLM_ZZZZ", "MLX_PARALLM_ZZZZ"),
+    ],
+)
+def test_an_unknown_variable_is_named_with_the_closest_setting(
+    caplog: pytest.LogCaptureFixture, name: str, shown: str
+) -> None:
+    warn_of_unknown_variables({name: "secret", "PATH": "/bin", "MLX_PARALLM_PORT": "1"})
+    (record,) = caplog.records
+    assert record.levelno == logging.WARNING
+    assert record.getMessage() == f"environment variables that are no settings: {shown}"
+
+
+def test_all_unknown_variables_are_one_warning(caplog: pytest.LogCaptureFixture) -> None:
+    warn_of_unknown_variables({"MLX_PARALLM_QQ": "1", "MLX_PARALLM_ZZ": "2"})
+    (record,) = caplog.records
+    assert record.getMessage().endswith(": MLX_PARALLM_QQ, MLX_PARALLM_ZZ")
+
+
+def test_known_variables_are_not_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    known = dict.fromkeys((one.variable for one in SETTINGS), "x")
+    warn_of_unknown_variables(known | {"MLX_PARALLM_CONFIG": "x", "MLX_PARALLM_ZZZZ": ""})
+    assert caplog.records == []
 
 
 def test_a_switch_set_in_the_file_can_be_turned_off_by_a_flag(tmp_path: Path) -> None:
