@@ -1,0 +1,123 @@
+"""Runs one architecture's tiny model as a served one would run, against mlx_lm alone."""
+
+from __future__ import annotations
+
+import importlib
+import random
+from typing import Any
+
+import mlx.core as mx
+from mlx.utils import tree_map
+from mlx_lm.models.cache import make_prompt_cache
+
+from benchmarks.architecture_configs import (
+    LONG_LIMIT,
+    VOCAB_SIZE,
+    config_of,
+    long_config_of,
+)
+from mlx_parallm.attention.reference import ReferenceAttention
+from mlx_parallm.runner.cache_layout import OpaqueLayout, leaves, probe_layout
+from mlx_parallm.runner.model_errors import MODEL_ERRORS
+from mlx_parallm.runner.path_choice import PathChoice, choose_path
+from mlx_parallm.runner.self_check import TOLERANCE, CheckedText, largest_difference
+
+BLOCK_SIZE = 4
+# Texts of the second check, in tokens: two are longer than any limit of their model.
+LONG_TEXTS = (20, LONG_LIMIT + 10, LONG_LIMIT + 93)
+CHUNK = 11
+
+
+def try_one(name: str) -> dict[str, Any]:
+    """Path, difference and refusals of one architecture, and its difference on long texts."""
+    return {**_try_short(name), "long": _try_long(name)}
+
+
+def build(config: dict[str, Any]) -> Any:
+    """A model with random weights, norms and biases included."""
+    module = importlib.import_module(f"mlx_lm.models.{config['model_type']}")
+    mx.random.seed(0)
+    model = module.Model(module.ModelArgs.from_dict(config))
+
+    def disturb(parameter: mx.array) -> mx.array:
+        if parameter.dtype == mx.uint32:  # packed weights
+            return mx.random.randint(0, 2**31 - 1, parameter.shape).astype(mx.uint32)
+        if not mx.issubdtype(parameter.dtype, mx.floating):
+            return parameter
+        return parameter.astype(mx.float32) + 0.05 * mx.random.normal(parameter.shape)
+
+    model.update(tree_map(disturb, model.parameters()))
+    model.eval()
+    mx.eval(model.parameters())
+    return model
+
+
+def _try_short(name: str) -> dict[str, Any]:
+    config = config_of(name)
+    model = build(config)
+    choice = _choose(model, config)
+    exact = [attempt for attempt in choice.attempts if attempt.exact]
+    refused = [
+        f"{attempt.path}: {attempt.error or f'differs by {attempt.difference:.1g}'}"
+        for attempt in choice.attempts
+        if not attempt.exact
+    ]
+    result: dict[str, Any] = {"path": "alone", "difference": 0.0, "refused": refused}
+    if exact:
+        result |= {"path": exact[0].path, "difference": exact[0].difference}
+    elif any(isinstance(one, OpaqueLayout) for one in leaves(probe_layout(model))):
+        result["note"] = "has caches of a kind of its own"
+    elif (difference := _stock_chunks_differ(build(config))) is not None:
+        result["note"] = f"mlx_lm itself differs by {difference:.1g} when a prompt comes in chunks"
+    return result
+
+
+def _try_long(name: str) -> dict[str, Any]:
+    """The same where no text of the check at load reaches the model's limits; then long texts."""
+    config = long_config_of(name)
+    # A path may leave its traces in a model, so the stock answers come from another.
+    texts = [_stock_text(build(config), length) for length in LONG_TEXTS]
+    choice = _choose(build(config), config)
+    path = next((attempt.path for attempt in choice.attempts if attempt.exact), "alone")
+    if path == "alone":
+        return {"path": path, "difference": 0.0}
+    try:
+        return {"path": path, "difference": largest_difference(choice.path, texts, BLOCK_SIZE)}
+    except MODEL_ERRORS as reason:
+        return {"path": path, "error": f"{type(reason).__name__}: {reason}"}
+
+
+def _choose(model: Any, config: dict[str, Any]) -> PathChoice:
+    return choose_path(
+        model,
+        probe_layout(model),
+        ReferenceAttention(BLOCK_SIZE),
+        vocab_size=config["vocab_size"],
+        num_blocks=len(LONG_TEXTS) * (-(-(max(LONG_TEXTS) + BLOCK_SIZE) // BLOCK_SIZE)),
+        block_size=BLOCK_SIZE,
+        dtype="float32",
+    )
+
+
+def _stock_text(model: Any, length: int, *, chunk: int | None = None) -> CheckedText:
+    """Random tokens and what mlx_lm says of them: a prompt, whole or in chunks, and three more."""
+    source = random.Random(length)
+    tokens = [source.randrange(VOCAB_SIZE) for _ in range(length + 3)]
+    step = chunk or length
+    parts = [tokens[first : min(first + step, length)] for first in range(0, length, step)]
+    caches = make_prompt_cache(model)
+    rows = [
+        model(mx.array([part]), cache=caches)[0]
+        for part in [*parts, *([token] for token in tokens[length:])]
+    ]
+    logits = mx.concatenate(rows).astype(mx.float32)
+    logprobs = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
+    mx.eval(logprobs)
+    return CheckedText(tokens, logprobs)
+
+
+def _stock_chunks_differ(model: Any) -> float | None:
+    """How much mlx_lm's answer to a text depends on how the prompt is cut, if it does."""
+    whole, cut = (_stock_text(model, 34, chunk=chunk).logprobs for chunk in (None, CHUNK))
+    apart = mx.where(whole == cut, 0.0, mx.abs(whole - cut)).max().item()
+    return apart if isinstance(apart, float) and apart > TOLERANCE["float32"] else None
