@@ -1,0 +1,194 @@
+"""Paged attention kernels on this GPU: are they right, and how fast.
+
+    python -m benchmarks.gpu.check_kernels [--only-errors | --only-times] [--tune]
+
+Each case prints the kernels' error and the reference backend's, both against softmax attention in
+float64 and per unit of the largest value. Times are of ``write`` and ``attend`` of one layer, the
+layers chained as in a model; GB/s counts the keys and values read. Exits 1 if a case fails.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from importlib.metadata import version
+
+# Long chunks use stock attention, which must not round to TF32 here; MLX reads it when loaded.
+os.environ.setdefault("MLX_ENABLE_TF32", "0")
+
+import mlx.core as mx
+import numpy as np
+
+from benchmarks.gpu.kernel_cases import TOLERANCES, Case, Trial
+from mlx_parallm.attention.base import LayerShape
+from mlx_parallm.attention.kernel_backend import KernelAttention
+from mlx_parallm.attention.kernels.dialect import CudaDialect, Dialect, MetalDialect, Tuning
+from mlx_parallm.attention.reference import ReferenceAttention
+from mlx_parallm.batch import ScheduledSequence
+
+BLOCK_SIZE = 16
+DIM = 128
+#: name: query heads, KV heads.
+HEADS = {"Qwen3-8B": (32, 8), "Qwen3-0.6B": (16, 8)}
+#: Batch and context.
+SIZES = ((1, 512), (8, 512), (32, 512), (128, 512), (64, 4096), (1, 16384))
+#: Enough layers that none finds its keys in a cache, and few enough for the memory.
+LAYERS = 24
+MAX_POOL_BYTES = 24 << 30
+REPEATS = 10
+
+
+def cases() -> Iterator[Case]:
+    """Every feature by itself, at every head size and dtype, then together."""
+    long = ((300, 1), (1000, 1), (4, 7), (0, 1), (2047, 1))
+    for dtype in TOLERANCES:
+        for dim in (64, 80, 96, 112, 128, 192, 256):
+            yield Case(dtype=dtype, key_dim=dim, heads=8, sequences=long)
+    yield Case(key_dim=192, value_dim=128, sequences=long)
+    yield Case(key_dim=64, value_dim=256, sequences=long)
+    for heads, kv_heads in ((2, 2), (16, 2), (7, 1), (12, 1), (24, 2), (32, 1)):
+        yield Case(heads=heads, kv_heads=kv_heads, dtype=mx.bfloat16, key_dim=128, sequences=long)
+    for block_size in (4, 8, 32, 64, 48):
+        yield Case(block_size=block_size, dtype=mx.bfloat16, key_dim=128, sequences=long)
+    full = Case(heads=8, key_dim=128, sequences=long)
+    for dtype in TOLERANCES:
+        yield replace(full, dtype=dtype, window=100)
+        yield replace(full, dtype=dtype, sinks=True)
+        yield replace(full, dtype=dtype, soft_cap=5.0)
+        yield replace(full, dtype=dtype, window=300, sinks=True, soft_cap=5.0)
+    mixed = ((200, 1), (0, 33), (700, 1), (64, 100), (9, 3))
+    for window in (None, 50):
+        for sinks in (False, True):
+            yield replace(full, sequences=mixed, window=window, sinks=sinks)
+    yield replace(full, sequences=mixed, soft_cap=5.0, sinks=True)
+    yield replace(full, sequences=((8191, 1),) + ((100, 1),) * 20, dtype=mx.bfloat16)
+    yield replace(full, sequences=((50, 1),) * 300, dtype=mx.bfloat16)
+
+
+def check(dialect: Dialect, tuning: Tuning | None = None) -> int:
+    """Print every case; the number that failed."""
+    failed = 0
+    for case in cases():
+        trial = Trial(case)
+        kernels = KernelAttention(case.block_size, dialect, tuning)
+        started = time.perf_counter()
+        error = trial.error(trial.run(kernels, trial.fill(kernels, poison=True)))
+        seconds = time.perf_counter() - started
+        beside = "-"
+        if case.soft_cap is None:
+            reference = ReferenceAttention(case.block_size)
+            pool = trial.fill(reference)
+            mx.eval(pool.keys, pool.values)
+            beside = f"{trial.error(trial.run(reference, pool)):.1e}"
+        is_right = error <= TOLERANCES[case.dtype]
+        failed += not is_right
+        verdict = "ok  " if is_right else "FAIL"
+        print(f"{verdict} {error:.1e} (reference {beside}) {seconds:5.1f} s  {case}", flush=True)
+    return failed + check_copies(dialect)
+
+
+def check_copies(dialect: Dialect) -> int:
+    """Blocks copied in place and read back; the number of failures."""
+    backend = KernelAttention(BLOCK_SIZE, dialect)
+    shape = LayerShape(num_kv_heads=3, key_dim=80, value_dim=64, dtype=mx.bfloat16)
+    pool = backend.new_pool(shape, 64)
+    pool.keys = mx.random.normal(pool.keys.shape).astype(mx.bfloat16)
+    pool.values = mx.random.normal(pool.values.shape).astype(mx.bfloat16)
+    wanted = [mx.array(pool.keys), mx.array(pool.values)]
+    sources, targets = mx.arange(0, 20), mx.arange(63, 43, -1)
+    for array in wanted:
+        array[targets] = array[sources]
+    mx.eval(pool.keys, pool.values, wanted)
+    backend.copy_blocks(pool, sources, targets)
+    mx.eval(pool.arrays())
+    same = all(
+        mx.array_equal(a, b).item() for a, b in zip(wanted, (pool.keys, pool.values), strict=True)
+    )
+    print("ok   blocks copied in place" if same else "FAIL blocks copied in place", flush=True)
+    return int(not same)
+
+
+def measure(dialect: Dialect, tuning: Tuning | None = None) -> None:
+    """Print microseconds per layer and GB/s for every size."""
+    for name, (heads, kv_heads) in HEADS.items():
+        shape = LayerShape(num_kv_heads=kv_heads, key_dim=DIM, value_dim=DIM, dtype=mx.bfloat16)
+        for batch, context in SIZES:
+            micros = layer_time(
+                KernelAttention(BLOCK_SIZE, dialect, tuning), shape, heads, batch, context
+            )
+            read = batch * context * shape.bytes_per_token
+            print(
+                f"{name:10} batch {batch:3} context {context:5}: {micros:7.1f} us a layer, "
+                f"{read / micros / 1e3:6.0f} GB/s",
+                flush=True,
+            )
+
+
+def layer_time(
+    backend: KernelAttention, shape: LayerShape, heads: int, batch: int, context: int
+) -> float:
+    """Microseconds of one layer's write and attention, the median of several steps."""
+    blocks = -(-context // BLOCK_SIZE)
+    pool_bytes = batch * blocks * BLOCK_SIZE * shape.bytes_per_token
+    layers = max(min(LAYERS, MAX_POOL_BYTES // pool_bytes), 1)
+    pools = [backend.new_pool(shape, batch * blocks) for _ in range(layers)]
+    order = np.random.default_rng(0).permutation(batch * blocks).reshape(batch, blocks).tolist()
+    plan = backend.plan(
+        [
+            ScheduledSequence(
+                seq_id=i, slot=i, start=context - 1, token_ids=(1,), block_table=tuple(table)
+            )
+            for i, table in enumerate(order)
+        ]
+    )
+    new = mx.random.normal((batch, shape.num_kv_heads, 1, DIM)).astype(mx.bfloat16)
+    queries = mx.random.normal((batch, heads, 1, DIM)).astype(mx.bfloat16)
+    mx.eval(new, queries)
+    times = []
+    for _ in range(REPEATS):
+        started = time.perf_counter()
+        hidden = queries
+        for pool in pools:
+            backend.write(pool, plan, new, new)
+            # The output is the next layer's query, so that layers do not overlap.
+            hidden = backend.attend(pool, plan, hidden, scale=DIM**-0.5, window=None, sinks=None)
+        mx.eval(hidden)
+        times.append((time.perf_counter() - started) / layers * 1e6)
+    return sorted(times)[len(times) // 2]
+
+
+def tunings(start: Tuning) -> Iterator[Tuning]:
+    """One thing changed at a time."""
+    yield start
+    yield from (replace(start, threadgroups=n) for n in (256, 1024, 2048))
+    yield from (replace(start, unroll=n) for n in (2, 8))
+    yield from (replace(start, warps=n) for n in (2, 8))
+    yield replace(start, vector=16)
+    yield replace(start, vector=16, unroll=2)
+    yield replace(start, max_heads=4)
+
+
+def main() -> int:
+    """Run what the command line asks for."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--only-errors", action="store_true", help="no times")
+    parser.add_argument("--only-times", action="store_true", help="no errors")
+    parser.add_argument("--tune", action="store_true", help="times of other divisions as well")
+    options = parser.parse_args()
+    dialect = MetalDialect() if mx.metal.is_available() else CudaDialect()
+    print(f"{dialect.name}, mlx {version('mlx')}, {mx.device_info()}", flush=True)
+    failed = 0 if options.only_times else check(dialect)
+    if not options.only_errors:
+        for tuning in tunings(dialect.tuning) if options.tune else [dialect.tuning]:
+            print(tuning, flush=True)
+            measure(dialect, tuning)
+    print(f"{failed} failed" if failed else "done", flush=True)
+    return int(failed > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,201 @@
+"""Shapes that paged attention must get right, and how far a backend is from softmax attention.
+
+The same cases run on a GPU (check_kernels.py) and, small ones, on the CPU over shims
+(tests/kernels).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+
+from mlx_parallm.attention.base import AttentionBackend, LayerPool, LayerShape
+from mlx_parallm.batch import ScheduledSequence
+
+#: Largest error, per unit of the largest true value: a few roundings of the dtype.
+TOLERANCES = {mx.float32: 2e-5, mx.float16: 2e-3, mx.bfloat16: 1.6e-2}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """One layer and one step.
+
+    Attributes:
+        sequences: positions already in the pool and tokens of the step, per sequence.
+        heads: query heads.
+        kv_heads: key/value heads.
+        key_dim: size of queries and keys.
+        value_dim: size of values; None for ``key_dim``.
+        dtype: of queries, keys and values.
+        block_size: tokens per block.
+        window: latest positions that a row sees; None for all.
+        sinks: whether there are sinks.
+        soft_cap: of the scores.
+    """
+
+    sequences: tuple[tuple[int, int], ...] = ((70, 1), (3, 1), (16, 3), (0, 1))
+    heads: int = 4
+    kv_heads: int = 2
+    key_dim: int = 64
+    value_dim: int | None = None
+    dtype: mx.Dtype = mx.float32
+    block_size: int = 16
+    window: int | None = None
+    sinks: bool = False
+    soft_cap: float | None = None
+
+    @property
+    def shape(self) -> LayerShape:
+        """The layer."""
+        value_dim = self.value_dim or self.key_dim
+        return LayerShape(
+            num_kv_heads=self.kv_heads, key_dim=self.key_dim, value_dim=value_dim, dtype=self.dtype
+        )
+
+    @property
+    def scale(self) -> float:
+        """Of the scores: a little off the usual, so that a forgotten one shows."""
+        return 1.1 * self.key_dim**-0.5
+
+    def __str__(self) -> str:
+        """Everything that differs from the default."""
+        dims = f"{self.key_dim}" + (f"/{self.value_dim}" if self.value_dim else "")
+        parts = [
+            str(self.dtype).rpartition(".")[2],
+            f"dim {dims}",
+            f"heads {self.heads}/{self.kv_heads}",
+            f"block {self.block_size}",
+            " ".join(f"{start}+{count}" for start, count in self.sequences[:4]),
+        ]
+        if len(self.sequences) > 4:
+            parts[-1] += f" … ({len(self.sequences)})"
+        parts += [f"window {self.window}"] if self.window else []
+        parts += ["sinks"] if self.sinks else []
+        parts += [f"cap {self.soft_cap:g}"] if self.soft_cap else []
+        return ", ".join(parts)
+
+
+class Trial:
+    """A case's random data, what it should give, and what a backend gives."""
+
+    def __init__(self, case: Case, seed: int = 0) -> None:
+        self.case = case
+        source = np.random.default_rng(seed)
+        totals = [start + count for start, count in case.sequences]
+        blocks = [-(-total // case.block_size) for total in totals]
+        self.num_blocks = sum(blocks) + 3
+        order = source.permutation(self.num_blocks).tolist()
+        self.tables = [tuple(order.pop() for _ in range(count)) for count in blocks]
+        shape = case.shape
+        self.keys = [_rounded(source, case, total, shape.key_dim) for total in totals]
+        self.values = [_rounded(source, case, total, shape.value_dim) for total in totals]
+        rows = sum(count for _, count in case.sequences)
+        self.queries = _rounded(source, case, rows, shape.key_dim, heads=case.heads)
+        self.sinks = None
+        if case.sinks:
+            self.sinks = source.standard_normal(case.heads).astype(np.float32)
+
+    def fill(self, backend: AttentionBackend, *, poison: bool = False) -> LayerPool:
+        """A pool that holds what was there before the step, written in one go.
+
+        With ``poison`` all that is never written is NaN.
+        """
+        pool = backend.new_pool(self.case.shape, self.num_blocks)
+        if poison:
+            pool.keys = mx.full(pool.keys.shape, mx.nan, pool.keys.dtype)
+            pool.values = mx.full(pool.values.shape, mx.nan, pool.values.dtype)
+            mx.eval(pool.keys, pool.values)
+        before = [(i, 0, start) for i, (start, _) in enumerate(self.case.sequences) if start]
+        if before:
+            self._write(backend, pool, before)
+        return pool
+
+    def run(self, backend: AttentionBackend, pool: LayerPool) -> mx.array:
+        """The step's attention, ``[T, H, 1, V]``."""
+        step = [(i, start, count) for i, (start, count) in enumerate(self.case.sequences)]
+        plan = self._write(backend, pool, step)
+        options: dict[str, Any] = {"soft_cap": self.case.soft_cap} if self.case.soft_cap else {}
+        return backend.attend(
+            pool,
+            plan,
+            _array(self.queries, self.case.dtype),
+            scale=self.case.scale,
+            window=self.case.window,
+            sinks=None if self.sinks is None else mx.array(self.sinks).astype(self.case.dtype),
+            **options,
+        )
+
+    def error(self, found: mx.array) -> float:
+        """Largest difference from softmax attention in float64, per unit of the largest value."""
+        difference = np.abs(np.array(found.astype(mx.float32))[:, :, 0] - self.wanted())
+        return float(difference.max() / max(np.abs(self.wanted()).max(), 1))
+
+    def wanted(self) -> np.ndarray:
+        """Softmax attention of the step's rows, ``[T, H, V]``."""
+        outputs, row = [], 0
+        for (start, count), keys, values in zip(
+            self.case.sequences, self.keys, self.values, strict=True
+        ):
+            queries = self.queries[row : row + count]
+            outputs.append(self._dense(queries, keys, values, start))
+            row += count
+        return np.concatenate(outputs)
+
+    def _dense(
+        self, queries: np.ndarray, keys: np.ndarray, values: np.ndarray, start: int
+    ) -> np.ndarray:
+        case = self.case
+        share = case.heads // case.kv_heads
+        scores = np.einsum("lhd,shd->hls", queries, keys.repeat(share, axis=1)) * case.scale
+        if case.soft_cap:
+            scores = np.tanh(scores / case.soft_cap) * case.soft_cap
+        rows = np.arange(start, start + len(queries))[:, None]
+        columns = np.arange(len(keys))
+        seen = columns <= rows
+        if case.window:
+            seen &= columns > rows - case.window
+        weights = np.exp(np.where(seen, scores, -np.inf))
+        total = weights.sum(axis=-1, keepdims=True)
+        if self.sinks is not None:
+            rounded = np.array(mx.array(self.sinks).astype(case.dtype).astype(mx.float32))
+            total += np.exp(rounded.astype(np.float64))[:, None, None]
+        return np.einsum("hls,shd->lhd", weights / total, values.repeat(share, axis=1))
+
+    def _write(
+        self, backend: AttentionBackend, pool: LayerPool, step: Sequence[tuple[int, int, int]]
+    ) -> Any:
+        plan = backend.plan(
+            [
+                ScheduledSequence(
+                    seq_id=i,
+                    slot=i,
+                    start=start,
+                    token_ids=(1,) * count,
+                    block_table=self.tables[i][: -(-(start + count) // self.case.block_size)],
+                )
+                for i, start, count in step
+            ]
+        )
+        keys = np.concatenate([self.keys[i][start : start + n] for i, start, n in step])
+        values = np.concatenate([self.values[i][start : start + n] for i, start, n in step])
+        dtype = self.case.dtype
+        backend.write(pool, plan, _array(keys, dtype), _array(values, dtype))
+        return plan
+
+
+def _rounded(
+    source: np.random.Generator, case: Case, rows: int, dim: int, heads: int | None = None
+) -> np.ndarray:
+    """Random numbers that the case's dtype can hold, float64 ``[rows, heads, dim]``."""
+    size = (rows, heads or case.kv_heads, dim)
+    random = mx.array(source.standard_normal(size, dtype=np.float32)).astype(case.dtype)
+    return np.array(random.astype(mx.float32)).astype(np.float64)
+
+
+def _array(values: np.ndarray, dtype: mx.Dtype) -> mx.array:
+    """``[rows, heads, 1, dim]``."""
+    return mx.array(values.astype(np.float32)).astype(dtype)[:, :, None]

@@ -1,0 +1,161 @@
+"""The decode kernel: rows attend over their block tables, cut into items and merged if need be."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import mlx.core as mx
+
+from mlx_parallm.attention.base import LayerShape
+from mlx_parallm.attention.kernel_plan import KernelPlan
+from mlx_parallm.attention.kernel_pool import VECTOR, WARP, KernelPool, lanes_per_key
+from mlx_parallm.attention.kernels.build import Constant, KernelBuilder, KernelSpec
+from mlx_parallm.attention.kernels.dialect import Kernel, Tuning
+
+LOG2_E = math.log2(math.e)
+
+_INPUTS = ("queries", "key_pool", "value_pool", "items", "tables", "previous")
+_PARTS = ("part_sums", "part_stats")
+
+
+@dataclass(frozen=True, slots=True)
+class Scores:
+    """How scores become weights; see ``AttentionBackend.attend``.
+
+    ``soft_cap`` c makes scores s ``c * tanh(s / c)``.
+    """
+
+    scale: float
+    window: int | None = None
+    sinks: mx.array | None = None
+    soft_cap: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class AttendKind:
+    """What a kernel of attention is compiled for."""
+
+    shape: LayerShape
+    block_size: int
+    dtype: mx.Dtype
+    heads: int
+    scale: float
+    soft_cap: float | None
+    has_sinks: bool
+    tuning: Tuning
+
+    @property
+    def share(self) -> int:
+        """Query heads of one KV head."""
+        return self.heads // self.shape.num_kv_heads
+
+    @property
+    def parts(self) -> int:
+        """Threadgroups among which a KV head's query heads are divided."""
+        return -(-self.share // self.tuning.max_heads)
+
+    @property
+    def heads_per_item(self) -> int:
+        """Threadgroups per item."""
+        return self.shape.num_kv_heads * self.parts
+
+    @property
+    def vector(self) -> int:
+        """Neighbouring elements that a lane has of a key."""
+        wanted = self.tuning.vector
+        dims = (self.shape.key_dim, self.shape.value_dim)
+        lanes = lanes_per_key(self.shape, wanted)
+        fits = not any(dim % wanted for dim in dims) and not self.block_size % (WARP // lanes)
+        return wanted if fits else VECTOR
+
+    @property
+    def threads(self) -> int:
+        """Of a threadgroup."""
+        return self.tuning.warps * WARP
+
+
+class AttendKernels:
+    """The kernels of one kind."""
+
+    def __init__(self, kind: AttendKind, builder: KernelBuilder) -> None:
+        self._kind = kind
+        self._builder = builder
+        self._made: dict[str, Kernel] = {}
+
+    def run(
+        self, pool: KernelPool, plan: KernelPlan, queries: mx.array, scores: Scores
+    ) -> mx.array:
+        """Attention of the plan's short rows, ``[R, H, 1, V]``."""
+        kind = self._kind
+        work = plan.work(scores.window, kind.heads_per_item, kind.tuning.threadgroups)
+        inputs = [queries, pool.keys, pool.values, work.items, plan.tables, pool.token]
+        sinks = [] if scores.sinks is None else [scores.sinks]
+        output = (plan.num_rows, kind.heads, 1, kind.shape.value_dim)
+        grid = work.items.shape[0] * kind.heads_per_item
+        if work.spans is None:
+            return self._launch("attend", [*inputs, *sinks], [(output, kind.dtype)], grid)[0]
+        rows = work.items.shape[0] * kind.heads
+        parts = [((rows, kind.shape.value_dim), mx.float32), ((rows, 2), mx.float32)]
+        sums, stats = self._launch("split", inputs, parts, grid)
+        merged = [sums, stats, work.spans, *sinks]
+        return self._launch("merge", merged, [(output, kind.dtype)], plan.num_rows * kind.heads)[0]
+
+    def _launch(
+        self,
+        name: str,
+        inputs: list[mx.array],
+        outputs: list[tuple[tuple[int, ...], mx.Dtype]],
+        threadgroups: int,
+    ) -> list[mx.array]:
+        kernel = self._made.get(name)
+        if kernel is None:
+            kernel = self._made[name] = self._builder.kernel(
+                self._spec(name), self._constants(name)
+            )
+        return kernel(
+            inputs=inputs,
+            output_shapes=[shape for shape, _ in outputs],
+            output_dtypes=[dtype for _, dtype in outputs],
+            grid=(threadgroups * self._kind.threads, 1, 1),
+            threadgroup=(self._kind.threads, 1, 1),
+        )
+
+    def _spec(self, name: str) -> KernelSpec:
+        sinks = ("sinks",) if self._kind.has_sinks else ()
+        if name == "split":
+            return KernelSpec("attend", _INPUTS, _PARTS)
+        if name == "merge":
+            return KernelSpec("merge", (*_PARTS, "spans", *sinks), ("output",))
+        return KernelSpec("attend", (*_INPUTS, *sinks), ("output",))
+
+    def _constants(self, name: str) -> dict[str, Constant]:
+        kind, shape = self._kind, self._kind.shape
+        lanes = lanes_per_key(shape, kind.vector)
+        keys = WARP // lanes
+        unroll = math.gcd(kind.tuning.unroll, kind.block_size // keys)
+        cap = kind.soft_cap
+        return {
+            "T": kind.dtype,
+            "S": shape.dtype,
+            "D": shape.key_dim,
+            "V": shape.value_dim,
+            "HEADS": kind.heads,
+            "KV_HEADS": shape.num_kv_heads,
+            "SHARE": kind.share,
+            "PARTS": kind.parts,
+            "G": -(-kind.share // kind.parts),
+            "BLOCK_SIZE": kind.block_size,
+            "VEC": kind.vector,
+            "LANES": lanes,
+            "KEYS": keys,
+            "UNROLL": unroll,
+            "TILE": keys * unroll,
+            "WARPS": kind.tuning.warps,
+            "SPLIT": name == "split",
+            "SINKS": kind.has_sinks,
+            "SOFT_CAP": cap is not None,
+            "QUERY_SCALE": kind.scale * LOG2_E if cap is None else kind.scale / cap,
+            "CAP_SCALE": 1.0 if cap is None else cap * LOG2_E,
+            "LOG2_E": LOG2_E,
+        }

@@ -1,0 +1,167 @@
+"""Index arrays of one step for the kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+
+from mlx_parallm.batch import ScheduledSequence
+
+# A sequence's rows from this many on attend by stock attention over gathered keys and values;
+# fewer attend by the decode kernel, which reads keys and values once per row.
+LONG_CHUNK = 16
+# Attention is not split into fewer keys than this per threadgroup: merging would cost more.
+MIN_SPAN = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What the threadgroups of one attention kernel do.
+
+    Attributes:
+        items: int32, ``[W, 4]``: query row, row of the block table, first key, end of keys.
+        spans: int32, ``[R, 2]``: each row's first item and their number; None if row i has item i.
+    """
+
+    items: mx.array
+    spans: mx.array | None
+
+
+@dataclass(slots=True)
+class LongChunk:
+    """Rows ``first .. first + length - 1`` of one sequence, at positions from ``start``."""
+
+    first: int
+    length: int
+    start: int
+    table: mx.array
+    masks: dict[int, mx.array] = field(default_factory=dict)
+
+    @property
+    def end(self) -> int:
+        """Positions that the last row sees."""
+        return self.start + self.length
+
+    def mask(self, window: int | None) -> mx.array | str:
+        """``"causal"``, or bool ``[length, end]``."""
+        if window is None or window >= self.end:
+            return "causal"
+        if window not in self.masks:
+            rows = np.arange(self.start, self.end)[:, None]
+            columns = np.arange(self.end)
+            seen: Any = (columns <= rows) & (columns > rows - window)
+            self.masks[window] = mx.array(seen)
+        return self.masks[window]
+
+
+class KernelPlan:
+    """One step's rows: where they are written and what they attend to.
+
+    Attributes:
+        slots: int32, ``[T]``: flat pool positions of the rows.
+        tables: int32, ``[N, M]``: block tables of the sequences whose R rows the kernel attends
+            for, padded by block 0.
+        num_rows: R.
+        chunks: the sequences of the other rows.
+        order: puts the kernel's outputs and then the chunks' into row order; None where they are.
+    """
+
+    def __init__(self, sequences: Sequence[ScheduledSequence], block_size: int) -> None:
+        counts = np.array([len(one.token_ids) for one in sequences])
+        firsts = counts.cumsum() - counts
+        is_short = counts < LONG_CHUNK
+        short_at, long_at = np.flatnonzero(is_short).tolist(), np.flatnonzero(~is_short).tolist()
+        self.slots = mx.array(np.concatenate([_slots(one, block_size) for one in sequences]))
+        self.chunks = [
+            LongChunk(int(firsts[i]), int(counts[i]), sequences[i].start, _table(sequences[i]))
+            for i in long_at
+        ]
+        short = [sequences[i] for i in short_at]
+        counts, firsts = counts[is_short], firsts[is_short]
+        within = np.arange(counts.sum()) - (counts.cumsum() - counts).repeat(counts)
+        self._rows = firsts.repeat(counts) + within
+        self._sequences = np.arange(len(short)).repeat(counts)
+        self._ends = np.array([one.start + 1 for one in short], dtype=int).repeat(counts) + within
+        self.num_rows = len(self._rows)
+        self.tables = mx.array(_padded([one.block_table for one in short]))
+        rows = [self._rows, *(np.arange(one.first, one.first + one.length) for one in self.chunks)]
+        self.order = _inverse(np.concatenate(rows))
+        self._work: dict[tuple[int | None, int, int], Work] = {}
+
+    def work(self, window: int | None, heads: int, threadgroups: int) -> Work:
+        """Items of attention within ``window``; made once per step for each kind of layer.
+
+        Args:
+            window: as in ``AttentionBackend.attend``.
+            heads: threadgroups per item.
+            threadgroups: how many are wanted.
+        """
+        key = (window, heads, threadgroups)
+        if key not in self._work:
+            starts = np.zeros_like(self._ends)
+            if window is not None:
+                starts = np.maximum(self._ends - window, 0)
+            self._work[key] = self._split(starts, heads / threadgroups)
+        return self._work[key]
+
+    def _split(self, starts: np.ndarray, share: float) -> Work:
+        """Cut each row's keys where their position is a multiple of a power of two.
+
+        That power is the share of all keys that keeps every threadgroup equally busy, or more: a
+        batch of many rows is not cut, one long row among short ones is.
+        """
+        wanted = max(int((self._ends - starts).sum() * share), MIN_SPAN)
+        span = 1 << (wanted - 1).bit_length()
+        counts = (self._ends - 1) // span - starts // span + 1
+        firsts = counts.cumsum() - counts
+        cut = (starts // span - firsts).repeat(counts) + np.arange(counts.sum())
+        items = np.stack(
+            [
+                self._rows.repeat(counts),
+                self._sequences.repeat(counts),
+                np.maximum(starts.repeat(counts), cut * span),
+                np.minimum(self._ends.repeat(counts), (cut + 1) * span),
+            ],
+            axis=1,
+        )
+        if len(items) == self.num_rows:
+            return Work(_int32(items), None)
+        return Work(_int32(items), _int32(np.stack([firsts, counts], axis=1)))
+
+
+def _slots(one: ScheduledSequence, block_size: int) -> np.ndarray:
+    """Flat pool positions of a sequence's tokens, int32 ``[tokens]``."""
+    if len(one.token_ids) == 1:
+        block, offset = divmod(one.start, block_size)
+        return np.array([one.block_table[block] * block_size + offset], dtype=np.int32)
+    positions = np.arange(one.start, one.start + len(one.token_ids), dtype=np.int32)
+    table = np.array(one.block_table, dtype=np.int32)
+    return table[positions // block_size] * block_size + positions % block_size
+
+
+def _table(one: ScheduledSequence) -> mx.array:
+    """A block table of one row."""
+    return mx.array(np.array([one.block_table], dtype=np.int32))
+
+
+def _padded(tables: Sequence[Sequence[int]]) -> np.ndarray:
+    """Block tables as rows of one array, padded by block 0."""
+    padded = np.zeros((len(tables), max(map(len, tables), default=0)), dtype=np.int32)
+    for row, table in zip(padded, tables, strict=True):
+        row[: len(table)] = table
+    return padded
+
+
+def _inverse(rows: np.ndarray) -> mx.array | None:
+    """Where each row's output is among the concatenated ones; None if in order."""
+    if (rows[:-1] < rows[1:]).all():
+        return None
+    return _int32(np.argsort(rows))
+
+
+def _int32(values: np.ndarray) -> mx.array:
+    return mx.array(values.astype(np.int32))

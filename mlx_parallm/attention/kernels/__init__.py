@@ -1,0 +1,1 @@
+"""The texts of the GPU kernels, one folder a language, and what turns them into functions."""

@@ -1,0 +1,75 @@
+"""From a kernel's text and constants to a function, made once."""
+
+from __future__ import annotations
+
+import functools
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import mlx.core as mx
+
+from mlx_parallm.attention.kernels.dialect import Dialect, Kernel
+
+#: A constant of a kernel: a type, a ``#define`` of 0 or 1, or a number.
+Constant = mx.Dtype | bool | int | float
+
+
+@dataclass(frozen=True, slots=True)
+class KernelSpec:
+    """A kernel and its arguments; the file's name is the kernel's."""
+
+    text: str
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+
+
+class KernelBuilder:
+    """Makes kernels of one language and keeps them.
+
+    Constants are written into the text, not passed as template arguments: a call is then as short
+    as MLX allows, and both languages see the same body.
+    """
+
+    def __init__(self, dialect: Dialect) -> None:
+        self._dialect = dialect
+        self._made: dict[tuple[KernelSpec, tuple[tuple[str, Constant], ...]], Kernel] = {}
+
+    def kernel(self, spec: KernelSpec, constants: Mapping[str, Constant]) -> Kernel:
+        """The kernel for these constants."""
+        key = (spec, tuple(constants.items()))
+        found = self._made.get(key)
+        if found is None:
+            found = self._made[key] = self._make(spec, constants)
+        return found
+
+    def _make(self, spec: KernelSpec, constants: Mapping[str, Constant]) -> Kernel:
+        ahead = self._constants(constants)
+        name = f"paged_{spec.text}_{zlib.crc32(ahead.encode()):08x}"
+        header, body = self._text("common"), self._text(spec.text)
+        return self._dialect.make(name, spec.inputs, spec.outputs, ahead + body, header)
+
+    def _constants(self, constants: Mapping[str, Constant]) -> str:
+        lines = []
+        for name, value in constants.items():
+            if isinstance(value, mx.Dtype):
+                lines.append(f"using {name} = {self._dialect.types[value]};")
+            elif isinstance(value, bool):
+                lines.append(f"#define {name} {int(value)}")
+            elif isinstance(value, int):
+                lines.append(f"constexpr int {name} = {value};")
+            else:
+                lines.append(f"constexpr float {name} = {float(value)!r}f;")
+        return "\n" + "\n".join(lines) + "\n"
+
+    def _text(self, name: str) -> str:
+        return kernel_text(self._dialect.name, name + self._dialect.suffix)
+
+
+@functools.cache
+def kernel_text(folder: str, file: str) -> str:
+    """A kernel's text without comments and indentation: MLX hashes the whole of it every call."""
+    lines = (Path(__file__).parent / folder / file).read_text().splitlines()
+    code = (line.split("//")[0].strip() for line in lines)
+    return "".join(f"{line}\n" for line in code if line)

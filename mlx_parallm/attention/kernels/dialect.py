@@ -1,0 +1,145 @@
+"""The two languages the kernels are written in."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import mlx.core as mx
+
+
+@dataclass(frozen=True, slots=True)
+class Tuning:
+    """How attention is divided; all of it is speed, none of it changes a result beyond rounding.
+
+    Attributes:
+        threadgroups: how many keep the device busy; fewer, and rows are split.
+        warps: of a threadgroup.
+        unroll: keys that a lane has in flight.
+        vector: neighbouring elements that a lane has of a key, where the head size allows.
+        max_heads: query heads of one KV head that share its loads; they are kept in registers.
+    """
+
+    threadgroups: int
+    warps: int = 4
+    unroll: int = 4
+    vector: int = 8
+    max_heads: int = 8
+
+
+class Kernel(Protocol):
+    """A compiled kernel. The grid is in threads, in both languages."""
+
+    def __call__(
+        self,
+        *,
+        inputs: Sequence[mx.array],
+        output_shapes: Sequence[Sequence[int]],
+        output_dtypes: Sequence[mx.Dtype],
+        grid: tuple[int, int, int],
+        threadgroup: tuple[int, int, int],
+    ) -> list[mx.array]:
+        """Run it, lazily as any operation."""
+        ...
+
+
+class Dialect(Protocol):
+    """A language: where its texts are, what it calls types, who compiles it."""
+
+    @property
+    def name(self) -> str:
+        """Also the folder of its texts."""
+        ...
+
+    @property
+    def suffix(self) -> str:
+        """Of its texts."""
+        ...
+
+    @property
+    def types(self) -> Mapping[mx.Dtype, str]:
+        """What it calls the types that values are kept in."""
+        ...
+
+    @property
+    def tuning(self) -> Tuning:
+        """What suits its devices."""
+        ...
+
+    def make(
+        self,
+        name: str,
+        input_names: Sequence[str],
+        output_names: Sequence[str],
+        source: str,
+        header: str,
+    ) -> Kernel:
+        """A kernel of the body ``source`` after ``header``; raises without such a device."""
+        ...
+
+
+class CudaDialect:
+    """CUDA C++, compiled by NVRTC at the first call."""
+
+    name = "cuda"
+    suffix = ".cu"
+    types: Mapping[mx.Dtype, str] = {
+        mx.float32: "float",
+        mx.float16: "__half",
+        mx.bfloat16: "__nv_bfloat16",
+        mx.uint32: "unsigned",
+    }
+    # Four of 128 threads on each of an H100's 132 processors.
+    tuning = Tuning(threadgroups=512)
+
+    def make(
+        self,
+        name: str,
+        input_names: Sequence[str],
+        output_names: Sequence[str],
+        source: str,
+        header: str,
+    ) -> Kernel:
+        """See ``Dialect.make``."""
+        made: Any = mx.fast.cuda_kernel(
+            name=name,
+            input_names=list(input_names),
+            output_names=list(output_names),
+            source=source,
+            header=header,
+        )
+        return made
+
+
+class MetalDialect:
+    """The Metal Shading Language. Not yet run on Apple hardware."""
+
+    name = "metal"
+    suffix = ".metal"
+    types: Mapping[mx.Dtype, str] = {
+        mx.float32: "float",
+        mx.float16: "float16_t",
+        mx.bfloat16: "bfloat16_t",
+        mx.uint32: "unsigned",
+    }
+    # Four of 128 threads on each of the 40 cores of a large chip.
+    tuning = Tuning(threadgroups=160)
+
+    def make(
+        self,
+        name: str,
+        input_names: Sequence[str],
+        output_names: Sequence[str],
+        source: str,
+        header: str,
+    ) -> Kernel:
+        """See ``Dialect.make``."""
+        made: Any = mx.fast.metal_kernel(
+            name=name,
+            input_names=list(input_names),
+            output_names=list(output_names),
+            source=source,
+            header=header,
+        )
+        return made

@@ -1,0 +1,30 @@
+// As much of CUDA C++ as the kernels use.
+#pragma once
+
+#include "lanes.h"
+#include "numbers.h"
+
+using __half = shim::Half;
+using __nv_bfloat16 = shim::Bfloat;
+
+#define __shared__ SHIM_SHARED
+#define __syncthreads() shim::barrier(__LINE__)
+#define __shfl_xor_sync(mask, value, far) shim::shuffle_xor(value, far, __LINE__ + 0 * (mask))
+
+struct Dim3 {
+  unsigned x, y, z;
+};
+static Dim3 blockIdx;
+// Read through the fiber that runs: it changes whenever another goes on.
+struct ThreadIndex {
+  struct X {
+    operator unsigned() const { return shim::current; }
+  } x;
+};
+static ThreadIndex threadIdx;
+
+// As MLX passes shapes.
+struct Shape {
+  int32_t at[10];
+  int32_t operator[](int i) const { return at[i]; }
+};

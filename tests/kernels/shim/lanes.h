@@ -1,0 +1,167 @@
+// Runs the threads of a threadgroup as fibers, one at a time, each until it must wait for others.
+//
+// A warp's lanes meet at shuffles, a threadgroup's threads at barriers, and nowhere else: between
+// two meetings a fiber runs alone, as far ahead of the others as the order allows. Orders are
+// chosen by the caller; what a kernel leaves unsynchronised goes wrong under one of them.
+#pragma once
+
+#include <setjmp.h>
+#include <stdint.h>
+#include <string.h>
+#include <ucontext.h>
+
+#include <cmath>
+
+namespace shim {
+
+constexpr int WARP = 32;
+constexpr int MAX_THREADS = 1024;
+constexpr int STACK = 1 << 17;
+
+enum Order { ASCENDING = 0, DESCENDING = 1, SHUFFLED = 2 };
+enum State { READY, IN_SHUFFLE, AT_BARRIER, DONE };
+// What `launch` returns.
+enum Failure { NONE = 0, DEADLOCK = 1, DIVERGED = 2, BAD_FLAGS = 3 };
+
+struct Fiber {
+  ucontext_t start;
+  jmp_buf at;
+  State state;
+  bool begun;
+  int line;  // where it waits
+  int far;   // its partner in a shuffle
+};
+
+struct Warp {
+  int arrived;
+  int round;
+  uint64_t values[2][WARP];
+};
+
+static Fiber fibers[MAX_THREADS];
+static Warp warps[MAX_THREADS / WARP];
+static char stacks[MAX_THREADS][STACK];
+static jmp_buf scheduler;
+static int current;
+static int num_threads;
+static int at_barrier;
+static int failure;
+static void (*thread_body)(int);
+
+__attribute__((noinline)) static void pause() {
+  if (_setjmp(fibers[current].at) == 0) {
+    _longjmp(scheduler, 1);
+  }
+}
+
+static void enter() {
+  thread_body(current);
+  fibers[current].state = DONE;
+  _longjmp(scheduler, 1);
+}
+
+static int lanes_of(int warp) {
+  const int left = num_threads - warp * WARP;
+  return left < WARP ? left : WARP;
+}
+
+// Every lane of the warp gets its partner's value; all must be at the same line.
+template <typename T>
+static T shuffle_xor(T value, int far, int line) {
+  const int me = current, lane = me % WARP, first = me - lane;
+  Warp& warp = warps[me / WARP];
+  const int slot = warp.round & 1;
+  warp.values[slot][lane] = 0;
+  memcpy(&warp.values[slot][lane], &value, sizeof(T));
+  fibers[me].line = line;
+  fibers[me].far = far;
+  if (++warp.arrived == lanes_of(me / WARP)) {
+    for (int i = first; i < first + warp.arrived; i++) {
+      if (fibers[i].line != line || fibers[i].far != far) failure = DIVERGED;
+      fibers[i].state = READY;
+    }
+    warp.arrived = 0;
+    warp.round++;
+  } else {
+    fibers[me].state = IN_SHUFFLE;
+  }
+  // Also the last to arrive pauses: whether it goes on first is the order's choice.
+  pause();
+  T result;
+  memcpy(&result, &warp.values[slot][lane ^ far], sizeof(T));
+  return result;
+}
+
+static void barrier(int line) {
+  fibers[current].line = line;
+  fibers[current].state = AT_BARRIER;
+  if (++at_barrier == num_threads) {
+    for (int i = 0; i < num_threads; i++) {
+      if (fibers[i].line != line) failure = DIVERGED;
+      fibers[i].state = READY;
+    }
+    at_barrier = 0;
+  }
+  pause();
+}
+
+static uint64_t random_state = 1;
+static uint32_t random_below(uint32_t bound) {
+  random_state = random_state * 6364136223846793005ull + 1442695040888963407ull;
+  return (uint32_t)(random_state >> 33) % bound;
+}
+
+static int next_ready(Order order) {
+  const int start = order == SHUFFLED ? (int)random_below(num_threads) : 0;
+  for (int i = 0; i < num_threads; i++) {
+    const int at = order == DESCENDING ? num_threads - 1 - i : (start + i) % num_threads;
+    if (fibers[at].state == READY) return at;
+  }
+  return -1;
+}
+
+// Shared memory is full of NaN when a threadgroup starts (ELF only: the linker names its section).
+#ifdef __ELF__
+#define SHIM_SHARED __attribute__((section("shim_shared"))) static
+extern "C" char __start_shim_shared[] __attribute__((weak, visibility("hidden")));
+extern "C" char __stop_shim_shared[] __attribute__((weak, visibility("hidden")));
+static void forget_shared() {
+  if (__start_shim_shared) {
+    memset(__start_shim_shared, 0xff, __stop_shim_shared - __start_shim_shared);
+  }
+}
+#else
+#define SHIM_SHARED static
+static void forget_shared() {}
+#endif
+
+static void run_threadgroup(int threads, Order order) {
+  forget_shared();
+  num_threads = threads;
+  at_barrier = 0;
+  for (int i = 0; i < threads; i++) {
+    fibers[i].state = READY;
+    fibers[i].begun = false;
+    warps[i / WARP].arrived = 0;
+  }
+  while (failure == NONE) {
+    current = next_ready(order);
+    if (current < 0) break;
+    Fiber& fiber = fibers[current];
+    if (_setjmp(scheduler) == 0) {
+      if (fiber.begun) _longjmp(fiber.at, 1);
+      fiber.begun = true;
+      getcontext(&fiber.start);
+      fiber.start.uc_stack.ss_sp = stacks[current];
+      fiber.start.uc_stack.ss_size = STACK;
+      fiber.start.uc_link = nullptr;
+      makecontext(&fiber.start, enter, 0);
+      setcontext(&fiber.start);
+    }
+  }
+  for (int i = 0; i < threads && failure == NONE; i++) {
+    if (fibers[i].state != DONE) failure = DEADLOCK;
+  }
+}
+
+}  // namespace shim

@@ -1,0 +1,38 @@
+// As much of the Metal Shading Language as the kernels use.
+#pragma once
+
+#include "lanes.h"
+#include "numbers.h"
+
+typedef unsigned uint;
+typedef unsigned short ushort;
+struct uint3 {
+  uint x, y, z;
+};
+using float16_t = shim::Half;
+using bfloat16_t = shim::Bfloat;
+
+// Address spaces cannot be told apart here: shim_dialect.py checks them as text.
+#define device
+#define constant
+#define thread
+#define threadgroup SHIM_SHARED
+
+enum class mem_flags { mem_none = 0, mem_device = 1, mem_threadgroup = 2 };
+#define threadgroup_barrier(flags) shim::metal_barrier(flags, __LINE__)
+#define simd_shuffle_xor(value, far) shim::shuffle_xor(value, far, __LINE__)
+
+namespace shim {
+static void metal_barrier(mem_flags flags, int line) {
+  if (flags != mem_flags::mem_threadgroup) failure = BAD_FLAGS;
+  barrier(line);
+}
+}  // namespace shim
+
+using std::exp2;
+using std::fmax;
+using std::fmin;
+using std::rint;
+namespace precise {
+using std::tanh;
+}

@@ -1,0 +1,49 @@
+"""Compiles programs of the shims, each once."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+SHIM = Path(__file__).parent / "shim"
+FLAGS = ("-std=c++17", "-O1", "-fPIC", "-shared", "-w", "-U_FORTIFY_SOURCE", "-D_XOPEN_SOURCE=600")
+
+
+def compiler() -> str | None:
+    """The C++ compiler, if there is one."""
+    return next((at for name in ("g++", "c++", "clang++") if (at := shutil.which(name))), None)
+
+
+def require_compiler() -> None:
+    """Skip the test, or fail it where nobody would notice a skip."""
+    if compiler() is None:
+        if os.environ.get("CI"):
+            pytest.fail("no C++ compiler: the kernels' texts were not checked")
+        pytest.skip("no C++ compiler")
+
+
+@functools.cache
+def _folder() -> tempfile.TemporaryDirectory[str]:
+    return tempfile.TemporaryDirectory(prefix="mlx_parallm_kernels_")
+
+
+@functools.cache
+def load(source: str) -> Any:
+    """The library made of a program."""
+    found = compiler()
+    assert found is not None
+    with tempfile.NamedTemporaryFile("w", suffix=".cpp", dir=_folder().name, delete=False) as file:
+        file.write(source)
+    library = file.name.removesuffix(".cpp") + ".so"
+    command = [found, *FLAGS, f"-I{SHIM}", file.name, "-o", library]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[:4000]
+    return ctypes.CDLL(library)

@@ -1,0 +1,257 @@
+"""Runs the kernels' texts on the CPU: compiled as C++ over shims, one fiber a GPU thread.
+
+The signature around a body is made of the names, types and sizes of the arguments by the rules of
+``mx.fast.cuda_kernel`` and ``mx.fast.metal_kernel`` (MLX 0.32).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+
+from mlx_parallm.attention.kernels.dialect import CudaDialect, MetalDialect, Tuning
+from tests.kernels.shim_compile import load
+
+#: Orders in which threads run ahead; see lanes.h.
+ORDERS = (0, 1, 2)
+FAILURES = {1: "deadlock", 2: "lanes diverged", 3: "bad barrier flags"}
+MAX_NDIM = 10
+ALIGNMENT = 256
+GUARD = 4096
+#: NaN in every type of floating point number.
+FILLER = 0xFF
+#: Metal passes smaller arrays in the constant address space.
+MIN_DEVICE_SIZE = 8
+METAL_ATTRIBUTES = {
+    "thread_index_in_threadgroup": ("uint", "uint(lane)"),
+    "thread_position_in_grid": ("uint3", "uint3{launch_group * launch_threads + lane, 0, 0}"),
+    "threadgroup_position_in_grid": ("uint3", "uint3{launch_group, 0, 0}"),
+}
+PROGRAM = """#include "{include}"
+{header}
+static void launch_body({parameters}) {{
+{source}
+}}
+static void** launch_buffers;
+static int32_t* launch_shapes;
+static unsigned launch_group, launch_threads;
+static void launch_lane(int lane) {{ launch_body({arguments}); }}
+extern "C" int launch(void** buffers, int32_t* shapes, unsigned grid, unsigned threads, int o) {{
+  launch_buffers = buffers;
+  launch_shapes = shapes;
+  launch_threads = threads;
+  shim::failure = 0;
+  shim::thread_body = launch_lane;
+  for (launch_group = 0; launch_group * threads < grid && !shim::failure; launch_group++) {{
+    const unsigned left = grid - launch_group * threads;
+    {begin}
+    shim::run_threadgroup({whole} || left > threads ? threads : left, (shim::Order)o);
+  }}
+  return shim::failure;
+}}
+"""
+
+
+class KernelError(RuntimeError):
+    """A kernel's threads did not all reach the end together."""
+
+
+@dataclass(frozen=True)
+class Text:
+    """A kernel as MLX gets it."""
+
+    name: str
+    input_names: tuple[str, ...]
+    output_names: tuple[str, ...]
+    source: str
+    header: str
+
+
+class Guarded:
+    """A copy of an array, aligned as GPU memory is, between bytes that nobody may change."""
+
+    def __init__(self, content: np.ndarray) -> None:
+        self._memory = np.full(content.size + 2 * GUARD + ALIGNMENT, FILLER, np.uint8)
+        self._start = GUARD + -(self._memory.ctypes.data + GUARD) % ALIGNMENT
+        self._end = self._start + content.size
+        self._memory[self._start : self._end] = content
+        self.pointer = self._memory.ctypes.data + self._start
+
+    def checked(self) -> np.ndarray:
+        """The content, after a look at what surrounds it."""
+        outside = (self._memory[: self._start], self._memory[self._end :])
+        assert all((part == FILLER).all() for part in outside), "written out of bounds"
+        return self._memory[self._start : self._end]
+
+
+class Shim:
+    """A language on the CPU. ``mutate`` changes a kernel's body before it is compiled."""
+
+    include: str
+    shape_parameter: str
+    shape_argument: str
+    # Whether a last threadgroup beyond the grid is whole.
+    whole: bool
+    begin = ""
+    types: Any
+
+    def __init__(self) -> None:
+        self.order = 0
+        self.mutate: Callable[[str, str], str] = lambda _, body: body
+
+    def make(
+        self,
+        name: str,
+        input_names: Sequence[str],
+        output_names: Sequence[str],
+        source: str,
+        header: str,
+    ) -> Any:
+        """See ``Dialect.make``."""
+        source = self.mutate(name, source)
+        text = Text(name, tuple(input_names), tuple(output_names), source, header)
+
+        def call(**options: Any) -> list[mx.array]:
+            return self._call(text, **options)
+
+        return call
+
+    def _call(
+        self,
+        text: Text,
+        inputs: Sequence[mx.array],
+        output_shapes: Sequence[Sequence[int]],
+        output_dtypes: Sequence[mx.Dtype],
+        grid: tuple[int, int, int],
+        threadgroup: tuple[int, int, int],
+    ) -> list[mx.array]:
+        assert grid[1:] == threadgroup[1:] == (1, 1)
+        memory = [_memory(one) for one in inputs]
+        given = [Guarded(np.ascontiguousarray(one).reshape(-1).view(np.uint8)) for one in memory]
+        made = [
+            Guarded(np.full(math.prod(shape) * dtype.size, FILLER, np.uint8))
+            for shape, dtype in zip(output_shapes, output_dtypes, strict=True)
+        ]
+        pointers = [one.pointer for one in (*given, *made)]
+        shapes = [size for one in inputs for size in (*one.shape, *[1] * (MAX_NDIM - one.ndim))]
+        failure = load(self.program(text, inputs, output_dtypes)).launch(
+            (ctypes.c_void_p * len(pointers))(*pointers),
+            (ctypes.c_int32 * len(shapes))(*shapes),
+            grid[0],
+            min(threadgroup[0], grid[0]),
+            self.order,
+        )
+        if failure:
+            raise KernelError(f"{text.name}: {FAILURES[failure]}")
+        for name, one, array in zip(text.input_names, given, memory, strict=True):
+            if name.endswith("_pool"):
+                array.reshape(-1, copy=False).view(np.uint8)[:] = one.checked()
+            else:
+                assert (one.checked() == array.reshape(-1).view(np.uint8)).all(), f"{name} written"
+        return [
+            mx.array(one.checked()).view(dtype).reshape(tuple(shape))
+            for one, shape, dtype in zip(made, output_shapes, output_dtypes, strict=True)
+        ]
+
+    def program(
+        self, text: Text, inputs: Sequence[mx.array], output_dtypes: Sequence[mx.Dtype]
+    ) -> str:
+        """A C++ program of a kernel and its launch."""
+        parameters, arguments = [], []
+        for i, (name, one) in enumerate(zip(text.input_names, inputs, strict=True)):
+            kind = f"const {self.space(one.size)}{self.types[one.dtype]}*"
+            parameters.append(f"{kind} {name}")
+            arguments.append(f"({kind})launch_buffers[{i}]")
+            if f"{name}_shape" in text.source:
+                parameters.append(f"{self.shape_parameter} {name}_shape")
+                arguments.append(self.shape_argument.format(MAX_NDIM * i))
+        for i, (name, dtype) in enumerate(zip(text.output_names, output_dtypes, strict=True)):
+            kind = f"{self.space(MIN_DEVICE_SIZE)}{self.types[dtype]}*"
+            parameters.append(f"{kind} {name}")
+            arguments.append(f"({kind})launch_buffers[{len(inputs) + i}]")
+        for parameter, argument in self.attributes(text.source):
+            parameters.append(parameter)
+            arguments.append(argument)
+        return PROGRAM.format(
+            include=self.include,
+            header=text.header,
+            source=text.source,
+            parameters=", ".join(parameters),
+            arguments=", ".join(arguments),
+            begin=self.begin,
+            whole=int(self.whole),
+        )
+
+    def space(self, size: int) -> str:
+        """The address space of an array."""
+        del size
+        return ""
+
+    def attributes(self, source: str) -> list[tuple[str, str]]:
+        """Parameters beyond inputs and outputs, and what is passed for them."""
+        del source
+        return []
+
+
+class CudaShim(Shim):
+    """CUDA C++ on the CPU."""
+
+    name = CudaDialect.name
+    suffix = CudaDialect.suffix
+    types = MappingProxyType({**CudaDialect.types, mx.int32: "int32_t"})
+    tuning = Tuning(threadgroups=16)
+    include = "cuda.h"
+    shape_parameter = "const Shape"
+    shape_argument = "*(const Shape*)(launch_shapes + {})"
+    whole = True
+    begin = "blockIdx = {launch_group, 0, 0};"
+
+
+class MetalShim(Shim):
+    """The Metal Shading Language on the CPU."""
+
+    name = MetalDialect.name
+    suffix = MetalDialect.suffix
+    types = MappingProxyType({**MetalDialect.types, mx.int32: "int32_t"})
+    tuning = Tuning(threadgroups=16)
+    include = "metal.h"
+    shape_parameter = "const constant int*"
+    shape_argument = "(launch_shapes + {})"
+    whole = False
+
+    def program(
+        self, text: Text, inputs: Sequence[mx.array], output_dtypes: Sequence[mx.Dtype]
+    ) -> str:
+        """See ``Shim.program``; what is cast to ``device`` must be there."""
+        cast = set(re.findall(r"\((?:const )?device \w+\*\)\(?(\w+)", text.source))
+        for name, one in zip(text.input_names, inputs, strict=True):
+            assert name not in cast or one.size >= MIN_DEVICE_SIZE, f"{name} is constant"
+        return super().program(text, inputs, output_dtypes)
+
+    def space(self, size: int) -> str:
+        """See ``Shim.space``."""
+        return "device " if size >= MIN_DEVICE_SIZE else "constant "
+
+    def attributes(self, source: str) -> list[tuple[str, str]]:
+        """See ``Shim.attributes``."""
+        return [
+            (f"{kind} {name}", value)
+            for name, (kind, value) in METAL_ATTRIBUTES.items()
+            if name in source
+        ]
+
+
+def _memory(array: mx.array) -> np.ndarray:
+    """An array's own memory."""
+    mx.eval(array)
+    if array.dtype in (mx.bfloat16, mx.float16):
+        array = array.view(mx.uint16)
+    return np.array(array, copy=False)
