@@ -115,7 +115,7 @@ class AuthMiddleware:
         # A browser's preflight request carries no key.
         if scope["type"] != "http" or not self._keys or scope["method"] == "OPTIONS":
             return True
-        return is_open(scope["path"]) or self._keys.accepts(key_of(Headers(scope=scope)))
+        return is_open(local_path(scope)) or self._keys.accepts(key_of(Headers(scope=scope)))
 
 
 def body_limits(config: ServerConfig) -> dict[str, int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -202,3 +203,21 @@ async def test_other_origins_are_told_alike(method: str) -> None:
     async with client_of(make_app(config)) as client:
         response = await client.request(method, "/health", headers={"origin": "https://page"})
     assert response.headers["access-control-allow-origin"] == "https://page"
+
+
+@pytest.mark.parametrize("path", ["/health", "/metrics", "/docs", "/docs/assets/swagger-ui.css"])
+async def test_open_routes_are_open_below_a_root_path(path: str) -> None:
+    app = make_app(ServerConfig(api_keys=("key",)))
+    async with client_of(app, root_path="/llm") as client:
+        assert (await client.get(f"/llm{path}")).status_code == 200
+        assert (await client.get("/llm/v1/models")).status_code == 401
+
+
+async def test_the_documentation_finds_its_parts_below_a_root_path() -> None:
+    async with client_of(make_app(ServerConfig()), root_path="/llm") as client:
+        moved = await client.get("/llm/")
+        page = await client.get(moved.headers["location"])
+        links = re.findall(r"""(?:src=|href=|url: )["']([^"']+)["']""", page.text)
+        assert len(links) == 4
+        for link in links:
+            assert (await client.get(link)).status_code == 200

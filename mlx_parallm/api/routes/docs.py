@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from importlib.resources import files
 
-from fastapi import APIRouter
+from fastapi import APIRouter, Request
 from fastapi.openapi.docs import get_swagger_ui_html
 from fastapi.responses import HTMLResponse, RedirectResponse
 from starlette.staticfiles import StaticFiles
@@ -15,21 +15,27 @@ router = APIRouter(include_in_schema=False)
 
 
 @router.get("/docs")
-async def documentation() -> HTMLResponse:
+async def documentation(request: Request) -> HTMLResponse:
     """Swagger UI over ``/openapi.json``."""
+    base = _base(request)
     return get_swagger_ui_html(
-        openapi_url="/openapi.json",
+        openapi_url=f"{base}/openapi.json",
         title="mlx_parallm",
-        swagger_js_url=f"{ASSETS}/swagger-ui-bundle.js",
-        swagger_css_url=f"{ASSETS}/swagger-ui.css",
-        swagger_favicon_url=f"{ASSETS}/favicon-32x32.png",
+        swagger_js_url=f"{base}{ASSETS}/swagger-ui-bundle.js",
+        swagger_css_url=f"{base}{ASSETS}/swagger-ui.css",
+        swagger_favicon_url=f"{base}{ASSETS}/favicon-32x32.png",
     )
 
 
 @router.get("/")
-async def root() -> RedirectResponse:
+async def root(request: Request) -> RedirectResponse:
     """The documentation is what a browser finds here."""
-    return RedirectResponse("/docs")
+    return RedirectResponse(f"{_base(request)}/docs")
+
+
+def _base(request: Request) -> str:
+    """What a browser must write before a path (``--root-path``)."""
+    return request.scope.get("root_path", "").rstrip("/")
 
 
 def assets() -> StaticFiles:
