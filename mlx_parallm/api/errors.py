@@ -68,6 +68,11 @@ def body_of(error: errors.ParallmError) -> dict[str, Any]:
     return error_body(str(error), status.type, param=param, code=code)
 
 
+def bug_body() -> dict[str, Any]:
+    """The error object of what should not have happened."""
+    return error_body("The server failed; its log says why.", "server_error")
+
+
 def response_of(error: errors.ParallmError) -> JSONResponse:
     """The HTTP answer to one of this project's errors."""
     status = status_of(error)
@@ -147,12 +152,11 @@ async def _on_bug(request: Request, error: Exception) -> JSONResponse:
         exc_info=error,
         extra={"request_id": request_id},
     )
-    body = error_body("The server failed; its log says why.", "server_error")
     headers = {"x-should-retry": "false"}
     # This answer is made outside of every middleware, so it must bring its own id.
     if request_id is not None:
         headers["x-request-id"] = request_id
-    return JSONResponse(body, 500, headers)
+    return JSONResponse(bug_body(), 500, headers)
 
 
 def describe(problems: Sequence[Mapping[str, Any]]) -> str:

@@ -28,7 +28,7 @@ class Generation:
     def __init__(self, engine: EngineClient, handles: Sequence[RequestHandle]) -> None:
         self._engine = engine
         self._handles = handles
-        self._queue: asyncio.Queue[tuple[int, GenerateEvent | None]] = asyncio.Queue()
+        self._queue: asyncio.Queue[tuple[int, GenerateEvent | Exception | None]] = asyncio.Queue()
         self._first: asyncio.Task[Numbered | None] | None = None
         self._iterator = self._single() if len(handles) == 1 else self._merged()
 
@@ -116,6 +116,8 @@ class Generation:
                     left -= 1
                 elif isinstance(event, ErrorEvent):
                     raise event.error
+                elif isinstance(event, Exception):
+                    raise event
                 else:
                     yield number, event
         finally:
@@ -123,8 +125,11 @@ class Generation:
                 pump.cancel()
 
     async def _pump(self, number: int, handle: RequestHandle) -> None:
-        async for event in handle.events:
-            self._queue.put_nowait((number, event))
+        try:
+            async for event in handle.events:
+                self._queue.put_nowait((number, event))
+        except Exception as bug:  # noqa: BLE001 - raised again where the events are read
+            self._queue.put_nowait((number, bug))
         self._queue.put_nowait((number, None))
 
 

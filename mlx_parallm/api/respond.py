@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import AsyncIterator
 from typing import Any, Protocol
 
@@ -9,10 +10,12 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from mlx_parallm.api import sse
-from mlx_parallm.api.errors import body_of
+from mlx_parallm.api.errors import body_of, bug_body
 from mlx_parallm.api.generation import Generation, unless_disconnected
 from mlx_parallm.errors import ParallmError
 from mlx_parallm.outputs import PromptEvent, TokenEvent
+
+logger = logging.getLogger(__name__)
 
 
 class Answer(Protocol):
@@ -50,7 +53,9 @@ async def respond(
         ParallmError: the generation failed; for a stream, before its first event.
     """
     if stream:
-        return await unless_disconnected(request, _stream(generation, answer, keep_alive_s))
+        return await unless_disconnected(
+            request, _stream(request, generation, answer, keep_alive_s)
+        )
     return await unless_disconnected(request, _collect(generation, answer))
 
 
@@ -63,18 +68,22 @@ async def _collect(generation: Generation, answer: Answer) -> Response:
         await generation.abort()
 
 
-async def _stream(generation: Generation, answer: Answer, keep_alive_s: float) -> Response:
+async def _stream(
+    request: Request, generation: Generation, answer: Answer, keep_alive_s: float
+) -> Response:
     try:
         await generation.wait_for_first(keep_alive_s)
     except BaseException:
         await generation.abort()
         raise
     return sse.EventStreamResponse(
-        _encoded(generation, answer), on_close=generation.abort, keep_alive_s=keep_alive_s
+        _encoded(request, generation, answer), on_close=generation.abort, keep_alive_s=keep_alive_s
     )
 
 
-async def _encoded(generation: Generation, answer: Answer) -> AsyncIterator[bytes]:
+async def _encoded(
+    request: Request, generation: Generation, answer: Answer
+) -> AsyncIterator[bytes]:
     try:
         opening = answer.opening()
         if opening:
@@ -86,3 +95,7 @@ async def _encoded(generation: Generation, answer: Answer) -> AsyncIterator[byte
         yield sse.data(*answer.closing()) + sse.DONE
     except ParallmError as error:
         yield sse.data(body_of(error)) + sse.DONE
+    except Exception:
+        # The status is sent: without an event the client would see a cut connection only.
+        logger.exception("a stream failed", extra={"request_id": request.state.request_id})
+        yield sse.data(bug_body()) + sse.DONE

@@ -14,6 +14,7 @@ import pytest
 
 from mlx_parallm import errors
 from mlx_parallm.config import ServerConfig
+from mlx_parallm.outputs import ErrorEvent
 from tests.fake_engine import FakeEngine, fail, hang, serve_fake, write
 
 HI = [{"role": "user", "content": "hi"}]
@@ -156,6 +157,29 @@ def test_a_bug_is_a_500_with_its_request_id(engine: FakeEngine, url: str) -> Non
     assert response.headers["x-request-id"] == "mine"
     assert response.headers["x-should-retry"] == "false"
     assert response.json()["error"]["type"] == "server_error"
+
+
+def trip(*, after: str) -> Any:
+    """A script that writes some text and then meets a bug."""
+
+    async def script(request: Any) -> Any:
+        async for event in fail(errors.StepError("no"), after=after)(request):
+            if isinstance(event, ErrorEvent):
+                raise ZeroDivisionError
+            yield event
+
+    return script
+
+
+@pytest.mark.parametrize("prompt", ["a", ["a", "b"]])
+def test_a_bug_in_a_stream_is_an_event_before_its_end(
+    engine: FakeEngine, url: str, prompt: Any
+) -> None:
+    engine.script = trip(after="ab")
+    *parts, error, done = events(post(url, TEXT, prompt=prompt, stream=True).text)
+    assert parts
+    assert (error["error"]["type"], done) == ("server_error", "[DONE]")
+    assert post(url, TEXT, prompt=prompt).status_code == 500
 
 
 @pytest.mark.parametrize("after", ["", "ab"])
