@@ -99,6 +99,16 @@ def test_a_chat_stream_opens_and_ends_every_choice(engine: FakeEngine, url: str,
         assert all(choice["finish_reason"] is None for choice in mine[:-1])
 
 
+@pytest.mark.parametrize(("path", "prompt"), [(CHAT, {"messages": HI}), (TEXT, {"prompt": "a"})])
+def test_usage_is_null_before_the_last_chunk(
+    engine: FakeEngine, url: str, path: str, prompt: dict[str, Any]
+) -> None:
+    asked = prompt | {"stream_options": {"include_usage": True}, "prompt_logprobs": 0}
+    *chunks, last = stream(url, path, **asked)
+    assert all(chunk["choices"] and chunk["usage"] is None for chunk in chunks)
+    assert (last["choices"], last["usage"]["completion_tokens"]) == ([], 6)
+
+
 def test_usage_comes_only_when_asked_for(engine: FakeEngine, url: str) -> None:
     assert not any("usage" in chunk for chunk in stream(url, CHAT, messages=HI))
     options = {"include_usage": None, "continuous_usage_stats": True}

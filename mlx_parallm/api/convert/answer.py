@@ -6,6 +6,7 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
+from mlx_parallm.api.schemas.common import StreamOptions
 from mlx_parallm.batch import TokenLogprob
 from mlx_parallm.outputs import PromptEvent, TokenEvent
 
@@ -49,6 +50,13 @@ class Usage:
             "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
             "completion_tokens_details": {"reasoning_tokens": self.reasoning_tokens},
         }
+
+
+def chunk_usage(usage: Usage, options: StreamOptions | None) -> dict[str, Any]:
+    """The ``usage`` key of a chunk with choices: the counts so far, null, or no key."""
+    if options is not None and options.continuous_usage_stats:
+        return {"usage": usage.body()}
+    return {"usage": None} if options is not None and options.include_usage else {}
 
 
 @dataclass(slots=True)

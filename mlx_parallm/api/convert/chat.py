@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from mlx_parallm.api.convert.answer import AnswerHead, Sample, Usage
+from mlx_parallm.api.convert.answer import AnswerHead, Sample, Usage, chunk_usage
 from mlx_parallm.api.convert.logprobs import TokenNames, chat_logprobs, prompt_logprobs
 from mlx_parallm.api.reasoning import ReasoningSplitter
 from mlx_parallm.api.schemas.chat import ChatRequest
@@ -76,8 +76,9 @@ class ChatAnswer:
         if isinstance(event, PromptEvent):
             if event.prompt_logprobs is None:
                 return []
+            # With a choice: clients take a chunk without for the one of usage.
             scores = prompt_logprobs(event.prompt_logprobs, self._names)
-            return [self._head.keys() | {"choices": [], "prompt_logprobs": scores}]
+            return [self._chunk(0, {}, None) | {"prompt_logprobs": scores}]
         chunks = []
         delta = self._delta(event)
         if delta or event.logprobs or (self._body.return_token_ids and event.token_ids):
@@ -145,8 +146,5 @@ class ChatAnswer:
             choice["logprobs"] = chat_logprobs(event.logprobs, self._names)
         if event is not None and self._body.return_token_ids:
             choice["token_ids"] = list(event.token_ids)
-        chunk = self._head.keys() | {"choices": [choice]}
-        options = self._body.stream_options
-        if options is not None and options.continuous_usage_stats:
-            chunk["usage"] = self.usage.body()
-        return chunk
+        usage = chunk_usage(self.usage, self._body.stream_options)
+        return self._head.keys() | {"choices": [choice]} | usage

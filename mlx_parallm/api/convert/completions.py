@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from mlx_parallm.api.convert.answer import AnswerHead, Sample, Usage
+from mlx_parallm.api.convert.answer import AnswerHead, Sample, Usage, chunk_usage
 from mlx_parallm.api.convert.logprobs import CompletionLogprobs, TokenNames, prompt_logprobs
 from mlx_parallm.api.schemas.completions import CompletionRequest
 from mlx_parallm.outputs import PromptEvent, TokenEvent
@@ -66,11 +66,9 @@ class CompletionAnswer:
         if not (sample.text or sample.finish_reason or echo or (wanted and sample.token_ids)):
             return []
         self._begun.add(index)
-        chunk = self._head.keys() | {"choices": [self._choice(index, sample, first=first)]}
-        options = self._body.stream_options
-        if options is not None and options.continuous_usage_stats:
-            chunk["usage"] = self.usage.body()
-        return [chunk]
+        choice = self._choice(index, sample, first=first)
+        usage = chunk_usage(self.usage, self._body.stream_options)
+        return [self._head.keys() | {"choices": [choice]} | usage]
 
     def closing(self) -> list[dict[str, Any]]:
         """What follows the last choice: usage, if asked for."""
