@@ -76,6 +76,15 @@ def test_a_history_reaches_the_template_as_text(
     assert tokenizer.messages[3]["tool_call_id"] == "c"
 
 
+def test_nulls_of_a_message_are_absent(
+    engine: FakeEngine, url: str, tokenizer: RecordingTokenizer
+) -> None:
+    nulls = dict.fromkeys(["tool_calls", "function_call", "refusal", "annotations", "audio"])
+    answer = {"role": "assistant", "content": "yes"}
+    ask(url, messages=[*HI, answer | nulls, *HI])
+    assert tokenizer.messages[1] == answer
+
+
 @pytest.mark.parametrize(
     ("sent", "kwargs"),
     [

@@ -177,7 +177,9 @@ def _turn(message: ChatMessage, number: int) -> dict[str, Any]:
             f"messages[{number}].role {message.role[:32]!r} is not one of {', '.join(ROLES)}.",
             param="messages",
         )
-    turn: dict[str, Any] = dict(message.model_extra or {})
+    # Clients send back the nulls of an answer; templates ask whether a key is there.
+    extra = message.model_extra or {}
+    turn: dict[str, Any] = {key: value for key, value in extra.items() if value is not None}
     turn["role"] = "system" if message.role == "developer" else message.role
     turn["content"] = _text(message.content, number)
     if message.content is None and message.role != "assistant":
