@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from mlx_parallm import __version__
-from mlx_parallm.runner.attention_check import AttentionReport, attention_report
+from mlx_parallm.runner.backend_choice import AttentionReport, attention_report
 from mlx_parallm.runner.device import DeviceReport, device_report
 
 PACKAGES = (
@@ -127,6 +127,8 @@ def render(diagnosis: Diagnosis) -> list[str]:
     ]
     width = max(len(name) for name, _ in rows) + 2
     lines = [f"{name:<{width}}{value}" for name, value in rows]
+    if attention.rejected is not None:
+        lines += ["", f"kernels of this device are not used: {attention.rejected}"]
     lines += ["", *(f"advice: {line}" for line in diagnosis.advice or ("nothing to change",))]
     return lines
 

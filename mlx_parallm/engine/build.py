@@ -14,13 +14,13 @@ from mlx_parallm.engine.interface import ServedModel
 from mlx_parallm.engine.metrics import EngineMetrics, MetricFamilies
 from mlx_parallm.errors import ConfigError
 from mlx_parallm.kv_cache.manager import KVCacheManager
-from mlx_parallm.runner.attention_check import make_backend
-from mlx_parallm.runner.cache_layout import CacheLayout, probe_layout
+from mlx_parallm.runner.backend_choice import choose_backend
+from mlx_parallm.runner.cache_layout import CacheLayout, kv_shapes, probe_layout
 from mlx_parallm.runner.device import free_memory_bytes
 from mlx_parallm.runner.host_memory import keep_freed_memory
 from mlx_parallm.runner.hub import resolve_model
 from mlx_parallm.runner.loader import LoadedModel, load_model
-from mlx_parallm.runner.memory import KVPlan, plan_kv
+from mlx_parallm.runner.memory import KVPlan, plan_kv, query_heads
 from mlx_parallm.runner.model_runner import ModelRunner
 from mlx_parallm.scheduler.scheduler import Scheduler
 from mlx_parallm.tokenizer.tokenizer import ParallmTokenizer, load_tokenizer
@@ -134,8 +134,10 @@ def _assemble(
     observer: StepObserver | None,
 ) -> LoadedEngine:
     num_blocks = one.plan.num_blocks(budget)
-    backend = make_backend(one.plan.block_size)
-    runner = ModelRunner(one.loaded, one.layouts, one.plan, num_blocks, backend)
+    choice = choose_backend(
+        one.plan.block_size, kv_shapes(one.layouts), query_heads(one.loaded.config)
+    )
+    runner = ModelRunner(one.loaded, one.layouts, one.plan, num_blocks, choice.backend)
     info = runner.info
     kv = KVCacheManager(
         info.num_blocks,

@@ -8,7 +8,8 @@ import mlx.core as mx
 
 from mlx_parallm.attention.base import LayerPool
 from mlx_parallm.attention.reference import ReferenceAttention
-from mlx_parallm.runner.attention_check import attention_error, attention_report
+from mlx_parallm.runner.attention_check import attention_error
+from mlx_parallm.runner.backend_choice import attention_report
 
 
 class WindowIgnored(ReferenceAttention):

@@ -1,0 +1,107 @@
+"""Which attention backend a model uses: the device's kernels if they prove right, or stock ops."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from mlx_parallm.attention.base import AttentionBackend, LayerShape
+from mlx_parallm.attention.kernel_backend import (
+    CudaAttention,
+    KernelAttention,
+    MetalAttention,
+)
+from mlx_parallm.attention.kernel_pool import why_unsupported
+from mlx_parallm.attention.reference import ReferenceAttention
+from mlx_parallm.runner.attention_check import (
+    BLOCK_SIZE,
+    HEADS,
+    MAX_ERROR,
+    SHAPE,
+    attention_error,
+)
+from mlx_parallm.runner.device import backend_name
+from mlx_parallm.runner.model_errors import MODEL_ERRORS
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionReport:
+    """The backend in use and how far it is from softmax attention (absolute, float32).
+
+    ``rejected`` says why the device's own kernels are not used, if it has any.
+    """
+
+    backend: str
+    max_error: float
+    passed: bool
+    rejected: str | None = None
+
+
+def attention_report() -> AttentionReport:
+    """Test the backend that models use on the default device."""
+    choice = choose_backend(BLOCK_SIZE, [SHAPE], HEADS)
+    return AttentionReport(
+        backend=choice.backend.name,
+        max_error=choice.error,
+        passed=choice.error <= MAX_ERROR[SHAPE.dtype],
+        rejected=choice.rejected,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class BackendChoice:
+    """The backend to use, its largest error, and why the kernels of this device are not used."""
+
+    backend: AttentionBackend
+    error: float
+    rejected: str | None = None
+
+
+def choose_backend(block_size: int, shapes: Sequence[LayerShape], heads: int) -> BackendChoice:
+    """The kernels of the default device if they are right at these shapes, or the reference.
+
+    Args:
+        block_size: tokens per block.
+        shapes: of the model's layers.
+        heads: query heads of a layer.
+    """
+    reference = ReferenceAttention(block_size)
+    kernels = _kernels(block_size)
+    rejected = None
+    if kernels is not None:
+        rejected, error = _judge(kernels, block_size, shapes, heads)
+        if rejected is None:
+            return BackendChoice(kernels, error)
+        logger.warning("attention kernels are not used: %s", rejected)
+    return BackendChoice(reference, attention_error(ReferenceAttention(BLOCK_SIZE)), rejected)
+
+
+def _kernels(block_size: int) -> KernelAttention | None:
+    backend = backend_name()
+    if backend == "cuda":
+        return CudaAttention(block_size)
+    return MetalAttention(block_size) if backend == "metal" else None
+
+
+def _judge(
+    kernels: KernelAttention, block_size: int, shapes: Sequence[LayerShape], heads: int
+) -> tuple[str | None, float]:
+    """Why kernels may not be used, if so, and their largest error."""
+    worst = 0.0
+    for shape in dict.fromkeys(shapes):
+        reason = why_unsupported(shape, block_size)
+        if reason is not None:
+            return reason, worst
+        multiple = max(1, heads // shape.num_kv_heads) * shape.num_kv_heads
+        try:
+            error = attention_error(kernels, shape, multiple, block_size)
+        except MODEL_ERRORS as cause:
+            return f"{type(cause).__name__}: {cause}", worst
+        # Not "greater": NaN must fail too.
+        if not error <= MAX_ERROR[shape.dtype]:
+            return f"off by {error:.2g} for {shape}", worst
+        worst = max(worst, error)
+    return None, worst
