@@ -43,9 +43,12 @@ STATUS: Mapping[type[errors.ParallmError], Status] = {
 
 METHODS = ("GET", "POST", "PUT", "PATCH", "DELETE")
 HTTP_TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
+# What pydantic says of a body that is not there, or is no object.
+NO_OBJECT = frozenset({"missing", "model_attributes_type"})
 # Bounds on how much of a bad body is echoed: a short request must not make a long answer.
 MAX_PROBLEMS = 5
 MAX_PROBLEM_CHARS = 200
+MAX_MESSAGE_CHARS = 1000
 
 
 def status_of(error: errors.ParallmError) -> Status:
@@ -65,7 +68,7 @@ def body_of(error: errors.ParallmError) -> dict[str, Any]:
     status = status_of(error)
     param = getattr(error, "param", None)
     code = getattr(error, "code", None) or status.code
-    return error_body(str(error), status.type, param=param, code=code)
+    return error_body(str(error)[:MAX_MESSAGE_CHARS], status.type, param=param, code=code)
 
 
 def bug_body() -> dict[str, Any]:
@@ -99,17 +102,23 @@ async def _on_parallm_error(_: Request, error: errors.ParallmError) -> JSONRespo
     return response_of(error)
 
 
-async def _on_validation(_: Request, error: RequestValidationError) -> JSONResponse:
+async def _on_validation(request: Request, error: RequestValidationError) -> JSONResponse:
     problems = error.errors()
-    return JSONResponse(
-        error_body(
-            describe(problems),
-            "invalid_request_error",
-            param=param_of(problems[0]["loc"]) if problems else None,
-            code="invalid_json" if problems and problems[0]["type"] == "json_invalid" else None,
-        ),
-        400,
-    )
+    first = problems[0]
+    if first["type"] == "json_invalid":
+        message = f"The body is not JSON: {first['ctx']['error']} at character {first['loc'][-1]}."
+        body = error_body(message, "invalid_request_error", code="invalid_json")
+    elif first["loc"] == ("body",) and first["type"] in NO_OBJECT:
+        # FastAPI leaves a body of another type unread.
+        is_json = "json" in request.headers.get("content-type", "").lower()
+        wanted = (
+            "body must be a JSON object" if is_json else "content type must be application/json"
+        )
+        body = error_body(f"The {wanted}.", "invalid_request_error")
+    else:
+        message, param = describe(problems), param_of(first["loc"])
+        body = error_body(message, "invalid_request_error", param=param)
+    return JSONResponse(body, 400)
 
 
 async def _on_http(request: Request, error: HTTPException) -> JSONResponse:

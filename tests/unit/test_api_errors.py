@@ -6,10 +6,14 @@ import inspect
 import json
 from typing import Any
 
+import httpx2
 import pytest
 
 from mlx_parallm import errors
+from mlx_parallm.api.app import create_app
 from mlx_parallm.api.errors import body_of, describe, response_of, status_of
+from mlx_parallm.config import ServerConfig
+from tests.fake_engine import FakeEngine
 
 STARTUP = {errors.ConfigError, errors.ModelLoadError}
 MAKE: dict[type, Any] = {
@@ -51,6 +55,36 @@ def test_a_failed_step_tells_the_client_not_to_retry() -> None:
     response = response_of(errors.StepError("no"))
     assert response.headers["x-should-retry"] == "false"
     assert json.loads(bytes(response.body))["error"]["type"] == "server_error"
+
+
+def test_the_echo_of_a_long_name_is_bounded() -> None:
+    error = body_of(errors.ModelNotFoundError("m" * 99_999))["error"]
+    assert len(error["message"]) == 1000
+    assert error["code"] == "model_not_found"
+
+
+@pytest.mark.parametrize(
+    ("content", "content_type", "message"),
+    [
+        (b"{}", "text/plain", "The content type must be application/json."),
+        (b"{}", "application/x-www-form-urlencoded", "The content type must be application/json."),
+        (b"{}", None, "The content type must be application/json."),
+        (b"", "application/json", "The body must be a JSON object."),
+        (b"[1]", "application/json", "The body must be a JSON object."),
+        (b"null", "Application/JSON; charset=utf-8", "The body must be a JSON object."),
+        (b"{]", "application/json", "The body is not JSON: Expecting property name enclosed in "),
+    ],
+)
+async def test_what_is_wrong_with_a_body_is_said(
+    content: bytes, content_type: str | None, message: str
+) -> None:
+    transport = httpx2.ASGITransport(create_app(FakeEngine(), ServerConfig()))
+    headers = {} if content_type is None else {"content-type": content_type}
+    async with httpx2.AsyncClient(transport=transport, base_url="http://here") as client:
+        response = await client.post("/v1/completions", content=content, headers=headers)
+    assert response.status_code == 400
+    assert response.json()["error"]["message"].startswith(message)
+    assert response.json()["error"]["param"] is None
 
 
 def test_the_echo_of_a_bad_body_is_bounded() -> None:
