@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 import httpx2
 import openai
 import pytest
 
-from tests.fake_engine import FakeEngine, ThinkingTokenizer, serve_fake, write
+from mlx_parallm.batch import TokenLogprob
+from mlx_parallm.outputs import GenerateEvent, PromptEvent
+from mlx_parallm.request import GenerateRequest
+from tests.fake_engine import FakeEngine, ThinkingTokenizer, serve_fake, token_event, write
 
 HI = [{"role": "user", "content": "hi"}]
 CHAT = "/v1/chat/completions"
@@ -223,6 +226,26 @@ def test_prompt_logprobs_are_in_vllms_shape(engine: FakeEngine, url: str) -> Non
     chunks = stream(url, CHAT, messages=HI, prompt_logprobs=1)
     found = [chunk["prompt_logprobs"] for chunk in chunks if "prompt_logprobs" in chunk]
     assert [len(one) for one in found] == [PROMPT_TOKENS]
+
+
+@pytest.mark.parametrize(("logprobs", "prompt_logprobs"), [(2, 0), (0, 2), (1, 2)])
+def test_the_echo_and_prompt_logprobs_each_have_their_own_alternatives(
+    engine: FakeEngine, url: str, logprobs: int, prompt_logprobs: int
+) -> None:
+    top = ((120, -0.125), (121, -0.5))
+
+    async def script(request: GenerateRequest) -> AsyncIterator[GenerateEvent]:
+        assert request.params.prompt_logprobs == 2
+        entry = TokenLogprob(98, -4.0, top, 9)
+        name = request.request_id
+        yield PromptEvent(request_id=name, num_cached_tokens=0, prompt_logprobs=(None, entry))
+        yield token_event(request, 0, (), is_last=True)
+
+    engine.script = script
+    asked = {"logprobs": logprobs, "prompt_logprobs": prompt_logprobs}
+    (choice,) = post(url, TEXT, prompt="ab", echo=True, max_tokens=0, **asked)["choices"]
+    assert list(choice["logprobs"]["top_logprobs"][1]) == [*"xy"[:logprobs], "b"]
+    assert list(choice["prompt_logprobs"][1]) == ["98", *["120", "121"][:prompt_logprobs]]
 
 
 def test_parameters_reach_the_engine(engine: FakeEngine, url: str) -> None:

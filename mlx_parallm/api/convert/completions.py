@@ -6,7 +6,12 @@ from collections.abc import Sequence
 from typing import Any
 
 from mlx_parallm.api.convert.answer import AnswerHead, Sample, Usage, chunk_usage
-from mlx_parallm.api.convert.logprobs import CompletionLogprobs, TokenNames, prompt_logprobs
+from mlx_parallm.api.convert.logprobs import (
+    CompletionLogprobs,
+    TokenNames,
+    prompt_logprobs,
+    with_top,
+)
 from mlx_parallm.api.schemas.completions import CompletionRequest
 from mlx_parallm.outputs import PromptEvent, TokenEvent
 
@@ -90,9 +95,10 @@ class CompletionAnswer:
             "stop_reason": sample.stop_reason,
         }
         event = self._prompt_events.get(prompt)
-        asked = first and self._body.prompt_logprobs is not None
-        if asked and event is not None and event.prompt_logprobs is not None:
-            choice["prompt_logprobs"] = prompt_logprobs(event.prompt_logprobs, self._names)
+        count = self._body.prompt_logprobs if first else None
+        if count is not None and event is not None and event.prompt_logprobs is not None:
+            entries = with_top(event.prompt_logprobs, count)
+            choice["prompt_logprobs"] = prompt_logprobs(entries, self._names)
         if self._body.return_token_ids:
             choice["token_ids"] = sample.token_ids
         if self._body.return_token_ids and first:
@@ -106,6 +112,7 @@ class CompletionAnswer:
         prompt_ids = self._prompts[index // self._body.n][1]
         before = ()
         if echo and event is not None and event.prompt_logprobs is not None:
-            before = tuple(zip(prompt_ids, event.prompt_logprobs, strict=True))
+            entries = with_top(event.prompt_logprobs, self._body.logprobs)
+            before = tuple(zip(prompt_ids, entries, strict=True))
         after = tuple((entry.token_id, entry) for entry in sample.logprobs)
         return self._offsets[index].take((*before, *after))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from mlx_parallm.batch import TokenLogprob
@@ -67,6 +68,14 @@ class CompletionLogprobs:
             result["token_logprobs"].append(max(entry.logprob, LOWEST))
             result["top_logprobs"].append(top | {name: max(entry.logprob, LOWEST)})
         return result
+
+
+def with_top(entries: Iterable[TokenLogprob | None], count: int) -> tuple[TokenLogprob | None, ...]:
+    """The same with at most ``count`` alternatives each."""
+    return tuple(
+        one if one is None or len(one.top) <= count else replace(one, top=one.top[:count])
+        for one in entries
+    )
 
 
 def prompt_logprobs(

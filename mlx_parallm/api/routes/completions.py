@@ -63,7 +63,8 @@ def _request(
     prompt_ids: tuple[int, ...],
     config: ServerConfig,
 ) -> GenerateRequest:
-    echoed = body.logprobs if body.echo else None
+    # Both show the prompt's tokens, each with its own number of alternatives.
+    shown = (body.prompt_logprobs, body.logprobs if body.echo else None)
     return GenerateRequest(
         request_id=request_id,
         model=model.names[0],
@@ -72,7 +73,7 @@ def _request(
             body,
             max_tokens=body.max_tokens,
             logprobs=body.logprobs,
-            prompt_logprobs=echoed if body.prompt_logprobs is None else body.prompt_logprobs,
+            prompt_logprobs=max((one for one in shown if one is not None), default=None),
             max_logprobs=config.max_logprobs,
         ),
         priority=body.priority,
