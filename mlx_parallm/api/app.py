@@ -41,13 +41,22 @@ def create_app(
     app.state.engine = engine
     app.state.config = config
     app.state.max_waiting = max_waiting
+    _add_routes(app)
+    install_error_handlers(app)
+    _add_middleware(app, config)
+    return app
+
+
+def _add_routes(app: FastAPI) -> None:
     for router in (chat.router, completions.router, models.router):
         app.include_router(router, prefix="/v1")
         app.include_router(router, include_in_schema=False)
     for router in (tokenize.router, health.router, docs.router):
         app.include_router(router)
     app.mount(docs.ASSETS, docs.assets())
-    install_error_handlers(app)
+
+
+def _add_middleware(app: FastAPI, config: ServerConfig) -> None:
     # The last added runs first.
     app.add_middleware(HeadMiddleware)
     app.add_middleware(BodyLimitMiddleware, limits=body_limits(config))
@@ -64,4 +73,3 @@ def create_app(
     if config.access_log:
         app.add_middleware(AccessLogMiddleware)
     app.add_middleware(RequestIdMiddleware)
-    return app

@@ -54,16 +54,12 @@ class Generation:
         """
         if max_waiting is not None:
             check_room(len(requests), requests[0].params.n, max_waiting)
-        # All at once: one after the other, every prompt would wait for a step of its own.
-        tasks = [asyncio.ensure_future(engine.submit(request)) for request in requests]
         try:
-            handles = await asyncio.gather(*tasks)
-        except BaseException as refusal:
-            await _take_back(engine, tasks)
-            if isinstance(refusal, InvalidRequestError) and refusal.param is not None:
+            return cls(engine, await _admit(engine, requests))
+        except InvalidRequestError as refusal:
+            if refusal.param is not None:
                 refusal.param = fields.get(refusal.param, refusal.param)
             raise
-        return cls(engine, handles)
 
     async def abort(self) -> None:
         """End what still runs; after the end it does nothing."""
@@ -131,6 +127,18 @@ class Generation:
         except Exception as bug:  # noqa: BLE001 - raised again where the events are read
             self._queue.put_nowait((number, bug))
         self._queue.put_nowait((number, None))
+
+
+async def _admit(
+    engine: EngineClient, requests: Sequence[GenerateRequest]
+) -> Sequence[RequestHandle]:
+    # All at once: one after the other, every prompt would wait for a step of its own.
+    tasks = [asyncio.ensure_future(engine.submit(request)) for request in requests]
+    try:
+        return await asyncio.gather(*tasks)
+    except BaseException:
+        await _take_back(engine, tasks)
+        raise
 
 
 async def _take_back(engine: EngineClient, tasks: Sequence[asyncio.Task[RequestHandle]]) -> None:

@@ -58,12 +58,7 @@ def serve(engine_config: EngineConfig, server_config: ServerConfig) -> int:
     configure_logging(server_config.log_level, server_config.log_format)
     warn_of_unknown_variables()
     sys.setswitchinterval(SWITCH_INTERVAL_S)
-    if is_exposed(server_config):
-        logger.warning(
-            "LISTENING ON %s WITHOUT AN API KEY: anybody who reaches this port can use the "
-            "models and change the server. Set --api-key, or listen on 127.0.0.1.",
-            server_config.host,
-        )
+    warn_if_exposed(server_config)
     # Taken before the models load, so that a port in use is known at once.
     listener = bind(server_config)
     with listener:
@@ -79,6 +74,16 @@ def serve(engine_config: EngineConfig, server_config: ServerConfig) -> int:
         )
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             return runner.run(server.run(listener))
+
+
+def warn_if_exposed(config: ServerConfig) -> None:
+    """Log it if other machines can reach the server without a key."""
+    if is_exposed(config):
+        logger.warning(
+            "LISTENING ON %s WITHOUT AN API KEY: anybody who reaches this port can use the "
+            "models and change the server. Set --api-key, or listen on 127.0.0.1.",
+            config.host,
+        )
 
 
 def is_exposed(config: ServerConfig) -> bool:
