@@ -112,7 +112,9 @@ class ReferenceAttention:
     def write(self, pool: LayerPool, plan: ReferencePlan, keys: mx.array, values: mx.array) -> None:
         """See ``AttentionBackend.write``."""
         pool.keys[:, plan.slots] = keys[:, :, 0].swapaxes(0, 1)
-        pool.values[:, plan.slots] = values[:, :, 0].swapaxes(0, 1)
+        # Keys of an index have no values; MLX's CPU backend divides by such a width.
+        if values.shape[-1]:
+            pool.values[:, plan.slots] = values[:, :, 0].swapaxes(0, 1)
 
     def attend(
         self,
@@ -146,7 +148,8 @@ class ReferenceAttention:
         # Read before the write is built: a pool that a pending read holds would be copied whole.
         mx.eval(keys, values)
         pool.keys[:, target_rows] = keys
-        pool.values[:, target_rows] = values
+        if values.shape[-1]:
+            pool.values[:, target_rows] = values
 
     def _rows(self, blocks: mx.array) -> mx.array:
         """Flat pool positions of whole blocks."""

@@ -16,7 +16,7 @@ from mlx_parallm.errors import ConfigError
 from mlx_parallm.kv_cache.manager import KVCacheManager
 from mlx_parallm.runner.backend_choice import choose_backend
 from mlx_parallm.runner.cache_layout import CacheLayout, kv_shapes, probe_layout
-from mlx_parallm.runner.device import free_memory_bytes
+from mlx_parallm.runner.device import backend_name, free_memory_bytes
 from mlx_parallm.runner.host_memory import keep_freed_memory
 from mlx_parallm.runner.hub import resolve_model
 from mlx_parallm.runner.loader import LoadedModel, load_model
@@ -28,6 +28,9 @@ from mlx_parallm.tokenizer.tokenizer import ParallmTokenizer, load_tokenizer
 DEMO_NAME = "mlx-parallm-demo"
 # Found by its place in the package: the engine does not depend on the code that made it.
 DEMO_FOLDER = Path(__file__).resolve().parent.parent / "demo" / "model"
+
+# KV of small models on the CPU; larger ones get as much as their weights take.
+CPU_KV_BYTES = 1 << 30
 
 Progress = Callable[[str, float], None]
 
@@ -68,7 +71,8 @@ def build_engines(
     keep_freed_memory()
     models = [_load(model, config, on_progress) for model in config.models]
     wanted = [one.plan.wanted_bytes for one in models]
-    budgets = share_budget(wanted, _kv_budget(config.cache, sum(wanted)))
+    weights = sum(one.loaded.weight_bytes for one in models)
+    budgets = share_budget(wanted, _kv_budget(config.cache, sum(wanted), weights))
     return [
         _assemble(one, budget, config, families, observer)
         for one, budget in zip(models, budgets, strict=True)
@@ -96,11 +100,16 @@ def share_budget(wanted: Sequence[int], budget: int) -> list[int]:
     return [want * budget // total for want in wanted]
 
 
-def _kv_budget(cache: CacheConfig, wanted: int) -> int:
+def _kv_budget(cache: CacheConfig, wanted: int, weights: int) -> int:
+    """Bytes of KV for all models: as configured, or by what is free and what is sensible."""
     if cache.kv_cache_bytes is not None:
         return cache.kv_cache_bytes
     free = free_memory_bytes()
-    return wanted if free is None else int(free * cache.memory_fraction)
+    budget = wanted if free is None else int(free * cache.memory_fraction)
+    if backend_name() == "cpu":
+        # There a pool takes its memory, and the time to fill it, at start.
+        budget = min(budget, max(CPU_KV_BYTES, weights))
+    return budget
 
 
 def _load(model: ModelConfig, config: EngineConfig, on_progress: Progress) -> _Weights:

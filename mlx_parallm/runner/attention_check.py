@@ -39,7 +39,11 @@ def attention_error(
     """
     tables = [_cut(table, block_size) for table in TABLES]
     errors = []
-    for window, sinks in ((None, None), (WINDOW, None), (None, (mx.arange(heads) * 0.5).astype(shape.dtype))):
+    for window, sinks in (
+        (None, None),
+        (WINDOW, None),
+        (None, (mx.arange(heads) * 0.5).astype(shape.dtype)),
+    ):
         errors.append(_run_case(backend, shape, heads, tables, window, sinks))
     return max(errors)
 
@@ -116,7 +120,9 @@ def dense_attention(
         seen &= column > position - window
     scores = np.where(seen, scores, -np.inf)
     if sinks is not None:
-        extra = np.broadcast_to(np.array(sinks.astype(mx.float32))[:, None, None], (heads, length, 1))
+        extra = np.broadcast_to(
+            np.array(sinks.astype(mx.float32))[:, None, None], (heads, length, 1)
+        )
         scores = np.concatenate([scores, extra], axis=-1)
     weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
     weights /= weights.sum(axis=-1, keepdims=True)

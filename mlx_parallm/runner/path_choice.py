@@ -28,6 +28,9 @@ from mlx_parallm.runner.self_check import blocks_needed, check_path, stock_texts
 
 logger = logging.getLogger(__name__)
 
+# Longer windows are not tried: the time at load grows with the square of the length.
+MAX_CHECKED_SLIDE = 512
+
 
 @dataclass(frozen=True, slots=True)
 class PathAttempt:
@@ -67,7 +70,7 @@ def choose_path(
     """
     attempts: list[PathAttempt] = []
     if not any(isinstance(one, OpaqueLayout) for one in leaves(layouts)):
-        window = largest_window(layouts)
+        window = checked_length(model, layouts)
         texts = stock_texts(model, vocab_size, window)
         blocks = max(num_blocks, blocks_needed(block_size, window))
         shapes = [one.shape for one in leaves(layouts) if isinstance(one, KVLayout)]
@@ -83,6 +86,30 @@ def choose_path(
             if isinstance(path, SplitPath):
                 path.close()
     return PathChoice(AlonePath(model), tuple(attempts))
+
+
+def checked_length(model: Any, layouts: tuple[CacheLayout, ...]) -> int | None:
+    """A length beyond which a model attends to a part of its past only; None if it never does.
+
+    Sliding windows that are too long to try are known to be right; which keys a sparse attention
+    selects is not, so its limit comes first.
+    """
+    selected = max((_num_selected(module) for module in model.modules()), default=0)
+    window = largest_window(layouts)
+    if selected or window is None or window > MAX_CHECKED_SLIDE:
+        return selected or None
+    return window
+
+
+def _num_selected(module: Any) -> int:
+    """How many keys an attention module selects, by mlx_lm's names for it; 0 for all."""
+    tokens = getattr(module, "index_topk", None)
+    blocks, size = (
+        getattr(module, name, None) for name in ("index_topk_blocks", "index_block_size")
+    )
+    if isinstance(blocks, int) and isinstance(size, int):
+        return blocks * size
+    return tokens if isinstance(tokens, int) else 0
 
 
 def largest_window(layouts: tuple[CacheLayout, ...]) -> int | None:

@@ -22,8 +22,9 @@ TOLERANCE = {"float32": 2e-3, "float16": 0.1, "bfloat16": 0.5}
 PROMPT_LENGTHS = (1, 7, 19, 34)
 DECODE_STEPS = 3
 CHUNK = 11
+MAX_CHUNKS = 24
 # Windows longer than this are not exceeded by the check's longest prompt.
-MAX_CHECKED_WINDOW = 512
+MAX_CHECKED_WINDOW = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +36,10 @@ class CheckedText:
 
 
 def stock_texts(model: Any, vocab_size: int, window: int | None) -> list[CheckedText]:
-    """What the stock model says of ragged random sequences, each alone: prompt, then decode."""
+    """What the stock model says of ragged random sequences, each alone: prompt, then decode.
+
+    ``window`` is a length that the longest is to exceed, if that is not too long to try.
+    """
     rng = random.Random(0)
     texts = [
         [rng.randrange(vocab_size) for _ in range(length + DECODE_STEPS)]
@@ -104,18 +108,24 @@ def _stock_logprobs(model: Any, text: list[int]) -> mx.array:
 
 
 def _steps(texts: list[list[int]], block_size: int) -> list[list[ScheduledSequence]]:
-    """Steps in which sequence i joins at step i, prefills by chunks, then decodes."""
+    """Steps in which sequence i joins at step i, prefills by chunks, then decodes.
+
+    Each keeps its last two tokens until all have prefilled, so that all decode in one batch.
+    """
     width = max(-(-len(text) // block_size) for text in texts)
     progress = [0] * len(texts)
     steps = []
     number = 0
     while any(progress[i] < len(text) for i, text in enumerate(texts)):
         step = []
+        prefilling = any(progress[i] < len(text) - DECODE_STEPS for i, text in enumerate(texts))
         for i, text in enumerate(texts):
             done, prompt_len = progress[i], len(text) - DECODE_STEPS
-            if i > number or done == len(text):
+            keeps = prefilling and done >= len(text) - 2
+            if i > number or done == len(text) or keeps:
                 continue
-            end = min(done + CHUNK, prompt_len) if done < prompt_len else done + 1
+            chunk = max(CHUNK, prompt_len // MAX_CHUNKS)
+            end = min(done + chunk, prompt_len) if done < prompt_len else done + 1
             # Tables are spread over the pool so that no two sequences are neighbours.
             table = tuple(block * len(texts) + i for block in range(width))
             used = -(-end // block_size)

@@ -45,6 +45,8 @@ class Scheduler:
             has_state=has_state,
         )
         self._by_id: dict[int, Sequence] = {}
+        # By step in flight and seq_id: a sample may end before its step, and others depend on it.
+        self._in_flight: dict[int, dict[int, RequestGroup]] = {}
         self._seq_ids = count()
         self._arrivals = count()
         self._steps = count()
@@ -149,8 +151,10 @@ class Scheduler:
                 self._started.append(sequence.request.request_id)
         # Stable: rows of one token first, each part best first.
         rows = sorted(plan.num_tokens.items(), key=lambda row: row[1] > 1)
+        step_id = next(self._steps)
+        self._in_flight[step_id] = {sequence.seq_id: sequence.group for sequence, _ in rows}
         return ScheduledBatch(
-            step_id=next(self._steps),
+            step_id=step_id,
             sequences=tuple(sequence.schedule(tokens) for sequence, tokens in rows),
             block_copies=plan.block_copies,
             state_copies=plan.state_copies,
@@ -159,14 +163,13 @@ class Scheduler:
     def update(self, batch: ScheduledBatch, output: StepOutput) -> list[SequenceUpdate]:
         """Take in a step's output; what ended is freed."""
         tokens = {token.seq_id: token for token in output.tokens}
+        groups = self._in_flight.pop(batch.step_id)
         updates: list[SequenceUpdate] = []
         for row in batch.sequences:
             sequence = self._by_id.get(row.seq_id)
-            if sequence is None:
-                continue
             if row.seq_id in output.failed:
-                updates += self._fail_group(sequence.group, output.failed[row.seq_id])
-            else:
+                updates += self._fail_group(groups[row.seq_id], output.failed[row.seq_id])
+            elif sequence is not None:
                 entries = output.prompt_logprobs.get(row.seq_id, ())
                 sequence.add_prompt_logprobs(row.start, entries)
                 updates += self._advance(sequence, row, tokens.get(row.seq_id))
@@ -175,10 +178,8 @@ class Scheduler:
     def fail(self, batch: ScheduledBatch, message: str) -> list[SequenceUpdate]:
         """End every request of a step that raised; none of its blocks becomes cached."""
         updates: list[SequenceUpdate] = []
-        for row in batch.sequences:
-            sequence = self._by_id.get(row.seq_id)
-            if sequence is not None:
-                updates += self._fail_group(sequence.group, message)
+        for group in self._in_flight.pop(batch.step_id).values():
+            updates += self._fail_group(group, message)
         return updates
 
     @property
@@ -222,6 +223,7 @@ class Scheduler:
         return [update]
 
     def _fail_group(self, group: RequestGroup, message: str) -> list[SequenceUpdate]:
+        """End every sample that is left of a request."""
         updates = [
             SequenceUpdate(request_id=group.request.request_id, index=index, error=message)
             for index in group.sequences
@@ -232,14 +234,16 @@ class Scheduler:
 
     def _end(self, sequence: Sequence) -> None:
         """Forget a sample, wherever it is; the next one leads those that were to fork from it."""
+        successor = None
+        if sequence.followers:
+            successor, *successor.followers = sequence.followers
         if sequence.slot is not None:
             self._running.stop(sequence)
-        elif not self._waiting.remove(sequence):
+            if successor is not None:
+                self._waiting.push_front(successor)
+        elif not self._waiting.remove(sequence, successor):
             leader = next(s for s in sequence.group.sequences.values() if sequence in s.followers)
             leader.followers.remove(sequence)
-        if sequence.followers:
-            leader, *leader.followers = sequence.followers
-            self._waiting.push_front(leader)
         del self._by_id[sequence.seq_id]
         group = sequence.group
         del group.sequences[sequence.index]

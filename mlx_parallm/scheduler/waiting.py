@@ -40,12 +40,15 @@ class WaitingQueue:
         self._lines[sequence.request.priority].move_to_end(sequence.request.client, last=False)
         self._length += 1
 
-    def remove(self, sequence: Sequence) -> bool:
-        """Take a sequence out; False if it does not wait."""
+    def remove(self, sequence: Sequence, successor: Sequence | None = None) -> bool:
+        """Take a sequence out, or put another into its place; False if it does not wait."""
         clients = self._lines.get(sequence.request.priority, OrderedDict())
         line = clients.get(sequence.request.client)
         if line is None or sequence not in line:
             return False
+        if successor is not None:
+            line[line.index(sequence)] = successor
+            return True
         line.remove(sequence)
         self._drop_if_empty(sequence)
         return True
