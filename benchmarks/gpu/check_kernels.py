@@ -10,6 +10,7 @@ layers chained as in a model; GB/s counts the keys and values read. Exits 1 if a
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
 import sys
 import time
@@ -26,6 +27,7 @@ import numpy as np
 from benchmarks.gpu.kernel_cases import TOLERANCES, Case, Trial
 from mlx_parallm.attention.base import LayerShape
 from mlx_parallm.attention.kernel_backend import KernelAttention
+from mlx_parallm.attention.kernel_pool import KVQuantisation
 from mlx_parallm.attention.kernels.dialect import CudaDialect, Dialect, MetalDialect, Tuning
 from mlx_parallm.attention.reference import ReferenceAttention
 from mlx_parallm.batch import ScheduledSequence
@@ -42,31 +44,46 @@ MAX_POOL_BYTES = 24 << 30
 REPEATS = 10
 
 
+#: Decode rows of very different lengths and a few tokens of one sequence; then prefill between.
+ROWS = ((300, 1), (1000, 1), (4, 7), (0, 1), (2047, 1))
+MIXED = ((200, 1), (0, 33), (700, 1), (64, 100), (9, 3))
+FULL = Case(heads=8, key_dim=128, sequences=ROWS)
+
+
 def cases() -> Iterator[Case]:
-    """Every feature by itself, at every head size and dtype, then together."""
-    long = ((300, 1), (1000, 1), (4, 7), (0, 1), (2047, 1))
-    for dtype in TOLERANCES:
-        for dim in (64, 80, 96, 112, 128, 192, 256):
-            yield Case(dtype=dtype, key_dim=dim, heads=8, sequences=long)
-    yield Case(key_dim=192, value_dim=128, sequences=long)
-    yield Case(key_dim=64, value_dim=256, sequences=long)
+    """Shapes, features of attention, quantised pools, and large batches."""
+    yield from shapes()
+    yield from features()
+    for bits, group_size in itertools.product((8, 4), (32, 64)):
+        one = KVQuantisation(bits=bits, group_size=group_size)
+        yield from (replace(FULL, sequences=MIXED, quantisation=one, dtype=t) for t in TOLERANCES)
+        yield replace(FULL, quantisation=one, key_dim=80, value_dim=112, dtype=mx.bfloat16)
+    yield replace(FULL, sequences=((8191, 1),) + ((100, 1),) * 20, dtype=mx.bfloat16)
+    yield replace(FULL, sequences=((50, 1),) * 300, dtype=mx.bfloat16)
+
+
+def shapes() -> Iterator[Case]:
+    """Head sizes, dtypes, numbers of heads, block sizes."""
+    for dtype, dim in itertools.product(TOLERANCES, (64, 80, 96, 112, 128, 192, 256)):
+        yield Case(dtype=dtype, key_dim=dim, heads=8, sequences=ROWS)
+    yield Case(key_dim=192, value_dim=128, sequences=ROWS)
+    yield Case(key_dim=64, value_dim=256, sequences=ROWS)
     for heads, kv_heads in ((2, 2), (16, 2), (7, 1), (12, 1), (24, 2), (32, 1)):
-        yield Case(heads=heads, kv_heads=kv_heads, dtype=mx.bfloat16, key_dim=128, sequences=long)
+        yield Case(heads=heads, kv_heads=kv_heads, dtype=mx.bfloat16, key_dim=128, sequences=ROWS)
     for block_size in (4, 8, 32, 64, 48):
-        yield Case(block_size=block_size, dtype=mx.bfloat16, key_dim=128, sequences=long)
-    full = Case(heads=8, key_dim=128, sequences=long)
+        yield Case(block_size=block_size, dtype=mx.bfloat16, key_dim=128, sequences=ROWS)
+
+
+def features() -> Iterator[Case]:
+    """Windows, sinks and soft caps, apart and together."""
     for dtype in TOLERANCES:
-        yield replace(full, dtype=dtype, window=100)
-        yield replace(full, dtype=dtype, sinks=True)
-        yield replace(full, dtype=dtype, soft_cap=5.0)
-        yield replace(full, dtype=dtype, window=300, sinks=True, soft_cap=5.0)
-    mixed = ((200, 1), (0, 33), (700, 1), (64, 100), (9, 3))
-    for window in (None, 50):
-        for sinks in (False, True):
-            yield replace(full, sequences=mixed, window=window, sinks=sinks)
-    yield replace(full, sequences=mixed, soft_cap=5.0, sinks=True)
-    yield replace(full, sequences=((8191, 1),) + ((100, 1),) * 20, dtype=mx.bfloat16)
-    yield replace(full, sequences=((50, 1),) * 300, dtype=mx.bfloat16)
+        yield replace(FULL, dtype=dtype, window=100)
+        yield replace(FULL, dtype=dtype, sinks=True)
+        yield replace(FULL, dtype=dtype, soft_cap=5.0)
+        yield replace(FULL, dtype=dtype, window=300, sinks=True, soft_cap=5.0)
+    for window, sinks in itertools.product((None, 50), (False, True)):
+        yield replace(FULL, sequences=MIXED, window=window, sinks=sinks)
+    yield replace(FULL, sequences=MIXED, soft_cap=5.0, sinks=True)
 
 
 def check(dialect: Dialect, tuning: Tuning | None = None) -> int:
@@ -74,21 +91,23 @@ def check(dialect: Dialect, tuning: Tuning | None = None) -> int:
     failed = 0
     for case in cases():
         trial = Trial(case)
-        kernels = KernelAttention(case.block_size, dialect, tuning)
+        kernels = KernelAttention(
+            case.block_size, dialect, quantisation=case.quantisation, tuning=tuning
+        )
         started = time.perf_counter()
         error = trial.error(trial.run(kernels, trial.fill(kernels, poison=True)))
         seconds = time.perf_counter() - started
         beside = "-"
-        if case.soft_cap is None:
+        if case.soft_cap is None and case.quantisation is None:
             reference = ReferenceAttention(case.block_size)
             pool = trial.fill(reference)
             mx.eval(pool.keys, pool.values)
             beside = f"{trial.error(trial.run(reference, pool)):.1e}"
-        is_right = error <= TOLERANCES[case.dtype]
+        is_right = error <= case.tolerance
         failed += not is_right
         verdict = "ok  " if is_right else "FAIL"
         print(f"{verdict} {error:.1e} (reference {beside}) {seconds:5.1f} s  {case}", flush=True)
-    return failed + check_copies(dialect)
+    return failed + check_copies(dialect) + check_order(dialect)
 
 
 def check_copies(dialect: Dialect) -> int:
@@ -112,15 +131,38 @@ def check_copies(dialect: Dialect) -> int:
     return int(not same)
 
 
-def measure(dialect: Dialect, tuning: Tuning | None = None) -> None:
+def check_order(dialect: Dialect) -> int:
+    """Many writes in flight, each read back by the kernel after it; the number of failures."""
+    backend = KernelAttention(BLOCK_SIZE, dialect)
+    shape = LayerShape(num_kv_heads=2, key_dim=64, value_dim=64, dtype=mx.float32)
+    pool = backend.new_pool(shape, 64)
+    table, rows = tuple(range(63, 59, -1)), 4 * BLOCK_SIZE
+    seen = []
+    for start in range(rows):
+        one = ScheduledSequence(seq_id=0, slot=0, start=start, token_ids=(1,), block_table=table)
+        value = mx.full((1, 2, 1, 64), start + 1, mx.float32)
+        backend.write(pool, backend.plan([one]), value, -value)
+        keys, values = backend.gather(pool, mx.array([table], mx.int32))
+        seen.append(mx.stack([keys[0, 0, : start + 1, 0], -values[0, 1, : start + 1, 63]]))
+    mx.eval(seen)
+    right = all(
+        np.array_equal(np.array(one), np.tile(np.arange(1.0, i + 2), (2, 1)))
+        for i, one in enumerate(seen)
+    )
+    print(f"{'ok  ' if right else 'FAIL'} {rows} writes in flight, in order", flush=True)
+    return int(not right)
+
+
+def measure(
+    dialect: Dialect, tuning: Tuning | None = None, quantisation: KVQuantisation | None = None
+) -> None:
     """Print microseconds per layer and GB/s for every size."""
     for name, (heads, kv_heads) in HEADS.items():
         shape = LayerShape(num_kv_heads=kv_heads, key_dim=DIM, value_dim=DIM, dtype=mx.bfloat16)
         for batch, context in SIZES:
-            micros = layer_time(
-                KernelAttention(BLOCK_SIZE, dialect, tuning), shape, heads, batch, context
-            )
-            read = batch * context * shape.bytes_per_token
+            backend = KernelAttention(BLOCK_SIZE, dialect, quantisation=quantisation, tuning=tuning)
+            micros = layer_time(backend, shape, heads, batch, context)
+            read = batch * context * backend.layout(shape).bytes_per_token
             print(
                 f"{name:10} batch {batch:3} context {context:5}: {micros:7.1f} us a layer, "
                 f"{read / micros / 1e3:6.0f} GB/s",
@@ -133,7 +175,7 @@ def layer_time(
 ) -> float:
     """Microseconds of one layer's write and attention, the median of several steps."""
     blocks = -(-context // BLOCK_SIZE)
-    pool_bytes = batch * blocks * BLOCK_SIZE * shape.bytes_per_token
+    pool_bytes = batch * blocks * BLOCK_SIZE * backend.layout(shape).bytes_per_token
     layers = max(min(LAYERS, MAX_POOL_BYTES // pool_bytes), 1)
     pools = [backend.new_pool(shape, batch * blocks) for _ in range(layers)]
     order = np.random.default_rng(0).permutation(batch * blocks).reshape(batch, blocks).tolist()
@@ -186,6 +228,9 @@ def main() -> int:
         for tuning in tunings(dialect.tuning) if options.tune else [dialect.tuning]:
             print(tuning, flush=True)
             measure(dialect, tuning)
+        for bits in (8, 4):
+            print(f"KV in {bits} bits", flush=True)
+            measure(dialect, quantisation=KVQuantisation(bits=bits))
     print(f"{failed} failed" if failed else "done", flush=True)
     return int(failed > 0)
 

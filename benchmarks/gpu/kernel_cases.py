@@ -14,9 +14,10 @@ import mlx.core as mx
 import numpy as np
 
 from mlx_parallm.attention.base import AttentionBackend, LayerPool, LayerShape
+from mlx_parallm.attention.kernel_pool import KernelPool, KVQuantisation
 from mlx_parallm.batch import ScheduledSequence
 
-#: Largest error, per unit of the largest true value: a few roundings of the dtype.
+#: A few roundings of the dtype.
 TOLERANCES = {mx.float32: 2e-5, mx.float16: 2e-3, mx.bfloat16: 1.6e-2}
 
 
@@ -35,6 +36,7 @@ class Case:
         window: latest positions that a row sees; None for all.
         sinks: whether there are sinks.
         soft_cap: of the scores.
+        quantisation: of the pool; a backend must be made with it.
     """
 
     sequences: tuple[tuple[int, int], ...] = ((70, 1), (3, 1), (16, 3), (0, 1))
@@ -47,6 +49,13 @@ class Case:
     window: int | None = None
     sinks: bool = False
     soft_cap: float | None = None
+    quantisation: KVQuantisation | None = None
+
+    @property
+    def tolerance(self) -> float:
+        """Largest error, per unit of the largest true value."""
+        # A division rounded otherwise may choose the next level once in a while.
+        return max(TOLERANCES[self.dtype], 1e-3 if self.quantisation else 0)
 
     @property
     def shape(self) -> LayerShape:
@@ -76,6 +85,8 @@ class Case:
         parts += [f"window {self.window}"] if self.window else []
         parts += ["sinks"] if self.sinks else []
         parts += [f"cap {self.soft_cap:g}"] if self.soft_cap else []
+        if self.quantisation:
+            parts.append(f"KV {self.quantisation.bits} bits by {self.quantisation.group_size}")
         return ", ".join(parts)
 
 
@@ -106,8 +117,9 @@ class Trial:
         """
         pool = backend.new_pool(self.case.shape, self.num_blocks)
         if poison:
-            pool.keys = mx.full(pool.keys.shape, mx.nan, pool.keys.dtype)
-            pool.values = mx.full(pool.values.shape, mx.nan, pool.values.dtype)
+            pool.keys, pool.values = _poisoned(pool.keys), _poisoned(pool.values)
+            if isinstance(pool, KernelPool):
+                pool.scales = tuple(map(_poisoned, pool.scales))
             mx.eval(pool.keys, pool.values)
         before = [(i, 0, start) for i, (start, _) in enumerate(self.case.sequences) if start]
         if before:
@@ -141,6 +153,9 @@ class Trial:
             self.case.sequences, self.keys, self.values, strict=True
         ):
             queries = self.queries[row : row + count]
+            if self.case.quantisation:
+                keys = quantised(keys, self.case.quantisation)
+                values = quantised(values, self.case.quantisation)
             outputs.append(self._dense(queries, keys, values, start))
             row += count
         return np.concatenate(outputs)
@@ -185,6 +200,32 @@ class Trial:
         dtype = self.case.dtype
         backend.write(pool, plan, _array(keys, dtype), _array(values, dtype))
         return plan
+
+
+def _poisoned(array: mx.array) -> mx.array:
+    """All NaN, if it can be."""
+    if array.dtype == mx.uint32:
+        return mx.full(array.shape, 0xFFFFFFFF, array.dtype)
+    return mx.full(array.shape, mx.nan, array.dtype)
+
+
+def quantised(values: np.ndarray, one: KVQuantisation) -> np.ndarray:
+    """What is read back of values ``[..., dim]`` once they were written to a quantised pool."""
+    levels = 2**one.bits - 1
+    groups = []
+    for first in range(0, values.shape[-1], one.group_size):
+        group = values[..., first : first + one.group_size].astype(np.float32)
+        least = _stored(group.min(axis=-1, keepdims=True), one)
+        step = _stored((group.max(axis=-1, keepdims=True) - least) / np.float32(levels), one)
+        inverse = np.float32(1) / np.where(step > 0, step, np.float32(np.inf))
+        level = np.rint((group - least) * inverse).clip(0, levels)
+        groups.append(level.astype(np.float64) * step + least)
+    return np.concatenate(groups, axis=-1)
+
+
+def _stored(values: np.ndarray, one: KVQuantisation) -> np.ndarray:
+    """As a scale is stored."""
+    return np.array(mx.array(values).astype(one.scale_dtype).astype(mx.float32))
 
 
 def _rounded(

@@ -7,15 +7,14 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
-from mlx_parallm.attention.base import LayerShape
 from mlx_parallm.attention.kernel_plan import KernelPlan
-from mlx_parallm.attention.kernel_pool import VECTOR, WARP, KernelPool, lanes_per_key
+from mlx_parallm.attention.kernel_pool import VECTOR, WARP, KernelPool, PoolLayout, lanes_per_key
 from mlx_parallm.attention.kernels.build import Constant, KernelBuilder, KernelSpec
 from mlx_parallm.attention.kernels.dialect import Kernel, Tuning
 
 LOG2_E = math.log2(math.e)
 
-_INPUTS = ("queries", "key_pool", "value_pool", "items", "tables", "previous")
+_INPUTS = ("queries", "items", "tables", "previous")
 _PARTS = ("part_sums", "part_stats")
 
 
@@ -36,9 +35,7 @@ class Scores:
 class AttendKind:
     """What a kernel of attention is compiled for."""
 
-    shape: LayerShape
-    block_size: int
-    dtype: mx.Dtype
+    layout: PoolLayout
     heads: int
     scale: float
     soft_cap: float | None
@@ -48,7 +45,7 @@ class AttendKind:
     @property
     def share(self) -> int:
         """Query heads of one KV head."""
-        return self.heads // self.shape.num_kv_heads
+        return self.heads // self.layout.shape.num_kv_heads
 
     @property
     def parts(self) -> int:
@@ -58,15 +55,16 @@ class AttendKind:
     @property
     def heads_per_item(self) -> int:
         """Threadgroups per item."""
-        return self.shape.num_kv_heads * self.parts
+        return self.layout.shape.num_kv_heads * self.parts
 
     @property
     def vector(self) -> int:
         """Neighbouring elements that a lane has of a key."""
         wanted = self.tuning.vector
-        dims = (self.shape.key_dim, self.shape.value_dim)
-        lanes = lanes_per_key(self.shape, wanted)
-        fits = not any(dim % wanted for dim in dims) and not self.block_size % (WARP // lanes)
+        shape = self.layout.shape
+        keys = WARP // lanes_per_key(shape, wanted)
+        fits = not (shape.key_dim % wanted or shape.value_dim % wanted)
+        fits = fits and not self.layout.block_size % keys
         return wanted if fits else VECTOR
 
     @property
@@ -89,17 +87,21 @@ class AttendKernels:
         """Attention of the plan's short rows, ``[R, H, 1, V]``."""
         kind = self._kind
         work = plan.work(scores.window, kind.heads_per_item, kind.tuning.threadgroups)
-        inputs = [queries, pool.keys, pool.values, work.items, plan.tables, pool.token]
+        inputs = [queries, work.items, plan.tables, pool.token, *pool.pools()]
         sinks = [] if scores.sinks is None else [scores.sinks]
-        output = (plan.num_rows, kind.heads, 1, kind.shape.value_dim)
+        output = (plan.num_rows, kind.heads, 1, kind.layout.shape.value_dim)
         grid = work.items.shape[0] * kind.heads_per_item
         if work.spans is None:
-            return self._launch("attend", [*inputs, *sinks], [(output, kind.dtype)], grid)[0]
+            return self._launch(
+                "attend", [*inputs, *sinks], [(output, kind.layout.shape.dtype)], grid
+            )[0]
         rows = work.items.shape[0] * kind.heads
-        parts = [((rows, kind.shape.value_dim), mx.float32), ((rows, 2), mx.float32)]
+        parts = [((rows, kind.layout.shape.value_dim), mx.float32), ((rows, 2), mx.float32)]
         sums, stats = self._launch("split", inputs, parts, grid)
         merged = [sums, stats, work.spans, *sinks]
-        return self._launch("merge", merged, [(output, kind.dtype)], plan.num_rows * kind.heads)[0]
+        return self._launch(
+            "merge", merged, [(output, kind.layout.shape.dtype)], plan.num_rows * kind.heads
+        )[0]
 
     def _launch(
         self,
@@ -123,29 +125,26 @@ class AttendKernels:
 
     def _spec(self, name: str) -> KernelSpec:
         sinks = ("sinks",) if self._kind.has_sinks else ()
+        pools = self._kind.layout.pools
         if name == "split":
-            return KernelSpec("attend", _INPUTS, _PARTS)
+            return KernelSpec("attend", (*_INPUTS, *pools), _PARTS)
         if name == "merge":
             return KernelSpec("merge", (*_PARTS, "spans", *sinks), ("output",))
-        return KernelSpec("attend", (*_INPUTS, *sinks), ("output",))
+        return KernelSpec("attend", (*_INPUTS, *pools, *sinks), ("output",))
 
     def _constants(self, name: str) -> dict[str, Constant]:
-        kind, shape = self._kind, self._kind.shape
-        lanes = lanes_per_key(shape, kind.vector)
+        kind, layout = self._kind, self._kind.layout
+        lanes = lanes_per_key(layout.shape, kind.vector)
         keys = WARP // lanes
-        unroll = math.gcd(kind.tuning.unroll, kind.block_size // keys)
+        unroll = math.gcd(kind.tuning.unroll, layout.block_size // keys)
         cap = kind.soft_cap
         return {
-            "T": kind.dtype,
-            "S": shape.dtype,
-            "D": shape.key_dim,
-            "V": shape.value_dim,
+            "T": layout.shape.dtype,
+            **layout.constants(),
             "HEADS": kind.heads,
-            "KV_HEADS": shape.num_kv_heads,
             "SHARE": kind.share,
             "PARTS": kind.parts,
             "G": -(-kind.share // kind.parts),
-            "BLOCK_SIZE": kind.block_size,
             "VEC": kind.vector,
             "LANES": lanes,
             "KEYS": keys,

@@ -7,54 +7,131 @@ from dataclasses import dataclass
 import mlx.core as mx
 
 from mlx_parallm.attention.base import LayerPool, LayerShape
+from mlx_parallm.attention.kernels.build import Constant
 
 # A thread moves this many neighbouring elements: 16 bytes of a 16-bit type.
 VECTOR = 8
 WARP = 32
 MAX_DIM = WARP * VECTOR
 DTYPES = (mx.float32, mx.float16, mx.bfloat16)
+# Quantised numbers lie in words of this many bits.
+WORD = 32
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KVQuantisation:
+    """How keys and values are kept in fewer bits.
+
+    ``group_size`` neighbouring elements of a token in a head are numbers of ``bits`` bits: so many
+    steps above a least value. Step and least value are kept in ``scale_dtype``.
+    """
+
+    bits: int
+    group_size: int = 64
+    scale_dtype: mx.Dtype = mx.float16
+
+    def __post_init__(self) -> None:
+        if self.bits not in (4, 8) or self.group_size not in (32, 64):
+            raise ValueError("KV is quantised to 4 or 8 bits in groups of 32 or 64")
+
+    def groups(self, dim: int) -> int:
+        """Of ``dim`` elements; the last may be smaller."""
+        return -(-dim // self.group_size)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PoolLayout:
+    """Everything that decides where an element of a layer's pool is."""
+
+    shape: LayerShape
+    block_size: int
+    quantisation: KVQuantisation | None = None
+
+    @property
+    def bytes_per_token(self) -> int:
+        """KV bytes of one token in this layer."""
+        one = self.quantisation
+        if one is None:
+            return self.shape.bytes_per_token
+        total = 0
+        for dim in (self.shape.key_dim, self.shape.value_dim):
+            total += dim * one.bits // 8 + one.groups(dim) * 2 * one.scale_dtype.size
+        return total * self.shape.num_kv_heads
+
+    @property
+    def pools(self) -> tuple[str, ...]:
+        """What kernels call the arrays of a pool."""
+        names = ("key_pool", "value_pool")
+        return (*names, "key_scale_pool", "value_scale_pool") if self.quantisation else names
+
+    def constants(self) -> dict[str, Constant]:
+        """What every kernel must know of it."""
+        one = self.quantisation
+        return {
+            "KV_HEADS": self.shape.num_kv_heads,
+            "D": self.shape.key_dim,
+            "V": self.shape.value_dim,
+            "BLOCK_SIZE": self.block_size,
+            "BITS": one.bits if one else 0,
+            **({"M": one.scale_dtype, "GROUP": one.group_size} if one else {}),
+        }
 
 
 @dataclass(slots=True)
 class KernelPool(LayerPool):
-    """One layer's blocks: keys ``[num_blocks, K, block_size, D]``, values likewise with V.
+    """One layer's blocks, keys ``[num_blocks, K, block_size, D]`` and values likewise with V.
+
+    Quantised, they are uint32 words of packed numbers, and ``scales`` are the keys' and the values'
+    steps and least values, ``[num_blocks, K, block_size, groups, 2]``; else there are none.
 
     The arrays are written in place and never replaced. ``token``, int32 ``[1]``, is what the latest
     write returned: every kernel takes it as an input and so runs after that write, and to evaluate
     it is to have the pool written.
     """
 
-    shape: LayerShape
+    layout: PoolLayout
     token: mx.array
+    scales: tuple[mx.array, ...] = ()
 
     def arrays(self) -> list[mx.array]:
         """What must be evaluated for the pool to be up to date."""
-        return [self.keys, self.values, self.token]
+        return [self.keys, self.values, *self.scales, self.token]
+
+    def pools(self) -> list[mx.array]:
+        """The arrays that kernels read or write, in the order of ``PoolLayout.pools``."""
+        return [self.keys, self.values, *self.scales]
 
 
-def new_kernel_pool(shape: LayerShape, num_blocks: int, block_size: int) -> KernelPool:
+def new_kernel_pool(layout: PoolLayout, num_blocks: int) -> KernelPool:
     """Zeros, evaluated: what is written in place must exist."""
-    outer = (num_blocks, shape.num_kv_heads, block_size)
-    pool = KernelPool(
-        keys=mx.zeros((*outer, shape.key_dim), shape.dtype),
-        values=mx.zeros((*outer, shape.value_dim), shape.dtype),
-        shape=shape,
-        token=mx.zeros((1,), mx.int32),
-    )
+    shape, one = layout.shape, layout.quantisation
+    outer = (num_blocks, shape.num_kv_heads, layout.block_size)
+    dims = (shape.key_dim, shape.value_dim)
+    if one is None:
+        stored = [mx.zeros((*outer, dim), shape.dtype) for dim in dims]
+        scales = []
+    else:
+        stored = [mx.zeros((*outer, dim * one.bits // WORD), mx.uint32) for dim in dims]
+        scales = [mx.zeros((*outer, one.groups(dim), 2), one.scale_dtype) for dim in dims]
+    token = mx.zeros((1,), mx.int32)
+    pool = KernelPool(*stored, layout=layout, token=token, scales=tuple(scales))
     mx.eval(pool.arrays())
     return pool
 
 
-def why_unsupported(shape: LayerShape, block_size: int) -> str | None:
+def why_unsupported(layout: PoolLayout) -> str | None:
     """Why the kernels cannot serve a layer; None if they can."""
+    shape = layout.shape
     if shape.dtype not in DTYPES:
         return f"KV of {shape.dtype}"
     for dim in (shape.key_dim, shape.value_dim):
         if dim % VECTOR or not 0 < dim <= MAX_DIM:
             return f"head size {dim} (multiples of {VECTOR} up to {MAX_DIM} are supported)"
-    keys_at_once = WARP // lanes_per_key(shape, VECTOR)
-    if block_size % keys_at_once:
-        return f"blocks of {block_size} tokens (multiples of {keys_at_once} are supported)"
+    multiple = WARP // lanes_per_key(shape, VECTOR)
+    if layout.quantisation:
+        multiple = max(multiple, 4)  # so that a block's scales are copied by 16 bytes
+    if layout.block_size % multiple:
+        return f"blocks of {layout.block_size} tokens (multiples of {multiple} are supported)"
     return None
 
 

@@ -95,6 +95,9 @@ class Guarded:
 class Shim:
     """A language on the CPU. ``mutate`` changes a kernel's body before it is compiled."""
 
+    name: str
+    suffix: str
+    tuning: Tuning
     include: str
     shape_parameter: str
     shape_argument: str
@@ -231,7 +234,8 @@ class MetalShim(Shim):
         self, text: Text, inputs: Sequence[mx.array], output_dtypes: Sequence[mx.Dtype]
     ) -> str:
         """See ``Shim.program``; what is cast to ``device`` must be there."""
-        cast = set(re.findall(r"\((?:const )?device \w+\*\)\(?(\w+)", text.source))
+        lines = [line for line in text.source.splitlines() if "device" in line]
+        cast = set(re.findall(r"\w+", " ".join(lines)))
         for name, one in zip(text.input_names, inputs, strict=True):
             assert name not in cast or one.size >= MIN_DEVICE_SIZE, f"{name} is constant"
         return super().program(text, inputs, output_dtypes)

@@ -5,31 +5,65 @@ from __future__ import annotations
 import mlx.core as mx
 import pytest
 
-from benchmarks.gpu.kernel_cases import TOLERANCES, Case, Trial
+from benchmarks.gpu.kernel_cases import Case, Trial
 from mlx_parallm.attention.kernel_backend import KernelAttention
-from tests.kernels.shim_compile import require_compiler
-from tests.kernels.shim_dialect import ORDERS, CudaShim, MetalShim, Shim
+from mlx_parallm.attention.kernel_pool import KVQuantisation
+from mlx_parallm.attention.kernels.dialect import Tuning
+from mlx_parallm.runner.attention_check import attention_error
+from tests.kernels.shim_dialect import ORDERS, Shim
 
-SHORT = ((70, 1), (3, 1), (16, 3), (0, 1))
-#: Long enough to be cut in many; chunks of stock attention and short ones between decode rows.
-LONG = ((700, 1), (20, 2), (130, 20), (33, 1), (0, 17))
+#: Decode rows and a few tokens of one sequence.
+SHORT = ((37, 1), (3, 1), (15, 3), (0, 1))
+#: Cut into items; stock attention over long chunks, between rows and short chunks.
+LONG = ((200, 1), (20, 2), (130, 20), (33, 1), (0, 17))
+BITS8, BITS4 = KVQuantisation(bits=8), KVQuantisation(bits=4, group_size=32)
+BF16, FP16 = mx.bfloat16, mx.float16
 CASES = [
-    Case(sequences=SHORT),
-    Case(sequences=LONG, sinks=True, dtype=mx.bfloat16, key_dim=128),
+    *(Case(key_dim=dim, dtype=BF16, sequences=SHORT) for dim in (64, 80, 96, 112, 128, 192, 256)),
+    Case(key_dim=192, value_dim=128, sequences=SHORT, sinks=True),
+    Case(key_dim=64, value_dim=256, dtype=FP16, sequences=SHORT),
+    *(Case(heads=h, kv_heads=k, sequences=SHORT) for h, k in ((2, 2), (7, 1), (12, 1), (36, 2))),
+    *(Case(block_size=size, key_dim=128, sequences=SHORT) for size in (2, 4, 48)),
+    Case(sequences=SHORT, window=5),
+    Case(sequences=SHORT, soft_cap=2.0, sinks=True, dtype=FP16, key_dim=128),
+    Case(sequences=LONG, key_dim=128, dtype=BF16),
+    Case(sequences=LONG, window=70, sinks=True, soft_cap=2.0),
+    Case(sequences=LONG, sinks=True, heads=3, kv_heads=3),
+    Case(sequences=((300, 1), (0, 1)), window=299, key_dim=80),
+    Case(sequences=LONG, quantisation=BITS8, dtype=BF16, key_dim=128),
+    Case(sequences=LONG, quantisation=BITS4, key_dim=80, value_dim=112, dtype=FP16),
+    Case(sequences=SHORT, quantisation=KVQuantisation(bits=8, group_size=32), heads=9, kv_heads=1),
+    Case(sequences=SHORT, quantisation=KVQuantisation(bits=4, scale_dtype=mx.float32), sinks=True),
+]
+TUNINGS = [
+    Tuning(threadgroups=16, warps=1, unroll=1),
+    Tuning(threadgroups=64, warps=8, unroll=8, max_heads=1),
+    Tuning(threadgroups=1, warps=2, unroll=2, vector=16),
 ]
 
 
-@pytest.fixture(params=[CudaShim, MetalShim], ids=["cuda", "metal"])
-def shim(request: pytest.FixtureRequest) -> Shim:
-    require_compiler()
-    return request.param()
-
-
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_attention_is_right_in_every_order_of_threads(shim: Shim, case: Case) -> None:
+def check(shim: Shim, case: Case, tuning: Tuning | None = None) -> None:
+    """Right in every order in which threads may run."""
     trial = Trial(case)
-    backend = KernelAttention(case.block_size, shim)
+    backend = KernelAttention(case.block_size, shim, quantisation=case.quantisation, tuning=tuning)
     for order in ORDERS:
         shim.order = order
         error = trial.error(trial.run(backend, trial.fill(backend, poison=True)))
-        assert error <= TOLERANCES[case.dtype]
+        assert error <= case.tolerance
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_attention_is_right(shim: Shim, case: Case) -> None:
+    check(shim, case)
+
+
+@pytest.mark.parametrize("tuning", TUNINGS, ids=str)
+@pytest.mark.parametrize("quantisation", [None, BITS8])
+def test_tuning_changes_nothing(
+    shim: Shim, tuning: Tuning, quantisation: KVQuantisation | None
+) -> None:
+    check(shim, Case(sequences=LONG, key_dim=128, quantisation=quantisation, sinks=True), tuning)
+
+
+def test_the_check_at_start_passes(shim: Shim) -> None:
+    assert attention_error(KernelAttention(16, shim)) < 1e-5

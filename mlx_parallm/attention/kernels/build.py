@@ -12,8 +12,10 @@ import mlx.core as mx
 
 from mlx_parallm.attention.kernels.dialect import Dialect, Kernel
 
-#: A constant of a kernel: a type, a ``#define`` of 0 or 1, or a number.
-Constant = mx.Dtype | bool | int | float
+#: A constant of a kernel: a type or a number.
+Constant = mx.Dtype | int | float
+# Constants that choose lines of the texts.
+SWITCHES = ("BITS", "SPLIT", "SINKS", "SOFT_CAP")
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +57,7 @@ class KernelBuilder:
         for name, value in constants.items():
             if isinstance(value, mx.Dtype):
                 lines.append(f"using {name} = {self._dialect.types[value]};")
-            elif isinstance(value, bool):
+            elif name in SWITCHES:
                 lines.append(f"#define {name} {int(value)}")
             elif isinstance(value, int):
                 lines.append(f"constexpr int {name} = {value};")

@@ -10,7 +10,14 @@
 #include <string.h>
 #include <ucontext.h>
 
-#include <cmath>
+// Not <cmath>, which would take longer to compile than all the rest.
+extern "C" {
+float exp2f(float);
+float fmaxf(float, float);
+float fminf(float, float);
+float rintf(float);
+float tanhf(float);
+}
 
 namespace shim {
 

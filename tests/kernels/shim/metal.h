@@ -29,10 +29,10 @@ static void metal_barrier(mem_flags flags, int line) {
 }
 }  // namespace shim
 
-using std::exp2;
-using std::fmax;
-using std::fmin;
-using std::rint;
+static inline float exp2(float x) { return exp2f(x); }
+static inline float fmax(float x, float y) { return fmaxf(x, y); }
+static inline float fmin(float x, float y) { return fminf(x, y); }
+static inline float rint(float x) { return rintf(x); }
 namespace precise {
-using std::tanh;
-}
+static inline float tanh(float x) { return tanhf(x); }
+}  // namespace precise

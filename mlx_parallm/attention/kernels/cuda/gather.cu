@@ -13,11 +13,26 @@ const Place row = to / span / KV_HEADS;
 if (row < table_shape[0]) {
   const Place block = table[row * table_shape[1] + position / BLOCK_SIZE];
   const Place from = (block * KV_HEADS + head) * BLOCK_SIZE + position % BLOCK_SIZE;
-  if (chunk < KEY_CHUNKS) {
-    const int at = chunk * VEC;
-    *(Piece*)(keys + to * D + at) = *(const Piece*)(key_pool + from * D + at);
-  } else {
-    const int at = (chunk - KEY_CHUNKS) * VEC;
-    *(Piece*)(values + to * V + at) = *(const Piece*)(value_pool + from * V + at);
+  const bool is_key = chunk < KEY_CHUNKS;
+  const int dim = is_key ? D : V;
+  const int at = (is_key ? chunk : chunk - KEY_CHUNKS) * VEC;
+#if BITS
+  typedef Chunk<unsigned, VEC * BITS / 32> Stored;
+  typedef Chunk<M, 2> Scale;
+  const Place place = from * (dim * BITS / 32) + at * BITS / 32;
+  const Place group = from * ((dim + GROUP - 1) / GROUP) + at / GROUP;
+  const Stored raw = *(const Stored*)((is_key ? key_pool : value_pool) + place);
+  const auto scales = is_key ? key_scale_pool : value_scale_pool;
+  const Scale scale = *(const Scale*)(scales + group * 2);
+  float wide[VEC];
+  dequantise<BITS>(wide, raw, scale);
+  Piece piece;
+#pragma unroll
+  for (int i = 0; i < VEC; i++) {
+    piece.at[i] = T(wide[i]);
   }
+#else
+  const Piece piece = *(const Piece*)((is_key ? key_pool : value_pool) + from * dim + at);
+#endif
+  *(Piece*)((is_key ? keys : values) + to * dim + at) = piece;
 }

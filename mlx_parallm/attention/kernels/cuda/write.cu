@@ -11,13 +11,11 @@ if (row < slots_shape[0] && slots[row] >= 0) {
   const Place from = (Place)row * KV_HEADS + head;
   const Place block = slots[row] / BLOCK_SIZE;
   const Place to = (block * KV_HEADS + head) * BLOCK_SIZE + slots[row] % BLOCK_SIZE;
-  if (chunk < KEY_CHUNKS) {
-    const int at = chunk * VEC;
-    *(Piece*)(key_pool + to * D + at) = *(const Piece*)(keys + from * D + at);
-  } else {
-    const int at = (chunk - KEY_CHUNKS) * VEC;
-    *(Piece*)(value_pool + to * V + at) = *(const Piece*)(values + from * V + at);
-  }
+  const bool is_key = chunk < KEY_CHUNKS;
+  const int dim = is_key ? D : V;
+  const int at = (is_key ? chunk : chunk - KEY_CHUNKS) * VEC;
+  const Piece piece = *(const Piece*)((is_key ? keys : values) + from * dim + at);
+  *(Piece*)((is_key ? key_pool : value_pool) + to * dim + at) = piece;
 }
 if (thread_index == 0) {
   token[0] = previous[0] + 1;

@@ -7,12 +7,21 @@ const int warp = thread_index / 32;
 const int at = lane % LANES * VEC;
 const int which = lane / LANES;
 typedef Chunk<T, VEC> Piece;
-typedef Chunk<S, VEC> Stored;
-const int group = threadgroup_position_in_grid.x;
-const int item = group / (KV_HEADS * PARTS);
-const int kv_head = group / PARTS % KV_HEADS;
-const int head = kv_head * SHARE + group % PARTS * G;
-const int num_heads = SHARE - group % PARTS * G;
+#if BITS
+typedef Chunk<unsigned, VEC * BITS / 32> Stored;
+typedef Chunk<M, 2> Scale;
+constexpr int PACKED = 32 / BITS;
+constexpr int KEY_GROUPS = (D + GROUP - 1) / GROUP;
+constexpr int VALUE_GROUPS = (V + GROUP - 1) / GROUP;
+#else
+typedef Chunk<T, VEC> Stored;
+constexpr int PACKED = 1;
+#endif
+const int index = threadgroup_position_in_grid.x;
+const int item = index / (KV_HEADS * PARTS);
+const int kv_head = index / PARTS % KV_HEADS;
+const int head = kv_head * SHARE + index % PARTS * G;
+const int num_heads = SHARE - index % PARTS * G;
 const int row = items[item * 4];
 const int table = items[item * 4 + 1] * tables_shape[1];
 const int first = items[item * 4 + 2];
@@ -51,21 +60,38 @@ for (int tile = first / TILE * TILE + warp * TILE; tile < end; tile += WARPS * T
   // 3. Keys and values of a tile, which lies in one block. What is not seen is not read: it may
   // hold another sequence's infinities.
   const Place block = tables[table + tile / BLOCK_SIZE];
-  const Place place = (block * KV_HEADS + kv_head) * BLOCK_SIZE + tile % BLOCK_SIZE + which;
+  const Place start = (block * KV_HEADS + kv_head) * BLOCK_SIZE + tile % BLOCK_SIZE + which;
   Stored raw_keys[UNROLL];
   Stored raw_values[UNROLL];
   bool seen[UNROLL];
+#if BITS
+  Scale key_scales[UNROLL];
+  Scale value_scales[UNROLL];
+#endif
 #pragma unroll
   for (int u = 0; u < UNROLL; u++) {
     const int position = tile + u * KEYS + which;
+    const Place place = start + u * KEYS;
     seen[u] = position >= first && position < end;
     raw_keys[u] = {};
     raw_values[u] = {};
+#if BITS
+    key_scales[u] = {};
+    value_scales[u] = {};
+#endif
     if (seen[u] && at < D) {
-      raw_keys[u] = *(const device Stored*)(key_pool + (place + u * KEYS) * D + at);
+      raw_keys[u] = *(const device Stored*)(key_pool + place * (D / PACKED) + at / PACKED);
+#if BITS
+      const Place group = place * KEY_GROUPS + at / GROUP;
+      key_scales[u] = *(const device Scale*)(key_scale_pool + group * 2);
+#endif
     }
     if (seen[u] && at < V) {
-      raw_values[u] = *(const device Stored*)(value_pool + (place + u * KEYS) * V + at);
+      raw_values[u] = *(const device Stored*)(value_pool + place * (V / PACKED) + at / PACKED);
+#if BITS
+      const Place group = place * VALUE_GROUPS + at / GROUP;
+      value_scales[u] = *(const device Scale*)(value_scale_pool + group * 2);
+#endif
     }
   }
 
@@ -74,7 +100,11 @@ for (int tile = first / TILE * TILE + warp * TILE; tile < end; tile += WARPS * T
 #pragma unroll
   for (int u = 0; u < UNROLL; u++) {
     float key[VEC];
+#if BITS
+    dequantise<BITS>(key, raw_keys[u], key_scales[u]);
+#else
     widen(key, raw_keys[u]);
+#endif
 #pragma unroll
     for (int g = 0; g < G; g++) {
       float dot = 0.0f;
@@ -117,7 +147,11 @@ for (int tile = first / TILE * TILE + warp * TILE; tile < end; tile += WARPS * T
 #pragma unroll
   for (int u = 0; u < UNROLL; u++) {
     float value[VEC];
+#if BITS
+    dequantise<BITS>(value, raw_values[u], value_scales[u]);
+#else
     widen(value, raw_values[u]);
+#endif
 #pragma unroll
     for (int g = 0; g < G; g++) {
 #pragma unroll

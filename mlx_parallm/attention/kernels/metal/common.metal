@@ -19,3 +19,16 @@ inline void widen(thread float (&to)[N], thread const Chunk<S, N>& from) {
     to[i] = float(from.at[i]);
   }
 }
+
+// The same of numbers of BITS bits, which stand for that many steps above the least.
+template <int BITS, typename M, int N, int W>
+inline void dequantise(
+    thread float (&to)[N], thread const Chunk<unsigned, W>& from, thread const Chunk<M, 2>& scale) {
+  const float step = float(scale.at[0]);
+  const float least = float(scale.at[1]);
+#pragma unroll
+  for (int i = 0; i < N; i++) {
+    const unsigned level = from.at[i * BITS / 32] >> (i * BITS % 32) & ((1 << BITS) - 1);
+    to[i] = float(level) * step + least;
+  }
+}

@@ -1,0 +1,15 @@
+"""The languages of the kernels, as the CPU runs them."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.kernels.shim_compile import require_compiler
+from tests.kernels.shim_dialect import CudaShim, MetalShim, Shim
+
+
+@pytest.fixture(params=[CudaShim, MetalShim], ids=["cuda", "metal"])
+def shim(request: pytest.FixtureRequest) -> Shim:
+    """A language; skips the test where there is no compiler, but fails in CI."""
+    require_compiler()
+    return request.param()

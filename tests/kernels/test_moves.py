@@ -1,0 +1,160 @@
+"""Writing, gathering and copying blocks: in place, and nothing beside what was asked for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from benchmarks.gpu.kernel_cases import quantised
+from mlx_parallm.attention.base import LayerShape
+from mlx_parallm.attention.kernel_backend import KernelAttention
+from mlx_parallm.attention.kernel_pool import (
+    KernelPool,
+    KVQuantisation,
+    PoolLayout,
+    why_unsupported,
+)
+from mlx_parallm.attention.reference import ReferenceAttention
+from mlx_parallm.batch import ScheduledSequence
+from tests.kernels.shim_dialect import CudaShim, Shim
+
+SHAPE = LayerShape(num_kv_heads=3, key_dim=80, value_dim=64, dtype=mx.float16)
+QUANTISATIONS = [None, KVQuantisation(bits=8, group_size=32), KVQuantisation(bits=4)]
+BLOCKS, BLOCK_SIZE = 7, 16
+TABLE = (5, 0, 3)
+
+
+def random_rows(rows: int, seed: int = 0) -> tuple[mx.array, mx.array]:
+    """Keys and values of so many tokens."""
+    source = np.random.default_rng(seed)
+    heads = SHAPE.num_kv_heads
+    keys = source.standard_normal((rows, heads, 1, SHAPE.key_dim)) * 3 + 1
+    values = source.standard_normal((rows, heads, 1, SHAPE.value_dim)) * 0.1
+    return mx.array(keys).astype(SHAPE.dtype), mx.array(values).astype(SHAPE.dtype)
+
+
+def written(backend: Any, rows: int) -> Any:
+    """A pool with so many tokens in it."""
+    pool = backend.new_pool(SHAPE, BLOCKS)
+    one = ScheduledSequence(
+        seq_id=0, slot=0, start=0, token_ids=(1,) * rows, block_table=TABLE[: -(-rows // 16)]
+    )
+    backend.write(pool, backend.plan([one]), *random_rows(rows))
+    return pool
+
+
+def contents(pool: KernelPool) -> list[np.ndarray]:
+    """Every array's bits."""
+    return [np.array(array.view(mx.uint8)) for array in pool.pools()]
+
+
+@pytest.mark.parametrize("rows", [1, 16, 37, 48])
+def test_what_is_gathered_is_what_was_written(shim: Shim, rows: int) -> None:
+    kernels, reference = KernelAttention(BLOCK_SIZE, shim), ReferenceAttention(BLOCK_SIZE)
+    table = mx.array([TABLE, TABLE[::-1]], mx.int32)
+    found = kernels.gather(written(kernels, rows), table)
+    wanted = reference.gather(written(reference, rows), table)
+    for one, other in zip(found, wanted, strict=True):
+        assert mx.array_equal(one, other)
+
+
+@pytest.mark.parametrize("quantisation", QUANTISATIONS[1:])
+def test_quantised_to_the_nearest_level(shim: Shim, quantisation: KVQuantisation) -> None:
+    backend = KernelAttention(BLOCK_SIZE, shim, quantisation=quantisation)
+    rows = 48
+    found = backend.gather(written(backend, rows), mx.array([TABLE], mx.int32))
+    for one, exact in zip(found, random_rows(rows), strict=True):
+        got = np.array(one[0].swapaxes(0, 1).astype(mx.float32))
+        given = np.array(exact[:, :, 0].astype(mx.float32))
+        wanted = quantised(given, quantisation)
+        np.testing.assert_allclose(got, wanted, rtol=1e-3, atol=1e-4)
+        # Half a step, and what storing the step and the least value in 11 bits costs.
+        span = given.max() - given.min()
+        assert np.abs(got - given).max() < span * (0.5 / (2**quantisation.bits - 1) + 2e-3)
+
+
+@pytest.mark.parametrize("quantisation", QUANTISATIONS)
+def test_a_write_leaves_the_rest_alone(shim: Shim, quantisation: KVQuantisation | None) -> None:
+    backend = KernelAttention(BLOCK_SIZE, shim, quantisation=quantisation)
+    pool = written(backend, 48)
+    before = contents(pool)
+    one = ScheduledSequence(seq_id=0, slot=0, start=18, token_ids=(1, 1), block_table=(4, 6))
+    backend.write(pool, backend.plan([one]), *random_rows(2, seed=1))
+    for old, new in zip(before, contents(pool), strict=True):
+        changed = (old != new).reshape(BLOCKS, SHAPE.num_kv_heads, BLOCK_SIZE, -1).any(axis=(1, 3))
+        assert np.argwhere(changed).tolist() == [[6, 2], [6, 3]]
+
+
+@pytest.mark.parametrize("quantisation", QUANTISATIONS)
+def test_negative_slots_are_not_written(shim: Shim, quantisation: KVQuantisation | None) -> None:
+    backend = KernelAttention(BLOCK_SIZE, shim, quantisation=quantisation)
+    pool = written(backend, 20)
+    before = contents(pool)
+    one = ScheduledSequence(seq_id=0, slot=0, start=0, token_ids=(1,), block_table=(2,))
+    plan = backend.plan([one])
+    plan.slots = mx.array([-1], mx.int32)
+    backend.write(pool, plan, *random_rows(1, seed=1))
+    for old, new in zip(before, contents(pool), strict=True):
+        assert (old == new).all()
+
+
+@pytest.mark.parametrize("quantisation", QUANTISATIONS)
+def test_blocks_are_copied_whole(shim: Shim, quantisation: KVQuantisation | None) -> None:
+    backend = KernelAttention(BLOCK_SIZE, shim, quantisation=quantisation)
+    pool = written(backend, 48)
+    wanted = contents(pool)
+    backend.copy_blocks(pool, mx.array([5, 3, 5]), mx.array([1, 6, 2]))
+    for old, new in zip(wanted, contents(pool), strict=True):
+        old[[1, 6, 2]] = old[[5, 3, 5]]
+        assert (old == new).all()
+
+
+def test_every_write_depends_on_the_one_before(shim: Shim) -> None:
+    backend = KernelAttention(BLOCK_SIZE, shim)
+    pool = written(backend, 3)
+    backend.copy_blocks(pool, mx.array([5]), mx.array([1]))
+    assert pool.token.item() == 2
+
+
+@pytest.mark.parametrize("quantisation", QUANTISATIONS)
+def test_bytes_per_token_are_those_of_the_arrays(quantisation: KVQuantisation | None) -> None:
+    layout = PoolLayout(shape=SHAPE, block_size=BLOCK_SIZE, quantisation=quantisation)
+    pool = KernelAttention(BLOCK_SIZE, CudaShim(), quantisation=quantisation).new_pool(SHAPE, 4)
+    total = sum(array.nbytes for array in pool.pools())
+    assert total == layout.bytes_per_token * 4 * BLOCK_SIZE
+
+
+@pytest.mark.parametrize(
+    ("key_dim", "block_size", "bits", "is_supported"),
+    [
+        (128, 16, None, True),
+        (64, 4, None, True),
+        (64, 6, None, False),
+        (100, 16, None, False),
+        (264, 16, None, False),
+        (256, 1, None, True),
+        (256, 1, 8, False),
+        (256, 4, 8, True),
+    ],
+)
+def test_what_is_supported(
+    key_dim: int, block_size: int, bits: int | None, is_supported: bool
+) -> None:
+    shape = LayerShape(num_kv_heads=2, key_dim=key_dim, value_dim=64, dtype=mx.float16)
+    quantisation = None if bits is None else KVQuantisation(bits=bits)
+    layout = PoolLayout(shape=shape, block_size=block_size, quantisation=quantisation)
+    assert (why_unsupported(layout) is None) == is_supported
+
+
+def test_integers_are_not_supported() -> None:
+    shape = LayerShape(num_kv_heads=2, key_dim=64, value_dim=64, dtype=mx.int8)
+    assert why_unsupported(PoolLayout(shape=shape, block_size=16))
+
+
+def test_another_backends_pool_is_refused() -> None:
+    pool = ReferenceAttention(BLOCK_SIZE).new_pool(SHAPE, 2)
+    with pytest.raises(TypeError, match="another"):
+        KernelAttention(BLOCK_SIZE, CudaShim()).gather(pool, mx.array([[0]]))

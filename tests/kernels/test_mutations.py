@@ -1,0 +1,116 @@
+"""Every barrier and shuffle of the kernels' texts is needed: without any one, a check fails."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import mlx.core as mx
+import pytest
+
+import mlx_parallm.attention.kernels
+from benchmarks.gpu.kernel_cases import Case, Trial
+from mlx_parallm.attention.kernel_backend import KernelAttention
+from mlx_parallm.attention.kernel_pool import KVQuantisation
+from mlx_parallm.attention.kernels.build import kernel_text
+from tests.kernels.shim_compile import require_compiler
+from tests.kernels.shim_dialect import ORDERS, CudaShim, KernelError, MetalShim, Shim
+
+FOLDER = Path(mlx_parallm.attention.kernels.__file__).parent
+SHIMS: dict[str, Callable[[], Shim]] = {"cuda": CudaShim, "metal": MetalShim}
+#: A barrier becomes nothing, a shuffle the lane's own value.
+SYNCHRONISATION = {
+    "cuda": r"__syncthreads\(\);|__shfl_xor_sync\(0xffffffff, (?P<own>.+?), far\)",
+    "metal": r"threadgroup_barrier\(.*?\);|simd_shuffle_xor\((?P<own>.+?), far\)",
+}
+ANY_SYNCHRONISATION = re.compile(r"sync|barrier|shfl|shuffle|simd_|quad_|vote|ballot|atomic", re.I)
+#: Several heads, several keys a warp, several warps, several items a row.
+PLAIN = Case(sequences=((90, 1), (300, 1), (2, 1)), key_dim=64)
+QUANTISED = Case(sequences=((20, 3),), quantisation=KVQuantisation(bits=8, group_size=32))
+
+
+def mutants() -> Iterator[tuple[str, str, int]]:
+    """Language, text and occurrence."""
+    for language, pattern in SYNCHRONISATION.items():
+        for path in sorted((FOLDER / language).iterdir()):
+            text = kernel_text(language, path.name)
+            for nth in range(len(re.findall(pattern, text))):
+                yield language, path.stem, nth
+
+
+def without(body: str, language: str, nth: int) -> str:
+    """A text without its nth barrier or shuffle."""
+    found = list(re.finditer(SYNCHRONISATION[language], body))[nth]
+    return body[: found.start()] + (found["own"] or "") + body[found.end() :]
+
+
+def is_right(shim: Shim, case: Case) -> bool:
+    """Whether the case's check passes in every order."""
+    backend = KernelAttention(case.block_size, shim, quantisation=case.quantisation)
+    trial = Trial(case)
+    for order in ORDERS:
+        shim.order = order
+        try:
+            error = trial.error(trial.run(backend, trial.fill(backend, poison=True)))
+        except KernelError:
+            return False
+        if not error <= case.tolerance:
+            return False
+    return True
+
+
+@pytest.mark.parametrize("case", [PLAIN, QUANTISED], ids=str)
+def test_the_whole_texts_are_right(shim: Shim, case: Case) -> None:
+    assert is_right(shim, case)
+
+
+@pytest.mark.parametrize(("language", "text", "nth"), list(mutants()))
+def test_nothing_can_be_left_out(language: str, text: str, nth: int) -> None:
+    require_compiler()
+    shim = SHIMS[language]()
+    mutated = []
+
+    def mutate(name: str, body: str) -> str:
+        if not name.startswith(f"paged_{text}_"):
+            return body
+        mutated.append(name)
+        return without(body, language, nth)
+
+    shim.mutate = mutate
+    assert not is_right(shim, QUANTISED if text == "quantise" else PLAIN)
+    assert mutated
+
+
+@pytest.mark.parametrize("language", list(SYNCHRONISATION))
+def test_no_synchronisation_is_overlooked(language: str) -> None:
+    for path in (FOLDER / language).iterdir():
+        text = re.sub(SYNCHRONISATION[language], "", kernel_text(language, path.name))
+        assert not ANY_SYNCHRONISATION.search(text), path
+
+
+def test_there_is_something_to_leave_out() -> None:
+    found = list(mutants())
+    for language in SHIMS:
+        assert sum(one[0] == language for one in found) == 9
+
+
+def test_a_barrier_of_the_wrong_memory_shows() -> None:
+    require_compiler()
+    shim = MetalShim()
+    shim.mutate = lambda _, body: body.replace("mem_threadgroup", "mem_device")
+    assert not is_right(shim, PLAIN)
+
+
+def test_a_barrier_that_some_threads_skip_shows() -> None:
+    require_compiler()
+    shim = CudaShim()
+    shim.mutate = lambda _, body: body.replace("__syncthreads();", "if (lane) __syncthreads();")
+    assert not is_right(shim, PLAIN)
+
+
+def test_trips_that_differ_within_a_warp_show() -> None:
+    require_compiler()
+    shim = CudaShim()
+    shim.mutate = lambda _, body: body.replace("tile < end;", "tile + which < end;")
+    assert not is_right(shim, Case(sequences=((16, 1),), dtype=mx.float32))

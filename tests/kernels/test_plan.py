@@ -1,0 +1,103 @@
+"""Index arrays of the kernels: every row attends to exactly what it sees, wherever it is cut."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mlx_parallm.attention.kernel_plan import LONG_CHUNK, MIN_SPAN, KernelPlan
+from mlx_parallm.batch import ScheduledSequence
+
+BLOCK_SIZE = 16
+#: Positions already there and tokens of the step.
+SEQUENCES = st.lists(
+    st.tuples(st.integers(0, 5000), st.sampled_from([1, 1, 1, 2, LONG_CHUNK - 1, LONG_CHUNK, 40])),
+    min_size=1,
+    max_size=12,
+)
+
+
+def scheduled(sequences: list[tuple[int, int]]) -> list[ScheduledSequence]:
+    return [
+        ScheduledSequence(
+            seq_id=i,
+            slot=i,
+            start=start,
+            token_ids=(1,) * count,
+            block_table=tuple(range(i * 1000, i * 1000 + -(-(start + count) // BLOCK_SIZE))),
+        )
+        for i, (start, count) in enumerate(sequences)
+    ]
+
+
+@given(
+    sequences=SEQUENCES,
+    window=st.none() | st.integers(1, 6000),
+    heads=st.sampled_from([1, 8]),
+    threadgroups=st.sampled_from([1, 16, 512]),
+)
+def test_items_are_what_rows_see(
+    sequences: list[tuple[int, int]], window: int | None, heads: int, threadgroups: int
+) -> None:
+    plan = KernelPlan(scheduled(sequences), BLOCK_SIZE)
+    work = plan.work(window, heads, threadgroups)
+    items = np.array(work.items)
+    wanted, row, sequence = [], 0, 0
+    for start, count in sequences:
+        if count < LONG_CHUNK:
+            for position in range(start, start + count):
+                first = 0 if window is None else max(position + 1 - window, 0)
+                wanted.append((row + position - start, sequence, first, position + 1))
+            sequence += 1
+        row += count
+    assert plan.num_rows == len(wanted)
+    spans = [(i, 1) for i in range(len(wanted))] if work.spans is None else np.array(work.spans)
+    assert sum(count for _, count in spans) == len(items)
+    for (first_item, count), (row, sequence, first, end) in zip(spans, wanted, strict=True):
+        mine = items[first_item : first_item + count]
+        assert (mine[:, :2] == (row, sequence)).all()
+        assert (mine[:, 2] < mine[:, 3]).all()
+        assert (mine[1:, 2] == mine[:-1, 3]).all()
+        assert (mine[0, 2], mine[-1, 3]) == (first, end)
+
+
+@given(sequences=SEQUENCES)
+def test_slots_and_order(sequences: list[tuple[int, int]]) -> None:
+    plan = KernelPlan(scheduled(sequences), BLOCK_SIZE)
+    positions = [
+        i * 1000 * BLOCK_SIZE + position
+        for i, (start, count) in enumerate(sequences)
+        for position in range(start, start + count)
+    ]
+    assert np.array(plan.slots).tolist() == positions
+    short = [i for i, (_, count) in enumerate(sequences) if count < LONG_CHUNK]
+    long = [i for i, (_, count) in enumerate(sequences) if count >= LONG_CHUNK]
+    rows = np.concatenate([np.full(count, i) for i, (_, count) in enumerate(sequences)])
+    joined = np.concatenate([np.flatnonzero(rows == i) for i in short + long])
+    order = np.arange(len(rows)) if plan.order is None else np.array(plan.order)
+    assert joined[order].tolist() == list(range(len(rows)))
+    assert [chunk.first for chunk in plan.chunks] == [int((rows < i).sum()) for i in long]
+
+
+@pytest.mark.parametrize(
+    ("sequences", "num_items"),
+    [
+        ([(511, 1)] * 128, 128),  # enough rows: none is cut
+        ([(511, 1)], 512 // MIN_SPAN),  # never finer than the least span
+        ([(16383, 1)], 64),  # one long row keeps the device busy
+        ([(8191, 1)] + [(127, 1)] * 63, 63 + 32),  # only the long one is cut
+    ],
+)
+def test_rows_are_cut_by_their_share(sequences: list[tuple[int, int]], num_items: int) -> None:
+    plan = KernelPlan(scheduled(sequences), BLOCK_SIZE)
+    work = plan.work(None, heads=8, threadgroups=512)
+    assert work.items.shape == (num_items, 4)
+    assert (work.spans is None) == (num_items == len(sequences))
+
+
+def test_work_is_made_once() -> None:
+    plan = KernelPlan(scheduled([(100, 1)]), BLOCK_SIZE)
+    assert plan.work(None, 8, 512) is plan.work(None, 8, 512)
+    assert plan.work(None, 8, 512) is not plan.work(50, 8, 512)
