@@ -38,7 +38,7 @@ class CheckedText:
 def stock_texts(model: Any, vocab_size: int, window: int | None) -> list[CheckedText]:
     """What the stock model says of ragged random sequences, each alone: prompt, then decode.
 
-    ``window`` is a length that the longest is to exceed, if that is not too long to try.
+    ``window`` is a length that two of them are to exceed, if that is not too long to try.
     """
     rng = random.Random(0)
     texts = [
@@ -92,7 +92,10 @@ def blocks_needed(block_size: int, window: int | None) -> int:
 def _prompt_lengths(window: int | None) -> list[int]:
     lengths: list[int] = list(PROMPT_LENGTHS)
     if window is not None and window <= MAX_CHECKED_WINDOW:
-        lengths[-1] = max(lengths[-1], window + 9)
+        # Two of different lengths: what is right of the longest row of a batch may be wrong of one
+        # that is padded.
+        lengths[-2] = max(lengths[-2], window + 9)
+        lengths[-1] = max(lengths[-1], window + window // 8 + 20)
     return lengths
 
 
