@@ -12,7 +12,7 @@ from mlx_parallm.attention.kernel_backend import (
     KernelAttention,
     MetalAttention,
 )
-from mlx_parallm.attention.kernel_pool import why_unsupported
+from mlx_parallm.attention.kernel_pool import PoolLayout, why_unsupported
 from mlx_parallm.attention.reference import ReferenceAttention
 from mlx_parallm.runner.attention_check import (
     BLOCK_SIZE,
@@ -92,7 +92,7 @@ def _judge(
     """Why kernels may not be used, if so, and their largest error."""
     worst = 0.0
     for shape in dict.fromkeys(shapes):
-        reason = why_unsupported(shape, block_size)
+        reason = why_unsupported(PoolLayout(shape, block_size))
         if reason is not None:
             return reason, worst
         multiple = max(1, heads // shape.num_kv_heads) * shape.num_kv_heads

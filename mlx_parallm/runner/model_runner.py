@@ -36,6 +36,7 @@ class ModelRunner:
     ) -> None:
         self._sampler = Sampler()
         self._tokens = PendingTokens()
+        self._latest: ModelStep | None = None
         vocab_size = embedding_rows(loaded.model, config_value(loaded.config, "vocab_size"))
         if vocab_size is None:
             raise ModelLoadError(f"{loaded.path} has no embedding table.")
@@ -84,11 +85,16 @@ class ModelRunner:
         self._path.copy_blocks(batch.block_copies)
         self._path.copy_state(batch.state_copies)
         rows = StepRows(batch.sequences)
+        if self._latest is not None and not rows.has_pending:
+            # Nothing else orders what that step reads of blocks before this step writes to them:
+            # one that was preempted meanwhile may have lost its blocks to this step.
+            self._latest.end()
         token_ids = self._tokens.fill(batch.sequences, token_array(batch.sequences))
         logits = self._path.logits(batch.sequences, token_ids, rows.wanted)
         step = ModelStep(rows, self._sample(logits, rows, token_ids), self._score(logits, rows))
         self._tokens.remember(rows.sampled_ids, step.tokens)
         step.start(self._path.arrays(), wait=not self._info.runs_ahead)
+        self._latest = step if self._info.runs_ahead else None
         return step
 
     def _sample(self, logits: mx.array, rows: StepRows, token_ids: mx.array) -> SampleResult | None:
@@ -123,13 +129,26 @@ class ModelStep:
         self._rows = rows
         self._sampled = sampled
         self._scored = scored
+        self._written: list[mx.array] = []
 
     def start(self, written: list[mx.array], *, wait: bool) -> None:
-        """Begin to compute the results and ``written``, of which nothing is kept."""
+        """Begin to compute the results and ``written``.
+
+        Nothing of ``written`` is kept when waiting: a pool is written in place only if nobody else
+        holds it.
+        """
+        (mx.eval if wait else mx.async_eval)(self._outputs(), written)
+        if not wait:
+            self._written = written
+
+    def end(self) -> None:
+        """Wait until everything is computed."""
+        mx.eval(self._outputs(), self._written)
+        self._written = []
+
+    def _outputs(self) -> list[mx.array]:
         outputs = [array for result in self._scored.values() for array in result.arrays()]
-        if self._sampled is not None:
-            outputs += self._sampled.arrays()
-        (mx.eval if wait else mx.async_eval)(outputs, written)
+        return outputs if self._sampled is None else outputs + self._sampled.arrays()
 
     def wait(self) -> StepOutput:
         """See ``StepInFlight.wait``."""

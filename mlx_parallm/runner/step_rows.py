@@ -49,6 +49,7 @@ class StepRows:
         sampled: places in ``wanted`` of the rows to sample, for which ``specs``
             and ``sampled_ids`` are.
         scored: sequences whose prompt is scored, and the place of their first row in ``wanted``.
+        has_pending: whether any token is still being chosen.
     """
 
     def __init__(self, sequences: Sequence[ScheduledSequence]) -> None:
@@ -58,6 +59,7 @@ class StepRows:
         self.sampled_ids = [one.seq_id for one in sequences if one.sample is not None]
         self.scored: list[tuple[ScheduledSequence, int]] = []
         self._ends: list[int] = []
+        self.has_pending = any(one.token_ids[0] == PENDING_TOKEN for one in sequences)
         first = 0
         for one in sequences:
             length = len(one.token_ids)
@@ -74,6 +76,6 @@ class StepRows:
 
     def pending(self, token_ids: mx.array) -> mx.array | None:
         """Last input token of every sampled row, if any row's is pending: int32 ``[rows]``."""
-        if not any(spec.has_pending for spec in self.specs):
+        if not self.has_pending:
             return None
         return token_ids[mx.array(self._ends)]
