@@ -16,7 +16,6 @@ import sys
 import time
 from collections.abc import Iterator
 from dataclasses import replace
-from importlib.metadata import version
 
 # Long chunks use stock attention, which must not round to TF32 here; MLX reads it when loaded.
 os.environ.setdefault("MLX_ENABLE_TF32", "0")
@@ -207,10 +206,9 @@ def tunings(start: Tuning) -> Iterator[Tuning]:
     """One thing changed at a time."""
     yield start
     yield from (replace(start, threadgroups=n) for n in (256, 1024, 2048))
-    yield from (replace(start, unroll=n) for n in (2, 8))
     yield from (replace(start, warps=n) for n in (2, 8))
-    yield replace(start, vector=16)
-    yield replace(start, vector=16, unroll=2)
+    yield replace(start, tile=8)
+    yield replace(start, score_lanes=8)
     yield replace(start, max_heads=4)
 
 
@@ -222,7 +220,7 @@ def main() -> int:
     parser.add_argument("--tune", action="store_true", help="times of other divisions as well")
     options = parser.parse_args()
     dialect = MetalDialect() if mx.metal.is_available() else CudaDialect()
-    print(f"{dialect.name}, mlx {version('mlx')}, {mx.device_info()}", flush=True)
+    print(f"{dialect.name}, mlx {mx.__version__}, {mx.device_info()}", flush=True)
     failed = 0 if options.only_times else check(dialect)
     if not options.only_errors:
         for tuning in tunings(dialect.tuning) if options.tune else [dialect.tuning]:

@@ -8,12 +8,14 @@ from dataclasses import dataclass
 import mlx.core as mx
 
 from mlx_parallm.attention.kernel_plan import KernelPlan
-from mlx_parallm.attention.kernel_pool import VECTOR, WARP, KernelPool, PoolLayout, lanes_per_key
+from mlx_parallm.attention.kernel_pool import VECTOR, WARP, KernelPool, PoolLayout, lanes_for
 from mlx_parallm.attention.kernels.build import Constant, KernelBuilder, KernelSpec
 from mlx_parallm.attention.kernels.dialect import Kernel, Tuning
 
 LOG2_E = math.log2(math.e)
 
+# Of the keys of a tile: 32 registers of each lane.
+TILE_BITS = WARP * 32 * 32
 _INPUTS = ("queries", "items", "tables", "previous")
 _PARTS = ("part_sums", "part_stats")
 
@@ -58,14 +60,16 @@ class AttendKind:
         return self.layout.shape.num_kv_heads * self.parts
 
     @property
-    def vector(self) -> int:
-        """Neighbouring elements that a lane has of a key."""
-        wanted = self.tuning.vector
-        shape = self.layout.shape
-        keys = WARP // lanes_per_key(shape, wanted)
-        fits = not (shape.key_dim % wanted or shape.value_dim % wanted)
-        fits = fits and not self.layout.block_size % keys
-        return wanted if fits else VECTOR
+    def tile(self) -> int:
+        """Keys that a warp takes at once: a power of two that divides a block.
+
+        A lane's share of them stays in registers.
+        """
+        layout = self.layout
+        bits = layout.quantisation.bits if layout.quantisation else layout.shape.dtype.size * 8
+        keys = min(self.tuning.tile, TILE_BITS // (bits * layout.shape.key_dim))
+        keys = 1 << (max(keys, 1).bit_length() - 1)
+        return math.gcd(keys, layout.block_size)
 
     @property
     def threads(self) -> int:
@@ -134,9 +138,6 @@ class AttendKernels:
 
     def _constants(self, name: str) -> dict[str, Constant]:
         kind, layout = self._kind, self._kind.layout
-        lanes = lanes_per_key(layout.shape, kind.vector)
-        keys = WARP // lanes
-        unroll = math.gcd(kind.tuning.unroll, layout.block_size // keys)
         cap = kind.soft_cap
         return {
             "T": layout.shape.dtype,
@@ -145,11 +146,10 @@ class AttendKernels:
             "SHARE": kind.share,
             "PARTS": kind.parts,
             "G": -(-kind.share // kind.parts),
-            "VEC": kind.vector,
-            "LANES": lanes,
-            "KEYS": keys,
-            "UNROLL": unroll,
-            "TILE": keys * unroll,
+            "VEC": VECTOR,
+            "TILE": kind.tile,
+            "SCORE_LANES": max(kind.tuning.score_lanes, WARP // kind.tile),
+            "VALUE_LANES": lanes_for(layout.shape.value_dim),
             "WARPS": kind.tuning.warps,
             "SPLIT": name == "split",
             "SINKS": kind.has_sinks,

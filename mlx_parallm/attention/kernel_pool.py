@@ -127,15 +127,12 @@ def why_unsupported(layout: PoolLayout) -> str | None:
     for dim in (shape.key_dim, shape.value_dim):
         if dim % VECTOR or not 0 < dim <= MAX_DIM:
             return f"head size {dim} (multiples of {VECTOR} up to {MAX_DIM} are supported)"
-    multiple = WARP // lanes_per_key(shape, VECTOR)
-    if layout.quantisation:
-        multiple = max(multiple, 4)  # so that a block's scales are copied by 16 bytes
-    if layout.block_size % multiple:
-        return f"blocks of {layout.block_size} tokens (multiples of {multiple} are supported)"
+    # So that a block's bytes are copied by 16.
+    if layout.quantisation and layout.block_size % 4:
+        return f"quantised blocks of {layout.block_size} tokens (multiples of 4 are supported)"
     return None
 
 
-def lanes_per_key(shape: LayerShape, vector: int) -> int:
-    """Lanes that share a key: a power of two, so that shuffles stay among them."""
-    chunks = -(-max(shape.key_dim, shape.value_dim) // vector)
-    return 1 << (chunks - 1).bit_length()
+def lanes_for(dim: int) -> int:
+    """Lanes that share one row's vectors: a power of two, so that shuffles stay among them."""
+    return 1 << (dim // VECTOR - 1).bit_length()

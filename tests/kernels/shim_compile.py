@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 SHIM = Path(__file__).parent / "shim"
-FLAGS = ("-std=c++17", "-O1", "-fPIC", "-shared", "-w", "-U_FORTIFY_SOURCE", "-D_XOPEN_SOURCE=600")
+FLAGS = ("-std=c++17", "-O0", "-fPIC", "-shared", "-w", "-U_FORTIFY_SOURCE", "-D_XOPEN_SOURCE=600")
 
 
 def compiler() -> str | None:

@@ -132,7 +132,8 @@ def test_bytes_per_token_are_those_of_the_arrays(quantisation: KVQuantisation | 
     [
         (128, 16, None, True),
         (64, 4, None, True),
-        (64, 6, None, False),
+        (64, 6, None, True),
+        (64, 6, 4, False),
         (100, 16, None, False),
         (264, 16, None, False),
         (256, 1, None, True),

@@ -20,16 +20,21 @@ WORDS = (
     (r"\bdevice (?=\w+\*)", ""),
     (r"\bthreadgroup (?=float)", "__shared__ "),
     (r"threadgroup_barrier\(mem_flags::mem_threadgroup\)", "__syncthreads()"),
+    (r"simdgroup_barrier\(mem_flags::mem_threadgroup\)", "__syncwarp()"),
     (r"simd_shuffle_xor\(", "__shfl_xor_sync(0xffffffff, "),
     (r"thread_position_in_grid\.x", "blockIdx.x * THREADS + threadIdx.x"),
     (r"threadgroup_position_in_grid\.x", "blockIdx.x"),
     (r"thread_index_in_threadgroup", "threadIdx.x"),
+    (r"\bas_type<float>\(", "__uint_as_float("),
+    (r"\bas_type<float16_t>\(", "__ushort_as_half("),
+    (r"\bbfloat16_t\b", "__nv_bfloat16"),
+    (r"\bfloat16_t\b", "__half"),
     (r"\bprecise::tanh\(", "tanhf("),
     (r"\b(exp2|fmax|fmin|rint)\(", r"\1f("),
 )
 #: MLX passes an attribute or a shape if its name occurs anywhere in a body.
 UNWANTED = re.compile(
-    r"grid_size|grid_origin|threads_per|simdgroup|quadgroup|_strides|_ndim|thread_execution_width"
+    r"grid_size|grid_origin|threads_per|simdgroup_index|simdgroups_|in_simdgroup|quadgroup|_strides|_ndim|thread_execution_width"
 )
 
 
@@ -61,4 +66,4 @@ def test_mlx_finds_no_argument_that_is_not_meant(name: str, folder: str, suffix:
 def test_texts_are_short_as_they_are_hashed_at_every_call(folder: str, suffix: str) -> None:
     common = len(kernel_text(folder, "common" + suffix))
     for name in NAMES:
-        assert common + len(kernel_text(folder, name + suffix)) < 8000
+        assert common + len(kernel_text(folder, name + suffix)) < 10_000

@@ -16,15 +16,15 @@ class Tuning:
     Attributes:
         threadgroups: how many keep the device busy; fewer, and rows are split.
         warps: of a threadgroup.
-        unroll: keys that a lane has in flight.
-        vector: neighbouring elements that a lane has of a key, where the head size allows.
+        tile: keys that a warp takes at once, if registers and block size allow.
+        score_lanes: lanes that share a key while scores are computed.
         max_heads: query heads of one KV head that share its loads; they are kept in registers.
     """
 
     threadgroups: int
     warps: int = 4
-    unroll: int = 4
-    vector: int = 8
+    tile: int = 16
+    score_lanes: int = 4
     max_heads: int = 8
 
 

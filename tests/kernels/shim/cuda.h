@@ -7,8 +7,16 @@
 using __half = shim::Half;
 using __nv_bfloat16 = shim::Bfloat;
 
+static inline float __uint_as_float(unsigned bits) { return shim::float_of(bits); }
+static inline __half __ushort_as_half(unsigned short bits) {
+  __half value;
+  value.bits = bits;
+  return value;
+}
+
 #define __shared__ SHIM_SHARED
 #define __syncthreads() shim::barrier(__LINE__)
+#define __syncwarp() shim::warp_barrier(__LINE__)
 #define __shfl_xor_sync(mask, value, far) shim::shuffle_xor(value, far, __LINE__ + 0 * (mask))
 
 struct Dim3 {

@@ -19,6 +19,10 @@ float rintf(float);
 float tanhf(float);
 }
 
+// Both languages have these.
+static inline int min(int x, int y) { return x < y ? x : y; }
+static inline int max(int x, int y) { return x > y ? x : y; }
+
 namespace shim {
 
 constexpr int WARP = 32;
@@ -98,6 +102,9 @@ static T shuffle_xor(T value, int far, int line) {
   memcpy(&result, &warp.values[slot][lane ^ far], sizeof(T));
   return result;
 }
+
+// The warp's lanes meet.
+static void warp_barrier(int line) { shuffle_xor(0, 0, line); }
 
 static void barrier(int line) {
   fibers[current].line = line;

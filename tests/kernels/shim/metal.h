@@ -20,6 +20,7 @@ using bfloat16_t = shim::Bfloat;
 
 enum class mem_flags { mem_none = 0, mem_device = 1, mem_threadgroup = 2 };
 #define threadgroup_barrier(flags) shim::metal_barrier(flags, __LINE__)
+#define simdgroup_barrier(flags) shim::metal_warp_barrier(flags, __LINE__)
 #define simd_shuffle_xor(value, far) shim::shuffle_xor(value, far, __LINE__)
 
 namespace shim {
@@ -27,7 +28,19 @@ static void metal_barrier(mem_flags flags, int line) {
   if (flags != mem_flags::mem_threadgroup) failure = BAD_FLAGS;
   barrier(line);
 }
+static void metal_warp_barrier(mem_flags flags, int line) {
+  if (flags != mem_flags::mem_threadgroup) failure = BAD_FLAGS;
+  warp_barrier(line);
+}
 }  // namespace shim
+
+template <typename To, typename From>
+static inline To as_type(From from) {
+  static_assert(sizeof(To) == sizeof(From), "as_type changes no size");
+  To to;
+  memcpy(&to, &from, sizeof(To));
+  return to;
+}
 
 static inline float exp2(float x) { return exp2f(x); }
 static inline float fmax(float x, float y) { return fmaxf(x, y); }

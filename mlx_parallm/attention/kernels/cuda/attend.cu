@@ -1,12 +1,8 @@
 // One threadgroup: one item (a query row and a range of its keys), G query heads of one KV head.
-// LANES lanes share a key, each VEC of its elements, so a warp takes KEYS keys at once and TILE a
-// trip; the warps take tiles in turn. All lanes of a warp make the same number of trips.
-const int thread_index = threadIdx.x;
-const int lane = thread_index % 32;
-const int warp = thread_index / 32;
-const int at = lane % LANES * VEC;
-const int which = lane / LANES;
-typedef Chunk<T, VEC> Piece;
+// The warps take tiles of TILE keys in turn. For scores, few lanes share a key, so that there is
+// little to sum; for values, a lane has VEC columns of all heads, and other lanes other keys. All
+// lanes of a warp make the same number of trips.
+typedef Chunk<unsigned, VEC * sizeof(T) / 4> Piece;
 #if BITS
 typedef Chunk<unsigned, VEC * BITS / 32> Stored;
 typedef Chunk<M, 2> Scale;
@@ -14,9 +10,23 @@ constexpr int PACKED = 32 / BITS;
 constexpr int KEY_GROUPS = (D + GROUP - 1) / GROUP;
 constexpr int VALUE_GROUPS = (V + GROUP - 1) / GROUP;
 #else
-typedef Chunk<T, VEC> Stored;
+typedef Piece Stored;
 constexpr int PACKED = 1;
 #endif
+constexpr int SCORE_KEYS = 32 / SCORE_LANES;
+constexpr int SCORE_TRIPS = TILE / SCORE_KEYS;
+constexpr int CHUNKS = (D / VEC + SCORE_LANES - 1) / SCORE_LANES;
+constexpr bool EVEN = D % (VEC * SCORE_LANES) == 0;
+constexpr int VALUE_KEYS = 32 / VALUE_LANES;
+constexpr int VALUE_TRIPS = (TILE + VALUE_KEYS - 1) / VALUE_KEYS;
+const int thread_index = threadIdx.x;
+const int lane = thread_index % 32;
+const int warp = thread_index / 32;
+const int score_key = lane / SCORE_LANES;
+const int key_at = lane % SCORE_LANES * VEC;
+const int value_key = lane / VALUE_LANES;
+const int value_at = lane % VALUE_LANES * VEC;
+const int value_from = min(value_at, V - VEC);
 const int index = blockIdx.x;
 const int item = index / (KV_HEADS * PARTS);
 const int kv_head = index / PARTS % KV_HEADS;
@@ -28,21 +38,28 @@ const int first = items[item * 4 + 2];
 const int end = items[item * 4 + 3];
 
 // 1. Queries, scaled so that scores are exponents of two (before the soft cap: its argument).
-float query[G][VEC];
-#pragma unroll
-for (int g = 0; g < G; g++) {
+__shared__ float query[G][D];
+for (int i = thread_index; i < G * D / VEC; i += WARPS * 32) {
+  const int g = i / (D / VEC);
+  const int at = i % (D / VEC) * VEC;
   Piece raw = {};
-  if (g < num_heads && at < D) {
+  if (g < num_heads) {
     raw = *(const Piece*)(queries + ((Place)row * HEADS + head + g) * D + at);
   }
-  widen(query[g], raw);
+  float wide[VEC];
+  widen(wide, raw, T(0.0f));
 #pragma unroll
-  for (int i = 0; i < VEC; i++) {
-    query[g][i] *= QUERY_SCALE;
+  for (int j = 0; j < VEC; j++) {
+    query[g][at + j] = wide[j] * QUERY_SCALE;
   }
 }
+__syncthreads();
 
-// 2. A running softmax per head: its largest score, the weights' sum, the weighted values' sum.
+// 2. A running softmax per head: the warp's largest score, a lane's sum of its keys' weights, and
+// its columns of the weighted values. Weights go to the lanes that need them by shared memory, to
+// one half while the other may still be read.
+__shared__ float weights[2][WARPS][TILE][G];
+int half_now = 0;
 float most[G];
 float total[G];
 float sums[G][VEC];
@@ -57,79 +74,105 @@ for (int g = 0; g < G; g++) {
 }
 
 for (int tile = first / TILE * TILE + warp * TILE; tile < end; tile += WARPS * TILE) {
-  // 3. Keys and values of a tile, which lies in one block. What is not seen is not read: it may
-  // hold another sequence's infinities.
+  // 3. Keys of a tile, which lies in one block. What is not seen is never read, as it may hold
+  // another sequence's infinities: lanes without a key read the nearest one that is seen.
   const Place block = tables[table + tile / BLOCK_SIZE];
-  const Place start = (block * KV_HEADS + kv_head) * BLOCK_SIZE + tile % BLOCK_SIZE + which;
-  Stored raw_keys[UNROLL];
-  Stored raw_values[UNROLL];
-  bool seen[UNROLL];
+  const Place start = (block * KV_HEADS + kv_head) * BLOCK_SIZE + tile % BLOCK_SIZE;
+  const auto tile_keys = key_pool + start * (D / PACKED) + key_at / PACKED;
+  const int least_key = max(first - tile, 0);
+  const int last_key = min(end - tile, TILE) - 1;
+  Stored raw_keys[SCORE_TRIPS][CHUNKS];
 #if BITS
-  Scale key_scales[UNROLL];
-  Scale value_scales[UNROLL];
+  const auto tile_key_scales = key_scale_pool + start * (KEY_GROUPS * 2);
+  Scale key_scales[SCORE_TRIPS][CHUNKS];
 #endif
+  bool seen[SCORE_TRIPS];
+  float score[SCORE_TRIPS][G];
 #pragma unroll
-  for (int u = 0; u < UNROLL; u++) {
-    const int position = tile + u * KEYS + which;
-    const Place place = start + u * KEYS;
-    seen[u] = position >= first && position < end;
-    raw_keys[u] = {};
-    raw_values[u] = {};
-#if BITS
-    key_scales[u] = {};
-    value_scales[u] = {};
-#endif
-    if (seen[u] && at < D) {
-      raw_keys[u] = *(const Stored*)(key_pool + place * (D / PACKED) + at / PACKED);
-#if BITS
-      const Place group = place * KEY_GROUPS + at / GROUP;
-      key_scales[u] = *(const Scale*)(key_scale_pool + group * 2);
-#endif
-    }
-    if (seen[u] && at < V) {
-      raw_values[u] = *(const Stored*)(value_pool + place * (V / PACKED) + at / PACKED);
-#if BITS
-      const Place group = place * VALUE_GROUPS + at / GROUP;
-      value_scales[u] = *(const Scale*)(value_scale_pool + group * 2);
-#endif
-    }
-  }
-
-  // 4. Scores: every lane of a key gets the sum over all its lanes.
-  float score[UNROLL][G];
-#pragma unroll
-  for (int u = 0; u < UNROLL; u++) {
-    float key[VEC];
-#if BITS
-    dequantise<BITS>(key, raw_keys[u], key_scales[u]);
-#else
-    widen(key, raw_keys[u]);
-#endif
+  for (int u = 0; u < SCORE_TRIPS; u++) {
+    const int wanted = u * SCORE_KEYS + score_key;
+    const int key = min(max(wanted, least_key), last_key);
+    seen[u] = key == wanted;
 #pragma unroll
     for (int g = 0; g < G; g++) {
-      float dot = 0.0f;
+      score[u][g] = seen[u] ? 0.0f : UNSEEN;
+    }
 #pragma unroll
-      for (int i = 0; i < VEC; i++) {
-        dot += query[g][i] * key[i];
-      }
-#pragma unroll
-      for (int far = LANES / 2; far > 0; far /= 2) {
-        dot += __shfl_xor_sync(0xffffffff, dot, far);
-      }
-#if SOFT_CAP
-      dot = CAP_SCALE * tanhf(dot);
+    for (int c = 0; c < CHUNKS; c++) {
+      const int step = c * VEC * SCORE_LANES;
+      if (EVEN || step + key_at < D) {
+        raw_keys[u][c] = *(const Stored*)(tile_keys + key * (D / PACKED) + step / PACKED);
+#if BITS
+        const int group = key * KEY_GROUPS + (step + key_at) / GROUP;
+        key_scales[u][c] = *(const Scale*)(tile_key_scales + group * 2);
 #endif
-      score[u][g] = seen[u] ? dot : LEAST;
+      }
     }
   }
 
-  // 5. The softmax takes the tile in: once rescaled per tile, not per key.
+  // 4. Scores: a lane's part of them.
+#pragma unroll
+  for (int c = 0; c < CHUNKS; c++) {
+    const int at = c * VEC * SCORE_LANES + key_at;
+    if (EVEN || at < D) {
+      float key[SCORE_TRIPS][VEC];
+#pragma unroll
+      for (int u = 0; u < SCORE_TRIPS; u++) {
+#if BITS
+        dequantise<BITS>(key[u], raw_keys[u][c], key_scales[u][c]);
+#else
+        widen(key[u], raw_keys[u][c], T(0.0f));
+#endif
+      }
+#pragma unroll
+      for (int g = 0; g < G; g++) {
+#pragma unroll
+        for (int i = 0; i < VEC; i++) {
+          const float factor = query[g][at + i];
+#pragma unroll
+          for (int u = 0; u < SCORE_TRIPS; u++) {
+            score[u][g] += factor * key[u][i];
+          }
+        }
+      }
+    }
+  }
+
+  // 5. The tile's values, on their way while the softmax is made.
+  const auto tile_values = value_pool + start * (V / PACKED) + value_from / PACKED;
+  Stored raw_values[VALUE_TRIPS];
+#if BITS
+  const auto tile_value_scales = value_scale_pool + start * (VALUE_GROUPS * 2);
+  Scale value_scales[VALUE_TRIPS];
+#endif
+#pragma unroll
+  for (int u = 0; u < VALUE_TRIPS; u++) {
+    const int key = min(max(u * VALUE_KEYS + value_key, least_key), last_key);
+    raw_values[u] = *(const Stored*)(tile_values + key * (V / PACKED));
+#if BITS
+    const int group = key * VALUE_GROUPS + value_from / GROUP;
+    value_scales[u] = *(const Scale*)(tile_value_scales + group * 2);
+#endif
+  }
+
+  // 6. The softmax takes the tile in: rescaled once per tile, not per key.
 #pragma unroll
   for (int g = 0; g < G; g++) {
     float larger = most[g];
 #pragma unroll
-    for (int u = 0; u < UNROLL; u++) {
+    for (int u = 0; u < SCORE_TRIPS; u++) {
+#pragma unroll
+      for (int far = SCORE_LANES / 2; far > 0; far /= 2) {
+        score[u][g] += __shfl_xor_sync(0xffffffff, score[u][g], far);
+      }
+#if SOFT_CAP
+      score[u][g] = seen[u] ? CAP_SCALE * tanhf(score[u][g]) : UNSEEN;
+#endif
       larger = fmaxf(larger, score[u][g]);
+    }
+#pragma unroll
+    for (int far = SCORE_LANES; far < 32; far *= 2) {
+      larger = fmaxf(larger, __shfl_xor_sync(0xffffffff, larger, far));
     }
     const float keep = exp2f(most[g] - larger);
     most[g] = larger;
@@ -139,48 +182,56 @@ for (int tile = first / TILE * TILE + warp * TILE; tile < end; tile += WARPS * T
       sums[g][i] *= keep;
     }
 #pragma unroll
-    for (int u = 0; u < UNROLL; u++) {
-      score[u][g] = seen[u] ? exp2f(score[u][g] - larger) : 0.0f;
+    for (int u = 0; u < SCORE_TRIPS; u++) {
+      score[u][g] = exp2f(score[u][g] - larger);
       total[g] += score[u][g];
+      if (key_at == 0) {
+        weights[half_now][warp][u * SCORE_KEYS + score_key][g] = score[u][g];
+      }
     }
   }
+  __syncwarp();
+
+  // 7. Values by their weights.
 #pragma unroll
-  for (int u = 0; u < UNROLL; u++) {
+  for (int u = 0; u < VALUE_TRIPS; u++) {
+    const int key = u * VALUE_KEYS + value_key;
     float value[VEC];
 #if BITS
     dequantise<BITS>(value, raw_values[u], value_scales[u]);
 #else
-    widen(value, raw_values[u]);
+    widen(value, raw_values[u], T(0.0f));
 #endif
 #pragma unroll
     for (int g = 0; g < G; g++) {
+      const bool has_key = VALUE_KEYS <= TILE || key < TILE;
+      const float weight = has_key ? weights[half_now][warp][key][g] : 0.0f;
 #pragma unroll
       for (int i = 0; i < VEC; i++) {
-        sums[g][i] += score[u][g] * value[i];
+        sums[g][i] += weight * value[i];
       }
     }
   }
+  half_now = 1 - half_now;
 }
 
-// 6. Lanes that hold the same part of different keys.
+// 8. Lanes that had other keys.
 #pragma unroll
-for (int far = LANES; far < 32; far *= 2) {
+for (int g = 0; g < G; g++) {
 #pragma unroll
-  for (int g = 0; g < G; g++) {
-    const float their_most = __shfl_xor_sync(0xffffffff, most[g], far);
-    const float larger = fmaxf(most[g], their_most);
-    const float keep = exp2f(most[g] - larger);
-    const float join = exp2f(their_most - larger);
-    most[g] = larger;
-    total[g] = total[g] * keep + __shfl_xor_sync(0xffffffff, total[g], far) * join;
+  for (int far = SCORE_LANES; far < 32; far *= 2) {
+    total[g] += __shfl_xor_sync(0xffffffff, total[g], far);
+  }
+#pragma unroll
+  for (int far = VALUE_LANES; far < 32; far *= 2) {
 #pragma unroll
     for (int i = 0; i < VEC; i++) {
-      sums[g][i] = sums[g][i] * keep + __shfl_xor_sync(0xffffffff, sums[g][i], far) * join;
+      sums[g][i] += __shfl_xor_sync(0xffffffff, sums[g][i], far);
     }
   }
 }
 
-// 7. The warps, one head after another, so that the shared memory is small.
+// 9. The warps, one head after another, so that the shared memory is small.
 __shared__ float warp_most[WARPS][G];
 __shared__ float warp_total[WARPS][G];
 __shared__ float warp_sums[WARPS][V];
@@ -193,10 +244,10 @@ if (lane == 0) {
 }
 #pragma unroll
 for (int g = 0; g < G; g++) {
-  if (which == 0 && at < V) {
+  if (value_key == 0 && value_at < V) {
 #pragma unroll
     for (int i = 0; i < VEC; i++) {
-      warp_sums[warp][at + i] = sums[g][i];
+      warp_sums[warp][value_at + i] = sums[g][i];
     }
   }
   __syncthreads();

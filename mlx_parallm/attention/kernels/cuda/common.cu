@@ -6,17 +6,38 @@ typedef long long Place;  // an index into a pool: more than 2^31 elements
 // Below any score; finite, so that differences are.
 constexpr float LEAST = -1e30f;
 
+// The score of a key that is not seen, or a lane's part of it: its weight is 0 even beside LEAST.
+constexpr float UNSEEN = -2e30f;
+
 // N neighbouring elements, read or written at once.
 template <typename S, int N>
 struct alignas(sizeof(S) * N < 16 ? sizeof(S) * N : 16) Chunk {
   S at[N];
 };
 
-template <typename S, int N>
-inline void widen(float (&to)[N], const Chunk<S, N>& from) {
+// Numbers out of words: registers are not split into 16-bit halves before they must be.
+template <int N>
+inline void widen(float (&to)[N], const Chunk<unsigned, N>& from, float) {
 #pragma unroll
   for (int i = 0; i < N; i++) {
-    to[i] = float(from.at[i]);
+    to[i] = __uint_as_float(from.at[i]);
+  }
+}
+
+template <int N>
+inline void widen(float (&to)[N], const Chunk<unsigned, N / 2>& from, __nv_bfloat16) {
+#pragma unroll
+  for (int i = 0; i < N; i++) {
+    const unsigned word = from.at[i / 2];
+    to[i] = __uint_as_float(i % 2 ? word & 0xffff0000u : word << 16);
+  }
+}
+
+template <int N>
+inline void widen(float (&to)[N], const Chunk<unsigned, N / 2>& from, __half) {
+#pragma unroll
+  for (int i = 0; i < N; i++) {
+    to[i] = float(__ushort_as_half((unsigned short)(from.at[i / 2] >> i % 2 * 16)));
   }
 }
 

@@ -6,17 +6,38 @@ typedef long Place;  // an index into a pool: more than 2^31 elements
 // Below any score; finite, so that differences are.
 constant constexpr float LEAST = -1e30f;
 
+// The score of a key that is not seen, or a lane's part of it: its weight is 0 even beside LEAST.
+constant constexpr float UNSEEN = -2e30f;
+
 // N neighbouring elements, read or written at once.
 template <typename S, int N>
 struct alignas(sizeof(S) * N < 16 ? sizeof(S) * N : 16) Chunk {
   S at[N];
 };
 
-template <typename S, int N>
-inline void widen(thread float (&to)[N], thread const Chunk<S, N>& from) {
+// Numbers out of words: registers are not split into 16-bit halves before they must be.
+template <int N>
+inline void widen(thread float (&to)[N], thread const Chunk<unsigned, N>& from, float) {
 #pragma unroll
   for (int i = 0; i < N; i++) {
-    to[i] = float(from.at[i]);
+    to[i] = as_type<float>(from.at[i]);
+  }
+}
+
+template <int N>
+inline void widen(thread float (&to)[N], thread const Chunk<unsigned, N / 2>& from, bfloat16_t) {
+#pragma unroll
+  for (int i = 0; i < N; i++) {
+    const unsigned word = from.at[i / 2];
+    to[i] = as_type<float>(i % 2 ? word & 0xffff0000u : word << 16);
+  }
+}
+
+template <int N>
+inline void widen(thread float (&to)[N], thread const Chunk<unsigned, N / 2>& from, float16_t) {
+#pragma unroll
+  for (int i = 0; i < N; i++) {
+    to[i] = float(as_type<float16_t>((unsigned short)(from.at[i / 2] >> i % 2 * 16)));
   }
 }
 

@@ -1,6 +1,6 @@
 // The write kernel of a quantised pool. GROUP elements of one token's key or value in one head
 // share a step and a least value; one thread has VEC of them, and LANES threads of a warp meet.
-typedef Chunk<T, VEC> Piece;
+typedef Chunk<unsigned, VEC * sizeof(T) / 4> Piece;
 typedef Chunk<unsigned, VEC * BITS / 32> Stored;
 typedef Chunk<M, 2> Scale;
 constexpr int LANES = GROUP / VEC;
@@ -25,7 +25,7 @@ float most = LEAST;
 if (is_mine) {
   const Place from = (Place)row * KV_HEADS + head;
   const Piece piece = *(const device Piece*)((is_key ? keys : values) + from * dim + at);
-  widen(wide, piece);
+  widen(wide, piece, T(0.0f));
 #pragma unroll
   for (int i = 0; i < VEC; i++) {
     least = fmin(least, wide[i]);
