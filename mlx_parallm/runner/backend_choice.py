@@ -92,7 +92,7 @@ def _judge(
     """Why kernels may not be used, if so, and their largest error."""
     worst = 0.0
     for shape in dict.fromkeys(shapes):
-        reason = why_unsupported(PoolLayout(shape, block_size))
+        reason = why_unsupported(PoolLayout(shape=shape, block_size=block_size))
         if reason is not None:
             return reason, worst
         multiple = max(1, heads // shape.num_kv_heads) * shape.num_kv_heads
