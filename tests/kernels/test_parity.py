@@ -24,6 +24,7 @@ CASES = [
     Case(key_dim=64, value_dim=256, dtype=FP16, sequences=SHORT),
     *(Case(heads=h, kv_heads=k, sequences=SHORT) for h, k in ((2, 2), (7, 1), (12, 1), (36, 2))),
     *(Case(block_size=size, key_dim=128, sequences=SHORT) for size in (1, 6, 48)),
+    Case(sequences=((5, 1),), heads=1, kv_heads=1, sinks=True),  # arrays that Metal has constant
     Case(sequences=SHORT, window=5),
     Case(sequences=SHORT, soft_cap=2.0, sinks=True, dtype=FP16, key_dim=128),
     Case(sequences=LONG, key_dim=128, dtype=BF16),
