@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import logging
-from concurrent.futures import Future
-from functools import partial
 
 import mlx.core as mx
 
 from mlx_parallm.attention.base import AttentionBackend
-from mlx_parallm.batch import RunnerInfo, ScheduledBatch, StepInFlight, StepOutput
+from mlx_parallm.batch import RunnerInfo, ScheduledBatch, StepOutput
 from mlx_parallm.errors import ModelLoadError
 from mlx_parallm.runner.cache_layout import CacheLayout
 from mlx_parallm.runner.loader import LoadedModel
@@ -19,7 +17,6 @@ from mlx_parallm.runner.paths.alone import AlonePath
 from mlx_parallm.runner.paths.base import token_array
 from mlx_parallm.runner.row_selection import embedding_rows
 from mlx_parallm.runner.step_rows import PendingTokens, StepRows
-from mlx_parallm.runner.step_thread import StepThread
 from mlx_parallm.sampling.logprobs import TargetLogprobs, target_logprobs
 from mlx_parallm.sampling.sampler import Sampler, SampleResult
 
@@ -39,6 +36,7 @@ class ModelRunner:
     ) -> None:
         self._sampler = Sampler()
         self._tokens = PendingTokens()
+        self._latest: ModelStep | None = None
         vocab_size = embedding_rows(loaded.model, config_value(loaded.config, "vocab_size"))
         if vocab_size is None:
             raise ModelLoadError(f"{loaded.path} has no embedding table.")
@@ -66,9 +64,8 @@ class ModelRunner:
             has_state=self._path.has_state,
             attention_backend=backend.name,
             dtype=loaded.dtype,
-            runs_ahead=backend.runs_ahead and self._path.name == "packed",
+            runs_ahead=backend.runs_ahead and self._path.name in {"packed", "split"},
         )
-        self._thread = StepThread() if self._info.runs_ahead else None
 
     @property
     def info(self) -> RunnerInfo:
@@ -79,35 +76,26 @@ class ModelRunner:
         """Run one step and wait for what it produces."""
         return self.submit(batch).wait()
 
-    def submit(self, batch: ScheduledBatch) -> StepInFlight:
+    def submit(self, batch: ScheduledBatch) -> ModelStep:
         """See ``Runner.submit``.
 
-        Steps are evaluated one after the other: MLX writes a pool in place only while no step in
-        flight holds it.
+        A backend that writes its pools by MLX's assignment may not run ahead: MLX writes in place
+        only while no step in flight holds the pool, and copies it otherwise.
         """
-        if self._thread is None:
-            step, written = self._build(batch)
-            return EndedStep(step.run(written))
-        with mx.stream(self._thread.stream):
-            step, written = self._build(batch)
-        return StepOnThread(self._thread.submit(partial(step.run, written)))
-
-    def close(self) -> None:
-        """End the thread that steps run on, if there is one."""
-        if self._thread is not None:
-            self._thread.close()
-            self._thread = None
-
-    def _build(self, batch: ScheduledBatch) -> tuple[ModelStep, list[mx.array]]:
-        """A step's lazy results, and what else is to be evaluated with them."""
         self._path.copy_blocks(batch.block_copies)
         self._path.copy_state(batch.state_copies)
         rows = StepRows(batch.sequences)
+        if self._latest is not None and not rows.has_pending:
+            # Nothing else orders what that step reads of blocks before this step writes to them:
+            # one that was preempted meanwhile may have lost its blocks to this step.
+            self._latest.end()
         token_ids = self._tokens.fill(batch.sequences, token_array(batch.sequences))
         logits = self._path.logits(batch.sequences, token_ids, rows.wanted)
         step = ModelStep(rows, self._sample(logits, rows, token_ids), self._score(logits, rows))
         self._tokens.remember(rows.sampled_ids, step.tokens)
-        return step, self._path.arrays()
+        step.start(self._path.arrays(), wait=not self._info.runs_ahead)
+        self._latest = step if self._info.runs_ahead else None
+        return step
 
     def _sample(self, logits: mx.array, rows: StepRows, token_ids: mx.array) -> SampleResult | None:
         if not rows.sampled:
@@ -128,7 +116,7 @@ class ModelRunner:
 
 
 class ModelStep:
-    """A step's lazy results.
+    """A step's lazy results. Implements ``batch.StepInFlight``.
 
     Attributes:
         tokens: chosen by this step, ``[rows]``; None if it samples nothing.
@@ -141,36 +129,29 @@ class ModelStep:
         self._rows = rows
         self._sampled = sampled
         self._scored = scored
+        self._written: list[mx.array] = []
 
-    def run(self, written: list[mx.array]) -> StepOutput:
-        """Compute the results and ``written``, which is emptied: nobody may hold a pool."""
+    def start(self, written: list[mx.array], *, wait: bool) -> None:
+        """Begin to compute the results and ``written``.
+
+        Nothing of ``written`` is kept when waiting: a pool is written in place only if nobody else
+        holds it.
+        """
+        (mx.eval if wait else mx.async_eval)(self._outputs(), written)
+        if not wait:
+            self._written = written
+
+    def end(self) -> None:
+        """Wait until everything is computed."""
+        mx.eval(self._outputs(), self._written)
+        self._written = []
+
+    def _outputs(self) -> list[mx.array]:
         outputs = [array for result in self._scored.values() for array in result.arrays()]
-        if self._sampled is not None:
-            outputs += self._sampled.arrays()
-        mx.eval(outputs, written)
-        written.clear()
+        return outputs if self._sampled is None else outputs + self._sampled.arrays()
+
+    def wait(self) -> StepOutput:
+        """See ``StepInFlight.wait``."""
         tokens = self._sampled.to_python(self._rows.sampled_ids) if self._sampled else ()
         scored = {seq_id: result.to_python() for seq_id, result in self._scored.items()}
         return StepOutput(tokens=tokens, prompt_logprobs=scored)
-
-
-class EndedStep:
-    """A step whose results are there. Implements ``batch.StepInFlight``."""
-
-    def __init__(self, output: StepOutput) -> None:
-        self._output = output
-
-    def wait(self) -> StepOutput:
-        """See ``StepInFlight.wait``."""
-        return self._output
-
-
-class StepOnThread:
-    """A step that runs on a ``StepThread``. Implements ``batch.StepInFlight``."""
-
-    def __init__(self, output: Future[StepOutput]) -> None:
-        self._output = output
-
-    def wait(self) -> StepOutput:
-        """See ``StepInFlight.wait``."""
-        return self._output.result()

@@ -185,7 +185,7 @@ def test_ragged_prompts_joining_midway_in_chunks_equal_each_alone(name: str) -> 
         assert_same(session.result(request_id), alone(name, prompt))
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma3n", "gpt_oss", "gemma3_text", "qwen3_moe"])
+@pytest.mark.parametrize("name", ["llama", "gemma3n", "gpt_oss", "lfm2", "qwen3_next"])
 def test_steps_that_run_ahead_give_the_same(name: str) -> None:
     runner = shared_runner(name, AheadAttention)
     assert runner.info.runs_ahead
