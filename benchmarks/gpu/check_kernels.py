@@ -220,7 +220,7 @@ def main() -> int:
     parser.add_argument("--tune", action="store_true", help="times of other divisions as well")
     options = parser.parse_args()
     dialect = MetalDialect() if mx.metal.is_available() else CudaDialect()
-    print(f"{dialect.name}, mlx {mx.__version__}, {mx.device_info()}", flush=True)
+    print(f"{dialect.name}, mlx {getattr(mx, '__version__', '?')}, {mx.device_info()}", flush=True)
     failed = 0 if options.only_times else check(dialect)
     if not options.only_errors:
         for tuning in tunings(dialect.tuning) if options.tune else [dialect.tuning]:
