@@ -35,7 +35,8 @@ class CacheConfig:
 
     Attributes:
         block_size: tokens per block.
-        memory_fraction: share of the free memory that KV of all models together may take.
+        memory_fraction: share of the free memory that KV of all models together may take; on the
+            CPU no more than the weights do, or 1 GiB, since a pool is filled at start there.
         kv_cache_bytes: the same as an absolute number; wins over ``memory_fraction``.
         enable_prefix_caching: reuse blocks of equal prefixes.
     """

@@ -24,7 +24,8 @@ The file is named by `--config FILE` or `MLX_PARALLM_CONFIG`. Its keys are the n
 (aliases too); an unknown key is an error. A wrong value ends the process with status 2 and a
 message that names the setting and where it was set. Switches are turned off with `--no-NAME`;
 in the environment and in files they take `true` or `false`. Sizes take `512M` or `8GiB`
-(powers of 1024). An empty environment variable counts as not set.
+(powers of 1024). An empty environment variable counts as not set; one whose name begins with
+`MLX_PARALLM_` and is no setting is named in a warning at start.
 
 ```yaml
 # serve.yaml: mlx_parallm serve --config serve.yaml

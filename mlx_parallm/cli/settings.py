@@ -137,7 +137,8 @@ SETTINGS: tuple[Setting, ...] = (
              "seed of requests that bring none.", metavar="N"),
     _setting(
         "kv-memory-fraction", "cache.memory_fraction", values.number(0, 1, above=True), MEMORY,
-        "share of the free memory that the KV of all models together may take.",
+        "share of the free memory that the KV of all models together may take; on the CPU no "
+        "more than the weights do, or 1 GiB.",
         aliases=("gpu-memory-utilization",), metavar="SHARE",
     ),
     _setting("kv-cache-memory-bytes", "cache.kv_cache_bytes", values.size, MEMORY,
