@@ -2,9 +2,9 @@
 
 ``python -m benchmarks.memory`` compares the resident memory of the server process after all
 requests with that after the first 200. The pool of KV blocks has a fixed size that the first 200
-requests fill (the prefix cache keeps finished blocks until they are needed), and lengths are bounded
-so that the first 200 hold prompts about as long as any later one; what grows then is a leak. What
-the longest prompt's attention needs is kept for the next: it is part of both readings.
+requests fill (the prefix cache keeps finished blocks until they are needed), and lengths are
+bounded so that the first 200 hold prompts about as long as any later one; what grows then is a
+leak, or a step larger than any before.
 """
 
 from __future__ import annotations

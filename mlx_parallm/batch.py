@@ -143,6 +143,7 @@ class RunnerInfo:
         attention_backend: name of the attention backend in use.
         dtype: the dtype the model computes in.
         runs_ahead: whether a step may be submitted before the one before it has ended.
+        is_compiled: whether steps of decode rows are calls of a compiled function.
     """
 
     path: str
@@ -156,6 +157,7 @@ class RunnerInfo:
     attention_backend: str
     dtype: str
     runs_ahead: bool = False
+    is_compiled: bool = False
 
 
 class StepInFlight(Protocol):

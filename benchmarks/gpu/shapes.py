@@ -12,7 +12,7 @@ from mlx.utils import tree_flatten
 from mlx_lm.models import qwen3
 
 from mlx_parallm.runner.loader import LoadedModel
-from mlx_parallm.runner.quantized_rows import flatten_quantized_rows
+from mlx_parallm.runner.row_layers import use_row_layers
 
 QWEN3: dict[str, Any] = {
     "model_type": "qwen3",
@@ -87,5 +87,5 @@ def random_model(shape: str, *, bits: int | None = None) -> RandomModel:
 
 
 def flatten(model: RandomModel) -> None:
-    """What the loader does to quantised layers on CUDA; after the stock model was measured."""
-    flatten_quantized_rows(model.model)
+    """What the loader does to linear layers on CUDA; after the stock model was measured."""
+    use_row_layers(model.model)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import mlx.core as mx
 
@@ -101,4 +101,41 @@ class AttentionBackend(Protocol):
 
     def copy_blocks(self, pool: LayerPool, sources: mx.array, targets: mx.array) -> None:
         """Copy whole blocks within a pool."""
+        ...
+
+
+@runtime_checkable
+class CompilableAttention(AttentionBackend, Protocol):
+    """A backend whose decode steps can be calls of one compiled function.
+
+    That function's arguments are the plan's arrays, made anew each step, and what orders the writes
+    to each pool; the pools themselves are constants in it.
+    """
+
+    def decode_kinds(self, plan: Any) -> Any:
+        """What the layers asked of a plan of decode rows: the same in every such step."""
+        ...
+
+    def decode_arrays(
+        self, sequences: Sequence[ScheduledSequence], num_rows: int, kinds: Any
+    ) -> list[mx.array]:
+        """Arrays of a step in which each sequence decodes one token.
+
+        Args:
+            sequences: at most ``num_rows``, one token each.
+            num_rows: rows that the forward has, the last ones being padding.
+            kinds: of an earlier step.
+        """
+        ...
+
+    def decode_plan(self, arrays: Sequence[mx.array], kinds: Any) -> Any:
+        """A plan of such arrays, or of what stands for them while a function is compiled."""
+        ...
+
+    def chain(self, pool: LayerPool) -> list[mx.array]:
+        """The arrays of a pool that a write replaces: what the next reader depends on."""
+        ...
+
+    def set_chain(self, pool: LayerPool, arrays: Sequence[mx.array]) -> None:
+        """Put other arrays in their place."""
         ...

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
+from mlx_parallm.attention.decode_plan import DecodePlan
 from mlx_parallm.attention.kernel_plan import KernelPlan
 from mlx_parallm.attention.kernel_pool import VECTOR, WARP, KernelPool, PoolLayout, lanes_for
 from mlx_parallm.attention.kernels.build import Constant, KernelBuilder, KernelSpec
@@ -86,7 +87,11 @@ class AttendKernels:
         self._made: dict[str, Kernel] = {}
 
     def run(
-        self, pool: KernelPool, plan: KernelPlan, queries: mx.array, scores: Scores
+        self,
+        pool: KernelPool,
+        plan: KernelPlan | DecodePlan,
+        queries: mx.array,
+        scores: Scores,
     ) -> mx.array:
         """Attention of the plan's short rows, ``[R, H, 1, V]``."""
         kind = self._kind

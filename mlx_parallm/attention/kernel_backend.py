@@ -10,11 +10,11 @@ from collections.abc import Sequence
 import mlx.core as mx
 
 from mlx_parallm.attention.base import LayerPool, LayerShape
+from mlx_parallm.attention.decode_plan import DecodePlan, DecodeRows, WorkKind
 from mlx_parallm.attention.kernel_attend import AttendKernels, AttendKind, Scores
 from mlx_parallm.attention.kernel_moves import MoveKernels
 from mlx_parallm.attention.kernel_plan import KernelPlan
 from mlx_parallm.attention.kernel_pool import (
-    VECTOR,
     KernelPool,
     KVQuantisation,
     PoolLayout,
@@ -25,9 +25,11 @@ from mlx_parallm.attention.kernels.build import KernelBuilder
 from mlx_parallm.attention.kernels.dialect import CudaDialect, Dialect, MetalDialect, Tuning
 from mlx_parallm.batch import ScheduledSequence
 
+Plan = KernelPlan | DecodePlan
+
 
 class KernelAttention:
-    """The backend of kernels. Implements ``AttentionBackend``."""
+    """The backend of kernels. Implements ``CompilableAttention``."""
 
     #: Pools are written in place, by kernels in the order of their tokens.
     runs_ahead = True
@@ -47,6 +49,7 @@ class KernelAttention:
         self._builder = KernelBuilder(dialect)
         self._moves: dict[PoolLayout, MoveKernels] = {}
         self._attend: dict[AttendKind, AttendKernels] = {}
+        self._decode_rows = DecodeRows(block_size)
 
     @property
     def name(self) -> str:
@@ -65,7 +68,29 @@ class KernelAttention:
         """See ``AttentionBackend.plan``."""
         return KernelPlan(sequences, self._block_size)
 
-    def write(self, pool: LayerPool, plan: KernelPlan, keys: mx.array, values: mx.array) -> None:
+    def decode_kinds(self, plan: KernelPlan) -> tuple[WorkKind, ...]:
+        """See ``CompilableAttention.decode_kinds``."""
+        return plan.kinds
+
+    def decode_arrays(
+        self, sequences: Sequence[ScheduledSequence], num_rows: int, kinds: Sequence[WorkKind]
+    ) -> list[mx.array]:
+        """See ``CompilableAttention.decode_arrays``."""
+        return self._decode_rows.arrays(sequences, num_rows, kinds)
+
+    def decode_plan(self, arrays: Sequence[mx.array], kinds: Sequence[WorkKind]) -> DecodePlan:
+        """See ``CompilableAttention.decode_plan``."""
+        return DecodePlan.of(arrays, kinds)
+
+    def chain(self, pool: LayerPool) -> list[mx.array]:
+        """See ``CompilableAttention.chain``."""
+        return [_kernel_pool(pool).token]
+
+    def set_chain(self, pool: LayerPool, arrays: Sequence[mx.array]) -> None:
+        """See ``CompilableAttention.set_chain``."""
+        (_kernel_pool(pool).token,) = arrays
+
+    def write(self, pool: LayerPool, plan: Plan, keys: mx.array, values: mx.array) -> None:
         """See ``AttentionBackend.write``."""
         mine = _kernel_pool(pool)
         self._move_kernels(mine).write(mine, plan.slots, keys, values)
@@ -73,7 +98,7 @@ class KernelAttention:
     def attend(
         self,
         pool: LayerPool,
-        plan: KernelPlan,
+        plan: Plan,
         queries: mx.array,
         *,
         scale: float,
@@ -146,12 +171,3 @@ def _kernel_pool(pool: LayerPool) -> KernelPool:
     if not isinstance(pool, KernelPool):
         raise TypeError("the pool belongs to another attention backend")
     return pool
-
-
-def _vectors(layout: PoolLayout) -> int:
-    """Threads that write one token's key and value in one head: whole groups if quantised."""
-    total = 0
-    for dim in (layout.shape.key_dim, layout.shape.value_dim):
-        one = layout.quantisation
-        total += (one.groups(dim) * one.group_size if one else dim) // VECTOR
-    return total

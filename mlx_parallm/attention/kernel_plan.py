@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -108,29 +109,45 @@ class KernelPlan:
             self._work[key] = self._split(starts, heads / threadgroups)
         return self._work[key]
 
-    def _split(self, starts: np.ndarray, share: float) -> Work:
-        """Cut each row's keys where their position is a multiple of a power of two.
+    @property
+    def kinds(self) -> tuple[tuple[int | None, int, int], ...]:
+        """What ``work`` was asked for so far."""
+        return tuple(self._work)
 
-        That power is the share of all keys that keeps every threadgroup equally busy, or more: a
-        batch of many rows is not cut, one long row among short ones is.
-        """
-        wanted = max(int((self._ends - starts).sum() * share), MIN_SPAN)
-        span = 1 << (wanted - 1).bit_length()
-        counts = (self._ends - 1) // span - starts // span + 1
-        firsts = counts.cumsum() - counts
-        cut = (starts // span - firsts).repeat(counts) + np.arange(counts.sum())
-        items = np.stack(
-            [
-                self._rows.repeat(counts),
-                self._sequences.repeat(counts),
-                np.maximum(starts.repeat(counts), cut * span),
-                np.minimum(self._ends.repeat(counts), (cut + 1) * span),
-            ],
-            axis=1,
-        )
+    def _split(self, starts: np.ndarray, share: float) -> Work:
+        items, firsts, counts = cut_items(self._rows, self._sequences, starts, self._ends, share)
         if len(items) == self.num_rows:
             return Work(_int32(items), None)
         return Work(_int32(items), _int32(np.stack([firsts, counts], axis=1)))
+
+
+def cut_items(
+    rows: np.ndarray, tables: np.ndarray, starts: np.ndarray, ends: np.ndarray, share: float
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Cut each row's keys ``starts .. ends - 1`` where their position is a multiple of a span.
+
+    The span is a power of two, the share of all keys that keeps every threadgroup equally busy or
+    more: a batch of many rows is not cut, one long row among short ones is.
+
+    Returns:
+        Items ``[W, 4]`` as in ``Work``, each row's first item, and each row's number of items. W is
+        at most ``1 / share`` and two per row.
+    """
+    wanted = max(math.ceil((ends - starts).sum() * share), MIN_SPAN)
+    span = 1 << (wanted - 1).bit_length()
+    counts = (ends - 1) // span - starts // span + 1
+    firsts = counts.cumsum() - counts
+    cut = (starts // span - firsts).repeat(counts) + np.arange(counts.sum())
+    items = np.stack(
+        [
+            rows.repeat(counts),
+            tables.repeat(counts),
+            np.maximum(starts.repeat(counts), cut * span),
+            np.minimum(ends.repeat(counts), (cut + 1) * span),
+        ],
+        axis=1,
+    )
+    return items, firsts, counts
 
 
 def _slots(one: ScheduledSequence, block_size: int) -> np.ndarray:

@@ -15,7 +15,7 @@ from mlx_lm import utils as mlx_lm_utils
 from mlx_parallm.config import ModelConfig
 from mlx_parallm.errors import ConfigError, ModelLoadError
 from mlx_parallm.runner.device import backend_name, free_memory_bytes
-from mlx_parallm.runner.quantized_rows import flatten_quantized_rows
+from mlx_parallm.runner.row_layers import use_row_layers
 
 logger = logging.getLogger(__name__)
 
@@ -61,7 +61,7 @@ def load_model(config: ModelConfig, path: Path) -> LoadedModel:
         )
         model = _cast(model, config.dtype)
         if backend_name() == "cuda":
-            flatten_quantized_rows(model)
+            use_row_layers(model)
         model.eval()
         mx.eval(model.parameters())
     except LOAD_ERRORS as cause:

@@ -65,6 +65,7 @@ class ModelRunner:
             attention_backend=backend.name,
             dtype=loaded.dtype,
             runs_ahead=backend.runs_ahead and self._path.name in {"packed", "split"},
+            is_compiled=self._path.is_compiled,
         )
 
     @property

@@ -35,14 +35,23 @@ class UnsupportedAttentionError(RuntimeError):
 
 
 class PackedStep:
-    """One packed forward: positions, the attention plan, and which arrays are pools."""
+    """One packed forward: positions, the attention plan, and which arrays are pools.
 
-    def __init__(self, backend: AttentionBackend, sequences: Sequence[ScheduledSequence]) -> None:
-        positions = [np.arange(one.start, one.start + len(one.token_ids)) for one in sequences]
-        self.positions = mx.array(np.concatenate(positions).astype(np.int32))
+    ``positions`` is int32 ``[T]``, ``plan`` the backend's.
+    """
+
+    def __init__(self, backend: AttentionBackend, plan: Any, positions: mx.array) -> None:
+        self.positions = positions
         self.backend = backend
-        self.plan = backend.plan(sequences)
+        self.plan = plan
         self._pools: dict[int, tuple[LayerPool, int | None]] = {}
+
+    @classmethod
+    def of(cls, backend: AttentionBackend, sequences: Sequence[ScheduledSequence]) -> PackedStep:
+        """The step that runs these sequences' tokens."""
+        positions = [np.arange(one.start, one.start + len(one.token_ids)) for one in sequences]
+        rows = mx.array(np.concatenate(positions).astype(np.int32))
+        return cls(backend, backend.plan(sequences), rows)
 
     def register(self, pool: LayerPool, window: int | None) -> None:
         """Make a pool known to ``attend``; its keys are recognised by identity."""

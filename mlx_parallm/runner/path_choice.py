@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from mlx_parallm.attention.base import AttentionBackend
+from mlx_parallm.attention.base import AttentionBackend, CompilableAttention
 from mlx_parallm.runner.cache_layout import (
     CacheLayout,
     KVLayout,
@@ -139,7 +139,9 @@ class _Candidates:
 
     def in_order(self) -> Iterator[tuple[str, Callable[[], ForwardPath]]]:
         if self._layouts and all(isinstance(one, KVLayout) for one in self._layouts):
-            yield "packed", self._packed
+            if isinstance(self._backend, CompilableAttention):
+                yield "packed (compiled)", lambda: self._packed(compiles=True)
+            yield "packed", lambda: self._packed(compiles=False)
         users = find_cache_users(self._model)
         if not any(module is self._model for module in users.modules):
             yield from self._splits(users)
@@ -153,8 +155,15 @@ class _Candidates:
         yield "split", lambda: self._split(users.modules, batch_decode=True)
         yield "split (rows)", lambda: self._split(users.modules, batch_decode=False)
 
-    def _packed(self) -> ForwardPath:
-        return PackedPath(self._model, self._layouts, self._pools, self._backend, self._selector)
+    def _packed(self, *, compiles: bool) -> ForwardPath:
+        return PackedPath(
+            self._model,
+            self._layouts,
+            self._pools,
+            self._backend,
+            self._selector,
+            compiles=compiles,
+        )
 
     def _split(self, modules: list[Any], *, batch_decode: bool) -> ForwardPath:
         return SplitPath(

@@ -26,6 +26,7 @@ from mlx_parallm.runner.loader import LoadedModel
 from mlx_parallm.runner.memory import plan_kv
 from mlx_parallm.runner.model_runner import ModelRunner
 from mlx_parallm.scheduler.scheduler import Scheduler
+from tests.compiled_attention import AheadAttention, CompiledAttention
 
 PATHS = {
     "llama": "packed",
@@ -83,12 +84,6 @@ def build_model(name: str) -> tuple[Any, dict[str, Any]]:
 def loaded_model(name: str) -> LoadedModel:
     model, config = build_model(name)
     return LoadedModel(model, config, Path(name), "float32", 0)
-
-
-class AheadAttention(ReferenceAttention):
-    """Lets steps run ahead, as kernels do; MLX then copies the pools that steps in flight hold."""
-
-    runs_ahead = True
 
 
 @cache
@@ -185,10 +180,18 @@ def test_ragged_prompts_joining_midway_in_chunks_equal_each_alone(name: str) -> 
         assert_same(session.result(request_id), alone(name, prompt))
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma3n", "gpt_oss", "lfm2", "qwen3_next"])
-def test_steps_that_run_ahead_give_the_same(name: str) -> None:
-    runner = shared_runner(name, AheadAttention)
+@pytest.mark.parametrize(
+    ("name", "attention"),
+    [(name, AheadAttention) for name in ("llama", "gemma3n", "gpt_oss", "lfm2", "qwen3_next")]
+    + [
+        (name, CompiledAttention)
+        for name in ("llama", "llama-4bit", "gemma3_text", "gemma3n", "gpt_oss", "qwen3_moe")
+    ],
+)
+def test_steps_that_run_ahead_give_the_same(name: str, attention: type[AheadAttention]) -> None:
+    runner = shared_runner(name, attention)
     assert runner.info.runs_ahead
+    assert runner.info.is_compiled == (attention is CompiledAttention)
     prompts = {f"r{length}": random_prompt(length) for length in (1, 5, 13, 4 * WINDOW + 3)}
     session = Session(runner, budget=12)
     for request_id, prompt in prompts.items():

@@ -23,6 +23,7 @@ class AlonePath:
     """Runs sequences one at a time on stock caches, kept by slot. Implements ``ForwardPath``."""
 
     name = "alone"
+    is_compiled = False
     has_state = True
 
     def __init__(self, model: Any) -> None:

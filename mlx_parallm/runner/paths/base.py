@@ -29,6 +29,11 @@ class ForwardPath(Protocol):
         """Whether sequences keep anything besides their KV blocks."""
         ...
 
+    @property
+    def is_compiled(self) -> bool:
+        """Whether steps of decode rows are calls of a compiled function."""
+        ...
+
     def logits(
         self, sequences: Sequence[ScheduledSequence], token_ids: mx.array, rows: Sequence[int]
     ) -> mx.array:

@@ -8,11 +8,12 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from mlx_parallm.attention.base import AttentionBackend
+from mlx_parallm.attention.base import AttentionBackend, CompilableAttention
 from mlx_parallm.batch import ScheduledSequence
 from mlx_parallm.runner.cache_layout import CacheLayout, KVLayout
 from mlx_parallm.runner.kv_pools import KVPools
 from mlx_parallm.runner.paged_cache import PackedStep, PagedLayerCache
+from mlx_parallm.runner.paths.compiled_decode import CompiledDecode
 from mlx_parallm.runner.row_selection import RowSelector
 from mlx_parallm.runner.seam import ModelSeams
 
@@ -30,26 +31,46 @@ class PackedPath:
         pools: KVPools,
         backend: AttentionBackend,
         selector: RowSelector,
+        *,
+        compiles: bool = False,
     ) -> None:
+        """``compiles``: whether steps of decode rows are calls of a compiled function."""
         self._model = model
         self._windows = [one.window if isinstance(one, KVLayout) else None for one in layouts]
         self._pools = pools
         self._backend = backend
         self._selector = selector
         self._seams = ModelSeams(model)
+        self._compiled: CompiledDecode | None = None
+        if compiles and isinstance(backend, CompilableAttention):
+            self._compiled = CompiledDecode(self._forward, pools.layers, backend)
+
+    @property
+    def is_compiled(self) -> bool:
+        """See ``ForwardPath.is_compiled``."""
+        return self._compiled is not None
 
     def logits(
         self, sequences: Sequence[ScheduledSequence], token_ids: mx.array, rows: Sequence[int]
     ) -> mx.array:
         """See ``ForwardPath.logits``."""
-        step = PackedStep(self._backend, sequences)
+        compiled = self._compiled if _is_decode(sequences, rows) else None
+        if compiled is not None and compiled.is_ready:
+            return compiled.logits(sequences, token_ids)
+        step = PackedStep.of(self._backend, sequences)
+        wanted = mx.array(np.array(rows, dtype=np.int32)) if rows else mx.array([0])
+        logits = self._selector.run(lambda: self._forward(token_ids, step), wanted)
+        if compiled is not None:
+            compiled.learn(step.plan)
+        return logits
+
+    def _forward(self, token_ids: mx.array, step: PackedStep) -> mx.array:
         caches = [
             PagedLayerCache(pool, window, step)
             for pool, window in zip(self._pools.layers, self._windows, strict=True)
         ]
-        wanted = mx.array(np.array(rows, dtype=np.int32)) if rows else mx.array([0])
         with self._seams.during(step):
-            return self._selector.run(lambda: self._model(token_ids[:, None], cache=caches), wanted)
+            return self._model(token_ids[:, None], cache=caches)
 
     def arrays(self) -> list[mx.array]:
         """See ``ForwardPath.arrays``."""
@@ -62,3 +83,8 @@ class PackedPath:
     def copy_state(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Nothing: there is no state besides KV."""
         del pairs
+
+
+def _is_decode(sequences: Sequence[ScheduledSequence], rows: Sequence[int]) -> bool:
+    """Whether every sequence runs one token and wants its logits."""
+    return len(rows) == len(sequences) and all(len(one.token_ids) == 1 for one in sequences)

@@ -20,6 +20,7 @@ class SequentialPath:
     """For models that cannot take rows of several sequences. Implements ``ForwardPath``."""
 
     name = "sequential"
+    is_compiled = False
 
     def __init__(
         self,
@@ -45,7 +46,7 @@ class SequentialPath:
     ) -> mx.array:
         """See ``ForwardPath.logits``."""
         groups = make_groups(sequences, self._backend, self._block_size, batch_decode=False)
-        packed = self._views.packed(PackedStep(self._backend, sequences))
+        packed = self._views.packed(PackedStep.of(self._backend, sequences))
         wanted = np.array(rows, dtype=np.int32)
         parts = []
         for group in groups:

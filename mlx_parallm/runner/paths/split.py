@@ -29,6 +29,7 @@ class SplitPath:
     """
 
     name = "split"
+    is_compiled = False
 
     def __init__(
         self,
@@ -65,7 +66,7 @@ class SplitPath:
         self, sequences: Sequence[ScheduledSequence], token_ids: mx.array, rows: Sequence[int]
     ) -> mx.array:
         """See ``ForwardPath.logits``."""
-        step = PackedStep(self._backend, sequences)
+        step = PackedStep.of(self._backend, sequences)
         groups = make_groups(
             sequences, self._backend, self._block_size, batch_decode=self._batch_decode
         )

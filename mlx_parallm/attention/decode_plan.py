@@ -1,0 +1,107 @@
+"""Index arrays of a step in which every sequence decodes one token, padded to a number of rows.
+
+They are arguments of a compiled forward: their shapes depend on the number of rows and on the
+longest block table's size class, not on how long each sequence is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import mlx.core as mx
+import numpy as np
+
+from mlx_parallm.attention.kernel_plan import LongChunk, Work, cut_items
+from mlx_parallm.batch import ScheduledSequence
+
+#: Window, heads and threadgroups: what ``KernelPlan.work`` was asked for.
+WorkKind = tuple[int | None, int, int]
+MIN_TABLE = 8
+
+
+@dataclass(slots=True)
+class DecodePlan:
+    """A ``KernelPlan`` of single rows; rows from the last sequence on are padding.
+
+    Padding is not written anywhere and attends to one key of whatever block 0 of its table is.
+    """
+
+    slots: mx.array
+    tables: mx.array
+    num_rows: int
+    works: dict[WorkKind, Work]
+    chunks: list[LongChunk] = field(default_factory=list)
+    order: None = None
+
+    def work(self, window: int | None, heads: int, threadgroups: int) -> Work:
+        """See ``KernelPlan.work``; KeyError for a kind that was not planned for."""
+        return self.works[window, heads, threadgroups]
+
+    @classmethod
+    def of(cls, arrays: Sequence[mx.array], kinds: Sequence[WorkKind]) -> DecodePlan:
+        """The plan whose arrays ``DecodeRows.arrays`` made, or stand-ins of their shapes."""
+        slots, tables, *others = arrays
+        pairs = zip(others[::2], others[1::2], strict=True)
+        works = {
+            kind: Work(items, spans if spans.size else None)
+            for kind, (items, spans) in zip(kinds, pairs, strict=True)
+        }
+        return cls(slots, tables, slots.shape[0], works)
+
+
+class DecodeRows:
+    """Makes the arrays of one step after the other; block tables stay where they are."""
+
+    def __init__(self, block_size: int) -> None:
+        self._block_size = block_size
+        self._tables = np.zeros((0, 0), dtype=np.int32)
+        self._held: list[tuple[int, ...]] = []
+
+    def arrays(
+        self, sequences: Sequence[ScheduledSequence], num_rows: int, kinds: Sequence[WorkKind]
+    ) -> list[mx.array]:
+        """Slots ``[num_rows]``, tables ``[num_rows, M]``; then items and spans of each kind.
+
+        All int32. Spans have no rows where row i has item i.
+        """
+        positions = np.zeros(num_rows, dtype=np.int64)
+        positions[: len(sequences)] = [one.start for one in sequences]
+        width = self._hold([one.block_table for one in sequences], num_rows)
+        rows = np.arange(num_rows)
+        blocks = self._tables[rows, positions // self._block_size]
+        slots = blocks * self._block_size + positions % self._block_size
+        slots[len(sequences) :] = -1
+        made = [slots, self._tables[:num_rows, :width]]
+        for window, heads, threadgroups in kinds:
+            made += _work(rows, positions + 1, window, heads, threadgroups)
+        return [mx.array(array.astype(np.int32)) for array in made]
+
+    def _hold(self, tables: Sequence[tuple[int, ...]], num_rows: int) -> int:
+        """Write down the tables that changed since the last step; columns that hold all."""
+        width = max(MIN_TABLE, 1 << (max(map(len, tables)) - 1).bit_length())
+        if num_rows > self._tables.shape[0] or width > self._tables.shape[1]:
+            shape = (max(num_rows, len(self._held)), max(width, self._tables.shape[1]))
+            self._tables = np.zeros(shape, dtype=np.int32)
+            self._held = [()] * shape[0]
+        for row, table in enumerate(tables):
+            # A sequence's table is the same object until it changes.
+            if table is not self._held[row]:
+                self._tables[row, : len(table)] = table
+                self._held[row] = table
+        return width
+
+
+def _work(
+    rows: np.ndarray, ends: np.ndarray, window: int | None, heads: int, threadgroups: int
+) -> list[np.ndarray]:
+    starts = np.zeros_like(ends) if window is None else np.maximum(ends - window, 0)
+    items, firsts, counts = cut_items(rows, rows, starts, ends, heads / threadgroups)
+    if len(items) == len(rows):
+        return [items, np.zeros((0, 2))]
+    # No more than a share of the threadgroups and, per row, what is left at both its ends. Items
+    # without keys fill up what is less, so that the shape stays.
+    most = threadgroups // heads + 2 * len(rows)
+    padded = np.zeros((most, 4), dtype=items.dtype)
+    padded[: len(items)] = items
+    return [padded, np.stack([firsts, counts], axis=1)]

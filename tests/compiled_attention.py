@@ -1,0 +1,96 @@
+"""Attention of stock operations whose decode steps can be compiled, as the kernels' can."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+
+from mlx_parallm.attention.base import LayerPool, LayerShape
+from mlx_parallm.attention.reference import ReferenceAttention
+from mlx_parallm.batch import ScheduledSequence
+
+
+class AheadAttention(ReferenceAttention):
+    """Lets steps run ahead, as kernels do; MLX then copies the pools that steps in flight hold."""
+
+    runs_ahead = True
+
+
+@dataclass
+class Rows:
+    """Decode rows: slots and ends ``[T]``, tables ``[T, M]``."""
+
+    slots: mx.array
+    ends: mx.array
+    tables: mx.array
+
+
+class CompiledAttention(AheadAttention):
+    """Implements ``CompilableAttention``; counts the steps that were calls of a compiled function.
+
+    The pool has one block more than is handed out: padding writes to its last position.
+    """
+
+    def __init__(self, block_size: int) -> None:
+        super().__init__(block_size)
+        self.num_decodes = 0
+
+    def new_pool(self, shape: LayerShape, num_blocks: int) -> LayerPool:
+        return super().new_pool(shape, num_blocks + 1)
+
+    def decode_kinds(self, plan: Any) -> str:
+        return "rows"
+
+    def decode_arrays(
+        self, sequences: Sequence[ScheduledSequence], num_rows: int, kinds: Any
+    ) -> list[mx.array]:
+        assert kinds == "rows"
+        self.num_decodes += 1
+        slots, ends = np.full(num_rows, -1, np.int32), np.ones(num_rows, np.int32)
+        tables = np.zeros((num_rows, max(len(one.block_table) for one in sequences)), np.int32)
+        for row, one in enumerate(sequences):
+            block, offset = divmod(one.start, self._block_size)
+            slots[row] = one.block_table[block] * self._block_size + offset
+            ends[row] = one.start + 1
+            tables[row, : len(one.block_table)] = one.block_table
+        return [mx.array(slots), mx.array(ends), mx.array(tables)]
+
+    def decode_plan(self, arrays: Sequence[mx.array], kinds: Any) -> Rows:
+        return Rows(*arrays)
+
+    def chain(self, pool: LayerPool) -> list[mx.array]:
+        return pool.arrays()
+
+    def set_chain(self, pool: LayerPool, arrays: Sequence[mx.array]) -> None:
+        pool.keys, pool.values = arrays
+
+    def write(self, pool: LayerPool, plan: Any, keys: mx.array, values: mx.array) -> None:
+        if not isinstance(plan, Rows):
+            return super().write(pool, plan, keys, values)
+        # Assignment would change the array that a caller of a compiled function holds.
+        new = [pool.keys[:], pool.values[:]]
+        new[0][:, plan.slots] = keys[:, :, 0].swapaxes(0, 1)
+        new[1][:, plan.slots] = values[:, :, 0].swapaxes(0, 1)
+        pool.keys, pool.values = new
+        return None
+
+    def attend(self, pool: LayerPool, plan: Any, queries: mx.array, **options: Any) -> mx.array:
+        if not isinstance(plan, Rows):
+            return super().attend(pool, plan, queries, **options)
+        keys, values = self.gather(pool, plan.tables)
+        columns = mx.arange(keys.shape[2])
+        mask = columns < plan.ends[:, None]
+        if options["window"] is not None:
+            mask &= columns >= plan.ends[:, None] - options["window"]
+        return mx.fast.scaled_dot_product_attention(
+            queries,
+            keys,
+            values,
+            scale=options["scale"],
+            mask=mask[:, None, None],
+            sinks=options["sinks"],
+        )
