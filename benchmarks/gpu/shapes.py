@@ -11,7 +11,10 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten
 from mlx_lm.models import qwen3
 
+from mlx_parallm.attention.kernels.dialect import CudaDialect
+from mlx_parallm.runner.device import backend_name
 from mlx_parallm.runner.loader import LoadedModel
+from mlx_parallm.runner.row_kernel import RowKernel
 from mlx_parallm.runner.row_layers import use_row_layers
 
 QWEN3: dict[str, Any] = {
@@ -88,4 +91,5 @@ def random_model(shape: str, *, bits: int | None = None) -> RandomModel:
 
 def flatten(model: RandomModel) -> None:
     """What the loader does to linear layers on CUDA; after the stock model was measured."""
-    use_row_layers(model.model)
+    kernel = RowKernel(CudaDialect()) if backend_name() == "cuda" else None
+    use_row_layers(model.model, kernel)

@@ -1,44 +1,126 @@
-"""Linear layers that take one token per row at full speed where MLX's own do not."""
+"""Linear layers that take one token per row at full speed where MLX's own do not.
+
+A layer of MLX makes four operations of ``[T, 1, K]``: it transposes the weight, flattens the rows,
+multiplies, and restores the shape. Three of them only make views, but each costs the host a third
+of a small kernel. Layers that read the same input, such as those of queries, keys and values, are
+multiplied at once: the first one called computes for all.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 
 from mlx_parallm.runner.row_counts import ROW_COUNTS
+from mlx_parallm.runner.row_kernel import MAX_ROWS, RowKernel, why_not
+
+logger = logging.getLogger(__name__)
+
+#: Names of layers that mlx_lm's models call on one and the same input.
+SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+
+
+class RowProduct:
+    """What layers of the same input compute together, each its share.
+
+    Attributes:
+        arrays: the layers' weights one after the other, ``[N, K]``; packed ones with their scales
+            and biases.
+        widths: of the layers, N in all.
+        kernel: for up to ``MAX_ROWS`` rows; None to use MLX's operations alone.
+    """
+
+    def __init__(self, layers: Sequence[nn.Module]) -> None:
+        self.kernel: RowKernel | None = None
+        self._layers = layers
+        self._packing = _packing(layers[0])
+        self._views: dict[int, mx.array] = {}
+        self._input: mx.array | None = None
+        self._outputs: list[mx.array | None] = []
+        self._merge()
+
+    def serves(self, x: mx.array) -> bool:
+        """Whether x is rows of the shape that this is for."""
+        is_rows = x.ndim == 3 and x.shape[1] == 1 and x.shape[0] in ROW_COUNTS
+        return is_rows and x.dtype == self.arrays[-1].dtype
+
+    def take(self, index: int, x: mx.array) -> mx.array:
+        """Output of one of the layers; what x gives the others is kept until they ask."""
+        if x is not self._input or self._outputs[index] is None:
+            self._input, self._outputs = x, list(self._compute(x))
+        output = self._outputs[index]
+        assert output is not None
+        self._outputs[index] = None
+        if not any(one is not None for one in self._outputs):
+            self._input = None
+        return output
+
+    def _compute(self, x: mx.array) -> list[mx.array]:
+        if not self._is_current():
+            self._merge()
+        rows = x.shape[0]
+        # One row: MLX's own kernel for a matrix and a vector is the faster one.
+        if self.kernel is not None and 1 < rows <= MAX_ROWS:
+            return self.kernel(x, self.arrays[0], self.widths)
+        whole = x @ self._view(rows) if self._packing is None else _flat(self._packed_product, x)
+        if len(self.widths) == 1:
+            return [whole]
+        ends = [sum(self.widths[: i + 1]) for i in range(len(self.widths) - 1)]
+        return list(mx.split(whole, ends, axis=-1))
+
+    def _packed_product(self, x: mx.array) -> mx.array:
+        assert self._packing is not None
+        packed, scales, biases = self.arrays
+        bits, size = self._packing
+        return mx.quantized_matmul(x, packed, scales, biases, group_size=size, bits=bits)
+
+    def _is_current(self) -> bool:
+        """Whether the layers still have the weights that were put together."""
+        return all(
+            array is known
+            for layer, part in zip(self._layers, self._parts, strict=True)
+            for array, known in zip(_arrays(layer), part, strict=True)
+        )
+
+    def _view(self, rows: int) -> mx.array:
+        """The transposed weight, once per row, ``[rows, K, N]``: a product of one operation."""
+        if rows not in self._views:
+            (weight,) = self.arrays
+            self._views[rows] = mx.broadcast_to(weight.T, (rows, *reversed(weight.shape)))
+            mx.eval(self._views[rows])
+        return self._views[rows]
+
+    def _merge(self) -> None:
+        """Put the weights one after the other; the layers' own become views of that."""
+        parts = [_arrays(layer) for layer in self._layers]
+        self.widths = [part[0].shape[0] for part in parts]
+        self.arrays = parts[0]
+        if len(parts) > 1:
+            self.arrays = [mx.concatenate(list(arrays)) for arrays in zip(*parts, strict=True)]
+            for index, layer in enumerate(self._layers):
+                first = sum(self.widths[:index])
+                for name, array in zip(_names(layer), self.arrays, strict=True):
+                    layer[name] = array[first : first + self.widths[index]]
+            parts = [_arrays(layer) for layer in self._layers]
+            mx.eval(self.arrays, parts)
+        self._parts, self._views = parts, {}
 
 
 class RowLinear(nn.Linear):
-    """A layer that multiplies ``[T, 1, K]`` in one operation.
-
-    MLX makes four of it: it transposes the weight, flattens the rows, multiplies, and restores the
-    shape. Three of them only make views, but each costs the host as much as a small kernel. Here
-    the weight's transpose is a view that is made once for each number of rows a step is padded to.
-    """
+    """A layer without a bias whose rows a ``RowProduct`` computes."""
 
     def __call__(self, x: mx.array) -> mx.array:
         """As ``nn.Linear``."""
-        is_rows = x.ndim == 3 and x.shape[1] == 1 and x.shape[0] in ROW_COUNTS
-        if not is_rows or "bias" in self:
-            return super().__call__(x)
-        return x @ self._weight_for(x.shape[0])
-
-    def _weight_for(self, rows: int) -> mx.array:
-        """The transposed weight, once per row, ``[rows, K, N]``."""
-        made = self.get("_views")
-        if made is None or made[0] is not self.weight:
-            made = self["_views"] = (self.weight, {})
-        _, views = made
-        if rows not in views:
-            views[rows] = mx.broadcast_to(self.weight.T, (rows, *reversed(self.weight.shape)))
-            mx.eval(views[rows])
-        return views[rows]
+        product: RowProduct = self["_product"]
+        return product.take(self["_index"], x) if product.serves(x) else super().__call__(x)
 
 
 class RowQuantizedLinear(nn.QuantizedLinear):
-    """A quantised layer that multiplies all rows at once, whatever their shape.
+    """The same for packed weights; other shapes are flattened.
 
     MLX's CUDA backend treats ``[T, 1, K]`` as T products of one row each: 2,048 rows take 25 times
     as long as ``[1, T, K]``. Metal flattens by itself.
@@ -46,30 +128,111 @@ class RowQuantizedLinear(nn.QuantizedLinear):
 
     def __call__(self, x: mx.array) -> mx.array:
         """As ``nn.QuantizedLinear``."""
+        product: RowProduct | None = self.get("_product")
+        if product is not None and product.serves(x):
+            return product.take(self["_index"], x)
         return _flat(super().__call__, x)
 
 
-class RowQuantizedEmbedding(nn.QuantizedEmbedding):
+class RowEmbedding(nn.Embedding):
     """The same for a tied head."""
 
     def as_linear(self, x: mx.array) -> mx.array:
+        """As ``nn.Embedding.as_linear``."""
+        product: RowProduct = self["_product"]
+        return product.take(0, x) if product.serves(x) else super().as_linear(x)
+
+
+class RowQuantizedEmbedding(nn.QuantizedEmbedding):
+    """The same for a tied head of packed weights."""
+
+    def as_linear(self, x: mx.array) -> mx.array:
         """As ``nn.QuantizedEmbedding.as_linear``."""
+        product: RowProduct | None = self.get("_product")
+        if product is not None and product.serves(x):
+            return product.take(0, x)
         return _flat(super().as_linear, x)
 
 
 ROW_LAYERS: dict[type[nn.Module], type[nn.Module]] = {
     nn.Linear: RowLinear,
     nn.QuantizedLinear: RowQuantizedLinear,
+    nn.Embedding: RowEmbedding,
     nn.QuantizedEmbedding: RowQuantizedEmbedding,
 }
 
 
-def use_row_layers(model: nn.Module) -> int:
-    """Give a model's linear layers these classes; how many there are. Parameters stay."""
-    layers = [module for module in model.modules() if type(module) in ROW_LAYERS]
-    for layer in layers:
+def use_row_layers(model: nn.Module, kernel: RowKernel | None) -> int:
+    """Give a model's linear layers these classes; how many there are. Parameters stay.
+
+    Args:
+        model: of mlx_lm.
+        kernel: for few rows; None to use MLX's operations alone.
+    """
+    groups = list(_groups(model))
+    reasons: dict[tuple[object, ...], str | None] = {}
+    for group in groups:
+        product = RowProduct(group)
+        if kernel is not None and not _packing(group[0]):
+            weight, widths = product.arrays[0], product.widths
+            shape = (*widths, weight.shape[1], weight.dtype)
+            if shape not in reasons:
+                reasons[shape] = why_not(kernel, weight, widths)
+            product.kernel = None if reasons[shape] else kernel
+        for index, layer in enumerate(group):
+            layer.__class__ = ROW_LAYERS[type(layer)]
+            layer["_product"], layer["_index"] = product, index
+    for shape, reason in reasons.items():
+        if reason:
+            logger.info("the linear kernel is not used for %s: %s", shape, reason)
+    # What has no product, for its bias or its packing, is flattened.
+    others = [one for one in model.modules() if type(one) in ROW_LAYERS and _packing(one)]
+    for layer in others:
         layer.__class__ = ROW_LAYERS[type(layer)]
-    return len(layers)
+    return sum(map(len, groups)) + len(others)
+
+
+def _groups(model: nn.Module) -> Iterator[list[nn.Module]]:
+    """Layers without a bias, those of one input together."""
+    grouped: set[int] = set()
+    for parent in model.modules():
+        for names in SIBLINGS:
+            group = [parent[name] for name in names if name in parent]
+            if len(group) == len(names) and all(map(_fits, group)) and _alike(group):
+                grouped.update(map(id, group))
+                yield group
+    for module in model.modules():
+        if _fits(module) and id(module) not in grouped:
+            yield [module]
+
+
+def _fits(layer: Any) -> bool:
+    if type(layer) not in ROW_LAYERS or "bias" in layer:
+        return False
+    return _packing(layer) is None or layer.mode == "affine"
+
+
+def _alike(layers: Sequence[nn.Module]) -> bool:
+    """Whether their weights can lie one after the other."""
+    kinds = {
+        (type(one), one["weight"].shape[1:], one["weight"].dtype, _packing(one)) for one in layers
+    }
+    return len(kinds) == 1
+
+
+def _packing(layer: Any) -> tuple[int, int] | None:
+    """Bits and group size of packed weights."""
+    if isinstance(layer, nn.QuantizedLinear | nn.QuantizedEmbedding):
+        return layer.bits, layer.group_size
+    return None
+
+
+def _names(layer: nn.Module) -> tuple[str, ...]:
+    return ("weight", "scales", "biases") if _packing(layer) else ("weight",)
+
+
+def _arrays(layer: nn.Module) -> list[mx.array]:
+    return [layer[name] for name in _names(layer)]
 
 
 def _flat(run: Callable[[mx.array], mx.array], x: mx.array) -> mx.array:

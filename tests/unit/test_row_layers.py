@@ -4,49 +4,80 @@ from __future__ import annotations
 
 import mlx.core as mx
 import mlx.nn as nn
+import pytest
 from mlx.utils import tree_flatten
 
 from mlx_parallm.runner.row_layers import use_row_layers
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.q_proj = nn.Linear(64, 96, bias=False)
+        self.k_proj = nn.Linear(64, 32, bias=False)
+        self.v_proj = nn.Linear(64, 32, bias=False)
+        self.gate_proj = nn.Linear(160, 64, bias=False)
+        self.up_proj = nn.Linear(160, 64, bias=True)
+
+    def __call__(self, x: mx.array) -> mx.array:
+        parts = [self.q_proj(x), self.k_proj(x), self.v_proj(x)]
+        joined = mx.concatenate(parts, axis=-1)
+        return self.gate_proj(joined) * self.up_proj(joined)
 
 
 class Tied(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.embed = nn.Embedding(96, 64)
-        self.up = nn.Linear(64, 128, bias=True)
-        self.down = nn.Linear(128, 64, bias=False)
+        self.block = Block()
 
     def __call__(self, tokens: mx.array) -> mx.array:
-        return self.embed.as_linear(self.down(self.up(self.embed(tokens))))
+        return self.embed.as_linear(self.block(self.embed(tokens)))
 
 
-def test_row_layers_compute_the_same_until_the_weight_changes() -> None:
+ROWS = mx.arange(8).reshape(8, 1)
+#: Also shapes that are no rows, or as many rows as nothing is padded to.
+INPUTS = (ROWS, ROWS[:1], ROWS[:3], mx.arange(6).reshape(2, 3))
+
+
+@pytest.mark.parametrize("bits", [None, 4, 8])
+def test_row_layers_compute_the_same_from_the_same_parameters(bits: int | None) -> None:
     model = Tied()
-    rows, text = mx.arange(8).reshape(8, 1), mx.arange(6).reshape(2, 3)
-    wanted = [model(tokens) for tokens in (rows, rows[:3], text)]
-    assert use_row_layers(model) == 2
-    names = [name for name, _ in tree_flatten(model.parameters())]
-    found = [model(tokens) for tokens in (rows, rows[:3], text)]
-    for one, other in zip(found, wanted, strict=True):
-        assert mx.allclose(one, other, atol=1e-5)
-    assert [name for name, _ in tree_flatten(model.parameters())] == names
-    compiled = mx.compile(model)
-    assert mx.allclose(compiled(rows), wanted[0], atol=1e-5)
-    model.down.weight = model.down.weight * 2
-    assert mx.allclose(model(rows), 2 * wanted[0], atol=1e-4)
+    if bits:
+        nn.quantize(model, group_size=32, bits=bits)
+    wanted = [model(tokens) for tokens in INPUTS]
+    before = dict(tree_flatten(model.parameters()))
+    assert use_row_layers(model, None) == (6 if bits else 5)
+    assert use_row_layers(model, None) == 0
+    after = dict(tree_flatten(model.parameters()))
+    assert after.keys() == before.keys()
+    assert all(mx.array_equal(after[name], before[name]) for name in after)
+    for run in (model, mx.compile(model)):
+        for tokens, one in zip(INPUTS, wanted, strict=True):
+            found = run(tokens)
+            assert found.shape == one.shape
+            assert mx.allclose(found, one, atol=1e-5)
 
 
-def test_flat_layers_compute_the_same_from_the_same_parameters() -> None:
+def test_new_weights_are_used() -> None:
     model = Tied()
-    nn.quantize(model, group_size=32, bits=4)
-    tokens = mx.arange(10).reshape(5, 1, 2)
-    wanted = [model(tokens), model(tokens[:, :, :1]), model(tokens[0])]
-    names = [name for name, _ in tree_flatten(model.parameters())]
-    assert use_row_layers(model) == 3
-    assert use_row_layers(model) == 0
-    assert [name for name, _ in tree_flatten(model.parameters())] == names
-    found = [model(tokens), model(tokens[:, :, :1]), model(tokens[0])]
-    for one, other in zip(found, wanted, strict=True):
-        assert one.shape == other.shape
-        assert mx.allclose(one, other, atol=1e-5)
-    assert model.up(mx.ones((7, 1, 64))).shape == (7, 1, 128)
+    use_row_layers(model, None)
+    old = model(ROWS)
+    model.block.k_proj.weight = model.block.k_proj.weight * 3
+    model.embed.weight = model.embed.weight * 2
+    plain = Tied()
+    plain.update(model.parameters())
+    assert mx.allclose(model(ROWS), plain(ROWS), atol=1e-5)
+    assert not mx.allclose(model(ROWS), old, atol=1e-2)
+
+
+def test_layers_of_one_input_are_one_product_each_of_another_its_own() -> None:
+    block = Block()
+    other = Block()
+    other.update(block.parameters())
+    use_row_layers(block, None)
+    x, y = mx.random.normal((2, 4, 1, 64))
+    queries = block.q_proj(x)
+    assert mx.allclose(block.k_proj(y), other.k_proj(y), atol=1e-6)
+    assert mx.allclose(block.k_proj(x), other.k_proj(x), atol=1e-6)
+    assert mx.allclose(block.q_proj(x), queries, atol=1e-6)

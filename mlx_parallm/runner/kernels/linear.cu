@@ -1,0 +1,105 @@
+// One threadgroup: PANELS times 16 rows of the weight against all rows of x, by tensor cores. The
+// warps divide the depth in chunks of 32, and their sums are added at the end. Within a chunk one
+// lane of four has 8 neighbouring numbers of two weight rows, and the same ones of x: the order in
+// which products are summed is free, so nothing is rearranged for the tensor cores. Several weights
+// that lie one after the other each have an output: `ends` says where they end.
+constexpr int CHUNK = 32;
+constexpr int STRIDE = WARPS * CHUNK;
+const int lane = threadIdx.x % 32;
+const int warp = threadIdx.x / 32;
+const int quad = lane / 4;
+const int at = lane % 4;
+const int num_rows = x_shape[0];
+const int depth = x_shape[2];
+const int width = weight_shape[0];
+const int first = blockIdx.x * PANELS * 16;
+
+// 1. Where the lane's numbers begin. Rows that do not exist are read as the last one.
+const Piece* weights[PANELS][2];
+#pragma unroll
+for (int p = 0; p < PANELS; p++) {
+#pragma unroll
+  for (int h = 0; h < 2; h++) {
+    const Place row = min(first + p * 16 + h * 8 + quad, width - 1);
+    weights[p][h] = (const Piece*)weight + row * (depth / 8) + at;
+  }
+}
+const T* inputs[TILES];
+#pragma unroll
+for (int t = 0; t < TILES; t++) {
+  inputs[t] = x + (Place)min(t * 8 + quad, num_rows - 1) * depth + at * 8;
+}
+
+// 2. Chunks, AHEAD of them loaded at once.
+float sums[PANELS][TILES][4] = {};
+for (int from = warp * CHUNK; from < depth; from += STRIDE * AHEAD) {
+  Piece loaded[AHEAD][PANELS][2];
+#pragma unroll
+  for (int s = 0; s < AHEAD; s++) {
+    const int chunk = from + s * STRIDE;
+#pragma unroll
+    for (int p = 0; p < PANELS; p++) {
+#pragma unroll
+      for (int h = 0; h < 2; h++) {
+        if (chunk < depth) {
+          loaded[s][p][h] = stream(weights[p][h] + chunk / 8);
+        }
+      }
+    }
+  }
+#pragma unroll
+  for (int s = 0; s < AHEAD; s++) {
+    const int chunk = from + s * STRIDE;
+    if (chunk < depth) {
+#pragma unroll
+      for (int t = 0; t < TILES; t++) {
+        const Piece theirs = *(const Piece*)(inputs[t] + chunk);
+#pragma unroll
+        for (int p = 0; p < PANELS; p++) {
+          multiply(sums[p][t], loaded[s][p][0].at, loaded[s][p][1].at, theirs.at, T(0.0f));
+          multiply(
+              sums[p][t], loaded[s][p][0].at + 2, loaded[s][p][1].at + 2, theirs.at + 2, T(0.0f));
+        }
+      }
+    }
+  }
+}
+
+// 3. The warps' sums.
+__shared__ float parts[WARPS][PANELS * 16][TILES * 8 + 1];
+#pragma unroll
+for (int p = 0; p < PANELS; p++) {
+#pragma unroll
+  for (int t = 0; t < TILES; t++) {
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+      parts[warp][p * 16 + i / 2 * 8 + quad][t * 8 + at * 2 + i % 2] = sums[p][t][i];
+    }
+  }
+}
+__syncthreads();
+for (int i = threadIdx.x; i < PANELS * 16 * TILES * 8; i += WARPS * 32) {
+  const int column = i % (PANELS * 16);
+  const int row = i / (PANELS * 16);
+  if (row < num_rows && first + column < width) {
+    float sum = 0.0f;
+#pragma unroll
+    for (int w = 0; w < WARPS; w++) {
+      sum += parts[w][column][row];
+    }
+    int begin = 0;
+    int which = 0;
+    while (first + column >= ends[which]) {
+      begin = ends[which];
+      which++;
+    }
+    const Place place = (Place)row * (ends[which] - begin) + (first + column - begin);
+#if OUTPUTS == 1
+    output0[place] = T(sum);
+#elif OUTPUTS == 2
+    (which == 0 ? output0 : output1)[place] = T(sum);
+#else
+    (which == 0 ? output0 : which == 1 ? output1 : output2)[place] = T(sum);
+#endif
+  }
+}

@@ -1,0 +1,31 @@
+// What the linear kernel needs of the hardware: products of 16 rows by 8, 16 deep, of pairs of 16-bit
+// numbers (PTX ISA, mma.m16n8k16). A lane has numbers of rows lane / 4 and lane / 4 + 8.
+
+typedef long long Place;  // an index into a weight: more than 2^31 elements
+
+// 8 numbers.
+struct alignas(16) Piece {
+  unsigned at[4];
+};
+
+// Loads what is not needed again.
+inline Piece stream(const Piece* from) {
+  const uint4 all = __ldcs((const uint4*)from);
+  return {{all.x, all.y, all.z, all.w}};
+}
+
+inline void multiply(
+    float* sums, const unsigned* upper, const unsigned* lower, const unsigned* x, __nv_bfloat16) {
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, "
+      "{%0,%1,%2,%3};"
+      : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3])
+      : "r"(upper[0]), "r"(lower[0]), "r"(upper[1]), "r"(lower[1]), "r"(x[0]), "r"(x[1]));
+}
+
+inline void multiply(
+    float* sums, const unsigned* upper, const unsigned* lower, const unsigned* x, __half) {
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, "
+      "{%0,%1,%2,%3};"
+      : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3])
+      : "r"(upper[0]), "r"(lower[0]), "r"(upper[1]), "r"(lower[1]), "r"(x[0]), "r"(x[1]));
+}

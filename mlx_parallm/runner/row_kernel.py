@@ -1,0 +1,142 @@
+"""The linear kernel: a few rows against one or several weights, on an NVIDIA GPU.
+
+MLX hands a product of 2 rows or more to cuBLASLt, by a stream capture that takes the host 10 to
+16 µs. This one is launched like any other kernel, in 2 µs, which matters where the device needs
+less than that (``docs/decisions/009-linear-layers-for-few-rows.md``).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from pathlib import Path
+from typing import cast
+
+import mlx.core as mx
+
+from mlx_parallm.attention.kernels.dialect import Dialect, Kernel
+from mlx_parallm.runner.model_errors import MODEL_ERRORS
+
+# The kernel multiplies by 8 rows at a time, of each of which it keeps sums in registers.
+TILE = 8
+MAX_ROWS = 32
+MAX_OUTPUTS = 3
+# Of the largest value: products of 16-bit numbers are rounded to 8 bits or more.
+MAX_ERROR = 0.02
+# Larger ones take the device longer than a call of cuBLAS takes the host.
+MAX_BYTES = 24 << 20
+DTYPES = (mx.bfloat16, mx.float16)
+WARP = 32
+# Of a threadgroup, and how much of the weight they take: 16 rows for each panel.
+WARPS = 8
+PANEL = 16
+# Numbers of a row that a warp takes at once.
+CHUNK = 32
+
+
+def why_not(kernel: RowKernel, weight: mx.array, widths: Sequence[int]) -> str | None:
+    """Why the kernel is not to be used for a weight; None if it agrees with MLX.
+
+    Args:
+        kernel: on the device it will run on.
+        weight: ``[N, K]``.
+        widths: of the weights that it consists of, one after the other.
+    """
+    reason = _why_unsupported(weight, widths)
+    if reason is not None:
+        return reason
+    try:
+        error = kernel_error(kernel, weight, widths)
+    except MODEL_ERRORS as cause:
+        return f"{type(cause).__name__}: {cause}"
+    return None if error <= MAX_ERROR else f"off by {error:.2g} of the largest value"
+
+
+def _why_unsupported(weight: mx.array, widths: Sequence[int]) -> str | None:
+    if weight.dtype not in DTYPES:
+        return f"weights of {weight.dtype}"
+    if weight.nbytes > MAX_BYTES:
+        return f"{weight.nbytes} bytes: cuBLAS reads them faster"
+    if len(widths) > MAX_OUTPUTS:
+        return f"{len(widths)} weights at once"
+    if weight.shape[1] % CHUNK:
+        return f"rows of {weight.shape[1]} numbers"
+    return None
+
+
+def kernel_error(kernel: RowKernel, weight: mx.array, widths: Sequence[int]) -> float:
+    """Largest difference from MLX's own product, in parts of the largest value."""
+    worst = 0.0
+    for rows in (TILE, MAX_ROWS):
+        x = mx.random.normal((rows, 1, weight.shape[1]), weight.dtype, key=mx.random.key(rows))
+        found = mx.concatenate(kernel(x, weight, widths), axis=-1)[:, 0].astype(mx.float32)
+        wanted = x[:, 0] @ weight.T
+        error = mx.abs(found - wanted).max() / mx.abs(wanted).max()
+        # NaN is no agreement.
+        worst = max(worst, float("inf") if mx.isnan(error).item() else cast("float", error.item()))
+    return worst
+
+
+class RowKernel:
+    """The kernel in its variants, each compiled once."""
+
+    def __init__(self, dialect: Dialect) -> None:
+        """``dialect`` is CUDA's, or one that stands for it."""
+        self._dialect = dialect
+        self._made: dict[tuple[mx.Dtype, int, bool], Kernel] = {}
+        self._ends: dict[tuple[int, ...], mx.array] = {}
+
+    def __call__(self, x: mx.array, weight: mx.array, widths: Sequence[int]) -> list[mx.array]:
+        """Products of x, ``[T, 1, K]`` with T up to ``MAX_ROWS``: one ``[T, 1, width]`` each.
+
+        ``weight`` is ``[N, K]``, and ``widths`` sum up to N.
+        """
+        rows = x.shape[0]
+        is_small = rows <= TILE
+        key = (weight.dtype, len(widths), is_small)
+        if key not in self._made:
+            self._made[key] = self._make(*key)
+        columns = PANEL * _panels(is_small)
+        return self._made[key](
+            inputs=[x, self._ends_of(tuple(widths)), weight],
+            output_shapes=[(rows, 1, one) for one in widths],
+            output_dtypes=[weight.dtype] * len(widths),
+            grid=(-(-weight.shape[0] // columns) * WARPS * WARP, 1, 1),
+            threadgroup=(WARPS * WARP, 1, 1),
+        )
+
+    def _make(self, dtype: mx.Dtype, num_outputs: int, is_small: bool) -> Kernel:
+        panels = _panels(is_small)
+        constants = {
+            "TILES": 1 if is_small else MAX_ROWS // TILE,
+            "PANELS": panels,
+            "WARPS": WARPS,
+            # Loads in flight, as many as fit the registers.
+            "AHEAD": 4 // panels,
+        }
+        lines = [f"constexpr int {name} = {value};" for name, value in constants.items()]
+        lines += [f"using T = {self._dialect.types[dtype]};", f"#define OUTPUTS {num_outputs}"]
+        outputs = [f"output{i}" for i in range(num_outputs)]
+        name = f"linear_{str(dtype).rpartition('.')[2]}_{num_outputs}_{panels}"
+        ahead = "".join(f"\n{line}" for line in lines)
+        source = f"{ahead}\n{kernel_text('linear.cu')}"
+        inputs = ["x", "ends", "weight"]
+        return self._dialect.make(name, inputs, outputs, source, kernel_text("tensor.cu"))
+
+    def _ends_of(self, widths: tuple[int, ...]) -> mx.array:
+        if widths not in self._ends:
+            self._ends[widths] = mx.cumsum(mx.array(widths, mx.int32))
+            mx.eval(self._ends[widths])
+        return self._ends[widths]
+
+
+def _panels(is_small: bool) -> int:
+    return 1 if is_small else 2
+
+
+@functools.cache
+def kernel_text(file: str) -> str:
+    """A text without comments and indentation: MLX hashes the whole of it at every call."""
+    lines = (Path(__file__).parent / "kernels" / file).read_text().splitlines()
+    code = (line.split("//")[0].strip() for line in lines)
+    return "".join(f"{line}\n" for line in code if line)

@@ -1,0 +1,102 @@
+"""The linear kernel's text as C++, and when it is not to be used."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import mlx.core as mx
+import pytest
+
+from mlx_parallm.runner.row_kernel import MAX_BYTES, MAX_ROWS, RowKernel, kernel_text, why_not
+from tests.kernels.shim_compile import SHIM, require_compiler
+from tests.kernels.shim_dialect import ORDERS, CudaShim
+
+
+class TensorShim(CudaShim):
+    """Tensor cores on the CPU."""
+
+    def make(
+        self,
+        name: str,
+        input_names: Sequence[str],
+        output_names: Sequence[str],
+        source: str,
+        header: str,
+    ) -> Any:
+        assert header == kernel_text("tensor.cu")
+        header = (SHIM / "tensor.h").read_text().replace("#pragma once", "")
+        return super().make(name, input_names, output_names, source, header)
+
+
+def error(
+    kernel: RowKernel, rows: int, depth: int, widths: Sequence[int], dtype: mx.Dtype
+) -> float:
+    """Largest error in parts of the largest value, of outputs of the right shapes."""
+    x = mx.random.normal((rows, 1, depth), dtype, key=mx.random.key(1))
+    weight = mx.random.normal((sum(widths), depth), dtype, key=mx.random.key(2))
+    found = kernel(x, weight, widths)
+    assert [one.shape for one in found] == [(rows, 1, width) for width in widths]
+    wanted = x[:, 0].astype(mx.float32) @ weight.astype(mx.float32).T
+    joined = mx.concatenate(found, axis=-1)[:, 0]
+    return float((mx.abs(joined - wanted).max() / mx.abs(wanted).max()).item())
+
+
+@pytest.mark.parametrize("dtype", [mx.bfloat16, mx.float16], ids=str)
+@pytest.mark.parametrize(
+    ("rows", "depth", "widths"),
+    [
+        (1, 32, [16]),
+        (3, 96, [5]),  # fewer rows of the weight than a threadgroup takes
+        (8, 64, [16, 8, 8]),  # an output begins within a threadgroup
+        (9, 288, [24, 24]),  # more chunks than warps
+        (MAX_ROWS, 1088, [40]),  # more chunks than are loaded at once
+    ],
+)
+def test_products_are_right_in_every_order(
+    rows: int, depth: int, widths: list[int], dtype: mx.Dtype
+) -> None:
+    require_compiler()
+    shim = TensorShim()
+    for shim.order in ORDERS:
+        assert error(RowKernel(shim), rows, depth, widths, dtype) < 0.01
+
+
+def test_the_barrier_is_needed() -> None:
+    require_compiler()
+    shim = TensorShim()
+    shim.mutate = lambda _, body: body.replace("__syncthreads();", "")
+    errors = []
+    for shim.order in ORDERS:
+        errors.append(error(RowKernel(shim), 8, 512, [16], mx.bfloat16))
+    assert not max(errors) < 0.01
+
+
+def test_a_wrong_kernel_is_not_used() -> None:
+    require_compiler()
+    weight = mx.random.normal((24, 64), mx.bfloat16)
+    assert why_not(RowKernel(TensorShim()), weight, [24]) is None
+    shim = TensorShim()
+    shim.mutate = lambda _, body: body.replace("at * 8", "0")
+    reason = why_not(RowKernel(shim), weight, [24])
+    assert reason is not None
+    assert "off by" in reason
+
+
+@pytest.mark.parametrize(
+    ("weight", "widths", "reason"),
+    [
+        (mx.zeros((8, 64)), [8], "float32"),
+        (mx.zeros((8, 40), mx.float16), [8], "40"),
+        (mx.zeros((8, 64), mx.float16), [2, 2, 2, 2], "4 weights"),
+        (mx.zeros((MAX_BYTES // 64 + 1, 32), mx.float16), [MAX_BYTES // 64 + 1], "faster"),
+    ],
+)
+def test_what_it_does_not_serve(weight: mx.array, widths: list[int], reason: str) -> None:
+    found = why_not(RowKernel(TensorShim()), weight, widths)
+    assert found is not None
+    assert reason in found
+
+
+def test_the_text_is_short_as_it_is_hashed_at_every_call() -> None:
+    assert len(kernel_text("linear.cu")) + len(kernel_text("tensor.cu")) < 5000
