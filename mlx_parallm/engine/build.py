@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mlx_parallm.config import CacheConfig, EngineConfig, ModelConfig
-from mlx_parallm.engine.engine import Engine, StepObserver
+from mlx_parallm.engine.engine import Engine
 from mlx_parallm.engine.interface import ServedModel
 from mlx_parallm.engine.metrics import EngineMetrics, MetricFamilies
 from mlx_parallm.errors import ConfigError
@@ -24,6 +24,7 @@ from mlx_parallm.runner.memory import KVPlan, plan_kv, query_heads
 from mlx_parallm.runner.model_runner import ModelRunner
 from mlx_parallm.scheduler.scheduler import Scheduler
 from mlx_parallm.tokenizer.tokenizer import ParallmTokenizer, load_tokenizer
+from mlx_parallm.tracing import StepTracer
 
 DEMO_NAME = "mlx-parallm-demo"
 # Found by its place in the package: the engine does not depend on the code that made it.
@@ -59,9 +60,11 @@ def build_engines(
     families: MetricFamilies,
     on_progress: Progress,
     *,
-    observer: StepObserver | None = None,
+    tracer: StepTracer | None = None,
 ) -> list[LoadedEngine]:
     """Load every model and share one byte budget of KV among them, on the calling thread.
+
+    ``tracer`` is told what every step does.
 
     Raises:
         ConfigError: two models have the same name, or the budget is too small.
@@ -74,7 +77,7 @@ def build_engines(
     weights = sum(one.loaded.weight_bytes for one in models)
     budgets = share_budget(wanted, _kv_budget(config.cache, sum(wanted), weights))
     return [
-        _assemble(one, budget, config, families, observer)
+        _assemble(one, budget, config, families, tracer)
         for one, budget in zip(models, budgets, strict=True)
     ]
 
@@ -140,13 +143,15 @@ def _assemble(
     budget: int,
     config: EngineConfig,
     families: MetricFamilies,
-    observer: StepObserver | None,
+    tracer: StepTracer | None,
 ) -> LoadedEngine:
     num_blocks = one.plan.num_blocks(budget)
     choice = choose_backend(
         one.plan.block_size, kv_shapes(one.layouts), query_heads(one.loaded.config)
     )
-    runner = ModelRunner(one.loaded, one.layouts, one.plan, num_blocks, choice.backend)
+    runner = ModelRunner(
+        one.loaded, one.layouts, one.plan, num_blocks, choice.backend, tracer=tracer
+    )
     info = runner.info
     kv = KVCacheManager(
         info.num_blocks,
@@ -158,7 +163,7 @@ def _assemble(
     )
     names = model_names(one.config)
     metrics = EngineMetrics(families, names[0], info)
-    engine = Engine(scheduler, runner, one.tokenizer, metrics, seed=config.seed, observer=observer)
+    engine = Engine(scheduler, runner, one.tokenizer, metrics, seed=config.seed, tracer=tracer)
     model = ServedModel(
         names=names,
         root=one.config.path or DEMO_NAME,

@@ -5,9 +5,9 @@ from __future__ import annotations
 import logging
 import random
 from collections.abc import Callable
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
-from mlx_parallm.batch import Runner, RunnerInfo, ScheduledBatch, StepInFlight, StepOutput
+from mlx_parallm.batch import Runner, RunnerInfo, ScheduledBatch, StepInFlight
 from mlx_parallm.engine.admission import check_request
 from mlx_parallm.engine.interface import Tokenizer
 from mlx_parallm.engine.metrics import EngineMetrics
@@ -16,18 +16,11 @@ from mlx_parallm.outputs import GenerateEvent
 from mlx_parallm.request import GenerateRequest
 from mlx_parallm.scheduler.scheduler import Scheduler
 from mlx_parallm.scheduler.updates import SequenceUpdate
+from mlx_parallm.tracing import NoTracer, Phase, StepTracer
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
-
-
-class StepObserver(Protocol):
-    """Told of every step; for tests and tracing."""
-
-    def __call__(self, batch: ScheduledBatch, output: StepOutput | None) -> None:
-        """``output`` is None when the step failed."""
-        ...
 
 
 class Engine:
@@ -41,7 +34,7 @@ class Engine:
         metrics: EngineMetrics,
         *,
         seed: int = 0,
-        observer: StepObserver | None = None,
+        tracer: StepTracer | None = None,
     ) -> None:
         self._scheduler = scheduler
         self._runner = runner
@@ -49,7 +42,7 @@ class Engine:
         self._metrics = metrics
         self._processor = OutputProcessor()
         self._seeds = random.Random(seed)
-        self._observer = observer
+        self._tracer = tracer or NoTracer()
         self._in_flight: tuple[ScheduledBatch, StepInFlight] | None = None
 
     @property
@@ -100,17 +93,19 @@ class Engine:
         Where the runner runs ahead, the batch that ends is the one before: the device works on the
         new one while this thread turns tokens into events.
         """
-        batch = self._scheduler.schedule()
-        if batch is None and self._in_flight is None:
-            return None
-        updates: list[SequenceUpdate] = []
-        begun = None if batch is None else self._begin(batch, updates)
-        ending = begun
-        if self.info.runs_ahead:
-            ending, self._in_flight = self._in_flight, begun
-        if ending is not None:
-            self._end(*ending, updates)
-        return self._publish(updates)
+        with self._tracer.span(Phase.STEP):
+            with self._tracer.span(Phase.SCHEDULE):
+                batch = self._scheduler.schedule()
+            if batch is None and self._in_flight is None:
+                return None
+            updates: list[SequenceUpdate] = []
+            begun = None if batch is None else self._begin(batch, updates)
+            ending = begun
+            if self.info.runs_ahead:
+                ending, self._in_flight = self._in_flight, begun
+            if ending is not None:
+                self._end(*ending, updates)
+            return self._publish(updates)
 
     def _begin(
         self, batch: ScheduledBatch, updates: list[SequenceUpdate]
@@ -122,10 +117,11 @@ class Engine:
     def _end(
         self, batch: ScheduledBatch, step: StepInFlight, updates: list[SequenceUpdate]
     ) -> None:
-        output = self._attempt(batch, step.wait, updates)
+        with self._tracer.span(Phase.WAIT, batch):
+            output = self._attempt(batch, step.wait, updates)
         if output is not None:
-            self._observe(batch, output)
-            updates += self._scheduler.update(batch, output)
+            with self._tracer.span(Phase.UPDATE, batch):
+                updates += self._scheduler.update(batch, output)
 
     def _attempt(
         self, batch: ScheduledBatch, action: Callable[[], T], updates: list[SequenceUpdate]
@@ -135,18 +131,15 @@ class Engine:
             return action()
         except Exception as cause:
             logger.exception("step %d failed", batch.step_id)
-            self._observe(batch, None)
             updates += self._scheduler.fail(batch, f"{type(cause).__name__}: {cause}")
             return None
 
     def _publish(self, updates: list[SequenceUpdate]) -> list[GenerateEvent]:
-        processed = self._processor.process(updates)
-        for request_id, index in processed.stopped:
-            self._scheduler.finish(request_id, index)
-        self._metrics.on_events(processed.events)
-        self._metrics.on_queue(self._scheduler.stats())
+        with self._tracer.span(Phase.DETOKENIZE):
+            processed = self._processor.process(updates)
+        with self._tracer.span(Phase.PUBLISH):
+            for request_id, index in processed.stopped:
+                self._scheduler.finish(request_id, index)
+            self._metrics.on_events(processed.events)
+            self._metrics.on_queue(self._scheduler.stats())
         return processed.events
-
-    def _observe(self, batch: ScheduledBatch, output: StepOutput | None) -> None:
-        if self._observer is not None:
-            self._observer(batch, output)
