@@ -5,10 +5,10 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from mlx_parallm.config import CacheConfig, EngineConfig, ModelConfig
+from mlx_parallm.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
 from mlx_parallm.engine.engine import Engine
 from mlx_parallm.engine.interface import ServedModel
 from mlx_parallm.engine.metrics import EngineMetrics, MetricFamilies
@@ -30,6 +30,8 @@ DEMO_NAME = "mlx-parallm-demo"
 # Found by its place in the package: the engine does not depend on the code that made it.
 DEMO_FOLDER = Path(__file__).resolve().parent.parent / "demo" / "model"
 
+# A step of so many tokens keeps an NVIDIA GPU busy; elsewhere it would take too long.
+CUDA_TOKEN_BUDGET = 2048
 # KV of small models on the CPU; larger ones get as much as their weights take.
 CPU_KV_BYTES = 1 << 30
 
@@ -103,6 +105,13 @@ def share_budget(wanted: Sequence[int], budget: int) -> list[int]:
     return [want * budget // total for want in wanted]
 
 
+def with_token_budget(config: SchedulerConfig, backend: str) -> SchedulerConfig:
+    """The limits with this backend's token budget where none is given."""
+    if config.max_num_batched_tokens is not None or backend != "cuda":
+        return config
+    return replace(config, max_num_batched_tokens=CUDA_TOKEN_BUDGET)
+
+
 def _kv_budget(cache: CacheConfig, wanted: int, weights: int) -> int:
     """Bytes of KV for all models: as configured, or by what is free and what is sensible."""
     if cache.kv_cache_bytes is not None:
@@ -159,7 +168,10 @@ def _assemble(
         enable_prefix_caching=config.cache.enable_prefix_caching and not info.has_state,
     )
     scheduler = Scheduler(
-        config.scheduler, kv, max_model_len=info.max_model_len, has_state=info.has_state
+        with_token_budget(config.scheduler, backend_name()),
+        kv,
+        max_model_len=info.max_model_len,
+        has_state=info.has_state,
     )
     names = model_names(one.config)
     metrics = EngineMetrics(families, names[0], info)

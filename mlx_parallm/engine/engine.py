@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import logging
 import random
+import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TypeVar
 
 from mlx_parallm.batch import Runner, RunnerInfo, ScheduledBatch, StepInFlight
@@ -23,6 +25,15 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
+@dataclass(frozen=True, slots=True)
+class _Begun:
+    """A step that was submitted, and when its scheduling began."""
+
+    batch: ScheduledBatch
+    step: StepInFlight
+    begin_s: float
+
+
 class Engine:
     """Steps one model. Not thread-safe: everything runs on the engine thread."""
 
@@ -35,6 +46,7 @@ class Engine:
         *,
         seed: int = 0,
         tracer: StepTracer | None = None,
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._scheduler = scheduler
         self._runner = runner
@@ -43,7 +55,9 @@ class Engine:
         self._processor = OutputProcessor()
         self._seeds = random.Random(seed)
         self._tracer = tracer or NoTracer()
-        self._in_flight: tuple[ScheduledBatch, StepInFlight] | None = None
+        self._clock = clock
+        self._in_flight: _Begun | None = None
+        self._last_end_s = 0.0
 
     @property
     def info(self) -> RunnerInfo:
@@ -94,34 +108,37 @@ class Engine:
         new one while this thread turns tokens into events.
         """
         with self._tracer.span(Phase.STEP):
+            begin_s = self._clock()
             with self._tracer.span(Phase.SCHEDULE):
                 batch = self._scheduler.schedule()
             if batch is None and self._in_flight is None:
                 return None
             updates: list[SequenceUpdate] = []
-            begun = None if batch is None else self._begin(batch, updates)
+            begun = None if batch is None else self._begin(batch, begin_s, updates)
             ending = begun
             if self.info.runs_ahead:
                 ending, self._in_flight = self._in_flight, begun
             if ending is not None:
-                self._end(*ending, updates)
+                self._end(ending, updates)
             return self._publish(updates)
 
     def _begin(
-        self, batch: ScheduledBatch, updates: list[SequenceUpdate]
-    ) -> tuple[ScheduledBatch, StepInFlight] | None:
+        self, batch: ScheduledBatch, begin_s: float, updates: list[SequenceUpdate]
+    ) -> _Begun | None:
         self._metrics.on_schedule(self._scheduler.take_started(), batch)
         step = self._attempt(batch, lambda: self._runner.submit(batch), updates)
-        return None if step is None else (batch, step)
+        return None if step is None else _Begun(batch, step, begin_s)
 
-    def _end(
-        self, batch: ScheduledBatch, step: StepInFlight, updates: list[SequenceUpdate]
-    ) -> None:
+    def _end(self, begun: _Begun, updates: list[SequenceUpdate]) -> None:
+        batch = begun.batch
         with self._tracer.span(Phase.WAIT, batch):
-            output = self._attempt(batch, step.wait, updates)
+            output = self._attempt(batch, begun.step.wait, updates)
+        end_s = self._clock()
         if output is not None:
             with self._tracer.span(Phase.UPDATE, batch):
+                self._scheduler.observe(batch, end_s - max(begun.begin_s, self._last_end_s))
                 updates += self._scheduler.update(batch, output)
+        self._last_end_s = end_s
 
     def _attempt(
         self, batch: ScheduledBatch, action: Callable[[], T], updates: list[SequenceUpdate]
