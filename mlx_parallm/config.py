@@ -59,6 +59,7 @@ class SchedulerConfig:
             to fit, by what steps were measured to take. None is no limit but the token budget.
         max_num_seqs_per_client: most running sequences per client; None is no limit.
         max_waiting: most waiting sequences; beyond it requests are refused with OverloadedError.
+            0 is no limit.
     """
 
     max_num_seqs: int = 128

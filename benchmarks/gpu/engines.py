@@ -66,15 +66,27 @@ def make_engine(
     *,
     max_num_seqs: int,
     max_model_len: int,
+    kv_tokens: int | None = None,
+    stall_ms: float | None = None,
     tracer: StepTracer | None = None,
 ) -> Engine:
-    """An engine as ``engine.build`` makes it, with KV for ``max_num_seqs`` full sequences."""
+    """An engine as ``engine.build`` makes it, with KV for ``kv_tokens``.
+
+    Without them it has KV for ``max_num_seqs`` full sequences.
+    """
     loaded, layouts = model.loaded, probe_layout(model.model)
     cache = CacheConfig()
-    config = SchedulerConfig(max_num_seqs=max_num_seqs, max_num_batched_tokens=PREFILL_TOKENS)
+    config = SchedulerConfig(
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=PREFILL_TOKENS,
+        max_decode_stall_ms=stall_ms,
+    )
     plan = plan_kv(layouts, loaded.config, cache, config, max_model_len)
     choice = choose_backend(plan.block_size, kv_shapes(layouts), query_heads(loaded.config))
-    runner = ModelRunner(loaded, layouts, plan, plan.wanted_blocks, choice.backend, tracer=tracer)
+    num_blocks = plan.wanted_blocks
+    if kv_tokens is not None:
+        num_blocks = min(num_blocks, -(-kv_tokens // plan.block_size))
+    runner = ModelRunner(loaded, layouts, plan, num_blocks, choice.backend, tracer=tracer)
     info = runner.info
     kv = KVCacheManager(info.num_blocks, info.block_size, enable_prefix_caching=not info.has_state)
     scheduler = Scheduler(config, kv, max_model_len=info.max_model_len, has_state=info.has_state)

@@ -162,7 +162,7 @@ SETTINGS: tuple[Setting, ...] = (
              metavar="N"),
     _setting("max-waiting", "scheduler.max_waiting", values.integer(0), BATCHING,
              "most waiting sequences; beyond it requests are answered with 429, and with 400 those "
-             "that are too large for an empty queue.",
+             "that are too large for an empty queue. 0 is no limit.",
              aliases=("max-queue-size",), metavar="N"),
     _setting("host", "server.host", values.text, ADDRESS,
              "address to listen on; 0.0.0.0 for every IPv4 interface."),

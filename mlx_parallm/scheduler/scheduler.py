@@ -67,7 +67,8 @@ class Scheduler:
         """
         params = request.params
         self._check_fits(request)
-        if self._num_waiting + params.n > self._config.max_waiting:
+        limit = self._config.max_waiting
+        if limit and self._num_waiting + params.n > limit:
             raise OverloadedError(f"{self._num_waiting} sequences are waiting already.")
         if request.request_id in self._groups:
             raise InvalidRequestError("The request id is in use.", param="request_id")
