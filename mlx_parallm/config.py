@@ -53,13 +53,18 @@ class SchedulerConfig:
 
     Attributes:
         max_num_seqs: most sequences running at once.
-        max_num_batched_tokens: the token budget of a step.
+        max_num_batched_tokens: the token budget of a step; None is 2048 on an NVIDIA GPU and 1024
+            elsewhere.
+        max_decode_stall_ms: milliseconds that a step with decode rows may take; its prefill is cut
+            to fit, by what steps were measured to take. None is no limit but the token budget.
         max_num_seqs_per_client: most running sequences per client; None is no limit.
         max_waiting: most waiting sequences; beyond it requests are refused with OverloadedError.
+            0 is no limit.
     """
 
     max_num_seqs: int = 128
-    max_num_batched_tokens: int = 1024
+    max_num_batched_tokens: int | None = None
+    max_decode_stall_ms: float | None = None
     max_num_seqs_per_client: int | None = None
     max_waiting: int = 2048
 

@@ -83,7 +83,8 @@ class LLM:
                 ),
             ),
             cache=cache or CacheConfig(),
-            scheduler=scheduler or SchedulerConfig(),
+            # Nobody else waits: a list of prompts may be as long as it likes.
+            scheduler=scheduler or SchedulerConfig(max_waiting=0),
             seed=seed,
         )
         loaded: LoadedEngine = build_engines(config, MetricFamilies(), lambda _text, _share: None)[

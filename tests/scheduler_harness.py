@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from mlx_parallm.batch import ScheduledBatch, StepOutput, TokenLogprob
@@ -33,7 +34,8 @@ class Tracked:
 class SchedulerHarness:
     """A scheduler, its runner and the requests given to it.
 
-    With ``runs_ahead`` a step is scheduled before the one before it is taken in.
+    With ``runs_ahead`` a step is scheduled before the one before it is taken in. Each step is said
+    to have taken ``seconds_of`` it.
     """
 
     def __init__(
@@ -46,6 +48,7 @@ class SchedulerHarness:
         caching: bool = True,
         config: SchedulerConfig | None = None,
         runs_ahead: bool = False,
+        seconds_of: Callable[[ScheduledBatch], float] = lambda batch: 1e-3 * batch.num_tokens,
     ) -> None:
         self.config = config or SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=16)
         self.max_len = min(max_model_len, num_blocks * block_size)
@@ -57,6 +60,7 @@ class SchedulerHarness:
             has_state=has_state,
         )
         self._runs_ahead = runs_ahead
+        self._seconds_of = seconds_of
         self._in_flight: tuple[ScheduledBatch, StepOutput | None] | None = None
         self.batches: list[ScheduledBatch] = []
         self.tracked: dict[str, Tracked] = {}
@@ -125,6 +129,7 @@ class SchedulerHarness:
         if output is None:
             updates = self.scheduler.fail(batch, "raised")
         else:
+            self.scheduler.observe(batch, self._seconds_of(batch))
             updates = self.scheduler.update(batch, output)
         for update in updates:
             self._hear(update)
@@ -142,7 +147,7 @@ class SchedulerHarness:
         assert stats.num_free_blocks == self.num_blocks
 
     def _check_batch(self, batch: ScheduledBatch) -> None:
-        limit = max(self.config.max_num_batched_tokens, self.config.max_num_seqs)
+        limit = max(self.config.max_num_batched_tokens or 1024, self.config.max_num_seqs)
         assert batch.num_tokens <= limit
         slots = [row.slot for row in batch.sequences]
         assert len(set(slots)) == len(slots)

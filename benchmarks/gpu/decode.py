@@ -1,7 +1,8 @@
 """Decode speed of ``Engine.step`` against mlx_lm's ``BatchGenerator``, random bf16 weights.
 
 ``python -m benchmarks.gpu.decode --shapes 0.6B 8B --batches 1 8 32 128`` prints and writes one row
-per shape and batch as it is measured; rows that the file has already are skipped.
+per shape and batch as it is measured; rows that the file has already are skipped. ``--trace
+FOLDER`` adds a Chrome trace of each, and prints where the time of a step goes.
 """
 
 from __future__ import annotations
@@ -14,8 +15,11 @@ from typing import Any
 
 import mlx.core as mx
 
-from benchmarks.gpu.engines import EngineLoad, batch_generator_ms, make_engine, random_prompts
+from benchmarks.gpu.engines import batch_generator_ms, make_engine, random_prompts
 from benchmarks.gpu.shapes import SHAPES, RandomModel, flatten, random_model
+from mlx_parallm.bench.decode_load import DecodeLoad
+from mlx_parallm.bench.step_times import format_steps, summarise_steps
+from mlx_parallm.bench.step_trace import TraceRecorder, write_trace
 
 STEPS = 50
 
@@ -28,6 +32,7 @@ def main() -> int:
     parser.add_argument("--bits", type=int, help="quantise the weights, in groups of 64")
     parser.add_argument("--steps", type=int, default=STEPS)
     parser.add_argument("--output", type=Path, default=Path("results/gpu_decode.json"))
+    parser.add_argument("--trace", type=Path, metavar="FOLDER", help="write Chrome traces here")
     args = parser.parse_args()
     rows = json.loads(args.output.read_text()) if args.output.exists() else {}
     for shape in args.shapes:
@@ -53,20 +58,24 @@ def _measure_shape(
     if args.bits is not None:
         flatten(model)
     for batch, name in wanted.items():
-        rows[name] = _row(model, lengths[batch], stock[batch], args)
+        trace = args.trace / f"{name.replace(' ', '-')}.json" if args.trace else None
+        rows[name] = _row(model, lengths[batch], stock[batch], args.steps, trace)
         print(name, rows[name], flush=True)
         args.output.parent.mkdir(exist_ok=True, parents=True)
         args.output.write_text(json.dumps(rows, indent=1) + "\n")
 
 
 def _row(
-    model: RandomModel, lengths: list[int], stock_ms: float, args: argparse.Namespace
+    model: RandomModel, lengths: list[int], stock_ms: float, steps: int, trace: Path | None
 ) -> dict[str, Any]:
-    room = max(lengths) + args.steps + 64
-    engine = make_engine(model, max_num_seqs=len(lengths), max_model_len=room)
-    load = EngineLoad(engine, random_prompts(model, lengths))
+    room = max(lengths) + steps + 64
+    recorder = None if trace is None else TraceRecorder()
+    engine = make_engine(model, max_num_seqs=len(lengths), max_model_len=room, tracer=recorder)
+    load = DecodeLoad(engine, random_prompts(model, lengths))
     prefill_s = load.prefill()
-    ours_ms = load.decode(args.steps)
+    ours_ms = load.decode(steps)
+    if recorder is not None and trace is not None:
+        _trace(recorder, trace, steps)
     load.end()
     info = engine.info
     del engine, load
@@ -80,6 +89,13 @@ def _row(
         "path": info.path,
         "runs ahead": info.runs_ahead,
     }
+
+
+def _trace(recorder: TraceRecorder, path: Path, steps: int) -> None:
+    path.parent.mkdir(exist_ok=True, parents=True)
+    write_trace(recorder.spans, path)
+    print(format_steps(summarise_steps(recorder.spans, steps)), flush=True)
+    print(f"trace: {path}", flush=True)
 
 
 if __name__ == "__main__":

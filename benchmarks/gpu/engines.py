@@ -15,13 +15,12 @@ from mlx_parallm.config import CacheConfig, SchedulerConfig
 from mlx_parallm.engine.engine import Engine
 from mlx_parallm.engine.metrics import EngineMetrics, MetricFamilies
 from mlx_parallm.kv_cache.manager import KVCacheManager
-from mlx_parallm.outputs import TokenEvent
-from mlx_parallm.request import GenerateRequest, SamplingParams
 from mlx_parallm.runner.backend_choice import choose_backend
 from mlx_parallm.runner.cache_layout import kv_shapes, probe_layout
 from mlx_parallm.runner.memory import plan_kv, query_heads
 from mlx_parallm.runner.model_runner import ModelRunner
 from mlx_parallm.scheduler.scheduler import Scheduler
+from mlx_parallm.tracing import StepTracer
 
 PREFILL_TOKENS = 4096
 
@@ -62,71 +61,43 @@ class NoText:
         return ""
 
 
-def make_engine(model: RandomModel, *, max_num_seqs: int, max_model_len: int) -> Engine:
-    """An engine as ``engine.build`` makes it, with KV for ``max_num_seqs`` full sequences."""
+def make_engine(
+    model: RandomModel,
+    *,
+    max_num_seqs: int,
+    max_model_len: int,
+    kv_tokens: int | None = None,
+    stall_ms: float | None = None,
+    tracer: StepTracer | None = None,
+) -> Engine:
+    """An engine as ``engine.build`` makes it, with KV for ``kv_tokens``.
+
+    Without them it has KV for ``max_num_seqs`` full sequences.
+    """
     loaded, layouts = model.loaded, probe_layout(model.model)
     cache = CacheConfig()
-    config = SchedulerConfig(max_num_seqs=max_num_seqs, max_num_batched_tokens=PREFILL_TOKENS)
+    config = SchedulerConfig(
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=PREFILL_TOKENS,
+        max_decode_stall_ms=stall_ms,
+    )
     plan = plan_kv(layouts, loaded.config, cache, config, max_model_len)
     choice = choose_backend(plan.block_size, kv_shapes(layouts), query_heads(loaded.config))
-    runner = ModelRunner(loaded, layouts, plan, plan.wanted_blocks, choice.backend)
+    num_blocks = plan.wanted_blocks
+    if kv_tokens is not None:
+        num_blocks = min(num_blocks, -(-kv_tokens // plan.block_size))
+    runner = ModelRunner(loaded, layouts, plan, num_blocks, choice.backend, tracer=tracer)
     info = runner.info
     kv = KVCacheManager(info.num_blocks, info.block_size, enable_prefix_caching=not info.has_state)
     scheduler = Scheduler(config, kv, max_model_len=info.max_model_len, has_state=info.has_state)
     metrics = EngineMetrics(MetricFamilies(), "bench", info)
-    return Engine(scheduler, runner, NoText(), metrics)
+    return Engine(scheduler, runner, NoText(), metrics, tracer=tracer)
 
 
 def random_prompts(model: RandomModel, lengths: Sequence[int], seed: int = 0) -> list[list[int]]:
     """One prompt of random ids per length."""
     source = random.Random(seed)
     return [[source.randrange(model.vocab_size) for _ in range(length)] for length in lengths]
-
-
-class EngineLoad:
-    """Requests that decode for ever in an engine, stepped by hand."""
-
-    def __init__(self, engine: Engine, prompts: Sequence[Sequence[int]], **params: Any) -> None:
-        asked: dict[str, Any] = {"temperature": 0.0, "ignore_eos": True, **params}
-        self._engine = engine
-        self._ids = [f"bench-{i}" for i in range(len(prompts))]
-        for request_id, prompt in zip(self._ids, prompts, strict=True):
-            engine.add(
-                GenerateRequest(
-                    request_id=request_id,
-                    model="bench",
-                    prompt_ids=tuple(prompt),
-                    params=SamplingParams(**asked),
-                )
-            )
-
-    def prefill(self) -> float:
-        """Step until every request has a token; seconds it took."""
-        started = time.perf_counter()
-        waiting = set(self._ids)
-        while waiting:
-            events = self._engine.step() or []
-            waiting -= {event.request_id for event in events if isinstance(event, TokenEvent)}
-        return time.perf_counter() - started
-
-    def decode(self, steps: int, warmup: int = 8) -> float:
-        """Milliseconds of a step in which every request decodes one token."""
-        for _ in range(warmup):
-            self._engine.step()
-        started, tokens = time.perf_counter(), 0
-        for _ in range(steps):
-            tokens += sum(isinstance(event, TokenEvent) for event in self._engine.step() or [])
-        elapsed = time.perf_counter() - started
-        if tokens != steps * len(self._ids):
-            raise RuntimeError(f"{tokens} tokens in {steps} steps of {len(self._ids)} requests")
-        return elapsed / steps * 1e3
-
-    def end(self) -> None:
-        """Abort every request and let the step in flight end."""
-        for request_id in self._ids:
-            self._engine.abort(request_id)
-        while self._engine.has_work():
-            self._engine.step()
 
 
 def batch_generator_ms(

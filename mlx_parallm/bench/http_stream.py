@@ -179,22 +179,28 @@ async def request(
     context = ssl.create_default_context() if target.tls else None
     reader, writer = await asyncio.open_connection(target.host, target.port, ssl=context)
     try:
-        fields = {
-            "Host": f"{target.host}:{target.port}",
-            "Connection": "close",
-            "Content-Type": "application/json",
-            "Content-Length": str(len(body)),
-            **(headers or {}),
-        }
-        lines = [f"{method} {target.path}{path} HTTP/1.1"]
-        lines += [f"{name}: {value}" for name, value in fields.items()]
-        writer.write("\r\n".join([*lines, "", ""]).encode("latin-1") + body)
+        writer.write(_request_head(target, method, path, len(body), headers or {}) + body)
         await writer.drain()
         yield Response(await _read_head(reader), reader)
     finally:
         writer.close()
         with contextlib.suppress(OSError):
             await writer.wait_closed()
+
+
+def _request_head(
+    target: Target, method: str, path: str, length: int, headers: Mapping[str, str]
+) -> bytes:
+    fields = {
+        "Host": f"{target.host}:{target.port}",
+        "Connection": "close",
+        "Content-Type": "application/json",
+        "Content-Length": str(length),
+        **headers,
+    }
+    lines = [f"{method} {target.path}{path} HTTP/1.1"]
+    lines += [f"{name}: {value}" for name, value in fields.items()]
+    return "\r\n".join([*lines, "", ""]).encode("latin-1")
 
 
 async def _read_head(reader: asyncio.StreamReader) -> ResponseHead:

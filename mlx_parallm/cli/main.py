@@ -28,7 +28,7 @@ class Command:
 COMMANDS: Mapping[str, Command] = {
     "serve": Command("mlx_parallm.cli.serve", "serve models over HTTP with OpenAI's API"),
     "batch": Command("mlx_parallm.cli.batch", "answer a file of OpenAI batch lines"),
-    "bench": Command("mlx_parallm.bench.cli", "put load on a server and measure it"),
+    "bench": Command("mlx_parallm.bench.cli", "measure a running server, or the engine by itself"),
     "doctor": Command("mlx_parallm.cli.doctor", "report backend, BLAS, versions and advice"),
 }
 

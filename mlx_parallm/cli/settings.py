@@ -150,14 +150,19 @@ SETTINGS: tuple[Setting, ...] = (
     _setting("max-num-seqs", "scheduler.max_num_seqs", values.integer(1), BATCHING,
              "most sequences of a model running at once.", metavar="N"),
     _setting("max-num-batched-tokens", "scheduler.max_num_batched_tokens", values.integer(1),
-             BATCHING, "most tokens in a step; long prompts are prefilled in chunks of it.",
-             metavar="TOKENS"),
+             BATCHING, "most tokens in a step; long prompts are prefilled in chunks of it. If not "
+             "given: 2048 on an NVIDIA GPU, 1024 elsewhere.", metavar="TOKENS"),
+    _setting("max-decode-stall-ms", "scheduler.max_decode_stall_ms", values.number(0, above=True),
+             BATCHING, "longest step in milliseconds while sequences decode: prefill is cut to "
+             "fit, by what steps were measured to take. If not given, only the token budget cuts "
+             "it.",
+             metavar="MS"),
     _setting("max-num-seqs-per-key", "scheduler.max_num_seqs_per_client", values.integer(1),
              BATCHING, "most running sequences of one API key; no limit if not given.",
              metavar="N"),
     _setting("max-waiting", "scheduler.max_waiting", values.integer(0), BATCHING,
              "most waiting sequences; beyond it requests are answered with 429, and with 400 those "
-             "that are too large for an empty queue.",
+             "that are too large for an empty queue. 0 is no limit.",
              aliases=("max-queue-size",), metavar="N"),
     _setting("host", "server.host", values.text, ADDRESS,
              "address to listen on; 0.0.0.0 for every IPv4 interface."),

@@ -36,10 +36,12 @@ def check_request(request: GenerateRequest, info: RunnerInfo) -> None:
 def check_room(num_prompts: int, n: int, max_waiting: int) -> None:
     """Refuse what even an empty queue could not hold: it must be admitted as a whole.
 
+    A ``max_waiting`` of 0 is no limit.
+
     Raises:
         InvalidRequestError: the prompts times ``n`` exceed ``max_waiting``.
     """
-    if num_prompts * n > max_waiting:
+    if max_waiting and num_prompts * n > max_waiting:
         raise InvalidRequestError(
             f"{num_prompts * n} samples were requested, prompts times n; this server's queue holds "
             f"{max_waiting}.",

@@ -5,11 +5,11 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from mlx_parallm.config import CacheConfig, EngineConfig, ModelConfig
-from mlx_parallm.engine.engine import Engine, StepObserver
+from mlx_parallm.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
+from mlx_parallm.engine.engine import Engine
 from mlx_parallm.engine.interface import ServedModel
 from mlx_parallm.engine.metrics import EngineMetrics, MetricFamilies
 from mlx_parallm.errors import ConfigError
@@ -24,11 +24,14 @@ from mlx_parallm.runner.memory import KVPlan, plan_kv, query_heads
 from mlx_parallm.runner.model_runner import ModelRunner
 from mlx_parallm.scheduler.scheduler import Scheduler
 from mlx_parallm.tokenizer.tokenizer import ParallmTokenizer, load_tokenizer
+from mlx_parallm.tracing import StepTracer
 
 DEMO_NAME = "mlx-parallm-demo"
 # Found by its place in the package: the engine does not depend on the code that made it.
 DEMO_FOLDER = Path(__file__).resolve().parent.parent / "demo" / "model"
 
+# A step of so many tokens keeps an NVIDIA GPU busy; elsewhere it would take too long.
+CUDA_TOKEN_BUDGET = 2048
 # KV of small models on the CPU; larger ones get as much as their weights take.
 CPU_KV_BYTES = 1 << 30
 
@@ -59,9 +62,11 @@ def build_engines(
     families: MetricFamilies,
     on_progress: Progress,
     *,
-    observer: StepObserver | None = None,
+    tracer: StepTracer | None = None,
 ) -> list[LoadedEngine]:
     """Load every model and share one byte budget of KV among them, on the calling thread.
+
+    ``tracer`` is told what every step does.
 
     Raises:
         ConfigError: two models have the same name, or the budget is too small.
@@ -74,7 +79,7 @@ def build_engines(
     weights = sum(one.loaded.weight_bytes for one in models)
     budgets = share_budget(wanted, _kv_budget(config.cache, sum(wanted), weights))
     return [
-        _assemble(one, budget, config, families, observer)
+        _assemble(one, budget, config, families, tracer)
         for one, budget in zip(models, budgets, strict=True)
     ]
 
@@ -98,6 +103,13 @@ def share_budget(wanted: Sequence[int], budget: int) -> list[int]:
     if total <= budget:
         return list(wanted)
     return [want * budget // total for want in wanted]
+
+
+def with_token_budget(config: SchedulerConfig, backend: str) -> SchedulerConfig:
+    """The limits with this backend's token budget where none is given."""
+    if config.max_num_batched_tokens is not None or backend != "cuda":
+        return config
+    return replace(config, max_num_batched_tokens=CUDA_TOKEN_BUDGET)
 
 
 def _kv_budget(cache: CacheConfig, wanted: int, weights: int) -> int:
@@ -140,13 +152,15 @@ def _assemble(
     budget: int,
     config: EngineConfig,
     families: MetricFamilies,
-    observer: StepObserver | None,
+    tracer: StepTracer | None,
 ) -> LoadedEngine:
     num_blocks = one.plan.num_blocks(budget)
     choice = choose_backend(
         one.plan.block_size, kv_shapes(one.layouts), query_heads(one.loaded.config)
     )
-    runner = ModelRunner(one.loaded, one.layouts, one.plan, num_blocks, choice.backend)
+    runner = ModelRunner(
+        one.loaded, one.layouts, one.plan, num_blocks, choice.backend, tracer=tracer
+    )
     info = runner.info
     kv = KVCacheManager(
         info.num_blocks,
@@ -154,11 +168,14 @@ def _assemble(
         enable_prefix_caching=config.cache.enable_prefix_caching and not info.has_state,
     )
     scheduler = Scheduler(
-        config.scheduler, kv, max_model_len=info.max_model_len, has_state=info.has_state
+        with_token_budget(config.scheduler, backend_name()),
+        kv,
+        max_model_len=info.max_model_len,
+        has_state=info.has_state,
     )
     names = model_names(one.config)
     metrics = EngineMetrics(families, names[0], info)
-    engine = Engine(scheduler, runner, one.tokenizer, metrics, seed=config.seed, observer=observer)
+    engine = Engine(scheduler, runner, one.tokenizer, metrics, seed=config.seed, tracer=tracer)
     model = ServedModel(
         names=names,
         root=one.config.path or DEMO_NAME,

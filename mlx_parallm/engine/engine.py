@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import logging
 import random
+import time
 from collections.abc import Callable
-from typing import Protocol, TypeVar
+from dataclasses import dataclass
+from typing import TypeVar
 
-from mlx_parallm.batch import Runner, RunnerInfo, ScheduledBatch, StepInFlight, StepOutput
+from mlx_parallm.batch import Runner, RunnerInfo, ScheduledBatch, StepInFlight
 from mlx_parallm.engine.admission import check_request
 from mlx_parallm.engine.interface import Tokenizer
 from mlx_parallm.engine.metrics import EngineMetrics
@@ -16,18 +18,20 @@ from mlx_parallm.outputs import GenerateEvent
 from mlx_parallm.request import GenerateRequest
 from mlx_parallm.scheduler.scheduler import Scheduler
 from mlx_parallm.scheduler.updates import SequenceUpdate
+from mlx_parallm.tracing import NoTracer, Phase, StepTracer
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
 
-class StepObserver(Protocol):
-    """Told of every step; for tests and tracing."""
+@dataclass(frozen=True, slots=True)
+class _Begun:
+    """A step that was submitted, and when its scheduling began."""
 
-    def __call__(self, batch: ScheduledBatch, output: StepOutput | None) -> None:
-        """``output`` is None when the step failed."""
-        ...
+    batch: ScheduledBatch
+    step: StepInFlight
+    begin_s: float
 
 
 class Engine:
@@ -41,7 +45,8 @@ class Engine:
         metrics: EngineMetrics,
         *,
         seed: int = 0,
-        observer: StepObserver | None = None,
+        tracer: StepTracer | None = None,
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._scheduler = scheduler
         self._runner = runner
@@ -49,8 +54,10 @@ class Engine:
         self._metrics = metrics
         self._processor = OutputProcessor()
         self._seeds = random.Random(seed)
-        self._observer = observer
-        self._in_flight: tuple[ScheduledBatch, StepInFlight] | None = None
+        self._tracer = tracer or NoTracer()
+        self._clock = clock
+        self._in_flight: _Begun | None = None
+        self._last_end_s = 0.0
 
     @property
     def info(self) -> RunnerInfo:
@@ -100,32 +107,38 @@ class Engine:
         Where the runner runs ahead, the batch that ends is the one before: the device works on the
         new one while this thread turns tokens into events.
         """
-        batch = self._scheduler.schedule()
-        if batch is None and self._in_flight is None:
-            return None
-        updates: list[SequenceUpdate] = []
-        begun = None if batch is None else self._begin(batch, updates)
-        ending = begun
-        if self.info.runs_ahead:
-            ending, self._in_flight = self._in_flight, begun
-        if ending is not None:
-            self._end(*ending, updates)
-        return self._publish(updates)
+        with self._tracer.span(Phase.STEP):
+            begin_s = self._clock()
+            with self._tracer.span(Phase.SCHEDULE):
+                batch = self._scheduler.schedule()
+            if batch is None and self._in_flight is None:
+                return None
+            updates: list[SequenceUpdate] = []
+            begun = None if batch is None else self._begin(batch, begin_s, updates)
+            ending = begun
+            if self.info.runs_ahead:
+                ending, self._in_flight = self._in_flight, begun
+            if ending is not None:
+                self._end(ending, updates)
+            return self._publish(updates)
 
     def _begin(
-        self, batch: ScheduledBatch, updates: list[SequenceUpdate]
-    ) -> tuple[ScheduledBatch, StepInFlight] | None:
+        self, batch: ScheduledBatch, begin_s: float, updates: list[SequenceUpdate]
+    ) -> _Begun | None:
         self._metrics.on_schedule(self._scheduler.take_started(), batch)
         step = self._attempt(batch, lambda: self._runner.submit(batch), updates)
-        return None if step is None else (batch, step)
+        return None if step is None else _Begun(batch, step, begin_s)
 
-    def _end(
-        self, batch: ScheduledBatch, step: StepInFlight, updates: list[SequenceUpdate]
-    ) -> None:
-        output = self._attempt(batch, step.wait, updates)
+    def _end(self, begun: _Begun, updates: list[SequenceUpdate]) -> None:
+        batch = begun.batch
+        with self._tracer.span(Phase.WAIT, batch):
+            output = self._attempt(batch, begun.step.wait, updates)
+        end_s = self._clock()
         if output is not None:
-            self._observe(batch, output)
-            updates += self._scheduler.update(batch, output)
+            with self._tracer.span(Phase.UPDATE, batch):
+                self._scheduler.observe(batch, end_s - max(begun.begin_s, self._last_end_s))
+                updates += self._scheduler.update(batch, output)
+        self._last_end_s = end_s
 
     def _attempt(
         self, batch: ScheduledBatch, action: Callable[[], T], updates: list[SequenceUpdate]
@@ -135,18 +148,15 @@ class Engine:
             return action()
         except Exception as cause:
             logger.exception("step %d failed", batch.step_id)
-            self._observe(batch, None)
             updates += self._scheduler.fail(batch, f"{type(cause).__name__}: {cause}")
             return None
 
     def _publish(self, updates: list[SequenceUpdate]) -> list[GenerateEvent]:
-        processed = self._processor.process(updates)
-        for request_id, index in processed.stopped:
-            self._scheduler.finish(request_id, index)
-        self._metrics.on_events(processed.events)
-        self._metrics.on_queue(self._scheduler.stats())
+        with self._tracer.span(Phase.DETOKENIZE):
+            processed = self._processor.process(updates)
+        with self._tracer.span(Phase.PUBLISH):
+            for request_id, index in processed.stopped:
+                self._scheduler.finish(request_id, index)
+            self._metrics.on_events(processed.events)
+            self._metrics.on_queue(self._scheduler.stats())
         return processed.events
-
-    def _observe(self, batch: ScheduledBatch, output: StepOutput | None) -> None:
-        if self._observer is not None:
-            self._observer(batch, output)

@@ -45,22 +45,32 @@ class MetricFamilies:
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
+        self._define_queue()
+        self._define_tokens()
+        self._define_times()
+        self._define_requests()
+
+    def _define_queue(self) -> None:
         self.running = self._gauge("num_requests_running", "Sequences running.")
         self.waiting = self._gauge("num_requests_waiting", "Sequences waiting.")
-        self.kv_usage = self._gauge("kv_cache_usage_perc", "Share of KV blocks in use, 0 to 1.")
+        self.rejections = self._counter("admission_rejections", "Requests refused: queue full.")
         self.preemptions = self._counter("num_preemptions", "Preemptions.")
+        self.kv_usage = self._gauge("kv_cache_usage_perc", "Share of KV blocks in use, 0 to 1.")
+        self.cache_config = Gauge(
+            "vllm:cache_config_info",
+            "The KV pool.",
+            (*LABELS, "block_size", "num_gpu_blocks", "attention_backend", "path"),
+            registry=self.registry,
+        )
+
+    def _define_tokens(self) -> None:
         self.prefix_queries = self._counter("prefix_cache_queries", "Prompt tokens looked up.")
         self.prefix_hits = self._counter("prefix_cache_hits", "Prompt tokens found cached.")
         self.prompt_tokens = self._counter("prompt_tokens", "Prompt tokens computed or reused.")
         self.generation_tokens = self._counter("generation_tokens", "Tokens generated.")
-        self.rejections = self._counter("admission_rejections", "Requests refused: queue full.")
-        self.success = Counter(
-            "vllm:request_success",
-            "Samples finished, by reason.",
-            (*LABELS, "finished_reason"),
-            registry=self.registry,
-        )
         self.iteration_tokens = self._histogram("iteration_tokens_total", "Tokens a step.", TOKENS)
+
+    def _define_times(self) -> None:
         self.first_token = self._histogram("time_to_first_token_seconds", "", FIRST_TOKEN_S)
         self.inter_token = self._histogram("inter_token_latency_seconds", "", TOKEN_S)
         self.per_token = self._histogram("request_time_per_output_token_seconds", "", TOKEN_S)
@@ -69,17 +79,19 @@ class MetricFamilies:
         self.prefill_time = self._histogram("request_prefill_time_seconds", "", LATENCY_S)
         self.decode_time = self._histogram("request_decode_time_seconds", "", LATENCY_S)
         self.inference_time = self._histogram("request_inference_time_seconds", "", LATENCY_S)
+
+    def _define_requests(self) -> None:
+        self.success = Counter(
+            "vllm:request_success",
+            "Samples finished, by reason.",
+            (*LABELS, "finished_reason"),
+            registry=self.registry,
+        )
         self.request_prompt = self._histogram("request_prompt_tokens", "", TOKENS)
         self.request_generation = self._histogram("request_generation_tokens", "", TOKENS)
         self.max_generation = self._histogram("request_max_num_generation_tokens", "", TOKENS)
         self.params_n = self._histogram("request_params_n", "", SAMPLES)
         self.params_max_tokens = self._histogram("request_params_max_tokens", "", TOKENS)
-        self.cache_config = Gauge(
-            "vllm:cache_config_info",
-            "The KV pool.",
-            (*LABELS, "block_size", "num_gpu_blocks", "attention_backend", "path"),
-            registry=self.registry,
-        )
 
     def _gauge(self, name: str, text: str) -> Gauge:
         return Gauge(f"vllm:{name}", text, LABELS, registry=self.registry)

@@ -19,6 +19,7 @@ from mlx_parallm.runner.row_selection import embedding_rows
 from mlx_parallm.runner.step_rows import PendingTokens, StepRows
 from mlx_parallm.sampling.logprobs import TargetLogprobs, target_logprobs
 from mlx_parallm.sampling.sampler import Sampler, SampleResult
+from mlx_parallm.tracing import NoTracer, Phase, StepTracer
 
 logger = logging.getLogger(__name__)
 
@@ -33,7 +34,10 @@ class ModelRunner:
         plan: KVPlan,
         num_blocks: int,
         backend: AttentionBackend,
+        *,
+        tracer: StepTracer | None = None,
     ) -> None:
+        self._tracer = tracer or NoTracer()
         self._sampler = Sampler()
         self._tokens = PendingTokens()
         self._latest: ModelStep | None = None
@@ -83,19 +87,27 @@ class ModelRunner:
         A backend that writes its pools by MLX's assignment may not run ahead: MLX writes in place
         only while no step in flight holds the pool, and copies it otherwise.
         """
+        runs_ahead = self._info.runs_ahead
+        with self._tracer.span(Phase.BUILD, batch):
+            step = self._build(batch)
+        with self._tracer.span(Phase.DISPATCH if runs_ahead else Phase.EVALUATE, batch):
+            step.start(self._path.arrays(), wait=not runs_ahead)
+        self._latest = step if runs_ahead else None
+        return step
+
+    def _build(self, batch: ScheduledBatch) -> ModelStep:
         self._path.copy_blocks(batch.block_copies)
         self._path.copy_state(batch.state_copies)
         rows = StepRows(batch.sequences)
         if self._latest is not None and not rows.has_pending:
             # Nothing else orders what that step reads of blocks before this step writes to them:
             # one that was preempted meanwhile may have lost its blocks to this step.
-            self._latest.end()
+            with self._tracer.span(Phase.WAIT):
+                self._latest.end()
         token_ids = self._tokens.fill(batch.sequences, token_array(batch.sequences))
         logits = self._path.logits(batch.sequences, token_ids, rows.wanted)
         step = ModelStep(rows, self._sample(logits, rows, token_ids), self._score(logits, rows))
         self._tokens.remember(rows.sampled_ids, step.tokens)
-        step.start(self._path.arrays(), wait=not self._info.runs_ahead)
-        self._latest = step if self._info.runs_ahead else None
         return step
 
     def _sample(self, logits: mx.array, rows: StepRows, token_ids: mx.array) -> SampleResult | None:

@@ -6,12 +6,16 @@ from mlx_parallm.config import SchedulerConfig
 from mlx_parallm.kv_cache.manager import KVCacheManager
 from mlx_parallm.scheduler.running import RunningSet
 from mlx_parallm.scheduler.sequence import Sequence
+from mlx_parallm.scheduler.step_cost import MIN_CHUNK, PrefillAllowance, StepCost, StepWork
 from mlx_parallm.scheduler.step_plan import StepPlan
 from mlx_parallm.scheduler.waiting import WaitingQueue
 
 # A prompt first gets this share of the token budget at most, so that short prompts are not kept
 # waiting by a long one; what is left over goes to whoever is not done.
 CHUNK_SHARE = 4
+DEFAULT_TOKEN_BUDGET = 1024
+# Predictions err: steps are planned to take this share of the longest time allowed.
+TARGET_SHARE = 0.9
 
 
 class Planner:
@@ -21,6 +25,7 @@ class Planner:
         prefix_queries: prompt tokens looked up in the prefix cache so far.
         prefix_hits: how many of them were found.
         num_preemptions: how often a sequence was sent back to wait.
+        cost: what steps were measured to take; None if no time is bounded.
     """
 
     def __init__(
@@ -34,8 +39,12 @@ class Planner:
         has_state: bool,
     ) -> None:
         # Decode rows always fit: a step that could not hold them all would starve some.
-        self._token_budget = max(config.max_num_batched_tokens, config.max_num_seqs)
-        self._chunk = max(1, self._token_budget // CHUNK_SHARE)
+        self._token_budget = max(
+            config.max_num_batched_tokens or DEFAULT_TOKEN_BUDGET, config.max_num_seqs
+        )
+        bound_ms = config.max_decode_stall_ms
+        self._bound_s = 0.0 if bound_ms is None else TARGET_SHARE * bound_ms / 1e3
+        self.cost = None if bound_ms is None else StepCost()
         self._kv = kv
         self._waiting = waiting
         self._running = running
@@ -53,8 +62,11 @@ class Planner:
                 plan.add(sequence, 1)
         for leader in [one for one in plan.num_tokens if one.followers]:
             self._fork_followers(leader, plan)
-        self._plan_prefill(plan)
-        self._admit(plan)
+        if self.cost is not None and plan.num_tokens:
+            plan.allowance = self._allowance(plan, self.cost)
+        chunk = self._chunk(plan)
+        self._plan_prefill(plan, chunk)
+        self._admit(plan, chunk)
         self._spread_rest(plan)
         return plan
 
@@ -83,32 +95,46 @@ class Planner:
         self.num_preemptions += 1
         self._waiting.push_front(sequence)
 
-    def _plan_prefill(self, plan: StepPlan) -> None:
+    def _allowance(self, plan: StepPlan, cost: StepCost) -> PrefillAllowance:
+        """What prefill the decode rows planned so far can wait for."""
+        work = StepWork.of((one.num_computed, count) for one, count in plan.num_tokens.items())
+        return PrefillAllowance(cost, work, self._bound_s)
+
+    def _chunk(self, plan: StepPlan) -> int:
+        """What a prompt gets at first: a share of the budget, or of what fits its time."""
+        if plan.allowance is None:
+            return max(1, self._token_budget // CHUNK_SHARE)
+        starts = [one.num_computed for one in self._running if one.num_remaining > 1]
+        room = plan.allowance.room(max(starts, default=0))
+        return max(MIN_CHUNK, min(room, self._token_budget) // CHUNK_SHARE)
+
+    def _plan_prefill(self, plan: StepPlan, chunk: int) -> None:
         """The best prompt first, then those that one chunk completes, then the other long ones.
 
         All but the best leave a chunk of the budget to those that wait.
         """
         prefilling = [one for one in self._running if one.num_remaining > 1]
         best, others = prefilling[:1], prefilling[1:]
-        others.sort(key=lambda one: one.num_schedulable > self._chunk)
+        others.sort(key=lambda one: one.num_schedulable > chunk)
         for sequence in best:
-            self._add_chunk(sequence, plan.budget_left, plan)
-        reserve = self._chunk if len(self._waiting) and self._running.has_slot else 0
+            self._add_chunk(sequence, chunk, plan)
+        reserve = chunk if len(self._waiting) and self._running.has_slot else 0
         for sequence in others:
-            self._add_chunk(sequence, plan.budget_left - reserve, plan)
+            self._add_chunk(sequence, chunk, plan, reserve)
 
-    def _add_chunk(self, sequence: Sequence, most: int, plan: StepPlan) -> None:
-        num_tokens = min(sequence.num_schedulable, self._chunk, most)
+    def _add_chunk(self, sequence: Sequence, chunk: int, plan: StepPlan, reserve: int = 0) -> None:
+        room = plan.room(sequence.num_computed) - reserve
+        num_tokens = min(sequence.num_schedulable, chunk, room)
         if num_tokens > 0 and self._make_room(sequence, num_tokens, plan):
             plan.add(sequence, num_tokens)
 
-    def _admit(self, plan: StepPlan) -> None:
+    def _admit(self, plan: StepPlan, chunk: int) -> None:
         """Start waiting sequences while there are slots, blocks for their prompts, and budget."""
-        while self._running.has_slot and plan.budget_left > 0 and not plan.has_preempted:
+        while self._running.has_slot and plan.room() > 0 and not plan.has_preempted:
             sequence = self._waiting.peek(self._running.allows_client)
             if sequence is None or not self._try_start(sequence):
                 return
-            self._add_chunk(sequence, plan.budget_left, plan)
+            self._add_chunk(sequence, chunk, plan)
             if sequence.num_remaining == 1:  # all but the last prompt token was cached
                 self._fork_followers(sequence, plan)
 
@@ -181,6 +207,7 @@ class Planner:
             if sequence.is_ending(self._max_model_len):
                 continue
             planned = plan.num_tokens.get(sequence, 0)
-            more = min(sequence.num_schedulable - planned, plan.budget_left)
+            room = plan.room(sequence.num_computed + planned)
+            more = min(sequence.num_schedulable - planned, room)
             if more > 0 and self._kv.grow(sequence.blocks, sequence.num_computed + planned + more):
                 plan.add(sequence, more)

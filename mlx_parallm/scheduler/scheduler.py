@@ -13,6 +13,7 @@ from mlx_parallm.request import GenerateRequest
 from mlx_parallm.scheduler.planner import Planner
 from mlx_parallm.scheduler.running import RunningSet
 from mlx_parallm.scheduler.sequence import RequestGroup, Sequence
+from mlx_parallm.scheduler.step_cost import StepWork
 from mlx_parallm.scheduler.updates import SchedulerStats, SequenceUpdate
 from mlx_parallm.scheduler.waiting import WaitingQueue
 
@@ -66,7 +67,8 @@ class Scheduler:
         """
         params = request.params
         self._check_fits(request)
-        if self._num_waiting + params.n > self._config.max_waiting:
+        limit = self._config.max_waiting
+        if limit and self._num_waiting + params.n > limit:
             raise OverloadedError(f"{self._num_waiting} sequences are waiting already.")
         if request.request_id in self._groups:
             raise InvalidRequestError("The request id is in use.", param="request_id")
@@ -100,6 +102,16 @@ class Scheduler:
         group = self._groups.get(request_id)
         if group is not None and index in group.sequences:
             self._end(group.sequences[index])
+
+    def observe(self, batch: ScheduledBatch, seconds: float) -> None:
+        """A step has ended.
+
+        ``seconds`` is the time from its submission, or from the end of the step before if that
+        was later, to its own end.
+        """
+        if self._planner.cost is not None:
+            rows = ((row.start, len(row.token_ids)) for row in batch.sequences)
+            self._planner.cost.observe(StepWork.of(rows), seconds)
 
     def has_work(self) -> bool:
         """Whether any request is here."""

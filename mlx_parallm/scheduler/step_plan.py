@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 from mlx_parallm.scheduler.sequence import Sequence
+from mlx_parallm.scheduler.step_cost import PrefillAllowance
 
 
 class StepPlan:
-    """Sequences and how many tokens each runs, in order, within a token budget."""
+    """Sequences and how many tokens each runs, in order, within a token budget.
+
+    Attributes:
+        budget_left: tokens that may still be added.
+        allowance: bounds the time of prefill too; None if nobody waits for it.
+        num_tokens: by sequence.
+        has_preempted: whether a sequence lost its blocks to a better one.
+    """
 
     def __init__(self, token_budget: int) -> None:
         self.budget_left = token_budget
+        self.allowance: PrefillAllowance | None = None
         self.num_tokens: dict[Sequence, int] = {}
         self.has_preempted = False
         self._block_copies: dict[Sequence, tuple[int, int]] = {}
@@ -25,9 +34,18 @@ class StepPlan:
         """``(source, target)`` slots."""
         return tuple(self._state_copies.values())
 
+    def room(self, start: int = 0) -> int:
+        """Tokens of a prompt, from position ``start`` on, that may still be added."""
+        if self.allowance is None:
+            return self.budget_left
+        return min(self.budget_left, self.allowance.room(start))
+
     def add(self, sequence: Sequence, num_tokens: int) -> None:
         """Run a sequence's next tokens, or that many more of them, in this step."""
-        self.num_tokens[sequence] = self.num_tokens.get(sequence, 0) + num_tokens
+        planned = self.num_tokens.get(sequence, 0)
+        if self.allowance is not None:
+            self.allowance.take(sequence.num_computed + planned, num_tokens)
+        self.num_tokens[sequence] = planned + num_tokens
         self.budget_left -= num_tokens
 
     def add_copies(

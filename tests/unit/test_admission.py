@@ -68,3 +68,7 @@ def test_a_request_that_no_queue_could_hold_names_what_is_too_many(
 def test_models_share_the_budget_in_proportion_to_their_wants() -> None:
     assert share_budget([10, 20], 100) == [10, 20]
     assert share_budget([100, 300], 100) == [25, 75]
+
+
+def test_a_queue_without_a_limit_holds_any_request() -> None:
+    check_room(1000, 1000, 0)

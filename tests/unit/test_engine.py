@@ -6,7 +6,7 @@ from functools import partial
 
 import pytest
 
-from mlx_parallm.batch import ScheduledBatch
+from mlx_parallm.batch import RunnerInfo, ScheduledBatch
 from mlx_parallm.config import SchedulerConfig
 from mlx_parallm.engine.engine import Engine
 from mlx_parallm.engine.metrics import EngineMetrics, MetricFamilies
@@ -195,3 +195,44 @@ def test_a_context_full_of_output_ends_by_length() -> None:
     assert text_of(events, "a") == "x" * 6
     assert isinstance(events[-1], TokenEvent)
     assert events[-1].finish_reason is FinishReason.LENGTH
+
+
+def test_a_step_is_timed_from_its_begin_or_the_end_of_the_one_before(runs_ahead: bool) -> None:
+    now = [0.0]
+
+    def spend(seconds: float) -> None:
+        now[0] += seconds
+
+    info = fakes.make_info()
+    runner = FakeRunner(
+        spell("hey"),
+        info=info,
+        before=lambda batch: spend(1.0),
+        ending=lambda batch: spend(10.0 * (batch.step_id + 1)),
+    )
+    scheduler = TimedScheduler(info)
+    metrics = EngineMetrics(MetricFamilies(), "m", info)
+    engine = Engine(scheduler, runner, ByteTokenizer(), metrics, clock=lambda: now[0])
+    engine.add(make_request("a", max_tokens=3))
+    run(engine)
+    spend(1000.0)
+    engine.add(make_request("b", max_tokens=1))
+    run(engine)
+    if runs_ahead:
+        # Two submissions before the first end; later steps each have the next one's within.
+        assert scheduler.seconds == [12.0, 21.0, 30.0, 41.0]
+    else:
+        assert scheduler.seconds == [11.0, 21.0, 31.0, 41.0]
+
+
+class TimedScheduler(Scheduler):
+    """Keeps what it is told that steps took."""
+
+    def __init__(self, info: RunnerInfo) -> None:
+        kv = KVCacheManager(info.num_blocks, info.block_size, enable_prefix_caching=True)
+        super().__init__(SchedulerConfig(), kv, max_model_len=info.max_model_len)
+        self.seconds: list[float] = []
+
+    def observe(self, batch: ScheduledBatch, seconds: float) -> None:
+        self.seconds.append(seconds)
+        super().observe(batch, seconds)

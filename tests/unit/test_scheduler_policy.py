@@ -97,3 +97,10 @@ def test_what_can_never_fit_and_what_is_too_many_are_refused() -> None:
     add(scheduler, "a")
     with pytest.raises(OverloadedError):
         add(scheduler, "b")
+
+
+def test_a_queue_of_0_has_no_limit() -> None:
+    scheduler = make_scheduler(max_num_seqs=1, max_waiting=0)
+    for number in range(3000):
+        add(scheduler, str(number))
+    assert scheduler.stats().num_waiting == 3000

@@ -38,6 +38,7 @@ class Traffic(RuleBasedStateMachine):
         max_num_seqs=st.sampled_from([1, 3, 8]),
         budget=st.sampled_from([4, 9, 64]),
         per_client=st.sampled_from([None, 1, 2]),
+        stall_ms=st.sampled_from([None, None, 0.001, 8, 30]),
         runs_ahead=st.booleans(),
     )
     def start(
@@ -48,6 +49,7 @@ class Traffic(RuleBasedStateMachine):
         max_num_seqs: int,
         budget: int,
         per_client: int | None,
+        stall_ms: float | None,
         runs_ahead: bool,
     ) -> None:
         self.harness = SchedulerHarness(
@@ -60,6 +62,7 @@ class Traffic(RuleBasedStateMachine):
                 max_num_seqs=max_num_seqs,
                 max_num_batched_tokens=budget,
                 max_num_seqs_per_client=per_client,
+                max_decode_stall_ms=stall_ms,
             ),
             runs_ahead=runs_ahead,
         )
@@ -172,6 +175,7 @@ def _crowded_harness(randomness: Random) -> SchedulerHarness:
             max_num_seqs=randomness.choice([3, 6, 12]),
             max_num_batched_tokens=randomness.choice([6, 16, 64]),
             max_num_seqs_per_client=randomness.choice([None, 2]),
+            max_decode_stall_ms=randomness.choice([None, 0.001, 20]),
         ),
         runs_ahead=randomness.random() < 0.5,
     )

@@ -1,4 +1,4 @@
-"""`mlx_parallm bench` from flags to exit status, against a scripted server in a thread."""
+"""`mlx_parallm bench serve` from flags to exit status, against a scripted server in a thread."""
 
 import argparse
 import contextlib
@@ -8,7 +8,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
-from mlx_parallm.bench.cli import add_arguments, make_workload, run
+from mlx_parallm.bench.serve import add_arguments, make_workload, run
 from mlx_parallm.errors import ConfigError
 
 
@@ -58,7 +58,7 @@ def serving(status=200, models=({"id": "tiny"},)):
 def test_a_run_prints_its_figures_and_writes_them_as_json(tmp_path, capsys):
     output = tmp_path / "run.json"
     with serving() as (url, bodies):
-        flags = ["serve", "--base-url", url, "--num-requests", "6", "--num-warmups", "2"]
+        flags = ["--base-url", url, "--num-requests", "6", "--num-warmups", "2"]
         assert run(parse(*flags, "--ramp-s", "0", "--output", str(output))) == 0
     assert "6 (0 failed)" in capsys.readouterr().out
     content = json.loads(output.read_text())

@@ -1,0 +1,110 @@
+"""``mlx_parallm bench engine``: where the time of an engine's decode steps goes."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import random
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from mlx_parallm.bench.decode_load import WARMUP_STEPS, DecodeLoad
+from mlx_parallm.bench.step_times import format_steps, summarise_steps
+from mlx_parallm.bench.step_trace import TraceRecorder, write_trace
+from mlx_parallm.config import EngineConfig, ModelConfig, SchedulerConfig
+from mlx_parallm.engine.metrics import MetricFamilies
+from mlx_parallm.errors import ConfigError
+
+if TYPE_CHECKING:
+    from mlx_parallm.engine.build import LoadedEngine
+
+# Prefill steps take at least this many prompt tokens, so that the first request to be prefilled
+# decodes at most one token per so many before the last one is.
+PREFILL_TOKENS = 512
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of ``mlx_parallm bench engine``."""
+    parser.add_argument("--model", help="hub id or folder; default: the demonstration model")
+    parser.add_argument("--dtype", default="auto", help="as for serve; default: %(default)s")
+    parser.add_argument(
+        "--batch-size", type=_positive, default=64, help="requests; default: %(default)s"
+    )
+    parser.add_argument(
+        "--prompt-tokens", type=_positive, default=128, help="of each; default: %(default)s"
+    )
+    parser.add_argument(
+        "--steps", type=_positive, default=100, help="decode steps measured; default: %(default)s"
+    )
+    parser.add_argument(
+        "--temperature", type=float, default=0.0, help="default: greedy, %(default)s"
+    )
+    parser.add_argument("--seed", type=int, default=0, help="of the prompts' random tokens")
+    parser.add_argument(
+        "--trace",
+        type=Path,
+        metavar="FILE",
+        help="write every step as a Chrome trace, for https://ui.perfetto.dev",
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the engine, print where a step's time goes, and write the trace.
+
+    Raises:
+        ConfigError: the model cannot hold the requests, or the trace cannot be written.
+        ModelLoadError: the model could not be loaded.
+        StepError: a step failed.
+    """
+    recorder = TraceRecorder()
+    loaded = _build(args, recorder)
+    info = loaded.engine.info
+    draw = random.Random(args.seed)
+    prompts = [
+        [draw.randrange(info.vocab_size) for _ in range(args.prompt_tokens)]
+        for _ in range(args.batch_size)
+    ]
+    load = DecodeLoad(loaded.engine, prompts, temperature=args.temperature)
+    prefill_s = load.prefill()
+    load.decode(args.steps)
+    summary = summarise_steps(recorder.spans, args.steps)
+    load.end()
+    print(
+        f"{loaded.model.names[0]}, {info.path} path, {info.attention_backend} attention,"
+        f" steps {'run' if info.runs_ahead else 'do not run'} ahead\n"
+        f"prefill of {args.batch_size} x {args.prompt_tokens} tokens: {prefill_s:.2f} s\n"
+    )
+    print(format_steps(summary))
+    if args.trace is not None:
+        _write(recorder, args.trace)
+    return 0
+
+
+def _build(args: argparse.Namespace, recorder: TraceRecorder) -> LoadedEngine:
+    prefill_steps = -(-args.batch_size * args.prompt_tokens // PREFILL_TOKENS)
+    length = args.prompt_tokens + prefill_steps + WARMUP_STEPS + args.steps + WARMUP_STEPS
+    config = EngineConfig(
+        models=(ModelConfig(path=args.model, dtype=args.dtype, max_model_len=length),),
+        scheduler=SchedulerConfig(max_num_seqs=args.batch_size, max_waiting=args.batch_size),
+    )
+    # MLX takes long to import, and to measure a server nobody needs it.
+    build = importlib.import_module("mlx_parallm.engine.build")
+    engines = build.build_engines(
+        config, MetricFamilies(), lambda _text, _share: None, tracer=recorder
+    )
+    return engines[0]
+
+
+def _write(recorder: TraceRecorder, path: Path) -> None:
+    try:
+        write_trace(recorder.spans, path)
+    except OSError as problem:
+        raise ConfigError(f"--trace: {path}: {problem.strerror}") from None
+    print(f"trace: {path} (open it in https://ui.perfetto.dev)")
+
+
+def _positive(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError("must be at least 1")
+    return number

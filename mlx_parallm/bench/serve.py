@@ -1,0 +1,178 @@
+"""``mlx_parallm bench serve``: load a running OpenAI-compatible server and report what it does."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import importlib
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from mlx_parallm.bench.client import LoadClient
+from mlx_parallm.bench.http_stream import ResponseError, Target
+from mlx_parallm.bench.load import closed_loop, open_loop
+from mlx_parallm.bench.record import PlannedRequest, RequestRecord
+from mlx_parallm.bench.report import format_errors, format_table, to_json
+from mlx_parallm.bench.statistics import summarise
+from mlx_parallm.bench.words import make_lexicon
+from mlx_parallm.bench.workload import Lengths, Workload, plan_requests
+from mlx_parallm.errors import ConfigError
+
+LEXICON_SIZE = 3000
+LEXICON_SEED = 7
+LENGTHS_HELP = "N, uniform:LOW,HIGH or lognormal:MEDIAN,P99"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of ``mlx_parallm bench serve``."""
+    _add_target_arguments(parser.add_argument_group("the server"))
+    _add_workload_arguments(parser.add_argument_group("the requests"))
+    _add_load_arguments(parser.add_argument_group("the load"))
+    _add_result_arguments(parser.add_argument_group("the results"))
+
+
+def _add_target_arguments(group: argparse._ArgumentGroup) -> None:
+    group.add_argument("--base-url", default="http://127.0.0.1:8000", help="default: %(default)s")
+    group.add_argument("--model", help="default: the first that GET /v1/models names")
+    group.add_argument("--api-key", help="sent as a bearer token")
+    group.add_argument("--endpoint", choices=["chat", "completions"], default="completions")
+    group.add_argument("--timeout-s", type=float, default=600.0, help="per request")
+
+
+def _add_workload_arguments(group: argparse._ArgumentGroup) -> None:
+    group.add_argument("--num-requests", type=int, default=128)
+    group.add_argument(
+        "--prompt-lengths", type=Lengths.parse, default="uniform:50,150", help=LENGTHS_HELP
+    )
+    group.add_argument(
+        "--output-lengths", type=Lengths.parse, default="uniform:32,96", help=LENGTHS_HELP
+    )
+    group.add_argument(
+        "--token-ids",
+        type=int,
+        metavar="VOCAB_SIZE",
+        help="prompts of random token ids below this, not of words (completions only)",
+    )
+    group.add_argument(
+        "--shared-prefix-tokens",
+        type=int,
+        default=0,
+        help="words (or ids, with --token-ids) that all prompts begin with",
+    )
+    group.add_argument("--temperature", type=float, default=0.0)
+    group.add_argument(
+        "--seed-requests", action="store_true", help="give each request a seed of its own"
+    )
+    group.add_argument("--ignore-eos", action="store_true", help="always run to max_tokens")
+    group.add_argument("--seed", type=int, default=0, help="of the workload")
+
+
+def _add_load_arguments(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--concurrency", type=int, help="clients of a closed loop (default 32), or a cap on --rate"
+    )
+    group.add_argument(
+        "--rate", type=float, help="open loop: requests per second, a Poisson process"
+    )
+    group.add_argument("--ramp-s", type=float, default=0.5, help="closed loop: clients start over")
+    group.add_argument("--num-warmups", type=int, default=4, help="requests before the measurement")
+
+
+def _add_result_arguments(group: argparse._ArgumentGroup) -> None:
+    group.add_argument("--output", type=Path, help="write everything to this JSON file")
+    group.add_argument("--plot", type=Path, help="draw a picture (needs the extra 'plot')")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the benchmark; 1 when a request failed.
+
+    Raises:
+        ConfigError: a flag makes no sense, or the server cannot be reached.
+    """
+    try:
+        client = LoadClient(
+            Target.from_url(args.base_url), api_key=args.api_key, timeout_s=args.timeout_s
+        )
+        records = asyncio.run(_measure(client, args))
+    except (OSError, ValueError, ResponseError) as error:
+        raise ConfigError(f"cannot measure {args.base_url}: {error}") from error
+    summary = summarise(records)
+    print(format_table(summary))
+    if args.output:
+        outcome = to_json(_settings(args), summary, records)
+        args.output.write_text(json.dumps(outcome, indent=1) + "\n")
+    if args.plot:
+        _plot(records, args)
+    if summary.num_failed:
+        print(format_errors(records), file=sys.stderr)
+    return 1 if summary.num_failed else 0
+
+
+async def _measure(client: LoadClient, args: argparse.Namespace) -> list[RequestRecord]:
+    model = args.model or await _first_model(client)
+    requests = plan_requests(make_workload(args, model))
+    warmups = plan_requests(make_workload(args, model, is_warmup=True))
+    await closed_loop(warmups, client.send, concurrency=max(1, len(warmups)))
+    if args.rate:
+        return await open_loop(requests, client.send, max_concurrency=args.concurrency)
+    return await _closed_loop(requests, client, args)
+
+
+async def _closed_loop(
+    requests: Sequence[PlannedRequest], client: LoadClient, args: argparse.Namespace
+) -> list[RequestRecord]:
+    concurrency = 32 if args.concurrency is None else args.concurrency
+    if concurrency < 1:
+        raise ValueError("--concurrency must be positive")
+    return await closed_loop(requests, client.send, concurrency=concurrency, ramp_s=args.ramp_s)
+
+
+async def _first_model(client: LoadClient) -> str | None:
+    """Return the first model's name; None, which leaves the field out, when none is named."""
+    try:
+        models = (await client.get_json("/v1/models")).get("data")
+    except (ResponseError, ValueError):
+        return None
+    return models[0]["id"] if models else None
+
+
+def make_workload(
+    args: argparse.Namespace, model: str | None, *, is_warmup: bool = False
+) -> Workload:
+    """Return what the flags describe; a warm-up has other prompts of the same kind."""
+    return Workload(
+        endpoint=args.endpoint,
+        model=model,
+        num_requests=args.num_warmups if is_warmup else args.num_requests,
+        prompt_lengths=args.prompt_lengths,
+        output_lengths=args.output_lengths,
+        words=make_lexicon(LEXICON_SIZE, LEXICON_SEED),
+        token_ids=range(args.token_ids) if args.token_ids else None,
+        shared_prefix_length=args.shared_prefix_tokens,
+        temperature=args.temperature,
+        seed_requests=args.seed_requests,
+        seed=args.seed - 1 if is_warmup else args.seed,
+        rate=args.rate,
+        extra={"ignore_eos": True} if args.ignore_eos else {},
+    )
+
+
+def _settings(args: argparse.Namespace) -> dict[str, Any]:
+    hidden = {"api_key", "output", "plot"}
+    return {
+        name: value if isinstance(value, int | float | None) else str(value)
+        for name, value in vars(args).items()
+        if name not in hidden and not callable(value)
+    }
+
+
+def _plot(records: Sequence[RequestRecord], args: argparse.Namespace) -> None:
+    # matplotlib is optional: only the flag that needs it loads it.
+    try:
+        plot = importlib.import_module("mlx_parallm.bench.plot")
+    except ModuleNotFoundError as error:
+        raise ConfigError("--plot needs matplotlib: pip install 'mlx-parallm[plot]'") from error
+    plot.plot_run(records, args.plot, args.base_url)

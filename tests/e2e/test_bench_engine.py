@@ -1,0 +1,48 @@
+"""`mlx_parallm bench engine` on the embedded model."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from mlx_parallm.cli.main import main
+
+SMALL = ["bench", "engine", "--batch-size", "2", "--prompt-tokens", "8", "--steps", "3"]
+
+
+def test_the_table_is_printed_and_the_trace_written(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "trace.json"
+    assert main([*SMALL, "--trace", str(file)]) == 0
+    shown = capsys.readouterr().out
+    assert "schedule" in shown
+    assert "of 3 steps" in shown
+    events = json.loads(file.read_text())["traceEvents"]
+    names = {one["name"] for one in events if one["ph"] == "X" and one["tid"] == 1}
+    assert {"step", "schedule", "build", "wait", "update", "detokenize", "publish"} <= names
+    assert names & {"dispatch", "evaluate"}
+    rows = {one["args"]["rows"] for one in events if one["name"] == "build"}
+    assert rows == {2}
+
+
+def test_what_the_model_cannot_hold_is_a_wrong_setting(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main([*SMALL[:-4], "--prompt-tokens", "9000", "--steps", "3"]) == 2
+    assert "max_model_len" in capsys.readouterr().err
+
+
+def test_a_trace_that_cannot_be_written_is_a_wrong_setting(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*SMALL, "--trace", str(tmp_path / "none" / "trace.json")]) == 2
+    assert "--trace" in capsys.readouterr().err
+
+
+def test_a_batch_of_none_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(["bench", "engine", "--batch-size", "0"])
+    assert "--batch-size" in capsys.readouterr().err

@@ -1,0 +1,231 @@
+"""Steps kept under a time: the cost model by itself, and a scheduler on simulated devices."""
+
+from __future__ import annotations
+
+import statistics
+from random import Random
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import given, settings
+
+from mlx_parallm.config import SchedulerConfig
+from mlx_parallm.engine.build import CUDA_TOKEN_BUDGET, with_token_budget
+from mlx_parallm.scheduler.step_cost import (
+    FIRST_CHUNK,
+    MIN_CHUNK,
+    PrefillAllowance,
+    StepCost,
+    StepWork,
+)
+from tests.step_simulator import Cost, SimulatedDevice
+
+WARM_UP = 12
+
+
+def linear(fixed: float, row: float, context: float, token: float, attention: float) -> Cost:
+    def cost(decode: int, read: float, prefill: int, attended: float) -> float:
+        return fixed + row * decode + context * read + token * prefill + attention * attended
+
+    return cost
+
+
+def host_bound(decode: int, read: float, prefill: int, attended: float) -> float:
+    """Below some 200 tokens the host is what takes time."""
+    device = 0.002 + 4e-5 * (prefill + decode) + 2e-7 * read + 1.5e-9 * attended
+    return max(0.0092, device)
+
+
+def with_setup(decode: int, read: float, prefill: int, attended: float) -> float:
+    """Any prefill at all costs something."""
+    setup = 0.006 if prefill else 0.0
+    return 0.005 + 1e-4 * decode + 2e-7 * read + setup + 3e-5 * prefill + 1.5e-9 * attended
+
+
+DEVICES: dict[str, tuple[Cost, float]] = {
+    "gpu": (linear(0.004, 1e-4, 2e-7, 4e-5, 1.5e-9), 27),
+    "laptop": (linear(0.02, 1e-3, 1e-6, 1.5e-3, 5e-8), 300),
+    "slow attention": (linear(0.004, 1e-4, 2e-7, 2e-5, 2e-8), 27),
+    "host-bound": (host_bound, 27),
+    "setup": (with_setup, 30),
+}
+
+
+def taught(cost: Cost, seed: int = 0, samples: int = 60) -> StepCost:
+    draw, model = Random(seed), StepCost()
+    for _ in range(samples):
+        rows = [(draw.randrange(2000), 1) for _ in range(draw.randint(1, 64))]
+        if draw.random() < 0.5:
+            rows.append((draw.randrange(8000), draw.randint(MIN_CHUNK, 512)))
+        work = StepWork.of(rows)
+        model.observe(work, seconds(cost, work))
+    return model
+
+
+def seconds(cost: Cost, work: StepWork) -> float:
+    return cost(work.decode_tokens, work.decode_context, work.prefill_tokens, work.prefill_context)
+
+
+def test_short_rows_count_as_decode_rows() -> None:
+    work = StepWork.of([(10, 1), (0, MIN_CHUNK - 1), (100, MIN_CHUNK)])
+    assert (work.decode_tokens, work.prefill_tokens) == (MIN_CHUNK, MIN_CHUNK)
+    assert work.prefill_context == MIN_CHUNK * (100 + MIN_CHUNK / 2)
+
+
+@given(
+    fixed=st.floats(1e-3, 2e-2),
+    row=st.floats(1e-5, 1e-3),
+    context=st.floats(1e-8, 1e-6),
+    token=st.floats(1e-5, 2e-3),
+    attention=st.floats(0, 5e-8),
+    seed=st.integers(0, 1000),
+)
+@settings(max_examples=60)
+def test_a_linear_cost_is_learned(
+    fixed: float, row: float, context: float, token: float, attention: float, seed: int
+) -> None:
+    cost = linear(fixed, row, context, token, attention)
+    model = taught(cost, seed)
+    decode = StepWork.of([(1000, 1)] * 32)
+    mixed = StepWork.of([*[(1000, 1)] * 32, (4000, 256)])
+    assert model.predict(decode) == pytest.approx(seconds(cost, decode), rel=0.15)
+    assert model.predict(mixed) == pytest.approx(seconds(cost, mixed), rel=0.15)
+
+
+def test_one_interrupted_step_changes_little_and_a_slower_device_is_noticed() -> None:
+    cost = linear(0.005, 1e-4, 0, 4e-5, 0)
+    model = taught(cost)
+    work = StepWork.of([*[(1000, 1)] * 32, (4000, 256)])
+    before = model.predict(work)
+    model.observe(work, 100 * before)
+    assert model.predict(work) < 1.5 * before
+    for _ in range(20):
+        model.observe(work, 2 * before)
+    assert model.predict(work) == pytest.approx(2 * before, rel=0.1)
+
+
+@given(
+    start=st.integers(0, 20_000),
+    milliseconds=st.floats(0.01, 100),
+    attention=st.floats(0, 5e-8),
+)
+def test_the_largest_chunk_within_a_time_is_found(
+    start: int, milliseconds: float, attention: float
+) -> None:
+    model = taught(linear(0.004, 1e-4, 2e-7, 4e-5, attention))
+    limit = milliseconds / 1e3
+    count = model.chunk_within(start, limit)
+    assert count <= model.most_prefill
+
+    def chunk_seconds(tokens: int) -> float:
+        per_token, per_position = model._prefill.coefficients
+        return tokens * per_token + tokens * (start + tokens / 2) * per_position
+
+    assert chunk_seconds(count) <= limit * (1 + 1e-9)
+    assert count == model.most_prefill or chunk_seconds(count + 1) > limit * (1 - 1e-9)
+
+
+def test_what_was_never_seen_is_begun_small_and_grows_by_steps() -> None:
+    model = StepCost()
+    decode = StepWork.of([(10, 1)] * 4)
+    assert PrefillAllowance(model, decode, 1.0).room(0) == FIRST_CHUNK
+    model.observe(StepWork.of([(0, 100)]), 1e-6)
+    assert PrefillAllowance(model, decode, 1.0).room(0) == 200
+
+
+def test_an_allowance_is_used_up_but_for_one_smallest_chunk() -> None:
+    model = taught(linear(0.004, 1e-4, 0, 1e-4, 0))
+    decode = StepWork.of([(10, 1)] * 4)
+    allowance = PrefillAllowance(model, decode, model.predict(decode) + 0.01)
+    room = allowance.room(0)
+    assert room == pytest.approx(100, rel=0.05)
+    allowance.take(0, room - 40)
+    assert allowance.room(0) == pytest.approx(40, abs=1)
+    allowance.take(0, 30)
+    assert allowance.room(0) == 0, "a sliver is not worth a row"
+    late = PrefillAllowance(model, decode, 0.0)
+    assert late.room(0) == MIN_CHUNK
+    late.take(0, MIN_CHUNK)
+    assert late.room(0) == 0
+
+
+@pytest.mark.parametrize("runs_ahead", [False, True], ids=["in turn", "ahead"])
+@pytest.mark.parametrize("compile_s", [0.0, 2.0], ids=["compiled", "compiling"])
+@pytest.mark.parametrize("name", DEVICES)
+def test_a_long_prompt_under_32_streams_keeps_steps_within_the_bound(
+    name: str, compile_s: float, runs_ahead: bool
+) -> None:
+    cost, bound_ms = DEVICES[name]
+    config = SchedulerConfig(max_num_batched_tokens=2048, max_decode_stall_ms=bound_ms)
+    device = SimulatedDevice(cost, config, compile_s=compile_s, runs_ahead=runs_ahead)
+    for stream in range(32):
+        device.add(str(stream), 64, 2000)
+    for _ in range(40):
+        device.step()
+    begin = len(device.steps)
+    device.add("long", 16_000, 8)
+    while sum(one.prefill for one in device.steps[begin:]) < 15_900:
+        assert device.step() is not None
+    mixed = device.steps[begin:]
+    assert all(one.decode >= 32 for one in mixed), "a stream missed a step"
+    warm = [
+        one.seconds * 1e3 for one in mixed[WARM_UP:] if one.seconds < compile_s or not compile_s
+    ]
+    # The noise and the error of the model: by the second magnitude they are small.
+    assert max(warm) <= 1.1 * bound_ms
+    assert statistics.median(warm) >= 0.7 * bound_ms, "the time that is allowed is not used"
+
+
+def test_without_decode_rows_the_whole_budget_is_used() -> None:
+    config = SchedulerConfig(max_num_batched_tokens=512, max_decode_stall_ms=1)
+    device = SimulatedDevice(linear(0.004, 1e-4, 0, 1e-3, 0), config)
+    device.add("alone", 4096, 4)
+    assert [device.step().prefill for _ in range(8)] == [512] * 8  # type: ignore[union-attr]
+
+
+def test_a_bound_below_the_decode_step_still_lets_prompts_through() -> None:
+    config = SchedulerConfig(max_decode_stall_ms=1)
+    device = SimulatedDevice(linear(0.02, 1e-4, 0, 1e-4, 0), config)
+    device.add("stream", 16, 1000)
+    for _ in range(5):
+        device.step()
+    device.add("late", 200, 1)
+    chunks = []
+    while device.scheduler.has_request("late"):
+        step = device.step()
+        assert step is not None
+        chunks.append(step.prefill)
+    assert set(chunks) <= {0, MIN_CHUNK}
+    assert len(chunks) <= 200 // MIN_CHUNK + 2
+
+
+@given(seed=st.integers(0, 2**32), runs_ahead=st.booleans())
+@settings(max_examples=15)
+def test_under_any_bound_and_load_everything_ends(seed: int, runs_ahead: bool) -> None:
+    draw = Random(seed)
+    config = SchedulerConfig(
+        max_num_seqs=draw.choice([4, 16]),
+        max_num_batched_tokens=draw.choice([16, 256, 1024]),
+        max_decode_stall_ms=draw.choice([0.001, 10, 40, 1000]),
+    )
+    cost, _ = DEVICES[draw.choice(sorted(DEVICES))]
+    device = SimulatedDevice(cost, config, noise=0.5, runs_ahead=runs_ahead, seed=seed)
+    names = [str(number) for number in range(20)]
+    for name in names:
+        device.add(name, draw.choice([1, 20, 300, 1500]), draw.choice([1, 30]))
+        for _ in range(draw.randrange(3)):
+            device.step()
+    for _ in range(20_000):
+        if not device.scheduler.has_work():
+            break
+        device.step()
+    assert not device.scheduler.has_work()
+    limit = max(config.max_num_batched_tokens or 0, config.max_num_seqs)
+    assert all(one.decode + one.prefill <= limit for one in device.steps)
+
+
+def test_the_token_budget_follows_the_backend_unless_it_is_given() -> None:
+    assert with_token_budget(SchedulerConfig(), "cuda").max_num_batched_tokens == CUDA_TOKEN_BUDGET
+    assert with_token_budget(SchedulerConfig(), "cpu") == SchedulerConfig()
+    given_one = SchedulerConfig(max_num_batched_tokens=77)
+    assert with_token_budget(given_one, "cuda") is given_one

@@ -1,0 +1,153 @@
+"""The timeline of an engine's steps, from scripted clocks."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from itertools import count, pairwise
+from pathlib import Path
+
+import pytest
+
+from mlx_parallm.bench.step_times import (
+    MIN_WAIT_S,
+    Span,
+    device_spans,
+    format_steps,
+    step_times,
+    summarise_steps,
+)
+from mlx_parallm.bench.step_trace import TraceRecorder, trace_events, write_trace
+from mlx_parallm.config import SchedulerConfig
+from mlx_parallm.engine.engine import Engine
+from mlx_parallm.engine.metrics import EngineMetrics, MetricFamilies
+from mlx_parallm.kv_cache.manager import KVCacheManager
+from mlx_parallm.request import GenerateRequest, SamplingParams
+from mlx_parallm.scheduler.scheduler import Scheduler
+from mlx_parallm.tracing import Phase
+from tests.fakes import ByteTokenizer, FakeRunner, make_info, spell
+
+
+def ticking() -> Iterator[float]:
+    """A clock that goes on by one millisecond each time it is read."""
+    return (tick / 1000 for tick in count())
+
+
+def traced_engine(*, runs_ahead: bool) -> tuple[Engine, TraceRecorder]:
+    info = make_info(runs_ahead=runs_ahead)
+    clock = ticking()
+    recorder = TraceRecorder(lambda: next(clock))
+    kv = KVCacheManager(info.num_blocks, info.block_size, enable_prefix_caching=True)
+    scheduler = Scheduler(SchedulerConfig(), kv, max_model_len=info.max_model_len)
+    engine = Engine(
+        scheduler,
+        FakeRunner(spell("hello"), info=info),
+        ByteTokenizer(),
+        EngineMetrics(MetricFamilies(), "m", info),
+        tracer=recorder,
+    )
+    engine.add(
+        GenerateRequest(request_id="a", model="m", prompt_ids=(1, 2), params=SamplingParams())
+    )
+    return engine, recorder
+
+
+def ahead(waits_s: list[float], *, dispatch_s: float = 0.002) -> list[Span]:
+    """Steps that run ahead; the host waits for step i during ``waits_s[i]``."""
+    spans: list[Span] = []
+    now = 0.0
+    for step_id, wait_s in enumerate([*waits_s, 0.0]):
+        start = now
+        for phase, seconds in ((Phase.BUILD, 0.001), (Phase.DISPATCH, dispatch_s)):
+            spans.append(Span(phase, step_id, 4, 4, now, now + seconds))
+            now += seconds
+        if step_id:
+            wait_s = waits_s[step_id - 1]
+            spans.append(Span(Phase.WAIT, step_id - 1, 4, 4, now, now + wait_s))
+            now += wait_s
+        spans.append(Span(Phase.STEP, None, 0, 0, start, now))
+    return spans
+
+
+@pytest.mark.parametrize("runs_ahead", [False, True])
+def test_an_engine_tells_every_phase_within_its_step(runs_ahead: bool) -> None:
+    engine, recorder = traced_engine(runs_ahead=runs_ahead)
+    calls = 0
+    while engine.has_work():
+        engine.step()
+        calls += 1
+    phases = {Phase.SCHEDULE, Phase.WAIT, Phase.UPDATE, Phase.DETOKENIZE, Phase.PUBLISH}
+    steps = step_times(recorder.spans)
+    assert len(steps) == calls
+    assert {phase for one in steps for phase in one.self_s} == phases | {Phase.STEP}
+    waited = [s.step_id for s in recorder.spans if s.phase is Phase.WAIT]
+    assert waited == list(range(len(waited)))
+    for one in steps:
+        assert sum(one.self_s.values()) == pytest.approx(one.step.duration_s)
+
+
+def test_time_in_a_phase_within_another_counts_once() -> None:
+    spans = [
+        Span(Phase.WAIT, None, 0, 0, 2.0, 5.0),
+        Span(Phase.BUILD, 0, 1, 1, 1.0, 6.0),
+        Span(Phase.STEP, None, 0, 0, 0.0, 7.0),
+    ]
+    (step,) = step_times(spans)
+    assert step.self_s == {Phase.STEP: 2.0, Phase.BUILD: 2.0, Phase.WAIT: 3.0}
+
+
+def test_the_device_is_busy_until_the_results_the_host_waited_for() -> None:
+    waits = [0.004, 0.004, MIN_WAIT_S / 2, 0.004]
+    spans = ahead(waits)
+    found = device_spans(spans)
+    assert [one.host_waited for one in found] == [True, True, False, True]
+    dispatches = [one for one in spans if one.phase is Phase.DISPATCH]
+    ends = [one.end_s for one in spans if one.phase is Phase.WAIT]
+    assert found[0].start_s == dispatches[0].start_s
+    assert found[0].end_s == ends[0]
+    assert found[1].start_s == ends[0], "a step begins when the one before it ends"
+    # Not waited for: done by the time the host asked, at the latest.
+    assert found[2].end_s == pytest.approx(ends[2] - waits[2])
+    for one, other in pairwise(found):
+        assert one.end_s <= other.start_s
+
+
+def test_steps_in_turn_are_on_the_device_while_they_are_evaluated() -> None:
+    evaluate = Span(Phase.EVALUATE, 0, 1, 1, 1.0, 3.0)
+    (found,) = device_spans([evaluate, Span(Phase.WAIT, 0, 1, 1, 3.0, 3.00001)])
+    assert (found.start_s, found.end_s, found.host_waited) == (1.0, 3.0, True)
+
+
+def test_a_step_that_was_never_waited_for_is_not_on_the_device() -> None:
+    assert device_spans([Span(Phase.DISPATCH, 0, 1, 1, 0.0, 1.0)]) == []
+
+
+def test_the_summary_is_of_the_last_steps() -> None:
+    summary = summarise_steps(ahead([0.5, 0.004, 0.0, 0.004]), 3)
+    assert summary.num_steps == 3
+    assert summary.num_waited == 2
+    assert summary.step_ms == pytest.approx(7)
+    assert summary.phase_ms[Phase.WAIT] == pytest.approx(4)
+    assert summary.phase_ms[Phase.DISPATCH] == pytest.approx(2)
+    assert sum(summary.phase_share.values()) == pytest.approx(1)
+    assert summary.waiting_share == pytest.approx(8 / 17)
+    assert "in 2 of 3 steps, 47.1% of the time" in format_steps(summary)
+    with pytest.raises(ValueError, match="no step"):
+        summarise_steps([], 1)
+
+
+def test_the_trace_has_both_tracks_in_microseconds(tmp_path: Path) -> None:
+    file = tmp_path / "trace.json"
+    spans = ahead([0.004, 0.0])
+    write_trace(spans, file)
+    events = json.loads(file.read_text())["traceEvents"]
+    assert events == trace_events(spans)
+    names = {one["tid"]: one["args"]["name"] for one in events if one["ph"] == "M"}
+    assert sorted(names) == [1, 2]
+    slices = [one for one in events if one["ph"] == "X"]
+    assert all(one["ts"] >= 0 and one["dur"] >= 0 for one in slices)
+    build = next(one for one in slices if one["name"] == "build")
+    assert (build["tid"], build["ts"], build["dur"]) == (1, 0, 1000)
+    assert build["args"] == {"step": 0, "rows": 4, "tokens": 4}
+    device = [(one["name"], one["args"]["host waited"]) for one in slices if one["tid"] == 2]
+    assert device == [("step 0, device-bound", True), ("step 1, host-bound", False)]
