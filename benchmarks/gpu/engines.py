@@ -67,9 +67,9 @@ def make_engine(model: RandomModel, *, max_num_seqs: int, max_model_len: int) ->
     loaded, layouts = model.loaded, probe_layout(model.model)
     cache = CacheConfig()
     config = SchedulerConfig(max_num_seqs=max_num_seqs, max_num_batched_tokens=PREFILL_TOKENS)
-    plan = plan_kv(layouts, loaded.config, cache, config, max_model_len)
-    choice = choose_backend(plan.block_size, kv_shapes(layouts), query_heads(loaded.config))
-    runner = ModelRunner(loaded, layouts, plan, plan.wanted_blocks, choice.backend)
+    backend = choose_backend(cache, kv_shapes(layouts), query_heads(loaded.config)).backend
+    plan = plan_kv(layouts, loaded.config, cache, config, max_model_len, backend)
+    runner = ModelRunner(loaded, layouts, plan, plan.wanted_blocks, backend)
     info = runner.info
     kv = KVCacheManager(info.num_blocks, info.block_size, enable_prefix_caching=not info.has_state)
     scheduler = Scheduler(config, kv, max_model_len=info.max_model_len, has_state=info.has_state)

@@ -11,22 +11,25 @@ from typing import Any, Protocol, runtime_checkable
 
 import mlx.core as mx
 
+from mlx_parallm.attention.quantisation import KVQuantisation
 from mlx_parallm.batch import ScheduledSequence
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerShape:
-    """One attention layer's KV: K heads of sizes D and V, kept in ``dtype``."""
+    """One attention layer's KV: K heads of sizes D and V, computed in ``dtype``."""
 
     num_kv_heads: int
     key_dim: int
     value_dim: int
     dtype: mx.Dtype
 
-    @property
-    def bytes_per_token(self) -> int:
+    def bytes_per_token(self, quantisation: KVQuantisation | None) -> int:
         """KV bytes of one token in this layer."""
-        return self.num_kv_heads * (self.key_dim + self.value_dim) * self.dtype.size
+        dims = (self.key_dim, self.value_dim)
+        if quantisation is None:
+            return self.num_kv_heads * sum(dims) * self.dtype.size
+        return self.num_kv_heads * sum(quantisation.bytes_of(dim) for dim in dims)
 
 
 @dataclass(slots=True)
@@ -52,6 +55,19 @@ class AttentionBackend(Protocol):
     @property
     def runs_ahead(self) -> bool:
         """Whether pools may be written while a step in flight holds them."""
+        ...
+
+    @property
+    def quantisation(self) -> KVQuantisation | None:
+        """How pools keep fewer bits; None if keys and values are kept as they are."""
+        ...
+
+    def unquantised(self) -> AttentionBackend:
+        """A backend of this kind that keeps keys and values as they are; itself if it does."""
+        ...
+
+    def bytes_per_token(self, shape: LayerShape) -> int:
+        """Bytes of one token in a pool of this layer."""
         ...
 
     def new_pool(self, shape: LayerShape, num_blocks: int) -> LayerPool:

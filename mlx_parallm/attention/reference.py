@@ -22,6 +22,7 @@ from mlx_parallm.attention.dense import (
     dense_attention,
     shared_prefix_attention,
 )
+from mlx_parallm.attention.quantisation import KVQuantisation
 from mlx_parallm.batch import ScheduledSequence
 
 # A chunk's queries attend by tiles, each over no more keys than its last row sees: the causal half
@@ -77,6 +78,19 @@ class ReferenceAttention:
 
     def __init__(self, block_size: int) -> None:
         self._block_size = block_size
+
+    @property
+    def quantisation(self) -> KVQuantisation | None:
+        """See ``AttentionBackend.quantisation``."""
+        return None
+
+    def unquantised(self) -> ReferenceAttention:
+        """See ``AttentionBackend.unquantised``."""
+        return self
+
+    def bytes_per_token(self, shape: LayerShape) -> int:
+        """See ``AttentionBackend.bytes_per_token``."""
+        return shape.bytes_per_token(None)
 
     def new_pool(self, shape: LayerShape, num_blocks: int) -> LayerPool:
         """Zeros: gathered padding is masked, but must be finite."""
@@ -144,12 +158,12 @@ class ReferenceAttention:
     def copy_blocks(self, pool: LayerPool, sources: mx.array, targets: mx.array) -> None:
         """See ``AttentionBackend.copy_blocks``."""
         source_rows, target_rows = self._rows(sources), self._rows(targets)
-        keys, values = pool.keys[:, source_rows], pool.values[:, source_rows]
+        copies = [array[:, source_rows] for array in pool.arrays()]
         # Read before the write is built: a pool that a pending read holds would be copied whole.
-        mx.eval(keys, values)
-        pool.keys[:, target_rows] = keys
-        if values.shape[-1]:
-            pool.values[:, target_rows] = values
+        mx.eval(copies)
+        for array, copy in zip(pool.arrays(), copies, strict=True):
+            if copy.shape[-1]:
+                array[:, target_rows] = copy
 
     def _rows(self, blocks: mx.array) -> mx.array:
         """Flat pool positions of whole blocks."""
@@ -207,15 +221,14 @@ class ReferenceAttention:
 
     def _gather(self, pool: LayerPool, table: mx.array) -> tuple[mx.array, mx.array]:
         """Blocks by table: ``[K, *table.shape[:-1], blocks * block_size, D]``."""
-        gathered = []
-        for array in (pool.keys, pool.values):
-            heads, rows, dim = array.shape
-            blocks = array.reshape(heads, rows // self._block_size, self._block_size * dim)[
-                :, table
-            ]
-            length = table.shape[-1] * self._block_size
-            gathered.append(blocks.reshape(heads, *table.shape[:-1], length, dim))
-        return gathered[0], gathered[1]
+        return self._gather_array(pool.keys, table), self._gather_array(pool.values, table)
+
+    def _gather_array(self, array: mx.array, table: mx.array) -> mx.array:
+        """Blocks of ``[K, num_blocks * block_size, dim]``, as ``_gather``."""
+        heads, rows, dim = array.shape
+        blocks = array.reshape(heads, rows // self._block_size, self._block_size * dim)[:, table]
+        length = table.shape[-1] * self._block_size
+        return blocks.reshape(heads, *table.shape[:-1], length, dim)
 
     def _slots(self, one: ScheduledSequence) -> np.ndarray:
         """Flat pool positions of a sequence's tokens, int32 ``[tokens]``."""

@@ -91,8 +91,10 @@ def shared_runner(name: str, backend: type[ReferenceAttention] = ReferenceAttent
     loaded = loaded_model(name)
     layouts = probe_layout(loaded.model)
     scheduler = SchedulerConfig(max_num_seqs=8)
-    plan = plan_kv(layouts, loaded.config, CacheConfig(block_size=BLOCK_SIZE), scheduler, 96)
-    return ModelRunner(loaded, layouts, plan, 96, backend(BLOCK_SIZE))
+    attention = backend(BLOCK_SIZE)
+    cache = CacheConfig(block_size=BLOCK_SIZE)
+    plan = plan_kv(layouts, loaded.config, cache, scheduler, 96, attention)
+    return ModelRunner(loaded, layouts, plan, 96, attention)
 
 
 @cache
