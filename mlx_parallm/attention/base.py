@@ -44,6 +44,16 @@ class LayerPool:
         return [self.keys, self.values]
 
 
+@dataclass(frozen=True, slots=True)
+class Scores:
+    """How scores become weights; see ``AttentionBackend.attend``."""
+
+    scale: float
+    window: int | None = None
+    sinks: mx.array | None = None
+    soft_cap: float | None = None
+
+
 class AttentionBackend(Protocol):
     """Paged attention over pools of one layout."""
 
@@ -91,6 +101,7 @@ class AttentionBackend(Protocol):
         scale: float,
         window: int | None,
         sinks: mx.array | None,
+        soft_cap: float | None = None,
     ) -> mx.array:
         """Attention of queries ``[T, H, 1, D]`` over each row's own sequence up to its position.
 
@@ -101,6 +112,7 @@ class AttentionBackend(Protocol):
             scale: of the scores.
             window: a row sees its ``window`` latest positions only, itself included.
             sinks: ``[H]`` logits that join the softmax without a value.
+            soft_cap: c makes scores s ``c * tanh(s / c)``, before masks and sinks.
 
         Returns:
             ``[T, H, 1, V]``.

@@ -9,9 +9,9 @@ from collections.abc import Sequence
 
 import mlx.core as mx
 
-from mlx_parallm.attention.base import LayerPool, LayerShape
+from mlx_parallm.attention.base import LayerPool, LayerShape, Scores
 from mlx_parallm.attention.decode_plan import DecodePlan, DecodeRows, WorkKind
-from mlx_parallm.attention.kernel_attend import AttendKernels, AttendKind, Scores
+from mlx_parallm.attention.kernel_attend import AttendKernels, AttendKind
 from mlx_parallm.attention.kernel_moves import MoveKernels
 from mlx_parallm.attention.kernel_plan import KernelPlan
 from mlx_parallm.attention.kernel_pool import (
@@ -121,7 +121,7 @@ class KernelAttention:
         sinks: mx.array | None,
         soft_cap: float | None = None,
     ) -> mx.array:
-        """See ``AttentionBackend.attend``; ``soft_cap`` c makes scores s ``c * tanh(s / c)``."""
+        """See ``AttentionBackend.attend``."""
         mine = _kernel_pool(pool)
         scores = Scores(scale, window, sinks, soft_cap)
         dtype = queries.dtype

@@ -32,7 +32,16 @@ from tests.integration.test_parity_generate import (
     shared_runner,
 )
 
-FAMILIES = ("llama", "gemma3_text", "gemma3n", "gpt_oss", "deepseek_v3", "qwen3_next", "lfm2")
+FAMILIES = (
+    "llama",
+    "gemma2",
+    "gemma3_text",
+    "gemma3n",
+    "gpt_oss",
+    "deepseek_v3",
+    "qwen3_next",
+    "lfm2",
+)
 POOL_BYTES = 1 << 22
 
 
