@@ -81,37 +81,40 @@ def choose_path(
     Raises:
         ConfigError: KV cannot be quantised in this model.
     """
+    if any(isinstance(one, OpaqueLayout) for one in leaves(layouts)):
+        return PathChoice(_alone(model, backend), ())
     attempts: list[PathAttempt] = []
-    if not any(isinstance(one, OpaqueLayout) for one in leaves(layouts)):
-        window = checked_length(model, layouts)
-        texts = stock_texts(model, vocab_size, window)
-        blocks = max(num_blocks, blocks_needed(block_size, window))
-        candidates = _Candidates(model, layouts, vocab_size, block_size)
-        exact_blocks = blocks if backend.quantisation is None else blocks_needed(block_size, window)
-        candidates.use(backend.unquantised(), exact_blocks)
-        for name, make in candidates.in_order():
-            path = make()
-            difference, error, exact = check_path(path, texts, block_size, dtype)
-            attempts.append(PathAttempt(name, difference, error, exact))
-            logger.info("path %s: difference %s, error %s", name, difference, error)
-            if exact and backend.quantisation is None:
-                return PathChoice(path, tuple(attempts))
-            if isinstance(path, SplitPath):
-                path.close()
-            if exact:
-                candidates.use(backend, blocks)
-                return PathChoice(_checked_to_run(make(), texts, block_size), tuple(attempts))
+    window = checked_length(model, layouts)
+    texts = stock_texts(model, vocab_size, window)
+    needed = blocks_needed(block_size, window)
+    blocks = max(num_blocks, needed)
+    candidates = _Candidates(model, layouts, vocab_size, block_size)
+    candidates.use(backend.unquantised(), blocks if backend.quantisation is None else needed)
+    for name, make in candidates.in_order():
+        path = make()
+        difference, error, exact = check_path(path, texts, block_size, dtype)
+        attempts.append(PathAttempt(name, difference, error, exact))
+        logger.info("path %s: difference %s, error %s", name, difference, error)
+        if exact and backend.quantisation is None:
+            return PathChoice(path, tuple(attempts))
+        if isinstance(path, SplitPath):
+            path.close()
+        if exact:
+            candidates.use(backend, blocks)
+            return PathChoice(_that_runs(make(), texts, block_size), tuple(attempts))
+    return PathChoice(_alone(model, backend), tuple(attempts))
+
+
+def _alone(model: Any, backend: AttentionBackend) -> AlonePath:
     if backend.quantisation is not None:
         raise ConfigError(
             "kv_cache_dtype must be auto: this model runs with caches of its own only, which are "
             "not quantised."
         )
-    return PathChoice(AlonePath(model), tuple(attempts))
+    return AlonePath(model)
 
 
-def _checked_to_run(
-    path: ForwardPath, texts: Sequence[CheckedText], block_size: int
-) -> ForwardPath:
+def _that_runs(path: ForwardPath, texts: Sequence[CheckedText], block_size: int) -> ForwardPath:
     """The path, if it runs with quantised KV; how far it is from exact KV is not judged here."""
     try:
         difference = largest_difference(path, texts, block_size)
