@@ -73,7 +73,7 @@ doctor: $(RUNTIME_STAMP) ## Backend, BLAS, versions and advice
 	@$(FAST_BLAS) $(BIN)/python -m mlx_parallm doctor $(ARGS)
 
 docs: $(DEV_STAMP) ## Rewrite docs/configuration.md from the table of settings
-	$(BIN)/python scripts/write_configuration_docs.py
+	PYTHONPATH=. $(BIN)/python scripts/write_configuration_docs.py
 
 check-pins: $(DEV_STAMP) ## Every pinned version exists for the Mac and for Linux
 	$(BIN)/python scripts/check_pins.py

@@ -55,6 +55,8 @@ OVERRIDES: dict[str, dict[str, Any]] = {
             "query_pre_attn_scalar": 16,
         }
     },
+    # Small, so that scores do reach the cap.
+    "gemma2": {"query_pre_attn_scalar": 16, "attn_logit_softcapping": 0.5},
     "gemma3_text": {"sliding_window_pattern": 2, "query_pre_attn_scalar": 16},
     "gemma3n": {
         "text_config": {

@@ -142,6 +142,7 @@ class RunnerInfo:
             such state is not in the blocks, so their prefixes cannot be reused.
         attention_backend: name of the attention backend in use.
         dtype: the dtype the model computes in.
+        kv_cache_dtype: how KV is kept, as in ``CacheConfig``.
         runs_ahead: whether a step may be submitted before the one before it has ended.
         is_compiled: whether steps of decode rows are calls of a compiled function.
     """
@@ -156,6 +157,7 @@ class RunnerInfo:
     has_state: bool
     attention_backend: str
     dtype: str
+    kv_cache_dtype: str = "auto"
     runs_ahead: bool = False
     is_compiled: bool = False
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+KV_CACHE_DTYPES = ("auto", "int8", "int4")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
@@ -37,12 +39,15 @@ class CacheConfig:
         block_size: tokens per block.
         memory_fraction: share of the free memory that KV of all models together may take; on the
             CPU no more than the weights do, or 1 GiB, since a pool is filled at start there.
+        kv_cache_dtype: one of ``KV_CACHE_DTYPES``. Auto keeps KV in the model's dtype; the others
+            keep it in integers of 8 or 4 bits, with a step and a least value for every 64.
         kv_cache_bytes: the same as an absolute number; wins over ``memory_fraction``.
         enable_prefix_caching: reuse blocks of equal prefixes.
     """
 
     block_size: int = 16
     memory_fraction: float = 0.5
+    kv_cache_dtype: str = "auto"
     kv_cache_bytes: int | None = None
     enable_prefix_caching: bool = True
 

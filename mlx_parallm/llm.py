@@ -57,6 +57,9 @@ class LLM:
         >>> llm = LLM()  # the embedded demonstration model
         >>> llm.generate(["1, 2, 3,"], SamplingParams(max_tokens=8))[0].outputs[0].text
 
+    ``cache`` and ``scheduler`` hold what the server's flags set, for example
+    ``CacheConfig(kv_cache_dtype="int8")``.
+
     MLX's state belongs to a thread: use an LLM on the thread that made it.
     """
 

@@ -10,6 +10,7 @@ import mlx.core as mx
 import numpy as np
 
 from mlx_parallm.attention.base import LayerPool, LayerShape
+from mlx_parallm.attention.dense import dense_attention
 from mlx_parallm.attention.reference import ReferenceAttention
 from mlx_parallm.batch import ScheduledSequence
 
@@ -86,11 +87,12 @@ class CompiledAttention(AheadAttention):
         mask = columns < plan.ends[:, None]
         if options["window"] is not None:
             mask &= columns >= plan.ends[:, None] - options["window"]
-        return mx.fast.scaled_dot_product_attention(
+        return dense_attention(
             queries,
             keys,
             values,
             scale=options["scale"],
             mask=mask[:, None, None],
             sinks=options["sinks"],
+            soft_cap=options["soft_cap"],
         )

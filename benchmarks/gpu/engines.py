@@ -81,12 +81,12 @@ def make_engine(
         max_num_batched_tokens=PREFILL_TOKENS,
         max_decode_stall_ms=stall_ms,
     )
-    plan = plan_kv(layouts, loaded.config, cache, config, max_model_len)
-    choice = choose_backend(plan.block_size, kv_shapes(layouts), query_heads(loaded.config))
+    backend = choose_backend(cache, kv_shapes(layouts), query_heads(loaded.config)).backend
+    plan = plan_kv(layouts, loaded.config, cache, config, max_model_len, backend)
     num_blocks = plan.wanted_blocks
     if kv_tokens is not None:
         num_blocks = min(num_blocks, -(-kv_tokens // plan.block_size))
-    runner = ModelRunner(loaded, layouts, plan, num_blocks, choice.backend, tracer=tracer)
+    runner = ModelRunner(loaded, layouts, plan, num_blocks, backend, tracer=tracer)
     info = runner.info
     kv = KVCacheManager(info.num_blocks, info.block_size, enable_prefix_caching=not info.has_state)
     scheduler = Scheduler(config, kv, max_model_len=info.max_model_len, has_state=info.has_state)

@@ -14,8 +14,10 @@ import mlx.core as mx
 import numpy as np
 
 from mlx_parallm.attention.base import AttentionBackend, LayerPool, LayerShape
-from mlx_parallm.attention.kernel_pool import KernelPool, KVQuantisation
+from mlx_parallm.attention.kernel_pool import KernelPool
+from mlx_parallm.attention.quantisation import KVQuantisation
 from mlx_parallm.batch import ScheduledSequence
+from mlx_parallm.runner.attention_check import quantised
 
 #: A few roundings of the dtype.
 TOLERANCES = {mx.float32: 2e-5, mx.float16: 2e-3, mx.bfloat16: 1.6e-2}
@@ -207,25 +209,6 @@ def _poisoned(array: mx.array) -> mx.array:
     if array.dtype == mx.uint32:
         return mx.full(array.shape, 0xFFFFFFFF, array.dtype)
     return mx.full(array.shape, mx.nan, array.dtype)
-
-
-def quantised(values: np.ndarray, one: KVQuantisation) -> np.ndarray:
-    """What is read back of values ``[..., dim]`` once they were written to a quantised pool."""
-    levels = 2**one.bits - 1
-    groups = []
-    for first in range(0, values.shape[-1], one.group_size):
-        group = values[..., first : first + one.group_size].astype(np.float32)
-        least = _stored(group.min(axis=-1, keepdims=True), one)
-        step = _stored((group.max(axis=-1, keepdims=True) - least) / np.float32(levels), one)
-        inverse = np.float32(1) / np.where(step > 0, step, np.float32(np.inf))
-        level = np.rint((group - least) * inverse).clip(0, levels)
-        groups.append(level.astype(np.float64) * step + least)
-    return np.concatenate(groups, axis=-1)
-
-
-def _stored(values: np.ndarray, one: KVQuantisation) -> np.ndarray:
-    """As a scale is stored."""
-    return np.array(mx.array(values).astype(one.scale_dtype).astype(mx.float32))
 
 
 def _rounded(

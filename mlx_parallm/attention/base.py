@@ -11,22 +11,25 @@ from typing import Any, Protocol, runtime_checkable
 
 import mlx.core as mx
 
+from mlx_parallm.attention.quantisation import KVQuantisation
 from mlx_parallm.batch import ScheduledSequence
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerShape:
-    """One attention layer's KV: K heads of sizes D and V, kept in ``dtype``."""
+    """One attention layer's KV: K heads of sizes D and V, computed in ``dtype``."""
 
     num_kv_heads: int
     key_dim: int
     value_dim: int
     dtype: mx.Dtype
 
-    @property
-    def bytes_per_token(self) -> int:
+    def bytes_per_token(self, quantisation: KVQuantisation | None) -> int:
         """KV bytes of one token in this layer."""
-        return self.num_kv_heads * (self.key_dim + self.value_dim) * self.dtype.size
+        dims = (self.key_dim, self.value_dim)
+        if quantisation is None:
+            return self.num_kv_heads * sum(dims) * self.dtype.size
+        return self.num_kv_heads * sum(quantisation.bytes_of(dim) for dim in dims)
 
 
 @dataclass(slots=True)
@@ -41,6 +44,16 @@ class LayerPool:
         return [self.keys, self.values]
 
 
+@dataclass(frozen=True, slots=True)
+class Scores:
+    """How scores become weights; see ``AttentionBackend.attend``."""
+
+    scale: float
+    window: int | None = None
+    sinks: mx.array | None = None
+    soft_cap: float | None = None
+
+
 class AttentionBackend(Protocol):
     """Paged attention over pools of one layout."""
 
@@ -52,6 +65,19 @@ class AttentionBackend(Protocol):
     @property
     def runs_ahead(self) -> bool:
         """Whether pools may be written while a step in flight holds them."""
+        ...
+
+    @property
+    def quantisation(self) -> KVQuantisation | None:
+        """How pools keep fewer bits; None if keys and values are kept as they are."""
+        ...
+
+    def unquantised(self) -> AttentionBackend:
+        """A backend of this kind that keeps keys and values as they are; itself if it does."""
+        ...
+
+    def bytes_per_token(self, shape: LayerShape) -> int:
+        """Bytes of one token in a pool of this layer."""
         ...
 
     def new_pool(self, shape: LayerShape, num_blocks: int) -> LayerPool:
@@ -75,6 +101,7 @@ class AttentionBackend(Protocol):
         scale: float,
         window: int | None,
         sinks: mx.array | None,
+        soft_cap: float | None = None,
     ) -> mx.array:
         """Attention of queries ``[T, H, 1, D]`` over each row's own sequence up to its position.
 
@@ -85,6 +112,7 @@ class AttentionBackend(Protocol):
             scale: of the scores.
             window: a row sees its ``window`` latest positions only, itself included.
             sinks: ``[H]`` logits that join the softmax without a value.
+            soft_cap: c makes scores s ``c * tanh(s / c)``, before masks and sinks.
 
         Returns:
             ``[T, H, 1, V]``.

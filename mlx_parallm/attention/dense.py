@@ -25,6 +25,7 @@ def dense_attention(
     scale: float,
     mask: mx.array | str,
     sinks: mx.array | None,
+    soft_cap: float | None = None,
 ) -> mx.array:
     """As ``mx.fast.scaled_dot_product_attention``, the mask a bool array or "causal".
 
@@ -35,10 +36,13 @@ def dense_attention(
         scale: of the scores.
         mask: bool, ``[B, 1, L, S]`` or ``[L, S]``, true where a query sees a key.
         sinks: ``[H]`` logits that join the softmax without a value.
+        soft_cap: c makes scores s ``c * tanh(s / c)``.
 
     Returns:
         ``[B, H, L, V]``.
     """
+    if soft_cap is not None:
+        return _soft_capped(queries * (scale / soft_cap), keys, values, mask, sinks, soft_cap)
     batch, heads, length, _ = queries.shape
     if batch * heads * length * keys.shape[2] >= MIN_SCORES and composes_softmax(queries):
         return _softmax_attention(queries, keys, values, scale, mask, sinks)
@@ -108,6 +112,32 @@ def _softmax_attention(
     scores = mx.where(seen, scores.reshape(split), _MASKED).reshape(scores.shape)
     weights, total = _softmax(scores, _sink_scores(sinks, kv_heads, per_kv, length))
     return ((weights @ values) / total).reshape(batch, heads, length, -1)
+
+
+def _soft_capped(
+    queries: mx.array,
+    keys: mx.array,
+    values: mx.array,
+    mask: mx.array | str,
+    sinks: mx.array | None,
+    soft_cap: float,
+) -> mx.array:
+    """Attention by single operations: the fused one has no soft cap. Queries are scaled."""
+    batch, heads, length, _ = queries.shape
+    kv_heads, span = keys.shape[1], keys.shape[2]
+    rows = queries.reshape(batch, kv_heads, heads // kv_heads, length, -1)
+    scores = (rows @ keys[:, :, None].swapaxes(-1, -2)).astype(mx.float32)
+    seen = _causal(length, span) if isinstance(mask, str) else mask
+    if seen.ndim == 4:
+        seen = seen[:, :, None]
+    scores = mx.where(seen, mx.tanh(scores) * soft_cap, -mx.inf)
+    if sinks is not None:
+        joined = sinks.astype(mx.float32).reshape(1, kv_heads, -1, 1, 1)
+        joined = mx.broadcast_to(joined, (*scores.shape[:-1], 1))
+        scores = mx.concatenate([joined, scores], axis=-1)
+    weights = mx.softmax(scores, axis=-1, precise=True)[..., -span:]
+    output = weights.astype(values.dtype) @ values[:, :, None]
+    return output.reshape(batch, heads, length, -1)
 
 
 def _sink_scores(

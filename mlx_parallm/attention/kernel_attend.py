@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
+from mlx_parallm.attention.base import Scores
 from mlx_parallm.attention.decode_plan import DecodePlan
 from mlx_parallm.attention.kernel_plan import KernelPlan
 from mlx_parallm.attention.kernel_pool import VECTOR, WARP, KernelPool, PoolLayout, lanes_for
@@ -19,19 +20,6 @@ LOG2_E = math.log2(math.e)
 TILE_BITS = WARP * 32 * 32
 _INPUTS = ("queries", "items", "tables", "previous")
 _PARTS = ("part_sums", "part_stats")
-
-
-@dataclass(frozen=True, slots=True)
-class Scores:
-    """How scores become weights; see ``AttentionBackend.attend``.
-
-    ``soft_cap`` c makes scores s ``c * tanh(s / c)``.
-    """
-
-    scale: float
-    window: int | None = None
-    sinks: mx.array | None = None
-    soft_cap: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,20 +9,20 @@ from collections.abc import Sequence
 
 import mlx.core as mx
 
-from mlx_parallm.attention.base import LayerPool, LayerShape
+from mlx_parallm.attention.base import LayerPool, LayerShape, Scores
 from mlx_parallm.attention.decode_plan import DecodePlan, DecodeRows, WorkKind
-from mlx_parallm.attention.kernel_attend import AttendKernels, AttendKind, Scores
+from mlx_parallm.attention.kernel_attend import AttendKernels, AttendKind
 from mlx_parallm.attention.kernel_moves import MoveKernels
 from mlx_parallm.attention.kernel_plan import KernelPlan
 from mlx_parallm.attention.kernel_pool import (
     KernelPool,
-    KVQuantisation,
     PoolLayout,
     new_kernel_pool,
 )
 from mlx_parallm.attention.kernel_prefill import attend_chunk
 from mlx_parallm.attention.kernels.build import KernelBuilder
 from mlx_parallm.attention.kernels.dialect import CudaDialect, Dialect, MetalDialect, Tuning
+from mlx_parallm.attention.quantisation import KVQuantisation
 from mlx_parallm.batch import ScheduledSequence
 
 Plan = KernelPlan | DecodePlan
@@ -55,6 +55,21 @@ class KernelAttention:
     def name(self) -> str:
         """See ``AttentionBackend.name``."""
         return self._dialect.name
+
+    @property
+    def quantisation(self) -> KVQuantisation | None:
+        """See ``AttentionBackend.quantisation``."""
+        return self._quantisation
+
+    def unquantised(self) -> KernelAttention:
+        """See ``AttentionBackend.unquantised``."""
+        if self._quantisation is None:
+            return self
+        return KernelAttention(self._block_size, self._dialect, tuning=self._tuning)
+
+    def bytes_per_token(self, shape: LayerShape) -> int:
+        """See ``AttentionBackend.bytes_per_token``."""
+        return self.layout(shape).bytes_per_token
 
     def layout(self, shape: LayerShape) -> PoolLayout:
         """How a layer's pool is laid out; see also ``kernel_pool.why_unsupported``."""
@@ -106,7 +121,7 @@ class KernelAttention:
         sinks: mx.array | None,
         soft_cap: float | None = None,
     ) -> mx.array:
-        """See ``AttentionBackend.attend``; ``soft_cap`` c makes scores s ``c * tanh(s / c)``."""
+        """See ``AttentionBackend.attend``."""
         mine = _kernel_pool(pool)
         scores = Scores(scale, window, sinks, soft_cap)
         dtype = queries.dtype

@@ -8,6 +8,7 @@ import mlx.core as mx
 
 from mlx_parallm.attention.base import LayerPool, LayerShape
 from mlx_parallm.attention.kernels.build import Constant
+from mlx_parallm.attention.quantisation import KVQuantisation
 
 # A thread moves this many neighbouring elements: 16 bytes of a 16-bit type.
 VECTOR = 8
@@ -16,27 +17,6 @@ MAX_DIM = WARP * VECTOR
 DTYPES = (mx.float32, mx.float16, mx.bfloat16)
 # Quantised numbers lie in words of this many bits.
 WORD = 32
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class KVQuantisation:
-    """How keys and values are kept in fewer bits.
-
-    ``group_size`` neighbouring elements of a token in a head are numbers of ``bits`` bits: so many
-    steps above a least value. Step and least value are kept in ``scale_dtype``.
-    """
-
-    bits: int
-    group_size: int = 64
-    scale_dtype: mx.Dtype = mx.float16
-
-    def __post_init__(self) -> None:
-        if self.bits not in (4, 8) or self.group_size not in (32, 64):
-            raise ValueError("KV is quantised to 4 or 8 bits in groups of 32 or 64")
-
-    def groups(self, dim: int) -> int:
-        """Of ``dim`` elements; the last may be smaller."""
-        return -(-dim // self.group_size)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,13 +30,7 @@ class PoolLayout:
     @property
     def bytes_per_token(self) -> int:
         """KV bytes of one token in this layer."""
-        one = self.quantisation
-        if one is None:
-            return self.shape.bytes_per_token
-        total = 0
-        for dim in (self.shape.key_dim, self.shape.value_dim):
-            total += dim * one.bits // 8 + one.groups(dim) * 2 * one.scale_dtype.size
-        return total * self.shape.num_kv_heads
+        return self.shape.bytes_per_token(self.quantisation)
 
     @property
     def pools(self) -> tuple[str, ...]:

@@ -15,13 +15,14 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from mlx_parallm.attention.base import LayerPool, LayerShape
+from mlx_parallm.attention.base import LayerPool, LayerShape, Scores
 from mlx_parallm.attention.decode_groups import DecodeGroup, make_decode_groups
 from mlx_parallm.attention.dense import (
     composes_softmax,
     dense_attention,
     shared_prefix_attention,
 )
+from mlx_parallm.attention.quantisation import KVQuantisation
 from mlx_parallm.batch import ScheduledSequence
 
 # A chunk's queries attend by tiles, each over no more keys than its last row sees: the causal half
@@ -78,6 +79,19 @@ class ReferenceAttention:
     def __init__(self, block_size: int) -> None:
         self._block_size = block_size
 
+    @property
+    def quantisation(self) -> KVQuantisation | None:
+        """See ``AttentionBackend.quantisation``."""
+        return None
+
+    def unquantised(self) -> ReferenceAttention:
+        """See ``AttentionBackend.unquantised``."""
+        return self
+
+    def bytes_per_token(self, shape: LayerShape) -> int:
+        """See ``AttentionBackend.bytes_per_token``."""
+        return shape.bytes_per_token(None)
+
     def new_pool(self, shape: LayerShape, num_blocks: int) -> LayerPool:
         """Zeros: gathered padding is masked, but must be finite."""
         rows = num_blocks * self._block_size
@@ -125,14 +139,15 @@ class ReferenceAttention:
         scale: float,
         window: int | None,
         sinks: mx.array | None,
+        soft_cap: float | None = None,
     ) -> mx.array:
         """See ``AttentionBackend.attend``."""
+        scores = Scores(scale, window, sinks, soft_cap)
         outputs = [
-            self._attend_group(pool, group, group.take(queries), scale, window, sinks)
-            for group in plan.groups
+            self._attend_group(pool, group, group.take(queries), scores) for group in plan.groups
         ]
         for chunk in plan.chunks:
-            outputs.append(self._attend_chunk(pool, chunk, queries, scale, window, sinks))
+            outputs.append(self._attend_chunk(pool, chunk, queries, scores))
         joined = outputs[0] if len(outputs) == 1 else mx.concatenate(outputs, axis=0)
         return joined if plan.order is None else joined[plan.order]
 
@@ -144,12 +159,12 @@ class ReferenceAttention:
     def copy_blocks(self, pool: LayerPool, sources: mx.array, targets: mx.array) -> None:
         """See ``AttentionBackend.copy_blocks``."""
         source_rows, target_rows = self._rows(sources), self._rows(targets)
-        keys, values = pool.keys[:, source_rows], pool.values[:, source_rows]
+        copies = [array[:, source_rows] for array in pool.arrays()]
         # Read before the write is built: a pool that a pending read holds would be copied whole.
-        mx.eval(keys, values)
-        pool.keys[:, target_rows] = keys
-        if values.shape[-1]:
-            pool.values[:, target_rows] = values
+        mx.eval(copies)
+        for array, copy in zip(pool.arrays(), copies, strict=True):
+            if copy.shape[-1]:
+                array[:, target_rows] = copy
 
     def _rows(self, blocks: mx.array) -> mx.array:
         """Flat pool positions of whole blocks."""
@@ -157,24 +172,19 @@ class ReferenceAttention:
         return (blocks[:, None] * self._block_size + offsets).reshape(-1)
 
     def _attend_group(
-        self,
-        pool: LayerPool,
-        group: DecodeGroup,
-        queries: mx.array,
-        scale: float,
-        window: int | None,
-        sinks: mx.array | None,
+        self, pool: LayerPool, group: DecodeGroup, queries: mx.array, scores: Scores
     ) -> mx.array:
         prefix = group.prefix
-        if prefix is not None and (window is not None or not composes_softmax(queries)):
+        shares = scores.window is None and scores.soft_cap is None and composes_softmax(queries)
+        if prefix is not None and not shares:
             group, prefix = group.unshared(), None
         keys, values = self.gather(pool, group.block_table)
-        mask = group.mask(window)
+        mask = group.mask(scores.window)
         if prefix is None:
-            return dense_attention(queries, keys, values, scale=scale, mask=mask, sinks=sinks)
+            return _attend(queries, keys, values, mask, scores)
         shared = self._gather(pool, prefix)
         return shared_prefix_attention(
-            queries, shared, (keys, values), scale=scale, mask=mask, sinks=sinks
+            queries, shared, (keys, values), scale=scores.scale, mask=mask, sinks=scores.sinks
         )
 
     def _attend_chunk(
@@ -182,9 +192,7 @@ class ReferenceAttention:
         pool: LayerPool,
         chunk: Chunk,
         queries: mx.array,
-        scale: float,
-        window: int | None,
-        sinks: mx.array | None,
+        scores: Scores,
     ) -> mx.array:
         keys, values = self._gather(pool, chunk.blocks)
         mine = queries[chunk.first : chunk.first + chunk.length, :, 0]  # [L, H, D]
@@ -193,13 +201,12 @@ class ReferenceAttention:
         for first in range(0, chunk.length, QUERY_TILE):
             last = min(first + QUERY_TILE, chunk.length)
             seen = chunk.start + last
-            output = dense_attention(
+            output = _attend(
                 mine[:, :, first:last],
                 keys[None, :, :seen],
                 values[None, :, :seen],
-                scale=scale,
-                mask=chunk.mask(window, first, last),
-                sinks=sinks,
+                chunk.mask(scores.window, first, last),
+                scores,
             )
             tiles.append(output)
         output = tiles[0] if len(tiles) == 1 else mx.concatenate(tiles, axis=2)
@@ -207,15 +214,14 @@ class ReferenceAttention:
 
     def _gather(self, pool: LayerPool, table: mx.array) -> tuple[mx.array, mx.array]:
         """Blocks by table: ``[K, *table.shape[:-1], blocks * block_size, D]``."""
-        gathered = []
-        for array in (pool.keys, pool.values):
-            heads, rows, dim = array.shape
-            blocks = array.reshape(heads, rows // self._block_size, self._block_size * dim)[
-                :, table
-            ]
-            length = table.shape[-1] * self._block_size
-            gathered.append(blocks.reshape(heads, *table.shape[:-1], length, dim))
-        return gathered[0], gathered[1]
+        return self._gather_array(pool.keys, table), self._gather_array(pool.values, table)
+
+    def _gather_array(self, array: mx.array, table: mx.array) -> mx.array:
+        """Blocks of ``[K, num_blocks * block_size, dim]``, as ``_gather``."""
+        heads, rows, dim = array.shape
+        blocks = array.reshape(heads, rows // self._block_size, self._block_size * dim)[:, table]
+        length = table.shape[-1] * self._block_size
+        return blocks.reshape(heads, *table.shape[:-1], length, dim)
 
     def _slots(self, one: ScheduledSequence) -> np.ndarray:
         """Flat pool positions of a sequence's tokens, int32 ``[tokens]``."""
@@ -227,6 +233,20 @@ class ReferenceAttention:
         return table[positions // self._block_size] * self._block_size + (
             positions % self._block_size
         ).astype(np.int32)
+
+
+def _attend(
+    queries: mx.array, keys: mx.array, values: mx.array, mask: mx.array | str, scores: Scores
+) -> mx.array:
+    return dense_attention(
+        queries,
+        keys,
+        values,
+        scale=scores.scale,
+        mask=mask,
+        sinks=scores.sinks,
+        soft_cap=scores.soft_cap,
+    )
 
 
 def _inverse(rows: np.ndarray) -> mx.array | None:

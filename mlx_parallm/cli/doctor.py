@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from mlx_parallm import __version__
+from mlx_parallm.config import KV_CACHE_DTYPES
 from mlx_parallm.runner.backend_choice import AttentionReport, attention_report
 from mlx_parallm.runner.device import DeviceReport, device_report
 
@@ -36,10 +37,11 @@ GIB = 2**30
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Diagnosis:
-    """Everything ``doctor`` knows."""
+    """Everything ``doctor`` knows; ``quantised_kv`` by the KV cache's dtype."""
 
     device: DeviceReport
     attention: AttentionReport
+    quantised_kv: dict[str, AttentionReport]
     system: str
     versions: dict[str, str]
     advice: tuple[str, ...]
@@ -51,13 +53,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the diagnosis; 1 if the attention backend computes wrong results."""
+    """Print the diagnosis; 1 if an attention backend computes wrong results."""
     diagnosis = diagnose()
     if args.json:
         print(json.dumps(asdict(diagnosis), indent=2))
     else:
         print("\n".join(render(diagnosis)))
-    return int(not diagnosis.attention.passed)
+    reports = (diagnosis.attention, *diagnosis.quantised_kv.values())
+    return int(not all(report.passed for report in reports))
 
 
 def diagnose() -> Diagnosis:
@@ -67,6 +70,7 @@ def diagnose() -> Diagnosis:
     return Diagnosis(
         device=device,
         attention=attention_report(),
+        quantised_kv={name: attention_report(name) for name in KV_CACHE_DTYPES if name != "auto"},
         system=platform.platform(),
         versions=versions(),
         advice=tuple(advise(device, sys.platform, installed[0] if installed else None)),
@@ -113,24 +117,31 @@ def advise(device: DeviceReport, system: str, openblas: Path | None) -> list[str
 
 def render(diagnosis: Diagnosis) -> list[str]:
     """The diagnosis as lines of text."""
-    device, attention = diagnosis.device, diagnosis.attention
-    verdict = f"{'passed' if attention.passed else 'FAILED'} (error {attention.max_error:.1e})"
+    device = diagnosis.device
+    attention = {"attention": diagnosis.attention}
+    attention |= {f"{name} KV": report for name, report in diagnosis.quantised_kv.items()}
     rows = [
         ("backend", device.backend),
         ("device", device.device),
         ("memory", f"{_gib(device.memory_total_bytes)}, free {_gib(device.memory_free_bytes)}"),
         ("BLAS", device.blas + (f" ({device.blas_path})" if device.blas_path else "")),
         ("matmul", f"{device.matmul_gflops:.0f} GFLOP/s (float32, 512 x 512)"),
-        ("attention", f"{attention.backend}, self-test {verdict}"),
+        *((name, _self_test(report)) for name, report in attention.items()),
         ("system", diagnosis.system),
         *diagnosis.versions.items(),
     ]
     width = max(len(name) for name, _ in rows) + 2
     lines = [f"{name:<{width}}{value}" for name, value in rows]
-    if attention.rejected is not None:
-        lines += ["", f"kernels of this device are not used: {attention.rejected}"]
+    for name, report in attention.items():
+        if report.rejected is not None:
+            lines += ["", f"{name}: kernels of this device are not used: {report.rejected}"]
     lines += ["", *(f"advice: {line}" for line in diagnosis.advice or ("nothing to change",))]
     return lines
+
+
+def _self_test(report: AttentionReport) -> str:
+    verdict = "passed" if report.passed else "FAILED"
+    return f"{report.backend}, self-test {verdict} (error {report.max_error:.1e})"
 
 
 def _gib(size: int | None) -> str:

@@ -8,6 +8,7 @@ from typing import Any
 from mlx_parallm.cli import setting_values as values
 from mlx_parallm.cli.setting_values import Parse
 from mlx_parallm.config import (
+    KV_CACHE_DTYPES,
     CacheConfig,
     EngineConfig,
     ModelConfig,
@@ -143,6 +144,11 @@ SETTINGS: tuple[Setting, ...] = (
     ),
     _setting("kv-cache-memory-bytes", "cache.kv_cache_bytes", values.size, MEMORY,
              "the same as an absolute size, such as 8GiB; wins over the share.", metavar="SIZE"),
+    _setting(
+        "kv-cache-dtype", "cache.kv_cache_dtype", values.choice(*KV_CACHE_DTYPES), MEMORY,
+        "auto keeps KV in the model's dtype; int8 and int4 keep it in 8 or 4 bits, so that about "
+        "two or four times as many tokens of a 16-bit model fit, at some cost of accuracy.",
+    ),
     _setting("block-size", "cache.block_size", values.integer(1, 1024), MEMORY,
              "tokens in a block of KV.", metavar="TOKENS"),
     _setting("enable-prefix-caching", "cache.enable_prefix_caching", values.boolean, MEMORY,

@@ -14,7 +14,7 @@ from mlx_parallm.engine.interface import ServedModel
 from mlx_parallm.engine.metrics import EngineMetrics, MetricFamilies
 from mlx_parallm.errors import ConfigError
 from mlx_parallm.kv_cache.manager import KVCacheManager
-from mlx_parallm.runner.backend_choice import choose_backend
+from mlx_parallm.runner.backend_choice import BackendChoice, choose_backend
 from mlx_parallm.runner.cache_layout import CacheLayout, kv_shapes, probe_layout
 from mlx_parallm.runner.device import backend_name, free_memory_bytes
 from mlx_parallm.runner.host_memory import keep_freed_memory
@@ -54,6 +54,7 @@ class _Weights:
     loaded: LoadedModel
     layouts: tuple[CacheLayout, ...]
     tokenizer: ParallmTokenizer
+    attention: BackendChoice
     plan: KVPlan
 
 
@@ -133,9 +134,17 @@ def _load(model: ModelConfig, config: EngineConfig, on_progress: Progress) -> _W
     tokenizer = load_tokenizer(
         path, chat_template=model.chat_template, trust_remote_code=model.trust_remote_code
     )
-    plan = plan_kv(layouts, loaded.config, config.cache, config.scheduler, model.max_model_len)
+    attention = choose_backend(config.cache, kv_shapes(layouts), query_heads(loaded.config))
+    plan = plan_kv(
+        layouts,
+        loaded.config,
+        config.cache,
+        config.scheduler,
+        model.max_model_len,
+        attention.backend,
+    )
     on_progress(f"Loading {name}", 1.0)
-    return _Weights(model, loaded, layouts, tokenizer, plan)
+    return _Weights(model, loaded, layouts, tokenizer, attention, plan)
 
 
 def _fetch(model: ModelConfig, source: str, on_progress: Progress) -> Path:
@@ -155,11 +164,8 @@ def _assemble(
     tracer: StepTracer | None,
 ) -> LoadedEngine:
     num_blocks = one.plan.num_blocks(budget)
-    choice = choose_backend(
-        one.plan.block_size, kv_shapes(one.layouts), query_heads(one.loaded.config)
-    )
     runner = ModelRunner(
-        one.loaded, one.layouts, one.plan, num_blocks, choice.backend, tracer=tracer
+        one.loaded, one.layouts, one.plan, num_blocks, one.attention.backend, tracer=tracer
     )
     info = runner.info
     kv = KVCacheManager(

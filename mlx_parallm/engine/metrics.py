@@ -59,7 +59,7 @@ class MetricFamilies:
         self.cache_config = Gauge(
             "vllm:cache_config_info",
             "The KV pool.",
-            (*LABELS, "block_size", "num_gpu_blocks", "attention_backend", "path"),
+            (*LABELS, "block_size", "num_gpu_blocks", "cache_dtype", "attention_backend", "path"),
             registry=self.registry,
         )
 
@@ -140,6 +140,7 @@ class EngineMetrics:
             *self._labels,
             str(info.block_size),
             str(info.num_blocks),
+            info.kv_cache_dtype,
             info.attention_backend,
             info.path,
         ).set(1)

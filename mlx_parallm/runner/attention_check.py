@@ -8,6 +8,7 @@ import mlx.core as mx
 import numpy as np
 
 from mlx_parallm.attention.base import AttentionBackend, LayerShape
+from mlx_parallm.attention.quantisation import KVQuantisation
 from mlx_parallm.batch import ScheduledSequence
 
 #: What is tested when no model says otherwise.
@@ -25,6 +26,11 @@ BLOCK_SIZE = 16
 #: Largest absolute error by dtype, for inputs of unit variance; float32 has room for TF32.
 MAX_ERROR = {mx.float32: 2e-3, mx.float16: 1e-2, mx.bfloat16: 5e-2}
 
+#: Of one rounding to a dtype, per unit.
+ROUNDING = {mx.float32: 1e-6, mx.float16: 2.0**-11, mx.bfloat16: 2.0**-8}
+#: A division rounded otherwise chooses the next level once in a while.
+MAX_MISREAD = 0.01
+
 
 def attention_error(
     backend: AttentionBackend,
@@ -34,8 +40,9 @@ def attention_error(
 ) -> float:
     """Largest absolute difference from float32 softmax attention.
 
-    Full, windowed and sink attention are tried on ragged sequences over shuffled blocks. With
-    inputs of unit variance a right backend stays below ``MAX_ERROR``.
+    For a backend of quantised pools, from attention over keys and values quantised by NumPy. Full,
+    windowed and sink attention are tried on ragged sequences over shuffled blocks. With inputs
+    of unit variance a right backend stays below ``MAX_ERROR``.
     """
     tables = [_cut(table, block_size) for table in TABLES]
     errors = []
@@ -46,6 +53,34 @@ def attention_error(
     ):
         errors.append(_run_case(backend, shape, heads, tables, window, sinks))
     return max(errors)
+
+
+def misread_share(
+    backend: AttentionBackend, shape: LayerShape = SHAPE, block_size: int = BLOCK_SIZE
+) -> float:
+    """Share of keys and values that a quantised pool gives back otherwise than it should.
+
+    Attention in a 16-bit type is too coarse to tell a level from the next; this is not. 0 for a
+    backend that does not quantise.
+    """
+    one = backend.quantisation
+    if one is None:
+        return 0.0
+    source = np.random.default_rng(0)
+    table, length = _cut(TABLES[0], block_size), STEPS[0][0][2]
+    pool = backend.new_pool(shape, 1 + max(table))
+    rows = [
+        _normal(source, shape.dtype, length, shape.num_kv_heads, dim)
+        for dim in (shape.key_dim, shape.value_dim)
+    ]
+    plan = backend.plan(_sequences(((0, 0, length),), [table]))
+    backend.write(pool, plan, *(mx.array(one)[:, :, None].astype(shape.dtype) for one in rows))
+    wrong = []
+    for found, given in zip(backend.gather(pool, mx.array([table])), rows, strict=True):
+        wanted = quantised(given, one).swapaxes(0, 1)
+        apart = np.abs(np.array(found[0, :, :length].astype(mx.float32)) - wanted)
+        wrong.append(apart > ROUNDING[shape.dtype] * np.abs(wanted) + 1e-5)
+    return float(np.concatenate(wrong, axis=-1).mean())
 
 
 def _cut(table: Sequence[int], block_size: int) -> tuple[int, ...]:
@@ -64,7 +99,7 @@ def _run_case(
     window: int | None,
     sinks: mx.array | None,
 ) -> float:
-    source = np.random.default_rng(0)
+    source, quantisation = np.random.default_rng(0), backend.quantisation
     kv_heads, dtype, scale = shape.num_kv_heads, shape.dtype, shape.key_dim**-0.5
     pool = backend.new_pool(shape, 1 + max(max(table) for table in tables))
     keys = [np.zeros((0, kv_heads, shape.key_dim), np.float32) for _ in tables]
@@ -75,12 +110,18 @@ def _run_case(
         query = _normal(source, dtype, total, heads, shape.key_dim)
         key = _normal(source, dtype, total, kv_heads, shape.key_dim)
         value = _normal(source, dtype, total, kv_heads, shape.value_dim)
+        if quantisation is not None:
+            key, value = (
+                _rounded(quantised(one, quantisation, decided=True), dtype) for one in (key, value)
+            )
         plan = backend.plan(_sequences(step, tables))
         rows = [mx.array(one)[:, :, None].astype(dtype) for one in (query, key, value)]
         backend.write(pool, plan, rows[1], rows[2])
         output = backend.attend(pool, plan, rows[0], scale=scale, window=window, sinks=sinks)
         mx.eval(output, pool.arrays())
         found = np.array(output.astype(mx.float32))[:, :, 0]
+        if quantisation is not None:
+            key, value = (quantised(one, quantisation) for one in (key, value))
         row = 0
         for sequence, _, count in step:
             part = slice(row, row + count)
@@ -96,8 +137,33 @@ def _run_case(
 
 def _normal(source: np.random.Generator, dtype: mx.Dtype, *shape: int) -> np.ndarray:
     """Values of unit variance that the dtype holds exactly, float32."""
-    values = mx.array(source.standard_normal(shape, dtype=np.float32))
-    return np.array(values.astype(dtype).astype(mx.float32))
+    return _rounded(source.standard_normal(shape, dtype=np.float32), dtype)
+
+
+def _rounded(values: np.ndarray, dtype: mx.Dtype) -> np.ndarray:
+    """What a dtype holds of values, float32."""
+    return np.array(mx.array(values).astype(dtype).astype(mx.float32))
+
+
+def quantised(values: np.ndarray, one: KVQuantisation, *, decided: bool = False) -> np.ndarray:
+    """What is read back of values ``[..., dim]`` once they were written to a quantised pool.
+
+    With ``decided`` a value stays where it was between two levels, but is moved away from the
+    middle, where backends that divide differently would choose differently.
+    """
+    groups = []
+    for first in range(0, values.shape[-1], one.group_size):
+        group = values[..., first : first + one.group_size].astype(np.float32)
+        least = _rounded(group.min(axis=-1, keepdims=True), one.scale_dtype)
+        span = group.max(axis=-1, keepdims=True) - least
+        step = _rounded(span / np.float32(one.levels), one.scale_dtype)
+        inverse = np.float32(1) / np.where(step > 0, step, np.float32(np.inf))
+        exact = (group - least) * inverse
+        level = np.rint(exact)
+        if decided:
+            level += (exact - level) / 2
+        groups.append(level.clip(0, one.levels) * step + least)
+    return np.concatenate(groups, axis=-1, dtype=np.float32)
 
 
 def dense_attention(

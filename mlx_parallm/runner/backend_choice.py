@@ -12,14 +12,19 @@ from mlx_parallm.attention.kernel_backend import (
     KernelAttention,
     MetalAttention,
 )
-from mlx_parallm.attention.kernel_pool import PoolLayout, why_unsupported
+from mlx_parallm.attention.kernel_pool import why_unsupported
+from mlx_parallm.attention.quantisation import KVQuantisation, quantisation_of
+from mlx_parallm.attention.quantised_reference import QuantisedReferenceAttention
 from mlx_parallm.attention.reference import ReferenceAttention
+from mlx_parallm.config import CacheConfig
 from mlx_parallm.runner.attention_check import (
     BLOCK_SIZE,
     HEADS,
     MAX_ERROR,
+    MAX_MISREAD,
     SHAPE,
     attention_error,
+    misread_share,
 )
 from mlx_parallm.runner.device import backend_name
 from mlx_parallm.runner.model_errors import MODEL_ERRORS
@@ -31,6 +36,7 @@ logger = logging.getLogger(__name__)
 class AttentionReport:
     """The backend in use and how far it is from softmax attention (absolute, float32).
 
+    Of a quantised pool: from softmax attention over keys and values rounded in the same way.
     ``rejected`` says why the device's own kernels are not used, if it has any.
     """
 
@@ -40,9 +46,10 @@ class AttentionReport:
     rejected: str | None = None
 
 
-def attention_report() -> AttentionReport:
+def attention_report(kv_cache_dtype: str = "auto") -> AttentionReport:
     """Test the backend that models use on the default device."""
-    choice = choose_backend(BLOCK_SIZE, [SHAPE], HEADS)
+    cache = CacheConfig(block_size=BLOCK_SIZE, kv_cache_dtype=kv_cache_dtype)
+    choice = choose_backend(cache, [SHAPE], HEADS)
     return AttentionReport(
         backend=choice.backend.name,
         max_error=choice.error,
@@ -60,30 +67,40 @@ class BackendChoice:
     rejected: str | None = None
 
 
-def choose_backend(block_size: int, shapes: Sequence[LayerShape], heads: int) -> BackendChoice:
+def choose_backend(cache: CacheConfig, shapes: Sequence[LayerShape], heads: int) -> BackendChoice:
     """The kernels of the default device if they are right at these shapes, or the reference.
 
     Args:
-        block_size: tokens per block.
+        cache: the size of blocks, and how KV is kept.
         shapes: of the model's layers.
         heads: query heads of a layer.
+
+    Raises:
+        ConfigError: an unknown ``kv_cache_dtype``.
     """
-    reference = ReferenceAttention(block_size)
-    kernels = _kernels(block_size)
+    quantisation = quantisation_of(cache.kv_cache_dtype)
+    kernels = _kernels(cache.block_size, quantisation)
     rejected = None
     if kernels is not None:
-        rejected, error = _judge(kernels, block_size, shapes, heads)
+        rejected, error = _judge(kernels, cache.block_size, shapes, heads)
         if rejected is None:
             return BackendChoice(kernels, error)
         logger.warning("attention kernels are not used: %s", rejected)
-    return BackendChoice(reference, attention_error(ReferenceAttention(BLOCK_SIZE)), rejected)
+    error = attention_error(_reference(BLOCK_SIZE, quantisation))
+    return BackendChoice(_reference(cache.block_size, quantisation), error, rejected)
 
 
-def _kernels(block_size: int) -> KernelAttention | None:
+def _reference(block_size: int, quantisation: KVQuantisation | None) -> ReferenceAttention:
+    if quantisation is None:
+        return ReferenceAttention(block_size)
+    return QuantisedReferenceAttention(block_size, quantisation)
+
+
+def _kernels(block_size: int, quantisation: KVQuantisation | None) -> KernelAttention | None:
     backend = backend_name()
     if backend == "cuda":
-        return CudaAttention(block_size)
-    return MetalAttention(block_size) if backend == "metal" else None
+        return CudaAttention(block_size, quantisation)
+    return MetalAttention(block_size, quantisation) if backend == "metal" else None
 
 
 def _judge(
@@ -92,16 +109,19 @@ def _judge(
     """Why kernels may not be used, if so, and their largest error."""
     worst = 0.0
     for shape in dict.fromkeys(shapes):
-        reason = why_unsupported(PoolLayout(shape=shape, block_size=block_size))
+        reason = why_unsupported(kernels.layout(shape))
         if reason is not None:
             return reason, worst
         multiple = max(1, heads // shape.num_kv_heads) * shape.num_kv_heads
         try:
             error = attention_error(kernels, shape, multiple, block_size)
+            misread = misread_share(kernels, shape, block_size)
         except MODEL_ERRORS as cause:
             return f"{type(cause).__name__}: {cause}", worst
         # Not "greater": NaN must fail too.
         if not error <= MAX_ERROR[shape.dtype]:
             return f"off by {error:.2g} for {shape}", worst
+        if misread > MAX_MISREAD:
+            return f"{misread:.0%} of quantised KV is read back wrong for {shape}", worst
         worst = max(worst, error)
     return None, worst

@@ -78,11 +78,6 @@ def kv_shapes(layouts: tuple[CacheLayout, ...]) -> list[LayerShape]:
     return [shape for shape in shapes if shape is not None]
 
 
-def bytes_per_token(layouts: tuple[CacheLayout, ...]) -> int:
-    """KV bytes of one token in all layers; state is not counted."""
-    return sum(shape.bytes_per_token for shape in kv_shapes(layouts))
-
-
 def _describe(cache: Any) -> CacheLayout:
     if isinstance(cache, CacheList):
         return ListLayout(tuple(_describe(part) for part in cache.caches))

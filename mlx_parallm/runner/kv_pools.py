@@ -18,6 +18,7 @@ class KVPools:
         # A cache the model never writes still needs a pool to hand out.
         nothing = LayerShape(num_kv_heads=1, key_dim=1, value_dim=1, dtype=mx.float16)
         self._backend = backend
+        self._written = [index for index, shape in enumerate(shapes) if shape is not None]
         self.layers: list[LayerPool] = [
             backend.new_pool(shape or nothing, num_blocks) for shape in shapes
         ]
@@ -33,5 +34,5 @@ class KVPools:
             return
         sources = mx.array([source for source, _ in pairs])
         targets = mx.array([target for _, target in pairs])
-        for pool in self.layers:
-            self._backend.copy_blocks(pool, sources, targets)
+        for index in self._written:
+            self._backend.copy_blocks(self.layers[index], sources, targets)

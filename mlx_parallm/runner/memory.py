@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from mlx_parallm.attention.base import AttentionBackend
 from mlx_parallm.config import CacheConfig, SchedulerConfig
 from mlx_parallm.errors import ConfigError
-from mlx_parallm.runner.cache_layout import CacheLayout, bytes_per_token
+from mlx_parallm.runner.cache_layout import CacheLayout, kv_shapes
 
 # Where a config names its longest sequence, in order of preference.
 LENGTH_KEYS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "n_ctx")
@@ -59,8 +60,9 @@ def plan_kv(
     cache: CacheConfig,
     scheduler: SchedulerConfig,
     max_model_len: int | None,
+    backend: AttentionBackend,
 ) -> KVPlan:
-    """A model's KV needs.
+    """A model's KV needs, in blocks of the backend's.
 
     Raises:
         ConfigError: ``max_model_len`` exceeds what the model was made for.
@@ -69,7 +71,8 @@ def plan_kv(
     if max_model_len is not None and longest is not None and max_model_len > longest:
         raise ConfigError(f"max_model_len {max_model_len} exceeds the model's own {longest}.")
     length = max_model_len or longest or DEFAULT_MAX_MODEL_LEN
-    per_token = bytes_per_token(layouts) or NOMINAL_BYTES_PER_TOKEN
+    per_token = sum(backend.bytes_per_token(shape) for shape in kv_shapes(layouts))
+    per_token = per_token or NOMINAL_BYTES_PER_TOKEN
     blocks_per_sequence = -(-length // cache.block_size)
     return KVPlan(
         cache.block_size,

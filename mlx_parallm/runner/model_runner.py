@@ -7,6 +7,7 @@ import logging
 import mlx.core as mx
 
 from mlx_parallm.attention.base import AttentionBackend
+from mlx_parallm.attention.quantisation import kv_cache_dtype_of
 from mlx_parallm.batch import RunnerInfo, ScheduledBatch, StepOutput
 from mlx_parallm.errors import ModelLoadError
 from mlx_parallm.runner.cache_layout import CacheLayout
@@ -68,6 +69,7 @@ class ModelRunner:
             has_state=self._path.has_state,
             attention_backend=backend.name,
             dtype=loaded.dtype,
+            kv_cache_dtype=kv_cache_dtype_of(backend.quantisation),
             runs_ahead=backend.runs_ahead and self._path.name in {"packed", "split"},
             is_compiled=self._path.is_compiled,
         )

@@ -58,7 +58,14 @@ class PackedStep:
         self._pools[id(pool.keys)] = (pool, window)
 
     def attend(
-        self, queries: mx.array, keys: Any, *, scale: float, mask: Any, sinks: mx.array | None
+        self,
+        queries: mx.array,
+        keys: Any,
+        *,
+        scale: float,
+        mask: Any,
+        sinks: mx.array | None,
+        soft_cap: float | None = None,
     ) -> mx.array | None:
         """See ``seam.PagedStep``.
 
@@ -74,7 +81,13 @@ class PackedStep:
         if isinstance(mask, WindowMask):
             window = mask.window
         return self.backend.attend(
-            pool, self.plan, queries, scale=scale, window=window, sinks=sinks
+            pool,
+            self.plan,
+            queries,
+            scale=scale,
+            window=window,
+            sinks=sinks,
+            soft_cap=soft_cap,
         )
 
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from mlx_parallm.attention.base import AttentionBackend, CompilableAttention
+from mlx_parallm.errors import ConfigError
 from mlx_parallm.runner.cache_layout import (
     CacheLayout,
     KVLayout,
@@ -18,13 +20,20 @@ from mlx_parallm.runner.cache_layout import (
 from mlx_parallm.runner.discovery import CacheUsers, find_cache_users
 from mlx_parallm.runner.group_cache import CacheViews
 from mlx_parallm.runner.kv_pools import KVPools
+from mlx_parallm.runner.model_errors import MODEL_ERRORS
 from mlx_parallm.runner.paths.alone import AlonePath
 from mlx_parallm.runner.paths.base import ForwardPath
 from mlx_parallm.runner.paths.packed import PackedPath
 from mlx_parallm.runner.paths.sequential import SequentialPath
 from mlx_parallm.runner.paths.split import SplitPath
 from mlx_parallm.runner.row_selection import RowSelector, install_row_selection
-from mlx_parallm.runner.self_check import blocks_needed, check_path, stock_texts
+from mlx_parallm.runner.self_check import (
+    CheckedText,
+    blocks_needed,
+    check_path,
+    largest_difference,
+    stock_texts,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -66,26 +75,58 @@ def choose_path(
     """Try paths from the fastest to the safest.
 
     Each is checked against the stock model on random ragged prompts; ``AlonePath``, which is the
-    stock model, is taken when none agrees.
+    stock model, is taken when none agrees. With quantised KV no path agrees with the stock model,
+    so it is the same path with exact KV that is checked.
+
+    Raises:
+        ConfigError: KV cannot be quantised in this model.
     """
+    if any(isinstance(one, OpaqueLayout) for one in leaves(layouts)):
+        return PathChoice(_alone(model, backend), ())
     attempts: list[PathAttempt] = []
-    if not any(isinstance(one, OpaqueLayout) for one in leaves(layouts)):
-        window = checked_length(model, layouts)
-        texts = stock_texts(model, vocab_size, window)
-        blocks = max(num_blocks, blocks_needed(block_size, window))
-        shapes = [one.shape for one in leaves(layouts) if isinstance(one, KVLayout)]
-        pools = KVPools(backend, shapes, blocks)
-        candidates = _Candidates(model, layouts, pools, backend, vocab_size, block_size)
-        for name, make in candidates.in_order():
-            path = make()
-            difference, error, exact = check_path(path, texts, block_size, dtype)
-            attempts.append(PathAttempt(name, difference, error, exact))
-            logger.info("path %s: difference %s, error %s", name, difference, error)
-            if exact:
-                return PathChoice(path, tuple(attempts))
-            if isinstance(path, SplitPath):
-                path.close()
-    return PathChoice(AlonePath(model), tuple(attempts))
+    window = checked_length(model, layouts)
+    texts = stock_texts(model, vocab_size, window)
+    needed = blocks_needed(block_size, window)
+    blocks = max(num_blocks, needed)
+    candidates = _Candidates(model, layouts, vocab_size, block_size)
+    candidates.use(backend.unquantised(), blocks if backend.quantisation is None else needed)
+    for name, make in candidates.in_order():
+        path = make()
+        difference, error, exact = check_path(path, texts, block_size, dtype)
+        attempts.append(PathAttempt(name, difference, error, exact))
+        logger.info("path %s: difference %s, error %s", name, difference, error)
+        if exact and backend.quantisation is None:
+            return PathChoice(path, tuple(attempts))
+        if isinstance(path, SplitPath):
+            path.close()
+        if exact:
+            candidates.use(backend, blocks)
+            return PathChoice(_that_runs(make(), texts, block_size), tuple(attempts))
+    return PathChoice(_alone(model, backend), tuple(attempts))
+
+
+def _alone(model: Any, backend: AttentionBackend) -> AlonePath:
+    if backend.quantisation is not None:
+        raise ConfigError(
+            "kv_cache_dtype must be auto: this model runs with caches of its own only, which are "
+            "not quantised."
+        )
+    return AlonePath(model)
+
+
+def _that_runs(path: ForwardPath, texts: Sequence[CheckedText], block_size: int) -> ForwardPath:
+    """The path, if it runs with quantised KV; how far it is from exact KV is not judged here."""
+    try:
+        difference = largest_difference(path, texts, block_size)
+    except MODEL_ERRORS as cause:
+        raise ConfigError(f"kv_cache_dtype must be auto for this model: {cause}") from cause
+    if not math.isfinite(difference):
+        raise ConfigError(
+            "kv_cache_dtype must be auto for this model: its keys or values are too large for the "
+            "scales of quantised ones."
+        )
+    logger.info("quantised KV moves log-probabilities of random text by up to %s", difference)
+    return path
 
 
 def checked_length(model: Any, layouts: tuple[CacheLayout, ...]) -> int | None:
@@ -125,17 +166,19 @@ class _Candidates:
         self,
         model: Any,
         layouts: tuple[CacheLayout, ...],
-        pools: KVPools,
-        backend: AttentionBackend,
         vocab_size: int,
         block_size: int,
     ) -> None:
         self._model = model
         self._layouts = layouts
-        self._pools = pools
-        self._backend = backend
         self._block_size = block_size
         self._selector: RowSelector = install_row_selection(model, vocab_size)
+
+    def use(self, backend: AttentionBackend, num_blocks: int) -> None:
+        """Make paths over new pools of this backend from now on."""
+        shapes = [one.shape for one in leaves(self._layouts) if isinstance(one, KVLayout)]
+        self._backend = backend
+        self._pools = KVPools(backend, shapes, num_blocks)
 
     def in_order(self) -> Iterator[tuple[str, Callable[[], ForwardPath]]]:
         if self._layouts and all(isinstance(one, KVLayout) for one in self._layouts):

@@ -1,10 +1,11 @@
-"""The one seam to mlx_lm: functions that a packed forward wants to be its own.
+"""The one seam to mlx_lm: calls that a packed forward wants to be its own.
 
 mlx_lm's models call ``scaled_dot_product_attention`` and ``swiglu`` by names in their own module.
 Those names are replaced by objects that know of the forward in progress. Attention asks it whether
 the keys it got are one of its pools, by identity, and otherwise calls the original; SwiGLU takes
-the faster of two ways to the same values. So stock forwards, other models of the same module and
-layers outside the pool are untouched.
+the faster of two ways to the same values. Classes that write attention out have their ``__call__``
+replaced in the same manner (``attention_overrides.py``). So stock forwards, other models of the
+same module and layers outside the pool are untouched.
 """
 
 from __future__ import annotations
@@ -12,12 +13,15 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
+from types import MethodType
 from typing import Any, Protocol
 
 import mlx.core as mx
 import mlx.nn as nn
 
 from mlx_parallm.numerics.exp2 import is_exp_slow, silu
+from mlx_parallm.runner.attention_overrides import ATTENTION_OVERRIDES, Override
 
 # Of fewer elements the one compiled operation is as fast as a dozen vectorised ones.
 MIN_SWIGLU_SIZE = 8192
@@ -34,6 +38,7 @@ class PagedStep(Protocol):
         scale: float,
         mask: Any,
         sinks: mx.array | None,
+        soft_cap: float | None = None,
     ) -> mx.array | None:
         """Attention over the pool that ``keys`` is, or None if it is no pool of this step."""
         ...
@@ -82,22 +87,50 @@ class SwigluSeam:
         return silu(gate) * x
 
 
-Seam = PagedAttentionSeam | SwigluSeam
+class ModuleSeam:
+    """Stands for ``__call__`` of a class of mlx_lm that computes attention by hand."""
+
+    def __init__(self, override: Override, original: Callable[..., Any]) -> None:
+        self.original = original
+        self.override = override
+        self.step: PagedStep | None = None
+
+    def __get__(self, module: nn.Module | None, owner: type | None = None) -> Callable[..., Any]:
+        """As a function is bound when it is called as a method."""
+        return self if module is None else MethodType(self, module)
+
+    def __call__(self, module: nn.Module, *args: Any, **options: Any) -> Any:
+        """The module's output."""
+        if self.step is not None:
+            output = self.override(self.step, module, *args, **options)
+            if output is not None:
+                return output
+        return self.original(module, *args, **options)
+
+
+Seam = PagedAttentionSeam | SwigluSeam | ModuleSeam
 
 
 class ModelSeams:
     """The seams of every module whose classes a model is made of."""
 
     def __init__(self, model: nn.Module) -> None:
-        kinds: dict[str, type[Seam]] = {"scaled_dot_product_attention": PagedAttentionSeam}
+        kinds: dict[str, type[PagedAttentionSeam | SwigluSeam]] = {
+            "scaled_dot_product_attention": PagedAttentionSeam
+        }
         if is_exp_slow():
             kinds["swiglu"] = SwigluSeam
         names = {type(module).__module__ for module in model.modules()}
-        self._seams = [
+        self._seams: list[Seam] = [
             _install(sys.modules[name], function, kind)
             for name in sorted(names)
             for function, kind in kinds.items()
             if hasattr(sys.modules[name], function)
+        ]
+        self._seams += [
+            _install(getattr(sys.modules[name], kind), "__call__", partial(ModuleSeam, override))
+            for (name, kind), override in ATTENTION_OVERRIDES.items()
+            if name in names
         ]
 
     @contextmanager
@@ -112,10 +145,10 @@ class ModelSeams:
                 seam.step = None
 
 
-def _install(module: Any, function: str, kind: type[Seam]) -> Seam:
-    current = getattr(module, function)
-    if isinstance(current, kind):
+def _install(owner: Any, name: str, make: Callable[[Any], Seam]) -> Seam:
+    current = getattr(owner, name)
+    if isinstance(current, Seam):
         return current
-    seam = kind(current)
-    setattr(module, function, seam)
+    seam = make(current)
+    setattr(owner, name, seam)
     return seam

@@ -35,6 +35,7 @@ PATHS = {
     "qwen2": "packed",
     "qwen3": "packed",
     "phi3": "packed",
+    "gemma2": "packed",
     "gemma3_text": "packed",
     "gemma3n": "packed",
     "gemma4_text": "packed",
@@ -91,8 +92,10 @@ def shared_runner(name: str, backend: type[ReferenceAttention] = ReferenceAttent
     loaded = loaded_model(name)
     layouts = probe_layout(loaded.model)
     scheduler = SchedulerConfig(max_num_seqs=8)
-    plan = plan_kv(layouts, loaded.config, CacheConfig(block_size=BLOCK_SIZE), scheduler, 96)
-    return ModelRunner(loaded, layouts, plan, 96, backend(BLOCK_SIZE))
+    attention = backend(BLOCK_SIZE)
+    cache = CacheConfig(block_size=BLOCK_SIZE)
+    plan = plan_kv(layouts, loaded.config, cache, scheduler, 96, attention)
+    return ModelRunner(loaded, layouts, plan, 96, attention)
 
 
 @cache
@@ -185,7 +188,15 @@ def test_ragged_prompts_joining_midway_in_chunks_equal_each_alone(name: str) -> 
     [(name, AheadAttention) for name in ("llama", "gemma3n", "gpt_oss", "lfm2", "qwen3_next")]
     + [
         (name, CompiledAttention)
-        for name in ("llama", "llama-4bit", "gemma3_text", "gemma3n", "gpt_oss", "qwen3_moe")
+        for name in (
+            "llama",
+            "llama-4bit",
+            "gemma2",
+            "gemma3_text",
+            "gemma3n",
+            "gpt_oss",
+            "qwen3_moe",
+        )
     ],
 )
 def test_steps_that_run_ahead_give_the_same(name: str, attention: type[AheadAttention]) -> None:

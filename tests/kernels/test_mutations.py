@@ -12,8 +12,8 @@ import pytest
 import mlx_parallm.attention.kernels
 from benchmarks.gpu.kernel_cases import Case, Trial
 from mlx_parallm.attention.kernel_backend import KernelAttention
-from mlx_parallm.attention.kernel_pool import KVQuantisation
 from mlx_parallm.attention.kernels.build import kernel_text
+from mlx_parallm.attention.quantisation import KVQuantisation
 from tests.kernels.shim_compile import require_compiler
 from tests.kernels.shim_dialect import ORDERS, CudaShim, KernelError, MetalShim, Shim
 

@@ -107,6 +107,10 @@ def test_doctor_prints_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert report["device"]["backend"] in ("cpu", "cuda", "metal")
     assert report["device"]["matmul_gflops"] > 0
     assert report["attention"]["passed"] is True
+    assert {name: one["passed"] for name, one in report["quantised_kv"].items()} == {
+        "int8": True,
+        "int4": True,
+    }
     assert report["versions"]["mlx_parallm"] == __version__
 
 

@@ -1,0 +1,89 @@
+"""The kernels of a quantised pool are used where they are right, and not where they are wrong."""
+
+from __future__ import annotations
+
+import re
+
+import mlx.core as mx
+import pytest
+
+from mlx_parallm.attention.base import LayerShape
+from mlx_parallm.attention.kernel_backend import KernelAttention
+from mlx_parallm.attention.quantisation import KVQuantisation
+from mlx_parallm.attention.quantised_reference import QuantisedReferenceAttention
+from mlx_parallm.config import CacheConfig
+from mlx_parallm.runner import backend_choice
+from mlx_parallm.runner.backend_choice import BackendChoice, choose_backend
+from tests.kernels.shim_dialect import Shim
+
+DTYPES = (mx.float32, mx.bfloat16)
+# Text of the kernels, and what would be a mistake in its place.
+MISTAKES = {
+    "rounds down": ("quantise", ")) * inverse", ")) * inverse - 0.49f"),
+    "one level fewer": ("quantise", "(1 << BITS) - 1", "(1 << BITS) - 2"),
+    "scales in the wrong place": ("quantise", "* groups + group)", "* groups)"),
+    "scales not heeded by attention": ("attend", "value_scales[u])", "key_scales[0][0])"),
+}
+
+
+def shape_of(dtype: mx.Dtype) -> LayerShape:
+    return LayerShape(num_kv_heads=2, key_dim=128, value_dim=80, dtype=dtype)
+
+
+def choose(
+    shim: Shim,
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    *,
+    dtype: mx.Dtype = mx.bfloat16,
+    block_size: int = 16,
+) -> BackendChoice:
+    """As on a device that runs the kernels."""
+
+    def kernels(block_size: int, quantisation: KVQuantisation | None) -> KernelAttention:
+        return KernelAttention(block_size, shim, quantisation=quantisation)
+
+    monkeypatch.setattr(backend_choice, "_kernels", kernels)
+    cache = CacheConfig(block_size=block_size, kv_cache_dtype=name)
+    return choose_backend(cache, [shape_of(dtype)], 4)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("name", "bits"), [("int8", 8), ("int4", 4)])
+def test_right_kernels_are_used(
+    shim: Shim, monkeypatch: pytest.MonkeyPatch, name: str, bits: int, dtype: mx.Dtype
+) -> None:
+    choice = choose(shim, monkeypatch, name, dtype=dtype)
+    assert choice.rejected is None
+    assert isinstance(choice.backend, KernelAttention)
+    assert choice.backend.quantisation == KVQuantisation(bits=bits)
+    assert choice.backend.unquantised().quantisation is None
+
+
+@pytest.mark.parametrize("name", ["int8", "int4"])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_wrong_kernels_are_not(
+    shim: Shim, monkeypatch: pytest.MonkeyPatch, name: str, mistake: str, dtype: mx.Dtype
+) -> None:
+    file, right, wrong = MISTAKES[mistake]
+
+    def mutate(kernel: str, body: str) -> str:
+        if file not in kernel:
+            return body
+        assert right in body
+        return body.replace(right, wrong)
+
+    shim.mutate = mutate
+    choice = choose(shim, monkeypatch, name, dtype=dtype)
+    assert choice.rejected is not None
+    assert re.search("off by|read back wrong", choice.rejected)
+    assert isinstance(choice.backend, QuantisedReferenceAttention)
+
+
+def test_blocks_that_kernels_cannot_quantise_go_to_the_reference(
+    shim: Shim, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    choice = choose(shim, monkeypatch, "int8", block_size=6)
+    assert "blocks of 6 tokens" in (choice.rejected or "")
+    assert isinstance(choice.backend, QuantisedReferenceAttention)

@@ -1,0 +1,64 @@
+"""Stock operations agree with softmax attention on the shapes that the kernels are tried on."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import mlx.core as mx
+import pytest
+
+from benchmarks.gpu.kernel_cases import Case, Trial
+from mlx_parallm.attention import decode_groups, dense
+from mlx_parallm.attention.quantisation import KVQuantisation
+from mlx_parallm.attention.quantised_reference import QuantisedReferenceAttention
+from mlx_parallm.attention.reference import ReferenceAttention
+
+MIXED = ((37, 1), (3, 1), (15, 3), (0, 1), (130, 80), (0, 17))
+BITS8, BITS4 = KVQuantisation(bits=8), KVQuantisation(bits=4, group_size=32)
+CASES = [
+    Case(sequences=MIXED),
+    Case(sequences=MIXED, window=20, sinks=True),
+    Case(sequences=MIXED, soft_cap=2.0),
+    Case(sequences=MIXED, soft_cap=0.5, window=20, sinks=True, heads=6, kv_heads=3),
+    Case(sequences=MIXED, soft_cap=2.0, dtype=mx.float16, key_dim=80, value_dim=48),
+    Case(sequences=MIXED, quantisation=BITS8, sinks=True),
+    Case(sequences=MIXED, quantisation=BITS4, key_dim=80, value_dim=112, window=20),
+    Case(sequences=MIXED, quantisation=BITS8, soft_cap=2.0, key_dim=24, dtype=mx.float16),
+]
+
+
+def reference(case: Case) -> ReferenceAttention:
+    if case.quantisation is None:
+        return ReferenceAttention(case.block_size)
+    return QuantisedReferenceAttention(case.block_size, case.quantisation)
+
+
+@pytest.mark.parametrize("composed", [False, True])
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_attention_is_right(case: Case, composed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dense, "is_exp_slow", lambda: composed)
+    trial, backend = Trial(case), reference(case)
+    assert trial.error(trial.run(backend, trial.fill(backend))) <= case.tolerance
+
+
+def test_a_forgotten_cap_shows() -> None:
+    case = Case(sequences=MIXED, soft_cap=2.0)
+    trial, backend = Trial(case), ReferenceAttention(case.block_size)
+    pool = trial.fill(backend)
+    found = trial.run(backend, pool)
+    trial.case = replace(case, soft_cap=None)
+    assert trial.error(found) > 0.1
+
+
+def test_rows_of_one_prefix_heed_the_cap(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dense, "is_exp_slow", lambda: True)
+    monkeypatch.setattr(decode_groups, "MIN_SAVED_TOKENS", 16)
+    case = Case(sequences=((40, 1), (40, 1)), soft_cap=0.5)
+    trial, backend = Trial(case), ReferenceAttention(case.block_size)
+    # The second sequence is the first.
+    trial.tables[1], trial.keys[1], trial.values[1] = (
+        (*trial.tables[0][:2], trial.tables[1][2]),
+        trial.keys[0],
+        trial.values[0],
+    )
+    assert trial.error(trial.run(backend, trial.fill(backend))) <= case.tolerance
