@@ -6,7 +6,7 @@ import math
 import pytest
 
 from benchmarks.checks import Check, conclude
-from benchmarks.figures import format_result, replace_figures
+from benchmarks.figures import format_result, replace_marked
 
 
 @pytest.mark.parametrize(
@@ -48,8 +48,8 @@ def test_figures_replace_only_what_stands_between_their_marks(tmp_path):
     page = (
         "a\n<!-- figures: trial -->\nold\n<!-- end -->\nb\n<!-- figures: other -->\n<!-- end -->\n"
     )
-    filled = replace_figures(page, "trial", table)
+    filled = replace_marked(page, "figures: trial", table)
     assert "| ratio | 2.5 | >= 2 | PASS |" in filled
     assert "old" not in filled
     assert filled.endswith("b\n<!-- figures: other -->\n<!-- end -->\n")
-    assert replace_figures(filled, "trial", table) == filled
+    assert replace_marked(filled, "figures: trial", table) == filled
