@@ -58,25 +58,6 @@ def against_stock(
     )
 
 
-def alone(bench: Bench, *, shape: str, batch: int, bits: int | None = None) -> Outcome:
-    """Step times and memory of the engine."""
-    sizes, model = bench.sizes, bench.model(shape, bits)
-    lengths = [sizes.tokens(512)] * sizes.batch(batch)
-    room = lengths[0] + DECODE_ROOM
-    with engine_for(model, max_num_seqs=len(lengths), max_model_len=room) as (engine, _):
-        load = _running(bench, engine, model, lengths)
-        ours = load.decode(sizes.steps * sizes.rounds)
-        memory = _memory(model)
-        load.end()
-        facts = engine.facts()
-    ours_ms = statistics.median(ours)
-    return Outcome(
-        {},
-        {OURS_MS: ours_ms, TOKENS_PER_S: len(lengths) / ours_ms * 1e3, **memory},
-        {"ours": summary(ours), **facts},
-    )
-
-
 def floor(bench: Bench, *, shape: str, batch: int, context: int) -> Outcome:
     """Time to read weights and KV once at the speed of a copy, over the time of a step."""
     sizes, model = bench.sizes, bench.model(shape)
