@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import statistics
 from typing import Any
 
@@ -19,12 +20,14 @@ from benchmarks.gpu.engines import (
     summary,
 )
 from benchmarks.gpu.shapes import RandomModel
+from mlx_parallm.bench.statistics import percentile
 
 RATIO = "times as fast"
 SHARE = "share of the floor"
 SHARE_WITHOUT_TABLE = "the same without the input embedding"
 SLOWER = "step, sampled over greedy"
 SPREAD = "step, spread over equal lengths"
+STALL = "step p99 over its median before"
 HELD = "KV bytes held over tokens in use"
 STOCK_MS, OURS_MS = "`BatchGenerator` ms", "`Engine.step` ms"
 TOKENS_PER_S, WEIGHTS_GB, PEAK_GB = "tokens/s", "weights GB", "peak GB"
@@ -60,22 +63,8 @@ def against_stock(
 
 def floor(bench: Bench, *, shape: str, batch: int, context: int) -> Outcome:
     """Time to read weights and KV once at the speed of a copy, over the time of a step."""
-    sizes, model = bench.sizes, bench.model(shape)
-    lengths = [sizes.tokens(context)] * sizes.batch(batch)
-    room = lengths[0] + DECODE_ROOM
-    with engine_for(
-        model,
-        max_num_seqs=len(lengths),
-        max_model_len=room,
-        kv_tokens=sum(lengths) + _room(lengths),
-    ) as (engine, _):
-        load = _running(bench, engine, model, lengths)
-        before = load.tokens_in_use
-        ours = load.decode(sizes.steps * sizes.rounds)
-        tokens = (before + load.tokens_in_use) / 2
-        kv_bytes = tokens * engine.bytes_per_token
-        load.end()
-        facts = engine.facts()
+    model = bench.model(shape)
+    ours, kv_bytes, facts = _alone(bench, model, batch, context)
     ours_s, rate = statistics.median(ours) / 1e3, bench.bandwidth()
     weights = model.loaded.weight_bytes
     floor_s = (weights + kv_bytes) / rate
@@ -86,6 +75,52 @@ def floor(bench: Bench, *, shape: str, batch: int, context: int) -> Outcome:
         },
         {OURS_MS: ours_s * 1e3, "floor ms": floor_s * 1e3, "copy TB/s": rate / 1e12},
         {"ours": summary(ours), "weight bytes": weights, "KV bytes": kv_bytes, **facts},
+    )
+
+
+def kv_dtype(bench: Bench, *, shape: str, batch: int, context: int, dtype: str) -> Outcome:
+    """Step times with KV as the weights, and then with KV of another dtype."""
+    model = bench.model(shape)
+    full, full_bytes, _ = _alone(bench, model, batch, context)
+    gc.collect()
+    mx.clear_cache()
+    small, small_bytes, facts = _alone(bench, model, batch, context, dtype)
+    full_ms, small_ms = statistics.median(full), statistics.median(small)
+    return Outcome(
+        {RATIO: full_ms / small_ms},
+        {
+            "bf16 KV ms": full_ms,
+            f"{dtype} KV ms": small_ms,
+            "bf16 KV GB": full_bytes / GB,
+            f"{dtype} KV GB": small_bytes / GB,
+        },
+        {"bf16": summary(full), dtype: summary(small), **facts},
+    )
+
+
+def late_prompt(bench: Bench, *, shape: str, batch: int, prompt: int, step_tokens: int) -> Outcome:
+    """Steps before a long prompt and while it is prefilled, so many tokens in a step at most."""
+    sizes, model = bench.sizes, bench.model(shape)
+    length = sizes.tokens(prompt)
+    lengths = [sizes.tokens(512)] * sizes.batch(batch)
+    with engine_for(
+        model,
+        max_num_seqs=len(lengths) + 1,
+        max_model_len=length + DECODE_ROOM,
+        kv_tokens=length + sum(lengths) + _room(lengths),
+        step_tokens=sizes.tokens(step_tokens),
+    ) as (engine, _):
+        load = _running(bench, engine, model, lengths)
+        before = load.decode(sizes.steps)
+        late = EngineLoad(engine, random_prompts(model, [length], seed=1), name="late")
+        during = late.prefill_steps()
+        late.end()
+        facts = engine.facts()
+    median, high = statistics.median(before), percentile(during, 99)
+    return Outcome(
+        {STALL: high / median},
+        {"step before, ms": median, "p99 during, ms": high, "prefill ms": sum(during)},
+        {"before": summary(before), "during": summary(during), **facts},
     )
 
 
@@ -157,6 +192,27 @@ def _running(
     load.prefill()
     load.decode(bench.sizes.warm_up)
     return load
+
+
+def _alone(
+    bench: Bench, model: RandomModel, batch: int, context: int, dtype: str | None = None
+) -> tuple[list[float], float, dict[str, Any]]:
+    """Step times of the engine, and the mean bytes of KV that a step reads."""
+    sizes = bench.sizes
+    lengths = [sizes.tokens(context)] * sizes.batch(batch)
+    with engine_for(
+        model,
+        max_num_seqs=len(lengths),
+        max_model_len=lengths[0] + DECODE_ROOM,
+        kv_tokens=sum(lengths) + _room(lengths),
+        kv_cache_dtype=dtype,
+    ) as (engine, _):
+        load = _running(bench, engine, model, lengths)
+        before = load.tokens_in_use
+        times = load.decode(sizes.steps * sizes.rounds)
+        tokens = (before + load.tokens_in_use) / 2
+        load.end()
+        return times, tokens * engine.bytes_per_token, engine.facts()
 
 
 def _stock_turns(

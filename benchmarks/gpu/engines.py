@@ -112,6 +112,7 @@ def make_engine(
     max_model_len: int,
     kv_tokens: int | None = None,
     step_tokens: int = STEP_TOKENS,
+    kv_cache_dtype: str | None = None,
 ) -> BenchEngine:
     """An engine as ``engine.build`` makes it.
 
@@ -121,9 +122,10 @@ def make_engine(
         max_model_len: longest sequence.
         kv_tokens: tokens that the pool holds; None is ``max_num_seqs`` full sequences.
         step_tokens: the token budget of a step.
+        kv_cache_dtype: how KV is kept; None is as the weights.
     """
     loaded, layouts = model.loaded, probe_layout(model.model)
-    cache = CacheConfig()
+    cache = CacheConfig(**({"kv_cache_dtype": kv_cache_dtype} if kv_cache_dtype else {}))
     config = SchedulerConfig(max_num_seqs=max_num_seqs, max_num_batched_tokens=step_tokens)
     plan = plan_kv(layouts, loaded.config, cache, config, max_model_len)
     num_blocks = plan.wanted_blocks if kv_tokens is None else -(-kv_tokens // plan.block_size)
@@ -204,6 +206,7 @@ class EngineLoad:
         own = [dict(one) for one in params_of or [{}] * len(prompts)]
         self._engine = bench.engine
         self._ids = [f"{name}-{i}" for i in range(len(prompts))]
+        self._prefix = f"{name}-"
         self._waiting = set(self._ids)
         self._num_tokens = sum(map(len, prompts))
         for request_id, prompt, more in zip(self._ids, prompts, own, strict=True):
@@ -236,17 +239,21 @@ class EngineLoad:
         if failed:
             raise MeasureError(str(failed[0].error))
         tokens = [one.request_id for one in events if isinstance(one, TokenEvent)]
-        mine = [request_id for request_id in tokens if request_id.startswith(self._ids[0][:-1])]
+        mine = [request_id for request_id in tokens if request_id.startswith(self._prefix)]
         self._waiting.difference_update(mine)
         self._num_tokens += len(mine)
         return elapsed * 1e3, len(mine)
 
     def prefill(self) -> float:
         """Step until every request has a token; seconds it took."""
-        started = time.perf_counter()
+        return sum(self.prefill_steps()) / 1e3
+
+    def prefill_steps(self) -> list[float]:
+        """Milliseconds of the steps until every request has a token."""
+        times = []
         while self._waiting:
-            self.step()
-        return time.perf_counter() - started
+            times.append(self.step()[0])
+        return times
 
     def decode(self, steps: int) -> list[float]:
         """Milliseconds of steps in which every request decodes one token."""

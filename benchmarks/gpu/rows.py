@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 
-from benchmarks.gpu import decode, prefill
+from benchmarks.gpu import children, decode, prefill, servers
 from benchmarks.gpu.bench import Row, Target
 
 #: Batch: how many times as fast as ``BatchGenerator`` a step should be.
@@ -34,7 +34,11 @@ def all_rows() -> list[Row]:
             partial(decode.mixed_lengths, shape="8B", batch=64, shortest=128, longest=8192),
             (Target(decode.SPREAD, "<=", 1.15), Target(decode.HELD, "<=", 1.05)),
         ),
+        _kv_speed("int8", 1.3),
+        _late_prompt(1024),
+        _late_prompt(256),
         *_decode("0.6B", DECODE_06B),
+        *_processes(),
         *_decode("8B", {1: 1.2, 32: 2.0}, bits=4),
         _prefill(8, 2048, 4, 1.0),
         *_decode("8B", {1: None, 32: None}, bits=8),
@@ -57,6 +61,85 @@ def _decode(
         )
         for batch, limit in targets.items()
     ]
+
+
+def _processes() -> list[Row]:
+    """Rows that run in processes of their own."""
+    agreement = partial(
+        children.own_benchmark,
+        name="kv_agreement",
+        arguments=["--num-prompts", "16"],
+        shrunk=["--num-prompts", "1"],
+        figures=[children.AGREEMENT],
+    )
+    speculation = partial(
+        children.own_benchmark,
+        name="speculation",
+        arguments=[],
+        shrunk=[],
+        figures=[children.COPY_ALONE, children.COPY_BATCH],
+    )
+    return [
+        Row(
+            "parity",
+            "parity",
+            "embedded model, 64 prompts",
+            partial(children.parity, num_prompts=64),
+            (Target(children.EQUAL, "==", 1.0), Target(children.GAP, "<=", 0.05)),
+        ),
+        Row(
+            "kv-agreement",
+            "kv",
+            "embedded model, teacher-forced, 256 tokens",
+            agreement,
+            (Target(children.AGREEMENT, ">=", 0.99),),
+        ),
+        Row(
+            "server-128",
+            "server",
+            "128 streaming clients",
+            partial(servers.clients, concurrency=128, requests=384),
+            (
+                Target(servers.RATE, ">=", 4.0),
+                Target(servers.FIRST_TOKEN, "<=", 0.5),
+                Target(servers.BETWEEN, "<="),
+            ),
+        ),
+        Row(
+            "server-late-prompt",
+            "late",
+            "over HTTP: 0.6B, 32 streams",
+            partial(servers.late_prompt, streams=32, prompt=16000, stream_tokens=1200),
+            (Target(servers.STALL, "<=", 3.0), Target(servers.STOCK_STALL)),
+        ),
+        Row(
+            "speculation",
+            "speculation",
+            "n-gram speculation, copying",
+            speculation,
+            (Target(children.COPY_ALONE, ">=", 1.8), Target(children.COPY_BATCH, ">=", 1.3)),
+        ),
+    ]
+
+
+def _late_prompt(step_tokens: int) -> Row:
+    return Row(
+        f"late-prompt-8B-32-{step_tokens}",
+        "late",
+        f"`Engine.step`: 8B, 32 rows, step budget {step_tokens:,}",
+        partial(decode.late_prompt, shape="8B", batch=32, prompt=16000, step_tokens=step_tokens),
+        (Target(decode.STALL),),
+    )
+
+
+def _kv_speed(dtype: str, limit: float) -> Row:
+    return Row(
+        f"kv-{dtype}-8B-64x4096",
+        "kv",
+        f"8B, batch 64, 4,096 tokens, {dtype} against bf16",
+        partial(decode.kv_dtype, shape="8B", batch=64, context=4096, dtype=dtype),
+        (Target(decode.RATIO, ">=", limit),),
+    )
 
 
 def _floor(batch: int, context: int) -> Row:
