@@ -40,7 +40,7 @@ def main() -> int:
     chosen = choose(rows, args.rows, results)
     if args.list:
         for row in rows:
-            print(f"{_state(row, results):<9}{row.name:<28}{row.table:<10}{row.what}")
+            print(f"{_state(row, results):<9}{row.name:<28}{row.table:<12}{row.what}")
     elif args.write_docs:
         write_tables(rows, results.rows)
     else:
@@ -55,7 +55,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--list", action="store_true", help="the rows and which are measured")
     parser.add_argument("--write-docs", action="store_true", help="tables into the docs, no run")
     parser.add_argument("--budget-s", type=float, help="begin no row after this many seconds")
-    parser.add_argument("--row-s", type=int, default=240, help="give a row up after this long")
+    parser.add_argument("--row-s", type=float, default=240, help="give a row up after this long")
     parser.add_argument("--shrink", action="store_true", help="sizes for a CPU; a file of its own")
     parser.add_argument("--results", type=Path, help=f"the file, {RESULTS} if not given")
     parser.add_argument("--commit", help="what is measured, where git cannot tell")
@@ -91,13 +91,13 @@ def run(bench: Bench, rows: Sequence[Row], results: Results, args: argparse.Name
             bench.release()
 
 
-def attempt(bench: Bench, row: Row, limit_s: int) -> tuple[Outcome | None, str]:
+def attempt(bench: Bench, row: Row, limit_s: float) -> tuple[Outcome | None, str]:
     """A row's figures, or why there are none."""
     try:
         with time_limit(limit_s):
             return row.measure(bench), ""
     except RowTimeout:
-        return None, f"not done in {limit_s} s"
+        return None, f"not done in {limit_s:g} s"
     except Exception as cause:  # noqa: BLE001 - whatever one row meets, the others are measured
         return None, f"{type(cause).__name__}: {cause}"
     finally:
@@ -106,19 +106,20 @@ def attempt(bench: Bench, row: Row, limit_s: int) -> tuple[Outcome | None, str]:
 
 
 @contextmanager
-def time_limit(seconds: int) -> Iterator[None]:
+def time_limit(seconds: float) -> Iterator[None]:
     """Raise ``RowTimeout`` in the block once the time is over."""
 
     def stop(*_: object) -> None:
         raise RowTimeout
 
     previous = signal.signal(signal.SIGALRM, stop)
-    signal.alarm(seconds)
+    timer = signal.setitimer(signal.ITIMER_REAL, seconds)
     try:
         yield
     finally:
-        signal.alarm(0)
+        signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, previous)
+        signal.setitimer(signal.ITIMER_REAL, *timer)
 
 
 def _state(row: Row, results: Results) -> str:

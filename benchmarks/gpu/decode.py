@@ -115,6 +115,7 @@ def late_prompt(bench: Bench, *, shape: str, batch: int, prompt: int, step_token
         late = EngineLoad(engine, random_prompts(model, [length], seed=1), name="late")
         during = late.prefill_steps()
         late.end()
+        load.end()
         facts = engine.facts()
     median, high = statistics.median(before), percentile(during, 99)
     return Outcome(

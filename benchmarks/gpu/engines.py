@@ -267,7 +267,8 @@ class EngineLoad:
         """Abort every request and let the step in flight end."""
         for request_id in self._ids:
             self._engine.abort(request_id)
-        while self._engine.has_work():
+        # No more than one step is in flight; other requests may go on.
+        if self._engine.has_work():
             self._engine.step()
 
 
