@@ -72,6 +72,7 @@ def choose(rows: Sequence[Row], patterns: Sequence[str], results: Results) -> li
 def run(bench: Bench, rows: Sequence[Row], results: Results, args: argparse.Namespace) -> None:
     """Measure rows until the time is over. A row that fails is recorded and the rest go on."""
     begin = time.monotonic()
+    about_run(args.commit)  # what would fail here must not cost a row
     for row in rows:
         if args.budget_s is not None and time.monotonic() - begin > args.budget_s:
             print("out of time", flush=True)

@@ -133,6 +133,7 @@ def random_model(
 ) -> RandomModel:
     """A model of a shape; ``bits`` quantises it in groups of 64."""
     config = SHAPES[shape]
+    mx.random.seed(0)
     model = _stock_model(config)
     keeps: Callable[[str], bool] = getattr(model, "cast_predicate", lambda path: True)
     for name, module in model.named_modules():

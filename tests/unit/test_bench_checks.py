@@ -2,9 +2,12 @@
 
 import json
 import math
+from importlib.metadata import PackageNotFoundError
 
+import mlx.core as mx
 import pytest
 
+from benchmarks import checks
 from benchmarks.checks import Check, conclude
 from benchmarks.figures import format_result, replace_marked
 
@@ -40,6 +43,18 @@ def test_all_targets_met_is_success(tmp_path):
     assert (
         conclude("trial", [Check("fine", 3.0, ">=", 2.0), Check("just so", 1.0)], {}, tmp_path) == 0
     )
+
+
+def test_a_machine_without_git_and_package_metadata_is_described(monkeypatch):
+    def missing(name):
+        raise PackageNotFoundError(name)
+
+    monkeypatch.setattr(checks, "version", missing)
+    monkeypatch.setattr(checks.shutil, "which", lambda name: None)
+    about = checks.machine()
+    assert about["commit"] == ""
+    assert about["mlx"] == mx.__version__
+    assert about["mlx_lm"][0].isdigit()
 
 
 def test_figures_replace_only_what_stands_between_their_marks(tmp_path):
