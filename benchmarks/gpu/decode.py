@@ -64,8 +64,9 @@ def against_stock(
 def floor(bench: Bench, *, shape: str, batch: int, context: int) -> Outcome:
     """Time to read weights and KV once at the speed of a copy, over the time of a step."""
     model = bench.model(shape)
+    rate = bench.bandwidth()
     ours, kv_bytes, facts = _alone(bench, model, batch, context)
-    ours_s, rate = statistics.median(ours) / 1e3, bench.bandwidth()
+    ours_s = statistics.median(ours) / 1e3
     weights = model.loaded.weight_bytes
     floor_s = (weights + kv_bytes) / rate
     return Outcome(

@@ -169,7 +169,7 @@ class Layers:
 def engine_for(model: RandomModel, **options: Any) -> Iterator[tuple[BenchEngine, Layers]]:
     """An engine for the block; its KV is freed and the model is as before at the end.
 
-    ``options`` are those of ``make_engine``. As in the loader, linear layers are other ones on CUDA.
+    ``options`` are those of ``make_engine``. On CUDA linear layers are those of the loader.
     """
     layers = Layers(model)
     try:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import json
 from pathlib import Path
 
+import mlx.core as mx
 import pytest
 
 from benchmarks.gpu.__main__ import attempt, choose, make_parser, run, time_limit
@@ -98,6 +100,17 @@ def test_a_run_goes_on_after_failures_and_resumes(tmp_path, bench, capsys):
     run(bench, choose(rows, ["good"], results), results, args)
     assert calls == [1]
     assert "no such luck" in capsys.readouterr().out
+
+
+def test_a_row_leaves_no_kv_behind(bench):
+    bench.model("8B")
+    gc.collect()
+    before = mx.get_active_memory()
+    row = next(row for row in INSIDE if row.name == "decode-8B-bf16-32")
+    outcome, error = attempt(bench, row, 60)
+    assert outcome is not None, error
+    assert outcome.figures["peak GB"] * 1e9 > before
+    assert mx.get_active_memory() == before
 
 
 def test_failed_rows_come_last_and_patterns_choose(tmp_path):
