@@ -19,7 +19,7 @@ from benchmarks.gpu.engines import MeasureError
 EQUAL = "texts equal to the reference, float32"
 GAP = "bf16: the two best logits where texts part, at most"
 AGREEMENT = "int8: same likeliest token"
-COPY_ALONE, COPY_BATCH = "batch 1: times as fast", "batch 16: times as fast"
+COPY_ALONE, COPY_BATCH = "copying, 1: ratio", "copying, 16: ratio"
 
 
 def parity(bench: Bench, *, num_prompts: int) -> Outcome:

@@ -76,7 +76,7 @@ def _processes() -> list[Row]:
         children.own_benchmark,
         name="speculation",
         arguments=[],
-        shrunk=[],
+        shrunk="--shape tiny --dtype float32 --repetitions 1 --full-batch 17".split(),
         figures=[children.COPY_ALONE, children.COPY_BATCH],
     )
     return [
@@ -115,7 +115,7 @@ def _processes() -> list[Row]:
         Row(
             "speculation",
             "speculation",
-            "n-gram speculation, copying",
+            "0.6B, n-gram, copying",
             speculation,
             (Target(children.COPY_ALONE, ">=", 1.8), Target(children.COPY_BATCH, ">=", 1.3)),
         ),
