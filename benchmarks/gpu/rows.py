@@ -76,7 +76,16 @@ def _processes() -> list[Row]:
         children.own_benchmark,
         name="speculation",
         arguments=[],
-        shrunk="--shape tiny --dtype float32 --repetitions 1 --full-batch 17".split(),
+        shrunk=[
+            "--shape",
+            "tiny",
+            "--dtype",
+            "float32",
+            "--repetitions",
+            "1",
+            "--full-batch",
+            "17",
+        ],
         figures=[children.COPY_ALONE, children.COPY_BATCH],
     )
     return [
