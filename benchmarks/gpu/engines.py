@@ -114,7 +114,7 @@ def make_engine(
     step_tokens: int = STEP_TOKENS,
     kv_cache_dtype: str | None = None,
 ) -> BenchEngine:
-    """An engine as ``engine.build`` makes it.
+    """An engine as ``engine.build`` makes it, of a model with the loader's linear layers.
 
     Args:
         model: with the layers as mlx_lm made them.
@@ -124,6 +124,8 @@ def make_engine(
         step_tokens: the token budget of a step.
         kv_cache_dtype: how KV is kept; None is as the weights.
     """
+    if backend_name() == "cuda":
+        flatten(model)
     loaded, layouts = model.loaded, probe_layout(model.model)
     cache = CacheConfig(**({"kv_cache_dtype": kv_cache_dtype} if kv_cache_dtype else {}))
     config = SchedulerConfig(max_num_seqs=max_num_seqs, max_num_batched_tokens=step_tokens)
@@ -169,12 +171,10 @@ class Layers:
 def engine_for(model: RandomModel, **options: Any) -> Iterator[tuple[BenchEngine, Layers]]:
     """An engine for the block; its KV is freed and the model is as before at the end.
 
-    ``options`` are those of ``make_engine``. On CUDA linear layers are those of the loader.
+    ``options`` are those of ``make_engine``.
     """
     layers = Layers(model)
     try:
-        if backend_name() == "cuda":
-            flatten(model)
         mx.reset_peak_memory()
         yield make_engine(model, **options), layers
     finally:

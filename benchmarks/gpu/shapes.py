@@ -152,7 +152,7 @@ def random_model(
 
 
 def flatten(model: RandomModel) -> None:
-    """What the loader does to linear layers on CUDA; after the stock model was measured."""
+    """What the loader does to linear layers on CUDA."""
     use_row_layers(model.model)
 
 
