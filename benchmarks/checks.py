@@ -6,11 +6,13 @@ import json
 import math
 import os
 import platform
+import shutil
 import subprocess
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
-from importlib.metadata import version
+from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Literal
 
@@ -63,20 +65,35 @@ def conclude(
 
 def machine() -> dict[str, Any]:
     """Return what a reader must know to place the figures."""
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
-    )
     return {
         "time": datetime.now(UTC).isoformat(timespec="seconds"),
-        "commit": commit.stdout.strip(),
+        "commit": _commit(),
         "system": platform.platform(),
         "processor": _processor(),
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else None,
         "load_average": os.getloadavg(),
         "python": platform.python_version(),
-        "mlx": version("mlx"),
-        "mlx_lm": version("mlx-lm"),
+        "mlx": _version("mlx", "mlx.core"),
+        "mlx_lm": _version("mlx-lm", "mlx_lm"),
     }
+
+
+def _commit() -> str:
+    """The commit of the working folder; empty where there is no git."""
+    if shutil.which("git") is None:
+        return ""
+    found = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
+    )
+    return found.stdout.strip()
+
+
+def _version(name: str, module: str) -> str:
+    """A package's version; its module knows it where it was unpacked without metadata."""
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return str(getattr(import_module(module), "__version__", "?"))
 
 
 def _processor() -> str:

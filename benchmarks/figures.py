@@ -21,13 +21,13 @@ def main() -> None:
     for path in sorted(RESULTS.glob("*.json")):
         content = json.loads(path.read_text())
         if "checks" in content:
-            text = replace_figures(text, path.stem, format_result(content))
+            text = replace_marked(text, f"figures: {path.stem}", format_result(content))
     PAGE.write_text(text)
 
 
-def replace_figures(text: str, name: str, table: str) -> str:
-    """Return ``text`` with the table between the marks of ``name``, if it has them."""
-    pattern = rf"(<!-- figures: {re.escape(name)} -->\n).*?(<!-- end -->)"
+def replace_marked(text: str, mark: str, table: str) -> str:
+    """Return ``text`` with the table between ``<!-- MARK -->`` and the end, if it has them."""
+    pattern = rf"(<!-- {re.escape(mark)} -->\n).*?(<!-- end -->)"
     return re.sub(pattern, lambda found: f"{found[1]}{table}{found[2]}", text, flags=re.DOTALL)
 
 

@@ -20,6 +20,7 @@ from mlx_lm.models import qwen3
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from mlx_parallm.bench.words import make_lexicon
+from mlx_parallm.runner.loader import DTYPES
 
 VOCAB_SIZE = 4096
 END_TOKEN = "<|endoftext|>"
@@ -83,12 +84,14 @@ def forbidden_tokens(tokenizer: Tokenizer) -> list[int]:
     return forbidden
 
 
-def make_weights(seed: int, forbidden: list[int]) -> dict[str, mx.array]:
-    """Return the model's weights, float32, by name."""
+def make_weights(
+    seed: int, forbidden: list[int], config: dict[str, Any] = CONFIG
+) -> dict[str, mx.array]:
+    """Return the weights of a Qwen3, by name, in the config's ``torch_dtype``."""
     mx.random.seed(seed)
-    model = qwen3.Model(qwen3.ModelArgs.from_dict(CONFIG))
+    model = qwen3.Model(qwen3.ModelArgs.from_dict(config))
     weights = dict(tree_flatten(model.parameters()))
-    embedding = mx.random.normal((VOCAB_SIZE, CONFIG["hidden_size"]))
+    embedding = mx.random.normal((VOCAB_SIZE, config["hidden_size"]))
     embedding[:, 0] = BIAS_COLUMN_VALUE
     weights["model.embed_tokens.weight"] = embedding
     for name, weight in weights.items():
@@ -99,12 +102,17 @@ def make_weights(seed: int, forbidden: list[int]) -> dict[str, mx.array]:
     head[:, 0] = 0.0
     head[mx.array(forbidden), 0] = FORBIDDEN_WEIGHT
     weights["lm_head.weight"] = head
+    dtype = DTYPES[config["torch_dtype"]]
+    weights = {name: weight.astype(dtype) for name, weight in weights.items()}
     mx.eval(weights)
     return weights
 
 
-def make_model(folder: Path, seed: int = 0) -> Path:
-    """Write the model to ``folder`` in mlx_lm's form, unless it is there already."""
+def make_model(folder: Path, seed: int = 0, config: dict[str, Any] = CONFIG) -> Path:
+    """Write a model to ``folder`` in mlx_lm's form, unless it is there already.
+
+    ``config`` is that of another Qwen3 with the same tokens and its own head.
+    """
     stamp = folder / "seed.txt"
     if stamp.exists() and stamp.read_text() == str(seed):
         return folder
@@ -115,12 +123,12 @@ def make_model(folder: Path, seed: int = 0) -> Path:
         "tokenizer_class": "PreTrainedTokenizerFast",
         "eos_token": END_TOKEN,
         "chat_template": CHAT_TEMPLATE,
-        "model_max_length": MAX_MODEL_LEN,
+        "model_max_length": config["max_position_embeddings"],
         "clean_up_tokenization_spaces": False,
     }
     (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=2))
-    (folder / "config.json").write_text(json.dumps(CONFIG, indent=2))
-    weights = make_weights(seed, forbidden_tokens(tokenizer))
+    (folder / "config.json").write_text(json.dumps(config, indent=2))
+    weights = make_weights(seed, forbidden_tokens(tokenizer), config)
     mx.save_safetensors(str(folder / "model.safetensors"), weights, {"format": "mlx"})
     stamp.write_text(str(seed))
     return folder

@@ -93,6 +93,18 @@ def send_all(
     return records
 
 
+def require_full_length(
+    server: Server, workload: Workload, records: Sequence[RequestRecord]
+) -> None:
+    """Raise ``BenchmarkError`` unless every answer has all the tokens it was asked for."""
+    for planned, record in zip(plan_requests(workload), records, strict=True):
+        if record.output_tokens != planned.max_tokens:
+            raise BenchmarkError(
+                f"{server.name}: request {planned.index} has {record.output_tokens} tokens, "
+                f"not {planned.max_tokens}"
+            )
+
+
 def with_model(planned: PlannedRequest, model: str | None) -> PlannedRequest:
     """Return the request with the model's name, where the server wants one."""
     return planned if model is None else replace(planned, body=planned.body | {"model": model})

@@ -19,17 +19,16 @@ from typing import Any
 
 from benchmarks.checks import Check, conclude
 from benchmarks.measure import (
-    BenchmarkError,
     chat_like_workload,
     make_parser,
     prepare_model,
+    require_full_length,
     run_workload,
     warm_up,
 )
 from benchmarks.servers import Server, mlx_lm_server, mlx_parallm_server
-from mlx_parallm.bench.record import RequestRecord
 from mlx_parallm.bench.statistics import Summary, summarise
-from mlx_parallm.bench.workload import Workload, plan_requests
+from mlx_parallm.bench.workload import Workload
 
 BASELINE, OURS = "mlx_lm.server", "mlx_parallm"
 GREEDY, SEEDED, UNSEEDED, ALONE = (
@@ -80,7 +79,7 @@ def _measure(server: Server, measured: Measured, repetition: int, args: Namespac
     warm_up(server, args.concurrency)
     for load, (workload, concurrency) in _workloads(repetition, args).items():
         records = run_workload(server, workload, concurrency)
-        _require_full_length(server, workload, records)
+        require_full_length(server, workload, records)
         summary = summarise(records)
         measured.figures[load].append(summary)
         if load == GREEDY:
@@ -100,17 +99,6 @@ def _workloads(repetition: int, args: Namespace) -> dict[str, tuple[Workload, in
         UNSEEDED: (chat_like_workload(args.num_sampled, seed + 2, **warm), clients),
         ALONE: (chat_like_workload(args.num_alone, seed + 3), 1),
     }
-
-
-def _require_full_length(
-    server: Server, workload: Workload, records: Sequence[RequestRecord]
-) -> None:
-    for planned, record in zip(plan_requests(workload), records, strict=True):
-        if record.output_tokens != planned.max_tokens:
-            raise BenchmarkError(
-                f"{server.name}: request {planned.index} has {record.output_tokens} tokens, "
-                f"not {planned.max_tokens}"
-            )
 
 
 def _line(summary: Summary) -> str:

@@ -1,102 +1,312 @@
-"""Decode speed of ``Engine.step`` against mlx_lm's ``BatchGenerator``, random bf16 weights.
-
-``python -m benchmarks.gpu.decode --shapes 0.6B 8B --batches 1 8 32 128`` prints and writes one row
-per shape and batch as it is measured; rows that the file has already are skipped. ``--trace
-FOLDER`` adds a Chrome trace of each, and prints where the time of a step goes.
-"""
+"""Decode rows: against ``BatchGenerator``, against the bandwidth floor, sampled, mixed lengths."""
 
 from __future__ import annotations
 
-import argparse
-import json
-import sys
+import gc
+import statistics
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 
-from benchmarks.gpu.engines import batch_generator_ms, make_engine, random_prompts
-from benchmarks.gpu.shapes import SHAPES, RandomModel, flatten, random_model
-from mlx_parallm.bench.decode_load import DecodeLoad
+from benchmarks.gpu.bench import Bench, Outcome
+from benchmarks.gpu.engines import (
+    DECODE_ROOM,
+    BenchEngine,
+    EngineLoad,
+    Layers,
+    StockLoad,
+    engine_for,
+    random_prompts,
+    summary,
+)
+from benchmarks.gpu.shapes import RandomModel
+from mlx_parallm.bench.statistics import percentile
 from mlx_parallm.bench.step_times import format_steps, summarise_steps
 from mlx_parallm.bench.step_trace import TraceRecorder, write_trace
 
-STEPS = 50
+RATIO = "times as fast"
+SHARE = "share of the floor"
+SHARE_WITHOUT_TABLE = "the same without the input embedding"
+SLOWER = "step, sampled over greedy"
+SPREAD = "step, spread over equal lengths"
+WAITS = "share of steps for which the host waited"
+STALL = "step p99 over its median before"
+HELD = "KV bytes held over tokens in use"
+STOCK_MS, OURS_MS = "`BatchGenerator` ms", "`Engine.step` ms"
+TOKENS_PER_S, WEIGHTS_GB, PEAK_GB = "tokens/s", "weights GB", "peak GB"
+GB = 1e9
+TRACE = Path("results/gpu-timeline.json")
+#: Tokens that a request may decode beside the prefill of a long prompt.
+LATE_ROOM = 1024
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--shapes", nargs="+", default=["0.6B", "8B"], choices=SHAPES)
-    parser.add_argument("--batches", nargs="+", type=int, default=[1, 8, 32, 128])
-    parser.add_argument("--context", type=int, default=512)
-    parser.add_argument("--bits", type=int, help="quantise the weights, in groups of 64")
-    parser.add_argument("--steps", type=int, default=STEPS)
-    parser.add_argument("--output", type=Path, default=Path("results/gpu_decode.json"))
-    parser.add_argument("--trace", type=Path, metavar="FOLDER", help="write Chrome traces here")
-    args = parser.parse_args()
-    rows = json.loads(args.output.read_text()) if args.output.exists() else {}
-    for shape in args.shapes:
-        names = {
-            batch: f"{shape} {args.bits or 'bf16'} {args.context} x {batch}"
-            for batch in args.batches
-        }
-        wanted = {batch: name for batch, name in names.items() if name not in rows}
-        if wanted:
-            _measure_shape(shape, wanted, args, rows)
-    return 0
+def against_stock(
+    bench: Bench, *, shape: str, batch: int, context: int = 512, bits: int | None = None
+) -> Outcome:
+    """Step times of both, taking turns; memory is that of the engine alone."""
+    sizes, model = bench.sizes, bench.model(shape, bits)
+    lengths = [sizes.tokens(context)] * sizes.batch(batch)
+    room = lengths[0] + DECODE_ROOM
+    with engine_for(model, max_num_seqs=len(lengths), max_model_len=room) as (engine, layers):
+        load = _running(bench, engine, model, lengths)
+        ours = load.decode(sizes.steps)
+        memory = _memory(model)
+        stock = _stock_turns(bench, model, layers, lengths, load, ours)
+        load.end()
+        facts = engine.facts()
+    stock_ms, ours_ms = statistics.median(stock), statistics.median(ours)
+    return Outcome(
+        {RATIO: stock_ms / ours_ms},
+        {
+            STOCK_MS: stock_ms,
+            OURS_MS: ours_ms,
+            TOKENS_PER_S: len(lengths) / ours_ms * 1e3,
+            **memory,
+        },
+        {"stock": summary(stock), "ours": summary(ours), **facts},
+    )
 
 
-def _measure_shape(
-    shape: str, wanted: dict[int, str], args: argparse.Namespace, rows: dict[str, Any]
-) -> None:
-    model = random_model(shape, bits=args.bits)
-    lengths = {batch: [args.context] * batch for batch in wanted}
-    stock = {
-        batch: batch_generator_ms(model, random_prompts(model, lengths[batch]), args.steps)
-        for batch in wanted
-    }
-    if args.bits is not None:
-        flatten(model)
-    for batch, name in wanted.items():
-        trace = args.trace / f"{name.replace(' ', '-')}.json" if args.trace else None
-        rows[name] = _row(model, lengths[batch], stock[batch], args.steps, trace)
-        print(name, rows[name], flush=True)
-        args.output.parent.mkdir(exist_ok=True, parents=True)
-        args.output.write_text(json.dumps(rows, indent=1) + "\n")
+def floor(bench: Bench, *, shape: str, batch: int, context: int) -> Outcome:
+    """Time to read weights and KV once at the speed of a copy, over the time of a step."""
+    model = bench.model(shape)
+    rate = bench.bandwidth()
+    ours, kv_bytes, facts = _alone(bench, model, batch, context)
+    ours_s = statistics.median(ours) / 1e3
+    weights = model.loaded.weight_bytes
+    floor_s = (weights + kv_bytes) / rate
+    return Outcome(
+        {
+            SHARE: floor_s / ours_s,
+            SHARE_WITHOUT_TABLE: (floor_s - model.table_bytes / rate) / ours_s,
+        },
+        {OURS_MS: ours_s * 1e3, "floor ms": floor_s * 1e3, "copy TB/s": rate / 1e12},
+        {"ours": summary(ours), "weight bytes": weights, "KV bytes": kv_bytes, **facts},
+    )
 
 
-def _row(
-    model: RandomModel, lengths: list[int], stock_ms: float, steps: int, trace: Path | None
-) -> dict[str, Any]:
-    room = max(lengths) + steps + 64
-    recorder = None if trace is None else TraceRecorder()
-    engine = make_engine(model, max_num_seqs=len(lengths), max_model_len=room, tracer=recorder)
-    load = DecodeLoad(engine, random_prompts(model, lengths))
-    prefill_s = load.prefill()
-    ours_ms = load.decode(steps)
-    if recorder is not None and trace is not None:
-        _trace(recorder, trace, steps)
-    load.end()
-    info = engine.info
-    del engine, load
+def kv_dtype(bench: Bench, *, shape: str, batch: int, context: int, dtype: str) -> Outcome:
+    """Step times with KV as the weights, and then with KV of another dtype."""
+    model = bench.model(shape)
+    full, full_bytes, _ = _alone(bench, model, batch, context)
+    gc.collect()
     mx.clear_cache()
-    return {
-        "BatchGenerator ms": round(stock_ms, 3),
-        "Engine.step ms": round(ours_ms, 3),
-        "ratio": round(stock_ms / ours_ms, 3),
-        "prefill tokens/s": round(sum(lengths) / prefill_s),
-        "backend": info.attention_backend,
-        "path": info.path,
-        "runs ahead": info.runs_ahead,
-    }
+    small, small_bytes, facts = _alone(bench, model, batch, context, dtype)
+    full_ms, small_ms = statistics.median(full), statistics.median(small)
+    return Outcome(
+        {RATIO: full_ms / small_ms},
+        {
+            "bf16 KV ms": full_ms,
+            f"{dtype} KV ms": small_ms,
+            "bf16 KV GB": full_bytes / GB,
+            f"{dtype} KV GB": small_bytes / GB,
+        },
+        {"bf16": summary(full), dtype: summary(small), **facts},
+    )
 
 
-def _trace(recorder: TraceRecorder, path: Path, steps: int) -> None:
-    path.parent.mkdir(exist_ok=True, parents=True)
-    write_trace(recorder.spans, path)
-    print(format_steps(summarise_steps(recorder.spans, steps)), flush=True)
-    print(f"trace: {path}", flush=True)
+def late_prompt(bench: Bench, *, shape: str, batch: int, prompt: int) -> Outcome:
+    """Steps before a long prompt and while it is prefilled, unbounded and within a bound.
+
+    The bound is three times the median step before. The first of two prompts shows the engine what
+    prefill costs and compiles what it needs; the second is measured.
+    """
+    free = _late(bench, shape, batch, prompt, None)
+    median = statistics.median(free.before)
+    bound = _late(bench, shape, batch, prompt, 3 * median)
+    return Outcome(
+        {STALL: percentile(bound.during, 99) / statistics.median(bound.before)},
+        {
+            "step before, ms": statistics.median(bound.before),
+            "p99 unbounded, ms": percentile(free.during, 99),
+            "p99 bounded, ms": percentile(bound.during, 99),
+            "prefill unbounded, ms": sum(free.during),
+            "prefill bounded, ms": sum(bound.during),
+        },
+        {"before": summary(bound.before), "during": summary(bound.during), **bound.facts},
+    )
 
 
-if __name__ == "__main__":
-    sys.exit(main())
+@dataclass(frozen=True, slots=True)
+class _Late:
+    """Milliseconds of the steps before and during the prefill of a long prompt."""
+
+    before: list[float]
+    during: list[float]
+    facts: dict[str, Any]
+
+
+def _late(bench: Bench, shape: str, batch: int, prompt: int, stall_ms: float | None) -> _Late:
+    sizes, model = bench.sizes, bench.model(shape)
+    length = sizes.tokens(prompt)
+    lengths = [sizes.tokens(512)] * sizes.batch(batch)
+    room = LATE_ROOM if sizes.is_full else DECODE_ROOM
+    with engine_for(
+        model,
+        max_num_seqs=len(lengths) + 1,
+        max_model_len=length + room,
+        kv_tokens=2 * length + sum(lengths) + len(lengths) * room,
+        stall_ms=stall_ms,
+    ) as (engine, _):
+        load = _running(bench, engine, model, lengths)
+        before = load.decode(sizes.steps)
+        during: list[float] = []
+        for turn in range(2):
+            late = EngineLoad(engine, random_prompts(model, [length], seed=1 + turn), name="late")
+            during = late.prefill_steps()
+            late.end()
+        load.end()
+        return _Late(before, during, engine.facts())
+
+
+def timeline(bench: Bench, *, shape: str, batch: int) -> Outcome:
+    """A Chrome trace of decode steps, and for how much of them the device had the next step."""
+    sizes, model = bench.sizes, bench.model(shape)
+    lengths = [sizes.tokens(512)] * sizes.batch(batch)
+    recorder = TraceRecorder()
+    room = lengths[0] + DECODE_ROOM
+    with engine_for(model, max_num_seqs=len(lengths), max_model_len=room, tracer=recorder) as (
+        engine,
+        _,
+    ):
+        load = _running(bench, engine, model, lengths)
+        times = load.decode(sizes.steps * sizes.rounds)
+        load.end()
+        facts = engine.facts()
+    steps = summarise_steps(recorder.spans, len(times))
+    TRACE.parent.mkdir(exist_ok=True, parents=True)
+    write_trace(recorder.spans, TRACE)
+    print(format_steps(steps), flush=True)
+    phases = {f"{phase}, ms": value for phase, value in steps.phase_ms.items()}
+    waited = steps.num_waited / steps.num_steps
+    return Outcome({WAITS: waited}, {OURS_MS: statistics.median(times), **phases}, facts)
+
+
+def sampled(bench: Bench, *, shape: str, batch: int) -> Outcome:
+    """Greedy and sampled requests of the same lengths, in turn."""
+    sizes, model = bench.sizes, bench.model(shape)
+    lengths = [sizes.tokens(512)] * sizes.batch(batch)
+    params: list[dict[str, Any]] = [
+        {"temperature": 0.8, "top_p": 0.95, "seed": i, "logprobs": 5 if i % 4 == 0 else None}
+        for i in range(len(lengths))
+    ]
+    times: dict[str, list[float]] = {"greedy": [], "sampled": []}
+    room = lengths[0] + DECODE_ROOM
+    with engine_for(model, max_num_seqs=len(lengths), max_model_len=room) as (engine, _):
+        for turn in range(sizes.rounds):
+            for kind, asked in (("greedy", None), ("sampled", params)):
+                load = _running(bench, engine, model, lengths, asked, seed=turn)
+                times[kind] += load.decode(sizes.steps)
+                load.end()
+        facts = engine.facts()
+    greedy, drawn = (statistics.median(times[kind]) for kind in ("greedy", "sampled"))
+    return Outcome(
+        {SLOWER: drawn / greedy},
+        {"greedy ms": greedy, "sampled ms": drawn},
+        {kind: summary(found) for kind, found in times.items()} | facts,
+    )
+
+
+def mixed_lengths(bench: Bench, *, shape: str, batch: int, shortest: int, longest: int) -> Outcome:
+    """Lengths evenly spread between two, and then all of their mean."""
+    sizes, model = bench.sizes, bench.model(shape)
+    count = sizes.batch(batch)
+    low, high = sizes.tokens(shortest), sizes.tokens(longest)
+    spread = [low + (high - low) * i // (count - 1) for i in range(count)]
+    mean = [round(statistics.fmean(spread))] * count
+    with engine_for(
+        model,
+        max_num_seqs=count,
+        max_model_len=high + DECODE_ROOM,
+        kv_tokens=max(sum(spread), sum(mean)) + _room(spread),
+    ) as (engine, _):
+        load = _running(bench, engine, model, spread)
+        mixed = load.decode(sizes.steps * sizes.rounds)
+        held = engine.kv_bytes_held / (load.tokens_in_use * engine.bytes_per_token)
+        load.end()
+        load = _running(bench, engine, model, mean, seed=1)
+        equal = load.decode(sizes.steps * sizes.rounds)
+        load.end()
+        facts = engine.facts()
+    mixed_ms, equal_ms = statistics.median(mixed), statistics.median(equal)
+    return Outcome(
+        {SPREAD: mixed_ms / equal_ms, HELD: held},
+        {"spread ms": mixed_ms, "equal ms": equal_ms},
+        {"spread": summary(mixed), "equal": summary(equal), "lengths": spread, **facts},
+    )
+
+
+def _running(
+    bench: Bench,
+    engine: BenchEngine,
+    model: RandomModel,
+    lengths: list[int],
+    params_of: list[dict[str, Any]] | None = None,
+    *,
+    seed: int = 0,
+) -> EngineLoad:
+    """Requests that decode and are warm."""
+    load = EngineLoad(engine, random_prompts(model, lengths, seed), params_of)
+    load.prefill()
+    load.decode(bench.sizes.warm_up)
+    return load
+
+
+def _alone(
+    bench: Bench, model: RandomModel, batch: int, context: int, dtype: str = "auto"
+) -> tuple[list[float], float, dict[str, Any]]:
+    """Step times of the engine, and the mean bytes of KV that a step reads."""
+    sizes = bench.sizes
+    lengths = [sizes.tokens(context)] * sizes.batch(batch)
+    with engine_for(
+        model,
+        max_num_seqs=len(lengths),
+        max_model_len=lengths[0] + DECODE_ROOM,
+        kv_tokens=sum(lengths) + _room(lengths),
+        kv_cache_dtype=dtype,
+    ) as (engine, _):
+        load = _running(bench, engine, model, lengths)
+        before = load.tokens_in_use
+        times = load.decode(sizes.steps * sizes.rounds)
+        tokens = (before + load.tokens_in_use) / 2
+        load.end()
+        return times, tokens * engine.bytes_per_token, engine.facts()
+
+
+def _stock_turns(
+    bench: Bench,
+    model: RandomModel,
+    layers: Layers,
+    lengths: list[int],
+    load: EngineLoad,
+    ours: list[float],
+) -> list[float]:
+    """Step times of ``BatchGenerator``; from the second turn on the engine's join ``ours``."""
+    times: list[float] = []
+    stock: StockLoad | None = None
+    for turn in range(bench.sizes.rounds):
+        if turn:
+            # What one left in the pipeline is not the other's time.
+            load.decode(2)
+            ours += load.decode(bench.sizes.steps)
+        with layers.stock():
+            if stock is None:
+                stock = StockLoad(model, random_prompts(model, lengths))
+                stock.prefill()
+                stock.decode(bench.sizes.warm_up)
+            stock.decode(2)
+            times += stock.decode(bench.sizes.steps)
+    if stock is not None:
+        stock.end()
+    return times
+
+
+def _room(lengths: list[int]) -> int:
+    return len(lengths) * DECODE_ROOM
+
+
+def _memory(model: RandomModel) -> dict[str, float]:
+    """Weights, and the most that was in use since the engine was made."""
+    return {WEIGHTS_GB: model.loaded.weight_bytes / GB, PEAK_GB: mx.get_peak_memory() / GB}

@@ -1,28 +1,44 @@
-"""An engine around a random model, and how fast it and mlx_lm's ``BatchGenerator`` decode."""
+"""An engine around a random model, mlx_lm's ``BatchGenerator`` beside it, and their step times.
+
+Both are stepped by hand and give the milliseconds of every step.
+"""
 
 from __future__ import annotations
 
 import random
+import statistics
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
 from mlx_lm.generate import BatchGenerator
 
-from benchmarks.gpu.shapes import RandomModel
+from benchmarks.gpu.shapes import RandomModel, flatten
 from mlx_parallm.config import CacheConfig, SchedulerConfig
 from mlx_parallm.engine.engine import Engine
 from mlx_parallm.engine.metrics import EngineMetrics, MetricFamilies
 from mlx_parallm.kv_cache.manager import KVCacheManager
+from mlx_parallm.outputs import ErrorEvent, TokenEvent
+from mlx_parallm.request import GenerateRequest, SamplingParams
 from mlx_parallm.runner.backend_choice import choose_backend
 from mlx_parallm.runner.cache_layout import kv_shapes, probe_layout
+from mlx_parallm.runner.device import backend_name
 from mlx_parallm.runner.memory import plan_kv, query_heads
 from mlx_parallm.runner.model_runner import ModelRunner
 from mlx_parallm.scheduler.scheduler import Scheduler
 from mlx_parallm.tracing import StepTracer
 
-PREFILL_TOKENS = 4096
+#: The token budget of a step.
+STEP_TOKENS = 4096
+#: Tokens that a request of a benchmark may decode.
+DECODE_ROOM = 256
+
+
+class MeasureError(Exception):
+    """What ran is not what was to be measured."""
 
 
 class NoText:
@@ -61,37 +77,120 @@ class NoText:
         return ""
 
 
+@dataclass(frozen=True, slots=True)
+class BenchEngine:
+    """An engine, and the parts of it that a benchmark looks at."""
+
+    engine: Engine
+    kv: KVCacheManager
+    block_bytes: int
+
+    @property
+    def kv_bytes_held(self) -> int:
+        """Bytes of the blocks that sequences hold."""
+        return (self.kv.num_blocks - self.kv.num_free) * self.block_bytes
+
+    @property
+    def bytes_per_token(self) -> float:
+        """KV of one token in all layers."""
+        return self.block_bytes / self.kv.block_size
+
+    def facts(self) -> dict[str, Any]:
+        """How the model runs."""
+        info = self.engine.info
+        return {
+            "path": info.path,
+            "backend": info.attention_backend,
+            "runs ahead": info.runs_ahead,
+            "compiled": info.is_compiled,
+            "blocks": info.num_blocks,
+        }
+
+
 def make_engine(
     model: RandomModel,
     *,
     max_num_seqs: int,
     max_model_len: int,
     kv_tokens: int | None = None,
+    step_tokens: int = STEP_TOKENS,
+    kv_cache_dtype: str = "auto",
     stall_ms: float | None = None,
     tracer: StepTracer | None = None,
-) -> Engine:
-    """An engine as ``engine.build`` makes it, with KV for ``kv_tokens``.
+) -> BenchEngine:
+    """An engine as ``engine.build`` makes it, of a model with the loader's linear layers.
 
-    Without them it has KV for ``max_num_seqs`` full sequences.
+    Args:
+        model: with the layers as mlx_lm made them.
+        max_num_seqs: rows of a step.
+        max_model_len: longest sequence.
+        kv_tokens: tokens that the pool holds; None is ``max_num_seqs`` full sequences.
+        step_tokens: the token budget of a step.
+        kv_cache_dtype: how KV is kept.
+        stall_ms: see ``--max-decode-stall-ms``.
+        tracer: told of every step.
     """
+    if backend_name() == "cuda":
+        flatten(model)
     loaded, layouts = model.loaded, probe_layout(model.model)
-    cache = CacheConfig()
+    cache = CacheConfig(kv_cache_dtype=kv_cache_dtype)
     config = SchedulerConfig(
         max_num_seqs=max_num_seqs,
-        max_num_batched_tokens=PREFILL_TOKENS,
+        max_num_batched_tokens=step_tokens,
         max_decode_stall_ms=stall_ms,
     )
     backend = choose_backend(cache, kv_shapes(layouts), query_heads(loaded.config)).backend
     plan = plan_kv(layouts, loaded.config, cache, config, max_model_len, backend)
-    num_blocks = plan.wanted_blocks
-    if kv_tokens is not None:
-        num_blocks = min(num_blocks, -(-kv_tokens // plan.block_size))
+    num_blocks = plan.wanted_blocks if kv_tokens is None else -(-kv_tokens // plan.block_size)
     runner = ModelRunner(loaded, layouts, plan, num_blocks, backend, tracer=tracer)
     info = runner.info
     kv = KVCacheManager(info.num_blocks, info.block_size, enable_prefix_caching=not info.has_state)
     scheduler = Scheduler(config, kv, max_model_len=info.max_model_len, has_state=info.has_state)
     metrics = EngineMetrics(MetricFamilies(), "bench", info)
-    return Engine(scheduler, runner, NoText(), metrics, tracer=tracer)
+    engine = Engine(scheduler, runner, NoText(), metrics, tracer=tracer)
+    return BenchEngine(engine, kv, plan.block_bytes)
+
+
+class Layers:
+    """The classes of a model's layers: mlx_lm's own, or as an engine made them.
+
+    An engine gives some layers other classes. ``BatchGenerator`` is measured with its own.
+    """
+
+    def __init__(self, model: RandomModel) -> None:
+        self._stock = [(module, type(module)) for module in model.model.modules()]
+        self._changed = self._stock
+
+    @contextmanager
+    def stock(self) -> Iterator[None]:
+        """Let the layers be mlx_lm's own while the block runs."""
+        self._changed = [(module, type(module)) for module, _ in self._stock]
+        self.restore()
+        try:
+            yield
+        finally:
+            for module, changed in self._changed:
+                module.__class__ = changed
+
+    def restore(self) -> None:
+        """Make the layers mlx_lm's own."""
+        for module, original in self._stock:
+            module.__class__ = original
+
+
+@contextmanager
+def engine_for(model: RandomModel, **options: Any) -> Iterator[tuple[BenchEngine, Layers]]:
+    """An engine for the block; its KV is freed and the model is as before at the end.
+
+    ``options`` are those of ``make_engine``.
+    """
+    layers = Layers(model)
+    try:
+        mx.reset_peak_memory()
+        yield make_engine(model, **options), layers
+    finally:
+        layers.restore()
+        mx.clear_cache()
 
 
 def random_prompts(model: RandomModel, lengths: Sequence[int], seed: int = 0) -> list[list[int]]:
@@ -100,28 +199,137 @@ def random_prompts(model: RandomModel, lengths: Sequence[int], seed: int = 0) ->
     return [[source.randrange(model.vocab_size) for _ in range(length)] for length in lengths]
 
 
-def batch_generator_ms(
-    model: RandomModel, prompts: Sequence[Sequence[int]], steps: int, warmup: int = 8
-) -> float:
-    """Milliseconds of a ``BatchGenerator`` step in which every prompt decodes one token."""
-    batch = len(prompts)
-    generator = BatchGenerator(
-        model.model,
-        max_tokens=10_000,
-        completion_batch_size=batch,
-        prefill_batch_size=min(batch, 8),
-    )
-    generator.insert([list(prompt) for prompt in prompts])
-    while len(generator.next()[1]) < batch:
-        pass
-    for _ in range(warmup):
-        generator.next()
-    started, tokens = time.perf_counter(), 0
-    for _ in range(steps):
-        tokens += len(generator.next()[1])
-    elapsed = time.perf_counter() - started
-    if tokens != steps * batch:
-        raise RuntimeError(f"{tokens} tokens in {steps} steps of {batch} prompts")
-    del generator
-    mx.clear_cache()
-    return elapsed / steps * 1e3
+class EngineLoad:
+    """Requests that decode for ever in an engine, stepped by hand.
+
+    ``params`` are sampling parameters of all requests, ``params_of`` those of one, by its index.
+    """
+
+    def __init__(
+        self,
+        bench: BenchEngine,
+        prompts: Sequence[Sequence[int]],
+        params_of: Sequence[Mapping[str, Any]] | None = None,
+        name: str = "bench",
+        **params: Any,
+    ) -> None:
+        asked: dict[str, Any] = {"temperature": 0.0, "ignore_eos": True, **params}
+        own = [dict(one) for one in params_of or [{}] * len(prompts)]
+        self._engine = bench.engine
+        self._ids = [f"{name}-{i}" for i in range(len(prompts))]
+        self._prefix = f"{name}-"
+        self._waiting = set(self._ids)
+        self._num_tokens = sum(map(len, prompts))
+        for request_id, prompt, more in zip(self._ids, prompts, own, strict=True):
+            bench.engine.add(
+                GenerateRequest(
+                    request_id=request_id,
+                    model="bench",
+                    prompt_ids=tuple(prompt),
+                    params=SamplingParams(**asked | more),
+                )
+            )
+
+    @property
+    def tokens_in_use(self) -> int:
+        """Tokens of all prompts and of what was decoded."""
+        return self._num_tokens
+
+    def step(self) -> tuple[float, int]:
+        """Milliseconds of one step, and how many tokens of these requests it gave.
+
+        Raises:
+            MeasureError: a request failed, or there is nothing to run.
+        """
+        started = time.perf_counter()
+        events = self._engine.step()
+        elapsed = time.perf_counter() - started
+        if events is None:
+            raise MeasureError("nothing could run")
+        failed = [event for event in events if isinstance(event, ErrorEvent)]
+        if failed:
+            raise MeasureError(str(failed[0].error))
+        tokens = [one.request_id for one in events if isinstance(one, TokenEvent)]
+        mine = [request_id for request_id in tokens if request_id.startswith(self._prefix)]
+        self._waiting.difference_update(mine)
+        self._num_tokens += len(mine)
+        return elapsed * 1e3, len(mine)
+
+    def prefill(self) -> float:
+        """Step until every request has a token; seconds it took."""
+        return sum(self.prefill_steps()) / 1e3
+
+    def prefill_steps(self) -> list[float]:
+        """Milliseconds of the steps until every request has a token."""
+        times = []
+        while self._waiting:
+            times.append(self.step()[0])
+        return times
+
+    def decode(self, steps: int) -> list[float]:
+        """Milliseconds of steps in which every request decodes one token."""
+        seen = [self.step() for _ in range(steps)]
+        tokens = sum(count for _, count in seen)
+        if tokens != steps * len(self._ids):
+            raise MeasureError(f"{tokens} tokens in {steps} steps of {len(self._ids)} requests")
+        return [elapsed for elapsed, _ in seen]
+
+    def end(self) -> None:
+        """Abort every request and let the step in flight end."""
+        for request_id in self._ids:
+            self._engine.abort(request_id)
+        # No more than one step is in flight; other requests may go on.
+        if self._engine.has_work():
+            self._engine.step()
+
+
+class StockLoad:
+    """Prompts that decode for ever in mlx_lm's ``BatchGenerator``, stepped by hand.
+
+    ``prefill_batch`` is how many prompts it prefills at once; 8 is its default.
+    """
+
+    def __init__(
+        self, model: RandomModel, prompts: Sequence[Sequence[int]], prefill_batch: int = 8
+    ) -> None:
+        self._batch = len(prompts)
+        self._generator = BatchGenerator(
+            model.model,
+            max_tokens=1_000_000,
+            completion_batch_size=self._batch,
+            prefill_batch_size=min(self._batch, prefill_batch),
+        )
+        self._generator.insert([list(prompt) for prompt in prompts])
+
+    def prefill(self) -> float:
+        """Step until every prompt has a token; seconds it took."""
+        started = time.perf_counter()
+        while len(self._generator.next()[1]) < self._batch:
+            pass
+        return time.perf_counter() - started
+
+    def decode(self, steps: int) -> list[float]:
+        """Milliseconds of steps in which every prompt decodes one token."""
+        times = []
+        for _ in range(steps):
+            started = time.perf_counter()
+            count = len(self._generator.next()[1])
+            times.append((time.perf_counter() - started) * 1e3)
+            if count != self._batch:
+                raise MeasureError(f"{count} tokens in a step of {self._batch} prompts")
+        return times
+
+    def end(self) -> None:
+        """Free the KV."""
+        self._generator.close()
+        del self._generator
+        mx.clear_cache()
+
+
+def summary(times_ms: Sequence[float]) -> dict[str, float]:
+    """Median and mean of step times, for the record."""
+    return {
+        "median ms": round(statistics.median(times_ms), 4),
+        "mean ms": round(statistics.fmean(times_ms), 4),
+        "steps": len(times_ms),
+    }

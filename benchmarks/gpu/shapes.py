@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import Any, cast
 
 import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
-from mlx_lm.models import qwen3
 
 from mlx_parallm.attention.kernels.dialect import CudaDialect
 from mlx_parallm.runner.device import backend_name
@@ -17,15 +18,60 @@ from mlx_parallm.runner.loader import LoadedModel
 from mlx_parallm.runner.row_kernel import RowKernel
 from mlx_parallm.runner.row_layers import use_row_layers
 
-QWEN3: dict[str, Any] = {
-    "model_type": "qwen3",
+COMMON: dict[str, Any] = {
     "rms_norm_eps": 1e-6,
     "vocab_size": 151936,
     "max_position_embeddings": 40960,
     "rope_theta": 1e6,
     "rope_scaling": None,
-    "num_key_value_heads": 8,
     "head_dim": 128,
+}
+QWEN3: dict[str, Any] = COMMON | {"model_type": "qwen3", "num_key_value_heads": 8}
+#: Layers of Qwen3-30B-A3B, which has 48; 40 take 51 GB.
+MOE: dict[str, Any] = COMMON | {
+    "model_type": "qwen3_moe",
+    "hidden_size": 2048,
+    "num_hidden_layers": 40,
+    "intermediate_size": 6144,
+    "moe_intermediate_size": 768,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+    "norm_topk_prob": True,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+    "tie_word_embeddings": False,
+}
+#: Qwen3.5-9B without its vision part: three gated delta nets, then one full attention.
+HYBRID: dict[str, Any] = {
+    "model_type": "qwen3_5",
+    "hidden_size": 4096,
+    "num_hidden_layers": 32,
+    "intermediate_size": 12288,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_conv_kernel_dim": 4,
+    "full_attention_interval": 4,
+    "rms_norm_eps": 1e-6,
+    "vocab_size": 248320,
+    "max_position_embeddings": 40960,
+    "tie_word_embeddings": False,
+}
+TINY: dict[str, Any] = {
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "intermediate_size": 128,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "vocab_size": 512,
+    "tie_word_embeddings": False,
 }
 SHAPES: dict[str, dict[str, Any]] = {
     "0.6B": QWEN3
@@ -44,25 +90,35 @@ SHAPES: dict[str, dict[str, Any]] = {
         "num_attention_heads": 32,
         "tie_word_embeddings": False,
     },
-    "tiny": QWEN3
+    "MoE": MOE,
+    "hybrid": HYBRID,
+    "tiny": QWEN3 | TINY,
+    "tiny MoE": MOE
+    | TINY
+    | {"moe_intermediate_size": 32, "num_experts": 4, "num_experts_per_tok": 2},
+    "tiny hybrid": HYBRID
+    | TINY
     | {
-        "hidden_size": 64,
-        "num_hidden_layers": 2,
-        "intermediate_size": 128,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 32,
-        "vocab_size": 512,
-        "tie_word_embeddings": False,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 32,
+        "linear_value_head_dim": 32,
+        "full_attention_interval": 2,
     },
 }
 
 
 @dataclass(frozen=True, slots=True)
 class RandomModel:
-    """A model of random weights, evaluated; ``stock`` has the layers as mlx_lm made them."""
+    """A model of random weights, evaluated.
+
+    Attributes:
+        loaded: as the loader gives it, with the layers as mlx_lm made them.
+        table_bytes: the token embedding, where it is not the head too: a step reads few rows of it.
+    """
 
     loaded: LoadedModel
+    table_bytes: int
 
     @property
     def model(self) -> Any:
@@ -75,21 +131,46 @@ class RandomModel:
         return int(self.loaded.config["vocab_size"])
 
 
-def random_model(shape: str, *, bits: int | None = None) -> RandomModel:
-    """A bfloat16 Qwen3 of a shape; ``bits`` quantises it in groups of 64."""
+def random_model(
+    shape: str, *, bits: int | None = None, dtype: mx.Dtype = mx.bfloat16
+) -> RandomModel:
+    """A model of a shape; ``bits`` quantises it in groups of 64."""
     config = SHAPES[shape]
-    model = qwen3.Model(qwen3.ModelArgs.from_dict(config))
-    model.set_dtype(mx.bfloat16)
+    mx.random.seed(0)
+    model = _stock_model(config)
+    keeps: Callable[[str], bool] = getattr(model, "cast_predicate", lambda path: True)
+    for name, module in model.named_modules():
+        for key, value in module.items():
+            if isinstance(value, mx.array) and keeps(f"{name}.{key}"):
+                module[key] = value.astype(dtype)
     if bits is not None:
         nn.quantize(model, group_size=64, bits=bits)
     model.eval()
-    mx.eval(model.parameters())
-    arrays = cast("list[tuple[str, mx.array]]", tree_flatten(model.parameters()))
-    size = sum(array.nbytes for _, array in arrays)
-    return RandomModel(LoadedModel(model, config, Path(shape), "bfloat16", size))
+    sizes = _evaluate(model)
+    tables = [size for name, size in sizes.items() if "embed_tokens" in name]
+    loaded = LoadedModel(
+        model, config, Path(shape), str(dtype).rpartition(".")[2], sum(sizes.values())
+    )
+    return RandomModel(loaded, 0 if config["tie_word_embeddings"] else sum(tables))
 
 
 def flatten(model: RandomModel) -> None:
-    """What the loader does to linear layers on CUDA; after the stock model was measured."""
+    """What the loader does to linear layers on CUDA."""
     kernel = RowKernel(CudaDialect()) if backend_name() == "cuda" else None
     use_row_layers(model.model, kernel)
+
+
+def _stock_model(config: dict[str, Any]) -> Any:
+    module = import_module(f"mlx_lm.models.{config['model_type']}")
+    if config["model_type"] == "qwen3_5":
+        return module.TextModel(module.TextModelArgs.from_dict(config))
+    return module.Model(module.ModelArgs.from_dict(config))
+
+
+def _evaluate(model: Any) -> dict[str, int]:
+    """Make the weights one by one, so that float32 values do not pile up; bytes by name."""
+    arrays = cast("list[tuple[str, mx.array]]", tree_flatten(model.parameters()))
+    for _, array in arrays:
+        mx.eval(array)
+    mx.clear_cache()
+    return {name: array.nbytes for name, array in arrays}

@@ -2,11 +2,14 @@
 
 import json
 import math
+from importlib.metadata import PackageNotFoundError
 
+import mlx.core as mx
 import pytest
 
+from benchmarks import checks
 from benchmarks.checks import Check, conclude
-from benchmarks.figures import format_result, replace_figures
+from benchmarks.figures import format_result, replace_marked
 
 
 @pytest.mark.parametrize(
@@ -42,14 +45,26 @@ def test_all_targets_met_is_success(tmp_path):
     )
 
 
+def test_a_machine_without_git_and_package_metadata_is_described(monkeypatch):
+    def missing(name):
+        raise PackageNotFoundError(name)
+
+    monkeypatch.setattr(checks, "version", missing)
+    monkeypatch.setattr(checks.shutil, "which", lambda name: None)
+    about = checks.machine()
+    assert about["commit"] == ""
+    assert about["mlx"] == mx.__version__
+    assert about["mlx_lm"][0].isdigit()
+
+
 def test_figures_replace_only_what_stands_between_their_marks(tmp_path):
     conclude("trial", [Check("ratio", 2.5, ">=", 2.0), Check("ms", 7.0)], {}, tmp_path)
     table = format_result(json.loads((tmp_path / "trial.json").read_text()))
     page = (
         "a\n<!-- figures: trial -->\nold\n<!-- end -->\nb\n<!-- figures: other -->\n<!-- end -->\n"
     )
-    filled = replace_figures(page, "trial", table)
+    filled = replace_marked(page, "figures: trial", table)
     assert "| ratio | 2.5 | >= 2 | PASS |" in filled
     assert "old" not in filled
     assert filled.endswith("b\n<!-- figures: other -->\n<!-- end -->\n")
-    assert replace_figures(filled, "trial", table) == filled
+    assert replace_marked(filled, "figures: trial", table) == filled

@@ -1,0 +1,152 @@
+"""What the rows of the table share: sizes, one model at a time, and the device's bandwidth."""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import mlx.core as mx
+
+from benchmarks.checks import Check
+from benchmarks.gpu.shapes import RandomModel, random_model
+
+COPIES = 8
+COPY_ROUNDS = 5
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """How large everything is; ``is_full`` false shrinks it all so that a CPU runs it in seconds.
+
+    Attributes:
+        steps: timed in one go.
+        warm_up: steps before them.
+        rounds: how often what is compared takes turns.
+    """
+
+    is_full: bool = True
+    steps: int = 20
+    warm_up: int = 8
+    rounds: int = 2
+
+    @classmethod
+    def tiny(cls) -> Sizes:
+        """Everything as small as it can be."""
+        return cls(is_full=False, steps=2, warm_up=1, rounds=1)
+
+    @property
+    def dtype(self) -> mx.Dtype:
+        """Of weights and KV; on a CPU, experts work in float32 only."""
+        return mx.bfloat16 if self.is_full else mx.float32
+
+    def shape(self, name: str) -> str:
+        """The name of a model's shape."""
+        if self.is_full:
+            return name
+        return f"tiny {name}" if name in {"MoE", "hybrid"} else "tiny"
+
+    def tokens(self, count: int) -> int:
+        """A length."""
+        return count if self.is_full else max(8, count // 64)
+
+    def batch(self, count: int) -> int:
+        """A number of rows, requests or clients."""
+        return count if self.is_full else min(count, 4)
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """One figure of a row and what it should be; no ``limit`` makes it information only."""
+
+    what: str
+    relation: str = ">="
+    limit: float | None = None
+
+    def check(self, value: float) -> Check:
+        """The figure against its target."""
+        return Check(self.what, value, self.relation, self.limit)  # type: ignore[arg-type]
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What a row measured.
+
+    Attributes:
+        values: by the ``what`` of the row's targets.
+        figures: by the columns of the row's table.
+        details: everything else worth keeping.
+    """
+
+    values: dict[str, float] = field(default_factory=dict)
+    figures: dict[str, float] = field(default_factory=dict)
+    details: dict[str, Any] = field(default_factory=dict)
+
+
+class Bench:
+    """Gives rows what they measure with. One model is in memory at a time."""
+
+    def __init__(self, sizes: Sizes) -> None:
+        self.sizes = sizes
+        self._key: tuple[str, int | None] | None = None
+        self._model: RandomModel | None = None
+        self._bandwidth: float | None = None
+
+    def model(self, shape: str, bits: int | None = None) -> RandomModel:
+        """A random model, made once for consecutive rows that use it."""
+        if self._model is None or self._key != (shape, bits):
+            self.release()
+            self._model = random_model(self.sizes.shape(shape), bits=bits, dtype=self.sizes.dtype)
+            self._key = shape, bits
+        return self._model
+
+    def release(self) -> None:
+        """Free the model."""
+        self._key = self._model = None
+        gc.collect()
+        mx.clear_cache()
+
+    def bandwidth(self) -> float:
+        """Bytes per second that a large copy reads and writes, measured once."""
+        if self._bandwidth is None:
+            self._bandwidth = copy_bandwidth(1 << 30 if self.sizes.is_full else 1 << 20)
+        return self._bandwidth
+
+
+Measure = Callable[[Bench], Outcome]
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One row of the table.
+
+    Attributes:
+        name: for the command line and the file of results.
+        table: which table it stands in.
+        what: its first cell.
+        measure: runs it.
+        targets: its figures, in their order.
+    """
+
+    name: str
+    table: str
+    what: str
+    measure: Measure
+    targets: tuple[Target, ...] = ()
+
+
+def copy_bandwidth(num_bytes: int) -> float:
+    """Bytes per second of an elementwise operation that reads and writes once; the best round."""
+    source = mx.ones((num_bytes // 2,), mx.bfloat16)
+    mx.eval(source)
+    best = float("inf")
+    for _ in range(COPY_ROUNDS):
+        copies = [mx.negative(source) for _ in range(COPIES)]
+        started = time.perf_counter()
+        mx.eval(copies)
+        best = min(best, time.perf_counter() - started)
+        del copies
+    mx.clear_cache()
+    return COPIES * 2 * source.nbytes / best

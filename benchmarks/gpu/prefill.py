@@ -1,0 +1,56 @@
+"""Prefill rows: tokens per second of many prompts at once, against ``BatchGenerator``."""
+
+from __future__ import annotations
+
+import statistics
+
+from benchmarks.gpu.bench import Bench, Outcome
+from benchmarks.gpu.engines import (
+    DECODE_ROOM,
+    EngineLoad,
+    StockLoad,
+    engine_for,
+    random_prompts,
+)
+
+RATIO = "times as fast"
+STOCK, OURS = "mlx-lm tokens/s", "tokens/s"
+
+
+def against_stock(
+    bench: Bench, *, shape: str, count: int, length: int, bits: int | None = None
+) -> Outcome:
+    """Time until every prompt has its first token, the median of a few runs in turn.
+
+    ``BatchGenerator`` prefills 8 prompts at once, its default. With more prompts than that it is
+    also timed, once, with all of them at once.
+    """
+    sizes, model = bench.sizes, bench.model(shape, bits)
+    lengths = [sizes.tokens(length)] * sizes.batch(count)
+    ours: list[float] = []
+    stock: list[float] = []
+    together: list[float] = []
+    room = lengths[0] + DECODE_ROOM
+    with engine_for(model, max_num_seqs=len(lengths), max_model_len=room) as (engine, layers):
+        # The first turn is not counted: it compiles.
+        for turn in range(1 + sizes.rounds):
+            prompts = random_prompts(model, lengths, seed=turn)
+            load = EngineLoad(engine, prompts)
+            ours.append(load.prefill())
+            load.end()
+            with layers.stock():
+                stock.append(_stock_s(model, prompts, 8))
+                if count > 8:
+                    together.append(_stock_s(model, prompts, count))
+        facts = engine.facts()
+    tokens = sum(lengths)
+    ours_rate, stock_rate = (tokens / statistics.median(one[1:]) for one in (ours, stock))
+    details = {"ours s": ours, "stock s": stock, "stock, all at once, s": together, **facts}
+    return Outcome({RATIO: ours_rate / stock_rate}, {STOCK: stock_rate, OURS: ours_rate}, details)
+
+
+def _stock_s(model, prompts: list[list[int]], prefill_batch: int) -> float:
+    load = StockLoad(model, prompts, prefill_batch)
+    seconds = load.prefill()
+    load.end()
+    return seconds

@@ -1,0 +1,174 @@
+"""The rows in order of priority. Rows that use the same model stand together."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from benchmarks.gpu import children, decode, prefill, servers
+from benchmarks.gpu.bench import Row, Target
+
+#: Batch: how many times as fast as ``BatchGenerator`` a step should be.
+DECODE_8B = {32: 2.5, 128: 2.5, 8: 2.0, 1: 1.3}
+DECODE_06B = {1: 1.3, 8: 1.5, 32: 2.5, 128: 2.5}
+
+
+def all_rows() -> list[Row]:
+    """Every row."""
+    return [
+        *_decode("8B", DECODE_8B),
+        _floor(128, 512),
+        _floor(64, 4096),
+        _prefill(8, 2048, None, 1.0),
+        _prefill(64, 100, None, 1.5),
+        Row(
+            "sampled-8B-64",
+            "sampled",
+            "8B, batch 64",
+            partial(decode.sampled, shape="8B", batch=64),
+            (Target(decode.SLOWER, "<=", 1.08),),
+        ),
+        Row(
+            "lengths-8B-64",
+            "lengths",
+            "8B, batch 64, 128 to 8,192 tokens",
+            partial(decode.mixed_lengths, shape="8B", batch=64, shortest=128, longest=8192),
+            (Target(decode.SPREAD, "<=", 1.15), Target(decode.HELD, "<=", 1.05)),
+        ),
+        _kv_speed("int8", 1.3),
+        Row(
+            "late-prompt-8B-32",
+            "late",
+            "`Engine.step`: 8B, 32 rows",
+            partial(decode.late_prompt, shape="8B", batch=32, prompt=16000),
+            (Target(decode.STALL, "<=", 3.0),),
+        ),
+        Row(
+            "timeline-8B-64",
+            "timeline",
+            "8B, batch 64",
+            partial(decode.timeline, shape="8B", batch=64),
+            (Target(decode.WAITS),),
+        ),
+        *_decode("0.6B", DECODE_06B),
+        *_processes(),
+        *_decode("8B", {1: 1.2, 32: 2.0}, bits=4),
+        _prefill(8, 2048, 4, 1.0),
+        *_decode("8B", {1: None, 32: None}, bits=8),
+        *_decode("MoE", {32: 1.5}),
+        *_decode("hybrid", {32: 1.5}, context=128),
+    ]
+
+
+def _decode(
+    shape: str, targets: dict[int, float | None], *, bits: int | None = None, context: int = 512
+) -> list[Row]:
+    weights = "bf16" if bits is None else f"{bits}-bit"
+    return [
+        Row(
+            f"decode-{shape}-{weights}-{batch}",
+            "decode",
+            f"{shape}, {weights}, batch {batch}" + (f", {context} tokens" * (context != 512)),
+            partial(decode.against_stock, shape=shape, batch=batch, bits=bits, context=context),
+            (Target(decode.RATIO, ">=", limit),),
+        )
+        for batch, limit in targets.items()
+    ]
+
+
+def _processes() -> list[Row]:
+    """Rows that run in processes of their own."""
+    agreement = partial(
+        children.own_benchmark,
+        name="kv_agreement",
+        arguments=["--num-prompts", "16"],
+        shrunk=["--num-prompts", "1"],
+        figures=[children.AGREEMENT],
+    )
+    speculation = partial(
+        children.own_benchmark,
+        name="speculation",
+        arguments=[],
+        shrunk=[
+            "--shape",
+            "tiny",
+            "--dtype",
+            "float32",
+            "--repetitions",
+            "1",
+            "--full-batch",
+            "17",
+        ],
+        figures=[children.COPY_ALONE, children.COPY_BATCH],
+    )
+    return [
+        Row(
+            "parity",
+            "parity",
+            "embedded model, 64 prompts",
+            partial(children.parity, num_prompts=64),
+            (Target(children.EQUAL, "==", 1.0), Target(children.GAP, "<=", 0.05)),
+        ),
+        Row(
+            "kv-agreement",
+            "kv",
+            "embedded model, teacher-forced, 256 tokens",
+            agreement,
+            (Target(children.AGREEMENT, ">=", 0.99),),
+        ),
+        Row(
+            "server-128",
+            "server",
+            "128 streaming clients",
+            partial(servers.clients, concurrency=128, requests=384),
+            (
+                Target(servers.RATE, ">=", 4.0),
+                Target(servers.FIRST_TOKEN, "<=", 0.5),
+                Target(servers.BETWEEN, "<="),
+            ),
+        ),
+        Row(
+            "server-late-prompt",
+            "late",
+            "over HTTP: 0.6B, 32 streams",
+            partial(servers.late_prompt, streams=32, prompt=16000, stream_tokens=1200),
+            (Target(servers.STALL, "<=", 3.0), Target(servers.STOCK_STALL)),
+        ),
+        Row(
+            "speculation",
+            "speculation",
+            "0.6B, n-gram, copying",
+            speculation,
+            (Target(children.COPY_ALONE, ">=", 1.8), Target(children.COPY_BATCH, ">=", 1.3)),
+        ),
+    ]
+
+
+def _kv_speed(dtype: str, limit: float) -> Row:
+    return Row(
+        f"kv-{dtype}-8B-64x4096",
+        "kv",
+        f"8B, batch 64, 4,096 tokens, {dtype} against bf16",
+        partial(decode.kv_dtype, shape="8B", batch=64, context=4096, dtype=dtype),
+        (Target(decode.RATIO, ">=", limit),),
+    )
+
+
+def _floor(batch: int, context: int) -> Row:
+    return Row(
+        f"floor-8B-{batch}x{context}",
+        "floor",
+        f"8B, batch {batch}, {context:,} tokens",
+        partial(decode.floor, shape="8B", batch=batch, context=context),
+        (Target(decode.SHARE, ">=", 0.65), Target(decode.SHARE_WITHOUT_TABLE)),
+    )
+
+
+def _prefill(count: int, length: int, bits: int | None, limit: float) -> Row:
+    weights = "bf16" if bits is None else f"{bits}-bit"
+    return Row(
+        f"prefill-8B-{weights}-{count}x{length}",
+        "prefill",
+        f"8B, {weights}, {count} prompts of {length:,} tokens",
+        partial(prefill.against_stock, shape="8B", count=count, length=length, bits=bits),
+        (Target(prefill.RATIO, ">=", limit),),
+    )

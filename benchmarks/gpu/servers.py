@@ -1,0 +1,169 @@
+"""Rows over HTTP: both servers on this GPU, one after the other, on a model saved to disk."""
+
+from __future__ import annotations
+
+import asyncio
+import statistics
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer
+
+from benchmarks.fairness import gaps_within
+from benchmarks.gpu.bench import Bench, Outcome
+from benchmarks.make_model import CONFIG, make_model
+from benchmarks.measure import (
+    BenchmarkError,
+    chat_like_workload,
+    completion,
+    load_tokenizer,
+    make_client,
+    require_full_length,
+    run_workload,
+    text_of_tokens,
+    warm_up,
+    with_model,
+)
+from benchmarks.servers import Server, mlx_lm_server, mlx_parallm_server
+from mlx_parallm.bench.record import PlannedRequest, RequestRecord
+from mlx_parallm.bench.statistics import percentile, summarise
+from mlx_parallm.bench.workload import Lengths
+
+FOLDER, SHRUNK_FOLDER = Path("results/gpu-model"), Path("results/gpu-model-shrunk")
+#: Qwen3-0.6B with the benchmark's 4,096 tokens and a head of its own.
+SERVED: dict[str, Any] = CONFIG | {
+    "hidden_size": 1024,
+    "num_hidden_layers": 28,
+    "intermediate_size": 3072,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "max_position_embeddings": 40960,
+    "rope_theta": 1e6,
+    "torch_dtype": "bfloat16",
+}
+RATE = "output tokens/s, times as many"
+FIRST_TOKEN = "TTFT p99, ours over theirs"
+BETWEEN = "ITL p99, ours over theirs"
+STALL = "ITL p99 over its median before"
+STOCK_STALL = "the same, `mlx_lm.server`"
+STREAM_PROMPT_TOKENS = 64
+#: The streams begin so long before the long prompt, and half of it counts as before.
+LEAD_S, SHRUNK_LEAD_S = 3.0, 0.4
+#: Both servers are started with their defaults.
+STARTS: dict[str, Callable[[Path], AbstractContextManager[Server]]] = {
+    "ours": mlx_parallm_server,
+    "stock": mlx_lm_server,
+}
+
+
+def clients(bench: Bench, *, concurrency: int, requests: int) -> Outcome:
+    """Streaming clients in a closed loop, prompts and outputs of mixed length."""
+    folder = served_model(bench)
+    count, size = bench.sizes.batch(concurrency), bench.sizes.tokens
+    workload = chat_like_workload(
+        bench.sizes.batch(requests),
+        seed=1,
+        prompt_lengths=Lengths("uniform", size(32), size(768)),
+        output_lengths=Lengths("uniform", size(64), size(256)),
+    )
+    found: dict[str, Any] = {}
+    for name, start in STARTS.items():
+        with start(folder) as server:
+            warm_up(server, min(count, 32))
+            records = run_workload(server, workload, count)
+            require_full_length(server, workload, records)
+            found[name] = summarise(records)
+    ours, stock = found["ours"], found["stock"]
+    return Outcome(
+        {
+            RATE: ours.output_tokens_per_s / stock.output_tokens_per_s,
+            FIRST_TOKEN: ours.ttft_ms.p99 / stock.ttft_ms.p99,
+            BETWEEN: ours.itl_ms.p99 / stock.itl_ms.p99,
+        },
+        {
+            "`mlx_lm.server` tokens/s": stock.output_tokens_per_s,
+            "tokens/s": ours.output_tokens_per_s,
+            "`mlx_lm.server` TTFT p99 ms": stock.ttft_ms.p99,
+            "TTFT p99 ms": ours.ttft_ms.p99,
+        },
+        {name: asdict(one) for name, one in found.items()},
+    )
+
+
+def late_prompt(bench: Bench, *, streams: int, prompt: int, stream_tokens: int) -> Outcome:
+    """The gaps in running streams before and while a long prompt is prefilled."""
+    folder = served_model(bench)
+    tokenizer = load_tokenizer(folder)
+    long = completion(0, text_of_tokens(tokenizer, bench.sizes.tokens(prompt), seed=7), 4)
+    running = _streams(tokenizer, bench.sizes.batch(streams), stream_tokens)
+    found: dict[str, dict[str, float]] = {}
+    lead_s = LEAD_S if bench.sizes.is_full else SHRUNK_LEAD_S
+    for name, start in STARTS.items():
+        with start(folder) as server:
+            warm_up(server, min(len(running), 32))
+            found[name] = _gaps(server, running, long, lead_s)
+    values = {
+        what: found[name]["during p99 ms"] / found[name]["before p50 ms"]
+        for name, what in (("ours", STALL), ("stock", STOCK_STALL))
+    }
+    figures = {
+        "ITL p50 before, ms": found["ours"]["before p50 ms"],
+        "ITL p99 during, ms": found["ours"]["during p99 ms"],
+        "TTFT of the prompt, ms": found["ours"]["TTFT ms"],
+        "its TTFT in `mlx_lm.server`, ms": found["stock"]["TTFT ms"],
+    }
+    return Outcome(values, figures, dict(found))
+
+
+def served_model(bench: Bench) -> Path:
+    """The folder of the model, made when it is not there; nothing else is left on the device."""
+    bench.release()
+    if not bench.sizes.is_full:
+        return make_model(SHRUNK_FOLDER)
+    folder = make_model(FOLDER, config=SERVED)
+    bench.release()
+    return folder
+
+
+def _streams(tokenizer: Tokenizer, count: int, tokens: int) -> list[PlannedRequest]:
+    return [
+        completion(index, text_of_tokens(tokenizer, STREAM_PROMPT_TOKENS, index), tokens)
+        for index in range(1, count + 1)
+    ]
+
+
+def _gaps(
+    server: Server, streams: list[PlannedRequest], late: PlannedRequest, lead_s: float
+) -> dict[str, float]:
+    records, long = asyncio.run(_send(server, streams, late, lead_s))
+    for record in (*records, long):
+        if record.error is not None:
+            raise BenchmarkError(f"a request failed: {record.error}\n{server.log_tail()}")
+    begin_s, end_s = long.start_s, long.chunk_times_s[0]
+    if min(record.end_s for record in records) < end_s:
+        raise BenchmarkError(f"{server.name}: a stream ended before the long prompt's prefill")
+    before, during = (
+        [gap for record in records for gap in gaps_within(record.chunk_times_s, *span)]
+        for span in ((begin_s - lead_s / 2, begin_s), (begin_s, end_s))
+    )
+    return {
+        "before p50 ms": 1e3 * statistics.median(before),
+        "during p99 ms": 1e3 * percentile(during, 99),
+        "during max ms": 1e3 * max(during),
+        "TTFT ms": 1e3 * (end_s - begin_s),
+    }
+
+
+async def _send(
+    server: Server, streams: list[PlannedRequest], late: PlannedRequest, lead_s: float
+) -> tuple[list[RequestRecord], RequestRecord]:
+    """Begin the streams, and send the late prompt ``lead_s`` seconds later."""
+    client = make_client(server)
+    tasks = [asyncio.create_task(client.send(with_model(one, server.model))) for one in streams]
+    await asyncio.sleep(lead_s)
+    record = await client.send(with_model(late, server.model))
+    return [await task for task in tasks], record

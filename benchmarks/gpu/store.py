@@ -1,0 +1,73 @@
+"""The file of results: rows are added one by one, and what is measured stays."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+
+from benchmarks.checks import machine
+from benchmarks.gpu.bench import Outcome
+
+DIGITS = 5
+
+
+class Results:
+    """Records by row name, written after every change."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self.rows: dict[str, dict[str, Any]] = {}
+        if path.exists():
+            self.rows = json.loads(path.read_text())["rows"]
+
+    def is_measured(self, name: str) -> bool:
+        """Whether there are figures."""
+        return name in self.rows and "error" not in self.rows[name]
+
+    def has_failed(self, name: str) -> bool:
+        """Whether it was tried in vain."""
+        return "error" in self.rows.get(name, {})
+
+    def begin(self, name: str) -> None:
+        """Note that a row begins, should it end the process."""
+        self._put(name, {"error": "the process ended in this row"})
+
+    def fail(self, name: str, error: str, about: dict[str, Any]) -> None:
+        """Keep why there are no figures."""
+        self._put(name, {"error": error, **about})
+
+    def add(self, name: str, outcome: Outcome, about: dict[str, Any]) -> None:
+        """Keep figures."""
+        self._put(name, rounded(asdict(outcome)) | about)
+
+    def _put(self, name: str, record: dict[str, Any]) -> None:
+        self.rows[name] = record
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        part = self._path.with_suffix(".part")
+        part.write_text(json.dumps({"rows": self.rows}, indent=1) + "\n")
+        os.replace(part, self._path)
+
+
+def about_run(commit: str | None) -> dict[str, Any]:
+    """What a reader must know to place the figures."""
+    about = machine()
+    device = str(dict(mx.device_info()).get("device_name", "?"))
+    environment = {key: value for key, value in os.environ.items() if key.startswith("MLX_")}
+    return {
+        "machine": about | {"commit": commit or about["commit"], "device": device},
+        "environment": dict(sorted(environment.items())),
+    }
+
+
+def rounded(value: Any) -> Any:
+    """Numbers with the digits that mean something."""
+    if isinstance(value, dict):
+        return {key: rounded(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [rounded(item) for item in value]
+    return float(f"{value:.{DIGITS}g}") if isinstance(value, float) else value

@@ -1,0 +1,79 @@
+"""The Markdown tables of the results, between the marks of ``docs/performance.md``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from string import ascii_lowercase
+from typing import Any
+
+from benchmarks.figures import PAGE, replace_marked
+from benchmarks.gpu.bench import Row
+
+Record = Mapping[str, Any]
+
+
+def write_tables(rows: Sequence[Row], records: Mapping[str, Record], page: Path = PAGE) -> None:
+    """Put every table into the page."""
+    text = page.read_text()
+    for name in dict.fromkeys(row.table for row in rows):
+        mine = [row for row in rows if row.table == name]
+        text = replace_marked(text, f"gpu: {name}", format_table(mine, records))
+    page.write_text(text)
+
+
+def format_table(rows: Sequence[Row], records: Mapping[str, Record]) -> str:
+    """One table: a line per figure, blank where nothing was measured.
+
+    Below it stand the rows that failed and where the figures come from: one line if all come from
+    the same place, else one per letter in the last column.
+    """
+    measured = {
+        row.name: records[row.name] for row in rows if "values" in records.get(row.name, {})
+    }
+    columns = list(dict.fromkeys(key for one in measured.values() for key in one["figures"]))
+    places = list(dict.fromkeys(_place(one) for one in measured.values()))
+    letters = dict(zip(places, ascii_lowercase, strict=False)) if len(places) > 1 else {}
+    lines = [line for row in rows for line in _lines(row, measured.get(row.name), columns, letters)]
+    header = ["what", *columns, "figure", "measured", "target", *["", "run"][: 1 + bool(letters)]]
+    table = "\n".join([_cells(header), "|---" * len(header) + "|", *map(_cells, lines)])
+    failed = [row for row in rows if "error" in records.get(row.name, {})]
+    notes = [f"Not measured: {row.what} ({records[row.name]['error']})." for row in failed]
+    about = [f"{letters[place]}: {place}" if letters else place for place in places]
+    return "\n\n".join([table, *notes, *about]) + "\n"
+
+
+def _lines(
+    row: Row, record: Record | None, columns: Sequence[str], letters: Mapping[str, str]
+) -> list[list[str]]:
+    """The cells of a row: what it is and its figures stand in its first line only."""
+    values, figures = (record["values"], record["figures"]) if record else ({}, {})
+    lines = []
+    for index, target in enumerate(row.targets):
+        first = [row.what, *(_number(figures.get(column)) for column in columns)]
+        value = values.get(target.what)
+        limit = "" if target.limit is None else f"{target.relation} {target.limit:g}"
+        verdict = "" if value is None else target.check(value).verdict
+        cells = [*(first if index == 0 else [""] * len(first)), target.what, _number(value)]
+        cells += [limit, verdict]
+        lines.append(cells + ([letters[_place(record)] if record else ""] if letters else []))
+    return lines
+
+
+def _place(record: Record) -> str:
+    machine = record["machine"]
+    settings = "".join(f", `{key}={value}`" for key, value in record["environment"].items())
+    return (
+        f"{machine['time'][:10]}, commit {machine['commit']}, {machine['device']}, "
+        f"mlx {machine['mlx']}, mlx-lm {machine['mlx_lm']}{settings}."
+    )
+
+
+def _cells(cells: Sequence[str]) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+def _number(value: float | None) -> str:
+    if value is None:
+        return ""
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
