@@ -18,11 +18,10 @@ from benchmarks.gpu.store import Results
 from benchmarks.gpu.tables import format_table, write_tables
 
 PAGE = Path(__file__).parents[2] / "docs" / "performance.md"
-#: Rows that start processes, or need what is not there yet.
+#: Rows that start processes.
 OUTSIDE = {
     "parity",
     "kv-agreement",
-    "kv-int8-8B-64x4096",
     "server-128",
     "server-late-prompt",
     "speculation",
