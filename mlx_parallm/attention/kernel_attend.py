@@ -131,7 +131,6 @@ class AttendKernels:
 
     def _constants(self, name: str) -> dict[str, Constant]:
         kind, layout = self._kind, self._kind.layout
-        cap = kind.soft_cap
         return {
             "T": layout.shape.dtype,
             **layout.constants(),
@@ -146,8 +145,15 @@ class AttendKernels:
             "WARPS": kind.tuning.warps,
             "SPLIT": name == "split",
             "SINKS": kind.has_sinks,
-            "SOFT_CAP": cap is not None,
-            "QUERY_SCALE": kind.scale * LOG2_E if cap is None else kind.scale / cap,
-            "CAP_SCALE": 1.0 if cap is None else cap * LOG2_E,
-            "LOG2_E": LOG2_E,
+            **score_constants(kind.scale, kind.soft_cap),
         }
+
+
+def score_constants(scale: float, soft_cap: float | None) -> dict[str, Constant]:
+    """How products of queries and keys become exponents of two."""
+    return {
+        "SOFT_CAP": soft_cap is not None,
+        "QUERY_SCALE": scale * LOG2_E if soft_cap is None else scale / soft_cap,
+        "CAP_SCALE": 1.0 if soft_cap is None else soft_cap * LOG2_E,
+        "LOG2_E": LOG2_E,
+    }

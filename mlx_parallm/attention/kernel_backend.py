@@ -19,7 +19,7 @@ from mlx_parallm.attention.kernel_pool import (
     PoolLayout,
     new_kernel_pool,
 )
-from mlx_parallm.attention.kernel_prefill import attend_chunk
+from mlx_parallm.attention.kernel_prefill import PrefillKernel, PrefillKind, attend_chunk
 from mlx_parallm.attention.kernels.build import KernelBuilder
 from mlx_parallm.attention.kernels.dialect import CudaDialect, Dialect, MetalDialect, Tuning
 from mlx_parallm.attention.quantisation import KVQuantisation
@@ -49,6 +49,7 @@ class KernelAttention:
         self._builder = KernelBuilder(dialect)
         self._moves: dict[PoolLayout, MoveKernels] = {}
         self._attend: dict[AttendKind, AttendKernels] = {}
+        self._prefill: dict[PrefillKind, PrefillKernel] = {}
         self._decode_rows = DecodeRows(block_size)
 
     @property
@@ -130,12 +131,31 @@ class KernelAttention:
         if plan.num_rows:
             kernels = self._attend_kernels(mine, queries, scores)
             outputs.append(kernels.run(mine, plan, queries, scores))
-        for chunk in plan.chunks:
-            keys, values = self.gather(mine, chunk.table)
-            outputs.append(attend_chunk(chunk, queries, keys, values, scores))
+        if isinstance(plan, KernelPlan) and plan.chunks:
+            outputs += self._attend_chunks(mine, plan, queries, scores)
         joined = outputs[0] if len(outputs) == 1 else mx.concatenate(outputs, axis=0)
         joined = joined.astype(dtype)
         return joined if plan.order is None else joined[plan.order]
+
+    def _attend_chunks(
+        self, pool: KernelPool, plan: KernelPlan, queries: mx.array, scores: Scores
+    ) -> list[mx.array]:
+        kind = PrefillKind(
+            layout=pool.layout,
+            heads=queries.shape[1],
+            scale=scores.scale,
+            window=scores.window,
+            soft_cap=scores.soft_cap,
+            has_sinks=scores.sinks is not None,
+        )
+        if not (self._dialect.has_tensor_cores and kind.is_supported):
+            return [
+                attend_chunk(chunk, queries, *self.gather(pool, chunk.table), scores)
+                for chunk in plan.chunks
+            ]
+        if kind not in self._prefill:
+            self._prefill[kind] = PrefillKernel(kind, self._builder)
+        return [self._prefill[kind].run(pool, plan, queries, scores)]
 
     def gather(self, pool: LayerPool, table: mx.array) -> tuple[mx.array, mx.array]:
         """See ``AttentionBackend.gather``."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -20,6 +21,22 @@ MIN_SPAN = 64
 
 
 @dataclass(frozen=True, slots=True)
+class ChunkWork:
+    """What the threadgroups of the prefill kernel do.
+
+    Attributes:
+        items: int32, ``[W, 5]``: first query row, number of tokens, position of the first, row of
+            the block table, first output row. Those with most keys come first.
+        tables: int32, ``[N, M]``: block tables of the long chunks.
+        num_rows: of all long chunks.
+    """
+
+    items: mx.array
+    tables: mx.array
+    num_rows: int
+
+
+@dataclass(frozen=True, slots=True)
 class Work:
     """What the threadgroups of one attention kernel do.
 
@@ -32,15 +49,20 @@ class Work:
     spans: mx.array | None
 
 
-@dataclass(slots=True)
+@dataclass
 class LongChunk:
     """Rows ``first .. first + length - 1`` of one sequence, at positions from ``start``."""
 
     first: int
     length: int
     start: int
-    table: mx.array
+    blocks: tuple[int, ...]
     masks: dict[int, mx.array] = field(default_factory=dict)
+
+    @functools.cached_property
+    def table(self) -> mx.array:
+        """A block table of one row."""
+        return mx.array(np.array([self.blocks], dtype=np.int32))
 
     @property
     def end(self) -> int:
@@ -78,7 +100,7 @@ class KernelPlan:
         short_at, long_at = np.flatnonzero(is_short).tolist(), np.flatnonzero(~is_short).tolist()
         self.slots = mx.array(np.concatenate([_slots(one, block_size) for one in sequences]))
         self.chunks = [
-            LongChunk(int(firsts[i]), int(counts[i]), sequences[i].start, _table(sequences[i]))
+            LongChunk(int(firsts[i]), int(counts[i]), sequences[i].start, sequences[i].block_table)
             for i in long_at
         ]
         short = [sequences[i] for i in short_at]
@@ -92,6 +114,7 @@ class KernelPlan:
         rows = [self._rows, *(np.arange(one.first, one.first + one.length) for one in self.chunks)]
         self.order = _inverse(np.concatenate(rows))
         self._work: dict[tuple[int | None, int, int], Work] = {}
+        self._chunk_work: dict[int, ChunkWork] = {}
 
     def work(self, window: int | None, heads: int, threadgroups: int) -> Work:
         """Items of attention within ``window``; made once per step for each kind of layer.
@@ -108,6 +131,27 @@ class KernelPlan:
                 starts = np.maximum(self._ends - window, 0)
             self._work[key] = self._split(starts, heads / threadgroups)
         return self._work[key]
+
+    def chunk_work(self, tokens: int) -> ChunkWork:
+        """The long chunks in pieces of so many tokens; made once per step."""
+        if tokens not in self._chunk_work:
+            items, output = [], 0
+            for index, chunk in enumerate(self.chunks):
+                begins = np.arange(0, chunk.length, tokens)
+                columns = (
+                    chunk.first + begins,
+                    np.minimum(chunk.length - begins, tokens),
+                    chunk.start + begins,
+                    np.full_like(begins, index),
+                    output + begins,
+                )
+                items.append(np.stack(columns, axis=1))
+                output += chunk.length
+            joined = np.concatenate(items)
+            joined = joined[np.argsort(-joined[:, 2], kind="stable")]
+            tables = mx.array(_padded([chunk.blocks for chunk in self.chunks]))
+            self._chunk_work[tokens] = ChunkWork(_int32(joined), tables, output)
+        return self._chunk_work[tokens]
 
     @property
     def kinds(self) -> tuple[tuple[int | None, int, int], ...]:
@@ -158,11 +202,6 @@ def _slots(one: ScheduledSequence, block_size: int) -> np.ndarray:
     positions = np.arange(one.start, one.start + len(one.token_ids), dtype=np.int32)
     table = np.array(one.block_table, dtype=np.int32)
     return table[positions // block_size] * block_size + positions % block_size
-
-
-def _table(one: ScheduledSequence) -> mx.array:
-    """A block table of one row."""
-    return mx.array(np.array([one.block_table], dtype=np.int32))
 
 
 def _padded(tables: Sequence[Sequence[int]]) -> np.ndarray:

@@ -1,12 +1,109 @@
-"""Long prefill chunks: stock attention over the keys and values gathered from the pool."""
+"""Long prefill chunks: a kernel for tensor cores, or stock attention over gathered keys and values.
+
+MLX's own attention on CUDA compiles a cuDNN graph for every new pair of lengths, about 50 ms each
+(``docs/decisions/012-prefill-on-tensor-cores.md``); the kernel takes any lengths, and all chunks at
+once.
+"""
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import mlx.core as mx
 
 from mlx_parallm.attention.base import Scores
 from mlx_parallm.attention.dense import dense_attention
-from mlx_parallm.attention.kernel_plan import LongChunk
+from mlx_parallm.attention.kernel_attend import score_constants
+from mlx_parallm.attention.kernel_plan import KernelPlan, LongChunk
+from mlx_parallm.attention.kernel_pool import VECTOR, WARP, KernelPool, PoolLayout
+from mlx_parallm.attention.kernels.build import Constant, KernelBuilder, KernelSpec
+from mlx_parallm.attention.kernels.dialect import Kernel
+
+# Of a threadgroup; each takes 16 rows of queries.
+WARPS = 4
+ROWS = WARPS * 16
+# Keys of a tile in shared memory.
+KEYS = 64
+MAX_DIM = 128
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillKind:
+    """What the prefill kernel is compiled for."""
+
+    layout: PoolLayout
+    heads: int
+    scale: float
+    window: int | None
+    soft_cap: float | None
+    has_sinks: bool
+
+    @property
+    def share(self) -> int:
+        """Query heads of one KV head."""
+        return self.heads // self.layout.shape.num_kv_heads
+
+    @property
+    def is_supported(self) -> bool:
+        """Whether the kernel can serve such layers."""
+        shape = self.layout.shape
+        return (
+            self.layout.quantisation is None
+            and shape.dtype in (mx.bfloat16, mx.float16)
+            and shape.key_dim <= MAX_DIM
+            and shape.value_dim <= MAX_DIM
+            and shape.key_dim % VECTOR == 0
+            # Neighbouring lanes take neighbouring columns of 8.
+            and shape.value_dim % (2 * VECTOR) == 0
+            and self.share <= ROWS
+        )
+
+
+class PrefillKernel:
+    """The kernel of one kind; see ``tensor_cores/prefill.cu``."""
+
+    def __init__(self, kind: PrefillKind, builder: KernelBuilder) -> None:
+        self._kind = kind
+        self._kernel = self._make(builder)
+
+    def run(
+        self, pool: KernelPool, plan: KernelPlan, queries: mx.array, scores: Scores
+    ) -> mx.array:
+        """Attention of the plan's long chunks, ``[rows, H, 1, V]`` in their order."""
+        kind = self._kind
+        work = plan.chunk_work(ROWS // kind.share)
+        sinks = [] if scores.sinks is None else [scores.sinks]
+        shape = kind.layout.shape
+        (output,) = self._kernel(
+            inputs=[queries, work.items, work.tables, pool.token, *pool.pools(), *sinks],
+            output_shapes=[(work.num_rows, kind.heads, 1, shape.value_dim)],
+            output_dtypes=[shape.dtype],
+            grid=(work.items.shape[0] * shape.num_kv_heads * WARPS * WARP, 1, 1),
+            threadgroup=(WARPS * WARP, 1, 1),
+        )
+        return output
+
+    def _make(self, builder: KernelBuilder) -> Kernel:
+        kind, layout = self._kind, self._kind.layout
+        sinks = ("sinks",) if kind.has_sinks else ()
+        spec = KernelSpec(
+            "tensor_cores/prefill",
+            ("queries", "items", "tables", "previous", *layout.pools, *sinks),
+            ("output",),
+            headers=("common", "tensor_cores/tensor"),
+        )
+        constants: dict[str, Constant] = {
+            "T": layout.shape.dtype,
+            **layout.constants(),
+            "HEADS": kind.heads,
+            "SHARE": kind.share,
+            "WARPS": WARPS,
+            "KEYS": KEYS,
+            "WINDOW": kind.window or 0,
+            "SINKS": kind.has_sinks,
+            **score_constants(kind.scale, kind.soft_cap),
+        }
+        return builder.kernel(spec, constants)
 
 
 def attend_chunk(

@@ -7,13 +7,12 @@ less than that (``docs/decisions/009-linear-layers-for-few-rows.md``).
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
-from pathlib import Path
 from typing import cast
 
 import mlx.core as mx
 
+from mlx_parallm.attention.kernels.build import Constant, KernelBuilder, KernelSpec
 from mlx_parallm.attention.kernels.dialect import Dialect, Kernel
 from mlx_parallm.runner.model_errors import MODEL_ERRORS
 
@@ -82,7 +81,7 @@ class RowKernel:
 
     def __init__(self, dialect: Dialect) -> None:
         """``dialect`` is CUDA's, or one that stands for it."""
-        self._dialect = dialect
+        self._builder = KernelBuilder(dialect)
         self._made: dict[tuple[mx.Dtype, int, bool], Kernel] = {}
         self._ends: dict[tuple[int, ...], mx.array] = {}
 
@@ -107,21 +106,22 @@ class RowKernel:
 
     def _make(self, dtype: mx.Dtype, num_outputs: int, is_small: bool) -> Kernel:
         panels = _panels(is_small)
-        constants = {
+        constants: dict[str, Constant] = {
+            "T": dtype,
+            "OUTPUTS": num_outputs,
             "TILES": 1 if is_small else MAX_ROWS // TILE,
             "PANELS": panels,
             "WARPS": WARPS,
             # Loads in flight, as many as fit the registers.
             "AHEAD": 4 // panels,
         }
-        lines = [f"constexpr int {name} = {value};" for name, value in constants.items()]
-        lines += [f"using T = {self._dialect.types[dtype]};", f"#define OUTPUTS {num_outputs}"]
-        outputs = [f"output{i}" for i in range(num_outputs)]
-        name = f"linear_{str(dtype).rpartition('.')[2]}_{num_outputs}_{panels}"
-        ahead = "".join(f"\n{line}" for line in lines)
-        source = f"{ahead}\n{kernel_text('linear.cu')}"
-        inputs = ["x", "ends", "weight"]
-        return self._dialect.make(name, inputs, outputs, source, kernel_text("tensor.cu"))
+        spec = KernelSpec(
+            "tensor_cores/linear",
+            ("x", "ends", "weight"),
+            tuple(f"output{i}" for i in range(num_outputs)),
+            headers=("common", "tensor_cores/tensor"),
+        )
+        return self._builder.kernel(spec, constants)
 
     def _ends_of(self, widths: tuple[int, ...]) -> mx.array:
         if widths not in self._ends:
@@ -132,11 +132,3 @@ class RowKernel:
 
 def _panels(is_small: bool) -> int:
     return 1 if is_small else 2
-
-
-@functools.cache
-def kernel_text(file: str) -> str:
-    """A text without comments and indentation: MLX hashes the whole of it at every call."""
-    lines = (Path(__file__).parent / "kernels" / file).read_text().splitlines()
-    code = (line.split("//")[0].strip() for line in lines)
-    return "".join(f"{line}\n" for line in code if line)

@@ -98,6 +98,7 @@ class Shim:
     name: str
     suffix: str
     tuning: Tuning
+    has_tensor_cores = False
     include: str
     shape_parameter: str
     shape_argument: str

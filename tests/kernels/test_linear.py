@@ -3,30 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import mlx.core as mx
 import pytest
 
-from mlx_parallm.runner.row_kernel import MAX_BYTES, MAX_ROWS, RowKernel, kernel_text, why_not
-from tests.kernels.shim_compile import SHIM, require_compiler
-from tests.kernels.shim_dialect import ORDERS, CudaShim
-
-
-class TensorShim(CudaShim):
-    """Tensor cores on the CPU."""
-
-    def make(
-        self,
-        name: str,
-        input_names: Sequence[str],
-        output_names: Sequence[str],
-        source: str,
-        header: str,
-    ) -> Any:
-        assert header == kernel_text("tensor.cu")
-        header = (SHIM / "tensor.h").read_text().replace("#pragma once", "")
-        return super().make(name, input_names, output_names, source, header)
+from mlx_parallm.attention.kernels.build import kernel_text
+from mlx_parallm.runner.row_kernel import MAX_BYTES, MAX_ROWS, RowKernel, why_not
+from tests.kernels.shim_compile import require_compiler
+from tests.kernels.shim_dialect import ORDERS
+from tests.kernels.tensor_shim import TensorShim
 
 
 def error(
@@ -98,5 +83,7 @@ def test_what_it_does_not_serve(weight: mx.array, widths: list[int], reason: str
     assert reason in found
 
 
-def test_the_text_is_short_as_it_is_hashed_at_every_call() -> None:
-    assert len(kernel_text("linear.cu")) + len(kernel_text("tensor.cu")) < 5000
+@pytest.mark.parametrize("text", ["linear", "prefill"])
+def test_the_texts_are_short_as_they_are_hashed_at_every_call(text: str) -> None:
+    files = (("cuda", "common.cu"), ("tensor_cores", "tensor.cu"), ("tensor_cores", f"{text}.cu"))
+    assert sum(len(kernel_text(*file)) for file in files) < 10_000

@@ -15,16 +15,26 @@ from mlx_parallm.attention.kernels.dialect import Dialect, Kernel
 #: A constant of a kernel: a type or a number.
 Constant = mx.Dtype | int | float
 # Constants that choose lines of the texts.
-SWITCHES = ("BITS", "SPLIT", "SINKS", "SOFT_CAP")
+SWITCHES = ("BITS", "SPLIT", "SINKS", "SOFT_CAP", "WINDOW", "OUTPUTS")
 
 
 @dataclass(frozen=True, slots=True)
 class KernelSpec:
-    """A kernel and its arguments; the file's name is the kernel's."""
+    """A kernel, its arguments, and the texts before it.
+
+    Texts are names of files without suffix. They are in the language's folder, unless they name one
+    themselves.
+    """
 
     text: str
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
+    headers: tuple[str, ...] = ("common",)
+
+    @property
+    def name(self) -> str:
+        """The text's, without its folder."""
+        return self.text.rpartition("/")[2]
 
 
 class KernelBuilder:
@@ -48,9 +58,10 @@ class KernelBuilder:
 
     def _make(self, spec: KernelSpec, constants: Mapping[str, Constant]) -> Kernel:
         ahead = self._constants(constants)
-        name = f"paged_{spec.text}_{zlib.crc32(ahead.encode()):08x}"
-        header, body = self._text("common"), self._text(spec.text)
-        return self._dialect.make(name, spec.inputs, spec.outputs, ahead + body, header)
+        name = f"paged_{spec.name}_{zlib.crc32(ahead.encode()):08x}"
+        header = "".join(map(self._text, spec.headers))
+        body = ahead + self._text(spec.text)
+        return self._dialect.make(name, spec.inputs, spec.outputs, body, header)
 
     def _constants(self, constants: Mapping[str, Constant]) -> str:
         lines = []
@@ -66,7 +77,8 @@ class KernelBuilder:
         return "\n" + "\n".join(lines) + "\n"
 
     def _text(self, name: str) -> str:
-        return kernel_text(self._dialect.name, name + self._dialect.suffix)
+        folder, _, file = name.rpartition("/")
+        return kernel_text(folder or self._dialect.name, file + self._dialect.suffix)
 
 
 @functools.cache

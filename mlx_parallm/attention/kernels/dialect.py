@@ -67,6 +67,11 @@ class Dialect(Protocol):
         """What suits its devices."""
         ...
 
+    @property
+    def has_tensor_cores(self) -> bool:
+        """Whether the texts in ``tensor_cores`` are for it."""
+        ...
+
     def make(
         self,
         name: str,
@@ -84,6 +89,7 @@ class CudaDialect:
 
     name = "cuda"
     suffix = ".cu"
+    has_tensor_cores = True
     types: Mapping[mx.Dtype, str] = {
         mx.float32: "float",
         mx.float16: "__half",
@@ -117,6 +123,7 @@ class MetalDialect:
 
     name = "metal"
     suffix = ".metal"
+    has_tensor_cores = False
     types: Mapping[mx.Dtype, str] = {
         mx.float32: "float",
         mx.float16: "float16_t",

@@ -1,7 +1,5 @@
-// In place of runner/kernels/tensor.cu: products of 16 rows by 8, by shuffles.
+// In place of tensor_cores/tensor.cu: products of 16 rows by 8, by shuffles.
 #pragma once
-
-typedef long long Place;
 
 struct alignas(16) Piece {
   unsigned at[4];
@@ -41,4 +39,12 @@ void multiply(
       }
     }
   }
+}
+
+template <typename T>
+unsigned packed(float low, float high, T) {
+  const T both[2] = {T(low), T(high)};
+  unsigned word;
+  memcpy(&word, both, 4);
+  return word;
 }

@@ -1,7 +1,5 @@
-// What the linear kernel needs of the hardware: products of 16 rows by 8, 16 deep, of pairs of 16-bit
-// numbers (PTX ISA, mma.m16n8k16). A lane has numbers of rows lane / 4 and lane / 4 + 8.
-
-typedef long long Place;  // an index into a weight: more than 2^31 elements
+// Products of 16 rows by 8, 16 deep, of pairs of 16-bit numbers (PTX ISA, mma.m16n8k16). A lane has
+// numbers of rows lane / 4 and lane / 4 + 8.
 
 // 8 numbers.
 struct alignas(16) Piece {
@@ -28,4 +26,15 @@ inline void multiply(
       "{%0,%1,%2,%3};"
       : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3])
       : "r"(upper[0]), "r"(lower[0]), "r"(upper[1]), "r"(lower[1]), "r"(x[0]), "r"(x[1]));
+}
+
+// Two numbers as one word, the first in its lower half.
+inline unsigned packed(float low, float high, __nv_bfloat16) {
+  const __nv_bfloat162 both = __floats2bfloat162_rn(low, high);
+  return *(const unsigned*)&both;
+}
+
+inline unsigned packed(float low, float high, __half) {
+  const __half2 both = __floats2half2_rn(low, high);
+  return *(const unsigned*)&both;
 }

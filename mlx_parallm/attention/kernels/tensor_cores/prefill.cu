@@ -1,0 +1,190 @@
+// One threadgroup: up to TOKENS tokens of a chunk with the SHARE query heads of one KV head, as rows
+// of 16 for each warp. Keys and values come by tiles of KEYS through shared memory, and softmax
+// runs along (FlashAttention-2, arXiv:2307.08691). A lane has two rows of its warp's 16, and of a
+// row every fourth pair of columns.
+constexpr int CHUNKS = (D + 31) / 32;    // of a query or key, 32 numbers each
+constexpr int KEY_ROW = CHUNKS * 4 + 4;  // of a key in shared memory: lanes meet in no bank
+constexpr int VALUE_ROW = KEYS / 2 + 4;  // of a column of values, in pairs of keys
+constexpr int COLUMNS = V / 8;
+constexpr int THREADS = WARPS * 32;
+const int thread_index = threadIdx.x;
+const int lane = thread_index % 32;
+const int warp = thread_index / 32;
+const int quad = lane / 4;
+const int at = lane % 4;
+const int item = blockIdx.x / KV_HEADS;
+const int kv_head = blockIdx.x % KV_HEADS;
+const int first_row = items[item * 5];
+const int num_tokens = items[item * 5 + 1];
+const int position = items[item * 5 + 2];
+const int table = items[item * 5 + 3] * tables_shape[1];
+const int first_output = items[item * 5 + 4];
+const int num_rows = num_tokens * SHARE;
+const int end = position + num_tokens;
+
+// 1. The lane's two rows: their last key, and their numbers, the same ones of each key's chunks.
+int seen[2];
+Piece queries_of[2][CHUNKS];
+#pragma unroll
+for (int h = 0; h < 2; h++) {
+  const int row = min(warp * 16 + h * 8 + quad, num_rows - 1);
+  seen[h] = position + row / SHARE;
+  const Place from = ((Place)(first_row + row / SHARE) * HEADS + kv_head * SHARE + row % SHARE) * D;
+#pragma unroll
+  for (int c = 0; c < CHUNKS; c++) {
+    Piece piece = {};
+    if (c * 32 + at * 8 < D) {
+      piece = *(const Piece*)(queries + from + c * 32 + at * 8);
+    }
+    queries_of[h][c] = piece;
+  }
+}
+
+__shared__ Piece tile_keys[KEYS][KEY_ROW];
+__shared__ unsigned tile_values[V][VALUE_ROW];
+float most[2] = {LEAST, LEAST};
+float total[2] = {0.0f, 0.0f};
+float sums[COLUMNS][4] = {};
+#if WINDOW
+const int begin = max(position - WINDOW + 1, 0);
+#else
+const int begin = 0;
+#endif
+
+for (int tile = begin / KEYS * KEYS; tile < end; tile += KEYS) {
+  // 2. The tile. What nobody sees is never read, as it may hold another sequence's infinities.
+  __syncthreads();
+  for (int i = thread_index; i < KEYS * CHUNKS * 4; i += THREADS) {
+    const int key = i / (CHUNKS * 4);
+    const int part = i % (CHUNKS * 4);
+    Piece piece = {};
+    if (tile + key < end && part * 8 < D) {
+      const Place block = tables[table + (tile + key) / BLOCK_SIZE];
+      const Place row = (block * KV_HEADS + kv_head) * BLOCK_SIZE + (tile + key) % BLOCK_SIZE;
+      piece = *(const Piece*)(key_pool + row * D + part * 8);
+    }
+    tile_keys[key][part] = piece;
+  }
+  for (int i = thread_index; i < KEYS / 2 * COLUMNS; i += THREADS) {
+    // Neighbouring lanes read neighbouring columns and write to other banks.
+    const int pair = i / 2 % (KEYS / 2);
+    const int column = i / KEYS * 2 + i % 2;
+    Piece both[2] = {};
+#pragma unroll
+    for (int k = 0; k < 2; k++) {
+      const int key = tile + pair * 2 + k;
+      if (key < end) {
+        const Place block = tables[table + key / BLOCK_SIZE];
+        const Place row = (block * KV_HEADS + kv_head) * BLOCK_SIZE + key % BLOCK_SIZE;
+        both[k] = *(const Piece*)(value_pool + row * V + column * 8);
+      }
+    }
+#pragma unroll
+    for (int d = 0; d < 8; d++) {
+      const unsigned low = both[0].at[d / 2] >> d % 2 * 16 & 0xffff;
+      const unsigned high = both[1].at[d / 2] >> d % 2 * 16 << 16;
+      tile_values[column * 8 + d][pair] = high | low;
+    }
+  }
+  __syncthreads();
+
+  // 3. Scores: rows by 8 keys at a time.
+  float scores[KEYS / 8][4] = {};
+#pragma unroll
+  for (int n = 0; n < KEYS / 8; n++) {
+#pragma unroll
+    for (int c = 0; c < CHUNKS; c++) {
+      const Piece piece = tile_keys[n * 8 + quad][c * 4 + at];
+      multiply(scores[n], queries_of[0][c].at, queries_of[1][c].at, piece.at, T(0.0f));
+      multiply(scores[n], queries_of[0][c].at + 2, queries_of[1][c].at + 2, piece.at + 2, T(0.0f));
+    }
+  }
+
+  // 4. Softmax. A row's columns are with four lanes.
+  float larger[2] = {most[0], most[1]};
+#pragma unroll
+  for (int n = 0; n < KEYS / 8; n++) {
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+      const int key = tile + n * 8 + at * 2 + i % 2;
+      float score = scores[n][i] * QUERY_SCALE;
+#if SOFT_CAP
+      score = tanhf(score) * CAP_SCALE;
+#endif
+      bool is_seen = key <= seen[i / 2];
+#if WINDOW
+      is_seen = is_seen && key > seen[i / 2] - WINDOW;
+#endif
+      scores[n][i] = is_seen ? score : UNSEEN;
+      larger[i / 2] = fmaxf(larger[i / 2], scores[n][i]);
+    }
+  }
+#pragma unroll
+  for (int h = 0; h < 2; h++) {
+#pragma unroll
+    for (int far = 1; far < 4; far *= 2) {
+      larger[h] = fmaxf(larger[h], __shfl_xor_sync(0xffffffff, larger[h], far));
+    }
+    const float keep = exp2f(most[h] - larger[h]);
+    most[h] = larger[h];
+    total[h] *= keep;
+#pragma unroll
+    for (int n = 0; n < COLUMNS; n++) {
+      sums[n][h * 2] *= keep;
+      sums[n][h * 2 + 1] *= keep;
+    }
+  }
+#pragma unroll
+  for (int n = 0; n < KEYS / 8; n++) {
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+      scores[n][i] = exp2f(scores[n][i] - most[i / 2]);
+      total[i / 2] += scores[n][i];
+    }
+  }
+
+  // 5. Values, 16 keys at a time: a lane's weights are where the tensor cores want them.
+#pragma unroll
+  for (int k = 0; k < KEYS / 16; k++) {
+    const unsigned upper[2] = {
+        packed(scores[2 * k][0], scores[2 * k][1], T(0.0f)),
+        packed(scores[2 * k + 1][0], scores[2 * k + 1][1], T(0.0f))};
+    const unsigned lower[2] = {
+        packed(scores[2 * k][2], scores[2 * k][3], T(0.0f)),
+        packed(scores[2 * k + 1][2], scores[2 * k + 1][3], T(0.0f))};
+#pragma unroll
+    for (int n = 0; n < COLUMNS; n++) {
+      const unsigned* column = &tile_values[n * 8 + quad][k * 8 + at];
+      const unsigned theirs[2] = {column[0], column[4]};
+      multiply(sums[n], upper, lower, theirs, T(0.0f));
+    }
+  }
+}
+
+// 6. The rows' totals.
+#pragma unroll
+for (int h = 0; h < 2; h++) {
+#pragma unroll
+  for (int far = 1; far < 4; far *= 2) {
+    total[h] += __shfl_xor_sync(0xffffffff, total[h], far);
+  }
+  const int row = warp * 16 + h * 8 + quad;
+  const int head = kv_head * SHARE + row % SHARE;
+  float share = 1.0f / total[h];
+#if SINKS
+  if (row < num_rows) {
+    const float sink = float(sinks[head]) * LOG2_E;
+    const float larger = fmaxf(most[h], sink);
+    const float keep = exp2f(most[h] - larger);
+    share = keep / (total[h] * keep + exp2f(sink - larger));
+  }
+#endif
+  if (row < num_rows) {
+    const Place to = ((Place)(first_output + row / SHARE) * HEADS + head) * V;
+#pragma unroll
+    for (int n = 0; n < COLUMNS; n++) {
+      *(unsigned*)(output + to + n * 8 + at * 2) =
+          packed(sums[n][h * 2] * share, sums[n][h * 2 + 1] * share, T(0.0f));
+    }
+  }
+}

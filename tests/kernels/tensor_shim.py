@@ -1,0 +1,28 @@
+"""Tensor cores on the CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from mlx_parallm.attention.kernels.build import kernel_text
+from tests.kernels.shim_compile import SHIM
+from tests.kernels.shim_dialect import CudaShim
+
+
+class TensorShim(CudaShim):
+    """CUDA C++ with products of 16 by 8 by 16, made of shuffles."""
+
+    has_tensor_cores = True
+
+    def make(
+        self,
+        name: str,
+        input_names: Sequence[str],
+        output_names: Sequence[str],
+        source: str,
+        header: str,
+    ) -> Any:
+        real = kernel_text("tensor_cores", "tensor.cu")
+        shim = (SHIM / "tensor.h").read_text().replace("#pragma once", "")
+        return super().make(name, input_names, output_names, source, header.replace(real, shim))

@@ -1,0 +1,119 @@
+"""The prefill kernel's text as C++: every chunk of a step, in any order of threads."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from benchmarks.gpu.kernel_cases import Case, Trial
+from mlx_parallm.attention.kernel_backend import KernelAttention
+from mlx_parallm.attention.kernel_plan import LONG_CHUNK, KernelPlan
+from mlx_parallm.batch import ScheduledSequence
+from tests.kernels.shim_compile import require_compiler
+from tests.kernels.shim_dialect import ORDERS, KernelError
+from tests.kernels.tensor_shim import TensorShim
+
+BFLOAT: dict[str, Any] = {"dtype": mx.bfloat16}
+CASES = (
+    # One chunk after many tokens, a decode row, a short chunk, a whole prompt.
+    Case(sequences=((70, 20), (33, 1), (5, 3), (0, 17)), **BFLOAT),
+    Case(sequences=((0, 70),), key_dim=32, dtype=mx.float16),
+    # Head sizes that are no multiple of what a lane takes, and other ones of values.
+    Case(sequences=((9, 18),), key_dim=40, value_dim=16, **BFLOAT),
+    # Rows of one token do not divide a threadgroup's.
+    Case(sequences=((3, 23),), heads=6, kv_heads=2, **BFLOAT),
+    Case(sequences=((90, 16),), heads=2, kv_heads=2, window=21, sinks=True, **BFLOAT),
+    Case(sequences=((20, 30),), soft_cap=2.0, block_size=8, **BFLOAT),
+)
+
+
+def is_right(shim: TensorShim, case: Case) -> bool:
+    """Whether the case's check passes in every order."""
+    backend = KernelAttention(case.block_size, shim)
+    trial = Trial(case)
+    for order in ORDERS:
+        shim.order = order
+        try:
+            error = trial.error(trial.run(backend, trial.fill(backend, poison=True)))
+        except KernelError:
+            return False
+        if not error <= case.tolerance:
+            return False
+    return True
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_chunks_are_right_in_every_order(case: Case) -> None:
+    require_compiler()
+    shim, used = TensorShim(), []
+    shim.mutate = lambda name, body: used.append(name) or body
+    assert is_right(shim, case)
+    assert any("prefill" in name for name in used)
+
+
+SYNCHRONISATION = r"__sync\w+\(\);|__shfl_xor_sync\(0xffffffff, (?P<own>.+?), far\)"
+
+
+@pytest.mark.parametrize("nth", range(4))
+def test_no_barrier_or_shuffle_can_be_left_out(nth: int) -> None:
+    require_compiler()
+    shim = TensorShim()
+    counts = []
+
+    def mutate(name: str, body: str) -> str:
+        if "prefill" not in name:
+            return body
+        found = list(re.finditer(SYNCHRONISATION, body))
+        counts.append(len(found))
+        return body[: found[nth].start()] + (found[nth]["own"] or "") + body[found[nth].end() :]
+
+    shim.mutate = mutate
+    assert not is_right(shim, Case(sequences=((150, 20),), **BFLOAT))
+    assert set(counts) == {4}
+
+
+@given(
+    st.lists(
+        st.tuples(st.integers(0, 300), st.sampled_from([1, LONG_CHUNK, 17, 100])),
+        min_size=1,
+        max_size=6,
+    ).filter(lambda rows: any(count >= LONG_CHUNK for _, count in rows)),
+    st.integers(1, 64),
+)
+def test_items_are_the_rows_of_the_chunks(rows: list[tuple[int, int]], tokens: int) -> None:
+    sequences = [
+        ScheduledSequence(
+            seq_id=i,
+            slot=i,
+            start=start,
+            token_ids=(1,) * count,
+            block_table=tuple(range(i * 100, i * 100 + -(-(start + count) // 16))),
+        )
+        for i, (start, count) in enumerate(rows)
+    ]
+    work = KernelPlan(sequences, 16).chunk_work(tokens)
+    found = [
+        (output + i, row + i, position + i, table)
+        for row, count, position, table, output in np.array(work.items).tolist()
+        for i in range(count)
+    ]
+    wanted, first = [], 0
+    long = [one for one in sequences if len(one.token_ids) >= LONG_CHUNK]
+    for one in sequences:
+        if one in long:
+            wanted += [
+                (len(wanted) + i, first + i, one.start + i, long.index(one))
+                for i in range(len(one.token_ids))
+            ]
+        first += len(one.token_ids)
+    assert sorted(found) == wanted
+    assert work.num_rows == len(wanted)
+    assert (np.array(work.items)[:, 1] <= tokens).all()
+    for one, table in zip(long, np.array(work.tables).tolist(), strict=True):
+        assert tuple(table[: len(one.block_table)]) == one.block_table
