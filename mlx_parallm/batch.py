@@ -12,7 +12,8 @@ from typing import Protocol
 
 from mlx_parallm.request import SamplingParams
 
-# Stands for a token that the step in flight is still choosing: the runner has it on the device.
+# Stands for a token that the step in flight, or a draft model, is still choosing: the runner has it
+# on the device.
 PENDING_TOKEN = -1
 
 
@@ -42,8 +43,24 @@ class SampleSpec:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class DraftInput:
+    """Known tokens that a draft model computes before it proposes anything.
+
+    ``start`` is the position of ``token_ids[0]``: what comes before it has been computed.
+    """
+
+    start: int
+    token_ids: tuple[int, ...]
+
+    @property
+    def end(self) -> int:
+        """Tokens computed with these."""
+        return self.start + len(self.token_ids)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ScheduledSequence:
-    """One sequence's share of a step: a decode row (one token) or a prefill chunk.
+    """One sequence's share of a step: a decode row (one token), one with proposals, or a chunk.
 
     Attributes:
         seq_id: unique in this engine for ever.
@@ -52,8 +69,14 @@ class ScheduledSequence:
             fresh state for models that keep a state per sequence.
         token_ids: the tokens to run, never empty; ``(PENDING_TOKEN,)`` where the step before
             chooses the token.
-        block_table: ids of the KV blocks of positions ``0 .. start + len(token_ids) - 1``.
-        sample: set when a token follows the last of ``token_ids``; None for an inner prefill chunk.
+        block_table: ids of the KV blocks of positions ``0 .. start + len(token_ids) - 1``, and
+            perhaps of later ones.
+        sample: set when a token follows the last of ``token_ids`` that is no proposal; None for an
+            inner prefill chunk.
+        verify: set when the last of ``token_ids`` are proposals: what chooses the token that
+            follows each. A choice counts while the proposals before it were chosen too.
+        draft: what the draft model runs. Proposals that are ``PENDING_TOKEN`` are its to make, and
+            these tokens then end with the last one that is no proposal.
         prompt_logprobs: None, or how many likeliest tokens to report per target.
         target_ids: with ``prompt_logprobs``: the prompt tokens at positions ``start + 1 ..``, whose
             log-probabilities are wanted (one fewer than ``token_ids`` at the end of the prompt).
@@ -65,13 +88,20 @@ class ScheduledSequence:
     token_ids: tuple[int, ...]
     block_table: tuple[int, ...]
     sample: SampleSpec | None = None
+    verify: tuple[SampleSpec, ...] = ()
+    draft: DraftInput | None = None
     prompt_logprobs: int | None = None
     target_ids: tuple[int, ...] = ()
+
+    @property
+    def proposals(self) -> tuple[int, ...]:
+        """The last of ``token_ids``, which are guesses to be verified."""
+        return self.token_ids[len(self.token_ids) - len(self.verify) :]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScheduledBatch:
-    """One step: decode rows first, then prefill chunks.
+    """One step: rows of one token first, then rows with proposals and prefill chunks.
 
     Before the forward the runner performs, in this order, ``block_copies`` ``(source, target)`` in
     every layer's pool and ``state_copies`` ``(source slot, target slot)`` of per-sequence state.
@@ -116,7 +146,7 @@ class StepOutput:
 
     Attributes:
         tokens: one entry per scheduled sequence that has a ``sample``, in batch order, but for
-            those in ``failed``.
+            those in ``failed``; of one with proposals, another entry for each that was accepted.
         prompt_logprobs: by ``seq_id``, one entry per ``target_ids`` of that sequence.
         failed: by ``seq_id``, why this sequence (and only it) could not be run.
     """

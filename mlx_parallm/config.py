@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from mlx_parallm.errors import ConfigError
+
+SPECULATIVE_METHODS = ("ngram", "draft_model")
+MAX_SPECULATIVE_TOKENS = 15
 
 KV_CACHE_DTYPES = ("auto", "int8", "int4")
 
@@ -75,16 +82,77 @@ class SchedulerConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SpeculativeConfig:
+    """Speculative decoding, for all models of the process. Names are vLLM's.
+
+    Attributes:
+        method: "ngram" proposes what followed the latest tokens where they stood before;
+            "draft_model" what a smaller model says.
+        model: the draft model's hub id or folder; of the served model's vocabulary.
+        num_speculative_tokens: most tokens proposed at a time.
+        prompt_lookup_max: longest n-gram looked for.
+        prompt_lookup_min: shortest n-gram that counts as a match.
+        disable_by_batch_size: nothing is proposed while more sequences than this decode; None
+            leaves it to the device.
+
+    Raises:
+        ConfigError: a value is out of range.
+    """
+
+    method: str = "ngram"
+    model: str | None = None
+    num_speculative_tokens: int = 4
+    prompt_lookup_max: int = 4
+    prompt_lookup_min: int = 2
+    disable_by_batch_size: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.method not in SPECULATIVE_METHODS:
+            methods = ", ".join(SPECULATIVE_METHODS)
+            raise ConfigError(f"speculative method {self.method!r} is not one of {methods}")
+        if (self.method == "draft_model") != isinstance(self.model, str):
+            raise ConfigError("the speculative method draft_model, and no other, needs a model")
+        self._check("num_speculative_tokens", 1, MAX_SPECULATIVE_TOKENS)
+        self._check("prompt_lookup_max", 1, 64)
+        self._check("prompt_lookup_min", 1, 64)
+        if self.disable_by_batch_size is not None:
+            self._check("disable_by_batch_size", 1, None)
+        if self.prompt_lookup_min > self.prompt_lookup_max:
+            raise ConfigError("prompt_lookup_min must not exceed prompt_lookup_max")
+
+    @staticmethod
+    def from_mapping(values: Mapping[str, Any]) -> SpeculativeConfig:
+        """From names and plain values.
+
+        Raises:
+            ConfigError: a name is unknown, or a value is out of range.
+        """
+        known = {field.name for field in fields(SpeculativeConfig)}
+        unknown = sorted(str(name) for name in values if name not in known)
+        if unknown:
+            raise ConfigError(f"unknown speculative settings: {', '.join(unknown)}")
+        return SpeculativeConfig(**values)
+
+    def _check(self, name: str, low: int, high: int | None) -> None:
+        value = getattr(self, name)
+        is_whole = isinstance(value, int) and not isinstance(value, bool)
+        if not is_whole or value < low or (high is not None and value > high):
+            bounds = f"at least {low}" if high is None else f"from {low} to {high}"
+            raise ConfigError(f"{name} must be a whole number {bounds}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
     """Everything the engine thread needs.
 
     ``restart_on_failure``: when the engine thread dies, tell every open stream and start it anew
-    instead of ending the process.
+    instead of ending the process. ``speculative``: None for no speculative decoding.
     """
 
     models: tuple[ModelConfig, ...] = (ModelConfig(),)
     cache: CacheConfig = field(default_factory=CacheConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+    speculative: SpeculativeConfig | None = None
     seed: int = 0
     restart_on_failure: bool = False
 

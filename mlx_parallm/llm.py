@@ -8,7 +8,13 @@ from itertools import count
 from typing import Any
 
 from mlx_parallm.batch import TokenLogprob
-from mlx_parallm.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
+from mlx_parallm.config import (
+    CacheConfig,
+    EngineConfig,
+    ModelConfig,
+    SchedulerConfig,
+    SpeculativeConfig,
+)
 from mlx_parallm.engine.build import LoadedEngine, build_engines
 from mlx_parallm.engine.interface import Tokenizer
 from mlx_parallm.engine.metrics import MetricFamilies
@@ -63,7 +69,7 @@ class LLM:
     MLX's state belongs to a thread: use an LLM on the thread that made it.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - settings, by name
         self,
         model: str | None = None,
         *,
@@ -74,7 +80,10 @@ class LLM:
         seed: int = 0,
         cache: CacheConfig | None = None,
         scheduler: SchedulerConfig | None = None,
+        speculative_config: SpeculativeConfig | Mapping[str, Any] | None = None,
     ) -> None:
+        if isinstance(speculative_config, Mapping):
+            speculative_config = SpeculativeConfig.from_mapping(speculative_config)
         config = EngineConfig(
             models=(
                 ModelConfig(
@@ -88,6 +97,7 @@ class LLM:
             cache=cache or CacheConfig(),
             # Nobody else waits: a list of prompts may be as long as it likes.
             scheduler=scheduler or SchedulerConfig(max_waiting=0),
+            speculative=speculative_config,
             seed=seed,
         )
         loaded: LoadedEngine = build_engines(config, MetricFamilies(), lambda _text, _share: None)[

@@ -37,6 +37,8 @@ class SamplingParams:
         logprobs: None for none; k for the sampled token's log-probability and the k likeliest.
             Log-probabilities are those of the model: before temperature, penalties and masks.
         prompt_logprobs: the same for each prompt token given those before it.
+        speculative: whether tokens may be proposed for it, where the engine does that; which
+            tokens it gets does not depend on it.
     """
 
     n: int = 1
@@ -59,6 +61,7 @@ class SamplingParams:
     skip_special_tokens: bool = True
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    speculative: bool = True
 
     def __post_init__(self) -> None:
         self._check_range("n", self.n, 1, MAX_CHOICES)
@@ -82,6 +85,15 @@ class SamplingParams:
             raise InvalidRequestError("min_tokens must not exceed max_tokens.", param="min_tokens")
         if any(not text for text in self.stop):
             raise InvalidRequestError("stop must not contain an empty string.", param="stop")
+
+    @property
+    def has_penalty(self) -> bool:
+        """Whether logits depend on the tokens so far otherwise than through the model."""
+        return (
+            self.repetition_penalty != 1.0
+            or self.presence_penalty != 0.0
+            or self.frequency_penalty != 0.0
+        )
 
     @staticmethod
     def _check_range(name: str, value: float, low: float, high: float) -> None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from mlx_parallm.batch import ScheduledBatch, StepOutput, TokenLogprob
-from mlx_parallm.config import SchedulerConfig
+from mlx_parallm.batch import PENDING_TOKEN, ScheduledBatch, StepOutput, TokenLogprob
+from mlx_parallm.config import SchedulerConfig, SpeculativeConfig
 from mlx_parallm.kv_cache.manager import KVCacheManager
 from mlx_parallm.outputs import FinishReason
 from mlx_parallm.request import GenerateRequest
@@ -35,7 +35,8 @@ class SchedulerHarness:
     """A scheduler, its runner and the requests given to it.
 
     With ``runs_ahead`` a step is scheduled before the one before it is taken in. Each step is said
-    to have taken ``seconds_of`` it.
+    to have taken ``seconds_of`` it. With ``speculative`` the simulated model copies often, so that
+    proposals are accepted.
     """
 
     def __init__(
@@ -49,15 +50,19 @@ class SchedulerHarness:
         config: SchedulerConfig | None = None,
         runs_ahead: bool = False,
         seconds_of: Callable[[ScheduledBatch], float] = lambda batch: 1e-3 * batch.num_tokens,
+        speculative: SpeculativeConfig | None = None,
     ) -> None:
+        self.speculative = speculative
         self.config = config or SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=16)
         self.max_len = min(max_model_len, num_blocks * block_size)
         self.num_blocks = num_blocks
+        self.block_size = block_size
         self.scheduler = Scheduler(
             self.config,
             KVCacheManager(num_blocks, block_size, enable_prefix_caching=caching),
             max_model_len=max_model_len,
             has_state=has_state,
+            speculative=speculative,
         )
         self._runs_ahead = runs_ahead
         self._seconds_of = seconds_of
@@ -65,7 +70,11 @@ class SchedulerHarness:
         self.batches: list[ScheduledBatch] = []
         self.tracked: dict[str, Tracked] = {}
         self._runner = SimulatedRunner(
-            num_blocks, block_size, self.config.max_num_seqs, has_state=has_state
+            num_blocks,
+            block_size,
+            self.config.max_num_seqs,
+            has_state=has_state,
+            copies=speculative is not None,
         )
 
     def add(self, request: GenerateRequest, seed: int = 0) -> None:
@@ -149,6 +158,7 @@ class SchedulerHarness:
     def _check_batch(self, batch: ScheduledBatch) -> None:
         limit = max(self.config.max_num_batched_tokens or 1024, self.config.max_num_seqs)
         assert batch.num_tokens <= limit
+        self._check_proposals(batch)
         slots = [row.slot for row in batch.sequences]
         assert len(set(slots)) == len(slots)
         assert all(0 <= slot < self.config.max_num_seqs for slot in slots)
@@ -158,6 +168,21 @@ class SchedulerHarness:
         targets = [target for _, target in batch.block_copies]
         assert len(set(targets)) == len(targets)
         assert not set(targets) & {source for source, _ in batch.block_copies}
+
+    def _check_proposals(self, batch: ScheduledBatch) -> None:
+        rows = [row for row in batch.sequences if row.verify]
+        if not rows:
+            return
+        assert self.speculative is not None
+        assert len(rows) <= (self.speculative.disable_by_batch_size or 32)
+        for row in rows:
+            assert len(row.verify) <= self.speculative.num_speculative_tokens
+            assert len(row.token_ids) == len(row.verify) + 1
+            assert row.token_ids[0] != PENDING_TOKEN
+            assert (PENDING_TOKEN in row.proposals) == (self.speculative.model is not None)
+            end = row.start + len(row.token_ids)
+            assert end < self.max_len
+            assert end <= len(row.block_table) * self.block_size
 
     def _hear(self, update: SequenceUpdate) -> None:
         tracked = self.tracked.get(update.request_id)
@@ -184,7 +209,13 @@ class SchedulerHarness:
             assert list(entries) == expected_prompt_logprobs(tracked.request)
 
     def _check_output(self, tracked: Tracked, update: SequenceUpdate) -> None:
-        expected = expected_outputs(tracked.request, update.index, tracked.seed, self.max_len)
+        expected = expected_outputs(
+            tracked.request,
+            update.index,
+            tracked.seed,
+            self.max_len,
+            copies=self.speculative is not None,
+        )
         assert tracked.outputs[update.index] == expected, "another output than alone"
         last = expected[-1] if expected else None
         stops = tracked.request.params.stop_token_ids

@@ -17,7 +17,8 @@ import mlx.core as mx
 from mlx_lm.generate import BatchGenerator
 
 from benchmarks.gpu.shapes import RandomModel, flatten
-from mlx_parallm.config import CacheConfig, SchedulerConfig
+from mlx_parallm.config import CacheConfig, SchedulerConfig, SpeculativeConfig
+from mlx_parallm.engine.build import speculative_for
 from mlx_parallm.engine.engine import Engine
 from mlx_parallm.engine.metrics import EngineMetrics, MetricFamilies
 from mlx_parallm.kv_cache.manager import KVCacheManager
@@ -26,6 +27,7 @@ from mlx_parallm.request import GenerateRequest, SamplingParams
 from mlx_parallm.runner.backend_choice import choose_backend
 from mlx_parallm.runner.cache_layout import kv_shapes, probe_layout
 from mlx_parallm.runner.device import backend_name
+from mlx_parallm.runner.draft_model import DraftModel
 from mlx_parallm.runner.memory import plan_kv, query_heads
 from mlx_parallm.runner.model_runner import ModelRunner
 from mlx_parallm.scheduler.scheduler import Scheduler
@@ -117,6 +119,8 @@ def make_engine(
     kv_cache_dtype: str = "auto",
     stall_ms: float | None = None,
     tracer: StepTracer | None = None,
+    speculative: SpeculativeConfig | None = None,
+    draft: RandomModel | None = None,
 ) -> BenchEngine:
     """An engine as ``engine.build`` makes it, of a model with the loader's linear layers.
 
@@ -129,6 +133,8 @@ def make_engine(
         kv_cache_dtype: how KV is kept.
         stall_ms: see ``--max-decode-stall-ms``.
         tracer: told of every step.
+        speculative: how it speculates.
+        draft: with which draft model.
     """
     if backend_name() == "cuda":
         flatten(model)
@@ -142,10 +148,17 @@ def make_engine(
     backend = choose_backend(cache, kv_shapes(layouts), query_heads(loaded.config)).backend
     plan = plan_kv(layouts, loaded.config, cache, config, max_model_len, backend)
     num_blocks = plan.wanted_blocks if kv_tokens is None else -(-kv_tokens // plan.block_size)
-    runner = ModelRunner(loaded, layouts, plan, num_blocks, backend, tracer=tracer)
+    drafting = None if draft is None else _draft_model(draft, cache, num_blocks)
+    runner = ModelRunner(loaded, layouts, plan, num_blocks, backend, drafting, tracer=tracer)
     info = runner.info
     kv = KVCacheManager(info.num_blocks, info.block_size, enable_prefix_caching=not info.has_state)
-    scheduler = Scheduler(config, kv, max_model_len=info.max_model_len, has_state=info.has_state)
+    scheduler = Scheduler(
+        config,
+        kv,
+        max_model_len=info.max_model_len,
+        has_state=info.has_state,
+        speculative=speculative_for(speculative, info, "bench"),
+    )
     metrics = EngineMetrics(MetricFamilies(), "bench", info)
     engine = Engine(scheduler, runner, NoText(), metrics, tracer=tracer)
     return BenchEngine(engine, kv, plan.block_bytes)
@@ -191,6 +204,16 @@ def engine_for(model: RandomModel, **options: Any) -> Iterator[tuple[BenchEngine
     finally:
         layers.restore()
         mx.clear_cache()
+
+
+def _draft_model(model: RandomModel, cache: CacheConfig, num_blocks: int) -> DraftModel:
+    if backend_name() == "cuda":
+        flatten(model)
+    loaded, layouts = model.loaded, probe_layout(model.model)
+    choice = choose_backend(cache, kv_shapes(layouts), query_heads(loaded.config))
+    return DraftModel(
+        loaded, layouts, choice.backend, num_blocks=num_blocks, block_size=cache.block_size
+    )
 
 
 def random_prompts(model: RandomModel, lengths: Sequence[int], seed: int = 0) -> list[list[int]]:

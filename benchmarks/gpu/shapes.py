@@ -154,6 +154,27 @@ def random_model(
     return RandomModel(loaded, 0 if config["tie_word_embeddings"] else sum(tables))
 
 
+def copying_model(shape: str, successor: mx.array, *, dtype: mx.Dtype = mx.bfloat16) -> RandomModel:
+    """A Qwen3 of a shape that always goes on from token t with ``successor[t]``, a permutation.
+
+    Its layers compute what those of any model of the shape do and add nothing to the embedding.
+    """
+    config = SHAPES[shape] | {"tie_word_embeddings": False}
+    model = _stock_model(config)
+    model.set_dtype(dtype)
+    for layer in model.layers:
+        for linear in (layer.self_attn.o_proj, layer.mlp.down_proj):
+            linear.weight = mx.zeros_like(linear.weight)
+    table = model.model.embed_tokens.weight
+    head = mx.zeros_like(table)
+    head[successor] = table
+    model.lm_head.weight = head
+    model.eval()
+    sizes = _evaluate(model)
+    name = str(dtype).rpartition(".")[2]
+    return RandomModel(LoadedModel(model, config, Path(shape), name, sum(sizes.values())), 0)
+
+
 def flatten(model: RandomModel) -> None:
     """What the loader does to linear layers on CUDA."""
     kernel = RowKernel(CudaDialect()) if backend_name() == "cuda" else None

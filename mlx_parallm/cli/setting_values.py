@@ -11,6 +11,9 @@ import re
 from collections.abc import Callable
 from typing import Any
 
+from mlx_parallm.config import SpeculativeConfig
+from mlx_parallm.errors import ConfigError
+
 Parse = Callable[[Any], Any]
 
 SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?", re.IGNORECASE)
@@ -118,6 +121,20 @@ def listed(value: Any) -> tuple[str, ...]:
     if not found or not all(found):
         raise ValueError("must not contain an empty text")
     return found
+
+
+def speculative(value: Any) -> SpeculativeConfig:
+    """Speculative decoding: a JSON object, or a table of a file."""
+    try:
+        items = json.loads(value) if isinstance(value, str) else value
+    except json.JSONDecodeError:
+        raise ValueError("must be a JSON object") from None
+    if not isinstance(items, dict):
+        raise ValueError("must be a JSON object")  # noqa: TRY004 - one type for all wrong values
+    try:
+        return SpeculativeConfig.from_mapping(items)
+    except ConfigError as problem:
+        raise ValueError(str(problem)) from None
 
 
 def _json_list(value: str) -> Any:

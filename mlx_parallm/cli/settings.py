@@ -170,6 +170,11 @@ SETTINGS: tuple[Setting, ...] = (
              "most waiting sequences; beyond it requests are answered with 429, and with 400 those "
              "that are too large for an empty queue. 0 is no limit.",
              aliases=("max-queue-size",), metavar="N"),
+    _setting("speculative-config", "engine.speculative", values.speculative, BATCHING,
+             "speculative decoding, as JSON with vLLM's names, such as "
+             '{"method": "ngram", "num_speculative_tokens": 4}; none if not given. '
+             "See docs/speculation.md.",
+             metavar="JSON"),
     _setting("host", "server.host", values.text, ADDRESS,
              "address to listen on; 0.0.0.0 for every IPv4 interface."),
     _setting("port", "server.port", values.integer(0, 65535), ADDRESS,

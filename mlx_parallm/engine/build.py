@@ -8,7 +8,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from mlx_parallm.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
+from mlx_parallm.batch import RunnerInfo
+from mlx_parallm.config import (
+    CacheConfig,
+    EngineConfig,
+    ModelConfig,
+    SchedulerConfig,
+    SpeculativeConfig,
+)
 from mlx_parallm.engine.engine import Engine
 from mlx_parallm.engine.interface import ServedModel
 from mlx_parallm.engine.metrics import EngineMetrics, MetricFamilies
@@ -17,6 +24,7 @@ from mlx_parallm.kv_cache.manager import KVCacheManager
 from mlx_parallm.runner.backend_choice import BackendChoice, choose_backend
 from mlx_parallm.runner.cache_layout import CacheLayout, kv_shapes, probe_layout
 from mlx_parallm.runner.device import backend_name, free_memory_bytes
+from mlx_parallm.runner.draft_model import DraftModel
 from mlx_parallm.runner.host_memory import keep_freed_memory
 from mlx_parallm.runner.hub import resolve_model
 from mlx_parallm.runner.loader import LoadedModel, load_model
@@ -35,6 +43,11 @@ CUDA_TOKEN_BUDGET = 2048
 # KV of small models on the CPU; larger ones get as much as their weights take.
 CPU_KV_BYTES = 1 << 30
 
+# Sequences that decode, up to which proposals pay: on a GPU a step of some hundred rows takes
+# little longer than one of a few; on the CPU every row takes its time.
+GPU_BATCH_SIZE = 32
+CPU_BATCH_SIZE = 4
+
 Progress = Callable[[str, float], None]
 
 
@@ -47,6 +60,16 @@ class LoadedEngine:
 
 
 @dataclass(frozen=True, slots=True)
+class _DraftWeights:
+    """A draft model in memory; ``block_bytes`` is what its KV adds to a block of the budget."""
+
+    loaded: LoadedModel
+    layouts: tuple[CacheLayout, ...]
+    attention: BackendChoice
+    block_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
 class _Weights:
     """A model in memory, before it has any KV."""
 
@@ -56,6 +79,12 @@ class _Weights:
     tokenizer: ParallmTokenizer
     attention: BackendChoice
     plan: KVPlan
+    draft: _DraftWeights | None = None
+
+    @property
+    def weight_bytes(self) -> int:
+        """Of the model and its draft model."""
+        return self.loaded.weight_bytes + (self.draft.loaded.weight_bytes if self.draft else 0)
 
 
 def build_engines(
@@ -77,7 +106,7 @@ def build_engines(
     keep_freed_memory()
     models = [_load(model, config, on_progress) for model in config.models]
     wanted = [one.plan.wanted_bytes for one in models]
-    weights = sum(one.loaded.weight_bytes for one in models)
+    weights = sum(one.weight_bytes for one in models)
     budgets = share_budget(wanted, _kv_budget(config.cache, sum(wanted), weights))
     return [
         _assemble(one, budget, config, families, tracer)
@@ -144,7 +173,38 @@ def _load(model: ModelConfig, config: EngineConfig, on_progress: Progress) -> _W
         attention.backend,
     )
     on_progress(f"Loading {name}", 1.0)
-    return _Weights(model, loaded, layouts, tokenizer, attention, plan)
+    draft = None
+    if config.speculative is not None and config.speculative.model is not None:
+        draft = _load_draft(config.speculative.model, model, config.cache, tokenizer, on_progress)
+        plan = replace(plan, block_bytes=plan.block_bytes + draft.block_bytes)
+    return _Weights(model, loaded, layouts, tokenizer, attention, plan, draft)
+
+
+def _load_draft(
+    source: str,
+    model: ModelConfig,
+    cache: CacheConfig,
+    tokenizer: ParallmTokenizer,
+    on_progress: Progress,
+) -> _DraftWeights:
+    """A draft model for ``model``.
+
+    Raises:
+        ConfigError: its tokens are not those of the model.
+    """
+    config = ModelConfig(path=source, dtype=model.dtype, trust_remote_code=model.trust_remote_code)
+    path = _fetch(config, source, on_progress)
+    own = load_tokenizer(path, trust_remote_code=model.trust_remote_code)
+    if not tokenizer.has_vocabulary_of(own):
+        raise ConfigError(
+            f"The draft model {source} has other tokens than {model_names(model)[0]}: both need "
+            "the same vocabulary."
+        )
+    loaded = load_model(config, path)
+    layouts = probe_layout(loaded.model)
+    choice = choose_backend(cache, kv_shapes(layouts), query_heads(loaded.config))
+    per_token = sum(choice.backend.bytes_per_token(shape) for shape in kv_shapes(layouts))
+    return _DraftWeights(loaded, layouts, choice, per_token * cache.block_size)
 
 
 def _fetch(model: ModelConfig, source: str, on_progress: Progress) -> Path:
@@ -156,6 +216,40 @@ def _fetch(model: ModelConfig, source: str, on_progress: Progress) -> Path:
     )
 
 
+def _draft_model(one: _Weights, num_blocks: int) -> DraftModel | None:
+    draft = one.draft
+    if draft is None:
+        return None
+    return DraftModel(
+        draft.loaded,
+        draft.layouts,
+        draft.attention.backend,
+        num_blocks=num_blocks,
+        block_size=one.plan.block_size,
+    )
+
+
+def speculative_for(
+    config: SpeculativeConfig | None, info: RunnerInfo, name: str
+) -> SpeculativeConfig | None:
+    """What a model speculates with.
+
+    Raises:
+        ConfigError: the model keeps a state, which cannot be taken back.
+    """
+    if config is None:
+        return None
+    if info.has_state:
+        raise ConfigError(
+            f"{name} keeps a state per sequence (path {info.path}), which cannot follow refused "
+            "proposals; serve it without --speculative-config."
+        )
+    if config.disable_by_batch_size is not None:
+        return config
+    is_cpu = backend_name() == "cpu"
+    return replace(config, disable_by_batch_size=CPU_BATCH_SIZE if is_cpu else GPU_BATCH_SIZE)
+
+
 def _assemble(
     one: _Weights,
     budget: int,
@@ -165,7 +259,13 @@ def _assemble(
 ) -> LoadedEngine:
     num_blocks = one.plan.num_blocks(budget)
     runner = ModelRunner(
-        one.loaded, one.layouts, one.plan, num_blocks, one.attention.backend, tracer=tracer
+        one.loaded,
+        one.layouts,
+        one.plan,
+        num_blocks,
+        one.attention.backend,
+        _draft_model(one, num_blocks),
+        tracer=tracer,
     )
     info = runner.info
     kv = KVCacheManager(
@@ -173,13 +273,14 @@ def _assemble(
         info.block_size,
         enable_prefix_caching=config.cache.enable_prefix_caching and not info.has_state,
     )
+    names = model_names(one.config)
     scheduler = Scheduler(
         with_token_budget(config.scheduler, backend_name()),
         kv,
         max_model_len=info.max_model_len,
         has_state=info.has_state,
+        speculative=speculative_for(config.speculative, info, names[0]),
     )
-    names = model_names(one.config)
     metrics = EngineMetrics(families, names[0], info)
     engine = Engine(scheduler, runner, one.tokenizer, metrics, seed=config.seed, tracer=tracer)
     model = ServedModel(

@@ -17,7 +17,7 @@ from mlx_parallm.engine.output_processor import OutputProcessor
 from mlx_parallm.outputs import GenerateEvent
 from mlx_parallm.request import GenerateRequest
 from mlx_parallm.scheduler.scheduler import Scheduler
-from mlx_parallm.scheduler.updates import SequenceUpdate
+from mlx_parallm.scheduler.updates import SchedulerStats, SequenceUpdate
 from mlx_parallm.tracing import NoTracer, Phase, StepTracer
 
 logger = logging.getLogger(__name__)
@@ -68,6 +68,11 @@ class Engine:
     def tokenizer(self) -> Tokenizer:
         """The model's tokenizer."""
         return self._tokenizer
+
+    @property
+    def stats(self) -> SchedulerStats:
+        """How full it is, and what it has counted so far."""
+        return self._scheduler.stats()
 
     def add(self, request: GenerateRequest, *, arrival_s: float | None = None) -> None:
         """Queue a request.

@@ -14,7 +14,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from mlx_parallm.batch import RunnerInfo, ScheduledBatch
 from mlx_parallm.outputs import ErrorEvent, GenerateEvent, PromptEvent, TokenEvent
 from mlx_parallm.request import GenerateRequest
-from mlx_parallm.scheduler.updates import SchedulerStats
+from mlx_parallm.scheduler.updates import SchedulerStats, SpeculationStats
 
 LABELS = ("model_name", "engine")
 LATENCY_S = (0.05, 0.1, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 60.0, 120.0)
@@ -47,6 +47,7 @@ class MetricFamilies:
         self.registry = CollectorRegistry()
         self._define_queue()
         self._define_tokens()
+        self._define_speculation()
         self._define_times()
         self._define_requests()
 
@@ -69,6 +70,19 @@ class MetricFamilies:
         self.prompt_tokens = self._counter("prompt_tokens", "Prompt tokens computed or reused.")
         self.generation_tokens = self._counter("generation_tokens", "Tokens generated.")
         self.iteration_tokens = self._histogram("iteration_tokens_total", "Tokens a step.", TOKENS)
+
+    def _define_speculation(self) -> None:
+        self.drafts = self._counter("spec_decode_num_drafts", "Runs of proposals verified.")
+        self.draft_tokens = self._counter("spec_decode_num_draft_tokens", "Tokens proposed.")
+        self.accepted_tokens = self._counter(
+            "spec_decode_num_accepted_tokens", "Proposed tokens accepted."
+        )
+        self.accepted_per_position = Counter(
+            "vllm:spec_decode_num_accepted_tokens_per_pos",
+            "Proposed tokens accepted, by their place in the run.",
+            (*LABELS, "position"),
+            registry=self.registry,
+        )
 
     def _define_times(self) -> None:
         self.first_token = self._histogram("time_to_first_token_seconds", "", FIRST_TOKEN_S)
@@ -204,7 +218,21 @@ class EngineMetrics:
         families.preemptions.labels(*labels).inc(stats.num_preemptions - last.num_preemptions)
         families.prefix_queries.labels(*labels).inc(stats.prefix_queries - last.prefix_queries)
         families.prefix_hits.labels(*labels).inc(stats.prefix_hits - last.prefix_hits)
+        self._on_speculation(stats.speculation, last.speculation)
         self._last = stats
+
+    def _on_speculation(self, now: SpeculationStats, last: SpeculationStats) -> None:
+        families, labels = self._families, self._labels
+        if not now.accepted_per_position:
+            return
+        families.drafts.labels(*labels).inc(now.num_drafts - last.num_drafts)
+        families.draft_tokens.labels(*labels).inc(now.num_draft_tokens - last.num_draft_tokens)
+        accepted = now.num_accepted_tokens - last.num_accepted_tokens
+        families.accepted_tokens.labels(*labels).inc(accepted)
+        before = last.accepted_per_position or (0,) * len(now.accepted_per_position)
+        for position, count in enumerate(now.accepted_per_position):
+            family = families.accepted_per_position.labels(*labels, str(position))
+            family.inc(count - before[position])
 
     def _on_tokens(self, event: TokenEvent, times: RequestTimes, now: float) -> None:
         assert times.last_token_s is not None
@@ -214,7 +242,9 @@ class EngineMetrics:
             self._generated.inc(count)
             last = times.last_token_s.get(event.index)
             if last is not None:
-                self._inter_token.observe((now - last) / count)
+                # Further tokens of one step come together: they have no latency of their own.
+                if now > last:
+                    self._inter_token.observe((now - last) / count)
             elif times.first_token_s is None:
                 times.first_token_s = now
                 self._observe(self._families.first_token, now - times.arrival_s)

@@ -76,7 +76,7 @@ class OutputProcessor:
         self._requests.pop(request_id, None)
 
     def process(self, updates: Sequence[SequenceUpdate]) -> ProcessedStep:
-        """Events of one step: at most one token event per sample."""
+        """Events of one step: one per token of a sample, and of each its first error only."""
         step = ProcessedStep()
         failed: dict[str, _Request] = {}
         for update in updates:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict, deque
+from collections.abc import Iterable
 
 
 class BlockPool:
@@ -19,6 +20,8 @@ class BlockPool:
         self._owners = [0] * num_blocks
         self._content: list[bytes | None] = [None] * num_blocks
         self._by_content: dict[bytes, int] = {}
+        # Full blocks that hold a draft model's KV of the same tokens too.
+        self._drafted: set[int] = set()
 
     @property
     def num_free(self) -> int:
@@ -32,6 +35,7 @@ class BlockPool:
         blocks = [self._free.popleft() if self._free else self._evict() for _ in range(count)]
         for block in blocks:
             self._owners[block] = 1
+        self._drafted.difference_update(blocks)
         return blocks
 
     def share(self, block: int) -> None:
@@ -50,6 +54,14 @@ class BlockPool:
             self._free.append(block)
         else:
             self._cached[block] = None
+
+    def mark_drafted(self, blocks: Iterable[int]) -> None:
+        """Note that a draft model has computed these blocks; forgotten when they are allocated."""
+        self._drafted.update(blocks)
+
+    def is_drafted(self, block: int) -> bool:
+        """Whether a draft model has computed this block."""
+        return block in self._drafted
 
     def find(self, content: bytes) -> int | None:
         """The block of this content, owned or cached."""

@@ -7,7 +7,7 @@ class BlockTable:
     """Block ids, the contents of its leading full blocks, and the ids as a tuple, made once.
 
     ``generation`` is the one of the prefix cache when the sequence began: what it computes becomes
-    cached only in that.
+    cached only in that. ``num_drafted``: leading blocks noted as computed by a draft model.
     """
 
     def __init__(self, root: bytes, generation: int) -> None:
@@ -15,6 +15,7 @@ class BlockTable:
         self.hashes: list[bytes] = []
         self.root = root
         self.generation = generation
+        self.num_drafted = 0
         self._tuple: tuple[int, ...] | None = None
 
     @property
@@ -32,6 +33,7 @@ class BlockTable:
         """Hold nothing."""
         self.blocks.clear()
         self.hashes.clear()
+        self.num_drafted = 0
         self._tuple = None
 
     def as_tuple(self) -> tuple[int, ...]:

@@ -84,6 +84,19 @@ class KVCacheManager:
             table.hashes.append(content)
             self._pool.set_content(table.blocks[index], content)
 
+    def mark_drafted(self, table: BlockTable, num_tokens: int) -> None:
+        """Note that a draft model has computed the first ``num_tokens`` tokens."""
+        num_full = num_tokens // self.block_size
+        self._pool.mark_drafted(table.blocks[table.num_drafted : num_full])
+        table.num_drafted = max(table.num_drafted, num_full)
+
+    def count_drafted(self, table: BlockTable) -> int:
+        """Leading tokens in full blocks that a draft model has computed."""
+        for index, block in enumerate(table.blocks):
+            if not self._pool.is_drafted(block):
+                return index * self.block_size
+        return len(table.blocks) * self.block_size
+
     def fork(
         self, table: BlockTable, num_tokens: int
     ) -> tuple[BlockTable, tuple[int, int] | None] | None:

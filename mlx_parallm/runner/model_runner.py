@@ -5,21 +5,24 @@ from __future__ import annotations
 import logging
 
 import mlx.core as mx
+import numpy as np
 
 from mlx_parallm.attention.base import AttentionBackend
 from mlx_parallm.attention.quantisation import kv_cache_dtype_of
 from mlx_parallm.batch import RunnerInfo, ScheduledBatch, StepOutput
 from mlx_parallm.errors import ModelLoadError
 from mlx_parallm.runner.cache_layout import CacheLayout
+from mlx_parallm.runner.draft_model import DraftModel
 from mlx_parallm.runner.loader import LoadedModel
 from mlx_parallm.runner.memory import KVPlan, config_value
 from mlx_parallm.runner.path_choice import choose_path
 from mlx_parallm.runner.paths.alone import AlonePath
 from mlx_parallm.runner.paths.base import token_array
 from mlx_parallm.runner.row_selection import embedding_rows
-from mlx_parallm.runner.step_rows import PendingTokens, StepRows
+from mlx_parallm.runner.step_rows import PendingTokens, StepRows, place_proposals, spread_proposals
 from mlx_parallm.sampling.logprobs import TargetLogprobs, target_logprobs
 from mlx_parallm.sampling.sampler import Sampler, SampleResult
+from mlx_parallm.sampling.verify import keep_valid
 from mlx_parallm.tracing import NoTracer, Phase, StepTracer
 
 logger = logging.getLogger(__name__)
@@ -35,10 +38,13 @@ class ModelRunner:
         plan: KVPlan,
         num_blocks: int,
         backend: AttentionBackend,
+        draft: DraftModel | None = None,
         *,
         tracer: StepTracer | None = None,
     ) -> None:
+        """``draft``: over as many blocks of the same size, for proposals left to a draft model."""
         self._tracer = tracer or NoTracer()
+        self._draft = draft
         self._sampler = Sampler()
         self._tokens = PendingTokens()
         self._latest: ModelStep | None = None
@@ -65,7 +71,7 @@ class ModelRunner:
             num_blocks=num_blocks,
             block_size=plan.block_size,
             kv_bytes=kv_bytes,
-            weight_bytes=loaded.weight_bytes,
+            weight_bytes=loaded.weight_bytes + (draft.weight_bytes if draft else 0),
             has_state=self._path.has_state,
             attention_backend=backend.name,
             dtype=loaded.dtype,
@@ -93,7 +99,7 @@ class ModelRunner:
         with self._tracer.span(Phase.BUILD, batch):
             step = self._build(batch)
         with self._tracer.span(Phase.DISPATCH if runs_ahead else Phase.EVALUATE, batch):
-            step.start(self._path.arrays(), wait=not runs_ahead)
+            step.start(self._written(), wait=not runs_ahead)
         self._latest = step if runs_ahead else None
         return step
 
@@ -107,10 +113,22 @@ class ModelRunner:
             with self._tracer.span(Phase.WAIT):
                 self._latest.end()
         token_ids = self._tokens.fill(batch.sequences, token_array(batch.sequences))
-        logits = self._path.logits(batch.sequences, token_ids, rows.wanted)
-        step = ModelStep(rows, self._sample(logits, rows, token_ids), self._score(logits, rows))
+        drafts = self._propose(batch)
+        if drafts is not None:
+            token_ids = place_proposals(batch.sequences, token_ids, drafts)
+        logits = self._path.logits(spread_proposals(batch.sequences), token_ids, rows.wanted)
+        sampled, scored = self._sample(logits, rows, token_ids), self._score(logits, rows)
+        step = ModelStep(rows, sampled, scored, drafts)
         self._tokens.remember(rows.sampled_ids, step.tokens)
         return step
+
+    def _propose(self, batch: ScheduledBatch) -> mx.array | None:
+        if self._draft is None:
+            return None
+        return self._draft.propose(batch, self._info.vocab_size)
+
+    def _written(self) -> list[mx.array]:
+        return self._path.arrays() + (self._draft.arrays() if self._draft is not None else [])
 
     def _sample(self, logits: mx.array, rows: StepRows, token_ids: mx.array) -> SampleResult | None:
         if not rows.sampled:
@@ -138,12 +156,17 @@ class ModelStep:
     """
 
     def __init__(
-        self, rows: StepRows, sampled: SampleResult | None, scored: dict[int, TargetLogprobs]
+        self,
+        rows: StepRows,
+        sampled: SampleResult | None,
+        scored: dict[int, TargetLogprobs],
+        drafts: mx.array | None = None,
     ) -> None:
         self.tokens = sampled.tokens if sampled is not None else None
         self._rows = rows
         self._sampled = sampled
         self._scored = scored
+        self._drafts = drafts
         self._written: list[mx.array] = []
 
     def start(self, written: list[mx.array], *, wait: bool) -> None:
@@ -163,10 +186,15 @@ class ModelStep:
 
     def _outputs(self) -> list[mx.array]:
         outputs = [array for result in self._scored.values() for array in result.arrays()]
+        if self._drafts is not None:
+            outputs.append(self._drafts)
         return outputs if self._sampled is None else outputs + self._sampled.arrays()
 
     def wait(self) -> StepOutput:
         """See ``StepInFlight.wait``."""
         tokens = self._sampled.to_python(self._rows.sampled_ids) if self._sampled else ()
+        if self._drafts is not None:
+            self._rows.fill_proposals(np.array(self._drafts).tolist())
+        tokens = keep_valid(tokens, self._rows.proposals)
         scored = {seq_id: result.to_python() for seq_id, result in self._scored.items()}
         return StepOutput(tokens=tokens, prompt_logprobs=scored)

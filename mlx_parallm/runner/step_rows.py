@@ -7,7 +7,50 @@ from collections.abc import Sequence
 import mlx.core as mx
 import numpy as np
 
-from mlx_parallm.batch import PENDING_TOKEN, ScheduledSequence
+from mlx_parallm.batch import PENDING_TOKEN, SampleSpec, ScheduledSequence
+
+
+def spread_proposals(sequences: Sequence[ScheduledSequence]) -> Sequence[ScheduledSequence]:
+    """The same rows, with each token of a sequence that has proposals as a decode row of its own.
+
+    All rows are written before any attends, so that each sees those before it. What is made for
+    steps of decode rows then serves them too.
+    """
+    if not any(one.verify for one in sequences):
+        return sequences
+    rows: list[ScheduledSequence] = []
+    for one in sequences:
+        rows += [one] if not one.verify else single_rows(one)
+    return rows
+
+
+def place_proposals(
+    sequences: Sequence[ScheduledSequence], token_ids: mx.array, proposals: mx.array
+) -> mx.array:
+    """The step's tokens, int32 ``[T]``, with a draft model's proposals in their places."""
+    ends = np.cumsum([len(one.token_ids) for one in sequences])
+    rows = [
+        np.arange(end - len(one.verify), end)
+        for one, end in zip(sequences, ends, strict=True)
+        if PENDING_TOKEN in one.proposals
+    ]
+    placed = token_ids[:]
+    placed[mx.array(np.concatenate(rows).astype(np.int32))] = proposals
+    return placed
+
+
+def single_rows(one: ScheduledSequence) -> list[ScheduledSequence]:
+    """The tokens of a sequence as decode rows."""
+    return [
+        ScheduledSequence(
+            seq_id=one.seq_id,
+            slot=one.slot,
+            start=position,
+            token_ids=(token,),
+            block_table=one.block_table,
+        )
+        for position, token in enumerate(one.token_ids, one.start)
+    ]
 
 
 class PendingTokens:
@@ -33,7 +76,7 @@ class PendingTokens:
             for one, waits in zip(sequences, pending, strict=True)
         ]
         chosen = self._tokens.astype(mx.int32)
-        if all(pending) and places == list(range(len(self._places))):
+        if all(pending) and places == list(range(chosen.shape[0])):
             return chosen
         rows = np.cumsum([0, *(len(one.token_ids) for one in sequences[:-1])])
         mask, source = np.zeros(token_ids.shape, bool), np.zeros(token_ids.shape, np.int32)
@@ -48,6 +91,7 @@ class StepRows:
         wanted: ascending indices into the concatenation of all tokens.
         sampled: places in ``wanted`` of the rows to sample, for which ``specs``
             and ``sampled_ids`` are.
+        proposals: of every sequence that is sampled; it has a row for each and one before them.
         scored: sequences whose prompt is scored, and the place of their first row in ``wanted``.
         has_pending: whether any token is still being chosen.
     """
@@ -55,8 +99,9 @@ class StepRows:
     def __init__(self, sequences: Sequence[ScheduledSequence]) -> None:
         self.wanted: list[int] = []
         self.sampled: list[int] = []
-        self.specs = [one.sample for one in sequences if one.sample is not None]
-        self.sampled_ids = [one.seq_id for one in sequences if one.sample is not None]
+        self.specs: list[SampleSpec] = []
+        self.sampled_ids: list[int] = []
+        self.proposals: list[tuple[int, ...]] = []
         self.scored: list[tuple[ScheduledSequence, int]] = []
         self._ends: list[int] = []
         self.has_pending = any(one.token_ids[0] == PENDING_TOKEN for one in sequences)
@@ -67,12 +112,28 @@ class StepRows:
                 self.scored.append((one, len(self.wanted)))
                 self.wanted += range(first, first + len(one.target_ids))
             if one.sample is not None:
-                # The row may be wanted already, when its target is scored too.
-                if len(one.target_ids) < length:
-                    self.wanted.append(first + length - 1)
-                self.sampled.append(len(self.wanted) - 1)
-                self._ends.append(first + length - 1)
+                self._sample(one, one.sample, first + length)
             first += length
+
+    def _sample(self, one: ScheduledSequence, spec: SampleSpec, end: int) -> None:
+        """Sample a sequence's last rows; ``end`` is behind them."""
+        count = 1 + len(one.verify)
+        # The last row may be wanted already, when its target is scored too.
+        if len(one.target_ids) < len(one.token_ids):
+            self.wanted += range(end - count, end)
+        self.sampled += range(len(self.wanted) - count, len(self.wanted))
+        self._ends += range(end - count, end)
+        self.specs += (spec, *one.verify)
+        self.sampled_ids += [one.seq_id] * count
+        self.proposals.append(one.proposals)
+
+    def fill_proposals(self, tokens: Sequence[int]) -> None:
+        """Take in what a draft model proposed, in the order of the sequences."""
+        rest = iter(tokens)
+        self.proposals = [
+            tuple(next(rest) if token == PENDING_TOKEN else token for token in mine)
+            for mine in self.proposals
+        ]
 
     def pending(self, token_ids: mx.array) -> mx.array | None:
         """Last input token of every sampled row, if any row's is pending: int32 ``[rows]``."""

@@ -23,7 +23,7 @@ def needs_adjustment(spec: SampleSpec) -> bool:
     return (
         bool(spec.banned_ids or params.logit_bias)
         or params.allowed_token_ids is not None
-        or _has_penalty(spec)
+        or params.has_penalty
     )
 
 
@@ -44,15 +44,6 @@ def adjust_logits(
     logits = _add_bias(logits, specs)
     logits = _ban(logits, specs)
     return _penalise(logits, specs, pending)
-
-
-def _has_penalty(spec: SampleSpec) -> bool:
-    params = spec.params
-    return (
-        params.repetition_penalty != 1.0
-        or params.presence_penalty != 0.0
-        or params.frequency_penalty != 0.0
-    )
 
 
 def _index(entries: _Entries) -> tuple[mx.array, mx.array]:
@@ -105,7 +96,7 @@ def _ban(logits: mx.array, specs: Sequence[SampleSpec]) -> mx.array:
 
 def _penalise(logits: mx.array, specs: Sequence[SampleSpec], pending: mx.array | None) -> mx.array:
     """Repetition penalty of what the prompt or the output has, then those of the output alone."""
-    rows = [row for row, spec in enumerate(specs) if _has_penalty(spec)]
+    rows = [row for row, spec in enumerate(specs) if spec.params.has_penalty]
     if not rows:
         return logits
     chosen = [specs[row] for row in rows]

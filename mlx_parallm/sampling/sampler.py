@@ -76,7 +76,7 @@ class Sampler:
             pending: int32 ``[rows]``, the token before the one to choose; read for rows whose spec
                 ``has_pending``.
         """
-        tokens = self._choose(self._adjust(logits, specs, pending), specs)
+        tokens = self.choose(logits, specs, pending)
         counts = tuple(
             (row, spec.params.logprobs)
             for row, spec in enumerate(specs)
@@ -88,6 +88,15 @@ class Sampler:
         top = max(count for _, count in counts)
         logprobs = target_logprobs(_take(logits, rows), _take(tokens, rows), top)
         return SampleResult(tokens, logprobs, counts)
+
+    def choose(
+        self,
+        logits: mx.array,
+        specs: Sequence[SampleSpec],
+        pending: mx.array | None = None,
+    ) -> mx.array:
+        """One token per row, uint32 ``[rows]``, without log-probabilities; see ``__call__``."""
+        return self._choose(self._adjust(logits, specs, pending), specs)
 
     def _adjust(
         self, logits: mx.array, specs: Sequence[SampleSpec], pending: mx.array | None

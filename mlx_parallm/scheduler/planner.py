@@ -6,6 +6,7 @@ from mlx_parallm.config import SchedulerConfig
 from mlx_parallm.kv_cache.manager import KVCacheManager
 from mlx_parallm.scheduler.running import RunningSet
 from mlx_parallm.scheduler.sequence import Sequence
+from mlx_parallm.scheduler.speculating import Speculator
 from mlx_parallm.scheduler.step_cost import MIN_CHUNK, PrefillAllowance, StepCost, StepWork
 from mlx_parallm.scheduler.step_plan import StepPlan
 from mlx_parallm.scheduler.waiting import WaitingQueue
@@ -34,6 +35,7 @@ class Planner:
         kv: KVCacheManager,
         waiting: WaitingQueue,
         running: RunningSet,
+        speculator: Speculator,
         *,
         max_model_len: int,
         has_state: bool,
@@ -48,6 +50,7 @@ class Planner:
         self._kv = kv
         self._waiting = waiting
         self._running = running
+        self._speculator = speculator
         self._max_model_len = max_model_len
         self._has_state = has_state
         self.prefix_queries = 0
@@ -57,9 +60,8 @@ class Planner:
     def plan(self) -> StepPlan:
         """Decode rows first, then chunks of running prompts, then admissions."""
         plan = StepPlan(self._token_budget)
-        for sequence in [one for one in self._running if self._decodes(one)]:
-            if self._make_room(sequence, 1, plan):
-                plan.add(sequence, 1)
+        if self._plan_decode(plan):
+            return plan
         for leader in [one for one in plan.num_tokens if one.followers]:
             self._fork_followers(leader, plan)
         if self.cost is not None and plan.num_tokens:
@@ -68,10 +70,31 @@ class Planner:
         self._plan_prefill(plan, chunk)
         self._admit(plan, chunk)
         self._spread_rest(plan)
+        self._speculator.plan_drafts(plan, len(self._running))
         return plan
 
+    def _plan_decode(self, plan: StepPlan) -> bool:
+        """Add decode rows and their proposals.
+
+        Returns:
+            Whether nothing at all should run before the step in flight has ended.
+        """
+        decoding = [one for one in self._running if self._decodes(one)]
+        verifying = sum(one.num_proposed > 0 for one in self._running)
+        if self._speculator.await_tokens(decoding, verifying, plan):
+            return True
+        for sequence in decoding:
+            if sequence not in plan.awaited and self._make_room(sequence, 1, plan):
+                plan.add(sequence, 1)
+        self._speculator.propose(plan, len(plan.awaited) + verifying, self._count_spare)
+        return False
+
     def _decodes(self, sequence: Sequence) -> bool:
-        return sequence.num_remaining == 1 and not sequence.is_ending(self._max_model_len)
+        return sequence.num_remaining == 1 and self._may_run(sequence)
+
+    def _may_run(self, sequence: Sequence) -> bool:
+        """Whether what the step in flight chooses leaves no doubt that it runs, and where."""
+        return not sequence.num_proposed and not sequence.is_ending(self._max_model_len)
 
     def _make_room(self, sequence: Sequence, num_tokens: int, plan: StepPlan) -> bool:
         """Give a running sequence blocks for its next tokens, preempting worse ones if it must.
@@ -97,7 +120,10 @@ class Planner:
 
     def _allowance(self, plan: StepPlan, cost: StepCost) -> PrefillAllowance:
         """What prefill the decode rows planned so far can wait for."""
-        work = StepWork.of((one.num_computed, count) for one, count in plan.num_tokens.items())
+        work = StepWork.of(
+            (one.num_computed, count + len(plan.proposals.get(one, ())))
+            for one, count in plan.num_tokens.items()
+        )
         return PrefillAllowance(cost, work, self._bound_s)
 
     def _chunk(self, plan: StepPlan) -> int:
@@ -143,14 +169,13 @@ class Planner:
 
         Blocks that running prompts still need are theirs.
         """
-        promised = sum(self._num_missing(one) for one in self._running)
-        available = self._kv.num_free - promised
+        available = self._count_spare()
         if available <= sequence.blocked_at:
             return False
         use_cache = not self._has_state and sequence.request.params.prompt_logprobs is None
         table = self._kv.new_table(sequence.token_ids, sequence.group.salt, use_cache=use_cache)
         missing = self._kv.blocks_for(len(sequence.token_ids)) - len(table.blocks)
-        if missing > self._kv.num_free - promised:
+        if missing > self._count_spare():
             self._kv.free(table)
             sequence.blocked_at = available
             return False
@@ -159,8 +184,13 @@ class Planner:
         self._count_prefix(sequence, use_cache=use_cache)
         return True
 
+    def _count_spare(self) -> int:
+        """Free blocks but for those that running prompts still need."""
+        return self._kv.num_free - sum(self._num_missing(one) for one in self._running)
+
     def _num_missing(self, sequence: Sequence) -> int:
-        return self._kv.blocks_for(len(sequence.token_ids)) - len(sequence.blocks.blocks)
+        needed = self._kv.blocks_for(len(sequence.token_ids))
+        return max(needed - len(sequence.blocks.blocks), 0)
 
     def _count_prefix(self, sequence: Sequence, *, use_cache: bool) -> None:
         if use_cache and self._kv.enable_prefix_caching and not sequence.output_ids:
@@ -192,6 +222,7 @@ class Planner:
             self._kv.free(table)
             return False
         self._running.start(follower, table, leader.num_computed)
+        follower.num_drafted = min(leader.num_drafted, leader.num_computed)
         state_copy = None
         if self._has_state and leader.slot is not None and follower.slot is not None:
             state_copy = (leader.slot, follower.slot)
@@ -204,7 +235,7 @@ class Planner:
         if plan.budget_left == 0:
             return
         for sequence in self._running:
-            if sequence.is_ending(self._max_model_len):
+            if sequence in plan.awaited or not self._may_run(sequence):
                 continue
             planned = plan.num_tokens.get(sequence, 0)
             room = plan.room(sequence.num_computed + planned)

@@ -48,6 +48,7 @@ class RunningSet:
         """Give a sequence a slot, and blocks with ``num_computed`` tokens in them."""
         sequence.table = table
         sequence.num_computed = num_computed
+        sequence.num_drafted = self._kv.count_drafted(table)
         sequence.slot = heapq.heappop(self._free_slots)
         sequence.blocked_at = 0
         insort(self._sequences, sequence, key=lambda one: one.order)

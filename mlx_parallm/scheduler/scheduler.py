@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import count
 
 from mlx_parallm.batch import SampledToken, ScheduledBatch, ScheduledSequence, StepOutput
-from mlx_parallm.config import SchedulerConfig
+from mlx_parallm.config import SchedulerConfig, SpeculativeConfig
 from mlx_parallm.errors import ContextLengthError, InvalidRequestError, OverloadedError
 from mlx_parallm.kv_cache.manager import KVCacheManager
 from mlx_parallm.outputs import FinishReason
@@ -13,6 +13,7 @@ from mlx_parallm.request import GenerateRequest
 from mlx_parallm.scheduler.planner import Planner
 from mlx_parallm.scheduler.running import RunningSet
 from mlx_parallm.scheduler.sequence import RequestGroup, Sequence
+from mlx_parallm.scheduler.speculating import Speculator
 from mlx_parallm.scheduler.step_cost import StepWork
 from mlx_parallm.scheduler.updates import SchedulerStats, SequenceUpdate
 from mlx_parallm.scheduler.waiting import WaitingQueue
@@ -28,6 +29,7 @@ class Scheduler:
         *,
         max_model_len: int,
         has_state: bool = False,
+        speculative: SpeculativeConfig | None = None,
     ) -> None:
         self._config = config
         self._kv = kv
@@ -37,11 +39,15 @@ class Scheduler:
         self._groups: dict[str, RequestGroup] = {}
         self._waiting = WaitingQueue()
         self._running = RunningSet(config, kv)
+        # What a model keeps besides blocks cannot be taken back.
+        assert not (has_state and speculative), "a state cannot follow refused proposals"
+        self._speculator = Speculator(speculative, kv, self._max_len)
         self._planner = Planner(
             config,
             kv,
             self._waiting,
             self._running,
+            self._speculator,
             max_model_len=self._max_len,
             has_state=has_state,
         )
@@ -137,6 +143,7 @@ class Scheduler:
             prefix_queries=self._planner.prefix_queries,
             prefix_hits=self._planner.prefix_hits,
             num_preemptions=self._planner.num_preemptions,
+            speculation=self._speculator.stats(),
         )
 
     def check_integrity(self) -> None:
@@ -149,7 +156,7 @@ class Scheduler:
         A step may be scheduled before the one before it has ended: tokens that are being chosen
         are then pending, and their sequences are assumed to go on unless they reach a length.
         Steps must end in the order in which they were scheduled, and no more than one may be in
-        flight when another is scheduled.
+        flight when another is scheduled. None while one is in flight may mean to end it first.
 
         Decode rows come first, then prefill chunks of running sequences, then admissions, within
         the token budget. When blocks run out the worst sequence is preempted, never a better one.
@@ -162,19 +169,28 @@ class Scheduler:
                 sequence.group.has_started = True
                 self._started.append(sequence.request.request_id)
         # Stable: rows of one token first, each part best first.
-        rows = sorted(plan.num_tokens.items(), key=lambda row: row[1] > 1)
+        rows = sorted(
+            plan.num_tokens.items(), key=lambda row: row[1] > 1 or row[0] in plan.proposals
+        )
         step_id = next(self._steps)
         self._in_flight[step_id] = {sequence.seq_id: sequence.group for sequence, _ in rows}
         return ScheduledBatch(
             step_id=step_id,
-            sequences=tuple(sequence.schedule(tokens) for sequence, tokens in rows),
+            sequences=tuple(
+                sequence.schedule(
+                    tokens, plan.proposals.get(sequence, ()), plan.draft_ends.get(sequence)
+                )
+                for sequence, tokens in rows
+            ),
             block_copies=plan.block_copies,
             state_copies=plan.state_copies,
         )
 
     def update(self, batch: ScheduledBatch, output: StepOutput) -> list[SequenceUpdate]:
         """Take in a step's output; what ended is freed."""
-        tokens = {token.seq_id: token for token in output.tokens}
+        tokens: dict[int, list[SampledToken]] = {}
+        for token in output.tokens:
+            tokens.setdefault(token.seq_id, []).append(token)
         groups = self._in_flight.pop(batch.step_id)
         updates: list[SequenceUpdate] = []
         for row in batch.sequences:
@@ -184,7 +200,7 @@ class Scheduler:
             elif sequence is not None:
                 entries = output.prompt_logprobs.get(row.seq_id, ())
                 sequence.add_prompt_logprobs(row.start, entries)
-                updates += self._advance(sequence, row, tokens.get(row.seq_id))
+                updates += self._advance(sequence, row, tokens.get(row.seq_id, []))
         return updates
 
     def fail(self, batch: ScheduledBatch, message: str) -> list[SequenceUpdate]:
@@ -207,21 +223,48 @@ class Scheduler:
             raise ContextLengthError(self._max_len, detail)
 
     def _advance(
-        self, sequence: Sequence, row: ScheduledSequence, token: SampledToken | None
+        self, sequence: Sequence, row: ScheduledSequence, tokens: list[SampledToken]
     ) -> list[SequenceUpdate]:
         """One sequence's share of a step that succeeded."""
-        end = row.start + len(row.token_ids)
-        # It may have lost its blocks while the step was in flight.
-        if sequence.slot is not None and not self._has_state:
-            self._kv.commit(sequence.blocks, sequence.token_ids, end)
+        end = row.start + len(row.token_ids) - len(row.verify)
+        self._commit(sequence, end)
+        self._speculator.note_drafted(sequence, row)
         if end < len(sequence.token_ids):
             return []
-        reason: FinishReason | None = FinishReason.LENGTH
-        if row.sample is not None:
-            if token is None:
-                return self._fail_group(sequence.group, "The step gave no token.")
+        if row.sample is None:
+            updates = [self._update(sequence, None, FinishReason.LENGTH)]
+        elif not tokens:
+            return self._fail_group(sequence.group, "The step gave no token.")
+        else:
+            updates = self._take_tokens(sequence, tokens)
+            num_accepted = len(updates) - 1
+            sequence.settle(num_accepted)
+            self._speculator.record(sequence, row, num_accepted)
+            if num_accepted:
+                self._commit(sequence, end + num_accepted)
+        if updates[-1].finish_reason is not None:
+            self._end(sequence)
+        return updates
+
+    def _take_tokens(self, sequence: Sequence, tokens: list[SampledToken]) -> list[SequenceUpdate]:
+        """Add tokens up to the one that ends the sample."""
+        updates: list[SequenceUpdate] = []
+        for token in tokens:
             reason = sequence.add_token(token, self._max_len)
-        update = SequenceUpdate(
+            updates.append(self._update(sequence, token, reason))
+            if reason is not None:
+                break
+        return updates
+
+    def _commit(self, sequence: Sequence, num_computed: int) -> None:
+        # It may have lost its blocks while the step was in flight.
+        if sequence.slot is not None and not self._has_state:
+            self._kv.commit(sequence.blocks, sequence.token_ids, num_computed)
+
+    def _update(
+        self, sequence: Sequence, token: SampledToken | None, reason: FinishReason | None
+    ) -> SequenceUpdate:
+        return SequenceUpdate(
             request_id=sequence.request.request_id,
             index=sequence.index,
             token=token,
@@ -230,9 +273,6 @@ class Scheduler:
             prompt=sequence.group.take_prompt_event(),
             num_preemptions=sequence.num_preemptions,
         )
-        if reason is not None:
-            self._end(sequence)
-        return [update]
 
     def _fail_group(self, group: RequestGroup, message: str) -> list[SequenceUpdate]:
         """End every sample that is left of a request."""

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from mlx_parallm.batch import (
     PENDING_TOKEN,
+    DraftInput,
     SampledToken,
     SampleSpec,
     ScheduledSequence,
@@ -14,6 +15,7 @@ from mlx_parallm.batch import (
 from mlx_parallm.kv_cache.block_table import BlockTable
 from mlx_parallm.outputs import FinishReason, PromptEvent
 from mlx_parallm.request import GenerateRequest
+from mlx_parallm.speculation.proposer import Speculation
 
 
 @dataclass(slots=True, eq=False)
@@ -82,6 +84,9 @@ class Sequence:
         num_computed: leading tokens whose KV (and state) exists, or will once the steps in flight
             have ended.
         num_pending: tokens that steps in flight are choosing.
+        num_drafted: leading tokens that a draft model has computed, or is going to.
+        num_proposed: proposals that the step in flight verifies; any number of them becomes tokens.
+        speculation: what makes its proposals; None until it is first asked.
         table: its blocks while running.
         slot: its slot while running.
         blocked_at: free blocks that were too few to start it; not tried again with fewer.
@@ -98,6 +103,9 @@ class Sequence:
     output_ids: list[int] = field(default_factory=list)
     num_computed: int = 0
     num_pending: int = 0
+    num_drafted: int = 0
+    num_proposed: int = 0
+    speculation: Speculation | None = None
     table: BlockTable | None = None
     slot: int | None = None
     num_preemptions: int = 0
@@ -136,8 +144,14 @@ class Sequence:
         """Tokens that may be scheduled in one chunk: a leader stops where its followers fork."""
         return self.num_remaining - (1 if self.followers and self.num_remaining > 1 else 0)
 
-    def schedule(self, num_tokens: int) -> ScheduledSequence:
-        """The next ``num_tokens`` tokens as a share of a step, which counts as computed."""
+    def schedule(
+        self, num_tokens: int, proposals: tuple[int, ...] = (), draft_end: int | None = None
+    ) -> ScheduledSequence:
+        """The next ``num_tokens`` tokens as a share of a step, which counts as computed.
+
+        ``proposals`` run behind them, and count once they are accepted. ``draft_end`` is how many
+        tokens a draft model is to have computed then; None for as many as before.
+        """
         assert self.slot is not None, "only a running sequence can be scheduled"
         start, end = self.num_computed, self.num_computed + num_tokens
         samples = num_tokens == self.num_remaining and self.group.samples_any
@@ -145,19 +159,33 @@ class Sequence:
             seq_id=self.seq_id,
             slot=self.slot,
             start=start,
-            token_ids=tuple(self.token_ids[start:end]) or (PENDING_TOKEN,),
+            token_ids=(tuple(self.token_ids[start:end]) or (PENDING_TOKEN,)) + proposals,
             block_table=self.blocks.as_tuple(),
             sample=self._sample_spec(end) if samples else None,
+            verify=tuple(self._sample_spec(end, proposals[: i + 1]) for i in range(len(proposals))),
+            draft=None if draft_end is None else self._draft_input(draft_end),
             prompt_logprobs=self.request.params.prompt_logprobs,
             target_ids=self._targets(start, end),
         )
         self.num_computed = end
         self.num_pending += samples
+        self.num_proposed = len(proposals)
         return row
 
-    def add_token(self, token: SampledToken, max_model_len: int) -> FinishReason | None:
-        """Append a token that was pending; why it ended the sample, if it did."""
+    def _draft_input(self, end: int) -> DraftInput:
+        start, self.num_drafted = self.num_drafted, end
+        return DraftInput(start=start, token_ids=tuple(self.token_ids[start:end]))
+
+    def settle(self, num_accepted: int) -> None:
+        """Take in that the pending token is known, and how many proposals come before it."""
         self.num_pending -= 1
+        self.num_proposed = 0
+        # It may have lost its blocks while the step was in flight.
+        if self.slot is not None:
+            self.num_computed += num_accepted
+
+    def add_token(self, token: SampledToken, max_model_len: int) -> FinishReason | None:
+        """Append a token; why it ended the sample, if it did."""
         self.token_ids.append(token.token_id)
         self.output_ids.append(token.token_id)
         params = self.request.params
@@ -173,17 +201,21 @@ class Sequence:
         known = self.group.prompt_logprobs
         known += entries[len(known) - start - 1 :]
 
-    def _sample_spec(self, position: int) -> SampleSpec:
+    def _sample_spec(self, end: int, proposals: tuple[int, ...] = ()) -> SampleSpec:
+        """What chooses the token that follows the first ``end`` tokens and some proposals."""
         params = self.request.params
         banned: tuple[int, ...] = ()
-        if len(self.output_ids) + self.num_pending < params.min_tokens:
+        if len(self.output_ids) + self.num_pending + len(proposals) < params.min_tokens:
             banned = tuple(sorted(self.group.end_ids | set(params.stop_token_ids)))
+        output_ids = self.output_ids
+        if proposals and params.has_penalty:
+            output_ids = [*output_ids, *proposals]
         return SampleSpec(
             params=params,
             seed=self.seed,
-            position=position,
+            position=end + len(proposals),
             prompt_ids=self.request.prompt_ids,
-            output_ids=self.output_ids,
+            output_ids=output_ids,
             banned_ids=banned,
             has_pending=self.num_pending > 0,
         )

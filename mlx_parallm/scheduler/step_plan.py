@@ -12,7 +12,10 @@ class StepPlan:
     Attributes:
         budget_left: tokens that may still be added.
         allowance: bounds the time of prefill too; None if nobody waits for it.
-        num_tokens: by sequence.
+        num_tokens: of each sequence, proposals not counted.
+        proposals: guesses that are run after them.
+        draft_ends: how many tokens a draft model is to have computed of each.
+        awaited: sequences left out until their pending token is known.
         has_preempted: whether a sequence lost its blocks to a better one.
     """
 
@@ -20,6 +23,9 @@ class StepPlan:
         self.budget_left = token_budget
         self.allowance: PrefillAllowance | None = None
         self.num_tokens: dict[Sequence, int] = {}
+        self.proposals: dict[Sequence, tuple[int, ...]] = {}
+        self.draft_ends: dict[Sequence, int] = {}
+        self.awaited: frozenset[Sequence] = frozenset()
         self.has_preempted = False
         self._block_copies: dict[Sequence, tuple[int, int]] = {}
         self._state_copies: dict[Sequence, tuple[int, int]] = {}
@@ -48,6 +54,11 @@ class StepPlan:
         self.num_tokens[sequence] = planned + num_tokens
         self.budget_left -= num_tokens
 
+    def add_proposals(self, sequence: Sequence, proposals: tuple[int, ...]) -> None:
+        """Run guesses after the one token of a sequence."""
+        self.proposals[sequence] = proposals
+        self.budget_left -= len(proposals)
+
     def add_copies(
         self,
         sequence: Sequence,
@@ -67,5 +78,6 @@ class StepPlan:
         """
         self.has_preempted = True
         self.budget_left += self.num_tokens.pop(sequence, 0)
+        self.budget_left += len(self.proposals.pop(sequence, ()))
         self._block_copies.pop(sequence, None)
         self._state_copies.pop(sequence, None)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from mlx_parallm.batch import SampledToken
 from mlx_parallm.outputs import FinishReason, PromptEvent
@@ -34,6 +34,26 @@ class SequenceUpdate:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SpeculationStats:
+    """What speculative decoding did so far.
+
+    Attributes:
+        num_drafts: runs of proposals that were verified.
+        num_draft_tokens: proposals among them.
+        accepted_per_position: how often the first, second, ... proposal of a run was accepted.
+    """
+
+    num_drafts: int = 0
+    num_draft_tokens: int = 0
+    accepted_per_position: tuple[int, ...] = ()
+
+    @property
+    def num_accepted_tokens(self) -> int:
+        """Proposals that were accepted."""
+        return sum(self.accepted_per_position)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerStats:
     """How full the scheduler is, and what it has counted so far.
 
@@ -44,6 +64,7 @@ class SchedulerStats:
         prefix_queries: prompt tokens looked up in the prefix cache so far.
         prefix_hits: how many of them were found.
         num_preemptions: how often a sequence was sent back to wait.
+        speculation: what was proposed and accepted.
     """
 
     num_running: int = 0
@@ -54,3 +75,4 @@ class SchedulerStats:
     prefix_queries: int = 0
     prefix_hits: int = 0
     num_preemptions: int = 0
+    speculation: SpeculationStats = field(default_factory=SpeculationStats)

@@ -66,6 +66,10 @@ class ParallmTokenizer:
         start, end = self._wrapper.think_start, self._wrapper.think_end
         return None if start is None or end is None else (start, end)
 
+    def has_vocabulary_of(self, other: ParallmTokenizer) -> bool:
+        """Whether both give every token the same id."""
+        return self._wrapper._tokenizer.get_vocab() == other._wrapper._tokenizer.get_vocab()
+
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Tokenise a text."""
         with self._lock:

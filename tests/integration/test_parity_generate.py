@@ -18,7 +18,7 @@ from mlx_lm.generate import generate_step
 from benchmarks.architecture_configs import WINDOW, config_of
 from mlx_parallm.attention.reference import ReferenceAttention
 from mlx_parallm.batch import SampledToken, ScheduledBatch, StepInFlight
-from mlx_parallm.config import CacheConfig, SchedulerConfig
+from mlx_parallm.config import CacheConfig, SchedulerConfig, SpeculativeConfig
 from mlx_parallm.kv_cache.manager import KVCacheManager
 from mlx_parallm.request import GenerateRequest, SamplingParams
 from mlx_parallm.runner.cache_layout import probe_layout
@@ -112,13 +112,24 @@ def alone(name: str, prompt: tuple[int, ...]) -> Generated:
 class Session:
     """A scheduler over a runner, fed by hand."""
 
-    def __init__(self, runner: ModelRunner, *, num_blocks: int = 96, budget: int = 24) -> None:
+    def __init__(
+        self,
+        runner: ModelRunner,
+        *,
+        num_blocks: int = 96,
+        budget: int = 24,
+        speculative: SpeculativeConfig | None = None,
+    ) -> None:
         info = runner.info
         caching = not info.has_state
         self.kv = KVCacheManager(num_blocks, info.block_size, enable_prefix_caching=caching)
         config = SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=budget)
         self.scheduler = Scheduler(
-            config, self.kv, max_model_len=info.max_model_len, has_state=info.has_state
+            config,
+            self.kv,
+            max_model_len=info.max_model_len,
+            has_state=info.has_state,
+            speculative=speculative,
         )
         self.runner = runner
         self.tokens: dict[tuple[str, int], list[SampledToken]] = {}

@@ -16,7 +16,7 @@ from mlx_parallm.cli.configure import (
     warn_of_unknown_variables,
 )
 from mlx_parallm.cli.settings import DEFAULTS, SETTINGS, Setting
-from mlx_parallm.config import EngineConfig, ModelConfig, ServerConfig
+from mlx_parallm.config import EngineConfig, ModelConfig, ServerConfig, SpeculativeConfig
 from mlx_parallm.errors import ConfigError
 
 #: Fields of the configuration that are put together, not set one by one.
@@ -69,6 +69,12 @@ def test_names_aliases_and_variables_are_unique() -> None:
         (["--allowed-origins", '["*"]'], '["*"]', "allowed_origins: '*'", ("*",)),
         (["--no-enable-prefix-caching"], "false", "enable-prefix-caching: false", False),
         (["--disable-access-log"], "1", "disable-access-log: true", False),
+        (
+            ["--speculative-config", '{"method": "ngram", "num_speculative_tokens": 3}'],
+            '{"num_speculative_tokens": 3}',
+            "speculative-config: {method: ngram, num_speculative_tokens: 3}",
+            SpeculativeConfig(num_speculative_tokens=3),
+        ),
         (["--restart-engine"], "yes", "restart-engine: on", True),
         (["--dtype", "bfloat16"], "bfloat16", "dtype: bfloat16", "bfloat16"),
         (["--root-path", "/llm"], "/llm", "root-path: /llm", "/llm"),
@@ -198,6 +204,9 @@ def test_the_demonstration_model_can_be_named() -> None:
         (["--kv-memory-fraction", "nan"], "--kv-memory-fraction"),
         (["--shutdown-timeout", "inf"], "--shutdown-timeout"),
         (["--max-body-size", "8 apples"], "--max-body-size: must be a number of bytes"),
+        (["--speculative-config", "ngram"], "--speculative-config: must be a JSON object"),
+        (["--speculative-config", "[1]"], "--speculative-config: must be a JSON object"),
+        (["--speculative-config", '{"method": "x"}'], "speculative method 'x' is not one of"),
         (["--dtype", "int4"], "must be one of auto, float32, float16, bfloat16, not 'int4'"),
         (["--api-key", ""], "--api-key: must not contain an empty text"),
         (["--model", "a", "a"], "model: given twice: a"),

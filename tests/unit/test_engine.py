@@ -236,3 +236,20 @@ class TimedScheduler(Scheduler):
     def observe(self, batch: ScheduledBatch, seconds: float) -> None:
         self.seconds.append(seconds)
         super().observe(batch, seconds)
+
+
+def test_tokens_of_one_step_have_one_latency() -> None:
+    families = MetricFamilies()
+    times = iter([0.0, 1.0, 3.0])
+    metrics = EngineMetrics(families, "m", make_info(), clock=lambda: next(times))
+    metrics.on_add(make_request(), None)
+    first, *others = (
+        TokenEvent(request_id="a", index=0, token_ids=(token,), text="x") for token in range(4)
+    )
+    metrics.on_events([first])
+    metrics.on_events(others)
+    labels = {"model_name": "m", "engine": "0"}
+    read = families.registry.get_sample_value
+    assert read("vllm:inter_token_latency_seconds_count", labels) == 1
+    assert read("vllm:inter_token_latency_seconds_sum", labels) == 2
+    assert read("vllm:generation_tokens_total", labels) == 4

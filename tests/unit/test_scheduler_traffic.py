@@ -8,7 +8,7 @@ import hypothesis.strategies as st
 from hypothesis import HealthCheck, given, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from mlx_parallm.config import SchedulerConfig
+from mlx_parallm.config import SchedulerConfig, SpeculativeConfig
 from mlx_parallm.request import GenerateRequest, SamplingParams
 from tests.scheduler_harness import SchedulerHarness
 
@@ -25,6 +25,19 @@ sampling = st.builds(
     stop_token_ids=st.sampled_from([(), (3, 4, 5)]),
     ignore_eos=st.booleans(),
     prompt_logprobs=st.sampled_from([None, None, 1]),
+    speculative=st.sampled_from([True, True, False]),
+)
+SPECULATIVE = tuple(
+    SpeculativeConfig(
+        method="ngram" if model is None else "draft_model",
+        model=model,
+        num_speculative_tokens=count,
+        prompt_lookup_min=shortest,
+        prompt_lookup_max=3,
+        disable_by_batch_size=most,
+    )
+    for model in (None, "draft")
+    for count, shortest, most in [(1, 2, 4), (4, 1, 2), (6, 1, 32)]
 )
 
 
@@ -40,6 +53,7 @@ class Traffic(RuleBasedStateMachine):
         per_client=st.sampled_from([None, 1, 2]),
         stall_ms=st.sampled_from([None, None, 0.001, 8, 30]),
         runs_ahead=st.booleans(),
+        speculative=st.sampled_from([None, *SPECULATIVE]),
     )
     def start(
         self,
@@ -51,12 +65,13 @@ class Traffic(RuleBasedStateMachine):
         per_client: int | None,
         stall_ms: float | None,
         runs_ahead: bool,
+        speculative: SpeculativeConfig | None,
     ) -> None:
         self.harness = SchedulerHarness(
             num_blocks=num_blocks,
             block_size=BLOCK_SIZE,
             max_model_len=MAX_MODEL_LEN,
-            has_state=has_state,
+            has_state=has_state and speculative is None,
             caching=caching,
             config=SchedulerConfig(
                 max_num_seqs=max_num_seqs,
@@ -65,6 +80,7 @@ class Traffic(RuleBasedStateMachine):
                 max_decode_stall_ms=stall_ms,
             ),
             runs_ahead=runs_ahead,
+            speculative=speculative,
         )
         self.num_requests = 0
 
@@ -165,11 +181,12 @@ def test_a_crowd_in_a_small_pool_gets_what_each_would_get_alone(seed: int) -> No
 
 
 def _crowded_harness(randomness: Random) -> SchedulerHarness:
+    speculative = randomness.choice([None, *SPECULATIVE])
     return SchedulerHarness(
         num_blocks=randomness.choice([10, 13, 20]),
         block_size=BLOCK_SIZE,
         max_model_len=MAX_MODEL_LEN,
-        has_state=randomness.random() < 0.3,
+        has_state=speculative is None and randomness.random() < 0.3,
         caching=randomness.random() < 0.8,
         config=SchedulerConfig(
             max_num_seqs=randomness.choice([3, 6, 12]),
@@ -178,6 +195,7 @@ def _crowded_harness(randomness: Random) -> SchedulerHarness:
             max_decode_stall_ms=randomness.choice([None, 0.001, 20]),
         ),
         runs_ahead=randomness.random() < 0.5,
+        speculative=speculative,
     )
 
 

@@ -102,6 +102,9 @@ class GenerationRequest(NullIsAbsent):
     prompt_logprobs: StrictInt | None = Field(
         None, ge=0, description="Alternatives per prompt token, in vLLM's shape."
     )
+    speculative: StrictBool = Field(
+        True, description="False keeps speculative decoding away from this request."
+    )
     return_token_ids: StrictBool = Field(
         False, description="Add the ids of prompt and output tokens."
     )

@@ -1,0 +1,75 @@
+"""Prompt lookup: what followed the latest tokens where they stood before.
+
+Text that is copied, edited or extracted repeats its source, so the source says what comes next
+("Prompt Lookup Decoding", Saxena 2023).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+# A call indexes no more tokens than these, so that a long prompt does not hold up a step.
+MAX_INDEXED = 8192
+# Places of the shortest n-gram that are looked at, latest first.
+MAX_CANDIDATES = 16
+
+
+class NgramIndex:
+    """Where every n-gram of the shortest length stands in one growing sequence.
+
+    Each place knows the one before it with the same n-gram, so that a token costs one dictionary
+    entry, whatever the lengths that may match. Implements ``proposer.Proposer``.
+    """
+
+    def __init__(self, shortest: int, longest: int) -> None:
+        self._shortest = shortest
+        self._longest = longest
+        # By n-gram, the end of its latest place: the position of the token that followed.
+        self._latest: dict[tuple[int, ...], int] = {}
+        # By end, minus the shortest length: the end of the place before; 0 for none.
+        self._before: list[int] = []
+
+    def propose(self, token_ids: Sequence[int], most: int) -> tuple[int, ...]:
+        """What followed the longest earlier match of the last tokens, the latest if several.
+
+        Args:
+            token_ids: the sequence; since the last call, tokens may only have been added.
+            most: how many tokens to return, if any.
+        """
+        self._index(token_ids)
+        length = len(token_ids)
+        if length <= self._shortest or len(self._before) < length - self._shortest:
+            return ()
+        best, best_size = 0, 0
+        end = self._latest.get(tuple(token_ids[length - self._shortest :]), 0)
+        for _ in range(MAX_CANDIDATES):
+            if not end or best_size == self._longest:
+                break
+            size = self._match(token_ids, end)
+            if size > best_size:
+                best, best_size = end, size
+            end = self._before[end - self._shortest]
+        if not best:
+            return ()
+        # A match that reaches into the last tokens is a loop, which goes on.
+        period = length - best
+        return tuple(token_ids[best + i % period] for i in range(most))
+
+    def _index(self, token_ids: Sequence[int]) -> None:
+        """Add the places that end before the last token: the last one itself has no successor."""
+        first = len(self._before) + self._shortest
+        for end in range(first, min(len(token_ids), first + MAX_INDEXED)):
+            ngram = tuple(token_ids[end - self._shortest : end])
+            self._before.append(self._latest.get(ngram, 0))
+            self._latest[ngram] = end
+
+    def _match(self, token_ids: Sequence[int], end: int) -> int:
+        """How many tokens before ``end`` equal the last ones, up to the longest length."""
+        length, size = len(token_ids), self._shortest
+        while (
+            size < self._longest
+            and size < end
+            and token_ids[end - 1 - size] == token_ids[length - 1 - size]
+        ):
+            size += 1
+        return size
