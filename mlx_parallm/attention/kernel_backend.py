@@ -82,7 +82,7 @@ class KernelAttention:
 
     def plan(self, sequences: Sequence[ScheduledSequence]) -> KernelPlan:
         """See ``AttentionBackend.plan``."""
-        return KernelPlan(sequences, self._block_size)
+        return KernelPlan(sequences, self._block_size, self._tuning.chunk_multiple)
 
     def decode_kinds(self, plan: KernelPlan) -> tuple[WorkKind, ...]:
         """See ``CompilableAttention.decode_kinds``."""
@@ -148,14 +148,19 @@ class KernelAttention:
             soft_cap=scores.soft_cap,
             has_sinks=scores.sinks is not None,
         )
-        if not (self._dialect.has_tensor_cores and kind.is_supported):
-            return [
-                attend_chunk(chunk, queries, *self.gather(pool, chunk.table), scores)
-                for chunk in plan.chunks
-            ]
-        if kind not in self._prefill:
-            self._prefill[kind] = PrefillKernel(kind, self._builder)
-        return [self._prefill[kind].run(pool, plan, queries, scores)]
+        outputs, count = [], 0
+        if self._dialect.has_tensor_cores and kind.is_supported:
+            # Within a window there is never much to do, and stock attention would need a mask.
+            is_whole = scores.window is None
+            count = sum(not (is_whole and chunk.is_large) for chunk in plan.chunks)
+        if count:
+            if kind not in self._prefill:
+                self._prefill[kind] = PrefillKernel(kind, self._builder)
+            outputs.append(self._prefill[kind].run(pool, plan, count, queries, scores))
+        for chunk in plan.chunks[count:]:
+            keys, values = self.gather(pool, chunk.table)
+            outputs.append(attend_chunk(chunk, queries, keys, values, scores))
+        return outputs
 
     def gather(self, pool: LayerPool, table: mx.array) -> tuple[mx.array, mx.array]:
         """See ``AttentionBackend.gather``."""

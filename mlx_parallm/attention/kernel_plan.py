@@ -18,6 +18,9 @@ from mlx_parallm.batch import ScheduledSequence
 LONG_CHUNK = 16
 # Attention is not split into fewer keys than this per threadgroup: merging would cost more.
 MIN_SPAN = 64
+# Query rows times keys from which on a chunk is large: at 8B shape on an H100, stock attention
+# saves 0.1 ms a layer at four times as many, and 40 ms go into a shape it has not seen.
+LARGE_WORK = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,31 +54,56 @@ class Work:
 
 @dataclass
 class LongChunk:
-    """Rows ``first .. first + length - 1`` of one sequence, at positions from ``start``."""
+    """Rows ``first .. first + length - 1`` of one sequence, at positions from ``start``.
+
+    Stock attention gets ``num_rows`` queries from position ``begin`` on: with a ``multiple`` beyond
+    1 there are others around the chunk's own, so that there are few different shapes.
+    """
 
     first: int
     length: int
     start: int
     blocks: tuple[int, ...]
+    multiple: int = 1
     masks: dict[int, mx.array] = field(default_factory=dict)
-
-    @functools.cached_property
-    def table(self) -> mx.array:
-        """A block table of one row."""
-        return mx.array(np.array([self.blocks], dtype=np.int32))
 
     @property
     def end(self) -> int:
         """Positions that the last row sees."""
         return self.start + self.length
 
+    @property
+    def is_large(self) -> bool:
+        """Whether stock attention is faster than the kernel by more than its shape may cost."""
+        return self.length * (self.start + self.length / 2) > LARGE_WORK
+
+    @property
+    def begin(self) -> int:
+        """Position of the first query."""
+        return self.start - self.start % self.multiple
+
+    @property
+    def num_rows(self) -> int:
+        """Queries."""
+        return -(-(self.end - self.begin) // self.multiple) * self.multiple
+
+    @property
+    def num_keys(self) -> int:
+        """Keys: up to the last query's own."""
+        return self.begin + self.num_rows
+
+    @functools.cached_property
+    def table(self) -> mx.array:
+        """A block table of one row."""
+        return mx.array(np.array([self.blocks], dtype=np.int32))
+
     def mask(self, window: int | None) -> mx.array | str:
-        """``"causal"``, or bool ``[length, end]``."""
-        if window is None or window >= self.end:
+        """``"causal"``, or bool ``[num_rows, num_keys]``."""
+        if window is None or window >= self.num_keys:
             return "causal"
         if window not in self.masks:
-            rows = np.arange(self.start, self.end)[:, None]
-            columns = np.arange(self.end)
+            rows = np.arange(self.begin, self.num_keys)[:, None]
+            columns = np.arange(self.num_keys)
             seen: Any = (columns <= rows) & (columns > rows - window)
             self.masks[window] = mx.array(seen)
         return self.masks[window]
@@ -89,20 +117,30 @@ class KernelPlan:
         tables: int32, ``[N, M]``: block tables of the sequences whose R rows the kernel attends
             for, padded by block 0.
         num_rows: R.
-        chunks: the sequences of the other rows.
+        chunks: the sequences of the other rows, large ones last.
         order: puts the kernel's outputs and then the chunks' into row order; None where they are.
     """
 
-    def __init__(self, sequences: Sequence[ScheduledSequence], block_size: int) -> None:
+    def __init__(
+        self, sequences: Sequence[ScheduledSequence], block_size: int, multiple: int = 1
+    ) -> None:
+        """``multiple`` is that of long chunks."""
         counts = np.array([len(one.token_ids) for one in sequences])
         firsts = counts.cumsum() - counts
         is_short = counts < LONG_CHUNK
         short_at, long_at = np.flatnonzero(is_short).tolist(), np.flatnonzero(~is_short).tolist()
         self.slots = mx.array(np.concatenate([_slots(one, block_size) for one in sequences]))
-        self.chunks = [
-            LongChunk(int(firsts[i]), int(counts[i]), sequences[i].start, sequences[i].block_table)
+        chunks = [
+            LongChunk(
+                int(firsts[i]),
+                int(counts[i]),
+                sequences[i].start,
+                sequences[i].block_table,
+                multiple,
+            )
             for i in long_at
         ]
+        self.chunks = sorted(chunks, key=lambda chunk: chunk.is_large)
         short = [sequences[i] for i in short_at]
         counts, firsts = counts[is_short], firsts[is_short]
         within = np.arange(counts.sum()) - (counts.cumsum() - counts).repeat(counts)
@@ -114,7 +152,7 @@ class KernelPlan:
         rows = [self._rows, *(np.arange(one.first, one.first + one.length) for one in self.chunks)]
         self.order = _inverse(np.concatenate(rows))
         self._work: dict[tuple[int | None, int, int], Work] = {}
-        self._chunk_work: dict[int, ChunkWork] = {}
+        self._chunk_work: dict[tuple[int, int], ChunkWork] = {}
 
     def work(self, window: int | None, heads: int, threadgroups: int) -> Work:
         """Items of attention within ``window``; made once per step for each kind of layer.
@@ -132,26 +170,12 @@ class KernelPlan:
             self._work[key] = self._split(starts, heads / threadgroups)
         return self._work[key]
 
-    def chunk_work(self, tokens: int) -> ChunkWork:
-        """The long chunks in pieces of so many tokens; made once per step."""
-        if tokens not in self._chunk_work:
-            items, output = [], 0
-            for index, chunk in enumerate(self.chunks):
-                begins = np.arange(0, chunk.length, tokens)
-                columns = (
-                    chunk.first + begins,
-                    np.minimum(chunk.length - begins, tokens),
-                    chunk.start + begins,
-                    np.full_like(begins, index),
-                    output + begins,
-                )
-                items.append(np.stack(columns, axis=1))
-                output += chunk.length
-            joined = np.concatenate(items)
-            joined = joined[np.argsort(-joined[:, 2], kind="stable")]
-            tables = mx.array(_padded([chunk.blocks for chunk in self.chunks]))
-            self._chunk_work[tokens] = ChunkWork(_int32(joined), tables, output)
-        return self._chunk_work[tokens]
+    def chunk_work(self, tokens: int, count: int) -> ChunkWork:
+        """The first ``count`` long chunks in pieces of so many tokens; made once per step."""
+        if (tokens, count) not in self._chunk_work:
+            chunks = self.chunks[:count]
+            self._chunk_work[tokens, count] = _chunk_work(chunks, tokens)
+        return self._chunk_work[tokens, count]
 
     @property
     def kinds(self) -> tuple[tuple[int | None, int, int], ...]:
@@ -163,6 +187,25 @@ class KernelPlan:
         if len(items) == self.num_rows:
             return Work(_int32(items), None)
         return Work(_int32(items), _int32(np.stack([firsts, counts], axis=1)))
+
+
+def _chunk_work(chunks: Sequence[LongChunk], tokens: int) -> ChunkWork:
+    items, output = [], 0
+    for index, chunk in enumerate(chunks):
+        begins = np.arange(0, chunk.length, tokens)
+        columns = (
+            chunk.first + begins,
+            np.minimum(chunk.length - begins, tokens),
+            chunk.start + begins,
+            np.full_like(begins, index),
+            output + begins,
+        )
+        items.append(np.stack(columns, axis=1))
+        output += chunk.length
+    joined = np.concatenate(items)
+    joined = joined[np.argsort(-joined[:, 2], kind="stable")]
+    tables = mx.array(_padded([chunk.blocks for chunk in chunks]))
+    return ChunkWork(_int32(joined), tables, output)
 
 
 def cut_items(

@@ -1,8 +1,8 @@
 """Long prefill chunks: a kernel for tensor cores, or stock attention over gathered keys and values.
 
-MLX's own attention on CUDA compiles a cuDNN graph for every new pair of lengths, about 50 ms each
-(``docs/decisions/012-prefill-on-tensor-cores.md``); the kernel takes any lengths, and all chunks at
-once.
+MLX's own attention on CUDA compiles a cuDNN graph for every new pair of lengths, 40 ms each, and is
+several times as fast as the kernel where there is much to do; the kernel takes any lengths, and all
+chunks at once (``docs/decisions/012-prefill-on-tensor-cores.md``).
 """
 
 from __future__ import annotations
@@ -67,11 +67,11 @@ class PrefillKernel:
         self._kernel = self._make(builder)
 
     def run(
-        self, pool: KernelPool, plan: KernelPlan, queries: mx.array, scores: Scores
+        self, pool: KernelPool, plan: KernelPlan, count: int, queries: mx.array, scores: Scores
     ) -> mx.array:
-        """Attention of the plan's long chunks, ``[rows, H, 1, V]`` in their order."""
+        """Attention of the plan's first long chunks, ``[rows, H, 1, V]`` in their order."""
         kind = self._kind
-        work = plan.chunk_work(ROWS // kind.share)
+        work = plan.chunk_work(ROWS // kind.share, count)
         sinks = [] if scores.sinks is None else [scores.sinks]
         shape = kind.layout.shape
         (output,) = self._kernel(
@@ -122,15 +122,25 @@ def attend_chunk(
         ``[length, H, 1, V]``.
     """
     mine = queries[chunk.first : chunk.first + chunk.length, :, 0].swapaxes(0, 1)[None]
-    keys, values = keys[:, :, : chunk.end], values[:, :, : chunk.end]
-    mask = chunk.mask(scores.window)
+    before = chunk.start - chunk.begin
+    after = chunk.num_keys - chunk.end
+    # What lies beyond the end in the pool may be another sequence's infinities.
+    keys, values = (_padded(one[:, :, : chunk.end], 0, after) for one in (keys, values))
     output = dense_attention(
-        mine,
+        _padded(mine, before, after),
         keys,
         values,
         scale=scores.scale,
-        mask=mask,
+        mask=chunk.mask(scores.window),
         sinks=scores.sinks,
         soft_cap=scores.soft_cap,
     )
-    return output[0].swapaxes(0, 1)[:, :, None]
+    own = output[0, :, before : before + chunk.length]
+    return own.swapaxes(0, 1)[:, :, None]
+
+
+def _padded(array: mx.array, before: int, after: int) -> mx.array:
+    """With zeros around the third axis of four."""
+    if not (before or after):
+        return array
+    return mx.pad(array, [(0, 0), (0, 0), (before, after), (0, 0)])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from typing import Any
 
 import mlx.core as mx
@@ -14,6 +15,7 @@ from hypothesis import strategies as st
 from benchmarks.gpu.kernel_cases import Case, Trial
 from mlx_parallm.attention.kernel_backend import KernelAttention
 from mlx_parallm.attention.kernel_plan import LONG_CHUNK, KernelPlan
+from mlx_parallm.attention.kernels.dialect import Tuning
 from mlx_parallm.batch import ScheduledSequence
 from tests.kernels.shim_compile import require_compiler
 from tests.kernels.shim_dialect import ORDERS, KernelError
@@ -31,6 +33,20 @@ CASES = (
     Case(sequences=((90, 16),), heads=2, kv_heads=2, window=21, sinks=True, **BFLOAT),
     Case(sequences=((20, 30),), soft_cap=2.0, block_size=8, **BFLOAT),
 )
+
+
+def scheduled(rows: Sequence[tuple[int, int]]) -> list[ScheduledSequence]:
+    """Positions that are there already, and tokens of the step."""
+    return [
+        ScheduledSequence(
+            seq_id=i,
+            slot=i,
+            start=start,
+            token_ids=(1,) * count,
+            block_table=tuple(range(i * 100, i * 100 + -(-(start + count) // 16))),
+        )
+        for i, (start, count) in enumerate(rows)
+    ]
 
 
 def is_right(shim: TensorShim, case: Case) -> bool:
@@ -55,6 +71,26 @@ def test_chunks_are_right_in_every_order(case: Case) -> None:
     shim.mutate = lambda name, body: used.append(name) or body
     assert is_right(shim, case)
     assert any("prefill" in name for name in used)
+
+
+@pytest.mark.parametrize("window", [None, 30])
+def test_large_chunks_are_padded_for_stock_attention(window: int | None) -> None:
+    require_compiler()
+    shim, used = TensorShim(), []
+    shim.mutate = lambda name, body: used.append(name) or body
+    shim.tuning = Tuning(threadgroups=16, chunk_multiple=64)
+    sequences = ((0, 20), (70, 40), (130, 16), (9, 1))
+    case = Case(sequences=sequences, window=window, **BFLOAT)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("mlx_parallm.attention.kernel_plan.LARGE_WORK", 1000)
+        assert is_right(shim, case)
+        plan = KernelPlan(scheduled(sequences), 16, shim.tuning.chunk_multiple)
+    assert [chunk.start for chunk in plan.chunks] == [0, 70, 130]
+    assert [(chunk.begin, chunk.num_rows) for chunk in plan.chunks] == [
+        (0, 64),
+        (64, 64),
+        (128, 64),
+    ]
 
 
 SYNCHRONISATION = r"__sync\w+\(\);|__shfl_xor_sync\(0xffffffff, (?P<own>.+?), far\)"
@@ -87,24 +123,15 @@ def test_no_barrier_or_shuffle_can_be_left_out(nth: int) -> None:
     st.integers(1, 64),
 )
 def test_items_are_the_rows_of_the_chunks(rows: list[tuple[int, int]], tokens: int) -> None:
-    sequences = [
-        ScheduledSequence(
-            seq_id=i,
-            slot=i,
-            start=start,
-            token_ids=(1,) * count,
-            block_table=tuple(range(i * 100, i * 100 + -(-(start + count) // 16))),
-        )
-        for i, (start, count) in enumerate(rows)
-    ]
-    work = KernelPlan(sequences, 16).chunk_work(tokens)
+    sequences = scheduled(rows)
+    long = [one for one in sequences if len(one.token_ids) >= LONG_CHUNK]
+    work = KernelPlan(sequences, 16).chunk_work(tokens, len(long))
     found = [
         (output + i, row + i, position + i, table)
         for row, count, position, table, output in np.array(work.items).tolist()
         for i in range(count)
     ]
     wanted, first = [], 0
-    long = [one for one in sequences if len(one.token_ids) >= LONG_CHUNK]
     for one in sequences:
         if one in long:
             wanted += [

@@ -19,6 +19,7 @@ class Tuning:
         tile: keys that a warp takes at once, if registers and block size allow.
         score_lanes: lanes that share a key while scores are computed.
         max_heads: query heads of one KV head that share its loads; they are kept in registers.
+        chunk_multiple: stock attention gets a multiple of this many queries, from such a position.
     """
 
     threadgroups: int
@@ -26,6 +27,7 @@ class Tuning:
     tile: int = 16
     score_lanes: int = 4
     max_heads: int = 8
+    chunk_multiple: int = 1
 
 
 class Kernel(Protocol):
@@ -97,7 +99,8 @@ class CudaDialect:
         mx.uint32: "unsigned",
     }
     # Four of 128 threads on each of an H100's 132 processors.
-    tuning = Tuning(threadgroups=512)
+    # MLX compiles a cuDNN graph for each pair of lengths it meets.
+    tuning = Tuning(threadgroups=512, chunk_multiple=256)
 
     def make(
         self,
