@@ -50,6 +50,7 @@ inline void dequantise(
 #pragma unroll
   for (int i = 0; i < N; i++) {
     const unsigned level = from.at[i * BITS / 32] >> (i * BITS % 32) & ((1 << BITS) - 1);
-    to[i] = float(level) * step + least;
+    // 2^23 + level, whose last bit counts ones: a conversion takes four times as long.
+    to[i] = (__uint_as_float(0x4b000000u | level) - 8388608.0f) * step + least;
   }
 }
