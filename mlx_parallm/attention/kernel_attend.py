@@ -95,10 +95,12 @@ class AttendKernels:
         rows = work.items.shape[0] * kind.heads
         parts = [((rows, kind.layout.shape.value_dim), mx.float32), ((rows, 2), mx.float32)]
         sums, stats = self._launch("split", inputs, parts, grid)
-        merged = [sums, stats, work.spans, *sinks]
-        return self._launch(
-            "merge", merged, [(output, kind.layout.shape.dtype)], plan.num_rows * kind.heads
-        )[0]
+        return self.merge([sums, stats, work.spans, *sinks], output)
+
+    def merge(self, inputs: list[mx.array], output: tuple[int, ...]) -> mx.array:
+        """Parts put together: sums ``[P * H, V]``, stats ``[P * H, 2]``, spans, and any sinks."""
+        dtype = self._kind.layout.shape.dtype
+        return self._launch("merge", inputs, [(output, dtype)], output[0] * self._kind.heads)[0]
 
     def _launch(
         self,

@@ -19,7 +19,7 @@ from mlx_parallm.attention.kernel_pool import (
     PoolLayout,
     new_kernel_pool,
 )
-from mlx_parallm.attention.kernel_prefill import PrefillKernel, PrefillKind, attend_chunk
+from mlx_parallm.attention.kernel_prefill import PrefillKernels, PrefillKind, attend_chunk
 from mlx_parallm.attention.kernels.build import KernelBuilder
 from mlx_parallm.attention.kernels.dialect import CudaDialect, Dialect, MetalDialect, Tuning
 from mlx_parallm.attention.quantisation import KVQuantisation
@@ -49,7 +49,7 @@ class KernelAttention:
         self._builder = KernelBuilder(dialect)
         self._moves: dict[PoolLayout, MoveKernels] = {}
         self._attend: dict[AttendKind, AttendKernels] = {}
-        self._prefill: dict[PrefillKind, PrefillKernel] = {}
+        self._prefill: dict[PrefillKind, PrefillKernels] = {}
         self._decode_rows = DecodeRows(block_size)
 
     @property
@@ -155,7 +155,8 @@ class KernelAttention:
             count = sum(not (is_whole and chunk.is_large) for chunk in plan.chunks)
         if count:
             if kind not in self._prefill:
-                self._prefill[kind] = PrefillKernel(kind, self._builder)
+                merge = self._attend_kernels(pool, queries, scores).merge
+                self._prefill[kind] = PrefillKernels(kind, merge, self._builder)
             outputs.append(self._prefill[kind].run(pool, plan, count, queries, scores))
         for chunk in plan.chunks[count:]:
             keys, values = self.gather(pool, chunk.table)

@@ -18,9 +18,9 @@ from mlx_parallm.batch import ScheduledSequence
 LONG_CHUNK = 16
 # Attention is not split into fewer keys than this per threadgroup: merging would cost more.
 MIN_SPAN = 64
-# Query rows times keys from which on a chunk is large: at 8B shape on an H100, stock attention
-# saves 0.1 ms a layer at four times as many, and 40 ms go into a shape it has not seen.
-LARGE_WORK = 1 << 20
+# Query rows times keys from which on a chunk is large: at 8B shape on an H100, stock attention then
+# saves 0.3 ms a layer, and 40 ms go into a shape it has not seen.
+LARGE_WORK = 1 << 22
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,15 +28,20 @@ class ChunkWork:
     """What the threadgroups of the prefill kernel do.
 
     Attributes:
-        items: int32, ``[W, 5]``: first query row, number of tokens, position of the first, row of
-            the block table, first output row. Those with most keys come first.
+        items: int32, ``[W, 8]``: first query row, number of tokens, position of the first, row of
+            the block table, first key, end of keys, first part, and parts of a token. Part i is
+            output row i if no keys are cut.
         tables: int32, ``[N, M]``: block tables of the long chunks.
+        spans: int32, ``[rows, 2]``: each row's first part and their number; None if one each.
         num_rows: of all long chunks.
+        num_parts: of all rows.
     """
 
     items: mx.array
     tables: mx.array
+    spans: mx.array | None
     num_rows: int
+    num_parts: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,7 +157,7 @@ class KernelPlan:
         rows = [self._rows, *(np.arange(one.first, one.first + one.length) for one in self.chunks)]
         self.order = _inverse(np.concatenate(rows))
         self._work: dict[tuple[int | None, int, int], Work] = {}
-        self._chunk_work: dict[tuple[int, int], ChunkWork] = {}
+        self._chunk_work: dict[tuple[int, int, int | None, int], ChunkWork] = {}
 
     def work(self, window: int | None, heads: int, threadgroups: int) -> Work:
         """Items of attention within ``window``; made once per step for each kind of layer.
@@ -170,12 +175,17 @@ class KernelPlan:
             self._work[key] = self._split(starts, heads / threadgroups)
         return self._work[key]
 
-    def chunk_work(self, tokens: int, count: int) -> ChunkWork:
-        """The first ``count`` long chunks in pieces of so many tokens; made once per step."""
-        if (tokens, count) not in self._chunk_work:
-            chunks = self.chunks[:count]
-            self._chunk_work[tokens, count] = _chunk_work(chunks, tokens)
-        return self._chunk_work[tokens, count]
+    def chunk_work(
+        self, tokens: int, count: int, window: int | None, threadgroups: int
+    ) -> ChunkWork:
+        """The first ``count`` long chunks in pieces of so many tokens; made once per step.
+
+        Keys within ``window`` are cut so that there is an item for each of ``threadgroups``.
+        """
+        key = (tokens, count, window, threadgroups)
+        if key not in self._chunk_work:
+            self._chunk_work[key] = _chunk_work(self.chunks[:count], tokens, window, threadgroups)
+        return self._chunk_work[key]
 
     @property
     def kinds(self) -> tuple[tuple[int | None, int, int], ...]:
@@ -189,23 +199,41 @@ class KernelPlan:
         return Work(_int32(items), _int32(np.stack([firsts, counts], axis=1)))
 
 
-def _chunk_work(chunks: Sequence[LongChunk], tokens: int) -> ChunkWork:
-    items, output = [], 0
-    for index, chunk in enumerate(chunks):
-        begins = np.arange(0, chunk.length, tokens)
-        columns = (
-            chunk.first + begins,
-            np.minimum(chunk.length - begins, tokens),
-            chunk.start + begins,
-            np.full_like(begins, index),
-            output + begins,
-        )
-        items.append(np.stack(columns, axis=1))
-        output += chunk.length
-    joined = np.concatenate(items)
-    joined = joined[np.argsort(-joined[:, 2], kind="stable")]
-    tables = mx.array(_padded([chunk.blocks for chunk in chunks]))
-    return ChunkWork(_int32(joined), tables, output)
+def _chunk_work(
+    chunks: Sequence[LongChunk], tokens: int, window: int | None, threadgroups: int
+) -> ChunkWork:
+    begins = [np.arange(0, chunk.length, tokens) for chunk in chunks]
+    index = np.arange(len(chunks)).repeat([len(one) for one in begins])
+    within = np.concatenate(begins)
+    lengths, firsts, starts = (
+        np.array([getattr(chunk, name) for chunk in chunks])[index]
+        for name in ("length", "first", "start")
+    )
+    counts = np.minimum(lengths - within, tokens)
+    position = starts + within
+    first_key = np.zeros_like(position)
+    if window is not None:
+        first_key = np.maximum(position - window + 1, 0)
+    ends, pieces = position + counts, np.arange(len(index))
+    # Pieces are cut as rows of the decode kernel are.
+    items, first_items, parts = cut_items(pieces, pieces, first_key, ends, 1 / threadgroups)
+    piece, nth = items[:, 0], np.arange(len(items)) - first_items[items[:, 0]]
+    before = (counts * parts).cumsum() - counts * parts
+    columns = (firsts + within, counts, position, index)
+    made = [column[piece] for column in columns]
+    made += [items[:, 2], items[:, 3], before[piece] + nth, parts[piece]]
+    row_parts = parts.repeat(counts)
+    order = np.argsort(items[:, 2] - items[:, 3], kind="stable")
+    spans = None
+    if len(items) > len(index):
+        spans = _int32(np.stack([row_parts.cumsum() - row_parts, row_parts], axis=1))
+    return ChunkWork(
+        items=_int32(np.stack(made, axis=1)[order]),
+        tables=mx.array(_padded([chunk.blocks for chunk in chunks])),
+        spans=spans,
+        num_rows=int(counts.sum()),
+        num_parts=int(row_parts.sum()),
+    )
 
 
 def cut_items(

@@ -7,6 +7,7 @@ chunks at once (``docs/decisions/012-prefill-on-tensor-cores.md``).
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import mlx.core as mx
@@ -14,7 +15,7 @@ import mlx.core as mx
 from mlx_parallm.attention.base import Scores
 from mlx_parallm.attention.dense import dense_attention
 from mlx_parallm.attention.kernel_attend import score_constants
-from mlx_parallm.attention.kernel_plan import KernelPlan, LongChunk
+from mlx_parallm.attention.kernel_plan import ChunkWork, KernelPlan, LongChunk
 from mlx_parallm.attention.kernel_pool import VECTOR, WARP, KernelPool, PoolLayout
 from mlx_parallm.attention.kernels.build import Constant, KernelBuilder, KernelSpec
 from mlx_parallm.attention.kernels.dialect import Kernel
@@ -24,7 +25,12 @@ WARPS = 4
 ROWS = WARPS * 16
 # Keys of a tile in shared memory.
 KEYS = 64
+# Two for each of an H100's 132 processors, as many as fit.
+THREADGROUPS = 264
 MAX_DIM = 128
+
+# Puts parts together: its inputs and the shape of its output.
+Merge = Callable[[list[mx.array], tuple[int, ...]], mx.array]
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,37 +65,54 @@ class PrefillKind:
         )
 
 
-class PrefillKernel:
-    """The kernel of one kind; see ``tensor_cores/prefill.cu``."""
+class PrefillKernels:
+    """The kernels of one kind, ``tensor_cores/prefill.cu``; parts are merged as decode's are."""
 
-    def __init__(self, kind: PrefillKind, builder: KernelBuilder) -> None:
+    def __init__(self, kind: PrefillKind, merge: Merge, builder: KernelBuilder) -> None:
         self._kind = kind
-        self._kernel = self._make(builder)
+        self._merge = merge
+        self._builder = builder
 
     def run(
         self, pool: KernelPool, plan: KernelPlan, count: int, queries: mx.array, scores: Scores
     ) -> mx.array:
         """Attention of the plan's first long chunks, ``[rows, H, 1, V]`` in their order."""
-        kind = self._kind
-        work = plan.chunk_work(ROWS // kind.share, count)
+        kind, shape = self._kind, self._kind.layout.shape
+        wanted = THREADGROUPS // shape.num_kv_heads
+        work = plan.chunk_work(ROWS // kind.share, count, scores.window, wanted)
+        inputs = [queries, work.items, work.tables, pool.token, *pool.pools()]
         sinks = [] if scores.sinks is None else [scores.sinks]
-        shape = kind.layout.shape
-        (output,) = self._kernel(
-            inputs=[queries, work.items, work.tables, pool.token, *pool.pools(), *sinks],
-            output_shapes=[(work.num_rows, kind.heads, 1, shape.value_dim)],
-            output_dtypes=[shape.dtype],
-            grid=(work.items.shape[0] * shape.num_kv_heads * WARPS * WARP, 1, 1),
+        output = (work.num_rows, kind.heads, 1, shape.value_dim)
+        if work.spans is None:
+            return self._launch(work, [*inputs, *sinks], [(output, shape.dtype)])[0]
+        rows = work.num_parts * kind.heads
+        parts = [((rows, shape.value_dim), mx.float32), ((rows, 2), mx.float32)]
+        sums, stats = self._launch(work, inputs, parts)
+        return self._merge([sums, stats, work.spans, *sinks], output)
+
+    def _launch(
+        self,
+        work: ChunkWork,
+        inputs: list[mx.array],
+        outputs: list[tuple[tuple[int, ...], mx.Dtype]],
+    ) -> list[mx.array]:
+        kind = self._kind
+        is_split = work.spans is not None
+        return self._kernel(is_split=is_split)(
+            inputs=inputs,
+            output_shapes=[shape for shape, _ in outputs],
+            output_dtypes=[dtype for _, dtype in outputs],
+            grid=(work.items.shape[0] * kind.layout.shape.num_kv_heads * WARPS * WARP, 1, 1),
             threadgroup=(WARPS * WARP, 1, 1),
         )
-        return output
 
-    def _make(self, builder: KernelBuilder) -> Kernel:
+    def _kernel(self, *, is_split: bool) -> Kernel:
         kind, layout = self._kind, self._kind.layout
-        sinks = ("sinks",) if kind.has_sinks else ()
+        sinks = ("sinks",) if kind.has_sinks and not is_split else ()
         spec = KernelSpec(
             "tensor_cores/prefill",
             ("queries", "items", "tables", "previous", *layout.pools, *sinks),
-            ("output",),
+            ("part_sums", "part_stats") if is_split else ("output",),
             headers=("common", "tensor_cores/tensor"),
         )
         constants: dict[str, Constant] = {
@@ -100,10 +123,11 @@ class PrefillKernel:
             "WARPS": WARPS,
             "KEYS": KEYS,
             "WINDOW": kind.window or 0,
+            "SPLIT": is_split,
             "SINKS": kind.has_sinks,
             **score_constants(kind.scale, kind.soft_cap),
         }
-        return builder.kernel(spec, constants)
+        return self._builder.kernel(spec, constants)
 
 
 def attend_chunk(

@@ -31,6 +31,9 @@ CASES = (
     # Rows of one token do not divide a threadgroup's.
     Case(sequences=((3, 23),), heads=6, kv_heads=2, **BFLOAT),
     Case(sequences=((90, 16),), heads=2, kv_heads=2, window=21, sinks=True, **BFLOAT),
+    # Keys are cut, and their parts merged.
+    Case(sequences=((300, 17), (2, 1), (0, 33)), sinks=True, **BFLOAT),
+    Case(sequences=((300, 40),), window=200, **BFLOAT),
     Case(sequences=((20, 30),), soft_cap=2.0, block_size=8, **BFLOAT),
 )
 
@@ -97,8 +100,10 @@ SYNCHRONISATION = r"__sync\w+\(\);|__shfl_xor_sync\(0xffffffff, (?P<own>.+?), fa
 
 
 @pytest.mark.parametrize("nth", range(4))
-def test_no_barrier_or_shuffle_can_be_left_out(nth: int) -> None:
+def test_no_barrier_or_shuffle_can_be_left_out(nth: int, monkeypatch: pytest.MonkeyPatch) -> None:
     require_compiler()
+    # Several tiles an item.
+    monkeypatch.setattr("mlx_parallm.attention.kernel_prefill.THREADGROUPS", 2)
     shim = TensorShim()
     counts = []
 
@@ -121,26 +126,43 @@ def test_no_barrier_or_shuffle_can_be_left_out(nth: int) -> None:
         max_size=6,
     ).filter(lambda rows: any(count >= LONG_CHUNK for _, count in rows)),
     st.integers(1, 64),
+    st.none() | st.integers(1, 200),
+    st.sampled_from([1, 8, 40]),
 )
-def test_items_are_the_rows_of_the_chunks(rows: list[tuple[int, int]], tokens: int) -> None:
+def test_items_are_the_rows_of_the_chunks(
+    rows: list[tuple[int, int]], tokens: int, window: int | None, threadgroups: int
+) -> None:
     sequences = scheduled(rows)
     long = [one for one in sequences if len(one.token_ids) >= LONG_CHUNK]
-    work = KernelPlan(sequences, 16).chunk_work(tokens, len(long))
-    found = [
-        (output + i, row + i, position + i, table)
-        for row, count, position, table, output in np.array(work.items).tolist()
-        for i in range(count)
-    ]
-    wanted, first = [], 0
+    work = KernelPlan(sequences, 16).chunk_work(tokens, len(long), window, threadgroups)
+    items = np.array(work.items)
+    assert (items[:, 1] <= tokens).all()
+    keys: dict[tuple[int, int, int], list[int]] = {}
+    parts = []
+    for row, count, position, table, begin, end, part, stride in items.tolist():
+        assert begin < end <= position + count
+        for i in range(count):
+            keys.setdefault((row + i, position + i, table), []).extend(range(begin, end))
+            parts.append(part + i * stride)
+    assert sorted(parts) == list(range(work.num_parts))
+    first, wanted = 0, []
     for one in sequences:
         if one in long:
             wanted += [
-                (len(wanted) + i, first + i, one.start + i, long.index(one))
-                for i in range(len(one.token_ids))
+                (first + i, one.start + i, long.index(one)) for i in range(len(one.token_ids))
             ]
         first += len(one.token_ids)
-    assert sorted(found) == wanted
+    assert sorted(keys, key=lambda row: (row[2], row[0])) == wanted
     assert work.num_rows == len(wanted)
-    assert (np.array(work.items)[:, 1] <= tokens).all()
+    for (_, position, _), seen in keys.items():
+        assert sorted(seen) == list(range(min(seen), max(seen) + 1)), "cut without gap or overlap"
+        assert max(seen) >= position
+        assert min(seen) <= (0 if window is None else max(position - window + 1, 0))
+    if work.spans is not None:
+        spans = np.array(work.spans)
+        assert (spans[1:, 0] == spans[:-1].sum(axis=1)).all()
+        assert spans.sum(axis=0)[1] == work.num_parts
+    else:
+        assert work.num_parts == work.num_rows
     for one, table in zip(long, np.array(work.tables).tolist(), strict=True):
         assert tuple(table[: len(one.block_table)]) == one.block_table

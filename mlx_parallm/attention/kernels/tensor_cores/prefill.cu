@@ -1,7 +1,7 @@
-// One threadgroup: up to TOKENS tokens of a chunk with the SHARE query heads of one KV head, as rows
-// of 16 for each warp. Keys and values come by tiles of KEYS through shared memory, and softmax
-// runs along (FlashAttention-2, arXiv:2307.08691). A lane has two rows of its warp's 16, and of a
-// row every fourth pair of columns.
+// One threadgroup: an item, some tokens of a chunk and a range of their keys, with the SHARE query
+// heads of one KV head, as rows of 16 for each warp. Keys and values come by tiles of KEYS through
+// shared memory, and softmax runs along (FlashAttention-2, arXiv:2307.08691). A lane has two rows of
+// its warp's 16, and of a row every fourth pair of columns.
 constexpr int CHUNKS = (D + 31) / 32;    // of a query or key, 32 numbers each
 constexpr int KEY_ROW = CHUNKS * 4 + 4;  // of a key in shared memory: lanes meet in no bank
 constexpr int VALUE_ROW = KEYS / 2 + 4;  // of a column of values, in pairs of keys
@@ -14,13 +14,13 @@ const int quad = lane / 4;
 const int at = lane % 4;
 const int item = blockIdx.x / KV_HEADS;
 const int kv_head = blockIdx.x % KV_HEADS;
-const int first_row = items[item * 5];
-const int num_tokens = items[item * 5 + 1];
-const int position = items[item * 5 + 2];
-const int table = items[item * 5 + 3] * tables_shape[1];
-const int first_output = items[item * 5 + 4];
+const int first_row = items[item * 8];
+const int num_tokens = items[item * 8 + 1];
+const int position = items[item * 8 + 2];
+const int table = items[item * 8 + 3] * tables_shape[1];
+const int begin = items[item * 8 + 4];
+const int end = items[item * 8 + 5];
 const int num_rows = num_tokens * SHARE;
-const int end = position + num_tokens;
 
 // 1. The lane's two rows: their last key, and their numbers, the same ones of each key's chunks.
 int seen[2];
@@ -45,11 +45,6 @@ __shared__ unsigned tile_values[V][VALUE_ROW];
 float most[2] = {LEAST, LEAST};
 float total[2] = {0.0f, 0.0f};
 float sums[COLUMNS][4] = {};
-#if WINDOW
-const int begin = max(position - WINDOW + 1, 0);
-#else
-const int begin = 0;
-#endif
 
 for (int tile = begin / KEYS * KEYS; tile < end; tile += KEYS) {
   // 2. The tile. What nobody sees is never read, as it may hold another sequence's infinities.
@@ -58,7 +53,7 @@ for (int tile = begin / KEYS * KEYS; tile < end; tile += KEYS) {
     const int key = i / (CHUNKS * 4);
     const int part = i % (CHUNKS * 4);
     Piece piece = {};
-    if (tile + key < end && part * 8 < D) {
+    if (tile + key >= begin && tile + key < end && part * 8 < D) {
       const Place block = tables[table + (tile + key) / BLOCK_SIZE];
       const Place row = (block * KV_HEADS + kv_head) * BLOCK_SIZE + (tile + key) % BLOCK_SIZE;
       piece = *(const Piece*)(key_pool + row * D + part * 8);
@@ -73,7 +68,7 @@ for (int tile = begin / KEYS * KEYS; tile < end; tile += KEYS) {
 #pragma unroll
     for (int k = 0; k < 2; k++) {
       const int key = tile + pair * 2 + k;
-      if (key < end) {
+      if (key >= begin && key < end) {
         const Place block = tables[table + key / BLOCK_SIZE];
         const Place row = (block * KV_HEADS + kv_head) * BLOCK_SIZE + key % BLOCK_SIZE;
         both[k] = *(const Piece*)(value_pool + row * V + column * 8);
@@ -111,7 +106,7 @@ for (int tile = begin / KEYS * KEYS; tile < end; tile += KEYS) {
 #if SOFT_CAP
       score = tanhf(score) * CAP_SCALE;
 #endif
-      bool is_seen = key <= seen[i / 2];
+      bool is_seen = key >= begin && key < end && key <= seen[i / 2];
 #if WINDOW
       is_seen = is_seen && key > seen[i / 2] - WINDOW;
 #endif
@@ -169,22 +164,35 @@ for (int h = 0; h < 2; h++) {
     total[h] += __shfl_xor_sync(0xffffffff, total[h], far);
   }
   const int row = warp * 16 + h * 8 + quad;
-  const int head = kv_head * SHARE + row % SHARE;
-  float share = 1.0f / total[h];
-#if SINKS
   if (row < num_rows) {
+    const int head = kv_head * SHARE + row % SHARE;
+#if SPLIT
+    // Of a token's parts, one after the other, this is the item's.
+    const int part = items[item * 8 + 6] + row / SHARE * items[item * 8 + 7];
+    const Place to = (Place)part * HEADS + head;
+#pragma unroll
+    for (int n = 0; n < COLUMNS; n++) {
+      part_sums[to * V + n * 8 + at * 2] = sums[n][h * 2];
+      part_sums[to * V + n * 8 + at * 2 + 1] = sums[n][h * 2 + 1];
+    }
+    if (at == 0) {
+      part_stats[to * 2] = most[h];
+      part_stats[to * 2 + 1] = total[h];
+    }
+#else
+    float share = 1.0f / total[h];
+#if SINKS
     const float sink = float(sinks[head]) * LOG2_E;
     const float larger = fmaxf(most[h], sink);
     const float keep = exp2f(most[h] - larger);
     share = keep / (total[h] * keep + exp2f(sink - larger));
-  }
 #endif
-  if (row < num_rows) {
-    const Place to = ((Place)(first_output + row / SHARE) * HEADS + head) * V;
+    const Place to = ((Place)(items[item * 8 + 6] + row / SHARE) * HEADS + head) * V;
 #pragma unroll
     for (int n = 0; n < COLUMNS; n++) {
       *(unsigned*)(output + to + n * 8 + at * 2) =
           packed(sums[n][h * 2] * share, sums[n][h * 2 + 1] * share, T(0.0f));
     }
+#endif
   }
 }
