@@ -39,7 +39,7 @@ TOKENS_PER_S, WEIGHTS_GB, PEAK_GB = "tokens/s", "weights GB", "peak GB"
 GB = 1e9
 TRACE = Path("results/gpu-timeline.json")
 #: Tokens that a request may decode beside the prefill of a long prompt.
-LATE_ROOM = 1024
+LATE_ROOM = 4096
 
 
 def against_stock(
