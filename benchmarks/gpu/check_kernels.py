@@ -26,10 +26,10 @@ import numpy as np
 from benchmarks.gpu.kernel_cases import TOLERANCES, Case, Trial
 from mlx_parallm.attention.base import LayerShape
 from mlx_parallm.attention.kernel_backend import KernelAttention
-from mlx_parallm.attention.kernels.dialect import CudaDialect, Dialect, MetalDialect, Tuning
 from mlx_parallm.attention.quantisation import KVQuantisation
 from mlx_parallm.attention.reference import ReferenceAttention
 from mlx_parallm.batch import ScheduledSequence
+from mlx_parallm.kernels.dialect import CudaDialect, Dialect, MetalDialect, Tuning
 
 BLOCK_SIZE = 16
 DIM = 128

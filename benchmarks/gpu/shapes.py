@@ -12,7 +12,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 
-from mlx_parallm.attention.kernels.dialect import CudaDialect
+from mlx_parallm.kernels.dialect import CudaDialect
 from mlx_parallm.runner.device import backend_name
 from mlx_parallm.runner.loader import LoadedModel
 from mlx_parallm.runner.row_kernel import RowKernel

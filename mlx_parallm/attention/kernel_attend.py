@@ -11,8 +11,8 @@ from mlx_parallm.attention.base import Scores
 from mlx_parallm.attention.decode_plan import DecodePlan
 from mlx_parallm.attention.kernel_plan import KernelPlan
 from mlx_parallm.attention.kernel_pool import VECTOR, WARP, KernelPool, PoolLayout, lanes_for
-from mlx_parallm.attention.kernels.build import Constant, KernelBuilder, KernelSpec
-from mlx_parallm.attention.kernels.dialect import Kernel, Tuning
+from mlx_parallm.kernels.build import Constant, KernelBuilder, KernelSpec
+from mlx_parallm.kernels.dialect import Kernel, Tuning
 
 LOG2_E = math.log2(math.e)
 

@@ -20,10 +20,11 @@ from mlx_parallm.attention.kernel_pool import (
     new_kernel_pool,
 )
 from mlx_parallm.attention.kernel_prefill import PrefillKernels, PrefillKind, attend_chunk
-from mlx_parallm.attention.kernels.build import KernelBuilder
-from mlx_parallm.attention.kernels.dialect import CudaDialect, Dialect, MetalDialect, Tuning
+from mlx_parallm.attention.kernels import TEXTS
 from mlx_parallm.attention.quantisation import KVQuantisation
 from mlx_parallm.batch import ScheduledSequence
+from mlx_parallm.kernels.build import KernelBuilder
+from mlx_parallm.kernels.dialect import CudaDialect, Dialect, MetalDialect, Tuning
 
 Plan = KernelPlan | DecodePlan
 
@@ -46,7 +47,7 @@ class KernelAttention:
         self._dialect = dialect
         self._quantisation = quantisation
         self._tuning = tuning or dialect.tuning
-        self._builder = KernelBuilder(dialect)
+        self._builder = KernelBuilder(dialect, TEXTS, "paged")
         self._moves: dict[PoolLayout, MoveKernels] = {}
         self._attend: dict[AttendKind, AttendKernels] = {}
         self._prefill: dict[PrefillKind, PrefillKernels] = {}

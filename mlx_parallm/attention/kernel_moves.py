@@ -8,8 +8,8 @@ import math
 import mlx.core as mx
 
 from mlx_parallm.attention.kernel_pool import VECTOR, KernelPool, PoolLayout
-from mlx_parallm.attention.kernels.build import Constant, KernelBuilder, KernelSpec
-from mlx_parallm.attention.kernels.dialect import Kernel
+from mlx_parallm.kernels.build import Constant, KernelBuilder, KernelSpec
+from mlx_parallm.kernels.dialect import Kernel
 
 # Of a threadgroup.
 THREADS = 128

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import mlx.core as mx
 
 from mlx_parallm.attention.base import LayerPool, LayerShape
-from mlx_parallm.attention.kernels.build import Constant
 from mlx_parallm.attention.quantisation import KVQuantisation
+from mlx_parallm.kernels.build import Constant
 
 # A thread moves this many neighbouring elements: 16 bytes of a 16-bit type.
 VECTOR = 8

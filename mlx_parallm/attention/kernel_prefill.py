@@ -17,8 +17,8 @@ from mlx_parallm.attention.dense import dense_attention
 from mlx_parallm.attention.kernel_attend import score_constants
 from mlx_parallm.attention.kernel_plan import ChunkWork, KernelPlan, LongChunk
 from mlx_parallm.attention.kernel_pool import VECTOR, WARP, KernelPool, PoolLayout
-from mlx_parallm.attention.kernels.build import Constant, KernelBuilder, KernelSpec
-from mlx_parallm.attention.kernels.dialect import Kernel
+from mlx_parallm.kernels.build import Constant, KernelBuilder, KernelSpec
+from mlx_parallm.kernels.dialect import Kernel
 
 # Of a threadgroup; each takes 16 rows of queries.
 WARPS = 4

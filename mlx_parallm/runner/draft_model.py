@@ -14,11 +14,12 @@ from mlx_parallm.attention.base import AttentionBackend
 from mlx_parallm.batch import PENDING_TOKEN, SampleSpec, ScheduledBatch, ScheduledSequence
 from mlx_parallm.errors import ConfigError, ModelLoadError
 from mlx_parallm.runner.cache_layout import CacheLayout
-from mlx_parallm.runner.loader import LoadedModel
+from mlx_parallm.runner.loader import DTYPES, LoadedModel
 from mlx_parallm.runner.memory import config_value
 from mlx_parallm.runner.path_choice import choose_path
 from mlx_parallm.runner.paths.base import token_array
 from mlx_parallm.runner.row_selection import embedding_rows
+from mlx_parallm.runner.sampling_check import choose_sampling
 from mlx_parallm.runner.step_rows import single_rows
 from mlx_parallm.sampling.sampler import Sampler
 
@@ -58,7 +59,8 @@ class DraftModel:
         ).path
         if self._path.has_state:
             raise ConfigError(f"{loaded.path} keeps a state and cannot be a draft model.")
-        self._sampler = Sampler()
+        kernels, _ = choose_sampling(vocab_size, DTYPES.get(loaded.dtype, mx.float32))
+        self._sampler = Sampler(kernels)
         self._vocab_size = vocab_size
         self._runs_ahead = backend.runs_ahead
         self.weight_bytes = loaded.weight_bytes

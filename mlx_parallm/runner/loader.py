@@ -12,9 +12,9 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten
 from mlx_lm import utils as mlx_lm_utils
 
-from mlx_parallm.attention.kernels.dialect import CudaDialect
 from mlx_parallm.config import ModelConfig
 from mlx_parallm.errors import ConfigError, ModelLoadError
+from mlx_parallm.kernels.dialect import CudaDialect
 from mlx_parallm.runner.device import backend_name, free_memory_bytes
 from mlx_parallm.runner.row_kernel import RowKernel
 from mlx_parallm.runner.row_layers import use_row_layers

@@ -13,12 +13,13 @@ from mlx_parallm.batch import RunnerInfo, ScheduledBatch, StepOutput
 from mlx_parallm.errors import ModelLoadError
 from mlx_parallm.runner.cache_layout import CacheLayout
 from mlx_parallm.runner.draft_model import DraftModel
-from mlx_parallm.runner.loader import LoadedModel
+from mlx_parallm.runner.loader import DTYPES, LoadedModel
 from mlx_parallm.runner.memory import KVPlan, config_value
 from mlx_parallm.runner.path_choice import choose_path
 from mlx_parallm.runner.paths.alone import AlonePath
 from mlx_parallm.runner.paths.base import token_array
 from mlx_parallm.runner.row_selection import embedding_rows
+from mlx_parallm.runner.sampling_check import choose_sampling
 from mlx_parallm.runner.step_rows import PendingTokens, StepRows, place_proposals, spread_proposals
 from mlx_parallm.sampling.logprobs import TargetLogprobs, target_logprobs
 from mlx_parallm.sampling.sampler import Sampler, SampleResult
@@ -45,12 +46,13 @@ class ModelRunner:
         """``draft``: over as many blocks of the same size, for proposals left to a draft model."""
         self._tracer = tracer or NoTracer()
         self._draft = draft
-        self._sampler = Sampler()
         self._tokens = PendingTokens()
         self._latest: ModelStep | None = None
         vocab_size = embedding_rows(loaded.model, config_value(loaded.config, "vocab_size"))
         if vocab_size is None:
             raise ModelLoadError(f"{loaded.path} has no embedding table.")
+        kernels, _ = choose_sampling(vocab_size, DTYPES.get(loaded.dtype, mx.float32))
+        self._sampler = Sampler(kernels)
         choice = choose_path(
             loaded.model,
             layouts,

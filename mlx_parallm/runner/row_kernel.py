@@ -12,8 +12,9 @@ from typing import cast
 
 import mlx.core as mx
 
-from mlx_parallm.attention.kernels.build import Constant, KernelBuilder, KernelSpec
-from mlx_parallm.attention.kernels.dialect import Dialect, Kernel
+from mlx_parallm.attention.kernels import TEXTS
+from mlx_parallm.kernels.build import Constant, KernelBuilder, KernelSpec
+from mlx_parallm.kernels.dialect import Dialect, Kernel
 from mlx_parallm.runner.model_errors import MODEL_ERRORS
 
 # The kernel multiplies by 8 rows at a time, of each of which it keeps sums in registers.
@@ -81,7 +82,7 @@ class RowKernel:
 
     def __init__(self, dialect: Dialect) -> None:
         """``dialect`` is CUDA's, or one that stands for it."""
-        self._builder = KernelBuilder(dialect)
+        self._builder = KernelBuilder(dialect, TEXTS, "paged")
         self._made: dict[tuple[mx.Dtype, int, bool], Kernel] = {}
         self._ends: dict[tuple[int, ...], mx.array] = {}
 

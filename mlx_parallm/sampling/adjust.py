@@ -13,18 +13,14 @@ import mlx.core as mx
 import numpy as np
 
 from mlx_parallm.batch import SampleSpec
+from mlx_parallm.request import SamplingParams
 
 _Entries = list[tuple[int, Sequence[int] | np.ndarray]]
 
 
-def needs_adjustment(spec: SampleSpec) -> bool:
-    """Whether ``adjust_logits`` would change this row."""
-    params = spec.params
-    return (
-        bool(spec.banned_ids or params.logit_bias)
-        or params.allowed_token_ids is not None
-        or params.has_penalty
-    )
+def always_adjusts(params: SamplingParams) -> bool:
+    """Whether ``adjust_logits`` changes a row for its parameters, not only for banned tokens."""
+    return bool(params.logit_bias) or params.allowed_token_ids is not None or params.has_penalty
 
 
 def adjust_logits(

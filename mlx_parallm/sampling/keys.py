@@ -9,7 +9,8 @@ import numpy as np
 
 from mlx_parallm.batch import SampleSpec
 
-_WORD = 1 << 32
+#: Positions are taken modulo this.
+WORD = 1 << 32
 _MASK_64 = (1 << 64) - 1
 
 
@@ -19,7 +20,7 @@ def seed_word(seed: int) -> int:
     Seeds below 2**32 stay themselves, so that they never collide with each other. Larger and
     negative ones go through the finaliser of SplitMix64 (Steele, Lea and Flood, OOPSLA 2014).
     """
-    if 0 <= seed < _WORD:
+    if 0 <= seed < WORD:
         return seed
     word = seed & _MASK_64
     word = ((word ^ (word >> 30)) * 0xBF58476D1CE4E5B9) & _MASK_64
@@ -29,5 +30,5 @@ def seed_word(seed: int) -> int:
 
 def random_keys(specs: Sequence[SampleSpec]) -> mx.array:
     """Keys for the rows' next tokens, uint32 of shape ``[rows, 2]``."""
-    words = [(seed_word(spec.seed), spec.position % _WORD) for spec in specs]
+    words = [(seed_word(spec.seed), spec.position % WORD) for spec in specs]
     return mx.array(np.array(words, dtype=np.uint32))

@@ -9,13 +9,12 @@ import mlx.core as mx
 import numpy as np
 
 from mlx_parallm.batch import SampledToken, SampleSpec, TokenLogprob
-from mlx_parallm.sampling.adjust import adjust_logits, needs_adjustment
+from mlx_parallm.sampling.adjust import adjust_logits
+from mlx_parallm.sampling.kernel_sampling import MAX_TOP, SamplingKernels
 from mlx_parallm.sampling.keys import random_keys
 from mlx_parallm.sampling.logprobs import TargetLogprobs, target_logprobs
+from mlx_parallm.sampling.row_settings import RowSettings
 from mlx_parallm.sampling.truncation import truncate
-
-# Below this, logits divided by the temperature could overflow; vLLM's limit.
-_GREEDY_TEMPERATURE = 1e-5
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +55,12 @@ class SampleResult:
 
 
 class Sampler:
-    """Stateless; builds lazy arrays and never evaluates them."""
+    """Builds lazy arrays and never evaluates them; keeps the settings of the latest rows."""
+
+    def __init__(self, kernels: SamplingKernels | None = None) -> None:
+        """``kernels`` are used for the logits that they serve, stock operations for others."""
+        self._kernels = kernels
+        self._rows = RowSettings(())
 
     def __call__(
         self,
@@ -77,17 +81,10 @@ class Sampler:
                 ``has_pending``.
         """
         tokens = self.choose(logits, specs, pending)
-        counts = tuple(
-            (row, spec.params.logprobs)
-            for row, spec in enumerate(specs)
-            if spec.params.logprobs is not None
-        )
+        counts = self._rows.counts
         if not counts:
             return SampleResult(tokens)
-        rows = [row for row, _ in counts]
-        top = max(count for _, count in counts)
-        logprobs = target_logprobs(_take(logits, rows), _take(tokens, rows), top)
-        return SampleResult(tokens, logprobs, counts)
+        return SampleResult(tokens, self._logprobs(logits, tokens), counts)
 
     def choose(
         self,
@@ -96,12 +93,14 @@ class Sampler:
         pending: mx.array | None = None,
     ) -> mx.array:
         """One token per row, uint32 ``[rows]``, without log-probabilities; see ``__call__``."""
+        if not self._rows.are_of(specs):
+            self._rows = RowSettings(specs)
         return self._choose(self._adjust(logits, specs, pending), specs)
 
     def _adjust(
         self, logits: mx.array, specs: Sequence[SampleSpec], pending: mx.array | None
     ) -> mx.array:
-        rows = [row for row, spec in enumerate(specs) if needs_adjustment(spec)]
+        rows = self._rows.adjusted(specs)
         if not rows:
             return logits
         chosen = [specs[row] for row in rows]
@@ -110,15 +109,23 @@ class Sampler:
         return _put(logits.astype(mx.float32), rows, changed)
 
     def _choose(self, logits: mx.array, specs: Sequence[SampleSpec]) -> mx.array:
-        rows = [
-            row for row, spec in enumerate(specs) if spec.params.temperature >= _GREEDY_TEMPERATURE
-        ]
+        rows = self._rows.drawn
         if not rows:
             return mx.argmax(logits, axis=-1)
+        if self._kernels is not None and self._kernels.serve(logits):
+            tokens, _ = self._kernels.draw(logits, self._rows.settings, self._rows.keys(specs))
+            return tokens
         drawn = _draw(_take(logits, rows).astype(mx.float32), [specs[row] for row in rows])
         if len(rows) == len(specs):
             return drawn
         return _put(mx.argmax(logits, axis=-1), rows, drawn)
+
+    def _logprobs(self, logits: mx.array, tokens: mx.array) -> TargetLogprobs:
+        top = min(self._rows.top, logits.shape[-1])
+        if self._kernels is not None and self._kernels.serve(logits) and top <= MAX_TOP:
+            return self._kernels.logprobs(logits, tokens, self._rows.wanted, top)
+        rows = [row for row, _ in self._rows.counts]
+        return target_logprobs(_take(logits, rows), _take(tokens, rows), top)
 
 
 def _draw(logits: mx.array, specs: Sequence[SampleSpec]) -> mx.array:
@@ -126,10 +133,10 @@ def _draw(logits: mx.array, specs: Sequence[SampleSpec]) -> mx.array:
     if any(row.temperature != 1.0 for row in params):
         temperatures = np.array([row.temperature for row in params], dtype=np.float32)
         logits = logits / mx.array(temperatures)[:, None]
-    return _categorical(truncate(logits, params), random_keys(specs))
+    return categorical(truncate(logits, params), random_keys(specs))
 
 
-def _categorical(logits: mx.array, keys: mx.array) -> mx.array:
+def categorical(logits: mx.array, keys: mx.array) -> mx.array:
     """One draw per row with the row's own key; equal to a call per row, bit for bit."""
     return mx.vmap(lambda row, key: mx.random.categorical(row, key=key))(logits, keys)
 

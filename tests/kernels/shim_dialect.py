@@ -17,7 +17,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from mlx_parallm.attention.kernels.dialect import CudaDialect, MetalDialect, Tuning
+from mlx_parallm.kernels.dialect import CudaDialect, MetalDialect, Tuning
 from tests.kernels.shim_compile import load
 
 #: Orders in which threads run ahead; see lanes.h.

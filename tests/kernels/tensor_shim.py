@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from mlx_parallm.attention.kernels.build import kernel_text
+from mlx_parallm.attention.kernels import TEXTS
+from mlx_parallm.kernels.build import kernel_text
 from tests.kernels.shim_compile import SHIM
 from tests.kernels.shim_dialect import CudaShim
 
@@ -23,6 +24,6 @@ class TensorShim(CudaShim):
         source: str,
         header: str,
     ) -> Any:
-        real = kernel_text("tensor_cores", "tensor.cu")
+        real = kernel_text(TEXTS / "tensor_cores" / "tensor.cu")
         shim = (SHIM / "tensor.h").read_text().replace("#pragma once", "")
         return super().make(name, input_names, output_names, source, header.replace(real, shim))

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 import mlx.core as mx
 import pytest
 
-from mlx_parallm.attention.kernels.build import kernel_text
+from mlx_parallm.attention.kernels import TEXTS
+from mlx_parallm.kernels.build import kernel_text
 from mlx_parallm.runner.row_kernel import MAX_BYTES, MAX_ROWS, RowKernel, why_not
 from tests.kernels.shim_compile import require_compiler
 from tests.kernels.shim_dialect import ORDERS
@@ -85,5 +86,5 @@ def test_what_it_does_not_serve(weight: mx.array, widths: list[int], reason: str
 
 @pytest.mark.parametrize("text", ["linear", "prefill"])
 def test_the_texts_are_short_as_they_are_hashed_at_every_call(text: str) -> None:
-    files = (("cuda", "common.cu"), ("tensor_cores", "tensor.cu"), ("tensor_cores", f"{text}.cu"))
-    assert sum(len(kernel_text(*file)) for file in files) < 10_000
+    files = ("cuda/common.cu", "tensor_cores/tensor.cu", f"tensor_cores/{text}.cu")
+    assert sum(len(kernel_text(TEXTS / file)) for file in files) < 10_000

@@ -2,47 +2,20 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Iterator
-from pathlib import Path
-
 import mlx.core as mx
 import pytest
 
-import mlx_parallm.attention.kernels
 from benchmarks.gpu.kernel_cases import Case, Trial
 from mlx_parallm.attention.kernel_backend import KernelAttention
-from mlx_parallm.attention.kernels.build import kernel_text
+from mlx_parallm.attention.kernels import TEXTS
 from mlx_parallm.attention.quantisation import KVQuantisation
+from tests.kernels.mutation import SHIMS, SYNCHRONISATION, mutants, overlooked, without
 from tests.kernels.shim_compile import require_compiler
 from tests.kernels.shim_dialect import ORDERS, CudaShim, KernelError, MetalShim, Shim
 
-FOLDER = Path(mlx_parallm.attention.kernels.__file__).parent
-SHIMS: dict[str, Callable[[], Shim]] = {"cuda": CudaShim, "metal": MetalShim}
-#: A barrier becomes nothing, a shuffle the lane's own value.
-SYNCHRONISATION = {
-    "cuda": r"__sync\w+\(\);|__shfl_xor_sync\(0xffffffff, (?P<own>.+?), far\)",
-    "metal": r"\w+_barrier\(.*?\);|simd_shuffle_xor\((?P<own>.+?), far\)",
-}
-ANY_SYNCHRONISATION = re.compile(r"sync|barrier|shfl|shuffle|simd_|quad_|vote|ballot|atomic", re.I)
 #: Several heads, several keys a warp, several warps, several items a row.
 PLAIN = Case(sequences=((90, 1), (300, 1), (2, 1)), key_dim=64)
 QUANTISED = Case(sequences=((20, 3),), quantisation=KVQuantisation(bits=8, group_size=32))
-
-
-def mutants() -> Iterator[tuple[str, str, int]]:
-    """Language, text and occurrence."""
-    for language, pattern in SYNCHRONISATION.items():
-        for path in sorted((FOLDER / language).iterdir()):
-            text = kernel_text(language, path.name)
-            for nth in range(len(re.findall(pattern, text))):
-                yield language, path.stem, nth
-
-
-def without(body: str, language: str, nth: int) -> str:
-    """A text without its nth barrier or shuffle."""
-    found = list(re.finditer(SYNCHRONISATION[language], body))[nth]
-    return body[: found.start()] + (found["own"] or "") + body[found.end() :]
 
 
 def is_right(shim: Shim, case: Case) -> bool:
@@ -65,7 +38,7 @@ def test_the_whole_texts_are_right(shim: Shim, case: Case) -> None:
     assert is_right(shim, case)
 
 
-@pytest.mark.parametrize(("language", "text", "nth"), list(mutants()))
+@pytest.mark.parametrize(("language", "text", "nth"), list(mutants(TEXTS)))
 def test_nothing_can_be_left_out(language: str, text: str, nth: int) -> None:
     require_compiler()
     shim = SHIMS[language]()
@@ -84,13 +57,11 @@ def test_nothing_can_be_left_out(language: str, text: str, nth: int) -> None:
 
 @pytest.mark.parametrize("language", list(SYNCHRONISATION))
 def test_no_synchronisation_is_overlooked(language: str) -> None:
-    for path in (FOLDER / language).iterdir():
-        text = re.sub(SYNCHRONISATION[language], "", kernel_text(language, path.name))
-        assert not ANY_SYNCHRONISATION.search(text), path
+    assert not overlooked(TEXTS, language)
 
 
 def test_there_is_something_to_leave_out() -> None:
-    found = list(mutants())
+    found = list(mutants(TEXTS))
     for language in SHIMS:
         assert sum(one[0] == language for one in found) == 11
 

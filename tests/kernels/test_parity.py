@@ -7,8 +7,8 @@ import pytest
 
 from benchmarks.gpu.kernel_cases import Case, Trial
 from mlx_parallm.attention.kernel_backend import KernelAttention
-from mlx_parallm.attention.kernels.dialect import Tuning
 from mlx_parallm.attention.quantisation import KVQuantisation
+from mlx_parallm.kernels.dialect import Tuning
 from mlx_parallm.runner.attention_check import attention_error
 from tests.kernels.shim_dialect import ORDERS, Shim
 

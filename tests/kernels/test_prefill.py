@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from benchmarks.gpu.kernel_cases import Case, Trial
 from mlx_parallm.attention.kernel_backend import KernelAttention
 from mlx_parallm.attention.kernel_plan import LONG_CHUNK, KernelPlan
-from mlx_parallm.attention.kernels.dialect import Tuning
 from mlx_parallm.batch import ScheduledSequence
+from mlx_parallm.kernels.dialect import Tuning
 from tests.kernels.shim_compile import require_compiler
 from tests.kernels.shim_dialect import ORDERS, KernelError
 from tests.kernels.tensor_shim import TensorShim

@@ -7,18 +7,19 @@ from pathlib import Path
 
 import pytest
 
-import mlx_parallm.attention.kernels
-from mlx_parallm.attention.kernels.build import kernel_text
+import mlx_parallm
+from mlx_parallm.kernels.build import kernel_text
 
-FOLDER = Path(mlx_parallm.attention.kernels.__file__).parent
-NAMES = sorted(path.stem for path in (FOLDER / "cuda").iterdir())
+PACKAGE = Path(mlx_parallm.__file__).parent
+FOLDERS = (PACKAGE / "attention" / "kernels", PACKAGE / "sampling" / "kernels")
+TEXTS = sorted(path for folder in FOLDERS for path in (folder / "cuda").iterdir())
 #: What Metal says, and what CUDA says there.
 WORDS = (
     (r"typedef long Place", "typedef long long Place"),
     (r"\bconstant constexpr ", "constexpr "),
-    (r"\bthread (?=float|const)", ""),
+    (r"\bthread (?=float|const|Chunk)", ""),
     (r"\bdevice (?=\w+\*)", ""),
-    (r"\bthreadgroup (?=float)", "__shared__ "),
+    (r"\bthreadgroup (?=float|unsigned|int)", "__shared__ "),
     (r"threadgroup_barrier\(mem_flags::mem_threadgroup\)", "__syncthreads()"),
     (r"simdgroup_barrier\(mem_flags::mem_threadgroup\)", "__syncwarp()"),
     (r"simd_shuffle_xor\(", "__shfl_xor_sync(0xffffffff, "),
@@ -26,10 +27,11 @@ WORDS = (
     (r"threadgroup_position_in_grid\.x", "blockIdx.x"),
     (r"thread_index_in_threadgroup", "threadIdx.x"),
     (r"\bas_type<float>\(", "__uint_as_float("),
+    (r"\bas_type<unsigned>\(", "__float_as_uint("),
     (r"\bas_type<float16_t>\(", "__ushort_as_half("),
     (r"\bbfloat16_t\b", "__nv_bfloat16"),
     (r"\bfloat16_t\b", "__half"),
-    (r"\bprecise::tanh\(", "tanhf("),
+    (r"\bprecise::(tanh|log)\(", r"\1f("),
     (r"\b(exp2|fmax|fmin|rint)\(", r"\1f("),
 )
 #: MLX passes an attribute or a shape if its name occurs anywhere in a body.
@@ -45,25 +47,28 @@ def in_cuda(metal: str) -> str:
     return metal
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_lines_are_the_same(name: str) -> None:
-    cuda = (FOLDER / "cuda" / f"{name}.cu").read_text().splitlines()
-    metal = in_cuda((FOLDER / "metal" / f"{name}.metal").read_text()).splitlines()
-    assert metal == cuda
+def in_metal(path: Path) -> Path:
+    """The Metal text of a CUDA one."""
+    return path.parents[1] / "metal" / f"{path.stem}.metal"
+
+
+@pytest.mark.parametrize("path", TEXTS, ids=lambda path: path.stem)
+def test_lines_are_the_same(path: Path) -> None:
+    metal = in_cuda(in_metal(path).read_text()).splitlines()
+    assert metal == path.read_text().splitlines()
 
 
 def test_both_languages_have_the_same_texts() -> None:
-    assert sorted(path.stem for path in (FOLDER / "metal").iterdir()) == NAMES
+    found = sorted(path for folder in FOLDERS for path in (folder / "metal").iterdir())
+    assert found == [in_metal(path) for path in TEXTS]
 
 
-@pytest.mark.parametrize(("folder", "suffix"), [("cuda", ".cu"), ("metal", ".metal")])
-@pytest.mark.parametrize("name", NAMES)
-def test_mlx_finds_no_argument_that_is_not_meant(name: str, folder: str, suffix: str) -> None:
-    assert not UNWANTED.search(kernel_text(folder, name + suffix))
+@pytest.mark.parametrize("path", [*TEXTS, *map(in_metal, TEXTS)], ids=lambda path: path.name)
+def test_mlx_finds_no_argument_that_is_not_meant(path: Path) -> None:
+    assert not UNWANTED.search(kernel_text(path))
 
 
-@pytest.mark.parametrize(("folder", "suffix"), [("cuda", ".cu"), ("metal", ".metal")])
-def test_texts_are_short_as_they_are_hashed_at_every_call(folder: str, suffix: str) -> None:
-    common = len(kernel_text(folder, "common" + suffix))
-    for name in NAMES:
-        assert common + len(kernel_text(folder, name + suffix)) < 10_000
+@pytest.mark.parametrize("path", [*TEXTS, *map(in_metal, TEXTS)], ids=lambda path: path.name)
+def test_texts_are_short_as_they_are_hashed_at_every_call(path: Path) -> None:
+    common = path.with_stem("common")
+    assert len(kernel_text(common)) + len(kernel_text(path)) < 10_000

@@ -111,6 +111,7 @@ def test_doctor_prints_json(capsys: pytest.CaptureFixture[str]) -> None:
         "int8": True,
         "int4": True,
     }
+    assert report["sampling"]["rejected"] is None
     assert report["versions"]["mlx_parallm"] == __version__
 
 

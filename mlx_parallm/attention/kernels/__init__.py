@@ -1,1 +1,5 @@
-"""The texts of the GPU kernels, one folder a language, and what turns them into functions."""
+"""The texts of the GPU kernels that attend and multiply, one folder a language."""
+
+from pathlib import Path
+
+TEXTS = Path(__file__).parent

@@ -8,6 +8,7 @@ using __half = shim::Half;
 using __nv_bfloat16 = shim::Bfloat;
 
 static inline float __uint_as_float(unsigned bits) { return shim::float_of(bits); }
+static inline unsigned __float_as_uint(float value) { return shim::bits_of(value); }
 static inline __half __ushort_as_half(unsigned short bits) {
   __half value;
   value.bits = bits;

@@ -15,6 +15,7 @@ extern "C" {
 float exp2f(float);
 float fmaxf(float, float);
 float fminf(float, float);
+float logf(float);
 float rintf(float);
 float tanhf(float);
 }

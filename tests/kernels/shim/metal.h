@@ -48,4 +48,5 @@ static inline float fmin(float x, float y) { return fminf(x, y); }
 static inline float rint(float x) { return rintf(x); }
 namespace precise {
 static inline float tanh(float x) { return tanhf(x); }
+static inline float log(float x) { return logf(x); }
 }  // namespace precise

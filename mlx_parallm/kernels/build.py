@@ -10,7 +10,7 @@ from pathlib import Path
 
 import mlx.core as mx
 
-from mlx_parallm.attention.kernels.dialect import Dialect, Kernel
+from mlx_parallm.kernels.dialect import Dialect, Kernel
 
 #: A constant of a kernel: a type or a number.
 Constant = mx.Dtype | int | float
@@ -44,8 +44,11 @@ class KernelBuilder:
     as MLX allows, and both languages see the same body.
     """
 
-    def __init__(self, dialect: Dialect) -> None:
+    def __init__(self, dialect: Dialect, texts: Path, prefix: str) -> None:
+        """``texts`` has a folder a language; ``prefix`` begins the kernels' names."""
         self._dialect = dialect
+        self._texts = texts
+        self._prefix = prefix
         self._made: dict[tuple[KernelSpec, tuple[tuple[str, Constant], ...]], Kernel] = {}
 
     def kernel(self, spec: KernelSpec, constants: Mapping[str, Constant]) -> Kernel:
@@ -58,7 +61,7 @@ class KernelBuilder:
 
     def _make(self, spec: KernelSpec, constants: Mapping[str, Constant]) -> Kernel:
         ahead = self._constants(constants)
-        name = f"paged_{spec.name}_{zlib.crc32(ahead.encode()):08x}"
+        name = f"{self._prefix}_{spec.name}_{zlib.crc32(ahead.encode()):08x}"
         header = "".join(map(self._text, spec.headers))
         body = ahead + self._text(spec.text)
         return self._dialect.make(name, spec.inputs, spec.outputs, body, header)
@@ -78,12 +81,13 @@ class KernelBuilder:
 
     def _text(self, name: str) -> str:
         folder, _, file = name.rpartition("/")
-        return kernel_text(folder or self._dialect.name, file + self._dialect.suffix)
+        folder = folder or self._dialect.name
+        return kernel_text(self._texts / folder / (file + self._dialect.suffix))
 
 
 @functools.cache
-def kernel_text(folder: str, file: str) -> str:
+def kernel_text(file: Path) -> str:
     """A kernel's text without comments and indentation: MLX hashes the whole of it every call."""
-    lines = (Path(__file__).parent / folder / file).read_text().splitlines()
+    lines = file.read_text().splitlines()
     code = (line.split("//")[0].strip() for line in lines)
     return "".join(f"{line}\n" for line in code if line)

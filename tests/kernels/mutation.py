@@ -1,0 +1,40 @@
+"""Texts without one of their barriers or shuffles."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from mlx_parallm.kernels.build import kernel_text
+from tests.kernels.shim_dialect import CudaShim, MetalShim, Shim
+
+SHIMS: dict[str, Callable[[], Shim]] = {"cuda": CudaShim, "metal": MetalShim}
+#: A barrier becomes nothing, a shuffle the lane's own value.
+SYNCHRONISATION = {
+    "cuda": r"__sync\w+\(\);|__shfl_xor_sync\(0xffffffff, (?P<own>.+?), far\)",
+    "metal": r"\w+_barrier\(.*?\);|simd_shuffle_xor\((?P<own>.+?), far\)",
+}
+ANY_SYNCHRONISATION = re.compile(r"sync|barrier|shfl|shuffle|simd_|quad_|vote|ballot|atomic", re.I)
+
+
+def mutants(folder: Path) -> Iterator[tuple[str, str, int]]:
+    """Language, text and occurrence of all that a folder's texts have."""
+    for language, pattern in SYNCHRONISATION.items():
+        for path in sorted((folder / language).iterdir()):
+            text = kernel_text(path)
+            for nth in range(len(re.findall(pattern, text))):
+                yield language, path.stem, nth
+
+
+def without(body: str, language: str, nth: int) -> str:
+    """A text without its nth barrier or shuffle."""
+    found = list(re.finditer(SYNCHRONISATION[language], body))[nth]
+    return body[: found.start()] + (found["own"] or "") + body[found.end() :]
+
+
+def overlooked(folder: Path, language: str) -> list[str]:
+    """Texts with synchronisation that ``mutants`` does not know."""
+    texts = {path.stem: kernel_text(path) for path in (folder / language).iterdir()}
+    rest = {stem: re.sub(SYNCHRONISATION[language], "", text) for stem, text in texts.items()}
+    return [stem for stem, text in rest.items() if ANY_SYNCHRONISATION.search(text)]

@@ -1,0 +1,285 @@
+"""The sampling kernels' very texts, run on the CPU, keep, draw and report what stock MLX does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from mlx_parallm.batch import SampleSpec
+from mlx_parallm.request import SamplingParams
+from mlx_parallm.runner import sampling_check
+from mlx_parallm.runner.sampling_check import choose_sampling, sampling_report, why_not
+from mlx_parallm.sampling.kernel_sampling import MAX_TOP, SamplingKernels
+from mlx_parallm.sampling.keys import random_keys
+from mlx_parallm.sampling.row_settings import RowSettings
+from mlx_parallm.sampling.sampler import Sampler, SampleResult, categorical
+from mlx_parallm.sampling.truncation import truncate
+from tests.kernels.shim_dialect import ORDERS, CudaShim, Shim
+
+DTYPES = (mx.float32, mx.bfloat16, mx.float16)
+#: Of the probability: where top-p ends is a matter of how sums are rounded.
+ROUNDING = 1e-5
+VOCAB, THREADS = 600, 64
+KINDS: dict[str, Callable[[np.random.Generator, int], np.ndarray]] = {
+    "normal": lambda source, vocab: source.normal(size=vocab) * 3,
+    "coarse": lambda source, vocab: np.round(source.normal(size=vocab)),
+    "equal": lambda _, vocab: np.full(vocab, -3.25),
+    "one": lambda _, vocab: np.where(np.arange(vocab) == vocab // 3, 400.0, -400.0),
+    "banned": lambda source, vocab: np.where(
+        source.random(vocab) < 0.99, -np.inf, source.normal(size=vocab)
+    ),
+    "huge": lambda source, vocab: source.normal(size=vocab) * 1e4 - 5e4,
+    "zeros": lambda source, vocab: np.where(source.random(vocab) < 0.5, -0.0, 0.0),
+    "tiny": lambda source, vocab: source.normal(size=vocab) * 1e-7,
+    "neighbours": lambda source, vocab: 7 + source.integers(0, 40, vocab) * 2.0**-21,
+}
+TRUNCATIONS: list[dict[str, float]] = [
+    {},
+    *({"top_k": k} for k in (1, 2, 31, VOCAB - 1, VOCAB, VOCAB + 5)),
+    *({"top_p": p} for p in (1e-30, 0.3, 0.95, 0.99999)),
+    *({"min_p": p} for p in (1e-6, 0.3, 1.0)),
+    {"top_k": 20, "top_p": 0.7},
+    {"top_k": 20, "min_p": 0.1},
+    {"top_p": 0.7, "min_p": 0.1},
+    {"top_k": 500, "top_p": 0.9, "min_p": 0.001},
+]
+
+
+def spec(seed: int = 0, position: int = 3, **params: object) -> SampleSpec:
+    return SampleSpec(
+        params=SamplingParams(**params),  # pyright: ignore[reportArgumentType]
+        seed=seed,
+        position=position,
+        prompt_ids=(),
+        output_ids=(),
+    )
+
+
+def drawn(
+    kernels: SamplingKernels, logits: mx.array, specs: Sequence[SampleSpec]
+) -> tuple[list[int], mx.array]:
+    rows = RowSettings(specs)
+    tokens, floors = kernels.draw(logits, rows.settings, rows.keys(specs))
+    return np.array(tokens).tolist(), floors[:, None]
+
+
+def kept_in_theory(row: np.ndarray, params: SamplingParams, top_p: float) -> np.ndarray:
+    """What is kept, computed in float64 of what min-p and top-k leave."""
+    before = truncate(mx.array(row[None]), [SamplingParams(top_k=params.top_k, min_p=params.min_p)])
+    keep = np.isfinite(np.array(before)[0])
+    ids = np.argsort(-row, kind="stable")
+    ids = ids[keep[ids]][: params.top_k if params.top_k > 0 else None]
+    mass = np.exp(row[ids].astype(np.float64) - row.max())
+    above = np.cumsum(mass) - mass
+    inside = ids[above < top_p * mass.sum()]
+    return keep & (row >= row[inside].min())
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("vocab", "threads"), [(33, 32), (1111, 64), (2048, 128)])
+def test_the_check_at_load_passes(shim: Shim, vocab: int, threads: int, dtype: mx.Dtype) -> None:
+    for shim.order in ORDERS:
+        assert why_not(SamplingKernels(shim, threads=threads), vocab, dtype) is None
+
+
+@pytest.mark.parametrize("temperature", [1e-5, 0.7, 3.0])
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_kept_and_drawn_is_what_stock_operations_keep_and_draw(
+    shim: Shim, kind: str, temperature: float
+) -> None:
+    kernels = SamplingKernels(shim, threads=THREADS)
+    source = np.random.default_rng(len(kind))
+    specs = [spec(i, temperature=temperature, **one) for i, one in enumerate(TRUNCATIONS)]
+    params = [one.params for one in specs]
+    logits = mx.array(np.array([KINDS[kind](source, VOCAB) for _ in specs], dtype=np.float32))
+    scaled = logits / temperature
+    tokens, floors = drawn(kernels, logits, specs)
+    kept = np.array((scaled >= floors) & (scaled > -mx.inf))
+    stock = np.array(truncate(scaled, params) > -mx.inf)
+    for mine, theirs, row, one in zip(kept, stock, np.array(scaled), params, strict=True):
+        if one.top_p == 1:
+            assert (mine == theirs).all(), one
+        else:
+            fewest = kept_in_theory(row, one, one.top_p * (1 - ROUNDING))
+            most = kept_in_theory(row, one, one.top_p * (1 + ROUNDING))
+            assert (mine >= fewest).all(), one
+            assert (mine <= most).all(), one
+    wanted = categorical(mx.where(mx.array(kept), scaled, -mx.inf), random_keys(specs))
+    assert tokens == np.array(wanted).tolist()
+
+
+@pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
+def test_short_numbers_are_kept_as_long_ones(shim: Shim, dtype: mx.Dtype) -> None:
+    kernels = SamplingKernels(shim, threads=THREADS)
+    source = np.random.default_rng(5)
+    specs = [spec(i, **one) for i, one in enumerate(TRUNCATIONS)]
+    logits = mx.array(source.normal(size=(len(specs), VOCAB)) * 3).astype(dtype)
+    tokens, floors = drawn(kernels, logits, specs)
+    long_tokens, long_floors = drawn(kernels, logits.astype(mx.float32), specs)
+    assert tokens == long_tokens
+    scaled = logits.astype(mx.float32)
+    assert mx.array_equal(scaled >= floors, scaled >= long_floors)
+
+
+def test_rows_draw_the_same_alone_together_and_again(shim: Shim) -> None:
+    kernels = SamplingKernels(shim, threads=THREADS)
+    source = np.random.default_rng(6)
+    specs = [spec(i, i * i, temperature=0.9, **one) for i, one in enumerate(TRUNCATIONS)]
+    specs[4] = spec(4, temperature=0.0)
+    logits = mx.array(source.normal(size=(len(specs), VOCAB)), dtype=mx.float32)
+    together, floors = drawn(kernels, logits, specs)
+    for shim.order in ORDERS:
+        assert drawn(kernels, logits, specs)[0] == together
+    for row, one in enumerate(specs):
+        alone, floor = drawn(kernels, logits[row : row + 1], [one])
+        assert alone == together[row : row + 1]
+        assert floor.item() == floors[row].item()
+
+
+@pytest.mark.parametrize("value", [float("-inf"), float("nan"), float("inf")])
+def test_rows_that_mean_nothing_still_draw_a_token(shim: Shim, value: float) -> None:
+    kernels = SamplingKernels(shim, threads=THREADS)
+    specs = [spec(i, **one) for i, one in enumerate([*TRUNCATIONS, {"temperature": 0.0}])]
+    tokens, _ = drawn(kernels, mx.full((len(specs), 96), value), specs)
+    assert all(0 <= token < 96 for token in tokens)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("top", [0, 1, 20, MAX_TOP])
+def test_the_likeliest_come_best_first_and_ties_by_ascending_id(
+    shim: Shim, kind: str, top: int
+) -> None:
+    source = np.random.default_rng(top)
+    logits = np.array([KINDS[kind](source, VOCAB) for _ in range(4)], dtype=np.float32)
+    chosen, tokens = [3, 1], np.array([9, 8, 7, 6], dtype=np.uint32)
+    wanted = mx.array([(row, top) for row in chosen], dtype=mx.int32)
+    kernels = SamplingKernels(shim, threads=THREADS)
+    found = kernels.logprobs(mx.array(logits), mx.array(tokens), wanted, top)
+    for row, entry in zip(chosen, found.to_python(), strict=True):
+        exact = logits[row].astype(np.float64)
+        exact -= exact.max() + np.log(np.exp(exact - exact.max()).sum())
+        ids = np.argsort(-logits[row], kind="stable")[:top].tolist()
+        assert entry.token_id == tokens[row]
+        assert np.isclose(entry.logprob, exact[tokens[row]], rtol=1e-6, atol=1e-5)
+        assert [token for token, _ in entry.top] == ids
+        assert np.allclose([value for _, value in entry.top], exact[ids], rtol=1e-6, atol=1e-5)
+
+
+def trusted(shim: Shim, *dtypes: mx.Dtype) -> SamplingKernels:
+    kernels = SamplingKernels(shim, threads=THREADS)
+    for dtype in dtypes:
+        kernels.trust(VOCAB, dtype)
+    return kernels
+
+
+def tokens_of(result: SampleResult, rows: int) -> list[object]:
+    mx.eval(result.arrays())
+    return [
+        (one.token_id, one.logprob and [token for token, _ in one.logprob.top])
+        for one in result.to_python(range(rows))
+    ]
+
+
+def test_a_sampler_answers_the_same_with_kernels_and_without(shim: Shim) -> None:
+    source = np.random.default_rng(8)
+    mine, stock = Sampler(trusted(shim, mx.float32)), Sampler()
+    params = [
+        SamplingParams(temperature=0.0, logprobs=2),
+        SamplingParams(top_k=7, presence_penalty=1.0),
+        SamplingParams(top_k=50, min_p=0.01, logprobs=0),
+        SamplingParams(logit_bias=((5, 4.0),), temperature=2.0, logprobs=4),
+    ]
+    for step in range(4):
+        specs = [
+            SampleSpec(
+                params=one,
+                seed=row + (step == 3),
+                position=step,
+                prompt_ids=(1, 2),
+                output_ids=[3, 4],
+                banned_ids=(6,) if step == 2 else (),
+            )
+            for row, one in enumerate(params)
+        ]
+        if step == 1:
+            specs = specs[1:]
+        logits = mx.array(source.normal(size=(len(specs), VOCAB)) * 2, dtype=mx.float32)
+        found = tokens_of(mine(logits, specs), len(specs))
+        assert found == tokens_of(stock(logits, specs), len(specs))
+
+
+class CountingShim(CudaShim):
+    """Knows which kernels ran."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ran: list[str] = []
+
+    def _call(self, text: object, **options: object) -> list[mx.array]:  # pyright: ignore
+        self.ran.append(text.name.split("_")[1])  # pyright: ignore
+        return super()._call(text, **options)  # pyright: ignore
+
+
+def test_kernels_run_only_where_they_are_wanted_and_trusted() -> None:
+    shim = CountingShim()
+    sampler = Sampler(trusted(shim, mx.float32))
+    logits = mx.random.normal((2, VOCAB), key=mx.random.key(0))
+    greedy, random = spec(temperature=0.0), spec(top_p=0.9)
+    cases: list[tuple[mx.array, list[SampleSpec], list[str]]] = [
+        (logits, [greedy, greedy], []),
+        (logits, [greedy, random], ["draw"]),
+        (logits, [greedy, spec(temperature=0.0, logprobs=3)], ["logprobs"]),
+        (logits, [spec(logprobs=MAX_TOP + 1), random], ["draw"]),
+        (logits.astype(mx.float16), [random, random], []),
+        (logits[:, 1:], [random, random], []),
+    ]
+    for given, specs, ran in cases:
+        mx.eval(sampler(given, specs).arrays())
+        assert shim.ran == ran
+        shim.ran.clear()
+
+
+def test_settings_are_made_again_only_when_rows_change() -> None:
+    specs = [spec(1, 5, top_p=0.5), spec(2, 9, temperature=0.0, logprobs=2)]
+    rows = RowSettings(specs)
+    later = [SampleSpec(params=one.params, seed=one.seed, position=one.position + 1,
+                        prompt_ids=(), output_ids=(4,)) for one in specs]  # fmt: skip
+    assert rows.are_of(later)
+    assert not rows.are_of(specs[:1])
+    assert not rows.are_of(specs[::-1])
+    assert not rows.are_of([spec(3, 5, top_p=0.5), specs[1]])
+    assert not rows.are_of([spec(1, 5, top_p=0.6), specs[1]])
+    for one in (specs, later):
+        assert mx.array_equal(rows.keys(one), random_keys(one))
+    before = rows.keys(specs)
+    rows.keys(later)
+    assert mx.array_equal(before, random_keys(specs))
+
+
+def test_logits_that_kernels_do_not_take_are_sampled_by_stock_operations(
+    shim: Shim, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sampling_check, "device_kernels", lambda: SamplingKernels(shim, threads=32))
+    assert choose_sampling(MAX_TOP - 1, mx.float32) == (None, f"a vocabulary of {MAX_TOP - 1}")
+    assert choose_sampling(VOCAB, mx.int32) == (None, f"logits of {mx.int32}")
+    kernels, rejected = choose_sampling(VOCAB, mx.float16)
+    assert rejected is None
+    assert kernels is not None
+    for dtype in (mx.float16, mx.float32):
+        assert kernels.serve(mx.zeros((1, VOCAB), dtype))
+    assert not kernels.serve(mx.zeros((1, VOCAB), mx.bfloat16))
+
+
+def test_the_report_says_why_kernels_are_not_used(
+    shim: Shim, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sampling_check, "REPORT_VOCAB", VOCAB)
+    monkeypatch.setattr(sampling_check, "device_kernels", lambda: SamplingKernels(shim, threads=64))
+    assert sampling_report() == sampling_check.SamplingReport(backend=shim.name)
+    shim.mutate = lambda _, body: body.replace("best = score;", "best = -score;")
+    report = sampling_report()
+    assert report.backend == "stock"
+    assert "draw another token" in (report.rejected or "")
