@@ -16,11 +16,14 @@ SHAPE = LayerShape(num_kv_heads=2, key_dim=64, value_dim=64, dtype=mx.float32)
 HEADS = 4
 WINDOW = 5
 #: Three sequences with blocks out of order, so that a wrong block table shows.
-TABLES = ((7, 2, 5), (1, 6), (4, 3, 0))
-#: Per step and sequence: position of the first token, number of tokens. The last step decodes two
-#: rows beside a prefill chunk.
-STEPS = (((0, 0, 33), (1, 0, 9)), ((0, 33, 1), (1, 9, 1), (2, 0, 20)))
-NUM_BLOCKS = 8
+TABLES = ((7, 2, 5, 9, 8, 10), (1, 6), (4, 3, 0))
+#: Per step and sequence: position of the first token, number of tokens. The second step decodes two
+#: rows beside a prefill chunk; in the last, a chunk follows so many keys that kernels cut them.
+STEPS = (
+    ((0, 0, 70), (1, 0, 9)),
+    ((0, 70, 1), (1, 9, 1), (2, 0, 20)),
+    ((1, 10, 1), (2, 20, 1), (0, 71, 18)),
+)
 #: Blocks in the tables hold this many tokens; smaller ones are made by cutting these.
 BLOCK_SIZE = 16
 #: Largest absolute error by dtype, for inputs of unit variance; float32 has room for TF32.

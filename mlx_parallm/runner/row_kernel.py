@@ -2,7 +2,7 @@
 
 MLX hands a product of 2 rows or more to cuBLASLt, by a stream capture that takes the host 10 to
 16 µs. This one is launched like any other kernel, in 2 µs, which matters where the device needs
-less than that (``docs/decisions/009-linear-layers-for-few-rows.md``).
+less than that (``docs/decisions/013-linear-layers-of-rows.md``).
 """
 
 from __future__ import annotations
