@@ -3,7 +3,8 @@
 A layer of MLX makes four operations of ``[T, 1, K]``: it transposes the weight, flattens the rows,
 multiplies, and restores the shape. Three of them only make views, but each costs the host a third
 of a small kernel. Layers that read the same input, such as those of queries, keys and values, are
-multiplied at once: the first one called computes for all (``docs/decisions/013-linear-layers-of-rows.md``).
+multiplied at once: the first one called computes for all. See
+``docs/decisions/013-linear-layers-of-rows.md``.
 """
 
 from __future__ import annotations
