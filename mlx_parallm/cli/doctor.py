@@ -14,6 +14,7 @@ from mlx_parallm import __version__
 from mlx_parallm.config import KV_CACHE_DTYPES
 from mlx_parallm.runner.backend_choice import AttentionReport, attention_report
 from mlx_parallm.runner.device import DeviceReport, device_report
+from mlx_parallm.runner.row_kernel import LinearReport, linear_report
 from mlx_parallm.runner.sampling_check import SamplingReport, sampling_report
 
 PACKAGES = (
@@ -44,6 +45,7 @@ class Diagnosis:
     attention: AttentionReport
     quantised_kv: dict[str, AttentionReport]
     sampling: SamplingReport
+    linear: LinearReport
     system: str
     versions: dict[str, str]
     advice: tuple[str, ...]
@@ -74,6 +76,7 @@ def diagnose() -> Diagnosis:
         attention=attention_report(),
         quantised_kv={name: attention_report(name) for name in KV_CACHE_DTYPES if name != "auto"},
         sampling=sampling_report(),
+        linear=linear_report(),
         system=platform.platform(),
         versions=versions(),
         advice=tuple(advise(device, sys.platform, installed[0] if installed else None)),
@@ -131,12 +134,14 @@ def render(diagnosis: Diagnosis) -> list[str]:
         ("matmul", f"{device.matmul_gflops:.0f} GFLOP/s (float32, 512 x 512)"),
         *((name, _self_test(report)) for name, report in attention.items()),
         ("sampling", diagnosis.sampling.backend),
+        ("linear layers", diagnosis.linear.backend),
         ("system", diagnosis.system),
         *diagnosis.versions.items(),
     ]
     width = max(len(name) for name, _ in rows) + 2
     lines = [f"{name:<{width}}{value}" for name, value in rows]
-    for name, report in {**attention, "sampling": diagnosis.sampling}.items():
+    reports = {"sampling": diagnosis.sampling, "linear layers": diagnosis.linear}
+    for name, report in {**attention, **reports}.items():
         if report.rejected is not None:
             lines += ["", f"{name}: kernels of this device are not used: {report.rejected}"]
     lines += ["", *(f"advice: {line}" for line in diagnosis.advice or ("nothing to change",))]

@@ -8,13 +8,15 @@ less than that (``docs/decisions/013-linear-layers-of-rows.md``).
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import cast
 
 import mlx.core as mx
 
 from mlx_parallm.attention.kernels import TEXTS
 from mlx_parallm.kernels.build import Constant, KernelBuilder, KernelSpec
-from mlx_parallm.kernels.dialect import Dialect, Kernel
+from mlx_parallm.kernels.dialect import CudaDialect, Dialect, Kernel
+from mlx_parallm.runner.device import backend_name
 from mlx_parallm.runner.model_errors import MODEL_ERRORS
 
 # The kernel multiplies by 8 rows at a time, of each of which it keeps sums in registers.
@@ -25,6 +27,8 @@ MAX_OUTPUTS = 3
 MAX_ERROR = 0.02
 # Larger ones take the device longer than a call of cuBLAS takes the host.
 MAX_BYTES = 24 << 20
+# Of the weight that a report is about.
+REPORT_SHAPE = (1024, 1024)
 DTYPES = (mx.bfloat16, mx.float16)
 WARP = 32
 # Of a threadgroup, and how much of the weight they take: 16 rows for each panel.
@@ -32,6 +36,23 @@ WARPS = 8
 PANEL = 16
 # Numbers of a row that a warp takes at once.
 CHUNK = 32
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinearReport:
+    """What multiplies few rows: ``stock`` operations or a device's kernel, and why it does not."""
+
+    backend: str
+    rejected: str | None = None
+
+
+def linear_report() -> LinearReport:
+    """Test the kernel of the default device, if it has one."""
+    if backend_name() != "cuda":
+        return LinearReport(backend="stock")
+    weight = mx.random.normal(REPORT_SHAPE, mx.bfloat16, key=mx.random.key(0))
+    reason = why_not(RowKernel(CudaDialect()), weight, [REPORT_SHAPE[0]])
+    return LinearReport(backend="stock" if reason else "cuda", rejected=reason)
 
 
 def why_not(kernel: RowKernel, weight: mx.array, widths: Sequence[int]) -> str | None:
