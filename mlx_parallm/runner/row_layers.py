@@ -187,23 +187,26 @@ def use_row_layers(model: nn.Module, kernel: RowKernel | None) -> int:
         if reason:
             logger.info("the linear kernel is not used for %s: %s", shape, reason)
     # What has no product, for its bias or its packing, is flattened.
-    others = [one for one in model.modules() if type(one) in ROW_LAYERS and _packing(one)]
-    for layer in others:
+    rest = (one for one in model.modules() if type(one) in ROW_LAYERS and _packing(one))
+    others = {id(layer): layer for layer in rest}
+    for layer in others.values():
         layer.__class__ = ROW_LAYERS[type(layer)]
     return sum(map(len, groups)) + len(others)
 
 
 def _groups(model: nn.Module) -> Iterator[list[nn.Module]]:
-    """Layers without a bias, those of one input together."""
+    """Layers without a bias, those of one input together; each once, wherever it is shared."""
     grouped: set[int] = set()
     for parent in model.modules():
         for names in SIBLINGS:
             group = [parent[name] for name in names if name in parent]
-            if len(group) == len(names) and all(map(_fits, group)) and _alike(group):
+            is_new = grouped.isdisjoint(map(id, group))
+            if len(group) == len(names) and is_new and all(map(_fits, group)) and _alike(group):
                 grouped.update(map(id, group))
                 yield group
     for module in model.modules():
         if _fits(module) and id(module) not in grouped:
+            grouped.add(id(module))
             yield [module]
 
 

@@ -59,6 +59,37 @@ def test_row_layers_compute_the_same_from_the_same_parameters(bits: int | None) 
             assert mx.allclose(found, one, atol=1e-5)
 
 
+class Sharing(nn.Module):
+    """The same block twice, a block with another's keys and values, and a layer of two names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(96, 64)
+        first, second = Block(), Block()
+        second.k_proj, second.v_proj = first.k_proj, first.v_proj
+        self.layers = [first, second, first]
+        self.head = nn.Linear(64, 96, bias=False)
+        self.output = self.head
+
+    def __call__(self, tokens: mx.array) -> mx.array:
+        hidden = self.embed(tokens)
+        for layer in self.layers:
+            hidden = layer(hidden)
+        return self.output(hidden)
+
+
+@pytest.mark.parametrize("bits", [None, 4])
+def test_layers_that_a_model_has_in_several_places_are_replaced_once(bits: int | None) -> None:
+    model = Sharing()
+    if bits:
+        nn.quantize(model, group_size=32, bits=bits)
+    wanted = [model(tokens) for tokens in INPUTS]
+    use_row_layers(model, None)
+    for run in (model, mx.compile(model)):
+        for tokens, one in zip(INPUTS, wanted, strict=True):
+            assert mx.allclose(run(tokens), one, atol=1e-5)
+
+
 def test_new_weights_are_used() -> None:
     model = Tied()
     use_row_layers(model, None)
