@@ -197,9 +197,11 @@ class Scheduler:
             sequence = self._by_id.get(row.seq_id)
             if row.seq_id in output.failed:
                 updates += self._fail_group(groups[row.seq_id], output.failed[row.seq_id])
-            elif sequence is not None:
-                entries = output.prompt_logprobs.get(row.seq_id, ())
-                sequence.add_prompt_logprobs(row.start, entries)
+                continue
+            # Also of a sample that has ended: others may have forked from it.
+            entries = output.prompt_logprobs.get(row.seq_id, ())
+            groups[row.seq_id].add_prompt_logprobs(row.start, entries)
+            if sequence is not None:
                 updates += self._advance(sequence, row, tokens.get(row.seq_id, []))
         return updates
 

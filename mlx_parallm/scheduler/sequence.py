@@ -57,6 +57,11 @@ class RequestGroup:
         """Whether any token is to be generated at all."""
         return self.request.params.max_tokens != 0
 
+    def add_prompt_logprobs(self, start: int, entries: tuple[TokenLogprob, ...]) -> None:
+        """Keep the log-probabilities of targets at ``start + 1 ..`` that are not known yet."""
+        known = self.prompt_logprobs
+        known += entries[len(known) - start - 1 :]
+
     def take_prompt_event(self) -> PromptEvent | None:
         """The PromptEvent, the first time it is asked for."""
         if self.is_reported:
@@ -195,11 +200,6 @@ class Sequence:
         if is_full or len(self.output_ids) == params.max_tokens:
             return FinishReason.LENGTH
         return None
-
-    def add_prompt_logprobs(self, start: int, entries: tuple[TokenLogprob, ...]) -> None:
-        """Keep the log-probabilities of targets at ``start + 1 ..`` that are not known yet."""
-        known = self.group.prompt_logprobs
-        known += entries[len(known) - start - 1 :]
 
     def _sample_spec(self, end: int, proposals: tuple[int, ...] = ()) -> SampleSpec:
         """What chooses the token that follows the first ``end`` tokens and some proposals."""

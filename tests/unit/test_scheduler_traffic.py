@@ -216,3 +216,17 @@ def _random_request(randomness: Random, number: int) -> GenerateRequest:
         priority=randomness.randint(-1, 1),
         client=randomness.choice("ab"),
     )
+
+
+def test_prompt_logprobs_are_whole_though_the_leader_ends_before_its_step() -> None:
+    harness = SchedulerHarness(num_blocks=40, block_size=BLOCK_SIZE, runs_ahead=True)
+    params = SamplingParams(n=2, max_tokens=3, ignore_eos=True, prompt_logprobs=1)
+    harness.add(GenerateRequest(request_id="a", model="m", prompt_ids=TEXTS[0][:9], params=params))
+    harness.step()
+    batch = harness.schedule()
+    assert batch is not None
+    assert [len(row.token_ids) for row in batch.sequences] == [1, 1]
+    harness.finish("a", 0)
+    harness.run(batch)
+    # The harness compares the other sample's prompt log-probabilities with what they should be.
+    harness.drain()
