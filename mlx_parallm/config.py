@@ -127,8 +127,11 @@ class SpeculativeConfig:
         """From names and plain values.
 
         Raises:
-            ConfigError: a name is unknown, or a value is out of range.
+            ConfigError: these are no names and values, a name is unknown, or a value is out of
+                range.
         """
+        if not isinstance(values, Mapping):
+            raise ConfigError(f"speculative settings are names with values, not {values!r}")
         known = {field.name for field in fields(SpeculativeConfig)}
         unknown = sorted(str(name) for name in values if name not in known)
         if unknown:

@@ -333,6 +333,11 @@ def test_a_draft_model_needs_a_name_and_nothing_else_has_one() -> None:
             SpeculativeConfig.from_mapping(values)
 
 
+def test_a_text_is_no_speculative_settings() -> None:
+    with pytest.raises(ConfigError, match="names with values, not 'ngram'"):
+        SpeculativeConfig.from_mapping("ngram")  # type: ignore[arg-type]
+
+
 def test_a_draft_model_computes_no_prompt_for_few_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(speculating, "CATCH_UP_SHARE", 4)
     for max_tokens, worth in ((3, True), (2, False)):
