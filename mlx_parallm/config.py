@@ -109,36 +109,50 @@ class SpeculativeConfig:
     def __post_init__(self) -> None:
         if self.method not in SPECULATIVE_METHODS:
             methods = ", ".join(SPECULATIVE_METHODS)
-            raise ConfigError(f"speculative method {self.method!r} is not one of {methods}")
-        if (self.method == "draft_model") != isinstance(self.model, str):
-            raise ConfigError("the speculative method draft_model, and no other, needs a model")
+            raise ConfigError(f"method must be one of {methods}, not {self.method!r}")
+        self._check_model()
         self._check("num_speculative_tokens", 1, MAX_SPECULATIVE_TOKENS)
         self._check("prompt_lookup_max", 1, 64)
         self._check("prompt_lookup_min", 1, 64)
         if self.disable_by_batch_size is not None:
             self._check("disable_by_batch_size", 1, None)
         if self.prompt_lookup_min > self.prompt_lookup_max:
-            raise ConfigError("prompt_lookup_min must not exceed prompt_lookup_max")
+            raise ConfigError(
+                f"prompt_lookup_min, {self.prompt_lookup_min}, must not exceed prompt_lookup_max, "
+                f"{self.prompt_lookup_max}"
+            )
 
     @staticmethod
     def from_mapping(values: Mapping[str, Any]) -> SpeculativeConfig:
         """From names and plain values.
 
         Raises:
-            ConfigError: a name is unknown, or a value is out of range.
+            ConfigError: these are no names and values, a name is unknown, or a value is out of
+                range.
         """
+        if not isinstance(values, Mapping):
+            raise ConfigError(f"speculative settings are names with values, not {values!r}")
         known = {field.name for field in fields(SpeculativeConfig)}
         unknown = sorted(str(name) for name in values if name not in known)
         if unknown:
-            raise ConfigError(f"unknown speculative settings: {', '.join(unknown)}")
+            names = ", ".join(field.name for field in fields(SpeculativeConfig))
+            raise ConfigError(
+                f"unknown speculative settings: {', '.join(unknown)}; there are {names}"
+            )
         return SpeculativeConfig(**values)
+
+    def _check_model(self) -> None:
+        if self.method != "draft_model" and self.model is not None:
+            raise ConfigError(f"model must not be given with method {self.method}")
+        if self.method == "draft_model" and not (isinstance(self.model, str) and self.model):
+            raise ConfigError(f"model must be a hub id or folder, not {self.model!r}")
 
     def _check(self, name: str, low: int, high: int | None) -> None:
         value = getattr(self, name)
         is_whole = isinstance(value, int) and not isinstance(value, bool)
         if not is_whole or value < low or (high is not None and value > high):
             bounds = f"at least {low}" if high is None else f"from {low} to {high}"
-            raise ConfigError(f"{name} must be a whole number {bounds}")
+            raise ConfigError(f"{name} must be a whole number {bounds}, not {value!r}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

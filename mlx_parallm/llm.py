@@ -82,7 +82,7 @@ class LLM:
         scheduler: SchedulerConfig | None = None,
         speculative_config: SpeculativeConfig | Mapping[str, Any] | None = None,
     ) -> None:
-        if isinstance(speculative_config, Mapping):
+        if speculative_config is not None and not isinstance(speculative_config, SpeculativeConfig):
             speculative_config = SpeculativeConfig.from_mapping(speculative_config)
         config = EngineConfig(
             models=(

@@ -8,6 +8,7 @@ import random
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from mlx_parallm.bench.arguments import not_negative_number, output_file, positive
 from mlx_parallm.bench.decode_load import WARMUP_STEPS, DecodeLoad
 from mlx_parallm.bench.step_times import format_steps, summarise_steps
 from mlx_parallm.bench.step_trace import TraceRecorder, write_trace
@@ -28,21 +29,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", help="hub id or folder; default: the demonstration model")
     parser.add_argument("--dtype", default="auto", help="as for serve; default: %(default)s")
     parser.add_argument(
-        "--batch-size", type=_positive, default=64, help="requests; default: %(default)s"
+        "--batch-size", type=positive, default=64, help="requests; default: %(default)s"
     )
     parser.add_argument(
-        "--prompt-tokens", type=_positive, default=128, help="of each; default: %(default)s"
+        "--prompt-tokens", type=positive, default=128, help="of each; default: %(default)s"
     )
     parser.add_argument(
-        "--steps", type=_positive, default=100, help="decode steps measured; default: %(default)s"
+        "--steps", type=positive, default=100, help="decode steps measured; default: %(default)s"
     )
     parser.add_argument(
-        "--temperature", type=float, default=0.0, help="default: greedy, %(default)s"
+        "--temperature", type=not_negative_number, default=0.0, help="default: greedy, %(default)s"
     )
     parser.add_argument("--seed", type=int, default=0, help="of the prompts' random tokens")
     parser.add_argument(
         "--trace",
-        type=Path,
+        type=output_file,
         metavar="FILE",
         help="write every step as a Chrome trace, for https://ui.perfetto.dev",
     )
@@ -101,10 +102,3 @@ def _write(recorder: TraceRecorder, path: Path) -> None:
     except OSError as problem:
         raise ConfigError(f"--trace: {path}: {problem.strerror}") from None
     print(f"trace: {path} (open it in https://ui.perfetto.dev)")
-
-
-def _positive(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError("must be at least 1")
-    return number

@@ -8,9 +8,16 @@ import importlib
 import json
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
+from mlx_parallm.bench.arguments import (
+    lengths,
+    not_negative,
+    not_negative_number,
+    output_file,
+    positive,
+    positive_number,
+)
 from mlx_parallm.bench.client import LoadClient
 from mlx_parallm.bench.http_stream import ResponseError, Target
 from mlx_parallm.bench.load import closed_loop, open_loop
@@ -18,7 +25,7 @@ from mlx_parallm.bench.record import PlannedRequest, RequestRecord
 from mlx_parallm.bench.report import format_errors, format_table, to_json
 from mlx_parallm.bench.statistics import summarise
 from mlx_parallm.bench.words import make_lexicon
-from mlx_parallm.bench.workload import Lengths, Workload, plan_requests
+from mlx_parallm.bench.workload import Workload, plan_requests
 from mlx_parallm.errors import ConfigError
 
 LEXICON_SIZE = 3000
@@ -39,30 +46,28 @@ def _add_target_arguments(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--model", help="default: the first that GET /v1/models names")
     group.add_argument("--api-key", help="sent as a bearer token")
     group.add_argument("--endpoint", choices=["chat", "completions"], default="completions")
-    group.add_argument("--timeout-s", type=float, default=600.0, help="per request")
+    group.add_argument("--timeout-s", type=positive_number, default=600.0, help="per request")
 
 
 def _add_workload_arguments(group: argparse._ArgumentGroup) -> None:
-    group.add_argument("--num-requests", type=int, default=128)
+    group.add_argument("--num-requests", type=positive, default=128)
     group.add_argument(
-        "--prompt-lengths", type=Lengths.parse, default="uniform:50,150", help=LENGTHS_HELP
+        "--prompt-lengths", type=lengths, default="uniform:50,150", help=LENGTHS_HELP
     )
-    group.add_argument(
-        "--output-lengths", type=Lengths.parse, default="uniform:32,96", help=LENGTHS_HELP
-    )
+    group.add_argument("--output-lengths", type=lengths, default="uniform:32,96", help=LENGTHS_HELP)
     group.add_argument(
         "--token-ids",
-        type=int,
+        type=positive,
         metavar="VOCAB_SIZE",
         help="prompts of random token ids below this, not of words (completions only)",
     )
     group.add_argument(
         "--shared-prefix-tokens",
-        type=int,
+        type=not_negative,
         default=0,
         help="words (or ids, with --token-ids) that all prompts begin with",
     )
-    group.add_argument("--temperature", type=float, default=0.0)
+    group.add_argument("--temperature", type=not_negative_number, default=0.0)
     group.add_argument(
         "--seed-requests", action="store_true", help="give each request a seed of its own"
     )
@@ -72,18 +77,27 @@ def _add_workload_arguments(group: argparse._ArgumentGroup) -> None:
 
 def _add_load_arguments(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
-        "--concurrency", type=int, help="clients of a closed loop (default 32), or a cap on --rate"
+        "--concurrency",
+        type=positive,
+        help="clients of a closed loop (default 32), or a cap on --rate",
     )
     group.add_argument(
-        "--rate", type=float, help="open loop: requests per second, a Poisson process"
+        "--rate", type=positive_number, help="open loop: requests per second, a Poisson process"
     )
-    group.add_argument("--ramp-s", type=float, default=0.5, help="closed loop: clients start over")
-    group.add_argument("--num-warmups", type=int, default=4, help="requests before the measurement")
+    group.add_argument(
+        "--ramp-s",
+        type=not_negative_number,
+        default=0.5,
+        help="closed loop: seconds over which the clients start",
+    )
+    group.add_argument(
+        "--num-warmups", type=not_negative, default=4, help="requests before the measurement"
+    )
 
 
 def _add_result_arguments(group: argparse._ArgumentGroup) -> None:
-    group.add_argument("--output", type=Path, help="write everything to this JSON file")
-    group.add_argument("--plot", type=Path, help="draw a picture (needs the extra 'plot')")
+    group.add_argument("--output", type=output_file, help="write everything to this JSON file")
+    group.add_argument("--plot", type=output_file, help="draw a picture (needs the extra 'plot')")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -125,8 +139,6 @@ async def _closed_loop(
     requests: Sequence[PlannedRequest], client: LoadClient, args: argparse.Namespace
 ) -> list[RequestRecord]:
     concurrency = 32 if args.concurrency is None else args.concurrency
-    if concurrency < 1:
-        raise ValueError("--concurrency must be positive")
     return await closed_loop(requests, client.send, concurrency=concurrency, ramp_s=args.ramp_s)
 
 

@@ -42,6 +42,8 @@ def run(args: argparse.Namespace) -> int:
         server_config.log_format,
     )
     warn_of_unknown_variables()
+    if args.concurrency is not None and args.concurrency < 1:
+        raise ConfigError(f"--concurrency: must be at least 1, not {args.concurrency}")
     concurrency = args.concurrency or 2 * engine_config.scheduler.max_num_seqs
     try:
         total = count_lines(args.input)

@@ -157,6 +157,8 @@ def _parse(setting: Setting, given: Given) -> Any:
         value = setting.parse(given.value)
     except ValueError as problem:
         raise ConfigError(f"{given.source}: {problem}, not {given.value!r}") from None
+    except ConfigError as problem:
+        raise ConfigError(f"{given.source}: {problem}") from None
     return not value if setting.inverted else value
 
 

@@ -155,10 +155,10 @@ class EngineServer:
         await self._server.serve(sockets=[listener])
         if self._ending is not None:
             await asyncio.wait([self._ending])
-        if self._engine.ended.is_set():
-            return 1
+        has_died = self._engine.ended.is_set()
+        # Even then: its thread may still be ending.
         self._engine.stop()
-        return 0
+        return int(has_died)
 
     def _on_signal(self) -> None:
         if self._ending is None:

@@ -12,12 +12,12 @@ from collections.abc import Callable
 from typing import Any
 
 from mlx_parallm.config import SpeculativeConfig
-from mlx_parallm.errors import ConfigError
 
 Parse = Callable[[Any], Any]
 
 SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?", re.IGNORECASE)
 UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+MAX_BYTES = 2**63
 TRUE = frozenset({"1", "true", "yes", "on"})
 FALSE = frozenset({"0", "false", "no", "off"})
 
@@ -75,7 +75,7 @@ def number(minimum: float, maximum: float | None = None, *, above: bool = False)
             raise ValueError(wanted)  # noqa: TRY004 - one type for all wrong values
         try:
             result = float(value)
-        except ValueError:
+        except (ValueError, OverflowError):
             raise ValueError(wanted) from None
         low = result > minimum if above else result >= minimum
         # Written so that NaN fails too.
@@ -91,10 +91,10 @@ def size(value: Any) -> int:
     match = SIZE.fullmatch(str(value).strip()) if not isinstance(value, bool) else None
     if match is None:
         raise ValueError("must be a number of bytes such as 8388608, 512M or 8GiB")
-    amount = int(float(match[1]) * UNITS[match[2].upper()])
-    if amount < 1:
-        raise ValueError("must be at least one byte")
-    return amount
+    amount = float(match[1]) * UNITS[match[2].upper()]
+    if not 1 <= amount < MAX_BYTES:
+        raise ValueError("must be at least one byte, and less than 8 EiB")
+    return int(amount)
 
 
 def choice(*options: str) -> Parse:
@@ -124,17 +124,18 @@ def listed(value: Any) -> tuple[str, ...]:
 
 
 def speculative(value: Any) -> SpeculativeConfig:
-    """Speculative decoding: a JSON object, or a table of a file."""
+    """Speculative decoding: a JSON object, or a table of a file.
+
+    Raises:
+        ConfigError: a key of it is unknown or its value wrong; the message says which.
+    """
     try:
         items = json.loads(value) if isinstance(value, str) else value
-    except json.JSONDecodeError:
+    except (ValueError, RecursionError):
         raise ValueError("must be a JSON object") from None
     if not isinstance(items, dict):
         raise ValueError("must be a JSON object")  # noqa: TRY004 - one type for all wrong values
-    try:
-        return SpeculativeConfig.from_mapping(items)
-    except ConfigError as problem:
-        raise ValueError(str(problem)) from None
+    return SpeculativeConfig.from_mapping(items)
 
 
 def _json_list(value: str) -> Any:

@@ -89,6 +89,8 @@ class AsyncEngine:
         self._thread.start()
         self.wait_until_loaded()
         if self._cause is not None:
+            # The process would end with an abort if the thread were still giving back its streams.
+            self._thread.join()
             raise self._cause
 
     def wait_until_loaded(self) -> None:

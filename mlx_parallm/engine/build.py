@@ -19,7 +19,7 @@ from mlx_parallm.config import (
 from mlx_parallm.engine.engine import Engine
 from mlx_parallm.engine.interface import ServedModel
 from mlx_parallm.engine.metrics import EngineMetrics, MetricFamilies
-from mlx_parallm.errors import ConfigError
+from mlx_parallm.errors import ConfigError, ModelLoadError
 from mlx_parallm.kv_cache.manager import KVCacheManager
 from mlx_parallm.runner.backend_choice import BackendChoice, choose_backend
 from mlx_parallm.runner.cache_layout import CacheLayout, kv_shapes, probe_layout
@@ -173,11 +173,28 @@ def _load(model: ModelConfig, config: EngineConfig, on_progress: Progress) -> _W
         attention.backend,
     )
     on_progress(f"Loading {name}", 1.0)
-    draft = None
-    if config.speculative is not None and config.speculative.model is not None:
-        draft = _load_draft(config.speculative.model, model, config.cache, tokenizer, on_progress)
+    draft = _draft_weights(model, config, tokenizer, on_progress)
+    if draft is not None:
         plan = replace(plan, block_bytes=plan.block_bytes + draft.block_bytes)
     return _Weights(model, loaded, layouts, tokenizer, attention, plan, draft)
+
+
+def _draft_weights(
+    model: ModelConfig, config: EngineConfig, tokenizer: ParallmTokenizer, on_progress: Progress
+) -> _DraftWeights | None:
+    """The draft model for ``model``, if the configuration has one.
+
+    Raises:
+        ConfigError, ModelLoadError: as ``_load_draft``, with the setting's name.
+    """
+    source = config.speculative and config.speculative.model
+    if source is None:
+        return None
+    try:
+        return _load_draft(source, model, config.cache, tokenizer, on_progress)
+    except (ConfigError, ModelLoadError) as problem:
+        # Without the name it might be the served model that is at fault.
+        raise type(problem)(f"--speculative-config: draft model: {problem}") from problem
 
 
 def _load_draft(
@@ -191,14 +208,15 @@ def _load_draft(
 
     Raises:
         ConfigError: its tokens are not those of the model.
+        ModelLoadError: it could not be fetched or loaded.
     """
     config = ModelConfig(path=source, dtype=model.dtype, trust_remote_code=model.trust_remote_code)
     path = _fetch(config, source, on_progress)
     own = load_tokenizer(path, trust_remote_code=model.trust_remote_code)
     if not tokenizer.has_vocabulary_of(own):
         raise ConfigError(
-            f"The draft model {source} has other tokens than {model_names(model)[0]}: both need "
-            "the same vocabulary."
+            f"{source} has other tokens than {model_names(model)[0]}; both need the same "
+            "vocabulary."
         )
     loaded = load_model(config, path)
     layouts = probe_layout(loaded.model)

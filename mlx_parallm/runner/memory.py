@@ -49,7 +49,8 @@ class KVPlan:
         if blocks < 1:
             raise ConfigError(
                 f"The KV budget of {budget_bytes} bytes does not hold one block of "
-                f"{self.block_bytes} bytes; raise the KV memory or lower the block size."
+                f"{self.block_bytes} bytes; raise --kv-cache-memory-bytes or "
+                "--kv-memory-fraction, or lower --block-size."
             )
         return blocks
 

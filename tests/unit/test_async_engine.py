@@ -16,6 +16,7 @@ from mlx_parallm.engine.engine import Engine
 from mlx_parallm.engine.interface import ServedModel
 from mlx_parallm.engine.metrics import EngineMetrics, MetricFamilies
 from mlx_parallm.errors import (
+    ConfigError,
     EngineDeadError,
     ModelLoadError,
     ModelNotFoundError,
@@ -161,3 +162,23 @@ def test_a_failed_load_is_raised_to_whoever_starts() -> None:
 
     with pytest.raises(ModelLoadError, match="no such model"):
         AsyncEngine(EngineConfig(), build=build).start()
+
+
+def test_a_failed_load_is_raised_after_its_thread_has_ended(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    told, ends = threading.Event(), []
+
+    def end_thread() -> None:
+        # Nobody tells it before it ends, unless the load's error came too early.
+        ends.append(told.wait(0.1))
+
+    def build(*_: object) -> list[LoadedEngine]:
+        raise ConfigError("too little memory")
+
+    monkeypatch.setattr("mlx_parallm.engine.async_engine.end_thread", end_thread)
+    engine = AsyncEngine(EngineConfig(), build=build)
+    with pytest.raises(ConfigError):
+        engine.start()
+    told.set()
+    assert ends == [False]

@@ -100,13 +100,32 @@ def test_a_server_that_is_not_there_is_a_configuration_error():
     "flags",
     [
         ("--base-url", "localhost"),
-        ("--model", "m", "--concurrency", "0", "--num-warmups", "0"),
         ("--model", "m", "--endpoint", "chat", "--token-ids", "9"),
     ],
 )
 def test_flags_that_make_no_sense_are_configuration_errors(flags):
     with pytest.raises(ConfigError):
         run(parse(*flags))
+
+
+@pytest.mark.parametrize(
+    ("flags", "complaint"),
+    [
+        (("--concurrency", "0"), "--concurrency: must be at least 1, not '0'"),
+        (("--num-requests", "x"), "--num-requests: must be a whole number, not 'x'"),
+        (("--num-warmups", "-1"), "--num-warmups: must be at least 0, not '-1'"),
+        (("--rate", "0"), "--rate: must be above 0, not '0'"),
+        (("--timeout-s", "nan"), "--timeout-s: must be a number, not 'nan'"),
+        (("--temperature", "-1"), "--temperature: must be at least 0, not '-1'"),
+        (("--prompt-lengths", "uniform:9,2"), "--prompt-lengths: must be N, uniform:LOW,HIGH"),
+        (("--output", "/does/not/exist.json"), "--output: /does/not/exist.json: No such file"),
+    ],
+)
+def test_a_wrong_value_is_named_before_anything_is_sent(flags, complaint, capsys):
+    with pytest.raises(SystemExit) as end:
+        parse(*flags)
+    assert end.value.code == 2
+    assert complaint in capsys.readouterr().err
 
 
 def test_a_plot_is_written(tmp_path):

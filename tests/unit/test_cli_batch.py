@@ -27,6 +27,17 @@ def test_a_missing_input_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert target.read_text() == "kept"
 
 
+@pytest.mark.parametrize("concurrency", ["0", "-1"])
+def test_no_lines_at_once_are_refused(
+    concurrency: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = tmp_path / "in.jsonl"
+    source.write_text("{}")
+    arguments = ["batch", str(source), str(tmp_path / "out"), "--concurrency", concurrency]
+    assert main(arguments) == 2
+    assert f"--concurrency: must be at least 1, not {concurrency}" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("link", [None, os.link, os.symlink])
 def test_the_answers_never_overwrite_the_questions(
     link: object, tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -329,8 +329,13 @@ def test_after_a_crowd_the_draft_model_catches_up_before_it_proposes(
 
 def test_a_draft_model_needs_a_name_and_nothing_else_has_one() -> None:
     for values in ({"method": "draft_model"}, {"model": "m"}):
-        with pytest.raises(ConfigError, match="needs a model"):
+        with pytest.raises(ConfigError, match="model must"):
             SpeculativeConfig.from_mapping(values)
+
+
+def test_a_text_is_no_speculative_settings() -> None:
+    with pytest.raises(ConfigError, match="names with values, not 'ngram'"):
+        SpeculativeConfig.from_mapping("ngram")  # type: ignore[arg-type]
 
 
 def test_a_draft_model_computes_no_prompt_for_few_tokens(monkeypatch: pytest.MonkeyPatch) -> None:

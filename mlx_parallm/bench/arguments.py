@@ -1,0 +1,80 @@
+"""Types of the flags of ``mlx_parallm bench``; argparse adds the flag to what they complain of."""
+
+from __future__ import annotations
+
+import argparse
+import math
+from pathlib import Path
+
+from mlx_parallm.bench.workload import Lengths
+
+
+def positive(text: str) -> int:
+    """A whole number of at least 1."""
+    number = _whole(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1, not {text!r}")
+    return number
+
+
+def not_negative(text: str) -> int:
+    """A whole number of at least 0."""
+    number = _whole(text)
+    if number < 0:
+        raise argparse.ArgumentTypeError(f"must be at least 0, not {text!r}")
+    return number
+
+
+def positive_number(text: str) -> float:
+    """A finite number above 0."""
+    number = _finite(text)
+    if number <= 0:
+        raise argparse.ArgumentTypeError(f"must be above 0, not {text!r}")
+    return number
+
+
+def not_negative_number(text: str) -> float:
+    """A finite number of at least 0."""
+    number = _finite(text)
+    if number < 0:
+        raise argparse.ArgumentTypeError(f"must be at least 0, not {text!r}")
+    return number
+
+
+def lengths(text: str) -> Lengths:
+    """A distribution of lengths, as ``Lengths.parse`` takes it."""
+    try:
+        return Lengths.parse(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(
+            f"must be N, uniform:LOW,HIGH or lognormal:MEDIAN,P99 of whole numbers from 1, "
+            f"not {text!r}"
+        ) from None
+
+
+def output_file(text: str) -> Path:
+    """A file that can be written, so that no measurement is made in vain."""
+    path = Path(text)
+    try:
+        with path.open("a", encoding="utf-8"):
+            pass
+    except OSError as problem:
+        raise argparse.ArgumentTypeError(f"{text}: {problem.strerror}") from None
+    return path
+
+
+def _whole(text: str) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"must be a whole number, not {text!r}") from None
+
+
+def _finite(text: str) -> float:
+    try:
+        number = float(text)
+    except ValueError:
+        number = math.nan
+    if not math.isfinite(number):
+        raise argparse.ArgumentTypeError(f"must be a number, not {text!r}")
+    return number
