@@ -112,8 +112,10 @@ class ModelRunner:
         if self._latest is not None and not rows.has_pending:
             # Nothing else orders what that step reads of blocks before this step writes to them:
             # one that was preempted meanwhile may have lost its blocks to this step.
+            # Forgotten first: one that cannot end must not fail every step from now on.
+            latest, self._latest = self._latest, None
             with self._tracer.span(Phase.WAIT):
-                self._latest.end()
+                latest.end()
         token_ids = self._tokens.fill(batch.sequences, token_array(batch.sequences))
         drafts = self._propose(batch)
         if drafts is not None:

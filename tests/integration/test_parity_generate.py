@@ -232,6 +232,26 @@ def test_steps_that_run_ahead_give_the_same(name: str, attention: type[AheadAtte
             assert_same(served.result(request_id), alone(name, prompt))
 
 
+def test_a_step_that_cannot_end_does_not_fail_all_later_ones(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    runner = shared_runner("llama", AheadAttention)
+    first, second, third = (Session(runner) for _ in range(3))
+    for session in (first, second, third):
+        session.add("a", random_prompt(9))
+    first.step()
+    assert first.in_flight is not None
+
+    def fail() -> None:
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(first.in_flight[1], "end", fail)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        second.step()
+    third.finish()
+    assert third.result("a").tokens == alone("llama", random_prompt(9)).tokens
+
+
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_penalties_know_tokens_that_are_pending(temperature: float) -> None:
     results = []
