@@ -38,7 +38,8 @@ def test_what_the_model_cannot_hold_is_a_wrong_setting(
 def test_a_trace_that_cannot_be_written_is_a_wrong_setting(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main([*SMALL, "--trace", str(tmp_path / "none" / "trace.json")]) == 2
+    with pytest.raises(SystemExit, match="2"):
+        main([*SMALL, "--trace", str(tmp_path / "none" / "trace.json")])
     assert "--trace" in capsys.readouterr().err
 
 
