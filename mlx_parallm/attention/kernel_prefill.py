@@ -72,6 +72,7 @@ class PrefillKernels:
         self._kind = kind
         self._merge = merge
         self._builder = builder
+        self._made: dict[bool, Kernel] = {}
 
     def run(
         self, pool: KernelPool, plan: KernelPlan, count: int, queries: mx.array, scores: Scores
@@ -98,7 +99,9 @@ class PrefillKernels:
     ) -> list[mx.array]:
         kind = self._kind
         is_split = work.spans is not None
-        return self._kernel(is_split=is_split)(
+        if is_split not in self._made:
+            self._made[is_split] = self._make(is_split=is_split)
+        return self._made[is_split](
             inputs=inputs,
             output_shapes=[shape for shape, _ in outputs],
             output_dtypes=[dtype for _, dtype in outputs],
@@ -106,7 +109,7 @@ class PrefillKernels:
             threadgroup=(WARPS * WARP, 1, 1),
         )
 
-    def _kernel(self, *, is_split: bool) -> Kernel:
+    def _make(self, *, is_split: bool) -> Kernel:
         kind, layout = self._kind, self._kind.layout
         sinks = ("sinks",) if kind.has_sinks and not is_split else ()
         spec = KernelSpec(

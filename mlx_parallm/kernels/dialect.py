@@ -98,8 +98,8 @@ class CudaDialect:
         mx.bfloat16: "__nv_bfloat16",
         mx.uint32: "unsigned",
     }
-    # Four of 128 threads on each of an H100's 132 processors.
-    # MLX compiles a cuDNN graph for each pair of lengths it meets.
+    # Four of 128 threads on each of an H100's 132 processors; a multiple of rows, as MLX compiles
+    # a cuDNN graph for each pair of lengths it meets.
     tuning = Tuning(threadgroups=512, chunk_multiple=256)
 
     def make(
