@@ -38,3 +38,17 @@ def overlooked(folder: Path, language: str) -> list[str]:
     texts = {path.stem: kernel_text(path) for path in (folder / language).iterdir()}
     rest = {stem: re.sub(SYNCHRONISATION[language], "", text) for stem, text in texts.items()}
     return [stem for stem, text in rest.items() if ANY_SYNCHRONISATION.search(text)]
+
+
+def leave_out(shim: Shim, prefix: str, language: str, nth: int) -> list[str]:
+    """Let kernels of such names lack a barrier or shuffle; gives the bodies it was taken from."""
+    found: list[str] = []
+
+    def mutate(name: str, body: str) -> str:
+        if not name.startswith(prefix):
+            return body
+        found.append(body)
+        return without(body, language, nth)
+
+    shim.mutate = mutate
+    return found

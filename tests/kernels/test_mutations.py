@@ -5,32 +5,17 @@ from __future__ import annotations
 import mlx.core as mx
 import pytest
 
-from benchmarks.gpu.kernel_cases import Case, Trial
-from mlx_parallm.attention.kernel_backend import KernelAttention
+from benchmarks.gpu.kernel_cases import Case
 from mlx_parallm.attention.kernels import TEXTS
 from mlx_parallm.attention.quantisation import KVQuantisation
-from tests.kernels.mutation import SHIMS, SYNCHRONISATION, mutants, overlooked, without
+from tests.kernels.attention_trial import is_right
+from tests.kernels.mutation import SHIMS, SYNCHRONISATION, leave_out, mutants, overlooked
 from tests.kernels.shim_compile import require_compiler
-from tests.kernels.shim_dialect import ORDERS, CudaShim, KernelError, MetalShim, Shim
+from tests.kernels.shim_dialect import CudaShim, MetalShim, Shim
 
 #: Several heads, several keys a warp, several warps, several items a row.
 PLAIN = Case(sequences=((90, 1), (300, 1), (2, 1)), key_dim=64)
 QUANTISED = Case(sequences=((20, 3),), quantisation=KVQuantisation(bits=8, group_size=32))
-
-
-def is_right(shim: Shim, case: Case) -> bool:
-    """Whether the case's check passes in every order."""
-    backend = KernelAttention(case.block_size, shim, quantisation=case.quantisation)
-    trial = Trial(case)
-    for order in ORDERS:
-        shim.order = order
-        try:
-            error = trial.error(trial.run(backend, trial.fill(backend, poison=True)))
-        except KernelError:
-            return False
-        if not error <= case.tolerance:
-            return False
-    return True
 
 
 @pytest.mark.parametrize("case", [PLAIN, QUANTISED], ids=str)
@@ -42,15 +27,7 @@ def test_the_whole_texts_are_right(shim: Shim, case: Case) -> None:
 def test_nothing_can_be_left_out(language: str, text: str, nth: int) -> None:
     require_compiler()
     shim = SHIMS[language]()
-    mutated = []
-
-    def mutate(name: str, body: str) -> str:
-        if not name.startswith(f"paged_{text}_"):
-            return body
-        mutated.append(name)
-        return without(body, language, nth)
-
-    shim.mutate = mutate
+    mutated = leave_out(shim, f"paged_{text}_", language, nth)
     assert not is_right(shim, QUANTISED if text == "quantise" else PLAIN)
     assert mutated
 

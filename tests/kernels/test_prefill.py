@@ -12,13 +12,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.gpu.kernel_cases import Case, Trial
-from mlx_parallm.attention.kernel_backend import KernelAttention
+from benchmarks.gpu.kernel_cases import Case
 from mlx_parallm.attention.kernel_plan import LONG_CHUNK, KernelPlan
 from mlx_parallm.batch import ScheduledSequence
 from mlx_parallm.kernels.dialect import Tuning
+from tests.kernels.attention_trial import is_right
+from tests.kernels.mutation import SYNCHRONISATION, leave_out
 from tests.kernels.shim_compile import require_compiler
-from tests.kernels.shim_dialect import ORDERS, KernelError
 from tests.kernels.tensor_shim import TensorShim
 
 BFLOAT: dict[str, Any] = {"dtype": mx.bfloat16}
@@ -52,21 +52,6 @@ def scheduled(rows: Sequence[tuple[int, int]]) -> list[ScheduledSequence]:
     ]
 
 
-def is_right(shim: TensorShim, case: Case) -> bool:
-    """Whether the case's check passes in every order."""
-    backend = KernelAttention(case.block_size, shim)
-    trial = Trial(case)
-    for order in ORDERS:
-        shim.order = order
-        try:
-            error = trial.error(trial.run(backend, trial.fill(backend, poison=True)))
-        except KernelError:
-            return False
-        if not error <= case.tolerance:
-            return False
-    return True
-
-
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_chunks_are_right_in_every_order(case: Case) -> None:
     require_compiler()
@@ -96,27 +81,15 @@ def test_large_chunks_are_padded_for_stock_attention(window: int | None) -> None
     ]
 
 
-SYNCHRONISATION = r"__sync\w+\(\);|__shfl_xor_sync\(0xffffffff, (?P<own>.+?), far\)"
-
-
 @pytest.mark.parametrize("nth", range(4))
 def test_no_barrier_or_shuffle_can_be_left_out(nth: int, monkeypatch: pytest.MonkeyPatch) -> None:
     require_compiler()
     # Several tiles an item.
     monkeypatch.setattr("mlx_parallm.attention.kernel_prefill.THREADGROUPS", 2)
     shim = TensorShim()
-    counts = []
-
-    def mutate(name: str, body: str) -> str:
-        if "prefill" not in name:
-            return body
-        found = list(re.finditer(SYNCHRONISATION, body))
-        counts.append(len(found))
-        return body[: found[nth].start()] + (found[nth]["own"] or "") + body[found[nth].end() :]
-
-    shim.mutate = mutate
+    mutated = leave_out(shim, "paged_prefill_", "cuda", nth)
     assert not is_right(shim, Case(sequences=((150, 20),), **BFLOAT))
-    assert set(counts) == {4}
+    assert {len(re.findall(SYNCHRONISATION["cuda"], body)) for body in mutated} == {4}
 
 
 @given(

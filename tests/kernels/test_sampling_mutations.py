@@ -8,7 +8,7 @@ import pytest
 from mlx_parallm.runner.sampling_check import why_not
 from mlx_parallm.sampling.kernel_sampling import SamplingKernels
 from mlx_parallm.sampling.kernels import TEXTS
-from tests.kernels.mutation import SHIMS, SYNCHRONISATION, mutants, overlooked, without
+from tests.kernels.mutation import SHIMS, SYNCHRONISATION, leave_out, mutants, overlooked
 from tests.kernels.shim_compile import require_compiler
 from tests.kernels.shim_dialect import ORDERS, Shim
 
@@ -34,15 +34,7 @@ def test_the_whole_texts_are_right(shim: Shim) -> None:
 def test_nothing_can_be_left_out(language: str, text: str, nth: int) -> None:
     require_compiler()
     shim = SHIMS[language]()
-    mutated = []
-
-    def mutate(name: str, body: str) -> str:
-        if not name.startswith(f"sampling_{text}_"):
-            return body
-        mutated.append(name)
-        return without(body, language, nth)
-
-    shim.mutate = mutate
+    mutated = leave_out(shim, f"sampling_{text}_", language, nth)
     assert not is_right(shim)
     assert mutated
 

@@ -1,0 +1,22 @@
+"""A case of paged attention on a shim."""
+
+from __future__ import annotations
+
+from benchmarks.gpu.kernel_cases import Case, Trial
+from mlx_parallm.attention.kernel_backend import KernelAttention
+from tests.kernels.shim_dialect import ORDERS, KernelError, Shim
+
+
+def is_right(shim: Shim, case: Case) -> bool:
+    """Whether the case's check passes in every order."""
+    backend = KernelAttention(case.block_size, shim, quantisation=case.quantisation)
+    trial = Trial(case)
+    for order in ORDERS:
+        shim.order = order
+        try:
+            error = trial.error(trial.run(backend, trial.fill(backend, poison=True)))
+        except KernelError:
+            return False
+        if not error <= case.tolerance:
+            return False
+    return True
