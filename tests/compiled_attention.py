@@ -47,16 +47,16 @@ class CompiledAttention(AheadAttention):
         return "rows"
 
     def decode_arrays(
-        self, sequences: Sequence[ScheduledSequence], num_rows: int, kinds: Any
+        self, sequences: Sequence[ScheduledSequence], positions: np.ndarray, kinds: Any
     ) -> list[mx.array]:
         assert kinds == "rows"
         self.num_decodes += 1
-        slots, ends = np.full(num_rows, -1, np.int32), np.ones(num_rows, np.int32)
+        num_rows = len(positions)
+        slots, ends = np.full(num_rows, -1, np.int32), positions + 1
         tables = np.zeros((num_rows, max(len(one.block_table) for one in sequences)), np.int32)
         for row, one in enumerate(sequences):
             block, offset = divmod(one.start, self._block_size)
             slots[row] = one.block_table[block] * self._block_size + offset
-            ends[row] = one.start + 1
             tables[row, : len(one.block_table)] = one.block_table
         return [mx.array(slots), mx.array(ends), mx.array(tables)]
 

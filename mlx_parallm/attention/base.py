@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
 import mlx.core as mx
+import numpy as np
 
 from mlx_parallm.attention.quantisation import KVQuantisation
 from mlx_parallm.batch import ScheduledSequence
@@ -145,13 +146,14 @@ class CompilableAttention(AttentionBackend, Protocol):
         ...
 
     def decode_arrays(
-        self, sequences: Sequence[ScheduledSequence], num_rows: int, kinds: Any
+        self, sequences: Sequence[ScheduledSequence], positions: np.ndarray, kinds: Any
     ) -> list[mx.array]:
         """Arrays of a step in which each sequence decodes one token.
 
         Args:
-            sequences: at most ``num_rows``, one token each.
-            num_rows: rows that the forward has, the last ones being padding.
+            sequences: one token each.
+            positions: of the rows that the forward has, int32; those from the last sequence on are
+                padding, at 0.
             kinds: of an earlier step.
         """
         ...

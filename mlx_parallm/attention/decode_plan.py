@@ -59,14 +59,16 @@ class DecodeRows:
         self._held: list[tuple[int, ...]] = []
 
     def arrays(
-        self, sequences: Sequence[ScheduledSequence], num_rows: int, kinds: Sequence[WorkKind]
+        self,
+        sequences: Sequence[ScheduledSequence],
+        positions: np.ndarray,
+        kinds: Sequence[WorkKind],
     ) -> list[mx.array]:
-        """Slots ``[num_rows]``, tables ``[num_rows, M]``; then items and spans of each kind.
+        """Slots ``[T]``, tables ``[T, M]`` of T positions; then items and spans of each kind.
 
         All int32. Spans have no rows where row i has item i.
         """
-        positions = np.zeros(num_rows, dtype=np.int64)
-        positions[: len(sequences)] = [one.start for one in sequences]
+        num_rows = len(positions)
         width = self._hold([one.block_table for one in sequences], num_rows)
         rows = np.arange(num_rows)
         blocks = self._tables[rows, positions // self._block_size]

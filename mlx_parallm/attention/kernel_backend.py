@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import mlx.core as mx
+import numpy as np
 
 from mlx_parallm.attention.base import LayerPool, LayerShape, Scores
 from mlx_parallm.attention.decode_plan import DecodePlan, DecodeRows, WorkKind
@@ -90,10 +91,13 @@ class KernelAttention:
         return plan.kinds
 
     def decode_arrays(
-        self, sequences: Sequence[ScheduledSequence], num_rows: int, kinds: Sequence[WorkKind]
+        self,
+        sequences: Sequence[ScheduledSequence],
+        positions: np.ndarray,
+        kinds: Sequence[WorkKind],
     ) -> list[mx.array]:
         """See ``CompilableAttention.decode_arrays``."""
-        return self._decode_rows.arrays(sequences, num_rows, kinds)
+        return self._decode_rows.arrays(sequences, positions, kinds)
 
     def decode_plan(self, arrays: Sequence[mx.array], kinds: Sequence[WorkKind]) -> DecodePlan:
         """See ``CompilableAttention.decode_plan``."""

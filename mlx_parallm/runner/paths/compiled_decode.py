@@ -59,7 +59,7 @@ class CompiledDecode:
         logits, chains = self._compiled(
             token_ids,
             mx.array(positions),
-            self._backend.decode_arrays(sequences, num_rows, self._kinds),
+            self._backend.decode_arrays(sequences, positions, self._kinds),
             self._chains(),
         )
         self._set_chains(chains)
