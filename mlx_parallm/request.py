@@ -10,6 +10,20 @@ MAX_CHOICES = 128
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Grammar:
+    """What the text of a sample must match.
+
+    Attributes:
+        text: the grammar in llguidance's JSON form (``{"grammars": […]}``), already checked.
+        begins_after: the grammar holds for what follows this text, such as ``</think>``, and
+            everything up to there is free; None: it holds from the first token.
+    """
+
+    text: str
+    begins_after: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
     """How the tokens of one request are chosen. Names and meanings are vLLM's.
 
@@ -39,6 +53,8 @@ class SamplingParams:
         prompt_logprobs: the same for each prompt token given those before it.
         speculative: whether tokens may be proposed for it, where the engine does that; which
             tokens it gets does not depend on it.
+        grammar: when given, only tokens that can go on to match it are sampled, and the end of
+            sequence only where it is matched.
     """
 
     n: int = 1
@@ -62,6 +78,7 @@ class SamplingParams:
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     speculative: bool = True
+    grammar: Grammar | None = None
 
     def __post_init__(self) -> None:
         self._check_range("n", self.n, 1, MAX_CHOICES)
