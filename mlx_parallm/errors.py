@@ -9,6 +9,7 @@
     │   ├── AuthenticationError     no key, or a wrong one                         (HTTP 401)
     │   ├── PermissionDeniedError   the key or the origin may not do this          (HTTP 403)
     │   └── RequestTooLargeError    the body is over the route's limit             (HTTP 413)
+    ├── NotImplementedRouteError    a known route that nothing loaded can serve     (HTTP 501)
     ├── OverloadedError             the waiting queue is full; try again later     (HTTP 429)
     ├── ShuttingDownError           the server is draining                         (HTTP 503)
     ├── EngineDeadError             the engine thread died                         (HTTP 503)
@@ -78,6 +79,10 @@ class PermissionDeniedError(InvalidRequestError):
 
 class RequestTooLargeError(InvalidRequestError):
     """The body exceeds the route's size limit."""
+
+
+class NotImplementedRouteError(ParallmError):
+    """A route of the API that none of the loaded models can serve."""
 
 
 class OverloadedError(ParallmError):

@@ -130,6 +130,7 @@ class GenerateRequest:
         priority: lower runs first, as in vLLM.
         client: whose request it is (a digest of the API key); admission takes turns by client.
         cache_salt: requests of different salts never share prefix-cache blocks.
+        group: the id that its client knows, where several requests make one answer.
     """
 
     request_id: str
@@ -139,3 +140,4 @@ class GenerateRequest:
     priority: int = 0
     client: str = ""
     cache_salt: str | None = None
+    group: str | None = None

@@ -13,8 +13,8 @@ import uvicorn
 
 from mlx_parallm.api.app import create_app
 from mlx_parallm.batch import TokenLogprob
-from mlx_parallm.config import ServerConfig
-from mlx_parallm.engine.interface import RequestHandle, ServedModel
+from mlx_parallm.config import EngineConfig, ServerConfig
+from mlx_parallm.engine.interface import EngineLoad, RequestHandle, ServedModel
 from mlx_parallm.errors import EngineDeadError, ModelNotFoundError, ParallmError
 from mlx_parallm.outputs import (
     ErrorEvent,
@@ -114,6 +114,9 @@ class FakeEngine:
         self.is_dead = False
         self.submitted: queue.Queue[GenerateRequest] = queue.Queue()
         self.aborted: queue.Queue[str] = queue.Queue()
+        self.open: list[GenerateRequest] = []
+        self.cancelled: list[str] = []
+        self.engine_config = EngineConfig()
         self._model = ServedModel(
             names=("org/fake", "alias"),
             root="/models/fake",
@@ -138,6 +141,19 @@ class FakeEngine:
 
     async def abort(self, request_id: str) -> None:
         self.aborted.put(request_id)
+
+    @property
+    def config(self) -> EngineConfig:
+        return self.engine_config
+
+    def open_requests(self) -> Sequence[GenerateRequest]:
+        return self.open
+
+    async def cancel(self, request_id: str) -> None:
+        self.cancelled.append(request_id)
+
+    def load(self) -> EngineLoad:
+        return EngineLoad(num_requests=3, num_running=2, num_waiting=1)
 
     def check_health(self) -> None:
         if self.is_dead:

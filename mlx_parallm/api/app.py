@@ -15,7 +15,17 @@ from mlx_parallm.api.middleware import (
     RequestIdMiddleware,
     body_limits,
 )
-from mlx_parallm.api.routes import chat, completions, docs, health, models, tokenize
+from mlx_parallm.api.routes import (
+    aborts,
+    chat,
+    completions,
+    docs,
+    health,
+    models,
+    moderations,
+    server_info,
+    tokenize,
+)
 from mlx_parallm.api.schemas.errors import ErrorResponse
 from mlx_parallm.config import ServerConfig
 from mlx_parallm.engine.interface import EngineClient
@@ -48,10 +58,16 @@ def create_app(
 
 
 def _add_routes(app: FastAPI) -> None:
-    for router in (chat.router, completions.router, models.router):
+    for router in (chat.router, completions.router, models.router, moderations.router):
         app.include_router(router, prefix="/v1")
         app.include_router(router, include_in_schema=False)
-    for router in (tokenize.router, health.router, docs.router):
+    for router in (
+        tokenize.router,
+        health.router,
+        server_info.router,
+        aborts.router,
+        docs.router,
+    ):
         app.include_router(router)
     app.mount(docs.ASSETS, docs.assets())
 

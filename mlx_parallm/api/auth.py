@@ -14,7 +14,9 @@ from mlx_parallm.config import ServerConfig
 from mlx_parallm.errors import AuthenticationError, PermissionDeniedError
 
 # Open without a key: health and metrics for supervisors, the documentation for people.
-OPEN_PATHS = frozenset({"/health", "/version", "/metrics", "/openapi.json", "/docs", "/"})
+OPEN_PATHS = frozenset(
+    {"/health", "/ping", "/load", "/version", "/metrics", "/openapi.json", "/docs", "/"}
+)
 OPEN_PREFIXES = ("/docs/",)
 
 
@@ -62,10 +64,31 @@ async def require_admin(request: Request) -> None:
         AuthenticationError: no admin key, where one is set (the API key serves where none is).
         PermissionDeniedError: a page of another origin sent the request.
     """
+    refuse_other_origins(request)
     config: ServerConfig = request.app.state.config
-    origin = request.headers.get("origin")
-    if origin is not None and urlsplit(origin).netloc != request.headers.get("host"):
-        raise PermissionDeniedError("Requests from other origins may not change the server.")
     ring = KeyRing(config.admin_api_keys or config.api_keys)
     if ring and not ring.accepts(key_of(request.headers)):
         raise AuthenticationError("This route needs the admin key.")
+
+
+def refuse_other_origins(request: Request) -> None:
+    """For what pages of other origins may not do, whatever CORS allows them.
+
+    Raises:
+        PermissionDeniedError: such a page sent the request.
+    """
+    origin = request.headers.get("origin")
+    if origin is not None and urlsplit(origin).netloc != request.headers.get("host"):
+        raise PermissionDeniedError("Requests from other origins may not change the server.")
+
+
+def may_reach_others(request: Request) -> bool:
+    """Whether the caller may touch requests of other clients.
+
+    An admin key may, and everybody where no key tells clients apart. Where keys are set but no
+    admin key, nobody may.
+    """
+    config: ServerConfig = request.app.state.config
+    if config.admin_api_keys:
+        return KeyRing(config.admin_api_keys).accepts(key_of(request.headers))
+    return not config.api_keys

@@ -33,6 +33,7 @@ STATUS: Mapping[type[errors.ParallmError], Status] = {
     errors.AuthenticationError: Status(401, "authentication_error", "invalid_api_key"),
     errors.PermissionDeniedError: Status(403, "permission_error"),
     errors.RequestTooLargeError: Status(413, "invalid_request_error", "request_too_large"),
+    errors.NotImplementedRouteError: Status(501, "invalid_request_error", "not_implemented"),
     errors.OverloadedError: Status(429, "rate_limit_error", "rate_limit_exceeded"),
     errors.ShuttingDownError: Status(503, "server_error", "shutting_down"),
     errors.EngineDeadError: Status(503, "server_error", "engine_dead"),
@@ -82,7 +83,7 @@ def response_of(error: errors.ParallmError) -> JSONResponse:
     headers: dict[str, str] = {}
     if isinstance(error, errors.OverloadedError):
         headers["retry-after"] = str(max(1, round(error.retry_after_s)))
-    if status.http == 500:
+    if status.http in (500, 501):
         # The same request would fail again.
         headers["x-should-retry"] = "false"
     if isinstance(error, errors.AuthenticationError):
@@ -172,7 +173,7 @@ def describe(problems: Sequence[Mapping[str, Any]]) -> str:
     """A bounded sentence per problem of a body."""
     lines = []
     for problem in problems[:MAX_PROBLEMS]:
-        where = ".".join(str(part) for part in problem["loc"] if part != "body")
+        where = ".".join(str(part) for part in problem["loc"][1:])
         text = f"{where}: {problem['msg']}" if where else str(problem["msg"])
         lines.append(text[:MAX_PROBLEM_CHARS])
     if len(problems) > MAX_PROBLEMS:
@@ -181,6 +182,6 @@ def describe(problems: Sequence[Mapping[str, Any]]) -> str:
 
 
 def param_of(location: Sequence[int | str]) -> str | None:
-    """The top-level field a problem is in."""
-    names = [part for part in location if part != "body"]
-    return str(names[0]) if names and isinstance(names[0], str) else None
+    """The top-level field a problem is in, or the parameter of the query or path."""
+    field = location[1] if len(location) > 1 else None
+    return field if isinstance(field, str) else None

@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 MAX_ID_CHARS = 128
 # Of a path in the log.
 MAX_PATH_CHARS = 256
-POLLED_PATHS = frozenset({"/health", "/metrics"})
+POLLED_PATHS = frozenset({"/health", "/ping", "/load", "/metrics"})
 # Of a body, for routes that state no limit of their own.
 SMALL_BODY_BYTES = 64 * 1024
 

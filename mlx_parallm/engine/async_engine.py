@@ -24,9 +24,9 @@ from mlx_parallm.engine.build import LoadedEngine, build_engines
 from mlx_parallm.engine.commands import Abort, Command, Stop, Submit
 from mlx_parallm.engine.engine import Engine
 from mlx_parallm.engine.event_stream import EventStream
-from mlx_parallm.engine.interface import RequestHandle, ServedModel
+from mlx_parallm.engine.interface import EngineLoad, RequestHandle, ServedModel
 from mlx_parallm.engine.loop import EngineLoop
-from mlx_parallm.engine.metrics import MetricFamilies
+from mlx_parallm.engine.metrics import MetricFamilies, total
 from mlx_parallm.errors import (
     EngineDeadError,
     InvalidRequestError,
@@ -143,7 +143,7 @@ class AsyncEngine:
                 f"Request id {request.request_id!r} is already in use.", param="request_id"
             )
         self._loop = asyncio.get_running_loop()
-        stream = self._streams[request.request_id] = EventStream(request.params.n)
+        stream = self._streams[request.request_id] = EventStream(request)
         try:
             refusal = await self._send(request)
         except asyncio.CancelledError:
@@ -158,6 +158,28 @@ class AsyncEngine:
         """End a request between two steps and free its blocks; unknown ids are ignored."""
         if self._close(request_id):
             self._inbox.put(Abort(request_id=request_id))
+
+    async def cancel(self, request_id: str) -> None:
+        """End a request between two steps and tell its reader; unknown ids are ignored."""
+        if request_id in self._streams:
+            self._inbox.put(Abort(request_id=request_id, is_told=True))
+
+    @property
+    def config(self) -> EngineConfig:
+        """The settings it was built from."""
+        return self._config
+
+    def open_requests(self) -> Sequence[GenerateRequest]:
+        """The requests that were submitted and have not ended."""
+        return [stream.request for stream in self._streams.values()]
+
+    def load(self) -> EngineLoad:
+        """How busy the engine is, over all models."""
+        return EngineLoad(
+            num_requests=len(self._streams),
+            num_running=total(self._families.running),
+            num_waiting=total(self._families.waiting),
+        )
 
     def check_health(self) -> None:
         """Raise EngineDeadError if the engine thread is dead."""

@@ -23,9 +23,13 @@ class Submit:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Abort:
-    """End a request and free its blocks. Unknown ids are ignored."""
+    """End a request and free its blocks. Unknown ids are ignored.
+
+    ``is_told``: its reader gets a last event for every sample, of reason "abort".
+    """
 
     request_id: str
+    is_told: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -98,6 +98,11 @@ class Engine:
         self._metrics.on_queue(self._scheduler.stats())
         return True
 
+    def cancel(self, request_id: str) -> list[GenerateEvent]:
+        """``abort``, and the last event of every sample; none if it is not here."""
+        events = self._processor.end(request_id)
+        return events if self.abort(request_id) else []
+
     def has_work(self) -> bool:
         """Whether a step would run or end anything."""
         return self._scheduler.has_work() or self._in_flight is not None

@@ -6,16 +6,21 @@ import asyncio
 from collections import deque
 
 from mlx_parallm.outputs import ErrorEvent, GenerateEvent, TokenEvent
+from mlx_parallm.request import GenerateRequest
 
 
 class EventStream:
     """An async iterator that ends after the last event of the last sample, or after an error.
 
     Lives on the event loop; ``put`` must be called there too.
+
+    Attributes:
+        request: whose events these are.
     """
 
-    def __init__(self, num_samples: int) -> None:
-        self._open_samples = num_samples
+    def __init__(self, request: GenerateRequest) -> None:
+        self.request = request
+        self._open_samples = request.params.n
         self._events: deque[GenerateEvent] = deque()
         self._waiter: asyncio.Future[None] | None = None
         self._complete = False

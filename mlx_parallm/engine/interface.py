@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from mlx_parallm.batch import RunnerInfo
+from mlx_parallm.config import EngineConfig
 from mlx_parallm.outputs import GenerateEvent
 from mlx_parallm.request import GenerateRequest
 
@@ -107,8 +108,28 @@ class RequestHandle:
     events: AsyncIterator[GenerateEvent]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineLoad:
+    """How busy the engine is, over all models.
+
+    Attributes:
+        num_requests: admitted requests that have not ended.
+        num_running: sequences in the batch; of the latest step.
+        num_waiting: sequences that wait for a place in it; of the latest step.
+    """
+
+    num_requests: int
+    num_running: int
+    num_waiting: int
+
+
 class EngineClient(Protocol):
     """The engine, seen from the event loop."""
+
+    @property
+    def config(self) -> EngineConfig:
+        """The settings it was built from."""
+        ...
 
     def models(self) -> Sequence[ServedModel]:
         """The loaded models, in the order they were given."""
@@ -130,6 +151,22 @@ class EngineClient(Protocol):
 
     async def abort(self, request_id: str) -> None:
         """End a request between two steps and free its blocks; unknown ids are ignored."""
+        ...
+
+    def open_requests(self) -> Sequence[GenerateRequest]:
+        """The requests that were submitted and have not ended."""
+        ...
+
+    async def cancel(self, request_id: str) -> None:
+        """End a request as ``abort`` does, and tell its reader.
+
+        Every sample gets a last event with the ``finish_reason`` "abort" and the text that was
+        held back.
+        """
+        ...
+
+    def load(self) -> EngineLoad:
+        """How busy the engine is."""
         ...
 
     def check_health(self) -> None:

@@ -59,9 +59,16 @@ class EngineLoop:
             case Submit():
                 command.reply(self._admit(command))
             case Abort():
-                for engine in self._engines.values():
-                    if engine.abort(command.request_id):
-                        return
+                self._abort(command)
+
+    def _abort(self, command: Abort) -> None:
+        for engine in self._engines.values():
+            if command.is_told:
+                events = engine.cancel(command.request_id)
+                if events:
+                    self._deliver(events)
+            elif engine.abort(command.request_id):
+                return
 
     def _admit(self, command: Submit) -> ParallmError | None:
         engine = self._engines[command.request.model]

@@ -120,6 +120,11 @@ class MetricFamilies:
         )
 
 
+def total(gauge: Gauge) -> int:
+    """A gauge's sum over all models."""
+    return int(sum(sample.value for metric in gauge.collect() for sample in metric.samples))
+
+
 @dataclass(slots=True)
 class RequestTimes:
     """Clock readings of one request, in seconds of the monotonic clock."""

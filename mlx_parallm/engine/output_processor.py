@@ -75,6 +75,22 @@ class OutputProcessor:
         """Forget a request; unknown ids are ignored."""
         self._requests.pop(request_id, None)
 
+    def end(self, request_id: str) -> list[GenerateEvent]:
+        """Forget a request; the last event of each sample, with the text that was held back."""
+        request = self._requests.pop(request_id, None)
+        if request is None:
+            return []
+        return [
+            TokenEvent(
+                request_id=request_id,
+                index=index,
+                token_ids=(),
+                text=_rest(sample, request.params),
+                finish_reason=FinishReason.ABORT,
+            )
+            for index, sample in request.samples.items()
+        ]
+
     def process(self, updates: Sequence[SequenceUpdate]) -> ProcessedStep:
         """Events of one step: one per token of a sample, and of each its first error only."""
         step = ProcessedStep()
@@ -160,6 +176,14 @@ def _advance(update: SequenceUpdate, sample: _Sample, params: SamplingParams) ->
     if update.finish_reason is not None and sample.matcher.matched is None:
         text += sample.matcher.flush()
     return text
+
+
+def _rest(sample: _Sample, params: SamplingParams) -> str:
+    """The text of a sample that nothing follows."""
+    text = sample.detokenizer.flush()
+    if sample.num_tokens > params.min_tokens:
+        text = sample.matcher.add(text)
+    return text if sample.matcher.matched is not None else text + sample.matcher.flush()
 
 
 def _has_text(update: SequenceUpdate, params: SamplingParams) -> bool:

@@ -24,7 +24,7 @@ from mlx_parallm.errors import (
     ShuttingDownError,
 )
 from mlx_parallm.kv_cache.manager import KVCacheManager
-from mlx_parallm.outputs import ErrorEvent, TokenEvent
+from mlx_parallm.outputs import ErrorEvent, FinishReason, TokenEvent
 from mlx_parallm.request import GenerateRequest, SamplingParams
 from mlx_parallm.scheduler.scheduler import Scheduler
 from tests.fakes import ByteTokenizer, FakeRunner, spell
@@ -105,6 +105,31 @@ async def test_abort_between_steps_leaves_the_others_running() -> None:
     engine.stop()
     rows = [len(batch.sequences) for batch in runner.batches]
     assert rows[-1] == 1
+
+
+async def test_a_cancelled_request_ends_with_what_it_has() -> None:
+    gate, begun = threading.Event(), threading.Event()
+
+    def before(_: ScheduledBatch) -> None:
+        if begun.is_set():
+            wait_for(gate)
+
+    engine = AsyncEngine(EngineConfig(), build=builder(FakeRunner(spell("hello"), before=before)))
+    engine.start()
+    handle = await engine.submit(make_request("a", n=2))
+    while not isinstance(await anext(handle.events), TokenEvent):
+        pass
+    begun.set()
+    assert [one.request_id for one in engine.open_requests()] == ["a"]
+    await engine.cancel("a")
+    await engine.cancel("unknown")
+    gate.set()
+    events = [event async for event in handle.events]
+    last = {e.index: e.finish_reason for e in events if isinstance(e, TokenEvent)}
+    assert last == {0: FinishReason.ABORT, 1: FinishReason.ABORT}
+    assert engine.open_requests() == []
+    assert engine.load().num_requests == 0
+    engine.stop()
 
 
 async def test_a_dead_thread_tells_every_stream_and_health() -> None:

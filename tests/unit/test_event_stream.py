@@ -7,6 +7,11 @@ import asyncio
 from mlx_parallm.engine.event_stream import EventStream
 from mlx_parallm.errors import StepError
 from mlx_parallm.outputs import ErrorEvent, FinishReason, TokenEvent
+from mlx_parallm.request import GenerateRequest, SamplingParams
+
+
+def request(n: int) -> GenerateRequest:
+    return GenerateRequest(request_id="a", model="m", prompt_ids=(1,), params=SamplingParams(n=n))
 
 
 def token(index: int, *, last: bool = False) -> TokenEvent:
@@ -15,7 +20,7 @@ def token(index: int, *, last: bool = False) -> TokenEvent:
 
 
 async def test_iteration_ends_when_every_sample_has_ended() -> None:
-    stream = EventStream(2)
+    stream = EventStream(request(2))
     for event in (token(0, last=True), token(1), token(1, last=True), token(1)):
         stream.put(event)
     assert len([event async for event in stream]) == 3
@@ -23,7 +28,7 @@ async def test_iteration_ends_when_every_sample_has_ended() -> None:
 
 
 async def test_a_waiting_reader_is_woken() -> None:
-    stream = EventStream(1)
+    stream = EventStream(request(1))
     reader = asyncio.ensure_future(anext(stream))
     await asyncio.sleep(0)
     stream.put(token(0))
@@ -31,7 +36,7 @@ async def test_a_waiting_reader_is_woken() -> None:
 
 
 async def test_an_error_is_the_last_event() -> None:
-    stream = EventStream(3)
+    stream = EventStream(request(3))
     stream.put(ErrorEvent(request_id="a", error=StepError("no")))
     stream.put(token(0))
     assert [type(event) async for event in stream] == [ErrorEvent]

@@ -180,3 +180,13 @@ def test_a_request_stays_until_all_its_samples_ended():
     assert len(processor) == 1
     processor.process([update(EOS, index=1, finish_reason=FinishReason.STOP)])
     assert len(processor) == 0
+
+
+def test_the_end_from_outside_brings_the_text_that_was_held_back():
+    processor = started(n=2, stop=("xyz",))
+    processor.process([update(byte) for byte in b"axy"])
+    events = processor.end("r")
+    assert [(e.index, e.text, e.token_ids) for e in events] == [(0, "xy", ()), (1, "", ())]
+    assert {e.finish_reason for e in events} == {FinishReason.ABORT}
+    assert processor.end("r") == []
+    assert processor.process([update(98)]).events == []

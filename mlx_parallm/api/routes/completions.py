@@ -41,7 +41,7 @@ async def create_completion(
     name = f"cmpl-{body.request_id or request.state.answer_id}"
     ids = [name] if len(prompts) == 1 else [f"{name}-{i}" for i in range(len(prompts))]
     asked = [
-        _request(body, request, model, request_id, prompt_ids, config)
+        _request(body, request, model, request_id, prompt_ids, config, name)
         for request_id, (_, prompt_ids) in zip(ids, prompts, strict=True)
     ]
     head = AnswerHead(id=name, object="text_completion", model=body.model)
@@ -62,6 +62,7 @@ def _request(
     request_id: str,
     prompt_ids: tuple[int, ...],
     config: ServerConfig,
+    group: str,
 ) -> GenerateRequest:
     # Both show the prompt's tokens, each with its own number of alternatives.
     shown = (body.prompt_logprobs, body.logprobs if body.echo else None)
@@ -79,4 +80,5 @@ def _request(
         priority=body.priority,
         client=client_of(request.headers, config),
         cache_salt=body.cache_salt,
+        group=group,
     )

@@ -1,4 +1,4 @@
-"""``GET /health``, ``/version``, ``/metrics``."""
+"""``GET /health``, ``/ping``, ``/load``, ``/version``, ``/metrics``."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from fastapi import APIRouter, Response
 
 from mlx_parallm import __version__
 from mlx_parallm.api.dependencies import EngineDep
+from mlx_parallm.api.schemas.server import LoadResponse
 
 router = APIRouter()
 
@@ -15,6 +16,25 @@ async def health(engine: EngineDep) -> Response:
     """200 with no body while the engine lives; 503 with the reason when it does not."""
     engine.check_health()
     return Response(status_code=200)
+
+
+@router.get("/ping")
+@router.post("/ping")
+async def ping(engine: EngineDep) -> Response:
+    """The same as ``/health``, under SageMaker's name."""
+    engine.check_health()
+    return Response(status_code=200)
+
+
+@router.get("/load")
+async def load(engine: EngineDep) -> LoadResponse:
+    """How busy the server is; ``server_load`` is vLLM's field."""
+    now = engine.load()
+    return LoadResponse(
+        server_load=now.num_requests,
+        num_running=now.num_running,
+        num_waiting=now.num_waiting,
+    )
 
 
 @router.get("/version")

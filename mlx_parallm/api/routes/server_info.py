@@ -1,0 +1,72 @@
+"""``GET /server_info`` and ``/model_info``, with fields of vLLM and SGLang."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any, Literal
+
+from fastapi import APIRouter
+
+from mlx_parallm import __version__
+from mlx_parallm.api.dependencies import ConfigDep, EngineDep
+from mlx_parallm.api.schemas.server import ModelInfo, ServerInfo
+from mlx_parallm.config import EngineConfig, ServerConfig
+from mlx_parallm.engine.interface import ServedModel
+
+router = APIRouter()
+
+# Whoever holds a key need not learn the others.
+SECRETS = frozenset({"api_keys", "admin_api_keys"})
+
+
+@router.get("/server_info")
+@router.get("/get_server_info", include_in_schema=False)
+async def server_info(
+    engine: EngineDep, config: ConfigDep, config_format: Literal["json", "text"] = "json"
+) -> ServerInfo:
+    """Version, settings and models; keys are left out."""
+    first = engine.models()[0]
+    known = settings(engine.config, config)
+    return ServerInfo(
+        **_model_info(first).model_dump(),
+        version=__version__,
+        vllm_config=known if config_format == "json" else as_text(known),
+        max_running_requests=engine.config.scheduler.max_num_seqs,
+        max_total_num_tokens=first.info.num_blocks * first.info.block_size,
+        models=[
+            {"names": list(one.names), "root": one.root} | asdict(one.info)
+            for one in engine.models()
+        ],
+    )
+
+
+@router.get("/model_info")
+@router.get("/get_model_info", include_in_schema=False)
+async def model_info(engine: EngineDep) -> ModelInfo:
+    """The first model."""
+    return _model_info(engine.models()[0])
+
+
+def _model_info(model: ServedModel) -> ModelInfo:
+    return ModelInfo(
+        model_path=model.root,
+        tokenizer_path=model.root,
+        served_model_name=model.names[0],
+        is_generation=True,
+        context_length=model.info.max_model_len,
+    )
+
+
+def settings(engine: EngineConfig, server: ServerConfig) -> dict[str, Any]:
+    """Every setting that is no secret, as JSON."""
+    shown = {name: value for name, value in asdict(server).items() if name not in SECRETS}
+    return asdict(engine) | {"server": shown}
+
+
+def as_text(known: dict[str, Any], prefix: str = "") -> str:
+    """A line per setting, ``part.name=value``."""
+    lines = [
+        as_text(value, f"{prefix}{name}.") if isinstance(value, dict) else f"{prefix}{name}={value}"
+        for name, value in known.items()
+    ]
+    return "\n".join(lines)
