@@ -132,6 +132,13 @@ class AttentionBackend(Protocol):
         """Copy whole blocks within a pool."""
         ...
 
+    def forget_writes(self, pool: LayerPool) -> None:
+        """Depend no more on writes that could not be computed; nothing may be in flight.
+
+        They would otherwise be tried again by every step after the one that failed.
+        """
+        ...
+
 
 @runtime_checkable
 class CompilableAttention(AttentionBackend, Protocol):

@@ -49,6 +49,16 @@ class AttendKind:
         return self.layout.shape.num_kv_heads * self.parts
 
     @property
+    def vector(self) -> int:
+        """Neighbouring numbers of a head that a lane takes at once."""
+        layout, wide = self.layout, self.tuning.quantised_vector
+        one = layout.quantisation
+        dims = (layout.shape.key_dim, layout.shape.value_dim)
+        if one is None or one.group_size % wide or any(dim % wide for dim in dims):
+            return VECTOR
+        return wide
+
+    @property
     def tile(self) -> int:
         """Keys that a warp takes at once: a power of two that divides a block.
 
@@ -140,10 +150,10 @@ class AttendKernels:
             "SHARE": kind.share,
             "PARTS": kind.parts,
             "G": -(-kind.share // kind.parts),
-            "VEC": VECTOR,
+            "VEC": kind.vector,
             "TILE": kind.tile,
             "SCORE_LANES": max(kind.tuning.score_lanes, WARP // kind.tile),
-            "VALUE_LANES": lanes_for(layout.shape.value_dim),
+            "VALUE_LANES": lanes_for(layout.shape.value_dim, kind.vector),
             "WARPS": kind.tuning.warps,
             "SPLIT": name == "split",
             "SINKS": kind.has_sinks,

@@ -178,6 +178,12 @@ class KernelAttention:
         mine = _kernel_pool(pool)
         self._move_kernels(mine).copy(mine, sources, targets)
 
+    def forget_writes(self, pool: LayerPool) -> None:
+        """See ``AttentionBackend.forget_writes``."""
+        mine = _kernel_pool(pool)
+        mine.token = mx.zeros((1,), mx.int32)
+        mx.eval(mine.token)
+
     def _move_kernels(self, pool: KernelPool) -> MoveKernels:
         found = self._moves.get(pool.layout)
         if found is None:

@@ -107,6 +107,6 @@ def why_unsupported(layout: PoolLayout) -> str | None:
     return None
 
 
-def lanes_for(dim: int) -> int:
+def lanes_for(dim: int, vector: int = VECTOR) -> int:
     """Lanes that share one row's vectors: a power of two, so that shuffles stay among them."""
-    return 1 << (dim // VECTOR - 1).bit_length()
+    return 1 << (dim // vector - 1).bit_length()

@@ -156,6 +156,10 @@ class ReferenceAttention:
         keys, values = self._gather(pool, table)
         return keys.swapaxes(0, 1), values.swapaxes(0, 1)
 
+    def forget_writes(self, pool: LayerPool) -> None:
+        """Nothing: a step that MLX cannot compute on the CPU ends the process."""
+        del pool
+
     def copy_blocks(self, pool: LayerPool, sources: mx.array, targets: mx.array) -> None:
         """See ``AttentionBackend.copy_blocks``."""
         source_rows, target_rows = self._rows(sources), self._rows(targets)

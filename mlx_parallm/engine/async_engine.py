@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import logging
 import queue
 import threading
@@ -225,7 +226,11 @@ class AsyncEngine:
         return False
 
     def _load(self) -> dict[str, Engine]:
+        gc.unfreeze()
         loaded = self._build(self._config, self._families, self._on_progress)
+        # What is there now stays: to look through it for garbage would stop every stream.
+        gc.collect()
+        gc.freeze()
         self._models = {name: one.model for one in loaded for name in one.model.names}
         self._cause = None
         self.died.clear()

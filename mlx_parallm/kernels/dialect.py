@@ -18,6 +18,7 @@ class Tuning:
         warps: of a threadgroup.
         tile: keys that a warp takes at once, if registers and block size allow.
         score_lanes: lanes that share a key while scores are computed.
+        quantised_vector: neighbouring numbers of quantised KV that a lane takes, if they fit.
         max_heads: query heads of one KV head that share its loads; they are kept in registers.
         chunk_multiple: stock attention gets a multiple of this many queries, from such a position.
     """
@@ -26,6 +27,7 @@ class Tuning:
     warps: int = 4
     tile: int = 16
     score_lanes: int = 4
+    quantised_vector: int = 16
     max_heads: int = 8
     chunk_multiple: int = 1
 

@@ -69,6 +69,10 @@ class DraftModel:
         """What the latest step wrote; to be evaluated with its outputs."""
         return self._path.arrays()
 
+    def forget_writes(self) -> None:
+        """Depend no more on KV writes of a step that failed; nothing may be in flight."""
+        self._path.forget_writes()
+
     def propose(self, batch: ScheduledBatch, vocab_size: int) -> mx.array | None:
         """Compute known tokens, then the proposals that the batch leaves to a draft model.
 

@@ -28,6 +28,11 @@ class KVPools:
         """What must be evaluated for every layer's pool to be up to date."""
         return [array for pool in self.layers for array in pool.arrays()]
 
+    def forget_writes(self) -> None:
+        """See ``AttentionBackend.forget_writes``."""
+        for pool in self.layers:
+            self._backend.forget_writes(pool)
+
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy blocks ``(source, target)`` in every layer."""
         if not pairs:

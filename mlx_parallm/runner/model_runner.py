@@ -98,12 +98,25 @@ class ModelRunner:
         only while no step in flight holds the pool, and copies it otherwise.
         """
         runs_ahead = self._info.runs_ahead
-        with self._tracer.span(Phase.BUILD, batch):
-            step = self._build(batch)
-        with self._tracer.span(Phase.DISPATCH if runs_ahead else Phase.EVALUATE, batch):
-            step.start(self._written(), wait=not runs_ahead)
+        try:
+            with self._tracer.span(Phase.BUILD, batch):
+                step = self._build(batch)
+            with self._tracer.span(Phase.DISPATCH if runs_ahead else Phase.EVALUATE, batch):
+                step.start(self._written(), wait=not runs_ahead)
+        except Exception:
+            self._recover()
+            raise
         self._latest = step if runs_ahead else None
         return step
+
+    def _recover(self) -> None:
+        """After a step that failed, mostly for want of memory: let the next one stand alone."""
+        self._latest = None
+        mx.synchronize()
+        mx.clear_cache()
+        self._path.forget_writes()
+        if self._draft is not None:
+            self._draft.forget_writes()
 
     def _build(self, batch: ScheduledBatch) -> ModelStep:
         self._path.copy_blocks(batch.block_copies)

@@ -22,7 +22,7 @@ MISTAKES = {
     "rounds down": ("quantise", ")) * inverse", ")) * inverse - 0.49f"),
     "one level fewer": ("quantise", "(1 << BITS) - 1", "(1 << BITS) - 2"),
     "scales in the wrong place": ("quantise", "* groups + group)", "* groups)"),
-    "scales not heeded by attention": ("attend", "value_scales[u])", "key_scales[0][0])"),
+    "scales not heeded by attention": ("attend", "value_scales[u].at[0]", "key_scales[0][0].at[0]"),
 }
 
 

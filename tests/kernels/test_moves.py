@@ -159,3 +159,12 @@ def test_another_backends_pool_is_refused() -> None:
     pool = ReferenceAttention(BLOCK_SIZE).new_pool(SHAPE, 2)
     with pytest.raises(TypeError, match="another"):
         KernelAttention(BLOCK_SIZE, CudaShim()).gather(pool, mx.array([[0]]))
+
+
+def test_a_write_that_failed_is_forgotten(shim: Shim) -> None:
+    backend = KernelAttention(BLOCK_SIZE, shim)
+    pool = backend.new_pool(SHAPE, BLOCKS)
+    failed = pool.token = pool.token + 7
+    backend.forget_writes(pool)
+    assert pool.token is not failed
+    assert pool.token.tolist() == [0]

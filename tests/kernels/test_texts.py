@@ -27,6 +27,10 @@ WORDS = (
     (r"threadgroup_position_in_grid\.x", "blockIdx.x"),
     (r"thread_index_in_threadgroup", "threadIdx.x"),
     (r"\bas_type<float>\(", "__uint_as_float("),
+    (
+        r"0x4b000000u \| \(bytes >> (.+) \* 8 & 0xff\)",
+        r"__byte_perm(bytes, 0x4b000000u, 0x7440 + \1)",
+    ),
     (r"\bas_type<unsigned>\(", "__float_as_uint("),
     (r"\bas_type<float16_t>\(", "__ushort_as_half("),
     (r"\bbfloat16_t\b", "__nv_bfloat16"),

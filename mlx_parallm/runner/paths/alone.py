@@ -53,6 +53,9 @@ class AlonePath:
         states = [cache.state for slot in self._touched for cache in self._caches[slot]]
         return [array for _, array in tree_flatten(states) if isinstance(array, mx.array)]
 
+    def forget_writes(self) -> None:
+        """Nothing: every step's cache is its own."""
+
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Nothing: the KV is in the caches of the slots."""
         del pairs

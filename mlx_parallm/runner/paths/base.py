@@ -49,6 +49,10 @@ class ForwardPath(Protocol):
         """What this step wrote; to be evaluated with its outputs."""
         ...
 
+    def forget_writes(self) -> None:
+        """Depend no more on KV writes of a step that failed; nothing may be in flight."""
+        ...
+
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy KV blocks ``(source, target)`` in every layer."""
         ...

@@ -76,6 +76,10 @@ class PackedPath:
         """See ``ForwardPath.arrays``."""
         return self._pools.arrays()
 
+    def forget_writes(self) -> None:
+        """See ``ForwardPath.forget_writes``."""
+        self._pools.forget_writes()
+
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
         """See ``ForwardPath.copy_blocks``."""
         self._pools.copy_blocks(pairs)

@@ -83,6 +83,10 @@ class SplitPath:
         written = [array for store in self._views.stores for array in store.take_written()]
         return self._pools.arrays() + written
 
+    def forget_writes(self) -> None:
+        """See ``ForwardPath.forget_writes``."""
+        self._pools.forget_writes()
+
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
         """See ``ForwardPath.copy_blocks``."""
         self._pools.copy_blocks(pairs)

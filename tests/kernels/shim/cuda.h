@@ -9,6 +9,14 @@ using __nv_bfloat16 = shim::Bfloat;
 
 static inline float __uint_as_float(unsigned bits) { return shim::float_of(bits); }
 static inline unsigned __float_as_uint(float value) { return shim::bits_of(value); }
+static inline unsigned __byte_perm(unsigned low, unsigned high, unsigned selector) {
+  const unsigned long long both = (unsigned long long)high << 32 | low;
+  unsigned chosen = 0;
+  for (int i = 0; i < 4; i++) {
+    chosen |= (unsigned)(both >> (selector >> i * 4 & 7) * 8 & 0xff) << i * 8;
+  }
+  return chosen;
+}
 static inline __half __ushort_as_half(unsigned short bits) {
   __half value;
   value.bits = bits;

@@ -39,6 +39,9 @@ const int end = items[item * 4 + 3];
 
 // 1. Queries, scaled so that scores are exponents of two (before the soft cap: its argument).
 __shared__ float query[G][D];
+#if BITS
+__shared__ float query_sum[G][D / VEC];
+#endif
 for (int i = thread_index; i < G * D / VEC; i += WARPS * 32) {
   const int g = i / (D / VEC);
   const int at = i % (D / VEC) * VEC;
@@ -48,10 +51,15 @@ for (int i = thread_index; i < G * D / VEC; i += WARPS * 32) {
   }
   float wide[VEC];
   widen(wide, raw, T(0.0f));
+  float sum = 0.0f;
 #pragma unroll
   for (int j = 0; j < VEC; j++) {
     query[g][at + j] = wide[j] * QUERY_SCALE;
+    sum += query[g][at + j];
   }
+#if BITS
+  query_sum[g][at / VEC] = sum;
+#endif
 }
 __syncthreads();
 
@@ -63,6 +71,9 @@ int half_now = 0;
 float most[G];
 float total[G];
 float sums[G][VEC];
+#if BITS
+float leasts[G] = {};  // to be added to each of the sums
+#endif
 #pragma unroll
 for (int g = 0; g < G; g++) {
   most[g] = LEAST;
@@ -110,7 +121,8 @@ for (int tile = first / TILE * TILE + warp * TILE; tile < end; tile += WARPS * T
     }
   }
 
-  // 4. Scores: a lane's part of them.
+  // 4. Scores: a lane's part of them. A key in few bits is its levels times the step, which is one
+  // factor for all of a lane's, and the least.
 #pragma unroll
   for (int c = 0; c < CHUNKS; c++) {
     const int at = c * VEC * SCORE_LANES + key_at;
@@ -119,20 +131,31 @@ for (int tile = first / TILE * TILE + warp * TILE; tile < end; tile += WARPS * T
 #pragma unroll
       for (int u = 0; u < SCORE_TRIPS; u++) {
 #if BITS
-        dequantise<BITS>(key[u], raw_keys[u][c], key_scales[u][c]);
+        levels<BITS>(key[u], raw_keys[u][c]);
 #else
         widen(key[u], raw_keys[u][c], T(0.0f));
 #endif
       }
 #pragma unroll
       for (int g = 0; g < G; g++) {
+        float product[SCORE_TRIPS] = {};
 #pragma unroll
         for (int i = 0; i < VEC; i++) {
           const float factor = query[g][at + i];
 #pragma unroll
           for (int u = 0; u < SCORE_TRIPS; u++) {
-            score[u][g] += factor * key[u][i];
+            product[u] += factor * key[u][i];
           }
+        }
+#pragma unroll
+        for (int u = 0; u < SCORE_TRIPS; u++) {
+#if BITS
+          const Scale scale = key_scales[u][c];
+          const float least = query_sum[g][at / VEC] * float(scale.at[1]);
+          score[u][g] += product[u] * float(scale.at[0]) + least;
+#else
+          score[u][g] += product[u];
+#endif
         }
       }
     }
@@ -177,6 +200,9 @@ for (int tile = first / TILE * TILE + warp * TILE; tile < end; tile += WARPS * T
     const float keep = exp2f(most[g] - larger);
     most[g] = larger;
     total[g] *= keep;
+#if BITS
+    leasts[g] *= keep;
+#endif
 #pragma unroll
     for (int i = 0; i < VEC; i++) {
       sums[g][i] *= keep;
@@ -198,14 +224,18 @@ for (int tile = first / TILE * TILE + warp * TILE; tile < end; tile += WARPS * T
     const int key = u * VALUE_KEYS + value_key;
     float value[VEC];
 #if BITS
-    dequantise<BITS>(value, raw_values[u], value_scales[u]);
+    levels<BITS>(value, raw_values[u]);
 #else
     widen(value, raw_values[u], T(0.0f));
 #endif
 #pragma unroll
     for (int g = 0; g < G; g++) {
       const bool has_key = VALUE_KEYS <= TILE || key < TILE;
-      const float weight = has_key ? weights[half_now][warp][key][g] : 0.0f;
+      float weight = has_key ? weights[half_now][warp][key][g] : 0.0f;
+#if BITS
+      leasts[g] += weight * float(value_scales[u].at[1]);
+      weight *= float(value_scales[u].at[0]);
+#endif
 #pragma unroll
       for (int i = 0; i < VEC; i++) {
         sums[g][i] += weight * value[i];
@@ -223,9 +253,12 @@ for (int g = 0; g < G; g++) {
     total[g] += __shfl_xor_sync(0xffffffff, total[g], far);
   }
 #pragma unroll
-  for (int far = VALUE_LANES; far < 32; far *= 2) {
+  for (int i = 0; i < VEC; i++) {
+#if BITS
+    sums[g][i] += leasts[g];
+#endif
 #pragma unroll
-    for (int i = 0; i < VEC; i++) {
+    for (int far = VALUE_LANES; far < 32; far *= 2) {
       sums[g][i] += __shfl_xor_sync(0xffffffff, sums[g][i], far);
     }
   }

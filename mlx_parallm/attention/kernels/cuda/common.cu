@@ -41,16 +41,26 @@ inline void widen(float (&to)[N], const Chunk<unsigned, N / 2>& from, __half) {
   }
 }
 
-// The same of numbers of BITS bits, which stand for that many steps above the least.
+// The same of numbers of BITS bits: so many steps above the least.
+template <int BITS, int N, int W>
+inline void levels(float (&to)[N], const Chunk<unsigned, W>& from) {
+#pragma unroll
+  for (int i = 0; i < N; i++) {
+    const unsigned word = from.at[i * BITS / 32];
+    const unsigned bytes = BITS == 8 ? word : word >> i * BITS % 8 & 0x0f0f0f0fu;
+    // 2^23 + level, whose last bit counts ones: a conversion takes four times as long.
+    const unsigned number = __byte_perm(bytes, 0x4b000000u, 0x7440 + i * BITS % 32 / 8);
+    to[i] = __uint_as_float(number) - 8388608.0f;
+  }
+}
+
+// The numbers themselves.
 template <int BITS, typename M, int N, int W>
 inline void dequantise(
     float (&to)[N], const Chunk<unsigned, W>& from, const Chunk<M, 2>& scale) {
-  const float step = float(scale.at[0]);
-  const float least = float(scale.at[1]);
+  levels<BITS>(to, from);
 #pragma unroll
   for (int i = 0; i < N; i++) {
-    const unsigned level = from.at[i * BITS / 32] >> (i * BITS % 32) & ((1 << BITS) - 1);
-    // 2^23 + level, whose last bit counts ones: a conversion takes four times as long.
-    to[i] = (__uint_as_float(0x4b000000u | level) - 8388608.0f) * step + least;
+    to[i] = to[i] * float(scale.at[0]) + float(scale.at[1]);
   }
 }

@@ -1,0 +1,78 @@
+"""Check on the GPU at hand that a step which runs out of memory harms nobody after it.
+
+``python -m benchmarks.gpu.check_recovery``: requests decode, one step asks for more memory than
+there is, its requests end with an error, and the next ones get the tokens that they got before.
+"""
+
+from __future__ import annotations
+
+import sys
+
+import mlx.core as mx
+
+from benchmarks.gpu.engines import BenchEngine, engine_for, random_prompts
+from benchmarks.gpu.shapes import random_model
+from mlx_parallm.outputs import ErrorEvent, TokenEvent
+from mlx_parallm.request import GenerateRequest, SamplingParams
+from mlx_parallm.runner.model_runner import ModelRunner
+
+LENGTHS = (40, 300, 7)
+NUM_TOKENS = 24
+#: Elements along both axes of what no GPU can hold.
+TOO_MUCH = 1 << 21
+
+
+def main() -> int:
+    model = random_model("0.6B", bits=None, dtype=mx.bfloat16)
+    prompts = random_prompts(model, LENGTHS)
+    with engine_for(model, max_num_seqs=8, max_model_len=1024) as (engine, _):
+        before, _ = answers(engine, prompts, "before")
+        starve(engine)
+        partial, errors = answers(engine, prompts, "starved")
+        after, late_errors = answers(engine, prompts, "after")
+    print(f"failed as they should: {sorted(errors)}, {sum(map(len, partial.values()))} tokens")
+    print(f"errors after: {late_errors}; the same tokens as before: {after == before}")
+    return int(not errors or bool(late_errors) or after != before)
+
+
+def answers(
+    bench: BenchEngine, prompts: list[list[int]], name: str
+) -> tuple[dict[int, list[int]], list[str]]:
+    """The greedy tokens of every prompt by its number, and errors."""
+    for number, prompt in enumerate(prompts):
+        params = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=NUM_TOKENS)
+        request = GenerateRequest(
+            request_id=f"{name}-{number}", model="bench", prompt_ids=tuple(prompt), params=params
+        )
+        bench.engine.add(request)
+    tokens: dict[int, list[int]] = {}
+    errors = []
+    while bench.engine.has_work():
+        for event in bench.engine.step() or ():
+            if isinstance(event, ErrorEvent):
+                errors.append(str(event.error)[:80])
+            elif isinstance(event, TokenEvent):
+                number = int(event.request_id.rpartition("-")[2])
+                tokens.setdefault(number, []).extend(event.token_ids)
+    return tokens, errors
+
+
+def starve(bench: BenchEngine) -> None:
+    """Let the tenth step from now need more memory than there is."""
+    runner = bench.engine._runner
+    assert isinstance(runner, ModelRunner)
+    path, left = runner._path, [10]
+    forward = path.logits
+
+    def starved(*arguments: object) -> mx.array:
+        logits = forward(*arguments)
+        left[0] -= 1
+        if left[0] == 0:
+            logits = logits + (mx.ones((TOO_MUCH, TOO_MUCH)) + logits[0, 0]).sum() * 0
+        return logits
+
+    path.logits = starved
+
+
+if __name__ == "__main__":
+    sys.exit(main())
