@@ -1,0 +1,108 @@
+"""What tells one family's way of writing tool calls or reasoning from another's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from mlx_parallm.parsing.reader import Reader, Steps
+from mlx_parallm.parsing.writer import TurnWriter
+
+JsonSchema = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Tool:
+    """A function that may be called; ``parameters`` is the JSON schema of its arguments."""
+
+    name: str
+    parameters: JsonSchema
+
+
+@dataclass(frozen=True, slots=True)
+class ReadContext:
+    """What a format reads from, writes to and may know of the request."""
+
+    reader: Reader
+    writer: TurnWriter
+    tools: tuple[Tool, ...]
+
+    def tool(self, name: str) -> Tool | None:
+        """The tool of that name, None where the request has none."""
+        return next((tool for tool in self.tools if tool.name == name), None)
+
+
+@dataclass(frozen=True, slots=True)
+class ToolFormat:
+    """How a family of models writes tool calls.
+
+    Attributes:
+        name: the name it has on the command line, after vLLM's ``--tool-call-parser``.
+        summary: what its calls look like, in one line.
+        read: reads what follows the reasoning up to the end of the text.
+        markers: texts that may be tokens of their own and must not be hidden from ``read``.
+        detect: whether a chat template (its text) and a vocabulary are of this family.
+        stop_texts: texts after which the model waits for the tools' results.
+        is_harmony: whether it is OpenAI's Harmony, which mixes reasoning and calls.
+    """
+
+    name: str
+    summary: str
+    read: Callable[[ReadContext], Steps[None]]
+    markers: tuple[str, ...]
+    detect: Callable[[str, Container[str]], bool]
+    stop_texts: tuple[str, ...] = ()
+    is_harmony: bool = False
+
+    def keeps_special_tokens(self, special_tokens: Container[str]) -> bool:
+        """Whether the text must be detokenised with its special tokens."""
+        return any(marker in special_tokens for marker in self.markers)
+
+
+@dataclass(frozen=True, slots=True)
+class ReasoningFormat:
+    """How a family of models marks what it thinks; that comes first.
+
+    Attributes:
+        name: the name it has on the command line, after vLLM's ``--reasoning-parser``.
+        start: what begins it.
+        end: what ends it.
+        detect: whether a chat template (its text) and a vocabulary are of this family.
+        also_ends: markers of tool calls that end it too, and are not read.
+        is_harmony: whether it is OpenAI's Harmony, where channels may come anywhere.
+    """
+
+    name: str
+    start: str
+    end: str
+    detect: Callable[[str, Container[str]], bool]
+    also_ends: tuple[str, ...] = ()
+    is_harmony: bool = False
+
+    @property
+    def markers(self) -> tuple[str, ...]:
+        """Texts that may be tokens of their own."""
+        return (self.start, self.end)
+
+    def keeps_special_tokens(self, special_tokens: Container[str]) -> bool:
+        """Whether the text must be detokenised with its special tokens."""
+        return any(marker in special_tokens for marker in self.markers)
+
+    def is_open_after(self, prompt: str) -> bool:
+        """Whether the rendered prompt ends inside the reasoning."""
+        return prompt.rstrip().endswith(self.start)
+
+
+def tools_of(tools: Sequence[Mapping[str, Any]]) -> tuple[Tool, ...]:
+    """Tools as the chat API or the Responses API writes them; those that are no functions left out.
+
+    A tool without ``parameters`` takes an empty object.
+    """
+    functions = (tool.get("function", tool) for tool in tools)
+    empty: JsonSchema = {"type": "object", "properties": {}, "additionalProperties": False}
+    return tuple(
+        Tool(function["name"], function.get("parameters") or empty)
+        for function in functions
+        if isinstance(function.get("name"), str)
+    )

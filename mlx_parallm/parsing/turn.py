@@ -1,0 +1,116 @@
+"""One parser for a whole turn: reasoning first, then content and tool calls."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+from mlx_parallm.parsing.formats import ReadContext, ReasoningFormat, ToolFormat, tools_of
+from mlx_parallm.parsing.parts import Part, TurnParser
+from mlx_parallm.parsing.reader import Reader, Steps
+from mlx_parallm.parsing.reasoning import read_reasoning
+from mlx_parallm.parsing.writer import TurnWriter
+
+
+def turn_parser(
+    *,
+    tool_format: ToolFormat | None,
+    reasoning_format: ReasoningFormat | None,
+    tools: Sequence[Mapping[str, Any]] = (),
+    reasoning_is_open: bool = False,
+    special_tokens: Collection[str] = (),
+) -> TurnParser:
+    """A parser of one sample's text.
+
+    Args:
+        tool_format: how tool calls are written; None: what looks like one is content.
+        reasoning_format: how reasoning is marked; None: its markers are content.
+        tools: the request's tools, as the chat API writes them.
+        reasoning_is_open: whether the prompt ends inside the reasoning.
+        special_tokens: the vocabulary's special tokens, if the text was detokenised with them;
+            those that are no markers of the two formats are left out.
+    """
+    markers = {
+        *(tool_format.markers if tool_format else ()),
+        *(reasoning_format.markers if reasoning_format else ()),
+    }
+    reader = Reader()
+    context = ReadContext(reader, TurnWriter(reader), tools_of(tools))
+    steps = _read_turn(context, tool_format, reasoning_format, reasoning_is_open)
+    return _SteppedParser(context, steps, frozenset(special_tokens) - markers)
+
+
+def _read_turn(
+    context: ReadContext,
+    tool_format: ToolFormat | None,
+    reasoning_format: ReasoningFormat | None,
+    reasoning_is_open: bool,
+) -> Steps[None]:
+    if reasoning_format is not None:
+        yield from read_reasoning(context, reasoning_format, is_open=reasoning_is_open)
+    if tool_format is not None:
+        yield from tool_format.read(context)
+    else:
+        yield from context.reader.pass_until((), context.writer.content)
+
+
+class _SteppedParser:
+    """Lets the steps of a reading go on as text arrives."""
+
+    def __init__(self, context: ReadContext, steps: Steps[None], hidden: frozenset[str]) -> None:
+        self._context = context
+        self._steps = steps
+        self._hidden = HiddenTokens(hidden)
+        next(self._steps, None)
+
+    @property
+    def is_reasoning(self) -> bool:
+        """Whether the text so far ends inside the reasoning."""
+        return self._context.writer.is_reasoning
+
+    def add(self, text: str) -> list[Part]:
+        """The parts that the next text makes certain."""
+        self._context.reader.add(self._hidden.add(text))
+        next(self._steps, None)
+        return self._context.writer.take()
+
+    def flush(self) -> list[Part]:
+        """What was still held back; the end of the text."""
+        reader, writer = self._context.reader, self._context.writer
+        reader.add(self._hidden.flush())
+        reader.ended = True
+        next(self._steps, None)
+        writer.finish()
+        return writer.take()
+
+
+class HiddenTokens:
+    """Leaves special tokens out of a text that arrives in pieces."""
+
+    def __init__(self, tokens: Collection[str]) -> None:
+        self._reader = Reader()
+        self._shown: list[str] = []
+        self._steps = self._leave_out(tuple(sorted(tokens, key=len, reverse=True)))
+        next(self._steps, None)
+
+    def add(self, text: str) -> str:
+        """The text that is certain not to belong to such a token."""
+        self._reader.add(text)
+        next(self._steps, None)
+        return self._take()
+
+    def flush(self) -> str:
+        """What was still held back."""
+        self._reader.ended = True
+        next(self._steps, None)
+        return self._take()
+
+    def _take(self) -> str:
+        shown = "".join(self._shown)
+        self._shown.clear()
+        self._reader.keep()
+        return shown
+
+    def _leave_out(self, tokens: tuple[str, ...]) -> Steps[None]:
+        while token := (yield from self._reader.pass_until(tokens, self._shown.append)):
+            self._reader.take(len(token))
