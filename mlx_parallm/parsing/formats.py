@@ -14,10 +14,17 @@ JsonSchema = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Tool:
-    """A function that may be called; ``parameters`` is the JSON schema of its arguments."""
+    """A function that may be called.
+
+    Attributes:
+        name: what it is called by.
+        parameters: the JSON schema of its arguments.
+        strict: whether a forced call must honour all of the schema, or only what is supported.
+    """
 
     name: str
     parameters: JsonSchema
+    strict: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +41,23 @@ class ReadContext:
 
 
 @dataclass(frozen=True, slots=True)
+class CallText:
+    """How calls are written where a grammar forces them.
+
+    Attributes:
+        call: one call; ``$name`` stands for the tool's name, ``$arguments`` for the JSON object.
+        separator: what stands between calls; None: a turn has one call at most.
+        begin: what precedes all calls.
+        end: what follows all calls.
+    """
+
+    call: str
+    separator: str | None = "\n"
+    begin: str = ""
+    end: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class ToolFormat:
     """How a family of models writes tool calls.
 
@@ -43,6 +67,7 @@ class ToolFormat:
         read: reads what follows the reasoning up to the end of the text.
         markers: texts that may be tokens of their own and must not be hidden from ``read``.
         detect: whether a chat template (its text) and a vocabulary are of this family.
+        forced: how a forced call is written; None: as a plain JSON array.
         stop_texts: texts after which the model waits for the tools' results.
         is_harmony: whether it is OpenAI's Harmony, which mixes reasoning and calls.
     """
@@ -52,6 +77,7 @@ class ToolFormat:
     read: Callable[[ReadContext], Steps[None]]
     markers: tuple[str, ...]
     detect: Callable[[str, Container[str]], bool]
+    forced: CallText | None = None
     stop_texts: tuple[str, ...] = ()
     is_harmony: bool = False
 
@@ -102,7 +128,11 @@ def tools_of(tools: Sequence[Mapping[str, Any]]) -> tuple[Tool, ...]:
     functions = (tool.get("function", tool) for tool in tools)
     empty: JsonSchema = {"type": "object", "properties": {}, "additionalProperties": False}
     return tuple(
-        Tool(function["name"], function.get("parameters") or empty)
+        Tool(
+            function["name"],
+            function.get("parameters") or empty,
+            strict=function.get("strict") is True,
+        )
         for function in functions
         if isinstance(function.get("name"), str)
     )

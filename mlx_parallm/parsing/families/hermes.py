@@ -9,7 +9,7 @@ from collections.abc import Container
 
 from mlx_parallm.parsing.families.json_calls import read_call_object
 from mlx_parallm.parsing.families.marked import read_marked
-from mlx_parallm.parsing.formats import ReadContext, ToolFormat
+from mlx_parallm.parsing.formats import CallText, ReadContext, ToolFormat
 from mlx_parallm.parsing.reader import Steps
 
 START, END = "<tool_call>", "</tool_call>"
@@ -39,4 +39,5 @@ HERMES = ToolFormat(
     read=_read,
     markers=(START, END),
     detect=_detect,
+    forced=CallText(f'{START}\n{{"name": "$name", "arguments": $arguments}}\n{END}'),
 )
