@@ -1,60 +1,68 @@
-"""Events of a chat request to ``chat.completion`` objects and chunks."""
+"""From a turn's parts to ``chat.completion`` objects and chunks."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from mlx_parallm.api.convert.answer import AnswerHead, Sample, Usage, chunk_usage
+from mlx_parallm.api.convert.answer import AnswerHead, chunk_usage, usage_body
 from mlx_parallm.api.convert.logprobs import TokenNames, chat_logprobs, prompt_logprobs
-from mlx_parallm.api.reasoning import ReasoningSplitter
+from mlx_parallm.api.samples import Usage
 from mlx_parallm.api.schemas.chat import ChatRequest
+from mlx_parallm.api.turns.prepare import PreparedTurn
+from mlx_parallm.api.turns.stream import (
+    TOOL_CALLS,
+    SampleState,
+    ToolCall,
+    ToolCallEnd,
+    TurnPart,
+)
 from mlx_parallm.outputs import PromptEvent, TokenEvent
+from mlx_parallm.parsing.parts import (
+    ContentText,
+    ReasoningText,
+    ToolCallArguments,
+    ToolCallBegin,
+)
 
 
 class ChatAnswer:
     """Builds the answer to one chat request, whole or chunk by chunk."""
 
     def __init__(
-        self,
-        body: ChatRequest,
-        head: AnswerHead,
-        names: TokenNames,
-        prompt_ids: tuple[int, ...],
-        splitters: list[ReasoningSplitter] | None,
+        self, body: ChatRequest, head: AnswerHead, names: TokenNames, prepared: PreparedTurn
     ) -> None:
         self._body = body
         self._head = head
         self._names = names
-        self._prompt_ids = prompt_ids
-        self._splitters = splitters
-        self._samples = [Sample() for _ in range(body.n)]
-        self._reasoning = [""] * body.n
-        self._content = [body.echoed()] * body.n
-        self._prompt: PromptEvent | None = None
-        self.usage = Usage(prompt_tokens=len(prompt_ids))
+        self._prompt_ids = prepared.prompt_ids
+        self._stream = prepared.stream()
+        self._echoed = body.echoed()
+        self._shows_reasoning = body.include_reasoning
+        self._custom = {tool.name for tool in prepared.turn.tools if tool.is_custom}
+        self._is_named = prepared.turn.tool_choice.is_named
+        self._is_function_call = body.is_function_call
+
+    @property
+    def usage(self) -> Usage:
+        """Token counts so far."""
+        return self._stream.usage
 
     def add(self, prompt: int, event: PromptEvent | TokenEvent) -> None:
         """Take in an event of the whole answer."""
-        self.usage.add(event)
-        if isinstance(event, PromptEvent):
-            self._prompt = event
-            return
-        self._samples[event.index].add(event)
-        reasoning, content = self._split(event)
-        self._reasoning[event.index] += reasoning
-        self._content[event.index] += content
+        self._stream.add(event)
 
     def whole(self) -> dict[str, Any]:
         """The ``chat.completion`` object, once every event is in."""
-        choices = [self._choice(index, sample) for index, sample in enumerate(self._samples)]
+        samples = self._stream.samples
         answer = self._head.keys() | {
-            "choices": choices,
-            "usage": self.usage.body(),
+            "choices": [self._choice(index, sample) for index, sample in enumerate(samples)],
+            "usage": usage_body(self.usage),
             "service_tier": "default",
             "system_fingerprint": None,
         }
-        if self._prompt is not None and self._prompt.prompt_logprobs is not None:
-            answer["prompt_logprobs"] = prompt_logprobs(self._prompt.prompt_logprobs, self._names)
+        prompt = self._stream.prompt
+        if prompt is not None and prompt.prompt_logprobs is not None:
+            answer["prompt_logprobs"] = prompt_logprobs(prompt.prompt_logprobs, self._names)
         if self._body.return_token_ids:
             answer["prompt_token_ids"] = list(self._prompt_ids)
         return answer
@@ -65,27 +73,31 @@ class ChatAnswer:
         chunks = [self._chunk(i, delta, None) for i in range(self._body.n)]
         if self._body.return_token_ids:
             chunks[0]["prompt_token_ids"] = list(self._prompt_ids)
-        echoed = self._body.echoed()
-        if echoed:
-            chunks += [self._chunk(i, {"content": echoed}, None) for i in range(self._body.n)]
+        if self._echoed:
+            chunks += [self._chunk(i, {"content": self._echoed}, None) for i in range(self._body.n)]
         return chunks
 
     def chunks(self, prompt: int, event: PromptEvent | TokenEvent) -> list[dict[str, Any]]:
         """What an event adds to a stream; often one chunk, sometimes none."""
-        self.usage.add(event)
+        parts = self._stream.add(event)
         if isinstance(event, PromptEvent):
             if event.prompt_logprobs is None:
                 return []
             # With a choice: clients take a chunk without for the one of usage.
             scores = prompt_logprobs(event.prompt_logprobs, self._names)
             return [self._chunk(0, {}, None) | {"prompt_logprobs": scores}]
-        chunks = []
-        delta = self._delta(event)
-        if delta or event.logprobs or (self._body.return_token_ids and event.token_ids):
-            chunks.append(self._chunk(event.index, delta, event))
+        sample = self._stream.samples[event.index]
+        deltas = self._deltas(sample, parts)
+        if not deltas and (event.logprobs or (self._body.return_token_ids and event.token_ids)):
+            deltas = [{}]
+        # Log-probabilities and ids of an event go with the first of its deltas.
+        chunks = [
+            self._chunk(event.index, delta, event if number == 0 else None)
+            for number, delta in enumerate(deltas)
+        ]
         if event.finish_reason is not None:
             last = self._chunk(event.index, {}, None)
-            last["choices"][0]["finish_reason"] = str(event.finish_reason)
+            last["choices"][0]["finish_reason"] = self._finish_reason(sample)
             last["choices"][0]["stop_reason"] = event.stop_reason
             chunks.append(last)
         return chunks
@@ -95,45 +107,92 @@ class ChatAnswer:
         options = self._body.stream_options
         if options is None or not options.include_usage:
             return []
-        return [self._head.keys() | {"choices": [], "usage": self.usage.body()}]
+        return [self._head.keys() | {"choices": [], "usage": usage_body(self.usage)}]
 
-    def _choice(self, index: int, sample: Sample) -> dict[str, Any]:
-        reasoning, content = self._reasoning[index], self._content[index]
-        message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
-        if reasoning:
-            message |= {"reasoning": reasoning, "reasoning_content": reasoning}
+    def _choice(self, index: int, sample: SampleState) -> dict[str, Any]:
+        raw = sample.raw
         choice: dict[str, Any] = {
             "index": index,
-            "message": message,
-            "logprobs": chat_logprobs(sample.logprobs, self._names)
-            if self._body.logprobs
-            else None,
-            "finish_reason": sample.finish_reason,
-            "stop_reason": sample.stop_reason,
+            "message": self._message(sample),
+            "logprobs": chat_logprobs(raw.logprobs, self._names) if self._body.logprobs else None,
+            "finish_reason": self._finish_reason(sample),
+            "stop_reason": raw.stop_reason,
         }
         if self._body.return_token_ids:
-            choice["token_ids"] = sample.token_ids
+            choice["token_ids"] = raw.token_ids
         return choice
 
-    def _split(self, event: TokenEvent) -> tuple[str, str]:
-        """The reasoning and the content an event makes certain; counts reasoning tokens."""
-        if self._splitters is None:
-            return "", event.text
-        splitter = self._splitters[event.index]
-        reasoning, content = splitter.add(event.text)
-        if splitter.is_reasoning:
-            self.usage.reasoning_tokens += len(event.token_ids)
-        if event.finish_reason is not None:
-            late = splitter.flush()
-            reasoning, content = reasoning + late[0], content + late[1]
-        return reasoning, content
+    def _message(self, sample: SampleState) -> dict[str, Any]:
+        content = self._echoed + sample.content
+        message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
+        if sample.reasoning and self._shows_reasoning:
+            message |= {"reasoning": sample.reasoning, "reasoning_content": sample.reasoning}
+        if sample.calls:
+            message["content"] = content if content.strip() else None
+            message |= self._calls(sample.calls)
+        return message
 
-    def _delta(self, event: TokenEvent) -> dict[str, Any]:
-        reasoning, content = self._split(event)
-        delta: dict[str, Any] = {"content": content} if content else {}
-        if reasoning:
-            delta |= {"reasoning": reasoning, "reasoning_content": reasoning}
-        return delta
+    def _calls(self, calls: list[ToolCall]) -> dict[str, Any]:
+        if self._is_function_call:
+            return {"function_call": {"name": calls[0].name, "arguments": calls[0].arguments}}
+        return {"tool_calls": [self._call(call) for call in calls]}
+
+    def _call(self, call: ToolCall) -> dict[str, Any]:
+        if call.name in self._custom:
+            custom = {"name": call.name, "input": call.custom_input}
+            return {"id": call.id, "type": "custom", "custom": custom}
+        function = {"name": call.name, "arguments": call.arguments}
+        return {"id": call.id, "type": "function", "function": function}
+
+    def _finish_reason(self, sample: SampleState) -> str | None:
+        reason = sample.finish_reason
+        if reason != TOOL_CALLS:
+            return reason
+        if self._is_function_call:
+            return "function_call"
+        # OpenAI and vLLM report so what the caller named itself.
+        return "stop" if self._is_named else reason
+
+    def _deltas(self, sample: SampleState, parts: list[TurnPart]) -> list[dict[str, Any]]:
+        """Text of both kinds in one delta, every part of a call in one of its own."""
+        deltas: list[dict[str, Any]] = []
+        texts: dict[str, str] = {}
+        for part in parts:
+            if isinstance(part, ReasoningText | ContentText):
+                self._add_text(texts, part)
+                continue
+            delta = self._call_delta(sample, part)
+            if delta is not None:
+                deltas += [texts, delta] if texts else [delta]
+                texts = {}
+        return [*deltas, texts] if texts else deltas
+
+    def _add_text(self, texts: dict[str, str], part: ReasoningText | ContentText) -> None:
+        if isinstance(part, ContentText):
+            texts["content"] = texts.get("content", "") + part.text
+        elif self._shows_reasoning:
+            for key in ("reasoning", "reasoning_content"):
+                texts[key] = texts.get(key, "") + part.text
+
+    def _call_delta(self, sample: SampleState, part: TurnPart) -> dict[str, Any] | None:
+        """The delta of a call's part; None where it has none."""
+        if not isinstance(part, ToolCallBegin | ToolCallArguments | ToolCallEnd):
+            return None
+        call = sample.calls[part.index]
+        if call.name in self._custom:
+            # A text within JSON is known when the JSON is complete.
+            whole = {"index": part.index} | self._call(call)
+            return {"tool_calls": [whole]} if isinstance(part, ToolCallEnd) else None
+        if isinstance(part, ToolCallBegin):
+            function = {"name": part.name, "arguments": ""}
+            head = {"id": call.id, "type": "function"}
+        elif isinstance(part, ToolCallArguments):
+            function, head = {"arguments": part.text}, {}
+        else:
+            return None
+        if self._is_function_call:
+            return {"function_call": function}
+        return {"tool_calls": [{"index": part.index} | head | {"function": function}]}
 
     def _chunk(self, index: int, delta: dict[str, Any], event: TokenEvent | None) -> dict[str, Any]:
         choice: dict[str, Any] = {

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from mlx_parallm.api.convert.answer import AnswerHead, Sample, Usage, chunk_usage
+from mlx_parallm.api.convert.answer import AnswerHead, chunk_usage, usage_body
 from mlx_parallm.api.convert.logprobs import (
     CompletionLogprobs,
     TokenNames,
     prompt_logprobs,
     with_top,
 )
+from mlx_parallm.api.samples import Sample, Usage
 from mlx_parallm.api.schemas.completions import CompletionRequest
 from mlx_parallm.outputs import PromptEvent, TokenEvent
 
@@ -48,7 +49,7 @@ class CompletionAnswer:
         """The ``text_completion`` object, once every event is in."""
         return self._head.keys() | {
             "choices": [self._choice(i, sample) for i, sample in enumerate(self._samples)],
-            "usage": self.usage.body(),
+            "usage": usage_body(self.usage),
             "system_fingerprint": None,
         }
 
@@ -80,7 +81,7 @@ class CompletionAnswer:
         options = self._body.stream_options
         if options is None or not options.include_usage:
             return []
-        return [self._head.keys() | {"choices": [], "usage": self.usage.body()}]
+        return [self._head.keys() | {"choices": [], "usage": usage_body(self.usage)}]
 
     def _choice(self, index: int, sample: Sample, *, first: bool = True) -> dict[str, Any]:
         """A choice, or a piece of it; what belongs to the prompt comes with the first."""

@@ -59,6 +59,10 @@ class ChatRequest(GenerationRequest):
     )
     reasoning_effort: StrictStr | None = Field(None, description="Handed to the template.")
     enable_thinking: StrictBool | None = Field(None, description="Handed to the template.")
+    include_reasoning: StrictBool = Field(True, description="False leaves the reasoning out.")
+    separate_reasoning: StrictBool = Field(
+        True, description="False leaves the reasoning in the content, with its markers."
+    )
     modalities: list[StrictStr] | None = Field(None, description='Only ["text"].')
     chat_template: StrictStr | None = Field(None, description="Refused: see --chat-template.")
     chat_template_kwargs: dict[str, Any] = Field(
@@ -70,21 +74,26 @@ class ChatRequest(GenerationRequest):
     continue_final_message: StrictBool = Field(
         False, description="Go on with the last message instead of opening a turn."
     )
-    tools: list[Any] | None = Field(None, description="Not served yet: must be empty.")
-    tool_choice: Any = Field(None, description='Not served yet: only "none".')
+    tools: list[dict[str, Any]] | None = Field(
+        None, description="What the model may call: function and custom tools."
+    )
+    tool_choice: StrictStr | dict[str, Any] | None = Field(
+        None, description='"none", "auto", "required", one tool by name, or allowed_tools.'
+    )
+    parallel_tool_calls: StrictBool = Field(True, description="False: at most one call.")
+    functions: list[dict[str, Any]] | None = Field(None, description="Superseded by tools.")
+    function_call: StrictStr | dict[str, Any] | None = Field(
+        None, description="Superseded by tool_choice."
+    )
     response_format: dict[str, Any] | None = Field(None, description='Only {"type": "text"}.')
 
     def check_supported(self) -> None:
         """Refuse what this server does not honour yet, by name.
 
         Raises:
-            InvalidRequestError: tools, a structured response format, or audio.
+            InvalidRequestError: a structured response format, a template, or audio.
         """
         code = "unsupported_parameter"
-        if self.tools:
-            raise InvalidRequestError("tools are not supported.", param="tools", code=code)
-        if self.tool_choice not in (None, "none", "auto"):
-            raise InvalidRequestError("tools are not supported.", param="tool_choice", code=code)
         if self.response_format and self.response_format.get("type") != "text":
             raise InvalidRequestError(
                 'response_format other than {"type": "text"} is not supported.',
@@ -100,8 +109,6 @@ class ChatRequest(GenerationRequest):
             )
         for name in (
             "audio",
-            "functions",
-            "function_call",
             "structured_outputs",
             "guided_json",
             "guided_regex",
@@ -115,6 +122,11 @@ class ChatRequest(GenerationRequest):
                 "Only the modality text is supported.", param="modalities", code=code
             )
         check_template_kwargs(self.chat_template_kwargs)
+
+    @property
+    def is_function_call(self) -> bool:
+        """Whether calls are wanted in the deprecated form."""
+        return bool(self.functions) and not self.tools
 
     def top(self) -> int | None:
         """How many alternatives per token; None when no log-probabilities are wanted.

@@ -1,0 +1,60 @@
+"""From the body of a chat request to a turn."""
+
+from __future__ import annotations
+
+from mlx_parallm.api.convert.chat_tools import (
+    chat_function_choice,
+    chat_functions,
+    chat_tool_choice,
+    chat_tools,
+)
+from mlx_parallm.api.convert.sampling import sampling_params
+from mlx_parallm.api.schemas.chat import ChatRequest
+from mlx_parallm.api.turns.request import TurnRequest
+from mlx_parallm.api.turns.tools import Tool, ToolChoice
+
+
+def chat_turn(body: ChatRequest, *, request_id: str, client: str, max_logprobs: int) -> TurnRequest:
+    """What a body asks for.
+
+    Args:
+        body: as it came.
+        request_id: of the answer.
+        client: whose request it is.
+        max_logprobs: most alternatives per token.
+
+    Raises:
+        InvalidRequestError: a field is malformed, or asks for what is not served; names it.
+    """
+    body.check_supported()
+    tools, choice = _tools(body)
+    limit = body.max_completion_tokens
+    return TurnRequest(
+        request_id=request_id,
+        messages=body.turns(),
+        tools=tools,
+        tool_choice=choice,
+        parallel_tool_calls=body.parallel_tool_calls and not body.is_function_call,
+        template_kwargs=body.template_kwargs(),
+        separate_reasoning=body.separate_reasoning,
+        add_generation_prompt=body.add_generation_prompt,
+        continue_final_message=body.continue_final_message,
+        params=sampling_params(
+            body,
+            max_tokens=body.max_tokens if limit is None else limit,
+            logprobs=body.top(),
+            prompt_logprobs=body.prompt_logprobs,
+            max_logprobs=max_logprobs,
+        ),
+        priority=body.priority,
+        client=client,
+        cache_salt=body.cache_salt,
+    )
+
+
+def _tools(body: ChatRequest) -> tuple[tuple[Tool, ...], ToolChoice]:
+    if body.is_function_call:
+        functions = chat_functions(body.functions or ())
+        return functions, chat_function_choice(body.function_call, functions)
+    tools = chat_tools(body.tools or ())
+    return tools, chat_tool_choice(body.tool_choice, tools)

@@ -1,0 +1,1 @@
+"""One turn of an assistant, whatever protocol asked for it."""

@@ -1,0 +1,102 @@
+"""From what is asked of a turn to a prompt, sampling parameters and parsers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from mlx_parallm.api.offload import maybe_in_thread
+from mlx_parallm.api.turns.history import template_messages
+from mlx_parallm.api.turns.parsers import turn_parser
+from mlx_parallm.api.turns.request import TurnRequest
+from mlx_parallm.api.turns.stream import TurnStream
+from mlx_parallm.engine.interface import ServedModel
+from mlx_parallm.parsing.parts import TurnParser
+from mlx_parallm.request import GenerateRequest
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PreparedTurn:
+    """A turn that the engine can take.
+
+    Attributes:
+        turn: what was asked.
+        model: who answers.
+        rendered: the prompt as text.
+        request: for the engine.
+    """
+
+    turn: TurnRequest
+    model: ServedModel
+    rendered: str
+    request: GenerateRequest
+
+    @property
+    def prompt_ids(self) -> tuple[int, ...]:
+        """The prompt as tokens."""
+        return self.request.prompt_ids
+
+    def parsers(self) -> list[TurnParser]:
+        """Fresh parsers, one per sample."""
+        return [self._parser() for _ in range(self.request.params.n)]
+
+    def stream(self) -> TurnStream:
+        """What the engine's events are given to."""
+        return TurnStream(
+            self.parsers(),
+            len(self.prompt_ids),
+            max_calls=None if self.turn.parallel_tool_calls else 1,
+        )
+
+    def _parser(self) -> TurnParser:
+        return turn_parser(self.turn, self.model, self.rendered)
+
+
+async def prepare_turn(turn: TurnRequest, model: ServedModel) -> PreparedTurn:
+    """Render and encode the conversation; decide how the answer is constrained and read.
+
+    Raises:
+        InvalidRequestError: a message is malformed, or the template refuses the conversation.
+    """
+    rendered, prompt_ids = await render_turn(turn, model)
+    request = GenerateRequest(
+        request_id=turn.request_id,
+        model=model.names[0],
+        prompt_ids=prompt_ids,
+        params=turn.params,
+        priority=turn.priority,
+        client=turn.client,
+        cache_salt=turn.cache_salt,
+    )
+    return PreparedTurn(turn=turn, model=model, rendered=rendered, request=request)
+
+
+async def render_turn(turn: TurnRequest, model: ServedModel) -> tuple[str, tuple[int, ...]]:
+    """The conversation as text and as tokens; off the event loop where it is long.
+
+    Raises:
+        InvalidRequestError: a message is malformed, or the template refuses the conversation.
+    """
+    messages = template_messages(turn.messages)
+    tools = [tool.for_template() for tool in turn.callable_tools] or None
+
+    def render() -> tuple[str, tuple[int, ...]]:
+        text = model.tokenizer.render_chat(
+            messages,
+            tools=tools,
+            add_generation_prompt=turn.add_generation_prompt and not turn.continue_final_message,
+            continue_final_message=turn.continue_final_message,
+            template_kwargs=turn.template_kwargs,
+        )
+        return text, tuple(model.tokenizer.encode(text, add_special_tokens=False))
+
+    return await maybe_in_thread(render, _length(messages, tools))
+
+
+def _length(
+    messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None
+) -> int:
+    """About how many characters there are to tokenise."""
+    texts = sum(len(message.get("content") or "") for message in messages)
+    return texts + 512 * len(tools or ()) + sum(512 for m in messages if "tool_calls" in m)

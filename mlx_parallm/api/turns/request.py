@@ -1,0 +1,57 @@
+"""What is asked of one turn, by whatever protocol."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from mlx_parallm.api.turns.tools import Tool, ToolChoice, callable_tools
+from mlx_parallm.request import Grammar, SamplingParams
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TurnRequest:
+    """A conversation to be continued by the assistant.
+
+    Attributes:
+        request_id: unique among the requests in flight.
+        messages: in the shape of chat templates: ``role`` (system, user, assistant, tool), a text
+            as ``content``, ``tool_calls`` with a text or an object as ``arguments``,
+            ``tool_call_id``, ``reasoning_content``. Checked by ``prepare_turn``.
+        tools: what may be called; checked by ``check_tools``.
+        tool_choice: what must be called; checked by ``check_choice``.
+        parallel_tool_calls: false: at most one call; further ones are left out.
+        structure: what the content must match; not together with calls.
+        template_kwargs: further variables of the template, such as ``enable_thinking``; they win
+            over the model's default ones.
+        separate_reasoning: false: reasoning is content, with its markers.
+        thinking_budget: most tokens of reasoning; None for no limit.
+        add_generation_prompt: open the assistant's turn.
+        continue_final_message: go on with the last message instead.
+        params: how tokens are chosen, without a grammar.
+        priority: lower runs first.
+        client: whose request it is.
+        cache_salt: requests of different salts never share cached blocks.
+    """
+
+    request_id: str
+    messages: Sequence[Mapping[str, Any]]
+    tools: tuple[Tool, ...] = ()
+    tool_choice: ToolChoice = field(default_factory=ToolChoice)
+    parallel_tool_calls: bool = True
+    structure: Grammar | None = None
+    template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    separate_reasoning: bool = True
+    thinking_budget: int | None = None
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    params: SamplingParams = field(default_factory=SamplingParams)
+    priority: int = 0
+    client: str = ""
+    cache_salt: str | None = None
+
+    @property
+    def callable_tools(self) -> tuple[Tool, ...]:
+        """The tools that may be called in this turn."""
+        return callable_tools(self.tools, self.tool_choice)

@@ -1,0 +1,142 @@
+"""From the engine's events of a turn to its parts: reasoning, content, tool calls."""
+
+from __future__ import annotations
+
+import json
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from mlx_parallm.api.samples import Sample, Usage
+from mlx_parallm.api.turns.tools import CUSTOM_INPUT
+from mlx_parallm.outputs import FinishReason, PromptEvent, TokenEvent
+from mlx_parallm.parsing.parts import (
+    ContentText,
+    Part,
+    ReasoningText,
+    ToolCallArguments,
+    ToolCallBegin,
+    TurnParser,
+)
+
+TOOL_CALLS = "tool_calls"
+CALL_ID_BYTES = 12
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCallEnd:
+    """A call's arguments are complete, or the sample ended within them."""
+
+    index: int
+
+
+TurnPart = Part | ToolCallEnd
+
+
+@dataclass(slots=True)
+class ToolCall:
+    """A call as far as it is known; ``arguments`` is the text of a JSON object."""
+
+    id: str
+    name: str
+    arguments: str = ""
+
+    @property
+    def custom_input(self) -> str:
+        """The text given to a custom tool; the arguments themselves where there is none in them."""
+        try:
+            value = json.loads(self.arguments)
+        except (ValueError, RecursionError):
+            return self.arguments
+        text = value.get(CUSTOM_INPUT) if isinstance(value, dict) else None
+        return text if isinstance(text, str) else self.arguments
+
+
+class SampleState:
+    """One sample of a turn, part by part.
+
+    Attributes:
+        raw: its text with all markers, tokens, log-probabilities, and the engine's finish reason.
+        reasoning: what the model thought.
+        content: what it said.
+        calls: the tools it called.
+        reasoning_tokens: how many of its tokens were reasoning.
+    """
+
+    def __init__(self, parser: TurnParser, *, max_calls: int | None = None) -> None:
+        self._parser = parser
+        self._max_calls = max_calls
+        self._open_call: int | None = None
+        self.raw = Sample()
+        self.reasoning = ""
+        self.content = ""
+        self.calls: list[ToolCall] = []
+        self.reasoning_tokens = 0
+
+    @property
+    def finish_reason(self) -> str | None:
+        """As the engine tells it, but "tool_calls" where the model stopped to have tools called."""
+        reason = self.raw.finish_reason
+        return TOOL_CALLS if reason == FinishReason.STOP and self.calls else reason
+
+    def add(self, event: TokenEvent) -> list[TurnPart]:
+        """The parts that an event makes certain; with the last event, all that was held back."""
+        self.raw.add(event)
+        parts = self._parser.add(event.text)
+        if self._parser.is_reasoning:
+            self.reasoning_tokens += len(event.token_ids)
+        if event.finish_reason is not None:
+            parts = [*parts, *self._parser.flush()]
+        result = [one for part in parts for one in self._take(part)]
+        return [*result, *self._end_call()] if event.finish_reason is not None else result
+
+    def _take(self, part: Part) -> list[TurnPart]:
+        if isinstance(part, ReasoningText):
+            self.reasoning += part.text
+            return [*self._end_call(), part]
+        if isinstance(part, ContentText):
+            self.content += part.text
+            return [*self._end_call(), part]
+        if self._max_calls is not None and part.index >= self._max_calls:
+            return self._end_call()
+        if isinstance(part, ToolCallArguments):
+            self.calls[part.index].arguments += part.text
+            return [part]
+        call = ToolCall(part.id or f"call_{secrets.token_hex(CALL_ID_BYTES)}", part.name)
+        ended = self._end_call()
+        self.calls.append(call)
+        self._open_call = part.index
+        return [*ended, ToolCallBegin(part.index, call.name, call.id)]
+
+    def _end_call(self) -> list[TurnPart]:
+        index, self._open_call = self._open_call, None
+        return [] if index is None else [ToolCallEnd(index)]
+
+
+class TurnStream:
+    """All samples of a turn.
+
+    Attributes:
+        samples: by index.
+        usage: token counts of all together.
+        prompt: the first event, once it is in.
+    """
+
+    def __init__(
+        self, parsers: Sequence[TurnParser], num_prompt_tokens: int, *, max_calls: int | None = None
+    ) -> None:
+        self.samples = [SampleState(parser, max_calls=max_calls) for parser in parsers]
+        self.usage = Usage(prompt_tokens=num_prompt_tokens)
+        self.prompt: PromptEvent | None = None
+
+    def add(self, event: PromptEvent | TokenEvent) -> list[TurnPart]:
+        """The parts that an event makes certain, of sample ``event.index``."""
+        self.usage.add(event)
+        if isinstance(event, PromptEvent):
+            self.prompt = event
+            return []
+        sample = self.samples[event.index]
+        before = sample.reasoning_tokens
+        parts = sample.add(event)
+        self.usage.reasoning_tokens += sample.reasoning_tokens - before
+        return parts
