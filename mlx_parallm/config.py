@@ -26,6 +26,11 @@ class ModelConfig:
             GPU and, on the CPU, casts and dequantises to float32 when that fits in memory.
         max_model_len: cap on the context length; None takes the model's own.
         chat_template: a Jinja template, or the path of a file with one; None takes the model's own.
+        chat_template_kwargs: variables of the template that every request begins with.
+        tool_call_parser: how the model writes tool calls: "auto" finds it out from its template and
+            vocabulary, "none" leaves them in the text, other names are those of
+            ``parsing.registry``.
+        reasoning_parser: the same for what it thinks.
         trust_remote_code: run Python code that comes with the model or its tokenizer.
     """
 
@@ -35,6 +40,9 @@ class ModelConfig:
     dtype: str = "auto"
     max_model_len: int | None = None
     chat_template: str | None = None
+    chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    tool_call_parser: str = "auto"
+    reasoning_parser: str = "auto"
     trust_remote_code: bool = False
 
 

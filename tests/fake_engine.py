@@ -23,16 +23,12 @@ from mlx_parallm.outputs import (
     PromptEvent,
     TokenEvent,
 )
+from mlx_parallm.parsing.families.hermes import HERMES
+from mlx_parallm.parsing.reasoning import THINK
 from mlx_parallm.request import GenerateRequest
 from tests.fakes import EOS, ByteTokenizer, make_info
 
 Script = Callable[[GenerateRequest], AsyncIterator[GenerateEvent]]
-
-
-class ThinkingTokenizer(ByteTokenizer):
-    """Bytes, of a model that marks its reasoning."""
-
-    think_markers = ("<think>", "</think>")
 
 
 def scores(request: GenerateRequest) -> tuple[TokenLogprob | None, ...] | None:
@@ -123,6 +119,8 @@ class FakeEngine:
             created=1,
             tokenizer=tokenizer or ByteTokenizer(),
             info=make_info(),
+            tool_format=HERMES,
+            reasoning_format=THINK,
         )
 
     def models(self) -> Sequence[ServedModel]:

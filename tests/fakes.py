@@ -40,7 +40,12 @@ class ByteTokenizer:
     vocab_size = 257
     eos_ids = frozenset({EOS})
     has_chat_template = True
-    think_markers = None
+    chat_template = None
+    takes_tools = True
+    special_tokens = frozenset[str]()
+
+    def token_id(self, token: str) -> int | None:
+        return None
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         return list(text.encode())

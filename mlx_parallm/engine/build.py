@@ -17,6 +17,7 @@ from mlx_parallm.config import (
     SpeculativeConfig,
 )
 from mlx_parallm.engine.engine import Engine
+from mlx_parallm.engine.formats import reasoning_format_of, tool_format_of
 from mlx_parallm.engine.interface import ServedModel
 from mlx_parallm.engine.metrics import EngineMetrics, MetricFamilies
 from mlx_parallm.errors import ConfigError, ModelLoadError
@@ -307,5 +308,9 @@ def _assemble(
         created=int(time.time()),
         tokenizer=one.tokenizer,
         info=info,
+        chat_template_kwargs=one.config.chat_template_kwargs,
+        tool_format=tool_format_of(one.config, one.tokenizer),
+        reasoning_format=reasoning_format_of(one.config, one.tokenizer),
+        parses_tools=one.config.tool_call_parser != "none",
     )
     return LoadedEngine(model, engine)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from mlx_parallm.batch import RunnerInfo
 from mlx_parallm.config import EngineConfig
 from mlx_parallm.outputs import GenerateEvent
+from mlx_parallm.parsing.formats import ReasoningFormat, ToolFormat
 from mlx_parallm.request import GenerateRequest
 
 
@@ -43,8 +44,22 @@ class Tokenizer(Protocol):
         ...
 
     @property
-    def think_markers(self) -> tuple[str, str] | None:
-        """The strings around reasoning, e.g. ``("<think>", "</think>")``; None if it has none."""
+    def chat_template(self) -> str | None:
+        """The template's text; None if there is none that is a single text."""
+        ...
+
+    @property
+    def takes_tools(self) -> bool:
+        """Whether the template writes tools into the prompt."""
+        ...
+
+    @property
+    def special_tokens(self) -> frozenset[str]:
+        """The tokens that ``skip_special_tokens`` leaves out, as text."""
+        ...
+
+    def token_id(self, token: str) -> int | None:
+        """The id of a token by its text in the vocabulary; None if it is not one token."""
         ...
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
@@ -90,7 +105,9 @@ class ServedModel:
     """A loaded model as its clients see it.
 
     ``names[0]`` is the one reported; ``root`` the hub id or folder it came from; ``created`` Unix
-    seconds.
+    seconds; ``chat_template_kwargs`` variables of the template that every request begins with.
+    ``tool_format`` and ``reasoning_format`` are how the model writes tool calls and reasoning, None
+    where its text is not parsed for them; ``parses_tools`` is false where that was asked for.
     """
 
     names: tuple[str, ...]
@@ -98,6 +115,10 @@ class ServedModel:
     created: int
     tokenizer: Tokenizer
     info: RunnerInfo
+    chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    tool_format: ToolFormat | None = None
+    reasoning_format: ReasoningFormat | None = None
+    parses_tools: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

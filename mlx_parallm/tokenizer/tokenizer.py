@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import threading
 from collections.abc import Mapping, Sequence
@@ -27,6 +28,15 @@ _TEMPLATE_ERRORS = (
     TypeError,
     ValueError,
 )
+# Shows whether a template writes tools.
+_PROBE_TOOL: Mapping[str, Any] = {
+    "type": "function",
+    "function": {
+        "name": "probe",
+        "description": "A probe.",
+        "parameters": {"type": "object", "properties": {}},
+    },
+}
 
 
 class ParallmTokenizer:
@@ -61,10 +71,37 @@ class ParallmTokenizer:
         return self._has_chat_template
 
     @property
-    def think_markers(self) -> tuple[str, str] | None:
-        """The strings around reasoning; None if the vocabulary has none."""
-        start, end = self._wrapper.think_start, self._wrapper.think_end
-        return None if start is None or end is None else (start, end)
+    def chat_template(self) -> str | None:
+        """The template's text; None if there is none, or several, or one that is Python code."""
+        template = self._wrapper._tokenizer.chat_template
+        return template if isinstance(template, str) else None
+
+    @property
+    def takes_tools(self) -> bool:
+        """Whether the template writes tools into the prompt."""
+        return self._takes_tools
+
+    @functools.cached_property
+    def _takes_tools(self) -> bool:
+        messages = [{"role": "user", "content": "Hello"}]
+        try:
+            return self.render_chat(messages, tools=[_PROBE_TOOL]) != self.render_chat(messages)
+        except InvalidRequestError:
+            # It refuses this short conversation; what its text says has to do.
+            return "tools" in (self.chat_template or "")
+
+    @property
+    def special_tokens(self) -> frozenset[str]:
+        """The tokens that ``skip_special_tokens`` leaves out, as text."""
+        return self._vocabulary.special_tokens
+
+    def token_id(self, token: str) -> int | None:
+        """The id of a token by its text in the vocabulary; None if it is not one token."""
+        return self._vocabulary.token_id(token)
+
+    def vocabulary(self) -> Mapping[str, int]:
+        """Every token's id; made anew by each call."""
+        return self._wrapper._tokenizer.get_vocab()
 
     def has_vocabulary_of(self, other: ParallmTokenizer) -> bool:
         """Whether both give every token the same id."""

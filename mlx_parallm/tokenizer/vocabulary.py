@@ -36,6 +36,9 @@ class Vocabulary:
         self._backend = _backend_of(tokenizer)
         self.size = max(tokenizer.get_vocab().values(), default=-1) + 1
         self._hidden = frozenset(_special_ids(tokenizer, self._backend))
+        self.special_tokens = frozenset(
+            token for token_id in self._hidden if (token := self._token(token_id)) is not None
+        )
         self._byte_map = gpt2_byte_map()
         self._is_byte_level = self._backend is not None and _is_byte_level(self._backend)
         self._bytes: dict[int, bytes] = {}
@@ -57,6 +60,12 @@ class Vocabulary:
         if known is None:
             known = self._bytes[token_id] = self._compute_bytes(token_id)
         return known
+
+    def token_id(self, token: str) -> int | None:
+        """The id of a token by its text in the vocabulary; None if it is not one token."""
+        if self._backend is not None:
+            return self._backend.token_to_id(token)
+        return self._tokenizer.get_vocab().get(token)
 
     def detokenizer(self, *, skip_special_tokens: bool) -> ByteLevelDetokenizer | WindowDetokenizer:
         """A fresh incremental detokenizer."""

@@ -13,7 +13,7 @@ import pytest
 from mlx_parallm.batch import TokenLogprob
 from mlx_parallm.outputs import GenerateEvent, PromptEvent
 from mlx_parallm.request import GenerateRequest
-from tests.fake_engine import FakeEngine, ThinkingTokenizer, serve_fake, token_event, write
+from tests.fake_engine import FakeEngine, serve_fake, token_event, write
 
 HI = [{"role": "user", "content": "hi"}]
 CHAT = "/v1/chat/completions"
@@ -23,7 +23,7 @@ PROMPT_TOKENS = len("user: hi\n")
 
 @pytest.fixture(scope="module")
 def served() -> Iterator[tuple[FakeEngine, str]]:
-    engine = FakeEngine(ThinkingTokenizer())
+    engine = FakeEngine()
     with serve_fake(engine) as url:
         yield engine, url
 

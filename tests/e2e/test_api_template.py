@@ -8,13 +8,14 @@ from typing import Any
 import httpx2
 import pytest
 
-from tests.fake_engine import FakeEngine, ThinkingTokenizer, serve_fake, write
+from tests.fake_engine import FakeEngine, serve_fake, write
+from tests.fakes import ByteTokenizer
 
 HI = [{"role": "user", "content": "hi"}]
 CHAT = "/v1/chat/completions"
 
 
-class RecordingTokenizer(ThinkingTokenizer):
+class RecordingTokenizer(ByteTokenizer):
     """Keeps what the template was given; ``opening`` is what it ends with."""
 
     def __init__(self) -> None:

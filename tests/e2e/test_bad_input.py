@@ -95,7 +95,6 @@ BODIES: list[tuple[str, Any, str | None]] = [
             ("stream_options", 7),
             ("priority", "high"),
             ("request_id", "x" * 200),
-            ("tools", [{"type": "function"}]),
             ("tool_choice", "required"),
             ("response_format", {"type": "json_object"}),
             ("chat_template", "{{ messages }}"),

@@ -52,7 +52,9 @@ def test_end_tokens_of_all_files_are_united(tmp_path):
 
 def test_the_vocabulary_counts_added_tokens(tokenizer):
     assert tokenizer.vocab_size == 259
-    assert tokenizer.think_markers == ("<think>", "</think>")
+    assert tokenizer.token_id("</think>") == 258
+    assert tokenizer.token_id("no token") is None
+    assert tokenizer.special_tokens == {"<|end|>"}
 
 
 def test_a_long_prompt_is_not_cut(tokenizer):

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from mlx_parallm.api.offload import maybe_in_thread
 from mlx_parallm.api.turns.history import template_messages
-from mlx_parallm.api.turns.parsers import turn_parser
 from mlx_parallm.api.turns.request import TurnRequest
 from mlx_parallm.api.turns.stream import TurnStream
+from mlx_parallm.api.turns.tools import ToolMode
 from mlx_parallm.engine.interface import ServedModel
+from mlx_parallm.errors import InvalidRequestError
+from mlx_parallm.parsing.formats import ReasoningFormat, ToolFormat
 from mlx_parallm.parsing.parts import TurnParser
-from mlx_parallm.request import GenerateRequest
+from mlx_parallm.parsing.turn import turn_parser
+from mlx_parallm.request import GenerateRequest, SamplingParams
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,7 +53,16 @@ class PreparedTurn:
         )
 
     def _parser(self) -> TurnParser:
-        return turn_parser(self.turn, self.model, self.rendered)
+        turn, reasoning = self.turn, _reasoning_format(self.turn, self.model)
+        keeps_special = not self.request.params.skip_special_tokens
+        hides = keeps_special and turn.params.skip_special_tokens
+        return turn_parser(
+            tool_format=_tool_format(turn, self.model),
+            reasoning_format=reasoning,
+            tools=[tool.for_template() for tool in turn.callable_tools],
+            reasoning_is_open=reasoning is not None and reasoning.is_open_after(self.rendered),
+            special_tokens=self.model.tokenizer.special_tokens if hides else (),
+        )
 
 
 async def prepare_turn(turn: TurnRequest, model: ServedModel) -> PreparedTurn:
@@ -59,12 +71,13 @@ async def prepare_turn(turn: TurnRequest, model: ServedModel) -> PreparedTurn:
     Raises:
         InvalidRequestError: a message is malformed, or the template refuses the conversation.
     """
+    _check_tools(turn, model)
     rendered, prompt_ids = await render_turn(turn, model)
     request = GenerateRequest(
         request_id=turn.request_id,
         model=model.names[0],
         prompt_ids=prompt_ids,
-        params=turn.params,
+        params=_params(turn, model),
         priority=turn.priority,
         client=turn.client,
         cache_salt=turn.cache_salt,
@@ -87,11 +100,47 @@ async def render_turn(turn: TurnRequest, model: ServedModel) -> tuple[str, tuple
             tools=tools,
             add_generation_prompt=turn.add_generation_prompt and not turn.continue_final_message,
             continue_final_message=turn.continue_final_message,
-            template_kwargs=turn.template_kwargs,
+            template_kwargs={**model.chat_template_kwargs, **turn.template_kwargs},
         )
         return text, tuple(model.tokenizer.encode(text, add_special_tokens=False))
 
     return await maybe_in_thread(render, _length(messages, tools))
+
+
+def _tool_format(turn: TurnRequest, model: ServedModel) -> ToolFormat | None:
+    """How this turn's calls are written; None where there are none."""
+    return model.tool_format if turn.callable_tools else None
+
+
+def _reasoning_format(turn: TurnRequest, model: ServedModel) -> ReasoningFormat | None:
+    return model.reasoning_format if turn.separate_reasoning else None
+
+
+def _params(turn: TurnRequest, model: ServedModel) -> SamplingParams:
+    """The engine's parameters; markers that are special tokens must be in the text."""
+    formats = (_tool_format(turn, model), _reasoning_format(turn, model))
+    special = model.tokenizer.special_tokens
+    keeps = any(one is not None and one.keeps_special_tokens(special) for one in formats)
+    skips = turn.params.skip_special_tokens and not keeps
+    return replace(turn.params, skip_special_tokens=skips)
+
+
+def _check_tools(turn: TurnRequest, model: ServedModel) -> None:
+    """Refuse tools that the model would not be told of, or whose calls nobody could read."""
+    if not turn.callable_tools:
+        return
+    if turn.tool_choice.mode is ToolMode.REQUIRED:
+        raise _unsupported("A tool_choice that forces a call is not supported.", "tool_choice")
+    if not model.tokenizer.takes_tools:
+        raise _unsupported("This model's chat template takes no tools.", "tools")
+    if model.tool_format is None and model.parses_tools:
+        raise _unsupported(
+            "How this model writes tool calls is not known; --tool-call-parser says it.", "tools"
+        )
+
+
+def _unsupported(message: str, param: str) -> InvalidRequestError:
+    return InvalidRequestError(message, param=param, code="unsupported_parameter")
 
 
 def _length(
