@@ -189,6 +189,8 @@ class ServerConfig:
         allowed_origins: CORS origins; empty allows none; "*" any.
         max_logprobs: cap on ``top_logprobs`` and ``logprobs``.
         max_body_bytes: largest request body.
+        max_client_body_bytes: bodies of one client's requests in the server together.
+        client_timeout_s: a client that sends or takes nothing for this long is cut off; 0 is off.
         sse_keep_alive_s: a comment line is sent on a stream silent for this long; 0 is off.
         shutdown_timeout_s: how long running requests may go on after SIGTERM.
         log_format: "console" or "json".
@@ -204,6 +206,8 @@ class ServerConfig:
     allow_credentials: bool = False
     max_logprobs: int = 20
     max_body_bytes: int = 8 * 1024 * 1024
+    max_client_body_bytes: int = 256 * 1024 * 1024
+    client_timeout_s: float = 30.0
     sse_keep_alive_s: float = 5.0
     shutdown_timeout_s: float = 30.0
     root_path: str = ""

@@ -8,6 +8,7 @@
     │   ├── ModelNotFoundError      no served model has this name                  (HTTP 404)
     │   ├── AuthenticationError     no key, or a wrong one                         (HTTP 401)
     │   ├── PermissionDeniedError   the key or the origin may not do this          (HTTP 403)
+    │   ├── RequestTimeoutError     the body did not arrive in time                (HTTP 408)
     │   └── RequestTooLargeError    the body is over the route's limit             (HTTP 413)
     ├── NotImplementedRouteError    a known route that nothing loaded can serve     (HTTP 501)
     ├── OverloadedError             the waiting queue is full; try again later     (HTTP 429)
@@ -75,6 +76,10 @@ class AuthenticationError(InvalidRequestError):
 
 class PermissionDeniedError(InvalidRequestError):
     """The caller is known but may not do this."""
+
+
+class RequestTimeoutError(InvalidRequestError):
+    """The body did not arrive in time."""
 
 
 class RequestTooLargeError(InvalidRequestError):

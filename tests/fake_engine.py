@@ -8,10 +8,13 @@ import queue
 import socket
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from functools import partial
+from typing import Any
 
 import uvicorn
 
 from mlx_parallm.api.app import create_app
+from mlx_parallm.api.connection import BoundedProtocol
 from mlx_parallm.batch import TokenLogprob
 from mlx_parallm.config import EngineConfig, ServerConfig
 from mlx_parallm.engine.interface import EngineLoad, RequestHandle, ServedModel
@@ -166,8 +169,12 @@ def serve_fake(
     engine: FakeEngine, config: ServerConfig | None = None, *, max_waiting: int | None = None
 ) -> Iterator[str]:
     """The application over a fake engine on a free port; yields its URL."""
-    app = create_app(engine, config or ServerConfig(), max_waiting=max_waiting)
-    server = uvicorn.Server(uvicorn.Config(app, log_config=None, ws="none", lifespan="off"))
+    config = config or ServerConfig()
+    app = create_app(engine, config, max_waiting=max_waiting)
+    http: Any = partial(BoundedProtocol, timeout_s=config.client_timeout_s)
+    server = uvicorn.Server(
+        uvicorn.Config(app, http=http, log_config=None, ws="none", lifespan="off")
+    )
     # The socket listens from now on: requests wait in its backlog until the server has started.
     with socket.create_server(("127.0.0.1", 0)) as listener:
         thread = threading.Thread(target=lambda: asyncio.run(server.serve(sockets=[listener])))

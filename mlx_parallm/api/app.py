@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from fastapi import FastAPI
+from fastapi import Depends, FastAPI
 from starlette.middleware.cors import CORSMiddleware
 
 from mlx_parallm import __version__
+from mlx_parallm.api.body_budget import BodyBudgetMiddleware
+from mlx_parallm.api.dependencies import refuse_deep_bodies
 from mlx_parallm.api.errors import install_error_handlers
 from mlx_parallm.api.middleware import (
     AccessLogMiddleware,
@@ -43,6 +45,7 @@ def create_app(
         version=__version__,
         docs_url=None,
         redoc_url=None,
+        dependencies=[Depends(refuse_deep_bodies)],
         responses={
             "4XX": {"model": ErrorResponse, "description": "The request is at fault."},
             "5XX": {"model": ErrorResponse, "description": "The server is at fault."},
@@ -76,6 +79,7 @@ def _add_middleware(app: FastAPI, config: ServerConfig) -> None:
     # The last added runs first.
     app.add_middleware(HeadMiddleware)
     app.add_middleware(BodyLimitMiddleware, limits=body_limits(config))
+    app.add_middleware(BodyBudgetMiddleware, config=config)
     app.add_middleware(AuthMiddleware, config=config)
     if config.allowed_origins:
         app.add_middleware(

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
+from itertools import accumulate
 from typing import Annotated
 
 from fastapi import Depends, Request
@@ -11,6 +13,13 @@ from fastapi import Depends, Request
 from mlx_parallm.config import ServerConfig
 from mlx_parallm.engine.interface import EngineClient
 from mlx_parallm.errors import InvalidRequestError
+
+MAX_DEPTH = 128
+TOO_DEEP = "The body is nested too deeply."
+
+_STRING = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"', re.DOTALL)
+_STEPS = {ord("["): 1, ord("{"): 1, ord("]"): -1, ord("}"): -1}
+_NO_BRACKETS = bytes(set(range(256)) - set(_STEPS))
 
 
 async def get_engine(request: Request) -> EngineClient:
@@ -47,7 +56,29 @@ async def refuse_lone_surrogates(request: Request) -> None:
         except UnicodeEncodeError:
             raise InvalidRequestError("The body has half a surrogate pair in a text.") from None
         except RecursionError:
-            raise InvalidRequestError("The body is nested too deeply.") from None
+            raise InvalidRequestError(TOO_DEEP) from None
+
+
+async def refuse_deep_bodies(request: Request) -> None:
+    """Refuse a JSON body that is nested deeper than anything sensible, before it is validated.
+
+    What walks such a body later (validation, templates, grammars) may recurse.
+
+    Raises:
+        InvalidRequestError: it is nested more than ``MAX_DEPTH`` deep.
+    """
+    if "json" not in request.headers.get("content-type", "").lower():
+        return
+    if is_deeper(await request.body(), MAX_DEPTH):
+        raise InvalidRequestError(TOO_DEEP)
+
+
+def is_deeper(raw: bytes, limit: int) -> bool:
+    """Whether JSON text has arrays and objects inside each other more than ``limit`` deep."""
+    if raw.count(b"[") + raw.count(b"{") <= limit:
+        return False
+    brackets = _STRING.sub(b"", raw).translate(None, _NO_BRACKETS)
+    return max(accumulate(map(_STEPS.__getitem__, brackets)), default=0) > limit
 
 
 EngineDep = Annotated[EngineClient, Depends(get_engine)]

@@ -32,6 +32,7 @@ STATUS: Mapping[type[errors.ParallmError], Status] = {
     errors.ModelNotFoundError: Status(404, "invalid_request_error", "model_not_found"),
     errors.AuthenticationError: Status(401, "authentication_error", "invalid_api_key"),
     errors.PermissionDeniedError: Status(403, "permission_error"),
+    errors.RequestTimeoutError: Status(408, "invalid_request_error", "request_timeout"),
     errors.RequestTooLargeError: Status(413, "invalid_request_error", "request_too_large"),
     errors.NotImplementedRouteError: Status(501, "invalid_request_error", "not_implemented"),
     errors.OverloadedError: Status(429, "rate_limit_error", "rate_limit_exceeded"),
@@ -86,6 +87,9 @@ def response_of(error: errors.ParallmError) -> JSONResponse:
     if status.http in (500, 501):
         # The same request would fail again.
         headers["x-should-retry"] = "false"
+    if isinstance(error, errors.RequestTimeoutError):
+        # What comes late must not be taken for the next request.
+        headers["connection"] = "close"
     if isinstance(error, errors.AuthenticationError):
         headers["www-authenticate"] = "Bearer"
     return JSONResponse(body_of(error), status.http, headers)
@@ -127,6 +131,8 @@ async def _on_http(request: Request, error: HTTPException) -> JSONResponse:
     if isinstance(error.__cause__, errors.ParallmError):
         return response_of(error.__cause__)
     message = str(error.detail)
+    if isinstance(error.__cause__, RecursionError):
+        message = "The body is nested too deeply."
     if error.status_code in (404, 405):
         message = f"{request.method} {request.url.path} is not served here."
     type_ = HTTP_TYPES.get(error.status_code, "invalid_request_error")

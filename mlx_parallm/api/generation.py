@@ -20,6 +20,8 @@ T = TypeVar("T")
 Numbered = tuple[int, PromptEvent | TokenEvent]
 # Nobody reads it: the client has closed the connection (nginx's code).
 CLIENT_CLOSED = 499
+# Events of several prompts that wait to be read together.
+MAX_MERGED = 256
 
 
 class Generation:
@@ -28,7 +30,10 @@ class Generation:
     def __init__(self, engine: EngineClient, handles: Sequence[RequestHandle]) -> None:
         self._engine = engine
         self._handles = handles
-        self._queue: asyncio.Queue[tuple[int, GenerateEvent | Exception | None]] = asyncio.Queue()
+        # Bounded: what a slow reader leaves must pile up where it is counted, in the engine.
+        self._queue: asyncio.Queue[tuple[int, GenerateEvent | Exception | None]] = asyncio.Queue(
+            MAX_MERGED
+        )
         self._first: asyncio.Task[Numbered | None] | None = None
         self._iterator = self._single() if len(handles) == 1 else self._merged()
 
@@ -123,10 +128,10 @@ class Generation:
     async def _pump(self, number: int, handle: RequestHandle) -> None:
         try:
             async for event in handle.events:
-                self._queue.put_nowait((number, event))
+                await self._queue.put((number, event))
         except Exception as bug:  # noqa: BLE001 - raised again where the events are read
-            self._queue.put_nowait((number, bug))
-        self._queue.put_nowait((number, None))
+            await self._queue.put((number, bug))
+        await self._queue.put((number, None))
 
 
 async def _admit(

@@ -12,11 +12,13 @@ import socket
 import sys
 import threading
 from collections.abc import Iterator
+from functools import partial
 
 import uvicorn
 import uvloop
 
 from mlx_parallm.api.app import create_app
+from mlx_parallm.api.connection import BoundedProtocol
 from mlx_parallm.cli.configure import add_settings, read_settings, warn_of_unknown_variables
 from mlx_parallm.cli.logs import configure_logging
 from mlx_parallm.cli.progress import ProgressPrinter
@@ -137,6 +139,7 @@ class EngineServer:
         self._server = UvicornServer(
             uvicorn.Config(
                 create_app(engine, config, max_waiting=max_waiting),
+                http=partial(BoundedProtocol, timeout_s=config.client_timeout_s),  # type: ignore[arg-type]
                 log_config=None,
                 # The application writes its own.
                 access_log=False,

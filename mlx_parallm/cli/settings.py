@@ -198,6 +198,12 @@ SETTINGS: tuple[Setting, ...] = (
              "most alternatives a request may ask for per token.", metavar="N"),
     _setting("max-body-size", "server.max_body_bytes", values.size, REQUESTS,
              "largest body of a request for generation or tokens, such as 8MiB.", metavar="SIZE"),
+    _setting("max-body-size-per-key", "server.max_client_body_bytes", values.size, REQUESTS,
+             "bodies of one API key's requests in the server together, such as 256MiB; beyond it "
+             "requests are answered with 429.", metavar="SIZE"),
+    _setting("client-timeout", "server.client_timeout_s", values.number(0), REQUESTS,
+             "a client that sends nothing of a request it has begun, or takes nothing of its "
+             "answer, for this long is cut off; 0 is off.", metavar="SECONDS"),
     _setting("sse-keep-alive-interval", "server.sse_keep_alive_s", values.number(0), REQUESTS,
              "a comment is sent on a stream silent for this long; 0 is off.",
              metavar="SECONDS"),

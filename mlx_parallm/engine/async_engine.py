@@ -267,6 +267,10 @@ class AsyncEngine:
             stream.put(event)
             if stream.is_complete:
                 self._close(event.request_id)
+            elif stream.is_overfull:
+                stream.fail(RequestAbortedError("The client does not read its stream."))
+                self._close(event.request_id)
+                self._inbox.put(Abort(request_id=event.request_id))
 
     def _close(self, request_id: str) -> bool:
         """Forget a stream; False if it was not open."""

@@ -5,8 +5,13 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 
+from mlx_parallm.errors import ParallmError
 from mlx_parallm.outputs import ErrorEvent, GenerateEvent, TokenEvent
 from mlx_parallm.request import GenerateRequest
+
+# Of events that nobody has read: for one sample, and more for each other one.
+MAX_UNREAD = 4096
+MAX_UNREAD_PER_SAMPLE = 256
 
 
 class EventStream:
@@ -29,6 +34,17 @@ class EventStream:
     def is_complete(self) -> bool:
         """Whether the last event has arrived (it may not have been read yet)."""
         return self._complete
+
+    @property
+    def is_overfull(self) -> bool:
+        """Whether its reader is so far behind that the request should end."""
+        most = MAX_UNREAD + MAX_UNREAD_PER_SAMPLE * self.request.params.n
+        return len(self._events) > most
+
+    def fail(self, error: ParallmError) -> None:
+        """End with an error, dropping what has not been read."""
+        self._events.clear()
+        self.put(ErrorEvent(request_id=self.request.request_id, error=error))
 
     def put(self, event: GenerateEvent) -> None:
         """Append an event; events after the last are dropped."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from itertools import count
 
 from mlx_parallm.batch import SampledToken, ScheduledBatch, ScheduledSequence, StepOutput
@@ -73,9 +74,7 @@ class Scheduler:
         """
         params = request.params
         self._check_fits(request)
-        limit = self._config.max_waiting
-        if limit and self._num_waiting + params.n > limit:
-            raise OverloadedError(f"{self._num_waiting} sequences are waiting already.")
+        self._check_room(request)
         if request.request_id in self._groups:
             raise InvalidRequestError("The request id is in use.", param="request_id")
         group = RequestGroup(request, end_ids, next(self._arrivals))
@@ -223,6 +222,20 @@ class Scheduler:
         if needed > self._max_len:
             detail = f"However, {needed} tokens were requested, prompt and completion together."
             raise ContextLengthError(self._max_len, detail)
+
+    def _check_room(self, request: GenerateRequest) -> None:
+        """Refuse what the queue has no room for, but for a client's share of it.
+
+        A client that fills the queue does not shut out the others: where several wait, each may
+        have the queue's length over their number, even while it is full.
+        """
+        limit, n = self._config.max_waiting, request.params.n
+        if not limit or self._num_waiting + n <= limit:
+            return
+        waiting = Counter(s.request.client for s in self._by_id.values() if s.slot is None)
+        own = waiting.setdefault(request.client, 0)
+        if len(waiting) == 1 or own + n > limit // len(waiting):
+            raise OverloadedError(f"{self._num_waiting} sequences are waiting already.")
 
     def _advance(
         self, sequence: Sequence, row: ScheduledSequence, tokens: list[SampledToken]

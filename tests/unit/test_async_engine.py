@@ -108,10 +108,11 @@ async def test_abort_between_steps_leaves_the_others_running() -> None:
 
 
 async def test_a_cancelled_request_ends_with_what_it_has() -> None:
-    gate, begun = threading.Event(), threading.Event()
+    gate = threading.Event()
 
-    def before(_: ScheduledBatch) -> None:
-        if begun.is_set():
+    def before(batch: ScheduledBatch) -> None:
+        # Some tokens have been sent by then, none of them the last.
+        if batch.step_id == 4:
             wait_for(gate)
 
     engine = AsyncEngine(EngineConfig(), build=builder(FakeRunner(spell("hello"), before=before)))
@@ -119,7 +120,6 @@ async def test_a_cancelled_request_ends_with_what_it_has() -> None:
     handle = await engine.submit(make_request("a", n=2))
     while not isinstance(await anext(handle.events), TokenEvent):
         pass
-    begun.set()
     assert [one.request_id for one in engine.open_requests()] == ["a"]
     await engine.cancel("a")
     await engine.cancel("unknown")
@@ -129,6 +129,18 @@ async def test_a_cancelled_request_ends_with_what_it_has() -> None:
     assert last == {0: FinishReason.ABORT, 1: FinishReason.ABORT}
     assert engine.open_requests() == []
     assert engine.load().num_requests == 0
+    engine.stop()
+
+
+async def test_a_stream_that_nobody_reads_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mlx_parallm.engine.event_stream.MAX_UNREAD", 1)
+    monkeypatch.setattr("mlx_parallm.engine.event_stream.MAX_UNREAD_PER_SAMPLE", 1)
+    engine = AsyncEngine(EngineConfig(), build=builder(FakeRunner(spell("hello" * 9))))
+    engine.start()
+    handle = await engine.submit(make_request("a"))
+    assert await text_of(engine, make_request("after", max_tokens=1)) == "h"
+    events = [event async for event in handle.events]
+    assert [type(event) for event in events] == [ErrorEvent]
     engine.stop()
 
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 
-from mlx_parallm.engine.event_stream import EventStream
+import pytest
+
+from mlx_parallm.engine.event_stream import MAX_UNREAD, MAX_UNREAD_PER_SAMPLE, EventStream
 from mlx_parallm.errors import StepError
 from mlx_parallm.outputs import ErrorEvent, FinishReason, TokenEvent
 from mlx_parallm.request import GenerateRequest, SamplingParams
@@ -39,4 +41,17 @@ async def test_an_error_is_the_last_event() -> None:
     stream = EventStream(request(3))
     stream.put(ErrorEvent(request_id="a", error=StepError("no")))
     stream.put(token(0))
+    assert [type(event) async for event in stream] == [ErrorEvent]
+
+
+@pytest.mark.parametrize("n", [1, 3])
+async def test_what_nobody_reads_is_bounded_and_dropped_at_the_end(n: int) -> None:
+    stream = EventStream(request(n))
+    most = MAX_UNREAD + MAX_UNREAD_PER_SAMPLE * n
+    for _ in range(most):
+        stream.put(token(0))
+    assert not stream.is_overfull
+    stream.put(token(0))
+    assert stream.is_overfull
+    stream.fail(StepError("no"))
     assert [type(event) async for event in stream] == [ErrorEvent]

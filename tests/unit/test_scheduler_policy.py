@@ -104,3 +104,17 @@ def test_a_queue_of_0_has_no_limit() -> None:
     for number in range(3000):
         add(scheduler, str(number))
     assert scheduler.stats().num_waiting == 3000
+
+
+def test_a_client_that_fills_the_queue_leaves_the_others_their_share() -> None:
+    scheduler = make_scheduler(max_num_seqs=1, max_waiting=6)
+    for number in range(6):
+        add(scheduler, f"hostile {number}", client="hostile")
+    with pytest.raises(OverloadedError):
+        add(scheduler, "one more", client="hostile")
+    for number in range(3):
+        add(scheduler, f"normal {number}", client="normal")
+    with pytest.raises(OverloadedError):
+        add(scheduler, "past its half", client="normal")
+    add(scheduler, "a third client", client="third")
+    assert scheduler.stats().num_waiting == 10

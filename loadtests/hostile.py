@@ -1,0 +1,188 @@
+"""One hostile client beside eight normal ones: how much longer do these wait for a first token?
+
+``python -m loadtests.hostile`` serves the embedded model with a key for each client. Phases in
+which the normal clients are alone and in which the hostile one attacks take turns. The exit status
+is 0 when the 99th percentile of the normal ones' time to the first token is less than twice that of
+the phases alone, no normal request failed, and the server's memory is bounded.
+"""
+
+from __future__ import annotations
+
+import argparse
+import http.client
+import json
+import multiprocessing
+import random
+import re
+import shlex
+import sys
+import threading
+import time
+from contextlib import closing
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from benchmarks.checks import Check, conclude
+from benchmarks.servers import SERVED_NAME, Server, mlx_parallm_server
+from loadtests.attacks import ATTACKS, attack_for
+from loadtests.cases import make_cases
+
+NUM_NORMAL = 8
+HOSTILE_KEY = "hostile"
+TIMEOUT_S = 120.0
+MAX_PAUSE_S = 0.2
+# Of a chunk; the first chunk has only a role.
+TEXT = re.compile(rb'"(?:content|reasoning)":"[^"]')
+# The hostile client's sequences: enough for a client of its own, few beside the others.
+SERVER_OPTIONS = ["--max-num-seqs-per-key", "8", "--client-timeout", "5"]
+# Until what an attack has left behind is gone.
+SETTLE_S = 6.0
+MOST_GROWTH_BYTES = 512 * 1024 * 1024
+
+
+@dataclass(slots=True)
+class Phase:
+    """What the normal clients saw in one kind of phase."""
+
+    first_token_s: list[float] = field(default_factory=list)
+    failures: list[str] = field(default_factory=list)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", type=Path, help="default: the embedded one")
+    parser.add_argument("--rounds", type=int, default=4)
+    parser.add_argument("--seconds", type=float, default=12.0, help="of a phase")
+    parser.add_argument("--attacks", default=",".join(ATTACKS), help="which ones, by name")
+    parser.add_argument("--server-options", default=shlex.join(SERVER_OPTIONS))
+    args = parser.parse_args()
+    keys = [HOSTILE_KEY, *(normal_key(i) for i in range(NUM_NORMAL))]
+    options = [part for key in keys for part in ("--api-key", key)]
+    with mlx_parallm_server(args.model, options + shlex.split(args.server_options)) as server:
+        run_phase(server, 3.0)
+        before = server.resident_bytes()
+        alone, beside, peak = Phase(), Phase(), before
+        for _ in range(args.rounds):
+            add(alone, run_phase(server, args.seconds))
+            with attackers(server, args.attacks.split(",")):
+                add(beside, run_phase(server, args.seconds))
+                peak = max(peak, server.resident_bytes())
+            time.sleep(SETTLE_S)
+        if alone.failures or beside.failures:
+            print(server.log_tail())
+    checks = [
+        Check("requests alone", len(alone.first_token_s), ">=", 1),
+        Check("requests beside", len(beside.first_token_s), ">=", 1),
+        Check("failures of normal clients", len(alone.failures) + len(beside.failures), "==", 0),
+        Check("TTFT alone, p50, ms", 1e3 * percentile(alone.first_token_s, 50)),
+        Check("TTFT beside, p50, ms", 1e3 * percentile(beside.first_token_s, 50)),
+        Check("TTFT alone, p99, ms", 1e3 * percentile(alone.first_token_s, 99)),
+        Check("TTFT beside, p99, ms", 1e3 * percentile(beside.first_token_s, 99)),
+        Check("ratio of p99", ratio(beside, alone), "<=", 2.0),
+        Check("memory grown, MiB", (peak - before) / 2**20, "<=", MOST_GROWTH_BYTES / 2**20),
+    ]
+    details = {"failures": (alone.failures + beside.failures)[:20], "attacks": args.attacks}
+    return conclude("hostile", checks, details)
+
+
+def add(phase: Phase, more: Phase) -> None:
+    phase.first_token_s += more.first_token_s
+    phase.failures += more.failures
+
+
+def ratio(beside: Phase, alone: Phase) -> float:
+    return percentile(beside.first_token_s, 99) / percentile(alone.first_token_s, 99)
+
+
+def percentile(values: list[float], share: float) -> float:
+    """The nearest-rank percentile; NaN of nothing."""
+    if not values:
+        return float("nan")
+    ordered = sorted(values)
+    return ordered[min(len(ordered) - 1, int(len(ordered) * share / 100))]
+
+
+def normal_key(number: int) -> str:
+    return f"normal-{number}"
+
+
+def run_phase(server: Server, seconds: float) -> Phase:
+    """Let the normal clients ask one thing after another for some time."""
+    phase = Phase()
+    until_s = time.monotonic() + seconds
+    threads = [
+        threading.Thread(target=ask_until, args=(server.base_url, number, until_s, phase))
+        for number in range(NUM_NORMAL)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return phase
+
+
+def ask_until(base_url: str, number: int, until_s: float, phase: Phase) -> None:
+    draw = random.Random(number)
+    cases = [case for case in make_cases(SERVED_NAME, seed=number) if case.name == "chat"]
+    while time.monotonic() < until_s:
+        time.sleep(draw.uniform(0, MAX_PAUSE_S))
+        try:
+            first = first_token(base_url, normal_key(number), draw.choice(cases).body)
+            phase.first_token_s.append(first)
+        except (OSError, http.client.HTTPException, ValueError) as cause:
+            phase.failures.append(repr(cause))
+
+
+def first_token(base_url: str, key: str, body: dict[str, Any]) -> float:
+    """Seconds from the request to the first event with text; the rest is read too.
+
+    Raises:
+        ValueError: the answer is an error, or has no text.
+    """
+    address = urlsplit(base_url)
+    connection = http.client.HTTPConnection(address.hostname or "", address.port, timeout=TIMEOUT_S)
+    with closing(connection):
+        begin_s = time.perf_counter()
+        headers = {"content-type": "application/json", "authorization": f"Bearer {key}"}
+        connection.request("POST", "/v1/chat/completions", json.dumps(body), headers)
+        response = connection.getresponse()
+        if response.status != 200:
+            raise ValueError(f"status {response.status}: {response.read(300)!r}")
+        first = None
+        for line in response:
+            if first is None and TEXT.search(line):
+                first = time.perf_counter() - begin_s
+        if first is None:
+            raise ValueError("no text")
+        return first
+
+
+class attackers:  # noqa: N801 - read as a word
+    """The hostile client, in a process for each of its attacks."""
+
+    def __init__(self, server: Server, names: list[str]) -> None:
+        spawn = multiprocessing.get_context("spawn")
+        self._processes = [
+            spawn.Process(
+                target=attack_for,
+                args=(name, server.base_url, HOSTILE_KEY, SERVED_NAME),
+                daemon=True,
+            )
+            for name in names
+            if name
+        ]
+
+    def __enter__(self) -> None:
+        for process in self._processes:
+            process.start()
+
+    def __exit__(self, *_: object) -> None:
+        for process in self._processes:
+            process.kill()
+            process.join()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,90 @@
+"""What bodies may cost: the time they take to arrive, and the memory of one client's together."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from mlx_parallm.api.auth import client_of
+from mlx_parallm.config import ServerConfig
+from mlx_parallm.errors import OverloadedError, RequestTimeoutError
+
+# A body gets a second more for every so many bytes, so that large ones may take their time.
+MIN_BYTES_PER_S = 16 * 1024
+
+
+class BodyBudgetMiddleware:
+    """Refuses bodies that arrive too slowly, or that are too much beside the client's others.
+
+    A request's body counts from its arrival to the end of its answer: it is kept as long. A client
+    that has no other request here may send any body that its route takes.
+    """
+
+    def __init__(self, app: ASGIApp, config: ServerConfig) -> None:
+        self._app = app
+        self._config = config
+        self._held: Counter[str] = Counter()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """See ASGI."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        body = _Body(self._held, client_of(Headers(scope=scope), self._config), self._config)
+
+        async def metered() -> Message:
+            return await body.receive(receive)
+
+        try:
+            await self._app(scope, metered, send)
+        finally:
+            body.release()
+
+
+class _Body:
+    """One request's body."""
+
+    def __init__(self, held: Counter[str], client: str, config: ServerConfig) -> None:
+        self._held = held
+        self._client = client
+        self._most = config.max_client_body_bytes
+        self._timeout_s = config.client_timeout_s
+        self._size = 0
+        self._is_whole = False
+        self._begin_s = asyncio.get_running_loop().time()
+
+    async def receive(self, receive: Receive) -> Message:
+        """The next message; once the body is whole, there is no limit any more."""
+        if self._is_whole:
+            return await receive()
+        message = await self._in_time(receive)
+        if message["type"] == "http.request":
+            self._count(len(message.get("body", b"")))
+            self._is_whole = not message.get("more_body", False)
+        return message
+
+    def release(self) -> None:
+        """The request has ended."""
+        self._held[self._client] -= self._size
+        if not self._held[self._client]:
+            del self._held[self._client]
+
+    async def _in_time(self, receive: Receive) -> Message:
+        if not self._timeout_s:
+            return await receive()
+        until_s = self._begin_s + self._timeout_s + self._size / MIN_BYTES_PER_S
+        try:
+            async with asyncio.timeout_at(until_s):
+                return await receive()
+        except TimeoutError:
+            raise RequestTimeoutError("The body did not arrive in time.") from None
+
+    def _count(self, size: int) -> None:
+        self._size += size
+        self._held[self._client] += size
+        together = self._held[self._client]
+        if together > self._most and together > self._size:
+            raise OverloadedError("The bodies of your other requests fill the memory for them.")

@@ -1,0 +1,84 @@
+"""What a connection may cost: slow heads of requests, and answers that nobody takes."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+# Of a request's line and headers together; nginx takes 32 KiB.
+MAX_HEAD_BYTES = 64 * 1024
+
+
+class BoundedProtocol(HttpToolsProtocol):
+    """uvicorn's protocol, which ends connections that make no progress.
+
+    A connection must bring the head of a request within the timeout, and take some of an answer
+    that is written within it: uvicorn itself waits for ever in both cases.
+    """
+
+    def __init__(self, *, timeout_s: float, **uvicorn_arguments: Any) -> None:
+        super().__init__(**uvicorn_arguments)
+        self._timeout_s = timeout_s
+        self._head: asyncio.TimerHandle | None = None
+        self._write: asyncio.TimerHandle | None = None
+        self._head_bytes = 0
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """See asyncio."""
+        super().connection_made(transport)
+        self._await_head()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """See asyncio."""
+        self._head, self._write = _cancelled(self._head), _cancelled(self._write)
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        """See asyncio."""
+        self._head_bytes += len(data)
+        super().data_received(data)
+        if self._head is not None and self._head_bytes > MAX_HEAD_BYTES:
+            self.transport.abort()
+
+    def on_message_begin(self) -> None:
+        """The first byte of a request has come."""
+        super().on_message_begin()
+        self._await_head()
+
+    def on_headers_complete(self) -> None:
+        """The head of a request has come."""
+        self._head = _cancelled(self._head)
+        super().on_headers_complete()
+
+    def pause_writing(self) -> None:
+        """More is written than the client has taken."""
+        super().pause_writing()
+        self._watch_write(None)
+
+    def resume_writing(self) -> None:
+        """The client has taken most of it."""
+        self._write = _cancelled(self._write)
+        super().resume_writing()
+
+    def _watch_write(self, unsent_before: int | None) -> None:
+        """Look again after the timeout; abort if nothing was taken since."""
+        unsent = self.transport.get_write_buffer_size()
+        if unsent_before is not None and unsent >= unsent_before:
+            self.transport.abort()
+        elif self._timeout_s:
+            _cancelled(self._write)
+            self._write = self.loop.call_later(self._timeout_s, self._watch_write, unsent)
+
+    def _await_head(self) -> None:
+        self._head_bytes = 0
+        _cancelled(self._head)
+        self._head = None
+        if self._timeout_s:
+            self._head = self.loop.call_later(self._timeout_s, self.transport.abort)
+
+
+def _cancelled(timer: asyncio.TimerHandle | None) -> None:
+    if timer is not None:
+        timer.cancel()

@@ -1,0 +1,187 @@
+"""Bodies and connections that are meant to cost much."""
+
+from __future__ import annotations
+
+import json
+import socket
+from collections.abc import Iterator
+from typing import Any
+from unittest.mock import Mock
+from urllib.parse import urlsplit
+
+import httpx2
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mlx_parallm.api.connection import MAX_HEAD_BYTES, BoundedProtocol
+from mlx_parallm.api.dependencies import MAX_DEPTH, is_deeper
+from mlx_parallm.config import ServerConfig
+from tests.fake_engine import FakeEngine, hang, serve_fake, write
+
+HI = {"model": "alias", "messages": [{"role": "user", "content": "hi"}]}
+CHAT = "/v1/chat/completions"
+KEYS = ("one", "two")
+TIMEOUT_S = 0.3
+PATIENCE_S = 30
+
+
+@pytest.fixture(scope="module")
+def served() -> Iterator[tuple[FakeEngine, str]]:
+    engine = FakeEngine()
+    config = ServerConfig(
+        api_keys=KEYS, client_timeout_s=TIMEOUT_S, max_client_body_bytes=3000, sse_keep_alive_s=0
+    )
+    with serve_fake(engine, config) as url:
+        yield engine, url
+
+
+def connect(url: str) -> socket.socket:
+    address = urlsplit(url)
+    return socket.create_connection((address.hostname or "", address.port or 0), PATIENCE_S)
+
+
+def head(length: int, key: str = "one") -> bytes:
+    return (
+        f"POST {CHAT} HTTP/1.1\r\nhost: a\r\ncontent-type: application/json\r\n"
+        f"authorization: Bearer {key}\r\ncontent-length: {length}\r\n\r\n"
+    ).encode()
+
+
+def read_all(connection: socket.socket) -> bytes:
+    parts = []
+    try:
+        while part := connection.recv(65536):
+            parts.append(part)
+    except ConnectionResetError:
+        pass
+    return b"".join(parts)
+
+
+def test_half_a_body_is_a_408_and_the_end_of_the_connection(served: tuple[FakeEngine, str]) -> None:
+    with connect(served[1]) as connection:
+        connection.sendall(head(100) + b"{")
+        answer = read_all(connection)
+    assert answer.startswith(b"HTTP/1.1 408")
+    assert json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["code"] == "request_timeout"
+
+
+@pytest.mark.parametrize("sent", [b"", b"GET /health HTTP/1.1\r\n", b"GET / HTTP/1.1\r\nx: "])
+def test_half_a_head_ends_the_connection(served: tuple[FakeEngine, str], sent: bytes) -> None:
+    with connect(served[1]) as connection:
+        connection.sendall(sent)
+        assert read_all(connection) == b""
+
+
+def test_an_endless_head_ends_the_connection(served: tuple[FakeEngine, str]) -> None:
+    with connect(served[1]) as connection:
+        connection.sendall(b"GET /health HTTP/1.1\r\n")
+        # Much more than the buffers between them hold.
+        endless = b"x: " + b"y" * 1000 * MAX_HEAD_BYTES
+        with pytest.raises((ConnectionResetError, BrokenPipeError)):
+            connection.sendall(endless)
+
+
+def test_a_stream_that_nobody_reads_is_aborted(served: tuple[FakeEngine, str]) -> None:
+    engine, url = served
+    while not engine.aborted.empty():
+        engine.aborted.get()
+    engine.script = write("x" * 60_000)
+    body = json.dumps(HI | {"stream": True, "max_tokens": 60_000}).encode()
+    with connect(url) as connection:
+        connection.sendall(head(len(body)) + body)
+        assert engine.aborted.get(timeout=PATIENCE_S)
+    engine.script = write("hello")
+
+
+class Clock:
+    """A loop and a transport: what is to be called later is called when the test says so."""
+
+    def __init__(self, *unsent: int) -> None:
+        self.unsent = list(unsent)
+        self.later: list[tuple[Any, ...]] = []
+        self.is_aborted = False
+
+    def call_later(self, _seconds: float, *call: Any) -> Mock:
+        self.later.append(call)
+        return Mock()
+
+    def get_write_buffer_size(self) -> int:
+        return self.unsent.pop(0)
+
+    def abort(self) -> None:
+        self.is_aborted = True
+
+
+def test_only_a_reader_that_takes_nothing_is_cut_off() -> None:
+    clock = Clock(100, 99, 50, 50)
+    protocol = BoundedProtocol.__new__(BoundedProtocol)
+    protocol.loop = protocol.transport = clock  # type: ignore[assignment]
+    protocol._timeout_s, protocol._write = 1.0, None
+    protocol._watch_write(None)
+    for is_cut in (False, False, True):
+        function, *arguments = clock.later.pop()
+        function(*arguments)
+        assert clock.is_aborted is is_cut
+    assert clock.later == []
+
+
+def test_bodies_of_one_client_are_bounded_together(served: tuple[FakeEngine, str]) -> None:
+    engine, url = served
+    body = json.dumps(HI | {"padding": "x" * 2000})
+    while not engine.submitted.empty():
+        engine.submitted.get()
+    engine.script = hang(after="a")
+    headers = {"content-type": "application/json", "authorization": "Bearer one"}
+    with connect(url) as first:
+        first.sendall(head(len(body)) + body.encode())
+        engine.submitted.get(timeout=PATIENCE_S)
+        engine.script = write("hello")
+        second = httpx2.post(url + CHAT, content=body, headers=headers)
+        assert second.status_code == 429
+        assert second.headers["retry-after"]
+        other = httpx2.post(
+            url + CHAT, content=body, headers=headers | {"authorization": "Bearer two"}
+        )
+        assert other.status_code == 200
+    engine.aborted.get(timeout=PATIENCE_S)
+    large = json.dumps(HI | {"padding": "x" * 5000})
+    while (again := httpx2.post(url + CHAT, content=large, headers=headers)).status_code == 429:
+        pass
+    assert again.status_code == 200
+
+
+@pytest.mark.parametrize("depth", [MAX_DEPTH, 500, 10_000, 1_000_000])
+def test_a_deep_body_is_a_400(served: tuple[FakeEngine, str], depth: int) -> None:
+    _, url = served
+    raw = json.dumps(HI | {"x": "HERE"}).replace('"HERE"', "[" * depth + "]" * depth)
+    headers = {"content-type": "application/json", "authorization": "Bearer one"}
+    response = httpx2.post(url + CHAT, content=raw, headers=headers)
+    assert response.status_code == 400
+    assert "nested too deeply" in response.json()["error"]["message"]
+
+
+def nesting(value: object) -> int:
+    if isinstance(value, list):
+        return 1 + max(map(nesting, value), default=0)
+    if isinstance(value, dict):
+        return 1 + max(map(nesting, value.values()), default=0)
+    return 0
+
+
+TEXTS = st.text(st.sampled_from('[]{}"\\ab\n'), max_size=6)
+
+
+@given(
+    st.recursive(
+        TEXTS | st.integers(),
+        lambda inner: st.lists(inner, max_size=4) | st.dictionaries(TEXTS, inner, max_size=4),
+        max_leaves=20,
+    ),
+    st.booleans(),
+)
+def test_depth_is_that_of_the_parsed_value(value: object, ascii_only: bool) -> None:
+    raw = json.dumps(value, ensure_ascii=ascii_only).encode()
+    depth = nesting(value)
+    assert not is_deeper(raw, depth)
+    assert depth == 0 or is_deeper(raw, depth - 1)
