@@ -13,6 +13,7 @@ from mlx_parallm.config import EngineConfig, SchedulerConfig
 from mlx_parallm.engine.async_engine import AsyncEngine, Progress
 from mlx_parallm.engine.build import LoadedEngine
 from mlx_parallm.engine.engine import Engine
+from mlx_parallm.engine.event_stream import MAX_UNREAD, MAX_UNREAD_PER_SAMPLE
 from mlx_parallm.engine.interface import ServedModel
 from mlx_parallm.engine.metrics import EngineMetrics, MetricFamilies
 from mlx_parallm.errors import (
@@ -132,15 +133,20 @@ async def test_a_cancelled_request_ends_with_what_it_has() -> None:
     engine.stop()
 
 
-async def test_a_stream_that_nobody_reads_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mlx_parallm.engine.event_stream.MAX_UNREAD", 1)
-    monkeypatch.setattr("mlx_parallm.engine.event_stream.MAX_UNREAD_PER_SAMPLE", 1)
-    engine = AsyncEngine(EngineConfig(), build=builder(FakeRunner(spell("hello" * 9))))
+async def test_a_stream_that_nobody_reads_is_ended() -> None:
+    gate = threading.Event()
+    runner = FakeRunner(spell("hello"), before=lambda batch: wait_for(gate))
+    engine = AsyncEngine(EngineConfig(), build=builder(runner))
     engine.start()
     handle = await engine.submit(make_request("a"))
-    assert await text_of(engine, make_request("after", max_tokens=1)) == "h"
-    events = [event async for event in handle.events]
-    assert [type(event) for event in events] == [ErrorEvent]
+    event = TokenEvent(request_id="a", index=0, token_ids=(1,), text="x")
+    engine._dispatch([event] * (MAX_UNREAD + MAX_UNREAD_PER_SAMPLE))
+    assert len(engine.open_requests()) == 1
+    engine._dispatch([event])
+    assert engine.open_requests() == []
+    assert [type(event) async for event in handle.events] == [ErrorEvent]
+    gate.set()
+    assert await text_of(engine, make_request("b")) == "hello"
     engine.stop()
 
 
