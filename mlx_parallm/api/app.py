@@ -28,6 +28,7 @@ from mlx_parallm.api.routes import (
     server_info,
     tokenize,
 )
+from mlx_parallm.api.routes.page import page_files, page_router
 from mlx_parallm.api.schemas.errors import ErrorResponse
 from mlx_parallm.config import ServerConfig
 from mlx_parallm.engine.interface import EngineClient
@@ -72,6 +73,7 @@ def _add_routes(app: FastAPI) -> None:
         docs.router,
     ):
         app.include_router(router)
+    app.include_router(page_router(page_files()))
     app.mount(docs.ASSETS, docs.assets())
 
 

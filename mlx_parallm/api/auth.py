@@ -13,11 +13,12 @@ from starlette.requests import Request
 from mlx_parallm.config import ServerConfig
 from mlx_parallm.errors import AuthenticationError, PermissionDeniedError
 
-# Open without a key: health and metrics for supervisors, the documentation for people.
+# Open without a key: health and metrics for supervisors, the page and the
+# documentation for people, which hold no secrets.
 OPEN_PATHS = frozenset(
     {"/health", "/ping", "/load", "/version", "/metrics", "/openapi.json", "/docs", "/"}
 )
-OPEN_PREFIXES = ("/docs/",)
+OPEN_PREFIXES = ("/docs/", "/page/")
 
 
 class KeyRing:

@@ -6,7 +6,7 @@ from importlib.resources import files
 
 from fastapi import APIRouter, Request
 from fastapi.openapi.docs import get_swagger_ui_html
-from fastapi.responses import HTMLResponse, RedirectResponse
+from fastapi.responses import HTMLResponse
 from starlette.staticfiles import StaticFiles
 
 ASSETS = "/docs/assets"
@@ -25,12 +25,6 @@ async def documentation(request: Request) -> HTMLResponse:
         swagger_css_url=f"{base}{ASSETS}/swagger-ui.css",
         swagger_favicon_url=f"{base}{ASSETS}/favicon-32x32.png",
     )
-
-
-@router.get("/")
-async def root(request: Request) -> RedirectResponse:
-    """The documentation is what a browser finds here."""
-    return RedirectResponse(f"{_base(request)}/docs")
 
 
 def _base(request: Request) -> str:

@@ -1,0 +1,95 @@
+// The server's API: requests with the key, and its errors.
+
+import { readEvents } from "./sse.js";
+
+const KEY = "mlx-parallm-api-key";
+
+/** An answer that is an error, or an error event of a stream. */
+export class ApiError extends Error {
+  constructor(message, status, param = null) {
+    super(message);
+    this.status = status;
+    this.param = param;
+  }
+}
+
+export class Api {
+  #key = storedKey();
+
+  /** `base` is the URL the page lies in; every route is relative to it. */
+  constructor(base) {
+    this.base = base;
+    this.onUnauthorized = () => {};
+  }
+
+  /** The key, kept for this tab only. */
+  get key() {
+    return this.#key;
+  }
+
+  set key(value) {
+    this.#key = value;
+    try {
+      sessionStorage.setItem(KEY, value);
+    } catch {
+      // Storage is turned off: the key lasts until the page is loaded again.
+    }
+  }
+
+  async models() {
+    return (await (await this.#fetch("v1/models")).json()).data;
+  }
+
+  async version() {
+    return (await (await this.#fetch("version")).json()).version;
+  }
+
+  /** The metrics in Prometheus' text format; asked for so often that a missing key is not. */
+  async metrics(signal) {
+    return (await this.#fetch("metrics", { signal, isPolled: true })).text();
+  }
+
+  /** The chunks of a streamed chat completion. */
+  async *chat(body, signal) {
+    const response = await this.#fetch("v1/chat/completions", {
+      method: "POST",
+      headers: { "content-type": "application/json" },
+      body: JSON.stringify({ ...body, stream: true, stream_options: { include_usage: true } }),
+      signal,
+    });
+    for await (const data of readEvents(response.body)) {
+      if (data === "[DONE]") return;
+      const chunk = JSON.parse(data);
+      if (chunk.error) throw new ApiError(chunk.error.message, 200, chunk.error.param);
+      yield chunk;
+    }
+    throw new ApiError("The stream ended too early.", 200);
+  }
+
+  async #fetch(path, { isPolled = false, ...options } = {}) {
+    const headers = { ...options.headers };
+    if (this.key) headers.authorization = `Bearer ${this.key}`;
+    const url = new URL(path, this.base);
+    const response = await fetch(url, { ...options, headers, credentials: "same-origin" });
+    if (response.ok) return response;
+    if (response.status === 401 && !isPolled) this.onUnauthorized();
+    throw await errorOf(response);
+  }
+}
+
+function storedKey() {
+  try {
+    return sessionStorage.getItem(KEY) ?? "";
+  } catch {
+    return "";
+  }
+}
+
+async function errorOf(response) {
+  try {
+    const { error } = await response.json();
+    return new ApiError(error.message, response.status, error.param);
+  } catch {
+    return new ApiError(`The server answered ${response.status}.`, response.status);
+  }
+}

@@ -1,0 +1,105 @@
+// What is said in a chat, as the API takes it, and an answer as it streams in.
+
+/** An assistant's answer, filled by the chunks of a stream. Times are in milliseconds. */
+export class Answer {
+  constructor(startedMs) {
+    this.reasoning = "";
+    this.content = "";
+    this.toolCalls = [];
+    this.tokens = [];
+    this.finishReason = null;
+    this.usage = null;
+    this.error = null;
+    this.startedMs = startedMs;
+    this.firstMs = null;
+    this.lastMs = null;
+    this.endedMs = null;
+  }
+
+  /** Take in a chunk that came at a time. */
+  add(chunk, nowMs) {
+    if (chunk.usage) this.usage = chunk.usage;
+    const choice = chunk.choices?.[0];
+    if (!choice) return;
+    const delta = choice.delta ?? {};
+    const reasoning = delta.reasoning ?? delta.reasoning_content ?? "";
+    const tokens = choice.logprobs?.content ?? [];
+    this.reasoning += reasoning;
+    this.content += delta.content ?? "";
+    for (const piece of delta.tool_calls ?? []) this.#addCall(piece);
+    this.tokens.push(...tokens);
+    if (choice.finish_reason) this.finishReason = choice.finish_reason;
+    if (reasoning || delta.content || delta.tool_calls?.length || tokens.length) {
+      this.firstMs ??= nowMs;
+      this.lastMs = nowMs;
+    }
+  }
+
+  #addCall(piece) {
+    const call = (this.toolCalls[piece.index ?? 0] ??= { id: "", name: "", arguments: "" });
+    if (piece.id) call.id = piece.id;
+    if (piece.function?.name) call.name = piece.function.name;
+    call.arguments += piece.function?.arguments ?? "";
+  }
+
+  /** The message that goes back to the server with the next request. */
+  message() {
+    const message = { role: "assistant", content: this.content };
+    if (this.reasoning) message.reasoning_content = this.reasoning;
+    if (this.toolCalls.length > 0) {
+      message.tool_calls = this.toolCalls.map(({ id, name, arguments: text }) => ({
+        id,
+        type: "function",
+        function: { name, arguments: text },
+      }));
+    }
+    return message;
+  }
+
+  /** Seconds to the first token, seconds in all, tokens, and tokens a second after the first. */
+  stats() {
+    const tokens = this.usage?.completion_tokens ?? null;
+    const decodeS = (this.lastMs - this.firstMs) / 1000;
+    return {
+      firstS: this.firstMs === null ? null : (this.firstMs - this.startedMs) / 1000,
+      totalS: this.endedMs === null ? null : (this.endedMs - this.startedMs) / 1000,
+      promptTokens: this.usage?.prompt_tokens ?? null,
+      cachedTokens: this.usage?.prompt_tokens_details?.cached_tokens ?? null,
+      tokens,
+      tokensPerS: tokens > 1 && decodeS > 0 ? (tokens - 1) / decodeS : null,
+    };
+  }
+}
+
+/** The messages of a chat, after the system prompt. */
+export class Conversation {
+  constructor() {
+    this.turns = [];
+  }
+
+  /** Add a message `{role, content, …}` or an Answer. */
+  add(turn) {
+    this.turns.push(turn);
+  }
+
+  /** Forget a turn and all after it. */
+  cutFrom(turn) {
+    const place = this.turns.indexOf(turn);
+    if (place >= 0) this.turns.length = place;
+  }
+
+  get last() {
+    return this.turns.at(-1) ?? null;
+  }
+
+  /** The messages of a request. Answers that failed before their first word are left out. */
+  messages(system) {
+    const said = this.turns.filter((turn) => !(turn instanceof Answer) || isAnswered(turn));
+    const messages = said.map((turn) => (turn instanceof Answer ? turn.message() : turn));
+    return system ? [{ role: "system", content: system }, ...messages] : messages;
+  }
+}
+
+function isAnswered(answer) {
+  return answer.content !== "" || answer.toolCalls.length > 0;
+}

@@ -1,0 +1,39 @@
+// Numbers as people read them.
+
+export function seconds(value) {
+  if (value === null) return "–";
+  if (value < 0.0995) return `${(value * 1000).toFixed(value < 0.00995 ? 1 : 0)} ms`;
+  if (value < 0.9995) return `${Math.round(value * 1000)} ms`;
+  return value < 60 ? `${value.toFixed(2)} s` : `${Math.round(value)} s`;
+}
+
+export function amount(value) {
+  if (value === null) return "–";
+  if (value >= 9_999_500) return `${(value / 1e6).toFixed(0)}M`;
+  if (value >= 999_500) return `${(value / 1e6).toFixed(1)}M`;
+  if (value >= 99_950) return `${(value / 1e3).toFixed(0)}k`;
+  if (value >= 9_995) return `${(value / 1e3).toFixed(1)}k`;
+  if (value >= 99.5 || Number.isInteger(value)) return value.toFixed(0);
+  return value.toFixed(1);
+}
+
+export function percent(value) {
+  if (value === null) return "–";
+  const share = value * 100;
+  if (share > 0 && share < 0.05) return "<0.1 %";
+  return `${share > 0 && share < 9.95 ? share.toFixed(1) : share.toFixed(0)} %`;
+}
+
+/** The tokens and times of an answer in one line. */
+export function statsLine(stats) {
+  const parts = [];
+  if (stats.firstS !== null) parts.push(`first token ${seconds(stats.firstS)}`);
+  if (stats.tokensPerS !== null) parts.push(`${amount(stats.tokensPerS)} tokens/s`);
+  if (stats.totalS !== null) parts.push(`${seconds(stats.totalS)} in all`);
+  if (stats.tokens !== null) parts.push(`${stats.tokens} tokens`);
+  if (stats.promptTokens !== null) {
+    const cached = stats.cachedTokens ? `, ${stats.cachedTokens} cached` : "";
+    parts.push(`prompt ${stats.promptTokens}${cached}`);
+  }
+  return parts.join(" · ");
+}

@@ -1,0 +1,41 @@
+// The table of served models.
+
+import { el } from "./dom.js";
+import { amount } from "./format.js";
+
+const COLUMNS = [
+  ["Model", (model) => el("code", {}, model.id)],
+  ["Context", (model) => `${model.max_model_len.toLocaleString()} tokens`],
+  ["KV blocks", (_, pool) => (pool ? `${amount(Number(pool.num_gpu_blocks))} × ${pool.block_size}` : "–")],
+  ["KV type", (_, pool) => pool?.cache_dtype ?? "–"],
+  ["Attention", (_, pool) => pool?.attention_backend ?? "–"],
+  ["Path", (_, pool) => pool?.path ?? "–"],
+  ["Loaded", (model) => new Date(model.created * 1000).toLocaleString()],
+  ["From", (model) => model.root],
+];
+
+/** Show models of /v1/models, with what a Reading of the metrics says of their KV pools. */
+export function showModels(table, models, reading) {
+  const pools = new Map(
+    (reading?.samples("vllm:cache_config_info") ?? []).map(({ labels }) => [labels.model_name, labels]),
+  );
+  const head = el("tr", {}, ...COLUMNS.map(([name]) => el("th", { scope: "col" }, name)));
+  const rows = models.map((model) => {
+    // Aliases share the pool of the name the metrics are under.
+    const same = models.filter((one) => one.root === model.root).map((one) => one.id);
+    const pool = same.map((id) => pools.get(id)).find(Boolean);
+    const cells = COLUMNS.map(([name, value]) => el("td", { "data-name": name }, value(model, pool)));
+    return el("tr", {}, ...cells);
+  });
+  table.replaceChildren(el("thead", {}, head), el("tbody", {}, ...rows));
+}
+
+/** Offer the models that the metrics name; the choice is only shown if there are several. */
+export function offerModels(select, reading) {
+  const names = reading.samples("vllm:num_requests_running").map(({ labels }) => labels.model_name);
+  const offered = [...select.options].slice(1).map((option) => option.value);
+  if (names.join("\n") !== offered.join("\n")) {
+    select.replaceChildren(new Option("all models", ""), ...names.map((name) => new Option(name, name)));
+  }
+  select.closest("label").hidden = names.length < 2;
+}

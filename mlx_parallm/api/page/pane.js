@@ -1,0 +1,173 @@
+// One chat with one model and its settings; two of them side by side make a comparison.
+
+import { Answer, Conversation } from "./conversation.js";
+import { part, setText } from "./dom.js";
+import { amount, seconds } from "./format.js";
+import { AnswerView, isScrolledDown, userView } from "./message.js";
+import { Settings } from "./settings.js";
+
+export class Pane {
+  /**
+   * `template` holds its elements, `name` tells panes apart, `onChange` is called when it begins or
+   * ends an answer, `announce` tells people who do not see the page.
+   */
+  constructor({ template, name, api, card, onChange, announce }) {
+    this.api = api;
+    this.card = card;
+    this.name = name;
+    this.onChange = onChange;
+    this.announce = announce;
+    this.root = template.content.cloneNode(true).firstElementChild;
+    this.log = part(this.root, "log");
+    this.settings = new Settings(part(this.root, "settings"));
+    this.conversation = new Conversation();
+    this.views = [];
+    this.running = null;
+    this.#wire();
+  }
+
+  #wire() {
+    this.root.setAttribute("aria-label", `Chat ${this.name}`);
+    setText(part(this.root, "letter"), this.name);
+    part(this.root, "clear").addEventListener("click", () => this.clear());
+    const toggle = part(this.root, "toggle");
+    toggle.addEventListener("click", () => this.openSettings(!this.hasOpenSettings));
+    const form = part(this.root, "settings");
+    form.addEventListener("change", () => this.showSettings());
+  }
+
+  get hasOpenSettings() {
+    return this.root.classList.contains("with-settings");
+  }
+
+  get isBusy() {
+    return this.running !== null;
+  }
+
+  get isEmpty() {
+    return this.views.length === 0;
+  }
+
+  openSettings(isOpen) {
+    this.root.classList.toggle("with-settings", isOpen);
+    part(this.root, "toggle").setAttribute("aria-expanded", String(isOpen));
+  }
+
+  /** Show what follows from the settings: whether tokens are coloured, and the line above. */
+  showSettings() {
+    setText(part(this.root, "summary"), this.settings.summary);
+    this.root.classList.toggle("with-tokens", this.settings.wantsTokens);
+  }
+
+  /** Say something and stream the answer. Throws SettingsError. */
+  send(text) {
+    this.settings.body();
+    this.views.at(-1)?.tools?.take();
+    this.conversation.add({ role: "user", content: text });
+    this.#append({ root: userView(text), turn: this.conversation.last });
+    this.answer();
+  }
+
+  /** Stream an answer to what was said. */
+  async answer() {
+    const body = { ...this.settings.body(), messages: this.#messages() };
+    const answer = new Answer(performance.now());
+    const view = this.#show(answer, body.model);
+    const stop = new AbortController();
+    this.running = stop;
+    this.onChange();
+    try {
+      for await (const chunk of this.api.chat(body, stop.signal)) {
+        answer.add(chunk, performance.now());
+        this.#draw(view);
+      }
+    } catch (error) {
+      if (!stop.signal.aborted) answer.error = error.message;
+    }
+    answer.endedMs = performance.now();
+    this.running = null;
+    this.#scrollAfter(() => view.finish({ isStopped: stop.signal.aborted }));
+    this.#showNumbers(answer.stats());
+    this.announce(`${this.name}: ${answer.error ?? (answer.content || "Tool call.")}`);
+    this.onChange();
+  }
+
+  stop() {
+    this.running?.abort();
+  }
+
+  clear() {
+    this.stop();
+    this.#cutFrom(0);
+    this.conversation = new Conversation();
+    this.#showNumbers(null);
+    this.onChange();
+  }
+
+  #messages() {
+    return this.conversation.messages(this.settings.system);
+  }
+
+  #show(answer, model) {
+    this.conversation.add(answer);
+    const view = new AnswerView(answer, model, this.card, {
+      onAgain: () => this.#again(answer),
+      onToolResults: (messages) => {
+        this.#addResults(messages);
+        this.#tryAnswer();
+      },
+    });
+    view.tools.onUnsent = (messages) => this.#addResults(messages);
+    this.#append({ root: view.root, turn: answer, tools: view.tools });
+    return view;
+  }
+
+  #addResults(messages) {
+    for (const message of messages) this.conversation.add(message);
+  }
+
+  #again(answer) {
+    if (this.isBusy) return;
+    this.#cutFrom(this.views.findIndex((view) => view.turn === answer));
+    this.conversation.cutFrom(answer);
+    this.#tryAnswer();
+  }
+
+  #tryAnswer() {
+    this.answer().catch((error) => this.onChange(error));
+  }
+
+  #cutFrom(place) {
+    for (const view of this.views.splice(place)) view.root.remove();
+  }
+
+  #append(view) {
+    this.views.push(view);
+    this.log.append(view.root);
+    this.log.scrollTop = this.log.scrollHeight;
+  }
+
+  /** Draw at most once a frame, however many chunks come. */
+  #draw(view) {
+    if (this.frame) return;
+    this.frame = requestAnimationFrame(() => {
+      this.frame = null;
+      if (this.isBusy) this.#scrollAfter(() => view.update());
+    });
+  }
+
+  /** Follow the text, unless somebody has scrolled up to read. */
+  #scrollAfter(change) {
+    const isAtEnd = isScrolledDown(this.log);
+    change();
+    if (isAtEnd) this.log.scrollTop = this.log.scrollHeight;
+  }
+
+  #showNumbers(stats) {
+    this.numbers = stats;
+    setText(part(this.root, "first"), seconds(stats?.firstS ?? null));
+    setText(part(this.root, "speed"), amount(stats?.tokensPerS ?? null));
+    setText(part(this.root, "total"), seconds(stats?.totalS ?? null));
+    setText(part(this.root, "tokens"), amount(stats?.tokens ?? null));
+  }
+}

@@ -1,0 +1,134 @@
+// The chat panes and the field below them that speaks to all of them.
+
+import { el, part } from "./dom.js";
+import { EXAMPLES } from "./examples.js";
+import { Pane } from "./pane.js";
+import { SettingsError } from "./settings.js";
+
+// Of these numbers the lesser, and of the others the greater, is marked in a comparison.
+// Less than this share apart is not told apart.
+const LEAST_DIFFERENCE = 0.05;
+const LESS_IS_BETTER = { first: "firstS", total: "totalS" };
+const MORE_IS_BETTER = { speed: "tokensPerS" };
+
+export class Playground {
+  constructor({ root, template, api, card, announce }) {
+    this.root = root;
+    this.field = part(root, "prompt");
+    this.sendButton = part(root, "send");
+    this.stopButton = part(root, "stop");
+    this.problem = part(root, "problem");
+    this.examples = part(root, "examples");
+    this.compareButton = part(root, "compare");
+    const options = { template, api, card, announce, onChange: (error) => this.#onChange(error) };
+    this.all = ["A", "B"].map((name) => new Pane({ ...options, name }));
+    this.panes = this.all.slice(0, 1);
+    part(root, "panes").append(...this.all.map((pane) => pane.root));
+    this.#wire();
+    this.#compare(false);
+    this.all[0].openSettings(matchMedia("(min-width: 60rem)").matches);
+  }
+
+  #wire() {
+    part(this.root, "composer").addEventListener("submit", (event) => {
+      event.preventDefault();
+      this.#send();
+    });
+    this.field.addEventListener("keydown", (event) => {
+      if (event.key !== "Enter" || !(event.ctrlKey || event.metaKey)) return;
+      event.preventDefault();
+      this.#send();
+    });
+    this.stopButton.addEventListener("click", () => this.panes.forEach((pane) => pane.stop()));
+    this.compareButton.addEventListener("click", () => this.#compare(this.panes.length === 1));
+    const buttons = EXAMPLES.map((example) => {
+      const onclick = () => this.#take(example);
+      return el("button", { type: "button", class: "chip", title: example.prompt, onclick }, example.name);
+    });
+    this.examples.append(...buttons);
+  }
+
+  /** Offer models; a second pane begins with the second model, if there is one. */
+  offer(ids) {
+    this.all.forEach((pane, i) => {
+      pane.settings.offer(ids, ids[Math.min(i, ids.length - 1)]);
+      pane.showSettings();
+    });
+  }
+
+  #take({ prompt, settings }) {
+    for (const pane of this.panes) {
+      pane.settings.set(settings);
+      pane.showSettings();
+    }
+    this.field.value = prompt;
+    this.field.focus();
+  }
+
+  #compare(isOn) {
+    const [first, second] = this.all;
+    this.panes = isOn ? this.all : [first];
+    second.root.hidden = !isOn;
+    if (isOn) {
+      const { model } = second.settings;
+      second.settings.copyFrom(first.settings);
+      if (model) second.settings.set({ model });
+      second.showSettings();
+      for (const pane of this.all) pane.openSettings(false);
+    } else {
+      second.stop();
+    }
+    this.root.classList.toggle("comparing", isOn);
+    this.compareButton.setAttribute("aria-pressed", String(isOn));
+    this.#onChange();
+  }
+
+  #send() {
+    const text = this.field.value.trim();
+    if (!text || this.#isBusy()) return;
+    try {
+      for (const pane of this.panes) pane.settings.body();
+      for (const pane of this.panes) pane.send(text);
+      this.field.value = "";
+    } catch (error) {
+      this.#onChange(error);
+    }
+  }
+
+  #isBusy() {
+    return this.panes.some((pane) => pane.isBusy);
+  }
+
+  #onChange(error = null) {
+    if (error && !(error instanceof SettingsError)) throw error;
+    this.problem.textContent = error?.message ?? "";
+    if (error) {
+      const pane = this.panes.find(({ settings }) => settings.form.contains(error.field));
+      pane?.openSettings(true);
+      error.field.focus();
+    }
+    const isBusy = this.#isBusy();
+    this.sendButton.hidden = isBusy;
+    this.stopButton.hidden = !isBusy;
+    this.examples.hidden = this.panes.some((pane) => !pane.isEmpty);
+    this.#markBest();
+  }
+
+  #markBest() {
+    const isOver = this.panes.length > 1 && this.panes.every((pane) => pane.numbers && !pane.isBusy);
+    const mark = (name, key, pick) => {
+      const values = this.panes.map((pane) => pane.numbers?.[key] ?? null);
+      const isTold = isOver && !values.includes(null) && differ(...values);
+      this.panes.forEach((pane, i) => {
+        const isBest = isTold && values[i] === pick(...values);
+        part(pane.root, name).classList.toggle("best", isBest);
+      });
+    };
+    for (const [name, key] of Object.entries(LESS_IS_BETTER)) mark(name, key, Math.min);
+    for (const [name, key] of Object.entries(MORE_IS_BETTER)) mark(name, key, Math.max);
+  }
+}
+
+function differ(a, b) {
+  return Math.abs(a - b) > LEAST_DIFFERENCE * Math.max(a, b);
+}

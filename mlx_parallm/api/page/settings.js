@@ -1,0 +1,137 @@
+// The fields of a pane as the fields of a request.
+
+/** A field holds something that cannot be sent. */
+export class SettingsError extends Error {
+  constructor(field, message) {
+    super(message);
+    this.field = field;
+  }
+}
+
+const NUMBERS = ["temperature", "top_p", "max_tokens", "seed"];
+const ALTERNATIVES = 5;
+
+export class Settings {
+  constructor(form) {
+    this.form = form;
+    this.fields = form.elements;
+    form.addEventListener("submit", (event) => event.preventDefault());
+    form.addEventListener("input", (event) => event.target.setCustomValidity?.(""));
+    form.addEventListener("change", () => this.#showFields());
+    this.#showFields();
+  }
+
+  get model() {
+    return this.fields.model.value;
+  }
+
+  /** The model and what differs from the defaults, in few words. */
+  get summary() {
+    const { temperature, top_p: topP, seed, thinking, format, tools } = this.fields;
+    const parts = [this.model];
+    if (temperature.value !== "") parts.push(`temperature ${temperature.value}`);
+    if (topP.value !== "") parts.push(`top p ${topP.value}`);
+    if (seed.value !== "") parts.push(`seed ${seed.value}`);
+    if (thinking.value) parts.push(`thinking ${thinking.value}`);
+    if (format.value !== "text") parts.push(format.selectedOptions[0].textContent);
+    if (tools.value.trim()) parts.push("tools");
+    return parts.join(" · ");
+  }
+
+  get system() {
+    return this.fields.system.value.trim();
+  }
+
+  get wantsTokens() {
+    return this.fields.logprobs.checked;
+  }
+
+  /** Offer models, keeping the one that is chosen if it is still there. */
+  offer(ids, preferred) {
+    const chosen = this.model || preferred;
+    this.fields.model.replaceChildren(...ids.map((id) => new Option(id, id)));
+    this.fields.model.value = ids.includes(chosen) ? chosen : (ids[0] ?? "");
+  }
+
+  /**
+   * The request but its messages. Empty fields are left out: the server's defaults hold.
+   * Throws SettingsError, and marks the field.
+   */
+  body() {
+    for (const field of this.fields) if (!field.checkValidity()) throw this.#bad(field);
+    const body = { model: this.model, n: 1 };
+    for (const name of NUMBERS) {
+      const { value } = this.fields[name];
+      if (value !== "") body[name] = Number(value);
+    }
+    const thinking = this.fields.thinking.value;
+    if (thinking) body.chat_template_kwargs = { enable_thinking: thinking === "on" };
+    if (this.wantsTokens) Object.assign(body, { logprobs: true, top_logprobs: ALTERNATIVES });
+    return { ...body, ...this.#format(), ...this.#tools() };
+  }
+
+  /** Take over every setting of another. */
+  copyFrom(other) {
+    for (const field of other.fields) {
+      const own = this.fields[field.name];
+      if (!own) continue;
+      if (field.type === "checkbox") own.checked = field.checked;
+      else own.value = field.value;
+    }
+    this.#showFields();
+  }
+
+  /** Set fields by name; the rest stays. */
+  set(values) {
+    for (const [name, value] of Object.entries(values)) {
+      const field = this.fields[name];
+      if (field.type === "checkbox") field.checked = value;
+      else field.value = value;
+    }
+    this.#showFields();
+  }
+
+  #format() {
+    const type = this.fields.format.value;
+    if (type === "text") return {};
+    if (type === "json_object") return { response_format: { type } };
+    const schema = this.#json("schema", "a JSON schema, an object");
+    if (Array.isArray(schema)) throw this.#bad(this.fields.schema, "A JSON schema is an object.");
+    return { response_format: { type, json_schema: { name: "answer", schema, strict: true } } };
+  }
+
+  #tools() {
+    if (!this.fields.tools.value.trim()) return {};
+    const tools = this.#json("tools", "a list of tools in JSON");
+    if (!Array.isArray(tools)) throw this.#bad(this.fields.tools, "Tools are a list: [ … ].");
+    return { tools: tools.map(wrapped), tool_choice: this.fields.tool_choice.value };
+  }
+
+  #json(name, what) {
+    const field = this.fields[name];
+    try {
+      const value = JSON.parse(field.value);
+      if (typeof value === "object" && value !== null) return value;
+    } catch (error) {
+      throw this.#bad(field, `This is not ${what}: ${error.message}`);
+    }
+    throw this.#bad(field, `This is not ${what}.`);
+  }
+
+  #bad(field, message = field.validationMessage) {
+    field.setCustomValidity(message);
+    const label = field.labels[0]?.firstChild.textContent.trim() ?? field.name;
+    return new SettingsError(field, `${label}: ${message}`);
+  }
+
+  #showFields() {
+    const fields = this.fields;
+    fields.schema.closest("label").hidden = fields.format.value !== "json_schema";
+    fields.tool_choice.closest("label").hidden = !fields.tools.value.trim();
+  }
+}
+
+/** A tool given as a function alone is put into its wrapper. */
+function wrapped(tool) {
+  return tool?.type === undefined && tool?.name ? { type: "function", function: tool } : tool;
+}

@@ -1,0 +1,93 @@
+"""``GET /``: a page to look at the server and to try its models; its parts at ``/page/``."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib.resources import files
+from pathlib import PurePath
+
+from fastapi import APIRouter, Request, Response
+from starlette.exceptions import HTTPException
+
+INDEX = "index.html"
+TYPES = {
+    ".html": "text/html; charset=utf-8",
+    ".css": "text/css; charset=utf-8",
+    ".js": "text/javascript; charset=utf-8",
+    ".svg": "image/svg+xml",
+}
+# Everything comes from this server, and no text can become markup or a script (CSP Level 3,
+# Trusted Types): the page shows what models write.
+POLICY = "; ".join(
+    [
+        "default-src 'none'",
+        "script-src 'self'",
+        "style-src 'self'",
+        "img-src 'self'",
+        "connect-src 'self'",
+        "base-uri 'none'",
+        "form-action 'none'",
+        "frame-ancestors 'none'",
+        "require-trusted-types-for 'script'",
+        "trusted-types 'none'",
+    ]
+)
+HEADERS = {
+    "content-security-policy": POLICY,
+    "x-content-type-options": "nosniff",
+    "referrer-policy": "no-referrer",
+    # Kept by the browser, but asked for again: a new version is seen at once.
+    "cache-control": "no-cache",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class PageFile:
+    """A file of the page; ``etag`` is made of its content, as a wheel's files have no times."""
+
+    content: bytes
+    content_type: str
+    etag: str
+
+
+def page_files() -> dict[str, PageFile]:
+    """The page's files by name."""
+    folder = files("mlx_parallm.api") / "page"
+    found = {}
+    for file in folder.iterdir():
+        content_type = TYPES.get(PurePath(file.name).suffix)
+        if content_type is not None:
+            content = file.read_bytes()
+            etag = f'"{hashlib.sha256(content).hexdigest()[:32]}"'
+            found[file.name] = PageFile(content, content_type, etag)
+    return found
+
+
+def page_router(parts: Mapping[str, PageFile]) -> APIRouter:
+    """Routes of the page; its links are relative, so that it works below any prefix."""
+    router = APIRouter(include_in_schema=False)
+
+    @router.get("/")
+    async def page(request: Request) -> Response:
+        """The page itself, which asks for a key if the server needs one."""
+        return _answer(request, parts[INDEX])
+
+    @router.get("/page/{name}")
+    async def part(name: str, request: Request) -> Response:
+        """A script, a style sheet or an image."""
+        if name not in parts or name == INDEX:
+            raise HTTPException(404)
+        return _answer(request, parts[name])
+
+    return router
+
+
+def _answer(request: Request, file: PageFile) -> Response:
+    headers = HEADERS | {"etag": file.etag}
+    known = [tag.strip() for tag in request.headers.get("if-none-match", "").split(",")]
+    # A proxy that compresses makes an entity tag weak.
+    if file.etag in [tag.removeprefix("W/") for tag in known]:
+        return Response(status_code=304, headers=headers)
+    return Response(file.content, headers=headers, media_type=file.content_type)
