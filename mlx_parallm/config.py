@@ -31,6 +31,7 @@ class ModelConfig:
             vocabulary, "none" leaves them in the text, other names are those of
             ``parsing.registry``.
         reasoning_parser: the same for what it thinks.
+        enable_auto_tool_choice: let the model decide whether it calls tools; false refuses that.
         trust_remote_code: run Python code that comes with the model or its tokenizer.
     """
 
@@ -43,6 +44,7 @@ class ModelConfig:
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     tool_call_parser: str = "auto"
     reasoning_parser: str = "auto"
+    enable_auto_tool_choice: bool = True
     trust_remote_code: bool = False
 
 

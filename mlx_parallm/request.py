@@ -24,6 +24,23 @@ class Grammar:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ThinkingBudget:
+    """How long a sample may reason.
+
+    Attributes:
+        tokens: most tokens of reasoning; then ``end_id`` is forced.
+        end_id: the token that ends the reasoning.
+        start_id: the token that begins it; None where only the prompt does.
+        is_open: whether the prompt ends inside the reasoning.
+    """
+
+    tokens: int
+    end_id: int
+    start_id: int | None = None
+    is_open: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
     """How the tokens of one request are chosen. Names and meanings are vLLM's.
 
@@ -55,6 +72,7 @@ class SamplingParams:
             tokens it gets does not depend on it.
         grammar: when given, only tokens that can go on to match it are sampled, and the end of
             sequence only where it is matched.
+        thinking_budget: when given, reasoning ends after so many tokens; nothing is speculated.
     """
 
     n: int = 1
@@ -79,6 +97,7 @@ class SamplingParams:
     prompt_logprobs: int | None = None
     speculative: bool = True
     grammar: Grammar | None = None
+    thinking_budget: ThinkingBudget | None = None
 
     def __post_init__(self) -> None:
         self._check_range("n", self.n, 1, MAX_CHOICES)

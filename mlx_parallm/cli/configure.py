@@ -169,9 +169,35 @@ def _models(part: Mapping[str, Any]) -> tuple[ModelConfig, ...]:
     repeated = sorted({path for path in paths if paths.count(path) > 1})
     if repeated:
         raise ConfigError(f"model: given twice: {', '.join(repeated)}")
+    tools = _parsers(paths, options.pop("tool_call_parsers", ()), "tool-call-parser")
+    reasoning = _parsers(paths, options.pop("reasoning_parsers", ()), "reasoning-parser")
     return tuple(
-        ModelConfig(path=path, served_names=tuple(names.get(path, ())), **options) for path in paths
+        ModelConfig(
+            path=path,
+            served_names=tuple(names.get(path, ())),
+            tool_call_parser=tools[path],
+            reasoning_parser=reasoning[path],
+            **options,
+        )
+        for path in paths
     )
+
+
+def _parsers(
+    paths: Sequence[str | None], values: Sequence[str], setting: str
+) -> dict[str | None, str]:
+    """Each model's parser: its own, or the one given without a model."""
+    bare = [value for value in values if "=" not in value]
+    if len(bare) > 1:
+        raise ConfigError(f"{setting}: given twice: {', '.join(bare)}")
+    chosen: dict[str | None, str] = dict.fromkeys(paths, bare[0] if bare else "auto")
+    for value in values:
+        owner, separator, name = value.rpartition("=")
+        if separator and owner not in chosen:
+            raise ConfigError(f"{setting}: there is no model {owner!r}")
+        if separator:
+            chosen[owner] = name
+    return chosen
 
 
 def _named(

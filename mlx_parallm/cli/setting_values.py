@@ -123,19 +123,37 @@ def listed(value: Any) -> tuple[str, ...]:
     return found
 
 
-def speculative(value: Any) -> SpeculativeConfig:
-    """Speculative decoding: a JSON object, or a table of a file.
+def parsers(*names: str) -> Parse:
+    """One of these names, "auto" or "none" for every model, or MODEL=NAME for one of several."""
+    known = choice("auto", "none", *names)
 
-    Raises:
-        ConfigError: a key of it is unknown or its value wrong; the message says which.
-    """
+    def parse(value: Any) -> tuple[str, ...]:
+        found = listed(value)
+        for one in found:
+            known(one.rpartition("=")[2])
+        return found
+
+    return parse
+
+
+def table(value: Any) -> dict[str, Any]:
+    """Names with values: a JSON object, or a table of a file."""
     try:
         items = json.loads(value) if isinstance(value, str) else value
     except (ValueError, RecursionError):
         raise ValueError("must be a JSON object") from None
     if not isinstance(items, dict):
         raise ValueError("must be a JSON object")  # noqa: TRY004 - one type for all wrong values
-    return SpeculativeConfig.from_mapping(items)
+    return items
+
+
+def speculative(value: Any) -> SpeculativeConfig:
+    """Speculative decoding: a JSON object, or a table of a file.
+
+    Raises:
+        ConfigError: a key of it is unknown or its value wrong; the message says which.
+    """
+    return SpeculativeConfig.from_mapping(table(value))
 
 
 def _json_list(value: str) -> Any:

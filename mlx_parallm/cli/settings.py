@@ -15,6 +15,7 @@ from mlx_parallm.config import (
     SchedulerConfig,
     ServerConfig,
 )
+from mlx_parallm.parsing.registry import reasoning_format_names, tool_format_names
 
 ENVIRONMENT_PREFIX = "MLX_PARALLM_"
 
@@ -85,7 +86,7 @@ class Setting:
     @property
     def is_list(self) -> bool:
         """Whether the flag takes several values and may be repeated."""
-        return self.parse is values.listed
+        return self.parse is values.listed or self.field.endswith("_parsers")
 
     @property
     def default(self) -> Any:
@@ -132,6 +133,25 @@ SETTINGS: tuple[Setting, ...] = (
     _setting("chat-template", "model.chat_template", values.text, MODELS,
              "a Jinja template, or a file with one, in place of the model's own.",
              metavar="FILE_OR_TEXT"),
+    _setting(
+        "default-chat-template-kwargs", "model.chat_template_kwargs", values.table, MODELS,
+        'variables of the chat template that every request begins with, as JSON, such as '
+        '{"enable_thinking": false}; those of a request win.', metavar="JSON",
+    ),
+    _setting(
+        "tool-call-parser", "model.tool_call_parsers", values.parsers(*tool_format_names()), MODELS,
+        "how the models write tool calls: auto finds it out, none leaves calls in the text. With "
+        "several models MODEL=NAME is possible. Names: "
+        + ", ".join(tool_format_names()) + ". Default: auto.",
+        metavar="NAME",
+    ),
+    _setting(
+        "reasoning-parser", "model.reasoning_parsers", values.parsers(*reasoning_format_names()),
+        MODELS, "the same for what they think. Names: "
+        + ", ".join(reasoning_format_names()) + ". Default: auto.", metavar="NAME",
+    ),
+    _setting("enable-auto-tool-choice", "model.enable_auto_tool_choice", values.boolean, MODELS,
+             "let models decide themselves whether they call tools."),
     _setting("trust-remote-code", "model.trust_remote_code", values.boolean, MODELS,
              "run Python code that comes with a model or tokenizer."),
     _setting("seed", "engine.seed", values.integer(0, 2**63 - 1), MODELS,

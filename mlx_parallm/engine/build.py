@@ -311,6 +311,7 @@ def _assemble(
         chat_template_kwargs=one.config.chat_template_kwargs,
         tool_format=tool_format_of(one.config, one.tokenizer),
         reasoning_format=reasoning_format_of(one.config, one.tokenizer),
+        allows_auto_tools=one.config.enable_auto_tool_choice,
         parses_tools=one.config.tool_call_parser != "none",
     )
     return LoadedEngine(model, engine)

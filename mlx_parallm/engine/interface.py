@@ -107,7 +107,8 @@ class ServedModel:
     ``names[0]`` is the one reported; ``root`` the hub id or folder it came from; ``created`` Unix
     seconds; ``chat_template_kwargs`` variables of the template that every request begins with.
     ``tool_format`` and ``reasoning_format`` are how the model writes tool calls and reasoning, None
-    where its text is not parsed for them; ``parses_tools`` is false where that was asked for.
+    where its text is not parsed for them; ``parses_tools`` is false where that was asked for,
+    ``allows_auto_tools`` where the model may not decide itself whether it calls tools.
     """
 
     names: tuple[str, ...]
@@ -119,6 +120,7 @@ class ServedModel:
     tool_format: ToolFormat | None = None
     reasoning_format: ReasoningFormat | None = None
     parses_tools: bool = True
+    allows_auto_tools: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from mlx_parallm.batch import (
     PENDING_TOKEN,
@@ -15,6 +15,7 @@ from mlx_parallm.batch import (
 from mlx_parallm.kv_cache.block_table import BlockTable
 from mlx_parallm.outputs import FinishReason, PromptEvent
 from mlx_parallm.request import GenerateRequest
+from mlx_parallm.scheduler.thinking import ThinkingTracker
 from mlx_parallm.speculation.proposer import Speculation
 
 
@@ -95,6 +96,7 @@ class Sequence:
         table: its blocks while running.
         slot: its slot while running.
         blocked_at: free blocks that were too few to start it; not tried again with fewer.
+        thinking: what limits its reasoning; None without a budget.
         order: better sequences have a smaller one: by priority, then arrival, then sample.
         followers: samples that will fork from this one once all but the last prompt token is
             computed; empty for all but the first of several.
@@ -115,10 +117,13 @@ class Sequence:
     slot: int | None = None
     num_preemptions: int = 0
     blocked_at: int = 0
+    thinking: ThinkingTracker | None = field(init=False)
     order: tuple[int, int, int] = field(init=False)
     followers: list[Sequence] = field(default_factory=list)
 
     def __post_init__(self) -> None:
+        budget = self.request.params.thinking_budget
+        self.thinking = None if budget is None else ThinkingTracker(budget)
         self.order = (self.request.priority, self.group.arrival, self.index)
 
     @property
@@ -193,6 +198,8 @@ class Sequence:
         """Append a token; why it ended the sample, if it did."""
         self.token_ids.append(token.token_id)
         self.output_ids.append(token.token_id)
+        if self.thinking is not None:
+            self.thinking.take([token.token_id])
         params = self.request.params
         if token.token_id in self.group.end_ids or token.token_id in params.stop_token_ids:
             return FinishReason.STOP
@@ -207,6 +214,11 @@ class Sequence:
         banned: tuple[int, ...] = ()
         if len(self.output_ids) + self.num_pending + len(proposals) < params.min_tokens:
             banned = tuple(sorted(self.group.end_ids | set(params.stop_token_ids)))
+        if self.thinking is not None:
+            rule = self.thinking.rule(has_pending=self.num_pending > 0)
+            banned += rule.banned
+            if rule.forced is not None:
+                params = replace(params, allowed_token_ids=(rule.forced,))
         output_ids = self.output_ids
         if proposals and params.has_penalty:
             output_ids = [*output_ids, *proposals]

@@ -169,9 +169,14 @@ class Speculator:
 
 
 def _may_speculate(sequence: Sequence, config: SpeculativeConfig) -> bool:
-    """Whether its request allows it; penalties count tokens that a draft model is to choose."""
+    """Whether its request allows it.
+
+    Penalties count tokens that a draft model is to choose; a budget counts known tokens.
+    """
     params = sequence.request.params
-    return params.speculative and not (config.model is not None and params.has_penalty)
+    if not params.speculative or params.thinking_budget is not None:
+        return False
+    return config.model is None or not params.has_penalty
 
 
 def _state(sequence: Sequence, config: SpeculativeConfig) -> Speculation:

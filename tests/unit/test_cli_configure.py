@@ -20,7 +20,15 @@ from mlx_parallm.config import EngineConfig, ModelConfig, ServerConfig, Speculat
 from mlx_parallm.errors import ConfigError
 
 #: Fields of the configuration that are put together, not set one by one.
-COMPOSED = {"model.path", "model.served_names", "engine.models", "engine.cache", "engine.scheduler"}
+COMPOSED = {
+    "model.path",
+    "model.served_names",
+    "model.tool_call_parser",
+    "model.reasoning_parser",
+    "engine.models",
+    "engine.cache",
+    "engine.scheduler",
+}
 
 
 def read(*flags: str, **environment: str) -> tuple[EngineConfig, ServerConfig]:
@@ -266,3 +274,32 @@ def test_an_empty_file_sets_nothing(tmp_path: Path) -> None:
     file = tmp_path / "empty.yaml"
     file.write_text("# nothing\n")
     assert read("--config", str(file)) == read()
+
+
+def test_parsers_are_for_all_models_or_for_one() -> None:
+    models = ("--model", "org/a", "org/b")
+    engine, _ = read(*models, "--tool-call-parser", "none", "org/b=hermes")
+    assert [one.tool_call_parser for one in engine.models] == ["none", "hermes"]
+    assert [one.reasoning_parser for one in engine.models] == ["auto", "auto"]
+    engine, _ = read(*models, MLX_PARALLM_REASONING_PARSER="qwen3")
+    assert [one.reasoning_parser for one in engine.models] == ["qwen3", "qwen3"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "word"),
+    [
+        (("--tool-call-parser", "nobody"), "hermes"),
+        (("--reasoning-parser", "org/c=none"), "org/c"),
+        (("--tool-call-parser", "hermes", "none"), "twice"),
+        (("--default-chat-template-kwargs", "[1]"), "JSON object"),
+        (("--default-chat-template-kwargs", "{"), "JSON object"),
+    ],
+)
+def test_wrong_parsers_and_variables_are_named(flags: tuple[str, ...], word: str) -> None:
+    with pytest.raises(ConfigError, match=word):
+        read(*flags)
+
+
+def test_variables_of_the_template_are_json() -> None:
+    engine, _ = read("--default-chat-template-kwargs", '{"enable_thinking": false}')
+    assert engine.models[0].chat_template_kwargs == {"enable_thinking": False}

@@ -36,6 +36,7 @@ def chat_turn(body: ChatRequest, *, request_id: str, client: str, max_logprobs: 
         tool_choice=choice,
         parallel_tool_calls=body.parallel_tool_calls and not body.is_function_call,
         template_kwargs=body.template_kwargs(),
+        thinking_budget=body.thinking_budget(),
         separate_reasoning=body.separate_reasoning,
         add_generation_prompt=body.add_generation_prompt,
         continue_final_message=body.continue_final_message,

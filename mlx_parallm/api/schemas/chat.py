@@ -7,7 +7,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictInt, StrictStr
 
-from mlx_parallm.api.schemas.common import GenerationRequest
+from mlx_parallm.api.schemas.common import INT64, GenerationRequest
 from mlx_parallm.errors import InvalidRequestError
 
 ROLES = ("developer", "system", "user", "assistant", "tool", "function")
@@ -62,6 +62,9 @@ class ChatRequest(GenerationRequest):
     include_reasoning: StrictBool = Field(True, description="False leaves the reasoning out.")
     separate_reasoning: StrictBool = Field(
         True, description="False leaves the reasoning in the content, with its markers."
+    )
+    thinking_token_budget: StrictInt | None = Field(
+        None, ge=-1, le=INT64 - 1, description="Most tokens of reasoning; -1 is no limit."
     )
     modalities: list[StrictStr] | None = Field(None, description='Only ["text"].')
     chat_template: StrictStr | None = Field(None, description="Refused: see --chat-template.")
@@ -127,6 +130,10 @@ class ChatRequest(GenerationRequest):
     def is_function_call(self) -> bool:
         """Whether calls are wanted in the deprecated form."""
         return bool(self.functions) and not self.tools
+
+    def thinking_budget(self) -> int | None:
+        """Most tokens of reasoning; None for no limit."""
+        return None if self.thinking_token_budget == -1 else self.thinking_token_budget
 
     def top(self) -> int | None:
         """How many alternatives per token; None when no log-probabilities are wanted.

@@ -16,7 +16,7 @@ from mlx_parallm.errors import InvalidRequestError
 from mlx_parallm.parsing.formats import ReasoningFormat, ToolFormat
 from mlx_parallm.parsing.parts import TurnParser
 from mlx_parallm.parsing.turn import turn_parser
-from mlx_parallm.request import GenerateRequest, SamplingParams
+from mlx_parallm.request import GenerateRequest, SamplingParams, ThinkingBudget
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,7 +77,7 @@ async def prepare_turn(turn: TurnRequest, model: ServedModel) -> PreparedTurn:
         request_id=turn.request_id,
         model=model.names[0],
         prompt_ids=prompt_ids,
-        params=_params(turn, model),
+        params=_params(turn, model, rendered),
         priority=turn.priority,
         client=turn.client,
         cache_salt=turn.cache_salt,
@@ -116,13 +116,35 @@ def _reasoning_format(turn: TurnRequest, model: ServedModel) -> ReasoningFormat 
     return model.reasoning_format if turn.separate_reasoning else None
 
 
-def _params(turn: TurnRequest, model: ServedModel) -> SamplingParams:
+def _params(turn: TurnRequest, model: ServedModel, rendered: str) -> SamplingParams:
     """The engine's parameters; markers that are special tokens must be in the text."""
     formats = (_tool_format(turn, model), _reasoning_format(turn, model))
     special = model.tokenizer.special_tokens
     keeps = any(one is not None and one.keeps_special_tokens(special) for one in formats)
     skips = turn.params.skip_special_tokens and not keeps
-    return replace(turn.params, skip_special_tokens=skips)
+    return replace(
+        turn.params,
+        skip_special_tokens=skips,
+        thinking_budget=_thinking_budget(turn, model, rendered),
+    )
+
+
+def _thinking_budget(turn: TurnRequest, model: ServedModel, rendered: str) -> ThinkingBudget | None:
+    """What limits the reasoning; a model that marks none needs no limit."""
+    form = model.reasoning_format
+    if turn.thinking_budget is None or form is None:
+        return None
+    end_id = model.tokenizer.token_id(form.end)
+    if end_id is None or form.is_harmony:
+        raise _unsupported(
+            "This model ends its reasoning with more than one token.", "thinking_token_budget"
+        )
+    return ThinkingBudget(
+        tokens=turn.thinking_budget,
+        end_id=end_id,
+        start_id=model.tokenizer.token_id(form.start),
+        is_open=form.is_open_after(rendered),
+    )
 
 
 def _check_tools(turn: TurnRequest, model: ServedModel) -> None:
@@ -131,6 +153,8 @@ def _check_tools(turn: TurnRequest, model: ServedModel) -> None:
         return
     if turn.tool_choice.mode is ToolMode.REQUIRED:
         raise _unsupported("A tool_choice that forces a call is not supported.", "tool_choice")
+    if not model.allows_auto_tools:
+        raise _unsupported("This server lets no model choose tools by itself.", "tool_choice")
     if not model.tokenizer.takes_tools:
         raise _unsupported("This model's chat template takes no tools.", "tools")
     if model.tool_format is None and model.parses_tools:

@@ -1,0 +1,106 @@
+"""Events of a turn to its parts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mlx_parallm.api.turns.stream import SampleState, ToolCall, ToolCallEnd, TurnPart, TurnStream
+from mlx_parallm.outputs import FinishReason, PromptEvent, TokenEvent
+from mlx_parallm.parsing.families.hermes import HERMES
+from mlx_parallm.parsing.parts import (
+    ContentText,
+    ReasoningText,
+    ToolCallArguments,
+    ToolCallBegin,
+    TurnParser,
+)
+from mlx_parallm.parsing.reasoning import THINK
+from mlx_parallm.parsing.turn import turn_parser
+
+CALL = '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'
+
+
+def parser() -> TurnParser:
+    return turn_parser(tool_format=HERMES, reasoning_format=THINK)
+
+
+def event(text: str, reason: FinishReason | None = None, index: int = 0) -> TokenEvent:
+    return TokenEvent(request_id="r", index=index, token_ids=(1,), text=text, finish_reason=reason)
+
+
+def feed(
+    state: SampleState, pieces: Sequence[str], reason: FinishReason = FinishReason.STOP
+) -> list[TurnPart]:
+    parts = [part for piece in pieces for part in state.add(event(piece))]
+    return [*parts, *state.add(event("", reason))]
+
+
+def test_parts_are_collected_and_calls_end() -> None:
+    state = SampleState(parser())
+    parts = feed(state, ["<think>hm</think>\n", "Let me see.\n", CALL, "\n", CALL])
+    assert (state.reasoning, state.content) == ("hm", "Let me see.")
+    assert [(one.name, one.arguments) for one in state.calls] == [("f", '{"a": 1}')] * 2
+    assert state.finish_reason == "tool_calls"
+    kinds = [type(part) for part in parts]
+    assert kinds == [
+        ReasoningText, ContentText,
+        ToolCallBegin, ToolCallArguments, ToolCallEnd,
+        ToolCallBegin, ToolCallArguments, ToolCallEnd,
+    ]  # fmt: skip
+    begins = [part for part in parts if isinstance(part, ToolCallBegin)]
+    assert [part.id for part in begins] == [one.id for one in state.calls]
+    assert len({part.id for part in begins}) == 2
+    assert all(part.id is not None and part.id.startswith("call_") for part in begins)
+
+
+@given(st.lists(st.integers(0, 200)))
+def test_cuts_change_nothing(cuts: list[int]) -> None:
+    text = f"<think>a</think>b {CALL}\n{CALL} c"
+    places = sorted({0, len(text), *(min(cut, len(text)) for cut in cuts)})
+    state = SampleState(parser())
+    feed(state, [text[a:b] for a, b in pairwise(places)])
+    assert (state.reasoning, state.content, len(state.calls)) == ("a", "bc", 2)
+    assert {one.arguments for one in state.calls} == {'{"a": 1}'}
+
+
+def test_one_call_at_most_leaves_the_others_out() -> None:
+    state = SampleState(parser(), max_calls=1)
+    parts = feed(state, [CALL, CALL, "and more"])
+    assert len(state.calls) == 1
+    assert {part.index for part in parts if hasattr(part, "index")} == {0}
+    assert sum(isinstance(part, ToolCallEnd) for part in parts) == 1
+
+
+def test_a_cut_call_ends_with_the_sample_by_length() -> None:
+    state = SampleState(parser())
+    parts = feed(state, [CALL[:45]], FinishReason.LENGTH)
+    assert state.finish_reason == "length"
+    assert isinstance(parts[-1], ToolCallEnd)
+
+
+def test_without_calls_the_engine_s_reason_stands() -> None:
+    for reason in FinishReason:
+        state = SampleState(parser())
+        feed(state, ["hello"], reason)
+        assert state.finish_reason == str(reason)
+
+
+def test_usage_counts_all_samples() -> None:
+    stream = TurnStream([parser(), parser()], 7)
+    stream.add(PromptEvent(request_id="r", num_cached_tokens=3))
+    for index in (0, 1):
+        for piece in ("<think>", "a", "b", "</think>", "c"):
+            stream.add(event(piece, index=index))
+    usage = stream.usage
+    assert (usage.prompt_tokens, usage.cached_tokens) == (7, 3)
+    assert (usage.completion_tokens, usage.reasoning_tokens) == (10, 6)
+
+
+def test_the_text_for_a_custom_tool() -> None:
+    assert ToolCall("c", "f", '{"input": "a\\nb"}').custom_input == "a\nb"
+    for other in ("", "{", "[1]", '{"input": 7}', "[" * 100_000):
+        assert ToolCall("c", "f", other).custom_input == other
