@@ -27,8 +27,8 @@ class SampleSpec:
         position: index in the sequence of the token to be chosen. The random key is
             ``(seed, position)``, so a preempted sequence draws the same token again.
         prompt_ids: the prompt; read only for the repetition penalty.
-        output_ids: tokens generated so far; read only for penalties. May be the scheduler's live
-            list: the runner reads it during ``run`` and keeps no reference.
+        output_ids: tokens generated so far; read only for penalties and grammars. May be the
+            scheduler's live list: the runner reads it during ``submit`` and keeps no reference.
         banned_ids: tokens that must not be chosen now (end tokens before ``min_tokens``).
         has_pending: whether the last token so far is pending, and so not in ``output_ids``.
     """
@@ -105,12 +105,14 @@ class ScheduledBatch:
 
     Before the forward the runner performs, in this order, ``block_copies`` ``(source, target)`` in
     every layer's pool and ``state_copies`` ``(source slot, target slot)`` of per-sequence state.
+    ``ended`` are constrained sequences that ended since the batch before: no later one has them.
     """
 
     step_id: int
     sequences: tuple[ScheduledSequence, ...]
     block_copies: tuple[tuple[int, int], ...] = ()
     state_copies: tuple[tuple[int, int], ...] = ()
+    ended: tuple[int, ...] = ()
 
     @property
     def num_tokens(self) -> int:

@@ -16,11 +16,14 @@ class Grammar:
     Attributes:
         text: the grammar in llguidance's JSON form (``{"grammars": […]}``), already checked.
         begins_after: the grammar holds for what follows this text, such as ``</think>``, and
-            everything up to there is free; None: it holds from the first token.
+            everything up to there is free, but for its end; None: it holds from the first token.
+        free_start: with ``begins_after``: only a sample that begins with this special token, such
+            as ``<think>``, is free at first. Of another, the grammar holds from the first token.
     """
 
     text: str
     begins_after: str | None = None
+    free_start: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -21,6 +21,8 @@ from mlx_parallm.engine.formats import reasoning_format_of, tool_format_of
 from mlx_parallm.engine.interface import ServedModel
 from mlx_parallm.engine.metrics import EngineMetrics, MetricFamilies
 from mlx_parallm.errors import ConfigError, ModelLoadError
+from mlx_parallm.grammar.compiler import GrammarCompiler
+from mlx_parallm.grammar.vocabulary import GrammarVocabulary
 from mlx_parallm.kv_cache.manager import KVCacheManager
 from mlx_parallm.runner.backend_choice import BackendChoice, choose_backend
 from mlx_parallm.runner.cache_layout import CacheLayout, kv_shapes, probe_layout
@@ -29,8 +31,9 @@ from mlx_parallm.runner.draft_model import DraftModel
 from mlx_parallm.runner.host_memory import keep_freed_memory
 from mlx_parallm.runner.hub import resolve_model
 from mlx_parallm.runner.loader import LoadedModel, load_model
-from mlx_parallm.runner.memory import KVPlan, plan_kv, query_heads
+from mlx_parallm.runner.memory import KVPlan, config_value, plan_kv, query_heads
 from mlx_parallm.runner.model_runner import ModelRunner
+from mlx_parallm.runner.row_selection import embedding_rows
 from mlx_parallm.scheduler.scheduler import Scheduler
 from mlx_parallm.tokenizer.tokenizer import ParallmTokenizer, load_tokenizer
 from mlx_parallm.tracing import StepTracer
@@ -269,6 +272,14 @@ def speculative_for(
     return replace(config, disable_by_batch_size=CPU_BATCH_SIZE if is_cpu else GPU_BATCH_SIZE)
 
 
+def _grammar_vocabulary(one: _Weights) -> GrammarVocabulary:
+    num_rows = embedding_rows(one.loaded.model, config_value(one.loaded.config, "vocab_size"))
+    tokenizer = one.tokenizer
+    return GrammarVocabulary(
+        tokenizer.backend_json, tokenizer.eos_ids, num_rows or 0, tokenizer.vocab_size
+    )
+
+
 def _assemble(
     one: _Weights,
     budget: int,
@@ -277,6 +288,7 @@ def _assemble(
     tracer: StepTracer | None,
 ) -> LoadedEngine:
     num_blocks = one.plan.num_blocks(budget)
+    grammars = GrammarCompiler(_grammar_vocabulary(one))
     runner = ModelRunner(
         one.loaded,
         one.layouts,
@@ -284,6 +296,7 @@ def _assemble(
         num_blocks,
         one.attention.backend,
         _draft_model(one, num_blocks),
+        grammars=grammars,
         tracer=tracer,
     )
     info = runner.info
@@ -313,5 +326,6 @@ def _assemble(
         reasoning_format=reasoning_format_of(one.config, one.tokenizer),
         allows_auto_tools=one.config.enable_auto_tool_choice,
         parses_tools=one.config.tool_call_parser != "none",
+        grammars=grammars,
     )
     return LoadedEngine(model, engine)

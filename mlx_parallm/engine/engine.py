@@ -84,7 +84,9 @@ class Engine:
         check_request(request, self.info)
         params = request.params
         seed = params.seed if params.seed is not None else self._seeds.getrandbits(31)
-        end_ids = frozenset[int]() if params.ignore_eos else self._tokenizer.eos_ids
+        # What is complete must end, and nothing but an end follows a complete grammar.
+        is_endless = params.ignore_eos and params.grammar is None
+        end_ids = frozenset[int]() if is_endless else self._tokenizer.eos_ids
         self._scheduler.add(request, seed=seed, end_ids=end_ids)
         self._processor.add(request, self._tokenizer)
         self._metrics.on_add(request, arrival_s)

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 from mlx_parallm.batch import RunnerInfo
 from mlx_parallm.config import EngineConfig
+from mlx_parallm.grammar.compiler import GrammarCompiler
 from mlx_parallm.outputs import GenerateEvent
 from mlx_parallm.parsing.formats import ReasoningFormat, ToolFormat
 from mlx_parallm.request import GenerateRequest
@@ -109,6 +110,7 @@ class ServedModel:
     ``tool_format`` and ``reasoning_format`` are how the model writes tool calls and reasoning, None
     where its text is not parsed for them; ``parses_tools`` is false where that was asked for,
     ``allows_auto_tools`` where the model may not decide itself whether it calls tools.
+    ``grammars`` compiles what its samples may be asked to match.
     """
 
     names: tuple[str, ...]
@@ -121,6 +123,7 @@ class ServedModel:
     reasoning_format: ReasoningFormat | None = None
     parses_tools: bool = True
     allows_auto_tools: bool = True
+    grammars: GrammarCompiler | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

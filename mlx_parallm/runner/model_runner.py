@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 
 import mlx.core as mx
 import numpy as np
@@ -11,8 +12,11 @@ from mlx_parallm.attention.base import AttentionBackend
 from mlx_parallm.attention.quantisation import kv_cache_dtype_of
 from mlx_parallm.batch import RunnerInfo, ScheduledBatch, StepOutput
 from mlx_parallm.errors import ModelLoadError
+from mlx_parallm.grammar.compiler import GrammarCompiler
+from mlx_parallm.grammar.masks import GrammarMasks
 from mlx_parallm.runner.cache_layout import CacheLayout
 from mlx_parallm.runner.draft_model import DraftModel
+from mlx_parallm.runner.grammar_rows import Constraints, GrammarRows
 from mlx_parallm.runner.loader import DTYPES, LoadedModel
 from mlx_parallm.runner.memory import KVPlan, config_value
 from mlx_parallm.runner.path_choice import choose_path
@@ -41,11 +45,17 @@ class ModelRunner:
         backend: AttentionBackend,
         draft: DraftModel | None = None,
         *,
+        grammars: GrammarCompiler | None = None,
         tracer: StepTracer | None = None,
     ) -> None:
-        """``draft``: over as many blocks of the same size, for proposals left to a draft model."""
+        """Choose how the model runs.
+
+        ``draft`` is over as many blocks of the same size, for proposals left to a draft model;
+        ``grammars`` are those of constrained samples.
+        """
         self._tracer = tracer or NoTracer()
         self._draft = draft
+        self._grammars = GrammarRows(None if grammars is None else GrammarMasks(grammars))
         self._tokens = PendingTokens()
         self._latest: ModelStep | None = None
         vocab_size = embedding_rows(loaded.model, config_value(loaded.config, "vocab_size"))
@@ -134,8 +144,9 @@ class ModelRunner:
         if drafts is not None:
             token_ids = place_proposals(batch.sequences, token_ids, drafts)
         logits = self._path.logits(spread_proposals(batch.sequences), token_ids, rows.wanted)
-        sampled, scored = self._sample(logits, rows, token_ids), self._score(logits, rows)
-        step = ModelStep(rows, sampled, scored, drafts)
+        constraints = self._constrain(batch, logits, rows)
+        sampled = self._sample(logits, rows, token_ids, constraints)
+        step = ModelStep(rows, sampled, self._score(logits, rows), drafts, constraints.failed)
         self._tokens.remember(rows.sampled_ids, step.tokens)
         return step
 
@@ -147,12 +158,26 @@ class ModelRunner:
     def _written(self) -> list[mx.array]:
         return self._path.arrays() + (self._draft.arrays() if self._draft is not None else [])
 
-    def _sample(self, logits: mx.array, rows: StepRows, token_ids: mx.array) -> SampleResult | None:
+    def _constrain(
+        self, batch: ScheduledBatch, logits: mx.array, rows: StepRows
+    ) -> Constraints:
+        self._grammars.forget(batch)
+        return self._grammars.constrain(
+            rows, lambda: mx.async_eval(logits, self._written()), self._read_tokens
+        )
+
+    def _read_tokens(self) -> dict[int, int]:
+        with self._tracer.span(Phase.WAIT):
+            return self._tokens.read()
+
+    def _sample(
+        self, logits: mx.array, rows: StepRows, token_ids: mx.array, constraints: Constraints
+    ) -> SampleResult | None:
         if not rows.sampled:
             return None
         if len(rows.sampled) < len(rows.wanted):
             logits = logits[mx.array(rows.sampled)]
-        return self._sampler(logits, rows.specs, rows.pending(token_ids))
+        return self._sampler(logits, rows.specs, rows.pending(token_ids), constraints.masks)
 
     def _score(self, logits: mx.array, rows: StepRows) -> dict[int, TargetLogprobs]:
         return {
@@ -178,12 +203,14 @@ class ModelStep:
         sampled: SampleResult | None,
         scored: dict[int, TargetLogprobs],
         drafts: mx.array | None = None,
+        failed: Mapping[int, str] | None = None,
     ) -> None:
         self.tokens = sampled.tokens if sampled is not None else None
         self._rows = rows
         self._sampled = sampled
         self._scored = scored
         self._drafts = drafts
+        self._failed = failed or {}
         self._written: list[mx.array] = []
 
     def start(self, written: list[mx.array], *, wait: bool) -> None:
@@ -213,5 +240,7 @@ class ModelStep:
         if self._drafts is not None:
             self._rows.fill_proposals(np.array(self._drafts).tolist())
         tokens = keep_valid(tokens, self._rows.proposals)
+        if self._failed:
+            tokens = tuple(token for token in tokens if token.seq_id not in self._failed)
         scored = {seq_id: result.to_python() for seq_id, result in self._scored.items()}
-        return StepOutput(tokens=tokens, prompt_logprobs=scored)
+        return StepOutput(tokens=tokens, prompt_logprobs=scored, failed=self._failed)

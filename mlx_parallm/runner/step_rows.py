@@ -65,6 +65,13 @@ class PendingTokens:
         self._places = {seq_id: place for place, seq_id in enumerate(seq_ids)}
         self._tokens = tokens
 
+    def read(self) -> dict[int, int]:
+        """The tokens by sequence; waits for them."""
+        if self._tokens is None:
+            return {}
+        chosen = np.array(self._tokens).tolist()
+        return {seq_id: chosen[place] for seq_id, place in self._places.items()}
+
     def fill(self, sequences: Sequence[ScheduledSequence], token_ids: mx.array) -> mx.array:
         """The step's tokens, int32 ``[T]``, with the pending ones in their places."""
         pending = [one.token_ids[0] == PENDING_TOKEN for one in sequences]

@@ -14,7 +14,21 @@ from mlx_parallm.sampling.kernel_sampling import MAX_TOP, SamplingKernels
 from mlx_parallm.sampling.keys import random_keys
 from mlx_parallm.sampling.logprobs import TargetLogprobs, target_logprobs
 from mlx_parallm.sampling.row_settings import RowSettings
+from mlx_parallm.sampling.token_masks import apply_token_mask
 from mlx_parallm.sampling.truncation import truncate
+
+
+@dataclass(frozen=True, slots=True)
+class TokenMasks:
+    """Tokens that some rows may choose.
+
+    Attributes:
+        rows: ascending; at least one.
+        words: as ``apply_token_mask`` takes them, uint32 ``[len(rows), words]``.
+    """
+
+    rows: list[int]
+    words: np.ndarray
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +81,7 @@ class Sampler:
         logits: mx.array,
         specs: Sequence[SampleSpec],
         pending: mx.array | None = None,
+        masks: TokenMasks | None = None,
     ) -> SampleResult:
         """Choose one token per row.
 
@@ -79,8 +94,9 @@ class Sampler:
             specs: one per row.
             pending: int32 ``[rows]``, the token before the one to choose; read for rows whose spec
                 ``has_pending``.
+            masks: of rows whose tokens are limited, whatever their specs say.
         """
-        tokens = self.choose(logits, specs, pending)
+        tokens = self.choose(logits if masks is None else _masked(logits, masks), specs, pending)
         counts = self._rows.counts
         if not counts:
             return SampleResult(tokens)
@@ -139,6 +155,11 @@ def _draw(logits: mx.array, specs: Sequence[SampleSpec]) -> mx.array:
 def categorical(logits: mx.array, keys: mx.array) -> mx.array:
     """One draw per row with the row's own key; equal to a call per row, bit for bit."""
     return mx.vmap(lambda row, key: mx.random.categorical(row, key=key))(logits, keys)
+
+
+def _masked(logits: mx.array, masks: TokenMasks) -> mx.array:
+    allowed = apply_token_mask(_take(logits, masks.rows), masks.words)
+    return _put(logits, masks.rows, allowed)
 
 
 def _take(array: mx.array, rows: list[int]) -> mx.array:

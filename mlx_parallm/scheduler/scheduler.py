@@ -59,6 +59,8 @@ class Scheduler:
         self._arrivals = count()
         self._steps = count()
         self._started: list[str] = []
+        # Constrained sequences that the runner has not been told the end of.
+        self._ended: list[int] = []
 
     def add(self, request: GenerateRequest, *, seed: int, end_ids: frozenset[int]) -> None:
         """Queue a request; sample i uses ``seed + i``.
@@ -172,6 +174,7 @@ class Scheduler:
             plan.num_tokens.items(), key=lambda row: row[1] > 1 or row[0] in plan.proposals
         )
         step_id = next(self._steps)
+        ended, self._ended = tuple(self._ended), []
         self._in_flight[step_id] = {sequence.seq_id: sequence.group for sequence, _ in rows}
         return ScheduledBatch(
             step_id=step_id,
@@ -183,6 +186,7 @@ class Scheduler:
             ),
             block_copies=plan.block_copies,
             state_copies=plan.state_copies,
+            ended=ended,
         )
 
     def update(self, batch: ScheduledBatch, output: StepOutput) -> list[SequenceUpdate]:
@@ -312,6 +316,8 @@ class Scheduler:
             leader = next(s for s in sequence.group.sequences.values() if sequence in s.followers)
             leader.followers.remove(sequence)
         del self._by_id[sequence.seq_id]
+        if sequence.request.params.grammar is not None:
+            self._ended.append(sequence.seq_id)
         group = sequence.group
         del group.sequences[sequence.index]
         if not group.sequences:

@@ -214,6 +214,9 @@ class Sequence:
         banned: tuple[int, ...] = ()
         if len(self.output_ids) + self.num_pending + len(proposals) < params.min_tokens:
             banned = tuple(sorted(self.group.end_ids | set(params.stop_token_ids)))
+        elif params.ignore_eos:
+            # Only where a grammar is complete does such a sample end by itself.
+            banned = tuple(sorted(self.group.end_ids))
         if self.thinking is not None:
             rule = self.thinking.rule(has_pending=self.num_pending > 0)
             banned += rule.banned

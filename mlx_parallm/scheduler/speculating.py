@@ -171,10 +171,11 @@ class Speculator:
 def _may_speculate(sequence: Sequence, config: SpeculativeConfig) -> bool:
     """Whether its request allows it.
 
-    Penalties count tokens that a draft model is to choose; a budget counts known tokens.
+    Penalties count tokens that a draft model is to choose; a budget counts known tokens, and a
+    grammar follows them.
     """
     params = sequence.request.params
-    if not params.speculative or params.thinking_budget is not None:
+    if not params.speculative or params.thinking_budget is not None or params.grammar is not None:
         return False
     return config.model is None or not params.has_penalty
 

@@ -103,6 +103,11 @@ class ParallmTokenizer:
         """Every token's id; made anew by each call."""
         return self._wrapper._tokenizer.get_vocab()
 
+    @property
+    def backend_json(self) -> str | None:
+        """The text of its ``tokenizer.json``; None if it is not one of the tokenizers library."""
+        return self._vocabulary.backend_json
+
     def has_vocabulary_of(self, other: ParallmTokenizer) -> bool:
         """Whether both give every token the same id."""
         return self._wrapper._tokenizer.get_vocab() == other._wrapper._tokenizer.get_vocab()

@@ -43,6 +43,11 @@ class Vocabulary:
         self._is_byte_level = self._backend is not None and _is_byte_level(self._backend)
         self._bytes: dict[int, bytes] = {}
 
+    @property
+    def backend_json(self) -> str | None:
+        """The Rust tokenizer as the text of a ``tokenizer.json``; None if there is none."""
+        return None if self._backend is None else self._backend.to_str()
+
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
         """The text of a whole sequence of tokens."""
         if self._backend is not None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from mlx_parallm.api.schemas.common import GenerationRequest
 from mlx_parallm.errors import InvalidRequestError
-from mlx_parallm.request import SamplingParams
+from mlx_parallm.request import Grammar, SamplingParams
 
 
 def sampling_params(
@@ -14,6 +14,7 @@ def sampling_params(
     logprobs: int | None,
     prompt_logprobs: int | None,
     max_logprobs: int,
+    grammar: Grammar | None = None,
 ) -> SamplingParams:
     """The engine's parameters of a body.
 
@@ -47,4 +48,5 @@ def sampling_params(
         logprobs=logprobs,
         prompt_logprobs=prompt_logprobs,
         speculative=body.speculative,
+        grammar=grammar,
     )

@@ -10,6 +10,7 @@ from mlx_parallm.api.convert.completions import CompletionAnswer
 from mlx_parallm.api.convert.logprobs import TokenNames
 from mlx_parallm.api.convert.prompts import encode_prompts
 from mlx_parallm.api.convert.sampling import sampling_params
+from mlx_parallm.api.convert.structure import body_grammar
 from mlx_parallm.api.dependencies import (
     ConfigDep,
     EngineDep,
@@ -20,8 +21,7 @@ from mlx_parallm.api.generation import Generation
 from mlx_parallm.api.respond import respond
 from mlx_parallm.api.schemas.completions import CompletionRequest
 from mlx_parallm.config import ServerConfig
-from mlx_parallm.engine.interface import ServedModel
-from mlx_parallm.request import GenerateRequest
+from mlx_parallm.request import GenerateRequest, Grammar, SamplingParams
 
 router = APIRouter(dependencies=[Depends(refuse_lone_surrogates)])
 
@@ -37,11 +37,21 @@ async def create_completion(
     """Continue one prompt or several."""
     body.check_supported()
     model = engine.get_model(body.model)
+    params = _params(body, config, await body_grammar(body, model))
     prompts = await encode_prompts(body, model.tokenizer)
     name = f"cmpl-{body.request_id or request.state.answer_id}"
     ids = [name] if len(prompts) == 1 else [f"{name}-{i}" for i in range(len(prompts))]
     asked = [
-        _request(body, request, model, request_id, prompt_ids, config, name)
+        GenerateRequest(
+            request_id=request_id,
+            model=model.names[0],
+            prompt_ids=prompt_ids,
+            params=params,
+            priority=body.priority,
+            client=client_of(request.headers, config),
+            cache_salt=body.cache_salt,
+            group=name,
+        )
         for request_id, (_, prompt_ids) in zip(ids, prompts, strict=True)
     ]
     head = AnswerHead(id=name, object="text_completion", model=body.model)
@@ -55,30 +65,16 @@ async def create_completion(
     )
 
 
-def _request(
-    body: CompletionRequest,
-    request: Request,
-    model: ServedModel,
-    request_id: str,
-    prompt_ids: tuple[int, ...],
-    config: ServerConfig,
-    group: str,
-) -> GenerateRequest:
+def _params(
+    body: CompletionRequest, config: ServerConfig, grammar: Grammar | None
+) -> SamplingParams:
     # Both show the prompt's tokens, each with its own number of alternatives.
     shown = (body.prompt_logprobs, body.logprobs if body.echo else None)
-    return GenerateRequest(
-        request_id=request_id,
-        model=model.names[0],
-        prompt_ids=prompt_ids,
-        params=sampling_params(
-            body,
-            max_tokens=body.max_tokens,
-            logprobs=body.logprobs,
-            prompt_logprobs=max((one for one in shown if one is not None), default=None),
-            max_logprobs=config.max_logprobs,
-        ),
-        priority=body.priority,
-        client=client_of(request.headers, config),
-        cache_salt=body.cache_salt,
-        group=group,
+    return sampling_params(
+        body,
+        max_tokens=body.max_tokens,
+        logprobs=body.logprobs,
+        prompt_logprobs=max((one for one in shown if one is not None), default=None),
+        max_logprobs=config.max_logprobs,
+        grammar=grammar,
     )

@@ -88,21 +88,14 @@ class ChatRequest(GenerationRequest):
     function_call: StrictStr | dict[str, Any] | None = Field(
         None, description="Superseded by tool_choice."
     )
-    response_format: dict[str, Any] | None = Field(None, description='Only {"type": "text"}.')
 
     def check_supported(self) -> None:
         """Refuse what this server does not honour yet, by name.
 
         Raises:
-            InvalidRequestError: a structured response format, a template, or audio.
+            InvalidRequestError: a template, or audio.
         """
         code = "unsupported_parameter"
-        if self.response_format and self.response_format.get("type") != "text":
-            raise InvalidRequestError(
-                'response_format other than {"type": "text"} is not supported.',
-                param="response_format",
-                code=code,
-            )
         if self.chat_template is not None:
             # A template is a program: one from a stranger could run for ever.
             raise InvalidRequestError(
@@ -112,11 +105,6 @@ class ChatRequest(GenerationRequest):
             )
         for name in (
             "audio",
-            "structured_outputs",
-            "guided_json",
-            "guided_regex",
-            "guided_choice",
-            "guided_grammar",
             "use_beam_search",
         ):
             self.refuse(name, f"{name} is not supported.")

@@ -102,6 +102,22 @@ class GenerationRequest(NullIsAbsent):
     prompt_logprobs: StrictInt | None = Field(
         None, ge=0, description="Alternatives per prompt token, in vLLM's shape."
     )
+    response_format: Any = Field(
+        None,
+        description='{"type": "json_schema", "json_schema": {"name": …, "schema": {…}, '
+        '"strict": true}}, {"type": "json_object"} or {"type": "text"}.',
+    )
+    structured_outputs: Any = Field(
+        None,
+        description="vLLM's: one of json, regex, choice, grammar, json_object, structural_tag.",
+    )
+    guided_json: Any = Field(None, description="The same as structured_outputs.json.")
+    guided_regex: Any = Field(None, description="The same as structured_outputs.regex.")
+    guided_choice: Any = Field(None, description="The same as structured_outputs.choice.")
+    guided_grammar: Any = Field(None, description="The same as structured_outputs.grammar.")
+    regex: Any = Field(None, description="The same, as SGLang names it.")
+    ebnf: Any = Field(None, description="A GBNF grammar, as SGLang names it.")
+    json_schema: Any = Field(None, description="A JSON schema, as SGLang names it.")
     speculative: StrictBool = Field(
         True, description="False keeps speculative decoding away from this request."
     )

@@ -28,7 +28,7 @@ class CompletionRequest(GenerationRequest):
         """Refuse what this server does not honour yet, by name.
 
         Raises:
-            InvalidRequestError: ``suffix``, ``best_of`` over ``n``, or structured output.
+            InvalidRequestError: ``suffix``, ``best_of`` over ``n``, or beam search.
         """
         code = "unsupported_parameter"
         if self.suffix:
@@ -36,16 +36,7 @@ class CompletionRequest(GenerationRequest):
         best_of = (self.model_extra or {}).get("best_of")
         if best_of is not None and best_of != self.n:
             raise InvalidRequestError("best_of must equal n.", param="best_of", code=code)
-        for name in (
-            "response_format",
-            "structured_outputs",
-            "guided_json",
-            "guided_regex",
-            "guided_choice",
-            "guided_grammar",
-            "prompt_embeds",
-            "use_beam_search",
-        ):
+        for name in ("prompt_embeds", "use_beam_search"):
             self.refuse(name, f"{name} is not supported.")
 
     def prompts(self) -> list[str | list[int]]:

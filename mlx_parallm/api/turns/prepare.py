@@ -16,7 +16,10 @@ from mlx_parallm.errors import InvalidRequestError
 from mlx_parallm.parsing.formats import ReasoningFormat, ToolFormat
 from mlx_parallm.parsing.parts import TurnParser
 from mlx_parallm.parsing.turn import turn_parser
-from mlx_parallm.request import GenerateRequest, SamplingParams, ThinkingBudget
+from mlx_parallm.request import GenerateRequest, Grammar, SamplingParams, ThinkingBudget
+
+# What begins the answer in OpenAI's Harmony (https://cookbook.openai.com/articles/openai-harmony).
+HARMONY_FINAL = "<|channel|>final<|message|>"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,6 +128,7 @@ def _params(turn: TurnRequest, model: ServedModel, rendered: str) -> SamplingPar
     return replace(
         turn.params,
         skip_special_tokens=skips,
+        grammar=_after_reasoning(turn.structure, model.reasoning_format, rendered),
         thinking_budget=_thinking_budget(turn, model, rendered),
     )
 
@@ -145,6 +149,21 @@ def _thinking_budget(turn: TurnRequest, model: ServedModel, rendered: str) -> Th
         start_id=model.tokenizer.token_id(form.start),
         is_open=form.is_open_after(rendered),
     )
+
+
+def _after_reasoning(
+    grammar: Grammar | None, form: ReasoningFormat | None, rendered: str
+) -> Grammar | None:
+    """The grammar of what follows the reasoning, which is free."""
+    if grammar is None or form is None:
+        return grammar
+    if form.is_harmony:
+        return replace(grammar, begins_after=HARMONY_FINAL)
+    if form.is_open_after(rendered):
+        return replace(grammar, begins_after=form.end)
+    if rendered.rstrip().endswith(form.end):
+        return grammar
+    return replace(grammar, begins_after=form.end, free_start=form.start)
 
 
 def _check_tools(turn: TurnRequest, model: ServedModel) -> None:

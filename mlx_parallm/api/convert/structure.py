@@ -1,0 +1,208 @@
+"""What the answer must match: from a body's fields to a grammar.
+
+``response_format`` is OpenAI's; ``structured_outputs`` and ``guided_*`` are vLLM's; ``regex``,
+``ebnf`` and ``json_schema`` are SGLang's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from mlx_parallm.api.schemas.common import GenerationRequest
+from mlx_parallm.engine.interface import ServedModel
+from mlx_parallm.errors import InvalidRequestError
+from mlx_parallm.grammar import spec as specs
+from mlx_parallm.grammar.spec import GrammarKind, GrammarSpec
+from mlx_parallm.grammar.vocabulary import UNSUPPORTED
+from mlx_parallm.request import Grammar
+
+# Work is bounded otherwise; this bounds it where the machine is busy or a bound is missing.
+COMPILE_TIMEOUT_S = 10.0
+
+_Read = Callable[[Any, str], GrammarSpec | None]
+
+
+async def grammar_of(
+    spec: GrammarSpec, model: ServedModel, *, param: str, begins_after: str | None = None
+) -> Grammar:
+    """Compile what an answer must match, off the event loop unless it is known.
+
+    Args:
+        spec: what to match.
+        model: who answers.
+        param: the request field it came from, for errors.
+        begins_after: see ``Grammar``.
+
+    Raises:
+        InvalidRequestError: it is wrong, cannot be enforced, or is too much work.
+    """
+    compiler = model.grammars
+    if compiler is None:
+        raise InvalidRequestError(f"{UNSUPPORTED}.", param=param)
+    text = compiler.known(spec)
+    if text is None:
+        future = asyncio.wrap_future(compiler.submit(spec))
+        try:
+            text = await asyncio.wait_for(future, COMPILE_TIMEOUT_S)
+        except InvalidRequestError as refusal:
+            refusal.param = param
+            raise
+        except TimeoutError:
+            raise InvalidRequestError(
+                f"It took more than {COMPILE_TIMEOUT_S:.0f} s to make a grammar of this.",
+                param=param,
+            ) from None
+    return Grammar(text=text, begins_after=begins_after)
+
+
+async def body_grammar(body: GenerationRequest, model: ServedModel) -> Grammar | None:
+    """What the fields of a request body ask an answer to match; None if they do not.
+
+    Raises:
+        InvalidRequestError: see ``structure_of`` and ``grammar_of``.
+    """
+    found = structure_of({name: getattr(body, name) for name in STRUCTURE_FIELDS})
+    return None if found is None else await grammar_of(found[0], model, param=found[1])
+
+
+def structure_of(fields: Mapping[str, Any]) -> tuple[GrammarSpec, str] | None:
+    """What a body's fields ask for, and the field that asks; None if none does.
+
+    Args:
+        fields: a body's fields by name; absent and null ones ask for nothing.
+
+    Raises:
+        InvalidRequestError: one is malformed, or several ask for something.
+    """
+    found: list[tuple[GrammarSpec, str]] = []
+    for name, read in _READERS.items():
+        value = fields.get(name)
+        spec = None if value is None else read(value, name)
+        if spec is not None:
+            found.append((spec, name))
+    if len(found) > 1:
+        names = " and ".join(name for _, name in found)
+        raise InvalidRequestError(
+            f"{names} exclude each other: an answer can match one structure.", param=found[1][1]
+        )
+    return found[0] if found else None
+
+
+def response_format(value: Any, param: str) -> GrammarSpec | None:
+    """OpenAI's ``response_format``, and the same in vLLM's further types; None for plain text.
+
+    Raises:
+        InvalidRequestError: it is malformed.
+    """
+    if not isinstance(value, Mapping):
+        raise _wrong(param, "is an object with a type")
+    match value.get("type"):
+        case "text":
+            return None
+        case "json_object":
+            # SGLang's and llama.cpp's clients give a schema beside it.
+            schema = value.get("schema")
+            if schema is not None:
+                return specs.json_schema(schema, strict=False, param=param)
+            return specs.json_object(param=param)
+        case "json_schema":
+            return _named_schema(value.get("json_schema", value), param)
+        case "structural_tag":
+            return specs.structural_tag(value, param=param)
+        case other:
+            raise _wrong(param, f"has no type {json.dumps(str(other)[:64])}")
+
+
+def _named_schema(value: Any, param: str) -> GrammarSpec:
+    if not isinstance(value, Mapping) or "schema" not in value:
+        raise _wrong(param, "needs a json_schema with a schema")
+    strict = value.get("strict")
+    if strict is not None and not isinstance(strict, bool):
+        raise _wrong(param, "has a strict that is neither true nor false")
+    if value["schema"] is None:
+        raise _wrong(param, "needs a json_schema with a schema")
+    return specs.json_schema(value["schema"], strict=strict is True, param=param)
+
+
+def _structured_outputs(value: Any, param: str) -> GrammarSpec | None:
+    if not isinstance(value, Mapping):
+        raise _wrong(param, "is an object")
+    asked = {
+        key: one
+        for key, one in value.items()
+        if key in _STRUCTURED and one is not None and one is not False
+    }
+    if not asked:
+        return None
+    if len(asked) > 1:
+        raise _wrong(param, f"asks for {' and '.join(asked)}, which exclude each other")
+    ((key, one),) = asked.items()
+    return _STRUCTURED[key](one, param)
+
+
+def _schema(value: Any, param: str) -> GrammarSpec:
+    return specs.json_schema(value, strict=False, param=param)
+
+
+def _json_object(value: Any, param: str) -> GrammarSpec:
+    if value is not True:
+        raise _wrong(param, "has a json_object that is not true")
+    return specs.json_object(param=param)
+
+
+def _regex(value: Any, param: str) -> GrammarSpec:
+    return specs.regex(_text(value, param), param=param)
+
+
+def _choice(value: Any, param: str) -> GrammarSpec:
+    if not isinstance(value, list):
+        raise _wrong(param, "takes a list of texts as choice")
+    return specs.choice(value, param=param)
+
+
+def _grammar(value: Any, param: str) -> GrammarSpec:
+    return specs.context_free(_text(value, param), param=param)
+
+
+def _ebnf(value: Any, param: str) -> GrammarSpec:
+    return specs.context_free(_text(value, param), kind=GrammarKind.GBNF, param=param)
+
+
+def _tag(value: Any, param: str) -> GrammarSpec:
+    return specs.structural_tag(value, param=param)
+
+
+def _text(value: Any, param: str) -> str:
+    if not isinstance(value, str):
+        raise _wrong(param, "takes a text here")
+    return value
+
+
+def _wrong(param: str, what: str) -> InvalidRequestError:
+    return InvalidRequestError(f"{param} {what}.", param=param)
+
+
+_STRUCTURED: Mapping[str, _Read] = {
+    "json": _schema,
+    "regex": _regex,
+    "choice": _choice,
+    "grammar": _grammar,
+    "json_object": _json_object,
+    "structural_tag": _tag,
+}
+_READERS: Mapping[str, _Read] = {
+    "response_format": response_format,
+    "structured_outputs": _structured_outputs,
+    "guided_json": _schema,
+    "guided_regex": _regex,
+    "guided_choice": _choice,
+    "guided_grammar": _grammar,
+    "regex": _regex,
+    "ebnf": _ebnf,
+    "json_schema": _schema,
+}
+#: The fields that ``structure_of`` reads.
+STRUCTURE_FIELDS = tuple(_READERS)

@@ -1,0 +1,159 @@
+"""Which tokens the constrained rows of a step may choose."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from llguidance import LLExecutor
+from llguidance.numpy import fill_next_token_bitmask_par
+
+from mlx_parallm.batch import SampleSpec
+from mlx_parallm.grammar.compiler import GrammarCompiler
+from mlx_parallm.grammar.sample_matcher import SampleMatcher
+
+_BIT = np.uint32(1)
+
+
+@dataclass(frozen=True, slots=True)
+class ConstrainedRow:
+    """A row of a step that is sampled under a grammar."""
+
+    row: int
+    seq_id: int
+    spec: SampleSpec
+
+
+@dataclass(frozen=True, slots=True)
+class RowMasks:
+    """The masks of some rows of a step.
+
+    Attributes:
+        rows: ascending.
+        words: bit ``i % 32`` of word ``i // 32`` is set where token ``i`` may be chosen, uint32
+            ``[len(rows), words]``; at least one bit of every row is set.
+        failed: by sequence, why no token can be chosen for it; it has no row here.
+    """
+
+    rows: list[int]
+    words: np.ndarray
+    failed: dict[int, str] = field(default_factory=dict)
+
+
+class GrammarMasks:
+    """Keeps a matcher for every constrained sequence; used by one thread.
+
+    A matcher that is missing is made again from the sequence's tokens, so none needs to be kept.
+    """
+
+    def __init__(self, compiler: GrammarCompiler) -> None:
+        self._compiler = compiler
+        self._vocabulary = compiler.vocabulary
+        self._samples: dict[int, SampleMatcher] = {}
+
+    def __len__(self) -> int:
+        """Matchers kept."""
+        return len(self._samples)
+
+    def forget(self, seq_ids: Iterable[int]) -> None:
+        """Drop the matchers of sequences that have ended."""
+        for seq_id in seq_ids:
+            self._samples.pop(seq_id, None)
+
+    def compute(
+        self,
+        constrained: Sequence[ConstrainedRow],
+        read_pending: Callable[[], Mapping[int, int]],
+    ) -> RowMasks:
+        """The masks of a step's constrained rows.
+
+        Args:
+            constrained: in the order of their rows.
+            read_pending: the tokens that the step before chose, by sequence; waits for them, and
+                is called only if a row depends on one.
+        """
+        pending: Mapping[int, int] = {}
+        if any(one.spec.has_pending for one in constrained):
+            pending = read_pending()
+        samples = [self._follow(one, pending) for one in constrained]
+        words = np.zeros((len(samples), self._vocabulary.num_words), dtype=np.uint32)
+        self._fill(samples, words)
+        kept: list[int] = []
+        failed: dict[int, str] = {}
+        for place, (one, sample) in enumerate(zip(constrained, samples, strict=True)):
+            if sample.has_ended:
+                continue
+            self._finish_row(words[place], one.spec, sample)
+            if sample.error is None:
+                kept.append(place)
+            else:
+                failed[one.seq_id] = sample.error
+        if len(kept) < len(samples):
+            words = words[kept]
+        return RowMasks([constrained[place].row for place in kept], words, failed)
+
+    @functools.cached_property
+    def _executor(self) -> LLExecutor:
+        return LLExecutor()
+
+    def _follow(self, one: ConstrainedRow, pending: Mapping[int, int]) -> SampleMatcher:
+        """The sequence's matcher, after all tokens that the sequence has."""
+        spec = one.spec
+        sample = self._samples.get(one.seq_id)
+        if sample is None:
+            sample = self._samples[one.seq_id] = self._make(spec)
+        sample.take(spec.output_ids[sample.num_taken :])
+        if spec.has_pending and sample.num_taken == len(spec.output_ids):
+            sample.take([pending[one.seq_id]])
+        return sample
+
+    def _make(self, spec: SampleSpec) -> SampleMatcher:
+        grammar = spec.params.grammar
+        assert grammar is not None, "only constrained sequences are followed"
+        return SampleMatcher(self._compiler.matcher(grammar.text), self._vocabulary, spec.params)
+
+    def _fill(self, samples: Sequence[SampleMatcher], words: np.ndarray) -> None:
+        """Compute masks on worker threads, without holding the interpreter."""
+        asked = [
+            (sample.matcher, place)
+            for place, sample in enumerate(samples)
+            if not (sample.is_free or sample.has_ended or sample.error)
+        ]
+        if asked:
+            fill_next_token_bitmask_par(self._executor, asked, words.view(np.int32))
+
+    def _finish_row(self, words: np.ndarray, spec: SampleSpec, sample: SampleMatcher) -> None:
+        """Add the caller's ends and take away what is banned; fail a sample with nothing left."""
+        if sample.error is not None:
+            return
+        if sample.is_free:
+            words[:] = self._vocabulary.all_tokens
+            # An end before the grammar has begun would leave it unmatched.
+            _clear(words, sample.ends)
+        elif sample.matcher.is_error():
+            sample.fail()
+        else:
+            if sample.stop_ids and sample.matcher.is_accepting():
+                _set(words, sample.stop_ids)
+            if sample.free_start is not None:
+                _set(words, [sample.free_start])
+        if spec.banned_ids:
+            without = words.copy()
+            _clear(without, spec.banned_ids)
+            # A sample whose grammar is complete ends, however few tokens it has.
+            if without.any():
+                words[:] = without
+        if sample.error is None and not words.any():
+            sample.fail()
+
+
+def _set(words: np.ndarray, token_ids: Iterable[int]) -> None:
+    for token_id in token_ids:
+        words[token_id >> 5] |= _BIT << np.uint32(token_id & 31)
+
+
+def _clear(words: np.ndarray, token_ids: Iterable[int]) -> None:
+    for token_id in token_ids:
+        words[token_id >> 5] &= ~(_BIT << np.uint32(token_id & 31))

@@ -1,0 +1,77 @@
+"""How far one sample has come in its grammar."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from llguidance import LLMatcher
+
+from mlx_parallm.grammar.vocabulary import GrammarVocabulary
+from mlx_parallm.request import SamplingParams
+
+
+class SampleMatcher:
+    """Follows the tokens of one sample.
+
+    Attributes:
+        num_taken: tokens that it has followed.
+        matcher: of the grammar.
+        ends: tokens that end the sample.
+        stop_ids: those of them that the caller named.
+        free_start: a token that frees the sample if it is the first; None once there is one.
+        is_free: what begins the grammar has not been generated yet.
+        has_ended: the sample has got a token that ends it.
+        error: why no further token can be chosen; None while one can.
+    """
+
+    def __init__(
+        self, matcher: LLMatcher, vocabulary: GrammarVocabulary, params: SamplingParams
+    ) -> None:
+        assert params.grammar is not None, "only constrained samples have a matcher"
+        self._vocabulary = vocabulary
+        grammar = params.grammar
+        self._marker = (grammar.begins_after or "").encode()
+        self._tail = b""
+        start = grammar.free_start
+        self.free_start = None if start is None else vocabulary.specials.get(start)
+        self.ends = vocabulary.eos_ids | set(params.stop_token_ids)
+        self.stop_ids = params.stop_token_ids
+        self.matcher = matcher
+        self.num_taken = 0
+        self.is_free = bool(self._marker) and start is None
+        self.has_ended = False
+        self.error: str | None = matcher.get_error() or None
+
+    def take(self, token_ids: Sequence[int]) -> None:
+        """Follow the sample's next tokens."""
+        for token_id in token_ids:
+            self.num_taken += 1
+            if self.error is not None or self.has_ended:
+                continue
+            frees, self.free_start = token_id == self.free_start, None
+            if frees:
+                self.is_free = True
+            elif token_id in self.ends:
+                self.has_ended = True
+            elif self.is_free:
+                self._look_for_marker(token_id)
+            elif not self.matcher.consume_token(token_id):
+                self.fail()
+
+    def fail(self) -> None:
+        """Take over the matcher's error."""
+        self.error = self.matcher.get_error() or "No token can go on to match the grammar."
+
+    def _look_for_marker(self, token_id: int) -> None:
+        """Begin the grammar if the marker is complete; it may be cut by tokens anywhere."""
+        self._tail += self._vocabulary.token_bytes(token_id)
+        place = self._tail.find(self._marker)
+        if place < 0:
+            keep = len(self._marker) - 1
+            self._tail = self._tail[len(self._tail) - keep :] if keep else b""
+            return
+        self.is_free = False
+        # What the same token has behind the marker belongs to the grammar, but for white space.
+        rest = self._tail[place + len(self._marker) :].lstrip()
+        if rest and not self.matcher.consume_tokens(self._vocabulary.tokens_of(rest)):
+            self.fail()
