@@ -19,8 +19,9 @@ from mlx_parallm.engine.build import LoadedEngine, build_engines
 from mlx_parallm.engine.interface import Tokenizer
 from mlx_parallm.engine.metrics import MetricFamilies
 from mlx_parallm.errors import InvalidRequestError
+from mlx_parallm.grammar.spec import GrammarSpec
 from mlx_parallm.outputs import ErrorEvent, GenerateEvent, PromptEvent, TokenEvent
-from mlx_parallm.request import GenerateRequest, SamplingParams
+from mlx_parallm.request import GenerateRequest, Grammar, SamplingParams
 
 Prompt = str | Sequence[int]
 Message = Mapping[str, Any]
@@ -111,6 +112,15 @@ class LLM:
     def tokenizer(self) -> Tokenizer:
         """The model's tokenizer."""
         return self._model.tokenizer
+
+    def grammar(self, spec: GrammarSpec) -> Grammar:
+        """What a sample must match, for ``SamplingParams.grammar``; see ``grammar.spec``.
+
+        Raises:
+            InvalidRequestError: it is wrong, or cannot be enforced.
+        """
+        assert self._model.grammars is not None, "a loaded model has a compiler"
+        return Grammar(text=self._model.grammars.compile(spec))
 
     def generate(
         self,

@@ -84,7 +84,9 @@ def choice(options: Sequence[str], *, param: str | None = None) -> GrammarSpec:
         InvalidRequestError: there is none, one is empty or no text, or they are too large.
     """
     if not options or not all(isinstance(one, str) and one for one in options):
-        raise InvalidRequestError("A choice needs one or more texts, none of them empty.", param=param)
+        raise InvalidRequestError(
+            "A choice needs one or more texts, none of them empty.", param=param
+        )
     return GrammarSpec(GrammarKind.CHOICE, _json_text(list(options), param))
 
 

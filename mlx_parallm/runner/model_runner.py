@@ -158,9 +158,7 @@ class ModelRunner:
     def _written(self) -> list[mx.array]:
         return self._path.arrays() + (self._draft.arrays() if self._draft is not None else [])
 
-    def _constrain(
-        self, batch: ScheduledBatch, logits: mx.array, rows: StepRows
-    ) -> Constraints:
+    def _constrain(self, batch: ScheduledBatch, logits: mx.array, rows: StepRows) -> Constraints:
         self._grammars.forget(batch)
         return self._grammars.constrain(
             rows, lambda: mx.async_eval(logits, self._written()), self._read_tokens

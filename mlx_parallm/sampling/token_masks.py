@@ -20,7 +20,7 @@ def apply_token_mask(logits: mx.array, words: np.ndarray) -> mx.array:
     if words.shape[1] < num_words:
         words = np.pad(words, ((0, 0), (0, num_words - words.shape[1])))
     if vocab % 32:
-        padded = mx.pad(logits, ((0, 0), (0, num_words * 32 - vocab)))
+        padded = mx.pad(logits, [(0, 0), (0, num_words * 32 - vocab)])
         masked = _mask(padded.reshape(rows, num_words, 32), mx.array(words)[:, :, None])
         return masked.reshape(rows, -1)[:, :vocab]
     return _mask(logits.reshape(rows, num_words, 32), mx.array(words)[:, :, None]).reshape(
