@@ -122,11 +122,6 @@ class SamplingParams:
                 raise InvalidRequestError(f"{name} must not be negative.", param=name)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise InvalidRequestError("min_tokens must not exceed max_tokens.", param="min_tokens")
-        if self.grammar is not None and self.allowed_token_ids is not None:
-            raise InvalidRequestError(
-                "allowed_token_ids cannot be combined with structured output.",
-                param="allowed_token_ids",
-            )
         if any(not text for text in self.stop):
             raise InvalidRequestError("stop must not contain an empty string.", param="stop")
 

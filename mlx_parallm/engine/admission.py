@@ -26,6 +26,11 @@ def check_request(request: GenerateRequest, info: RunnerInfo) -> None:
     _check_ids("allowed_token_ids", params.allowed_token_ids or (), info.vocab_size)
     if params.allowed_token_ids is not None and not params.allowed_token_ids:
         raise InvalidRequestError("allowed_token_ids must not be empty.", param="allowed_token_ids")
+    if params.allowed_token_ids is not None and params.grammar is not None:
+        raise InvalidRequestError(
+            "allowed_token_ids cannot be combined with structured output.",
+            param="allowed_token_ids",
+        )
     for name in ("logprobs", "prompt_logprobs"):
         asked = getattr(params, name)
         if asked is not None and asked > info.vocab_size:
