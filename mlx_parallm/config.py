@@ -193,6 +193,11 @@ class ServerConfig:
         max_body_bytes: largest request body.
         max_client_body_bytes: bodies of one client's requests in the server together.
         client_timeout_s: a client that sends or takes nothing for this long is cut off; 0 is off.
+        data_dir: folder of files and batches; made when it is first used; None serves neither.
+        max_file_bytes: largest uploaded file.
+        max_files_bytes: most bytes of all files together.
+        max_num_seqs_of_batches: most sequences of batches in the engine at once; None is half of
+            its ``max_num_seqs``.
         sse_keep_alive_s: a comment line is sent on a stream silent for this long; 0 is off.
         shutdown_timeout_s: how long running requests may go on after SIGTERM.
         log_format: "console" or "json".
@@ -210,6 +215,10 @@ class ServerConfig:
     max_body_bytes: int = 8 * 1024 * 1024
     max_client_body_bytes: int = 256 * 1024 * 1024
     client_timeout_s: float = 30.0
+    data_dir: str | None = None
+    max_file_bytes: int = 200 * 2**20
+    max_files_bytes: int = 10 * 2**30
+    max_num_seqs_of_batches: int | None = None
     sse_keep_alive_s: float = 5.0
     shutdown_timeout_s: float = 30.0
     root_path: str = ""

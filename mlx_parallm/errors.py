@@ -6,6 +6,7 @@
     ├── InvalidRequestError         the caller's fault; names the field            (HTTP 400)
     │   ├── ContextLengthError      prompt (+ max_tokens) does not fit the model   (HTTP 400)
     │   ├── ModelNotFoundError      no served model has this name                  (HTTP 404)
+    │   ├── NotFoundError           no file or batch of the caller's has this id   (HTTP 404)
     │   ├── AuthenticationError     no key, or a wrong one                         (HTTP 401)
     │   ├── PermissionDeniedError   the key or the origin may not do this          (HTTP 403)
     │   ├── RequestTimeoutError     the body did not arrive in time                (HTTP 408)
@@ -70,6 +71,10 @@ class ModelNotFoundError(InvalidRequestError):
         )
 
 
+class NotFoundError(InvalidRequestError):
+    """The caller owns nothing of this id."""
+
+
 class AuthenticationError(InvalidRequestError):
     """No API key was given, or it is wrong."""
 
@@ -108,6 +113,10 @@ class ShuttingDownError(ParallmError):
 
 class EngineDeadError(ParallmError):
     """The engine thread died; its cause is chained."""
+
+
+class StorageError(ParallmError):
+    """The data folder cannot be read or written, or belongs to another process."""
 
 
 class RequestAbortedError(ParallmError):

@@ -37,8 +37,8 @@ max-num-seqs: 64
 kv-cache-memory-bytes: 8GiB
 ```
 
-`mlx_parallm batch` takes the same settings but those of address and access. This page is made by
-`make docs`.
+`mlx_parallm batch` takes the same settings but those of address and access and of files and
+batches. This page is made by `make docs`.
 """
 
 

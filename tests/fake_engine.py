@@ -173,7 +173,7 @@ def serve_fake(
     app = create_app(engine, config, max_waiting=max_waiting)
     http: Any = partial(BoundedProtocol, timeout_s=config.client_timeout_s)
     server = uvicorn.Server(
-        uvicorn.Config(app, http=http, log_config=None, ws="none", lifespan="off")
+        uvicorn.Config(app, http=http, log_config=None, ws="none", lifespan="on")
     )
     # The socket listens from now on: requests wait in its backlog until the server has started.
     with socket.create_server(("127.0.0.1", 0)) as listener:

@@ -31,12 +31,15 @@ class ServerProcess:
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self._log = tempfile.NamedTemporaryFile(mode="w+", suffix=".log")  # noqa: SIM115
+        # Nothing may come from, or go into, the folder of whoever runs the tests.
+        self._data = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
+        data_dir = {"MLX_PARALLM_DATA_DIR": str(Path(self._data.name) / "data")}
         self.process = subprocess.Popen(
             [sys.executable, "-m", "mlx_parallm", "serve", "--port", str(self.port), *flags],
             stdout=self._log,
             stderr=subprocess.STDOUT,
             cwd=ROOT,
-            env={**os.environ, **(env or {})},
+            env={**os.environ, **data_dir, **(env or {})},
         )
 
     @property
@@ -74,4 +77,5 @@ class ServerProcess:
             self.process.send_signal(how)
         code = self.process.wait(60)
         self._log.close()
+        self._data.cleanup()
         return code

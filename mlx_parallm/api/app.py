@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from fastapi import Depends, FastAPI
+import contextlib
+from collections.abc import AsyncIterator
+
+from fastapi import APIRouter, Depends, FastAPI
 from starlette.middleware.cors import CORSMiddleware
 
 from mlx_parallm import __version__
+from mlx_parallm.api.batch_service import make_batch_service
 from mlx_parallm.api.body_budget import BodyBudgetMiddleware
 from mlx_parallm.api.dependencies import refuse_deep_bodies
 from mlx_parallm.api.errors import install_error_handlers
@@ -19,9 +23,11 @@ from mlx_parallm.api.middleware import (
 )
 from mlx_parallm.api.routes import (
     aborts,
+    batches,
     chat,
     completions,
     docs,
+    files,
     health,
     models,
     moderations,
@@ -30,6 +36,7 @@ from mlx_parallm.api.routes import (
 )
 from mlx_parallm.api.routes.page import page_files, page_router
 from mlx_parallm.api.schemas.errors import ErrorResponse
+from mlx_parallm.batch_jobs.service import BatchService
 from mlx_parallm.config import ServerConfig
 from mlx_parallm.engine.interface import EngineClient
 
@@ -44,6 +51,7 @@ def create_app(
     app = FastAPI(
         title="mlx_parallm",
         version=__version__,
+        lifespan=_lifespan,
         docs_url=None,
         redoc_url=None,
         dependencies=[Depends(refuse_deep_bodies)],
@@ -55,16 +63,38 @@ def create_app(
     app.state.engine = engine
     app.state.config = config
     app.state.max_waiting = max_waiting
+    app.state.batches = make_batch_service(app, engine, config, max_waiting)
     _add_routes(app)
+    if app.state.batches is not None:
+        _add_with_and_without_prefix(app, files.router, batches.router)
     install_error_handlers(app)
     _add_middleware(app, config)
     return app
 
 
-def _add_routes(app: FastAPI) -> None:
-    for router in (chat.router, completions.router, models.router, moderations.router):
+@contextlib.asynccontextmanager
+async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
+    service: BatchService | None = app.state.batches
+    if service is None:
+        yield
+        return
+    service.start()
+    try:
+        yield
+    finally:
+        await service.stop()
+
+
+def _add_with_and_without_prefix(app: FastAPI, *routers: APIRouter) -> None:
+    for router in routers:
         app.include_router(router, prefix="/v1")
         app.include_router(router, include_in_schema=False)
+
+
+def _add_routes(app: FastAPI) -> None:
+    _add_with_and_without_prefix(
+        app, chat.router, completions.router, models.router, moderations.router
+    )
     for router in (
         tokenize.router,
         health.router,

@@ -9,6 +9,7 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from mlx_parallm.api.auth import client_of
+from mlx_parallm.api.internal import INTERNAL_CALLER, STREAMED_PATH
 from mlx_parallm.config import ServerConfig
 from mlx_parallm.errors import OverloadedError, RequestTimeoutError
 
@@ -33,7 +34,14 @@ class BodyBudgetMiddleware:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        body = _Body(self._held, client_of(Headers(scope=scope), self._config), self._config)
+        if scope["path"].endswith(STREAMED_PATH):
+            client = None
+        elif INTERNAL_CALLER in scope:
+            # Apart from what the owner sends meanwhile.
+            client = f"background {scope[INTERNAL_CALLER].client}"
+        else:
+            client = client_of(Headers(scope=scope), self._config)
+        body = _Body(self._held, client, self._config)
 
         async def metered() -> Message:
             return await body.receive(receive)
@@ -45,9 +53,9 @@ class BodyBudgetMiddleware:
 
 
 class _Body:
-    """One request's body."""
+    """One request's body; that of no client is not kept in memory and not counted."""
 
-    def __init__(self, held: Counter[str], client: str, config: ServerConfig) -> None:
+    def __init__(self, held: Counter[str], client: str | None, config: ServerConfig) -> None:
         self._held = held
         self._client = client
         self._most = config.max_client_body_bytes
@@ -68,6 +76,8 @@ class _Body:
 
     def release(self) -> None:
         """The request has ended."""
+        if self._client is None:
+            return
         self._held[self._client] -= self._size
         if not self._held[self._client]:
             del self._held[self._client]
@@ -84,6 +94,8 @@ class _Body:
 
     def _count(self, size: int) -> None:
         self._size += size
+        if self._client is None:
+            return
         self._held[self._client] += size
         together = self._held[self._client]
         if together > self._most and together > self._size:

@@ -10,6 +10,9 @@ from typing import Annotated
 
 from fastapi import Depends, Request
 
+from mlx_parallm.api.auth import client_of
+from mlx_parallm.api.internal import STREAMED_PATH, internal_caller
+from mlx_parallm.batch_jobs.service import BatchService
 from mlx_parallm.config import ServerConfig
 from mlx_parallm.engine.interface import EngineClient
 from mlx_parallm.errors import InvalidRequestError
@@ -23,8 +26,9 @@ _NO_BRACKETS = bytes(set(range(256)) - set(_STEPS))
 
 
 async def get_engine(request: Request) -> EngineClient:
-    """The engine behind this application."""
-    return request.app.state.engine
+    """The engine behind this application, as the caller may use it."""
+    caller = internal_caller(request)
+    return caller.engine if caller is not None else request.app.state.engine
 
 
 async def get_config(request: Request) -> ServerConfig:
@@ -33,8 +37,22 @@ async def get_config(request: Request) -> ServerConfig:
 
 
 async def get_max_waiting(request: Request) -> int | None:
-    """How many sequences the engine's queue holds, if that is known."""
-    return request.app.state.max_waiting
+    """How many sequences the engine's queue holds for this caller, if that is known."""
+    caller = internal_caller(request)
+    return caller.max_waiting if caller is not None else request.app.state.max_waiting
+
+
+async def get_client(request: Request) -> str:
+    """Whose request it is: a digest of its key, or the owner of what is done in the background."""
+    caller = internal_caller(request)
+    if caller is not None:
+        return caller.client
+    return client_of(request.headers, request.app.state.config)
+
+
+async def get_batches(request: Request) -> BatchService:
+    """The files and batches of this application."""
+    return request.app.state.batches
 
 
 async def refuse_lone_surrogates(request: Request) -> None:
@@ -67,7 +85,8 @@ async def refuse_deep_bodies(request: Request) -> None:
     Raises:
         InvalidRequestError: it is nested more than ``MAX_DEPTH`` deep.
     """
-    if "json" not in request.headers.get("content-type", "").lower():
+    is_json = "json" in request.headers.get("content-type", "").lower()
+    if not is_json or request.scope["path"].endswith(STREAMED_PATH):
         return
     if is_deeper(await request.body(), MAX_DEPTH):
         raise InvalidRequestError(TOO_DEEP)
@@ -83,4 +102,6 @@ def is_deeper(raw: bytes, limit: int) -> bool:
 
 EngineDep = Annotated[EngineClient, Depends(get_engine)]
 ConfigDep = Annotated[ServerConfig, Depends(get_config)]
+ClientDep = Annotated[str, Depends(get_client)]
+BatchesDep = Annotated[BatchService, Depends(get_batches)]
 MaxWaitingDep = Annotated[int | None, Depends(get_max_waiting)]

@@ -30,6 +30,7 @@ class Status:
 STATUS: Mapping[type[errors.ParallmError], Status] = {
     errors.InvalidRequestError: Status(400, "invalid_request_error"),
     errors.ModelNotFoundError: Status(404, "invalid_request_error", "model_not_found"),
+    errors.NotFoundError: Status(404, "invalid_request_error", "not_found"),
     errors.AuthenticationError: Status(401, "authentication_error", "invalid_api_key"),
     errors.PermissionDeniedError: Status(403, "permission_error"),
     errors.RequestTimeoutError: Status(408, "invalid_request_error", "request_timeout"),
@@ -39,6 +40,7 @@ STATUS: Mapping[type[errors.ParallmError], Status] = {
     errors.ShuttingDownError: Status(503, "server_error", "shutting_down"),
     errors.EngineDeadError: Status(503, "server_error", "engine_dead"),
     errors.RequestAbortedError: Status(503, "server_error", "request_aborted"),
+    errors.StorageError: Status(500, "server_error", "storage_failed"),
     errors.StepError: Status(500, "server_error"),
     errors.ParallmError: Status(500, "server_error"),
 }

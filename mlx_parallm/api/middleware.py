@@ -16,6 +16,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from mlx_parallm.api.auth import KeyRing, is_open, key_of
 from mlx_parallm.api.errors import response_of
+from mlx_parallm.api.internal import INTERNAL_CALLER
 from mlx_parallm.config import ServerConfig
 from mlx_parallm.errors import AuthenticationError, RequestTooLargeError
 
@@ -27,6 +28,8 @@ MAX_PATH_CHARS = 256
 POLLED_PATHS = frozenset({"/health", "/ping", "/load", "/metrics"})
 # Of a body, for routes that state no limit of their own.
 SMALL_BODY_BYTES = 64 * 1024
+# What a form holds besides its file.
+FORM_BYTES = 64 * 1024
 
 
 class RequestIdMiddleware:
@@ -112,6 +115,8 @@ class AuthMiddleware:
         await response_of(error)(scope, receive, send)
 
     def _admits(self, scope: Scope) -> bool:
+        if INTERNAL_CALLER in scope:
+            return True
         # A browser's preflight request carries no key.
         if scope["type"] != "http" or not self._keys or scope["method"] == "OPTIONS":
             return True
@@ -128,6 +133,7 @@ def body_limits(config: ServerConfig) -> dict[str, int]:
         "/completions": config.max_body_bytes,
         "/tokenize": config.max_body_bytes,
         "/detokenize": config.max_body_bytes,
+        "/files": config.max_file_bytes + FORM_BYTES,
     }
 
 

@@ -10,8 +10,8 @@ from pathlib import Path
 from tqdm import tqdm
 
 from mlx_parallm.api.app import create_app
+from mlx_parallm.batch_jobs.lines import numbered_lines
 from mlx_parallm.cli.batch_file import BatchCounts, run_batch_file
-from mlx_parallm.cli.batch_line import numbered_lines
 from mlx_parallm.cli.configure import add_settings, read_settings, warn_of_unknown_variables
 from mlx_parallm.cli.logs import configure_logging
 from mlx_parallm.cli.progress import ProgressPrinter

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +16,9 @@ from typing import IO, Any
 import httpx2
 from starlette.types import ASGIApp
 
-from mlx_parallm.cli.batch_line import (
+from mlx_parallm.api.batch_service import line_response
+from mlx_parallm.batch_jobs import answers
+from mlx_parallm.batch_jobs.lines import (
     BatchLine,
     BatchLineError,
     custom_id_of,
@@ -27,8 +28,6 @@ from mlx_parallm.cli.batch_line import (
 )
 
 TOO_MANY_REQUESTS = 429
-# Python's ``splitlines`` and others end a line at these, too.
-LINE_ENDS = {ord(one): f"\\u{ord(one):04x}" for one in "\x85\u2028\u2029"}
 
 
 @dataclass(slots=True)
@@ -64,8 +63,7 @@ async def run_batch_file(
     headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
     transport = httpx2.ASGITransport(app=app, raise_app_exceptions=False)
     lines = numbered_lines(source)
-    # Half surrogates are no UTF-8, but their escapes are JSON.
-    with target.open("w", encoding="utf-8", errors="backslashreplace") as sink:
+    with target.open("wb") as sink:
         async with httpx2.AsyncClient(
             transport=transport, base_url="http://batch", headers=headers, timeout=None
         ) as client:
@@ -78,7 +76,7 @@ class _Batch:
     """What the workers share."""
 
     def __init__(
-        self, client: httpx2.AsyncClient, sink: IO[str], on_answer: Callable[[], None]
+        self, client: httpx2.AsyncClient, sink: IO[bytes], on_answer: Callable[[], None]
     ) -> None:
         self.counts = BatchCounts()
         self._client = client
@@ -94,34 +92,20 @@ class _Batch:
         for number, line in lines:
             answer = await self._answer(number, line)
             self.counts.total += 1
-            response = answer["response"]
-            self.counts.failed += response is None or response["status_code"] != 200
-            text = json.dumps(answer, ensure_ascii=False).translate(LINE_ENDS)
-            self._sink.write(text + "\n")
+            self.counts.failed += answers.is_failed(answer)
+            self._sink.write(answers.encode(answer))
             self._sink.flush()
             self._on_answer()
 
     async def _answer(self, number: int, line: bytes) -> dict[str, Any]:
-        answer: dict[str, Any] = {
-            "id": f"batch_req_{uuid.uuid4().hex}",
-            "custom_id": None,
-            "response": None,
-            "error": None,
-        }
+        name, custom_id = answers.new_answer_id(), None
         try:
             entry = read_object(number, line)
-            answer["custom_id"] = custom_id_of(entry)
+            custom_id = custom_id_of(entry)
             request = self._request(number, read_line(number, entry))
         except BatchLineError as problem:
-            answer["error"] = {"code": problem.code, "message": str(problem)}
-            return answer
-        response = await self._send(request)
-        answer["response"] = {
-            "status_code": response.status_code,
-            "request_id": response.headers.get("x-request-id"),
-            "body": _body_of(response),
-        }
-        return answer
+            return answers.refused(name, custom_id, problem.code, str(problem))
+        return answers.answered(name, custom_id, line_response(await self._send(request)))
 
     def _request(self, number: int, line: BatchLine) -> httpx2.Request:
         headers = {"content-type": "application/json"}
@@ -156,10 +140,3 @@ class _Batch:
         async with self._line_ended:
             self._line_ended.notify()
         return response
-
-
-def _body_of(response: httpx2.Response) -> Any:
-    try:
-        return response.json()
-    except ValueError:  # a redirect, or a page
-        return response.text

@@ -7,12 +7,15 @@ import asyncio
 import contextlib
 import ipaddress
 import logging
+import os
 import signal
 import socket
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 import uvicorn
 import uvloop
@@ -44,7 +47,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Serve what the arguments, the environment and the configuration file say."""
     engine_config, server_config = read_settings(args)
+    if server_config.data_dir is None:
+        server_config = replace(server_config, data_dir=default_data_dir(os.environ, sys.platform))
     return serve(engine_config, server_config)
+
+
+def default_data_dir(environment: Mapping[str, str], platform: str) -> str:
+    """Where a program of this user keeps its data (XDG Base Directory; Apple's guidelines)."""
+    if platform == "darwin":
+        return str(Path.home() / "Library" / "Application Support" / "mlx_parallm")
+    data = environment.get("XDG_DATA_HOME", "")
+    # A relative path there is to be ignored.
+    home = Path(data) if data.startswith("/") else Path.home() / ".local" / "share"
+    return str(home / "mlx_parallm")
 
 
 def serve(engine_config: EngineConfig, server_config: ServerConfig) -> int:

@@ -24,8 +24,9 @@ MEMORY = "memory and prefix cache"
 BATCHING = "batching and queue"
 ADDRESS = "address and access"
 REQUESTS = "requests and streams"
+STORAGE = "files and batches"
 PROCESS = "process and logs"
-GROUPS = (MODELS, MEMORY, BATCHING, ADDRESS, REQUESTS, PROCESS)
+GROUPS = (MODELS, MEMORY, BATCHING, ADDRESS, REQUESTS, STORAGE, PROCESS)
 
 
 def variable_of(name: str) -> str:
@@ -227,6 +228,18 @@ SETTINGS: tuple[Setting, ...] = (
     _setting("sse-keep-alive-interval", "server.sse_keep_alive_s", values.number(0), REQUESTS,
              "a comment is sent on a stream silent for this long; 0 is off.",
              metavar="SECONDS"),
+    _setting("data-dir", "server.data_dir", values.text, STORAGE,
+             "folder of files and batches, made when it is first used; one server at a time can "
+             "use it. If not given: mlx_parallm in $XDG_DATA_HOME or ~/.local/share, on a Mac in "
+             "~/Library/Application Support.",
+             metavar="FOLDER"),
+    _setting("max-file-size", "server.max_file_bytes", values.size, STORAGE,
+             "largest file that can be uploaded, such as 200MiB.", metavar="SIZE"),
+    _setting("max-files-size", "server.max_files_bytes", values.size, STORAGE,
+             "most bytes of all files together; beyond it uploads are refused.", metavar="SIZE"),
+    _setting("max-num-seqs-of-batches", "server.max_num_seqs_of_batches", values.integer(1),
+             STORAGE, "most sequences of batches in the engine at once, so that places stay free "
+             "for other requests; half of --max-num-seqs if not given.", metavar="N"),
     _setting("shutdown-timeout", "server.shutdown_timeout_s", values.number(0), PROCESS,
              "how long running requests may go on after SIGTERM.", metavar="SECONDS"),
     _setting("restart-engine", "engine.restart_on_failure", values.boolean, PROCESS,

@@ -1,0 +1,69 @@
+"""Files and batches as OpenAI describes them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from mlx_parallm.batch_jobs.files import FileRecord
+from mlx_parallm.batch_jobs.records import BatchRecord
+
+
+def file_object(record: FileRecord) -> dict[str, Any]:
+    """A file."""
+    return {
+        "id": record.id,
+        "object": "file",
+        "bytes": record.num_bytes,
+        "created_at": record.created_at,
+        "expires_at": record.expires_at,
+        "filename": record.filename,
+        "purpose": record.purpose,
+        "status": "processed",
+        "status_details": None,
+    }
+
+
+def batch_object(record: BatchRecord) -> dict[str, Any]:
+    """A batch; its files are shown when they are whole."""
+    has_ended = record.has_ended
+    errors = record.errors
+    return {
+        "id": record.id,
+        "object": "batch",
+        "endpoint": record.endpoint,
+        "model": record.model,
+        "errors": {"object": "list", "data": errors} if errors is not None else None,
+        "input_file_id": record.input_file_id,
+        "completion_window": "24h",
+        "status": record.status,
+        "output_file_id": record.output_file_id if has_ended else None,
+        "error_file_id": record.error_file_id if has_ended else None,
+        "created_at": record.created_at,
+        "in_progress_at": record.in_progress_at,
+        "expires_at": record.expires_at,
+        "finalizing_at": record.finalizing_at,
+        "completed_at": record.completed_at,
+        "failed_at": record.failed_at,
+        "expired_at": record.expired_at,
+        "cancelling_at": record.cancelling_at,
+        "cancelled_at": record.cancelled_at,
+        "request_counts": {
+            "total": record.total,
+            "completed": record.completed,
+            "failed": record.failed,
+        },
+        "usage": record.usage,
+        "metadata": record.metadata,
+    }
+
+
+def list_object(objects: Sequence[dict[str, Any]], has_more: bool) -> dict[str, Any]:
+    """A page."""
+    return {
+        "object": "list",
+        "data": list(objects),
+        "first_id": objects[0]["id"] if objects else None,
+        "last_id": objects[-1]["id"] if objects else None,
+        "has_more": has_more,
+    }

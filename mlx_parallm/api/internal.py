@@ -1,0 +1,91 @@
+"""Requests that the server makes of its own application, for work in the background.
+
+They are told by an entry of the ASGI scope, which no client can set.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from starlette.requests import HTTPConnection
+
+from mlx_parallm.config import EngineConfig
+from mlx_parallm.engine.interface import EngineClient, EngineLoad, RequestHandle, ServedModel
+from mlx_parallm.request import GenerateRequest
+
+# The end of the path of the route that reads its body as it comes and keeps none of it in memory.
+STREAMED_PATH = "/files"
+INTERNAL_CALLER = "mlx_parallm.internal_caller"
+# Above every 64-bit number, and so behind every request of a client, whatever its priority.
+BACKGROUND_PRIORITY = 2**64
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InternalCaller:
+    """Stands in for what a client's request would bring.
+
+    Attributes:
+        client: whose work it is, as ``auth.client_of`` says it.
+        engine: what its routes see of the engine.
+        max_waiting: sequences that one of its requests may put into the queue; None: not known.
+    """
+
+    client: str
+    engine: EngineClient
+    max_waiting: int | None
+
+
+def internal_caller(connection: HTTPConnection) -> InternalCaller | None:
+    """Who made this request, if the server did."""
+    return connection.scope.get(INTERNAL_CALLER)
+
+
+class BackgroundEngine:
+    """An engine whose requests are a client's and run behind everybody else's."""
+
+    def __init__(self, engine: EngineClient, client: str) -> None:
+        self._engine = engine
+        self._client = client
+
+    async def submit(self, request: GenerateRequest) -> RequestHandle:
+        """See ``EngineClient``."""
+        priority = BACKGROUND_PRIORITY + request.priority
+        return await self._engine.submit(replace(request, priority=priority, client=self._client))
+
+    @property
+    def config(self) -> EngineConfig:
+        """See ``EngineClient``."""
+        return self._engine.config
+
+    def models(self) -> Sequence[ServedModel]:
+        """See ``EngineClient``."""
+        return self._engine.models()
+
+    def get_model(self, name: str) -> ServedModel:
+        """See ``EngineClient``."""
+        return self._engine.get_model(name)
+
+    async def abort(self, request_id: str) -> None:
+        """See ``EngineClient``."""
+        await self._engine.abort(request_id)
+
+    def open_requests(self) -> Sequence[GenerateRequest]:
+        """See ``EngineClient``."""
+        return self._engine.open_requests()
+
+    async def cancel(self, request_id: str) -> None:
+        """See ``EngineClient``."""
+        await self._engine.cancel(request_id)
+
+    def load(self) -> EngineLoad:
+        """See ``EngineClient``."""
+        return self._engine.load()
+
+    def check_health(self) -> None:
+        """See ``EngineClient``."""
+        self._engine.check_health()
+
+    def render_metrics(self) -> tuple[bytes, str]:
+        """See ``EngineClient``."""
+        return self._engine.render_metrics()

@@ -1,0 +1,157 @@
+"""Reading ``multipart/form-data`` (RFC 7578) as it comes: fields whole, one file in pieces."""
+
+from __future__ import annotations
+
+from python_multipart.exceptions import FormParserError
+from python_multipart.multipart import MultipartParser, parse_options_header
+
+from mlx_parallm.errors import InvalidRequestError
+
+MAX_PARTS = 32
+MAX_FIELD_BYTES = 4096
+MAX_FILENAME_CHARS = 255
+
+
+class FormReader:
+    """Takes the body of a form piece by piece.
+
+    Attributes:
+        fields: the values of all parts but the file's, by name.
+        filename: what the file is called; None while no file has begun.
+    """
+
+    def __init__(self, content_type: str, file_field: str) -> None:
+        """Prepare for a body.
+
+        Args:
+            content_type: the header, with its boundary.
+            file_field: the name of the part that is a file.
+
+        Raises:
+            InvalidRequestError: it is another type, or there is no boundary.
+        """
+        kind, options = parse_options_header(content_type)
+        boundary = options.get(b"boundary")
+        if kind != b"multipart/form-data" or not boundary:
+            raise InvalidRequestError("The content type must be multipart/form-data.")
+        self.fields: dict[str, str] = {}
+        self.filename: str | None = None
+        self._file_field = file_field
+        self._file_data: list[bytes] = []
+        self._header = [bytearray(), bytearray()]
+        self._disposition = b""
+        self._value: bytearray | None = None
+        self._name = ""
+        self._num_parts = 0
+        self._has_ended = False
+        self._parser = self._make_parser(boundary)
+
+    def feed(self, piece: bytes) -> bytes:
+        """Take a piece of the body; what of the file was in it.
+
+        Raises:
+            InvalidRequestError: it is no form, or has too many or too large fields.
+        """
+        try:
+            self._parser.write(piece)
+        except FormParserError as problem:
+            raise InvalidRequestError(f"The form cannot be read: {problem}") from None
+        data, self._file_data = b"".join(self._file_data), []
+        return data
+
+    def finish(self) -> None:
+        """The body has ended.
+
+        Raises:
+            InvalidRequestError: the form has not, or it had no file.
+        """
+        if not self._has_ended:
+            raise InvalidRequestError("The form ends in the middle.")
+        if self.filename is None:
+            raise InvalidRequestError(
+                f"The form has no file named {self._file_field!r}.", param=self._file_field
+            )
+
+    def _make_parser(self, boundary: bytes) -> MultipartParser:
+        try:
+            return MultipartParser(
+                boundary,
+                {
+                    "on_part_begin": self._on_part_begin,
+                    "on_header_field": self._on_header_name,
+                    "on_header_value": self._on_header_value,
+                    "on_header_end": self._on_header_end,
+                    "on_headers_finished": self._on_headers_finished,
+                    "on_part_data": self._on_part_data,
+                    "on_part_end": self._on_part_end,
+                    "on_end": self._on_end,
+                },
+            )
+        except FormParserError as problem:
+            raise InvalidRequestError(f"The form cannot be read: {problem}") from None
+
+    def _on_part_begin(self) -> None:
+        self._num_parts += 1
+        if self._num_parts > MAX_PARTS:
+            raise InvalidRequestError(f"A form has at most {MAX_PARTS} parts.")
+        self._disposition = b""
+
+    def _on_header_name(self, data: bytes, start: int, end: int) -> None:
+        self._header[0] += data[start:end]
+
+    def _on_header_value(self, data: bytes, start: int, end: int) -> None:
+        self._header[1] += data[start:end]
+
+    def _on_header_end(self) -> None:
+        name, value = self._header
+        if name.lower() == b"content-disposition":
+            self._disposition = bytes(value)
+        self._header = [bytearray(), bytearray()]
+
+    def _on_headers_finished(self) -> None:
+        _, options = parse_options_header(self._disposition)
+        if b"name" not in options:
+            raise InvalidRequestError("A part of the form has no name.")
+        self._name = _text(options[b"name"])
+        self._value = bytearray()
+        if self._name != self._file_field:
+            return
+        if self.filename is not None:
+            raise InvalidRequestError("The form has several files.", param=self._file_field)
+        if b"filename" not in options:
+            raise InvalidRequestError(
+                f"{self._file_field} must be a file with a name.", param=self._file_field
+            )
+        self.filename = printable(_text(options[b"filename"]))
+        self._value = None
+
+    def _on_part_data(self, data: bytes, start: int, end: int) -> None:
+        if self._value is None:
+            self._file_data.append(data[start:end])
+            return
+        self._value += data[start:end]
+        if len(self._value) > MAX_FIELD_BYTES:
+            raise InvalidRequestError(
+                f"A field of the form has at most {MAX_FIELD_BYTES} bytes.", param=self._name[:64]
+            )
+
+    def _on_part_end(self) -> None:
+        if self._value is not None:
+            self.fields[self._name] = _text(bytes(self._value))
+            self._value = None
+
+    def _on_end(self) -> None:
+        self._has_ended = True
+
+
+def printable(name: str) -> str:
+    """A file's name without what could break a log or a header; never empty."""
+    kept = "".join(one if one.isprintable() else "_" for one in name)
+    return kept[:MAX_FILENAME_CHARS] or "file"
+
+
+def _text(raw: bytes) -> str:
+    try:
+        return raw.decode()
+    except UnicodeDecodeError:
+        return raw.decode("latin-1")

@@ -1,0 +1,1 @@
+"""Stored files, and batches of requests that are answered in the background; knows no HTTP."""

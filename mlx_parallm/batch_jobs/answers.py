@@ -1,0 +1,103 @@
+"""The lines of an answered batch, as OpenAI's Batch API writes them.
+
+``{"id", "custom_id", "response": {"status_code", "request_id", "body"}, "error"}``; either the
+response or the error is null.
+"""
+
+from __future__ import annotations
+
+import json
+import uuid
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+# Python's ``splitlines`` and others end a line at these, too.
+LINE_ENDS = {ord(one): f"\\u{ord(one):04x}" for one in "\x85\u2028\u2029"}
+
+
+@dataclass(frozen=True, slots=True)
+class LineResponse:
+    """What the application answered to a line; ``body`` is JSON, or text where it was none."""
+
+    status_code: int
+    request_id: str | None
+    body: Any
+
+
+def new_answer_id() -> str:
+    """An id for an answered line."""
+    return f"batch_req_{uuid.uuid4().hex}"
+
+
+def answered(answer_id: str, custom_id: str | None, response: LineResponse) -> dict[str, Any]:
+    """The answer to a line that was sent."""
+    return {
+        "id": answer_id,
+        "custom_id": custom_id,
+        "response": {
+            "status_code": response.status_code,
+            "request_id": response.request_id,
+            "body": response.body,
+        },
+        "error": None,
+    }
+
+
+def refused(answer_id: str, custom_id: str | None, code: str, message: str) -> dict[str, Any]:
+    """The answer to a line that was not sent, or to no end."""
+    error = {"code": code, "message": message}
+    return {"id": answer_id, "custom_id": custom_id, "response": None, "error": error}
+
+
+def is_failed(answer: Mapping[str, Any]) -> bool:
+    """Whether a line got anything but status 200."""
+    response = answer["response"]
+    return response is None or response["status_code"] != 200
+
+
+def encode(answer: Mapping[str, Any]) -> bytes:
+    """An answer as a line, its end included; half surrogates, which UTF-8 lacks, are escaped."""
+    text = json.dumps(answer, ensure_ascii=False).translate(LINE_ENDS)
+    return (text + "\n").encode("utf-8", "backslashreplace")
+
+
+@dataclass(slots=True)
+class Usage:
+    """Tokens of a batch."""
+
+    input_tokens: int = 0
+    cached_tokens: int = 0
+    output_tokens: int = 0
+    reasoning_tokens: int = 0
+
+    def add(self, answer: Mapping[str, Any]) -> None:
+        """Count an answer's ``usage``, in the words of whichever route gave it."""
+        body = (answer["response"] or {}).get("body")
+        usage = body.get("usage") if isinstance(body, dict) else None
+        if not isinstance(usage, dict):
+            return
+        self.input_tokens += _count(usage, "prompt_tokens", "input_tokens")
+        self.output_tokens += _count(usage, "completion_tokens", "output_tokens")
+        asked = _details(usage, "prompt_tokens_details", "input_tokens_details")
+        given = _details(usage, "completion_tokens_details", "output_tokens_details")
+        self.cached_tokens += _count(asked, "cached_tokens")
+        self.reasoning_tokens += _count(given, "reasoning_tokens")
+
+    def to_json(self) -> dict[str, Any]:
+        """OpenAI's form."""
+        return {
+            "input_tokens": self.input_tokens,
+            "input_tokens_details": {"cached_tokens": self.cached_tokens},
+            "output_tokens": self.output_tokens,
+            "output_tokens_details": {"reasoning_tokens": self.reasoning_tokens},
+            "total_tokens": self.input_tokens + self.output_tokens,
+        }
+
+
+def _count(usage: Mapping[str, Any], *names: str) -> int:
+    return next((usage[name] for name in names if isinstance(usage.get(name), int)), 0)
+
+
+def _details(usage: Mapping[str, Any], *names: str) -> Mapping[str, Any]:
+    return next((usage[name] for name in names if isinstance(usage.get(name), dict)), {})

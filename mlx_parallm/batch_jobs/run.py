@@ -1,0 +1,300 @@
+"""One batch from where it stands to its end."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Awaitable, Callable, Generator
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from mlx_parallm.batch_jobs import answers
+from mlx_parallm.batch_jobs.answers import LineResponse, Usage
+from mlx_parallm.batch_jobs.files import FileStore, Upload
+from mlx_parallm.batch_jobs.journal import Entry, Journal
+from mlx_parallm.batch_jobs.lines import (
+    BatchLine,
+    check_file,
+    num_samples,
+    numbered_lines,
+    read_line,
+    read_object,
+)
+from mlx_parallm.batch_jobs.records import BatchRecord, State
+from mlx_parallm.batch_jobs.results import CANCELLED, EXPIRED, Tally, write_results
+from mlx_parallm.batch_jobs.slots import Slots
+from mlx_parallm.batch_jobs.store import BatchStore
+from mlx_parallm.batch_jobs.threads import in_thread
+from mlx_parallm.errors import ShuttingDownError
+
+logger = logging.getLogger(__name__)
+
+# Of a request that the server failed.
+MAX_TRIES = 4
+MAX_DELAY_S = 60.0
+TOO_MANY_REQUESTS = 429
+NOT_IMPLEMENTED = 501
+
+
+class Send(Protocol):
+    """Sends a line through the application."""
+
+    def __call__(
+        self, owner: str, url: str, body: dict[str, Any], request_id: str
+    ) -> Awaitable[LineResponse]:
+        """The answer, whatever its status.
+
+        Raises:
+            ShuttingDownError: the server admits nothing more.
+        """
+        ...
+
+
+def growing_delay(num_tries: int) -> float:
+    """Seconds before the next try: 1, 2, 4, … up to ``MAX_DELAY_S``."""
+    return min(MAX_DELAY_S, 2.0 ** min(num_tries - 1, 10))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunContext:
+    """What all runs share.
+
+    Attributes:
+        batches: where records are kept.
+        files: where input and output are kept.
+        slots: places for samples in the engine.
+        send: answers a line.
+        max_line_bytes: of a line of the input.
+        now: Unix seconds.
+        delay: seconds to wait after so many tries.
+    """
+
+    batches: BatchStore
+    files: FileStore
+    slots: Slots
+    send: Send
+    max_line_bytes: int
+    now: Callable[[], float] = time.time
+    delay: Callable[[int], float] = growing_delay
+
+
+class BatchRun:
+    """Takes a batch on from its state; may be abandoned at any moment and begun anew."""
+
+    def __init__(self, record: BatchRecord, context: RunContext) -> None:
+        self._record = record
+        self._context = context
+        self._source = context.files.path(record.input_file_id)
+        self._cancelled = asyncio.Event()
+        self._is_stopping = False
+        self._usage = Usage()
+
+    def cancel(self) -> None:
+        """Leave the lines without an answer; the record says so already."""
+        self._cancelled.set()
+
+    async def run(self) -> None:
+        """Go on until the batch has ended.
+
+        Raises:
+            ShuttingDownError: the server ends; another one will go on.
+            StorageError: the disk refused something; a later run may succeed.
+        """
+        try:
+            if self._record.status == State.VALIDATING:
+                await self._validate()
+            if self._record.status == State.IN_PROGRESS:
+                await self._answer_within_time()
+            if not self._record.has_ended:
+                await self._finish()
+        except FileNotFoundError:
+            await self.fail("input_file_missing", "The input file is gone.")
+
+    async def fail(self, code: str, message: str) -> None:
+        """End the batch for a reason that is not in its lines.
+
+        Raises:
+            StorageError: the disk refused it.
+        """
+        self._record.errors = [{"code": code, "message": message, "line": None, "param": None}]
+        await self._move(State.FAILED)
+
+    async def _validate(self) -> None:
+        record, limit = self._record, self._context.max_line_bytes
+        report = await in_thread(check_file, self._source, record.endpoint, limit)
+        if record.status != State.VALIDATING:  # cancelled meanwhile
+            return
+        if report.errors:
+            record.errors = report.errors
+            await self._move(State.FAILED)
+            return
+        record.total, record.model = report.total, report.model
+        await self._move(State.IN_PROGRESS)
+
+    async def _answer_within_time(self) -> None:
+        """Answer lines until all are done, the batch is cancelled, or its time is over."""
+        work = asyncio.ensure_future(self._answer_lines())
+        cancelled = asyncio.ensure_future(self._cancelled.wait())
+        left_s = max(0.0, self._record.expires_at - self._context.now())
+        try:
+            await asyncio.wait({work, cancelled}, timeout=left_s, return_when="FIRST_COMPLETED")
+            if work.done():
+                work.result()
+        finally:
+            await _end(work, cancelled)
+        if self._record.status == State.IN_PROGRESS:
+            await self._move(State.FINALIZING)
+
+    async def _answer_lines(self) -> None:
+        path = self._context.batches.journal_path(self._record.id)
+        with contextlib.closing(await in_thread(Journal, path)) as journal:
+            done = await in_thread(self._take_in, journal)
+            notes = _Notes(journal)
+            try:
+                async with asyncio.TaskGroup() as group:
+                    await self._start_lines(group, notes, done)
+            except ExceptionGroup as several:
+                raise several.exceptions[0] from several
+        if self._is_stopping:
+            raise ShuttingDownError("The server is shutting down.")
+
+    def _take_in(self, journal: Journal) -> set[int]:
+        """Count what is answered already; the numbers of those lines."""
+        self._record.completed = self._record.failed = 0
+        self._usage = Usage()
+        done: set[int] = set()
+        for entry in journal.entries():
+            if entry.line not in done:
+                done.add(entry.line)
+                self._count(entry.answer)
+        return done
+
+    async def _start_lines(self, group: asyncio.TaskGroup, notes: _Notes, done: set[int]) -> None:
+        slots = self._context.slots
+        with contextlib.closing(self._lines(done)) as lines:
+            for number, line in lines:
+                # One line waits for places at a time, so batches of several owners take turns.
+                num_places = num_samples(line.body)
+                await slots.take(num_places)
+                if self._is_stopping:
+                    slots.give_back(num_places)
+                    return
+                task = group.create_task(self._answer_line(number, line, notes))
+                # Not in the task: one that is cancelled before it begins would keep its places.
+                task.add_done_callback(lambda _, num=num_places: slots.give_back(num))
+
+    def _lines(self, done: set[int]) -> Generator[tuple[int, BatchLine], None, None]:
+        for number, raw in numbered_lines(self._source):
+            if number not in done:
+                yield number, read_line(number, read_object(number, raw))
+
+    async def _answer_line(self, number: int, line: BatchLine, notes: _Notes) -> None:
+        try:
+            answer = await self._answer(line)
+        except ShuttingDownError:
+            self._is_stopping = True
+            return
+        await notes.add(Entry(number, answer))
+        self._count(answer)
+
+    async def _answer(self, line: BatchLine) -> dict[str, Any]:
+        """The answer to a line; a server that fails is asked again some times, a full one ever."""
+        name = answers.new_answer_id()
+        num_tries = num_failures = 0
+        while True:
+            response = await self._context.send(self._record.owner, line.url, line.body, name)
+            status = response.status_code
+            num_failures += status >= 500
+            is_final = status < 500 or status == NOT_IMPLEMENTED or num_failures == MAX_TRIES
+            if is_final and status != TOO_MANY_REQUESTS:
+                return answers.answered(name, line.custom_id, response)
+            num_tries += 1
+            await asyncio.sleep(self._context.delay(num_tries))
+
+    def _count(self, answer: dict[str, Any]) -> None:
+        is_failed = answers.is_failed(answer)
+        self._record.failed += is_failed
+        self._record.completed += not is_failed
+        self._usage.add(answer)
+        self._record.usage = self._usage.to_json()
+
+    async def _finish(self) -> None:
+        """Write the files and enter the last state."""
+        record, files = self._record, self._context.files
+        if record.in_progress_at is None:  # cancelled before its lines were known
+            await self._move(State.CANCELLED)
+            return
+        if record.output_file_id is None:
+            # Known before they are written, so that a second attempt replaces the first.
+            record.output_file_id, record.error_file_id = files.new_id(), files.new_id()
+            await self._context.batches.save(record)
+        await self._write_files()
+
+    async def _write_files(self) -> None:
+        record, files = self._record, self._context.files
+        is_cancelled = record.status == State.CANCELLING
+        journal = self._context.batches.journal_path(record.id)
+        # Cuts off what a crash left, and makes one where no line was ever begun.
+        (await in_thread(Journal, journal)).close()
+        with contextlib.ExitStack() as stack:
+            output, errors = files.begin(is_limited=False), files.begin(is_limited=False)
+            stack.callback(output.abandon)
+            stack.callback(errors.abandon)
+            reason = CANCELLED if is_cancelled else EXPIRED
+            tally = await in_thread(write_results, self._source, journal, output, errors, reason)
+            await self._commit(output, record.output_file_id, "output")
+            await self._commit(errors, record.error_file_id, "errors")
+            await self._end_with(tally, output.num_bytes > 0, errors.num_bytes > 0)
+        journal.unlink(missing_ok=True)
+
+    async def _commit(self, upload: Upload, file_id: str | None, name: str) -> None:
+        record = self._record
+        if upload.num_bytes:
+            await self._context.files.commit(
+                upload,
+                owner=record.owner,
+                filename=f"{record.id}_{name}.jsonl",
+                purpose="batch_output",
+                expires_after_s=record.output_expires_after_s,
+                file_id=file_id,
+            )
+
+    async def _end_with(self, tally: Tally, has_output: bool, has_errors: bool) -> None:
+        record = self._record
+        record.completed, record.failed = tally.completed, tally.failed
+        record.usage = tally.usage.to_json()
+        record.output_file_id = record.output_file_id if has_output else None
+        record.error_file_id = record.error_file_id if has_errors else None
+        if record.status == State.CANCELLING:
+            await self._move(State.CANCELLED)
+        else:
+            await self._move(State.EXPIRED if tally.num_unanswered else State.COMPLETED)
+
+    async def _move(self, state: State) -> None:
+        self._record.move(state, self._context.now())
+        await self._context.batches.save(self._record)
+
+
+class _Notes:
+    """Appends to a journal from many tasks; those that come meanwhile share the next write."""
+
+    def __init__(self, journal: Journal) -> None:
+        self._journal = journal
+        self._waiting: list[Entry] = []
+        self._lock = asyncio.Lock()
+
+    async def add(self, entry: Entry) -> None:
+        """Return once the entry is durable."""
+        self._waiting.append(entry)
+        async with self._lock:
+            entries, self._waiting = self._waiting, []
+            if entries:
+                await in_thread(self._journal.append, entries)
+
+
+async def _end(*tasks: asyncio.Future[Any]) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)

@@ -1,0 +1,244 @@
+"""Batches in the background of a server: one at a time for each owner, all owners at once."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from mlx_parallm.batch_jobs.files import FileLimits, FileStore
+from mlx_parallm.batch_jobs.records import COMPLETION_WINDOW_S, BatchRecord, State
+from mlx_parallm.batch_jobs.run import BatchRun, RunContext, Send, growing_delay
+from mlx_parallm.batch_jobs.slots import Slots
+from mlx_parallm.batch_jobs.storage import Storage
+from mlx_parallm.errors import (
+    InvalidRequestError,
+    NotFoundError,
+    ShuttingDownError,
+    StorageError,
+)
+
+logger = logging.getLogger(__name__)
+
+# Until a folder that another process has, or a disk that is full, is tried again.
+RETRY_S = 5.0
+MAX_RETRY_S = 60.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchLimits:
+    """Bounds of the service.
+
+    Attributes:
+        files: bytes on disk.
+        max_line_bytes: of a line of a batch file.
+        max_samples: samples of all batches in the engine at once.
+    """
+
+    files: FileLimits
+    max_line_bytes: int
+    max_samples: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchOrder:
+    """What a client asks of a batch."""
+
+    input_file_id: str
+    endpoint: str
+    metadata: dict[str, str] | None = None
+    output_expires_after_s: int | None = None
+
+
+class BatchService:
+    """The files and batches of a folder. Its methods belong to one event loop."""
+
+    def __init__(
+        self,
+        folder: Path,
+        limits: BatchLimits,
+        send: Send,
+        *,
+        now: Callable[[], float] = time.time,
+        delay: Callable[[int], float] = growing_delay,
+    ) -> None:
+        self._folder = folder
+        self._limits = limits
+        self._send = send
+        self._now = now
+        self._delay = delay
+        self._slots = Slots(limits.max_samples)
+        self._opened: Storage | None = None
+        self._opening: asyncio.Task[None] | None = None
+        self._drivers: dict[str, asyncio.Task[None]] = {}
+        self._runs: dict[str, BatchRun] = {}
+
+    @property
+    def files(self) -> FileStore:
+        """The files; the folder is made now if there is none.
+
+        Raises:
+            StorageError: the folder cannot be used.
+        """
+        return self._storage.files
+
+    def start(self) -> None:
+        """Go on with what an earlier process left; a folder that is not there is not made."""
+        if self._folder.exists():
+            self._opening = asyncio.ensure_future(self._open_when_free())
+
+    async def stop(self) -> None:
+        """End all work; another process may go on from what is on disk."""
+        tasks = [*self._drivers.values(), *([self._opening] if self._opening else [])]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        if self._opened is not None:
+            self._opened.close()
+            self._opened = None
+
+    async def create(self, owner: str, order: BatchOrder) -> BatchRecord:
+        """Begin a batch.
+
+        Raises:
+            InvalidRequestError: the owner has no such file, or it is for something else.
+            OverloadedError: too many of the owner's batches have not ended.
+            StorageError: the disk refused it.
+        """
+        storage = self._storage
+        self._check_input(order.input_file_id, owner)
+        created_at = int(self._now())
+        record = BatchRecord(
+            id=storage.batches.new_id(),
+            owner=owner,
+            endpoint=order.endpoint,
+            input_file_id=order.input_file_id,
+            created_at=created_at,
+            expires_at=created_at + COMPLETION_WINDOW_S,
+            metadata=order.metadata,
+            output_expires_after_s=order.output_expires_after_s,
+        )
+        await storage.batches.add(record)
+        storage.files.use(record.input_file_id, record.id)
+        self._drive(owner)
+        return record
+
+    def get(self, batch_id: str, owner: str) -> BatchRecord:
+        """A batch of this owner; what it counts is up to date.
+
+        Raises:
+            NotFoundError: the owner has none of this id.
+        """
+        return self._storage.batches.get(batch_id, owner)
+
+    def list(
+        self, owner: str, *, after: str | None = None, limit: int
+    ) -> tuple[list[BatchRecord], bool]:
+        """A page of an owner's batches, newest first, and whether more follow."""
+        return self._storage.batches.list(owner, after=after, limit=limit)
+
+    async def cancel(self, batch_id: str, owner: str) -> BatchRecord:
+        """Leave the lines of a batch that are not answered; those in the engine are aborted.
+
+        Raises:
+            NotFoundError: the owner has none of this id.
+            InvalidRequestError: it has ended, or is about to.
+        """
+        storage = self._storage
+        record = storage.batches.get(batch_id, owner)
+        if record.status == State.CANCELLING:
+            return record
+        if record.status not in (State.VALIDATING, State.IN_PROGRESS):
+            raise InvalidRequestError(
+                f"A batch that is {record.status} cannot be cancelled.",
+                param="batch_id",
+                code="batch_not_cancellable",
+            )
+        record.move(State.CANCELLING, self._now())
+        await storage.batches.save(record)
+        if batch_id in self._runs:
+            self._runs[batch_id].cancel()
+        self._drive(owner)
+        return record
+
+    @property
+    def _storage(self) -> Storage:
+        if self._opened is None:
+            self._opened = Storage(self._folder, self._limits.files, self._now)
+            for record in self._opened.batches.unfinished():
+                self._drive(record.owner)
+        return self._opened
+
+    def _check_input(self, file_id: str, owner: str) -> None:
+        try:
+            purpose = self.files.get(file_id, owner).purpose
+        except NotFoundError as missing:
+            raise InvalidRequestError(
+                str(missing), param="input_file_id", code="file_not_found"
+            ) from None
+        if purpose != "batch":
+            raise InvalidRequestError(
+                f"The file's purpose must be batch, not {purpose}.", param="input_file_id"
+            )
+
+    async def _open_when_free(self) -> None:
+        is_told = False
+        while self._opened is None:
+            try:
+                _ = self._storage
+            except StorageError as problem:
+                if not is_told:
+                    logger.warning("batches wait: %s", problem)
+                is_told = True
+                await asyncio.sleep(RETRY_S)
+
+    def _drive(self, owner: str) -> None:
+        if owner not in self._drivers:
+            driver = asyncio.ensure_future(self._run_batches_of(owner))
+            self._drivers[owner] = driver
+
+    async def _run_batches_of(self, owner: str) -> None:
+        """Run an owner's batches one after the other until none is left."""
+        num_troubles = 0
+        try:
+            while left := self._storage.batches.unfinished(owner):
+                try:
+                    await self._run(left[0])
+                    num_troubles = 0
+                except StorageError as problem:
+                    logger.error("batch %s waits: %s", left[0].id, problem)  # noqa: TRY400
+                    num_troubles += 1
+                    await asyncio.sleep(min(MAX_RETRY_S, RETRY_S * num_troubles))
+        except ShuttingDownError:
+            logger.info("batches stop: the server is shutting down")
+        finally:
+            del self._drivers[owner]
+
+    async def _run(self, record: BatchRecord) -> None:
+        storage = self._storage
+        context = RunContext(
+            batches=storage.batches,
+            files=storage.files,
+            slots=self._slots,
+            send=self._send,
+            max_line_bytes=self._limits.max_line_bytes,
+            now=self._now,
+            delay=self._delay,
+        )
+        run = self._runs[record.id] = BatchRun(record, context)
+        with contextlib.ExitStack() as stack:
+            stack.callback(self._runs.pop, record.id)
+            try:
+                await run.run()
+            except (StorageError, ShuttingDownError):
+                raise
+            except Exception:
+                logger.exception("batch %s failed", record.id)
+                await run.fail("server_error", "The server failed; its log says why.")
+        logger.info("batch %s has %s", record.id, record.status)
+        if record.has_ended:
+            storage.files.release(record.input_file_id, record.id)

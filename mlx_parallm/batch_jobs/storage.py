@@ -1,0 +1,41 @@
+"""The data folder of a server: files and batches, for one process at a time."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from mlx_parallm.batch_jobs import disk
+from mlx_parallm.batch_jobs.files import FileLimits, FileStore
+from mlx_parallm.batch_jobs.ids import IdMaker
+from mlx_parallm.batch_jobs.store import BatchStore
+
+
+class Storage:
+    """Everything stored; made when it is first used."""
+
+    def __init__(
+        self, folder: Path, limits: FileLimits, now: Callable[[], float] = time.time
+    ) -> None:
+        """Open the folder, or make it.
+
+        Raises:
+            StorageError: it cannot be used, or another process uses it.
+        """
+        with disk.storage_errors():
+            disk.make_folder(folder)
+            self._lock = disk.FolderLock(folder)
+            try:
+                ids = IdMaker()
+                self.files = FileStore(folder / "files", limits, ids, now)
+                self.batches = BatchStore(folder / "batches", ids)
+            except BaseException:
+                self._lock.release()
+                raise
+        for record in self.batches.unfinished():
+            self.files.use(record.input_file_id, record.id)
+
+    def close(self) -> None:
+        """Let another process open the folder."""
+        self._lock.release()

@@ -1,0 +1,31 @@
+"""Dataclasses kept as JSON files, one a record, named by their ids."""
+
+from __future__ import annotations
+
+import json
+import logging
+from dataclasses import fields
+from pathlib import Path
+from typing import Any, TypeVar
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+
+def read_records(folder: Path, kind: type[T]) -> list[T]:
+    """Every record of a folder; what cannot be read is logged and left out."""
+    records = []
+    for path in sorted(folder.glob("*.json")):
+        try:
+            records.append(_record(json.loads(path.read_bytes()), kind))
+        except (OSError, ValueError, TypeError) as problem:
+            logger.warning("%s is no description and is left out: %s", path, problem)
+    return records
+
+
+def _record(content: Any, kind: type[T]) -> T:
+    known = {field.name for field in fields(kind)}  # type: ignore[arg-type]
+    if not isinstance(content, dict):
+        raise TypeError("not an object")
+    return kind(**{name: value for name, value in content.items() if name in known})

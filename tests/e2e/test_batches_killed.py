@@ -1,0 +1,105 @@
+"""A batch whose server is killed in the middle: every line is answered exactly once."""
+
+from __future__ import annotations
+
+import json
+import signal
+import time
+from pathlib import Path
+
+import httpx2
+import openai
+import pytest
+
+from tests.server_process import ServerProcess
+
+NUM_LINES = 500
+MODEL = "mlx-parallm-demo"
+DEADLINE_S = 120.0
+POLL_S = 0.02
+
+
+def serve(folder: Path) -> ServerProcess:
+    server = ServerProcess(
+        "--max-model-len", "256", "--max-num-seqs", "32", "--data-dir", str(folder),
+        "--disable-access-log",
+    )  # fmt: skip
+    server.wait_until_ready()
+    return server
+
+
+def client_of(server: ServerProcess) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
+
+
+def line(number: int) -> str:
+    # Every hundredth is at fault, so that the error file is put to the test too.
+    tokens = -1 if number % 100 == 7 else 3
+    body = {"model": MODEL, "prompt": f"{number} +", "max_tokens": tokens, "temperature": 0}
+    return json.dumps(
+        {"custom_id": f"line-{number}", "method": "POST", "url": "/v1/completions", "body": body}
+    )
+
+
+def wait_for(server: ServerProcess, batch_id: str, num_answered: int) -> openai.types.Batch:
+    """Poll until so many lines are answered, or the batch has ended."""
+    with client_of(server) as client:
+        until = time.monotonic() + DEADLINE_S
+        while time.monotonic() < until:
+            batch = client.batches.retrieve(batch_id)
+            counts = batch.request_counts
+            assert counts is not None
+            if batch.status == "completed" or counts.completed + counts.failed >= num_answered:
+                return batch
+            time.sleep(POLL_S)
+    raise AssertionError(f"{batch}")
+
+
+@pytest.mark.timeout(240)
+def test_a_batch_survives_two_kills(tmp_path: Path) -> None:
+    folder = tmp_path / "data"
+    server = serve(folder)
+    with client_of(server) as client:
+        content = "\n".join(line(number) for number in range(NUM_LINES)).encode()
+        source = client.files.create(file=("in.jsonl", content), purpose="batch")
+        batch_id = client.batches.create(
+            input_file_id=source.id, endpoint="/v1/completions", completion_window="24h"
+        ).id
+    answered = []
+    for share in (NUM_LINES // 4, NUM_LINES // 2):
+        batch = wait_for(server, batch_id, share)
+        assert batch.status == "in_progress"
+        assert batch.request_counts is not None
+        answered.append(batch.request_counts.completed + batch.request_counts.failed)
+        server.stop(signal.SIGKILL)
+        server = serve(folder)
+    batch = wait_for(server, batch_id, NUM_LINES + 1)
+    assert NUM_LINES // 4 <= answered[0] < answered[1] < NUM_LINES
+    # What was answered before the kills was not answered again.
+    assert server.metric("vllm:generation_tokens_total") <= 3 * (NUM_LINES - answered[1])
+    check_answers(server, batch)
+    server.stop()
+
+
+def check_answers(server: ServerProcess, batch: openai.types.Batch) -> None:
+    at_fault = [f"line-{number}" for number in range(7, NUM_LINES, 100)]
+    assert batch.request_counts is not None
+    assert batch.request_counts.to_dict() == {
+        "total": NUM_LINES, "completed": NUM_LINES - len(at_fault), "failed": len(at_fault),
+    }  # fmt: skip
+    assert batch.output_file_id
+    assert batch.error_file_id
+    with client_of(server) as client:
+        texts = [
+            client.files.content(name).text for name in (batch.output_file_id, batch.error_file_id)
+        ]
+    good, bad = ([json.loads(one) for one in text.splitlines()] for text in texts)
+    assert [one["custom_id"] for one in bad] == at_fault
+    assert {one["response"]["status_code"] for one in bad} == {400}
+    expected = [f"line-{number}" for number in range(NUM_LINES)]
+    assert [one["custom_id"] for one in good] == [one for one in expected if one not in at_fault]
+    assert len({one["id"] for one in good + bad}) == NUM_LINES
+    for one in good[:: NUM_LINES // 5]:
+        number = int(one["custom_id"].removeprefix("line-"))
+        asked = httpx2.post(f"{server.url}/v1/completions", json=json.loads(line(number))["body"])
+        assert one["response"]["body"]["choices"][0]["text"] == asked.json()["choices"][0]["text"]
