@@ -14,7 +14,6 @@ from benchmarks.gpu.bench import Bench, Outcome
 from benchmarks.gpu.engines import (
     DECODE_ROOM,
     BenchEngine,
-    EngineLoad,
     Layers,
     StockLoad,
     engine_for,
@@ -22,6 +21,7 @@ from benchmarks.gpu.engines import (
     summary,
 )
 from benchmarks.gpu.shapes import RandomModel
+from mlx_parallm.bench.decode_load import DecodeLoad
 from mlx_parallm.bench.statistics import percentile
 from mlx_parallm.bench.step_times import format_steps, summarise_steps
 from mlx_parallm.bench.step_trace import TraceRecorder, write_trace
@@ -154,8 +154,10 @@ def _late(bench: Bench, shape: str, batch: int, prompt: int, stall_ms: float | N
         before = load.decode(sizes.steps)
         during: list[float] = []
         for turn in range(2):
-            late = EngineLoad(engine, random_prompts(model, [length], seed=1 + turn), name="late")
-            during = late.prefill_steps()
+            late = DecodeLoad(
+                engine.engine, random_prompts(model, [length], seed=1 + turn), name="late"
+            )
+            during = late.prefill()
             late.end()
         load.end()
         return _Late(before, during, engine.facts())
@@ -224,7 +226,7 @@ def mixed_lengths(bench: Bench, *, shape: str, batch: int, shortest: int, longes
     ) as (engine, _):
         load = _running(bench, engine, model, spread)
         mixed = load.decode(sizes.steps * sizes.rounds)
-        held = engine.kv_bytes_held / (load.tokens_in_use * engine.bytes_per_token)
+        held = engine.kv_bytes_held / (load.num_tokens * engine.bytes_per_token)
         load.end()
         load = _running(bench, engine, model, mean, seed=1)
         equal = load.decode(sizes.steps * sizes.rounds)
@@ -246,9 +248,9 @@ def _running(
     params_of: list[dict[str, Any]] | None = None,
     *,
     seed: int = 0,
-) -> EngineLoad:
+) -> DecodeLoad:
     """Requests that decode and are warm."""
-    load = EngineLoad(engine, random_prompts(model, lengths, seed), params_of)
+    load = DecodeLoad(engine.engine, random_prompts(model, lengths, seed), params_of)
     load.prefill()
     load.decode(bench.sizes.warm_up)
     return load
@@ -268,9 +270,9 @@ def _alone(
         kv_cache_dtype=dtype,
     ) as (engine, _):
         load = _running(bench, engine, model, lengths)
-        before = load.tokens_in_use
+        before = load.num_tokens
         times = load.decode(sizes.steps * sizes.rounds)
-        tokens = (before + load.tokens_in_use) / 2
+        tokens = (before + load.num_tokens) / 2
         load.end()
         return times, tokens * engine.bytes_per_token, engine.facts()
 
@@ -280,7 +282,7 @@ def _stock_turns(
     model: RandomModel,
     layers: Layers,
     lengths: list[int],
-    load: EngineLoad,
+    load: DecodeLoad,
     ours: list[float],
 ) -> list[float]:
     """Step times of ``BatchGenerator``; from the second turn on the engine's join ``ours``."""

@@ -5,6 +5,7 @@ Both are stepped by hand and give the milliseconds of every step.
 
 from __future__ import annotations
 
+import gc
 import random
 import statistics
 import time
@@ -22,8 +23,6 @@ from mlx_parallm.engine.build import speculative_for
 from mlx_parallm.engine.engine import Engine
 from mlx_parallm.engine.metrics import EngineMetrics, MetricFamilies
 from mlx_parallm.kv_cache.manager import KVCacheManager
-from mlx_parallm.outputs import ErrorEvent, TokenEvent
-from mlx_parallm.request import GenerateRequest, SamplingParams
 from mlx_parallm.runner.backend_choice import choose_backend
 from mlx_parallm.runner.cache_layout import kv_shapes, probe_layout
 from mlx_parallm.runner.device import backend_name
@@ -198,6 +197,9 @@ def engine_for(model: RandomModel, **options: Any) -> Iterator[tuple[BenchEngine
     ``options`` are those of ``make_engine``.
     """
     layers = Layers(model)
+    # An engine before this one may be garbage by now; its KV would take the memory.
+    gc.collect()
+    mx.clear_cache()
     try:
         mx.reset_peak_memory()
         yield make_engine(model, **options), layers
@@ -220,90 +222,6 @@ def random_prompts(model: RandomModel, lengths: Sequence[int], seed: int = 0) ->
     """One prompt of random ids per length."""
     source = random.Random(seed)
     return [[source.randrange(model.vocab_size) for _ in range(length)] for length in lengths]
-
-
-class EngineLoad:
-    """Requests that decode for ever in an engine, stepped by hand.
-
-    ``params`` are sampling parameters of all requests, ``params_of`` those of one, by its index.
-    """
-
-    def __init__(
-        self,
-        bench: BenchEngine,
-        prompts: Sequence[Sequence[int]],
-        params_of: Sequence[Mapping[str, Any]] | None = None,
-        name: str = "bench",
-        **params: Any,
-    ) -> None:
-        asked: dict[str, Any] = {"temperature": 0.0, "ignore_eos": True, **params}
-        own = [dict(one) for one in params_of or [{}] * len(prompts)]
-        self._engine = bench.engine
-        self._ids = [f"{name}-{i}" for i in range(len(prompts))]
-        self._prefix = f"{name}-"
-        self._waiting = set(self._ids)
-        self._num_tokens = sum(map(len, prompts))
-        for request_id, prompt, more in zip(self._ids, prompts, own, strict=True):
-            bench.engine.add(
-                GenerateRequest(
-                    request_id=request_id,
-                    model="bench",
-                    prompt_ids=tuple(prompt),
-                    params=SamplingParams(**asked | more),
-                )
-            )
-
-    @property
-    def tokens_in_use(self) -> int:
-        """Tokens of all prompts and of what was decoded."""
-        return self._num_tokens
-
-    def step(self) -> tuple[float, int]:
-        """Milliseconds of one step, and how many tokens of these requests it gave.
-
-        Raises:
-            MeasureError: a request failed, or there is nothing to run.
-        """
-        started = time.perf_counter()
-        events = self._engine.step()
-        elapsed = time.perf_counter() - started
-        if events is None:
-            raise MeasureError("nothing could run")
-        failed = [event for event in events if isinstance(event, ErrorEvent)]
-        if failed:
-            raise MeasureError(str(failed[0].error))
-        tokens = [one.request_id for one in events if isinstance(one, TokenEvent)]
-        mine = [request_id for request_id in tokens if request_id.startswith(self._prefix)]
-        self._waiting.difference_update(mine)
-        self._num_tokens += len(mine)
-        return elapsed * 1e3, len(mine)
-
-    def prefill(self) -> float:
-        """Step until every request has a token; seconds it took."""
-        return sum(self.prefill_steps()) / 1e3
-
-    def prefill_steps(self) -> list[float]:
-        """Milliseconds of the steps until every request has a token."""
-        times = []
-        while self._waiting:
-            times.append(self.step()[0])
-        return times
-
-    def decode(self, steps: int) -> list[float]:
-        """Milliseconds of steps in which every request decodes one token."""
-        seen = [self.step() for _ in range(steps)]
-        tokens = sum(count for _, count in seen)
-        if tokens != steps * len(self._ids):
-            raise MeasureError(f"{tokens} tokens in {steps} steps of {len(self._ids)} requests")
-        return [elapsed for elapsed, _ in seen]
-
-    def end(self) -> None:
-        """Abort every request and let the step in flight end."""
-        for request_id in self._ids:
-            self._engine.abort(request_id)
-        # No more than one step is in flight; other requests may go on.
-        if self._engine.has_work():
-            self._engine.step()
 
 
 class StockLoad:

@@ -7,11 +7,11 @@ import statistics
 from benchmarks.gpu.bench import Bench, Outcome
 from benchmarks.gpu.engines import (
     DECODE_ROOM,
-    EngineLoad,
     StockLoad,
     engine_for,
     random_prompts,
 )
+from mlx_parallm.bench.decode_load import DecodeLoad
 
 RATIO = "times as fast"
 STOCK, OURS = "mlx-lm tokens/s", "tokens/s"
@@ -35,8 +35,8 @@ def against_stock(
         # The first turn is not counted: it compiles.
         for turn in range(1 + sizes.rounds):
             prompts = random_prompts(model, lengths, seed=turn)
-            load = EngineLoad(engine, prompts)
-            ours.append(load.prefill())
+            load = DecodeLoad(engine.engine, prompts)
+            ours.append(sum(load.prefill()) / 1e3)
             load.end()
             with layers.stock():
                 stock.append(_stock_s(model, prompts, 8))

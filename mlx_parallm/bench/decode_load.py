@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from mlx_parallm.engine.engine import Engine
@@ -11,67 +11,96 @@ from mlx_parallm.errors import ConfigError
 from mlx_parallm.outputs import ErrorEvent, TokenEvent
 from mlx_parallm.request import GenerateRequest, SamplingParams
 
-WARMUP_STEPS = 8
-
 
 class DecodeLoad:
-    """A fixed batch of requests; they go on until ``end``."""
+    """Some requests of an engine, which may have others beside; they go on until ``end``.
 
-    def __init__(self, engine: Engine, prompts: Sequence[Sequence[int]], **params: Any) -> None:
+    Times are in milliseconds, one for each step.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        prompts: Sequence[Sequence[int]],
+        params_of: Sequence[Mapping[str, Any]] | None = None,
+        name: str = "bench",
+        **params: Any,
+    ) -> None:
+        """Add the requests.
+
+        Args:
+            engine: that steps them.
+            prompts: token ids, one list for each request.
+            params_of: sampling parameters of one request, by its index.
+            name: what the ids of these requests begin with.
+            **params: sampling parameters of all of them; they are greedy if nothing is said.
+        """
         asked: dict[str, Any] = {"temperature": 0.0, "ignore_eos": True, **params}
+        own = [dict(one) for one in params_of or [{}] * len(prompts)]
         self._engine = engine
-        self._ids = [f"bench-{i}" for i in range(len(prompts))]
-        for request_id, prompt in zip(self._ids, prompts, strict=True):
+        self._ids = [f"{name}-{i}" for i in range(len(prompts))]
+        self._mine = frozenset(self._ids)
+        self._waiting = set(self._ids)
+        #: Of all prompts and of what was decoded.
+        self.num_tokens = sum(map(len, prompts))
+        for request_id, prompt, more in zip(self._ids, prompts, own, strict=True):
             engine.add(
                 GenerateRequest(
                     request_id=request_id,
                     model="bench",
                     prompt_ids=tuple(prompt),
-                    params=SamplingParams(**asked),
+                    params=SamplingParams(**asked | more),
                 )
             )
 
-    def prefill(self) -> float:
-        """Step until every request has a token; seconds it took.
+    def step(self) -> tuple[float, int]:
+        """The time of one step, and how many tokens of these requests it gave.
 
         Raises:
-            StepError: a step failed.
+            ConfigError: there is nothing to run.
+            StepError: a request failed.
         """
         started = time.perf_counter()
-        waiting = set(self._ids)
-        while waiting:
-            waiting -= {event.request_id for event in self._step()}
-        return time.perf_counter() - started
+        events = self._engine.step()
+        elapsed = time.perf_counter() - started
+        if events is None:
+            raise ConfigError("nothing could run: the requests do not fit the KV memory.")
+        count = 0
+        for event in events:
+            if isinstance(event, ErrorEvent):
+                raise event.error
+            if isinstance(event, TokenEvent) and event.request_id in self._mine:
+                self._waiting.discard(event.request_id)
+                count += len(event.token_ids)
+        self.num_tokens += count
+        return elapsed * 1e3, count
 
-    def decode(self, steps: int) -> float:
-        """Milliseconds of a step in which every request decodes one token, after a few others.
+    def prefill(self) -> list[float]:
+        """Step until every request has a token."""
+        times = []
+        while self._waiting:
+            times.append(self.step()[0])
+        return times
+
+    def decode(self, steps: int) -> list[float]:
+        """Steps in which every request decodes one token.
 
         Raises:
             ConfigError: not all requests ran in every step.
-            StepError: a step failed.
         """
-        for _ in range(WARMUP_STEPS):
-            self._step()
-        started = time.perf_counter()
-        tokens = sum(len(self._step()) for _ in range(steps))
-        elapsed = time.perf_counter() - started
+        seen = [self.step() for _ in range(steps)]
+        tokens = sum(count for _, count in seen)
         if tokens != steps * len(self._ids):
             raise ConfigError(
                 f"{len(self._ids)} requests made {tokens} tokens in {steps} steps: "
                 "they do not all fit the KV memory at once."
             )
-        return elapsed / steps * 1e3
+        return [elapsed for elapsed, _ in seen]
 
     def end(self) -> None:
-        """Abort every request and let the step in flight end."""
+        """Abort the requests and let the step in flight end."""
         for request_id in self._ids:
             self._engine.abort(request_id)
-        while self._engine.has_work():
+        # No more than one step is in flight; other requests may go on.
+        if self._engine.has_work():
             self._engine.step()
-
-    def _step(self) -> list[TokenEvent]:
-        events = self._engine.step() or []
-        for event in events:
-            if isinstance(event, ErrorEvent):
-                raise event.error
-        return [event for event in events if isinstance(event, TokenEvent)]

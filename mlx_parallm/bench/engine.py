@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mlx_parallm.bench.arguments import not_negative_number, output_file, positive
-from mlx_parallm.bench.decode_load import WARMUP_STEPS, DecodeLoad
+from mlx_parallm.bench.decode_load import DecodeLoad
 from mlx_parallm.bench.step_times import format_steps, summarise_steps
 from mlx_parallm.bench.step_trace import TraceRecorder, write_trace
 from mlx_parallm.config import EngineConfig, ModelConfig, SchedulerConfig
@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 # Prefill steps take at least this many prompt tokens, so that the first request to be prefilled
 # decodes at most one token per so many before the last one is.
 PREFILL_TOKENS = 512
+# Steps before the measured ones.
+WARMUP_STEPS = 8
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -66,7 +68,8 @@ def run(args: argparse.Namespace) -> int:
         for _ in range(args.batch_size)
     ]
     load = DecodeLoad(loaded.engine, prompts, temperature=args.temperature)
-    prefill_s = load.prefill()
+    prefill_s = sum(load.prefill()) / 1e3
+    load.decode(WARMUP_STEPS)
     load.decode(args.steps)
     summary = summarise_steps(recorder.spans, args.steps)
     load.end()

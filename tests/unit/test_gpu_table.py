@@ -11,11 +11,13 @@ import pytest
 
 from benchmarks.gpu.__main__ import attempt, choose, make_parser, run, time_limit
 from benchmarks.gpu.bench import Bench, Outcome, Row, Sizes, Target, copy_bandwidth
-from benchmarks.gpu.engines import EngineLoad, MeasureError, engine_for, random_prompts
+from benchmarks.gpu.engines import engine_for, random_prompts
 from benchmarks.gpu.parity import parting_gap
 from benchmarks.gpu.rows import all_rows
 from benchmarks.gpu.store import Results
 from benchmarks.gpu.tables import format_table, write_tables
+from mlx_parallm.bench.decode_load import DecodeLoad
+from mlx_parallm.errors import ConfigError
 
 PAGE = Path(__file__).parents[2] / "docs" / "performance.md"
 #: Rows that start processes.
@@ -67,16 +69,16 @@ def test_the_layers_are_stock_again_after_an_engine(bench):
 def test_a_load_counts_its_own_tokens_only_and_refuses_an_idle_engine(bench):
     model = bench.model("8B")
     with engine_for(model, max_num_seqs=3, max_model_len=64) as (engine, _):
-        first = EngineLoad(engine, random_prompts(model, [5, 9]))
+        first = DecodeLoad(engine.engine, random_prompts(model, [5, 9]))
         first.prefill()
-        second = EngineLoad(engine, random_prompts(model, [7], seed=1), name="late")
+        second = DecodeLoad(engine.engine, random_prompts(model, [7], seed=1), name="late")
         second.prefill()
-        assert second.tokens_in_use == 8
+        assert second.num_tokens == 8
         assert engine.kv_bytes_held == 3 * engine.block_bytes
         first.end()
         assert engine.kv_bytes_held == engine.block_bytes
         second.end()
-        with pytest.raises(MeasureError):
+        with pytest.raises(ConfigError):
             second.step()
 
 
