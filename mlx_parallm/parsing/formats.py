@@ -69,6 +69,7 @@ class ToolFormat:
         detect: whether a chat template (its text) and a vocabulary are of this family.
         forced: how a forced call is written; None: as a plain JSON array.
         stop_texts: texts after which the model waits for the tools' results.
+        silent: further markers, of what is neither a call nor reasoning; they are not shown.
         is_harmony: whether it is OpenAI's Harmony, which mixes reasoning and calls.
     """
 
@@ -79,11 +80,12 @@ class ToolFormat:
     detect: Callable[[str, Container[str]], bool]
     forced: CallText | None = None
     stop_texts: tuple[str, ...] = ()
+    silent: tuple[str, ...] = ()
     is_harmony: bool = False
 
     def keeps_special_tokens(self, special_tokens: Container[str]) -> bool:
         """Whether the text must be detokenised with its special tokens."""
-        return any(marker in special_tokens for marker in self.markers)
+        return any(marker in special_tokens for marker in (*self.markers, *self.silent))
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +98,8 @@ class ReasoningFormat:
         end: what ends it.
         detect: whether a chat template (its text) and a vocabulary are of this family.
         also_ends: markers of tool calls that end it too, and are not read.
+        silent: further markers, of what is no reasoning; they are not shown.
+        more_markers: further texts that must not be hidden from the parser.
         is_harmony: whether it is OpenAI's Harmony, where channels may come anywhere.
     """
 
@@ -104,16 +108,18 @@ class ReasoningFormat:
     end: str
     detect: Callable[[str, Container[str]], bool]
     also_ends: tuple[str, ...] = ()
+    silent: tuple[str, ...] = ()
+    more_markers: tuple[str, ...] = ()
     is_harmony: bool = False
 
     @property
     def markers(self) -> tuple[str, ...]:
         """Texts that may be tokens of their own."""
-        return (self.start, self.end)
+        return (self.start, self.end, *self.more_markers)
 
     def keeps_special_tokens(self, special_tokens: Container[str]) -> bool:
         """Whether the text must be detokenised with its special tokens."""
-        return any(marker in special_tokens for marker in self.markers)
+        return any(marker in special_tokens for marker in (*self.markers, *self.silent))
 
     def is_open_after(self, prompt: str) -> bool:
         """Whether the rendered prompt ends inside the reasoning."""

@@ -10,12 +10,13 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from mlx_parallm.parsing.reader import MalformedError, Reader, Steps
+from mlx_parallm.parsing.reader import MalformedError, Reader, Steps, TruncatedError
 
 Emit = Callable[[str], None]
 
 _PLAIN = re.compile(r'[^"\\]+')
 _UNTIL_STRUCTURE = re.compile(r'[^"{}\[\]<]+')
+_LONE_SURROGATE = re.compile(r"[\ud800-\udfff]")
 _SCALAR = re.compile(r"[-+.\w]+")
 # A number of more digits than this is no number that anybody asked for.
 _LONGEST_SCALAR = 4096
@@ -46,15 +47,16 @@ def pass_value(reader: Reader, emit: Emit, *, ends: Sequence[str] = ()) -> Steps
     return True
 
 
-def read_value(reader: Reader) -> Steps[Any]:
-    """The JSON value that the text goes on with.
+def read_value(reader: Reader) -> Steps[tuple[str, Any]]:
+    """The JSON value that the text goes on with: its text and what that means.
 
     Raises:
         MalformedError: there is no complete and valid value.
     """
     pieces: list[str] = []
     yield from pass_value(reader, pieces.append)
-    return decode("".join(pieces))
+    text = "".join(pieces)
+    return text, decode(text)
 
 
 def decode(text: str) -> Any:
@@ -69,9 +71,15 @@ def decode(text: str) -> Any:
         raise MalformedError from None
 
 
+def encode(value: Any) -> str:
+    """A value as JSON that can be written in UTF-8: half a surrogate pair stays an escape."""
+    text = json.dumps(value, ensure_ascii=False)
+    return text if _LONE_SURROGATE.search(text) is None else json.dumps(value)
+
+
 def string_inside(text: str) -> str:
     """A text as it stands between the quotes of a JSON string."""
-    return json.dumps(text, ensure_ascii=False)[1:-1]
+    return encode(text)[1:-1]
 
 
 def _pass_string(reader: Reader, emit: Emit) -> Steps[None]:
@@ -86,7 +94,7 @@ def _pass_string(reader: Reader, emit: Emit) -> Steps[None]:
             return
         else:
             emit(reader.run(_PLAIN))
-    raise MalformedError
+    raise TruncatedError
 
 
 def _pass_nested(reader: Reader, emit: Emit, ends: Sequence[str]) -> Steps[bool]:
@@ -103,4 +111,4 @@ def _pass_nested(reader: Reader, emit: Emit, ends: Sequence[str]) -> Steps[bool]
             depth += (first in "{[") - (first in "}]")
             if not depth:
                 return True
-    raise MalformedError
+    raise TruncatedError

@@ -21,6 +21,10 @@ class MalformedError(Exception):
     """What was read is not what it looked like; never leaves the package."""
 
 
+class TruncatedError(MalformedError):
+    """The text ended within what it looked like."""
+
+
 class Reader:
     """The text from the last accounted place on, and how far it was read.
 
@@ -46,11 +50,6 @@ class Reader:
     def rewind(self) -> None:
         """Goes back to where ``keep`` was said last."""
         self._at = self._kept
-
-    @property
-    def has_unkept(self) -> bool:
-        """Whether something was read that is not accounted for."""
-        return self._at > self._kept
 
     def run(self, pattern: re.Pattern[str]) -> str:
         """Reads what matches the pattern of what has arrived."""
@@ -108,22 +107,25 @@ class Reader:
         """
         marker = yield from self.accept(*markers)
         if marker is None:
-            raise MalformedError
+            is_cut = any(marker.startswith(self.unread) for marker in markers)
+            raise TruncatedError if is_cut else MalformedError
         return marker
 
     def match(self, pattern: re.Pattern[str], limit: int) -> Steps[re.Match[str]]:
-        """Reads what matches the pattern, which must know its end by what follows it.
+        """Reads what matches the pattern: characters of some kind, as many as there are.
 
         Raises:
-            MalformedError: nothing matches within ``limit`` characters.
+            MalformedError: there is none, or more than ``limit``.
         """
+        if not (yield from self.peek()):
+            raise TruncatedError
         while True:
             found = pattern.match(self._text, self._at)
-            if found is not None and (found.end() < len(self._text) or self.ended):
+            if found is None or found.end() - self._at > limit:
+                raise MalformedError
+            if found.end() < len(self._text) or self.ended:
                 self._at = found.end()
                 return found
-            if self.ended or len(self._text) - self._at > limit:
-                raise MalformedError
             yield
 
     def until(self, *markers: str, limit: int) -> Steps[str]:
@@ -135,7 +137,7 @@ class Reader:
         held: list[str] = []
         marker = yield from self.pass_until(markers, held.append, limit=limit)
         if marker is None:
-            raise MalformedError
+            raise TruncatedError
         self.take(len(marker))
         return "".join(held)
 
@@ -160,10 +162,10 @@ class Reader:
             if end > self._at:
                 passed += end - self._at
                 emit(self.take(end - self._at))
-            if found:
-                return found.group()
             if limit is not None and passed > limit:
                 raise MalformedError
+            if found:
+                return found.group()
             if self.ended:
                 return None
             yield

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Container
 
+from mlx_parallm.parsing.families.harmony import HARMONY_REASONING
+from mlx_parallm.parsing.families.kimi_k3 import SILENT as KIMI_K3_SILENT
 from mlx_parallm.parsing.formats import ReadContext, ReasoningFormat
 from mlx_parallm.parsing.reader import Steps
 
@@ -29,8 +31,36 @@ def read_reasoning(context: ReadContext, form: ReasoningFormat, *, is_open: bool
     writer.is_reasoning = False
 
 
-def _detect_think(template: str, tokens: Container[str]) -> bool:
-    return "</think>" in template or "</think>" in tokens
+def _format(
+    name: str,
+    start: str,
+    end: str,
+    *,
+    sign: str = "",
+    also_ends: tuple[str, ...] = (),
+    silent: tuple[str, ...] = (),
+) -> ReasoningFormat:
+    def detect(template: str, tokens: Container[str]) -> bool:
+        return (end in template or (start in tokens and end in tokens)) and sign in template
+
+    return ReasoningFormat(name, start, end, detect, also_ends, silent)
 
 
-THINK = ReasoningFormat(name="deepseek_r1", start="<think>", end="</think>", detect=_detect_think)
+_KIMI_SECTION = "<|tool_calls_section_begin|>"
+
+# The order matters where a model has the signs of several.
+REASONING_FORMATS = (
+    HARMONY_REASONING,
+    _format("gemma4", "<|channel>thought", "<channel|>"),
+    _format("kimi_k3", "<|open|>think<|sep|>", "<|close|>think<|sep|>", silent=KIMI_K3_SILENT),
+    _format("mistral", "[THINK]", "[/THINK]"),
+    _format("seed_oss", "<seed:think>", "</seed:think>"),
+    _format("longcat", "<longcat_think>", "</longcat_think>"),
+    _format("cohere_command3", "<|START_THINKING|>", "<|END_THINKING|>"),
+    _format("granite", "Here is my thought process:", "Here is my response:"),
+    _format(
+        "hunyuan_a13b", "<think>", "</think>", sign="<answer>", silent=("<answer>", "</answer>")
+    ),
+    _format("kimi_k2", "<think>", "</think>", sign=_KIMI_SECTION, also_ends=(_KIMI_SECTION,)),
+    _format("deepseek_r1", "<think>", "</think>"),
+)

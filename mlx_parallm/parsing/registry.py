@@ -5,14 +5,63 @@ from __future__ import annotations
 from collections.abc import Container
 
 from mlx_parallm.errors import ConfigError
-from mlx_parallm.parsing.families.hermes import HERMES
+from mlx_parallm.parsing.families import gemma, headed_json, json_array, pythonic, xml_calls
+from mlx_parallm.parsing.families.glm import GLM45
+from mlx_parallm.parsing.families.harmony import HARMONY
+from mlx_parallm.parsing.families.kimi_k3 import KIMI_K3
+from mlx_parallm.parsing.families.llama_json import LLAMA3_JSON
+from mlx_parallm.parsing.families.tagged_json import HERMES, LONGCAT
 from mlx_parallm.parsing.formats import ReasoningFormat, ToolFormat
-from mlx_parallm.parsing.reasoning import THINK
+from mlx_parallm.parsing.reasoning import REASONING_FORMATS
 
-_TOOL_FORMATS = (HERMES,)
-_REASONING_FORMATS = (THINK,)
-_TOOL_ALIASES: dict[str, str] = {}
-_REASONING_ALIASES = {"qwen3": "deepseek_r1"}
+# The order matters where a model has the signs of several: the rarer signs come first.
+_TOOL_FORMATS = (
+    HARMONY,
+    xml_calls.MINIMAX_M2,
+    xml_calls.DEEPSEEK_V32,
+    xml_calls.MUSE_SPARK,
+    xml_calls.SEED_OSS,
+    xml_calls.MINICPM5,
+    gemma.GEMMA4,
+    gemma.FUNCTION_GEMMA,
+    LONGCAT,
+    GLM45,
+    headed_json.KIMI_K2,
+    KIMI_K3,
+    headed_json.DEEPSEEK_V3,
+    headed_json.DEEPSEEK_V31,
+    json_array.COMMAND,
+    headed_json.MISTRAL,
+    headed_json.MISTRAL_JSON,
+    pythonic.LFM2,
+    pythonic.LLAMA4_PYTHONIC,
+    pythonic.OLMO3,
+    json_array.NEMOTRON,
+    json_array.JAMBA,
+    json_array.PHI4_MINI,
+    json_array.GRANITE,
+    xml_calls.QWEN3_CODER,
+    HERMES,
+    pythonic.PYTHONIC,
+    LLAMA3_JSON,
+    json_array.JSON_ARRAY,
+)
+_TOOL_ALIASES = {
+    "qwen3_xml": "qwen3_coder",
+    "nemotron_v3": "qwen3_coder",
+    "step3p5": "qwen3_coder",
+    "qwen3": "hermes",
+    "ernie45": "hermes",
+    "llama4_json": "llama3_json",
+    "glm47": "glm45",
+    "deepseek_v4": "deepseek_v32",
+    "hunyuan_a13b": "jamba",
+    "gptoss": "openai",
+}
+_REASONING_ALIASES: dict[str, str] = dict.fromkeys(
+    ("qwen3", "glm45", "glm47", "minimax_m2", "deepseek_v3", "nemotron_v3", "ernie45", "step3"),
+    "deepseek_r1",
+)
 
 
 def tool_format_names() -> tuple[str, ...]:
@@ -22,7 +71,7 @@ def tool_format_names() -> tuple[str, ...]:
 
 def reasoning_format_names() -> tuple[str, ...]:
     """The names that ``reasoning_format`` knows."""
-    return tuple(sorted([*(known.name for known in _REASONING_FORMATS), *_REASONING_ALIASES]))
+    return tuple(sorted([*(known.name for known in REASONING_FORMATS), *_REASONING_ALIASES]))
 
 
 def tool_format(name: str) -> ToolFormat:
@@ -46,7 +95,7 @@ def reasoning_format(name: str) -> ReasoningFormat:
         ConfigError: there is none.
     """
     wanted = _REASONING_ALIASES.get(name, name)
-    for known in _REASONING_FORMATS:
+    for known in REASONING_FORMATS:
         if known.name == wanted:
             return known
     names = ", ".join(reasoning_format_names())
@@ -63,5 +112,5 @@ def detect_reasoning_format(
     chat_template: str | None, tokens: Container[str]
 ) -> ReasoningFormat | None:
     """The format of a model's reasoning, from its chat template and its vocabulary."""
-    found = (known for known in _REASONING_FORMATS if known.detect(chat_template or "", tokens))
+    found = (known for known in REASONING_FORMATS if known.detect(chat_template or "", tokens))
     return next(found, None)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
+from mlx_parallm.parsing.families.harmony import read_harmony
 from mlx_parallm.parsing.formats import ReadContext, ReasoningFormat, ToolFormat, tools_of
 from mlx_parallm.parsing.parts import Part, TurnParser
 from mlx_parallm.parsing.reader import Reader, Steps
@@ -30,14 +31,13 @@ def turn_parser(
         special_tokens: the vocabulary's special tokens, if the text was detokenised with them;
             those that are no markers of the two formats are left out.
     """
-    markers = {
-        *(tool_format.markers if tool_format else ()),
-        *(reasoning_format.markers if reasoning_format else ()),
-    }
+    formats = [form for form in (tool_format, reasoning_format) if form is not None]
+    markers = {marker for form in formats for marker in form.markers}
+    silent = {marker for form in formats for marker in form.silent}
     reader = Reader()
     context = ReadContext(reader, TurnWriter(reader), tools_of(tools))
     steps = _read_turn(context, tool_format, reasoning_format, reasoning_is_open)
-    return _SteppedParser(context, steps, frozenset(special_tokens) - markers)
+    return _SteppedParser(context, steps, (frozenset(special_tokens) - markers) | silent)
 
 
 def _read_turn(
@@ -46,6 +46,15 @@ def _read_turn(
     reasoning_format: ReasoningFormat | None,
     reasoning_is_open: bool,
 ) -> Steps[None]:
+    formats = (tool_format, reasoning_format)
+    if any(form is not None and form.is_harmony for form in formats):
+        yield from read_harmony(
+            context,
+            calls=tool_format is not None,
+            reasoning=reasoning_format is not None,
+            is_open=reasoning_is_open,
+        )
+        return
     if reasoning_format is not None:
         yield from read_reasoning(context, reasoning_format, is_open=reasoning_is_open)
     if tool_format is not None:

@@ -21,6 +21,9 @@ class TurnWriter:
     def __init__(self, reader: Reader) -> None:
         self.is_reasoning = False
         self.calls = 0
+        self.call_is_open = False
+        self._seen: set[type[Part]] = set()
+        self._ids: set[str] = set()
         self._reader = reader
         self._parts: list[Part] = []
         self._space = ""
@@ -51,17 +54,34 @@ class TurnWriter:
         self._space = ""
         self._strips = True
 
+    def next_message(self, kind: type[ContentText] | type[ReasoningText]) -> None:
+        """What follows is a message of its own; a newline parts it from an earlier one."""
+        self.marker()
+        if kind in self._seen:
+            self._space = "\n"
+
     def finish(self) -> None:
         """The text is over."""
-        if self._space and not self.is_reasoning:
+        if self._space and not self._strips and not self.is_reasoning:
             self._append(ContentText(self._space))
         self._space = ""
 
     def begin_call(self, name: str, call_id: str | None = None) -> None:
-        """A tool call is certain."""
+        """A tool call is certain. An id that an earlier call has is none."""
         self.marker()
+        if call_id in self._ids:
+            call_id = None
+        # A name may come from JSON, where half a surrogate pair can be written.
+        name = name.encode(errors="replace").decode()
         self._append(ToolCallBegin(self.calls, name, call_id))
+        self._ids.update([call_id] if call_id else [])
         self.calls += 1
+        self.call_is_open = True
+
+    def end_call(self) -> None:
+        """The call that began last is over."""
+        self.marker()
+        self.call_is_open = False
 
     def arguments(self, text: str) -> None:
         """The next piece of the arguments of the call that began last."""
@@ -70,6 +90,7 @@ class TurnWriter:
             self._append(ToolCallArguments(self.calls - 1, text))
 
     def _append(self, part: Part) -> None:
+        self._seen.add(type(part))
         last = self._parts[-1] if self._parts else None
         joined = _join(last, part)
         if joined is None:

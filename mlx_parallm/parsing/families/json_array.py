@@ -1,40 +1,105 @@
-"""Calls as a plain JSON array, as vLLM forces them; no model writes this unless it is made to."""
+"""Calls in a JSON array after a marker, or with none where a grammar forces them.
+
+Sources: the chat templates of ibm-granite/granite-3.3-8b-instruct, microsoft/Phi-4-mini-instruct
+(and vLLM's for it, which has ``functools``), ai21labs/AI21-Jamba-Mini-1.6,
+tencent/Hunyuan-A13B-Instruct, nvidia/Llama-3_3-Nemotron-Super-49B-v1_5 and
+CohereLabs/c4ai-command-r7b-12-2024.
+"""
 
 from __future__ import annotations
 
-from mlx_parallm.parsing.families.json_calls import read_call_object
+from collections.abc import Container
+from functools import partial
+
+from mlx_parallm.parsing.families.json_calls import read_call_array
+from mlx_parallm.parsing.families.marked import close_call, read_marked, try_call
 from mlx_parallm.parsing.formats import CallText, ReadContext, ToolFormat
-from mlx_parallm.parsing.reader import MalformedError, Steps
+from mlx_parallm.parsing.reader import Steps
+
+_CALL = '{"name": "$name", "arguments": $arguments}'
 
 
-def _read(context: ReadContext) -> Steps[None]:
-    try:
-        yield from _read_array(context)
-    except MalformedError:
-        context.reader.rewind()
+def _read(context: ReadContext, starts: tuple[str, ...], ends: tuple[str, ...]) -> Steps[None]:
+    call = partial(_call, starts=starts, ends=ends)
+    yield from read_marked(context, starts, ends, call)
+
+
+def _call(context: ReadContext, starts: tuple[str, ...], ends: tuple[str, ...]) -> Steps[None]:
+    reader = context.reader
+    yield from reader.expect(*starts)
+    yield from reader.skip_space()
+    yield from read_call_array(context, ends=ends)
+    for end in ends:
+        yield from close_call(context, end)
+
+
+def _read_bare(context: ReadContext) -> Steps[None]:
+    yield from try_call(context, _bare_call)
     yield from context.reader.pass_until((), context.writer.content)
 
 
-def _read_array(context: ReadContext) -> Steps[None]:
-    reader = context.reader
-    yield from reader.skip_space()
-    yield from reader.expect("[")
-    while True:
-        yield from reader.skip_space()
-        yield from read_call_object(context)
-        yield from reader.skip_space()
-        if (yield from reader.expect(",", "]")) == "]":
-            context.writer.marker()
-            return
+def _bare_call(context: ReadContext) -> Steps[None]:
+    yield from context.reader.skip_space()
+    yield from read_call_array(context)
+
+
+def _detect(template: str, _: Container[str], text: str) -> bool:
+    return text in template
 
 
 JSON_ARRAY = ToolFormat(
     name="json_array",
-    summary='[{"name": …, "parameters": {…}}]',
-    read=_read,
+    summary='[{"name": …, "parameters": {…}}], forced where a model\'s own format is not',
+    read=_read_bare,
     markers=(),
     detect=lambda _template, _tokens: False,
     forced=CallText(
         '{"name": "$name", "parameters": $arguments}', separator=", ", begin="[", end="]"
     ),
+)
+GRANITE = ToolFormat(
+    name="granite",
+    summary='<|tool_call|>[{"name": …, "arguments": {…}}]',
+    read=partial(_read, starts=("<|tool_call|>", "<tool_call>"), ends=()),
+    markers=("<|tool_call|>", "<tool_call>"),
+    detect=lambda template, _: "<|tool_call|>" in template and "<|/tool_call|>" not in template,
+    forced=CallText(_CALL, separator=", ", begin="<|tool_call|>[", end="]"),
+)
+PHI4_MINI = ToolFormat(
+    name="phi4_mini_json",
+    summary='functools[{"name": …, "arguments": {…}}] or <|tool_call|>[…]<|/tool_call|>',
+    read=partial(_read, starts=("functools", "<|tool_call|>"), ends=("<|/tool_call|>",)),
+    markers=("<|tool_call|>", "<|/tool_call|>"),
+    detect=lambda template, _: "functools[" in template or "<|/tool_call|>" in template,
+    forced=CallText(_CALL, separator=", ", begin="functools[", end="]"),
+)
+JAMBA = ToolFormat(
+    name="jamba",
+    summary='<tool_calls>[{"name": …, "arguments": {…}}]</tool_calls>',
+    read=partial(_read, starts=("<tool_calls>",), ends=("</tool_calls>",)),
+    markers=("<tool_calls>", "</tool_calls>"),
+    detect=partial(_detect, text="<tool_calls>"),
+    forced=CallText(_CALL, separator=", ", begin="<tool_calls>[", end="]</tool_calls>"),
+)
+NEMOTRON = ToolFormat(
+    name="nemotron_json",
+    summary='<TOOLCALL>[{"name": …, "arguments": {…}}]</TOOLCALL>',
+    read=partial(_read, starts=("<TOOLCALL>",), ends=("</TOOLCALL>",)),
+    markers=("<TOOLCALL>", "</TOOLCALL>"),
+    detect=partial(_detect, text="<TOOLCALL>"),
+    forced=CallText(_CALL, separator=", ", begin="<TOOLCALL>[", end="]</TOOLCALL>"),
+)
+COMMAND = ToolFormat(
+    name="cohere_command3",
+    summary='<|START_ACTION|>[{"tool_name": …, "parameters": {…}}]<|END_ACTION|>',
+    read=partial(_read, starts=("<|START_ACTION|>",), ends=("<|END_ACTION|>",)),
+    markers=("<|START_ACTION|>", "<|END_ACTION|>"),
+    detect=partial(_detect, text="<|START_ACTION|>"),
+    forced=CallText(
+        '{"tool_name": "$name", "parameters": $arguments}',
+        separator=", ",
+        begin="<|START_ACTION|>[",
+        end="]<|END_ACTION|>",
+    ),
+    silent=("<|START_RESPONSE|>", "<|END_RESPONSE|>", "<|START_TEXT|>", "<|END_TEXT|>"),
 )

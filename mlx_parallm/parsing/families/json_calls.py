@@ -1,16 +1,16 @@
-"""Calls that are a JSON object with a name and arguments."""
+"""Calls that are JSON objects with a name and arguments."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
 
 from mlx_parallm.parsing.formats import ReadContext
 from mlx_parallm.parsing.json_text import decode, pass_value, read_value
-from mlx_parallm.parsing.reader import MalformedError, Steps
+from mlx_parallm.parsing.reader import MalformedError, Steps, TruncatedError
 
+NAME_KEYS = ("name", "tool_name")
+ID_KEYS = ("id", "tool_call_id")
 ARGUMENT_KEYS = ("arguments", "parameters")
 
 
@@ -18,8 +18,27 @@ ARGUMENT_KEYS = ("arguments", "parameters")
 class _Call:
     name: str | None = None
     call_id: str | None = None
-    held: Any = field(default_factory=dict)
+    held: str = "{}"
     has_begun: bool = False
+
+
+def read_call_array(
+    context: ReadContext, *, ends: Sequence[str] = (), needs_known_name: bool = False
+) -> Steps[None]:
+    """Calls in a JSON array.
+
+    Raises:
+        MalformedError: it is none, or what is left is broken.
+    """
+    reader = context.reader
+    yield from reader.expect("[")
+    while True:
+        yield from reader.skip_space()
+        yield from read_call_object(context, ends=ends, needs_known_name=needs_known_name)
+        yield from reader.skip_space()
+        if (yield from reader.expect(",", "]")) == "]":
+            context.writer.end_call()
+            return
 
 
 def read_call_object(
@@ -49,14 +68,15 @@ def read_call_object(
             break
     if not call.has_begun:
         _begin(context, call, needs_known_name)
-        context.writer.arguments(json.dumps(call.held, ensure_ascii=False))
-    context.writer.marker()
+        context.writer.arguments(call.held)
+    context.writer.end_call()
 
 
 def _read_key(context: ReadContext) -> Steps[str]:
-    if (yield from context.reader.peek()) != '"':
-        raise MalformedError
-    key = yield from read_value(context.reader)
+    first = yield from context.reader.peek()
+    if first != '"':
+        raise MalformedError if first else TruncatedError
+    _, key = yield from read_value(context.reader)
     yield from context.reader.skip_space()
     yield from context.reader.expect(":")
     yield from context.reader.skip_space()
@@ -72,24 +92,24 @@ def _read_member(
         _begin(context, call, needs_known_name)
         yield from pass_value(reader, writer.arguments, ends=ends)
         return
-    value = yield from read_value(reader)
-    if key == "name" and isinstance(value, str) and call.name is None:
+    text, value = yield from read_value(reader)
+    if key in NAME_KEYS and isinstance(value, str) and call.name is None:
         call.name = value
-    elif key == "id" and isinstance(value, str):
-        call.call_id = value
+    elif key in ID_KEYS and isinstance(value, (str, int)):
+        call.call_id = str(value).encode(errors="replace").decode()
     elif key in ARGUMENT_KEYS:
-        call.held = _as_object(value)
+        call.held = _object_text(text, value)
 
 
-def _as_object(value: Any) -> dict[str, Any]:
+def _object_text(text: str, value: object) -> str:
     """Arguments that were not passed on while they came; some models write them as a string."""
     if isinstance(value, str):
-        value = decode(value)
+        text, value = value, decode(value)
     if value is None:
-        return {}
+        return "{}"
     if not isinstance(value, dict):
         raise MalformedError
-    return value
+    return text
 
 
 def _begin(context: ReadContext, call: _Call, needs_known_name: bool) -> None:

@@ -1,0 +1,100 @@
+"""Kimi K3: tags opened, separated and closed by special tokens, with a type at each argument.
+
+Source: moonshotai/Kimi-K3's chat format as llama.cpp's models/templates/Kimi-K3.jinja writes it.
+"""
+
+from __future__ import annotations
+
+import re
+from html import unescape
+
+from mlx_parallm.parsing.families.marked import LONGEST_NAME, read_marked
+from mlx_parallm.parsing.families.text_values import TEXT, pass_text_value
+from mlx_parallm.parsing.formats import ReadContext, ToolFormat
+from mlx_parallm.parsing.json_text import pass_value, string_inside
+from mlx_parallm.parsing.reader import MalformedError, Reader, Steps, TruncatedError
+
+OPEN, CLOSE, SEP = "<|open|>", "<|close|>", "<|sep|>"
+_TOOLS, _TOOLS_END = f"{OPEN}tools{SEP}", f"{CLOSE}tools{SEP}"
+_CALL, _CALL_END = f"{OPEN}call ", f"{CLOSE}call{SEP}"
+_ARGUMENT, _ARGUMENT_END = f"{OPEN}argument ", f"{CLOSE}argument{SEP}"
+_JSON, _JSON_END = f"{OPEN}json", f"{CLOSE}json{SEP}"
+_ATTRIBUTE = re.compile(r'(\w+)="([^"]*)"')
+SILENT = (f"{OPEN}response{SEP}", f"{CLOSE}response{SEP}", f"{CLOSE}message{SEP}", "<|end_of_msg|>")
+
+
+def _read(context: ReadContext) -> Steps[None]:
+    yield from read_marked(context, (_TOOLS,), (_CALL_END, _TOOLS_END), _calls)
+
+
+def _calls(context: ReadContext) -> Steps[None]:
+    reader, writer = context.reader, context.writer
+    yield from reader.expect(_TOOLS)
+    while True:
+        yield from reader.skip_space()
+        if writer.calls and not (yield from reader.next_is(_CALL)):
+            break
+        yield from _call(context)
+    if (yield from reader.accept(_TOOLS_END)):
+        writer.marker()
+
+
+def _call(context: ReadContext) -> Steps[None]:
+    reader, writer = context.reader, context.writer
+    yield from reader.expect(_CALL)
+    name = (yield from _attributes(reader)).get("tool")
+    if not name:
+        raise MalformedError
+    writer.begin_call(name)
+    yield from reader.skip_space()
+    if (yield from reader.accept(_JSON)):
+        yield from reader.until(SEP, limit=LONGEST_NAME)
+        yield from reader.skip_space()
+        yield from pass_value(reader, writer.arguments, ends=(CLOSE,))
+        yield from reader.skip_space()
+        yield from reader.expect(_JSON_END)
+    else:
+        yield from _arguments(context)
+    yield from reader.skip_space()
+    yield from reader.expect(_CALL_END)
+    writer.end_call()
+
+
+def _arguments(context: ReadContext) -> Steps[None]:
+    reader, writer = context.reader, context.writer
+    writer.arguments("{")
+    separator = ""
+    try:
+        while True:
+            yield from reader.skip_space()
+            if (yield from reader.next_is(_CALL_END)):
+                break
+            yield from reader.expect(_ARGUMENT)
+            attributes = yield from _attributes(reader)
+            writer.arguments(f'{separator}"{string_inside(attributes.get("key", ""))}": ')
+            kind = attributes.get("type", "string")
+            types = TEXT if kind == "string" else frozenset([kind])
+            yield from pass_text_value(context, (_ARGUMENT_END,), types)
+            separator = ", "
+    except TruncatedError:
+        raise
+    except MalformedError:
+        reader.rewind()
+        writer.arguments("}")
+        raise
+    writer.arguments("}")
+
+
+def _attributes(reader: Reader) -> Steps[dict[str, str]]:
+    text = yield from reader.until(SEP, limit=4 * LONGEST_NAME)
+    return {key: unescape(value) for key, value in _ATTRIBUTE.findall(text)}
+
+
+KIMI_K3 = ToolFormat(
+    name="kimi_k3",
+    summary=f'{_TOOLS}{_CALL}tool="f" index="1"{SEP}{_ARGUMENT}key="k" type="string"{SEP}…',
+    read=_read,
+    markers=(OPEN, CLOSE, SEP),
+    detect=lambda template, tokens: OPEN in template or (OPEN in tokens and CLOSE in tokens),
+    silent=SILENT,
+)

@@ -1,0 +1,142 @@
+"""Values written as literals of a language other than JSON, as JSON while they come."""
+
+from __future__ import annotations
+
+import ast
+import re
+from dataclasses import dataclass
+
+from mlx_parallm.parsing.families.marked import LONGEST_NAME
+from mlx_parallm.parsing.formats import ReadContext
+from mlx_parallm.parsing.json_text import encode, string_inside
+from mlx_parallm.parsing.reader import MalformedError, Steps, TruncatedError
+from mlx_parallm.parsing.schema_types import json_text
+
+_DEEPEST = 32
+_ESCAPE = re.compile(r"\\(?:x[0-9a-fA-F]{2}|u[0-9a-fA-F]{4}|U[0-9a-fA-F]{8}|[0-7]{1,3}|.)", re.S)
+_LONGEST_ESCAPE = 10
+_LONGEST_SCALAR = 4096
+_PAIR_OF_ESCAPES = re.compile(r"\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}")
+
+
+@dataclass(frozen=True, slots=True)
+class LiteralSyntax:
+    """How strings and keys are written.
+
+    Attributes:
+        quotes: what a string begins with and ends with again.
+        has_escapes: whether strings have Python's escapes.
+        bare_key: a key without quotes.
+        scalar: a value without quotes.
+    """
+
+    quotes: tuple[str, ...]
+    has_escapes: bool
+    bare_key: re.Pattern[str]
+    scalar: re.Pattern[str]
+
+
+def pass_members(
+    context: ReadContext, syntax: LiteralSyntax, colon: str, end: str, depth: int = 0
+) -> Steps[None]:
+    """Writes ``key: value`` pairs up to ``end`` as the members of a JSON object, with its braces.
+
+    Raises:
+        MalformedError: there is something else.
+    """
+    reader, writer = context.reader, context.writer
+    writer.arguments("{")
+    separator = ""
+    while True:
+        yield from reader.skip_space()
+        if (yield from reader.accept(end)):
+            break
+        key = yield from _key(context, syntax)
+        yield from reader.skip_space()
+        yield from reader.expect(colon)
+        yield from reader.skip_space()
+        writer.arguments(f"{separator}{encode(key)}: ")
+        yield from _value(context, syntax, depth)
+        yield from reader.skip_space()
+        if (yield from reader.expect(",", end)) == end:
+            break
+        reader.keep()
+        separator = ", "
+    writer.arguments("}")
+
+
+def _key(context: ReadContext, syntax: LiteralSyntax) -> Steps[str]:
+    quote = yield from context.reader.accept(*syntax.quotes)
+    if quote:
+        return (yield from context.reader.until(quote, limit=LONGEST_NAME))
+    return (yield from context.reader.match(syntax.bare_key, LONGEST_NAME)).group()
+
+
+def _value(context: ReadContext, syntax: LiteralSyntax, depth: int) -> Steps[None]:
+    reader, writer = context.reader, context.writer
+    if depth > _DEEPEST:
+        raise MalformedError
+    quote = yield from reader.accept(*syntax.quotes)
+    if quote:
+        yield from _string(context, syntax, quote)
+    elif (yield from reader.accept("{")):
+        yield from pass_members(context, syntax, ":", "}", depth + 1)
+    elif opening := (yield from reader.accept("[", "(")):
+        yield from _items(context, syntax, "]" if opening == "[" else ")", depth)
+    else:
+        text = (yield from reader.match(syntax.scalar, _LONGEST_SCALAR)).group()
+        writer.arguments(text if reader.ended and not reader.unread else json_text(text, None))
+
+
+def _items(context: ReadContext, syntax: LiteralSyntax, end: str, depth: int) -> Steps[None]:
+    reader, writer = context.reader, context.writer
+    writer.arguments("[")
+    separator = ""
+    while True:
+        yield from reader.skip_space()
+        if (yield from reader.accept(end)):
+            break
+        writer.arguments(separator)
+        yield from _value(context, syntax, depth + 1)
+        yield from reader.skip_space()
+        if (yield from reader.expect(",", end)) == end:
+            break
+        separator = ", "
+    writer.arguments("]")
+
+
+def _string(context: ReadContext, syntax: LiteralSyntax, quote: str) -> Steps[None]:
+    reader, writer = context.reader, context.writer
+    writer.arguments('"')
+    ends = (quote, "\\") if syntax.has_escapes else (quote,)
+    while True:
+        end = yield from reader.pass_until(ends, lambda text: writer.arguments(string_inside(text)))
+        if end is None:
+            raise TruncatedError
+        if end == quote:
+            reader.take(len(quote))
+            writer.arguments('"')
+            return
+        writer.arguments(string_inside((yield from _escape(context))))
+
+
+def _escape(context: ReadContext) -> Steps[str]:
+    reader = context.reader
+    while len(reader.unread) < 2 * _LONGEST_ESCAPE and not reader.ended:
+        # The longest escapes, and both halves of a pair, need this much text.
+        if len(reader.unread) >= 2 and reader.unread[1] not in "xuU01234567":
+            break
+        yield
+    pair = reader.run(_PAIR_OF_ESCAPES)
+    if pair:
+        return _decode_pair(pair)
+    written = reader.run(_ESCAPE) or reader.take(1)
+    try:
+        return ast.literal_eval(f'"{written}"') if written != '\\"' else '"'
+    except (ValueError, SyntaxError):
+        return written
+
+
+def _decode_pair(pair: str) -> str:
+    """The character that two escaped halves of a surrogate pair stand for."""
+    return ast.literal_eval(f'"{pair}"').encode("utf-16", "surrogatepass").decode("utf-16")

@@ -1,0 +1,55 @@
+"""Llama 3 and 4: a bare JSON object is a call, with no marker but ``<|python_tag|>`` at times.
+
+So it is one only at the beginning, or after that marker, and only if a tool has its name. Several
+are separated by semicolons, as vLLM reads them.
+
+Sources: the chat template of meta-llama/Llama-3.1-8B-Instruct; vLLM's llama_tool_parser.
+"""
+
+from __future__ import annotations
+
+from mlx_parallm.parsing.families.json_calls import read_call_object
+from mlx_parallm.parsing.families.marked import read_marked, try_call
+from mlx_parallm.parsing.formats import CallText, ReadContext, ToolFormat
+from mlx_parallm.parsing.reader import Steps
+
+PYTHON_TAG = "<|python_tag|>"
+
+
+def _read(context: ReadContext) -> Steps[None]:
+    yield from try_call(context, _bare_calls)
+    yield from read_marked(context, (PYTHON_TAG,), (), _marked_calls)
+
+
+def _bare_calls(context: ReadContext) -> Steps[None]:
+    yield from context.reader.skip_space()
+    yield from _calls(context, needs_known_name=True)
+
+
+def _marked_calls(context: ReadContext) -> Steps[None]:
+    yield from context.reader.expect(PYTHON_TAG)
+    yield from context.reader.skip_space()
+    yield from _calls(context, needs_known_name=False)
+
+
+def _calls(context: ReadContext, *, needs_known_name: bool) -> Steps[None]:
+    reader = context.reader
+    while True:
+        yield from read_call_object(context, ends=(PYTHON_TAG,), needs_known_name=needs_known_name)
+        yield from reader.skip_space()
+        if not (yield from reader.accept(";")):
+            return
+        yield from reader.skip_space()
+        if not (yield from reader.next_is("{")):
+            reader.rewind()
+            return
+
+
+LLAMA3_JSON = ToolFormat(
+    name="llama3_json",
+    summary='{"name": …, "parameters": {…}}',
+    read=_read,
+    markers=(PYTHON_TAG,),
+    detect=lambda template, _: '"parameters": ' in template and "ipython" in template,
+    forced=CallText('{"name": "$name", "parameters": $arguments}', separator="; "),
+)

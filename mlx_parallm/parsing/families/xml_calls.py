@@ -1,0 +1,224 @@
+"""Parameters between XML-like tags: Qwen3-Coder, MiniMax M2, DeepSeek V3.2, Seed-OSS and others.
+
+Their values are plain text; they become JSON by the types of the tool's schema.
+
+Sources: the chat templates of Qwen/Qwen3-Coder-30B-A3B-Instruct, MiniMaxAI/MiniMax-M2,
+ByteDance-Seed/Seed-OSS-36B-Instruct and deepseek-ai/DeepSeek-V3.2 (its encoding in Jinja);
+mlx-lm's parsers for MiniCPM and Muse.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Container
+from dataclasses import dataclass
+from functools import partial
+
+from mlx_parallm.parsing.families.marked import LONGEST_NAME, read_marked
+from mlx_parallm.parsing.families.text_values import TEXT, pass_text_value
+from mlx_parallm.parsing.formats import ReadContext, Tool, ToolFormat
+from mlx_parallm.parsing.json_text import string_inside
+from mlx_parallm.parsing.reader import MalformedError, Reader, Steps, TruncatedError
+from mlx_parallm.parsing.schema_types import types_of
+
+_CDATA, _CDATA_END = "<![CDATA[", "]]>"
+_HEADER = re.compile(
+    r"""\s*(?:\w+=)?+(?P<quote>["']?)(?P<name>[^"'\s>=]+)(?P=quote)(?P<rest>[^>]*)"""
+)
+
+
+@dataclass(frozen=True, slots=True)
+class XmlSyntax:
+    """The tags of a format.
+
+    Attributes:
+        sections: tags that open a section of calls.
+        section_ends: tags that close one.
+        call: what a call begins with, up to its name; a ``>`` ends that tag.
+        call_end: what a call ends with.
+        parameter: what a parameter begins with, up to its name.
+        parameter_end: what it ends with.
+        needs_section: whether there is no call without a section.
+        trims_newline: whether one newline at either end of a value belongs to the markup.
+    """
+
+    sections: tuple[str, ...]
+    section_ends: tuple[str, ...]
+    call: str
+    call_end: str
+    parameter: str
+    parameter_end: str
+    needs_section: bool = True
+    trims_newline: bool = True
+
+    @property
+    def markers(self) -> tuple[str, ...]:
+        """All tags that may be tokens."""
+        return (*self.sections, *self.section_ends, self.call_end, self.parameter_end)
+
+
+def read(context: ReadContext, syntax: XmlSyntax) -> Steps[None]:
+    """Content with calls of such tags in between."""
+    starts = syntax.sections if syntax.needs_section else (*syntax.sections, syntax.call)
+    ends = (syntax.call_end, *syntax.section_ends)
+    yield from read_marked(context, starts, ends, partial(_section, syntax=syntax))
+
+
+def _section(context: ReadContext, syntax: XmlSyntax) -> Steps[None]:
+    reader, writer = context.reader, context.writer
+    section = yield from reader.accept(*syntax.sections)
+    while True:
+        yield from reader.skip_space()
+        if writer.calls and not (yield from reader.next_is(syntax.call)):
+            break
+        yield from _call(context, syntax)
+    if section is not None and (yield from reader.accept(*syntax.section_ends)):
+        writer.marker()
+
+
+def _call(context: ReadContext, syntax: XmlSyntax) -> Steps[None]:
+    reader, writer = context.reader, context.writer
+    yield from reader.expect(syntax.call)
+    name, _ = yield from _header(reader)
+    writer.begin_call(name)
+    writer.arguments("{")
+    try:
+        yield from _parameters(context, syntax, context.tool(name))
+    except TruncatedError:
+        raise
+    except MalformedError:
+        reader.rewind()
+        writer.arguments("}")
+        raise
+    yield from reader.accept(syntax.call_end)
+    writer.arguments("}")
+    writer.end_call()
+
+
+def _parameters(context: ReadContext, syntax: XmlSyntax, tool: Tool | None) -> Steps[None]:
+    reader, writer = context.reader, context.writer
+    separator = ""
+    while True:
+        yield from reader.skip_space()
+        if (yield from reader.next_is(syntax.call_end, *syntax.section_ends)):
+            return
+        yield from reader.expect(syntax.parameter)
+        key, rest = yield from _header(reader)
+        writer.arguments(f'{separator}"{string_inside(key)}": ')
+        yield from _value(context, syntax, _value_types(tool, key, rest))
+        separator = ", "
+
+
+def _header(reader: Reader) -> Steps[tuple[str, str]]:
+    """The name that a tag has, and what else is in it."""
+    found = _HEADER.fullmatch((yield from reader.until(">", limit=LONGEST_NAME)))
+    if found is None:
+        raise MalformedError
+    return found["name"], found["rest"]
+
+
+def _value_types(tool: Tool | None, key: str, attributes: str) -> frozenset[str] | None:
+    """The types of a value; an attribute of the tag says it too in DeepSeek's format."""
+    if 'string="true"' in attributes:
+        return TEXT
+    types = types_of(tool, key)
+    if types is None and 'string="false"' not in attributes:
+        return TEXT
+    return types
+
+
+def _value(context: ReadContext, syntax: XmlSyntax, types: frozenset[str] | None) -> Steps[None]:
+    reader = context.reader
+    if syntax.trims_newline:
+        yield from reader.accept("\n")
+    ends: tuple[str, ...] = (syntax.parameter_end,)
+    if (yield from reader.accept(_CDATA)):
+        ends = (f"{_CDATA_END}{syntax.parameter_end}",)
+    elif syntax.trims_newline:
+        ends = (f"\n{syntax.parameter_end}", syntax.parameter_end)
+    yield from pass_text_value(context, ends, types)
+
+
+def _format(name: str, summary: str, syntax: XmlSyntax, *signs: str) -> ToolFormat:
+    def detect(template: str, _: Container[str]) -> bool:
+        return all(sign in template for sign in signs)
+
+    return ToolFormat(
+        name=name,
+        summary=summary,
+        read=partial(read, syntax=syntax),
+        markers=syntax.markers,
+        detect=detect,
+    )
+
+
+def _functions(sections: tuple[str, ...], section_ends: tuple[str, ...]) -> XmlSyntax:
+    return XmlSyntax(
+        sections,
+        section_ends,
+        "<function=",
+        "</function>",
+        "<parameter=",
+        "</parameter>",
+        needs_section=False,
+    )
+
+
+def _invokes(prefix: str, sections: tuple[str, ...], *, trims: bool = True) -> XmlSyntax:
+    return XmlSyntax(
+        tuple(f"<{prefix}{section}>" for section in sections),
+        tuple(f"</{prefix}{section}>" for section in sections),
+        f"<{prefix}invoke ",
+        f"</{prefix}invoke>",
+        f"<{prefix}parameter ",
+        f"</{prefix}parameter>",
+        trims_newline=trims,
+    )
+
+
+QWEN3_CODER = _format(
+    "qwen3_coder",
+    "<tool_call><function=name><parameter=key>value</parameter></function></tool_call>",
+    _functions(("<tool_call>",), ("</tool_call>",)),
+    "<function=",
+    "<tool_call>",
+)
+SEED_OSS = _format(
+    "seed_oss",
+    "<seed:tool_call><function=name><parameter=key>value</parameter></function></seed:tool_call>",
+    _functions(("<seed:tool_call>",), ("</seed:tool_call>",)),
+    "seed:tool_call>",
+)
+_M2 = XmlSyntax(
+    ("<minimax:tool_call>",),
+    ("</minimax:tool_call>",),
+    "<invoke ",
+    "</invoke>",
+    "<parameter ",
+    "</parameter>",
+)
+MINIMAX_M2 = _format(
+    "minimax_m2",
+    '<minimax:tool_call><invoke name="f"><parameter name="key">value</parameter></invoke>…',
+    _M2,
+    "<minimax:tool_call>",
+)
+DEEPSEEK_V32 = _format(
+    "deepseek_v32",
+    '<｜DSML｜function_calls><｜DSML｜invoke name="f"><｜DSML｜parameter name="key" …',
+    _invokes("｜DSML｜", ("function_calls", "tool_calls"), trims=False),
+    "｜DSML｜",
+)
+MUSE_SPARK = _format(
+    "muse_spark",
+    '<atem:function_calls><atem:invoke name="f"><atem:parameter name="key">value</atem:param…',
+    _invokes("atem:", ("function_calls",)),
+    "<atem:function_calls>",
+)
+MINICPM5 = _format(
+    "minicpm5",
+    '<function name="f"><param name="key">value</param></function>',
+    XmlSyntax((), (), "<function ", "</function>", "<param ", "</param>", needs_section=False),
+    '<function name="',
+    '<param name="',
+)
