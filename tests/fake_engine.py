@@ -26,7 +26,7 @@ from mlx_parallm.outputs import (
     PromptEvent,
     TokenEvent,
 )
-from mlx_parallm.parsing.families.hermes import HERMES
+from mlx_parallm.parsing.families.tagged_json import HERMES
 from mlx_parallm.parsing.reasoning import THINK
 from mlx_parallm.request import GenerateRequest
 from tests.fakes import EOS, ByteTokenizer, make_info

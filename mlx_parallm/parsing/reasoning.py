@@ -46,6 +46,7 @@ def _format(
     return ReasoningFormat(name, start, end, detect, also_ends, silent)
 
 
+THINK = _format("deepseek_r1", "<think>", "</think>")
 _KIMI_SECTION = "<|tool_calls_section_begin|>"
 
 # The order matters where a model has the signs of several.
@@ -62,5 +63,5 @@ REASONING_FORMATS = (
         "hunyuan_a13b", "<think>", "</think>", sign="<answer>", silent=("<answer>", "</answer>")
     ),
     _format("kimi_k2", "<think>", "</think>", sign=_KIMI_SECTION, also_ends=(_KIMI_SECTION,)),
-    _format("deepseek_r1", "<think>", "</think>"),
+    THINK,
 )

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from mlx_parallm.api.turns.stream import SampleState, ToolCall, ToolCallEnd, TurnPart, TurnStream
 from mlx_parallm.outputs import FinishReason, PromptEvent, TokenEvent
-from mlx_parallm.parsing.families.hermes import HERMES
+from mlx_parallm.parsing.families.tagged_json import HERMES
 from mlx_parallm.parsing.parts import (
     ContentText,
     ReasoningText,
