@@ -124,6 +124,7 @@ class ScheduledBatch:
 class TokenLogprob:
     """A token's log-probability and the likeliest alternatives, best first.
 
+    ``top`` has the tokens that were asked for by id instead, where there are such.
     ``rank`` is 1 plus the number of tokens that are likelier; only prompt tokens have it.
     """
 

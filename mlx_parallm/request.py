@@ -70,6 +70,8 @@ class SamplingParams:
         skip_special_tokens: leave special tokens out of the text.
         logprobs: None for none; k for the sampled token's log-probability and the k likeliest.
             Log-probabilities are those of the model: before temperature, penalties and masks.
+        logprob_token_ids: with ``logprobs``: report these tokens, in this order, in place of the
+            likeliest.
         prompt_logprobs: the same for each prompt token given those before it.
         speculative: whether tokens may be proposed for it, where the engine does that; which
             tokens it gets does not depend on it.
@@ -97,6 +99,7 @@ class SamplingParams:
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
     logprobs: int | None = None
+    logprob_token_ids: tuple[int, ...] = ()
     prompt_logprobs: int | None = None
     speculative: bool = True
     grammar: Grammar | None = None

@@ -26,6 +26,7 @@ from mlx_parallm.api.routes import (
     batches,
     chat,
     completions,
+    decisions,
     docs,
     files,
     health,
@@ -93,7 +94,12 @@ def _add_with_and_without_prefix(app: FastAPI, *routers: APIRouter) -> None:
 
 def _add_routes(app: FastAPI) -> None:
     _add_with_and_without_prefix(
-        app, chat.router, completions.router, models.router, moderations.router
+        app,
+        chat.router,
+        completions.router,
+        decisions.router,
+        models.router,
+        moderations.router,
     )
     for router in (
         tokenize.router,

@@ -131,6 +131,7 @@ def body_limits(config: ServerConfig) -> dict[str, int]:
     return {
         "/chat/completions": config.max_body_bytes,
         "/completions": config.max_body_bytes,
+        "/decisions": config.max_body_bytes,
         "/tokenize": config.max_body_bytes,
         "/detokenize": config.max_body_bytes,
         "/files": config.max_file_bytes + FORM_BYTES,

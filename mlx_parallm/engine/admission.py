@@ -23,6 +23,7 @@ def check_request(request: GenerateRequest, info: RunnerInfo) -> None:
     _check_ids("prompt", request.prompt_ids, info.vocab_size)
     _check_ids("logit_bias", (token_id for token_id, _ in params.logit_bias), info.vocab_size)
     _check_ids("stop_token_ids", params.stop_token_ids, info.vocab_size)
+    _check_ids("logprob_token_ids", params.logprob_token_ids, info.vocab_size)
     _check_ids("allowed_token_ids", params.allowed_token_ids or (), info.vocab_size)
     if params.allowed_token_ids is not None and not params.allowed_token_ids:
         raise InvalidRequestError("allowed_token_ids must not be empty.", param="allowed_token_ids")

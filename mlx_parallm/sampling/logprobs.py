@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import mlx.core as mx
@@ -47,6 +47,38 @@ class TargetLogprobs:
             return [()] * self.target.shape[0]
         pairs = zip(np.array(self.top_ids).tolist(), np.array(self.top).tolist(), strict=True)
         return [tuple(zip(row_ids, row, strict=True)) for row_ids, row in pairs]
+
+
+@dataclass(frozen=True, slots=True)
+class NamedLogprobs:
+    """Lazy log-probabilities of tokens that some rows ask for by id.
+
+    Attributes:
+        ids: of each such row, by its place in the batch.
+        values: float32, ``[len(ids), the most ids of a row]``; those of shorter rows are padded.
+    """
+
+    ids: Mapping[int, tuple[int, ...]]
+    values: mx.array
+
+    def to_python(self) -> dict[int, tuple[tuple[int, float], ...]]:
+        """Of each row, its tokens and their log-probabilities, in the order asked for."""
+        rows = zip(self.ids.items(), np.array(self.values).tolist(), strict=True)
+        return {row: tuple(zip(ids, values, strict=False)) for (row, ids), values in rows}
+
+
+def named_logprobs(logits: mx.array, ids: Mapping[int, tuple[int, ...]]) -> NamedLogprobs:
+    """Log-softmax in float32 at the tokens that rows name.
+
+    Args:
+        logits: any float dtype, ``[rows, vocab]``; the model's own, unmodified.
+        ids: token ids by row; not empty.
+    """
+    width = max(map(len, ids.values()))
+    padded = [[*row, *[0] * (width - len(row))] for row in ids.values()]
+    logits = logits[mx.array(list(ids))].astype(mx.float32)
+    norm = mx.logsumexp(logits, axis=-1, keepdims=True)
+    return NamedLogprobs(ids, mx.take_along_axis(logits, mx.array(padded), axis=-1) - norm)
 
 
 def target_logprobs(

@@ -28,6 +28,7 @@ class RowSettings:
         drawn: rows that are not greedy.
         counts: ``(row, how many likeliest tokens it wants)``, of rows that want log-probabilities.
         top: the most that a row wants.
+        named: the tokens whose log-probabilities a row wants by id.
     """
 
     def __init__(self, specs: Sequence[SampleSpec]) -> None:
@@ -40,6 +41,11 @@ class RowSettings:
         self.counts = tuple(
             (row, one.logprobs) for row, one in enumerate(self._params) if one.logprobs is not None
         )
+        self.named = {
+            row: one.logprob_token_ids
+            for row, one in enumerate(self._params)
+            if one.logprob_token_ids and one.logprobs is not None
+        }
         self.top = max((count for _, count in self.counts), default=0)
 
     def are_of(self, specs: Sequence[SampleSpec]) -> bool:

@@ -12,7 +12,12 @@ from mlx_parallm.batch import SampledToken, SampleSpec, TokenLogprob
 from mlx_parallm.sampling.adjust import adjust_logits
 from mlx_parallm.sampling.kernel_sampling import MAX_TOP, SamplingKernels
 from mlx_parallm.sampling.keys import random_keys
-from mlx_parallm.sampling.logprobs import TargetLogprobs, target_logprobs
+from mlx_parallm.sampling.logprobs import (
+    NamedLogprobs,
+    TargetLogprobs,
+    named_logprobs,
+    target_logprobs,
+)
 from mlx_parallm.sampling.row_settings import RowSettings
 from mlx_parallm.sampling.token_masks import apply_token_mask
 from mlx_parallm.sampling.truncation import truncate
@@ -39,15 +44,18 @@ class SampleResult:
         tokens: uint32, ``[rows]``.
         logprobs: for the rows of ``logprob_counts``, in its order; None when no row asks.
         logprob_counts: ``(row, how many likeliest tokens it wants)``.
+        named: for the rows that name tokens, instead of the likeliest; None when no row does.
     """
 
     tokens: mx.array
     logprobs: TargetLogprobs | None = None
     logprob_counts: tuple[tuple[int, int], ...] = ()
+    named: NamedLogprobs | None = None
 
     def arrays(self) -> list[mx.array]:
         """What must be evaluated before ``to_python``."""
-        return [self.tokens, *(self.logprobs.arrays() if self.logprobs else ())]
+        named = [self.named.values] if self.named else []
+        return [self.tokens, *named, *(self.logprobs.arrays() if self.logprobs else ())]
 
     def to_python(self, seq_ids: Sequence[int]) -> tuple[SampledToken, ...]:
         """The tokens with their log-probabilities; ``seq_ids`` has one entry per row."""
@@ -62,8 +70,9 @@ class SampleResult:
         if self.logprobs is None:
             return {}
         entries = zip(self.logprob_counts, self.logprobs.to_python(), strict=True)
+        named = self.named.to_python() if self.named else {}
         return {
-            row: TokenLogprob(entry.token_id, entry.logprob, entry.top[:count])
+            row: TokenLogprob(entry.token_id, entry.logprob, named.get(row, entry.top[:count]))
             for (row, count), entry in entries
         }
 
@@ -100,7 +109,8 @@ class Sampler:
         counts = self._rows.counts
         if not counts:
             return SampleResult(tokens)
-        return SampleResult(tokens, self._logprobs(logits, tokens), counts)
+        named = named_logprobs(logits, self._rows.named) if self._rows.named else None
+        return SampleResult(tokens, self._logprobs(logits, tokens), counts, named)
 
     def choose(
         self,

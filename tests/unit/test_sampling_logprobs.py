@@ -72,3 +72,27 @@ def test_logprobs_are_the_models_own_and_only_for_rows_that_ask():
     assert first.logprob.rank is third.logprob.rank is None
     assert second.logprob is None
     assert [token for token, _ in third.logprob.top] == np.argsort(-expected[2])[:2].tolist()
+
+
+def test_tokens_named_by_a_row_are_reported_in_its_order():
+    logits = np.random.default_rng(0).normal(size=(3, 10)).astype(np.float32) * 2
+    asked = [{"logprobs": 1, "logprob_token_ids": (7, 0, 7)}, {"logprobs": 2}, {}]
+    asked[2] = {
+        "logprobs": 0,
+        "logprob_token_ids": (3,),
+        "temperature": 0.0,
+        "logit_bias": ((3, 9),),
+    }
+    specs = [
+        SampleSpec(params=SamplingParams(**one), seed=0, position=0, prompt_ids=(), output_ids=[])
+        for one in asked
+    ]
+    result = Sampler()(mx.array(logits), specs)
+    mx.eval(result.arrays())
+    first, second, third = [token.logprob for token in result.to_python(range(3))]
+    expected = log_softmax(logits)
+    assert [token for token, _ in first.top] == [7, 0, 7]
+    assert [value for _, value in first.top] == pytest.approx(expected[0, [7, 0, 7]], abs=1e-5)
+    assert len(second.top) == 2
+    assert second.top[0][0] == np.argmax(logits[1])
+    assert third.top == ((3, pytest.approx(expected[2, 3], abs=1e-5)),)

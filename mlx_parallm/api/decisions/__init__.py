@@ -1,0 +1,1 @@
+"""Typed questions about an input, answered by the probabilities of labels."""

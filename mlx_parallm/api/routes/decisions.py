@@ -1,0 +1,94 @@
+"""``POST /v1/decisions``."""
+
+from __future__ import annotations
+
+from fastapi import APIRouter, Depends, Request, Response
+from starlette.responses import JSONResponse
+
+from mlx_parallm.api.auth import client_of
+from mlx_parallm.api.decisions.answers import answer, ask
+from mlx_parallm.api.decisions.prompt import input_text
+from mlx_parallm.api.decisions.scoring import EncodedQuestion, QuestionEncoder, score
+from mlx_parallm.api.dependencies import (
+    ConfigDep,
+    EngineDep,
+    MaxWaitingDep,
+    refuse_lone_surrogates,
+)
+from mlx_parallm.api.generation import unless_disconnected
+from mlx_parallm.api.offload import maybe_in_thread
+from mlx_parallm.api.schemas.decisions import (
+    DecisionRequest,
+    DecisionResponse,
+    DecisionUsage,
+    InputDetails,
+)
+from mlx_parallm.engine.interface import EngineClient, ServedModel
+from mlx_parallm.request import GenerateRequest
+
+router = APIRouter(dependencies=[Depends(refuse_lone_surrogates)])
+
+
+@router.post("/decisions", response_model=DecisionResponse)
+async def create_decision(
+    body: DecisionRequest,
+    request: Request,
+    engine: EngineDep,
+    config: ConfigDep,
+    max_waiting: MaxWaitingDep,
+) -> Response:
+    """Answer questions about an input by the probabilities of their labels; nothing is sampled."""
+    model = engine.get_model(body.model)
+    questions = await encode(body, model)
+    template = GenerateRequest(
+        request_id=f"decision-{request.state.answer_id}",
+        model=model.names[0],
+        prompt_ids=questions[0].prompt_ids,
+        priority=body.priority,
+        client=client_of(request.headers, config),
+        cache_salt=body.cache_salt,
+    )
+    return await unless_disconnected(
+        request, _decide(body, engine, template, questions, max_waiting)
+    )
+
+
+async def encode(body: DecisionRequest, model: ServedModel) -> list[EncodedQuestion]:
+    """Every question's prompt and labels.
+
+    Raises:
+        InvalidRequestError: the input or a question is malformed.
+    """
+    text = input_text(body.input)
+    asked = [ask(question, number) for number, question in enumerate(body.questions)]
+
+    def work() -> list[EncodedQuestion]:
+        encoder = QuestionEncoder(model, text)
+        return [encoder.encode(question) for question in asked]
+
+    # Of every question its labels are encoded too.
+    length = len(text) + sum(len(one.text) + 16 * len(one.labels) for one in asked)
+    return await maybe_in_thread(work, length)
+
+
+async def _decide(
+    body: DecisionRequest,
+    engine: EngineClient,
+    template: GenerateRequest,
+    questions: list[EncodedQuestion],
+    max_waiting: int | None,
+) -> Response:
+    scores = await score(engine, template, questions, max_waiting=max_waiting)
+    answers = [
+        answer(question, encoded.tree.probabilities(logprobs))
+        for question, encoded, logprobs in zip(
+            body.questions, questions, scores.logprobs, strict=True
+        )
+    ]
+    usage = DecisionUsage(
+        input_tokens=scores.input_tokens,
+        input_tokens_details=InputDetails(cached_tokens=scores.cached_tokens),
+        total_tokens=scores.input_tokens,
+    )
+    whole = DecisionResponse(model=body.model, answers=answers, usage=usage)
+    return JSONResponse(whole.model_dump())
