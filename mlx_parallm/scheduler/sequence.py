@@ -221,7 +221,8 @@ class Sequence:
             rule = self.thinking.rule(has_pending=self.num_pending > 0)
             banned += rule.banned
             if rule.forced is not None:
-                params = replace(params, allowed_token_ids=(rule.forced,))
+                # The grammar, if there is one, follows reasoning and not the tokens of it.
+                params = replace(params, allowed_token_ids=(rule.forced,), grammar=None)
         output_ids = self.output_ids
         if proposals and params.has_penalty:
             output_ids = [*output_ids, *proposals]
