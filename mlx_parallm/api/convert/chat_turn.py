@@ -9,6 +9,7 @@ from mlx_parallm.api.convert.chat_tools import (
     chat_tools,
 )
 from mlx_parallm.api.convert.sampling import sampling_params
+from mlx_parallm.api.convert.structure import body_structure
 from mlx_parallm.api.schemas.chat import ChatRequest
 from mlx_parallm.api.turns.request import TurnRequest
 from mlx_parallm.api.turns.tools import Tool, ToolChoice
@@ -28,6 +29,7 @@ def chat_turn(body: ChatRequest, *, request_id: str, client: str, max_logprobs: 
     """
     body.check_supported()
     tools, choice = _tools(body)
+    structure = body_structure(body)
     limit = body.max_completion_tokens
     return TurnRequest(
         request_id=request_id,
@@ -35,6 +37,8 @@ def chat_turn(body: ChatRequest, *, request_id: str, client: str, max_logprobs: 
         tools=tools,
         tool_choice=choice,
         parallel_tool_calls=body.parallel_tool_calls and not body.is_function_call,
+        structure=None if structure is None else structure[0],
+        structure_field="" if structure is None else structure[1],
         template_kwargs=body.template_kwargs(),
         thinking_budget=body.thinking_budget(),
         separate_reasoning=body.separate_reasoning,

@@ -6,66 +6,38 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from mlx_parallm.api.grammars import grammar_of
 from mlx_parallm.api.schemas.common import GenerationRequest
 from mlx_parallm.engine.interface import ServedModel
 from mlx_parallm.errors import InvalidRequestError
 from mlx_parallm.grammar import spec as specs
 from mlx_parallm.grammar.spec import GrammarKind, GrammarSpec
-from mlx_parallm.grammar.vocabulary import UNSUPPORTED
 from mlx_parallm.request import Grammar
 
-# Work is bounded otherwise; this bounds it where the machine is busy or a bound is missing.
-COMPILE_TIMEOUT_S = 10.0
-
 _Read = Callable[[Any, str], GrammarSpec | None]
-
-
-async def grammar_of(
-    spec: GrammarSpec, model: ServedModel, *, param: str, begins_after: str | None = None
-) -> Grammar:
-    """Compile what an answer must match, off the event loop unless it is known.
-
-    Args:
-        spec: what to match.
-        model: who answers.
-        param: the request field it came from, for errors.
-        begins_after: see ``Grammar``.
-
-    Raises:
-        InvalidRequestError: it is wrong, cannot be enforced, or is too much work.
-    """
-    compiler = model.grammars
-    if compiler is None:
-        raise InvalidRequestError(f"{UNSUPPORTED}.", param=param)
-    text = compiler.known(spec)
-    if text is None:
-        future = asyncio.wrap_future(compiler.submit(spec))
-        try:
-            text = await asyncio.wait_for(future, COMPILE_TIMEOUT_S)
-        except InvalidRequestError as refusal:
-            refusal.param = param
-            raise
-        except TimeoutError:
-            raise InvalidRequestError(
-                f"It took more than {COMPILE_TIMEOUT_S:.0f} s to make a grammar of this.",
-                param=param,
-            ) from None
-    return Grammar(text=text, begins_after=begins_after)
 
 
 async def body_grammar(body: GenerationRequest, model: ServedModel) -> Grammar | None:
     """What the fields of a request body ask an answer to match; None if they do not.
 
     Raises:
-        InvalidRequestError: see ``structure_of`` and ``grammar_of``.
+        InvalidRequestError: see ``body_structure`` and ``grammar_of``.
     """
-    found = structure_of({name: getattr(body, name) for name in STRUCTURE_FIELDS})
+    found = body_structure(body)
     return None if found is None else await grammar_of(found[0], model, param=found[1])
+
+
+def body_structure(body: GenerationRequest) -> tuple[GrammarSpec, str] | None:
+    """What the fields of a request body ask for, and the field that asks; None if none does.
+
+    Raises:
+        InvalidRequestError: see ``structure_of``.
+    """
+    return structure_of({name: getattr(body, name) for name in STRUCTURE_FIELDS})
 
 
 def structure_of(fields: Mapping[str, Any]) -> tuple[GrammarSpec, str] | None:

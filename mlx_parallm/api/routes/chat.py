@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from fastapi import APIRouter, Depends, Request, Response
 
 from mlx_parallm.api.auth import client_of
@@ -11,7 +9,6 @@ from mlx_parallm.api.convert.answer import AnswerHead
 from mlx_parallm.api.convert.chat import ChatAnswer
 from mlx_parallm.api.convert.chat_turn import chat_turn
 from mlx_parallm.api.convert.logprobs import TokenNames
-from mlx_parallm.api.convert.structure import body_grammar
 from mlx_parallm.api.dependencies import (
     ConfigDep,
     EngineDep,
@@ -42,7 +39,6 @@ async def create_chat_completion(
         client=client_of(request.headers, config),
         max_logprobs=config.max_logprobs,
     )
-    turn = replace(turn, structure=await body_grammar(body, model))
     prepared = await prepare_turn(turn, model)
     head = AnswerHead(
         id=turn.request_id,

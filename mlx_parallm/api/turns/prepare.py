@@ -7,19 +7,15 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from mlx_parallm.api.offload import maybe_in_thread
+from mlx_parallm.api.turns.constraints import Constraint, constrain, unsupported
 from mlx_parallm.api.turns.history import template_messages
 from mlx_parallm.api.turns.request import TurnRequest
 from mlx_parallm.api.turns.stream import TurnStream
-from mlx_parallm.api.turns.tools import ToolMode
 from mlx_parallm.engine.interface import ServedModel
-from mlx_parallm.errors import InvalidRequestError
 from mlx_parallm.parsing.formats import ReasoningFormat, ToolFormat
 from mlx_parallm.parsing.parts import TurnParser
 from mlx_parallm.parsing.turn import turn_parser
-from mlx_parallm.request import GenerateRequest, Grammar, SamplingParams, ThinkingBudget
-
-# What begins the answer in OpenAI's Harmony (https://cookbook.openai.com/articles/openai-harmony).
-HARMONY_FINAL = "<|channel|>final<|message|>"
+from mlx_parallm.request import GenerateRequest, SamplingParams, ThinkingBudget
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,12 +27,14 @@ class PreparedTurn:
         model: who answers.
         rendered: the prompt as text.
         request: for the engine.
+        tool_format: how tool calls are written in the answer; None where there are none.
     """
 
     turn: TurnRequest
     model: ServedModel
     rendered: str
     request: GenerateRequest
+    tool_format: ToolFormat | None
 
     @property
     def prompt_ids(self) -> tuple[int, ...]:
@@ -60,7 +58,7 @@ class PreparedTurn:
         keeps_special = not self.request.params.skip_special_tokens
         hides = keeps_special and turn.params.skip_special_tokens
         return turn_parser(
-            tool_format=_tool_format(turn, self.model),
+            tool_format=self.tool_format,
             reasoning_format=reasoning,
             tools=[tool.for_template() for tool in turn.callable_tools],
             reasoning_is_open=reasoning is not None and reasoning.is_open_after(self.rendered),
@@ -72,20 +70,27 @@ async def prepare_turn(turn: TurnRequest, model: ServedModel) -> PreparedTurn:
     """Render and encode the conversation; decide how the answer is constrained and read.
 
     Raises:
-        InvalidRequestError: a message is malformed, or the template refuses the conversation.
+        InvalidRequestError: a message is malformed, the template refuses the conversation, or the
+            model cannot answer as it is asked to.
     """
-    _check_tools(turn, model)
     rendered, prompt_ids = await render_turn(turn, model)
+    constraint = await constrain(turn, model, rendered)
     request = GenerateRequest(
         request_id=turn.request_id,
         model=model.names[0],
         prompt_ids=prompt_ids,
-        params=_params(turn, model, rendered),
+        params=_params(turn, model, constraint, rendered),
         priority=turn.priority,
         client=turn.client,
         cache_salt=turn.cache_salt,
     )
-    return PreparedTurn(turn=turn, model=model, rendered=rendered, request=request)
+    return PreparedTurn(
+        turn=turn,
+        model=model,
+        rendered=rendered,
+        request=request,
+        tool_format=constraint.tool_format,
+    )
 
 
 async def render_turn(turn: TurnRequest, model: ServedModel) -> tuple[str, tuple[int, ...]]:
@@ -95,7 +100,7 @@ async def render_turn(turn: TurnRequest, model: ServedModel) -> tuple[str, tuple
         InvalidRequestError: a message is malformed, or the template refuses the conversation.
     """
     messages = template_messages(turn.messages)
-    tools = [tool.for_template() for tool in turn.callable_tools] or None
+    tools = [tool.for_template() for tool in turn.shown_tools] or None
 
     def render() -> tuple[str, tuple[int, ...]]:
         text = model.tokenizer.render_chat(
@@ -110,25 +115,21 @@ async def render_turn(turn: TurnRequest, model: ServedModel) -> tuple[str, tuple
     return await maybe_in_thread(render, _length(messages, tools))
 
 
-def _tool_format(turn: TurnRequest, model: ServedModel) -> ToolFormat | None:
-    """How this turn's calls are written; None where there are none."""
-    return model.tool_format if turn.callable_tools else None
-
-
 def _reasoning_format(turn: TurnRequest, model: ServedModel) -> ReasoningFormat | None:
     return model.reasoning_format if turn.separate_reasoning else None
 
 
-def _params(turn: TurnRequest, model: ServedModel, rendered: str) -> SamplingParams:
+def _params(
+    turn: TurnRequest, model: ServedModel, constraint: Constraint, rendered: str
+) -> SamplingParams:
     """The engine's parameters; markers that are special tokens must be in the text."""
-    formats = (_tool_format(turn, model), _reasoning_format(turn, model))
+    formats = (constraint.tool_format, _reasoning_format(turn, model))
     special = model.tokenizer.special_tokens
     keeps = any(one is not None and one.keeps_special_tokens(special) for one in formats)
-    skips = turn.params.skip_special_tokens and not keeps
     return replace(
         turn.params,
-        skip_special_tokens=skips,
-        grammar=_after_reasoning(turn.structure, model.reasoning_format, rendered),
+        skip_special_tokens=turn.params.skip_special_tokens and not keeps,
+        grammar=constraint.grammar,
         thinking_budget=_thinking_budget(turn, model, rendered),
     )
 
@@ -140,7 +141,7 @@ def _thinking_budget(turn: TurnRequest, model: ServedModel, rendered: str) -> Th
         return None
     end_id = model.tokenizer.token_id(form.end)
     if end_id is None or form.is_harmony:
-        raise _unsupported(
+        raise unsupported(
             "This model ends its reasoning with more than one token.", "thinking_token_budget"
         )
     return ThinkingBudget(
@@ -149,41 +150,6 @@ def _thinking_budget(turn: TurnRequest, model: ServedModel, rendered: str) -> Th
         start_id=model.tokenizer.token_id(form.start),
         is_open=form.is_open_after(rendered),
     )
-
-
-def _after_reasoning(
-    grammar: Grammar | None, form: ReasoningFormat | None, rendered: str
-) -> Grammar | None:
-    """The grammar of what follows the reasoning, which is free."""
-    if grammar is None or form is None:
-        return grammar
-    if form.is_harmony:
-        return replace(grammar, begins_after=HARMONY_FINAL)
-    if form.is_open_after(rendered):
-        return replace(grammar, begins_after=form.end)
-    if rendered.rstrip().endswith(form.end):
-        return grammar
-    return replace(grammar, begins_after=form.end, free_start=form.start)
-
-
-def _check_tools(turn: TurnRequest, model: ServedModel) -> None:
-    """Refuse tools that the model would not be told of, or whose calls nobody could read."""
-    if not turn.callable_tools:
-        return
-    if turn.tool_choice.mode is ToolMode.REQUIRED:
-        raise _unsupported("A tool_choice that forces a call is not supported.", "tool_choice")
-    if not model.allows_auto_tools:
-        raise _unsupported("This server lets no model choose tools by itself.", "tool_choice")
-    if not model.tokenizer.takes_tools:
-        raise _unsupported("This model's chat template takes no tools.", "tools")
-    if model.tool_format is None and model.parses_tools:
-        raise _unsupported(
-            "How this model writes tool calls is not known; --tool-call-parser says it.", "tools"
-        )
-
-
-def _unsupported(message: str, param: str) -> InvalidRequestError:
-    return InvalidRequestError(message, param=param, code="unsupported_parameter")
 
 
 def _length(

@@ -6,8 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from mlx_parallm.api.turns.tools import Tool, ToolChoice, callable_tools
-from mlx_parallm.request import Grammar, SamplingParams
+from mlx_parallm.api.turns.tools import Tool, ToolChoice, ToolMode, callable_tools
+from mlx_parallm.grammar.spec import GrammarSpec
+from mlx_parallm.request import SamplingParams
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,7 +23,8 @@ class TurnRequest:
         tools: what may be called; checked by ``check_tools``.
         tool_choice: what must be called; checked by ``check_choice``.
         parallel_tool_calls: false: at most one call; further ones are left out.
-        structure: what the content must match; not together with calls.
+        structure: what the content must match, where the model calls no tool.
+        structure_field: the body's field that it came from, for errors.
         template_kwargs: further variables of the template, such as ``enable_thinking``; they win
             over the model's default ones.
         separate_reasoning: false: reasoning is content, with its markers.
@@ -40,7 +42,8 @@ class TurnRequest:
     tools: tuple[Tool, ...] = ()
     tool_choice: ToolChoice = field(default_factory=ToolChoice)
     parallel_tool_calls: bool = True
-    structure: Grammar | None = None
+    structure: GrammarSpec | None = None
+    structure_field: str = "response_format"
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     separate_reasoning: bool = True
     thinking_budget: int | None = None
@@ -50,6 +53,15 @@ class TurnRequest:
     priority: int = 0
     client: str = ""
     cache_salt: str | None = None
+
+    @property
+    def shown_tools(self) -> tuple[Tool, ...]:
+        """The tools that the model is told of.
+
+        A grammar keeps it from calling those that it may not: then it sees all, so that the prompt
+        is the same whatever the choice.
+        """
+        return self.tools if self.tool_choice.mode is ToolMode.REQUIRED else self.callable_tools
 
     @property
     def callable_tools(self) -> tuple[Tool, ...]:

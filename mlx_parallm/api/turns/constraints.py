@@ -1,0 +1,193 @@
+"""What the text of a turn must match: forced calls, a structure, or one of both."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from mlx_parallm.api.grammars import grammar_of
+from mlx_parallm.api.turns.request import TurnRequest
+from mlx_parallm.api.turns.tools import ToolMode
+from mlx_parallm.engine.interface import ServedModel
+from mlx_parallm.errors import InvalidRequestError
+from mlx_parallm.grammar import spec as specs
+from mlx_parallm.grammar.spec import GrammarKind, GrammarSpec
+from mlx_parallm.parsing.forced import ForcedCalls, arguments_schema, forced_calls
+from mlx_parallm.parsing.formats import CallText, ReasoningFormat, ToolFormat, tools_of
+from mlx_parallm.request import Grammar
+
+# What begins the answer in OpenAI's Harmony (https://cookbook.openai.com/articles/openai-harmony).
+HARMONY_FINAL = "<|channel|>final<|message|>"
+
+
+@dataclass(frozen=True, slots=True)
+class Constraint:
+    """How a turn is written.
+
+    Attributes:
+        grammar: what its text must match; None for anything.
+        tool_format: how its tool calls are written; None where there are none.
+    """
+
+    grammar: Grammar | None
+    tool_format: ToolFormat | None
+
+
+async def constrain(turn: TurnRequest, model: ServedModel, rendered: str) -> Constraint:
+    """What a turn must match, and how its calls are to be read.
+
+    * A forced call: calls only, in the model's own format where that can be forced. If the template
+      takes no tools, the model has not seen them, but what it calls is valid.
+    * A structure: content that matches it; with tools, that or calls.
+    * Tools with ``strict``: whenever the model begins a call, it is a valid one, where the format
+      marks calls. Calls to other tools are left as free as their schema.
+
+    Raises:
+        InvalidRequestError: the model cannot do it, or a schema cannot be enforced.
+    """
+    tools = turn.callable_tools
+    _check(turn, model)
+    form = model.tool_format if tools else None
+    if tools and turn.tool_choice.mode is ToolMode.REQUIRED:
+        calls = _calls(turn, model)
+        spec = specs.context_free(calls.grammar, kind=GrammarKind.LARK, param="tools")
+        grammar = await grammar_of(spec, model, param="tools")
+        return Constraint(_after_thoughts(grammar, model, rendered), calls.tool_format)
+    if turn.structure is not None:
+        spec = _either(turn, model, turn.structure) if tools else turn.structure
+        grammar = await grammar_of(spec, model, param=turn.structure_field)
+        return Constraint(_after_reasoning(grammar, model.reasoning_format, rendered), form)
+    strict = _strict_calls(turn, form)
+    if strict is None:
+        return Constraint(None, form)
+    grammar = await grammar_of(strict, model, param="tools")
+    return Constraint(_after_thoughts(grammar, model, rendered), form)
+
+
+def _check(turn: TurnRequest, model: ServedModel) -> None:
+    """Refuse tools that the model would not be told of, or whose calls nobody could read."""
+    if not turn.callable_tools or turn.tool_choice.mode is ToolMode.REQUIRED:
+        return
+    if not model.allows_auto_tools:
+        raise unsupported("This server lets no model choose tools by itself.", "tool_choice")
+    if not model.tokenizer.takes_tools:
+        raise unsupported("This model's chat template takes no tools.", "tools")
+    if model.tool_format is None and model.parses_tools:
+        raise unsupported(
+            "How this model writes tool calls is not known; --tool-call-parser says it.", "tools"
+        )
+
+
+def unsupported(message: str, param: str) -> InvalidRequestError:
+    """The refusal of what this model cannot do."""
+    return InvalidRequestError(message, param=param, code="unsupported_parameter")
+
+
+def _calls(turn: TurnRequest, model: ServedModel) -> ForcedCalls:
+    return forced_calls(
+        model.tool_format,
+        _for_grammar(turn),
+        parallel=turn.parallel_tool_calls and not turn.tool_choice.is_named,
+        special_tokens={} if model.grammars is None else model.grammars.vocabulary.specials,
+    )
+
+
+def _for_grammar(turn: TurnRequest) -> list[dict[str, Any]]:
+    """The tools as ``parsing`` takes them."""
+    return [
+        {"name": tool.name, "parameters": tool.parameters, "strict": tool.strict}
+        for tool in turn.callable_tools
+    ]
+
+
+def _either(turn: TurnRequest, model: ServedModel, structure: GrammarSpec) -> GrammarSpec:
+    """The structure, or calls in the model's own format."""
+    form = model.tool_format
+    if form is None or form.forced is None or form.is_harmony:
+        raise unsupported(
+            "This model cannot choose between tools and a structured answer.", turn.structure_field
+        )
+    calls = {"type": "grammar", "grammar": _calls(turn, model).grammar}
+    either = {"type": "or", "elements": [_node(structure), calls]}
+    return specs.structural_tag({"format": either}, param=turn.structure_field)
+
+
+def _node(spec: GrammarSpec) -> Mapping[str, Any]:
+    """A specification as a part of a structural tag."""
+    match spec.kind:
+        case GrammarKind.JSON_SCHEMA | GrammarKind.LENIENT_JSON_SCHEMA:
+            strict = spec.kind is GrammarKind.JSON_SCHEMA
+            schema = json.loads(spec.text)
+            return {"type": "json_schema", "json_schema": schema, "strict": strict}
+        case GrammarKind.REGEX:
+            return {"type": "regex", "pattern": spec.text}
+        case GrammarKind.CHOICE:
+            options = [{"type": "const_string", "value": one} for one in json.loads(spec.text)]
+            return {"type": "or", "elements": options}
+        case GrammarKind.STRUCTURAL_TAG:
+            tag = json.loads(spec.text)
+            if isinstance(tag.get("format"), Mapping):
+                return tag["format"]
+            raise unsupported(
+                "A structural tag without a format cannot be combined with tools.",
+                "structured_outputs",
+            )
+        case GrammarKind.LARK | GrammarKind.GBNF | GrammarKind.EITHER:
+            return {"type": "grammar", "grammar": spec.text}
+
+
+def _strict_calls(turn: TurnRequest, form: ToolFormat | None) -> GrammarSpec | None:
+    """Free text in which every call is valid; None where no tool asks for that, or none can be."""
+    if form is None or not any(tool.strict for tool in turn.callable_tools):
+        return None
+    trigger = _trigger(form)
+    if form.forced is None or trigger is None:
+        return None
+    tags = [_tag(form.forced, tool) for tool in _for_grammar(turn)]
+    triggered = {
+        "type": "triggered_tags",
+        "triggers": [trigger],
+        "tags": tags,
+        "stop_after_first": not turn.parallel_tool_calls,
+    }
+    return specs.structural_tag({"format": triggered}, param="tools")
+
+
+def _trigger(form: ToolFormat) -> str | None:
+    """The marker that every call begins with, if it has one of its own."""
+    if form.forced is None or form.forced.begin or form.is_harmony:
+        return None
+    return next((one for one in form.markers if form.forced.call.startswith(one)), None)
+
+
+def _tag(text: CallText, tool: Mapping[str, Any]) -> dict[str, Any]:
+    (known,) = tools_of([tool])
+    begin, _, end = text.call.replace("$name", known.name).partition("$arguments")
+    content = {
+        "type": "json_schema",
+        "json_schema": arguments_schema(known),
+        "strict": known.strict,
+    }
+    return {"begin": begin, "content": content, "end": end}
+
+
+def _after_thoughts(grammar: Grammar, model: ServedModel, rendered: str) -> Grammar:
+    """The grammar of calls, before which there may be reasoning."""
+    form = model.reasoning_format
+    # Harmony's calls are messages of their own, which may come first.
+    return grammar if form and form.is_harmony else _after_reasoning(grammar, form, rendered)
+
+
+def _after_reasoning(grammar: Grammar, form: ReasoningFormat | None, rendered: str) -> Grammar:
+    """The grammar of what follows the reasoning, which is free."""
+    if form is None:
+        return grammar
+    if form.is_harmony:
+        return replace(grammar, begins_after=HARMONY_FINAL)
+    if form.is_open_after(rendered):
+        return replace(grammar, begins_after=form.end)
+    if rendered.rstrip().endswith(form.end):
+        return grammar
+    return replace(grammar, begins_after=form.end, free_start=form.start)
