@@ -175,9 +175,15 @@ def test_reasoning_before_a_forced_call_or_an_answer(client: openai.OpenAI) -> N
     choice = ask(client, hard)
     assert "85" in choice.message.content
     assert "carry" in choice.message.reasoning
-    choice = ask(client, hard, ROLL, tool_choice="required")
+    choice = ask(client, hard, ROLL, tool_choice="required", reasoning_effort="low")
     assert arguments(choice)
-    schema = {"type": "object", "properties": {"sum": {"type": "integer"}}, "required": ["sum"]}
+    assert "carry" in choice.message.reasoning
+    schema = {
+        "type": "object",
+        "properties": {"sum": {"type": "integer"}},
+        "required": ["sum"],
+        "additionalProperties": False,
+    }
     wanted = {"type": "json_schema", "json_schema": {"name": "s", "schema": schema, "strict": True}}
     choice = ask(client, hard, response_format=wanted)
     assert isinstance(json.loads(choice.message.content)["sum"], int)

@@ -39,7 +39,9 @@ async def constrain(turn: TurnRequest, model: ServedModel, rendered: str) -> Con
     """What a turn must match, and how its calls are to be read.
 
     * A forced call: calls only, in the model's own format where that can be forced. If the template
-      takes no tools, the model has not seen them, but what it calls is valid.
+      takes no tools, the model has not seen them, but what it calls is valid. There is reasoning
+      before it only where the prompt opens it or the request asks for it: a model that would rather
+      say something else would escape into it.
     * A structure: content that matches it; with tools, that or calls.
     * Tools with ``strict``: whenever the model begins a call, it is a valid one, where the format
       marks calls. Calls to other tools are left as free as their schema.
@@ -54,7 +56,7 @@ async def constrain(turn: TurnRequest, model: ServedModel, rendered: str) -> Con
         calls = _calls(turn, model)
         spec = specs.context_free(calls.grammar, kind=GrammarKind.LARK, param="tools")
         grammar = await grammar_of(spec, model, param="tools")
-        return Constraint(_after_thoughts(grammar, model, rendered), calls.tool_format)
+        return Constraint(_before_calls(grammar, turn, model, rendered), calls.tool_format)
     if turn.structure is not None:
         spec = _either(turn, model, turn.structure) if tools else turn.structure
         grammar = await grammar_of(spec, model, param=turn.structure_field)
@@ -171,6 +173,14 @@ def _tag(text: CallText, tool: Mapping[str, Any]) -> dict[str, Any]:
         "strict": known.strict,
     }
     return {"begin": begin, "content": content, "end": end}
+
+
+def _before_calls(
+    grammar: Grammar, turn: TurnRequest, model: ServedModel, rendered: str
+) -> Grammar:
+    """The grammar of forced calls, with what may be free before them."""
+    after = _after_thoughts(grammar, model, rendered)
+    return after if after.free_start is None or turn.asks_for_thinking else grammar
 
 
 def _after_thoughts(grammar: Grammar, model: ServedModel, rendered: str) -> Grammar:

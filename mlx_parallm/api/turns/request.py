@@ -55,6 +55,12 @@ class TurnRequest:
     cache_salt: str | None = None
 
     @property
+    def asks_for_thinking(self) -> bool:
+        """Whether the caller, not only the model, wants reasoning."""
+        effort = self.template_kwargs.get("reasoning_effort")
+        return self.template_kwargs.get("enable_thinking") is True or effort not in (None, "none")
+
+    @property
     def shown_tools(self) -> tuple[Tool, ...]:
         """The tools that the model is told of.
 
