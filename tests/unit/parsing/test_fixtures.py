@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from mlx_parallm.parsing.parts import (
     ToolCallBegin,
     TurnParser,
 )
-from mlx_parallm.parsing.registry import reasoning_format, tool_format
+from mlx_parallm.parsing.registry import reasoning_format, tool_format, tool_format_names
 from mlx_parallm.parsing.turn import turn_parser
 from mlx_parallm.parsing.writer import merge
 
@@ -72,20 +73,18 @@ def expected_parts(case: dict[str, Any]) -> list[Part]:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_whole_text(case: dict[str, Any]) -> None:
-    assert parts_of(case, [case["text"]]) == expected_parts(case)
+def test_parts_wherever_the_text_is_cut(case: dict[str, Any]) -> None:
+    text, expected = case["text"], expected_parts(case)
+    assert parts_of(case, [text]) == expected
+    assert parts_of(case, list(text)) == expected, "one character at a time"
+    for cut in range(1, len(text)):
+        assert parts_of(case, [text[:cut], text[cut:]]) == expected, f"cut after {text[:cut]!r}"
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_two_pieces_cut_anywhere(case: dict[str, Any]) -> None:
-    text = case["text"]
-    for cut in range(len(text) + 1):
-        assert parts_of(case, [text[:cut], text[cut:]]) == expected_parts(case), text[:cut]
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_one_character_at_a_time(case: dict[str, Any]) -> None:
-    assert parts_of(case, list(case["text"])) == expected_parts(case)
+def test_every_format_has_enough_cases() -> None:
+    counts = Counter(case.values[0].get("format") for case in CASES)
+    names = {tool_format(name).name for name in tool_format_names()} - {"json_array"}
+    assert {name for name in names if counts[name] < 8} == set()
 
 
 @settings(max_examples=200, deadline=None)

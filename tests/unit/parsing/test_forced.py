@@ -92,7 +92,9 @@ def check_calls(parts: list[Part], text: str) -> list[str]:
     return names
 
 
-@pytest.mark.parametrize("name", [*tool_format_names(), None])
+@pytest.mark.parametrize(
+    "name", [*sorted({tool_format(name).name for name in tool_format_names()}), None]
+)
 @pytest.mark.parametrize("parallel", [True, False])
 def test_random_matching_texts_are_calls(name: str | None, parallel: bool) -> None:
     own = tool_format(name) if name else None
