@@ -197,7 +197,7 @@ class ServerConfig:
         max_file_bytes: largest uploaded file.
         max_files_bytes: most bytes of all files together.
         max_num_seqs_of_batches: most sequences of batches in the engine at once; None is half of
-            its ``max_num_seqs``.
+            ``max_num_seqs``, or of ``max_num_seqs_per_client`` if that is less.
         sse_keep_alive_s: a comment line is sent on a stream silent for this long; 0 is off.
         shutdown_timeout_s: how long running requests may go on after SIGTERM.
         log_format: "console" or "json".

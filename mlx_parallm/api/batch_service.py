@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from mlx_parallm.api.internal import INTERNAL_CALLER, BackgroundEngine, Internal
 from mlx_parallm.batch_jobs.answers import LineResponse
 from mlx_parallm.batch_jobs.files import FileLimits
 from mlx_parallm.batch_jobs.service import BatchLimits, BatchService
-from mlx_parallm.config import ServerConfig
+from mlx_parallm.config import SchedulerConfig, ServerConfig
 from mlx_parallm.engine.interface import EngineClient
 from mlx_parallm.errors import ShuttingDownError
 
@@ -33,11 +34,18 @@ def make_batch_service(
             max_file_bytes=config.max_file_bytes, max_total_bytes=config.max_files_bytes
         ),
         max_line_bytes=config.max_body_bytes + LINE_BYTES,
-        max_samples=config.max_num_seqs_of_batches
-        or max(1, engine.config.scheduler.max_num_seqs // 2),
+        max_samples=_max_samples(config, engine.config.scheduler),
     )
     sender = LineSender(app, engine, max_waiting)
     return BatchService(Path(config.data_dir), limits, sender)
+
+
+def _max_samples(config: ServerConfig, scheduler: SchedulerConfig) -> int:
+    if config.max_num_seqs_of_batches is not None:
+        return config.max_num_seqs_of_batches
+    # A key's batch must not take all the places that the key may have, either.
+    places = min(scheduler.max_num_seqs, scheduler.max_num_seqs_per_client or math.inf)
+    return max(1, int(places) // 2)
 
 
 class LineSender:

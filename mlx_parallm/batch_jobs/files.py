@@ -132,10 +132,13 @@ class FileStore:
             StorageError: the disk refused it.
         """
         self.sweep()
-        if is_limited:
-            self.check_room(0)
         upload = Upload(self, self._folder / self._ids.make(UNFINISHED), is_limited=is_limited)
         self._uploads.add(upload)
+        try:
+            upload.claim(0)
+        except RequestTooLargeError:
+            upload.abandon()
+            raise
         return upload
 
     async def commit(
@@ -240,7 +243,7 @@ class FileStore:
             self._remove(record)
 
     def check_room(self, num_bytes: int) -> None:
-        """Refuse a file of this size, or what does not fit beside the others.
+        """Refuse a file of this size, or uploads that do not fit beside the files.
 
         Raises:
             RequestTooLargeError: it is too large.
@@ -249,7 +252,7 @@ class FileStore:
         if num_bytes > limits.max_file_bytes:
             raise RequestTooLargeError(f"The file is larger than {limits.max_file_bytes} bytes.")
         growing = sum(_charge(one.num_bytes) for one in self._uploads)
-        if self._stored + growing + MIN_CHARGE > limits.max_total_bytes:
+        if self._stored + growing > limits.max_total_bytes:
             raise RequestTooLargeError(
                 f"All files together may have {limits.max_total_bytes} bytes; delete some."
             )

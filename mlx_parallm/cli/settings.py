@@ -239,7 +239,8 @@ SETTINGS: tuple[Setting, ...] = (
              "most bytes of all files together; beyond it uploads are refused.", metavar="SIZE"),
     _setting("max-num-seqs-of-batches", "server.max_num_seqs_of_batches", values.integer(1),
              STORAGE, "most sequences of batches in the engine at once, so that places stay free "
-             "for other requests; half of --max-num-seqs if not given.", metavar="N"),
+             "for other requests. If not given: half of --max-num-seqs, or of "
+             "--max-num-seqs-per-key if that is less.", metavar="N"),
     _setting("shutdown-timeout", "server.shutdown_timeout_s", values.number(0), PROCESS,
              "how long running requests may go on after SIGTERM.", metavar="SECONDS"),
     _setting("restart-engine", "engine.restart_on_failure", values.boolean, PROCESS,

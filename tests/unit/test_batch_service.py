@@ -1,0 +1,417 @@
+"""Batches from beginning to end over an application that tests play: resumed, retried, cancelled."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mlx_parallm.batch_jobs.answers import LineResponse
+from mlx_parallm.batch_jobs.files import FileLimits
+from mlx_parallm.batch_jobs.records import BatchRecord, State
+from mlx_parallm.batch_jobs.run import MAX_TRIES, growing_delay
+from mlx_parallm.batch_jobs.service import BatchLimits, BatchOrder, BatchService
+from mlx_parallm.batch_jobs.store import MAX_OPEN
+from mlx_parallm.errors import (
+    InvalidRequestError,
+    NotFoundError,
+    OverloadedError,
+    ShuttingDownError,
+    StorageError,
+)
+
+ENDPOINT = "/v1/completions"
+NUM_PLACES = 3
+Handler = Callable[[str, dict[str, Any]], Awaitable[LineResponse]]
+USAGE = {
+    "prompt_tokens": 2,
+    "completion_tokens": 3,
+    "prompt_tokens_details": {"cached_tokens": 1},
+}
+
+
+def good(number: int) -> LineResponse:
+    return LineResponse(200, "id", {"answer": number, "usage": USAGE})
+
+
+def failing(status: int) -> LineResponse:
+    return LineResponse(status, "id", {"error": {"message": "no"}})
+
+
+async def answer_at_once(_: str, body: dict[str, Any]) -> LineResponse:
+    return good(body["number"])
+
+
+class World:
+    """A data folder, and the services that come and go over it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.handler: Handler = answer_at_once
+        self.sent: list[tuple[str, int]] = []
+        self.now = 1000.0
+        self.delays: list[int] = []
+        self.service = self.make()
+
+    def make(self) -> BatchService:
+        files = FileLimits(max_file_bytes=2**20, max_total_bytes=2**30)
+        limits = BatchLimits(files=files, max_line_bytes=10_000, max_samples=NUM_PLACES)
+        return BatchService(
+            self.folder, limits, self.send, now=lambda: self.now, delay=self.no_delay
+        )
+
+    def no_delay(self, num_tries: int) -> float:
+        self.delays.append(num_tries)
+        return 0
+
+    async def send(
+        self, owner: str, url: str, body: dict[str, Any], request_id: str
+    ) -> LineResponse:
+        assert url == ENDPOINT
+        assert request_id.startswith("batch_req_")
+        self.sent.append((owner, body["number"]))
+        return await self.handler(owner, body)
+
+    async def restart(self) -> None:
+        await self.service.stop()
+        self.service = self.make()
+        self.service.start()
+
+    async def upload(self, content: bytes, owner: str = "me", purpose: str = "batch") -> str:
+        upload = self.service.files.begin()
+        upload.claim(len(content))
+        upload.write(content)
+        record = await self.service.files.commit(
+            upload, owner=owner, filename="in", purpose=purpose
+        )
+        return record.id
+
+    async def create(self, num_lines: int, owner: str = "me", **more: Any) -> BatchRecord:
+        file_id = await self.upload(lines(num_lines, **more), owner)
+        return await self.service.create(
+            owner, BatchOrder(input_file_id=file_id, endpoint=ENDPOINT, metadata={"a": "b"})
+        )
+
+    async def until(self, record: BatchRecord, is_so: Callable[[BatchRecord], bool]) -> BatchRecord:
+        async with asyncio.timeout(60):
+            while True:
+                found = self.service.get(record.id, record.owner)
+                if is_so(found):
+                    return found
+                await asyncio.sleep(0)
+
+    async def end_of(self, record: BatchRecord) -> BatchRecord:
+        return await self.until(record, lambda one: one.has_ended)
+
+    def results(self, record: BatchRecord) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+        def read(file_id: str | None) -> list[dict[str, Any]]:
+            if file_id is None:
+                return []
+            assert self.service.files.get(file_id, record.owner).num_bytes
+            text = self.service.files.path(file_id).read_text("utf-8")
+            return [json.loads(one) for one in text.splitlines()]
+
+        return read(record.output_file_id), read(record.error_file_id)
+
+
+def lines(count: int, **more: Any) -> bytes:
+    entries = [
+        {"custom_id": f"c{n}", "method": "POST", "url": ENDPOINT, "body": {"number": n} | more}
+        for n in range(count)
+    ]
+    return "\n".join(json.dumps(one) for one in entries).encode()
+
+
+@pytest.fixture
+async def world(tmp_path: Path) -> AsyncIterator[World]:
+    world = World(tmp_path / "data")
+    yield world
+    await world.service.stop()
+
+
+async def test_a_batch_from_beginning_to_end(world: World) -> None:
+    async def some_fail(_: str, body: dict[str, Any]) -> LineResponse:
+        return failing(400) if body["number"] % 4 == 1 else good(body["number"])
+
+    world.handler = some_fail
+    record = await world.create(10, model="m")
+    assert record.status == State.VALIDATING
+    record = await world.end_of(record)
+    output, errors = world.results(record)
+    assert [one["custom_id"] for one in output] == [f"c{n}" for n in range(10) if n % 4 != 1]
+    assert [one["custom_id"] for one in errors] == ["c1", "c5", "c9"]
+    assert output[0]["response"] == {"status_code": 200, "request_id": "id", "body": good(0).body}
+    assert output[0]["error"] is None
+    assert errors[0]["response"]["status_code"] == 400
+    assert (record.status, record.total, record.completed, record.failed) == ("completed", 10, 7, 3)
+    assert record.model == "m"
+    assert record.in_progress_at == record.finalizing_at == record.completed_at == 1000
+    assert record.usage == {
+        "input_tokens": 14, "input_tokens_details": {"cached_tokens": 7},
+        "output_tokens": 21, "output_tokens_details": {"reasoning_tokens": 0},
+        "total_tokens": 35,
+    }  # fmt: skip
+    await world.restart()
+    assert world.service.get(record.id, "me") == record
+    assert not list(world.folder.rglob("*.journal"))
+
+
+@pytest.mark.parametrize("stop_after", range(0, 13, 2))
+async def test_a_server_that_ends_anywhere_answers_every_line_once(
+    world: World, stop_after: int
+) -> None:
+    hang = asyncio.Event()
+
+    async def stop_at(_: str, body: dict[str, Any]) -> LineResponse:
+        if len(world.sent) > stop_after:
+            await hang.wait()
+        return good(body["number"])
+
+    world.handler = stop_at
+    record = await world.create(12)
+    await world.until(record, lambda _: len(world.sent) >= min(stop_after + 1, 12))
+    await world.restart()
+    hang.set()
+    world.handler = answer_at_once
+    record = await world.end_of(record)
+    output, errors = world.results(record)
+    assert errors == []
+    assert [one["response"]["body"]["answer"] for one in output] == list(range(12))
+    # Only what was in flight is done twice.
+    assert sum(count - 1 for count in Counter(world.sent).values()) <= NUM_PLACES
+
+
+async def test_a_draining_server_lets_lines_end_and_the_next_one_goes_on(world: World) -> None:
+    release = asyncio.Event()
+
+    async def drain(_: str, body: dict[str, Any]) -> LineResponse:
+        if body["number"] == 2:
+            raise ShuttingDownError("no")
+        await release.wait()
+        return good(body["number"])
+
+    world.handler = drain
+    record = await world.create(9)
+    await world.until(record, lambda _: len(world.sent) == 3)
+    release.set()
+    await world.until(record, lambda one: one.completed == 2)
+    assert len(world.sent) <= 4
+    world.handler = answer_at_once
+    await world.restart()
+    record = await world.end_of(record)
+    assert (record.status, record.completed) == ("completed", 9)
+    assert Counter(world.sent)["me", 0] == 1
+
+
+async def test_a_failing_server_is_asked_again_some_times_and_a_full_one_until_it_has_room(
+    world: World,
+) -> None:
+    statuses = {0: [500, 503], 1: [500] * 99, 2: [429] * 20, 3: [501] * 9}
+
+    async def trouble(_: str, body: dict[str, Any]) -> LineResponse:
+        left = statuses[body["number"]]
+        return failing(left.pop()) if left else good(body["number"])
+
+    world.handler = trouble
+    record = await world.end_of(await world.create(4))
+    output, errors = world.results(record)
+    assert [one["custom_id"] for one in output] == ["c0", "c2"]
+    assert [one["response"]["status_code"] for one in errors] == [500, 501]
+    counts = Counter(number for _, number in world.sent)
+    assert [counts[n] for n in range(4)] == [3, MAX_TRIES, 21, 1]
+    assert [growing_delay(n) for n in (1, 2, 3, 99)] == [1, 2, 4, 60]
+
+
+async def test_no_more_samples_than_places_and_every_line_gets_its_turn(world: World) -> None:
+    held = most = 0
+
+    async def measure(_: str, body: dict[str, Any]) -> LineResponse:
+        nonlocal held, most
+        held += 1
+        most = max(most, held)
+        await asyncio.sleep(0)
+        held -= 1
+        return good(body["number"])
+
+    world.handler = measure
+    assert (await world.end_of(await world.create(20))).completed == 20
+    assert most == NUM_PLACES
+    most = 0
+    # Each line wants more places than there are: one at a time.
+    assert (await world.end_of(await world.create(5, n=50))).completed == 5
+    assert most == 1
+
+
+async def test_owners_take_turns(world: World) -> None:
+    records = [await world.create(12, owner) for owner in ("a", "b")]
+    for record in records:
+        await world.end_of(record)
+    first_b = next(place for place, (owner, _) in enumerate(world.sent) if owner == "b")
+    assert first_b < 12
+    with pytest.raises(NotFoundError):
+        world.service.get(records[0].id, "b")
+    with pytest.raises(NotFoundError):
+        await world.service.cancel(records[0].id, "b")
+    assert [one.id for one in world.service.list("a", limit=9)[0]] == [records[0].id]
+
+
+async def test_a_cancelled_batch_keeps_its_answers_and_tells_of_the_rest(world: World) -> None:
+    async def some_hang(_: str, body: dict[str, Any]) -> LineResponse:
+        if body["number"] >= 4:
+            await asyncio.Event().wait()
+        return good(body["number"])
+
+    world.handler = some_hang
+    record = await world.create(10)
+    await world.until(record, lambda one: one.completed == 4)
+    waiting = await world.create(3)
+    assert (await world.service.cancel(record.id, "me")).status == State.CANCELLING
+    assert (await world.service.cancel(record.id, "me")).status == State.CANCELLING
+    assert (await world.service.cancel(waiting.id, "me")).status == State.CANCELLING
+    record, waiting = await world.end_of(record), await world.end_of(waiting)
+    output, errors = world.results(record)
+    assert [one["custom_id"] for one in output] == ["c0", "c1", "c2", "c3"]
+    assert [one["custom_id"] for one in errors] == [f"c{n}" for n in range(4, 10)]
+    assert {one["error"]["code"] for one in errors} == {"batch_cancelled"}
+    assert (record.status, record.completed, record.failed) == ("cancelled", 4, 6)
+    assert (waiting.status, waiting.output_file_id, waiting.error_file_id) == (
+        "cancelled", None, None,
+    )  # fmt: skip
+    with pytest.raises(InvalidRequestError, match="cancelled"):
+        await world.service.cancel(record.id, "me")
+    # Its input is free now.
+    world.service.files.delete(record.input_file_id, "me")
+
+
+async def test_an_expired_batch_keeps_its_answers_and_tells_of_the_rest(world: World) -> None:
+    async def some_hang(_: str, body: dict[str, Any]) -> LineResponse:
+        if body["number"] >= 2:
+            await asyncio.Event().wait()
+        return good(body["number"])
+
+    world.handler = some_hang
+    record = await world.create(5)
+    await world.until(record, lambda one: one.completed == 2)
+    world.now += 24 * 3600
+    await world.restart()
+    record = await world.end_of(record)
+    output, errors = world.results(record)
+    assert [one["custom_id"] for one in output] == ["c0", "c1"]
+    assert [one["error"]["code"] for one in errors] == ["batch_expired"] * 3
+    assert record.status == "expired"
+    assert record.expired_at == world.now
+
+
+async def test_a_bad_file_fails_with_its_lines_and_nothing_is_sent(world: World) -> None:
+    file_id = await world.upload(lines(2) + b"\n{\n" + lines(1))
+    order = BatchOrder(input_file_id=file_id, endpoint=ENDPOINT)
+    record = await world.end_of(await world.service.create("me", order))
+    assert record.status == "failed"
+    assert [(one["line"], one["code"]) for one in record.errors or ()] == [
+        (3, "invalid_json_line"), (4, "duplicate_custom_id"),
+    ]  # fmt: skip
+    assert world.sent == []
+
+
+async def test_a_batch_needs_a_file_of_its_owner_for_batches(world: World) -> None:
+    mine, other = await world.upload(lines(1)), await world.upload(lines(1), purpose="user_data")
+    for owner, file_id in (("you", mine), ("me", "file-0"), ("me", other)):
+        with pytest.raises(InvalidRequestError) as refusal:
+            await world.service.create(owner, BatchOrder(input_file_id=file_id, endpoint=ENDPOINT))
+        assert refusal.value.param == "input_file_id"
+
+
+async def test_open_batches_of_an_owner_are_bounded_and_their_input_stays(world: World) -> None:
+    async def hang(*_: object) -> LineResponse:
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    world.handler = hang
+    record = await world.create(1)
+    order = BatchOrder(input_file_id=record.input_file_id, endpoint=ENDPOINT)
+    for _ in range(MAX_OPEN - 1):
+        await world.service.create("me", order)
+    with pytest.raises(OverloadedError):
+        await world.service.create("me", order)
+    await world.restart()
+    with pytest.raises(InvalidRequestError, match="input"):
+        world.service.files.delete(record.input_file_id, "me")
+
+
+async def test_an_input_that_is_gone_fails_its_batch(world: World) -> None:
+    async def hang(*_: object) -> LineResponse:
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    world.handler = hang
+    record = await world.create(3)
+    await world.until(record, lambda one: one.status == State.IN_PROGRESS)
+    world.service.files.path(record.input_file_id).unlink()
+    await world.restart()
+    record = await world.end_of(record)
+    assert [one["code"] for one in record.errors or ()] == ["input_file_missing"]
+
+
+async def test_a_bug_fails_one_batch_and_the_next_goes_on(world: World) -> None:
+    async def bug(_: str, body: dict[str, Any]) -> LineResponse:
+        if body["number"] == 1:
+            raise ZeroDivisionError
+        return good(body["number"])
+
+    world.handler = bug
+    broken, whole = await world.create(3), await world.create(1)
+    assert (await world.end_of(broken)).status == "failed"
+    assert (await world.end_of(whole)).status == "completed"
+
+
+async def test_a_crash_while_the_files_are_written_does_not_double_them(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    record = await world.create(4)
+    commit = world.service.files.commit
+    committed = asyncio.Event()
+
+    async def commit_and_hang(*args: Any, **kwargs: Any) -> Any:
+        await commit(*args, **kwargs)
+        committed.set()
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(world.service.files, "commit", commit_and_hang)
+    await asyncio.wait_for(committed.wait(), 60)
+    await world.restart()
+    record = await world.end_of(record)
+    assert record.status == "completed"
+    assert len(world.results(record)[0]) == 4
+    files, _ = world.service.files.list("me", limit=99)
+    assert {one.id for one in files} == {record.input_file_id, record.output_file_id}
+    assert Counter(number for _, number in world.sent).most_common(1)[0][1] == 1
+
+
+async def test_a_folder_that_is_not_there_is_made_on_first_use(world: World) -> None:
+    world.service.start()
+    assert not world.folder.exists()
+    assert world.service.list("me", limit=1) == ([], False)
+    assert world.folder.exists()
+
+
+async def test_a_second_server_waits_until_the_folder_is_free(world: World) -> None:
+    hang = asyncio.Event()
+
+    async def wait(_: str, body: dict[str, Any]) -> LineResponse:
+        await hang.wait()
+        return good(body["number"])
+
+    world.handler = wait
+    record = await world.create(2)
+    second = World(world.folder)
+    second.service.start()
+    with pytest.raises(StorageError, match="Another server"):
+        second.service.list("me", limit=1)
+    await world.service.stop()
+    assert (await second.end_of(record)).completed == 2
+    await second.service.stop()
