@@ -1,4 +1,4 @@
-"""Batches from beginning to end over an application that tests play: resumed, retried, cancelled."""
+"""Batches from beginning to end, over an application that tests play."""
 
 from __future__ import annotations
 
