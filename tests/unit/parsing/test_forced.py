@@ -9,6 +9,7 @@ from typing import Any
 import jsonschema_rs
 import llguidance
 import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from mlx_parallm.errors import InvalidRequestError
 from mlx_parallm.parsing.forced import arguments_schema, forced_calls
@@ -58,19 +59,25 @@ LONGEST = 4000
 
 
 def sample(grammar: str, chance: random.Random) -> str:
-    matcher = llguidance.LLMatcher(TOKENIZER, llguidance.LLMatcher.grammar_from_lark(grammar))
+    return TOKENIZER.decode_bytes(sample_tokens(grammar, chance, TOKENIZER)).decode()
+
+
+def sample_tokens(
+    grammar: str, chance: random.Random, tokenizer: llguidance.LLTokenizer
+) -> list[int]:
+    matcher = llguidance.LLMatcher(tokenizer, llguidance.LLMatcher.grammar_from_lark(grammar))
     assert not matcher.is_error(), matcher.get_error()
     tokens: list[int] = []
     while not matcher.is_stopped():
         assert len(tokens) < LONGEST
         mask = matcher.compute_bitmask()
-        allowed = [i for i in range(TOKENIZER.vocab_size) if mask[i // 8] >> (i % 8) & 1]
+        allowed = [i for i in range(tokenizer.vocab_size) if mask[i // 8] >> (i % 8) & 1]
         token = chance.choice(allowed)
-        if token == TOKENIZER.eos_token:
+        if token == tokenizer.eos_token:
             break
         tokens.append(token)
         assert matcher.consume_token(token)
-    return TOKENIZER.decode_bytes(tokens).decode()
+    return tokens
 
 
 def parts_of(form: ToolFormat, text: str, size: int) -> list[Part]:
@@ -112,6 +119,24 @@ def test_a_named_tool_is_the_only_one() -> None:
     for seed in range(3):
         text = sample(forced.grammar, random.Random(seed))
         assert set(check_calls(parts_of(forced.tool_format, text, size=3), text)) == {"now"}
+
+
+def test_special_tokens_are_sampled_as_such() -> None:
+    """A tokenizer whose markers are special tokens spells them with nothing else."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE({letter: i for i, letter in enumerate(alphabet)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    form = tool_format("kimi_k2")
+    tokenizer.add_special_tokens(["<|im_end|>", *form.markers])
+    special = {one.content: i for i, one in tokenizer.get_added_tokens_decoder().items()}
+    vocabulary = llguidance.LLTokenizer(tokenizer.to_str(), eos_token=special["<|im_end|>"])
+    forced = forced_calls(form, TOOLS, parallel=True, special_tokens=special)
+    for seed in range(3):
+        tokens = sample_tokens(forced.grammar, random.Random(seed), vocabulary)
+        text = tokenizer.decode(tokens, skip_special_tokens=False)
+        assert special["<|tool_call_begin|>"] in tokens
+        check_calls(parts_of(forced.tool_format, text, size=2), text)
 
 
 def test_special_tokens_are_written_by_their_ids() -> None:

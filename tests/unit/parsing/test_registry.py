@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from mlx_parallm.demo.chat_format import template_text
@@ -115,3 +117,9 @@ def test_special_tokens_are_kept_where_they_are_markers() -> None:
     assert tool_format("mistral").keeps_special_tokens({"[TOOL_CALLS]"})
     assert not tool_format("hermes").keeps_special_tokens({"<|im_end|>"})
     assert reasoning_format("openai_gptoss").keeps_special_tokens({"<|channel|>"})
+
+
+def test_the_documentation_lists_every_name() -> None:
+    text = (Path(__file__).parents[3] / "docs" / "tool-calling.md").read_text()
+    names = (*tool_format_names(), *reasoning_format_names())
+    assert [name for name in names if f"`{name}`" not in text] == []
