@@ -40,7 +40,7 @@ OPENBLAS := $(firstword $(wildcard /usr/lib/*/openblas-pthread/libopenblas.so.0)
 endif
 FAST_BLAS := $(if $(OPENBLAS),LD_PRELOAD="$(OPENBLAS)$${LD_PRELOAD:+:$$LD_PRELOAD}")
 
-.PHONY: help serve test lint format unit bench doctor docs check-pins hooks venv clean
+.PHONY: help serve test page-test lint format unit bench doctor docs check-pins hooks venv clean
 .DEFAULT_GOAL := help
 
 help: ## List the targets
@@ -54,6 +54,10 @@ test: lint ## Lint, types, layers and every test
 
 unit: $(DEV_STAMP) ## The fast tests only
 	@$(FAST_BLAS) $(BIN)/python -m pytest tests/unit $(ARGS)
+
+page-test: $(RUNTIME_STAMP) ## The page at / in Chromium (needs Node and Chromium)
+	@cd tests/page && npm ci --no-audit --no-fund && \
+		PYTHON="$(abspath $(BIN)/python)" SERVER_PRELOAD="$(OPENBLAS)" npm test
 
 lint: $(DEV_STAMP) ## ruff, pyright, import layers, Dockerfile
 	$(BIN)/ruff check .

@@ -6,11 +6,13 @@ import { el, setText, svg } from "./dom.js";
 const WIDTH = 300;
 const HEIGHT = 100;
 
-/** The next of 1, 2, 5, 10, 20, 50 … at or over a value. */
+const TOPS = [1, 1.5, 2, 3, 4, 6, 8, 10];
+
+/** A round number at or over a value, for the top of an axis. */
 export function niceMax(value) {
   if (!(value > 0)) return 1;
   const power = 10 ** Math.floor(Math.log10(value));
-  return [1, 2, 5, 10].map((step) => step * power).find((top) => top >= value * 0.9999);
+  return TOPS.map((step) => step * power).find((top) => top >= value * 0.9999);
 }
 
 /** The runs of a line's points that have a value, as lists of `[x, y]` in the drawing. */

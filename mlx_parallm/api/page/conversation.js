@@ -12,7 +12,6 @@ export class Answer {
     this.error = null;
     this.startedMs = startedMs;
     this.firstMs = null;
-    this.lastMs = null;
     this.endedMs = null;
   }
 
@@ -31,7 +30,6 @@ export class Answer {
     if (choice.finish_reason) this.finishReason = choice.finish_reason;
     if (reasoning || delta.content || delta.tool_calls?.length || tokens.length) {
       this.firstMs ??= nowMs;
-      this.lastMs = nowMs;
     }
   }
 
@@ -56,17 +54,20 @@ export class Answer {
     return message;
   }
 
-  /** Seconds to the first token, seconds in all, tokens, and tokens a second after the first. */
+  /**
+   * Seconds to the first token and in all, tokens, and tokens a second of all the time: what comes
+   * after the first token may come at once, if the network or this machine held it back.
+   */
   stats() {
     const tokens = this.usage?.completion_tokens ?? null;
-    const decodeS = (this.lastMs - this.firstMs) / 1000;
+    const totalS = this.endedMs === null ? null : (this.endedMs - this.startedMs) / 1000;
     return {
       firstS: this.firstMs === null ? null : (this.firstMs - this.startedMs) / 1000,
-      totalS: this.endedMs === null ? null : (this.endedMs - this.startedMs) / 1000,
+      totalS,
       promptTokens: this.usage?.prompt_tokens ?? null,
       cachedTokens: this.usage?.prompt_tokens_details?.cached_tokens ?? null,
       tokens,
-      tokensPerS: tokens > 1 && decodeS > 0 ? (tokens - 1) / decodeS : null,
+      tokensPerS: tokens !== null && totalS > 0 ? tokens / totalS : null,
     };
   }
 }
@@ -86,6 +87,11 @@ export class Conversation {
   cutFrom(turn) {
     const place = this.turns.indexOf(turn);
     if (place >= 0) this.turns.length = place;
+  }
+
+  /** Whether a turn is still part of it. */
+  has(turn) {
+    return this.turns.includes(turn);
   }
 
   get last() {

@@ -22,7 +22,7 @@ const PERSON = {
   additionalProperties: false,
 };
 
-const PLAIN = { tools: "", tool_choice: "auto", format: "text", logprobs: false };
+const PLAIN = { tools: "", tool_choice: "auto", format: "text", logprobs: false, thinking: "" };
 const text = (value) => JSON.stringify(value, null, 2);
 
 /** What each is called, says and sets. */
@@ -30,8 +30,8 @@ export const EXAMPLES = [
   { name: "Think in steps", prompt: "What is 347 + 586?", settings: PLAIN },
   {
     name: "See the probabilities",
-    prompt: "Sort these numbers: 42 7 19 88 3",
-    settings: { ...PLAIN, logprobs: true },
+    prompt: "What is 68 * 47?",
+    settings: { ...PLAIN, logprobs: true, thinking: "off" },
   },
   {
     name: "Call a tool",

@@ -29,7 +29,7 @@ export function statsLine(stats) {
   const parts = [];
   if (stats.firstS !== null) parts.push(`first token ${seconds(stats.firstS)}`);
   if (stats.tokensPerS !== null) parts.push(`${amount(stats.tokensPerS)} tokens/s`);
-  if (stats.totalS !== null) parts.push(`${seconds(stats.totalS)} in all`);
+  if (stats.totalS !== null) parts.push(`${seconds(stats.totalS)} total`);
   if (stats.tokens !== null) parts.push(`${stats.tokens} tokens`);
   if (stats.promptTokens !== null) {
     const cached = stats.cachedTokens ? `, ${stats.cachedTokens} cached` : "";

@@ -5,7 +5,7 @@ import { amount } from "./format.js";
 
 const COLUMNS = [
   ["Model", (model) => el("code", {}, model.id)],
-  ["Context", (model) => `${model.max_model_len.toLocaleString()} tokens`],
+  ["Context", (model) => `${model.max_model_len?.toLocaleString() ?? "–"} tokens`],
   ["KV blocks", (_, pool) => (pool ? `${amount(Number(pool.num_gpu_blocks))} × ${pool.block_size}` : "–")],
   ["KV type", (_, pool) => pool?.cache_dtype ?? "–"],
   ["Attention", (_, pool) => pool?.attention_backend ?? "–"],

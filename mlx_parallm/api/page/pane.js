@@ -86,10 +86,15 @@ export class Pane {
     }
     answer.endedMs = performance.now();
     this.running = null;
-    this.#scrollAfter(() => view.finish({ isStopped: stop.signal.aborted }));
+    if (this.conversation.has(answer)) this.#finish(view, stop.signal.aborted);
+    this.onChange();
+  }
+
+  #finish(view, isStopped) {
+    const { answer } = view;
+    this.#scrollAfter(() => view.finish({ isStopped }));
     this.#showNumbers(answer.stats());
     this.announce(`${this.name}: ${answer.error ?? (answer.content || "Tool call.")}`);
-    this.onChange();
   }
 
   stop() {

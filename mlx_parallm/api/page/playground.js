@@ -41,6 +41,7 @@ export class Playground {
     });
     this.stopButton.addEventListener("click", () => this.panes.forEach((pane) => pane.stop()));
     this.compareButton.addEventListener("click", () => this.#compare(this.panes.length === 1));
+    if (/Mac|iP/.test(navigator.platform)) part(this.root, "shortcut").textContent = "⌘ ⏎";
     const buttons = EXAMPLES.map((example) => {
       const onclick = () => this.#take(example);
       return el("button", { type: "button", class: "chip", title: example.prompt, onclick }, example.name);

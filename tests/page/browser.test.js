@@ -1,0 +1,321 @@
+// The page in Chromium, against a server with the embedded model under two names and a key.
+
+import assert from "node:assert/strict";
+import { createServer, request } from "node:http";
+import { after, before, test } from "node:test";
+import { answered, enterKey, KEY, openPage, say, startBrowser, startServer } from "./setup.js";
+
+const NAMES = ["first-model", "second-model"];
+const PHONE = { viewport: { width: 390, height: 844 } };
+let server;
+let browser;
+
+before(async () => {
+  const names = NAMES.flatMap((name) => ["--served-model-name", name]);
+  server = await startServer("--api-key", KEY, "--max-model-len", "2048", ...names);
+  browser = await startBrowser();
+});
+
+after(async () => {
+  await browser?.close();
+  await server?.stop();
+});
+
+/** A test with a page of its own, which has the key; it must end without a fault. */
+function pageTest(name, run, options = {}) {
+  test(name, { timeout: 90_000 }, async () => {
+    const { page, faults } = await openPage(browser, server.url, options);
+    await enterKey(page);
+    await page.locator("option", { hasText: NAMES[0] }).first().waitFor({ state: "attached" });
+    await run(page);
+    assert.deepEqual(faults, []);
+    await page.context().close();
+  });
+}
+
+const setting = (page, label, pane = 0) => page.getByLabel(label).nth(pane);
+const lastAnswer = (page) => page.locator(".answer").last();
+
+test("the key is asked for, refused, kept for the tab and taken away again", async () => {
+  const { page, faults } = await openPage(browser, server.url);
+  const dialog = page.getByRole("dialog");
+  await dialog.getByText("wants an API key").waitFor();
+  await enterKey(page, "wrong");
+  await dialog.getByText("refused this key").waitFor();
+  await enterKey(page);
+  await dialog.waitFor({ state: "hidden" });
+  await page.locator("option", { hasText: NAMES[1] }).first().waitFor({ state: "attached" });
+  await page.reload();
+  await page.locator("option", { hasText: NAMES[1] }).first().waitFor({ state: "attached" });
+  assert.equal(await dialog.isVisible(), false);
+  const stored = await page.evaluate(() => [Object.values(sessionStorage), Object.values(localStorage)]);
+  assert.deepEqual(stored, [[KEY], []]);
+  await page.getByRole("button", { name: "API key" }).click();
+  await enterKey(page, "");
+  await dialog.getByText("wants an API key").waitFor();
+  assert.deepEqual(faults, []);
+  await page.context().close();
+});
+
+pageTest("an answer streams, with reasoning that folds, and times", async (page) => {
+  await page.evaluate(() => {
+    window.lengths = new Set();
+    const log = document.querySelector(".log");
+    const note = () => window.lengths.add(log.querySelector(".answer")?.textContent.length ?? 0);
+    new MutationObserver(note).observe(log, { subtree: true, childList: true, characterData: true });
+  });
+  await setting(page, "Temperature").fill("0");
+  await say(page, "What is 347 + 586?");
+  assert.ok((await page.evaluate(() => window.lengths.size)) > 5, "the text grew in steps");
+  const answer = lastAnswer(page);
+  await answer.locator(".content", { hasText: "933" }).waitFor();
+  const thoughts = answer.locator(".thoughts");
+  assert.match(await thoughts.textContent(), /carry/);
+  await answer.getByText("Reasoning", { exact: true }).click();
+  await thoughts.waitFor({ state: "hidden" });
+  assert.match(await answer.locator("footer").textContent(), /first token .* tokens\/s .* total .* tokens/);
+  assert.match(await page.locator("#live").textContent(), /933/);
+  await say(page, "What is 2 + 2?");
+  await answer.getByRole("button", { name: "Again" }).waitFor();
+  assert.equal(await page.locator(".turn").count(), 4);
+  await page.locator(".answer").first().getByRole("button", { name: "Again" }).click();
+  await answered(page);
+  assert.equal(await page.locator(".turn").count(), 2);
+  await page.getByRole("button", { name: "Clear" }).first().click();
+  assert.equal(await page.locator(".turn").count(), 0);
+});
+
+pageTest("markup in texts stays text", async (page) => {
+  const evil = "<img src=x onerror=\"document.title='taken'\"><script>document.title='taken'</script>";
+  await setting(page, "Temperature").fill("0");
+  await say(page, `Repeat exactly: ${evil}`);
+  assert.ok((await page.locator(".user").textContent()).includes(evil));
+  assert.ok((await lastAnswer(page).textContent()).includes("<"));
+  assert.equal(await page.locator(".log :is(img, script)").count(), 0);
+  assert.equal(await page.title(), "mlx_parallm");
+});
+
+test("no script of the page can write markup", async () => {
+  const { page } = await openPage(browser, server.url);
+  await assert.rejects(page.evaluate(() => (document.body.innerHTML = "<b>x</b>")), /TrustedHTML/);
+  await page.context().close();
+});
+
+pageTest("tokens are coloured, and tell their alternatives by pointer and by key", async (page) => {
+  await setting(page, "Colour tokens by probability").check();
+  await setting(page, "Temperature").fill("2");
+  await setting(page, "Max tokens").fill("40");
+  await say(page, "Tell me a joke");
+  const tokens = lastAnswer(page).locator(".token");
+  assert.ok((await tokens.count()) > 5);
+  const levels = await tokens.evaluateAll((all) => new Set(all.map((one) => one.className)).size);
+  assert.ok(levels > 1, "more than one colour at temperature 2");
+  await tokens.nth(2).hover();
+  const card = page.getByRole("tooltip");
+  await card.waitFor();
+  const rows = await card.locator(".token-row").count();
+  assert.ok(rows === 5 || rows === 6);
+  assert.equal(await card.locator(".chosen").count(), 1);
+  await page.mouse.move(0, 0);
+  await card.waitFor({ state: "hidden" });
+  await tokens.first().focus();
+  await page.keyboard.press("ArrowRight");
+  assert.equal(await page.evaluate(() => document.activeElement.dataset.i), "1");
+  await card.waitFor();
+  await page.keyboard.press("Escape");
+  await card.waitFor({ state: "hidden" });
+  await setting(page, "Colour tokens by probability").uncheck();
+  await tokens.first().waitFor({ state: "hidden" });
+});
+
+pageTest("a tool is called, its result typed, and the model goes on", async (page) => {
+  await page.getByRole("button", { name: "Call a tool" }).click();
+  await setting(page, "Temperature").fill("0");
+  await page.getByLabel("Message").press("Control+Enter");
+  const result = page.getByLabel("Result of get_weather");
+  await result.waitFor();
+  const args = await lastAnswer(page).getByLabel("Arguments").textContent();
+  assert.deepEqual(JSON.parse(args), { city: "Oslo" });
+  await result.fill('{"temperature": 21, "sky": "sunny"}');
+  await page.getByRole("button", { name: "Send results" }).click();
+  await page.waitForFunction(() => document.querySelectorAll(".answer").length === 2);
+  await answered(page);
+  assert.match(await lastAnswer(page).locator(".content").textContent(), /21/);
+  assert.equal(await page.locator(".failed").count(), 0);
+});
+
+pageTest("an answer keeps to a schema", async (page) => {
+  await page.getByRole("button", { name: "Answer in JSON" }).click();
+  await setting(page, "Temperature").fill("1");
+  await page.getByLabel("Message").press("Control+Enter");
+  await page.waitForFunction(() => document.querySelector(".answer"));
+  await answered(page);
+  const person = JSON.parse(await lastAnswer(page).locator(".content").textContent());
+  assert.deepEqual(Object.keys(person).sort(), ["age", "city", "name"]);
+  assert.equal(typeof person.age, "number");
+});
+
+pageTest("a chat that is cleared while it streams is gone", async (page) => {
+  await page.getByLabel("Message").fill("Count from 1 to 99");
+  await page.getByRole("button", { name: "Send" }).click();
+  await page.locator(".answer .content:not(:empty)").waitFor();
+  await page.getByRole("button", { name: "Clear" }).first().click();
+  await page.getByRole("button", { name: "Send" }).waitFor();
+  assert.equal(await page.locator(".turn").count(), 0);
+  assert.equal(await page.locator("[data-part=tokens]").first().textContent(), "–");
+});
+
+pageTest("two settings of two models are compared", async (page) => {
+  await page.getByRole("button", { name: "Compare" }).click();
+  await page.getByRole("button", { name: "Settings" }).nth(1).click();
+  await setting(page, "Model", 1).selectOption(NAMES[1]);
+  await setting(page, "Thinking", 1).selectOption("off");
+  await page.getByRole("button", { name: "Settings" }).nth(1).click();
+  const bodies = [];
+  page.on("request", (request) => {
+    if (request.url().endsWith("completions")) bodies.push(request.postDataJSON());
+  });
+  await say(page, "What is 347 + 586?");
+  assert.deepEqual(bodies.map((body) => body.model).sort(), NAMES);
+  assert.deepEqual(bodies.map((body) => body.messages), [bodies[0].messages, bodies[0].messages]);
+  const panes = page.locator(".pane");
+  assert.equal(await panes.nth(0).locator(".thoughts").isVisible(), true);
+  assert.equal(await panes.nth(1).locator(".thoughts").isVisible(), false);
+  for (const i of [0, 1]) {
+    const numbers = await panes.nth(i).locator(".numbers dd").allTextContents();
+    assert.equal(numbers.length, 4);
+    assert.ok(numbers.every((text) => /\d/.test(text)), numbers.join(" "));
+  }
+  assert.match(await panes.nth(1).getByRole("heading", { level: 2 }).textContent(), /thinking off/);
+  await page.getByRole("button", { name: "Compare" }).click();
+  await panes.nth(1).waitFor({ state: "hidden" });
+});
+
+pageTest("an answer can be stopped", async (page) => {
+  await page.getByLabel("Message").fill("Count from 1 to 99");
+  await page.getByRole("button", { name: "Send" }).click();
+  await page.getByRole("button", { name: "Stop" }).click();
+  await lastAnswer(page).getByText("Stopped.").waitFor();
+  assert.equal(await page.getByRole("button", { name: "Send" }).isVisible(), true);
+  await say(page, "What is 2 + 2?");
+  assert.match(await lastAnswer(page).locator(".content").textContent(), /4/);
+});
+
+pageTest("what cannot be sent is told at the field, and nothing is sent", async (page) => {
+  let sent = 0;
+  page.on("request", (request) => (sent += Number(request.method() === "POST")));
+  for (const [label, text] of [["Tools", "[{"], ["Tools", "{}"], ["Temperature", "3"]]) {
+    const field = setting(page, label);
+    await field.fill(text);
+    await page.getByLabel("Message").fill("hello");
+    await page.getByLabel("Message").press("Control+Enter");
+    const problem = page.getByRole("alert");
+    assert.match(await problem.textContent(), new RegExp(label));
+    assert.equal(await field.evaluate((one) => one === document.activeElement), true);
+    await field.fill("");
+  }
+  assert.equal(sent, 0);
+  assert.equal(await page.locator(".turn").count(), 0);
+});
+
+test("what the server refuses is shown as it says it", async () => {
+  const { page } = await openPage(browser, server.url);
+  await enterKey(page);
+  await page.locator("option", { hasText: NAMES[0] }).first().waitFor({ state: "attached" });
+  await setting(page, "Max tokens").fill("99999");
+  await say(page, "hello");
+  await page.locator(".failed .note", { hasText: "maximum context length" }).waitFor();
+  await page.context().close();
+});
+
+pageTest("charts move, and the models are listed", async (page) => {
+  await page.getByRole("link", { name: "Playground" }).click();
+  await say(page, "Count from 1 to 40");
+  await page.getByRole("link", { name: "Server", exact: true }).click();
+  assert.equal(await page.locator(".chart").count(), 8);
+  const paths = () => page.locator(".chart .line-0").evaluateAll((all) => all.map((one) => one.getAttribute("d")));
+  await page.waitForFunction(() =>
+    [...document.querySelectorAll(".chart")].every((chart) => chart.querySelector(".line-0").getAttribute("d")));
+  const drawn = await paths();
+  await page.waitForFunction((old) =>
+    [...document.querySelectorAll(".chart .line-0")].some((one, i) => one.getAttribute("d") !== old[i]), drawn);
+  const peak = await page.locator(".chart", { hasText: "Generated tokens" }).locator(".axis-top").textContent();
+  assert.ok(Number.parseInt(peak) > 1, peak);
+  const latency = page.getByRole("img", { name: /Time to first token: median .* m?s, p95 .* m?s/ });
+  await latency.waitFor();
+  await latency.hover({ position: { x: 5, y: 20 } });
+  await page.getByText(/\d s ago/).first().waitFor();
+  const rows = page.locator("#models tbody tr");
+  assert.deepEqual(await rows.locator("code").allTextContents(), NAMES);
+  assert.match(await rows.first().textContent(), /2,048 tokens/);
+});
+
+for (const scheme of ["light", "dark"]) {
+  pageTest(`the theme follows a ${scheme} system until it is chosen`, async (page) => {
+    const ground = () => page.evaluate(() => getComputedStyle(document.body).backgroundColor);
+    const isDark = async () => Number(/\d+/.exec(await ground())[0]) < 128;
+    assert.equal(await isDark(), scheme === "dark");
+    await page.getByRole("button", { name: "Theme: system" }).click();
+    assert.equal(await isDark(), false);
+    await page.getByRole("button", { name: "Theme: light" }).click();
+    assert.equal(await isDark(), true);
+    await page.reload();
+    assert.equal(await isDark(), true);
+    await page.getByRole("button", { name: "Theme: dark" }).click();
+    assert.equal(await isDark(), scheme === "dark");
+  }, { colorScheme: scheme });
+}
+
+for (const [name, options] of [["a desk", {}], ["a phone", PHONE]]) {
+  pageTest(`nothing is cut off, shifts or lacks a name at the width of ${name}`, async (page) => {
+    const isWide = () => page.evaluate(() => document.scrollingElement.scrollWidth > innerWidth);
+    const check = async () => assert.equal(await isWide(), false);
+    await check();
+    await say(page, "What is 47 + 38?");
+    await page.getByRole("button", { name: "Compare" }).click();
+    await say(page, "What is 47 + 38?");
+    await check();
+    await page.getByRole("link", { name: "Server", exact: true }).click();
+    await page.getByRole("img", { name: /Generated tokens: tokens \d/ }).waitFor();
+    await check();
+    const nameless = await page.evaluate(() => {
+      const all = [...document.querySelectorAll("button, input, select, textarea, [role=img]")];
+      const isNamed = (one) => one.labels?.length || one.ariaLabel || one.textContent.trim();
+      return all.filter((one) => !isNamed(one)).map((one) => one.outerHTML);
+    });
+    assert.deepEqual(nameless, []);
+    assert.ok((await page.evaluate(() => window.shifts)) < 0.1);
+  }, options);
+}
+
+test("it works below a prefix that a proxy strips", { timeout: 60_000 }, async () => {
+  const proxy = createServer((incoming, outgoing) => {
+    if (!incoming.url.startsWith("/llm/")) return outgoing.writeHead(404).end();
+    const { method, headers } = incoming;
+    const onward = request(new URL(incoming.url.slice(5), server.url), { method, headers }, (answer) => {
+      outgoing.writeHead(answer.statusCode, answer.headers);
+      answer.pipe(outgoing);
+    });
+    return incoming.pipe(onward);
+  });
+  await new Promise((ready) => proxy.listen(0, "127.0.0.1", ready));
+  const { page, faults } = await openPage(browser, `http://127.0.0.1:${proxy.address().port}/llm/`);
+  await enterKey(page);
+  await page.locator("option", { hasText: NAMES[0] }).first().waitFor({ state: "attached" });
+  await say(page, "What is 2 + 2?");
+  assert.match(await lastAnswer(page).locator(".content").textContent(), /4/);
+  assert.deepEqual(faults, []);
+  await page.context().close();
+  proxy.closeAllConnections();
+  proxy.close();
+});
+
+test("a server that has gone is told", { timeout: 60_000 }, async () => {
+  const other = await startServer("--max-model-len", "256");
+  const { page } = await openPage(browser, other.url);
+  await page.locator("#status[data-state=up]").waitFor();
+  assert.equal(await page.getByRole("dialog").isVisible(), false, "no key, no question");
+  await other.stop();
+  await page.locator("#status[data-state=down]", { hasText: "no connection" }).waitFor();
+  await page.context().close();
+});

@@ -1,0 +1,176 @@
+// The page's modules that need no page.
+
+import assert from "node:assert/strict";
+import { test } from "node:test";
+
+const at = (name) => new URL(`../../mlx_parallm/api/page/${name}`, import.meta.url);
+const { readEvents } = await import(at("sse.js"));
+const { parseMetrics, quantile, rate, ratio, Reading } = await import(at("metrics.js"));
+const { Answer, Conversation } = await import(at("conversation.js"));
+const { blocksOf } = await import(at("markdown.js"));
+const { niceMax, runsOf } = await import(at("chart.js"));
+const { levelOf, tokenText } = await import(at("logprobs.js"));
+const { amount, percent, seconds } = await import(at("format.js"));
+const { pretty } = await import(at("tools.js"));
+
+async function events(...pieces) {
+  const stream = new ReadableStream({
+    start(controller) {
+      for (const piece of pieces) controller.enqueue(piece);
+      controller.close();
+    },
+  });
+  const found = [];
+  for await (const data of readEvents(stream)) found.push(data);
+  return found;
+}
+
+test("events are the same wherever the bytes are cut", async () => {
+  for (const end of ["\n", "\r\n", "\r"]) {
+    const lines = ['data: {"a": "ü€😀"}', "", ": keep-alive", "", "event: x", "data:one", "data: two", "", "data", ""];
+    const bytes = new TextEncoder().encode(lines.map((line) => line + end).join(""));
+    const whole = ['{"a": "ü€😀"}', "one\ntwo", ""];
+    assert.deepEqual(await events(bytes), whole);
+    for (let cut = 1; cut < bytes.length; cut++) {
+      assert.deepEqual(await events(bytes.slice(0, cut), bytes.slice(cut)), whole, `${cut}`);
+    }
+    assert.deepEqual(await events(...[...bytes].map((byte) => Uint8Array.of(byte))), whole);
+  }
+});
+
+test("an event that is cut off is not told", async () => {
+  assert.deepEqual(await events(new TextEncoder().encode("data: a\n\ndata: b\n")), ["a"]);
+});
+
+test("whoever stops reading cancels the stream", async () => {
+  let isCancelled = false;
+  const stream = new ReadableStream({
+    pull: (controller) => controller.enqueue(new TextEncoder().encode("data: a\n\n")),
+    cancel: () => (isCancelled = true),
+  });
+  for await (const _ of readEvents(stream)) break;
+  assert.ok(isCancelled);
+});
+
+const TEXT = (a, b, count) => `# HELP x A counter.
+# TYPE x counter
+x_total{model_name="a",path="c:\\\\d \\"e\\" }\\n"} ${a}
+x_total{model_name="b"} ${b}
+whole_total 8
+h_bucket{le="0.1",model_name="a"} ${count}
+h_bucket{le="0.2",model_name="a"} ${2 * count}
+h_bucket{le="0.4",model_name="a"} ${2 * count}
+h_bucket{le="+Inf",model_name="a"} ${4 * count}
+`;
+const reading = (timeS, ...values) => new Reading(parseMetrics(TEXT(...values)), timeS);
+
+test("metrics are read with their labels", () => {
+  const [first, second] = parseMetrics(TEXT(1.5e3, 2, 0)).get("x_total");
+  assert.deepEqual(first, { labels: { model_name: "a", path: 'c:\\d "e" }\n' }, value: 1500 });
+  assert.deepEqual(second, { labels: { model_name: "b" }, value: 2 });
+  assert.equal(reading(0, 1, 2, 0).sum("x_total"), 3);
+  assert.equal(reading(0, 1, 2, 0).of("b").sum("x_total"), 2);
+  assert.equal(reading(0, 1, 2, 0).sum("none"), 0);
+});
+
+test("rates are differences over time", () => {
+  const [before, now] = [reading(10, 1, 2, 0), reading(12, 5, 8, 0)];
+  assert.equal(rate(before, now, "x_total"), 5);
+  assert.equal(rate(before.of("a"), now.of("a"), "x_total"), 2);
+  assert.equal(rate(now, before, "x_total"), null, "a restart");
+  assert.equal(rate(now, now, "x_total"), null, "no time");
+  assert.equal(ratio(before, now, "x_total", "whole_total"), null);
+});
+
+test("quantiles are of what the buckets grew by", () => {
+  const [before, now] = [reading(0, 0, 0, 3), reading(1, 0, 0, 13)];
+  const close = (q, value) => assert.ok(Math.abs(quantile(before, now, "h", q) - value) < 1e-9);
+  close(0.125, 0.05);
+  close(0.25, 0.1);
+  close(0.5, 0.2);
+  assert.equal(quantile(before, now, "h", 0.95), 0.4, "the last finite bound");
+  assert.equal(quantile(now, now, "h", 0.5), null);
+  assert.equal(quantile(now, before, "h", 0.5), null);
+  assert.equal(quantile(before, now, "none", 0.5), null);
+});
+
+const chunk = (delta, more = {}) => ({ choices: [{ index: 0, delta, ...more }] });
+const call = (index, fields) => ({ tool_calls: [{ index, ...fields }] });
+
+test("an answer is put together from its chunks", () => {
+  const answer = new Answer(1000);
+  const chunks = [
+    [chunk({ role: "assistant", content: "" }), 1100],
+    [chunk({ reasoning: "think", reasoning_content: "think" }), 1200],
+    [chunk({ content: "Hi" }, { logprobs: { content: [{ token: "Hi", logprob: -1 }] } }), 1300],
+    [chunk(call(0, { id: "c0", type: "function", function: { name: "add", arguments: "" } })), 1400],
+    [chunk(call(0, { function: { arguments: '{"a":' } })), 1500],
+    [chunk(call(1, { id: "c1", function: { name: "sub", arguments: "{}" } })), 1600],
+    [chunk(call(0, { function: { arguments: "1}" } })), 1700],
+    [chunk({}, { finish_reason: "tool_calls" }), 1800],
+    [{ choices: [], usage: { prompt_tokens: 5, completion_tokens: 6 } }, 1900],
+  ];
+  for (const [one, nowMs] of chunks) answer.add(one, nowMs);
+  answer.endedMs = 2000;
+  assert.equal(answer.finishReason, "tool_calls");
+  assert.equal(answer.tokens.length, 1);
+  const named = (id, name, text) => ({ id, type: "function", function: { name, arguments: text } });
+  assert.deepEqual(answer.message(), {
+    role: "assistant",
+    content: "Hi",
+    reasoning_content: "think",
+    tool_calls: [named("c0", "add", '{"a":1}'), named("c1", "sub", "{}")],
+  });
+  const stats = answer.stats();
+  assert.deepEqual([stats.firstS, stats.totalS, stats.tokensPerS], [0.2, 1, 6]);
+});
+
+test("a conversation leaves out answers that said nothing", () => {
+  const chat = new Conversation();
+  const [failed, good] = [new Answer(0), new Answer(0)];
+  good.add(chunk({ content: "yes" }), 1);
+  for (const turn of [{ role: "user", content: "q" }, failed, good]) chat.add(turn);
+  assert.deepEqual(chat.messages("be kind").map((one) => one.role), ["system", "user", "assistant"]);
+  chat.cutFrom(failed);
+  assert.deepEqual(chat.messages(""), [{ role: "user", content: "q" }]);
+});
+
+test("a text is split into prose and code, at every length of it", () => {
+  const text = "one\n\n```js\nlet a = `b`;\n\n```\ntwo `x`\n~~~\nopen";
+  const kinds = blocksOf(text).map(({ kind, language, text: inner }) => [kind, language, inner]);
+  assert.deepEqual(kinds, [
+    ["text", "", "one\n"],
+    ["code", "js", "let a = `b`;\n"],
+    ["text", "", "two `x`"],
+    ["code", "", "open"],
+  ]);
+  for (let length = 0; length <= text.length; length++) blocksOf(text.slice(0, length));
+  assert.deepEqual(blocksOf("a ``` b"), [{ kind: "text", language: "", text: "a ``` b" }]);
+});
+
+test("charts have round tops and gaps where nothing is known", () => {
+  const tops = [0, 0.03, 1, 1.01, 3, 7, 10, 4200].map(niceMax);
+  assert.deepEqual(tops, [1, 0.03, 1, 1.5, 3, 8, 10, 6000]);
+  const points = [1, null, 3, 4].map((value, i) => ({ timeS: i, values: [value] }));
+  assert.deepEqual(runsOf(points, 0, 0, 3, 4), [
+    [["0.0", "75.0"]],
+    [["200.0", "25.0"], ["300.0", "0.0"]],
+  ]);
+});
+
+test("tokens are text, or bytes where they are half a character", () => {
+  assert.equal(tokenText({ token: "é", bytes: [0xc3, 0xa9] }), "é");
+  assert.equal(tokenText({ token: "�", bytes: [0xc3] }), "\\xc3");
+  assert.equal(tokenText({ token: "<|end|>", bytes: [] }), "<|end|>");
+  assert.equal(tokenText({ token: "a", bytes: null }), "a");
+  assert.deepEqual([0, 0.05, 0.2, 0.5, 0.8, 0.95, 1].map(levelOf), [0, 1, 2, 3, 4, 5, 5]);
+});
+
+test("numbers are written short", () => {
+  const write = (format, values) => values.map(format);
+  assert.deepEqual(write(seconds, [null, 0.0012, 0.04, 0.9994, 1.234, 75]), ["–", "1.2 ms", "40 ms", "999 ms", "1.23 s", "75 s"]);
+  assert.deepEqual(write(amount, [null, 0, 3.14, 99.4, 314.1, 12_345, 123_456, 1.2e6, 2e7]), ["–", "0", "3.1", "99.4", "314", "12.3k", "123k", "1.2M", "20M"]);
+  assert.deepEqual(write(percent, [null, 0, 0.0001, 0.034, 0.5, 1]), ["–", "0 %", "<0.1 %", "3.4 %", "50 %", "100 %"]);
+  assert.equal(pretty('{"a":1}'), '{\n  "a": 1\n}');
+  assert.equal(pretty('{"a":'), '{"a":');
+});
