@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
+import contextlib
+from collections.abc import AsyncIterator, Coroutine, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 from starlette.requests import Request
@@ -59,12 +60,8 @@ class Generation:
         """
         if max_waiting is not None:
             check_room(len(requests), requests[0].params.n, max_waiting)
-        try:
+        with named_by(fields):
             return cls(engine, await _admit(engine, requests))
-        except InvalidRequestError as refusal:
-            if refusal.param is not None:
-                refusal.param = fields.get(refusal.param, refusal.param)
-            raise
 
     async def abort(self) -> None:
         """End what still runs; after the end it does nothing."""
@@ -132,6 +129,17 @@ class Generation:
         except Exception as bug:  # noqa: BLE001 - raised again where the events are read
             await self._queue.put((number, bug))
         await self._queue.put((number, None))
+
+
+@contextlib.contextmanager
+def named_by(fields: Mapping[str, str]) -> Iterator[None]:
+    """Let refusals name the fields as a route's body calls them."""
+    try:
+        yield
+    except InvalidRequestError as refusal:
+        if refusal.param is not None:
+            refusal.param = fields.get(refusal.param, refusal.param)
+        raise
 
 
 async def _admit(

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from starlette.requests import Request
@@ -16,6 +17,18 @@ from mlx_parallm.errors import ParallmError
 from mlx_parallm.outputs import PromptEvent, TokenEvent
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class StreamForm:
+    """How a protocol writes its stream: chunks as bytes, and what comes after the last."""
+
+    encode: Callable[..., bytes]
+    end: bytes = b""
+
+
+CHUNKS = StreamForm(sse.data, sse.DONE)
+NAMED_EVENTS = StreamForm(sse.events)
 
 
 class Answer(Protocol):
@@ -41,9 +54,19 @@ class Answer(Protocol):
         """The chunks after the last event's."""
         ...
 
+    def failure(self, error: dict[str, Any]) -> list[dict[str, Any]]:
+        """The chunks that end a stream with an error; ``error`` is OpenAI's object of it."""
+        ...
+
 
 async def respond(
-    request: Request, generation: Generation, answer: Answer, *, stream: bool, keep_alive_s: float
+    request: Request,
+    generation: Generation,
+    answer: Answer,
+    *,
+    stream: bool,
+    keep_alive_s: float,
+    form: StreamForm = CHUNKS,
 ) -> Response:
     """Answer with everything, or with a stream once there is a first event.
 
@@ -53,9 +76,8 @@ async def respond(
         ParallmError: the generation failed; for a stream, before its first event.
     """
     if stream:
-        return await unless_disconnected(
-            request, _stream(request, generation, answer, keep_alive_s)
-        )
+        work = _stream(request, generation, answer, form, keep_alive_s)
+        return await unless_disconnected(request, work)
     return await unless_disconnected(request, _collect(generation, answer))
 
 
@@ -69,33 +91,36 @@ async def _collect(generation: Generation, answer: Answer) -> Response:
 
 
 async def _stream(
-    request: Request, generation: Generation, answer: Answer, keep_alive_s: float
+    request: Request,
+    generation: Generation,
+    answer: Answer,
+    form: StreamForm,
+    keep_alive_s: float,
 ) -> Response:
     try:
         await generation.wait_for_first(keep_alive_s)
     except BaseException:
         await generation.abort()
         raise
-    return sse.EventStreamResponse(
-        _encoded(request, generation, answer), on_close=generation.abort, keep_alive_s=keep_alive_s
-    )
+    chunks = _encoded(request, generation, answer, form)
+    return sse.EventStreamResponse(chunks, on_close=generation.abort, keep_alive_s=keep_alive_s)
 
 
 async def _encoded(
-    request: Request, generation: Generation, answer: Answer
+    request: Request, generation: Generation, answer: Answer, form: StreamForm
 ) -> AsyncIterator[bytes]:
     try:
         opening = answer.opening()
         if opening:
-            yield sse.data(*opening)
+            yield form.encode(*opening)
         async for prompt, event in generation.events():
             chunks = answer.chunks(prompt, event)
             if chunks:
-                yield sse.data(*chunks)
-        yield sse.data(*answer.closing()) + sse.DONE
+                yield form.encode(*chunks)
+        yield form.encode(*answer.closing()) + form.end
     except ParallmError as error:
-        yield sse.data(body_of(error)) + sse.DONE
+        yield form.encode(*answer.failure(body_of(error))) + form.end
     except Exception:
         # The status is sent: without an event the client would see a cut connection only.
         logger.exception("a stream failed", extra={"request_id": request.state.request_id})
-        yield sse.data(bug_body()) + sse.DONE
+        yield form.encode(*answer.failure(bug_body())) + form.end

@@ -28,6 +28,13 @@ def data(*payloads: dict[str, Any]) -> bytes:
     return "".join(f"data: {_encode(payload)}\n\n" for payload in payloads).encode()
 
 
+def events(*payloads: dict[str, Any]) -> bytes:
+    """One event per payload, named by its ``type``."""
+    return "".join(
+        f"event: {payload['type']}\ndata: {_encode(payload)}\n\n" for payload in payloads
+    ).encode()
+
+
 async def wait_for_disconnect(receive: Receive) -> None:
     """Return once the client has closed the connection."""
     while (await receive())["type"] != "http.disconnect":

@@ -109,6 +109,10 @@ class ChatAnswer:
             return []
         return [self._head.keys() | {"choices": [], "usage": usage_body(self.usage)}]
 
+    def failure(self, error: dict[str, Any]) -> list[dict[str, Any]]:
+        """The error itself."""
+        return [error]
+
     def _choice(self, index: int, sample: SampleState) -> dict[str, Any]:
         raw = sample.raw
         choice: dict[str, Any] = {

@@ -50,6 +50,7 @@ def chat_turn(body: ChatRequest, *, request_id: str, client: str, max_logprobs: 
             logprobs=body.top(),
             prompt_logprobs=body.prompt_logprobs,
             max_logprobs=max_logprobs,
+            n=body.n,
         ),
         priority=body.priority,
         client=client,

@@ -83,6 +83,10 @@ class CompletionAnswer:
             return []
         return [self._head.keys() | {"choices": [], "usage": usage_body(self.usage)}]
 
+    def failure(self, error: dict[str, Any]) -> list[dict[str, Any]]:
+        """The error itself."""
+        return [error]
+
     def _choice(self, index: int, sample: Sample, *, first: bool = True) -> dict[str, Any]:
         """A choice, or a piece of it; what belongs to the prompt comes with the first."""
         prompt = index // self._body.n

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from mlx_parallm.api.schemas.common import GenerationRequest
+from mlx_parallm.api.schemas.common import SamplingRequest
 from mlx_parallm.errors import InvalidRequestError
 from mlx_parallm.request import Grammar, SamplingParams
 
 
 def sampling_params(
-    body: GenerationRequest,
+    body: SamplingRequest,
     *,
     max_tokens: int | None,
     logprobs: int | None,
     prompt_logprobs: int | None,
     max_logprobs: int,
+    n: int = 1,
     grammar: Grammar | None = None,
 ) -> SamplingParams:
     """The engine's parameters of a body.
@@ -27,7 +28,7 @@ def sampling_params(
             name = "top_logprobs" if name == "logprobs" and hasattr(body, "top_logprobs") else name
             raise InvalidRequestError(f"{name} is at most {max_logprobs} here.", param=name)
     return SamplingParams(
-        n=body.n,
+        n=n,
         temperature=body.temperature,
         top_p=body.top_p,
         top_k=body.top_k,

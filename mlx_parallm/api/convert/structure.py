@@ -11,17 +11,20 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from mlx_parallm.api.grammars import grammar_of
-from mlx_parallm.api.schemas.common import GenerationRequest
+from mlx_parallm.api.schemas.common import SamplingRequest
 from mlx_parallm.engine.interface import ServedModel
 from mlx_parallm.errors import InvalidRequestError
 from mlx_parallm.grammar import spec as specs
 from mlx_parallm.grammar.spec import GrammarKind, GrammarSpec
 from mlx_parallm.request import Grammar
 
+# Of the Responses API; a field within a field.
+TEXT_FORMAT = "text.format"
+
 _Read = Callable[[Any, str], GrammarSpec | None]
 
 
-async def body_grammar(body: GenerationRequest, model: ServedModel) -> Grammar | None:
+async def body_grammar(body: SamplingRequest, model: ServedModel) -> Grammar | None:
     """What the fields of a request body ask an answer to match; None if they do not.
 
     Raises:
@@ -31,13 +34,18 @@ async def body_grammar(body: GenerationRequest, model: ServedModel) -> Grammar |
     return None if found is None else await grammar_of(found[0], model, param=found[1])
 
 
-def body_structure(body: GenerationRequest) -> tuple[GrammarSpec, str] | None:
+def body_structure(
+    body: SamplingRequest, *, text_format: Any = None
+) -> tuple[GrammarSpec, str] | None:
     """What the fields of a request body ask for, and the field that asks; None if none does.
+
+    ``text_format`` is what the Responses API has as ``text.format``.
 
     Raises:
         InvalidRequestError: see ``structure_of``.
     """
-    return structure_of({name: getattr(body, name) for name in STRUCTURE_FIELDS})
+    asked = {name: getattr(body, name, None) for name in STRUCTURE_FIELDS}
+    return structure_of(asked | {TEXT_FORMAT: text_format})
 
 
 def structure_of(fields: Mapping[str, Any]) -> tuple[GrammarSpec, str] | None:
@@ -167,6 +175,7 @@ _STRUCTURED: Mapping[str, _Read] = {
 }
 _READERS: Mapping[str, _Read] = {
     "response_format": response_format,
+    TEXT_FORMAT: response_format,
     "structured_outputs": _structured_outputs,
     "guided_json": _schema,
     "guided_regex": _regex,
@@ -176,5 +185,5 @@ _READERS: Mapping[str, _Read] = {
     "ebnf": _ebnf,
     "json_schema": _schema,
 }
-#: The fields that ``structure_of`` reads.
-STRUCTURE_FIELDS = tuple(_READERS)
+#: The fields of a body that ``structure_of`` reads.
+STRUCTURE_FIELDS = tuple(name for name in _READERS if name != TEXT_FORMAT)

@@ -76,5 +76,6 @@ def _params(
         logprobs=body.logprobs,
         prompt_logprobs=max((one for one in shown if one is not None), default=None),
         max_logprobs=config.max_logprobs,
+        n=body.n,
         grammar=grammar,
     )

@@ -1,4 +1,4 @@
-"""What chat and completion requests share. ``null`` means absent everywhere."""
+"""What the generation requests share. ``null`` means absent everywhere."""
 
 from __future__ import annotations
 
@@ -56,15 +56,13 @@ class StreamOptions(NullIsAbsent):
     continuous_usage_stats: StrictBool = Field(False, description="Token counts in every chunk.")
 
 
-class GenerationRequest(NullIsAbsent):
-    """Sampling parameters and extras of both generation routes; names are OpenAI's and vLLM's."""
+class SamplingRequest(NullIsAbsent):
+    """How the tokens of a sample are chosen; names are OpenAI's, vLLM's and SGLang's."""
 
     model_config = ConfigDict(extra="allow", protected_namespaces=())
 
     model: StrictStr = Field(description="A served model's name.")
     stream: StrictBool = Field(False, description="Answer by server-sent events.")
-    stream_options: StreamOptions | None = Field(None, description="What else a stream carries.")
-    n: StrictInt = Field(1, ge=1, le=MAX_CHOICES, description="Samples per prompt.")
     temperature: Number = Field(1.0, ge=0, le=2, description="0 is greedy.")
     top_p: Number = Field(1.0, gt=0, le=1, description="Keep the likeliest of this mass.")
     top_k: StrictInt = Field(0, ge=-1, description="0 and -1 keep all tokens.")
@@ -99,14 +97,6 @@ class GenerationRequest(NullIsAbsent):
     ignore_eos: StrictBool = Field(False, description="Go on past the end of sequence.")
     min_tokens: StrictInt = Field(0, ge=0, description="No end before this many tokens.")
     skip_special_tokens: StrictBool = Field(True, description="Leave special tokens out.")
-    prompt_logprobs: StrictInt | None = Field(
-        None, ge=0, description="Alternatives per prompt token, in vLLM's shape."
-    )
-    response_format: Any = Field(
-        None,
-        description='{"type": "json_schema", "json_schema": {"name": …, "schema": {…}, '
-        '"strict": true}}, {"type": "json_object"} or {"type": "text"}.',
-    )
     structured_outputs: Any = Field(
         None,
         description="vLLM's: one of json, regex, choice, grammar, json_object, structural_tag.",
@@ -121,16 +111,7 @@ class GenerationRequest(NullIsAbsent):
     speculative: StrictBool = Field(
         True, description="False keeps speculative decoding away from this request."
     )
-    return_token_ids: StrictBool = Field(
-        False, description="Add the ids of prompt and output tokens."
-    )
-    return_tokens_as_token_ids: StrictBool = Field(
-        False, description="Write the tokens of log-probabilities as token_id:N."
-    )
     priority: StrictInt = Field(0, ge=-INT64, lt=INT64, description="Lower runs first.")
-    request_id: StrictStr | None = Field(
-        None, min_length=1, max_length=128, description="Part of the answer's id; must be unique."
-    )
     cache_salt: StrictStr | None = Field(
         None, max_length=1024, description="Share cached prefixes only with the same salt."
     )
@@ -173,6 +154,30 @@ class GenerationRequest(NullIsAbsent):
         """Raise InvalidRequestError if an extra field that cannot be honoured has a value."""
         if (self.model_extra or {}).get(name):
             raise InvalidRequestError(why, param=name, code="unsupported_parameter")
+
+
+class GenerationRequest(SamplingRequest):
+    """What chat and completion requests share."""
+
+    stream_options: StreamOptions | None = Field(None, description="What else a stream carries.")
+    n: StrictInt = Field(1, ge=1, le=MAX_CHOICES, description="Samples per prompt.")
+    prompt_logprobs: StrictInt | None = Field(
+        None, ge=0, description="Alternatives per prompt token, in vLLM's shape."
+    )
+    response_format: Any = Field(
+        None,
+        description='{"type": "json_schema", "json_schema": {"name": …, "schema": {…}, '
+        '"strict": true}}, {"type": "json_object"} or {"type": "text"}.',
+    )
+    return_token_ids: StrictBool = Field(
+        False, description="Add the ids of prompt and output tokens."
+    )
+    return_tokens_as_token_ids: StrictBool = Field(
+        False, description="Write the tokens of log-probabilities as token_id:N."
+    )
+    request_id: StrictStr | None = Field(
+        None, min_length=1, max_length=128, description="Part of the answer's id; must be unique."
+    )
 
 
 # Accepted for compatibility; they change nothing here.
