@@ -22,6 +22,7 @@ from mlx_parallm.config import CacheConfig, SchedulerConfig, SpeculativeConfig
 from mlx_parallm.engine.build import speculative_for
 from mlx_parallm.engine.engine import Engine
 from mlx_parallm.engine.metrics import EngineMetrics, MetricFamilies
+from mlx_parallm.grammar.compiler import GrammarCompiler
 from mlx_parallm.kv_cache.manager import KVCacheManager
 from mlx_parallm.runner.backend_choice import choose_backend
 from mlx_parallm.runner.cache_layout import kv_shapes, probe_layout
@@ -120,6 +121,7 @@ def make_engine(
     tracer: StepTracer | None = None,
     speculative: SpeculativeConfig | None = None,
     draft: RandomModel | None = None,
+    grammars: GrammarCompiler | None = None,
 ) -> BenchEngine:
     """An engine as ``engine.build`` makes it, of a model with the loader's linear layers.
 
@@ -134,6 +136,7 @@ def make_engine(
         tracer: told of every step.
         speculative: how it speculates.
         draft: with which draft model.
+        grammars: of its constrained samples.
     """
     if backend_name() == "cuda":
         flatten(model)
@@ -148,7 +151,9 @@ def make_engine(
     plan = plan_kv(layouts, loaded.config, cache, config, max_model_len, backend)
     num_blocks = plan.wanted_blocks if kv_tokens is None else -(-kv_tokens // plan.block_size)
     drafting = None if draft is None else _draft_model(draft, cache, num_blocks)
-    runner = ModelRunner(loaded, layouts, plan, num_blocks, backend, drafting, tracer=tracer)
+    runner = ModelRunner(
+        loaded, layouts, plan, num_blocks, backend, drafting, grammars=grammars, tracer=tracer
+    )
     info = runner.info
     kv = KVCacheManager(info.num_blocks, info.block_size, enable_prefix_caching=not info.has_state)
     scheduler = Scheduler(

@@ -62,6 +62,8 @@ class GrammarCompiler:
         known = self.known(spec)
         if known is not None:
             return known
+        # Nothing can be said of special tokens before.
+        self.vocabulary.check()
         text = json.dumps(self._grammar(spec), ensure_ascii=False)
         matcher = self.vocabulary.matcher(text)
         # What is lazy is made by the first mask, which the first token of every sample needs.

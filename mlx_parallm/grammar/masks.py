@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -43,7 +43,7 @@ class RowMasks:
 
 
 class GrammarMasks:
-    """Keeps a matcher for every constrained sequence; used by one thread.
+    """Keeps a matcher for every constrained sequence; used by one thread at a time.
 
     A matcher that is missing is made again from the sequence's tokens, so none needs to be kept.
     """
@@ -65,19 +65,15 @@ class GrammarMasks:
     def compute(
         self,
         constrained: Sequence[ConstrainedRow],
-        read_pending: Callable[[], Mapping[int, int]],
+        pending: Mapping[int, int] | None = None,
     ) -> RowMasks:
         """The masks of a step's constrained rows.
 
         Args:
             constrained: in the order of their rows.
-            read_pending: the tokens that the step before chose, by sequence; waits for them, and
-                is called only if a row depends on one.
+            pending: the tokens that the step before chose, by sequence.
         """
-        pending: Mapping[int, int] = {}
-        if any(one.spec.has_pending for one in constrained):
-            pending = read_pending()
-        samples = [self._follow(one, pending) for one in constrained]
+        samples = [self._follow(one, pending or {}) for one in constrained]
         words = np.zeros((len(samples), self._vocabulary.num_words), dtype=np.uint32)
         self._fill(samples, words)
         kept: list[int] = []

@@ -67,8 +67,7 @@ class SampleMatcher:
         self._tail += self._vocabulary.token_bytes(token_id)
         place = self._tail.find(self._marker)
         if place < 0:
-            keep = len(self._marker) - 1
-            self._tail = self._tail[len(self._tail) - keep :] if keep else b""
+            self._tail = self._tail[max(len(self._tail) - len(self._marker) + 1, 0) :]
             return
         self.is_free = False
         # What the same token has behind the marker belongs to the grammar, but for white space.

@@ -44,6 +44,10 @@ class GrammarVocabulary:
         self.num_tokens = max(num_rows, vocab_size)
         self.num_words = -(-self.num_tokens // 32)
 
+    def check(self) -> None:
+        """Raise InvalidRequestError if there can be no grammar of these tokens."""
+        _ = self.tokenizer
+
     @functools.cached_property
     def tokenizer(self) -> LLTokenizer:
         """The tokens in llguidance's form.

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 
 from mlx_parallm.batch import ScheduledBatch
-from mlx_parallm.grammar.masks import ConstrainedRow, GrammarMasks
+from mlx_parallm.grammar.masks import ConstrainedRow, GrammarMasks, RowMasks
 from mlx_parallm.runner.step_rows import StepRows
 from mlx_parallm.sampling.sampler import TokenMasks
 
@@ -46,8 +48,9 @@ class GrammarRows:
 
         Args:
             rows: of the step; tokens that masks take care of are no longer banned in them.
-            begin_forward: lets the device begin, and does not wait.
-            read_pending: see ``GrammarMasks.compute``.
+            begin_forward: lets the device begin; on the CPU it returns when that is done.
+            read_pending: the tokens that the step before chose, by sequence; waits for them, and is
+                called only if a row depends on one.
         """
         found = [
             ConstrainedRow(row, seq_id, spec)
@@ -58,10 +61,31 @@ class GrammarRows:
             return Constraints()
         if self._masks is None:
             return Constraints(None, {one.seq_id: "This model has no grammars." for one in found})
-        begin_forward()
-        masks = self._masks.compute(found, read_pending)
+        masks = self._compute(self._masks, found, begin_forward, read_pending)
         for one in found:
             if one.spec.banned_ids:
                 rows.specs[one.row] = replace(one.spec, banned_ids=())
         tokens = TokenMasks(masks.rows, masks.words) if masks.rows else None
         return Constraints(tokens, masks.failed)
+
+    def _compute(
+        self,
+        masks: GrammarMasks,
+        found: list[ConstrainedRow],
+        begin_forward: Callable[[], None],
+        read_pending: Callable[[], Mapping[int, int]],
+    ) -> RowMasks:
+        if any(one.spec.has_pending for one in found):
+            begin_forward()
+            return masks.compute(found, read_pending())
+        # All tokens are known, so nothing is waited for; neither side holds the interpreter long.
+        future = self._worker.submit(masks.compute, found)
+        try:
+            begin_forward()
+        finally:
+            computed = future.result()
+        return computed
+
+    @functools.cached_property
+    def _worker(self) -> ThreadPoolExecutor:
+        return ThreadPoolExecutor(1, thread_name_prefix="grammar-masks")

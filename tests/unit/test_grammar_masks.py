@@ -1,0 +1,231 @@
+"""Masks against all tokens tried one by one, and what a sample's tokens do to them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mlx_parallm.batch import SampleSpec
+from mlx_parallm.grammar import spec as specs
+from mlx_parallm.grammar.masks import ConstrainedRow, GrammarMasks, RowMasks
+from mlx_parallm.request import Grammar, SamplingParams
+from mlx_parallm.sampling.token_masks import apply_token_mask
+from tests.small_vocabulary import (
+    CALL,
+    END,
+    NUM_ROWS,
+    OTHER_END,
+    TEXTS,
+    THINK,
+    THINK_END,
+    TOKENS,
+    ids_of,
+    small_compiler,
+)
+
+COMPILER = small_compiler()
+TWO_ENDS = small_compiler(END, OTHER_END)
+SPECIAL = {END, OTHER_END, THINK, THINK_END, CALL}
+
+
+def grammar(options: Sequence[str], **more: Any) -> Grammar:
+    return Grammar(text=COMPILER.compile(specs.choice(options)), **more)
+
+
+def row(
+    output: Sequence[int],
+    of: Grammar,
+    *,
+    banned: Sequence[int] = (),
+    pending: bool = False,
+    **params: Any,
+) -> ConstrainedRow:
+    spec = SampleSpec(
+        params=SamplingParams(grammar=of, **params),
+        seed=0,
+        position=5,
+        prompt_ids=(1,),
+        output_ids=list(output),
+        banned_ids=tuple(banned),
+        has_pending=pending,
+    )
+    return ConstrainedRow(0, 7, spec)
+
+
+def allowed(found: RowMasks, place: int = 0) -> set[int]:
+    bits = np.unpackbits(found.words[place].view(np.uint8), bitorder="little")
+    return set(np.flatnonzero(bits).tolist())
+
+
+def mask(output: Sequence[int], of: Grammar, **options: Any) -> set[int]:
+    return allowed(GrammarMasks(COMPILER).compute([row(output, of, **options)]))
+
+
+def brute_force(prefix: str, options: Sequence[str], ends: set[int]) -> set[int]:
+    """Every token after which some option can still be completed."""
+    found = {
+        token
+        for token, text in enumerate(TEXTS)
+        if token not in SPECIAL and any(one.startswith(prefix + text) for one in options)
+    }
+    return found | (ends if prefix in options else set())
+
+
+def is_forced(prefix: str, options: Sequence[str]) -> bool:
+    rest = [one[len(prefix) :] for one in options if one.startswith(prefix)]
+    return len({one[:1] for one in rest}) == 1
+
+
+options_of = st.lists(st.text("ab1 <>/", min_size=1, max_size=6), min_size=1, max_size=6)
+
+
+@settings(max_examples=60)
+@given(options_of, st.data())
+def test_masks_are_what_trying_every_token_finds(options: list[str], data: st.DataObject) -> None:
+    of = grammar(options)
+    masks = GrammarMasks(COMPILER)
+    output: list[int] = []
+    prefix = ""
+    for _ in range(8):
+        found = allowed(masks.compute([row(output, of)]))
+        wanted = brute_force(prefix, options, {END})
+        assert found <= wanted
+        # Text that has no alternative is written in the tokens the tokenizer would choose.
+        assert found if is_forced(prefix, options) else found == wanted
+        token = data.draw(st.sampled_from(sorted(found)))
+        if token == END:
+            return
+        output.append(token)
+        prefix += TEXTS[token]
+
+
+def test_every_end_is_an_end() -> None:
+    of = Grammar(text=TWO_ENDS.compile(specs.choice(["a", "ab"])))
+    masks = GrammarMasks(TWO_ENDS)
+    found = masks.compute([row(ids_of("a"), of, stop_token_ids=(CALL,))])
+    assert allowed(found) == {END, OTHER_END, CALL, *ids_of("b")}
+
+
+def test_what_is_complete_ends_although_ends_are_banned() -> None:
+    of = grammar(["a", "ab"])
+    assert mask(ids_of("a"), of, banned=[END]) == set(ids_of("b"))
+    assert mask(ids_of("ab"), of, banned=[END]) == {END}
+
+
+def test_a_sample_that_has_ended_has_no_mask() -> None:
+    found = GrammarMasks(COMPILER).compute([row([*ids_of("a"), END], grammar(["a"]))])
+    assert found.rows == []
+    assert found.failed == {}
+
+
+def test_a_token_outside_the_grammar_fails_its_sample_only() -> None:
+    good = ConstrainedRow(1, 8, row(ids_of("a"), grammar(["ab"])).spec)
+    found = GrammarMasks(COMPILER).compute([row(ids_of("x"), grammar(["ab"])), good])
+    assert list(found.failed) == [7]
+    assert found.rows == [1]
+    assert allowed(found) == set(ids_of("b"))
+
+
+def test_a_text_that_is_no_grammar_fails_its_sample() -> None:
+    found = GrammarMasks(COMPILER).compute([row([], Grammar(text="{}"))])
+    assert list(found.failed) == [7]
+
+
+def test_pending_tokens_come_last_and_only_once() -> None:
+    masks, of = GrammarMasks(COMPILER), grammar(["abc"])
+    letters = ids_of("abc")
+    found = masks.compute([row([], of, pending=True)], {7: letters[0]})
+    assert letters[1] in allowed(found)
+    # The same token, now known.
+    assert letters[1] in allowed(masks.compute([row(letters[:1], of)]))
+    found = masks.compute([row(letters[:1], of, pending=True)], {7: letters[1]})
+    assert allowed(found) == {letters[2]}
+
+
+def test_a_matcher_that_was_dropped_is_made_again() -> None:
+    masks, of = GrammarMasks(COMPILER), grammar(["abab", "abba"])
+    masks.compute([row(ids_of("a"), of)])
+    assert len(masks) == 1
+    masks.forget([7])
+    assert len(masks) == 0
+    assert allowed(masks.compute([row(ids_of("abb"), of)])) == set(ids_of("a"))
+
+
+@pytest.mark.parametrize(
+    "thinking",
+    [
+        [*ids_of("so "), THINK_END],
+        ids_of("a</think>"),
+        [TOKENS.index("</th"), TOKENS.index("ink>")],
+    ],
+)
+def test_text_before_the_marker_is_free_but_cannot_end(thinking: list[int]) -> None:
+    masks, of = GrammarMasks(COMPILER), grammar(["no"], begins_after="</think>")
+    for length in range(len(thinking)):
+        found = allowed(masks.compute([row(thinking[:length], of, stop_token_ids=(CALL,))]))
+        assert found == set(range(len(TOKENS))) - {END, CALL}
+    assert allowed(masks.compute([row(thinking, of)])) == set(ids_of("n"))
+
+
+def test_what_a_token_has_behind_the_marker_belongs_to_the_grammar() -> None:
+    of = grammar(["xy"], begins_after="</think>")
+    assert mask([*ids_of("</think"), TOKENS.index(">x")], of) == set(ids_of("y"))
+    refused = GrammarMasks(COMPILER).compute(
+        [row([*ids_of("</think"), TOKENS.index(">x")], grammar(["yy"], begins_after="</think>"))]
+    )
+    assert list(refused.failed) == [7]
+
+
+def test_only_a_sample_that_begins_with_the_start_is_free() -> None:
+    of = grammar(["no"], begins_after="</think>", free_start="<think>")
+    n = set(ids_of("n"))
+    assert mask([], of) == n | {THINK}
+    assert mask(ids_of("n"), of) == set(ids_of("o"))
+    assert len(mask([THINK], of)) == len(TOKENS) - 1
+    assert mask([THINK, *ids_of("hm"), THINK_END], of) == n
+
+
+def test_special_tokens_in_a_text_are_tokens() -> None:
+    assert mask([], grammar(["<call>a"])) == {CALL}
+    # Inside a value of JSON they are nothing.
+    schema = COMPILER.compile(specs.json_schema({"type": "string"}))
+    found = mask(ids_of('"'), Grammar(text=schema))
+    assert not found & SPECIAL
+    assert not any(token >= len(TOKENS) for token in found)
+
+
+@settings(max_examples=40)
+@given(
+    st.integers(1, 5),
+    st.integers(1, 100),
+    st.integers(1, 4),
+    st.sampled_from([mx.float32, mx.bfloat16, mx.float16]),
+    st.randoms(use_true_random=False),
+)
+def test_masked_logits_are_as_bit_by_bit(
+    rows: int, vocab: int, num_words: int, dtype: mx.Dtype, draw: Any
+) -> None:
+    words = np.array(
+        [[draw.getrandbits(32) for _ in range(num_words)] for _ in range(rows)], dtype=np.uint32
+    )
+    logits = mx.array(np.arange(rows * vocab, dtype=np.float32).reshape(rows, vocab)).astype(dtype)
+    found = apply_token_mask(logits, words)
+    assert found.dtype == dtype
+    assert found.shape == (rows, vocab)
+    before, after = np.array(logits.astype(mx.float32)), np.array(found.astype(mx.float32))
+    for r in range(rows):
+        for token in range(vocab):
+            keeps = token // 32 < num_words and int(words[r, token // 32]) >> (token % 32) & 1
+            assert after[r, token] == (before[r, token] if keeps else -np.inf)
+
+
+def test_rows_of_a_model_that_are_no_tokens_are_left_out() -> None:
+    assert len(TOKENS) < NUM_ROWS
+    of = Grammar(text=COMPILER.compile(specs.regex("(.|\n)*")))
+    assert mask([], of) == {END} | (set(range(len(TOKENS))) - SPECIAL)
