@@ -32,6 +32,7 @@ from mlx_parallm.api.routes import (
     health,
     models,
     moderations,
+    render,
     server_info,
     tokenize,
 )
@@ -100,9 +101,11 @@ def _add_routes(app: FastAPI) -> None:
         decisions.router,
         models.router,
         moderations.router,
+        render.router,
     )
     for router in (
         tokenize.router,
+        render.template_router,
         health.router,
         server_info.router,
         aborts.router,

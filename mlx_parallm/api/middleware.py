@@ -132,6 +132,7 @@ def body_limits(config: ServerConfig) -> dict[str, int]:
         "/chat/completions": config.max_body_bytes,
         "/completions": config.max_body_bytes,
         "/decisions": config.max_body_bytes,
+        "/apply-template": config.max_body_bytes,
         "/tokenize": config.max_body_bytes,
         "/detokenize": config.max_body_bytes,
         "/files": config.max_file_bytes + FORM_BYTES,

@@ -12,7 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlx_parallm.api.decisions.labels import LabelTree, continuation_ids
+from mlx_parallm.api.continuation import continuation_ids
+from mlx_parallm.api.decisions.labels import LabelTree
 from mlx_parallm.batch import TokenLogprob
 from mlx_parallm.errors import OverloadedError
 from mlx_parallm.outputs import FinishReason, GenerateEvent, TokenEvent

@@ -6,8 +6,6 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from mlx_parallm.engine.interface import Tokenizer
-
 Tokens = tuple[int, ...]
 
 
@@ -42,15 +40,3 @@ class LabelTree:
         weights = [math.exp(total - best) for total in totals]
         whole = sum(weights)
         return [weight / whole for weight in weights]
-
-
-def continuation_ids(tokenizer: Tokenizer, anchor: str, text: str) -> Tokens:
-    """The tokens of ``text`` where it stands after ``anchor``, and not at the beginning.
-
-    Some tokenizers put a space before a text that begins, or join it with what stands before.
-    """
-    before = tokenizer.encode(anchor, add_special_tokens=False)
-    whole = tokenizer.encode(anchor + text, add_special_tokens=False)
-    if whole[: len(before)] == before:
-        return tuple(whole[len(before) :])
-    return tuple(tokenizer.encode(text, add_special_tokens=False))

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from mlx_parallm.api.decisions.labels import LabelTree, Tokens, continuation_ids
+from mlx_parallm.api.continuation import continuation_ids
+from mlx_parallm.api.decisions.labels import LabelTree, Tokens
 from mlx_parallm.api.decisions.prompt import ANSWER, END_OF_INPUT, TASK, AskedQuestion
 from mlx_parallm.api.generation import Generation
 from mlx_parallm.engine.interface import EngineClient, ServedModel, Tokenizer

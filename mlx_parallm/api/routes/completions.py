@@ -7,6 +7,7 @@ from fastapi import APIRouter, Depends, Request, Response
 from mlx_parallm.api.auth import client_of
 from mlx_parallm.api.convert.answer import AnswerHead
 from mlx_parallm.api.convert.completions import CompletionAnswer
+from mlx_parallm.api.convert.infill import with_infill_ends
 from mlx_parallm.api.convert.logprobs import TokenNames
 from mlx_parallm.api.convert.prompts import encode_prompts
 from mlx_parallm.api.convert.sampling import sampling_params
@@ -21,6 +22,7 @@ from mlx_parallm.api.generation import Generation
 from mlx_parallm.api.respond import respond
 from mlx_parallm.api.schemas.completions import CompletionRequest
 from mlx_parallm.config import ServerConfig
+from mlx_parallm.engine.interface import ServedModel
 from mlx_parallm.request import GenerateRequest, Grammar, SamplingParams
 
 router = APIRouter(dependencies=[Depends(refuse_lone_surrogates)])
@@ -35,25 +37,11 @@ async def create_completion(
     max_waiting: MaxWaitingDep,
 ) -> Response:
     """Continue one prompt or several."""
-    body.check_supported()
     model = engine.get_model(body.model)
-    params = _params(body, config, await body_grammar(body, model))
-    prompts = await encode_prompts(body, model.tokenizer)
     name = f"cmpl-{body.request_id or request.state.answer_id}"
-    ids = [name] if len(prompts) == 1 else [f"{name}-{i}" for i in range(len(prompts))]
-    asked = [
-        GenerateRequest(
-            request_id=request_id,
-            model=model.names[0],
-            prompt_ids=prompt_ids,
-            params=params,
-            priority=body.priority,
-            client=client_of(request.headers, config),
-            cache_salt=body.cache_salt,
-            group=name,
-        )
-        for request_id, (_, prompt_ids) in zip(ids, prompts, strict=True)
-    ]
+    asked, prompts = await prepare_completion(
+        body, model, config, name=name, client=client_of(request.headers, config)
+    )
     head = AnswerHead(id=name, object="text_completion", model=body.model)
     names = TokenNames(model.tokenizer, as_ids=body.return_tokens_as_token_ids)
     answer = CompletionAnswer(body, head, names, prompts)
@@ -63,6 +51,36 @@ async def create_completion(
     return await respond(
         request, generation, answer, stream=body.stream, keep_alive_s=config.sse_keep_alive_s
     )
+
+
+async def prepare_completion(
+    body: CompletionRequest, model: ServedModel, config: ServerConfig, *, name: str, client: str
+) -> tuple[list[GenerateRequest], list[tuple[str, tuple[int, ...]]]]:
+    """The engine's requests, and each prompt as text and tokens.
+
+    Raises:
+        InvalidRequestError: a field is out of range, or asks for what is not served.
+    """
+    body.check_supported()
+    params = _params(body, config, await body_grammar(body, model))
+    prompts = await encode_prompts(body, model.tokenizer)
+    if body.suffix:
+        params = with_infill_ends(params, model.tokenizer)
+    ids = [name] if len(prompts) == 1 else [f"{name}-{i}" for i in range(len(prompts))]
+    asked = [
+        GenerateRequest(
+            request_id=request_id,
+            model=model.names[0],
+            prompt_ids=prompt_ids,
+            params=params,
+            priority=body.priority,
+            client=client,
+            cache_salt=body.cache_salt,
+            group=name,
+        )
+        for request_id, (_, prompt_ids) in zip(ids, prompts, strict=True)
+    ]
+    return asked, prompts
 
 
 def _params(

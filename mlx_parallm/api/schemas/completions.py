@@ -19,7 +19,9 @@ class CompletionRequest(GenerationRequest):
     max_tokens: StrictInt = Field(DEFAULT_MAX_TOKENS, ge=0, description="0 scores with echo.")
     logprobs: StrictInt | None = Field(None, ge=0, description="Alternatives per token.")
     echo: StrictBool = Field(False, description="Begin every answer with its prompt.")
-    suffix: StrictStr | None = Field(None, description="Not supported.")
+    suffix: StrictStr | None = Field(
+        None, description="What stands after the answer, where the model can fill in."
+    )
     add_special_tokens: StrictBool = Field(
         True, description="Tokenise texts with the model's special tokens, such as BOS."
     )
@@ -28,11 +30,14 @@ class CompletionRequest(GenerationRequest):
         """Refuse what this server does not honour yet, by name.
 
         Raises:
-            InvalidRequestError: ``suffix``, ``best_of`` over ``n``, or beam search.
+            InvalidRequestError: ``best_of`` over ``n``, beam search, or ``echo`` of the tokens of a
+                prompt with a suffix.
         """
         code = "unsupported_parameter"
-        if self.suffix:
-            raise InvalidRequestError("suffix is not supported.", param="suffix", code=code)
+        if self.suffix and self.echo and self.logprobs is not None:
+            # The tokens of the prompt would be those of another text.
+            message = "echo with logprobs is not supported with a suffix."
+            raise InvalidRequestError(message, param="echo", code=code)
         best_of = (self.model_extra or {}).get("best_of")
         if best_of is not None and best_of != self.n:
             raise InvalidRequestError("best_of must equal n.", param="best_of", code=code)

@@ -1,0 +1,83 @@
+"""``POST /v1/chat/completions/render``, ``/v1/completions/render``, ``/apply-template``."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+
+from fastapi import APIRouter, Depends, Request
+
+from mlx_parallm.api.auth import client_of
+from mlx_parallm.api.convert.chat_turn import chat_turn
+from mlx_parallm.api.dependencies import ConfigDep, EngineDep, refuse_lone_surrogates
+from mlx_parallm.api.offload import maybe_in_thread
+from mlx_parallm.api.routes.completions import prepare_completion
+from mlx_parallm.api.schemas.chat import ChatRequest, check_template_kwargs, turns_of
+from mlx_parallm.api.schemas.completions import CompletionRequest
+from mlx_parallm.api.schemas.render import AppliedTemplate, RenderedRequest, TemplateRequest
+from mlx_parallm.api.turns.history import template_messages
+from mlx_parallm.api.turns.prepare import prepare_turn
+from mlx_parallm.request import GenerateRequest
+
+router = APIRouter(dependencies=[Depends(refuse_lone_surrogates)])
+template_router = APIRouter(dependencies=[Depends(refuse_lone_surrogates)])
+
+
+@router.post("/chat/completions/render")
+async def render_chat_completion(
+    body: ChatRequest, request: Request, engine: EngineDep, config: ConfigDep
+) -> RenderedRequest:
+    """What a chat request would give the engine."""
+    turn = chat_turn(
+        body,
+        request_id=f"chatcmpl-{body.request_id or request.state.answer_id}",
+        client=client_of(request.headers, config),
+        max_logprobs=config.max_logprobs,
+    )
+    prepared = await prepare_turn(turn, engine.get_model(body.model))
+    return _rendered(prepared.request, prepared.rendered)
+
+
+@router.post("/completions/render")
+async def render_completion(
+    body: CompletionRequest, request: Request, engine: EngineDep, config: ConfigDep
+) -> list[RenderedRequest]:
+    """What a completion request would give the engine, for each prompt."""
+    asked, prompts = await prepare_completion(
+        body,
+        engine.get_model(body.model),
+        config,
+        name=f"cmpl-{body.request_id or request.state.answer_id}",
+        client=client_of(request.headers, config),
+    )
+    return [_rendered(one, text) for one, (text, _) in zip(asked, prompts, strict=True)]
+
+
+@template_router.post("/apply-template")
+async def apply_template(body: TemplateRequest, engine: EngineDep) -> AppliedTemplate:
+    """A conversation as the model would read it."""
+    model = engine.models()[0] if body.model is None else engine.get_model(body.model)
+    check_template_kwargs(body.chat_template_kwargs)
+    messages = template_messages(turns_of(body.messages))
+
+    def render() -> str:
+        return model.tokenizer.render_chat(
+            messages,
+            tools=body.tools,
+            add_generation_prompt=body.add_generation_prompt,
+            template_kwargs={**model.chat_template_kwargs, **body.chat_template_kwargs},
+        )
+
+    length = sum(len(message.get("content") or "") for message in messages)
+    return AppliedTemplate(prompt=await maybe_in_thread(render, length))
+
+
+def _rendered(request: GenerateRequest, prompt: str) -> RenderedRequest:
+    return RenderedRequest(
+        request_id=request.request_id,
+        model=request.model,
+        prompt=prompt,
+        token_ids=list(request.prompt_ids),
+        sampling_params=asdict(request.params),
+        priority=request.priority,
+        cache_salt=request.cache_salt,
+    )
