@@ -65,7 +65,9 @@ def plain() -> Iterator[str]:
 
 def complete(url: str, **body: Any) -> Any:
     with openai.OpenAI(base_url=f"{url}/v1", api_key="x", max_retries=0) as client:
-        return client.completions.create(model="alias", **body)
+        answer = client.completions.create(model="alias", **body)
+        # A stream must be read before its client is closed.
+        return list(answer) if body.get("stream") else answer
 
 
 @pytest.mark.parametrize("stream", [False, True])
