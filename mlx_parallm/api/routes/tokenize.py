@@ -7,9 +7,11 @@ from typing import Any
 
 from fastapi import APIRouter, Depends
 
+from mlx_parallm.api.convert.chat_tools import chat_tools
 from mlx_parallm.api.dependencies import EngineDep, refuse_lone_surrogates
 from mlx_parallm.api.schemas.chat import check_template_kwargs, turns_of
 from mlx_parallm.api.schemas.tokenize import DetokenizeRequest, TokenizeRequest
+from mlx_parallm.api.turns.history import template_messages
 from mlx_parallm.engine.interface import EngineClient, ServedModel, Tokenizer
 from mlx_parallm.errors import InvalidRequestError
 
@@ -55,8 +57,8 @@ def _ids(body: TokenizeRequest, tokenizer: Tokenizer) -> list[int]:
         return tokenizer.encode(body.prompt, add_special_tokens=body.add_special_tokens)
     check_template_kwargs(body.chat_template_kwargs)
     return tokenizer.encode_chat(
-        turns_of(body.messages),
-        tools=body.tools,
+        template_messages(turns_of(body.messages)),
+        tools=[tool.for_template() for tool in chat_tools(body.tools or ())] or None,
         add_generation_prompt=body.add_generation_prompt and not body.continue_final_message,
         continue_final_message=body.continue_final_message,
         template_kwargs=body.chat_template_kwargs,

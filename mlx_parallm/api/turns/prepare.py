@@ -130,8 +130,19 @@ def _params(
         turn.params,
         skip_special_tokens=turn.params.skip_special_tokens and not keeps,
         grammar=constraint.grammar,
+        stop_token_ids=_stop_ids(turn, model, constraint),
         thinking_budget=_thinking_budget(turn, model, rendered),
     )
+
+
+def _stop_ids(turn: TurnRequest, model: ServedModel, constraint: Constraint) -> tuple[int, ...]:
+    """The caller's stop tokens, and those after which the model waits for the tools' results."""
+    form = constraint.tool_format
+    texts = () if form is None else form.stop_texts
+    found = (model.tokenizer.token_id(text) for text in texts)
+    known = {*turn.params.stop_token_ids, *model.tokenizer.eos_ids}
+    new = tuple(one for one in found if one is not None and one not in known)
+    return turn.params.stop_token_ids + new
 
 
 def _thinking_budget(turn: TurnRequest, model: ServedModel, rendered: str) -> ThinkingBudget | None:
