@@ -27,9 +27,10 @@ import jsonschema
 import mlx.core as mx
 
 from benchmarks.checks import Check, conclude
-from benchmarks.gpu.engines import BenchEngine, EngineLoad, make_engine, random_prompts
+from benchmarks.gpu.engines import BenchEngine, make_engine, random_prompts
 from benchmarks.gpu.shapes import SHAPES, RandomModel, random_model
 from benchmarks.json_schemas import Schema, make_schemas
+from mlx_parallm.bench.decode_load import DecodeLoad
 from mlx_parallm.config import ModelConfig
 from mlx_parallm.engine.build import DEMO_FOLDER
 from mlx_parallm.errors import InvalidRequestError
@@ -276,7 +277,7 @@ def _block(
     steps: int,
 ) -> tuple[float, float]:
     """Of a block's steps, after those that lead into it: median and processor milliseconds."""
-    load = EngineLoad(bench, prompts, params, name, temperature=1.0, seed=7)
+    load = DecodeLoad(bench.engine, prompts, params, name, temperature=1.0, seed=7)
     load.prefill()
     load.decode(2)
     before = time.process_time()
