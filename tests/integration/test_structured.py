@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
 import pytest
 
+from mlx_parallm import LLM, SamplingParams
 from mlx_parallm.attention.reference import ReferenceAttention
 from mlx_parallm.batch import ScheduledBatch
 from mlx_parallm.config import CacheConfig, SchedulerConfig, SpeculativeConfig
+from mlx_parallm.errors import InvalidRequestError
 from mlx_parallm.grammar import spec as specs
 from mlx_parallm.grammar.spec import GrammarSpec
 from mlx_parallm.request import Grammar
@@ -227,3 +230,15 @@ def test_log_probabilities_are_the_models_own(backend: Any) -> None:
     session.finish()
     # There was no choice, and yet the model had others in mind.
     assert all(one < -0.1 for one in session.result("r").logprobs)
+
+
+def test_offline_use_has_a_helper() -> None:
+    llm = LLM()
+    params = SamplingParams(max_tokens=40, n=2, grammar=llm.grammar(specs.regex(REGEX)), seed=1)
+    for sample in llm.generate("Call me at ", params)[0].outputs:
+        assert sample.finish_reason == "stop"
+        assert re.fullmatch(REGEX, sample.text)
+    with pytest.raises(InvalidRequestError):
+        llm.grammar(specs.regex("("))
+    with pytest.raises(InvalidRequestError, match="allowed_token_ids"):
+        llm.generate("a", replace(params, allowed_token_ids=(5,)))
