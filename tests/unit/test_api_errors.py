@@ -36,7 +36,9 @@ def test_a_callers_fault_is_4xx_and_ours_is_not(cls: type[errors.ParallmError]) 
     http = status_of(make(cls)).http
     callers = issubclass(cls, (errors.InvalidRequestError, errors.OverloadedError))
     assert (400 <= http < 500) == callers
-    assert http not in (408, 409, 422)
+    # Clients of OpenAI send these again by themselves: right only for a body that came too slowly.
+    assert http not in (408, 409) or cls is errors.RequestTimeoutError
+    assert http != 422
 
 
 @pytest.mark.parametrize("cls", ALL)

@@ -28,35 +28,37 @@ class _Question(NullIsAbsent):
 class PredicateQuestion(_Question):
     """How likely is it that a statement about the input is true?"""
 
-    type: Literal["predicate"]
+    type: Literal["predicate"] = Field(description="Kind of question.")
 
 
 class Choice(NullIsAbsent):
     """An option of a choice."""
 
-    value: StrictStr | StrictBool
-    description: StrictStr | None = None
+    value: StrictStr | StrictBool = Field(description="What the answer says.")
+    description: StrictStr | None = Field(None, description="What the option means.")
 
 
 class ChoiceQuestion(_Question):
     """Which of these options is right?"""
 
-    type: Literal["choice"]
-    choices: list[Choice] = Field(min_length=2, max_length=MAX_OPTIONS)
+    type: Literal["choice"] = Field(description="Kind of question.")
+    choices: list[Choice] = Field(min_length=2, max_length=MAX_OPTIONS, description="The options.")
 
 
 class Level(NullIsAbsent):
     """A level of a scale."""
 
-    label: StrictStr
-    description: StrictStr | None = None
+    label: StrictStr = Field(description="What the level is called.")
+    description: StrictStr | None = Field(None, description="What the level means.")
 
 
 class ScoreQuestion(_Question):
     """Where on this scale, from its lowest level to its highest?"""
 
-    type: Literal["score"]
-    levels: list[Level] = Field(min_length=2, max_length=MAX_OPTIONS)
+    type: Literal["score"] = Field(description="Kind of question.")
+    levels: list[Level] = Field(
+        min_length=2, max_length=MAX_OPTIONS, description="From the lowest."
+    )
 
 
 Question = Annotated[
@@ -73,7 +75,9 @@ class DecisionRequest(NullIsAbsent):
     input: Parts = Field(
         min_length=1, description="A text, or messages, function calls and their outputs."
     )
-    questions: list[Question] = Field(min_length=1, max_length=MAX_QUESTIONS)
+    questions: list[Question] = Field(
+        min_length=1, max_length=MAX_QUESTIONS, description="Answered in this order."
+    )
     priority: StrictInt = Field(0, ge=-INT64, lt=INT64, description="Lower runs first.")
     cache_salt: StrictStr | None = Field(
         None, max_length=1024, description="Share cached prefixes only with the same salt."
@@ -83,72 +87,76 @@ class DecisionRequest(NullIsAbsent):
 class PredicateAnswer(BaseModel):
     """The probability that the statement is true."""
 
-    type: Literal["predicate"] = "predicate"
-    name: str | None
-    probability: float
+    type: Literal["predicate"] = Field("predicate", description="Kind of question.")
+    name: str | None = Field(description="The question's.")
+    probability: float = Field(description="That the statement is true.")
 
 
 class ChoiceProbability(BaseModel):
     """An option's probability."""
 
-    value: StrictStr | StrictBool
-    probability: float
+    value: StrictStr | StrictBool = Field(description="Of the option.")
+    probability: float = Field(description="That it is the right one.")
 
 
 class ChoiceAnswer(BaseModel):
     """The likeliest option; ``confidence`` is its probability."""
 
-    type: Literal["choice"] = "choice"
-    name: str | None
-    choice: StrictStr | StrictBool
-    confidence: float
-    probabilities: list[ChoiceProbability]
+    type: Literal["choice"] = Field("choice", description="Kind of question.")
+    name: str | None = Field(description="The question's.")
+    choice: StrictStr | StrictBool = Field(description="The likeliest option.")
+    confidence: float = Field(description="Its probability.")
+    probabilities: list[ChoiceProbability] = Field(description="Of all options.")
 
 
 class LevelProbability(BaseModel):
     """A level's probability; ``value`` counts levels from 0."""
 
-    value: int
-    label: str
-    probability: float
+    value: int = Field(description="Counts levels from 0.")
+    label: str = Field(description="Of the level.")
+    probability: float = Field(description="That it is the right one.")
 
 
 class ScoreAnswer(BaseModel):
     """The expected level, from 0; ``confidence`` is the probability of the likeliest."""
 
-    type: Literal["score"] = "score"
-    name: str | None
-    score: float
-    confidence: float
-    probabilities: list[LevelProbability]
+    type: Literal["score"] = Field("score", description="Kind of question.")
+    name: str | None = Field(description="The question's.")
+    score: float = Field(description="The expected level.")
+    confidence: float = Field(description="Probability of the likeliest level.")
+    probabilities: list[LevelProbability] = Field(description="Of all levels.")
 
 
 class InputDetails(BaseModel):
     """Prompt tokens that were cached before; nothing is written on request."""
 
-    cached_tokens: int
-    cache_write_tokens: int = 0
+    cached_tokens: int = Field(description="Not computed again.")
+    cache_write_tokens: int = Field(0, description="Always 0.")
 
 
 class OutputDetails(BaseModel):
     """Nothing is generated."""
 
-    reasoning_tokens: int = 0
+    reasoning_tokens: int = Field(0, description="Always 0.")
 
 
 class DecisionUsage(BaseModel):
     """Token counts, over the prompts of all questions."""
 
-    input_tokens: int
-    input_tokens_details: InputDetails
-    output_tokens: int = 0
-    output_tokens_details: OutputDetails = Field(default_factory=OutputDetails)
-    total_tokens: int
+    input_tokens: int = Field(description="Of all prompts.")
+    input_tokens_details: InputDetails = Field(description="Of these.")
+    output_tokens: int = Field(0, description="Always 0.")
+    output_tokens_details: OutputDetails = Field(
+        default_factory=OutputDetails, description="Of these."
+    )
+    total_tokens: int = Field(description="Input and output.")
 
 
 class DecisionResponse(BaseModel):
     """An answer per question, in their order."""
 
-    model: str
-    answers: list[PredicateAnswer | ChoiceAnswer | ScoreAnswer]
-    usage: DecisionUsage
+    model: str = Field(description="The name that was asked for.")
+    answers: list[PredicateAnswer | ChoiceAnswer | ScoreAnswer] = Field(
+        description="One per question."
+    )
+    usage: DecisionUsage = Field(description="Token counts.")

@@ -13,13 +13,13 @@ from mlx_parallm.api.schemas.common import NullIsAbsent
 class RenderedRequest(BaseModel):
     """What the engine would be given for one prompt; names are vLLM's."""
 
-    request_id: str
-    model: str
+    request_id: str = Field(description="As the engine would know it.")
+    model: str = Field(description="The model's first name.")
     prompt: str = Field(description="As text; empty for a prompt of token ids.")
-    token_ids: list[int]
-    sampling_params: dict[str, Any]
-    priority: int
-    cache_salt: str | None
+    token_ids: list[int] = Field(description="Of the prompt.")
+    sampling_params: dict[str, Any] = Field(description="How tokens would be chosen.")
+    priority: int = Field(description="Lower runs first.")
+    cache_salt: str | None = Field(description="With whom cached prefixes are shared.")
 
 
 class TemplateRequest(NullIsAbsent):
@@ -39,4 +39,4 @@ class TemplateRequest(NullIsAbsent):
 class AppliedTemplate(BaseModel):
     """llama.cpp's answer of ``/apply-template``."""
 
-    prompt: str
+    prompt: str = Field(description="The conversation as text.")

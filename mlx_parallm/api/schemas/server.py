@@ -49,17 +49,17 @@ class ModelInfo(BaseModel):
 
     model_config = ConfigDict(protected_namespaces=())
 
-    model_path: str
-    tokenizer_path: str
-    served_model_name: str
-    is_generation: bool
-    context_length: int
+    model_path: str = Field(description="Hub id or folder.")
+    tokenizer_path: str = Field(description="The same.")
+    served_model_name: str = Field(description="Its first name.")
+    is_generation: bool = Field(description="Whether it generates text.")
+    context_length: int = Field(description="Tokens of prompt and output together, at most.")
 
 
 class ServerInfo(ModelInfo):
     """The server, its settings without keys, and its models."""
 
-    version: str
+    version: str = Field(description="Of this server.")
     vllm_config: dict[str, Any] | str = Field(description="The settings; a text on request.")
     max_running_requests: int = Field(description="Sequences of a model running at once.")
     max_total_num_tokens: int = Field(description="Tokens that the first model's KV pool holds.")
