@@ -30,6 +30,7 @@ from mlx_parallm.api.routes import (
     docs,
     files,
     health,
+    messages,
     models,
     moderations,
     render,
@@ -99,6 +100,7 @@ def _add_routes(app: FastAPI) -> None:
         chat.router,
         completions.router,
         decisions.router,
+        messages.router,
         models.router,
         moderations.router,
         render.router,
@@ -129,7 +131,7 @@ def _add_middleware(app: FastAPI, config: ServerConfig) -> None:
             allow_methods=list(config.allowed_methods),
             allow_headers=list(config.allowed_headers),
             allow_credentials=config.allow_credentials,
-            expose_headers=["x-request-id", "retry-after"],
+            expose_headers=["x-request-id", "request-id", "retry-after"],
         )
     if config.access_log:
         app.add_middleware(AccessLogMiddleware)

@@ -1,4 +1,4 @@
-"""The one table from this project's errors to HTTP, and OpenAI's error object."""
+"""The one table from this project's errors to HTTP, and the error objects of both protocols."""
 
 from __future__ import annotations
 
@@ -12,8 +12,10 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 from starlette.routing import Match, Mount
+from starlette.types import Scope
 
 from mlx_parallm import errors
+from mlx_parallm.api.paths import id_headers, speaks_anthropic
 
 logger = logging.getLogger(__name__)
 
@@ -46,6 +48,17 @@ STATUS: Mapping[type[errors.ParallmError], Status] = {
 }
 
 METHODS = ("GET", "POST", "PUT", "PATCH", "DELETE")
+# https://platform.claude.com/docs/en/api/errors; other statuses are told by their class.
+ANTHROPIC_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+}
+# Anthropic's clients know 529 for what they should try again later.
+ANTHROPIC_STATUS = {503: 529}
 HTTP_TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
 # What pydantic says of a body that is not there, or is no object.
 NO_OBJECT = frozenset({"missing", "model_attributes_type"})
@@ -55,38 +68,94 @@ MAX_PROBLEM_CHARS = 200
 MAX_MESSAGE_CHARS = 1000
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Failure:
+    """What went wrong, before it is written as the route's protocol writes it.
+
+    Attributes:
+        http: the status, of those that OpenAI's API has.
+        type: the kind of error, as OpenAI names it.
+        message: for people.
+        param: the field of the request at fault.
+        code: a machine-readable reason.
+    """
+
+    http: int
+    type: str
+    message: str
+    param: str | None = None
+    code: str | None = None
+
+
+BUG = Failure(http=500, type="server_error", message="The server failed; its log says why.")
+
+
 def status_of(error: errors.ParallmError) -> Status:
     """The status of the nearest class in the table."""
     return next(STATUS[cls] for cls in type(error).__mro__ if cls in STATUS)
 
 
-def error_body(
-    message: str, type_: str, *, param: str | None = None, code: str | None = None
-) -> dict[str, Any]:
-    """OpenAI's error object; all four keys are always there."""
-    return {"error": {"message": message, "type": type_, "param": param, "code": code}}
+def failure_of(error: errors.ParallmError) -> Failure:
+    """What one of this project's errors tells the client."""
+    status = status_of(error)
+    return Failure(
+        http=status.http,
+        type=status.type,
+        message=str(error)[:MAX_MESSAGE_CHARS],
+        param=getattr(error, "param", None),
+        code=getattr(error, "code", None) or status.code,
+    )
 
 
-def body_of(error: errors.ParallmError) -> dict[str, Any]:
+def error_body(failure: Failure, scope: Scope) -> dict[str, Any]:
+    """The error object in the shape of the route's protocol."""
+    if speaks_anthropic(scope):
+        return _anthropic_body(failure, scope)
+    return {
+        "error": {
+            "message": failure.message,
+            "type": failure.type,
+            "param": failure.param,
+            "code": failure.code,
+        }
+    }
+
+
+def body_of(error: errors.ParallmError, scope: Scope) -> dict[str, Any]:
     """The error object of one of this project's errors."""
-    status = status_of(error)
-    param = getattr(error, "param", None)
-    code = getattr(error, "code", None) or status.code
-    return error_body(str(error)[:MAX_MESSAGE_CHARS], status.type, param=param, code=code)
+    return error_body(failure_of(error), scope)
 
 
-def bug_body() -> dict[str, Any]:
-    """The error object of what should not have happened."""
-    return error_body("The server failed; its log says why.", "server_error")
+def error_response(
+    failure: Failure, scope: Scope, headers: Mapping[str, str] | None = None
+) -> JSONResponse:
+    """The HTTP answer in the shape of the route's protocol."""
+    status = ANTHROPIC_STATUS.get(failure.http) if speaks_anthropic(scope) else None
+    return JSONResponse(error_body(failure, scope), status or failure.http, dict(headers or {}))
 
 
-def response_of(error: errors.ParallmError) -> JSONResponse:
+def _anthropic_body(failure: Failure, scope: Scope) -> dict[str, Any]:
+    """Anthropic's error object, which has no place for the field at fault but the message."""
+    kind = ANTHROPIC_TYPES.get(failure.http)
+    if kind is None:
+        kind = "api_error" if failure.http >= 500 else "invalid_request_error"
+    message, param = failure.message, failure.param
+    if param is not None and param not in message:
+        message = f"{param}: {message}"
+    return {
+        "type": "error",
+        "error": {"type": kind, "message": message},
+        "request_id": scope.get("state", {}).get("request_id"),
+    }
+
+
+def response_of(error: errors.ParallmError, scope: Scope) -> JSONResponse:
     """The HTTP answer to one of this project's errors."""
-    status = status_of(error)
+    failure = failure_of(error)
     headers: dict[str, str] = {}
     if isinstance(error, errors.OverloadedError):
         headers["retry-after"] = str(max(1, round(error.retry_after_s)))
-    if status.http in (500, 501):
+    if failure.http in (500, 501):
         # The same request would fail again.
         headers["x-should-retry"] = "false"
     if isinstance(error, errors.RequestTimeoutError):
@@ -94,55 +163,59 @@ def response_of(error: errors.ParallmError) -> JSONResponse:
         headers["connection"] = "close"
     if isinstance(error, errors.AuthenticationError):
         headers["www-authenticate"] = "Bearer"
-    return JSONResponse(body_of(error), status.http, headers)
+    return error_response(failure, scope, headers)
 
 
 def install_error_handlers(app: FastAPI) -> None:
-    """Answer every error in OpenAI's form."""
+    """Answer every error in the form of its route's protocol."""
     app.add_exception_handler(errors.ParallmError, _on_parallm_error)  # type: ignore[arg-type]
     app.add_exception_handler(RequestValidationError, _on_validation)  # type: ignore[arg-type]
     app.add_exception_handler(HTTPException, _on_http)  # type: ignore[arg-type]
     app.add_exception_handler(Exception, _on_bug)
 
 
-async def _on_parallm_error(_: Request, error: errors.ParallmError) -> JSONResponse:
-    return response_of(error)
+async def _on_parallm_error(request: Request, error: errors.ParallmError) -> JSONResponse:
+    return response_of(error, request.scope)
 
 
 async def _on_validation(request: Request, error: RequestValidationError) -> JSONResponse:
-    problems = error.errors()
+    return error_response(_invalid_body(request, error.errors()), request.scope)
+
+
+def _invalid_body(request: Request, problems: Sequence[Any]) -> Failure:
+    """What pydantic and FastAPI found wrong with a body, a query or a path."""
     first = problems[0]
+    param, code = None, None
     if first["type"] == "json_invalid":
         message = f"The body is not JSON: {first['ctx']['error']} at character {first['loc'][-1]}."
-        body = error_body(message, "invalid_request_error", code="invalid_json")
+        code = "invalid_json"
     elif first["loc"] == ("body",) and first["type"] in NO_OBJECT:
         # FastAPI leaves a body of another type unread.
         is_json = "json" in request.headers.get("content-type", "").lower()
         wanted = (
             "body must be a JSON object" if is_json else "content type must be application/json"
         )
-        body = error_body(f"The {wanted}.", "invalid_request_error")
+        message = f"The {wanted}."
     else:
         message, param = describe(problems), param_of(first["loc"])
-        body = error_body(message, "invalid_request_error", param=param)
-    return JSONResponse(body, 400)
+    return Failure(http=400, type="invalid_request_error", message=message, param=param, code=code)
 
 
 async def _on_http(request: Request, error: HTTPException) -> JSONResponse:
     # FastAPI wraps what a middleware raises while the body is read.
     if isinstance(error.__cause__, errors.ParallmError):
-        return response_of(error.__cause__)
+        return response_of(error.__cause__, request.scope)
     message = str(error.detail)
     if isinstance(error.__cause__, RecursionError):
         message = "The body is nested too deeply."
     if error.status_code in (404, 405):
         message = f"{request.method} {request.url.path} is not served here."
     type_ = HTTP_TYPES.get(error.status_code, "invalid_request_error")
-    body = error_body(message[:MAX_PROBLEM_CHARS], type_)
+    failure = Failure(http=error.status_code, type=type_, message=message[:MAX_PROBLEM_CHARS])
     headers = dict(error.headers or {})
     if error.status_code == 405:
         headers["allow"] = ", ".join(_allowed(request, headers.pop("Allow", "")))
-    return JSONResponse(body, error.status_code, headers)
+    return error_response(failure, request.scope, headers)
 
 
 def _allowed(request: Request, told: str) -> list[str]:
@@ -170,11 +243,9 @@ async def _on_bug(request: Request, error: Exception) -> JSONResponse:
         exc_info=error,
         extra={"request_id": request_id},
     )
-    headers = {"x-should-retry": "false"}
     # This answer is made outside of every middleware, so it must bring its own id.
-    if request_id is not None:
-        headers["x-request-id"] = request_id
-    return JSONResponse(bug_body(), 500, headers)
+    headers = {"x-should-retry": "false"} | id_headers(request.scope)
+    return error_response(BUG, request.scope, headers)
 
 
 def describe(problems: Sequence[Mapping[str, Any]]) -> str:

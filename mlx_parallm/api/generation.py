@@ -81,6 +81,15 @@ class Generation:
         if done and self._first.exception() is not None:
             self._first.result()
 
+    @property
+    def prompt(self) -> PromptEvent | None:
+        """The first prompt's event, if ``wait_for_first`` has seen it."""
+        task = self._first
+        if task is None or not task.done() or task.cancelled() or task.exception() is not None:
+            return None
+        first = task.result()
+        return first[1] if first is not None and isinstance(first[1], PromptEvent) else None
+
     async def events(self) -> AsyncIterator[Numbered]:
         """Every event with the number of its prompt.
 

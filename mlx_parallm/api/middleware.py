@@ -17,6 +17,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from mlx_parallm.api.auth import KeyRing, is_open, key_of
 from mlx_parallm.api.errors import response_of
 from mlx_parallm.api.internal import INTERNAL_CALLER
+from mlx_parallm.api.paths import MESSAGES, id_headers, local_path
 from mlx_parallm.config import ServerConfig
 from mlx_parallm.errors import AuthenticationError, RequestTooLargeError
 
@@ -33,7 +34,10 @@ FORM_BYTES = 64 * 1024
 
 
 class RequestIdMiddleware:
-    """Gives every answer an ``x-request-id``: the client's own if it is sane, else a new one."""
+    """Gives every answer an ``x-request-id``: the client's own if it is sane, else a new one.
+
+    Anthropic's routes tell it as ``request-id`` too.
+    """
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -53,7 +57,7 @@ class RequestIdMiddleware:
 
         async def send_with_id(message: Message) -> None:
             if message["type"] == "http.response.start":
-                MutableHeaders(scope=message)["x-request-id"] = request_id
+                MutableHeaders(scope=message).update(id_headers(scope))
             await send(message)
 
         await self._app(scope, receive, send_with_id)
@@ -112,7 +116,7 @@ class AuthMiddleware:
             await self._app(scope, receive, send)
             return
         error = AuthenticationError("Incorrect API key provided.", code="invalid_api_key")
-        await response_of(error)(scope, receive, send)
+        await response_of(error, scope)(scope, receive, send)
 
     def _admits(self, scope: Scope) -> bool:
         if INTERNAL_CALLER in scope:
@@ -133,6 +137,7 @@ def body_limits(config: ServerConfig) -> dict[str, int]:
         "/completions": config.max_body_bytes,
         "/decisions": config.max_body_bytes,
         "/apply-template": config.max_body_bytes,
+        MESSAGES: config.max_body_bytes,
         "/tokenize": config.max_body_bytes,
         "/detokenize": config.max_body_bytes,
         "/files": config.max_file_bytes + FORM_BYTES,
@@ -197,11 +202,6 @@ class HeadMiddleware:
 
         # A copy: the server and the log must still see a HEAD.
         await self._app({**scope, "method": "GET"}, receive, send_without_body)
-
-
-def local_path(scope: Scope) -> str:
-    """The path without the prefix that a proxy in front strips (``--root-path``)."""
-    return scope["path"].removeprefix(scope.get("root_path", ""))
 
 
 def sane_id(value: str | None) -> str | None:

@@ -11,7 +11,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from mlx_parallm.api import sse
-from mlx_parallm.api.errors import body_of, bug_body
+from mlx_parallm.api.errors import BUG, body_of, error_body
 from mlx_parallm.api.generation import Generation, unless_disconnected
 from mlx_parallm.errors import ParallmError
 from mlx_parallm.outputs import PromptEvent, TokenEvent
@@ -21,10 +21,11 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class StreamForm:
-    """How a protocol writes its stream: chunks as bytes, and what comes after the last."""
+    """How a protocol writes its stream: chunks as bytes, what ends it, and what breaks silence."""
 
     encode: Callable[..., bytes]
     end: bytes = b""
+    keep_alive: bytes = sse.KEEP_ALIVE
 
 
 CHUNKS = StreamForm(sse.data, sse.DONE)
@@ -55,7 +56,7 @@ class Answer(Protocol):
         ...
 
     def failure(self, error: dict[str, Any]) -> list[dict[str, Any]]:
-        """The chunks that end a stream with an error; ``error`` is OpenAI's object of it."""
+        """The chunks that end a stream with an error; ``error`` is the route's object of it."""
         ...
 
 
@@ -103,7 +104,12 @@ async def _stream(
         await generation.abort()
         raise
     chunks = _encoded(request, generation, answer, form)
-    return sse.EventStreamResponse(chunks, on_close=generation.abort, keep_alive_s=keep_alive_s)
+    return sse.EventStreamResponse(
+        chunks,
+        on_close=generation.abort,
+        keep_alive_s=keep_alive_s,
+        keep_alive=form.keep_alive,
+    )
 
 
 async def _encoded(
@@ -119,8 +125,8 @@ async def _encoded(
                 yield form.encode(*chunks)
         yield form.encode(*answer.closing()) + form.end
     except ParallmError as error:
-        yield form.encode(*answer.failure(body_of(error))) + form.end
+        yield form.encode(*answer.failure(body_of(error, request.scope))) + form.end
     except Exception:
         # The status is sent: without an event the client would see a cut connection only.
         logger.exception("a stream failed", extra={"request_id": request.state.request_id})
-        yield form.encode(*answer.failure(bug_body())) + form.end
+        yield form.encode(*answer.failure(error_body(BUG, request.scope))) + form.end

@@ -42,7 +42,7 @@ async def wait_for_disconnect(receive: Receive) -> None:
 
 
 class EventStreamResponse(Response):
-    """Sends byte chunks as they come, and a comment after every ``keep_alive_s`` of silence.
+    """Sends byte chunks as they come, and ``keep_alive`` after ``keep_alive_s`` of silence.
 
     ``on_close`` runs once at the end, whether the chunks ended, the client went away or sending
     failed.
@@ -54,12 +54,14 @@ class EventStreamResponse(Response):
         *,
         on_close: Callable[[], Awaitable[None]],
         keep_alive_s: float,
+        keep_alive: bytes = KEEP_ALIVE,
     ) -> None:
         super().__init__(headers=HEADERS)
         del self.headers["content-length"]
         self._chunks = chunks
         self._on_close = on_close
         self._keep_alive_s = keep_alive_s
+        self._keep_alive_bytes = keep_alive
         self._sent_s = 0.0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -90,7 +92,7 @@ class EventStreamResponse(Response):
         while True:
             await asyncio.sleep(max(0.0, self._sent_s + self._keep_alive_s - loop.time()))
             if loop.time() - self._sent_s >= self._keep_alive_s:
-                await self._send(send, KEEP_ALIVE)
+                await self._send(send, self._keep_alive_bytes)
 
     async def _send(self, send: Send, chunk: bytes) -> None:
         await send({"type": "http.response.body", "body": chunk, "more_body": True})

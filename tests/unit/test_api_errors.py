@@ -15,6 +15,7 @@ from mlx_parallm.api.errors import body_of, describe, response_of, status_of
 from mlx_parallm.config import ServerConfig
 from tests.fake_engine import FakeEngine
 
+CHAT = {"type": "http", "path": "/v1/chat/completions"}
 STARTUP = {errors.ConfigError, errors.ModelLoadError}
 MAKE: dict[type, Any] = {
     errors.ContextLengthError: lambda: errors.ContextLengthError(10, "Too long."),
@@ -43,24 +44,24 @@ def test_a_callers_fault_is_4xx_and_ours_is_not(cls: type[errors.ParallmError]) 
 
 @pytest.mark.parametrize("cls", ALL)
 def test_every_body_has_openais_four_keys(cls: type[errors.ParallmError]) -> None:
-    error = body_of(make(cls))["error"]
+    error = body_of(make(cls), CHAT)["error"]
     assert set(error) == {"message", "type", "param", "code"}
     assert error["message"]
 
 
 def test_an_overload_says_when_to_come_back() -> None:
-    response = response_of(errors.OverloadedError("full", retry_after_s=3))
+    response = response_of(errors.OverloadedError("full", retry_after_s=3), CHAT)
     assert (response.status_code, response.headers["retry-after"]) == (429, "3")
 
 
 def test_a_failed_step_tells_the_client_not_to_retry() -> None:
-    response = response_of(errors.StepError("no"))
+    response = response_of(errors.StepError("no"), CHAT)
     assert response.headers["x-should-retry"] == "false"
     assert json.loads(bytes(response.body))["error"]["type"] == "server_error"
 
 
 def test_the_echo_of_a_long_name_is_bounded() -> None:
-    error = body_of(errors.ModelNotFoundError("m" * 99_999))["error"]
+    error = body_of(errors.ModelNotFoundError("m" * 99_999), CHAT)["error"]
     assert len(error["message"]) == 1000
     assert error["code"] == "model_not_found"
 

@@ -1,0 +1,84 @@
+"""``POST /v1/messages`` and ``POST /v1/messages/count_tokens``, as Anthropic has them."""
+
+from __future__ import annotations
+
+from fastapi import APIRouter, Depends, Request, Response
+
+from mlx_parallm.api import sse
+from mlx_parallm.api.convert.messages import MessageAnswer
+from mlx_parallm.api.convert.messages_turn import counted_turn, message_turn, within_context
+from mlx_parallm.api.dependencies import (
+    ClientDep,
+    ConfigDep,
+    EngineDep,
+    MaxWaitingDep,
+    refuse_lone_surrogates,
+)
+from mlx_parallm.api.generation import Generation, named_by
+from mlx_parallm.api.paths import MESSAGES
+from mlx_parallm.api.respond import StreamForm, respond
+from mlx_parallm.api.schemas.messages import (
+    CountTokensRequest,
+    Message,
+    MessagesErrorResponse,
+    MessagesRequest,
+    TokenCount,
+)
+from mlx_parallm.api.turns.prepare import prepare_turn, render_turn
+
+# What these bodies call the engine's names.
+FIELDS = {
+    "prompt": "messages",
+    "stop": "stop_sequences",
+    "thinking_token_budget": "thinking.budget_tokens",
+}
+
+EVENTS = StreamForm(sse.events, keep_alive=sse.events({"type": "ping"}))
+
+router = APIRouter(
+    prefix=MESSAGES,
+    dependencies=[Depends(refuse_lone_surrogates)],
+    responses={
+        "4XX": {"model": MessagesErrorResponse, "description": "The request is at fault."},
+        "5XX": {"model": MessagesErrorResponse, "description": "The server is at fault."},
+    },
+)
+
+
+@router.post("", response_model=Message, responses={200: {"content": {"text/event-stream": {}}}})
+async def create_message(
+    body: MessagesRequest,
+    request: Request,
+    engine: EngineDep,
+    config: ConfigDep,
+    client: ClientDep,
+    max_waiting: MaxWaitingDep,
+) -> Response:
+    """Continue a conversation, in Anthropic's shape."""
+    model = engine.get_model(body.model)
+    turn = message_turn(body, request_id=f"msg_{request.state.answer_id}", client=client)
+    with named_by(FIELDS):
+        prepared = await prepare_turn(turn, model)
+    prepared, is_shortened = within_context(prepared)
+    generation = await Generation.start(
+        engine, [prepared.request], fields=FIELDS, max_waiting=max_waiting
+    )
+    answer = MessageAnswer(body, prepared, lambda: generation.prompt, is_shortened=is_shortened)
+    return await respond(
+        request,
+        generation,
+        answer,
+        stream=body.stream,
+        keep_alive_s=config.sse_keep_alive_s,
+        form=EVENTS,
+    )
+
+
+@router.post("/count_tokens")
+async def count_tokens(
+    body: CountTokensRequest, engine: EngineDep, client: ClientDep
+) -> TokenCount:
+    """Count the tokens of a conversation; nothing is generated."""
+    model = engine.get_model(body.model)
+    _, prompt_ids = await render_turn(counted_turn(body, request_id="", client=client), model)
+    return TokenCount(input_tokens=len(prompt_ids))
