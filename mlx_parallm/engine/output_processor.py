@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from mlx_parallm.engine.interface import IncrementalDetokenizer, Tokenizer
@@ -38,10 +38,30 @@ class _Sample:
 
 @dataclass(slots=True)
 class _Request:
-    """A request's samples that have not ended, by index."""
+    """A request's samples that have not ended.
+
+    Attributes:
+        params: of all of them.
+        new_sample: makes the text state of one.
+        open: their indices.
+        samples: the text state of those that have begun, by index.
+    """
 
     params: SamplingParams
-    samples: dict[int, _Sample]
+    new_sample: Callable[[], _Sample]
+    open: dict[int, None]
+    samples: dict[int, _Sample] = field(default_factory=dict)
+
+    def sample(self, index: int) -> _Sample:
+        """The text state of an open sample."""
+        if index not in self.samples:
+            self.samples[index] = self.new_sample()
+        return self.samples[index]
+
+    def close(self, index: int) -> None:
+        """Forget a sample; unknown ones are ignored."""
+        self.open.pop(index, None)
+        self.samples.pop(index, None)
 
 
 class OutputProcessor:
@@ -63,13 +83,12 @@ class OutputProcessor:
         params = request.params
         stop = StopStrings(params.stop, include_in_output=params.include_stop_str_in_output)
         skip = params.skip_special_tokens
-        self._requests[request.request_id] = _Request(
-            params,
-            {
-                index: _Sample(tokenizer.detokenizer(skip_special_tokens=skip), stop.matcher())
-                for index in range(params.n)
-            },
-        )
+
+        def new_sample() -> _Sample:
+            return _Sample(tokenizer.detokenizer(skip_special_tokens=skip), stop.matcher())
+
+        open_samples = dict.fromkeys(range(params.n))
+        self._requests[request.request_id] = _Request(params, new_sample, open_samples)
 
     def remove(self, request_id: str) -> None:
         """Forget a request; unknown ids are ignored."""
@@ -85,10 +104,10 @@ class OutputProcessor:
                 request_id=request_id,
                 index=index,
                 token_ids=(),
-                text=_rest(sample, request.params),
+                text=_rest(request.sample(index), request.params),
                 finish_reason=FinishReason.ABORT,
             )
-            for index, sample in request.samples.items()
+            for index in request.open
         ]
 
     def process(self, updates: Sequence[SequenceUpdate]) -> ProcessedStep:
@@ -104,7 +123,7 @@ class OutputProcessor:
             else:
                 self._update(update, request, step)
         for request_id, request in failed.items():
-            step.stopped.extend((request_id, index) for index in request.samples)
+            step.stopped.extend((request_id, index) for index in request.open)
         return step
 
     def _fail(
@@ -116,7 +135,7 @@ class OutputProcessor:
     ) -> None:
         """End the whole request at its first error.
 
-        What remains in ``request.samples`` is what the scheduler has not ended itself.
+        What remains in ``request.open`` is what the scheduler has not ended itself.
         """
         if update.request_id not in failed:
             error = StepError(update.error)
@@ -124,22 +143,22 @@ class OutputProcessor:
             failed[update.request_id] = request
             self.remove(update.request_id)
         if update.error is not None or update.finish_reason is not None:
-            request.samples.pop(update.index, None)
+            request.close(update.index)
 
     def _update(self, update: SequenceUpdate, request: _Request, step: ProcessedStep) -> None:
         if update.prompt is not None:
             step.events.append(update.prompt)
-        sample = request.samples.get(update.index)
-        if sample is None or (update.token is None and update.finish_reason is None):
+        has_news = update.token is not None or update.finish_reason is not None
+        if update.index not in request.open or not has_news:
             return
-        event = _token_event(update, sample, request.params)
+        event = _token_event(update, request.sample(update.index), request.params)
         step.events.append(event)
         if event.finish_reason is None:
             return
         if update.finish_reason is None:
             step.stopped.append((update.request_id, update.index))
-        del request.samples[update.index]
-        if not request.samples:
+        request.close(update.index)
+        if not request.open:
             self.remove(update.request_id)
 
 

@@ -80,10 +80,9 @@ class Scheduler:
         if request.request_id in self._groups:
             raise InvalidRequestError("The request id is in use.", param="request_id")
         group = RequestGroup(request, end_ids, next(self._arrivals))
+        prompt_ids = list(request.prompt_ids)
         for index in range(params.n):
-            sequence = Sequence(
-                next(self._seq_ids), group, index, seed + index, list(request.prompt_ids)
-            )
+            sequence = Sequence(next(self._seq_ids), group, index, seed + index, prompt_ids)
             group.sequences[index] = sequence
             self._by_id[sequence.seq_id] = sequence
         self._groups[request.request_id] = group

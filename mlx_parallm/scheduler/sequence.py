@@ -85,7 +85,7 @@ class Sequence:
         group: the request.
         index: which sample.
         seed: of this sample.
-        token_ids: prompt and output, as far as they are known.
+        token_ids: prompt and output, as far as they are known; shared until there is output.
         output_ids: output only.
         num_computed: leading tokens whose KV (and state) exists, or will once the steps in flight
             have ended.
@@ -196,6 +196,9 @@ class Sequence:
 
     def add_token(self, token: SampledToken, max_model_len: int) -> FinishReason | None:
         """Append a token; why it ended the sample, if it did."""
+        if not self.output_ids:
+            # Until now it was the prompt, which all samples of the request share.
+            self.token_ids = self.token_ids.copy()
         self.token_ids.append(token.token_id)
         self.output_ids.append(token.token_id)
         if self.thinking is not None:

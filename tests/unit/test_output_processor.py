@@ -190,3 +190,21 @@ def test_the_end_from_outside_brings_the_text_that_was_held_back():
     assert {e.finish_reason for e in events} == {FinishReason.ABORT}
     assert processor.end("r") == []
     assert processor.process([update(98)]).events == []
+
+
+def test_a_sample_that_has_not_begun_costs_no_detokenizer():
+    class Counting(ByteTokenizer):
+        made = 0
+
+        def detokenizer(self, *, skip_special_tokens=True):
+            self.made += 1
+            return super().detokenizer(skip_special_tokens=skip_special_tokens)
+
+    tokenizer, processor = Counting(), OutputProcessor()
+    request = GenerateRequest(
+        request_id="r", model="m", prompt_ids=(1,), params=SamplingParams(n=128)
+    )
+    processor.add(request, tokenizer)
+    assert tokenizer.made == 0
+    processor.process([update(97, index=5), update(98, index=5)])
+    assert tokenizer.made == 1

@@ -10,6 +10,7 @@ from mlx_parallm.errors import ContextLengthError, OverloadedError
 from mlx_parallm.kv_cache.manager import KVCacheManager
 from mlx_parallm.request import GenerateRequest, SamplingParams
 from mlx_parallm.scheduler.scheduler import Scheduler
+from mlx_parallm.scheduler.sequence import RequestGroup, Sequence
 
 
 def make_scheduler(num_blocks: int = 64, **limits: int | None) -> Scheduler:
@@ -118,3 +119,16 @@ def test_a_client_that_fills_the_queue_leaves_the_others_their_share() -> None:
         add(scheduler, "past its half", client="normal")
     add(scheduler, "a third client", client="third")
     assert scheduler.stats().num_waiting == 10
+
+
+def test_samples_share_the_prompt_until_they_have_output() -> None:
+    prompt = [1, 2, 3]
+    params = SamplingParams(n=2, max_tokens=4)
+    request = GenerateRequest(request_id="r", model="m", prompt_ids=(1, 2, 3), params=params)
+    group = RequestGroup(request, frozenset(), 0)
+    one, other = (Sequence(index, group, index, 0, prompt) for index in range(2))
+    for token_id in (7, 8):
+        one.add_token(SampledToken(seq_id=0, token_id=token_id), 64)
+    assert one.token_ids == [1, 2, 3, 7, 8]
+    assert other.token_ids is prompt
+    assert prompt == [1, 2, 3]

@@ -12,6 +12,7 @@ from mlx_parallm.api.convert.logprobs import (
     prompt_logprobs,
     with_top,
 )
+from mlx_parallm.api.lazy import LazySequence
 from mlx_parallm.api.samples import Sample, Usage
 from mlx_parallm.api.schemas.completions import CompletionRequest
 from mlx_parallm.outputs import PromptEvent, TokenEvent
@@ -31,8 +32,9 @@ class CompletionAnswer:
         self._head = head
         self._names = names
         self._prompts = prompts
-        self._samples = [Sample() for _ in range(len(prompts) * body.n)]
-        self._offsets = [CompletionLogprobs(names) for _ in self._samples]
+        num_samples = len(prompts) * body.n
+        self._samples = LazySequence(num_samples, lambda _index: Sample())
+        self._offsets = LazySequence(num_samples, lambda _index: CompletionLogprobs(names))
         self._begun: set[int] = set()
         self._prompt_events: dict[int, PromptEvent] = {}
         self.usage = Usage(prompt_tokens=sum(len(ids) for _, ids in prompts))

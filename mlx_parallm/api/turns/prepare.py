@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from mlx_parallm.api.lazy import LazySequence
 from mlx_parallm.api.offload import maybe_in_thread
 from mlx_parallm.api.turns.constraints import Constraint, constrain, unsupported
 from mlx_parallm.api.turns.history import template_messages
@@ -41,9 +42,9 @@ class PreparedTurn:
         """The prompt as tokens."""
         return self.request.prompt_ids
 
-    def parsers(self) -> list[TurnParser]:
-        """Fresh parsers, one per sample."""
-        return [self._parser() for _ in range(self.request.params.n)]
+    def parsers(self) -> Sequence[TurnParser]:
+        """Fresh parsers, one per sample; made when that sample begins."""
+        return LazySequence(self.request.params.n, lambda _index: self._parser())
 
     def stream(self) -> TurnStream:
         """What the engine's events are given to."""

@@ -7,6 +7,7 @@ import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from mlx_parallm.api.lazy import LazySequence
 from mlx_parallm.api.samples import Sample, Usage
 from mlx_parallm.api.turns.tools import CUSTOM_INPUT
 from mlx_parallm.outputs import FinishReason, PromptEvent, TokenEvent
@@ -125,7 +126,9 @@ class TurnStream:
     def __init__(
         self, parsers: Sequence[TurnParser], num_prompt_tokens: int, *, max_calls: int | None = None
     ) -> None:
-        self.samples = [SampleState(parser, max_calls=max_calls) for parser in parsers]
+        self.samples = LazySequence(
+            len(parsers), lambda index: SampleState(parsers[index], max_calls=max_calls)
+        )
         self.usage = Usage(prompt_tokens=num_prompt_tokens)
         self.prompt: PromptEvent | None = None
 
