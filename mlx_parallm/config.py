@@ -193,6 +193,8 @@ class ServerConfig:
         max_body_bytes: largest request body.
         max_client_body_bytes: bodies of one client's requests in the server together.
         client_timeout_s: a client that sends or takes nothing for this long is cut off; 0 is off.
+        max_stored_responses: most responses kept in memory for /v1/responses; 0 keeps none.
+        max_stored_bytes: most bytes of them together, with the conversations they answer.
         data_dir: folder of files and batches; made when it is first used; None serves neither.
         max_file_bytes: largest uploaded file.
         max_files_bytes: most bytes of all files together.
@@ -215,6 +217,8 @@ class ServerConfig:
     max_body_bytes: int = 8 * 1024 * 1024
     max_client_body_bytes: int = 256 * 1024 * 1024
     client_timeout_s: float = 30.0
+    max_stored_responses: int = 1024
+    max_stored_bytes: int = 256 * 2**20
     data_dir: str | None = None
     max_file_bytes: int = 200 * 2**20
     max_files_bytes: int = 10 * 2**30

@@ -21,6 +21,8 @@ from mlx_parallm.api.middleware import (
     RequestIdMiddleware,
     body_limits,
 )
+from mlx_parallm.api.responses.service import ResponseService
+from mlx_parallm.api.responses.store import ResponseStore
 from mlx_parallm.api.routes import (
     aborts,
     batches,
@@ -34,6 +36,7 @@ from mlx_parallm.api.routes import (
     models,
     moderations,
     render,
+    responses,
     server_info,
     tokenize,
 )
@@ -66,6 +69,9 @@ def create_app(
     app.state.engine = engine
     app.state.config = config
     app.state.max_waiting = max_waiting
+    app.state.responses = ResponseService(
+        ResponseStore(config.max_stored_responses, config.max_stored_bytes)
+    )
     app.state.batches = make_batch_service(app, engine, config, max_waiting)
     _add_routes(app)
     if app.state.batches is not None:
@@ -78,14 +84,14 @@ def create_app(
 @contextlib.asynccontextmanager
 async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
     service: BatchService | None = app.state.batches
-    if service is None:
-        yield
-        return
-    service.start()
+    if service is not None:
+        service.start()
     try:
         yield
     finally:
-        await service.stop()
+        if service is not None:
+            await service.stop()
+        await app.state.responses.stop()
 
 
 def _add_with_and_without_prefix(app: FastAPI, *routers: APIRouter) -> None:
@@ -104,6 +110,7 @@ def _add_routes(app: FastAPI) -> None:
         models.router,
         moderations.router,
         render.router,
+        responses.router,
     )
     for router in (
         tokenize.router,

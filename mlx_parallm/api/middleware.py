@@ -135,6 +135,7 @@ def body_limits(config: ServerConfig) -> dict[str, int]:
     return {
         "/chat/completions": config.max_body_bytes,
         "/completions": config.max_body_bytes,
+        "/responses": config.max_body_bytes,
         "/decisions": config.max_body_bytes,
         "/apply-template": config.max_body_bytes,
         MESSAGES: config.max_body_bytes,

@@ -228,6 +228,12 @@ SETTINGS: tuple[Setting, ...] = (
     _setting("sse-keep-alive-interval", "server.sse_keep_alive_s", values.number(0), REQUESTS,
              "a comment is sent on a stream silent for this long; 0 is off.",
              metavar="SECONDS"),
+    _setting("max-stored-responses", "server.max_stored_responses", values.integer(0), REQUESTS,
+             "most responses kept in memory for /v1/responses, so that later requests can go on "
+             "from them; 0 keeps none.", metavar="N"),
+    _setting("max-stored-responses-size", "server.max_stored_bytes", values.size, REQUESTS,
+             "most bytes of stored responses together, with the conversations they answer, such "
+             "as 256MiB.", metavar="SIZE"),
     _setting("data-dir", "server.data_dir", values.text, STORAGE,
              "folder of files and batches, made when it is first used; one server at a time can "
              "use it. If not given: mlx_parallm in $XDG_DATA_HOME or ~/.local/share, on a Mac in "

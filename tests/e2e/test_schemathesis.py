@@ -28,7 +28,7 @@ def call_at_random(operation: Any) -> None:
     def run(data: st.DataObject) -> None:
         case = data.draw(operation.as_strategy())
         if isinstance(case.body, dict):
-            case.body["max_tokens"] = MAX_TOKENS
+            case.body["max_tokens"] = case.body["max_output_tokens"] = MAX_TOKENS
             case.body.pop("max_completion_tokens", None)
             case.body["stream"] = False
             if data.draw(st.booleans()):

@@ -32,15 +32,52 @@ class TokenNames:
             "bytes": list(self._tokenizer.token_bytes(token_id)),
         }
 
+    def with_top(self, entry: TokenLogprob) -> dict[str, Any]:
+        """The same with the likeliest others."""
+        top = [self.entry(token_id, value) for token_id, value in entry.top]
+        return self.entry(entry.token_id, entry.logprob) | {"top_logprobs": top}
+
+    def bytes(self, token_id: int) -> bytes:
+        """What the token contributes to the text."""
+        return self._tokenizer.token_bytes(token_id)
+
 
 def chat_logprobs(entries: Iterable[TokenLogprob], names: TokenNames) -> dict[str, Any]:
     """``choice.logprobs`` of a chat completion."""
-    content = [
-        names.entry(one.token_id, one.logprob)
-        | {"top_logprobs": [names.entry(token_id, value) for token_id, value in one.top]}
-        for one in entries
-    ]
-    return {"content": content, "refusal": None}
+    return {"content": [names.with_top(one) for one in entries], "refusal": None}
+
+
+class TextTokens:
+    """Tells which tokens a text consists of, among those that carry markers and other texts."""
+
+    def __init__(self, names: TokenNames) -> None:
+        self._names = names
+        self._tokens: list[tuple[bytes, TokenLogprob | None]] = []
+
+    def add(self, entries: Iterable[TokenLogprob]) -> None:
+        """Tokens whose text comes now or later."""
+        self._tokens += [(self._names.bytes(one.token_id), one) for one in entries]
+
+    def take(self, text: str) -> list[dict[str, Any]]:
+        """The tokens that the next text consists of; those before it are dropped.
+
+        All that are there, where the text is not spelled by them: half characters, for one.
+        """
+        wanted = text.encode()
+        begin = b"".join(spelled for spelled, _ in self._tokens).find(wanted)
+        if begin < 0:
+            begin, wanted = 0, b"".join(spelled for spelled, _ in self._tokens)
+        end, place = begin + len(wanted), 0
+        taken: list[dict[str, Any]] = []
+        while self._tokens and place < end:
+            spelled, entry = self._tokens.pop(0)
+            place += len(spelled)
+            if place > begin and entry is not None:
+                taken.append(self._names.with_top(entry))
+            if place > end:
+                # What is left of the token belongs to the next text; it is told once.
+                self._tokens.insert(0, (spelled[end - place :], None))
+        return taken
 
 
 class CompletionLogprobs:

@@ -1,0 +1,1 @@
+"""Responses that are kept, and those that are made in the background."""

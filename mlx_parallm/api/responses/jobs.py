@@ -1,0 +1,120 @@
+"""Responses that are made in the background, whoever listens."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Callable
+from dataclasses import asdict
+from typing import Any
+
+from mlx_parallm.api import sse
+from mlx_parallm.api.convert.responses import ResponseAnswer
+from mlx_parallm.api.errors import BUG, failure_of
+from mlx_parallm.api.generation import Generation
+from mlx_parallm.errors import ParallmError
+
+logger = logging.getLogger(__name__)
+
+
+class BackgroundJob:
+    """One response.
+
+    Args:
+        generation: what the engine makes of it.
+        answer: what becomes of that.
+        keeps_events: whether its events can be read, from the first on.
+        on_growth: called with the bytes of further events that are kept.
+        on_end: called with the response when it has ended.
+    """
+
+    def __init__(
+        self,
+        generation: Generation,
+        answer: ResponseAnswer,
+        *,
+        keeps_events: bool,
+        on_growth: Callable[[int], None],
+        on_end: Callable[[dict[str, Any]], None],
+    ) -> None:
+        self.keeps_events = keeps_events
+        self._generation = generation
+        self._answer = answer
+        self._on_growth = on_growth
+        self._on_end = on_end
+        self._events: list[bytes] = []
+        self._changed = asyncio.Event()
+        self._has_ended = False
+
+    def response(self) -> dict[str, Any]:
+        """The response as it is now."""
+        return self._answer.response()
+
+    async def run(self) -> None:
+        """Make the response; when this is cancelled, it is too."""
+        answer = self._answer
+        try:
+            self._note(answer.opening())
+            async for prompt, event in self._generation.events():
+                self._note(answer.chunks(prompt, event))
+            self._note(answer.closing())
+        except asyncio.CancelledError:
+            self._note(answer.cancellation())
+        except ParallmError as error:
+            self._note(answer.failure({"error": asdict(failure_of(error))}))
+        except Exception:
+            logger.exception("a response in the background failed")
+            self._note(answer.failure({"error": asdict(BUG)}))
+        finally:
+            self._has_ended = True
+            self._changed.set()
+            self._on_end(answer.response())
+            await self._generation.abort()
+
+    async def events(self, begin: int) -> AsyncIterator[bytes]:
+        """The events from the sequence number ``begin`` on, until the response has ended."""
+        while True:
+            news, changed = self._events[begin:], self._changed
+            if news:
+                begin += len(news)
+                yield b"".join(news)
+            elif self._has_ended:
+                return
+            else:
+                await changed.wait()
+
+    def _note(self, events: list[dict[str, Any]]) -> None:
+        if not self.keeps_events:
+            return
+        encoded = [sse.events(event) for event in events]
+        self._events += encoded
+        self._on_growth(sum(map(len, encoded)))
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+
+class BackgroundJobs:
+    """All jobs of an application."""
+
+    def __init__(self) -> None:
+        self._tasks: dict[BackgroundJob, asyncio.Task[None]] = {}
+
+    def start(self, job: BackgroundJob) -> None:
+        """Begin to make a response."""
+        task = asyncio.ensure_future(job.run())
+        self._tasks[job] = task
+        task.add_done_callback(lambda _: self._tasks.pop(job, None))
+
+    async def cancel(self, job: BackgroundJob) -> None:
+        """End a job; one that has ended stays as it is."""
+        task = self._tasks.get(job)
+        if task is not None:
+            task.cancel()
+            await asyncio.wait([task])
+
+    async def stop(self) -> None:
+        """End all jobs."""
+        tasks = list(self._tasks.values())
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

@@ -1,0 +1,156 @@
+"""Responses of an application: those that are kept, and those that are being made."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
+
+from mlx_parallm.api.convert.responses import ResponseAnswer
+from mlx_parallm.api.convert.responses_items import input_items
+from mlx_parallm.api.generation import Generation
+from mlx_parallm.api.responses.jobs import BackgroundJob, BackgroundJobs
+from mlx_parallm.api.responses.store import ResponseStore, StoredResponse
+from mlx_parallm.api.schemas.responses import ResponsesInput
+from mlx_parallm.errors import InvalidRequestError, NotFoundError
+
+
+class ResponseService:
+    """Keeps responses and makes them in the background.
+
+    Args:
+        store: where they are kept.
+    """
+
+    def __init__(self, store: ResponseStore) -> None:
+        self._store = store
+        self._jobs = BackgroundJobs()
+
+    def entry(
+        self, body: ResponsesInput, *, response_id: str, client: str, num_bytes: int = 0
+    ) -> StoredResponse:
+        """A response to be made, with the input of a body and what came before it.
+
+        Args:
+            body: as it came.
+            response_id: of the response.
+            client: whose it is.
+            num_bytes: the length of the body.
+
+        Raises:
+            InvalidRequestError: an item is malformed, or the response before it has not ended.
+            NotFoundError: the client has no such response before it.
+        """
+        items = input_items(body.input, lambda item_id: self._store.find_item(item_id, client))
+        if body.previous_response_id is not None:
+            before = self._before(body.previous_response_id, client)
+            items = before.conversation() + items
+            num_bytes += before.num_bytes
+        return StoredResponse(id=response_id, client=client, items=items, num_bytes=num_bytes)
+
+    def get(self, response_id: str, client: str) -> StoredResponse:
+        """A response of a client's; see ``ResponseStore.get``."""
+        return self._store.get(response_id, client)
+
+    def keep(self, entry: StoredResponse, response: dict[str, Any]) -> None:
+        """Keep a response that has ended."""
+        entry.body = response
+        entry.num_bytes += _num_bytes(response)
+        self._store.add(entry)
+
+    async def make(
+        self,
+        entry: StoredResponse,
+        answer: ResponseAnswer,
+        start: Callable[[], Awaitable[Generation]],
+        *,
+        keeps_events: bool,
+    ) -> BackgroundJob:
+        """Begin to make a response in the background.
+
+        Args:
+            entry: of the response.
+            answer: what is made of the generation.
+            start: admits the generation.
+            keeps_events: whether its events can be read.
+
+        Raises:
+            ParallmError: it is not admitted, or too many run already.
+        """
+        self._store.add(entry)
+        try:
+            generation = await start()
+        except BaseException:
+            self._store.remove(entry)
+            raise
+        entry.job = job = BackgroundJob(
+            generation,
+            answer,
+            keeps_events=keeps_events,
+            on_growth=lambda size: self._store.grow(entry, size),
+            on_end=lambda response: self._store.end(entry, response, _num_bytes(response)),
+        )
+        self._jobs.start(job)
+        return job
+
+    async def cancel(self, response_id: str, client: str) -> dict[str, Any]:
+        """End a response that is made in the background, and tell how far it came.
+
+        Raises:
+            NotFoundError: the client has no such response.
+            InvalidRequestError: it was not made in the background.
+        """
+        entry = self._store.get(response_id, client)
+        if entry.job is None:
+            raise InvalidRequestError("Only a response in the background can be cancelled.")
+        await self._jobs.cancel(entry.job)
+        return entry.response()
+
+    async def delete(self, response_id: str, client: str) -> None:
+        """Forget a response; one that is being made ends.
+
+        Raises:
+            NotFoundError: the client has no such response.
+        """
+        entry = self._store.get(response_id, client)
+        self._store.remove(entry)
+        if entry.job is not None:
+            await self._jobs.cancel(entry.job)
+
+    def events(self, response_id: str, client: str, begin: int) -> AsyncIterator[bytes]:
+        """The events of a response from the sequence number ``begin`` on.
+
+        Raises:
+            NotFoundError: the client has no such response.
+            InvalidRequestError: it was not made in the background with ``stream``.
+        """
+        job = self._store.get(response_id, client).job
+        if job is None or not job.keeps_events:
+            raise InvalidRequestError(
+                "Only a response that was created with background and stream can be streamed.",
+                param="stream",
+            )
+        return job.events(begin)
+
+    async def stop(self) -> None:
+        """End what runs in the background."""
+        await self._jobs.stop()
+
+    def _before(self, response_id: str, client: str) -> StoredResponse:
+        try:
+            before = self._store.get(response_id, client)
+        except NotFoundError:
+            raise NotFoundError(
+                f"Previous response with id {response_id[:128]!r} not found.",
+                param="previous_response_id",
+                code="previous_response_not_found",
+            ) from None
+        if before.is_running:
+            raise InvalidRequestError(
+                "The previous response has not ended.", param="previous_response_id"
+            )
+        return before
+
+
+def _num_bytes(response: dict[str, Any]) -> int:
+    return len(json.dumps(response))

@@ -1,0 +1,175 @@
+"""Responses that are kept in memory, within bounds, for the client that asked for them."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from mlx_parallm.api.responses.jobs import BackgroundJob
+from mlx_parallm.errors import (
+    InvalidRequestError,
+    NotFoundError,
+    OverloadedError,
+    RequestTooLargeError,
+)
+
+Item = dict[str, Any]
+# Of an item, besides its text: its keys, and its place in the index.
+ITEM_BYTES = 512
+# Shares of the bounds that running responses may take: of one client, and of all together.
+CLIENT_SHARE = 4
+RUNNING_SHARE = 2
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class StoredResponse:
+    """A response, and what it answers.
+
+    Attributes:
+        id: of the response.
+        client: whose it is.
+        items: the input, with that of earlier responses and their output.
+        num_bytes: what it counts.
+        body: the response; empty while it runs.
+        job: what makes it, or made it, in the background.
+    """
+
+    id: str
+    client: str
+    items: Sequence[Item]
+    num_bytes: int
+    body: dict[str, Any] | None = None
+    job: BackgroundJob | None = None
+
+    @property
+    def is_running(self) -> bool:
+        """Whether it has not ended."""
+        return self.body is None
+
+    def response(self) -> dict[str, Any]:
+        """The response as it is now."""
+        if self.body is not None:
+            return self.body
+        return {} if self.job is None else self.job.response()
+
+    def conversation(self) -> list[Item]:
+        """The input and the output."""
+        return [*self.items, *self.response().get("output", ())]
+
+
+class ResponseStore:
+    """Keeps the responses that were used last: ``num_responses`` of together ``num_bytes``.
+
+    What is over the bounds is taken from the client that has most, and there what was not used for
+    longest. What runs is never taken, so that there may be only so much of it.
+
+    Args:
+        max_responses: most responses; 0 keeps none.
+        max_bytes: most bytes of them together, with everything that they answer.
+    """
+
+    def __init__(self, max_responses: int, max_bytes: int) -> None:
+        self._max_responses = max_responses
+        self._max_bytes = max_bytes
+        self._clients: dict[str, OrderedDict[str, StoredResponse]] = {}
+        self._index: dict[tuple[str, str], dict[str, Item]] = {}
+        self.num_responses = 0
+        self.num_bytes = 0
+
+    def add(self, entry: StoredResponse) -> None:
+        """Keep a response.
+
+        Raises:
+            InvalidRequestError: it runs, and nothing is kept here, or nothing of its size.
+            OverloadedError: it runs, and too many do.
+        """
+        if entry.is_running:
+            self._check_room(entry)
+        entry.num_bytes += ITEM_BYTES * len(entry.items)
+        self._clients.setdefault(entry.client, OrderedDict())[entry.id] = entry
+        self.num_responses += 1
+        self.num_bytes += entry.num_bytes
+        self._note_items(entry, entry.conversation())
+        self._shrink()
+
+    def get(self, response_id: str, client: str) -> StoredResponse:
+        """A response of a client's.
+
+        Raises:
+            NotFoundError: the client has none of this id.
+        """
+        entries = self._clients.get(client, {})
+        if response_id not in entries:
+            raise NotFoundError(
+                f"Response with id {response_id[:128]!r} not found.", param="response_id"
+            )
+        self._clients[client].move_to_end(response_id)
+        return entries[response_id]
+
+    def find_item(self, item_id: str, client: str) -> Item | None:
+        """An item of any of a client's responses."""
+        found = self._index.get((client, item_id))
+        return None if found is None else next(iter(found.values()))
+
+    def remove(self, entry: StoredResponse) -> None:
+        """Forget a response; one that is gone already is left alone."""
+        entries = self._clients.get(entry.client, {})
+        if entries.pop(entry.id, None) is None:
+            return
+        self.num_responses -= 1
+        self.num_bytes -= entry.num_bytes
+        if not entries:
+            del self._clients[entry.client]
+        for item in entry.conversation():
+            holders = self._index.get((entry.client, item["id"]), {})
+            holders.pop(entry.id, None)
+            if not holders:
+                self._index.pop((entry.client, item["id"]), None)
+
+    def grow(self, entry: StoredResponse, num_bytes: int) -> None:
+        """Count more bytes of a response; one that is gone already is left alone."""
+        if entry.id in self._clients.get(entry.client, {}):
+            entry.num_bytes += num_bytes
+            self.num_bytes += num_bytes
+            self._shrink()
+
+    def end(self, entry: StoredResponse, body: dict[str, Any], num_bytes: int) -> None:
+        """A running response has ended."""
+        entry.body = body
+        if entry.id in self._clients.get(entry.client, {}):
+            self._note_items(entry, body["output"])
+            self.grow(entry, num_bytes + ITEM_BYTES * len(body["output"]))
+
+    def _note_items(self, entry: StoredResponse, items: Sequence[Item]) -> None:
+        for item in items:
+            self._index.setdefault((entry.client, item["id"]), {})[entry.id] = item
+
+    def _check_room(self, entry: StoredResponse) -> None:
+        if not self._max_responses:
+            raise InvalidRequestError("This server stores no responses.", param="background")
+        if entry.num_bytes > self._max_bytes // CLIENT_SHARE:
+            raise RequestTooLargeError("The conversation is too large to be stored.")
+        running = [one for one in self._all() if one.is_running]
+        own = [one for one in running if one.client == entry.client]
+        for others, share in ((own, CLIENT_SHARE), (running, RUNNING_SHARE)):
+            size = entry.num_bytes + sum(one.num_bytes for one in others)
+            most = max(1, self._max_responses // share)
+            if len(others) >= most or size > self._max_bytes // share:
+                raise OverloadedError("Too many responses run in the background.")
+
+    def _shrink(self) -> None:
+        while self.num_responses > self._max_responses or self.num_bytes > self._max_bytes:
+            ended = [
+                [one for one in entries.values() if not one.is_running]
+                for entries in self._clients.values()
+            ]
+            most = max(ended, key=lambda ones: sum(one.num_bytes for one in ones), default=[])
+            if not most:
+                return
+            self.remove(most[0])
+
+    def _all(self) -> Iterator[StoredResponse]:
+        for entries in self._clients.values():
+            yield from entries.values()

@@ -1,0 +1,184 @@
+"""``/v1/responses``: answers made of items, kept for later, perhaps made in the background."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import AsyncIterator
+from typing import Annotated, Any, Literal
+
+from fastapi import APIRouter, Depends, Query, Request, Response
+from starlette.responses import JSONResponse
+
+from mlx_parallm.api.convert.batches import list_object
+from mlx_parallm.api.convert.logprobs import TextTokens, TokenNames
+from mlx_parallm.api.convert.responses import ResponseAnswer, ResponseHead
+from mlx_parallm.api.convert.responses_tools import response_tools
+from mlx_parallm.api.convert.responses_turn import FIELDS, input_turn, response_turn
+from mlx_parallm.api.dependencies import (
+    ClientDep,
+    ConfigDep,
+    EngineDep,
+    MaxWaitingDep,
+    refuse_lone_surrogates,
+)
+from mlx_parallm.api.generation import Generation, named_by
+from mlx_parallm.api.internal import internal_caller
+from mlx_parallm.api.respond import NAMED_EVENTS, respond
+from mlx_parallm.api.responses.service import ResponseService
+from mlx_parallm.api.responses.store import StoredResponse
+from mlx_parallm.api.schemas.responses import InputTokensRequest, ResponsesRequest
+from mlx_parallm.api.sse import EventStreamResponse
+from mlx_parallm.api.turns.prepare import PreparedTurn, prepare_turn, render_turn
+from mlx_parallm.api.turns.truncation import prepare_fitting
+from mlx_parallm.config import ServerConfig
+from mlx_parallm.engine.interface import ServedModel
+from mlx_parallm.errors import InvalidRequestError
+
+router = APIRouter(dependencies=[Depends(refuse_lone_surrogates)])
+
+
+async def get_responses(request: Request) -> ResponseService:
+    """The responses of this application."""
+    return request.app.state.responses
+
+
+ResponsesDep = Annotated[ResponseService, Depends(get_responses)]
+
+
+@router.post("/responses")
+async def create_response(
+    body: ResponsesRequest,
+    request: Request,
+    engine: EngineDep,
+    config: ConfigDep,
+    client: ClientDep,
+    max_waiting: MaxWaitingDep,
+    responses: ResponsesDep,
+) -> Response:
+    """Answer an input: whole, as a stream of events, or in the background."""
+    if body.background and internal_caller(request) is not None:
+        raise InvalidRequestError("A batch is in the background already.", param="background")
+    model = engine.get_model(body.model)
+    entry = responses.entry(
+        body,
+        response_id=f"resp_{uuid.uuid4().hex}",
+        client=client,
+        num_bytes=len(await request.body()),
+    )
+    head, prepared = await _prepare(body, entry, model, config)
+    tokens = TextTokens(TokenNames(model.tokenizer, as_ids=False)) if body.shows_logprobs else None
+
+    async def start() -> Generation:
+        asked = [prepared.request]
+        return await Generation.start(engine, asked, fields=FIELDS, max_waiting=max_waiting)
+
+    if body.background:
+        answer = ResponseAnswer(head, prepared, tokens=tokens)
+        job = await responses.make(entry, answer, start, keeps_events=body.stream)
+        return _events(job.events(0), config) if body.stream else JSONResponse(job.response())
+    answer = ResponseAnswer(
+        head,
+        prepared,
+        tokens=tokens,
+        on_end=lambda response: responses.keep(entry, response) if body.store else None,
+    )
+    return await respond(
+        request,
+        await start(),
+        answer,
+        stream=body.stream,
+        keep_alive_s=config.sse_keep_alive_s,
+        form=NAMED_EVENTS,
+    )
+
+
+@router.post("/responses/input_tokens")
+async def count_input_tokens(
+    body: InputTokensRequest, engine: EngineDep, client: ClientDep, responses: ResponsesDep
+) -> dict[str, Any]:
+    """How many tokens an input is."""
+    model = engine.models()[0] if body.model is None else engine.get_model(body.model)
+    entry = responses.entry(body, response_id="", client=client)
+    with named_by(FIELDS):
+        turn = input_turn(body, entry.items, response_tools(body.tools), request_id="")
+        _, prompt_ids = await render_turn(turn, model)
+    return {"object": "response.input_tokens", "input_tokens": len(prompt_ids)}
+
+
+@router.get("/responses/{response_id}")
+async def retrieve_response(
+    response_id: str,
+    config: ConfigDep,
+    client: ClientDep,
+    responses: ResponsesDep,
+    stream: Annotated[bool, Query()] = False,
+    starting_after: Annotated[int, Query(ge=-1)] = -1,
+) -> Response:
+    """A response as it is now, or the events of one in the background."""
+    if stream:
+        return _events(responses.events(response_id, client, starting_after + 1), config)
+    return JSONResponse(responses.get(response_id, client).response())
+
+
+@router.delete("/responses/{response_id}")
+async def delete_response(
+    response_id: str, client: ClientDep, responses: ResponsesDep
+) -> dict[str, Any]:
+    """Forget a response; one that is being made ends."""
+    await responses.delete(response_id, client)
+    return {"id": response_id, "object": "response", "deleted": True}
+
+
+@router.post("/responses/{response_id}/cancel")
+async def cancel_response(
+    response_id: str, client: ClientDep, responses: ResponsesDep
+) -> dict[str, Any]:
+    """End a response that is made in the background."""
+    return await responses.cancel(response_id, client)
+
+
+@router.get("/responses/{response_id}/input_items")
+async def list_input_items(
+    response_id: str,
+    client: ClientDep,
+    responses: ResponsesDep,
+    after: str | None = None,
+    limit: Annotated[int, Query(ge=1, le=100)] = 20,
+    order: Literal["asc", "desc"] = "desc",
+) -> dict[str, Any]:
+    """What a response answers, earlier responses included; ``after`` is the last id before."""
+    items = list(responses.get(response_id, client).items)
+    if order == "desc":
+        items.reverse()
+    if after is not None:
+        places = [place for place, item in enumerate(items) if item["id"] == after]
+        if not places:
+            raise InvalidRequestError(f"There is no item {after[:128]!r}.", param="after")
+        items = items[places[0] + 1 :]
+    return list_object(items[:limit], len(items) > limit)
+
+
+async def _prepare(
+    body: ResponsesRequest, entry: StoredResponse, model: ServedModel, config: ServerConfig
+) -> tuple[ResponseHead, PreparedTurn]:
+    tools = response_tools(body.tools)
+    with named_by(FIELDS):
+        turn = response_turn(
+            body,
+            entry.items,
+            tools,
+            request_id=entry.id,
+            client=entry.client,
+            max_logprobs=config.max_logprobs,
+        )
+        prepare = prepare_fitting if body.truncation == "auto" else prepare_turn
+        return ResponseHead(id=entry.id, body=body, tools=tools), await prepare(turn, model)
+
+
+def _events(events: AsyncIterator[bytes], config: ServerConfig) -> Response:
+    """Events of a response in the background, which goes on when the reader leaves."""
+
+    async def leave() -> None:
+        pass
+
+    return EventStreamResponse(events, on_close=leave, keep_alive_s=config.sse_keep_alive_s)

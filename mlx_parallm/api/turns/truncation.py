@@ -1,0 +1,55 @@
+"""Conversations that are too long for a model, without their oldest messages."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from mlx_parallm.api.turns.prepare import PreparedTurn, prepare_turn, render_turn
+from mlx_parallm.api.turns.request import TurnRequest
+from mlx_parallm.engine.interface import ServedModel
+
+
+async def prepare_fitting(turn: TurnRequest, model: ServedModel) -> PreparedTurn:
+    """The turn with as few of its oldest messages left out as make it fit the context.
+
+    System messages stay, and what is left begins with a user's message, as templates want it. What
+    does not fit even so is left as short as it can be.
+
+    Raises:
+        InvalidRequestError: see ``prepare_turn``.
+    """
+    prepared = await prepare_turn(turn, model)
+    space = model.info.max_model_len - (turn.params.max_tokens or 1)
+    if len(prepared.prompt_ids) <= space:
+        return prepared
+    return await prepare_turn(await _shortened(turn, model, space), model)
+
+
+async def _shortened(turn: TurnRequest, model: ServedModel, space: int) -> TurnRequest:
+    cuts = _cuts(turn.messages)
+    low, high = 0, len(cuts) - 1
+    # The fewer messages, the shorter: the first cut that fits is found by halving.
+    while low < high:
+        middle = (low + high) // 2
+        shorter = _without(turn, cuts[middle])
+        if len((await render_turn(shorter, model))[1]) <= space:
+            high = middle
+        else:
+            low = middle + 1
+    return _without(turn, cuts[low])
+
+
+def _cuts(messages: Sequence[Mapping[str, Any]]) -> list[int]:
+    """Where a conversation can begin: at its first message, or at a later one of the user."""
+    return [0, *(i for i, message in enumerate(messages) if i and message["role"] == "user")]
+
+
+def _without(turn: TurnRequest, begin: int) -> TurnRequest:
+    kept = [
+        message
+        for number, message in enumerate(turn.messages)
+        if number >= begin or message["role"] == "system"
+    ]
+    return replace(turn, messages=kept)
