@@ -87,7 +87,7 @@ class DecisionRequest(NullIsAbsent):
 class PredicateAnswer(BaseModel):
     """The probability that the statement is true."""
 
-    type: Literal["predicate"] = Field("predicate", description="Kind of question.")
+    type: Literal["predicate"] = Field(default="predicate", description="Kind of question.")
     name: str | None = Field(description="The question's.")
     probability: float = Field(description="That the statement is true.")
 
@@ -102,7 +102,7 @@ class ChoiceProbability(BaseModel):
 class ChoiceAnswer(BaseModel):
     """The likeliest option; ``confidence`` is its probability."""
 
-    type: Literal["choice"] = Field("choice", description="Kind of question.")
+    type: Literal["choice"] = Field(default="choice", description="Kind of question.")
     name: str | None = Field(description="The question's.")
     choice: StrictStr | StrictBool = Field(description="The likeliest option.")
     confidence: float = Field(description="Its probability.")
@@ -120,7 +120,7 @@ class LevelProbability(BaseModel):
 class ScoreAnswer(BaseModel):
     """The expected level, from 0; ``confidence`` is the probability of the likeliest."""
 
-    type: Literal["score"] = Field("score", description="Kind of question.")
+    type: Literal["score"] = Field(default="score", description="Kind of question.")
     name: str | None = Field(description="The question's.")
     score: float = Field(description="The expected level.")
     confidence: float = Field(description="Probability of the likeliest level.")
@@ -131,13 +131,13 @@ class InputDetails(BaseModel):
     """Prompt tokens that were cached before; nothing is written on request."""
 
     cached_tokens: int = Field(description="Not computed again.")
-    cache_write_tokens: int = Field(0, description="Always 0.")
+    cache_write_tokens: int = Field(default=0, description="Always 0.")
 
 
 class OutputDetails(BaseModel):
     """Nothing is generated."""
 
-    reasoning_tokens: int = Field(0, description="Always 0.")
+    reasoning_tokens: int = Field(default=0, description="Always 0.")
 
 
 class DecisionUsage(BaseModel):
@@ -145,7 +145,7 @@ class DecisionUsage(BaseModel):
 
     input_tokens: int = Field(description="Of all prompts.")
     input_tokens_details: InputDetails = Field(description="Of these.")
-    output_tokens: int = Field(0, description="Always 0.")
+    output_tokens: int = Field(default=0, description="Always 0.")
     output_tokens_details: OutputDetails = Field(
         default_factory=OutputDetails, description="Of these."
     )
