@@ -1,0 +1,1 @@
+"""Low-rank adapters (LoRA, DoRA) of the models that are served."""

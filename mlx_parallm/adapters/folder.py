@@ -1,0 +1,38 @@
+"""Adapters in a local folder."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from mlx_parallm.adapters.formats import read_adapter
+from mlx_parallm.adapters.safetensors import read_safetensors
+from mlx_parallm.adapters.weights import AdapterWeights
+from mlx_parallm.errors import InvalidRequestError
+
+CONFIG_NAME = "adapter_config.json"
+#: PEFT's name, and mlx-lm's.
+WEIGHTS_NAMES = ("adapter_model.safetensors", "adapters.safetensors")
+
+
+def read_adapter_folder(path: Path, *, param: str) -> AdapterWeights:
+    """The adapter that PEFT or mlx-lm wrote into a folder.
+
+    Raises:
+        InvalidRequestError: the folder has none, or one that cannot be used.
+    """
+    try:
+        config = json.loads((path / CONFIG_NAME).read_bytes())
+    except (OSError, ValueError, RecursionError) as error:
+        raise InvalidRequestError(
+            f"{path} has no {CONFIG_NAME} that can be read: {error}", param=param
+        ) from None
+    if not isinstance(config, dict):
+        raise InvalidRequestError(f"{path / CONFIG_NAME} is no object.", param=param)
+    found = next((path / name for name in WEIGHTS_NAMES if (path / name).is_file()), None)
+    if found is None:
+        raise InvalidRequestError(
+            f"{path} has no {' or '.join(WEIGHTS_NAMES)}; other formats are not read.",
+            param=param,
+        )
+    return read_adapter(config, read_safetensors(found.read_bytes(), param=param), param=param)

@@ -1,0 +1,195 @@
+"""Adapters as PEFT and mlx-lm write them.
+
+PEFT: ``adapter_config.json`` and ``adapter_model.safetensors``, with tensors such as
+``base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight``. mlx-lm: ``adapter_config.json``
+with ``fine_tune_type`` and ``adapters.safetensors``, with tensors such as
+``model.layers.0.self_attn.q_proj.lora_a``. Which of the two it is, the config tells.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import mlx.core as mx
+
+from mlx_parallm.adapters.weights import AdapterWeights, LowRank
+from mlx_parallm.errors import InvalidRequestError
+
+Tensors = Mapping[str, mx.array]
+Parts = dict[str, dict[str, mx.array]]
+
+_PEFT_PREFIX = "base_model.model."
+_PEFT_NAME = re.compile(
+    r"(?P<module>.+)\.(?P<part>lora_A|lora_B|lora_embedding_A|lora_embedding_B"
+    r"|lora_magnitude_vector)(?:\.default)?(?:\.weight)?"
+)
+_MLX_NAME = re.compile(r"(?P<module>.+)\.(?P<part>lora_a|lora_b|m)")
+# One expert of many, which mlx_lm keeps in one tensor.
+_EXPERT = re.compile(r"(?P<block>.+)\.experts\.(?P<number>\d+)\.(?P<name>\w+)")
+
+
+def read_adapter(config: Mapping[str, Any], tensors: Tensors, *, param: str) -> AdapterWeights:
+    """The adapter of a config and its tensors.
+
+    Args:
+        config: the content of ``adapter_config.json``.
+        tensors: by their names in the file.
+        param: the field of the request that they came in, for errors.
+
+    Raises:
+        InvalidRequestError: a feature of the format that is not served, a tensor that is missing,
+            has another shape than its partner, or numbers that are not finite.
+    """
+    try:
+        modules = _peft(config, tensors) if "peft_type" in config else _mlx(config, tensors)
+        _check(modules)
+    except _Unusable as reason:
+        raise InvalidRequestError(f"The adapter cannot be used: {reason}.", param=param) from None
+    return AdapterWeights(modules)
+
+
+class _Unusable(Exception):  # noqa: N818 - never leaves this file
+    """Why an adapter cannot be served."""
+
+
+def _peft(config: Mapping[str, Any], tensors: Tensors) -> dict[str, LowRank]:
+    if config.get("peft_type") != "LORA":
+        raise _Unusable(f"peft_type {str(config.get('peft_type'))[:40]!r} is not LORA")
+    for name in ("modules_to_save", "target_parameters", "trainable_token_indices"):
+        if config.get(name):
+            raise _Unusable(f"{name} is not supported")
+    if config.get("bias", "none") != "none" or config.get("lora_bias"):
+        raise _Unusable("biases are not supported")
+    modules = {}
+    for path, parts in _grouped(tensors, _PEFT_NAME, _PEFT_PREFIX).items():
+        is_embedding = "lora_embedding_A" in parts
+        names = ("lora_embedding_A", "lora_embedding_B") if is_embedding else ("lora_A", "lora_B")
+        a, b = (_part(path, parts, name) for name in names)
+        modules[path] = LowRank(
+            kind="embedding" if is_embedding else "linear",
+            a=a,
+            b=b,
+            scale=_peft_scale(config, path, a.shape[0]),
+            magnitude=parts.get("lora_magnitude_vector"),
+        )
+    return _with_experts(modules)
+
+
+def _peft_scale(config: Mapping[str, Any], path: str, rank: int) -> float:
+    """Alpha over the rank, or over its root (rsLoRA, arXiv:2312.03732)."""
+    alpha = config.get("lora_alpha", 8)
+    for pattern, other in (config.get("alpha_pattern") or {}).items():
+        if _is_match(pattern, path):
+            alpha = other
+            break
+    if not isinstance(alpha, int | float) or not math.isfinite(alpha):
+        raise _Unusable("lora_alpha is no number")
+    return alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
+
+
+def _is_match(pattern: str, path: str) -> bool:
+    try:
+        return re.match(rf"(?:.*\.)?(?:{pattern})$", path) is not None
+    except re.error:
+        raise _Unusable(f"alpha_pattern {pattern[:40]!r} is no regular expression") from None
+
+
+def _mlx(config: Mapping[str, Any], tensors: Tensors) -> dict[str, LowRank]:
+    kind = config.get("fine_tune_type", "lora")
+    if kind not in ("lora", "dora"):
+        raise _Unusable(f"fine_tune_type {str(kind)[:40]!r} is neither lora nor dora")
+    settings = config.get("lora_parameters")
+    scale = settings.get("scale", 20.0) if isinstance(settings, dict) else None
+    if not isinstance(scale, int | float) or not math.isfinite(scale):
+        raise _Unusable("lora_parameters.scale is no number")
+    modules = {}
+    for path, parts in _grouped(tensors, _MLX_NAME, "").items():
+        a, b = _part(path, parts, "lora_a"), _part(path, parts, "lora_b")
+        if a.ndim == 3:
+            modules[path] = LowRank(kind="experts", a=a, b=b, scale=float(scale))
+            continue
+        # mlx-lm keeps both transposed; an embedding's first one is [vocab, r].
+        modules[path] = LowRank(
+            kind="embedding" if path.rpartition(".")[2].startswith("embed") else "linear",
+            a=a.T,
+            b=b.T,
+            scale=float(scale),
+            magnitude=parts.get("m"),
+        )
+    return modules
+
+
+def _grouped(tensors: Tensors, pattern: re.Pattern[str], prefix: str) -> Parts:
+    """Tensors by module and part."""
+    grouped: Parts = defaultdict(dict)
+    for name, array in tensors.items():
+        found = pattern.fullmatch(name.removeprefix(prefix))
+        if found is None:
+            raise _Unusable(f"tensor {name[:100]!r} is not known")
+        grouped[found["module"]][found["part"]] = array
+    return grouped
+
+
+def _part(path: str, parts: Mapping[str, mx.array], name: str) -> mx.array:
+    if name not in parts:
+        raise _Unusable(f"{path[:100]} has no {name}")
+    return parts[name]
+
+
+def _with_experts(modules: dict[str, LowRank]) -> dict[str, LowRank]:
+    """Experts that are modules of their own, put together as mlx_lm has them."""
+    experts: dict[str, dict[int, LowRank]] = defaultdict(dict)
+    others = {}
+    for path, one in modules.items():
+        found = _EXPERT.fullmatch(path)
+        if found is None:
+            others[path] = one
+        else:
+            whole = f"{found['block']}.switch_mlp.{found['name']}"
+            experts[whole][int(found["number"])] = one
+    return others | {path: _stacked(path, parts) for path, parts in experts.items()}
+
+
+def _stacked(path: str, parts: Mapping[int, LowRank]) -> LowRank:
+    if sorted(parts) != list(range(len(parts))):
+        raise _Unusable(f"{path[:100]} lacks some experts")
+    ordered = [parts[number] for number in range(len(parts))]
+    first = ordered[0]
+    if any(one.magnitude is not None for one in ordered):
+        raise _Unusable("DoRA of experts is not supported")
+    shapes = {(tuple(one.a.shape), tuple(one.b.shape), one.scale) for one in ordered}
+    if len(shapes) > 1:
+        raise _Unusable(f"the experts of {path[:100]} have different ranks")
+    return replace(
+        first,
+        kind="experts",
+        a=mx.stack([one.a for one in ordered]),
+        b=mx.stack([one.b for one in ordered]),
+    )
+
+
+def _check(modules: Mapping[str, LowRank]) -> None:
+    if not modules:
+        raise _Unusable("it changes nothing")
+    for path, one in modules.items():
+        _check_module(path, one)
+
+
+def _check_module(path: str, one: LowRank) -> None:
+    ndim = 3 if one.kind == "experts" else 2
+    if one.a.ndim != ndim or one.b.ndim != ndim or 0 in (*one.a.shape, *one.b.shape):
+        raise _Unusable(f"{path[:100]} has tensors of shape {one.a.shape} and {one.b.shape}")
+    if one.a.shape[-2] != one.b.shape[-1] or one.a.shape[:-2] != one.b.shape[:-2]:
+        raise _Unusable(f"the ranks of {path[:100]} differ: {one.a.shape} and {one.b.shape}")
+    if one.magnitude is not None:
+        if one.kind != "linear":
+            raise _Unusable(f"DoRA of {one.kind} ({path[:100]}) is not supported")
+        if one.magnitude.shape != (one.b.shape[0],):
+            raise _Unusable(f"the magnitudes of {path[:100]} are {one.magnitude.shape}")
+    if not all(mx.isfinite(array).all().item() for array in one.arrays()):
+        raise _Unusable(f"{path[:100]} has numbers that are not finite")

@@ -1,0 +1,109 @@
+"""Tensors of a safetensors file in memory, every word of whose header is checked.
+
+The format is that of https://github.com/huggingface/safetensors: eight bytes of header length, a
+JSON header of names, dtypes, shapes and offsets, and the tensors' bytes. It holds data only, so
+that bytes of a stranger can be read.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any, TypeGuard
+
+import mlx.core as mx
+import numpy as np
+
+from mlx_parallm.errors import InvalidRequestError
+
+_LENGTH_BYTES = 8
+# The format's own limit.
+_MAX_HEADER = 100_000_000
+_METADATA = "__metadata__"
+#: What NumPy reads, and what MLX takes it for.
+_DTYPES: dict[str, tuple[str, mx.Dtype | None]] = {
+    "F32": ("<f4", None),
+    "F16": ("<f2", None),
+    "BF16": ("<u2", mx.bfloat16),
+}
+
+
+def read_safetensors(data: bytes, *, param: str) -> dict[str, mx.array]:
+    """The tensors by name, float32, float16 or bfloat16.
+
+    Args:
+        data: a whole file.
+        param: the field of the request that it came in, for errors.
+
+    Raises:
+        InvalidRequestError: it is no such file, is truncated, or has a tensor of another dtype.
+    """
+    header, start = _read_header(data, param)
+    tensors = {}
+    end = 0
+    for name, entry in sorted(header.items(), key=lambda item: _begin(item[1], param)):
+        begin, last = entry["data_offsets"]
+        if begin != end:
+            raise _wrong(f"tensor {name[:100]!r} does not begin where the one before ends", param)
+        tensors[name] = _read_tensor(name, entry, data[start + begin : start + last], param)
+        end = last
+    if start + end != len(data):
+        raise _wrong(f"it has {len(data)} bytes, and its header tells of {start + end}", param)
+    return tensors
+
+
+def _read_header(data: bytes, param: str) -> tuple[dict[str, Any], int]:
+    if len(data) < _LENGTH_BYTES:
+        raise _wrong("it is too short", param)
+    length = int.from_bytes(data[:_LENGTH_BYTES], "little")
+    if length > _MAX_HEADER or _LENGTH_BYTES + length > len(data):
+        raise _wrong("it ends before its header does", param)
+    try:
+        header = json.loads(data[_LENGTH_BYTES : _LENGTH_BYTES + length], object_pairs_hook=_unique)
+    except (ValueError, RecursionError) as error:
+        raise _wrong(f"its header cannot be read: {error}", param) from None
+    if not isinstance(header, dict):
+        raise _wrong("its header is no object", param)
+    header.pop(_METADATA, None)
+    return header, _LENGTH_BYTES + length
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise ValueError("a name occurs twice")
+    return found
+
+
+def _begin(entry: Any, param: str) -> tuple[int, int]:
+    """Where a tensor lies, once its entry is known to be one."""
+    offsets = entry.get("data_offsets") if isinstance(entry, dict) else None
+    if not _are_sizes(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
+        raise _wrong("an entry of its header has no data_offsets", param)
+    return offsets[0], offsets[1]
+
+
+def _read_tensor(name: str, entry: dict[str, Any], raw: bytes, param: str) -> mx.array:
+    shape, dtype = entry.get("shape"), entry.get("dtype")
+    if not isinstance(dtype, str) or dtype not in _DTYPES:
+        raise _wrong(f"tensor {name[:100]!r} is of {str(dtype)[:20]}, not of {_names()}", param)
+    if not _are_sizes(shape):
+        raise _wrong(f"tensor {name[:100]!r} has no shape", param)
+    layout, seen_as = _DTYPES[dtype]
+    begin, end = entry["data_offsets"]
+    if end - begin != np.dtype(layout).itemsize * math.prod(shape) or len(raw) != end - begin:
+        raise _wrong(f"tensor {name[:100]!r} has other bytes than its shape {shape} needs", param)
+    array = mx.array(np.frombuffer(raw, layout).reshape(shape))
+    return array if seen_as is None else array.view(seen_as)
+
+
+def _are_sizes(value: Any) -> TypeGuard[list[int]]:
+    return isinstance(value, list) and all(type(one) is int and one >= 0 for one in value)
+
+
+def _names() -> str:
+    return ", ".join(_DTYPES)
+
+
+def _wrong(why: str, param: str) -> InvalidRequestError:
+    return InvalidRequestError(f"This is no safetensors file: {why}.", param=param)

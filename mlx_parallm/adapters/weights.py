@@ -1,0 +1,82 @@
+"""What an adapter is, whatever format it came in."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+import mlx.core as mx
+import numpy as np
+
+Kind = Literal["linear", "embedding", "experts"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LowRank:
+    """The change to one module's weight: ``scale * b @ a`` (LoRA, arXiv:2106.09685).
+
+    Attributes:
+        kind: which kind of module it changes.
+        a: ``[r, in]``; ``[r, vocab]`` of an embedding, ``[experts, r, in]`` of experts.
+        b: ``[out, r]``; ``[dims, r]`` of an embedding, ``[experts, out, r]`` of experts.
+        scale: of the product, already divided by the rank where the format does that.
+        magnitude: ``[out]``, the norms that the rows of the changed weight are given (DoRA,
+            arXiv:2402.09353); None for LoRA.
+    """
+
+    kind: Kind
+    a: mx.array
+    b: mx.array
+    scale: float
+    magnitude: mx.array | None = None
+
+    @property
+    def rank(self) -> int:
+        """R."""
+        return self.b.shape[-1]
+
+    def arrays(self) -> Iterator[mx.array]:
+        """All of its tensors."""
+        yield self.a
+        yield self.b
+        if self.magnitude is not None:
+            yield self.magnitude
+
+
+@dataclass(frozen=True)
+class AdapterWeights:
+    """The changes of one adapter, by the path of the module in the checkpoint's names."""
+
+    modules: Mapping[str, LowRank]
+
+    @property
+    def rank(self) -> int:
+        """The largest."""
+        return max(one.rank for one in self.modules.values())
+
+    @property
+    def num_bytes(self) -> int:
+        """Of all tensors."""
+        return sum(array.nbytes for one in self.modules.values() for array in one.arrays())
+
+    @functools.cached_property
+    def digest(self) -> str:
+        """SHA-256 of everything that decides what the adapter does: its identity, in hex."""
+        total = hashlib.sha256()
+        for path in sorted(self.modules):
+            one = self.modules[path]
+            total.update(f"{path}\0{one.kind}\0{one.scale!r}\0".encode())
+            for array in one.arrays():
+                total.update(f"{array.shape}{array.dtype}\0".encode())
+                total.update(_raw(array))
+        return total.hexdigest()
+
+
+def _raw(array: mx.array) -> bytes:
+    """The bytes of an array; NumPy has no bfloat16."""
+    if array.dtype == mx.bfloat16:
+        array = array.view(mx.uint16)
+    return np.ascontiguousarray(np.array(array)).tobytes()

@@ -1,0 +1,235 @@
+"""Adapters as PEFT and mlx-lm write them, and bytes of strangers."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from mlx.utils import tree_flatten
+from mlx_lm.models import qwen3
+from mlx_lm.tuner.utils import linear_to_lora_layers
+
+from mlx_parallm.adapters.folder import read_adapter_folder
+from mlx_parallm.adapters.formats import read_adapter
+from mlx_parallm.adapters.safetensors import read_safetensors
+from mlx_parallm.errors import InvalidRequestError
+
+PEFT = {"peft_type": "LORA", "r": 4, "lora_alpha": 8}
+PREFIX = "base_model.model.model.layers.0.self_attn.q_proj"
+
+
+def saved(tensors: dict[str, mx.array]) -> bytes:
+    """A file as MLX writes it."""
+    buffer = io.BytesIO()
+    buffer.name = "adapter.safetensors"
+    mx.save_safetensors(buffer, tensors)
+    return buffer.getvalue()
+
+
+def random(*shape: int, dtype: mx.Dtype = mx.float32) -> mx.array:
+    return mx.random.normal(shape, key=mx.random.key(sum(shape))).astype(dtype)
+
+
+def peft_tensors(rank: int = 4) -> dict[str, mx.array]:
+    return {f"{PREFIX}.lora_A.weight": random(rank, 16), f"{PREFIX}.lora_B.weight": random(8, rank)}
+
+
+@pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16])
+def test_what_mlx_saves_is_read(dtype: mx.Dtype) -> None:
+    tensors = {"b": random(3, 5, dtype=dtype), "a": random(7, dtype=dtype)}
+    found = read_safetensors(saved(tensors), param="file")
+    assert set(found) == {"a", "b"}
+    for name, array in tensors.items():
+        assert found[name].dtype == dtype
+        assert mx.array_equal(found[name], array)
+
+
+GOOD = saved({"b": random(3, 5), "a": random(7)})
+
+
+@given(st.integers(0, len(GOOD) - 1))
+def test_a_truncated_file_is_refused(length: int) -> None:
+    with pytest.raises(InvalidRequestError, match="no safetensors"):
+        read_safetensors(GOOD[:length], param="file")
+
+
+@given(st.binary(max_size=64))
+def test_other_bytes_are_refused(data: bytes) -> None:
+    with pytest.raises(InvalidRequestError, match="no safetensors"):
+        read_safetensors(data, param="file")
+
+
+def forged(header: Any, body: bytes = b"") -> bytes:
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    return len(text).to_bytes(8, "little") + text + body
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        forged([]),
+        forged({"a": 1}),
+        forged({"a": {"dtype": "F32", "shape": [1]}}),
+        forged({"a": {"dtype": "F32", "shape": [1], "data_offsets": [0, -4]}}),
+        forged({"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 4]}}, b"1234"),
+        forged({"a": {"dtype": "F32", "shape": [1], "data_offsets": [4, 8]}}, b"12345678"),
+        forged({"a": {"dtype": "I64", "shape": [1], "data_offsets": [0, 8]}}, b"12345678"),
+        forged({"a": {"dtype": "F32", "shape": [True], "data_offsets": [0, 4]}}, b"1234"),
+        forged({"a": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}, b"12345"),
+        forged(b'{"a": {}, "a": {}}'),
+        forged(b"[" * 100_000),
+        forged(
+            {"a": {"dtype": "F32", "shape": [1 << 40, 1 << 40], "data_offsets": [0, 4]}}, b"1234"
+        ),
+    ],
+)
+def test_forged_headers_are_refused(data: bytes) -> None:
+    with pytest.raises(InvalidRequestError, match="no safetensors") as refusal:
+        read_safetensors(data, param="file")
+    assert refusal.value.param == "file"
+
+
+def test_peft() -> None:
+    adapter = read_adapter(PEFT, peft_tensors(), param="adapter")
+    (path,) = adapter.modules
+    one = adapter.modules[path]
+    assert (path, one.kind, one.rank) == ("model.layers.0.self_attn.q_proj", "linear", 4)
+    assert one.scale == 2.0
+    assert (one.a.shape, one.b.shape) == ((4, 16), (8, 4))
+
+
+@pytest.mark.parametrize(
+    ("config", "scale"),
+    [
+        ({"use_rslora": True}, 8 / math.sqrt(4)),
+        ({"alpha_pattern": {"q_proj": 3}}, 3 / 4),
+        ({"alpha_pattern": {r"layers\.0\..*": 5}}, 5 / 4),
+        ({"alpha_pattern": {"k_proj": 3}}, 8 / 4),
+        # The rank is that of the tensors: rank_pattern may have changed it.
+        ({"r": 64, "rank_pattern": {"q_proj": 4}}, 8 / 4),
+    ],
+)
+def test_scales_of_peft(config: dict[str, Any], scale: float) -> None:
+    adapter = read_adapter(PEFT | config, peft_tensors(), param="adapter")
+    assert [one.scale for one in adapter.modules.values()] == [scale]
+
+
+def test_embeddings_and_magnitudes_of_peft() -> None:
+    embedding = "base_model.model.model.embed_tokens"
+    tensors = peft_tensors() | {
+        f"{embedding}.lora_embedding_A": random(4, 100),
+        f"{embedding}.lora_embedding_B": random(16, 4),
+        f"{PREFIX}.lora_magnitude_vector.weight": random(8),
+    }
+    modules = read_adapter(PEFT | {"use_dora": True}, tensors, param="adapter").modules
+    assert modules["model.embed_tokens"].kind == "embedding"
+    magnitude = modules["model.layers.0.self_attn.q_proj"].magnitude
+    assert magnitude is not None
+    assert magnitude.shape == (8,)
+
+
+def test_experts_of_peft_are_put_together() -> None:
+    tensors = {}
+    for number in (1, 0, 2):
+        name = f"base_model.model.model.layers.3.mlp.experts.{number}.up_proj"
+        tensors[f"{name}.lora_A.weight"] = mx.full((2, 6), number)
+        tensors[f"{name}.lora_B.weight"] = mx.full((5, 2), number)
+    modules = read_adapter(PEFT, tensors, param="adapter").modules
+    one = modules["model.layers.3.mlp.switch_mlp.up_proj"]
+    assert (one.kind, one.a.shape, one.b.shape) == ("experts", (3, 2, 6), (3, 5, 2))
+    assert one.a[:, 0, 0].tolist() == [0, 1, 2]
+    del tensors["base_model.model.model.layers.3.mlp.experts.1.up_proj.lora_A.weight"]
+    with pytest.raises(InvalidRequestError, match="no lora_A"):
+        read_adapter(PEFT, tensors, param="adapter")
+
+
+@pytest.mark.parametrize("kind", ["lora", "dora"])
+def test_what_mlx_lm_trains(tmp_path: Path, kind: str) -> None:
+    args = dict.fromkeys(["rms_norm_eps", "rope_theta"], 1e-6) | {
+        "model_type": "qwen3",
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "intermediate_size": 48,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "head_dim": 16,
+        "vocab_size": 64,
+        "max_position_embeddings": 64,
+        "tie_word_embeddings": False,
+    }
+    model = qwen3.Model(qwen3.ModelArgs.from_dict(args))
+    keys = ["self_attn.q_proj", "mlp.down_proj"]
+    if kind == "lora":
+        keys.append("embed_tokens")
+    parameters = {"rank": 3, "scale": 5.0, "dropout": 0.0, "keys": keys}
+    linear_to_lora_layers(model, 2, parameters, use_dora=kind == "dora")
+    leaves = tree_flatten(model.parameters())
+    mine = {n: v for n, v in leaves if n.rsplit(".", 1)[-1] in ("lora_a", "lora_b", "m")}
+    mx.save_safetensors(str(tmp_path / "adapters.safetensors"), mine)
+    config = {"fine_tune_type": kind, "num_layers": 2, "lora_parameters": parameters}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(config))
+    adapter = read_adapter_folder(tmp_path, param="adapter")
+    one = adapter.modules["model.layers.1.mlp.down_proj"]
+    assert (one.kind, one.scale, one.a.shape, one.b.shape) == ("linear", 5.0, (3, 48), (32, 3))
+    assert (one.magnitude is not None) == (kind == "dora")
+    assert adapter.rank == 3
+
+
+@pytest.mark.parametrize(
+    ("config", "tensors", "why"),
+    [
+        ({"peft_type": "IA3"}, {}, "not LORA"),
+        (PEFT, {}, "changes nothing"),
+        (PEFT | {"modules_to_save": ["lm_head"]}, peft_tensors(), "modules_to_save"),
+        (PEFT | {"bias": "all"}, peft_tensors(), "biases"),
+        (PEFT | {"lora_alpha": "x"}, peft_tensors(), "lora_alpha"),
+        (PEFT | {"alpha_pattern": {"(": 1}}, peft_tensors(), "alpha_pattern"),
+        (PEFT, peft_tensors() | {"something": random(2)}, "not known"),
+        (PEFT, {f"{PREFIX}.lora_A.weight": random(4, 16)}, "no lora_B"),
+        (PEFT, peft_tensors() | {f"{PREFIX}.lora_B.weight": random(8, 3)}, "ranks"),
+        (PEFT, peft_tensors() | {f"{PREFIX}.lora_B.weight": random(8)}, "shape"),
+        (PEFT, peft_tensors() | {f"{PREFIX}.lora_magnitude_vector": random(7)}, "magnitudes"),
+        (PEFT, peft_tensors() | {f"{PREFIX}.lora_A.weight": mx.full((4, 16), np.nan)}, "finite"),
+        ({"fine_tune_type": "full"}, {}, "neither lora nor dora"),
+        ({"lora_parameters": {"scale": None}}, {}, "scale"),
+        ({}, {}, "scale"),
+    ],
+)
+def test_what_cannot_be_served_is_refused_by_name(
+    config: dict[str, Any], tensors: dict[str, mx.array], why: str
+) -> None:
+    with pytest.raises(InvalidRequestError, match=why) as refusal:
+        read_adapter(config, tensors, param="adapter")
+    assert refusal.value.param == "adapter"
+
+
+def test_the_digest_is_of_what_the_adapter_does() -> None:
+    def digest(config: dict[str, Any] = PEFT, **changed: mx.array) -> str:
+        tensors = {name: changed.get(name[-13:-7], one) for name, one in peft_tensors().items()}
+        return read_adapter(config, tensors, param="adapter").digest
+
+    same = digest()
+    assert digest(PEFT | {"base_model_name_or_path": "other"}) == same
+    assert digest(PEFT | {"lora_alpha": 9}) != same
+    assert digest(lora_A=random(4, 16) + 1e-3) != same
+    assert digest(lora_A=random(4, 16).astype(mx.bfloat16)) != same
+
+
+def test_a_folder_without_an_adapter(tmp_path: Path) -> None:
+    with pytest.raises(InvalidRequestError, match=r"adapter_config\.json"):
+        read_adapter_folder(tmp_path, param="adapter")
+    (tmp_path / "adapter_config.json").write_text("[]")
+    with pytest.raises(InvalidRequestError, match="no object"):
+        read_adapter_folder(tmp_path, param="adapter")
+    (tmp_path / "adapter_config.json").write_text(json.dumps(PEFT))
+    (tmp_path / "adapter_model.bin").write_bytes(b"pickle")
+    with pytest.raises(InvalidRequestError, match="other formats are not read"):
+        read_adapter_folder(tmp_path, param="adapter")
