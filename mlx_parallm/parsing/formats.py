@@ -29,11 +29,23 @@ class Tool:
 
 @dataclass(frozen=True, slots=True)
 class ReadContext:
-    """What a format reads from, writes to and may know of the request."""
+    """What a format reads from, writes to and may know of the request.
+
+    Attributes:
+        reader: the text.
+        writer: takes the parts.
+        tools: the request's tools.
+        is_open: whether the prompt ends inside the reasoning.
+        reads_calls: whether calls are wanted as such; a whole-turn format makes content of others.
+        reads_reasoning: whether reasoning is wanted as such, likewise.
+    """
 
     reader: Reader
     writer: TurnWriter
     tools: tuple[Tool, ...]
+    is_open: bool = False
+    reads_calls: bool = True
+    reads_reasoning: bool = True
 
     def tool(self, name: str) -> Tool | None:
         """The tool of that name, None where the request has none."""
@@ -71,6 +83,7 @@ class ToolFormat:
         stop_texts: texts after which the model waits for the tools' results.
         silent: further markers, of what is neither a call nor reasoning; they are not shown.
         is_harmony: whether it is OpenAI's Harmony, which mixes reasoning and calls.
+        read_turn: reads the reasoning too, where that may stand between calls; None: it is first.
     """
 
     name: str
@@ -82,6 +95,7 @@ class ToolFormat:
     stop_texts: tuple[str, ...] = ()
     silent: tuple[str, ...] = ()
     is_harmony: bool = False
+    read_turn: Callable[[ReadContext], Steps[None]] | None = None
 
     def keeps_special_tokens(self, special_tokens: Container[str]) -> bool:
         """Whether the text must be detokenised with its special tokens."""
@@ -101,6 +115,7 @@ class ReasoningFormat:
         silent: further markers, of what is no reasoning; they are not shown.
         more_markers: further texts that must not be hidden from the parser.
         is_harmony: whether it is OpenAI's Harmony, where channels may come anywhere.
+        read_turn: reads the whole turn, where reasoning may stand anywhere; None: it is first.
     """
 
     name: str
@@ -111,6 +126,7 @@ class ReasoningFormat:
     silent: tuple[str, ...] = ()
     more_markers: tuple[str, ...] = ()
     is_harmony: bool = False
+    read_turn: Callable[[ReadContext], Steps[None]] | None = None
 
     @property
     def markers(self) -> tuple[str, ...]:

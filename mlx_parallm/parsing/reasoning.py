@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Container
 
 from mlx_parallm.parsing.families.harmony import HARMONY_REASONING
-from mlx_parallm.parsing.families.kimi_k3 import SILENT as KIMI_K3_SILENT
+from mlx_parallm.parsing.families.kimi_k3 import KIMI_K3
+from mlx_parallm.parsing.families.muse import MUSE_REASONING
 from mlx_parallm.parsing.formats import ReadContext, ReasoningFormat
 from mlx_parallm.parsing.reader import Steps
 
 
-def read_reasoning(context: ReadContext, form: ReasoningFormat, *, is_open: bool) -> Steps[None]:
+def read_reasoning(context: ReadContext, form: ReasoningFormat) -> Steps[None]:
     """Reads the reasoning, if the text begins with it or begins inside it."""
     reader, writer = context.reader, context.writer
-    if is_open:
-        writer.is_reasoning = True
+    writer.is_reasoning = context.is_open
     yield from reader.skip_space()
     if (yield from reader.accept(form.start)):
         writer.is_reasoning = True
-    elif not is_open:
+    elif not context.is_open:
         reader.rewind()
         return
     writer.marker()
@@ -47,20 +48,32 @@ def _format(
 
 
 THINK = _format("deepseek_r1", "<think>", "</think>")
+_HUNYUAN = re.compile(r"<answer>|<\|extra_0\|>")
 _KIMI_SECTION = "<|tool_calls_section_begin|>"
 
 # The order matters where a model has the signs of several.
 REASONING_FORMATS = (
     HARMONY_REASONING,
+    MUSE_REASONING,
     _format("gemma4", "<|channel>thought", "<channel|>"),
-    _format("kimi_k3", "<|open|>think<|sep|>", "<|close|>think<|sep|>", silent=KIMI_K3_SILENT),
+    ReasoningFormat(
+        "kimi_k3",
+        "<|open|>think<|sep|>",
+        "<|close|>think<|sep|>",
+        KIMI_K3.detect,
+        silent=KIMI_K3.silent,
+    ),
     _format("mistral", "[THINK]", "[/THINK]"),
     _format("seed_oss", "<seed:think>", "</seed:think>"),
     _format("longcat", "<longcat_think>", "</longcat_think>"),
     _format("cohere_command3", "<|START_THINKING|>", "<|END_THINKING|>"),
     _format("granite", "Here is my thought process:", "Here is my response:"),
-    _format(
-        "hunyuan_a13b", "<think>", "</think>", sign="<answer>", silent=("<answer>", "</answer>")
+    ReasoningFormat(
+        "hunyuan_a13b",
+        "<think>",
+        "</think>",
+        lambda template, _: "</think>" in template and bool(_HUNYUAN.search(template)),
+        silent=("<answer>", "</answer>"),
     ),
     _format("kimi_k2", "<think>", "</think>", sign=_KIMI_SECTION, also_ends=(_KIMI_SECTION,)),
     THINK,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Container
 
 from mlx_parallm.errors import ConfigError
-from mlx_parallm.parsing.families import gemma, headed_json, json_array, pythonic, xml_calls
+from mlx_parallm.parsing.families import gemma, headed_json, json_array, muse, pythonic, xml_calls
 from mlx_parallm.parsing.families.glm import GLM45
 from mlx_parallm.parsing.families.harmony import HARMONY
 from mlx_parallm.parsing.families.kimi_k3 import KIMI_K3
@@ -19,7 +19,7 @@ _TOOL_FORMATS = (
     HARMONY,
     xml_calls.MINIMAX_M2,
     xml_calls.DEEPSEEK_V32,
-    xml_calls.MUSE_SPARK,
+    muse.MUSE_SPARK,
     xml_calls.SEED_OSS,
     xml_calls.MINICPM5,
     gemma.GEMMA4,
@@ -59,11 +59,24 @@ _TOOL_ALIASES = {
     "deepseek_v4": "deepseek_v32",
     "hunyuan_a13b": "jamba",
     "gptoss": "openai",
+    "muse": "muse_spark",
+    "muse_glimmer": "muse_spark",
 }
-_REASONING_ALIASES: dict[str, str] = dict.fromkeys(
-    ("qwen3", "glm45", "glm47", "minimax_m2", "deepseek_v3", "nemotron_v3", "ernie45", "step3"),
-    "deepseek_r1",
+_THINK_ALIASES = (
+    "qwen3",
+    "glm45",
+    "glm47",
+    "minimax_m2",
+    "deepseek_v3",
+    "nemotron_v3",
+    "ernie45",
+    "step3",
 )
+_REASONING_ALIASES = {
+    **dict.fromkeys(_THINK_ALIASES, "deepseek_r1"),
+    "muse": "muse_spark",
+    "muse_glimmer": "muse_spark",
+}
 
 
 def tool_format_names() -> tuple[str, ...]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from mlx_parallm.parsing.families.harmony import read_harmony
 from mlx_parallm.parsing.formats import ReadContext, ReasoningFormat, ToolFormat, tools_of
 from mlx_parallm.parsing.parts import Part, TurnParser
 from mlx_parallm.parsing.reader import Reader, Steps
@@ -35,8 +34,15 @@ def turn_parser(
     markers = {marker for form in formats for marker in form.markers}
     silent = {marker for form in formats for marker in form.silent}
     reader = Reader()
-    context = ReadContext(reader, TurnWriter(reader), tools_of(tools))
-    steps = _read_turn(context, tool_format, reasoning_format, reasoning_is_open)
+    context = ReadContext(
+        reader,
+        TurnWriter(reader),
+        tools_of(tools),
+        is_open=reasoning_is_open,
+        reads_calls=tool_format is not None,
+        reads_reasoning=reasoning_format is not None,
+    )
+    steps = _read_turn(context, tool_format, reasoning_format)
     return _SteppedParser(context, steps, (frozenset(special_tokens) - markers) | silent)
 
 
@@ -44,19 +50,13 @@ def _read_turn(
     context: ReadContext,
     tool_format: ToolFormat | None,
     reasoning_format: ReasoningFormat | None,
-    reasoning_is_open: bool,
 ) -> Steps[None]:
-    formats = (tool_format, reasoning_format)
-    if any(form is not None and form.is_harmony for form in formats):
-        yield from read_harmony(
-            context,
-            calls=tool_format is not None,
-            reasoning=reasoning_format is not None,
-            is_open=reasoning_is_open,
-        )
-        return
+    for form in (tool_format, reasoning_format):
+        if form is not None and form.read_turn is not None:
+            yield from form.read_turn(context)
+            return
     if reasoning_format is not None:
-        yield from read_reasoning(context, reasoning_format, is_open=reasoning_is_open)
+        yield from read_reasoning(context, reasoning_format)
     if tool_format is not None:
         yield from tool_format.read(context)
     else:

@@ -24,20 +24,31 @@ _CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
 ANALYSIS = f"{CHANNEL}analysis{MESSAGE}"
 
 
-def read_harmony(
-    context: ReadContext, *, calls: bool, reasoning: bool, is_open: bool
-) -> Steps[None]:
-    """Reads all messages of a turn.
+def read_begun_header(context: ReadContext, end: str) -> Steps[str | None]:
+    """The rest of a message's header that the prompt began, if that names who it is for.
 
-    Args:
-        context: where to read and write.
-        calls: whether messages to functions are calls; they are content otherwise.
-        reasoning: whether analysis is reasoning; it is content otherwise.
-        is_open: whether the prompt ends inside the analysis.
+    A prompt ends with ``<|start|>assistant``, so the text may begin with ``to=…``.
     """
+    reader = context.reader
+    yield from reader.skip_space()
+    try:
+        if (yield from reader.next_is("to=", end)):
+            return (yield from reader.until(end, limit=LONGEST_NAME))
+    except MalformedError:
+        pass
+    reader.rewind()
+    return None
+
+
+def read_harmony(context: ReadContext) -> Steps[None]:
+    """Reads all messages of a turn."""
     reader, writer = context.reader, context.writer
-    if is_open:
-        yield from _read_text(context, is_reasoning=reasoning)
+    if context.is_open:
+        yield from _read_text(context, is_reasoning=context.reads_reasoning)
+    else:
+        header = yield from read_begun_header(context, MESSAGE)
+        if header is not None:
+            yield from _read_message(context, header)
     while True:
         marker = yield from reader.pass_until((START, CHANNEL), writer.content)
         if marker is None:
@@ -48,23 +59,21 @@ def read_harmony(
             reader.rewind()
             writer.content(reader.take(len(marker)))
             continue
-        yield from _read_message(context, header, calls=calls, reasoning=reasoning)
+        yield from _read_message(context, header)
 
 
-def _read_message(
-    context: ReadContext, header: str, *, calls: bool, reasoning: bool
-) -> Steps[None]:
+def _read_message(context: ReadContext, header: str) -> Steps[None]:
     writer = context.writer
     recipient = _RECIPIENT.search(header)
     channel = _CHANNEL.search(header)
     writer.marker()
-    if recipient and calls:
+    if recipient and context.reads_calls:
         writer.begin_call(recipient[1])
         yield from _read_body(context, writer.arguments)
         writer.end_call()
         return
     is_analysis = channel is not None and channel[1] == "analysis" and not recipient
-    yield from _read_text(context, is_reasoning=is_analysis and reasoning)
+    yield from _read_text(context, is_reasoning=is_analysis and context.reads_reasoning)
 
 
 def _read_text(context: ReadContext, *, is_reasoning: bool) -> Steps[None]:
@@ -88,14 +97,10 @@ def _read_body(context: ReadContext, emit: Emit) -> Steps[bool]:
     return True
 
 
-def _read_calls_and_reasoning(context: ReadContext) -> Steps[None]:
-    yield from read_harmony(context, calls=True, reasoning=True, is_open=False)
-
-
 HARMONY = ToolFormat(
     name="openai",
     summary=f"{CHANNEL}commentary to=functions.name {CONSTRAIN}json{MESSAGE}{{…}}{CALL}",
-    read=_read_calls_and_reasoning,
+    read=read_harmony,
     markers=_MARKERS,
     detect=lambda template, _: CHANNEL in template and MESSAGE in template,
     forced=CallText(
@@ -104,6 +109,7 @@ HARMONY = ToolFormat(
     ),
     stop_texts=(CALL,),
     is_harmony=True,
+    read_turn=read_harmony,
 )
 HARMONY_REASONING = ReasoningFormat(
     name="openai_gptoss",
@@ -112,4 +118,5 @@ HARMONY_REASONING = ReasoningFormat(
     detect=HARMONY.detect,
     more_markers=_MARKERS,
     is_harmony=True,
+    read_turn=read_harmony,
 )

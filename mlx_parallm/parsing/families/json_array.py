@@ -2,7 +2,7 @@
 
 Sources: the chat templates of ibm-granite/granite-3.3-8b-instruct, microsoft/Phi-4-mini-instruct
 (and vLLM's for it, which has ``functools``), ai21labs/AI21-Jamba-Mini-1.6,
-tencent/Hunyuan-A13B-Instruct, nvidia/Llama-3_3-Nemotron-Super-49B-v1_5 and
+tencent/Hunyuan-A13B-Instruct, MiniMaxAI/MiniMax-M1-80k, nvidia/NVIDIA-Nemotron-Nano-9B-v2 and
 CohereLabs/c4ai-command-r7b-12-2024.
 """
 
@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Container
 from functools import partial
 
-from mlx_parallm.parsing.families.json_calls import read_call_array
+from mlx_parallm.parsing.families.json_calls import read_call_array, read_call_object
 from mlx_parallm.parsing.families.marked import close_call, read_marked, try_call
 from mlx_parallm.parsing.formats import CallText, ReadContext, ToolFormat
 from mlx_parallm.parsing.reader import Steps
@@ -28,9 +28,19 @@ def _call(context: ReadContext, starts: tuple[str, ...], ends: tuple[str, ...]) 
     reader = context.reader
     yield from reader.expect(*starts)
     yield from reader.skip_space()
-    yield from read_call_array(context, ends=ends)
+    if (yield from reader.next_is("{")):
+        yield from _lines(context, ends)
+    else:
+        yield from read_call_array(context, ends=ends)
     for end in ends:
         yield from close_call(context, end)
+
+
+def _lines(context: ReadContext, ends: tuple[str, ...]) -> Steps[None]:
+    """Calls one below the other, as MiniMax M1 writes them."""
+    while (yield from context.reader.next_is("{")):
+        yield from read_call_object(context, ends=ends)
+        yield from context.reader.skip_space()
 
 
 def _read_bare(context: ReadContext) -> Steps[None]:

@@ -1,9 +1,10 @@
 """Llama 3 and 4: a bare JSON object is a call, with no marker but ``<|python_tag|>`` at times.
 
 So it is one only at the beginning, or after that marker, and only if a tool has its name. Several
-are separated by semicolons, as vLLM reads them.
+are separated by semicolons, as vLLM reads them, or by nothing, as its template for Llama 4 has it.
 
-Sources: the chat template of meta-llama/Llama-3.1-8B-Instruct; vLLM's llama_tool_parser.
+Sources: the chat template of meta-llama/Llama-3.1-8B-Instruct; vLLM's llama_tool_parser and
+tool_chat_template_llama4_json.jinja.
 """
 
 from __future__ import annotations
@@ -37,8 +38,7 @@ def _calls(context: ReadContext, *, needs_known_name: bool) -> Steps[None]:
     while True:
         yield from read_call_object(context, ends=(PYTHON_TAG,), needs_known_name=needs_known_name)
         yield from reader.skip_space()
-        if not (yield from reader.accept(";")):
-            return
+        yield from reader.accept(";")
         yield from reader.skip_space()
         if not (yield from reader.next_is("{")):
             reader.rewind()

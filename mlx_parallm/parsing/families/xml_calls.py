@@ -4,7 +4,7 @@ Their values are plain text; they become JSON by the types of the tool's schema.
 
 Sources: the chat templates of Qwen/Qwen3-Coder-30B-A3B-Instruct, MiniMaxAI/MiniMax-M2,
 ByteDance-Seed/Seed-OSS-36B-Instruct and deepseek-ai/DeepSeek-V3.2 (its encoding in Jinja);
-mlx-lm's parsers for MiniCPM and Muse.
+openbmb/MiniCPM5-1B.
 """
 
 from __future__ import annotations
@@ -61,10 +61,15 @@ def read(context: ReadContext, syntax: XmlSyntax) -> Steps[None]:
     """Content with calls of such tags in between."""
     starts = syntax.sections if syntax.needs_section else (*syntax.sections, syntax.call)
     ends = (syntax.call_end, *syntax.section_ends)
-    yield from read_marked(context, starts, ends, partial(_section, syntax=syntax))
+    yield from read_marked(context, starts, ends, partial(read_section, syntax=syntax))
 
 
-def _section(context: ReadContext, syntax: XmlSyntax) -> Steps[None]:
+def read_section(context: ReadContext, syntax: XmlSyntax) -> Steps[None]:
+    """Reads the calls of one section.
+
+    Raises:
+        MalformedError: it is none, or the rest of it is broken.
+    """
     reader, writer = context.reader, context.writer
     section = yield from reader.accept(*syntax.sections)
     while True:
@@ -164,7 +169,8 @@ def _functions(sections: tuple[str, ...], section_ends: tuple[str, ...]) -> XmlS
     )
 
 
-def _invokes(prefix: str, sections: tuple[str, ...], *, trims: bool = True) -> XmlSyntax:
+def invokes(prefix: str, sections: tuple[str, ...], *, trims: bool = True) -> XmlSyntax:
+    """The tags ``invoke`` and ``parameter`` with a prefix, in sections of these names."""
     return XmlSyntax(
         tuple(f"<{prefix}{section}>" for section in sections),
         tuple(f"</{prefix}{section}>" for section in sections),
@@ -206,14 +212,8 @@ MINIMAX_M2 = _format(
 DEEPSEEK_V32 = _format(
     "deepseek_v32",
     '<｜DSML｜function_calls><｜DSML｜invoke name="f"><｜DSML｜parameter name="key" …',
-    _invokes("｜DSML｜", ("function_calls", "tool_calls"), trims=False),
+    invokes("｜DSML｜", ("function_calls", "tool_calls"), trims=False),
     "｜DSML｜",
-)
-MUSE_SPARK = _format(
-    "muse_spark",
-    '<atem:function_calls><atem:invoke name="f"><atem:parameter name="key">value</atem:param…',
-    _invokes("atem:", ("function_calls",)),
-    "<atem:function_calls>",
 )
 MINICPM5 = _format(
     "minicpm5",

@@ -29,7 +29,7 @@ FIXTURES = Path(__file__).parent / "fixtures"
 
 def load_cases() -> list[Any]:
     cases = []
-    for path in sorted(FIXTURES.glob("*.json")):
+    for path in sorted(FIXTURES.rglob("*.json")):
         fixture = json.loads(path.read_text())
         for case in fixture["cases"]:
             merged = {**{k: v for k, v in fixture.items() if k != "cases"}, **case}

@@ -64,6 +64,10 @@ REASONING_SIGNS = [
     ("cohere_command3", "<|START_THINKING|><|END_THINKING|>", ()),
     ("granite", 'Write "Here is my response:" after it.', ()),
     ("hunyuan_a13b", "<think> </think> <answer>", ()),
+    ("hunyuan_a13b", "<think> </think> <|extra_0|>", ()),
+    ("kimi_k3", "'<|open|>' + tag", ()),
+    ("kimi_k3", "", ("<|open|>", "<|close|>")),
+    ("muse_spark", "<atem:function_calls>", ()),
     ("openai_gptoss", "<|channel|>analysis<|message|>", ()),
 ]
 

@@ -1,0 +1,88 @@
+"""Muse Spark and Muse Glimmer: messages with a recipient, and calls between XML-like tags.
+
+``to=self`` is reasoning, ``to=user`` is content, and what is for another recipient holds calls.
+
+Sources: the template of Muse Glimmer that llama.cpp and vLLM have, and vLLM's muse_tool_parser.
+"""
+
+from __future__ import annotations
+
+import re
+
+from mlx_parallm.parsing.families.harmony import read_begun_header
+from mlx_parallm.parsing.families.marked import LONGEST_NAME, read_marked
+from mlx_parallm.parsing.families.xml_calls import invokes, read_section
+from mlx_parallm.parsing.formats import ReadContext, ReasoningFormat, ToolFormat
+from mlx_parallm.parsing.parts import ContentText, ReasoningText
+from mlx_parallm.parsing.reader import Steps
+
+START, MESSAGE, NEXT, END = "<|start|>", "<|message|>", "<|eom|>", "<|eot|>"
+_MARKERS = (START, MESSAGE, NEXT, END)
+_SYNTAX = invokes("atem:", ("function_calls",))
+_RECIPIENT = re.compile(r"to=([\w.-]+)")
+
+
+def read_muse(context: ReadContext) -> Steps[None]:
+    """Reads all messages of a turn."""
+    if context.is_open:
+        yield from _read_reasoning(context)
+    else:
+        header = yield from read_begun_header(context, MESSAGE)
+        if header is not None:
+            yield from _read_message(context, header)
+    sections = _SYNTAX.sections if context.reads_calls else ()
+    ends = (_SYNTAX.call_end, *_SYNTAX.section_ends) if context.reads_calls else ()
+    yield from read_marked(context, (START, NEXT, END, *sections), ends, _read_marker)
+
+
+def _read_marker(context: ReadContext) -> Steps[None]:
+    reader = context.reader
+    if (yield from reader.accept(START)):
+        yield from _read_message(context, (yield from reader.until(MESSAGE, limit=LONGEST_NAME)))
+    elif (yield from reader.accept(NEXT, END)):
+        context.writer.marker()
+    else:
+        yield from read_section(context, _SYNTAX)
+
+
+def _read_message(context: ReadContext, header: str) -> Steps[None]:
+    """Reads a message to ``self`` or the user; of another, its header."""
+    found = _RECIPIENT.search(header)
+    context.writer.marker()
+    if found is None or found[1] == "self":
+        yield from _read_reasoning(context)
+    elif found[1] == "user":
+        context.writer.next_message(ContentText)
+        yield from context.reader.pass_until((START, NEXT, END), context.writer.content)
+
+
+def _read_reasoning(context: ReadContext) -> Steps[None]:
+    reader, writer = context.reader, context.writer
+    writer.is_reasoning = context.reads_reasoning
+    writer.next_message(ReasoningText if context.reads_reasoning else ContentText)
+    emit = writer.reasoning if context.reads_reasoning else writer.content
+    marker = yield from reader.pass_until((START, NEXT, END), emit)
+    if marker is None:
+        return
+    if marker != START:
+        reader.take(len(marker))
+    writer.marker()
+    writer.is_reasoning = False
+
+
+MUSE_SPARK = ToolFormat(
+    name="muse_spark",
+    summary='<atem:function_calls><atem:invoke name="f"><atem:parameter name="key">value</atem…',
+    read=read_muse,
+    markers=(*_SYNTAX.markers, *_MARKERS),
+    detect=lambda template, _: _SYNTAX.sections[0] in template,
+    read_turn=read_muse,
+)
+MUSE_REASONING = ReasoningFormat(
+    name="muse_spark",
+    start=f"to=self{MESSAGE}",
+    end=NEXT,
+    detect=MUSE_SPARK.detect,
+    more_markers=_MARKERS,
+    read_turn=read_muse,
+)
