@@ -49,6 +49,43 @@ def test_every_body_has_openais_four_keys(cls: type[errors.ParallmError]) -> Non
     assert error["message"]
 
 
+@pytest.mark.parametrize("cls", ALL)
+@pytest.mark.parametrize("path", ["/v1/messages", "/messages", "/v1/messages/count_tokens"])
+def test_anthropics_routes_have_its_shape(cls: type[errors.ParallmError], path: str) -> None:
+    scope = {"type": "http", "path": path, "state": {"request_id": "r"}}
+    response = response_of(make(cls), scope)
+    body = json.loads(bytes(response.body))
+    assert set(body) == {"type", "error", "request_id"}
+    assert (body["type"], body["request_id"]) == ("error", "r")
+    assert set(body["error"]) == {"type", "message"}
+    http = status_of(make(cls)).http
+    assert response.status_code == (529 if http == 503 else http)
+    kinds = {400: "invalid_request_error", 401: "authentication_error", 404: "not_found_error"}
+    kinds |= {403: "permission_error", 413: "request_too_large", 429: "rate_limit_error"}
+    assert body["error"]["type"] == kinds.get(http, body["error"]["type"])
+    assert (body["error"]["type"] in ("api_error", "overloaded_error")) == (http >= 500)
+
+
+@pytest.mark.parametrize(
+    "path", ["/v1/message", "/v1/messages2", "/x/messages", "/v1/files/messages"]
+)
+def test_other_routes_do_not(path: str) -> None:
+    body = body_of(errors.StepError("no"), {"type": "http", "path": path})
+    assert set(body) == {"error"}
+
+
+def test_a_prefix_of_a_proxy_does_not_hide_the_protocol() -> None:
+    scope = {"type": "http", "path": "/llm/v1/messages", "root_path": "/llm"}
+    assert body_of(errors.StepError("no"), scope)["type"] == "error"
+
+
+def test_the_field_is_told_in_anthropics_message() -> None:
+    scope = {"type": "http", "path": "/v1/messages"}
+    for said, told in (("a is bad", "a is bad"), ("it is bad", "tools: it is bad")):
+        error = errors.InvalidRequestError(said, param="a" if said == told else "tools")
+        assert body_of(error, scope)["error"]["message"] == told
+
+
 def test_an_overload_says_when_to_come_back() -> None:
     response = response_of(errors.OverloadedError("full", retry_after_s=3), CHAT)
     assert (response.status_code, response.headers["retry-after"]) == (429, "3")

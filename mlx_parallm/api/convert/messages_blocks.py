@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import json
 from typing import Any
 
 from pydantic_core import from_json
@@ -19,6 +20,8 @@ from mlx_parallm.parsing.parts import (
 # What Anthropic's documentation calls the key of input that is no JSON
 # (https://platform.claude.com/docs/en/agents-and-tools/tool-use/fine-grained-tool-streaming).
 INVALID_JSON = "INVALID_JSON"
+# How pydantic tells text that is the beginning of JSON.
+TOO_SHORT = "EOF while parsing"
 OPENAI_ID = "call_"
 ANTHROPIC_ID = "toolu_"
 
@@ -45,6 +48,8 @@ class ContentBlocks:
     def add(self, part: TurnPart) -> list[dict[str, Any]]:
         """Take in a part; the events that tell it."""
         match part:
+            case ReasoningText("") | ContentText("") | ToolCallArguments(_, ""):
+                return []
             case ReasoningText(text):
                 return self._add_text("thinking", text)
             case ContentText(text):
@@ -126,8 +131,22 @@ def tool_input(arguments: str) -> dict[str, Any]:
     """
     if not arguments.strip():
         return {}
-    try:
-        value = from_json(arguments, allow_inf_nan=False, allow_partial=True)
-    except ValueError:
-        value = None
+    value = _parsed(arguments)
     return value if isinstance(value, dict) else {INVALID_JSON: arguments}
+
+
+def _parsed(text: str) -> Any:
+    """JSON or the beginning of it as a value that can be sent again; None if it is neither."""
+    try:
+        # Alone, the partial mode would ignore what follows the value.
+        value = from_json(text, allow_inf_nan=False)
+    except ValueError as error:
+        if not str(error).startswith(TOO_SHORT):
+            return None
+        value = from_json(text, allow_inf_nan=False, allow_partial=True)
+    try:
+        # Numbers too large for a float are infinite here.
+        json.dumps(value, allow_nan=False)
+    except ValueError:
+        return None
+    return value
