@@ -72,9 +72,9 @@ class LineSender:
 
         transport = httpx2.ASGITransport(as_caller, raise_app_exceptions=False)
         headers = {**HEADERS, "x-request-id": request_id}
-        request = httpx2.Request(
-            "POST", f"http://batch{url}", headers=headers, content=json.dumps(body)
-        )
+        # No longer than it was in the file; half a surrogate pair, which UTF-8 lacks, is escaped.
+        content = json.dumps(body, ensure_ascii=False).encode("utf-8", "backslashreplace")
+        request = httpx2.Request("POST", f"http://batch{url}", headers=headers, content=content)
         response = await transport.handle_async_request(request)
         await response.aread()
         if is_shutting_down(response):

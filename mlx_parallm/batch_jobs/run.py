@@ -34,7 +34,8 @@ logger = logging.getLogger(__name__)
 # Of a request that the server failed.
 MAX_TRIES = 4
 MAX_DELAY_S = 60.0
-TOO_MANY_REQUESTS = 429
+# Full, ending, or starting its engine anew; 529 is what Anthropic's routes say for 503.
+TRY_LATER = frozenset({429, 503, 529})
 NOT_IMPLEMENTED = 501
 
 
@@ -200,16 +201,16 @@ class BatchRun:
         self._count(answer)
 
     async def _answer(self, line: BatchLine) -> dict[str, Any]:
-        """The answer to a line; a server that fails is asked again some times, a full one ever."""
+        """The answer to a line; a server that fails is asked again some times, a busy one ever."""
         name = answers.new_answer_id()
         num_tries = num_failures = 0
         while True:
             response = await self._context.send(self._record.owner, line.url, line.body, name)
             status = response.status_code
-            num_failures += status >= 500
-            is_final = status < 500 or status == NOT_IMPLEMENTED or num_failures == MAX_TRIES
-            if is_final and status != TOO_MANY_REQUESTS:
-                return answers.answered(name, line.custom_id, response)
+            if status not in TRY_LATER:
+                num_failures += status >= 500
+                if status < 500 or status == NOT_IMPLEMENTED or num_failures == MAX_TRIES:
+                    return answers.answered(name, line.custom_id, response)
             num_tries += 1
             await asyncio.sleep(self._context.delay(num_tries))
 

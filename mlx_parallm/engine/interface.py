@@ -125,6 +125,11 @@ class ServedModel:
     allows_auto_tools: bool = True
     grammars: GrammarCompiler | None = None
 
+    @property
+    def call_id_length(self) -> int | None:
+        """Letters and digits of a tool call's id in its conversations; None for any id."""
+        return None if self.tool_format is None else self.tool_format.id_length
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestHandle:

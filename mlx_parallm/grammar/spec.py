@@ -125,6 +125,8 @@ def _json_text(value: Any, param: str | None) -> str:
     _check_depth(value, param)
     try:
         text = json.dumps(value, ensure_ascii=False, allow_nan=False)
+        # JSON within a text can write half a surrogate pair, which no grammar can hold.
+        text.encode()
     except (TypeError, ValueError) as error:
         raise InvalidRequestError(f"This is no JSON: {error}", param=param) from error
     _check_size(len(text), param)

@@ -84,6 +84,7 @@ class ToolFormat:
         silent: further markers, of what is neither a call nor reasoning; they are not shown.
         is_harmony: whether it is OpenAI's Harmony, which mixes reasoning and calls.
         read_turn: reads the reasoning too, where that may stand between calls; None: it is first.
+        id_length: letters and digits of the ids that its templates take; None: they take any id.
     """
 
     name: str
@@ -96,6 +97,7 @@ class ToolFormat:
     silent: tuple[str, ...] = ()
     is_harmony: bool = False
     read_turn: Callable[[ReadContext], Steps[None]] | None = None
+    id_length: int | None = None
 
     def keeps_special_tokens(self, special_tokens: Container[str]) -> bool:
         """Whether the text must be detokenised with its special tokens."""
@@ -137,9 +139,14 @@ class ReasoningFormat:
         """Whether the text must be detokenised with its special tokens."""
         return any(marker in special_tokens for marker in (*self.markers, *self.silent))
 
-    def is_open_after(self, prompt: str) -> bool:
-        """Whether the rendered prompt ends inside the reasoning."""
-        return prompt.rstrip().endswith(self.start)
+    def is_open_after(self, prompt: str, begun: str = "") -> bool:
+        """Whether the rendered prompt ends inside the reasoning.
+
+        ``begun`` is what it has of the answer already, where that is given.
+        """
+        return prompt.rstrip().endswith(self.start) or begun.rfind(self.start) > begun.rfind(
+            self.end
+        )
 
 
 def tools_of(tools: Sequence[Mapping[str, Any]]) -> tuple[Tool, ...]:

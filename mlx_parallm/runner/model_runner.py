@@ -129,6 +129,8 @@ class ModelRunner:
             self._draft.forget_writes()
 
     def _build(self, batch: ScheduledBatch) -> ModelStep:
+        # First: a step that fails must not leave them behind, for no later one names them.
+        self._grammars.forget(batch)
         self._path.copy_blocks(batch.block_copies)
         self._path.copy_state(batch.state_copies)
         rows = StepRows(batch.sequences)
@@ -144,7 +146,7 @@ class ModelRunner:
         if drafts is not None:
             token_ids = place_proposals(batch.sequences, token_ids, drafts)
         logits = self._path.logits(spread_proposals(batch.sequences), token_ids, rows.wanted)
-        constraints = self._constrain(batch, logits, rows)
+        constraints = self._constrain(logits, rows)
         sampled = self._sample(logits, rows, token_ids, constraints)
         step = ModelStep(rows, sampled, self._score(logits, rows), drafts, constraints.failed)
         self._tokens.remember(rows.sampled_ids, step.tokens)
@@ -158,8 +160,7 @@ class ModelRunner:
     def _written(self) -> list[mx.array]:
         return self._path.arrays() + (self._draft.arrays() if self._draft is not None else [])
 
-    def _constrain(self, batch: ScheduledBatch, logits: mx.array, rows: StepRows) -> Constraints:
-        self._grammars.forget(batch)
+    def _constrain(self, logits: mx.array, rows: StepRows) -> Constraints:
         return self._grammars.constrain(
             rows, lambda: mx.async_eval(logits, self._written()), self._read_tokens
         )

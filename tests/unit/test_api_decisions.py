@@ -161,6 +161,23 @@ def test_a_full_queue_is_a_429(engine: FakeEngine, client: openai.OpenAI) -> Non
         client.decisions.create(model="alias", input="x", questions=[PREDICATE])  # type: ignore[list-item]
 
 
+def test_an_aborted_decision_is_a_503(engine: FakeEngine, client: openai.OpenAI) -> None:
+    async def script(request: GenerateRequest) -> AsyncIterator[GenerateEvent]:
+        yield prompt_event(request)
+        yield TokenEvent(
+            request_id=request.request_id,
+            index=0,
+            token_ids=(),
+            text="",
+            finish_reason=FinishReason.ABORT,
+        )
+
+    engine.script = script
+    with pytest.raises(openai.InternalServerError) as failure:
+        client.decisions.create(model="alias", input="x", questions=[PREDICATE])  # type: ignore[list-item]
+    assert failure.value.status_code == 503
+
+
 @given(st.lists(st.text("abc", min_size=3, max_size=3), min_size=2, max_size=27, unique=True))
 def test_probabilities_are_those_of_whole_labels(labels: list[str]) -> None:
     tokens = [tuple(label.encode()) for label in labels]

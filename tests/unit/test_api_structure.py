@@ -88,6 +88,8 @@ def test_fields_ask_for(fields: dict[str, Any], wanted: GrammarSpec | None) -> N
         ({"guided_choice": {}}, "guided_choice"),
         ({"guided_regex": 5}, "guided_regex"),
         ({"regex": ""}, "regex"),
+        # Half a surrogate pair inside a text of JSON.
+        ({"guided_json": r'{"const": "\ud800"}'}, "guided_json"),
         ({"response_format": named(), "guided_regex": "a"}, "guided_regex"),
         ({"regex": "a", "ebnf": "b"}, "ebnf"),
     ],

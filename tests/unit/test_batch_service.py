@@ -208,22 +208,24 @@ async def test_a_draining_server_lets_lines_end_and_the_next_one_goes_on(world: 
     assert Counter(world.sent)["me", 0] == 1
 
 
-async def test_a_failing_server_is_asked_again_some_times_and_a_full_one_until_it_has_room(
+async def test_a_failing_server_is_asked_again_some_times_and_a_busy_one_until_it_answers(
     world: World,
 ) -> None:
     statuses = {0: [500, 503], 1: [500] * 99, 2: [429] * 20, 3: [501] * 9}
+    # An engine that is loaded anew, and the same by Anthropic's routes.
+    statuses |= {4: [503] * 20, 5: [529] * 20}
 
     async def trouble(_: str, body: dict[str, Any]) -> LineResponse:
         left = statuses[body["number"]]
         return failing(left.pop()) if left else good(body["number"])
 
     world.handler = trouble
-    record = await world.end_of(await world.create(4))
+    record = await world.end_of(await world.create(6))
     output, errors = world.results(record)
-    assert [one["custom_id"] for one in output] == ["c0", "c2"]
+    assert [one["custom_id"] for one in output] == ["c0", "c2", "c4", "c5"]
     assert [one["response"]["status_code"] for one in errors] == [500, 501]
     counts = Counter(number for _, number in world.sent)
-    assert [counts[n] for n in range(4)] == [3, MAX_TRIES, 21, 1]
+    assert [counts[n] for n in range(6)] == [3, MAX_TRIES, 21, 1, 21, 21]
     assert [growing_delay(n) for n in (1, 2, 3, 99)] == [1, 2, 4, 60]
 
 

@@ -116,3 +116,23 @@ def test_a_bad_message_is_named(message: dict[str, Any], field: str) -> None:
     with pytest.raises(InvalidRequestError) as refusal:
         template_messages([{"role": "user", "content": "hi"}, message])
     assert refusal.value.param == field
+
+
+def test_ids_are_made_short_where_a_template_takes_no_others() -> None:
+    ours, theirs = f"call_{'0' * 24}", "a1B2c3D4e"
+    messages = [
+        assistant(call("{}", id=ours), call("{}", id=theirs)),
+        {"role": "tool", "tool_call_id": ours, "content": "1"},
+        {"role": "tool", "tool_call_id": theirs, "content": "2"},
+    ]
+    said, *results = template_messages(messages, id_length=9)
+    ids = [one["id"] for one in said["tool_calls"]]
+    assert ids == [one["tool_call_id"] for one in results]
+    assert ids[1] == theirs
+    assert len(ids[0]) == 9
+    assert ids[0].isalnum()
+    assert (
+        ids[0]
+        != template_messages([assistant(call("{}", id="d"))], id_length=9)[0]["tool_calls"][0]["id"]
+    )
+    assert messages[1]["tool_call_id"] == ours

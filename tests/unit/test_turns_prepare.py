@@ -20,6 +20,7 @@ from mlx_parallm.grammar import spec as specs
 from mlx_parallm.grammar.compiler import GrammarCompiler
 from mlx_parallm.grammar.vocabulary import GrammarVocabulary
 from mlx_parallm.parsing import registry
+from mlx_parallm.parsing.parts import ContentText
 from mlx_parallm.request import SamplingParams
 from mlx_parallm.tokenizer.tokenizer import load_tokenizer
 from tests.fakes import make_info
@@ -246,3 +247,45 @@ async def test_history_is_rendered_with_its_calls() -> None:
     assert CALL in rendered
     assert "<tool_response>\n2\n</tool_response>" in rendered
     assert json.dumps(SCHEMA["required"]) in rendered
+
+
+async def test_mistrals_template_takes_the_ids_that_a_turn_before_was_given() -> None:
+    template = (
+        "[TOOL_CALLS]{% for m in messages %}{% for c in m.tool_calls or [] %}{% if c.id|length != 9"
+        " %}{{ raise_exception('no') }}{% endif %}{{ c.id }}{% endfor %}"
+        "{% if m.role == 'tool' %}{{ m.tool_call_id }}{% endif %}{% endfor %}"
+    )
+    asked = {"id": f"call_{'0' * 24}", "function": {"name": "add", "arguments": "{}"}}
+    messages = [
+        *HI,
+        {"role": "assistant", "content": "", "tool_calls": [asked]},
+        {"role": "tool", "tool_call_id": asked["id"], "content": "2"},
+    ]
+    tokenizer = demo(template).tokenizer
+    form = registry.detect_tool_format(template, {})
+    model = replace(demo(template), tool_format=form, tokenizer=tokenizer)
+    prepared = await prepare(model=model, messages=messages)
+    told = prepared.rendered.removeprefix("[TOOL_CALLS]")
+    assert told[:9] == told[9:]
+
+
+@pytest.mark.parametrize(("begun", "is_open"), [("<think>\nSo", True), ("It", False)])
+async def test_an_answer_may_go_on_within_reasoning_that_was_begun(
+    begun: str, is_open: bool
+) -> None:
+    prepared = await prepare(
+        messages=[*HI, {"role": "assistant", "content": begun}],
+        continue_final_message=True,
+        add_generation_prompt=False,
+        structure=specs.json_object(),
+    )
+    assert prepared.rendered.endswith(begun)
+    (parser,) = prepared.parsers()
+    parts = [*parser.add("a</think>b" if is_open else "b"), *parser.flush()]
+    told = "".join(one.text for one in parts if isinstance(one, ContentText))
+    assert told == "b"
+    grammar = prepared.request.params.grammar
+    assert grammar is not None
+    assert (grammar.begins_after == "</think>" and grammar.free_start is None) == is_open
+    form = registry.reasoning_format("deepseek_r1")
+    assert not form.is_open_after("", "<think>So</think>It")

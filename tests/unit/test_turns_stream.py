@@ -104,3 +104,8 @@ def test_the_text_for_a_custom_tool() -> None:
     assert ToolCall("c", "f", '{"input": "a\\nb"}').custom_input == "a\nb"
     for other in ("", "{", "[1]", '{"input": 7}', "[" * 100_000):
         assert ToolCall("c", "f", other).custom_input == other
+
+
+def test_the_text_of_a_custom_tool_can_be_sent() -> None:
+    call = ToolCall("c", "patch", r'{"input": "a\ud800b"}')
+    assert call.custom_input == "a?b"

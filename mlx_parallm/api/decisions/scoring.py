@@ -10,7 +10,8 @@ from mlx_parallm.api.decisions.labels import LabelTree, Tokens
 from mlx_parallm.api.decisions.prompt import ANSWER, END_OF_INPUT, TASK, AskedQuestion
 from mlx_parallm.api.generation import Generation
 from mlx_parallm.engine.interface import EngineClient, ServedModel, Tokenizer
-from mlx_parallm.outputs import PromptEvent
+from mlx_parallm.errors import RequestAbortedError
+from mlx_parallm.outputs import FinishReason, PromptEvent
 from mlx_parallm.request import GenerateRequest, SamplingParams
 
 FIELDS = {"prompt": "input", "messages": "input"}
@@ -151,6 +152,8 @@ async def _run(
             if isinstance(event, PromptEvent):
                 scores.cached_tokens += 0 if node.start else event.num_cached_tokens
                 continue
+            if event.finish_reason == FinishReason.ABORT:
+                raise RequestAbortedError("The request was aborted.")
             for entry in event.logprobs:
                 known = scores.logprobs[node.question]
                 known |= {(node.start, token): value for token, value in entry.top}

@@ -57,7 +57,7 @@ async def apply_template(body: TemplateRequest, engine: EngineDep) -> AppliedTem
     """A conversation as the model would read it."""
     model = engine.models()[0] if body.model is None else engine.get_model(body.model)
     check_template_kwargs(body.chat_template_kwargs)
-    messages = template_messages(turns_of(body.messages))
+    messages = template_messages(turns_of(body.messages), id_length=model.call_id_length)
 
     def render() -> str:
         return model.tokenizer.render_chat(

@@ -12,7 +12,7 @@ from mlx_parallm.api.dependencies import EngineDep, refuse_lone_surrogates
 from mlx_parallm.api.schemas.chat import check_template_kwargs, turns_of
 from mlx_parallm.api.schemas.tokenize import DetokenizeRequest, TokenizeRequest
 from mlx_parallm.api.turns.history import template_messages
-from mlx_parallm.engine.interface import EngineClient, ServedModel, Tokenizer
+from mlx_parallm.engine.interface import EngineClient, ServedModel
 from mlx_parallm.errors import InvalidRequestError
 
 router = APIRouter(dependencies=[Depends(refuse_lone_surrogates)])
@@ -22,7 +22,7 @@ router = APIRouter(dependencies=[Depends(refuse_lone_surrogates)])
 async def tokenize(body: TokenizeRequest, engine: EngineDep) -> dict[str, Any]:
     """A text's or a conversation's tokens."""
     model = _model(engine, body.model)
-    ids, strings = await asyncio.to_thread(_encode, body, model.tokenizer)
+    ids, strings = await asyncio.to_thread(_encode, body, model)
     return {
         "count": len(ids),
         "max_model_len": model.info.max_model_len,
@@ -45,21 +45,23 @@ def _model(engine: EngineClient, name: str | None) -> ServedModel:
     return engine.models()[0] if name is None else engine.get_model(name)
 
 
-def _encode(body: TokenizeRequest, tokenizer: Tokenizer) -> tuple[list[int], list[str] | None]:
-    ids = _ids(body, tokenizer)
-    return ids, [tokenizer.token_string(i) for i in ids] if body.return_token_strs else None
+def _encode(body: TokenizeRequest, model: ServedModel) -> tuple[list[int], list[str] | None]:
+    ids = _ids(body, model)
+    string = model.tokenizer.token_string
+    return ids, [string(i) for i in ids] if body.return_token_strs else None
 
 
-def _ids(body: TokenizeRequest, tokenizer: Tokenizer) -> list[int]:
+def _ids(body: TokenizeRequest, model: ServedModel) -> list[int]:
+    tokenizer = model.tokenizer
     if body.messages is None:
         if body.prompt is None:
             raise InvalidRequestError("prompt or messages is needed.", param="prompt")
         return tokenizer.encode(body.prompt, add_special_tokens=body.add_special_tokens)
     check_template_kwargs(body.chat_template_kwargs)
     return tokenizer.encode_chat(
-        template_messages(turns_of(body.messages)),
+        template_messages(turns_of(body.messages), id_length=model.call_id_length),
         tools=[tool.for_template() for tool in chat_tools(body.tools or ())] or None,
         add_generation_prompt=body.add_generation_prompt and not body.continue_final_message,
         continue_final_message=body.continue_final_message,
-        template_kwargs=body.chat_template_kwargs,
+        template_kwargs={**model.chat_template_kwargs, **body.chat_template_kwargs},
     )

@@ -60,12 +60,12 @@ async def constrain(turn: TurnRequest, model: ServedModel, rendered: str) -> Con
     if turn.structure is not None:
         spec = _either(turn, model, turn.structure) if tools else turn.structure
         grammar = await grammar_of(spec, model, param=turn.structure_field)
-        return Constraint(_after_reasoning(grammar, model.reasoning_format, rendered), form)
+        return Constraint(_after_reasoning(grammar, turn, model.reasoning_format, rendered), form)
     strict = _strict_calls(turn, form)
     if strict is None:
         return Constraint(None, form)
     grammar = await grammar_of(strict, model, param="tools")
-    return Constraint(_after_thoughts(grammar, model, rendered), form)
+    return Constraint(_after_thoughts(grammar, turn, model, rendered), form)
 
 
 def _check(turn: TurnRequest, model: ServedModel) -> None:
@@ -179,24 +179,30 @@ def _before_calls(
     grammar: Grammar, turn: TurnRequest, model: ServedModel, rendered: str
 ) -> Grammar:
     """The grammar of forced calls, with what may be free before them."""
-    after = _after_thoughts(grammar, model, rendered)
+    after = _after_thoughts(grammar, turn, model, rendered)
     return after if after.free_start is None or turn.asks_for_thinking else grammar
 
 
-def _after_thoughts(grammar: Grammar, model: ServedModel, rendered: str) -> Grammar:
+def _after_thoughts(
+    grammar: Grammar, turn: TurnRequest, model: ServedModel, rendered: str
+) -> Grammar:
     """The grammar of calls, before which there may be reasoning."""
     form = model.reasoning_format
     # Harmony's calls are messages of their own, which may come first.
-    return grammar if form and form.is_harmony else _after_reasoning(grammar, form, rendered)
+    if form and form.is_harmony:
+        return grammar
+    return _after_reasoning(grammar, turn, form, rendered)
 
 
-def _after_reasoning(grammar: Grammar, form: ReasoningFormat | None, rendered: str) -> Grammar:
+def _after_reasoning(
+    grammar: Grammar, turn: TurnRequest, form: ReasoningFormat | None, rendered: str
+) -> Grammar:
     """The grammar of what follows the reasoning, which is free."""
     if form is None:
         return grammar
     if form.is_harmony:
         return replace(grammar, begins_after=HARMONY_FINAL)
-    if form.is_open_after(rendered):
+    if form.is_open_after(rendered, turn.begun):
         return replace(grammar, begins_after=form.end)
     if rendered.rstrip().endswith(form.end):
         return grammar

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -12,7 +13,9 @@ from mlx_parallm.errors import InvalidRequestError
 REASONING_KEYS = ("reasoning_content", "reasoning")
 
 
-def template_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+def template_messages(
+    messages: Sequence[Mapping[str, Any]], *, id_length: int | None = None
+) -> list[dict[str, Any]]:
     """The messages with arguments of tool calls as objects, and reasoning under both its names.
 
     OpenAI writes arguments as a text, most templates want the object. A text that is no JSON
@@ -22,11 +25,33 @@ def template_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, A
     Args:
         messages: each with a ``role`` and a text as ``content``; perhaps ``tool_calls``,
             ``tool_call_id`` and ``reasoning_content``.
+        id_length: letters and digits of a call's id; others get one made of them. None for any id.
 
     Raises:
         InvalidRequestError: a tool call or a tool's message is malformed; names its field.
     """
-    return [_message(message, f"messages[{number}]") for number, message in enumerate(messages)]
+    read = [_message(message, f"messages[{number}]") for number, message in enumerate(messages)]
+    return read if id_length is None else [_with_short_ids(one, id_length) for one in read]
+
+
+def _with_short_ids(message: dict[str, Any], length: int) -> dict[str, Any]:
+    if message.get("role") == "tool":
+        return message | {"tool_call_id": _short_id(message["tool_call_id"], length)}
+    if message.get("role") != "assistant" or "tool_calls" not in message:
+        return message
+    calls = message["tool_calls"]
+    return message | {
+        "tool_calls": [
+            call | {"id": _short_id(call["id"], length)} if "id" in call else call for call in calls
+        ]
+    }
+
+
+def _short_id(call_id: str, length: int) -> str:
+    """The id if it is of this length; one that is always the same for it if not."""
+    if len(call_id) == length and call_id.isascii() and call_id.isalnum():
+        return call_id
+    return hashlib.sha256(call_id.encode()).hexdigest()[:length]
 
 
 def _message(message: Mapping[str, Any], where: str) -> dict[str, Any]:

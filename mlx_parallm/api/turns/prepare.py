@@ -62,7 +62,8 @@ class PreparedTurn:
             tool_format=self.tool_format,
             reasoning_format=reasoning,
             tools=[tool.for_template() for tool in turn.callable_tools],
-            reasoning_is_open=reasoning is not None and reasoning.is_open_after(self.rendered),
+            reasoning_is_open=reasoning is not None
+            and reasoning.is_open_after(self.rendered, turn.begun),
             special_tokens=self.model.tokenizer.special_tokens if hides else (),
         )
 
@@ -100,7 +101,7 @@ async def render_turn(turn: TurnRequest, model: ServedModel) -> tuple[str, tuple
     Raises:
         InvalidRequestError: a message is malformed, or the template refuses the conversation.
     """
-    messages = template_messages(turn.messages)
+    messages = template_messages(turn.messages, id_length=model.call_id_length)
     tools = [tool.for_template() for tool in turn.shown_tools] or None
 
     def render() -> tuple[str, tuple[int, ...]]:
@@ -160,7 +161,7 @@ def _thinking_budget(turn: TurnRequest, model: ServedModel, rendered: str) -> Th
         tokens=turn.thinking_budget,
         end_id=end_id,
         start_id=model.tokenizer.token_id(form.start),
-        is_open=form.is_open_after(rendered),
+        is_open=form.is_open_after(rendered, turn.begun),
     )
 
 

@@ -61,6 +61,13 @@ class TurnRequest:
         return self.template_kwargs.get("enable_thinking") is True or effort not in (None, "none")
 
     @property
+    def begun(self) -> str:
+        """What there is of the answer already."""
+        if not self.continue_final_message or not self.messages:
+            return ""
+        return self.messages[-1].get("content") or ""
+
+    @property
     def shown_tools(self) -> tuple[Tool, ...]:
         """The tools that the model is told of.
 

@@ -50,7 +50,10 @@ class ToolCall:
         except (ValueError, RecursionError):
             return self.arguments
         text = value.get(CUSTOM_INPUT) if isinstance(value, dict) else None
-        return text if isinstance(text, str) else self.arguments
+        if not isinstance(text, str):
+            return self.arguments
+        # JSON can write half a surrogate pair, which no answer can hold.
+        return text.encode(errors="replace").decode()
 
 
 class SampleState:

@@ -25,6 +25,8 @@ _KIMI_ENDS = ("<|tool_call_end|>", "<|tool_calls_section_end|>")
 _KIMI_ID = re.compile(r"(?:functions\.)?(?P<name>[^\s:]+)(?::\d+)?")
 _MISTRAL, _MISTRAL_ID, _MISTRAL_ARGS = "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"
 _MISTRAL_NAME = re.compile(r"[\w.-]+")
+# Its templates raise an error for an id of another length.
+_MISTRAL_ID_LENGTH = 9
 
 
 def _pass_arguments(
@@ -157,6 +159,7 @@ MISTRAL = ToolFormat(
         _MISTRAL in template and (_MISTRAL_ARGS in template or _MISTRAL_ARGS in tokens)
     ),
     forced=CallText(f"{_MISTRAL}$name{_MISTRAL_ARGS}$arguments", separator=""),
+    id_length=_MISTRAL_ID_LENGTH,
 )
 MISTRAL_JSON = ToolFormat(
     name="mistral_json",
@@ -170,4 +173,5 @@ MISTRAL_JSON = ToolFormat(
         begin=f"{_MISTRAL}[",
         end="]",
     ),
+    id_length=_MISTRAL_ID_LENGTH,
 )
