@@ -88,13 +88,15 @@ def input_items(given: str | Sequence[Mapping[str, Any]], find: FindItem) -> lis
     items: list[Item] = []
     for number, item in enumerate(given):
         where = f"input[{number}]"
-        type_ = item.get("type") or "message"
+        type_ = item.get("type", "message")
+        if not isinstance(type_, str):
+            raise _refusal(f"{where}.type", "must be a text")
         if type_ == "item_reference":
             items.append(_referred(item, where, find))
         elif type_ in _READERS:
             items.append(_READERS[type_](item, where))
         elif type_ not in HOSTED:
-            raise _refusal(f"{where}.type", f"{str(type_)[:64]!r} is not served", unsupported=True)
+            raise _refusal(f"{where}.type", f"{type_[:64]!r} is not served", unsupported=True)
     return items
 
 
