@@ -6,7 +6,7 @@
     ├── InvalidRequestError         the caller's fault; names the field            (HTTP 400)
     │   ├── ContextLengthError      prompt (+ max_tokens) does not fit the model   (HTTP 400)
     │   ├── ModelNotFoundError      no served model has this name                  (HTTP 404)
-    │   ├── NotFoundError           no file or batch of the caller's has this id   (HTTP 404)
+    │   ├── NotFoundError           no file, batch or response of the caller's    (HTTP 404)
     │   ├── AuthenticationError     no key, or a wrong one                         (HTTP 401)
     │   ├── PermissionDeniedError   the key or the origin may not do this          (HTTP 403)
     │   ├── RequestTimeoutError     the body did not arrive in time                (HTTP 408)

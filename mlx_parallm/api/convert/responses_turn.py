@@ -64,7 +64,6 @@ def response_turn(
     Raises:
         InvalidRequestError: a field is malformed, or asks for what is not served; names it.
     """
-    body.check_supported()
     structure = body_structure(body, text_format=body.text and body.text.format)
     return replace(
         input_turn(body, items, tools, request_id=request_id),

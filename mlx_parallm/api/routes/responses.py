@@ -56,6 +56,7 @@ async def create_response(
     responses: ResponsesDep,
 ) -> Response:
     """Answer an input: whole, as a stream of events, or in the background."""
+    body.check_supported()
     if body.background and internal_caller(request) is not None:
         raise InvalidRequestError("A batch is in the background already.", param="background")
     model = engine.get_model(body.model)
