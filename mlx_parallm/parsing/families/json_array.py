@@ -19,16 +19,24 @@ from mlx_parallm.parsing.reader import Steps
 _CALL = '{"name": "$name", "arguments": $arguments}'
 
 
-def _read(context: ReadContext, starts: tuple[str, ...], ends: tuple[str, ...]) -> Steps[None]:
-    call = partial(_call, starts=starts, ends=ends)
+def _read(
+    context: ReadContext,
+    starts: tuple[str, ...],
+    ends: tuple[str, ...],
+    *,
+    may_be_lines: bool = False,
+) -> Steps[None]:
+    call = partial(_call, starts=starts, ends=ends, may_be_lines=may_be_lines)
     yield from read_marked(context, starts, ends, call)
 
 
-def _call(context: ReadContext, starts: tuple[str, ...], ends: tuple[str, ...]) -> Steps[None]:
+def _call(
+    context: ReadContext, starts: tuple[str, ...], ends: tuple[str, ...], *, may_be_lines: bool
+) -> Steps[None]:
     reader = context.reader
     yield from reader.expect(*starts)
     yield from reader.skip_space()
-    if (yield from reader.next_is("{")):
+    if may_be_lines and (yield from reader.next_is("{")):
         yield from _lines(context, ends)
     else:
         yield from read_call_array(context, ends=ends)
@@ -86,7 +94,7 @@ PHI4_MINI = ToolFormat(
 JAMBA = ToolFormat(
     name="jamba",
     summary='<tool_calls>[{"name": …, "arguments": {…}}]</tool_calls>',
-    read=partial(_read, starts=("<tool_calls>",), ends=("</tool_calls>",)),
+    read=partial(_read, starts=("<tool_calls>",), ends=("</tool_calls>",), may_be_lines=True),
     markers=("<tool_calls>", "</tool_calls>"),
     detect=partial(_detect, text="<tool_calls>"),
     forced=CallText(_CALL, separator=", ", begin="<tool_calls>[", end="]</tool_calls>"),

@@ -15,6 +15,7 @@ from mlx_parallm.parsing.schema_types import json_text
 _DEEPEST = 32
 _ESCAPE = re.compile(r"\\(?:x[0-9a-fA-F]{2}|u[0-9a-fA-F]{4}|U[0-9a-fA-F]{8}|[0-7]{1,3}|.)", re.S)
 _LONGEST_ESCAPE = 10
+_AFTER_STRING = ("", *",)]}:<")
 _LONGEST_SCALAR = 4096
 _PAIR_OF_ESCAPES = re.compile(r"\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}")
 
@@ -113,11 +114,22 @@ def _string(context: ReadContext, syntax: LiteralSyntax, quote: str) -> Steps[No
         end = yield from reader.pass_until(ends, lambda text: writer.arguments(string_inside(text)))
         if end is None:
             raise TruncatedError
-        if end == quote:
-            reader.take(len(quote))
+        if end == "\\":
+            writer.arguments(string_inside((yield from _escape(context))))
+            continue
+        reader.take(len(quote))
+        if not syntax.has_escapes or (yield from _ends_value(context)):
             writer.arguments('"')
             return
-        writer.arguments(string_inside((yield from _escape(context))))
+        # LFM2's template does not escape quotes, so its models do not always either.
+        reader.rewind()
+        writer.arguments(string_inside(reader.take(len(quote))))
+
+
+def _ends_value(context: ReadContext) -> Steps[bool]:
+    """Whether what follows a quote can follow a value, or a key; spaces are read."""
+    yield from context.reader.skip_space()
+    return (yield from context.reader.peek()) in _AFTER_STRING
 
 
 def _escape(context: ReadContext) -> Steps[str]:

@@ -11,22 +11,36 @@ TEXT = frozenset(["string"])
 
 
 def pass_text_value(
-    context: ReadContext, ends: tuple[str, ...], types: frozenset[str] | None
+    context: ReadContext,
+    ends: tuple[str, ...],
+    types: frozenset[str] | None,
+    *,
+    unread_ends: tuple[str, ...] = (),
 ) -> Steps[None]:
     """Writes the value up to a marker, which is read too: text while it comes, others as a whole.
+
+    Args:
+        context: where to read and write.
+        ends: what ends it.
+        types: the JSON types that it may have; None: any.
+        unread_ends: markers of what comes next, which end it too and are not read.
 
     Raises:
         TruncatedError: the text ends within it; what there is of it is written.
     """
     reader, writer = context.reader, context.writer
     held: list[str] = []
+    markers = (*ends, *unread_ends)
     if types == TEXT:
         writer.arguments('"')
-        end = yield from reader.pass_until(ends, lambda text: writer.arguments(string_inside(text)))
+        end = yield from reader.pass_until(
+            markers, lambda text: writer.arguments(string_inside(text))
+        )
     else:
-        end = yield from reader.pass_until(ends, held.append)
+        end = yield from reader.pass_until(markers, held.append)
     if end is None:
         writer.arguments("".join(held))
         raise TruncatedError
-    reader.take(len(end))
+    if end in ends:
+        reader.take(len(end))
     writer.arguments('"' if types == TEXT else json_text("".join(held), types))

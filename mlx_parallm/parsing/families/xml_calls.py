@@ -40,6 +40,7 @@ class XmlSyntax:
         parameter_end: what it ends with.
         needs_section: whether there is no call without a section.
         trims_newline: whether one newline at either end of a value belongs to the markup.
+        may_lack_ends: whether the tags that come next, on lines of their own, end a value too.
     """
 
     sections: tuple[str, ...]
@@ -50,11 +51,20 @@ class XmlSyntax:
     parameter_end: str
     needs_section: bool = True
     trims_newline: bool = True
+    may_lack_ends: bool = False
 
     @property
     def markers(self) -> tuple[str, ...]:
         """All tags that may be tokens."""
         return (*self.sections, *self.section_ends, self.call_end, self.parameter_end)
+
+    @property
+    def next_tags(self) -> tuple[str, ...]:
+        """What ends a value whose own end is missing."""
+        if not self.may_lack_ends:
+            return ()
+        ends = (f"\n{self.call_end}\n{section_end}" for section_end in self.section_ends)
+        return (f"\n{self.parameter}", *ends)
 
 
 def read(context: ReadContext, syntax: XmlSyntax) -> Steps[None]:
@@ -137,11 +147,13 @@ def _value(context: ReadContext, syntax: XmlSyntax, types: frozenset[str] | None
     if syntax.trims_newline:
         yield from reader.accept("\n")
     ends: tuple[str, ...] = (syntax.parameter_end,)
+    unread_ends: tuple[str, ...] = ()
     if (yield from reader.accept(_CDATA)):
         ends = (f"{_CDATA_END}{syntax.parameter_end}",)
     elif syntax.trims_newline:
         ends = (f"\n{syntax.parameter_end}", syntax.parameter_end)
-    yield from pass_text_value(context, ends, types)
+        unread_ends = syntax.next_tags
+    yield from pass_text_value(context, ends, types, unread_ends=unread_ends)
 
 
 def _format(name: str, summary: str, syntax: XmlSyntax, *signs: str) -> ToolFormat:
@@ -166,6 +178,7 @@ def _functions(sections: tuple[str, ...], section_ends: tuple[str, ...]) -> XmlS
         "<parameter=",
         "</parameter>",
         needs_section=False,
+        may_lack_ends=True,
     )
 
 
