@@ -40,7 +40,7 @@ OPENBLAS := $(firstword $(wildcard /usr/lib/*/openblas-pthread/libopenblas.so.0)
 endif
 FAST_BLAS := $(if $(OPENBLAS),LD_PRELOAD="$(OPENBLAS)$${LD_PRELOAD:+:$$LD_PRELOAD}")
 
-.PHONY: help serve test page-test lint format unit bench doctor docs check-pins hooks venv clean
+.PHONY: help serve test page-test conformance lint format unit bench doctor docs check-pins hooks venv clean
 .DEFAULT_GOAL := help
 
 help: ## List the targets
@@ -58,6 +58,16 @@ unit: $(DEV_STAMP) ## The fast tests only
 page-test: $(RUNTIME_STAMP) ## The page at / in Chromium (needs Node and Chromium)
 	@cd tests/page && npm ci --no-audit --no-fund && \
 		PYTHON="$(abspath $(BIN)/python)" SERVER_PRELOAD="$(OPENBLAS)" npm test
+
+# Clients that nothing else here needs; instructor wants an older OpenAI client than the others.
+CLIENTS := .venv-clients
+INSTRUCTOR := .venv-instructor
+CLIENTS_STAMP := $(CLIENTS)/.installed-$(call checksum,requirements/conformance.txt)
+INSTRUCTOR_STAMP := $(INSTRUCTOR)/.installed-$(call checksum,requirements/conformance-instructor.txt)
+
+conformance: $(DEV_STAMP) $(CLIENTS_STAMP) $(INSTRUCTOR_STAMP) ## Unmodified clients against a live server; rewrites docs/compatibility.md (needs Node)
+	@cd tests/conformance/node && npm ci --no-audit --no-fund
+	@$(FAST_BLAS) $(BIN)/python -m tests.conformance.run_all $(ARGS)
 
 lint: $(DEV_STAMP) ## ruff, pyright, import layers, Dockerfile
 	$(BIN)/ruff check .
@@ -101,6 +111,17 @@ $(RUNTIME_STAMP): $(VENV)/bin/python
 	@$(PIP) -r requirements/$(PLATFORM).txt -r requirements/build.txt
 	@$(PIP) --no-deps --no-build-isolation --editable .
 	@rm -f $(VENV)/.runtime-* && touch $@
+
+$(CLIENTS_STAMP): requirements/conformance.txt
+	@echo "Installing the clients"
+	@$(PYTHON) -m venv $(CLIENTS)
+	@$(CLIENTS)/bin/python -m pip --disable-pip-version-check install --quiet --no-deps -r $<
+	@rm -f $(CLIENTS)/.installed-* && touch $@
+
+$(INSTRUCTOR_STAMP): requirements/conformance-instructor.txt
+	@$(PYTHON) -m venv $(INSTRUCTOR)
+	@$(INSTRUCTOR)/bin/python -m pip --disable-pip-version-check install --quiet --no-deps -r $<
+	@rm -f $(INSTRUCTOR)/.installed-* && touch $@
 
 $(DEV_STAMP): $(RUNTIME_STAMP)
 	@echo "Installing the pinned development packages"

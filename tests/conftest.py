@@ -9,6 +9,9 @@ from hypothesis import settings
 
 from tests.server_process import ServerProcess
 
+# Its tests need clients that this environment does not have: make conformance.
+collect_ignore = ["conformance"]
+
 # How long an example takes says nothing on a busy machine.
 settings.register_profile("no deadline", deadline=None)
 settings.load_profile("no deadline")

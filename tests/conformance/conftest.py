@@ -1,0 +1,32 @@
+"""The live server that ``run_all.py`` started, for unmodified clients.
+
+These tests run in environments of their own, which hold the clients and not this package.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+import pytest
+
+
+@dataclass(frozen=True)
+class LiveServer:
+    """Where it is, and what to say to it."""
+
+    url: str
+    api_key: str
+    model: str
+
+    @property
+    def base_url(self) -> str:
+        """For OpenAI's clients."""
+        return f"{self.url}/v1"
+
+
+@pytest.fixture(scope="session")
+def server() -> LiveServer:
+    """As the environment says."""
+    variables = ("CONFORMANCE_URL", "CONFORMANCE_KEY", "CONFORMANCE_MODEL")
+    return LiveServer(*(os.environ[name] for name in variables))

@@ -1,0 +1,163 @@
+"""docs/compatibility.md from the results of a run."""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+import subprocess
+import xml.etree.ElementTree as ET
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+
+from tests.conformance.suites import HERE, ROOT, SUITES, Suite
+
+INTRODUCTION = """\
+# Compatibility
+
+Unmodified clients against a live server with the embedded model, on the CPU. `make conformance`
+installs them in environments of their own, runs them, and writes this page from their results; the
+tests are in `tests/conformance/`.
+"""
+
+REMARKS = """\
+The embedded model knows a few exercises and nothing else ([demo-model.md](demo-model.md)). A test
+of langchain's suite whose prompt is too hard for it is skipped by name, and a test beside it takes
+the same step with a prompt that it knows. langchain is run with `parallel_tool_calls: false` and
+`reasoning_effort: none`: for "San Francisco, CA" the model makes two calls, and about what it does
+not know it thinks without end.
+"""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """One test: its name, its group in the file, and how it went.
+
+    Attributes:
+        group: the class; empty if there is none.
+        result: passed, skipped or failed.
+        reason: why it was skipped.
+    """
+
+    name: str
+    group: str
+    result: str
+    reason: str = ""
+
+
+def outcomes(results: Path) -> Iterator[Outcome]:
+    """The tests in a file of JUnit's XML."""
+    for case in ET.parse(results).getroot().iter("testcase"):
+        # pytest writes module.Class here, Node the word "test".
+        last = case.get("classname", "").rpartition(".")[2]
+        group = last.removeprefix("Test") if last.startswith("Test") else ""
+        name = case.get("name", "")
+        skipped = case.find("skipped")
+        if skipped is not None:
+            yield Outcome(name, group, "skipped", skipped.get("message") or "")
+        elif case.find("failure") is not None or case.find("error") is not None:
+            yield Outcome(name, group, "failed")
+        else:
+            yield Outcome(name, group, "passed")
+
+
+def write_document(results: Path, target: Path) -> None:
+    """Write the page; a suite without results counts as failed."""
+    ran = {suite: _read(suite, results) for suite in SUITES}
+    parts = [INTRODUCTION, _when(), _table(ran), REMARKS, _round_trips(ran), _skips(ran)]
+    target.write_text("\n".join(parts).rstrip() + "\n")
+
+
+def _read(suite: Suite, results: Path) -> list[Outcome]:
+    file = results / f"{suite.name}.xml"
+    return list(outcomes(file)) if file.exists() else [Outcome("no results", "", "failed")]
+
+
+def _when() -> str:
+    command = ["git", "rev-parse", "--short", "HEAD"]
+    commit = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    return f"Last run: {datetime.now(UTC):%d %B %Y}, on commit {commit.strip()}.\n"
+
+
+def _table(ran: dict[Suite, list[Outcome]]) -> str:
+    lines = [
+        "| client | version | what was run | passed | skipped | failed |",
+        "|---|---|---|---|---|---|",
+    ]
+    for suite, tests in ran.items():
+        for group in sorted({test.group for test in tests}):
+            count = Counter(test.result for test in tests if test.group == group)
+            what = _description(suite) + (f" ({group.lower()})" if group else "")
+            lines.append(
+                f"| {suite.client} | {_versions(suite)} | {what}"
+                f" | {count['passed']} | {count['skipped']} | {count['failed']} |"
+            )
+    return "\n".join(lines) + "\n"
+
+
+def _description(suite: Suite) -> str:
+    """The first line that the file says about itself, without the client's name."""
+    text = (HERE / suite.file).read_text()
+    if suite.python is None:
+        first = text.split("\n", 1)[0].removeprefix("// ")
+    else:
+        first = (ast.get_docstring(ast.parse(text)) or "").split("\n", 1)[0]
+    return first.replace("``", "`").rstrip(".")
+
+
+def _versions(suite: Suite) -> str:
+    file = ROOT / suite.pins
+    if file.suffix == ".json":
+        pins = json.loads(file.read_text())["dependencies"]
+    else:
+        pins = dict(re.findall(r"^([\w.-]+)==([^\s;]+)", file.read_text(), re.MULTILINE))
+    return ", ".join(f"{package} {pins[package]}" for package in suite.packages)
+
+
+def _round_trips(ran: dict[Suite, list[Outcome]]) -> str:
+    """A table of the tests whose name has "round trip", by what is in brackets behind it."""
+    lines = [
+        "## Tool calls: call, result, answer",
+        "",
+        "A question, the model's call, its result sent back, and the answer that tells it.",
+        "",
+        "| client | by | whole | streamed |",
+        "|---|---|---|---|",
+    ]
+    for suite, tests in ran.items():
+        found: dict[str, dict[str, str]] = {}
+        for test in tests:
+            match = re.search(r"round[_ ]trip.*?[\[(](.*)[\])]", test.name)
+            if match:
+                words = re.split(r"[-,]\s*", match[1])
+                way = next(word for word in words if word in ("whole", "stream"))
+                route = " ".join(w for w in words if w != way) or test.group or _route(suite)
+                found.setdefault(route.lower(), {})[way] = test.result
+        for route, ways in found.items():
+            cells = f"{ways.get('whole', 'not run')} | {ways.get('stream', 'not run')}"
+            lines.append(f"| {suite.client} | {route} | {cells} |")
+    return "\n".join(lines) + "\n"
+
+
+def _route(suite: Suite) -> str:
+    routes = {"responses": "responses", "anthropic": "messages"}
+    return next((route for word, route in routes.items() if word in suite.name), "chat")
+
+
+def _skips(ran: dict[Suite, list[Outcome]]) -> str:
+    lines = ["## Skipped", "", "| client | test | why |", "|---|---|---|"]
+    for suite, tests in ran.items():
+        reasons: dict[str, list[str]] = {}
+        for test in tests:
+            if test.result == "skipped":
+                reasons.setdefault(test.reason, []).append(test.name)
+        for reason, names in reasons.items():
+            lines.append(f"| {suite.client} | {_listed(names)} | {reason} |")
+    return "\n".join(lines) + "\n"
+
+
+def _listed(names: Iterable[str]) -> str:
+    return ", ".join(f"`{name}`" for name in sorted(set(names)))
