@@ -1,0 +1,144 @@
+"""Rows of a batch by their own adapters, against weights that mlx_lm fused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import pytest
+from mlx_lm.models.switch_layers import SwitchLinear
+from mlx_lm.tuner.dora import DoRALinear
+from mlx_lm.tuner.lora import LoRAEmbedding, LoRALinear, LoRASwitchLinear
+
+from mlx_parallm.adapters.stack import NO_ADAPTER, AdapterStack, dora_gain
+from mlx_parallm.adapters.weights import LowRank
+
+IN, OUT, VOCAB, EXPERTS = 24, 16, 40, 5
+TOLERANCE = {"rtol": 1e-5, "atol": 1e-4}
+#: Rank, scale and whether it is a DoRA, by slot.
+ADAPTERS = {1: (4, 2.0, False), 2: (16, 0.5, False), 3: (1, 20.0, True), 5: (7, 1.0, True)}
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> None:
+    mx.random.seed(3)
+
+
+def low_rank(trained: Any, kind: Any = "linear") -> LowRank:
+    a, b = trained.lora_a, trained.lora_b
+    if kind != "experts":
+        a, b = a.T, b.T
+    magnitude = trained.m if isinstance(trained, DoRALinear) else None
+    return LowRank(kind=kind, a=a, b=b, scale=trained.scale, magnitude=magnitude)
+
+
+def trained(cls: Any, base: Any, rank: int, scale: float) -> Any:
+    """An adapted layer of mlx_lm whose factors are not zero."""
+    made = cls.from_base(base, r=rank, scale=scale)
+    made.lora_b = mx.random.normal(made.lora_b.shape)
+    if cls is DoRALinear:
+        made.m = made.m * mx.random.uniform(0.5, 2.0, made.m.shape)
+    return made
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("bits", [None, 8])
+@pytest.mark.parametrize("length", [1, 3])
+def test_linear_rows_equal_fused_layers(bias: bool, bits: int | None, length: int) -> None:
+    inner = 64 if bits else IN
+    base = nn.Linear(inner, OUT, bias=bias)
+    plain = base.weight
+    if bits:
+        base = nn.QuantizedLinear.from_linear(base, group_size=32, bits=bits)
+        plain = mx.dequantize(base.weight, base.scales, base.biases, group_size=32, bits=bits)
+    stack = AdapterStack("linear", (OUT, inner), mx.float32)
+    fused: dict[int, Any] = {NO_ADAPTER: base, 7: base}
+    for slot, (rank, scale, is_dora) in ADAPTERS.items():
+        one = trained(DoRALinear if is_dora else LoRALinear, base, rank, scale)
+        change = low_rank(one)
+        assert stack.why_unfit(change) is None
+        stack.put(slot, change, dora_gain(plain, change))
+        fused[slot] = one.fuse(dequantize=True)
+    rows = [3, 0, 1, 2, 5, 1, 7]
+    x = mx.random.normal((len(rows), length, inner))
+    found = stack.linear(x, base(x), mx.array(rows), base.bias if bias else None)
+    wanted = mx.concatenate([fused[slot](x[i : i + 1]) for i, slot in enumerate(rows)])
+    assert mx.allclose(found, wanted, **TOLERANCE)
+
+
+def test_embedding_rows_and_tied_heads_equal_fused_layers() -> None:
+    base = nn.Embedding(VOCAB, IN)
+    stack = AdapterStack("embedding", (VOCAB, IN), mx.float32)
+    fused: dict[int, Any] = {NO_ADAPTER: base}
+    for slot, (rank, scale, _) in ADAPTERS.items():
+        one = trained(LoRAEmbedding, base, rank, scale)
+        stack.put(slot, low_rank(one, "embedding"))
+        fused[slot] = one.fuse()
+    rows = [2, 0, 5, 1]
+    slots = mx.array(rows)
+    ids = mx.random.randint(0, VOCAB, (len(rows), 3))
+    found = stack.embedding(ids, base(ids), slots)
+    wanted = mx.stack([fused[slot](ids[i]) for i, slot in enumerate(rows)])
+    assert mx.allclose(found, wanted, **TOLERANCE)
+    x = mx.random.normal((len(rows), 3, IN))
+    logits = stack.head(x, base.as_linear(x), slots)
+    wanted = mx.stack([fused[slot].as_linear(x[i]) for i, slot in enumerate(rows)])
+    assert mx.allclose(logits, wanted, **TOLERANCE)
+
+
+def test_experts_equal_those_of_mlx_lm() -> None:
+    base = SwitchLinear(IN, OUT, EXPERTS, bias=False)
+    stack = AdapterStack("experts", (EXPERTS, OUT, IN), mx.float32)
+    layers: dict[int, Any] = {NO_ADAPTER: base}
+    for slot, (rank, scale, _) in ADAPTERS.items():
+        layers[slot] = trained(LoRASwitchLinear, base, rank, scale)
+        stack.put(slot, low_rank(layers[slot], "experts"))
+    rows = [1, 0, 5, 2, 1]
+    x = mx.random.normal((len(rows), 1, 1, 1, IN))
+    indices = mx.random.randint(0, EXPERTS, (len(rows), 1, 2))
+    found = stack.experts(x, base(x, indices), indices, mx.array(rows)[:, None, None])
+    wanted = mx.stack([layers[slot](x[i], indices[i]) for i, slot in enumerate(rows)])
+    assert mx.allclose(found, wanted, **TOLERANCE)
+
+
+def test_a_dropped_slot_is_the_base_and_others_stay() -> None:
+    base = nn.Linear(IN, OUT, bias=False)
+    stack = AdapterStack("linear", (OUT, IN), mx.float32)
+    for slot, (rank, scale, is_dora) in ADAPTERS.items():
+        change = low_rank(trained(DoRALinear if is_dora else LoRALinear, base, rank, scale))
+        stack.put(slot, change, dora_gain(base.weight, change))
+    x = mx.random.normal((3, 1, IN))
+    before = stack.linear(x, base(x), mx.array([1, 3, 5]))
+    stack.drop(3)
+    stack.drop(100)
+    after = stack.linear(x, base(x), mx.array([1, 3, 5]))
+    assert mx.array_equal(after[0], before[0])
+    assert mx.allclose(after[1], base(x)[1], **TOLERANCE)
+    assert mx.array_equal(after[2], before[2])
+
+
+def test_a_step_in_flight_keeps_the_arrays_it_has() -> None:
+    base = nn.Linear(IN, OUT, bias=False)
+    stack = AdapterStack("linear", (OUT, IN), mx.float32)
+    stack.put(1, low_rank(trained(LoRALinear, base, 4, 1.0)))
+    x = mx.random.normal((1, 1, IN))
+    wanted = stack.linear(x, base(x), mx.array([1]))
+    mx.eval(wanted)
+    lazy = stack.linear(x, base(x), mx.array([1]))
+    stack.put(1, low_rank(trained(LoRALinear, base, 4, 1.0)))
+    assert mx.array_equal(lazy, wanted)
+    assert not mx.allclose(stack.linear(x, base(x), mx.array([1])), wanted, **TOLERANCE)
+
+
+@pytest.mark.parametrize(
+    ("kind", "a", "b"),
+    [
+        ("embedding", (4, IN), (OUT, 4)),
+        ("linear", (4, IN + 1), (OUT, 4)),
+        ("linear", (4, IN), (IN, 4)),
+    ],
+)
+def test_what_does_not_fit_is_told(kind: Any, a: tuple[int, ...], b: tuple[int, ...]) -> None:
+    stack = AdapterStack("linear", (OUT, IN), mx.float32)
+    assert stack.why_unfit(LowRank(kind=kind, a=mx.zeros(a), b=mx.zeros(b), scale=1.0))
