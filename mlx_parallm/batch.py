@@ -71,6 +71,7 @@ class ScheduledSequence:
             chooses the token.
         block_table: ids of the KV blocks of positions ``0 .. start + len(token_ids) - 1``, and
             perhaps of later ones.
+        adapter_slot: which resident adapter the sequence has; 0 is none.
         sample: set when a token follows the last of ``token_ids`` that is no proposal; None for an
             inner prefill chunk.
         verify: set when the last of ``token_ids`` are proposals: what chooses the token that
@@ -87,6 +88,7 @@ class ScheduledSequence:
     start: int
     token_ids: tuple[int, ...]
     block_table: tuple[int, ...]
+    adapter_slot: int = 0
     sample: SampleSpec | None = None
     verify: tuple[SampleSpec, ...] = ()
     draft: DraftInput | None = None

@@ -76,7 +76,8 @@ class AdapterStack:
 
         The arrays are replaced, not written: a step in flight goes on with those that it has.
         """
-        self._make_room(slot + 1, one.rank)
+        self.reserve(slot + 1)
+        self._widen(one.rank)
         a = one.a.swapaxes(-1, -2).astype(self._dtype)
         b = (one.b.astype(mx.float32) * one.scale).swapaxes(-1, -2).astype(self._dtype)
         missing = self.a.shape[-1] - one.rank
@@ -90,8 +91,6 @@ class AdapterStack:
 
     def drop(self, slot: int) -> None:
         """Let a slot be no adapter."""
-        if slot >= self.num_slots:
-            return
         self.a = _with(self.a, slot, mx.zeros_like(self.a[0]))
         self.b = _with(self.b, slot, mx.zeros_like(self.b[0]))
         if self.gain is not None:
@@ -136,25 +135,30 @@ class AdapterStack:
             indices: of the experts, ``[...]``.
             slots: int32, broadcasting to ``indices``.
         """
-        both = slots * self._outer[0] + indices
+        both = slots * self.a.shape[1] + indices
         flat = [array.reshape(-1, *array.shape[2:]) for array in (self.a, self.b)]
         low = mx.gather_mm(x.astype(self._dtype), flat[0], rhs_indices=both)
         return y + mx.gather_mm(low, flat[1], rhs_indices=both).astype(y.dtype)
 
-    def _make_room(self, num_slots: int, rank: int) -> None:
-        """Grow to so many slots, by doubling, and to this rank."""
-        slots = self.num_slots
-        if num_slots > slots:
-            slots = 1 << (num_slots - 1).bit_length()
-        more = slots - self.num_slots
-        wider = max(-(-rank // RANK_STEP) * RANK_STEP - self.a.shape[-1], 0)
-        if not more and not wider:
+    def reserve(self, num_slots: int) -> None:
+        """Have room for so many slots, by doubling; no row may name one beyond."""
+        more = (1 << (num_slots - 1).bit_length()) - self.num_slots
+        if more <= 0:
             return
-        outer = [(0, 0)] * len(self._outer)
-        self.a = mx.pad(self.a, [(0, more), *outer, (0, 0), (0, wider)])
-        self.b = mx.pad(self.b, [(0, more), *outer, (0, wider), (0, 0)])
+        inner = [(0, 0)] * (self.a.ndim - 1)
+        self.a = mx.pad(self.a, [(0, more), *inner])
+        self.b = mx.pad(self.b, [(0, more), *inner])
         if self.gain is not None:
             self.gain = mx.pad(self.gain, [(0, more), (0, 0)], constant_values=1.0)
+
+    def _widen(self, rank: int) -> None:
+        """Have room for this rank."""
+        more = -(-rank // RANK_STEP) * RANK_STEP - self.a.shape[-1]
+        if more <= 0:
+            return
+        outer = [(0, 0)] * (self.a.ndim - 2)
+        self.a = mx.pad(self.a, [*outer, (0, 0), (0, more)])
+        self.b = mx.pad(self.b, [*outer, (0, more), (0, 0)])
 
 
 def dora_gain(weight: mx.array, one: LowRank) -> mx.array | None:

@@ -10,6 +10,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
+from mlx_parallm.adapters.context import AdapterContext
 from mlx_parallm.runner.group_cache import CacheViews, is_packed_cache
 from mlx_parallm.runner.paged_cache import WindowMask
 from mlx_parallm.runner.row_groups import RowGroup, join_outputs
@@ -51,7 +52,14 @@ class ModuleSplit:
 class SplitStep:
     """One step's groups."""
 
-    def __init__(self, views: CacheViews, groups: Sequence[RowGroup], positions: mx.array) -> None:
+    def __init__(
+        self,
+        views: CacheViews,
+        groups: Sequence[RowGroup],
+        positions: mx.array,
+        adapters: AdapterContext,
+    ) -> None:
+        self._adapters = adapters
         self._views = views
         self._groups = groups
         self._positions = positions
@@ -68,7 +76,8 @@ class SplitStep:
             states: dict[int, Any] = {}
             mine = [self._convert(value, group, states) for value in args]
             named = {name: self._convert(value, group, states) for name, value in options.items()}
-            outputs.append(call(*mine, **named))
+            with self._adapters.during(group.adapter_slots):
+                outputs.append(call(*mine, **named))
             for state in states.values():
                 state.commit()
         return join_outputs(self._groups, outputs)

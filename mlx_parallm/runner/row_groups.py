@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -53,6 +54,12 @@ class RowGroup:
     def slots(self) -> list[int]:
         """State slots of the sequences."""
         return [one.slot for one in self.sequences]
+
+    @functools.cached_property
+    def adapter_slots(self) -> mx.array | None:
+        """Adapter slots of the sequences, int32 ``[B]``; None if all are without."""
+        slots = [one.adapter_slot for one in self.sequences]
+        return mx.array(np.array(slots, dtype=np.int32)) if any(slots) else None
 
     @property
     def is_fresh(self) -> bool:

@@ -16,6 +16,7 @@ import numpy as np
 from mlx.utils import tree_flatten
 from mlx_lm.models.cache import make_prompt_cache
 
+from mlx_parallm.adapters.context import AdapterContext
 from mlx_parallm.batch import ScheduledSequence
 
 
@@ -30,6 +31,7 @@ class AlonePath:
         self._model = model
         self._caches: dict[int, list[Any]] = {}
         self._touched: list[int] = []
+        self.adapters = AdapterContext()
 
     def logits(
         self, sequences: Sequence[ScheduledSequence], token_ids: mx.array, rows: Sequence[int]
@@ -42,7 +44,9 @@ class AlonePath:
         for one, (first, last) in zip(sequences, pairwise(firsts), strict=True):
             if one.start == 0:
                 self._caches[one.slot] = make_prompt_cache(self._model)
-            output = self._model(token_ids[first:last][None], cache=self._caches[one.slot])
+            slots = mx.array([one.adapter_slot]) if one.adapter_slot else None
+            with self.adapters.during(slots):
+                output = self._model(token_ids[first:last][None], cache=self._caches[one.slot])
             mine = wanted[(wanted >= first) & (wanted < last)] - first
             if len(mine):
                 parts.append(output[0, mx.array(mine.astype(np.int32))])

@@ -8,6 +8,7 @@ from typing import Protocol
 import mlx.core as mx
 import numpy as np
 
+from mlx_parallm.adapters.context import AdapterContext
 from mlx_parallm.batch import ScheduledSequence
 
 
@@ -16,12 +17,25 @@ def token_array(sequences: Sequence[ScheduledSequence]) -> mx.array:
     return mx.array(np.concatenate([np.array(one.token_ids, np.int32) for one in sequences]))
 
 
+def adapter_slots(sequences: Sequence[ScheduledSequence]) -> mx.array | None:
+    """The adapter slot of every token of a step, int32 ``[T]``; None if all are without."""
+    if not any(one.adapter_slot for one in sequences):
+        return None
+    slots = np.array([one.adapter_slot for one in sequences], dtype=np.int32)
+    return mx.array(slots.repeat([len(one.token_ids) for one in sequences]))
+
+
 class ForwardPath(Protocol):
     """Runs the sequences of a step through a model."""
 
     @property
     def name(self) -> str:
         """One of "packed", "split", "sequential" and "alone"."""
+        ...
+
+    @property
+    def adapters(self) -> AdapterContext:
+        """What layers are told of the adapters of a step's rows."""
         ...
 
     @property

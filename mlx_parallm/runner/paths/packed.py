@@ -8,11 +8,13 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
+from mlx_parallm.adapters.context import AdapterContext
 from mlx_parallm.attention.base import AttentionBackend, CompilableAttention
 from mlx_parallm.batch import ScheduledSequence
 from mlx_parallm.runner.cache_layout import CacheLayout, KVLayout
 from mlx_parallm.runner.kv_pools import KVPools
 from mlx_parallm.runner.paged_cache import PackedStep, PagedLayerCache
+from mlx_parallm.runner.paths.base import adapter_slots
 from mlx_parallm.runner.paths.compiled_decode import CompiledDecode
 from mlx_parallm.runner.row_selection import RowSelector
 from mlx_parallm.runner.seam import ModelSeams
@@ -41,6 +43,7 @@ class PackedPath:
         self._backend = backend
         self._selector = selector
         self._seams = ModelSeams(model)
+        self.adapters = AdapterContext()
         self._compiled: CompiledDecode | None = None
         if compiles and isinstance(backend, CompilableAttention):
             self._compiled = CompiledDecode(self._forward, pools.layers, backend)
@@ -54,12 +57,14 @@ class PackedPath:
         self, sequences: Sequence[ScheduledSequence], token_ids: mx.array, rows: Sequence[int]
     ) -> mx.array:
         """See ``ForwardPath.logits``."""
-        compiled = self._compiled if _is_decode(sequences, rows) else None
+        slots = adapter_slots(sequences)
+        compiled = self._compiled if slots is None and _is_decode(sequences, rows) else None
         if compiled is not None and compiled.is_ready:
             return compiled.logits(sequences, token_ids)
         step = PackedStep.of(self._backend, sequences)
         wanted = mx.array(np.array(rows, dtype=np.int32)) if rows else mx.array([0])
-        logits = self._selector.run(lambda: self._forward(token_ids, step), wanted)
+        with self.adapters.during(slots, wanted):
+            logits = self._selector.run(lambda: self._forward(token_ids, step), wanted)
         if compiled is not None:
             compiled.learn(step.plan)
         return logits

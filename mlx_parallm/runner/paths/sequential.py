@@ -8,6 +8,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
+from mlx_parallm.adapters.context import AdapterContext
 from mlx_parallm.attention.base import AttentionBackend
 from mlx_parallm.batch import ScheduledSequence
 from mlx_parallm.runner.group_cache import CacheViews
@@ -35,6 +36,7 @@ class SequentialPath:
         self._pools = pools
         self._backend = backend
         self._block_size = block_size
+        self.adapters = AdapterContext()
 
     @property
     def has_state(self) -> bool:
@@ -55,9 +57,9 @@ class SequentialPath:
                     store.reset(group.slots[0])
             states: dict[int, Any] = {}
             caches = [self._views.grouped(cache, group, states) for cache in packed]
-            logits = self._model(
-                token_ids[int(group.rows[0]) : int(group.rows[-1]) + 1][None], cache=caches
-            )
+            tokens = token_ids[int(group.rows[0]) : int(group.rows[-1]) + 1][None]
+            with self.adapters.during(group.adapter_slots):
+                logits = self._model(tokens, cache=caches)
             for state in states.values():
                 state.commit()
             mine = wanted[(wanted >= group.rows[0]) & (wanted <= group.rows[-1])]

@@ -9,12 +9,14 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
+from mlx_parallm.adapters.context import AdapterContext
 from mlx_parallm.attention.base import AttentionBackend
 from mlx_parallm.batch import ScheduledSequence
 from mlx_parallm.runner.group_cache import CacheViews
 from mlx_parallm.runner.kv_pools import KVPools
 from mlx_parallm.runner.module_split import ModuleSplit, SplitStep
 from mlx_parallm.runner.paged_cache import PackedStep
+from mlx_parallm.runner.paths.base import adapter_slots
 from mlx_parallm.runner.row_groups import make_groups
 from mlx_parallm.runner.row_selection import RowSelector
 from mlx_parallm.runner.seam import ModelSeams
@@ -51,6 +53,7 @@ class SplitPath:
         self._block_size = block_size
         self._batch_decode = batch_decode
         self._seams = ModelSeams(model)
+        self.adapters = AdapterContext()
         self._split = ModuleSplit(modules)
 
     @property
@@ -70,9 +73,14 @@ class SplitPath:
         groups = make_groups(
             sequences, self._backend, self._block_size, batch_decode=self._batch_decode
         )
-        splitting = SplitStep(self._views, groups, step.positions)
+        splitting = SplitStep(self._views, groups, step.positions, self.adapters)
         wanted = mx.array(np.array(rows, dtype=np.int32)) if rows else mx.array([0])
-        with self._seams.during(step), self._split.during(splitting):
+        slots = adapter_slots(sequences)
+        with (
+            self._seams.during(step),
+            self._split.during(splitting),
+            self.adapters.during(slots, wanted),
+        ):
             return self._selector.run(
                 lambda: self._model(token_ids[:, None], cache=self._views.packed(step)),
                 wanted,
