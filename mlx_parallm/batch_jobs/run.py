@@ -93,7 +93,7 @@ class BatchRun:
         self._usage = Usage()
 
     def cancel(self) -> None:
-        """Leave the lines without an answer; the record says so already."""
+        """Leave the lines without an answer; the record in memory says so already."""
         self._cancelled.set()
 
     async def run(self) -> None:

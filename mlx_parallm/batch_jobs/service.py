@@ -159,9 +159,10 @@ class BatchService:
                 code="batch_not_cancellable",
             )
         record.move(State.CANCELLING, self._now())
-        await storage.batches.save(record)
+        # First: if the disk refuses the record, what is cancelled must not go on.
         if batch_id in self._runs:
             self._runs[batch_id].cancel()
+        await storage.batches.save(record)
         self._drive(owner)
         return record
 

@@ -10,6 +10,7 @@ import openai
 import pytest
 
 from mlx_parallm.api.convert.infill import FORMATS, InfillFormat, infill_ids
+from mlx_parallm.api.schemas.completions import CompletionRequest
 from tests.fake_engine import FakeEngine, serve_fake
 from tests.fakes import ByteTokenizer
 
@@ -48,6 +49,12 @@ def test_the_text_begins_once_and_the_suffix_does_not(special: bool, begin: tupl
     tokenizer = InfillTokenizer(CODESTRAL, bos=True)
     ids = infill_ids("ab", "yz", tokenizer, add_special_tokens=special)
     assert ids == (*begin, 2, *b"yz", 1, *b"ab")
+
+
+def test_nothing_may_stand_before_the_gap() -> None:
+    body = CompletionRequest(model="m", prompt="", suffix="yz")
+    assert body.prompts() == [""]
+    assert infill_ids("", "yz", InfillTokenizer(QWEN), add_special_tokens=True) == (1, 2, *b"yz", 3)
 
 
 @pytest.fixture(scope="module")

@@ -16,7 +16,7 @@ from mlx_parallm.batch_jobs.files import FileLimits
 from mlx_parallm.batch_jobs.records import BatchRecord, State
 from mlx_parallm.batch_jobs.run import MAX_TRIES, growing_delay
 from mlx_parallm.batch_jobs.service import BatchLimits, BatchOrder, BatchService
-from mlx_parallm.batch_jobs.store import MAX_OPEN
+from mlx_parallm.batch_jobs.store import MAX_OPEN, BatchStore
 from mlx_parallm.errors import (
     InvalidRequestError,
     NotFoundError,
@@ -343,6 +343,26 @@ async def test_open_batches_of_an_owner_are_bounded_and_their_input_stays(world:
     await world.restart()
     with pytest.raises(InvalidRequestError, match="input"):
         world.service.files.delete(record.input_file_id, "me")
+
+
+async def test_a_batch_is_cancelled_though_the_disk_refuses_to_note_it(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def hang(*_: object) -> LineResponse:
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    async def refuse(*_: object) -> None:
+        raise StorageError("full")
+
+    world.handler = hang
+    record = await world.create(2)
+    await world.until(record, lambda _: len(world.sent) == 2)
+    with monkeypatch.context() as patched:
+        patched.setattr(BatchStore, "save", refuse)
+        with pytest.raises(StorageError):
+            await world.service.cancel(record.id, "me")
+    assert (await world.end_of(record)).status == State.CANCELLED
 
 
 async def test_an_input_that_is_gone_fails_its_batch(world: World) -> None:

@@ -48,7 +48,7 @@ class CompletionRequest(GenerationRequest):
         """Every prompt: a text or a list of token ids.
 
         Raises:
-            InvalidRequestError: there is none, or one is empty.
+            InvalidRequestError: there is none, or one is empty and there is no suffix.
         """
         prompt = self.prompt
         if isinstance(prompt, str):
@@ -57,6 +57,6 @@ class CompletionRequest(GenerationRequest):
             prompts = [prompt]  # type: ignore[list-item]
         else:
             prompts = list(prompt)  # type: ignore[arg-type]
-        if not prompts or any(not one for one in prompts):
+        if not prompts or (any(not one for one in prompts) and not self.suffix):
             raise InvalidRequestError("prompt must not be empty.", param="prompt")
         return prompts

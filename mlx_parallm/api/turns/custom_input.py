@@ -107,4 +107,7 @@ def _whole(arguments: str) -> str:
     except (ValueError, RecursionError):
         return arguments
     text = value.get(CUSTOM_INPUT) if isinstance(value, dict) else None
-    return text if isinstance(text, str) else arguments
+    if not isinstance(text, str):
+        return arguments
+    # JSON can write half a surrogate pair, which no answer can hold.
+    return text.encode(errors="replace").decode()
