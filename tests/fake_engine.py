@@ -18,7 +18,12 @@ from mlx_parallm.api.connection import BoundedProtocol
 from mlx_parallm.batch import TokenLogprob
 from mlx_parallm.config import EngineConfig, ServerConfig
 from mlx_parallm.engine.interface import EngineLoad, RequestHandle, ServedModel
-from mlx_parallm.errors import EngineDeadError, ModelNotFoundError, ParallmError
+from mlx_parallm.errors import (
+    EngineDeadError,
+    ModelNotFoundError,
+    OverloadedError,
+    ParallmError,
+)
 from mlx_parallm.outputs import (
     ErrorEvent,
     FinishReason,
@@ -111,6 +116,7 @@ class FakeEngine:
         self.script: Script = write("hello")
         self.refusal: ParallmError | None = None
         self.is_dead = False
+        self.is_full = False
         self.submitted: queue.Queue[GenerateRequest] = queue.Queue()
         self.aborted: queue.Queue[str] = queue.Queue()
         self.open: list[GenerateRequest] = []
@@ -133,6 +139,10 @@ class FakeEngine:
         if name not in self._model.names:
             raise ModelNotFoundError(name)
         return self._model
+
+    def check_room(self, model: str, client: str, n: int) -> None:
+        if self.is_full:
+            raise OverloadedError("Full.")
 
     async def submit(self, request: GenerateRequest) -> RequestHandle:
         if self.refusal is not None:

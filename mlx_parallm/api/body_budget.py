@@ -1,4 +1,4 @@
-"""What bodies may cost: the time they take to arrive, and the memory of one client's together."""
+"""What bodies may cost: their time to arrive, one client's memory, and the event loop's time."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from mlx_parallm.api.auth import client_of
+from mlx_parallm.api.entry_turns import EntryTurns
 from mlx_parallm.api.internal import INTERNAL_CALLER, STREAMED_PATH
 from mlx_parallm.config import ServerConfig
 from mlx_parallm.errors import OverloadedError, RequestTimeoutError
@@ -21,13 +22,15 @@ class BodyBudgetMiddleware:
     """Refuses bodies that arrive too slowly, or that are too much beside the client's others.
 
     A request's body counts from its arrival to the end of its answer: it is kept as long. A client
-    that has no other request here may send any body that its route takes.
+    that has no other request here may send any body that its route takes. Whole bodies are handed
+    on by turns, see ``EntryTurns``.
     """
 
     def __init__(self, app: ASGIApp, config: ServerConfig) -> None:
         self._app = app
         self._config = config
         self._held: Counter[str] = Counter()
+        self._turns = EntryTurns()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """See ASGI."""
@@ -44,7 +47,11 @@ class BodyBudgetMiddleware:
         body = _Body(self._held, client, self._config)
 
         async def metered() -> Message:
-            return await body.receive(receive)
+            was_whole = body.is_whole
+            message = await body.receive(receive)
+            if body.is_whole and not was_whole and client is not None:
+                await self._turns.take(client)
+            return message
 
         try:
             await self._app(scope, metered, send)
@@ -61,17 +68,17 @@ class _Body:
         self._most = config.max_client_body_bytes
         self._timeout_s = config.client_timeout_s
         self._size = 0
-        self._is_whole = False
+        self.is_whole = False
         self._begin_s = asyncio.get_running_loop().time()
 
     async def receive(self, receive: Receive) -> Message:
         """The next message; once the body is whole, there is no limit any more."""
-        if self._is_whole:
+        if self.is_whole:
             return await receive()
         message = await self._in_time(receive)
         if message["type"] == "http.request":
             self._count(len(message.get("body", b"")))
-            self._is_whole = not message.get("more_body", False)
+            self.is_whole = not message.get("more_body", False)
         return message
 
     def release(self) -> None:

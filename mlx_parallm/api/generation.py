@@ -140,6 +140,20 @@ class Generation:
         await self._queue.put((number, None))
 
 
+def check_queue(
+    engine: EngineClient, model: str, client: str, *, n: int, max_waiting: int | None
+) -> None:
+    """Refuse early what the queue has no room for, before its prompt is encoded.
+
+    Raises:
+        InvalidRequestError: even an empty queue could not hold ``n`` samples.
+        OverloadedError: the queue is full.
+    """
+    if max_waiting is not None:
+        check_room(1, n, max_waiting)
+    engine.check_room(model, client, n)
+
+
 @contextlib.contextmanager
 def named_by(fields: Mapping[str, str]) -> Iterator[None]:
     """Let refusals name the fields as a route's body calls them."""

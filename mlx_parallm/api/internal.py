@@ -48,6 +48,10 @@ class BackgroundEngine:
         self._engine = engine
         self._client = client
 
+    def check_room(self, model: str, client: str, n: int) -> None:
+        """See ``EngineClient``."""
+        self._engine.check_room(model, self._client, n)
+
     async def submit(self, request: GenerateRequest) -> RequestHandle:
         """See ``EngineClient``."""
         priority = BACKGROUND_PRIORITY + request.priority

@@ -32,6 +32,7 @@ from mlx_parallm.errors import (
     EngineDeadError,
     InvalidRequestError,
     ModelNotFoundError,
+    OverloadedError,
     ParallmError,
     RequestAbortedError,
     ShuttingDownError,
@@ -67,6 +68,7 @@ class AsyncEngine:
         self._inbox: queue.SimpleQueue[Command] = queue.SimpleQueue()
         self._streams: dict[str, EventStream] = {}
         self._models: dict[str, ServedModel] = {}
+        self._engines: dict[str, Engine] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
         self._answers: set[asyncio.Future[ParallmError | None]] = set()
@@ -131,6 +133,17 @@ class AsyncEngine:
             return self._models[name]
         except KeyError:
             raise ModelNotFoundError(name) from None
+
+    def check_room(self, model: str, client: str, n: int) -> None:
+        """Refuse early what the queue has no room for; see ``EngineClient.check_room``."""
+        engine = self._engines.get(self.get_model(model).names[0])
+        if engine is None:
+            return
+        try:
+            engine.check_room(client, n)
+        except OverloadedError:
+            engine.on_reject()
+            raise
 
     async def submit(self, request: GenerateRequest) -> RequestHandle:
         """Admit a request; see ``EngineClient.submit``."""
@@ -235,7 +248,8 @@ class AsyncEngine:
         self._cause = None
         self.died.clear()
         self._loaded.set()
-        return {one.model.names[0]: one.engine for one in loaded}
+        self._engines = {one.model.names[0]: one.engine for one in loaded}
+        return self._engines
 
     def _on_death(self, cause: BaseException) -> bool:
         """Record the cause and end every open request; whether to start anew."""

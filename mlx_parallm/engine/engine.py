@@ -91,6 +91,10 @@ class Engine:
         self._processor.add(request, self._tokenizer)
         self._metrics.on_add(request, arrival_s)
 
+    def check_room(self, client: str, n: int) -> None:
+        """Raise OverloadedError if the queue has no room; any thread may ask."""
+        self._scheduler.check_room(client, n)
+
     def abort(self, request_id: str) -> bool:
         """End a request and free its blocks; False if it is not here."""
         if not self._scheduler.abort(request_id):

@@ -170,6 +170,16 @@ class EngineClient(Protocol):
         """The model of this name; raise ModelNotFoundError."""
         ...
 
+    def check_room(self, model: str, client: str, n: int) -> None:
+        """Refuse ``n`` samples of a client early, before their prompt is encoded.
+
+        It costs nearly nothing; ``submit`` decides.
+
+        Raises:
+            OverloadedError: the queue had no room for them a moment ago.
+        """
+        ...
+
     async def submit(self, request: GenerateRequest) -> RequestHandle:
         """Admit a request.
 

@@ -6,6 +6,7 @@ from mlx_parallm.config import SchedulerConfig
 from mlx_parallm.kv_cache.manager import KVCacheManager
 from mlx_parallm.scheduler.running import RunningSet
 from mlx_parallm.scheduler.sequence import Sequence
+from mlx_parallm.scheduler.shares import ClientShares
 from mlx_parallm.scheduler.speculating import Speculator
 from mlx_parallm.scheduler.step_cost import MIN_CHUNK, PrefillAllowance, StepCost, StepWork
 from mlx_parallm.scheduler.step_plan import StepPlan
@@ -51,6 +52,7 @@ class Planner:
         self._waiting = waiting
         self._running = running
         self._speculator = speculator
+        self._shares = ClientShares(waiting, running)
         self._max_model_len = max_model_len
         self._has_state = has_state
         self.prefix_queries = 0
@@ -60,6 +62,7 @@ class Planner:
     def plan(self) -> StepPlan:
         """Decode rows first, then chunks of running prompts, then admissions."""
         plan = StepPlan(self._token_budget)
+        self._make_way()
         if self._plan_decode(plan):
             return plan
         for leader in [one for one in plan.num_tokens if one.followers]:
@@ -72,6 +75,19 @@ class Planner:
         self._spread_rest(plan)
         self._speculator.plan_drafts(plan, len(self._running))
         return plan
+
+    def _make_way(self) -> None:
+        """Preempt what runs beyond its client's share while others wait for theirs."""
+        self._shares.look()
+        owed = self._shares.owed
+        if not owed:
+            return
+        needed = sum(self._kv.blocks_for(len(one.token_ids)) for one in owed)
+        for victim in self._shares.overdrawn():
+            if self._running.num_free_slots >= len(owed) and self._count_spare() >= needed:
+                return
+            self._send_back(victim)
+            self._waiting.put_back(victim)
 
     def _plan_decode(self, plan: StepPlan) -> bool:
         """Add decode rows and their proposals.
@@ -113,10 +129,13 @@ class Planner:
 
     def _preempt(self, sequence: Sequence, plan: StepPlan) -> None:
         plan.drop(sequence)
+        self._send_back(sequence)
+        self._waiting.push_front(sequence)
+
+    def _send_back(self, sequence: Sequence) -> None:
         self._running.stop(sequence)
         sequence.num_preemptions += 1
         self.num_preemptions += 1
-        self._waiting.push_front(sequence)
 
     def _allowance(self, plan: StepPlan, cost: StepCost) -> PrefillAllowance:
         """What prefill the decode rows planned so far can wait for."""
@@ -157,12 +176,16 @@ class Planner:
     def _admit(self, plan: StepPlan, chunk: int) -> None:
         """Start waiting sequences while there are slots, blocks for their prompts, and budget."""
         while self._running.has_slot and plan.room() > 0 and not plan.has_preempted:
-            sequence = self._waiting.peek(self._running.allows_client)
+            sequence = self._waiting.peek(self._may_start, self._shares.is_owed)
             if sequence is None or not self._try_start(sequence):
                 return
             self._add_chunk(sequence, chunk, plan)
             if sequence.num_remaining == 1:  # all but the last prompt token was cached
                 self._fork_followers(sequence, plan)
+
+    def _may_start(self, sequence: Sequence) -> bool:
+        """Whether its client may run more, and the step in flight chooses nothing for it."""
+        return self._running.allows_client(sequence) and not sequence.num_pending
 
     def _try_start(self, sequence: Sequence) -> bool:
         """Give a waiting sequence a slot and its cached prefix, if its whole prompt has room.
@@ -213,6 +236,8 @@ class Planner:
         if not self._running.has_slot or plan.budget_left < 1 or plan.has_preempted:
             return False
         if not self._running.allows_client(follower):
+            return False
+        if self._shares.owed and not self._shares.is_owed(follower):
             return False
         forked = self._kv.fork(leader.blocks, leader.num_computed)
         if forked is None:

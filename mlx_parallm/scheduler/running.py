@@ -5,7 +5,7 @@ from __future__ import annotations
 import heapq
 from bisect import insort
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 from mlx_parallm.config import SchedulerConfig
 from mlx_parallm.kv_cache.block_table import BlockTable
@@ -38,6 +38,25 @@ class RunningSet:
     def has_slot(self) -> bool:
         """Whether one more may run."""
         return bool(self._free_slots)
+
+    @property
+    def num_slots(self) -> int:
+        """Most sequences that may run."""
+        return self._config.max_num_seqs
+
+    @property
+    def num_free_slots(self) -> int:
+        """How many more may run."""
+        return len(self._free_slots)
+
+    @property
+    def clients(self) -> Collection[str]:
+        """Those with running sequences."""
+        return self._per_client.keys()
+
+    def count_of(self, client: str) -> int:
+        """How many sequences of a client run."""
+        return self._per_client.get(client, 0)
 
     def allows_client(self, sequence: Sequence) -> bool:
         """Whether its client may run one more."""

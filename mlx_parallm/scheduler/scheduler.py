@@ -53,6 +53,8 @@ class Scheduler:
             has_state=has_state,
         )
         self._by_id: dict[int, Sequence] = {}
+        # Live sequences by client.
+        self._per_client: Counter[str] = Counter()
         # By step in flight and seq_id: a sample may end before its step, and others depend on it.
         self._in_flight: dict[int, dict[int, RequestGroup]] = {}
         self._seq_ids = count()
@@ -76,7 +78,7 @@ class Scheduler:
         """
         params = request.params
         self._check_fits(request)
-        self._check_room(request)
+        self.check_room(request.client, params.n)
         if request.request_id in self._groups:
             raise InvalidRequestError("The request id is in use.", param="request_id")
         group = RequestGroup(request, end_ids, next(self._arrivals))
@@ -86,6 +88,7 @@ class Scheduler:
             group.sequences[index] = sequence
             self._by_id[sequence.seq_id] = sequence
         self._groups[request.request_id] = group
+        self._per_client[request.client] += params.n
         first, *others = group.sequences.values()
         self._waiting.append(first)
         if group.wants_fork:
@@ -149,6 +152,7 @@ class Scheduler:
     def check_integrity(self) -> None:
         """Assert that blocks and slots are accounted for; for tests and idle moments."""
         self._running.check_integrity()
+        assert self._per_client == Counter(one.request.client for one in self._by_id.values())
 
     def schedule(self) -> ScheduledBatch | None:
         """The next step, or None when nothing can run.
@@ -214,6 +218,27 @@ class Scheduler:
             updates += self._fail_group(group, message)
         return updates
 
+    def check_room(self, client: str, n: int) -> None:
+        """Refuse ``n`` samples that the queue has no room for, but for a client's share of it.
+
+        A client that fills the queue does not shut out the others: where several wait, each may
+        have the queue's length over their number, even while it is full. Another thread may ask
+        too; what it hears may be a step old.
+
+        Raises:
+            OverloadedError: there is no room.
+        """
+        limit = self._config.max_waiting
+        if not limit or self._num_waiting + n <= limit:
+            return
+        # Copied in one go, because the engine's thread may add to it.
+        live = dict(self._per_client)
+        waiting = {one: num - self._running.count_of(one) for one, num in live.items()}
+        own = waiting.pop(client, 0)
+        num_clients = 1 + sum(num > 0 for num in waiting.values())
+        if num_clients == 1 or own + n > limit // num_clients:
+            raise OverloadedError(f"{self._num_waiting} sequences are waiting already.")
+
     @property
     def _num_waiting(self) -> int:
         """Live sequences that do not run, those that will fork from a leader included."""
@@ -225,20 +250,6 @@ class Scheduler:
         if needed > self._max_len:
             detail = f"However, {needed} tokens were requested, prompt and completion together."
             raise ContextLengthError(self._max_len, detail)
-
-    def _check_room(self, request: GenerateRequest) -> None:
-        """Refuse what the queue has no room for, but for a client's share of it.
-
-        A client that fills the queue does not shut out the others: where several wait, each may
-        have the queue's length over their number, even while it is full.
-        """
-        limit, n = self._config.max_waiting, request.params.n
-        if not limit or self._num_waiting + n <= limit:
-            return
-        waiting = Counter(s.request.client for s in self._by_id.values() if s.slot is None)
-        own = waiting.setdefault(request.client, 0)
-        if len(waiting) == 1 or own + n > limit // len(waiting):
-            raise OverloadedError(f"{self._num_waiting} sequences are waiting already.")
 
     def _advance(
         self, sequence: Sequence, row: ScheduledSequence, tokens: list[SampledToken]
@@ -315,6 +326,10 @@ class Scheduler:
             leader = next(s for s in sequence.group.sequences.values() if sequence in s.followers)
             leader.followers.remove(sequence)
         del self._by_id[sequence.seq_id]
+        client = sequence.request.client
+        self._per_client[client] -= 1
+        if not self._per_client[client]:
+            del self._per_client[client]
         if sequence.request.params.grammar is not None:
             self._ended.append(sequence.seq_id)
         group = sequence.group

@@ -29,6 +29,11 @@ class WaitingQueue:
             for line in clients.values():
                 yield from line
 
+    @property
+    def clients(self) -> set[str]:
+        """Those with waiting sequences."""
+        return {client for clients in self._lines.values() for client in clients}
+
     def append(self, sequence: Sequence) -> None:
         """Add behind the client's other sequences of this priority."""
         self._line(sequence).append(sequence)
@@ -38,6 +43,11 @@ class WaitingQueue:
         """Add before the client's other sequences, and let the client go first: it was running."""
         self._line(sequence).appendleft(sequence)
         self._lines[sequence.request.priority].move_to_end(sequence.request.client, last=False)
+        self._length += 1
+
+    def put_back(self, sequence: Sequence) -> None:
+        """Add before the client's other sequences; it had its turn."""
+        self._line(sequence).appendleft(sequence)
         self._length += 1
 
     def remove(self, sequence: Sequence, successor: Sequence | None = None) -> bool:
@@ -53,12 +63,24 @@ class WaitingQueue:
         self._drop_if_empty(sequence)
         return True
 
-    def peek(self, may_run: Callable[[Sequence], bool]) -> Sequence | None:
-        """The next sequence of a client that may run one more; None if there is none."""
+    def peek(
+        self,
+        may_run: Callable[[Sequence], bool],
+        is_owed: Callable[[Sequence], bool] = lambda sequence: True,
+    ) -> Sequence | None:
+        """The next sequence of a client that may run one more; None if there is none.
+
+        Those that are owed a place go before all others.
+        """
+        heads = filter(may_run, self.heads())
         if self._num_admitted % AGING_PERIOD == AGING_PERIOD - 1:
-            heads = [s for s in self._heads() if may_run(s)]
             return min(heads, key=lambda s: s.group.arrival, default=None)
-        return next((s for s in self._heads() if may_run(s)), None)
+        first = None
+        for sequence in heads:
+            if is_owed(sequence):
+                return sequence
+            first = first or sequence
+        return first
 
     def admit(self, sequence: Sequence) -> None:
         """Take out what ``peek`` gave; it is the next client's turn."""
@@ -68,7 +90,8 @@ class WaitingQueue:
         if clients is not None and sequence.request.client in clients:
             clients.move_to_end(sequence.request.client)
 
-    def _heads(self) -> Iterator[Sequence]:
+    def heads(self) -> Iterator[Sequence]:
+        """The first of every line, by priority and then by whose turn it is."""
         for priority in sorted(self._lines):
             for line in self._lines[priority].values():
                 yield line[0]

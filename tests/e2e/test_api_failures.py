@@ -37,6 +37,7 @@ def served() -> Iterator[tuple[FakeEngine, str]]:
 def engine(served: tuple[FakeEngine, str]) -> FakeEngine:
     engine = served[0]
     engine.script, engine.refusal, engine.is_dead = write("hello"), None, False
+    engine.is_full = False
     while not engine.aborted.empty():
         engine.aborted.get()
     while not engine.submitted.empty():
@@ -83,6 +84,20 @@ def test_a_refusal_is_a_plain_answer(
     assert response.headers["x-request-id"]
     assert response.headers.get("retry-after") == ("7" if status == 429 else None)
     assert response.headers.get("x-should-retry") == ("false" if status == 500 else None)
+
+
+@pytest.mark.parametrize("path", [CHAT, TEXT])
+def test_a_full_queue_refuses_before_the_prompt_is_encoded(
+    engine: FakeEngine, url: str, path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    encoded: list[str] = []
+    monkeypatch.setattr(engine.get_model("alias").tokenizer, "encode", encoded.append)
+    engine.is_full = True
+    assert post(url, path).status_code == 429
+    # What could never fit is not worth another try.
+    assert post(url, path, n=7).status_code == 400
+    assert encoded == []
+    assert engine.submitted.empty()
 
 
 @pytest.mark.parametrize("path", [CHAT, TEXT])

@@ -21,6 +21,7 @@ from mlx_parallm.errors import (
     EngineDeadError,
     ModelLoadError,
     ModelNotFoundError,
+    OverloadedError,
     RequestAbortedError,
     ShuttingDownError,
 )
@@ -225,3 +226,25 @@ def test_a_failed_load_is_raised_after_its_thread_has_ended(
         engine.start()
     told.set()
     assert ends == [False]
+
+
+async def test_a_full_queue_is_known_before_a_request_is_made() -> None:
+    gate = threading.Event()
+    runner = FakeRunner(spell("hello"), before=lambda batch: wait_for(gate))
+    config = EngineConfig(scheduler=SchedulerConfig(max_num_seqs=1, max_waiting=3))
+    engine = AsyncEngine(config, build=builder(runner))
+    engine.start()
+    engine.check_room("alias", "a", 3)
+    handle = await engine.submit(make_request(n=3))
+    with pytest.raises(OverloadedError):
+        engine.check_room("alias", "", 2)
+    # Another client has its half.
+    engine.check_room("m", "other", 1)
+    gate.set()
+    async for _ in handle.events:
+        pass
+    engine.check_room("alias", "", 3)
+    assert (
+        b'admission_rejections_total{engine="0",model_name="m"} 1.0' in engine.render_metrics()[0]
+    )
+    engine.stop()

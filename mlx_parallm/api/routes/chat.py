@@ -15,7 +15,7 @@ from mlx_parallm.api.dependencies import (
     MaxWaitingDep,
     refuse_lone_surrogates,
 )
-from mlx_parallm.api.generation import Generation
+from mlx_parallm.api.generation import Generation, check_queue
 from mlx_parallm.api.respond import respond
 from mlx_parallm.api.schemas.chat import ChatRequest
 from mlx_parallm.api.turns.prepare import prepare_turn
@@ -39,6 +39,7 @@ async def create_chat_completion(
         client=client_of(request.headers, config),
         max_logprobs=config.max_logprobs,
     )
+    check_queue(engine, body.model, turn.client, n=body.n, max_waiting=max_waiting)
     prepared = await prepare_turn(turn, model)
     head = AnswerHead(
         id=turn.request_id,

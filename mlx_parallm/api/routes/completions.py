@@ -18,7 +18,7 @@ from mlx_parallm.api.dependencies import (
     MaxWaitingDep,
     refuse_lone_surrogates,
 )
-from mlx_parallm.api.generation import Generation
+from mlx_parallm.api.generation import Generation, check_queue
 from mlx_parallm.api.respond import respond
 from mlx_parallm.api.schemas.completions import CompletionRequest
 from mlx_parallm.config import ServerConfig
@@ -39,9 +39,9 @@ async def create_completion(
     """Continue one prompt or several."""
     model = engine.get_model(body.model)
     name = f"cmpl-{body.request_id or request.state.answer_id}"
-    asked, prompts = await prepare_completion(
-        body, model, config, name=name, client=client_of(request.headers, config)
-    )
+    client = client_of(request.headers, config)
+    check_queue(engine, body.model, client, n=body.n, max_waiting=max_waiting)
+    asked, prompts = await prepare_completion(body, model, config, name=name, client=client)
     head = AnswerHead(id=name, object="text_completion", model=body.model)
     names = TokenNames(model.tokenizer, as_ids=body.return_tokens_as_token_ids)
     answer = CompletionAnswer(body, head, names, prompts)

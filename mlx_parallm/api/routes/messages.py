@@ -14,7 +14,7 @@ from mlx_parallm.api.dependencies import (
     MaxWaitingDep,
     refuse_lone_surrogates,
 )
-from mlx_parallm.api.generation import Generation, named_by
+from mlx_parallm.api.generation import Generation, check_queue, named_by
 from mlx_parallm.api.paths import MESSAGES
 from mlx_parallm.api.respond import StreamForm, respond
 from mlx_parallm.api.schemas.messages import (
@@ -57,6 +57,7 @@ async def create_message(
     """Continue a conversation, in Anthropic's shape."""
     model = engine.get_model(body.model)
     turn = message_turn(body, request_id=f"msg_{request.state.answer_id}", client=client)
+    check_queue(engine, body.model, client, n=1, max_waiting=max_waiting)
     with named_by(FIELDS):
         prepared = await prepare_turn(turn, model)
     prepared, is_shortened = within_context(prepared)
