@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import http.client
 import json
+import os
 import socket
 import time
 from collections.abc import Callable
@@ -20,6 +21,7 @@ NUM_HALF_BODIES = 32
 HALF_BYTES = 4 * 1024 * 1024
 PAUSE_S = 0.05
 RECONNECT_S = 1.0
+LEAST_URGENT = 19
 
 
 class Target:
@@ -116,7 +118,11 @@ ATTACKS: dict[str, Callable[[Target], None]] = {
 
 
 def attack_for(name: str, base_url: str, key: str, model: str) -> None:
-    """Run one attack for ever; what the server does to it is not its business."""
+    """Run one attack for ever; what the server does to it is not its business.
+
+    It yields the processor to everybody: a client on another machine takes none of the server's.
+    """
+    os.nice(LEAST_URGENT)
     target = Target(base_url, key, model)
     while True:
         with contextlib.suppress(OSError, http.client.HTTPException):

@@ -1,9 +1,9 @@
 """One hostile client beside eight normal ones: how much longer do these wait for a first token?
 
 ``python -m loadtests.hostile`` serves the embedded model with a key for each client. Phases in
-which the normal clients are alone and in which the hostile one attacks take turns. The exit status
-is 0 when the 99th percentile of the normal ones' time to the first token is less than twice that of
-the phases alone, no normal request failed, and the server's memory is bounded.
+which the normal clients are alone, beside each attack and beside all of them take turns. The exit
+status is 0 when, beside each, the 99th percentile of the normal ones' time to the first token is at
+most twice that of the phases alone, no normal request failed, and the server's memory is bounded.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import argparse
 import http.client
 import json
 import multiprocessing
+import os
 import random
 import re
 import shlex
@@ -39,6 +40,9 @@ TEXT = re.compile(rb'"(?:content|reasoning)":"[^"]')
 SERVER_OPTIONS = ["--max-num-seqs-per-key", "8", "--client-timeout", "5"]
 # Until what an attack has left behind is gone.
 SETTLE_S = 6.0
+# Until the attacking processes have started.
+BEGIN_S = 1.0
+MOST_RATIO = 2.0
 MOST_GROWTH_BYTES = 512 * 1024 * 1024
 
 
@@ -50,41 +54,86 @@ class Phase:
     failures: list[str] = field(default_factory=list)
 
 
+@dataclass(slots=True)
+class Result:
+    """Every phase alone, and those beside each case of attacks."""
+
+    alone: Phase
+    beside: dict[str, Phase]
+    loads: list[float] = field(default_factory=list)
+    grown_bytes: int = 0
+
+    @property
+    def failures(self) -> list[str]:
+        """Of normal clients, in any phase."""
+        return [one for phase in (self.alone, *self.beside.values()) for one in phase.failures]
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", type=Path, help="default: the embedded one")
     parser.add_argument("--rounds", type=int, default=4)
-    parser.add_argument("--seconds", type=float, default=12.0, help="of a phase")
+    parser.add_argument("--seconds", type=float, default=8.0, help="of a phase")
     parser.add_argument("--attacks", default=",".join(ATTACKS), help="which ones, by name")
     parser.add_argument("--server-options", default=shlex.join(SERVER_OPTIONS))
     args = parser.parse_args()
     keys = [HOSTILE_KEY, *(normal_key(i) for i in range(NUM_NORMAL))]
     options = [part for key in keys for part in ("--api-key", key)]
+    names = args.attacks.split(",")
+    cases = {name: [name] for name in names} | ({"all": names} if len(names) > 1 else {})
     with mlx_parallm_server(args.model, options + shlex.split(args.server_options)) as server:
         run_phase(server, 3.0)
-        before = server.resident_bytes()
-        alone, beside, peak = Phase(), Phase(), before
-        for _ in range(args.rounds):
-            add(alone, run_phase(server, args.seconds))
-            with attackers(server, args.attacks.split(",")):
-                add(beside, run_phase(server, args.seconds))
+        result = measure(server, cases, args.rounds, args.seconds)
+        if result.failures:
+            print(server.log_tail())
+    details = {
+        "failures": result.failures[:20],
+        "load_average_before_each_phase": result.loads,
+        "server_options": args.server_options,
+    }
+    return conclude("hostile", checks_of(result), details)
+
+
+def measure(server: Server, cases: dict[str, list[str]], rounds: int, seconds: float) -> Result:
+    """Let phases alone and beside each case of attacks take turns."""
+    before = peak = server.resident_bytes()
+    result = Result(Phase(), {name: Phase() for name in cases})
+    for _ in range(rounds):
+        result.loads.append(round(os.getloadavg()[0], 1))
+        add(result.alone, run_phase(server, seconds))
+        for name, attacks in cases.items():
+            result.loads.append(round(os.getloadavg()[0], 1))
+            with attackers(server, attacks):
+                time.sleep(BEGIN_S)
+                add(result.beside[name], run_phase(server, seconds))
                 peak = max(peak, server.resident_bytes())
             time.sleep(SETTLE_S)
-        if alone.failures or beside.failures:
-            print(server.log_tail())
-    checks = [
-        Check("requests alone", len(alone.first_token_s), ">=", 1),
-        Check("requests beside", len(beside.first_token_s), ">=", 1),
-        Check("failures of normal clients", len(alone.failures) + len(beside.failures), "==", 0),
-        Check("TTFT alone, p50, ms", 1e3 * percentile(alone.first_token_s, 50)),
-        Check("TTFT beside, p50, ms", 1e3 * percentile(beside.first_token_s, 50)),
-        Check("TTFT alone, p99, ms", 1e3 * percentile(alone.first_token_s, 99)),
-        Check("TTFT beside, p99, ms", 1e3 * percentile(beside.first_token_s, 99)),
-        Check("ratio of p99", ratio(beside, alone), "<=", 2.0),
-        Check("memory grown, MiB", (peak - before) / 2**20, "<=", MOST_GROWTH_BYTES / 2**20),
+    result.grown_bytes = peak - before
+    return result
+
+
+def checks_of(result: Result) -> list[Check]:
+    """The table: every kind of phase, then what holds for all of them."""
+    alone = result.alone
+    checks = phase_checks("alone", alone)
+    for name, phase in result.beside.items():
+        checks += phase_checks(name, phase)
+        checks.append(Check(f"{name}: p99 over alone", ratio(phase, alone), "<=", MOST_RATIO))
+    mean_load = sum(result.loads) / len(result.loads)
+    return [
+        *checks,
+        Check("failures of normal clients", len(result.failures), "==", 0),
+        Check("memory grown, MiB", result.grown_bytes / 2**20, "<=", MOST_GROWTH_BYTES / 2**20),
+        Check("load average of the machine, mean", mean_load),
     ]
-    details = {"failures": (alone.failures + beside.failures)[:20], "attacks": args.attacks}
-    return conclude("hostile", checks, details)
+
+
+def phase_checks(name: str, phase: Phase) -> list[Check]:
+    return [
+        Check(f"{name}: requests", len(phase.first_token_s), ">=", 1),
+        Check(f"{name}: TTFT p50, ms", 1e3 * percentile(phase.first_token_s, 50)),
+        Check(f"{name}: TTFT p99, ms", 1e3 * percentile(phase.first_token_s, 99)),
+    ]
 
 
 def add(phase: Phase, more: Phase) -> None:

@@ -21,7 +21,7 @@ from mlx_parallm.api.dependencies import (
     MaxWaitingDep,
     refuse_lone_surrogates,
 )
-from mlx_parallm.api.generation import Generation, named_by
+from mlx_parallm.api.generation import Generation, check_queue, named_by
 from mlx_parallm.api.internal import internal_caller
 from mlx_parallm.api.respond import NAMED_EVENTS, respond
 from mlx_parallm.api.responses.service import ResponseService
@@ -60,6 +60,7 @@ async def create_response(
     if body.background and internal_caller(request) is not None:
         raise InvalidRequestError("A batch is in the background already.", param="background")
     model = engine.get_model(body.model)
+    check_queue(engine, body.model, client, n=1, max_waiting=max_waiting)
     entry = responses.entry(
         body,
         response_id=f"resp_{uuid.uuid4().hex}",
