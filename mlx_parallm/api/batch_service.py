@@ -93,8 +93,11 @@ def line_response(response: httpx2.Response) -> LineResponse:
 
 def is_shutting_down(response: httpx2.Response) -> bool:
     """Whether the request was not admitted because the server ends."""
-    if response.status_code != 503:
+    if response.status_code not in (503, 529):
         return False
     body = line_response(response).body
     error = body.get("error") if isinstance(body, dict) else None
-    return isinstance(error, dict) and error.get("code") == "shutting_down"
+    if not isinstance(error, dict):
+        return False
+    # Anthropic's routes have the code among the details.
+    return "shutting_down" in (error.get("code"), error.get("details", {}).get("error_code"))

@@ -142,9 +142,12 @@ def _anthropic_body(failure: Failure, scope: Scope) -> dict[str, Any]:
     message, param = failure.message, failure.param
     if param is not None and param not in message:
         message = f"{param}: {message}"
+    error: dict[str, Any] = {"type": kind, "message": message}
+    if failure.code is not None:
+        error["details"] = {"error_code": failure.code}
     return {
         "type": "error",
-        "error": {"type": kind, "message": message},
+        "error": error,
         "request_id": scope.get("state", {}).get("request_id"),
     }
 

@@ -82,7 +82,11 @@ class Usage:
         asked = _details(usage, "prompt_tokens_details", "input_tokens_details")
         given = _details(usage, "completion_tokens_details", "output_tokens_details")
         self.cached_tokens += _count(asked, "cached_tokens")
-        self.reasoning_tokens += _count(given, "reasoning_tokens")
+        self.reasoning_tokens += _count(given, "reasoning_tokens", "thinking_tokens")
+        # Anthropic's input tokens are those that were not cached.
+        cached = _count(usage, "cache_read_input_tokens")
+        self.input_tokens += cached
+        self.cached_tokens += cached
 
     def to_json(self) -> dict[str, Any]:
         """OpenAI's form."""

@@ -395,6 +395,9 @@ def test_errors_that_no_route_makes(
     with pytest.raises(cls) as caught:
         call(client)
     assert caught.value.type == (kind or "invalid_request_error")
+    assert caught.value.error_code == caught.value.body["error"].get("details", {}).get(  # type: ignore[index]
+        "error_code"
+    )
     assert caught.value.request_id
 
 

@@ -11,6 +11,7 @@ import pytest
 
 from mlx_parallm import errors
 from mlx_parallm.api.app import create_app
+from mlx_parallm.api.batch_service import is_shutting_down
 from mlx_parallm.api.errors import body_of, describe, response_of, status_of
 from mlx_parallm.config import ServerConfig
 from tests.fake_engine import FakeEngine
@@ -57,6 +58,8 @@ def test_anthropics_routes_have_its_shape(cls: type[errors.ParallmError], path: 
     body = json.loads(bytes(response.body))
     assert set(body) == {"type", "error", "request_id"}
     assert (body["type"], body["request_id"]) == ("error", "r")
+    code = body_of(make(cls), CHAT)["error"]["code"]
+    assert body["error"].pop("details", None) == ({"error_code": code} if code else None)
     assert set(body["error"]) == {"type", "message"}
     http = status_of(make(cls)).http
     assert response.status_code == (529 if http == 503 else http)
@@ -84,6 +87,14 @@ def test_the_field_is_told_in_anthropics_message() -> None:
     for said, told in (("a is bad", "a is bad"), ("it is bad", "tools: it is bad")):
         error = errors.InvalidRequestError(said, param="a" if said == told else "tools")
         assert body_of(error, scope)["error"]["message"] == told
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages"])
+def test_a_batch_knows_a_shutdown_from_other_failures(path: str) -> None:
+    for error in (errors.ShuttingDownError("bye"), errors.EngineDeadError("dead")):
+        told = response_of(error, {"type": "http", "path": path})
+        response = httpx2.Response(told.status_code, content=bytes(told.body))
+        assert is_shutting_down(response) == isinstance(error, errors.ShuttingDownError)
 
 
 def test_an_overload_says_when_to_come_back() -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from mlx_parallm.batch_jobs.answers import LineResponse
+from mlx_parallm.batch_jobs.answers import LineResponse, Usage
 from mlx_parallm.batch_jobs.files import FileLimits
 from mlx_parallm.batch_jobs.records import BatchRecord, State
 from mlx_parallm.batch_jobs.run import MAX_TRIES, growing_delay
@@ -437,3 +437,12 @@ async def test_a_second_server_waits_until_the_folder_is_free(world: World) -> N
     await world.service.stop()
     assert (await second.end_of(record)).completed == 2
     await second.service.stop()
+
+
+def test_usage_is_counted_in_the_words_of_every_route() -> None:
+    details = {"input_tokens_details": {"cached_tokens": 1}}
+    messages = {"input_tokens": 1, "cache_read_input_tokens": 1, "output_tokens": 3}
+    for usage in (USAGE, {"input_tokens": 2, "output_tokens": 3} | details, messages):
+        counted = Usage()
+        counted.add({"response": {"body": {"usage": usage}}})
+        assert (counted.input_tokens, counted.cached_tokens, counted.output_tokens) == (2, 1, 3)

@@ -155,6 +155,7 @@ class MessagesErrorDetail(BaseModel):
 
     type: str = Field(description="The kind of error, as Anthropic names it.")
     message: str = Field(description="For people.")
+    details: dict[str, Any] | None = Field(None, description="A machine-readable error_code.")
 
 
 class MessagesErrorResponse(BaseModel):
