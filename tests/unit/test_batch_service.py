@@ -250,11 +250,21 @@ async def test_no_more_samples_than_places_and_every_line_gets_its_turn(world: W
 
 
 async def test_owners_take_turns(world: World) -> None:
+    both_wait = asyncio.Event()
+
+    async def answer(_: str, body: dict[str, Any]) -> LineResponse:
+        await both_wait.wait()
+        return good(body["number"])
+
+    world.handler = answer
     records = [await world.create(12, owner) for owner in ("a", "b")]
+    # The first has all places, and a line of each waits for one.
+    await world.until(records[1], lambda _: len(world.service._slots._waiting) == 2)
+    both_wait.set()
     for record in records:
         await world.end_of(record)
     first_b = next(place for place, (owner, _) in enumerate(world.sent) if owner == "b")
-    assert first_b < 12
+    assert first_b <= NUM_PLACES + 1
     with pytest.raises(NotFoundError):
         world.service.get(records[0].id, "b")
     with pytest.raises(NotFoundError):
