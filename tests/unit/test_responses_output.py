@@ -157,6 +157,7 @@ def test_an_input_is_the_same_however_it_is_cut(
         ('{"input": "\\ud83d\\u0041"}', "\ufffdA"),
         ('{"input": "\\ude00"}', "\ufffd"),
         ('{"other": 1, "input": "late"}', "late"),
+        ('{"other": 1, "input": "a\\ud83db\\ud83d\\ude00"}', "a?b😀"),
         ('{"input": 1}', '{"input": 1}'),
         ("plain", "plain"),
         ("", ""),
