@@ -12,7 +12,7 @@ import pytest
 
 from mlx_parallm import LLM, SamplingParams
 from mlx_parallm.attention.reference import ReferenceAttention
-from mlx_parallm.batch import ScheduledBatch
+from mlx_parallm.batch import ScheduledBatch, ScheduledSequence
 from mlx_parallm.config import CacheConfig, SchedulerConfig, SpeculativeConfig
 from mlx_parallm.errors import InvalidRequestError
 from mlx_parallm.grammar import spec as specs
@@ -242,3 +242,18 @@ def test_offline_use_has_a_helper() -> None:
         llm.grammar(specs.regex("("))
     with pytest.raises(InvalidRequestError, match="allowed_token_ids"):
         llm.generate("a", replace(params, allowed_token_ids=(5,)))
+
+
+def test_a_step_that_fails_leaves_no_matcher_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    runner = runner_of("llama", ReferenceAttention)
+    masks: Any = runner._grammars._masks
+    masks._samples[99] = None
+
+    def fail(*_: object) -> None:
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(runner._path, "logits", fail)
+    row = ScheduledSequence(seq_id=0, slot=0, start=0, token_ids=(1,), block_table=(0,))
+    with pytest.raises(RuntimeError):
+        runner.submit(ScheduledBatch(step_id=0, sequences=(row,), ended=(99,)))
+    assert 99 not in masks._samples
