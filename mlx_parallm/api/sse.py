@@ -15,6 +15,8 @@ HEADERS = {
     "cache-control": "no-cache",
     "x-accel-buffering": "no",
 }
+# For the schema of a route that may stream.
+STREAMED: dict[int | str, dict[str, Any]] = {200: {"content": {"text/event-stream": {}}}}
 KEEP_ALIVE = b": keep-alive\n\n"
 DONE = b"data: [DONE]\n\n"
 

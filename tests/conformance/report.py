@@ -29,6 +29,9 @@ of langchain's suite whose prompt is too hard for it is skipped by name, and a t
 the same step with a prompt that it knows. langchain is run with `parallel_tool_calls: false` and
 `reasoning_effort: none`: for "San Francisco, CA" the model makes two calls, and about what it does
 not know it thinks without end.
+
+schemathesis sends 200 random requests to every operation of the server's own schema. OpenAI's
+published schema is in none of the packages used here, and is not run.
 """
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -80,5 +81,12 @@ SUITES = (
         ("ai", "@ai-sdk/openai", "@ai-sdk/openai-compatible", "@ai-sdk/anthropic"),
         NODE,
         None,
+    ),
+    Suite(
+        "test_schema.py",
+        "schemathesis",
+        ("schemathesis",),
+        "requirements/dev.txt",
+        Path(sys.executable),
     ),
 )

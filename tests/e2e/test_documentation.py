@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from typing import Any
 
 import httpx2
 
@@ -23,4 +24,10 @@ def test_the_schema_lists_the_routes(live_server: ServerProcess) -> None:
     assert {"/v1/chat/completions", "/v1/completions", "/v1/models", "/tokenize"} <= set(
         schema["paths"]
     )
+    assert set(_answers(schema, "/v1/responses")) == {"application/json", "text/event-stream"}
+    assert set(_answers(schema, "/metrics", "get")) == {"text/plain"}
     assert "temperature" in schema["components"]["schemas"]["ChatRequest"]["properties"]
+
+
+def _answers(schema: dict[str, Any], path: str, method: str = "post") -> dict[str, Any]:
+    return schema["paths"][path][method]["responses"]["200"]["content"]

@@ -18,12 +18,13 @@ from mlx_parallm.api.dependencies import (
 from mlx_parallm.api.generation import Generation, check_queue
 from mlx_parallm.api.respond import respond
 from mlx_parallm.api.schemas.chat import ChatRequest
+from mlx_parallm.api.sse import STREAMED
 from mlx_parallm.api.turns.prepare import prepare_turn
 
 router = APIRouter(dependencies=[Depends(refuse_lone_surrogates)])
 
 
-@router.post("/chat/completions")
+@router.post("/chat/completions", responses=STREAMED)
 async def create_chat_completion(
     body: ChatRequest,
     request: Request,

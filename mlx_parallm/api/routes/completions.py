@@ -21,6 +21,7 @@ from mlx_parallm.api.dependencies import (
 from mlx_parallm.api.generation import Generation, check_queue
 from mlx_parallm.api.respond import respond
 from mlx_parallm.api.schemas.completions import CompletionRequest
+from mlx_parallm.api.sse import STREAMED
 from mlx_parallm.config import ServerConfig
 from mlx_parallm.engine.interface import ServedModel
 from mlx_parallm.request import GenerateRequest, Grammar, SamplingParams
@@ -28,7 +29,7 @@ from mlx_parallm.request import GenerateRequest, Grammar, SamplingParams
 router = APIRouter(dependencies=[Depends(refuse_lone_surrogates)])
 
 
-@router.post("/completions")
+@router.post("/completions", responses=STREAMED)
 async def create_completion(
     body: CompletionRequest,
     request: Request,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from fastapi import APIRouter, Response
+from fastapi.responses import PlainTextResponse
 
 from mlx_parallm import __version__
 from mlx_parallm.api.dependencies import EngineDep
@@ -11,15 +12,15 @@ from mlx_parallm.api.schemas.server import LoadResponse
 router = APIRouter()
 
 
-@router.get("/health")
+@router.get("/health", response_class=Response)
 async def health(engine: EngineDep) -> Response:
     """200 with no body while the engine lives; 503 with the reason when it does not."""
     engine.check_health()
     return Response(status_code=200)
 
 
-@router.get("/ping")
-@router.post("/ping")
+@router.get("/ping", response_class=Response)
+@router.post("/ping", response_class=Response)
 async def ping(engine: EngineDep) -> Response:
     """The same as ``/health``, under SageMaker's name."""
     engine.check_health()
@@ -43,7 +44,7 @@ async def version() -> dict[str, str]:
     return {"version": __version__}
 
 
-@router.get("/metrics")
+@router.get("/metrics", response_class=PlainTextResponse)
 async def metrics(engine: EngineDep) -> Response:
     """Prometheus metrics under vLLM's names."""
     body, content_type = engine.render_metrics()

@@ -45,7 +45,7 @@ router = APIRouter(
 )
 
 
-@router.post("", response_model=Message, responses={200: {"content": {"text/event-stream": {}}}})
+@router.post("", response_model=Message, responses=sse.STREAMED)
 async def create_message(
     body: MessagesRequest,
     request: Request,

@@ -27,7 +27,7 @@ from mlx_parallm.api.respond import NAMED_EVENTS, respond
 from mlx_parallm.api.responses.service import ResponseService
 from mlx_parallm.api.responses.store import StoredResponse
 from mlx_parallm.api.schemas.responses import InputTokensRequest, ResponsesRequest
-from mlx_parallm.api.sse import EventStreamResponse
+from mlx_parallm.api.sse import STREAMED, EventStreamResponse
 from mlx_parallm.api.turns.prepare import PreparedTurn, prepare_turn, render_turn
 from mlx_parallm.api.turns.truncation import prepare_fitting
 from mlx_parallm.config import ServerConfig
@@ -45,7 +45,7 @@ async def get_responses(request: Request) -> ResponseService:
 ResponsesDep = Annotated[ResponseService, Depends(get_responses)]
 
 
-@router.post("/responses")
+@router.post("/responses", responses=STREAMED)
 async def create_response(
     body: ResponsesRequest,
     request: Request,
@@ -107,7 +107,7 @@ async def count_input_tokens(
     return {"object": "response.input_tokens", "input_tokens": len(prompt_ids)}
 
 
-@router.get("/responses/{response_id}")
+@router.get("/responses/{response_id}", responses=STREAMED)
 async def retrieve_response(
     response_id: str,
     config: ConfigDep,
