@@ -202,6 +202,9 @@ class Scheduler:
         for row in batch.sequences:
             sequence = self._by_id.get(row.seq_id)
             if row.seq_id in output.failed:
+                if sequence is None and row.sample is not None:
+                    # It ended meanwhile, and nobody goes on from a row that only decoded.
+                    continue
                 updates += self._fail_group(groups[row.seq_id], output.failed[row.seq_id])
                 continue
             # Also of a sample that has ended: others may have forked from it.

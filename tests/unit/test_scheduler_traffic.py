@@ -230,3 +230,21 @@ def test_prompt_logprobs_are_whole_though_the_leader_ends_before_its_step() -> N
     harness.run(batch)
     # The harness compares the other sample's prompt log-probabilities with what they should be.
     harness.drain()
+
+
+def test_a_row_that_fails_after_its_sample_ended_harms_no_other_sample() -> None:
+    harness = SchedulerHarness(num_blocks=40, block_size=BLOCK_SIZE, runs_ahead=True)
+    params = SamplingParams(n=2, max_tokens=9, ignore_eos=True)
+    harness.add(GenerateRequest(request_id="a", model="m", prompt_ids=TEXTS[0][:9], params=params))
+    harness.step()
+    harness.step()
+    batch = harness.schedule()
+    assert batch is not None
+    tracked = harness.tracked["a"]
+    first = batch.sequences[0].sample
+    assert first is not None
+    ended = first.seed - tracked.seed
+    harness.run(batch, fail_rows=1)
+    harness.finish("a", ended)
+    harness.drain()
+    assert len(tracked.outputs[1 - ended]) == 9
