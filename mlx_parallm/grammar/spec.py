@@ -122,14 +122,17 @@ def _text_spec(kind: GrammarKind, text: str, param: str | None) -> GrammarSpec:
 
 
 def _json_text(value: Any, param: str | None) -> str:
-    _check_depth(value, param)
     try:
         text = json.dumps(value, ensure_ascii=False, allow_nan=False)
         # JSON within a text can write half a surrogate pair, which no grammar can hold.
         text.encode()
+    except RecursionError:
+        raise _too_deep(param) from None
     except (TypeError, ValueError) as error:
         raise InvalidRequestError(f"This is no JSON: {error}", param=param) from error
     _check_size(len(text), param)
+    # Only then: to walk through what is too large takes long.
+    _check_depth(value, param)
     return text
 
 
