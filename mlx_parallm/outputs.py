@@ -38,7 +38,7 @@ class TokenEvent:
     its ``token_ids`` may be empty. ``stop_reason`` is the stop string or stop token id met, None
     for the model's own end-of-sequence. ``logprobs`` is parallel to ``token_ids`` when asked for.
     The token that ended a sample (end-of-sequence or stop token) is in ``token_ids``, not in
-    ``text``.
+    ``text``. ``version`` is the label of the weights that made the tokens.
     """
 
     request_id: str
@@ -48,6 +48,7 @@ class TokenEvent:
     logprobs: tuple[TokenLogprob, ...] = ()
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
+    version: str = "default"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from mlx_parallm.api.versions import VersionSpans
 from mlx_parallm.batch import TokenLogprob
 from mlx_parallm.outputs import PromptEvent, TokenEvent
 
@@ -34,9 +35,11 @@ class Sample:
     logprobs: list[TokenLogprob] = field(default_factory=list)
     finish_reason: str | None = None
     stop_reason: int | str | None = None
+    versions: VersionSpans = field(default_factory=VersionSpans)
 
     def add(self, event: TokenEvent) -> None:
         """Append an event."""
+        self.versions.add(event.version, len(event.token_ids))
         self.text += event.text
         self.token_ids += event.token_ids
         self.logprobs += event.logprobs
