@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator
 
+import mlx.core as mx
+import numpy as np
 import pytest
 from hypothesis import settings
 
@@ -15,6 +18,18 @@ collect_ignore = ["conformance"]
 # How long an example takes says nothing on a busy machine.
 settings.register_profile("no deadline", deadline=None)
 settings.load_profile("no deadline")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Let no test's weights depend on the time or on the tests before it.
+
+    It runs before the fixtures of any scope. MLX keeps a state per thread: what a test draws on
+    a thread of its own it must seed there.
+    """
+    mx.random.seed(0)
+    random.seed(0)
+    np.random.seed(0)
 
 
 @pytest.fixture(scope="session")
