@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from mlx_parallm.request import SamplingParams
+from mlx_parallm.weights import DEFAULT_VERSION
 
 # Stands for a token that the step in flight, or a draft model, is still choosing: the runner has it
 # on the device.
@@ -72,6 +73,7 @@ class ScheduledSequence:
         block_table: ids of the KV blocks of positions ``0 .. start + len(token_ids) - 1``, and
             perhaps of later ones.
         adapter_slot: which resident adapter the sequence has; 0 is none.
+        version: label of the weights that the step is computed with.
         sample: set when a token follows the last of ``token_ids`` that is no proposal; None for an
             inner prefill chunk.
         verify: set when the last of ``token_ids`` are proposals: what chooses the token that
@@ -89,6 +91,7 @@ class ScheduledSequence:
     token_ids: tuple[int, ...]
     block_table: tuple[int, ...]
     adapter_slot: int = 0
+    version: str = DEFAULT_VERSION
     sample: SampleSpec | None = None
     verify: tuple[SampleSpec, ...] = ()
     draft: DraftInput | None = None
@@ -108,6 +111,7 @@ class ScheduledBatch:
     Before the forward the runner performs, in this order, ``block_copies`` ``(source, target)`` in
     every layer's pool and ``state_copies`` ``(source slot, target slot)`` of per-sequence state.
     ``ended`` are constrained sequences that ended since the batch before: no later one has them.
+    ``adapters`` is the content (a digest) of every ``adapter_slot`` that the sequences have.
     """
 
     step_id: int
@@ -115,6 +119,7 @@ class ScheduledBatch:
     block_copies: tuple[tuple[int, int], ...] = ()
     state_copies: tuple[tuple[int, int], ...] = ()
     ended: tuple[int, ...] = ()
+    adapters: Mapping[int, str] = field(default_factory=dict)
 
     @property
     def num_tokens(self) -> int:

@@ -80,6 +80,7 @@ class SchedulerConfig:
         max_decode_stall_ms: milliseconds that a step with decode rows may take; its prefill is cut
             to fit, by what steps were measured to take. None is no limit but the token budget.
         max_num_seqs_per_client: most running sequences per client; None is no limit.
+        max_loras: most adapters in the running sequences at once.
         max_waiting: most waiting sequences; beyond it requests are refused with OverloadedError.
             0 is no limit.
     """
@@ -88,6 +89,7 @@ class SchedulerConfig:
     max_num_batched_tokens: int | None = None
     max_decode_stall_ms: float | None = None
     max_num_seqs_per_client: int | None = None
+    max_loras: int = 8
     max_waiting: int = 2048
 
 

@@ -7,6 +7,7 @@ from enum import StrEnum
 
 from mlx_parallm.batch import TokenLogprob
 from mlx_parallm.errors import ParallmError
+from mlx_parallm.weights import DEFAULT_VERSION
 
 
 class FinishReason(StrEnum):
@@ -48,7 +49,7 @@ class TokenEvent:
     logprobs: tuple[TokenLogprob, ...] = ()
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
-    version: str = "default"
+    version: str = DEFAULT_VERSION
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

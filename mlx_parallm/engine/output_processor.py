@@ -177,6 +177,7 @@ def _token_event(update: SequenceUpdate, sample: _Sample, params: SamplingParams
         logprobs=() if token is None or token.logprob is None else (token.logprob,),
         finish_reason=finish_reason,
         stop_reason=stop_reason,
+        version=update.version,
     )
 
 

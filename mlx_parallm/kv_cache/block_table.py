@@ -7,7 +7,8 @@ class BlockTable:
     """Block ids, the contents of its leading full blocks, and the ids as a tuple, made once.
 
     ``generation`` is the one of the prefix cache when the sequence began: what it computes becomes
-    cached only in that. ``num_drafted``: leading blocks noted as computed by a draft model.
+    cached only in that, and never after ``KVCacheManager.withhold``. ``num_drafted``: leading
+    blocks noted as computed by a draft model.
     """
 
     def __init__(self, root: bytes, generation: int) -> None:

@@ -8,6 +8,9 @@ from mlx_parallm.kv_cache.block_hash import block_hash, root_hash
 from mlx_parallm.kv_cache.block_pool import BlockPool
 from mlx_parallm.kv_cache.block_table import BlockTable
 
+# No generation of the prefix cache.
+UNFINDABLE = -1
+
 
 class KVCacheManager:
     """Every operation either happens whole or changes nothing."""
@@ -83,6 +86,10 @@ class KVCacheManager:
             content = block_hash(table.parent, token_ids[index * size : (index + 1) * size])
             table.hashes.append(content)
             self._pool.set_content(table.blocks[index], content)
+
+    def withhold(self, table: BlockTable) -> None:
+        """Let nobody find what this table computes from now on: its content is mixed."""
+        table.generation = UNFINDABLE
 
     def mark_drafted(self, table: BlockTable, num_tokens: int) -> None:
         """Note that a draft model has computed the first ``num_tokens`` tokens."""

@@ -62,6 +62,9 @@ class Planner:
     def plan(self) -> StepPlan:
         """Decode rows first, then chunks of running prompts, then admissions."""
         plan = StepPlan(self._token_budget)
+        if self._running.adapters.blocked:
+            waiting = {one.group.adapter for one in self._waiting}
+            self._running.adapters.keep_waiting({one for one in waiting if one is not None})
         self._make_way()
         if self._plan_decode(plan):
             return plan
@@ -137,6 +140,21 @@ class Planner:
         sequence.num_preemptions += 1
         self.num_preemptions += 1
 
+    def refresh_weights(self) -> None:
+        """Let running sequences go on with what their weights have become.
+
+        What such a sequence computes is nobody else's: its blocks hold KV of both.
+        """
+        changed = [one for one in self._running if one.content != one.group.weights.content]
+        for sequence in changed:
+            self._kv.withhold(sequence.blocks)
+            sequence.content = sequence.group.weights.content
+            self._running.leave_adapter(sequence)
+        for sequence in changed:
+            if not self._running.take_adapter(sequence):
+                self._send_back(sequence)
+                self._waiting.push_front(sequence)
+
     def _allowance(self, plan: StepPlan, cost: StepCost) -> PrefillAllowance:
         """What prefill the decode rows planned so far can wait for."""
         work = StepWork.of(
@@ -184,8 +202,8 @@ class Planner:
                 self._fork_followers(sequence, plan)
 
     def _may_start(self, sequence: Sequence) -> bool:
-        """Whether its client may run more, and the step in flight chooses nothing for it."""
-        return self._running.allows_client(sequence) and not sequence.num_pending
+        """Whether it can have what it needs, and the step in flight chooses nothing for it."""
+        return not sequence.num_pending and self._running.may_start(sequence)
 
     def _try_start(self, sequence: Sequence) -> bool:
         """Give a waiting sequence a slot and its cached prefix, if its whole prompt has room.
@@ -235,7 +253,7 @@ class Planner:
     def _fork(self, leader: Sequence, follower: Sequence, plan: StepPlan) -> bool:
         if not self._running.has_slot or plan.budget_left < 1 or plan.has_preempted:
             return False
-        if not self._running.allows_client(follower):
+        if not self._running.may_start(follower):
             return False
         if self._shares.owed and not self._shares.is_owed(follower):
             return False

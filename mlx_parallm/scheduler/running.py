@@ -10,14 +10,20 @@ from collections.abc import Collection, Iterator
 from mlx_parallm.config import SchedulerConfig
 from mlx_parallm.kv_cache.block_table import BlockTable
 from mlx_parallm.kv_cache.manager import KVCacheManager
+from mlx_parallm.scheduler.adapter_slots import NO_ADAPTER, AdapterSlots
 from mlx_parallm.scheduler.sequence import Sequence
 
 
 class RunningSet:
-    """The running sequences, best first; hands out the lowest free slot."""
+    """The running sequences, best first; hands out the lowest free slot.
+
+    Attributes:
+        adapters: the slots of their adapters.
+    """
 
     def __init__(self, config: SchedulerConfig, kv: KVCacheManager) -> None:
         self._config = config
+        self.adapters = AdapterSlots(config.max_loras)
         self._kv = kv
         self._sequences: list[Sequence] = []
         self._free_slots = list(range(config.max_num_seqs))
@@ -63,6 +69,13 @@ class RunningSet:
         limit = self._config.max_num_seqs_per_client
         return limit is None or self._per_client[sequence.request.client] < limit
 
+    def may_start(self, sequence: Sequence) -> bool:
+        """Whether its client may run one more, and its adapter can be had."""
+        if not self.allows_client(sequence):
+            return False
+        adapter = sequence.group.adapter
+        return adapter is None or self.adapters.has_room(adapter)
+
     def start(self, sequence: Sequence, table: BlockTable, num_computed: int) -> None:
         """Give a sequence a slot, and blocks with ``num_computed`` tokens in them."""
         sequence.table = table
@@ -70,6 +83,9 @@ class RunningSet:
         sequence.num_drafted = self._kv.count_drafted(table)
         sequence.slot = heapq.heappop(self._free_slots)
         sequence.blocked_at = 0
+        sequence.content = sequence.group.weights.content
+        has_adapter = self.take_adapter(sequence)
+        assert has_adapter, "a sequence was started that may not"
         insort(self._sequences, sequence, key=lambda one: one.order)
         self._per_client[sequence.request.client] += 1
 
@@ -84,12 +100,31 @@ class RunningSet:
         if not self._per_client[client]:
             del self._per_client[client]
         sequence.table, sequence.slot, sequence.num_computed = None, None, 0
+        self.leave_adapter(sequence)
+
+    def take_adapter(self, sequence: Sequence) -> bool:
+        """Let a sequence without one have its adapter's slot; False if there is none for it."""
+        adapter = sequence.group.adapter
+        if adapter is None:
+            return True
+        if not self.adapters.is_available(adapter):
+            return False
+        sequence.adapter, sequence.adapter_slot = adapter, self.adapters.acquire(adapter)
+        return True
+
+    def leave_adapter(self, sequence: Sequence) -> None:
+        """Let a sequence use no slot of an adapter."""
+        if sequence.adapter is not None:
+            self.adapters.release(sequence.adapter)
+        sequence.adapter, sequence.adapter_slot = None, NO_ADAPTER
 
     def check_integrity(self) -> None:
         """Assert that every block and every slot is accounted for, exactly once."""
         self._kv.check_integrity(sequence.blocks for sequence in self._sequences)
         slots = [one.slot for one in self._sequences if one.slot is not None]
         assert sorted(slots + self._free_slots) == list(range(self._config.max_num_seqs))
+        adapters = Counter(one.adapter for one in self._sequences if one.adapter is not None)
+        self.adapters.check_integrity(adapters)
         clients = Counter(one.request.client for one in self._sequences)
         assert clients == self._per_client
         assert sorted(self._sequences, key=lambda one: one.order) == self._sequences

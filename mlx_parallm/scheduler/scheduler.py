@@ -11,6 +11,7 @@ from mlx_parallm.errors import ContextLengthError, InvalidRequestError, Overload
 from mlx_parallm.kv_cache.manager import KVCacheManager
 from mlx_parallm.outputs import FinishReason
 from mlx_parallm.request import GenerateRequest
+from mlx_parallm.scheduler.adapter_slots import AdapterSlots
 from mlx_parallm.scheduler.planner import Planner
 from mlx_parallm.scheduler.running import RunningSet
 from mlx_parallm.scheduler.sequence import RequestGroup, Sequence
@@ -18,6 +19,7 @@ from mlx_parallm.scheduler.speculating import Speculator
 from mlx_parallm.scheduler.step_cost import StepWork
 from mlx_parallm.scheduler.updates import SchedulerStats, SequenceUpdate
 from mlx_parallm.scheduler.waiting import WaitingQueue
+from mlx_parallm.weights import PolicyWeights
 
 
 class Scheduler:
@@ -64,13 +66,21 @@ class Scheduler:
         # Constrained sequences that the runner has not been told the end of.
         self._ended: list[int] = []
 
-    def add(self, request: GenerateRequest, *, seed: int, end_ids: frozenset[int]) -> None:
+    def add(
+        self,
+        request: GenerateRequest,
+        *,
+        seed: int,
+        end_ids: frozenset[int],
+        weights: PolicyWeights | None = None,
+    ) -> None:
         """Queue a request; sample i uses ``seed + i``.
 
         Args:
             request: its id must not be in use.
             seed: of the first sample.
             end_ids: tokens that end a sample, besides ``stop_token_ids``.
+            weights: what it is computed with; None for the model that never changes.
 
         Raises:
             ContextLengthError: it can never fit the context or the pool.
@@ -81,7 +91,7 @@ class Scheduler:
         self.check_room(request.client, params.n)
         if request.request_id in self._groups:
             raise InvalidRequestError("The request id is in use.", param="request_id")
-        group = RequestGroup(request, end_ids, next(self._arrivals))
+        group = RequestGroup(request, end_ids, next(self._arrivals), weights or PolicyWeights())
         prompt_ids = list(request.prompt_ids)
         for index in range(params.n):
             sequence = Sequence(next(self._seq_ids), group, index, seed + index, prompt_ids)
@@ -134,6 +144,19 @@ class Scheduler:
         """Ids of the requests scheduled for the first time since the last call."""
         started, self._started = self._started, []
         return started
+
+    @property
+    def adapters(self) -> AdapterSlots:
+        """Which adapters are resident."""
+        return self._running.adapters
+
+    def refresh_weights(self) -> None:
+        """Go on with what the weights of requests have become; between two steps."""
+        self._planner.refresh_weights()
+
+    def uses(self, content: str) -> bool:
+        """Whether a request here is of this adapter."""
+        return any(group.adapter == content for group in self._groups.values())
 
     def stats(self) -> SchedulerStats:
         """How full it is."""
@@ -190,6 +213,11 @@ class Scheduler:
             block_copies=plan.block_copies,
             state_copies=plan.state_copies,
             ended=ended,
+            adapters={
+                sequence.adapter_slot: sequence.adapter
+                for sequence, _ in rows
+                if sequence.adapter is not None
+            },
         )
 
     def update(self, batch: ScheduledBatch, output: StepOutput) -> list[SequenceUpdate]:
@@ -264,11 +292,11 @@ class Scheduler:
         if end < len(sequence.token_ids):
             return []
         if row.sample is None:
-            updates = [self._update(sequence, None, FinishReason.LENGTH)]
+            updates = [self._update(sequence, row, None, FinishReason.LENGTH)]
         elif not tokens:
             return self._fail_group(sequence.group, "The step gave no token.")
         else:
-            updates = self._take_tokens(sequence, tokens)
+            updates = self._take_tokens(sequence, row, tokens)
             num_accepted = len(updates) - 1
             sequence.settle(num_accepted)
             self._speculator.record(sequence, row, num_accepted)
@@ -278,12 +306,14 @@ class Scheduler:
             self._end(sequence)
         return updates
 
-    def _take_tokens(self, sequence: Sequence, tokens: list[SampledToken]) -> list[SequenceUpdate]:
+    def _take_tokens(
+        self, sequence: Sequence, row: ScheduledSequence, tokens: list[SampledToken]
+    ) -> list[SequenceUpdate]:
         """Add tokens up to the one that ends the sample."""
         updates: list[SequenceUpdate] = []
         for token in tokens:
             reason = sequence.add_token(token, self._max_len)
-            updates.append(self._update(sequence, token, reason))
+            updates.append(self._update(sequence, row, token, reason))
             if reason is not None:
                 break
         return updates
@@ -294,7 +324,11 @@ class Scheduler:
             self._kv.commit(sequence.blocks, sequence.token_ids, num_computed)
 
     def _update(
-        self, sequence: Sequence, token: SampledToken | None, reason: FinishReason | None
+        self,
+        sequence: Sequence,
+        row: ScheduledSequence,
+        token: SampledToken | None,
+        reason: FinishReason | None,
     ) -> SequenceUpdate:
         return SequenceUpdate(
             request_id=sequence.request.request_id,
@@ -304,6 +338,7 @@ class Scheduler:
             stop_reason=_stop_reason(sequence, token, reason),
             prompt=sequence.group.take_prompt_event(),
             num_preemptions=sequence.num_preemptions,
+            version=row.version,
         )
 
     def _fail_group(self, group: RequestGroup, message: str) -> list[SequenceUpdate]:

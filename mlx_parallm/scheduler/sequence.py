@@ -15,8 +15,10 @@ from mlx_parallm.batch import (
 from mlx_parallm.kv_cache.block_table import BlockTable
 from mlx_parallm.outputs import FinishReason, PromptEvent
 from mlx_parallm.request import GenerateRequest
+from mlx_parallm.scheduler.adapter_slots import NO_ADAPTER
 from mlx_parallm.scheduler.thinking import ThinkingTracker
 from mlx_parallm.speculation.proposer import Speculation
+from mlx_parallm.weights import PolicyWeights
 
 
 @dataclass(slots=True, eq=False)
@@ -27,6 +29,7 @@ class RequestGroup:
         request: as submitted.
         end_ids: tokens that end a sample, besides the caller's own stop tokens.
         arrival: consecutive number of the request.
+        weights: what it is computed with.
         sequences: the samples that have not ended, by index.
         prompt_logprobs: of the prompt's tokens so far; the first follows nothing.
         num_cached_tokens: prompt tokens that the first sample found in the prefix cache.
@@ -37,6 +40,7 @@ class RequestGroup:
     request: GenerateRequest
     end_ids: frozenset[int]
     arrival: int
+    weights: PolicyWeights = field(default_factory=PolicyWeights)
     sequences: dict[int, Sequence] = field(default_factory=dict)
     prompt_logprobs: list[TokenLogprob | None] = field(default_factory=lambda: [None])
     num_cached_tokens: int | None = None
@@ -45,8 +49,13 @@ class RequestGroup:
 
     @property
     def salt(self) -> bytes:
-        """What keeps its prefix apart from others'."""
-        return (self.request.cache_salt or "").encode()
+        """What keeps its prefix apart from others' and from that of other weights."""
+        return f"{self.weights.content}\0{self.request.cache_salt or ''}".encode()
+
+    @property
+    def adapter(self) -> str | None:
+        """The content of the adapter that it needs now; None for none."""
+        return None if self.weights.adapter is None else self.weights.adapter.content
 
     @property
     def wants_fork(self) -> bool:
@@ -95,6 +104,9 @@ class Sequence:
         speculation: what makes its proposals; None until it is first asked.
         table: its blocks while running.
         slot: its slot while running.
+        content: of the weights that computed its blocks, while running.
+        adapter: whose slot it has while running; None for none.
+        adapter_slot: that slot; 0 for none.
         blocked_at: free blocks that were too few to start it; not tried again with fewer.
         thinking: what limits its reasoning; None without a budget.
         order: better sequences have a smaller one: by priority, then arrival, then sample.
@@ -115,6 +127,9 @@ class Sequence:
     speculation: Speculation | None = None
     table: BlockTable | None = None
     slot: int | None = None
+    content: str = ""
+    adapter: str | None = None
+    adapter_slot: int = NO_ADAPTER
     num_preemptions: int = 0
     blocked_at: int = 0
     thinking: ThinkingTracker | None = field(init=False)
@@ -171,6 +186,8 @@ class Sequence:
             start=start,
             token_ids=(tuple(self.token_ids[start:end]) or (PENDING_TOKEN,)) + proposals,
             block_table=self.blocks.as_tuple(),
+            adapter_slot=self.adapter_slot,
+            version=self.group.weights.label,
             sample=self._sample_spec(end) if samples else None,
             verify=tuple(self._sample_spec(end, proposals[: i + 1]) for i in range(len(proposals))),
             draft=None if draft_end is None else self._draft_input(draft_end),

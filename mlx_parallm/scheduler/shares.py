@@ -37,7 +37,7 @@ class ClientShares:
         self._share = max(1, self._running.num_slots // num_clients)
         if num_clients > 1:
             heads = [one for one in self._waiting.heads() if self.is_owed(one)]
-            allowed = filter(self._running.allows_client, heads)
+            allowed = filter(self._running.may_start, heads)
             self.owed = list({one.request.client: one for one in allowed}.values())
 
     def is_owed(self, sequence: Sequence) -> bool:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from mlx_parallm.batch import SampledToken
 from mlx_parallm.outputs import FinishReason, PromptEvent
+from mlx_parallm.weights import DEFAULT_VERSION
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,6 +22,7 @@ class SequenceUpdate:
         prompt: set once per request, when its prompt has been computed.
         error: why the sample failed.
         num_preemptions: how often the sample has been preempted so far.
+        version: label of the weights that chose the token.
     """
 
     request_id: str
@@ -31,6 +33,7 @@ class SequenceUpdate:
     prompt: PromptEvent | None = None
     error: str | None = None
     num_preemptions: int = 0
+    version: str = DEFAULT_VERSION
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

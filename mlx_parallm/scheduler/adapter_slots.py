@@ -1,0 +1,130 @@
+"""Which adapters are resident: the least recently used one makes way when another is needed."""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from collections.abc import Collection
+
+#: The slot of sequences without an adapter.
+NO_ADAPTER = 0
+# So many sequences of other adapters may start before one that finds no slot; then it gets the next
+# that can be had.
+MAX_PASSED = 16
+
+
+class AdapterSlots:
+    """Slots from 1 on, by the content of the adapter that is in them.
+
+    A slot is kept while nobody uses it, until another adapter needs it. Pinned adapters keep theirs
+    from the moment that they have one.
+    """
+
+    def __init__(self, num_slots: int) -> None:
+        self.num_slots = num_slots
+        # The least recently used first.
+        self._slots: OrderedDict[str, int] = OrderedDict()
+        self._users: Counter[str] = Counter()
+        self._free = list(range(num_slots, 0, -1))
+        self._pinned: frozenset[str] = frozenset()
+        # Who could not have a slot, and how many started since.
+        self._passed: Counter[str] = Counter()
+
+    @property
+    def resident(self) -> Collection[str]:
+        """The adapters with a slot, the least recently used first."""
+        return self._slots.keys()
+
+    @property
+    def num_used(self) -> int:
+        """Slots that running sequences use."""
+        return sum(count > 0 for count in self._users.values())
+
+    @property
+    def blocked(self) -> Collection[str]:
+        """Adapters that wait for a slot."""
+        return self._passed.keys()
+
+    def users(self, content: str) -> int:
+        """Running sequences of an adapter."""
+        return self._users[content]
+
+    def pin(self, contents: Collection[str]) -> None:
+        """Let these keep their slots, and no others."""
+        self._pinned = frozenset(contents)
+
+    def is_available(self, content: str) -> bool:
+        """Whether an adapter has a slot, or can be given one now."""
+        return content in self._slots or bool(self._free) or self._idle() is not None
+
+    def has_room(self, content: str) -> bool:
+        """Whether a sequence of this adapter may start; if not, it is noted as waiting."""
+        starving = self._starving()
+        has_room = self.is_available(content)
+        if starving is not None and content != starving:
+            # The others run out, so that the one that starves gets a slot.
+            has_room = content in self._slots and content in self._pinned
+        if not has_room:
+            self._passed.setdefault(content, 0)
+        return has_room
+
+    def acquire(self, content: str) -> int:
+        """The slot of an adapter for one more sequence, for which there is room."""
+        slot = self._slots.get(content)
+        if slot is None:
+            if not self._free:
+                idle = self._idle()
+                assert idle is not None, "a slot was asked for that nobody can have"
+                self.forget(idle)
+            slot = self._slots[content] = self._free.pop()
+        self._slots.move_to_end(content)
+        self._users[content] += 1
+        self._passed.pop(content, None)
+        for other in self._passed:
+            self._passed[other] += 1
+        return slot
+
+    def release(self, content: str) -> None:
+        """One sequence less."""
+        self._users[content] -= 1
+        if not self._users[content]:
+            del self._users[content]
+
+    def forget(self, content: str) -> bool:
+        """Free the slot of an adapter; False if sequences use it."""
+        if self._users[content]:
+            return False
+        slot = self._slots.pop(content, None)
+        if slot is not None:
+            self._free.append(slot)
+        return True
+
+    def forget_all(self) -> None:
+        """Free all slots that no sequence uses."""
+        for content in list(self._slots):
+            self.forget(content)
+
+    def keep_waiting(self, contents: Collection[str]) -> None:
+        """Only these still wait for a slot."""
+        for content in self._passed.keys() - set(contents):
+            del self._passed[content]
+
+    def check_integrity(self, used: Counter[str]) -> None:
+        """Assert that users are those that run, and that every slot is somewhere once."""
+        assert +self._users == +used, "users of adapters that do not run"
+        slots = [*self._slots.values(), *self._free]
+        assert sorted(slots) == list(range(1, self.num_slots + 1)), "a slot is lost"
+        assert all(content in self._slots for content in +self._users)
+
+    def _starving(self) -> str | None:
+        """Who was passed by too often, longest first; nobody while every slot is pinned."""
+        if not self._passed or not (self._free or self._slots.keys() - self._pinned):
+            return None
+        content, count = self._passed.most_common(1)[0]
+        return content if count >= MAX_PASSED else None
+
+    def _idle(self) -> str | None:
+        """The least recently used adapter that may make way."""
+        for content in self._slots:
+            if not self._users[content] and content not in self._pinned:
+                return content
+        return None
