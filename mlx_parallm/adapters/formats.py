@@ -15,13 +15,12 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-import mlx.core as mx
-
+from mlx_parallm.adapters.tensors import HostTensor, stacked
 from mlx_parallm.adapters.weights import AdapterWeights, LowRank
 from mlx_parallm.errors import InvalidRequestError
 
-Tensors = Mapping[str, mx.array]
-Parts = dict[str, dict[str, mx.array]]
+Tensors = Mapping[str, HostTensor]
+Parts = dict[str, dict[str, HostTensor]]
 
 _PEFT_PREFIX = "base_model.model."
 _PEFT_NAME = re.compile(
@@ -116,8 +115,8 @@ def _mlx(config: Mapping[str, Any], tensors: Tensors) -> dict[str, LowRank]:
         # mlx-lm keeps both transposed; an embedding's first one is [vocab, r].
         modules[path] = LowRank(
             kind="embedding" if path.rpartition(".")[2].startswith("embed") else "linear",
-            a=a.T,
-            b=b.T,
+            a=a.transposed(),
+            b=b.transposed(),
             scale=float(scale),
             magnitude=parts.get("m"),
         )
@@ -135,7 +134,7 @@ def _grouped(tensors: Tensors, pattern: re.Pattern[str], prefix: str) -> Parts:
     return grouped
 
 
-def _part(path: str, parts: Mapping[str, mx.array], name: str) -> mx.array:
+def _part(path: str, parts: Mapping[str, HostTensor], name: str) -> HostTensor:
     if name not in parts:
         raise _Unusable(f"{path[:100]} has no {name}")
     return parts[name]
@@ -162,14 +161,14 @@ def _stacked(path: str, parts: Mapping[int, LowRank]) -> LowRank:
     first = ordered[0]
     if any(one.magnitude is not None for one in ordered):
         raise _Unusable("DoRA of experts is not supported")
-    shapes = {(tuple(one.a.shape), tuple(one.b.shape), one.scale) for one in ordered}
+    shapes = {(one.a.shape, one.a.dtype, one.b.shape, one.b.dtype, one.scale) for one in ordered}
     if len(shapes) > 1:
-        raise _Unusable(f"the experts of {path[:100]} have different ranks")
+        raise _Unusable(f"the experts of {path[:100]} differ in rank, dtype or scale")
     return replace(
         first,
         kind="experts",
-        a=mx.stack([one.a for one in ordered]),
-        b=mx.stack([one.b for one in ordered]),
+        a=stacked([one.a for one in ordered]),
+        b=stacked([one.b for one in ordered]),
     )
 
 
@@ -191,5 +190,5 @@ def _check_module(path: str, one: LowRank) -> None:
             raise _Unusable(f"DoRA of {one.kind} ({path[:100]}) is not supported")
         if one.magnitude.shape != (one.b.shape[0],):
             raise _Unusable(f"the magnitudes of {path[:100]} are {one.magnitude.shape}")
-    if not all(mx.isfinite(array).all().item() for array in one.arrays()):
+    if not all(tensor.is_finite() for tensor in one.tensors()):
         raise _Unusable(f"{path[:100]} has numbers that are not finite")

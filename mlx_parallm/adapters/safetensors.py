@@ -9,43 +9,68 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Collection
 from typing import Any, TypeGuard
 
-import mlx.core as mx
 import numpy as np
 
+from mlx_parallm.adapters.tensors import HostTensor
 from mlx_parallm.errors import InvalidRequestError
 
 _LENGTH_BYTES = 8
 # The format's own limit.
 _MAX_HEADER = 100_000_000
 _METADATA = "__metadata__"
-#: What NumPy reads, and what MLX takes it for.
-_DTYPES: dict[str, tuple[str, mx.Dtype | None]] = {
-    "F32": ("<f4", None),
-    "F16": ("<f2", None),
-    "BF16": ("<u2", mx.bfloat16),
+_BFLOAT16 = "BF16"
+# NumPy's names; what it lacks is read as the bits.
+_LAYOUTS: dict[str, str] = {
+    "F32": "<f4",
+    "F16": "<f2",
+    _BFLOAT16: "<u2",
+    "F8_E4M3": "u1",
+    "F8_E5M2": "u1",
+    "F8_E8M0": "u1",
+    "I64": "<i8",
+    "I32": "<i4",
+    "I16": "<i2",
+    "I8": "i1",
+    "U64": "<u8",
+    "U32": "<u4",
+    "U16": "<u2",
+    "U8": "u1",
 }
+#: Of adapters.
+FLOATS = frozenset({"F32", "F16", _BFLOAT16})
+#: Of models, packed ones included. Eight-bit floats are taken for the uint8 that MLX keeps them as.
+MODEL_DTYPES = frozenset(_LAYOUTS)
 
 
-def read_safetensors(data: bytes, *, param: str) -> dict[str, mx.array]:
-    """The tensors by name, float32, float16 or bfloat16.
+def read_safetensors(
+    data: bytes, *, param: str, dtypes: Collection[str] = FLOATS
+) -> dict[str, HostTensor]:
+    """The tensors by name, as views of the data.
 
     Args:
         data: a whole file.
         param: the field of the request that it came in, for errors.
+        dtypes: that it may have, by the format's names; of ``MODEL_DTYPES``.
 
     Raises:
         InvalidRequestError: it is no such file, is truncated, or has a tensor of another dtype.
     """
     header, start = _read_header(data, param)
     tensors = {}
+    whole = memoryview(data)
     end = 0
     for name, entry in sorted(header.items(), key=lambda item: _begin(item[1], param)):
         begin, last = entry["data_offsets"]
         if begin != end:
             raise _wrong(f"tensor {name[:100]!r} does not begin where the one before ends", param)
-        tensors[name] = _read_tensor(name, entry, data[start + begin : start + last], param)
+        dtype = entry.get("dtype")
+        if not isinstance(dtype, str) or dtype not in dtypes:
+            known = ", ".join(sorted(dtypes))
+            raise _wrong(f"tensor {name[:100]!r} is of {str(dtype)[:20]}, not of {known}", param)
+        tensors[name] = _read_tensor(name, entry, whole[start + begin : start + last], param)
         end = last
     if start + end != len(data):
         raise _wrong(f"it has {len(data)} bytes, and its header tells of {start + end}", param)
@@ -83,26 +108,21 @@ def _begin(entry: Any, param: str) -> tuple[int, int]:
     return offsets[0], offsets[1]
 
 
-def _read_tensor(name: str, entry: dict[str, Any], raw: bytes, param: str) -> mx.array:
-    shape, dtype = entry.get("shape"), entry.get("dtype")
-    if not isinstance(dtype, str) or dtype not in _DTYPES:
-        raise _wrong(f"tensor {name[:100]!r} is of {str(dtype)[:20]}, not of {_names()}", param)
+def _read_tensor(name: str, entry: dict[str, Any], raw: memoryview, param: str) -> HostTensor:
+    shape, dtype = entry.get("shape"), entry["dtype"]
     if not _are_sizes(shape):
         raise _wrong(f"tensor {name[:100]!r} has no shape", param)
-    layout, seen_as = _DTYPES[dtype]
+    layout = np.dtype(_LAYOUTS[dtype])
     begin, end = entry["data_offsets"]
-    if end - begin != np.dtype(layout).itemsize * math.prod(shape) or len(raw) != end - begin:
+    if end - begin != layout.itemsize * math.prod(shape) or len(raw) != end - begin:
         raise _wrong(f"tensor {name[:100]!r} has other bytes than its shape {shape} needs", param)
-    array = mx.array(np.frombuffer(raw, layout).reshape(shape))
-    return array if seen_as is None else array.view(seen_as)
+    array = np.frombuffer(raw, layout).reshape(shape)
+    # Copied where it does not begin at a multiple of its size: not everything can read that.
+    return HostTensor(np.require(array, requirements="A"), is_bfloat16=dtype == _BFLOAT16)
 
 
 def _are_sizes(value: Any) -> TypeGuard[list[int]]:
     return isinstance(value, list) and all(type(one) is int and one >= 0 for one in value)
-
-
-def _names() -> str:
-    return ", ".join(_DTYPES)
 
 
 def _wrong(why: str, param: str) -> InvalidRequestError:

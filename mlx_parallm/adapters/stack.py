@@ -74,27 +74,31 @@ class AdapterStack:
     def put(self, slot: int, one: LowRank, gain: mx.array | None = None) -> None:
         """Let a slot be this change, which fits; ``gain`` as ``dora_gain`` gives it.
 
-        The arrays are replaced, not written: a step in flight goes on with those that it has.
+        Nothing is computed before the arrays are evaluated. They are then written where they lie,
+        or copied as long as a step in flight needs them as they were.
         """
         self.reserve(slot + 1)
         self._widen(one.rank)
-        a = one.a.swapaxes(-1, -2).astype(self._dtype)
-        b = (one.b.astype(mx.float32) * one.scale).swapaxes(-1, -2).astype(self._dtype)
+        a = one.a.to_mlx().swapaxes(-1, -2).astype(self._dtype)
+        b = (one.b.to_mlx().astype(mx.float32) * one.scale).swapaxes(-1, -2).astype(self._dtype)
         missing = self.a.shape[-1] - one.rank
-        outer = [(0, 0)] * len(self._outer)
-        self.a = _with(self.a, slot, mx.pad(a, [*outer, (0, 0), (0, missing)]))
-        self.b = _with(self.b, slot, mx.pad(b, [*outer, (0, missing), (0, 0)]))
+        if missing:
+            outer = [(0, 0)] * len(self._outer)
+            a = mx.pad(a, [*outer, (0, 0), (0, missing)])
+            b = mx.pad(b, [*outer, (0, missing), (0, 0)])
+        self.a[slot] = a
+        self.b[slot] = b
         if gain is not None and self.gain is None:
             self.gain = mx.ones((self.num_slots, self._out))
         if self.gain is not None:
-            self.gain = _with(self.gain, slot, mx.ones(self._out) if gain is None else gain)
+            self.gain[slot] = mx.ones(self._out) if gain is None else gain
 
     def drop(self, slot: int) -> None:
         """Let a slot be no adapter."""
-        self.a = _with(self.a, slot, mx.zeros_like(self.a[0]))
-        self.b = _with(self.b, slot, mx.zeros_like(self.b[0]))
+        self.a[slot] = 0
+        self.b[slot] = 0
         if self.gain is not None:
-            self.gain = _with(self.gain, slot, mx.ones(self._out))
+            self.gain[slot] = 1
 
     def linear(
         self, x: mx.array, y: mx.array, slots: mx.array, bias: mx.array | None = None
@@ -170,13 +174,6 @@ def dora_gain(weight: mx.array, one: LowRank) -> mx.array | None:
     """
     if one.magnitude is None:
         return None
-    change = one.scale * (one.b.astype(mx.float32) @ one.a.astype(mx.float32))
+    change = one.scale * (one.b.to_mlx().astype(mx.float32) @ one.a.to_mlx().astype(mx.float32))
     norm = mx.linalg.norm(weight.astype(mx.float32) + change, axis=1)
-    return one.magnitude.astype(mx.float32) / norm
-
-
-def _with(array: mx.array, slot: int, value: mx.array) -> mx.array:
-    """A copy whose slot is this."""
-    changed = array[:]
-    changed[slot] = value
-    return changed
+    return one.magnitude.to_mlx().astype(mx.float32) / norm

@@ -8,8 +8,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-import mlx.core as mx
-import numpy as np
+from mlx_parallm.adapters.tensors import HostTensor
 
 Kind = Literal["linear", "embedding", "experts"]
 
@@ -28,17 +27,17 @@ class LowRank:
     """
 
     kind: Kind
-    a: mx.array
-    b: mx.array
+    a: HostTensor
+    b: HostTensor
     scale: float
-    magnitude: mx.array | None = None
+    magnitude: HostTensor | None = None
 
     @property
     def rank(self) -> int:
         """R."""
         return self.b.shape[-1]
 
-    def arrays(self) -> Iterator[mx.array]:
+    def tensors(self) -> Iterator[HostTensor]:
         """All of its tensors."""
         yield self.a
         yield self.b
@@ -60,7 +59,7 @@ class AdapterWeights:
     @property
     def num_bytes(self) -> int:
         """Of all tensors."""
-        return sum(array.nbytes for one in self.modules.values() for array in one.arrays())
+        return sum(one.nbytes for module in self.modules.values() for one in module.tensors())
 
     @functools.cached_property
     def digest(self) -> str:
@@ -69,14 +68,8 @@ class AdapterWeights:
         for path in sorted(self.modules):
             one = self.modules[path]
             total.update(f"{path}\0{one.kind}\0{one.scale!r}\0".encode())
-            for array in one.arrays():
-                total.update(f"{array.shape}{array.dtype}\0".encode())
-                total.update(_raw(array))
+            for tensor in one.tensors():
+                raw, order = tensor.stored()
+                total.update(f"{tensor.shape}{tensor.dtype}{order}\0".encode())
+                total.update(raw)
         return total.hexdigest()
-
-
-def _raw(array: mx.array) -> bytes:
-    """The bytes of an array; NumPy has no bfloat16."""
-    if array.dtype == mx.bfloat16:
-        array = array.view(mx.uint16)
-    return np.ascontiguousarray(np.array(array)).tobytes()

@@ -13,6 +13,7 @@ from mlx_lm.tuner.utils import linear_to_lora_layers
 from benchmarks.gpu.shapes import random_model
 from mlx_parallm.adapters.context import AdapterContext
 from mlx_parallm.adapters.formats import read_adapter
+from mlx_parallm.adapters.tensors import HostTensor
 from mlx_parallm.attention.reference import ReferenceAttention
 from mlx_parallm.batch import ScheduledSequence
 from mlx_parallm.errors import InvalidRequestError
@@ -23,6 +24,7 @@ from mlx_parallm.runner.kv_pools import KVPools
 from mlx_parallm.runner.path_choice import choose_path
 from mlx_parallm.runner.paths.base import token_array
 from mlx_parallm.runner.paths.sequential import SequentialPath
+from tests.host_tensors import all_host
 
 BLOCK = 8
 LENGTH, CHUNK = 21, 9
@@ -37,7 +39,7 @@ ADAPTERS: dict[int, tuple[list[str], int, float, str]] = {
 ROWS = (1, 0, 2, 3, 1)
 
 
-def train(model: Any, slot: int) -> tuple[dict[str, Any], dict[str, mx.array]]:
+def train(model: Any, slot: int) -> tuple[dict[str, Any], dict[str, HostTensor]]:
     """Give the model an adapter of mlx_lm; its config and tensors as mlx_lm saves them."""
     keys, rank, scale, kind = ADAPTERS[slot]
     parameters = {"rank": rank, "scale": scale, "dropout": 0.0, "keys": keys}
@@ -51,7 +53,7 @@ def train(model: Any, slot: int) -> tuple[dict[str, Any], dict[str, mx.array]]:
         elif leaf == "m":
             changed[name] = value * mx.random.uniform(0.5, 1.5, value.shape)
     model.update(tree_unflatten(list(changed.items())))
-    return {"fine_tune_type": kind, "lora_parameters": parameters}, changed
+    return {"fine_tune_type": kind, "lora_parameters": parameters}, all_host(changed)
 
 
 @pytest.mark.parametrize(
@@ -128,7 +130,10 @@ def test_an_adapter_that_does_not_fit_changes_nothing() -> None:
     renamed = {name.replace("q_proj", "z_proj"): one for name, one in tensors.items()}
     with pytest.raises(InvalidRequestError, match="z_proj"):
         layers.put(1, read_adapter(config, renamed, param="adapter"), param="adapter")
-    cut = {n: one[:-1] if n.endswith("q_proj.lora_a") else one for n, one in tensors.items()}
+    cut = {
+        name: HostTensor(one.array[:-1]) if name.endswith("q_proj.lora_a") else one
+        for name, one in tensors.items()
+    }
     with pytest.raises(InvalidRequestError, match="does not fit"):
         layers.put(1, read_adapter(config, cut, param="adapter"), param="adapter")
     assert layers.num_bytes == 0

@@ -19,8 +19,10 @@ from mlx_lm.tuner.utils import linear_to_lora_layers
 
 from mlx_parallm.adapters.folder import read_adapter_folder
 from mlx_parallm.adapters.formats import read_adapter
-from mlx_parallm.adapters.safetensors import read_safetensors
+from mlx_parallm.adapters.safetensors import MODEL_DTYPES, read_safetensors
+from mlx_parallm.adapters.tensors import HostTensor
 from mlx_parallm.errors import InvalidRequestError
+from tests.host_tensors import host
 
 PEFT = {"peft_type": "LORA", "r": 4, "lora_alpha": 8}
 PREFIX = "base_model.model.model.layers.0.self_attn.q_proj"
@@ -38,8 +40,12 @@ def random(*shape: int, dtype: mx.Dtype = mx.float32) -> mx.array:
     return mx.random.normal(shape, key=mx.random.key(sum(shape))).astype(dtype)
 
 
-def peft_tensors(rank: int = 4) -> dict[str, mx.array]:
-    return {f"{PREFIX}.lora_A.weight": random(rank, 16), f"{PREFIX}.lora_B.weight": random(8, rank)}
+def drawn(*shape: int) -> HostTensor:
+    return host(random(*shape))
+
+
+def peft_tensors(rank: int = 4) -> dict[str, HostTensor]:
+    return {f"{PREFIX}.lora_A.weight": drawn(rank, 16), f"{PREFIX}.lora_B.weight": drawn(8, rank)}
 
 
 @pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16])
@@ -48,8 +54,60 @@ def test_what_mlx_saves_is_read(dtype: mx.Dtype) -> None:
     found = read_safetensors(saved(tensors), param="file")
     assert set(found) == {"a", "b"}
     for name, array in tensors.items():
-        assert found[name].dtype == dtype
-        assert mx.array_equal(found[name], array)
+        read = found[name].to_mlx()
+        assert read.dtype == dtype
+        assert mx.array_equal(read, array)
+        assert found[name].dtype == str(dtype).removeprefix("mlx.core.")
+
+
+def test_tensors_of_packed_models_are_read_where_they_are_asked_for() -> None:
+    tensors = {
+        "packed": mx.arange(12, dtype=mx.uint32).reshape(3, 4),
+        "ids": mx.arange(5, dtype=mx.int64),
+        "bytes": mx.arange(7, dtype=mx.uint8),
+        "one": mx.array(2.5),
+    }
+    found = read_safetensors(saved(tensors), param="file", dtypes=MODEL_DTYPES)
+    for name, array in tensors.items():
+        assert found[name].to_mlx().dtype == array.dtype
+        assert found[name].to_mlx().tolist() == array.tolist()
+        assert found[name].is_finite()
+    with pytest.raises(InvalidRequestError, match="U32, not of BF16, F16, F32"):
+        read_safetensors(saved({"packed": tensors["packed"]}), param="file")
+    data = forged({"a": {"dtype": "F8_E4M3", "shape": [2], "data_offsets": [0, 2]}}, b"\x38\x7f")
+    (eighth,) = read_safetensors(data, param="file", dtypes=MODEL_DTYPES).values()
+    assert eighth.to_mlx().tolist() == [0x38, 0x7F]
+
+
+def test_tensors_that_begin_at_odd_bytes_are_read() -> None:
+    header = b'{"a":{"dtype":"F32","shape":[2],"data_offsets":[0,8]}}'
+    for spaces in range(4):
+        data = forged(header + b" " * spaces, np.array([1.5, -2], "<f4").tobytes())
+        (one,) = read_safetensors(data, param="file").values()
+        assert one.to_mlx().tolist() == [1.5, -2]
+
+
+@pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16])
+@pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
+def test_numbers_that_are_not_finite_are_found(dtype: mx.Dtype, bad: float) -> None:
+    largest = mx.finfo(dtype).max
+    good = mx.array([[0.0, -0.0, largest], [-largest, 1e-40, 1]], dtype)
+    assert host(good).is_finite()
+    assert host(good).transposed().is_finite()
+    for place in range(good.size):
+        wrong = good.flatten()
+        wrong[place] = bad
+        assert not host(wrong.reshape(good.shape)).transposed().is_finite()
+
+
+def test_transposing_copies_nothing_and_tells_the_order() -> None:
+    one = host(random(3, 5, dtype=mx.bfloat16))
+    turned = one.transposed()
+    assert np.shares_memory(one.array, turned.array)
+    assert (turned.shape, turned.dtype) == ((5, 3), "bfloat16")
+    assert mx.array_equal(turned.to_mlx(), one.to_mlx().T)
+    assert bytes(one.stored()[0]) == bytes(turned.stored()[0])
+    assert one.stored()[1] != turned.stored()[1]
 
 
 GOOD = saved({"b": random(3, 5), "a": random(7)})
@@ -97,6 +155,9 @@ def test_forged_headers_are_refused(data: bytes) -> None:
     assert refusal.value.param == "file"
 
 
+NOT_FINITE = host(mx.full((4, 16), np.nan))
+
+
 def test_peft() -> None:
     adapter = read_adapter(PEFT, peft_tensors(), param="adapter")
     (path,) = adapter.modules
@@ -125,9 +186,9 @@ def test_scales_of_peft(config: dict[str, Any], scale: float) -> None:
 def test_embeddings_and_magnitudes_of_peft() -> None:
     embedding = "base_model.model.model.embed_tokens"
     tensors = peft_tensors() | {
-        f"{embedding}.lora_embedding_A": random(4, 100),
-        f"{embedding}.lora_embedding_B": random(16, 4),
-        f"{PREFIX}.lora_magnitude_vector.weight": random(8),
+        f"{embedding}.lora_embedding_A": drawn(4, 100),
+        f"{embedding}.lora_embedding_B": drawn(16, 4),
+        f"{PREFIX}.lora_magnitude_vector.weight": drawn(8),
     }
     modules = read_adapter(PEFT | {"use_dora": True}, tensors, param="adapter").modules
     assert modules["model.embed_tokens"].kind == "embedding"
@@ -140,12 +201,12 @@ def test_experts_of_peft_are_put_together() -> None:
     tensors = {}
     for number in (1, 0, 2):
         name = f"base_model.model.model.layers.3.mlp.experts.{number}.up_proj"
-        tensors[f"{name}.lora_A.weight"] = mx.full((2, 6), number)
-        tensors[f"{name}.lora_B.weight"] = mx.full((5, 2), number)
+        tensors[f"{name}.lora_A.weight"] = host(mx.full((2, 6), number))
+        tensors[f"{name}.lora_B.weight"] = host(mx.full((5, 2), number))
     modules = read_adapter(PEFT, tensors, param="adapter").modules
     one = modules["model.layers.3.mlp.switch_mlp.up_proj"]
     assert (one.kind, one.a.shape, one.b.shape) == ("experts", (3, 2, 6), (3, 5, 2))
-    assert one.a[:, 0, 0].tolist() == [0, 1, 2]
+    assert one.a.array[:, 0, 0].tolist() == [0, 1, 2]
     del tensors["base_model.model.model.layers.3.mlp.experts.1.up_proj.lora_A.weight"]
     with pytest.raises(InvalidRequestError, match="no lora_A"):
         read_adapter(PEFT, tensors, param="adapter")
@@ -192,19 +253,23 @@ def test_what_mlx_lm_trains(tmp_path: Path, kind: str) -> None:
         (PEFT | {"bias": "all"}, peft_tensors(), "biases"),
         (PEFT | {"lora_alpha": "x"}, peft_tensors(), "lora_alpha"),
         (PEFT | {"alpha_pattern": {"(": 1}}, peft_tensors(), "alpha_pattern"),
-        (PEFT, peft_tensors() | {"something": random(2)}, "not known"),
-        (PEFT, {f"{PREFIX}.lora_A.weight": random(4, 16)}, "no lora_B"),
-        (PEFT, peft_tensors() | {f"{PREFIX}.lora_B.weight": random(8, 3)}, "ranks"),
-        (PEFT, peft_tensors() | {f"{PREFIX}.lora_B.weight": random(8)}, "shape"),
-        (PEFT, peft_tensors() | {f"{PREFIX}.lora_magnitude_vector": random(7)}, "magnitudes"),
-        (PEFT, peft_tensors() | {f"{PREFIX}.lora_A.weight": mx.full((4, 16), np.nan)}, "finite"),
+        (PEFT, peft_tensors() | {"something": drawn(2)}, "not known"),
+        (PEFT, {f"{PREFIX}.lora_A.weight": drawn(4, 16)}, "no lora_B"),
+        (PEFT, peft_tensors() | {f"{PREFIX}.lora_B.weight": drawn(8, 3)}, "ranks"),
+        (PEFT, peft_tensors() | {f"{PREFIX}.lora_B.weight": drawn(8)}, "shape"),
+        (PEFT, peft_tensors() | {f"{PREFIX}.lora_magnitude_vector": drawn(7)}, "magnitudes"),
+        (
+            PEFT,
+            peft_tensors() | {f"{PREFIX}.lora_A.weight": host(mx.full((4, 16), np.nan))},
+            "finite",
+        ),
         ({"fine_tune_type": "full"}, {}, "neither lora nor dora"),
         ({"lora_parameters": {"scale": None}}, {}, "scale"),
         ({}, {}, "scale"),
     ],
 )
 def test_what_cannot_be_served_is_refused_by_name(
-    config: dict[str, Any], tensors: dict[str, mx.array], why: str
+    config: dict[str, Any], tensors: dict[str, HostTensor], why: str
 ) -> None:
     with pytest.raises(InvalidRequestError, match=why) as refusal:
         read_adapter(config, tensors, param="adapter")
@@ -212,15 +277,15 @@ def test_what_cannot_be_served_is_refused_by_name(
 
 
 def test_the_digest_is_of_what_the_adapter_does() -> None:
-    def digest(config: dict[str, Any] = PEFT, **changed: mx.array) -> str:
+    def digest(config: dict[str, Any] = PEFT, **changed: HostTensor) -> str:
         tensors = {name: changed.get(name[-13:-7], one) for name, one in peft_tensors().items()}
         return read_adapter(config, tensors, param="adapter").digest
 
     same = digest()
     assert digest(PEFT | {"base_model_name_or_path": "other"}) == same
     assert digest(PEFT | {"lora_alpha": 9}) != same
-    assert digest(lora_A=random(4, 16) + 1e-3) != same
-    assert digest(lora_A=random(4, 16).astype(mx.bfloat16)) != same
+    assert digest(lora_A=host(random(4, 16) + 1e-3)) != same
+    assert digest(lora_A=host(random(4, 16, dtype=mx.bfloat16))) != same
 
 
 def test_a_folder_without_an_adapter(tmp_path: Path) -> None:

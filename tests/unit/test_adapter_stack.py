@@ -13,6 +13,7 @@ from mlx_lm.tuner.lora import LoRAEmbedding, LoRALinear, LoRASwitchLinear
 
 from mlx_parallm.adapters.stack import NO_ADAPTER, AdapterStack, dora_gain
 from mlx_parallm.adapters.weights import LowRank
+from tests.host_tensors import host
 
 IN, OUT, VOCAB, EXPERTS = 24, 16, 40, 5
 TOLERANCE = {"rtol": 1e-5, "atol": 1e-4}
@@ -26,10 +27,10 @@ def _seed() -> None:
 
 
 def low_rank(trained: Any, kind: Any = "linear") -> LowRank:
-    a, b = trained.lora_a, trained.lora_b
+    a, b = host(trained.lora_a), host(trained.lora_b)
     if kind != "experts":
-        a, b = a.T, b.T
-    magnitude = trained.m if isinstance(trained, DoRALinear) else None
+        a, b = a.transposed(), b.transposed()
+    magnitude = host(trained.m) if isinstance(trained, DoRALinear) else None
     return LowRank(kind=kind, a=a, b=b, scale=trained.scale, magnitude=magnitude)
 
 
@@ -140,4 +141,4 @@ def test_a_step_in_flight_keeps_the_arrays_it_has() -> None:
 )
 def test_what_does_not_fit_is_told(kind: Any, a: tuple[int, ...], b: tuple[int, ...]) -> None:
     stack = AdapterStack("linear", (OUT, IN), mx.float32)
-    assert stack.why_unfit(LowRank(kind=kind, a=mx.zeros(a), b=mx.zeros(b), scale=1.0))
+    assert stack.why_unfit(LowRank(kind=kind, a=host(mx.zeros(a)), b=host(mx.zeros(b)), scale=1.0))
