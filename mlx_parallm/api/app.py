@@ -38,6 +38,7 @@ from mlx_parallm.api.routes import (
     render,
     responses,
     server_info,
+    token_generate,
     tokenize,
 )
 from mlx_parallm.api.routes.page import page_files, page_router
@@ -118,6 +119,7 @@ def _add_routes(app: FastAPI) -> None:
         health.router,
         server_info.router,
         aborts.router,
+        token_generate.router,
         docs.router,
     ):
         app.include_router(router)

@@ -14,6 +14,13 @@ MODEL = "mlx-parallm-demo"
 MAX_TOKENS = 4
 
 
+def bound_samples(params: Any) -> None:
+    """Keep what vLLM and SGLang nest in a field of its own short too."""
+    for one in params if isinstance(params, list) else [params]:
+        if isinstance(one, dict):
+            one["max_tokens"] = one["max_new_tokens"] = MAX_TOKENS
+
+
 def call_at_random(operation: Any) -> None:
     """Send a bounded number of random requests to one route."""
 
@@ -30,6 +37,7 @@ def call_at_random(operation: Any) -> None:
         if isinstance(case.body, dict):
             case.body["max_tokens"] = case.body["max_output_tokens"] = MAX_TOKENS
             case.body.pop("max_completion_tokens", None)
+            bound_samples(case.body.get("sampling_params"))
             case.body["stream"] = False
             if data.draw(st.booleans()):
                 case.body["model"] = MODEL

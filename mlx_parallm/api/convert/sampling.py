@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from mlx_parallm.api.schemas.common import SamplingRequest
+from mlx_parallm.api.schemas.common import SamplingFields
 from mlx_parallm.errors import InvalidRequestError
 from mlx_parallm.request import Grammar, SamplingParams
 
 
 def sampling_params(
-    body: SamplingRequest,
+    body: SamplingFields,
     *,
     max_tokens: int | None,
     logprobs: int | None,

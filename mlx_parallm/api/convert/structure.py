@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from mlx_parallm.api.grammars import grammar_of
-from mlx_parallm.api.schemas.common import SamplingRequest
+from mlx_parallm.api.schemas.common import SamplingFields
 from mlx_parallm.engine.interface import ServedModel
 from mlx_parallm.errors import InvalidRequestError
 from mlx_parallm.grammar import spec as specs
@@ -24,7 +24,7 @@ TEXT_FORMAT = "text.format"
 _Read = Callable[[Any, str], GrammarSpec | None]
 
 
-async def body_grammar(body: SamplingRequest, model: ServedModel) -> Grammar | None:
+async def body_grammar(body: SamplingFields, model: ServedModel) -> Grammar | None:
     """What the fields of a request body ask an answer to match; None if they do not.
 
     Raises:
@@ -35,7 +35,7 @@ async def body_grammar(body: SamplingRequest, model: ServedModel) -> Grammar | N
 
 
 def body_structure(
-    body: SamplingRequest, *, text_format: Any = None
+    body: SamplingFields, *, text_format: Any = None
 ) -> tuple[GrammarSpec, str] | None:
     """What the fields of a request body ask for, and the field that asks; None if none does.
 

@@ -56,13 +56,11 @@ class StreamOptions(NullIsAbsent):
     continuous_usage_stats: StrictBool = Field(False, description="Token counts in every chunk.")
 
 
-class SamplingRequest(NullIsAbsent):
+class SamplingFields(NullIsAbsent):
     """How the tokens of a sample are chosen; names are OpenAI's, vLLM's and SGLang's."""
 
     model_config = ConfigDict(extra="allow", protected_namespaces=())
 
-    model: StrictStr = Field(description="A served model's name.")
-    stream: StrictBool = Field(False, description="Answer by server-sent events.")
     temperature: Number = Field(1.0, ge=0, le=2, description="0 is greedy.")
     top_p: Number = Field(1.0, gt=0, le=1, description="Keep the likeliest of this mass.")
     top_k: StrictInt = Field(0, ge=-1, description="0 and -1 keep all tokens.")
@@ -111,11 +109,6 @@ class SamplingRequest(NullIsAbsent):
     speculative: StrictBool = Field(
         True, description="False keeps speculative decoding away from this request."
     )
-    priority: StrictInt = Field(0, ge=-INT64, lt=INT64, description="Lower runs first.")
-    cache_salt: StrictStr | None = Field(
-        None, max_length=1024, description="Share cached prefixes only with the same salt."
-    )
-    user: StrictStr | None = Field(None, description="Accepted and ignored.")
 
     @model_validator(mode="after")
     def _log_unknown(self) -> Self:
@@ -154,6 +147,18 @@ class SamplingRequest(NullIsAbsent):
         """Raise InvalidRequestError if an extra field that cannot be honoured has a value."""
         if (self.model_extra or {}).get(name):
             raise InvalidRequestError(why, param=name, code="unsupported_parameter")
+
+
+class SamplingRequest(SamplingFields):
+    """What a request for samples of one model says beside how they are sampled."""
+
+    model: StrictStr = Field(description="A served model's name.")
+    stream: StrictBool = Field(False, description="Answer by server-sent events.")
+    priority: StrictInt = Field(0, ge=-INT64, lt=INT64, description="Lower runs first.")
+    cache_salt: StrictStr | None = Field(
+        None, max_length=1024, description="Share cached prefixes only with the same salt."
+    )
+    user: StrictStr | None = Field(None, description="Accepted and ignored.")
 
 
 class GenerationRequest(SamplingRequest):

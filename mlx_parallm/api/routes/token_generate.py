@@ -1,0 +1,89 @@
+"""``POST /inference/v1/generate``: vLLM's route from tokens to tokens."""
+
+from __future__ import annotations
+
+from fastapi import APIRouter, Depends, Request, Response
+
+from mlx_parallm.api.convert.structure import body_grammar
+from mlx_parallm.api.convert.token_generate import FIELDS, TokenAnswer, token_sampling_params
+from mlx_parallm.api.dependencies import (
+    ClientDep,
+    ConfigDep,
+    EngineDep,
+    MaxWaitingDep,
+    refuse_lone_surrogates,
+)
+from mlx_parallm.api.generation import Generation, check_queue, named_by
+from mlx_parallm.api.ignored import tell_ignored
+from mlx_parallm.api.respond import respond
+from mlx_parallm.api.schemas.token_generate import TokenGenerateRequest
+from mlx_parallm.api.sse import STREAMED
+from mlx_parallm.request import GenerateRequest
+
+router = APIRouter(dependencies=[Depends(refuse_lone_surrogates)])
+
+# Of vLLM; they change nothing here, and clients send them as a matter of course.
+WITHOUT_EFFECT = frozenset(
+    [
+        "ec_transfer_params",
+        "kv_transfer_params",
+        "reasoning_ended",
+        "reasoning_parser_kwargs",
+        "token_offsets",
+    ]
+)
+SAMPLING_WITHOUT_EFFECT = frozenset(
+    [
+        "best_of",
+        "detokenize",
+        "flat_logprobs",
+        "output_kind",
+        "skip_clone",
+        "skip_reading_prefix_cache",
+        "spaces_between_special_tokens",
+    ]
+)
+
+
+@router.post("/inference/v1/generate", responses=STREAMED)
+async def generate(
+    body: TokenGenerateRequest,
+    request: Request,
+    engine: EngineDep,
+    config: ConfigDep,
+    client: ClientDep,
+    max_waiting: MaxWaitingDep,
+) -> Response:
+    """Continue a prompt of token ids, by token ids."""
+    model = engine.get_model(body.model) if body.model else engine.models()[0]
+    name = body.model or model.names[0]
+    with named_by(FIELDS):
+        body.check_supported()
+        check_queue(engine, name, client, n=body.sampling_params.n, max_waiting=max_waiting)
+        grammar = await body_grammar(body.sampling_params, model)
+        params = token_sampling_params(
+            body.sampling_params, max_logprobs=config.max_logprobs, grammar=grammar
+        )
+    asked = GenerateRequest(
+        request_id=body.request_id or f"generate-{request.state.answer_id}",
+        model=model.names[0],
+        prompt_ids=tuple(body.token_ids),
+        params=params,
+        priority=body.priority,
+        client=client,
+        cache_salt=body.cache_salt,
+    )
+    answer = TokenAnswer(body, request_id=asked.request_id, model=name, tokenizer=model.tokenizer)
+    generation = await Generation.start(engine, [asked], fields=FIELDS, max_waiting=max_waiting)
+    response = await respond(
+        request, generation, answer, stream=body.stream, keep_alive_s=config.sse_keep_alive_s
+    )
+    tell_ignored(response, ignored_fields(body))
+    return response
+
+
+def ignored_fields(body: TokenGenerateRequest) -> set[str]:
+    """Fields of a body that are not known here."""
+    unknown = set(body.model_extra or ()) - WITHOUT_EFFECT
+    inner = set(body.sampling_params.model_extra or ()) - SAMPLING_WITHOUT_EFFECT
+    return unknown | {f"sampling_params.{name}" for name in inner}
