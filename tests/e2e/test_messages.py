@@ -137,7 +137,11 @@ class Dice(BaseModel):
 
 def test_a_structured_answer_is_parsed(client: anthropic.Anthropic) -> None:
     parsed = client.messages.parse(
-        model=MODEL, max_tokens=200, messages=SUM, output_format=Dice, extra_body={"temperature": 1}
+        model=MODEL,
+        max_tokens=200,
+        messages=SUM,
+        output_format=Dice,
+        extra_body={"temperature": 1, "seed": 1},
     )
     assert isinstance(parsed.parsed_output, Dice)
 

@@ -68,7 +68,9 @@ class Person(BaseModel):
 
 def test_an_answer_in_a_models_form(client: openai.OpenAI) -> None:
     text = "Extract the name and age as JSON: Anna is 31 years old."
-    answer = client.responses.parse(model=MODEL, input=text, text_format=Person, temperature=1)
+    answer = client.responses.parse(
+        model=MODEL, input=text, text_format=Person, temperature=1, extra_body={"seed": 1}
+    )
     assert isinstance(answer.output_parsed, Person)
     assert answer.text is not None
     assert answer.text.format is not None
