@@ -80,7 +80,7 @@ class ScheduledSequence:
             follows each. A choice counts while the proposals before it were chosen too.
         draft: what the draft model runs. Proposals that are ``PENDING_TOKEN`` are its to make, and
             these tokens then end with the last one that is no proposal.
-        prompt_logprobs: None, or how many likeliest tokens to report per target.
+        prompt_logprobs: None, or how many likeliest tokens to report per target; -1 for all.
         target_ids: with ``prompt_logprobs``: the prompt tokens at positions ``start + 1 ..``, whose
             log-probabilities are wanted (one fewer than ``token_ids`` at the end of the prompt).
     """
@@ -131,14 +131,17 @@ class ScheduledBatch:
 class TokenLogprob:
     """A token's log-probability and the likeliest alternatives, best first.
 
-    ``top`` has the tokens that were asked for by id instead, where there are such.
-    ``rank`` is 1 plus the number of tokens that are likelier; only prompt tokens have it.
+    Every number is finite: what cannot be sampled is not in ``top``, and a token that the model
+    holds impossible has the least float32. ``top`` has the tokens that were asked for by id
+    instead, where there are such. ``rank`` is 1 plus the number of tokens that are likelier; only
+    prompt tokens have it. ``entropy``, in nats, is that of the distribution, where asked for.
     """
 
     token_id: int
     logprob: float
     top: tuple[tuple[int, float], ...] = ()
     rank: int | None = None
+    entropy: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

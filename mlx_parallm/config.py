@@ -173,6 +173,7 @@ class EngineConfig:
 
     ``restart_on_failure``: when the engine thread dies, tell every open stream and start it anew
     instead of ending the process. ``speculative``: None for no speculative decoding.
+    ``logprobs_mode``: one of ``request.LOGPROBS_MODES``, for requests that name none.
     """
 
     models: tuple[ModelConfig, ...] = (ModelConfig(),)
@@ -181,6 +182,7 @@ class EngineConfig:
     speculative: SpeculativeConfig | None = None
     seed: int = 0
     restart_on_failure: bool = False
+    logprobs_mode: str = "raw_logprobs"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -191,7 +193,7 @@ class ServerConfig:
         api_keys: keys that may use the model routes; empty admits everybody.
         admin_api_keys: keys that may change the server; empty means ``api_keys``.
         allowed_origins: CORS origins; empty allows none; "*" any.
-        max_logprobs: cap on ``top_logprobs`` and ``logprobs``.
+        max_logprobs: cap on ``top_logprobs``, ``logprobs`` and ``prompt_logprobs``; -1 is no cap.
         max_body_bytes: largest request body.
         max_client_body_bytes: bodies of one client's requests in the server together.
         client_timeout_s: a client that sends or takes nothing for this long is cut off; 0 is off.

@@ -7,6 +7,12 @@ from dataclasses import dataclass, field
 from mlx_parallm.errors import InvalidRequestError
 
 MAX_CHOICES = 128
+#: Of ``logprobs`` and ``prompt_logprobs``: every token of the vocabulary.
+ALL_TOKENS = -1
+
+RAW_LOGPROBS = "raw_logprobs"
+PROCESSED_LOGPROBS = "processed_logprobs"
+LOGPROBS_MODES = (RAW_LOGPROBS, PROCESSED_LOGPROBS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,11 +74,19 @@ class SamplingParams:
         stop_token_ids: tokens that end generation, besides the model's own.
         ignore_eos: go on past the model's end-of-sequence tokens.
         skip_special_tokens: leave special tokens out of the text.
-        logprobs: None for none; k for the sampled token's log-probability and the k likeliest.
-            Log-probabilities are those of the model: before temperature, penalties and masks.
+        logprobs: None for none; k for the sampled token's log-probability and the k likeliest;
+            -1 for all.
+        logprobs_mode: whose log-probabilities ``logprobs`` and ``entropy`` are.
+            "raw_logprobs": the model's, before temperature, penalties, biases and masks.
+            "processed_logprobs": those of the distribution the token was drawn from, after all of
+            that and top-k, top-p and min-p. A greedy row has temperature 1 there and is not
+            truncated. None takes the engine's mode.
         logprob_token_ids: with ``logprobs``: report these tokens, in this order, in place of the
             likeliest.
-        prompt_logprobs: the same for each prompt token given those before it.
+        entropy: report the entropy of that distribution for each token; implies ``logprobs`` of 0
+            at least.
+        prompt_logprobs: as ``logprobs``, for each prompt token given those before it; the model's
+            in both modes.
         speculative: whether tokens may be proposed for it, where the engine does that; which
             tokens it gets does not depend on it.
         grammar: when given, only tokens that can go on to match it are sampled, and the end of
@@ -99,7 +113,9 @@ class SamplingParams:
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
     logprobs: int | None = None
+    logprobs_mode: str | None = None
     logprob_token_ids: tuple[int, ...] = ()
+    entropy: bool = False
     prompt_logprobs: int | None = None
     speculative: bool = True
     grammar: Grammar | None = None
@@ -119,7 +135,8 @@ class SamplingParams:
             raise InvalidRequestError(
                 "repetition_penalty must be in (0, 100].", param="repetition_penalty"
             )
-        for name in ("max_tokens", "min_tokens", "logprobs", "prompt_logprobs"):
+        self._check_logprobs()
+        for name in ("max_tokens", "min_tokens"):
             value = getattr(self, name)
             if value is not None and value < 0:
                 raise InvalidRequestError(f"{name} must not be negative.", param=name)
@@ -127,6 +144,20 @@ class SamplingParams:
             raise InvalidRequestError("min_tokens must not exceed max_tokens.", param="min_tokens")
         if any(not text for text in self.stop):
             raise InvalidRequestError("stop must not contain an empty string.", param="stop")
+
+    def _check_logprobs(self) -> None:
+        for name in ("logprobs", "prompt_logprobs"):
+            value = getattr(self, name)
+            if value is not None and value < ALL_TOKENS:
+                raise InvalidRequestError(f"{name} must be -1, 0 or positive.", param=name)
+        if self.logprobs_mode is not None and self.logprobs_mode not in LOGPROBS_MODES:
+            modes = " or ".join(LOGPROBS_MODES)
+            raise InvalidRequestError(f"logprobs_mode must be {modes}.", param="logprobs_mode")
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """How many likeliest tokens are reported with each; None for no log-probabilities."""
+        return 0 if self.logprobs is None and self.entropy else self.logprobs
 
     @property
     def has_penalty(self) -> bool:

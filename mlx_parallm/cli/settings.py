@@ -16,6 +16,7 @@ from mlx_parallm.config import (
     ServerConfig,
 )
 from mlx_parallm.parsing.registry import reasoning_format_names, tool_format_names
+from mlx_parallm.request import LOGPROBS_MODES
 
 ENVIRONMENT_PREFIX = "MLX_PARALLM_"
 
@@ -215,8 +216,12 @@ SETTINGS: tuple[Setting, ...] = (
              "let such pages send cookies."),
     _setting("root-path", "server.root_path", values.any_text, ADDRESS,
              "path prefix that a proxy in front strips.", metavar="PATH"),
-    _setting("max-logprobs", "server.max_logprobs", values.integer(0), REQUESTS,
-             "most alternatives a request may ask for per token.", metavar="N"),
+    _setting("max-logprobs", "server.max_logprobs", values.integer(-1), REQUESTS,
+             "most alternatives a request may ask for per token; -1 is no limit.", metavar="N"),
+    _setting("logprobs-mode", "engine.logprobs_mode", values.choice(*LOGPROBS_MODES), REQUESTS,
+             "whose log-probabilities sampled tokens have, where a request does not say: "
+             "raw_logprobs, the model's, or processed_logprobs, those of the distribution they "
+             "were drawn from. See docs/logprobs.md."),
     _setting("max-body-size", "server.max_body_bytes", values.size, REQUESTS,
              "largest body of a request for generation or tokens, such as 8MiB.", metavar="SIZE"),
     _setting("max-body-size-per-key", "server.max_client_body_bytes", values.size, REQUESTS,

@@ -297,6 +297,7 @@ def _assemble(
         one.attention.backend,
         _draft_model(one, num_blocks),
         grammars=grammars,
+        logprobs_mode=config.logprobs_mode,
         tracer=tracer,
     )
     info = runner.info

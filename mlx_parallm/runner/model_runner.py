@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 
 import mlx.core as mx
 import numpy as np
 
 from mlx_parallm.attention.base import AttentionBackend
 from mlx_parallm.attention.quantisation import kv_cache_dtype_of
-from mlx_parallm.batch import RunnerInfo, ScheduledBatch, StepOutput
+from mlx_parallm.batch import (
+    RunnerInfo,
+    SampledToken,
+    ScheduledBatch,
+    StepOutput,
+    TokenLogprob,
+)
 from mlx_parallm.errors import ModelLoadError
 from mlx_parallm.grammar.compiler import GrammarCompiler
 from mlx_parallm.grammar.masks import GrammarMasks
+from mlx_parallm.request import ALL_TOKENS, RAW_LOGPROBS
 from mlx_parallm.runner.cache_layout import CacheLayout
 from mlx_parallm.runner.draft_model import DraftModel
 from mlx_parallm.runner.grammar_rows import Constraints, GrammarRows
@@ -36,7 +44,7 @@ logger = logging.getLogger(__name__)
 class ModelRunner:
     """Implements ``batch.Runner``. Every call must come from the thread that loaded the model."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - settings, by name
         self,
         loaded: LoadedModel,
         layouts: tuple[CacheLayout, ...],
@@ -46,12 +54,14 @@ class ModelRunner:
         draft: DraftModel | None = None,
         *,
         grammars: GrammarCompiler | None = None,
+        logprobs_mode: str = RAW_LOGPROBS,
         tracer: StepTracer | None = None,
     ) -> None:
         """Choose how the model runs.
 
         ``draft`` is over as many blocks of the same size, for proposals left to a draft model;
-        ``grammars`` are those of constrained samples.
+        ``grammars`` are those of constrained samples; ``logprobs_mode`` is for requests that name
+        none.
         """
         self._tracer = tracer or NoTracer()
         self._draft = draft
@@ -62,7 +72,7 @@ class ModelRunner:
         if vocab_size is None:
             raise ModelLoadError(f"{loaded.path} has no embedding table.")
         kernels, _ = choose_sampling(vocab_size, DTYPES.get(loaded.dtype, mx.float32))
-        self._sampler = Sampler(kernels)
+        self._sampler = Sampler(kernels, logprobs_mode=logprobs_mode)
         choice = choose_path(
             loaded.model,
             layouts,
@@ -183,9 +193,10 @@ class ModelRunner:
             one.seq_id: target_logprobs(
                 logits[first : first + len(one.target_ids)],
                 one.target_ids,
-                one.prompt_logprobs or 0,
+                self._info.vocab_size if one.prompt_logprobs == ALL_TOKENS else one.prompt_logprobs,
             )
             for one, first in rows.scored
+            if one.prompt_logprobs is not None
         }
 
 
@@ -239,7 +250,23 @@ class ModelStep:
         if self._drafts is not None:
             self._rows.fill_proposals(np.array(self._drafts).tolist())
         tokens = keep_valid(tokens, self._rows.proposals)
-        if self._failed:
-            tokens = tuple(token for token in tokens if token.seq_id not in self._failed)
         scored = {seq_id: result.to_python() for seq_id, result in self._scored.items()}
-        return StepOutput(tokens=tokens, prompt_logprobs=scored, failed=self._failed)
+        failed = {**_not_numbers(tokens, scored), **self._failed}
+        if failed:
+            tokens = tuple(token for token in tokens if token.seq_id not in failed)
+            scored = {seq_id: one for seq_id, one in scored.items() if seq_id not in failed}
+        return StepOutput(tokens=tokens, prompt_logprobs=scored, failed=failed)
+
+
+def _not_numbers(
+    tokens: Sequence[SampledToken], scored: Mapping[int, Sequence[TokenLogprob]]
+) -> dict[int, str]:
+    """Sequences with a log-probability that is NaN, and why they fail."""
+    why = "The model's logits are not numbers, so there are no log-probabilities."
+    wrong = [one.seq_id for one in tokens if one.logprob and math.isnan(one.logprob.logprob)]
+    wrong += [
+        seq_id
+        for seq_id, entries in scored.items()
+        if any(math.isnan(entry.logprob) for entry in entries)
+    ]
+    return dict.fromkeys(wrong, why)

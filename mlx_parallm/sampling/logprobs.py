@@ -1,4 +1,8 @@
-"""Log-probabilities of chosen tokens and of the likeliest ones, gathered on the device."""
+"""Log-probabilities of chosen tokens and of the likeliest ones, gathered on the device.
+
+All are log-softmax in float32 of whatever logits they are given: the model's own, or those that a
+token was drawn from, where ``-inf`` marks what could not be drawn.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +13,10 @@ import mlx.core as mx
 import numpy as np
 
 from mlx_parallm.batch import TokenLogprob
+
+#: Stands for the logarithm of 0 of a token that was forced: JSON has no infinity.
+LEAST = float(np.finfo(np.float32).min)
+_Pairs = tuple[tuple[int, float], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,18 +43,24 @@ class TargetLogprobs:
         arrays = (self.target_ids, self.target, self.top_ids, self.top, self.ranks)
         return [array for array in arrays if array is not None]
 
-    def to_python(self) -> tuple[TokenLogprob, ...]:
-        """One entry per row."""
+    def to_python(self, counts: Sequence[int] | None = None) -> tuple[TokenLogprob, ...]:
+        """One entry per row, with at most ``counts[row]`` of the likeliest; all if not given."""
         ids: list[int] = np.array(self.target_ids).tolist()
-        values: list[float] = np.array(self.target).tolist()
+        values: list[float] = np.maximum(np.array(self.target), LEAST).tolist()
         ranks = [None] * len(ids) if self.ranks is None else np.array(self.ranks).tolist()
-        return tuple(map(TokenLogprob, ids, values, self._tops(), ranks))
+        return tuple(map(TokenLogprob, ids, values, self._tops(counts), ranks))
 
-    def _tops(self) -> list[tuple[tuple[int, float], ...]]:
+    def _tops(self, counts: Sequence[int] | None) -> list[_Pairs]:
         if self.top_ids is None or self.top is None:
             return [()] * self.target.shape[0]
-        pairs = zip(np.array(self.top_ids).tolist(), np.array(self.top).tolist(), strict=True)
-        return [tuple(zip(row_ids, row, strict=True)) for row_ids, row in pairs]
+        ids, values = np.array(self.top_ids), np.array(self.top)
+        ends = (values > -np.inf).sum(axis=-1)  # best first: what is impossible comes last
+        if counts is not None:
+            ends = np.minimum(ends, counts)
+        return [
+            tuple(zip(row_ids[:end].tolist(), row[:end].tolist(), strict=True))
+            for row_ids, row, end in zip(ids, values, ends, strict=True)
+        ]
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,24 +68,31 @@ class NamedLogprobs:
     """Lazy log-probabilities of tokens that some rows ask for by id.
 
     Attributes:
-        ids: of each such row, by its place in the batch.
+        ids: of each such row, by its place among the rows.
         values: float32, ``[len(ids), the most ids of a row]``; those of shorter rows are padded.
     """
 
     ids: Mapping[int, tuple[int, ...]]
     values: mx.array
 
-    def to_python(self) -> dict[int, tuple[tuple[int, float], ...]]:
+    def to_python(self) -> dict[int, _Pairs]:
         """Of each row, its tokens and their log-probabilities, in the order asked for."""
         rows = zip(self.ids.items(), np.array(self.values).tolist(), strict=True)
-        return {row: tuple(zip(ids, values, strict=False)) for (row, ids), values in rows}
+        return {
+            row: tuple(
+                (token, value)
+                for token, value in zip(ids, values, strict=False)
+                if value > -float("inf")
+            )
+            for (row, ids), values in rows
+        }
 
 
 def named_logprobs(logits: mx.array, ids: Mapping[int, tuple[int, ...]]) -> NamedLogprobs:
     """Log-softmax in float32 at the tokens that rows name.
 
     Args:
-        logits: any float dtype, ``[rows, vocab]``; the model's own, unmodified.
+        logits: any float dtype, ``[rows, vocab]``.
         ids: token ids by row; not empty.
     """
     width = max(map(len, ids.values()))
@@ -87,7 +108,7 @@ def target_logprobs(
     """Log-softmax in float32 at the targets and at the ``top`` likeliest tokens.
 
     Args:
-        logits: any float dtype, ``[rows, vocab]``; the model's own, unmodified.
+        logits: any float dtype, ``[rows, vocab]``.
         target_ids: one token per row. Those that are known already, prompt tokens, are ranked; an
             array, of tokens that are still being chosen, is not.
         top: how many of the likeliest tokens to report; at most the whole vocabulary is.
@@ -104,6 +125,14 @@ def target_logprobs(
     top_ids = _likeliest(logits, min(top, logits.shape[-1]))
     values = mx.take_along_axis(logits, top_ids, axis=-1) - norm
     return TargetLogprobs(targets, target, top_ids, values, ranks)
+
+
+def entropies(logits: mx.array) -> mx.array:
+    """Entropy of each row's softmax in nats, float32 ``[rows]``; what is ``-inf`` adds nothing."""
+    logits = logits.astype(mx.float32)
+    logs = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
+    shares = mx.exp(logs)
+    return -mx.sum(mx.where(shares > 0, shares * logs, 0.0), axis=-1)
 
 
 def _likeliest(logits: mx.array, count: int) -> mx.array:

@@ -10,9 +10,10 @@ import mlx.core as mx
 import numpy as np
 
 from mlx_parallm.batch import SampleSpec
-from mlx_parallm.request import SamplingParams
+from mlx_parallm.request import RAW_LOGPROBS, SamplingParams
 from mlx_parallm.sampling.adjust import always_adjusts
 from mlx_parallm.sampling.keys import WORD, seed_word
+from mlx_parallm.sampling.logprob_rows import logprob_groups
 
 # Below this, logits divided by the temperature could overflow; vLLM's limit.
 GREEDY_TEMPERATURE = 1e-5
@@ -26,27 +27,18 @@ class RowSettings:
 
     Attributes:
         drawn: rows that are not greedy.
-        counts: ``(row, how many likeliest tokens it wants)``, of rows that want log-probabilities.
-        top: the most that a row wants.
-        named: the tokens whose log-probabilities a row wants by id.
+        logprobs: rows that want log-probabilities.
     """
 
-    def __init__(self, specs: Sequence[SampleSpec]) -> None:
+    def __init__(self, specs: Sequence[SampleSpec], logprobs_mode: str = RAW_LOGPROBS) -> None:
+        """``logprobs_mode`` is that of rows that name none."""
         self._params = [spec.params for spec in specs]
         self._seeds = [spec.seed for spec in specs]
         self._adjusted = {row for row, one in enumerate(self._params) if always_adjusts(one)}
         self.drawn = [
             row for row, one in enumerate(self._params) if one.temperature >= GREEDY_TEMPERATURE
         ]
-        self.counts = tuple(
-            (row, one.logprobs) for row, one in enumerate(self._params) if one.logprobs is not None
-        )
-        self.named = {
-            row: one.logprob_token_ids
-            for row, one in enumerate(self._params)
-            if one.logprob_token_ids and one.logprobs is not None
-        }
-        self.top = max((count for _, count in self.counts), default=0)
+        self.logprobs = logprob_groups(self._params, logprobs_mode)
 
     def are_of(self, specs: Sequence[SampleSpec]) -> bool:
         """Whether these rows have the same parameters and seeds."""
@@ -67,11 +59,6 @@ class RowSettings:
         for row in self.drawn:
             rows[row] = _row_settings(self._params[row])
         return mx.array(np.array(rows, dtype=np.float32))
-
-    @functools.cached_property
-    def wanted(self) -> mx.array:
-        """As ``SamplingKernels.logprobs`` takes it, int32 ``[n, 2]``."""
-        return mx.array(np.array([(row, self.top) for row, _ in self.counts], dtype=np.int32))
 
     def keys(self, specs: Sequence[SampleSpec]) -> mx.array:
         """The same as ``random_keys``, from seeds that are folded once."""

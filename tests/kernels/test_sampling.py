@@ -9,11 +9,12 @@ import numpy as np
 import pytest
 
 from mlx_parallm.batch import SampleSpec
-from mlx_parallm.request import SamplingParams
+from mlx_parallm.request import LOGPROBS_MODES, PROCESSED_LOGPROBS, SamplingParams
 from mlx_parallm.runner import sampling_check
 from mlx_parallm.runner.sampling_check import choose_sampling, sampling_report, why_not
 from mlx_parallm.sampling.kernel_sampling import MAX_TOP, SamplingKernels
 from mlx_parallm.sampling.keys import random_keys
+from mlx_parallm.sampling.logprobs import LEAST
 from mlx_parallm.sampling.row_settings import RowSettings
 from mlx_parallm.sampling.sampler import Sampler, SampleResult, categorical
 from mlx_parallm.sampling.truncation import truncate
@@ -161,9 +162,11 @@ def test_the_likeliest_come_best_first_and_ties_by_ascending_id(
     for row, entry in zip(chosen, found.to_python(), strict=True):
         exact = logits[row].astype(np.float64)
         exact -= exact.max() + np.log(np.exp(exact - exact.max()).sum())
+        # What cannot be sampled is not told; a target that cannot has the least number.
         ids = np.argsort(-logits[row], kind="stable")[:top].tolist()
+        ids = [token for token in ids if exact[token] > -np.inf]
         assert entry.token_id == tokens[row]
-        assert np.isclose(entry.logprob, exact[tokens[row]], rtol=1e-6, atol=1e-5)
+        assert np.isclose(entry.logprob, max(exact[tokens[row]], LEAST), rtol=1e-6, atol=1e-5)
         assert [token for token, _ in entry.top] == ids
         assert np.allclose([value for _, value in entry.top], exact[ids], rtol=1e-6, atol=1e-5)
 
@@ -183,14 +186,25 @@ def tokens_of(result: SampleResult, rows: int) -> list[object]:
     ]
 
 
-def test_a_sampler_answers_the_same_with_kernels_and_without(shim: Shim) -> None:
+def values_of(result: SampleResult, rows: int) -> list[list[float]]:
+    entries = [one.logprob for one in result.to_python(range(rows))]
+    return [
+        [one.logprob, one.entropy or 0.0, *(value for _, value in one.top)] if one else []
+        for one in entries
+    ]
+
+
+@pytest.mark.parametrize("mode", LOGPROBS_MODES)
+def test_a_sampler_answers_the_same_with_kernels_and_without(shim: Shim, mode: str) -> None:
     source = np.random.default_rng(8)
-    mine, stock = Sampler(trusted(shim, mx.float32)), Sampler()
+    mine = Sampler(trusted(shim, mx.float32), logprobs_mode=mode)
+    stock = Sampler(logprobs_mode=mode)
     params = [
         SamplingParams(temperature=0.0, logprobs=2),
         SamplingParams(top_k=7, presence_penalty=1.0),
-        SamplingParams(top_k=50, min_p=0.01, logprobs=0),
+        SamplingParams(top_k=50, min_p=0.01, logprobs=0, entropy=True),
         SamplingParams(logit_bias=((5, 4.0),), temperature=2.0, logprobs=4),
+        SamplingParams(top_k=3, temperature=0.5, logprobs=20, entropy=True),
     ]
     for step in range(4):
         specs = [
@@ -207,8 +221,35 @@ def test_a_sampler_answers_the_same_with_kernels_and_without(shim: Shim) -> None
         if step == 1:
             specs = specs[1:]
         logits = mx.array(source.normal(size=(len(specs), VOCAB)) * 2, dtype=mx.float32)
-        found = tokens_of(mine(logits, specs), len(specs))
-        assert found == tokens_of(stock(logits, specs), len(specs))
+        found, wanted = mine(logits, specs), stock(logits, specs)
+        assert tokens_of(found, len(specs)) == tokens_of(wanted, len(specs))
+        pairs = zip(values_of(found, len(specs)), values_of(wanted, len(specs)), strict=True)
+        for some, others in pairs:
+            assert some == pytest.approx(others, abs=1e-5)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("temperature", [1e-5, 0.7, 3.0])
+def test_processed_logprobs_are_those_of_what_the_kernels_kept(
+    shim: Shim, kind: str, temperature: float
+) -> None:
+    source = np.random.default_rng(len(kind))
+    params = {"temperature": temperature, "logprobs": 3, "logprobs_mode": PROCESSED_LOGPROBS}
+    specs = [spec(i, **params, **one) for i, one in enumerate(TRUNCATIONS)]
+    logits = mx.array(np.array([KINDS[kind](source, VOCAB) for _ in specs], dtype=np.float32))
+    kernels = trusted(shim, mx.float32)
+    tokens, floors = drawn(kernels, logits, specs)
+    scaled = logits / temperature
+    exact = np.array(mx.where(scaled >= floors, scaled, -mx.inf)).astype(np.float64)
+    exact -= exact.max(axis=-1, keepdims=True)
+    exact -= np.log(np.exp(exact).sum(axis=-1, keepdims=True))
+    result = Sampler(kernels)(logits, specs)
+    for row, one in enumerate(result.to_python(range(len(specs)))):
+        assert one.token_id == tokens[row]
+        assert one.logprob is not None
+        assert one.logprob.logprob == pytest.approx(exact[row, tokens[row]], rel=1e-6, abs=1e-5)
+        best = np.sort(exact[row][exact[row] > -np.inf])[::-1][:3]
+        assert [value for _, value in one.logprob.top] == pytest.approx(best, rel=1e-6, abs=1e-5)
 
 
 class CountingShim(CudaShim):

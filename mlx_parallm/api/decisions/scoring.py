@@ -12,7 +12,7 @@ from mlx_parallm.api.generation import Generation
 from mlx_parallm.engine.interface import EngineClient, ServedModel, Tokenizer
 from mlx_parallm.errors import RequestAbortedError
 from mlx_parallm.outputs import FinishReason, PromptEvent
-from mlx_parallm.request import GenerateRequest, SamplingParams
+from mlx_parallm.request import RAW_LOGPROBS, GenerateRequest, SamplingParams
 
 FIELDS = {"prompt": "input", "messages": "input"}
 
@@ -125,7 +125,11 @@ def _nodes(template: GenerateRequest, questions: Sequence[EncodedQuestion]) -> l
     for number, question in enumerate(questions):
         for start, ids in question.tree.branches.items():
             params = SamplingParams(
-                temperature=0.0, max_tokens=1, logprobs=0, logprob_token_ids=ids
+                temperature=0.0,
+                max_tokens=1,
+                logprobs=0,
+                logprobs_mode=RAW_LOGPROBS,
+                logprob_token_ids=ids,
             )
             request = GenerateRequest(
                 request_id=f"{template.request_id}-{len(nodes)}",
