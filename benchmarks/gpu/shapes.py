@@ -93,6 +93,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "MoE": MOE,
     "hybrid": HYBRID,
     "tiny": QWEN3 | TINY,
+    "tiny tied": QWEN3 | TINY | {"tie_word_embeddings": True},
     "tiny MoE": MOE
     | TINY
     | {"moe_intermediate_size": 32, "num_experts": 4, "num_experts_per_tok": 2},

@@ -1,11 +1,13 @@
-"""Which adapters the rows of the forward in progress have."""
+"""Which adapters there are, and which of them the rows of the forward in progress have."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import mlx.core as mx
+
+from mlx_parallm.adapters.stack import AdapterStack, capacity
 
 
 class AdapterContext:
@@ -15,11 +17,40 @@ class AdapterContext:
         slots: int32 ``[B]`` of the inputs ``[B, L, ...]`` that layers get; None while no row of the
             forward has an adapter.
         wanted: the rows that the head picks out of all, int32; None where it picks none.
+        stacks: what resident adapters change, by module path.
     """
 
     def __init__(self) -> None:
         self.slots: mx.array | None = None
         self.wanted: mx.array | None = None
+        self.stacks: dict[str, AdapterStack] = {}
+        self._num_slots = 1
+
+    @property
+    def num_slots(self) -> int:
+        """How many slots every stack has room for, slot 0 included."""
+        return self._num_slots
+
+    def reserve(self, num_slots: int) -> None:
+        """Let every stack have room for so many slots."""
+        self._num_slots = max(self._num_slots, capacity(num_slots))
+        for stack in self.stacks.values():
+            # Rows name slots in every layer, whether their adapters change it or not.
+            stack.reserve(self._num_slots)
+
+    @property
+    def key(self) -> str:
+        """Changes with the modules that are changed."""
+        return "\n".join(sorted(self.stacks))
+
+    def arrays(self) -> list[list[mx.array]]:
+        """Those of all stacks."""
+        return [self.stacks[path].arrays() for path in sorted(self.stacks)]
+
+    def set_arrays(self, arrays: Sequence[Sequence[mx.array]]) -> None:
+        """Let layers use others, in the order of ``arrays``."""
+        for path, others in zip(sorted(self.stacks), arrays, strict=True):
+            self.stacks[path].set_arrays(others)
 
     @contextmanager
     def during(self, slots: mx.array | None, wanted: mx.array | None = None) -> Iterator[None]:

@@ -30,6 +30,8 @@ _PEFT_NAME = re.compile(
 _MLX_NAME = re.compile(r"(?P<module>.+)\.(?P<part>lora_a|lora_b|m)")
 # One expert of many, which mlx_lm keeps in one tensor.
 _EXPERT = re.compile(r"(?P<block>.+)\.experts\.(?P<number>\d+)\.(?P<name>\w+)")
+# Mixtral's names for an expert's layers, and mlx_lm's.
+_EXPERT_LAYERS = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
 
 
 def read_adapter(config: Mapping[str, Any], tensors: Tensors, *, param: str) -> AdapterWeights:
@@ -149,7 +151,8 @@ def _with_experts(modules: dict[str, LowRank]) -> dict[str, LowRank]:
         if found is None:
             others[path] = one
         else:
-            whole = f"{found['block']}.switch_mlp.{found['name']}"
+            layer = _EXPERT_LAYERS.get(found["name"], found["name"])
+            whole = f"{found['block']}.switch_mlp.{layer}"
             experts[whole][int(found["number"])] = one
     return others | {path: _stacked(path, parts) for path, parts in experts.items()}
 
@@ -186,9 +189,10 @@ def _check_module(path: str, one: LowRank) -> None:
     if one.a.shape[-2] != one.b.shape[-1] or one.a.shape[:-2] != one.b.shape[:-2]:
         raise _Unusable(f"the ranks of {path[:100]} differ: {one.a.shape} and {one.b.shape}")
     if one.magnitude is not None:
-        if one.kind != "linear":
-            raise _Unusable(f"DoRA of {one.kind} ({path[:100]}) is not supported")
-        if one.magnitude.shape != (one.b.shape[0],):
+        if one.kind == "experts":
+            raise _Unusable(f"DoRA of experts ({path[:100]}) is not supported")
+        rows = one.a.shape[1] if one.kind == "embedding" else one.b.shape[0]
+        if one.magnitude.shape != (rows,):
             raise _Unusable(f"the magnitudes of {path[:100]} are {one.magnitude.shape}")
     if not all(tensor.is_finite() for tensor in one.tensors()):
         raise _Unusable(f"{path[:100]} has numbers that are not finite")

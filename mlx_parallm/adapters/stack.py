@@ -7,6 +7,9 @@ nothing.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import ClassVar
+
 import mlx.core as mx
 
 from mlx_parallm.adapters.weights import Kind, LowRank
@@ -22,36 +25,42 @@ class AdapterStack:
 
     Attributes:
         kind: of the module.
-        a: ``[slots, in, r]``; ``[slots, vocab, r]`` of an embedding, ``[slots, experts, in, r]`` of
-            experts.
-        b: ``[slots, r, out]``, ``[slots, r, dims]`` or ``[slots, experts, r, out]``, with the
-            scales in it.
-        gain: ``[slots, out]``, float32: DoRA's factor of each output; None while no adapter is one.
+        a: the first factors, the slot on ``slot_axis`` and the rank on ``rank_axis``.
+        b: the second factors ``[..., r, out]``, likewise, with the scales in them.
+        gain: float32: DoRA's factor of each row of the weight, by slot; None while no adapter is
+            one.
     """
 
-    def __init__(self, kind: Kind, shape: tuple[int, ...], dtype: mx.Dtype) -> None:
+    kind: ClassVar[Kind]
+    slot_axis: ClassVar[int] = 0
+    rank_axis: ClassVar[int] = -2
+
+    def __init__(self, shape: tuple[int, ...], dtype: mx.Dtype) -> None:
         """Nothing but slot 0.
 
         Args:
-            kind: of the module.
-            shape: of its weight, unpacked: ``[out, in]``, ``[vocab, dims]`` or
-                ``[experts, out, in]``.
+            shape: of the module's weight, unpacked.
             dtype: that products are computed in.
         """
-        self.kind = kind
         self._dtype = dtype
-        self._outer = (shape[0],) if kind == "experts" else ()
-        out, inner = shape[-2:]
-        # An embedding's first factor is chosen by token, and its second gives the hidden state.
-        self._inner, self._out = (out, inner) if kind == "embedding" else (inner, out)
-        self.a = mx.zeros((1, *self._outer, self._inner, RANK_STEP), dtype)
-        self.b = mx.zeros((1, *self._outer, RANK_STEP, self._out), dtype)
+        self._shape = shape
+        a, b = (tuple(one) for one in self._fitting(RANK_STEP))
+        self.a = mx.expand_dims(mx.zeros(self._turned_shape(a), dtype), self.slot_axis)
+        self.b = mx.expand_dims(mx.zeros((*b[:-2], b[-1], b[-2]), dtype), self.slot_axis)
         self.gain: mx.array | None = None
+
+    def _fitting(self, rank: int) -> tuple[Sequence[int], Sequence[int]]:
+        """Shapes of a ``LowRank`` that changes a weight ``[..., out, in]``."""
+        *outer, out, inner = self._shape
+        return (*outer, rank, inner), (*outer, out, rank)
+
+    def _turned_shape(self, a: tuple[int, ...]) -> tuple[int, ...]:
+        return a if self.rank_axis == -2 else (*a[:-2], a[-1], a[-2])
 
     @property
     def num_slots(self) -> int:
         """Slots there is room for, slot 0 included."""
-        return self.a.shape[0]
+        return self.a.shape[self.slot_axis]
 
     @property
     def num_bytes(self) -> int:
@@ -62,12 +71,17 @@ class AdapterStack:
         """What rows are multiplied by."""
         return [self.a, self.b, *([] if self.gain is None else [self.gain])]
 
+    def set_arrays(self, arrays: Sequence[mx.array]) -> None:
+        """Multiply by others of the same shapes."""
+        self.a, self.b, *gain = arrays
+        self.gain = gain[0] if gain else None
+
     def why_unfit(self, one: LowRank) -> str | None:
         """Why a change cannot be one of this module's; None if it can."""
         if one.kind != self.kind:
             return f"it changes a module of kind {one.kind}, and this one is {self.kind}"
-        a, b = (*self._outer, one.rank, self._inner), (*self._outer, self._out, one.rank)
-        if one.a.shape != a or one.b.shape != b:
+        a, b = self._fitting(one.rank)
+        if one.a.shape != tuple(a) or one.b.shape != tuple(b):
             return f"its tensors are {one.a.shape} and {one.b.shape}, not {a} and {b}"
         return None
 
@@ -79,31 +93,57 @@ class AdapterStack:
         """
         self.reserve(slot + 1)
         self._widen(one.rank)
-        a = one.a.to_mlx().swapaxes(-1, -2).astype(self._dtype)
+        a = one.a.to_mlx()
+        a = (a if self.rank_axis == -2 else a.swapaxes(-1, -2)).astype(self._dtype)
         b = (one.b.to_mlx().astype(mx.float32) * one.scale).swapaxes(-1, -2).astype(self._dtype)
-        missing = self.a.shape[-1] - one.rank
-        if missing:
-            outer = [(0, 0)] * len(self._outer)
-            a = mx.pad(a, [*outer, (0, 0), (0, missing)])
-            b = mx.pad(b, [*outer, (0, missing), (0, 0)])
-        self.a[slot] = a
-        self.b[slot] = b
+        missing = self.b.shape[-2] - one.rank
+        self.a[self._at(slot)] = _longer(a, self.rank_axis, missing)
+        self.b[self._at(slot)] = _longer(b, -2, missing)
+        self.set_gain(slot, gain)
+
+    def set_gain(self, slot: int, gain: mx.array | None) -> None:
+        """Let a slot be a DoRA of this gain; None for a LoRA."""
         if gain is not None and self.gain is None:
-            self.gain = mx.ones((self.num_slots, self._out))
+            self.gain = mx.ones((self.num_slots, self._shape[-2]))
         if self.gain is not None:
-            self.gain[slot] = mx.ones(self._out) if gain is None else gain
+            self.gain[slot] = 1 if gain is None else gain
 
     def drop(self, slot: int) -> None:
         """Let a slot be no adapter."""
-        self.a[slot] = 0
-        self.b[slot] = 0
-        if self.gain is not None:
-            self.gain[slot] = 1
+        self.a[self._at(slot)] = 0
+        self.b[self._at(slot)] = 0
+        self.set_gain(slot, None)
 
-    def linear(
+    def reserve(self, num_slots: int) -> None:
+        """Have room for so many slots, by doubling; no row may name one beyond."""
+        more = capacity(num_slots) - self.num_slots
+        if more <= 0:
+            return
+        self.a = _longer(self.a, self.slot_axis, more)
+        self.b = _longer(self.b, self.slot_axis, more)
+        if self.gain is not None:
+            self.gain = mx.pad(self.gain, [(0, more), (0, 0)], constant_values=1.0)
+
+    def _widen(self, rank: int) -> None:
+        """Have room for this rank."""
+        more = -(-rank // RANK_STEP) * RANK_STEP - self.b.shape[-2]
+        if more > 0:
+            self.a = _longer(self.a, self.rank_axis, more)
+            self.b = _longer(self.b, -2, more)
+
+    def _at(self, slot: int) -> tuple[slice | int, ...]:
+        return (*[slice(None)] * self.slot_axis, slot)
+
+
+class LinearStack(AdapterStack):
+    """Of a linear layer: ``a`` is ``[slots, r, in]``, ``b`` ``[slots, r, out]``."""
+
+    kind = "linear"
+
+    def __call__(
         self, x: mx.array, y: mx.array, slots: mx.array, bias: mx.array | None = None
     ) -> mx.array:
-        """The output of a linear layer, changed for each row.
+        """The layer's output, changed for each row.
 
         Args:
             x: its input, ``[B, L, in]``.
@@ -111,7 +151,7 @@ class AdapterStack:
             slots: int32 ``[B]``.
             bias: that is in ``y``, ``[out]``: DoRA leaves it alone.
         """
-        low = mx.gather_mm(x.astype(self._dtype), self.a, rhs_indices=slots)
+        low = mx.gather_mm(x.astype(self._dtype), self.a.swapaxes(-1, -2), rhs_indices=slots)
         change = mx.gather_mm(low, self.b, rhs_indices=slots).astype(y.dtype)
         if self.gain is None:
             return y + change
@@ -120,60 +160,105 @@ class AdapterStack:
             return (y + change) * gain
         return (y + change - bias) * gain + bias
 
-    def embedding(self, ids: mx.array, y: mx.array, slots: mx.array) -> mx.array:
+
+class EmbeddingStack(AdapterStack):
+    """Of an embedding: ``a`` is ``[slots, vocab, r]``, ``b`` ``[slots, r, dims]``."""
+
+    kind = "embedding"
+    rank_axis = -1
+
+    def _fitting(self, rank: int) -> tuple[Sequence[int], Sequence[int]]:
+        vocab, dims = self._shape
+        return (rank, vocab), (dims, rank)
+
+    def __call__(self, ids: mx.array, y: mx.array, slots: mx.array) -> mx.array:
         """The hidden states ``[B, L, dims]`` of token ids ``[B, L]``, changed for each row."""
         low = self.a[slots[:, None], ids]
-        return y + mx.gather_mm(low, self.b, rhs_indices=slots).astype(y.dtype)
+        y = y + mx.gather_mm(low, self.b, rhs_indices=slots).astype(y.dtype)
+        if self.gain is None:
+            return y
+        return y * self.gain[slots[:, None], ids][..., None].astype(y.dtype)
 
     def head(self, x: mx.array, y: mx.array, slots: mx.array) -> mx.array:
         """The logits ``[B, L, vocab]`` of a tied head, changed for each row."""
         low = mx.gather_mm(x.astype(self._dtype), self.b.swapaxes(-1, -2), rhs_indices=slots)
-        return y + mx.gather_mm(low, self.a.swapaxes(-1, -2), rhs_indices=slots).astype(y.dtype)
+        y = y + mx.gather_mm(low, self.a.swapaxes(-1, -2), rhs_indices=slots).astype(y.dtype)
+        return y if self.gain is None else y * self.gain[slots][:, None].astype(y.dtype)
 
-    def experts(self, x: mx.array, y: mx.array, indices: mx.array, slots: mx.array) -> mx.array:
+
+class ExpertStack(AdapterStack):
+    """Of experts: ``a`` is ``[experts, slots, r, in]``, ``b`` ``[experts, slots, r, out]``.
+
+    So an expert and a slot are one index, whose order is that of the experts: see ``expert_slots``.
+    """
+
+    kind = "experts"
+    slot_axis = 1
+
+    def __call__(
+        self, x: mx.array, y: mx.array, both: mx.array, *, sorted_indices: bool
+    ) -> mx.array:
         """The outputs of the experts that rows chose, changed for each row.
 
         Args:
-            x: ``[..., 1, in]``, which ``indices`` broadcast with.
+            x: ``[..., 1, in]``, which ``both`` broadcasts with.
             y: ``[..., 1, out]``.
-            indices: of the experts, ``[...]``.
-            slots: int32, broadcasting to ``indices``.
+            both: ``expert_slots``, ``[...]``.
+            sorted_indices: whether they are.
         """
-        both = slots * self.a.shape[1] + indices
-        flat = [array.reshape(-1, *array.shape[2:]) for array in (self.a, self.b)]
-        low = mx.gather_mm(x.astype(self._dtype), flat[0], rhs_indices=both)
-        return y + mx.gather_mm(low, flat[1], rhs_indices=both).astype(y.dtype)
+        a, b = (array.flatten(0, 1) for array in (self.a, self.b))
+        low = mx.gather_mm(
+            x.astype(self._dtype),
+            a.swapaxes(-1, -2),
+            rhs_indices=both,
+            sorted_indices=sorted_indices,
+        )
+        change = mx.gather_mm(low, b, rhs_indices=both, sorted_indices=sorted_indices)
+        return y + change.astype(y.dtype)
 
-    def reserve(self, num_slots: int) -> None:
-        """Have room for so many slots, by doubling; no row may name one beyond."""
-        more = (1 << (num_slots - 1).bit_length()) - self.num_slots
-        if more <= 0:
-            return
-        inner = [(0, 0)] * (self.a.ndim - 1)
-        self.a = mx.pad(self.a, [(0, more), *inner])
-        self.b = mx.pad(self.b, [(0, more), *inner])
-        if self.gain is not None:
-            self.gain = mx.pad(self.gain, [(0, more), (0, 0)], constant_values=1.0)
 
-    def _widen(self, rank: int) -> None:
-        """Have room for this rank."""
-        more = -(-rank // RANK_STEP) * RANK_STEP - self.a.shape[-1]
-        if more <= 0:
-            return
-        outer = [(0, 0)] * (self.a.ndim - 2)
-        self.a = mx.pad(self.a, [*outer, (0, 0), (0, more)])
-        self.b = mx.pad(self.b, [*outer, (0, more), (0, 0)])
+STACKS: dict[Kind, type[AdapterStack]] = {
+    one.kind: one for one in (LinearStack, EmbeddingStack, ExpertStack)
+}
+
+
+def capacity(num_slots: int) -> int:
+    """How many slots there are where at least so many are needed: they double."""
+    return 1 << (num_slots - 1).bit_length()
+
+
+def expert_slots(indices: mx.array, slots: mx.array, num_slots: int) -> mx.array:
+    """Experts and slots as one index, which sorts as the experts do.
+
+    Args:
+        indices: of the experts that tokens chose, ``[..., k]``.
+        slots: int32 ``[B]``, of rows of the same number of tokens each.
+        num_slots: of the stacks.
+    """
+    tokens = indices.size // indices.shape[-1]
+    each = mx.repeat(slots, tokens // slots.size).reshape(*indices.shape[:-1], 1)
+    return indices * num_slots + each.astype(indices.dtype)
 
 
 def dora_gain(weight: mx.array, one: LowRank) -> mx.array | None:
-    """What DoRA multiplies each output by, float32 ``[out]``; None of a LoRA.
+    """What DoRA multiplies each row of the changed weight by, float32; None of a LoRA.
 
     Args:
-        weight: of the linear layer, unpacked, ``[out, in]``.
+        weight: of the module, unpacked, ``[out, in]`` or ``[vocab, dims]``.
         one: the change of it.
     """
     if one.magnitude is None:
         return None
-    change = one.scale * (one.b.to_mlx().astype(mx.float32) @ one.a.to_mlx().astype(mx.float32))
+    a, b = (part.to_mlx().astype(mx.float32) for part in (one.a, one.b))
+    change = one.scale * ((b @ a).T if one.kind == "embedding" else b @ a)
     norm = mx.linalg.norm(weight.astype(mx.float32) + change, axis=1)
     return one.magnitude.to_mlx().astype(mx.float32) / norm
+
+
+def _longer(array: mx.array, axis: int, more: int) -> mx.array:
+    """Zeros behind an axis."""
+    if not more:
+        return array
+    widths = [(0, 0)] * array.ndim
+    widths[axis] = (0, more)
+    return mx.pad(array, widths)

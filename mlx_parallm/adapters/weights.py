@@ -22,8 +22,8 @@ class LowRank:
         a: ``[r, in]``; ``[r, vocab]`` of an embedding, ``[experts, r, in]`` of experts.
         b: ``[out, r]``; ``[dims, r]`` of an embedding, ``[experts, out, r]`` of experts.
         scale: of the product, already divided by the rank where the format does that.
-        magnitude: ``[out]``, the norms that the rows of the changed weight are given (DoRA,
-            arXiv:2402.09353); None for LoRA.
+        magnitude: ``[out]``, or ``[vocab]`` of an embedding, the norms that the rows of the changed
+            weight are given (DoRA, arXiv:2402.09353); None for LoRA.
     """
 
     kind: Kind

@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping
 
 import mlx.core as mx
 import mlx.nn as nn
 
 from mlx_parallm.adapters.context import AdapterContext
-from mlx_parallm.adapters.stack import AdapterStack, dora_gain
-from mlx_parallm.adapters.weights import AdapterWeights, Kind, LowRank
+from mlx_parallm.adapters.stack import STACKS, AdapterStack, dora_gain
+from mlx_parallm.adapters.weights import AdapterWeights, LowRank
 from mlx_parallm.errors import InvalidRequestError
+from mlx_parallm.runner.adapted_modules import (
+    adapt,
+    adapt_block,
+    is_expert_block,
+    kind_of,
+    plain_shape,
+    plain_weight,
+)
 
 
 class AdaptedLayers:
@@ -24,14 +32,16 @@ class AdaptedLayers:
         self._context = context
         self._dtype = dtype
         self._modules = dict(model.named_modules())
-        self._stacks: dict[str, AdapterStack] = {}
+        self._adapted: set[str] = set()
         # Of each slot, the modules it changes.
         self._paths: dict[int, tuple[str, ...]] = {}
+        # Of each slot, what DoRA changes: how much depends on the model's weights.
+        self._doras: dict[int, dict[str, LowRank]] = {}
 
     @property
     def num_bytes(self) -> int:
         """Of all resident adapters."""
-        return sum(stack.num_bytes for stack in self._stacks.values())
+        return sum(stack.num_bytes for stack in self._context.stacks.values())
 
     def put(self, slot: int, adapter: AdapterWeights, *, param: str) -> None:
         """Let a slot be this adapter; another one that had it is gone.
@@ -49,24 +59,41 @@ class AdaptedLayers:
         if len(fitting) < len(adapter.modules):
             raise _unfit("two of its modules are the same one of this model", param)
         stacks = {path: self._stack(path, one, param) for path, one in fitting.items()}
-        for path in set(self._paths.get(slot, ())) - set(fitting):
-            self._stacks[path].drop(slot)
-        for path in fitting.keys() - self._stacks.keys():
-            self._stacks[path] = stacks[path]
-            _adapt(self._modules[path], stacks[path], self._context)
-        for stack in self._stacks.values():
-            # Every layer must have room for the slot, whether it is changed or not.
-            stack.reserve(slot + 1)
+        self._leave(slot, kept=fitting)
+        self._context.stacks.update(stacks)
+        self._context.reserve(slot + 1)
         for path, one in fitting.items():
-            weight = plain_weight(self._modules[path]) if one.magnitude is not None else None
-            stacks[path].put(slot, one, None if weight is None else dora_gain(weight, one))
+            self._adapt(path)
+            stacks[path].put(slot, one, self._gain(path, one))
         self._paths[slot] = tuple(fitting)
+        self._doras[slot] = {p: one for p, one in fitting.items() if one.magnitude is not None}
         mx.eval([stack.arrays() for stack in stacks.values()])
 
     def drop(self, slot: int) -> None:
         """Let a slot be no adapter."""
-        for path in self._paths.pop(slot, ()):
-            self._stacks[path].drop(slot)
+        self._leave(slot, kept={})
+
+    def renew(self) -> None:
+        """Heed weights of the model that were replaced."""
+        for slot, modules in self._doras.items():
+            for path, one in modules.items():
+                gain = self._gain(path, one)
+                assert gain is not None, f"{path} is no DoRA"
+                self._context.stacks[path].set_gain(slot, gain)
+        mx.eval(self._context.arrays())
+
+    def _gain(self, path: str, one: LowRank) -> mx.array | None:
+        return None if one.magnitude is None else dora_gain(plain_weight(self._modules[path]), one)
+
+    def _leave(self, slot: int, *, kept: Mapping[str, LowRank]) -> None:
+        """Let a slot change none but these modules; what no slot changes is forgotten."""
+        self._doras.pop(slot, None)
+        left = set(self._paths.pop(slot, ())) - set(kept)
+        others = {path for paths in self._paths.values() for path in paths}
+        for path in left & others:
+            self._context.stacks[path].drop(slot)
+        for path in left - others:
+            del self._context.stacks[path]
 
     def _find(self, path: str, param: str) -> str:
         """The module of a checkpoint's name: mlx_lm puts some below another parent."""
@@ -80,87 +107,36 @@ class AdaptedLayers:
         raise _unfit(f"this model has no module {path[:120]!r}", param)
 
     def _stack(self, path: str, one: LowRank, param: str) -> AdapterStack:
-        stack = self._stacks.get(path)
+        stack = self._context.stacks.get(path)
         if stack is None:
-            kind, shape = _described(self._modules[path])
+            module = self._modules[path]
+            kind = kind_of(module)
+            if kind == "experts" and not is_expert_block(self._modules.get(_parent(path))):
+                kind = None
             if kind is None:
-                name = type(self._modules[path]).__name__
-                raise _unfit(f"{path} is a {name}, which takes no adapter", param)
-            stack = AdapterStack(kind, shape, self._dtype)
-            stack.reserve(1 + max(self._paths, default=0))
+                raise _unfit(f"{path} is a {type(module).__name__}, which takes no adapter", param)
+            stack = STACKS[kind](plain_shape(module), self._dtype)
         reason = stack.why_unfit(one)
         if reason is not None:
             raise _unfit(f"{path}: {reason}", param)
         return stack
 
+    def _adapt(self, path: str) -> None:
+        module = self._modules[path]
+        is_expert = kind_of(module) == "experts"
+        place = _parent(path) if is_expert else path
+        if place in self._adapted:
+            return
+        self._adapted.add(place)
+        if is_expert:
+            adapt_block(self._modules[place], place, self._context)
+        else:
+            adapt(module, path, self._context)
+
+
+def _parent(path: str) -> str:
+    return path.rpartition(".")[0]
+
 
 def _unfit(why: str, param: str) -> InvalidRequestError:
     return InvalidRequestError(f"The adapter does not fit: {why}.", param=param)
-
-
-def _described(module: Any) -> tuple[Kind | None, tuple[int, ...]]:
-    """What kind of module it is, and the shape of its unpacked weight."""
-    kind: Kind | None = None
-    if isinstance(module, nn.Linear | nn.QuantizedLinear):
-        kind = "linear"
-    elif isinstance(module, nn.Embedding | nn.QuantizedEmbedding):
-        kind = "embedding"
-    if kind is None:
-        return None, ()
-    shape = list(module.weight.shape)
-    if "scales" in module:
-        bits: int = getattr(module, "bits", 32)
-        shape[-1] = shape[-1] * 32 // bits
-    return kind, tuple(shape)
-
-
-def plain_weight(module: Any) -> mx.array:
-    """The weight of a module, unpacked if need be."""
-    if "scales" not in module:
-        return module.weight
-    return mx.dequantize(
-        module.weight,
-        module.scales,
-        module.get("biases"),
-        group_size=module.group_size,
-        bits=module.bits,
-        mode=module.mode,
-    )
-
-
-def _adapt(module: Any, stack: AdapterStack, context: AdapterContext) -> None:
-    """Give a module a class that adds what the stack says."""
-    original: Any = type(module)
-
-    def linear(self: Any, x: mx.array) -> mx.array:
-        y = original.__call__(self, x)
-        if context.slots is None:
-            return y
-        x, slots = _picked(x, y, context)
-        return stack.linear(x, y, slots, self.get("bias"))
-
-    def embedding(self: Any, ids: mx.array) -> mx.array:
-        y = original.__call__(self, ids)
-        return y if context.slots is None else stack.embedding(ids, y, context.slots)
-
-    def as_linear(self: Any, x: mx.array) -> mx.array:
-        y = original.as_linear(self, x)
-        if context.slots is None:
-            return y
-        x, slots = _picked(x, y, context)
-        return stack.head(x, y, slots)
-
-    methods: dict[str, dict[str, Any]] = {
-        "linear": {"__call__": linear},
-        "embedding": {"__call__": embedding, "as_linear": as_linear},
-    }
-    module.__class__ = type(f"Adapted{original.__name__}", (original,), methods[stack.kind])
-
-
-def _picked(x: mx.array, y: mx.array, context: AdapterContext) -> tuple[mx.array, mx.array]:
-    """The rows of the input that the output has, and their slots."""
-    assert context.slots is not None, "asked for rows of a forward without adapters"
-    if context.wanted is None or y.shape[:2] == x.shape[:2]:
-        return x, context.slots
-    rows = x.reshape(-1, x.shape[-1])[context.wanted][:, None]
-    return rows, context.slots[context.wanted]

@@ -7,7 +7,6 @@ from typing import Any
 import mlx.core as mx
 import pytest
 from mlx.utils import tree_flatten, tree_unflatten
-from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.tuner.utils import linear_to_lora_layers
 
 from benchmarks.gpu.shapes import random_model
@@ -24,24 +23,43 @@ from mlx_parallm.runner.kv_pools import KVPools
 from mlx_parallm.runner.path_choice import choose_path
 from mlx_parallm.runner.paths.base import token_array
 from mlx_parallm.runner.paths.sequential import SequentialPath
+from tests.compiled_attention import CompiledAttention
 from tests.host_tensors import all_host
 
 BLOCK = 8
 LENGTH, CHUNK = 21, 9
-KEYS = ["self_attn.q_proj", "self_attn.v_proj", "self_attn.o_proj", "mlp.gate_proj"]
+ATTENTION = ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj"]
+MLP = ["mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"]
+EXPERTS = [f"mlp.switch_mlp.{name}_proj" for name in ("gate", "up", "down")]
+TABLES = ["model.embed_tokens", "lm_head"]
+Adapters = dict[int, tuple[list[str], int, float, str]]
 #: Keys, rank, scale and kind, by slot.
-ADAPTERS: dict[int, tuple[list[str], int, float, str]] = {
-    1: (KEYS, 4, 4.0, "lora"),
+ADAPTERS: Adapters = {
+    1: ([*ATTENTION, "mlp.gate_proj"], 4, 4.0, "lora"),
     2: (["mlp.down_proj", "self_attn.k_proj"], 16, 2.0, "dora"),
-    3: (["mlp.up_proj", "model.embed_tokens", "lm_head"], 8, 3.0, "lora"),
+    3: (["mlp.up_proj", *TABLES], 8, 3.0, "lora"),
+    4: ([*ATTENTION, *MLP], 64, 0.5, "lora"),
+    5: ([*ATTENTION, *MLP], 5, 1.0, "dora"),
+    6: (["model.embed_tokens"], 32, 2.0, "lora"),
+    7: (["self_attn.q_proj", "self_attn.v_proj"], 12, 6.0, "lora"),
+    8: ([*TABLES, "self_attn.o_proj"], 6, 1.5, "dora"),
+}
+OF_EXPERTS: Adapters = {
+    1: (EXPERTS, 4, 4.0, "lora"),
+    2: (["mlp.switch_mlp.down_proj", *ATTENTION], 16, 1.0, "lora"),
+    3: (["self_attn.q_proj"], 8, 3.0, "dora"),
+    4: (["mlp.switch_mlp.up_proj"], 3, 5.0, "lora"),
 }
 #: The slots of the sequences of a step.
-ROWS = (1, 0, 2, 3, 1)
+ROWS = (1, 0, 2, 3, 1, 4, 5, 6, 0, 7, 8, 4)
+TOLERANCE = {"rtol": 1e-4, "atol": 1e-4}
 
 
-def train(model: Any, slot: int) -> tuple[dict[str, Any], dict[str, HostTensor]]:
+def train(
+    model: Any, slot: int, adapters: Adapters = ADAPTERS
+) -> tuple[dict[str, Any], dict[str, HostTensor]]:
     """Give the model an adapter of mlx_lm; its config and tensors as mlx_lm saves them."""
-    keys, rank, scale, kind = ADAPTERS[slot]
+    keys, rank, scale, kind = adapters[slot]
     parameters = {"rank": rank, "scale": scale, "dropout": 0.0, "keys": keys}
     linear_to_lora_layers(model, len(model.layers), parameters, use_dora=kind == "dora")
     mx.random.seed(slot)
@@ -56,54 +74,220 @@ def train(model: Any, slot: int) -> tuple[dict[str, Any], dict[str, HostTensor]]
     return {"fine_tune_type": kind, "lora_parameters": parameters}, all_host(changed)
 
 
+def fuse(model: Any) -> Any:
+    """As ``mlx_lm fuse --dequantize`` does with the adapted layers."""
+    fused = [
+        (name, module.fuse(dequantize=True))
+        for name, module in model.named_modules()
+        if hasattr(module, "fuse")
+    ]
+    model.update_modules(tree_unflatten(fused))
+    return model
+
+
+class Served:
+    """A model with adapters by slot, and the models that each row is to equal."""
+
+    def __init__(
+        self,
+        shape: str,
+        adapters: Adapters,
+        *,
+        bits: int | None = None,
+        backend: ReferenceAttention | None = None,
+        sequential: bool = False,
+    ) -> None:
+        self._new = lambda: random_model(shape, dtype=mx.float32, bits=bits)
+        self.rows = [slot for slot in ROWS if slot in adapters or slot == 0]
+        self.backend = backend or ReferenceAttention(BLOCK)
+        base = self._new()
+        self.model, self.vocab_size = base.model, base.vocab_size
+        layouts = probe_layout(self.model)
+        width = -(-LENGTH // BLOCK)
+        num_blocks = max(64, len(self.rows) * width)
+        self.path: Any = choose_path(
+            self.model,
+            layouts,
+            self.backend,
+            vocab_size=base.vocab_size,
+            num_blocks=num_blocks,
+            block_size=BLOCK,
+            dtype="float32",
+        ).path
+        if sequential:
+            self.path = as_sequential(self.model, layouts, self.backend, num_blocks)
+        self.layers = AdaptedLayers(self.model, mx.float32, self.path.adapters)
+        self.alone, self.fused = {0: self._new().model}, {0: self._new().model}
+        for slot in adapters:
+            self.alone[slot], self.fused[slot] = self._new().model, self._new().model
+            config, tensors = train(self.alone[slot], slot, adapters)
+            train(self.fused[slot], slot, adapters)
+            fuse(self.fused[slot])
+            self.layers.put(slot, read_adapter(config, tensors, param="adapter"), param="adapter")
+        source = mx.random.key(1)
+        shape_of_texts = (len(self.rows), LENGTH)
+        self.texts = mx.random.randint(0, self.vocab_size, shape_of_texts, key=source).tolist()
+
+    def step(self, start: int, end: int, rows: list[int] | None = None) -> mx.array:
+        """Logits after tokens ``[start, end)`` of each text, whose adapters are ``rows``."""
+        slots = self.rows if rows is None else rows
+        sequences = [
+            sequence(i, self.texts[i][start:end], start, slot) for i, slot in enumerate(slots)
+        ]
+        last = [(i + 1) * (end - start) - 1 for i in range(len(slots))]
+        found = self.path.logits(sequences, token_array(sequences), last)
+        mx.eval(found, self.path.arrays())
+        return found
+
+    def check(self, found: mx.array, end: int) -> None:
+        """Each row is that of its adapter alone, and of the weights that mlx_lm fused."""
+        for i, slot in enumerate(self.rows):
+            for target in (self.alone[slot], self.fused[slot]):
+                wanted = target(mx.array([self.texts[i][:end]]))[0, -1]
+                assert mx.allclose(found[i], wanted, **TOLERANCE), (slot, end)
+
+
 @pytest.mark.parametrize(
-    ("shape", "wanted"), [("tiny", "packed"), ("tiny hybrid", "split"), ("tiny", "sequential")]
+    ("shape", "bits", "wanted"),
+    [
+        ("tiny", None, "packed"),
+        ("tiny", 8, "packed"),
+        ("tiny tied", None, "packed"),
+        ("tiny MoE", None, "packed"),
+        ("tiny hybrid", None, "split"),
+        ("tiny", None, "sequential"),
+    ],
 )
-def test_rows_of_different_adapters_equal_each_alone(shape: str, wanted: str) -> None:
-    base = random_model(shape, dtype=mx.float32)
-    adapters, targets = {}, {}
-    for slot in ADAPTERS:
-        other = random_model(shape, dtype=mx.float32).model
-        config, tensors = train(other, slot)
-        adapters[slot] = read_adapter(config, tensors, param="adapter")
-        targets[slot] = other
-    targets[0] = random_model(shape, dtype=mx.float32).model
-    model = base.model
-    layouts = probe_layout(model)
-    backend = ReferenceAttention(BLOCK)
-    width = -(-LENGTH // BLOCK)
-    path = choose_path(
-        model,
-        layouts,
-        backend,
-        vocab_size=base.vocab_size,
-        num_blocks=max(64, len(ROWS) * width),
-        block_size=BLOCK,
-        dtype="float32",
-    ).path
-    if wanted == "sequential":
-        path = as_sequential(model, layouts, backend, len(ROWS) * width)
-    assert path.name == wanted
-    layers = AdaptedLayers(model, mx.float32, path.adapters)
-    for slot, adapter in adapters.items():
-        layers.put(slot, adapter, param="adapter")
-    texts = [mx.random.randint(0, base.vocab_size, (LENGTH,)).tolist() for _ in ROWS]
+def test_rows_of_different_adapters_equal_each_alone(
+    shape: str, bits: int | None, wanted: str
+) -> None:
+    adapters = OF_EXPERTS if shape == "tiny MoE" else ADAPTERS
+    if shape == "tiny tied":
+        adapters = {slot: (untied(one[0]), *one[1:]) for slot, one in ADAPTERS.items()}
+    if bits:
+        # mlx_lm trains no DoRA of a packed embedding.
+        adapters = {slot: one for slot, one in ADAPTERS.items() if slot != 8}
+    served = Served(shape, adapters, bits=bits, sequential=wanted == "sequential")
+    assert served.path.name == wanted
     for start, end in [(0, CHUNK), (CHUNK, LENGTH - 2), (LENGTH - 2, LENGTH - 1)]:
-        sequences = [sequence(i, text[start:end], start) for i, text in enumerate(texts)]
-        rows = [(i + 1) * (end - start) - 1 for i in range(len(texts))]
-        found = path.logits(sequences, token_array(sequences), rows)
-        mx.eval(found, path.arrays())
-        for i, text in enumerate(texts):
-            target = targets[ROWS[i]]
-            alone = target(mx.array([text[:end]]), cache=make_prompt_cache(target))[0, -1]
-            assert mx.allclose(found[i], alone, rtol=1e-4, atol=1e-4), (ROWS[i], start)
-    layers.drop(1)
-    sequences = [sequence(i, text[LENGTH - 1 :], LENGTH - 1) for i, text in enumerate(texts)]
-    found = path.logits(sequences, token_array(sequences), list(range(len(texts))))
-    mx.eval(found, path.arrays())
-    assert not mx.allclose(found[0], targets[1](mx.array([texts[0]]))[0, -1], rtol=1e-4, atol=1e-4)
-    alone = targets[2](mx.array([texts[2]]))[0, -1]
-    assert mx.allclose(found[2], alone, rtol=1e-4, atol=1e-4)
+        served.check(served.step(start, end), end)
+
+
+def untied(keys: list[str]) -> list[str]:
+    return [key for key in keys if key != "lm_head"]
+
+
+def test_a_dropped_adapter_is_gone_and_others_stay() -> None:
+    served = Served("tiny", ADAPTERS)
+    served.step(0, LENGTH - 1)
+    size = served.layers.num_bytes
+    served.layers.drop(1)
+    found = served.step(LENGTH - 1, LENGTH)
+    for i, slot in enumerate(served.rows):
+        wanted = served.alone[slot](mx.array([served.texts[i]]))[0, -1]
+        assert mx.allclose(found[i], wanted, **TOLERANCE) == (slot != 1)
+    assert served.layers.num_bytes == size
+    for slot in ADAPTERS:
+        served.layers.drop(slot)
+    assert served.layers.num_bytes == 0
+    served.rows = [0] * len(served.rows)
+    served.step(0, LENGTH - 1)
+    served.check(served.step(LENGTH - 1, LENGTH), LENGTH)
+
+
+@pytest.mark.parametrize("shape", ["tiny", "tiny tied", "tiny MoE"])
+def test_compiled_steps_with_adapters(shape: str) -> None:
+    adapters = OF_EXPERTS if shape == "tiny MoE" else ADAPTERS
+    if shape == "tiny tied":
+        adapters = {slot: (untied(one[0]), *one[1:]) for slot, one in ADAPTERS.items()}
+    backend = CompiledAttention(BLOCK)
+    served = Served(shape, adapters, backend=backend)
+    assert served.path.is_compiled
+    served.step(0, LENGTH - 4)
+    compiled = backend.num_decodes
+    for end in range(LENGTH - 3, LENGTH):
+        served.check(served.step(end - 1, end), end)
+    assert backend.num_decodes == compiled + 3
+
+
+def traces(model: Any) -> list[int]:
+    """Grows by one whenever the model's Python runs."""
+    calls: list[int] = []
+    norm = model.model.norm
+    original = type(norm)
+
+    def call(self: Any, x: mx.array) -> mx.array:
+        calls.append(x.shape[0])
+        return original.__call__(self, x)
+
+    norm.__class__ = type("Counted", (original,), {"__call__": call})
+    return calls
+
+
+def test_steps_are_traced_anew_only_where_they_must_be() -> None:
+    served = Served("tiny", {slot: ADAPTERS[slot] for slot in (1, 7)}, backend=CompiledAttention(8))
+    calls = traces(served.model)
+    mixed, base, others = [1, 0, 7, 0], [0, 0, 0, 0], [7, 7, 0, 1]
+    served.step(0, 9, base)
+    served.step(9, 10, base)
+    served.step(9, 10, mixed)
+    del calls[:]
+    for rows in (mixed, others, mixed, base):
+        served.step(9, 10, rows)
+    # Another adapter in a slot, of the same modules.
+    config, tensors = train(random_model("tiny", dtype=mx.float32).model, 7, {7: ADAPTERS[7]})
+    served.layers.put(7, read_adapter(config, tensors, param="adapter"), param="adapter")
+    for rows in (mixed, base):
+        served.step(9, 10, rows)
+    assert calls == []
+    # An adapter of other modules, more slots and a higher rank.
+    other = random_model("tiny", dtype=mx.float32).model
+    config, tensors = train(other, 4)
+    served.layers.put(4, read_adapter(config, tensors, param="adapter"), param="adapter")
+    served.step(9, 10, base)
+    assert calls == []
+    served.step(9, 10, [4, 0, 7, 0])
+    assert calls == [4]
+    # The modules of before, whose traces are still there but for the shapes of the stacks.
+    served.layers.drop(4)
+    served.step(9, 10, mixed)
+    served.step(9, 10, others)
+    assert calls == [4, 4]
+
+
+def test_weights_that_are_replaced_are_heeded() -> None:
+    served = Served("tiny", {slot: ADAPTERS[slot] for slot in (1, 5)}, backend=CompiledAttention(8))
+    served.step(0, LENGTH - 1)
+    served.step(LENGTH - 1, LENGTH)
+    factors = {"model.layers.0.self_attn.q_proj": 1.5, "model.layers.1.mlp.down_proj": 0.5}
+    change(served.model, factors)
+    served.path.forget_weights()
+    served.layers.renew()
+    for slot in (0, 1, 5):
+        fresh = random_model("tiny", dtype=mx.float32).model
+        change(fresh, factors)
+        if slot:
+            before = random_model("tiny", dtype=mx.float32).model
+            train(before, slot)
+            train(fresh, slot)
+            fresh.update(tree_unflatten(adapter_parameters(before)))
+        served.alone[slot] = served.fused[slot] = fresh
+    served.step(0, LENGTH - 1)
+    served.check(served.step(LENGTH - 1, LENGTH), LENGTH)
+
+
+def change(model: Any, factors: dict[str, float]) -> None:
+    modules = dict(model.named_modules())
+    for path, factor in factors.items():
+        modules[path].weight = modules[path].weight * factor
+
+
+def adapter_parameters(model: Any) -> list[tuple[str, mx.array]]:
+    return [
+        (name, value)
+        for name, value in tree_flatten(model.parameters())
+        if name.rsplit(".", 1)[-1] in ("lora_a", "lora_b", "m")
+    ]
 
 
 def as_sequential(model: Any, layouts: Any, backend: Any, num_blocks: int) -> Any:
@@ -111,7 +295,7 @@ def as_sequential(model: Any, layouts: Any, backend: Any, num_blocks: int) -> An
     return SequentialPath(model, CacheViews(layouts, pools, backend), pools, backend, BLOCK)
 
 
-def sequence(number: int, token_ids: list[int], start: int) -> ScheduledSequence:
+def sequence(number: int, token_ids: list[int], start: int, slot: int) -> ScheduledSequence:
     width = -(-LENGTH // BLOCK)
     return ScheduledSequence(
         seq_id=number,
@@ -119,7 +303,7 @@ def sequence(number: int, token_ids: list[int], start: int) -> ScheduledSequence
         start=start,
         token_ids=tuple(token_ids),
         block_table=tuple(range(number * width, (number + 1) * width)),
-        adapter_slot=ROWS[number],
+        adapter_slot=slot,
     )
 
 

@@ -207,6 +207,8 @@ def test_experts_of_peft_are_put_together() -> None:
     one = modules["model.layers.3.mlp.switch_mlp.up_proj"]
     assert (one.kind, one.a.shape, one.b.shape) == ("experts", (3, 2, 6), (3, 5, 2))
     assert one.a.array[:, 0, 0].tolist() == [0, 1, 2]
+    mixtral = {name.replace("up_proj", "w3"): one for name, one in tensors.items()}
+    assert set(read_adapter(PEFT, mixtral, param="adapter").modules) == set(modules)
     del tensors["base_model.model.model.layers.3.mlp.experts.1.up_proj.lora_A.weight"]
     with pytest.raises(InvalidRequestError, match="no lora_A"):
         read_adapter(PEFT, tensors, param="adapter")

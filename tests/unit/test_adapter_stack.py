@@ -11,7 +11,14 @@ from mlx_lm.models.switch_layers import SwitchLinear
 from mlx_lm.tuner.dora import DoRALinear
 from mlx_lm.tuner.lora import LoRAEmbedding, LoRALinear, LoRASwitchLinear
 
-from mlx_parallm.adapters.stack import NO_ADAPTER, AdapterStack, dora_gain
+from mlx_parallm.adapters.stack import (
+    NO_ADAPTER,
+    EmbeddingStack,
+    ExpertStack,
+    LinearStack,
+    dora_gain,
+    expert_slots,
+)
 from mlx_parallm.adapters.weights import LowRank
 from tests.host_tensors import host
 
@@ -53,7 +60,7 @@ def test_linear_rows_equal_fused_layers(bias: bool, bits: int | None, length: in
     if bits:
         base = nn.QuantizedLinear.from_linear(base, group_size=32, bits=bits)
         plain = mx.dequantize(base.weight, base.scales, base.biases, group_size=32, bits=bits)
-    stack = AdapterStack("linear", (OUT, inner), mx.float32)
+    stack = LinearStack((OUT, inner), mx.float32)
     fused: dict[int, Any] = {NO_ADAPTER: base, 7: base}
     for slot, (rank, scale, is_dora) in ADAPTERS.items():
         one = trained(DoRALinear if is_dora else LoRALinear, base, rank, scale)
@@ -63,14 +70,14 @@ def test_linear_rows_equal_fused_layers(bias: bool, bits: int | None, length: in
         fused[slot] = one.fuse(dequantize=True)
     rows = [3, 0, 1, 2, 5, 1, 7]
     x = mx.random.normal((len(rows), length, inner))
-    found = stack.linear(x, base(x), mx.array(rows), base.bias if bias else None)
+    found = stack(x, base(x), mx.array(rows), base.bias if bias else None)
     wanted = mx.concatenate([fused[slot](x[i : i + 1]) for i, slot in enumerate(rows)])
     assert mx.allclose(found, wanted, **TOLERANCE)
 
 
 def test_embedding_rows_and_tied_heads_equal_fused_layers() -> None:
     base = nn.Embedding(VOCAB, IN)
-    stack = AdapterStack("embedding", (VOCAB, IN), mx.float32)
+    stack = EmbeddingStack((VOCAB, IN), mx.float32)
     fused: dict[int, Any] = {NO_ADAPTER: base}
     for slot, (rank, scale, _) in ADAPTERS.items():
         one = trained(LoRAEmbedding, base, rank, scale)
@@ -79,7 +86,7 @@ def test_embedding_rows_and_tied_heads_equal_fused_layers() -> None:
     rows = [2, 0, 5, 1]
     slots = mx.array(rows)
     ids = mx.random.randint(0, VOCAB, (len(rows), 3))
-    found = stack.embedding(ids, base(ids), slots)
+    found = stack(ids, base(ids), slots)
     wanted = mx.stack([fused[slot](ids[i]) for i, slot in enumerate(rows)])
     assert mx.allclose(found, wanted, **TOLERANCE)
     x = mx.random.normal((len(rows), 3, IN))
@@ -90,7 +97,7 @@ def test_embedding_rows_and_tied_heads_equal_fused_layers() -> None:
 
 def test_experts_equal_those_of_mlx_lm() -> None:
     base = SwitchLinear(IN, OUT, EXPERTS, bias=False)
-    stack = AdapterStack("experts", (EXPERTS, OUT, IN), mx.float32)
+    stack = ExpertStack((EXPERTS, OUT, IN), mx.float32)
     layers: dict[int, Any] = {NO_ADAPTER: base}
     for slot, (rank, scale, _) in ADAPTERS.items():
         layers[slot] = trained(LoRASwitchLinear, base, rank, scale)
@@ -98,21 +105,22 @@ def test_experts_equal_those_of_mlx_lm() -> None:
     rows = [1, 0, 5, 2, 1]
     x = mx.random.normal((len(rows), 1, 1, 1, IN))
     indices = mx.random.randint(0, EXPERTS, (len(rows), 1, 2))
-    found = stack.experts(x, base(x, indices), indices, mx.array(rows)[:, None, None])
+    both = expert_slots(indices, mx.array(rows), stack.num_slots)
+    found = stack(x, base(x, indices), both, sorted_indices=False)
     wanted = mx.stack([layers[slot](x[i], indices[i]) for i, slot in enumerate(rows)])
     assert mx.allclose(found, wanted, **TOLERANCE)
 
 
 def test_a_dropped_slot_is_the_base_and_others_stay() -> None:
     base = nn.Linear(IN, OUT, bias=False)
-    stack = AdapterStack("linear", (OUT, IN), mx.float32)
+    stack = LinearStack((OUT, IN), mx.float32)
     for slot, (rank, scale, is_dora) in ADAPTERS.items():
         change = low_rank(trained(DoRALinear if is_dora else LoRALinear, base, rank, scale))
         stack.put(slot, change, dora_gain(base.weight, change))
     x = mx.random.normal((3, 1, IN))
-    before = stack.linear(x, base(x), mx.array([1, 3, 5]))
+    before = stack(x, base(x), mx.array([1, 3, 5]))
     stack.drop(3)
-    after = stack.linear(x, base(x), mx.array([1, 3, 5]))
+    after = stack(x, base(x), mx.array([1, 3, 5]))
     assert mx.array_equal(after[0], before[0])
     assert mx.allclose(after[1], base(x)[1], **TOLERANCE)
     assert mx.array_equal(after[2], before[2])
@@ -120,15 +128,15 @@ def test_a_dropped_slot_is_the_base_and_others_stay() -> None:
 
 def test_a_step_in_flight_keeps_the_arrays_it_has() -> None:
     base = nn.Linear(IN, OUT, bias=False)
-    stack = AdapterStack("linear", (OUT, IN), mx.float32)
+    stack = LinearStack((OUT, IN), mx.float32)
     stack.put(1, low_rank(trained(LoRALinear, base, 4, 1.0)))
     x = mx.random.normal((1, 1, IN))
-    wanted = stack.linear(x, base(x), mx.array([1]))
+    wanted = stack(x, base(x), mx.array([1]))
     mx.eval(wanted)
-    lazy = stack.linear(x, base(x), mx.array([1]))
+    lazy = stack(x, base(x), mx.array([1]))
     stack.put(1, low_rank(trained(LoRALinear, base, 4, 1.0)))
     assert mx.array_equal(lazy, wanted)
-    assert not mx.allclose(stack.linear(x, base(x), mx.array([1])), wanted, **TOLERANCE)
+    assert not mx.allclose(stack(x, base(x), mx.array([1])), wanted, **TOLERANCE)
 
 
 @pytest.mark.parametrize(
@@ -140,5 +148,5 @@ def test_a_step_in_flight_keeps_the_arrays_it_has() -> None:
     ],
 )
 def test_what_does_not_fit_is_told(kind: Any, a: tuple[int, ...], b: tuple[int, ...]) -> None:
-    stack = AdapterStack("linear", (OUT, IN), mx.float32)
+    stack = LinearStack((OUT, IN), mx.float32)
     assert stack.why_unfit(LowRank(kind=kind, a=host(mx.zeros(a)), b=host(mx.zeros(b)), scale=1.0))

@@ -60,6 +60,9 @@ class AlonePath:
     def forget_writes(self) -> None:
         """Nothing: every step's cache is its own."""
 
+    def forget_weights(self) -> None:
+        """Nothing: every step reads the model's own."""
+
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Nothing: the KV is in the caches of the slots."""
         del pairs

@@ -17,12 +17,12 @@ def token_array(sequences: Sequence[ScheduledSequence]) -> mx.array:
     return mx.array(np.concatenate([np.array(one.token_ids, np.int32) for one in sequences]))
 
 
-def adapter_slots(sequences: Sequence[ScheduledSequence]) -> mx.array | None:
+def adapter_slots(sequences: Sequence[ScheduledSequence]) -> np.ndarray | None:
     """The adapter slot of every token of a step, int32 ``[T]``; None if all are without."""
     if not any(one.adapter_slot for one in sequences):
         return None
     slots = np.array([one.adapter_slot for one in sequences], dtype=np.int32)
-    return mx.array(slots.repeat([len(one.token_ids) for one in sequences]))
+    return slots.repeat([len(one.token_ids) for one in sequences])
 
 
 class ForwardPath(Protocol):
@@ -65,6 +65,10 @@ class ForwardPath(Protocol):
 
     def forget_writes(self) -> None:
         """Depend no more on KV writes of a step that failed; nothing may be in flight."""
+        ...
+
+    def forget_weights(self) -> None:
+        """Depend no more on weights of the model that were replaced."""
         ...
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:

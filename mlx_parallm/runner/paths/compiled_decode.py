@@ -13,6 +13,8 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
+from mlx_parallm.adapters.context import AdapterContext
+from mlx_parallm.adapters.stack import NO_ADAPTER
 from mlx_parallm.attention.base import CompilableAttention, LayerPool
 from mlx_parallm.batch import ScheduledSequence
 from mlx_parallm.runner.paged_cache import PackedStep
@@ -22,8 +24,9 @@ from mlx_parallm.runner.row_counts import padded_rows
 class CompiledDecode:
     """Compiles a packed forward for decode steps.
 
-    Weights and pools become constants of what is traced: whoever replaces them must make a new
-    one of these.
+    Weights become constants of what is traced: whoever replaces them must say so. Pools and
+    adapters are inputs. Steps without adapters are traced for themselves, so that they cost nothing
+    more for adapters that others have.
     """
 
     def __init__(
@@ -31,13 +34,20 @@ class CompiledDecode:
         forward: Callable[[mx.array, PackedStep], mx.array],
         pools: Sequence[LayerPool],
         backend: CompilableAttention,
+        adapters: AdapterContext,
     ) -> None:
-        """``forward`` gives logits ``[T, 1, vocab]`` of tokens ``[T]``."""
+        """``forward`` gives logits ``[T, 1, vocab]`` of tokens ``[T]``; it heeds ``adapters``."""
         self._forward = forward
+        self._adapters = adapters
         self._pools = pools
         self._backend = backend
         self._kinds: Any = None
-        self._compiled = mx.compile(self._run)
+        self.forget()
+
+    def forget(self) -> None:
+        """Trace anew: weights were replaced."""
+        self._plain = mx.compile(self._run)
+        self._adapted = mx.compile(self._run_adapted)
 
     @property
     def is_ready(self) -> bool:
@@ -48,22 +58,60 @@ class CompiledDecode:
         """See what the layers asked of the plan of a step of decode rows."""
         self._kinds = self._backend.decode_kinds(plan)
 
-    def logits(self, sequences: Sequence[ScheduledSequence], token_ids: mx.array) -> mx.array:
-        """Logits ``[len(sequences), vocab]`` after each sequence's one token, int32 ``[T]``."""
+    def logits(
+        self,
+        sequences: Sequence[ScheduledSequence],
+        token_ids: mx.array,
+        adapter_slots: np.ndarray | None = None,
+    ) -> mx.array:
+        """Logits ``[len(sequences), vocab]`` after each sequence's one token, int32 ``[T]``.
+
+        ``adapter_slots``, int32 ``[T]``, are None if no sequence has an adapter.
+        """
         count = len(sequences)
         num_rows = padded_rows(count)
         positions = np.zeros(num_rows, dtype=np.int32)
         positions[:count] = [one.start for one in sequences]
         if num_rows > count:
             token_ids = mx.concatenate([token_ids, mx.zeros(num_rows - count, mx.int32)])
-        logits, chains = self._compiled(
+        inputs = (
             token_ids,
             mx.array(positions),
             self._backend.decode_arrays(sequences, positions, self._kinds),
             self._chains(),
         )
+        if adapter_slots is None:
+            logits, chains = self._plain(*inputs)
+        else:
+            slots = np.full(num_rows, NO_ADAPTER, dtype=np.int32)
+            slots[:count] = adapter_slots
+            stacks = self._adapters.arrays()
+            logits, chains = self._adapted(*inputs, mx.array(slots), stacks, self._adapters.key)
         self._set_chains(chains)
         return logits[:count]
+
+    def _run_adapted(
+        self,
+        token_ids: mx.array,
+        positions: mx.array,
+        arrays: list[mx.array],
+        chains: list[list[mx.array]],
+        slots: mx.array,
+        stacks: list[list[mx.array]],
+        key: str,
+    ) -> tuple[mx.array, list[list[mx.array]]]:
+        """The same with adapters, which are back as they were when it ends.
+
+        ``key`` is there so that other modules are traced anew, whatever the shapes.
+        """
+        del key
+        before = self._adapters.arrays()
+        self._adapters.set_arrays(stacks)
+        try:
+            with self._adapters.during(slots):
+                return self._run(token_ids, positions, arrays, chains)
+        finally:
+            self._adapters.set_arrays(before)
 
     def _run(
         self,

@@ -46,7 +46,7 @@ class PackedPath:
         self.adapters = AdapterContext()
         self._compiled: CompiledDecode | None = None
         if compiles and isinstance(backend, CompilableAttention):
-            self._compiled = CompiledDecode(self._forward, pools.layers, backend)
+            self._compiled = CompiledDecode(self._forward, pools.layers, backend, self.adapters)
 
     @property
     def is_compiled(self) -> bool:
@@ -58,12 +58,12 @@ class PackedPath:
     ) -> mx.array:
         """See ``ForwardPath.logits``."""
         slots = adapter_slots(sequences)
-        compiled = self._compiled if slots is None and _is_decode(sequences, rows) else None
+        compiled = self._compiled if _is_decode(sequences, rows) else None
         if compiled is not None and compiled.is_ready:
-            return compiled.logits(sequences, token_ids)
+            return compiled.logits(sequences, token_ids, slots)
         step = PackedStep.of(self._backend, sequences)
         wanted = mx.array(np.array(rows, dtype=np.int32)) if rows else mx.array([0])
-        with self.adapters.during(slots, wanted):
+        with self.adapters.during(None if slots is None else mx.array(slots), wanted):
             logits = self._selector.run(lambda: self._forward(token_ids, step), wanted)
         if compiled is not None:
             compiled.learn(step.plan)
@@ -84,6 +84,11 @@ class PackedPath:
     def forget_writes(self) -> None:
         """See ``ForwardPath.forget_writes``."""
         self._pools.forget_writes()
+
+    def forget_weights(self) -> None:
+        """See ``ForwardPath.forget_weights``."""
+        if self._compiled is not None:
+            self._compiled.forget()
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
         """See ``ForwardPath.copy_blocks``."""

@@ -76,6 +76,9 @@ class SequentialPath:
         """See ``ForwardPath.forget_writes``."""
         self._pools.forget_writes()
 
+    def forget_weights(self) -> None:
+        """Nothing: every step reads the model's own."""
+
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
         """See ``ForwardPath.copy_blocks``."""
         self._pools.copy_blocks(pairs)

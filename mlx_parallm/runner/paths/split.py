@@ -75,7 +75,8 @@ class SplitPath:
         )
         splitting = SplitStep(self._views, groups, step.positions, self.adapters)
         wanted = mx.array(np.array(rows, dtype=np.int32)) if rows else mx.array([0])
-        slots = adapter_slots(sequences)
+        numbers = adapter_slots(sequences)
+        slots = None if numbers is None else mx.array(numbers)
         with (
             self._seams.during(step),
             self._split.during(splitting),
@@ -94,6 +95,9 @@ class SplitPath:
     def forget_writes(self) -> None:
         """See ``ForwardPath.forget_writes``."""
         self._pools.forget_writes()
+
+    def forget_weights(self) -> None:
+        """Nothing: every step reads the model's own."""
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
         """See ``ForwardPath.copy_blocks``."""

@@ -1,0 +1,139 @@
+"""Modules of a model that add what the adapters of their rows change."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchGLU, SwitchLinear, SwitchMLP
+
+from mlx_parallm.adapters.context import AdapterContext
+from mlx_parallm.adapters.stack import EmbeddingStack, ExpertStack, LinearStack, expert_slots
+from mlx_parallm.adapters.weights import Kind
+
+_KINDS: tuple[tuple[Kind, tuple[type, ...]], ...] = (
+    ("linear", (nn.Linear, nn.QuantizedLinear)),
+    ("embedding", (nn.Embedding, nn.QuantizedEmbedding)),
+    ("experts", (SwitchLinear, QuantizedSwitchLinear)),
+)
+_BLOCKS = (SwitchGLU, SwitchMLP)
+
+
+def kind_of(module: Any) -> Kind | None:
+    """Which kind of change a module takes; None for none."""
+    return next((kind for kind, types in _KINDS if isinstance(module, types)), None)
+
+
+def plain_shape(module: Any) -> tuple[int, ...]:
+    """The shape of a module's weight, unpacked."""
+    *outer, last = module.weight.shape
+    if "scales" in module:
+        bits: int = module.bits
+        last = last * 32 // bits
+    return (*outer, last)
+
+
+def plain_weight(module: Any) -> mx.array:
+    """The weight of a module, unpacked if need be."""
+    if "scales" not in module:
+        return module.weight
+    return mx.dequantize(
+        module.weight,
+        module.scales,
+        module.get("biases"),
+        group_size=module.group_size,
+        bits=module.bits,
+        mode=module.mode,
+    )
+
+
+def is_expert_block(module: Any) -> bool:
+    """Whether it hands the experts that rows chose to ``SwitchLinear`` layers."""
+    return isinstance(module, _BLOCKS)
+
+
+def adapt(module: Any, path: str, context: AdapterContext) -> None:
+    """Give a module a class that adds what the context's stack of this path says, if it has one."""
+    made = {"linear": _linear, "embedding": _embedding, "experts": _experts}
+    kind = kind_of(module)
+    assert kind is not None, f"{path} takes no adapter"
+    _reclass(module, made[kind](type(module), path, context))
+
+
+def adapt_block(block: Any, path: str, context: AdapterContext) -> None:
+    """Let a block's layers know the slots of their rows.
+
+    The block may sort rows by the experts that they chose. It is given indices of experts and slots
+    in one, which sort in the same way, and its layers take them apart.
+    """
+    original: Any = type(block)
+
+    def call(self: Any, x: mx.array, indices: mx.array) -> mx.array:
+        if context.slots is not None:
+            indices = expert_slots(indices, context.slots, context.num_slots)
+        return original.__call__(self, x, indices)
+
+    for name, layer in block.items():
+        if kind_of(layer) == "experts":
+            adapt(layer, f"{path}.{name}", context)
+    _reclass(block, {"__call__": call})
+
+
+def _reclass(module: Any, methods: dict[str, Any]) -> None:
+    original = type(module)
+    module.__class__ = type(f"Adapted{original.__name__}", (original,), methods)
+
+
+def _linear(original: Any, path: str, context: AdapterContext) -> dict[str, Any]:
+    def call(self: Any, x: mx.array) -> mx.array:
+        y = original.__call__(self, x)
+        stack = context.stacks.get(path)
+        if context.slots is None or not isinstance(stack, LinearStack):
+            return y
+        x, slots = _picked(x, y, context)
+        return stack(x, y, slots, self.get("bias"))
+
+    return {"__call__": call}
+
+
+def _embedding(original: Any, path: str, context: AdapterContext) -> dict[str, Any]:
+    def call(self: Any, ids: mx.array) -> mx.array:
+        y = original.__call__(self, ids)
+        stack = context.stacks.get(path)
+        if context.slots is None or not isinstance(stack, EmbeddingStack):
+            return y
+        return stack(ids, y, context.slots)
+
+    def as_linear(self: Any, x: mx.array) -> mx.array:
+        y = original.as_linear(self, x)
+        stack = context.stacks.get(path)
+        if context.slots is None or not isinstance(stack, EmbeddingStack):
+            return y
+        x, slots = _picked(x, y, context)
+        return stack.head(x, y, slots)
+
+    return {"__call__": call, "as_linear": as_linear}
+
+
+def _experts(original: Any, path: str, context: AdapterContext) -> dict[str, Any]:
+    def call(self: Any, x: mx.array, indices: mx.array, sorted_indices: bool = False) -> mx.array:
+        if context.slots is None:
+            return original.__call__(self, x, indices, sorted_indices=sorted_indices)
+        experts = indices // context.num_slots
+        y = original.__call__(self, x, experts, sorted_indices=sorted_indices)
+        stack = context.stacks.get(path)
+        if not isinstance(stack, ExpertStack):
+            return y
+        return stack(x, y, indices, sorted_indices=sorted_indices)
+
+    return {"__call__": call}
+
+
+def _picked(x: mx.array, y: mx.array, context: AdapterContext) -> tuple[mx.array, mx.array]:
+    """The rows of the input that the output has, and their slots."""
+    assert context.slots is not None, "asked for rows of a forward without adapters"
+    if context.wanted is None or y.shape[:2] == x.shape[:2]:
+        return x, context.slots
+    rows = x.reshape(-1, x.shape[-1])[context.wanted][:, None]
+    return rows, context.slots[context.wanted]
