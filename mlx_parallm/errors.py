@@ -9,13 +9,16 @@
     │   ├── NotFoundError           no file, batch or response of the caller's    (HTTP 404)
     │   ├── AuthenticationError     no key, or a wrong one                         (HTTP 401)
     │   ├── PermissionDeniedError   the key or the origin may not do this          (HTTP 403)
+    │   ├── VersionMismatchError    the weights are of another version than expected (HTTP 412)
     │   ├── RequestTimeoutError     the body did not arrive in time                (HTTP 408)
     │   └── RequestTooLargeError    the body is over the route's limit             (HTTP 413)
     ├── NotImplementedRouteError    a known route that nothing loaded can serve     (HTTP 501)
     ├── OverloadedError             the waiting queue is full; try again later     (HTTP 429)
     ├── ShuttingDownError           the server is draining                         (HTTP 503)
+    ├── PausedError                 generation is paused; try again later          (HTTP 503)
     ├── EngineDeadError             the engine thread died                         (HTTP 503)
     ├── RequestAbortedError         aborted by an operator or by shutdown          (HTTP 503)
+    ├── ControlError                the engine could not do what an operator asked (HTTP 500)
     └── StepError                   a step failed for this request only            (HTTP 500)
 
 The table of HTTP statuses is ``api/errors.py``; nothing below ``api`` knows HTTP.
@@ -83,6 +86,10 @@ class PermissionDeniedError(InvalidRequestError):
     """The caller is known but may not do this."""
 
 
+class VersionMismatchError(InvalidRequestError):
+    """An update expected another version of the weights than is there; nothing was changed."""
+
+
 class RequestTimeoutError(InvalidRequestError):
     """The body did not arrive in time."""
 
@@ -111,6 +118,10 @@ class ShuttingDownError(ParallmError):
     """The server no longer admits requests."""
 
 
+class PausedError(ParallmError):
+    """Generation is paused in a mode that admits no requests."""
+
+
 class EngineDeadError(ParallmError):
     """The engine thread died; its cause is chained."""
 
@@ -121,6 +132,10 @@ class StorageError(ParallmError):
 
 class RequestAbortedError(ParallmError):
     """The request was aborted before it finished."""
+
+
+class ControlError(ParallmError):
+    """A command failed for a reason that is not its caller's; what was there before serves on."""
 
 
 class StepError(ParallmError):

@@ -181,6 +181,7 @@ class GenerateRequest:
     Attributes:
         request_id: unique among the requests in flight.
         model: a name the server knows the model by.
+        adapter: the name of an adapter of the model; None for the model itself.
         prompt_ids: the prompt's tokens; never empty.
         params: how tokens are chosen.
         priority: lower runs first, as in vLLM.
@@ -196,4 +197,5 @@ class GenerateRequest:
     priority: int = 0
     client: str = ""
     cache_salt: str | None = None
+    adapter: str | None = None
     group: str | None = None

@@ -2,11 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
 
 from mlx_parallm.errors import ParallmError
+from mlx_parallm.outputs import GenerateEvent
 from mlx_parallm.request import GenerateRequest
+
+if TYPE_CHECKING:
+    from mlx_parallm.engine.engine import Engine
+
+
+class EngineHost(Protocol):
+    """What the engine thread has."""
+
+    @property
+    def engines(self) -> Mapping[str, Engine]:
+        """By their models' first names."""
+        ...
+
+    def deliver(self, events: list[GenerateEvent]) -> None:
+        """Send events to their readers."""
+        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,9 +50,20 @@ class Abort:
     is_told: bool = False
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Call:
+    """Do something between two steps.
+
+    ``reply`` is called on the engine thread with what ``action`` gave, or with its error.
+    """
+
+    action: Callable[[EngineHost], Any]
+    reply: Callable[[Any], None]
+
+
 @dataclass(frozen=True, slots=True)
 class Stop:
     """Leave the loop; requests still in flight are dropped."""
 
 
-Command = Submit | Abort | Stop
+Command = Submit | Abort | Call | Stop

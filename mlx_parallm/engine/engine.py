@@ -14,6 +14,7 @@ from mlx_parallm.engine.admission import check_request
 from mlx_parallm.engine.interface import Tokenizer
 from mlx_parallm.engine.metrics import EngineMetrics
 from mlx_parallm.engine.output_processor import OutputProcessor
+from mlx_parallm.engine.policies import NoAdapters, Policies
 from mlx_parallm.outputs import GenerateEvent
 from mlx_parallm.request import GenerateRequest
 from mlx_parallm.scheduler.scheduler import Scheduler
@@ -44,6 +45,7 @@ class Engine:
         tokenizer: Tokenizer,
         metrics: EngineMetrics,
         *,
+        policies: Policies | None = None,
         seed: int = 0,
         tracer: StepTracer | None = None,
         clock: Callable[[], float] = time.perf_counter,
@@ -57,6 +59,11 @@ class Engine:
         self._tracer = tracer or NoTracer()
         self._clock = clock
         self._in_flight: _Begun | None = None
+        #: Whether nothing runs, whatever waits.
+        self.is_paused = False
+        self.policies = policies or Policies(
+            model="", scheduler=scheduler, store=NoAdapters(), max_loaded=0
+        )
         self._last_end_s = 0.0
 
     @property
@@ -87,7 +94,8 @@ class Engine:
         # What is complete must end, and nothing but an end follows a complete grammar.
         is_endless = params.ignore_eos and params.grammar is None
         end_ids = frozenset[int]() if is_endless else self._tokenizer.eos_ids
-        self._scheduler.add(request, seed=seed, end_ids=end_ids)
+        weights = self.policies.weights_of(request.adapter)
+        self._scheduler.add(request, seed=seed, end_ids=end_ids, weights=weights)
         self._processor.add(request, self._tokenizer)
         self._metrics.on_add(request, arrival_s)
 
@@ -111,7 +119,21 @@ class Engine:
 
     def has_work(self) -> bool:
         """Whether a step would run or end anything."""
+        if self.is_paused:
+            return False
         return self._scheduler.has_work() or self._in_flight is not None
+
+    def settle(self) -> list[GenerateEvent]:
+        """End the step in flight, if there is one; its events."""
+        ending, self._in_flight = self._in_flight, None
+        updates: list[SequenceUpdate] = []
+        if ending is not None:
+            self._end(ending, updates)
+        return self._publish(updates)
+
+    def reset_prefix_cache(self, *, reset_running: bool = False) -> None:
+        """Find nothing again that was computed before; ``reset_running`` recomputes what runs."""
+        self._scheduler.reset_prefix_cache(reset_running=reset_running)
 
     def on_reject(self) -> None:
         """Count a request that was refused because the queue was full."""
@@ -123,6 +145,7 @@ class Engine:
         Where the runner runs ahead, the batch that ends is the one before: the device works on the
         new one while this thread turns tokens into events.
         """
+        self.policies.forget_unused()
         with self._tracer.span(Phase.STEP):
             begin_s = self._clock()
             with self._tracer.span(Phase.SCHEDULE):

@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
+import logging
 import queue
 from collections.abc import Callable, Mapping
+from typing import Any
 
-from mlx_parallm.engine.commands import Abort, Command, Stop, Submit
+from mlx_parallm.engine.commands import Abort, Call, Command, Stop, Submit
 from mlx_parallm.engine.engine import Engine
-from mlx_parallm.errors import OverloadedError, ParallmError
+from mlx_parallm.errors import ControlError, OverloadedError, ParallmError
 from mlx_parallm.outputs import GenerateEvent
+
+logger = logging.getLogger(__name__)
 
 # How long to wait for a command when no engine could run anything although it has work.
 STALL_WAIT_S = 0.01
 
 
 class EngineLoop:
-    """Owns every engine of the process; runs until it is told to stop."""
+    """Owns every engine of the process; runs until it is told to stop.
+
+    Attributes:
+        engines: by their models' first names.
+        deliver: sends events to their readers.
+    """
 
     def __init__(
         self,
@@ -23,19 +32,19 @@ class EngineLoop:
         inbox: queue.SimpleQueue[Command],
         deliver: Callable[[list[GenerateEvent]], None],
     ) -> None:
-        self._engines = engines
+        self.engines = engines
+        self.deliver = deliver
         self._inbox = inbox
-        self._deliver = deliver
 
     def run(self) -> None:
         """Serve until ``Stop``."""
         wait_s: float | None = 0.0
         while self._take_commands(wait_s):
-            outcomes = [engine.step() for engine in self._engines.values() if engine.has_work()]
+            outcomes = [engine.step() for engine in self.engines.values() if engine.has_work()]
             events = [event for outcome in outcomes if outcome for event in outcome]
             if events:
-                self._deliver(events)
-            if not any(engine.has_work() for engine in self._engines.values()):
+                self.deliver(events)
+            if not any(engine.has_work() for engine in self.engines.values()):
                 wait_s = None
             else:
                 stalled = all(outcome is None for outcome in outcomes)
@@ -54,24 +63,38 @@ class EngineLoop:
             self._apply(command)
             timeout = 0.0
 
-    def _apply(self, command: Submit | Abort) -> None:
+    def _apply(self, command: Submit | Abort | Call) -> None:
         match command:
             case Submit():
                 command.reply(self._admit(command))
             case Abort():
                 self._abort(command)
+            case Call():
+                command.reply(self._call(command))
+
+    def _call(self, command: Call) -> Any:
+        try:
+            return command.action(self)
+        except ParallmError as refusal:
+            return refusal
+        except Exception as cause:
+            # Whatever it was to change must not take the engine with it.
+            logger.exception("a command failed")
+            error = ControlError(f"{type(cause).__name__}: {cause}")
+            error.__cause__ = cause
+            return error
 
     def _abort(self, command: Abort) -> None:
-        for engine in self._engines.values():
+        for engine in self.engines.values():
             if command.is_told:
                 events = engine.cancel(command.request_id)
                 if events:
-                    self._deliver(events)
+                    self.deliver(events)
             elif engine.abort(command.request_id):
                 return
 
     def _admit(self, command: Submit) -> ParallmError | None:
-        engine = self._engines[command.request.model]
+        engine = self.engines[command.request.model]
         try:
             engine.add(command.request, arrival_s=command.arrival_s)
         except ParallmError as refusal:

@@ -140,6 +140,12 @@ class Planner:
         sequence.num_preemptions += 1
         self.num_preemptions += 1
 
+    def preempt_all(self) -> None:
+        """Let everything that runs wait again, without its blocks."""
+        for sequence in reversed(list(self._running)):
+            self._send_back(sequence)
+            self._waiting.push_front(sequence)
+
     def refresh_weights(self) -> None:
         """Let running sequences go on with what their weights have become.
 

@@ -154,6 +154,15 @@ class Scheduler:
         """Go on with what the weights of requests have become; between two steps."""
         self._planner.refresh_weights()
 
+    def reset_prefix_cache(self, *, reset_running: bool) -> None:
+        """Let no later sequence find what was computed before.
+
+        ``reset_running``: what runs waits again, and is computed anew.
+        """
+        if reset_running:
+            self._planner.preempt_all()
+        self._kv.reset_prefix_cache()
+
     def uses(self, content: str) -> bool:
         """Whether a request here is of this adapter."""
         return any(group.adapter == content for group in self._groups.values())

@@ -1,0 +1,65 @@
+"""What an operator may ask of a running engine: adapters, pauses, weights, sleep."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import StrEnum
+from typing import Protocol
+
+from mlx_parallm.engine.policies import AdapterInfo, AdapterUpload
+from mlx_parallm.weights import WeightsVersion
+
+
+class PauseMode(StrEnum):
+    """What becomes of requests; the names are vLLM's.
+
+    keep: they stay where they are, and new ones wait with them.
+    wait: they end first; new ones are refused.
+    abort: they end at once, with what they have; new ones are refused.
+    """
+
+    KEEP = "keep"
+    WAIT = "wait"
+    ABORT = "abort"
+
+
+class EngineControl(Protocol):
+    """Commands that are carried out between two steps; each returns once it is done."""
+
+    @property
+    def is_paused(self) -> bool:
+        """Whether nothing is generated until ``resume``."""
+        ...
+
+    def adapters(self) -> Sequence[AdapterInfo]:
+        """The loaded adapters of all models, as of the latest change of one."""
+        ...
+
+    async def load_adapter(self, upload: AdapterUpload, *, model: str | None = None) -> AdapterInfo:
+        """Serve an adapter of a model, the first one by default.
+
+        Raises:
+            VersionMismatchError: another version is there than was expected.
+            InvalidRequestError: it does not fit the model, its name is taken, or there is no room.
+        """
+        ...
+
+    async def unload_adapter(self, name: str) -> AdapterInfo:
+        """Admit no more requests of an adapter; raise NotFoundError."""
+        ...
+
+    async def pause(self, mode: PauseMode, *, clear_cache: bool = False) -> int:
+        """Generate nothing more; how many requests are kept, or were aborted."""
+        ...
+
+    async def resume(self) -> None:
+        """Go on, if it was paused."""
+        ...
+
+    async def reset_prefix_cache(self, *, reset_running: bool = False) -> None:
+        """Find nothing again that was computed before."""
+        ...
+
+    def version(self, model: str | None = None) -> WeightsVersion:
+        """The weights of a model, the first one by default."""
+        ...

@@ -1,0 +1,284 @@
+"""The names under which one model computes: itself, and its adapters."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field, replace
+from itertools import count
+from typing import Protocol
+
+from mlx_parallm.adapters.weights import AdapterWeights
+from mlx_parallm.errors import (
+    InvalidRequestError,
+    ModelNotFoundError,
+    NotFoundError,
+    VersionMismatchError,
+)
+from mlx_parallm.scheduler.scheduler import Scheduler
+from mlx_parallm.weights import BaseWeights, PolicyWeights, WeightsVersion
+
+
+class AdapterStore(Protocol):
+    """Has the tensors of a model's adapters, by their content."""
+
+    def add(self, adapter: AdapterWeights) -> None:
+        """Keep an adapter for ``ScheduledBatch.adapters``; raise InvalidRequestError if it fits not."""
+        ...
+
+    def remove(self, content: str) -> None:
+        """Forget an adapter that no later batch names."""
+        ...
+
+
+class NoAdapters:
+    """Implements ``AdapterStore`` for what cannot have adapters."""
+
+    def add(self, adapter: AdapterWeights) -> None:
+        """Refuse."""
+        raise InvalidRequestError("This model takes no adapters.", param="model")
+
+    def remove(self, content: str) -> None:
+        """Nothing."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdapterUpload:
+    """An adapter to be served.
+
+    Attributes:
+        name: that requests are to use.
+        weights: parsed and checked.
+        version: label of its tokens; None counts on from the version before.
+        expected_version: it replaces this version and no other; None for any.
+        replaces: whether an adapter of this name may be there already.
+        is_pinned: whether it keeps its slot once it has one; None as before.
+        source: the folder it came from; None for an upload.
+    """
+
+    name: str
+    weights: AdapterWeights
+    version: str | None = None
+    expected_version: str | None = None
+    replaces: bool = False
+    is_pinned: bool | None = None
+    source: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdapterInfo:
+    """A loaded adapter.
+
+    Attributes:
+        name: that requests use.
+        model: the first name of its base model.
+        version: label of the tokens that it makes now.
+        digest: SHA-256 of what it changes.
+        rank: the largest of its modules.
+        num_bytes: of its tensors.
+        created: Unix seconds of this version.
+        source: the folder it came from; None for an upload.
+        is_pinned: whether it keeps its slot once it has one.
+        is_resident: whether it has a slot.
+        num_running: sequences that run with it.
+    """
+
+    name: str
+    model: str
+    version: str
+    digest: str
+    rank: int
+    num_bytes: int
+    created: int
+    source: str | None = None
+    is_pinned: bool = False
+    is_resident: bool = False
+    num_running: int = 0
+
+
+@dataclass(slots=True)
+class _Policy:
+    """A named adapter. ``used`` is larger for those used later."""
+
+    info: AdapterInfo
+    weights: PolicyWeights
+    used: int
+    num_versions: int = 1
+
+
+@dataclass(slots=True)
+class Policies:
+    """What requests of one model are computed with. Lives on the engine thread.
+
+    Attributes:
+        model: the model's first name.
+        scheduler: whose requests they are.
+        store: has the tensors.
+        max_loaded: most adapters; one that came from a folder and is idle makes way for another.
+        base: the model's own weights.
+    """
+
+    model: str
+    scheduler: Scheduler
+    store: AdapterStore
+    max_loaded: int
+    base: BaseWeights = field(default_factory=BaseWeights)
+    _plain: PolicyWeights = field(init=False)
+    _policies: dict[str, _Policy] = field(default_factory=dict)
+    _clock: count[int] = field(default_factory=count)
+    # Contents that are unloaded while requests still use them.
+    _leaving: set[str] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        self._plain = PolicyWeights(self.base)
+
+    def weights_of(self, name: str | None) -> PolicyWeights:
+        """What requests of an adapter, or of the model itself, are computed with.
+
+        Raises:
+            ModelNotFoundError: no adapter has this name any more.
+        """
+        if name is None:
+            return self._plain
+        policy = self._policies.get(name)
+        if policy is None:
+            raise ModelNotFoundError(name)
+        policy.used = next(self._clock)
+        return policy.weights
+
+    def infos(self) -> list[AdapterInfo]:
+        """The loaded adapters, by when they were first loaded."""
+        return [self._info(policy) for policy in self._policies.values()]
+
+    def load(self, upload: AdapterUpload) -> AdapterInfo:
+        """Serve an adapter; a version that it replaces serves up to the next step.
+
+        Raises:
+            VersionMismatchError: another version is there than was expected.
+            InvalidRequestError: it does not fit the model, its name is taken, or there is no room.
+        """
+        known = self._policies.get(upload.name)
+        self._check_version(upload, known)
+        if known is not None and not upload.replaces:
+            raise InvalidRequestError(
+                f"The adapter {upload.name!r} is loaded already.", param="name"
+            )
+        is_pinned = (known is not None and known.info.is_pinned) if upload.is_pinned is None else (
+            upload.is_pinned
+        )
+        self._check_pins(upload.name, is_pinned)
+        if known is None:
+            self._make_room()
+        self.store.add(upload.weights)
+        policy = self._put(upload, known, is_pinned)
+        self.forget_unused()
+        return self._info(policy)
+
+    def unload(self, name: str) -> AdapterInfo:
+        """Admit no more requests of an adapter; those that were admitted go on.
+
+        Raises:
+            NotFoundError: no adapter has this name.
+        """
+        policy = self._policies.pop(name, None)
+        if policy is None:
+            raise NotFoundError(f"The adapter {name!r} is not loaded.", param="name")
+        info = self._info(policy)
+        self._pin()
+        self._leaving.add(info.digest)
+        self.forget_unused()
+        return info
+
+    def replace_base(self, version: WeightsVersion) -> None:
+        """Note that the model's own weights are others now, which changes all adapters too."""
+        self.base.version = version
+        self.scheduler.refresh_weights()
+
+    def forget_unused(self) -> None:
+        """Let go of adapters that were replaced or unloaded and that no request uses."""
+        if not self._leaving:
+            return
+        self._leaving -= {policy.info.digest for policy in self._policies.values()}
+        for content in list(self._leaving):
+            if not self.scheduler.uses(content) and self.scheduler.adapters.forget(content):
+                self.store.remove(content)
+                self._leaving.discard(content)
+
+    def _put(self, upload: AdapterUpload, known: _Policy | None, is_pinned: bool) -> _Policy:
+        num_versions = 1 if known is None else known.num_versions + 1
+        version = WeightsVersion(upload.weights.digest, upload.version or str(num_versions))
+        info = AdapterInfo(
+            name=upload.name,
+            model=self.model,
+            version=version.label,
+            digest=version.content,
+            rank=upload.weights.rank,
+            num_bytes=upload.weights.num_bytes,
+            created=int(time.time()),
+            source=upload.source,
+            is_pinned=is_pinned,
+        )
+        if known is None:
+            weights = PolicyWeights(self.base, version)
+            policy = self._policies[upload.name] = _Policy(info, weights, next(self._clock))
+            self._pin()
+            return policy
+        self._leaving.add(known.info.digest)
+        known.info, known.num_versions = info, num_versions
+        known.weights.adapter = version
+        # Before anybody looks for a slot: the old content's may have been pinned.
+        self._pin()
+        self.scheduler.refresh_weights()
+        return known
+
+    def _check_version(self, upload: AdapterUpload, known: _Policy | None) -> None:
+        expected = upload.expected_version
+        found = None if known is None else known.info.version
+        if expected is not None and expected != found:
+            have = "it is not loaded" if found is None else f"it is at {found!r}"
+            raise VersionMismatchError(
+                f"The adapter {upload.name!r} was expected at version {expected!r}; {have}.",
+                param="expected_version",
+            )
+
+    def _check_pins(self, name: str, is_pinned: bool) -> None:
+        num_slots = self.scheduler.adapters.num_slots
+        pinned = {one.info.name for one in self._policies.values() if one.info.is_pinned} - {name}
+        if is_pinned and len(pinned) + 1 >= num_slots:
+            raise InvalidRequestError(
+                f"{len(pinned)} of {num_slots} slots for adapters are pinned already; one must "
+                "remain for the others.",
+                param="pinned",
+            )
+
+    def _make_room(self) -> None:
+        """Have room for one more adapter: the least recently used one that can come back goes."""
+        if len(self._policies) < self.max_loaded:
+            return
+        idle = [
+            policy
+            for policy in self._policies.values()
+            if policy.info.source is not None
+            and not policy.info.is_pinned
+            and not self.scheduler.uses(policy.info.digest)
+        ]
+        if not idle:
+            raise InvalidRequestError(
+                f"{len(self._policies)} adapters are loaded, as many as this server holds "
+                "(--max-cpu-loras); unload one first.",
+                param="name",
+            )
+        self.unload(min(idle, key=lambda one: one.used).info.name)
+
+    def _pin(self) -> None:
+        pinned = [one.info.digest for one in self._policies.values() if one.info.is_pinned]
+        self.scheduler.adapters.pin(pinned)
+
+    def _info(self, policy: _Policy) -> AdapterInfo:
+        slots = self.scheduler.adapters
+        digest = policy.info.digest
+        return replace(
+            policy.info,
+            is_resident=digest in slots.resident,
+            num_running=slots.users(digest),
+        )
+
