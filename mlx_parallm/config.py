@@ -168,6 +168,24 @@ class SpeculativeConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class AdapterConfig:
+    """Adapters, for all models of the process.
+
+    Attributes:
+        max_loaded: most adapters of a model in memory; one from a folder that nobody uses makes way
+            for another, and comes back when it is asked for.
+        max_rank: largest rank.
+        directory: a folder of adapters, which requests may name as models; None for none.
+        allowed_roots: further folders below which requests may name paths.
+    """
+
+    max_loaded: int = 64
+    max_rank: int = 256
+    directory: str | None = None
+    allowed_roots: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
     """Everything the engine thread needs.
 
@@ -179,6 +197,7 @@ class EngineConfig:
     models: tuple[ModelConfig, ...] = (ModelConfig(),)
     cache: CacheConfig = field(default_factory=CacheConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+    adapters: AdapterConfig = field(default_factory=AdapterConfig)
     speculative: SpeculativeConfig | None = None
     seed: int = 0
     restart_on_failure: bool = False

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from starlette.requests import HTTPConnection
 
 from mlx_parallm.config import EngineConfig
+from mlx_parallm.engine.control import EngineControl
 from mlx_parallm.engine.interface import EngineClient, EngineLoad, RequestHandle, ServedModel
 from mlx_parallm.request import GenerateRequest
 
@@ -85,6 +86,11 @@ class BackgroundEngine:
     def load(self) -> EngineLoad:
         """See ``EngineClient``."""
         return self._engine.load()
+
+    @property
+    def control(self) -> EngineControl:
+        """As the engine's."""
+        return self._engine.control
 
     def check_health(self) -> None:
         """See ``EngineClient``."""

@@ -145,6 +145,7 @@ def build_config(given: Mapping[str, Given]) -> tuple[EngineConfig, ServerConfig
         raise ConfigError("allow-credentials needs named origins, not allowed-origins *")
     engine = EngineConfig(
         models=_models(parts["model"]),
+        adapters=type(DEFAULTS["adapters"])(**parts["adapters"]),
         cache=type(DEFAULTS["cache"])(**parts["cache"]),
         scheduler=type(DEFAULTS["scheduler"])(**parts["scheduler"]),
         **parts["engine"],

@@ -9,6 +9,7 @@ from mlx_parallm.cli import setting_values as values
 from mlx_parallm.cli.setting_values import Parse
 from mlx_parallm.config import (
     KV_CACHE_DTYPES,
+    AdapterConfig,
     CacheConfig,
     EngineConfig,
     ModelConfig,
@@ -21,13 +22,14 @@ from mlx_parallm.request import LOGPROBS_MODES
 ENVIRONMENT_PREFIX = "MLX_PARALLM_"
 
 MODELS = "models"
+ADAPTERS = "adapters"
 MEMORY = "memory and prefix cache"
 BATCHING = "batching and queue"
 ADDRESS = "address and access"
 REQUESTS = "requests and streams"
 STORAGE = "files and batches"
 PROCESS = "process and logs"
-GROUPS = (MODELS, MEMORY, BATCHING, ADDRESS, REQUESTS, STORAGE, PROCESS)
+GROUPS = (MODELS, ADAPTERS, MEMORY, BATCHING, ADDRESS, REQUESTS, STORAGE, PROCESS)
 
 
 def variable_of(name: str) -> str:
@@ -41,8 +43,8 @@ class Setting:
 
     Attributes:
         name: the flag without dashes in front, and the key in a file.
-        target: ``part.field`` of the configuration; parts are model, cache, scheduler, engine
-            and server.
+        target: ``part.field`` of the configuration; parts are model, adapters, cache, scheduler,
+            engine and server.
         parse: makes the field's value from text or from a file's value.
         group: the heading it stands under in ``--help``.
         help: one sentence.
@@ -101,6 +103,7 @@ DEFAULTS: dict[str, Any] = {
     "model": ModelConfig(),
     "cache": CacheConfig(),
     "scheduler": SchedulerConfig(),
+    "adapters": AdapterConfig(),
     "engine": EngineConfig(),
     "server": ServerConfig(),
 }
@@ -158,6 +161,19 @@ SETTINGS: tuple[Setting, ...] = (
              "run Python code that comes with a model or tokenizer."),
     _setting("seed", "engine.seed", values.integer(0, 2**63 - 1), MODELS,
              "seed of requests that bring none.", metavar="N"),
+    _setting("adapter-dir", "adapters.directory", values.text, ADAPTERS,
+             "a folder of adapters (LoRA, DoRA): each folder in it is one, which clients may name "
+             "as a model; it is loaded with its first request.", metavar="FOLDER"),
+    _setting("allowed-adapter-roots", "adapters.allowed_roots", values.listed, ADAPTERS,
+             "further folders below which requests may name adapters and weights by path.",
+             metavar="FOLDER"),
+    _setting("max-loras", "scheduler.max_loras", values.integer(1), ADAPTERS,
+             "most adapters of a model in one batch; others wait for a place.", metavar="N"),
+    _setting("max-cpu-loras", "adapters.max_loaded", values.integer(1), ADAPTERS,
+             "most adapters of a model in memory; one from a folder makes way if nobody uses it.",
+             metavar="N"),
+    _setting("max-lora-rank", "adapters.max_rank", values.integer(1), ADAPTERS,
+             "largest rank of an adapter.", metavar="N"),
     _setting(
         "kv-memory-fraction", "cache.memory_fraction", values.number(0, 1, above=True), MEMORY,
         "share of the free memory that the KV of all models together may take; on the CPU no "

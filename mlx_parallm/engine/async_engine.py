@@ -15,14 +15,16 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 from prometheus_client import generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
 from mlx_parallm.config import EngineConfig
 from mlx_parallm.engine.admission import check_request
+from mlx_parallm.engine.async_control import AsyncControl
 from mlx_parallm.engine.build import LoadedEngine, build_engines
-from mlx_parallm.engine.commands import Abort, Command, Stop, Submit
+from mlx_parallm.engine.commands import Abort, Call, Command, EngineHost, Stop, Submit
 from mlx_parallm.engine.engine import Engine
 from mlx_parallm.engine.event_stream import EventStream
 from mlx_parallm.engine.interface import EngineLoad, RequestHandle, ServedModel
@@ -71,11 +73,13 @@ class AsyncEngine:
         self._engines: dict[str, Engine] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
-        self._answers: set[asyncio.Future[ParallmError | None]] = set()
+        self._answers: set[asyncio.Future[Any]] = set()
         self._loaded = threading.Event()
         self._cause: BaseException | None = None
         self._draining = False
         self._idle = asyncio.Event()
+        self._idle.set()
+        self.control = AsyncControl(self, config.adapters)
         #: Set while no thread serves: after a death, until a restarted thread has loaded.
         self.died = threading.Event()
         #: Set when the thread has died and will not be started anew.
@@ -110,6 +114,8 @@ class AsyncEngine:
     async def drain(self, timeout_s: float) -> None:
         """Admit nothing more; let running requests finish for ``timeout_s``, then abort them."""
         self._draining = True
+        if self.control.is_paused:
+            await self.control.resume()
         if self._streams:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._idle.wait(), timeout_s)
@@ -124,19 +130,20 @@ class AsyncEngine:
         return list({id(model): model for model in self._models.values()}.values())
 
     def get_model(self, name: str) -> ServedModel:
-        """The model of this name.
+        """The model or adapter of this name.
 
         Raises:
-            ModelNotFoundError: no model has it.
+            ModelNotFoundError: none has it.
         """
-        try:
-            return self._models[name]
-        except KeyError:
-            raise ModelNotFoundError(name) from None
+        model = self._models.get(name) or self.control.served(name)
+        if model is None:
+            raise ModelNotFoundError(name)
+        return model
 
     def check_room(self, model: str, client: str, n: int) -> None:
         """Refuse early what the queue has no room for; see ``EngineClient.check_room``."""
-        engine = self._engines.get(self.get_model(model).names[0])
+        served = self.get_model(model)
+        engine = self._engines.get(served.parent or served.names[0])
         if engine is None:
             return
         try:
@@ -150,14 +157,22 @@ class AsyncEngine:
         self.check_health()
         if self._draining:
             raise ShuttingDownError("The server is shutting down.")
+        self.control.check_open()
         model = self.get_model(request.model)
         check_request(request, model.info)
+        if model.adapter is not None:
+            await self.control.ensure_loaded(model.adapter)
         if request.request_id in self._streams:
             raise InvalidRequestError(
                 f"Request id {request.request_id!r} is already in use.", param="request_id"
             )
         self._loop = asyncio.get_running_loop()
+        # Engines are known by their model's first name only.
+        request = replace(
+            request, model=model.parent or model.names[0], adapter=model.adapter or request.adapter
+        )
         stream = self._streams[request.request_id] = EventStream(request)
+        self._idle.clear()
         try:
             refusal = await self._send(request)
         except asyncio.CancelledError:
@@ -177,6 +192,26 @@ class AsyncEngine:
         """End a request between two steps and tell its reader; unknown ids are ignored."""
         if request_id in self._streams:
             self._inbox.put(Abort(request_id=request_id, is_told=True))
+
+    async def call(self, action: Callable[[EngineHost], Any]) -> Any:
+        """What an action between two steps gives; raise its error."""
+        self.check_health()
+        self._loop = asyncio.get_running_loop()
+        result = await self._ask(lambda reply: Call(action=action, reply=reply))
+        if isinstance(result, ParallmError):
+            raise result
+        return result
+
+    async def cancel_all(self) -> int:
+        """End every request with what it has; how many there were."""
+        request_ids = list(self._streams)
+        for request_id in request_ids:
+            await self.cancel(request_id)
+        return len(request_ids)
+
+    async def wait_until_idle(self) -> None:
+        """Return once no request is open."""
+        await self._idle.wait()
 
     @property
     def config(self) -> EngineConfig:
@@ -206,15 +241,20 @@ class AsyncEngine:
 
     async def _send(self, request: GenerateRequest) -> ParallmError | None:
         """Hand a request to the thread; its refusal, or None once it is admitted."""
+        arrival_s = time.monotonic()
+        return await self._ask(
+            lambda reply: Submit(request=request, arrival_s=arrival_s, reply=reply)
+        )
+
+    async def _ask(self, command: Callable[[Callable[[Any], None]], Command]) -> Any:
+        """What the thread replies to a command; EngineDeadError if it dies before that."""
         loop = asyncio.get_running_loop()
-        answer: asyncio.Future[ParallmError | None] = loop.create_future()
+        answer: asyncio.Future[Any] = loop.create_future()
 
-        def reply(refusal: ParallmError | None) -> None:
-            loop.call_soon_threadsafe(_settle, answer, refusal)
+        def reply(result: Any) -> None:
+            loop.call_soon_threadsafe(_settle, answer, result)
 
-        # Engines are known by their model's first name only.
-        request = replace(request, model=self.get_model(request.model).names[0])
-        self._inbox.put(Submit(request=request, arrival_s=time.monotonic(), reply=reply))
+        self._inbox.put(command(reply))
         # A dead thread answers nobody, so its death must find the futures that wait.
         self._answers.add(answer)
         try:
@@ -244,6 +284,7 @@ class AsyncEngine:
         # What is there now stays: to look through it for garbage would stop every stream.
         gc.collect()
         gc.freeze()
+        self.control.forget()
         self._models = {name: one.model for one in loaded for name in one.model.names}
         self._cause = None
         self.died.clear()
@@ -289,7 +330,7 @@ class AsyncEngine:
     def _close(self, request_id: str) -> bool:
         """Forget a stream; False if it was not open."""
         was_open = self._streams.pop(request_id, None) is not None
-        if self._draining and not self._streams:
+        if not self._streams:
             self._idle.set()
         return was_open
 
@@ -304,6 +345,6 @@ class AsyncEngine:
             _settle(answer, error)
 
 
-def _settle(answer: asyncio.Future[ParallmError | None], refusal: ParallmError | None) -> None:
+def _settle(answer: asyncio.Future[Any], result: Any) -> None:
     if not answer.done():
-        answer.set_result(refusal)
+        answer.set_result(result)

@@ -20,6 +20,7 @@ from mlx_parallm.engine.engine import Engine
 from mlx_parallm.engine.formats import reasoning_format_of, tool_format_of
 from mlx_parallm.engine.interface import ServedModel
 from mlx_parallm.engine.metrics import EngineMetrics, MetricFamilies
+from mlx_parallm.engine.policies import Policies
 from mlx_parallm.errors import ConfigError, ModelLoadError
 from mlx_parallm.grammar.compiler import GrammarCompiler
 from mlx_parallm.grammar.vocabulary import GrammarVocabulary
@@ -315,7 +316,22 @@ def _assemble(
         speculative=speculative_for(config.speculative, info, names[0]),
     )
     metrics = EngineMetrics(families, names[0], info)
-    engine = Engine(scheduler, runner, one.tokenizer, metrics, seed=config.seed, tracer=tracer)
+    policies = Policies(
+        model=names[0],
+        scheduler=scheduler,
+        store=runner.adapters,
+        max_loaded=config.adapters.max_loaded,
+        max_rank=config.adapters.max_rank,
+    )
+    engine = Engine(
+        scheduler,
+        runner,
+        one.tokenizer,
+        metrics,
+        policies=policies,
+        seed=config.seed,
+        tracer=tracer,
+    )
     model = ServedModel(
         names=names,
         root=one.config.path or DEMO_NAME,

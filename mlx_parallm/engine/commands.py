@@ -22,7 +22,7 @@ class EngineHost(Protocol):
         """By their models' first names."""
         ...
 
-    def deliver(self, events: list[GenerateEvent]) -> None:
+    def deliver(self, events: list[GenerateEvent], /) -> None:
         """Send events to their readers."""
         ...
 

@@ -44,6 +44,23 @@ class EngineControl(Protocol):
         """
         ...
 
+    async def load_adapter_folder(
+        self,
+        name: str,
+        path: str,
+        *,
+        model: str | None = None,
+        version: str | None = None,
+        expected_version: str | None = None,
+        replaces: bool = False,
+        is_pinned: bool | None = None,
+    ) -> AdapterInfo:
+        """``load_adapter`` of what PEFT or mlx-lm wrote into a folder.
+
+        ``path`` must be below a root that the configuration allows.
+        """
+        ...
+
     async def unload_adapter(self, name: str) -> AdapterInfo:
         """Admit no more requests of an adapter; raise NotFoundError."""
         ...

@@ -117,6 +117,11 @@ class Engine:
         events = self._processor.end(request_id)
         return events if self.abort(request_id) else []
 
+    @property
+    def num_requests(self) -> int:
+        """Requests that have not ended."""
+        return len(self._processor)
+
     def has_work(self) -> bool:
         """Whether a step would run or end anything."""
         if self.is_paused:

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 from mlx_parallm.batch import RunnerInfo
 from mlx_parallm.config import EngineConfig
+from mlx_parallm.engine.control import EngineControl
 from mlx_parallm.grammar.compiler import GrammarCompiler
 from mlx_parallm.outputs import GenerateEvent
 from mlx_parallm.parsing.formats import ReasoningFormat, ToolFormat
@@ -110,7 +111,8 @@ class ServedModel:
     ``tool_format`` and ``reasoning_format`` are how the model writes tool calls and reasoning, None
     where its text is not parsed for them; ``parses_tools`` is false where that was asked for,
     ``allows_auto_tools`` where the model may not decide itself whether it calls tools.
-    ``grammars`` compiles what its samples may be asked to match.
+    ``grammars`` compiles what its samples may be asked to match. ``adapter`` is set where this is
+    an adapter, whose model's first name is ``parent``.
     """
 
     names: tuple[str, ...]
@@ -124,6 +126,8 @@ class ServedModel:
     parses_tools: bool = True
     allows_auto_tools: bool = True
     grammars: GrammarCompiler | None = None
+    parent: str | None = None
+    adapter: str | None = None
 
     @property
     def call_id_length(self) -> int | None:
@@ -158,6 +162,11 @@ class EngineClient(Protocol):
     """The engine, seen from the event loop."""
 
     @property
+    def control(self) -> EngineControl:
+        """What an operator may ask of it."""
+        ...
+
+    @property
     def config(self) -> EngineConfig:
         """The settings it was built from."""
         ...
@@ -167,7 +176,7 @@ class EngineClient(Protocol):
         ...
 
     def get_model(self, name: str) -> ServedModel:
-        """The model of this name; raise ModelNotFoundError."""
+        """The model or adapter of this name; raise ModelNotFoundError."""
         ...
 
     def check_room(self, model: str, client: str, n: int) -> None:

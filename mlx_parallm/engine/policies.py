@@ -22,7 +22,7 @@ class AdapterStore(Protocol):
     """Has the tensors of a model's adapters, by their content."""
 
     def add(self, adapter: AdapterWeights) -> None:
-        """Keep an adapter for ``ScheduledBatch.adapters``; raise InvalidRequestError if it fits not."""
+        """Keep an adapter that batches may name; raise InvalidRequestError if it does not fit."""
         ...
 
     def remove(self, content: str) -> None:
@@ -114,6 +114,7 @@ class Policies:
         scheduler: whose requests they are.
         store: has the tensors.
         max_loaded: most adapters; one that came from a folder and is idle makes way for another.
+        max_rank: largest rank of an adapter.
         base: the model's own weights.
     """
 
@@ -121,6 +122,7 @@ class Policies:
     scheduler: Scheduler
     store: AdapterStore
     max_loaded: int
+    max_rank: int = 0
     base: BaseWeights = field(default_factory=BaseWeights)
     _plain: PolicyWeights = field(init=False)
     _policies: dict[str, _Policy] = field(default_factory=dict)
@@ -162,10 +164,13 @@ class Policies:
             raise InvalidRequestError(
                 f"The adapter {upload.name!r} is loaded already.", param="name"
             )
-        is_pinned = (known is not None and known.info.is_pinned) if upload.is_pinned is None else (
-            upload.is_pinned
+        is_pinned = (
+            (known is not None and known.info.is_pinned)
+            if upload.is_pinned is None
+            else (upload.is_pinned)
         )
         self._check_pins(upload.name, is_pinned)
+        self._check_rank(upload.weights.rank)
         if known is None:
             self._make_room()
         self.store.add(upload.weights)
@@ -250,6 +255,14 @@ class Policies:
                 param="pinned",
             )
 
+    def _check_rank(self, rank: int) -> None:
+        if rank > self.max_rank:
+            raise InvalidRequestError(
+                f"The adapter has rank {rank}; this server takes up to {self.max_rank} "
+                "(--max-lora-rank).",
+                param="adapter",
+            )
+
     def _make_room(self) -> None:
         """Have room for one more adapter: the least recently used one that can come back goes."""
         if len(self._policies) < self.max_loaded:
@@ -281,4 +294,3 @@ class Policies:
             is_resident=digest in slots.resident,
             num_running=slots.users(digest),
         )
-

@@ -55,10 +55,7 @@ class AdaptedLayers:
             InvalidRequestError: it changes a module that the model does not have, or one of another
                 kind or shape; then nothing is changed.
         """
-        fitting = {self._find(path, param): one for path, one in adapter.modules.items()}
-        if len(fitting) < len(adapter.modules):
-            raise _unfit("two of its modules are the same one of this model", param)
-        stacks = {path: self._stack(path, one, param) for path, one in fitting.items()}
+        fitting, stacks = self._fit(adapter, param)
         self._leave(slot, kept=fitting)
         self._context.stacks.update(stacks)
         self._context.reserve(slot + 1)
@@ -68,6 +65,19 @@ class AdaptedLayers:
         self._paths[slot] = tuple(fitting)
         self._doras[slot] = {p: one for p, one in fitting.items() if one.magnitude is not None}
         mx.eval([stack.arrays() for stack in stacks.values()])
+
+    def check(self, adapter: AdapterWeights, *, param: str) -> None:
+        """Raise InvalidRequestError unless ``put`` takes this adapter."""
+        self._fit(adapter, param)
+
+    def _fit(
+        self, adapter: AdapterWeights, param: str
+    ) -> tuple[dict[str, LowRank], dict[str, AdapterStack]]:
+        """Its changes, and their stacks, by the path of the model's module."""
+        fitting = {self._find(path, param): one for path, one in adapter.modules.items()}
+        if len(fitting) < len(adapter.modules):
+            raise _unfit("two of its modules are the same one of this model", param)
+        return fitting, {path: self._stack(path, one, param) for path, one in fitting.items()}
 
     def drop(self, slot: int) -> None:
         """Let a slot be no adapter."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from mlx_parallm.adapters.weights import AdapterWeights
-from mlx_parallm.errors import InvalidRequestError
 from mlx_parallm.runner.adapted_layers import AdaptedLayers
 
 #: What refusals name: the tensors of an upload.
@@ -15,9 +14,8 @@ PARAM = "adapter"
 class AdapterStore:
     """Implements ``engine.policies.AdapterStore``. Lives on the engine thread."""
 
-    def __init__(self, layers: AdaptedLayers, max_rank: int) -> None:
+    def __init__(self, layers: AdaptedLayers) -> None:
         self._layers = layers
-        self._max_rank = max_rank
         self._adapters: dict[str, AdapterWeights] = {}
         self._resident: dict[int, str] = {}
 
@@ -30,14 +28,8 @@ class AdapterStore:
         """Keep an adapter for later batches.
 
         Raises:
-            InvalidRequestError: its rank is too large, or the model has no such modules.
+            InvalidRequestError: the model has no such modules.
         """
-        if adapter.rank > self._max_rank:
-            raise InvalidRequestError(
-                f"The adapter has rank {adapter.rank}; this server takes up to {self._max_rank} "
-                "(--max-lora-rank).",
-                param=PARAM,
-            )
         self._layers.check(adapter, param=PARAM)
         self._adapters[adapter.digest] = adapter
 
@@ -54,6 +46,6 @@ class AdapterStore:
                 self._layers.put(slot, self._adapters[content], param=PARAM)
                 self._resident[slot] = content
 
-    def refresh(self) -> None:
-        """Put every slot anew: what DoRA scales by depends on the model's weights."""
-        self._resident.clear()
+    def renew(self) -> None:
+        """Heed weights of the model that were replaced: DoRA scales by them."""
+        self._layers.renew()

@@ -22,6 +22,8 @@ from mlx_parallm.errors import ModelLoadError
 from mlx_parallm.grammar.compiler import GrammarCompiler
 from mlx_parallm.grammar.masks import GrammarMasks
 from mlx_parallm.request import ALL_TOKENS, RAW_LOGPROBS
+from mlx_parallm.runner.adapted_layers import AdaptedLayers
+from mlx_parallm.runner.adapter_store import AdapterStore
 from mlx_parallm.runner.cache_layout import CacheLayout
 from mlx_parallm.runner.draft_model import DraftModel
 from mlx_parallm.runner.grammar_rows import Constraints, GrammarRows
@@ -83,6 +85,10 @@ class ModelRunner:
             dtype=loaded.dtype,
         )
         self._path = choice.path
+        dtype = DTYPES.get(loaded.dtype, mx.float32)
+        layers = AdaptedLayers(loaded.model, dtype, self._path.adapters)
+        #: The adapters that batches may name.
+        self.adapters = AdapterStore(layers)
         if self._path.name in {"sequential", "alone"}:
             logger.warning("%s computes one sequence at a time", loaded.path.name)
         kv_bytes = 0 if isinstance(self._path, AlonePath) else num_blocks * plan.block_bytes
@@ -141,6 +147,7 @@ class ModelRunner:
     def _build(self, batch: ScheduledBatch) -> ModelStep:
         # First: a step that fails must not leave them behind, for no later one names them.
         self._grammars.forget(batch)
+        self.adapters.place(batch.adapters)
         self._path.copy_blocks(batch.block_copies)
         self._path.copy_state(batch.state_copies)
         rows = StepRows(batch.sequences)

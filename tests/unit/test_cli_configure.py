@@ -26,6 +26,7 @@ COMPOSED = {
     "model.tool_call_parser",
     "model.reasoning_parser",
     "engine.models",
+    "engine.adapters",
     "engine.cache",
     "engine.scheduler",
 }
@@ -40,6 +41,7 @@ def read(*flags: str, **environment: str) -> tuple[EngineConfig, ServerConfig]:
 def field_of(setting: Setting, engine: EngineConfig, server: ServerConfig) -> object:
     parts = {
         "model": engine.models[0],
+        "adapters": engine.adapters,
         "cache": engine.cache,
         "scheduler": engine.scheduler,
         "engine": engine,

@@ -1,0 +1,260 @@
+"""``EngineControl`` on the event loop's side: commands to the engine thread, and what they left."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Protocol
+
+from mlx_parallm.adapters.folder import read_adapter_folder
+from mlx_parallm.config import AdapterConfig
+from mlx_parallm.engine.adapter_folders import AdapterFolders
+from mlx_parallm.engine.commands import EngineHost
+from mlx_parallm.engine.control import PauseMode
+from mlx_parallm.engine.engine import Engine
+from mlx_parallm.engine.interface import ServedModel
+from mlx_parallm.engine.policies import AdapterInfo, AdapterUpload
+from mlx_parallm.errors import InvalidRequestError, ModelNotFoundError, NotFoundError, PausedError
+from mlx_parallm.weights import WeightsVersion
+
+
+class EngineThread(Protocol):
+    """What this needs of the engine that it controls."""
+
+    def models(self) -> Sequence[ServedModel]:
+        """The loaded models."""
+        ...
+
+    async def call(self, action: Callable[[EngineHost], Any]) -> Any:
+        """What an action between two steps gives; raise its error."""
+        ...
+
+    async def cancel_all(self) -> int:
+        """End every request with what it has; how many there were."""
+        ...
+
+    async def wait_until_idle(self) -> None:
+        """Return once no request is open."""
+        ...
+
+
+class AsyncControl:
+    """Implements ``EngineControl``."""
+
+    def __init__(self, thread: EngineThread, config: AdapterConfig) -> None:
+        self._thread = thread
+        self._folders = AdapterFolders(config)
+        self._pause: PauseMode | None = None
+        # By name, as the engine thread had them after the latest change.
+        self._adapters: dict[str, AdapterInfo] = {}
+        self._versions: dict[str, WeightsVersion] = {}
+        # Loads of adapters that are found by name, so that many requests share one.
+        self._loading: dict[str, asyncio.Future[AdapterInfo]] = {}
+
+    @property
+    def is_paused(self) -> bool:
+        """See ``EngineControl.is_paused``."""
+        return self._pause is not None
+
+    def adapters(self) -> Sequence[AdapterInfo]:
+        """See ``EngineControl.adapters``."""
+        return list(self._adapters.values())
+
+    def version(self, model: str | None = None) -> WeightsVersion:
+        """See ``EngineControl.version``."""
+        return self._versions.get(self._base(model), WeightsVersion())
+
+    def check_open(self) -> None:
+        """Raise PausedError if no requests are admitted for a pause."""
+        if self._pause not in (None, PauseMode.KEEP):
+            raise PausedError("Generation is paused.")
+
+    def forget(self) -> None:
+        """The engine thread was started anew: whatever was loaded into it is gone."""
+        self._adapters.clear()
+        self._versions.clear()
+        self._pause = None
+
+    def find(self, name: str) -> AdapterInfo | None:
+        """The loaded adapter that requests call by this name, or by "model:name"."""
+        if name in self._adapters:
+            return self._adapters[name]
+        for info in self._adapters.values():
+            if any(f"{alias}:{info.name}" == name for alias in self._names(info.model)):
+                return info
+        return None
+
+    def served(self, name: str) -> ServedModel | None:
+        """An adapter as a model, loaded or to be loaded with its first request; None if neither."""
+        info = self.find(name)
+        if info is not None:
+            return self._as_model(info.name, info.model, info.source)
+        model, _, short = name.rpartition(":")
+        base = model if any(model in one.names for one in self._thread.models()) else None
+        source = self._folders.find(short if base else name)
+        if source is None:
+            return None
+        return self._as_model(short if base else name, self._base(base), str(source))
+
+    async def ensure_loaded(self, name: str) -> None:
+        """Load an adapter that was found by its name, unless it is there.
+
+        Raises:
+            ModelNotFoundError: there is none.
+            InvalidRequestError: it cannot be used.
+        """
+        if name in self._adapters:
+            return
+        if name not in self._loading:
+            self._loading[name] = asyncio.ensure_future(self._load_by_name(name))
+        try:
+            await asyncio.shield(self._loading[name])
+        finally:
+            if name in self._loading and self._loading[name].done():
+                del self._loading[name]
+
+    async def load_adapter(self, upload: AdapterUpload, *, model: str | None = None) -> AdapterInfo:
+        """See ``EngineControl.load_adapter``."""
+        base = self._base(model)
+        self._check_name(upload.name, base)
+        info = await self._call(base, lambda engine: engine.policies.load(upload))
+        await self._refresh()
+        return info
+
+    async def load_adapter_folder(
+        self,
+        name: str,
+        path: str,
+        *,
+        model: str | None = None,
+        version: str | None = None,
+        expected_version: str | None = None,
+        replaces: bool = False,
+        is_pinned: bool | None = None,
+    ) -> AdapterInfo:
+        """See ``EngineControl.load_adapter_folder``."""
+        folder = self._folders.resolve(path)
+        weights = await asyncio.to_thread(_read, folder)
+        upload = AdapterUpload(
+            name=name,
+            weights=weights,
+            version=version,
+            expected_version=expected_version,
+            replaces=replaces,
+            is_pinned=is_pinned,
+            source=str(folder),
+        )
+        return await self.load_adapter(upload, model=model)
+
+    async def unload_adapter(self, name: str) -> AdapterInfo:
+        """See ``EngineControl.unload_adapter``."""
+        info = self.find(name)
+        if info is None:
+            raise NotFoundError(f"The adapter {name!r} is not loaded.", param="name")
+        gone = await self._call(info.model, lambda engine: engine.policies.unload(info.name))
+        await self._refresh()
+        return gone
+
+    async def pause(self, mode: PauseMode, *, clear_cache: bool = False) -> int:
+        """See ``EngineControl.pause``."""
+        self._pause = mode
+        count = 0
+        if mode is PauseMode.WAIT:
+            await self._thread.wait_until_idle()
+        elif mode is PauseMode.ABORT:
+            count = await self._thread.cancel_all()
+        if self._pause is None:
+            # Somebody resumed while this waited.
+            return count
+        kept = await self._thread.call(_pause)
+        if clear_cache:
+            await self.reset_prefix_cache()
+        return count or kept
+
+    async def resume(self) -> None:
+        """See ``EngineControl.resume``."""
+        self._pause = None
+        await self._thread.call(_resume)
+
+    async def reset_prefix_cache(self, *, reset_running: bool = False) -> None:
+        """See ``EngineControl.reset_prefix_cache``."""
+
+        def reset(host: EngineHost) -> None:
+            for engine in host.engines.values():
+                host.deliver(engine.settle())
+                engine.reset_prefix_cache(reset_running=reset_running)
+
+        await self._thread.call(reset)
+
+    async def _load_by_name(self, name: str) -> AdapterInfo:
+        source = self._folders.find(name)
+        if source is None:
+            raise ModelNotFoundError(name)
+        return await self.load_adapter_folder(name, str(source), replaces=True)
+
+    async def _call(self, model: str, action: Callable[[Engine], Any]) -> Any:
+        return await self._thread.call(lambda host: action(host.engines[model]))
+
+    async def _refresh(self) -> None:
+        def look(host: EngineHost) -> tuple[list[AdapterInfo], dict[str, WeightsVersion]]:
+            infos = [one for engine in host.engines.values() for one in engine.policies.infos()]
+            versions = {name: one.policies.base.version for name, one in host.engines.items()}
+            return infos, versions
+
+        infos, self._versions = await self._thread.call(look)
+        self._adapters = {info.name: info for info in infos}
+
+    def _base(self, model: str | None) -> str:
+        """The first name of a model, or of the first one."""
+        models = self._thread.models()
+        if model is None:
+            return models[0].names[0]
+        for one in models:
+            if model in one.names:
+                return one.names[0]
+        raise ModelNotFoundError(model)
+
+    def _names(self, base: str) -> tuple[str, ...]:
+        return next((one.names for one in self._thread.models() if one.names[0] == base), ())
+
+    def _check_name(self, name: str, base: str) -> None:
+        if not name or len(name) > MAX_NAME:
+            raise InvalidRequestError(
+                f"An adapter's name has 1 to {MAX_NAME} characters.", param="name"
+            )
+        if any(name in one.names for one in self._thread.models()):
+            raise InvalidRequestError(f"A model is named {name!r}.", param="name")
+        info = self._adapters.get(name)
+        if info is not None and info.model != base:
+            raise InvalidRequestError(
+                f"{name!r} is an adapter of {info.model!r}; unload it first.", param="name"
+            )
+
+    def _as_model(self, name: str, base: str, source: str | None) -> ServedModel:
+        model = next(one for one in self._thread.models() if one.names[0] == base)
+        return replace(model, names=(name,), root=source or name, parent=base, adapter=name)
+
+
+MAX_NAME = 256
+
+
+def _read(folder: Path) -> Any:
+    weights = read_adapter_folder(folder, param="lora_path")
+    # Computed here rather than on the engine thread.
+    _ = weights.digest
+    return weights
+
+
+def _pause(host: EngineHost) -> int:
+    for engine in host.engines.values():
+        engine.is_paused = True
+        # No token may come after the answer.
+        host.deliver(engine.settle())
+    return sum(engine.num_requests for engine in host.engines.values())
+
+
+def _resume(host: EngineHost) -> None:
+    for engine in host.engines.values():
+        engine.is_paused = False
