@@ -37,6 +37,7 @@ from mlx_parallm.api.routes import (
     moderations,
     render,
     responses,
+    rollout,
     server_info,
     token_generate,
     tokenize,
@@ -112,6 +113,7 @@ def _add_routes(app: FastAPI) -> None:
         moderations.router,
         render.router,
         responses.router,
+        rollout.router,
     )
     for router in (
         tokenize.router,

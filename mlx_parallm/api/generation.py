@@ -58,10 +58,7 @@ class Generation:
         Raises:
             ParallmError: what refused one of them.
         """
-        if max_waiting is not None:
-            check_room(len(requests), requests[0].params.n, max_waiting)
-        with named_by(fields):
-            return cls(engine, await _admit(engine, requests))
+        return cls(engine, await admit(engine, requests, fields=fields, max_waiting=max_waiting))
 
     async def abort(self) -> None:
         """End what still runs; after the end it does nothing."""
@@ -165,16 +162,28 @@ def named_by(fields: Mapping[str, str]) -> Iterator[None]:
         raise
 
 
-async def _admit(
-    engine: EngineClient, requests: Sequence[GenerateRequest]
+async def admit(
+    engine: EngineClient,
+    requests: Sequence[GenerateRequest],
+    *,
+    fields: Mapping[str, str],
+    max_waiting: int | None,
 ) -> Sequence[RequestHandle]:
-    # All at once: one after the other, every prompt would wait for a step of its own.
-    tasks = [asyncio.ensure_future(engine.submit(request)) for request in requests]
-    try:
-        return await asyncio.gather(*tasks)
-    except BaseException:
-        await _take_back(engine, tasks)
-        raise
+    """Admit every request, or none; see ``Generation.start``.
+
+    Raises:
+        ParallmError: what refused one of them.
+    """
+    with named_by(fields):
+        if max_waiting is not None:
+            check_room(len(requests), requests[0].params.n, max_waiting)
+        # All at once: one after the other, every prompt would wait for a step of its own.
+        tasks = [asyncio.ensure_future(engine.submit(request)) for request in requests]
+        try:
+            return await asyncio.gather(*tasks)
+        except BaseException:
+            await _take_back(engine, tasks)
+            raise
 
 
 async def _take_back(engine: EngineClient, tasks: Sequence[asyncio.Task[RequestHandle]]) -> None:

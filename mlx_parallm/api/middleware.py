@@ -142,6 +142,7 @@ def body_limits(config: ServerConfig) -> dict[str, int]:
         "/tokenize": config.max_body_bytes,
         "/detokenize": config.max_body_bytes,
         "/inference/v1/generate": config.max_body_bytes,
+        "/rl": config.max_body_bytes,
         "/files": config.max_file_bytes + FORM_BYTES,
     }
 

@@ -255,6 +255,9 @@ SETTINGS: tuple[Setting, ...] = (
     _setting("max-stored-responses-size", "server.max_stored_bytes", values.size, REQUESTS,
              "most bytes of stored responses together, with the conversations they answer, such "
              "as 256MiB.", metavar="SIZE"),
+    _setting("verifier-urls", "server.verifier_urls", values.listed, REQUESTS,
+             "URLs that rollouts may ask for the reward of a sample, each as it stands in the "
+             "requests; none if not given. See docs/rl-api.md.", metavar="URL"),
     _setting("data-dir", "server.data_dir", values.text, STORAGE,
              "folder of files and batches, made when it is first used; one server at a time can "
              "use it. If not given: mlx_parallm in $XDG_DATA_HOME or ~/.local/share, on a Mac in "

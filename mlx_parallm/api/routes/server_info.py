@@ -16,7 +16,7 @@ from mlx_parallm.engine.interface import ServedModel
 router = APIRouter()
 
 # Whoever holds a key need not learn the others.
-SECRETS = frozenset({"api_keys", "admin_api_keys"})
+SECRETS = frozenset({"api_keys", "admin_api_keys", "verifier_urls"})
 
 
 @router.get("/server_info")

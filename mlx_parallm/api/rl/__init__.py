@@ -1,0 +1,1 @@
+"""Rollouts and scores for reinforcement learning, between their routes and the engine."""

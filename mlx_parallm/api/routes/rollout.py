@@ -1,0 +1,164 @@
+"""``POST /v1/rl/rollout``: groups of samples of many prompts."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, replace
+
+from fastapi import APIRouter, Depends, Request, Response
+from starlette.responses import JSONResponse
+
+from mlx_parallm.api import sse
+from mlx_parallm.api.convert.structure import body_grammar
+from mlx_parallm.api.dependencies import (
+    ClientDep,
+    ConfigDep,
+    EngineDep,
+    MaxWaitingDep,
+    refuse_lone_surrogates,
+)
+from mlx_parallm.api.errors import BUG, body_of, error_body
+from mlx_parallm.api.generation import admit, check_queue, named_by, unless_disconnected
+from mlx_parallm.api.rl.answer import FIELDS, RolloutAnswer, rollout_params, seed_of
+from mlx_parallm.api.rl.groups import Group, Groups, Judge, Verdict
+from mlx_parallm.api.rl.models import addressed_model
+from mlx_parallm.api.rl.prompts import encode_items
+from mlx_parallm.api.rl.verifier import VerifierClient, check_url
+from mlx_parallm.api.schemas.rollout import RolloutItem, RolloutRequest
+from mlx_parallm.api.sse import STREAMED
+from mlx_parallm.config import ServerConfig
+from mlx_parallm.engine.interface import ServedModel
+from mlx_parallm.request import GenerateRequest
+
+logger = logging.getLogger(__name__)
+
+router = APIRouter(dependencies=[Depends(refuse_lone_surrogates)])
+
+
+@dataclass(slots=True)
+class Rollout:
+    """A rollout that runs."""
+
+    groups: Groups
+    answer: RolloutAnswer
+    verifier: VerifierClient | None
+
+    async def close(self) -> None:
+        """End what still runs."""
+        await self.groups.abort()
+        if self.verifier is not None:
+            await self.verifier.close()
+
+
+@router.post("/rl/rollout", responses=STREAMED)
+async def create_rollout(
+    body: RolloutRequest,
+    request: Request,
+    engine: EngineDep,
+    config: ConfigDep,
+    client: ClientDep,
+    max_waiting: MaxWaitingDep,
+) -> Response:
+    """Sample groups of continuations, with what a trainer needs to know of each token."""
+    items = body.items()
+    name, model = addressed_model(engine, body.model, body.adapter)
+    if body.verifier is not None:
+        check_url(body.verifier.url, config.verifier_urls)
+    with named_by(FIELDS):
+        check_queue(engine, name, client, n=body.n * len(items), max_waiting=max_waiting)
+    rollout_id = f"rollout-{body.request_id or request.state.answer_id}"
+    requests = await _requests(body, items, model, config, name=rollout_id, client=client)
+    handles = await admit(engine, requests, fields=FIELDS, max_waiting=max_waiting)
+    answer = RolloutAnswer(
+        body,
+        items,
+        rollout_id=rollout_id,
+        model=name,
+        logprobs_mode=body.logprobs_mode or engine.config.logprobs_mode,
+    )
+    verifier = None
+    if body.verifier is not None:
+        verifier = VerifierClient(body.verifier.url, body.verifier.timeout_s)
+    groups = Groups(
+        engine,
+        [Group(number, one) for number, one in enumerate(requests)],
+        handles,
+        judge=_judge(verifier, answer),
+        timeout_s=body.timeout_s,
+    )
+    rollout = Rollout(groups, answer, verifier)
+    if not body.stream:
+        return await unless_disconnected(request, _collect(rollout, request))
+    return sse.EventStreamResponse(
+        _events(rollout, request), on_close=rollout.close, keep_alive_s=config.sse_keep_alive_s
+    )
+
+
+async def _requests(
+    body: RolloutRequest,
+    items: Sequence[RolloutItem],
+    model: ServedModel,
+    config: ServerConfig,
+    *,
+    name: str,
+    client: str,
+) -> list[GenerateRequest]:
+    with named_by(FIELDS):
+        grammar = await body_grammar(body, model)
+        params = rollout_params(body, max_logprobs=config.max_logprobs, grammar=grammar)
+    prompts = await encode_items(items, body, model)
+    return [
+        GenerateRequest(
+            request_id=f"{name}-{number}",
+            model=model.names[0],
+            prompt_ids=prompt_ids,
+            params=replace(params, seed=seed_of(number, item, body)),
+            priority=body.priority,
+            client=client,
+            cache_salt=body.cache_salt,
+            group=name,
+        )
+        for number, (item, prompt_ids) in enumerate(zip(items, prompts, strict=True))
+    ]
+
+
+def _judge(verifier: VerifierClient | None, answer: RolloutAnswer) -> Judge | None:
+    if verifier is None:
+        return None
+
+    async def judge(group: Group, index: int) -> Verdict:
+        return await verifier.judge(answer.judged(group, index))
+
+    return judge
+
+
+async def _collect(rollout: Rollout, request: Request) -> Response:
+    try:
+        async for _ in rollout.groups.ended():
+            pass
+        groups = rollout.groups.groups
+        failed = [group.error for group in groups if group.error is not None]
+        if failed and not any(group.finished for group in groups):
+            raise failed[0]
+        errors = [body_of(error, request.scope) for error in failed]
+        return JSONResponse(rollout.answer.whole(groups, errors))
+    finally:
+        await rollout.close()
+
+
+async def _events(rollout: Rollout, request: Request) -> AsyncIterator[bytes]:
+    answer, told = rollout.answer, set[int]()
+    try:
+        async for group, index in rollout.groups.ended():
+            if index is None:
+                assert group.error is not None, "a group without a sample has failed"
+                yield sse.events(answer.error_event(group, body_of(group.error, request.scope)))
+                continue
+            yield sse.events(answer.sample_event(group, index, is_first=group.number not in told))
+            told.add(group.number)
+        yield sse.events(answer.usage_event(rollout.groups.groups))
+    except Exception:
+        # The status is sent: without an event the client would see a cut connection only.
+        logger.exception("a stream failed", extra={"request_id": request.state.request_id})
+        yield sse.events({"type": "error"} | error_body(BUG, request.scope))

@@ -1,0 +1,114 @@
+"""The tokens of messages that follow a conversation of which only the tokens are known.
+
+To render the whole conversation anew and tokenise it gives other tokens than those that were
+sampled: a text has many spellings in tokens, and templates drop or move parts of earlier turns. So
+only what is new is rendered, behind a turn of the assistant that stands in for the real ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from mlx_parallm.api.continuation import continuation_ids
+from mlx_parallm.engine.interface import Tokenizer
+from mlx_parallm.errors import InvalidRequestError
+
+Messages = Sequence[Mapping[str, Any]]
+# Renders messages; the flag says whether the assistant's turn is opened at the end.
+Render = Callable[[Messages, bool], str]
+
+
+def appended_ids(
+    tokenizer: Tokenizer,
+    token_ids: Sequence[int],
+    messages: Messages,
+    render: Render,
+    *,
+    open_turn: bool = True,
+) -> tuple[int, ...]:
+    """The tokens to put behind ``token_ids``, which are left as they are.
+
+    Args:
+        tokenizer: the model's.
+        token_ids: a conversation that ends with a turn of the assistant, with or without the token
+            that ends it.
+        messages: what was said after it, as chat templates take them.
+        render: the model's chat template.
+        open_turn: whether the assistant's next turn is opened.
+
+    Raises:
+        InvalidRequestError: the template refuses the messages, or does not write turns one after
+            another.
+    """
+    marker = _marker(messages)
+    text = _text_after_turn(tokenizer, marker, messages, render, open_turn)
+    ids = continuation_ids(tokenizer, marker, text)
+    ends = tokenizer.eos_ids
+    if ids and token_ids[-1] in ends and (ids[0] == token_ids[-1] or ids[0] in ends):
+        # The turn has ended already.
+        return ids[1:]
+    return ids
+
+
+def _text_after_turn(
+    tokenizer: Tokenizer, marker: str, messages: Messages, render: Render, open_turn: bool
+) -> str:
+    """What the template writes after the assistant's words."""
+    before = [{"role": "user", "content": "."}, {"role": "assistant", "content": marker}]
+    try:
+        text = render([*before, *messages], open_turn)
+    except InvalidRequestError:
+        if messages[0].get("role") != "tool":
+            raise
+        # Some templates take a tool's result only after a call.
+        return _text_after_calls(tokenizer, before, messages, render, open_turn)
+    if text.count(marker) != 1:
+        raise _not_in_turns()
+    return text.partition(marker)[2]
+
+
+def _text_after_calls(
+    tokenizer: Tokenizer,
+    before: list[dict[str, Any]],
+    messages: Messages,
+    render: Render,
+    open_turn: bool,
+) -> str:
+    """The same where the assistant's turn ends with calls: from the token that ends it."""
+    turn = before[-1] | {"tool_calls": _calls(messages)}
+    asked = render([before[0], turn], False)
+    answered = render([before[0], turn, *messages], open_turn)
+    ends = [tokenizer.token_string(one) for one in sorted(tokenizer.eos_ids)]
+    place = max(asked.rfind(end) for end in ends if end)
+    if place < 0 or not answered.startswith(asked):
+        raise _not_in_turns()
+    return answered[place:]
+
+
+def _calls(messages: Messages) -> list[dict[str, Any]]:
+    """Calls of which the first messages are the results."""
+    calls: list[dict[str, Any]] = []
+    for message in messages:
+        if message.get("role") != "tool":
+            break
+        function = {"name": message.get("name") or "tool", "arguments": {}}
+        calls.append({"id": message["tool_call_id"], "type": "function", "function": function})
+    return calls
+
+
+def _marker(messages: Messages) -> str:
+    """A word that no message has."""
+    texts = str(messages)
+    number = 0
+    while f"standin{number}" in texts:
+        number += 1
+    return f"standin{number}"
+
+
+def _not_in_turns() -> InvalidRequestError:
+    return InvalidRequestError(
+        "This model's chat template does not write turns one after another, so that nothing can be "
+        "appended to tokens: send the whole conversation, or append_text.",
+        param="messages",
+    )
