@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import count
-from typing import Any
+from pathlib import Path
+from typing import Any, TypeVar
 
+from mlx_parallm.adapters.folder import read_adapter_folder
 from mlx_parallm.batch import TokenLogprob
 from mlx_parallm.config import (
     CacheConfig,
@@ -18,6 +20,7 @@ from mlx_parallm.config import (
 from mlx_parallm.engine.build import LoadedEngine, build_engines
 from mlx_parallm.engine.interface import Tokenizer
 from mlx_parallm.engine.metrics import MetricFamilies
+from mlx_parallm.engine.policies import AdapterInfo, AdapterUpload
 from mlx_parallm.errors import InvalidRequestError
 from mlx_parallm.grammar.spec import GrammarSpec
 from mlx_parallm.outputs import ErrorEvent, GenerateEvent, PromptEvent, TokenEvent
@@ -25,6 +28,7 @@ from mlx_parallm.request import GenerateRequest, Grammar, SamplingParams
 
 Prompt = str | Sequence[int]
 Message = Mapping[str, Any]
+T = TypeVar("T")
 
 
 @dataclass(slots=True, kw_only=True)
@@ -122,11 +126,37 @@ class LLM:
         assert self._model.grammars is not None, "a loaded model has a compiler"
         return Grammar(text=self._model.grammars.compile(spec))
 
+    def load_adapter(
+        self, name: str, folder: str | Path, *, version: str | None = None
+    ) -> AdapterInfo:
+        """Have ``generate`` know a LoRA or DoRA adapter; one of this name is replaced.
+
+        Args:
+            name: for ``adapter`` of ``generate`` and ``chat``.
+            folder: what PEFT or mlx-lm wrote.
+            version: a label for the weights; by default they are counted.
+
+        Raises:
+            InvalidRequestError: the folder has no adapter, or none that fits the model.
+        """
+        weights = read_adapter_folder(Path(folder), param="folder")
+        upload = AdapterUpload(name=name, weights=weights, version=version, replaces=True)
+        return self._engine.policies.load(upload)
+
+    def unload_adapter(self, name: str) -> None:
+        """Forget an adapter.
+
+        Raises:
+            NotFoundError: none has this name.
+        """
+        self._engine.policies.unload(name)
+
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
+        adapter: str | Sequence[str | None] | None = None,
         on_finish: Callable[[RequestOutput], None] | None = None,
     ) -> list[RequestOutput]:
         """Continue each prompt: a text, or a list of token ids.
@@ -134,20 +164,24 @@ class LLM:
         Args:
             prompts: one prompt or several.
             sampling_params: one for all, or one per prompt.
+            adapter: the name of a loaded adapter for all, or one per prompt; None is the model
+                itself.
             on_finish: called as each prompt ends, e.g. to move a progress bar.
 
         Returns:
             One output per prompt, in order.
 
         Raises:
-            InvalidRequestError: a prompt can never be served; nothing was generated.
+            InvalidRequestError: a prompt can never be served, or an adapter is not loaded; nothing
+                was generated.
             StepError: a step failed.
         """
         items = _as_prompts(prompts)
-        params = _per_prompt(sampling_params, len(items))
+        params = _per_prompt(sampling_params or SamplingParams(), len(items), "sampling_params")
+        adapters = _per_prompt(adapter, len(items), "adapter")
         requests = [
-            (item if isinstance(item, str) else None, self._request(item, one))
-            for item, one in zip(items, params, strict=True)
+            (item if isinstance(item, str) else None, self._request(item, one, name))
+            for item, one, name in zip(items, params, adapters, strict=True)
         ]
         return self._run(requests, on_finish)
 
@@ -156,6 +190,7 @@ class LLM:
         conversations: Sequence[Message] | Sequence[Sequence[Message]],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
+        adapter: str | Sequence[str | None] | None = None,
         tools: Sequence[Mapping[str, Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
@@ -169,15 +204,18 @@ class LLM:
             )
             for one in several
         ]
-        return self.generate(prompts, sampling_params)
+        return self.generate(prompts, sampling_params, adapter=adapter)
 
-    def _request(self, prompt: Prompt, params: SamplingParams) -> GenerateRequest:
+    def _request(
+        self, prompt: Prompt, params: SamplingParams, adapter: str | None
+    ) -> GenerateRequest:
         ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
         return GenerateRequest(
             request_id=f"offline-{next(self._ids)}",
             model=self._model.names[0],
             prompt_ids=tuple(ids),
             params=params,
+            adapter=adapter,
         )
 
     def _run(
@@ -214,17 +252,14 @@ def _as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     return list(prompts)  # type: ignore[arg-type]
 
 
-def _per_prompt(
-    params: SamplingParams | Sequence[SamplingParams] | None, num_prompts: int
-) -> list[SamplingParams]:
-    if params is None or isinstance(params, SamplingParams):
-        return [params or SamplingParams()] * num_prompts
-    if len(params) != num_prompts:
+def _per_prompt(value: T | Sequence[T], num_prompts: int, name: str) -> list[T]:
+    if isinstance(value, str) or not isinstance(value, Sequence):
+        return [value] * num_prompts  # type: ignore[list-item]
+    if len(value) != num_prompts:
         raise InvalidRequestError(
-            f"{len(params)} sampling params were given for {num_prompts} prompts.",
-            param="sampling_params",
+            f"{name} has {len(value)} entries for {num_prompts} prompts.", param=name
         )
-    return list(params)
+    return list(value)
 
 
 def _is_conversation(value: Sequence[Any]) -> bool:

@@ -1,7 +1,27 @@
-"""What a client of a running server needs; no MLX."""
+"""A client for reinforcement-learning loops against a running server; it needs no MLX."""
 
 from __future__ import annotations
 
+from mlx_parallm.client.errors import (
+    ClientError,
+    RequestFailedError,
+    ServerUnreachableError,
+    UnexpectedAnswerError,
+)
+from mlx_parallm.client.results import Group, Prompt, Rollout, Sample, VersionSpan
+from mlx_parallm.client.rl import RLClient
 from mlx_parallm.client.tensors import encode_safetensors
 
-__all__ = ["encode_safetensors"]
+__all__ = [
+    "ClientError",
+    "Group",
+    "Prompt",
+    "RLClient",
+    "RequestFailedError",
+    "Rollout",
+    "Sample",
+    "ServerUnreachableError",
+    "UnexpectedAnswerError",
+    "VersionSpan",
+    "encode_safetensors",
+]

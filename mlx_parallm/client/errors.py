@@ -1,0 +1,59 @@
+"""What can go wrong between a client and its server."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from mlx_parallm.errors import ParallmError
+
+
+class ClientError(ParallmError):
+    """Base of the client's errors."""
+
+
+class ServerUnreachableError(ClientError):
+    """The connection could not be made, or broke off."""
+
+
+class UnexpectedAnswerError(ClientError):
+    """The server's answer is not of the form that its API promises."""
+
+
+class RequestFailedError(ClientError):
+    """The server answered with an error.
+
+    Attributes:
+        status: the HTTP status; 0 where the error came amid a stream.
+        code: a machine-readable reason, or None.
+        param: the field at fault, or None.
+    """
+
+    def __init__(
+        self, status: int, message: str, *, code: str | None = None, param: str | None = None
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.code = code
+        self.param = param
+
+
+def failure_of(status: int, body: bytes) -> RequestFailedError:
+    """The error that a body tells of, in OpenAI's shape or as it is."""
+    try:
+        told = json.loads(body)
+    except ValueError:
+        told = None
+    return failure_in(status, told) or RequestFailedError(
+        status, f"The server answered {status}: {body[:500].decode('utf-8', 'replace')}"
+    )
+
+
+def failure_in(status: int, told: Any) -> RequestFailedError | None:
+    """The error in a JSON object ``{"error": {"message": …}}``; None if there is none."""
+    error = told.get("error") if isinstance(told, dict) else None
+    if not isinstance(error, dict):
+        return None
+    return RequestFailedError(
+        status, str(error.get("message")), code=error.get("code"), param=error.get("param")
+    )
