@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import json
 import re
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 
 import httpx2
 import pytest
@@ -78,19 +78,22 @@ def num_aborted(server: ServerProcess) -> float:
     return float(found[1]) if found else 0.0
 
 
+async def until(is_true: Callable[[], bool]) -> None:
+    while not is_true():  # noqa: ASYNC110 - another process is asked
+        await asyncio.sleep(0.01)
+
+
 async def test_a_stream_that_is_left_ends_at_the_server(
     client: RLClient, live_server: ServerProcess
 ) -> None:
     before = num_aborted(live_server)
     samples = client.stream_rollout(["a", "b"], n=4, max_tokens=1500, ignore_eos=True)
     task = asyncio.ensure_future(anext(samples))
-    while live_server.metric("vllm:num_requests_running") == 0:
-        await asyncio.sleep(0.01)
+    await until(lambda: live_server.metric("vllm:num_requests_running") > 0)
     task.cancel()
     with contextlib.suppress(asyncio.CancelledError):
         await task
-    while num_aborted(live_server) < before + 2:
-        await asyncio.sleep(0.01)
+    await until(lambda: num_aborted(live_server) >= before + 2)
 
 
 async def test_refusals_name_the_field(client: RLClient) -> None:
@@ -123,7 +126,7 @@ async def answering(body: bytes, status: str = "200 OK") -> AsyncIterator[str]:
 
     server = await asyncio.start_server(answer, "127.0.0.1", 0)
     async with server:
-        yield "http://127.0.0.1:{}".format(server.sockets[0].getsockname()[1])
+        yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
 
 
 @pytest.mark.parametrize("body", [b"no JSON", b"[]", b"{}", b'{"id": "a", "groups": 3}'])
