@@ -5,13 +5,12 @@ from __future__ import annotations
 import contextlib
 from collections.abc import AsyncIterator
 
-from fastapi import APIRouter, Depends, FastAPI
+from fastapi import APIRouter, FastAPI
 from starlette.middleware.cors import CORSMiddleware
 
 from mlx_parallm import __version__
 from mlx_parallm.api.batch_service import make_batch_service
 from mlx_parallm.api.body_budget import BodyBudgetMiddleware
-from mlx_parallm.api.dependencies import refuse_deep_bodies
 from mlx_parallm.api.errors import install_error_handlers
 from mlx_parallm.api.middleware import (
     AccessLogMiddleware,
@@ -62,7 +61,6 @@ def create_app(
         lifespan=_lifespan,
         docs_url=None,
         redoc_url=None,
-        dependencies=[Depends(refuse_deep_bodies)],
         responses={
             "4XX": {"model": ErrorResponse, "description": "The request is at fault."},
             "5XX": {"model": ErrorResponse, "description": "The server is at fault."},

@@ -191,11 +191,8 @@ async def _on_validation(request: Request, error: RequestValidationError) -> JSO
 def _invalid_body(request: Request, problems: Sequence[Any]) -> Failure:
     """What pydantic and FastAPI found wrong with a body, a query or a path."""
     first = problems[0]
-    param, code = None, None
-    if first["type"] == "json_invalid":
-        message = f"The body is not JSON: {first['ctx']['error']} at character {first['loc'][-1]}."
-        code = "invalid_json"
-    elif first["loc"] == ("body",) and first["type"] in NO_OBJECT:
+    param = None
+    if first["loc"] == ("body",) and first["type"] in NO_OBJECT:
         # FastAPI leaves a body of another type unread.
         is_json = "json" in request.headers.get("content-type", "").lower()
         wanted = (
@@ -204,16 +201,14 @@ def _invalid_body(request: Request, problems: Sequence[Any]) -> Failure:
         message = f"The {wanted}."
     else:
         message, param = describe(problems), param_of(first["loc"])
-    return Failure(http=400, type="invalid_request_error", message=message, param=param, code=code)
+    return Failure(http=400, type="invalid_request_error", message=message, param=param)
 
 
 async def _on_http(request: Request, error: HTTPException) -> JSONResponse:
-    # FastAPI wraps what a middleware raises while the body is read.
+    # FastAPI wraps what is raised while the body is read.
     if isinstance(error.__cause__, errors.ParallmError):
         return response_of(error.__cause__, request.scope)
     message = str(error.detail)
-    if isinstance(error.__cause__, RecursionError):
-        message = "The body is nested too deeply."
     if error.status_code in (404, 405):
         message = f"{request.method} {request.url.path} is not served here."
     type_ = HTTP_TYPES.get(error.status_code, "invalid_request_error")

@@ -9,6 +9,7 @@ from enum import StrEnum
 from typing import Any
 
 from mlx_parallm.errors import InvalidRequestError
+from mlx_parallm.grammar.json_size import is_longer
 
 # Of the text of a specification; OpenAI takes 120,000 characters of names and values.
 MAX_CHARS = 256 * 1024
@@ -122,6 +123,9 @@ def _text_spec(kind: GrammarKind, text: str, param: str | None) -> GrammarSpec:
 
 
 def _json_text(value: Any, param: str | None) -> str:
+    # First: to write or to walk through what is too large takes long.
+    if is_longer(value, MAX_CHARS):
+        raise _too_long(f"more than {MAX_CHARS}", param)
     try:
         text = json.dumps(value, ensure_ascii=False, allow_nan=False)
         # JSON within a text can write half a surrogate pair, which no grammar can hold.
@@ -131,7 +135,6 @@ def _json_text(value: Any, param: str | None) -> str:
     except (TypeError, ValueError) as error:
         raise InvalidRequestError(f"This is no JSON: {error}", param=param) from error
     _check_size(len(text), param)
-    # Only then: to walk through what is too large takes long.
     _check_depth(value, param)
     return text
 
@@ -148,10 +151,13 @@ def _parsed(text: str, param: str | None) -> Any:
 
 def _check_size(length: int, param: str | None) -> None:
     if length > MAX_CHARS:
-        raise InvalidRequestError(
-            f"This has {length} characters; structured output takes {MAX_CHARS} at most.",
-            param=param,
-        )
+        raise _too_long(str(length), param)
+
+
+def _too_long(length: str, param: str | None) -> InvalidRequestError:
+    return InvalidRequestError(
+        f"This has {length} characters; structured output takes {MAX_CHARS} at most.", param=param
+    )
 
 
 def _check_depth(value: Any, param: str | None) -> None:

@@ -403,7 +403,7 @@ def test_errors_that_no_route_makes(
 
 @pytest.mark.parametrize(
     ("content", "word"),
-    [(b"{", "not JSON"), (b"[]", "JSON object"), (b"[" * 200 + b"]" * 200, "nested too deeply")],
+    [(b"{", "not JSON"), (b"[]", "JSON object"), (b"[" * 300 + b"]" * 300, "nested too deeply")],
 )
 def test_a_body_that_is_none(engine: FakeEngine, url: str, content: bytes, word: str) -> None:
     for path in ("/v1/messages", "/messages/count_tokens"):

@@ -8,13 +8,14 @@ from fastapi import APIRouter, Depends, Request
 
 from mlx_parallm.api.auth import client_of, may_reach_others, refuse_other_origins
 from mlx_parallm.api.dependencies import ConfigDep, EngineDep
+from mlx_parallm.api.json_body import JsonRoute
 from mlx_parallm.api.schemas.server import AbortRequest, AbortRequests, AbortResponse
 from mlx_parallm.config import ServerConfig
 from mlx_parallm.engine.interface import EngineClient
 from mlx_parallm.errors import AuthenticationError, InvalidRequestError
 from mlx_parallm.request import GenerateRequest
 
-router = APIRouter(dependencies=[Depends(refuse_other_origins)])
+router = APIRouter(route_class=JsonRoute, dependencies=[Depends(refuse_other_origins)])
 
 
 @router.post("/abort_requests")

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Depends, FastAPI, Query, Request
+from fastapi import APIRouter, FastAPI, Query, Request
 from starlette.routing import Match
 
 from mlx_parallm.api.convert.batches import batch_object, list_object
-from mlx_parallm.api.dependencies import BatchesDep, ClientDep, refuse_lone_surrogates
+from mlx_parallm.api.dependencies import BatchesDep, ClientDep
+from mlx_parallm.api.json_body import JsonRoute
 from mlx_parallm.api.schemas.batches import BatchRequest
 from mlx_parallm.batch_jobs.service import BatchOrder
 from mlx_parallm.errors import InvalidRequestError
 
-router = APIRouter(dependencies=[Depends(refuse_lone_surrogates)])
+router = APIRouter(route_class=JsonRoute)
 
 #: Routes whose requests may stand in a batch, where the application has them.
 ENDPOINTS = (

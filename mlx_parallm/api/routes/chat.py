@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fastapi import APIRouter, Depends, Request, Response
+from fastapi import APIRouter, Request, Response
 
 from mlx_parallm.api.auth import client_of
 from mlx_parallm.api.convert.answer import AnswerHead
@@ -13,15 +13,15 @@ from mlx_parallm.api.dependencies import (
     ConfigDep,
     EngineDep,
     MaxWaitingDep,
-    refuse_lone_surrogates,
 )
 from mlx_parallm.api.generation import Generation, check_queue
+from mlx_parallm.api.json_body import JsonRoute
 from mlx_parallm.api.respond import respond
 from mlx_parallm.api.schemas.chat import ChatRequest
 from mlx_parallm.api.sse import STREAMED
 from mlx_parallm.api.turns.prepare import prepare_turn
 
-router = APIRouter(dependencies=[Depends(refuse_lone_surrogates)])
+router = APIRouter(route_class=JsonRoute)
 
 
 @router.post("/chat/completions", responses=STREAMED)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fastapi import APIRouter, Depends, Request, Response
+from fastapi import APIRouter, Request, Response
 
 from mlx_parallm.api.auth import client_of
 from mlx_parallm.api.convert.answer import AnswerHead
@@ -16,9 +16,9 @@ from mlx_parallm.api.dependencies import (
     ConfigDep,
     EngineDep,
     MaxWaitingDep,
-    refuse_lone_surrogates,
 )
 from mlx_parallm.api.generation import Generation, check_queue
+from mlx_parallm.api.json_body import JsonRoute
 from mlx_parallm.api.respond import respond
 from mlx_parallm.api.schemas.completions import CompletionRequest
 from mlx_parallm.api.sse import STREAMED
@@ -26,7 +26,7 @@ from mlx_parallm.config import ServerConfig
 from mlx_parallm.engine.interface import ServedModel
 from mlx_parallm.request import GenerateRequest, Grammar, SamplingParams
 
-router = APIRouter(dependencies=[Depends(refuse_lone_surrogates)])
+router = APIRouter(route_class=JsonRoute)
 
 
 @router.post("/completions", responses=STREAMED)

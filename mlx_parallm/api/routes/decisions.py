@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fastapi import APIRouter, Depends, Request, Response
+from fastapi import APIRouter, Request, Response
 from starlette.responses import JSONResponse
 
 from mlx_parallm.api.auth import client_of
@@ -13,9 +13,9 @@ from mlx_parallm.api.dependencies import (
     ConfigDep,
     EngineDep,
     MaxWaitingDep,
-    refuse_lone_surrogates,
 )
 from mlx_parallm.api.generation import unless_disconnected
+from mlx_parallm.api.json_body import JsonRoute
 from mlx_parallm.api.offload import maybe_in_thread
 from mlx_parallm.api.schemas.decisions import (
     DecisionRequest,
@@ -26,7 +26,7 @@ from mlx_parallm.api.schemas.decisions import (
 from mlx_parallm.engine.interface import EngineClient, ServedModel
 from mlx_parallm.request import GenerateRequest
 
-router = APIRouter(dependencies=[Depends(refuse_lone_surrogates)])
+router = APIRouter(route_class=JsonRoute)
 
 
 @router.post("/decisions", response_model=DecisionResponse)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fastapi import APIRouter, Depends, Request, Response
+from fastapi import APIRouter, Request, Response
 
 from mlx_parallm.api import sse
 from mlx_parallm.api.convert.messages import MessageAnswer
@@ -12,9 +12,9 @@ from mlx_parallm.api.dependencies import (
     ConfigDep,
     EngineDep,
     MaxWaitingDep,
-    refuse_lone_surrogates,
 )
 from mlx_parallm.api.generation import Generation, check_queue, named_by
+from mlx_parallm.api.json_body import JsonRoute
 from mlx_parallm.api.paths import MESSAGES
 from mlx_parallm.api.respond import StreamForm, respond
 from mlx_parallm.api.schemas.messages import (
@@ -37,7 +37,7 @@ EVENTS = StreamForm(sse.events, keep_alive=sse.events({"type": "ping"}))
 
 router = APIRouter(
     prefix=MESSAGES,
-    dependencies=[Depends(refuse_lone_surrogates)],
+    route_class=JsonRoute,
     responses={
         "4XX": {"model": MessagesErrorResponse, "description": "The request is at fault."},
         "5XX": {"model": MessagesErrorResponse, "description": "The server is at fault."},

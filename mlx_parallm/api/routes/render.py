@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from dataclasses import asdict
 
-from fastapi import APIRouter, Depends, Request
+from fastapi import APIRouter, Request
 
 from mlx_parallm.api.auth import client_of
 from mlx_parallm.api.convert.chat_turn import chat_turn
-from mlx_parallm.api.dependencies import ConfigDep, EngineDep, refuse_lone_surrogates
+from mlx_parallm.api.dependencies import ConfigDep, EngineDep
+from mlx_parallm.api.json_body import JsonRoute
 from mlx_parallm.api.offload import maybe_in_thread
 from mlx_parallm.api.routes.completions import prepare_completion
 from mlx_parallm.api.schemas.chat import ChatRequest, check_template_kwargs, turns_of
@@ -18,8 +19,8 @@ from mlx_parallm.api.turns.history import template_messages
 from mlx_parallm.api.turns.prepare import prepare_turn
 from mlx_parallm.request import GenerateRequest
 
-router = APIRouter(dependencies=[Depends(refuse_lone_surrogates)])
-template_router = APIRouter(dependencies=[Depends(refuse_lone_surrogates)])
+router = APIRouter(route_class=JsonRoute)
+template_router = APIRouter(route_class=JsonRoute)
 
 
 @router.post("/chat/completions/render")

@@ -19,10 +19,10 @@ from mlx_parallm.api.dependencies import (
     ConfigDep,
     EngineDep,
     MaxWaitingDep,
-    refuse_lone_surrogates,
 )
 from mlx_parallm.api.generation import Generation, check_queue, named_by
 from mlx_parallm.api.internal import internal_caller
+from mlx_parallm.api.json_body import JsonRoute
 from mlx_parallm.api.respond import NAMED_EVENTS, respond
 from mlx_parallm.api.responses.service import ResponseService
 from mlx_parallm.api.responses.store import StoredResponse
@@ -34,7 +34,7 @@ from mlx_parallm.config import ServerConfig
 from mlx_parallm.engine.interface import ServedModel
 from mlx_parallm.errors import InvalidRequestError
 
-router = APIRouter(dependencies=[Depends(refuse_lone_surrogates)])
+router = APIRouter(route_class=JsonRoute)
 
 
 async def get_responses(request: Request) -> ResponseService:

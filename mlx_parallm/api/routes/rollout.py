@@ -6,7 +6,7 @@ import logging
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, replace
 
-from fastapi import APIRouter, Depends, Request, Response
+from fastapi import APIRouter, Request, Response
 from starlette.responses import JSONResponse
 
 from mlx_parallm.api import sse
@@ -16,10 +16,10 @@ from mlx_parallm.api.dependencies import (
     ConfigDep,
     EngineDep,
     MaxWaitingDep,
-    refuse_lone_surrogates,
 )
 from mlx_parallm.api.errors import BUG, body_of, error_body
 from mlx_parallm.api.generation import admit, check_queue, named_by, unless_disconnected
+from mlx_parallm.api.json_body import JsonRoute
 from mlx_parallm.api.rl.answer import FIELDS, RolloutAnswer, rollout_params, seed_of
 from mlx_parallm.api.rl.groups import Group, Groups, Judge, Verdict
 from mlx_parallm.api.rl.models import addressed_model
@@ -33,7 +33,7 @@ from mlx_parallm.request import GenerateRequest
 
 logger = logging.getLogger(__name__)
 
-router = APIRouter(dependencies=[Depends(refuse_lone_surrogates)])
+router = APIRouter(route_class=JsonRoute)
 
 
 @dataclass(slots=True)

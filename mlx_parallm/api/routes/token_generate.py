@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fastapi import APIRouter, Depends, Request, Response
+from fastapi import APIRouter, Request, Response
 
 from mlx_parallm.api.convert.structure import body_grammar
 from mlx_parallm.api.convert.token_generate import FIELDS, TokenAnswer, token_sampling_params
@@ -11,16 +11,16 @@ from mlx_parallm.api.dependencies import (
     ConfigDep,
     EngineDep,
     MaxWaitingDep,
-    refuse_lone_surrogates,
 )
 from mlx_parallm.api.generation import Generation, check_queue, named_by
 from mlx_parallm.api.ignored import tell_ignored
+from mlx_parallm.api.json_body import JsonRoute
 from mlx_parallm.api.respond import respond
 from mlx_parallm.api.schemas.token_generate import TokenGenerateRequest
 from mlx_parallm.api.sse import STREAMED
 from mlx_parallm.request import GenerateRequest
 
-router = APIRouter(dependencies=[Depends(refuse_lone_surrogates)])
+router = APIRouter(route_class=JsonRoute)
 
 # Of vLLM; they change nothing here, and clients send them as a matter of course.
 WITHOUT_EFFECT = frozenset(

@@ -5,17 +5,18 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from fastapi import APIRouter, Depends
+from fastapi import APIRouter
 
 from mlx_parallm.api.convert.chat_tools import chat_tools
-from mlx_parallm.api.dependencies import EngineDep, refuse_lone_surrogates
+from mlx_parallm.api.dependencies import EngineDep
+from mlx_parallm.api.json_body import JsonRoute
 from mlx_parallm.api.schemas.chat import check_template_kwargs, turns_of
 from mlx_parallm.api.schemas.tokenize import DetokenizeRequest, TokenizeRequest
 from mlx_parallm.api.turns.history import template_messages
 from mlx_parallm.engine.interface import EngineClient, ServedModel
 from mlx_parallm.errors import InvalidRequestError
 
-router = APIRouter(dependencies=[Depends(refuse_lone_surrogates)])
+router = APIRouter(route_class=JsonRoute)
 
 
 @router.post("/tokenize")
