@@ -81,8 +81,11 @@ class ScheduledSequence:
         draft: what the draft model runs. Proposals that are ``PENDING_TOKEN`` are its to make, and
             these tokens then end with the last one that is no proposal.
         prompt_logprobs: None, or how many likeliest tokens to report per target; -1 for all.
-        target_ids: with ``prompt_logprobs``: the prompt tokens at positions ``start + 1 ..``, whose
-            log-probabilities are wanted (one fewer than ``token_ids`` at the end of the prompt).
+        target_ids: with ``prompt_logprobs``: the prompt tokens that follow ``token_ids`` from
+            ``target_start`` on, whose log-probabilities are wanted (the last of a prompt is
+            followed by none).
+        target_start: index into ``token_ids`` of the token that ``target_ids[0]`` follows.
+        prompt_entropy: whether the entropies at the targets are wanted too.
     """
 
     seq_id: int
@@ -97,6 +100,8 @@ class ScheduledSequence:
     draft: DraftInput | None = None
     prompt_logprobs: int | None = None
     target_ids: tuple[int, ...] = ()
+    target_start: int = 0
+    prompt_entropy: bool = False
 
     @property
     def proposals(self) -> tuple[int, ...]:

@@ -84,9 +84,11 @@ class SamplingParams:
         logprob_token_ids: with ``logprobs``: report these tokens, in this order, in place of the
             likeliest.
         entropy: report the entropy of that distribution for each token; implies ``logprobs`` of 0
-            at least.
+            at least. With ``prompt_logprobs`` also that of the model for each prompt token.
         prompt_logprobs: as ``logprobs``, for each prompt token given those before it; the model's
             in both modes.
+        prompt_logprobs_start: the first prompt token that is scored; those before it have None,
+            and may come from the prefix cache.
         speculative: whether tokens may be proposed for it, where the engine does that; which
             tokens it gets does not depend on it.
         grammar: when given, only tokens that can go on to match it are sampled, and the end of
@@ -117,6 +119,7 @@ class SamplingParams:
     logprob_token_ids: tuple[int, ...] = ()
     entropy: bool = False
     prompt_logprobs: int | None = None
+    prompt_logprobs_start: int = 0
     speculative: bool = True
     grammar: Grammar | None = None
     thinking_budget: ThinkingBudget | None = None
@@ -136,7 +139,7 @@ class SamplingParams:
                 "repetition_penalty must be in (0, 100].", param="repetition_penalty"
             )
         self._check_logprobs()
-        for name in ("max_tokens", "min_tokens"):
+        for name in ("max_tokens", "min_tokens", "prompt_logprobs_start"):
             value = getattr(self, name)
             if value is not None and value < 0:
                 raise InvalidRequestError(f"{name} must not be negative.", param=name)

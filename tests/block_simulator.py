@@ -153,7 +153,7 @@ class SimulatedRunner:
         tokens = self._read(row)
         return tuple(
             score(tokens[: row.start + offset + 1], target)
-            for offset, target in enumerate(row.target_ids)
+            for offset, target in enumerate(row.target_ids, row.target_start)
         )
 
 
@@ -186,9 +186,11 @@ def expected_outputs(
 
 
 def expected_prompt_logprobs(request: GenerateRequest) -> list[TokenLogprob | None]:
-    """One entry per prompt token; the first is None."""
-    prompt = request.prompt_ids
-    return [None, *(score(prompt[:end], prompt[end]) for end in range(1, len(prompt)))]
+    """One entry per prompt token; the first is None, as are those before the first wanted."""
+    prompt, start = request.prompt_ids, max(1, request.params.prompt_logprobs_start)
+    return [
+        score(prompt[:end], prompt[end]) if end >= start else None for end in range(len(prompt))
+    ]
 
 
 def _choose(tokens: Sequence[int], seed: int, banned: frozenset[int], *, copies: bool) -> int:

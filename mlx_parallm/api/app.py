@@ -36,6 +36,7 @@ from mlx_parallm.api.routes import (
     moderations,
     render,
     responses,
+    rl_logprobs,
     rollout,
     server_info,
     token_generate,
@@ -111,6 +112,7 @@ def _add_routes(app: FastAPI) -> None:
         moderations.router,
         render.router,
         responses.router,
+        rl_logprobs.router,
         rollout.router,
     )
     for router in (

@@ -138,17 +138,23 @@ class Generation:
 
 
 def check_queue(
-    engine: EngineClient, model: str, client: str, *, n: int, max_waiting: int | None
+    engine: EngineClient,
+    model: str,
+    client: str,
+    *,
+    n: int,
+    max_waiting: int | None,
+    num_prompts: int = 1,
 ) -> None:
-    """Refuse early what the queue has no room for, before its prompt is encoded.
+    """Refuse early what the queue has no room for, before its prompts are encoded.
 
     Raises:
-        InvalidRequestError: even an empty queue could not hold ``n`` samples.
+        InvalidRequestError: even an empty queue could not hold ``n`` samples of every prompt.
         OverloadedError: the queue is full.
     """
     if max_waiting is not None:
-        check_room(1, n, max_waiting)
-    engine.check_room(model, client, n)
+        check_room(num_prompts, n, max_waiting)
+    engine.check_room(model, client, num_prompts * n)
 
 
 @contextlib.contextmanager

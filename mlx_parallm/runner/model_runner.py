@@ -201,6 +201,7 @@ class ModelRunner:
                 logits[first : first + len(one.target_ids)],
                 one.target_ids,
                 self._info.vocab_size if one.prompt_logprobs == ALL_TOKENS else one.prompt_logprobs,
+                entropy=one.prompt_entropy,
             )
             for one, first in rows.scored
             if one.prompt_logprobs is not None

@@ -117,7 +117,8 @@ class StepRows:
             length = len(one.token_ids)
             if one.target_ids:
                 self.scored.append((one, len(self.wanted)))
-                self.wanted += range(first, first + len(one.target_ids))
+                start = first + one.target_start
+                self.wanted += range(start, start + len(one.target_ids))
             if one.sample is not None:
                 self._sample(one, one.sample, first + length)
             first += length
@@ -126,7 +127,7 @@ class StepRows:
         """Sample a sequence's last rows; ``end`` is behind them."""
         count = 1 + len(one.verify)
         # The last row may be wanted already, when its target is scored too.
-        if len(one.target_ids) < len(one.token_ids):
+        if one.target_start + len(one.target_ids) < len(one.token_ids):
             self.wanted += range(end - count, end)
         self.sampled += range(len(self.wanted) - count, len(self.wanted))
         self._ends += range(end - count, end)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -30,6 +31,7 @@ class TargetLogprobs:
         top: their log-probabilities, float32, ``[rows, top]``.
         ranks: 1 plus how many tokens are likelier than the target, ``[rows]``; None when not
             wanted.
+        entropies: float32, ``[rows]``; None when not wanted.
     """
 
     target_ids: mx.array
@@ -37,18 +39,19 @@ class TargetLogprobs:
     top_ids: mx.array | None
     top: mx.array | None
     ranks: mx.array | None = None
+    entropies: mx.array | None = None
 
     def arrays(self) -> list[mx.array]:
         """What must be evaluated before ``to_python``."""
         arrays = (self.target_ids, self.target, self.top_ids, self.top, self.ranks)
-        return [array for array in arrays if array is not None]
+        return [array for array in (*arrays, self.entropies) if array is not None]
 
     def to_python(self, counts: Sequence[int] | None = None) -> tuple[TokenLogprob, ...]:
         """One entry per row, with at most ``counts[row]`` of the likeliest; all if not given."""
         ids: list[int] = np.array(self.target_ids).tolist()
         values: list[float] = np.maximum(np.array(self.target), LEAST).tolist()
-        ranks = [None] * len(ids) if self.ranks is None else np.array(self.ranks).tolist()
-        return tuple(map(TokenLogprob, ids, values, self._tops(counts), ranks))
+        ranks, spread = _listed(self.ranks, len(ids)), _listed(self.entropies, len(ids))
+        return tuple(map(TokenLogprob, ids, values, self._tops(counts), ranks, spread))
 
     def _tops(self, counts: Sequence[int] | None) -> list[_Pairs]:
         if self.top_ids is None or self.top is None:
@@ -61,6 +64,10 @@ class TargetLogprobs:
             tuple(zip(row_ids[:end].tolist(), row[:end].tolist(), strict=True))
             for row_ids, row, end in zip(ids, values, ends, strict=True)
         ]
+
+
+def _listed(values: mx.array | None, count: int) -> list[Any]:
+    return [None] * count if values is None else np.array(values).tolist()
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +110,7 @@ def named_logprobs(logits: mx.array, ids: Mapping[int, tuple[int, ...]]) -> Name
 
 
 def target_logprobs(
-    logits: mx.array, target_ids: mx.array | Sequence[int], top: int
+    logits: mx.array, target_ids: mx.array | Sequence[int], top: int, *, entropy: bool = False
 ) -> TargetLogprobs:
     """Log-softmax in float32 at the targets and at the ``top`` likeliest tokens.
 
@@ -112,6 +119,7 @@ def target_logprobs(
         target_ids: one token per row. Those that are known already, prompt tokens, are ranked; an
             array, of tokens that are still being chosen, is not.
         top: how many of the likeliest tokens to report; at most the whole vocabulary is.
+        entropy: whether to report the rows' entropies.
     """
     is_known = not isinstance(target_ids, mx.array)
     targets = mx.array(list(target_ids)) if is_known else target_ids
@@ -120,11 +128,12 @@ def target_logprobs(
     chosen = mx.take_along_axis(logits, targets[:, None], axis=-1)
     target = (chosen - norm)[:, 0]
     ranks = mx.sum(logits > chosen, axis=-1) + 1 if is_known else None
+    spread = entropies(logits) if entropy else None
     if top <= 0:
-        return TargetLogprobs(targets, target, None, None, ranks)
+        return TargetLogprobs(targets, target, None, None, ranks, spread)
     top_ids = _likeliest(logits, min(top, logits.shape[-1]))
     values = mx.take_along_axis(logits, top_ids, axis=-1) - norm
-    return TargetLogprobs(targets, target, top_ids, values, ranks)
+    return TargetLogprobs(targets, target, top_ids, values, ranks, spread)
 
 
 def entropies(logits: mx.array) -> mx.array:

@@ -219,8 +219,12 @@ class Planner:
         available = self._count_spare()
         if available <= sequence.blocked_at:
             return False
-        use_cache = not self._has_state and sequence.request.params.prompt_logprobs is None
-        table = self._kv.new_table(sequence.token_ids, sequence.group.salt, use_cache=use_cache)
+        reusable = sequence.group.num_reusable
+        use_cache = not self._has_state and reusable > 0
+        known = sequence.token_ids
+        if use_cache and reusable < len(known):
+            known = known[: reusable + 1]
+        table = self._kv.new_table(known, sequence.group.salt, use_cache=use_cache)
         missing = self._kv.blocks_for(len(sequence.token_ids)) - len(table.blocks)
         if missing > self._count_spare():
             self._kv.free(table)

@@ -246,7 +246,7 @@ class Scheduler:
                 continue
             # Also of a sample that has ended: others may have forked from it.
             entries = output.prompt_logprobs.get(row.seq_id, ())
-            groups[row.seq_id].add_prompt_logprobs(row.start, entries)
+            groups[row.seq_id].add_prompt_logprobs(row.start + row.target_start, entries)
             if sequence is not None:
                 updates += self._advance(sequence, row, tokens.get(row.seq_id, []))
         return updates

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass, field, replace
 
 from mlx_parallm.batch import (
@@ -31,7 +32,8 @@ class RequestGroup:
         arrival: consecutive number of the request.
         weights: what it is computed with.
         sequences: the samples that have not ended, by index.
-        prompt_logprobs: of the prompt's tokens so far; the first follows nothing.
+        prompt_logprobs: of the prompt's tokens so far; None of those that are not scored, as the
+            first, which follows nothing.
         num_cached_tokens: prompt tokens that the first sample found in the prefix cache.
         has_started: whether any of it was ever scheduled.
         is_reported: whether its PromptEvent was sent.
@@ -42,10 +44,14 @@ class RequestGroup:
     arrival: int
     weights: PolicyWeights = field(default_factory=PolicyWeights)
     sequences: dict[int, Sequence] = field(default_factory=dict)
-    prompt_logprobs: list[TokenLogprob | None] = field(default_factory=lambda: [None])
+    prompt_logprobs: list[TokenLogprob | None] = field(init=False)
     num_cached_tokens: int | None = None
     has_started: bool = False
     is_reported: bool = False
+
+    def __post_init__(self) -> None:
+        start = min(self.request.params.prompt_logprobs_start, len(self.request.prompt_ids))
+        self.prompt_logprobs = [None] * max(1, start)
 
     @property
     def salt(self) -> bytes:
@@ -71,6 +77,15 @@ class RequestGroup:
         """Keep the log-probabilities of targets at ``start + 1 ..`` that are not known yet."""
         known = self.prompt_logprobs
         known += entries[len(known) - start - 1 :]
+
+    @property
+    def num_reusable(self) -> int:
+        """Leading tokens that may come from the prefix cache: none whose row scores a target."""
+        known = len(self.prompt_logprobs)
+        is_unscored = self.request.params.prompt_logprobs is None
+        if is_unscored or known >= len(self.request.prompt_ids):
+            return sys.maxsize
+        return known - 1
 
     def take_prompt_event(self) -> PromptEvent | None:
         """The PromptEvent, the first time it is asked for."""
@@ -180,6 +195,7 @@ class Sequence:
         assert self.slot is not None, "only a running sequence can be scheduled"
         start, end = self.num_computed, self.num_computed + num_tokens
         samples = num_tokens == self.num_remaining and self.group.samples_any
+        targets = self._targets(start, end)
         row = ScheduledSequence(
             seq_id=self.seq_id,
             slot=self.slot,
@@ -192,7 +208,9 @@ class Sequence:
             verify=tuple(self._sample_spec(end, proposals[: i + 1]) for i in range(len(proposals))),
             draft=None if draft_end is None else self._draft_input(draft_end),
             prompt_logprobs=self.request.params.prompt_logprobs,
-            target_ids=self._targets(start, end),
+            target_ids=self.request.prompt_ids[targets.start : targets.stop],
+            target_start=targets.start - start - 1 if targets else 0,
+            prompt_entropy=self.request.params.entropy,
         )
         self.num_computed = end
         self.num_pending += samples
@@ -256,10 +274,13 @@ class Sequence:
             has_pending=self.num_pending > 0,
         )
 
-    def _targets(self, start: int, end: int) -> tuple[int, ...]:
-        wanted = self.request.params.prompt_logprobs is not None
-        # Until all are known a single sample, the leader, computes the prompt. After a preemption
-        # it is computed again, but not reported again.
-        if not wanted or len(self.group.prompt_logprobs) >= end + 1:
-            return ()
-        return self.request.prompt_ids[start + 1 : end + 1]
+    def _targets(self, start: int, end: int) -> range:
+        """Positions of the prompt tokens that follow those at ``start`` to ``end`` and are scored.
+
+        Until all are known a single sample, the leader, computes the prompt. After a preemption it
+        is computed again, but not reported again.
+        """
+        if self.request.params.prompt_logprobs is None:
+            return range(0)
+        first = max(start + 1, len(self.group.prompt_logprobs))
+        return range(first, min(end + 1, len(self.request.prompt_ids)))

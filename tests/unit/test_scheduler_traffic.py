@@ -25,6 +25,7 @@ sampling = st.builds(
     stop_token_ids=st.sampled_from([(), (3, 4, 5)]),
     ignore_eos=st.booleans(),
     prompt_logprobs=st.sampled_from([None, None, 1]),
+    prompt_logprobs_start=st.sampled_from([0, 0, 1, 5, 9, 99]),
     speculative=st.sampled_from([True, True, False]),
 )
 SPECULATIVE = tuple(
@@ -212,6 +213,7 @@ def _random_request(randomness: Random, number: int) -> GenerateRequest:
             min_tokens=0 if max_tokens == 0 else randomness.choice([0, 6]),
             ignore_eos=randomness.random() < 0.6,
             prompt_logprobs=randomness.choice([None, None, 1]),
+            prompt_logprobs_start=randomness.choice([0, 0, 1, 5, 9, 99]),
         ),
         priority=randomness.randint(-1, 1),
         client=randomness.choice("ab"),
@@ -230,6 +232,21 @@ def test_prompt_logprobs_are_whole_though_the_leader_ends_before_its_step() -> N
     harness.run(batch)
     # The harness compares the other sample's prompt log-probabilities with what they should be.
     harness.drain()
+
+
+def test_what_is_not_scored_comes_from_the_prefix_cache() -> None:
+    harness = SchedulerHarness(num_blocks=40, block_size=BLOCK_SIZE)
+    prompt = TEXTS[0][:14]
+    for name, start, cached in [("a", 0, 0), ("b", 0, 0), ("c", 9, 8), ("d", 8, 4), ("e", 99, 12)]:
+        params = SamplingParams(max_tokens=0, prompt_logprobs=0, prompt_logprobs_start=start)
+        harness.add(GenerateRequest(request_id=name, model="m", prompt_ids=prompt, params=params))
+        batch = harness.schedule()
+        assert batch is not None
+        (row,) = batch.sequences
+        assert row.start == cached
+        assert row.target_ids == prompt[max(1, start) :]
+        harness.run(batch)
+        harness.drain()
 
 
 def test_a_row_that_fails_after_its_sample_ended_harms_no_other_sample() -> None:

@@ -66,7 +66,14 @@ async def create_rollout(
     if body.verifier is not None:
         check_url(body.verifier.url, config.verifier_urls)
     with named_by(FIELDS):
-        check_queue(engine, name, client, n=body.n * len(items), max_waiting=max_waiting)
+        check_queue(
+            engine,
+            model.names[0],
+            client,
+            n=body.n,
+            max_waiting=max_waiting,
+            num_prompts=len(items),
+        )
     rollout_id = f"rollout-{body.request_id or request.state.answer_id}"
     requests = await _requests(body, items, model, config, name=rollout_id, client=client)
     handles = await admit(engine, requests, fields=FIELDS, max_waiting=max_waiting)
