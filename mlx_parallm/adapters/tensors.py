@@ -53,6 +53,13 @@ class HostTensor:
         """Size of its numbers."""
         return self.array.nbytes
 
+    @classmethod
+    def of(cls, array: mx.array) -> HostTensor:
+        """A copy of an array of MLX. To be called by the engine thread only."""
+        if array.dtype == mx.bfloat16:
+            return cls(np.array(array.view(mx.uint16)), is_bfloat16=True)
+        return cls(np.array(array))
+
     def transposed(self) -> HostTensor:
         """The last two axes exchanged; nothing is copied."""
         return HostTensor(self.array.swapaxes(-1, -2), self.is_bfloat16)

@@ -15,6 +15,7 @@ from mlx_parallm.engine.commands import EngineHost
 from mlx_parallm.engine.control import PauseMode
 from mlx_parallm.engine.engine import Engine
 from mlx_parallm.engine.interface import ServedModel
+from mlx_parallm.engine.live_weights import SLEEP_TAGS, LiveWeights, WeightsUpdate
 from mlx_parallm.engine.policies import AdapterInfo, AdapterUpload
 from mlx_parallm.errors import InvalidRequestError, ModelNotFoundError, NotFoundError, PausedError
 from mlx_parallm.weights import WeightsVersion
@@ -47,11 +48,17 @@ class AsyncControl:
         self._thread = thread
         self._folders = AdapterFolders(config)
         self._pause: PauseMode | None = None
+        self._sleep_level = 0
         # By name, as the engine thread had them after the latest change.
         self._adapters: dict[str, AdapterInfo] = {}
         self._versions: dict[str, WeightsVersion] = {}
         # Loads of adapters that are found by name, so that many requests share one.
         self._loading: dict[str, asyncio.Future[AdapterInfo]] = {}
+
+    @property
+    def sleep_level(self) -> int:
+        """See ``EngineControl.sleep_level``."""
+        return self._sleep_level
 
     @property
     def is_paused(self) -> bool:
@@ -76,6 +83,7 @@ class AsyncControl:
         self._adapters.clear()
         self._versions.clear()
         self._pause = None
+        self._sleep_level = 0
 
     def find(self, name: str) -> AdapterInfo | None:
         """The loaded adapter that requests call by this name, or by "model:name"."""
@@ -175,6 +183,8 @@ class AsyncControl:
 
     async def resume(self) -> None:
         """See ``EngineControl.resume``."""
+        if self._sleep_level:
+            raise InvalidRequestError("The server sleeps: wake it up first.")
         self._pause = None
         await self._thread.call(_resume)
 
@@ -187,6 +197,65 @@ class AsyncControl:
                 engine.reset_prefix_cache(reset_running=reset_running)
 
         await self._thread.call(reset)
+
+    async def update_weights(
+        self, update: WeightsUpdate, *, model: str | None = None
+    ) -> WeightsVersion:
+        """See ``EngineControl.update_weights``."""
+
+        def replace_weights(host: EngineHost) -> WeightsVersion:
+            engine = host.engines[base]
+            # Its tokens are those of the old weights.
+            host.deliver(engine.settle())
+            return _live(engine).update(update)
+
+        base = self._base(model)
+        version = await self._thread.call(replace_weights)
+        await self._refresh()
+        return version
+
+    async def update_weights_from_folder(
+        self,
+        path: str,
+        *,
+        model: str | None = None,
+        version: str | None = None,
+        expected_version: str | None = None,
+    ) -> WeightsVersion:
+        """See ``EngineControl.update_weights_from_folder``."""
+        folder = self._folders.resolve(path, param="path")
+        update = WeightsUpdate(folder=folder, version=version, expected_version=expected_version)
+        return await self.update_weights(update, model=model)
+
+    async def set_version(self, label: str, *, model: str | None = None) -> WeightsVersion:
+        """See ``EngineControl.set_version``."""
+        version = await self._call(self._base(model), lambda engine: _live(engine).relabel(label))
+        await self._refresh()
+        return version
+
+    async def sleep(self, level: int, mode: PauseMode) -> None:
+        """See ``EngineControl.sleep``."""
+        if level not in SLEEP_LEVELS:
+            raise InvalidRequestError("level must be 0, 1 or 2.", param="level")
+        await self.pause(mode)
+        if level:
+            self._sleep_level = level
+            await self._thread.call(lambda host: _sleep(host, level))
+
+    async def wake_up(self, tags: Sequence[str] | None = None) -> Sequence[str]:
+        """See ``EngineControl.wake_up``."""
+        wanted = SLEEP_TAGS if tags is None else tuple(tags)
+        unknown = [one for one in wanted if one not in SLEEP_TAGS]
+        if unknown:
+            raise InvalidRequestError(
+                f"tags must be of {', '.join(SLEEP_TAGS)}, not {unknown[0]!r}.", param="tags"
+            )
+        asleep: Sequence[str] = await self._thread.call(lambda host: _wake(host, wanted))
+        if not asleep:
+            self._sleep_level = 0
+            await self.resume()
+        await self._refresh()
+        return asleep
 
     async def _load_by_name(self, name: str) -> AdapterInfo:
         source = self._folders.find(name)
@@ -238,6 +307,7 @@ class AsyncControl:
 
 
 MAX_NAME = 256
+SLEEP_LEVELS = (0, 1, 2)
 
 
 def _read(folder: Path) -> Any:
@@ -253,6 +323,24 @@ def _pause(host: EngineHost) -> int:
         # No token may come after the answer.
         host.deliver(engine.settle())
     return sum(engine.num_requests for engine in host.engines.values())
+
+
+def _live(engine: Engine) -> LiveWeights:
+    if engine.live is None:
+        raise InvalidRequestError("The weights of this model cannot be changed.", param="model")
+    return engine.live
+
+
+def _sleep(host: EngineHost, level: int) -> None:
+    for engine in host.engines.values():
+        _live(engine).sleep(level)
+
+
+def _wake(host: EngineHost, tags: Sequence[str]) -> list[str]:
+    lives = [_live(engine) for engine in host.engines.values()]
+    for live in lives:
+        live.wake(tags)
+    return [tag for tag in SLEEP_TAGS if any(tag in live.asleep for live in lives)]
 
 
 def _resume(host: EngineHost) -> None:

@@ -19,6 +19,7 @@ from mlx_parallm.config import (
 from mlx_parallm.engine.engine import Engine
 from mlx_parallm.engine.formats import reasoning_format_of, tool_format_of
 from mlx_parallm.engine.interface import ServedModel
+from mlx_parallm.engine.live_weights import LiveWeights
 from mlx_parallm.engine.metrics import EngineMetrics, MetricFamilies
 from mlx_parallm.engine.policies import Policies
 from mlx_parallm.errors import ConfigError, ModelLoadError
@@ -328,7 +329,7 @@ def _assemble(
         runner,
         one.tokenizer,
         metrics,
-        policies=policies,
+        live=LiveWeights(policies, runner.live),
         seed=config.seed,
         tracer=tracer,
     )

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from enum import StrEnum
 from typing import Protocol
 
+from mlx_parallm.engine.live_weights import WeightsUpdate
 from mlx_parallm.engine.policies import AdapterInfo, AdapterUpload
 from mlx_parallm.weights import WeightsVersion
 
@@ -25,6 +26,11 @@ class PauseMode(StrEnum):
 
 class EngineControl(Protocol):
     """Commands that are carried out between two steps; each returns once it is done."""
+
+    @property
+    def sleep_level(self) -> int:
+        """What ``sleep`` was asked for; 0 while awake."""
+        ...
 
     @property
     def is_paused(self) -> bool:
@@ -75,6 +81,47 @@ class EngineControl(Protocol):
 
     async def reset_prefix_cache(self, *, reset_running: bool = False) -> None:
         """Find nothing again that was computed before."""
+        ...
+
+    async def update_weights(
+        self, update: WeightsUpdate, *, model: str | None = None
+    ) -> WeightsVersion:
+        """Replace weights of a model, the first one by default, between two steps.
+
+        Raises:
+            VersionMismatchError: another version is there than was expected.
+            InvalidRequestError: they do not fit, or hold numbers that are not finite.
+        """
+        ...
+
+    async def update_weights_from_folder(
+        self,
+        path: str,
+        *,
+        model: str | None = None,
+        version: str | None = None,
+        expected_version: str | None = None,
+    ) -> WeightsVersion:
+        """``update_weights`` of a checkpoint below a root that the configuration allows."""
+        ...
+
+    async def set_version(self, label: str, *, model: str | None = None) -> WeightsVersion:
+        """Call the weights of a model something else, from the next token on."""
+        ...
+
+    async def sleep(self, level: int, mode: PauseMode) -> None:
+        """Pause, and give back memory: level 0 none, 1 that of KV, 2 that of weights too.
+
+        Requests that are kept are computed anew after ``wake_up``. At level 2 weights are read
+        again from the folder that was loaded last.
+        """
+        ...
+
+    async def wake_up(self, tags: Sequence[str] | None = None) -> Sequence[str]:
+        """Have memory back, and resume once all is there; what still sleeps.
+
+        ``tags`` are of "weights" and "kv_cache"; None is both.
+        """
         ...
 
     def version(self, model: str | None = None) -> WeightsVersion:

@@ -12,6 +12,7 @@ from typing import TypeVar
 from mlx_parallm.batch import Runner, RunnerInfo, ScheduledBatch, StepInFlight
 from mlx_parallm.engine.admission import check_request
 from mlx_parallm.engine.interface import Tokenizer
+from mlx_parallm.engine.live_weights import LiveWeights
 from mlx_parallm.engine.metrics import EngineMetrics
 from mlx_parallm.engine.output_processor import OutputProcessor
 from mlx_parallm.engine.policies import NoAdapters, Policies
@@ -45,7 +46,7 @@ class Engine:
         tokenizer: Tokenizer,
         metrics: EngineMetrics,
         *,
-        policies: Policies | None = None,
+        live: LiveWeights | None = None,
         seed: int = 0,
         tracer: StepTracer | None = None,
         clock: Callable[[], float] = time.perf_counter,
@@ -61,8 +62,12 @@ class Engine:
         self._in_flight: _Begun | None = None
         #: Whether nothing runs, whatever waits.
         self.is_paused = False
-        self.policies = policies or Policies(
-            model="", scheduler=scheduler, store=NoAdapters(), max_loaded=0
+        #: The model's own weights; None where they never change.
+        self.live = live
+        self.policies = (
+            live.policies
+            if live is not None
+            else Policies(model="", scheduler=scheduler, store=NoAdapters(), max_loaded=0)
         )
         self._last_end_s = 0.0
 

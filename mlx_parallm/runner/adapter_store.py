@@ -46,6 +46,12 @@ class AdapterStore:
                 self._layers.put(slot, self._adapters[content], param=PARAM)
                 self._resident[slot] = content
 
+    def release(self) -> None:
+        """Have no adapter on the device until a batch names it."""
+        for slot in self._resident:
+            self._layers.drop(slot)
+        self._resident.clear()
+
     def renew(self) -> None:
         """Heed weights of the model that were replaced: DoRA scales by them."""
         self._layers.renew()

@@ -73,6 +73,14 @@ class DraftModel:
         """Depend no more on KV writes of a step that failed; nothing may be in flight."""
         self._path.forget_writes()
 
+    def release_kv(self) -> None:
+        """See ``ForwardPath.release_kv``."""
+        self._path.release_kv()
+
+    def restore_kv(self) -> None:
+        """See ``ForwardPath.restore_kv``."""
+        self._path.restore_kv()
+
     def propose(self, batch: ScheduledBatch, vocab_size: int) -> mx.array | None:
         """Compute known tokens, then the proposals that the batch leaves to a draft model.
 

@@ -150,7 +150,12 @@ class CacheViews:
         self._layouts = layouts
         self._pools = pools
         self._backend = backend
-        self.stores = [StateStore(one.num_entries) for one in _states(layouts)]
+        self.stores: list[StateStore] = []
+        self.forget_states()
+
+    def forget_states(self) -> None:
+        """Keep no state of any sequence."""
+        self.stores[:] = [StateStore(one.num_entries) for one in _states(self._layouts)]
 
     def packed(self, step: PackedStep) -> list[Any]:
         """One cache per layer for the packed forward."""

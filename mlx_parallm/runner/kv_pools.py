@@ -18,11 +18,20 @@ class KVPools:
         # A cache the model never writes still needs a pool to hand out.
         nothing = LayerShape(num_kv_heads=1, key_dim=1, value_dim=1, dtype=mx.float16)
         self._backend = backend
+        self._shapes = [shape or nothing for shape in shapes]
+        self._num_blocks = num_blocks
         self._written = [index for index, shape in enumerate(shapes) if shape is not None]
-        self.layers: list[LayerPool] = [
-            backend.new_pool(shape or nothing, num_blocks) for shape in shapes
-        ]
+        self.layers: list[LayerPool] = []
+        self.restore()
+
+    def restore(self) -> None:
+        """Have empty pools."""
+        self.layers[:] = [self._backend.new_pool(one, self._num_blocks) for one in self._shapes]
         mx.eval(self.arrays())
+
+    def release(self) -> None:
+        """Have no pools until ``restore``; nothing may run meanwhile."""
+        self.layers.clear()
 
     def arrays(self) -> list[mx.array]:
         """What must be evaluated for every layer's pool to be up to date."""

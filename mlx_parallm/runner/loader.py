@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
@@ -36,6 +36,7 @@ class LoadedModel:
         path: the folder it came from.
         dtype: what it computes in.
         weight_bytes: size of the parameters.
+        source: how it was loaded.
     """
 
     model: Any
@@ -43,6 +44,7 @@ class LoadedModel:
     path: Path
     dtype: str
     weight_bytes: int
+    source: ModelConfig = field(default_factory=ModelConfig)
 
 
 def load_model(config: ModelConfig, path: Path) -> LoadedModel:
@@ -58,17 +60,40 @@ def load_model(config: ModelConfig, path: Path) -> LoadedModel:
     if config.dtype != "auto" and config.dtype not in DTYPES:
         raise ConfigError(f"dtype {config.dtype!r} is not one of auto, {', '.join(DTYPES)}.")
     try:
-        model, model_config = mlx_lm_utils.load_model(
-            path, lazy=True, trust_remote_code=config.trust_remote_code
-        )
-        model = _cast(model, config.dtype)
+        model, model_config = _read(config, path)
         if backend_name() == "cuda":
             use_row_layers(model, RowKernel(CudaDialect()))
         model.eval()
         mx.eval(model.parameters())
     except LOAD_ERRORS as cause:
         raise ModelLoadError(f"{path} could not be loaded: {cause}") from cause
-    return LoadedModel(model, model_config, path, str(_dtype_of(model)), _bytes_of(model))
+    dtype, weight_bytes = str(_dtype_of(model)), _bytes_of(model)
+    return LoadedModel(model, model_config, path, dtype, weight_bytes, config)
+
+
+def load_parameters(config: ModelConfig, path: Path) -> dict[str, mx.array]:
+    """The parameters of a folder as ``load_model`` would have them, by name, not evaluated.
+
+    Raises:
+        ModelLoadError: the folder is no model that mlx_lm knows.
+    """
+    try:
+        model, _ = _read(config, path)
+    except LOAD_ERRORS as cause:
+        raise ModelLoadError(f"{path} could not be loaded: {cause}") from cause
+    return parameters_of(model)
+
+
+def parameters_of(model: Any) -> dict[str, mx.array]:
+    """The parameters of a model by name."""
+    return dict(cast("list[tuple[str, mx.array]]", tree_flatten(model.parameters())))
+
+
+def _read(config: ModelConfig, path: Path) -> tuple[Any, dict[str, Any]]:
+    model, model_config = mlx_lm_utils.load_model(
+        path, lazy=True, trust_remote_code=config.trust_remote_code
+    )
+    return _cast(model, config.dtype), model_config
 
 
 def _cast(model: Any, dtype: str) -> Any:
@@ -103,5 +128,4 @@ def _bytes_of(model: Any) -> int:
 
 
 def _arrays(model: Any) -> list[mx.array]:
-    pairs = cast("list[tuple[str, mx.array]]", tree_flatten(model.parameters()))
-    return [array for _, array in pairs]
+    return list(parameters_of(model).values())

@@ -27,8 +27,10 @@ from mlx_parallm.runner.adapter_store import AdapterStore
 from mlx_parallm.runner.cache_layout import CacheLayout
 from mlx_parallm.runner.draft_model import DraftModel
 from mlx_parallm.runner.grammar_rows import Constraints, GrammarRows
+from mlx_parallm.runner.live_model import LiveModel
 from mlx_parallm.runner.loader import DTYPES, LoadedModel
 from mlx_parallm.runner.memory import KVPlan, config_value
+from mlx_parallm.runner.model_weights import ModelWeights
 from mlx_parallm.runner.path_choice import choose_path
 from mlx_parallm.runner.paths.alone import AlonePath
 from mlx_parallm.runner.paths.base import token_array
@@ -89,6 +91,8 @@ class ModelRunner:
         layers = AdaptedLayers(loaded.model, dtype, self._path.adapters)
         #: The adapters that batches may name.
         self.adapters = AdapterStore(layers)
+        #: The model's own weights and the memory it takes.
+        self.live = LiveModel(ModelWeights(loaded), self._path, self.adapters, draft)
         if self._path.name in {"sequential", "alone"}:
             logger.warning("%s computes one sequence at a time", loaded.path.name)
         kv_bytes = 0 if isinstance(self._path, AlonePath) else num_blocks * plan.block_bytes

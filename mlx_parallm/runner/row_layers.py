@@ -42,12 +42,13 @@ class RowProduct:
         self._views: dict[int, mx.array] = {}
         self._input: mx.array | None = None
         self._outputs: list[mx.array | None] = []
+        self._parts: list[list[mx.array]] | None = None
         self._merge()
 
     def serves(self, x: mx.array) -> bool:
         """Whether x is rows of the shape that this is for."""
         is_rows = x.ndim == 3 and x.shape[1] == 1 and x.shape[0] in ROW_COUNTS
-        return is_rows and x.dtype == self.arrays[-1].dtype
+        return is_rows and x.dtype == _arrays(self._layers[0])[-1].dtype
 
     def take(self, index: int, x: mx.array) -> mx.array:
         """Output of one of the layers; what x gives the others is kept until they ask."""
@@ -59,6 +60,11 @@ class RowProduct:
         if not any(one is not None for one in self._outputs):
             self._input = None
         return output
+
+    def release(self) -> None:
+        """Hold no weights until they are used again."""
+        self._parts, self._views, self.arrays = None, {}, []
+        self._input, self._outputs = None, []
 
     def _compute(self, x: mx.array) -> list[mx.array]:
         if not self._is_current():
@@ -81,7 +87,7 @@ class RowProduct:
 
     def _is_current(self) -> bool:
         """Whether the layers still have the weights that were put together."""
-        return all(
+        return self._parts is not None and all(
             array is known
             for layer, part in zip(self._layers, self._parts, strict=True)
             for array, known in zip(_arrays(layer), part, strict=True)
@@ -192,6 +198,14 @@ def use_row_layers(model: nn.Module, kernel: RowKernel | None) -> int:
     for layer in others.values():
         layer.__class__ = ROW_LAYERS[type(layer)]
     return sum(map(len, groups)) + len(others)
+
+
+def release_products(model: nn.Module) -> None:
+    """Hold none of a model's weights outside of its layers until they are used again."""
+    for module in model.modules():
+        product: RowProduct | None = module.get("_product")
+        if product is not None:
+            product.release()
 
 
 def _groups(model: nn.Module) -> Iterator[list[nn.Module]]:

@@ -63,6 +63,14 @@ class AlonePath:
     def forget_weights(self) -> None:
         """Nothing: every step reads the model's own."""
 
+    def release_kv(self) -> None:
+        """See ``ForwardPath.release_kv``."""
+        self._caches.clear()
+        self._touched.clear()
+
+    def restore_kv(self) -> None:
+        """Nothing: caches are made with their sequences."""
+
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Nothing: the KV is in the caches of the slots."""
         del pairs

@@ -71,6 +71,14 @@ class ForwardPath(Protocol):
         """Depend no more on weights of the model that were replaced."""
         ...
 
+    def release_kv(self) -> None:
+        """Keep no KV and no state, nor memory for them, until ``restore_kv``; nothing may run."""
+        ...
+
+    def restore_kv(self) -> None:
+        """Have memory for KV again, empty."""
+        ...
+
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy KV blocks ``(source, target)`` in every layer."""
         ...

@@ -90,6 +90,16 @@ class PackedPath:
         if self._compiled is not None:
             self._compiled.forget()
 
+    def release_kv(self) -> None:
+        """See ``ForwardPath.release_kv``."""
+        self._pools.release()
+        # Pools that are written in place are constants of what is traced.
+        self.forget_weights()
+
+    def restore_kv(self) -> None:
+        """See ``ForwardPath.restore_kv``."""
+        self._pools.restore()
+
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
         """See ``ForwardPath.copy_blocks``."""
         self._pools.copy_blocks(pairs)

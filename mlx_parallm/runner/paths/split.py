@@ -99,6 +99,15 @@ class SplitPath:
     def forget_weights(self) -> None:
         """Nothing: every step reads the model's own."""
 
+    def release_kv(self) -> None:
+        """See ``ForwardPath.release_kv``."""
+        self._pools.release()
+        self._views.forget_states()
+
+    def restore_kv(self) -> None:
+        """See ``ForwardPath.restore_kv``."""
+        self._pools.restore()
+
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
         """See ``ForwardPath.copy_blocks``."""
         self._pools.copy_blocks(pairs)

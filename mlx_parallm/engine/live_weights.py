@@ -1,0 +1,144 @@
+"""One model's own weights while it serves: their versions, and what is put away in sleep."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol
+
+from mlx_parallm.adapters.tensors import HostTensor
+from mlx_parallm.engine.policies import Policies
+from mlx_parallm.errors import InvalidRequestError, VersionMismatchError
+from mlx_parallm.weights import WeightsVersion
+
+#: What can be put away, by vLLM's names.
+WEIGHTS, KV_CACHE = "weights", "kv_cache"
+SLEEP_TAGS = (WEIGHTS, KV_CACHE)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WeightsUpdate:
+    """New weights for a model: a whole checkpoint, or some of its tensors.
+
+    Attributes:
+        folder: of the checkpoint; None for tensors.
+        tensors: by their names in the checkpoint; None for a folder.
+        version: label of the tokens that they make; None counts on.
+        expected_version: they replace this version and no other; None for any.
+    """
+
+    folder: Path | None = None
+    tensors: Mapping[str, HostTensor] | None = None
+    version: str | None = None
+    expected_version: str | None = None
+
+
+class LiveModel(Protocol):
+    """What has the arrays."""
+
+    def replace_from_folder(self, folder: Path) -> None:
+        """Let all weights be those of a checkpoint; if they cannot be, nothing is changed."""
+        ...
+
+    def replace_tensors(self, tensors: Mapping[str, HostTensor]) -> None:
+        """Let some weights be these; if they cannot be, nothing is changed."""
+        ...
+
+    def release_kv(self) -> None:
+        """Give back the memory of KV and of adapters on the device."""
+        ...
+
+    def restore_kv(self) -> None:
+        """Have memory for KV again, empty."""
+        ...
+
+    def release_weights(self, *, keeps: bool) -> None:
+        """Give back the memory of the weights; ``keeps`` them elsewhere if there is elsewhere."""
+        ...
+
+    def restore_weights(self) -> bool:
+        """Have weights again; whether they are those of the folder that was loaded last."""
+        ...
+
+
+@dataclass(slots=True)
+class LiveWeights:
+    """Lives on the engine thread. No step may be in flight in any call.
+
+    Attributes:
+        policies: whose base these weights are.
+        model: has the arrays.
+        asleep: what of ``SLEEP_TAGS`` is put away.
+    """
+
+    policies: Policies
+    model: LiveModel
+    asleep: set[str] = field(default_factory=set)
+    _num_updates: int = 0
+    # Of the folder that was loaded last.
+    _loaded: WeightsVersion = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._loaded = self.version
+
+    @property
+    def version(self) -> WeightsVersion:
+        """The weights as they stand."""
+        return self.policies.base.version
+
+    def update(self, update: WeightsUpdate) -> WeightsVersion:
+        """Replace weights; requests that run go on with the new ones.
+
+        Raises:
+            VersionMismatchError: another version is there than was expected.
+            InvalidRequestError: the update does not fit; the weights are those before it.
+        """
+        if update.expected_version not in (None, self.version.label):
+            raise VersionMismatchError(
+                f"The weights were expected at version {update.expected_version!r}; they are at "
+                f"{self.version.label!r}.",
+                param="expected_version",
+            )
+        if update.folder is not None:
+            self.model.replace_from_folder(update.folder)
+            self.asleep.discard(WEIGHTS)
+        elif update.tensors:
+            self.model.replace_tensors(update.tensors)
+        else:
+            raise InvalidRequestError("An update has a folder or tensors.", param="weights")
+        self._num_updates += 1
+        # A number says which update it was; equal bytes that come twice do not share KV.
+        content = f"update-{self._num_updates}"
+        version = WeightsVersion(content, update.version or str(self._num_updates))
+        self.policies.replace_base(version)
+        if update.folder is not None:
+            self._loaded = version
+        return version
+
+    def relabel(self, label: str) -> WeightsVersion:
+        """Call the weights as they stand something else, from the next token on."""
+        self.policies.base.version = WeightsVersion(self.version.content, label)
+        return self.version
+
+    def sleep(self, level: int) -> None:
+        """Give back memory: that of KV (level 1), and that of the weights too (level 2).
+
+        At level 1 weights move to the host's memory where the device has its own. At level 2 they
+        are read again from the folder that was loaded last, so that tensors that were updated
+        since are lost.
+        """
+        self.policies.scheduler.reset_prefix_cache(reset_running=True)
+        self.model.release_kv()
+        self.model.release_weights(keeps=level == 1)
+        self.asleep = set(SLEEP_TAGS)
+
+    def wake(self, tags: Collection[str]) -> None:
+        """Have back what was put away."""
+        if WEIGHTS in self.asleep and WEIGHTS in tags:
+            if self.model.restore_weights():
+                self.policies.replace_base(self._loaded)
+            self.asleep.discard(WEIGHTS)
+        if KV_CACHE in self.asleep and KV_CACHE in tags:
+            self.model.restore_kv()
+            self.asleep.discard(KV_CACHE)

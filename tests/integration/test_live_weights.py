@@ -1,0 +1,191 @@
+"""Weights that are replaced while requests run, and memory that is given back and had again."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from mlx.utils import tree_flatten
+from mlx_lm.utils import dequantize_model, load_model
+
+from mlx_parallm.adapters.tensors import HostTensor
+from mlx_parallm.config import AdapterConfig, EngineConfig, ModelConfig, SchedulerConfig
+from mlx_parallm.engine.async_engine import AsyncEngine
+from mlx_parallm.engine.build import DEMO_FOLDER
+from mlx_parallm.engine.control import PauseMode
+from mlx_parallm.engine.live_weights import WeightsUpdate
+from mlx_parallm.errors import InvalidRequestError, VersionMismatchError
+from mlx_parallm.weights import DEFAULT_VERSION
+from tests.integration.test_live_adapters import Sample, begin, generate, is_same
+
+NAME = "model"
+CHANGED = "model.layers.0.self_attn.o_proj.weight"
+FILES = ("tokenizer.json", "tokenizer_config.json", "generation_config.json")
+
+
+def save(folder: Path, scale: float) -> Path:
+    """The embedded model in float32, one tensor of it scaled."""
+    folder.mkdir()
+    model, _ = load_model(DEMO_FOLDER)
+    config = json.loads((DEMO_FOLDER / "config.json").read_text())
+    for key in ("quantization", "quantization_config"):
+        config.pop(key, None)
+    named: Any = tree_flatten(dequantize_model(model).parameters())
+    tensors = {name: value.astype(mx.float32) for name, value in named}
+    tensors[CHANGED] = tensors[CHANGED] * scale
+    mx.save_safetensors(str(folder / "model.safetensors"), tensors)
+    (folder / "config.json").write_text(json.dumps(config))
+    for name in FILES:
+        (folder / name).write_bytes((DEMO_FOLDER / name).read_bytes())
+    return folder
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[float, Path]:
+    root = tmp_path_factory.mktemp("weights")
+    return {scale: save(root / str(scale), scale) for scale in (1.0, 0.5)}
+
+
+@pytest.fixture(scope="module")
+def started(folders: dict[float, Path]) -> Iterator[AsyncEngine]:
+    root = folders[1.0].parent
+    engine = AsyncEngine(
+        EngineConfig(
+            models=(ModelConfig(path=str(folders[1.0]), served_names=(NAME,)),),
+            scheduler=SchedulerConfig(max_num_seqs=8),
+            adapters=AdapterConfig(allowed_roots=(str(root),)),
+        )
+    )
+    engine.start()
+    yield engine
+    engine.stop()
+
+
+@pytest.fixture
+async def engine(started: AsyncEngine, folders: dict[float, Path]) -> AsyncEngine:
+    """An engine with the first weights."""
+    await started.control.update_weights_from_folder(str(folders[1.0]), version=DEFAULT_VERSION)
+    return started
+
+
+def tensor_of(folder: Path, name: str) -> np.ndarray:
+    loaded: Any = mx.load(str(folder / "model.safetensors"))
+    return np.array(loaded[name])
+
+
+def differ(one: Sample, other: Sample) -> bool:
+    return not is_same(one, other)
+
+
+async def test_an_update_is_a_fresh_server_with_those_weights(
+    engine: AsyncEngine, folders: dict[float, Path]
+) -> None:
+    old = await generate(engine, NAME, "old")
+    tensors = {CHANGED: HostTensor(tensor_of(folders[0.5], CHANGED))}
+    version = await engine.control.update_weights(
+        WeightsUpdate(tensors=tensors, version="a", expected_version=DEFAULT_VERSION)
+    )
+    assert version.label == engine.control.version().label == "a"
+    by_tensor = await generate(engine, NAME, "by-tensor")
+    assert set(by_tensor.versions) == {"a"}
+    assert by_tensor.num_cached == 0
+    assert differ(by_tensor, old)
+    with pytest.raises(VersionMismatchError):
+        await engine.control.update_weights(
+            WeightsUpdate(tensors=tensors, expected_version=DEFAULT_VERSION)
+        )
+    await engine.control.update_weights_from_folder(str(folders[1.0]))
+    back = await generate(engine, NAME, "back")
+    assert back.num_cached == 0
+    assert is_same(back, old)
+    await engine.control.update_weights_from_folder(str(folders[0.5]))
+    assert is_same(await generate(engine, NAME, "by-folder"), by_tensor)
+
+
+async def test_running_requests_go_on_with_new_weights(
+    engine: AsyncEngine, folders: dict[float, Path]
+) -> None:
+    alone = await generate(engine, NAME, "alone", 60)
+    running = await begin(engine, NAME, "running", 60)
+    await engine.control.update_weights_from_folder(str(folders[0.5]), version="b")
+    straddling = await running
+    switch = straddling.versions.index("b")
+    assert straddling.versions == [DEFAULT_VERSION] * switch + ["b"] * (60 - switch)
+    assert straddling.tokens[:switch] == alone.tokens[:switch]
+    await engine.control.set_version("c")
+    named = await generate(engine, NAME, "named", 4)
+    assert set(named.versions) == {"c"}
+
+
+async def test_what_does_not_fit_changes_nothing(
+    engine: AsyncEngine, folders: dict[float, Path], tmp_path: Path
+) -> None:
+    old = await generate(engine, NAME, "old")
+    weight = tensor_of(folders[0.5], CHANGED)
+    broken = weight.copy()
+    broken[3, 3] = np.nan
+    wrong = {
+        "not finite": {CHANGED: HostTensor(broken)},
+        "the model's is": {CHANGED: HostTensor(weight[:-1])},
+        "unknown": {"model.layers.99.weight": HostTensor(weight)},
+        "another kind": {CHANGED: HostTensor(weight.astype(np.int32))},
+    }
+    for reason, tensors in wrong.items():
+        tensors["model.norm.weight"] = HostTensor(np.zeros(256, np.float32))
+        with pytest.raises(InvalidRequestError, match=reason):
+            await engine.control.update_weights(WeightsUpdate(tensors=tensors))
+    with pytest.raises(InvalidRequestError, match="folder or tensors"):
+        await engine.control.update_weights(WeightsUpdate())
+    with pytest.raises(InvalidRequestError, match="no folder below"):
+        await engine.control.update_weights_from_folder(str(tmp_path))
+    (folders[1.0].parent / "empty").mkdir(exist_ok=True)
+    with pytest.raises(InvalidRequestError, match="could not be loaded"):
+        await engine.control.update_weights_from_folder("empty")
+    assert engine.control.version().label == DEFAULT_VERSION
+    assert is_same(await generate(engine, NAME, "same"), old)
+
+
+@pytest.mark.parametrize("level", [1, 2])
+async def test_memory_is_given_back_in_sleep(engine: AsyncEngine, level: int) -> None:
+    control = engine.control
+    info = engine.get_model(NAME).info
+    alone = await generate(engine, NAME, "alone", 40)
+    kept = await begin(engine, NAME, "kept", 40)
+    awake = await engine.call(lambda host: mx.get_active_memory())
+    await control.sleep(level, PauseMode.KEEP)
+    assert control.sleep_level == level
+    assert control.is_paused
+    with pytest.raises(InvalidRequestError, match="sleeps"):
+        await control.resume()
+    asleep = await engine.call(lambda host: mx.get_active_memory())
+    promised = info.kv_bytes + (info.weight_bytes if level == 2 else 0)
+    assert awake - asleep >= 0.9 * promised
+    assert await control.wake_up(["weights"]) == ["kv_cache"]
+    assert control.is_paused
+    assert await control.wake_up() == []
+    assert not control.is_paused
+    assert (await kept).tokens == alone.tokens
+    assert is_same(await generate(engine, NAME, "again", 40), alone)
+    with pytest.raises(InvalidRequestError, match="level"):
+        await control.sleep(3, PauseMode.KEEP)
+    with pytest.raises(InvalidRequestError, match="tags"):
+        await control.wake_up(["all"])
+
+
+async def test_weights_come_back_as_the_folder_has_them(
+    engine: AsyncEngine, folders: dict[float, Path]
+) -> None:
+    old = await generate(engine, NAME, "old")
+    tensors = {CHANGED: HostTensor(tensor_of(folders[0.5], CHANGED))}
+    await engine.control.update_weights(WeightsUpdate(tensors=tensors, version="lost"))
+    await engine.control.sleep(2, PauseMode.ABORT)
+    with pytest.raises(InvalidRequestError, match="put away"):
+        await engine.control.update_weights(WeightsUpdate(tensors=tensors))
+    await engine.control.wake_up()
+    assert engine.control.version().label == DEFAULT_VERSION
+    assert is_same(await generate(engine, NAME, "new"), old)
