@@ -6,7 +6,10 @@ from collections.abc import Iterable
 
 from mlx_parallm.batch import RunnerInfo
 from mlx_parallm.errors import ContextLengthError, InvalidRequestError
-from mlx_parallm.request import GenerateRequest
+from mlx_parallm.request import ALL_TOKENS, GenerateRequest
+
+# Numbers of a prompt, some 100 bytes each until they are written.
+MAX_PROMPT_LOGPROBS = 1 << 23
 
 
 def check_request(request: GenerateRequest, info: RunnerInfo) -> None:
@@ -36,6 +39,7 @@ def check_request(request: GenerateRequest, info: RunnerInfo) -> None:
         asked = getattr(params, name)
         if asked is not None and asked > info.vocab_size:
             raise InvalidRequestError(f"{name} exceeds the vocabulary.", param=name)
+    _check_prompt_logprobs(len(request.prompt_ids), params.prompt_logprobs, info.vocab_size)
     check_length(len(request.prompt_ids), params.max_tokens, info.max_model_len)
 
 
@@ -69,6 +73,19 @@ def check_length(prompt_len: int, max_tokens: int | None, max_model_len: int) ->
         )
     param = "max_tokens" if prompt_len + 1 <= max_model_len else "messages"
     raise ContextLengthError(max_model_len, detail, param=param)
+
+
+def _check_prompt_logprobs(prompt_len: int, asked: int | None, vocab_size: int) -> None:
+    """Refuse what would fill the memory: those of a prompt are told all at once."""
+    if asked is None:
+        return
+    per_token = vocab_size if asked == ALL_TOKENS else asked
+    if prompt_len * per_token > MAX_PROMPT_LOGPROBS:
+        raise InvalidRequestError(
+            f"prompt_logprobs of {per_token} tokens at each of {prompt_len} positions are more "
+            f"than the {MAX_PROMPT_LOGPROBS} that one request may have.",
+            param="prompt_logprobs",
+        )
 
 
 def _check_ids(name: str, token_ids: Iterable[int], vocab_size: int) -> None:

@@ -159,8 +159,26 @@ BODIES: list[tuple[str, Any, str | None]] = [
     (TEXT, {"model": MODEL, "prompt": ["a"] * 17, "n": 128}, "prompt"),
     (TEXT, {"model": MODEL, "prompt": "a", "suffix": "b"}, "suffix"),
     (TEXT, {"model": MODEL, "prompt": "a", "best_of": 3}, "best_of"),
-    (TEXT, {"model": MODEL, "prompt": "a", "logprobs": True}, "logprobs"),
-    (TEXT, {"model": MODEL, "prompt": "a", "logprobs": 50}, "logprobs"),
+    *(
+        (TEXT, {"model": MODEL, "prompt": "a", name: value}, name)
+        for name, value in [
+            ("logprobs", "2"),
+            ("logprobs", 1.5),
+            ("logprobs", -2),
+            ("logprobs", 50),
+            # All of them are more than --max-logprobs allows.
+            ("logprobs", -1),
+            ("prompt_logprobs", -1),
+            ("prompt_logprobs", True),
+            ("logprobs_mode", "raw_logits"),
+            ("logprob_token_ids", [10**9]),
+            ("logprob_token_ids", [1] * 1025),
+            ("return_weight_versions", 1),
+            ("bad_words", ["x"]),
+            ("truncate_prompt_tokens", 1),
+            ("use_beam_search", True),
+        ]
+    ),
     (TEXT, {"model": MODEL, "prompt": "a", "echo": "yes"}, "echo"),
     ("/tokenize", {"prompt": 7}, "prompt"),
     ("/tokenize", {}, "prompt"),

@@ -37,6 +37,7 @@ class ChatAnswer:
         self._prompt_ids = prepared.prompt_ids
         self._stream = prepared.stream()
         self._echoed = body.echoed()
+        self._has_logprobs = body.top() is not None
         self._shows_reasoning = body.include_reasoning
         self._custom = {tool.name for tool in prepared.turn.tools if tool.is_custom}
         self._is_named = prepared.turn.tool_choice.is_named
@@ -99,6 +100,8 @@ class ChatAnswer:
             last = self._chunk(event.index, {}, None)
             last["choices"][0]["finish_reason"] = self._finish_reason(sample)
             last["choices"][0]["stop_reason"] = event.stop_reason
+            if self._body.return_weight_versions:
+                last["choices"][0]["weight_versions"] = sample.raw.versions.to_json()
             chunks.append(last)
         return chunks
 
@@ -118,12 +121,14 @@ class ChatAnswer:
         choice: dict[str, Any] = {
             "index": index,
             "message": self._message(sample),
-            "logprobs": chat_logprobs(raw.logprobs, self._names) if self._body.logprobs else None,
+            "logprobs": chat_logprobs(raw.logprobs, self._names) if self._has_logprobs else None,
             "finish_reason": self._finish_reason(sample),
             "stop_reason": raw.stop_reason,
         }
         if self._body.return_token_ids:
             choice["token_ids"] = raw.token_ids
+        if self._body.return_weight_versions:
+            choice["weight_versions"] = raw.versions.to_json()
         return choice
 
     def _message(self, sample: SampleState) -> dict[str, Any]:
@@ -205,7 +210,7 @@ class ChatAnswer:
             "logprobs": None,
             "finish_reason": None,
         }
-        if event is not None and self._body.logprobs and event.logprobs:
+        if event is not None and self._has_logprobs and event.logprobs:
             choice["logprobs"] = chat_logprobs(event.logprobs, self._names)
         if event is not None and self._body.return_token_ids:
             choice["token_ids"] = list(event.token_ids)

@@ -51,6 +51,7 @@ def chat_turn(body: ChatRequest, *, request_id: str, client: str, max_logprobs: 
             prompt_logprobs=body.prompt_logprobs,
             max_logprobs=max_logprobs,
             n=body.n,
+            logprob_token_ids=body.logprob_token_ids,
         ),
         priority=body.priority,
         client=client,

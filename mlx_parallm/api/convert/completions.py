@@ -15,6 +15,7 @@ from mlx_parallm.api.convert.logprobs import (
 from mlx_parallm.api.lazy import LazySequence
 from mlx_parallm.api.samples import Sample, Usage
 from mlx_parallm.api.schemas.completions import CompletionRequest
+from mlx_parallm.api.versions import VersionSpans
 from mlx_parallm.outputs import PromptEvent, TokenEvent
 
 
@@ -35,6 +36,8 @@ class CompletionAnswer:
         num_samples = len(prompts) * body.n
         self._samples = LazySequence(num_samples, lambda _index: Sample())
         self._offsets = LazySequence(num_samples, lambda _index: CompletionLogprobs(names))
+        self._versions = LazySequence(num_samples, lambda _index: VersionSpans())
+        self._top = body.top()
         self._begun: set[int] = set()
         self._prompt_events: dict[int, PromptEvent] = {}
         self.usage = Usage(prompt_tokens=sum(len(ids) for _, ids in prompts))
@@ -50,7 +53,7 @@ class CompletionAnswer:
     def whole(self) -> dict[str, Any]:
         """The ``text_completion`` object, once every event is in."""
         return self._head.keys() | {
-            "choices": [self._choice(i, sample) for i, sample in enumerate(self._samples)],
+            "choices": [self._whole_choice(i, sample) for i, sample in enumerate(self._samples)],
             "usage": usage_body(self.usage),
             "system_fingerprint": None,
         }
@@ -70,11 +73,14 @@ class CompletionAnswer:
         index = prompt * self._body.n + event.index
         first = index not in self._begun
         echo = self._body.echo and first
-        wanted = self._body.logprobs is not None or self._body.return_token_ids
+        self._versions[index].add(event.version, len(event.token_ids))
+        wanted = self._top is not None or self._body.return_token_ids
         if not (sample.text or sample.finish_reason or echo or (wanted and sample.token_ids)):
             return []
         self._begun.add(index)
         choice = self._choice(index, sample, first=first)
+        if self._body.return_weight_versions and event.finish_reason is not None:
+            choice["weight_versions"] = self._versions[index].to_json()
         usage = chunk_usage(self.usage, self._body.stream_options)
         return [self._head.keys() | {"choices": [choice]} | usage]
 
@@ -88,6 +94,12 @@ class CompletionAnswer:
     def failure(self, error: dict[str, Any]) -> list[dict[str, Any]]:
         """The error itself."""
         return [error]
+
+    def _whole_choice(self, index: int, sample: Sample) -> dict[str, Any]:
+        choice = self._choice(index, sample)
+        if self._body.return_weight_versions:
+            choice["weight_versions"] = sample.versions.to_json()
+        return choice
 
     def _choice(self, index: int, sample: Sample, *, first: bool = True) -> dict[str, Any]:
         """A choice, or a piece of it; what belongs to the prompt comes with the first."""
@@ -113,13 +125,13 @@ class CompletionAnswer:
         return choice
 
     def _logprobs(self, index: int, sample: Sample, *, echo: bool) -> dict[str, Any] | None:
-        if self._body.logprobs is None:
+        if self._top is None:
             return None
         event = self._prompt_events.get(index // self._body.n)
         prompt_ids = self._prompts[index // self._body.n][1]
         before = ()
         if echo and event is not None and event.prompt_logprobs is not None:
-            entries = with_top(event.prompt_logprobs, self._body.logprobs)
+            entries = with_top(event.prompt_logprobs, self._top)
             before = tuple(zip(prompt_ids, entries, strict=True))
         after = tuple((entry.token_id, entry) for entry in sample.logprobs)
         return self._offsets[index].take((*before, *after))

@@ -8,9 +8,7 @@ from typing import Any
 
 from mlx_parallm.batch import TokenLogprob
 from mlx_parallm.engine.interface import Tokenizer
-
-# JSON has no minus infinity; OpenAI and vLLM write this.
-LOWEST = -9999.0
+from mlx_parallm.request import ALL_TOKENS
 
 
 class TokenNames:
@@ -22,13 +20,17 @@ class TokenNames:
 
     def name(self, token_id: int) -> str:
         """The token's text or id."""
-        return f"token_id:{token_id}" if self._as_ids else self._tokenizer.token_string(token_id)
+        return f"token_id:{token_id}" if self._as_ids else self.text(token_id)
+
+    def text(self, token_id: int) -> str:
+        """The token's text, however tokens are written."""
+        return self._tokenizer.token_string(token_id)
 
     def entry(self, token_id: int, logprob: float) -> dict[str, Any]:
         """One token of a chat's log-probabilities."""
         return {
             "token": self.name(token_id),
-            "logprob": max(logprob, LOWEST),
+            "logprob": logprob,
             "bytes": list(self._tokenizer.token_bytes(token_id)),
         }
 
@@ -101,14 +103,22 @@ class CompletionLogprobs:
                 result["token_logprobs"].append(None)
                 result["top_logprobs"].append(None)
                 continue
-            top = {self._names.name(i): max(value, LOWEST) for i, value in entry.top}
-            result["token_logprobs"].append(max(entry.logprob, LOWEST))
-            result["top_logprobs"].append(top | {name: max(entry.logprob, LOWEST)})
+            top = {self._names.name(i): value for i, value in entry.top}
+            result["token_logprobs"].append(entry.logprob)
+            result["top_logprobs"].append(top | {name: entry.logprob})
         return result
 
 
+def most_asked(counts: Iterable[int | None]) -> int | None:
+    """The count that serves all of them; None where none is asked for."""
+    asked = [count for count in counts if count is not None]
+    return ALL_TOKENS if ALL_TOKENS in asked else max(asked, default=None)
+
+
 def with_top(entries: Iterable[TokenLogprob | None], count: int) -> tuple[TokenLogprob | None, ...]:
-    """The same with at most ``count`` alternatives each."""
+    """The same with at most ``count`` alternatives each; -1 leaves all."""
+    if count == ALL_TOKENS:
+        return tuple(entries)
     return tuple(
         one if one is None or len(one.top) <= count else replace(one, top=one.top[:count])
         for one in entries
@@ -132,9 +142,9 @@ def prompt_logprobs(
         result.append(
             {
                 str(token_id): {
-                    "logprob": max(value, LOWEST),
+                    "logprob": value,
                     "rank": ranks.get(token_id, entry.rank),
-                    "decoded_token": names.name(token_id),
+                    "decoded_token": names.text(token_id),
                 }
                 for token_id, value in pairs
             }

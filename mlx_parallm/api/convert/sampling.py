@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from mlx_parallm.api.schemas.common import SamplingFields
 from mlx_parallm.errors import InvalidRequestError
-from mlx_parallm.request import Grammar, SamplingParams
+from mlx_parallm.request import ALL_TOKENS, Grammar, SamplingParams
 
 
 def sampling_params(
@@ -16,15 +18,28 @@ def sampling_params(
     max_logprobs: int,
     n: int = 1,
     grammar: Grammar | None = None,
+    logprob_token_ids: Sequence[int] = (),
 ) -> SamplingParams:
     """The engine's parameters of a body.
+
+    Args:
+        body: what they share.
+        max_tokens: most tokens to generate.
+        logprobs: likeliest tokens per sampled token; -1 for all.
+        prompt_logprobs: the same per prompt token.
+        max_logprobs: most of them; -1 is no limit.
+        n: samples.
+        grammar: what they must match.
+        logprob_token_ids: tokens to tell in place of the likeliest.
 
     Raises:
         InvalidRequestError: a value is out of range, or more log-probabilities are asked for than
             the server allows.
     """
     for name, asked in (("logprobs", logprobs), ("prompt_logprobs", prompt_logprobs)):
-        if asked is not None and asked > max_logprobs:
+        if asked is None or max_logprobs == ALL_TOKENS:
+            continue
+        if asked > max_logprobs or asked == ALL_TOKENS:
             name = "top_logprobs" if name == "logprobs" and hasattr(body, "top_logprobs") else name
             raise InvalidRequestError(f"{name} is at most {max_logprobs} here.", param=name)
     return SamplingParams(
@@ -47,6 +62,8 @@ def sampling_params(
         include_stop_str_in_output=body.include_stop_str_in_output,
         skip_special_tokens=body.skip_special_tokens,
         logprobs=logprobs,
+        logprobs_mode=body.logprobs_mode,
+        logprob_token_ids=tuple(logprob_token_ids),
         prompt_logprobs=prompt_logprobs,
         speculative=body.speculative,
         grammar=grammar,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from mlx_parallm.api.convert.logprobs import LOWEST
 from mlx_parallm.batch import TokenLogprob
 from mlx_parallm.engine.interface import Tokenizer
 
@@ -24,7 +23,7 @@ class TokenEntries:
     def entry(self, token_id: int, logprob: float, rank: int | None) -> dict[str, Any]:
         """One token."""
         named = self._names(token_id)
-        return named | {"token_id": token_id, "logprob": max(logprob, LOWEST), "rank": rank}
+        return named | {"token_id": token_id, "logprob": logprob, "rank": rank}
 
     def with_top(self, entry: TokenLogprob, count: int) -> dict[str, Any]:
         """A sampled token with its ``count`` alternatives: itself first, then by rank."""

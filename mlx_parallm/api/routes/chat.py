@@ -15,6 +15,7 @@ from mlx_parallm.api.dependencies import (
     MaxWaitingDep,
 )
 from mlx_parallm.api.generation import Generation, check_queue
+from mlx_parallm.api.ignored import tell_ignored
 from mlx_parallm.api.json_body import JsonRoute
 from mlx_parallm.api.respond import respond
 from mlx_parallm.api.schemas.chat import ChatRequest
@@ -52,9 +53,11 @@ async def create_chat_completion(
     generation = await Generation.start(
         engine, [prepared.request], fields=_fields(body), max_waiting=max_waiting
     )
-    return await respond(
+    response = await respond(
         request, generation, answer, stream=body.stream, keep_alive_s=config.sse_keep_alive_s
     )
+    tell_ignored(response, body.unknown_fields)
+    return response
 
 
 def _fields(body: ChatRequest) -> dict[str, str]:

@@ -8,7 +8,7 @@ from mlx_parallm.api.auth import client_of
 from mlx_parallm.api.convert.answer import AnswerHead
 from mlx_parallm.api.convert.completions import CompletionAnswer
 from mlx_parallm.api.convert.infill import with_infill_ends
-from mlx_parallm.api.convert.logprobs import TokenNames
+from mlx_parallm.api.convert.logprobs import TokenNames, most_asked
 from mlx_parallm.api.convert.prompts import encode_prompts
 from mlx_parallm.api.convert.sampling import sampling_params
 from mlx_parallm.api.convert.structure import body_grammar
@@ -18,6 +18,7 @@ from mlx_parallm.api.dependencies import (
     MaxWaitingDep,
 )
 from mlx_parallm.api.generation import Generation, check_queue
+from mlx_parallm.api.ignored import tell_ignored
 from mlx_parallm.api.json_body import JsonRoute
 from mlx_parallm.api.respond import respond
 from mlx_parallm.api.schemas.completions import CompletionRequest
@@ -49,9 +50,11 @@ async def create_completion(
     generation = await Generation.start(
         engine, asked, fields={"messages": "prompt"}, max_waiting=max_waiting
     )
-    return await respond(
+    response = await respond(
         request, generation, answer, stream=body.stream, keep_alive_s=config.sse_keep_alive_s
     )
+    tell_ignored(response, body.unknown_fields)
+    return response
 
 
 async def prepare_completion(
@@ -88,13 +91,14 @@ def _params(
     body: CompletionRequest, config: ServerConfig, grammar: Grammar | None
 ) -> SamplingParams:
     # Both show the prompt's tokens, each with its own number of alternatives.
-    shown = (body.prompt_logprobs, body.logprobs if body.echo else None)
+    shown = (body.prompt_logprobs, body.top() if body.echo else None)
     return sampling_params(
         body,
         max_tokens=body.max_tokens,
-        logprobs=body.logprobs,
-        prompt_logprobs=max((one for one in shown if one is not None), default=None),
+        logprobs=body.top(),
+        prompt_logprobs=most_asked(shown),
         max_logprobs=config.max_logprobs,
         n=body.n,
         grammar=grammar,
+        logprob_token_ids=body.logprob_token_ids,
     )

@@ -52,7 +52,7 @@ class ChatRequest(GenerationRequest):
     max_tokens: StrictInt | None = Field(None, ge=0, description="Superseded by the above.")
     logprobs: StrictBool = Field(False, description="Log-probabilities of the output tokens.")
     top_logprobs: StrictInt | None = Field(
-        None, ge=0, description="Alternatives per output token; needs logprobs."
+        None, ge=-1, description="Alternatives per output token, -1 for all; needs logprobs."
     )
     echo: StrictBool = Field(
         False, description="Begin the answer with a last message of the assistant."
@@ -103,11 +103,8 @@ class ChatRequest(GenerationRequest):
                 param="chat_template",
                 code=code,
             )
-        for name in (
-            "audio",
-            "use_beam_search",
-        ):
-            self.refuse(name, f"{name} is not supported.")
+        self.refuse("audio", "audio is not supported.")
+        self.check_fields()
         if any(modality != "text" for modality in self.modalities or ()):
             raise InvalidRequestError(
                 "Only the modality text is supported.", param="modalities", code=code
@@ -133,7 +130,7 @@ class ChatRequest(GenerationRequest):
             raise InvalidRequestError(
                 "top_logprobs needs logprobs to be true.", param="top_logprobs"
             )
-        return (self.top_logprobs or 0) if self.logprobs else None
+        return (self.top_logprobs or 0) if self.logprobs or self.logprob_token_ids else None
 
     def template_kwargs(self) -> dict[str, Any]:
         """The template's further variables; ``chat_template_kwargs`` win over shorthands."""

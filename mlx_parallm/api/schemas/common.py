@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from typing import Annotated, Any, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
     BaseModel,
@@ -22,6 +22,7 @@ from mlx_parallm.request import MAX_CHOICES
 logger = logging.getLogger(__name__)
 
 MAX_STOPS = 64
+MAX_NAMED_TOKENS = 1024
 # Python refuses to read integers of thousands of digits.
 MAX_ID_DIGITS = 18
 INT64 = 2**63
@@ -109,13 +110,21 @@ class SamplingFields(NullIsAbsent):
     speculative: StrictBool = Field(
         True, description="False keeps speculative decoding away from this request."
     )
+    logprobs_mode: Literal["raw_logprobs", "processed_logprobs"] | None = Field(
+        None, description="Whose log-probabilities are told; default: the server's mode."
+    )
 
     @model_validator(mode="after")
     def _log_unknown(self) -> Self:
-        unknown = sorted(set(self.model_extra or ()) - IGNORED)
+        unknown = self.unknown_fields
         if unknown:
             logger.debug("ignored unknown request fields: %s", ", ".join(unknown)[:500])
         return self
+
+    @property
+    def unknown_fields(self) -> list[str]:
+        """Fields that are not read here and are not known to be without effect."""
+        return sorted(set(self.model_extra or ()) - IGNORED)
 
     def stops(self) -> tuple[str, ...]:
         """The stop strings.
@@ -167,7 +176,12 @@ class GenerationRequest(SamplingRequest):
     stream_options: StreamOptions | None = Field(None, description="What else a stream carries.")
     n: StrictInt = Field(1, ge=1, le=MAX_CHOICES, description="Samples per prompt.")
     prompt_logprobs: StrictInt | None = Field(
-        None, ge=0, description="Alternatives per prompt token, in vLLM's shape."
+        None, ge=-1, description="Alternatives per prompt token, in vLLM's shape; -1 for all."
+    )
+    logprob_token_ids: list[StrictInt] = Field(
+        default_factory=list,
+        max_length=MAX_NAMED_TOKENS,
+        description="Tell the log-probabilities of these tokens in place of the likeliest.",
     )
     response_format: Any = Field(
         None,
@@ -180,10 +194,25 @@ class GenerationRequest(SamplingRequest):
     return_tokens_as_token_ids: StrictBool = Field(
         False, description="Write the tokens of log-probabilities as token_id:N."
     )
+    return_weight_versions: StrictBool = Field(
+        False, description="Add which weights made which tokens."
+    )
     request_id: StrictStr | None = Field(
         None, min_length=1, max_length=128, description="Part of the answer's id; must be unique."
     )
 
+    def check_fields(self) -> None:
+        """Refuse what would change the tokens and is not offered.
+
+        Raises:
+            InvalidRequestError: such a field has a value.
+        """
+        for name in UNSUPPORTED:
+            self.refuse(name, f"{name} is not supported.")
+
+
+# Parameters of vLLM that would change the tokens.
+UNSUPPORTED = ("bad_words", "prompt_embeds", "truncate_prompt_tokens", "use_beam_search")
 
 # Accepted for compatibility; they change nothing here.
 IGNORED = frozenset(
@@ -202,5 +231,9 @@ IGNORED = frozenset(
         "client_metadata",
         "spaces_between_special_tokens",
         "best_of",
+        "detokenize",
+        "nvext",
+        "session_id",
+        "vllm_xargs",
     ]
 )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 from pydantic import Field, StrictBool, StrictInt, StrictStr
 
 from mlx_parallm.api.schemas.common import GenerationRequest
@@ -17,7 +19,9 @@ class CompletionRequest(GenerationRequest):
         description="A text, several texts, token ids, or several lists of token ids."
     )
     max_tokens: StrictInt = Field(DEFAULT_MAX_TOKENS, ge=0, description="0 scores with echo.")
-    logprobs: StrictInt | None = Field(None, ge=0, description="Alternatives per token.")
+    logprobs: StrictBool | Annotated[StrictInt, Field(ge=-1)] | None = Field(
+        None, description="Alternatives per token; true is 1, -1 all."
+    )
     echo: StrictBool = Field(False, description="Begin every answer with its prompt.")
     suffix: StrictStr | None = Field(
         None, description="What stands after the answer, where the model can fill in."
@@ -34,15 +38,20 @@ class CompletionRequest(GenerationRequest):
                 prompt with a suffix.
         """
         code = "unsupported_parameter"
-        if self.suffix and self.echo and self.logprobs is not None:
+        if self.suffix and self.echo and self.top() is not None:
             # The tokens of the prompt would be those of another text.
             message = "echo with logprobs is not supported with a suffix."
             raise InvalidRequestError(message, param="echo", code=code)
         best_of = (self.model_extra or {}).get("best_of")
         if best_of is not None and best_of != self.n:
             raise InvalidRequestError("best_of must equal n.", param="best_of", code=code)
-        for name in ("prompt_embeds", "use_beam_search"):
-            self.refuse(name, f"{name} is not supported.")
+        self.check_fields()
+
+    def top(self) -> int | None:
+        """How many alternatives per token; None when no log-probabilities are wanted."""
+        if self.logprobs is None or self.logprobs is False:
+            return 0 if self.logprob_token_ids else None
+        return int(self.logprobs)
 
     def prompts(self) -> list[str | list[int]]:
         """Every prompt: a text or a list of token ids.

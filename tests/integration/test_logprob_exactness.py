@@ -1,0 +1,132 @@
+"""Log-probabilities told while sampling equal those of the same tokens scored as a prompt."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from mlx_parallm.attention.reference import ReferenceAttention
+from mlx_parallm.batch import TokenLogprob
+from mlx_parallm.config import SpeculativeConfig
+from mlx_parallm.request import PROCESSED_LOGPROBS
+from tests.compiled_attention import AheadAttention, CompiledAttention
+from tests.integration.test_parity_generate import Session, random_prompt, shared_runner
+
+TOLERANCE = 1e-4
+# Longer than a step's budget, so that it is computed in chunks.
+PROMPT = random_prompt(21)
+N = 3
+REQUESTS: dict[str, dict[str, Any]] = {
+    "group": {"n": N, "seed": 4, "temperature": 1.0},
+    "again": {"seed": 9, "temperature": 1.0},
+    "processed": {"seed": 2, "temperature": 1.0, "logprobs_mode": PROCESSED_LOGPROBS},
+    "greedy": {"logprobs_mode": PROCESSED_LOGPROBS},
+    # What changes the choice does not change the model's own numbers.
+    "changed": {
+        "seed": 5,
+        "temperature": 0.7,
+        "top_k": 9,
+        "presence_penalty": 1.0,
+        "logit_bias": ((3, 4.0),),
+    },
+    "forced": {"seed": 6, "temperature": 1.0, "allowed_token_ids": (17,)},
+}
+
+
+def scores(
+    name: str, backend: type[ReferenceAttention], texts: list[tuple[int, ...]]
+) -> list[tuple[TokenLogprob | None, ...]]:
+    """The prompt's log-probabilities of each text, all in one batch, in other chunks."""
+    session = Session(shared_runner(name, backend), budget=17)
+    found: dict[str, tuple[TokenLogprob | None, ...]] = {}
+    for number, text in enumerate(texts):
+        session.add(str(number), text, prompt_logprobs=0, max_tokens=0)
+    while session.scheduler.has_work():
+        batch = session.scheduler.schedule()
+        assert batch is not None
+        for update in session.scheduler.update(batch, session.runner.run(batch)):
+            if update.prompt is not None:
+                assert update.prompt.prompt_logprobs is not None
+                found[update.request_id] = update.prompt.prompt_logprobs
+    return [found[str(number)] for number in range(len(texts))]
+
+
+def assert_exact(name: str, backend: type[ReferenceAttention], session: Session) -> None:
+    """Every sample's numbers are those of its tokens behind the prompt."""
+    samples = [session.result(request, index) for request, index in session.tokens]
+    texts = [(*PROMPT, *sample.tokens) for sample in samples]
+    for sample, scored in zip(samples, scores(name, backend, texts), strict=True):
+        entries = scored[len(PROMPT) :]
+        assert [entry.token_id for entry in entries if entry] == sample.tokens
+        assert len(sample.logprobs) == len(sample.tokens)
+        values = [entry.logprob for entry in entries if entry]
+        assert sample.logprobs == pytest.approx(values, abs=TOLERANCE)
+
+
+@pytest.mark.parametrize(
+    ("name", "backend"),
+    [
+        ("llama", ReferenceAttention),
+        ("llama", AheadAttention),
+        ("llama", CompiledAttention),
+        ("gemma3_text", ReferenceAttention),
+        ("deepseek_v3", ReferenceAttention),
+        ("lfm2", ReferenceAttention),
+        ("qwen3_5", ReferenceAttention),
+    ],
+)
+def test_sampled_tokens_have_the_numbers_of_the_same_tokens_as_a_prompt(
+    name: str, backend: type[ReferenceAttention]
+) -> None:
+    session = Session(shared_runner(name, backend), budget=8)
+    for request, params in REQUESTS.items():
+        session.add(request, PROMPT, **params)
+        session.step()
+    session.finish()
+    assert len(session.tokens) == N + len(REQUESTS) - 1
+    if not session.runner.info.has_state:
+        assert session.cached["forced"] > 0, "no prefix was shared"
+    assert session.result("forced").tokens == [17] * len(session.result("forced").tokens)
+    assert_exact(name, backend, session)
+
+
+def test_tokens_that_were_proposed_have_the_same_numbers() -> None:
+    speculative = SpeculativeConfig(prompt_lookup_min=1, disable_by_batch_size=64)
+    session = Session(shared_runner("llama"), budget=24, speculative=speculative)
+    forced = {"temperature": 1.0, "allowed_token_ids": (17,), "max_tokens": 24}
+    session.add("raw", PROMPT, **forced)
+    session.add("processed", PROMPT, logprobs_mode=PROCESSED_LOGPROBS, **forced)
+    session.add("likely", PROMPT, seed=3, temperature=1.0, top_k=2, max_tokens=24)
+    session.finish()
+    counts = session.scheduler.stats().speculation
+    assert counts is not None
+    assert counts.num_accepted_tokens > 0
+    assert session.result("processed").logprobs == [0.0] * 24
+    del session.tokens["processed", 0]
+    assert_exact("llama", ReferenceAttention, session)
+
+
+def test_logits_that_are_not_numbers_fail_the_request_and_no_other(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    runner = shared_runner("llama")
+    path = runner._path  # pyright: ignore[reportPrivateUsage]
+    original = path.logits
+
+    def spoiled(rows: Any, token_ids: Any, wanted: Any) -> Any:
+        logits = original(rows, token_ids, wanted)
+        logits[0, 3] = float("nan")
+        return logits
+
+    monkeypatch.setattr(path, "logits", spoiled)
+    session = Session(runner, budget=64)
+    for request in ("first", "second"):
+        session.add(request, PROMPT, temperature=1.0)
+    batch = session.scheduler.schedule()
+    assert batch is not None
+    output = runner.run(batch)
+    first, second = (row.seq_id for row in batch.sequences)
+    assert set(output.failed) == {first}
+    assert "not numbers" in output.failed[first]
+    assert [token.seq_id for token in output.tokens] == [second]
