@@ -8,7 +8,6 @@ from dataclasses import replace
 from typing import Any
 
 from mlx_parallm.api.convert.answer import usage_body
-from mlx_parallm.api.convert.logprobs import LOWEST
 from mlx_parallm.api.convert.sampling import sampling_params
 from mlx_parallm.api.rl.groups import Group, Verdict
 from mlx_parallm.api.samples import Usage
@@ -182,10 +181,10 @@ def usage_of(groups: Sequence[Group]) -> Usage:
 
 
 def value_of(entry: TokenLogprob) -> float:
-    """A log-probability as JSON can hold it."""
-    return max(entry.logprob, LOWEST)
+    """The token's log-probability."""
+    return entry.logprob
 
 
 def top_of(entry: TokenLogprob) -> list[list[float]]:
     """The alternatives, ``[token id, log-probability]``, likeliest first."""
-    return [[token_id, max(value, LOWEST)] for token_id, value in entry.top]
+    return [[token_id, value] for token_id, value in entry.top]
