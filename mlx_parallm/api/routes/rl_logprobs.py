@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from fastapi import APIRouter, Depends, Request, Response
+from fastapi import APIRouter, Request, Response
 from starlette.responses import JSONResponse
 
 from mlx_parallm.api.convert.answer import usage_body
@@ -14,9 +14,9 @@ from mlx_parallm.api.dependencies import (
     ConfigDep,
     EngineDep,
     MaxWaitingDep,
-    refuse_lone_surrogates,
 )
 from mlx_parallm.api.generation import check_queue, named_by, unless_disconnected
+from mlx_parallm.api.json_body import JsonRoute
 from mlx_parallm.api.rl.answer import top_of, value_of
 from mlx_parallm.api.rl.models import addressed_model
 from mlx_parallm.api.rl.scoring import FIELDS, Score, score
@@ -26,7 +26,7 @@ from mlx_parallm.engine.interface import EngineClient, ServedModel
 from mlx_parallm.errors import InvalidRequestError
 from mlx_parallm.request import GenerateRequest, SamplingParams
 
-router = APIRouter(dependencies=[Depends(refuse_lone_surrogates)])
+router = APIRouter(route_class=JsonRoute)
 
 
 @router.post("/rl/logprobs")
