@@ -17,7 +17,6 @@ from mlx_parallm.api.dependencies import (
 )
 from mlx_parallm.api.generation import check_queue, named_by, unless_disconnected
 from mlx_parallm.api.json_body import JsonRoute
-from mlx_parallm.api.json_body import JsonRoute
 from mlx_parallm.api.rl.answer import top_of, value_of
 from mlx_parallm.api.rl.models import addressed_model
 from mlx_parallm.api.rl.scoring import FIELDS, Score, score
