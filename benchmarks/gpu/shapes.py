@@ -92,6 +92,18 @@ SHAPES: dict[str, dict[str, Any]] = {
     },
     "MoE": MOE,
     "hybrid": HYBRID,
+    # For a CPU.
+    "small": QWEN3
+    | TINY
+    | {
+        "hidden_size": 512,
+        "num_hidden_layers": 4,
+        "intermediate_size": 1536,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 64,
+        "vocab_size": 4096,
+    },
     "tiny": QWEN3 | TINY,
     "tiny tied": QWEN3 | TINY | {"tie_word_embeddings": True},
     "tiny MoE": MOE

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 
 import mlx.core as mx
 
+from mlx_parallm.adapters.rows import AdapterRows
 from mlx_parallm.adapters.stack import AdapterStack, capacity
 
 
@@ -14,14 +15,14 @@ class AdapterContext:
     """Told by whoever runs a forward, asked by the layers in it.
 
     Attributes:
-        slots: int32 ``[B]`` of the inputs ``[B, L, ...]`` that layers get; None while no row of the
-            forward has an adapter.
+        rows: of the inputs ``[B, L, ...]`` that layers get; None while none of the forward has an
+            adapter.
         wanted: the rows that the head picks out of all, int32; None where it picks none.
         stacks: what resident adapters change, by module path.
     """
 
     def __init__(self) -> None:
-        self.slots: mx.array | None = None
+        self.rows: AdapterRows | None = None
         self.wanted: mx.array | None = None
         self.stacks: dict[str, AdapterStack] = {}
         self._num_slots = 1
@@ -53,11 +54,11 @@ class AdapterContext:
             self.stacks[path].set_arrays(others)
 
     @contextmanager
-    def during(self, slots: mx.array | None, wanted: mx.array | None = None) -> Iterator[None]:
+    def during(self, rows: AdapterRows | None, wanted: mx.array | None = None) -> Iterator[None]:
         """Let layers see these while the block runs."""
-        before = self.slots, self.wanted
-        self.slots, self.wanted = slots, wanted
+        before = self.rows, self.wanted
+        self.rows, self.wanted = rows, wanted
         try:
             yield
         finally:
-            self.slots, self.wanted = before
+            self.rows, self.wanted = before

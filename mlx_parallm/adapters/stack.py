@@ -1,8 +1,8 @@
 """What all resident adapters change of one module, stacked by slot.
 
 Rows of a batch name their slots, and ``mx.gather_mm`` multiplies each row by its own adapter's
-matrices. Slot 0 is no adapter: zeros. Ranks are padded to the largest by zeros, which change
-nothing.
+matrices; those of an adapter that many rows have are multiplied at once. Slot 0 is no adapter:
+zeros. Ranks are padded to the largest by zeros, which change nothing.
 """
 
 from __future__ import annotations
@@ -12,10 +12,9 @@ from typing import ClassVar
 
 import mlx.core as mx
 
+from mlx_parallm.adapters.rows import AdapterRows, Crowd
 from mlx_parallm.adapters.weights import Kind, LowRank
 
-#: The slot of rows without an adapter.
-NO_ADAPTER = 0
 # Ranks grow by multiples of this, so that few adapters make the stack anew.
 RANK_STEP = 8
 
@@ -141,24 +140,48 @@ class LinearStack(AdapterStack):
     kind = "linear"
 
     def __call__(
-        self, x: mx.array, y: mx.array, slots: mx.array, bias: mx.array | None = None
+        self, x: mx.array, y: mx.array, rows: AdapterRows, bias: mx.array | None = None
     ) -> mx.array:
         """The layer's output, changed for each row.
 
         Args:
-            x: its input, ``[B, L, in]``.
-            y: its output, ``[B, L, out]``.
-            slots: int32 ``[B]``.
+            x: its input, ``[B, L, in]``, or the same with these axes merged or split.
+            y: its output, ``[B, L, out]``, likewise.
+            rows: B of them.
             bias: that is in ``y``, ``[out]``: DoRA leaves it alone.
         """
-        low = mx.gather_mm(x.astype(self._dtype), self.a.swapaxes(-1, -2), rhs_indices=slots)
-        change = mx.gather_mm(low, self.b, rhs_indices=slots).astype(y.dtype)
+        if x.ndim != 3:
+            shape, count = y.shape, rows.slots.size
+            x, y = (one.reshape(count, -1, one.shape[-1]) for one in (x, y))
+            return self(x, y, rows, bias).reshape(shape)
+        x = x.astype(self._dtype)
+        if rows.crowd is None:
+            change = self._each(x, rows.slots).astype(y.dtype)
+        else:
+            change = self._together(x, rows.crowd).astype(y.dtype)
         if self.gain is None:
             return y + change
-        gain = self.gain[slots][:, None].astype(y.dtype)
+        gain = self.gain[rows.slots][:, None].astype(y.dtype)
         if bias is None:
             return (y + change) * gain
         return (y + change - bias) * gain + bias
+
+    def _each(self, x: mx.array, slots: mx.array) -> mx.array:
+        """Each row by its own adapter."""
+        low = mx.gather_mm(x, self.a.swapaxes(-1, -2), rhs_indices=slots)
+        return mx.gather_mm(low, self.b, rhs_indices=slots)
+
+    def _together(self, x: mx.array, crowd: Crowd) -> mx.array:
+        """All rows by each adapter that many have, of which each row keeps its own."""
+        a, b = self.a[crowd.slots], self.b[crowd.slots]
+        low = x @ a.flatten(0, 1).T
+        if crowd.is_theirs is not None:
+            low = mx.where(crowd.is_theirs, low.reshape(*x.shape[:2], *a.shape[:2]), 0)
+            low = low.flatten(2)
+        change = low @ b.flatten(0, 1)
+        if crowd.rest is None or crowd.rest_slots is None:
+            return change
+        return change.at[crowd.rest].add(self._each(x[crowd.rest], crowd.rest_slots))
 
 
 class EmbeddingStack(AdapterStack):
@@ -171,16 +194,18 @@ class EmbeddingStack(AdapterStack):
         vocab, dims = self._shape
         return (rank, vocab), (dims, rank)
 
-    def __call__(self, ids: mx.array, y: mx.array, slots: mx.array) -> mx.array:
+    def __call__(self, ids: mx.array, y: mx.array, rows: AdapterRows) -> mx.array:
         """The hidden states ``[B, L, dims]`` of token ids ``[B, L]``, changed for each row."""
+        slots = rows.slots
         low = self.a[slots[:, None], ids]
         y = y + mx.gather_mm(low, self.b, rhs_indices=slots).astype(y.dtype)
         if self.gain is None:
             return y
         return y * self.gain[slots[:, None], ids][..., None].astype(y.dtype)
 
-    def head(self, x: mx.array, y: mx.array, slots: mx.array) -> mx.array:
+    def head(self, x: mx.array, y: mx.array, rows: AdapterRows) -> mx.array:
         """The logits ``[B, L, vocab]`` of a tied head, changed for each row."""
+        slots = rows.slots
         low = mx.gather_mm(x.astype(self._dtype), self.b.swapaxes(-1, -2), rhs_indices=slots)
         y = y + mx.gather_mm(low, self.a.swapaxes(-1, -2), rhs_indices=slots).astype(y.dtype)
         return y if self.gain is None else y * self.gain[slots][:, None].astype(y.dtype)

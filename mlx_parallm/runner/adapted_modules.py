@@ -9,6 +9,7 @@ import mlx.nn as nn
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchGLU, SwitchLinear, SwitchMLP
 
 from mlx_parallm.adapters.context import AdapterContext
+from mlx_parallm.adapters.rows import AdapterRows
 from mlx_parallm.adapters.stack import EmbeddingStack, ExpertStack, LinearStack, expert_slots
 from mlx_parallm.adapters.weights import Kind
 
@@ -70,8 +71,8 @@ def adapt_block(block: Any, path: str, context: AdapterContext) -> None:
     original: Any = type(block)
 
     def call(self: Any, x: mx.array, indices: mx.array) -> mx.array:
-        if context.slots is not None:
-            indices = expert_slots(indices, context.slots, context.num_slots)
+        if context.rows is not None:
+            indices = expert_slots(indices, context.rows.slots, context.num_slots)
         return original.__call__(self, x, indices)
 
     for name, layer in block.items():
@@ -89,10 +90,10 @@ def _linear(original: Any, path: str, context: AdapterContext) -> dict[str, Any]
     def call(self: Any, x: mx.array) -> mx.array:
         y = original.__call__(self, x)
         stack = context.stacks.get(path)
-        if context.slots is None or not isinstance(stack, LinearStack):
+        if context.rows is None or not isinstance(stack, LinearStack):
             return y
-        x, slots = _picked(x, y, context)
-        return stack(x, y, slots, self.get("bias"))
+        x, rows = _picked(x, y, context)
+        return stack(x, y, rows, self.get("bias"))
 
     return {"__call__": call}
 
@@ -101,24 +102,24 @@ def _embedding(original: Any, path: str, context: AdapterContext) -> dict[str, A
     def call(self: Any, ids: mx.array) -> mx.array:
         y = original.__call__(self, ids)
         stack = context.stacks.get(path)
-        if context.slots is None or not isinstance(stack, EmbeddingStack):
+        if context.rows is None or not isinstance(stack, EmbeddingStack):
             return y
-        return stack(ids, y, context.slots)
+        return stack(ids, y, context.rows)
 
     def as_linear(self: Any, x: mx.array) -> mx.array:
         y = original.as_linear(self, x)
         stack = context.stacks.get(path)
-        if context.slots is None or not isinstance(stack, EmbeddingStack):
+        if context.rows is None or not isinstance(stack, EmbeddingStack):
             return y
-        x, slots = _picked(x, y, context)
-        return stack.head(x, y, slots)
+        x, rows = _picked(x, y, context)
+        return stack.head(x, y, rows)
 
     return {"__call__": call, "as_linear": as_linear}
 
 
 def _experts(original: Any, path: str, context: AdapterContext) -> dict[str, Any]:
     def call(self: Any, x: mx.array, indices: mx.array, sorted_indices: bool = False) -> mx.array:
-        if context.slots is None:
+        if context.rows is None:
             return original.__call__(self, x, indices, sorted_indices=sorted_indices)
         experts = indices // context.num_slots
         y = original.__call__(self, x, experts, sorted_indices=sorted_indices)
@@ -130,10 +131,10 @@ def _experts(original: Any, path: str, context: AdapterContext) -> dict[str, Any
     return {"__call__": call}
 
 
-def _picked(x: mx.array, y: mx.array, context: AdapterContext) -> tuple[mx.array, mx.array]:
-    """The rows of the input that the output has, and their slots."""
-    assert context.slots is not None, "asked for rows of a forward without adapters"
-    if context.wanted is None or y.shape[:2] == x.shape[:2]:
-        return x, context.slots
-    rows = x.reshape(-1, x.shape[-1])[context.wanted][:, None]
-    return rows, context.slots[context.wanted]
+def _picked(x: mx.array, y: mx.array, context: AdapterContext) -> tuple[mx.array, AdapterRows]:
+    """The rows of the input that the output has, and their adapters."""
+    assert context.rows is not None, "asked for rows of a forward without adapters"
+    if context.wanted is None or y.shape[:-1] == x.shape[:-1]:
+        return x, context.rows
+    picked = x.reshape(-1, x.shape[-1])[context.wanted][:, None]
+    return picked, AdapterRows(context.rows.slots[context.wanted])

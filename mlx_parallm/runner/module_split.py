@@ -76,7 +76,7 @@ class SplitStep:
             states: dict[int, Any] = {}
             mine = [self._convert(value, group, states) for value in args]
             named = {name: self._convert(value, group, states) for name, value in options.items()}
-            with self._adapters.during(group.adapter_slots):
+            with self._adapters.during(group.adapter_rows):
                 outputs.append(call(*mine, **named))
             for state in states.values():
                 state.commit()

@@ -9,6 +9,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
+from mlx_parallm.adapters.rows import AdapterRows
 from mlx_parallm.attention.base import AttentionBackend
 from mlx_parallm.batch import ScheduledSequence
 from mlx_parallm.runner.paged_cache import UnsupportedAttentionError
@@ -56,10 +57,10 @@ class RowGroup:
         return [one.slot for one in self.sequences]
 
     @functools.cached_property
-    def adapter_slots(self) -> mx.array | None:
-        """Adapter slots of the sequences, int32 ``[B]``; None if all are without."""
+    def adapter_rows(self) -> AdapterRows | None:
+        """The adapters of the sequences; None if all are without."""
         slots = [one.adapter_slot for one in self.sequences]
-        return mx.array(np.array(slots, dtype=np.int32)) if any(slots) else None
+        return AdapterRows(mx.array(np.array(slots, dtype=np.int32))) if any(slots) else None
 
     @property
     def is_fresh(self) -> bool:

@@ -6,13 +6,14 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+import numpy as np
 import pytest
 from mlx_lm.models.switch_layers import SwitchLinear
 from mlx_lm.tuner.dora import DoRALinear
 from mlx_lm.tuner.lora import LoRAEmbedding, LoRALinear, LoRASwitchLinear
 
+from mlx_parallm.adapters.rows import MANY_ROWS, NO_ADAPTER, AdapterRows
 from mlx_parallm.adapters.stack import (
-    NO_ADAPTER,
     EmbeddingStack,
     ExpertStack,
     LinearStack,
@@ -50,6 +51,10 @@ def trained(cls: Any, base: Any, rank: int, scale: float) -> Any:
     return made
 
 
+def of(slots: list[int]) -> AdapterRows:
+    return AdapterRows(mx.array(slots))
+
+
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("bits", [None, 8])
 @pytest.mark.parametrize("length", [1, 3])
@@ -70,9 +75,39 @@ def test_linear_rows_equal_fused_layers(bias: bool, bits: int | None, length: in
         fused[slot] = one.fuse(dequantize=True)
     rows = [3, 0, 1, 2, 5, 1, 7]
     x = mx.random.normal((len(rows), length, inner))
-    found = stack(x, base(x), mx.array(rows), base.bias if bias else None)
+    found = stack(x, base(x), of(rows), base.bias if bias else None)
     wanted = mx.concatenate([fused[slot](x[i : i + 1]) for i, slot in enumerate(rows)])
     assert mx.allclose(found, wanted, **TOLERANCE)
+    # Some models merge these axes before a layer.
+    flat, y = x.flatten(0, 1), base(x).flatten(0, 1)
+    merged = stack(flat, y, of(rows), base.bias if bias else None)
+    assert mx.allclose(merged, wanted.flatten(0, 1), **TOLERANCE)
+
+
+@pytest.mark.parametrize(
+    "few",
+    [[], [0], [2, 0, 5], [3] * MANY_ROWS, [3, 0] * MANY_ROWS + [2, 5]],
+    ids=["all have one", "and base", "and others", "two", "two, base and others"],
+)
+@pytest.mark.parametrize("bias", [False, True])
+def test_adapters_of_many_rows_are_those_of_each(few: list[int], bias: bool) -> None:
+    base = nn.Linear(IN, OUT, bias=bias)
+    stack = LinearStack((OUT, IN), mx.float32)
+    for slot, (rank, scale, is_dora) in ADAPTERS.items():
+        change = low_rank(trained(DoRALinear if is_dora else LoRALinear, base, rank, scale))
+        stack.put(slot, change, dora_gain(base.weight, change))
+    slots = np.array([1] * MANY_ROWS + few, np.int32)
+    slots = slots[np.random.default_rng(0).permutation(len(slots))]
+    together = AdapterRows.of_step(slots)
+    assert together is not None
+    assert together.crowd is not None
+    x = mx.random.normal((len(slots), 1, IN))
+    found = stack(x, base(x), together, base.bias if bias else None)
+    each = stack(x, base(x), AdapterRows(mx.array(slots)), base.bias if bias else None)
+    assert mx.allclose(found, each, **TOLERANCE)
+    fewer = AdapterRows.of_step(np.array([1] * (MANY_ROWS - 1) + [0] * MANY_ROWS, np.int32))
+    assert fewer is not None
+    assert fewer.crowd is None
 
 
 def test_embedding_rows_and_tied_heads_equal_fused_layers() -> None:
@@ -84,13 +119,12 @@ def test_embedding_rows_and_tied_heads_equal_fused_layers() -> None:
         stack.put(slot, low_rank(one, "embedding"))
         fused[slot] = one.fuse()
     rows = [2, 0, 5, 1]
-    slots = mx.array(rows)
     ids = mx.random.randint(0, VOCAB, (len(rows), 3))
-    found = stack(ids, base(ids), slots)
+    found = stack(ids, base(ids), of(rows))
     wanted = mx.stack([fused[slot](ids[i]) for i, slot in enumerate(rows)])
     assert mx.allclose(found, wanted, **TOLERANCE)
     x = mx.random.normal((len(rows), 3, IN))
-    logits = stack.head(x, base.as_linear(x), slots)
+    logits = stack.head(x, base.as_linear(x), of(rows))
     wanted = mx.stack([fused[slot].as_linear(x[i]) for i, slot in enumerate(rows)])
     assert mx.allclose(logits, wanted, **TOLERANCE)
 
@@ -118,9 +152,9 @@ def test_a_dropped_slot_is_the_base_and_others_stay() -> None:
         change = low_rank(trained(DoRALinear if is_dora else LoRALinear, base, rank, scale))
         stack.put(slot, change, dora_gain(base.weight, change))
     x = mx.random.normal((3, 1, IN))
-    before = stack(x, base(x), mx.array([1, 3, 5]))
+    before = stack(x, base(x), of([1, 3, 5]))
     stack.drop(3)
-    after = stack(x, base(x), mx.array([1, 3, 5]))
+    after = stack(x, base(x), of([1, 3, 5]))
     assert mx.array_equal(after[0], before[0])
     assert mx.allclose(after[1], base(x)[1], **TOLERANCE)
     assert mx.array_equal(after[2], before[2])
@@ -131,12 +165,12 @@ def test_a_step_in_flight_keeps_the_arrays_it_has() -> None:
     stack = LinearStack((OUT, IN), mx.float32)
     stack.put(1, low_rank(trained(LoRALinear, base, 4, 1.0)))
     x = mx.random.normal((1, 1, IN))
-    wanted = stack(x, base(x), mx.array([1]))
+    wanted = stack(x, base(x), of([1]))
     mx.eval(wanted)
-    lazy = stack(x, base(x), mx.array([1]))
+    lazy = stack(x, base(x), of([1]))
     stack.put(1, low_rank(trained(LoRALinear, base, 4, 1.0)))
     assert mx.array_equal(lazy, wanted)
-    assert not mx.allclose(stack(x, base(x), mx.array([1])), wanted, **TOLERANCE)
+    assert not mx.allclose(stack(x, base(x), of([1])), wanted, **TOLERANCE)
 
 
 @pytest.mark.parametrize(

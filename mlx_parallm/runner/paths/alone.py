@@ -17,6 +17,7 @@ from mlx.utils import tree_flatten
 from mlx_lm.models.cache import make_prompt_cache
 
 from mlx_parallm.adapters.context import AdapterContext
+from mlx_parallm.adapters.rows import AdapterRows
 from mlx_parallm.batch import ScheduledSequence
 
 
@@ -44,12 +45,12 @@ class AlonePath:
         for one, (first, last) in zip(sequences, pairwise(firsts), strict=True):
             if one.start == 0:
                 self._caches[one.slot] = make_prompt_cache(self._model)
-            slots = mx.array([one.adapter_slot]) if one.adapter_slot else None
-            with self.adapters.during(slots):
+            mine = AdapterRows(mx.array([one.adapter_slot])) if one.adapter_slot else None
+            with self.adapters.during(mine):
                 output = self._model(token_ids[first:last][None], cache=self._caches[one.slot])
-            mine = wanted[(wanted >= first) & (wanted < last)] - first
-            if len(mine):
-                parts.append(output[0, mx.array(mine.astype(np.int32))])
+            places = wanted[(wanted >= first) & (wanted < last)] - first
+            if len(places):
+                parts.append(output[0, mx.array(places.astype(np.int32))])
         return mx.concatenate(parts, axis=0) if parts else mx.zeros((0, 0))
 
     def arrays(self) -> list[mx.array]:

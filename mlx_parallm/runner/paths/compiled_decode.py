@@ -14,7 +14,7 @@ import mlx.core as mx
 import numpy as np
 
 from mlx_parallm.adapters.context import AdapterContext
-from mlx_parallm.adapters.stack import NO_ADAPTER
+from mlx_parallm.adapters.rows import NO_ADAPTER, AdapterRows
 from mlx_parallm.attention.base import CompilableAttention, LayerPool
 from mlx_parallm.batch import ScheduledSequence
 from mlx_parallm.runner.paged_cache import PackedStep
@@ -108,7 +108,7 @@ class CompiledDecode:
         before = self._adapters.arrays()
         self._adapters.set_arrays(stacks)
         try:
-            with self._adapters.during(slots):
+            with self._adapters.during(AdapterRows(slots)):
                 return self._run(token_ids, positions, arrays, chains)
         finally:
             self._adapters.set_arrays(before)

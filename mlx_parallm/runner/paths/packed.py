@@ -9,6 +9,7 @@ import mlx.core as mx
 import numpy as np
 
 from mlx_parallm.adapters.context import AdapterContext
+from mlx_parallm.adapters.rows import AdapterRows
 from mlx_parallm.attention.base import AttentionBackend, CompilableAttention
 from mlx_parallm.batch import ScheduledSequence
 from mlx_parallm.runner.cache_layout import CacheLayout, KVLayout
@@ -63,7 +64,7 @@ class PackedPath:
             return compiled.logits(sequences, token_ids, slots)
         step = PackedStep.of(self._backend, sequences)
         wanted = mx.array(np.array(rows, dtype=np.int32)) if rows else mx.array([0])
-        with self.adapters.during(None if slots is None else mx.array(slots), wanted):
+        with self.adapters.during(AdapterRows.of_step(slots), wanted):
             logits = self._selector.run(lambda: self._forward(token_ids, step), wanted)
         if compiled is not None:
             compiled.learn(step.plan)

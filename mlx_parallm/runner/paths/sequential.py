@@ -58,7 +58,7 @@ class SequentialPath:
             states: dict[int, Any] = {}
             caches = [self._views.grouped(cache, group, states) for cache in packed]
             tokens = token_ids[int(group.rows[0]) : int(group.rows[-1]) + 1][None]
-            with self.adapters.during(group.adapter_slots):
+            with self.adapters.during(group.adapter_rows):
                 logits = self._model(tokens, cache=caches)
             for state in states.values():
                 state.commit()

@@ -10,6 +10,7 @@ import mlx.nn as nn
 import numpy as np
 
 from mlx_parallm.adapters.context import AdapterContext
+from mlx_parallm.adapters.rows import AdapterRows
 from mlx_parallm.attention.base import AttentionBackend
 from mlx_parallm.batch import ScheduledSequence
 from mlx_parallm.runner.group_cache import CacheViews
@@ -75,12 +76,11 @@ class SplitPath:
         )
         splitting = SplitStep(self._views, groups, step.positions, self.adapters)
         wanted = mx.array(np.array(rows, dtype=np.int32)) if rows else mx.array([0])
-        numbers = adapter_slots(sequences)
-        slots = None if numbers is None else mx.array(numbers)
+        mine = AdapterRows.of_step(adapter_slots(sequences))
         with (
             self._seams.during(step),
             self._split.during(splitting),
-            self.adapters.during(slots, wanted),
+            self.adapters.during(mine, wanted),
         ):
             return self._selector.run(
                 lambda: self._model(token_ids[:, None], cache=self._views.packed(step)),

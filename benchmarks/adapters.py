@@ -1,0 +1,233 @@
+"""Steps whose rows have adapters against steps without.
+
+``python -m benchmarks.adapters``; on a GPU with ``--gpu``: the 8B shape, and the targets.
+All linear layers of a random model are adapted. Modes take turns in one process; a step is the
+forward of one row each, greedy, one step ahead of its tokens where the attention backend allows it.
+"One at a time" runs the rows of each adapter as a step of their own, as servers do that hold one
+adapter. On a CPU it is the time of the processor that counts, whatever else runs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import mlx.core as mx
+import numpy as np
+
+from benchmarks.checks import Check, conclude
+from benchmarks.gpu.shapes import SHAPES, RandomModel, flatten, random_model
+from mlx_parallm.adapters.tensors import HostTensor
+from mlx_parallm.adapters.weights import AdapterWeights, LowRank
+from mlx_parallm.attention.base import AttentionBackend
+from mlx_parallm.batch import ScheduledSequence
+from mlx_parallm.config import CacheConfig
+from mlx_parallm.runner.adapted_layers import AdaptedLayers
+from mlx_parallm.runner.backend_choice import choose_backend
+from mlx_parallm.runner.cache_layout import KVLayout, leaves, probe_layout
+from mlx_parallm.runner.device import backend_name
+from mlx_parallm.runner.memory import query_heads
+from mlx_parallm.runner.path_choice import choose_path
+from mlx_parallm.runner.paths.base import ForwardPath, token_array
+
+BLOCK = 16
+ALL_BASE = "all base, adapters resident"
+LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+DENSE = tuple(name for name, config in SHAPES.items() if config["model_type"] == "qwen3")
+
+
+@dataclass(frozen=True, slots=True)
+class Steps:
+    """Runs decode steps over one context length."""
+
+    path: ForwardPath
+    backend: AttentionBackend
+    context: int
+    clock: Callable[[], float]
+
+    def run(self, slots: Sequence[int], count: int) -> float:
+        """Seconds of each of so many steps of rows with these adapters."""
+        tokens = mx.zeros(len(slots), mx.int32)
+        started = self.clock()
+        for number in range(count):
+            rows = self._rows(slots, self.context + number)
+            logits = self.path.logits(rows, tokens, list(range(len(slots))))
+            chosen = mx.argmax(logits, axis=-1).astype(mx.int32)
+            if self.backend.runs_ahead:
+                mx.async_eval(chosen, self.path.arrays())
+                mx.eval(tokens)
+            else:
+                mx.eval(chosen, self.path.arrays())
+            tokens = chosen
+        mx.eval(tokens)
+        return (self.clock() - started) / count
+
+    def prefill(self, slot: int, length: int) -> float:
+        """Seconds of a step of one prompt."""
+        (row,) = self._rows([slot], 0)
+        tokens = tuple(range(length))
+        one = ScheduledSequence(
+            seq_id=0,
+            slot=0,
+            start=0,
+            token_ids=tokens,
+            block_table=row.block_table,
+            adapter_slot=slot,
+        )
+        started = self.clock()
+        mx.eval(self.path.logits([one], token_array([one]), [length - 1]), self.path.arrays())
+        return self.clock() - started
+
+    def _rows(self, slots: Sequence[int], start: int) -> list[ScheduledSequence]:
+        width = self.width
+        return [
+            ScheduledSequence(
+                seq_id=row,
+                slot=row,
+                start=start,
+                token_ids=(0,),
+                block_table=tuple(range(row * width, (row + 1) * width)),
+                adapter_slot=slot,
+            )
+            for row, slot in enumerate(slots)
+        ]
+
+    @property
+    def width(self) -> int:
+        """Blocks of a row."""
+        return width_of(self.context)
+
+
+def width_of(context: int) -> int:
+    return -(-(context + 256) // BLOCK)
+
+
+def make(model: RandomModel, batch: int, context: int) -> tuple[Steps, AdaptedLayers]:
+    """The model on the path that it would be served on, without adapters."""
+    if backend_name() == "cuda":
+        flatten(model)
+    layouts = probe_layout(model.model)
+    shapes = [one.shape for one in leaves(layouts) if isinstance(one, KVLayout)]
+    heads = query_heads(model.loaded.config) or 1
+    backend = choose_backend(CacheConfig(block_size=BLOCK), shapes, heads).backend
+    path = choose_path(
+        model.model,
+        layouts,
+        backend,
+        vocab_size=model.vocab_size,
+        num_blocks=batch * width_of(context),
+        block_size=BLOCK,
+        dtype=model.loaded.dtype,
+    ).path
+    dtype = getattr(mx, model.loaded.dtype)
+    clock = time.process_time if backend_name() == "cpu" else time.perf_counter
+    return Steps(path, backend, context, clock), AdaptedLayers(model.model, dtype, path.adapters)
+
+
+def adapter(model: RandomModel, rank: int, seed: int) -> AdapterWeights:
+    """A LoRA of all linear layers of the blocks, float32, small."""
+    source = np.random.default_rng(seed)
+    modules = {}
+    for path, module in model.model.named_modules():
+        if path.rpartition(".")[2] in LINEAR:
+            out, inner = module.weight.shape
+            a, b = (
+                source.standard_normal(size, dtype=np.float32) * np.float32(0.01)
+                for size in ((rank, inner), (out, rank))
+            )
+            modules[path] = LowRank(kind="linear", a=HostTensor(a), b=HostTensor(b), scale=1.0)
+    return AdapterWeights(modules)
+
+
+def main() -> int:
+    args = make_parser().parse_args()
+    if args.gpu:
+        args.shape, args.dtype, args.context = "8B", "bfloat16", 512
+    model = random_model(args.shape, dtype=getattr(mx, args.dtype))
+    steps, layers = make(model, args.batch, args.context)
+    times, put_ms = measure(args, model, steps, layers)
+    middle = {name: statistics.median(found) for name, found in times.items()}
+    base = middle["base"]
+    targets = {"8 distinct": 0.85, "32 distinct": 0.75} if args.gpu else {}
+    checks = [Check(f"{name}, ms", 1e3 * value) for name, value in middle.items()]
+    checks += [
+        Check(f"{name}: share of base tokens/s", base / middle[name], ">=", targets.get(name))
+        for name in (
+            "all base, 64 resident",
+            "1 distinct",
+            "8 distinct",
+            "32 distinct",
+            "half base",
+        )
+    ]
+    alone = middle["8 distinct, one at a time"] / middle["8 distinct"]
+    prefill = middle["prefill, base"] / middle["prefill, adapted"]
+    checks += [
+        Check("8 distinct: times as fast as one at a time", alone, ">=", 4.0 if args.gpu else None),
+        Check("prefill: share of base tokens/s", prefill),
+        Check("put an adapter, ms", statistics.median(put_ms)),
+        Check("resident adapters, MB", layers.num_bytes / 1e6),
+    ]
+    return conclude("adapters", checks, {"settings": vars(args), "seconds": times})
+
+
+def measure(
+    args: argparse.Namespace, model: RandomModel, steps: Steps, layers: AdaptedLayers
+) -> tuple[dict[str, list[float]], list[float]]:
+    """Seconds of a step of each mode, by repetition, and milliseconds of each adapter's loading."""
+    batch = args.batch
+    steps.run([0] * batch, 2)
+    times = {"base": [steps.run([0] * batch, args.steps) for _ in range(args.repetitions)]}
+    made = [adapter(model, args.rank, seed) for seed in range(min(args.resident, 8))]
+    put_ms = []
+    for slot in range(1, args.resident + 1):
+        started = steps.clock()
+        layers.put(slot, made[slot % len(made)], param="adapter")
+        put_ms.append(1e3 * (steps.clock() - started))
+
+    def distinct(count: int) -> list[int]:
+        return [1 + row % count for row in range(batch)]
+
+    groups = [[slot] * (batch // 8) for slot in range(1, 9)]
+    modes: dict[str, Callable[[], float]] = {
+        ALL_BASE: lambda: steps.run([0] * batch, args.steps),
+        "1 distinct": lambda: steps.run(distinct(1), args.steps),
+        "8 distinct": lambda: steps.run(distinct(8), args.steps),
+        "32 distinct": lambda: steps.run(distinct(min(32, args.resident)), args.steps),
+        "half base": lambda: steps.run(
+            [slot * (row % 2) for row, slot in enumerate(distinct(8))], args.steps
+        ),
+        "8 distinct, one at a time": lambda: sum(
+            steps.run(group, max(1, args.steps // 4)) for group in groups
+        ),
+        "prefill, base": lambda: steps.prefill(0, args.context),
+        "prefill, adapted": lambda: steps.prefill(1, args.context),
+    }
+    for repetition in range(args.repetitions + 1):
+        for name, run in modes.items():
+            found = run()
+            if repetition:  # the first warms up
+                times.setdefault(name, []).append(found)
+    return times, put_ms
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--gpu", action="store_true", help="the 8B shape in bfloat16, with targets")
+    parser.add_argument("--shape", default="small", choices=DENSE)
+    parser.add_argument("--dtype", default="float32", choices=["bfloat16", "float16", "float32"])
+    parser.add_argument("--batch", type=int, default=32)
+    parser.add_argument("--context", type=int, default=256, help="tokens of each row")
+    parser.add_argument("--rank", type=int, default=16)
+    parser.add_argument("--resident", type=int, default=64, help="adapters in memory")
+    parser.add_argument("--steps", type=int, default=8, help="timed in one go")
+    parser.add_argument("--repetitions", type=int, default=5)
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())
