@@ -1,14 +1,15 @@
 """A runner that keeps block contents as plain lists and samples by reading them back.
 
 A wrong block table, a missed copy, a block reused too early or a bad prefix hit makes it read other
-tokens than the sequence's own, and so choose another token than ``expected_outputs`` does.
+tokens than the sequence's own, and so choose another token than ``expected_outputs`` does. Each
+position remembers which weights computed it, and tokens depend on the weights that choose them.
 """
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from mlx_parallm.batch import (
     PENDING_TOKEN,
@@ -25,6 +26,16 @@ VOCAB_SIZE = 50
 END_ID = 0
 # What a step that failed leaves behind.
 GARBAGE = -2
+# The weights of a model that never changes, without an adapter.
+PLAIN = "/"
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What chose a token: the weights of its row, and those that computed what the row read."""
+
+    content: str
+    read: frozenset[str]
 
 
 class SimulatedRunner:
@@ -46,14 +57,23 @@ class SimulatedRunner:
         self._states: list[list[int]] = [[-1] for _ in range(num_slots)]
         self._has_state = has_state
         self._chosen: dict[int, int] = {}
+        self._block_contents = [[PLAIN] * block_size for _ in range(num_blocks)]
+        self._state_contents: list[set[str]] = [set() for _ in range(num_slots)]
+        self._adapters: dict[int, str] = {}
+        #: The content of the model's own weights; may change between two steps.
+        self.base = ""
+        #: By sequence and position.
+        self.choices: dict[tuple[int, int], Choice] = {}
+
+    def content_of(self, row: ScheduledSequence) -> str:
+        """The weights that compute a row of the latest batch."""
+        adapter = self._adapters[row.adapter_slot] if row.adapter_slot else ""
+        return f"{self.base}/{adapter}"
 
     def run(self, batch: ScheduledBatch, failed: frozenset[int] = frozenset()) -> StepOutput:
         """One step; the sequences in ``failed`` leave garbage behind."""
-        for source, target in batch.block_copies:
-            self._blocks[target] = list(self._blocks[source])
-            self._drafted[target] = list(self._drafted[source])
-        for source, target in batch.state_copies:
-            self._states[target] = list(self._states[source])
+        self._adapters.update(batch.adapters)
+        self._copy(batch)
         rows = [self._with_drafts(row) for row in batch.sequences]
         for row in rows:
             self._write(row, garbage=row.seq_id in failed)
@@ -74,13 +94,27 @@ class SimulatedRunner:
             failed=dict.fromkeys(failed, "failed"),
         )
 
+    def _copy(self, batch: ScheduledBatch) -> None:
+        for source, target in batch.block_copies:
+            for store in (self._blocks, self._drafted):
+                store[target] = list(store[source])
+            self._block_contents[target] = list(self._block_contents[source])
+        for source, target in batch.state_copies:
+            self._states[target] = list(self._states[source])
+            self._state_contents[target] = set(self._state_contents[source])
+
     def _choose(self, row: ScheduledSequence, first: SampleSpec) -> list[int]:
         """The tokens that follow a row's own, as far as its proposals are right."""
         tokens, proposals = self._read(row), row.proposals
         own = len(tokens) - len(proposals)
+        content = self.content_of(row)
+        choice = Choice(content, self._read_contents(row))
         chosen: list[int] = []
         for accepted, spec in enumerate((first, *row.verify)):
-            chosen.append(choose(tokens[: own + accepted], spec, copies=self._copies))
+            self.choices[row.seq_id, spec.position] = choice
+            chosen.append(
+                choose(tokens[: own + accepted], spec, copies=self._copies, content=content)
+            )
             if accepted < len(proposals) and chosen[-1] != proposals[accepted]:
                 break
         return chosen
@@ -96,8 +130,11 @@ class SimulatedRunner:
         known = [token for block in row.block_table for token in self._drafted[block]]
         tokens = known[: row.draft.end]
         assert row.draft.end == row.start + 1
+        content = self.content_of(row)
         for spec in (row.sample, *row.verify[:-1]):
-            token = choose(tokens, spec, copies=self._copies) if GARBAGE not in tokens else 0
+            token = 0
+            if GARBAGE not in tokens:
+                token = choose(tokens, spec, copies=self._copies, content=content)
             tokens.append(token if _hash([1, *tokens]) % 3 else (token + 1) % VOCAB_SIZE)
         guesses = tuple(tokens[row.draft.end :])
         self._write_draft(row, row.draft.end, guesses[:-1])
@@ -123,6 +160,7 @@ class SimulatedRunner:
 
     def corrupt(self, batch: ScheduledBatch) -> None:
         """What a step that raises may leave behind."""
+        self._adapters.update(batch.adapters)
         for row in batch.sequences:
             self._write(row, garbage=True)
             if row.draft is not None:
@@ -134,12 +172,15 @@ class SimulatedRunner:
         if tokens == (PENDING_TOKEN,):
             # The step before may have failed: then this row is in vain.
             tokens = [self._chosen.get(row.seq_id, GARBAGE)]
+        content = self.content_of(row)
         for position, token in enumerate(tokens, row.start):
             block = row.block_table[position // self._block_size]
             self._blocks[block][position % self._block_size] = token
+            self._block_contents[block][position % self._block_size] = content
         if row.start == 0:
-            self._states[row.slot] = []
+            self._states[row.slot], self._state_contents[row.slot] = [], set()
         self._states[row.slot] += tokens
+        self._state_contents[row.slot].add(content)
 
     def _read(self, row: ScheduledSequence) -> list[int]:
         length = row.start + len(row.token_ids)
@@ -149,23 +190,36 @@ class SimulatedRunner:
             assert self._states[row.slot] == tokens, "a slot holds another sequence's state"
         return tokens
 
+    def _read_contents(self, row: ScheduledSequence) -> frozenset[str]:
+        """The weights that computed all that a row reads."""
+        if self._has_state:
+            return frozenset(self._state_contents[row.slot])
+        length = row.start + len(row.token_ids)
+        contents = [one for block in row.block_table for one in self._block_contents[block]]
+        return frozenset(contents[:length])
+
     def _score(self, row: ScheduledSequence) -> tuple[TokenLogprob, ...]:
-        tokens = self._read(row)
+        tokens, content = self._read(row), self.content_of(row)
+        assert self._read_contents(row) == {content}, "a prompt is scored by two versions"
         return tuple(
-            score(tokens[: row.start + offset + 1], target)
+            score(tokens[: row.start + offset + 1], target, content)
             for offset, target in enumerate(row.target_ids, row.target_start)
         )
 
 
-def choose(tokens: Sequence[int], spec: SampleSpec, *, copies: bool = False) -> int:
-    """The token that follows ``tokens``, as ``spec`` asks."""
+def choose(
+    tokens: Sequence[int], spec: SampleSpec, *, copies: bool = False, content: str = PLAIN
+) -> int:
+    """The token that follows ``tokens``, as ``spec`` asks and weights have it."""
     assert spec.position == len(tokens)
-    return _choose(tokens, spec.seed, frozenset(spec.banned_ids), copies=copies)
+    return choose_token(
+        tokens, spec.seed, frozenset(spec.banned_ids), copies=copies, content=content
+    )
 
 
-def score(tokens: Sequence[int], target: int) -> TokenLogprob:
+def score(tokens: Sequence[int], target: int, content: str = PLAIN) -> TokenLogprob:
     """The log-probability of ``target`` after ``tokens``."""
-    return TokenLogprob(target, -float(_hash([*tokens, target])))
+    return TokenLogprob(target, -float(_hash([*_marked(content), *tokens, target])))
 
 
 def expected_outputs(
@@ -177,7 +231,7 @@ def expected_outputs(
     tokens, outputs = list(request.prompt_ids), list[int]()
     while len(outputs) != params.max_tokens and len(tokens) < max_len:
         banned = ends if len(outputs) < params.min_tokens else frozenset[int]()
-        token = _choose(tokens, seed + index, banned, copies=copies)
+        token = choose_token(tokens, seed + index, banned, copies=copies)
         tokens.append(token)
         outputs.append(token)
         if token in ends:
@@ -185,17 +239,27 @@ def expected_outputs(
     return outputs
 
 
-def expected_prompt_logprobs(request: GenerateRequest) -> list[TokenLogprob | None]:
+def expected_prompt_logprobs(
+    request: GenerateRequest, content: str = PLAIN
+) -> list[TokenLogprob | None]:
     """One entry per prompt token; the first is None, as are those before the first wanted."""
     prompt, start = request.prompt_ids, max(1, request.params.prompt_logprobs_start)
     return [
-        score(prompt[:end], prompt[end]) if end >= start else None for end in range(len(prompt))
+        score(prompt[:end], prompt[end], content) if end >= start else None
+        for end in range(len(prompt))
     ]
 
 
-def _choose(tokens: Sequence[int], seed: int, banned: frozenset[int], *, copies: bool) -> int:
+def choose_token(
+    tokens: Sequence[int],
+    seed: int,
+    banned: frozenset[int],
+    *,
+    copies: bool = False,
+    content: str = PLAIN,
+) -> int:
     """By all tokens before; with ``copies``, three times in four what followed the last one."""
-    number = _hash([seed, *tokens])
+    number = _hash([*_marked(content), seed, *tokens])
     token = number % VOCAB_SIZE
     if copies and number % 4:
         places = [i for i in range(len(tokens) - 1) if tokens[i] == tokens[-1]]
@@ -203,6 +267,10 @@ def _choose(tokens: Sequence[int], seed: int, banned: frozenset[int], *, copies:
     while token in banned:
         token = (token + 1) % VOCAB_SIZE
     return token
+
+
+def _marked(content: str) -> list[int]:
+    return [] if content == PLAIN else [_hash(list(content.encode()))]
 
 
 def _hash(values: Sequence[int]) -> int:

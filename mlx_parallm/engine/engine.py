@@ -113,6 +113,7 @@ class Engine:
         if not self._scheduler.abort(request_id):
             return False
         self._processor.remove(request_id)
+        self.policies.forget_unused()
         self._metrics.on_abort(request_id)
         self._metrics.on_queue(self._scheduler.stats())
         return True
@@ -155,7 +156,6 @@ class Engine:
         Where the runner runs ahead, the batch that ends is the one before: the device works on the
         new one while this thread turns tokens into events.
         """
-        self.policies.forget_unused()
         with self._tracer.span(Phase.STEP):
             begin_s = self._clock()
             with self._tracer.span(Phase.SCHEDULE):
@@ -206,6 +206,7 @@ class Engine:
         with self._tracer.span(Phase.PUBLISH):
             for request_id, index in processed.stopped:
                 self._scheduler.finish(request_id, index)
+            self.policies.forget_unused()
             self._metrics.on_events(processed.events)
             self._metrics.on_queue(self._scheduler.stats())
         return processed.events

@@ -17,6 +17,9 @@ from mlx_parallm.errors import (
 from mlx_parallm.scheduler.scheduler import Scheduler
 from mlx_parallm.weights import BaseWeights, PolicyWeights, WeightsVersion
 
+# Of a label that is a number to count on from.
+MAX_DIGITS = 18
+
 
 class AdapterStore(Protocol):
     """Has the tensors of a model's adapters, by their content."""
@@ -171,10 +174,12 @@ class Policies:
         )
         self._check_pins(upload.name, is_pinned)
         self._check_rank(upload.weights.rank)
-        if known is None:
-            self._make_room()
+        replaced = self._find_room() if known is None else None
         self.store.add(upload.weights)
         policy = self._put(upload, known, is_pinned)
+        # Only now is it certain that it is needed no more; the tensors may be the same.
+        if replaced is not None:
+            self.unload(replaced)
         self.forget_unused()
         return self._info(policy)
 
@@ -210,7 +215,8 @@ class Policies:
 
     def _put(self, upload: AdapterUpload, known: _Policy | None, is_pinned: bool) -> _Policy:
         num_versions = 1 if known is None else known.num_versions + 1
-        version = WeightsVersion(upload.weights.digest, upload.version or str(num_versions))
+        label = upload.version or _next_label(known)
+        version = WeightsVersion(upload.weights.digest, label)
         info = AdapterInfo(
             name=upload.name,
             model=self.model,
@@ -263,10 +269,10 @@ class Policies:
                 param="adapter",
             )
 
-    def _make_room(self) -> None:
-        """Have room for one more adapter: the least recently used one that can come back goes."""
+    def _find_room(self) -> str | None:
+        """Who makes room for one more adapter: the least recently used one that can come back."""
         if len(self._policies) < self.max_loaded:
-            return
+            return None
         idle = [
             policy
             for policy in self._policies.values()
@@ -280,7 +286,7 @@ class Policies:
                 "(--max-cpu-loras); unload one first.",
                 param="name",
             )
-        self.unload(min(idle, key=lambda one: one.used).info.name)
+        return min(idle, key=lambda one: one.used).info.name
 
     def _pin(self) -> None:
         pinned = [one.info.digest for one in self._policies.values() if one.info.is_pinned]
@@ -294,3 +300,12 @@ class Policies:
             is_resident=digest in slots.resident,
             num_running=slots.users(digest),
         )
+
+
+def _next_label(known: _Policy | None) -> str:
+    """Counts on from the version before, where that has a number; else from how many there were."""
+    if known is None:
+        return "1"
+    before = known.info.version
+    is_number = before.isdecimal() and len(before) < MAX_DIGITS
+    return str(int(before) + 1 if is_number else known.num_versions + 1)

@@ -149,15 +149,19 @@ class Planner:
     def refresh_weights(self) -> None:
         """Let running sequences go on with what their weights have become.
 
-        What such a sequence computes is nobody else's: its blocks hold KV of both.
+        What such a sequence computes is nobody else's: its blocks hold KV of both. One that has
+        chosen no token with these blocks begins anew, so that the versions of a sample's tokens are
+        all that computed it.
         """
         changed = [one for one in self._running if one.content != one.group.weights.content]
         for sequence in changed:
-            self._kv.withhold(sequence.blocks)
-            sequence.content = sequence.group.weights.content
             self._running.leave_adapter(sequence)
-        for sequence in changed:
-            if not self._running.take_adapter(sequence):
+        staying = {one for one in changed if one.is_caught_up and self._running.take_adapter(one)}
+        for sequence in reversed(changed):
+            if sequence in staying:
+                self._kv.withhold(sequence.blocks)
+                sequence.content = sequence.group.weights.content
+            else:
                 self._send_back(sequence)
                 self._waiting.push_front(sequence)
 
@@ -219,6 +223,7 @@ class Planner:
         available = self._count_spare()
         if available <= sequence.blocked_at:
             return False
+        sequence.group.heed_weights()
         reusable = sequence.group.num_reusable
         use_cache = not self._has_state and reusable > 0
         known = sequence.token_ids

@@ -83,6 +83,7 @@ class RunningSet:
         sequence.num_drafted = self._kv.count_drafted(table)
         sequence.slot = heapq.heappop(self._free_slots)
         sequence.blocked_at = 0
+        sequence.is_caught_up = False
         sequence.content = sequence.group.weights.content
         has_adapter = self.take_adapter(sequence)
         assert has_adapter, "a sequence was started that may not"

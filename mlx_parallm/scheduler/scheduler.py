@@ -14,7 +14,7 @@ from mlx_parallm.request import GenerateRequest
 from mlx_parallm.scheduler.adapter_slots import AdapterSlots
 from mlx_parallm.scheduler.planner import Planner
 from mlx_parallm.scheduler.running import RunningSet
-from mlx_parallm.scheduler.sequence import RequestGroup, Sequence
+from mlx_parallm.scheduler.sequence import RequestGroup, RowInFlight, Sequence
 from mlx_parallm.scheduler.speculating import Speculator
 from mlx_parallm.scheduler.step_cost import StepWork
 from mlx_parallm.scheduler.updates import SchedulerStats, SequenceUpdate
@@ -57,8 +57,8 @@ class Scheduler:
         self._by_id: dict[int, Sequence] = {}
         # Live sequences by client.
         self._per_client: Counter[str] = Counter()
-        # By step in flight and seq_id: a sample may end before its step, and others depend on it.
-        self._in_flight: dict[int, dict[int, RequestGroup]] = {}
+        # By step in flight and seq_id; a sample may end before its step.
+        self._in_flight: dict[int, dict[int, RowInFlight]] = {}
         self._seq_ids = count()
         self._arrivals = count()
         self._steps = count()
@@ -210,7 +210,7 @@ class Scheduler:
         )
         step_id = next(self._steps)
         ended, self._ended = tuple(self._ended), []
-        self._in_flight[step_id] = {sequence.seq_id: sequence.group for sequence, _ in rows}
+        self._in_flight[step_id] = {sequence.seq_id: sequence.in_flight for sequence, _ in rows}
         return ScheduledBatch(
             step_id=step_id,
             sequences=tuple(
@@ -234,28 +234,28 @@ class Scheduler:
         tokens: dict[int, list[SampledToken]] = {}
         for token in output.tokens:
             tokens.setdefault(token.seq_id, []).append(token)
-        groups = self._in_flight.pop(batch.step_id)
+        rows = self._in_flight.pop(batch.step_id)
         updates: list[SequenceUpdate] = []
         for row in batch.sequences:
-            sequence = self._by_id.get(row.seq_id)
+            sequence, begun = self._by_id.get(row.seq_id), rows[row.seq_id]
             if row.seq_id in output.failed:
                 if sequence is None and row.sample is not None:
                     # It ended meanwhile, and nobody goes on from a row that only decoded.
                     continue
-                updates += self._fail_group(groups[row.seq_id], output.failed[row.seq_id])
+                updates += self._fail_group(begun.group, output.failed[row.seq_id])
                 continue
             # Also of a sample that has ended: others may have forked from it.
             entries = output.prompt_logprobs.get(row.seq_id, ())
-            groups[row.seq_id].add_prompt_logprobs(row.start + row.target_start, entries)
+            begun.group.add_prompt_logprobs(row.start + row.target_start, entries, begun.content)
             if sequence is not None:
-                updates += self._advance(sequence, row, tokens.get(row.seq_id, []))
+                updates += self._advance(sequence, row, begun, tokens.get(row.seq_id, []))
         return updates
 
     def fail(self, batch: ScheduledBatch, message: str) -> list[SequenceUpdate]:
         """End every request of a step that raised; none of its blocks becomes cached."""
         updates: list[SequenceUpdate] = []
-        for group in self._in_flight.pop(batch.step_id).values():
-            updates += self._fail_group(group, message)
+        for begun in self._in_flight.pop(batch.step_id).values():
+            updates += self._fail_group(begun.group, message)
         return updates
 
     def check_room(self, client: str, n: int) -> None:
@@ -292,12 +292,18 @@ class Scheduler:
             raise ContextLengthError(self._max_len, detail)
 
     def _advance(
-        self, sequence: Sequence, row: ScheduledSequence, tokens: list[SampledToken]
+        self,
+        sequence: Sequence,
+        row: ScheduledSequence,
+        begun: RowInFlight,
+        tokens: list[SampledToken],
     ) -> list[SequenceUpdate]:
         """One sequence's share of a step that succeeded."""
         end = row.start + len(row.token_ids) - len(row.verify)
-        self._commit(sequence, end)
-        self._speculator.note_drafted(sequence, row)
+        self._commit(sequence, begun, end)
+        # It may have lost its blocks while the step was in flight, and even have got others.
+        if sequence.table is begun.table:
+            self._speculator.note_drafted(sequence, row)
         if end < len(sequence.token_ids):
             return []
         if row.sample is None:
@@ -310,7 +316,7 @@ class Scheduler:
             sequence.settle(num_accepted)
             self._speculator.record(sequence, row, num_accepted)
             if num_accepted:
-                self._commit(sequence, end + num_accepted)
+                self._commit(sequence, begun, end + num_accepted)
         if updates[-1].finish_reason is not None:
             self._end(sequence)
         return updates
@@ -327,9 +333,8 @@ class Scheduler:
                 break
         return updates
 
-    def _commit(self, sequence: Sequence, num_computed: int) -> None:
-        # It may have lost its blocks while the step was in flight.
-        if sequence.slot is not None and not self._has_state:
+    def _commit(self, sequence: Sequence, begun: RowInFlight, num_computed: int) -> None:
+        if sequence.table is begun.table and not self._has_state:
             self._kv.commit(sequence.blocks, sequence.token_ids, num_computed)
 
     def _update(

@@ -32,6 +32,7 @@ class RequestGroup:
         arrival: consecutive number of the request.
         weights: what it is computed with.
         sequences: the samples that have not ended, by index.
+        content: of the weights that computed what is known of the prompt; None before any did.
         prompt_logprobs: of the prompt's tokens so far; None of those that are not scored, as the
             first, which follows nothing.
         num_cached_tokens: prompt tokens that the first sample found in the prefix cache.
@@ -44,14 +45,19 @@ class RequestGroup:
     arrival: int
     weights: PolicyWeights = field(default_factory=PolicyWeights)
     sequences: dict[int, Sequence] = field(default_factory=dict)
+    content: str | None = None
     prompt_logprobs: list[TokenLogprob | None] = field(init=False)
     num_cached_tokens: int | None = None
     has_started: bool = False
     is_reported: bool = False
 
     def __post_init__(self) -> None:
+        self._forget_prompt()
+
+    def _forget_prompt(self) -> None:
         start = min(self.request.params.prompt_logprobs_start, len(self.request.prompt_ids))
         self.prompt_logprobs = [None] * max(1, start)
+        self.num_cached_tokens = None
 
     @property
     def salt(self) -> bytes:
@@ -73,10 +79,26 @@ class RequestGroup:
         """Whether any token is to be generated at all."""
         return self.request.params.max_tokens != 0
 
-    def add_prompt_logprobs(self, start: int, entries: tuple[TokenLogprob, ...]) -> None:
-        """Keep the log-probabilities of targets at ``start + 1 ..`` that are not known yet."""
-        known = self.prompt_logprobs
-        known += entries[len(known) - start - 1 :]
+    def heed_weights(self) -> None:
+        """Forget what other weights computed of the prompt, unless that has become final.
+
+        So all that is reported of it is of one version.
+        """
+        is_final = self.is_reported or any(one.has_begun for one in self.sequences.values())
+        if not is_final and self.content != self.weights.content:
+            self.content = self.weights.content
+            self._forget_prompt()
+
+    def add_prompt_logprobs(
+        self, start: int, entries: tuple[TokenLogprob, ...], content: str
+    ) -> None:
+        """Keep the log-probabilities of targets at ``start + 1 ..`` that are not known yet.
+
+        Not so those of weights that the prompt is computed with no more.
+        """
+        if content == self.content:
+            known = self.prompt_logprobs
+            known += entries[len(known) - start - 1 :]
 
     @property
     def num_reusable(self) -> int:
@@ -100,6 +122,15 @@ class RequestGroup:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class RowInFlight:
+    """What a sequence had when a step of it was scheduled; it may have something else since."""
+
+    group: RequestGroup
+    table: BlockTable
+    content: str
+
+
 @dataclass(slots=True, eq=False)
 class Sequence:
     """One sample of a request.
@@ -119,7 +150,9 @@ class Sequence:
         speculation: what makes its proposals; None until it is first asked.
         table: its blocks while running.
         slot: its slot while running.
-        content: of the weights that computed its blocks, while running.
+        content: of the weights that compute its blocks, while running.
+        is_caught_up: whether its last token has been computed, or is being computed, since it has
+            these blocks.
         adapter: whose slot it has while running; None for none.
         adapter_slot: that slot; 0 for none.
         blocked_at: free blocks that were too few to start it; not tried again with fewer.
@@ -143,6 +176,7 @@ class Sequence:
     table: BlockTable | None = None
     slot: int | None = None
     content: str = ""
+    is_caught_up: bool = False
     adapter: str | None = None
     adapter_slot: int = NO_ADAPTER
     num_preemptions: int = 0
@@ -166,6 +200,16 @@ class Sequence:
         """The table of a running sequence."""
         assert self.table is not None, "a running sequence has a table"
         return self.table
+
+    @property
+    def in_flight(self) -> RowInFlight:
+        """What a step that is scheduled now begins with."""
+        return RowInFlight(self.group, self.blocks, self.content)
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether there is output, or a step that makes some, or its end, is in flight."""
+        return bool(self.output_ids or self.num_pending or self.is_caught_up)
 
     @property
     def num_remaining(self) -> int:
@@ -194,7 +238,8 @@ class Sequence:
         """
         assert self.slot is not None, "only a running sequence can be scheduled"
         start, end = self.num_computed, self.num_computed + num_tokens
-        samples = num_tokens == self.num_remaining and self.group.samples_any
+        is_last = num_tokens == self.num_remaining
+        samples = is_last and self.group.samples_any
         targets = self._targets(start, end)
         row = ScheduledSequence(
             seq_id=self.seq_id,
@@ -214,6 +259,7 @@ class Sequence:
         )
         self.num_computed = end
         self.num_pending += samples
+        self.is_caught_up |= is_last
         self.num_proposed = len(proposals)
         return row
 

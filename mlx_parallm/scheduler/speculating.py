@@ -103,8 +103,7 @@ class Speculator:
 
     def note_drafted(self, sequence: Sequence, row: ScheduledSequence) -> None:
         """Take in that a step computed a draft model's KV; of tokens, not of proposals."""
-        # It may have lost its blocks while the step was in flight.
-        if row.draft is not None and sequence.slot is not None:
+        if row.draft is not None:
             self._kv.mark_drafted(sequence.blocks, row.draft.end)
 
     def record(self, sequence: Sequence, row: ScheduledSequence, num_accepted: int) -> None:
