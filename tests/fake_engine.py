@@ -8,6 +8,7 @@ import queue
 import socket
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -34,6 +35,7 @@ from mlx_parallm.outputs import (
 from mlx_parallm.parsing.families.tagged_json import HERMES
 from mlx_parallm.parsing.reasoning import THINK
 from mlx_parallm.request import GenerateRequest
+from tests.fake_control import FakeControl
 from tests.fakes import EOS, ByteTokenizer, make_info
 
 Script = Callable[[GenerateRequest], AsyncIterator[GenerateEvent]]
@@ -122,6 +124,7 @@ class FakeEngine:
         self.open: list[GenerateRequest] = []
         self.cancelled: list[str] = []
         self.engine_config = EngineConfig()
+        self.control = FakeControl()
         self._model = ServedModel(
             names=("org/fake", "alias"),
             root="/models/fake",
@@ -136,6 +139,9 @@ class FakeEngine:
         return [self._model]
 
     def get_model(self, name: str) -> ServedModel:
+        for info in self.control.adapters():
+            if info.name == name:
+                return replace(self._model, names=(name,), parent=info.model, adapter=name)
         if name not in self._model.names:
             raise ModelNotFoundError(name)
         return self._model

@@ -46,12 +46,12 @@ MODEL_DTYPES = frozenset(_LAYOUTS)
 
 
 def read_safetensors(
-    data: bytes, *, param: str, dtypes: Collection[str] = FLOATS
+    data: bytes | bytearray, *, param: str, dtypes: Collection[str] = FLOATS
 ) -> dict[str, HostTensor]:
     """The tensors by name, as views of the data.
 
     Args:
-        data: a whole file.
+        data: a whole file; it must not change while the tensors are in use.
         param: the field of the request that it came in, for errors.
         dtypes: that it may have, by the format's names; of ``MODEL_DTYPES``.
 
@@ -77,7 +77,7 @@ def read_safetensors(
     return tensors
 
 
-def _read_header(data: bytes, param: str) -> tuple[dict[str, Any], int]:
+def _read_header(data: bytes | bytearray, param: str) -> tuple[dict[str, Any], int]:
     if len(data) < _LENGTH_BYTES:
         raise _wrong("it is too short", param)
     length = int.from_bytes(data[:_LENGTH_BYTES], "little")

@@ -24,6 +24,7 @@ from mlx_parallm.api.responses.service import ResponseService
 from mlx_parallm.api.responses.store import ResponseStore
 from mlx_parallm.api.routes import (
     aborts,
+    adapters,
     batches,
     chat,
     completions,
@@ -31,6 +32,7 @@ from mlx_parallm.api.routes import (
     docs,
     files,
     health,
+    lifecycle,
     messages,
     models,
     moderations,
@@ -104,6 +106,7 @@ def _add_with_and_without_prefix(app: FastAPI, *routers: APIRouter) -> None:
 def _add_routes(app: FastAPI) -> None:
     _add_with_and_without_prefix(
         app,
+        adapters.router,
         chat.router,
         completions.router,
         decisions.router,
@@ -121,6 +124,8 @@ def _add_routes(app: FastAPI) -> None:
         health.router,
         server_info.router,
         aborts.router,
+        adapters.dialect_router,
+        lifecycle.router,
         token_generate.router,
         docs.router,
     ):

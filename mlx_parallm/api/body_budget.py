@@ -10,7 +10,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from mlx_parallm.api.auth import client_of
 from mlx_parallm.api.entry_turns import EntryTurns
-from mlx_parallm.api.internal import INTERNAL_CALLER, STREAMED_PATH
+from mlx_parallm.api.internal import INTERNAL_CALLER, STREAMED_PATH, UPLOAD_PATHS
 from mlx_parallm.config import ServerConfig
 from mlx_parallm.errors import OverloadedError, RequestTimeoutError
 
@@ -44,6 +44,9 @@ class BodyBudgetMiddleware:
             client = f"background {scope[INTERNAL_CALLER].client}"
         else:
             client = client_of(Headers(scope=scope), self._config)
+            if scope["path"].endswith(UPLOAD_PATHS):
+                # Apart from requests: what a trainer uploads must not depend on its rollouts.
+                client = f"uploads {client}"
         body = _Body(self._held, client, self._config)
 
         async def metered() -> Message:

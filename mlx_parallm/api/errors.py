@@ -1,4 +1,4 @@
-"""The one table from this project's errors to HTTP, and the error objects of both protocols."""
+"""The one table from this project's errors to HTTP, and the error objects of the protocols."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from starlette.routing import Match, Mount
 from starlette.types import Scope
 
 from mlx_parallm import errors
-from mlx_parallm.api.paths import id_headers, speaks_anthropic
+from mlx_parallm.api.paths import id_headers, speaks_anthropic, speaks_sglang
 
 logger = logging.getLogger(__name__)
 
@@ -114,7 +114,7 @@ def error_body(failure: Failure, scope: Scope) -> dict[str, Any]:
     """The error object in the shape of the route's protocol."""
     if speaks_anthropic(scope):
         return _anthropic_body(failure, scope)
-    return {
+    body: dict[str, Any] = {
         "error": {
             "message": failure.message,
             "type": failure.type,
@@ -122,6 +122,9 @@ def error_body(failure: Failure, scope: Scope) -> dict[str, Any]:
             "code": failure.code,
         }
     }
+    if speaks_sglang(scope):
+        body |= {"success": False, "message": failure.message, "error_message": failure.message}
+    return body
 
 
 def body_of(error: errors.ParallmError, scope: Scope) -> dict[str, Any]:

@@ -39,7 +39,7 @@ class JsonRequest(Request):
         return self._json
 
 
-def parse_json(raw: bytes) -> Any:
+def parse_json(raw: bytes | bytearray) -> Any:
     r"""The value of a JSON text in UTF-8 (RFC 8259).
 
     pydantic's parser takes two thirds of the time of Python's, which the event loop waits for. It

@@ -143,6 +143,7 @@ def body_limits(config: ServerConfig) -> dict[str, int]:
         "/detokenize": config.max_body_bytes,
         "/inference/v1/generate": config.max_body_bytes,
         "/rl": config.max_body_bytes,
+        "/update_adapter_weights": config.max_adapter_bytes + FORM_BYTES,
         "/files": config.max_file_bytes + FORM_BYTES,
     }
 

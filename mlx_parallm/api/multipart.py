@@ -20,12 +20,15 @@ class FormReader:
         filename: what the file is called; None while no file has begun.
     """
 
-    def __init__(self, content_type: str, file_field: str) -> None:
+    def __init__(
+        self, content_type: str, file_field: str, *, max_field_bytes: int = MAX_FIELD_BYTES
+    ) -> None:
         """Prepare for a body.
 
         Args:
             content_type: the header, with its boundary.
             file_field: the name of the part that is a file.
+            max_field_bytes: most bytes of any other part.
 
         Raises:
             InvalidRequestError: it is another type, or there is no boundary.
@@ -37,6 +40,7 @@ class FormReader:
         self.fields: dict[str, str] = {}
         self.filename: str | None = None
         self._file_field = file_field
+        self._max_field_bytes = max_field_bytes
         self._file_data: list[bytes] = []
         self._header = [bytearray(), bytearray()]
         self._disposition = b""
@@ -130,9 +134,10 @@ class FormReader:
             self._file_data.append(data[start:end])
             return
         self._value += data[start:end]
-        if len(self._value) > MAX_FIELD_BYTES:
+        if len(self._value) > self._max_field_bytes:
             raise InvalidRequestError(
-                f"A field of the form has at most {MAX_FIELD_BYTES} bytes.", param=self._name[:64]
+                f"A field of the form has at most {self._max_field_bytes} bytes.",
+                param=self._name[:64],
             )
 
     def _on_part_end(self) -> None:

@@ -5,6 +5,15 @@ from __future__ import annotations
 from starlette.types import Scope
 
 MESSAGES = "/messages"
+SGLANG_PATHS = frozenset(
+    {
+        "/continue_generation",
+        "/load_lora_adapter",
+        "/pause_generation",
+        "/unload_lora_adapter",
+        "/update_weights_from_lora",
+    }
+)
 
 
 def local_path(scope: Scope) -> str:
@@ -25,3 +34,8 @@ def id_headers(scope: Scope) -> dict[str, str]:
         return {}
     headers = {"x-request-id": request_id}
     return headers | {"request-id": request_id} if speaks_anthropic(scope) else headers
+
+
+def speaks_sglang(scope: Scope) -> bool:
+    """Whether the path is one of SGLang's control, whose clients read ``success``."""
+    return local_path(scope) in SGLANG_PATHS

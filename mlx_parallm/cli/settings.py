@@ -172,6 +172,8 @@ SETTINGS: tuple[Setting, ...] = (
     _setting("max-cpu-loras", "adapters.max_loaded", values.integer(1), ADAPTERS,
              "most adapters of a model in memory; one from a folder makes way if nobody uses it.",
              metavar="N"),
+    _setting("max-adapter-size", "server.max_adapter_bytes", values.size, ADAPTERS,
+             "largest upload of an adapter, such as 1GiB.", metavar="SIZE"),
     _setting("max-lora-rank", "adapters.max_rank", values.integer(1), ADAPTERS,
              "largest rank of an adapter.", metavar="N"),
     _setting(

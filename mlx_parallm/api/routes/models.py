@@ -14,8 +14,10 @@ router = APIRouter()
 
 @router.get("/models")
 async def list_models(engine: EngineDep) -> dict[str, Any]:
-    """Every name of every served model."""
+    """Every name of every served model, and every loaded adapter."""
     cards = [card(name, model) for model in engine.models() for name in model.names]
+    adapters = [engine.get_model(info.name) for info in engine.control.adapters()]
+    cards += [card(one.names[0], one) for one in adapters]
     return {"object": "list", "data": cards}
 
 
@@ -33,7 +35,7 @@ def card(name: str, model: ServedModel) -> dict[str, Any]:
         "created": model.created,
         "owned_by": "mlx_parallm",
         "root": model.root,
-        "parent": None,
+        "parent": model.parent,
         "max_model_len": model.info.max_model_len,
         "permission": [],
     }

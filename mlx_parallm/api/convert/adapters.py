@@ -1,0 +1,103 @@
+"""Uploads of adapters into what the engine takes, and loaded ones into what clients read."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from pydantic import ValidationError
+
+from mlx_parallm.adapters.formats import read_adapter
+from mlx_parallm.adapters.safetensors import read_safetensors
+from mlx_parallm.api.errors import describe
+from mlx_parallm.api.schemas.adapters import (
+    AdapterCard,
+    AdapterFields,
+    UploadedAdapter,
+    UploadTimings,
+)
+from mlx_parallm.api.uploads import Received, from_base64, is_json, json_object
+from mlx_parallm.engine.policies import AdapterInfo, AdapterUpload
+from mlx_parallm.errors import InvalidRequestError
+
+TENSORS = "tensors"
+FILE = "adapter_model"
+
+
+def read_upload(received: Received) -> tuple[AdapterUpload, AdapterFields, float]:
+    """The adapter of a body, its fields, and the milliseconds this took.
+
+    It is long work, for a thread of its own: every number is checked and hashed.
+
+    Raises:
+        InvalidRequestError: a field is missing or wrong, the tensors are no safetensors file, or
+            not an adapter.
+    """
+    begin_s = time.perf_counter()
+    data: bytes | bytearray = received.body
+    fields: dict[str, Any] = dict(received.fields)
+    param = FILE
+    if is_json(received.kind):
+        fields |= json_object(received.body)
+        param = TENSORS
+        data = from_base64(fields.pop(TENSORS, None), param=TENSORS)
+    known = validated(fields)
+    weights = read_adapter(known.config, read_safetensors(data, param=param), param=param)
+    # Computed here rather than on the engine thread.
+    _ = weights.digest
+    upload = AdapterUpload(
+        name=known.name,
+        weights=weights,
+        version=known.version,
+        expected_version=known.expected_version,
+        replaces=True,
+        is_pinned=known.pinned,
+    )
+    return upload, known, (time.perf_counter() - begin_s) * 1000
+
+
+def validated(fields: Mapping[str, Any]) -> AdapterFields:
+    """The fields of an upload; raise InvalidRequestError naming the first that is wrong."""
+    try:
+        return AdapterFields.model_validate(fields)
+    except ValidationError as problem:
+        problems = [{**one, "loc": ("body", *one["loc"])} for one in problem.errors()]
+        param = str(problems[0]["loc"][1]) if len(problems[0]["loc"]) > 1 else None
+        raise InvalidRequestError(describe(problems), param=param) from None
+
+
+def card(info: AdapterInfo) -> AdapterCard:
+    """A loaded adapter as clients read it."""
+    return AdapterCard(**_fields(info))
+
+
+def uploaded(info: AdapterInfo, received: Received, parse_ms: float) -> UploadedAdapter:
+    """An adapter that has just begun to serve."""
+    timings = UploadTimings(
+        receive_ms=round((received.ended_s - received.began_s) * 1000, 3),
+        parse_ms=round(parse_ms, 3),
+        live_ms=round((time.perf_counter() - received.ended_s) * 1000, 3),
+    )
+    return UploadedAdapter(**_fields(info), timings=timings)
+
+
+def loaded_adapters(infos: Sequence[AdapterInfo]) -> dict[str, str]:
+    """SGLang's map of what is loaded."""
+    return {info.name: info.source or info.name for info in infos}
+
+
+def _fields(info: AdapterInfo) -> dict[str, Any]:
+    return {
+        "name": info.name,
+        "model": info.model,
+        "version": info.version,
+        "digest": info.digest,
+        "rank": info.rank,
+        "bytes": info.num_bytes,
+        "created": info.created,
+        "source": info.source,
+        "pinned": info.is_pinned,
+        "resident": info.is_resident,
+        "num_running": info.num_running,
+    }

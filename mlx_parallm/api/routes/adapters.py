@@ -1,0 +1,160 @@
+"""Adapters while the server runs: uploads, lists, and vLLM's and SGLang's routes for folders."""
+
+from __future__ import annotations
+
+import asyncio
+
+from fastapi import APIRouter, Depends, Request, Response
+from fastapi.responses import PlainTextResponse
+from starlette.requests import ClientDisconnect
+
+from mlx_parallm.api.auth import require_admin
+from mlx_parallm.api.convert.adapters import (
+    FILE,
+    TENSORS,
+    card,
+    loaded_adapters,
+    read_upload,
+    uploaded,
+)
+from mlx_parallm.api.dependencies import EngineDep
+from mlx_parallm.api.generation import CLIENT_CLOSED
+from mlx_parallm.api.ignored import tell_ignored
+from mlx_parallm.api.json_body import JsonRoute
+from mlx_parallm.api.schemas.adapters import (
+    AdapterCard,
+    AdapterFields,
+    AdapterList,
+    DeletedAdapter,
+    LoadLora,
+    LoraAnswer,
+    UnloadLora,
+    UploadedAdapter,
+)
+from mlx_parallm.api.uploads import receive
+from mlx_parallm.engine.interface import EngineClient
+from mlx_parallm.errors import NotFoundError, NotImplementedRouteError
+
+#: With and without ``/v1``.
+router = APIRouter(dependencies=[Depends(require_admin)])
+#: As they are: the same paths with and without ``/v1`` are of different protocols.
+dialect_router = APIRouter(route_class=JsonRoute, dependencies=[Depends(require_admin)])
+
+HEADER_PREFIX = "x-adapter-"
+# Of clients; they change nothing here.
+WITHOUT_EFFECT = frozenset({"lora_int_id", "lora_id", "rid", "http_worker_ipc"})
+
+
+def _schema() -> dict[str, object]:
+    """The three bodies of an upload; FastAPI cannot know them, since it does not read them."""
+    fields = AdapterFields.model_json_schema()
+    form = {**fields, "properties": {**fields["properties"]}}
+    form["properties"][FILE] = {"type": "string", "format": "binary"}
+    form["required"] = [*fields["required"], FILE]
+    body = {**fields, "properties": {**fields["properties"]}}
+    body["properties"][TENSORS] = {"type": "string", "contentEncoding": "base64"}
+    body["required"] = [*fields["required"], TENSORS]
+    raw = {"schema": {"type": "string", "format": "binary"}}
+    content = {
+        "application/octet-stream": raw,
+        "application/x-safetensors": raw,
+        "multipart/form-data": {"schema": form},
+        "application/json": {"schema": body},
+    }
+    return {"requestBody": {"required": True, "content": content}}
+
+
+@router.post("/update_adapter_weights", openapi_extra=_schema(), response_model=UploadedAdapter)
+async def update_adapter_weights(request: Request, engine: EngineDep, response: Response) -> object:
+    """Serve an adapter whose tensors are in the body, or replace one between two steps.
+
+    The query or headers ``x-adapter-…`` bring the fields of a body that is nothing but tensors.
+    """
+    try:
+        received = await receive(request, file_field=FILE, header_prefix=HEADER_PREFIX)
+    except ClientDisconnect:
+        return Response(status_code=CLIENT_CLOSED)
+    upload, fields, parse_ms = await asyncio.to_thread(read_upload, received)
+    info = await engine.control.load_adapter(upload, model=fields.model)
+    tell_ignored(response, fields.model_extra or ())
+    return uploaded(info, received, parse_ms)
+
+
+@router.get("/adapters")
+async def list_adapters(engine: EngineDep) -> AdapterList:
+    """The loaded adapters of all models."""
+    return AdapterList(object="list", data=[card(one) for one in engine.control.adapters()])
+
+
+@router.get("/adapters/{name:path}")
+async def retrieve_adapter(name: str, engine: EngineDep) -> AdapterCard:
+    """One adapter."""
+    for info in engine.control.adapters():
+        if info.name == name:
+            return card(info)
+    raise NotFoundError(f"The adapter {name!r} is not loaded.", param="name")
+
+
+@router.delete("/adapters/{name:path}")
+async def delete_adapter(name: str, engine: EngineDep) -> DeletedAdapter:
+    """Admit no more requests of an adapter; those that run end with it."""
+    info = await engine.control.unload_adapter(name)
+    return DeletedAdapter(object="adapter", name=info.name, deleted=True)
+
+
+@dialect_router.post("/v1/load_lora_adapter", response_class=PlainTextResponse)
+async def load_lora_adapter(body: LoadLora, engine: EngineDep) -> Response:
+    """vLLM's: serve an adapter from a folder; a name that is taken needs ``load_inplace``."""
+    await _load(engine, body, replaces=body.load_inplace)
+    answer = PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' added successfully.")
+    tell_ignored(answer, set(body.model_extra or ()) - WITHOUT_EFFECT)
+    return answer
+
+
+@dialect_router.post("/v1/unload_lora_adapter", response_class=PlainTextResponse)
+async def unload_lora_adapter(body: UnloadLora, engine: EngineDep) -> Response:
+    """vLLM's: admit no more requests of an adapter."""
+    await engine.control.unload_adapter(body.lora_name)
+    answer = PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")
+    tell_ignored(answer, set(body.model_extra or ()) - WITHOUT_EFFECT)
+    return answer
+
+
+@dialect_router.post("/load_lora_adapter")
+@dialect_router.post("/update_weights_from_lora")
+async def put_lora_adapter(body: LoadLora, engine: EngineDep, response: Response) -> LoraAnswer:
+    """SGLang's and prime-rl's: serve an adapter from a folder, in place of one of this name."""
+    await _load(engine, body, replaces=True)
+    if body.flush_cache:
+        await engine.control.reset_prefix_cache()
+    tell_ignored(response, set(body.model_extra or ()) - WITHOUT_EFFECT)
+    return _answer(engine)
+
+
+@dialect_router.post("/unload_lora_adapter")
+async def drop_lora_adapter(body: UnloadLora, engine: EngineDep, response: Response) -> LoraAnswer:
+    """SGLang's: admit no more requests of an adapter."""
+    await engine.control.unload_adapter(body.lora_name)
+    tell_ignored(response, set(body.model_extra or ()) - WITHOUT_EFFECT)
+    return _answer(engine)
+
+
+async def _load(engine: EngineClient, body: LoadLora, *, replaces: bool) -> None:
+    if body.is_3d_lora_weight:
+        raise NotImplementedRouteError(
+            "is_3d_lora_weight is not supported: save experts as PEFT or mlx-lm write them."
+        )
+    await engine.control.load_adapter_folder(
+        body.lora_name,
+        body.lora_path,
+        model=body.base_model_name,
+        version=body.version,
+        expected_version=body.expected_version,
+        replaces=replaces,
+        is_pinned=body.pinned,
+    )
+
+
+def _answer(engine: EngineClient) -> LoraAnswer:
+    loaded = loaded_adapters(engine.control.adapters())
+    return LoraAnswer(success=True, error_message="", loaded_adapters=loaded)

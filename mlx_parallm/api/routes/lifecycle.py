@@ -1,0 +1,133 @@
+"""Pausing, resuming and emptying caches, in vLLM's and SGLang's words."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Annotated
+
+from fastapi import APIRouter, Body, Depends, Query, Response
+from fastapi.responses import PlainTextResponse
+
+from mlx_parallm.api.auth import require_admin
+from mlx_parallm.api.dependencies import EngineDep
+from mlx_parallm.api.ignored import tell_ignored
+from mlx_parallm.api.json_body import JsonRoute
+from mlx_parallm.api.schemas.lifecycle import (
+    IsPaused,
+    MessageAnswer,
+    PausedAnswer,
+    PausedGeneration,
+    PauseGeneration,
+    ResetAnswer,
+    ResetRequest,
+    StatusAnswer,
+)
+from mlx_parallm.engine.control import PauseMode
+from mlx_parallm.engine.interface import EngineClient
+from mlx_parallm.errors import InvalidRequestError
+
+router = APIRouter(route_class=JsonRoute, dependencies=[Depends(require_admin)])
+
+MODES = {
+    "abort": PauseMode.ABORT,
+    "retract": PauseMode.KEEP,
+    "in_place": PauseMode.KEEP,
+}
+MAX_FLUSH_WAIT_S = 600.0
+POLL_S = 0.02
+
+
+@router.post("/pause")
+async def pause(
+    engine: EngineDep, mode: PauseMode = PauseMode.ABORT, clear_cache: bool = False
+) -> PausedAnswer:
+    """vLLM's: generate nothing more. What is cached is safe to keep: it belongs to its weights."""
+    count = await engine.control.pause(mode, clear_cache=clear_cache)
+    return PausedAnswer(status="paused", num_requests=count)
+
+
+@router.post("/resume")
+async def resume(engine: EngineDep) -> StatusAnswer:
+    """vLLM's: go on."""
+    await engine.control.resume()
+    return StatusAnswer(status="resumed")
+
+
+@router.get("/is_paused")
+async def is_paused(engine: EngineDep) -> IsPaused:
+    """vLLM's: whether nothing is generated."""
+    return IsPaused(is_paused=engine.control.is_paused)
+
+
+@router.post("/pause_generation")
+async def pause_generation(
+    engine: EngineDep,
+    response: Response,
+    body: Annotated[PauseGeneration | None, Body()] = None,
+) -> PausedGeneration:
+    """SGLang's: generate nothing more."""
+    asked = body or PauseGeneration(mode="abort")
+    count = await engine.control.pause(MODES[asked.mode])
+    if asked.mode == "retract":
+        await engine.control.reset_prefix_cache(reset_running=True)
+    tell_ignored(response, asked.model_extra or ())
+    return PausedGeneration(
+        success=True,
+        message="Generation is paused.",
+        status="ok",
+        num_paused_requests=count,
+    )
+
+
+@router.post("/continue_generation")
+async def continue_generation(engine: EngineDep) -> MessageAnswer:
+    """SGLang's: go on."""
+    await engine.control.resume()
+    return MessageAnswer(success=True, message="Generation goes on.", status="ok")
+
+
+@router.post("/reset_prefix_cache")
+async def reset_prefix_cache(
+    engine: EngineDep,
+    response: Response,
+    reset_running_requests: bool = False,
+    reset_external: bool = False,
+    body: Annotated[ResetRequest | None, Body()] = None,
+) -> ResetAnswer:
+    """vLLM's: find nothing again that was computed before. There is no external cache."""
+    del reset_external
+    running = reset_running_requests or (body is not None and body.reset_running_requests)
+    await engine.control.reset_prefix_cache(reset_running=running)
+    tell_ignored(response, (body.model_extra or ()) if body is not None else ())
+    return ResetAnswer(success=True)
+
+
+@router.post("/reset_mm_cache", response_class=Response)
+@router.post("/reset_encoder_cache", response_class=Response)
+async def reset_other_caches() -> Response:
+    """vLLM's: there are no such caches here, so they are empty."""
+    return Response(status_code=200)
+
+
+@router.get("/flush_cache", response_class=PlainTextResponse)
+@router.post("/flush_cache", response_class=PlainTextResponse)
+async def flush_cache(
+    engine: EngineDep,
+    wait_s: Annotated[float, Query(alias="timeout", ge=0, le=MAX_FLUSH_WAIT_S)] = 0.0,
+) -> Response:
+    """SGLang's: empty the prefix cache once no request runs; 400 if some do after the timeout."""
+    if not await _is_quiet(engine, wait_s):
+        raise InvalidRequestError("Requests are running: the cache was not flushed.")
+    await engine.control.reset_prefix_cache()
+    return PlainTextResponse("Cache flushed.\n")
+
+
+async def _is_quiet(engine: EngineClient, wait_s: float) -> bool:
+    """Whether nothing is generated, now or before the time is over."""
+    loop = asyncio.get_running_loop()
+    until_s = loop.time() + wait_s
+    while engine.load().num_requests and not engine.control.is_paused:
+        if loop.time() >= until_s:
+            return False
+        await asyncio.sleep(POLL_S)
+    return True

@@ -1,0 +1,250 @@
+"""Adapters over HTTP while the server runs, and what breaks while they come."""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlencode
+
+import httpx2
+import numpy as np
+import openai
+import pytest
+
+from mlx_parallm.client.tensors import encode_safetensors
+from tests import adapter_files
+from tests.server_process import ServerProcess
+
+QUERY = {"config": json.dumps(adapter_files.CONFIG)}
+RAW = {"content-type": "application/octet-stream"}
+PROMPT = list(range(40, 60))
+
+
+@pytest.fixture(scope="module")
+def roots(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("adapters")
+
+
+@pytest.fixture(scope="module")
+def server(roots: Path) -> Iterator[ServerProcess]:
+    process = ServerProcess(
+        "--max-num-seqs", "16", "--max-model-len", "512", "--max-loras", "2",
+        "--allowed-adapter-roots", str(roots), "--client-timeout", "20",
+        "--admin-api-key", "admin",
+    )  # fmt: skip
+    process.wait_until_ready()
+    yield process
+    process.stop()
+
+
+@pytest.fixture
+def http(server: ServerProcess) -> Iterator[httpx2.Client]:
+    """A client with the admin key; the server has no adapters and is not paused after it."""
+    headers = {"authorization": "Bearer admin"}
+    with httpx2.Client(base_url=server.url, headers=headers, timeout=120) as client:
+        yield client
+        client.post("/resume")
+        for one in client.get("/v1/adapters").json()["data"]:
+            client.delete(f"/v1/adapters/{one['name']}")
+
+
+def put(http: httpx2.Client, name: str, seed: int, **fields: str) -> httpx2.Response:
+    params = {"name": name, **QUERY, **fields}
+    data = adapter_files.upload(seed)
+    return http.post("/v1/update_adapter_weights", content=data, params=params, headers=RAW)
+
+
+def tokens(http: httpx2.Client, model: str, *, count: int = 16) -> list[int]:
+    """What greedy decoding gives."""
+    body = {
+        "model": model,
+        "prompt": PROMPT,
+        "max_tokens": count,
+        "temperature": 0,
+        "ignore_eos": True,
+        "return_token_ids": True,
+    }
+    response = http.post("/v1/completions", json=body)
+    assert response.status_code == 200, response.text
+    return response.json()["choices"][0]["token_ids"]
+
+
+def base_name(http: httpx2.Client) -> str:
+    return http.get("/v1/models").json()["data"][0]["id"]
+
+
+def test_an_uploaded_adapter_serves_and_is_replaced(http: httpx2.Client, roots: Path) -> None:
+    base = tokens(http, base_name(http))
+    first = put(http, "policy", 1)
+    assert first.status_code == 200, first.text
+    assert first.json()["version"] == "1"
+    one = tokens(http, "policy")
+    assert one != base
+    second = put(http, "policy", 2, expected_version="1", version="step-2")
+    assert second.json()["version"] == "step-2"
+    two = tokens(http, "policy")
+    assert two not in (base, one)
+    assert put(http, "policy", 1, expected_version="1").status_code == 412
+    assert tokens(http, "policy") == two
+    # From a folder it is the same adapter as from a body.
+    adapter_files.save(roots / "one", 1)
+    body = {"lora_name": "again", "lora_path": str(roots / "one")}
+    response = http.post("/v1/load_lora_adapter", json=body)
+    assert response.text == "Success: LoRA adapter 'again' added successfully."
+    assert tokens(http, "again") == one
+    cards = http.get("/v1/adapters").json()["data"]
+    assert [card["digest"] for card in cards] == [second.json()["digest"], first.json()["digest"]]
+    assert tokens(http, base_name(http)) == base
+
+
+def test_the_openai_client_sees_adapters_as_models(http: httpx2.Client) -> None:
+    put(http, "policy@7", 1)
+    url = str(http.base_url.join("/v1"))
+    with openai.OpenAI(base_url=url, api_key="none", max_retries=0) as client:
+        cards: list[Any] = list(client.models.list())
+        assert [card.id for card in cards][-1] == "policy@7"
+        assert cards[-1].parent == cards[0].id
+        answer = client.completions.create(model="policy@7", prompt=PROMPT, max_tokens=2)
+        assert answer.model == "policy@7"
+        http.delete("/v1/adapters/policy@7")
+        with pytest.raises(openai.NotFoundError):
+            client.completions.create(model="policy@7", prompt=PROMPT, max_tokens=2)
+
+
+def test_folders_are_confined(http: httpx2.Client, roots: Path) -> None:
+    for path in ("/etc", str(roots / ".." / ".."), "../..", "x\0y"):
+        body = {"lora_name": "p", "lora_path": path}
+        response = http.post("/v1/load_lora_adapter", json=body)
+        assert (response.status_code, response.json()["error"]["param"]) == (400, "lora_path")
+    assert http.post("/v1/unload_lora_adapter", json={"lora_name": "p"}).status_code == 404
+
+
+def test_the_steps_of_art_come_and_go(http: httpx2.Client, roots: Path) -> None:
+    for step in (1, 2):
+        folder = adapter_files.save(roots / f"step-{step}", step)
+        body = {"lora_name": f"m@{step}", "lora_path": str(folder)}
+        assert http.post("/v1/load_lora_adapter", json=body).is_success
+    response = http.post("/v1/load_lora_adapter", json=body)
+    assert response.status_code == 400
+    assert http.post("/v1/load_lora_adapter", json={**body, "load_inplace": True}).is_success
+    assert tokens(http, "m@1") != tokens(http, "m@2")
+    assert http.post("/v1/unload_lora_adapter", json={"lora_name": "m@1"}).is_success
+    assert http.post("/v1/unload_lora_adapter", json={"lora_name": "m@1"}).status_code == 404
+
+
+def test_at_the_root_one_name_moves_from_path_to_path(http: httpx2.Client, roots: Path) -> None:
+    seen = []
+    for step in (1, 2):
+        folder = adapter_files.save(roots / f"step-{step}", step)
+        body = {"lora_name": "r", "lora_path": str(folder)}
+        answer = http.post("/load_lora_adapter", json=body).json()
+        assert answer["loaded_adapters"] == {"r": str(folder)}
+        seen.append(tokens(http, "r"))
+    assert seen[0] != seen[1]
+
+
+def damaged(kind: str) -> bytes:
+    made = adapter_files.tensors(3)
+    name = next(iter(made))
+    if kind == "truncated":
+        return adapter_files.upload(3)[:-7]
+    if kind == "not a number":
+        made[name][0, 0] = np.nan
+    elif kind == "infinite":
+        made[name][0, 0] = np.inf
+    elif kind == "another width":
+        made[name] = np.zeros((made[name].shape[0] + 1, adapter_files.RANK), np.float32)
+    elif kind == "another rank":
+        made[name] = np.zeros((made[name].shape[0], adapter_files.RANK + 1), np.float32)
+    elif kind == "half a pair":
+        del made[name]
+    elif kind == "another model":
+        made = {key.replace("self_attn", "other"): value for key, value in made.items()}
+    return encode_safetensors(made)
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "truncated",
+        "not a number",
+        "infinite",
+        "another width",
+        "another rank",
+        "half a pair",
+        "another model",
+    ],
+)
+def test_a_bad_update_leaves_the_old_version(http: httpx2.Client, kind: str) -> None:
+    put(http, "policy", 1, version="good")
+    before = tokens(http, "policy")
+    response = http.post(
+        "/v1/update_adapter_weights",
+        content=damaged(kind),
+        params={"name": "policy", "version": "bad", **QUERY},
+        headers=RAW,
+    )
+    assert response.status_code == 400, response.text
+    assert http.get("/v1/adapters/policy").json()["version"] == "good"
+    assert tokens(http, "policy") == before
+    assert put(http, "policy", 2).is_success
+
+
+def test_a_connection_cut_in_the_middle_changes_nothing(
+    server: ServerProcess, http: httpx2.Client
+) -> None:
+    put(http, "policy", 1)
+    before = tokens(http, "policy")
+    data = adapter_files.upload(2)
+    query = urlencode({"name": "policy", **QUERY})
+    head = (
+        f"POST /v1/update_adapter_weights?{query} HTTP/1.1\r\nHost: here\r\n"
+        "Authorization: Bearer admin\r\nContent-Type: application/octet-stream\r\n"
+        f"Content-Length: {len(data)}\r\n\r\n"
+    )
+    for _ in range(3):
+        with socket.create_connection(("127.0.0.1", server.port)) as connection:
+            connection.sendall(head.encode() + data[: len(data) // 2])
+    assert http.get("/v1/adapters/policy").json()["version"] == "1"
+    assert tokens(http, "policy") == before
+
+
+def test_swaps_under_load_give_no_wrong_token(http: httpx2.Client) -> None:
+    """Each stream's spans name the versions; what one version made alone, it made here."""
+    alone = {}
+    for seed in (1, 2):
+        put(http, "policy", seed, version=f"v{seed}")
+        alone[f"v{seed}"] = tokens(http, "policy")
+    stop = threading.Event()
+
+    def roll() -> list[tuple[tuple[str, ...], list[int]]]:
+        body = {
+            "model": "policy",
+            "token_ids": PROMPT,
+            "sampling_params": {"max_tokens": 16, "temperature": 0, "ignore_eos": True},
+        }
+        seen = []
+        while not stop.is_set():
+            choice = http.post("/inference/v1/generate", json=body).json()["choices"][0]
+            labels = tuple(span["version"] for span in choice["weight_versions"])
+            seen.append((labels, choice["token_ids"]))
+        return seen
+
+    with ThreadPoolExecutor(4) as threads:
+        running = [threads.submit(roll) for _ in range(4)]
+        try:
+            for swap in range(100):
+                seed = 1 + swap % 2
+                assert put(http, "policy", seed, version=f"v{seed}").is_success
+        finally:
+            stop.set()
+        seen = [one for future in running for one in future.result()]
+    pure = [(labels[0], ids) for labels, ids in seen if len(labels) == 1]
+    assert pure
+    assert all(ids == alone[label] for label, ids in pure)
+    assert {label for labels, _ in seen for label in labels} <= set(alone)
