@@ -8,11 +8,20 @@ from mlx_parallm.client.errors import (
     ServerUnreachableError,
     UnexpectedAnswerError,
 )
-from mlx_parallm.client.results import Group, Prompt, Rollout, Sample, VersionSpan
+from mlx_parallm.client.results import (
+    AdapterInfo,
+    Group,
+    Prompt,
+    Rollout,
+    Sample,
+    Score,
+    VersionSpan,
+)
 from mlx_parallm.client.rl import RLClient
 from mlx_parallm.client.tensors import encode_safetensors
 
 __all__ = [
+    "AdapterInfo",
     "ClientError",
     "Group",
     "Prompt",
@@ -20,6 +29,7 @@ __all__ = [
     "RequestFailedError",
     "Rollout",
     "Sample",
+    "Score",
     "ServerUnreachableError",
     "UnexpectedAnswerError",
     "VersionSpan",

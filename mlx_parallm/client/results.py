@@ -108,6 +108,52 @@ class Rollout:
         return [sample for group in self.groups for sample in group.samples]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Score:
+    """How likely a completion is.
+
+    Attributes:
+        logprobs: of each of its tokens.
+        version: label of the weights that say so.
+        top_logprobs: at each place the likeliest tokens; None if they were not asked for.
+        entropy: at each place, in nats; None if it was not asked for.
+    """
+
+    logprobs: Sequence[float]
+    version: str
+    top_logprobs: Sequence[Alternatives] | None = None
+    entropy: Sequence[float] | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdapterInfo:
+    """A loaded adapter.
+
+    Attributes:
+        name: that requests use.
+        model: its base model.
+        version: label of the tokens that it makes now.
+        digest: SHA-256 of what it changes; equal for equal weights, whatever their names.
+        rank: the largest of its modules.
+        num_bytes: of its tensors.
+        is_pinned: whether it keeps its slot once it has one.
+        is_resident: whether it has a slot.
+        num_running: sequences that run with it.
+        live_ms: after an upload, from the last byte of the body until it served.
+    """
+
+    name: str
+    model: str
+    version: str
+    digest: str
+    rank: int
+    num_bytes: int
+    is_pinned: bool
+    is_resident: bool
+    num_running: int
+    live_ms: float | None = None
+
+
 @contextlib.contextmanager
 def expected(what: str) -> Iterator[None]:
     """Tell of an answer that lacks a field, or has another type in its place."""
@@ -154,7 +200,6 @@ def prompt_of(told: Mapping[str, Any]) -> Prompt:
 def sample_of(told: Mapping[str, Any], prompt: Prompt) -> Sample:
     """A sample of a group, or of an event."""
     spans = told["weight_versions"]
-    top = told.get("top_logprobs")
     if len(told["logprobs"]) != len(told["token_ids"]):
         raise ValueError("there are not as many logprobs as tokens")
     return Sample(
@@ -166,8 +211,41 @@ def sample_of(told: Mapping[str, Any], prompt: Prompt) -> Sample:
         finish_reason=told["finish_reason"],
         stop_reason=told.get("stop_reason"),
         versions=[VersionSpan(one["version"], one["start"], one["end"]) for one in spans],
-        top_logprobs=top and [[(token_id, value) for token_id, value in one] for one in top],
+        top_logprobs=_alternatives(told),
         entropy=told.get("entropy"),
         reward=told.get("reward"),
         verifier_error=told.get("verifier_error"),
+    )
+
+
+def _alternatives(told: Mapping[str, Any]) -> list[Alternatives] | None:
+    top = told.get("top_logprobs")
+    if top is None:
+        return None
+    return [[(token_id, value) for token_id, value in one] for one in top]
+
+
+def score_of(told: Mapping[str, Any]) -> Score:
+    """An item of the answer of ``POST /v1/rl/logprobs``."""
+    return Score(
+        logprobs=told["logprobs"],
+        version=told["weight_version"],
+        top_logprobs=_alternatives(told),
+        entropy=told.get("entropy"),
+    )
+
+
+def adapter_of(told: Mapping[str, Any]) -> AdapterInfo:
+    """An adapter as ``/v1/adapters`` and uploads tell of it."""
+    return AdapterInfo(
+        name=told["name"],
+        model=told["model"],
+        version=told["version"],
+        digest=told["digest"],
+        rank=told["rank"],
+        num_bytes=told["bytes"],
+        is_pinned=told["pinned"],
+        is_resident=told["resident"],
+        num_running=told["num_running"],
+        live_ms=told.get("timings", {}).get("live_ms"),
     )

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 # Formats of the buffer protocol; MLX calls by its own name what Python has none for.
@@ -46,6 +47,21 @@ def encode_safetensors(tensors: Mapping[str, Any]) -> bytes:
     head = json.dumps(header).encode()
     head += b" " * (-len(head) % _ALIGNMENT)
     return b"".join((len(head).to_bytes(8, "little"), head, *chunks))
+
+
+def read_folder(folder: Path) -> tuple[dict[str, Any], bytes]:
+    """The config of the adapter in a folder, and its file of tensors as it is.
+
+    Raises:
+        FileNotFoundError: there is none.
+    """
+    config = json.loads((folder / "adapter_config.json").read_bytes())
+    # PEFT's name, and mlx-lm's.
+    names = ("adapter_model.safetensors", "adapters.safetensors")
+    found = next((folder / name for name in names if (folder / name).is_file()), None)
+    if found is None:
+        raise FileNotFoundError(f"{folder} has no {' or '.join(names)}.")
+    return config, found.read_bytes()
 
 
 def _view(name: str, array: Any) -> memoryview:

@@ -78,6 +78,21 @@ def num_aborted(server: ServerProcess) -> float:
     return float(found[1]) if found else 0.0
 
 
+async def test_what_was_sampled_is_scored_the_same(client: RLClient) -> None:
+    rollout = await client.rollout(["1, 2, 3,", CHAT], n=2, max_tokens=8, seed=5)
+    items = [(sample.prompt.token_ids, sample.token_ids) for sample in rollout.samples]
+    scores = await client.logprobs(items, top_logprobs=2, entropy=True)
+    for sample, score in zip(rollout.samples, scores, strict=True):
+        assert score.logprobs == pytest.approx(sample.logprobs, abs=1e-4)
+        assert score.version == "default"
+        assert score.top_logprobs is not None
+        assert score.entropy is not None
+        assert len(score.top_logprobs) == len(score.entropy) == len(sample.token_ids)
+    with pytest.raises(RequestFailedError) as refused:
+        await client.logprobs([([1], [])])
+    assert refused.value.status == 400
+
+
 async def until(is_true: Callable[[], bool]) -> None:
     while not is_true():  # noqa: ASYNC110 - another process is asked
         await asyncio.sleep(0.01)
@@ -106,10 +121,13 @@ async def test_refusals_name_the_field(client: RLClient) -> None:
     with pytest.raises(RequestFailedError) as streamed:
         await anext(client.stream_rollout(["a"], model="nobody"))
     assert streamed.value.status == 404
+    await client.wait_until_ready()
 
 
 async def test_a_server_that_is_not_there_is_told() -> None:
     async with RLClient(f"http://127.0.0.1:{free_port()}") as client:
+        with pytest.raises(ServerUnreachableError):
+            await client.wait_until_ready(timeout_s=0.3)
         with pytest.raises(ServerUnreachableError, match="127"):
             await client.rollout(["a"])
 

@@ -1,0 +1,192 @@
+"""GRPO with a LoRA: the loss, and the updates.
+
+Group Relative Policy Optimization, https://arxiv.org/abs/2402.03300: the advantage of a sample is
+its reward above the mean of its group, in standard deviations of the group; the objective is PPO's
+clipped one (https://arxiv.org/abs/1707.06347), token by token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import mlx.optimizers as optim
+import numpy as np
+from mlx.utils import tree_flatten
+from mlx_lm import utils
+from mlx_lm.tuner.lora import LoRALinear
+from mlx_lm.tuner.utils import linear_to_lora_layers
+
+Batch = dict[str, mx.array]
+
+# As mlx-lm's command line has it.
+ALL_LAYERS = -1
+# Rows are as long as the longest, rounded up to this, so that few shapes occur.
+LENGTH_STEP = 8
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingSample:
+    """What the server sampled, and what it was worth.
+
+    Attributes:
+        prompt_ids: as the server says that it used them.
+        token_ids: the completion.
+        logprobs: of each of its tokens, under the weights that sampled it.
+        advantage: see ``group_advantages``.
+    """
+
+    prompt_ids: Sequence[int]
+    token_ids: Sequence[int]
+    logprobs: Sequence[float]
+    advantage: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """Hyperparameters.
+
+    Attributes:
+        rank: of the LoRA.
+        scale: what its product is multiplied with; alpha / rank where others write alpha.
+        learning_rate: Adam's.
+        clip: how far the ratio of the policies may go from 1.
+        kl: weight of the distance from the base model; 0 leaves it out and saves a forward.
+        epochs: how often each sample is trained on.
+        minibatch: samples per step of the optimizer.
+        max_grad_norm: longer gradients are shortened to it.
+    """
+
+    rank: int = 16
+    scale: float = 2.0
+    learning_rate: float = 3e-4
+    clip: float = 0.2
+    kl: float = 0.0
+    epochs: int = 1
+    minibatch: int = 64
+    max_grad_norm: float = 1.0
+
+
+def group_advantages(rewards: Sequence[float]) -> list[float]:
+    """Rewards of one group in standard deviations above their mean; zeros if all are equal."""
+    values = np.array(rewards, np.float64)
+    return [float(value) for value in (values - values.mean()) / (values.std() + 1e-4)]
+
+
+class Trainer:
+    """A base model that stays as it is, a LoRA on all its linear layers, and an optimizer."""
+
+    def __init__(self, model_path: Path, settings: Settings, seed: int = 0) -> None:
+        mx.random.seed(seed)
+        self._settings = settings
+        self._order = Random(seed)
+        # What the server does on the CPU: other rounding would make another policy.
+        model, _ = utils.load_model(model_path)
+        self.model = utils.dequantize_model(model)
+        self.model.set_dtype(mx.float32)
+        self.model.freeze()
+        self._lora = {"rank": settings.rank, "scale": settings.scale, "dropout": 0.0}
+        linear_to_lora_layers(self.model, ALL_LAYERS, self._lora)
+        self._optimizer = optim.Adam(settings.learning_rate, betas=[0.9, 0.99])
+        self._loss_and_grad = nn.value_and_grad(self.model, self._loss)
+
+    def adapter(self) -> tuple[dict[str, mx.array], dict[str, Any]]:
+        """The LoRA's tensors and its config, as mlx-lm writes them into files."""
+        config = {"fine_tune_type": "lora", "lora_parameters": self._lora}
+        return dict(tree_flatten(self.model.trainable_parameters())), config
+
+    def update(self, samples: Sequence[TrainingSample]) -> dict[str, float]:
+        """Train on samples.
+
+        Returns:
+            What was measured, as means over the optimizer's steps; and ``mismatch``, the largest
+            difference between the server's log-probabilities and the trainer's, before the first
+            step.
+        """
+        # The loss of a group in which all rewards are equal has no gradient.
+        useful = [sample for sample in samples if sample.advantage]
+        size = self._settings.minibatch
+        measured = []
+        for _ in range(self._settings.epochs):
+            self._order.shuffle(useful)
+            for begin in range(0, len(useful), size):
+                measured.append(self._step(make_batch(useful[begin : begin + size])))
+        if not measured:
+            return {}
+        means = {name: sum(one[name] for one in measured) / len(measured) for name in measured[0]}
+        return means | {"mismatch": measured[0]["mismatch"]}
+
+    def _step(self, batch: Batch) -> dict[str, float]:
+        if self._settings.kl:
+            batch["reference"] = self._reference_logprobs(batch)
+        (loss, measured), grads = self._loss_and_grad(batch)
+        grads, norm = optim.clip_grad_norm(grads, self._settings.max_grad_norm)
+        self._optimizer.update(self.model, grads)
+        mx.eval(self.model.trainable_parameters(), self._optimizer.state, measured)
+        measured |= {"loss": loss, "grad_norm": norm}
+        return {name: value.item() for name, value in measured.items()}
+
+    def _loss(self, batch: Batch) -> tuple[mx.array, Batch]:
+        """The mean over all completion tokens, and what is worth a look."""
+        mask, advantages, clip = batch["mask"], batch["advantages"], self._settings.clip
+        logprobs = self._token_logprobs(batch)
+        change = (logprobs - batch["logprobs"]) * mask
+        ratio = mx.exp(change)
+        clipped = mx.clip(ratio, 1 - clip, 1 + clip)
+        losses = -mx.minimum(ratio * advantages, clipped * advantages)
+        if self._settings.kl:
+            # Schulman's estimator of the divergence from the base model: never negative.
+            away = (batch["reference"] - logprobs) * mask
+            losses = losses + self._settings.kl * (mx.exp(away) - away - 1)
+        num_tokens = mask.sum()
+        measured = {
+            "mismatch": mx.abs(change).max(),
+            "clipped": ((ratio != clipped) * mask).sum() / num_tokens,
+        }
+        return (losses * mask).sum() / num_tokens, measured
+
+    def _token_logprobs(self, batch: Batch) -> mx.array:
+        """Log-probability of each token after the first, [rows, length - 1]."""
+        logits = self.model(batch["tokens"][:, :-1])
+        return -nn.losses.cross_entropy(logits, batch["tokens"][:, 1:])
+
+    def _reference_logprobs(self, batch: Batch) -> mx.array:
+        """``_token_logprobs`` of the base model: without the LoRA."""
+        layers = [one for one in self.model.modules() if isinstance(one, LoRALinear)]
+        for layer in layers:
+            layer.scale = 0.0
+        logprobs = self._token_logprobs(batch)
+        mx.eval(logprobs)
+        for layer in layers:
+            layer.scale = self._settings.scale
+        return logprobs
+
+
+def make_batch(samples: Sequence[TrainingSample]) -> Batch:
+    """Samples as rows, padded on the right; the mask is 1 at completion tokens only.
+
+    Returns:
+        ``tokens`` [rows, length], ``advantages`` [rows, 1]; ``mask`` and ``logprobs``
+        [rows, length - 1], whose entry i is about token i + 1.
+    """
+    longest = max(len(one.prompt_ids) + len(one.token_ids) for one in samples)
+    length = -(-longest // LENGTH_STEP) * LENGTH_STEP
+    tokens = np.zeros((len(samples), length), np.int32)
+    mask, logprobs = np.zeros((2, len(samples), length - 1), np.float32)
+    for row, one in enumerate(samples):
+        begin, end = len(one.prompt_ids), len(one.prompt_ids) + len(one.token_ids)
+        tokens[row, :end] = [*one.prompt_ids, *one.token_ids]
+        mask[row, begin - 1 : end - 1] = 1
+        logprobs[row, begin - 1 : end - 1] = one.logprobs
+    advantages = np.array([[one.advantage] for one in samples], np.float32)
+    return {
+        "tokens": mx.array(tokens),
+        "mask": mx.array(mask),
+        "logprobs": mx.array(logprobs),
+        "advantages": mx.array(advantages),
+    }

@@ -1,0 +1,148 @@
+"""Adapters over HTTP by ``mlx_parallm.client``, and two steps of the GRPO example."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from xml.etree import ElementTree as ET
+
+import numpy as np
+import pytest
+
+from mlx_parallm.client import AdapterInfo, RequestFailedError, RLClient, encode_safetensors
+from tests.server_process import ROOT, ServerProcess
+
+NAME = "client-test"
+WIDTH, RANK, NUM_LAYERS = 256, 4, 6
+CONFIG = {"peft_type": "LORA", "r": RANK, "lora_alpha": 2 * RANK}
+PROMPT = [3062, 274, 198, 50, 52]
+
+
+def tensors(seed: int, size: float = 0.1) -> dict[str, np.ndarray]:
+    """A random adapter of the embedded model's query projections, as PEFT names them."""
+    random = np.random.default_rng(seed)
+    return {
+        f"base_model.model.model.layers.{layer}.self_attn.q_proj.lora_{part}.weight": (
+            size * random.standard_normal((RANK, WIDTH) if part == "A" else (WIDTH, RANK))
+        ).astype(np.float32)
+        for layer in range(NUM_LAYERS)
+        for part in "AB"
+    }
+
+
+@pytest.fixture
+async def client(live_server: ServerProcess) -> AsyncIterator[RLClient]:
+    async with RLClient(live_server.url) as client:
+        yield client
+        await client.resume()
+        for info in await client.adapters():
+            await client.unload_adapter(info.name)
+
+
+async def put(client: RLClient, seed: int, **options: str) -> AdapterInfo:
+    return await client.update_adapter(NAME, tensors(seed), CONFIG, **options)
+
+
+async def sampled(client: RLClient, adapter: str | None = NAME) -> tuple[list[float], str]:
+    """Log-probabilities of a prompt and the version of what was sampled."""
+    options = {} if adapter is None else {"adapter": adapter}
+    rollout = await client.rollout([PROMPT], max_tokens=1, prompt_logprobs=0, **options)
+    logprobs = rollout.groups[0].prompt.logprobs
+    assert logprobs is not None
+    return [one for one in logprobs if one is not None], rollout.samples[0].versions[0].version
+
+
+async def test_an_adapter_comes_changes_and_goes(client: RLClient) -> None:
+    base, version = await sampled(client, None)
+    assert version == "default"
+    first = await put(client, 1)
+    assert (first.version, first.rank, first.live_ms is not None) == ("1", RANK, True)
+    before, version = await sampled(client)
+    assert version == "1"
+    assert np.abs(np.array(before) - base).max() > 1e-3
+    second = await put(client, 2, version="step-7", expected_version="1")
+    assert second.digest != first.digest
+    after, version = await sampled(client)
+    assert version == "step-7"
+    assert np.abs(np.array(after) - before).max() > 1e-3
+    assert [(one.name, one.version) for one in await client.adapters()] == [(NAME, "step-7")]
+    # The same weights again: what is known by its content is the same.
+    assert (await put(client, 1)).digest == first.digest
+    np.testing.assert_allclose((await sampled(client))[0], before, atol=1e-5)
+    await client.unload_adapter(NAME)
+    assert await client.adapters() == []
+    with pytest.raises(RequestFailedError) as gone:
+        await sampled(client)
+    assert gone.value.status == 404
+
+
+async def test_what_is_refused_leaves_the_old_version(client: RLClient) -> None:
+    await put(client, 1, version="good")
+    before, _ = await sampled(client)
+    with pytest.raises(RequestFailedError, match="good") as late:
+        await put(client, 2, version="late", expected_version="older")
+    assert late.value.status == 412
+    assert late.value.param == "expected_version"
+    bad = tensors(3)
+    next(iter(bad.values()))[0, 0] = np.nan
+    with pytest.raises(RequestFailedError, match="finite") as infinite:
+        await client.update_adapter(NAME, bad, CONFIG)
+    assert infinite.value.status == 400
+    assert await sampled(client) == (pytest.approx(before, abs=1e-5), "good")
+
+
+async def test_a_local_folder_is_uploaded(client: RLClient, tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError):
+        await client.load_adapter(NAME, tmp_path)
+    (tmp_path / "adapter_config.json").write_text(json.dumps(CONFIG))
+    with pytest.raises(FileNotFoundError, match="adapter_model"):
+        await client.load_adapter(NAME, tmp_path)
+    (tmp_path / "adapter_model.safetensors").write_bytes(encode_safetensors(tensors(5)))
+    info = await client.load_adapter(NAME, tmp_path, pinned=True)
+    assert info.is_pinned
+    assert info.digest == (await put(client, 5)).digest
+
+
+async def test_an_update_amid_a_pause_shows_in_the_spans(
+    client: RLClient, live_server: ServerProcess
+) -> None:
+    await put(client, 1, version="old")
+    running = asyncio.ensure_future(
+        client.rollout([PROMPT], adapter=NAME, max_tokens=500, ignore_eos=True, seed=1)
+    )
+    await until(lambda: live_server.metric("vllm:num_requests_running") > 0)
+    assert await client.pause("keep") == 1
+    assert await client.is_paused()
+    await put(client, 2, version="new", expected_version="old")
+    await client.resume()
+    assert not await client.is_paused()
+    sample = (await running).samples[0]
+    assert [span.version for span in sample.versions] == ["old", "new"]
+    ends = [span.end for span in sample.versions]
+    assert [span.start for span in sample.versions] == [0, ends[0]]
+    assert ends[1] == len(sample.token_ids) == 500
+
+
+async def until(is_true: Callable[[], bool]) -> None:
+    while not is_true():  # noqa: ASYNC110 - another process is asked
+        await asyncio.sleep(0.01)
+
+
+def test_two_steps_of_the_example(live_server: ServerProcess, tmp_path: Path) -> None:
+    log, plot = tmp_path / "steps.jsonl", tmp_path / "rewards.svg"
+    flags = ["--steps", "2", "--problems", "8", "--group-size", "8", "--eval-problems", "8"]
+    command = [sys.executable, "-m", "examples.grpo.train", "--url", live_server.url, *flags]
+    command += ["--adapter", "example", "--log", str(log), "--plot", str(plot)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    steps = [json.loads(line) for line in log.read_text().splitlines()]
+    assert [step["version"] for step in steps] == ["0", "1"]
+    # The trainer and the server compute the same policy, before and after an update.
+    assert [step["mismatch"] < 1e-3 for step in steps] == [True, True]
+    assert all(0 <= step["reward"] <= 1 for step in steps)
+    assert ET.parse(plot).getroot() is not None
+    assert "step   1" in done.stdout
