@@ -41,6 +41,7 @@ from mlx_parallm.api.routes import (
     rl_logprobs,
     rollout,
     server_info,
+    sglang,
     token_generate,
     tokenize,
 )
@@ -126,6 +127,7 @@ def _add_routes(app: FastAPI) -> None:
         aborts.router,
         adapters.dialect_router,
         lifecycle.router,
+        sglang.router,
         token_generate.router,
         docs.router,
     ):

@@ -141,6 +141,7 @@ def body_limits(config: ServerConfig) -> dict[str, int]:
         MESSAGES: config.max_body_bytes,
         "/tokenize": config.max_body_bytes,
         "/detokenize": config.max_body_bytes,
+        "/generate": config.max_body_bytes,
         "/inference/v1/generate": config.max_body_bytes,
         "/rl": config.max_body_bytes,
         "/update_adapter_weights": config.max_adapter_bytes + FORM_BYTES,

@@ -39,7 +39,7 @@ class Answer(Protocol):
         """Take in an event of the whole answer."""
         ...
 
-    def whole(self) -> dict[str, Any]:
+    def whole(self) -> dict[str, Any] | list[dict[str, Any]]:
         """The answer, once every event is in."""
         ...
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from dataclasses import replace
 from typing import Any
 
 from mlx_parallm.api.convert.answer import chunk_usage, usage_body
@@ -42,7 +41,7 @@ def token_sampling_params(
     Raises:
         InvalidRequestError: a value is out of range.
     """
-    params = sampling_params(
+    return sampling_params(
         body,
         max_tokens=body.max_tokens,
         logprobs=body.logprobs,
@@ -50,8 +49,8 @@ def token_sampling_params(
         max_logprobs=max_logprobs,
         n=body.n,
         grammar=grammar,
+        logprob_token_ids=body.logprob_token_ids,
     )
-    return replace(params, logprob_token_ids=tuple(body.logprob_token_ids))
 
 
 class TokenAnswer:

@@ -6,6 +6,7 @@ from typing import Any
 
 from mlx_parallm.batch import TokenLogprob
 from mlx_parallm.engine.interface import Tokenizer
+from mlx_parallm.request import ALL_TOKENS
 
 
 class TokenEntries:
@@ -26,7 +27,7 @@ class TokenEntries:
         return named | {"token_id": token_id, "logprob": logprob, "rank": rank}
 
     def with_top(self, entry: TokenLogprob, count: int) -> dict[str, Any]:
-        """A sampled token with its ``count`` alternatives: itself first, then by rank."""
+        """A sampled token, itself first of ``count`` alternatives (-1: of all), then by rank."""
         ranks = {token_id: rank for rank, (token_id, _) in enumerate(entry.top, start=1)}
         own = self.entry(entry.token_id, entry.logprob, ranks.get(entry.token_id, entry.rank))
         others = [
@@ -34,7 +35,8 @@ class TokenEntries:
             for token_id, value in entry.top
             if token_id != entry.token_id
         ]
-        return own | {"top_logprobs": [own.copy(), *others][: max(count, 1)]}
+        shown = [own.copy(), *others]
+        return own | {"top_logprobs": shown if count == ALL_TOKENS else shown[: max(count, 1)]}
 
     def with_named(self, entry: TokenLogprob) -> dict[str, Any]:
         """A sampled token with those that were asked for by id, in the order asked for."""

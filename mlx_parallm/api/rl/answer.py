@@ -37,7 +37,7 @@ def rollout_params(
         n=body.n,
         grammar=grammar,
     )
-    return replace(params, logprobs_mode=body.logprobs_mode, entropy=body.entropy)
+    return replace(params, entropy=body.entropy)
 
 
 def seed_of(number: int, item: RolloutItem, body: RolloutRequest) -> int | None:

@@ -7,12 +7,12 @@ from mlx_parallm.errors import ModelNotFoundError
 
 
 def addressed_model(
-    engine: EngineClient, model: str | None, adapter: str | None = None
+    engine: EngineClient, model: str | None, adapter: str | None = None, *, field: str = "adapter"
 ) -> tuple[str, ServedModel]:
     """The name that is meant, and what it names.
 
     An adapter is a name of its own, or belongs to the model that is given; without either it is the
-    first model.
+    first model. ``field`` is what the body calls the adapter.
 
     Raises:
         ModelNotFoundError: nothing has this name; names the field.
@@ -24,5 +24,5 @@ def addressed_model(
     try:
         return adapter, engine.get_model(name)
     except ModelNotFoundError as error:
-        error.param = "adapter"
+        error.param = field
         raise

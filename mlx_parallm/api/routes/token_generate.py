@@ -64,8 +64,9 @@ async def generate(
         params = token_sampling_params(
             body.sampling_params, max_logprobs=config.max_logprobs, grammar=grammar
         )
+    request_id = body.request_id or request.state.answer_id
     asked = GenerateRequest(
-        request_id=body.request_id or f"generate-{request.state.answer_id}",
+        request_id=f"generate-{request_id}",
         model=model.names[0],
         prompt_ids=tuple(body.token_ids),
         params=params,
@@ -73,7 +74,7 @@ async def generate(
         client=client,
         cache_salt=body.cache_salt,
     )
-    answer = TokenAnswer(body, request_id=asked.request_id, model=name, tokenizer=model.tokenizer)
+    answer = TokenAnswer(body, request_id=request_id, model=name, tokenizer=model.tokenizer)
     generation = await Generation.start(engine, [asked], fields=FIELDS, max_waiting=max_waiting)
     response = await respond(
         request, generation, answer, stream=body.stream, keep_alive_s=config.sse_keep_alive_s

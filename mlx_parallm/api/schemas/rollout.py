@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictInt, StrictStr
 
@@ -92,12 +92,9 @@ class RolloutRequest(SamplingFields):
         None, description="One per prompt; sample i of a prompt uses its seed + i."
     )
     top_logprobs: StrictInt = Field(0, ge=0, description="Likeliest tokens per sampled token.")
-    logprobs_mode: Literal["raw_logprobs", "processed_logprobs"] | None = Field(
-        None,
-        description="The model's log-probabilities, or those of the distribution that tokens were "
-        "drawn from; default: the server's --logprobs-mode.",
+    entropy: StrictBool = Field(
+        False, description="Of the distribution of logprobs_mode, for each token."
     )
-    entropy: StrictBool = Field(False, description="Of the same distribution, for each token.")
     prompt_logprobs: StrictInt | None = Field(
         None, ge=0, description="Score the prompts, with so many alternatives per token."
     )

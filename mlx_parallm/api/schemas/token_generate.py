@@ -6,7 +6,13 @@ from typing import Any, Literal
 
 from pydantic import ConfigDict, Field, StrictBool, StrictInt, StrictStr
 
-from mlx_parallm.api.schemas.common import INT64, NullIsAbsent, SamplingFields, StreamOptions
+from mlx_parallm.api.schemas.common import (
+    INT64,
+    MAX_NAMED_TOKENS,
+    NullIsAbsent,
+    SamplingFields,
+    StreamOptions,
+)
 from mlx_parallm.errors import InvalidRequestError
 from mlx_parallm.request import MAX_CHOICES
 
@@ -32,13 +38,17 @@ class TokenSamplingParams(SamplingFields):
         None, ge=0, description="Most tokens to generate; default: the rest of the context."
     )
     logprobs: StrictInt | None = Field(
-        None, ge=0, description="Log-probabilities: of the sampled token, and of so many in all."
+        None,
+        ge=-1,
+        description="Log-probabilities: of the sampled token, and of so many in all; -1 for all.",
     )
     prompt_logprobs: StrictInt | None = Field(
-        None, ge=0, description="Alternatives per prompt token."
+        None, ge=-1, description="Alternatives per prompt token; -1 for all."
     )
     logprob_token_ids: list[StrictInt] = Field(
-        default_factory=list, description="Report these tokens in place of the likeliest."
+        default_factory=list,
+        max_length=MAX_NAMED_TOKENS,
+        description="Report these tokens in place of the likeliest.",
     )
 
     def check_supported(self) -> None:

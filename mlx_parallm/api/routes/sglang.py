@@ -1,0 +1,153 @@
+"""``/generate``: SGLang's route, which atropos also calls with a body for vLLM."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from fastapi import APIRouter, Request, Response
+
+from mlx_parallm.api.convert.sglang import SglangAnswer, VllmPromptAnswer
+from mlx_parallm.api.convert.sglang_request import FIELDS, SglangItem, item_params, items_of
+from mlx_parallm.api.convert.structure import body_grammar
+from mlx_parallm.api.convert.token_generate import token_sampling_params
+from mlx_parallm.api.dependencies import (
+    ClientDep,
+    ConfigDep,
+    EngineDep,
+    MaxWaitingDep,
+)
+from mlx_parallm.api.generation import Generation, check_queue, named_by
+from mlx_parallm.api.ignored import tell_ignored
+from mlx_parallm.api.json_body import JsonRoute
+from mlx_parallm.api.offload import maybe_in_thread
+from mlx_parallm.api.respond import respond
+from mlx_parallm.api.rl.models import addressed_model
+from mlx_parallm.api.schemas.sglang import GenerateBody, is_batch
+from mlx_parallm.api.sse import STREAMED
+from mlx_parallm.config import ServerConfig
+from mlx_parallm.engine.interface import EngineClient, ServedModel, Tokenizer
+from mlx_parallm.request import GenerateRequest
+
+router = APIRouter(route_class=JsonRoute)
+
+DEFAULT_VLLM_MAX_TOKENS = 16
+
+
+@router.post("/generate", responses=STREAMED)
+@router.put("/generate", responses=STREAMED, include_in_schema=False)
+async def generate(
+    body: GenerateBody,
+    request: Request,
+    engine: EngineDep,
+    config: ConfigDep,
+    client: ClientDep,
+    max_waiting: MaxWaitingDep,
+) -> Response:
+    """Continue one prompt or several."""
+    body.check_fields()
+    if body.prompt is not None:
+        return await _generate_for_vllm(body, request, engine, config, client, max_waiting)
+    rid = request.state.answer_id
+    items = items_of(body, fallback_rid=rid)
+    source = "text" if body.text is not None else "input_ids"
+    fields = FIELDS | {"prompt": source, "messages": source, "request_id": "rid"}
+    models = [_model(engine, body, item) for item in items]
+    with named_by(fields):
+        for one in body.parts:
+            one.check_supported()
+        check_queue(
+            engine,
+            models[0].names[0],
+            client,
+            n=items[0].sampling.n,
+            max_waiting=max_waiting,
+            num_prompts=len(items),
+        )
+        prompts = await _encode(items, models[0].tokenizer)
+        asked = [
+            await _request(body, item, model, prompt_ids, config, client=client)
+            for item, model, prompt_ids in zip(items, models, prompts, strict=True)
+        ]
+    answer = SglangAnswer(body, items, prompts, models[0].tokenizer, is_list=is_batch(body))
+    generation = await Generation.start(engine, asked, fields=fields, max_waiting=max_waiting)
+    response = await respond(
+        request, generation, answer, stream=body.stream, keep_alive_s=config.sse_keep_alive_s
+    )
+    tell_ignored(response, body.ignored_fields())
+    return response
+
+
+def _model(engine: EngineClient, body: GenerateBody, item: SglangItem) -> ServedModel:
+    return addressed_model(engine, body.model, item.adapter, field="lora_path")[1]
+
+
+async def _encode(items: Sequence[SglangItem], tokenizer: Tokenizer) -> list[tuple[int, ...]]:
+    def work() -> list[tuple[int, ...]]:
+        return [
+            tuple(tokenizer.encode(one.prompt) if isinstance(one.prompt, str) else one.prompt)
+            for one in items
+        ]
+
+    texts = sum(len(one.prompt) for one in items if isinstance(one.prompt, str))
+    return await maybe_in_thread(work, texts)
+
+
+async def _request(
+    body: GenerateBody,
+    item: SglangItem,
+    model: ServedModel,
+    prompt_ids: tuple[int, ...],
+    config: ServerConfig,
+    *,
+    client: str,
+) -> GenerateRequest:
+    params = item_params(
+        item,
+        len(prompt_ids),
+        max_logprobs=config.max_logprobs,
+        entropy=body.return_entropy,
+        grammar=await body_grammar(item.sampling, model),
+    )
+    return GenerateRequest(
+        request_id=f"sglang-{item.rid}",
+        model=model.names[0],
+        prompt_ids=prompt_ids,
+        params=params,
+        priority=body.priority,
+        client=client,
+        cache_salt=item.salt,
+        group=f"sglang-{body.rid}" if isinstance(body.rid, str) else None,
+    )
+
+
+async def _generate_for_vllm(
+    body: GenerateBody,
+    request: Request,
+    engine: EngineClient,
+    config: ServerConfig,
+    client: str,
+    max_waiting: int | None,
+) -> Response:
+    assert body.prompt is not None, "this body has a prompt of vLLM's"
+    model = addressed_model(engine, body.model)[1]
+    body.check_supported()
+    check_queue(engine, model.names[0], client, n=body.n, max_waiting=max_waiting)
+    if body.max_tokens is None:
+        body.max_tokens = DEFAULT_VLLM_MAX_TOKENS
+    params = token_sampling_params(
+        body, max_logprobs=config.max_logprobs, grammar=await body_grammar(body, model)
+    )
+    asked = GenerateRequest(
+        request_id=f"generate-{request.state.answer_id}",
+        model=model.names[0],
+        prompt_ids=tuple(body.prompt.prompt_token_ids),
+        params=params,
+        priority=body.priority,
+        client=client,
+    )
+    generation = await Generation.start(
+        engine, [asked], fields={"messages": "prompt"}, max_waiting=max_waiting
+    )
+    return await respond(
+        request, generation, VllmPromptAnswer(body.n), stream=False, keep_alive_s=0
+    )
