@@ -7,8 +7,8 @@ from collections.abc import Collection
 
 #: The slot of sequences without an adapter.
 NO_ADAPTER = 0
-# So many sequences of other adapters may start before one that finds no slot; then it gets the next
-# that can be had.
+# So many sequences of other adapters may start before one that finds no slot; then the adapter that
+# has the fewest running starts no more, and makes way for it.
 MAX_PASSED = 16
 
 
@@ -59,10 +59,10 @@ class AdapterSlots:
     def has_room(self, content: str) -> bool:
         """Whether a sequence of this adapter may start; if not, it is noted as waiting."""
         starving = self._starving()
-        has_room = self.is_available(content)
-        if starving is not None and content != starving:
-            # The others run out, so that the one that starves gets a slot.
-            has_room = content in self._slots and content in self._pinned
+        if starving is None or content == starving:
+            has_room = self.is_available(content)
+        else:
+            has_room = content in self._slots and content != self._leaving()
         if not has_room:
             self._passed.setdefault(content, 0)
         return has_room
@@ -121,6 +121,12 @@ class AdapterSlots:
             return None
         content, count = self._passed.most_common(1)[0]
         return content if count >= MAX_PASSED else None
+
+    def _leaving(self) -> str | None:
+        """Whose slot the one that starves is to get; nobody's while there is a free one."""
+        movable = [content for content in self._slots if content not in self._pinned]
+        # Of several, the least recently used.
+        return None if self._free else min(movable, key=lambda one: self._users[one], default=None)
 
     def _idle(self) -> str | None:
         """The least recently used adapter that may make way."""

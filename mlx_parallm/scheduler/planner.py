@@ -63,7 +63,9 @@ class Planner:
         """Decode rows first, then chunks of running prompts, then admissions."""
         plan = StepPlan(self._token_budget)
         if self._running.adapters.blocked:
-            waiting = {one.group.adapter for one in self._waiting}
+            # One whose client may run no more at all waits for that.
+            heads = filter(self._running.allows_client, self._waiting.heads())
+            waiting = {one.group.adapter for one in heads}
             self._running.adapters.keep_waiting({one for one in waiting if one is not None})
         self._make_way()
         if self._plan_decode(plan):
@@ -268,7 +270,8 @@ class Planner:
     def _fork(self, leader: Sequence, follower: Sequence, plan: StepPlan) -> bool:
         if not self._running.has_slot or plan.budget_left < 1 or plan.has_preempted:
             return False
-        if not self._running.may_start(follower):
+        # The leader has the slot of their adapter.
+        if not self._running.allows_client(follower):
             return False
         if self._shares.owed and not self._shares.is_owed(follower):
             return False

@@ -54,6 +54,7 @@ class Scheduler:
             max_model_len=self._max_len,
             has_state=has_state,
         )
+        self._constant = PolicyWeights()
         self._by_id: dict[int, Sequence] = {}
         # Live sequences by client.
         self._per_client: Counter[str] = Counter()
@@ -63,7 +64,7 @@ class Scheduler:
         self._arrivals = count()
         self._steps = count()
         self._started: list[str] = []
-        # Constrained sequences that the runner has not been told the end of.
+        # Constrained ones that the runner was not told the end of.
         self._ended: list[int] = []
 
     def add(
@@ -91,7 +92,7 @@ class Scheduler:
         self.check_room(request.client, params.n)
         if request.request_id in self._groups:
             raise InvalidRequestError("The request id is in use.", param="request_id")
-        group = RequestGroup(request, end_ids, next(self._arrivals), weights or PolicyWeights())
+        group = RequestGroup(request, end_ids, next(self._arrivals), weights or self._constant)
         prompt_ids = list(request.prompt_ids)
         for index in range(params.n):
             sequence = Sequence(next(self._seq_ids), group, index, seed + index, prompt_ids)
@@ -253,10 +254,8 @@ class Scheduler:
 
     def fail(self, batch: ScheduledBatch, message: str) -> list[SequenceUpdate]:
         """End every request of a step that raised; none of its blocks becomes cached."""
-        updates: list[SequenceUpdate] = []
-        for begun in self._in_flight.pop(batch.step_id).values():
-            updates += self._fail_group(begun.group, message)
-        return updates
+        rows = self._in_flight.pop(batch.step_id).values()
+        return [update for begun in rows for update in self._fail_group(begun.group, message)]
 
     def check_room(self, client: str, n: int) -> None:
         """Refuse ``n`` samples that the queue has no room for, but for a client's share of it.

@@ -155,6 +155,7 @@ class Sequence:
             these blocks.
         adapter: whose slot it has while running; None for none.
         adapter_slot: that slot; 0 for none.
+        place: in its client's line while it waits; a smaller one goes first.
         blocked_at: free blocks that were too few to start it; not tried again with fewer.
         thinking: what limits its reasoning; None without a budget.
         order: better sequences have a smaller one: by priority, then arrival, then sample.
@@ -180,6 +181,7 @@ class Sequence:
     adapter: str | None = None
     adapter_slot: int = NO_ADAPTER
     num_preemptions: int = 0
+    place: int = 0
     blocked_at: int = 0
     thinking: ThinkingTracker | None = field(init=False)
     order: tuple[int, int, int] = field(init=False)

@@ -37,8 +37,10 @@ class ClientShares:
         self._share = max(1, self._running.num_slots // num_clients)
         if num_clients > 1:
             heads = [one for one in self._waiting.heads() if self.is_owed(one)]
-            allowed = filter(self._running.may_start, heads)
-            self.owed = list({one.request.client: one for one in allowed}.values())
+            first: dict[str, Sequence] = {}
+            for one in filter(self._running.may_start, heads):
+                first.setdefault(one.request.client, one)
+            self.owed = list(first.values())
 
     def is_owed(self, sequence: Sequence) -> bool:
         """Whether a waiting sequence's client has less than its share."""

@@ -64,6 +64,29 @@ def test_who_is_passed_by_too_often_gets_the_next_slot() -> None:
     assert slots.has_room("a")
 
 
+def test_one_adapter_makes_way_for_who_starves_and_the_others_go_on() -> None:
+    slots = AdapterSlots(3)
+    slots.pin(["pinned"])
+    for content in ("pinned", "many", "many", "few"):
+        slots.acquire(content)
+    assert not slots.has_room("b")
+    for _ in range(MAX_PASSED):
+        slots.acquire("many")
+    assert [slots.has_room(one) for one in ("pinned", "many", "few", "c")] == [
+        True,
+        True,
+        False,
+        False,
+    ]
+    slots.release("few")
+    # Its slot is for nobody else.
+    assert not slots.has_room("few")
+    assert not slots.has_room("c")
+    assert slots.has_room("b")
+    slots.acquire("b")
+    assert "few" not in slots.resident
+
+
 def test_who_waits_no_more_holds_nobody_up() -> None:
     slots = AdapterSlots(1)
     slots.acquire("a")

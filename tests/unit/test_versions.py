@@ -10,6 +10,7 @@ import pytest
 
 from mlx_parallm.config import SchedulerConfig, SpeculativeConfig
 from mlx_parallm.request import GenerateRequest, SamplingParams
+from mlx_parallm.scheduler import adapter_slots
 from tests.version_harness import BAD_DIGEST, VersionHarness
 
 NUM_PARTS = 8
@@ -142,7 +143,12 @@ def _random_request(randomness: Random, number: int, adapter: str | None) -> Gen
 
 
 @pytest.mark.parametrize("part", range(NUM_PARTS))
-def test_every_token_is_of_the_weights_that_it_names(part: int) -> None:
+def test_every_token_is_of_the_weights_that_it_names(
+    part: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if part % 2:
+        # So that adapters starve in runs as short as these.
+        monkeypatch.setattr(adapter_slots, "MAX_PASSED", 1)
     seen = Counter[str]()
     for seed in range(part * RUNS_PER_PART, (part + 1) * RUNS_PER_PART):
         try:
