@@ -80,8 +80,8 @@ class AsyncControl:
 
     def forget(self) -> None:
         """The engine thread was started anew: whatever was loaded into it is gone."""
-        self._adapters.clear()
-        self._versions.clear()
+        # Not emptied: the event loop may be going through them.
+        self._adapters, self._versions = {}, {}
         self._pause = None
         self._sleep_level = 0
 
@@ -106,8 +106,8 @@ class AsyncControl:
             return None
         return self._as_model(short if base else name, self._base(base), str(source))
 
-    async def ensure_loaded(self, name: str) -> None:
-        """Load an adapter that was found by its name, unless it is there.
+    async def ensure_loaded(self, name: str, base: str) -> None:
+        """Load an adapter of a model that was found by its name, unless it is there.
 
         Raises:
             ModelNotFoundError: there is none.
@@ -116,19 +116,26 @@ class AsyncControl:
         if name in self._adapters:
             return
         if name not in self._loading:
-            self._loading[name] = asyncio.ensure_future(self._load_by_name(name))
-        try:
-            await asyncio.shield(self._loading[name])
-        finally:
-            if name in self._loading and self._loading[name].done():
-                del self._loading[name]
+            loading = asyncio.ensure_future(self._load_by_name(name, base))
+            self._loading[name] = loading
+            loading.add_done_callback(lambda done: self._end_loading(name, done))
+        # Who waits may go away; others wait too.
+        await asyncio.shield(self._loading[name])
+
+    async def read_named(self, name: str) -> AdapterUpload:
+        """The adapter that is found by its name; raise ModelNotFoundError."""
+        source = self._folders.find(name)
+        if source is None:
+            raise ModelNotFoundError(name)
+        weights = await asyncio.to_thread(_read, source)
+        return AdapterUpload(name=name, weights=weights, source=str(source))
 
     async def load_adapter(self, upload: AdapterUpload, *, model: str | None = None) -> AdapterInfo:
         """See ``EngineControl.load_adapter``."""
         base = self._base(model)
         self._check_name(upload.name, base)
         info = await self._call(base, lambda engine: engine.policies.load(upload))
-        await self._refresh()
+        await self.refresh()
         return info
 
     async def load_adapter_folder(
@@ -162,14 +169,16 @@ class AsyncControl:
         if info is None:
             raise NotFoundError(f"The adapter {name!r} is not loaded.", param="name")
         gone = await self._call(info.model, lambda engine: engine.policies.unload(info.name))
-        await self._refresh()
+        await self.refresh()
         return gone
 
     async def pause(self, mode: PauseMode, *, clear_cache: bool = False) -> int:
         """See ``EngineControl.pause``."""
         self._pause = mode
         count = 0
-        if mode is PauseMode.WAIT:
+        if mode is PauseMode.WAIT and not self._sleep_level:
+            # What an earlier pause has kept is to end too.
+            await self._thread.call(_resume)
             await self._thread.wait_until_idle()
         elif mode is PauseMode.ABORT:
             count = await self._thread.cancel_all()
@@ -211,7 +220,7 @@ class AsyncControl:
 
         base = self._base(model)
         version = await self._thread.call(replace_weights)
-        await self._refresh()
+        await self.refresh()
         return version
 
     async def update_weights_from_folder(
@@ -230,7 +239,7 @@ class AsyncControl:
     async def set_version(self, label: str, *, model: str | None = None) -> WeightsVersion:
         """See ``EngineControl.set_version``."""
         version = await self._call(self._base(model), lambda engine: _live(engine).relabel(label))
-        await self._refresh()
+        await self.refresh()
         return version
 
     async def sleep(self, level: int, mode: PauseMode) -> None:
@@ -254,19 +263,28 @@ class AsyncControl:
         if not asleep:
             self._sleep_level = 0
             await self.resume()
-        await self._refresh()
+        await self.refresh()
         return asleep
 
-    async def _load_by_name(self, name: str) -> AdapterInfo:
-        source = self._folders.find(name)
-        if source is None:
-            raise ModelNotFoundError(name)
-        return await self.load_adapter_folder(name, str(source), replaces=True)
+    async def _load_by_name(self, name: str, base: str) -> AdapterInfo:
+        self._check_name(name, base)
+        upload = await self.read_named(name)
+        info = await self._call(base, lambda engine: engine.policies.ensure(upload))
+        await self.refresh()
+        return info
+
+    def _end_loading(self, name: str, done: asyncio.Future[AdapterInfo]) -> None:
+        del self._loading[name]
+        if not done.cancelled():
+            # Perhaps nobody waits for it any more.
+            done.exception()
 
     async def _call(self, model: str, action: Callable[[Engine], Any]) -> Any:
         return await self._thread.call(lambda host: action(host.engines[model]))
 
-    async def _refresh(self) -> None:
+    async def refresh(self) -> None:
+        """Hear from the engine thread what is loaded."""
+
         def look(host: EngineHost) -> tuple[list[AdapterInfo], dict[str, WeightsVersion]]:
             infos = [one for engine in host.engines.values() for one in engine.policies.infos()]
             versions = {name: one.policies.base.version for name, one in host.engines.items()}

@@ -30,6 +30,7 @@ from mlx_parallm.engine.event_stream import EventStream
 from mlx_parallm.engine.interface import EngineLoad, RequestHandle, ServedModel
 from mlx_parallm.engine.loop import EngineLoop
 from mlx_parallm.engine.metrics import MetricFamilies, total
+from mlx_parallm.engine.policies import AdapterUpload
 from mlx_parallm.errors import (
     EngineDeadError,
     InvalidRequestError,
@@ -115,8 +116,10 @@ class AsyncEngine:
         """Admit nothing more; let running requests finish for ``timeout_s``, then abort them."""
         self._draining = True
         if self.control.is_paused:
-            await self.control.resume()
-        if self._streams:
+            # A dead engine ends nothing any more, nor does one that sleeps.
+            with contextlib.suppress(EngineDeadError, InvalidRequestError):
+                await self.control.resume()
+        if self._streams and not self.control.is_paused:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._idle.wait(), timeout_s)
         for request_id, stream in list(self._streams.items()):
@@ -160,22 +163,24 @@ class AsyncEngine:
         self.control.check_open()
         model = self.get_model(request.model)
         check_request(request, model.info)
+        base = model.parent or model.names[0]
         if model.adapter is not None:
-            await self.control.ensure_loaded(model.adapter)
+            await self.control.ensure_loaded(model.adapter, base)
+            self.control.check_open()
         if request.request_id in self._streams:
             raise InvalidRequestError(
                 f"Request id {request.request_id!r} is already in use.", param="request_id"
             )
         self._loop = asyncio.get_running_loop()
         # Engines are known by their model's first name only.
-        request = replace(
-            request, model=model.parent or model.names[0], adapter=model.adapter or request.adapter
-        )
+        request = replace(request, model=base, adapter=model.adapter or request.adapter)
         stream = self._streams[request.request_id] = EventStream(request)
         self._idle.clear()
         try:
             refusal = await self._send(request)
-        except asyncio.CancelledError:
+            if isinstance(refusal, ModelNotFoundError) and model.adapter is not None:
+                refusal = await self._send_with_adapter(request, model.adapter)
+        except (asyncio.CancelledError, OSError):
             await self.abort(request.request_id)
             raise
         if refusal is not None:
@@ -239,12 +244,25 @@ class AsyncEngine:
         """The Prometheus exposition and its content type."""
         return generate_latest(self._families.registry), CONTENT_TYPE_LATEST
 
-    async def _send(self, request: GenerateRequest) -> ParallmError | None:
+    async def _send(
+        self, request: GenerateRequest, upload: AdapterUpload | None = None
+    ) -> ParallmError | None:
         """Hand a request to the thread; its refusal, or None once it is admitted."""
         arrival_s = time.monotonic()
         return await self._ask(
-            lambda reply: Submit(request=request, arrival_s=arrival_s, reply=reply)
+            lambda reply: Submit(request=request, arrival_s=arrival_s, upload=upload, reply=reply)
         )
+
+    async def _send_with_adapter(self, request: GenerateRequest, name: str) -> ParallmError | None:
+        """``_send`` with the request's adapter, which had to make way since it was loaded."""
+        try:
+            upload = await self.control.read_named(name)
+        except ParallmError as refusal:
+            return refusal
+        refusal = await self._send(request, upload)
+        if refusal is None:
+            await self.control.refresh()
+        return refusal
 
     async def _ask(self, command: Callable[[Callable[[Any], None]], Command]) -> Any:
         """What the thread replies to a command; EngineDeadError if it dies before that."""

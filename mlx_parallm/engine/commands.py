@@ -12,6 +12,7 @@ from mlx_parallm.request import GenerateRequest
 
 if TYPE_CHECKING:
     from mlx_parallm.engine.engine import Engine
+    from mlx_parallm.engine.policies import AdapterUpload
 
 
 class EngineHost(Protocol):
@@ -31,11 +32,13 @@ class EngineHost(Protocol):
 class Submit:
     """Admit a request; ``reply`` is called on the engine thread with None or the refusal.
 
-    ``arrival_s`` is the caller's monotonic clock; latencies are measured from it.
+    ``arrival_s`` is the caller's monotonic clock; latencies are measured from it. ``upload`` is the
+    request's adapter, for when it is not loaded.
     """
 
     request: GenerateRequest
     arrival_s: float
+    upload: AdapterUpload | None = None
     reply: Callable[[ParallmError | None], None]
 
 

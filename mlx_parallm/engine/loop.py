@@ -70,11 +70,12 @@ class EngineLoop:
             case Abort():
                 self._abort(command)
             case Call():
-                command.reply(self._call(command))
+                command.reply(self._guard(lambda: command.action(self)))
 
-    def _call(self, command: Call) -> Any:
+    def _guard(self, action: Callable[[], Any]) -> Any:
+        """What an action gives, or its error."""
         try:
-            return command.action(self)
+            return action()
         except ParallmError as refusal:
             return refusal
         except Exception as cause:
@@ -94,7 +95,11 @@ class EngineLoop:
                 return
 
     def _admit(self, command: Submit) -> ParallmError | None:
-        engine = self.engines[command.request.model]
+        engine, upload = self.engines[command.request.model], command.upload
+        if upload is not None:
+            loaded = self._guard(lambda: engine.policies.ensure(upload))
+            if isinstance(loaded, ParallmError):
+                return loaded
         try:
             engine.add(command.request, arrival_s=command.arrival_s)
         except ParallmError as refusal:

@@ -183,6 +183,11 @@ class Policies:
         self.forget_unused()
         return self._info(policy)
 
+    def ensure(self, upload: AdapterUpload) -> AdapterInfo:
+        """The adapter of this name; it is loaded if there is none. Raises as ``load`` does."""
+        known = self._policies.get(upload.name)
+        return self.load(upload) if known is None else self._info(known)
+
     def unload(self, name: str) -> AdapterInfo:
         """Admit no more requests of an adapter; those that were admitted go on.
 

@@ -257,6 +257,28 @@ async def test_adapters_are_found_by_name_and_come_back(
             engine.get_model(name)
 
 
+async def test_an_adapter_that_had_to_go_comes_with_its_request(
+    engine: AsyncEngine, named: Path, shapes: dict[str, tuple[int, ...]]
+) -> None:
+    """Between its load and the request, or while others still think that it is there."""
+    save(named / "gone", shapes, 5)
+    first = await generate(engine, "gone", "first")
+    await engine.call(lambda host: host.engines[DEMO_NAME].policies.unload("gone"))
+    assert is_same(await generate(engine, "gone", "second"), first)
+    assert [info.name for info in engine.control.adapters()] == ["gone"]
+
+
+async def test_a_load_by_name_replaces_no_upload(
+    engine: AsyncEngine, named: Path, tmp_path: Path, shapes: dict[str, tuple[int, ...]]
+) -> None:
+    save(named / "both", shapes, 5)
+    upload = AdapterUpload(name="both", weights=adapter(tmp_path, shapes, 6), version="mine")
+    # The request began to look for a folder before it heard of the upload.
+    await engine.call(lambda host: host.engines[DEMO_NAME].policies.load(upload))
+    assert set((await generate(engine, "both", "r")).versions) == {"mine"}
+    assert [info.version for info in engine.control.adapters()] == ["mine"]
+
+
 async def test_pauses(engine: AsyncEngine) -> None:
     control = engine.control
     alone = await generate(engine, DEMO_NAME, "alone", 40)
@@ -277,6 +299,8 @@ async def test_pauses(engine: AsyncEngine) -> None:
         await generate(engine, DEMO_NAME, "late")
     await control.resume()
     whole = await begin(engine, DEMO_NAME, "whole", 40)
+    # What another pause has kept is waited for too.
+    await control.pause(PauseMode.KEEP)
     await control.pause(PauseMode.WAIT)
     assert whole.done()
     assert (await whole).tokens == alone.tokens
