@@ -12,12 +12,15 @@ from mlx_parallm.batch import ScheduledBatch
 from mlx_parallm.config import EngineConfig, SchedulerConfig
 from mlx_parallm.engine.async_engine import AsyncEngine, Progress
 from mlx_parallm.engine.build import LoadedEngine
+from mlx_parallm.engine.commands import EngineHost
+from mlx_parallm.engine.control import PauseMode
 from mlx_parallm.engine.engine import Engine
 from mlx_parallm.engine.event_stream import MAX_UNREAD, MAX_UNREAD_PER_SAMPLE
 from mlx_parallm.engine.interface import ServedModel
 from mlx_parallm.engine.metrics import EngineMetrics, MetricFamilies
 from mlx_parallm.errors import (
     ConfigError,
+    ControlError,
     EngineDeadError,
     ModelLoadError,
     ModelNotFoundError,
@@ -198,6 +201,66 @@ async def test_drain_refuses_new_requests_and_aborts_what_outlives_it() -> None:
     assert isinstance(events[-1].error, RequestAbortedError)
     gate.set()
     engine.stop()
+
+
+class Death(BaseException):
+    """Ends the engine's thread."""
+
+
+def die(host: EngineHost) -> None:
+    raise Death
+
+
+async def test_commands_that_wait_are_told_that_the_thread_died() -> None:
+    engine = AsyncEngine(EngineConfig(), build=builder(FakeRunner(spell("hello"))))
+    engine.start()
+    gate = threading.Event()
+    first = asyncio.ensure_future(engine.call(lambda host: wait_for(gate)))
+    others = [asyncio.ensure_future(engine.call(die)) for _ in range(2)]
+    # All three are in the inbox before the first is done.
+    await asyncio.sleep(0)
+    gate.set()
+    await first
+    for other in others:
+        with pytest.raises(EngineDeadError):
+            await other
+    with pytest.raises(EngineDeadError):
+        await engine.control.resume()
+
+
+async def test_a_command_that_fails_is_an_error_of_its_own(engine: AsyncEngine) -> None:
+    with pytest.raises(ControlError, match="ZeroDivisionError"):
+        await engine.call(lambda host: 1 // 0)
+    assert await text_of(engine, make_request()) == "hello"
+
+
+async def test_a_paused_request_can_be_cancelled(engine: AsyncEngine) -> None:
+    await engine.control.pause(PauseMode.KEEP)
+    handle = await engine.submit(make_request())
+    await engine.cancel("a")
+    events = [event async for event in handle.events]
+    assert [event.finish_reason for event in events if isinstance(event, TokenEvent)] == [
+        FinishReason.ABORT
+    ]
+    await engine.control.resume()
+    assert await text_of(engine, make_request()) == "hello"
+
+
+async def test_drain_lets_what_a_pause_has_kept_end(engine: AsyncEngine) -> None:
+    await engine.control.pause(PauseMode.KEEP)
+    handle = await engine.submit(make_request())
+    await engine.drain(30)
+    events = [event async for event in handle.events]
+    assert "".join(event.text for event in events if isinstance(event, TokenEvent)) == "hello"
+
+
+async def test_drain_of_a_dead_engine_that_was_paused_ends() -> None:
+    engine = AsyncEngine(EngineConfig(), build=builder(FakeRunner(spell("hello"))))
+    engine.start()
+    await engine.control.pause(PauseMode.KEEP)
+    with pytest.raises(EngineDeadError):
+        await engine.call(die)
+    await engine.drain(30)
 
 
 def test_a_failed_load_is_raised_to_whoever_starts() -> None:
