@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import hashlib
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import mlx.core as mx
@@ -18,14 +19,14 @@ class AdapterContext:
         rows: of the inputs ``[B, L, ...]`` that layers get; None while none of the forward has an
             adapter.
         wanted: the rows that the head picks out of all, int32; None where it picks none.
-        stacks: what resident adapters change, by module path.
     """
 
     def __init__(self) -> None:
         self.rows: AdapterRows | None = None
         self.wanted: mx.array | None = None
-        self.stacks: dict[str, AdapterStack] = {}
+        self._stacks: dict[str, AdapterStack] = {}
         self._num_slots = 1
+        self._key = ""
 
     @property
     def num_slots(self) -> int:
@@ -40,18 +41,28 @@ class AdapterContext:
             stack.reserve(self._num_slots)
 
     @property
+    def stacks(self) -> Mapping[str, AdapterStack]:
+        """What resident adapters change, by module path."""
+        return self._stacks
+
+    def set_stacks(self, stacks: Mapping[str, AdapterStack]) -> None:
+        """Let resident adapters change these modules and no others."""
+        self._stacks = dict(sorted(stacks.items()))
+        self._key = hashlib.sha256("\n".join(self._stacks).encode()).hexdigest()
+
+    @property
     def key(self) -> str:
-        """Changes with the modules that are changed."""
-        return "\n".join(sorted(self.stacks))
+        """Another one where other modules are changed."""
+        return self._key
 
     def arrays(self) -> list[list[mx.array]]:
-        """Those of all stacks."""
-        return [self.stacks[path].arrays() for path in sorted(self.stacks)]
+        """Those of all stacks, in the order of their paths."""
+        return [stack.arrays() for stack in self._stacks.values()]
 
     def set_arrays(self, arrays: Sequence[Sequence[mx.array]]) -> None:
         """Let layers use others, in the order of ``arrays``."""
-        for path, others in zip(sorted(self.stacks), arrays, strict=True):
-            self.stacks[path].set_arrays(others)
+        for stack, others in zip(self._stacks.values(), arrays, strict=True):
+            stack.set_arrays(others)
 
     @contextmanager
     def during(self, rows: AdapterRows | None, wanted: mx.array | None = None) -> Iterator[None]:

@@ -71,12 +71,15 @@ def _peft(config: Mapping[str, Any], tensors: Tensors) -> dict[str, LowRank]:
         is_embedding = "lora_embedding_A" in parts
         names = ("lora_embedding_A", "lora_embedding_B") if is_embedding else ("lora_A", "lora_B")
         a, b = (_part(path, parts, name) for name in names)
+        if is_embedding and "lora_magnitude_vector" in parts:
+            raise _Unusable(f"PEFT's DoRA of embeddings ({path[:100]}) is not supported")
         modules[path] = LowRank(
             kind="embedding" if is_embedding else "linear",
             a=a,
             b=b,
             scale=_peft_scale(config, path, a.shape[0]),
             magnitude=parts.get("lora_magnitude_vector"),
+            changes_head=not is_embedding,
         )
     return _with_experts(modules)
 

@@ -185,10 +185,38 @@ class LinearStack(AdapterStack):
 
 
 class EmbeddingStack(AdapterStack):
-    """Of an embedding: ``a`` is ``[slots, vocab, r]``, ``b`` ``[slots, r, dims]``."""
+    """Of an embedding: ``a`` is ``[slots, vocab, r]``, ``b`` ``[slots, r, dims]``.
+
+    Attributes:
+        heads: whether a slot changes the head too, bool ``[slots]``.
+    """
 
     kind = "embedding"
     rank_axis = -1
+
+    def __init__(self, shape: tuple[int, ...], dtype: mx.Dtype) -> None:
+        """See ``AdapterStack``."""
+        super().__init__(shape, dtype)
+        self.heads = mx.zeros(1, mx.bool_)
+
+    def arrays(self) -> list[mx.array]:
+        """See ``AdapterStack.arrays``."""
+        return [self.heads, *super().arrays()]
+
+    def set_arrays(self, arrays: Sequence[mx.array]) -> None:
+        """See ``AdapterStack.set_arrays``."""
+        self.heads = arrays[0]
+        super().set_arrays(arrays[1:])
+
+    def put(self, slot: int, one: LowRank, gain: mx.array | None = None) -> None:
+        """See ``AdapterStack.put``."""
+        super().put(slot, one, gain)
+        self.heads[slot] = one.changes_head
+
+    def reserve(self, num_slots: int) -> None:
+        """See ``AdapterStack.reserve``."""
+        super().reserve(num_slots)
+        self.heads = _longer(self.heads, 0, self.num_slots - self.heads.size)
 
     def _fitting(self, rank: int) -> tuple[Sequence[int], Sequence[int]]:
         vocab, dims = self._shape
@@ -206,9 +234,13 @@ class EmbeddingStack(AdapterStack):
     def head(self, x: mx.array, y: mx.array, rows: AdapterRows) -> mx.array:
         """The logits ``[B, L, vocab]`` of a tied head, changed for each row."""
         slots = rows.slots
+        is_theirs = self.heads[slots][:, None, None]
         low = mx.gather_mm(x.astype(self._dtype), self.b.swapaxes(-1, -2), rhs_indices=slots)
+        low = mx.where(is_theirs, low, 0)
         y = y + mx.gather_mm(low, self.a.swapaxes(-1, -2), rhs_indices=slots).astype(y.dtype)
-        return y if self.gain is None else y * self.gain[slots][:, None].astype(y.dtype)
+        if self.gain is None:
+            return y
+        return y * mx.where(is_theirs, self.gain[slots][:, None], 1).astype(y.dtype)
 
 
 class ExpertStack(AdapterStack):

@@ -24,6 +24,8 @@ class LowRank:
         scale: of the product, already divided by the rank where the format does that.
         magnitude: ``[out]``, or ``[vocab]`` of an embedding, the norms that the rows of the changed
             weight are given (DoRA, arXiv:2402.09353); None for LoRA.
+        changes_head: whether an embedding that is the head too is changed as the head, as mlx-lm
+            trains it; PEFT changes what tokens are looked up only.
     """
 
     kind: Kind
@@ -31,6 +33,7 @@ class LowRank:
     b: HostTensor
     scale: float
     magnitude: HostTensor | None = None
+    changes_head: bool = True
 
     @property
     def rank(self) -> int:
@@ -67,7 +70,8 @@ class AdapterWeights:
         total = hashlib.sha256()
         for path in sorted(self.modules):
             one = self.modules[path]
-            total.update(f"{path}\0{one.kind}\0{one.scale!r}\0".encode())
+            settings = (path, one.kind, repr(one.scale), str(one.changes_head))
+            total.update("\0".join((*settings, "")).encode())
             for tensor in one.tensors():
                 raw, order = tensor.stored()
                 total.update(f"{tensor.shape}{tensor.dtype}{order}\0".encode())

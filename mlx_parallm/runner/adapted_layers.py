@@ -57,12 +57,13 @@ class AdaptedLayers:
         """
         fitting, stacks = self._fit(adapter, param)
         self._leave(slot, kept=fitting)
-        self._context.stacks.update(stacks)
+        self._context.set_stacks({**self._context.stacks, **stacks})
         self._context.reserve(slot + 1)
+        # First: if it fails half-way, whoever has the slot next must know what to undo.
+        self._paths[slot] = tuple(fitting)
         for path, one in fitting.items():
             self._adapt(path)
             stacks[path].put(slot, one, self._gain(path, one))
-        self._paths[slot] = tuple(fitting)
         self._doras[slot] = {p: one for p, one in fitting.items() if one.magnitude is not None}
         mx.eval([stack.arrays() for stack in stacks.values()])
 
@@ -102,8 +103,10 @@ class AdaptedLayers:
         others = {path for paths in self._paths.values() for path in paths}
         for path in left & others:
             self._context.stacks[path].drop(slot)
-        for path in left - others:
-            del self._context.stacks[path]
+        gone = left - others
+        if gone:
+            stacks = self._context.stacks.items()
+            self._context.set_stacks({path: one for path, one in stacks if path not in gone})
 
     def _find(self, path: str, param: str) -> str:
         """The module of a checkpoint's name: mlx_lm puts some below another parent."""

@@ -12,6 +12,7 @@ from mlx_lm.tuner.utils import linear_to_lora_layers
 from benchmarks.gpu.shapes import random_model
 from mlx_parallm.adapters.context import AdapterContext
 from mlx_parallm.adapters.formats import read_adapter
+from mlx_parallm.adapters.stack import LinearStack
 from mlx_parallm.adapters.tensors import HostTensor
 from mlx_parallm.attention.reference import ReferenceAttention
 from mlx_parallm.batch import ScheduledSequence
@@ -305,6 +306,27 @@ def sequence(number: int, token_ids: list[int], start: int, slot: int) -> Schedu
         block_table=tuple(range(number * width, (number + 1) * width)),
         adapter_slot=slot,
     )
+
+
+def test_an_adapter_that_failed_half_way_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    served = Served("tiny", {slot: ADAPTERS[slot] for slot in (1, 7)})
+    config, tensors = train(random_model("tiny", dtype=mx.float32).model, 4)
+    adapter = read_adapter(config, tensors, param="adapter")
+    put, calls = LinearStack.put, []
+
+    def fails(self: Any, *args: Any) -> None:
+        calls.append(self)
+        if len(calls) == 6:
+            raise RuntimeError("out of memory")
+        put(self, *args)
+
+    monkeypatch.setattr(LinearStack, "put", fails)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        served.layers.put(7, adapter, param="adapter")
+    monkeypatch.undo()
+    config, tensors = train(random_model("tiny", dtype=mx.float32).model, 7)
+    served.layers.put(7, read_adapter(config, tensors, param="adapter"), param="adapter")
+    served.check(served.step(0, LENGTH), LENGTH)
 
 
 def test_an_adapter_that_does_not_fit_changes_nothing() -> None:

@@ -192,6 +192,7 @@ def test_embeddings_and_magnitudes_of_peft() -> None:
     }
     modules = read_adapter(PEFT | {"use_dora": True}, tensors, param="adapter").modules
     assert modules["model.embed_tokens"].kind == "embedding"
+    assert not modules["model.embed_tokens"].changes_head
     magnitude = modules["model.layers.0.self_attn.q_proj"].magnitude
     assert magnitude is not None
     assert magnitude.shape == (8,)
@@ -264,6 +265,15 @@ def test_what_mlx_lm_trains(tmp_path: Path, kind: str) -> None:
             PEFT,
             peft_tensors() | {f"{PREFIX}.lora_A.weight": host(mx.full((4, 16), np.nan))},
             "finite",
+        ),
+        (
+            PEFT,
+            {
+                "model.embed_tokens.lora_embedding_A": drawn(4, 100),
+                "model.embed_tokens.lora_embedding_B": drawn(16, 4),
+                "model.embed_tokens.lora_magnitude_vector.weight": drawn(16),
+            },
+            "DoRA of embeddings",
         ),
         ({"fine_tune_type": "full"}, {}, "neither lora nor dora"),
         ({"lora_parameters": {"scale": None}}, {}, "scale"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import mlx.core as mx
@@ -127,6 +128,13 @@ def test_embedding_rows_and_tied_heads_equal_fused_layers() -> None:
     logits = stack.head(x, base.as_linear(x), of(rows))
     wanted = mx.stack([fused[slot].as_linear(x[i]) for i, slot in enumerate(rows)])
     assert mx.allclose(logits, wanted, **TOLERANCE)
+    # An adapter of PEFT changes what is looked up only.
+    one = replace(low_rank(trained(LoRAEmbedding, base, 4, 2.0), "embedding"), changes_head=False)
+    stack.put(2, one)
+    logits = stack.head(x, base.as_linear(x), of(rows))
+    assert mx.allclose(logits[0], base.as_linear(x[0]), **TOLERANCE)
+    assert mx.allclose(logits[1:], wanted[1:], **TOLERANCE)
+    assert not mx.allclose(stack(ids, base(ids), of(rows))[0], base(ids[0]), **TOLERANCE)
 
 
 def test_experts_equal_those_of_mlx_lm() -> None:
