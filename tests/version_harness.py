@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 from mlx_parallm.adapters.weights import AdapterWeights
@@ -15,7 +15,7 @@ from mlx_parallm.engine.engine import Engine
 from mlx_parallm.engine.live_weights import LiveModel, LiveWeights
 from mlx_parallm.engine.metrics import EngineMetrics
 from mlx_parallm.engine.policies import AdapterUpload, Policies
-from mlx_parallm.errors import InvalidRequestError
+from mlx_parallm.errors import InvalidRequestError, OverloadedError
 from mlx_parallm.kv_cache.manager import KVCacheManager
 from mlx_parallm.outputs import ErrorEvent, FinishReason, GenerateEvent, PromptEvent, TokenEvent
 from mlx_parallm.request import GenerateRequest
@@ -58,6 +58,17 @@ class FakeAdapter:
     digest: str
     rank: int = 4
     num_bytes: int = 1
+
+
+def adapter(name: str, digest: str, label: str | None) -> AdapterUpload:
+    """An upload that replaces what is there, and can be evicted."""
+    return AdapterUpload(
+        name=name,
+        weights=cast(AdapterWeights, FakeAdapter(digest)),
+        version=label,
+        replaces=True,
+        source="folder",
+    )
 
 
 class FakeStore:
@@ -218,18 +229,11 @@ class VersionHarness:
 
     def load(self, name: str, digest: str, label: str, *, is_pinned: bool | None = None) -> bool:
         """Load or replace an adapter; False if it was refused, which must change nothing."""
-        upload = AdapterUpload(
-            name=name,
-            weights=cast(AdapterWeights, FakeAdapter(digest)),
-            version=label,
-            replaces=True,
-            is_pinned=is_pinned,
-            source="folder",
-        )
+        upload = replace(adapter(name, digest, label), is_pinned=is_pinned)
         before = [(info.name, info.version) for info in self.policies.infos()]
         try:
             info = self.policies.load(upload)
-        except InvalidRequestError:
+        except (InvalidRequestError, OverloadedError):
             assert before == [(info.name, info.version) for info in self.policies.infos()]
             return False
         assert (info.version, info.digest) == (label, digest)

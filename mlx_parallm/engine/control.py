@@ -47,6 +47,7 @@ class EngineControl(Protocol):
         Raises:
             VersionMismatchError: another version is there than was expected.
             InvalidRequestError: it does not fit the model, its name is taken, or there is no room.
+            OverloadedError: there will be room once requests have ended.
         """
         ...
 

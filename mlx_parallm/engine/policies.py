@@ -12,6 +12,7 @@ from mlx_parallm.errors import (
     InvalidRequestError,
     ModelNotFoundError,
     NotFoundError,
+    OverloadedError,
     VersionMismatchError,
 )
 from mlx_parallm.scheduler.scheduler import Scheduler
@@ -160,6 +161,7 @@ class Policies:
         Raises:
             VersionMismatchError: another version is there than was expected.
             InvalidRequestError: it does not fit the model, its name is taken, or there is no room.
+            OverloadedError: there will be room once requests have ended.
         """
         known = self._policies.get(upload.name)
         self._check_version(upload, known)
@@ -278,13 +280,14 @@ class Policies:
         """Who makes room for one more adapter: the least recently used one that can come back."""
         if len(self._policies) < self.max_loaded:
             return None
-        idle = [
+        movable = [
             policy
             for policy in self._policies.values()
-            if policy.info.source is not None
-            and not policy.info.is_pinned
-            and not self.scheduler.uses(policy.info.digest)
+            if policy.info.source is not None and not policy.info.is_pinned
         ]
+        idle = [one for one in movable if not self.scheduler.uses(one.info.digest)]
+        if movable and not idle:
+            raise OverloadedError("Requests use all adapters that could make way for another.")
         if not idle:
             raise InvalidRequestError(
                 f"{len(self._policies)} adapters are loaded, as many as this server holds "

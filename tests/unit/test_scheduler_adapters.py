@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 
 from mlx_parallm.config import SchedulerConfig
+from mlx_parallm.errors import OverloadedError
 from mlx_parallm.request import GenerateRequest, SamplingParams
 from mlx_parallm.scheduler import adapter_slots
-from tests.version_harness import VersionHarness
+from tests.version_harness import BAD_DIGEST, VersionHarness, adapter
 
 PROMPT = tuple(range(1, 14))
 MAX_PASSED = 3
@@ -52,6 +53,31 @@ def steps_until_ended(world: VersionHarness, name: str, limit: int = 400) -> int
             return step
         world.step()
     raise AssertionError(f"{name} does not end")
+
+
+def test_an_adapter_in_use_makes_no_room_for_another() -> None:
+    world = VersionHarness(SchedulerConfig(), max_loaded=2)
+    for name in "ab":
+        world.load(name, f"digest-{name}", "1")
+        world.add(ask(name, name))
+    with pytest.raises(OverloadedError):
+        world.policies.load(adapter("c", "digest-c", "1"))
+    # Nor does one that could not be used push out another.
+    world.drain()
+    assert not world.load("c", BAD_DIGEST, "1")
+    assert world.load("c", "digest-c", "1")
+    assert world.names.keys() == {"b", "c"}
+    world.drain()
+
+
+def test_labels_count_on_from_the_one_before() -> None:
+    world = VersionHarness(SchedulerConfig())
+    labels = [None, "7", None, "step", None]
+    infos = [
+        world.policies.load(adapter("a", f"digest-{number}", label))
+        for number, label in enumerate(labels)
+    ]
+    assert [info.version for info in infos] == ["1", "7", "8", "step", "5"]
 
 
 def test_others_of_the_same_client_pass_by_one_that_waits_for_a_slot() -> None:
