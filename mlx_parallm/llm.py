@@ -24,7 +24,7 @@ from mlx_parallm.engine.policies import AdapterInfo, AdapterUpload
 from mlx_parallm.errors import InvalidRequestError
 from mlx_parallm.grammar.spec import GrammarSpec
 from mlx_parallm.outputs import ErrorEvent, GenerateEvent, PromptEvent, TokenEvent
-from mlx_parallm.request import GenerateRequest, Grammar, SamplingParams
+from mlx_parallm.request import RAW_LOGPROBS, GenerateRequest, Grammar, SamplingParams
 
 Prompt = str | Sequence[int]
 Message = Mapping[str, Any]
@@ -69,7 +69,7 @@ class LLM:
         >>> llm.generate(["1, 2, 3,"], SamplingParams(max_tokens=8))[0].outputs[0].text
 
     ``cache`` and ``scheduler`` hold what the server's flags set, for example
-    ``CacheConfig(kv_cache_dtype="int8")``.
+    ``CacheConfig(kv_cache_dtype="int8")``; ``logprobs_mode`` is that of parameters that name none.
 
     MLX's state belongs to a thread: use an LLM on the thread that made it.
     """
@@ -86,6 +86,7 @@ class LLM:
         cache: CacheConfig | None = None,
         scheduler: SchedulerConfig | None = None,
         speculative_config: SpeculativeConfig | Mapping[str, Any] | None = None,
+        logprobs_mode: str = RAW_LOGPROBS,
     ) -> None:
         if speculative_config is not None and not isinstance(speculative_config, SpeculativeConfig):
             speculative_config = SpeculativeConfig.from_mapping(speculative_config)
@@ -103,6 +104,7 @@ class LLM:
             # Nobody else waits: a list of prompts may be as long as it likes.
             scheduler=scheduler or SchedulerConfig(max_waiting=0),
             speculative=speculative_config,
+            logprobs_mode=logprobs_mode,
             seed=seed,
         )
         loaded: LoadedEngine = build_engines(config, MetricFamilies(), lambda _text, _share: None)[

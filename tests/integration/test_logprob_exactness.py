@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
 
+from mlx_parallm import LLM
 from mlx_parallm.attention.reference import ReferenceAttention
 from mlx_parallm.batch import TokenLogprob
-from mlx_parallm.config import SpeculativeConfig
-from mlx_parallm.request import PROCESSED_LOGPROBS
+from mlx_parallm.config import CacheConfig, SpeculativeConfig
+from mlx_parallm.request import (
+    PROCESSED_LOGPROBS,
+    RAW_LOGPROBS,
+    SamplingParams,
+    ThinkingBudget,
+)
 from tests.compiled_attention import AheadAttention, CompiledAttention
 from tests.integration.test_parity_generate import Session, random_prompt, shared_runner
 
@@ -105,6 +112,38 @@ def test_tokens_that_were_proposed_have_the_same_numbers() -> None:
     assert session.result("processed").logprobs == [0.0] * 24
     del session.tokens["processed", 0]
     assert_exact("llama", ReferenceAttention, session)
+
+
+def test_the_engines_mode_is_that_of_requests_that_name_none() -> None:
+    llm = LLM(logprobs_mode=PROCESSED_LOGPROBS, cache=CacheConfig(kv_cache_bytes=1 << 24))
+    end_id = llm.tokenizer.token_id("</think>")
+    assert end_id is not None
+    budget = ThinkingBudget(tokens=0, end_id=end_id, is_open=True)
+    asked: dict[str, Any] = {"max_tokens": 1, "seed": 1, "entropy": True, "logprobs": -1}
+    params = [
+        SamplingParams(allowed_token_ids=(9,), **asked),
+        SamplingParams(thinking_budget=budget, **asked),
+        SamplingParams(allowed_token_ids=(9,), logprobs_mode=RAW_LOGPROBS, **asked),
+    ]
+    found = [output.outputs[0].logprobs[0] for output in llm.generate(["Once"] * 3, params)]
+    for entry, token in zip(found, (9, end_id), strict=False):
+        assert entry.top == ((token, 0.0),)
+        assert (entry.token_id, entry.logprob, entry.entropy) == (token, 0.0, 0.0)
+    entry = found[2]
+    assert entry.logprob < 0
+    assert len(entry.top) > 1000
+    total = sum(math.exp(value) for _, value in entry.top)
+    assert total == pytest.approx(1, abs=1e-4)
+    spread = -sum(math.exp(value) * value for _, value in entry.top)
+    assert entry.entropy == pytest.approx(spread, abs=1e-4)
+    whole = SamplingParams(max_tokens=0, prompt_logprobs=-1)
+    first, *others = llm.generate("Once upon", whole)[0].prompt_logprobs or ()
+    assert first is None
+    assert others
+    for scored in others:
+        assert scored is not None
+        assert len(scored.top) == len(entry.top)
+        assert scored.rank == 1 + sum(value > scored.logprob for _, value in scored.top)
 
 
 def test_logits_that_are_not_numbers_fail_the_request_and_no_other(
