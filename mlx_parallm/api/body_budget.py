@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import Counter
 
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from mlx_parallm.api.auth import client_of
+from mlx_parallm.api.body_pace import BodyPace
 from mlx_parallm.api.entry_turns import EntryTurns
 from mlx_parallm.api.internal import INTERNAL_CALLER, STREAMED_PATH, UPLOAD_PATHS
 from mlx_parallm.config import ServerConfig
@@ -22,8 +24,8 @@ class BodyBudgetMiddleware:
     """Refuses bodies that arrive too slowly, or that are too much beside the client's others.
 
     A request's body counts from its arrival to the end of its answer: it is kept as long. A client
-    that has no other request here may send any body that its route takes. Whole bodies are handed
-    on by turns, see ``EntryTurns``.
+    that has no other request here may send any body that its route takes. Bodies are read at a
+    pace, see ``BodyPace``, and handed on by turns, see ``EntryTurns``.
     """
 
     def __init__(self, app: ASGIApp, config: ServerConfig) -> None:
@@ -31,6 +33,7 @@ class BodyBudgetMiddleware:
         self._config = config
         self._held: Counter[str] = Counter()
         self._turns = EntryTurns()
+        self._pace = BodyPace(time.monotonic)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """See ASGI."""
@@ -48,18 +51,24 @@ class BodyBudgetMiddleware:
                 # Apart from requests: what a trainer uploads must not depend on its rollouts.
                 client = f"uploads {client}"
         body = _Body(self._held, client, self._config)
+        if client is None:
+            await self._app(scope, lambda: body.receive(receive), send)
+            return
 
         async def metered() -> Message:
             was_whole = body.is_whole
             message = await body.receive(receive)
-            if body.is_whole and not was_whole and client is not None:
-                await self._turns.take(client)
+            if not was_whole:
+                await self._pace.wait(client, len(message.get("body", b"")))
+                if body.is_whole:
+                    await self._turns.take(client)
             return message
 
-        try:
-            await self._app(scope, metered, send)
-        finally:
-            body.release()
+        with self._pace.present(client):
+            try:
+                await self._app(scope, metered, send)
+            finally:
+                body.release()
 
 
 class _Body:

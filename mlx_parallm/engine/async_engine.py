@@ -145,6 +145,7 @@ class AsyncEngine:
 
     def check_room(self, model: str, client: str, n: int) -> None:
         """Refuse early what the queue has no room for; see ``EngineClient.check_room``."""
+        self.check_health()
         served = self.get_model(model)
         engine = self._engines.get(served.parent or served.names[0])
         if engine is None:

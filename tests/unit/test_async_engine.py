@@ -163,6 +163,9 @@ async def test_a_dead_thread_tells_every_stream_and_health() -> None:
     assert isinstance(events[-1].error, EngineDeadError)
     with pytest.raises(EngineDeadError):
         engine.check_health()
+    # Not that its queue is full, which it may be for ever.
+    with pytest.raises(EngineDeadError):
+        engine.check_room("m", "", 1_000_000)
     with pytest.raises(EngineDeadError):
         await engine.submit(make_request())
 
