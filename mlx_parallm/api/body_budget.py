@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections import Counter
 
@@ -40,35 +41,45 @@ class BodyBudgetMiddleware:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        if scope["path"].endswith(STREAMED_PATH):
-            client = None
-        elif INTERNAL_CALLER in scope:
-            # Apart from what the owner sends meanwhile.
-            client = f"background {scope[INTERNAL_CALLER].client}"
-        else:
-            client = client_of(Headers(scope=scope), self._config)
-            if scope["path"].endswith(UPLOAD_PATHS):
-                # Apart from requests: what a trainer uploads must not depend on its rollouts.
-                client = f"uploads {client}"
+        client = self._client_of(scope)
         body = _Body(self._held, client, self._config)
         if client is None:
             await self._app(scope, lambda: body.receive(receive), send)
             return
+        is_paced = _is_paced(scope)
 
         async def metered() -> Message:
             was_whole = body.is_whole
             message = await body.receive(receive)
-            if not was_whole:
+            if not was_whole and is_paced:
                 await self._pace.wait(client, len(message.get("body", b"")))
-                if body.is_whole:
-                    await self._turns.take(client)
+            if not was_whole and body.is_whole:
+                await self._turns.take(client)
             return message
 
-        with self._pace.present(client):
+        with self._pace.present(client) if is_paced else contextlib.nullcontext():
             try:
                 await self._app(scope, metered, send)
             finally:
                 body.release()
+
+    def _client_of(self, scope: Scope) -> str | None:
+        """Whose body it is; None if it is not kept in memory."""
+        if scope["path"].endswith(STREAMED_PATH):
+            return None
+        if INTERNAL_CALLER in scope:
+            # Apart from what the owner sends meanwhile.
+            return f"background {scope[INTERNAL_CALLER].client}"
+        client = client_of(Headers(scope=scope), self._config)
+        if scope["path"].endswith(UPLOAD_PATHS):
+            # Apart from requests: what a trainer uploads must not depend on its rollouts.
+            return f"uploads {client}"
+        return client
+
+
+def _is_paced(scope: Scope) -> bool:
+    """Whether others wait while it is read: not for tensors, nor for what is here already."""
+    return INTERNAL_CALLER not in scope and not scope["path"].endswith(UPLOAD_PATHS)
 
 
 class _Body:

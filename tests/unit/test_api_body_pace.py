@@ -6,8 +6,11 @@ from contextlib import ExitStack
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from starlette.types import Message, Receive, Scope, Send
 
+from mlx_parallm.api.body_budget import BodyBudgetMiddleware
 from mlx_parallm.api.body_pace import BURST_BYTES, BYTES_PER_S, BodyPace
+from mlx_parallm.config import ServerConfig
 
 SIZES = st.integers(0, 3 * BURST_BYTES)
 
@@ -92,3 +95,42 @@ async def test_the_others_run_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None
         await pace.wait("one", 3 * BURST_BYTES)
         await pace.wait("two", 100)
     assert slept == [pytest.approx(2 * BURST_BYTES / BYTES_PER_S)]
+
+
+@pytest.mark.parametrize(
+    ("path", "is_held_back"),
+    [("/v1/chat/completions", True), ("/v1/update_adapter_weights", False), ("/v1/files", False)],
+)
+async def test_every_piece_of_a_json_body_is_held_back_beside_another_client(
+    monkeypatch: pytest.MonkeyPatch, path: str, is_held_back: bool
+) -> None:
+    slept, ends = [], asyncio.Event()
+
+    async def sleep(seconds: float) -> None:
+        slept.append(round(seconds * BYTES_PER_S))
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["path"] == "/wait":
+            await ends.wait()
+        while (await receive()).get("more_body"):
+            pass
+
+    async def call(path: str, key: str, pieces: list[bytes]) -> None:
+        async def receive() -> Message:
+            piece = pieces.pop(0)
+            return {"type": "http.request", "body": piece, "more_body": bool(pieces)}
+
+        headers = [(b"authorization", f"Bearer {key}".encode())]
+        await middleware({"type": "http", "path": path, "headers": headers}, receive, send)
+
+    async def send(_: Message) -> None: ...
+
+    middleware = BodyBudgetMiddleware(app, ServerConfig(api_keys=("one", "two")))
+    middleware._pace = BodyPace(Clock())
+    other = asyncio.ensure_future(call("/wait", "two", [b""]))
+    await asyncio.sleep(0)
+    monkeypatch.setattr(asyncio, "sleep", sleep)
+    await call(path, "one", [bytes(BURST_BYTES), bytes(100), bytes(10)])
+    assert slept == ([100, 110] if is_held_back else [])
+    ends.set()
+    await other
