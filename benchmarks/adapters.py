@@ -157,7 +157,7 @@ def main() -> int:
     checks += [
         Check(f"{name}: share of base tokens/s", base / middle[name], ">=", targets.get(name))
         for name in (
-            "all base, 64 resident",
+            ALL_BASE,
             "1 distinct",
             "8 distinct",
             "32 distinct",
