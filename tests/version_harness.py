@@ -127,6 +127,7 @@ class VersionHarness:
     Attributes:
         tracked: requests that have not ended.
         names: the loaded adapters.
+        ended: prompt and output of the samples that ended.
         seen: how often things happened that a test wants to see.
     """
 
@@ -182,6 +183,7 @@ class VersionHarness:
         self.names: dict[str, Weights] = {}
         self.tracked: dict[str, Tracked] = {}
         self.seen = Counter[str]()
+        self.ended: list[tuple[int, ...]] = []
         self.fails_next = False
         self._broken: AssertionError | None = None
         self._base = ""
@@ -395,6 +397,7 @@ class VersionHarness:
             spans.add(version, 1)
         covered = [one for span in spans.to_json() for one in _labels(span)]
         assert covered == sample.versions
+        self.ended.append((*tracked.request.prompt_ids, *sample.tokens))
         self.seen["straddled"] += len(set(pairs)) > 1
         self.seen["whole"] += len(set(pairs)) == 1
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from mlx_parallm.config import SchedulerConfig
@@ -150,3 +152,18 @@ def test_an_update_begins_a_prompt_anew_and_lets_running_samples_go_on() -> None
     assert {*beginning.versions} == {"version-new"}
     # The harness sees to it that no KV of another version was read for those.
     assert all(choice.read == {"/digest-new"} for choice in beginning.choices)
+
+
+def test_nobody_finds_what_was_computed_with_both_versions() -> None:
+    world = harness()
+    world.add(ask("straddling", "a", max_tokens=20))
+    while len(world.tracked["straddling"].samples[0].tokens) < 3:
+        world.step()
+    world.load("a", "digest-new", "version-new")
+    world.drain()
+    assert world.seen["straddled"] == 1
+    # Both versions, asked to go on from its text; the harness looks at what they read.
+    world.load("b", "digest-a", "version-back")
+    for name in "ab":
+        world.add(replace(ask(name, name), prompt_ids=world.ended[0]))
+    world.drain()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from itertools import count
 from random import Random
 
@@ -18,6 +19,7 @@ RUNS_PER_PART = 125
 
 # Prompts are cut from a few texts, so that prefixes are often shared.
 TEXTS = tuple(tuple((7 * i + 13 * text) % 47 + 1 for i in range(30)) for text in range(2))
+LONGEST_PROMPT = 36
 NAMES = ("p", "q", "r", "s")
 # Few, so that names often share one and often get back what they had.
 DIGESTS = ("d0", "d1", "d2", "d3", "d4")
@@ -66,7 +68,12 @@ class Interleaving:
 
     def add(self) -> None:
         adapter = self.random.choice([None, *self.harness.names])
-        self.harness.add(_random_request(self.random, next(self._numbers), adapter))
+        request = _random_request(self.random, next(self._numbers), adapter)
+        if self.harness.ended and self.random.random() < 0.4:
+            # It goes on from what another gave: the next turn of a conversation.
+            text = self.random.choice(self.harness.ended[-3:])
+            request = replace(request, prompt_ids=text[:LONGEST_PROMPT])
+        self.harness.add(request)
 
     def load(self) -> None:
         digest = self.random.choice([*DIGESTS, BAD_DIGEST])
@@ -80,7 +87,8 @@ class Interleaving:
 
     def replace_base(self) -> None:
         number = next(self._numbers)
-        self.harness.replace_base(f"b{number}", f"base{number}")
+        # One of few: those before come back too.
+        self.harness.replace_base(self.random.choice(["", "b0", "b1"]), f"base{number}")
 
     def end_one(self) -> None:
         if self.harness.tracked:
