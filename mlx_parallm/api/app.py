@@ -38,6 +38,7 @@ from mlx_parallm.api.routes import (
     moderations,
     render,
     responses,
+    rl_capabilities,
     rl_logprobs,
     rollout,
     server_info,
@@ -116,6 +117,7 @@ def _add_routes(app: FastAPI) -> None:
         moderations.router,
         render.router,
         responses.router,
+        rl_capabilities.router,
         rl_logprobs.router,
         rollout.router,
     )

@@ -75,6 +75,21 @@ def test_scores_do_not_depend_on_the_batch(live_server: ServerProcess, rollout: 
         assert one["logprobs"] == pytest.approx(other["logprobs"], abs=TOLERANCE)
 
 
+def test_a_trainer_learns_what_to_expect(live_server: ServerProcess) -> None:
+    answer = httpx2.get(f"{live_server.url}/v1/rl/capabilities").json()
+    (model,) = answer["models"]
+    assert model["model"] == "mlx-parallm-demo"
+    assert (model["dtype"], model["tolerance"]["bound"]) == ("float32", TOLERANCE)
+    assert (model["weight_version"], model["parent"]) == ("default", None)
+    assert model["max_model_len"] == 2048
+    assert answer["logprobs_modes"] == ["raw_logprobs", "processed_logprobs"]
+    assert answer["max_samples"] == 2048
+    assert (answer["pause_modes"], answer["is_paused"]) == (["keep", "wait", "abort"], False)
+    # The first token id that is none.
+    item = {"prompt_token_ids": [1], "completion_token_ids": [model["vocab_size"]]}
+    assert post(live_server, 400, items=[item])["error"]["param"] == "items"
+
+
 ITEM = {"prompt_token_ids": [1, 2], "completion_token_ids": [3]}
 
 

@@ -1,0 +1,15 @@
+"""How exact log-probabilities told while sampling are, by the dtype a model computes in."""
+
+from __future__ import annotations
+
+from types import MappingProxyType
+
+from mlx_parallm.api.schemas.rl_capabilities import Tolerance
+
+# The bound is what tests hold on every execution path. The rest is what
+# `python -m benchmarks.logprob_agreement` measured with the embedded model on the CPU.
+TOLERANCES = MappingProxyType(
+    {
+        "float32": Tolerance(bound=1e-4, median=0.0, p99=8.6e-6, most=2.9e-5),
+    }
+)

@@ -1,0 +1,47 @@
+"""``GET /v1/rl/capabilities``: what a trainer can rely on here."""
+
+from __future__ import annotations
+
+from fastapi import APIRouter
+
+from mlx_parallm.api.dependencies import ConfigDep, EngineDep, MaxWaitingDep
+from mlx_parallm.api.rl.tolerances import TOLERANCES
+from mlx_parallm.api.schemas.rl_capabilities import RLCapabilities, RLModel
+from mlx_parallm.engine.control import PauseMode
+from mlx_parallm.engine.interface import ServedModel
+from mlx_parallm.request import LOGPROBS_MODES
+
+router = APIRouter()
+
+
+@router.get("/rl/capabilities")
+async def rl_capabilities(
+    engine: EngineDep, config: ConfigDep, max_waiting: MaxWaitingDep
+) -> RLCapabilities:
+    """Models and adapters with their weights' versions, exactness by dtype, modes and limits."""
+    control = engine.control
+    models = [_model(one, control.version(one.names[0]).label) for one in engine.models()]
+    models += [_model(engine.get_model(one.name), one.version) for one in control.adapters()]
+    return RLCapabilities(
+        object="rl.capabilities",
+        models=models,
+        logprobs_modes=list(LOGPROBS_MODES),
+        default_logprobs_mode=engine.config.logprobs_mode,
+        max_logprobs=config.max_logprobs,
+        max_samples=max_waiting or None,
+        pause_modes=[mode.value for mode in PauseMode],
+        is_paused=control.is_paused,
+        has_verifier_urls=bool(config.verifier_urls),
+    )
+
+
+def _model(model: ServedModel, version: str) -> RLModel:
+    return RLModel(
+        model=model.names[0],
+        parent=model.parent,
+        weight_version=version,
+        dtype=model.info.dtype,
+        max_model_len=model.info.max_model_len,
+        vocab_size=model.info.vocab_size,
+        tolerance=TOLERANCES.get(model.info.dtype),
+    )
