@@ -301,8 +301,10 @@ async def test_what_is_long_is_rendered_beside_the_event_loop(
     render = model.tokenizer.render_chat
 
     def noting(*arguments: Any, **more: Any) -> str:
-        threads.append(threading.current_thread())
-        return render(*arguments, **more)
+        rendered = render(*arguments, **more)
+        if text in rendered:
+            threads.append(threading.current_thread())
+        return rendered
 
     monkeypatch.setattr(model.tokenizer, "render_chat", noting)
     tool = {"type": "function", "function": {"name": "t", "description": text}}
@@ -314,7 +316,5 @@ async def test_what_is_long_is_rendered_beside_the_event_loop(
             {"role": "assistant", "tool_calls": [call]},
             {"role": "tool", "tool_call_id": "a", "content": "1"},
         ]
-    await prepare(
-        *([tool] if where == "tools" else []), messages=HI if where == "tools" else messages
-    )
+    await (prepare(tool) if where == "tools" else prepare(messages=messages))
     assert (threads == [threading.main_thread()]) is (size == 100)
