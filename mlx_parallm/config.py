@@ -215,6 +215,7 @@ class ServerConfig:
         max_logprobs: cap on ``top_logprobs``, ``logprobs`` and ``prompt_logprobs``; -1 is no cap.
         max_body_bytes: largest request body.
         max_adapter_bytes: largest upload of an adapter.
+        max_weights_bytes: largest upload of weights of a model.
         max_client_body_bytes: bodies of one client's requests in the server together.
         client_timeout_s: a client that sends or takes nothing for this long is cut off; 0 is off.
         max_stored_responses: most responses kept in memory for /v1/responses; 0 keeps none.
@@ -241,6 +242,7 @@ class ServerConfig:
     max_logprobs: int = 20
     max_body_bytes: int = 8 * 1024 * 1024
     max_adapter_bytes: int = 2**30
+    max_weights_bytes: int = 8 * 2**30
     max_client_body_bytes: int = 256 * 1024 * 1024
     client_timeout_s: float = 30.0
     max_stored_responses: int = 1024

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from mlx_parallm.engine.control import PauseMode
@@ -30,6 +30,13 @@ class FakeControl:
 
     def adapters(self) -> Sequence[AdapterInfo]:
         return list(self._adapters.values())
+
+    async def look(self) -> Sequence[AdapterInfo]:
+        return self.adapters()
+
+    async def checksums(self, model: str | None = None) -> Mapping[str, str]:
+        self._note("checksums", model=model)
+        return {"a": self.weights.content, "b": "same"}
 
     async def load_adapter(self, upload: AdapterUpload, *, model: str | None = None) -> AdapterInfo:
         self._note("load_adapter", upload=upload, model=model)

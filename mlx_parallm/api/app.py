@@ -31,8 +31,10 @@ from mlx_parallm.api.routes import (
     decisions,
     docs,
     files,
+    fleet,
     health,
     lifecycle,
+    memory,
     messages,
     models,
     moderations,
@@ -45,6 +47,7 @@ from mlx_parallm.api.routes import (
     sglang,
     token_generate,
     tokenize,
+    weights,
 )
 from mlx_parallm.api.routes.page import page_files, page_router
 from mlx_parallm.api.schemas.errors import ErrorResponse
@@ -130,6 +133,9 @@ def _add_routes(app: FastAPI) -> None:
         adapters.dialect_router,
         lifecycle.router,
         sglang.router,
+        memory.router,
+        weights.router,
+        fleet.router,
         token_generate.router,
         docs.router,
     ):

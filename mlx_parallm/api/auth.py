@@ -18,6 +18,8 @@ from mlx_parallm.errors import AuthenticationError, PermissionDeniedError
 OPEN_PATHS = frozenset(
     {"/health", "/ping", "/load", "/version", "/metrics", "/openapi.json", "/docs", "/"}
 )
+# In the schema, of routes that need the admin key.
+CONTROL = "control"
 OPEN_PREFIXES = ("/docs/", "/page/")
 
 

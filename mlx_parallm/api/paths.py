@@ -10,8 +10,18 @@ SGLANG_PATHS = frozenset(
         "/continue_generation",
         "/load_lora_adapter",
         "/pause_generation",
+        "/destroy_weights_update_group",
+        "/init_weights_update_group",
+        "/release_memory_occupation",
+        "/resume_memory_occupation",
         "/unload_lora_adapter",
+        "/update_weight_version",
+        "/update_weights_from_disk",
+        "/update_weights_from_distributed",
+        "/update_weights_from_ipc",
         "/update_weights_from_lora",
+        "/update_weights_from_tensor",
+        "/weights_checker",
     }
 )
 

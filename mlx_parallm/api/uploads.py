@@ -12,13 +12,17 @@ import binascii
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
+from pydantic import BaseModel, ValidationError
 from starlette.requests import Request
 
+from mlx_parallm.api.errors import describe
 from mlx_parallm.api.json_body import parse_json
 from mlx_parallm.api.multipart import FormReader
 from mlx_parallm.errors import InvalidRequestError
+
+T = TypeVar("T", bound=BaseModel)
 
 RAW_TYPES = frozenset({"application/octet-stream", "application/x-safetensors"})
 FORM_TYPE = "multipart/form-data"
@@ -109,6 +113,16 @@ def from_base64(value: Any, *, param: str) -> bytes:
         return base64.b64decode(value, validate=True)
     except (binascii.Error, ValueError):
         raise InvalidRequestError(f"{param} is no base64.", param=param.partition("[")[0]) from None
+
+
+def validated(model: type[T], fields: Mapping[str, Any]) -> T:
+    """Fields of a body that FastAPI does not read; raise InvalidRequestError naming the wrong."""
+    try:
+        return model.model_validate(fields)
+    except ValidationError as problem:
+        problems = [{**one, "loc": ("body", *one["loc"])} for one in problem.errors()]
+        param = str(problems[0]["loc"][1]) if len(problems[0]["loc"]) > 1 else None
+        raise InvalidRequestError(describe(problems), param=param) from None
 
 
 def _outer_fields(request: Request, prefix: str) -> dict[str, str]:

@@ -174,6 +174,8 @@ SETTINGS: tuple[Setting, ...] = (
              metavar="N"),
     _setting("max-adapter-size", "server.max_adapter_bytes", values.size, ADAPTERS,
              "largest upload of an adapter, such as 1GiB.", metavar="SIZE"),
+    _setting("max-weights-size", "server.max_weights_bytes", values.size, ADAPTERS,
+             "largest upload of weights of a model, such as 8GiB.", metavar="SIZE"),
     _setting("max-lora-rank", "adapters.max_rank", values.integer(1), ADAPTERS,
              "largest rank of an adapter.", metavar="N"),
     _setting(

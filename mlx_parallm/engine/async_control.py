@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -13,11 +13,13 @@ from mlx_parallm.config import AdapterConfig
 from mlx_parallm.engine.adapter_folders import AdapterFolders
 from mlx_parallm.engine.commands import EngineHost
 from mlx_parallm.engine.control import PauseMode
+from mlx_parallm.engine.control_metrics import ADAPTER, WEIGHTS, ControlMetrics
 from mlx_parallm.engine.engine import Engine
 from mlx_parallm.engine.interface import ServedModel
 from mlx_parallm.engine.live_weights import SLEEP_TAGS, LiveWeights, WeightsUpdate
 from mlx_parallm.engine.policies import AdapterInfo, AdapterUpload
 from mlx_parallm.errors import InvalidRequestError, ModelNotFoundError, NotFoundError, PausedError
+from mlx_parallm.scheduler.adapter_slots import AdapterSlots
 from mlx_parallm.weights import WeightsVersion
 
 
@@ -44,8 +46,11 @@ class EngineThread(Protocol):
 class AsyncControl:
     """Implements ``EngineControl``."""
 
-    def __init__(self, thread: EngineThread, config: AdapterConfig) -> None:
+    def __init__(
+        self, thread: EngineThread, config: AdapterConfig, metrics: ControlMetrics
+    ) -> None:
         self._thread = thread
+        self._metrics = metrics
         self._folders = AdapterFolders(config)
         self._pause: PauseMode | None = None
         self._sleep_level = 0
@@ -68,6 +73,21 @@ class AsyncControl:
     def adapters(self) -> Sequence[AdapterInfo]:
         """See ``EngineControl.adapters``."""
         return list(self._adapters.values())
+
+    def report(self, slots: Mapping[str, AdapterSlots]) -> None:
+        """Bring the metrics up to date; ``slots`` are by model."""
+        names = [one.names[0] for one in self._thread.models()]
+        self._metrics.on_versions(self.adapters(), {name: self.version(name) for name in names})
+        self._metrics.on_state(is_paused=self.is_paused, sleep_level=self.sleep_level, slots=slots)
+
+    async def look(self) -> Sequence[AdapterInfo]:
+        """See ``EngineControl.look``."""
+        await self.refresh()
+        return self.adapters()
+
+    async def checksums(self, model: str | None = None) -> Mapping[str, str]:
+        """See ``EngineControl.checksums``."""
+        return await self._call(self._base(model), lambda engine: _live(engine).checksums())
 
     def version(self, model: str | None = None) -> WeightsVersion:
         """See ``EngineControl.version``."""
@@ -134,7 +154,8 @@ class AsyncControl:
         """See ``EngineControl.load_adapter``."""
         base = self._base(model)
         self._check_name(upload.name, base)
-        info = await self._call(base, lambda engine: engine.policies.load(upload))
+        with self._metrics.timed(ADAPTER):
+            info = await self._call(base, lambda engine: engine.policies.load(upload))
         await self.refresh()
         return info
 
@@ -219,7 +240,8 @@ class AsyncControl:
             return _live(engine).update(update)
 
         base = self._base(model)
-        version = await self._thread.call(replace_weights)
+        with self._metrics.timed(WEIGHTS):
+            version = await self._thread.call(replace_weights)
         await self.refresh()
         return version
 

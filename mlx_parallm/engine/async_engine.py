@@ -25,6 +25,7 @@ from mlx_parallm.engine.admission import check_request
 from mlx_parallm.engine.async_control import AsyncControl
 from mlx_parallm.engine.build import LoadedEngine, build_engines
 from mlx_parallm.engine.commands import Abort, Call, Command, EngineHost, Stop, Submit
+from mlx_parallm.engine.control_metrics import ControlMetrics
 from mlx_parallm.engine.engine import Engine
 from mlx_parallm.engine.event_stream import EventStream
 from mlx_parallm.engine.interface import EngineLoad, RequestHandle, ServedModel
@@ -80,7 +81,8 @@ class AsyncEngine:
         self._draining = False
         self._idle = asyncio.Event()
         self._idle.set()
-        self.control = AsyncControl(self, config.adapters)
+        metrics = ControlMetrics(self._families.registry)
+        self.control = AsyncControl(self, config.adapters, metrics)
         #: Set while no thread serves: after a death, until a restarted thread has loaded.
         self.died = threading.Event()
         #: Set when the thread has died and will not be started anew.
@@ -243,6 +245,9 @@ class AsyncEngine:
 
     def render_metrics(self) -> tuple[bytes, str]:
         """The Prometheus exposition and its content type."""
+        self.control.report(
+            {name: one.policies.scheduler.adapters for name, one in self._engines.items()}
+        )
         return generate_latest(self._families.registry), CONTENT_TYPE_LATEST
 
     async def _send(

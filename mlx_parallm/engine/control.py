@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from enum import StrEnum
 from typing import Protocol
 
@@ -39,6 +39,17 @@ class EngineControl(Protocol):
 
     def adapters(self) -> Sequence[AdapterInfo]:
         """The loaded adapters of all models, as of the latest change of one."""
+        ...
+
+    async def look(self) -> Sequence[AdapterInfo]:
+        """``adapters`` as they are now: who has a slot and runs changes with every step."""
+        ...
+
+    async def checksums(self, model: str | None = None) -> Mapping[str, str]:
+        """SHA-256 of each weight of a model, the first one by default, in hex by name.
+
+        Nothing is generated meanwhile.
+        """
         ...
 
     async def load_adapter(self, upload: AdapterUpload, *, model: str | None = None) -> AdapterInfo:

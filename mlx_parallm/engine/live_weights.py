@@ -45,6 +45,10 @@ class LiveModel(Protocol):
         """Let some weights be these; if they cannot be, nothing is changed."""
         ...
 
+    def checksums(self) -> dict[str, str]:
+        """SHA-256 of each weight, in hex by name."""
+        ...
+
     def release_kv(self) -> None:
         """Give back the memory of KV and of adapters on the device."""
         ...
@@ -115,6 +119,12 @@ class LiveWeights:
         if update.folder is not None:
             self._loaded = version
         return version
+
+    def checksums(self) -> dict[str, str]:
+        """SHA-256 of each weight, in hex by name; raise InvalidRequestError if they are away."""
+        if WEIGHTS in self.asleep:
+            raise InvalidRequestError("The weights are put away: wake them up first.")
+        return self.model.checksums()
 
     def relabel(self, label: str) -> WeightsVersion:
         """Call the weights as they stand something else, from the next token on."""

@@ -50,6 +50,10 @@ class LiveModel:
         self._weights.put(self._weights.read_tensors(tensors))
         self._heed()
 
+    def checksums(self) -> dict[str, str]:
+        """SHA-256 of each weight, in hex by name."""
+        return self._weights.checksums()
+
     def release_kv(self) -> None:
         """Give back the memory of KV and of adapters on the device."""
         if self._has_kv:

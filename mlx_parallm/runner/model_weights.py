@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -114,6 +115,16 @@ class ModelWeights:
         mx.eval(list(arrays.values()))
         self.put(arrays)
         return False
+
+    def checksums(self) -> dict[str, str]:
+        """SHA-256 of each weight's dtype, shape and numbers, in hex by name."""
+        sums = {}
+        for name, array in parameters_of(self._model).items():
+            tensor = HostTensor.of(array)
+            total = hashlib.sha256(f"{tensor.dtype}{tensor.shape}\0".encode())
+            total.update(tensor.stored()[0])
+            sums[name] = total.hexdigest()
+        return sums
 
     def _renamed(self, arrays: dict[str, mx.array], current: Arrays) -> dict[str, mx.array]:
         """Names as mlx_lm has them: what it does to a checkpoint's when it loads one."""

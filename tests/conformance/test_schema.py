@@ -18,6 +18,8 @@ CHECKS = [not_a_server_error, content_type_conformance, response_schema_conforma
 LENGTHS = ("max_tokens", "max_completion_tokens", "max_output_tokens")
 MAX_TOKENS = 16
 SCHEMA = schemathesis.openapi.from_url(f"{os.environ['CONFORMANCE_URL']}/openapi.json")
+# Others would wait for ever on a server that was paused at random.
+SCHEMA = SCHEMA.exclude(tag="control")
 OPERATIONS = [result.ok() for result in SCHEMA.get_all_operations()]
 
 

@@ -51,6 +51,8 @@ def call_at_random(operation: Any) -> None:
 
 def test_no_request_of_the_schema_is_a_server_error(live_server: ServerProcess) -> None:
     schema = schemathesis.openapi.from_url(f"{live_server.url}/openapi.json")
+    # Others would wait for ever on a server that was paused at random.
+    schema = schema.exclude(tag="control")
     for result in schema.get_all_operations():
         call_at_random(result.ok())
     assert live_server.metric("vllm:num_requests_running") == 0

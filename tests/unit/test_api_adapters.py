@@ -299,10 +299,11 @@ async def test_sglang_pauses(body: dict[str, Any], mode: PauseMode, is_reset: bo
 async def test_caches_are_reset() -> None:
     engine = ScriptedEngine()
     assert (await call(engine, "POST", "/reset_prefix_cache")).json() == {"success": True}
-    for more in (
+    bodies: list[dict[str, Any]] = [
         {"params": {"reset_running_requests": "true", "reset_external": "false"}},
         {"json": {"reset_running_requests": True}},
-    ):
+    ]
+    for more in bodies:
         await call(engine, "POST", "/reset_prefix_cache", **more)
     resets = [one["reset_running"] for _, one in engine.control.calls]
     assert resets == [False, True, True]

@@ -3,23 +3,19 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
-
-from pydantic import ValidationError
 
 from mlx_parallm.adapters.formats import read_adapter
 from mlx_parallm.adapters.safetensors import read_safetensors
-from mlx_parallm.api.errors import describe
 from mlx_parallm.api.schemas.adapters import (
     AdapterCard,
     AdapterFields,
     UploadedAdapter,
     UploadTimings,
 )
-from mlx_parallm.api.uploads import Received, from_base64, is_json, json_object
+from mlx_parallm.api.uploads import Received, from_base64, is_json, json_object, validated
 from mlx_parallm.engine.policies import AdapterInfo, AdapterUpload
-from mlx_parallm.errors import InvalidRequestError
 
 TENSORS = "tensors"
 FILE = "adapter_model"
@@ -42,7 +38,7 @@ def read_upload(received: Received) -> tuple[AdapterUpload, AdapterFields, float
         fields |= json_object(received.body)
         param = TENSORS
         data = from_base64(fields.pop(TENSORS, None), param=TENSORS)
-    known = validated(fields)
+    known = validated(AdapterFields, fields)
     weights = read_adapter(known.config, read_safetensors(data, param=param), param=param)
     # Computed here rather than on the engine thread.
     _ = weights.digest
@@ -55,16 +51,6 @@ def read_upload(received: Received) -> tuple[AdapterUpload, AdapterFields, float
         is_pinned=known.pinned,
     )
     return upload, known, (time.perf_counter() - begin_s) * 1000
-
-
-def validated(fields: Mapping[str, Any]) -> AdapterFields:
-    """The fields of an upload; raise InvalidRequestError naming the first that is wrong."""
-    try:
-        return AdapterFields.model_validate(fields)
-    except ValidationError as problem:
-        problems = [{**one, "loc": ("body", *one["loc"])} for one in problem.errors()]
-        param = str(problems[0]["loc"][1]) if len(problems[0]["loc"]) > 1 else None
-        raise InvalidRequestError(describe(problems), param=param) from None
 
 
 def card(info: AdapterInfo) -> AdapterCard:

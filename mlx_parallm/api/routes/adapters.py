@@ -8,7 +8,7 @@ from fastapi import APIRouter, Depends, Request, Response
 from fastapi.responses import PlainTextResponse
 from starlette.requests import ClientDisconnect
 
-from mlx_parallm.api.auth import require_admin
+from mlx_parallm.api.auth import CONTROL, require_admin
 from mlx_parallm.api.convert.adapters import (
     FILE,
     TENSORS,
@@ -36,9 +36,11 @@ from mlx_parallm.engine.interface import EngineClient
 from mlx_parallm.errors import NotFoundError, NotImplementedRouteError
 
 #: With and without ``/v1``.
-router = APIRouter(dependencies=[Depends(require_admin)])
+router = APIRouter(dependencies=[Depends(require_admin)], tags=[CONTROL])
 #: As they are: the same paths with and without ``/v1`` are of different protocols.
-dialect_router = APIRouter(route_class=JsonRoute, dependencies=[Depends(require_admin)])
+dialect_router = APIRouter(
+    route_class=JsonRoute, dependencies=[Depends(require_admin)], tags=[CONTROL]
+)
 
 HEADER_PREFIX = "x-adapter-"
 # Of clients; they change nothing here.
@@ -83,13 +85,13 @@ async def update_adapter_weights(request: Request, engine: EngineDep, response: 
 @router.get("/adapters")
 async def list_adapters(engine: EngineDep) -> AdapterList:
     """The loaded adapters of all models."""
-    return AdapterList(object="list", data=[card(one) for one in engine.control.adapters()])
+    return AdapterList(object="list", data=[card(one) for one in await engine.control.look()])
 
 
 @router.get("/adapters/{name:path}")
 async def retrieve_adapter(name: str, engine: EngineDep) -> AdapterCard:
     """One adapter."""
-    for info in engine.control.adapters():
+    for info in await engine.control.look():
         if info.name == name:
             return card(info)
     raise NotFoundError(f"The adapter {name!r} is not loaded.", param="name")

@@ -8,7 +8,7 @@ from typing import Annotated
 from fastapi import APIRouter, Body, Depends, Query, Response
 from fastapi.responses import PlainTextResponse
 
-from mlx_parallm.api.auth import require_admin
+from mlx_parallm.api.auth import CONTROL, require_admin
 from mlx_parallm.api.dependencies import EngineDep
 from mlx_parallm.api.ignored import tell_ignored
 from mlx_parallm.api.json_body import JsonRoute
@@ -26,7 +26,7 @@ from mlx_parallm.engine.control import PauseMode
 from mlx_parallm.engine.interface import EngineClient
 from mlx_parallm.errors import InvalidRequestError
 
-router = APIRouter(route_class=JsonRoute, dependencies=[Depends(require_admin)])
+router = APIRouter(route_class=JsonRoute, dependencies=[Depends(require_admin)], tags=[CONTROL])
 
 MODES = {
     "abort": PauseMode.ABORT,

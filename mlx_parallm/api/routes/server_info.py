@@ -8,10 +8,11 @@ from typing import Any, Literal
 from fastapi import APIRouter
 
 from mlx_parallm import __version__
+from mlx_parallm.api.convert.adapters import loaded_adapters
 from mlx_parallm.api.dependencies import ConfigDep, EngineDep
 from mlx_parallm.api.schemas.server import ModelInfo, ServerInfo
 from mlx_parallm.config import EngineConfig, ServerConfig
-from mlx_parallm.engine.interface import ServedModel
+from mlx_parallm.engine.interface import EngineClient, ServedModel
 
 router = APIRouter()
 
@@ -26,11 +27,17 @@ async def server_info(
 ) -> ServerInfo:
     """Version, settings and models; keys are left out."""
     first = engine.models()[0]
-    known = settings(engine.config, config)
+    known = settings(engine.config, config) | vllm_groups(first, engine.config)
     return ServerInfo(
-        **_model_info(first).model_dump(),
+        **_model_info(engine).model_dump(),
         version=__version__,
         vllm_config=known if config_format == "json" else as_text(known),
+        dtype=first.info.dtype,
+        max_loras_per_batch=engine.config.scheduler.max_loras,
+        max_lora_rank=engine.config.adapters.max_rank,
+        lora_paths=loaded_adapters(engine.control.adapters()),
+        is_paused=engine.control.is_paused,
+        is_sleeping=engine.control.sleep_level > 0,
         max_running_requests=engine.config.scheduler.max_num_seqs,
         max_total_num_tokens=first.info.num_blocks * first.info.block_size,
         models=[
@@ -44,17 +51,52 @@ async def server_info(
 @router.get("/get_model_info", include_in_schema=False)
 async def model_info(engine: EngineDep) -> ModelInfo:
     """The first model."""
-    return _model_info(engine.models()[0])
+    return _model_info(engine)
 
 
-def _model_info(model: ServedModel) -> ModelInfo:
+def _model_info(engine: EngineClient) -> ModelInfo:
+    model = engine.models()[0]
     return ModelInfo(
+        weight_version=engine.control.version().label,
+        load_format="safetensors",
         model_path=model.root,
         tokenizer_path=model.root,
         served_model_name=model.names[0],
         is_generation=True,
         context_length=model.info.max_model_len,
     )
+
+
+def vllm_groups(model: ServedModel, config: EngineConfig) -> dict[str, Any]:
+    """The groups of vLLM's configuration that its clients read, with what is true here."""
+    info = model.info
+    return {
+        "model_config": {
+            "model": model.root,
+            "served_model_name": list(model.names),
+            # As PyTorch writes it: clients look it up there.
+            "dtype": f"torch.{info.dtype}",
+            "max_model_len": info.max_model_len,
+            "logprobs_mode": config.logprobs_mode,
+        },
+        "lora_config": {
+            "max_lora_rank": config.adapters.max_rank,
+            "max_loras": config.scheduler.max_loras,
+            "max_cpu_loras": config.adapters.max_loaded,
+        },
+        "parallel_config": {
+            "data_parallel_size": 1,
+            "tensor_parallel_size": 1,
+            "pipeline_parallel_size": 1,
+            "world_size": 1,
+        },
+        "cache_config": {
+            "block_size": info.block_size,
+            "num_gpu_blocks": info.num_blocks,
+            "enable_prefix_caching": config.cache.enable_prefix_caching,
+        },
+        "weight_transfer_config": None,
+    }
 
 
 def settings(engine: EngineConfig, server: ServerConfig) -> dict[str, Any]:

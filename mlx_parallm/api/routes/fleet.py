@@ -1,0 +1,78 @@
+"""What routers and launchers of rollout servers ask: loads, size, and whether tokens come."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+
+from fastapi import APIRouter, Request, Response
+
+from mlx_parallm import __version__
+from mlx_parallm.api.dependencies import EngineDep
+from mlx_parallm.api.schemas.fleet import Load, Loads, Worker, Workers, WorldSize
+from mlx_parallm.engine.interface import EngineClient
+from mlx_parallm.outputs import ErrorEvent
+from mlx_parallm.request import GenerateRequest, SamplingParams
+
+router = APIRouter()
+
+
+@router.get("/health_generate", response_class=Response)
+async def health_generate(request: Request, engine: EngineDep) -> Response:
+    """SGLang's: 200 if a token can be made; while others are made, or in a pause, none is tried."""
+    engine.check_health()
+    if not engine.control.is_paused and not engine.load().num_running:
+        await _make_token(engine, f"health-{request.state.answer_id}")
+    return Response(status_code=200)
+
+
+@router.get("/v1/loads")
+async def loads(engine: EngineDep) -> Loads:
+    """SGLang's: how busy this server is."""
+    now = engine.load()
+    # What was admitted after the latest step waits.
+    waiting = max(now.num_waiting, now.num_requests - now.num_running)
+    total = now.num_running + waiting
+    info = engine.models()[0].info
+    load = Load(
+        dp_rank=0,
+        num_running_reqs=now.num_running,
+        num_waiting_reqs=waiting,
+        num_total_reqs=total,
+        max_total_num_tokens=info.num_blocks * info.block_size,
+        max_running_requests=engine.config.scheduler.max_num_seqs,
+    )
+    return Loads(
+        timestamp=datetime.now(UTC).isoformat(),
+        version=__version__,
+        loads=[load],
+        aggregate={
+            "total_running_reqs": now.num_running,
+            "total_waiting_reqs": waiting,
+            "total_reqs": total,
+        },
+    )
+
+
+@router.get("/get_world_size")
+async def world_size() -> WorldSize:
+    """vLLM's: one process computes each model."""
+    return WorldSize(world_size=1)
+
+
+@router.get("/workers")
+async def workers(request: Request, engine: EngineDep) -> Workers:
+    """A router's, for slime: this server routes to itself."""
+    url = str(request.base_url).rstrip("/")
+    name = engine.models()[0].names[0]
+    worker = Worker(id=url, url=url, model_id=name, worker_type="regular", is_healthy=True)
+    return Workers(workers=[worker], total=1)
+
+
+async def _make_token(engine: EngineClient, request_id: str) -> None:
+    model = engine.models()[0].names[0]
+    params = SamplingParams(temperature=0, max_tokens=1)
+    asked = GenerateRequest(request_id=request_id, model=model, prompt_ids=(0,), params=params)
+    handle = await engine.submit(asked)
+    async for event in handle.events:
+        if isinstance(event, ErrorEvent):
+            raise event.error

@@ -1,0 +1,91 @@
+"""Sleep: giving memory back and having it again, in vLLM's and SGLang's words."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from fastapi import APIRouter, Depends, Query, Response
+
+from mlx_parallm.api.auth import CONTROL, require_admin
+from mlx_parallm.api.dependencies import EngineDep
+from mlx_parallm.api.ignored import tell_ignored
+from mlx_parallm.api.json_body import JsonRoute
+from mlx_parallm.api.schemas.lifecycle import MessageAnswer
+from mlx_parallm.api.schemas.weights import (
+    IsSleeping,
+    MemoryTags,
+    SleepAnswer,
+    WakeAnswer,
+    without_effect,
+)
+from mlx_parallm.engine.control import PauseMode
+from mlx_parallm.engine.interface import EngineClient
+from mlx_parallm.engine.live_weights import KV_CACHE, SLEEP_TAGS, WEIGHTS
+
+router = APIRouter(route_class=JsonRoute, dependencies=[Depends(require_admin)], tags=[CONTROL])
+
+# vLLM's tag for generating again, which is done once all else is there.
+SCHEDULING = "scheduling"
+WITHOUT_EFFECT = frozenset({"rid"})
+
+
+@router.post("/sleep")
+async def sleep(
+    engine: EngineDep,
+    level: Annotated[int, Query(ge=0, le=2)] = 1,
+    mode: PauseMode = PauseMode.ABORT,
+) -> SleepAnswer:
+    """vLLM's: pause, and give back memory of KV (level 1), and of weights (level 2)."""
+    await engine.control.sleep(level, mode)
+    return SleepAnswer(status="sleeping", level=level, mode=mode.value)
+
+
+@router.post("/wake_up")
+async def wake_up(
+    engine: EngineDep, tags: Annotated[list[str] | None, Query()] = None
+) -> WakeAnswer:
+    """vLLM's: have memory again; requests go on once all is there."""
+    wanted = None if not tags else [tag for tag in tags if tag != SCHEDULING]
+    asleep = await _wake(engine, wanted)
+    return WakeAnswer(status="sleeping" if asleep else "awake", tags=asleep)
+
+
+@router.get("/is_sleeping")
+async def is_sleeping(engine: EngineDep) -> IsSleeping:
+    """vLLM's: whether memory is given back."""
+    return IsSleeping(is_sleeping=engine.control.sleep_level > 0)
+
+
+@router.post("/release_memory_occupation")
+async def release_memory(
+    engine: EngineDep, response: Response, body: MemoryTags | None = None
+) -> MessageAnswer:
+    """SGLang's: give back memory; requests are kept, and computed anew afterwards."""
+    tags = _known(body)
+    if tags:
+        await engine.control.sleep(2 if WEIGHTS in tags else 1, PauseMode.KEEP)
+    tell_ignored(response, set() if body is None else without_effect(body, WITHOUT_EFFECT))
+    return MessageAnswer(success=True, message="Memory is given back.", status="ok")
+
+
+@router.post("/resume_memory_occupation")
+async def resume_memory(
+    engine: EngineDep, response: Response, body: MemoryTags | None = None
+) -> MessageAnswer:
+    """SGLang's: have memory again; requests go on once all is there."""
+    tags = _known(body)
+    asleep = await _wake(engine, tags) if tags else []
+    tell_ignored(response, set() if body is None else without_effect(body, WITHOUT_EFFECT))
+    told = f"Still put away: {', '.join(asleep)}." if asleep else "Memory is there again."
+    return MessageAnswer(success=True, message=told, status="ok")
+
+
+async def _wake(engine: EngineClient, tags: list[str] | None) -> list[str]:
+    return list(await engine.control.wake_up(tags))
+
+
+def _known(body: MemoryTags | None) -> list[str]:
+    """What a body names of what can be put away; all of it if it names nothing."""
+    if body is None or body.tags is None:
+        return list(SLEEP_TAGS)
+    return [tag for tag in body.tags if tag in (WEIGHTS, KV_CACHE)]

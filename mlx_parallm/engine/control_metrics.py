@@ -1,0 +1,94 @@
+"""Prometheus metrics of adapters, weights and pauses, under names of this project's own."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterable, Iterator, Mapping
+
+from prometheus_client import CollectorRegistry, Gauge, Histogram
+
+from mlx_parallm.engine.policies import AdapterInfo
+from mlx_parallm.scheduler.adapter_slots import AdapterSlots
+from mlx_parallm.weights import WeightsVersion
+
+DURATIONS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
+#: Of an update: of an adapter, or of a model's own weights.
+ADAPTER, WEIGHTS = "adapter", "weights"
+
+
+class ControlMetrics:
+    """Filled on the event loop, where control is; a scrape may read them from any thread."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self._versions = Gauge(
+            "mlx_parallm:weight_version_info",
+            "1 for the version of the weights of each model and adapter.",
+            ("model_name", "adapter", "version"),
+            registry=registry,
+        )
+        self._paused = Gauge(
+            "mlx_parallm:paused", "1 while nothing is generated.", registry=registry
+        )
+        self._sleep_level = Gauge(
+            "mlx_parallm:sleep_level", "0 awake, 1 KV put away, 2 weights too.", registry=registry
+        )
+        self._loaded = Gauge(
+            "mlx_parallm:adapters_loaded", "Adapters.", ("model_name",), registry=registry
+        )
+        self._slots = Gauge(
+            "mlx_parallm:adapter_slots",
+            "Adapters that may be in one batch.",
+            ("model_name",),
+            registry=registry,
+        )
+        self._resident = Gauge(
+            "mlx_parallm:adapter_slots_used",
+            "Slots with an adapter in them.",
+            ("model_name",),
+            registry=registry,
+        )
+        self._running = Gauge(
+            "mlx_parallm:adapters_running",
+            "Adapters that running sequences use.",
+            ("model_name",),
+            registry=registry,
+        )
+        self._updates = Histogram(
+            "mlx_parallm:update_duration_seconds",
+            "Time from a parsed update to its serving.",
+            ("kind",),
+            buckets=DURATIONS_S,
+            registry=registry,
+        )
+
+    def on_versions(
+        self, adapters: Iterable[AdapterInfo], versions: Mapping[str, WeightsVersion]
+    ) -> None:
+        """The adapters, and the weights of each model, as they are now."""
+        self._versions.clear()
+        self._loaded.clear()
+        for name, version in versions.items():
+            self._versions.labels(name, "", version.label).set(1)
+            self._loaded.labels(name).set(0)
+        for info in adapters:
+            self._versions.labels(info.model, info.name, info.version).set(1)
+            self._loaded.labels(info.model).inc()
+
+    def on_state(
+        self, *, is_paused: bool, sleep_level: int, slots: Mapping[str, AdapterSlots]
+    ) -> None:
+        """What changes with every step; ``slots`` are by model."""
+        self._paused.set(is_paused)
+        self._sleep_level.set(sleep_level)
+        for name, one in slots.items():
+            self._slots.labels(name).set(one.num_slots)
+            self._resident.labels(name).set(len(one.resident))
+            self._running.labels(name).set(one.num_used)
+
+    @contextlib.contextmanager
+    def timed(self, kind: str) -> Iterator[None]:
+        """Measure an update; one that fails does not count."""
+        begin_s = time.perf_counter()
+        yield
+        self._updates.labels(kind).observe(time.perf_counter() - begin_s)
