@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
+from typing import Any
 from xml.etree import ElementTree as ET
 
 import numpy as np
@@ -132,17 +133,29 @@ async def until(is_true: Callable[[], bool]) -> None:
         await asyncio.sleep(0.01)
 
 
-def test_two_steps_of_the_example(live_server: ServerProcess, tmp_path: Path) -> None:
-    log, plot = tmp_path / "steps.jsonl", tmp_path / "rewards.svg"
-    flags = ["--steps", "2", "--problems", "8", "--group-size", "8", "--eval-problems", "8"]
-    command = [sys.executable, "-m", "examples.grpo.train", "--url", live_server.url, *flags]
+def run_example(server: ServerProcess, folder: Path, *flags: str) -> list[dict[str, Any]]:
+    """The example's log."""
+    log, plot = folder / "steps.jsonl", folder / "rewards.svg"
+    command = [sys.executable, "-m", "examples.grpo.train", "--url", server.url, *flags]
+    command += ["--problems", "8", "--group-size", "8", "--eval-problems", "8"]
     command += ["--adapter", "example", "--log", str(log), "--plot", str(plot)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    steps = [json.loads(line) for line in log.read_text().splitlines()]
-    assert [step["version"] for step in steps] == ["0", "1"]
+    assert ET.parse(plot).getroot() is not None
+    return [json.loads(line) for line in log.read_text().splitlines()]
+
+
+def test_two_steps_of_the_example(live_server: ServerProcess, tmp_path: Path) -> None:
+    steps = run_example(live_server, tmp_path, "--steps", "2")
+    assert [step["versions"] for step in steps] == [["0"], ["1"]]
     # The trainer and the server compute the same policy, before and after an update.
     assert [step["mismatch"] < 1e-3 for step in steps] == [True, True]
     assert all(0 <= step["reward"] <= 1 for step in steps)
-    assert ET.parse(plot).getroot() is not None
-    assert "step   1" in done.stdout
+
+
+def test_the_example_samples_while_it_trains(live_server: ServerProcess, tmp_path: Path) -> None:
+    steps = run_example(live_server, tmp_path, "--steps", "3", "--in-flight")
+    assert steps[0]["versions"] == ["0"]
+    # Begun before the first update.
+    assert steps[1]["versions"][0] == "0"
+    assert steps[1]["mismatch"] is not None
