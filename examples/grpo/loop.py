@@ -16,7 +16,7 @@ import mlx.core as mx
 
 from examples.grpo.rollouts import Collected, collect, evaluate
 from examples.grpo.task import problems
-from examples.grpo.trainer import Trainer
+from examples.grpo.trainer import Trainer, TrainingSample
 from mlx_parallm.client import RLClient
 
 T = TypeVar("T")
@@ -117,7 +117,7 @@ class Loop:
         lag = 1 if self._options.in_flight else 0
         if versions[0] not in self._versions[-1 - lag :]:
             raise RuntimeError(f"sampled by {versions}, and the policy is {self._versions[-1]!r}")
-        measured = await self._trainer.call(lambda trainer: trainer.update(collected.samples))
+        measured = await self._train(collected.samples)
         trained_s = time.monotonic()
         await self._upload()
         return Step(
@@ -131,6 +131,15 @@ class Loop:
             update_s=time.monotonic() - trained_s,
             elapsed_s=sampled_s - self._began_s,
         )
+
+    async def _train(self, samples: list[TrainingSample]) -> dict[str, float]:
+        if self._options.sleep:
+            await self._client.sleep(1)
+        try:
+            return await self._trainer.call(lambda trainer: trainer.update(samples))
+        finally:
+            if self._options.sleep:
+                await self._client.wake_up()
 
     def _sample(self, number: int) -> asyncio.Task[Collected]:
         """Begin to sample for a step."""

@@ -47,6 +47,9 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--in-flight", action="store_true", help="sample for the next step while training"
     )
+    parser.add_argument(
+        "--sleep", action="store_true", help="have the server give its KV memory back meanwhile"
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--log", type=Path, help="write each step as a line of JSON")
     parser.add_argument("--plot", type=Path, help="draw the rewards as SVG")

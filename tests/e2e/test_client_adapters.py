@@ -11,10 +11,13 @@ from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree as ET
 
+import mlx.core as mx
 import numpy as np
 import pytest
 
 from mlx_parallm.client import AdapterInfo, RequestFailedError, RLClient, encode_safetensors
+from mlx_parallm.demo.paths import model_path
+from mlx_parallm.weights import DEFAULT_VERSION
 from tests.server_process import ROOT, ServerProcess
 
 NAME = "client-test"
@@ -128,6 +131,33 @@ async def test_an_update_amid_a_pause_shows_in_the_spans(
     assert ends[1] == len(sample.token_ids) == 500
 
 
+async def test_base_weights_change_and_the_server_sleeps(client: RLClient) -> None:
+    before, version = await sampled(client, None)
+    name = "model.layers.0.input_layernorm.weight"
+    original = load_norm(name)
+    try:
+        assert await client.update_weights({name: original * 2}, version="louder") == "louder"
+        assert await client.weight_version() == "louder"
+        louder, version = await sampled(client, None)
+        assert version == "louder"
+        assert np.abs(np.array(louder) - before).max() > 1e-3
+        with pytest.raises(RequestFailedError) as late:
+            await client.update_weights({name: original}, expected_version=DEFAULT_VERSION)
+        assert late.value.status == 412
+        await client.sleep(1)
+        assert await client.is_paused()
+        await client.wake_up()
+        assert await sampled(client, None) == (pytest.approx(louder, abs=1e-5), "louder")
+    finally:
+        await client.update_weights({name: original}, version=DEFAULT_VERSION)
+    assert await sampled(client, None) == (pytest.approx(before, abs=1e-5), DEFAULT_VERSION)
+
+
+def load_norm(name: str) -> np.ndarray:
+    tensors: Any = mx.load(str(model_path() / "model.safetensors"))
+    return np.array(tensors[name].astype(mx.float32))
+
+
 async def until(is_true: Callable[[], bool]) -> None:
     while not is_true():  # noqa: ASYNC110 - another process is asked
         await asyncio.sleep(0.01)
@@ -159,3 +189,9 @@ def test_the_example_samples_while_it_trains(live_server: ServerProcess, tmp_pat
     # Begun before the first update.
     assert steps[1]["versions"][0] == "0"
     assert steps[1]["mismatch"] is not None
+
+
+def test_the_example_lets_the_server_sleep(live_server: ServerProcess, tmp_path: Path) -> None:
+    steps = run_example(live_server, tmp_path, "--steps", "2", "--sleep")
+    assert [step["versions"] for step in steps] == [["0"], ["1"]]
+    assert steps[1]["mismatch"] < 1e-3
