@@ -40,7 +40,7 @@ OPENBLAS := $(firstword $(wildcard /usr/lib/*/openblas-pthread/libopenblas.so.0)
 endif
 FAST_BLAS := $(if $(OPENBLAS),LD_PRELOAD="$(OPENBLAS)$${LD_PRELOAD:+:$$LD_PRELOAD}")
 
-.PHONY: help serve test page-test conformance lint format unit bench doctor docs check-pins hooks venv clean
+.PHONY: help serve test page-test conformance trainers lint format unit bench doctor docs check-pins hooks venv clean
 .DEFAULT_GOAL := help
 
 help: ## List the targets
@@ -68,6 +68,18 @@ INSTRUCTOR_STAMP := $(INSTRUCTOR)/.installed-$(call checksum,requirements/confor
 conformance: $(DEV_STAMP) $(CLIENTS_STAMP) $(INSTRUCTOR_STAMP) ## Unmodified clients against a live server; rewrites docs/compatibility.md (needs Node)
 	@cd tests/conformance/node && npm ci --no-audit --no-fund
 	@$(FAST_BLAS) $(BIN)/python -m tests.conformance.run_all $(ARGS)
+
+# Reinforcement-learning trainers; ART needs Python 3.12 and another client of OpenAI than the others.
+TRAINERS := .venv-trainers
+ART := .venv-art
+TRAINERS_STAMP := $(TRAINERS)/.installed-$(call checksum,requirements/trainers.txt)
+ART_STAMP := $(ART)/.installed-$(call checksum,requirements/trainers-art.txt)
+ART_SUITABLE := import sys; sys.exit(not (3, 12) <= sys.version_info[:2] <= (3, 14))
+ART_PYTHON ?= $(shell for python in python3 python3.13 python3.12 python3.14; do \
+	$$python -c '$(ART_SUITABLE)' 2>/dev/null && { echo $$python; break; }; done)
+
+trainers: $(DEV_STAMP) $(TRAINERS_STAMP) $(ART_STAMP) ## Trainers' own clients against a live server; rewrites their part of docs/compatibility.md
+	@$(FAST_BLAS) $(BIN)/python -m tests.trainers.run_all $(ARGS)
 
 lint: $(DEV_STAMP) ## ruff, pyright, import layers, Dockerfile
 	$(BIN)/ruff check .
@@ -122,6 +134,18 @@ $(INSTRUCTOR_STAMP): requirements/conformance-instructor.txt
 	@$(PYTHON) -m venv $(INSTRUCTOR)
 	@$(INSTRUCTOR)/bin/python -m pip --disable-pip-version-check install --quiet --no-deps -r $<
 	@rm -f $(INSTRUCTOR)/.installed-* && touch $@
+
+$(TRAINERS_STAMP): requirements/trainers.txt
+	@echo "Installing the trainers"
+	@$(PYTHON) -m venv $(TRAINERS)
+	@$(TRAINERS)/bin/python -m pip --disable-pip-version-check install --quiet --no-deps -r $<
+	@rm -f $(TRAINERS)/.installed-* && touch $@
+
+$(ART_STAMP): requirements/trainers-art.txt
+	@test -n "$(ART_PYTHON)" || { echo "ART needs Python 3.12 to 3.14; name one: make trainers ART_PYTHON=/path/to/python3.12" >&2; exit 2; }
+	@$(ART_PYTHON) -m venv $(ART)
+	@$(ART)/bin/python -m pip --disable-pip-version-check install --quiet --no-deps -r $<
+	@rm -f $(ART)/.installed-* && touch $@
 
 $(DEV_STAMP): $(RUNTIME_STAMP)
 	@echo "Installing the pinned development packages"

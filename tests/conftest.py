@@ -12,8 +12,8 @@ from hypothesis import settings
 
 from tests.server_process import ServerProcess
 
-# Its tests need clients that this environment does not have: make conformance.
-collect_ignore = ["conformance"]
+# Their tests need clients that this environment does not have: make conformance, make trainers.
+collect_ignore = ["conformance", "trainers"]
 
 # How long an example takes says nothing on a busy machine. The examples are the same each time;
 # pytest --hypothesis-seed=N tries others.

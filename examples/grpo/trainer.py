@@ -95,11 +95,10 @@ class Trainer:
         self._optimizer = optim.Adam(settings.learning_rate, betas=[0.9, 0.99])
         self._loss_and_grad = nn.value_and_grad(self.model, self._loss)
 
-    def adapter(self) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
+    def adapter(self) -> tuple[dict[str, mx.array], dict[str, Any]]:
         """The LoRA's tensors and its config, as mlx-lm writes them into files."""
         config = {"fine_tune_type": "lora", "lora_parameters": self._lora}
-        tensors: Any = tree_flatten(self.model.trainable_parameters())
-        return {name: np.array(tensor) for name, tensor in tensors}, config
+        return dict(tree_flatten(self.model.trainable_parameters())), config
 
     def update(self, samples: Sequence[TrainingSample]) -> dict[str, float]:
         """Train on samples.

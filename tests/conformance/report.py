@@ -35,6 +35,10 @@ published schema is in none of the packages used here, and is not run.
 """
 
 
+#: The heading of the part that ``make trainers`` writes; it is the last one.
+TRAINERS = "## Trainers\n"
+
+
 @dataclass(frozen=True)
 class Outcome:
     """One test: its name, its group in the file, and how it went.
@@ -68,10 +72,11 @@ def outcomes(results: Path) -> Iterator[Outcome]:
 
 
 def write_document(results: Path, target: Path) -> None:
-    """Write the page; a suite without results counts as failed."""
+    """Write the page, all but the trainers' part; a suite without results counts as failed."""
     ran = {suite: _read(suite, results) for suite in SUITES}
-    parts = [INTRODUCTION, _when(), _table(ran), REMARKS, _round_trips(ran), _skips(ran)]
-    target.write_text("\n".join(parts).rstrip() + "\n")
+    parts = [INTRODUCTION, last_run(), _table(ran), REMARKS, _round_trips(ran), _skips(ran)]
+    _, heading, trainers = target.read_text().partition(TRAINERS)
+    target.write_text("\n".join(parts).rstrip() + "\n" + (heading and f"\n{heading}{trainers}"))
 
 
 def _read(suite: Suite, results: Path) -> list[Outcome]:
@@ -79,7 +84,8 @@ def _read(suite: Suite, results: Path) -> list[Outcome]:
     return list(outcomes(file)) if file.exists() else [Outcome("no results", "", "failed")]
 
 
-def _when() -> str:
+def last_run() -> str:
+    """When, and on which commit."""
     command = ["git", "rev-parse", "--short", "HEAD"]
     commit = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
     return f"Last run: {datetime.now(UTC):%d %B %Y}, on commit {commit.strip()}.\n"

@@ -44,6 +44,7 @@ def chat_turn(body: ChatRequest, *, request_id: str, client: str, max_logprobs: 
         separate_reasoning=body.separate_reasoning,
         add_generation_prompt=body.add_generation_prompt,
         continue_final_message=body.continue_final_message,
+        parses_calls=bool(body.return_token_ids),
         params=sampling_params(
             body,
             max_tokens=body.max_tokens if limit is None else limit,

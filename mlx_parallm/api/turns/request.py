@@ -33,6 +33,8 @@ class TurnRequest:
         continue_final_message: go on with the last message instead.
         params: how tokens are chosen, without a grammar.
         priority: lower runs first.
+        parses_calls: whether the caller reads calls from the tokens by itself. Then the model is
+            told of the tools though the choice is none, as vLLM does.
         client: whose request it is.
         cache_salt: requests of different salts never share cached blocks.
     """
@@ -49,6 +51,7 @@ class TurnRequest:
     thinking_budget: int | None = None
     add_generation_prompt: bool = True
     continue_final_message: bool = False
+    parses_calls: bool = False
     params: SamplingParams = field(default_factory=SamplingParams)
     priority: int = 0
     client: str = ""
@@ -74,7 +77,10 @@ class TurnRequest:
         A grammar keeps it from calling those that it may not: then it sees all, so that the prompt
         is the same whatever the choice.
         """
-        return self.tools if self.tool_choice.mode is ToolMode.REQUIRED else self.callable_tools
+        shows_none = self.parses_calls and self.tool_choice.mode is ToolMode.NONE
+        if shows_none or self.tool_choice.mode is ToolMode.REQUIRED:
+            return self.tools
+        return self.callable_tools
 
     @property
     def callable_tools(self) -> tuple[Tool, ...]:

@@ -1,0 +1,174 @@
+"""ART's ``Backend`` on this server; ART itself is imported where a method needs it.
+
+ART (Agent Reinforcement Trainer) runs agents and collects trajectories; a backend serves the model
+and trains it. This one serves with ``mlx_parallm`` and leaves training to a function of the user.
+It follows the Protocol ``art.backend.Backend`` of openpipe-art 0.5.23.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterable, Mapping
+from contextlib import asynccontextmanager
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self
+
+from mlx_parallm.art.config import DeviceConfig, ServerConfig
+from mlx_parallm.art.errors import BackendError
+from mlx_parallm.art.serving import Address, ServedPolicy
+from mlx_parallm.art.training import Trainer, TrainJob
+
+if TYPE_CHECKING:
+    from art.types import TrainResult  # pyright: ignore[reportMissingImports]
+
+#: What ART's clients send where a server asks for no key.
+NO_KEY = "default"
+
+
+class MLXParallmBackend:
+    """Serves ART's models, one server each, and trains them between or beside their rollouts.
+
+    Example:
+        >>> backend = MLXParallmBackend(trainer, server_config=ServerConfig(context_length=8192))
+        >>> async with backend:
+        ...     await model.register(backend)
+        ...     result = await backend.train(model, groups)
+    """
+
+    def __init__(
+        self,
+        trainer: Trainer,
+        *,
+        path: str | Path = ".art",
+        device_config: DeviceConfig | None = None,
+        server_config: ServerConfig | None = None,
+    ) -> None:
+        """Prepare; servers start when models register.
+
+        Args:
+            trainer: trains a step and writes its checkpoint.
+            path: the folder of ART's projects.
+            device_config: which devices serve and train; found out by default.
+            server_config: how servers are started and updated.
+        """
+        self._trainer = trainer
+        self._path = Path(path).resolve()
+        self._devices = (device_config or DeviceConfig()).resolved()
+        self._config = server_config or ServerConfig()
+        self._policies: dict[Path, ServedPolicy] = {}
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """Stop all servers."""
+        for policy in self._policies.values():
+            await policy.stop()
+
+    async def register(self, model: Any) -> None:
+        """Make a model's folder; called by ``model.register(backend)``."""
+        model.base_path = str(self._path)
+        self._folder(model).mkdir(parents=True, exist_ok=True)
+
+    async def train(
+        self, model: Any, trajectory_groups: Iterable[Any], **options: Any
+    ) -> TrainResult:
+        """Train one step from groups of trajectories with rewards, and serve it.
+
+        ``options`` reach the trainer as they are. In shared mode the server gives back its memory
+        meanwhile; requests are refused until it serves again.
+        """
+        from art.types import LocalTrainResult  # noqa: PLC0415  # pyright: ignore
+
+        step, metrics = await self._train("rl", model, trajectory_groups, options)
+        folder = self._policy(model).checkpoints.folder(step)
+        return LocalTrainResult(step=step, metrics=dict(metrics), checkpoint_path=str(folder))
+
+    async def _train_sft(
+        self,
+        model: Any,
+        trajectories: Iterable[Any],
+        config: Any,
+        dev_config: Any,
+        verbose: bool = False,
+    ) -> AsyncIterator[dict[str, float]]:
+        options = {"config": config, "dev_config": dev_config, "verbose": verbose}
+        _, metrics = await self._train("sft", model, trajectories, options)
+        yield dict(metrics)
+
+    def _model_inference_name(self, model: Any, step: int | None = None) -> str:
+        from art.adapter_leases import pinned_inference_step  # noqa: PLC0415  # pyright: ignore
+
+        wanted = pinned_inference_step(model.name) if step is None else step
+        return self._policy(model).inference_name(wanted)
+
+    async def _get_step(self, model: Any) -> int:
+        return self._policy(model).checkpoints.latest()
+
+    async def _delete_checkpoint_files(self, model: Any, steps_to_keep: list[int]) -> None:
+        policy = self._policy(model)
+        for step in policy.checkpoints.steps():
+            if step not in steps_to_keep and step != policy.step:
+                await policy.forget(step)
+
+    async def _prepare_backend_for_training(
+        self, model: Any, config: Mapping[str, Any] | None = None
+    ) -> tuple[str, str]:
+        asked = (config or {}).get("server_args") or {}
+        address = Address(
+            host=asked.get("host", Address().host),
+            port=asked.get("port"),
+            api_key=asked.get("api_key"),
+        )
+        policy = self._policy(model)
+        await policy.start(address)
+        return f"{policy.url}/v1", address.api_key or NO_KEY
+
+    @asynccontextmanager
+    async def exact_adapter_lease(self, model: Any, step: int) -> AsyncIterator[None]:
+        """Requests of the block without a step meet this one."""
+        from art.adapter_leases import pin_inference_step  # noqa: PLC0415  # pyright: ignore
+
+        await self._policy(model).ensure_served(step)
+        async with pin_inference_step(model.name, step):
+            yield
+
+    async def _train(
+        self, kind: Any, model: Any, data: Iterable[Any], options: Mapping[str, Any]
+    ) -> tuple[int, Mapping[str, float]]:
+        async def train(step: int, previous: Path | None, target: Path) -> Mapping[str, float]:
+            job = TrainJob(
+                kind=kind,
+                model=model,
+                data=list(data),
+                step=step,
+                previous=previous,
+                target=target,
+                devices=self._devices.training_devices,
+                options=options,
+            )
+            return await self._trainer(job)
+
+        return await self._policy(model).train(train)
+
+    def _policy(self, model: Any) -> ServedPolicy:
+        folder = self._folder(model)
+        if folder not in self._policies:
+            if not getattr(model, "trainable", False):
+                raise BackendError(f"{model.name} is not trainable: it has a server of its own.")
+            self._policies[folder] = ServedPolicy(
+                model.name, model.base_model, folder, self._config, self._devices
+            )
+        return self._policies[folder]
+
+    def _folder(self, model: Any) -> Path:
+        """As ART lays them out."""
+        return self._path / model.project / "models" / model._storage_name()

@@ -1,0 +1,264 @@
+"""One of ART's models on a server: started, trained beside or in turns, and brought up to date."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from mlx_parallm.art.checkpoints import Checkpoints, is_adapter
+from mlx_parallm.art.config import DeviceConfig, ServerConfig, WeightSync
+from mlx_parallm.art.control import ServerControl
+from mlx_parallm.art.errors import BackendError, CheckpointError, UnservedStepError
+from mlx_parallm.art.server import ManagedServer
+
+#: Of the model inside the package, which is served without ``--model``.
+EMBEDDED_MODEL = "mlx-parallm-demo"
+
+#: Of a step, the checkpoint of the one before, and an empty folder for its own.
+Train = Callable[[int, Path | None, Path], Awaitable[Mapping[str, float]]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Address:
+    """Where the server is to listen, and the key it is to ask for.
+
+    Attributes:
+        port: None finds a free one.
+        api_key: of clients and of the backend itself; None asks for none.
+    """
+
+    host: str = "127.0.0.1"
+    port: int | None = None
+    api_key: str | None = None
+
+
+class ServedPolicy:
+    """A model by name, its checkpoints, and the server that has the latest of them."""
+
+    def __init__(
+        self,
+        name: str,
+        base_model: str,
+        folder: Path,
+        config: ServerConfig,
+        devices: DeviceConfig,
+    ) -> None:
+        """Prepare; nothing is started yet.
+
+        Args:
+            name: that requests use.
+            base_model: hub id or folder of what is trained.
+            folder: for checkpoints and logs.
+            config: how it is served and updated.
+            devices: as resolved on this machine.
+        """
+        self.name = name
+        self.checkpoints = Checkpoints(folder)
+        self._base_model = base_model
+        self._log = folder / "logs" / "mlx_parallm.log"
+        self._config = config
+        self._devices = devices
+        self._address = Address()
+        self._server: ManagedServer | None = None
+        self._control: ServerControl | None = None
+        self._lock = asyncio.Lock()
+        self._step = 0
+        self._served_name = name
+
+    @property
+    def step(self) -> int:
+        """That requests meet by default."""
+        return self._step
+
+    @property
+    def url(self) -> str:
+        """The server's address; raises BackendError before ``start``."""
+        if self._server is None:
+            raise BackendError(f"{self.name} is not served: call start first.")
+        return self._server.url
+
+    def inference_name(self, step: int | None = None) -> str:
+        """What requests for a step, the latest by default, name as their model.
+
+        Raises:
+            UnservedStepError: the way of syncing keeps one step only, and it is another one.
+        """
+        wanted = self._step if step is None else step
+        if self._keeps_steps:
+            return self._name_of(wanted)
+        if wanted != self._step:
+            raise UnservedStepError(
+                f"Step {wanted} of {self.name} is not served: weight_sync_method "
+                f"{self._config.weight_sync_method} keeps the latest one, {self._step}."
+            )
+        return self._served_name
+
+    async def start(self, address: Address) -> None:
+        """Start the server with the latest checkpoint; a server that runs is stopped first."""
+        async with self._lock:
+            await self._stop()
+            self._address = address
+            await self._start(self.checkpoints.latest())
+
+    async def stop(self) -> None:
+        """Stop the server."""
+        async with self._lock:
+            await self._stop()
+
+    async def train(self, train: Train) -> tuple[int, Mapping[str, float]]:
+        """Train one step and serve it; the step and its metrics.
+
+        On a device of its own the trainer works while requests run. On the server's device the
+        server gives back its memory first. If training fails, the step before stays served.
+        """
+        async with self._lock:
+            step = self.checkpoints.latest() + 1
+            previous = self.checkpoints.folder(step - 1)
+            async with self._room():
+                with self.checkpoints.writing(step) as target:
+                    metrics = await train(step, previous, target)
+                    self._check(target)
+                if self._server is not None and not self._restarts:
+                    await self._update(step)
+            if self._restarts:
+                await self._stop()
+                await self._start(step)
+            return step, metrics
+
+    async def ensure_served(self, step: int) -> None:
+        """See to it that requests can name a step.
+
+        Raises:
+            UnservedStepError: see ``inference_name``.
+            CheckpointError: its checkpoint is gone.
+        """
+        async with self._lock:
+            self.inference_name(step)
+            if self._keeps_steps and step:
+                await self._load_adapter(step)
+
+    async def forget(self, step: int) -> None:
+        """Delete a checkpoint, and its adapter on the server."""
+        async with self._lock:
+            if self._control is not None:
+                await self._control.unload_adapter(self._name_of(step))
+            self.checkpoints.delete(step)
+
+    @property
+    def _restarts(self) -> bool:
+        return self._config.weight_sync_method is WeightSync.RESTART
+
+    @property
+    def _keeps_steps(self) -> bool:
+        """Whether several steps can be served at once, each as an adapter."""
+        return self._config.weight_sync_method is WeightSync.LORA
+
+    def _name_of(self, step: int) -> str:
+        return f"{self.name}@{step}"
+
+    def _check(self, target: Path) -> None:
+        method = self._config.weight_sync_method
+        if method is WeightSync.LORA and not is_adapter(target):
+            raise CheckpointError("weight_sync_method lora needs checkpoints that are adapters.")
+        if method is WeightSync.DISK and is_adapter(target):
+            raise CheckpointError("weight_sync_method disk needs checkpoints of the whole model.")
+
+    @asynccontextmanager
+    async def _room(self) -> AsyncIterator[None]:
+        """The server's memory, for a trainer on its device; waking it up, whatever happens."""
+        if self._devices.is_split or self._server is None or self._control is None:
+            yield
+        elif self._restarts:
+            await self._stop()
+            try:
+                yield
+            except BaseException:
+                await self._start(self._step)
+                raise
+        else:
+            await self._control.sleep()
+            try:
+                yield
+            finally:
+                await self._control.wake_up()
+
+    async def _start(self, step: int) -> None:
+        folder = self.checkpoints.folder(step)
+        if step and folder is None:
+            raise CheckpointError(f"There is no checkpoint of step {step} of {self.name}.")
+        whole = folder if folder is not None and not is_adapter(folder) else None
+        address = self._address
+        key = address.api_key
+        secrets = {"MLX_PARALLM_API_KEY": key} if key else {}
+        self._server = ManagedServer(
+            self._flags(whole),
+            host=address.host,
+            port=address.port or _free_port(address.host),
+            log=self._log,
+            python=self._config.python,
+            environment=secrets | self._visible_device(),
+        )
+        await self._server.wait_until_ready(self._config.server_timeout)
+        self._control = ServerControl(self._server.url, key)
+        self._served_name = self.name
+        if folder is not None and whole is None:
+            await self._load_adapter(step)
+            self._served_name = self._name_of(step)
+        self._step = step
+
+    def _flags(self, whole: Path | None) -> list[str]:
+        # Before the first step the base model is the policy.
+        names = [self.name, self._name_of(0)] if self._keeps_steps else [self.name]
+        model = whole or self._base_model
+        model_flags = [] if model == EMBEDDED_MODEL else ["--model", str(model)]
+        return [
+            *model_flags,
+            *("--served-model-name", *names),
+            *("--allowed-adapter-roots", str(self.checkpoints.root)),
+            *self._config.to_flags(),
+        ]
+
+    def _visible_device(self) -> dict[str, str]:
+        """A Mac has one device; with several the server is to see its own."""
+        if not self._devices.is_split:
+            return {}
+        return {"CUDA_VISIBLE_DEVICES": str(self._devices.inference_device)}
+
+    async def _stop(self) -> None:
+        if self._control is not None:
+            await self._control.close()
+        if self._server is not None:
+            await self._server.stop()
+        self._server = self._control = None
+
+    async def _update(self, step: int) -> None:
+        control = self._running()
+        folder = self.checkpoints.folder(step)
+        if self._keeps_steps:
+            await self._load_adapter(step)
+        elif folder is not None:
+            await control.load_weights(folder, str(step))
+        if self._config.flush_cache_on_sync:
+            await control.reset_prefix_cache()
+        self._step = step
+
+    async def _load_adapter(self, step: int) -> None:
+        folder = self.checkpoints.folder(step)
+        if folder is None:
+            raise CheckpointError(f"There is no checkpoint of step {step} of {self.name}.")
+        await self._running().load_adapter(self._name_of(step), folder, str(step))
+
+    def _running(self) -> ServerControl:
+        if self._control is None:
+            raise BackendError(f"{self.name} is not served: call start first.")
+        return self._control
+
+
+def _free_port(host: str) -> int:
+    with socket.socket() as probe:
+        probe.bind((host, 0))
+        return probe.getsockname()[1]

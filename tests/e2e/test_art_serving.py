@@ -1,0 +1,152 @@
+"""A policy on a server of its own, trained and brought up to date in each of the ways."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator, Mapping
+from pathlib import Path
+
+import httpx2
+import mlx.core as mx
+import pytest
+
+from mlx_parallm.art.config import DeviceConfig, ServerConfig, WeightSync
+from mlx_parallm.art.errors import CheckpointError, UnservedStepError
+from mlx_parallm.art.serving import EMBEDDED_MODEL, Address, ServedPolicy
+from mlx_parallm.client import RequestFailedError
+from mlx_parallm.demo.paths import model_path
+from tests.adapter_files import save
+
+KEY = "art-key"
+SHARED = DeviceConfig(inference_device=0, training_devices=(0,), auto_detect=False)
+SPLIT = DeviceConfig(inference_device=0, training_devices=(1,), auto_detect=False)
+# A small context and one sequence at a time start faster.
+FLAGS = ("--max-num-seqs", "4")
+
+
+def save_model(folder: Path, step: int) -> None:
+    """The embedded model with other weights in its last norm."""
+    for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
+        (folder / name).write_bytes((model_path() / name).read_bytes())
+    tensors = dict(mx.load(str(model_path() / "model.safetensors")))  # type: ignore[arg-type]
+    tensors["model.norm.weight"] = tensors["model.norm.weight"] * (1 + 0.2 * step)
+    mx.save_safetensors(str(folder / "model.safetensors"), tensors)
+
+
+class Trainee:
+    """A policy, and what its server answers."""
+
+    def __init__(self, folder: Path, method: WeightSync, devices: DeviceConfig) -> None:
+        config = ServerConfig(
+            weight_sync_method=method,
+            context_length=256,
+            mem_fraction_static=0.2,
+            flush_cache_on_sync=True,
+            flags=FLAGS,
+        )
+        self.policy = ServedPolicy("policy", EMBEDDED_MODEL, folder, config, devices)
+        self.statuses: list[int] = []
+
+    async def answer(self, step: int | None = None) -> list[float]:
+        """The log-probabilities of some greedy tokens."""
+        body = {
+            "model": self.policy.inference_name(step),
+            "prompt": "1, 2, 3,",
+            "max_tokens": 4,
+            "temperature": 0,
+            "logprobs": 0,
+        }
+        answer = await self.ask("POST", "/v1/completions", body)
+        assert answer.status_code == 200, answer.text
+        return answer.json()["choices"][0]["logprobs"]["token_logprobs"]
+
+    async def ask(self, method: str, path: str, body: object = None) -> httpx2.Response:
+        headers = {"authorization": f"Bearer {KEY}"}
+        async with httpx2.AsyncClient(headers=headers, timeout=60) as client:
+            return await client.request(method, self.policy.url + path, json=body)
+
+    async def train(self, step: int, previous: Path | None, target: Path) -> Mapping[str, float]:
+        """In place of training; asks the server what it does meanwhile."""
+        assert (previous is None) == (step == 1)
+        try:
+            self.statuses.append((await self.ask("GET", "/is_sleeping")).json()["is_sleeping"])
+        except Exception as error:  # noqa: BLE001 - whatever says that there is none
+            self.statuses.append(type(error).__name__)
+        if self.policy._config.weight_sync_method is WeightSync.DISK:
+            save_model(target, step)
+        else:
+            save(target, seed=step)
+        return {"loss": 1.0 / step}
+
+
+@pytest.fixture
+async def trainee(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Trainee]:
+    method, devices = request.param
+    one = Trainee(tmp_path, method, devices)
+    await one.policy.start(Address(api_key=KEY))
+    yield one
+    await one.policy.stop()
+
+
+CASES = [(WeightSync.LORA, SHARED), (WeightSync.DISK, SHARED), (WeightSync.RESTART, SHARED)]
+
+
+@pytest.mark.parametrize("trainee", CASES, indirect=True, ids=["lora", "disk", "restart"])
+async def test_shared_mode(trainee: Trainee) -> None:
+    """Memory is given back, training runs, the step serves; a failure leaves the one before."""
+    policy, keeps = trainee.policy, trainee.policy._config.weight_sync_method is WeightSync.LORA
+    before = await trainee.answer()
+    assert await policy.train(trainee.train) == (1, {"loss": 1.0})
+    first = await trainee.answer()
+    assert first != before
+    assert policy.step == 1
+    slept = "BackendError" if policy._restarts else True
+    assert trainee.statuses == [slept]
+
+    async def fail(step: int, previous: Path | None, target: Path) -> Mapping[str, float]:
+        assert (step, previous is not None) == (2, True)
+        (target / "half").write_text("")
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        await policy.train(fail)
+    assert (policy.step, policy.checkpoints.latest()) == (1, 1)
+    assert await trainee.answer() == pytest.approx(first, abs=1e-4)
+    if keeps:
+        assert await trainee.answer(0) == pytest.approx(before, abs=1e-4)
+    else:
+        with pytest.raises(UnservedStepError):
+            await trainee.answer(0)
+
+
+@pytest.mark.parametrize("trainee", [(WeightSync.LORA, SPLIT)], indirect=True)
+async def test_split_mode(trainee: Trainee) -> None:
+    """The server answers while training runs, and what it cannot use is refused."""
+    policy = trainee.policy
+    await policy.train(trainee.train)
+    assert trainee.statuses == [False]
+    first = await trainee.answer()
+
+    async def whole_model(step: int, _: Path | None, target: Path) -> Mapping[str, float]:
+        save_model(target, step)
+        return {}
+
+    with pytest.raises(CheckpointError, match="lora"):
+        await policy.train(whole_model)
+
+    async def broken(step: int, _: Path | None, target: Path) -> Mapping[str, float]:
+        save(target, seed=step)
+        (target / "adapters.safetensors").write_bytes(b"broken")
+        return {}
+
+    with pytest.raises(RequestFailedError):
+        await policy.train(broken)
+    assert policy.step == 1
+    assert await trainee.answer() == pytest.approx(first, abs=1e-4)
+    await policy.forget(2)
+    # A server started again has the latest step.
+    await policy.start(Address(api_key=KEY))
+    assert (policy.step, policy.inference_name()) == (1, "policy@1")
+    assert await trainee.answer() == pytest.approx(first, abs=1e-4)
+    log = json.dumps((policy.checkpoints.root.parent / "logs" / "mlx_parallm.log").read_text())
+    assert KEY not in log

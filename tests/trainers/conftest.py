@@ -1,0 +1,66 @@
+"""The live server that ``run_all.py`` started, for trainers' clients.
+
+These tests run in environments of their own, which hold the clients and not this package.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import requests
+
+TIMEOUT_S = 120
+
+
+@dataclass(frozen=True)
+class LiveServer:
+    """Where it is, and what it may read.
+
+    Attributes:
+        url: without ``/v1``.
+        model: its first name.
+        folder: the embedded model in the form that transformers reads.
+        adapters: the folder below which it loads adapters by path or name.
+    """
+
+    url: str
+    model: str
+    folder: Path
+    adapters: Path
+
+    def get(self, path: str, **more: object) -> requests.Response:
+        """GET, whatever it answers."""
+        return requests.get(self.url + path, timeout=TIMEOUT_S, **more)
+
+    def post(self, path: str, body: object = None, **more: object) -> requests.Response:
+        """POST a JSON body, whatever it answers."""
+        return requests.post(self.url + path, json=body, timeout=TIMEOUT_S, **more)
+
+    def ok(self, path: str, body: object = None, **more: object) -> requests.Response:
+        """POST; fail with the answer's text unless it is 200."""
+        answer = self.post(path, body, **more)
+        assert answer.status_code == 200, f"{path}: {answer.status_code} {answer.text}"
+        return answer
+
+
+@pytest.fixture(scope="session")
+def server() -> LiveServer:
+    """As the environment says."""
+    told = {
+        name: os.environ[f"TRAINERS_{name.upper()}"]
+        for name in ("url", "model", "folder", "adapters")
+    }
+    return LiveServer(told["url"], told["model"], Path(told["folder"]), Path(told["adapters"]))
+
+
+@pytest.fixture(autouse=True)
+def _no_adapters_left(server: LiveServer) -> object:
+    """Every test finds the server without adapters, awake."""
+    yield
+    for card in server.get("/v1/models").json()["data"]:
+        if card.get("parent"):
+            server.post("/v1/unload_lora_adapter", {"lora_name": card["id"]})
+    server.post("/resume")

@@ -1,0 +1,53 @@
+"""The trainers' part of docs/compatibility.md, from the results of a run."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections import Counter
+from pathlib import Path
+
+from tests.conformance.report import TRAINERS, Outcome, last_run, outcomes
+from tests.trainers.suites import HERE, ROOT, SUITES, Suite
+
+INTRODUCTION = """\
+Reinforcement-learning trainers' own clients, unmodified, against a live server with the embedded
+model on the CPU. `make trainers` installs them in environments of their own, runs the tests of
+`tests/trainers/` and writes this table. The server is started with `--max-logprobs -1
+--logprobs-mode processed_logprobs --max-loras 8 --adapter-dir FOLDER --allowed-adapter-roots
+FOLDER`, as `trl vllm-serve` starts vLLM. The trainer's torch model is the same model; TRL takes
+`vllm` for present by a stand-in of a few lines (`tests/trainers/stubs/`).
+"""
+
+
+def write_section(results: Path, target: Path) -> None:
+    """Replace the part behind its heading, or add it."""
+    before, _, _ = target.read_text().partition(TRAINERS)
+    lines = [
+        "| client | version | what was driven | passed | failed | what cannot be without CUDA |",
+        "|---|---|---|---|---|---|",
+        *(_row(suite, results / f"{suite.name}.xml") for suite in SUITES),
+    ]
+    parts = [before.rstrip() + "\n", TRAINERS, INTRODUCTION, last_run(), "\n".join(lines)]
+    target.write_text("\n".join(parts) + "\n")
+
+
+def _row(suite: Suite, results: Path) -> str:
+    ran = list(outcomes(results)) if results.exists() else [Outcome("no results", "", "failed")]
+    count = Counter(one.result for one in ran)
+    first = (ast.get_docstring(ast.parse((HERE / suite.file).read_text())) or "").split("\n", 1)[0]
+    what = first.replace("``", "`").rstrip(".")
+    cells = (
+        suite.client,
+        _versions(suite),
+        what,
+        str(count["passed"]),
+        str(count["failed"]),
+        suite.limits,
+    )
+    return f"| {' | '.join(cells)} |"
+
+
+def _versions(suite: Suite) -> str:
+    pins = dict(re.findall(r"^([\w.-]+)==([^\s;]+)", (ROOT / suite.pins).read_text(), re.MULTILINE))
+    return ", ".join(f"{package} {pins[package]}" for package in suite.packages) or "none: replayed"

@@ -1,0 +1,65 @@
+"""Runs trainers' clients against a live server, and writes their part of docs/compatibility.md.
+
+``make trainers`` runs it when the clients are installed; ``ARGS="trl"`` runs only the suites whose
+name holds one of the words, and then writes no document.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from tests.server_process import ROOT, ServerProcess
+from tests.trainers.model_folder import write_model_folder
+from tests.trainers.report import write_section
+from tests.trainers.suites import SUITES, Suite
+
+RESULTS = ROOT / "results" / "trainers"
+MODEL = "mlx-parallm-demo"
+#: As ``trl vllm-serve`` starts vLLM, and a folder that adapters and weights are read from.
+FLAGS = ("--max-logprobs", "-1", "--logprobs-mode", "processed_logprobs", "--max-loras", "8")
+
+
+def run(suite: Suite, server: dict[str, str]) -> bool:
+    """Run one suite; True if nothing failed."""
+    print(f"\n{suite.name}", flush=True)
+    # A faster BLAS is for the server only.
+    kept = {name: value for name, value in os.environ.items() if name != "LD_PRELOAD"}
+    path = {"PYTHONPATH": os.pathsep.join(str(one) for one in suite.path)}
+    results = RESULTS / f"{suite.name}.xml"
+    results.unlink(missing_ok=True)
+    command = suite.command(results)
+    return subprocess.run(command, cwd=ROOT, env=kept | server | path, check=False).returncode == 0
+
+
+def main(words: list[str]) -> int:
+    """Returns the exit status."""
+    chosen = [suite for suite in SUITES if not words or any(w in suite.name for w in words)]
+    RESULTS.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory() as made:
+        adapters, folder = Path(made) / "adapters", Path(made) / "model"
+        adapters.mkdir()
+        write_model_folder(folder)
+        server = ServerProcess(
+            *FLAGS, "--adapter-dir", str(adapters), "--allowed-adapter-roots", made
+        )
+        told = {"URL": server.url, "MODEL": MODEL, "FOLDER": folder, "ADAPTERS": adapters}
+        try:
+            server.wait_until_ready()
+            variables = {f"TRAINERS_{name}": str(value) for name, value in told.items()}
+            variables["TRAINERS_SERVER_PYTHON"] = sys.executable
+            passed = [run(suite, variables) for suite in chosen]
+        finally:
+            server.stop()
+    if not words:
+        write_section(RESULTS, ROOT / "docs" / "compatibility.md")
+    failed = [suite.name for suite, well in zip(chosen, passed, strict=True) if not well]
+    print(f"\nFailed: {', '.join(failed) or 'nothing'}")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,15 @@
+"""Stands in for vLLM where there is no CUDA; see README.md beside this folder."""
+
+__version__ = "0.31.0"
+
+
+class LLM:
+    """vLLM in process, which needs CUDA."""
+
+
+class RequestOutput:
+    """What an in-process vLLM returns."""
+
+
+class SamplingParams:
+    """What an in-process vLLM is asked for."""

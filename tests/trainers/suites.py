@@ -1,0 +1,104 @@
+"""Which trainers there are, and how each one's tests are run."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parents[1]
+TRAINERS = ROOT / ".venv-trainers" / "bin" / "python"
+ART = ROOT / ".venv-art" / "bin" / "python"
+PINS = "requirements/trainers.txt"
+ART_PINS = "requirements/trainers-art.txt"
+#: Where a distribution named vllm lies, for TRL; see its README.
+STUBS = HERE / "stubs"
+
+
+@dataclass(frozen=True)
+class Suite:
+    """The tests of one file.
+
+    Attributes:
+        file: in this folder.
+        client: its name in the document.
+        packages: the client's, whose versions are told.
+        limits: what cannot be without CUDA, with the error it gives; Markdown.
+        pins: the file under the repository that pins the packages.
+        python: what runs it.
+        path: folders for PYTHONPATH.
+    """
+
+    file: str
+    client: str
+    packages: tuple[str, ...]
+    limits: str
+    pins: str = PINS
+    python: Path = TRAINERS
+    path: tuple[Path, ...] = ()
+
+    @property
+    def name(self) -> str:
+        """Of the file of its results."""
+        return self.file.removesuffix(".py")
+
+    def command(self, results: Path) -> list[str]:
+        """What runs it and leaves its results as JUnit's XML."""
+        settings = ["-q", "-c", str(HERE / "pytest.ini"), "--rootdir", str(ROOT)]
+        return [
+            *(str(self.python), "-m", "pytest", *settings),
+            *(f"--junit-xml={results}", str(HERE / self.file)),
+        ]
+
+
+SUITES = (
+    Suite(
+        "test_trl_vllm_client.py",
+        "TRL",
+        ("trl",),
+        '`init_communicator` and `update_model_params` send weights by NCCL. On a CPU: "Weight '
+        "synchronization runs on vLLM's NCCL weight-transfer engine, which needs a CUDA device\"; "
+        "before that it stops at our `weight_transfer_config: null`",
+        path=(STUBS,),
+    ),
+    Suite(
+        "test_trl_async_grpo.py",
+        "TRL",
+        ("trl", "peft"),
+        "the trainer's own forward: `get_peak_flops_per_device` says \"Torch not compiled with "
+        'CUDA enabled", and attention is flash-attn 3 from the hub. Both have stand-ins in the test '
+        "of training; its client, worker and synchronisation are as published",
+        path=(STUBS,),
+    ),
+    Suite(
+        "test_verifiers.py",
+        "verifiers",
+        ("verifiers", "renderers"),
+        "nothing: this client needs no CUDA",
+    ),
+    Suite(
+        "test_art.py",
+        "ART",
+        ("openpipe-art",),
+        "`art.unsloth.service` and `art.local`: \"No module named 'torch'\"; their training needs "
+        "Unsloth on CUDA. The service's calls are made by its own code with stand-ins for those "
+        "imports. In-flight updates (`/art/*`) were not driven",
+        ART_PINS,
+        ART,
+        (ROOT,),
+    ),
+    Suite(
+        "test_atropos.py",
+        "atropos",
+        ("atroposlib",),
+        "nothing: these clients need no CUDA",
+    ),
+    Suite(
+        "test_replays.py",
+        "prime-rl, slime, SkyRL",
+        (),
+        'prime-rl and slime are no packages of PyPI: "No module named \'prime_rl\'", "No module '
+        "named 'slime'\". SkyRL 0.4.0's sampling client imports its training backends: \"No module "
+        "named 'torch'\", and it wants the CUDA build. Their calls were replayed",
+    ),
+)

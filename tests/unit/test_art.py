@@ -1,0 +1,177 @@
+"""The backend for ART without a server: its tables, its folders, its rules."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mlx_parallm.art import (
+    BackendError,
+    CheckpointError,
+    DeviceConfig,
+    MLXParallmBackend,
+    ServerConfig,
+    ServerStartError,
+    UnservedStepError,
+    WeightSync,
+)
+from mlx_parallm.art.checkpoints import Checkpoints, is_adapter
+from mlx_parallm.art.config import count_cuda_devices
+from mlx_parallm.art.server import ManagedServer
+from mlx_parallm.art.serving import ServedPolicy
+from mlx_parallm.cli.settings import SETTINGS
+from mlx_parallm.errors import ConfigError
+
+
+@given(count=st.integers(0, 16))
+def test_one_device_is_shared_and_several_are_split(count: int) -> None:
+    found = DeviceConfig().resolved(count)
+    assert found.is_split == (count > 1)
+    assert found.inference_device == 0
+    assert found.training_devices == (tuple(range(1, count)) if count > 1 else (0,))
+
+
+def test_named_devices_stay_as_they_are() -> None:
+    named = DeviceConfig(inference_device=2, training_devices=(0, 1), auto_detect=False)
+    assert named.resolved(1) == named
+    assert named.is_split
+    shared = DeviceConfig(inference_device=1, training_devices=(0, 1), auto_detect=False)
+    assert not shared.is_split
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"inference_device": -1}, {"training_devices": (-1,)}, {"training_devices": ()}]
+)
+def test_devices_that_cannot_be(wrong: dict) -> None:
+    with pytest.raises(ConfigError):
+        DeviceConfig(**wrong)
+
+
+def test_cuda_devices_are_counted(tmp_path: Path) -> None:
+    for name in ("0000:01:00.0", "0000:02:00.0"):
+        (tmp_path / name).mkdir()
+    assert count_cuda_devices({}, tmp_path) == 2
+    assert count_cuda_devices({}, tmp_path / "none") == 0
+    assert count_cuda_devices({"CUDA_VISIBLE_DEVICES": "1"}, tmp_path) == 1
+    assert count_cuda_devices({"CUDA_VISIBLE_DEVICES": ""}, tmp_path) == 0
+    assert count_cuda_devices({"CUDA_VISIBLE_DEVICES": "-1"}, tmp_path) == 0
+
+
+def test_every_setting_becomes_a_flag_that_serve_knows() -> None:
+    config = ServerConfig(
+        mem_fraction_static=0.25,
+        disable_radix_cache=True,
+        max_loras_per_batch=2,
+        context_length=512,
+        flags=("--seed", "3"),
+    )
+    flags = config.to_flags()
+    assert flags[-2:] == ["--seed", "3"]
+    assert flags[flags.index("--kv-memory-fraction") + 1] == "0.25"
+    assert flags[flags.index("--max-loras") + 1] == "2"
+    assert flags[flags.index("--max-model-len") + 1] == "512"
+    assert "--no-enable-prefix-caching" in flags
+    names = {name for setting in SETTINGS for name in setting.names}
+    told = [one.removeprefix("--") for one in flags[:-2] if one.startswith("--")]
+    assert {one.removeprefix("no-") for one in told} <= names
+
+
+def test_defaults_are_those_of_the_guide() -> None:
+    config = ServerConfig()
+    assert (config.mem_fraction_static, config.max_loras_per_batch) == (0.9, 4)
+    assert (config.disable_radix_cache, config.flush_cache_on_sync) == (False, False)
+    assert (config.context_length, config.server_timeout) == (None, 120.0)
+    assert config.weight_sync_method is WeightSync.LORA
+    assert ServerConfig(weight_sync_method="disk").weight_sync_method is WeightSync.DISK
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"mem_fraction_static": 0},
+        {"mem_fraction_static": 1.01},
+        {"max_loras_per_batch": 0},
+        {"context_length": 0},
+        {"server_timeout": 0},
+        {"weight_sync_method": "nccl"},
+    ],
+)
+def test_settings_that_cannot_be(wrong: dict) -> None:
+    with pytest.raises(ConfigError, match=next(iter(wrong))):
+        ServerConfig(**wrong)
+
+
+def test_a_checkpoint_counts_once_it_is_whole(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path)
+    assert (checkpoints.latest(), checkpoints.folder(1)) == (0, None)
+    with checkpoints.writing(1) as target:
+        (target / "adapter_config.json").write_text("{}")
+        assert checkpoints.steps() == []
+    assert checkpoints.steps() == [1]
+    folder = checkpoints.folder(1)
+    assert folder is not None
+    assert folder.name == "0001"
+    assert is_adapter(folder)
+    with contextlib.suppress(ZeroDivisionError), checkpoints.writing(2) as target:
+        (target / "half").write_text("")
+        raise ZeroDivisionError
+    assert checkpoints.steps() == [1]
+    with pytest.raises(CheckpointError), checkpoints.writing(2):
+        pass
+    assert checkpoints.latest() == 1
+    checkpoints.delete(1)
+    assert list(checkpoints.root.iterdir()) == []
+
+
+async def test_a_server_that_ends_is_told_with_its_words(tmp_path: Path) -> None:
+    server = ManagedServer(["--no-such-flag"], port=1, log=tmp_path / "logs" / "log")
+    with pytest.raises(ServerStartError, match="no-such-flag"):
+        await server.wait_until_ready(60)
+    assert not server.is_running
+
+
+async def test_a_server_that_takes_too_long_is_stopped(tmp_path: Path) -> None:
+    script = tmp_path / "python"
+    script.write_text(f"#!{sys.executable}\nimport signal\nsignal.pause()\n")
+    script.chmod(0o755)
+    server = ManagedServer([], port=1, log=tmp_path / "log", python=str(script))
+    with pytest.raises(ServerStartError, match="not ready after"):
+        await server.wait_until_ready(0.05)
+    assert not server.is_running
+
+
+async def test_a_policy_that_is_not_served_says_so(tmp_path: Path) -> None:
+    devices = DeviceConfig(auto_detect=False)
+    policy = ServedPolicy("p", "m", tmp_path, ServerConfig(weight_sync_method="disk"), devices)
+    with pytest.raises(BackendError, match="not served"):
+        _ = policy.url
+    with pytest.raises(UnservedStepError, match="Step 3"):
+        policy.inference_name(3)
+    assert policy.inference_name() == "p"
+    many = ServedPolicy("p", "m", tmp_path, ServerConfig(), devices)
+    assert many.inference_name(3) == "p@3"
+
+
+async def test_what_cannot_be_trained_has_no_server(tmp_path: Path) -> None:
+    class Judge:
+        name, project, trainable = "judge", "p", False
+        base_path = ""
+
+        def _storage_name(self) -> str:
+            return self.name
+
+    async def trainer(job: object) -> dict[str, float]:
+        raise AssertionError(job)
+
+    backend = MLXParallmBackend(trainer, path=tmp_path)
+    judge = Judge()
+    await backend.register(judge)
+    assert judge.base_path == str(tmp_path)
+    with pytest.raises(BackendError, match="judge"):
+        await backend._get_step(judge)
+    await backend.close()
