@@ -66,8 +66,8 @@ SUITES = (
         "TRL",
         ("trl", "peft"),
         "the trainer's own forward: `get_peak_flops_per_device` says \"Torch not compiled with "
-        'CUDA enabled", and attention is flash-attn 3 from the hub. Both have stand-ins in the test '
-        "of training; its client, worker and synchronisation are as published",
+        'CUDA enabled", and attention is flash-attn 3 from the hub. Both have stand-ins in '
+        "the test of training; its client, worker and synchronisation are as published",
         path=(STUBS,),
     ),
     Suite(
