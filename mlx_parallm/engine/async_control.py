@@ -154,10 +154,27 @@ class AsyncControl:
         """See ``EngineControl.load_adapter``."""
         base = self._base(model)
         self._check_name(upload.name, base)
+        # Who asked for it may go away: what was begun is ended.
         with self._metrics.timed(ADAPTER):
+            return await asyncio.shield(asyncio.ensure_future(self._load(upload, base)))
+
+    async def _load(self, upload: AdapterUpload, base: str) -> AdapterInfo:
+        """Put it into a slot in parts, between steps, and then let requests use that."""
+        content = upload.weights.digest
+        slot = None
+        if not self._sleep_level:
+            slot = await self._call(base, lambda engine: engine.policies.begin(upload))
+        try:
+            while slot is not None and await self._call(
+                base, lambda engine: engine.policies.store.stage(slot, content)
+            ):
+                pass
             info = await self._call(base, lambda engine: engine.policies.load(upload))
+        finally:
+            if slot is not None:
+                await self._call(base, lambda engine: engine.policies.end(upload))
         await self.refresh()
-        return info
+        return self._adapters.get(info.name, info)
 
     async def load_adapter_folder(
         self,

@@ -29,6 +29,10 @@ class AdapterStore(Protocol):
         """Keep an adapter that batches may name; raise InvalidRequestError if it does not fit."""
         ...
 
+    def stage(self, slot: int, content: str) -> bool:
+        """Put the next part of an adapter into a slot ahead of batches; whether there is more."""
+        ...
+
     def remove(self, content: str) -> None:
         """Forget an adapter that no later batch names."""
         ...
@@ -40,6 +44,11 @@ class NoAdapters:
     def add(self, adapter: AdapterWeights) -> None:
         """Refuse."""
         raise InvalidRequestError("This model takes no adapters.", param="model")
+
+    def stage(self, slot: int, content: str) -> bool:
+        """Nothing."""
+        del slot, content
+        return False
 
     def remove(self, content: str) -> None:
         """Nothing."""
@@ -163,19 +172,11 @@ class Policies:
             InvalidRequestError: it does not fit the model, its name is taken, or there is no room.
             OverloadedError: there will be room once requests have ended.
         """
+        self._check(upload)
         known = self._policies.get(upload.name)
-        self._check_version(upload, known)
-        if known is not None and not upload.replaces:
-            raise InvalidRequestError(
-                f"The adapter {upload.name!r} is loaded already.", param="name"
-            )
-        is_pinned = (
-            (known is not None and known.info.is_pinned)
-            if upload.is_pinned is None
-            else (upload.is_pinned)
-        )
-        self._check_pins(upload.name, is_pinned)
-        self._check_rank(upload.weights.rank)
+        is_pinned = upload.is_pinned
+        if is_pinned is None:
+            is_pinned = known is not None and known.info.is_pinned
         replaced = self._find_room() if known is None else None
         self.store.add(upload.weights)
         policy = self._put(upload, known, is_pinned)
@@ -184,6 +185,25 @@ class Policies:
             self.unload(replaced)
         self.forget_unused()
         return self._info(policy)
+
+    def begin(self, upload: AdapterUpload) -> int | None:
+        """The slot that an adapter can be staged in before ``load``; None if there is none.
+
+        It is the adapter's until ``end``. Raises as ``load`` does.
+        """
+        self._check(upload)
+        content = upload.weights.digest
+        if not self.scheduler.adapters.is_available(content):
+            return None
+        self.store.add(upload.weights)
+        return self.scheduler.adapters.acquire(content)
+
+    def end(self, upload: AdapterUpload) -> None:
+        """What was staged is loaded, or will not be."""
+        content = upload.weights.digest
+        self.scheduler.adapters.release(content)
+        self._leaving.add(content)
+        self.forget_unused()
 
     def ensure(self, upload: AdapterUpload) -> AdapterInfo:
         """The adapter of this name; it is loaded if there is none. Raises as ``load`` does."""
@@ -248,6 +268,18 @@ class Policies:
         self.scheduler.refresh_weights()
         return known
 
+    def _check(self, upload: AdapterUpload) -> None:
+        """Raise what ``load`` raises for the names, versions and sizes of an upload."""
+        known = self._policies.get(upload.name)
+        self._check_version(upload, known)
+        if known is not None and not upload.replaces:
+            raise InvalidRequestError(
+                f"The adapter {upload.name!r} is loaded already.", param="name"
+            )
+        self._check_rank(upload.weights.rank)
+        if upload.is_pinned:
+            self._check_pins(upload.name)
+
     def _check_version(self, upload: AdapterUpload, known: _Policy | None) -> None:
         expected = upload.expected_version
         found = None if known is None else known.info.version
@@ -258,10 +290,10 @@ class Policies:
                 param="expected_version",
             )
 
-    def _check_pins(self, name: str, is_pinned: bool) -> None:
+    def _check_pins(self, name: str) -> None:
         num_slots = self.scheduler.adapters.num_slots
         pinned = {one.info.name for one in self._policies.values() if one.info.is_pinned} - {name}
-        if is_pinned and len(pinned) + 1 >= num_slots:
+        if len(pinned) + 1 >= num_slots:
             raise InvalidRequestError(
                 f"{len(pinned)} of {num_slots} slots for adapters are pinned already; one must "
                 "remain for the others.",

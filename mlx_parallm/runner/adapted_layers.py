@@ -37,6 +37,8 @@ class AdaptedLayers:
         self._paths: dict[int, tuple[str, ...]] = {}
         # Of each slot, what DoRA changes: how much depends on the model's weights.
         self._doras: dict[int, dict[str, LowRank]] = {}
+        # Of each slot, what has still to be put.
+        self._pending: dict[int, list[tuple[str, LowRank]]] = {}
 
     @property
     def num_bytes(self) -> int:
@@ -44,7 +46,12 @@ class AdaptedLayers:
         return sum(stack.num_bytes for stack in self._context.stacks.values())
 
     def put(self, slot: int, adapter: AdapterWeights, *, param: str) -> None:
-        """Let a slot be this adapter; another one that had it is gone.
+        """``begin``, and all of ``put_some``."""
+        self.begin(slot, adapter, param=param)
+        self.put_some(slot, len(adapter.modules))
+
+    def begin(self, slot: int, adapter: AdapterWeights, *, param: str) -> None:
+        """Let a slot become this adapter, module by module; another one that had it is gone.
 
         Args:
             slot: from 1 on.
@@ -61,11 +68,23 @@ class AdaptedLayers:
         self._context.reserve(slot + 1)
         # First: if it fails half-way, whoever has the slot next must know what to undo.
         self._paths[slot] = tuple(fitting)
-        for path, one in fitting.items():
+        self._pending[slot] = list(fitting.items())
+
+    def put_some(self, slot: int, count: int) -> bool:
+        """Put the next ``count`` modules of a slot that was begun; whether there are more."""
+        pending = self._pending[slot]
+        stacks = []
+        for path, one in pending[:count]:
             self._adapt(path)
-            stacks[path].put(slot, one, self._gain(path, one))
-        self._doras[slot] = {p: one for p, one in fitting.items() if one.magnitude is not None}
-        mx.eval([stack.arrays() for stack in stacks.values()])
+            stacks.append(self._context.stacks[path])
+            stacks[-1].put(slot, one, self._gain(path, one))
+            if one.magnitude is not None:
+                self._doras.setdefault(slot, {})[path] = one
+        mx.eval([stack.arrays() for stack in stacks])
+        del pending[:count]
+        if not pending:
+            del self._pending[slot]
+        return bool(pending)
 
     def check(self, adapter: AdapterWeights, *, param: str) -> None:
         """Raise InvalidRequestError unless ``put`` takes this adapter."""
@@ -99,6 +118,7 @@ class AdaptedLayers:
     def _leave(self, slot: int, *, kept: Mapping[str, LowRank]) -> None:
         """Let a slot change none but these modules; what no slot changes is forgotten."""
         self._doras.pop(slot, None)
+        self._pending.pop(slot, None)
         left = set(self._paths.pop(slot, ())) - set(kept)
         others = {path for paths in self._paths.values() for path in paths}
         for path in left & others:

@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from mlx_parallm.adapters.weights import AdapterWeights
 from mlx_parallm.runner.adapted_layers import AdaptedLayers
 
+# Put between two steps: a few milliseconds of the host's time, so that no stream stalls.
+MODULES_AT_A_TIME = 32
 #: What refusals name: the tensors of an upload.
 PARAM = "adapter"
 
@@ -18,6 +20,8 @@ class AdapterStore:
         self._layers = layers
         self._adapters: dict[str, AdapterWeights] = {}
         self._resident: dict[int, str] = {}
+        # Slots of which a part has been put.
+        self._begun: dict[int, str] = {}
 
     @property
     def num_bytes(self) -> int:
@@ -40,17 +44,35 @@ class AdapterStore:
     def place(self, slots: Mapping[int, str]) -> None:
         """Have these adapters in these slots."""
         for slot, content in slots.items():
-            if self._resident.get(slot) != content:
-                # Whatever fails from here on leaves a slot that is put anew.
-                self._resident.pop(slot, None)
-                self._layers.put(slot, self._adapters[content], param=PARAM)
-                self._resident[slot] = content
+            while self.stage(slot, content):
+                pass
+
+    def stage(self, slot: int, content: str) -> bool:
+        """Put the next part of an adapter into a slot; whether there is more."""
+        if self._resident.get(slot) == content:
+            return False
+        if self._begun.get(slot) != content:
+            # Whatever fails from here on leaves a slot that is put anew.
+            self._resident.pop(slot, None)
+            self._begun.pop(slot, None)
+            self._layers.begin(slot, self._adapters[content], param=PARAM)
+            self._begun[slot] = content
+        try:
+            has_more = self._layers.put_some(slot, MODULES_AT_A_TIME)
+        except Exception:
+            del self._begun[slot]
+            raise
+        if not has_more:
+            del self._begun[slot]
+            self._resident[slot] = content
+        return has_more
 
     def release(self) -> None:
         """Have no adapter on the device until a batch names it."""
-        for slot in self._resident:
+        for slot in [*self._resident, *self._begun]:
             self._layers.drop(slot)
         self._resident.clear()
+        self._begun.clear()
 
     def renew(self) -> None:
         """Heed weights of the model that were replaced: DoRA scales by them."""
