@@ -82,6 +82,10 @@ class FakeStore:
             raise InvalidRequestError("It does not fit.", param="adapter")
         self.contents.add(adapter.digest)
 
+    def stage(self, slot: int, content: str) -> bool:
+        assert content in self.contents
+        return False
+
     def remove(self, content: str) -> None:
         self.contents.remove(content)
 

@@ -169,7 +169,7 @@ class AsyncControl:
                 base, lambda engine: engine.policies.store.stage(slot, content)
             ):
                 pass
-            info = await self._call(base, lambda engine: engine.policies.load(upload))
+            info: AdapterInfo = await self._call(base, lambda e: e.policies.load(upload))
         finally:
             if slot is not None:
                 await self._call(base, lambda engine: engine.policies.end(upload))

@@ -329,6 +329,22 @@ def test_an_adapter_that_failed_half_way_leaves_nothing(monkeypatch: pytest.Monk
     served.check(served.step(0, LENGTH), LENGTH)
 
 
+def test_an_adapter_is_put_in_parts_beside_steps_of_others() -> None:
+    served = Served("tiny", {slot: ADAPTERS[slot] for slot in (1, 7)})
+    config, tensors = train(random_model("tiny", dtype=mx.float32).model, 7)
+    adapter = read_adapter(config, tensors, param="adapter")
+    rows = [0 if slot == 7 else slot for slot in served.rows]
+    before = served.step(0, LENGTH, rows)
+    served.layers.drop(7)
+    served.layers.begin(7, adapter, param="adapter")
+    parts = 1
+    while served.layers.put_some(7, 1):
+        parts += 1
+        assert mx.allclose(served.step(0, LENGTH, rows), before, **TOLERANCE)
+    assert parts == len(adapter.modules)
+    served.check(served.step(0, LENGTH), LENGTH)
+
+
 def test_an_adapter_that_does_not_fit_changes_nothing() -> None:
     model = random_model("tiny", dtype=mx.float32).model
     layers = AdaptedLayers(model, mx.float32, AdapterContext())
