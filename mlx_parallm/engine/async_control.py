@@ -10,13 +10,14 @@ from typing import Any, Protocol
 
 from mlx_parallm.adapters.folder import read_adapter_folder
 from mlx_parallm.config import AdapterConfig
+from mlx_parallm.engine import host_actions
 from mlx_parallm.engine.adapter_folders import AdapterFolders
 from mlx_parallm.engine.commands import EngineHost
 from mlx_parallm.engine.control import PauseMode
 from mlx_parallm.engine.control_metrics import ADAPTER, WEIGHTS, ControlMetrics
 from mlx_parallm.engine.engine import Engine
 from mlx_parallm.engine.interface import ServedModel
-from mlx_parallm.engine.live_weights import SLEEP_TAGS, LiveWeights, WeightsUpdate
+from mlx_parallm.engine.live_weights import SLEEP_TAGS, WeightsUpdate
 from mlx_parallm.engine.policies import AdapterInfo, AdapterUpload
 from mlx_parallm.errors import InvalidRequestError, ModelNotFoundError, NotFoundError, PausedError
 from mlx_parallm.scheduler.adapter_slots import AdapterSlots
@@ -54,6 +55,8 @@ class AsyncControl:
         self._folders = AdapterFolders(config)
         self._pause: PauseMode | None = None
         self._sleep_level = 0
+        # Whether it was paused before it slept.
+        self._stays_paused = False
         # By name, as the engine thread had them after the latest change.
         self._adapters: dict[str, AdapterInfo] = {}
         self._versions: dict[str, WeightsVersion] = {}
@@ -87,7 +90,9 @@ class AsyncControl:
 
     async def checksums(self, model: str | None = None) -> Mapping[str, str]:
         """See ``EngineControl.checksums``."""
-        return await self._call(self._base(model), lambda engine: _live(engine).checksums())
+        return await self._call(
+            self._base(model), lambda engine: host_actions.live_weights(engine).checksums()
+        )
 
     def version(self, model: str | None = None) -> WeightsVersion:
         """See ``EngineControl.version``."""
@@ -216,14 +221,14 @@ class AsyncControl:
         count = 0
         if mode is PauseMode.WAIT and not self._sleep_level:
             # What an earlier pause has kept is to end too.
-            await self._thread.call(_resume)
+            await self._thread.call(host_actions.resume)
             await self._thread.wait_until_idle()
         elif mode is PauseMode.ABORT:
             count = await self._thread.cancel_all()
         if self._pause is None:
             # Somebody resumed while this waited.
             return count
-        kept = await self._thread.call(_pause)
+        kept = await self._thread.call(host_actions.pause)
         if clear_cache:
             await self.reset_prefix_cache()
         return count or kept
@@ -233,7 +238,7 @@ class AsyncControl:
         if self._sleep_level:
             raise InvalidRequestError("The server sleeps: wake it up first.")
         self._pause = None
-        await self._thread.call(_resume)
+        await self._thread.call(host_actions.resume)
 
     async def reset_prefix_cache(self, *, reset_running: bool = False) -> None:
         """See ``EngineControl.reset_prefix_cache``."""
@@ -254,7 +259,7 @@ class AsyncControl:
             engine = host.engines[base]
             # Its tokens are those of the old weights.
             host.deliver(engine.settle())
-            return _live(engine).update(update)
+            return host_actions.live_weights(engine).update(update)
 
         base = self._base(model)
         with self._metrics.timed(WEIGHTS):
@@ -277,7 +282,9 @@ class AsyncControl:
 
     async def set_version(self, label: str, *, model: str | None = None) -> WeightsVersion:
         """See ``EngineControl.set_version``."""
-        version = await self._call(self._base(model), lambda engine: _live(engine).relabel(label))
+        version = await self._call(
+            self._base(model), lambda engine: host_actions.live_weights(engine).relabel(label)
+        )
         await self.refresh()
         return version
 
@@ -285,10 +292,13 @@ class AsyncControl:
         """See ``EngineControl.sleep``."""
         if level not in SLEEP_LEVELS:
             raise InvalidRequestError("level must be 0, 1 or 2.", param="level")
+        was_paused = self.is_paused
         await self.pause(mode)
         if level:
+            if not self._sleep_level:
+                self._stays_paused = was_paused
             self._sleep_level = level
-            await self._thread.call(lambda host: _sleep(host, level))
+            await self._thread.call(lambda host: host_actions.sleep(host, level))
 
     async def wake_up(self, tags: Sequence[str] | None = None) -> Sequence[str]:
         """See ``EngineControl.wake_up``."""
@@ -298,10 +308,14 @@ class AsyncControl:
             raise InvalidRequestError(
                 f"tags must be of {', '.join(SLEEP_TAGS)}, not {unknown[0]!r}.", param="tags"
             )
-        asleep: Sequence[str] = await self._thread.call(lambda host: _wake(host, wanted))
+        asleep: Sequence[str] = await self._thread.call(
+            lambda host: host_actions.wake(host, wanted)
+        )
         if not asleep:
             self._sleep_level = 0
-            await self.resume()
+            stays_paused, self._stays_paused = self._stays_paused, False
+            if not stays_paused:
+                await self.resume()
         await self.refresh()
         return asleep
 
@@ -372,34 +386,3 @@ def _read(folder: Path) -> Any:
     # Computed here rather than on the engine thread.
     _ = weights.digest
     return weights
-
-
-def _pause(host: EngineHost) -> int:
-    for engine in host.engines.values():
-        engine.is_paused = True
-        # No token may come after the answer.
-        host.deliver(engine.settle())
-    return sum(engine.num_requests for engine in host.engines.values())
-
-
-def _live(engine: Engine) -> LiveWeights:
-    if engine.live is None:
-        raise InvalidRequestError("The weights of this model cannot be changed.", param="model")
-    return engine.live
-
-
-def _sleep(host: EngineHost, level: int) -> None:
-    for engine in host.engines.values():
-        _live(engine).sleep(level)
-
-
-def _wake(host: EngineHost, tags: Sequence[str]) -> list[str]:
-    lives = [_live(engine) for engine in host.engines.values()]
-    for live in lives:
-        live.wake(tags)
-    return [tag for tag in SLEEP_TAGS if any(tag in live.asleep for live in lives)]
-
-
-def _resume(host: EngineHost) -> None:
-    for engine in host.engines.values():
-        engine.is_paused = False

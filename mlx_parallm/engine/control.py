@@ -130,7 +130,7 @@ class EngineControl(Protocol):
         ...
 
     async def wake_up(self, tags: Sequence[str] | None = None) -> Sequence[str]:
-        """Have memory back, and resume once all is there; what still sleeps.
+        """Have memory back; what still sleeps. Once all is there, go on unless paused before.
 
         ``tags`` are of "weights" and "kv_cache"; None is both.
         """

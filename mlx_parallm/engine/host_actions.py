@@ -1,0 +1,46 @@
+"""What commands do to all models of the engine thread, between two steps."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from mlx_parallm.engine.commands import EngineHost
+from mlx_parallm.engine.engine import Engine
+from mlx_parallm.engine.live_weights import SLEEP_TAGS, LiveWeights
+from mlx_parallm.errors import InvalidRequestError
+
+
+def pause(host: EngineHost) -> int:
+    """Generate nothing more; how many requests are kept."""
+    for engine in host.engines.values():
+        engine.is_paused = True
+        # No token may come after the answer.
+        host.deliver(engine.settle())
+    return sum(engine.num_requests for engine in host.engines.values())
+
+
+def live_weights(engine: Engine) -> LiveWeights:
+    """A model's own weights; raise InvalidRequestError if they never change."""
+    if engine.live is None:
+        raise InvalidRequestError("The weights of this model cannot be changed.", param="model")
+    return engine.live
+
+
+def sleep(host: EngineHost, level: int) -> None:
+    """Give back memory of every model; see ``LiveWeights.sleep``."""
+    for engine in host.engines.values():
+        live_weights(engine).sleep(level)
+
+
+def wake(host: EngineHost, tags: Sequence[str]) -> list[str]:
+    """Have memory back; what of ``SLEEP_TAGS`` still sleeps."""
+    lives = [live_weights(engine) for engine in host.engines.values()]
+    for live in lives:
+        live.wake(tags)
+    return [tag for tag in SLEEP_TAGS if any(tag in live.asleep for live in lives)]
+
+
+def resume(host: EngineHost) -> None:
+    """Generate again."""
+    for engine in host.engines.values():
+        engine.is_paused = False
