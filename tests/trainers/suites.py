@@ -56,9 +56,8 @@ SUITES = (
         "test_trl_vllm_client.py",
         "TRL",
         ("trl",),
-        '`init_communicator` and `update_model_params` send weights by NCCL. On a CPU: "Weight '
-        "synchronization runs on vLLM's NCCL weight-transfer engine, which needs a CUDA device\"; "
-        "before that it stops at our `weight_transfer_config: null`",
+        '`init_communicator` sends weights by NCCL. It stops with "has no weight-transfer engine", '
+        'as the server tells it; past that TRL says that NCCL\'s engine "needs a CUDA device"',
         path=(STUBS,),
     ),
     Suite(
@@ -82,7 +81,7 @@ SUITES = (
         ("openpipe-art",),
         "`art.unsloth.service` and `art.local`: \"No module named 'torch'\"; their training needs "
         "Unsloth on CUDA. The service's calls are made by its own code with stand-ins for those "
-        "imports. In-flight updates (`/art/*`) were not driven",
+        "imports. In-flight updates (`/art/*`) are not served",
         ART_PINS,
         ART,
         (ROOT,),
@@ -97,8 +96,8 @@ SUITES = (
         "test_replays.py",
         "prime-rl, slime, SkyRL",
         (),
-        'prime-rl and slime are no packages of PyPI: "No module named \'prime_rl\'", "No module '
-        "named 'slime'\". SkyRL 0.4.0's sampling client imports its training backends: \"No module "
-        "named 'torch'\", and it wants the CUDA build. Their calls were replayed",
+        "prime-rl is no package of PyPI: \"No module named 'prime_rl'\"; slime there is another "
+        "project. SkyRL 0.4.0's sampling client imports its training backends: \"No module named "
+        "'torch'\", of which it wants the CUDA build. Their calls were replayed",
     ),
 )
