@@ -17,7 +17,7 @@ import sys
 import time
 from argparse import Namespace
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -103,7 +103,8 @@ def main() -> int:
         Check("ratio of samples per processor second", _ratio(loop, ours, "per_cpu_s")),
     ]
     settings = {name: str(value) for name, value in vars(args).items()}
-    return conclude("rollout", checks, {"settings": settings, "loop": loop, "rollout": ours})
+    rates = {"loop": list(map(asdict, loop)), "rollout": list(map(asdict, ours))}
+    return conclude("rollout", checks, {"settings": settings} | rates)
 
 
 def _ratio(loop: list[Rates], ours: list[Rates], name: str) -> float:

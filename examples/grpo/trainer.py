@@ -95,10 +95,11 @@ class Trainer:
         self._optimizer = optim.Adam(settings.learning_rate, betas=[0.9, 0.99])
         self._loss_and_grad = nn.value_and_grad(self.model, self._loss)
 
-    def adapter(self) -> tuple[dict[str, mx.array], dict[str, Any]]:
+    def adapter(self) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
         """The LoRA's tensors and its config, as mlx-lm writes them into files."""
         config = {"fine_tune_type": "lora", "lora_parameters": self._lora}
-        return dict(tree_flatten(self.model.trainable_parameters())), config
+        tensors: Any = tree_flatten(self.model.trainable_parameters())
+        return {name: np.array(tensor) for name, tensor in tensors}, config
 
     def update(self, samples: Sequence[TrainingSample]) -> dict[str, float]:
         """Train on samples.

@@ -285,6 +285,57 @@ class RLClient:
         with expected("The answer"):
             return answer["is_paused"]
 
+    async def sleep(
+        self, level: Literal[1, 2] = 1, *, mode: Literal["keep", "wait", "abort"] = "keep"
+    ) -> None:
+        """Pause the server and have it give memory back, to a trainer on the same machine.
+
+        Args:
+            level: 1 is the memory of KV; 2 that of weights too, which are read from their folder
+                again.
+            mode: see ``pause``; requests that are kept are computed anew.
+        """
+        await self._transport.ask("POST", "/sleep", params={"level": level, "mode": mode})
+
+    async def wake_up(self) -> None:
+        """Have the server take its memory again and go on."""
+        await self._transport.ask("POST", "/wake_up")
+
+    async def update_weights(
+        self,
+        tensors: Mapping[str, Any],
+        *,
+        model: str | None = None,
+        version: str | None = None,
+        expected_version: str | None = None,
+    ) -> str:
+        """Replace some or all weights of a base model between two steps.
+
+        Args:
+            tensors: by name, as in the checkpoint; arrays of NumPy or MLX.
+            model: which; default: the server's first.
+            version: the label of the tokens that they make; by default the server counts.
+            expected_version: the update is refused unless this version is there.
+
+        Returns:
+            The label.
+        """
+        options = {"model": model, "version": version, "expected_version": expected_version}
+        answer = await self._transport.ask(
+            "POST",
+            "/update_weights",
+            data={key: value for key, value in options.items() if value is not None},
+            files={"weights": ("model.safetensors", encode_safetensors(tensors))},
+        )
+        with expected("The answer to an update"):
+            return answer["weight_version"]
+
+    async def weight_version(self) -> str:
+        """The label of the first model's weights; for adapters see ``adapters``."""
+        answer = await self._transport.ask("GET", "/weight_info")
+        with expected("The answer"):
+            return answer["weight_version"]
+
     async def _upload(
         self, name: str, data: bytes, config: Mapping[str, Any], options: UploadOptions
     ) -> AdapterInfo:

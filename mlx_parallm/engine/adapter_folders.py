@@ -6,7 +6,7 @@ from pathlib import Path
 
 from mlx_parallm.adapters.folder import CONFIG_NAME
 from mlx_parallm.config import AdapterConfig
-from mlx_parallm.errors import InvalidRequestError
+from mlx_parallm.errors import InvalidRequestError, NotFoundError
 
 
 class AdapterFolders:
@@ -23,7 +23,8 @@ class AdapterFolders:
         A relative one is below the directory of named adapters.
 
         Raises:
-            InvalidRequestError: it is outside of every allowed root, or there is no such folder.
+            InvalidRequestError: it is outside of every allowed root.
+            NotFoundError: there is no such folder.
         """
         if not self._roots:
             raise InvalidRequestError(
@@ -36,11 +37,17 @@ class AdapterFolders:
         given = Path(path)
         bases = [self._named] if self._named is not None else self._roots
         candidates = [given] if given.is_absolute() else [base / given for base in bases]
+        is_allowed = False
         for candidate in candidates:
             # Symbolic links count as where they lead.
             folder = candidate.resolve()
-            if any(folder.is_relative_to(root) for root in self._roots) and folder.is_dir():
-                return folder
+            if any(folder.is_relative_to(root) for root in self._roots):
+                if folder.is_dir():
+                    return folder
+                is_allowed = True
+        if is_allowed:
+            # On a shared disk it may come later: trainers try again on 404.
+            raise NotFoundError(f"There is no folder {path[:200]!r}.", param=param)
         raise InvalidRequestError(
             f"{path[:200]!r} is no folder below those that this server may read.", param=param
         )

@@ -8,12 +8,16 @@ import subprocess
 import sys
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
+from typing import Any
 from xml.etree import ElementTree as ET
 
+import mlx.core as mx
 import numpy as np
 import pytest
 
 from mlx_parallm.client import AdapterInfo, RequestFailedError, RLClient, encode_safetensors
+from mlx_parallm.demo.paths import model_path
+from mlx_parallm.weights import DEFAULT_VERSION
 from tests.server_process import ROOT, ServerProcess
 
 NAME = "client-test"
@@ -127,22 +131,67 @@ async def test_an_update_amid_a_pause_shows_in_the_spans(
     assert ends[1] == len(sample.token_ids) == 500
 
 
+async def test_base_weights_change_and_the_server_sleeps(client: RLClient) -> None:
+    before, version = await sampled(client, None)
+    name = "model.layers.0.input_layernorm.weight"
+    original = load_norm(name)
+    try:
+        assert await client.update_weights({name: original * 2}, version="louder") == "louder"
+        assert await client.weight_version() == "louder"
+        louder, version = await sampled(client, None)
+        assert version == "louder"
+        assert np.abs(np.array(louder) - before).max() > 1e-3
+        with pytest.raises(RequestFailedError) as late:
+            await client.update_weights({name: original}, expected_version=DEFAULT_VERSION)
+        assert late.value.status == 412
+        await client.sleep(1)
+        assert await client.is_paused()
+        await client.wake_up()
+        assert await sampled(client, None) == (pytest.approx(louder, abs=1e-5), "louder")
+    finally:
+        await client.update_weights({name: original}, version=DEFAULT_VERSION)
+    assert await sampled(client, None) == (pytest.approx(before, abs=1e-5), DEFAULT_VERSION)
+
+
+def load_norm(name: str) -> np.ndarray:
+    tensors: Any = mx.load(str(model_path() / "model.safetensors"))
+    return np.array(tensors[name].astype(mx.float32))
+
+
 async def until(is_true: Callable[[], bool]) -> None:
     while not is_true():  # noqa: ASYNC110 - another process is asked
         await asyncio.sleep(0.01)
 
 
-def test_two_steps_of_the_example(live_server: ServerProcess, tmp_path: Path) -> None:
-    log, plot = tmp_path / "steps.jsonl", tmp_path / "rewards.svg"
-    flags = ["--steps", "2", "--problems", "8", "--group-size", "8", "--eval-problems", "8"]
-    command = [sys.executable, "-m", "examples.grpo.train", "--url", live_server.url, *flags]
+def run_example(server: ServerProcess, folder: Path, *flags: str) -> list[dict[str, Any]]:
+    """The example's log."""
+    log, plot = folder / "steps.jsonl", folder / "rewards.svg"
+    command = [sys.executable, "-m", "examples.grpo.train", "--url", server.url, *flags]
+    command += ["--problems", "8", "--group-size", "8", "--eval-problems", "8"]
     command += ["--adapter", "example", "--log", str(log), "--plot", str(plot)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    steps = [json.loads(line) for line in log.read_text().splitlines()]
-    assert [step["version"] for step in steps] == ["0", "1"]
+    assert ET.parse(plot).getroot() is not None
+    return [json.loads(line) for line in log.read_text().splitlines()]
+
+
+def test_two_steps_of_the_example(live_server: ServerProcess, tmp_path: Path) -> None:
+    steps = run_example(live_server, tmp_path, "--steps", "2")
+    assert [step["versions"] for step in steps] == [["0"], ["1"]]
     # The trainer and the server compute the same policy, before and after an update.
     assert [step["mismatch"] < 1e-3 for step in steps] == [True, True]
     assert all(0 <= step["reward"] <= 1 for step in steps)
-    assert ET.parse(plot).getroot() is not None
-    assert "step   1" in done.stdout
+
+
+def test_the_example_samples_while_it_trains(live_server: ServerProcess, tmp_path: Path) -> None:
+    steps = run_example(live_server, tmp_path, "--steps", "3", "--in-flight")
+    assert steps[0]["versions"] == ["0"]
+    # Begun before the first update.
+    assert steps[1]["versions"][0] == "0"
+    assert steps[1]["mismatch"] is not None
+
+
+def test_the_example_lets_the_server_sleep(live_server: ServerProcess, tmp_path: Path) -> None:
+    steps = run_example(live_server, tmp_path, "--steps", "2", "--sleep")
+    assert [step["versions"] for step in steps] == [["0"], ["1"]]
+    assert steps[1]["mismatch"] < 1e-3

@@ -121,6 +121,8 @@ def test_folders_are_confined(http: httpx2.Client, roots: Path) -> None:
         body = {"lora_name": "p", "lora_path": path}
         response = http.post("/v1/load_lora_adapter", json=body)
         assert (response.status_code, response.json()["error"]["param"]) == (400, "lora_path")
+    body = {"lora_name": "p", "lora_path": str(roots / "not-there")}
+    assert http.post("/v1/load_lora_adapter", json=body).status_code == 404
     assert http.post("/v1/unload_lora_adapter", json={"lora_name": "p"}).status_code == 404
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import threading
 from dataclasses import replace
 from typing import Any
 
@@ -299,3 +300,31 @@ async def test_an_answer_may_go_on_within_reasoning_that_was_begun(
     assert (grammar.begins_after == "</think>" and grammar.free_start is None) == is_open
     form = registry.reasoning_format("deepseek_r1")
     assert not form.is_open_after("", "<think>So</think>It")
+
+
+@pytest.mark.parametrize("where", ["content", "tools", "calls"])
+@pytest.mark.parametrize("size", [100, 20_000])
+async def test_what_is_long_is_rendered_beside_the_event_loop(
+    monkeypatch: pytest.MonkeyPatch, where: str, size: int
+) -> None:
+    model, threads, text = demo(), [], "x" * size
+    render = model.tokenizer.render_chat
+
+    def noting(*arguments: Any, **more: Any) -> str:
+        rendered = render(*arguments, **more)
+        if text in rendered:
+            threads.append(threading.current_thread())
+        return rendered
+
+    monkeypatch.setattr(model.tokenizer, "render_chat", noting)
+    tool = {"type": "function", "function": {"name": "t", "description": text}}
+    call = {"id": "a", "type": "function", "function": {"name": "t", "arguments": f'"{text}"'}}
+    messages: list[dict[str, Any]] = [{"role": "user", "content": text}]
+    if where == "calls":
+        messages = [
+            *HI,
+            {"role": "assistant", "tool_calls": [call]},
+            {"role": "tool", "tool_call_id": "a", "content": "1"},
+        ]
+    await (prepare(tool) if where == "tools" else prepare(messages=messages))
+    assert (threads == [threading.main_thread()]) is (size == 100)

@@ -7,12 +7,13 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from mlx_parallm.api.lazy import LazySequence
-from mlx_parallm.api.offload import maybe_in_thread
+from mlx_parallm.api.offload import LONG_TEXT_CHARS, maybe_in_thread
 from mlx_parallm.api.turns.constraints import Constraint, constrain, unsupported
 from mlx_parallm.api.turns.history import template_messages
 from mlx_parallm.api.turns.request import TurnRequest
 from mlx_parallm.api.turns.stream import TurnStream
 from mlx_parallm.engine.interface import ServedModel
+from mlx_parallm.grammar.json_size import is_longer
 from mlx_parallm.parsing.formats import ReasoningFormat, ToolFormat
 from mlx_parallm.parsing.parts import TurnParser
 from mlx_parallm.parsing.turn import turn_parser
@@ -168,6 +169,7 @@ def _thinking_budget(turn: TurnRequest, model: ServedModel, rendered: str) -> Th
 def _length(
     messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None
 ) -> int:
-    """About how many characters there are to tokenise."""
+    """About how many characters there are to tokenise, or more than long where that is enough."""
     texts = sum(len(message.get("content") or "") for message in messages)
-    return texts + 512 * len(tools or ()) + sum(512 for m in messages if "tool_calls" in m)
+    written = [tools or (), [m["tool_calls"] for m in messages if "tool_calls" in m]]
+    return texts + (LONG_TEXT_CHARS + 1 if is_longer(written, LONG_TEXT_CHARS) else 0)
