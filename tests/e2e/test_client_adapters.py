@@ -43,8 +43,7 @@ async def client(live_server: ServerProcess) -> AsyncIterator[RLClient]:
     async with RLClient(live_server.url) as client:
         yield client
         await client.resume()
-        for info in await client.adapters():
-            await client.unload_adapter(info.name)
+    await forget_adapters(live_server)
 
 
 async def put(client: RLClient, seed: int, **options: str) -> AdapterInfo:
@@ -163,6 +162,12 @@ async def until(is_true: Callable[[], bool]) -> None:
         await asyncio.sleep(0.01)
 
 
+async def forget_adapters(server: ServerProcess) -> None:
+    async with RLClient(server.url) as client:
+        for info in await client.adapters():
+            await client.unload_adapter(info.name)
+
+
 def run_example(server: ServerProcess, folder: Path, *flags: str) -> list[dict[str, Any]]:
     """The example's log."""
     log, plot = folder / "steps.jsonl", folder / "rewards.svg"
@@ -170,6 +175,8 @@ def run_example(server: ServerProcess, folder: Path, *flags: str) -> list[dict[s
     command += ["--problems", "8", "--group-size", "8", "--eval-problems", "8"]
     command += ["--adapter", "example", "--log", str(log), "--plot", str(plot)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    # Other tests share the server.
+    asyncio.run(forget_adapters(server))
     assert done.returncode == 0, done.stderr
     assert ET.parse(plot).getroot() is not None
     return [json.loads(line) for line in log.read_text().splitlines()]
