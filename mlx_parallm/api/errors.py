@@ -11,6 +11,8 @@ from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
+from starlette.responses import Response
 from starlette.routing import Match, Mount
 from starlette.types import Scope
 
@@ -18,6 +20,9 @@ from mlx_parallm import errors
 from mlx_parallm.api.paths import id_headers, speaks_anthropic, speaks_sglang
 
 logger = logging.getLogger(__name__)
+
+#: Nobody reads it: the client has closed the connection (nginx's code).
+CLIENT_CLOSED = 499
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,6 +185,7 @@ def install_error_handlers(app: FastAPI) -> None:
     app.add_exception_handler(errors.ParallmError, _on_parallm_error)  # type: ignore[arg-type]
     app.add_exception_handler(RequestValidationError, _on_validation)  # type: ignore[arg-type]
     app.add_exception_handler(HTTPException, _on_http)  # type: ignore[arg-type]
+    app.add_exception_handler(ClientDisconnect, _on_disconnect)
     app.add_exception_handler(Exception, _on_bug)
 
 
@@ -236,6 +242,12 @@ def _allowed(request: Request, told: str) -> list[str]:
     }
     methods |= {method.strip() for method in told.split(",")} - {""}
     return sorted(methods | ({"HEAD"} if "GET" in methods else set()))
+
+
+async def _on_disconnect(request: Request, error: Exception) -> Response:
+    """A body was cut off."""
+    del request, error
+    return Response(status_code=CLIENT_CLOSED)
 
 
 async def _on_bug(request: Request, error: Exception) -> JSONResponse:

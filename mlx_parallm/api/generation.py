@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 from starlette.requests import Request
 from starlette.responses import Response
 
+from mlx_parallm.api.errors import CLIENT_CLOSED
 from mlx_parallm.api.sse import wait_for_disconnect
 from mlx_parallm.engine.admission import check_room
 from mlx_parallm.engine.interface import EngineClient, RequestHandle
@@ -19,8 +20,6 @@ from mlx_parallm.request import GenerateRequest
 
 T = TypeVar("T")
 Numbered = tuple[int, PromptEvent | TokenEvent]
-# Nobody reads it: the client has closed the connection (nginx's code).
-CLIENT_CLOSED = 499
 # Events of several prompts that wait to be read together.
 MAX_MERGED = 256
 

@@ -8,6 +8,9 @@ from mlx_parallm.adapters.folder import CONFIG_NAME
 from mlx_parallm.config import AdapterConfig
 from mlx_parallm.errors import InvalidRequestError, NotFoundError
 
+#: Most characters of an adapter's name.
+MAX_NAME = 256
+
 
 class AdapterFolders:
     """Confines paths of requests to the roots of the configuration."""
@@ -59,6 +62,3 @@ class AdapterFolders:
         folder = (self._named / name).resolve()
         is_inside = folder != self._named and folder.is_relative_to(self._named)
         return folder if is_inside and (folder / CONFIG_NAME).is_file() else None
-
-
-MAX_NAME = 256

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 from mlx_parallm.adapters.folder import read_adapter_folder
 from mlx_parallm.config import AdapterConfig
 from mlx_parallm.engine import host_actions
-from mlx_parallm.engine.adapter_folders import AdapterFolders
+from mlx_parallm.engine.adapter_folders import MAX_NAME, AdapterFolders
 from mlx_parallm.engine.commands import EngineHost
 from mlx_parallm.engine.control import PauseMode
 from mlx_parallm.engine.control_metrics import ADAPTER, WEIGHTS, ControlMetrics
@@ -377,7 +377,6 @@ class AsyncControl:
         return replace(model, names=(name,), root=source or name, parent=base, adapter=name)
 
 
-MAX_NAME = 256
 SLEEP_LEVELS = (0, 1, 2)
 
 

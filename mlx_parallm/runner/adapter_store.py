@@ -34,8 +34,9 @@ class AdapterStore:
         Raises:
             InvalidRequestError: the model has no such modules.
         """
-        self._layers.check(adapter, param=PARAM)
-        self._adapters[adapter.digest] = adapter
+        if adapter.digest not in self._adapters:
+            self._layers.check(adapter, param=PARAM)
+            self._adapters[adapter.digest] = adapter
 
     def remove(self, content: str) -> None:
         """Forget an adapter that no later batch names."""

@@ -98,11 +98,6 @@ class AdapterSlots:
             self._free.append(slot)
         return True
 
-    def forget_all(self) -> None:
-        """Free all slots that no sequence uses."""
-        for content in list(self._slots):
-            self.forget(content)
-
     def keep_waiting(self, contents: Collection[str]) -> None:
         """Only these still wait for a slot."""
         for content in self._passed.keys() - set(contents):

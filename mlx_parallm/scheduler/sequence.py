@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 from mlx_parallm.batch import (
     PENDING_TOKEN,
@@ -122,8 +123,7 @@ class RequestGroup:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class RowInFlight:
+class RowInFlight(NamedTuple):
     """What a sequence had when a step of it was scheduled; it may have something else since."""
 
     group: RequestGroup

@@ -7,11 +7,11 @@ name holds one of the words, and then writes no document.
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
+from tests.client_suites import choose, failed_of, run_suite
 from tests.server_process import ROOT, ServerProcess
 from tests.trainers.model_folder import write_model_folder
 from tests.trainers.report import write_section
@@ -23,21 +23,16 @@ MODEL = "mlx-parallm-demo"
 FLAGS = ("--max-logprobs", "-1", "--logprobs-mode", "processed_logprobs", "--max-loras", "8")
 
 
-def run(suite: Suite, server: dict[str, str]) -> bool:
+def run(suite: Suite, told: dict[str, str]) -> bool:
     """Run one suite; True if nothing failed."""
     print(f"\n{suite.name}", flush=True)
-    # A faster BLAS is for the server only.
-    kept = {name: value for name, value in os.environ.items() if name != "LD_PRELOAD"}
     path = {"PYTHONPATH": os.pathsep.join(str(one) for one in suite.path)}
-    results = RESULTS / f"{suite.name}.xml"
-    results.unlink(missing_ok=True)
-    command = suite.command(results)
-    return subprocess.run(command, cwd=ROOT, env=kept | server | path, check=False).returncode == 0
+    return run_suite(suite, ROOT, RESULTS, told | path)
 
 
 def main(words: list[str]) -> int:
     """Returns the exit status."""
-    chosen = [suite for suite in SUITES if not words or any(w in suite.name for w in words)]
+    chosen = choose(SUITES, words)
     RESULTS.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as made:
         adapters, folder = Path(made) / "adapters", Path(made) / "model"
@@ -56,7 +51,7 @@ def main(words: list[str]) -> int:
             server.stop()
     if not words:
         write_section(RESULTS, ROOT / "docs" / "compatibility.md")
-    failed = [suite.name for suite, well in zip(chosen, passed, strict=True) if not well]
+    failed = failed_of(chosen, passed)
     print(f"\nFailed: {', '.join(failed) or 'nothing'}")
     return 1 if failed else 0
 

@@ -6,7 +6,6 @@ import asyncio
 
 from fastapi import APIRouter, Depends, Request, Response
 from fastapi.responses import PlainTextResponse
-from starlette.requests import ClientDisconnect
 
 from mlx_parallm.api.auth import CONTROL, require_admin
 from mlx_parallm.api.convert.adapters import (
@@ -18,7 +17,6 @@ from mlx_parallm.api.convert.adapters import (
     uploaded,
 )
 from mlx_parallm.api.dependencies import EngineDep
-from mlx_parallm.api.generation import CLIENT_CLOSED
 from mlx_parallm.api.ignored import tell_ignored
 from mlx_parallm.api.json_body import JsonRoute
 from mlx_parallm.api.schemas.adapters import (
@@ -72,10 +70,7 @@ async def update_adapter_weights(request: Request, engine: EngineDep, response: 
 
     The query or headers ``x-adapter-…`` bring the fields of a body that is nothing but tensors.
     """
-    try:
-        received = await receive(request, file_field=FILE, header_prefix=HEADER_PREFIX)
-    except ClientDisconnect:
-        return Response(status_code=CLIENT_CLOSED)
+    received = await receive(request, file_field=FILE, header_prefix=HEADER_PREFIX)
     upload, fields, parse_ms = await asyncio.to_thread(read_upload, received)
     info = await engine.control.load_adapter(upload, model=fields.model)
     tell_ignored(response, fields.model_extra or ())

@@ -6,13 +6,11 @@ from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Query, Request
 from pydantic import ValidationError
-from starlette.requests import ClientDisconnect
 from starlette.responses import FileResponse, JSONResponse, Response
 
 from mlx_parallm.api.convert.batches import file_object, list_object
 from mlx_parallm.api.dependencies import BatchesDep, ClientDep
 from mlx_parallm.api.errors import describe
-from mlx_parallm.api.generation import CLIENT_CLOSED
 from mlx_parallm.api.multipart import FormReader
 from mlx_parallm.api.schemas.files import MAX_EXPIRY_S, UploadFields
 from mlx_parallm.batch_jobs.files import FileRecord, FileStore, Upload
@@ -39,8 +37,6 @@ async def create_file(request: Request, client: ClientDep, batches: BatchesDep) 
     try:
         await _receive(request, form, upload)
         record = await _store(batches.files, form, upload, client)
-    except ClientDisconnect:
-        return Response(status_code=CLIENT_CLOSED)
     finally:
         upload.abandon()
     return JSONResponse(file_object(record))

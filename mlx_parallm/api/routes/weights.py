@@ -7,7 +7,6 @@ import time
 from typing import Any
 
 from fastapi import APIRouter, Depends, Request, Response
-from starlette.requests import ClientDisconnect
 
 from mlx_parallm.api.auth import CONTROL, require_admin
 from mlx_parallm.api.convert.weights import (
@@ -22,7 +21,7 @@ from mlx_parallm.api.convert.weights import (
     timings,
 )
 from mlx_parallm.api.dependencies import EngineDep
-from mlx_parallm.api.generation import CLIENT_CLOSED, named_by
+from mlx_parallm.api.generation import named_by
 from mlx_parallm.api.ignored import tell_ignored
 from mlx_parallm.api.json_body import JsonRoute
 from mlx_parallm.api.schemas.lifecycle import MessageAnswer, PausedGeneration
@@ -99,10 +98,7 @@ TENSOR_BODY = _body(
 @router.post("/update_weights", openapi_extra=UPDATE_BODY, response_model=UpdatedWeights)
 async def update_weights(request: Request, engine: EngineDep, response: Response) -> object:
     """Replace weights between two steps: tensors of the body, or a folder's whole checkpoint."""
-    try:
-        received = await receive(request, file_field=FILE, header_prefix=HEADER_PREFIX)
-    except ClientDisconnect:
-        return Response(status_code=CLIENT_CLOSED)
+    received = await receive(request, file_field=FILE, header_prefix=HEADER_PREFIX)
     fields, tensors = await asyncio.to_thread(read_update, received)
     parsed_s = time.perf_counter()
     if fields.weight_dir is not None:
@@ -147,10 +143,7 @@ async def update_from_disk(
 @router.post("/update_weights_from_tensor", openapi_extra=TENSOR_BODY, response_model=MessageAnswer)
 async def update_from_tensor(request: Request, engine: EngineDep, response: Response) -> object:
     """SGLang's: replace weights by tensors of the body, as safetensors only."""
-    try:
-        received = await receive(request, file_field=FILE, header_prefix=HEADER_PREFIX)
-    except ClientDisconnect:
-        return Response(status_code=CLIENT_CLOSED)
+    received = await receive(request, file_field=FILE, header_prefix=HEADER_PREFIX)
     fields, tensors = await asyncio.to_thread(read_serialized, received)
     await _abort_all(engine, fields.abort_all_requests)
     update = WeightsUpdate(tensors=tensors, version=fields.weight_version)

@@ -1,0 +1,52 @@
+"""Suites of unmodified clients, each in an environment of its own, against one live server."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Protocol, TypeVar
+
+
+class Named(Protocol):
+    """A suite, as far as choosing and telling goes."""
+
+    @property
+    def name(self) -> str:
+        """One word."""
+        ...
+
+
+class Command(Named, Protocol):
+    """A suite that can be run."""
+
+    def command(self, results: Path) -> list[str]:
+        """What runs it and writes JUnit's XML."""
+        ...
+
+
+S = TypeVar("S", bound=Named)
+
+
+def choose(suites: Sequence[S], words: Sequence[str]) -> list[S]:
+    """The suites whose name holds one of the words; all without any."""
+    return [suite for suite in suites if not words or any(word in suite.name for word in words)]
+
+
+def run_suite(suite: Command, folder: Path, results: Path, told: Mapping[str, str]) -> bool:
+    """Run one suite in a folder; True if nothing failed.
+
+    ``results`` is where its XML goes, ``told`` variables of its environment.
+    """
+    # A faster BLAS is for the server only.
+    kept = {name: value for name, value in os.environ.items() if name != "LD_PRELOAD"}
+    file = results / f"{suite.name}.xml"
+    file.unlink(missing_ok=True)
+    command = suite.command(file)
+    return subprocess.run(command, cwd=folder, env={**kept, **told}, check=False).returncode == 0
+
+
+def failed_of(chosen: Sequence[Named], passed: Sequence[bool]) -> list[str]:
+    """The names of those that did not pass."""
+    return [suite.name for suite, well in zip(chosen, passed, strict=True) if not well]
