@@ -26,7 +26,7 @@ from mlx_parallm.adapters.weights import AdapterWeights, LowRank
 from mlx_parallm.attention.base import AttentionBackend
 from mlx_parallm.batch import ScheduledSequence
 from mlx_parallm.config import CacheConfig
-from mlx_parallm.runner.adapted_layers import AdaptedLayers
+from mlx_parallm.runner.adapted_layers import AdaptedLayers, product_dtype
 from mlx_parallm.runner.backend_choice import choose_backend
 from mlx_parallm.runner.cache_layout import KVLayout, leaves, probe_layout
 from mlx_parallm.runner.device import backend_name
@@ -123,7 +123,7 @@ def make(model: RandomModel, batch: int, context: int) -> tuple[Steps, AdaptedLa
         block_size=BLOCK,
         dtype=model.loaded.dtype,
     ).path
-    dtype = getattr(mx, model.loaded.dtype)
+    dtype = product_dtype(model.loaded.dtype)
     clock = time.process_time if backend_name() == "cpu" else time.perf_counter
     return Steps(path, backend, context, clock), AdaptedLayers(model.model, dtype, path.adapters)
 

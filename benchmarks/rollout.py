@@ -1,7 +1,8 @@
 """Compare ``/v1/rl/rollout`` with a loop over mlx_lm's ``batch_generate`` in process.
 
 ``python -m benchmarks.rollout``. Groups of samples of prompts of random tokens, at temperature 1,
-with the log-probability of each sampled token, in float32. The loop calls ``batch_generate`` once
+with the log-probability of each sampled token; in float32, or with ``--gpu`` a random model of the
+0.6B shape in bfloat16. The loop calls ``batch_generate`` once
 for each group, as trainers do; the server gets all groups in one request, and its time ends when
 the answer has been parsed. Both run their samples to the full length. Samples per second of
 processor time are told too: they hold on a machine that has other work.
@@ -28,6 +29,8 @@ from mlx_lm.generate import batch_generate
 from mlx_lm.sample_utils import make_sampler
 
 from benchmarks.checks import Check, conclude
+from benchmarks.gpu.servers import FOLDER, SERVED
+from benchmarks.make_model import make_model
 from benchmarks.measure import make_parser
 from benchmarks.servers import Server, mlx_parallm_server, openblas_path, server_environment
 from mlx_parallm.demo.paths import model_path
@@ -76,13 +79,16 @@ def main() -> int:
     parser.add_argument("--group", type=int, default=16)
     parser.add_argument("--prompt-tokens", type=int, default=512)
     parser.add_argument("--output-tokens", type=int, default=128)
+    parser.add_argument("--gpu", action="store_true", help="the 0.6B shape in bfloat16")
     parser.set_defaults(model=None)
     args = parser.parse_args()
     use_fast_blas()
-    path = args.model or model_path()
-    model, tokenizer = mlx_lm.load(str(path))
-    model.set_dtype(mx.float32)
-    options = ["--dtype", "float32", *shlex.split(args.server_options)]
+    dtype = "bfloat16" if args.gpu else "float32"
+    if args.gpu:
+        args.model = make_model(FOLDER, config=SERVED)
+    model, tokenizer = mlx_lm.load(str(args.model or model_path()))
+    model.set_dtype(getattr(mx, dtype))
+    options = ["--dtype", dtype, *shlex.split(args.server_options)]
     loop, ours = [], []
     own_pid = os.getpid()
     with mlx_parallm_server(args.model and Path(args.model), options) as server:

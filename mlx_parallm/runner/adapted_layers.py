@@ -19,6 +19,14 @@ from mlx_parallm.runner.adapted_modules import (
     plain_shape,
     plain_weight,
 )
+from mlx_parallm.runner.device import backend_name
+from mlx_parallm.runner.loader import DTYPES
+
+
+def product_dtype(dtype: str) -> mx.Dtype:
+    """What products of adapters are computed in, by the dtype of the model."""
+    # MLX's gather_mm knows no other on a CPU.
+    return mx.float32 if backend_name() == "cpu" else DTYPES.get(dtype, mx.float32)
 
 
 class AdaptedLayers:

@@ -87,8 +87,7 @@ class ModelRunner:
             dtype=loaded.dtype,
         )
         self._path = choice.path
-        dtype = DTYPES.get(loaded.dtype, mx.float32)
-        layers = AdaptedLayers(loaded.model, dtype, self._path.adapters)
+        layers = AdaptedLayers(loaded.model, product_dtype(loaded.dtype), self._path.adapters)
         #: The adapters that batches may name.
         self.adapters = AdapterStore(layers)
         #: The model's own weights and the memory it takes.
