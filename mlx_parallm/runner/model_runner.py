@@ -22,7 +22,7 @@ from mlx_parallm.errors import ModelLoadError
 from mlx_parallm.grammar.compiler import GrammarCompiler
 from mlx_parallm.grammar.masks import GrammarMasks
 from mlx_parallm.request import ALL_TOKENS, RAW_LOGPROBS
-from mlx_parallm.runner.adapted_layers import AdaptedLayers
+from mlx_parallm.runner.adapted_layers import AdaptedLayers, product_dtype
 from mlx_parallm.runner.adapter_store import AdapterStore
 from mlx_parallm.runner.cache_layout import CacheLayout
 from mlx_parallm.runner.draft_model import DraftModel
