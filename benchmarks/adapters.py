@@ -27,6 +27,7 @@ from mlx_parallm.attention.base import AttentionBackend
 from mlx_parallm.batch import ScheduledSequence
 from mlx_parallm.config import CacheConfig
 from mlx_parallm.runner.adapted_layers import AdaptedLayers, product_dtype
+from mlx_parallm.runner.adapter_check import choose_change_kernels
 from mlx_parallm.runner.backend_choice import choose_backend
 from mlx_parallm.runner.cache_layout import KVLayout, leaves, probe_layout
 from mlx_parallm.runner.device import backend_name
@@ -35,6 +36,7 @@ from mlx_parallm.runner.path_choice import choose_path
 from mlx_parallm.runner.paths.base import ForwardPath, token_array
 
 BLOCK = 16
+WARM_STEPS = 3
 ALL_BASE = "all base, adapters resident"
 LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 DENSE = tuple(name for name, config in SHAPES.items() if config["model_type"] == "qwen3")
@@ -50,11 +52,14 @@ class Steps:
     clock: Callable[[], float]
 
     def run(self, slots: Sequence[int], count: int) -> float:
-        """Seconds of each of so many steps of rows with these adapters."""
+        """Seconds of each of so many steps of rows with these adapters, after some others."""
         tokens = mx.zeros(len(slots), mx.int32)
-        started = self.clock()
-        for number in range(count):
-            rows = self._rows(slots, self.context + number)
+        started = 0.0
+        for number in range(-WARM_STEPS, count):
+            if number == 0:
+                mx.eval(tokens)
+                started = self.clock()
+            rows = self._rows(slots, self.context + WARM_STEPS + number)
             logits = self.path.logits(rows, tokens, list(range(len(slots))))
             chosen = mx.argmax(logits, axis=-1).astype(mx.int32)
             if self.backend.runs_ahead:
@@ -124,6 +129,7 @@ def make(model: RandomModel, batch: int, context: int) -> tuple[Steps, AdaptedLa
         dtype=model.loaded.dtype,
     ).path
     dtype = product_dtype(model.loaded.dtype)
+    path.adapters.kernels, _ = choose_change_kernels(dtype)
     clock = time.process_time if backend_name() == "cpu" else time.perf_counter
     return Steps(path, backend, context, clock), AdaptedLayers(model.model, dtype, path.adapters)
 
@@ -146,7 +152,7 @@ def adapter(model: RandomModel, rank: int, seed: int) -> AdapterWeights:
 def main() -> int:
     args = make_parser().parse_args()
     if args.gpu:
-        args.shape, args.dtype, args.context = "8B", "bfloat16", 512
+        args.shape, args.dtype, args.context, args.steps = "8B", "bfloat16", 512, 24
     model = random_model(args.shape, dtype=getattr(mx, args.dtype))
     steps, layers = make(model, args.batch, args.context)
     times, put_ms = measure(args, model, steps, layers)
@@ -181,7 +187,7 @@ def measure(
     """Seconds of a step of each mode, by repetition, and milliseconds of each adapter's loading."""
     batch = args.batch
     steps.run([0] * batch, 2)
-    times = {"base": [steps.run([0] * batch, args.steps) for _ in range(args.repetitions)]}
+    times = {"base": [steps.run([0] * batch, args.steps) for _ in range(args.repetitions + 1)][1:]}
     made = [adapter(model, args.rank, seed) for seed in range(min(args.resident, 8))]
     put_ms = []
     for slot in range(1, args.resident + 1):

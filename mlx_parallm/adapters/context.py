@@ -8,6 +8,7 @@ from contextlib import contextmanager
 
 import mlx.core as mx
 
+from mlx_parallm.adapters.change_kernels import ChangeKernels
 from mlx_parallm.adapters.rows import AdapterRows
 from mlx_parallm.adapters.stack import AdapterStack, capacity
 
@@ -19,11 +20,13 @@ class AdapterContext:
         rows: of the inputs ``[B, L, ...]`` that layers get; None while none of the forward has an
             adapter.
         wanted: the rows that the head picks out of all, int32; None where it picks none.
+        kernels: for linear layers of decode rows; None to use MLX's operations alone.
     """
 
     def __init__(self) -> None:
         self.rows: AdapterRows | None = None
         self.wanted: mx.array | None = None
+        self.kernels: ChangeKernels | None = None
         self._stacks: dict[str, AdapterStack] = {}
         self._num_slots = 1
         self._key = ""

@@ -159,12 +159,17 @@ class LinearStack(AdapterStack):
             change = self._each(x, rows.slots).astype(y.dtype)
         else:
             change = self._together(x, rows.crowd).astype(y.dtype)
+        return self.scaled(y + change, rows.slots, bias)
+
+    def scaled(self, y: mx.array, slots: mx.array, bias: mx.array | None = None) -> mx.array:
+        """Changed outputs ``[B, L, out]`` times what DoRA says of the rows' slots, int32 ``[B]``.
+
+        ``bias`` is that in ``y``, which DoRA leaves alone.
+        """
         if self.gain is None:
-            return y + change
-        gain = self.gain[rows.slots][:, None].astype(y.dtype)
-        if bias is None:
-            return (y + change) * gain
-        return (y + change - bias) * gain + bias
+            return y
+        gain = self.gain[slots][:, None].astype(y.dtype)
+        return y * gain if bias is None else (y - bias) * gain + bias
 
     def _each(self, x: mx.array, slots: mx.array) -> mx.array:
         """Each row by its own adapter."""
@@ -280,8 +285,8 @@ STACKS: dict[Kind, type[AdapterStack]] = {
 
 
 def capacity(num_slots: int) -> int:
-    """How many slots there are where at least so many are needed: they double."""
-    return 1 << (num_slots - 1).bit_length()
+    """How many slots there are where at least so many are needed: those after slot 0 double."""
+    return 1 if num_slots <= 1 else 1 + (1 << (num_slots - 2).bit_length())
 
 
 def expert_slots(indices: mx.array, slots: mx.array, num_slots: int) -> mx.array:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from mlx_parallm import __version__
 from mlx_parallm.config import KV_CACHE_DTYPES
+from mlx_parallm.runner.adapter_check import AdapterReport, adapter_report
 from mlx_parallm.runner.backend_choice import AttentionReport, attention_report
 from mlx_parallm.runner.device import DeviceReport, device_report
 from mlx_parallm.runner.row_kernel import LinearReport, linear_report
@@ -46,6 +47,7 @@ class Diagnosis:
     quantised_kv: dict[str, AttentionReport]
     sampling: SamplingReport
     linear: LinearReport
+    adapters: AdapterReport
     system: str
     versions: dict[str, str]
     advice: tuple[str, ...]
@@ -77,6 +79,7 @@ def diagnose() -> Diagnosis:
         quantised_kv={name: attention_report(name) for name in KV_CACHE_DTYPES if name != "auto"},
         sampling=sampling_report(),
         linear=linear_report(),
+        adapters=adapter_report(),
         system=platform.platform(),
         versions=versions(),
         advice=tuple(advise(device, sys.platform, installed[0] if installed else None)),
@@ -135,12 +138,17 @@ def render(diagnosis: Diagnosis) -> list[str]:
         *((name, _self_test(report)) for name, report in attention.items()),
         ("sampling", diagnosis.sampling.backend),
         ("linear layers", diagnosis.linear.backend),
+        ("adapters", diagnosis.adapters.backend),
         ("system", diagnosis.system),
         *diagnosis.versions.items(),
     ]
     width = max(len(name) for name, _ in rows) + 2
     lines = [f"{name:<{width}}{value}" for name, value in rows]
-    reports = {"sampling": diagnosis.sampling, "linear layers": diagnosis.linear}
+    reports = {
+        "sampling": diagnosis.sampling,
+        "linear layers": diagnosis.linear,
+        "adapters": diagnosis.adapters,
+    }
     for name, report in {**attention, **reports}.items():
         if report.rejected is not None:
             lines += ["", f"{name}: kernels of this device are not used: {report.rejected}"]

@@ -23,13 +23,14 @@ class KernelSpec:
     """A kernel, its arguments, and the texts before it.
 
     Texts are names of files without suffix. They are in the language's folder, unless they name one
-    themselves.
+    themselves. Inputs are copied where they are not contiguous, unless the kernel is ``strided``.
     """
 
     text: str
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
     headers: tuple[str, ...] = ("common",)
+    strided: bool = False
 
     @property
     def name(self) -> str:
@@ -64,7 +65,9 @@ class KernelBuilder:
         name = f"{self._prefix}_{spec.name}_{zlib.crc32(ahead.encode()):08x}"
         header = "".join(map(self._text, spec.headers))
         body = ahead + self._text(spec.text)
-        return self._dialect.make(name, spec.inputs, spec.outputs, body, header)
+        return self._dialect.make(
+            name, spec.inputs, spec.outputs, body, header, strided=spec.strided
+        )
 
     def _constants(self, constants: Mapping[str, Constant]) -> str:
         lines = []

@@ -83,8 +83,13 @@ class Dialect(Protocol):
         output_names: Sequence[str],
         source: str,
         header: str,
+        *,
+        strided: bool,
     ) -> Kernel:
-        """A kernel of the body ``source`` after ``header``; raises without such a device."""
+        """A kernel of the body ``source`` after ``header``; raises without such a device.
+
+        Inputs that are not contiguous are copied before, unless it is ``strided``.
+        """
         ...
 
 
@@ -111,6 +116,8 @@ class CudaDialect:
         output_names: Sequence[str],
         source: str,
         header: str,
+        *,
+        strided: bool,
     ) -> Kernel:
         """See ``Dialect.make``."""
         made: Any = mx.fast.cuda_kernel(
@@ -119,6 +126,7 @@ class CudaDialect:
             output_names=list(output_names),
             source=source,
             header=header,
+            ensure_row_contiguous=not strided,
         )
         return made
 
@@ -145,6 +153,8 @@ class MetalDialect:
         output_names: Sequence[str],
         source: str,
         header: str,
+        *,
+        strided: bool,
     ) -> Kernel:
         """See ``Dialect.make``."""
         made: Any = mx.fast.metal_kernel(
@@ -153,5 +163,6 @@ class MetalDialect:
             output_names=list(output_names),
             source=source,
             header=header,
+            ensure_row_contiguous=not strided,
         )
         return made

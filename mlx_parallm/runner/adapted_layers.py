@@ -11,9 +11,11 @@ from mlx_parallm.adapters.context import AdapterContext
 from mlx_parallm.adapters.stack import STACKS, AdapterStack, dora_gain
 from mlx_parallm.adapters.weights import AdapterWeights, LowRank
 from mlx_parallm.errors import InvalidRequestError
+from mlx_parallm.runner.adapted_group import AdaptedGroup
 from mlx_parallm.runner.adapted_modules import (
     adapt,
     adapt_block,
+    adapt_linear,
     is_expert_block,
     kind_of,
     plain_shape,
@@ -21,6 +23,7 @@ from mlx_parallm.runner.adapted_modules import (
 )
 from mlx_parallm.runner.device import backend_name
 from mlx_parallm.runner.loader import DTYPES
+from mlx_parallm.runner.row_layers import SIBLINGS
 
 
 def product_dtype(dtype: str) -> mx.Dtype:
@@ -41,6 +44,8 @@ class AdaptedLayers:
         self._dtype = dtype
         self._modules = dict(model.named_modules())
         self._adapted: set[str] = set()
+        # By their parent and their names.
+        self._groups: dict[tuple[str, tuple[str, ...]], AdaptedGroup] = {}
         # Of each slot, the modules it changes.
         self._paths: dict[int, tuple[str, ...]] = {}
         # Of each slot, what DoRA changes: how much depends on the model's weights.
@@ -171,8 +176,16 @@ class AdaptedLayers:
         self._adapted.add(place)
         if is_expert:
             adapt_block(self._modules[place], place, self._context)
+        elif kind_of(module) == "linear":
+            adapt_linear(module, path, self._context, self._group(path))
         else:
             adapt(module, path, self._context)
+
+    def _group(self, path: str) -> AdaptedGroup:
+        """Of a linear layer and those that models call on the same input."""
+        parent, _, name = path.rpartition(".")
+        names = next((names for names in SIBLINGS if name in names), (name,))
+        return self._groups.setdefault((parent, names), AdaptedGroup(self._context))
 
 
 def _parent(path: str) -> str:

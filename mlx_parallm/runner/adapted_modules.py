@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import mlx.core as mx
@@ -9,9 +10,9 @@ import mlx.nn as nn
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchGLU, SwitchLinear, SwitchMLP
 
 from mlx_parallm.adapters.context import AdapterContext
-from mlx_parallm.adapters.rows import AdapterRows
 from mlx_parallm.adapters.stack import EmbeddingStack, ExpertStack, LinearStack, expert_slots
 from mlx_parallm.adapters.weights import Kind
+from mlx_parallm.runner.adapted_group import AdaptedGroup, picked
 
 _KINDS: tuple[tuple[Kind, tuple[type, ...]], ...] = (
     ("linear", (nn.Linear, nn.QuantizedLinear)),
@@ -55,11 +56,27 @@ def is_expert_block(module: Any) -> bool:
 
 
 def adapt(module: Any, path: str, context: AdapterContext) -> None:
-    """Give a module a class that adds what the context's stack of this path says, if it has one."""
-    made = {"linear": _linear, "embedding": _embedding, "experts": _experts}
+    """Give a module a class that adds what the context's stack of this path says, if it has one.
+
+    It is an embedding or one of a block's experts.
+    """
+    made = {"embedding": _embedding, "experts": _experts}
     kind = kind_of(module)
-    assert kind is not None, f"{path} takes no adapter"
+    assert kind in made, f"{path} is of kind {kind}"
     _reclass(module, made[kind](type(module), path, context))
+
+
+def adapt_linear(module: Any, path: str, context: AdapterContext, group: AdaptedGroup) -> None:
+    """The same for a linear layer, whose group gets it."""
+    original: Any = type(module)
+    group.add(path, functools.partial(original.__call__, module), module.get("bias"))
+
+    def call(self: Any, x: mx.array) -> mx.array:
+        if context.rows is None or not isinstance(context.stacks.get(path), LinearStack):
+            return original.__call__(self, x)
+        return group.take(path, x)
+
+    _reclass(module, {"__call__": call})
 
 
 def adapt_block(block: Any, path: str, context: AdapterContext) -> None:
@@ -86,18 +103,6 @@ def _reclass(module: Any, methods: dict[str, Any]) -> None:
     module.__class__ = type(f"Adapted{original.__name__}", (original,), methods)
 
 
-def _linear(original: Any, path: str, context: AdapterContext) -> dict[str, Any]:
-    def call(self: Any, x: mx.array) -> mx.array:
-        y = original.__call__(self, x)
-        stack = context.stacks.get(path)
-        if context.rows is None or not isinstance(stack, LinearStack):
-            return y
-        x, rows = _picked(x, y, context)
-        return stack(x, y, rows, self.get("bias"))
-
-    return {"__call__": call}
-
-
 def _embedding(original: Any, path: str, context: AdapterContext) -> dict[str, Any]:
     def call(self: Any, ids: mx.array) -> mx.array:
         y = original.__call__(self, ids)
@@ -111,7 +116,7 @@ def _embedding(original: Any, path: str, context: AdapterContext) -> dict[str, A
         stack = context.stacks.get(path)
         if context.rows is None or not isinstance(stack, EmbeddingStack):
             return y
-        x, rows = _picked(x, y, context)
+        x, rows = picked(x, y, context)
         return stack.head(x, y, rows)
 
     return {"__call__": call, "as_linear": as_linear}
@@ -129,12 +134,3 @@ def _experts(original: Any, path: str, context: AdapterContext) -> dict[str, Any
         return stack(x, y, indices, sorted_indices=sorted_indices)
 
     return {"__call__": call}
-
-
-def _picked(x: mx.array, y: mx.array, context: AdapterContext) -> tuple[mx.array, AdapterRows]:
-    """The rows of the input that the output has, and their adapters."""
-    assert context.rows is not None, "asked for rows of a forward without adapters"
-    if context.wanted is None or y.shape[:-1] == x.shape[:-1]:
-        return x, context.rows
-    picked = x.reshape(-1, x.shape[-1])[context.wanted][:, None]
-    return picked, AdapterRows(context.rows.slots[context.wanted])

@@ -23,6 +23,7 @@ from mlx_parallm.grammar.compiler import GrammarCompiler
 from mlx_parallm.grammar.masks import GrammarMasks
 from mlx_parallm.request import ALL_TOKENS, RAW_LOGPROBS
 from mlx_parallm.runner.adapted_layers import AdaptedLayers, product_dtype
+from mlx_parallm.runner.adapter_check import choose_change_kernels
 from mlx_parallm.runner.adapter_store import AdapterStore
 from mlx_parallm.runner.cache_layout import CacheLayout
 from mlx_parallm.runner.draft_model import DraftModel
@@ -87,7 +88,9 @@ class ModelRunner:
             dtype=loaded.dtype,
         )
         self._path = choice.path
-        layers = AdaptedLayers(loaded.model, product_dtype(loaded.dtype), self._path.adapters)
+        products = product_dtype(loaded.dtype)
+        self._path.adapters.kernels, _ = choose_change_kernels(products)
+        layers = AdaptedLayers(loaded.model, products, self._path.adapters)
         #: The adapters that batches may name.
         self.adapters = AdapterStore(layers)
         #: The model's own weights and the memory it takes.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import mlx.core as mx
@@ -10,6 +11,7 @@ from mlx.utils import tree_flatten, tree_unflatten
 from mlx_lm.tuner.utils import linear_to_lora_layers
 
 from benchmarks.gpu.shapes import random_model
+from mlx_parallm.adapters.change_kernels import ChangeKernels
 from mlx_parallm.adapters.context import AdapterContext
 from mlx_parallm.adapters.formats import read_adapter
 from mlx_parallm.adapters.stack import LinearStack
@@ -17,6 +19,7 @@ from mlx_parallm.adapters.tensors import HostTensor
 from mlx_parallm.attention.reference import ReferenceAttention
 from mlx_parallm.batch import ScheduledSequence
 from mlx_parallm.errors import InvalidRequestError
+from mlx_parallm.kernels.dialect import Dialect
 from mlx_parallm.runner.adapted_layers import AdaptedLayers
 from mlx_parallm.runner.cache_layout import probe_layout
 from mlx_parallm.runner.group_cache import CacheViews
@@ -26,6 +29,8 @@ from mlx_parallm.runner.paths.base import token_array
 from mlx_parallm.runner.paths.sequential import SequentialPath
 from tests.compiled_attention import CompiledAttention
 from tests.host_tensors import all_host
+from tests.kernels.shim_compile import require_compiler
+from tests.kernels.shim_dialect import CudaShim, MetalShim
 
 BLOCK = 8
 LENGTH, CHUNK = 21, 9
@@ -172,6 +177,34 @@ def test_rows_of_different_adapters_equal_each_alone(
     assert served.path.name == wanted
     for start, end in [(0, CHUNK), (CHUNK, LENGTH - 2), (LENGTH - 2, LENGTH - 1)]:
         served.check(served.step(start, end), end)
+
+
+class CountedKernels(ChangeKernels):
+    """Kernels on the CPU that say for how many layers each call was."""
+
+    def __init__(self, dialect: Dialect) -> None:
+        super().__init__(dialect)
+        self.layers: list[int] = []
+
+    def __call__(
+        self, x: mx.array, ys: Sequence[mx.array], stacks: Sequence[LinearStack], slots: mx.array
+    ) -> list[mx.array]:
+        self.layers.append(len(ys))
+        return super().__call__(x, ys, stacks, slots)
+
+
+@pytest.mark.parametrize(("dialect", "bits"), [(CudaShim, None), (MetalShim, 8)])
+def test_kernels_change_layers_of_one_input_at_once(
+    dialect: Callable[[], Dialect], bits: int | None
+) -> None:
+    require_compiler()
+    served = Served("tiny", {slot: ADAPTERS[slot] for slot in (1, 2, 3, 5)}, bits=bits)
+    served.path.adapters.kernels = kernels = CountedKernels(dialect())
+    for start, end in [(0, 2), (2, 3)]:
+        served.check(served.step(start, end), end)
+    # Queries, keys and values; what attention gives; gate and up; down; then the head.
+    num_layers = len(served.model.layers)
+    assert kernels.layers[-4 * num_layers - 1 :] == [3, 1, 2, 1] * num_layers + [1]
 
 
 def untied(keys: list[str]) -> list[str]:

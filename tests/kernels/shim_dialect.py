@@ -42,11 +42,14 @@ static void launch_body({parameters}) {{
 }}
 static void** launch_buffers;
 static int32_t* launch_shapes;
+static int64_t* launch_strides;
 static unsigned launch_group, launch_threads;
 static void launch_lane(int lane) {{ launch_body({arguments}); }}
-extern "C" int launch(void** buffers, int32_t* shapes, unsigned grid, unsigned threads, int o) {{
+extern "C" int launch(
+    void** buffers, int32_t* shapes, int64_t* strides, unsigned grid, unsigned threads, int o) {{
   launch_buffers = buffers;
   launch_shapes = shapes;
+  launch_strides = strides;
   launch_threads = threads;
   shim::failure = 0;
   shim::thread_body = launch_lane;
@@ -73,6 +76,7 @@ class Text:
     output_names: tuple[str, ...]
     source: str
     header: str
+    strided: bool
 
 
 class Guarded:
@@ -102,6 +106,8 @@ class Shim:
     include: str
     shape_parameter: str
     shape_argument: str
+    strides_parameter: str
+    strides_argument: str
     # Whether a last threadgroup beyond the grid is whole.
     whole: bool
     begin = ""
@@ -118,10 +124,12 @@ class Shim:
         output_names: Sequence[str],
         source: str,
         header: str,
+        *,
+        strided: bool,
     ) -> Any:
         """See ``Dialect.make``."""
         source = self.mutate(name, source)
-        text = Text(name, tuple(input_names), tuple(output_names), source, header)
+        text = Text(name, tuple(input_names), tuple(output_names), source, header, strided)
 
         def call(**options: Any) -> list[mx.array]:
             return self._call(text, **options)
@@ -139,16 +147,22 @@ class Shim:
     ) -> list[mx.array]:
         assert grid[1:] == threadgroup[1:] == (1, 1)
         memory = [_memory(one) for one in inputs]
-        given = [Guarded(np.ascontiguousarray(one).reshape(-1).view(np.uint8)) for one in memory]
+        if not text.strided:
+            memory = [np.ascontiguousarray(one) for one in memory]
+        given = [Guarded(_span(one)) for one in memory]
         made = [
             Guarded(np.full(math.prod(shape) * dtype.size, FILLER, np.uint8))
             for shape, dtype in zip(output_shapes, output_dtypes, strict=True)
         ]
         pointers = [one.pointer for one in (*given, *made)]
         shapes = [size for one in inputs for size in (*one.shape, *[1] * (MAX_NDIM - one.ndim))]
+        strides = [
+            size for one in memory for size in (*_strides(one), *[0] * (MAX_NDIM - one.ndim))
+        ]
         failure = load(self.program(text, inputs, output_dtypes)).launch(
             (ctypes.c_void_p * len(pointers))(*pointers),
             (ctypes.c_int32 * len(shapes))(*shapes),
+            (ctypes.c_int64 * len(strides))(*strides),
             grid[0],
             min(threadgroup[0], grid[0]),
             self.order,
@@ -159,7 +173,7 @@ class Shim:
             if name.endswith("_pool"):
                 array.reshape(-1, copy=False).view(np.uint8)[:] = one.checked()
             else:
-                assert (one.checked() == array.reshape(-1).view(np.uint8)).all(), f"{name} written"
+                assert (one.checked() == _span(array)).all(), f"{name} written"
         return [
             mx.array(one.checked()).view(dtype).reshape(tuple(shape))
             for one, shape, dtype in zip(made, output_shapes, output_dtypes, strict=True)
@@ -177,6 +191,9 @@ class Shim:
             if f"{name}_shape" in text.source:
                 parameters.append(f"{self.shape_parameter} {name}_shape")
                 arguments.append(self.shape_argument.format(MAX_NDIM * i))
+            if f"{name}_strides" in text.source:
+                parameters.append(f"{self.strides_parameter} {name}_strides")
+                arguments.append(self.strides_argument.format(MAX_NDIM * i))
         for i, (name, dtype) in enumerate(zip(text.output_names, output_dtypes, strict=True)):
             kind = f"{self.space(MIN_DEVICE_SIZE)}{self.types[dtype]}*"
             parameters.append(f"{kind} {name}")
@@ -215,6 +232,8 @@ class CudaShim(Shim):
     include = "cuda.h"
     shape_parameter = "const Shape"
     shape_argument = "*(const Shape*)(launch_shapes + {})"
+    strides_parameter = "const Strides"
+    strides_argument = "*(const Strides*)(launch_strides + {})"
     whole = True
     begin = "blockIdx = {launch_group, 0, 0};"
 
@@ -229,6 +248,8 @@ class MetalShim(Shim):
     include = "metal.h"
     shape_parameter = "const constant int*"
     shape_argument = "(launch_shapes + {})"
+    strides_parameter = "const constant int64_t*"
+    strides_argument = "(launch_strides + {})"
     whole = False
 
     def program(
@@ -252,6 +273,19 @@ class MetalShim(Shim):
             for name, (kind, value) in METAL_ATTRIBUTES.items()
             if name in source
         ]
+
+
+def _strides(array: np.ndarray) -> list[int]:
+    """In elements."""
+    return [stride // array.itemsize for stride in array.strides]
+
+
+def _span(array: np.ndarray) -> np.ndarray:
+    """All bytes from the first element to the last, whatever lies between."""
+    ends = zip(array.shape, _strides(array), strict=True)
+    count = 1 + sum((size - 1) * step for size, step in ends)
+    flat = np.lib.stride_tricks.as_strided(array, (count,), (array.itemsize,))
+    return np.ascontiguousarray(flat).view(np.uint8)
 
 
 def _memory(array: mx.array) -> np.ndarray:

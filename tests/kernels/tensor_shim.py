@@ -23,7 +23,10 @@ class TensorShim(CudaShim):
         output_names: Sequence[str],
         source: str,
         header: str,
+        *,
+        strided: bool,
     ) -> Any:
         real = kernel_text(TEXTS / "tensor_cores" / "tensor.cu")
         shim = (SHIM / "tensor.h").read_text().replace("#pragma once", "")
-        return super().make(name, input_names, output_names, source, header.replace(real, shim))
+        header = header.replace(real, shim)
+        return super().make(name, input_names, output_names, source, header, strided=strided)

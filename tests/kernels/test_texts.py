@@ -11,7 +11,7 @@ import mlx_parallm
 from mlx_parallm.kernels.build import kernel_text
 
 PACKAGE = Path(mlx_parallm.__file__).parent
-FOLDERS = (PACKAGE / "attention" / "kernels", PACKAGE / "sampling" / "kernels")
+FOLDERS = tuple(PACKAGE / name / "kernels" for name in ("attention", "sampling", "adapters"))
 TEXTS = sorted(path for folder in FOLDERS for path in (folder / "cuda").iterdir())
 #: What Metal says, and what CUDA says there.
 WORDS = (
@@ -40,7 +40,7 @@ WORDS = (
 )
 #: MLX passes an attribute or a shape if its name occurs anywhere in a body.
 UNWANTED = re.compile(
-    r"grid_size|grid_origin|threads_per|simdgroup_index|simdgroups_|in_simdgroup|quadgroup|_strides|_ndim|thread_execution_width"
+    r"grid_size|grid_origin|threads_per|simdgroup_index|simdgroups_|in_simdgroup|quadgroup|(?<!y[0-2])_strides|_ndim|thread_execution_width"
 )
 
 

@@ -40,8 +40,11 @@ struct ThreadIndex {
 };
 static ThreadIndex threadIdx;
 
-// As MLX passes shapes.
-struct Shape {
-  int32_t at[10];
-  int32_t operator[](int i) const { return at[i]; }
+// As MLX passes shapes and strides.
+template <typename I>
+struct Sizes {
+  I at[10];
+  I operator[](int i) const { return at[i]; }
 };
+using Shape = Sizes<int32_t>;
+using Strides = Sizes<int64_t>;

@@ -1,0 +1,97 @@
+"""Linear layers of one input, whose adapters change them together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import mlx.core as mx
+
+from mlx_parallm.adapters.context import AdapterContext
+from mlx_parallm.adapters.rows import AdapterRows
+from mlx_parallm.adapters.stack import LinearStack
+
+
+@dataclass(frozen=True, slots=True)
+class _Layer:
+    """A layer without its adapters.
+
+    Attributes:
+        call: gives its output.
+        bias: that is in the output, ``[out]``.
+    """
+
+    call: Callable[[mx.array], mx.array]
+    bias: mx.array | None
+
+
+class AdaptedGroup:
+    """Computes all of its layers when the first is asked, where a kernel serves them at once.
+
+    What the others will be asked is kept until then: models call them on the same array.
+    """
+
+    def __init__(self, context: AdapterContext) -> None:
+        """``context`` is asked for the adapters of rows."""
+        self._context = context
+        self._layers: dict[str, _Layer] = {}
+        self._input: mx.array | None = None
+        self._outputs: dict[str, mx.array] = {}
+
+    def add(self, path: str, call: Callable[[mx.array], mx.array], bias: mx.array | None) -> None:
+        """Have a layer of this module path; ``call`` and ``bias`` as in ``_Layer``."""
+        self._layers[path] = _Layer(call, bias)
+
+    def take(self, path: str, x: mx.array) -> mx.array:
+        """The output of a layer that has adapters, changed for the rows of the forward."""
+        rows = self._context.rows
+        assert rows is not None, "asked for rows of a forward without adapters"
+        if self._context.kernels is None or rows.crowd is not None:
+            return self._plain(path, x, self._layers[path].call(x))
+        if x is not self._input or path not in self._outputs:
+            self._input, self._outputs = x, self._compute(x)
+        output = self._outputs.pop(path)
+        if not self._outputs:
+            self._input = None
+        return output
+
+    def _plain(self, path: str, x: mx.array, y: mx.array) -> mx.array:
+        """By MLX's operations."""
+        x, rows = picked(x, y, self._context)
+        return self._stack(path)(x, y, rows, self._layers[path].bias)
+
+    def _compute(self, x: mx.array) -> dict[str, mx.array]:
+        """The outputs of all layers that have adapters."""
+        kernels = self._context.kernels
+        assert kernels is not None, "asked for a kernel that there is not"
+        stacks = self._context.stacks
+        paths = [path for path in self._layers if isinstance(stacks.get(path), LinearStack)]
+        outputs = {path: self._layers[path].call(x) for path in paths}
+        served: list[str] = []
+        for path, y in outputs.items():
+            if kernels.serve(x, y, self._stack(path)):
+                served.append(path)
+            else:
+                outputs[path] = self._plain(path, x, y)
+        if served:
+            assert self._context.rows is not None, "asked for rows of a forward without adapters"
+            slots = self._context.rows.slots
+            ys = [outputs[path] for path in served]
+            changed = kernels(x, ys, [self._stack(path) for path in served], slots)
+            for path, y in zip(served, changed, strict=True):
+                outputs[path] = self._stack(path).scaled(y, slots, self._layers[path].bias)
+        return outputs
+
+    def _stack(self, path: str) -> LinearStack:
+        stack = self._context.stacks[path]
+        assert isinstance(stack, LinearStack), f"{path} is no linear layer"
+        return stack
+
+
+def picked(x: mx.array, y: mx.array, context: AdapterContext) -> tuple[mx.array, AdapterRows]:
+    """The rows of the input that the output has, and their adapters."""
+    assert context.rows is not None, "asked for rows of a forward without adapters"
+    if context.wanted is None or y.shape[:-1] == x.shape[:-1]:
+        return x, context.rows
+    rows = x.reshape(-1, x.shape[-1])[context.wanted][:, None]
+    return rows, AdapterRows(context.rows.slots[context.wanted])

@@ -1,0 +1,115 @@
+"""Whether kernels add what adapters change: those of the device if they agree with stock MLX."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from typing import cast
+
+import mlx.core as mx
+import numpy as np
+
+from mlx_parallm.adapters.change_kernels import MANY_ROWS, MAX_LAYERS, ChangeKernels
+from mlx_parallm.adapters.stack import LinearStack
+from mlx_parallm.adapters.tensors import HostTensor
+from mlx_parallm.adapters.weights import LowRank
+from mlx_parallm.kernels.dialect import CudaDialect, MetalDialect
+from mlx_parallm.runner.device import backend_name
+from mlx_parallm.runner.model_errors import MODEL_ERRORS
+
+logger = logging.getLogger(__name__)
+
+# Of the largest value; products of 16-bit numbers are rounded to 8 bits or more.
+MAX_ERROR = {mx.float32: 1e-5, mx.float16: 4e-3, mx.bfloat16: 2e-2}
+# More numbers than the threads of a threadgroup load at once.
+INNER = 2056
+OUT = (40, 24, 16)
+RANKS = (8, 16, 3)
+ROWS = (5, MANY_ROWS + 1)
+NUM_ADAPTERS = 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdapterReport:
+    """What adapters are multiplied by: ``stock`` operations or a device's kernels, and why so."""
+
+    backend: str
+    rejected: str | None = None
+
+
+def adapter_report() -> AdapterReport:
+    """Test the kernels of the default device."""
+    kernels, rejected = choose_change_kernels(mx.bfloat16)
+    return AdapterReport(backend=kernels.name if kernels else "stock", rejected=rejected)
+
+
+def choose_change_kernels(dtype: mx.Dtype) -> tuple[ChangeKernels | None, str | None]:
+    """The kernels of the default device if they are right, else why they are not used, if any."""
+    backend = backend_name()
+    if backend not in ("cuda", "metal"):
+        return None, None
+    kernels = ChangeKernels(CudaDialect() if backend == "cuda" else MetalDialect())
+    reason = why_not(kernels, dtype)
+    if reason is not None:
+        logger.warning("adapter kernels are not used: %s", reason)
+        return None, reason
+    return kernels, None
+
+
+def why_not(kernels: ChangeKernels, dtype: mx.Dtype) -> str | None:
+    """Why the kernels are not to be used; None if they agree with stock operations."""
+    if dtype not in MAX_ERROR:
+        return f"adapters of {dtype}"
+    try:
+        error = kernel_error(kernels, dtype)
+    except MODEL_ERRORS as cause:
+        return f"{type(cause).__name__}: {cause}"
+    return None if error <= MAX_ERROR[dtype] else f"off by {error:.2g} of the largest value"
+
+
+def kernel_error(kernels: ChangeKernels, dtype: mx.Dtype) -> float:
+    """Largest difference from stock operations in float32, in parts of the largest value.
+
+    The outputs before lie in one array, as those of layers that are multiplied at once.
+    """
+    stacks = [_stack(out, rank, dtype) for out, rank in zip(OUT, RANKS, strict=True)]
+    worst = 0.0
+    for rows in ROWS:
+        # Neighbours of the same adapter, of another one and of none.
+        slots = mx.array(np.arange(rows) // 2 % (NUM_ADAPTERS + 1), mx.int32)
+        x, whole = (
+            mx.random.normal((rows, 1, size), dtype, key=mx.random.key(size))
+            for size in (INNER, sum(OUT))
+        )
+        ys = list(mx.split(whole, [OUT[0], OUT[0] + OUT[1]], axis=-1))
+        for layers in range(1, MAX_LAYERS + 1):
+            found = kernels(x, ys[:layers], stacks[:layers], slots)
+            for y, one, stack in zip(ys, found, stacks, strict=False):
+                worst = max(worst, _difference(one, _wanted(x, y, stack, slots)))
+    return worst
+
+
+def _stack(out: int, rank: int, dtype: mx.Dtype) -> LinearStack:
+    """Of ``NUM_ADAPTERS`` of this rank."""
+    source = np.random.default_rng(rank)
+    stack = LinearStack((out, INNER), dtype)
+    for slot in range(1, NUM_ADAPTERS + 1):
+        a, b = (
+            HostTensor(source.standard_normal(shape, dtype=np.float32) / np.float32(np.sqrt(INNER)))
+            for shape in ((rank, INNER), (out, rank))
+        )
+        stack.put(slot, LowRank(kind="linear", a=a, b=b, scale=8.0))
+    mx.eval(stack.arrays())
+    return stack
+
+
+def _wanted(x: mx.array, y: mx.array, stack: LinearStack, slots: mx.array) -> mx.array:
+    a, b = stack.a.astype(mx.float32)[slots], stack.b.astype(mx.float32)[slots]
+    change = (x.astype(mx.float32) @ a.swapaxes(-1, -2)) @ b
+    return y.astype(mx.float32) + change
+
+
+def _difference(found: mx.array, wanted: mx.array) -> float:
+    error = mx.abs(found.astype(mx.float32) - wanted).max() / mx.abs(wanted).max()
+    # NaN is no agreement.
+    return float("inf") if mx.isnan(error).item() else cast("float", error.item())

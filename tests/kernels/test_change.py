@@ -1,0 +1,138 @@
+"""The kernels of adapters: right at every shape, and all their synchronisation is needed."""
+
+from __future__ import annotations
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from mlx_parallm.adapters.change_kernels import MANY_ROWS, ChangeKernels
+from mlx_parallm.adapters.kernels import TEXTS
+from mlx_parallm.adapters.stack import LinearStack
+from mlx_parallm.adapters.tensors import HostTensor
+from mlx_parallm.adapters.weights import LowRank
+from mlx_parallm.runner.adapter_check import why_not
+from tests.kernels.mutation import SHIMS, SYNCHRONISATION, leave_out, mutants, overlooked
+from tests.kernels.shim_compile import require_compiler
+from tests.kernels.shim_dialect import ORDERS, Shim
+
+DTYPES = (mx.float32, mx.float16, mx.bfloat16)
+
+
+def is_right(shim: Shim, dtype: mx.Dtype = mx.float32) -> bool:
+    """Whether the check at load passes in every order."""
+    kernels = ChangeKernels(shim)
+    for order in ORDERS:
+        shim.order = order
+        if why_not(kernels, dtype) is not None:
+            return False
+    return True
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_the_whole_texts_are_right(shim: Shim, dtype: mx.Dtype) -> None:
+    assert is_right(shim, dtype)
+
+
+@pytest.mark.parametrize(("language", "text", "nth"), list(mutants(TEXTS)))
+def test_nothing_can_be_left_out(language: str, text: str, nth: int) -> None:
+    require_compiler()
+    shim = SHIMS[language]()
+    mutated = leave_out(shim, f"adapters_{text}_", language, nth)
+    assert not is_right(shim)
+    assert mutated
+
+
+@pytest.mark.parametrize("language", list(SYNCHRONISATION))
+def test_no_synchronisation_is_overlooked(language: str) -> None:
+    assert not overlooked(TEXTS, language)
+
+
+def test_there_is_something_to_leave_out() -> None:
+    found = list(mutants(TEXTS))
+    for language in SHIMS:
+        assert sum(one[0] == language for one in found) == 2
+
+
+#: Text of the kernels, and what would be a mistake in its place.
+MISTAKES = {
+    "factors of the row before": ("shrink", "slot != held", "held == 0"),
+    "the second layer by the first": ("shrink", "factors = a1;", ""),
+    "the third layer's ranks": ("shrink", "begin = plan[1];", ""),
+    "other factors of the row before": ("expand", "slot != held", "held == 0"),
+    "the first rank alone": ("expand", "from + j];", "from];"),
+    "another layer's rank": ("expand", "rank = plan[1];", "rank = plan[0];"),
+    "outputs that lie apart": ("expand", "row_stride = y1_strides[0];", "row_stride = width;"),
+    "the first rows only": ("expand", "pieces * count", "pieces"),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_wrong_kernel_is_not_used(mistake: str) -> None:
+    require_compiler()
+    file, right, wrong = MISTAKES[mistake]
+    shim = SHIMS["cuda"]()
+
+    def mutate(name: str, body: str) -> str:
+        if not name.startswith(f"adapters_{file}_"):
+            return body
+        assert right in body
+        return body.replace(right, wrong)
+
+    shim.mutate = mutate
+    assert not is_right(shim)
+
+
+def random_stack(inner: int, out: int, rank: int, slots: int, seed: int) -> LinearStack:
+    """Float32, an adapter in every slot from 1 on."""
+    source = np.random.default_rng(seed)
+    stack = LinearStack((out, inner), mx.float32)
+    for slot in range(1, slots):
+        a, b = (
+            HostTensor(source.standard_normal(shape, dtype=np.float32))
+            for shape in ((rank, inner), (out, rank))
+        )
+        stack.put(slot, LowRank(kind="linear", a=a, b=b, scale=0.5))
+    mx.eval(stack.arrays())
+    return stack
+
+
+@pytest.mark.parametrize("rows", [1, 2, MANY_ROWS - 1, MANY_ROWS, MANY_ROWS + 1])
+@pytest.mark.parametrize(
+    ("inner", "outs", "rank"), [(8, [8], 1), (64, [16, 8], 9), (2056, [8, 40, 24], 24)]
+)
+def test_rows_are_as_operations_of_mlx_give_them(
+    shim: Shim, rows: int, inner: int, outs: list[int], rank: int
+) -> None:
+    source = np.random.default_rng(rows)
+    slots = mx.array(source.integers(0, 4, rows), mx.int32)
+    stacks = [random_stack(inner, out, rank, 4, seed) for seed, out in enumerate(outs)]
+    x, *ys = (
+        mx.array(source.standard_normal((rows, 1, size), dtype=np.float32))
+        for size in (inner, *outs)
+    )
+    kernels = ChangeKernels(shim)
+    assert all(kernels.serve(x, y, stack) for y, stack in zip(ys, stacks, strict=True))
+    found = kernels(x, ys, stacks, slots)
+    for one, y, stack in zip(found, ys, stacks, strict=True):
+        wanted = y + (x @ stack.a[slots].swapaxes(-1, -2)) @ stack.b[slots]
+        assert mx.allclose(one, wanted, rtol=1e-4, atol=1e-2 * inner**0.5)
+        without = np.array(slots) == 0
+        assert np.array_equal(np.array(one)[without], np.array(y)[without])
+
+
+@pytest.mark.parametrize(
+    ("x", "y"),
+    [
+        (mx.zeros((2, 1, 60)), mx.zeros((2, 1, 16))),
+        (mx.zeros((2, 1, 64)), mx.zeros((2, 1, 12))),
+        (mx.zeros((2, 1, 64), mx.float16), mx.zeros((2, 1, 16), mx.float16)),
+        (mx.zeros((2, 2, 64)), mx.zeros((2, 2, 16))),
+        (mx.zeros((2, 64)), mx.zeros((2, 16))),
+        (mx.zeros((1, 9, 64)), mx.zeros((1, 1, 16))),
+    ],
+)
+def test_what_they_do_not_serve(x: mx.array, y: mx.array) -> None:
+    require_compiler()
+    stack = LinearStack((y.shape[-1], x.shape[-1]), mx.float32)
+    assert not ChangeKernels(SHIMS["cuda"]()).serve(x, y, stack)
