@@ -50,7 +50,7 @@ class GrammarRows:
             rows: of the step; tokens that masks take care of are no longer banned in them.
             begin_forward: lets the device begin; on the CPU it returns when that is done.
             read_pending: the tokens that the step before chose, by sequence; waits for them, and is
-                called only if a row depends on one.
+                called only if a row depends on one, by another thread.
         """
         found = [
             ConstrainedRow(row, seq_id, spec)
@@ -61,7 +61,10 @@ class GrammarRows:
             return Constraints()
         if self._masks is None:
             return Constraints(None, {one.seq_id: "This model has no grammars." for one in found})
-        masks = self._compute(self._masks, found, begin_forward, read_pending)
+        is_pending = any(one.spec.has_pending for one in found)
+        masks = self._compute(
+            self._masks, found, begin_forward, read_pending if is_pending else dict
+        )
         for one in found:
             if one.spec.banned_ids:
                 rows.specs[one.row] = replace(one.spec, banned_ids=())
@@ -75,11 +78,8 @@ class GrammarRows:
         begin_forward: Callable[[], None],
         read_pending: Callable[[], Mapping[int, int]],
     ) -> RowMasks:
-        if any(one.spec.has_pending for one in found):
-            begin_forward()
-            return masks.compute(found, read_pending())
-        # All tokens are known, so nothing is waited for; neither side holds the interpreter long.
-        future = self._worker.submit(masks.compute, found)
+        # Beside the forward's beginning: neither side holds the interpreter long.
+        future = self._worker.submit(lambda: masks.compute(found, read_pending()))
         try:
             begin_forward()
         finally:

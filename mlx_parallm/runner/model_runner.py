@@ -172,7 +172,9 @@ class ModelRunner:
         constraints = self._constrain(logits, rows)
         sampled = self._sample(logits, rows, token_ids, constraints)
         step = ModelStep(rows, sampled, self._score(logits, rows), drafts, constraints.failed)
-        self._tokens.remember(rows.sampled_ids, step.tokens)
+        if any(spec.params.grammar is not None for spec in rows.specs):
+            step.copy_tokens()
+        self._tokens.remember(rows.sampled_ids, step.tokens, step.token_copy)
         return step
 
     def _propose(self, batch: ScheduledBatch) -> mx.array | None:
@@ -185,12 +187,8 @@ class ModelRunner:
 
     def _constrain(self, logits: mx.array, rows: StepRows) -> Constraints:
         return self._grammars.constrain(
-            rows, lambda: mx.async_eval(logits, self._written()), self._read_tokens
+            rows, lambda: mx.async_eval(logits, self._written()), self._tokens.read
         )
-
-    def _read_tokens(self) -> dict[int, int]:
-        with self._tracer.span(Phase.WAIT):
-            return self._tokens.read()
 
     def _sample(
         self, logits: mx.array, rows: StepRows, token_ids: mx.array, constraints: Constraints
@@ -219,6 +217,7 @@ class ModelStep:
 
     Attributes:
         tokens: chosen by this step, ``[rows]``; None if it samples nothing.
+        token_copy: the same in an array that no other is computed from; None if there is none.
     """
 
     def __init__(
@@ -230,12 +229,18 @@ class ModelStep:
         failed: Mapping[int, str] | None = None,
     ) -> None:
         self.tokens = sampled.tokens if sampled is not None else None
+        self.token_copy: mx.array | None = None
         self._rows = rows
         self._sampled = sampled
         self._scored = scored
         self._drafts = drafts
         self._failed = failed or {}
         self._written: list[mx.array] = []
+
+    def copy_tokens(self) -> None:
+        """Have a ``token_copy``."""
+        if self.tokens is not None:
+            self.token_copy = self.tokens.astype(mx.int32)
 
     def start(self, written: list[mx.array], *, wait: bool) -> None:
         """Begin to compute the results and ``written``.
@@ -254,8 +259,7 @@ class ModelStep:
 
     def _outputs(self) -> list[mx.array]:
         outputs = [array for result in self._scored.values() for array in result.arrays()]
-        if self._drafts is not None:
-            outputs.append(self._drafts)
+        outputs += [one for one in (self._drafts, self.token_copy) if one is not None]
         return outputs if self._sampled is None else outputs + self._sampled.arrays()
 
     def wait(self) -> StepOutput:

@@ -59,17 +59,28 @@ class PendingTokens:
     def __init__(self) -> None:
         self._places: dict[int, int] = {}
         self._tokens: mx.array | None = None
+        self._copy: mx.array | None = None
 
-    def remember(self, seq_ids: Sequence[int], tokens: mx.array | None) -> None:
-        """Keep what a step chooses: ``tokens[i]`` for ``seq_ids[i]``."""
+    def remember(
+        self, seq_ids: Sequence[int], tokens: mx.array | None, copy: mx.array | None = None
+    ) -> None:
+        """Keep what a step chooses: ``tokens[i]`` for ``seq_ids[i]``.
+
+        ``copy`` has the same tokens for ``read``; nothing else may be computed from it.
+        """
         self._places = {seq_id: place for place, seq_id in enumerate(seq_ids)}
-        self._tokens = tokens
+        self._tokens, self._copy = tokens, copy
 
     def read(self) -> dict[int, int]:
-        """The tokens by sequence; waits for them."""
-        if self._tokens is None:
+        """The tokens by sequence; waits for them.
+
+        Another thread may call it while a step is evaluated that takes the tokens themselves: MLX
+        keeps in an array whether it is there, without a lock, so that two threads must not look at
+        the same one.
+        """
+        if self._copy is None:
             return {}
-        chosen = np.array(self._tokens).tolist()
+        chosen = np.array(self._copy).tolist()
         return {seq_id: chosen[place] for seq_id, place in self._places.items()}
 
     def fill(self, sequences: Sequence[ScheduledSequence], token_ids: mx.array) -> mx.array:
