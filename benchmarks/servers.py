@@ -16,7 +16,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-START_TIMEOUT_S = 120.0
+# A GPU compiles kernels first.
+START_TIMEOUT_S = 400.0
 STOP_TIMEOUT_S = 30.0
 SERVED_NAME = "benchmark"
 POLL_S = 0.1
