@@ -66,7 +66,9 @@ def main() -> int:
     bodies = [adapter_body(config, args.rank, args.dtype, seed) for seed in range(3)]
     mx.clear_cache()
     options = ["--dtype", args.dtype, *shlex.split(args.server_options)]
+    print(f"{folder} is made; the server starts", flush=True)
     with mlx_parallm_server(folder, options) as server:
+        print(f"{server.base_url} is up", flush=True)
         upload(server, bodies[0])
         streams = plan_streams(load_tokenizer(folder), args)
         asyncio.run(warm_up(server, streams))

@@ -29,7 +29,6 @@ VECTOR = 8
 # Of a threadgroup of ``shrink`` and of ``expand``, and ranks that they take at a time.
 SHRINK_THREADS, SHRINK_RANKS = 256, 4
 EXPAND_THREADS, EXPAND_RANKS = 128, RANK_STEP
-_SHRINK = KernelSpec("shrink", ("x", "slots", "plan", "a0", "a1", "a2"), ("low",))
 
 
 class ChangeKernels:
@@ -39,7 +38,6 @@ class ChangeKernels:
         """``dialect`` is a device's, or one that stands for it."""
         self._builder = KernelBuilder(dialect, TEXTS, "adapters")
         self._made: dict[tuple[str, mx.Dtype, int], Kernel] = {}
-        self._plans: dict[tuple[int, ...], mx.array] = {}
         self.name = dialect.name
 
     def serve(self, x: mx.array, y: mx.array, stack: LinearStack) -> bool:
@@ -65,58 +63,51 @@ class ChangeKernels:
             stacks: what adapters change of each layer; only ``a`` and ``b`` are used.
             slots: of the rows, int32 ``[T]``.
         """
-        rows = x.shape[0]
-        count = ROWS if rows >= MANY_ROWS else 1
-        groups = -(-rows // count)
-        ranks = [one.a.shape[1] for one in stacks]
-        plan = self._plan(ranks, count)
-        firsts = [one.a for one in stacks]
-        (low,) = self._kernel(_SHRINK, x.dtype, 1, SHRINK_THREADS, SHRINK_RANKS)(
-            inputs=[x, slots, plan, *firsts, *firsts[-1:] * (MAX_LAYERS - len(stacks))],
-            output_shapes=[(rows, sum(ranks))],
+        rows, layers = x.shape[0], len(stacks)
+        groups = -(-rows // (ROWS if rows >= MANY_ROWS else 1))
+        ranks = sum(one.a.shape[1] for one in stacks)
+        (low,) = self._kernel("shrink", x.dtype, layers)(
+            inputs=[x, slots, *(one.a for one in stacks)],
+            output_shapes=[(rows, ranks)],
             output_dtypes=[mx.float32],
-            grid=(groups * (sum(ranks) // SHRINK_RANKS) * SHRINK_THREADS, 1, 1),
+            grid=(groups * (ranks // SHRINK_RANKS) * SHRINK_THREADS, 1, 1),
             threadgroup=(SHRINK_THREADS, 1, 1),
         )
         threads = groups * sum(one.shape[2] for one in ys) // VECTOR
-        spec = _expand(len(stacks))
-        return self._kernel(spec, x.dtype, len(stacks), EXPAND_THREADS, EXPAND_RANKS)(
-            inputs=[low, slots, plan, *(one.b for one in stacks), *ys],
+        return self._kernel("expand", x.dtype, layers)(
+            inputs=[low, slots, *(one.b for one in stacks), *ys],
             output_shapes=[one.shape for one in ys],
             output_dtypes=[one.dtype for one in ys],
             grid=(-(-threads // EXPAND_THREADS) * EXPAND_THREADS, 1, 1),
             threadgroup=(EXPAND_THREADS, 1, 1),
         )
 
-    def _kernel(
-        self, spec: KernelSpec, dtype: mx.Dtype, outputs: int, threads: int, ranks: int
-    ) -> Kernel:
-        key = (spec.name, dtype, outputs)
+    def _kernel(self, text: str, dtype: mx.Dtype, layers: int) -> Kernel:
+        key = (text, dtype, layers)
         if key not in self._made:
+            is_first = text == "shrink"
             constants: dict[str, Constant] = {
                 "T": dtype,
-                "OUTPUTS": outputs,
+                "OUTPUTS": layers,
                 "VEC": VECTOR,
+                "MANY_ROWS": MANY_ROWS,
                 "ROWS": ROWS,
-                "RANKS": ranks,
-                "THREADS": threads,
+                "RANKS": SHRINK_RANKS if is_first else EXPAND_RANKS,
+                "THREADS": SHRINK_THREADS if is_first else EXPAND_THREADS,
             }
+            spec = _shrink(layers) if is_first else _expand(layers)
             self._made[key] = self._builder.kernel(spec, constants)
         return self._made[key]
 
-    def _plan(self, ranks: Sequence[int], count: int) -> mx.array:
-        """Where the ranks of each layer end, and the rows of a thread, int32 ``[4]``."""
-        key = (*ranks, count)
-        if key not in self._plans:
-            ends = [sum(ranks[: i + 1]) for i in range(MAX_LAYERS)]
-            self._plans[key] = mx.array([*ends, count], mx.int32)
-            mx.eval(self._plans[key])
-        return self._plans[key]
+
+def _shrink(layers: int) -> KernelSpec:
+    return KernelSpec("shrink", ("x", "slots", *_each("a", layers)), ("low",))
 
 
 def _expand(layers: int) -> KernelSpec:
-    def each(name: str) -> tuple[str, ...]:
-        return tuple(f"{name}{i}" for i in range(layers))
+    inputs = ("low", "slots", *_each("b", layers), *_each("y", layers))
+    return KernelSpec("expand", inputs, _each("output", layers), strided=True)
 
-    inputs = ("low", "slots", "plan", *each("b"), *each("y"))
-    return KernelSpec("expand", inputs, each("output"), strided=True)
+
+def _each(name: str, layers: int) -> tuple[str, ...]:
+    return tuple(f"{name}{i}" for i in range(layers))

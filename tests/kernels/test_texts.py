@@ -18,7 +18,7 @@ WORDS = (
     (r"typedef long Place", "typedef long long Place"),
     (r"\bconstant constexpr ", "constexpr "),
     (r"\bthread (?=float|const|Chunk)", ""),
-    (r"\bdevice (?=\w+\*)", ""),
+    (r"\bdevice (?=\w+(<.*>)?\*)", ""),
     (r"\bthreadgroup (?=float|unsigned|int)", "__shared__ "),
     (r"threadgroup_barrier\(mem_flags::mem_threadgroup\)", "__syncthreads()"),
     (r"simdgroup_barrier\(mem_flags::mem_threadgroup\)", "__syncwarp()"),

@@ -1,65 +1,55 @@
-// One threadgroup: RANKS numbers of a module's low-rank input of up to ROWS rows. The modules read
-// the same x, and their ranks lie one after the other in `low`; `plan` says where they end, and how
-// many rows a threadgroup takes. Rows of slot 0 have no adapter: nothing is written for them.
-typedef Chunk<T, VEC> Piece;
+// One threadgroup: RANKS numbers of a layer's low-rank input of a row, or of ROWS rows where there
+// are MANY_ROWS. The layers read the same x, and their ranks lie one after the other in `low`. Rows
+// of slot 0 have no adapter: nothing is written for them.
 constexpr int WARPS = THREADS / 32;
 const int thread_index = thread_index_in_threadgroup;
-const int lane = thread_index % 32;
-const int warp = thread_index / 32;
+const int group = threadgroup_position_in_grid.x;
 const int num_rows = x_shape[0];
 const int depth = x_shape[2];
-const int total = plan[2];
-const int count = plan[3];
+const int count = num_rows < MANY_ROWS ? 1 : ROWS;
+int total = a0_shape[1];
+#if OUTPUTS > 1
+total += a1_shape[1];
+#endif
+#if OUTPUTS > 2
+total += a2_shape[1];
+#endif
 const int parts = total / RANKS;
-const int group = threadgroup_position_in_grid.x;
 const int first = group / parts * count;
-const int at = group % parts * RANKS;
+const int column = group % parts * RANKS;
 const device T* factors = a0;
-int begin = 0;
+int rank = column;
 int ranks = a0_shape[1];
-if (at >= plan[0]) {
+#if OUTPUTS > 1
+const bool is_later = rank >= ranks;
+if (is_later) {
+  rank -= ranks;
   factors = a1;
-  begin = plan[0];
   ranks = a1_shape[1];
 }
-if (at >= plan[1]) {
+#endif
+#if OUTPUTS > 2
+if (is_later && rank >= ranks) {
+  rank -= ranks;
   factors = a2;
-  begin = plan[1];
   ranks = a2_shape[1];
 }
+#endif
 
-// 1. Every thread its numbers of x. Factors are loaded anew only where the adapter is another one.
+// 1. Every thread its numbers of x.
+int mine[ROWS];
+#pragma unroll
+for (int i = 0; i < ROWS; i++) {
+  mine[i] = i < count && first + i < num_rows ? slots[first + i] : 0;
+}
 float sums[ROWS][RANKS] = {};
-for (int from = thread_index * VEC; from < depth; from += THREADS * VEC) {
-  float weights[RANKS][VEC];
-  int held = 0;
-#pragma unroll
-  for (int i = 0; i < ROWS; i++) {
-    const int row = first + i;
-    const int slot = i < count && row < num_rows ? slots[row] : 0;
-    if (slot != 0) {
-      if (slot != held) {
-        held = slot;
-        const device T* mine = factors + ((Place)slot * ranks + at - begin) * depth + from;
-#pragma unroll
-        for (int j = 0; j < RANKS; j++) {
-          const Piece piece = *(const device Piece*)(mine + (Place)j * depth);
-#pragma unroll
-          for (int k = 0; k < VEC; k++) {
-            weights[j][k] = float(piece.at[k]);
-          }
-        }
-      }
-      const Piece piece = *(const device Piece*)(x + (Place)row * depth + from);
-#pragma unroll
-      for (int k = 0; k < VEC; k++) {
-#pragma unroll
-        for (int j = 0; j < RANKS; j++) {
-          sums[i][j] += float(piece.at[k]) * weights[j][k];
-        }
-      }
-    }
-  }
+const device T* rows = x + (Place)first * depth;
+const device T* from = factors + (Place)rank * depth;
+const Place slot_stride = (Place)ranks * depth;
+if (count == 1) {
+  shrink_rows<1, VEC>(sums, mine, rows, from, slot_stride, depth, thread_index * VEC, THREADS * VEC);
+} else {
+  shrink_rows<ROWS, VEC>(sums, mine, rows, from, slot_stride, depth, thread_index * VEC, THREADS * VEC);
 }
 
 // 2. The sums of all threads.
@@ -74,8 +64,8 @@ for (int i = 0; i < ROWS; i++) {
       for (int far = 16; far > 0; far /= 2) {
         sum += simd_shuffle_xor(sum, far);
       }
-      if (lane == 0) {
-        warp_sums[warp][i * RANKS + j] = sum;
+      if (thread_index % 32 == 0) {
+        warp_sums[thread_index / 32][i * RANKS + j] = sum;
       }
     }
   }
@@ -88,5 +78,5 @@ if (thread_index < count * RANKS && row < num_rows && slots[row] != 0) {
   for (int w = 0; w < WARPS; w++) {
     sum += warp_sums[w][thread_index];
   }
-  low[(Place)row * total + at + thread_index % RANKS] = sum;
+  low[(Place)row * total + column + thread_index % RANKS] = sum;
 }
