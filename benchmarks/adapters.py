@@ -173,7 +173,6 @@ def main() -> int:
         for name in ("1 distinct", "8 distinct", "32 distinct", "half base", PREFILL)
     ]
     faster = share["8 distinct"] / share[ONE_AT_A_TIME]
-    least = 4.0 if args.gpu else None
     checks += [
         Check(
             "8 distinct: times as fast as one at a time", faster, ">=", 4.0 if args.gpu else None
