@@ -49,8 +49,10 @@ help: ## List the targets
 serve: $(RUNTIME_STAMP) ## Serve a model on 127.0.0.1:8000 (ARGS="--model … --port …")
 	@$(FAST_BLAS) $(BIN)/python -m mlx_parallm serve $(ARGS)
 
+# Files are shared out whole, since the tests of one share its servers.
+WORKERS ?= 2
 test: lint ## Lint, types, layers and every test
-	@$(FAST_BLAS) $(BIN)/python -m pytest $(ARGS)
+	@$(FAST_BLAS) $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile $(ARGS)
 
 unit: $(DEV_STAMP) ## The fast tests only
 	@$(FAST_BLAS) $(BIN)/python -m pytest tests/unit $(ARGS)

@@ -101,8 +101,8 @@ def parse() -> Namespace:
     parser.add_argument("--dtype", default="float32", choices=["bfloat16", "float16", "float32"])
     parser.add_argument("--rank", type=int, default=16)
     parser.add_argument("--streams", type=int, default=16)
-    parser.add_argument("--swaps", type=int, default=10)
-    parser.add_argument("--stream-tokens", type=int, default=6000)
+    parser.add_argument("--swaps", type=int, default=8)
+    parser.add_argument("--stream-tokens", type=int, default=1500, help="enough for all swaps")
     args = parser.parse_args()
     if args.gpu:
         args.shape, args.dtype = "8B", "bfloat16"
