@@ -23,6 +23,8 @@ MAX_LAYERS = 3
 #: From so many rows on, a thread takes ROWS of them: neighbours often have the same adapter.
 MANY_ROWS = 64
 ROWS = 4
+#: Of more rows, products of all of them by each adapter take the device less time.
+MAX_ROWS = 1024
 DTYPES = (mx.bfloat16, mx.float16, mx.float32)
 # Numbers that a thread loads at once.
 VECTOR = 8
@@ -41,7 +43,7 @@ class ChangeKernels:
         self.name = dialect.name
 
     def serve(self, x: mx.array, y: mx.array, stack: LinearStack) -> bool:
-        """Whether they are for rows of one token and such a layer.
+        """Whether they are for so many rows, of one token each, and such a layer.
 
         Args:
             x: its input.
@@ -50,7 +52,9 @@ class ChangeKernels:
         """
         is_rows = x.ndim == y.ndim == 3 and x.shape[1] == 1 and x.shape[:2] == y.shape[:2]
         is_one = x.dtype == y.dtype == stack.a.dtype and x.dtype in DTYPES
-        return is_rows and is_one and not (x.shape[2] % VECTOR or y.shape[2] % VECTOR)
+        if not (is_rows and is_one and x.shape[0] <= MAX_ROWS):
+            return False
+        return x.shape[2] % VECTOR == 0 and y.shape[2] % VECTOR == 0
 
     def __call__(
         self, x: mx.array, ys: Sequence[mx.array], stacks: Sequence[LinearStack], slots: mx.array

@@ -9,7 +9,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from mlx_parallm.adapters.change_kernels import MANY_ROWS, ChangeKernels
+from mlx_parallm.adapters.change_kernels import MANY_ROWS, MAX_ROWS, ChangeKernels
 from mlx_parallm.adapters.kernels import TEXTS
 from mlx_parallm.adapters.stack import LinearStack
 from mlx_parallm.adapters.tensors import HostTensor
@@ -147,6 +147,7 @@ def test_rows_are_as_operations_of_mlx_give_them(
         (mx.zeros((2, 2, 64)), mx.zeros((2, 2, 16))),
         (mx.zeros((2, 64)), mx.zeros((2, 16))),
         (mx.zeros((1, 9, 64)), mx.zeros((1, 1, 16))),
+        (mx.zeros((MAX_ROWS + 1, 1, 8)), mx.zeros((MAX_ROWS + 1, 1, 8))),
     ],
 )
 def test_what_they_do_not_serve(x: mx.array, y: mx.array) -> None:
