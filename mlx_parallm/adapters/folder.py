@@ -13,6 +13,13 @@ from mlx_parallm.errors import InvalidRequestError
 CONFIG_NAME = "adapter_config.json"
 #: PEFT's name, and mlx-lm's.
 WEIGHTS_NAMES = ("adapter_model.safetensors", "adapters.safetensors")
+#: What mlx_lm reads of a whole model.
+CHECKPOINT_FILES = "model*.safetensors"
+
+
+def is_adapter_folder(path: Path) -> bool:
+    """Whether a folder has an adapter and no whole checkpoint."""
+    return (path / CONFIG_NAME).is_file() and not any(path.glob(CHECKPOINT_FILES))
 
 
 def read_adapter_folder(path: Path, *, param: str) -> AdapterWeights:

@@ -145,6 +145,7 @@ def body_limits(config: ServerConfig) -> dict[str, int]:
         "/inference/v1/generate": config.max_body_bytes,
         "/rl": config.max_body_bytes,
         "/update_adapter_weights": config.max_adapter_bytes + FORM_BYTES,
+        "/load_lora_adapter_from_tensors": config.max_adapter_bytes + FORM_BYTES,
         "/update_weights": config.max_weights_bytes + FORM_BYTES,
         "/update_weights_from_tensor": config.max_weights_bytes + FORM_BYTES,
         "/files": config.max_file_bytes + FORM_BYTES,

@@ -9,6 +9,7 @@ SGLANG_PATHS = frozenset(
     {
         "/continue_generation",
         "/load_lora_adapter",
+        "/load_lora_adapter_from_tensors",
         "/pause_generation",
         "/destroy_weights_update_group",
         "/init_weights_update_group",

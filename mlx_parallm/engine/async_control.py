@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
-from mlx_parallm.adapters.folder import read_adapter_folder
+from mlx_parallm.adapters.folder import is_adapter_folder, read_adapter_folder
 from mlx_parallm.config import AdapterConfig
 from mlx_parallm.engine import host_actions
 from mlx_parallm.engine.adapter_folders import MAX_NAME, AdapterFolders
@@ -277,6 +277,13 @@ class AsyncControl:
     ) -> WeightsVersion:
         """See ``EngineControl.update_weights_from_folder``."""
         folder = self._folders.resolve(path, param="path")
+        if is_adapter_folder(folder):
+            # SGLang and vLLM have no name to serve it under here either; see docs/weights.md.
+            raise InvalidRequestError(
+                f"{path[:200]!r} has an adapter, not the weights of a whole model: load it under "
+                "a name of its own with /load_lora_adapter.",
+                param="path",
+            )
         update = WeightsUpdate(folder=folder, version=version, expected_version=expected_version)
         return await self.update_weights(update, model=model)
 

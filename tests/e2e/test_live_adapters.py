@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import socket
 import threading
@@ -148,6 +149,32 @@ def test_at_the_root_one_name_moves_from_path_to_path(http: httpx2.Client, roots
         assert answer["loaded_adapters"] == {"r": str(folder)}
         seen.append(tokens(http, "r"))
     assert seen[0] != seen[1]
+
+
+def test_sglang_sends_an_adapter_in_the_body(http: httpx2.Client) -> None:
+    put(http, "policy", 1)
+    body = {
+        "lora_name": "sent",
+        "config_dict": dict(adapter_files.CONFIG),
+        "serialized_named_tensors": [base64.b64encode(adapter_files.upload(1)).decode()],
+        "load_format": "safetensors",
+    }
+    answer = http.post("/load_lora_adapter_from_tensors", json=body)
+    assert answer.json()["loaded_adapters"] == {"policy": "policy", "sent": "sent"}, answer.text
+    assert tokens(http, "sent") == tokens(http, "policy")
+
+
+def test_an_adapter_is_no_checkpoint(http: httpx2.Client, roots: Path) -> None:
+    folder = str(adapter_files.save(roots / "no-checkpoint", 1))
+    for path, field in (
+        ("/update_weights_from_disk", "model_path"),
+        ("/update_weights", "weight_dir"),
+    ):
+        answer = http.post(path, json={field: folder})
+        error = answer.json()["error"]
+        assert (answer.status_code, error["param"]) == (400, field)
+        assert "/load_lora_adapter" in error["message"]
+    assert http.get("/weight_info").json()["weight_version"] == "default"
 
 
 def damaged(kind: str) -> bytes:

@@ -255,6 +255,57 @@ async def test_at_the_root_a_name_gets_what_lies_at_the_new_path(path: str) -> N
     assert "not loaded" in response.json()["error_message"]
 
 
+def b64(data: bytes) -> str:
+    return base64.b64encode(data).decode()
+
+
+async def test_sglang_sends_the_tensors_of_an_adapter() -> None:
+    engine = ScriptedEngine()
+    path = "/load_lora_adapter_from_tensors"
+    halves = [encode_safetensors({name: one}) for name, one in tensors().items()]
+    body: dict[str, Any] = {
+        "lora_name": "p",
+        "config_dict": CONFIG,
+        "serialized_named_tensors": [b64(one) for one in halves],
+        "load_format": "safetensors",
+        "pinned": True,
+        "added_tokens_config": None,
+        "rid": "x",
+        "new_field": 1,
+    }
+    response = await call(engine, "POST", path, json=body)
+    assert response.headers["x-ignored-fields"] == "new_field"
+    assert response.json()["success"] is True
+    assert set(response.json()["loaded_adapters"]) == {"p"}
+    upload: AdapterUpload = engine.control.calls[0][1]["upload"]
+    assert (upload.name, upload.replaces, upload.is_pinned) == ("p", True, True)
+    uploaded = await call(engine, "POST", "/v1/update_adapter_weights", **as_json())
+    assert uploaded.json()["digest"] == upload.weights.digest
+    engine.control.calls.clear()
+    for change in (
+        {"load_format": None},
+        {"load_format": "flattened_bucket"},
+        {"serialized_named_tensors": []},
+        {"serialized_named_tensors": [7]},
+        {"serialized_named_tensors": [b64(b"\x80\x04cposix\nsystem\n")]},
+        {"serialized_named_tensors": [b64(halves[0])]},
+        {"serialized_named_tensors": [b64(DATA), b64(DATA)]},
+        {"config_dict": None},
+        {"config_dict": "{}"},
+        {"lora_name": ""},
+        {"pinned": "yes"},
+        {"added_tokens_config": {"<new>": 1}},
+        {"expected_checksums": {"x": "y"}},
+    ):
+        response = await call(engine, "POST", path, json={**body, **change})
+        assert response.status_code == 400, change
+        assert response.json()["success"] is False
+        assert response.json()["error"]["param"] == next(iter(change))
+    response = await call(engine, "POST", path, json={**body, "load_format": "flattened_bucket"})
+    assert "'safetensors'" in response.json()["error_message"]
+    assert not engine.control.calls
+
+
 @pytest.mark.parametrize(
     ("path", "answer", "calls"),
     [
@@ -329,6 +380,7 @@ ADMIN = [
     ("POST", "/v1/load_lora_adapter"),
     ("POST", "/v1/unload_lora_adapter"),
     ("POST", "/load_lora_adapter"),
+    ("POST", "/load_lora_adapter_from_tensors"),
     ("POST", "/unload_lora_adapter"),
     ("POST", "/update_weights_from_lora"),
     ("POST", "/pause"),

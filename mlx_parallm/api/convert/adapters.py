@@ -7,18 +7,23 @@ from collections.abc import Sequence
 from typing import Any
 
 from mlx_parallm.adapters.formats import read_adapter
-from mlx_parallm.adapters.safetensors import read_safetensors
+from mlx_parallm.adapters.safetensors import FLOATS, read_safetensors
+from mlx_parallm.api.convert.serialized import SERIALIZED, take_serialized
 from mlx_parallm.api.schemas.adapters import (
     AdapterCard,
     AdapterFields,
+    LoraTensors,
     UploadedAdapter,
     UploadTimings,
 )
 from mlx_parallm.api.uploads import Received, from_base64, is_json, json_object, validated
 from mlx_parallm.engine.policies import AdapterInfo, AdapterUpload
+from mlx_parallm.errors import InvalidRequestError
 
 TENSORS = "tensors"
 FILE = "adapter_model"
+# Of SGLang: tokens that the base model lacks, and checksums of what was unpickled.
+NOT_SERVED = ("added_tokens_config", "expected_checksums")
 
 
 def read_upload(received: Received) -> tuple[AdapterUpload, AdapterFields, float]:
@@ -51,6 +56,32 @@ def read_upload(received: Received) -> tuple[AdapterUpload, AdapterFields, float
         is_pinned=known.pinned,
     )
     return upload, known, (time.perf_counter() - begin_s) * 1000
+
+
+def read_serialized(received: Received) -> tuple[AdapterUpload, LoraTensors]:
+    """The adapter of SGLang's ``/load_lora_adapter_from_tensors`` and its fields; long work too.
+
+    Raises:
+        InvalidRequestError: a field is wrong or asks for what is not served, or the tensors are
+            wrong; see ``take_serialized``.
+    """
+    fields = json_object(received.body)
+    tensors = take_serialized(fields, dtypes=FLOATS)
+    for name in NOT_SERVED:
+        if fields.pop(name, None):
+            raise InvalidRequestError(f"{name} is not supported: leave it out.", param=name)
+    known = validated(LoraTensors, fields)
+    weights = read_adapter(known.config_dict, tensors, param=SERIALIZED)
+    _ = weights.digest
+    upload = AdapterUpload(
+        name=known.lora_name,
+        weights=weights,
+        version=known.version,
+        expected_version=known.expected_version,
+        replaces=True,
+        is_pinned=known.pinned,
+    )
+    return upload, known
 
 
 def card(info: AdapterInfo) -> AdapterCard:

@@ -8,6 +8,7 @@ from typing import Any
 
 from mlx_parallm.adapters.safetensors import MODEL_DTYPES, read_safetensors
 from mlx_parallm.adapters.tensors import HostTensor
+from mlx_parallm.api.convert.serialized import take_serialized
 from mlx_parallm.api.schemas.adapters import UploadTimings
 from mlx_parallm.api.schemas.weights import CheckedWeights, TensorFields, UpdateFields
 from mlx_parallm.api.uploads import Received, from_base64, is_json, json_object, validated
@@ -15,7 +16,6 @@ from mlx_parallm.errors import InvalidRequestError, NotImplementedRouteError
 
 FILE = "weights"
 TENSORS = "tensors"
-SERIALIZED = "serialized_named_tensors"
 NO_TRANSFER = (
     "{what} is not served: tensors do not come by NCCL or CUDA IPC here. Send them as a "
     "safetensors body to /update_weights (an adapter's to /v1/update_adapter_weights), or name "
@@ -57,22 +57,11 @@ def read_serialized(received: Received) -> tuple[TensorFields, dict[str, HostTen
     """The fields and tensors of SGLang's ``/update_weights_from_tensor``; see ``read_update``.
 
     Raises:
-        InvalidRequestError: the entries are of another format than safetensors, which could only be
-            unpickled; or a name occurs twice.
+        InvalidRequestError: a field is wrong, or the tensors are; see ``take_serialized``.
     """
     fields = json_object(received.body)
-    entries = fields.pop(SERIALIZED, None)
-    known = validated(TensorFields, fields)
-    if not isinstance(entries, list) or not entries:
-        raise InvalidRequestError(f"{SERIALIZED} must be a list.", param=SERIALIZED)
-    tensors: dict[str, HostTensor] = {}
-    for number, entry in enumerate(entries):
-        data = from_base64(entry, param=f"{SERIALIZED}[{number}]")
-        found = read_safetensors(data, param=SERIALIZED, dtypes=MODEL_DTYPES)
-        if twice := found.keys() & tensors.keys():
-            raise InvalidRequestError(f"{min(twice)[:100]!r} comes twice.", param=SERIALIZED)
-        tensors |= found
-    return known, tensors
+    tensors = take_serialized(fields, dtypes=MODEL_DTYPES)
+    return validated(TensorFields, fields), tensors
 
 
 def checksums(found: dict[str, str]) -> CheckedWeights:

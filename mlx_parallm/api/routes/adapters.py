@@ -13,9 +13,11 @@ from mlx_parallm.api.convert.adapters import (
     TENSORS,
     card,
     loaded_adapters,
+    read_serialized,
     read_upload,
     uploaded,
 )
+from mlx_parallm.api.convert.serialized import SERIALIZED
 from mlx_parallm.api.dependencies import EngineDep
 from mlx_parallm.api.ignored import tell_ignored
 from mlx_parallm.api.json_body import JsonRoute
@@ -26,6 +28,7 @@ from mlx_parallm.api.schemas.adapters import (
     DeletedAdapter,
     LoadLora,
     LoraAnswer,
+    LoraTensors,
     UnloadLora,
     UploadedAdapter,
 )
@@ -62,6 +65,15 @@ def _schema() -> dict[str, object]:
         "application/json": {"schema": body},
     }
     return {"requestBody": {"required": True, "content": content}}
+
+
+def _tensors_schema() -> dict[str, object]:
+    """The body of SGLang's tensors, which FastAPI does not read either."""
+    schema = LoraTensors.model_json_schema()
+    entries = {"type": "array", "items": {"type": "string", "contentEncoding": "base64"}}
+    schema["properties"][SERIALIZED] = entries
+    schema["required"] = [*schema["required"], SERIALIZED]
+    return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
 
 
 @router.post("/update_adapter_weights", openapi_extra=_schema(), response_model=UploadedAdapter)
@@ -125,6 +137,18 @@ async def put_lora_adapter(body: LoadLora, engine: EngineDep, response: Response
     if body.flush_cache:
         await engine.control.reset_prefix_cache()
     tell_ignored(response, set(body.model_extra or ()) - WITHOUT_EFFECT)
+    return _answer(engine)
+
+
+@dialect_router.post(
+    "/load_lora_adapter_from_tensors", openapi_extra=_tensors_schema(), response_model=LoraAnswer
+)
+async def put_lora_tensors(request: Request, engine: EngineDep, response: Response) -> object:
+    """SGLang's: serve an adapter of the body, as safetensors only, in place of one of this name."""
+    received = await receive(request, file_field=FILE, header_prefix=HEADER_PREFIX)
+    upload, fields = await asyncio.to_thread(read_serialized, received)
+    await engine.control.load_adapter(upload, model=fields.base_model_name)
+    tell_ignored(response, set(fields.model_extra or ()) - WITHOUT_EFFECT)
     return _answer(engine)
 
 

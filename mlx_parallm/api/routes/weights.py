@@ -9,10 +9,10 @@ from typing import Any
 from fastapi import APIRouter, Depends, Request, Response
 
 from mlx_parallm.api.auth import CONTROL, require_admin
+from mlx_parallm.api.convert.serialized import SERIALIZED
 from mlx_parallm.api.convert.weights import (
     FILE,
     NO_TRANSFER,
-    SERIALIZED,
     TENSORS,
     checksums,
     compared,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import (
     AliasChoices,
@@ -112,6 +112,22 @@ class LoadLora(NullIsAbsent):
     base_model_name: Name | None = Field(None, description="The base model; the first by default.")
     pinned: StrictBool | None = Field(None, description="Whether it keeps its slot.")
     flush_cache: StrictBool = Field(False, description="Whether to forget what was cached.")
+    version: Name | None = Field(None, description="Label of the tokens it makes.")
+    expected_version: Name | None = Field(None, description="The version that this one replaces.")
+
+
+class LoraTensors(NullIsAbsent):
+    """SGLang's body of ``/load_lora_adapter_from_tensors``, but for the tensors."""
+
+    model_config = ConfigDict(extra="allow")
+
+    lora_name: Name = Field(description="That requests are to use as their model.")
+    config_dict: dict[str, Any] = Field(description="The content of adapter_config.json.")
+    load_format: Literal["safetensors"] = Field(
+        description="Each entry is a safetensors file in base64; nothing is unpickled."
+    )
+    pinned: StrictBool | None = Field(None, description="Whether it keeps its slot.")
+    base_model_name: Name | None = Field(None, description="The base model; the first by default.")
     version: Name | None = Field(None, description="Label of the tokens it makes.")
     expected_version: Name | None = Field(None, description="The version that this one replaces.")
 
