@@ -1,0 +1,1 @@
+"""Encoder models in MLX: hidden states and the heads of their checkpoints."""

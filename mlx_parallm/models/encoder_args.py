@@ -1,0 +1,61 @@
+"""What every encoder's config has in common: its head, its labels, its pooler."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Any, Literal, Self
+
+from mlx_parallm.errors import ModelLoadError
+
+Head = Literal["masked_lm", "sequence", "token"]
+
+#: The endings of Hugging Face's class names, and the head that such a class has.
+HEADS: dict[str, Head | None] = {
+    "ForMaskedLM": "masked_lm",
+    "ForPreTraining": "masked_lm",
+    "ForSequenceClassification": "sequence",
+    "ForTokenClassification": "token",
+    "Model": None,
+}
+
+
+@dataclass
+class EncoderArgs:
+    """Fields of ``config.json`` that do not depend on the architecture.
+
+    Attributes:
+        architectures: Hugging Face's class names; the first one decides which head there is.
+        num_labels: labels of a classifier; from ``id2label`` where the config has it.
+        tie_word_embeddings: the decoder of a masked LM is the table of word embeddings.
+        add_pooling_layer: the checkpoint of a bare model has a pooler. It is Hugging Face's
+            constructor argument, not in their files; the loader sets it from the weights.
+    """
+
+    architectures: list[str] | None = None
+    num_labels: int = 2
+    tie_word_embeddings: bool = True
+    add_pooling_layer: bool = True
+
+    @classmethod
+    def from_dict(cls, config: dict[str, Any]) -> Self:
+        """Read ``config.json``; fields that this class does not have are ignored."""
+        known = {field.name for field in fields(cls)}
+        values = {name: value for name, value in config.items() if name in known}
+        if labels := config.get("id2label"):
+            values["num_labels"] = len(labels)
+        return cls(**values)
+
+    @property
+    def head(self) -> Head | None:
+        """The head of the first architecture; None: the bare model.
+
+        Raises:
+            ModelLoadError: its head is none of ``HEADS``.
+        """
+        name = self.architectures[0] if self.architectures else "Model"
+        for ending, head in HEADS.items():
+            if name.endswith(ending):
+                return head
+        raise ModelLoadError(
+            f"{name} is not supported: its name ends in none of {', '.join(HEADS)}."
+        )

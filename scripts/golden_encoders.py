@@ -1,0 +1,119 @@
+"""Writes what transformers computes for tiny encoders, for the tests: tests/golden/encoders.
+
+Run it by hand, in an environment of its own that has torch:
+
+    python3 -m venv /tmp/golden
+    /tmp/golden/bin/pip install torch==2.13.0 transformers==5.23.0 safetensors numpy
+    /tmp/golden/bin/python -m scripts.golden_encoders [--only part-of-a-name]
+
+A case is a config and a class of transformers. Weights are made from their names
+(``tests/golden_weights.py``), so a file holds their names and shapes only, beside the config, the
+inputs and the results: last hidden states, pooled vectors, logits.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch  # pyright: ignore[reportMissingImports]
+import transformers
+
+from scripts.golden_encoder_cases import CASES, GoldenCase
+from tests.golden_weights import golden_weight
+
+FOLDER = Path(__file__).parent.parent / "tests" / "golden" / "encoders"
+DIGITS = 7
+
+
+def main() -> None:
+    """Write the files of all cases, or of those whose names hold a text."""
+    parser = argparse.ArgumentParser(description="Golden values of encoders.")
+    parser.add_argument("--only", default="", help="a part of the names of the cases to write")
+    only = parser.parse_args().only
+    FOLDER.mkdir(parents=True, exist_ok=True)
+    for case in CASES:
+        if only in case.name:
+            text = _lines(golden_values(case))
+            (FOLDER / f"{case.name}.json").write_text(text, encoding="utf-8")
+            print(f"{case.name}: {len(text)} bytes")
+
+
+def golden_values(case: GoldenCase) -> dict[str, Any]:
+    """Config, weights by name and shape, inputs and results of a case."""
+    config = transformers.AutoConfig.for_model(case.model_type, **case.config)
+    config._attn_implementation = "eager"
+    model = getattr(transformers, case.architecture)(config).eval()
+    shapes = {name: list(weight.shape) for name, weight in model.named_parameters()}
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            weight.copy_(torch.from_numpy(golden_weight(name, shapes[name])))
+    written = {**case.config, "model_type": case.model_type, "architectures": [case.architecture]}
+    return {
+        "config": written,
+        "weights": shapes,
+        "inputs": inputs_of(case),
+        **_results(case, model),
+    }
+
+
+def inputs_of(case: GoldenCase) -> dict[str, Any]:
+    """Ids of sequences of several lengths, and their token types if the case has them."""
+    random = np.random.RandomState(case.seed)
+    ids = [random.randint(5, case.vocab_size, size=length).tolist() for length in case.lengths]
+    types = [[int(i >= len(row) // 2) for i in range(len(row))] for row in ids]
+    return {"input_ids": ids, "token_type_ids": types if case.token_types else None}
+
+
+def _results(case: GoldenCase, model: Any) -> dict[str, Any]:
+    """What the model gives for the padded batch, without what it gives for padding."""
+    inputs = inputs_of(case)
+    lengths = [len(row) for row in inputs["input_ids"]]
+    arguments = {
+        "input_ids": _padded(inputs["input_ids"], case.pad_id),
+        "attention_mask": _padded([[1] * length for length in lengths], 0),
+    }
+    if case.token_types:
+        arguments["token_type_ids"] = _padded(inputs["token_type_ids"], 0)
+    with torch.no_grad():
+        base = model.base_model(**arguments)
+        whole = model(**arguments)
+    pooled = getattr(base, "pooler_output", None) if whole.keys() == base.keys() else None
+    logits = whole.get("logits", whole.get("prediction_logits"))
+    if logits is not None and logits.ndim == 3:
+        # Those of a masked LM are many: two positions of a sequence are enough.
+        shown = [length if logits.shape[-1] < 10 else min(length, 2) for length in lengths]
+        logits = [row[:count] for row, count in zip(logits, shown, strict=True)]
+    hidden = [row[:length] for row, length in zip(base[0], lengths, strict=True)]
+    return {
+        "hidden": _numbers(hidden),
+        "pooled": None if pooled is None else _numbers(list(pooled)),
+        "logits": None if logits is None else _numbers(list(logits)),
+    }
+
+
+def _padded(rows: list[list[int]], pad: int) -> torch.Tensor:
+    longest = max(len(row) for row in rows)
+    return torch.tensor([row + [pad] * (longest - len(row)) for row in rows])
+
+
+def _numbers(arrays: list[torch.Tensor]) -> list[Any]:
+    def rounded(value: Any) -> Any:
+        if isinstance(value, list):
+            return [rounded(item) for item in value]
+        return float(f"{value:.{DIGITS}g}")
+
+    return [rounded(array.tolist()) for array in arrays]
+
+
+def _lines(values: dict[str, Any]) -> str:
+    """JSON with a line for each key."""
+    parts = [f"{json.dumps(key)}: {json.dumps(value)}" for key, value in values.items()]
+    return "{\n" + ",\n".join(parts) + "\n}\n"
+
+
+if __name__ == "__main__":
+    main()
