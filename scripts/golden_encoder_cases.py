@@ -20,6 +20,21 @@ LABELS: dict[str, Any] = {
 
 
 @dataclass(frozen=True, slots=True)
+class RemoteFormat:
+    """A checkpoint by the names that its own code has for it.
+
+    Attributes:
+        config: all of its config.json but the architecture.
+        architecture: its own class.
+        weights: shapes by name.
+    """
+
+    config: dict[str, Any]
+    architecture: str
+    weights: dict[str, list[int]]
+
+
+@dataclass(frozen=True, slots=True)
 class GoldenCase:
     """An encoder that transformers can build.
 
@@ -32,6 +47,8 @@ class GoldenCase:
         token_types: whether the model has two types of tokens.
         pad_id: what the batch is padded with.
         seed: of the inputs.
+        remote: the checkpoint in the format of a model whose code came with it; transformers
+            reads it by its own renaming. None: the checkpoint is in transformers' format.
     """
 
     name: str
@@ -42,6 +59,7 @@ class GoldenCase:
     token_types: bool = False
     pad_id: int = 0
     seed: int = 1
+    remote: RemoteFormat | None = None
 
     @property
     def vocab_size(self) -> int:

@@ -15,14 +15,17 @@ from __future__ import annotations
 
 import argparse
 import json
+import tempfile
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch  # pyright: ignore[reportMissingImports]
 import transformers
+from safetensors.numpy import save_file
 
-from scripts.golden_encoder_cases import CASES, GoldenCase
+from scripts.golden_encoder_cases import CASES, GoldenCase, RemoteFormat
+from scripts.golden_rotary_cases import ROTARY_CASES
 from tests.golden_weights import golden_weight
 
 FOLDER = Path(__file__).parent.parent / "tests" / "golden" / "encoders"
@@ -35,7 +38,7 @@ def main() -> None:
     parser.add_argument("--only", default="", help="a part of the names of the cases to write")
     only = parser.parse_args().only
     FOLDER.mkdir(parents=True, exist_ok=True)
-    for case in CASES:
+    for case in [*CASES, *ROTARY_CASES]:
         if only in case.name:
             text = _lines(golden_values(case))
             (FOLDER / f"{case.name}.json").write_text(text, encoding="utf-8")
@@ -46,18 +49,43 @@ def golden_values(case: GoldenCase) -> dict[str, Any]:
     """Config, weights by name and shape, inputs and results of a case."""
     config = transformers.AutoConfig.for_model(case.model_type, **case.config)
     config._attn_implementation = "eager"
-    model = getattr(transformers, case.architecture)(config).eval()
-    shapes = {name: list(weight.shape) for name, weight in model.named_parameters()}
-    with torch.no_grad():
-        for name, weight in model.named_parameters():
-            weight.copy_(torch.from_numpy(golden_weight(name, shapes[name])))
-    written = {**case.config, "model_type": case.model_type, "architectures": [case.architecture]}
+    kind = getattr(transformers, case.architecture)
+    if case.remote is not None:
+        model = _from_remote(case.remote, config, kind)
+        shapes = case.remote.weights
+        written = {**case.remote.config, "architectures": [case.remote.architecture]}
+    else:
+        model = kind(config).eval()
+        shapes = {name: list(weight.shape) for name, weight in model.named_parameters()}
+        with torch.no_grad():
+            for name, weight in model.named_parameters():
+                weight.copy_(torch.from_numpy(golden_weight(name, shapes[name])))
+        architectures = [case.architecture]
+        written = {**case.config, "model_type": case.model_type, "architectures": architectures}
     return {
         "config": written,
         "weights": shapes,
         "inputs": inputs_of(case),
         **_results(case, model),
     }
+
+
+def _from_remote(remote: RemoteFormat, config: Any, kind: Any) -> Any:
+    """What transformers makes of a checkpoint whose names are its own code's.
+
+    Raises:
+        ValueError: transformers did not find a place for each weight.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        config.save_pretrained(folder)
+        weights = {name: golden_weight(name, shape) for name, shape in remote.weights.items()}
+        save_file(weights, f"{folder}/model.safetensors", {"format": "pt"})
+        model, report = kind.from_pretrained(
+            folder, attn_implementation="eager", dtype=torch.float32, output_loading_info=True
+        )
+    if any(report[part] for part in ("missing_keys", "unexpected_keys", "mismatched_keys")):
+        raise ValueError(f"transformers read {kind.__name__} with {report}")
+    return model.eval()
 
 
 def inputs_of(case: GoldenCase) -> dict[str, Any]:

@@ -18,6 +18,6 @@ def golden_weight(name: str, shape: Sequence[int]) -> np.ndarray:
     noise = np.random.RandomState(zlib.crc32(name.encode())).standard_normal(tuple(shape))
     if len(shape) > 1:
         return (noise * 2 / math.sqrt(shape[-1])).astype(np.float32)
-    if "norm" in name.lower() and name.endswith("weight"):
+    if ("norm" in name.lower() or "_ln." in name) and name.endswith("weight"):
         return (1 + 0.1 * noise).astype(np.float32)
     return (0.1 * noise).astype(np.float32)

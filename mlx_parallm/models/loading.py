@@ -14,12 +14,17 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten
 
 from mlx_parallm.errors import ModelLoadError
-from mlx_parallm.models import bert
+from mlx_parallm.models import bert, deberta_v2, modernbert, new, nomic_bert
 from mlx_parallm.models.checkpoint_names import Weights
 
 #: The modules that implement an architecture, by the config's ``model_type``.
 ARCHITECTURES: dict[str, ModuleType] = {
     "bert": bert,
+    "deberta-v2": deberta_v2,
+    "gte": new,
+    "modernbert": modernbert,
+    "new": new,
+    "nomic_bert": nomic_bert,
 }
 #: How many names an error lists.
 NAMES_SHOWN = 8

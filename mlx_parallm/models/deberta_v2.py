@@ -1,0 +1,368 @@
+"""DeBERTa v2 and v3: attention to content and to relative positions apart.
+
+He et al., "DeBERTa: Decoding-enhanced BERT with disentangled attention" (2021, arXiv:2006.03654)
+and "DeBERTaV3" (2023, arXiv:2111.09543). Names of parameters are those of Hugging Face's
+checkpoints; the head of a masked LM has two, of which the older ones are used here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+
+from mlx_parallm.models.bert_layers import (
+    Activation,
+    AttentionMask,
+    DenseNorm,
+    activation,
+    check_heads,
+    key_mask,
+)
+from mlx_parallm.models.checkpoint_names import Weights, modern_names, with_decoder, without
+from mlx_parallm.models.disentangled_attention import (
+    DisentangledSelfAttention,
+    RelativePositions,
+    relative_buckets,
+)
+from mlx_parallm.models.encoder_args import EncoderArgs
+
+HEAD = "cls.predictions."
+NEWER_HEAD = "lm_predictions.lm_head."
+DECODER = "cls.predictions.decoder"
+WORDS = "deberta.embeddings.word_embeddings.weight"
+KERNEL = "deberta.encoder.conv.conv.weight"
+
+
+@dataclass
+class ModelArgs(EncoderArgs):
+    """The config of DeBERTa v2; defaults are Hugging Face's."""
+
+    vocab_size: int = 128100
+    hidden_size: int = 1536
+    num_hidden_layers: int = 24
+    num_attention_heads: int = 24
+    intermediate_size: int = 6144
+    hidden_act: str = "gelu"
+    max_position_embeddings: int = 512
+    type_vocab_size: int = 0
+    layer_norm_eps: float = 1e-7
+    relative_attention: bool = False
+    max_relative_positions: int = -1
+    position_buckets: int = -1
+    position_biased_input: bool = True
+    pos_att_type: str | list[str] | None = None
+    share_att_key: bool = False
+    norm_rel_ebd: str = "none"
+    conv_kernel_size: int = 0
+    conv_groups: int = 1
+    conv_act: str = "tanh"
+    embedding_size: int | None = None
+    pooler_hidden_act: str = "gelu"
+    legacy: bool = True
+
+    def __post_init__(self) -> None:
+        check_heads(self.hidden_size, self.num_attention_heads)
+        if isinstance(self.pos_att_type, str):
+            self.pos_att_type = [part.strip() for part in self.pos_att_type.lower().split("|")]
+        if self.max_relative_positions < 1:
+            self.max_relative_positions = self.max_position_embeddings
+
+    @property
+    def max_length(self) -> int:
+        """Tokens of the longest input."""
+        return self.max_position_embeddings
+
+    @property
+    def span(self) -> int:
+        """Relative positions are in ``-span .. span - 1``."""
+        return self.position_buckets if self.position_buckets > 0 else self.max_relative_positions
+
+    @property
+    def table_size(self) -> int:
+        """Dimensions of the table of word embeddings."""
+        return self.embedding_size or self.hidden_size
+
+
+class Attention(nn.Module):
+    """Self-attention, its output projection and the layer norm behind."""
+
+    def __init__(self, args: ModelArgs) -> None:
+        super().__init__()
+        self.self = DisentangledSelfAttention(
+            args.hidden_size,
+            args.num_attention_heads,
+            kinds=args.pos_att_type or (),
+            relative=args.relative_attention,
+            shares_projections=args.share_att_key,
+        )
+        self.output = DenseNorm(args.hidden_size, args.hidden_size, args.layer_norm_eps)
+
+    def __call__(
+        self, hidden: mx.array, mask: AttentionMask, positions: RelativePositions | None
+    ) -> mx.array:
+        """Return the input of the feed-forward part."""
+        return self.output(self.self(hidden, mask, positions), hidden)
+
+
+class DenseActivation(nn.Module):
+    """A linear layer and an activation."""
+
+    def __init__(self, inputs: int, outputs: int, act: Activation) -> None:
+        super().__init__()
+        self.dense = nn.Linear(inputs, outputs)
+        self.activation = act
+
+    def __call__(self, hidden: mx.array) -> mx.array:
+        """``[..., inputs]`` to ``[..., outputs]``."""
+        return self.activation(self.dense(hidden))
+
+
+class Layer(nn.Module):
+    """A transformer layer with its norms behind the residual connections."""
+
+    def __init__(self, args: ModelArgs) -> None:
+        super().__init__()
+        self.attention = Attention(args)
+        self.intermediate = DenseActivation(
+            args.hidden_size, args.intermediate_size, activation(args.hidden_act)
+        )
+        self.output = DenseNorm(args.intermediate_size, args.hidden_size, args.layer_norm_eps)
+
+    def __call__(
+        self, hidden: mx.array, mask: AttentionMask, positions: RelativePositions | None
+    ) -> mx.array:
+        """Return the hidden states behind this layer."""
+        hidden = self.attention(hidden, mask, positions)
+        return self.output(self.intermediate(hidden), hidden)
+
+
+class ConvLayer(nn.Module):
+    """The convolution beside the first layer of v2-xlarge."""
+
+    def __init__(self, args: ModelArgs) -> None:
+        super().__init__()
+        dims, size = args.hidden_size, args.conv_kernel_size
+        self.conv = nn.Conv1d(dims, dims, size, padding=(size - 1) // 2, groups=args.conv_groups)
+        self.activation = activation(args.conv_act)
+        self.LayerNorm = nn.LayerNorm(dims, eps=args.layer_norm_eps)
+
+    def __call__(
+        self, embedded: mx.array, hidden: mx.array, attention_mask: mx.array | None
+    ) -> mx.array:
+        """Add what is near to each token.
+
+        Args:
+            embedded: the first layer's input, zero at padding, as it is beyond a text's end.
+            hidden: its output.
+            attention_mask: ``[B, L]``, 1 for tokens; None: all are.
+        """
+        near = self.conv(embedded)
+        if attention_mask is None:
+            return self.LayerNorm(hidden + self.activation(near))
+        is_token = attention_mask[..., None].astype(near.dtype)
+        return self.LayerNorm(hidden + self.activation(near * is_token)) * is_token
+
+
+class Encoder(nn.Module):
+    """A stack of layers and the relative positions that they share."""
+
+    def __init__(self, args: ModelArgs) -> None:
+        super().__init__()
+        self.args = args
+        self.layer = [Layer(args) for _ in range(args.num_hidden_layers)]
+        if args.relative_attention:
+            self.rel_embeddings = nn.Embedding(2 * args.span, args.hidden_size)
+            if "layer_norm" in args.norm_rel_ebd.lower():
+                self.LayerNorm = nn.LayerNorm(args.hidden_size, eps=args.layer_norm_eps)
+        if args.conv_kernel_size > 0:
+            self.conv = ConvLayer(args)
+
+    def __call__(self, hidden: mx.array, attention_mask: mx.array | None) -> mx.array:
+        """Return the last hidden states."""
+        embedded, mask = hidden, key_mask(attention_mask)
+        positions = self._positions(hidden.shape[1]) if self.args.relative_attention else None
+        for number, layer in enumerate(self.layer):
+            hidden = layer(hidden, mask, positions)
+            if number == 0 and "conv" in self:
+                hidden = self.conv(embedded, hidden, attention_mask)
+        return hidden
+
+    def _positions(self, length: int) -> RelativePositions:
+        args = self.args
+        buckets = relative_buckets(length, args.position_buckets, args.max_relative_positions)
+        # Every layer projects the whole table, so a short text gets only the middle of it.
+        reach = min(args.span, int(buckets[-1]) + 1)
+        table = self.rel_embeddings(mx.arange(args.span - reach, args.span + reach))
+        if "LayerNorm" in self:
+            table = self.LayerNorm(table)
+        by_distance = np.concatenate([-buckets[:0:-1], buckets]) + reach
+        steps = mx.arange(length)
+        index = steps[:, None] - steps[None] + (length - 1)
+        return RelativePositions(table, mx.array(by_distance.clip(0, 2 * reach - 1))[index])
+
+
+class Embeddings(nn.Module):
+    """Word embeddings and those of positions and token types that the config has; a layer norm."""
+
+    def __init__(self, args: ModelArgs) -> None:
+        super().__init__()
+        self.word_embeddings = nn.Embedding(args.vocab_size, args.table_size)
+        if args.position_biased_input:
+            self.position_embeddings = nn.Embedding(args.max_position_embeddings, args.table_size)
+        if args.type_vocab_size > 0:
+            self.token_type_embeddings = nn.Embedding(args.type_vocab_size, args.table_size)
+        if args.table_size != args.hidden_size:
+            self.embed_proj = nn.Linear(args.table_size, args.hidden_size, bias=False)
+        self.LayerNorm = nn.LayerNorm(args.hidden_size, eps=args.layer_norm_eps)
+
+    def __call__(
+        self,
+        input_ids: mx.array,
+        attention_mask: mx.array | None,
+        token_type_ids: mx.array | None,
+    ) -> mx.array:
+        """Embed int32 ``[batch, length]``; zeros at padding."""
+        hidden = self.word_embeddings(input_ids)
+        if "position_embeddings" in self:
+            hidden = hidden + self.position_embeddings(mx.arange(input_ids.shape[1])[None])
+        if "token_type_embeddings" in self:
+            types = mx.zeros((1, 1), mx.int32) if token_type_ids is None else token_type_ids
+            hidden = hidden + self.token_type_embeddings(types)
+        if "embed_proj" in self:
+            hidden = self.embed_proj(hidden)
+        hidden = self.LayerNorm(hidden)
+        if attention_mask is None:
+            return hidden
+        return hidden * attention_mask[..., None].astype(hidden.dtype)
+
+
+class Trunk(nn.Module):
+    """DeBERTa without its heads."""
+
+    def __init__(self, args: ModelArgs) -> None:
+        super().__init__()
+        self.embeddings = Embeddings(args)
+        self.encoder = Encoder(args)
+
+
+class Transform(DenseActivation):
+    """What hidden states pass before the decoder."""
+
+    def __init__(self, args: ModelArgs) -> None:
+        super().__init__(args.hidden_size, args.table_size, activation(args.hidden_act))
+        self.LayerNorm = nn.LayerNorm(args.table_size, eps=args.layer_norm_eps)
+
+    def __call__(self, hidden: mx.array) -> mx.array:
+        """``[..., dims]`` to ``[..., dims of the table]``."""
+        return self.LayerNorm(super().__call__(hidden))
+
+
+class Predictions(nn.Module):
+    """The head of the masked LM; its decoder is the table of word embeddings if that is tied."""
+
+    def __init__(self, args: ModelArgs) -> None:
+        super().__init__()
+        self.transform = Transform(args)
+        self.bias = mx.zeros((args.vocab_size,))
+        if not args.tie_word_embeddings:
+            self.decoder = nn.Linear(args.table_size, args.vocab_size, bias=False)
+
+    def __call__(self, hidden: mx.array, words: nn.Embedding) -> mx.array:
+        """Return logits ``[..., vocabulary]``."""
+        hidden = self.transform(hidden)
+        logits = self.decoder(hidden) if "decoder" in self else words.as_linear(hidden)
+        return logits + self.bias
+
+
+class MaskedLMHead(nn.Module):
+    """The place of the masked LM in the names of a checkpoint."""
+
+    def __init__(self, args: ModelArgs) -> None:
+        super().__init__()
+        self.predictions = Predictions(args)
+
+
+class Model(nn.Module):
+    """DeBERTa v2 or v3 with the head of its first architecture."""
+
+    def __init__(self, args: ModelArgs) -> None:
+        super().__init__()
+        self.args = args
+        self.deberta = Trunk(args)
+        if args.head == "masked_lm":
+            self.cls = MaskedLMHead(args)
+        elif args.head is not None:
+            self.classifier = nn.Linear(args.hidden_size, args.num_labels)
+        if args.head == "sequence":
+            self.pooler = DenseActivation(
+                args.hidden_size, args.hidden_size, activation(args.pooler_hidden_act)
+            )
+
+    def __call__(
+        self,
+        input_ids: mx.array,
+        attention_mask: mx.array | None = None,
+        token_type_ids: mx.array | None = None,
+    ) -> mx.array:
+        """Last hidden states ``[B, L, D]`` of right-padded int32 ids ``[B, L]``.
+
+        Args:
+            input_ids: within the vocabulary.
+            attention_mask: ``[B, L]``, 1 or true for tokens; None: all are.
+            token_type_ids: int32 ``[B, L]``; None: all are 0.
+        """
+        embedded = self.deberta.embeddings(input_ids, attention_mask, token_type_ids)
+        return self.deberta.encoder(embedded, attention_mask)
+
+    def pooled(self, hidden: mx.array) -> mx.array:
+        """Pool ``[B, L, D]`` to ``[B, D]``, by the first token."""
+        return self.pooler(hidden[:, 0])
+
+    def mlm_logits(self, hidden: mx.array) -> mx.array:
+        """Logits ``[..., vocabulary]`` of ``[..., D]``."""
+        return self.cls.predictions(hidden, self.deberta.embeddings.word_embeddings)
+
+    def sequence_logits(self, hidden: mx.array, attention_mask: mx.array | None = None) -> mx.array:
+        """Logits ``[B, labels]`` of ``[B, L, D]``; the mask does not matter."""
+        return self.classifier(self.pooled(hidden))
+
+    def token_logits(self, hidden: mx.array) -> mx.array:
+        """Logits ``[..., labels]`` of ``[..., D]``."""
+        return self.classifier(hidden)
+
+    def sanitize(self, weights: Weights) -> Weights:
+        """Weights by the names of this model's parameters.
+
+        Heads of tasks that this model does not have are dropped: the released checkpoints have
+        the generator's or the discriminator's beside the trunk.
+        """
+        weights = modern_names(weights, "deberta", ("embeddings", "encoder"))
+        weights = without(weights, "mask_predictions.", *self._unused(weights))
+        weights = {self._older_name(name): array for name, array in weights.items()}
+        if KERNEL in weights and weights[KERNEL].shape[1] != self.args.conv_kernel_size:
+            # Torch keeps [outputs, inputs, size]; MLX [outputs, size, inputs].
+            weights[KERNEL] = weights[KERNEL].swapaxes(1, 2)
+        if self.args.head != "masked_lm":
+            return weights
+        table = WORDS if self.args.tie_word_embeddings else None
+        return with_decoder(weights, DECODER, f"{HEAD}bias", table=table)
+
+    def _unused(self, weights: Weights) -> list[str]:
+        """Prefixes of weights that this model has no place for."""
+        unused = [f"{part}." for part in ("pooler", "classifier") if part not in self]
+        if not self.args.position_biased_input:
+            unused.append("deberta.embeddings.position_embeddings.")
+        if self.args.head != "masked_lm":
+            return [*unused, HEAD, NEWER_HEAD]
+        has_both = all(any(n.startswith(head) for n in weights) for head in (HEAD, NEWER_HEAD))
+        return [*unused, NEWER_HEAD if self.args.legacy else HEAD] if has_both else unused
+
+    @staticmethod
+    def _older_name(name: str) -> str:
+        if not name.startswith(NEWER_HEAD):
+            return name
+        part = name.removeprefix(NEWER_HEAD)
+        return HEAD + (part if part == "bias" else f"transform.{part}")

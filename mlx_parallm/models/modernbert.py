@@ -1,0 +1,290 @@
+"""ModernBERT (Warner et al., 2024, arXiv:2412.13663): layers with local and with global attention.
+
+Names of parameters are those of Hugging Face's checkpoints.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal, get_args
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from mlx_parallm.errors import ModelLoadError
+from mlx_parallm.models.bert_layers import AttentionMask, activation, check_heads, key_mask
+from mlx_parallm.models.checkpoint_names import Weights, modern_names, with_decoder, without
+from mlx_parallm.models.encoder_args import EncoderArgs
+from mlx_parallm.models.rotary_layers import Rotary, attend_rotary
+
+WORDS = "model.embeddings.tok_embeddings.weight"
+
+LayerType = Literal["full_attention", "sliding_attention"]
+
+
+@dataclass
+class ModelArgs(EncoderArgs):
+    """The config of ModernBERT; defaults are Hugging Face's.
+
+    ``layer_types`` and ``rope_parameters`` are transformers 5's; older configs have
+    ``global_attn_every_n_layers`` and a theta each for global and local layers.
+    """
+
+    vocab_size: int = 50368
+    hidden_size: int = 768
+    intermediate_size: int = 1152
+    num_hidden_layers: int = 22
+    num_attention_heads: int = 12
+    hidden_activation: str = "gelu"
+    max_position_embeddings: int = 8192
+    norm_eps: float = 1e-5
+    norm_bias: bool = False
+    attention_bias: bool = False
+    mlp_bias: bool = False
+    decoder_bias: bool = True
+    classifier_bias: bool = False
+    classifier_activation: str = "gelu"
+    classifier_pooling: str = "cls"
+    local_attention: int = 128
+    global_attn_every_n_layers: int = 3
+    layer_types: list[LayerType] = field(default_factory=list)
+    global_rope_theta: float = 160_000.0
+    local_rope_theta: float | None = 10_000.0
+    rope_parameters: dict[str, Any] | None = None
+
+    def __post_init__(self) -> None:
+        check_heads(self.hidden_size, self.num_attention_heads)
+        if self.classifier_pooling not in ("cls", "mean"):
+            raise ModelLoadError(f"classifier_pooling {self.classifier_pooling!r} is not known.")
+        if not self.layer_types:
+            every = self.global_attn_every_n_layers
+            self.layer_types = [
+                "sliding_attention" if number % every else "full_attention"
+                for number in range(self.num_hidden_layers)
+            ]
+        if unknown := set(self.layer_types) - set(get_args(LayerType)):
+            raise ModelLoadError(f"layer_types has {', '.join(sorted(unknown))}.")
+
+    @property
+    def max_length(self) -> int:
+        """Tokens of the longest input."""
+        return self.max_position_embeddings
+
+    def rotary(self, layer_type: LayerType) -> Rotary:
+        """How layers of this type turn queries and keys.
+
+        Raises:
+            ModelLoadError: positions are scaled in a way that is not supported.
+        """
+        theta = self.global_rope_theta
+        if layer_type == "sliding_attention" and self.local_rope_theta is not None:
+            theta = self.local_rope_theta
+        settings = (self.rope_parameters or {}).get(layer_type) or {}
+        if (kind := settings.get("rope_type", "default")) != "default":
+            raise ModelLoadError(f"rope_type {kind!r} is not supported for ModernBERT.")
+        dims = self.hidden_size // self.num_attention_heads
+        return Rotary(dims, float(settings.get("rope_theta", theta)))
+
+
+def local_mask(length: int, window: int, keys: AttentionMask) -> AttentionMask:
+    """What a layer with local attention may attend to.
+
+    Args:
+        length: of the longest text.
+        window: how many tokens around each one, half of them on each side.
+        keys: boolean ``[B, 1, 1, length]``, true for tokens; None: all are.
+
+    Returns:
+        Boolean, broadcasting to ``[B, 1, length, length]``. Padding far from every token attends
+        to itself, so that it stays a number.
+    """
+    reach = window // 2
+    if length <= reach + 1:
+        return keys
+    steps = mx.arange(length)
+    distance = mx.abs(steps[:, None] - steps[None])
+    near = distance <= reach
+    return near if keys is None else (near & keys) | (distance == 0)
+
+
+def norm(args: ModelArgs) -> nn.LayerNorm:
+    """A layer norm as the config wants it."""
+    return nn.LayerNorm(args.hidden_size, eps=args.norm_eps, bias=args.norm_bias)
+
+
+class Embeddings(nn.Module):
+    """Word embeddings and a layer norm."""
+
+    def __init__(self, args: ModelArgs) -> None:
+        super().__init__()
+        self.tok_embeddings = nn.Embedding(args.vocab_size, args.hidden_size)
+        self.norm = norm(args)
+
+    def __call__(self, input_ids: mx.array) -> mx.array:
+        """Embed int32 ``[batch, length]``."""
+        return self.norm(self.tok_embeddings(input_ids))
+
+
+class Attention(nn.Module):
+    """Attention with rotary positions and its output projection."""
+
+    def __init__(self, args: ModelArgs, layer_type: LayerType) -> None:
+        super().__init__()
+        dims = args.hidden_size
+        self.heads = args.num_attention_heads
+        self.rotary = args.rotary(layer_type)
+        self.Wqkv = nn.Linear(dims, 3 * dims, bias=args.attention_bias)
+        self.Wo = nn.Linear(dims, dims, bias=args.attention_bias)
+
+    def __call__(self, hidden: mx.array, mask: AttentionMask) -> mx.array:
+        """Mix the tokens that the mask allows."""
+        return self.Wo(attend_rotary(self.Wqkv(hidden), self.heads, self.rotary, mask))
+
+
+class GatedMLP(nn.Module):
+    """The feed-forward part: one half of the first projection gates the other."""
+
+    def __init__(self, args: ModelArgs) -> None:
+        super().__init__()
+        self.Wi = nn.Linear(args.hidden_size, 2 * args.intermediate_size, bias=args.mlp_bias)
+        self.Wo = nn.Linear(args.intermediate_size, args.hidden_size, bias=args.mlp_bias)
+        self.activation = activation(args.hidden_activation)
+
+    def __call__(self, hidden: mx.array) -> mx.array:
+        """Keep the shape."""
+        inputs, gate = mx.split(self.Wi(hidden), 2, axis=-1)
+        return self.Wo(self.activation(inputs) * gate)
+
+
+class Layer(nn.Module):
+    """A transformer layer with its norms before attention and feed-forward."""
+
+    def __init__(self, args: ModelArgs, number: int) -> None:
+        super().__init__()
+        self.layer_type: LayerType = args.layer_types[number]
+        # The embeddings' norm is the first layer's.
+        self.attn_norm = norm(args) if number else nn.Identity()
+        self.attn = Attention(args, self.layer_type)
+        self.mlp_norm = norm(args)
+        self.mlp = GatedMLP(args)
+
+    def __call__(self, hidden: mx.array, mask: AttentionMask) -> mx.array:
+        """Return the hidden states behind this layer."""
+        hidden = hidden + self.attn(self.attn_norm(hidden), mask)
+        return hidden + self.mlp(self.mlp_norm(hidden))
+
+
+class Trunk(nn.Module):
+    """ModernBERT without its heads."""
+
+    def __init__(self, args: ModelArgs) -> None:
+        super().__init__()
+        self.window = args.local_attention
+        self.embeddings = Embeddings(args)
+        self.layers = [Layer(args, number) for number in range(args.num_hidden_layers)]
+        self.final_norm = norm(args)
+
+    def __call__(self, input_ids: mx.array, attention_mask: mx.array | None) -> mx.array:
+        """Return the last hidden states of right-padded ids."""
+        hidden, keys = self.embeddings(input_ids), key_mask(attention_mask)
+        masks: dict[LayerType, AttentionMask] = {
+            "full_attention": keys,
+            "sliding_attention": local_mask(input_ids.shape[1], self.window, keys),
+        }
+        for layer in self.layers:
+            hidden = layer(hidden, masks[layer.layer_type])
+        return self.final_norm(hidden)
+
+
+class PredictionHead(nn.Module):
+    """What hidden states pass before a decoder or a classifier."""
+
+    def __init__(self, args: ModelArgs) -> None:
+        super().__init__()
+        self.dense = nn.Linear(args.hidden_size, args.hidden_size, bias=args.classifier_bias)
+        self.activation = activation(args.classifier_activation)
+        self.norm = norm(args)
+
+    def __call__(self, hidden: mx.array) -> mx.array:
+        """Keep the shape."""
+        return self.norm(self.activation(self.dense(hidden)))
+
+
+class TiedDecoder(nn.Module):
+    """A decoder whose weight is the table of word embeddings."""
+
+    def __init__(self, args: ModelArgs) -> None:
+        super().__init__()
+        if args.decoder_bias:
+            self.bias = mx.zeros((args.vocab_size,))
+
+    def __call__(self, hidden: mx.array, words: nn.Embedding) -> mx.array:
+        """Return logits ``[..., vocabulary]``."""
+        logits = words.as_linear(hidden)
+        return logits + self.bias if "bias" in self else logits
+
+
+class Model(nn.Module):
+    """ModernBERT with the head of its first architecture."""
+
+    def __init__(self, args: ModelArgs) -> None:
+        super().__init__()
+        self.args = args
+        self.model = Trunk(args)
+        if args.head is not None:
+            self.head = PredictionHead(args)
+        if args.head in ("sequence", "token"):
+            self.classifier = nn.Linear(args.hidden_size, args.num_labels)
+        elif args.head == "masked_lm" and args.tie_word_embeddings:
+            self.decoder = TiedDecoder(args)
+        elif args.head == "masked_lm":
+            self.decoder = nn.Linear(args.hidden_size, args.vocab_size, bias=args.decoder_bias)
+
+    def __call__(
+        self,
+        input_ids: mx.array,
+        attention_mask: mx.array | None = None,
+        token_type_ids: mx.array | None = None,
+    ) -> mx.array:
+        """Last hidden states ``[B, L, D]`` of right-padded int32 ids ``[B, L]``.
+
+        Args:
+            input_ids: within the vocabulary.
+            attention_mask: ``[B, L]``, 1 or true for tokens, one at least in a row; None: all are.
+            token_type_ids: not used; ModernBERT has no token types.
+        """
+        return self.model(input_ids, attention_mask)
+
+    def mlm_logits(self, hidden: mx.array) -> mx.array:
+        """Logits ``[..., vocabulary]`` of ``[..., D]``."""
+        hidden = self.head(hidden)
+        if isinstance(self.decoder, TiedDecoder):
+            return self.decoder(hidden, self.model.embeddings.tok_embeddings)
+        return self.decoder(hidden)
+
+    def sequence_logits(self, hidden: mx.array, attention_mask: mx.array | None = None) -> mx.array:
+        """Logits ``[B, labels]`` of ``[B, L, D]``.
+
+        ``classifier_pooling`` says whether texts are their first token or the mean of theirs; the
+        mean needs the mask of a ragged batch. It is taken in float32.
+        """
+        if self.args.classifier_pooling == "cls":
+            return self.classifier(self.head(hidden[:, 0]))
+        weights = mx.ones(hidden.shape[:2]) if attention_mask is None else attention_mask
+        weights = weights.astype(mx.float32)[..., None]
+        mean = (hidden.astype(mx.float32) * weights).sum(axis=1) / weights.sum(axis=1)
+        return self.classifier(self.head(mean.astype(hidden.dtype)))
+
+    def token_logits(self, hidden: mx.array) -> mx.array:
+        """Logits ``[..., labels]`` of ``[..., D]``."""
+        return self.classifier(self.head(hidden))
+
+    def sanitize(self, weights: Weights) -> Weights:
+        """Weights by the names of this model's parameters; heads of other tasks are dropped."""
+        weights = modern_names(weights, "model", ("embeddings", "layers", "final_norm"))
+        unused = [part for part in ("head", "classifier", "decoder") if part not in self]
+        weights = without(weights, *(f"{part}." for part in unused))
+        if self.args.head != "masked_lm":
+            return weights
+        table = WORDS if self.args.tie_word_embeddings else None
+        return with_decoder(weights, "decoder", "decoder.bias", table=table)

@@ -1,0 +1,357 @@
+"""NomicBERT (Nussbaum et al., 2024, arXiv:2402.01613): BERT with rotary positions and SwiGLU.
+
+Two formats of checkpoints load: that of nomic-embed-text-v1 and v1.5, whose config has GPT-2's
+names (``n_embd``) and whose code came with the checkpoint, and transformers 5's own. Names of
+parameters are those of the former.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from mlx_parallm.errors import ModelLoadError
+from mlx_parallm.models.bert_layers import (
+    Activation,
+    AttentionMask,
+    Pooler,
+    activation,
+    check_heads,
+    key_mask,
+)
+from mlx_parallm.models.checkpoint_names import Weights, modern_names, with_decoder, without
+from mlx_parallm.models.encoder_args import EncoderArgs
+from mlx_parallm.models.rotary_layers import Rotary, attend_rotary, join_rows
+
+DECODER = "cls.predictions.decoder"
+WORDS = "bert.embeddings.word_embeddings.weight"
+
+#: Parts of names in transformers 5's format, and what they are called here.
+OWN_NAMES = {
+    "nomic_bert.": "bert.",
+    "embeddings.LayerNorm.": "emb_ln.",
+    "self_attn.": "attn.",
+    "attn.o_proj.": "attn.out_proj.",
+    "mlp.up_proj.": "mlp.fc11.",
+    "mlp.gate_proj.": "mlp.fc12.",
+    "mlp.down_proj.": "mlp.fc2.",
+    "post_attention_layernorm.": "norm1.",
+    "post_mlp_layernorm.": "norm2.",
+}
+
+#: How the gate of the feed-forward part is activated, by ``activation_function``.
+GATES = {"swiglu": "silu", "geglu": "gelu", "glu": "sigmoid"}
+
+#: The feed-forward part of checkpoints with their own code is a multiple of this wide.
+WIDTH_MULTIPLE = 256
+
+
+@dataclass
+class ModelArgs(EncoderArgs):
+    """The config of NomicBERT, in either format; defaults are Hugging Face's.
+
+    The first part is transformers 5's. If ``n_embd`` is there, the second part decides.
+    """
+
+    vocab_size: int = 30528
+    hidden_size: int = 768
+    num_hidden_layers: int = 12
+    num_attention_heads: int = 12
+    intermediate_size: int = 3072
+    hidden_act: str = "silu"
+    max_position_embeddings: int = 2048
+    type_vocab_size: int = 2
+    layer_norm_eps: float = 1e-12
+    rope_parameters: dict[str, Any] | None = None
+
+    n_embd: int | None = None
+    n_layer: int = 12
+    n_head: int = 12
+    n_inner: int | None = None
+    n_positions: int = 1024
+    activation_function: str = "gelu_new"
+    layer_norm_epsilon: float = 1e-5
+    pad_vocab_size_multiple: int = 1
+    prenorm: bool = False
+    causal: bool = False
+    use_rms_norm: bool = False
+    moe_every_n_layers: int = 0
+    qkv_proj_bias: bool = True
+    mlp_fc1_bias: bool = True
+    mlp_fc2_bias: bool = True
+    rotary_emb_base: float = 10_000.0
+    rotary_emb_fraction: float = 0.0
+    rotary_emb_interleaved: bool = False
+    rotary_emb_scale_base: float | None = None
+    rotary_scaling_factor: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.n_embd is None:
+            self._read_rope_parameters()
+        else:
+            self._read_gpt2_names(self.n_embd)
+        check_heads(self.hidden_size, self.num_attention_heads)
+
+    def _read_rope_parameters(self) -> None:
+        settings = self.rope_parameters or {}
+        if (kind := settings.get("rope_type", "default")) != "default":
+            raise ModelLoadError(f"rope_type {kind!r} is not supported for NomicBERT.")
+        self.rotary_emb_base = float(settings.get("rope_theta", 1000.0))
+        self.rotary_emb_fraction = 1.0
+        self.qkv_proj_bias = self.mlp_fc1_bias = self.mlp_fc2_bias = False
+
+    def _read_gpt2_names(self, dims: int) -> None:
+        unsupported = ("prenorm", "causal", "use_rms_norm", "moe_every_n_layers")
+        for name in (*unsupported, "rotary_emb_scale_base", "rotary_scaling_factor"):
+            if value := getattr(self, name):
+                raise ModelLoadError(f"{name} {value!r} is not supported for NomicBERT.")
+        if self.activation_function not in GATES:
+            raise ModelLoadError(
+                f"activation_function {self.activation_function!r} is not "
+                f"one of {', '.join(GATES)}."
+            )
+        if self.rotary_emb_fraction <= 0:
+            raise ModelLoadError("rotary_emb_fraction is 0: only rotary positions are supported.")
+        self.hidden_size, self.num_hidden_layers = dims, self.n_layer
+        self.num_attention_heads = self.n_head
+        self.intermediate_size = _round_up(self.n_inner or 8 * dims // 3, WIDTH_MULTIPLE)
+        self.hidden_act = GATES[self.activation_function]
+        self.max_position_embeddings = self.n_positions
+        self.layer_norm_eps = self.layer_norm_epsilon
+        self.vocab_size = _round_up(self.vocab_size, self.pad_vocab_size_multiple)
+
+    @property
+    def max_length(self) -> int:
+        """Tokens of the longest input."""
+        return self.max_position_embeddings
+
+    @property
+    def rotary(self) -> Rotary:
+        """How queries and keys are turned."""
+        dims = int(self.hidden_size // self.num_attention_heads * self.rotary_emb_fraction)
+        return Rotary(dims, self.rotary_emb_base, interleaved=self.rotary_emb_interleaved)
+
+    @property
+    def gate(self) -> Activation:
+        """Activation of the gate of the feed-forward part."""
+        return mx.sigmoid if self.hidden_act == "sigmoid" else activation(self.hidden_act)
+
+
+def _round_up(number: int, multiple: int) -> int:
+    return -(-number // multiple) * multiple
+
+
+class Embeddings(nn.Module):
+    """Word embeddings and, if there are types, token type embeddings."""
+
+    def __init__(self, args: ModelArgs) -> None:
+        super().__init__()
+        self.word_embeddings = nn.Embedding(args.vocab_size, args.hidden_size)
+        if args.type_vocab_size > 0:
+            self.token_type_embeddings = nn.Embedding(args.type_vocab_size, args.hidden_size)
+
+    def __call__(self, input_ids: mx.array, token_type_ids: mx.array | None) -> mx.array:
+        """Embed int32 ``[batch, length]``; without token types all of them are 0."""
+        hidden = self.word_embeddings(input_ids)
+        if "token_type_embeddings" not in self:
+            return hidden
+        types = mx.zeros((1, 1), mx.int32) if token_type_ids is None else token_type_ids
+        return hidden + self.token_type_embeddings(types)
+
+
+class Attention(nn.Module):
+    """Attention with rotary positions and its output projection."""
+
+    def __init__(self, args: ModelArgs) -> None:
+        super().__init__()
+        dims = args.hidden_size
+        self.heads = args.num_attention_heads
+        self.rotary = args.rotary
+        self.Wqkv = nn.Linear(dims, 3 * dims, bias=args.qkv_proj_bias)
+        self.out_proj = nn.Linear(dims, dims, bias=args.qkv_proj_bias)
+
+    def __call__(self, hidden: mx.array, mask: AttentionMask) -> mx.array:
+        """Mix the tokens that the mask allows."""
+        return self.out_proj(attend_rotary(self.Wqkv(hidden), self.heads, self.rotary, mask))
+
+
+class GatedMLP(nn.Module):
+    """The feed-forward part: ``fc12`` gates ``fc11``."""
+
+    def __init__(self, args: ModelArgs) -> None:
+        super().__init__()
+        dims, width = args.hidden_size, args.intermediate_size
+        self.fc11 = nn.Linear(dims, width, bias=args.mlp_fc1_bias)
+        self.fc12 = nn.Linear(dims, width, bias=args.mlp_fc1_bias)
+        self.fc2 = nn.Linear(width, dims, bias=args.mlp_fc2_bias)
+        self.gate = args.gate
+
+    def __call__(self, hidden: mx.array) -> mx.array:
+        """Keep the shape."""
+        return self.fc2(self.fc11(hidden) * self.gate(self.fc12(hidden)))
+
+
+class Layer(nn.Module):
+    """A transformer layer with its norms behind the residual connections."""
+
+    def __init__(self, args: ModelArgs) -> None:
+        super().__init__()
+        self.attn = Attention(args)
+        self.mlp = GatedMLP(args)
+        self.norm1 = nn.LayerNorm(args.hidden_size, eps=args.layer_norm_eps)
+        self.norm2 = nn.LayerNorm(args.hidden_size, eps=args.layer_norm_eps)
+
+    def __call__(self, hidden: mx.array, mask: AttentionMask) -> mx.array:
+        """Return the hidden states behind this layer."""
+        hidden = self.norm1(hidden + self.attn(hidden, mask))
+        return self.norm2(hidden + self.mlp(hidden))
+
+
+class Encoder(nn.Module):
+    """A stack of layers."""
+
+    def __init__(self, args: ModelArgs) -> None:
+        super().__init__()
+        self.layers = [Layer(args) for _ in range(args.num_hidden_layers)]
+
+    def __call__(self, hidden: mx.array, mask: AttentionMask) -> mx.array:
+        """Return the last hidden states."""
+        for layer in self.layers:
+            hidden = layer(hidden, mask)
+        return hidden
+
+
+class Trunk(nn.Module):
+    """NomicBERT without its heads."""
+
+    def __init__(self, args: ModelArgs, *, pooler: bool) -> None:
+        super().__init__()
+        self.embeddings = Embeddings(args)
+        self.emb_ln = nn.LayerNorm(args.hidden_size, eps=args.layer_norm_eps)
+        self.encoder = Encoder(args)
+        if pooler:
+            self.pooler = Pooler(args.hidden_size)
+
+
+class Transform(nn.Module):
+    """What hidden states pass before the decoder."""
+
+    def __init__(self, args: ModelArgs) -> None:
+        super().__init__()
+        # Checkpoints with their own code have a bias here where their feed-forward part has one;
+        # transformers 5's always have.
+        bias = args.n_embd is None or args.mlp_fc1_bias
+        self.dense = nn.Linear(args.hidden_size, args.hidden_size, bias=bias)
+        self.layer_norm = nn.LayerNorm(args.hidden_size, eps=args.layer_norm_eps)
+        self.activation = activation(_transform_activation(args))
+
+    def __call__(self, hidden: mx.array) -> mx.array:
+        """Keep the shape."""
+        return self.layer_norm(self.activation(self.dense(hidden)))
+
+
+def _transform_activation(args: ModelArgs) -> str:
+    """Checkpoints with their own code know GELU and, with SwiGLU, SiLU."""
+    if args.n_embd is None:
+        return args.hidden_act
+    return "silu" if args.activation_function == "swiglu" else "gelu"
+
+
+class Predictions(nn.Module):
+    """The head of the masked LM; its decoder is the table of word embeddings if that is tied."""
+
+    def __init__(self, args: ModelArgs) -> None:
+        super().__init__()
+        self.transform = Transform(args)
+        if args.n_embd is None or args.mlp_fc1_bias:
+            self.bias = mx.zeros((args.vocab_size,))
+        if not args.tie_word_embeddings:
+            self.decoder = nn.Linear(args.hidden_size, args.vocab_size, bias=False)
+
+    def __call__(self, hidden: mx.array, words: nn.Embedding) -> mx.array:
+        """Return logits ``[..., vocabulary]``."""
+        hidden = self.transform(hidden)
+        logits = self.decoder(hidden) if "decoder" in self else words.as_linear(hidden)
+        return logits + self.bias if "bias" in self else logits
+
+
+class PreTrainingHeads(nn.Module):
+    """The place of the masked LM in the names of a checkpoint."""
+
+    def __init__(self, args: ModelArgs) -> None:
+        super().__init__()
+        self.predictions = Predictions(args)
+
+
+class Model(nn.Module):
+    """NomicBERT with the head of its first architecture."""
+
+    def __init__(self, args: ModelArgs) -> None:
+        super().__init__()
+        self.args = args
+        self.has_pooler = args.head == "sequence" or (args.head is None and args.add_pooling_layer)
+        self.bert = Trunk(args, pooler=self.has_pooler)
+        if args.head == "masked_lm":
+            self.cls = PreTrainingHeads(args)
+        elif args.head is not None:
+            self.classifier = nn.Linear(args.hidden_size, args.num_labels)
+
+    def __call__(
+        self,
+        input_ids: mx.array,
+        attention_mask: mx.array | None = None,
+        token_type_ids: mx.array | None = None,
+    ) -> mx.array:
+        """Last hidden states ``[B, L, D]`` of right-padded int32 ids ``[B, L]``.
+
+        Args:
+            input_ids: within the vocabulary.
+            attention_mask: ``[B, L]``, 1 or true for tokens, one at least in a row; None: all are.
+            token_type_ids: int32 ``[B, L]``; None: all are 0.
+        """
+        hidden = self.bert.emb_ln(self.bert.embeddings(input_ids, token_type_ids))
+        return self.bert.encoder(hidden, key_mask(attention_mask))
+
+    def pooled(self, hidden: mx.array) -> mx.array:
+        """Pool ``[B, L, D]`` to ``[B, D]``, by the first token."""
+        return self.bert.pooler(hidden)
+
+    def mlm_logits(self, hidden: mx.array) -> mx.array:
+        """Logits ``[..., vocabulary]`` of ``[..., D]``."""
+        return self.cls.predictions(hidden, self.bert.embeddings.word_embeddings)
+
+    def sequence_logits(self, hidden: mx.array, attention_mask: mx.array | None = None) -> mx.array:
+        """Logits ``[B, labels]`` of ``[B, L, D]``; the mask does not matter."""
+        return self.classifier(self.pooled(hidden))
+
+    def token_logits(self, hidden: mx.array) -> mx.array:
+        """Logits ``[..., labels]`` of ``[..., D]``."""
+        return self.classifier(hidden)
+
+    def sanitize(self, weights: Weights) -> Weights:
+        """Weights by the names of this model's parameters; heads of other tasks are dropped."""
+        parts = ("embeddings", "emb_ln", "encoder", "layers", "pooler")
+        weights = {_own_name(name): array for name, array in weights.items()}
+        weights = modern_names(weights, "bert", parts)
+        weights = {
+            name.replace("bert.layers.", "bert.encoder.layers."): array
+            for name, array in weights.items()
+        }
+        weights = join_rows(weights, ("attn.q_proj", "attn.k_proj", "attn.v_proj"), "attn.Wqkv")
+        if not self.has_pooler:
+            weights = without(weights, "bert.pooler.")
+        if "classifier" not in self:
+            weights = without(weights, "classifier.")
+        if self.args.head != "masked_lm":
+            return without(weights, "cls.")
+        table = WORDS if self.args.tie_word_embeddings else None
+        return with_decoder(weights, DECODER, "cls.predictions.bias", table=table)
+
+
+def _own_name(name: str) -> str:
+    for part, own in OWN_NAMES.items():
+        name = name.replace(part, own)
+    return name

@@ -1,0 +1,93 @@
+"""Parts that encoders with rotary positions share (Su et al., 2021, arXiv:2104.09864)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import mlx.core as mx
+
+from mlx_parallm.models.bert_layers import AttentionMask
+from mlx_parallm.models.checkpoint_names import Weights
+
+
+@dataclass(frozen=True, slots=True)
+class Rotary:
+    """How positions turn queries and keys.
+
+    Attributes:
+        dims: dimensions of a head that are turned.
+        theta: base of the wavelengths; not used if there are ``wavelengths``.
+        wavelengths: float32 ``[dims / 2]``, radians' inverse; None: ``theta ** (2 i / dims)``.
+        interleaved: dimensions 2 i and 2 i + 1 are a pair, rather than i and i + dims / 2.
+    """
+
+    dims: int
+    theta: float = 10000.0
+    wavelengths: mx.array | None = None
+    interleaved: bool = False
+
+    def __call__(self, x: mx.array) -> mx.array:
+        """Turn ``[B, heads, L, dims]``; the first token is at position 0."""
+        return mx.fast.rope(
+            x,
+            self.dims,
+            traditional=self.interleaved,
+            base=self.theta if self.wavelengths is None else None,
+            scale=1.0,
+            offset=0,
+            freqs=self.wavelengths,
+        )
+
+
+def split_heads(packed: mx.array, heads: int) -> tuple[mx.array, mx.array, mx.array]:
+    """Queries, keys and values ``[B, heads, L, dims]`` of their packed ``[B, L, 3 * D]``."""
+    batch, length, width = packed.shape
+    parts = packed.reshape(batch, length, 3, heads, width // (3 * heads))
+    queries, keys, values = parts.transpose(2, 0, 3, 1, 4)
+    return queries, keys, values
+
+
+def attend_rotary(
+    packed: mx.array, heads: int, rotary: Rotary | None, mask: AttentionMask
+) -> mx.array:
+    """Softmax attention of several heads with scale 1 / sqrt(dims of a head).
+
+    Args:
+        packed: queries, keys and values of all heads, ``[B, L, 3 * D]``.
+        heads: how many parts D has.
+        rotary: turns queries and keys; None: nothing does.
+        mask: None or boolean (true: attended to); it broadcasts to ``[B, heads, L, L]``.
+
+    Returns:
+        ``[B, L, D]``.
+    """
+    queries, keys, values = split_heads(packed, heads)
+    if rotary is not None:
+        queries, keys = rotary(queries), rotary(keys)
+    mixed = mx.fast.scaled_dot_product_attention(
+        queries, keys, values, scale=queries.shape[-1] ** -0.5, mask=mask
+    )
+    return mixed.swapaxes(1, 2).reshape(*packed.shape[:2], -1)
+
+
+def join_rows(weights: Weights, parts: tuple[str, ...], whole: str) -> Weights:
+    """The weights with every group of linear layers joined into one.
+
+    Rows are outputs, so that biases, and scales of quantised layers, are joined as weights are.
+
+    Args:
+        weights: by name.
+        parts: ends of the layers' names, such as ``attn.q_proj``; rows follow in this order.
+        whole: what the name of the joined layer ends with.
+
+    Raises:
+        KeyError: one of the parts is missing.
+    """
+    first = f".{parts[0]}."
+    joined = dict(weights)
+    for name in weights:
+        if first in name:
+            layer, kind = name.split(first)
+            rows = [joined.pop(f"{layer}.{part}.{kind}") for part in parts]
+            joined[f"{layer}.{whole}.{kind}"] = mx.concatenate(rows, axis=0)
+    return joined

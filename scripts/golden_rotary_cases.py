@@ -1,0 +1,273 @@
+"""Golden cases of DeBERTa and of the encoders with rotary positions."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from scripts.golden_encoder_cases import LABELS, SIZES, GoldenCase, RemoteFormat
+
+#: As DeBERTa v3: log buckets, shared projections, no absolute positions, a norm of the table.
+DEBERTA: dict[str, Any] = {
+    **SIZES,
+    "relative_attention": True,
+    "max_relative_positions": -1,
+    "position_buckets": 8,
+    "norm_rel_ebd": "layer_norm",
+    "share_att_key": True,
+    "pos_att_type": "p2c|c2p",
+    "position_biased_input": False,
+    "type_vocab_size": 0,
+}
+#: As v2-xlarge, with what the released configs leave out.
+CONVOLUTION: dict[str, Any] = {
+    **DEBERTA,
+    "conv_kernel_size": 3,
+    "conv_act": "gelu",
+    "conv_groups": 2,
+    "position_biased_input": True,
+    "type_vocab_size": 2,
+    "embedding_size": 24,
+}
+LONG = (37, 3, 20)
+
+MODERNBERT: dict[str, Any] = {
+    **SIZES,
+    "num_hidden_layers": 4,
+    "local_attention": 6,
+    "pad_token_id": 0,
+}
+
+NOMIC: dict[str, Any] = {**SIZES, "type_vocab_size": 2}
+NOMIC_REMOTE: dict[str, Any] = {
+    "model_type": "nomic_bert",
+    "vocab_size": 99,
+    "pad_vocab_size_multiple": 64,
+    "n_embd": 32,
+    "n_layer": 2,
+    "n_head": 4,
+    "n_inner": 256,
+    "n_positions": 40,
+    "type_vocab_size": 2,
+    "activation_function": "swiglu",
+    "layer_norm_epsilon": 1e-12,
+    "rotary_emb_base": 1000,
+    "rotary_emb_fraction": 1.0,
+    "qkv_proj_bias": False,
+    "mlp_fc1_bias": False,
+    "mlp_fc2_bias": False,
+}
+GTE: dict[str, Any] = {**SIZES, "type_vocab_size": 1, "pad_token_id": 0}
+GTE_REMOTE: dict[str, Any] = {
+    **SIZES,
+    "model_type": "new",
+    "type_vocab_size": 1,
+    "hidden_act": "gelu",
+    "layer_norm_type": "layer_norm",
+    "layer_norm_eps": 1e-12,
+    "position_embedding_type": "rope",
+    "rope_theta": 20000,
+    "pack_qkv": True,
+}
+
+
+def nomic_weights(prefix: str, *, pooler: bool = False) -> dict[str, list[int]]:
+    """Names and shapes of nomic-embed-text-v1.5, for the sizes of ``NOMIC_REMOTE``."""
+    shapes = {
+        "embeddings.word_embeddings.weight": [128, 32],
+        "embeddings.token_type_embeddings.weight": [2, 32],
+        "emb_ln.weight": [32],
+        "emb_ln.bias": [32],
+    }
+    for layer in ("encoder.layers.0", "encoder.layers.1"):
+        shapes |= {
+            f"{layer}.attn.Wqkv.weight": [96, 32],
+            f"{layer}.attn.out_proj.weight": [32, 32],
+            f"{layer}.mlp.fc11.weight": [256, 32],
+            f"{layer}.mlp.fc12.weight": [256, 32],
+            f"{layer}.mlp.fc2.weight": [32, 256],
+        }
+        for norm in ("norm1", "norm2"):
+            shapes |= {f"{layer}.{norm}.weight": [32], f"{layer}.{norm}.bias": [32]}
+    if pooler:
+        shapes |= {"pooler.dense.weight": [32, 32], "pooler.dense.bias": [32]}
+    return {f"{prefix}{name}": shape for name, shape in shapes.items()}
+
+
+def gte_weights(prefix: str, *, pooler: bool = False) -> dict[str, list[int]]:
+    """Names and shapes of gte-multilingual-base, for the sizes of ``GTE_REMOTE``."""
+    shapes = {
+        "embeddings.word_embeddings.weight": [99, 32],
+        "embeddings.token_type_embeddings.weight": [1, 32],
+        "embeddings.LayerNorm.weight": [32],
+        "embeddings.LayerNorm.bias": [32],
+    }
+    for layer in ("encoder.layer.0", "encoder.layer.1"):
+        shapes |= {
+            f"{layer}.attention.qkv_proj.weight": [96, 32],
+            f"{layer}.attention.qkv_proj.bias": [96],
+            f"{layer}.attention.o_proj.weight": [32, 32],
+            f"{layer}.attention.o_proj.bias": [32],
+            f"{layer}.mlp.up_gate_proj.weight": [96, 32],
+            f"{layer}.mlp.down_proj.weight": [32, 48],
+            f"{layer}.mlp.down_proj.bias": [32],
+        }
+        for norm in ("attn_ln", "mlp_ln"):
+            shapes |= {f"{layer}.{norm}.weight": [32], f"{layer}.{norm}.bias": [32]}
+    if pooler:
+        shapes |= {"pooler.dense.weight": [32, 32], "pooler.dense.bias": [32]}
+    return {f"{prefix}{name}": shape for name, shape in shapes.items()}
+
+
+CLASSIFIER = {"classifier.weight": [3, 32], "classifier.bias": [3]}
+GTE_LM_HEAD = {
+    "lm_head.dense.weight": [32, 32],
+    "lm_head.dense.bias": [32],
+    "lm_head.norm.weight": [32],
+    "lm_head.norm.bias": [32],
+    "lm_head.decoder.bias": [99],
+}
+GTE_ROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 20000.0}}
+#: What transformers needs to read the checkpoint of ``NOMIC_REMOTE``.
+NOMIC_READ = {**NOMIC, "vocab_size": 128, "intermediate_size": 256}
+
+ROTARY_CASES = [
+    GoldenCase("deberta_v2", "deberta-v2", "DebertaV2Model", DEBERTA, lengths=LONG),
+    GoldenCase(
+        "deberta_v2_conv",
+        "deberta-v2",
+        "DebertaV2ForMaskedLM",
+        CONVOLUTION,
+        lengths=LONG,
+        token_types=True,
+    ),
+    GoldenCase(
+        "deberta_v2_masked_lm", "deberta-v2", "DebertaV2ForMaskedLM", {**DEBERTA, "legacy": False}
+    ),
+    GoldenCase(
+        "deberta_v2_sequence",
+        "deberta-v2",
+        "DebertaV2ForSequenceClassification",
+        {**DEBERTA, **LABELS, "share_att_key": False},
+        lengths=LONG,
+    ),
+    GoldenCase(
+        "deberta_v2_token",
+        "deberta-v2",
+        "DebertaV2ForTokenClassification",
+        {
+            **DEBERTA,
+            **LABELS,
+            "share_att_key": False,
+            "pos_att_type": ["c2p"],
+            "position_buckets": -1,
+            "max_relative_positions": 6,
+        },
+    ),
+    GoldenCase(
+        "deberta_v2_p2c",
+        "deberta-v2",
+        "DebertaV2Model",
+        {**DEBERTA, "pos_att_type": ["p2c"], "norm_rel_ebd": "none"},
+    ),
+    GoldenCase(
+        "deberta_v2_absolute",
+        "deberta-v2",
+        "DebertaV2Model",
+        {**SIZES, "type_vocab_size": 2},
+        token_types=True,
+    ),
+    GoldenCase("modernbert", "modernbert", "ModernBertModel", MODERNBERT, lengths=LONG),
+    GoldenCase("modernbert_masked_lm", "modernbert", "ModernBertForMaskedLM", MODERNBERT),
+    GoldenCase(
+        "modernbert_biases",
+        "modernbert",
+        "ModernBertForMaskedLM",
+        {
+            **MODERNBERT,
+            "norm_bias": True,
+            "attention_bias": True,
+            "mlp_bias": True,
+            "decoder_bias": False,
+            "classifier_bias": True,
+            "tie_word_embeddings": False,
+            "global_attn_every_n_layers": 2,
+        },
+    ),
+    GoldenCase(
+        "modernbert_sequence",
+        "modernbert",
+        "ModernBertForSequenceClassification",
+        {**MODERNBERT, **LABELS, "classifier_pooling": "mean"},
+    ),
+    GoldenCase(
+        "modernbert_sequence_cls",
+        "modernbert",
+        "ModernBertForSequenceClassification",
+        {**MODERNBERT, **LABELS, "global_rope_theta": 5000.0, "local_rope_theta": 700.0},
+    ),
+    GoldenCase(
+        "modernbert_token",
+        "modernbert",
+        "ModernBertForTokenClassification",
+        {**MODERNBERT, **LABELS},
+    ),
+    GoldenCase("nomic_bert", "nomic_bert", "NomicBertModel", NOMIC, token_types=True),
+    GoldenCase("nomic_bert_masked_lm", "nomic_bert", "NomicBertForMaskedLM", NOMIC),
+    GoldenCase(
+        "nomic_bert_sequence",
+        "nomic_bert",
+        "NomicBertForSequenceClassification",
+        {**NOMIC, **LABELS},
+    ),
+    GoldenCase(
+        "nomic_bert_token", "nomic_bert", "NomicBertForTokenClassification", {**NOMIC, **LABELS}
+    ),
+    GoldenCase(
+        "nomic_bert_remote",
+        "nomic_bert",
+        "NomicBertModel",
+        NOMIC_READ,
+        token_types=True,
+        remote=RemoteFormat(NOMIC_REMOTE, "NomicBertModel", nomic_weights("")),
+    ),
+    GoldenCase("gte", "gte", "GteModel", GTE),
+    GoldenCase("gte_masked_lm", "gte", "GteForMaskedLM", GTE),
+    GoldenCase("gte_sequence", "gte", "GteForSequenceClassification", {**GTE, **LABELS}),
+    GoldenCase(
+        "gte_token", "gte", "GteForTokenClassification", {**GTE, **LABELS, "type_vocab_size": 0}
+    ),
+    GoldenCase(
+        "new",
+        "gte",
+        "GteModel",
+        {**GTE, **GTE_ROPE},
+        remote=RemoteFormat(GTE_REMOTE, "NewModel", gte_weights("")),
+    ),
+    GoldenCase(
+        "new_masked_lm",
+        "gte",
+        "GteForMaskedLM",
+        {**GTE, **GTE_ROPE},
+        remote=RemoteFormat(GTE_REMOTE, "NewForMaskedLM", gte_weights("new.") | GTE_LM_HEAD),
+    ),
+    GoldenCase(
+        "new_sequence",
+        "gte",
+        "GteForSequenceClassification",
+        {**GTE, **GTE_ROPE, **LABELS},
+        remote=RemoteFormat(
+            {**GTE_REMOTE, **LABELS},
+            "NewForSequenceClassification",
+            gte_weights("new.", pooler=True) | CLASSIFIER,
+        ),
+    ),
+    GoldenCase(
+        "new_token",
+        "gte",
+        "GteForTokenClassification",
+        {**GTE, **GTE_ROPE, **LABELS},
+        remote=RemoteFormat(
+            {**GTE_REMOTE, **LABELS}, "NewForTokenClassification", gte_weights("new.") | CLASSIFIER
+        ),
+    ),
+]
