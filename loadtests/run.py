@@ -92,17 +92,18 @@ def wait_until_idle(server: Server) -> dict[str, float]:
 
 
 def read_gauges(server: Server) -> dict[str, float]:
-    """Return the sum over all models of each gauge in ``LEFT_BEHIND``."""
+    """Return each gauge in ``LEFT_BEHIND``."""
+    return {name: read_gauge(server, f"vllm:{name}") for name in LEFT_BEHIND}
+
+
+def read_gauge(server: Server, name: str) -> float:
+    """Return the sum of a gauge over all models."""
     with urllib.request.urlopen(f"{server.base_url}/metrics", timeout=10) as answer:
-        text = answer.read().decode()
-    return {name: _sum_of(text, name) for name in LEFT_BEHIND}
-
-
-def _sum_of(metrics: str, name: str) -> float:
-    pattern = rf"^vllm:{name}(?:\{{[^}}]*\}})? (\S+)$"
+        metrics = answer.read().decode()
+    pattern = rf"^{name}(?:\{{[^}}]*\}})? (\S+)$"
     values = re.findall(pattern, metrics, re.MULTILINE)
     if not values:
-        raise SystemExit(f"/metrics has no vllm:{name}")
+        raise SystemExit(f"/metrics has no {name}")
     return sum(float(value) for value in values)
 
 

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from prometheus_client import CollectorRegistry, Gauge, Histogram
 
 from mlx_parallm.engine.policies import AdapterInfo
+from mlx_parallm.runner.device import active_memory_bytes
 from mlx_parallm.scheduler.adapter_slots import AdapterSlots
 from mlx_parallm.weights import WeightsVersion
 
@@ -54,6 +55,12 @@ class ControlMetrics:
             ("model_name",),
             registry=registry,
         )
+        # Asked at each scrape.
+        Gauge(
+            "mlx_parallm:active_memory_bytes",
+            "Memory of the arrays that MLX holds, in this process.",
+            registry=registry,
+        ).set_function(active_memory_bytes)
         self._updates = Histogram(
             "mlx_parallm:update_duration_seconds",
             "Time from a parsed update to its serving.",

@@ -133,6 +133,11 @@ def free_memory_bytes() -> int | None:
     return _free_memory(backend_name(), dict(mx.device_info()))
 
 
+def active_memory_bytes() -> int:
+    """What the arrays of this process take, all threads' together; safe to ask on any of them."""
+    return mx.get_active_memory()
+
+
 def end_thread() -> None:
     """Free what MLX holds for the calling thread, after its last use of MLX.
 

@@ -107,11 +107,13 @@ def test_a_bad_update_leaves_the_weights(http: httpx2.Client) -> None:
 
 def test_sleep_gives_memory_back(http: httpx2.Client, server: ServerProcess) -> None:
     before = sample(http)
+    active = server.metric("mlx_parallm:active_memory_bytes")
     assert server.metric("mlx_parallm:sleep_level") == 0
     assert http.post("/sleep?level=2&mode=wait").json()["status"] == "sleeping"
     assert http.get("/is_sleeping").json() == {"is_sleeping": True}
     assert server.metric("mlx_parallm:sleep_level") == 2
     assert server.metric("mlx_parallm:paused") == 1
+    assert server.metric("mlx_parallm:active_memory_bytes") < active / 10
     body = {"token_ids": PROMPT, "sampling_params": {"max_tokens": 1}}
     assert http.post("/inference/v1/generate", json=body).status_code == 503
     assert http.get("/health_generate").status_code == 200
