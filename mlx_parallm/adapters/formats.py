@@ -73,6 +73,8 @@ def _peft(config: Mapping[str, Any], tensors: Tensors) -> dict[str, LowRank]:
         a, b = (_part(path, parts, name) for name in names)
         if is_embedding and "lora_magnitude_vector" in parts:
             raise _Unusable(f"PEFT's DoRA of embeddings ({path[:100]}) is not supported")
+        if not is_embedding and config.get("use_dora"):
+            _part(path, parts, "lora_magnitude_vector")
         modules[path] = LowRank(
             kind="embedding" if is_embedding else "linear",
             a=a,
@@ -114,8 +116,11 @@ def _mlx(config: Mapping[str, Any], tensors: Tensors) -> dict[str, LowRank]:
     modules = {}
     for path, parts in _grouped(tensors, _MLX_NAME, "").items():
         a, b = _part(path, parts, "lora_a"), _part(path, parts, "lora_b")
+        magnitude = _part(path, parts, "m") if kind == "dora" else parts.get("m")
         if a.ndim == 3:
-            modules[path] = LowRank(kind="experts", a=a, b=b, scale=float(scale))
+            modules[path] = LowRank(
+                kind="experts", a=a, b=b, scale=float(scale), magnitude=magnitude
+            )
             continue
         # mlx-lm keeps both transposed; an embedding's first one is [vocab, r].
         modules[path] = LowRank(
@@ -123,7 +128,7 @@ def _mlx(config: Mapping[str, Any], tensors: Tensors) -> dict[str, LowRank]:
             a=a.transposed(),
             b=b.transposed(),
             scale=float(scale),
-            magnitude=parts.get("m"),
+            magnitude=magnitude,
         )
     return modules
 
@@ -166,7 +171,7 @@ def _stacked(path: str, parts: Mapping[int, LowRank]) -> LowRank:
     ordered = [parts[number] for number in range(len(parts))]
     first = ordered[0]
     if any(one.magnitude is not None for one in ordered):
-        raise _Unusable("DoRA of experts is not supported")
+        raise _Unusable(_dora_of_experts(path))
     shapes = {(one.a.shape, one.a.dtype, one.b.shape, one.b.dtype, one.scale) for one in ordered}
     if len(shapes) > 1:
         raise _Unusable(f"the experts of {path[:100]} differ in rank, dtype or scale")
@@ -176,6 +181,10 @@ def _stacked(path: str, parts: Mapping[int, LowRank]) -> LowRank:
         a=stacked([one.a for one in ordered]),
         b=stacked([one.b for one in ordered]),
     )
+
+
+def _dora_of_experts(path: str) -> str:
+    return f"DoRA of experts ({path[:100]}) is not supported, LoRA of them is"
 
 
 def _check(modules: Mapping[str, LowRank]) -> None:
@@ -193,7 +202,7 @@ def _check_module(path: str, one: LowRank) -> None:
         raise _Unusable(f"the ranks of {path[:100]} differ: {one.a.shape} and {one.b.shape}")
     if one.magnitude is not None:
         if one.kind == "experts":
-            raise _Unusable(f"DoRA of experts ({path[:100]}) is not supported")
+            raise _Unusable(_dora_of_experts(path))
         rows = one.a.shape[1] if one.kind == "embedding" else one.b.shape[0]
         if one.magnitude.shape != (rows,):
             raise _Unusable(f"the magnitudes of {path[:100]} are {one.magnitude.shape}")

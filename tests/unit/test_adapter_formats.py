@@ -9,12 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
+import mlx.nn as nn
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from mlx.utils import tree_flatten
 from mlx_lm.models import qwen3
+from mlx_lm.models.switch_layers import SwitchLinear
 from mlx_lm.tuner.utils import linear_to_lora_layers
 
 from mlx_parallm.adapters.folder import read_adapter_folder
@@ -213,6 +215,50 @@ def test_experts_of_peft_are_put_together() -> None:
     del tensors["base_model.model.model.layers.3.mlp.experts.1.up_proj.lora_A.weight"]
     with pytest.raises(InvalidRequestError, match="no lora_A"):
         read_adapter(PEFT, tensors, param="adapter")
+
+
+EXPERT = "base_model.model.model.layers.3.mlp.experts.0.up_proj"
+
+
+@pytest.mark.parametrize(
+    ("config", "tensors"),
+    [
+        (
+            PEFT | {"use_dora": True},
+            {
+                f"{EXPERT}.lora_A.weight": drawn(2, 6),
+                f"{EXPERT}.lora_B.weight": drawn(5, 2),
+                f"{EXPERT}.lora_magnitude_vector.weight": drawn(5),
+            },
+        ),
+        (
+            {"fine_tune_type": "dora", "lora_parameters": {"scale": 2.0}},
+            {
+                "model.layers.3.mlp.switch_mlp.up_proj.lora_a": drawn(3, 2, 6),
+                "model.layers.3.mlp.switch_mlp.up_proj.lora_b": drawn(3, 5, 2),
+                "model.layers.3.mlp.switch_mlp.up_proj.m": drawn(3, 5),
+            },
+        ),
+    ],
+)
+def test_dora_of_experts_is_refused_by_name(
+    config: dict[str, Any], tensors: dict[str, HostTensor]
+) -> None:
+    why = r"DoRA of experts \(model\.layers\.3\.mlp\.switch_mlp\.up_proj\) is not supported, LoRA"
+    with pytest.raises(InvalidRequestError, match=why):
+        read_adapter(config, tensors, param="adapter")
+    # Never as if it were a LoRA.
+    without = {name: one for name, one in tensors.items() if not name.endswith((".m", "r.weight"))}
+    with pytest.raises(InvalidRequestError, match=r"has no (m|lora_magnitude_vector)"):
+        read_adapter(config, without, param="adapter")
+
+
+def test_mlx_lm_trains_no_dora_of_experts() -> None:
+    layer = SwitchLinear(8, 8, 2)
+    model = nn.Sequential(layer)
+    parameters = {"rank": 2, "scale": 1.0, "dropout": 0.0}
+    with pytest.raises(ValueError, match="SwitchLinear doesn't support DoRA"):
+        linear_to_lora_layers(model, 1, parameters, use_dora=True)
 
 
 @pytest.mark.parametrize("kind", ["lora", "dora"])
