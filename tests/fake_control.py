@@ -48,6 +48,9 @@ class FakeControl:
 
     async def load_adapter_folder(self, name: str, path: str, **options: Any) -> AdapterInfo:
         self._note("load_adapter_folder", name=name, path=path, **options)
+        known = self._adapters.get(name)
+        if options.get("expected_version") not in (None, known and known.version):
+            raise VersionMismatchError("Another version.", param="expected_version")
         return self._put(name, options.get("version"), path, path)
 
     async def unload_adapter(self, name: str) -> AdapterInfo:

@@ -12,6 +12,7 @@ from mlx_parallm import __version__
 from mlx_parallm.api.batch_service import make_batch_service
 from mlx_parallm.api.body_budget import BodyBudgetMiddleware
 from mlx_parallm.api.errors import install_error_handlers
+from mlx_parallm.api.in_flight.policies import Policies
 from mlx_parallm.api.middleware import (
     AccessLogMiddleware,
     AuthMiddleware,
@@ -25,6 +26,7 @@ from mlx_parallm.api.responses.store import ResponseStore
 from mlx_parallm.api.routes import (
     aborts,
     adapters,
+    art,
     batches,
     chat,
     completions,
@@ -80,6 +82,7 @@ def create_app(
     app.state.responses = ResponseService(
         ResponseStore(config.max_stored_responses, config.max_stored_bytes)
     )
+    app.state.policies = Policies()
     app.state.batches = make_batch_service(app, engine, config, max_waiting)
     _add_routes(app)
     if app.state.batches is not None:
@@ -131,6 +134,7 @@ def _add_routes(app: FastAPI) -> None:
         server_info.router,
         aborts.router,
         adapters.dialect_router,
+        art.router,
         lifecycle.router,
         sglang.router,
         memory.router,

@@ -81,7 +81,7 @@ SUITES = (
         ("openpipe-art",),
         "`art.unsloth.service` and `art.local`: \"No module named 'torch'\"; their training needs "
         "Unsloth on CUDA. The service's calls are made by its own code with stand-ins for those "
-        "imports. In-flight updates (`/art/*`) are not served",
+        "imports",
         ART_PINS,
         ART,
         (ROOT,),

@@ -1,4 +1,4 @@
-"""ART's models, clients and services: step mode, and a backend that serves with this server."""
+"""ART's models, clients and services: step mode, in-flight mode, and a backend that serves with this server."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from unittest.mock import MagicMock
 import art
 import httpx
 import pytest
+from art.openai import consume_chat_completion_stream
 from art.serving_capabilities import ServingCapabilities, discover_serving_capabilities
 from art.vllm_runtime import wait_for_vllm_http_runtime
 from exercises import SUM, user, write_peft_adapter
@@ -205,13 +206,63 @@ def test_shared_gpu(service, server):
     assert server.ok("/v1/completions", body).json()["usage"]["completion_tokens"] == 2
 
 
+def test_in_flight_mode(service, server):
+    """ART's service replaces one adapter in its slot; ART's client demands the spans of each."""
+    service.config["rollout_weight_update_mode"] = "in_flight_lora"
+    model = art.TrainableModel(
+        name=NAME, run_name="run-1", project="p", base_model="mlx-parallm-demo"
+    )
+    model.inference_base_url, model.inference_api_key = f"{server.url}/v1", "none"
+
+    async def run():
+        capabilities = await discover_serving_capabilities(
+            base_url=server.url, headers=None, allow_openai_compatible=False
+        )
+        service._serving_capabilities = capabilities
+        # As ART's backend hands them to a model.
+        object.__setattr__(model, "_serving_capabilities", capabilities)
+        assert model._policy_span_mode() == "require"
+        model.inference_model_name = slot = service._in_flight_lora_slot
+        for step in (0, 1, 2):
+            folder = write_peft_adapter(server.adapters / f"in-flight-{step}", seed=step)
+            await service.register_lora_for_step(step, str(folder))
+            for more in ({}, {"stream": True, "stream_options": {"include_usage": True}}):
+                choice = await answered(model, slot, **more)
+                for key in ("policy_token_spans", "prompt_policy_token_spans"):
+                    (span,) = choice.model_extra[key]
+                    assert span["generation_id"] == f"{NAME}@{step}"
+                    assert (span["policy_version"], span["lora_slot"]) == (step, slot)
+        exact = await service.acquire_exact_adapter(1, str(server.adapters / "in-flight-1"))
+        assert {slot, exact} <= served(server)
+        choice = await answered(model, exact)
+        assert choice.model_extra["policy_token_spans"][0]["policy_version"] == 1
+        await service.release_exact_adapter(1)
+        # Somebody else's update came first.
+        service._latest_step = 1
+        with pytest.raises(httpx.HTTPStatusError, match="412"):
+            await service._update_in_flight_adapter(str(folder), 3)
+
+    asyncio.run(run())
+
+
+async def answered(model, name, **more):
+    """The choice of an answer through ART's client, which checks its spans."""
+    answer = await model.openai_client().chat.completions.create(
+        model=name, messages=[user(SUM)], logprobs=True, max_tokens=8, **more
+    )
+    if more:
+        answer = await consume_chat_completion_stream(answer)
+    check_choice(answer.choices[0])
+    return answer.choices[0]
+
+
 def test_runtime_is_found(server):
-    """Health, then capabilities: ART's own, or its fallback to any compatible server."""
+    """Health, then the capabilities of ART's own protocol."""
 
     async def run():
         await wait_for_vllm_http_runtime(base_url=server.url, timeout=10)
         return await discover_serving_capabilities(
-            base_url=server.url, headers=None, allow_openai_compatible=True
+            base_url=server.url, headers=None, allow_openai_compatible=False
         )
 
-    assert asyncio.run(run()).runtime in ("openai_compatible", "art_vllm")
+    assert asyncio.run(run()).runtime == "art_vllm"

@@ -6,6 +6,7 @@ from typing import Any
 
 from mlx_parallm.api.convert.answer import AnswerHead, chunk_usage, usage_body
 from mlx_parallm.api.convert.logprobs import TokenNames, chat_logprobs, prompt_logprobs
+from mlx_parallm.api.in_flight.spans import PolicySpans
 from mlx_parallm.api.samples import Usage
 from mlx_parallm.api.schemas.chat import ChatRequest
 from mlx_parallm.api.turns.prepare import PreparedTurn
@@ -29,11 +30,18 @@ class ChatAnswer:
     """Builds the answer to one chat request, whole or chunk by chunk."""
 
     def __init__(
-        self, body: ChatRequest, head: AnswerHead, names: TokenNames, prepared: PreparedTurn
+        self,
+        body: ChatRequest,
+        head: AnswerHead,
+        names: TokenNames,
+        prepared: PreparedTurn,
+        spans: PolicySpans | None = None,
     ) -> None:
+        """Begin with nothing; ``spans`` are those of ART's policies, if they are wanted."""
         self._body = body
         self._head = head
         self._names = names
+        self._spans = spans
         self._prompt_ids = prepared.prompt_ids
         self._stream = prepared.stream()
         self._echoed = body.echoed()
@@ -100,8 +108,7 @@ class ChatAnswer:
             last = self._chunk(event.index, {}, None)
             last["choices"][0]["finish_reason"] = self._finish_reason(sample)
             last["choices"][0]["stop_reason"] = event.stop_reason
-            if self._body.return_weight_versions:
-                last["choices"][0]["weight_versions"] = sample.raw.versions.to_json()
+            last["choices"][0] |= self._versions(sample)
             chunks.append(last)
         return chunks
 
@@ -127,9 +134,15 @@ class ChatAnswer:
         }
         if self._body.return_token_ids:
             choice["token_ids"] = raw.token_ids
+        return choice | self._versions(sample)
+
+    def _versions(self, sample: SampleState) -> dict[str, Any]:
+        """Which weights made which tokens, in the forms that are wanted."""
+        versions = sample.raw.versions
+        told = {} if self._spans is None else self._spans.of(versions)
         if self._body.return_weight_versions:
-            choice["weight_versions"] = raw.versions.to_json()
-        return choice
+            told["weight_versions"] = versions.to_json()
+        return told
 
     def _message(self, sample: SampleState) -> dict[str, Any]:
         content = self._echoed + sample.content

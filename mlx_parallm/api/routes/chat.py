@@ -16,11 +16,13 @@ from mlx_parallm.api.dependencies import (
 )
 from mlx_parallm.api.generation import Generation, check_queue
 from mlx_parallm.api.ignored import tell_ignored
+from mlx_parallm.api.in_flight.spans import PolicySpans
 from mlx_parallm.api.json_body import JsonRoute
 from mlx_parallm.api.respond import respond
 from mlx_parallm.api.schemas.chat import ChatRequest
 from mlx_parallm.api.sse import STREAMED
-from mlx_parallm.api.turns.prepare import prepare_turn
+from mlx_parallm.api.turns.prepare import PreparedTurn, prepare_turn
+from mlx_parallm.engine.interface import EngineClient
 
 router = APIRouter(route_class=JsonRoute)
 
@@ -49,7 +51,7 @@ async def create_chat_completion(
         model=body.model,
     )
     names = TokenNames(model.tokenizer, as_ids=body.return_tokens_as_token_ids)
-    answer = ChatAnswer(body, head, names, prepared)
+    answer = ChatAnswer(body, head, names, prepared, _spans(body, request, engine, prepared))
     generation = await Generation.start(
         engine, [prepared.request], fields=_fields(body), max_waiting=max_waiting
     )
@@ -58,6 +60,23 @@ async def create_chat_completion(
     )
     tell_ignored(response, body.unknown_fields)
     return response
+
+
+def _spans(
+    body: ChatRequest, request: Request, engine: EngineClient, prepared: PreparedTurn
+) -> PolicySpans | None:
+    """What tells ART's policies, where the body asks for them."""
+    if not body.wants_policies:
+        return None
+    model = engine.get_model(body.model)
+    versions = {one.name: one.version for one in engine.control.adapters()}
+    base = engine.control.version(model.parent or model.names[0]).label
+    return PolicySpans(
+        policies=request.app.state.policies,
+        slot=model.adapter or body.model,
+        label=versions.get(model.adapter or "", base),
+        num_prompt_tokens=len(prepared.prompt_ids),
+    )
 
 
 def _fields(body: ChatRequest) -> dict[str, str]:

@@ -88,6 +88,11 @@ class ChatRequest(GenerationRequest):
     function_call: StrictStr | dict[str, Any] | None = Field(
         None, description="Superseded by tool_choice."
     )
+    nvext: Any = Field(
+        None,
+        description='ART\'s: {"extra_fields": ["engine_data"]} adds policy_token_spans and '
+        "prompt_policy_token_spans to each choice.",
+    )
 
     def check_supported(self) -> None:
         """Refuse what this server does not honour yet, by name.
@@ -115,6 +120,12 @@ class ChatRequest(GenerationRequest):
     def is_function_call(self) -> bool:
         """Whether calls are wanted in the deprecated form."""
         return bool(self.functions) and not self.tools
+
+    @property
+    def wants_policies(self) -> bool:
+        """Whether choices tell which of ART's policies made their tokens."""
+        fields = self.nvext.get("extra_fields") if isinstance(self.nvext, dict) else None
+        return isinstance(fields, list) and "engine_data" in fields
 
     def thinking_budget(self) -> int | None:
         """Most tokens of reasoning; None for no limit."""

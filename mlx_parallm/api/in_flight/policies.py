@@ -1,0 +1,118 @@
+"""What ART calls the versions of adapters: generations of a slot, each with the step it is of.
+
+The words are those of the server that ART ships (openpipe-art 0.5.23, ``art_vllm_runtime``): a slot
+is the name that requests use; an update takes it from one generation to the next.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections import OrderedDict
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from mlx_parallm.errors import InvalidRequestError
+
+#: Operations and generations that are remembered; the oldest are forgotten first.
+MAX_REMEMBERED = 4096
+_STEP = re.compile(r"@(\d{1,18})$")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Policy:
+    """A state of an adapter, as ART identifies it.
+
+    Attributes:
+        generation_id: tells it from all others of its slot; the label of its weights.
+        policy_version: the training step it is of.
+        lora_slot: the name that requests use.
+        update_seq: grows with every update; 0 for what no update of ART's brought.
+    """
+
+    generation_id: str
+    policy_version: int
+    lora_slot: str
+    update_seq: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Receipt:
+    request: Mapping[str, Any]
+    result: Any
+
+
+@dataclass(slots=True, eq=False)
+class Policies:
+    """The generations of all slots. Lives on the event loop.
+
+    Attributes:
+        lock: held while an update is made, so that one comes after the other.
+    """
+
+    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+    _known: OrderedDict[tuple[str, str], Policy] = field(default_factory=OrderedDict)
+    _receipts: OrderedDict[str, _Receipt] = field(default_factory=OrderedDict)
+    _num_updates: int = 0
+
+    def find(self, slot: str, label: str) -> Policy | None:
+        """The generation whose weights have this label, if an update of ART's brought it."""
+        return self._known.get((slot, label))
+
+    def of(self, slot: str, label: str) -> Policy:
+        """The same for any adapter or model: what ART did not name is called by name and label."""
+        known = self.find(slot, label)
+        if known is not None:
+            return known
+        step = _STEP.search(slot) or _STEP.search(label)
+        return Policy(
+            generation_id=f"{slot}/{label}",
+            policy_version=int(step[1]) if step else 0,
+            lora_slot=slot,
+            update_seq=0,
+        )
+
+    def begin(self, slot: str, generation_id: str, policy_version: int) -> Policy:
+        """Know a generation before its first token is made; ``forget`` it if it is not loaded."""
+        self._num_updates += 1
+        policy = Policy(
+            generation_id=generation_id,
+            policy_version=policy_version,
+            lora_slot=slot,
+            update_seq=self._num_updates,
+        )
+        self._known[slot, generation_id] = policy
+        _trim(self._known)
+        return policy
+
+    def forget(self, policy: Policy) -> None:
+        """It was not loaded."""
+        self._known.pop((policy.lora_slot, policy.generation_id), None)
+
+    def result_of(self, operation_id: str, request: Mapping[str, Any]) -> Any:
+        """What an operation answered that is asked for again; None if it is new.
+
+        Raises:
+            InvalidRequestError: another request had this id.
+        """
+        receipt = self._receipts.get(operation_id)
+        if receipt is None:
+            return None
+        if receipt.request != request:
+            raise InvalidRequestError(
+                "Another update had this operation_id.",
+                param="operation_id",
+                code="idempotency_conflict",
+            )
+        return receipt.result
+
+    def settle(self, operation_id: str, request: Mapping[str, Any], result: Any) -> None:
+        """Remember what an operation answered."""
+        self._receipts[operation_id] = _Receipt(request, result)
+        _trim(self._receipts)
+
+
+def _trim(remembered: OrderedDict[Any, Any]) -> None:
+    while len(remembered) > MAX_REMEMBERED:
+        remembered.popitem(last=False)
