@@ -49,6 +49,7 @@ class GoldenCase:
         seed: of the inputs.
         remote: the checkpoint in the format of a model whose code came with it; transformers
             reads it by its own renaming. None: the checkpoint is in transformers' format.
+        logits: the field of the results that the head's logits are in; None: no head is tested.
     """
 
     name: str
@@ -60,6 +61,7 @@ class GoldenCase:
     pad_id: int = 0
     seed: int = 1
     remote: RemoteFormat | None = None
+    logits: str | None = "logits"
 
     @property
     def vocab_size(self) -> int:
@@ -68,17 +70,69 @@ class GoldenCase:
 
 
 BERT = {**SIZES, "type_vocab_size": 2}
+ROBERTA = {**SIZES, "type_vocab_size": 1, "pad_token_id": 1}
+DISTILBERT: dict[str, Any] = {
+    "vocab_size": 99,
+    "dim": 32,
+    "n_layers": 2,
+    "n_heads": 4,
+    "hidden_dim": 48,
+    "max_position_embeddings": 40,
+}
+ELECTRA = {**BERT, "embedding_size": 16}
+UNTIED = {"tie_word_embeddings": False}
 
-CASES = [
+OF_BERT = [
     GoldenCase("bert", "bert", "BertModel", BERT, token_types=True),
     GoldenCase("bert_masked_lm", "bert", "BertForMaskedLM", BERT, token_types=True),
-    GoldenCase("bert_pretraining", "bert", "BertForPreTraining", BERT, token_types=True),
+    GoldenCase("bert_pretraining", "bert", "BertForPreTraining", BERT, logits="prediction_logits"),
     GoldenCase(
-        "bert_untied",
-        "bert",
-        "BertForMaskedLM",
-        {**BERT, "tie_word_embeddings": False, "hidden_act": "gelu_new"},
+        "bert_untied", "bert", "BertForMaskedLM", {**BERT, **UNTIED, "hidden_act": "gelu_new"}
     ),
     GoldenCase("bert_sequence", "bert", "BertForSequenceClassification", {**BERT, **LABELS}),
     GoldenCase("bert_token", "bert", "BertForTokenClassification", {**BERT, **LABELS}),
+]
+
+
+def of_family(
+    model_type: str,
+    classes: str,
+    config: dict[str, Any],
+    heads: tuple[str, ...] = ("masked_lm", "sequence", "token", "untied"),
+    **settings: Any,
+) -> list[GoldenCase]:
+    """The bare model of a family, and one with each of these heads.
+
+    Args:
+        model_type: of the config.
+        classes: how the names of the family's classes begin.
+        config: of all cases; classifiers have three labels beside it.
+        heads: ``masked_lm``, ``sequence``, ``token``; ``untied``: a masked LM with a decoder.
+        **settings: of ``GoldenCase``.
+    """
+    kinds = {
+        "masked_lm": ("ForMaskedLM", {}),
+        "untied": ("ForMaskedLM", UNTIED),
+        "sequence": ("ForSequenceClassification", LABELS),
+        "token": ("ForTokenClassification", LABELS),
+    }
+    name = model_type.replace("-", "_")
+    cases = [GoldenCase(name, model_type, f"{classes}Model", config, **settings)]
+    for head in heads:
+        ending, more = kinds[head]
+        case = GoldenCase(
+            f"{name}_{head}", model_type, classes + ending, {**config, **more}, **settings
+        )
+        cases.append(case)
+    return cases
+
+
+CASES = [
+    *OF_BERT,
+    *of_family("roberta", "Roberta", ROBERTA, pad_id=1),
+    *of_family("xlm-roberta", "XLMRoberta", ROBERTA, ("masked_lm", "sequence"), pad_id=1),
+    *of_family("distilbert", "DistilBert", DISTILBERT),
+    *of_family("mpnet", "MPNet", {**SIZES, "pad_token_id": 1}, pad_id=1, lengths=(29, 3, 17)),
+    *of_family("electra", "Electra", ELECTRA, token_types=True),
+    GoldenCase("electra_pretraining", "electra", "ElectraForPreTraining", BERT, logits=None),
 ]

@@ -110,7 +110,7 @@ def _results(case: GoldenCase, model: Any) -> dict[str, Any]:
         base = model.base_model(**arguments)
         whole = model(**arguments)
     pooled = getattr(base, "pooler_output", None) if whole.keys() == base.keys() else None
-    logits = whole.get("logits", whole.get("prediction_logits"))
+    logits = whole.get(case.logits)
     if logits is not None and logits.ndim == 3:
         # Those of a masked LM are many: two positions of a sequence are enough.
         shown = [length if logits.shape[-1] < 10 else min(length, 2) for length in lengths]

@@ -44,8 +44,9 @@ def without(weights: Weights, *prefixes: str) -> Weights:
 def with_decoder(weights: Weights, decoder: str, bias: str, *, table: str | None) -> Weights:
     """The weights with a masked LM's output bias under one name, and with no tied decoder.
 
-    Checkpoints have the bias as the decoder's, beside the decoder, or as both. A decoder that
-    differs from the table it is tied to stays, and is then left over.
+    Checkpoints have the bias as the decoder's, beside the decoder, or as both; and of a decoder
+    and the table it is tied to, either or both. A decoder that differs from its table stays, and
+    is then left over.
 
     Args:
         weights: by today's names.
@@ -58,7 +59,9 @@ def with_decoder(weights: Weights, decoder: str, bias: str, *, table: str | None
     # Only an untied decoder adds its own bias rather than the one beside it.
     if own is not None and (table is None or bias not in kept):
         kept[bias] = own
-    weight, words = kept.get(f"{decoder}.weight"), kept.get(table or "")
-    if weight is not None and words is not None and mx.array_equal(weight, words).item():
+    weight = kept.get(f"{decoder}.weight")
+    if table is None or weight is None:
+        return kept
+    if mx.array_equal(weight, kept.setdefault(table, weight)).item():
         del kept[f"{decoder}.weight"]
     return kept

@@ -14,17 +14,33 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten
 
 from mlx_parallm.errors import ModelLoadError
-from mlx_parallm.models import bert, deberta_v2, modernbert, new, nomic_bert
+from mlx_parallm.models import (
+    bert,
+    deberta_v2,
+    distilbert,
+    electra,
+    modernbert,
+    mpnet,
+    new,
+    nomic_bert,
+    roberta,
+    xlm_roberta,
+)
 from mlx_parallm.models.checkpoint_names import Weights
 
 #: The modules that implement an architecture, by the config's ``model_type``.
 ARCHITECTURES: dict[str, ModuleType] = {
     "bert": bert,
     "deberta-v2": deberta_v2,
+    "distilbert": distilbert,
+    "electra": electra,
     "gte": new,
     "modernbert": modernbert,
+    "mpnet": mpnet,
     "new": new,
     "nomic_bert": nomic_bert,
+    "roberta": roberta,
+    "xlm-roberta": xlm_roberta,
 }
 #: How many names an error lists.
 NAMES_SHOWN = 8

@@ -1,0 +1,191 @@
+"""DistilBERT (Sanh et al., 2019, arXiv:1910.01108): BERT without token types and pooler."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from mlx_parallm.models.bert_layers import (
+    AttentionMask,
+    Embeddings,
+    activation,
+    attend,
+    check_heads,
+    key_mask,
+)
+from mlx_parallm.models.checkpoint_names import Weights, modern_names, with_decoder, without
+from mlx_parallm.models.encoder_args import EncoderArgs
+from mlx_parallm.models.heads import vocabulary_decoder, vocabulary_logits
+
+#: Not in the config.
+EPS = 1e-12
+WORDS = "distilbert.embeddings.word_embeddings.weight"
+
+
+@dataclass
+class ModelArgs(EncoderArgs):
+    """The config of DistilBERT, which has names of its own."""
+
+    vocab_size: int = 30522
+    max_position_embeddings: int = 512
+    n_layers: int = 6
+    n_heads: int = 12
+    dim: int = 768
+    hidden_dim: int = 3072
+    activation: str = "gelu"
+    pad_token_id: int | None = 0
+
+    def __post_init__(self) -> None:
+        check_heads(self.dim, self.n_heads)
+
+    @property
+    def hidden_size(self) -> int:
+        """Dimensions of the hidden states."""
+        return self.dim
+
+    @property
+    def max_length(self) -> int:
+        """Tokens of the longest input."""
+        return self.max_position_embeddings
+
+
+class Attention(nn.Module):
+    """Attention of all tokens to all tokens, with its output projection."""
+
+    def __init__(self, args: ModelArgs) -> None:
+        super().__init__()
+        self.heads = args.n_heads
+        self.q_lin = nn.Linear(args.dim, args.dim)
+        self.k_lin = nn.Linear(args.dim, args.dim)
+        self.v_lin = nn.Linear(args.dim, args.dim)
+        self.out_lin = nn.Linear(args.dim, args.dim)
+
+    def __call__(self, hidden: mx.array, mask: AttentionMask) -> mx.array:
+        """Mix the tokens that the mask allows."""
+        queries, keys, values = self.q_lin(hidden), self.k_lin(hidden), self.v_lin(hidden)
+        return self.out_lin(attend(queries, keys, values, self.heads, mask))
+
+
+class FeedForward(nn.Module):
+    """Two linear layers."""
+
+    def __init__(self, args: ModelArgs) -> None:
+        super().__init__()
+        self.lin1 = nn.Linear(args.dim, args.hidden_dim)
+        self.lin2 = nn.Linear(args.hidden_dim, args.dim)
+        self.activation = activation(args.activation)
+
+    def __call__(self, hidden: mx.array) -> mx.array:
+        """Keep the shape."""
+        return self.lin2(self.activation(self.lin1(hidden)))
+
+
+class Layer(nn.Module):
+    """A transformer layer with its norms behind the residual connections."""
+
+    def __init__(self, args: ModelArgs) -> None:
+        super().__init__()
+        self.attention = Attention(args)
+        self.sa_layer_norm = nn.LayerNorm(args.dim, eps=EPS)
+        self.ffn = FeedForward(args)
+        self.output_layer_norm = nn.LayerNorm(args.dim, eps=EPS)
+
+    def __call__(self, hidden: mx.array, mask: AttentionMask) -> mx.array:
+        """Return the hidden states behind this layer."""
+        hidden = self.sa_layer_norm(self.attention(hidden, mask) + hidden)
+        return self.output_layer_norm(self.ffn(hidden) + hidden)
+
+
+class Transformer(nn.Module):
+    """A stack of layers."""
+
+    def __init__(self, args: ModelArgs) -> None:
+        super().__init__()
+        self.layer = [Layer(args) for _ in range(args.n_layers)]
+
+    def __call__(self, hidden: mx.array, mask: AttentionMask) -> mx.array:
+        """Return the last hidden states."""
+        for layer in self.layer:
+            hidden = layer(hidden, mask)
+        return hidden
+
+
+class Trunk(nn.Module):
+    """DistilBERT without its heads."""
+
+    def __init__(self, args: ModelArgs) -> None:
+        super().__init__()
+        self.embeddings = Embeddings(
+            args.vocab_size,
+            args.dim,
+            positions=args.max_position_embeddings,
+            token_types=0,
+            eps=EPS,
+        )
+        self.transformer = Transformer(args)
+
+    def __call__(self, input_ids: mx.array, attention_mask: mx.array | None) -> mx.array:
+        """Return the last hidden states of right-padded ids."""
+        return self.transformer(self.embeddings(input_ids), key_mask(attention_mask))
+
+
+class Model(nn.Module):
+    """DistilBERT with the head of its first architecture; it has no pooler."""
+
+    has_pooler = False
+
+    def __init__(self, args: ModelArgs) -> None:
+        super().__init__()
+        self.args = args
+        self.distilbert = Trunk(args)
+        if args.head == "masked_lm":
+            self.vocab_transform = nn.Linear(args.dim, args.dim)
+            self.vocab_layer_norm = nn.LayerNorm(args.dim, eps=EPS)
+            self.vocab_projector = vocabulary_decoder(
+                args.dim, args.vocab_size, tied=args.tie_word_embeddings
+            )
+        elif args.head is not None:
+            self.classifier = nn.Linear(args.dim, args.num_labels)
+        if args.head == "sequence":
+            self.pre_classifier = nn.Linear(args.dim, args.dim)
+        self.activation = activation(args.activation)
+
+    def __call__(
+        self,
+        input_ids: mx.array,
+        attention_mask: mx.array | None = None,
+        token_type_ids: mx.array | None = None,
+    ) -> mx.array:
+        """Last hidden states ``[B, L, D]`` of right-padded int32 ids ``[B, L]``.
+
+        Args:
+            input_ids: within the vocabulary, at most ``args.max_length`` a row.
+            attention_mask: ``[B, L]``, 1 or true for tokens, one at least in a row; None: all are.
+            token_type_ids: ignored; there are no types.
+        """
+        return self.distilbert(input_ids, attention_mask)
+
+    def mlm_logits(self, hidden: mx.array) -> mx.array:
+        """Logits ``[..., vocabulary]`` of ``[..., D]``."""
+        hidden = self.vocab_layer_norm(self.activation(self.vocab_transform(hidden)))
+        words = self.distilbert.embeddings.word_embeddings
+        return vocabulary_logits(self.vocab_projector, hidden, words)
+
+    def sequence_logits(self, hidden: mx.array) -> mx.array:
+        """Logits ``[B, labels]`` of ``[B, L, D]``."""
+        return self.classifier(nn.relu(self.pre_classifier(hidden[:, 0])))
+
+    def token_logits(self, hidden: mx.array) -> mx.array:
+        """Logits ``[..., labels]`` of ``[..., D]``."""
+        return self.classifier(hidden)
+
+    def sanitize(self, weights: Weights) -> Weights:
+        """Weights by the names of this model's parameters."""
+        weights = modern_names(weights, "distilbert", ("embeddings", "transformer"))
+        if self.args.head != "masked_lm":
+            return without(weights, "vocab_")
+        table = WORDS if self.args.tie_word_embeddings else None
+        bias = "vocab_projector.bias"
+        return with_decoder(weights, "vocab_projector", bias, table=table)

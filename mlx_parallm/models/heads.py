@@ -1,0 +1,137 @@
+"""Heads of RoBERTa's shape, which other families have too.
+
+RoBERTa's heads (Liu et al., 2019, arXiv:1907.11692) take hidden states, never a pooler's output.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from mlx_parallm.models.bert_layers import BertArgs
+from mlx_parallm.models.checkpoint_names import Weights, modern_names, with_decoder, without
+
+
+class LMHead(nn.Module):
+    """The head of a masked LM; its decoder is the table of word embeddings if that is tied."""
+
+    def __init__(self, args: BertArgs) -> None:
+        super().__init__()
+        self.dense = nn.Linear(args.hidden_size, args.hidden_size)
+        self.layer_norm = nn.LayerNorm(args.hidden_size, eps=args.layer_norm_eps)
+        self.bias = mx.zeros((args.vocab_size,))
+        if not args.tie_word_embeddings:
+            self.decoder = nn.Linear(args.hidden_size, args.vocab_size, bias=False)
+
+    def __call__(self, hidden: mx.array, words: nn.Embedding) -> mx.array:
+        """Return logits ``[..., vocabulary]``."""
+        hidden = self.layer_norm(nn.gelu(self.dense(hidden)))
+        logits = self.decoder(hidden) if "decoder" in self else words.as_linear(hidden)
+        return logits + self.bias
+
+
+class ClassificationHead(nn.Module):
+    """Labels of a sequence from the hidden state of its first token."""
+
+    def __init__(
+        self, dims: int, labels: int, activation: Callable[[mx.array], mx.array] = mx.tanh
+    ) -> None:
+        super().__init__()
+        self.dense = nn.Linear(dims, dims)
+        self.out_proj = nn.Linear(dims, labels)
+        self.activation = activation
+
+    def __call__(self, hidden: mx.array) -> mx.array:
+        """Return logits ``[batch, labels]`` of ``[batch, length, dims]``."""
+        return self.out_proj(self.activation(self.dense(hidden[:, 0])))
+
+
+class VocabularyBias(nn.Module):
+    """A tied decoder: the table of word embeddings is its weight, only a bias is its own."""
+
+    def __init__(self, vocab_size: int) -> None:
+        super().__init__()
+        self.bias = mx.zeros((vocab_size,))
+
+
+def vocabulary_logits(decoder: nn.Module, hidden: mx.array, words: nn.Embedding) -> mx.array:
+    """Logits ``[..., vocabulary]`` by a tied decoder or by a linear layer."""
+    if isinstance(decoder, VocabularyBias):
+        return words.as_linear(hidden) + decoder.bias
+    return decoder(hidden)
+
+
+def vocabulary_decoder(dims: int, vocab_size: int, *, tied: bool) -> nn.Module:
+    """What ``vocabulary_logits`` takes."""
+    return VocabularyBias(vocab_size) if tied else nn.Linear(dims, vocab_size)
+
+
+class RobertaHeads(nn.Module):
+    """A trunk under the name that its checkpoints give it, and RoBERTa's heads.
+
+    Args:
+        args: the config.
+        trunk: takes ids, mask and token types; has ``embeddings`` and perhaps a ``pooler``.
+        name: the prefix of the trunk's weights.
+    """
+
+    def __init__(self, args: BertArgs, trunk: nn.Module, name: str) -> None:
+        super().__init__()
+        self.args = args
+        self.trunk_name = name
+        self[name] = trunk
+        if args.head == "masked_lm":
+            self.lm_head = LMHead(args)
+        elif args.head == "sequence":
+            self.classifier = ClassificationHead(args.hidden_size, args.num_labels)
+        elif args.head == "token":
+            self.classifier = nn.Linear(args.hidden_size, args.num_labels)
+
+    @property
+    def has_pooler(self) -> bool:
+        """Whether ``pooled`` can be called."""
+        return "pooler" in self[self.trunk_name]
+
+    def __call__(
+        self,
+        input_ids: mx.array,
+        attention_mask: mx.array | None = None,
+        token_type_ids: mx.array | None = None,
+    ) -> mx.array:
+        """Last hidden states ``[B, L, D]`` of right-padded int32 ids ``[B, L]``.
+
+        Args:
+            input_ids: within the vocabulary, at most ``args.max_length`` a row.
+            attention_mask: ``[B, L]``, 1 or true for tokens, one at least in a row; None: all are.
+            token_type_ids: int32 ``[B, L]``; None: all are 0. Without types they are ignored.
+        """
+        return self[self.trunk_name](input_ids, attention_mask, token_type_ids)
+
+    def pooled(self, hidden: mx.array) -> mx.array:
+        """Pool ``[B, L, D]`` to ``[B, D]``."""
+        return self[self.trunk_name].pooler(hidden)
+
+    def mlm_logits(self, hidden: mx.array) -> mx.array:
+        """Logits ``[..., vocabulary]`` of ``[..., D]``."""
+        return self.lm_head(hidden, self[self.trunk_name].embeddings.word_embeddings)
+
+    def sequence_logits(self, hidden: mx.array) -> mx.array:
+        """Logits ``[B, labels]`` of ``[B, L, D]``."""
+        return self.classifier(hidden)
+
+    def token_logits(self, hidden: mx.array) -> mx.array:
+        """Logits ``[..., labels]`` of ``[..., D]``."""
+        return self.classifier(hidden)
+
+    def sanitize(self, weights: Weights) -> Weights:
+        """Weights by the names of this model's parameters."""
+        weights = modern_names(weights, self.trunk_name, ("embeddings", "encoder", "pooler"))
+        if not self.has_pooler:
+            weights = without(weights, f"{self.trunk_name}.pooler.")
+        if self.args.head != "masked_lm":
+            return without(weights, "lm_head.")
+        words = f"{self.trunk_name}.embeddings.word_embeddings.weight"
+        table = words if self.args.tie_word_embeddings else None
+        return with_decoder(weights, "lm_head.decoder", "lm_head.bias", table=table)

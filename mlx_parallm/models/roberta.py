@@ -1,0 +1,41 @@
+"""RoBERTa (Liu et al., 2019, arXiv:1907.11692): BERT with positions behind the padding id."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from mlx_parallm.errors import ModelLoadError
+from mlx_parallm.models.bert_layers import BertArgs, BertTrunk
+from mlx_parallm.models.heads import RobertaHeads
+
+
+@dataclass
+class ModelArgs(BertArgs):
+    """The config of RoBERTa."""
+
+    vocab_size: int = 50265
+    pad_token_id: int | None = 1
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.pad_token_id is None:
+            raise ModelLoadError("pad_token_id is null: positions start behind it.")
+
+    @property
+    def padding_id(self) -> int:
+        """The padding that positions skip."""
+        return self.pad_token_id or 0
+
+    @property
+    def max_length(self) -> int:
+        """Tokens of the longest input: positions up to that of the padding are not used."""
+        return self.max_position_embeddings - self.padding_id - 1
+
+
+class Model(RobertaHeads):
+    """RoBERTa with the head of its first architecture; only the bare model has a pooler."""
+
+    def __init__(self, args: ModelArgs) -> None:
+        pooler = args.head is None and args.add_pooling_layer
+        trunk = BertTrunk(args, pooler=pooler, padding_id=args.padding_id)
+        super().__init__(args, trunk, "roberta")
