@@ -1,4 +1,4 @@
-"""ART's models, clients and services: step mode, in-flight mode, and a backend that serves with this server."""
+"""ART's models, clients and services: step and in-flight modes, and a backend of this server."""
 
 from __future__ import annotations
 
