@@ -85,7 +85,26 @@ def _from_remote(remote: RemoteFormat, config: Any, kind: Any) -> Any:
         )
     if any(report[part] for part in ("missing_keys", "unexpected_keys", "mismatched_keys")):
         raise ValueError(f"transformers read {kind.__name__} with {report}")
+    if scaling := remote.config.get("rope_scaling"):
+        rotary = model.base_model.rotary_emb
+        theta = torch.tensor(float(remote.config["rope_theta"]))
+        rotary.inv_freq.copy_(ntk_frequencies(theta, 2 * len(rotary.inv_freq), scaling))
     return model.eval()
+
+
+def ntk_frequencies(theta: torch.Tensor, dims: int, scaling: dict[str, Any]) -> torch.Tensor:
+    """Radians per position of each pair of dimensions, for GTE's ``rope_scaling`` of type ntk.
+
+    transformers does not have this scaling; the formulas are those of
+    https://kexue.fm/archives/9706, so these values are from a second implementation of our own.
+    """
+    factor = torch.tensor(float(scaling["factor"]))
+    pair = torch.arange(dims // 2)
+    mixed = scaling.get("mixed_b")
+    if mixed is None:
+        return (theta * factor) ** (-2 * pair / dims) / factor ** (2 / dims)
+    growth = torch.log(factor) / (dims / 2) ** mixed
+    return theta ** (-2 * pair / dims) * torch.exp(-growth * (pair + 1) ** mixed)
 
 
 def inputs_of(case: GoldenCase) -> dict[str, Any]:

@@ -270,4 +270,22 @@ ROTARY_CASES = [
             {**GTE_REMOTE, **LABELS}, "NewForTokenClassification", gte_weights("new.") | CLASSIFIER
         ),
     ),
+    *(
+        GoldenCase(
+            name,
+            "gte",
+            "GteModel",
+            {**GTE, **GTE_ROPE},
+            lengths=LONG,
+            remote=RemoteFormat(
+                {**GTE_REMOTE, "rope_scaling": {"type": "ntk", **scaling}},
+                "NewModel",
+                gte_weights(""),
+            ),
+        )
+        for name, scaling in (
+            ("new_ntk", {"factor": 8.0}),
+            ("new_ntk_mixed", {"factor": 4.0, "mixed_b": 0.75}),
+        )
+    ),
 ]
