@@ -149,21 +149,14 @@ class ConvLayer(nn.Module):
         self.activation = activation(args.conv_act)
         self.LayerNorm = nn.LayerNorm(dims, eps=args.layer_norm_eps)
 
-    def __call__(
-        self, embedded: mx.array, hidden: mx.array, attention_mask: mx.array | None
-    ) -> mx.array:
+    def __call__(self, embedded: mx.array, hidden: mx.array) -> mx.array:
         """Add what is near to each token.
 
         Args:
             embedded: the first layer's input, zero at padding, as it is beyond a text's end.
             hidden: its output.
-            attention_mask: ``[B, L]``, 1 for tokens; None: all are.
         """
-        near = self.conv(embedded)
-        if attention_mask is None:
-            return self.LayerNorm(hidden + self.activation(near))
-        is_token = attention_mask[..., None].astype(near.dtype)
-        return self.LayerNorm(hidden + self.activation(near * is_token)) * is_token
+        return self.LayerNorm(hidden + self.activation(self.conv(embedded)))
 
 
 class Encoder(nn.Module):
@@ -187,7 +180,7 @@ class Encoder(nn.Module):
         for number, layer in enumerate(self.layer):
             hidden = layer(hidden, mask, positions)
             if number == 0 and "conv" in self:
-                hidden = self.conv(embedded, hidden, attention_mask)
+                hidden = self.conv(embedded, hidden)
         return hidden
 
     def _positions(self, length: int) -> RelativePositions:

@@ -15,6 +15,7 @@ from mlx_parallm.errors import ModelLoadError
 from mlx_parallm.models.bert_layers import AttentionMask, activation, check_heads, key_mask
 from mlx_parallm.models.checkpoint_names import Weights, modern_names, with_decoder, without
 from mlx_parallm.models.encoder_args import EncoderArgs
+from mlx_parallm.models.local_attention import attend_near
 from mlx_parallm.models.rotary_layers import Rotary, attend_rotary
 
 WORDS = "model.embeddings.tok_embeddings.weight"
@@ -62,6 +63,8 @@ class ModelArgs(EncoderArgs):
                 "sliding_attention" if number % every else "full_attention"
                 for number in range(self.num_hidden_layers)
             ]
+        if self.local_attention < 2:
+            raise ModelLoadError(f"local_attention {self.local_attention} is less than 2.")
         if unknown := set(self.layer_types) - set(get_args(LayerType)):
             raise ModelLoadError(f"layer_types has {', '.join(sorted(unknown))}.")
 
@@ -84,27 +87,6 @@ class ModelArgs(EncoderArgs):
             raise ModelLoadError(f"rope_type {kind!r} is not supported for ModernBERT.")
         dims = self.hidden_size // self.num_attention_heads
         return Rotary(dims, float(settings.get("rope_theta", theta)))
-
-
-def local_mask(length: int, window: int, keys: AttentionMask) -> AttentionMask:
-    """What a layer with local attention may attend to.
-
-    Args:
-        length: of the longest text.
-        window: how many tokens around each one, half of them on each side.
-        keys: boolean ``[B, 1, 1, length]``, true for tokens; None: all are.
-
-    Returns:
-        Boolean, broadcasting to ``[B, 1, length, length]``. Padding far from every token attends
-        to itself, so that it stays a number.
-    """
-    reach = window // 2
-    if length <= reach + 1:
-        return keys
-    steps = mx.arange(length)
-    distance = mx.abs(steps[:, None] - steps[None])
-    near = distance <= reach
-    return near if keys is None else (near & keys) | (distance == 0)
 
 
 def norm(args: ModelArgs) -> nn.LayerNorm:
@@ -133,12 +115,16 @@ class Attention(nn.Module):
         dims = args.hidden_size
         self.heads = args.num_attention_heads
         self.rotary = args.rotary(layer_type)
+        self.reach = args.local_attention // 2 if layer_type == "sliding_attention" else None
         self.Wqkv = nn.Linear(dims, 3 * dims, bias=args.attention_bias)
         self.Wo = nn.Linear(dims, dims, bias=args.attention_bias)
 
     def __call__(self, hidden: mx.array, mask: AttentionMask) -> mx.array:
-        """Mix the tokens that the mask allows."""
-        return self.Wo(attend_rotary(self.Wqkv(hidden), self.heads, self.rotary, mask))
+        """Mix the tokens that the mask, boolean ``[B, 1, 1, L]``, allows and that are near."""
+        packed = self.Wqkv(hidden)
+        if self.reach is None:
+            return self.Wo(attend_rotary(packed, self.heads, self.rotary, mask))
+        return self.Wo(attend_near(packed, self.heads, self.rotary, mask, self.reach))
 
 
 class GatedMLP(nn.Module):
@@ -161,10 +147,9 @@ class Layer(nn.Module):
 
     def __init__(self, args: ModelArgs, number: int) -> None:
         super().__init__()
-        self.layer_type: LayerType = args.layer_types[number]
         # The embeddings' norm is the first layer's.
         self.attn_norm = norm(args) if number else nn.Identity()
-        self.attn = Attention(args, self.layer_type)
+        self.attn = Attention(args, args.layer_types[number])
         self.mlp_norm = norm(args)
         self.mlp = GatedMLP(args)
 
@@ -179,20 +164,15 @@ class Trunk(nn.Module):
 
     def __init__(self, args: ModelArgs) -> None:
         super().__init__()
-        self.window = args.local_attention
         self.embeddings = Embeddings(args)
         self.layers = [Layer(args, number) for number in range(args.num_hidden_layers)]
         self.final_norm = norm(args)
 
     def __call__(self, input_ids: mx.array, attention_mask: mx.array | None) -> mx.array:
         """Return the last hidden states of right-padded ids."""
-        hidden, keys = self.embeddings(input_ids), key_mask(attention_mask)
-        masks: dict[LayerType, AttentionMask] = {
-            "full_attention": keys,
-            "sliding_attention": local_mask(input_ids.shape[1], self.window, keys),
-        }
+        hidden, mask = self.embeddings(input_ids), key_mask(attention_mask)
         for layer in self.layers:
-            hidden = layer(hidden, masks[layer.layer_type])
+            hidden = layer(hidden, mask)
         return self.final_norm(hidden)
 
 

@@ -12,7 +12,8 @@ import pytest
 from mlx_parallm.errors import ModelLoadError
 from mlx_parallm.models.disentangled_attention import relative_buckets
 from mlx_parallm.models.loading import load_encoder
-from mlx_parallm.models.modernbert import local_mask
+from mlx_parallm.models.local_attention import attend_near
+from mlx_parallm.models.rotary_layers import Rotary, attend_rotary
 from tests.encoder_folders import (
     golden_arrays,
     hidden_rows,
@@ -110,6 +111,7 @@ def test_new_with_one_type_ignores_the_type_of_a_second_text(tmp_path: Path) -> 
         ),
         ("modernbert", {"layer_types": ["full_attention"] * 3 + ["linear"]}, "linear"),
         ("modernbert", {"classifier_pooling": "max"}, "'max'"),
+        ("modernbert", {"local_attention": 1}, "local_attention 1"),
         ("deberta_v2", {"num_attention_heads": 5}, "5 attention heads"),
         ("deberta_v2", {"hidden_act": "mish"}, "'mish'"),
     ],
@@ -151,10 +153,19 @@ def test_padding_far_from_every_token_stays_a_number(tmp_path: Path) -> None:
     assert mx.isfinite(model(mx.ones((2, 30), mx.int32), mask)).all().item()
 
 
-def test_a_short_text_needs_no_local_mask() -> None:
-    keys = mx.ones((1, 1, 1, 4), mx.bool_)
-    assert local_mask(4, 6, keys) is keys
-    assert local_mask(4, 6, None) is None
-    mask = local_mask(5, 6, None)
-    assert mask is not None
-    assert mask.tolist()[0] == [True, True, True, True, False]
+@pytest.mark.parametrize("length", [4, 5, 18, 19, 21, 40])
+@pytest.mark.parametrize("reach", [1, 3])
+def test_local_attention_is_attention_under_a_mask(length: int, reach: int) -> None:
+    random = np.random.RandomState(length)
+    packed = mx.array(random.standard_normal((2, length, 3 * 8)).astype(np.float32))
+    tokens = np.arange(length) < np.array([[length], [2]])
+    keys = mx.array(tokens)[:, None, None]
+    near = mx.abs(mx.arange(length)[:, None] - mx.arange(length)) <= reach
+    rotary = Rotary(4)
+    for is_token, mask in ((keys, near & keys), (None, near)):
+        # A row of padding sees nothing here, and itself there: only tokens are compared.
+        expected = np.array(attend_rotary(packed, 2, rotary, mask))
+        computed = np.array(attend_near(packed, 2, rotary, is_token, reach))
+        assert np.isfinite(computed).all()
+        rows = tokens if is_token is not None else np.ones_like(tokens)
+        np.testing.assert_allclose(computed[rows], expected[rows], atol=1e-5)
