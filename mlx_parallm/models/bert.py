@@ -103,8 +103,8 @@ class Model(nn.Module):
         """Logits ``[..., vocabulary]`` of ``[..., D]``."""
         return self.cls.predictions(hidden, self.bert.embeddings.word_embeddings)
 
-    def sequence_logits(self, hidden: mx.array) -> mx.array:
-        """Logits ``[B, labels]`` of ``[B, L, D]``."""
+    def sequence_logits(self, hidden: mx.array, attention_mask: mx.array | None = None) -> mx.array:
+        """Logits ``[B, labels]`` of ``[B, L, D]``; the mask does not matter."""
         return self.classifier(self.pooled(hidden))
 
     def token_logits(self, hidden: mx.array) -> mx.array:

@@ -173,8 +173,8 @@ class Model(nn.Module):
         words = self.distilbert.embeddings.word_embeddings
         return vocabulary_logits(self.vocab_projector, hidden, words)
 
-    def sequence_logits(self, hidden: mx.array) -> mx.array:
-        """Logits ``[B, labels]`` of ``[B, L, D]``."""
+    def sequence_logits(self, hidden: mx.array, attention_mask: mx.array | None = None) -> mx.array:
+        """Logits ``[B, labels]`` of ``[B, L, D]``; the mask does not matter."""
         return self.classifier(nn.relu(self.pre_classifier(hidden[:, 0])))
 
     def token_logits(self, hidden: mx.array) -> mx.array:

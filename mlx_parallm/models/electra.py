@@ -117,8 +117,8 @@ class Model(nn.Module):
         words = self.electra.embeddings.word_embeddings
         return vocabulary_logits(self.generator_lm_head, self.generator_predictions(hidden), words)
 
-    def sequence_logits(self, hidden: mx.array) -> mx.array:
-        """Logits ``[B, labels]`` of ``[B, L, D]``."""
+    def sequence_logits(self, hidden: mx.array, attention_mask: mx.array | None = None) -> mx.array:
+        """Logits ``[B, labels]`` of ``[B, L, D]``; the mask does not matter."""
         return self.classifier(hidden)
 
     def token_logits(self, hidden: mx.array) -> mx.array:

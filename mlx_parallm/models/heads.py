@@ -117,8 +117,8 @@ class RobertaHeads(nn.Module):
         """Logits ``[..., vocabulary]`` of ``[..., D]``."""
         return self.lm_head(hidden, self[self.trunk_name].embeddings.word_embeddings)
 
-    def sequence_logits(self, hidden: mx.array) -> mx.array:
-        """Logits ``[B, labels]`` of ``[B, L, D]``."""
+    def sequence_logits(self, hidden: mx.array, attention_mask: mx.array | None = None) -> mx.array:
+        """Logits ``[B, labels]`` of ``[B, L, D]``; the mask does not matter."""
         return self.classifier(hidden)
 
     def token_logits(self, hidden: mx.array) -> mx.array:
