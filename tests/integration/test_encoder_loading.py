@@ -52,16 +52,31 @@ def test_legacy_names(tmp_path: Path, masked_lm: dict[str, Any]) -> None:
     assert_is_golden(write_encoder(tmp_path, masked_lm["config"], weights), masked_lm)
 
 
-@pytest.mark.parametrize("both", [True, False])
-def test_a_tied_decoder_may_be_in_the_file(
-    tmp_path: Path, masked_lm: dict[str, Any], both: bool
+@pytest.mark.parametrize(
+    ("name", "table", "decoder", "bias"),
+    [
+        ("bert", WORDS, DECODER, "cls.predictions.bias"),
+        ("roberta", "roberta.embeddings.word_embeddings.weight", "lm_head.decoder", "lm_head.bias"),
+        ("mpnet", "mpnet.embeddings.word_embeddings.weight", "lm_head.decoder", "lm_head.bias"),
+        ("distilbert", "distilbert.embeddings.word_embeddings.weight", "vocab_projector", None),
+        ("electra", "electra.embeddings.word_embeddings.weight", "generator_lm_head", None),
+    ],
+)
+@pytest.mark.parametrize("kept", ["table", "decoder", "both"])
+def test_tied_weights_may_be_in_the_file_by_either_name(
+    tmp_path: Path, name: str, table: str, decoder: str, bias: str | None, kept: str
 ) -> None:
-    weights = golden_arrays(masked_lm)
-    weights[f"{DECODER}.weight"] = weights[WORDS]
-    weights[f"{DECODER}.bias"] = weights["cls.predictions.bias"]
-    if not both:
-        del weights["cls.predictions.bias"]
-    assert_is_golden(write_encoder(tmp_path, masked_lm["config"], weights), masked_lm)
+    golden = read_golden(f"{name}_masked_lm")
+    weights = golden_arrays(golden)
+    # transformers lists the one or the other first; the value is that of the one it lists.
+    ties = [(table, f"{decoder}.weight")] + ([(bias, f"{decoder}.bias")] if bias else [])
+    for first, second in ties:
+        value = weights.pop(first, None)
+        value = weights.pop(second) if value is None else value
+        weights |= {"table": {first: value}, "decoder": {second: value}}.get(
+            kept, {first: value, second: value}
+        )
+    assert_is_golden(write_encoder(tmp_path, golden["config"], weights), golden)
 
 
 def test_a_decoder_that_is_tied_and_differs_is_refused(
@@ -82,17 +97,39 @@ def test_several_shards(tmp_path: Path, masked_lm: dict[str, Any]) -> None:
     assert_is_golden(tmp_path, masked_lm)
 
 
-def test_a_bare_model_may_have_a_prefix_and_lack_a_pooler(tmp_path: Path) -> None:
-    golden = read_golden("bert")
+@pytest.mark.parametrize("name", ["bert", "distilbert", "electra", "mpnet", "roberta"])
+def test_a_bare_model_may_have_a_prefix_and_lack_a_pooler(tmp_path: Path, name: str) -> None:
+    golden = read_golden(name)
     weights = {
-        f"bert.{name}": array
-        for name, array in golden_arrays(golden).items()
-        if not name.startswith("pooler.")
+        f"{name}.{weight}": array
+        for weight, array in golden_arrays(golden).items()
+        if not weight.startswith("pooler.")
     }
     model = load_encoder(write_encoder(tmp_path, golden["config"], weights)).model
     assert not model.has_pooler
     for row, hidden in zip(hidden_rows(model, golden), golden["hidden"], strict=True):
         np.testing.assert_allclose(row, np.array(hidden), atol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["distilbert", "electra", "mpnet", "roberta"])
+def test_a_bare_model_drops_the_head_of_pretraining(tmp_path: Path, name: str) -> None:
+    golden = read_golden(f"{name}_masked_lm")
+    bare = golden["config"] | {"architectures": [f"{name}Model"]}
+    model = load_encoder(write_encoder(tmp_path, bare, golden_arrays(golden))).model
+    assert model.args.head is None
+    for row, hidden in zip(hidden_rows(model, golden), golden["hidden"], strict=True):
+        np.testing.assert_allclose(row, np.array(hidden), atol=1e-4)
+
+
+def test_a_mask_may_be_boolean_and_padding_has_no_position(tmp_path: Path) -> None:
+    golden = read_golden("roberta")
+    model = load_encoder(write_golden(tmp_path, golden)).model
+    ids = mx.array([[5, 6, 7, 1, 1], [8, 9, 10, 11, 12]])
+    by_number = model(ids, mx.array([[1, 1, 1, 0, 0], [1, 1, 1, 1, 1]]))
+    by_truth = model(ids, mx.array([[True, True, True, False, False], [True] * 5]))
+    assert mx.array_equal(by_number, by_truth).item()
+    positions = model.roberta.embeddings._positions(mx.array([[5, 1, 6, 1]]))
+    assert positions.tolist() == [[2, 1, 3, 1]]
 
 
 def test_weights_missing_and_left_over_are_named(tmp_path: Path, masked_lm: dict[str, Any]) -> None:
