@@ -2,7 +2,8 @@
 
 ``python -m benchmarks.logprob_agreement --server-options "--dtype bfloat16"``. Samples groups by
 ``/v1/rl/rollout`` at temperature 1, and scores them by ``/v1/rl/logprobs`` without the prefix cache
-of the rollout, so that every token is computed in another batch and in chunks.
+of the rollout, so that every token is computed in another batch and in chunks. The result has the
+dtype that the server computes in.
 """
 
 from __future__ import annotations
@@ -38,16 +39,25 @@ def main() -> int:
     parser.set_defaults(model=None)
     args = parser.parse_args()
     with mlx_parallm_server(args.model, shlex.split(args.server_options)) as server:
+        dtype = dtype_of(server)
         differences = sorted(measure(server, args.group, args.output_tokens))
     checks = [
         Check("tokens", len(differences)),
+        Check("mean", sum(differences) / len(differences)),
         Check("median", differences[len(differences) // 2]),
         Check("p99", differences[len(differences) * 99 // 100]),
         Check("most", differences[-1]),
     ]
     for check in checks[1:]:
         print(f"{check.what}: {check.value:.3g}")
-    return conclude("logprob_agreement", checks, {"options": args.server_options})
+    return conclude(f"logprob_agreement_{dtype}", checks, {"options": args.server_options})
+
+
+def dtype_of(server: Server) -> str:
+    """What the first model computes in."""
+    response = httpx2.get(server.base_url + "/v1/rl/capabilities")
+    response.raise_for_status()
+    return response.json()["models"][0]["dtype"]
 
 
 def measure(server: Server, group: int, output_tokens: int) -> list[float]:

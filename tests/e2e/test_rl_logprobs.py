@@ -80,6 +80,7 @@ def test_a_trainer_learns_what_to_expect(live_server: ServerProcess) -> None:
     (model,) = answer["models"]
     assert model["model"] == "mlx-parallm-demo"
     assert (model["dtype"], model["tolerance"]["bound"]) == ("float32", TOLERANCE)
+    assert model["tolerance"]["device"] == "cpu"
     assert (model["weight_version"], model["parent"]) == ("default", None)
     assert model["max_model_len"] == 2048
     assert answer["logprobs_modes"] == ["raw_logprobs", "processed_logprobs"]

@@ -15,6 +15,7 @@ class Tolerance(BaseModel):
     median: float = Field(description="Half of the tokens differ less.")
     p99: float = Field(description="99 of 100 tokens differ less.")
     most: float = Field(description="The largest difference that was seen.")
+    device: str = Field(description="Where the quantiles were measured; elsewhere they are others.")
 
 
 class RLModel(BaseModel):
