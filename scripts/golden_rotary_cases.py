@@ -130,6 +130,8 @@ GTE_ROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 20000.0}}
 #: What transformers needs to read the checkpoint of ``NOMIC_REMOTE``.
 NOMIC_READ = {**NOMIC, "vocab_size": 128, "intermediate_size": 256}
 
+DYNAMIC = {"rope_type": "dynamic", "rope_theta": 1000.0, "factor": 2.0}
+
 ROTARY_CASES = [
     GoldenCase("deberta_v2", "deberta-v2", "DebertaV2Model", DEBERTA, lengths=LONG),
     GoldenCase(
@@ -268,6 +270,26 @@ ROTARY_CASES = [
         {**GTE, **GTE_ROPE, **LABELS},
         remote=RemoteFormat(
             {**GTE_REMOTE, **LABELS}, "NewForTokenClassification", gte_weights("new.") | CLASSIFIER
+        ),
+    ),
+    # One length: transformers scales by the batch's longest text, we by each text.
+    GoldenCase(
+        "nomic_bert_dynamic",
+        "nomic_bert",
+        "NomicBertModel",
+        {**NOMIC, "max_position_embeddings": 8, "rope_parameters": DYNAMIC},
+        lengths=(20, 20),
+    ),
+    GoldenCase(
+        "nomic_bert_scaled",
+        "nomic_bert",
+        "NomicBertModel",
+        {**NOMIC_READ, "max_position_embeddings": 16, "rope_parameters": DYNAMIC},
+        lengths=(37, 37),
+        remote=RemoteFormat(
+            {**NOMIC_REMOTE, "rotary_scaling_factor": 2, "max_trained_positions": 16},
+            "NomicBertModel",
+            nomic_weights(""),
         ),
     ),
     *(

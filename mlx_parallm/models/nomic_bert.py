@@ -7,7 +7,7 @@ parameters are those of the former.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import mlx.core as mx
@@ -87,6 +87,7 @@ class ModelArgs(EncoderArgs):
     rotary_emb_interleaved: bool = False
     rotary_emb_scale_base: float | None = None
     rotary_scaling_factor: float | None = None
+    max_trained_positions: int = 2048
 
     def __post_init__(self) -> None:
         if self.n_embd is None:
@@ -97,15 +98,19 @@ class ModelArgs(EncoderArgs):
 
     def _read_rope_parameters(self) -> None:
         settings = self.rope_parameters or {}
-        if (kind := settings.get("rope_type", "default")) != "default":
+        kind = settings.get("rope_type", "default")
+        if kind not in ("default", "dynamic"):
             raise ModelLoadError(f"rope_type {kind!r} is not supported for NomicBERT.")
+        if kind == "dynamic":
+            self.rotary_scaling_factor = float(settings["factor"])
+            self.max_trained_positions = self.max_position_embeddings
         self.rotary_emb_base = float(settings.get("rope_theta", 1000.0))
         self.rotary_emb_fraction = 1.0
         self.qkv_proj_bias = self.mlp_fc1_bias = self.mlp_fc2_bias = False
 
     def _read_gpt2_names(self, dims: int) -> None:
         unsupported = ("prenorm", "causal", "use_rms_norm", "moe_every_n_layers")
-        for name in (*unsupported, "rotary_emb_scale_base", "rotary_scaling_factor"):
+        for name in (*unsupported, "rotary_emb_scale_base"):
             if value := getattr(self, name):
                 raise ModelLoadError(f"{name} {value!r} is not supported for NomicBERT.")
         if self.activation_function not in GATES:
@@ -128,11 +133,27 @@ class ModelArgs(EncoderArgs):
         """Tokens of the longest input."""
         return self.max_position_embeddings
 
-    @property
-    def rotary(self) -> Rotary:
-        """How queries and keys are turned."""
+    def rotary(self, length: int, attention_mask: mx.array | None) -> Rotary:
+        """How queries and keys of texts are turned.
+
+        With ``rotary_scaling_factor``, theta grows with the length of each text that is longer
+        than those of training (dynamic NTK). It is the text's own length, not the batch's, so that
+        a text has the same vectors whatever it is batched with.
+
+        Args:
+            length: of the longest text.
+            attention_mask: ``[B, L]``, 1 for tokens; None: all are.
+        """
         dims = int(self.hidden_size // self.num_attention_heads * self.rotary_emb_fraction)
-        return Rotary(dims, self.rotary_emb_base, interleaved=self.rotary_emb_interleaved)
+        plain = Rotary(dims, self.rotary_emb_base, interleaved=self.rotary_emb_interleaved)
+        factor, trained = self.rotary_scaling_factor, self.max_trained_positions
+        if not factor or length <= trained:
+            return plain
+        lengths = mx.array([length]) if attention_mask is None else attention_mask.sum(axis=1)
+        growth = mx.maximum(factor * lengths / trained - (factor - 1), 1.0)
+        theta = self.rotary_emb_base * growth ** (dims / (dims - 2))
+        waves = theta[:, None] ** (mx.arange(0, dims, 2) / dims)
+        return replace(plain, wavelengths=waves)
 
     @property
     def gate(self) -> Activation:
@@ -169,13 +190,12 @@ class Attention(nn.Module):
         super().__init__()
         dims = args.hidden_size
         self.heads = args.num_attention_heads
-        self.rotary = args.rotary
         self.Wqkv = nn.Linear(dims, 3 * dims, bias=args.qkv_proj_bias)
         self.out_proj = nn.Linear(dims, dims, bias=args.qkv_proj_bias)
 
-    def __call__(self, hidden: mx.array, mask: AttentionMask) -> mx.array:
+    def __call__(self, hidden: mx.array, mask: AttentionMask, rotary: Rotary) -> mx.array:
         """Mix the tokens that the mask allows."""
-        return self.out_proj(attend_rotary(self.Wqkv(hidden), self.heads, self.rotary, mask))
+        return self.out_proj(attend_rotary(self.Wqkv(hidden), self.heads, rotary, mask))
 
 
 class GatedMLP(nn.Module):
@@ -204,9 +224,9 @@ class Layer(nn.Module):
         self.norm1 = nn.LayerNorm(args.hidden_size, eps=args.layer_norm_eps)
         self.norm2 = nn.LayerNorm(args.hidden_size, eps=args.layer_norm_eps)
 
-    def __call__(self, hidden: mx.array, mask: AttentionMask) -> mx.array:
+    def __call__(self, hidden: mx.array, mask: AttentionMask, rotary: Rotary) -> mx.array:
         """Return the hidden states behind this layer."""
-        hidden = self.norm1(hidden + self.attn(hidden, mask))
+        hidden = self.norm1(hidden + self.attn(hidden, mask, rotary))
         return self.norm2(hidden + self.mlp(hidden))
 
 
@@ -217,10 +237,10 @@ class Encoder(nn.Module):
         super().__init__()
         self.layers = [Layer(args) for _ in range(args.num_hidden_layers)]
 
-    def __call__(self, hidden: mx.array, mask: AttentionMask) -> mx.array:
+    def __call__(self, hidden: mx.array, mask: AttentionMask, rotary: Rotary) -> mx.array:
         """Return the last hidden states."""
         for layer in self.layers:
-            hidden = layer(hidden, mask)
+            hidden = layer(hidden, mask, rotary)
         return hidden
 
 
@@ -313,7 +333,8 @@ class Model(nn.Module):
             token_type_ids: int32 ``[B, L]``; None: all are 0.
         """
         hidden = self.bert.emb_ln(self.bert.embeddings(input_ids, token_type_ids))
-        return self.bert.encoder(hidden, key_mask(attention_mask))
+        rotary = self.args.rotary(input_ids.shape[1], attention_mask)
+        return self.bert.encoder(hidden, key_mask(attention_mask), rotary)
 
     def pooled(self, hidden: mx.array) -> mx.array:
         """Pool ``[B, L, D]`` to ``[B, D]``, by the first token."""

@@ -17,7 +17,8 @@ class Rotary:
     Attributes:
         dims: dimensions of a head that are turned.
         theta: base of the wavelengths; not used if there are ``wavelengths``.
-        wavelengths: float32 ``[dims / 2]``, radians' inverse; None: ``theta ** (2 i / dims)``.
+        wavelengths: float32 ``[dims / 2]``, or ``[B, dims / 2]`` where texts differ in them:
+            tokens per radian; None: ``theta ** (2 i / dims)``.
         interleaved: dimensions 2 i and 2 i + 1 are a pair, rather than i and i + dims / 2.
     """
 
@@ -28,6 +29,8 @@ class Rotary:
 
     def __call__(self, x: mx.array) -> mx.array:
         """Turn ``[B, heads, L, dims]``; the first token is at position 0."""
+        if self.wavelengths is not None and self.wavelengths.ndim == 2:
+            return self._turn_each(x, self.wavelengths)
         return mx.fast.rope(
             x,
             self.dims,
@@ -37,6 +40,19 @@ class Rotary:
             offset=0,
             freqs=self.wavelengths,
         )
+
+    def _turn_each(self, x: mx.array, wavelengths: mx.array) -> mx.array:
+        """What ``mx.fast.rope`` does, with wavelengths ``[B, dims / 2]`` for each text."""
+        angles = mx.arange(x.shape[2])[:, None] / wavelengths[:, None, None]
+        cos, sin = mx.cos(angles), mx.sin(angles)
+        turned, rest = x[..., : self.dims].astype(mx.float32), x[..., self.dims :]
+        if self.interleaved:
+            a, b = turned[..., ::2], turned[..., 1::2]
+            turned = mx.stack([a * cos - b * sin, a * sin + b * cos], axis=-1).flatten(-2)
+        else:
+            a, b = mx.split(turned, 2, axis=-1)
+            turned = mx.concatenate([a * cos - b * sin, a * sin + b * cos], axis=-1)
+        return mx.concatenate([turned.astype(x.dtype), rest], axis=-1)
 
 
 def split_heads(packed: mx.array, heads: int) -> tuple[mx.array, mx.array, mx.array]:

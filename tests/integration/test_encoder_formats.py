@@ -98,12 +98,12 @@ def test_new_with_one_type_ignores_the_type_of_a_second_text(tmp_path: Path) -> 
         ("new", {"rope_scaling": {"type": "yarn", "factor": 2}}, "'yarn'"),
         ("new", {"position_embedding_type": "alibi"}, "'alibi'"),
         ("new", {"layer_norm_type": "group_norm"}, "'group_norm'"),
-        ("nomic_bert_remote", {"rotary_scaling_factor": 2}, "rotary_scaling_factor"),
+        ("nomic_bert_remote", {"rotary_emb_scale_base": 512}, "rotary_emb_scale_base"),
         ("nomic_bert_remote", {"prenorm": True}, "prenorm"),
         ("nomic_bert_remote", {"moe_every_n_layers": 2}, "moe_every_n_layers"),
         ("nomic_bert_remote", {"activation_function": "gelu"}, "activation_function"),
         ("nomic_bert_remote", {"rotary_emb_fraction": 0}, "rotary_emb_fraction"),
-        ("nomic_bert", {"rope_parameters": {"rope_type": "dynamic"}}, "'dynamic'"),
+        ("nomic_bert", {"rope_parameters": {"rope_type": "yarn"}}, "'yarn'"),
         (
             "modernbert",
             {"rope_parameters": {"full_attention": {"rope_type": "linear", "factor": 2}}},
@@ -151,6 +151,24 @@ def test_padding_far_from_every_token_stays_a_number(tmp_path: Path) -> None:
     model = load_encoder(write_golden(tmp_path, read_golden("modernbert"))).model
     mask = mx.array([[1] * 30, [1] * 2 + [0] * 28])
     assert mx.isfinite(model(mx.ones((2, 30), mx.int32), mask)).all().item()
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_scaling_by_length_is_each_texts_own(tmp_path: Path, interleaved: bool) -> None:
+    golden = read_golden("nomic_bert_scaled")
+    config = {**golden["config"], "rotary_emb_interleaved": interleaved}
+    scaled = load_encoder(write_encoder(tmp_path / "a", config, golden_arrays(golden))).model
+    config = {**config, "rotary_scaling_factor": None}
+    plain = load_encoder(write_encoder(tmp_path / "b", config, golden_arrays(golden))).model
+    lengths = [37, 20, 16, 5]
+    ids = mx.array(np.random.RandomState(0).randint(5, 99, size=(4, 37)))
+    hidden = scaled(ids, mx.arange(37) < mx.array(lengths)[:, None])
+    for i, length in enumerate(lengths):
+        row = np.array(hidden[i, :length])
+        alone = ids[i : i + 1, :length]
+        np.testing.assert_allclose(row, np.array(scaled(alone)[0]), atol=1e-4)
+        unscaled = np.allclose(row, np.array(plain(alone)[0]), atol=1e-4)
+        assert unscaled == (length <= 16)
 
 
 @pytest.mark.parametrize("length", [4, 5, 18, 19, 21, 40])
