@@ -9,6 +9,9 @@ Run it by hand, in an environment of its own that has torch:
 A case is a config and a class of transformers. Weights are made from their names
 (``tests/golden_weights.py``), so a file holds their names and shapes only, beside the config, the
 inputs and the results: last hidden states, pooled vectors, logits.
+
+Checkpoints whose code came with them (NomicBERT, GTE) have names of their own: transformers reads
+them by its own renaming, and what the tests load has the original names.
 """
 
 from __future__ import annotations
