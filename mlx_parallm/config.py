@@ -177,12 +177,14 @@ class AdapterConfig:
         max_rank: largest rank.
         directory: a folder of adapters, which requests may name as models; None for none.
         allowed_roots: further folders below which requests may name paths.
+        allowed_repos: ids on the hub, with ``*`` for any text, that requests may name as paths.
     """
 
     max_loaded: int = 64
     max_rank: int = 256
     directory: str | None = None
     allowed_roots: tuple[str, ...] = ()
+    allowed_repos: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -25,6 +25,7 @@ from mlx_parallm.errors import InvalidRequestError
 from mlx_parallm.grammar.spec import GrammarSpec
 from mlx_parallm.outputs import ErrorEvent, GenerateEvent, PromptEvent, TokenEvent
 from mlx_parallm.request import RAW_LOGPROBS, GenerateRequest, Grammar, SamplingParams
+from mlx_parallm.runner.hub import log_download, resolve_adapter
 
 Prompt = str | Sequence[int]
 Message = Mapping[str, Any]
@@ -135,13 +136,14 @@ class LLM:
 
         Args:
             name: for ``adapter`` of ``generate`` and ``chat``.
-            folder: what PEFT or mlx-lm wrote.
+            folder: what PEFT or mlx-lm wrote, or its id on the Hugging Face hub.
             version: a label for the weights; by default they are counted.
 
         Raises:
             InvalidRequestError: the folder has no adapter, or none that fits the model.
+            ModelLoadError: there is no such folder, and no such adapter on the hub.
         """
-        weights = read_adapter_folder(Path(folder), param="folder")
+        weights = read_adapter_folder(resolve_adapter(folder, log_download), param="folder")
         upload = AdapterUpload(name=name, weights=weights, version=version, replaces=True)
         return self._engine.policies.load(upload)
 

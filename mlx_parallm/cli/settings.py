@@ -167,6 +167,9 @@ SETTINGS: tuple[Setting, ...] = (
     _setting("allowed-adapter-roots", "adapters.allowed_roots", values.listed, ADAPTERS,
              "further folders below which requests may name adapters and weights by path.",
              metavar="FOLDER"),
+    _setting("allowed-adapter-repos", "adapters.allowed_repos", values.listed, ADAPTERS,
+             "ids of adapters on the hub that requests may load, and so download, such as "
+             "org/name, org/* or *; none if not given.", metavar="ID"),
     _setting("max-loras", "scheduler.max_loras", values.integer(1), ADAPTERS,
              "most adapters of a model in one batch; others wait for a place.", metavar="N"),
     _setting("max-cpu-loras", "adapters.max_loaded", values.integer(1), ADAPTERS,

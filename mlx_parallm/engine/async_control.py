@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, Protocol
 
-from mlx_parallm.adapters.folder import is_adapter_folder, read_adapter_folder
+from mlx_parallm.adapters.folder import is_adapter_folder
 from mlx_parallm.config import AdapterConfig
 from mlx_parallm.engine import host_actions
 from mlx_parallm.engine.adapter_folders import MAX_NAME, AdapterFolders
+from mlx_parallm.engine.adapter_reader import AdapterReader
 from mlx_parallm.engine.commands import EngineHost
 from mlx_parallm.engine.control import PauseMode
 from mlx_parallm.engine.control_metrics import ADAPTER, WEIGHTS, ControlMetrics
@@ -53,6 +53,7 @@ class AsyncControl:
         self._thread = thread
         self._metrics = metrics
         self._folders = AdapterFolders(config)
+        self._reader = AdapterReader(self._folders)
         self._pause: PauseMode | None = None
         self._sleep_level = 0
         # Whether it was paused before it slept.
@@ -149,11 +150,8 @@ class AsyncControl:
 
     async def read_named(self, name: str) -> AdapterUpload:
         """The adapter that is found by its name; raise ModelNotFoundError."""
-        source = self._folders.find(name)
-        if source is None:
-            raise ModelNotFoundError(name)
-        weights = await asyncio.to_thread(_read, source)
-        return AdapterUpload(name=name, weights=weights, source=str(source))
+        weights, source = await self._reader.read_named(name)
+        return AdapterUpload(name=name, weights=weights, source=source)
 
     async def load_adapter(self, upload: AdapterUpload, *, model: str | None = None) -> AdapterInfo:
         """See ``EngineControl.load_adapter``."""
@@ -193,8 +191,7 @@ class AsyncControl:
         is_pinned: bool | None = None,
     ) -> AdapterInfo:
         """See ``EngineControl.load_adapter_folder``."""
-        folder = self._folders.resolve(path)
-        weights = await asyncio.to_thread(_read, folder)
+        weights, source = await self._reader.read(path)
         upload = AdapterUpload(
             name=name,
             weights=weights,
@@ -202,7 +199,7 @@ class AsyncControl:
             expected_version=expected_version,
             replaces=replaces,
             is_pinned=is_pinned,
-            source=str(folder),
+            source=source,
         )
         return await self.load_adapter(upload, model=model)
 
@@ -385,10 +382,3 @@ class AsyncControl:
 
 
 SLEEP_LEVELS = (0, 1, 2)
-
-
-def _read(folder: Path) -> Any:
-    weights = read_adapter_folder(folder, param="lora_path")
-    # Computed here rather than on the engine thread.
-    _ = weights.digest
-    return weights

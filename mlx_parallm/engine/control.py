@@ -75,7 +75,8 @@ class EngineControl(Protocol):
     ) -> AdapterInfo:
         """``load_adapter`` of what PEFT or mlx-lm wrote into a folder.
 
-        ``path`` must be below a root that the configuration allows.
+        ``path`` must be below a root that the configuration allows, or an id on the hub that it
+        allows.
         """
         ...
 

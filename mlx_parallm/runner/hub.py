@@ -1,8 +1,9 @@
-"""Finds a model's folder: a local one as it is, otherwise a snapshot from the Hugging Face hub."""
+"""Finds folders of models and adapters: local ones, or snapshots from the Hugging Face hub."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from threading import Lock
 from typing import Any
@@ -21,10 +22,13 @@ from huggingface_hub.utils import tqdm
 
 from mlx_parallm.errors import ModelLoadError
 
+logger = logging.getLogger(__name__)
+
 Progress = Callable[[str, float], None]
 
 PATTERNS = ("*.json", "model*.safetensors", "*.model", "*.tiktoken", "*.txt", "*.jinja")
 CODE_PATTERNS = ("*.py",)
+ADAPTER_PATTERNS = ("adapter_config.json", "adapter_model.safetensors", "adapters.safetensors")
 #: The bar, of the several that a snapshot makes, which counts the bytes of all its files.
 BYTES_BAR = "huggingface_hub.snapshot_download"
 
@@ -57,15 +61,48 @@ def resolve_model(
         raise ModelLoadError(f"{path} is a file; a model is a folder with config.json and weights.")
     if path.startswith((".", "/", "~")) or path.count("/") > 1:
         raise ModelLoadError(f"There is no folder {path}.")
-    return _download(path, revision, on_progress, trust_remote_code)
+    patterns = (*PATTERNS, *(CODE_PATTERNS if trust_remote_code else ()))
+    return _download(path, revision, on_progress, patterns)
 
 
-def _download(path: str, revision: str | None, on_progress: Progress, trust: bool) -> Path:
+def resolve_adapter(path: str | Path, on_progress: Progress) -> Path:
+    """The folder of an adapter, downloaded first if it is a hub id such as ``org/name``.
+
+    Raises:
+        ModelLoadError: there is no such folder and no such adapter on the hub.
+    """
+    folder = Path(path).expanduser()
+    text = str(path)
+    if folder.is_dir() or text.startswith((".", "/", "~")) or text.count("/") != 1:
+        return folder
+    return download_adapter(text, on_progress)
+
+
+def download_adapter(repo: str, on_progress: Progress) -> Path:
+    """The folder of an adapter on the hub, by an id such as ``org/name``; see ``resolve_model``.
+
+    Raises:
+        ModelLoadError: there is none, it cannot be fetched, or it is no adapter.
+    """
+    folder = _download(repo, None, on_progress, ADAPTER_PATTERNS)
+    if not (folder / ADAPTER_PATTERNS[0]).is_file():
+        raise ModelLoadError(f"{repo} is no adapter: it has no {ADAPTER_PATTERNS[0]}.")
+    return folder
+
+
+def log_download(text: str, share: float) -> None:
+    """Tell the log of a download's progress."""
+    logger.debug("%s: %.0f %%", text, 100 * share)
+
+
+def _download(
+    path: str, revision: str | None, on_progress: Progress, patterns: Sequence[str]
+) -> Path:
     try:
         snapshot = snapshot_download(
             path,
             revision=revision,
-            allow_patterns=[*PATTERNS, *(CODE_PATTERNS if trust else ())],
+            allow_patterns=list(patterns),
             tqdm_class=progress_class(f"Downloading {path}", on_progress),
         )
     except GatedRepoError as error:
@@ -76,7 +113,7 @@ def _download(path: str, revision: str | None, on_progress: Progress, trust: boo
         raise ModelLoadError(f"{path} has no revision {revision!r} on the hub.") from error
     except RepositoryNotFoundError as error:
         raise ModelLoadError(
-            f"{path} is neither a folder nor a model on the hub (or it is private: set HF_TOKEN)."
+            f"{path} is neither a folder nor on the hub (or it is private: set HF_TOKEN)."
         ) from error
     except HFValidationError as error:
         raise ModelLoadError(f"{path} is neither a folder nor a hub id: {error}") from error

@@ -1,4 +1,4 @@
-"""Models fetched from a stand-in for the hub, in a process of its own as HF_ENDPOINT demands."""
+"""Models and adapters from a stand-in for the hub, in processes of their own for HF_ENDPOINT."""
 
 from __future__ import annotations
 
@@ -8,16 +8,21 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from urllib.parse import urlsplit
 
+import httpx2
 import pytest
+
+from tests import adapter_files
+from tests.server_process import ServerProcess
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 REPO = "org/tiny"
+ADAPTER = "org/lora"
 FILES = {
     "config.json": b'{"model_type": "llama"}',
     "model.safetensors": b"w" * 300_000,
@@ -28,6 +33,27 @@ FILES = {
     "README.md": b"# Tiny",
     "pytorch_model.bin": b"not for MLX",
 }
+ADAPTER_FILES = {
+    "adapter_config.json": json.dumps(dict(adapter_files.CONFIG)).encode(),
+    "adapters.safetensors": adapter_files.upload(1),
+    "tokenizer.json": b"{}",
+    "optimizer.pt": b"not for serving",
+}
+#: What each repository has.
+REPOS = {REPO: FILES, ADAPTER: ADAPTER_FILES}
+ADAPTER_SCRIPT = """
+import json, sys
+from mlx_parallm.errors import ModelLoadError
+from mlx_parallm.runner.hub import log_download, resolve_adapter
+
+try:
+    folder = resolve_adapter(sys.argv[1], log_download)
+except ModelLoadError as error:
+    print(json.dumps({"error": str(error)}))
+else:
+    files = sorted(file.name for file in folder.iterdir()) if folder.is_dir() else None
+    print(json.dumps({"folder": str(folder), "files": files}))
+"""
 SCRIPT = """
 import json, sys
 from pathlib import Path
@@ -56,25 +82,34 @@ class Hub:
 
     def answer(self, path: str) -> tuple[int, dict[str, str], bytes]:
         self.paths.append(path)
-        if path in (f"/api/models/{REPO}", f"/api/models/{REPO}/revision/main"):
-            siblings = [{"rfilename": name} for name in FILES]
-            return self._json({"id": REPO, "modelId": REPO, "sha": COMMIT, "siblings": siblings})
-        if path == f"/api/models/{REPO}/tree/{COMMIT}":
-            return self._json(
-                [
-                    {"type": "file", "path": name, "size": len(data), "oid": _oid(data)}
-                    for name, data in FILES.items()
-                ]
-            )
-        name = path.removeprefix(f"/{REPO}/resolve/{COMMIT}/")
-        if name in FILES:
-            data = FILES[name]
-            return 200, {"ETag": f'"{_oid(data)}"', "X-Repo-Commit": COMMIT}, data
-        if path.startswith(f"/api/models/{REPO}/revision/"):
-            return 404, {"X-Error-Code": "RevisionNotFound"}, b""
+        for repo, files in REPOS.items():
+            found = self._of(repo, files, path)
+            if found is not None:
+                return found
         if path.startswith("/api/models/org/gated"):
             return 403, {"X-Error-Code": "GatedRepo"}, b""
         return 404, {"X-Error-Code": "RepoNotFound"}, b""
+
+    def _of(
+        self, repo: str, files: Mapping[str, bytes], path: str
+    ) -> tuple[int, dict[str, str], bytes] | None:
+        if path in (f"/api/models/{repo}", f"/api/models/{repo}/revision/main"):
+            siblings = [{"rfilename": name} for name in files]
+            return self._json({"id": repo, "modelId": repo, "sha": COMMIT, "siblings": siblings})
+        if path == f"/api/models/{repo}/tree/{COMMIT}":
+            return self._json(
+                [
+                    {"type": "file", "path": name, "size": len(data), "oid": _oid(data)}
+                    for name, data in files.items()
+                ]
+            )
+        name = path.removeprefix(f"/{repo}/resolve/{COMMIT}/")
+        if name in files:
+            data = files[name]
+            return 200, {"ETag": f'"{_oid(data)}"', "X-Repo-Commit": COMMIT}, data
+        if path.startswith(f"/api/models/{repo}/revision/"):
+            return 404, {"X-Error-Code": "RevisionNotFound"}, b""
+        return None
 
     def _json(self, content: object) -> tuple[int, dict[str, str], bytes]:
         return 200, {"Content-Type": "application/json"}, json.dumps(content).encode()
@@ -125,11 +160,20 @@ def resolve(
     **variables: str,
 ) -> dict:
     """What ``resolve_model`` gives or raises in a fresh process."""
-    environment = {**os.environ, "HF_ENDPOINT": endpoint, "HF_HOME": str(home)}
-    environment |= {"HF_HUB_DISABLE_XET": "1", "HF_HUB_DISABLE_TELEMETRY": "1", **variables}
+    told = json.dumps([path, revision, trust])
+    return run(SCRIPT, told, environment(endpoint, home) | variables)
+
+
+def environment(endpoint: str, home: Path) -> dict[str, str]:
+    """What leads huggingface_hub to the stand-in."""
+    where = {"HF_ENDPOINT": endpoint, "HF_HOME": str(home)}
+    return where | {"HF_HUB_DISABLE_XET": "1", "HF_HUB_DISABLE_TELEMETRY": "1"}
+
+
+def run(script: str, argument: str, variables: Mapping[str, str]) -> dict:
     result = subprocess.run(
-        [sys.executable, "-c", SCRIPT, json.dumps([path, revision, trust])],
-        env=environment,
+        [sys.executable, "-c", script, argument],
+        env={**os.environ, **variables},
         capture_output=True,
         text=True,
         check=True,
@@ -168,7 +212,7 @@ def test_a_cached_snapshot_serves_without_a_network(hub: tuple[Hub, str], tmp_pa
 @pytest.mark.parametrize(
     ("path", "revision", "complaint"),
     [
-        ("org/absent", None, "org/absent is neither a folder nor a model on the hub"),
+        ("org/absent", None, "org/absent is neither a folder nor on the hub"),
         ("org/gated", None, "org/gated is gated"),
         (REPO, "v9", "org/tiny has no revision 'v9' on the hub"),
         ("./nowhere", None, "There is no folder ./nowhere"),
@@ -191,3 +235,70 @@ def test_a_folder_is_taken_as_it_is(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     found = resolve("http://127.0.0.1:9", tmp_path / "home", str(tmp_path))
     assert found == {"folder": str(tmp_path), "files": {"config.json": 2}, "reports": []}
+
+
+def test_of_an_adapter_its_files_alone_are_fetched(hub: tuple[Hub, str], tmp_path: Path) -> None:
+    found = run(ADAPTER_SCRIPT, ADAPTER, environment(hub[1], tmp_path))
+    assert found["files"] == ["adapter_config.json", "adapters.safetensors"]
+    asked = len(hub[0].paths)
+    offline = environment("http://127.0.0.1:9", tmp_path) | {"HF_HUB_OFFLINE": "1"}
+    assert run(ADAPTER_SCRIPT, ADAPTER, offline) == found
+    assert len(hub[0].paths) == asked
+
+
+@pytest.mark.parametrize(
+    ("path", "complaint"),
+    [
+        ("org/absent", "org/absent is neither a folder nor on the hub"),
+        (REPO, "org/tiny is no adapter"),
+        ("org/gated", "org/gated is gated"),
+    ],
+)
+def test_an_adapter_that_cannot_be_had_says_why(
+    hub: tuple[Hub, str], tmp_path: Path, path: str, complaint: str
+) -> None:
+    assert complaint in run(ADAPTER_SCRIPT, path, environment(hub[1], tmp_path))["error"]
+
+
+@pytest.mark.parametrize("path", ["./org/lora", "/org/lora", "lora", "a/b/c"])
+def test_what_is_no_id_is_a_folder(hub: tuple[Hub, str], tmp_path: Path, path: str) -> None:
+    found = run(ADAPTER_SCRIPT, path, environment(hub[1], tmp_path))
+    assert found == {"folder": str(Path(path)), "files": None}
+    assert not hub[0].paths
+
+
+def test_a_server_loads_the_adapters_of_the_hub_that_it_may(
+    hub: tuple[Hub, str], tmp_path: Path
+) -> None:
+    adapter_files.save(tmp_path / "adapters" / "org" / "here", 2)
+    server = ServerProcess(
+        "--max-num-seqs", "2", "--max-model-len", "128",
+        "--adapter-dir", str(tmp_path / "adapters"),
+        "--allowed-adapter-repos", ADAPTER, "org/absent", "org/here",
+        env=environment(hub[1], tmp_path / "home"),
+    )  # fmt: skip
+    try:
+        server.wait_until_ready()
+        check_loads(server.url, str(tmp_path / "adapters" / "org" / "here"))
+    finally:
+        server.stop()
+    assert not any("gated" in path or "here" in path for path in hub[0].paths)
+
+
+def check_loads(url: str, folder: str) -> None:
+    """What may be loaded is, by each dialect; other ids are refused, naming the setting."""
+    with httpx2.Client(base_url=url, timeout=60) as http:
+        for name, path in (("a", "/v1/load_lora_adapter"), ("b", "/load_lora_adapter")):
+            answer = http.post(path, json={"lora_name": name, "lora_path": ADAPTER})
+            assert answer.status_code == 200, answer.text
+        body = {"lora_name": "c", "lora_path": "org/here"}
+        assert http.post("/load_lora_adapter", json=body).status_code == 200
+        cards = http.get("/v1/adapters").json()["data"]
+        assert [one["source"] for one in cards] == [ADAPTER, ADAPTER, folder]
+        assert cards[0]["digest"] == cards[1]["digest"] != cards[2]["digest"]
+        prompt = {"model": "a", "prompt": [1, 2], "max_tokens": 1}
+        assert http.post("/v1/completions", json=prompt).status_code == 200
+        for repo, told in (("org/absent", "on the hub"), ("org/gated", "--allowed-adapter-repos")):
+            body = {"lora_name": "d", "lora_path": repo}
+            error = http.post("/v1/load_lora_adapter", json=body).json()["error"]
+            assert (error["param"], told in error["message"]) == ("lora_path", True)
