@@ -98,7 +98,8 @@ class TestSlime:
 
     def test_rollout(self, server):
         assert server.get("/health_generate").status_code == 200
-        assert "workers" in server.get("/workers").json()
+        assert server.ok("/workers", {"url": server.url, "worker_type": "regular"})
+        assert [one["url"] for one in server.get("/workers").json()["workers"]] == [server.url]
         answer = self.generate(server)
         meta = answer["meta_info"]
         triples = meta["output_token_logprobs"]

@@ -212,6 +212,32 @@ async def test_sglang_releases_memory(body: dict[str, Any], level: int | None) -
     assert engine.control.sleep_level == 0
 
 
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"url": "http://here:8000"}, None),
+        ({"url": "http://HERE:8000/", "worker_type": "regular", "priority": 50}, None),
+        ({"url": "http://here:8001"}, "url"),
+        ({"url": "http://there:8000"}, "url"),
+        ({"url": "http://here:port"}, "url"),
+        ({"url": "http://[x"}, "url"),
+        ({"url": "here"}, "url"),
+        ({"url": ""}, "url"),
+        ({}, "url"),
+        ({"url": "http://here:8000", "worker_type": "prefill"}, "worker_type"),
+    ],
+)
+async def test_slime_tells_the_router_of_this_server(body: Any, param: str | None) -> None:
+    engine = ScriptedEngine()
+    response = await call(engine, "POST", "/workers", json=body)
+    told = response.json()
+    if param is None:
+        known = (await call(engine, "GET", "/workers")).json()["workers"][0]
+        assert told == {"status": "accepted", "worker_id": known["id"], "url": known["url"]}
+    else:
+        assert (response.status_code, told["error"]["param"]) == (400, param)
+
+
 async def test_loads_and_workers() -> None:
     engine = ScriptedEngine()
     told = (await call(engine, "GET", "/v1/loads?include=core")).json()
@@ -239,6 +265,7 @@ async def test_trl_finds_what_it_needs() -> None:
     [
         *(("POST", path) for path, _ in TRANSFERS),
         ("POST", "/update_weights_from_disk"),
+        ("POST", "/workers"),
         ("POST", "/update_weights_from_tensor"),
         ("POST", "/start_weight_update"),
         ("POST", "/finish_weight_update"),

@@ -3,17 +3,32 @@
 from __future__ import annotations
 
 from datetime import UTC, datetime
+from urllib.parse import urlsplit
 
-from fastapi import APIRouter, Request, Response
+from fastapi import APIRouter, Depends, Request, Response
 
 from mlx_parallm import __version__
+from mlx_parallm.api.auth import CONTROL, require_admin
 from mlx_parallm.api.dependencies import EngineDep
-from mlx_parallm.api.schemas.fleet import Load, Loads, Worker, Workers, WorldSize
+from mlx_parallm.api.ignored import tell_ignored
+from mlx_parallm.api.json_body import JsonRoute
+from mlx_parallm.api.schemas.fleet import (
+    AddedWorker,
+    Load,
+    Loads,
+    NewWorker,
+    Worker,
+    Workers,
+    WorldSize,
+)
 from mlx_parallm.engine.interface import EngineClient
+from mlx_parallm.errors import InvalidRequestError
 from mlx_parallm.outputs import ErrorEvent
 from mlx_parallm.request import GenerateRequest, SamplingParams
 
-router = APIRouter()
+router = APIRouter(route_class=JsonRoute)
+
+DEFAULT_PORTS = {"http": 80, "https": 443}
 
 
 @router.get("/health_generate", response_class=Response)
@@ -66,6 +81,30 @@ async def workers(request: Request, engine: EngineDep) -> Workers:
     name = engine.models()[0].names[0]
     worker = Worker(id=url, url=url, model_id=name, worker_type="regular", is_healthy=True)
     return Workers(workers=[worker], total=1)
+
+
+@router.post("/workers", dependencies=[Depends(require_admin)], tags=[CONTROL])
+async def add_worker(body: NewWorker, request: Request, response: Response) -> AddedWorker:
+    """A router's, for slime, which tells the router of each engine: this server has itself."""
+    url = str(request.base_url).rstrip("/")
+    if _address(body.url) not in (_address(url), request.scope.get("server")):
+        raise InvalidRequestError(
+            f"This server routes to itself, {url}, and to no other: several servers need a "
+            "router in front.",
+            param="url",
+        )
+    tell_ignored(response, body.model_extra or ())
+    return AddedWorker(status="accepted", worker_id=url, url=url)
+
+
+def _address(url: str) -> tuple[str | None, int | None]:
+    """Host and port of an HTTP address; of another text nothing."""
+    try:
+        parts = urlsplit(url)
+        port = parts.port
+    except ValueError:
+        return None, None
+    return parts.hostname, port or DEFAULT_PORTS.get(parts.scheme)
 
 
 async def _make_token(engine: EngineClient, request_id: str) -> None:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, ConfigDict, Field, StrictStr
+
+from mlx_parallm.api.schemas.adapters import MAX_PATH_CHARS
+from mlx_parallm.api.schemas.common import NullIsAbsent
 
 
 class Load(BaseModel):
@@ -41,6 +44,27 @@ class Worker(BaseModel):
     model_id: str = Field(description="The first model.")
     worker_type: str = Field("regular", description="Always regular.")
     is_healthy: bool = Field(True, description="Always true.")
+
+
+class NewWorker(NullIsAbsent):
+    """A router's body for a server that it is to send requests to."""
+
+    model_config = ConfigDict(extra="allow")
+
+    url: Annotated[StrictStr, Field(min_length=1, max_length=MAX_PATH_CHARS)] = Field(
+        description="This server's own address."
+    )
+    worker_type: Literal["regular"] = Field(
+        "regular", description="Prefill and decoding are not apart here."
+    )
+
+
+class AddedWorker(BaseModel):
+    """Requests to this address go to the worker."""
+
+    status: str = Field("accepted", description="Always accepted.")
+    worker_id: str = Field(description="The id that /workers tells.")
+    url: str = Field(description="Its address.")
 
 
 class Workers(BaseModel):
