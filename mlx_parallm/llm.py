@@ -21,7 +21,7 @@ from mlx_parallm.engine.build import LoadedEngine, build_engines
 from mlx_parallm.engine.interface import Tokenizer
 from mlx_parallm.engine.metrics import MetricFamilies
 from mlx_parallm.engine.policies import AdapterInfo, AdapterUpload
-from mlx_parallm.errors import InvalidRequestError
+from mlx_parallm.errors import ConfigError, InvalidRequestError
 from mlx_parallm.grammar.spec import GrammarSpec
 from mlx_parallm.outputs import ErrorEvent, GenerateEvent, PromptEvent, TokenEvent
 from mlx_parallm.request import RAW_LOGPROBS, GenerateRequest, Grammar, SamplingParams
@@ -108,9 +108,9 @@ class LLM:
             logprobs_mode=logprobs_mode,
             seed=seed,
         )
-        loaded: LoadedEngine = build_engines(config, MetricFamilies(), lambda _text, _share: None)[
-            0
-        ]
+        (loaded,) = build_engines(config, MetricFamilies(), lambda _text, _share: None)
+        if not isinstance(loaded, LoadedEngine):
+            raise ConfigError(f"{loaded.model.names[0]} is an encoder: it generates nothing.")
         self._model = loaded.model
         self._engine = loaded.engine
         self._ids = count()

@@ -135,6 +135,9 @@ class FakeEngine:
             reasoning_format=THINK,
         )
 
+    def first_model(self) -> ServedModel:
+        return self.models()[0]
+
     def models(self) -> Sequence[ServedModel]:
         return [self._model]
 

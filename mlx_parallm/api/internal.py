@@ -8,11 +8,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
 from starlette.requests import HTTPConnection
 
 from mlx_parallm.config import EngineConfig
+from mlx_parallm.encode import EncodeRequest
 from mlx_parallm.engine.control import EngineControl
-from mlx_parallm.engine.interface import EngineClient, EngineLoad, RequestHandle, ServedModel
+from mlx_parallm.engine.interface import (
+    EncoderModel,
+    EngineClient,
+    EngineLoad,
+    RequestHandle,
+    ServedModel,
+)
 from mlx_parallm.request import GenerateRequest
 
 # The end of the path of the route that reads its body as it comes and keeps none of it in memory.
@@ -74,9 +82,25 @@ class BackgroundEngine:
         """See ``EngineClient``."""
         return self._engine.models()
 
+    def first_model(self) -> ServedModel:
+        """See ``EngineClient``."""
+        return self._engine.first_model()
+
     def get_model(self, name: str) -> ServedModel:
         """See ``EngineClient``."""
         return self._engine.get_model(name)
+
+    def encoders(self) -> Sequence[EncoderModel]:
+        """See ``EngineClient``."""
+        return self._engine.encoders()
+
+    def get_encoder(self, name: str | None) -> EncoderModel:
+        """See ``EngineClient``."""
+        return self._engine.get_encoder(name)
+
+    async def encode(self, request: EncodeRequest) -> np.ndarray:
+        """See ``EngineClient``."""
+        return await self._engine.encode(request)
 
     async def abort(self, request_id: str) -> None:
         """See ``EngineClient``."""

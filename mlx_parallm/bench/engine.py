@@ -93,10 +93,12 @@ def _build(args: argparse.Namespace, recorder: TraceRecorder) -> LoadedEngine:
     )
     # MLX takes long to import, and to measure a server nobody needs it.
     build = importlib.import_module("mlx_parallm.engine.build")
-    engines = build.build_engines(
+    (engine,) = build.build_engines(
         config, MetricFamilies(), lambda _text, _share: None, tracer=recorder
     )
-    return engines[0]
+    if not isinstance(engine, build.LoadedEngine):
+        raise ConfigError(f"{args.model} is an encoder: it generates nothing.")
+    return engine
 
 
 def _write(recorder: TraceRecorder, path: Path) -> None:

@@ -85,7 +85,7 @@ def serve(engine_config: EngineConfig, server_config: ServerConfig) -> int:
         host, port = listener.getsockname()[:2]
         logger.info(
             "serving %s on http://%s:%d",
-            ", ".join(name for model in engine.models() for name in model.names),
+            ", ".join(name for one in (*engine.models(), *engine.encoders()) for name in one.names),
             f"[{host}]" if ":" in host else host,
             port,
         )

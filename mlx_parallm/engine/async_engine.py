@@ -17,18 +17,22 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 from prometheus_client import generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
 from mlx_parallm.config import EngineConfig
+from mlx_parallm.encode import EncodeRequest
 from mlx_parallm.engine.admission import check_request
 from mlx_parallm.engine.async_control import AsyncControl
 from mlx_parallm.engine.build import LoadedEngine, build_engines
-from mlx_parallm.engine.commands import Abort, Call, Command, EngineHost, Stop, Submit
+from mlx_parallm.engine.commands import Abort, Call, Command, Encode, EngineHost, Stop, Submit
 from mlx_parallm.engine.control_metrics import ControlMetrics
+from mlx_parallm.engine.encode_engine import EncodeEngine
+from mlx_parallm.engine.encoder_build import BuiltEncoder
 from mlx_parallm.engine.engine import Engine
 from mlx_parallm.engine.event_stream import EventStream
-from mlx_parallm.engine.interface import EngineLoad, RequestHandle, ServedModel
+from mlx_parallm.engine.interface import EncoderModel, EngineLoad, RequestHandle, ServedModel
 from mlx_parallm.engine.loop import EngineLoop
 from mlx_parallm.engine.metrics import MetricFamilies, total
 from mlx_parallm.engine.policies import AdapterUpload
@@ -48,7 +52,8 @@ from mlx_parallm.runner.device import end_thread
 logger = logging.getLogger(__name__)
 
 Progress = Callable[[str, float], None]
-Build = Callable[[EngineConfig, MetricFamilies, Progress], Sequence[LoadedEngine]]
+Built = Sequence[LoadedEngine | BuiltEncoder]
+Build = Callable[[EngineConfig, MetricFamilies, Progress], Built]
 
 
 def ignore_progress(_text: str, _fraction: float) -> None:
@@ -73,6 +78,8 @@ class AsyncEngine:
         self._streams: dict[str, EventStream] = {}
         self._models: dict[str, ServedModel] = {}
         self._engines: dict[str, Engine] = {}
+        self._encoders: dict[str, EncoderModel] = {}
+        self._encoding = 0
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
         self._answers: set[asyncio.Future[Any]] = set()
@@ -121,7 +128,7 @@ class AsyncEngine:
             # A dead engine ends nothing any more, nor does one that sleeps.
             with contextlib.suppress(EngineDeadError, InvalidRequestError):
                 await self.control.resume()
-        if self._streams and not self.control.is_paused:
+        if (self._streams or self._encoding) and not self.control.is_paused:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._idle.wait(), timeout_s)
         for request_id, stream in list(self._streams.items()):
@@ -131,19 +138,52 @@ class AsyncEngine:
         self._streams.clear()
 
     def models(self) -> Sequence[ServedModel]:
-        """The loaded models, in the order they were given."""
+        """The loaded models that generate, in the order they were given."""
         return list({id(model): model for model in self._models.values()}.values())
+
+    def first_model(self) -> ServedModel:
+        """The first of them; raise InvalidRequestError if there is none."""
+        models = self.models()
+        if not models:
+            raise InvalidRequestError("No model that generates is served here.", param="model")
+        return models[0]
+
+    def encoders(self) -> Sequence[EncoderModel]:
+        """The loaded encoders, in the order they were given."""
+        return list({id(model): model for model in self._encoders.values()}.values())
+
+    def get_encoder(self, name: str | None) -> EncoderModel:
+        """The encoder of this name, or the first; see ``EngineClient.get_encoder``."""
+        if name is None and self._encoders:
+            return self.encoders()[0]
+        found = None if name is None else self._encoders.get(name)
+        if found is not None:
+            return found
+        if name is not None:
+            self.get_model(name)
+        raise InvalidRequestError(
+            "No encoder is served here."
+            if name is None
+            else f"{name} generates; it is no encoder.",
+            param="model",
+        )
 
     def get_model(self, name: str) -> ServedModel:
         """The model or adapter of this name.
 
         Raises:
             ModelNotFoundError: none has it.
+            InvalidRequestError: it is an encoder.
         """
         model = self._models.get(name) or self.control.served(name)
-        if model is None:
-            raise ModelNotFoundError(name)
-        return model
+        if model is not None:
+            return model
+        if name in self._encoders:
+            raise InvalidRequestError(
+                f"{name} is an encoder: it generates nothing. Ask it for /v1/embeddings.",
+                param="model",
+            )
+        raise ModelNotFoundError(name)
 
     def check_room(self, model: str, client: str, n: int) -> None:
         """Refuse early what the queue has no room for; see ``EngineClient.check_room``."""
@@ -190,6 +230,26 @@ class AsyncEngine:
             self._close(request.request_id)
             raise refusal
         return RequestHandle(request_id=request.request_id, events=stream)
+
+    async def encode(self, request: EncodeRequest) -> np.ndarray:
+        """The vectors of a request's inputs; see ``EngineClient.encode``."""
+        self.check_health()
+        if self._draining:
+            raise ShuttingDownError("The server is shutting down.")
+        self._loop = asyncio.get_running_loop()
+        self._encoding += 1
+        self._idle.clear()
+        try:
+            result = await self._ask(lambda reply: Encode(request=request, reply=reply))
+        except asyncio.CancelledError:
+            self._inbox.put(Abort(request_id=request.request_id))
+            raise
+        finally:
+            self._encoding -= 1
+            self._note_idle()
+        if isinstance(result, ParallmError):
+            raise result
+        return result
 
     async def abort(self, request_id: str) -> None:
         """End a request between two steps and free its blocks; unknown ids are ignored."""
@@ -295,26 +355,30 @@ class AsyncEngine:
     def _live(self) -> bool:
         """One life of the engines, from load to stop or death; whether to live again."""
         try:
-            EngineLoop(self._load(), self._inbox, self._deliver).run()
+            engines, encoders = self._load()
+            EngineLoop(engines, self._inbox, self._deliver, encoders).run()
         except BaseException as cause:  # noqa: BLE001 - the thread's last act: tell every caller
             if self._on_death(cause):
                 return True
             self.ended.set()
         return False
 
-    def _load(self) -> dict[str, Engine]:
+    def _load(self) -> tuple[dict[str, Engine], dict[str, EncodeEngine]]:
         gc.unfreeze()
-        loaded = self._build(self._config, self._families, self._on_progress)
+        built = self._build(self._config, self._families, self._on_progress)
         # What is there now stays: to look through it for garbage would stop every stream.
         gc.collect()
         gc.freeze()
         self.control.forget()
+        loaded = [one for one in built if isinstance(one, LoadedEngine)]
+        encoders = [one for one in built if isinstance(one, BuiltEncoder)]
         self._models = {name: one.model for one in loaded for name in one.model.names}
+        self._encoders = {name: one.model for one in encoders for name in one.model.names}
         self._cause = None
         self.died.clear()
         self._loaded.set()
         self._engines = {one.model.names[0]: one.engine for one in loaded}
-        return self._engines
+        return self._engines, {one.model.names[0]: one.engine for one in encoders}
 
     def _on_death(self, cause: BaseException) -> bool:
         """Record the cause and end every open request; whether to start anew."""
@@ -354,9 +418,12 @@ class AsyncEngine:
     def _close(self, request_id: str) -> bool:
         """Forget a stream; False if it was not open."""
         was_open = self._streams.pop(request_id, None) is not None
-        if not self._streams:
-            self._idle.set()
+        self._note_idle()
         return was_open
+
+    def _note_idle(self) -> None:
+        if not self._streams and not self._encoding:
+            self._idle.set()
 
     def _fail_everything(self) -> None:
         error = EngineDeadError("The engine thread died.")
@@ -364,7 +431,7 @@ class AsyncEngine:
         for request_id, stream in self._streams.items():
             stream.put(ErrorEvent(request_id=request_id, error=error))
         self._streams.clear()
-        self._idle.set()
+        self._note_idle()
         for answer in self._answers:
             _settle(answer, error)
 

@@ -16,6 +16,7 @@ from mlx_parallm.config import (
     SchedulerConfig,
     SpeculativeConfig,
 )
+from mlx_parallm.engine.encoder_build import BuiltEncoder, build_encoder
 from mlx_parallm.engine.engine import Engine
 from mlx_parallm.engine.formats import reasoning_format_of, tool_format_of
 from mlx_parallm.engine.interface import ServedModel
@@ -30,6 +31,7 @@ from mlx_parallm.runner.backend_choice import BackendChoice, choose_backend
 from mlx_parallm.runner.cache_layout import CacheLayout, kv_shapes, probe_layout
 from mlx_parallm.runner.device import backend_name, free_memory_bytes
 from mlx_parallm.runner.draft_model import DraftModel
+from mlx_parallm.runner.encoder_runner import is_encoder
 from mlx_parallm.runner.host_memory import keep_freed_memory
 from mlx_parallm.runner.hub import resolve_model
 from mlx_parallm.runner.loader import LoadedModel, load_model
@@ -99,7 +101,7 @@ def build_engines(
     on_progress: Progress,
     *,
     tracer: StepTracer | None = None,
-) -> list[LoadedEngine]:
+) -> list[LoadedEngine | BuiltEncoder]:
     """Load every model and share one byte budget of KV among them, on the calling thread.
 
     ``tracer`` is told what every step does.
@@ -110,11 +112,17 @@ def build_engines(
     """
     check_names(config.models)
     keep_freed_memory()
-    models = [_load(model, config, on_progress) for model in config.models]
+    found = [(one, _folder(one, on_progress)) for one in config.models]
+    encoders: list[LoadedEngine | BuiltEncoder] = [
+        _load_encoder(model, path, config, on_progress) for model, path in found if is_encoder(path)
+    ]
+    models = [
+        _load(model, path, config, on_progress) for model, path in found if not is_encoder(path)
+    ]
     wanted = [one.plan.wanted_bytes for one in models]
     weights = sum(one.weight_bytes for one in models)
     budgets = share_budget(wanted, _kv_budget(config.cache, sum(wanted), weights))
-    return [
+    return encoders + [
         _assemble(one, budget, config, families, tracer)
         for one, budget in zip(models, budgets, strict=True)
     ]
@@ -160,9 +168,22 @@ def _kv_budget(cache: CacheConfig, wanted: int, weights: int) -> int:
     return budget
 
 
-def _load(model: ModelConfig, config: EngineConfig, on_progress: Progress) -> _Weights:
+def _folder(model: ModelConfig, on_progress: Progress) -> Path:
+    return DEMO_FOLDER if model.path is None else _fetch(model, model.path, on_progress)
+
+
+def _load_encoder(
+    model: ModelConfig, path: Path, config: EngineConfig, on_progress: Progress
+) -> BuiltEncoder:
+    names = model_names(model)
+    on_progress(f"Loading {names[0]}", 0.0)
+    built = build_encoder(model, path, names, config.scheduler)
+    on_progress(f"Loading {names[0]}", 1.0)
+    return built
+
+
+def _load(model: ModelConfig, path: Path, config: EngineConfig, on_progress: Progress) -> _Weights:
     name = model_names(model)[0]
-    path = DEMO_FOLDER if model.path is None else _fetch(model, model.path, on_progress)
     on_progress(f"Loading {name}", 0.0)
     loaded = load_model(model, path)
     layouts = probe_layout(loaded.model)

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
+from mlx_parallm.encode import EncodeRequest
 from mlx_parallm.errors import ParallmError
 from mlx_parallm.outputs import GenerateEvent
 from mlx_parallm.request import GenerateRequest
@@ -43,6 +44,17 @@ class Submit:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Encode:
+    """Compute the vectors of a request.
+
+    ``reply`` is called on the engine thread with them, float32 ``[inputs, dims]``, or the error.
+    """
+
+    request: EncodeRequest
+    reply: Callable[[Any], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Abort:
     """End a request and free its blocks. Unknown ids are ignored.
 
@@ -69,4 +81,4 @@ class Stop:
     """Leave the loop; requests still in flight are dropped."""
 
 
-Command = Submit | Abort | Call | Stop
+Command = Submit | Encode | Abort | Call | Stop

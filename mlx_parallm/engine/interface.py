@@ -4,15 +4,19 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from mlx_parallm.batch import RunnerInfo
 from mlx_parallm.config import EngineConfig
+from mlx_parallm.encode import EncodeRequest, EncoderInfo
 from mlx_parallm.engine.control import EngineControl
 from mlx_parallm.grammar.compiler import GrammarCompiler
 from mlx_parallm.outputs import GenerateEvent
 from mlx_parallm.parsing.formats import ReasoningFormat, ToolFormat
 from mlx_parallm.request import GenerateRequest
+
+if TYPE_CHECKING:
+    import numpy as np
 
 
 class IncrementalDetokenizer(Protocol):
@@ -135,6 +139,38 @@ class ServedModel:
         return None if self.tool_format is None else self.tool_format.id_length
 
 
+class TextEncoder(Protocol):
+    """An encoder's tokenizer. Its methods may be called from any thread."""
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of token ids, added tokens included."""
+        ...
+
+    def encode(self, texts: Sequence[str]) -> list[tuple[int, ...]]:
+        """The ids of each text, special tokens included."""
+        ...
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """The text of ids, special ones included."""
+        ...
+
+    def cut(self, token_ids: tuple[int, ...], length: int) -> tuple[int, ...]:
+        """An input of at most so many tokens, the special ones at its end kept."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EncoderModel:
+    """A loaded encoder as its clients see it; see ``ServedModel`` for the fields of that name."""
+
+    names: tuple[str, ...]
+    root: str
+    created: int
+    tokenizer: TextEncoder
+    info: EncoderInfo
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestHandle:
     """An admitted request: iterate its events; leaving the iterator early does not abort it."""
@@ -172,11 +208,43 @@ class EngineClient(Protocol):
         ...
 
     def models(self) -> Sequence[ServedModel]:
-        """The loaded models, in the order they were given."""
+        """The loaded models that generate, in the order they were given."""
+        ...
+
+    def first_model(self) -> ServedModel:
+        """The first of them; raise InvalidRequestError if there is none."""
         ...
 
     def get_model(self, name: str) -> ServedModel:
-        """The model or adapter of this name; raise ModelNotFoundError."""
+        """The model or adapter of this name.
+
+        Raises:
+            ModelNotFoundError: none has it.
+            InvalidRequestError: it is an encoder.
+        """
+        ...
+
+    def encoders(self) -> Sequence[EncoderModel]:
+        """The loaded encoders, in the order they were given."""
+        ...
+
+    def get_encoder(self, name: str | None) -> EncoderModel:
+        """The encoder of this name, or the first.
+
+        Raises:
+            ModelNotFoundError: none has it.
+            InvalidRequestError: it is a model that generates.
+        """
+        ...
+
+    async def encode(self, request: EncodeRequest) -> np.ndarray:
+        """The vectors of a request's inputs, float32 ``[inputs, dims]``.
+
+        Raises:
+            OverloadedError: too many inputs wait.
+            StepError: the model failed.
+            ShuttingDownError, EngineDeadError: nothing is admitted any more.
+        """
         ...
 
     def check_room(self, model: str, client: str, n: int) -> None:

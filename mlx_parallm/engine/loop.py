@@ -1,4 +1,7 @@
-"""The body of the engine thread: commands between steps, one step of each model in turn."""
+"""The body of the engine thread: commands between steps, one step of each model in turn.
+
+Steps of models that generate and batches of encoders take turns, so that neither starves.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,8 @@ import queue
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from mlx_parallm.engine.commands import Abort, Call, Command, Stop, Submit
+from mlx_parallm.engine.commands import Abort, Call, Command, Encode, Stop, Submit
+from mlx_parallm.engine.encode_engine import EncodeEngine
 from mlx_parallm.engine.engine import Engine
 from mlx_parallm.errors import ControlError, OverloadedError, ParallmError
 from mlx_parallm.outputs import GenerateEvent
@@ -23,6 +27,7 @@ class EngineLoop:
 
     Attributes:
         engines: by their models' first names.
+        encoders: likewise.
         deliver: sends events to their readers.
     """
 
@@ -31,8 +36,10 @@ class EngineLoop:
         engines: Mapping[str, Engine],
         inbox: queue.SimpleQueue[Command],
         deliver: Callable[[list[GenerateEvent]], None],
+        encoders: Mapping[str, EncodeEngine] | None = None,
     ) -> None:
         self.engines = engines
+        self.encoders = encoders or {}
         self.deliver = deliver
         self._inbox = inbox
 
@@ -44,7 +51,13 @@ class EngineLoop:
             events = [event for outcome in outcomes if outcome for event in outcome]
             if events:
                 self.deliver(events)
-            if not any(engine.has_work() for engine in self.engines.values()):
+            generates = any(engine.has_work() for engine in self.engines.values())
+            for encoder in self.encoders.values():
+                if encoder.has_work():
+                    encoder.step(beside=generates)
+            if any(encoder.has_work() for encoder in self.encoders.values()):
+                wait_s = 0.0
+            elif not generates:
                 wait_s = None
             else:
                 stalled = all(outcome is None for outcome in outcomes)
@@ -63,8 +76,10 @@ class EngineLoop:
             self._apply(command)
             timeout = 0.0
 
-    def _apply(self, command: Submit | Abort | Call) -> None:
+    def _apply(self, command: Submit | Encode | Abort | Call) -> None:
         match command:
+            case Encode():
+                self.encoders[command.request.model].add(command.request, command.reply)
             case Submit():
                 command.reply(self._admit(command))
             case Abort():
@@ -86,6 +101,8 @@ class EngineLoop:
             return error
 
     def _abort(self, command: Abort) -> None:
+        if any(encoder.abort(command.request_id) for encoder in self.encoders.values()):
+            return
         for engine in self.engines.values():
             if command.is_told:
                 events = engine.cancel(command.request_id)

@@ -18,7 +18,7 @@ def addressed_model(
         ModelNotFoundError: nothing has this name; names the field.
     """
     if adapter is None:
-        found = engine.get_model(model) if model is not None else engine.models()[0]
+        found = engine.get_model(model) if model is not None else engine.first_model()
         return model or found.names[0], found
     name = adapter if model is None else f"{model}:{adapter}"
     try:

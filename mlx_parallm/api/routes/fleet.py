@@ -47,7 +47,7 @@ async def loads(engine: EngineDep) -> Loads:
     # What was admitted after the latest step waits.
     waiting = max(now.num_waiting, now.num_requests - now.num_running)
     total = now.num_running + waiting
-    info = engine.models()[0].info
+    info = engine.first_model().info
     load = Load(
         dp_rank=0,
         num_running_reqs=now.num_running,
@@ -78,7 +78,7 @@ async def world_size() -> WorldSize:
 async def workers(request: Request, engine: EngineDep) -> Workers:
     """A router's, for slime: this server routes to itself."""
     url = str(request.base_url).rstrip("/")
-    name = engine.models()[0].names[0]
+    name = engine.first_model().names[0]
     worker = Worker(id=url, url=url, model_id=name, worker_type="regular", is_healthy=True)
     return Workers(workers=[worker], total=1)
 
@@ -108,7 +108,7 @@ def _address(url: str) -> tuple[str | None, int | None]:
 
 
 async def _make_token(engine: EngineClient, request_id: str) -> None:
-    model = engine.models()[0].names[0]
+    model = engine.first_model().names[0]
     params = SamplingParams(temperature=0, max_tokens=1)
     asked = GenerateRequest(request_id=request_id, model=model, prompt_ids=(0,), params=params)
     handle = await engine.submit(asked)

@@ -7,7 +7,7 @@ from typing import Any
 from fastapi import APIRouter
 
 from mlx_parallm.api.dependencies import EngineDep
-from mlx_parallm.engine.interface import ServedModel
+from mlx_parallm.engine.interface import EncoderModel, ServedModel
 
 router = APIRouter()
 
@@ -18,16 +18,18 @@ async def list_models(engine: EngineDep) -> dict[str, Any]:
     cards = [card(name, model) for model in engine.models() for name in model.names]
     adapters = [engine.get_model(info.name) for info in engine.control.adapters()]
     cards += [card(one.names[0], one) for one in adapters]
+    cards += [card(name, model) for model in engine.encoders() for name in model.names]
     return {"object": "list", "data": cards}
 
 
 @router.get("/models/{model_id:path}")
 async def retrieve_model(model_id: str, engine: EngineDep) -> dict[str, Any]:
     """One model; ids may contain slashes."""
-    return card(model_id, engine.get_model(model_id))
+    found = {name: one for one in engine.encoders() for name in one.names}.get(model_id)
+    return card(model_id, found or engine.get_model(model_id))
 
 
-def card(name: str, model: ServedModel) -> dict[str, Any]:
+def card(name: str, model: ServedModel | EncoderModel) -> dict[str, Any]:
     """A model as OpenAI and vLLM describe it."""
     return {
         "id": name,
@@ -35,7 +37,7 @@ def card(name: str, model: ServedModel) -> dict[str, Any]:
         "created": model.created,
         "owned_by": "mlx_parallm",
         "root": model.root,
-        "parent": model.parent,
+        "parent": model.parent if isinstance(model, ServedModel) else None,
         "max_model_len": model.info.max_model_len,
         "permission": [],
     }

@@ -56,7 +56,7 @@ async def render_completion(
 @template_router.post("/apply-template")
 async def apply_template(body: TemplateRequest, engine: EngineDep) -> AppliedTemplate:
     """A conversation as the model would read it."""
-    model = engine.models()[0] if body.model is None else engine.get_model(body.model)
+    model = engine.first_model() if body.model is None else engine.get_model(body.model)
     check_template_kwargs(body.chat_template_kwargs)
     messages = template_messages(turns_of(body.messages), id_length=model.call_id_length)
 

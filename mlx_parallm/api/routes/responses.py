@@ -99,7 +99,7 @@ async def count_input_tokens(
     body: InputTokensRequest, engine: EngineDep, client: ClientDep, responses: ResponsesDep
 ) -> dict[str, Any]:
     """How many tokens an input is."""
-    model = engine.models()[0] if body.model is None else engine.get_model(body.model)
+    model = engine.first_model() if body.model is None else engine.get_model(body.model)
     entry = responses.entry(body, response_id="", client=client)
     with named_by(FIELDS):
         turn = input_turn(body, entry.items, response_tools(body.tools), request_id="")

@@ -26,7 +26,7 @@ async def server_info(
     engine: EngineDep, config: ConfigDep, config_format: Literal["json", "text"] = "json"
 ) -> ServerInfo:
     """Version, settings and models; keys are left out."""
-    first = engine.models()[0]
+    first = engine.first_model()
     known = settings(engine.config, config) | vllm_groups(first, engine.config)
     return ServerInfo(
         **_model_info(engine).model_dump(),
@@ -55,7 +55,7 @@ async def model_info(engine: EngineDep) -> ModelInfo:
 
 
 def _model_info(engine: EngineClient) -> ModelInfo:
-    model = engine.models()[0]
+    model = engine.first_model()
     return ModelInfo(
         weight_version=engine.control.version().label,
         load_format="safetensors",

@@ -55,7 +55,7 @@ async def generate(
     max_waiting: MaxWaitingDep,
 ) -> Response:
     """Continue a prompt of token ids, by token ids."""
-    model = engine.get_model(body.model) if body.model else engine.models()[0]
+    model = engine.get_model(body.model) if body.model else engine.first_model()
     name = body.model or model.names[0]
     with named_by(FIELDS):
         body.check_supported()

@@ -43,7 +43,7 @@ async def detokenize(body: DetokenizeRequest, engine: EngineDep) -> dict[str, An
 
 
 def _model(engine: EngineClient, name: str | None) -> ServedModel:
-    return engine.models()[0] if name is None else engine.get_model(name)
+    return engine.first_model() if name is None else engine.get_model(name)
 
 
 def _encode(body: TokenizeRequest, model: ServedModel) -> tuple[list[int], list[str] | None]:

@@ -1,0 +1,112 @@
+"""Which inputs an encoder runs next: of similar length, within a budget of tokens."""
+
+from __future__ import annotations
+
+import bisect
+from dataclasses import dataclass, field
+
+from mlx_parallm.encode import EncodeRequest
+
+# An input joins a batch only where padding it costs so little of the batch's length, or so few
+# tokens: launching a batch costs about as much as these.
+MAX_PADDING_SHARE = 4
+FREE_PADDING = 16
+
+
+@dataclass(slots=True, eq=False)
+class WaitingInput:
+    """An input that has not been computed, and everybody who asked for it.
+
+    Attributes:
+        token_ids: the input.
+        number: its place in the order of arrival.
+        askers: request ids, and the places of the input in those requests.
+    """
+
+    token_ids: tuple[int, ...]
+    number: int
+    askers: list[tuple[str, int]] = field(default_factory=list)
+
+    @property
+    def key(self) -> tuple[int, int]:
+        """Sorts by length, then by arrival."""
+        return len(self.token_ids), self.number
+
+
+class EncodeQueue:
+    """Inputs of all requests, each distinct one once. Not thread-safe."""
+
+    def __init__(self) -> None:
+        self._by_tokens: dict[tuple[int, ...], WaitingInput] = {}
+        # The same inputs: by length, and (in the dict's own order) by arrival.
+        self._by_length: list[tuple[int, int]] = []
+        self._by_number: dict[int, WaitingInput] = {}
+        self._count = 0
+
+    def __len__(self) -> int:
+        """Distinct inputs that wait."""
+        return len(self._by_number)
+
+    def add(self, request: EncodeRequest) -> None:
+        """Queue a request's inputs; one that waits already is computed for both."""
+        for place, token_ids in enumerate(request.inputs):
+            waiting = self._by_tokens.get(token_ids)
+            if waiting is None:
+                waiting = WaitingInput(token_ids, self._count)
+                self._count += 1
+                self._by_tokens[token_ids] = self._by_number[waiting.number] = waiting
+                bisect.insort(self._by_length, waiting.key)
+            waiting.askers.append((request.request_id, place))
+
+    def remove(self, request: EncodeRequest) -> None:
+        """Compute nothing more for a request."""
+        for token_ids in set(request.inputs):
+            waiting = self._by_tokens.get(token_ids)
+            if waiting is None:
+                continue
+            waiting.askers = [one for one in waiting.askers if one[0] != request.request_id]
+            if not waiting.askers:
+                self._forget(waiting)
+
+    def take(self, max_tokens: int) -> list[WaitingInput]:
+        """The next batch: the input that waits longest, and others near its length.
+
+        The batch's inputs, padded to the longest, have at most ``max_tokens`` together; the one
+        that waits longest runs whatever its length. Sorted by length.
+        """
+        if not self._by_number:
+            return []
+        oldest = next(iter(self._by_number.values()))
+        first = bisect.bisect_left(self._by_length, oldest.key)
+        begin, end = self._widen(first, max_tokens)
+        batch = [self._by_number[number] for _, number in self._by_length[begin:end]]
+        for waiting in batch:
+            self._forget(waiting)
+        return batch
+
+    def _widen(self, first: int, max_tokens: int) -> tuple[int, int]:
+        """The neighbours of an input that run with it, as a slice of ``_by_length``.
+
+        Whichever neighbour costs fewer tokens joins next; a longer one is paid for by all.
+        """
+        lengths = self._by_length
+        begin, end = first, first + 1
+        while True:
+            count, longest = end - begin, lengths[end - 1][0]
+            costs = []
+            if begin > 0 and _is_near(lengths[begin - 1][0], longest):
+                costs.append(((count + 1) * longest, begin - 1, end))
+            if end < len(lengths) and _is_near(lengths[begin][0], lengths[end][0]):
+                costs.append(((count + 1) * lengths[end][0], begin, end + 1))
+            cost, *wider = min(costs, default=(max_tokens + 1, begin, end))
+            if cost > max_tokens:
+                return begin, end
+            begin, end = wider
+
+    def _forget(self, waiting: WaitingInput) -> None:
+        del self._by_tokens[waiting.token_ids], self._by_number[waiting.number]
+        del self._by_length[bisect.bisect_left(self._by_length, waiting.key)]
+
+
+def _is_near(shortest: int, longest: int) -> bool:
+    return longest - shortest <= max(FREE_PADDING, longest // MAX_PADDING_SHARE)

@@ -1,0 +1,131 @@
+"""Embeddings over HTTP, by OpenAI's client, beside a model that generates."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import numpy as np
+import openai
+import pytest
+
+from tests.embedder_folder import MAX_LEN, write_embedder
+from tests.server_process import ServerProcess
+
+DEMO = Path(__file__).parents[2] / "mlx_parallm" / "demo" / "model"
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    folder = write_embedder(tmp_path_factory.mktemp("embedder"))
+    names = ["--served-model-name", f"{folder}=embedder", f"{DEMO}=demo"]
+    process = ServerProcess("--model", str(folder), str(DEMO), *names, "--max-model-len", "24")
+    try:
+        process.wait_until_ready()
+        yield process
+    finally:
+        process.stop()
+
+
+@pytest.fixture(scope="module")
+def client(server: ServerProcess) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as one:
+        yield one
+
+
+def vectors(client: openai.OpenAI, given: Any, **more: Any) -> np.ndarray:
+    answer = client.embeddings.create(model="embedder", input=given, **more)
+    assert [one.index for one in answer.data] == list(range(len(answer.data)))
+    return np.array([one.embedding for one in answer.data], dtype=np.float32)
+
+
+def test_all_forms_of_input_give_the_same_vectors(client: openai.OpenAI) -> None:
+    texts, ids = ["w5 w6", "w7", "w5 w6"], [[2, 5, 6, 3], [2, 7, 3], [2, 5, 6, 3]]
+    found = vectors(client, texts)
+    assert found.shape == (3, 32)
+    np.testing.assert_allclose(np.linalg.norm(found, axis=1), 1, atol=1e-5)
+    np.testing.assert_array_equal(found[0], found[2])
+    np.testing.assert_allclose(vectors(client, ids), found, atol=1e-5)
+    np.testing.assert_allclose(vectors(client, texts[1]), found[1:2], atol=1e-5)
+    np.testing.assert_allclose(vectors(client, ids[1]), found[1:2], atol=1e-5)
+    # The client asks for base64 where nothing is said.
+    as_numbers = vectors(client, texts, encoding_format="float")
+    np.testing.assert_allclose(as_numbers, found, atol=1e-6)
+
+
+def test_usage_counts_every_input(client: openai.OpenAI) -> None:
+    usage = client.embeddings.create(model="embedder", input=["w5 w6", "w5 w6"]).usage
+    assert (usage.prompt_tokens, usage.total_tokens) == (8, 8)
+
+
+def test_many_clients_get_their_own_vectors_while_a_model_generates(
+    client: openai.OpenAI,
+) -> None:
+    texts = [" ".join(f"w{5 + (n * k) % 60}" for k in range(1, 2 + n % 20)) for n in range(120)]
+    alone = np.concatenate([vectors(client, text) for text in texts[:12]])
+    stream = client.completions.create(
+        model="demo", prompt="1, 2, 3,", max_tokens=14, stream=True, extra_body={"ignore_eos": True}
+    )
+    with ThreadPoolExecutor(8) as pool:
+        found = list(pool.map(lambda n: vectors(client, texts[n : n + 40]), range(0, 80, 10)))
+    assert sum(bool(chunk.choices[0].text) for chunk in stream) > 5
+    for begin, one in zip(range(0, 80, 10), found, strict=True):
+        assert one.shape == (40, 32)
+        if begin == 0:
+            np.testing.assert_allclose(one[:12], alone, atol=1e-5)
+    np.testing.assert_allclose(found[0][10:40], found[1][:30], atol=1e-5)
+
+
+def test_inputs_are_cut_only_where_that_is_asked(client: openai.OpenAI) -> None:
+    text = "w9 " * 60
+    with pytest.raises(openai.BadRequestError) as refusal:
+        vectors(client, ["w5", text])
+    assert refusal.value.code == "context_length_exceeded"
+    assert "input 1 has 62" in refusal.value.message
+    cut = vectors(client, text, extra_body={"truncate_prompt_tokens": -1})
+    np.testing.assert_allclose(cut, vectors(client, "w9 " * (MAX_LEN - 2)), atol=1e-5)
+    short = vectors(client, text, extra_body={"truncate_prompt_tokens": 5})
+    np.testing.assert_allclose(short, vectors(client, "w9 w9 w9"), atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"input": []}, "input"),
+        ({"input": [[]]}, "input"),
+        ({"input": [1.5]}, "input"),
+        ({"input": ["a", [1]]}, "input"),
+        ({"input": {"text": "a"}}, "input"),
+        ({"input": ["w5"] * 8193}, "input"),
+        ({}, "input"),
+        ({"input": [[2, 100_000, 3]]}, "input"),
+        ({"input": [-1]}, "input"),
+        ({"input": "w5", "dimensions": 5}, "dimensions"),
+        ({"input": "w5", "dimensions": 0}, "dimensions"),
+        ({"input": "w5", "encoding_format": "hex"}, "encoding_format"),
+        ({"input": "w5", "truncate_prompt_tokens": 25}, "truncate_prompt_tokens"),
+        ({"input": "w5", "model": "demo"}, "model"),
+    ],
+)
+def test_bad_requests_name_the_field(
+    server: ServerProcess, body: dict[str, Any], param: str
+) -> None:
+    answer = httpx2.post(f"{server.url}/v1/embeddings", json=body)
+    assert answer.status_code == 400, answer.text
+    assert answer.json()["error"]["param"] == param
+    assert httpx2.get(f"{server.url}/health").status_code == 200
+
+
+def test_models_and_their_routes(server: ServerProcess, client: openai.OpenAI) -> None:
+    assert {one.id for one in client.models.list()} == {"embedder", "demo"}
+    assert client.models.retrieve("embedder").id == "embedder"
+    with pytest.raises(openai.BadRequestError, match="encoder"):
+        client.completions.create(model="embedder", prompt="w5")
+    with pytest.raises(openai.NotFoundError):
+        client.embeddings.create(model="nothing", input="w5")
+    # Without a name the first encoder answers.
+    answer = httpx2.post(f"{server.url}/embeddings", json={"input": "w5"}).json()
+    assert answer["model"] == "embedder"

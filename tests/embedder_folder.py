@@ -1,0 +1,45 @@
+"""A small embedder as a folder of sentence-transformers, with a tokenizer of its own."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
+
+from tests.encoder_folders import read_golden, write_golden
+
+SPECIALS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+MAX_LEN = 24
+
+
+def write_embedder(folder: Path, pooling: str = "mean_tokens", *, normalizes: bool = True) -> Path:
+    """BERT of the golden values, whose tokens are words ``w5`` to ``wN``."""
+    golden = read_golden("bert")
+    write_golden(folder, golden)
+    vocab_size = golden["config"]["vocab_size"]
+    words = SPECIALS + [f"w{number}" for number in range(len(SPECIALS), vocab_size)]
+    tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, "[UNK]"))
+    tokenizer.normalizer = normalizers.Lowercase()  # type: ignore[assignment]
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()  # type: ignore[assignment]
+    tokenizer.post_processor = processors.TemplateProcessing(  # type: ignore[assignment]
+        single="[CLS] $A [SEP]", special_tokens=[("[CLS]", 2), ("[SEP]", 3)]
+    )
+    # Files often bring these; they must change nothing.
+    tokenizer.enable_truncation(4)
+    tokenizer.enable_padding(length=8)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    steps: list[tuple[str, str]] = [("", "Transformer"), ("1_Pooling", "Pooling")]
+    if normalizes:
+        steps.append(("2_Normalize", "Normalize"))
+    modules: list[dict[str, Any]] = [
+        {"idx": i, "name": str(i), "path": path, "type": f"sentence_transformers.models.{kind}"}
+        for i, (path, kind) in enumerate(steps)
+    ]
+    (folder / "modules.json").write_text(json.dumps(modules))
+    (folder / "sentence_bert_config.json").write_text(json.dumps({"max_seq_length": MAX_LEN}))
+    (folder / "1_Pooling").mkdir(exist_ok=True)
+    config = {"word_embedding_dimension": 32, f"pooling_mode_{pooling}": True}
+    (folder / "1_Pooling" / "config.json").write_text(json.dumps(config))
+    return folder

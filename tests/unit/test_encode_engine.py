@@ -1,0 +1,110 @@
+"""An encoder's engine: answers go to whoever asked, and failures to nobody else."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from mlx_parallm.encode import EncodeRequest, EncoderInfo
+from mlx_parallm.engine.encode_engine import EncodeEngine
+from mlx_parallm.errors import OverloadedError, StepError
+
+POISON, NAN = 666, 777
+
+
+class SumEncoder:
+    """Its vector of an input is the sum and the length."""
+
+    info = EncoderInfo(
+        architecture="sum",
+        vocab_size=1000,
+        max_model_len=64,
+        dims=2,
+        dtype="float32",
+        weight_bytes=0,
+    )
+
+    def __init__(self) -> None:
+        self.batches: list[list[tuple[int, ...]]] = []
+
+    def embed(self, inputs: Sequence[tuple[int, ...]]) -> np.ndarray:
+        self.batches.append(list(inputs))
+        if any(POISON in one for one in inputs):
+            raise RuntimeError("out of memory")
+        rows = [[np.nan if NAN in one else sum(one), len(one)] for one in inputs]
+        return np.array(rows, dtype=np.float32)
+
+
+def make(max_waiting: int = 100) -> tuple[EncodeEngine, SumEncoder, dict[str, Any]]:
+    encoder = SumEncoder()
+    engine = EncodeEngine(encoder, max_tokens=64, max_tokens_beside=4, max_waiting=max_waiting)
+    return engine, encoder, {}
+
+
+def ask(engine: EncodeEngine, answers: dict[str, Any], name: str, *inputs: tuple[int, ...]) -> None:
+    request = EncodeRequest(request_id=name, model="m", inputs=inputs)
+    engine.add(request, lambda found: answers.__setitem__(name, found))
+
+
+def run(engine: EncodeEngine, *, beside: bool = False) -> None:
+    while engine.has_work():
+        engine.step(beside=beside)
+
+
+def test_vectors_are_in_the_order_of_the_inputs() -> None:
+    engine, encoder, answers = make()
+    ask(engine, answers, "a", (5, 6, 7), (1,), (5, 6, 7))
+    ask(engine, answers, "b", (1,), (2, 2))
+    run(engine)
+    assert answers["a"].tolist() == [[18, 3], [1, 1], [18, 3]]
+    assert answers["b"].tolist() == [[1, 1], [4, 2]]
+    assert sorted(one for batch in encoder.batches for one in batch) == [(1,), (2, 2), (5, 6, 7)]
+
+
+def test_batches_are_small_beside_streams() -> None:
+    engine, encoder, answers = make()
+    ask(engine, answers, "a", *[(n, n) for n in range(8)])
+    run(engine, beside=True)
+    assert [len(batch) for batch in encoder.batches] == [2, 2, 2, 2]
+    assert answers["a"].shape == (8, 2)
+
+
+def test_a_failed_batch_ends_the_requests_in_it() -> None:
+    engine, _, answers = make()
+    ask(engine, answers, "bad", (POISON,), tuple(range(60)))
+    run(engine)
+    ask(engine, answers, "good", (1, 2))
+    run(engine)
+    assert isinstance(answers["bad"], StepError)
+    assert answers["good"].tolist() == [[3, 2]]
+
+
+def test_vectors_that_are_no_numbers_end_their_request_alone() -> None:
+    engine, _, answers = make()
+    ask(engine, answers, "bad", (NAN,), (3,))
+    ask(engine, answers, "good", (3,), (4,))
+    run(engine)
+    assert isinstance(answers["bad"], StepError)
+    assert answers["good"].tolist() == [[3, 1], [4, 1]]
+
+
+def test_an_aborted_request_is_not_computed() -> None:
+    engine, encoder, answers = make()
+    ask(engine, answers, "gone", (1,), (2,))
+    ask(engine, answers, "here", (2,))
+    assert engine.abort("gone")
+    assert not engine.abort("gone")
+    run(engine)
+    assert list(answers) == ["here"]
+    assert encoder.batches == [[(2,)]]
+
+
+def test_a_full_queue_refuses_but_one_large_request_runs() -> None:
+    engine, _, answers = make(max_waiting=2)
+    ask(engine, answers, "large", (1,), (2,), (3,))
+    ask(engine, answers, "late", (4,))
+    assert isinstance(answers["late"], OverloadedError)
+    run(engine)
+    assert answers["large"].shape == (3, 2)

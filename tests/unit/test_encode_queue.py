@@ -1,0 +1,82 @@
+"""Batches of inputs: everything runs once, within the budget, the longest waiting first."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mlx_parallm.encode import EncodeRequest
+from mlx_parallm.encoding.queue import FREE_PADDING, MAX_PADDING_SHARE, EncodeQueue, WaitingInput
+
+INPUTS = st.lists(st.integers(1, 200).map(lambda n: tuple(range(n))), min_size=1, max_size=30)
+
+
+def request(request_id: str, *inputs: tuple[int, ...]) -> EncodeRequest:
+    return EncodeRequest(request_id=request_id, model="m", inputs=inputs)
+
+
+def drained(queue: EncodeQueue, max_tokens: int) -> list[list[WaitingInput]]:
+    batches = []
+    while len(queue):
+        batches.append(queue.take(max_tokens))
+    return batches
+
+
+@given(st.lists(INPUTS, min_size=1, max_size=6), st.integers(1, 600))
+def test_every_place_of_every_request_runs_once(
+    requests: list[list[tuple[int, ...]]], max_tokens: int
+) -> None:
+    queue = EncodeQueue()
+    for number, inputs in enumerate(requests):
+        queue.add(request(str(number), *inputs))
+    found = {}
+    for batch in drained(queue, max_tokens):
+        lengths = [len(one.token_ids) for one in batch]
+        assert lengths == sorted(lengths)
+        assert len(batch) == 1 or len(batch) * max(lengths) <= max_tokens
+        assert max(lengths) - min(lengths) <= max(FREE_PADDING, max(lengths) // MAX_PADDING_SHARE)
+        for waiting in batch:
+            for asker in waiting.askers:
+                assert asker not in found
+                found[asker] = waiting.token_ids
+    wanted = {
+        (str(number), place): one
+        for number, inputs in enumerate(requests)
+        for place, one in enumerate(inputs)
+    }
+    assert found == wanted
+    assert queue.take(max_tokens) == []
+
+
+@given(INPUTS, st.integers(1, 600))
+def test_the_longest_waiting_is_in_the_next_batch(
+    inputs: list[tuple[int, ...]], max_tokens: int
+) -> None:
+    queue = EncodeQueue()
+    queue.add(request("first", *inputs))
+    waiting = list(dict.fromkeys(inputs))
+    while waiting:
+        batch = [one.token_ids for one in queue.take(max_tokens)]
+        assert waiting[0] in batch
+        waiting = [one for one in waiting if one not in batch]
+
+
+def test_an_input_that_several_ask_for_runs_once() -> None:
+    queue = EncodeQueue()
+    queue.add(request("a", (1, 2), (3,), (1, 2)))
+    queue.add(request("b", (1, 2)))
+    assert len(queue) == 2
+    (batch,) = drained(queue, 100)
+    assert [one.askers for one in batch] == [[("a", 1)], [("a", 0), ("a", 2), ("b", 0)]]
+
+
+@given(INPUTS, INPUTS)
+def test_what_is_removed_does_not_run_and_others_do(
+    kept: list[tuple[int, ...]], removed: list[tuple[int, ...]]
+) -> None:
+    queue = EncodeQueue()
+    queue.add(request("removed", *removed))
+    queue.add(request("kept", *kept))
+    queue.remove(request("removed", *removed))
+    askers = [asker for batch in drained(queue, 400) for one in batch for asker in one.askers]
+    assert sorted(askers) == sorted(("kept", place) for place in range(len(kept)))
