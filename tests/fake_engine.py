@@ -12,13 +12,15 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import numpy as np
 import uvicorn
 
 from mlx_parallm.api.app import create_app
 from mlx_parallm.api.connection import BoundedProtocol
 from mlx_parallm.batch import TokenLogprob
 from mlx_parallm.config import EngineConfig, ServerConfig
-from mlx_parallm.engine.interface import EngineLoad, RequestHandle, ServedModel
+from mlx_parallm.encode import EncodeRequest
+from mlx_parallm.engine.interface import EncoderModel, EngineLoad, RequestHandle, ServedModel
 from mlx_parallm.errors import (
     EngineDeadError,
     ModelNotFoundError,
@@ -137,6 +139,15 @@ class FakeEngine:
 
     def first_model(self) -> ServedModel:
         return self.models()[0]
+
+    def encoders(self) -> Sequence[EncoderModel]:
+        return ()
+
+    def get_encoder(self, name: str | None) -> EncoderModel:
+        raise ModelNotFoundError(name or "")
+
+    async def encode(self, request: EncodeRequest) -> np.ndarray:
+        raise NotImplementedError
 
     def models(self) -> Sequence[ServedModel]:
         return [self._model]
