@@ -42,15 +42,16 @@ class ChangeKernels:
         self._made: dict[tuple[str, mx.Dtype, int], Kernel] = {}
         self.name = dialect.name
 
-    def serve(self, x: mx.array, y: mx.array, stack: LinearStack) -> bool:
+    def serve(self, x: mx.array, y: mx.array, stack: LinearStack, slots: mx.array) -> bool:
         """Whether they are for so many rows, of one token each, and such a layer.
 
         Args:
             x: its input.
             y: its output.
             stack: what adapters change of it.
+            slots: of the rows.
         """
-        is_rows = x.ndim == y.ndim == 3 and x.shape[1] == 1 and x.shape[:2] == y.shape[:2]
+        is_rows = x.ndim == y.ndim == 3 and x.shape[:2] == y.shape[:2] == (slots.size, 1)
         is_one = x.dtype == y.dtype == stack.a.dtype and x.dtype in DTYPES
         if not (is_rows and is_one and x.shape[0] <= MAX_ROWS):
             return False

@@ -21,12 +21,14 @@ class AdapterContext:
             adapter.
         wanted: the rows that the head picks out of all, int32; None where it picks none.
         kernels: for linear layers of decode rows; None to use MLX's operations alone.
+        forward: another number in every forward.
     """
 
     def __init__(self) -> None:
         self.rows: AdapterRows | None = None
         self.wanted: mx.array | None = None
         self.kernels: ChangeKernels | None = None
+        self.forward = 0
         self._stacks: dict[str, AdapterStack] = {}
         self._num_slots = 1
         self._key = ""
@@ -72,7 +74,9 @@ class AdapterContext:
         """Let layers see these while the block runs."""
         before = self.rows, self.wanted
         self.rows, self.wanted = rows, wanted
+        self.forward += 1
         try:
             yield
         finally:
             self.rows, self.wanted = before
+            self.forward += 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import mlx.core as mx
 
@@ -17,18 +18,24 @@ class _Layer:
     """A layer without its adapters.
 
     Attributes:
+        module: the layer; it is asked for its bias at every call, as weights are replaced.
         call: gives its output.
-        bias: that is in the output, ``[out]``.
     """
 
+    module: Any
     call: Callable[[mx.array], mx.array]
-    bias: mx.array | None
+
+    @property
+    def bias(self) -> mx.array | None:
+        """That is in the output, ``[out]``."""
+        return self.module.get("bias")
 
 
 class AdaptedGroup:
     """Computes all of its layers when the first is asked, where a kernel serves them at once.
 
-    What the others will be asked is kept until then: models call them on the same array.
+    What the others will be asked is kept until then, or until the forward ends: models call them
+    on the same array.
     """
 
     def __init__(self, context: AdapterContext) -> None:
@@ -36,11 +43,12 @@ class AdaptedGroup:
         self._context = context
         self._layers: dict[str, _Layer] = {}
         self._input: mx.array | None = None
+        self._forward = -1
         self._outputs: dict[str, mx.array] = {}
 
-    def add(self, path: str, call: Callable[[mx.array], mx.array], bias: mx.array | None) -> None:
-        """Have a layer of this module path; ``call`` and ``bias`` as in ``_Layer``."""
-        self._layers[path] = _Layer(call, bias)
+    def add(self, path: str, module: Any, call: Callable[[mx.array], mx.array]) -> None:
+        """Have a layer of this module path; ``module`` and ``call`` as in ``_Layer``."""
+        self._layers[path] = _Layer(module, call)
 
     def take(self, path: str, x: mx.array) -> mx.array:
         """The output of a layer that has adapters, changed for the rows of the forward."""
@@ -48,8 +56,9 @@ class AdaptedGroup:
         assert rows is not None, "asked for rows of a forward without adapters"
         if self._context.kernels is None:
             return self._plain(path, x, self._layers[path].call(x))
-        if x is not self._input or path not in self._outputs:
-            self._input, self._outputs = x, self._compute(x)
+        forward = self._context.forward
+        if x is not self._input or forward != self._forward or path not in self._outputs:
+            self._input, self._forward, self._outputs = x, forward, self._compute(x, rows.slots)
         output = self._outputs.pop(path)
         if not self._outputs:
             self._input = None
@@ -60,8 +69,8 @@ class AdaptedGroup:
         x, rows = picked(x, y, self._context)
         return self._stack(path)(x, y, rows, self._layers[path].bias)
 
-    def _compute(self, x: mx.array) -> dict[str, mx.array]:
-        """The outputs of all layers that have adapters."""
+    def _compute(self, x: mx.array, slots: mx.array) -> dict[str, mx.array]:
+        """The outputs of all layers that have adapters, of rows with these slots."""
         kernels = self._context.kernels
         assert kernels is not None, "asked for a kernel that there is not"
         stacks = self._context.stacks
@@ -69,13 +78,11 @@ class AdaptedGroup:
         outputs = {path: self._layers[path].call(x) for path in paths}
         served: list[str] = []
         for path, y in outputs.items():
-            if kernels.serve(x, y, self._stack(path)):
+            if kernels.serve(x, y, self._stack(path), slots):
                 served.append(path)
             else:
                 outputs[path] = self._plain(path, x, y)
         if served:
-            assert self._context.rows is not None, "asked for rows of a forward without adapters"
-            slots = self._context.rows.slots
             ys = [outputs[path] for path in served]
             changed = kernels(x, ys, [self._stack(path) for path in served], slots)
             for path, y in zip(served, changed, strict=True):

@@ -69,7 +69,7 @@ def adapt(module: Any, path: str, context: AdapterContext) -> None:
 def adapt_linear(module: Any, path: str, context: AdapterContext, group: AdaptedGroup) -> None:
     """The same for a linear layer, whose group gets it."""
     original: Any = type(module)
-    group.add(path, functools.partial(original.__call__, module), module.get("bias"))
+    group.add(path, module, functools.partial(original.__call__, module))
 
     def call(self: Any, x: mx.array) -> mx.array:
         if context.rows is None or not isinstance(context.stacks.get(path), LinearStack):

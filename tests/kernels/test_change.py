@@ -61,7 +61,7 @@ def test_there_is_something_to_leave_out() -> None:
 #: Text of the kernels, and what would be a mistake in its place.
 MISTAKES = {
     "factors of the row before": ("common", "slots[i] != held", "held == 0"),
-    "rows without an adapter": ("expand", "mine[i] = slots[row];", "mine[i] = slots[row] + 1;"),
+    "rows without an adapter": ("expand", "= slots[row * slots_strides[0]];", "= slots[row] + 1;"),
     "the first rank alone": ("common", "total + from + j]", "total + from]"),
     "the second layer by the first": ("shrink", "factors = a1;", ""),
     "the third layer's ranks": ("shrink", "rank -= ranks;\nfactors = a2;", "factors = a2;"),
@@ -129,7 +129,7 @@ def test_rows_are_as_operations_of_mlx_give_them(
         for size in (inner, *outs)
     )
     kernels = ChangeKernels(shim)
-    assert all(kernels.serve(x, y, stack) for y, stack in zip(ys, stacks, strict=True))
+    assert all(kernels.serve(x, y, stack, slots) for y, stack in zip(ys, stacks, strict=True))
     found = kernels(x, ys, stacks, slots)
     for one, y, stack in zip(found, ys, stacks, strict=True):
         wanted = y + (x @ stack.a[slots].swapaxes(-1, -2)) @ stack.b[slots]
@@ -153,4 +153,5 @@ def test_rows_are_as_operations_of_mlx_give_them(
 def test_what_they_do_not_serve(x: mx.array, y: mx.array) -> None:
     require_compiler()
     stack = LinearStack((y.shape[-1], x.shape[-1]), mx.float32)
-    assert not ChangeKernels(SHIMS["cuda"]()).serve(x, y, stack)
+    slots = mx.zeros(x.shape[0], mx.int32)
+    assert not ChangeKernels(SHIMS["cuda"]()).serve(x, y, stack, slots)

@@ -40,7 +40,7 @@ WORDS = (
 )
 #: MLX passes an attribute or a shape if its name occurs anywhere in a body.
 UNWANTED = re.compile(
-    r"grid_size|grid_origin|threads_per|simdgroup_index|simdgroups_|in_simdgroup|quadgroup|(?<!y[0-2])_strides|_ndim|thread_execution_width"
+    r"grid_size|grid_origin|threads_per|simdgroup_index|simdgroups_|in_simdgroup|quadgroup|(?<!y[0-2])(?<!slots)_strides|_ndim|thread_execution_width"
 )
 
 

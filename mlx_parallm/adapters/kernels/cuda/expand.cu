@@ -57,7 +57,7 @@ for (int i = 0; i < ROWS; i++) {
   const int row = first + i;
   mine[i] = 0;
   if (i < count && row < num_rows) {
-    mine[i] = slots[row];
+    mine[i] = slots[row * slots_strides[0]];
 #pragma unroll
     for (int k = 0; k < VEC; k++) {
       sums[i][k] = float(before[row * row_stride + (at + k) * stride]);

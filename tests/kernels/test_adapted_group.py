@@ -1,0 +1,130 @@
+"""Layers of one input that adapters change: nothing of one forward is left for another."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+import pytest
+
+from mlx_parallm.adapters.change_kernels import ChangeKernels
+from mlx_parallm.adapters.context import AdapterContext
+from mlx_parallm.adapters.rows import AdapterRows
+from mlx_parallm.adapters.tensors import HostTensor
+from mlx_parallm.adapters.weights import AdapterWeights, LowRank
+from mlx_parallm.runner.adapted_layers import AdaptedLayers
+from tests.kernels.shim_compile import require_compiler
+from tests.kernels.shim_dialect import CudaShim
+
+SIZE = 16
+NAMES = ("q_proj", "k_proj")
+
+
+class Block(nn.Module):
+    """Two layers that models call on one input."""
+
+    def __init__(self, *, bias: bool) -> None:
+        super().__init__()
+        self.q_proj = nn.Linear(SIZE, SIZE, bias=bias)
+        self.k_proj = nn.Linear(SIZE, SIZE, bias=bias)
+
+
+def low_rank(seed: int, *, dora: bool = False) -> LowRank:
+    source = np.random.default_rng(seed)
+    a, b = (
+        HostTensor(source.standard_normal(shape, dtype=np.float32))
+        for shape in ((4, SIZE), (SIZE, 4))
+    )
+    magnitude = HostTensor(source.uniform(1, 2, SIZE).astype(np.float32)) if dora else None
+    return LowRank(kind="linear", a=a, b=b, scale=1.0, magnitude=magnitude)
+
+
+def adapter(seed: int, *, dora: bool = False) -> AdapterWeights:
+    return AdapterWeights({name: low_rank(seed + i, dora=dora) for i, name in enumerate(NAMES)})
+
+
+@pytest.fixture(params=[False, True], ids=["stock", "kernels"])
+def context(request: pytest.FixtureRequest) -> AdapterContext:
+    made = AdapterContext()
+    if request.param:
+        require_compiler()
+        made.kernels = ChangeKernels(CudaShim())
+    return made
+
+
+def adapted(
+    context: AdapterContext, *, bias: bool = False, dora: bool = False
+) -> tuple[Block, AdaptedLayers]:
+    """A block whose slot 1 is the adapter 0."""
+    block = Block(bias=bias)
+    mx.eval(block.parameters())
+    layers = AdaptedLayers(block, mx.float32, context)
+    layers.put(1, adapter(0, dora=dora), param="adapter")
+    return block, layers
+
+
+def wanted(layer: Any, one: LowRank, x: mx.array) -> mx.array:
+    weight = layer.weight + one.scale * (one.b.to_mlx() @ one.a.to_mlx())
+    if one.magnitude is not None:
+        weight = weight * (one.magnitude.to_mlx() / mx.linalg.norm(weight, axis=1))[:, None]
+    return x @ weight.T + (layer.bias if "bias" in layer else 0)
+
+
+def rows_of(*slots: int) -> AdapterRows:
+    return AdapterRows(mx.array(slots, mx.int32))
+
+
+def random_rows(count: int) -> mx.array:
+    return mx.random.normal((count, 1, SIZE), key=mx.random.key(3))
+
+
+def test_a_bias_that_was_replaced_is_heeded(context: AdapterContext) -> None:
+    block, layers = adapted(context, bias=True, dora=True)
+    x, one = random_rows(2), low_rank(0, dora=True)
+    with context.during(rows_of(1, 1)):
+        assert mx.allclose(block.q_proj(x), wanted(block.q_proj, one, x), atol=1e-4)
+    block.q_proj.update({"bias": mx.full((SIZE,), 5.0)})
+    layers.renew()
+    with context.during(rows_of(1, 1)):
+        assert mx.allclose(block.q_proj(x), wanted(block.q_proj, one, x), atol=1e-4)
+
+
+def test_outputs_for_other_rows_are_not_given_out(context: AdapterContext) -> None:
+    block, _ = adapted(context)
+    x = random_rows(2)
+    with context.during(rows_of(1, 1)):
+        block.q_proj(x)
+    with context.during(rows_of(0, 1)):
+        found = block.k_proj(x)
+    assert mx.allclose(found[0], block.k_proj(x)[0], atol=1e-4)
+    assert mx.allclose(found[1], wanted(block.k_proj, low_rank(1), x)[1], atol=1e-4)
+
+
+def test_outputs_of_the_adapter_before_are_not_given_out(context: AdapterContext) -> None:
+    block, layers = adapted(context)
+    x, rows = random_rows(2), rows_of(1, 1)
+    with context.during(rows):
+        block.q_proj(x)
+    layers.put(1, adapter(7), param="adapter")
+    with context.during(rows):
+        assert mx.allclose(block.k_proj(x), wanted(block.k_proj, low_rank(8), x), atol=1e-4)
+
+
+def test_one_slot_may_stand_for_all_positions(context: AdapterContext) -> None:
+    block, _ = adapted(context)
+    x = random_rows(5)
+    with context.during(rows_of(1)):
+        assert mx.allclose(block.q_proj(x), wanted(block.q_proj, low_rank(0), x), atol=1e-4)
+
+
+def test_slots_and_inputs_may_lie_apart(context: AdapterContext) -> None:
+    block, _ = adapted(context)
+    x = mx.random.normal((SIZE, 7), key=mx.random.key(3)).T[1:6][:, None]
+    slots = mx.array([[0, 9], [1, 9], [1, 9], [0, 9], [1, 9]], mx.int32)[:, 0]
+    with context.during(AdapterRows(slots)):
+        found = block.q_proj(x)
+    changed = wanted(block.q_proj, low_rank(0), x)
+    expected = mx.where((slots == 1)[:, None, None], changed, x @ block.q_proj.weight.T)
+    assert mx.allclose(found, expected, atol=1e-4)
