@@ -15,6 +15,7 @@ from mlx_parallm.errors import ConfigError, ModelLoadError
 from mlx_parallm.runner.encoder_runner import is_encoder, load_encoder_runner, pooled
 from mlx_parallm.tokenizer.encoder_tokenizer import load_encoder_tokenizer
 from tests.embedder_folder import MAX_LEN, write_embedder
+from tests.encoder_folders import golden_names, read_golden, write_golden
 
 INPUTS = [(2, 9, 3), (2, 30, 31, 32, 40, 41, 3), (2, 3), (2, *range(5, 24), 3)]
 
@@ -80,6 +81,18 @@ def test_what_is_not_served_is_refused(
         (folder / "config.json").unlink()
     with pytest.raises(ModelLoadError, match=reason):
         read_vector_spec(folder)
+
+
+@pytest.mark.parametrize("name", [one for one in golden_names() if not read_golden(one)["logits"]])
+def test_every_architecture_gives_vectors(tmp_path: Path, name: str) -> None:
+    golden = read_golden(name)
+    folder = write_golden(tmp_path, golden)
+    assert is_encoder(folder)
+    runner = load_encoder_runner(folder, "auto", VectorSpec())
+    inputs = [tuple(one) for one in golden["inputs"]["input_ids"]]
+    together = runner.embed(inputs)
+    for one, vector in zip(inputs, together, strict=True):
+        np.testing.assert_allclose(runner.embed([one])[0], vector, atol=1e-4)
 
 
 def test_newer_files_name_the_pooling(tmp_path: Path) -> None:
