@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -129,3 +130,29 @@ def test_models_and_their_routes(server: ServerProcess, client: openai.OpenAI) -
     # Without a name the first encoder answers.
     answer = httpx2.post(f"{server.url}/embeddings", json={"input": "w5"}).json()
     assert answer["model"] == "embedder"
+
+
+def test_a_batch_may_hold_embeddings(client: openai.OpenAI) -> None:
+    lines = [
+        {
+            "custom_id": name,
+            "method": "POST",
+            "url": "/v1/embeddings",
+            "body": {"model": "embedder", "input": text},
+        }
+        for name, text in (("a", "w5 w6"), ("b", "w7"), ("c", "w9 " * 60))
+    ]
+    content = "\n".join(map(json.dumps, lines)).encode()
+    given = client.files.create(file=("lines.jsonl", content), purpose="batch")
+    batch = client.batches.create(
+        input_file_id=given.id, endpoint="/v1/embeddings", completion_window="24h"
+    )
+    while batch.status not in ("completed", "failed", "expired", "cancelled"):
+        batch = client.batches.retrieve(batch.id)
+    assert batch.request_counts is not None
+    assert (batch.request_counts.completed, batch.request_counts.failed) == (2, 1)
+    assert batch.output_file_id is not None
+    answers = map(json.loads, client.files.content(batch.output_file_id).text.splitlines())
+    found = {one["custom_id"]: one["response"]["body"]["data"][0]["embedding"] for one in answers}
+    wanted = vectors(client, ["w5 w6", "w7"])
+    np.testing.assert_allclose(np.array([found["a"], found["b"]]), wanted, atol=1e-5)
