@@ -147,7 +147,7 @@ class FakeEngine:
         raise ModelNotFoundError(name or "")
 
     async def encode(self, request: EncodeRequest) -> np.ndarray:
-        raise NotImplementedError
+        raise ModelNotFoundError(request.model)
 
     def models(self) -> Sequence[ServedModel]:
         return [self._model]

@@ -12,11 +12,12 @@ from pathlib import Path
 
 from mlx_parallm import __version__
 from mlx_parallm.config import KV_CACHE_DTYPES
-from mlx_parallm.runner.adapter_check import AdapterReport, adapter_report
+from mlx_parallm.runner.adapter_check import adapter_report
 from mlx_parallm.runner.backend_choice import AttentionReport, attention_report
 from mlx_parallm.runner.device import DeviceReport, device_report
-from mlx_parallm.runner.row_kernel import LinearReport, linear_report
-from mlx_parallm.runner.sampling_check import SamplingReport, sampling_report
+from mlx_parallm.runner.device_kernels import KernelReport
+from mlx_parallm.runner.row_kernel import linear_report
+from mlx_parallm.runner.sampling_check import sampling_report
 
 PACKAGES = (
     "mlx",
@@ -45,9 +46,9 @@ class Diagnosis:
     device: DeviceReport
     attention: AttentionReport
     quantised_kv: dict[str, AttentionReport]
-    sampling: SamplingReport
-    linear: LinearReport
-    adapters: AdapterReport
+    sampling: KernelReport
+    linear: KernelReport
+    adapters: KernelReport
     system: str
     versions: dict[str, str]
     advice: tuple[str, ...]

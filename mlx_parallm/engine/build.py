@@ -112,12 +112,13 @@ def build_engines(
     """
     check_names(config.models)
     keep_freed_memory()
-    found = [(one, _folder(one, on_progress)) for one in config.models]
+    folders = [(one, _folder(one, on_progress)) for one in config.models]
+    found = [(one, path, is_encoder(path)) for one, path in folders]
     encoders: list[LoadedEngine | BuiltEncoder] = [
-        _load_encoder(model, path, config, on_progress) for model, path in found if is_encoder(path)
+        _load_encoder(model, path, config, on_progress) for model, path, encodes in found if encodes
     ]
     models = [
-        _load(model, path, config, on_progress) for model, path in found if not is_encoder(path)
+        _load(model, path, config, on_progress) for model, path, encodes in found if not encodes
     ]
     wanted = [one.plan.wanted_bytes for one in models]
     weights = sum(one.weight_bytes for one in models)

@@ -14,6 +14,7 @@ from mlx_parallm.models.checkpoint_names import (
     with_decoder,
     without,
 )
+from mlx_parallm.models.heads import Predictions, PreTrainingHeads
 
 DECODER = "cls.predictions.decoder"
 WORDS = "bert.embeddings.word_embeddings.weight"
@@ -38,31 +39,6 @@ class Transform(nn.Module):
         return self.LayerNorm(self.activation(self.dense(hidden)))
 
 
-class Predictions(nn.Module):
-    """The head of the masked LM; its decoder is the table of word embeddings if that is tied."""
-
-    def __init__(self, args: ModelArgs) -> None:
-        super().__init__()
-        self.transform = Transform(args)
-        self.bias = mx.zeros((args.vocab_size,))
-        if not args.tie_word_embeddings:
-            self.decoder = nn.Linear(args.hidden_size, args.vocab_size, bias=False)
-
-    def __call__(self, hidden: mx.array, words: nn.Embedding) -> mx.array:
-        """Return logits ``[..., vocabulary]``."""
-        hidden = self.transform(hidden)
-        logits = self.decoder(hidden) if "decoder" in self else words.as_linear(hidden)
-        return logits + self.bias
-
-
-class PreTrainingHeads(nn.Module):
-    """The place of the masked LM in the names of a checkpoint."""
-
-    def __init__(self, args: ModelArgs) -> None:
-        super().__init__()
-        self.predictions = Predictions(args)
-
-
 class Model(nn.Module):
     """BERT with the head of its first architecture.
 
@@ -76,7 +52,14 @@ class Model(nn.Module):
         self.has_pooler = args.head == "sequence" or (args.head is None and args.add_pooling_layer)
         self.bert = BertTrunk(args, pooler=self.has_pooler)
         if args.head == "masked_lm":
-            self.cls = PreTrainingHeads(args)
+            self.cls = PreTrainingHeads(
+                Predictions(
+                    Transform(args),
+                    args.hidden_size,
+                    args.vocab_size,
+                    tied=args.tie_word_embeddings,
+                )
+            )
         elif args.head is not None:
             self.classifier = nn.Linear(args.hidden_size, args.num_labels)
 

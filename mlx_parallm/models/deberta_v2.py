@@ -28,6 +28,7 @@ from mlx_parallm.models.disentangled_attention import (
     relative_buckets,
 )
 from mlx_parallm.models.encoder_args import EncoderArgs
+from mlx_parallm.models.heads import Predictions, PreTrainingHeads
 
 HEAD = "cls.predictions."
 NEWER_HEAD = "lm_predictions.lm_head."
@@ -253,31 +254,6 @@ class Transform(DenseActivation):
         return self.LayerNorm(super().__call__(hidden))
 
 
-class Predictions(nn.Module):
-    """The head of the masked LM; its decoder is the table of word embeddings if that is tied."""
-
-    def __init__(self, args: ModelArgs) -> None:
-        super().__init__()
-        self.transform = Transform(args)
-        self.bias = mx.zeros((args.vocab_size,))
-        if not args.tie_word_embeddings:
-            self.decoder = nn.Linear(args.table_size, args.vocab_size, bias=False)
-
-    def __call__(self, hidden: mx.array, words: nn.Embedding) -> mx.array:
-        """Return logits ``[..., vocabulary]``."""
-        hidden = self.transform(hidden)
-        logits = self.decoder(hidden) if "decoder" in self else words.as_linear(hidden)
-        return logits + self.bias
-
-
-class MaskedLMHead(nn.Module):
-    """The place of the masked LM in the names of a checkpoint."""
-
-    def __init__(self, args: ModelArgs) -> None:
-        super().__init__()
-        self.predictions = Predictions(args)
-
-
 class Model(nn.Module):
     """DeBERTa v2 or v3 with the head of its first architecture."""
 
@@ -286,7 +262,14 @@ class Model(nn.Module):
         self.args = args
         self.deberta = Trunk(args)
         if args.head == "masked_lm":
-            self.cls = MaskedLMHead(args)
+            self.cls = PreTrainingHeads(
+                Predictions(
+                    Transform(args),
+                    args.table_size,
+                    args.vocab_size,
+                    tied=args.tie_word_embeddings,
+                )
+            )
         elif args.head is not None:
             self.classifier = nn.Linear(args.hidden_size, args.num_labels)
         if args.head == "sequence":

@@ -1,4 +1,4 @@
-"""Heads of RoBERTa's shape, which other families have too.
+"""Heads that several families have: those of BERT's masked LM, and RoBERTa's.
 
 RoBERTa's heads (Liu et al., 2019, arXiv:1907.11692) take hidden states, never a pooler's output.
 """
@@ -28,8 +28,39 @@ class LMHead(nn.Module):
     def __call__(self, hidden: mx.array, words: nn.Embedding) -> mx.array:
         """Return logits ``[..., vocabulary]``."""
         hidden = self.layer_norm(nn.gelu(self.dense(hidden)))
-        logits = self.decoder(hidden) if "decoder" in self else words.as_linear(hidden)
-        return logits + self.bias
+        return decoded(self, hidden, words)
+
+
+class Predictions(nn.Module):
+    """The head of BERT's masked LM; its decoder is the table of word embeddings if that is tied."""
+
+    def __init__(
+        self, transform: nn.Module, dims: int, vocab_size: int, *, tied: bool, bias: bool = True
+    ) -> None:
+        super().__init__()
+        self.transform = transform
+        if bias:
+            self.bias = mx.zeros((vocab_size,))
+        if not tied:
+            self.decoder = nn.Linear(dims, vocab_size, bias=False)
+
+    def __call__(self, hidden: mx.array, words: nn.Embedding) -> mx.array:
+        """Return logits ``[..., vocabulary]``."""
+        return decoded(self, self.transform(hidden), words)
+
+
+class PreTrainingHeads(nn.Module):
+    """The place of BERT's masked LM in the names of a checkpoint."""
+
+    def __init__(self, predictions: Predictions) -> None:
+        super().__init__()
+        self.predictions = predictions
+
+
+def decoded(head: nn.Module, hidden: mx.array, words: nn.Embedding) -> mx.array:
+    """Logits ``[..., vocabulary]`` by a head's decoder and bias, or by ``words`` without one."""
+    logits = head["decoder"](hidden) if "decoder" in head else words.as_linear(hidden)
+    return logits + head["bias"] if "bias" in head else logits
 
 
 class ClassificationHead(nn.Module):

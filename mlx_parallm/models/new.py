@@ -24,6 +24,7 @@ from mlx_parallm.models.bert_layers import (
 )
 from mlx_parallm.models.checkpoint_names import Weights, modern_names, with_decoder, without
 from mlx_parallm.models.encoder_args import EncoderArgs
+from mlx_parallm.models.heads import decoded
 from mlx_parallm.models.rotary_layers import Rotary, attend_rotary, join_rows
 
 DECODER = "lm_head.decoder"
@@ -251,8 +252,7 @@ class MaskedLMHead(nn.Module):
     def __call__(self, hidden: mx.array, words: nn.Embedding) -> mx.array:
         """Return logits ``[..., vocabulary]``."""
         hidden = self.norm(self.activation(self.dense(hidden)))
-        logits = self.decoder(hidden) if "decoder" in self else words.as_linear(hidden)
-        return logits + self.bias
+        return decoded(self, hidden, words)
 
 
 class Model(nn.Module):

@@ -24,6 +24,7 @@ from mlx_parallm.models.bert_layers import (
 )
 from mlx_parallm.models.checkpoint_names import Weights, modern_names, with_decoder, without
 from mlx_parallm.models.encoder_args import EncoderArgs
+from mlx_parallm.models.heads import Predictions, PreTrainingHeads
 from mlx_parallm.models.rotary_layers import Rotary, attend_rotary, join_rows
 
 DECODER = "cls.predictions.decoder"
@@ -280,32 +281,6 @@ def _transform_activation(args: ModelArgs) -> str:
     return "silu" if args.activation_function == "swiglu" else "gelu"
 
 
-class Predictions(nn.Module):
-    """The head of the masked LM; its decoder is the table of word embeddings if that is tied."""
-
-    def __init__(self, args: ModelArgs) -> None:
-        super().__init__()
-        self.transform = Transform(args)
-        if args.n_embd is None or args.mlp_fc1_bias:
-            self.bias = mx.zeros((args.vocab_size,))
-        if not args.tie_word_embeddings:
-            self.decoder = nn.Linear(args.hidden_size, args.vocab_size, bias=False)
-
-    def __call__(self, hidden: mx.array, words: nn.Embedding) -> mx.array:
-        """Return logits ``[..., vocabulary]``."""
-        hidden = self.transform(hidden)
-        logits = self.decoder(hidden) if "decoder" in self else words.as_linear(hidden)
-        return logits + self.bias if "bias" in self else logits
-
-
-class PreTrainingHeads(nn.Module):
-    """The place of the masked LM in the names of a checkpoint."""
-
-    def __init__(self, args: ModelArgs) -> None:
-        super().__init__()
-        self.predictions = Predictions(args)
-
-
 class Model(nn.Module):
     """NomicBERT with the head of its first architecture."""
 
@@ -315,7 +290,15 @@ class Model(nn.Module):
         self.has_pooler = args.head == "sequence" or (args.head is None and args.add_pooling_layer)
         self.bert = Trunk(args, pooler=self.has_pooler)
         if args.head == "masked_lm":
-            self.cls = PreTrainingHeads(args)
+            self.cls = PreTrainingHeads(
+                Predictions(
+                    Transform(args),
+                    args.hidden_size,
+                    args.vocab_size,
+                    tied=args.tie_word_embeddings,
+                    bias=args.n_embd is None or args.mlp_fc1_bias,
+                )
+            )
         elif args.head is not None:
             self.classifier = nn.Linear(args.hidden_size, args.num_labels)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
 from typing import cast
 
 import mlx.core as mx
@@ -13,8 +12,7 @@ from mlx_parallm.adapters.change_kernels import MANY_ROWS, MAX_LAYERS, ChangeKer
 from mlx_parallm.adapters.stack import LinearStack
 from mlx_parallm.adapters.tensors import HostTensor
 from mlx_parallm.adapters.weights import LowRank
-from mlx_parallm.kernels.dialect import CudaDialect, MetalDialect
-from mlx_parallm.runner.device import backend_name
+from mlx_parallm.runner.device_kernels import KernelReport, device_dialect
 from mlx_parallm.runner.model_errors import MODEL_ERRORS
 
 logger = logging.getLogger(__name__)
@@ -29,26 +27,18 @@ ROWS = (5, MANY_ROWS + 1)
 NUM_ADAPTERS = 3
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AdapterReport:
-    """What adapters are multiplied by: ``stock`` operations or a device's kernels, and why so."""
-
-    backend: str
-    rejected: str | None = None
-
-
-def adapter_report() -> AdapterReport:
+def adapter_report() -> KernelReport:
     """Test the kernels of the default device."""
     kernels, rejected = choose_change_kernels(mx.bfloat16)
-    return AdapterReport(backend=kernels.name if kernels else "stock", rejected=rejected)
+    return KernelReport(backend=kernels.name if kernels else "stock", rejected=rejected)
 
 
 def choose_change_kernels(dtype: mx.Dtype) -> tuple[ChangeKernels | None, str | None]:
     """The kernels of the default device if they are right, else why they are not used, if any."""
-    backend = backend_name()
-    if backend not in ("cuda", "metal"):
+    dialect = device_dialect()
+    if dialect is None:
         return None, None
-    kernels = ChangeKernels(CudaDialect() if backend == "cuda" else MetalDialect())
+    kernels = ChangeKernels(dialect)
     reason = why_not(kernels, dtype)
     if reason is not None:
         logger.warning("adapter kernels are not used: %s", reason)

@@ -172,7 +172,8 @@ class ModelRunner:
         constraints = self._constrain(logits, rows)
         sampled = self._sample(logits, rows, token_ids, constraints)
         step = ModelStep(rows, sampled, self._score(logits, rows), drafts, constraints.failed)
-        if any(spec.params.grammar is not None for spec in rows.specs):
+        if self._info.runs_ahead and any(spec.params.grammar for spec in rows.specs):
+            # For the masks of the next step.
             step.copy_tokens()
         self._tokens.remember(rows.sampled_ids, step.tokens, step.token_copy)
         return step

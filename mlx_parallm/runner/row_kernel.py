@@ -8,7 +8,6 @@ less than that (``docs/decisions/013-linear-layers-of-rows.md``).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import cast
 
 import mlx.core as mx
@@ -17,6 +16,7 @@ from mlx_parallm.attention.kernels import TEXTS
 from mlx_parallm.kernels.build import Constant, KernelBuilder, KernelSpec
 from mlx_parallm.kernels.dialect import CudaDialect, Dialect, Kernel
 from mlx_parallm.runner.device import backend_name
+from mlx_parallm.runner.device_kernels import KernelReport
 from mlx_parallm.runner.model_errors import MODEL_ERRORS
 
 # The kernel multiplies by 8 rows at a time, of each of which it keeps sums in registers.
@@ -38,21 +38,13 @@ PANEL = 16
 CHUNK = 32
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LinearReport:
-    """What multiplies few rows: ``stock`` operations or a device's kernel, and why it does not."""
-
-    backend: str
-    rejected: str | None = None
-
-
-def linear_report() -> LinearReport:
+def linear_report() -> KernelReport:
     """Test the kernel of the default device, if it has one."""
     if backend_name() != "cuda":
-        return LinearReport(backend="stock")
+        return KernelReport(backend="stock")
     weight = mx.random.normal(REPORT_SHAPE, mx.bfloat16, key=mx.random.key(0))
     reason = why_not(RowKernel(CudaDialect()), weight, [REPORT_SHAPE[0]])
-    return LinearReport(backend="stock" if reason else "cuda", rejected=reason)
+    return KernelReport(backend="stock" if reason else "cuda", rejected=reason)
 
 
 def why_not(kernel: RowKernel, weight: mx.array, widths: Sequence[int]) -> str | None:

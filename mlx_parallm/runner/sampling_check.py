@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import mlx.core as mx
 import numpy as np
 
 from mlx_parallm.batch import SampleSpec
-from mlx_parallm.kernels.dialect import CudaDialect, MetalDialect
 from mlx_parallm.request import SamplingParams
-from mlx_parallm.runner.device import backend_name
+from mlx_parallm.runner.device_kernels import KernelReport, device_dialect
 from mlx_parallm.runner.model_errors import MODEL_ERRORS
 from mlx_parallm.sampling.kernel_sampling import SamplingKernels, why_unsupported
 from mlx_parallm.sampling.keys import random_keys
@@ -43,18 +42,10 @@ _STEP = 0.5
 _MOST = (10.0, 1.0)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SamplingReport:
-    """What samples: ``stock`` operations or a device's kernels, and why those are not used."""
-
-    backend: str
-    rejected: str | None = None
-
-
-def sampling_report() -> SamplingReport:
+def sampling_report() -> KernelReport:
     """Test the kernels of the default device."""
     kernels, rejected = choose_sampling(REPORT_VOCAB, mx.bfloat16)
-    return SamplingReport(backend=kernels.name if kernels else "stock", rejected=rejected)
+    return KernelReport(backend=kernels.name if kernels else "stock", rejected=rejected)
 
 
 def choose_sampling(vocab: int, dtype: mx.Dtype) -> tuple[SamplingKernels | None, str | None]:
@@ -79,10 +70,8 @@ def choose_sampling(vocab: int, dtype: mx.Dtype) -> tuple[SamplingKernels | None
 
 def device_kernels() -> SamplingKernels | None:
     """The kernels of the default device, if it has any."""
-    backend = backend_name()
-    if backend == "cuda":
-        return SamplingKernels(CudaDialect())
-    return SamplingKernels(MetalDialect()) if backend == "metal" else None
+    dialect = device_dialect()
+    return None if dialect is None else SamplingKernels(dialect)
 
 
 def why_not(kernels: SamplingKernels, vocab: int, dtype: mx.Dtype) -> str | None:

@@ -319,7 +319,7 @@ def test_the_report_says_why_kernels_are_not_used(
 ) -> None:
     monkeypatch.setattr(sampling_check, "REPORT_VOCAB", VOCAB)
     monkeypatch.setattr(sampling_check, "device_kernels", lambda: SamplingKernels(shim, threads=64))
-    assert sampling_report() == sampling_check.SamplingReport(backend=shim.name)
+    assert sampling_report() == sampling_check.KernelReport(backend=shim.name)
     shim.mutate = lambda _, body: body.replace("best = score;", "best = -score;")
     report = sampling_report()
     assert report.backend == "stock"
