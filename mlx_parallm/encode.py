@@ -1,13 +1,50 @@
-"""What travels between the stages where texts become vectors instead of more text."""
+"""What travels between the stages where a text is read instead of continued.
+
+A model reads an input once, and a head makes of its hidden states what the input's task asks for.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal, Protocol
 
 if TYPE_CHECKING:
     import numpy as np
+
+#: What is made of an input of L tokens, always float32:
+#: ``embed``: its vector, ``[dims]``, not divided by its length;
+#: ``token_embed``: a vector for each token, ``[L, token_dims]``;
+#: ``classify``: logits of the labels, ``[labels]``;
+#: ``token_classify``: logits of each token's labels, ``[L, labels]``;
+#: ``mlm``: logits of the masked LM at ``places``, ``[places, candidates or vocabulary]``;
+#: ``mlm_logprobs``: the same as log-probabilities over the whole vocabulary;
+#: ``sparse``: a weight for each word of the vocabulary, ``[vocabulary]``, most of them 0.
+Task = Literal[
+    "embed", "token_embed", "classify", "token_classify", "mlm", "mlm_logprobs", "sparse"
+]
+
+ProblemType = Literal["single_label_classification", "multi_label_classification", "regression"]
+
+
+@dataclass(frozen=True, slots=True)
+class EncodeInput:
+    """One text of a request. Equal inputs have equal results.
+
+    Attributes:
+        token_ids: with the special ones; at least one.
+        task: what is made of it.
+        second_at: where a second text begins, whose tokens are of type 1; None: there is none, or
+            the model does not tell them apart.
+        places: of ``mlm`` and ``mlm_logprobs``: tokens, from 0, whose logits are wanted.
+        candidates: of the same: ids whose logits are wanted, in this order; empty: all.
+    """
+
+    token_ids: tuple[int, ...]
+    task: Task = "embed"
+    second_at: int | None = None
+    places: tuple[int, ...] = ()
+    candidates: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -17,12 +54,12 @@ class EncodeRequest:
     Attributes:
         request_id: chosen by the caller, unique among those in flight.
         model: the model's first name.
-        inputs: token ids with the special ones; at least one input, of at least one token each.
+        inputs: at least one.
     """
 
     request_id: str
     model: str
-    inputs: tuple[tuple[int, ...], ...]
+    inputs: tuple[EncodeInput, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,11 +70,16 @@ class EncoderInfo:
         architecture: ``model_type`` of its config.
         vocab_size: rows of the embedding table: ids from it on are refused at the door.
         max_model_len: longest input in tokens, special ones included.
+        tasks: what it can do; the first is what it was made for.
         dims: numbers of a vector.
         dtype: what it computes in.
         weight_bytes: size of the weights.
-        normalizes: whether its vectors have length 1.
+        normalizes: whether vectors are to be divided by their lengths.
         shorter_dims: lengths that its vectors may be cut to; None for any, empty for none.
+        labels: names of a classifier's labels, by their numbers.
+        problem_type: of a classifier: what its logits mean; None where its config does not say.
+        prompts: texts to be put before inputs, by name, as sentence-transformers has them.
+        default_prompt: the name of the one that is used where none is asked for.
     """
 
     architecture: str
@@ -46,8 +88,13 @@ class EncoderInfo:
     dims: int
     dtype: str
     weight_bytes: int
+    tasks: tuple[Task, ...] = ("embed", "token_embed")
     normalizes: bool = False
     shorter_dims: tuple[int, ...] | None = ()
+    labels: tuple[str, ...] = ()
+    problem_type: ProblemType | None = None
+    prompts: Mapping[str, str] = field(default_factory=dict)
+    default_prompt: str | None = None
 
 
 class Encoder(Protocol):
@@ -58,6 +105,6 @@ class Encoder(Protocol):
         """Facts about the loaded model."""
         ...
 
-    def embed(self, inputs: Sequence[tuple[int, ...]]) -> np.ndarray:
-        """A vector for each input, float32 ``[len(inputs), dims]``."""
+    def run(self, inputs: Sequence[EncodeInput]) -> list[np.ndarray]:
+        """What each input's task asks for, float32; see ``Task`` for the shapes."""
         ...

@@ -19,7 +19,7 @@ from mlx_parallm.api.app import create_app
 from mlx_parallm.api.connection import BoundedProtocol
 from mlx_parallm.batch import TokenLogprob
 from mlx_parallm.config import EngineConfig, ServerConfig
-from mlx_parallm.encode import EncodeRequest
+from mlx_parallm.encode import EncodeRequest, Task
 from mlx_parallm.engine.interface import EncoderModel, EngineLoad, RequestHandle, ServedModel
 from mlx_parallm.errors import (
     EngineDeadError,
@@ -113,6 +113,19 @@ def hang(*, after: str = "") -> Script:
     return script
 
 
+class NoEncoders:
+    """The encoders of an engine that has none."""
+
+    def models(self) -> Sequence[EncoderModel]:
+        return ()
+
+    def get(self, name: str | None, *tasks: Task) -> EncoderModel:
+        raise ModelNotFoundError(name or "")
+
+    async def encode(self, request: EncodeRequest) -> list[np.ndarray]:
+        raise ModelNotFoundError(request.model)
+
+
 class FakeEngine:
     """Implements ``EngineClient``; tests set what comes next and see what was asked."""
 
@@ -127,6 +140,7 @@ class FakeEngine:
         self.cancelled: list[str] = []
         self.engine_config = EngineConfig()
         self.control = FakeControl()
+        self.encoders = NoEncoders()
         self._model = ServedModel(
             names=("org/fake", "alias"),
             root="/models/fake",
@@ -139,15 +153,6 @@ class FakeEngine:
 
     def first_model(self) -> ServedModel:
         return self.models()[0]
-
-    def encoders(self) -> Sequence[EncoderModel]:
-        return ()
-
-    def get_encoder(self, name: str | None) -> EncoderModel:
-        raise ModelNotFoundError(name or "")
-
-    async def encode(self, request: EncodeRequest) -> np.ndarray:
-        raise ModelNotFoundError(request.model)
 
     def models(self) -> Sequence[ServedModel]:
         return [self._model]

@@ -8,14 +8,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-import numpy as np
 from starlette.requests import HTTPConnection
 
 from mlx_parallm.config import EngineConfig
-from mlx_parallm.encode import EncodeRequest
 from mlx_parallm.engine.control import EngineControl
 from mlx_parallm.engine.interface import (
-    EncoderModel,
+    EncoderClient,
     EngineClient,
     EngineLoad,
     RequestHandle,
@@ -90,17 +88,10 @@ class BackgroundEngine:
         """See ``EngineClient``."""
         return self._engine.get_model(name)
 
-    def encoders(self) -> Sequence[EncoderModel]:
+    @property
+    def encoders(self) -> EncoderClient:
         """See ``EngineClient``."""
-        return self._engine.encoders()
-
-    def get_encoder(self, name: str | None) -> EncoderModel:
-        """See ``EngineClient``."""
-        return self._engine.get_encoder(name)
-
-    async def encode(self, request: EncodeRequest) -> np.ndarray:
-        """See ``EngineClient``."""
-        return await self._engine.encode(request)
+        return self._engine.encoders
 
     async def abort(self, request_id: str) -> None:
         """See ``EngineClient``."""

@@ -83,9 +83,10 @@ def serve(engine_config: EngineConfig, server_config: ServerConfig) -> int:
         engine.start()
         server = EngineServer(engine, server_config, engine_config.scheduler.max_waiting)
         host, port = listener.getsockname()[:2]
+        served = (*engine.models(), *engine.encoders.models())
         logger.info(
             "serving %s on http://%s:%d",
-            ", ".join(name for one in (*engine.models(), *engine.encoders()) for name in one.names),
+            ", ".join(name for one in served for name in one.names),
             f"[{host}]" if ":" in host else host,
             port,
         )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import bisect
 from dataclasses import dataclass, field
 
-from mlx_parallm.encode import EncodeRequest
+from mlx_parallm.encode import EncodeInput, EncodeRequest
 
 # An input joins a batch only where padding it costs so little of the batch's length, or so few
 # tokens: launching a batch costs about as much as these.
@@ -18,26 +18,26 @@ class WaitingInput:
     """An input that has not been computed, and everybody who asked for it.
 
     Attributes:
-        token_ids: the input.
+        input: the input.
         number: its place in the order of arrival.
         askers: request ids, and the places of the input in those requests.
     """
 
-    token_ids: tuple[int, ...]
+    input: EncodeInput
     number: int
     askers: list[tuple[str, int]] = field(default_factory=list)
 
     @property
     def key(self) -> tuple[int, int]:
         """Sorts by length, then by arrival."""
-        return len(self.token_ids), self.number
+        return len(self.input.token_ids), self.number
 
 
 class EncodeQueue:
     """Inputs of all requests, each distinct one once. Not thread-safe."""
 
     def __init__(self) -> None:
-        self._by_tokens: dict[tuple[int, ...], WaitingInput] = {}
+        self._by_input: dict[EncodeInput, WaitingInput] = {}
         # The same inputs: by length, and (in the dict's own order) by arrival.
         self._by_length: list[tuple[int, int]] = []
         self._by_number: dict[int, WaitingInput] = {}
@@ -49,19 +49,19 @@ class EncodeQueue:
 
     def add(self, request: EncodeRequest) -> None:
         """Queue a request's inputs; one that waits already is computed for both."""
-        for place, token_ids in enumerate(request.inputs):
-            waiting = self._by_tokens.get(token_ids)
+        for place, one in enumerate(request.inputs):
+            waiting = self._by_input.get(one)
             if waiting is None:
-                waiting = WaitingInput(token_ids, self._count)
+                waiting = WaitingInput(one, self._count)
                 self._count += 1
-                self._by_tokens[token_ids] = self._by_number[waiting.number] = waiting
+                self._by_input[one] = self._by_number[waiting.number] = waiting
                 bisect.insort(self._by_length, waiting.key)
             waiting.askers.append((request.request_id, place))
 
     def remove(self, request: EncodeRequest) -> None:
         """Compute nothing more for a request."""
-        for token_ids in set(request.inputs):
-            waiting = self._by_tokens.get(token_ids)
+        for given in set(request.inputs):
+            waiting = self._by_input.get(given)
             if waiting is None:
                 continue
             waiting.askers = [one for one in waiting.askers if one[0] != request.request_id]
@@ -104,7 +104,7 @@ class EncodeQueue:
             begin, end = wider
 
     def _forget(self, waiting: WaitingInput) -> None:
-        del self._by_tokens[waiting.token_ids], self._by_number[waiting.number]
+        del self._by_input[waiting.input], self._by_number[waiting.number]
         del self._by_length[bisect.bisect_left(self._by_length, waiting.key)]
 
 

@@ -17,22 +17,21 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 from prometheus_client import generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
 from mlx_parallm.config import EngineConfig
-from mlx_parallm.encode import EncodeRequest
 from mlx_parallm.engine.admission import check_request
 from mlx_parallm.engine.async_control import AsyncControl
+from mlx_parallm.engine.async_encoders import AsyncEncoders
 from mlx_parallm.engine.build import LoadedEngine, build_engines
-from mlx_parallm.engine.commands import Abort, Call, Command, Encode, EngineHost, Stop, Submit
+from mlx_parallm.engine.commands import Abort, Call, Command, EngineHost, Stop, Submit
 from mlx_parallm.engine.control_metrics import ControlMetrics
 from mlx_parallm.engine.encode_engine import EncodeEngine
 from mlx_parallm.engine.encoder_build import BuiltEncoder
 from mlx_parallm.engine.engine import Engine
 from mlx_parallm.engine.event_stream import EventStream
-from mlx_parallm.engine.interface import EncoderModel, EngineLoad, RequestHandle, ServedModel
+from mlx_parallm.engine.interface import EngineLoad, RequestHandle, ServedModel
 from mlx_parallm.engine.loop import EngineLoop
 from mlx_parallm.engine.metrics import MetricFamilies, total
 from mlx_parallm.engine.policies import AdapterUpload
@@ -78,8 +77,6 @@ class AsyncEngine:
         self._streams: dict[str, EventStream] = {}
         self._models: dict[str, ServedModel] = {}
         self._engines: dict[str, Engine] = {}
-        self._encoders: dict[str, EncoderModel] = {}
-        self._encoding = 0
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
         self._answers: set[asyncio.Future[Any]] = set()
@@ -90,6 +87,7 @@ class AsyncEngine:
         self._idle.set()
         metrics = ControlMetrics(self._families.registry)
         self.control = AsyncControl(self, config.adapters, metrics)
+        self.encoders = AsyncEncoders(self)
         #: Set while no thread serves: after a death, until a restarted thread has loaded.
         self.died = threading.Event()
         #: Set when the thread has died and will not be started anew.
@@ -128,7 +126,7 @@ class AsyncEngine:
             # A dead engine ends nothing any more, nor does one that sleeps.
             with contextlib.suppress(EngineDeadError, InvalidRequestError):
                 await self.control.resume()
-        if (self._streams or self._encoding) and not self.control.is_paused:
+        if self._is_busy and not self.control.is_paused:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._idle.wait(), timeout_s)
         for request_id, stream in list(self._streams.items()):
@@ -148,26 +146,6 @@ class AsyncEngine:
             raise InvalidRequestError("No model that generates is served here.", param="model")
         return models[0]
 
-    def encoders(self) -> Sequence[EncoderModel]:
-        """The loaded encoders, in the order they were given."""
-        return list({id(model): model for model in self._encoders.values()}.values())
-
-    def get_encoder(self, name: str | None) -> EncoderModel:
-        """The encoder of this name, or the first; see ``EngineClient.get_encoder``."""
-        if name is None and self._encoders:
-            return self.encoders()[0]
-        found = None if name is None else self._encoders.get(name)
-        if found is not None:
-            return found
-        if name is not None:
-            self.get_model(name)
-        raise InvalidRequestError(
-            "No encoder is served here."
-            if name is None
-            else f"{name} generates; it is no encoder.",
-            param="model",
-        )
-
     def get_model(self, name: str) -> ServedModel:
         """The model or adapter of this name.
 
@@ -178,9 +156,9 @@ class AsyncEngine:
         model = self._models.get(name) or self.control.served(name)
         if model is not None:
             return model
-        if name in self._encoders:
+        if self.encoders.find(name) is not None:
             raise InvalidRequestError(
-                f"{name} is an encoder: it generates nothing. Ask it for /v1/embeddings.",
+                f"{name} is an encoder: it reads texts and generates none (docs/encoders.md).",
                 param="model",
             )
         raise ModelNotFoundError(name)
@@ -200,9 +178,7 @@ class AsyncEngine:
 
     async def submit(self, request: GenerateRequest) -> RequestHandle:
         """Admit a request; see ``EngineClient.submit``."""
-        self.check_health()
-        if self._draining:
-            raise ShuttingDownError("The server is shutting down.")
+        self.check_open()
         self.control.check_open()
         model = self.get_model(request.model)
         check_request(request, model.info)
@@ -231,26 +207,6 @@ class AsyncEngine:
             raise refusal
         return RequestHandle(request_id=request.request_id, events=stream)
 
-    async def encode(self, request: EncodeRequest) -> np.ndarray:
-        """The vectors of a request's inputs; see ``EngineClient.encode``."""
-        self.check_health()
-        if self._draining:
-            raise ShuttingDownError("The server is shutting down.")
-        self._loop = asyncio.get_running_loop()
-        self._encoding += 1
-        self._idle.clear()
-        try:
-            result = await self._ask(lambda reply: Encode(request=request, reply=reply))
-        except asyncio.CancelledError:
-            self._inbox.put(Abort(request_id=request.request_id))
-            raise
-        finally:
-            self._encoding -= 1
-            self._note_idle()
-        if isinstance(result, ParallmError):
-            raise result
-        return result
-
     async def abort(self, request_id: str) -> None:
         """End a request between two steps and free its blocks; unknown ids are ignored."""
         if self._close(request_id):
@@ -264,8 +220,7 @@ class AsyncEngine:
     async def call(self, action: Callable[[EngineHost], Any]) -> Any:
         """What an action between two steps gives; raise its error."""
         self.check_health()
-        self._loop = asyncio.get_running_loop()
-        result = await self._ask(lambda reply: Call(action=action, reply=reply))
+        result = await self.ask(lambda reply: Call(action=action, reply=reply))
         if isinstance(result, ParallmError):
             raise result
         return result
@@ -303,6 +258,12 @@ class AsyncEngine:
         if self.died.is_set():
             raise EngineDeadError("The engine thread died.") from self._cause
 
+    def check_open(self) -> None:
+        """Raise ShuttingDownError or EngineDeadError if nothing is admitted any more."""
+        self.check_health()
+        if self._draining:
+            raise ShuttingDownError("The server is shutting down.")
+
     def render_metrics(self) -> tuple[bytes, str]:
         """The Prometheus exposition and its content type."""
         self.control.report(
@@ -315,7 +276,7 @@ class AsyncEngine:
     ) -> ParallmError | None:
         """Hand a request to the thread; its refusal, or None once it is admitted."""
         arrival_s = time.monotonic()
-        return await self._ask(
+        return await self.ask(
             lambda reply: Submit(request=request, arrival_s=arrival_s, upload=upload, reply=reply)
         )
 
@@ -330,9 +291,13 @@ class AsyncEngine:
             await self.control.refresh()
         return refusal
 
-    async def _ask(self, command: Callable[[Callable[[Any], None]], Command]) -> Any:
+    def tell(self, command: Command) -> None:
+        """Send the thread a command that nobody waits for."""
+        self._inbox.put(command)
+
+    async def ask(self, command: Callable[[Callable[[Any], None]], Command]) -> Any:
         """What the thread replies to a command; EngineDeadError if it dies before that."""
-        loop = asyncio.get_running_loop()
+        loop = self._loop = asyncio.get_running_loop()
         answer: asyncio.Future[Any] = loop.create_future()
 
         def reply(result: Any) -> None:
@@ -373,7 +338,7 @@ class AsyncEngine:
         loaded = [one for one in built if isinstance(one, LoadedEngine)]
         encoders = [one for one in built if isinstance(one, BuiltEncoder)]
         self._models = {name: one.model for one in loaded for name in one.model.names}
-        self._encoders = {name: one.model for one in encoders for name in one.model.names}
+        self.encoders.replace([one.model for one in encoders])
         self._cause = None
         self.died.clear()
         self._loaded.set()
@@ -418,11 +383,18 @@ class AsyncEngine:
     def _close(self, request_id: str) -> bool:
         """Forget a stream; False if it was not open."""
         was_open = self._streams.pop(request_id, None) is not None
-        self._note_idle()
+        self.note_open()
         return was_open
 
-    def _note_idle(self) -> None:
-        if not self._streams and not self._encoding:
+    @property
+    def _is_busy(self) -> bool:
+        return bool(self._streams or self.encoders.num_open)
+
+    def note_open(self) -> None:
+        """Something has been opened or closed: find out whether the engine is idle."""
+        if self._is_busy:
+            self._idle.clear()
+        else:
             self._idle.set()
 
     def _fail_everything(self) -> None:
@@ -431,7 +403,7 @@ class AsyncEngine:
         for request_id, stream in self._streams.items():
             stream.put(ErrorEvent(request_id=request_id, error=error))
         self._streams.clear()
-        self._note_idle()
+        self.note_open()
         for answer in self._answers:
             _settle(answer, error)
 

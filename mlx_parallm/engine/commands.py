@@ -45,9 +45,9 @@ class Submit:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Encode:
-    """Compute the vectors of a request.
+    """Compute what a request's inputs ask for.
 
-    ``reply`` is called on the engine thread with them, float32 ``[inputs, dims]``, or the error.
+    ``reply`` is called on the engine thread with a list of results, or with the error.
     """
 
     request: EncodeRequest

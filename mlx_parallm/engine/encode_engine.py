@@ -1,4 +1,4 @@
-"""One encoder's engine: batches of inputs in, a vector for each out."""
+"""One encoder's engine: batches of inputs in, a result for each out."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ Reply = Callable[[Any], None]
 class _Open:
     """A request that is not answered yet."""
 
-    def __init__(self, request: EncodeRequest, dims: int, reply: Reply) -> None:
+    def __init__(self, request: EncodeRequest, reply: Reply) -> None:
         self.request = request
         self.reply = reply
-        self.vectors = np.empty((len(request.inputs), dims), dtype=np.float32)
+        self.results: list[Any] = [None] * len(request.inputs)
         self.missing = len(request.inputs)
 
 
@@ -50,11 +50,11 @@ class EncodeEngine:
         self._max_waiting = max_waiting
 
     def add(self, request: EncodeRequest, reply: Reply) -> None:
-        """Queue a request; ``reply`` gets its vectors, float32 ``[inputs, dims]``, or its error."""
+        """Queue a request; ``reply`` gets a list with a result for each input, or the error."""
         if self._open and len(self._queue) + len(request.inputs) > self._max_waiting:
             reply(OverloadedError("Too many inputs wait for this model; try again later."))
             return
-        self._open[request.request_id] = _Open(request, self._encoder.info.dims, reply)
+        self._open[request.request_id] = _Open(request, reply)
         self._queue.add(request)
 
     def abort(self, request_id: str) -> bool:
@@ -76,26 +76,27 @@ class EncodeEngine:
         """
         batch = self._queue.take(self._max_tokens_beside if beside else self._max_tokens)
         try:
-            vectors = self._encoder.embed([one.token_ids for one in batch])
+            results = self._encoder.run([one.input for one in batch])
         except Exception as cause:
             logger.exception("a batch of %d inputs failed", len(batch))
             self._fail(batch, f"{type(cause).__name__}: {cause}")
             return
-        wrong = np.flatnonzero(~np.isfinite(vectors).all(axis=1))
-        self._fail([batch[row] for row in wrong], "The model's vector is not made of numbers.")
-        for waiting, vector in zip(batch, vectors, strict=True):
-            self._give(waiting, vector)
+        given = list(zip(batch, results, strict=True))
+        wrong = [waiting for waiting, result in given if not np.isfinite(result).all()]
+        self._fail(wrong, "The model's result is not made of numbers.")
+        for waiting, result in given:
+            self._give(waiting, result)
 
-    def _give(self, waiting: WaitingInput, vector: np.ndarray) -> None:
+    def _give(self, waiting: WaitingInput, result: np.ndarray) -> None:
         for request_id, place in waiting.askers:
             one = self._open.get(request_id)
             if one is None:
                 continue
-            one.vectors[place] = vector
+            one.results[place] = result
             one.missing -= 1
             if not one.missing:
                 del self._open[request_id]
-                one.reply(one.vectors)
+                one.reply(one.results)
 
     def _fail(self, batch: Iterable[WaitingInput], why: str) -> None:
         """End the requests that wait for any of these inputs."""

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from mlx_parallm.batch import RunnerInfo
 from mlx_parallm.config import EngineConfig
-from mlx_parallm.encode import EncodeRequest, EncoderInfo
+from mlx_parallm.encode import EncodeRequest, EncoderInfo, Task
 from mlx_parallm.engine.control import EngineControl
 from mlx_parallm.grammar.compiler import GrammarCompiler
 from mlx_parallm.outputs import GenerateEvent
@@ -151,6 +151,23 @@ class TextEncoder(Protocol):
         """The ids of each text, special tokens included."""
         ...
 
+    def encode_pairs(
+        self, pairs: Sequence[tuple[str, str]]
+    ) -> list[tuple[tuple[int, ...], int | None]]:
+        """The ids of two texts in one input, special tokens included, and where the second begins.
+
+        The latter is None where the tokenizer gives all tokens one type.
+        """
+        ...
+
+    def token_id(self, token: str) -> int | None:
+        """The id of a token by its text in the vocabulary; None if it is not one token."""
+        ...
+
+    def token_string(self, token_id: int) -> str:
+        """A token's text in the vocabulary, with the marks that it has there."""
+        ...
+
     def decode(self, token_ids: Sequence[int]) -> str:
         """The text of ids, special ones included."""
         ...
@@ -194,6 +211,33 @@ class EngineLoad:
     num_waiting: int
 
 
+class EncoderClient(Protocol):
+    """The encoders, seen from the event loop."""
+
+    def models(self) -> Sequence[EncoderModel]:
+        """The loaded ones, in the order they were given."""
+        ...
+
+    def get(self, name: str | None, *tasks: Task) -> EncoderModel:
+        """The encoder of this name, or the first that can do one of the tasks.
+
+        Raises:
+            ModelNotFoundError: none has the name.
+            InvalidRequestError: it is a model that generates; it can do none of the tasks.
+        """
+        ...
+
+    async def encode(self, request: EncodeRequest) -> list[np.ndarray]:
+        """What each input's task asks for, float32; see ``encode.Task`` for the shapes.
+
+        Raises:
+            OverloadedError: too many inputs wait.
+            StepError: the model failed.
+            ShuttingDownError, EngineDeadError: nothing is admitted any more.
+        """
+        ...
+
+
 class EngineClient(Protocol):
     """The engine, seen from the event loop."""
 
@@ -224,27 +268,9 @@ class EngineClient(Protocol):
         """
         ...
 
-    def encoders(self) -> Sequence[EncoderModel]:
-        """The loaded encoders, in the order they were given."""
-        ...
-
-    def get_encoder(self, name: str | None) -> EncoderModel:
-        """The encoder of this name, or the first.
-
-        Raises:
-            ModelNotFoundError: none has it.
-            InvalidRequestError: it is a model that generates.
-        """
-        ...
-
-    async def encode(self, request: EncodeRequest) -> np.ndarray:
-        """The vectors of a request's inputs, float32 ``[inputs, dims]``.
-
-        Raises:
-            OverloadedError: too many inputs wait.
-            StepError: the model failed.
-            ShuttingDownError, EngineDeadError: nothing is admitted any more.
-        """
+    @property
+    def encoders(self) -> EncoderClient:
+        """The models that read texts instead of continuing them."""
         ...
 
     def check_room(self, model: str, client: str, n: int) -> None:

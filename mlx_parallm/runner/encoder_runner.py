@@ -1,23 +1,22 @@
-"""Runs an encoder over inputs of mixed length, and makes a vector of each."""
+"""Runs an encoder over inputs of mixed length."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import mlx.core as mx
 import numpy as np
 
-from mlx_parallm.encode import EncoderInfo
-from mlx_parallm.encoding.sentence_transformers import Pooling, VectorSpec
+from mlx_parallm.encode import EncodeInput, EncoderInfo
+from mlx_parallm.encoding.labels import label_names, problem_type
+from mlx_parallm.encoding.sentence_transformers import VectorSpec
 from mlx_parallm.errors import ConfigError
 from mlx_parallm.models.loading import ARCHITECTURES, LoadedEncoder, load_encoder
 from mlx_parallm.runner.device import backend_name
+from mlx_parallm.runner.encoder_heads import TASKS, EncoderHeads
 from mlx_parallm.runner.loader import DTYPES
-
-# Below any hidden state, and finite in every dtype.
-_LEAST = -6e4
 
 
 class EncoderRunner:
@@ -26,16 +25,22 @@ class EncoderRunner:
     def __init__(self, loaded: LoadedEncoder, spec: VectorSpec) -> None:
         """``spec`` says how vectors are made."""
         self._model = loaded.model
-        self._spec = spec
+        self._heads = EncoderHeads(loaded.model, spec)
+        self._has_types = int(loaded.config.get("type_vocab_size", 0)) > 1
         longest: int = loaded.model.args.max_length
+        tasks = TASKS[loaded.model.args.head]
+        classifies = "classify" in tasks or "token_classify" in tasks
         self._info = EncoderInfo(
             architecture=str(loaded.config["model_type"]),
             vocab_size=int(loaded.config["vocab_size"]),
             max_model_len=min(longest, spec.max_model_len or longest),
-            dims=self.embed([(0,)]).shape[1],
+            tasks=tasks,
+            dims=len(self.run([EncodeInput((0,))])[0]),
             dtype=loaded.dtype,
             weight_bytes=loaded.weight_bytes,
             normalizes=spec.normalizes,
+            labels=label_names(loaded.config) if classifies else (),
+            problem_type=problem_type(loaded.config) if classifies else None,
         )
 
     @property
@@ -43,15 +48,13 @@ class EncoderRunner:
         """See ``encode.Encoder``."""
         return self._info
 
-    def embed(self, inputs: Sequence[tuple[int, ...]]) -> np.ndarray:
+    def run(self, inputs: Sequence[EncodeInput]) -> list[np.ndarray]:
         """See ``encode.Encoder``."""
-        ids, tokens = padded(inputs)
+        ids, tokens = padded([one.token_ids for one in inputs])
         mask = mx.array(tokens)
-        hidden = self._model(mx.array(ids), mask).astype(mx.float32)
-        vectors = pooled(hidden, mask, self._spec.poolings)
-        if self._spec.normalizes:
-            vectors = vectors / mx.maximum(mx.linalg.norm(vectors, axis=-1, keepdims=True), 1e-12)
-        return np.array(vectors)
+        types = token_types(inputs, ids.shape[1]) if self._has_types else None
+        hidden = self._model(mx.array(ids), mask, types)
+        return self._heads.run(inputs, hidden, mask)
 
 
 def load_encoder_runner(folder: Path, dtype: str, spec: VectorSpec) -> EncoderRunner:
@@ -91,46 +94,12 @@ def padded(inputs: Sequence[tuple[int, ...]]) -> tuple[np.ndarray, np.ndarray]:
     return ids, mask
 
 
-def pooled(hidden: mx.array, mask: mx.array, poolings: Sequence[Pooling]) -> mx.array:
-    """Vectors ``[B, len(poolings) * D]`` of hidden states, float32 ``[B, L, D]``.
-
-    ``mask`` is bool ``[B, L]``: the tokens, at the beginning of each row.
-    """
-    return mx.concatenate([_POOLINGS[one](hidden, mask) for one in poolings], axis=-1)
-
-
-def _cls(hidden: mx.array, mask: mx.array) -> mx.array:
-    del mask
-    return hidden[:, 0]
-
-
-def _mean(hidden: mx.array, mask: mx.array) -> mx.array:
-    return _weighted(hidden, mask.astype(hidden.dtype))
-
-
-def _weighted_mean(hidden: mx.array, mask: mx.array) -> mx.array:
-    """Later tokens weigh more (SGPT, Muennighoff 2022, https://arxiv.org/abs/2202.08904)."""
-    return _weighted(hidden, mask * mx.arange(1, mask.shape[1] + 1).astype(hidden.dtype))
-
-
-def _weighted(hidden: mx.array, weights: mx.array) -> mx.array:
-    total = mx.sum(hidden * weights[..., None], axis=1)
-    return total / mx.sum(weights, axis=1, keepdims=True)
-
-
-def _max(hidden: mx.array, mask: mx.array) -> mx.array:
-    return mx.max(mx.where(mask[..., None], hidden, _LEAST), axis=1)
-
-
-def _last(hidden: mx.array, mask: mx.array) -> mx.array:
-    places = mx.sum(mask, axis=1).astype(mx.int32) - 1
-    return mx.take_along_axis(hidden, places[:, None, None], axis=1)[:, 0]
-
-
-_POOLINGS: dict[Pooling, Callable[[mx.array, mx.array], mx.array]] = {
-    "cls": _cls,
-    "mean": _mean,
-    "max": _max,
-    "last": _last,
-    "weightedmean": _weighted_mean,
-}
+def token_types(inputs: Sequence[EncodeInput], length: int) -> mx.array | None:
+    """Types of tokens, int32 ``[B, length]``; None where no input has a second text."""
+    if all(one.second_at is None for one in inputs):
+        return None
+    types = np.zeros((len(inputs), length), dtype=np.int32)
+    for row, one in enumerate(inputs):
+        if one.second_at is not None:
+            types[row, one.second_at : len(one.token_ids)] = 1
+    return mx.array(types)

@@ -30,6 +30,26 @@ class EncoderTokenizer:
         found = self._backend.encode_batch_fast(list(texts), add_special_tokens=True)
         return [tuple(one.ids) for one in found]
 
+    def encode_pairs(
+        self, pairs: Sequence[tuple[str, str]]
+    ) -> list[tuple[tuple[int, ...], int | None]]:
+        """The ids of two texts in one input, special tokens included, and where the second begins.
+
+        The latter is None where the tokenizer gives all tokens one type.
+        """
+        found = self._backend.encode_batch(list(pairs), add_special_tokens=True)
+        return [
+            (tuple(one.ids), one.type_ids.index(1) if 1 in one.type_ids else None) for one in found
+        ]
+
+    def token_id(self, token: str) -> int | None:
+        """The id of a token by its text in the vocabulary; None if it is not one token."""
+        return self._backend.token_to_id(token)
+
+    def token_string(self, token_id: int) -> str:
+        """A token's text in the vocabulary, with the marks that it has there."""
+        return self._backend.id_to_token(token_id) or ""
+
     def decode(self, token_ids: Sequence[int]) -> str:
         """The text of ids, special ones included."""
         return self._backend.decode(list(token_ids), skip_special_tokens=False)

@@ -10,14 +10,20 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
+from mlx_parallm.encode import EncodeInput
 from mlx_parallm.encoding.sentence_transformers import VectorSpec, read_vector_spec
 from mlx_parallm.errors import ConfigError, ModelLoadError
-from mlx_parallm.runner.encoder_runner import is_encoder, load_encoder_runner, pooled
+from mlx_parallm.runner.encoder_runner import EncoderRunner, is_encoder, load_encoder_runner
+from mlx_parallm.runner.pooling import pooled
 from mlx_parallm.tokenizer.encoder_tokenizer import load_encoder_tokenizer
 from tests.embedder_folder import MAX_LEN, write_embedder
 from tests.encoder_folders import golden_names, read_golden, write_golden
 
 INPUTS = [(2, 9, 3), (2, 30, 31, 32, 40, 41, 3), (2, 3), (2, *range(5, 24), 3)]
+
+
+def embed(runner: EncoderRunner, inputs: list[tuple[int, ...]]) -> np.ndarray:
+    return np.stack(runner.run([EncodeInput(one) for one in inputs]))
 
 
 def wanted(pooling: str, hidden: np.ndarray) -> np.ndarray:
@@ -52,11 +58,10 @@ def test_a_batch_gives_each_inputs_own_vector(tmp_path: Path, normalizes: bool) 
     runner = load_encoder_runner(folder, "auto", read_vector_spec(folder))
     assert runner.info.max_model_len == MAX_LEN
     assert runner.info.dims == 32
-    together = runner.embed(INPUTS)
+    together = embed(runner, INPUTS)
     for one, vector in zip(INPUTS, together, strict=True):
-        np.testing.assert_allclose(runner.embed([one])[0], vector, atol=1e-5)
-    lengths = np.linalg.norm(together, axis=1)
-    assert np.allclose(lengths, 1, atol=1e-5) == normalizes
+        np.testing.assert_allclose(embed(runner, [one])[0], vector, atol=1e-5)
+    assert runner.info.normalizes == normalizes
 
 
 @pytest.mark.parametrize(
@@ -90,9 +95,9 @@ def test_every_architecture_gives_vectors(tmp_path: Path, name: str) -> None:
     assert is_encoder(folder)
     runner = load_encoder_runner(folder, "auto", VectorSpec())
     inputs = [tuple(one) for one in golden["inputs"]["input_ids"]]
-    together = runner.embed(inputs)
+    together = embed(runner, inputs)
     for one, vector in zip(inputs, together, strict=True):
-        np.testing.assert_allclose(runner.embed([one])[0], vector, atol=1e-4)
+        np.testing.assert_allclose(embed(runner, [one])[0], vector, atol=1e-4)
 
 
 def test_newer_files_name_the_pooling(tmp_path: Path) -> None:
@@ -124,3 +129,26 @@ def test_the_tokenizer_neither_cuts_nor_pads_and_cuts_when_asked(tmp_path: Path)
     assert tokenizer.cut(ids, 5) == (2, 5, 6, 7, 3)
     assert tokenizer.cut(ids, 8) == ids
     assert tokenizer.cut(ids, 1) == (2,)
+
+
+def test_tasks_of_one_batch_are_those_of_each_alone(tmp_path: Path) -> None:
+    golden = read_golden("bert_masked_lm")
+    runner = load_encoder_runner(write_golden(tmp_path, golden), "auto", VectorSpec())
+    first, second, third = INPUTS[:3]
+    inputs = [
+        EncodeInput(first, "mlm", places=(1,)),
+        EncodeInput(second),
+        EncodeInput(second, "mlm", second_at=4, places=(1, 5), candidates=(7, 3)),
+        EncodeInput(third, "sparse"),
+        EncodeInput(second, "mlm_logprobs", places=(2,)),
+        EncodeInput(first, "token_embed"),
+    ]
+    together = runner.run(inputs)
+    vocab = golden["config"]["vocab_size"]
+    shapes = [one.shape for one in together]
+    assert shapes == [(1, vocab), (32,), (2, 2), (vocab,), (1, vocab), (3, 32)]
+    for one, result in zip(inputs, together, strict=True):
+        np.testing.assert_allclose(runner.run([one])[0], result, atol=1e-4)
+    assert np.isclose(np.exp(together[4]).sum(), 1, atol=1e-5)
+    (untyped,) = runner.run([EncodeInput(second, "mlm", places=(1, 5), candidates=(7, 3))])
+    assert np.abs(untyped - together[2]).max() > 1e-3

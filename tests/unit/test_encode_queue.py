@@ -5,14 +5,14 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlx_parallm.encode import EncodeRequest
+from mlx_parallm.encode import EncodeInput, EncodeRequest
 from mlx_parallm.encoding.queue import FREE_PADDING, MAX_PADDING_SHARE, EncodeQueue, WaitingInput
 
 INPUTS = st.lists(st.integers(1, 200).map(lambda n: tuple(range(n))), min_size=1, max_size=30)
 
 
 def request(request_id: str, *inputs: tuple[int, ...]) -> EncodeRequest:
-    return EncodeRequest(request_id=request_id, model="m", inputs=inputs)
+    return EncodeRequest(request_id=request_id, model="m", inputs=tuple(map(EncodeInput, inputs)))
 
 
 def drained(queue: EncodeQueue, max_tokens: int) -> list[list[WaitingInput]]:
@@ -31,14 +31,14 @@ def test_every_place_of_every_request_runs_once(
         queue.add(request(str(number), *inputs))
     found = {}
     for batch in drained(queue, max_tokens):
-        lengths = [len(one.token_ids) for one in batch]
+        lengths = [len(one.input.token_ids) for one in batch]
         assert lengths == sorted(lengths)
         assert len(batch) == 1 or len(batch) * max(lengths) <= max_tokens
         assert max(lengths) - min(lengths) <= max(FREE_PADDING, max(lengths) // MAX_PADDING_SHARE)
         for waiting in batch:
             for asker in waiting.askers:
                 assert asker not in found
-                found[asker] = waiting.token_ids
+                found[asker] = waiting.input.token_ids
     wanted = {
         (str(number), place): one
         for number, inputs in enumerate(requests)
@@ -56,7 +56,7 @@ def test_the_longest_waiting_is_in_the_next_batch(
     queue.add(request("first", *inputs))
     waiting = list(dict.fromkeys(inputs))
     while waiting:
-        batch = [one.token_ids for one in queue.take(max_tokens)]
+        batch = [one.input.token_ids for one in queue.take(max_tokens)]
         assert waiting[0] in batch
         waiting = [one for one in waiting if one not in batch]
 

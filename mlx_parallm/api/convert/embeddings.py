@@ -3,72 +3,13 @@
 from __future__ import annotations
 
 import base64
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
-from mlx_parallm.api.offload import maybe_in_thread
 from mlx_parallm.api.schemas.embeddings import EmbeddingsRequest
 from mlx_parallm.engine.interface import EncoderModel
-from mlx_parallm.errors import ContextLengthError, InvalidRequestError
-
-
-async def encode_inputs(
-    body: EmbeddingsRequest, model: EncoderModel
-) -> tuple[tuple[int, ...], ...]:
-    """The token ids of every input, those of texts with special tokens.
-
-    Raises:
-        InvalidRequestError: an input is empty, or has ids that the model does not know; one is
-            too long and is not to be cut.
-    """
-    given: list[Any] = body.input
-    if isinstance(given[0], str):
-        ids = await maybe_in_thread(
-            lambda: model.tokenizer.encode(given), sum(len(text) for text in given)
-        )
-    else:
-        ids = [tuple(one) for one in given]
-        _check_ids(ids, model.info.vocab_size)
-    limit = _limit(body, model.info.max_model_len)
-    return tuple(_fitting(one, place, limit, body, model) for place, one in enumerate(ids))
-
-
-def _limit(body: EmbeddingsRequest, longest: int) -> int:
-    asked = body.truncate_prompt_tokens
-    if asked is None or asked == -1:
-        return longest
-    if not 1 <= asked <= longest:
-        raise InvalidRequestError(
-            f"truncate_prompt_tokens is -1 or from 1 to {longest}.", param="truncate_prompt_tokens"
-        )
-    return asked
-
-
-def _check_ids(ids: Sequence[tuple[int, ...]], vocab_size: int) -> None:
-    for place, one in enumerate(ids):
-        if any(not 0 <= number < vocab_size for number in one):
-            raise InvalidRequestError(
-                f"input {place} has a token id outside the vocabulary of {vocab_size}.",
-                param="input",
-            )
-
-
-def _fitting(
-    ids: tuple[int, ...], place: int, limit: int, body: EmbeddingsRequest, model: EncoderModel
-) -> tuple[int, ...]:
-    if not ids:
-        raise InvalidRequestError(f"input {place} is empty.", param="input")
-    if body.truncate_prompt_tokens is not None:
-        return model.tokenizer.cut(ids, limit)
-    if len(ids) > limit:
-        raise ContextLengthError(
-            limit,
-            f"input {place} has {len(ids)}. Shorten it, or set truncate_prompt_tokens.",
-            param="input",
-        )
-    return ids
+from mlx_parallm.errors import InvalidRequestError
 
 
 def check_dimensions(dimensions: int | None, model: EncoderModel) -> None:
@@ -85,13 +26,13 @@ def check_dimensions(dimensions: int | None, model: EncoderModel) -> None:
         )
 
 
-def shortened(vectors: np.ndarray, dimensions: int | None, model: EncoderModel) -> np.ndarray:
-    """Vectors of a length that was checked (Matryoshka, https://arxiv.org/abs/2205.13147).
+def finished(vectors: list[np.ndarray], dimensions: int | None, *, normalizes: bool) -> np.ndarray:
+    """Vectors of a length that was checked, float32 ``[inputs, dimensions]``.
 
-    They are cut, and divided by their lengths where the model does that to whole ones.
+    They are cut (Matryoshka, https://arxiv.org/abs/2205.13147), then divided by their lengths.
     """
-    cut = vectors[:, :dimensions]
-    if model.info.normalizes and cut.shape[1] < vectors.shape[1]:
+    cut = np.stack(vectors)[:, :dimensions]
+    if normalizes:
         cut = cut / np.maximum(np.linalg.norm(cut, axis=1, keepdims=True), 1e-12)
     return cut
 
@@ -100,7 +41,7 @@ def answer(
     vectors: np.ndarray, body: EmbeddingsRequest, model: str, num_tokens: int
 ) -> dict[str, Any]:
     """OpenAI's list of embeddings."""
-    write = _base64 if body.encoding_format == "base64" else np.ndarray.tolist
+    write = as_base64 if body.encoding_format == "base64" else np.ndarray.tolist
     return {
         "object": "list",
         "data": [
@@ -112,5 +53,6 @@ def answer(
     }
 
 
-def _base64(vector: np.ndarray) -> str:
+def as_base64(vector: np.ndarray) -> str:
+    """The bytes of little-endian float32 in base64."""
     return base64.b64encode(np.ascontiguousarray(vector, dtype="<f4").tobytes()).decode()

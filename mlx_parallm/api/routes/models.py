@@ -18,14 +18,14 @@ async def list_models(engine: EngineDep) -> dict[str, Any]:
     cards = [card(name, model) for model in engine.models() for name in model.names]
     adapters = [engine.get_model(info.name) for info in engine.control.adapters()]
     cards += [card(one.names[0], one) for one in adapters]
-    cards += [card(name, model) for model in engine.encoders() for name in model.names]
+    cards += [card(name, model) for model in engine.encoders.models() for name in model.names]
     return {"object": "list", "data": cards}
 
 
 @router.get("/models/{model_id:path}")
 async def retrieve_model(model_id: str, engine: EngineDep) -> dict[str, Any]:
     """One model; ids may contain slashes."""
-    found = {name: one for one in engine.encoders() for name in one.names}.get(model_id)
+    found = {name: one for one in engine.encoders.models() for name in one.names}.get(model_id)
     return card(model_id, found or engine.get_model(model_id))
 
 

@@ -1,0 +1,133 @@
+"""What is made of an encoder's hidden states, by task; all of a batch is computed in one go."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+
+from mlx_parallm.encode import EncodeInput, Task
+from mlx_parallm.encoding.sentence_transformers import VectorSpec
+from mlx_parallm.runner.pooling import pooled
+
+#: The tasks of a checkpoint by the head that its config names; the first is what it was made for.
+TASKS: Mapping[str | None, tuple[Task, ...]] = {
+    None: ("embed", "token_embed"),
+    "masked_lm": ("mlm", "mlm_logprobs", "sparse", "embed", "token_embed"),
+    "sequence": ("classify", "embed", "token_embed"),
+    "token": ("token_classify", "embed", "token_embed"),
+}
+
+# Takes inputs of one task, their hidden states [B, L, D] and their mask, bool [B, L].
+Head = Callable[[Sequence[EncodeInput], mx.array, mx.array], list[mx.array]]
+
+
+class EncoderHeads:
+    """The heads of one encoder.
+
+    Args:
+        model: a ``Model`` of ``mlx_parallm.models``.
+        spec: how vectors are made.
+    """
+
+    def __init__(self, model: Any, spec: VectorSpec) -> None:
+        self._model = model
+        self._spec = spec
+        self._heads: dict[Task, Head] = {
+            "embed": self._embed,
+            "token_embed": self._token_embed,
+            "classify": self._classify,
+            "token_classify": self._token_classify,
+            "mlm": self._mlm,
+            "mlm_logprobs": self._mlm_logprobs,
+            "sparse": self._sparse,
+        }
+
+    def run(
+        self, inputs: Sequence[EncodeInput], hidden: mx.array, mask: mx.array
+    ) -> list[np.ndarray]:
+        """The result of each input, float32.
+
+        Args:
+            inputs: of any tasks.
+            hidden: ``[B, L, D]``.
+            mask: bool ``[B, L]``: the tokens, at the beginning of each row.
+        """
+        found: list[Any] = [None] * len(inputs)
+        tasks: set[Task] = {one.task for one in inputs}
+        for task in tasks:
+            rows = [row for row, one in enumerate(inputs) if one.task == task]
+            chosen = slice(None) if len(rows) == len(inputs) else mx.array(rows)
+            results = self._heads[task]([inputs[row] for row in rows], hidden[chosen], mask[chosen])
+            for row, result in zip(rows, results, strict=True):
+                found[row] = result.astype(mx.float32)
+        mx.eval(found)
+        return [np.array(one) for one in found]
+
+    def _embed(
+        self, inputs: Sequence[EncodeInput], hidden: mx.array, mask: mx.array
+    ) -> list[mx.array]:
+        del inputs
+        return list(pooled(hidden.astype(mx.float32), mask, self._spec.poolings))
+
+    def _token_embed(
+        self, inputs: Sequence[EncodeInput], hidden: mx.array, mask: mx.array
+    ) -> list[mx.array]:
+        del mask
+        return _cut(hidden, inputs)
+
+    def _classify(
+        self, inputs: Sequence[EncodeInput], hidden: mx.array, mask: mx.array
+    ) -> list[mx.array]:
+        del inputs
+        return list(self._model.sequence_logits(hidden, mask))
+
+    def _token_classify(
+        self, inputs: Sequence[EncodeInput], hidden: mx.array, mask: mx.array
+    ) -> list[mx.array]:
+        del mask
+        return _cut(self._model.token_logits(hidden), inputs)
+
+    def _mlm(
+        self, inputs: Sequence[EncodeInput], hidden: mx.array, mask: mx.array
+    ) -> list[mx.array]:
+        del mask
+        return _chosen(self._logits(inputs, hidden), inputs)
+
+    def _mlm_logprobs(
+        self, inputs: Sequence[EncodeInput], hidden: mx.array, mask: mx.array
+    ) -> list[mx.array]:
+        del mask
+        logits = self._logits(inputs, hidden).astype(mx.float32)
+        return _chosen(logits - mx.logsumexp(logits, axis=-1, keepdims=True), inputs)
+
+    def _logits(self, inputs: Sequence[EncodeInput], hidden: mx.array) -> mx.array:
+        """Of the places alone: the head costs more than the rest for a text of some words."""
+        rows = [row for row, one in enumerate(inputs) for _ in one.places]
+        places = [place for one in inputs for place in one.places]
+        return self._model.mlm_logits(hidden[mx.array(rows), mx.array(places)])
+
+    def _sparse(
+        self, inputs: Sequence[EncodeInput], hidden: mx.array, mask: mx.array
+    ) -> list[mx.array]:
+        """SPLADE's, https://arxiv.org/abs/2109.10086, equation 6."""
+        del inputs
+        weights = mx.log1p(mx.maximum(self._model.mlm_logits(hidden).astype(mx.float32), 0))
+        return list(mx.max(weights * mask[..., None], axis=1))
+
+
+def _cut(rows: mx.array, inputs: Sequence[EncodeInput]) -> list[mx.array]:
+    return [row[: len(one.token_ids)] for row, one in zip(rows, inputs, strict=True)]
+
+
+def _chosen(logits: mx.array, inputs: Sequence[EncodeInput]) -> list[mx.array]:
+    """Each input's rows of ``[places, vocabulary]``, and of these its candidates."""
+    found = []
+    begin = 0
+    for one in inputs:
+        own = logits[begin : begin + len(one.places)]
+        found.append(own[:, mx.array(one.candidates)] if one.candidates else own)
+        begin += len(one.places)
+    return found

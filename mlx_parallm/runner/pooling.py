@@ -1,0 +1,57 @@
+"""Makes one vector of an input's hidden states."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import mlx.core as mx
+
+from mlx_parallm.encoding.sentence_transformers import Pooling
+
+# Below any hidden state, and finite in every dtype.
+_LEAST = -6e4
+
+
+def pooled(hidden: mx.array, mask: mx.array, poolings: Sequence[Pooling]) -> mx.array:
+    """Vectors ``[B, len(poolings) * D]`` of hidden states, float32 ``[B, L, D]``.
+
+    ``mask`` is bool ``[B, L]``: the tokens, at the beginning of each row.
+    """
+    return mx.concatenate([_POOLINGS[one](hidden, mask) for one in poolings], axis=-1)
+
+
+def _cls(hidden: mx.array, mask: mx.array) -> mx.array:
+    del mask
+    return hidden[:, 0]
+
+
+def _mean(hidden: mx.array, mask: mx.array) -> mx.array:
+    return _weighted(hidden, mask.astype(hidden.dtype))
+
+
+def _weighted_mean(hidden: mx.array, mask: mx.array) -> mx.array:
+    """Later tokens weigh more (SGPT, Muennighoff 2022, https://arxiv.org/abs/2202.08904)."""
+    return _weighted(hidden, mask * mx.arange(1, mask.shape[1] + 1).astype(hidden.dtype))
+
+
+def _weighted(hidden: mx.array, weights: mx.array) -> mx.array:
+    total = mx.sum(hidden * weights[..., None], axis=1)
+    return total / mx.sum(weights, axis=1, keepdims=True)
+
+
+def _max(hidden: mx.array, mask: mx.array) -> mx.array:
+    return mx.max(mx.where(mask[..., None], hidden, _LEAST), axis=1)
+
+
+def _last(hidden: mx.array, mask: mx.array) -> mx.array:
+    places = mx.sum(mask, axis=1).astype(mx.int32) - 1
+    return mx.take_along_axis(hidden, places[:, None, None], axis=1)[:, 0]
+
+
+_POOLINGS: dict[Pooling, Callable[[mx.array, mx.array], mx.array]] = {
+    "cls": _cls,
+    "mean": _mean,
+    "max": _max,
+    "last": _last,
+    "weightedmean": _weighted_mean,
+}
