@@ -188,6 +188,17 @@ class AdapterConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class EncoderConfig:
+    """Batches of encoders, per model.
+
+    Attributes:
+        cache_bytes: most memory of results that are kept for equal inputs; 0 keeps none.
+    """
+
+    cache_bytes: int = 64 * 2**20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
     """Everything the engine thread needs.
 
@@ -200,6 +211,7 @@ class EngineConfig:
     cache: CacheConfig = field(default_factory=CacheConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     adapters: AdapterConfig = field(default_factory=AdapterConfig)
+    encoders: EncoderConfig = field(default_factory=EncoderConfig)
     speculative: SpeculativeConfig | None = None
     seed: int = 0
     restart_on_failure: bool = False

@@ -5,7 +5,7 @@ A model reads an input once, and a head makes of its hidden states what the inpu
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, Protocol
 
@@ -60,6 +60,20 @@ class EncodeRequest:
     request_id: str
     model: str
     inputs: tuple[EncodeInput, ...]
+
+
+class EncodeResults(list["np.ndarray"]):
+    """The result of each input of a request, in their order; see ``Task`` for the shapes.
+
+    The arrays are shared with other requests, and read-only.
+
+    Attributes:
+        cache_hits: for each input, whether its result was kept from an earlier request.
+    """
+
+    def __init__(self, results: Iterable[np.ndarray], cache_hits: Iterable[bool]) -> None:
+        super().__init__(results)
+        self.cache_hits = tuple(cache_hits)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,14 +12,13 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import numpy as np
 import uvicorn
 
 from mlx_parallm.api.app import create_app
 from mlx_parallm.api.connection import BoundedProtocol
 from mlx_parallm.batch import TokenLogprob
 from mlx_parallm.config import EngineConfig, ServerConfig
-from mlx_parallm.encode import EncodeRequest, Task
+from mlx_parallm.encode import EncodeRequest, EncodeResults, Task
 from mlx_parallm.engine.interface import EncoderModel, EngineLoad, RequestHandle, ServedModel
 from mlx_parallm.errors import (
     EngineDeadError,
@@ -122,7 +121,7 @@ class NoEncoders:
     def get(self, name: str | None, *tasks: Task) -> EncoderModel:
         raise ModelNotFoundError(name or "")
 
-    async def encode(self, request: EncodeRequest) -> list[np.ndarray]:
+    async def encode(self, request: EncodeRequest) -> EncodeResults:
         raise ModelNotFoundError(request.model)
 
 

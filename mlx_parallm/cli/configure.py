@@ -147,6 +147,7 @@ def build_config(given: Mapping[str, Given]) -> tuple[EngineConfig, ServerConfig
         models=_models(parts["model"]),
         adapters=type(DEFAULTS["adapters"])(**parts["adapters"]),
         cache=type(DEFAULTS["cache"])(**parts["cache"]),
+        encoders=type(DEFAULTS["encoders"])(**parts["encoders"]),
         scheduler=type(DEFAULTS["scheduler"])(**parts["scheduler"]),
         **parts["engine"],
     )

@@ -97,6 +97,11 @@ def size(value: Any) -> int:
     return int(amount)
 
 
+def size_or_none(value: Any) -> int:
+    """``size``, or 0."""
+    return 0 if str(value).strip() == "0" else size(value)
+
+
 def choice(*options: str) -> Parse:
     """One of a few words."""
 

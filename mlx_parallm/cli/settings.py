@@ -11,6 +11,7 @@ from mlx_parallm.config import (
     KV_CACHE_DTYPES,
     AdapterConfig,
     CacheConfig,
+    EncoderConfig,
     EngineConfig,
     ModelConfig,
     SchedulerConfig,
@@ -44,7 +45,7 @@ class Setting:
     Attributes:
         name: the flag without dashes in front, and the key in a file.
         target: ``part.field`` of the configuration; parts are model, adapters, cache, scheduler,
-            engine and server.
+            encoders, engine and server.
         parse: makes the field's value from text or from a file's value.
         group: the heading it stands under in ``--help``.
         help: one sentence.
@@ -104,6 +105,7 @@ DEFAULTS: dict[str, Any] = {
     "cache": CacheConfig(),
     "scheduler": SchedulerConfig(),
     "adapters": AdapterConfig(),
+    "encoders": EncoderConfig(),
     "engine": EngineConfig(),
     "server": ServerConfig(),
 }
@@ -198,6 +200,9 @@ SETTINGS: tuple[Setting, ...] = (
              "tokens in a block of KV.", metavar="TOKENS"),
     _setting("enable-prefix-caching", "cache.enable_prefix_caching", values.boolean, MEMORY,
              "reuse the KV of equal prefixes."),
+    _setting("encoder-cache-size", "encoders.cache_bytes", values.size_or_none, MEMORY,
+             "most memory of results that each encoder keeps for equal inputs; 0 keeps none.",
+             metavar="SIZE"),
     _setting("max-num-seqs", "scheduler.max_num_seqs", values.integer(1), BATCHING,
              "most sequences of a model running at once.", metavar="N"),
     _setting("max-num-batched-tokens", "scheduler.max_num_batched_tokens", values.integer(1),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+from collections.abc import Container
 from dataclasses import dataclass, field
 
 from mlx_parallm.encode import EncodeInput, EncodeRequest
@@ -47,9 +48,14 @@ class EncodeQueue:
         """Distinct inputs that wait."""
         return len(self._by_number)
 
-    def add(self, request: EncodeRequest) -> None:
-        """Queue a request's inputs; one that waits already is computed for both."""
+    def add(self, request: EncodeRequest, known: Container[int] = ()) -> None:
+        """Queue a request's inputs; one that waits already is computed for both.
+
+        ``known``: places of inputs that need not be computed.
+        """
         for place, one in enumerate(request.inputs):
+            if place in known:
+                continue
             waiting = self._by_input.get(one)
             if waiting is None:
                 waiting = WaitingInput(one, self._count)

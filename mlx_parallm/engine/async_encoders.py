@@ -6,9 +6,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
-import numpy as np
-
-from mlx_parallm.encode import EncodeRequest, Task
+from mlx_parallm.encode import EncodeRequest, EncodeResults, Task
 from mlx_parallm.engine.commands import Abort, Command, Encode
 from mlx_parallm.engine.interface import EncoderModel, ServedModel
 from mlx_parallm.errors import InvalidRequestError, ParallmError
@@ -84,7 +82,7 @@ class AsyncEncoders:
             )
         return found
 
-    async def encode(self, request: EncodeRequest) -> list[np.ndarray]:
+    async def encode(self, request: EncodeRequest) -> EncodeResults:
         """See ``EncoderClient.encode``."""
         self._thread.check_open()
         self._num_open += 1

@@ -115,7 +115,9 @@ def build_engines(
     folders = [(one, _folder(one, on_progress)) for one in config.models]
     found = [(one, path, is_encoder(path)) for one, path in folders]
     encoders: list[LoadedEngine | BuiltEncoder] = [
-        _load_encoder(model, path, config, on_progress) for model, path, encodes in found if encodes
+        _load_encoder(model, path, config, families, on_progress)
+        for model, path, encodes in found
+        if encodes
     ]
     models = [
         _load(model, path, config, on_progress) for model, path, encodes in found if not encodes
@@ -174,11 +176,15 @@ def _folder(model: ModelConfig, on_progress: Progress) -> Path:
 
 
 def _load_encoder(
-    model: ModelConfig, path: Path, config: EngineConfig, on_progress: Progress
+    model: ModelConfig,
+    path: Path,
+    config: EngineConfig,
+    families: MetricFamilies,
+    on_progress: Progress,
 ) -> BuiltEncoder:
     names = model_names(model)
     on_progress(f"Loading {names[0]}", 0.0)
-    built = build_encoder(model, path, names, config.scheduler)
+    built = build_encoder(model, path, names, config, families.encoders)
     on_progress(f"Loading {names[0]}", 1.0)
     return built
 

@@ -6,9 +6,10 @@ import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from mlx_parallm.config import ModelConfig, SchedulerConfig
+from mlx_parallm.config import EngineConfig, ModelConfig
 from mlx_parallm.encoding.sentence_transformers import read_vector_spec
 from mlx_parallm.engine.encode_engine import EncodeEngine
+from mlx_parallm.engine.encoder_metrics import EncoderFamilies, EncoderMetrics
 from mlx_parallm.engine.interface import EncoderModel
 from mlx_parallm.errors import ConfigError
 from mlx_parallm.runner.encoder_runner import load_encoder_runner
@@ -31,7 +32,11 @@ class BuiltEncoder:
 
 
 def build_encoder(
-    config: ModelConfig, path: Path, names: tuple[str, ...], scheduler: SchedulerConfig
+    config: ModelConfig,
+    path: Path,
+    names: tuple[str, ...],
+    settings: EngineConfig,
+    families: EncoderFamilies,
 ) -> BuiltEncoder:
     """Load a folder of which ``is_encoder`` is true.
 
@@ -57,8 +62,10 @@ def build_encoder(
     )
     engine = EncodeEngine(
         runner,
-        max_tokens=scheduler.max_num_batched_tokens or MAX_TOKENS,
+        max_tokens=settings.scheduler.max_num_batched_tokens or MAX_TOKENS,
         max_tokens_beside=MAX_TOKENS_BESIDE,
         max_waiting=MAX_WAITING,
+        metrics=EncoderMetrics(families, names[0]),
+        cache_bytes=settings.encoders.cache_bytes,
     )
     return BuiltEncoder(model, engine)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from mlx_parallm.batch import RunnerInfo
 from mlx_parallm.config import EngineConfig
-from mlx_parallm.encode import EncodeRequest, EncoderInfo, Task
+from mlx_parallm.encode import EncodeRequest, EncodeResults, EncoderInfo, Task
 from mlx_parallm.engine.control import EngineControl
 from mlx_parallm.grammar.compiler import GrammarCompiler
 from mlx_parallm.outputs import GenerateEvent
@@ -16,7 +16,7 @@ from mlx_parallm.parsing.formats import ReasoningFormat, ToolFormat
 from mlx_parallm.request import GenerateRequest
 
 if TYPE_CHECKING:
-    import numpy as np
+    pass
 
 
 class IncrementalDetokenizer(Protocol):
@@ -227,7 +227,7 @@ class EncoderClient(Protocol):
         """
         ...
 
-    async def encode(self, request: EncodeRequest) -> list[np.ndarray]:
+    async def encode(self, request: EncodeRequest) -> EncodeResults:
         """What each input's task asks for, float32; see ``encode.Task`` for the shapes.
 
         Raises:

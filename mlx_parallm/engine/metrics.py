@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from mlx_parallm.batch import RunnerInfo, ScheduledBatch
+from mlx_parallm.engine.encoder_metrics import EncoderFamilies
 from mlx_parallm.outputs import ErrorEvent, GenerateEvent, PromptEvent, TokenEvent
 from mlx_parallm.request import GenerateRequest
 from mlx_parallm.scheduler.updates import SchedulerStats, SpeculationStats
@@ -50,6 +51,7 @@ class MetricFamilies:
         self._define_speculation()
         self._define_times()
         self._define_requests()
+        self.encoders = EncoderFamilies(self.registry)
 
     def _define_queue(self) -> None:
         self.running = self._gauge("num_requests_running", "Sequences running.")

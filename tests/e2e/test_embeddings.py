@@ -92,6 +92,28 @@ def test_inputs_are_cut_only_where_that_is_asked(client: openai.OpenAI) -> None:
     np.testing.assert_allclose(short, vectors(client, "w9 w9 w9"), atol=1e-5)
 
 
+def test_metrics_tell_what_was_computed_and_what_was_kept(
+    server: ServerProcess, client: openai.OpenAI
+) -> None:
+    def reading() -> list[float]:
+        lines = httpx2.get(f"{server.url}/metrics").text.splitlines()
+        names = ("inputs_total", "cache_hits_total", "tokens_total", "batch_inputs_sum")
+        marks = [f'mlx_parallm:encoder_{name}{{model_name="embedder"}} ' for name in names]
+        return [
+            float(line.removeprefix(mark))
+            for mark in marks
+            for line in lines
+            if line.startswith(mark)
+        ]
+
+    before = reading()
+    first = vectors(client, ["w11 w12 w13 w14", "w11 w12 w13"])
+    second = vectors(client, ["w11 w12 w13", "w11 w12 w13 w15"])
+    np.testing.assert_array_equal(first[1], second[0])
+    change = [now - then for now, then in zip(reading(), before, strict=True)]
+    assert change == [4, 1, 6 + 5 + 6, 3]
+
+
 @pytest.mark.parametrize(
     ("body", "param"),
     [

@@ -29,6 +29,7 @@ COMPOSED = {
     "engine.adapters",
     "engine.cache",
     "engine.scheduler",
+    "engine.encoders",
 }
 
 
@@ -45,6 +46,7 @@ def field_of(setting: Setting, engine: EngineConfig, server: ServerConfig) -> ob
         "cache": engine.cache,
         "scheduler": engine.scheduler,
         "engine": engine,
+        "encoders": engine.encoders,
         "server": server,
     }
     return getattr(parts[setting.part], setting.field)
@@ -74,6 +76,7 @@ def test_names_aliases_and_variables_are_unique() -> None:
         (["--kv-memory-fraction", "0.9"], "0.9", "kv_memory_fraction: 0.9", 0.9),
         (["--kv-cache-memory-bytes", "2GiB"], "2G", "kv-cache-memory-bytes: 2147483648", 2**31),
         (["--kv-cache-dtype", "int8"], "int8", "kv-cache-dtype: int8", "int8"),
+        (["--encoder-cache-size", "0"], "0", "encoder-cache-size: 0", 0),
         (["--max-body-size", "512K"], "512k", "max-body-size: 512KiB", 2**19),
         (["--api-key", "a", "b"], "a,b", "api-key: [a, b]", ("a", "b")),
         (["--allowed-origins", '["*"]'], '["*"]', "allowed_origins: '*'", ("*",)),

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
+import pytest
+from prometheus_client import CollectorRegistry
 
-from mlx_parallm.encode import EncodeInput, EncodeRequest, EncoderInfo
+from mlx_parallm.encode import EncodeInput, EncodeRequest, EncodeResults, EncoderInfo
 from mlx_parallm.engine.encode_engine import EncodeEngine
+from mlx_parallm.engine.encoder_metrics import EncoderFamilies, EncoderMetrics
 from mlx_parallm.errors import OverloadedError, StepError
 
 POISON, NAN = 666, 777
@@ -38,9 +42,18 @@ class SumEncoder:
         return list(np.array(rows, dtype=np.float32))
 
 
-def make(max_waiting: int = 100) -> tuple[EncodeEngine, SumEncoder, dict[str, Any]]:
+def make(
+    max_waiting: int = 100, cache_bytes: int = 0
+) -> tuple[EncodeEngine, SumEncoder, dict[str, Any]]:
     encoder = SumEncoder()
-    engine = EncodeEngine(encoder, max_tokens=64, max_tokens_beside=4, max_waiting=max_waiting)
+    engine = EncodeEngine(
+        encoder,
+        max_tokens=64,
+        max_tokens_beside=4,
+        max_waiting=max_waiting,
+        metrics=EncoderMetrics(EncoderFamilies(CollectorRegistry()), "m"),
+        cache_bytes=cache_bytes,
+    )
     return engine, encoder, {}
 
 
@@ -104,6 +117,53 @@ def test_an_aborted_request_is_not_computed() -> None:
     run(engine)
     assert list(answers) == ["here"]
     assert encoder.batches == [[(2,)]]
+
+
+def test_results_are_kept_and_say_so() -> None:
+    engine, encoder, answers = make(cache_bytes=10_000)
+    given: list[EncodeResults] = []
+    ask(engine, answers, "a", (1,), (2,), (1,))
+    run(engine)
+    request = EncodeRequest(
+        request_id="b", model="m", inputs=(EncodeInput((2,)), EncodeInput((3,)))
+    )
+    engine.add(request, given.append)
+    assert not given
+    run(engine)
+    engine.add(replace(request, request_id="c"), given.append)
+    assert not engine.has_work()
+    assert [plain(one) for one in given] == [[[2, 1], [3, 1]]] * 2
+    assert [one.cache_hits for one in given] == [(True, False), (True, True)]
+    assert sorted(one for batch in encoder.batches for one in batch) == [(1,), (2,), (3,)]
+    assert not engine.abort("c")
+
+
+def test_shared_results_cannot_be_written() -> None:
+    engine, _, _ = make(cache_bytes=10_000)
+    given: list[EncodeResults] = []
+    engine.add(EncodeRequest(request_id="a", model="m", inputs=(EncodeInput((1,)),)), given.append)
+    run(engine)
+    with pytest.raises(ValueError, match="read-only"):
+        given[0][0][0] = 5
+
+
+def test_failures_and_nans_are_not_kept() -> None:
+    engine, encoder, answers = make(cache_bytes=10_000)
+    for name, wrong in (("a", POISON), ("b", NAN)):
+        for attempt in range(2):
+            ask(engine, answers, f"{name}{attempt}", (wrong,))
+            run(engine)
+            assert isinstance(answers[f"{name}{attempt}"], StepError)
+    assert len(encoder.batches) == 4
+
+
+def test_kept_inputs_need_no_room_in_the_queue() -> None:
+    engine, _, answers = make(max_waiting=2, cache_bytes=10_000)
+    ask(engine, answers, "a", (1,), (2,))
+    run(engine)
+    ask(engine, answers, "b", (3,), (4,))
+    ask(engine, answers, "c", (1,), (2,))
+    assert len(answers["c"]) == 2
 
 
 def test_a_full_queue_refuses_but_one_large_request_runs() -> None:
