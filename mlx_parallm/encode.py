@@ -92,6 +92,8 @@ class EncoderInfo:
         shorter_dims: lengths that its vectors may be cut to; None for any, empty for none.
         labels: names of a classifier's labels, by their numbers.
         problem_type: of a classifier: what its logits mean; None where its config does not say.
+        scores_are_logits: of a classifier with one label: whether its files want a pair's logit as
+            its score, and not the logistic function of it.
         prompts: texts to be put before inputs, by name, as sentence-transformers has them.
         default_prompt: the name of the one that is used where none is asked for.
     """
@@ -107,6 +109,7 @@ class EncoderInfo:
     shorter_dims: tuple[int, ...] | None = ()
     labels: tuple[str, ...] = ()
     problem_type: ProblemType | None = None
+    scores_are_logits: bool = False
     prompts: Mapping[str, str] = field(default_factory=dict)
     default_prompt: str | None = None
 

@@ -6,11 +6,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
-
 from tests.encoder_folders import read_golden, write_golden
+from tests.word_tokenizer import word_tokenizer
 
-SPECIALS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
 MAX_LEN = 24
 
 
@@ -18,14 +16,7 @@ def write_embedder(folder: Path, pooling: str = "mean_tokens", *, normalizes: bo
     """BERT of the golden values, whose tokens are words ``w5`` to ``wN``."""
     golden = read_golden("bert")
     write_golden(folder, golden)
-    vocab_size = golden["config"]["vocab_size"]
-    words = SPECIALS + [f"w{number}" for number in range(len(SPECIALS), vocab_size)]
-    tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, "[UNK]"))
-    tokenizer.normalizer = normalizers.Lowercase()  # type: ignore[assignment]
-    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()  # type: ignore[assignment]
-    tokenizer.post_processor = processors.TemplateProcessing(  # type: ignore[assignment]
-        single="[CLS] $A [SEP]", special_tokens=[("[CLS]", 2), ("[SEP]", 3)]
-    )
+    tokenizer = word_tokenizer(golden["config"]["vocab_size"])
     # Files often bring these; they must change nothing.
     tokenizer.enable_truncation(4)
     tokenizer.enable_padding(length=8)

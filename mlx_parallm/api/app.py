@@ -42,6 +42,7 @@ from mlx_parallm.api.routes import (
     models,
     moderations,
     render,
+    rerank,
     responses,
     rl_capabilities,
     rl_logprobs,
@@ -124,6 +125,7 @@ def _add_routes(app: FastAPI) -> None:
         models.router,
         moderations.router,
         render.router,
+        rerank.router,
         responses.router,
         rl_capabilities.router,
         rl_logprobs.router,
@@ -131,6 +133,7 @@ def _add_routes(app: FastAPI) -> None:
     )
     for router in (
         tokenize.router,
+        rerank.cohere_router,
         render.template_router,
         health.router,
         server_info.router,

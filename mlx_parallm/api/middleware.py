@@ -143,6 +143,8 @@ def body_limits(config: ServerConfig) -> dict[str, int]:
         "/detokenize": config.max_body_bytes,
         "/generate": config.max_body_bytes,
         "/inference/v1/generate": config.max_body_bytes,
+        "/rerank": config.max_body_bytes,
+        "/v2/rerank": config.max_body_bytes,
         "/rl": config.max_body_bytes,
         "/update_adapter_weights": config.max_adapter_bytes + FORM_BYTES,
         "/load_lora_adapter_from_tensors": config.max_adapter_bytes + FORM_BYTES,

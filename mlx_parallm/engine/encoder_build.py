@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from mlx_parallm.config import EngineConfig, ModelConfig
+from mlx_parallm.encoding.cross_encoder import scores_are_logits
 from mlx_parallm.encoding.sentence_transformers import read_vector_spec
 from mlx_parallm.engine.encode_engine import EncodeEngine
 from mlx_parallm.engine.encoder_metrics import EncoderFamilies, EncoderMetrics
@@ -46,6 +47,8 @@ def build_encoder(
     """
     runner = load_encoder_runner(path, config.dtype, read_vector_spec(path))
     info = runner.info
+    if len(info.labels) == 1:
+        info = replace(info, scores_are_logits=scores_are_logits(path))
     if config.max_model_len is not None:
         if config.max_model_len > info.max_model_len:
             raise ConfigError(

@@ -1,0 +1,64 @@
+"""``POST /v1/rerank``, and as ``/rerank`` and ``/v2/rerank``."""
+
+from __future__ import annotations
+
+import asyncio
+
+from fastapi import APIRouter, Request, Response
+from starlette.responses import JSONResponse
+
+from mlx_parallm.api.dependencies import EngineDep
+from mlx_parallm.api.generation import unless_disconnected
+from mlx_parallm.api.ignored import tell_ignored
+from mlx_parallm.api.json_body import JsonRoute
+from mlx_parallm.api.schemas.rerank import RerankRequest
+from mlx_parallm.api.scoring.pairs import Activation, Pairs, score_pairs, scoring_model
+from mlx_parallm.api.scoring.ranking import rerank_answer, tei_answer
+
+router = APIRouter(route_class=JsonRoute)
+cohere_router = APIRouter(route_class=JsonRoute)
+
+
+@cohere_router.post("/v2/rerank")
+@router.post("/rerank")
+async def rerank(body: RerankRequest, request: Request, engine: EngineDep) -> Response:
+    """Sort documents by how well they fit a query."""
+    documents = body.given()
+    model = scoring_model(engine.encoders, body.model)
+    answer_id = f"rerank-{body.request_id or request.state.answer_id}"
+
+    async def respond() -> Response:
+        scores = await score_pairs(
+            engine.encoders,
+            model,
+            Pairs(
+                queries=[body.query],
+                documents=documents,
+                params=("query", "texts" if body.is_tei else "documents"),
+            ),
+            request_id=f"rerank-{request.state.answer_id}",
+            activation=_activation(body),
+            truncate=-1 if body.truncate else body.truncate_prompt_tokens,
+        )
+
+        def write() -> Response:
+            if body.is_tei:
+                return JSONResponse(tei_answer(scores, body, documents))
+            name = body.model or model.names[0]
+            return JSONResponse(
+                rerank_answer(scores, body, documents, name=name, answer_id=answer_id)
+            )
+
+        # Thousands of documents take long to write.
+        return await asyncio.to_thread(write)
+
+    response = await unless_disconnected(request, respond())
+    tell_ignored(response, body.model_extra or ())
+    return response
+
+
+def _activation(body: RerankRequest) -> Activation:
+    if body.raw_scores or not body.use_activation:
+        return "none"
+    # TEI does not read what the model's files ask for.
+    return "sigmoid" if body.is_tei else "default"

@@ -1,0 +1,1 @@
+"""Scores of texts: of pairs by relevance, and rewards."""

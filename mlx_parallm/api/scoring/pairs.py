@@ -1,0 +1,156 @@
+"""How well texts fit queries, by a cross-encoder or by the vectors of an embedder."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from mlx_parallm.api.convert.encode_inputs import pair_inputs, single_inputs
+from mlx_parallm.encode import EncodeRequest, EncoderInfo
+from mlx_parallm.engine.interface import EncoderClient, EncoderModel
+from mlx_parallm.errors import InvalidRequestError
+
+#: What is made of a cross-encoder's logit: what its files ask for, the logistic function, nothing.
+Activation = Literal["default", "sigmoid", "none"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pairs:
+    """Texts to be compared.
+
+    Attributes:
+        queries: one for all documents, or as many as there are.
+        documents: at least one.
+        params: what the body calls the two.
+    """
+
+    queries: Sequence[str]
+    documents: Sequence[str]
+    params: tuple[str, str] = ("query", "documents")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PairScores:
+    """A score for each document, and the tokens that were read for them."""
+
+    values: list[float]
+    num_tokens: int
+
+
+def scoring_model(encoders: EncoderClient, name: str | None) -> EncoderModel:
+    """The model of this name, else the first cross-encoder, else the first embedder.
+
+    Raises:
+        ModelNotFoundError: none has the name.
+        InvalidRequestError: it cannot score pairs.
+    """
+    if name is not None:
+        found = encoders.get(name, "classify", "embed")
+        if not (_reads_pairs(found.info) or _embeds(found.info)):
+            raise InvalidRequestError(
+                f"{name} tells {len(found.info.labels)} labels apart; "
+                "one that scores pairs has one label, or gives vectors.",
+                param="model",
+            )
+        return found
+    models = encoders.models()
+    able = [one for one in models if _reads_pairs(one.info)]
+    able += [one for one in models if _embeds(one.info)]
+    if not able:
+        raise InvalidRequestError("No model that can score pairs is served here.", param="model")
+    return able[0]
+
+
+async def score_pairs(
+    encoders: EncoderClient,
+    model: EncoderModel,
+    pairs: Pairs,
+    *,
+    request_id: str,
+    activation: Activation = "default",
+    truncate: int | None = None,
+) -> PairScores:
+    """The score of each document.
+
+    A cross-encoder reads query and document together, as sentence-transformers' ``CrossEncoder``
+    has it; of an embedder it is the cosine of their vectors.
+
+    Args:
+        encoders: where they are computed.
+        model: one of ``scoring_model``.
+        pairs: what is compared.
+        request_id: of the work, new.
+        activation: of a cross-encoder.
+        truncate: see ``single_inputs``.
+
+    Raises:
+        InvalidRequestError, ContextLengthError: a text is too long.
+        ParallmError: see ``EncoderClient.encode``.
+    """
+    if _reads_pairs(model.info):
+        logits, num_tokens = await _logits(encoders, model, pairs, request_id, truncate)
+        if activation == "none" or (activation == "default" and model.info.scores_are_logits):
+            return PairScores(values=logits, num_tokens=num_tokens)
+        return PairScores(values=[logistic(one) for one in logits], num_tokens=num_tokens)
+    return await _cosines(encoders, model, pairs, request_id, truncate)
+
+
+async def _logits(
+    encoders: EncoderClient,
+    model: EncoderModel,
+    pairs: Pairs,
+    request_id: str,
+    truncate: int | None,
+) -> tuple[list[float], int]:
+    num = len(pairs.documents)
+    queries = pairs.queries if len(pairs.queries) == num else [pairs.queries[0]] * num
+    inputs = await pair_inputs(
+        list(zip(queries, pairs.documents, strict=True)),
+        model,
+        truncate=truncate,
+        param=pairs.params[1],
+    )
+    found = await encoders.encode(
+        EncodeRequest(request_id=request_id, model=model.names[0], inputs=inputs)
+    )
+    return [float(one[0]) for one in found], sum(len(one.token_ids) for one in inputs)
+
+
+async def _cosines(
+    encoders: EncoderClient,
+    model: EncoderModel,
+    pairs: Pairs,
+    request_id: str,
+    truncate: int | None,
+) -> PairScores:
+    inputs = [
+        one
+        for texts, param in zip((pairs.queries, pairs.documents), pairs.params, strict=True)
+        for one in await single_inputs(texts, model, "embed", truncate=truncate, param=param)
+    ]
+    found = await encoders.encode(
+        EncodeRequest(request_id=request_id, model=model.names[0], inputs=tuple(inputs))
+    )
+    vectors = np.stack(found).astype(np.float64)
+    vectors /= np.maximum(np.linalg.norm(vectors, axis=1, keepdims=True), 1e-12)
+    # One query stands beside all documents.
+    queries, documents = np.split(vectors, [len(pairs.queries)])
+    values = (queries * documents).sum(axis=1).tolist()
+    return PairScores(values=values, num_tokens=sum(len(one.token_ids) for one in inputs))
+
+
+def logistic(value: float) -> float:
+    """1 / (1 + exp(-value)), which cannot overflow like this."""
+    return 0.5 * (1 + math.tanh(value / 2))
+
+
+def _reads_pairs(info: EncoderInfo) -> bool:
+    return info.tasks[0] == "classify" and len(info.labels) == 1
+
+
+def _embeds(info: EncoderInfo) -> bool:
+    return "embed" in info.tasks and not info.labels
