@@ -16,11 +16,7 @@ def write_embedder(folder: Path, pooling: str = "mean_tokens", *, normalizes: bo
     """BERT of the golden values, whose tokens are words ``w5`` to ``wN``."""
     golden = read_golden("bert")
     write_golden(folder, golden)
-    tokenizer = word_tokenizer(golden["config"]["vocab_size"])
-    # Files often bring these; they must change nothing.
-    tokenizer.enable_truncation(4)
-    tokenizer.enable_padding(length=8)
-    tokenizer.save(str(folder / "tokenizer.json"))
+    write_words(folder, golden["config"]["vocab_size"])
     steps: list[tuple[str, str]] = [("", "Transformer"), ("1_Pooling", "Pooling")]
     if normalizes:
         steps.append(("2_Normalize", "Normalize"))
@@ -34,3 +30,21 @@ def write_embedder(folder: Path, pooling: str = "mean_tokens", *, normalizes: bo
     config = {"word_embedding_dimension": 32, f"pooling_mode_{pooling}": True}
     (folder / "1_Pooling" / "config.json").write_text(json.dumps(config))
     return folder
+
+
+def write_encoder_of(folder: Path, golden_name: str, **changes: Any) -> Path:
+    """An encoder of the golden values with such a tokenizer; ``changes`` of its config."""
+    golden = read_golden(golden_name)
+    golden["config"] |= changes
+    write_golden(folder, golden)
+    write_words(folder, golden["config"]["vocab_size"])
+    return folder
+
+
+def write_words(folder: Path, vocab_size: int) -> None:
+    """The tokenizer of words ``w5`` to ``wN``."""
+    tokenizer = word_tokenizer(vocab_size)
+    # Files often bring these; they must change nothing.
+    tokenizer.enable_truncation(4)
+    tokenizer.enable_padding(length=8)
+    tokenizer.save(str(folder / "tokenizer.json"))

@@ -19,7 +19,13 @@ from mlx_parallm.api.connection import BoundedProtocol
 from mlx_parallm.batch import TokenLogprob
 from mlx_parallm.config import EngineConfig, ServerConfig
 from mlx_parallm.encode import EncodeRequest, EncodeResults, Task
-from mlx_parallm.engine.interface import EncoderModel, EngineLoad, RequestHandle, ServedModel
+from mlx_parallm.engine.interface import (
+    EncoderClient,
+    EncoderModel,
+    EngineLoad,
+    RequestHandle,
+    ServedModel,
+)
 from mlx_parallm.errors import (
     EngineDeadError,
     ModelNotFoundError,
@@ -139,7 +145,7 @@ class FakeEngine:
         self.cancelled: list[str] = []
         self.engine_config = EngineConfig()
         self.control = FakeControl()
-        self.encoders = NoEncoders()
+        self.encoders: EncoderClient = NoEncoders()
         self._model = ServedModel(
             names=("org/fake", "alias"),
             root="/models/fake",

@@ -29,6 +29,8 @@ MAX_PATH_CHARS = 256
 POLLED_PATHS = frozenset({"/health", "/ping", "/load", "/metrics"})
 # Of a body, for routes that state no limit of their own.
 SMALL_BODY_BYTES = 64 * 1024
+# Of the routes that read texts by an encoder.
+ENCODER_PATHS = ("/embeddings", "/classify", "/classifications")
 # What a form holds besides its file.
 FORM_BYTES = 64 * 1024
 
@@ -137,6 +139,7 @@ def body_limits(config: ServerConfig) -> dict[str, int]:
         "/completions": config.max_body_bytes,
         "/responses": config.max_body_bytes,
         "/decisions": config.max_body_bytes,
+        **dict.fromkeys(ENCODER_PATHS, config.max_body_bytes),
         "/apply-template": config.max_body_bytes,
         MESSAGES: config.max_body_bytes,
         "/tokenize": config.max_body_bytes,

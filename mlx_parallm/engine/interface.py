@@ -147,8 +147,18 @@ class TextEncoder(Protocol):
         """Number of token ids, added tokens included."""
         ...
 
-    def encode(self, texts: Sequence[str]) -> list[tuple[int, ...]]:
-        """The ids of each text, special tokens included."""
+    def encode(
+        self, texts: Sequence[str], *, add_special_tokens: bool = True
+    ) -> list[tuple[int, ...]]:
+        """The ids of each text, the model's special tokens around them where they are wanted."""
+        ...
+
+    def encode_chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> tuple[int, ...]:
+        """The ids of a conversation; ``options`` are those of ``Tokenizer.render_chat``.
+
+        Raises:
+            InvalidRequestError: there is no chat template, or it refuses (param "messages").
+        """
         ...
 
     def encode_pairs(
@@ -168,12 +178,17 @@ class TextEncoder(Protocol):
         """A token's text in the vocabulary, with the marks that it has there."""
         ...
 
-    def decode(self, token_ids: Sequence[int]) -> str:
-        """The text of ids, special ones included."""
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
+        """The text of ids."""
         ...
 
-    def cut(self, token_ids: tuple[int, ...], length: int) -> tuple[int, ...]:
-        """An input of at most so many tokens, the special ones at its end kept."""
+    def cut(
+        self, token_ids: tuple[int, ...], length: int, *, from_left: bool = False
+    ) -> tuple[int, ...]:
+        """An input of at most so many tokens; the special ones at its ends stay.
+
+        ``from_left``: its last tokens are kept, not its first.
+        """
         ...
 
 

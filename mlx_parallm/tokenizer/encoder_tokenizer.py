@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from tokenizers import Tokenizer
 from transformers import AutoTokenizer
 
-from mlx_parallm.errors import ModelLoadError
+from mlx_parallm.errors import InvalidRequestError, ModelLoadError
 
 
 class EncoderTokenizer:
@@ -19,16 +20,26 @@ class EncoderTokenizer:
         backend.no_truncation()
         backend.no_padding()
         self._backend = backend
+        self._begin, self._end = _specials_around(backend)
 
     @property
     def vocab_size(self) -> int:
         """Token ids, added tokens included."""
         return self._backend.get_vocab_size(with_added_tokens=True)
 
-    def encode(self, texts: Sequence[str]) -> list[tuple[int, ...]]:
-        """The ids of each text, special tokens included."""
-        found = self._backend.encode_batch_fast(list(texts), add_special_tokens=True)
+    def encode(
+        self, texts: Sequence[str], *, add_special_tokens: bool = True
+    ) -> list[tuple[int, ...]]:
+        """See ``TextEncoder.encode``."""
+        found = self._backend.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)
         return [tuple(one.ids) for one in found]
+
+    def encode_chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> tuple[int, ...]:
+        """Refuse: models of these architectures have no chat template."""
+        del messages, options
+        raise InvalidRequestError(
+            "This model has no chat template: send texts in place of messages.", param="messages"
+        )
 
     def encode_pairs(
         self, pairs: Sequence[tuple[str, str]]
@@ -50,17 +61,36 @@ class EncoderTokenizer:
         """A token's text in the vocabulary, with the marks that it has there."""
         return self._backend.id_to_token(token_id) or ""
 
-    def decode(self, token_ids: Sequence[int]) -> str:
-        """The text of ids, special ones included."""
-        return self._backend.decode(list(token_ids), skip_special_tokens=False)
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
+        """The text of ids."""
+        return self._backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
 
-    def cut(self, token_ids: tuple[int, ...], length: int) -> tuple[int, ...]:
-        """An input of at most so many tokens, the special ones at its end kept."""
+    def cut(
+        self, token_ids: tuple[int, ...], length: int, *, from_left: bool = False
+    ) -> tuple[int, ...]:
+        """See ``TextEncoder.cut``."""
         if len(token_ids) <= length:
             return token_ids
-        ends = len(self._backend.encode("", add_special_tokens=True).ids) // 2
-        kept = min(ends, length - 1)
-        return (*token_ids[: length - kept], *token_ids[len(token_ids) - kept :])
+        # Ids that came without special tokens get none.
+        has_begin = token_ids[: len(self._begin)] == self._begin
+        begin = self._begin[:length] if has_begin else ()
+        has_end = token_ids[len(token_ids) - len(self._end) :] == self._end
+        end = self._end[: length - len(begin)] if has_end else ()
+        inner = token_ids[len(begin) : len(token_ids) - len(end)]
+        room = length - len(begin) - len(end)
+        return (*begin, *(inner[len(inner) - room :] if from_left else inner[:room]), *end)
+
+
+def _specials_around(backend: Tokenizer) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The special tokens before and after a text."""
+    ids = tuple(backend.encode("a", add_special_tokens=True).ids)
+    bare = tuple(backend.encode("a", add_special_tokens=False).ids)
+    if not bare:
+        return ids[: len(ids) // 2], ids[len(ids) // 2 :]
+    for begin in range(len(ids) - len(bare) + 1):
+        if ids[begin : begin + len(bare)] == bare:
+            return ids[:begin], ids[begin + len(bare) :]
+    return (), ()
 
 
 def load_encoder_tokenizer(folder: Path, *, trust_remote_code: bool = False) -> EncoderTokenizer:

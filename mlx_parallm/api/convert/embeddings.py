@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import base64
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
+from mlx_parallm.api.encoder_answer import Encoded
 from mlx_parallm.api.schemas.embeddings import EmbeddingsRequest
 from mlx_parallm.engine.interface import EncoderModel
 from mlx_parallm.errors import InvalidRequestError
@@ -26,7 +28,9 @@ def check_dimensions(dimensions: int | None, model: EncoderModel) -> None:
         )
 
 
-def finished(vectors: list[np.ndarray], dimensions: int | None, *, normalizes: bool) -> np.ndarray:
+def finished(
+    vectors: Sequence[np.ndarray], dimensions: int | None, *, normalizes: bool
+) -> np.ndarray:
     """Vectors of a length that was checked, float32 ``[inputs, dimensions]``.
 
     They are cut (Matryoshka, https://arxiv.org/abs/2205.13147), then divided by their lengths.
@@ -37,20 +41,16 @@ def finished(vectors: list[np.ndarray], dimensions: int | None, *, normalizes: b
     return cut
 
 
-def answer(
-    vectors: np.ndarray, body: EmbeddingsRequest, model: str, num_tokens: int
-) -> dict[str, Any]:
-    """OpenAI's list of embeddings."""
+def answer(found: Encoded, body: EmbeddingsRequest) -> dict[str, Any]:
+    """OpenAI's list of embeddings, with vLLM's ``id`` and ``created``."""
     write = as_base64 if body.encoding_format == "base64" else np.ndarray.tolist
-    return {
-        "object": "list",
-        "data": [
+    vectors = finished(found.results, body.dimensions, normalizes=found.model.info.normalizes)
+    return found.answer(
+        [
             {"object": "embedding", "index": index, "embedding": write(vector)}
             for index, vector in enumerate(vectors)
-        ],
-        "model": model,
-        "usage": {"prompt_tokens": num_tokens, "total_tokens": num_tokens},
-    }
+        ]
+    )
 
 
 def as_base64(vector: np.ndarray) -> str:

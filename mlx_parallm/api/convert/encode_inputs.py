@@ -17,6 +17,8 @@ async def single_inputs(
     task: Task,
     *,
     truncate: int | None = None,
+    from_left: bool = False,
+    add_special_tokens: bool = True,
     param: str = "input",
 ) -> tuple[EncodeInput, ...]:
     """Inputs of one text each.
@@ -27,6 +29,8 @@ async def single_inputs(
         task: of all.
         truncate: longer inputs are cut to so many tokens; -1: to what the model takes; None: they
             are refused.
+        from_left: they are cut at their beginnings.
+        add_special_tokens: false: texts get none.
         param: the field of the body that they came from.
 
     Raises:
@@ -35,16 +39,14 @@ async def single_inputs(
     """
     if isinstance(given[0], str):
         found = await maybe_in_thread(
-            lambda: model.tokenizer.encode(given), sum(len(text) for text in given)
+            lambda: model.tokenizer.encode(given, add_special_tokens=add_special_tokens),
+            sum(len(text) for text in given),
         )
     else:
         found = [tuple(one) for one in given]
         _check_ids(found, model.info.vocab_size, param)
-    limit = _limit(truncate, model.info.max_model_len)
-    return tuple(
-        EncodeInput(_fitting(ids, f"{param} {place}", truncate, limit, model, param), task)
-        for place, ids in enumerate(found)
-    )
+    fit = _Fit(model, truncate, param, from_left=from_left)
+    return tuple(EncodeInput(fit(ids, place), task) for place, ids in enumerate(found))
 
 
 async def pair_inputs(
@@ -62,21 +64,10 @@ async def pair_inputs(
     found = await maybe_in_thread(
         lambda: model.tokenizer.encode_pairs(pairs), sum(len(a) + len(b) for a, b in pairs)
     )
-    limit = _limit(truncate, model.info.max_model_len)
+    fit = _Fit(model, truncate, param)
     return tuple(
-        EncodeInput(_fitting(ids, f"{param} {place}", truncate, limit, model, param), task, second)
-        for place, (ids, second) in enumerate(found)
+        EncodeInput(fit(ids, place), task, second) for place, (ids, second) in enumerate(found)
     )
-
-
-def _limit(asked: int | None, longest: int) -> int:
-    if asked is None or asked == -1:
-        return longest
-    if not 1 <= asked <= longest:
-        raise InvalidRequestError(
-            f"truncate_prompt_tokens is -1 or from 1 to {longest}.", param="truncate_prompt_tokens"
-        )
-    return asked
 
 
 def _check_ids(ids: Sequence[tuple[int, ...]], vocab_size: int, param: str) -> None:
@@ -88,22 +79,34 @@ def _check_ids(ids: Sequence[tuple[int, ...]], vocab_size: int, param: str) -> N
             )
 
 
-def _fitting(
-    ids: tuple[int, ...],
-    name: str,
-    truncate: int | None,
-    limit: int,
-    model: EncoderModel,
-    param: str,
-) -> tuple[int, ...]:
-    if not ids:
-        raise InvalidRequestError(f"{name} is empty.", param=param)
-    if truncate is not None:
-        return model.tokenizer.cut(ids, limit)
-    if len(ids) > limit:
-        raise ContextLengthError(
-            limit,
-            f"{name} has {len(ids)}. Shorten it, or set truncate_prompt_tokens.",
-            param=param,
-        )
-    return ids
+class _Fit:
+    """Cuts or refuses inputs that are too long; see ``single_inputs``."""
+
+    def __init__(
+        self, model: EncoderModel, truncate: int | None, param: str, *, from_left: bool = False
+    ) -> None:
+        longest = model.info.max_model_len
+        if truncate not in (None, -1) and not 1 <= truncate <= longest:
+            raise InvalidRequestError(
+                f"truncate_prompt_tokens is -1 or from 1 to {longest}.",
+                param="truncate_prompt_tokens",
+            )
+        self._cut = model.tokenizer.cut
+        self._cuts = truncate is not None
+        self._from_left = from_left
+        self._limit = longest if truncate in (None, -1) else truncate
+        self._param = param
+
+    def __call__(self, ids: tuple[int, ...], place: int) -> tuple[int, ...]:
+        """The input at a place of the request as the model can take it."""
+        if not ids:
+            raise InvalidRequestError(f"{self._param} {place} is empty.", param=self._param)
+        if self._cuts:
+            return self._cut(ids, self._limit, from_left=self._from_left)
+        if len(ids) > self._limit:
+            raise ContextLengthError(
+                self._limit,
+                f"{self._param} {place} has {len(ids)}. Shorten it, or set truncate_prompt_tokens.",
+                param=self._param,
+            )
+        return ids

@@ -11,7 +11,7 @@ from typing import Literal
 from pydantic import ConfigDict, Field, StrictBool, StrictInt, StrictStr
 
 from mlx_parallm.api.schemas.common import NullIsAbsent
-from mlx_parallm.api.schemas.embeddings import MAX_INPUTS
+from mlx_parallm.api.schemas.encode import MAX_INPUTS
 from mlx_parallm.errors import InvalidRequestError
 
 

@@ -1,0 +1,29 @@
+"""From a classifier's logits to probabilities."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from mlx_parallm.encode import ProblemType
+
+
+def activated(logits: np.ndarray, problem_type: ProblemType | None) -> np.ndarray:
+    """What logits say of labels, as the pipelines of transformers and vLLM compute it.
+
+    A regression's are values, and stay. Labels that do not exclude each other, and a single
+    one, have a probability each (sigmoid); others share one (softmax).
+
+    Args:
+        logits: float32 ``[..., labels]``.
+        problem_type: of the model; None: to be told by the number of labels.
+
+    Returns:
+        An array of the same shape.
+    """
+    if problem_type == "regression":
+        return logits
+    if problem_type == "multi_label_classification" or logits.shape[-1] == 1:
+        # This form overflows for no logit.
+        return 0.5 * (1 + np.tanh(0.5 * logits))
+    powers = np.exp(logits - logits.max(axis=-1, keepdims=True))
+    return powers / powers.sum(axis=-1, keepdims=True)

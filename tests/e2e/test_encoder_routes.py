@@ -1,0 +1,56 @@
+"""Encoders' routes over HTTP, by a server of small models whose values are known."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import httpx2
+import numpy as np
+import pytest
+
+from mlx_parallm.api.convert.activation import activated
+from tests.embedder_folder import write_embedder, write_encoder_of
+from tests.encoder_folders import read_golden
+from tests.server_process import ServerProcess
+
+MODELS = {"classifier": "bert_sequence", "tagger": "bert_token", "mlm": "bert_masked_lm"}
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    root = tmp_path_factory.mktemp("models")
+    folders = {name: write_encoder_of(root / name, MODELS[name]) for name in MODELS}
+    folders["embedder"] = write_embedder(root / "embedder")
+    names = [f"{folder}={name}" for name, folder in folders.items()]
+    process = ServerProcess("--model", *map(str, folders.values()), "--served-model-name", *names)
+    try:
+        process.wait_until_ready()
+        yield process
+    finally:
+        process.stop()
+
+
+def post(server: ServerProcess, path: str, body: dict[str, Any]) -> Any:
+    answer = httpx2.post(f"{server.url}{path}", json=body)
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+def words(ids: list[int]) -> str:
+    return " ".join(f"w{one}" for one in ids)
+
+
+def test_a_classifiers_probabilities_are_those_of_transformers(server: ServerProcess) -> None:
+    golden = read_golden("bert_sequence")
+    body = {"input": golden["inputs"]["input_ids"]}
+    data = post(server, "/classify", body)["data"]
+    wanted = activated(np.array(golden["logits"]), None)
+    np.testing.assert_allclose([one["probs"] for one in data], wanted, atol=1e-4)
+    assert [one["label"] for one in data] == ["abc"[one] for one in wanted.argmax(axis=1)]
+    data = post(server, "/v1/classify", body | {"use_activation": False})["data"]
+    np.testing.assert_allclose([one["probs"] for one in data], golden["logits"], atol=1e-4)
+    # A text is read with the special tokens around it.
+    text, ids = words(golden["inputs"]["input_ids"][1]), golden["inputs"]["input_ids"][1]
+    given = [post(server, "/classify", {"input": one})["data"] for one in (text, [2, *ids, 3])]
+    np.testing.assert_allclose(given[0][0]["probs"], given[1][0]["probs"], atol=1e-5)

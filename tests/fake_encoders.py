@@ -1,0 +1,151 @@
+"""Encoders without a model: what they make of an input is a function of its token ids."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from mlx_parallm.encode import EncodeInput, EncodeRequest, EncodeResults, EncoderInfo
+from mlx_parallm.engine.async_encoders import AsyncEncoders
+from mlx_parallm.engine.commands import Abort, Command, Encode
+from mlx_parallm.engine.interface import EncoderModel, ServedModel
+from mlx_parallm.errors import InvalidRequestError, ModelNotFoundError, ParallmError
+
+CLS, SEP, MASK, FIRST_WORD = 2, 3, 4, 5
+Compute = Callable[[EncodeInput, EncoderInfo], np.ndarray]
+
+
+class WordEncoder:
+    """Words ``w5`` and so on are tokens; others are token 1. A text gets CLS and SEP around it."""
+
+    vocab_size = 100
+
+    def __init__(self, *, has_chat_template: bool = False) -> None:
+        self.has_chat_template = has_chat_template
+
+    def encode(
+        self, texts: Sequence[str], *, add_special_tokens: bool = True
+    ) -> list[tuple[int, ...]]:
+        bare = [self._ids(text) for text in texts]
+        return [(CLS, *ids, SEP) if add_special_tokens else ids for ids in bare]
+
+    def encode_chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> tuple[int, ...]:
+        if not self.has_chat_template:
+            raise InvalidRequestError("This model has no chat template.", param="messages")
+        return tuple(token for turn in messages for token in (CLS, *self._ids(turn["content"])))
+
+    def encode_pairs(
+        self, pairs: Sequence[tuple[str, str]]
+    ) -> list[tuple[tuple[int, ...], int | None]]:
+        firsts = [(CLS, *self._ids(one), SEP) for one, _ in pairs]
+        return [
+            ((*first, *self._ids(second), SEP), len(first))
+            for first, (_, second) in zip(firsts, pairs, strict=True)
+        ]
+
+    def token_id(self, token: str) -> int | None:
+        return self._ids(token)[0]
+
+    def token_string(self, token_id: int) -> str:
+        return f"w{token_id}"
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
+        first = FIRST_WORD if skip_special_tokens else 0
+        return " ".join(f"w{one}" for one in token_ids if one >= first)
+
+    def cut(
+        self, token_ids: tuple[int, ...], length: int, *, from_left: bool = False
+    ) -> tuple[int, ...]:
+        if len(token_ids) <= length:
+            return token_ids
+        return token_ids[len(token_ids) - length :] if from_left else token_ids[:length]
+
+    def _ids(self, text: str) -> tuple[int, ...]:
+        return tuple(
+            int(word[1:]) if word[:1] == "w" and word[1:].isdigit() else 1 for word in text.split()
+        )
+
+
+def make_encoder(*names: str, chats: bool = False, **changes: Any) -> EncoderModel:
+    """A model's facts; ``chats``: whether it has a chat template."""
+    facts: dict[str, Any] = {
+        "architecture": "fake",
+        "vocab_size": WordEncoder.vocab_size,
+        "max_model_len": 16,
+        "dims": 4,
+        "dtype": "float32",
+        "weight_bytes": 0,
+        "normalizes": True,
+    }
+    return EncoderModel(
+        names=names or ("encoder",),
+        root="/models/encoder",
+        created=1,
+        tokenizer=WordEncoder(has_chat_template=chats),
+        info=EncoderInfo(**(facts | changes)),
+    )
+
+
+def computed(one: EncodeInput, info: EncoderInfo) -> np.ndarray:
+    """A result of the task's shape, by a random generator that the input seeds."""
+    source = np.random.RandomState([*one.token_ids, one.second_at or 0])
+    shapes: dict[str, tuple[int, ...]] = {
+        "embed": (info.dims,),
+        "token_embed": (len(one.token_ids), info.dims),
+        "classify": (len(info.labels),),
+        "token_classify": (len(one.token_ids), len(info.labels)),
+        "mlm": (len(one.places), len(one.candidates) or info.vocab_size),
+        "mlm_logprobs": (len(one.places), len(one.candidates) or info.vocab_size),
+        "sparse": (info.vocab_size,),
+    }
+    found = source.standard_normal(shapes[one.task]).astype(np.float32)
+    return np.maximum(found - 1, 0) if one.task == "sparse" else found
+
+
+class FakeThread:
+    """Answers at once. Implements ``EngineThread``."""
+
+    def __init__(self) -> None:
+        self.infos: dict[str, EncoderInfo] = {}
+        self.compute: Compute = computed
+        self.requests: list[EncodeRequest] = []
+        self.aborted: list[str] = []
+        self.refusal: ParallmError | None = None
+        self.hangs = False
+
+    def check_open(self) -> None:
+        if self.refusal is not None:
+            raise self.refusal
+
+    def get_model(self, name: str) -> ServedModel:
+        raise ModelNotFoundError(name)
+
+    async def ask(self, command: Callable[[Callable[[Any], None]], Command]) -> Any:
+        asked = command(lambda result: None)
+        assert isinstance(asked, Encode)
+        self.requests.append(asked.request)
+        if self.hangs:
+            await asyncio.Event().wait()
+        info = self.infos[asked.request.model]
+        results = [self.compute(one, info) for one in asked.request.inputs]
+        return EncodeResults(results, [False] * len(results))
+
+    def tell(self, command: Command) -> None:
+        assert isinstance(command, Abort)
+        self.aborted.append(command.request_id)
+
+    def note_open(self) -> None:
+        pass
+
+
+class FakeEncoders(AsyncEncoders):
+    """For ``FakeEngine.encoders``; ``thread`` tells what was asked and says what comes of it."""
+
+    def __init__(self, *models: EncoderModel) -> None:
+        self.thread = FakeThread()
+        super().__init__(self.thread)
+        self.replace(models)
+        self.thread.infos = {one.names[0]: one.info for one in models}
