@@ -199,6 +199,22 @@ class EncoderConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LoadingConfig:
+    """Models that come and go while the server runs.
+
+    Attributes:
+        allowed_roots: folders below which requests may name models to load.
+        allowed_repos: ids on the hub, with ``*`` for any text, that requests may load.
+        max_encoder_bytes: most bytes of the weights of all encoders together; those used least
+            recently make way, and come back with their next request. None is no limit.
+    """
+
+    allowed_roots: tuple[str, ...] = ()
+    allowed_repos: tuple[str, ...] = ()
+    max_encoder_bytes: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
     """Everything the engine thread needs.
 
@@ -212,6 +228,7 @@ class EngineConfig:
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     adapters: AdapterConfig = field(default_factory=AdapterConfig)
     encoders: EncoderConfig = field(default_factory=EncoderConfig)
+    loading: LoadingConfig = field(default_factory=LoadingConfig)
     speculative: SpeculativeConfig | None = None
     seed: int = 0
     restart_on_failure: bool = False

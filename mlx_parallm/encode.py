@@ -125,3 +125,7 @@ class Encoder(Protocol):
     def run(self, inputs: Sequence[EncodeInput]) -> list[np.ndarray]:
         """What each input's task asks for, float32; see ``Task`` for the shapes."""
         ...
+
+    def release(self) -> None:
+        """Give back the memory of the model, which runs no more."""
+        ...

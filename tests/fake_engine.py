@@ -21,7 +21,9 @@ from mlx_parallm.config import EngineConfig, ServerConfig
 from mlx_parallm.encode import EncodeRequest, EncodeResults, Task
 from mlx_parallm.engine.interface import (
     EncoderClient,
+    EncoderLoad,
     EncoderModel,
+    EncoderStatus,
     EngineLoad,
     RequestHandle,
     ServedModel,
@@ -123,6 +125,15 @@ class NoEncoders:
 
     def models(self) -> Sequence[EncoderModel]:
         return ()
+
+    def statuses(self) -> Sequence[EncoderStatus]:
+        return ()
+
+    async def load(self, asked: EncoderLoad) -> EncoderStatus:
+        raise ModelNotFoundError(asked.model)
+
+    async def unload(self, name: str) -> EncoderStatus:
+        raise ModelNotFoundError(name)
 
     def get(self, name: str | None, *tasks: Task) -> EncoderModel:
         raise ModelNotFoundError(name or "")

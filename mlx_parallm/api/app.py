@@ -125,6 +125,7 @@ def _add_routes(app: FastAPI) -> None:
         embeddings.router,
         messages.router,
         models.router,
+        models.control_router,
         moderations.router,
         render.router,
         rerank.router,

@@ -146,6 +146,7 @@ def build_config(given: Mapping[str, Given]) -> tuple[EngineConfig, ServerConfig
     engine = EngineConfig(
         models=_models(parts["model"]),
         adapters=type(DEFAULTS["adapters"])(**parts["adapters"]),
+        loading=type(DEFAULTS["loading"])(**parts["loading"]),
         cache=type(DEFAULTS["cache"])(**parts["cache"]),
         encoders=type(DEFAULTS["encoders"])(**parts["encoders"]),
         scheduler=type(DEFAULTS["scheduler"])(**parts["scheduler"]),

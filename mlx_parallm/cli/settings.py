@@ -13,6 +13,7 @@ from mlx_parallm.config import (
     CacheConfig,
     EncoderConfig,
     EngineConfig,
+    LoadingConfig,
     ModelConfig,
     SchedulerConfig,
     ServerConfig,
@@ -44,8 +45,8 @@ class Setting:
 
     Attributes:
         name: the flag without dashes in front, and the key in a file.
-        target: ``part.field`` of the configuration; parts are model, adapters, cache, scheduler,
-            encoders, engine and server.
+        target: ``part.field`` of the configuration; parts are model, adapters, loading, cache,
+            scheduler, encoders, engine and server.
         parse: makes the field's value from text or from a file's value.
         group: the heading it stands under in ``--help``.
         help: one sentence.
@@ -106,6 +107,7 @@ DEFAULTS: dict[str, Any] = {
     "scheduler": SchedulerConfig(),
     "adapters": AdapterConfig(),
     "encoders": EncoderConfig(),
+    "loading": LoadingConfig(),
     "engine": EngineConfig(),
     "server": ServerConfig(),
 }
@@ -163,6 +165,12 @@ SETTINGS: tuple[Setting, ...] = (
              "run Python code that comes with a model or tokenizer."),
     _setting("seed", "engine.seed", values.integer(0, 2**63 - 1), MODELS,
              "seed of requests that bring none.", metavar="N"),
+    _setting("allowed-model-roots", "loading.allowed_roots", values.listed, MODELS,
+             "folders below which requests may name encoders to load while the server runs.",
+             metavar="FOLDER"),
+    _setting("allowed-model-repos", "loading.allowed_repos", values.listed, MODELS,
+             "ids of encoders on the hub that requests may load, and so download, such as "
+             "org/name, org/* or *; none if not given.", metavar="ID"),
     _setting("adapter-dir", "adapters.directory", values.text, ADAPTERS,
              "a folder of adapters (LoRA, DoRA): each folder in it is one, which clients may name "
              "as a model; it is loaded with its first request.", metavar="FOLDER"),
@@ -202,6 +210,10 @@ SETTINGS: tuple[Setting, ...] = (
              "reuse the KV of equal prefixes."),
     _setting("encoder-cache-size", "encoders.cache_bytes", values.size_or_none, MEMORY,
              "most memory of results that each encoder keeps for equal inputs; 0 keeps none.",
+             metavar="SIZE"),
+    _setting("encoder-memory", "loading.max_encoder_bytes", values.size, MEMORY,
+             "most bytes of the weights of all encoders together, such as 4GiB; those used least "
+             "recently make way, and come back with their next request. No limit if not given.",
              metavar="SIZE"),
     _setting("max-num-seqs", "scheduler.max_num_seqs", values.integer(1), BATCHING,
              "most sequences of a model running at once.", metavar="N"),

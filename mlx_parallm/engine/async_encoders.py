@@ -1,19 +1,40 @@
-"""``EncoderClient`` on the event loop's side: the loaded encoders, and requests to them."""
+"""``EncoderClient`` on the event loop's side: the encoders, and requests to them."""
 
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, Protocol
 
+from mlx_parallm.config import EngineConfig, ModelConfig
 from mlx_parallm.encode import EncodeRequest, EncodeResults, Task
-from mlx_parallm.engine.commands import Abort, Command, Encode
-from mlx_parallm.engine.interface import EncoderModel, ServedModel
-from mlx_parallm.errors import InvalidRequestError, ParallmError
+from mlx_parallm.engine.commands import Abort, Command, Encode, EngineHost
+from mlx_parallm.engine.encoder_build import BuiltEncoder
+from mlx_parallm.engine.encoder_loader import ThreadLoader
+from mlx_parallm.engine.encoder_metrics import EncoderFamilies
+from mlx_parallm.engine.encoder_residency import EncoderEntry, EncoderResidency
+from mlx_parallm.engine.interface import EncoderLoad, EncoderModel, EncoderStatus, ServedModel
+from mlx_parallm.engine.model_sources import MAX_NAME, MODEL, ModelSources
+from mlx_parallm.errors import (
+    ConfigError,
+    InvalidRequestError,
+    ModelLoadError,
+    ModelNotFoundError,
+    ParallmError,
+)
+
+logger = logging.getLogger(__name__)
 
 
 class EngineThread(Protocol):
     """What this needs of the engine whose thread runs the encoders."""
+
+    @property
+    def config(self) -> EngineConfig:
+        """The settings it was built from."""
+        ...
 
     def check_open(self) -> None:
         """Raise ShuttingDownError or EngineDeadError if nothing is admitted any more."""
@@ -25,6 +46,10 @@ class EngineThread(Protocol):
 
     async def ask(self, command: Callable[[Callable[[Any], None]], Command]) -> Any:
         """What the thread replies to a command; raise EngineDeadError if it dies before that."""
+        ...
+
+    async def call(self, action: Callable[[EngineHost], Any]) -> Any:
+        """What an action between two steps gives; raise its error."""
         ...
 
     def tell(self, command: Command) -> None:
@@ -39,9 +64,16 @@ class EngineThread(Protocol):
 class AsyncEncoders:
     """Implements ``EncoderClient``."""
 
-    def __init__(self, thread: EngineThread) -> None:
+    def __init__(
+        self, thread: EngineThread, config: EngineConfig, families: EncoderFamilies
+    ) -> None:
         self._thread = thread
-        self._by_name: dict[str, EncoderModel] = {}
+        self._defaults = config.models[0] if config.models else ModelConfig()
+        given = [one.path for one in config.models if one.path is not None]
+        self._sources = ModelSources(config.loading, given)
+        self._residency = EncoderResidency(
+            ThreadLoader(thread, config, families), config.loading.max_encoder_bytes
+        )
         self._num_open = 0
 
     @property
@@ -49,17 +81,31 @@ class AsyncEncoders:
         """Requests that are not answered."""
         return self._num_open
 
-    def replace(self, models: Sequence[EncoderModel]) -> None:
+    def replace(self, encoders: Sequence[BuiltEncoder]) -> None:
         """The engine thread has loaded these, and nothing else."""
-        self._by_name = {name: one for one in models for name in one.names}
+        entries = [
+            EncoderEntry(one.config, one.model.names, one.model, is_loaded=one.engine is not None)
+            for one in encoders
+        ]
+        loaded = {name: one for one in entries for name in one.names}
+        others = [one for one in self._residency.entries() if one.names[0] not in loaded]
+        for one in others:
+            # Loaded at run time, before the thread was started anew: they come when asked for.
+            one.is_loaded = False
+        self._residency.by_name = loaded | {name: one for one in others for name in one.names}
 
     def models(self) -> Sequence[EncoderModel]:
         """See ``EncoderClient.models``."""
-        return list({id(model): model for model in self._by_name.values()}.values())
+        return [one.model for one in self._residency.entries() if one.model is not None]
 
-    def find(self, name: str) -> EncoderModel | None:
+    def statuses(self) -> Sequence[EncoderStatus]:
+        """See ``EncoderClient.statuses``."""
+        return [one.status() for one in self._residency.entries()]
+
+    def find(self, name: str) -> EncoderStatus | None:
         """The encoder of this name."""
-        return self._by_name.get(name)
+        entry = self._residency.by_name.get(name)
+        return None if entry is None else entry.status()
 
     def get(self, name: str | None, *tasks: Task) -> EncoderModel:
         """See ``EncoderClient.get``."""
@@ -71,10 +117,13 @@ class AsyncEncoders:
                     f"No model that can {' or '.join(tasks)} is served here.", param="model"
                 )
             return able[0]
-        found = self._by_name.get(name)
-        if found is None:
+        entry = self._residency.by_name.get(name)
+        if entry is None:
             self._thread.get_model(name)
             raise InvalidRequestError(f"{name} generates; it is no encoder.", param="model")
+        found = entry.model
+        if found is None:
+            raise ModelNotFoundError(name)
         if not wanted.intersection(found.info.tasks):
             raise InvalidRequestError(
                 f"{name} cannot {' or '.join(tasks)}; it can {', '.join(found.info.tasks)}.",
@@ -88,13 +137,85 @@ class AsyncEncoders:
         self._num_open += 1
         self._thread.note_open()
         try:
-            result = await self._thread.ask(lambda reply: Encode(request=request, reply=reply))
-        except asyncio.CancelledError:
-            self._thread.tell(Abort(request_id=request.request_id))
-            raise
+            result = await self._encode(request)
         finally:
             self._num_open -= 1
             self._thread.note_open()
         if isinstance(result, ParallmError):
             raise result
         return result
+
+    async def _encode(self, request: EncodeRequest) -> Any:
+        entry = self._residency.by_name.get(request.model)
+        if entry is None:
+            raise ModelNotFoundError(request.model)
+        await self._residency.begin(entry)
+        try:
+            return await self._thread.ask(lambda reply: Encode(request=request, reply=reply))
+        except asyncio.CancelledError:
+            self._thread.tell(Abort(request_id=request.request_id))
+            raise
+        finally:
+            self._residency.end(entry)
+
+    async def load(self, asked: EncoderLoad) -> EncoderStatus:
+        """See ``EncoderClient.load``."""
+        self._thread.check_open()
+        entry = self._residency.by_name.get(asked.model)
+        is_new = entry is None
+        if entry is None:
+            entry = self._new_entry(asked)
+            self._residency.add(entry)
+        elif set(asked.names) - set(entry.names):
+            raise InvalidRequestError(f"{asked.model} has other names already.", param="name")
+        entry.is_pinned = entry.is_pinned or asked.is_pinned
+        try:
+            await self._residency.begin(entry)
+            self._residency.end(entry)
+        except (ModelLoadError, ConfigError) as problem:
+            raise InvalidRequestError(str(problem), param=MODEL) from problem
+        finally:
+            if is_new and entry.loading is None and not entry.is_loaded:
+                await self._residency.unload(entry)
+        logger.info("loaded %s", entry.names[0])
+        return entry.status()
+
+    async def unload(self, name: str) -> EncoderStatus:
+        """See ``EncoderClient.unload``."""
+        entry = self._residency.by_name.get(name)
+        if entry is None:
+            self._thread.get_model(name)
+            raise InvalidRequestError(
+                f"{name} generates; such models are not unloaded.", param=MODEL
+            )
+        # Who asked for it may go away: what was begun is ended.
+        await asyncio.shield(asyncio.ensure_future(self._residency.unload(entry)))
+        logger.info("unloaded %s", entry.names[0])
+        return entry.status()
+
+    def _new_entry(self, asked: EncoderLoad) -> EncoderEntry:
+        source = self._sources.resolve(asked.model)
+        names = asked.names or (asked.model,)
+        for name in names:
+            self._check_name(name)
+        config = replace(
+            self._defaults,
+            path=source,
+            served_names=names,
+            revision=asked.revision,
+            dtype=asked.dtype or self._defaults.dtype,
+            max_model_len=asked.max_model_len,
+        )
+        return EncoderEntry(config, names, is_pinned=asked.is_pinned)
+
+    def _check_name(self, name: str) -> None:
+        if not name or len(name) > MAX_NAME:
+            raise InvalidRequestError(f"A name has 1 to {MAX_NAME} characters.", param="name")
+        try:
+            self._thread.get_model(name)
+        except ModelNotFoundError:
+            return
+        except InvalidRequestError:
+            # An encoder has it.
+            pass
+        raise InvalidRequestError(f"A model or adapter is named {name!r} already.", param="name")

@@ -87,7 +87,7 @@ class AsyncEngine:
         self._idle.set()
         metrics = ControlMetrics(self._families.registry)
         self.control = AsyncControl(self, config.adapters, metrics)
-        self.encoders = AsyncEncoders(self)
+        self.encoders = AsyncEncoders(self, config, self._families.encoders)
         #: Set while no thread serves: after a death, until a restarted thread has loaded.
         self.died = threading.Event()
         #: Set when the thread has died and will not be started anew.
@@ -338,12 +338,12 @@ class AsyncEngine:
         loaded = [one for one in built if isinstance(one, LoadedEngine)]
         encoders = [one for one in built if isinstance(one, BuiltEncoder)]
         self._models = {name: one.model for one in loaded for name in one.model.names}
-        self.encoders.replace([one.model for one in encoders])
+        self.encoders.replace(encoders)
         self._cause = None
         self.died.clear()
         self._loaded.set()
         self._engines = {one.model.names[0]: one.engine for one in loaded}
-        return self._engines, {one.model.names[0]: one.engine for one in encoders}
+        return self._engines, {one.model.names[0]: one.engine for one in encoders if one.engine}
 
     def _on_death(self, cause: BaseException) -> bool:
         """Record the cause and end every open request; whether to start anew."""

@@ -16,7 +16,7 @@ from mlx_parallm.config import (
     SchedulerConfig,
     SpeculativeConfig,
 )
-from mlx_parallm.engine.encoder_build import BuiltEncoder, build_encoder
+from mlx_parallm.engine.encoder_build import BuiltEncoder, build_encoder, evict_beyond
 from mlx_parallm.engine.engine import Engine
 from mlx_parallm.engine.formats import reasoning_format_of, tool_format_of
 from mlx_parallm.engine.interface import ServedModel
@@ -114,21 +114,22 @@ def build_engines(
     keep_freed_memory()
     folders = [(one, _folder(one, on_progress)) for one in config.models]
     found = [(one, path, is_encoder(path)) for one, path in folders]
-    encoders: list[LoadedEngine | BuiltEncoder] = [
-        _load_encoder(model, path, config, families, on_progress)
-        for model, path, encodes in found
-        if encodes
-    ]
+    encoders: list[BuiltEncoder] = []
+    for model, path, encodes in found:
+        if encodes:
+            encoders.append(_load_encoder(model, path, config, families, on_progress))
+            encoders = evict_beyond(encoders, config.loading.max_encoder_bytes)
     models = [
         _load(model, path, config, on_progress) for model, path, encodes in found if not encodes
     ]
     wanted = [one.plan.wanted_bytes for one in models]
     weights = sum(one.weight_bytes for one in models)
     budgets = share_budget(wanted, _kv_budget(config.cache, sum(wanted), weights))
-    return encoders + [
+    engines = [
         _assemble(one, budget, config, families, tracer)
         for one, budget in zip(models, budgets, strict=True)
     ]
+    return [*encoders, *engines]
 
 
 def model_names(model: ModelConfig) -> tuple[str, ...]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, MutableMapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -12,6 +12,7 @@ from mlx_parallm.outputs import GenerateEvent
 from mlx_parallm.request import GenerateRequest
 
 if TYPE_CHECKING:
+    from mlx_parallm.engine.encode_engine import EncodeEngine
     from mlx_parallm.engine.engine import Engine
     from mlx_parallm.engine.policies import AdapterUpload
 
@@ -22,6 +23,11 @@ class EngineHost(Protocol):
     @property
     def engines(self) -> Mapping[str, Engine]:
         """By their models' first names."""
+        ...
+
+    @property
+    def encoders(self) -> MutableMapping[str, EncodeEngine]:
+        """Likewise; those that are loaded."""
         ...
 
     def deliver(self, events: list[GenerateEvent], /) -> None:

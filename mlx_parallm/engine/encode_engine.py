@@ -134,6 +134,10 @@ class EncodeEngine:
             if waiting not in wrong:
                 self._give(waiting, result)
 
+    def release(self) -> None:
+        """Give back the memory of the model, which runs no more; nothing may wait."""
+        self._encoder.release()
+
     def _give(self, waiting: WaitingInput, result: np.ndarray) -> None:
         # Several requests may get it, and later ones from the cache.
         result.setflags(write=False)

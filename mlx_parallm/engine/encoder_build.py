@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -11,7 +12,7 @@ from mlx_parallm.encoding.cross_encoder import scores_are_logits
 from mlx_parallm.encoding.sentence_transformers import read_vector_spec
 from mlx_parallm.engine.encode_engine import EncodeEngine
 from mlx_parallm.engine.encoder_metrics import EncoderFamilies, EncoderMetrics
-from mlx_parallm.engine.interface import EncoderModel
+from mlx_parallm.engine.interface import EncoderModel, TextEncoder
 from mlx_parallm.errors import ConfigError
 from mlx_parallm.runner.encoder_runner import load_encoder_runner
 from mlx_parallm.tokenizer.encoder_tokenizer import load_encoder_tokenizer
@@ -26,10 +27,17 @@ MAX_WAITING = 20_000
 
 @dataclass(frozen=True, slots=True)
 class BuiltEncoder:
-    """An encoder that is ready to serve."""
+    """An encoder that is ready to serve.
 
+    Attributes:
+        config: where it comes from.
+        model: what is known about it.
+        engine: runs it; None where it made way for others, and its next request loads it again.
+    """
+
+    config: ModelConfig
     model: EncoderModel
-    engine: EncodeEngine
+    engine: EncodeEngine | None
 
 
 def build_encoder(
@@ -38,8 +46,10 @@ def build_encoder(
     names: tuple[str, ...],
     settings: EngineConfig,
     families: EncoderFamilies,
+    *,
+    tokenizer: TextEncoder | None = None,
 ) -> BuiltEncoder:
-    """Load a folder of which ``is_encoder`` is true.
+    """Load a folder of which ``is_encoder`` is true; its ``tokenizer``, unless that is loaded.
 
     Raises:
         ConfigError: an unknown dtype, or ``max_model_len`` beyond what the model takes.
@@ -60,7 +70,8 @@ def build_encoder(
         names=names,
         root=config.path or str(path),
         created=int(time.time()),
-        tokenizer=load_encoder_tokenizer(path, trust_remote_code=config.trust_remote_code),
+        tokenizer=tokenizer
+        or load_encoder_tokenizer(path, trust_remote_code=config.trust_remote_code),
         info=info,
     )
     engine = EncodeEngine(
@@ -71,4 +82,27 @@ def build_encoder(
         metrics=EncoderMetrics(families, names[0]),
         cache_bytes=settings.encoders.cache_bytes,
     )
-    return BuiltEncoder(model, engine)
+    return BuiltEncoder(config, model, engine)
+
+
+def evict_beyond(encoders: Sequence[BuiltEncoder], max_bytes: int | None) -> list[BuiltEncoder]:
+    """The same encoders, of which the first have made way if all take more memory than this.
+
+    Raises:
+        ConfigError: the last one takes more alone.
+    """
+    if max_bytes is None:
+        return list(encoders)
+    free = max_bytes
+    kept: list[BuiltEncoder] = []
+    for one in reversed(encoders):
+        free -= 0 if one.engine is None else one.model.info.weight_bytes
+        if free < 0 and not kept:
+            raise ConfigError(
+                f"{one.model.names[0]} takes {one.model.info.weight_bytes} bytes, and "
+                f"--encoder-memory is {max_bytes}."
+            )
+        if free < 0 and one.engine is not None:
+            one.engine.release()
+        kept.append(one if free >= 0 else replace(one, engine=None))
+    return kept[::-1]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from enum import StrEnum
 from typing import TYPE_CHECKING, Any, Protocol
 
 from mlx_parallm.batch import RunnerInfo
@@ -203,6 +204,59 @@ class EncoderModel:
     info: EncoderInfo
 
 
+class EncoderState(StrEnum):
+    """Where the weights of an encoder are.
+
+    evicted: it made way for others; its next request loads it again.
+    """
+
+    LOADED = "loaded"
+    LOADING = "loading"
+    EVICTED = "evicted"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EncoderStatus:
+    """An encoder that requests may name, loaded or not.
+
+    Attributes:
+        names: the first is the one reported.
+        root: the hub id or folder it comes from.
+        state: where its weights are.
+        progress: of its load, from 0 to 1; 1 once it is loaded.
+        is_pinned: whether it stays in memory until it is unloaded.
+        model: what is known about it; None until it was loaded once.
+    """
+
+    names: tuple[str, ...]
+    root: str
+    state: EncoderState
+    progress: float
+    is_pinned: bool
+    model: EncoderModel | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EncoderLoad:
+    """An encoder to be loaded while the server runs.
+
+    Attributes:
+        model: a folder or a hub id; or the name of one that is served, to have it in memory.
+        names: that requests are to use; ``model`` if there is none.
+        dtype: as in ``ModelConfig``; None for the server's.
+        revision: hub revision.
+        max_model_len: cap on the length of an input; None takes the model's own.
+        is_pinned: whether it stays in memory until it is unloaded.
+    """
+
+    model: str
+    names: tuple[str, ...] = ()
+    dtype: str | None = None
+    revision: str | None = None
+    max_model_len: int | None = None
+    is_pinned: bool = False
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestHandle:
     """An admitted request: iterate its events; leaving the iterator early does not abort it."""
@@ -230,7 +284,29 @@ class EncoderClient(Protocol):
     """The encoders, seen from the event loop."""
 
     def models(self) -> Sequence[EncoderModel]:
-        """The loaded ones, in the order they were given."""
+        """Those that requests may name, in the order they were given."""
+        ...
+
+    def statuses(self) -> Sequence[EncoderStatus]:
+        """The same, and those that are loaded for the first time."""
+        ...
+
+    async def load(self, asked: EncoderLoad) -> EncoderStatus:
+        """Serve one more encoder; returns once it is loaded.
+
+        Raises:
+            InvalidRequestError: it may not be loaded, cannot be, or its name is taken.
+            NotFoundError: there is no such folder.
+        """
+        ...
+
+    async def unload(self, name: str) -> EncoderStatus:
+        """Admit no more requests of an encoder, and give back its memory once those have ended.
+
+        Raises:
+            ModelNotFoundError: none has the name.
+            InvalidRequestError: it is a model that generates.
+        """
         ...
 
     def get(self, name: str | None, *tasks: Task) -> EncoderModel:

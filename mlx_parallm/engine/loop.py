@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import logging
 import queue
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, MutableMapping
 from typing import Any
 
 from mlx_parallm.engine.commands import Abort, Call, Command, Encode, Stop, Submit
 from mlx_parallm.engine.encode_engine import EncodeEngine
 from mlx_parallm.engine.engine import Engine
-from mlx_parallm.errors import ControlError, OverloadedError, ParallmError
+from mlx_parallm.errors import ControlError, ModelNotFoundError, OverloadedError, ParallmError
 from mlx_parallm.outputs import GenerateEvent
 
 logger = logging.getLogger(__name__)
@@ -27,7 +27,7 @@ class EngineLoop:
 
     Attributes:
         engines: by their models' first names.
-        encoders: likewise.
+        encoders: likewise; they come and go.
         deliver: sends events to their readers.
     """
 
@@ -36,10 +36,10 @@ class EngineLoop:
         engines: Mapping[str, Engine],
         inbox: queue.SimpleQueue[Command],
         deliver: Callable[[list[GenerateEvent]], None],
-        encoders: Mapping[str, EncodeEngine] | None = None,
+        encoders: MutableMapping[str, EncodeEngine] | None = None,
     ) -> None:
         self.engines = engines
-        self.encoders = encoders or {}
+        self.encoders = {} if encoders is None else encoders
         self.deliver = deliver
         self._inbox = inbox
 
@@ -79,13 +79,20 @@ class EngineLoop:
     def _apply(self, command: Submit | Encode | Abort | Call) -> None:
         match command:
             case Encode():
-                self.encoders[command.request.model].add(command.request, command.reply)
+                self._encode(command)
             case Submit():
                 command.reply(self._admit(command))
             case Abort():
                 self._abort(command)
             case Call():
                 command.reply(self._guard(lambda: command.action(self)))
+
+    def _encode(self, command: Encode) -> None:
+        encoder = self.encoders.get(command.request.model)
+        if encoder is None:
+            command.reply(ModelNotFoundError(command.request.model))
+        else:
+            encoder.add(command.request, command.reply)
 
     def _guard(self, action: Callable[[], Any]) -> Any:
         """What an action gives, or its error."""

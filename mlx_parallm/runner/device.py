@@ -145,3 +145,10 @@ def end_thread() -> None:
     """
     gc.collect()
     mx.clear_streams()
+
+
+def give_back_memory() -> None:
+    """Let the system have the memory of arrays that nobody holds."""
+    # Memory must not be given back under work that still uses it.
+    mx.synchronize()
+    mx.clear_cache()

@@ -14,7 +14,7 @@ from mlx_parallm.encoding.labels import label_names, problem_type
 from mlx_parallm.encoding.sentence_transformers import VectorSpec
 from mlx_parallm.errors import ConfigError
 from mlx_parallm.models.loading import ARCHITECTURES, LoadedEncoder, load_encoder
-from mlx_parallm.runner.device import backend_name
+from mlx_parallm.runner.device import backend_name, give_back_memory
 from mlx_parallm.runner.encoder_heads import TASKS, EncoderHeads
 from mlx_parallm.runner.loader import DTYPES
 
@@ -55,6 +55,13 @@ class EncoderRunner:
         types = token_types(inputs, ids.shape[1]) if self._has_types else None
         hidden = self._model(mx.array(ids), mask, types)
         return self._heads.run(inputs, hidden, mask)
+
+    def release(self) -> None:
+        """See ``encode.Encoder``."""
+        # Whoever still holds a module of it, in a cycle perhaps, holds no array.
+        for module in self._model.modules():
+            module.clear()
+        give_back_memory()
 
 
 def load_encoder_runner(folder: Path, dtype: str, spec: VectorSpec) -> EncoderRunner:

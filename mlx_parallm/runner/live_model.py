@@ -6,10 +6,9 @@ import gc
 from collections.abc import Mapping
 from pathlib import Path
 
-import mlx.core as mx
-
 from mlx_parallm.adapters.tensors import HostTensor
 from mlx_parallm.runner.adapter_store import AdapterStore
+from mlx_parallm.runner.device import give_back_memory
 from mlx_parallm.runner.draft_model import DraftModel
 from mlx_parallm.runner.model_weights import ModelWeights
 from mlx_parallm.runner.paths.base import ForwardPath
@@ -91,6 +90,4 @@ class LiveModel:
 def _give_back() -> None:
     """Let the system have the memory of arrays that nobody holds."""
     gc.collect()
-    # Memory must not be given back under work that still uses it.
-    mx.synchronize()
-    mx.clear_cache()
+    give_back_memory()

@@ -30,6 +30,7 @@ COMPOSED = {
     "engine.cache",
     "engine.scheduler",
     "engine.encoders",
+    "engine.loading",
 }
 
 
@@ -47,6 +48,7 @@ def field_of(setting: Setting, engine: EngineConfig, server: ServerConfig) -> ob
         "scheduler": engine.scheduler,
         "engine": engine,
         "encoders": engine.encoders,
+        "loading": engine.loading,
         "server": server,
     }
     return getattr(parts[setting.part], setting.field)

@@ -41,6 +41,9 @@ class SumEncoder:
         rows = [[np.nan if NAN in one else sum(one), len(one)] for one in batch]
         return list(np.array(rows, dtype=np.float32))
 
+    def release(self) -> None:
+        self.batches.clear()
+
 
 def make(
     max_waiting: int = 100, cache_bytes: int = 0

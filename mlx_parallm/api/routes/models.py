@@ -1,43 +1,63 @@
-"""``GET /v1/models`` and ``GET /v1/models/{id}``."""
+"""What is served: ``GET /v1/models``, ``/v1/models/{id}``, and loading and unloading encoders."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from fastapi import APIRouter
+from fastapi import APIRouter, Depends, Response
 
+from mlx_parallm.api.auth import CONTROL, require_admin
+from mlx_parallm.api.convert.model_cards import encoder_card, model_card
 from mlx_parallm.api.dependencies import EngineDep
-from mlx_parallm.engine.interface import EncoderModel, ServedModel
+from mlx_parallm.api.ignored import tell_ignored
+from mlx_parallm.api.json_body import JsonRoute
+from mlx_parallm.api.schemas.models import LoadModel, UnloadModel
+from mlx_parallm.engine.interface import EncoderLoad
 
 router = APIRouter()
+control_router = APIRouter(
+    route_class=JsonRoute, dependencies=[Depends(require_admin)], tags=[CONTROL]
+)
 
 
 @router.get("/models")
 async def list_models(engine: EngineDep) -> dict[str, Any]:
     """Every name of every served model, and every loaded adapter."""
-    cards = [card(name, model) for model in engine.models() for name in model.names]
+    cards = [model_card(name, model) for model in engine.models() for name in model.names]
     adapters = [engine.get_model(info.name) for info in engine.control.adapters()]
-    cards += [card(one.names[0], one) for one in adapters]
-    cards += [card(name, model) for model in engine.encoders.models() for name in model.names]
+    cards += [model_card(one.names[0], one) for one in adapters]
+    cards += [encoder_card(name, one) for one in engine.encoders.statuses() for name in one.names]
     return {"object": "list", "data": cards}
 
 
 @router.get("/models/{model_id:path}")
 async def retrieve_model(model_id: str, engine: EngineDep) -> dict[str, Any]:
     """One model; ids may contain slashes."""
-    found = {name: one for one in engine.encoders.models() for name in one.names}.get(model_id)
-    return card(model_id, found or engine.get_model(model_id))
+    for one in engine.encoders.statuses():
+        if model_id in one.names:
+            return encoder_card(model_id, one)
+    return model_card(model_id, engine.get_model(model_id))
 
 
-def card(name: str, model: ServedModel | EncoderModel) -> dict[str, Any]:
-    """A model as OpenAI and vLLM describe it."""
-    return {
-        "id": name,
-        "object": "model",
-        "created": model.created,
-        "owned_by": "mlx_parallm",
-        "root": model.root,
-        "parent": model.parent if isinstance(model, ServedModel) else None,
-        "max_model_len": model.info.max_model_len,
-        "permission": [],
-    }
+@control_router.post("/models/load")
+async def load_model(body: LoadModel, engine: EngineDep, response: Response) -> dict[str, Any]:
+    """Serve one more encoder; answered once it is loaded."""
+    asked = EncoderLoad(
+        model=body.model,
+        names=tuple(body.name),
+        dtype=body.dtype,
+        revision=body.revision,
+        max_model_len=body.max_model_len,
+        is_pinned=body.pin,
+    )
+    status = await engine.encoders.load(asked)
+    tell_ignored(response, body.model_extra or ())
+    return encoder_card(status.names[0], status)
+
+
+@control_router.post("/models/unload")
+async def unload_model(body: UnloadModel, engine: EngineDep, response: Response) -> dict[str, Any]:
+    """Serve an encoder no more, and give back its memory once its requests have ended."""
+    status = await engine.encoders.unload(body.model)
+    tell_ignored(response, body.model_extra or ())
+    return {"id": status.names[0], "object": "model", "unloaded": True}

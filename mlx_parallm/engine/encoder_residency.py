@@ -1,0 +1,226 @@
+"""Which encoders are in memory: loaded as requests need them, within a limit of bytes."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from itertools import count
+from typing import Protocol
+
+from mlx_parallm.config import ModelConfig
+from mlx_parallm.engine.interface import EncoderModel, EncoderState, EncoderStatus
+from mlx_parallm.errors import ModelLoadError, ModelNotFoundError
+
+MakeRoom = Callable[[int], Awaitable[None]]
+
+
+class EncoderLoader(Protocol):
+    """Brings encoders into memory and out of it."""
+
+    async def load(
+        self,
+        config: ModelConfig,
+        names: tuple[str, ...],
+        make_room: MakeRoom,
+        on_progress: Callable[[float], None],
+    ) -> EncoderModel:
+        """Load one; ``make_room`` is told how many bytes it needs before they are taken.
+
+        Raises:
+            ModelLoadError, InvalidRequestError: it cannot be loaded.
+        """
+        ...
+
+    async def drop(self, name: str) -> None:
+        """Give back the memory of one that nothing runs on, by its first name."""
+        ...
+
+
+@dataclass(slots=True, eq=False)
+class EncoderEntry:
+    """An encoder that requests may name.
+
+    Attributes:
+        config: where it comes from.
+        names: the first is the one reported.
+        model: what is known about it once it was loaded; it stays while the weights are away.
+        is_loaded: whether requests may be sent to the engine thread.
+        is_pinned: whether it stays in memory until it is unloaded.
+        is_gone: whether it was unloaded: no request may begin any more.
+        progress: of the load, from 0 to 1.
+        loading: the load that requests wait for.
+        waiting: these requests.
+        num_open: requests that the engine thread has.
+        used: larger for those used later.
+        idle: set while ``num_open`` is 0.
+    """
+
+    config: ModelConfig
+    names: tuple[str, ...]
+    model: EncoderModel | None = None
+    is_loaded: bool = False
+    is_pinned: bool = False
+    is_gone: bool = False
+    progress: float = 0.0
+    loading: asyncio.Future[None] | None = None
+    waiting: list[asyncio.Future[None]] = field(default_factory=list)
+    num_open: int = 0
+    used: int = 0
+    idle: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def __post_init__(self) -> None:
+        self.idle.set()
+
+    @property
+    def num_bytes(self) -> int:
+        """Of its weights, in memory or not; 0 until it was loaded once."""
+        return 0 if self.model is None else self.model.info.weight_bytes
+
+    def status(self) -> EncoderStatus:
+        """What clients see of it."""
+        state, progress = EncoderState.EVICTED, 0.0
+        if self.is_loaded:
+            state, progress = EncoderState.LOADED, 1.0
+        elif self.loading is not None:
+            state, progress = EncoderState.LOADING, self.progress
+        return EncoderStatus(
+            names=self.names,
+            root=self.config.path or self.names[0],
+            state=state,
+            progress=progress,
+            is_pinned=self.is_pinned,
+            model=self.model,
+        )
+
+
+class EncoderResidency:
+    """Loads and evicts, one encoder at a time. Lives on the event loop.
+
+    Those used least recently make way where memory is short: a request that finds its encoder
+    evicted begins the load, and all that come meanwhile wait for the same one.
+    """
+
+    def __init__(self, loader: EncoderLoader, max_bytes: int | None) -> None:
+        """``max_bytes`` is the limit of all weights together; None for none."""
+        self._loader = loader
+        self._max_bytes = max_bytes
+        self._turn = asyncio.Lock()
+        self._clock = count(1)
+        self.by_name: dict[str, EncoderEntry] = {}
+
+    def entries(self) -> list[EncoderEntry]:
+        """All that requests may name, in the order they were given."""
+        return list({id(one): one for one in self.by_name.values()}.values())
+
+    def add(self, entry: EncoderEntry) -> None:
+        """Let requests name an encoder, whose names are free."""
+        self.by_name |= dict.fromkeys(entry.names, entry)
+
+    async def begin(self, entry: EncoderEntry) -> None:
+        """Have an encoder in memory for a request, until ``end``.
+
+        Raises:
+            ModelNotFoundError: it was unloaded meanwhile.
+            ModelLoadError: it cannot be loaded.
+        """
+        entry.used = next(self._clock)
+        if entry.is_loaded:
+            self._let_in(entry)
+            return
+        if entry.is_gone:
+            raise ModelNotFoundError(entry.names[0])
+        waiting: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        entry.waiting.append(waiting)
+        if entry.loading is None:
+            entry.progress = 0.0
+            # Who waits may go away; others wait too.
+            entry.loading = asyncio.ensure_future(self._load(entry))
+        try:
+            await waiting
+        except asyncio.CancelledError:
+            if waiting.done() and not waiting.cancelled():
+                # It was let in, and went away before it knew.
+                self.end(entry)
+            raise
+
+    def end(self, entry: EncoderEntry) -> None:
+        """A request that ``begin`` let in is answered."""
+        entry.num_open -= 1
+        if not entry.num_open:
+            entry.idle.set()
+
+    async def unload(self, entry: EncoderEntry) -> None:
+        """Admit no more requests of an encoder, let those that run end, give back its memory."""
+        entry.is_gone = True
+        self.by_name = {name: one for name, one in self.by_name.items() if one is not entry}
+        async with self._turn:
+            if entry.is_loaded:
+                await self._evict(entry)
+
+    def _let_in(self, entry: EncoderEntry) -> None:
+        entry.num_open += 1
+        entry.idle.clear()
+
+    async def _load(self, entry: EncoderEntry) -> None:
+        """Load an encoder, and let in all who wait for it before another load can evict it."""
+        failure: Exception | None = None
+        async with self._turn:
+            try:
+                await self._bring(entry)
+            except Exception as problem:  # noqa: BLE001 - who waits is told
+                failure = problem
+            entry.loading = None
+            waiting, entry.waiting = entry.waiting, []
+            for one in waiting:
+                if one.done():
+                    continue
+                if failure is None:
+                    self._let_in(entry)
+                    one.set_result(None)
+                else:
+                    one.set_exception(failure)
+
+    async def _bring(self, entry: EncoderEntry) -> None:
+        if entry.is_gone:
+            raise ModelNotFoundError(entry.names[0])
+
+        def on_progress(share: float) -> None:
+            entry.progress = share
+
+        entry.model = await self._loader.load(
+            entry.config,
+            entry.names,
+            lambda num_bytes: self._make_room(entry, num_bytes),
+            on_progress,
+        )
+        entry.is_loaded = True
+
+    async def _make_room(self, entry: EncoderEntry, num_bytes: int) -> None:
+        """Evict until there is memory for one more.
+
+        Raises:
+            ModelLoadError: what may be evicted is not enough; then nothing is.
+        """
+        if self._max_bytes is None:
+            return
+        loaded = [one for one in self.entries() if one.is_loaded]
+        kept = sum(one.num_bytes for one in loaded if one.is_pinned)
+        if num_bytes + kept > self._max_bytes:
+            raise ModelLoadError(
+                f"{entry.names[0]} takes {num_bytes} bytes. Encoders may take {self._max_bytes} "
+                f"together (--encoder-memory), and {kept} of them are pinned."
+            )
+        used = sum(one.num_bytes for one in loaded)
+        movable = sorted((one for one in loaded if not one.is_pinned), key=lambda one: one.used)
+        for one in movable:
+            if used + num_bytes <= self._max_bytes:
+                return
+            await self._evict(one)
+            used -= one.num_bytes
+
+    async def _evict(self, entry: EncoderEntry) -> None:
+        # Requests that come from now on begin another load, which waits for its turn.
+        entry.is_loaded = False
+        await entry.idle.wait()
+        await self._loader.drop(entry.names[0])

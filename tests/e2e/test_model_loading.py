@@ -1,0 +1,150 @@
+"""Encoders that come and go while the server runs, beside a model that generates."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import numpy as np
+import openai
+import pytest
+
+from tests.embedder_folder import write_embedder
+from tests.server_process import ServerProcess
+
+ADMIN = {"authorization": "Bearer admin"}
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("models")
+    write_embedder(root / "one")
+    write_embedder(root / "two", "cls_token")
+    write_embedder(root / "broken")
+    (root / "broken" / "model.safetensors").write_bytes(b"nothing")
+    (root / "empty").mkdir()
+    return root
+
+
+@pytest.fixture(scope="module")
+def server(root: Path) -> Iterator[ServerProcess]:
+    flags = ["--api-key", "key", "--admin-api-key", "admin", "--max-model-len", "256"]
+    process = ServerProcess("--allowed-model-roots", str(root), *flags)
+    try:
+        process.wait_until_ready()
+        yield process
+    finally:
+        process.stop()
+
+
+def post(server: ServerProcess, path: str, **body: Any) -> httpx2.Response:
+    return httpx2.post(f"{server.url}{path}", json=body, headers=ADMIN, timeout=60)
+
+
+def embed(server: ServerProcess, model: str | None, text: str = "w5 w6") -> np.ndarray:
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="key", max_retries=0) as client:
+        more: Any = {} if model is None else {"model": model}
+        answer = client.embeddings.create(input=text, encoding_format="float", **more)
+    return np.array(answer.data[0].embedding)
+
+
+def served(server: ServerProcess) -> dict[str, dict[str, Any]]:
+    answer = httpx2.get(f"{server.url}/v1/models", headers=ADMIN).json()
+    return {one["id"]: one for one in answer["data"]}
+
+
+def test_an_encoder_comes_and_goes(server: ServerProcess) -> None:
+    before = set(served(server))
+    card = post(server, "/v1/models/load", model="one", name=["mine", "other"], pin=True)
+    assert card.status_code == 200, card.text
+    assert card.json()["id"] == "mine"
+    assert {k: card.json()[k] for k in ("status", "progress", "pinned", "max_model_len")} == {
+        "status": "loaded", "progress": 1.0, "pinned": True, "max_model_len": 24
+    }  # fmt: skip
+    assert set(served(server)) == before | {"mine", "other"}
+    np.testing.assert_array_equal(embed(server, "mine"), embed(server, "other"))
+    # Another one beside it has its own vectors.
+    assert post(server, "/models/load", model="two").status_code == 200
+    assert np.abs(embed(server, "two") - embed(server, "mine")).max() > 1e-3
+    # Again by its name: it is there.
+    assert post(server, "/v1/models/load", model="mine").json()["status"] == "loaded"
+    gone = post(server, "/v1/models/unload", model="other")
+    assert gone.json() == {"id": "mine", "object": "model", "unloaded": True}
+    assert post(server, "/models/unload", model="two").status_code == 200
+    assert set(served(server)) == before
+    with pytest.raises(openai.NotFoundError):
+        embed(server, "mine")
+    assert post(server, "/models/unload", model="two").status_code == 404
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "param"),
+    [
+        ({"model": "/etc"}, 400, "model"),
+        ({"model": "../other"}, 400, "model"),
+        ({"model": "org/name"}, 400, "model"),
+        ({"model": "broken"}, 400, "model"),
+        ({"model": "empty"}, 400, "model"),
+        ({"model": "one", "name": "mlx-parallm-demo"}, 400, "name"),
+        ({"model": "one", "name": ""}, 400, "name"),
+        ({"model": "one", "name": [1]}, 400, "name"),
+        ({"model": "one", "dtype": "int8"}, 400, "dtype"),
+        ({"model": "one", "max_model_len": 25}, 400, "model"),
+        ({}, 400, "model"),
+    ],
+)
+def test_what_cannot_be_loaded_is_refused(
+    server: ServerProcess, body: dict[str, Any], status: int, param: str
+) -> None:
+    before = set(served(server))
+    answer = post(server, "/v1/models/load", **body)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (status, param), answer.text
+    assert set(served(server)) == before
+
+
+def test_a_folder_that_is_not_there_is_a_404(server: ServerProcess, root: Path) -> None:
+    assert post(server, "/v1/models/load", model=str(root / "none")).status_code == 404
+
+
+def test_models_that_generate_stay(server: ServerProcess, root: Path) -> None:
+    answer = post(server, "/v1/models/unload", model="mlx-parallm-demo")
+    assert answer.status_code == 400
+    (root / "decoder").mkdir(exist_ok=True)
+    (root / "decoder" / "config.json").write_text(json.dumps({"model_type": "qwen3"}))
+    answer = post(server, "/v1/models/load", model="decoder")
+    assert answer.status_code == 400
+    assert "generate" in answer.json()["error"]["message"]
+
+
+def test_only_the_admin_key_opens(server: ServerProcess) -> None:
+    for path in ("/v1/models/load", "/models/unload"):
+        answer = httpx2.post(
+            f"{server.url}{path}",
+            json={"model": "one"},
+            headers={"authorization": "Bearer key"},
+        )
+        assert answer.status_code == 401
+
+
+def test_encoders_make_way_and_come_back(root: Path) -> None:
+    size = (root / "one" / "model.safetensors").stat().st_size
+    folders = [str(root / "one"), str(root / "two")]
+    names = ["--served-model-name", f"{folders[0]}=one", f"{folders[1]}=two"]
+    small = ServerProcess("--model", *folders, *names, "--encoder-memory", str(size * 3 // 2))
+    try:
+        small.wait_until_ready()
+        states = []
+        vectors = []
+        for name in ("two", "one", "one", "two"):
+            states.append({one: card["status"] for one, card in served(small).items()})
+            vectors.append(embed(small, name))
+    finally:
+        small.stop()
+    first, second = {"one": "evicted", "two": "loaded"}, {"one": "loaded", "two": "evicted"}
+    assert states == [first, first, second, second]
+    np.testing.assert_allclose(vectors[0], vectors[3], atol=1e-6)
+    np.testing.assert_allclose(vectors[1], vectors[2], atol=1e-6)
+    assert np.abs(vectors[0] - vectors[1]).max() > 1e-3

@@ -1,0 +1,241 @@
+"""Which encoders are in memory: one load for all who wait, and the least recently used make way."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from mlx_parallm.config import ModelConfig
+from mlx_parallm.encode import EncoderInfo
+from mlx_parallm.engine.encoder_residency import EncoderEntry, EncoderResidency, MakeRoom
+from mlx_parallm.engine.interface import EncoderModel, EncoderState
+from mlx_parallm.errors import ModelLoadError, ModelNotFoundError
+from tests.fakes import ByteTokenizer
+
+SIZES = {"a": 10, "b": 20, "c": 30, "d": 100}
+
+
+class ScriptedLoader:
+    """Implements ``EncoderLoader``: a load goes on when the test says so."""
+
+    def __init__(self) -> None:
+        self.events: list[str] = []
+        self.in_memory: set[str] = set()
+        self.peak = 0
+        self.failure: Exception | None = None
+        self.gate = asyncio.Event()
+        self.gate.set()
+        self.begun = asyncio.Event()
+
+    async def load(
+        self,
+        config: ModelConfig,
+        names: tuple[str, ...],
+        make_room: MakeRoom,
+        on_progress: Callable[[float], None],
+    ) -> EncoderModel:
+        name = names[0]
+        self.events.append(f"load {name}")
+        await make_room(SIZES[name])
+        on_progress(0.5)
+        self.begun.set()
+        await self.gate.wait()
+        if self.failure is not None:
+            raise self.failure
+        self.in_memory.add(name)
+        self.peak = max(self.peak, sum(SIZES[one] for one in self.in_memory))
+        info = EncoderInfo(
+            architecture="x",
+            vocab_size=9,
+            max_model_len=9,
+            dims=2,
+            dtype="float32",
+            weight_bytes=SIZES[name],
+        )
+        tokenizer: Any = ByteTokenizer()
+        return EncoderModel(
+            names=names,
+            root="r",
+            created=1,
+            tokenizer=tokenizer,
+            info=info,
+        )
+
+    async def drop(self, name: str) -> None:
+        self.events.append(f"drop {name}")
+        self.in_memory.remove(name)
+
+
+def make(
+    max_bytes: int | None = None, names: str = "abc"
+) -> tuple[EncoderResidency, ScriptedLoader, list[EncoderEntry]]:
+    loader = ScriptedLoader()
+    residency = EncoderResidency(loader, max_bytes)
+    entries = [EncoderEntry(ModelConfig(path=name), (name, name * 2)) for name in names]
+    for one in entries:
+        residency.add(one)
+    return residency, loader, entries
+
+
+async def use(residency: EncoderResidency, entry: EncoderEntry) -> None:
+    await residency.begin(entry)
+    loader: Any = residency._loader
+    # Even while it is to make way.
+    assert entry.names[0] in loader.in_memory
+    residency.end(entry)
+
+
+async def settle() -> None:
+    """Let every task run as far as it can."""
+    for _ in range(20):
+        await asyncio.sleep(0)
+
+
+async def test_all_who_wait_share_one_load_and_see_its_progress() -> None:
+    residency, loader, (a, *_) = make()
+    assert a.status().state is EncoderState.EVICTED
+    loader.gate.clear()
+    waiting = [asyncio.create_task(use(residency, a)) for _ in range(5)]
+    await loader.begun.wait()
+    assert (a.status().state, a.status().progress) == (EncoderState.LOADING, 0.5)
+    loader.gate.set()
+    await asyncio.gather(*waiting)
+    assert (a.status().state, a.status().progress) == (EncoderState.LOADED, 1.0)
+    assert loader.events == ["load a"]
+
+
+async def test_a_failed_load_tells_all_who_wait_and_the_next_request_tries_again() -> None:
+    residency, loader, (a, *_) = make()
+    loader.gate.clear()
+    loader.failure = ModelLoadError("the file is broken")
+    waiting = [asyncio.create_task(use(residency, a)) for _ in range(3)]
+    await loader.begun.wait()
+    loader.gate.set()
+    found = await asyncio.gather(*waiting, return_exceptions=True)
+    assert [str(one) for one in found] == ["the file is broken"] * 3
+    assert a.status().state is EncoderState.EVICTED
+    loader.failure = None
+    await use(residency, a)
+    assert loader.events == ["load a", "load a"]
+
+
+async def test_who_goes_away_does_not_end_the_load_of_others() -> None:
+    residency, loader, (a, *_) = make()
+    loader.gate.clear()
+    first, second = (asyncio.create_task(use(residency, a)) for _ in range(2))
+    await loader.begun.wait()
+    first.cancel()
+    await asyncio.wait([first])
+    loader.gate.set()
+    await second
+    assert loader.events == ["load a"]
+
+
+async def test_the_least_recently_used_make_way() -> None:
+    residency, loader, (a, b, c) = make(max_bytes=50)
+    for one in (a, b, a):
+        await use(residency, one)
+    await use(residency, c)
+    assert loader.in_memory == {"a", "c"}
+    await use(residency, b)
+    # c was used last before b; a and c both have to go for 20 of 50.
+    assert loader.events[-2:] == ["load b", "drop a"]
+    assert loader.peak <= 50
+    assert a.status().state is EncoderState.EVICTED
+    assert a.model is not None
+
+
+async def test_one_that_runs_makes_way_only_when_its_requests_have_ended() -> None:
+    residency, loader, (a, _, c) = make(max_bytes=30)
+    await residency.begin(a)
+    other = asyncio.create_task(use(residency, c))
+    await settle()
+    assert not other.done()
+    assert "drop a" not in loader.events
+    # A late request of the one that is leaving waits for its next load, and starves nobody.
+    late = asyncio.create_task(use(residency, a))
+    await settle()
+    assert not late.done()
+    residency.end(a)
+    await other
+    await late
+    assert loader.events == ["load a", "load c", "drop a", "load a", "drop c"]
+    assert loader.peak <= 30
+
+
+async def test_pinned_ones_stay_and_what_cannot_fit_says_so() -> None:
+    residency, loader, (a, b, d) = make(max_bytes=50, names="abd")
+    a.is_pinned = True
+    await use(residency, a)
+    await use(residency, b)
+    with pytest.raises(ModelLoadError, match=r"d takes 100 bytes.*10 of them are pinned"):
+        await use(residency, d)
+    assert loader.in_memory == {"a", "b"}
+    b.is_pinned = True
+    await use(residency, b)
+    residency_full, _, (c, d) = make(max_bytes=30, names="cd")
+    c.is_pinned = True
+    await use(residency_full, c)
+    with pytest.raises(ModelLoadError, match="30 of them are pinned"):
+        await use(residency_full, d)
+
+
+async def test_unloading_lets_requests_end_and_admits_no_more() -> None:
+    residency, loader, (a, *_) = make()
+    await residency.begin(a)
+    leaving = asyncio.create_task(residency.unload(a))
+    await settle()
+    assert not leaving.done()
+    assert "a" not in residency.by_name
+    assert "aa" not in residency.by_name
+    with pytest.raises(ModelNotFoundError):
+        await residency.begin(a)
+    residency.end(a)
+    await leaving
+    assert loader.events == ["load a", "drop a"]
+    assert loader.in_memory == set()
+
+
+async def test_unloading_during_a_load() -> None:
+    residency, loader, (a, b, _) = make()
+    loader.gate.clear()
+    first = asyncio.create_task(use(residency, a))
+    second = asyncio.create_task(use(residency, b))
+    await loader.begun.wait()
+    leaving = [asyncio.create_task(residency.unload(one)) for one in (a, b)]
+    await settle()
+    loader.gate.set()
+    await asyncio.gather(*leaving)
+    found = await asyncio.gather(first, second, return_exceptions=True)
+    # The request that waited for the load ran before the encoder went; the other had not begun.
+    assert found[0] is None
+    assert isinstance(found[1], ModelNotFoundError)
+    assert loader.in_memory == set()
+    assert residency.entries() == [residency.by_name["c"]]
+
+
+async def test_requests_that_come_in_turn_all_run_though_only_one_encoder_fits() -> None:
+    residency, loader, entries = make(max_bytes=30)
+    requests = [use(residency, entries[place % 3]) for place in range(30)]
+    await asyncio.gather(*requests)
+    # All requests of an encoder ran with its first load.
+    assert loader.events.count("load c") == 1
+    assert all(one.num_open == 0 and not one.waiting for one in entries)
+
+
+async def test_who_goes_away_just_when_it_is_let_in_holds_nothing() -> None:
+    residency, loader, (a, *_) = make()
+    loader.gate.clear()
+    request = asyncio.create_task(use(residency, a))
+    await loader.begun.wait()
+    loader.gate.set()
+    loading = a.loading
+    assert loading is not None
+    # After the load, and before the request runs again.
+    loading.add_done_callback(lambda _: request.cancel())
+    await asyncio.wait([request])
+    await residency.unload(a)
+    assert loader.in_memory == set()
