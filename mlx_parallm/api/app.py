@@ -37,9 +37,11 @@ from mlx_parallm.api.routes import (
     files,
     fleet,
     health,
+    hf_tasks,
     lifecycle,
     memory,
     messages,
+    mlm,
     models,
     moderations,
     render,
@@ -124,6 +126,7 @@ def _add_routes(app: FastAPI) -> None:
         decisions.router,
         embeddings.router,
         messages.router,
+        mlm.router,
         models.router,
         models.control_router,
         moderations.router,
@@ -150,6 +153,7 @@ def _add_routes(app: FastAPI) -> None:
         fleet.router,
         token_generate.router,
         docs.router,
+        hf_tasks.router,
     ):
         app.include_router(router)
     app.include_router(page_router(page_files()))

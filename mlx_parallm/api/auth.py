@@ -16,8 +16,9 @@ from mlx_parallm.errors import AuthenticationError, PermissionDeniedError
 # Open without a key: health and metrics for supervisors, the page and the
 # documentation for people, which hold no secrets.
 OPEN_PATHS = frozenset(
-    {"/health", "/ping", "/load", "/version", "/metrics", "/openapi.json", "/docs", "/"}
+    {"/health", "/ping", "/load", "/version", "/metrics", "/openapi.json", "/docs"}
 )
+PAGE = "/"
 # In the schema, of routes that need the admin key.
 CONTROL = "control"
 OPEN_PREFIXES = ("/docs/", "/page/")
@@ -55,8 +56,11 @@ def client_of(headers: Headers, config: ServerConfig) -> str:
     return hashlib.sha256(key.encode()).hexdigest()[:16]
 
 
-def is_open(path: str) -> bool:
-    """Whether a path needs no key."""
+def is_open(method: str, path: str) -> bool:
+    """Whether a request needs no key."""
+    if path == PAGE:
+        # What is posted there is work for a model.
+        return method in ("GET", "HEAD")
     return path in OPEN_PATHS or path.startswith(OPEN_PREFIXES)
 
 

@@ -30,7 +30,15 @@ POLLED_PATHS = frozenset({"/health", "/ping", "/load", "/metrics"})
 # Of a body, for routes that state no limit of their own.
 SMALL_BODY_BYTES = 64 * 1024
 # Of the routes that read texts by an encoder.
-ENCODER_PATHS = ("/embeddings", "/classify", "/classifications")
+ENCODER_PATHS = (
+    "/embeddings",
+    "/classify",
+    "/classifications",
+    "/mlm",
+    "/",
+    "/models",
+    "/pipeline",
+)
 # What a form holds besides its file.
 FORM_BYTES = 64 * 1024
 
@@ -126,7 +134,9 @@ class AuthMiddleware:
         # A browser's preflight request carries no key.
         if scope["type"] != "http" or not self._keys or scope["method"] == "OPTIONS":
             return True
-        return is_open(local_path(scope)) or self._keys.accepts(key_of(Headers(scope=scope)))
+        return is_open(scope["method"], local_path(scope)) or self._keys.accepts(
+            key_of(Headers(scope=scope))
+        )
 
 
 def body_limits(config: ServerConfig) -> dict[str, int]:

@@ -148,6 +148,21 @@ class TextEncoder(Protocol):
         """Number of token ids, added tokens included."""
         ...
 
+    @property
+    def mask_token(self) -> str | None:
+        """The token that stands for a word to be found; None if there is none."""
+        ...
+
+    @property
+    def pad_id(self) -> int | None:
+        """The id that fills short texts; None if there is none."""
+        ...
+
+    @property
+    def special_ids(self) -> frozenset[int]:
+        """Ids of tokens that are no text, such as those around one."""
+        ...
+
     def encode(
         self, texts: Sequence[str], *, add_special_tokens: bool = True
     ) -> list[tuple[int, ...]]:

@@ -10,22 +10,40 @@ from tokenizers import Tokenizer
 from transformers import AutoTokenizer
 
 from mlx_parallm.errors import InvalidRequestError, ModelLoadError
+from mlx_parallm.tokenizer.special_tokens import SpecialTokens, read_special_tokens
 
 
 class EncoderTokenizer:
     """Of the tokenizers library, whose methods may be called from any thread."""
 
-    def __init__(self, backend: Tokenizer) -> None:
-        """``backend`` must neither cut nor pad."""
+    def __init__(self, backend: Tokenizer, special: SpecialTokens | None = None) -> None:
+        """``backend`` is changed: it shall neither cut nor pad; ``special`` names its tokens."""
         backend.no_truncation()
         backend.no_padding()
         self._backend = backend
         self._begin, self._end = _specials_around(backend)
+        self._special = special or SpecialTokens()
 
     @property
     def vocab_size(self) -> int:
         """Token ids, added tokens included."""
         return self._backend.get_vocab_size(with_added_tokens=True)
+
+    @property
+    def mask_token(self) -> str | None:
+        """The token that stands for a word to be found; None if there is none."""
+        return self._special.mask
+
+    @property
+    def pad_id(self) -> int | None:
+        """The id that fills short texts; None if there is none."""
+        return None if self._special.pad is None else self.token_id(self._special.pad)
+
+    @property
+    def special_ids(self) -> frozenset[int]:
+        """Ids of tokens that are no text, such as those around one."""
+        added = self._backend.get_added_tokens_decoder()
+        return frozenset(number for number, token in added.items() if token.special)
 
     def encode(
         self, texts: Sequence[str], *, add_special_tokens: bool = True
@@ -101,9 +119,11 @@ def load_encoder_tokenizer(folder: Path, *, trust_remote_code: bool = False) -> 
     """
     try:
         if (folder / "tokenizer.json").exists():
-            return EncoderTokenizer(Tokenizer.from_file(str(folder / "tokenizer.json")))
-        loaded = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
-        return EncoderTokenizer(loaded.backend_tokenizer)
+            backend = Tokenizer.from_file(str(folder / "tokenizer.json"))
+        else:
+            loaded = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
+            backend = loaded.backend_tokenizer
+        return EncoderTokenizer(backend, read_special_tokens(folder, backend))
     except Exception as cause:
         # The tokenizers library raises Exception itself.
         raise ModelLoadError(f"{folder}: its tokenizer could not be loaded: {cause}") from cause

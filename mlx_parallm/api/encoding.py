@@ -1,0 +1,58 @@
+"""From inputs to what is written of their results, in parts where the results are large."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator, Sequence
+from typing import TypeVar
+
+import numpy as np
+
+from mlx_parallm.encode import EncodeInput, EncodeRequest
+from mlx_parallm.engine.interface import EncoderModel, EngineClient
+
+T = TypeVar("T")
+# Of the results that wait to be written: a row of the vocabulary is some 50,000.
+MAX_NUMBERS = 16_000_000
+
+
+async def encoded(
+    engine: EngineClient,
+    model: EncoderModel,
+    inputs: Sequence[EncodeInput],
+    request_id: str,
+    write: Callable[[EncodeInput, np.ndarray], T],
+) -> tuple[list[T], list[bool]]:
+    """What ``write`` makes of each input's result, and whether that was kept from a request before.
+
+    The results of one part are written before the next part is asked for.
+
+    Raises:
+        ParallmError: see ``EncoderClient.encode``.
+    """
+    written: list[T] = []
+    hits: list[bool] = []
+    for number, part in enumerate(_parts(inputs, model.info.vocab_size)):
+        asked = EncodeRequest(
+            request_id=f"{request_id}-{number}", model=model.names[0], inputs=tuple(part)
+        )
+        results = await engine.encoders.encode(asked)
+
+        def write_all(part: Sequence[EncodeInput] = part, results: Sequence = results) -> list[T]:
+            return [write(one, result) for one, result in zip(part, results, strict=True)]
+
+        written += await asyncio.to_thread(write_all)
+        hits += results.cache_hits
+    return written, hits
+
+
+def _parts(inputs: Sequence[EncodeInput], vocab_size: int) -> Iterator[Sequence[EncodeInput]]:
+    begin = size = 0
+    for place, one in enumerate(inputs):
+        more = len(one.places) * (len(one.candidates) or vocab_size)
+        if place > begin and size + more > MAX_NUMBERS:
+            yield inputs[begin:place]
+            begin, size = place, 0
+        size += more
+    if inputs[begin:]:
+        yield inputs[begin:]

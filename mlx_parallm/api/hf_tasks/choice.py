@@ -1,0 +1,71 @@
+"""Which task a body asks for, and which model does it."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any
+
+from mlx_parallm.api.hf_tasks.fill_mask import fill_mask
+from mlx_parallm.api.hf_tasks.job import Done, Job
+from mlx_parallm.api.schemas.hf_tasks import TaskParameters
+from mlx_parallm.encode import Task
+from mlx_parallm.engine.interface import EncoderClient, EncoderModel
+from mlx_parallm.errors import InvalidRequestError
+
+Run = Callable[[Job], Awaitable[Done]]
+
+#: What a model must be able to do, and what does it, by Hugging Face's names.
+TASKS: Mapping[str, tuple[Task, Run]] = {
+    "fill-mask": ("mlm", fill_mask),
+}
+#: What a model was made for, by Hugging Face's names.
+DEFAULTS: Mapping[Task, str] = {
+    "mlm": "fill-mask",
+}
+#: Parameters that one task has.
+TELLING: Mapping[str, str] = {
+    "targets": "fill-mask",
+}
+
+
+def choose(
+    encoders: EncoderClient,
+    inputs: Any,
+    parameters: TaskParameters,
+    *,
+    name: str | None = None,
+    task: str | None = None,
+) -> tuple[EncoderModel, Run]:
+    """The model, and what it shall do.
+
+    The task is the one of the path, or what the body tells, or what the model was made for. Without
+    a name it is the first model that can do the task, or whose mask token a text has, or the first.
+
+    Raises:
+        ModelNotFoundError, InvalidRequestError: there is no such model; it cannot do the task; the
+            task is not known.
+    """
+    if task is None:
+        task = _told(inputs, parameters)
+    if task is not None:
+        if task not in TASKS:
+            raise InvalidRequestError(f"The task is one of {', '.join(TASKS)}.", param="task")
+        needed, run = TASKS[task]
+        return encoders.get(name, needed), run
+    model = _first(encoders, inputs) if name is None else encoders.get(name, *DEFAULTS)
+    made_for = [DEFAULTS.get(one) for one in model.info.tasks]
+    return model, next(TASKS[one][1] for one in made_for if one is not None)
+
+
+def _told(inputs: Any, parameters: TaskParameters) -> str | None:
+    given = parameters.model_fields_set
+    return next((task for field, task in TELLING.items() if field in given), None)
+
+
+def _first(encoders: EncoderClient, inputs: Any) -> EncoderModel:
+    text = inputs[0] if isinstance(inputs, list) and inputs else inputs
+    for model in encoders.models():
+        token = model.tokenizer.mask_token
+        if "mlm" in model.info.tasks and token and isinstance(text, str) and token in text:
+            return model
+    return encoders.get(None, *DEFAULTS)

@@ -1,0 +1,45 @@
+"""Fill-mask: the likeliest tokens at each mask of a text."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from mlx_parallm.api.convert.fill_mask import fillings
+from mlx_parallm.api.convert.mask_inputs import Candidates, candidates_of, masked_inputs
+from mlx_parallm.api.encoding import encoded
+from mlx_parallm.api.hf_tasks.job import Done, Job
+from mlx_parallm.api.hf_tasks.texts import cut_to, texts_of
+from mlx_parallm.encode import EncodeInput
+
+TOP_K = 5
+
+
+async def fill_mask(job: Job) -> Done:
+    """A list of fillings for a text; a list for each mask if it has several, and for each text.
+
+    Raises:
+        ParallmError: see ``masked_inputs``, ``candidates_of`` and ``encoded``.
+    """
+    texts = texts_of(job.inputs)
+    words = Candidates()
+    if job.parameters.targets is not None:
+        words = candidates_of(job.parameters.targets, job.model, "targets")
+    inputs = await masked_inputs(
+        texts,
+        job.model,
+        "mlm_logprobs",
+        words.ids,
+        truncate=cut_to(job.parameters.truncate),
+        param="inputs",
+    )
+    top_k = job.parameters.top_k or TOP_K
+
+    def write(one: EncodeInput, logprobs: np.ndarray) -> list[Any]:
+        masks = fillings(one, logprobs, top_k, job.model)
+        return masks[0] if len(masks) == 1 else masks
+
+    found, _ = await encoded(job.engine, job.model, inputs, job.request_id, write)
+    # transformers does not tell a list of one text from the text.
+    return Done(found[0] if len(found) == 1 else found, words.warnings)

@@ -1,0 +1,36 @@
+"""What a task is run with, and what it gives."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from mlx_parallm.api.schemas.hf_tasks import TaskParameters
+from mlx_parallm.engine.interface import EncoderModel, EngineClient
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """A task that was asked for.
+
+    Attributes:
+        inputs: the body's; of any type.
+        parameters: the body's.
+        model: can do it.
+        engine: where it runs.
+        request_id: unique.
+    """
+
+    inputs: Any
+    parameters: TaskParameters
+    model: EncoderModel
+    engine: EngineClient
+    request_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """A task's answer: JSON, and what was read as something else."""
+
+    answer: Any
+    warnings: tuple[str, ...] = field(default=())

@@ -1,0 +1,60 @@
+"""``POST /v1/mlm``: what a masked LM says of masks, or of whole texts."""
+
+from __future__ import annotations
+
+from fastapi import APIRouter, Request, Response
+from starlette.responses import JSONResponse
+
+from mlx_parallm.api.convert.mlm import MaskQuestion, mlm_answer
+from mlx_parallm.api.convert.text_scores import masked_one_by_one, scored_texts, text_scores
+from mlx_parallm.api.dependencies import EngineDep
+from mlx_parallm.api.encoding import encoded
+from mlx_parallm.api.generation import unless_disconnected
+from mlx_parallm.api.ignored import tell_ignored
+from mlx_parallm.api.json_body import JsonRoute
+from mlx_parallm.api.schemas.mlm import MlmRequest
+from mlx_parallm.engine.interface import EncoderModel, EngineClient
+
+router = APIRouter(route_class=JsonRoute)
+
+
+@router.post("/mlm")
+async def predict_masks(body: MlmRequest, request: Request, engine: EngineDep) -> Response:
+    """The likeliest tokens at each mask, the scores of given words, or those of whole texts."""
+    body.check()
+    model = engine.encoders.get(body.model, "mlm")
+    answer = _score if body.pseudo_log_likelihood else _fill
+    response = await unless_disconnected(
+        request, answer(body, model, engine, f"mlm-{request.state.answer_id}")
+    )
+    tell_ignored(response, body.model_extra or ())
+    return response
+
+
+async def _fill(
+    body: MlmRequest, model: EncoderModel, engine: EngineClient, request_id: str
+) -> Response:
+    question = MaskQuestion(body, model)
+    inputs = await question.inputs()
+    told, hits = await encoded(engine, model, inputs, request_id, question.answer)
+    texts = [{**one, "cache_hit": hit} for one, hit in zip(told, hits, strict=True)]
+    name = body.model or model.names[0]
+    return JSONResponse(mlm_answer(texts, body, name, question.words.warnings))
+
+
+async def _score(
+    body: MlmRequest, model: EncoderModel, engine: EngineClient, request_id: str
+) -> Response:
+    texts = await scored_texts(
+        body.given,
+        model,
+        truncate=body.truncate_prompt_tokens,
+        from_left=body.truncation_side == "left",
+        param=body.given_as,
+    )
+    inputs = masked_one_by_one(texts, model)
+    logprobs, hits = await encoded(
+        engine, model, inputs, request_id, lambda _, result: float(result[0, 0])
+    )
+    name = body.model or model.names[0]
+    return JSONResponse(mlm_answer(text_scores(texts, logprobs, hits), body, name, ()))

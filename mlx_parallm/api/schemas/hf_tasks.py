@@ -1,0 +1,50 @@
+"""Bodies of Hugging Face's task form."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import ConfigDict, Field, StrictBool, StrictInt, StrictStr
+
+from mlx_parallm.api.schemas.common import NullIsAbsent
+
+MAX_TOP_K = 1000
+MAX_TARGETS = 10_000
+
+
+class TaskParameters(NullIsAbsent):
+    """Parameters of all tasks; each task reads its own."""
+
+    model_config = ConfigDict(extra="allow", protected_namespaces=())
+
+    top_k: StrictInt | None = Field(
+        None, ge=1, le=MAX_TOP_K, description="How many of the best are told."
+    )
+    targets: list[StrictStr] | None = Field(
+        None, min_length=1, max_length=MAX_TARGETS, description="Fill masks with these alone."
+    )
+    truncate: StrictBool | None = Field(
+        None, description="Cut texts that are longer than the model takes."
+    )
+
+
+class TaskRequest(TaskParameters):
+    """What Hugging Face's InferenceClient posts. Parameters may also stand beside ``inputs``."""
+
+    inputs: Any = Field(description="A text, several, or what else the task takes.")
+    parameters: TaskParameters | None = Field(None, description="Of the task.")
+    options: dict[str, Any] = Field(default_factory=dict, description="Not read.")
+
+    def all_parameters(self) -> TaskParameters:
+        """Those of ``parameters``, and those beside ``inputs``."""
+        beside = {
+            name: getattr(self, name)
+            for name in self.model_fields_set & TaskParameters.model_fields.keys()
+        }
+        within = {} if self.parameters is None else self.parameters.model_dump(exclude_unset=True)
+        return TaskParameters.model_validate({**beside, **within})
+
+    def unknown_fields(self) -> set[str]:
+        """Fields that no task has."""
+        within = {} if self.parameters is None else self.parameters.model_extra or {}
+        return {*(self.model_extra or {}), *within}
