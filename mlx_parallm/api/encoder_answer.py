@@ -15,6 +15,11 @@ from starlette.responses import Response
 from mlx_parallm.api.generation import unless_disconnected
 from mlx_parallm.encode import EncodeInput, EncodeRequest
 from mlx_parallm.engine.interface import EncoderModel, EngineClient
+from mlx_parallm.errors import InvalidRequestError
+
+# Of one answer, whose text has some 20 bytes for each; and of results that wait to be reduced.
+MAX_NUMBERS = 2**24
+Reduce = Callable[[np.ndarray], Any]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,14 +29,16 @@ class Encoding:
     Attributes:
         model: reads the inputs.
         name: what the request calls it.
-        inputs: at least one.
+        inputs: at least one, of one task.
         request_id: the answer's.
+        param: the field of the body that they came from.
     """
 
     model: EncoderModel
     name: str
     inputs: tuple[EncodeInput, ...]
     request_id: str
+    param: str = "input"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,11 +46,11 @@ class Encoded(Encoding):
     """The same, with the results.
 
     Attributes:
-        results: of each input; ``encode.Task`` has the shapes.
+        results: of each input; ``encode.Task`` has the shapes of those that were not reduced.
         created: when, in seconds of Unix time.
     """
 
-    results: Sequence[np.ndarray]
+    results: Sequence[Any]
     created: int
 
     def usage(self) -> dict[str, int]:
@@ -64,7 +71,12 @@ class Encoded(Encoding):
 
 
 async def encoded_response(
-    request: Request, engine: EngineClient, asked: Encoding, write: Callable[[Encoded], Response]
+    request: Request,
+    engine: EngineClient,
+    asked: Encoding,
+    write: Callable[[Encoded], Response],
+    *,
+    reduce: Reduce | None = None,
 ) -> Response:
     """Compute the results and write the answer, unless the client goes away.
 
@@ -73,25 +85,68 @@ async def encoded_response(
         engine: runs the model.
         asked: what is computed.
         write: makes the answer of the results, on a thread: thousands of vectors take long.
+        reduce: makes something small of each result, as soon as some of them are there.
 
     Raises:
+        InvalidRequestError: the answer would be too large.
         ParallmError: what ``EncoderClient.encode`` raises.
     """
+    if reduce is None:
+        _check_size(asked)
 
     async def respond() -> Response:
-        results = await engine.encoders.encode(
-            EncodeRequest(
-                request_id=asked.request_id, model=asked.model.names[0], inputs=asked.inputs
-            )
-        )
+        results = await _results(engine, asked, reduce)
         found = Encoded(
             model=asked.model,
             name=asked.name,
             inputs=asked.inputs,
             request_id=asked.request_id,
+            param=asked.param,
             results=results,
             created=int(time.time()),
         )
         return await asyncio.to_thread(write, found)
 
     return await unless_disconnected(request, respond())
+
+
+async def _results(engine: EngineClient, asked: Encoding, reduce: Reduce | None) -> list[Any]:
+    size = len(asked.inputs)
+    if reduce is not None:
+        size = max(1, MAX_NUMBERS // max(_num_numbers(one, asked.model) for one in asked.inputs))
+    found: list[Any] = []
+    for begin in range(0, len(asked.inputs), size):
+        part = EncodeRequest(
+            request_id=f"{asked.request_id}-{begin}" if begin else asked.request_id,
+            model=asked.model.names[0],
+            inputs=asked.inputs[begin : begin + size],
+        )
+        results = await engine.encoders.encode(part)
+        found += results if reduce is None else await asyncio.to_thread(_reduced, results, reduce)
+    return found
+
+
+def _reduced(results: Sequence[np.ndarray], reduce: Reduce) -> list[Any]:
+    return [reduce(one) for one in results]
+
+
+def _check_size(asked: Encoding) -> None:
+    numbers = sum(_num_numbers(one, asked.model) for one in asked.inputs)
+    # That of vectors is bounded by the number of inputs.
+    if asked.inputs[0].task != "embed" and numbers > MAX_NUMBERS:
+        raise InvalidRequestError(
+            f"The answer would have {numbers} numbers; {MAX_NUMBERS} are the most: send less.",
+            param=asked.param,
+        )
+
+
+def _num_numbers(one: EncodeInput, model: EncoderModel) -> int:
+    """How many a result has."""
+    info = model.info
+    sizes = {
+        "token_embed": len(one.token_ids) * info.dims,
+        "token_classify": len(one.token_ids) * len(info.labels),
+        "classify": len(info.labels),
+        "sparse": info.vocab_size,
+    }
+    return sizes.get(one.task, info.dims)

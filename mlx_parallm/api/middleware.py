@@ -34,6 +34,7 @@ ENCODER_PATHS = (
     "/embeddings",
     "/classify",
     "/classifications",
+    "/pooling",
     "/mlm",
     "/",
     "/models",

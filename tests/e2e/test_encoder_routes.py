@@ -54,3 +54,27 @@ def test_a_classifiers_probabilities_are_those_of_transformers(server: ServerPro
     text, ids = words(golden["inputs"]["input_ids"][1]), golden["inputs"]["input_ids"][1]
     given = [post(server, "/classify", {"input": one})["data"] for one in (text, [2, *ids, 3])]
     np.testing.assert_allclose(given[0][0]["probs"], given[1][0]["probs"], atol=1e-5)
+
+
+def test_every_token_has_its_vector_or_its_labels(server: ServerProcess) -> None:
+    golden = read_golden("bert_token")
+    ids = golden["inputs"]["input_ids"]
+    body = {"input": ids, "model": "tagger"}
+    found = post(server, "/pooling", body | {"use_activation": False})["data"]
+    for one, logits in zip(found, golden["logits"], strict=True):
+        np.testing.assert_allclose(one["data"], np.array(logits)[: len(one["data"])], atol=1e-4)
+    vectors = post(server, "/pooling", body | {"task": "token_embed"})["data"]
+    for one, hidden in zip(vectors, golden["hidden"], strict=True):
+        np.testing.assert_allclose(one["data"], np.array(hidden)[: len(one["data"])], atol=1e-4)
+    assert [len(one["data"]) for one in vectors] == [len(one) for one in ids]
+
+
+def test_a_large_body_is_read_and_what_does_not_fit_is_named(server: ServerProcess) -> None:
+    body = {"model": "embedder", "input": ["w5 " * 333_334]}
+    answer = httpx2.post(f"{server.url}/v1/embeddings", json=body)
+    assert answer.status_code == 400
+    assert answer.json()["error"]["code"] == "context_length_exceeded"
+    cut = post(server, "/v1/embeddings", body | {"truncate_prompt_tokens": -1})
+    assert cut["usage"]["prompt_tokens"] == 24
+    answer = httpx2.post(f"{server.url}/v1/embeddings", json=body | {"input": ["w5"] * 10_000})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "input")

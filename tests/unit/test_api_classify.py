@@ -4,16 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-import httpx2
 import numpy as np
 import pytest
 
-from mlx_parallm.api.app import create_app
 from mlx_parallm.api.convert.activation import activated
-from mlx_parallm.config import ServerConfig
 from mlx_parallm.encode import EncodeInput
+from tests.encoder_requests import post, refused_field
 from tests.fake_encoders import FakeEncoders, computed, make_encoder
-from tests.fake_engine import FakeEngine
 
 LABELS = ("calm", "angry", "sad")
 CLASSIFIER = {"tasks": ("classify", "embed"), "labels": LABELS}
@@ -21,14 +18,6 @@ CLASSIFIER = {"tasks": ("classify", "embed"), "labels": LABELS}
 
 def encoders(**changes: Any) -> FakeEncoders:
     return FakeEncoders(make_encoder(**CLASSIFIER | changes))
-
-
-async def post(served: FakeEncoders, path: str, body: Any) -> httpx2.Response:
-    engine = FakeEngine()
-    engine.encoders = served
-    transport = httpx2.ASGITransport(create_app(engine, ServerConfig()))
-    async with httpx2.AsyncClient(transport=transport, base_url="http://here:8000") as client:
-        return await client.post(path, json=body)
 
 
 def logits(served: FakeEncoders, *ids: int) -> np.ndarray:
@@ -113,7 +102,7 @@ async def test_conversations_are_read_by_the_chat_template() -> None:
 async def test_bad_requests_name_the_field(body: dict[str, Any], param: str) -> None:
     served = encoders()
     answer = await post(served, "/classify", body)
-    assert (answer.status_code, answer.json()["error"]["param"]) == (400, param), answer.text
+    assert refused_field(answer) == (400, param), answer.text
     assert served.thread.requests == []
 
 
@@ -121,7 +110,7 @@ async def test_models_that_cannot_classify_are_refused() -> None:
     served = FakeEncoders(make_encoder("embedder"))
     for name in ("embedder", None):
         answer = await post(served, "/classify", {"input": "w5", "model": name})
-        assert (answer.status_code, answer.json()["error"]["param"]) == (400, "model")
+        assert refused_field(answer) == (400, "model")
     answer = await post(served, "/classify", {"input": "w5", "model": "none"})
     assert (answer.status_code, answer.json()["error"]["code"]) == (404, "model_not_found")
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import base64
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
+from starlette.responses import JSONResponse, Response
 
+from mlx_parallm.api.convert.array_encoding import bytes_response, in_json
 from mlx_parallm.api.encoder_answer import Encoded
 from mlx_parallm.api.schemas.embeddings import EmbeddingsRequest
 from mlx_parallm.engine.interface import EncoderModel
@@ -41,18 +41,15 @@ def finished(
     return cut
 
 
-def answer(found: Encoded, body: EmbeddingsRequest) -> dict[str, Any]:
-    """OpenAI's list of embeddings, with vLLM's ``id`` and ``created``."""
-    write = as_base64 if body.encoding_format == "base64" else np.ndarray.tolist
-    vectors = finished(found.results, body.dimensions, normalizes=found.model.info.normalizes)
-    return found.answer(
-        [
-            {"object": "embedding", "index": index, "embedding": write(vector)}
-            for index, vector in enumerate(vectors)
-        ]
-    )
-
-
-def as_base64(vector: np.ndarray) -> str:
-    """The bytes of little-endian float32 in base64."""
-    return base64.b64encode(np.ascontiguousarray(vector, dtype="<f4").tobytes()).decode()
+def embeddings_response(found: Encoded, body: EmbeddingsRequest) -> Response:
+    """OpenAI's list of embeddings with vLLM's ``id`` and ``created``, or the bytes alone."""
+    info = found.model.info
+    normalizes = info.normalizes if body.use_activation is None else body.use_activation
+    vectors = finished(found.results, body.dimensions, normalizes=normalizes)
+    if body.encoding_format in ("bytes", "bytes_only"):
+        return bytes_response(list(vectors), found, body)
+    data = [
+        {"object": "embedding", "index": index, "embedding": in_json(vector, body)}
+        for index, vector in enumerate(vectors)
+    ]
+    return JSONResponse(found.answer(data))

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from fastapi import APIRouter, Request, Response
-from starlette.responses import JSONResponse
 
-from mlx_parallm.api.convert.embeddings import answer, check_dimensions
+from mlx_parallm.api.convert.array_encoding import check_format
+from mlx_parallm.api.convert.embeddings import check_dimensions, embeddings_response
+from mlx_parallm.api.convert.input_prompts import asked_prompt
 from mlx_parallm.api.convert.request_inputs import request_inputs
 from mlx_parallm.api.dependencies import EngineDep
 from mlx_parallm.api.encoder_answer import Encoding, encoded_response
@@ -26,11 +27,12 @@ async def create_embeddings(
     asked = Encoding(
         model=model,
         name=body.model or model.names[0],
-        inputs=await request_inputs(body, model, "embed"),
+        inputs=await request_inputs(body, model, "embed", prompt=asked_prompt(body, model.info)),
         request_id=f"embd-{body.request_id or request.state.answer_id}",
     )
+    check_format(body, len(asked.inputs))
     response = await encoded_response(
-        request, engine, asked, lambda found: JSONResponse(answer(found, body))
+        request, engine, asked, lambda found: embeddings_response(found, body)
     )
     tell_ignored(response, body.model_extra or ())
     return response

@@ -1,0 +1,77 @@
+"""Which text is put before the inputs of an embedder."""
+
+from __future__ import annotations
+
+from mlx_parallm.api.schemas.embeddings import EmbeddingsRequest
+from mlx_parallm.encode import EncoderInfo
+from mlx_parallm.errors import InvalidRequestError
+
+# What APIs and models call the two sides of a search: Cohere, NVIDIA, Voyage, Jina and
+# sentence-transformers' ``encode_query`` and ``encode_document``.
+SIDES = (
+    ("query", "search_query", "retrieval.query"),
+    ("document", "passage", "search_document", "retrieval.passage", "corpus"),
+)
+# What else Cohere and Jina take. Most models have no prompts for it.
+OTHERS = frozenset({"classification", "clustering", "separation", "text-matching"})
+
+
+def asked_prompt(body: EmbeddingsRequest, info: EncoderInfo) -> str:
+    """The prompt that a request asks for; the model's default where it asks for none.
+
+    Raises:
+        InvalidRequestError: the model has none of this name, or the inputs are no texts.
+    """
+    given = {"prompt": body.prompt, "prompt_name": body.prompt_name, "input_type": body.input_type}
+    asked = [name for name, value in given.items() if value is not None]
+    if len(asked) > 1:
+        raise InvalidRequestError(
+            f"Only one of {', '.join(asked)} can be asked for.", param=asked[1]
+        )
+    is_text = body.messages is None and body.input is not None and isinstance(body.input[0], str)
+    if asked and not is_text:
+        raise InvalidRequestError(f"{asked[0]} is for texts.", param=asked[0])
+    if body.prompt is not None:
+        return body.prompt
+    if body.input_type is not None:
+        return prompt_of_type(info, body.input_type)
+    return named_prompt(info, body.prompt_name)
+
+
+def named_prompt(info: EncoderInfo, name: str | None) -> str:
+    """The prompt of this name, the default one if it is None; "" if there is none by default.
+
+    Raises:
+        InvalidRequestError: the model has none of this name.
+    """
+    chosen = info.default_prompt if name is None else name
+    if chosen is None:
+        return ""
+    if chosen not in info.prompts:
+        raise _refusal("prompt_name", chosen, info)
+    return info.prompts[chosen]
+
+
+def prompt_of_type(info: EncoderInfo, input_type: str) -> str:
+    """The prompt for inputs of this type, by any of the names that the type has.
+
+    A model without such a prompt treats them as any other text.
+
+    Raises:
+        InvalidRequestError: nothing is known by this name; or the model has prompts, and none
+            for this.
+    """
+    side = next((names for names in SIDES if input_type in names), ())
+    for name in (input_type, *side):
+        if name in info.prompts:
+            return info.prompts[name]
+    if not side and (info.prompts or input_type not in OTHERS):
+        raise _refusal("input_type", input_type, info)
+    return named_prompt(info, None)
+
+
+def _refusal(field: str, name: str, info: EncoderInfo) -> InvalidRequestError:
+    known = ", ".join(sorted(info.prompts)[:50]) or "none"
+    return InvalidRequestError(
+        f"The model has no prompt for {name[:64]!r}; its prompts: {known}.", param=field
+    )

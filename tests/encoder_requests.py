@@ -1,0 +1,27 @@
+"""Requests to the application over encoders without a model."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import httpx2
+
+from mlx_parallm.api.app import create_app
+from mlx_parallm.config import ServerConfig
+from tests.fake_encoders import FakeEncoders
+from tests.fake_engine import FakeEngine
+
+
+async def post(served: FakeEncoders | None, path: str, body: Any) -> httpx2.Response:
+    """The answer to a body; without encoders where there are none."""
+    engine = FakeEngine()
+    if served is not None:
+        engine.encoders = served
+    transport = httpx2.ASGITransport(create_app(engine, ServerConfig()))
+    async with httpx2.AsyncClient(transport=transport, base_url="http://here:8000") as client:
+        return await client.post(path, json=body)
+
+
+def refused_field(answer: httpx2.Response) -> tuple[int, str | None]:
+    """The status and the field that an error names."""
+    return answer.status_code, answer.json()["error"]["param"]
