@@ -14,11 +14,14 @@ from mlx_parallm.engine.encode_engine import EncodeEngine
 from mlx_parallm.engine.encoder_metrics import EncoderFamilies, EncoderMetrics
 from mlx_parallm.engine.interface import EncoderModel, TextEncoder
 from mlx_parallm.errors import ConfigError
+from mlx_parallm.runner.device import backend_name
 from mlx_parallm.runner.encoder_runner import load_encoder_runner
 from mlx_parallm.tokenizer.encoder_tokenizer import load_encoder_tokenizer
 
-# Tokens of a batch, padding included: more make no device busier.
-MAX_TOKENS = 8192
+# Tokens of a batch, padding included: more make no device busier. A CPU is then even slower, since
+# what a layer makes of a batch leaves its caches.
+GPU_MAX_TOKENS = 8192
+CPU_MAX_TOKENS = 512
 # While streams wait for the batch: about what a step of some rows takes.
 MAX_TOKENS_BESIDE = 256
 # Distinct inputs; a request of more than that runs alone.
@@ -76,7 +79,7 @@ def build_encoder(
     )
     engine = EncodeEngine(
         runner,
-        max_tokens=settings.scheduler.max_num_batched_tokens or MAX_TOKENS,
+        max_tokens=settings.scheduler.max_num_batched_tokens or _max_tokens(),
         max_tokens_beside=MAX_TOKENS_BESIDE,
         max_waiting=MAX_WAITING,
         metrics=EncoderMetrics(families, names[0]),
@@ -106,3 +109,7 @@ def evict_beyond(encoders: Sequence[BuiltEncoder], max_bytes: int | None) -> lis
             one.engine.release()
         kept.append(one if free >= 0 else replace(one, engine=None))
     return kept[::-1]
+
+
+def _max_tokens() -> int:
+    return CPU_MAX_TOKENS if backend_name() == "cpu" else GPU_MAX_TOKENS

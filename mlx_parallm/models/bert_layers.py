@@ -14,6 +14,9 @@ import mlx.nn as nn
 
 from mlx_parallm.errors import ModelLoadError
 from mlx_parallm.models.encoder_args import EncoderArgs
+from mlx_parallm.numerics.attention import softmax_attention
+from mlx_parallm.numerics.exp2 import is_exp_slow, silu
+from mlx_parallm.numerics.gelu import gelu
 
 Activation = Callable[[mx.array], mx.array]
 AttentionMask = mx.array | None
@@ -63,18 +66,23 @@ def activation(name: str) -> Activation:
         ModelLoadError: there is none of this name.
     """
     known: dict[str, Activation] = {
-        "gelu": nn.gelu,
+        "gelu": gelu,
         "gelu_new": nn.gelu_approx,
         "gelu_fast": nn.gelu_approx,
         "gelu_pytorch_tanh": nn.gelu_approx,
         "relu": nn.relu,
-        "silu": nn.silu,
-        "swish": nn.silu,
+        "silu": _silu,
+        "swish": _silu,
         "tanh": mx.tanh,
     }
     if name not in known:
         raise ModelLoadError(f"Activation {name!r} is not one of {', '.join(known)}.")
     return known[name]
+
+
+def _silu(values: mx.array) -> mx.array:
+    is_own = values.dtype == mx.float32 and is_exp_slow()
+    return silu(values) if is_own else nn.silu(values)
 
 
 def key_mask(attention_mask: mx.array | None) -> AttentionMask:
@@ -104,9 +112,7 @@ def attend(
     batch, length, dims = queries.shape
     shape = (batch, length, heads, dims // heads)
     per_head = [array.reshape(shape).swapaxes(1, 2) for array in (queries, keys, values)]
-    mixed = mx.fast.scaled_dot_product_attention(
-        *per_head, scale=(dims // heads) ** -0.5, mask=mask
-    )
+    mixed = softmax_attention(*per_head, scale=(dims // heads) ** -0.5, mask=mask)
     return mixed.swapaxes(1, 2).reshape(batch, length, dims)
 
 

@@ -10,6 +10,7 @@ import mlx.nn as nn
 import numpy as np
 
 from mlx_parallm.models.bert_layers import AttentionMask
+from mlx_parallm.numerics.attention import softmax_attention
 
 
 def relative_buckets(length: int, buckets: int, max_position: int) -> np.ndarray:
@@ -90,9 +91,7 @@ class DisentangledSelfAttention(nn.Module):
             scores = self._position_scores(queries * self.scale, keys * self.scale, positions)
             lowest = mx.finfo(scores.dtype).min
             mask = scores if mask is None else mx.where(mask, scores, lowest)
-        mixed = mx.fast.scaled_dot_product_attention(
-            queries, keys, values, scale=self.scale, mask=mask
-        )
+        mixed = softmax_attention(queries, keys, values, scale=self.scale, mask=mask)
         return mixed.swapaxes(1, 2).reshape(hidden.shape)
 
     def _per_head(self, x: mx.array) -> mx.array:

@@ -11,6 +11,7 @@ from mlx_parallm.models.bert_layers import Attention, BertArgs, Embeddings, Enco
 from mlx_parallm.models.checkpoint_names import Weights, modern_names, with_decoder, without
 from mlx_parallm.models.encoder_args import Head
 from mlx_parallm.models.heads import ClassificationHead, vocabulary_decoder, vocabulary_logits
+from mlx_parallm.numerics.gelu import gelu
 
 WORDS = "electra.embeddings.word_embeddings.weight"
 
@@ -72,7 +73,7 @@ class GeneratorPredictions(nn.Module):
 
     def __call__(self, hidden: mx.array) -> mx.array:
         """Return ``[..., embedding size]``."""
-        return self.LayerNorm(nn.gelu(self.dense(hidden)))
+        return self.LayerNorm(gelu(self.dense(hidden)))
 
 
 class Model(nn.Module):
@@ -93,7 +94,7 @@ class Model(nn.Module):
                 args.embedding_size, args.vocab_size, tied=args.tie_word_embeddings
             )
         elif args.head == "sequence":
-            self.classifier = ClassificationHead(args.hidden_size, args.num_labels, nn.gelu)
+            self.classifier = ClassificationHead(args.hidden_size, args.num_labels, gelu)
         elif args.head == "token":
             self.classifier = nn.Linear(args.hidden_size, args.num_labels)
 

@@ -12,6 +12,7 @@ import mlx.nn as nn
 
 from mlx_parallm.models.bert_layers import BertArgs
 from mlx_parallm.models.checkpoint_names import Weights, modern_names, with_decoder, without
+from mlx_parallm.numerics.gelu import gelu
 
 
 class LMHead(nn.Module):
@@ -27,7 +28,7 @@ class LMHead(nn.Module):
 
     def __call__(self, hidden: mx.array, words: nn.Embedding) -> mx.array:
         """Return logits ``[..., vocabulary]``."""
-        hidden = self.layer_norm(nn.gelu(self.dense(hidden)))
+        hidden = self.layer_norm(gelu(self.dense(hidden)))
         return decoded(self, hidden, words)
 
 

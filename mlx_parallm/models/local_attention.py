@@ -6,6 +6,7 @@ import mlx.core as mx
 
 from mlx_parallm.models.bert_layers import AttentionMask
 from mlx_parallm.models.rotary_layers import Rotary, attend_rotary, split_heads
+from mlx_parallm.numerics.attention import softmax_attention
 
 #: Above this many times the reach, blocks cost less than a mask over all pairs (on a CPU,
 #: at a reach of 64: the same at 6 times, 3 times less at 16).
@@ -60,7 +61,7 @@ def _attend_in_blocks(
     visible = _neighbourhoods(is_token, reach, missing).swapaxes(-1, -2)
     row, column = mx.arange(reach)[:, None], mx.arange(3 * reach)[None]
     near = (column >= row) & (column <= row + 2 * reach)
-    mixed = mx.fast.scaled_dot_product_attention(
+    mixed = softmax_attention(
         queries,
         _neighbourhoods(tokens, reach, missing),
         _neighbourhoods(values, reach, missing),

@@ -8,6 +8,7 @@ import mlx.core as mx
 
 from mlx_parallm.models.bert_layers import AttentionMask
 from mlx_parallm.models.checkpoint_names import Weights
+from mlx_parallm.numerics.attention import softmax_attention
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,9 +81,7 @@ def attend_rotary(
     queries, keys, values = split_heads(packed, heads)
     if rotary is not None:
         queries, keys = rotary(queries), rotary(keys)
-    mixed = mx.fast.scaled_dot_product_attention(
-        queries, keys, values, scale=queries.shape[-1] ** -0.5, mask=mask
-    )
+    mixed = softmax_attention(queries, keys, values, scale=queries.shape[-1] ** -0.5, mask=mask)
     return mixed.swapaxes(1, 2).reshape(*packed.shape[:2], -1)
 
 

@@ -1,0 +1,70 @@
+"""Elementary functions of stock operations against MLX's own."""
+
+from __future__ import annotations
+
+import math
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+import pytest
+
+from mlx_parallm.numerics import attention, gelu
+from mlx_parallm.numerics.attention import softmax_attention
+from mlx_parallm.numerics.gelu import gelu_by_powers
+
+
+@pytest.fixture
+def slow_exp(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on the build that these functions are for, for arrays of any size."""
+    for module in (attention, gelu):
+        monkeypatch.setattr(module, "is_exp_slow", lambda: True)
+    monkeypatch.setattr(attention, "MIN_SCORES", 0)
+
+
+def test_gelu_is_the_normal_distributions() -> None:
+    values = np.concatenate([np.linspace(-12, 12, 4801), [-1e30, -300, 0, 300, 1e30]])
+    wanted = [x * 0.5 * math.erfc(-x / math.sqrt(2)) for x in values]
+    found = gelu_by_powers(mx.array(values, mx.float32))
+    np.testing.assert_allclose(np.array(found), wanted, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.usefixtures("slow_exp")
+def test_half_precision_and_few_elements_keep_the_stock_operation() -> None:
+    values = mx.linspace(-4, 4, gelu.MIN_ELEMENTS)
+    for few in (values[:-1], values.astype(mx.float16)):
+        assert mx.array_equal(gelu.gelu(few), nn.gelu(few))
+    assert mx.allclose(gelu.gelu(values), nn.gelu(values), atol=1e-6)
+
+
+def masks() -> dict[str, mx.array | None]:
+    source = np.random.default_rng(1)
+    seen = source.random((3, 1, 1, 9)) < 0.6
+    seen[..., 0] = True
+    pairs = source.random((3, 1, 7, 9)) < 0.5
+    pairs[..., 4] = True
+    biases = source.standard_normal((3, 4, 7, 9)).astype(np.float32)
+    lowest = np.where(seen, biases, np.finfo(np.float32).min)
+    return {
+        "none": None,
+        "keys": mx.array(seen),
+        "pairs": mx.array(pairs),
+        "biases": mx.array(biases),
+        "masked biases": mx.array(lowest),
+    }
+
+
+@pytest.mark.usefixtures("slow_exp")
+@pytest.mark.parametrize("name", list(masks()))
+@pytest.mark.parametrize("size", [1.0, 40.0])
+def test_attention_is_the_fused_one(name: str, size: float) -> None:
+    source = np.random.default_rng(0)
+    shapes = ((3, 4, 7, 8), (3, 4, 9, 8), (3, 4, 9, 5))
+    queries, keys, values = (
+        mx.array(source.standard_normal(shape).astype(np.float32)) for shape in shapes
+    )
+    given = {"scale": 0.3, "mask": masks()[name]}
+    wanted = mx.fast.scaled_dot_product_attention(queries * size, keys, values, **given)
+    found = softmax_attention(queries * size, keys, values, **given)
+    np.testing.assert_allclose(np.array(found), np.array(wanted), atol=2e-5)
+    assert not mx.array_equal(found, wanted)
