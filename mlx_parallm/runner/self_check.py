@@ -17,8 +17,10 @@ from mlx_parallm.batch import ScheduledSequence
 from mlx_parallm.runner.model_errors import MODEL_ERRORS
 from mlx_parallm.runner.paths.base import ForwardPath, token_array
 
-# Largest difference of a log-probability that rounding explains, by dtype.
+# Largest difference of a log-probability that rounding explains, by dtype, of logits up to
+# LARGE_LOGIT; that of larger ones grows with them, as the numbers of a dtype lie further apart.
 TOLERANCE = {"float32": 2e-3, "float16": 0.1, "bfloat16": 0.5}
+LARGE_LOGIT = 32.0
 PROMPT_LENGTHS = (1, 7, 19, 34)
 DECODE_STEPS = 3
 CHUNK = 11
@@ -29,10 +31,17 @@ MAX_CHECKED_WINDOW = 4096
 
 @dataclass(frozen=True, slots=True)
 class CheckedText:
-    """A random sequence and the stock model's log-probabilities after each of its tokens."""
+    """A random sequence and what the stock model says after each of its tokens.
+
+    Attributes:
+        token_ids: the sequence.
+        logprobs: float32 ``[len(token_ids), vocabulary]``.
+        units: of the same shape: how many times as coarse as those of ordinary logits they are.
+    """
 
     token_ids: list[int]
     logprobs: mx.array
+    units: mx.array
 
 
 def stock_texts(model: Any, vocab_size: int, window: int | None) -> list[CheckedText]:
@@ -45,11 +54,11 @@ def stock_texts(model: Any, vocab_size: int, window: int | None) -> list[Checked
         [rng.randrange(vocab_size) for _ in range(length + DECODE_STEPS)]
         for length in _prompt_lengths(window)
     ]
-    return [CheckedText(text, _stock_logprobs(model, text)) for text in texts]
+    return [_checked(model, text) for text in texts]
 
 
 def largest_difference(path: ForwardPath, texts: Sequence[CheckedText], block_size: int) -> float:
-    """Largest |difference of log-probabilities| between a path and the stock model.
+    """Largest |difference of log-probabilities| between a path and the stock model, in units.
 
     Sequences join at different steps; prompts are prefilled in chunks beside rows that decode.
 
@@ -61,11 +70,11 @@ def largest_difference(path: ForwardPath, texts: Sequence[CheckedText], block_si
         rows = _last_rows(sequences)
         logits = path.logits(sequences, token_array(sequences), rows).astype(mx.float32)
         logprobs = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
-        target = mx.stack(
-            [texts[one.seq_id].logprobs[one.start + len(one.token_ids) - 1] for one in sequences]
-        )
+        ends = [(texts[one.seq_id], one.start + len(one.token_ids) - 1) for one in sequences]
+        target = mx.stack([text.logprobs[end] for text, end in ends])
+        units = mx.stack([text.units[end] for text, end in ends])
         # Both minus infinity is agreement.
-        difference = mx.where(logprobs == target, 0.0, mx.abs(logprobs - target)).max()
+        difference = mx.where(logprobs == target, 0.0, mx.abs(logprobs - target) / units).max()
         mx.eval(difference, path.arrays())
         value = cast("float", difference.item())
         worst = max(worst, value if value == value else float("inf"))
@@ -99,15 +108,16 @@ def _prompt_lengths(window: int | None) -> list[int]:
     return lengths
 
 
-def _stock_logprobs(model: Any, text: list[int]) -> mx.array:
+def _checked(model: Any, text: list[int]) -> CheckedText:
     caches = make_prompt_cache(model)
     prompt_len = len(text) - DECODE_STEPS
     parts = [text[:prompt_len], *([token] for token in text[prompt_len:])]
     logits = mx.concatenate([model(mx.array([part]), cache=caches)[0] for part in parts])
     logits = logits.astype(mx.float32)
     logprobs = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
-    mx.eval(logprobs)
-    return logprobs
+    units = mx.maximum(mx.abs(logits) / LARGE_LOGIT, 1.0)
+    mx.eval(logprobs, units)
+    return CheckedText(text, logprobs, units)
 
 
 def _steps(texts: list[list[int]], block_size: int) -> list[list[ScheduledSequence]]:
