@@ -7,10 +7,14 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
+from prometheus_client import CollectorRegistry
 
+from mlx_parallm.config import EngineConfig, ModelConfig
 from mlx_parallm.encode import EncodeInput, EncodeRequest, EncodeResults, EncoderInfo
 from mlx_parallm.engine.async_encoders import AsyncEncoders
-from mlx_parallm.engine.commands import Abort, Command, Encode
+from mlx_parallm.engine.commands import Abort, Command, Encode, EngineHost
+from mlx_parallm.engine.encoder_metrics import EncoderFamilies
+from mlx_parallm.engine.encoder_residency import EncoderEntry
 from mlx_parallm.engine.interface import EncoderModel, ServedModel
 from mlx_parallm.errors import InvalidRequestError, ModelNotFoundError, ParallmError
 
@@ -22,6 +26,9 @@ class WordEncoder:
     """Words ``w5`` and so on are tokens; others are token 1. A text gets CLS and SEP around it."""
 
     vocab_size = 100
+    mask_token = "w4"
+    pad_id = 0
+    special_ids = frozenset({0, CLS, SEP, MASK})
 
     def __init__(self, *, has_chat_template: bool = False) -> None:
         self.has_chat_template = has_chat_template
@@ -108,6 +115,8 @@ def computed(one: EncodeInput, info: EncoderInfo) -> np.ndarray:
 class FakeThread:
     """Answers at once. Implements ``EngineThread``."""
 
+    config = EngineConfig()
+
     def __init__(self) -> None:
         self.infos: dict[str, EncoderInfo] = {}
         self.compute: Compute = computed
@@ -133,6 +142,9 @@ class FakeThread:
         results = [self.compute(one, info) for one in asked.request.inputs]
         return EncodeResults(results, [False] * len(results))
 
+    async def call(self, action: Callable[[EngineHost], Any]) -> Any:
+        raise NotImplementedError
+
     def tell(self, command: Command) -> None:
         assert isinstance(command, Abort)
         self.aborted.append(command.request_id)
@@ -146,6 +158,7 @@ class FakeEncoders(AsyncEncoders):
 
     def __init__(self, *models: EncoderModel) -> None:
         self.thread = FakeThread()
-        super().__init__(self.thread)
-        self.replace(models)
+        super().__init__(self.thread, self.thread.config, EncoderFamilies(CollectorRegistry()))
+        for one in models:
+            self._residency.add(EncoderEntry(ModelConfig(), one.names, one, is_loaded=True))
         self.thread.infos = {one.names[0]: one.info for one in models}
