@@ -1,4 +1,4 @@
-"""Writes what transformers computes for tiny encoders, for the tests: tests/golden/encoders.
+"""Writes what transformers computes for tiny models that read, for the tests: tests/golden.
 
 Run it by hand, in an environment of its own that has torch:
 
@@ -27,24 +27,27 @@ import torch  # pyright: ignore[reportMissingImports]
 import transformers
 from safetensors.numpy import save_file
 
+from scripts.golden_decoder_cases import DECODER_CASES, DecoderCase
 from scripts.golden_encoder_cases import CASES, GoldenCase, RemoteFormat
 from scripts.golden_rotary_cases import ROTARY_CASES
 from tests.golden_weights import golden_weight
 
-FOLDER = Path(__file__).parent.parent / "tests" / "golden" / "encoders"
+FOLDER = Path(__file__).parent.parent / "tests" / "golden"
 DIGITS = 7
 
 
 def main() -> None:
     """Write the files of all cases, or of those whose names hold a text."""
-    parser = argparse.ArgumentParser(description="Golden values of encoders.")
+    parser = argparse.ArgumentParser(description="Golden values of encoders and decoders.")
     parser.add_argument("--only", default="", help="a part of the names of the cases to write")
     only = parser.parse_args().only
-    FOLDER.mkdir(parents=True, exist_ok=True)
-    for case in [*CASES, *ROTARY_CASES]:
+    cases: list[GoldenCase] = [*CASES, *ROTARY_CASES, *DECODER_CASES]
+    for case in cases:
         if only in case.name:
             text = _lines(golden_values(case))
-            (FOLDER / f"{case.name}.json").write_text(text, encoding="utf-8")
+            folder = FOLDER / ("decoders" if isinstance(case, DecoderCase) else "encoders")
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / f"{case.name}.json").write_text(text, encoding="utf-8")
             print(f"{case.name}: {len(text)} bytes")
 
 
@@ -68,6 +71,7 @@ def golden_values(case: GoldenCase) -> dict[str, Any]:
     return {
         "config": written,
         "weights": shapes,
+        **({"chosen": case.chosen} if isinstance(case, DecoderCase) and case.chosen else {}),
         "inputs": inputs_of(case),
         **_results(case, model),
     }
@@ -133,6 +137,10 @@ def _results(case: GoldenCase, model: Any) -> dict[str, Any]:
         whole = model(**arguments)
     pooled = getattr(base, "pooler_output", None) if whole.keys() == base.keys() else None
     logits = whole.get(case.logits)
+    chosen = case.chosen if isinstance(case, DecoderCase) else None
+    if chosen is not None:
+        rows = [row[length - 1] for row, length in zip(logits, lengths, strict=True)]
+        logits = torch.stack([row[chosen[0]] - row[chosen[1]] for row in rows])[:, None]
     if logits is not None and logits.ndim == 3:
         # Those of a masked LM are many: two positions of a sequence are enough.
         shown = [length if logits.shape[-1] < 10 else min(length, 2) for length in lengths]

@@ -8,7 +8,7 @@ https://sbert.net/docs/package_reference/sentence_transformer/models.html.
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -49,16 +49,16 @@ class VectorSpec:
     max_model_len: int | None = None
 
 
-def read_vector_spec(folder: Path) -> VectorSpec:
-    """What a model's folder says; the mean of all tokens where it has no such files.
+def read_vector_spec(folder: Path, default: VectorSpec | None = None) -> VectorSpec:
+    """What a model's folder says; ``default``, or the mean of all tokens, where it says nothing.
 
     Raises:
         ModelLoadError: a file cannot be read, or asks for what is not served.
     """
-    limit = (_read(folder / "sentence_bert_config.json") or {}).get("max_seq_length")
-    modules = _read(folder / "modules.json")
+    limit = (read_json(folder / "sentence_bert_config.json") or {}).get("max_seq_length")
+    modules = read_json(folder / "modules.json")
     if modules is None:
-        return VectorSpec(max_model_len=limit)
+        return replace(default or VectorSpec(), max_model_len=limit)
     kinds = {str(one["type"]).rpartition(".")[2]: str(one["path"]) for one in modules}
     unknown = sorted(set(kinds) - set(_KNOWN))
     if unknown:
@@ -69,8 +69,32 @@ def read_vector_spec(folder: Path) -> VectorSpec:
     return VectorSpec(poolings=poolings, normalizes="Normalize" in kinds, max_model_len=limit)
 
 
+def read_json(file: Path) -> Any:
+    """A file of JSON; None where there is none.
+
+    Raises:
+        ModelLoadError: it cannot be read.
+    """
+    if not file.exists():
+        return None
+    try:
+        return json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as cause:
+        raise ModelLoadError(f"{file} could not be read: {cause}") from cause
+
+
+def module_kinds(folder: Path) -> tuple[str, ...]:
+    """The kinds of the modules that a folder has, such as ``Pooling``.
+
+    Raises:
+        ModelLoadError: the list cannot be read.
+    """
+    modules = read_json(folder / "modules.json") or ()
+    return tuple(str(one["type"]).rpartition(".")[2] for one in modules)
+
+
 def _poolings(file: Path) -> tuple[Pooling, ...]:
-    config = _read(file)
+    config = read_json(file)
     if config is None:
         raise ModelLoadError(f"{file} is missing.")
     mode = config.get("pooling_mode")
@@ -84,13 +108,3 @@ def _poolings(file: Path) -> tuple[Pooling, ...]:
     if not found or len(found) < len(asked):
         raise ModelLoadError(f"{file} asks for a pooling that is not served.")
     return found
-
-
-def _read(file: Path) -> Any:
-    """A file of JSON; None where there is none."""
-    if not file.exists():
-        return None
-    try:
-        return json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as cause:
-        raise ModelLoadError(f"{file} could not be read: {cause}") from cause

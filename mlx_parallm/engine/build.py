@@ -16,7 +16,7 @@ from mlx_parallm.config import (
     SchedulerConfig,
     SpeculativeConfig,
 )
-from mlx_parallm.engine.encoder_build import BuiltEncoder, build_encoder, evict_beyond
+from mlx_parallm.engine.encoder_build import BuiltEncoder, build_encoder, evict_beyond, is_read
 from mlx_parallm.engine.engine import Engine
 from mlx_parallm.engine.formats import reasoning_format_of, tool_format_of
 from mlx_parallm.engine.interface import ServedModel
@@ -31,7 +31,6 @@ from mlx_parallm.runner.backend_choice import BackendChoice, choose_backend
 from mlx_parallm.runner.cache_layout import CacheLayout, kv_shapes, probe_layout
 from mlx_parallm.runner.device import backend_name, free_memory_bytes
 from mlx_parallm.runner.draft_model import DraftModel
-from mlx_parallm.runner.encoder_runner import is_encoder
 from mlx_parallm.runner.host_memory import keep_freed_memory
 from mlx_parallm.runner.hub import resolve_model
 from mlx_parallm.runner.loader import LoadedModel, load_model
@@ -113,7 +112,7 @@ def build_engines(
     check_names(config.models)
     keep_freed_memory()
     folders = [(one, _folder(one, on_progress)) for one in config.models]
-    found = [(one, path, is_encoder(path)) for one, path in folders]
+    found = [(one, path, is_read(one, path)) for one, path in folders]
     encoders: list[BuiltEncoder] = []
     for model, path, encodes in found:
         if encodes:

@@ -8,15 +8,20 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from mlx_parallm.config import EngineConfig, ModelConfig
+from mlx_parallm.encode import Encoder
 from mlx_parallm.encoding.cross_encoder import scores_are_logits
 from mlx_parallm.encoding.sentence_transformers import read_vector_spec
+from mlx_parallm.engine.decoder_build import load_decoder_runner, task_of
 from mlx_parallm.engine.encode_engine import EncodeEngine
 from mlx_parallm.engine.encoder_metrics import EncoderFamilies, EncoderMetrics
 from mlx_parallm.engine.interface import EncoderModel, TextEncoder
 from mlx_parallm.errors import ConfigError
 from mlx_parallm.runner.device import backend_name
-from mlx_parallm.runner.encoder_runner import load_encoder_runner
-from mlx_parallm.tokenizer.encoder_tokenizer import load_encoder_tokenizer
+from mlx_parallm.runner.encoder_runner import is_encoder, load_encoder_runner
+from mlx_parallm.tokenizer.encoder_tokenizer import (
+    load_decoder_tokenizer,
+    load_encoder_tokenizer,
+)
 
 # Tokens of a batch, padding included: more make no device busier. A CPU is then even slower, since
 # what a layer makes of a batch leaves its caches.
@@ -43,6 +48,15 @@ class BuiltEncoder:
     engine: EncodeEngine | None
 
 
+def is_read(config: ModelConfig, path: Path) -> bool:
+    """Whether a folder's model reads texts instead of continuing them.
+
+    Raises:
+        ModelLoadError: a file of it cannot be read.
+    """
+    return is_encoder(path) or task_of(config, path) != "generate"
+
+
 def build_encoder(
     config: ModelConfig,
     path: Path,
@@ -52,13 +66,14 @@ def build_encoder(
     *,
     tokenizer: TextEncoder | None = None,
 ) -> BuiltEncoder:
-    """Load a folder of which ``is_encoder`` is true; its ``tokenizer``, unless that is loaded.
+    """Load a folder of which ``is_read`` is true; its ``tokenizer``, unless that is loaded.
 
     Raises:
         ConfigError: an unknown dtype, or ``max_model_len`` beyond what the model takes.
         ModelLoadError: it cannot be loaded.
     """
-    runner = load_encoder_runner(path, config.dtype, read_vector_spec(path))
+    tokenizer = tokenizer or tokenizer_of(config, path)
+    runner = _runner(config, path)
     info = runner.info
     if len(info.labels) == 1:
         info = replace(info, scores_are_logits=scores_are_logits(path))
@@ -73,8 +88,7 @@ def build_encoder(
         names=names,
         root=config.path or str(path),
         created=int(time.time()),
-        tokenizer=tokenizer
-        or load_encoder_tokenizer(path, trust_remote_code=config.trust_remote_code),
+        tokenizer=tokenizer,
         info=info,
     )
     engine = EncodeEngine(
@@ -113,3 +127,19 @@ def evict_beyond(encoders: Sequence[BuiltEncoder], max_bytes: int | None) -> lis
 
 def _max_tokens() -> int:
     return CPU_MAX_TOKENS if backend_name() == "cpu" else GPU_MAX_TOKENS
+
+
+def tokenizer_of(config: ModelConfig, path: Path) -> TextEncoder:
+    """The tokenizer of a folder of which ``is_read`` is true.
+
+    Raises:
+        ModelLoadError: there is none.
+    """
+    load = load_encoder_tokenizer if is_encoder(path) else load_decoder_tokenizer
+    return load(path, trust_remote_code=config.trust_remote_code)
+
+
+def _runner(config: ModelConfig, path: Path) -> Encoder:
+    if is_encoder(path):
+        return load_encoder_runner(path, config.dtype, read_vector_spec(path))
+    return load_decoder_runner(config, path, task_of(config, path))

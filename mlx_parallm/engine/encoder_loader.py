@@ -10,14 +10,12 @@ from typing import Any, Protocol
 from mlx_parallm.config import EngineConfig, ModelConfig
 from mlx_parallm.engine import host_actions
 from mlx_parallm.engine.commands import EngineHost
-from mlx_parallm.engine.encoder_build import build_encoder
+from mlx_parallm.engine.encoder_build import build_encoder, is_read, tokenizer_of
 from mlx_parallm.engine.encoder_metrics import EncoderFamilies
 from mlx_parallm.engine.encoder_residency import MakeRoom
 from mlx_parallm.engine.interface import EncoderModel, TextEncoder
 from mlx_parallm.errors import InvalidRequestError
-from mlx_parallm.runner.encoder_runner import is_encoder
 from mlx_parallm.runner.hub import log_download, resolve_model
-from mlx_parallm.tokenizer.encoder_tokenizer import load_encoder_tokenizer
 
 # Of the files that are read ahead.
 CHUNK_BYTES = 1 << 24
@@ -76,13 +74,13 @@ def _read(config: ModelConfig) -> tuple[Path, TextEncoder]:
     folder = resolve_model(
         config.path, config.revision, log_download, trust_remote_code=config.trust_remote_code
     )
-    if not is_encoder(folder):
+    if not is_read(config, folder):
         raise InvalidRequestError(
             f"{config.path} is no encoder. Models that generate are loaded when the server starts: "
             "their KV memory is planned there.",
             param="model",
         )
-    tokenizer = load_encoder_tokenizer(folder, trust_remote_code=config.trust_remote_code)
+    tokenizer = tokenizer_of(config, folder)
     for file in folder.glob("model*.safetensors"):
         with file.open("rb") as content:
             while content.read(CHUNK_BYTES):

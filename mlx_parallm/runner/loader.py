@@ -58,8 +58,7 @@ def load_model(config: ModelConfig, path: Path) -> LoadedModel:
         ConfigError: an unknown dtype.
         ModelLoadError: the folder is no model that mlx_lm knows.
     """
-    if config.dtype != "auto" and config.dtype not in DTYPES:
-        raise ConfigError(f"dtype {config.dtype!r} is not one of auto, {', '.join(DTYPES)}.")
+    check_dtype(config.dtype)
     try:
         model, model_config = _read(config, path)
         if backend_name() == "cuda":
@@ -69,8 +68,20 @@ def load_model(config: ModelConfig, path: Path) -> LoadedModel:
         mx.eval(model.parameters())
     except LOAD_ERRORS as cause:
         raise ModelLoadError(f"{path} could not be loaded: {cause}") from cause
-    dtype, weight_bytes = str(_dtype_of(model)), _bytes_of(model)
-    return LoadedModel(model, model_config, path, dtype, weight_bytes, config)
+    return loaded_model(model, model_config, path, config)
+
+
+def check_dtype(dtype: str) -> None:
+    """Raise ConfigError if nothing can compute in it."""
+    if dtype != "auto" and dtype not in DTYPES:
+        raise ConfigError(f"dtype {dtype!r} is not one of auto, {', '.join(DTYPES)}.")
+
+
+def loaded_model(
+    model: Any, model_config: dict[str, Any], path: Path, config: ModelConfig
+) -> LoadedModel:
+    """A model whose parameters are evaluated, with what is to be known of it."""
+    return LoadedModel(model, model_config, path, _dtype_of(model), _bytes_of(model), config)
 
 
 def load_parameters(config: ModelConfig, path: Path) -> dict[str, mx.array]:
@@ -95,10 +106,11 @@ def _read(config: ModelConfig, path: Path) -> tuple[Any, dict[str, Any]]:
     model, model_config = mlx_lm_utils.load_model(
         path, lazy=True, trust_remote_code=config.trust_remote_code
     )
-    return _cast(model, config.dtype), model_config
+    return cast_model(model, config.dtype), model_config
 
 
-def _cast(model: Any, dtype: str) -> Any:
+def cast_model(model: Any, dtype: str) -> Any:
+    """The model in the dtype it shall compute in; see ``load_model`` for "auto"."""
     if dtype != "auto":
         model.set_dtype(DTYPES[dtype])
         return model

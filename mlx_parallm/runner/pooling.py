@@ -43,7 +43,8 @@ def _max(hidden: mx.array, mask: mx.array) -> mx.array:
     return mx.max(mx.where(mask[..., None], hidden, _LEAST), axis=1)
 
 
-def _last(hidden: mx.array, mask: mx.array) -> mx.array:
+def last_of(hidden: mx.array, mask: mx.array) -> mx.array:
+    """The hidden state of each row's last token, ``[B, D]``; see ``pooled``."""
     places = mx.sum(mask, axis=1).astype(mx.int32) - 1
     return mx.take_along_axis(hidden, places[:, None, None], axis=1)[:, 0]
 
@@ -52,6 +53,6 @@ _POOLINGS: dict[Pooling, Callable[[mx.array, mx.array], mx.array]] = {
     "cls": _cls,
     "mean": _mean,
     "max": _max,
-    "last": _last,
+    "last": last_of,
     "weightedmean": _weighted_mean,
 }

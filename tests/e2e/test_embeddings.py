@@ -13,6 +13,7 @@ import numpy as np
 import openai
 import pytest
 
+from tests.decoder_folders import read_decoder, write_decoder_embedder
 from tests.embedder_folder import MAX_LEN, write_embedder
 from tests.server_process import ServerProcess
 
@@ -22,8 +23,12 @@ DEMO = Path(__file__).parents[2] / "mlx_parallm" / "demo" / "model"
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     folder = write_embedder(tmp_path_factory.mktemp("embedder"))
-    names = ["--served-model-name", f"{folder}=embedder", f"{DEMO}=demo"]
-    process = ServerProcess("--model", str(folder), str(DEMO), *names, "--max-model-len", "24")
+    decoder = write_decoder_embedder(tmp_path_factory.mktemp("decoder"))
+    names = [f"{folder}=embedder", f"{decoder}=decoder", f"{DEMO}=demo"]
+    process = ServerProcess(
+        *["--model", str(folder), str(decoder), str(DEMO), "--served-model-name", *names],
+        *["--max-model-len", "24"],
+    )
     try:
         process.wait_until_ready()
         yield process
@@ -55,6 +60,19 @@ def test_all_forms_of_input_give_the_same_vectors(client: openai.OpenAI) -> None
     # The client asks for base64 where nothing is said.
     as_numbers = vectors(client, texts, encoding_format="float")
     np.testing.assert_allclose(as_numbers, found, atol=1e-6)
+
+
+def test_a_decoder_gives_the_hidden_state_of_the_last_token(client: openai.OpenAI) -> None:
+    golden = read_decoder("qwen3_model")
+    found = client.embeddings.create(model="decoder", input=golden["inputs"]["input_ids"])
+    for one, hidden in zip(found.data, golden["hidden"], strict=True):
+        expected = np.array(hidden[-1]) / np.linalg.norm(hidden[-1])
+        np.testing.assert_allclose(one.embedding, expected, atol=1e-4)
+    texts = client.embeddings.create(model="decoder", input=["w5 w6", "w7"])
+    ids = client.embeddings.create(model="decoder", input=[[5, 6, 2], [7, 2]])
+    assert texts.usage.prompt_tokens == 5
+    for one, other in zip(texts.data, ids.data, strict=True):
+        np.testing.assert_allclose(one.embedding, other.embedding, atol=1e-5)
 
 
 def test_usage_counts_every_input(client: openai.OpenAI) -> None:
@@ -143,7 +161,7 @@ def test_bad_requests_name_the_field(
 
 
 def test_models_and_their_routes(server: ServerProcess, client: openai.OpenAI) -> None:
-    assert {one.id for one in client.models.list()} == {"embedder", "demo"}
+    assert {one.id for one in client.models.list()} == {"embedder", "decoder", "demo"}
     assert client.models.retrieve("embedder").id == "embedder"
     with pytest.raises(openai.BadRequestError, match="encoder"):
         client.completions.create(model="embedder", prompt="w5")

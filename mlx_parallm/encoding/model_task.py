@@ -1,0 +1,81 @@
+"""What a model is served for: what its files say, or what the user does."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any, Literal, get_args
+
+from mlx_parallm.encode import Task
+from mlx_parallm.encoding.decoders import DecoderPlan, architecture
+
+#: ``generate`` continues texts; ``embed`` makes vectors; ``classify`` and ``token_classify`` give
+#: logits of labels, of a text and of its tokens; ``reward`` is what a reward model's class says;
+#: ``score`` gives a pair of texts one logit.
+ModelTask = Literal["generate", "embed", "classify", "token_classify", "score", "reward"]
+MODEL_TASKS: tuple[ModelTask, ...] = get_args(ModelTask)
+
+#: The endings of class names and what their checkpoints are for, the first that fits; vLLM's rule.
+_ENDINGS: tuple[tuple[str, ModelTask], ...] = (
+    ("LMHeadModel", "generate"),
+    ("ChatModel", "generate"),
+    ("RewardModel", "reward"),
+    ("ForRewardModeling", "reward"),
+    ("ForSequenceClassification", "classify"),
+    ("ForTokenClassification", "token_classify"),
+    ("ForTextEncoding", "embed"),
+    ("Model", "embed"),
+)
+_VECTORS: tuple[Task, ...] = ("embed", "token_embed")
+_HEADS: Mapping[ModelTask, tuple[Task, ...]] = {
+    "classify": ("classify", "token_classify"),
+    "token_classify": ("token_classify", "classify"),
+    "score": ("classify", "token_classify"),
+    "reward": ("classify", "token_classify"),
+}
+
+
+def decoder_task(config: Mapping[str, Any], modules: Collection[str]) -> ModelTask:
+    """What a decoder's checkpoint was made for.
+
+    Args:
+        config: its config.json.
+        modules: kinds of the modules of sentence-transformers that its folder has.
+    """
+    if "LogitScore" in modules:
+        return "score"
+    if modules and "Transformer" in modules and len(modules) > 1:
+        return "embed"
+    return _class_task(config)
+
+
+def decoder_plan(
+    task: ModelTask, config: Mapping[str, Any], chosen: tuple[int, ...] = ()
+) -> DecoderPlan:
+    """How a decoder is read for a task other than ``generate``.
+
+    Args:
+        task: what it is served for.
+        config: its config.json.
+        chosen: ids of the tokens that it scores by, where its checkpoint has no head.
+    """
+    if task == "embed":
+        return DecoderPlan(tasks=_VECTORS)
+    tasks = _HEADS[task]
+    if task == "reward" and "Process" in architecture(config):
+        tasks = _HEADS["token_classify"]
+    if chosen:
+        return DecoderPlan(head="choice", tasks=("classify", *_VECTORS), chosen=chosen)
+    return DecoderPlan(head="score", tasks=(*tasks, *_VECTORS))
+
+
+def has_head(config: Mapping[str, Any]) -> bool:
+    """Whether the class of a decoder's checkpoint has a layer that gives logits of labels."""
+    return _class_task(config) not in ("generate", "embed")
+
+
+def _class_task(config: Mapping[str, Any]) -> ModelTask:
+    name = architecture(config)
+    for ending, task in _ENDINGS:
+        if name.endswith(ending):
+            return task
+    return "generate"

@@ -1,0 +1,99 @@
+"""Runs a decoder over inputs of mixed length, as an encoder."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+
+from mlx_parallm.encode import EncodeInput, EncoderInfo
+from mlx_parallm.encoding.decoders import DecoderPlan, reads_both_ways, splits_window
+from mlx_parallm.encoding.labels import label_names, problem_type
+from mlx_parallm.encoding.sentence_transformers import VectorSpec
+from mlx_parallm.errors import ModelLoadError
+from mlx_parallm.runner.decoder_loading import trunk_of
+from mlx_parallm.runner.decoder_model import DecoderModel, Reach
+from mlx_parallm.runner.device import give_back_memory
+from mlx_parallm.runner.encoder_heads import EncoderHeads
+from mlx_parallm.runner.encoder_runner import padded
+from mlx_parallm.runner.loader import LoadedModel
+from mlx_parallm.runner.memory import DEFAULT_MAX_MODEL_LEN, LENGTH_KEYS, config_value
+from mlx_parallm.runner.row_selection import embedding_rows
+
+
+class DecoderRunner:
+    """One decoder. Implements ``encode.Encoder``."""
+
+    def __init__(self, loaded: LoadedModel, plan: DecoderPlan, spec: VectorSpec) -> None:
+        """Prepare a model of ``load_decoder``; ``spec`` says how vectors are made.
+
+        Raises:
+            ModelLoadError: its architecture cannot be read in this way.
+        """
+        model, config = loaded.model, loaded.config
+        try:
+            self._model = DecoderModel(
+                trunk_of(model), model.get("score"), len(model.layers), _reach(config)
+            )
+            self._model.check()
+        except ModelLoadError as problem:
+            raise ModelLoadError(f"{loaded.path} ({config['model_type']}): {problem}") from problem
+        self._modules = model.modules()
+        self._heads = EncoderHeads(self._model, spec)
+        longest = next(
+            (found for key in LENGTH_KEYS if (found := config_value(config, key))),
+            DEFAULT_MAX_MODEL_LEN,
+        )
+        num_labels = 0
+        if plan.head != "none":
+            (num_labels,) = self.run([EncodeInput((0,), "classify")])[0].shape
+        self._info = EncoderInfo(
+            architecture=str(config["model_type"]),
+            vocab_size=embedding_rows(model, config_value(config, "vocab_size")) or 0,
+            max_model_len=min(longest, spec.max_model_len or longest),
+            tasks=plan.tasks,
+            dims=len(self.run([EncodeInput((0,))])[0]),
+            dtype=loaded.dtype,
+            weight_bytes=loaded.weight_bytes,
+            normalizes=spec.normalizes,
+            labels=_labels(config, num_labels),
+            problem_type=problem_type(config) if num_labels else None,
+        )
+
+    @property
+    def info(self) -> EncoderInfo:
+        """See ``encode.Encoder``."""
+        return self._info
+
+    def run(self, inputs: Sequence[EncodeInput]) -> list[np.ndarray]:
+        """See ``encode.Encoder``."""
+        ids, tokens = padded([one.token_ids for one in inputs])
+        mask = mx.array(tokens)
+        return self._heads.run(inputs, self._model(mx.array(ids), mask), mask)
+
+    def release(self) -> None:
+        """See ``encode.Encoder``."""
+        # Whoever still holds a module of it, in a cycle perhaps, holds no array.
+        for module in self._modules:
+            module.clear()
+        give_back_memory()
+
+
+def _reach(config: dict[str, Any]) -> Reach | None:
+    """How far attention to both sides reaches in layers with a window; None: it is causal.
+
+    transformers' masks: ``create_bidirectional_sliding_window_mask``, and Gemma 3's own.
+    """
+    if not reads_both_ways(config):
+        return None
+    return (lambda window: window // 2) if splits_window(config) else (lambda window: window)
+
+
+def _labels(config: dict[str, Any], num_labels: int) -> tuple[str, ...]:
+    """Names of the labels; their numbers where the config names another number of labels."""
+    named = label_names(config)
+    if len(named) == num_labels:
+        return named
+    return tuple(f"LABEL_{number}" for number in range(num_labels))

@@ -1,0 +1,126 @@
+"""The decoders that golden values are written for, as embedders, classifiers and rerankers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from scripts.golden_encoder_cases import LABELS, SIZES, GoldenCase
+
+DECODER: dict[str, Any] = {
+    **SIZES,
+    "num_key_value_heads": 2,
+    "rms_norm_eps": 1e-6,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+QWEN3: dict[str, Any] = {**DECODER, "head_dim": 8, "rope_theta": 1e6}
+ONE_LABEL: dict[str, Any] = {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
+LLAMA3_ROPE: dict[str, Any] = {
+    "rope_type": "llama3",
+    "rope_theta": 500000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
+GEMMA3: dict[str, Any] = {
+    **DECODER,
+    # Its root, by which embeddings are multiplied, is the same in 16 bits: mlx_lm rounds it.
+    "hidden_size": 16,
+    "num_hidden_layers": 4,
+    "head_dim": 8,
+    "query_pre_attn_scalar": 8,
+    "sliding_window": 6,
+    "sliding_window_pattern": 2,
+    "rope_theta": 1e6,
+    "rope_local_base_freq": 1e4,
+    "hidden_activation": "gelu_pytorch_tanh",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class DecoderCase(GoldenCase):
+    """A decoder; see ``GoldenCase``.
+
+    Attributes:
+        chosen: ids of two tokens; the logits are then the LM head's of the first less that of the
+            second, at the last token of each sequence.
+    """
+
+    chosen: tuple[int, int] | None = None
+
+
+DECODER_CASES: tuple[DecoderCase, ...] = (
+    DecoderCase(
+        "qwen3_model", "qwen3", "Qwen3Model", {**QWEN3, "tie_word_embeddings": True}, logits=None
+    ),
+    DecoderCase(
+        "mistral_model",
+        "mistral",
+        "MistralModel",
+        {**DECODER, "head_dim": 8, "sliding_window": None, "tie_word_embeddings": False},
+        logits=None,
+    ),
+    DecoderCase(
+        "llama_rope_parameters",
+        "llama",
+        "LlamaModel",
+        {**DECODER, "rope_parameters": LLAMA3_ROPE},
+        logits=None,
+    ),
+    DecoderCase(
+        "llama_both_ways", "llama", "LlamaModel", {**DECODER, "is_causal": False}, logits=None
+    ),
+    DecoderCase(
+        "qwen2_both_ways",
+        "qwen2",
+        "Qwen2ForSequenceClassification",
+        {**DECODER, **LABELS, "rope_theta": 1e4, "is_causal": False},
+    ),
+    DecoderCase(
+        "gemma3_both_ways",
+        "gemma3_text",
+        "Gemma3TextModel",
+        {**GEMMA3, "use_bidirectional_attention": True},
+        lengths=(11, 3, 16),
+        logits=None,
+    ),
+    DecoderCase(
+        "gemma3_window", "gemma3_text", "Gemma3TextModel", GEMMA3, lengths=(11, 3, 16), logits=None
+    ),
+    DecoderCase(
+        "gemma2_sequence",
+        "gemma2",
+        "Gemma2ForSequenceClassification",
+        {**DECODER, **LABELS, "head_dim": 8, "query_pre_attn_scalar": 8},
+    ),
+    DecoderCase(
+        "llama_sequence", "llama", "LlamaForSequenceClassification", {**DECODER, **ONE_LABEL}
+    ),
+    DecoderCase(
+        "mistral_sequence",
+        "mistral",
+        "MistralForSequenceClassification",
+        {**DECODER, **LABELS, "head_dim": 8, "problem_type": "multi_label_classification"},
+    ),
+    DecoderCase(
+        "qwen3_sequence", "qwen3", "Qwen3ForSequenceClassification", {**QWEN3, **ONE_LABEL}
+    ),
+    DecoderCase("qwen3_token", "qwen3", "Qwen3ForTokenClassification", {**QWEN3, **LABELS}),
+    DecoderCase(
+        "qwen3_chosen",
+        "qwen3",
+        "Qwen3ForCausalLM",
+        {**QWEN3, "tie_word_embeddings": True},
+        chosen=(17, 40),
+    ),
+    DecoderCase(
+        "llama_chosen",
+        "llama",
+        "LlamaForCausalLM",
+        {**DECODER, "tie_word_embeddings": False},
+        chosen=(17, 40),
+    ),
+)
