@@ -167,11 +167,11 @@ class Model(nn.Module):
         """
         return self.distilbert(input_ids, attention_mask)
 
-    def mlm_logits(self, hidden: mx.array) -> mx.array:
-        """Logits ``[..., vocabulary]`` of ``[..., D]``."""
+    def mlm_logits(self, hidden: mx.array, ids: mx.array | None = None) -> mx.array:
+        """Logits ``[..., vocabulary]`` of ``[..., D]``, or ``[..., len(ids)]`` of some ids."""
         hidden = self.vocab_layer_norm(self.activation(self.vocab_transform(hidden)))
         words = self.distilbert.embeddings.word_embeddings
-        return vocabulary_logits(self.vocab_projector, hidden, words)
+        return vocabulary_logits(self.vocab_projector, hidden, words, ids)
 
     def sequence_logits(self, hidden: mx.array, attention_mask: mx.array | None = None) -> mx.array:
         """Logits ``[B, labels]`` of ``[B, L, D]``; the mask does not matter."""

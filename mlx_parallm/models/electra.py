@@ -113,10 +113,12 @@ class Model(nn.Module):
         """
         return self.electra(input_ids, attention_mask, token_type_ids)
 
-    def mlm_logits(self, hidden: mx.array) -> mx.array:
-        """Logits ``[..., vocabulary]`` of ``[..., D]``."""
+    def mlm_logits(self, hidden: mx.array, ids: mx.array | None = None) -> mx.array:
+        """Logits ``[..., vocabulary]`` of ``[..., D]``, or ``[..., len(ids)]`` of some ids."""
         words = self.electra.embeddings.word_embeddings
-        return vocabulary_logits(self.generator_lm_head, self.generator_predictions(hidden), words)
+        return vocabulary_logits(
+            self.generator_lm_head, self.generator_predictions(hidden), words, ids
+        )
 
     def sequence_logits(self, hidden: mx.array, attention_mask: mx.array | None = None) -> mx.array:
         """Logits ``[B, labels]`` of ``[B, L, D]``; the mask does not matter."""

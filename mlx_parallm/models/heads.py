@@ -26,10 +26,12 @@ class LMHead(nn.Module):
         if not args.tie_word_embeddings:
             self.decoder = nn.Linear(args.hidden_size, args.vocab_size, bias=False)
 
-    def __call__(self, hidden: mx.array, words: nn.Embedding) -> mx.array:
-        """Return logits ``[..., vocabulary]``."""
+    def __call__(
+        self, hidden: mx.array, words: nn.Embedding, ids: mx.array | None = None
+    ) -> mx.array:
+        """Return logits ``[..., vocabulary]``, or ``[..., len(ids)]`` of some ids."""
         hidden = self.layer_norm(gelu(self.dense(hidden)))
-        return decoded(self, hidden, words)
+        return decoded(self, hidden, words, ids)
 
 
 class Predictions(nn.Module):
@@ -45,9 +47,11 @@ class Predictions(nn.Module):
         if not tied:
             self.decoder = nn.Linear(dims, vocab_size, bias=False)
 
-    def __call__(self, hidden: mx.array, words: nn.Embedding) -> mx.array:
-        """Return logits ``[..., vocabulary]``."""
-        return decoded(self, self.transform(hidden), words)
+    def __call__(
+        self, hidden: mx.array, words: nn.Embedding, ids: mx.array | None = None
+    ) -> mx.array:
+        """Return logits ``[..., vocabulary]``, or ``[..., len(ids)]`` of some ids."""
+        return decoded(self, self.transform(hidden), words, ids)
 
 
 class PreTrainingHeads(nn.Module):
@@ -58,10 +62,52 @@ class PreTrainingHeads(nn.Module):
         self.predictions = predictions
 
 
-def decoded(head: nn.Module, hidden: mx.array, words: nn.Embedding) -> mx.array:
-    """Logits ``[..., vocabulary]`` by a head's decoder and bias, or by ``words`` without one."""
-    logits = head["decoder"](hidden) if "decoder" in head else words.as_linear(hidden)
-    return logits + head["bias"] if "bias" in head else logits
+def decoded(
+    head: nn.Module, hidden: mx.array, words: nn.Embedding, ids: mx.array | None = None
+) -> mx.array:
+    """Logits by a head's decoder and bias, or by ``words`` without a decoder.
+
+    Args:
+        head: may have ``decoder`` and ``bias``.
+        hidden: ``[..., D]``.
+        words: the table of word embeddings.
+        ids: of the tokens whose logits are wanted, one or more; None: all.
+
+    Returns:
+        ``[..., vocabulary]`` or ``[..., len(ids)]``.
+    """
+    logits = table_logits(head.get("decoder", words), hidden, ids)
+    if "bias" not in head:
+        return logits
+    return logits + (head["bias"] if ids is None else head["bias"][ids])
+
+
+def table_logits(table: nn.Module, hidden: mx.array, ids: mx.array | None = None) -> mx.array:
+    """Logits by a table of embeddings or a linear layer, quantised or not; see ``decoded``.
+
+    Of some ids only these rows of the weight are read.
+    """
+    if isinstance(table, (nn.Embedding, nn.QuantizedEmbedding)):
+        return table.as_linear(hidden) if ids is None else hidden @ table(ids).T
+    if ids is None:
+        return table(hidden)
+    logits = hidden @ _weight_rows(table, ids).T
+    return logits + table["bias"][ids] if "bias" in table else logits
+
+
+def _weight_rows(layer: nn.Module, ids: mx.array) -> mx.array:
+    """Rows ``[len(ids), D]`` of a linear layer's weight."""
+    if not isinstance(layer, nn.QuantizedLinear):
+        return layer["weight"][ids]
+    biases = layer.get("biases")
+    return mx.dequantize(
+        layer["weight"][ids],
+        layer["scales"][ids],
+        None if biases is None else biases[ids],
+        group_size=layer.group_size,
+        bits=layer.bits,
+        mode=layer.mode,
+    )
 
 
 class ClassificationHead(nn.Module):
@@ -81,18 +127,21 @@ class ClassificationHead(nn.Module):
 
 
 class VocabularyBias(nn.Module):
-    """A tied decoder: the table of word embeddings is its weight, only a bias is its own."""
+    """A tied decoder: the table of word embeddings is its weight, only a bias may be its own."""
 
-    def __init__(self, vocab_size: int) -> None:
+    def __init__(self, vocab_size: int, *, bias: bool = True) -> None:
         super().__init__()
-        self.bias = mx.zeros((vocab_size,))
+        if bias:
+            self.bias = mx.zeros((vocab_size,))
 
 
-def vocabulary_logits(decoder: nn.Module, hidden: mx.array, words: nn.Embedding) -> mx.array:
-    """Logits ``[..., vocabulary]`` by a tied decoder or by a linear layer."""
+def vocabulary_logits(
+    decoder: nn.Module, hidden: mx.array, words: nn.Embedding, ids: mx.array | None = None
+) -> mx.array:
+    """Logits by a tied decoder or by a linear layer; see ``decoded``."""
     if isinstance(decoder, VocabularyBias):
-        return words.as_linear(hidden) + decoder.bias
-    return decoder(hidden)
+        return decoded(decoder, hidden, words, ids)
+    return table_logits(decoder, hidden, ids)
 
 
 def vocabulary_decoder(dims: int, vocab_size: int, *, tied: bool) -> nn.Module:
@@ -145,9 +194,9 @@ class RobertaHeads(nn.Module):
         """Pool ``[B, L, D]`` to ``[B, D]``."""
         return self[self.trunk_name].pooler(hidden)
 
-    def mlm_logits(self, hidden: mx.array) -> mx.array:
-        """Logits ``[..., vocabulary]`` of ``[..., D]``."""
-        return self.lm_head(hidden, self[self.trunk_name].embeddings.word_embeddings)
+    def mlm_logits(self, hidden: mx.array, ids: mx.array | None = None) -> mx.array:
+        """Logits ``[..., vocabulary]`` of ``[..., D]``, or ``[..., len(ids)]`` of some ids."""
+        return self.lm_head(hidden, self[self.trunk_name].embeddings.word_embeddings, ids)
 
     def sequence_logits(self, hidden: mx.array, attention_mask: mx.array | None = None) -> mx.array:
         """Logits ``[B, labels]`` of ``[B, L, D]``; the mask does not matter."""

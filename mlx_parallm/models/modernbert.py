@@ -15,6 +15,7 @@ from mlx_parallm.errors import ModelLoadError
 from mlx_parallm.models.bert_layers import AttentionMask, activation, check_heads, key_mask
 from mlx_parallm.models.checkpoint_names import Weights, modern_names, with_decoder, without
 from mlx_parallm.models.encoder_args import EncoderArgs
+from mlx_parallm.models.heads import VocabularyBias, vocabulary_logits
 from mlx_parallm.models.local_attention import attend_near
 from mlx_parallm.models.rotary_layers import Rotary, attend_rotary
 
@@ -190,20 +191,6 @@ class PredictionHead(nn.Module):
         return self.norm(self.activation(self.dense(hidden)))
 
 
-class TiedDecoder(nn.Module):
-    """A decoder whose weight is the table of word embeddings."""
-
-    def __init__(self, args: ModelArgs) -> None:
-        super().__init__()
-        if args.decoder_bias:
-            self.bias = mx.zeros((args.vocab_size,))
-
-    def __call__(self, hidden: mx.array, words: nn.Embedding) -> mx.array:
-        """Return logits ``[..., vocabulary]``."""
-        logits = words.as_linear(hidden)
-        return logits + self.bias if "bias" in self else logits
-
-
 class Model(nn.Module):
     """ModernBERT with the head of its first architecture."""
 
@@ -216,7 +203,7 @@ class Model(nn.Module):
         if args.head in ("sequence", "token"):
             self.classifier = nn.Linear(args.hidden_size, args.num_labels)
         elif args.head == "masked_lm" and args.tie_word_embeddings:
-            self.decoder = TiedDecoder(args)
+            self.decoder = VocabularyBias(args.vocab_size, bias=args.decoder_bias)
         elif args.head == "masked_lm":
             self.decoder = nn.Linear(args.hidden_size, args.vocab_size, bias=args.decoder_bias)
 
@@ -235,12 +222,10 @@ class Model(nn.Module):
         """
         return self.model(input_ids, attention_mask)
 
-    def mlm_logits(self, hidden: mx.array) -> mx.array:
-        """Logits ``[..., vocabulary]`` of ``[..., D]``."""
-        hidden = self.head(hidden)
-        if isinstance(self.decoder, TiedDecoder):
-            return self.decoder(hidden, self.model.embeddings.tok_embeddings)
-        return self.decoder(hidden)
+    def mlm_logits(self, hidden: mx.array, ids: mx.array | None = None) -> mx.array:
+        """Logits ``[..., vocabulary]`` of ``[..., D]``, or ``[..., len(ids)]`` of some ids."""
+        words = self.model.embeddings.tok_embeddings
+        return vocabulary_logits(self.decoder, self.head(hidden), words, ids)
 
     def sequence_logits(self, hidden: mx.array, attention_mask: mx.array | None = None) -> mx.array:
         """Logits ``[B, labels]`` of ``[B, L, D]``.

@@ -249,10 +249,12 @@ class MaskedLMHead(nn.Module):
         if not args.tie_word_embeddings:
             self.decoder = nn.Linear(args.hidden_size, args.vocab_size, bias=False)
 
-    def __call__(self, hidden: mx.array, words: nn.Embedding) -> mx.array:
-        """Return logits ``[..., vocabulary]``."""
+    def __call__(
+        self, hidden: mx.array, words: nn.Embedding, ids: mx.array | None = None
+    ) -> mx.array:
+        """Return logits ``[..., vocabulary]``, or ``[..., len(ids)]`` of some ids."""
         hidden = self.norm(self.activation(self.dense(hidden)))
-        return decoded(self, hidden, words)
+        return decoded(self, hidden, words, ids)
 
 
 class Model(nn.Module):
@@ -288,9 +290,9 @@ class Model(nn.Module):
         """Pool ``[B, L, D]`` to ``[B, D]``, by the first token."""
         return self.new.pooler(hidden)
 
-    def mlm_logits(self, hidden: mx.array) -> mx.array:
-        """Logits ``[..., vocabulary]`` of ``[..., D]``."""
-        return self.lm_head(hidden, self.new.embeddings.word_embeddings)
+    def mlm_logits(self, hidden: mx.array, ids: mx.array | None = None) -> mx.array:
+        """Logits ``[..., vocabulary]`` of ``[..., D]``, or ``[..., len(ids)]`` of some ids."""
+        return self.lm_head(hidden, self.new.embeddings.word_embeddings, ids)
 
     def sequence_logits(self, hidden: mx.array, attention_mask: mx.array | None = None) -> mx.array:
         """Logits ``[B, labels]`` of ``[B, L, D]``; the mask does not matter."""

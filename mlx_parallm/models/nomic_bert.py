@@ -323,9 +323,9 @@ class Model(nn.Module):
         """Pool ``[B, L, D]`` to ``[B, D]``, by the first token."""
         return self.bert.pooler(hidden)
 
-    def mlm_logits(self, hidden: mx.array) -> mx.array:
-        """Logits ``[..., vocabulary]`` of ``[..., D]``."""
-        return self.cls.predictions(hidden, self.bert.embeddings.word_embeddings)
+    def mlm_logits(self, hidden: mx.array, ids: mx.array | None = None) -> mx.array:
+        """Logits ``[..., vocabulary]`` of ``[..., D]``, or ``[..., len(ids)]`` of some ids."""
+        return self.cls.predictions(hidden, self.bert.embeddings.word_embeddings, ids)
 
     def sequence_logits(self, hidden: mx.array, attention_mask: mx.array | None = None) -> mx.array:
         """Logits ``[B, labels]`` of ``[B, L, D]``; the mask does not matter."""

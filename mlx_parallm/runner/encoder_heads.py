@@ -94,20 +94,40 @@ class EncoderHeads:
         self, inputs: Sequence[EncodeInput], hidden: mx.array, mask: mx.array
     ) -> list[mx.array]:
         del mask
-        return _chosen(self._logits(inputs, hidden), inputs)
+        # Of candidates only these rows of the decoder are computed: it is most of the head.
+        ids = sorted({number for one in inputs for number in one.candidates})
+        found: dict[int, mx.array] = {}
+        for wants_all in (False, True):
+            rows = [row for row, one in enumerate(inputs) if (not one.candidates) == wants_all]
+            if not rows:
+                continue
+            own = [inputs[row] for row in rows]
+            logits = self._logits(own, hidden, rows, None if wants_all else mx.array(ids))
+            columns = None if wants_all else {number: at for at, number in enumerate(ids)}
+            found.update(zip(rows, _chosen(logits, own, columns), strict=True))
+        return [found[row] for row in range(len(inputs))]
 
     def _mlm_logprobs(
         self, inputs: Sequence[EncodeInput], hidden: mx.array, mask: mx.array
     ) -> list[mx.array]:
         del mask
-        logits = self._logits(inputs, hidden).astype(mx.float32)
+        logits = self._logits(inputs, hidden, range(len(inputs))).astype(mx.float32)
         return _chosen(logits - mx.logsumexp(logits, axis=-1, keepdims=True), inputs)
 
-    def _logits(self, inputs: Sequence[EncodeInput], hidden: mx.array) -> mx.array:
-        """Of the places alone: the head costs more than the rest for a text of some words."""
-        rows = [row for row, one in enumerate(inputs) for _ in one.places]
+    def _logits(
+        self,
+        inputs: Sequence[EncodeInput],
+        hidden: mx.array,
+        rows: Sequence[int],
+        ids: mx.array | None = None,
+    ) -> mx.array:
+        """Of the places alone: the head costs more than the rest for a text of some words.
+
+        ``rows``: where the inputs are in ``hidden``; ``ids``: of which tokens; None: of all.
+        """
+        chosen = [row for row, one in zip(rows, inputs, strict=True) for _ in one.places]
         places = [place for one in inputs for place in one.places]
-        return self._model.mlm_logits(hidden[mx.array(rows), mx.array(places)])
+        return self._model.mlm_logits(hidden[mx.array(chosen), mx.array(places)], ids)
 
     def _sparse(
         self, inputs: Sequence[EncodeInput], hidden: mx.array, mask: mx.array
@@ -122,12 +142,18 @@ def _cut(rows: mx.array, inputs: Sequence[EncodeInput]) -> list[mx.array]:
     return [row[: len(one.token_ids)] for row, one in zip(rows, inputs, strict=True)]
 
 
-def _chosen(logits: mx.array, inputs: Sequence[EncodeInput]) -> list[mx.array]:
-    """Each input's rows of ``[places, vocabulary]``, and of these its candidates."""
+def _chosen(
+    logits: mx.array, inputs: Sequence[EncodeInput], columns: Mapping[int, int] | None = None
+) -> list[mx.array]:
+    """Each input's rows of ``[places, vocabulary]``, and of these its candidates.
+
+    ``columns``: where a token is that ``logits`` has; None: it has them all.
+    """
     found = []
     begin = 0
     for one in inputs:
         own = logits[begin : begin + len(one.places)]
-        found.append(own[:, mx.array(one.candidates)] if one.candidates else own)
+        wanted = [number if columns is None else columns[number] for number in one.candidates]
+        found.append(own[:, mx.array(wanted)] if wanted else own)
         begin += len(one.places)
     return found

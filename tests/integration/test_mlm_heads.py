@@ -1,0 +1,93 @@
+"""Heads of masked LMs cost what their masks and words cost, whatever the text's length."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+import pytest
+
+from mlx_parallm.encode import EncodeInput
+from mlx_parallm.encoding.sentence_transformers import VectorSpec
+from mlx_parallm.models.heads import table_logits
+from mlx_parallm.models.loading import load_encoder
+from mlx_parallm.runner.encoder_heads import EncoderHeads
+from mlx_parallm.runner.encoder_runner import EncoderRunner
+from tests.encoder_folders import golden_names, read_golden, write_golden
+
+MASKED_LMS = [
+    name
+    for name in golden_names()
+    if read_golden(name)["config"]["architectures"][0].endswith("ForMaskedLM")
+]
+IDS = [7, 3, 98, 3]
+
+
+@pytest.mark.parametrize("quantised", [False, True])
+@pytest.mark.parametrize("name", MASKED_LMS)
+def test_logits_of_some_ids_are_those_of_all(name: str, quantised: bool, tmp_path: Path) -> None:
+    model = load_encoder(write_golden(tmp_path, read_golden(name))).model
+    if quantised:
+        nn.quantize(
+            model,
+            group_size=32,
+            bits=8,
+            class_predicate=lambda _, m: hasattr(m, "to_quantized") and m.weight.shape[-1] == 32,
+        )
+    hidden = model(mx.array([[5, 6, 7, 8]]))[0]
+    every = np.array(model.mlm_logits(hidden))
+    some = np.array(model.mlm_logits(hidden, mx.array(IDS)))
+    np.testing.assert_allclose(some, every[:, IDS], atol=1e-4)
+
+
+class CountedHead:
+    """A masked LM whose head notes what it was given, and what it gave."""
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+        self.shapes: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
+
+    def mlm_logits(self, hidden: mx.array, ids: mx.array | None = None) -> mx.array:
+        logits = self._model.mlm_logits(hidden, ids)
+        self.shapes.append((hidden.shape, logits.shape))
+        return logits
+
+
+@pytest.mark.parametrize("length", [4, 40])
+def test_the_head_is_evaluated_at_masks_alone(length: int, tmp_path: Path) -> None:
+    loaded = load_encoder(write_golden(tmp_path, read_golden("bert_masked_lm")))
+    counted = CountedHead(loaded.model)
+    heads = EncoderHeads(counted, VectorSpec())
+    ids = tuple(range(5, 5 + length))
+    inputs = [
+        EncodeInput(ids, "mlm", places=(1, 3), candidates=(9, 8)),
+        EncodeInput(ids, "mlm", places=(2,), candidates=(8, 7, 8)),
+        EncodeInput(ids, "mlm", places=(0,)),
+        EncodeInput(ids, "mlm_logprobs", places=(1,), candidates=(5,)),
+    ]
+    hidden = loaded.model(mx.array([ids] * len(inputs)))
+    results = heads.run(inputs, hidden, mx.ones(hidden.shape[:2], mx.bool_))
+    assert sorted(counted.shapes) == [((1, 32), (1, 99)), ((1, 32), (1, 99)), ((3, 32), (3, 3))]
+    runner = EncoderRunner(loaded, VectorSpec())
+    for one, result in zip(inputs, results, strict=True):
+        np.testing.assert_allclose(runner.run([one])[0], result, atol=1e-4)
+    every = np.array(loaded.model.mlm_logits(hidden[0, 2:3]))
+    np.testing.assert_allclose(results[1], every[:, [8, 7, 8]], atol=1e-4)
+
+
+@pytest.mark.parametrize("quantised", [False, True])
+@pytest.mark.parametrize(
+    "table", [nn.Embedding(50_000, 32), nn.Linear(32, 50_000)], ids=["words", "layer"]
+)
+def test_rows_that_are_not_wanted_are_not_computed(table: nn.Module, quantised: bool) -> None:
+    one: Any = table.to_quantized(32, 8) if quantised else table
+    hidden, ids = mx.ones((64, 32)), mx.array([1, 49_999])
+    mx.eval(one.parameters(), hidden, ids)
+    before = mx.get_active_memory()
+    mx.reset_peak_memory()
+    mx.eval(table_logits(one, hidden, ids))
+    # All logits are 12.8 million bytes, and the table 6.4.
+    assert mx.get_peak_memory() - before < 1e6
