@@ -14,6 +14,8 @@ from mlx.utils import tree_flatten
 
 from mlx_parallm.kernels.dialect import CudaDialect
 from mlx_parallm.runner.device import backend_name
+from mlx_parallm.runner.expert_kernel import ExpertKernel
+from mlx_parallm.runner.expert_layers import use_expert_layers
 from mlx_parallm.runner.loader import LoadedModel
 from mlx_parallm.runner.row_kernel import RowKernel
 from mlx_parallm.runner.row_layers import use_row_layers
@@ -189,9 +191,11 @@ def copying_model(shape: str, successor: mx.array, *, dtype: mx.Dtype = mx.bfloa
 
 
 def flatten(model: RandomModel) -> None:
-    """What the loader does to linear layers on CUDA."""
-    kernel = RowKernel(CudaDialect()) if backend_name() == "cuda" else None
-    use_row_layers(model.model, kernel)
+    """What the loader does to linear layers and experts on CUDA."""
+    is_cuda = backend_name() == "cuda"
+    use_row_layers(model.model, RowKernel(CudaDialect()) if is_cuda else None)
+    if is_cuda:
+        use_expert_layers(model.model, ExpertKernel(CudaDialect()))
 
 
 def _stock_model(config: dict[str, Any]) -> Any:

@@ -16,6 +16,7 @@ from mlx_parallm.runner.adapter_check import adapter_report
 from mlx_parallm.runner.backend_choice import AttentionReport, attention_report
 from mlx_parallm.runner.device import DeviceReport, device_report
 from mlx_parallm.runner.device_kernels import KernelReport
+from mlx_parallm.runner.expert_kernel import expert_report
 from mlx_parallm.runner.row_kernel import linear_report
 from mlx_parallm.runner.sampling_check import sampling_report
 
@@ -48,6 +49,7 @@ class Diagnosis:
     quantised_kv: dict[str, AttentionReport]
     sampling: KernelReport
     linear: KernelReport
+    experts: KernelReport
     adapters: KernelReport
     system: str
     versions: dict[str, str]
@@ -80,6 +82,7 @@ def diagnose() -> Diagnosis:
         quantised_kv={name: attention_report(name) for name in KV_CACHE_DTYPES if name != "auto"},
         sampling=sampling_report(),
         linear=linear_report(),
+        experts=expert_report(),
         adapters=adapter_report(),
         system=platform.platform(),
         versions=versions(),
@@ -139,6 +142,7 @@ def render(diagnosis: Diagnosis) -> list[str]:
         *((name, _self_test(report)) for name, report in attention.items()),
         ("sampling", diagnosis.sampling.backend),
         ("linear layers", diagnosis.linear.backend),
+        ("experts", diagnosis.experts.backend),
         ("adapters", diagnosis.adapters.backend),
         ("system", diagnosis.system),
         *diagnosis.versions.items(),
@@ -148,6 +152,7 @@ def render(diagnosis: Diagnosis) -> list[str]:
     reports = {
         "sampling": diagnosis.sampling,
         "linear layers": diagnosis.linear,
+        "experts": diagnosis.experts,
         "adapters": diagnosis.adapters,
     }
     for name, report in {**attention, **reports}.items():

@@ -15,7 +15,7 @@ from mlx_parallm.kernels.dialect import Dialect, Kernel
 #: A constant of a kernel: a type or a number.
 Constant = mx.Dtype | int | float
 # Constants that choose lines of the texts.
-SWITCHES = ("BITS", "SPLIT", "SINKS", "SOFT_CAP", "WINDOW", "OUTPUTS")
+SWITCHES = ("BITS", "SPLIT", "SINKS", "SOFT_CAP", "WINDOW", "OUTPUTS", "EXPERTS")
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,6 +16,8 @@ from mlx_parallm.config import ModelConfig
 from mlx_parallm.errors import ConfigError, ModelLoadError
 from mlx_parallm.kernels.dialect import CudaDialect
 from mlx_parallm.runner.device import backend_name, free_memory_bytes
+from mlx_parallm.runner.expert_kernel import ExpertKernel
+from mlx_parallm.runner.expert_layers import use_expert_layers
 from mlx_parallm.runner.own_compilation import run_uncompiled
 from mlx_parallm.runner.row_kernel import RowKernel
 from mlx_parallm.runner.row_layers import use_row_layers
@@ -63,6 +65,7 @@ def load_model(config: ModelConfig, path: Path) -> LoadedModel:
         model, model_config = _read(config, path)
         if backend_name() == "cuda":
             use_row_layers(model, RowKernel(CudaDialect()))
+            use_expert_layers(model, ExpertKernel(CudaDialect()))
         run_uncompiled(model)
         model.eval()
         mx.eval(model.parameters())

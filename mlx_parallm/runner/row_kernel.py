@@ -123,6 +123,7 @@ class RowKernel:
         constants: dict[str, Constant] = {
             "T": dtype,
             "OUTPUTS": num_outputs,
+            "EXPERTS": 0,
             "TILES": 1 if is_small else MAX_ROWS // TILE,
             "PANELS": panels,
             "WARPS": WARPS,

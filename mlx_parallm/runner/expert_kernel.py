@@ -1,0 +1,121 @@
+"""The linear kernel where every row chose one of several weights, on an NVIDIA GPU.
+
+MLX's grouped product of sorted rows takes some five times as long as reading the experts' weights
+once where each has few rows. Here every weight that a row chose is read once for 8 rows.
+"""
+
+from __future__ import annotations
+
+from typing import cast
+
+import mlx.core as mx
+
+from mlx_parallm.attention.kernels import TEXTS
+from mlx_parallm.kernels.build import Constant, KernelBuilder, KernelSpec
+from mlx_parallm.kernels.dialect import CudaDialect, Dialect, Kernel
+from mlx_parallm.runner.device import backend_name
+from mlx_parallm.runner.device_kernels import KernelReport
+from mlx_parallm.runner.model_errors import MODEL_ERRORS
+from mlx_parallm.runner.row_kernel import CHUNK, DTYPES, MAX_ERROR, PANEL, TILE, WARP, WARPS
+
+# Rows for each expert, on the average: with more, weights are read several times.
+MAX_ROWS_EACH = TILE
+# Rows of the check for the first expert, and for the last.
+CROWD = 2 * TILE + 1
+# Of the weights that a report is about.
+REPORT_SHAPE = (16, 512, 512)
+
+
+def expert_report() -> KernelReport:
+    """Test the kernel of the default device, if it has one."""
+    if backend_name() != "cuda":
+        return KernelReport(backend="stock")
+    weight = mx.random.normal(REPORT_SHAPE, mx.bfloat16, key=mx.random.key(0))
+    reason = why_not(ExpertKernel(CudaDialect()), weight)
+    return KernelReport(backend="stock" if reason else "cuda", rejected=reason)
+
+
+class ExpertKernel:
+    """The kernel in its variants, each compiled once."""
+
+    def __init__(self, dialect: Dialect) -> None:
+        """``dialect`` is CUDA's, or one that stands for it."""
+        self._builder = KernelBuilder(dialect, TEXTS, "paged")
+
+    def __call__(self, x: mx.array, experts: mx.array, weight: mx.array) -> mx.array:
+        """Products ``[P, 1, N]`` of each row and the weight that it chose.
+
+        Args:
+            x: ``[P, 1, K]``.
+            experts: uint32 ``[P]``, in ascending order.
+            weight: ``[E, N, K]`` of the dtype of x.
+        """
+        num_experts, width, _ = weight.shape
+        groups = num_experts * -(-width // PANEL)
+        return self._made(weight.dtype)(
+            inputs=[x, experts, weight],
+            output_shapes=[(x.shape[0], 1, width)],
+            output_dtypes=[weight.dtype],
+            grid=(groups * WARPS * WARP, 1, 1),
+            threadgroup=(WARPS * WARP, 1, 1),
+        )[0]
+
+    def _made(self, dtype: mx.Dtype) -> Kernel:
+        constants: dict[str, Constant] = {
+            "T": dtype,
+            "OUTPUTS": 1,
+            "EXPERTS": 1,
+            "TILES": 1,
+            "PANELS": 1,
+            "WARPS": WARPS,
+            "AHEAD": 4,
+        }
+        spec = KernelSpec(
+            "tensor_cores/linear",
+            ("x", "ids", "weight"),
+            ("output0",),
+            headers=("common", "tensor_cores/tensor"),
+        )
+        return self._builder.kernel(spec, constants)
+
+
+def serves(x: mx.array, experts: mx.array, weight: mx.array) -> bool:
+    """Whether the kernel is for these; see ``ExpertKernel.__call__``."""
+    return (
+        x.ndim == 3
+        and x.shape[1] == 1
+        and x.dtype == weight.dtype
+        and experts.ndim == 1
+        and experts.dtype == mx.uint32
+        and x.shape[0] == experts.shape[0] <= MAX_ROWS_EACH * weight.shape[0]
+    )
+
+
+def why_not(kernel: ExpertKernel, weight: mx.array) -> str | None:
+    """Why the kernel is not to be used for weights ``[E, N, K]``; None if it agrees with MLX."""
+    if weight.dtype not in DTYPES:
+        return f"weights of {weight.dtype}"
+    if weight.shape[2] % CHUNK:
+        return f"rows of {weight.shape[2]} numbers"
+    try:
+        error = kernel_error(kernel, weight)
+    except MODEL_ERRORS as cause:
+        return f"{type(cause).__name__}: {cause}"
+    return None if error <= MAX_ERROR else f"off by {error:.2g} of the largest value"
+
+
+def kernel_error(kernel: ExpertKernel, weight: mx.array) -> float:
+    """Largest difference from MLX's own products, in parts of the largest value.
+
+    Some experts have many rows and some have none.
+    """
+    last = weight.shape[0] - 1
+    ids = sorted([0] * CROWD + [last // 2] * 2 + [last] * CROWD)
+    experts = mx.array(ids, mx.uint32)
+    x = mx.random.normal((len(ids), 1, weight.shape[2]), weight.dtype, key=mx.random.key(0))
+    found = kernel(x, experts, weight).astype(mx.float32)
+    rows = [x[i] @ weight[expert].T for i, expert in enumerate(ids)]
+    wanted = mx.stack(rows).astype(mx.float32)
+    error = mx.abs(found - wanted).max() / mx.abs(wanted).max()
+    # NaN is no agreement.
+    return float("inf") if mx.isnan(error).item() else cast("float", error.item())
