@@ -53,6 +53,7 @@ from mlx_parallm.api.routes import (
     rollout,
     server_info,
     sglang,
+    tei,
     token_generate,
     tokenize,
     weights,
@@ -141,6 +142,7 @@ def _add_routes(app: FastAPI) -> None:
     )
     for router in (
         tokenize.router,
+        tei.router,
         rerank.cohere_router,
         render.template_router,
         health.router,

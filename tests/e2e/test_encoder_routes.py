@@ -78,3 +78,26 @@ def test_a_large_body_is_read_and_what_does_not_fit_is_named(server: ServerProce
     assert cut["usage"]["prompt_tokens"] == 24
     answer = httpx2.post(f"{server.url}/v1/embeddings", json=body | {"input": ["w5"] * 10_000})
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, "input")
+
+
+def test_teis_routes(server: ServerProcess) -> None:
+    golden = read_golden("bert_sequence")
+    ids = golden["inputs"]["input_ids"][1]
+    texts = ["w5 w6", "w7"]
+    vectors = np.array(post(server, "/embed", {"inputs": texts, "model": "embedder"}))
+    openai = post(server, "/v1/embeddings", {"input": texts, "model": "embedder"})["data"]
+    np.testing.assert_allclose(vectors, [one["embedding"] for one in openai], atol=1e-5)
+    body = {"inputs": {"source_sentence": texts[0], "sentences": texts}, "model": "embedder"}
+    cosines = post(server, "/similarity", body)
+    np.testing.assert_allclose(cosines, vectors @ vectors[0], atol=1e-5)
+    # The first that can do it is taken where no model is named.
+    (weights,) = post(server, "/embed_sparse", {"inputs": texts[:1]})
+    assert [one["index"] for one in weights] == sorted({one["index"] for one in weights})
+    assert all(one["value"] > 0 for one in weights)
+    pair = post(server, "/predict", {"inputs": [words(ids), "w5"], "raw_scores": True})
+    both = post(server, "/predict", {"inputs": [[words(ids), "w5"], ["w5"]], "raw_scores": True})
+    assert [one["label"] for one in both[0]] == [one["label"] for one in pair]
+    np.testing.assert_allclose(
+        [one["score"] for one in both[0]], [one["score"] for one in pair], atol=1e-5
+    )
+    assert post(server, "/decode", {"ids": [2, 5, 6, 3], "model": "mlm"}) == ["w5 w6"]
