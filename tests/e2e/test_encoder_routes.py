@@ -100,4 +100,4 @@ def test_teis_routes(server: ServerProcess) -> None:
     np.testing.assert_allclose(
         [one["score"] for one in both[0]], [one["score"] for one in pair], atol=1e-5
     )
-    assert post(server, "/decode", {"ids": [2, 5, 6, 3], "model": "mlm"}) == ["w5 w6"]
+    assert post(server, "/decode", {"ids": [5, 6], "model": "mlm"}) == ["w5 w6"]
