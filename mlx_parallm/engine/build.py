@@ -16,7 +16,7 @@ from mlx_parallm.config import (
     SchedulerConfig,
     SpeculativeConfig,
 )
-from mlx_parallm.engine.encoder_build import BuiltEncoder, build_encoder, evict_beyond, is_read
+from mlx_parallm.engine.encoder_build import BuiltEncoder, EncoderBuild, evict_beyond, is_read
 from mlx_parallm.engine.engine import Engine
 from mlx_parallm.engine.formats import reasoning_format_of, tool_format_of
 from mlx_parallm.engine.interface import ServedModel
@@ -184,7 +184,7 @@ def _load_encoder(
 ) -> BuiltEncoder:
     names = model_names(model)
     on_progress(f"Loading {names[0]}", 0.0)
-    built = build_encoder(model, path, names, config, families.encoders)
+    built = EncoderBuild(model, path, names, config, families.encoders).finish()
     on_progress(f"Loading {names[0]}", 1.0)
     return built
 

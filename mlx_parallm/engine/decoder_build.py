@@ -14,8 +14,9 @@ from mlx_parallm.encoding.sentence_transformers import (
     read_json,
     read_vector_spec,
 )
-from mlx_parallm.runner.decoder_loading import load_decoder
+from mlx_parallm.runner.decoder_loading import open_decoder
 from mlx_parallm.runner.decoder_runner import DecoderRunner
+from mlx_parallm.runner.pending_encoder import PendingEncoder
 
 
 def task_of(config: ModelConfig, path: Path) -> ModelTask:
@@ -29,8 +30,8 @@ def task_of(config: ModelConfig, path: Path) -> ModelTask:
     return decoder_task(found, module_kinds(path)) if isinstance(found, dict) else "generate"
 
 
-def load_decoder_runner(config: ModelConfig, path: Path, task: ModelTask) -> DecoderRunner:
-    """A decoder for a task other than ``generate``.
+def open_decoder_runner(config: ModelConfig, path: Path, task: ModelTask) -> PendingEncoder:
+    """Open a decoder for a task other than ``generate``.
 
     Raises:
         ConfigError: an unknown dtype.
@@ -39,7 +40,8 @@ def load_decoder_runner(config: ModelConfig, path: Path, task: ModelTask) -> Dec
     model_config = read_json(path / "config.json")
     plan = decoder_plan(task, model_config)
     spec = read_vector_spec(path, _vectors(model_config))
-    return DecoderRunner(load_decoder(config, path, plan), plan, spec)
+    opened = open_decoder(config, path, plan)
+    return PendingEncoder(opened.model, path, lambda: DecoderRunner(opened, plan, spec))
 
 
 def _vectors(config: dict[str, Any]) -> VectorSpec:

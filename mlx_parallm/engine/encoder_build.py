@@ -8,16 +8,17 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from mlx_parallm.config import EngineConfig, ModelConfig
-from mlx_parallm.encode import Encoder
+from mlx_parallm.encode import EncoderInfo
 from mlx_parallm.encoding.cross_encoder import scores_are_logits
 from mlx_parallm.encoding.sentence_transformers import read_vector_spec
-from mlx_parallm.engine.decoder_build import load_decoder_runner, task_of
+from mlx_parallm.engine.decoder_build import open_decoder_runner, task_of
 from mlx_parallm.engine.encode_engine import EncodeEngine
 from mlx_parallm.engine.encoder_metrics import EncoderFamilies, EncoderMetrics
 from mlx_parallm.engine.interface import EncoderModel, TextEncoder
 from mlx_parallm.errors import ConfigError
 from mlx_parallm.runner.device import backend_name
-from mlx_parallm.runner.encoder_runner import is_encoder, load_encoder_runner
+from mlx_parallm.runner.encoder_runner import is_encoder, open_encoder_runner
+from mlx_parallm.runner.pending_encoder import PendingEncoder
 from mlx_parallm.tokenizer.encoder_tokenizer import (
     load_decoder_tokenizer,
     load_encoder_tokenizer,
@@ -57,49 +58,86 @@ def is_read(config: ModelConfig, path: Path) -> bool:
     return is_encoder(path) or task_of(config, path) != "generate"
 
 
-def build_encoder(
-    config: ModelConfig,
-    path: Path,
-    names: tuple[str, ...],
-    settings: EngineConfig,
-    families: EncoderFamilies,
-    *,
-    tokenizer: TextEncoder | None = None,
-) -> BuiltEncoder:
-    """Load a folder of which ``is_read`` is true; its ``tokenizer``, unless that is loaded.
+class EncoderBuild:
+    """An encoder on its way into memory. Lives on the engine thread.
 
-    Raises:
-        ConfigError: an unknown dtype, or ``max_model_len`` beyond what the model takes.
-        ModelLoadError: it cannot be loaded.
+    Attributes:
+        num_bytes: of its weights.
     """
-    tokenizer = tokenizer or tokenizer_of(config, path)
-    runner = _runner(config, path)
-    info = runner.info
-    if len(info.labels) == 1:
-        info = replace(info, scores_are_logits=scores_are_logits(path))
-    if config.max_model_len is not None:
-        if config.max_model_len > info.max_model_len:
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        path: Path,
+        names: tuple[str, ...],
+        settings: EngineConfig,
+        families: EncoderFamilies,
+        *,
+        tokenizer: TextEncoder | None = None,
+    ) -> None:
+        """Open a folder of which ``is_read`` is true; its ``tokenizer``, unless that is loaded.
+
+        Raises:
+            ConfigError: an unknown dtype.
+            ModelLoadError: it cannot be loaded.
+        """
+        self._config = config
+        self._path = path
+        self._names = names
+        self._settings = settings
+        self._families = families
+        self._tokenizer = tokenizer or tokenizer_of(config, path)
+        self._pending: PendingEncoder | None = _open(config, path)
+        self.num_bytes = self._pending.num_bytes
+
+    def advance(self) -> float:
+        """Have the next part in memory; which share is there, from 0 to 1."""
+        return self._opened.advance()
+
+    def close(self) -> None:
+        """Let go of what is not part of a finished encoder."""
+        self._pending = None
+
+    @property
+    def _opened(self) -> PendingEncoder:
+        assert self._pending is not None, "closed"
+        return self._pending
+
+    def finish(self) -> BuiltEncoder:
+        """The encoder, ready to serve.
+
+        Raises:
+            ConfigError: ``max_model_len`` is beyond what the model takes.
+        """
+        runner = self._opened.finish()
+        model = EncoderModel(
+            names=self._names,
+            root=self._config.path or str(self._path),
+            created=int(time.time()),
+            tokenizer=self._tokenizer,
+            info=self._info(runner.info),
+        )
+        engine = EncodeEngine(
+            runner,
+            max_tokens=self._settings.scheduler.max_num_batched_tokens or _max_tokens(),
+            max_tokens_beside=MAX_TOKENS_BESIDE,
+            max_waiting=MAX_WAITING,
+            metrics=EncoderMetrics(self._families, self._names[0]),
+            cache_bytes=self._settings.encoders.cache_bytes,
+        )
+        return BuiltEncoder(self._config, model, engine)
+
+    def _info(self, info: EncoderInfo) -> EncoderInfo:
+        if len(info.labels) == 1:
+            info = replace(info, scores_are_logits=scores_are_logits(self._path))
+        longest = self._config.max_model_len
+        if longest is None:
+            return info
+        if longest > info.max_model_len:
             raise ConfigError(
-                f"--max-model-len is {config.max_model_len}; {names[0]} takes "
-                f"{info.max_model_len} tokens."
+                f"--max-model-len is {longest}; {self._names[0]} takes {info.max_model_len} tokens."
             )
-        info = replace(info, max_model_len=config.max_model_len)
-    model = EncoderModel(
-        names=names,
-        root=config.path or str(path),
-        created=int(time.time()),
-        tokenizer=tokenizer,
-        info=info,
-    )
-    engine = EncodeEngine(
-        runner,
-        max_tokens=settings.scheduler.max_num_batched_tokens or _max_tokens(),
-        max_tokens_beside=MAX_TOKENS_BESIDE,
-        max_waiting=MAX_WAITING,
-        metrics=EncoderMetrics(families, names[0]),
-        cache_bytes=settings.encoders.cache_bytes,
-    )
-    return BuiltEncoder(config, model, engine)
+        return replace(info, max_model_len=longest)
 
 
 def evict_beyond(encoders: Sequence[BuiltEncoder], max_bytes: int | None) -> list[BuiltEncoder]:
@@ -139,7 +177,7 @@ def tokenizer_of(config: ModelConfig, path: Path) -> TextEncoder:
     return load(path, trust_remote_code=config.trust_remote_code)
 
 
-def _runner(config: ModelConfig, path: Path) -> Encoder:
+def _open(config: ModelConfig, path: Path) -> PendingEncoder:
     if is_encoder(path):
-        return load_encoder_runner(path, config.dtype, read_vector_spec(path))
-    return load_decoder_runner(config, path, task_of(config, path))
+        return open_encoder_runner(path, config.dtype, read_vector_spec(path))
+    return open_decoder_runner(config, path, task_of(config, path))

@@ -9,13 +9,13 @@ from typing import Any, Protocol
 
 from mlx_parallm.config import EngineConfig, ModelConfig
 from mlx_parallm.engine import host_actions
-from mlx_parallm.engine.commands import EngineHost
-from mlx_parallm.engine.encoder_build import build_encoder, is_read, tokenizer_of
+from mlx_parallm.engine.commands import Call, Command, EngineHost
+from mlx_parallm.engine.encoder_build import EncoderBuild, is_read, tokenizer_of
 from mlx_parallm.engine.encoder_metrics import EncoderFamilies
 from mlx_parallm.engine.encoder_residency import MakeRoom
 from mlx_parallm.engine.interface import EncoderModel, TextEncoder
 from mlx_parallm.errors import InvalidRequestError
-from mlx_parallm.runner.hub import log_download, resolve_model
+from mlx_parallm.runner.hub import resolve_model
 
 # Of the files that are read ahead.
 CHUNK_BYTES = 1 << 24
@@ -26,6 +26,10 @@ class EngineThread(Protocol):
 
     async def call(self, action: Callable[[EngineHost], Any]) -> Any:
         """What an action between two steps gives; raise its error."""
+        ...
+
+    def tell(self, command: Command) -> None:
+        """Send a command that nobody waits for."""
         ...
 
 
@@ -50,29 +54,62 @@ class ThreadLoader:
         on_progress: Callable[[float], None],
     ) -> EncoderModel:
         """See ``EncoderLoader.load``."""
-        folder, tokenizer = await asyncio.to_thread(_read, config)
-        on_progress(0.5)
-        await make_room(_file_bytes(folder))
+        thread = self._thread
+        read = Progress(on_progress, 0.0, 1 / 2)
+        folder, tokenizer = await asyncio.to_thread(_read, config, read)
 
-        def build(host: EngineHost) -> EncoderModel:
-            built = build_encoder(
+        def begin(_: EngineHost) -> EncoderBuild:
+            return EncoderBuild(
                 config, folder, names, self._config, self._families, tokenizer=tokenizer
             )
-            host_actions.add_encoder(host, built)
-            return built.model
 
-        return await self._thread.call(build)
+        build = await thread.call(begin)
+        try:
+            await make_room(build.num_bytes)
+            evaluated = Progress(on_progress, 1 / 2, 1)
+            # In parts, each between two steps of what is served.
+            while (share := await thread.call(lambda _: build.advance())) < 1:
+                evaluated(share)
+            return await thread.call(lambda host: host_actions.add_encoder(host, build))
+        except BaseException:
+            # Whatever it has is let go of on the thread that made it.
+            thread.tell(Call(action=lambda _: build.close(), reply=lambda _: None))
+            raise
 
     async def drop(self, name: str) -> None:
         """See ``EncoderLoader.drop``."""
         await self._thread.call(lambda host: host_actions.drop_encoder(host, name))
 
 
-def _read(config: ModelConfig) -> tuple[Path, TextEncoder]:
-    """The folder, fetched first where need be, its tokenizer; weights come into the file cache."""
+class Progress:
+    """Tells a part of the whole's progress."""
+
+    def __init__(self, tell: Callable[[float], None], begin: float, end: float) -> None:
+        self._tell = tell
+        self._begin = begin
+        self._width = end - begin
+
+    def __call__(self, share: float) -> None:
+        """Tell the share of the part that is done; any thread may."""
+        self._tell(self._begin + self._width * share)
+
+
+def _read(config: ModelConfig, on_progress: Progress) -> tuple[Path, TextEncoder]:
+    """The folder, fetched first where need be, and its tokenizer.
+
+    The weights come into the system's cache of files, so that the engine thread does not wait for
+    a disk.
+
+    Raises:
+        ModelLoadError: it cannot be fetched, or has no tokenizer.
+        InvalidRequestError: it is no encoder.
+    """
     assert config.path is not None
     folder = resolve_model(
-        config.path, config.revision, log_download, trust_remote_code=config.trust_remote_code
+        config.path,
+        config.revision,
+        lambda _, share: on_progress(share / 2),
+        trust_remote_code=config.trust_remote_code,
     )
     if not is_read(config, folder):
         raise InvalidRequestError(
@@ -81,12 +118,11 @@ def _read(config: ModelConfig) -> tuple[Path, TextEncoder]:
             param="model",
         )
     tokenizer = tokenizer_of(config, folder)
-    for file in folder.glob("model*.safetensors"):
+    files = list(folder.glob("model*.safetensors"))
+    total, done = sum(file.stat().st_size for file in files), 0
+    for file in files:
         with file.open("rb") as content:
-            while content.read(CHUNK_BYTES):
-                pass
+            while chunk := content.read(CHUNK_BYTES):
+                done += len(chunk)
+                on_progress((1 + done / total) / 2)
     return folder, tokenizer
-
-
-def _file_bytes(folder: Path) -> int:
-    return sum(file.stat().st_size for file in folder.glob("model*.safetensors"))

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from mlx_parallm.engine.commands import EngineHost
-from mlx_parallm.engine.encoder_build import BuiltEncoder
+from mlx_parallm.engine.encoder_build import EncoderBuild
 from mlx_parallm.engine.engine import Engine
+from mlx_parallm.engine.interface import EncoderModel
 from mlx_parallm.engine.live_weights import SLEEP_TAGS, LiveWeights
 from mlx_parallm.errors import InvalidRequestError
 
@@ -47,10 +48,13 @@ def resume(host: EngineHost) -> None:
         engine.is_paused = False
 
 
-def add_encoder(host: EngineHost, built: BuiltEncoder) -> None:
+def add_encoder(host: EngineHost, build: EncoderBuild) -> EncoderModel:
     """Let requests run on an encoder, which is in memory."""
+    built = build.finish()
+    build.close()
     assert built.engine is not None
     host.encoders[built.model.names[0]] = built.engine
+    return built.model
 
 
 def drop_encoder(host: EngineHost, name: str) -> None:

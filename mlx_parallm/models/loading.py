@@ -51,7 +51,7 @@ class LoadedEncoder:
     """An encoder ready to run on this thread.
 
     Attributes:
-        model: the ``Model`` of a module of this package; its parameters are evaluated.
+        model: the ``Model`` of a module of this package.
         config: the checkpoint's config.json.
         path: the folder it came from.
         dtype: what it computes in, such as ``float32``.
@@ -66,7 +66,17 @@ class LoadedEncoder:
 
 
 def load_encoder(folder: Path, dtype: mx.Dtype | None = None) -> LoadedEncoder:
-    """Load an encoder with the head that its config names.
+    """``open_encoder``, and its parameters evaluated."""
+    opened = open_encoder(folder, dtype)
+    try:
+        mx.eval(opened.model.parameters())
+    except RuntimeError as cause:
+        raise ModelLoadError(f"{folder} could not be loaded: {cause}") from cause
+    return opened
+
+
+def open_encoder(folder: Path, dtype: mx.Dtype | None = None) -> LoadedEncoder:
+    """An encoder with the head that its config names; its parameters are not evaluated yet.
 
     Args:
         folder: has config.json and ``model*.safetensors``, in one file or several. The config's
@@ -88,7 +98,6 @@ def load_encoder(folder: Path, dtype: mx.Dtype | None = None) -> LoadedEncoder:
         if dtype is not None:
             model.set_dtype(dtype)
         model.eval()
-        mx.eval(model.parameters())
     except ModelLoadError as error:
         raise ModelLoadError(f"{folder}: {error}") from error
     except (ValueError, TypeError, KeyError, AttributeError, RuntimeError) as cause:

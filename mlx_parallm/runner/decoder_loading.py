@@ -33,8 +33,8 @@ HEAD_NAMES = ("score", "v_head", "classifier")
 BARE_NAMES = ("embed_tokens.", "layers.", "norm.")
 
 
-def load_decoder(config: ModelConfig, path: Path, plan: DecoderPlan) -> LoadedModel:
-    """Load a folder that mlx_lm knows the architecture of.
+def open_decoder(config: ModelConfig, path: Path, plan: DecoderPlan) -> LoadedModel:
+    """Open a folder that mlx_lm knows the architecture of; parameters are not evaluated yet.
 
     The model has ``score`` where the plan has a head; it has no LM head, and must not be called:
     its trunk is what runs.
@@ -58,7 +58,6 @@ def load_decoder(config: ModelConfig, path: Path, plan: DecoderPlan) -> LoadedMo
             model.score = _choosing(model, plan.chosen)
             drop_lm_head(model)
         model.eval()
-        mx.eval(model.parameters())
     except LOAD_ERRORS as cause:
         raise ModelLoadError(f"{path} could not be loaded: {cause}") from cause
     return loaded_model(model, model_config, path, config)

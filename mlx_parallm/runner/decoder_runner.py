@@ -27,7 +27,7 @@ class DecoderRunner:
     """One decoder. Implements ``encode.Encoder``."""
 
     def __init__(self, loaded: LoadedModel, plan: DecoderPlan, spec: VectorSpec) -> None:
-        """Prepare a model of ``load_decoder``; ``spec`` says how vectors are made.
+        """Prepare a model of ``open_decoder``; ``spec`` says how vectors are made.
 
         Raises:
             ModelLoadError: its architecture cannot be read in this way.

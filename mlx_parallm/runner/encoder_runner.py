@@ -9,14 +9,15 @@ from pathlib import Path
 import mlx.core as mx
 import numpy as np
 
-from mlx_parallm.encode import EncodeInput, EncoderInfo
+from mlx_parallm.encode import EncodeInput, Encoder, EncoderInfo
 from mlx_parallm.encoding.labels import label_names, problem_type
 from mlx_parallm.encoding.sentence_transformers import VectorSpec
 from mlx_parallm.errors import ConfigError
-from mlx_parallm.models.loading import ARCHITECTURES, LoadedEncoder, load_encoder
+from mlx_parallm.models.loading import ARCHITECTURES, LoadedEncoder, open_encoder
 from mlx_parallm.runner.device import backend_name, give_back_memory
 from mlx_parallm.runner.encoder_heads import TASKS, EncoderHeads
 from mlx_parallm.runner.loader import DTYPES
+from mlx_parallm.runner.pending_encoder import PendingEncoder
 
 
 class EncoderRunner:
@@ -64,8 +65,13 @@ class EncoderRunner:
         give_back_memory()
 
 
-def load_encoder_runner(folder: Path, dtype: str, spec: VectorSpec) -> EncoderRunner:
-    """Load an encoder; ``dtype`` "auto" is that of the file, or float32 on a CPU.
+def load_encoder_runner(folder: Path, dtype: str, spec: VectorSpec) -> Encoder:
+    """``open_encoder_runner``, and all of it."""
+    return open_encoder_runner(folder, dtype, spec).finish()
+
+
+def open_encoder_runner(folder: Path, dtype: str, spec: VectorSpec) -> PendingEncoder:
+    """Open an encoder; ``dtype`` "auto" is that of the file, or float32 on a CPU.
 
     Raises:
         ConfigError: an unknown dtype.
@@ -77,7 +83,8 @@ def load_encoder_runner(folder: Path, dtype: str, spec: VectorSpec) -> EncoderRu
     if wanted is None and backend_name() == "cpu":
         # There it is many times faster than numbers of 16 bits.
         wanted = mx.float32
-    return EncoderRunner(load_encoder(folder, wanted), spec)
+    opened = open_encoder(folder, wanted)
+    return PendingEncoder(opened.model, folder, lambda: EncoderRunner(opened, spec))
 
 
 def is_encoder(folder: Path) -> bool:

@@ -83,7 +83,7 @@ def check_dtype(dtype: str) -> None:
 def loaded_model(
     model: Any, model_config: dict[str, Any], path: Path, config: ModelConfig
 ) -> LoadedModel:
-    """A model whose parameters are evaluated, with what is to be known of it."""
+    """A model, with what is to be known of it."""
     return LoadedModel(model, model_config, path, _dtype_of(model), _bytes_of(model), config)
 
 

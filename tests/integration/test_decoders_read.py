@@ -12,7 +12,7 @@ from mlx_parallm.config import ModelConfig
 from mlx_parallm.encode import EncodeInput, Task
 from mlx_parallm.encoding.model_task import decoder_plan, decoder_task, has_head
 from mlx_parallm.encoding.sentence_transformers import VectorSpec
-from mlx_parallm.runner.decoder_loading import load_decoder
+from mlx_parallm.runner.decoder_loading import open_decoder
 from mlx_parallm.runner.decoder_runner import DecoderRunner
 from tests.decoder_folders import decoder_names, read_decoder
 from tests.encoder_folders import write_golden
@@ -24,7 +24,7 @@ def runner_of(folder: Path, golden: dict[str, Any], dtype: str = "auto") -> Deco
     config, chosen = golden["config"], tuple(golden.get("chosen", ()))
     plan = decoder_plan("score" if chosen else decoder_task(config, ()), config, chosen)
     assert has_head(config) == (plan.head == "score")
-    loaded = load_decoder(ModelConfig(dtype=dtype), write_golden(folder, golden), plan)
+    loaded = open_decoder(ModelConfig(dtype=dtype), write_golden(folder, golden), plan)
     return DecoderRunner(loaded, plan, VectorSpec(poolings=("last",)))
 
 
