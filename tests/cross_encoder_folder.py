@@ -1,13 +1,16 @@
-"""The golden cross-encoder as a folder."""
+"""The golden cross-encoder and other models that score, as folders."""
 
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
-from tests.encoder_folders import GOLDEN, write_golden
-from tests.word_tokenizer import word_tokenizer
+import mlx.core as mx
+
+from tests.embedder_folder import write_words
+from tests.encoder_folders import GOLDEN, golden_arrays, read_golden, write_encoder, write_golden
 
 
 def read_cross_encoder() -> dict[str, Any]:
@@ -18,5 +21,42 @@ def write_cross_encoder(folder: Path, **config: Any) -> Path:
     """Its folder; ``config`` has further keys of ``config.json``."""
     golden = read_cross_encoder()
     write_golden(folder, {**golden, "config": {**golden["config"], **config}})
-    word_tokenizer(golden["config"]["vocab_size"]).save(str(folder / "tokenizer.json"))
+    write_words(folder, golden["config"]["vocab_size"])
     return folder
+
+
+def write_broken(folder: Path) -> Path:
+    """The same with a weight that is not a number."""
+    golden = read_cross_encoder()
+    weights = golden_arrays(golden) | {"classifier.bias": mx.array([math.nan])}
+    write_encoder(folder, golden["config"], weights)
+    write_words(folder, golden["config"]["vocab_size"])
+    return folder
+
+
+def write_reward_model(folder: Path) -> Path:
+    """The same with a chat template."""
+    write_cross_encoder(folder)
+    write_template(folder)
+    return folder
+
+
+def write_step_model(folder: Path) -> Path:
+    """A classifier of tokens with two labels."""
+    golden = read_golden("bert_token")
+    golden["config"]["id2label"] = {"0": "bad", "1": "good"}
+    golden["weights"] |= {"classifier.weight": [2, 32], "classifier.bias": [2]}
+    write_golden(folder, golden)
+    write_words(folder, golden["config"]["vocab_size"])
+    return folder
+
+
+def write_template(folder: Path) -> None:
+    """One that writes ``w90`` before what a user says and ``w91`` before what others say."""
+    (folder / "tokenizer_config.json").write_text(
+        json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"})
+    )
+    (folder / "chat_template.jinja").write_text(
+        "{% for one in messages %}{% if one.role == 'system' %}{{ raise_exception('no system') }}"
+        "{% endif %}{{ 'w90 ' if one.role == 'user' else 'w91 ' }}{{ one.content }} {% endfor %}"
+    )

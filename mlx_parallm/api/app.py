@@ -48,9 +48,11 @@ from mlx_parallm.api.routes import (
     render,
     rerank,
     responses,
+    rewards,
     rl_capabilities,
     rl_logprobs,
     rollout,
+    score,
     server_info,
     sglang,
     tei,
@@ -136,9 +138,11 @@ def _add_routes(app: FastAPI) -> None:
         render.router,
         rerank.router,
         responses.router,
+        rewards.router,
         rl_capabilities.router,
         rl_logprobs.router,
         rollout.router,
+        score.router,
     )
     for router in (
         tokenize.router,

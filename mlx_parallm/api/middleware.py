@@ -47,6 +47,7 @@ ENCODER_PATHS = (
     "/models",
     "/pipeline",
 )
+SCORING_PATHS = ("/rerank", "/v2/rerank", "/score", "/generative_scoring", "/rewards")
 # What a form holds besides its file.
 FORM_BYTES = 64 * 1024
 
@@ -158,14 +159,13 @@ def body_limits(config: ServerConfig) -> dict[str, int]:
         "/responses": config.max_body_bytes,
         "/decisions": config.max_body_bytes,
         **dict.fromkeys(ENCODER_PATHS, config.max_body_bytes),
+        **dict.fromkeys(SCORING_PATHS, config.max_body_bytes),
         "/apply-template": config.max_body_bytes,
         MESSAGES: config.max_body_bytes,
         "/tokenize": config.max_body_bytes,
         "/detokenize": config.max_body_bytes,
         "/generate": config.max_body_bytes,
         "/inference/v1/generate": config.max_body_bytes,
-        "/rerank": config.max_body_bytes,
-        "/v2/rerank": config.max_body_bytes,
         "/rl": config.max_body_bytes,
         "/update_adapter_weights": config.max_adapter_bytes + FORM_BYTES,
         "/load_lora_adapter_from_tensors": config.max_adapter_bytes + FORM_BYTES,

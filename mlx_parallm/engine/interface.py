@@ -169,6 +169,11 @@ class TextEncoder(Protocol):
         """The ids of each text, the model's special tokens around them where they are wanted."""
         ...
 
+    @property
+    def has_chat_template(self) -> bool:
+        """Whether ``encode_chat`` works."""
+        ...
+
     def encode_chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> tuple[int, ...]:
         """The ids of a conversation; ``options`` are those of ``Tokenizer.render_chat``.
 

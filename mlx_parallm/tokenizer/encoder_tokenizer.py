@@ -10,17 +10,30 @@ from tokenizers import Tokenizer
 from transformers import AutoTokenizer
 
 from mlx_parallm.errors import InvalidRequestError, ModelLoadError
+from mlx_parallm.tokenizer.chat_template import ChatTemplate, load_chat_template
 from mlx_parallm.tokenizer.special_tokens import SpecialTokens, read_special_tokens
 
 
 class EncoderTokenizer:
     """Of the tokenizers library, whose methods may be called from any thread."""
 
-    def __init__(self, backend: Tokenizer, special: SpecialTokens | None = None) -> None:
-        """``backend`` is changed: it shall neither cut nor pad; ``special`` names its tokens."""
+    def __init__(
+        self,
+        backend: Tokenizer,
+        special: SpecialTokens | None = None,
+        template: ChatTemplate | None = None,
+    ) -> None:
+        """Prepare.
+
+        Args:
+            backend: is changed: it shall neither cut nor pad.
+            special: names its tokens.
+            template: renders conversations, if the model has one.
+        """
         backend.no_truncation()
         backend.no_padding()
         self._backend = backend
+        self._template = template
         self._begin, self._end = _specials_around(backend)
         self._special = special or SpecialTokens()
 
@@ -52,12 +65,20 @@ class EncoderTokenizer:
         found = self._backend.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)
         return [tuple(one.ids) for one in found]
 
+    @property
+    def has_chat_template(self) -> bool:
+        """See ``TextEncoder.has_chat_template``."""
+        return self._template is not None
+
     def encode_chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> tuple[int, ...]:
-        """Refuse: models of these architectures have no chat template."""
-        del messages, options
-        raise InvalidRequestError(
-            "This model has no chat template: send texts in place of messages.", param="messages"
-        )
+        """See ``TextEncoder.encode_chat``."""
+        if self._template is None:
+            raise InvalidRequestError(
+                "This model has no chat template: send texts in place of messages.",
+                param="messages",
+            )
+        text = self._template.render(messages, **options)
+        return tuple(self._backend.encode(text, add_special_tokens=False).ids)
 
     def encode_pairs(
         self, pairs: Sequence[tuple[str, str]]
@@ -120,10 +141,12 @@ def load_encoder_tokenizer(folder: Path, *, trust_remote_code: bool = False) -> 
     try:
         if (folder / "tokenizer.json").exists():
             backend = Tokenizer.from_file(str(folder / "tokenizer.json"))
+            template = load_chat_template(folder, trust_remote_code=trust_remote_code)
         else:
             loaded = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
             backend = loaded.backend_tokenizer
-        return EncoderTokenizer(backend, read_special_tokens(folder, backend))
+            template = ChatTemplate(loaded) if loaded.chat_template else None
+        return EncoderTokenizer(backend, read_special_tokens(folder, backend), template)
     except Exception as cause:
         # The tokenizers library raises Exception itself.
         raise ModelLoadError(f"{folder}: its tokenizer could not be loaded: {cause}") from cause

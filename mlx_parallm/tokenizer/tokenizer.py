@@ -9,25 +9,15 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from jinja2.exceptions import TemplateError
 from mlx_lm import tokenizer_utils
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from tokenizers import Tokenizer as BackendTokenizer
 
 from mlx_parallm.errors import ConfigError, InvalidRequestError, ModelLoadError
+from mlx_parallm.tokenizer.chat_template import template_refusals
 from mlx_parallm.tokenizer.detokenizer import ByteLevelDetokenizer, WindowDetokenizer
 from mlx_parallm.tokenizer.vocabulary import Vocabulary
 
-# What a Jinja template raises for messages it was not written for.
-_TEMPLATE_ERRORS = (
-    TemplateError,
-    ArithmeticError,
-    AttributeError,
-    LookupError,
-    RecursionError,
-    TypeError,
-    ValueError,
-)
 # Shows whether a template writes tools.
 _PROBE_TOOL: Mapping[str, Any] = {
     "type": "function",
@@ -174,13 +164,8 @@ class ParallmTokenizer:
         return self._vocabulary.detokenizer(skip_special_tokens=skip_special_tokens)
 
     def _render(self, messages: list[dict[str, Any]], options: dict[str, Any]) -> str:
-        try:
-            with self._lock:
-                text = self._wrapper.apply_chat_template(messages, tokenize=False, **options)
-        except _TEMPLATE_ERRORS as error:
-            raise InvalidRequestError(
-                f"The chat template refused these messages: {error}", param="messages"
-            ) from error
+        with template_refusals(), self._lock:
+            text = self._wrapper.apply_chat_template(messages, tokenize=False, **options)
         return str(text)
 
 

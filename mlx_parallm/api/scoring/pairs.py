@@ -10,12 +10,22 @@ from typing import Literal
 import numpy as np
 
 from mlx_parallm.api.convert.encode_inputs import pair_inputs, single_inputs
+from mlx_parallm.api.schemas.score import ScoreRequest
 from mlx_parallm.encode import EncodeRequest, EncoderInfo
 from mlx_parallm.engine.interface import EncoderClient, EncoderModel
 from mlx_parallm.errors import InvalidRequestError
 
 #: What is made of a cross-encoder's logit: what its files ask for, the logistic function, nothing.
 Activation = Literal["default", "sigmoid", "none"]
+
+
+#: What vLLM calls the two sides of its pairs, in their order.
+SIDES = (
+    ("text_1", "text_2"),
+    ("queries", "documents"),
+    ("queries", "items"),
+    ("data_1", "data_2"),
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,6 +49,30 @@ class PairScores:
 
     values: list[float]
     num_tokens: int
+
+
+def pairs_of(body: ScoreRequest) -> Pairs:
+    """The pairs that a body of vLLM's names.
+
+    Raises:
+        InvalidRequestError: not exactly two sides are there, or their lengths do not fit.
+    """
+    told = {name for pair in SIDES for name in pair} & body.model_fields_set
+    names = next((pair for pair in SIDES if set(pair) == told), None)
+    if names is None:
+        known = ", ".join(f"{first} and {second}" for first, second in SIDES)
+        raise InvalidRequestError(
+            f"Give {known}; or query and items.", param=min(told, default="text_1")
+        )
+    queries, documents = getattr(body, names[0]), getattr(body, names[1])
+    if not all(isinstance(one, str) for one in documents):
+        raise InvalidRequestError(f"{names[1]} must be texts.", param=names[1])
+    if len(queries) not in (1, len(documents)):
+        raise InvalidRequestError(
+            f"{names[0]} has {len(queries)} texts: it needs one, or as many as {names[1]}.",
+            param=names[0],
+        )
+    return Pairs(queries=queries, documents=documents, params=names)
 
 
 def scoring_model(encoders: EncoderClient, name: str | None) -> EncoderModel:

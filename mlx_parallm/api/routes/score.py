@@ -1,0 +1,168 @@
+"""``POST /v1/score`` in vLLM's and SGLang's shapes, and vLLM's ``/generative_scoring``."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Any
+
+from fastapi import APIRouter, Request, Response
+from starlette.responses import JSONResponse
+
+from mlx_parallm.api.convert.answer import usage_body
+from mlx_parallm.api.dependencies import ClientDep, EngineDep, MaxWaitingDep
+from mlx_parallm.api.generation import check_queue, named_by, unless_disconnected
+from mlx_parallm.api.ignored import tell_ignored
+from mlx_parallm.api.json_body import JsonRoute
+from mlx_parallm.api.samples import Usage
+from mlx_parallm.api.schemas.score import ScoreRequest
+from mlx_parallm.api.scoring.labels import (
+    FIELDS,
+    LabelScores,
+    classifier_scores,
+    encode_prompts,
+    generator_scores,
+    label_model,
+    label_question,
+    label_requests,
+)
+from mlx_parallm.api.scoring.pairs import pairs_of, score_pairs, scoring_model
+from mlx_parallm.engine.interface import EncoderModel, EngineClient
+from mlx_parallm.errors import InvalidRequestError
+from mlx_parallm.request import GenerateRequest
+
+router = APIRouter(route_class=JsonRoute)
+
+
+@router.post("/score")
+async def score(
+    body: ScoreRequest,
+    request: Request,
+    engine: EngineDep,
+    client: ClientDep,
+    max_waiting: MaxWaitingDep,
+) -> Response:
+    """How well pairs of texts fit, or how probable labels are after a query and each item."""
+
+    async def work() -> Response:
+        if body.query is None:
+            return await _pairs(body, request, engine)
+        name, found = await _labels(
+            body, request, engine, client, max_waiting, softmax=False, joins_texts=True
+        )
+        usage = usage_body(found.usage)
+        return JSONResponse(
+            {"object": "scoring", "model": name, "scores": found.values, "usage": usage}
+        )
+
+    response = await unless_disconnected(request, work())
+    tell_ignored(response, body.model_extra or ())
+    return response
+
+
+@router.post("/generative_scoring")
+async def generative_scoring(
+    body: ScoreRequest,
+    request: Request,
+    engine: EngineDep,
+    client: ClientDep,
+    max_waiting: MaxWaitingDep,
+) -> Response:
+    """How probable the first label is after a query and each item."""
+
+    async def work() -> Response:
+        name, found = await _labels(
+            body, request, engine, client, max_waiting, softmax=True, joins_texts=False
+        )
+        answer_id = f"generative-scoring-{body.request_id or request.state.answer_id}"
+        values = [one[0] for one in found.values]
+        return JSONResponse(_answer(values, found.usage, answer_id=answer_id, model=name))
+
+    response = await unless_disconnected(request, work())
+    tell_ignored(response, body.model_extra or ())
+    return response
+
+
+async def _pairs(body: ScoreRequest, request: Request, engine: EngineClient) -> Response:
+    pairs = pairs_of(body)
+    if body.truncate_prompt_tokens is not None and body.truncation_side == "left":
+        raise InvalidRequestError(
+            "Of a pair the second text is cut at its end.", param="truncation_side"
+        )
+    model = scoring_model(engine.encoders, body.model)
+    scores = await score_pairs(
+        engine.encoders,
+        model,
+        pairs,
+        request_id=f"score-{request.state.answer_id}",
+        activation="default" if body.use_activation else "none",
+        truncate=body.truncate_prompt_tokens,
+    )
+    answer = _answer(
+        scores.values,
+        Usage(prompt_tokens=scores.num_tokens),
+        answer_id=f"score-{body.request_id or request.state.answer_id}",
+        model=body.model or model.names[0],
+    )
+    # Thousands of scores take long to write.
+    return await asyncio.to_thread(JSONResponse, answer)
+
+
+async def _labels(
+    body: ScoreRequest,
+    request: Request,
+    engine: EngineClient,
+    client: str,
+    max_waiting: int | None,
+    *,
+    softmax: bool,
+    joins_texts: bool,
+) -> tuple[str, LabelScores]:
+    """The name of the model, and its scores; ``softmax`` is what the route does by default."""
+    asked = label_question(body)
+    apply_softmax = softmax if body.apply_softmax is None else body.apply_softmax
+    model = label_model(engine, body.model)
+    name, request_id = body.model or model.names[0], f"score-{request.state.answer_id}"
+    if isinstance(model, EncoderModel):
+        return name, await classifier_scores(
+            engine, model, asked, request_id=request_id, apply_softmax=apply_softmax
+        )
+    if not asked.labels:
+        raise InvalidRequestError("label_token_ids is missing.", param="label_token_ids")
+    if asked.truncate is not None:
+        raise InvalidRequestError(
+            f"{name} generates: its prompts are not cut.", param="truncate_prompt_tokens"
+        )
+    num = len(asked.items)
+    with named_by(FIELDS):
+        check_queue(engine, model.names[0], client, n=1, max_waiting=max_waiting, num_prompts=num)
+    prompts = await encode_prompts(asked, model.tokenizer, joins_texts=joins_texts)
+    template = GenerateRequest(
+        request_id=request_id,
+        model=model.names[0],
+        prompt_ids=prompts[0],
+        priority=body.priority or 0,
+        client=client,
+        cache_salt=body.cache_salt,
+    )
+    return name, await generator_scores(
+        engine,
+        label_requests(prompts, asked.labels, template),
+        apply_softmax=apply_softmax,
+        max_waiting=max_waiting,
+    )
+
+
+def _answer(values: list[float], usage: Usage, *, answer_id: str, model: str) -> dict[str, Any]:
+    """VLLM's list of scores."""
+    return {
+        "id": answer_id,
+        "object": "list",
+        "created": int(time.time()),
+        "model": model,
+        "data": [
+            {"index": place, "object": "score", "score": value}
+            for place, value in enumerate(values)
+        ],
+        "usage": usage_body(usage),
+    }

@@ -1,0 +1,138 @@
+"""What a reward model says of texts and conversations."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from mlx_parallm.api.convert.encode_inputs import single_inputs
+from mlx_parallm.api.offload import maybe_in_thread
+from mlx_parallm.api.scoring.pairs import logistic
+from mlx_parallm.encode import EncodeInput, EncoderInfo, Task
+from mlx_parallm.engine.interface import EncoderClient, EncoderModel, TextEncoder
+from mlx_parallm.errors import InvalidRequestError
+
+#: A text, or the messages of a conversation as templates take them.
+Text = str | Sequence[Mapping[str, Any]]
+
+
+def reward_model(encoders: EncoderClient, name: str | None, task: Task) -> EncoderModel:
+    """The model of this name, else the first that gives rewards.
+
+    Args:
+        encoders: where it is.
+        name: None: any.
+        task: ``classify`` for rewards of texts, ``token_classify`` for those of steps.
+
+    Raises:
+        ModelNotFoundError: none has the name.
+        InvalidRequestError: it gives no rewards.
+    """
+    if name is None:
+        able = [one for one in encoders.models() if _gives_rewards(one.info, task)]
+        if not able:
+            raise InvalidRequestError("No reward model of this kind is served.", param="model")
+        return able[0]
+    found = encoders.get(name, task)
+    if not _gives_rewards(found.info, task):
+        raise InvalidRequestError(
+            f"{name} tells {len(found.info.labels)} labels apart; a reward model has one or two.",
+            param="model",
+        )
+    return found
+
+
+def _gives_rewards(info: EncoderInfo, task: Task) -> bool:
+    return task in info.tasks and len(info.labels) in (1, 2)
+
+
+async def reward_inputs(
+    texts: Sequence[Text],
+    model: EncoderModel,
+    task: Task,
+    *,
+    template_kwargs: Mapping[str, Any],
+    truncate: int | None = None,
+    from_left: bool = False,
+    param: str = "texts",
+) -> tuple[EncodeInput, ...]:
+    """What a reward model reads; see ``single_inputs``.
+
+    Raises:
+        InvalidRequestError: a conversation where the model has no chat template, or one that the
+            template refuses.
+    """
+    tokenizer = model.tokenizer
+
+    def work() -> list[tuple[int, ...]]:
+        plain = [one for one in texts if isinstance(one, str)]
+        encoded = iter(tokenizer.encode(plain) if plain else ())
+        return [
+            next(encoded)
+            if isinstance(one, str)
+            else tokenizer.encode_chat(
+                one, add_generation_prompt=False, template_kwargs=template_kwargs
+            )
+            for one in texts
+        ]
+
+    ids = await maybe_in_thread(work, sum(map(_length, texts)))
+    return await single_inputs(
+        ids, model, task, truncate=truncate, from_left=from_left, param=param
+    )
+
+
+def reward_of(logits: np.ndarray, *, sigmoid: bool) -> float:
+    """The reward that the logits of one or two labels mean.
+
+    Of one label it is the logit. Of two it is how much larger that of the second is, so that its
+    logistic function is the second's probability.
+
+    Args:
+        logits: ``[labels]``.
+        sigmoid: whether the logistic function is applied.
+    """
+    value = float(logits[0]) if len(logits) == 1 else float(logits[1]) - float(logits[0])
+    return logistic(value) if sigmoid else value
+
+
+def token_places(token_ids: Sequence[int], token_id: int) -> list[int]:
+    """Where a token stands."""
+    return [place for place, one in enumerate(token_ids) if one == token_id]
+
+
+def step_token_id(token: str | int, model: EncoderModel) -> int:
+    """The id of the token that ends a step.
+
+    Raises:
+        InvalidRequestError: the model has no such token.
+    """
+    if isinstance(token, int):
+        if 0 <= token < model.info.vocab_size:
+            return token
+        raise _no_token(token)
+    found = model.tokenizer.token_id(token)
+    if found is None:
+        found = _single_id(token, model.tokenizer)
+    return found
+
+
+def _single_id(token: str, tokenizer: TextEncoder) -> int:
+    """Of a text whose token is written otherwise in the vocabulary, such as a line break."""
+    (ids,) = tokenizer.encode([token], add_special_tokens=False)
+    if len(ids) != 1:
+        raise _no_token(token)
+    return ids[0]
+
+
+def _no_token(token: str | int) -> InvalidRequestError:
+    return InvalidRequestError(f"{token!r:.80} is no token of this model.", param="step_token")
+
+
+def _length(text: Text) -> int:
+    """About how many characters there are to tokenise."""
+    if isinstance(text, str):
+        return len(text)
+    return sum(len(str(message.get("content"))) + 64 for message in text)

@@ -1,0 +1,91 @@
+"""Chat templates, as transformers renders them."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from jinja2.exceptions import TemplateError
+from transformers import AutoTokenizer
+
+from mlx_parallm.errors import InvalidRequestError
+
+# What a Jinja template raises for messages it was not written for.
+_TEMPLATE_ERRORS = (
+    TemplateError,
+    ArithmeticError,
+    AttributeError,
+    LookupError,
+    RecursionError,
+    TypeError,
+    ValueError,
+)
+
+
+@contextlib.contextmanager
+def template_refusals() -> Iterator[None]:
+    """Tell what a template raises as the caller's fault: InvalidRequestError ("messages")."""
+    try:
+        yield
+    except _TEMPLATE_ERRORS as error:
+        raise InvalidRequestError(
+            f"The chat template refused these messages: {error}", param="messages"
+        ) from error
+
+
+class ChatTemplate:
+    """The template of a model that reads. Its methods may be called from any thread."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        """``tokenizer``: of transformers, with a template."""
+        self._tokenizer = tokenizer
+        # transformers is not safe from several threads at once.
+        self._lock = threading.Lock()
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool = False,
+        continue_final_message: bool = False,
+        template_kwargs: Mapping[str, Any] | None = None,
+    ) -> str:
+        """The text of a conversation, with the special tokens that it needs.
+
+        Raises:
+            InvalidRequestError: the template refuses it; ``param`` is "messages".
+        """
+        options = {
+            **(template_kwargs or {}),
+            "add_generation_prompt": add_generation_prompt,
+            "continue_final_message": continue_final_message,
+        }
+        given = [dict(message) for message in messages]
+        with template_refusals(), self._lock:
+            return str(self._tokenizer.apply_chat_template(given, tokenize=False, **options))
+
+
+def has_chat_template(folder: Path) -> bool:
+    """Whether a model's folder has a template, in a file of its own or in the tokenizer's config.
+
+    Raises:
+        ValueError: the config is no JSON.
+    """
+    if (folder / "chat_template.jinja").exists():
+        return True
+    config = folder / "tokenizer_config.json"
+    if not config.exists():
+        return False
+    found = json.loads(config.read_text(encoding="utf-8"))
+    return isinstance(found, dict) and bool(found.get("chat_template"))
+
+
+def load_chat_template(folder: Path, *, trust_remote_code: bool = False) -> ChatTemplate | None:
+    """The template of a model's folder; None if it has none."""
+    if not has_chat_template(folder):
+        return None
+    return ChatTemplate(AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code))
