@@ -193,9 +193,11 @@ class EncoderConfig:
 
     Attributes:
         cache_bytes: most memory of results that are kept for equal inputs; 0 keeps none.
+        max_batch_wait_ms: milliseconds that an input may wait for others to fill its batch.
     """
 
     cache_bytes: int = 64 * 2**20
+    max_batch_wait_ms: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -114,6 +114,23 @@ class EncoderInfo:
     default_prompt: str | None = None
 
 
+class EncodeJob(Protocol):
+    """A batch that is computed in stages, with other work in between."""
+
+    @property
+    def num_stages(self) -> int:
+        """Stages that are left; one at least, the last of which gives the results."""
+        ...
+
+    def advance(self) -> None:
+        """Compute a stage that is not the last."""
+        ...
+
+    def results(self) -> list[np.ndarray]:
+        """Compute what is left: what each input's task asks for, float32; see ``Task``."""
+        ...
+
+
 class Encoder(Protocol):
     """Runs a model over a batch of inputs. Everything happens on the engine thread."""
 
@@ -122,8 +139,12 @@ class Encoder(Protocol):
         """Facts about the loaded model."""
         ...
 
+    def begin(self, inputs: Sequence[EncodeInput]) -> EncodeJob:
+        """A batch of these inputs, of which nothing is computed yet."""
+        ...
+
     def run(self, inputs: Sequence[EncodeInput]) -> list[np.ndarray]:
-        """What each input's task asks for, float32; see ``Task`` for the shapes."""
+        """The results of a batch at once."""
         ...
 
     def release(self) -> None:

@@ -225,6 +225,9 @@ SETTINGS: tuple[Setting, ...] = (
              "fit, by what steps were measured to take. If not given, only the token budget cuts "
              "it.",
              metavar="MS"),
+    _setting("max-batch-wait-ms", "encoders.max_batch_wait_ms", values.number(0), BATCHING,
+             "how long an input of an encoder may wait for others to fill its batch, in "
+             "milliseconds.", metavar="MS"),
     _setting("max-num-seqs-per-key", "scheduler.max_num_seqs_per_client", values.integer(1),
              BATCHING, "most running sequences of one API key; no limit if not given.",
              metavar="N"),

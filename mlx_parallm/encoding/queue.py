@@ -21,11 +21,13 @@ class WaitingInput:
     Attributes:
         input: the input.
         number: its place in the order of arrival.
+        arrival_s: when it was first asked for.
         askers: request ids, and the places of the input in those requests.
     """
 
     input: EncodeInput
     number: int
+    arrival_s: float = 0.0
     askers: list[tuple[str, int]] = field(default_factory=list)
 
     @property
@@ -43,12 +45,30 @@ class EncodeQueue:
         self._by_length: list[tuple[int, int]] = []
         self._by_number: dict[int, WaitingInput] = {}
         self._count = 0
+        self._num_tokens = 0
 
     def __len__(self) -> int:
         """Distinct inputs that wait."""
         return len(self._by_number)
 
-    def add(self, request: EncodeRequest, known: Container[int] = ()) -> None:
+    @property
+    def num_tokens(self) -> int:
+        """Of all inputs that wait."""
+        return self._num_tokens
+
+    @property
+    def oldest_s(self) -> float:
+        """When the input arrived that waits longest; only where one waits."""
+        return next(iter(self._by_number.values())).arrival_s
+
+    @property
+    def oldest_length(self) -> int:
+        """Tokens of the input that waits longest; only where one waits."""
+        return len(next(iter(self._by_number.values())).input.token_ids)
+
+    def add(
+        self, request: EncodeRequest, known: Container[int] = (), *, arrival_s: float = 0.0
+    ) -> None:
         """Queue a request's inputs; one that waits already is computed for both.
 
         ``known``: places of inputs that need not be computed.
@@ -58,8 +78,9 @@ class EncodeQueue:
                 continue
             waiting = self._by_input.get(one)
             if waiting is None:
-                waiting = WaitingInput(one, self._count)
+                waiting = WaitingInput(one, self._count, arrival_s)
                 self._count += 1
+                self._num_tokens += len(one.token_ids)
                 self._by_input[one] = self._by_number[waiting.number] = waiting
                 bisect.insort(self._by_length, waiting.key)
             waiting.askers.append((request.request_id, place))
@@ -111,6 +132,7 @@ class EncodeQueue:
 
     def _forget(self, waiting: WaitingInput) -> None:
         del self._by_input[waiting.input], self._by_number[waiting.number]
+        self._num_tokens -= len(waiting.input.token_ids)
         del self._by_length[bisect.bisect_left(self._by_length, waiting.key)]
 
 

@@ -321,7 +321,14 @@ class AsyncEngine:
         """One life of the engines, from load to stop or death; whether to live again."""
         try:
             engines, encoders = self._load()
-            EngineLoop(engines, self._inbox, self._deliver, encoders).run()
+            stall_ms = self._config.scheduler.max_decode_stall_ms
+            EngineLoop(
+                engines,
+                self._inbox,
+                self._deliver,
+                encoders,
+                max_stall_s=None if stall_ms is None else stall_ms / 1e3,
+            ).run()
         except BaseException as cause:  # noqa: BLE001 - the thread's last act: tell every caller
             if self._on_death(cause):
                 return True

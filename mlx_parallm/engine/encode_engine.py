@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
 
-from mlx_parallm.encode import Encoder, EncodeRequest, EncodeResults
+from mlx_parallm.encode import EncodeJob, Encoder, EncodeRequest, EncodeResults
 from mlx_parallm.encoding.queue import EncodeQueue, WaitingInput
 from mlx_parallm.encoding.result_cache import ResultCache
+from mlx_parallm.engine.batch_cost import BatchCost
 from mlx_parallm.engine.encoder_metrics import EncoderMetrics
 from mlx_parallm.errors import OverloadedError, StepError
 
@@ -47,6 +49,20 @@ class _Open:
         self.reply(EncodeResults((self.results[place] for place in places), hits))
 
 
+class _Running:
+    """A batch that is being computed, and for how long it has been."""
+
+    def __init__(self, batch: list[WaitingInput]) -> None:
+        self.batch = batch
+        self.by_input = {one.input: one for one in batch}
+        self.job: EncodeJob | None = None
+        self.seconds = 0.0
+
+    @property
+    def lengths(self) -> list[int]:
+        return [len(one.input.token_ids) for one in self.batch]
+
+
 class EncodeEngine:
     """Steps one encoder. Not thread-safe: everything runs on the engine thread."""
 
@@ -55,9 +71,9 @@ class EncodeEngine:
         encoder: Encoder,
         *,
         max_tokens: int,
-        max_tokens_beside: int,
         max_waiting: int,
         metrics: EncoderMetrics,
+        max_wait_s: float = 0.0,
         cache_bytes: int = 0,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
@@ -66,20 +82,22 @@ class EncodeEngine:
         Args:
             encoder: the model.
             max_tokens: of a batch, padding included.
-            max_tokens_beside: the same while a model of this process generates, whose streams wait
-                for the batch.
             max_waiting: distinct inputs that may wait.
             metrics: is told what happens.
+            max_wait_s: how long an input may wait for others to fill its batch.
             cache_bytes: most memory of results that are kept for equal inputs.
             clock: seconds from any beginning.
         """
         self._encoder = encoder
         self._queue = EncodeQueue()
         self._cache = ResultCache(cache_bytes)
+        self._cost = BatchCost()
+        self._num_stages = 1
         self._open: dict[str, _Open] = {}
+        self._running: _Running | None = None
         self._max_tokens = max_tokens
-        self._max_tokens_beside = max_tokens_beside
         self._max_waiting = max_waiting
+        self._max_wait_s = max_wait_s
         self._metrics = metrics
         self._clock = clock
 
@@ -92,8 +110,9 @@ class EncodeEngine:
             reply(OverloadedError("Too many inputs wait for this model; try again later."))
             return
         self._metrics.on_request(len(request.inputs), len(known))
-        one = self._open[request.request_id] = _Open(request, reply, known, self._clock())
-        self._queue.add(request, known)
+        now_s = self._clock()
+        one = self._open[request.request_id] = _Open(request, reply, known, now_s)
+        self._queue.add(request, {*known, *self._join_running(request)}, arrival_s=now_s)
         self._metrics.on_waiting(len(self._queue))
         if one.is_complete:
             self._answer(one)
@@ -108,35 +127,93 @@ class EncodeEngine:
         return True
 
     def has_work(self) -> bool:
-        """Whether a step would compute anything."""
-        return len(self._queue) > 0
+        """Whether anything is to be computed, now or when the batch has waited for others."""
+        return self._running is not None or len(self._queue) > 0
 
-    def step(self, *, beside: bool) -> None:
-        """Run one batch and answer the requests that it completes.
+    @property
+    def waiting_since_s(self) -> float:
+        """When the input arrived that has waited longest; only where ``has_work``."""
+        return -math.inf if self._running is not None else self._queue.oldest_s
 
-        ``beside``: while a model of this process generates.
+    def ready_in_s(self) -> float:
+        """How long the next batch may still wait for others; only where ``has_work``."""
+        if self._running is not None or self._queue.num_tokens >= self._max_tokens:
+            return 0.0
+        return max(0.0, self._queue.oldest_s + self._max_wait_s - self._clock())
+
+    def step(self, within_s: float | None = None) -> None:
+        """Run one batch, or some layers of it, and answer the requests that it completes.
+
+        ``within_s``: how long this may take, by what batches were measured to take, because streams
+        wait for it; None: nobody does. One layer is computed in any case.
         """
-        batch = self._queue.take(self._max_tokens_beside if beside else self._max_tokens)
+        running = self._running or _Running(self._queue.take(self._budget(within_s)))
+        self._running = running
         begin_s = self._clock()
         try:
-            results = self._encoder.run([one.input for one in batch])
+            if running.job is None:
+                running.job = self._encoder.begin([one.input for one in running.batch])
+                self._num_stages = running.job.num_stages
+            results = self._advance(running.job, within_s, begin_s)
         except Exception as cause:
-            logger.exception("a batch of %d inputs failed", len(batch))
-            self._fail(batch, f"{type(cause).__name__}: {cause}")
+            logger.exception("a batch of %d inputs failed", len(running.batch))
+            self._running = None
+            self._fail(running.batch, f"{type(cause).__name__}: {cause}")
             return
-        lengths = [len(one.input.token_ids) for one in batch]
-        self._metrics.on_batch(lengths, self._clock() - begin_s)
+        running.seconds += self._clock() - begin_s
+        if results is not None:
+            self._running = None
+            self._end(running, results)
+
+    def release(self) -> None:
+        """Give back the memory of the model, which runs no more; nothing may wait."""
+        self._encoder.release()
+
+    def _join_running(self, request: EncodeRequest) -> set[int]:
+        """Let a request have what is being computed; the places of these inputs."""
+        by_input = {} if self._running is None else self._running.by_input
+        places = {place for place, one in enumerate(request.inputs) if one in by_input}
+        for place in places:
+            by_input[request.inputs[place]].askers.append((request.request_id, place))
+        return places
+
+    def _budget(self, within_s: float | None) -> int:
+        """Tokens of the next batch: as many as one turn computes.
+
+        Where not even the input that comes first is done in a turn: as many as it does a layer of.
+        """
+        if within_s is None:
+            return self._max_tokens
+        length = self._queue.oldest_length
+        tokens = self._cost.tokens_within(within_s, length)
+        if tokens < length:
+            tokens = self._cost.tokens_within(within_s * self._num_stages, length)
+        return min(self._max_tokens, tokens)
+
+    def _advance(
+        self, job: EncodeJob, within_s: float | None, begin_s: float
+    ) -> list[np.ndarray] | None:
+        """Compute for about so long; the results, unless some of the job is left."""
+        last_s = begin_s
+        while within_s is not None and job.num_stages > 1:
+            job.advance()
+            now_s = self._clock()
+            if now_s - begin_s + (now_s - last_s) > within_s:
+                return None
+            last_s = now_s
+        return job.results()
+
+    def _end(self, running: _Running, results: list[np.ndarray]) -> None:
+        lengths = running.lengths
+        self._cost.observe(len(lengths), max(lengths), running.seconds)
+        self._metrics.on_batch(lengths, running.seconds)
         self._metrics.on_waiting(len(self._queue))
-        given = list(zip(batch, results, strict=True))
+        given = list(zip(running.batch, results, strict=True))
         wrong = [waiting for waiting, result in given if not np.isfinite(result).all()]
         self._fail(wrong, "The model's result is not made of numbers.")
         for waiting, result in given:
             if waiting not in wrong:
                 self._give(waiting, result)
-
-    def release(self) -> None:
-        """Give back the memory of the model, which runs no more; nothing may wait."""
-        self._encoder.release()
 
     def _give(self, waiting: WaitingInput, result: np.ndarray) -> None:
         # Several requests may get it, and later ones from the cache.

@@ -28,8 +28,6 @@ from mlx_parallm.tokenizer.encoder_tokenizer import (
 # what a layer makes of a batch leaves its caches.
 GPU_MAX_TOKENS = 8192
 CPU_MAX_TOKENS = 512
-# While streams wait for the batch: about what a step of some rows takes.
-MAX_TOKENS_BESIDE = 256
 # Distinct inputs; a request of more than that runs alone.
 MAX_WAITING = 20_000
 
@@ -120,9 +118,9 @@ class EncoderBuild:
         engine = EncodeEngine(
             runner,
             max_tokens=self._settings.scheduler.max_num_batched_tokens or _max_tokens(),
-            max_tokens_beside=MAX_TOKENS_BESIDE,
             max_waiting=MAX_WAITING,
             metrics=EncoderMetrics(self._families, self._names[0]),
+            max_wait_s=self._settings.encoders.max_batch_wait_ms / 1e3,
             cache_bytes=self._settings.encoders.cache_bytes,
         )
         return BuiltEncoder(self._config, model, engine)

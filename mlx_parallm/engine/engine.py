@@ -11,6 +11,7 @@ from typing import TypeVar
 
 from mlx_parallm.batch import Runner, RunnerInfo, ScheduledBatch, StepInFlight
 from mlx_parallm.engine.admission import check_request
+from mlx_parallm.engine.batch_cost import StepPace
 from mlx_parallm.engine.interface import Tokenizer
 from mlx_parallm.engine.live_weights import LiveWeights
 from mlx_parallm.engine.metrics import EngineMetrics
@@ -19,6 +20,7 @@ from mlx_parallm.engine.policies import NoAdapters, Policies
 from mlx_parallm.outputs import GenerateEvent
 from mlx_parallm.request import GenerateRequest
 from mlx_parallm.scheduler.scheduler import Scheduler
+from mlx_parallm.scheduler.step_cost import MIN_CHUNK
 from mlx_parallm.scheduler.updates import SchedulerStats, SequenceUpdate
 from mlx_parallm.tracing import NoTracer, Phase, StepTracer
 
@@ -70,6 +72,7 @@ class Engine:
             else Policies(model="", scheduler=scheduler, store=NoAdapters(), max_loaded=0)
         )
         self._last_end_s = 0.0
+        self._pace = StepPace()
 
     @property
     def info(self) -> RunnerInfo:
@@ -80,6 +83,11 @@ class Engine:
     def tokenizer(self) -> Tokenizer:
         """The model's tokenizer."""
         return self._tokenizer
+
+    @property
+    def decode_s(self) -> float:
+        """What a step takes that does nothing but decode; 0 before the first."""
+        return self._pace.seconds
 
     @property
     def stats(self) -> SchedulerStats:
@@ -185,7 +193,10 @@ class Engine:
         end_s = self._clock()
         if output is not None:
             with self._tracer.span(Phase.UPDATE, batch):
-                self._scheduler.observe(batch, end_s - max(begun.begin_s, self._last_end_s))
+                seconds = end_s - max(begun.begin_s, self._last_end_s)
+                self._scheduler.observe(batch, seconds)
+                if all(len(row.token_ids) < MIN_CHUNK for row in batch.sequences):
+                    self._pace.observe(seconds)
                 updates += self._scheduler.update(batch, output)
         self._last_end_s = end_s
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import queue
-from collections.abc import Callable, Mapping, MutableMapping
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from typing import Any
 
 from mlx_parallm.engine.commands import Abort, Call, Command, Encode, Stop, Submit
@@ -15,11 +15,15 @@ from mlx_parallm.engine.encode_engine import EncodeEngine
 from mlx_parallm.engine.engine import Engine
 from mlx_parallm.errors import ControlError, ModelNotFoundError, OverloadedError, ParallmError
 from mlx_parallm.outputs import GenerateEvent
+from mlx_parallm.scheduler.planner import TARGET_SHARE
 
 logger = logging.getLogger(__name__)
 
 # How long to wait for a command when no engine could run anything although it has work.
 STALL_WAIT_S = 0.01
+# A batch beside streams takes at most this share of a decode step, so that the time between their
+# tokens does not double: predictions err.
+BATCH_SHARE = 0.7
 
 
 class EngineLoop:
@@ -37,11 +41,18 @@ class EngineLoop:
         inbox: queue.SimpleQueue[Command],
         deliver: Callable[[list[GenerateEvent]], None],
         encoders: MutableMapping[str, EncodeEngine] | None = None,
+        *,
+        max_stall_s: float | None = None,
     ) -> None:
+        """``max_stall_s``: how long a decode step and a batch may take together, if it is bounded.
+
+        The other arguments are the attributes, and where commands come from.
+        """
         self.engines = engines
         self.encoders = {} if encoders is None else encoders
         self.deliver = deliver
         self._inbox = inbox
+        self._max_stall_s = max_stall_s
 
     def run(self) -> None:
         """Serve until ``Stop``."""
@@ -51,17 +62,39 @@ class EngineLoop:
             events = [event for outcome in outcomes if outcome for event in outcome]
             if events:
                 self.deliver(events)
-            generates = any(engine.has_work() for engine in self.engines.values())
-            for encoder in self.encoders.values():
-                if encoder.has_work():
-                    encoder.step(beside=generates)
-            if any(encoder.has_work() for encoder in self.encoders.values()):
-                wait_s = 0.0
-            elif not generates:
-                wait_s = None
-            else:
-                stalled = all(outcome is None for outcome in outcomes)
-                wait_s = STALL_WAIT_S if stalled else 0.0
+            self._run_encoders()
+            wait_s = self._wait_s(stalled=all(outcome is None for outcome in outcomes))
+
+    def _run_encoders(self) -> None:
+        """A batch of each encoder; beside streams some layers of one batch, the oldest first."""
+        busy = [one for one in self.encoders.values() if one.has_work()]
+        ready = [one for one in busy if one.ready_in_s() == 0.0]
+        running = [engine for engine in self.engines.values() if engine.has_work()]
+        if not running:
+            for encoder in ready:
+                encoder.step()
+        elif ready:
+            for engine in running:
+                # What is in flight would be measured as a part of the batch, and its tokens wait.
+                events = engine.settle()
+                if events:
+                    self.deliver(events)
+            oldest = min(ready, key=lambda one: one.waiting_since_s)
+            oldest.step(self._allowed_s(running))
+
+    def _allowed_s(self, running: Sequence[Engine]) -> float:
+        """How long streams may wait for a batch."""
+        turn_s = sum(engine.decode_s for engine in running)
+        if self._max_stall_s is None:
+            return BATCH_SHARE * turn_s
+        return max(0.0, TARGET_SHARE * self._max_stall_s - turn_s)
+
+    def _wait_s(self, *, stalled: bool) -> float | None:
+        """How long to wait for a command; None where there is nothing else to do."""
+        waits = [one.ready_in_s() for one in self.encoders.values() if one.has_work()]
+        if any(engine.has_work() for engine in self.engines.values()):
+            waits.append(STALL_WAIT_S if stalled else 0.0)
+        return min(waits, default=None)
 
     def _take_commands(self, wait_s: float | None) -> bool:
         """Apply what has arrived, waiting up to ``wait_s`` for the first; False after ``Stop``."""

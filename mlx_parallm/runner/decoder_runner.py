@@ -18,6 +18,7 @@ from mlx_parallm.runner.decoder_model import DecoderModel, Reach
 from mlx_parallm.runner.device import give_back_memory
 from mlx_parallm.runner.encoder_heads import EncoderHeads
 from mlx_parallm.runner.encoder_runner import padded
+from mlx_parallm.runner.layer_stages import LayerStages, StagedJob
 from mlx_parallm.runner.loader import LoadedModel
 from mlx_parallm.runner.memory import DEFAULT_MAX_MODEL_LEN, LENGTH_KEYS, config_value
 from mlx_parallm.runner.row_selection import embedding_rows
@@ -41,6 +42,7 @@ class DecoderRunner:
         except ModelLoadError as problem:
             raise ModelLoadError(f"{loaded.path} ({config['model_type']}): {problem}") from problem
         self._modules = model.modules()
+        self._stages = LayerStages(model)
         self._heads = EncoderHeads(self._model, spec)
         longest = next(
             (found for key in LENGTH_KEYS if (found := config_value(config, key))),
@@ -67,11 +69,17 @@ class DecoderRunner:
         """See ``encode.Encoder``."""
         return self._info
 
-    def run(self, inputs: Sequence[EncodeInput]) -> list[np.ndarray]:
+    def begin(self, inputs: Sequence[EncodeInput]) -> StagedJob:
         """See ``encode.Encoder``."""
         ids, tokens = padded([one.token_ids for one in inputs])
         mask = mx.array(tokens)
-        return self._heads.run(inputs, self._model(mx.array(ids), mask), mask)
+        with self._stages.recorded() as outputs:
+            hidden = self._model(mx.array(ids), mask)
+        return StagedJob(outputs, lambda: self._heads.run(inputs, hidden, mask))
+
+    def run(self, inputs: Sequence[EncodeInput]) -> list[np.ndarray]:
+        """See ``encode.Encoder``."""
+        return self.begin(inputs).results()
 
     def release(self) -> None:
         """See ``encode.Encoder``."""

@@ -16,6 +16,7 @@ from mlx_parallm.errors import ConfigError
 from mlx_parallm.models.loading import ARCHITECTURES, LoadedEncoder, open_encoder
 from mlx_parallm.runner.device import backend_name, give_back_memory
 from mlx_parallm.runner.encoder_heads import TASKS, EncoderHeads
+from mlx_parallm.runner.layer_stages import LayerStages, StagedJob
 from mlx_parallm.runner.loader import DTYPES
 from mlx_parallm.runner.pending_encoder import PendingEncoder
 
@@ -27,6 +28,7 @@ class EncoderRunner:
         """``spec`` says how vectors are made."""
         self._model = loaded.model
         self._heads = EncoderHeads(loaded.model, spec)
+        self._stages = LayerStages(loaded.model)
         self._has_types = int(loaded.config.get("type_vocab_size", 0)) > 1
         longest: int = loaded.model.args.max_length
         tasks = TASKS[loaded.model.args.head]
@@ -49,13 +51,19 @@ class EncoderRunner:
         """See ``encode.Encoder``."""
         return self._info
 
-    def run(self, inputs: Sequence[EncodeInput]) -> list[np.ndarray]:
+    def begin(self, inputs: Sequence[EncodeInput]) -> StagedJob:
         """See ``encode.Encoder``."""
         ids, tokens = padded([one.token_ids for one in inputs])
         mask = mx.array(tokens)
         types = token_types(inputs, ids.shape[1]) if self._has_types else None
-        hidden = self._model(mx.array(ids), mask, types)
-        return self._heads.run(inputs, hidden, mask)
+        with self._stages.recorded() as outputs:
+            # Where nothing is padded, nothing need be masked.
+            hidden = self._model(mx.array(ids), None if tokens.all() else mask, types)
+        return StagedJob(outputs, lambda: self._heads.run(inputs, hidden, mask))
+
+    def run(self, inputs: Sequence[EncodeInput]) -> list[np.ndarray]:
+        """See ``encode.Encoder``."""
+        return self.begin(inputs).results()
 
     def release(self) -> None:
         """See ``encode.Encoder``."""

@@ -98,6 +98,11 @@ def test_every_architecture_gives_vectors(tmp_path: Path, name: str) -> None:
     together = embed(runner, inputs)
     for one, vector in zip(inputs, together, strict=True):
         np.testing.assert_allclose(embed(runner, [one])[0], vector, atol=1e-4)
+    job = runner.begin([EncodeInput(one) for one in inputs])
+    assert job.num_stages > 1
+    while job.num_stages > 1:
+        job.advance()
+    np.testing.assert_array_equal(np.stack(job.results()), together)
 
 
 def test_newer_files_name_the_pooling(tmp_path: Path) -> None:

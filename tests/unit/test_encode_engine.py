@@ -2,76 +2,46 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import pytest
-from prometheus_client import CollectorRegistry
 
-from mlx_parallm.encode import EncodeInput, EncodeRequest, EncodeResults, EncoderInfo
+from mlx_parallm.encode import EncodeResults
 from mlx_parallm.engine.encode_engine import EncodeEngine
-from mlx_parallm.engine.encoder_metrics import EncoderFamilies, EncoderMetrics
 from mlx_parallm.errors import OverloadedError, StepError
-
-POISON, NAN = 666, 777
-
-
-class SumEncoder:
-    """Its vector of an input is the sum and the length."""
-
-    info = EncoderInfo(
-        architecture="sum",
-        vocab_size=1000,
-        max_model_len=64,
-        dims=2,
-        dtype="float32",
-        weight_bytes=0,
-    )
-
-    def __init__(self) -> None:
-        self.batches: list[list[tuple[int, ...]]] = []
-
-    def run(self, inputs: Sequence[EncodeInput]) -> list[np.ndarray]:
-        batch = [one.token_ids for one in inputs]
-        self.batches.append(batch)
-        if any(POISON in one for one in batch):
-            raise RuntimeError("out of memory")
-        rows = [[np.nan if NAN in one else sum(one), len(one)] for one in batch]
-        return list(np.array(rows, dtype=np.float32))
-
-    def release(self) -> None:
-        self.batches.clear()
+from tests.sum_encoder import (
+    NAN,
+    NUM_STAGES,
+    POISON,
+    SumEncoder,
+    engine_of,
+    request_of,
+    seconds_of,
+)
 
 
 def make(
     max_waiting: int = 100, cache_bytes: int = 0
 ) -> tuple[EncodeEngine, SumEncoder, dict[str, Any]]:
     encoder = SumEncoder()
-    engine = EncodeEngine(
-        encoder,
-        max_tokens=64,
-        max_tokens_beside=4,
-        max_waiting=max_waiting,
-        metrics=EncoderMetrics(EncoderFamilies(CollectorRegistry()), "m"),
-        cache_bytes=cache_bytes,
-    )
-    return engine, encoder, {}
+    return engine_of(encoder, max_waiting=max_waiting, cache_bytes=cache_bytes), encoder, {}
 
 
 def ask(engine: EncodeEngine, answers: dict[str, Any], name: str, *inputs: tuple[int, ...]) -> None:
-    request = EncodeRequest(request_id=name, model="m", inputs=tuple(map(EncodeInput, inputs)))
-    engine.add(request, lambda found: answers.__setitem__(name, plain(found)))
+    engine.add(request_of(name, *inputs), lambda found: answers.__setitem__(name, plain(found)))
 
 
 def plain(found: Any) -> Any:
     return [one.tolist() for one in found] if isinstance(found, list) else found
 
 
-def run(engine: EncodeEngine, *, beside: bool = False) -> None:
+def run(engine: EncodeEngine, within_s: float | None = None) -> int:
+    turns = 0
     while engine.has_work():
-        engine.step(beside=beside)
+        engine.step(within_s)
+        turns += 1
+    return turns
 
 
 def test_vectors_are_in_the_order_of_the_inputs() -> None:
@@ -84,12 +54,78 @@ def test_vectors_are_in_the_order_of_the_inputs() -> None:
     assert sorted(one for batch in encoder.batches for one in batch) == [(1,), (2, 2), (5, 6, 7)]
 
 
-def test_batches_are_small_beside_streams() -> None:
+def test_batches_take_what_streams_may_wait_once_their_cost_is_known() -> None:
     engine, encoder, answers = make()
-    ask(engine, answers, "a", *[(n, n) for n in range(8)])
-    run(engine, beside=True)
-    assert [len(batch) for batch in encoder.batches] == [2, 2, 2, 2]
-    assert len(answers["a"]) == 8
+    for number in range(12):
+        ask(engine, answers, f"warm{number}", *[(number, n) for n in range(number % 7 + 1)])
+        run(engine)
+    encoder.batches.clear()
+    ask(engine, answers, "a", *[(n, n, n, n) for n in range(15)])
+    turns = run(engine, within_s=seconds_of([(0,) * 24]))
+    sizes = [len(batch) for batch in encoder.batches]
+    assert sum(sizes) == 15
+    assert max(sizes) <= 6
+    assert turns == len(sizes) <= 4
+    assert len(answers["a"]) == 15
+
+
+def test_what_takes_longer_is_computed_over_several_turns() -> None:
+    engine, encoder, answers = make()
+    ask(engine, answers, "warm", tuple(range(60)))
+    run(engine)
+    ask(engine, answers, "long", (5,) * 60)
+    stage_s = seconds_of([(5,) * 60]) / NUM_STAGES
+    begin_s = encoder.clock.now_s
+    engine.step(1.5 * stage_s)
+    assert encoder.clock.now_s - begin_s == pytest.approx(stage_s)
+    # What is being computed is computed once.
+    ask(engine, answers, "same", (5,) * 60, (7,))
+    engine.step(2.1 * stage_s)
+    assert encoder.clock.now_s - begin_s == pytest.approx(3 * stage_s)
+    assert engine.has_work()
+    engine.step(1.5 * stage_s)
+    assert answers["long"] == [[300, 60]]
+    run(engine)
+    assert answers["same"] == [[300, 60], [7, 1]]
+    assert encoder.batches == [[tuple(range(60))], [(5,) * 60], [(7,)]]
+
+
+def test_a_batch_under_way_ends_at_once_when_nobody_waits_for_it() -> None:
+    engine, _, answers = make()
+    ask(engine, answers, "a", (5,) * 60)
+    engine.step(0.0)
+    assert not answers
+    engine.step()
+    assert answers["a"] == [[300, 60]]
+
+
+def test_a_client_may_go_while_its_batch_is_under_way() -> None:
+    engine, _, answers = make()
+    ask(engine, answers, "gone", (5,) * 60)
+    engine.step(0.0)
+    assert engine.abort("gone")
+    ask(engine, answers, "here", (1,))
+    run(engine)
+    assert answers == {"here": [[1, 1]]}
+
+
+def test_a_batch_waits_for_others_until_it_is_full_or_its_time_is_up() -> None:
+    encoder = SumEncoder()
+    engine, answers = engine_of(encoder, max_wait_s=0.005), {}
+    ask(engine, answers, "a", (1,))
+    assert engine.ready_in_s() == pytest.approx(0.005)
+    encoder.clock.now_s += 0.003
+    ask(engine, answers, "b", (2,) * 62)
+    assert engine.ready_in_s() == pytest.approx(0.002)
+    ask(engine, answers, "c", (3,))
+    assert engine.ready_in_s() == 0
+    engine.abort("c")
+    assert engine.ready_in_s() == pytest.approx(0.002)
+    encoder.clock.now_s += 0.0021
+    assert engine.ready_in_s() == 0
+    engine.step()
+    assert "a" in answers
+    assert engine.ready_in_s() == pytest.approx(0.0029 - seconds_of([(1,)]))
 
 
 def test_a_failed_batch_ends_the_requests_in_it() -> None:
@@ -127,9 +163,7 @@ def test_results_are_kept_and_say_so() -> None:
     given: list[EncodeResults] = []
     ask(engine, answers, "a", (1,), (2,), (1,))
     run(engine)
-    request = EncodeRequest(
-        request_id="b", model="m", inputs=(EncodeInput((2,)), EncodeInput((3,)))
-    )
+    request = request_of("b", (2,), (3,))
     engine.add(request, given.append)
     assert not given
     run(engine)
@@ -144,7 +178,7 @@ def test_results_are_kept_and_say_so() -> None:
 def test_shared_results_cannot_be_written() -> None:
     engine, _, _ = make(cache_bytes=10_000)
     given: list[EncodeResults] = []
-    engine.add(EncodeRequest(request_id="a", model="m", inputs=(EncodeInput((1,)),)), given.append)
+    engine.add(request_of("a", (1,)), given.append)
     run(engine)
     with pytest.raises(ValueError, match="read-only"):
         given[0][0][0] = 5

@@ -1,0 +1,76 @@
+"""A forward that is computed a layer at a time, with other work in between."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+
+
+class LayerStages:
+    """Finds out what the layers of an unmodified model give.
+
+    MLX computes nothing before it is asked to: when the forward returns, all that exists is what
+    is to be computed. Asking for what the first layer gives computes as far as that, and so on.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        """The layers are the modules of the model's longest list."""
+        lists = [
+            value
+            for module in model.modules()
+            for value in module.values()
+            if isinstance(value, list) and value and isinstance(value[0], nn.Module)
+        ]
+        self._layers: list[Any] = max(lists, key=len, default=[])
+
+    @contextlib.contextmanager
+    def recorded(self) -> Iterator[list[mx.array]]:
+        """What each layer gives within this context, in their order."""
+        outputs: list[mx.array] = []
+        originals = [type(layer) for layer in self._layers]
+        recording = {original: _recording(original, outputs) for original in set(originals)}
+        for layer, original in zip(self._layers, originals, strict=True):
+            layer.__class__ = recording[original]
+        try:
+            yield outputs
+        finally:
+            for layer, original in zip(self._layers, originals, strict=True):
+                layer.__class__ = original
+
+
+class StagedJob:
+    """A batch whose forward is to be computed. Implements ``encode.EncodeJob``."""
+
+    def __init__(self, outputs: Sequence[mx.array], finish: Callable[[], list[np.ndarray]]) -> None:
+        """``outputs`` of the layers, and what computes the results."""
+        # The last layer and the head are one stage.
+        self._outputs = list(outputs[:-1])
+        self._finish = finish
+
+    @property
+    def num_stages(self) -> int:
+        """See ``encode.EncodeJob``."""
+        return len(self._outputs) + 1
+
+    def advance(self) -> None:
+        """See ``encode.EncodeJob``."""
+        mx.eval(self._outputs.pop(0))
+
+    def results(self) -> list[np.ndarray]:
+        """See ``encode.EncodeJob``."""
+        self._outputs.clear()
+        return self._finish()
+
+
+def _recording(original: type, outputs: list[mx.array]) -> type:
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        result = original.__call__(self, *args, **kwargs)
+        outputs.append(result[0] if isinstance(result, tuple) else result)
+        return result
+
+    return type(original.__name__, (original,), {"__call__": call})

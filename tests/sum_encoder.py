@@ -1,0 +1,104 @@
+"""An encoder of a few lines that takes its time on a clock of the test's own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from prometheus_client import CollectorRegistry
+
+from mlx_parallm.encode import EncodeInput, EncodeRequest, EncoderInfo
+from mlx_parallm.engine.encode_engine import EncodeEngine
+from mlx_parallm.engine.encoder_metrics import EncoderFamilies, EncoderMetrics
+
+POISON, NAN = 666, 777
+NUM_STAGES = 4
+LAUNCH_S, TOKEN_S = 0.001, 0.0001
+
+
+class FakeClock:
+    """Stands still but for what is added."""
+
+    def __init__(self) -> None:
+        self.now_s = 100.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+class SumJob:
+    """Takes its time in equal stages."""
+
+    def __init__(self, clock: FakeClock, seconds: float, results: list[np.ndarray]) -> None:
+        self.num_stages = NUM_STAGES
+        self._clock = clock
+        self._stage_s = seconds / NUM_STAGES
+        self._results = results
+
+    def advance(self) -> None:
+        assert self.num_stages > 1
+        self._clock.now_s += self._stage_s
+        self.num_stages -= 1
+
+    def results(self) -> list[np.ndarray]:
+        self._clock.now_s += self._stage_s * self.num_stages
+        return self._results
+
+
+class SumEncoder:
+    """Its vector of an input is the sum and the length."""
+
+    info = EncoderInfo(
+        architecture="sum",
+        vocab_size=1000,
+        max_model_len=64,
+        dims=2,
+        dtype="float32",
+        weight_bytes=0,
+    )
+
+    def __init__(self, clock: FakeClock | None = None) -> None:
+        self.clock = clock or FakeClock()
+        self.batches: list[list[tuple[int, ...]]] = []
+
+    def begin(self, inputs: Sequence[EncodeInput]) -> SumJob:
+        batch = [one.token_ids for one in inputs]
+        self.batches.append(batch)
+        if any(POISON in one for one in batch):
+            raise RuntimeError("out of memory")
+        rows = [[np.nan if NAN in one else sum(one), len(one)] for one in batch]
+        return SumJob(self.clock, seconds_of(batch), list(np.array(rows, dtype=np.float32)))
+
+    def run(self, inputs: Sequence[EncodeInput]) -> list[np.ndarray]:
+        return self.begin(inputs).results()
+
+    def release(self) -> None:
+        self.batches.clear()
+
+
+def seconds_of(batch: Sequence[tuple[int, ...]]) -> float:
+    """What a batch takes."""
+    return LAUNCH_S + TOKEN_S * len(batch) * max(map(len, batch))
+
+
+def engine_of(
+    encoder: SumEncoder,
+    *,
+    max_tokens: int = 64,
+    max_waiting: int = 100,
+    cache_bytes: int = 0,
+    max_wait_s: float = 0.0,
+) -> EncodeEngine:
+    return EncodeEngine(
+        encoder,
+        max_tokens=max_tokens,
+        max_waiting=max_waiting,
+        metrics=EncoderMetrics(EncoderFamilies(CollectorRegistry()), "m"),
+        max_wait_s=max_wait_s,
+        cache_bytes=cache_bytes,
+        clock=encoder.clock,
+    )
+
+
+def request_of(name: str, *inputs: tuple[int, ...], model: str = "m") -> EncodeRequest:
+    return EncodeRequest(request_id=name, model=model, inputs=tuple(map(EncodeInput, inputs)))
