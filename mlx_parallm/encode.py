@@ -48,6 +48,27 @@ class EncodeInput:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TokenSpan:
+    """A token of an input, and where it is in the text.
+
+    Attributes:
+        token_id: its id.
+        token: its text in the vocabulary; of an unknown token what stands there.
+        start: its first character.
+        end: the character after its last.
+        is_special: whether it was put around the text.
+        continues: whether it belongs to the word of the token before it.
+    """
+
+    token_id: int
+    token: str
+    start: int
+    end: int
+    is_special: bool
+    continues: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EncodeRequest:
     """Inputs of one model that are answered together.
 

@@ -41,9 +41,58 @@ def fill_mask_calls(mask: str) -> list[Call]:
     ]
 
 
+def classification_calls() -> list[Call]:
+    """Texts and a pair, by every function; a list has a list of labels for each."""
+    texts = ["the movie was very good!", "it is bad"]
+    pair = {"text": "the cat is happy", "text_pair": "the dog is sad"}
+    return [
+        (texts, {"top_k": None}),
+        (texts, {"top_k": 2}),
+        (texts, {"top_k": None, "function_to_apply": "sigmoid"}),
+        (texts, {"top_k": None, "function_to_apply": "softmax"}),
+        (texts, {"top_k": None, "function_to_apply": "none"}),
+        ([pair], {"top_k": None}),
+    ]
+
+
+def token_calls() -> list[Call]:
+    """Words of one token and of several, by every strategy; several texts."""
+    text = "Anna loves walking dogs, Paris."
+    strategies = ["none", "simple", "first", "average", "max"]
+    return [
+        *((text, {"aggregation_strategy": one}) for one in strategies),
+        *((text, {"aggregation_strategy": one, "ignore_labels": []}) for one in strategies),
+        (["tom reads", "a é house"], {"aggregation_strategy": "none", "ignore_labels": ["B-PER"]}),
+    ]
+
+
+def labels(*names: str) -> dict[str, Any]:
+    """The fields of a config that name labels."""
+    return {
+        "id2label": {str(number): name for number, name in enumerate(names)},
+        "label2id": {name: number for number, name in enumerate(names)},
+    }
+
+
+PERSONS = labels("O", "B-PER", "I-PER")
 CASES = [
     PipelineCase("fill-mask", "bert_masked_lm", fill_mask_calls("[MASK]")),
     PipelineCase("fill-mask", "roberta_masked_lm", fill_mask_calls("<mask>")),
     PipelineCase("fill-mask", "xlm_roberta_masked_lm", fill_mask_calls("<mask>")),
     PipelineCase("fill-mask", "modernbert_masked_lm", fill_mask_calls("<mask>")),
+    PipelineCase("text-classification", "bert_sequence", classification_calls()),
+    PipelineCase(
+        "text-classification",
+        "roberta_sequence",
+        classification_calls(),
+        {"problem_type": "multi_label_classification"},
+    ),
+    PipelineCase(
+        "text-classification",
+        "xlm_roberta_sequence",
+        classification_calls(),
+        {"problem_type": "regression"},
+    ),
+    PipelineCase("token-classification", "bert_token", token_calls(), PERSONS),
+    PipelineCase("token-classification", "roberta_token", token_calls(), PERSONS),
 ]

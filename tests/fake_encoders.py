@@ -10,7 +10,7 @@ import numpy as np
 from prometheus_client import CollectorRegistry
 
 from mlx_parallm.config import EngineConfig, ModelConfig
-from mlx_parallm.encode import EncodeInput, EncodeRequest, EncodeResults, EncoderInfo
+from mlx_parallm.encode import EncodeInput, EncodeRequest, EncodeResults, EncoderInfo, TokenSpan
 from mlx_parallm.engine.async_encoders import AsyncEncoders
 from mlx_parallm.engine.commands import Abort, Command, Encode, EngineHost
 from mlx_parallm.engine.encoder_metrics import EncoderFamilies
@@ -52,6 +52,12 @@ class WordEncoder:
             ((*first, *self._ids(second), SEP), len(first))
             for first, (_, second) in zip(firsts, pairs, strict=True)
         ]
+
+    def spans(self, texts: Sequence[str]) -> list[list[TokenSpan]]:
+        raise NotImplementedError
+
+    def join(self, tokens: Sequence[str]) -> str:
+        return " ".join(tokens)
 
     def token_id(self, token: str) -> int | None:
         return self._ids(token)[0]

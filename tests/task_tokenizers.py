@@ -126,6 +126,8 @@ def write_tokenizer(folder: Path, model_type: str) -> None:
     tokenizer.save(str(folder / "tokenizer.json"))
     # The class that reads the file as it is, whatever the model is.
     config = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": 36, **names}
+    if model_type == "bert":
+        config["model_input_names"] = ["input_ids", "token_type_ids", "attention_mask"]
     (folder / "tokenizer_config.json").write_text(json.dumps(config), encoding="utf-8")
 
 

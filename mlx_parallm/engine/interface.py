@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from mlx_parallm.batch import RunnerInfo
 from mlx_parallm.config import EngineConfig
-from mlx_parallm.encode import EncodeRequest, EncodeResults, EncoderInfo, Task
+from mlx_parallm.encode import EncodeRequest, EncodeResults, EncoderInfo, Task, TokenSpan
 from mlx_parallm.engine.control import EngineControl
 from mlx_parallm.grammar.compiler import GrammarCompiler
 from mlx_parallm.outputs import GenerateEvent
@@ -189,6 +189,14 @@ class TextEncoder(Protocol):
 
         The latter is None where the tokenizer gives all tokens one type.
         """
+        ...
+
+    def spans(self, texts: Sequence[str]) -> list[list[TokenSpan]]:
+        """The tokens of each text, special ones included, and where they are."""
+        ...
+
+    def join(self, tokens: Sequence[str]) -> str:
+        """The text of tokens, which are given as they are in the vocabulary."""
         ...
 
     def token_id(self, token: str) -> int | None:

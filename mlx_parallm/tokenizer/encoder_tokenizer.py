@@ -9,6 +9,7 @@ from typing import Any
 from tokenizers import Tokenizer
 from transformers import AutoTokenizer
 
+from mlx_parallm.encode import TokenSpan
 from mlx_parallm.errors import InvalidRequestError, ModelLoadError
 from mlx_parallm.tokenizer.chat_template import ChatTemplate, load_chat_template
 from mlx_parallm.tokenizer.special_tokens import SpecialTokens, read_special_tokens
@@ -92,6 +93,26 @@ class EncoderTokenizer:
             (tuple(one.ids), one.type_ids.index(1) if 1 in one.type_ids else None) for one in found
         ]
 
+    def spans(self, texts: Sequence[str]) -> list[list[TokenSpan]]:
+        """See ``TextEncoder.spans``.
+
+        Which tokens continue a word is told as transformers' token classification does: by the
+        prefix of the vocabulary's continuations, or without one by the spaces of the text.
+        """
+        found = self._backend.encode_batch(list(texts), add_special_tokens=True)
+        prefix = getattr(self._backend.model, "continuing_subword_prefix", None)
+        unknown = self._special.unk
+        spans = []
+        for text, one in zip(texts, found, strict=True):
+            rows = zip(one.ids, one.tokens, one.offsets, one.special_tokens_mask, strict=True)
+            spans.append([_span(text, bool(prefix), unknown, *row) for row in rows])
+        return spans
+
+    def join(self, tokens: Sequence[str]) -> str:
+        """See ``TextEncoder.join``."""
+        decoder = self._backend.decoder
+        return " ".join(tokens) if decoder is None else decoder.decode(list(tokens))
+
     def token_id(self, token: str) -> int | None:
         """The id of a token by its text in the vocabulary; None if it is not one token."""
         return self._backend.token_to_id(token)
@@ -118,6 +139,31 @@ class EncoderTokenizer:
         inner = token_ids[len(begin) : len(token_ids) - len(end)]
         room = length - len(begin) - len(end)
         return (*begin, *(inner[len(inner) - room :] if from_left else inner[:room]), *end)
+
+
+def _span(
+    text: str,
+    has_prefix: bool,
+    unknown: str | None,
+    token_id: int,
+    token: str,
+    offsets: tuple[int, int],
+    special: int,
+) -> TokenSpan:
+    start, end = offsets
+    if has_prefix:
+        continues = len(token) != end - start
+    else:
+        continues = start > 0 and " " not in text[start - 1 : start + 1]
+    is_unknown = token == unknown
+    return TokenSpan(
+        token_id=token_id,
+        token=text[start:end] if is_unknown else token,
+        start=start,
+        end=end,
+        is_special=bool(special),
+        continues=continues and not is_unknown,
+    )
 
 
 def _specials_around(backend: Tokenizer) -> tuple[tuple[int, ...], tuple[int, ...]]:

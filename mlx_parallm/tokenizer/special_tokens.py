@@ -1,4 +1,4 @@
-"""Which tokens of a folder's tokenizer stand for a masked word and for padding."""
+"""Which tokens of a folder's tokenizer stand for a masked word, padding and unknown text."""
 
 from __future__ import annotations
 
@@ -12,7 +12,11 @@ from tokenizers import Tokenizer
 # The older file has what the newer one leaves out.
 FILES = ("tokenizer_config.json", "special_tokens_map.json")
 #: BERT's and RoBERTa's names, for folders that have a tokenizer.json alone.
-USUAL = {"mask_token": ("[MASK]", "<mask>"), "pad_token": ("[PAD]", "<pad>")}
+USUAL = {
+    "mask_token": ("[MASK]", "<mask>"),
+    "pad_token": ("[PAD]", "<pad>"),
+    "unk_token": ("[UNK]", "<unk>"),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +25,7 @@ class SpecialTokens:
 
     mask: str | None = None
     pad: str | None = None
+    unk: str | None = None
 
 
 def read_special_tokens(folder: Path, backend: Tokenizer) -> SpecialTokens:
@@ -28,7 +33,8 @@ def read_special_tokens(folder: Path, backend: Tokenizer) -> SpecialTokens:
     named: dict[str, Any] = {}
     for file in reversed(FILES):
         named |= _read(folder / file)
-    return SpecialTokens(_token(named, "mask_token", backend), _token(named, "pad_token", backend))
+    mask, pad, unk = (_token(named, key, backend) for key in USUAL)
+    return SpecialTokens(mask, pad, unk)
 
 
 def _token(named: dict[str, Any], key: str, backend: Tokenizer) -> str | None:

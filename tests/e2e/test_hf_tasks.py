@@ -6,15 +6,18 @@ from collections.abc import Iterator
 from typing import Any
 
 import httpx2
+import numpy as np
 import pytest
 from huggingface_hub import InferenceClient
 from huggingface_hub.errors import HfHubHTTPError
 
+from tests.embedder_folder import MAX_LEN, write_embedder
 from tests.server_process import ServerProcess
 from tests.task_folders import assert_alike, golden_pipelines, write_task_model
 
 PIPELINES = golden_pipelines()
 NAMES = [f"org/model-{number}" for number in range(len(PIPELINES))]
+EMBEDDER = "org/embedder"
 CALLS = [
     pytest.param(name, one["task"], call, id=f"{one['encoder']}-{number}")
     for name, one in zip(NAMES, PIPELINES, strict=True)
@@ -28,13 +31,20 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
         write_task_model(tmp_path_factory.mktemp("model"), one["encoder"], one["config"])
         for one in PIPELINES
     ]
-    names = [f"{folder}={name}" for folder, name in zip(folders, NAMES, strict=True)]
+    folders.append(write_embedder(tmp_path_factory.mktemp("embedder"), normalizes=False))
+    names = [f"{folder}={name}" for folder, name in zip(folders, [*NAMES, EMBEDDER], strict=True)]
     process = ServerProcess("--model", *map(str, folders), "--served-model-name", *names)
     try:
         process.wait_until_ready()
         yield process
     finally:
         process.stop()
+
+
+def golden(encoder: str, call: int) -> tuple[str, dict[str, Any]]:
+    """The name of a model, and one of its calls."""
+    one = next(one for one in PIPELINES if one["encoder"] == encoder)
+    return NAMES[PIPELINES.index(one)], one["calls"][call]
 
 
 def client(server: ServerProcess, name: str | None = None) -> InferenceClient:
@@ -84,3 +94,95 @@ def test_a_text_without_a_mask_is_refused(server: ServerProcess) -> None:
     with pytest.raises(HfHubHTTPError, match=r"inputs 0 has no \[MASK\]") as refusal:
         client(server, NAMES[0]).fill_mask("the cat")
     assert refusal.value.response.status_code == 400
+
+
+def test_text_classification(server: ServerProcess) -> None:
+    name, call = golden("bert_sequence", 0)
+    found = client(server, name).text_classification(call["inputs"][0])
+    assert_alike([told(one) for one in found], call["answer"][0])
+    name, call = golden("bert_sequence", 4)
+    # The parameters tell the task, and the first model that can do it is this one.
+    found = client(server).text_classification(call["inputs"][1], function_to_apply="none")
+    assert_alike([told(one) for one in found], call["answer"][1])
+    found = client(server, name).text_classification(call["inputs"][1], top_k=1)
+    assert [one.label for one in found] == [call["answer"][1][0]["label"]]
+
+
+def test_token_classification(server: ServerProcess) -> None:
+    name, call = golden("bert_token", 2)
+    found = client(server, name).token_classification(call["inputs"], aggregation_strategy="first")
+    assert_alike([told(one) for one in found], call["answer"])
+    name, call = golden("bert_token", 1)
+    assert call["parameters"] == {"aggregation_strategy": "simple"}
+    found = client(server, name).token_classification(call["inputs"])
+    assert_alike([told(one) for one in found], call["answer"])
+
+
+def test_tokens_of_a_text_that_is_cut(server: ServerProcess) -> None:
+    name, call = golden("bert_token", 5)
+    text = " ".join([call["inputs"]] * 6)
+    body = {"inputs": text, "parameters": {**call["parameters"], "truncate": True}}
+    found = post(server, f"/models/{name}", body)
+    assert [one["index"] for one in found] == list(range(1, 39))
+    body["parameters"]["truncate"] = False
+    answer = httpx2.post(f"{server.url}/models/{name}", json=body)
+    assert answer.status_code == 400
+    assert answer.json()["error"]["code"] == "context_length_exceeded"
+
+
+def test_feature_extraction(server: ServerProcess) -> None:
+    texts = ["w5 w6", "w7"]
+    one = client(server, EMBEDDER)
+    found = one.feature_extraction(texts)
+    body = {"model": EMBEDDER, "input": texts}
+    data = httpx2.post(f"{server.url}/v1/embeddings", json=body).json()["data"]
+    np.testing.assert_allclose(found, [row["embedding"] for row in data], atol=1e-5)
+    np.testing.assert_allclose(one.feature_extraction(texts[0]), found[:1], atol=1e-5)
+    assert abs(np.linalg.norm(found[0]) - 1) > 0.1
+    unit = found / np.linalg.norm(found, axis=1, keepdims=True)
+    np.testing.assert_allclose(one.feature_extraction(texts, normalize=True), unit, atol=1e-5)
+    long = " ".join(f"w{5 + number}" for number in range(60))
+    for side, kept in (("right", range(22)), ("left", range(38, 60))):
+        cut = one.feature_extraction(long, truncate=True, truncation_direction=side)
+        text = " ".join(f"w{5 + number}" for number in kept)
+        assert len(kept) == MAX_LEN - 2
+        np.testing.assert_allclose(cut, one.feature_extraction(text), atol=1e-5)
+
+
+def test_sentence_similarity(server: ServerProcess) -> None:
+    texts = ["w5 w6", "w7", "w5 w6 w8"]
+    vectors = client(server, EMBEDDER).feature_extraction(texts, normalize=True)
+    found = client(server, EMBEDDER).sentence_similarity(texts[0], texts)
+    np.testing.assert_allclose(found, vectors @ vectors[0], atol=1e-5)
+    # Every model has vectors; without a name the first one's are compared.
+    assert len(client(server).sentence_similarity("the cat", ["the dog"])) == 1
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status", "param"),
+    [
+        ("", {}, 400, "inputs"),
+        ("", {"inputs": 5}, 400, "inputs"),
+        ("", {"inputs": []}, 400, "inputs"),
+        ("", {"inputs": ["a", 5]}, 400, "inputs"),
+        ("", {"inputs": "no mask"}, 400, "inputs"),
+        ("", {"inputs": {"text": "a"}}, 400, "inputs"),
+        ("", {"inputs": {"sentences": ["a"]}}, 400, "inputs"),
+        ("", {"inputs": {"source_sentence": "a", "sentences": []}}, 400, "inputs"),
+        ("", {"inputs": "a [MASK]", "parameters": {"top_k": 0}}, 400, "parameters"),
+        ("", {"inputs": "a [MASK]", "parameters": {"targets": []}}, 400, "parameters"),
+        ("", {"inputs": "a", "function_to_apply": "tanh"}, 400, "function_to_apply"),
+        ("", {"inputs": "a", "prompt_name": "query"}, 400, "prompt_name"),
+        ("", {"inputs": "a", "dimensions": 5}, 400, "dimensions"),
+        ("/models/none", {"inputs": "a"}, 404, "model"),
+        ("/models/none/pipeline/ner", {"inputs": "a"}, 404, "model"),
+        ("/pipeline/summarization", {"inputs": "a"}, 400, "task"),
+        (f"/pipeline/fill-mask/{EMBEDDER}", {"inputs": "a"}, 400, "model"),
+    ],
+)
+def test_bad_requests_name_the_field(
+    server: ServerProcess, path: str, body: Any, status: int, param: str
+) -> None:
+    answer = httpx2.post(f"{server.url}{path}", json=body)
+    assert answer.status_code == status, answer.text
+    assert answer.json()["error"]["param"] == param

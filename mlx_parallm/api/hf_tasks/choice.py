@@ -7,6 +7,9 @@ from typing import Any
 
 from mlx_parallm.api.hf_tasks.fill_mask import fill_mask
 from mlx_parallm.api.hf_tasks.job import Done, Job
+from mlx_parallm.api.hf_tasks.text_classification import text_classification
+from mlx_parallm.api.hf_tasks.token_classification import token_classification
+from mlx_parallm.api.hf_tasks.vectors import feature_extraction, sentence_similarity
 from mlx_parallm.api.schemas.hf_tasks import TaskParameters
 from mlx_parallm.encode import Task
 from mlx_parallm.engine.interface import EncoderClient, EncoderModel
@@ -17,14 +20,30 @@ Run = Callable[[Job], Awaitable[Done]]
 #: What a model must be able to do, and what does it, by Hugging Face's names.
 TASKS: Mapping[str, tuple[Task, Run]] = {
     "fill-mask": ("mlm", fill_mask),
+    "text-classification": ("classify", text_classification),
+    "sentiment-analysis": ("classify", text_classification),
+    "token-classification": ("token_classify", token_classification),
+    "ner": ("token_classify", token_classification),
+    "feature-extraction": ("embed", feature_extraction),
+    "sentence-similarity": ("embed", sentence_similarity),
 }
 #: What a model was made for, by Hugging Face's names.
 DEFAULTS: Mapping[Task, str] = {
     "mlm": "fill-mask",
+    "classify": "text-classification",
+    "token_classify": "token-classification",
+    "embed": "feature-extraction",
 }
-#: Parameters that one task has.
+#: Parameters that one task alone has.
 TELLING: Mapping[str, str] = {
     "targets": "fill-mask",
+    "function_to_apply": "text-classification",
+    "aggregation_strategy": "token-classification",
+    "ignore_labels": "token-classification",
+    "normalize": "feature-extraction",
+    "prompt_name": "feature-extraction",
+    "dimensions": "feature-extraction",
+    "encoding_format": "feature-extraction",
 }
 
 
@@ -58,6 +77,8 @@ def choose(
 
 
 def _told(inputs: Any, parameters: TaskParameters) -> str | None:
+    if isinstance(inputs, dict):
+        return "sentence-similarity" if "sentences" in inputs else "text-classification"
     given = parameters.model_fields_set
     return next((task for field, task in TELLING.items() if field in given), None)
 

@@ -10,7 +10,7 @@ from mlx_parallm.api.convert.fill_mask import fillings
 from mlx_parallm.api.convert.mask_inputs import Candidates, candidates_of, masked_inputs
 from mlx_parallm.api.encoding import encoded
 from mlx_parallm.api.hf_tasks.job import Done, Job
-from mlx_parallm.api.hf_tasks.texts import cut_to, texts_of
+from mlx_parallm.api.hf_tasks.texts import cut_to, cuts_left, texts_of
 from mlx_parallm.encode import EncodeInput
 
 TOP_K = 5
@@ -31,7 +31,8 @@ async def fill_mask(job: Job) -> Done:
         job.model,
         "mlm_logprobs",
         words.ids,
-        truncate=cut_to(job.parameters.truncate),
+        truncate=cut_to(job.parameters),
+        from_left=cuts_left(job.parameters),
         param="inputs",
     )
     top_k = job.parameters.top_k or TOP_K

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
+from mlx_parallm.api.convert.encode_inputs import single_inputs
+from mlx_parallm.api.hf_tasks.job import Job
+from mlx_parallm.api.schemas.hf_tasks import TaskParameters
+from mlx_parallm.encode import EncodeInput, Task
 from mlx_parallm.errors import InvalidRequestError
 
 MAX_TEXTS = 8192
@@ -24,6 +29,23 @@ def texts_of(inputs: Any) -> list[str]:
     )
 
 
-def cut_to(truncate: bool | None) -> int | None:
+def cut_to(parameters: TaskParameters) -> int | None:
     """The same as ``truncate_prompt_tokens`` says it."""
-    return -1 if truncate else None
+    return -1 if parameters.truncate else None
+
+
+def cuts_left(parameters: TaskParameters) -> bool:
+    """Whether texts are cut at their beginnings."""
+    return (parameters.truncation_direction or "").lower() == "left"
+
+
+async def text_inputs(job: Job, texts: Sequence[Any], task: Task) -> tuple[EncodeInput, ...]:
+    """Inputs of a text, or of its ids, each; see ``single_inputs``."""
+    return await single_inputs(
+        texts,
+        job.model,
+        task,
+        truncate=cut_to(job.parameters),
+        from_left=cuts_left(job.parameters),
+        param="inputs",
+    )

@@ -1,0 +1,59 @@
+"""Feature extraction and sentence similarity: vectors of texts, and how near they are."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Sequence
+
+import numpy as np
+
+from mlx_parallm.api.convert.array_encoding import as_bytes
+from mlx_parallm.api.convert.embeddings import check_dimensions, finished
+from mlx_parallm.api.convert.input_prompts import named_prompt
+from mlx_parallm.api.encoding import encoded
+from mlx_parallm.api.hf_tasks.job import Done, Job
+from mlx_parallm.api.hf_tasks.texts import MAX_TEXTS, text_inputs, texts_of
+from mlx_parallm.errors import InvalidRequestError
+
+
+async def feature_extraction(job: Job) -> Done:
+    """A list with a vector for each text, also for a text alone.
+
+    Raises:
+        ParallmError: see ``texts_of``, ``single_inputs`` and ``encoded``.
+    """
+    vectors = await _vectors(job, texts_of(job.inputs))
+    if job.parameters.encoding_format == "base64":
+        return Done([base64.b64encode(as_bytes(one)).decode() for one in vectors])
+    return Done(vectors.tolist())
+
+
+async def sentence_similarity(job: Job) -> Done:
+    """The cosine of each sentence with the source sentence.
+
+    Raises:
+        ParallmError: ``inputs`` is no object with these; see also ``feature_extraction``.
+    """
+    given = job.inputs if isinstance(job.inputs, dict) else {}
+    source, sentences = given.get("source_sentence"), given.get("sentences")
+    is_list = isinstance(sentences, list) and 0 < len(sentences) < MAX_TEXTS
+    if not isinstance(source, str) or sentences is None or not is_list:
+        raise InvalidRequestError(
+            "inputs must have source_sentence, a text, and sentences, a list of texts.",
+            param="inputs",
+        )
+    vectors = await _vectors(job, texts_of([source, *sentences]))
+    lengths = np.linalg.norm(vectors, axis=1)
+    cosines = vectors[1:] @ vectors[0] / np.maximum(lengths[1:] * lengths[0], 1e-12)
+    return Done(cosines.tolist())
+
+
+async def _vectors(job: Job, texts: Sequence[str]) -> np.ndarray:
+    """Vectors of the length that was asked for, float32 ``[texts, dimensions]``."""
+    info, parameters = job.model.info, job.parameters
+    check_dimensions(parameters.dimensions, job.model)
+    prompt = named_prompt(info, parameters.prompt_name)
+    inputs = await text_inputs(job, [prompt + text for text in texts], "embed")
+    found, _ = await encoded(job.engine, job.model, inputs, job.request_id, lambda _, one: one)
+    normalizes = info.normalizes if parameters.normalize is None else parameters.normalize
+    return finished(found, parameters.dimensions, normalizes=normalizes)
