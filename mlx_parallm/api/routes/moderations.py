@@ -1,22 +1,39 @@
-"""``POST /v1/moderations``: not served, and said so in a way that no client retries."""
+"""``POST /v1/moderations``, where a classifier of what is harmful is served."""
 
 from __future__ import annotations
 
-from fastapi import APIRouter, Response
+from fastapi import APIRouter, Request, Response
+from starlette.responses import JSONResponse
 
+from mlx_parallm.api.convert.encode_inputs import single_inputs
+from mlx_parallm.api.convert.moderations import moderated, moderator
+from mlx_parallm.api.dependencies import EngineDep
+from mlx_parallm.api.encoder_answer import Encoding, encoded_response
+from mlx_parallm.api.ignored import tell_ignored
+from mlx_parallm.api.json_body import JsonRoute
 from mlx_parallm.api.schemas.errors import ErrorResponse
-from mlx_parallm.errors import NotImplementedRouteError
+from mlx_parallm.api.schemas.moderations import ModerationRequest
 
-router = APIRouter()
+router = APIRouter(route_class=JsonRoute)
 
 
 @router.post(
     "/moderations",
-    status_code=501,
-    responses={501: {"model": ErrorResponse, "description": "No classifier is loaded."}},
+    responses={501: {"model": ErrorResponse, "description": "No such classifier is loaded."}},
 )
-async def create_moderation() -> Response:
-    """501: no loaded model is a classifier."""
-    raise NotImplementedRouteError(
-        "POST /v1/moderations needs a classifier, and none of the loaded models is one."
+async def create_moderation(
+    body: ModerationRequest, request: Request, engine: EngineDep
+) -> Response:
+    """What of each text is harmful."""
+    model = moderator(engine.encoders, body.model)
+    asked = Encoding(
+        model=model,
+        name=body.model or model.names[0],
+        inputs=await single_inputs(body.input, model, "classify"),
+        request_id=f"modr-{request.state.answer_id}",
     )
+    response = await encoded_response(
+        request, engine, asked, lambda found: JSONResponse(moderated(found))
+    )
+    tell_ignored(response, body.model_extra or ())
+    return response
