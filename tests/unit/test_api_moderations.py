@@ -64,13 +64,13 @@ def test_openais_client_reads_the_verdicts() -> None:
     engine = FakeEngine()
     engine.encoders = FakeEncoders(classifier("a", "b", name="topics"), model)
     with serve_fake(engine) as url, openai.OpenAI(base_url=f"{url}/v1", api_key="none") as client:
-        several = client.moderations.create(input=[f"w{number}" for number in range(5, 25)])
+        several = client.moderations.create(input=[f"w{number}" for number in range(5, 65)])
         (one,) = client.moderations.create(input="w6", model="guard").results
         parts: Any = [{"type": "text", "text": "w5"}, {"type": "text", "text": "w6"}]
         (together,) = client.moderations.create(input=parts).results
     assert (several.model, several.id[:5]) == ("guard", "modr-")
     assert one == several.results[1]
-    for number, verdict in zip(range(5, 25), several.results, strict=True):
+    for number, verdict in zip(range(5, 65), several.results, strict=True):
         logits = computed(EncodeInput((2, number, 3), "classify"), model.info)
         toxic, violence, self_harm = activated(logits, MULTI).tolist()
         scores = verdict.category_scores
