@@ -7,7 +7,7 @@ import contextlib
 import queue
 import socket
 import threading
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -25,6 +25,7 @@ from mlx_parallm.engine.interface import (
     EncoderModel,
     EncoderStatus,
     EngineLoad,
+    ModelMemory,
     RequestHandle,
     ServedModel,
 )
@@ -203,6 +204,9 @@ class FakeEngine:
 
     async def cancel(self, request_id: str) -> None:
         self.cancelled.append(request_id)
+
+    def memory(self) -> Mapping[str, ModelMemory]:
+        return {one.names[0]: ModelMemory(weights=7) for one in self.models()}
 
     def load(self) -> EngineLoad:
         return EngineLoad(num_requests=3, num_running=2, num_waiting=1)

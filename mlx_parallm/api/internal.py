@@ -5,7 +5,7 @@ They are told by an entry of the ASGI scope, which no client can set.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from starlette.requests import HTTPConnection
@@ -16,6 +16,7 @@ from mlx_parallm.engine.interface import (
     EncoderClient,
     EngineClient,
     EngineLoad,
+    ModelMemory,
     RequestHandle,
     ServedModel,
 )
@@ -104,6 +105,10 @@ class BackgroundEngine:
     async def cancel(self, request_id: str) -> None:
         """See ``EngineClient``."""
         await self._engine.cancel(request_id)
+
+    def memory(self) -> Mapping[str, ModelMemory]:
+        """See ``EngineClient``."""
+        return self._engine.memory()
 
     def load(self) -> EngineLoad:
         """See ``EngineClient``."""

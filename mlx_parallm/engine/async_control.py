@@ -16,7 +16,7 @@ from mlx_parallm.engine.commands import EngineHost
 from mlx_parallm.engine.control import PauseMode
 from mlx_parallm.engine.control_metrics import ADAPTER, WEIGHTS, ControlMetrics
 from mlx_parallm.engine.engine import Engine
-from mlx_parallm.engine.interface import ServedModel
+from mlx_parallm.engine.interface import ModelMemory, ServedModel
 from mlx_parallm.engine.live_weights import SLEEP_TAGS, WeightsUpdate
 from mlx_parallm.engine.policies import AdapterInfo, AdapterUpload
 from mlx_parallm.errors import InvalidRequestError, ModelNotFoundError, NotFoundError, PausedError
@@ -83,6 +83,10 @@ class AsyncControl:
         names = [one.names[0] for one in self._thread.models()]
         self._metrics.on_versions(self.adapters(), {name: self.version(name) for name in names})
         self._metrics.on_state(is_paused=self.is_paused, sleep_level=self.sleep_level, slots=slots)
+
+    def report_memory(self, memory: Mapping[str, ModelMemory]) -> None:
+        """Bring the metrics of memory up to date."""
+        self._metrics.on_memory(memory)
 
     async def look(self) -> Sequence[AdapterInfo]:
         """See ``EngineControl.look``."""

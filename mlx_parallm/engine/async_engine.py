@@ -13,7 +13,7 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -31,9 +31,10 @@ from mlx_parallm.engine.encode_engine import EncodeEngine
 from mlx_parallm.engine.encoder_build import BuiltEncoder
 from mlx_parallm.engine.engine import Engine
 from mlx_parallm.engine.event_stream import EventStream
-from mlx_parallm.engine.interface import EngineLoad, RequestHandle, ServedModel
+from mlx_parallm.engine.interface import EngineLoad, ModelMemory, RequestHandle, ServedModel
 from mlx_parallm.engine.loop import EngineLoop
 from mlx_parallm.engine.metrics import MetricFamilies, total
+from mlx_parallm.engine.model_memory import model_memory
 from mlx_parallm.engine.policies import AdapterUpload
 from mlx_parallm.errors import (
     EngineDeadError,
@@ -77,6 +78,7 @@ class AsyncEngine:
         self._streams: dict[str, EventStream] = {}
         self._models: dict[str, ServedModel] = {}
         self._engines: dict[str, Engine] = {}
+        self._encode_engines: dict[str, EncodeEngine] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
         self._answers: set[asyncio.Future[Any]] = set()
@@ -264,8 +266,18 @@ class AsyncEngine:
         if self._draining:
             raise ShuttingDownError("The server is shutting down.")
 
+    def memory(self) -> Mapping[str, ModelMemory]:
+        """What each model takes, by its first name."""
+        return model_memory(
+            self.models(),
+            self.encoders.statuses(),
+            self._encode_engines,
+            self.control.adapters(),
+        )
+
     def render_metrics(self) -> tuple[bytes, str]:
         """The Prometheus exposition and its content type."""
+        self.control.report_memory(self.memory())
         self.control.report(
             {name: one.policies.scheduler.adapters for name, one in self._engines.items()}
         )
@@ -350,7 +362,8 @@ class AsyncEngine:
         self.died.clear()
         self._loaded.set()
         self._engines = {one.model.names[0]: one.engine for one in loaded}
-        return self._engines, {one.model.names[0]: one.engine for one in encoders if one.engine}
+        self._encode_engines = {one.model.names[0]: one.engine for one in encoders if one.engine}
+        return self._engines, self._encode_engines
 
     def _on_death(self, cause: BaseException) -> bool:
         """Record the cause and end every open request; whether to start anew."""

@@ -5,9 +5,11 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict
 
 from prometheus_client import CollectorRegistry, Gauge, Histogram
 
+from mlx_parallm.engine.interface import ModelMemory
 from mlx_parallm.engine.policies import AdapterInfo
 from mlx_parallm.runner.device import active_memory_bytes
 from mlx_parallm.scheduler.adapter_slots import AdapterSlots
@@ -55,6 +57,12 @@ class ControlMetrics:
             ("model_name",),
             registry=registry,
         )
+        self._memory = Gauge(
+            "mlx_parallm:model_memory_bytes",
+            "Memory of each model: weights, KV pool, kept results, adapters.",
+            ("model_name", "kind"),
+            registry=registry,
+        )
         # Asked at each scrape.
         Gauge(
             "mlx_parallm:active_memory_bytes",
@@ -81,6 +89,13 @@ class ControlMetrics:
         for info in adapters:
             self._versions.labels(info.model, info.name, info.version).set(1)
             self._loaded.labels(info.model).inc()
+
+    def on_memory(self, memory: Mapping[str, ModelMemory]) -> None:
+        """What each model takes now."""
+        self._memory.clear()
+        for name, one in memory.items():
+            for kind, num_bytes in asdict(one).items():
+                self._memory.labels(name, kind).set(num_bytes)
 
     def on_state(
         self, *, is_paused: bool, sleep_level: int, slots: Mapping[str, AdapterSlots]

@@ -126,6 +126,11 @@ class EncodeEngine:
         self._metrics.on_waiting(len(self._queue))
         return True
 
+    @property
+    def cache_bytes(self) -> int:
+        """What kept results take; any thread may ask."""
+        return self._cache.num_bytes
+
     def has_work(self) -> bool:
         """Whether anything is to be computed, now or when the batch has waited for others."""
         return self._running is not None or len(self._queue) > 0

@@ -232,6 +232,23 @@ class EncoderModel:
     info: EncoderInfo
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelMemory:
+    """What a model takes, in bytes.
+
+    Attributes:
+        weights: its parameters, and those of its draft model; 0 while they are away.
+        kv: its pool, whether blocks are in use or not.
+        cache: results that an encoder keeps.
+        adapters: tensors of its loaded adapters.
+    """
+
+    weights: int = 0
+    kv: int = 0
+    cache: int = 0
+    adapters: int = 0
+
+
 class EncoderState(StrEnum):
     """Where the weights of an encoder are.
 
@@ -434,6 +451,10 @@ class EngineClient(Protocol):
 
     def check_health(self) -> None:
         """Raise EngineDeadError if the engine thread is dead."""
+        ...
+
+    def memory(self) -> Mapping[str, ModelMemory]:
+        """What each model takes, by its first name."""
         ...
 
     def render_metrics(self) -> tuple[bytes, str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -12,15 +13,24 @@ from mlx_parallm.encode import Encoder
 from mlx_parallm.errors import ModelLoadError
 from mlx_parallm.runner.loader import parameters_of
 
-# A few milliseconds of reading and casting.
-PART_BYTES = 8 << 20
+PART_BYTES = 4 << 20
+# What is done between two steps takes about as long, or as one part.
+ADVANCE_S = 0.01
 
 
 class PendingEncoder:
     """A model that was opened and not evaluated. Lives on the engine thread."""
 
-    def __init__(self, model: Any, folder: Path, finish: Callable[[], Encoder]) -> None:
+    def __init__(
+        self,
+        model: Any,
+        folder: Path,
+        finish: Callable[[], Encoder],
+        *,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
         """``finish`` makes a runner of the model, whose parameters are evaluated by then."""
+        self._clock = clock
         self._folder = folder
         self._finish = finish
         arrays = list(parameters_of(model).values())
@@ -29,16 +39,19 @@ class PendingEncoder:
         self._num_parts = len(self._parts)
 
     def advance(self) -> float:
-        """Have the next part in memory; which share is there, from 0 to 1.
+        """Have the next parts in memory; which share is there, from 0 to 1.
 
         Raises:
             ModelLoadError: a file cannot be read.
         """
-        if self._parts:
+        end_s = self._clock() + ADVANCE_S
+        while self._parts:
             try:
                 mx.eval(self._parts.pop(0))
             except RuntimeError as cause:
                 raise ModelLoadError(f"{self._folder} could not be loaded: {cause}") from cause
+            if self._clock() >= end_s:
+                break
         return 1.0 - len(self._parts) / max(1, self._num_parts)
 
     def finish(self) -> Encoder:

@@ -66,6 +66,16 @@ def test_an_encoder_comes_and_goes(server: ServerProcess) -> None:
     }  # fmt: skip
     assert set(served(server)) == before | {"mine", "other"}
     np.testing.assert_array_equal(embed(server, "mine"), embed(server, "other"))
+    size = card.json()["memory"]["weights_bytes"]
+    assert size > 10_000
+    metrics = httpx2.get(f"{server.url}/metrics").text
+    labels = '{kind="weights",model_name="mine"}'
+    assert f"mlx_parallm:model_memory_bytes{labels} {float(size)}" in metrics
+    demo = served(server)["mlx-parallm-demo"]["memory"]
+    assert min(demo["weights_bytes"], demo["kv_bytes"]) > size
+    assert served(server)["mine"]["memory"]["cache_bytes"] > 0
+    known = httpx2.get(f"{server.url}/server_info", headers=ADMIN).json()["models"]
+    assert {one["names"][0]: one["memory"]["weights"] for one in known}["mine"] == size
     # Another one beside it has its own vectors.
     assert post(server, "/models/load", model="two").status_code == 200
     assert np.abs(embed(server, "two") - embed(server, "mine")).max() > 1e-3

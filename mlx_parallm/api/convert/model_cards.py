@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import asdict
 from typing import Any
 
-from mlx_parallm.engine.interface import EncoderState, EncoderStatus, ServedModel
+from mlx_parallm.engine.interface import EncoderState, EncoderStatus, ModelMemory, ServedModel
 
 
-def model_card(name: str, model: ServedModel) -> dict[str, Any]:
-    """A model that generates, or an adapter of one."""
+def model_card(name: str, model: ServedModel, memory: Mapping[str, ModelMemory]) -> dict[str, Any]:
+    """A model that generates, or an adapter of one; the latter's memory is in its model's."""
     card = _card(name, model.created, model.root, model.info.max_model_len)
-    return card | {"parent": model.parent, "status": EncoderState.LOADED, "progress": 1.0}
+    return card | {
+        "parent": model.parent,
+        "status": EncoderState.LOADED,
+        "progress": 1.0,
+        "memory": _memory(model.names[0], memory),
+    }
 
 
-def encoder_card(name: str, status: EncoderStatus) -> dict[str, Any]:
+def encoder_card(
+    name: str, status: EncoderStatus, memory: Mapping[str, ModelMemory]
+) -> dict[str, Any]:
     """An encoder, whether it is in memory or not."""
     model = status.model
     created = 0 if model is None else model.created
@@ -23,7 +32,16 @@ def encoder_card(name: str, status: EncoderStatus) -> dict[str, Any]:
         "status": status.state,
         "progress": round(status.progress, 3),
         "pinned": status.is_pinned,
+        "memory": _memory(status.names[0], memory),
     }
+
+
+def _memory(name: str, memory: Mapping[str, ModelMemory]) -> dict[str, int] | None:
+    """In bytes; None of an adapter."""
+    found = memory.get(name)
+    if found is None:
+        return None
+    return {f"{kind}_bytes": size for kind, size in asdict(found).items()}
 
 
 def _card(name: str, created: int, root: str, max_model_len: int | None) -> dict[str, Any]:

@@ -17,6 +17,13 @@ export function amount(value) {
   return value.toFixed(1);
 }
 
+export function bytes(value) {
+  const units = ["B", "KiB", "MiB", "GiB", "TiB"];
+  const power = value < 1 ? 0 : Math.min(units.length - 1, Math.floor(Math.log2(value) / 10));
+  const size = value / 1024 ** power;
+  return `${size.toFixed(size < 10 && power ? 1 : 0)} ${units[power]}`;
+}
+
 export function percent(value) {
   if (value === null) return "–";
   const share = value * 100;

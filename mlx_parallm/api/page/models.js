@@ -1,7 +1,7 @@
 // The table of served models.
 
 import { el } from "./dom.js";
-import { amount } from "./format.js";
+import { amount, bytes } from "./format.js";
 
 const COLUMNS = [
   ["Model", (model) => el("code", {}, model.id)],
@@ -10,9 +10,17 @@ const COLUMNS = [
   ["KV type", (_, pool) => pool?.cache_dtype ?? "–"],
   ["Attention", (_, pool) => pool?.attention_backend ?? "–"],
   ["Path", (_, pool) => pool?.path ?? "–"],
+  ["Memory", (model) => memoryOf(model)],
   ["Loaded", (model) => new Date(model.created * 1000).toLocaleString()],
   ["From", (model) => model.root],
 ];
+
+/** What a model takes in all, or where it is if that is not in memory. */
+function memoryOf(model) {
+  if (model.status && model.status !== "loaded") return model.status;
+  const parts = Object.values(model.memory ?? {});
+  return parts.length ? bytes(parts.reduce((sum, part) => sum + part, 0)) : "–";
+}
 
 /** Show models of /v1/models, with what a Reading of the metrics says of their KV pools. */
 export function showModels(table, models, reading) {

@@ -23,10 +23,12 @@ control_router = APIRouter(
 @router.get("/models")
 async def list_models(engine: EngineDep) -> dict[str, Any]:
     """Every name of every served model, and every loaded adapter."""
-    cards = [model_card(name, model) for model in engine.models() for name in model.names]
+    memory = engine.memory()
+    cards = [model_card(name, model, memory) for model in engine.models() for name in model.names]
     adapters = [engine.get_model(info.name) for info in engine.control.adapters()]
-    cards += [model_card(one.names[0], one) for one in adapters]
-    cards += [encoder_card(name, one) for one in engine.encoders.statuses() for name in one.names]
+    cards += [model_card(one.names[0], one, memory) for one in adapters]
+    statuses = engine.encoders.statuses()
+    cards += [encoder_card(name, one, memory) for one in statuses for name in one.names]
     return {"object": "list", "data": cards}
 
 
@@ -35,8 +37,8 @@ async def retrieve_model(model_id: str, engine: EngineDep) -> dict[str, Any]:
     """One model; ids may contain slashes."""
     for one in engine.encoders.statuses():
         if model_id in one.names:
-            return encoder_card(model_id, one)
-    return model_card(model_id, engine.get_model(model_id))
+            return encoder_card(model_id, one, engine.memory())
+    return model_card(model_id, engine.get_model(model_id), engine.memory())
 
 
 @control_router.post("/models/load")
@@ -52,7 +54,7 @@ async def load_model(body: LoadModel, engine: EngineDep, response: Response) -> 
     )
     status = await engine.encoders.load(asked)
     tell_ignored(response, body.model_extra or ())
-    return encoder_card(status.names[0], status)
+    return encoder_card(status.names[0], status, engine.memory())
 
 
 @control_router.post("/models/unload")

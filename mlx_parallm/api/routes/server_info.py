@@ -12,7 +12,7 @@ from mlx_parallm.api.convert.adapters import loaded_adapters
 from mlx_parallm.api.dependencies import ConfigDep, EngineDep
 from mlx_parallm.api.schemas.server import ModelInfo, ServerInfo
 from mlx_parallm.config import EngineConfig, ServerConfig
-from mlx_parallm.engine.interface import EngineClient, ServedModel
+from mlx_parallm.engine.interface import EncoderStatus, EngineClient, ServedModel
 
 router = APIRouter()
 
@@ -40,11 +40,23 @@ async def server_info(
         is_sleeping=engine.control.sleep_level > 0,
         max_running_requests=engine.config.scheduler.max_num_seqs,
         max_total_num_tokens=first.info.num_blocks * first.info.block_size,
-        models=[
-            {"names": list(one.names), "root": one.root} | asdict(one.info)
-            for one in engine.models()
-        ],
+        models=_models(engine),
     )
+
+
+def _models(engine: EngineClient) -> list[dict[str, Any]]:
+    """What was found out about each model; encoders come last, and those unloaded lack much."""
+    memory = engine.memory()
+    known: list[tuple[ServedModel | EncoderStatus, Any]] = [
+        *((one, one.info) for one in engine.models()),
+        *((one, one.model and one.model.info) for one in engine.encoders.statuses()),
+    ]
+    return [
+        {"names": list(one.names), "root": one.root}
+        | ({} if info is None else asdict(info))
+        | {"memory": asdict(memory[one.names[0]])}
+        for one, info in known
+    ]
 
 
 @router.get("/model_info")

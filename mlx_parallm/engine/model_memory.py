@@ -1,0 +1,41 @@
+"""What each model of the process takes of its memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from mlx_parallm.engine.encode_engine import EncodeEngine
+from mlx_parallm.engine.interface import EncoderState, EncoderStatus, ModelMemory, ServedModel
+from mlx_parallm.engine.policies import AdapterInfo
+
+
+def model_memory(
+    models: Iterable[ServedModel],
+    encoders: Iterable[EncoderStatus],
+    engines: Mapping[str, EncodeEngine],
+    adapters: Iterable[AdapterInfo],
+) -> dict[str, ModelMemory]:
+    """By first names; ``engines`` are of the encoders that are loaded."""
+    loaded: dict[str, int] = {}
+    for info in adapters:
+        loaded[info.model] = loaded.get(info.model, 0) + info.num_bytes
+    found = {
+        one.names[0]: ModelMemory(
+            weights=one.info.weight_bytes,
+            kv=one.info.kv_bytes,
+            adapters=loaded.get(one.names[0], 0),
+        )
+        for one in models
+    }
+    for status in encoders:
+        name = status.names[0]
+        engine, model = engines.get(name), status.model
+        weights = 0
+        if model is not None and status.state is EncoderState.LOADED:
+            weights = model.info.weight_bytes
+        found[name] = ModelMemory(
+            weights=weights,
+            cache=0 if engine is None else engine.cache_bytes,
+            adapters=loaded.get(name, 0),
+        )
+    return found
