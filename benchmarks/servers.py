@@ -12,7 +12,7 @@ import tempfile
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -68,6 +68,15 @@ def mlx_parallm_server(model: Path | None, options: Sequence[str] = ()) -> Itera
     command = [sys.executable, "-m", "mlx_parallm", "serve", "--served-model-name", SERVED_NAME]
     command += ["--model", str(model)] if model else []
     with _running("mlx_parallm", [*command, *options], SERVED_NAME) as server:
+        yield server
+
+
+@contextlib.contextmanager
+def server_of_models(models: Mapping[str, Path], options: Sequence[str] = ()) -> Iterator[Server]:
+    """Run ``mlx_parallm serve`` with several models by their names; ``model`` is the first."""
+    command = [sys.executable, "-m", "mlx_parallm", "serve", "--model", *map(str, models.values())]
+    command += ["--served-model-name", *(f"{path}={name}" for name, path in models.items())]
+    with _running("mlx_parallm", [*command, *options], next(iter(models))) as server:
         yield server
 
 

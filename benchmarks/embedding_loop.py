@@ -1,0 +1,33 @@
+"""Encodes one text after the other by the model alone: what there is without batches.
+
+``python -m benchmarks.embedding_loop FOLDER TEXTS.json DTYPE`` prints the texts per second as JSON.
+"""
+
+import json
+import sys
+import time
+from pathlib import Path
+
+from mlx_parallm.encode import EncodeInput
+from mlx_parallm.encoding.sentence_transformers import read_vector_spec
+from mlx_parallm.runner.encoder_runner import load_encoder_runner
+from mlx_parallm.runner.host_memory import keep_freed_memory
+from mlx_parallm.tokenizer.encoder_tokenizer import load_encoder_tokenizer
+
+
+def main() -> None:
+    folder, texts_file, dtype = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3]
+    texts = json.loads(texts_file.read_text())
+    keep_freed_memory()
+    runner = load_encoder_runner(folder, dtype, read_vector_spec(folder))
+    tokenizer = load_encoder_tokenizer(folder)
+    runner.run([EncodeInput(tokenizer.encode(texts[:1])[0])])
+    begin_s = time.perf_counter()
+    for text in texts:
+        (ids,) = tokenizer.encode([text])
+        runner.run([EncodeInput(ids)])
+    print(json.dumps({"texts_per_s": len(texts) / (time.perf_counter() - begin_s)}))
+
+
+if __name__ == "__main__":
+    main()

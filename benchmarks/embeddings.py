@@ -1,0 +1,177 @@
+"""Measure embeddings of mixed length: 32 clients against a loop, and sentence-transformers.
+
+``python -m benchmarks.embeddings`` makes an embedder of MiniLM's shape and texts of 5 to 250
+tokens. 32 clients send each text once, one a request and then 16; nothing is kept for equal inputs.
+Beside that: one client; the same model in a loop without a server, one text at a time; and with
+``--reference-python PYTHON``, a Python that has sentence-transformers, its ``encode`` of all texts,
+of whose batch sizes the best counts. ``--gpu`` is for a server on an NVIDIA GPU: half precision.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shlex
+import statistics
+import subprocess
+import sys
+import tempfile
+from argparse import Namespace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks.checks import Check, conclude
+from benchmarks.embedding_clients import figures_of, start_clients
+from benchmarks.make_embedder import EMBEDDER_FOLDER, make_embedder, texts_of_lengths
+from benchmarks.measure import make_parser
+from benchmarks.servers import SERVED_NAME, Server, mlx_parallm_server, server_environment
+
+SHORTEST, LONGEST = 5, 250
+MANY_TEXTS = 16
+REFERENCE = Path(__file__).with_name("embedding_reference.py")
+COSINE = 0.9999
+HALF_COSINE = 0.999
+
+
+def main() -> int:
+    parser = make_parser(__doc__)
+    parser.set_defaults(model=EMBEDDER_FOLDER)
+    parser.add_argument("--num-texts", type=int, default=512)
+    parser.add_argument("--clients", type=int, default=32)
+    parser.add_argument("--reference-python", help="one that has sentence-transformers")
+    parser.add_argument("--gpu", action="store_true", help="half precision on an NVIDIA GPU")
+    args = parser.parse_args()
+    make_embedder(args.model)
+    with tempfile.TemporaryDirectory() as folder:
+        rounds = [measure_round(args, Path(folder), seed) for seed in range(args.repetitions)]
+    return conclude(
+        "embeddings-gpu" if args.gpu else "embeddings",
+        checks_of(rounds, args),
+        {
+            "rounds": rounds,
+            "settings": {"clients": args.clients, "texts": args.num_texts},
+        },
+    )
+
+
+def dtype_of(args: Namespace) -> str:
+    """What the model computes in."""
+    return "float16" if args.gpu else "float32"
+
+
+def measure_round(args: Namespace, folder: Path, seed: int) -> dict[str, Any]:
+    """Every way once, over the same texts."""
+    draw = random.Random(seed)
+    lengths = [draw.randint(SHORTEST, LONGEST) for _ in range(args.num_texts)]
+    texts = folder / "texts.json"
+    texts.write_text(json.dumps(texts_of_lengths(lengths, seed)))
+    found: dict[str, Any] = {"tokens": sum(lengths)}
+    options = [*shlex.split(args.server_options), "--encoder-cache-size", "0"]
+    with mlx_parallm_server(args.model, [*options, "--dtype", dtype_of(args)]) as server:
+        found |= served(server, texts, args, folder)
+    found["loop"] = in_loop(args, texts)
+    if args.reference_python:
+        found["reference"] = by_reference(args, texts, folder)
+    print({name: rate_of(one) for name, one in found.items()}, flush=True)
+    return found
+
+
+def served(server: Server, texts: Path, args: Namespace, folder: Path) -> dict[str, Any]:
+    """The server's figures by what the clients do."""
+
+    def run(clients: int, num_texts: int, *more: object) -> dict[str, Any]:
+        sizes = ("--clients", clients, "--texts-per-request", num_texts)
+        return figures_of(start_clients(server, SERVED_NAME, texts, *sizes, *more))
+
+    run(args.clients, MANY_TEXTS)
+    return {
+        "clients": run(args.clients, 1, "--vectors", folder / "served.npy"),
+        "clients_many": run(args.clients, MANY_TEXTS),
+        "one_client": run(1, 1),
+    }
+
+
+def in_loop(args: Namespace, texts: Path) -> dict[str, Any]:
+    """The loop in a process of its own, with what the server's environment has."""
+    command = [sys.executable, "-m", "benchmarks.embedding_loop", str(args.model), str(texts)]
+    command.append(dtype_of(args))
+    output = subprocess.run(command, env=server_environment(), stdout=subprocess.PIPE, check=True)
+    return json.loads(output.stdout)
+
+
+def by_reference(args: Namespace, texts: Path, folder: Path) -> dict[str, Any]:
+    """sentence-transformers' figures, and how near its vectors are."""
+    device = "cuda" if args.gpu else "cpu"
+    vectors = folder / "reference.npy"
+    command = [args.reference_python, str(REFERENCE), str(args.model), str(texts), str(vectors)]
+    # Another BLAS is none of its own.
+    environment = {name: value for name, value in os.environ.items() if name != "LD_PRELOAD"}
+    environment |= {"HF_HUB_OFFLINE": "1"}
+    output = subprocess.run([*command, device], env=environment, stdout=subprocess.PIPE, check=True)
+    found = json.loads(output.stdout.splitlines()[-1])
+    if "missing" in found:
+        print(f"no reference: {found['missing']}", flush=True)
+        return found
+    wanted = np.load(vectors)
+    served_vectors = np.load(folder / "served.npy")[: len(wanted)]
+    wanted = wanted / np.linalg.norm(wanted, axis=1, keepdims=True)
+    found["cosine"] = float((wanted * served_vectors).sum(axis=1).min())
+    found["by_batch_size"] = found["texts_per_s"]
+    found["texts_per_s"] = max(found["texts_per_s"].values())
+    return found
+
+
+def rate_of(figures: Any) -> Any:
+    """Texts per second, where these are the figures of a run."""
+    if not isinstance(figures, dict):
+        return figures
+    return round(figures.get("texts_per_s", float("nan")), 1)
+
+
+def checks_of(rounds: list[dict[str, Any]], args: Namespace) -> list[Check]:
+    """Medians over the rounds; ratios are those of one round."""
+
+    def median(*names: str) -> float:
+        return statistics.median(_value(one, names) for one in rounds)
+
+    def ratio(name: str, other: str) -> float:
+        return statistics.median(
+            one[name]["texts_per_s"] / one[other]["texts_per_s"] for one in rounds
+        )
+
+    many = f"{args.clients} clients"
+    checks = [
+        Check(f"{many}, 1 text a request: texts/s", median("clients", "texts_per_s")),
+        Check(f"{many}, 1 text a request: tokens/s", median("clients", "tokens_per_s")),
+        Check(f"{many}, 1 text a request: latency p99, ms", median("clients", "latency_p99_ms")),
+        Check(f"{many}, {MANY_TEXTS} a request: texts/s", median("clients_many", "texts_per_s")),
+        Check("1 client, 1 text a request: texts/s", median("one_client", "texts_per_s")),
+        Check("loop without a server: texts/s", median("loop", "texts_per_s")),
+        Check(f"{many} over the loop", ratio("clients", "loop"), ">=", 3.0),
+        Check(f"{many} over 1 client", ratio("clients", "one_client")),
+    ]
+    if all("texts_per_s" in one.get("reference", {}) for one in rounds):
+        cosine = HALF_COSINE if args.gpu else COSINE
+        checks += [
+            Check("sentence-transformers: texts/s", median("reference", "texts_per_s")),
+            Check(f"{many} over sentence-transformers", ratio("clients", "reference"), ">=", 1.0),
+            Check(
+                f"{many}, {MANY_TEXTS} texts, over sentence-transformers",
+                ratio("clients_many", "reference"),
+            ),
+            Check("least cosine to its vectors", median("reference", "cosine"), ">=", cosine),
+        ]
+    return checks
+
+
+def _value(figures: Any, names: tuple[str, ...]) -> float:
+    for name in names:
+        figures = figures[name]
+    return float(figures)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
