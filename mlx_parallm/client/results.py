@@ -56,8 +56,9 @@ class Sample:
         versions: which weights made which tokens; they cover all tokens, in order.
         top_logprobs: for each token the likeliest ones; None if they were not asked for.
         entropy: of each token's distribution, in nats; None if it was not asked for.
-        reward: the verifier's; None without one.
-        verifier_error: why there is no reward.
+        reward: the verifier's or the reward model's; None without one.
+        verifier_error: why the verifier gave none.
+        reward_error: why the reward model gave none.
     """
 
     prompt: Prompt
@@ -72,6 +73,7 @@ class Sample:
     entropy: Sequence[float] | None = None
     reward: float | None = None
     verifier_error: str | None = None
+    reward_error: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -215,6 +217,7 @@ def sample_of(told: Mapping[str, Any], prompt: Prompt) -> Sample:
         entropy=told.get("entropy"),
         reward=told.get("reward"),
         verifier_error=told.get("verifier_error"),
+        reward_error=told.get("reward_error"),
     )
 
 

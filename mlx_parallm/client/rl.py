@@ -60,6 +60,7 @@ class RolloutOptions(TypedDict, total=False):
     prompt_logprobs: int
     timeout_s: float
     verifier: Mapping[str, Any]
+    reward_model: Mapping[str, Any]
     tools: Sequence[Mapping[str, Any]]
     chat_template_kwargs: Mapping[str, Any]
     priority: int
@@ -77,6 +78,16 @@ class ScoreOptions(TypedDict, total=False):
     priority: int
     cache_salt: str
     request_id: str
+
+
+class RewardOptions(TypedDict, total=False):
+    """Further fields of ``POST /v1/rewards/score``; docs/encoders.md describes them."""
+
+    model: str
+    sigmoid: bool
+    truncate_prompt_tokens: int
+    truncation_side: Literal["left", "right"]
+    chat_template_kwargs: Mapping[str, Any]
 
 
 class UploadOptions(TypedDict, total=False):
@@ -208,6 +219,24 @@ class RLClient:
         answer = await self._transport.ask("POST", "/v1/rl/logprobs", json=body)
         with expected("The scores"):
             return [score_of(one) for one in answer["items"]]
+
+    async def rewards(
+        self,
+        texts: Sequence[str | Sequence[Mapping[str, Any]]],
+        **options: Unpack[RewardOptions],
+    ) -> list[float]:
+        """What a reward model of the server says of texts, or of conversations.
+
+        Args:
+            texts: all texts, which are read as they are, or all lists of messages, by the model's
+                chat template.
+            **options: further fields of ``POST /v1/rewards/score``.
+        """
+        kind = "texts" if all(isinstance(one, str) for one in texts) else "chats"
+        body = {kind: list(texts), **options}
+        answer = await self._transport.ask("POST", "/v1/rewards/score", json=body)
+        with expected("The rewards"):
+            return [one["reward"] for one in answer["data"]]
 
     async def load_adapter(
         self, name: str, folder: str | Path, **options: Unpack[UploadOptions]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -9,8 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import httpx2
+import openai
 import pytest
 
+from mlx_parallm.client import RLClient
 from tests.cross_encoder_folder import (
     read_cross_encoder,
     write_broken,
@@ -397,3 +400,152 @@ def test_bad_rewards_name_the_field(
     server: ServerProcess, body: dict[str, Any], param: str
 ) -> None:
     assert refusal(server, "/v1/rewards/score", body)["param"].startswith(param)
+
+
+CHAT = [{"role": "user", "content": "What is 3 + 4?"}]
+PROMPTS: list[Any] = [
+    "1, 2, 3,",
+    CHAT,
+    [1, 40, 41],
+    {"text": "1, 2,", "reward_prompt": "w20 "},
+    {"messages": CHAT, "reward_prompt": [{"role": "user", "content": "w20 w21"}]},
+]
+
+
+def what_was_read(prompt: Any, text: str, token_text: str) -> dict[str, Any]:
+    """The fields of a request for the reward of a sample."""
+    before: Any = prompt["reward_prompt"] if isinstance(prompt, dict) else prompt
+    if isinstance(before, str):
+        return {"texts": [before + text]}
+    if isinstance(before[0], int):
+        return {"texts": [token_text + text]}
+    return {"prompt": before, "completions": [text]}
+
+
+@pytest.mark.parametrize("streams", [False, True])
+def test_rollouts_come_with_their_rewards(server: ServerProcess, streams: bool) -> None:
+    asked: dict[str, Any] = {"prompts": PROMPTS, "n": 2, "max_tokens": 6, "seed": 1}
+    asked |= {"model": "demo", "reward_model": {"model": "reward", "sigmoid": True}}
+    samples = rollout_samples(server, asked, streams=streams)
+    assert len(samples) == 2 * len(PROMPTS)
+    ids = {"tokens": PROMPTS[2], "model": "demo"}
+    token_text = post(server, "/detokenize", ids)["prompt"]
+    for number, sample in samples:
+        assert sample["reward_error"] is None
+        read = what_was_read(PROMPTS[number], sample["text"], token_text)
+        wanted = post(server, "/v1/rewards/score", {**read, "model": "reward", "sigmoid": True})[
+            "data"
+        ][0]["reward"]
+        assert sample["reward"] == pytest.approx(wanted, abs=1e-4)
+
+
+def rollout_samples(
+    server: ServerProcess, asked: dict[str, Any], *, streams: bool
+) -> list[tuple[int, dict[str, Any]]]:
+    """Each with the number of its prompt."""
+    if not streams:
+        groups = post(server, "/v1/rl/rollout", asked)["groups"]
+        return [(group["index"], one) for group in groups for one in group["samples"]]
+    answer = httpx2.post(f"{server.url}/v1/rl/rollout", json={**asked, "stream": True})
+    lines = [one for one in answer.text.splitlines() if one.startswith("data: ")]
+    told = [json.loads(one.removeprefix("data: ")) for one in lines]
+    assert told[-1]["type"] == "usage"
+    return [(one["prompt_index"], one) for one in told if one["type"] == "sample"]
+
+
+@pytest.mark.parametrize("streams", [False, True])
+@pytest.mark.parametrize(("model", "why"), [("broken", "numbers"), ("cross", "maximum context")])
+def test_samples_outlive_their_reward_model(
+    server: ServerProcess, model: str, why: str, streams: bool
+) -> None:
+    prompts = [{"text": "1, 2,", "reward_prompt": "w20 " * (50 if model == "cross" else 1)}, "1,"]
+    asked: dict[str, Any] = {"prompts": prompts, "n": 2, "max_tokens": 4, "model": "demo"}
+    samples = rollout_samples(server, {**asked, "reward_model": {"model": model}}, streams=streams)
+    assert len(samples) == 4
+    for number, sample in samples:
+        assert sample["token_ids"]
+        if model == "broken" or number == 0:
+            assert sample["reward"] is None
+            assert why in sample["reward_error"]
+        else:
+            assert isinstance(sample["reward"], float)
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"reward_model": {"model": "no"}}, "reward_model"),
+        ({"reward_model": {"model": "demo"}}, "reward_model"),
+        ({"reward_model": {"model": "three"}}, "reward_model"),
+        ({"reward_model": {}}, "reward_model"),
+        ({"reward_model": "reward"}, "reward_model"),
+        ({"reward_model": {"model": "reward", "truncate_prompt_tokens": 41}}, "reward_model"),
+        ({"reward_model": {"model": "cross"}, "prompts": [CHAT]}, "prompts"),
+        ({"reward_model": {"model": "cross"}, "verifier": {"url": "http://a"}}, "reward_model"),
+        (
+            {
+                "reward_model": {"model": "reward"},
+                "prompts": [{"text": "a", "reward_prompt": [{"role": "king", "content": "b"}]}],
+            },
+            "prompts",
+        ),
+    ],
+)
+def test_bad_reward_models_are_refused_before_anything_is_sampled(
+    server: ServerProcess, body: dict[str, Any], param: str
+) -> None:
+    asked = {"prompts": ["1, 2,"], "max_tokens": 4, "model": "demo", **body}
+    status = 404 if body["reward_model"] == {"model": "no"} else 400
+    assert refusal(server, "/v1/rl/rollout", asked, status)["param"] == param
+
+
+def test_reward_models_are_told(server: ServerProcess) -> None:
+    told = httpx2.get(f"{server.url}/v1/rl/capabilities").json()["reward_models"]
+    assert told == ["cross", "logits", "broken", "reward"]
+
+
+async def test_the_clients_rewards(server: ServerProcess) -> None:
+    async with RLClient(server.url) as client:
+        first, second = await client.rewards(["w20", "w21 w22"], model="reward")
+        assert [first, second] == pytest.approx(
+            logits_of(server, [[2, 20, 3], [2, 21, 22, 3]]), abs=1e-4
+        )
+        (chat,) = await client.rewards([[{"role": "user", "content": "w20"}]], model="reward")
+        assert chat == pytest.approx(logits_of(server, [[90, 20]])[0], abs=1e-4)
+        rollout = await client.rollout(
+            ["1, 2,"], model="demo", max_tokens=4, reward_model={"model": "reward"}
+        )
+        (sample,) = rollout.samples
+        assert isinstance(sample.reward, float)
+        assert sample.reward_error is None
+        streamed = client.stream_rollout(
+            ["1, 2,"], model="demo", max_tokens=4, reward_model={"model": "broken"}
+        )
+        (sample,) = [one async for one in streamed]
+        assert sample.reward is None
+        assert "numbers" in (sample.reward_error or "")
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "body"),
+    [
+        ("/v1/rerank", {"query": QUERY, "documents": DOCUMENTS}),
+        ("/v1/score", {"text_1": QUERY, "text_2": DOCUMENTS}),
+        ("/v1/rewards/score", {"texts": DOCUMENTS}),
+    ],
+)
+def test_batches_of_scores(server: ServerProcess, endpoint: str, body: dict[str, Any]) -> None:
+    body = {**body, "model": "cross"}
+    line = {"custom_id": "a", "method": "POST", "url": endpoint, "body": body}
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
+        content = json.dumps(line).encode()
+        given = client.files.create(file=("lines.jsonl", content), purpose="batch")
+        asked: Any = {"input_file_id": given.id, "endpoint": endpoint}
+        batch = client.batches.create(completion_window="24h", **asked)
+        while batch.status not in ("completed", "failed", "expired", "cancelled"):
+            batch = client.batches.retrieve(batch.id)
+        assert batch.output_file_id is not None, batch
+        told = json.loads(client.files.content(batch.output_file_id).text)
+    wanted = post(server, endpoint, body)
+    field = "results" if endpoint == "/v1/rerank" else "data"
+    assert told["response"]["body"][field] == wanted[field]

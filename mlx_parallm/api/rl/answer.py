@@ -129,6 +129,9 @@ class RolloutAnswer:
         if self._body.verifier is not None:
             verdict = group.verdicts.get(index, Verdict())
             told |= {"reward": verdict.reward, "verifier_error": verdict.error}
+        if self._body.reward_model is not None:
+            verdict = group.verdicts.get(index, Verdict())
+            told |= {"reward": verdict.reward, "reward_error": verdict.error}
         return told
 
     def judged(self, group: Group, index: int) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from mlx_parallm.request import GenerateRequest
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What a verifier says of a sample: a reward, or why there is none."""
+    """What a verifier or a reward model says of a sample: a reward, or why there is none."""
 
     reward: float | None = None
     error: str | None = None
@@ -31,7 +31,7 @@ class Group:
         request: the engine's.
         samples: as far as they are known.
         finished: indices of those that have ended.
-        verdicts: of the verifier, by index.
+        verdicts: of the verifier or the reward model, by index.
         prompt: what the engine said of the prompt.
         error: what ended the group early; samples that had ended by then count.
     """

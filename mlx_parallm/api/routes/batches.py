@@ -24,8 +24,10 @@ ENDPOINTS = (
     "/v1/messages",
     "/v1/decisions",
     "/v1/embeddings",
+    "/v1/moderations",
     "/v1/rerank",
     "/v1/score",
+    "/v1/rewards/score",
 )
 
 

@@ -7,6 +7,7 @@ from fastapi import APIRouter
 from mlx_parallm.api.dependencies import ConfigDep, EngineDep, MaxWaitingDep
 from mlx_parallm.api.rl.tolerances import TOLERANCES
 from mlx_parallm.api.schemas.rl_capabilities import RLCapabilities, RLModel
+from mlx_parallm.api.scoring.rewards import gives_rewards
 from mlx_parallm.engine.control import PauseMode
 from mlx_parallm.engine.interface import ServedModel
 from mlx_parallm.request import LOGPROBS_MODES
@@ -32,6 +33,9 @@ async def rl_capabilities(
         pause_modes=[mode.value for mode in PauseMode],
         is_paused=control.is_paused,
         has_verifier_urls=bool(config.verifier_urls),
+        reward_models=[
+            one.names[0] for one in engine.encoders.models() if gives_rewards(one.info, "classify")
+        ],
     )
 
 

@@ -24,6 +24,7 @@ from mlx_parallm.api.rl.answer import FIELDS, RolloutAnswer, rollout_params, see
 from mlx_parallm.api.rl.groups import Group, Groups, Judge, Verdict
 from mlx_parallm.api.rl.models import addressed_model
 from mlx_parallm.api.rl.prompts import encode_items
+from mlx_parallm.api.rl.reward_model import RewardScorer
 from mlx_parallm.api.rl.verifier import VerifierClient, check_url
 from mlx_parallm.api.schemas.rollout import RolloutItem, RolloutRequest
 from mlx_parallm.api.sse import STREAMED
@@ -75,6 +76,16 @@ async def create_rollout(
             num_prompts=len(items),
         )
     rollout_id = f"rollout-{body.request_id or request.state.answer_id}"
+    scorer = None
+    if body.reward_model is not None:
+        scorer = RewardScorer(
+            engine.encoders,
+            body.reward_model,
+            items,
+            model.tokenizer,
+            # Its own: a client may use an id again while its first request runs.
+            rollout_id=request.state.answer_id,
+        )
     requests = await _requests(body, items, model, config, name=rollout_id, client=client)
     handles = await admit(engine, requests, fields=FIELDS, max_waiting=max_waiting)
     answer = RolloutAnswer(
@@ -91,7 +102,7 @@ async def create_rollout(
         engine,
         [Group(number, one) for number, one in enumerate(requests)],
         handles,
-        judge=_judge(verifier, answer),
+        judge=_judge(verifier, answer) if scorer is None else scorer.judge,
         timeout_s=body.timeout_s,
     )
     rollout = Rollout(groups, answer, verifier)

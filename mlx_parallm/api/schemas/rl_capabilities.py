@@ -44,3 +44,4 @@ class RLCapabilities(BaseModel):
     pause_modes: list[str] = Field(description="Values of mode of /pause.")
     is_paused: bool = Field(description="Whether nothing is generated now.")
     has_verifier_urls: bool = Field(description="Whether rollouts may have a verifier.")
+    reward_models: list[str] = Field(description="Values of model of a rollout's reward_model.")

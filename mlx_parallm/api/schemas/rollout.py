@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictInt, StrictStr
 
@@ -39,6 +39,9 @@ class RolloutItem(NullIsAbsent):
     seed: StrictInt | None = Field(
         None, ge=-INT64, lt=INT64, description="Of this prompt; sample i uses seed + i."
     )
+    reward_prompt: StrictStr | list[ChatMessage] | None = Field(
+        None, min_length=1, description="What the reward model reads in place of the prompt."
+    )
     metadata: dict[str, Any] | None = Field(
         None, description="Given back with the samples, and to the verifier."
     )
@@ -67,6 +70,21 @@ class Verifier(NullIsAbsent):
     url: StrictStr = Field(max_length=2048, description="One of those of --verifier-urls.")
     timeout_s: Number = Field(
         DEFAULT_VERIFIER_TIMEOUT_S, gt=0, le=600, description="For each sample, in seconds."
+    )
+
+
+class RewardModel(NullIsAbsent):
+    """A classifier of this server that says what a sample is worth."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    model: StrictStr = Field(description="Its name; it has one label or two.")
+    sigmoid: StrictBool = Field(False, description="Rewards from 0 to 1.")
+    truncate_prompt_tokens: StrictInt | None = Field(
+        None, ge=-1, description="Cut what it reads to so many tokens; -1 to what it takes."
+    )
+    truncation_side: Literal["left", "right"] = Field(
+        "right", description="The end at which it is cut."
     )
 
 
@@ -103,6 +121,9 @@ class RolloutRequest(SamplingFields):
         None, gt=0, le=MAX_TIMEOUT_S, description="After it, samples end as they are: abort."
     )
     verifier: Verifier | None = Field(None, description="Gives each finished sample a reward.")
+    reward_model: RewardModel | None = Field(
+        None, description="Gives each finished sample a reward, in place of a verifier."
+    )
     return_prompt_token_ids: StrictBool = Field(True, description="Give back the prompts' tokens.")
     tools: list[dict[str, Any]] | None = Field(
         None, description="What the template tells the model of, for messages."
@@ -126,8 +147,13 @@ class RolloutRequest(SamplingFields):
         """Every prompt as an object.
 
         Raises:
-            InvalidRequestError: one is malformed, or there are not as many seeds.
+            InvalidRequestError: one is malformed, there are not as many seeds, or two say what
+                samples are worth.
         """
+        if self.verifier is not None and self.reward_model is not None:
+            raise InvalidRequestError(
+                "A rollout has a verifier or a reward model.", param="reward_model"
+            )
         if self.seeds is not None and len(self.seeds) != len(self.prompts):
             raise InvalidRequestError("seeds needs one seed per prompt.", param="seeds")
         for seed in self.seeds or ():

@@ -31,12 +31,12 @@ def reward_model(encoders: EncoderClient, name: str | None, task: Task) -> Encod
         InvalidRequestError: it gives no rewards.
     """
     if name is None:
-        able = [one for one in encoders.models() if _gives_rewards(one.info, task)]
+        able = [one for one in encoders.models() if gives_rewards(one.info, task)]
         if not able:
             raise InvalidRequestError("No reward model of this kind is served.", param="model")
         return able[0]
     found = encoders.get(name, task)
-    if not _gives_rewards(found.info, task):
+    if not gives_rewards(found.info, task):
         raise InvalidRequestError(
             f"{name} tells {len(found.info.labels)} labels apart; a reward model has one or two.",
             param="model",
@@ -44,7 +44,8 @@ def reward_model(encoders: EncoderClient, name: str | None, task: Task) -> Encod
     return found
 
 
-def _gives_rewards(info: EncoderInfo, task: Task) -> bool:
+def gives_rewards(info: EncoderInfo, task: Task) -> bool:
+    """Whether a model's labels mean a reward, of texts or of tokens."""
     return task in info.tasks and len(info.labels) in (1, 2)
 
 
