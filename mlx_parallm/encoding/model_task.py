@@ -43,7 +43,7 @@ def decoder_task(config: Mapping[str, Any], modules: Collection[str]) -> ModelTa
     """
     if "LogitScore" in modules:
         return "score"
-    if modules and "Transformer" in modules and len(modules) > 1:
+    if "Pooling" in modules or "Dense" in modules:
         return "embed"
     return _class_task(config)
 

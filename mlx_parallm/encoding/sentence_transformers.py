@@ -8,7 +8,8 @@ https://sbert.net/docs/package_reference/sentence_transformer/models.html.
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -31,7 +32,24 @@ _MODES: dict[str, Pooling] = {
     "lasttoken": "last",
     "weightedmean": "weightedmean",
 }
-_KNOWN = ("Transformer", "Pooling", "Normalize")
+_KNOWN = ("Transformer", "Pooling", "Dense", "Normalize", "Dropout", "LogitScore")
+# A tokenizer without a limit has an enormous one.
+_NO_LIMIT = 10**9
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DenseSpec:
+    """A dense layer over vectors.
+
+    Attributes:
+        folder: has its weights.
+        activation: the last part of the name of PyTorch's class, such as ``Tanh``.
+        has_residual: whether its input is added to its output.
+    """
+
+    folder: Path
+    activation: str = "Tanh"
+    has_residual: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,14 +57,28 @@ class VectorSpec:
     """How an input's vector is made of its hidden states.
 
     Attributes:
+        token_dense: layers over the hidden state of each token.
+        normalizes_tokens: whether each token's vector is divided by its length.
         poolings: one after the other in the vector.
+        dense: layers over the vector.
+        dims: numbers that are kept of it; None: all.
         normalizes: whether it is divided by its length.
+        shorter_dims: see ``EncoderInfo``.
         max_model_len: most tokens of an input, where the files say so.
+        prompts: see ``EncoderInfo``.
+        default_prompt: see ``EncoderInfo``.
     """
 
+    token_dense: tuple[DenseSpec, ...] = ()
+    normalizes_tokens: bool = False
     poolings: tuple[Pooling, ...] = ("mean",)
+    dense: tuple[DenseSpec, ...] = ()
+    dims: int | None = None
     normalizes: bool = False
+    shorter_dims: tuple[int, ...] | None = ()
     max_model_len: int | None = None
+    prompts: Mapping[str, str] = field(default_factory=dict)
+    default_prompt: str | None = None
 
 
 def read_vector_spec(folder: Path, default: VectorSpec | None = None) -> VectorSpec:
@@ -56,17 +88,67 @@ def read_vector_spec(folder: Path, default: VectorSpec | None = None) -> VectorS
         ModelLoadError: a file cannot be read, or asks for what is not served.
     """
     limit = (read_json(folder / "sentence_bert_config.json") or {}).get("max_seq_length")
+    shorter = _shorter_dims(read_json(folder / "config.json") or {})
     modules = read_json(folder / "modules.json")
     if modules is None:
-        return replace(default or VectorSpec(), max_model_len=limit)
-    kinds = {str(one["type"]).rpartition(".")[2]: str(one["path"]) for one in modules}
-    unknown = sorted(set(kinds) - set(_KNOWN))
-    if unknown:
+        return replace(default or VectorSpec(), max_model_len=limit, shorter_dims=shorter)
+    if limit is None:
+        named = (read_json(folder / "tokenizer_config.json") or {}).get("model_max_length")
+        limit = int(named) if named and named < _NO_LIMIT else None
+    settings = read_json(folder / "config_sentence_transformers.json") or {}
+    spec = _with_modules(folder, modules, is_colbert=settings.get("model_type") == "ColBERT")
+    prompts = {name: text for name, text in (settings.get("prompts") or {}).items() if text}
+    return replace(
+        spec,
+        max_model_len=limit,
+        shorter_dims=shorter,
+        dims=settings.get("truncate_dim"),
+        prompts=prompts,
+        default_prompt=settings.get("default_prompt_name"),
+    )
+
+
+def _with_modules(
+    folder: Path, modules: Sequence[Mapping[str, Any]], *, is_colbert: bool
+) -> VectorSpec:
+    """The modules, each of which works on what the ones before it made."""
+    spec = VectorSpec()
+    kinds = [_kind(one) for one in modules]
+    if unknown := sorted(set(kinds) - set(_KNOWN)):
         raise ModelLoadError(f"{folder}: modules.json has {', '.join(unknown)}: not served.")
-    poolings: tuple[Pooling, ...] = ("mean",)
-    if "Pooling" in kinds:
-        poolings = _poolings(folder / kinds["Pooling"] / "config.json")
-    return VectorSpec(poolings=poolings, normalizes="Normalize" in kinds, max_model_len=limit)
+    is_pooled = False
+    for kind, one in zip(kinds, modules, strict=True):
+        own = folder / str(one["path"])
+        config = read_json(own / "config.json") if kind in ("Pooling", "Dense", "Normalize") else {}
+        of_tokens = (config or {}).get("module_input_name") == "token_embeddings"
+        # Without pooling there are only tokens to work on (PyLate's layer does not say so).
+        of_tokens = of_tokens or "Pooling" not in kinds
+        if spec.normalizes or (is_pooled and of_tokens):
+            raise ModelLoadError(f"{folder}: {kind} at this place of modules.json is not served.")
+        if kind == "Pooling":
+            is_pooled = True
+            spec = replace(spec, poolings=_poolings(own / "config.json"))
+        elif kind == "Dense":
+            name = "token_dense" if of_tokens else "dense"
+            spec = replace(spec, **{name: (*getattr(spec, name), _dense(own, config or {}))})
+        elif kind == "Normalize":
+            spec = replace(spec, **{"normalizes_tokens" if of_tokens else "normalizes": True})
+    return replace(spec, normalizes_tokens=spec.normalizes_tokens or is_colbert)
+
+
+def _dense(folder: Path, config: Mapping[str, Any]) -> DenseSpec:
+    return DenseSpec(
+        folder=folder,
+        activation=str(config.get("activation_function", "Tanh")).rpartition(".")[2],
+        has_residual=bool(config.get("use_residual")),
+    )
+
+
+def _shorter_dims(config: Mapping[str, Any]) -> tuple[int, ...] | None:
+    """Lengths that vectors may be cut to, by the names that vLLM reads in a config.json."""
+    if named := config.get("matryoshka_dimensions"):
+        return tuple(int(one) for one in named)
+    return None if config.get("is_matryoshka") else ()
 
 
 def read_json(file: Path) -> Any:
@@ -90,13 +172,19 @@ def module_kinds(folder: Path) -> tuple[str, ...]:
         ModelLoadError: the list cannot be read.
     """
     modules = read_json(folder / "modules.json") or ()
-    return tuple(str(one["type"]).rpartition(".")[2] for one in modules)
+    return tuple(map(_kind, modules))
+
+
+def _kind(module: Mapping[str, Any]) -> str:
+    return str(module["type"]).rpartition(".")[2]
 
 
 def _poolings(file: Path) -> tuple[Pooling, ...]:
     config = read_json(file)
     if config is None:
         raise ModelLoadError(f"{file} is missing.")
+    if config.get("include_prompt") is False:
+        raise ModelLoadError(f"{file}: vectors without their prompts' tokens are not served.")
     mode = config.get("pooling_mode")
     if mode is not None:
         known = _MODES

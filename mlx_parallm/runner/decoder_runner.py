@@ -16,7 +16,7 @@ from mlx_parallm.errors import ModelLoadError
 from mlx_parallm.runner.decoder_loading import trunk_of
 from mlx_parallm.runner.decoder_model import DecoderModel, Reach
 from mlx_parallm.runner.device import give_back_memory
-from mlx_parallm.runner.encoder_heads import EncoderHeads
+from mlx_parallm.runner.encoder_heads import EncoderHeads, by_purpose, vector_facts
 from mlx_parallm.runner.encoder_runner import padded
 from mlx_parallm.runner.layer_stages import LayerStages, StagedJob
 from mlx_parallm.runner.loader import LoadedModel
@@ -55,11 +55,11 @@ class DecoderRunner:
             architecture=str(config["model_type"]),
             vocab_size=embedding_rows(model, config_value(config, "vocab_size")) or 0,
             max_model_len=min(longest, spec.max_model_len or longest),
-            tasks=plan.tasks,
+            tasks=by_purpose(plan.tasks, spec),
             dims=len(self.run([EncodeInput((0,))])[0]),
             dtype=loaded.dtype,
             weight_bytes=loaded.weight_bytes,
-            normalizes=spec.normalizes,
+            **vector_facts(spec),
             labels=_labels(config, num_labels),
             problem_type=problem_type(config) if num_labels else None,
         )

@@ -10,6 +10,7 @@ import numpy as np
 
 from mlx_parallm.encode import EncodeInput, Task
 from mlx_parallm.encoding.sentence_transformers import VectorSpec
+from mlx_parallm.runner.dense_layers import load_dense
 from mlx_parallm.runner.pooling import pooled
 
 #: The tasks of a checkpoint by the head that its config names; the first is what it was made for.
@@ -19,6 +20,24 @@ TASKS: Mapping[str | None, tuple[Task, ...]] = {
     "sequence": ("classify", "embed", "token_embed"),
     "token": ("token_classify", "embed", "token_embed"),
 }
+
+
+def vector_facts(spec: VectorSpec) -> dict[str, Any]:
+    """What an ``EncoderInfo`` says of vectors."""
+    return {
+        "normalizes": spec.normalizes,
+        "shorter_dims": spec.shorter_dims,
+        "prompts": spec.prompts,
+        "default_prompt": spec.default_prompt,
+    }
+
+
+def by_purpose(tasks: tuple[Task, ...], spec: VectorSpec) -> tuple[Task, ...]:
+    """The tasks; a vector for each token first where dense layers are made for these (ColBERT)."""
+    if not spec.token_dense:
+        return tasks
+    return ("token_embed", *(one for one in tasks if one != "token_embed"))
+
 
 # Takes inputs of one task, their hidden states [B, L, D] and their mask, bool [B, L].
 Head = Callable[[Sequence[EncodeInput], mx.array, mx.array], list[mx.array]]
@@ -35,6 +54,8 @@ class EncoderHeads:
     def __init__(self, model: Any, spec: VectorSpec) -> None:
         self._model = model
         self._spec = spec
+        self._token_dense = [load_dense(one) for one in spec.token_dense]
+        self._dense = [load_dense(one) for one in spec.dense]
         self._heads: dict[Task, Head] = {
             "embed": self._embed,
             "token_embed": self._token_embed,
@@ -70,13 +91,24 @@ class EncoderHeads:
         self, inputs: Sequence[EncodeInput], hidden: mx.array, mask: mx.array
     ) -> list[mx.array]:
         del inputs
-        return list(pooled(hidden.astype(mx.float32), mask, self._spec.poolings))
+        vectors = pooled(self._token_vectors(hidden), mask, self._spec.poolings)
+        for layer in self._dense:
+            vectors = layer(vectors)
+        return list(vectors[:, : self._spec.dims])
 
     def _token_embed(
         self, inputs: Sequence[EncodeInput], hidden: mx.array, mask: mx.array
     ) -> list[mx.array]:
         del mask
-        return _cut(hidden, inputs)
+        return _cut(self._token_vectors(hidden), inputs)
+
+    def _token_vectors(self, hidden: mx.array) -> mx.array:
+        hidden = hidden.astype(mx.float32)
+        for layer in self._token_dense:
+            hidden = layer(hidden)
+        if self._spec.normalizes_tokens:
+            hidden = hidden / mx.maximum(mx.linalg.norm(hidden, axis=-1, keepdims=True), 1e-12)
+        return hidden
 
     def _classify(
         self, inputs: Sequence[EncodeInput], hidden: mx.array, mask: mx.array

@@ -15,7 +15,7 @@ from mlx_parallm.encoding.sentence_transformers import VectorSpec
 from mlx_parallm.errors import ConfigError
 from mlx_parallm.models.loading import ARCHITECTURES, LoadedEncoder, open_encoder
 from mlx_parallm.runner.device import backend_name, give_back_memory
-from mlx_parallm.runner.encoder_heads import TASKS, EncoderHeads
+from mlx_parallm.runner.encoder_heads import TASKS, EncoderHeads, by_purpose, vector_facts
 from mlx_parallm.runner.layer_stages import LayerStages, StagedJob
 from mlx_parallm.runner.loader import DTYPES
 from mlx_parallm.runner.pending_encoder import PendingEncoder
@@ -37,11 +37,11 @@ class EncoderRunner:
             architecture=str(loaded.config["model_type"]),
             vocab_size=int(loaded.config["vocab_size"]),
             max_model_len=min(longest, spec.max_model_len or longest),
-            tasks=tasks,
+            tasks=by_purpose(tasks, spec),
             dims=len(self.run([EncodeInput((0,))])[0]),
             dtype=loaded.dtype,
             weight_bytes=loaded.weight_bytes,
-            normalizes=spec.normalizes,
+            **vector_facts(spec),
             labels=label_names(loaded.config) if classifies else (),
             problem_type=problem_type(loaded.config) if classifies else None,
         )
