@@ -40,7 +40,7 @@ OPENBLAS := $(firstword $(wildcard /usr/lib/*/openblas-pthread/libopenblas.so.0)
 endif
 FAST_BLAS := $(if $(OPENBLAS),LD_PRELOAD="$(OPENBLAS)$${LD_PRELOAD:+:$$LD_PRELOAD}")
 
-.PHONY: help serve test page-test conformance trainers lint format unit bench doctor docs check-pins hooks venv clean
+.PHONY: help serve test page-test conformance trainers check-encoder lint format unit bench doctor docs check-pins hooks venv clean
 .DEFAULT_GOAL := help
 
 help: ## List the targets
@@ -82,6 +82,13 @@ ART_PYTHON ?= $(shell for python in python3 python3.13 python3.12 python3.14; do
 
 trainers: $(DEV_STAMP) $(TRAINERS_STAMP) $(ART_STAMP) ## Trainers' own clients against a live server; rewrites their part of docs/compatibility.md
 	@$(FAST_BLAS) $(BIN)/python -m tests.trainers.run_all $(ARGS)
+
+# sentence-transformers needs torch, which nothing else here does.
+PEER := .venv-sentence-transformers
+PEER_STAMP := $(PEER)/.installed-$(call checksum,requirements/check-encoder.txt)
+
+check-encoder: $(DEV_STAMP) $(PEER_STAMP) ## An embedder against sentence-transformers (MODEL=folder)
+	@$(FAST_BLAS) PYTHONPATH=. $(BIN)/python -m scripts.check_encoder "$(MODEL)" --peer $(PEER)/bin/python
 
 lint: $(DEV_STAMP) ## ruff, pyright, import layers, Dockerfile
 	$(BIN)/ruff check .
@@ -148,6 +155,12 @@ $(ART_STAMP): requirements/trainers-art.txt
 	@$(ART_PYTHON) -m venv $(ART)
 	@$(ART)/bin/python -m pip --disable-pip-version-check install --quiet --no-deps -r $<
 	@rm -f $(ART)/.installed-* && touch $@
+
+$(PEER_STAMP): requirements/check-encoder.txt
+	@echo "Installing sentence-transformers"
+	@$(PYTHON) -m venv $(PEER)
+	@$(PEER)/bin/python -m pip --disable-pip-version-check install --quiet -r $<
+	@rm -f $(PEER)/.installed-* && touch $@
 
 $(DEV_STAMP): $(RUNTIME_STAMP)
 	@echo "Installing the pinned development packages"

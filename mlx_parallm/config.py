@@ -4,12 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import Any, Literal
 
 from mlx_parallm.errors import ConfigError
 
 SPECULATIVE_METHODS = ("ngram", "draft_model")
 MAX_SPECULATIVE_TOKENS = 15
+
+#: ``generate`` continues texts; ``embed`` makes vectors; ``classify`` and ``token_classify`` give
+#: logits of labels, of a text and of its tokens; ``score`` gives a pair of texts one logit;
+#: ``reward`` is what a reward model's class says.
+ModelTask = Literal["generate", "embed", "classify", "token_classify", "score", "reward"]
 
 KV_CACHE_DTYPES = ("auto", "int8", "int4")
 
@@ -33,6 +38,7 @@ class ModelConfig:
         reasoning_parser: the same for what it thinks.
         enable_auto_tool_choice: let the model decide whether it calls tools; false refuses that.
         trust_remote_code: run Python code that comes with the model or its tokenizer.
+        task: what the model is served for; "auto": what its files say.
     """
 
     path: str | None = None
@@ -46,6 +52,7 @@ class ModelConfig:
     reasoning_parser: str = "auto"
     enable_auto_tool_choice: bool = True
     trust_remote_code: bool = False
+    task: Literal["auto"] | ModelTask = "auto"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -21,7 +21,9 @@ def read_decoder(name: str) -> dict[str, Any]:
     return json.loads((GOLDEN / f"{name}.json").read_text(encoding="utf-8"))
 
 
-def write_words(folder: Path, vocab_size: int, *, ends: str = "</s>") -> None:
+def write_words(
+    folder: Path, vocab_size: int, *, ends: str = "</s>", template: str | None = None
+) -> None:
     """A tokenizer of words ``w5`` to ``wN`` that puts ``ends`` behind a text."""
     specials = ["<pad>", "<unk>", "</s>", "yes", "no"]
     words = specials + [f"w{number}" for number in range(len(specials), vocab_size)]
@@ -34,6 +36,8 @@ def write_words(folder: Path, vocab_size: int, *, ends: str = "</s>") -> None:
         )
     tokenizer.save(str(folder / "tokenizer.json"))
     settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "</s>"}
+    if template is not None:
+        settings["chat_template"] = template
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
 
 

@@ -10,7 +10,7 @@ import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import yaml
 
@@ -22,7 +22,7 @@ from mlx_parallm.cli.settings import (
     Setting,
     variable_of,
 )
-from mlx_parallm.config import EngineConfig, ModelConfig, ServerConfig
+from mlx_parallm.config import EngineConfig, ModelConfig, ModelTask, ServerConfig
 from mlx_parallm.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -172,24 +172,26 @@ def _models(part: Mapping[str, Any]) -> tuple[ModelConfig, ...]:
     repeated = sorted({path for path in paths if paths.count(path) > 1})
     if repeated:
         raise ConfigError(f"model: given twice: {', '.join(repeated)}")
-    tools = _parsers(paths, options.pop("tool_call_parsers", ()), "tool-call-parser")
-    reasoning = _parsers(paths, options.pop("reasoning_parsers", ()), "reasoning-parser")
+    tools = _by_model(paths, options.pop("tool_call_parsers", ()), "tool-call-parser")
+    reasoning = _by_model(paths, options.pop("reasoning_parsers", ()), "reasoning-parser")
+    tasks = _by_model(paths, options.pop("tasks", ()), "task")
     return tuple(
         ModelConfig(
             path=path,
             served_names=tuple(names.get(path, ())),
             tool_call_parser=tools[path],
             reasoning_parser=reasoning[path],
+            task=cast("ModelTask", tasks[path]),
             **options,
         )
         for path in paths
     )
 
 
-def _parsers(
+def _by_model(
     paths: Sequence[str | None], values: Sequence[str], setting: str
 ) -> dict[str | None, str]:
-    """Each model's parser: its own, or the one given without a model."""
+    """Each model's value: its own, or the one given without a model."""
     bare = [value for value in values if "=" not in value]
     if len(bare) > 1:
         raise ConfigError(f"{setting}: given twice: {', '.join(bare)}")

@@ -9,9 +9,9 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
-from typing import Any
+from typing import Any, get_args
 
-from mlx_parallm.config import SpeculativeConfig
+from mlx_parallm.config import ModelTask, SpeculativeConfig
 
 Parse = Callable[[Any], Any]
 
@@ -20,6 +20,8 @@ UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 MAX_BYTES = 2**63
 TRUE = frozenset({"1", "true", "yes", "on"})
 FALSE = frozenset({"0", "false", "no", "off"})
+# What vLLM and text-embeddings-inference call the same.
+TASK_ALIASES = {"embedding": "embed", "rerank": "score", "classification": "classify"}
 
 
 def text(value: Any) -> str:
@@ -139,6 +141,17 @@ def parsers(*names: str) -> Parse:
         return found
 
     return parse
+
+
+def tasks(value: Any) -> tuple[str, ...]:
+    """What every model is served for, or MODEL=TASK for one of several; by vLLM's names too."""
+    found = []
+    for one in listed(value):
+        owner, separator, name = one.rpartition("=")
+        name = TASK_ALIASES.get(name, name)
+        choice("auto", *get_args(ModelTask))(name)
+        found.append(f"{owner}{separator}{name}")
+    return tuple(found)
 
 
 def table(value: Any) -> dict[str, Any]:

@@ -92,7 +92,7 @@ class Setting:
     @property
     def is_list(self) -> bool:
         """Whether the flag takes several values and may be repeated."""
-        return self.parse is values.listed or self.field.endswith("_parsers")
+        return self.parse in (values.listed, values.tasks) or self.field.endswith("_parsers")
 
     @property
     def default(self) -> Any:
@@ -158,6 +158,12 @@ SETTINGS: tuple[Setting, ...] = (
         "reasoning-parser", "model.reasoning_parsers", values.parsers(*reasoning_format_names()),
         MODELS, "the same for what they think. Names: "
         + ", ".join(reasoning_format_names()) + ". Default: auto.", metavar="NAME",
+    ),
+    _setting(
+        "task", "model.tasks", values.tasks, MODELS,
+        "what a model is served for: auto reads it from its files; generate, embed, classify, "
+        "token_classify, score (also rerank) or reward. With several models MODEL=TASK is "
+        "possible. Default: auto.", aliases=("convert",), metavar="TASK",
     ),
     _setting("enable-auto-tool-choice", "model.enable_auto_tool_choice", values.boolean, MODELS,
              "let models decide themselves whether they call tools."),

@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from typing import Any, Literal, get_args
+from typing import Any
 
+from mlx_parallm.config import ModelTask
 from mlx_parallm.encode import Task
 from mlx_parallm.encoding.decoders import DecoderPlan, architecture
-
-#: ``generate`` continues texts; ``embed`` makes vectors; ``classify`` and ``token_classify`` give
-#: logits of labels, of a text and of its tokens; ``reward`` is what a reward model's class says;
-#: ``score`` gives a pair of texts one logit.
-ModelTask = Literal["generate", "embed", "classify", "token_classify", "score", "reward"]
-MODEL_TASKS: tuple[ModelTask, ...] = get_args(ModelTask)
+from mlx_parallm.errors import ConfigError
 
 #: The endings of class names and what their checkpoints are for, the first that fits; vLLM's rule.
 _ENDINGS: tuple[tuple[str, ModelTask], ...] = (
@@ -71,6 +67,19 @@ def decoder_plan(
 def has_head(config: Mapping[str, Any]) -> bool:
     """Whether the class of a decoder's checkpoint has a layer that gives logits of labels."""
     return _class_task(config) not in ("generate", "embed")
+
+
+def tasks_for(task: ModelTask, tasks: tuple[Task, ...], name: str) -> tuple[Task, ...]:
+    """What a model that reads can do, what it is served for first.
+
+    Raises:
+        ConfigError: it cannot do that.
+    """
+    able: tuple[Task, ...] = ("embed",) if task == "embed" else _HEADS.get(task, ())
+    first = next((one for one in able if one in tasks), None)
+    if first is None:
+        raise ConfigError(f"--task {task}: {name} can only do {', '.join(tasks)}.")
+    return tuple(sorted(tasks, key=lambda one: one != first))
 
 
 def _class_task(config: Mapping[str, Any]) -> ModelTask:

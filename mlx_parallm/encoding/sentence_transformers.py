@@ -113,7 +113,7 @@ def _with_modules(
 ) -> VectorSpec:
     """The modules, each of which works on what the ones before it made."""
     spec = VectorSpec()
-    kinds = [_kind(one) for one in modules]
+    kinds = [module_kind(one) for one in modules]
     if unknown := sorted(set(kinds) - set(_KNOWN)):
         raise ModelLoadError(f"{folder}: modules.json has {', '.join(unknown)}: not served.")
     is_pooled = False
@@ -172,10 +172,11 @@ def module_kinds(folder: Path) -> tuple[str, ...]:
         ModelLoadError: the list cannot be read.
     """
     modules = read_json(folder / "modules.json") or ()
-    return tuple(map(_kind, modules))
+    return tuple(map(module_kind, modules))
 
 
-def _kind(module: Mapping[str, Any]) -> str:
+def module_kind(module: Mapping[str, Any]) -> str:
+    """The kind of a module in ``modules.json``."""
     return str(module["type"]).rpartition(".")[2]
 
 

@@ -10,8 +10,13 @@ from pathlib import Path
 from mlx_parallm.config import EngineConfig, ModelConfig
 from mlx_parallm.encode import EncoderInfo
 from mlx_parallm.encoding.cross_encoder import scores_are_logits
+from mlx_parallm.encoding.model_task import tasks_for
 from mlx_parallm.encoding.sentence_transformers import read_vector_spec
-from mlx_parallm.engine.decoder_build import open_decoder_runner, task_of
+from mlx_parallm.engine.decoder_build import (
+    open_decoder_runner,
+    read_decoder_tokenizer,
+    task_of,
+)
 from mlx_parallm.engine.encode_engine import EncodeEngine
 from mlx_parallm.engine.encoder_metrics import EncoderFamilies, EncoderMetrics
 from mlx_parallm.engine.interface import EncoderModel, TextEncoder
@@ -19,10 +24,7 @@ from mlx_parallm.errors import ConfigError
 from mlx_parallm.runner.device import backend_name
 from mlx_parallm.runner.encoder_runner import is_encoder, open_encoder_runner
 from mlx_parallm.runner.pending_encoder import PendingEncoder
-from mlx_parallm.tokenizer.encoder_tokenizer import (
-    load_decoder_tokenizer,
-    load_encoder_tokenizer,
-)
+from mlx_parallm.tokenizer.encoder_tokenizer import load_encoder_tokenizer
 
 # Tokens of a batch, padding included: more make no device busier. A CPU is then even slower, since
 # what a layer makes of a batch leaves its caches.
@@ -85,7 +87,7 @@ class EncoderBuild:
         self._settings = settings
         self._families = families
         self._tokenizer = tokenizer or tokenizer_of(config, path)
-        self._pending: PendingEncoder | None = _open(config, path)
+        self._pending: PendingEncoder | None = open_runner(config, path, self._tokenizer)
         self.num_bytes = self._pending.num_bytes
 
     def advance(self) -> float:
@@ -126,6 +128,8 @@ class EncoderBuild:
         return BuiltEncoder(self._config, model, engine)
 
     def _info(self, info: EncoderInfo) -> EncoderInfo:
+        if self._config.task != "auto":
+            info = replace(info, tasks=tasks_for(self._config.task, info.tasks, self._names[0]))
         if len(info.labels) == 1:
             info = replace(info, scores_are_logits=scores_are_logits(self._path))
         longest = self._config.max_model_len
@@ -171,11 +175,18 @@ def tokenizer_of(config: ModelConfig, path: Path) -> TextEncoder:
     Raises:
         ModelLoadError: there is none.
     """
-    load = load_encoder_tokenizer if is_encoder(path) else load_decoder_tokenizer
-    return load(path, trust_remote_code=config.trust_remote_code)
+    if not is_encoder(path):
+        return read_decoder_tokenizer(config, path)
+    return load_encoder_tokenizer(path, trust_remote_code=config.trust_remote_code)
 
 
-def _open(config: ModelConfig, path: Path) -> PendingEncoder:
+def open_runner(config: ModelConfig, path: Path, tokenizer: TextEncoder) -> PendingEncoder:
+    """The model of a folder of which ``is_read`` is true.
+
+    Raises:
+        ConfigError: an unknown dtype.
+        ModelLoadError: it cannot be loaded.
+    """
     if is_encoder(path):
         return open_encoder_runner(path, config.dtype, read_vector_spec(path))
-    return open_decoder_runner(config, path, task_of(config, path))
+    return open_decoder_runner(config, path, task_of(config, path), tokenizer)

@@ -196,17 +196,3 @@ def load_encoder_tokenizer(folder: Path, *, trust_remote_code: bool = False) -> 
     except Exception as cause:
         # The tokenizers library raises Exception itself.
         raise ModelLoadError(f"{folder}: its tokenizer could not be loaded: {cause}") from cause
-
-
-def load_decoder_tokenizer(folder: Path, *, trust_remote_code: bool = False) -> EncoderTokenizer:
-    """The tokenizer of a decoder: which special tokens it adds is in ``tokenizer_config.json`` too.
-
-    Raises:
-        ModelLoadError: there is none, or it is none of the tokenizers library.
-    """
-    try:
-        loaded = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
-        return EncoderTokenizer(loaded.backend_tokenizer)
-    except Exception as cause:
-        # The tokenizers library raises Exception itself.
-        raise ModelLoadError(f"{folder}: its tokenizer could not be loaded: {cause}") from cause

@@ -25,6 +25,7 @@ COMPOSED = {
     "model.served_names",
     "model.tool_call_parser",
     "model.reasoning_parser",
+    "model.task",
     "engine.models",
     "engine.adapters",
     "engine.cache",
@@ -310,3 +311,13 @@ def test_wrong_parsers_and_variables_are_named(flags: tuple[str, ...], word: str
 def test_variables_of_the_template_are_json() -> None:
     engine, _ = read("--default-chat-template-kwargs", '{"enable_thinking": false}')
     assert engine.models[0].chat_template_kwargs == {"enable_thinking": False}
+
+
+def test_tasks_are_of_all_models_or_of_one() -> None:
+    engine, _ = read("--model", "a", "b", "--task", "embedding", "b=rerank")
+    assert [one.task for one in engine.models] == ["embed", "score"]
+    assert read("--model", "a", "--convert", "embed")[0].models[0].task == "embed"
+    with pytest.raises(ConfigError, match="must be one of auto, generate, embed"):
+        read("--task", "a=paint")
+    with pytest.raises(ConfigError, match="no model 'c'"):
+        read("--model", "a", "--task", "c=embed")

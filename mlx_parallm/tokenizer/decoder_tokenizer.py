@@ -1,0 +1,114 @@
+"""The tokenizer of a decoder that is read as an encoder: chat templates, and those of rerankers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer
+
+from mlx_parallm.errors import ModelLoadError
+from mlx_parallm.tokenizer.encoder_tokenizer import EncoderTokenizer
+from mlx_parallm.tokenizer.tokenizer import ParallmTokenizer, load_tokenizer
+
+#: What Qwen3-Reranker was trained to see around a pair, and its usual task, as its model card has
+#: them (https://huggingface.co/Qwen/Qwen3-Reranker-0.6B).
+QWEN3_BEGIN = (
+    "<|im_start|>system\nJudge whether the Document meets the requirements based on the Query and "
+    'the Instruct provided. Note that the answer can only be "yes" or "no".<|im_end|>\n'
+    "<|im_start|>user\n"
+)
+QWEN3_PAIR = "<Instruct>: {instruction}\n<Query>: {query}\n<Document>: {document}"
+QWEN3_INSTRUCTION = "Given a web search query, retrieve relevant passages that answer the query"
+QWEN3_END = "<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
+
+Pairs = Sequence[tuple[str, str]]
+
+
+class DecoderTokenizer(EncoderTokenizer):
+    """Implements ``engine.interface.TextEncoder`` for a decoder.
+
+    Args:
+        chat: the same tokenizer, as models that generate have it.
+        backend: its tokenizer of the tokenizers library.
+        scores_pairs: it is a reranker's: pairs are written as ``write_pair`` does.
+        instruction: what a document is looked for; None: the template's own.
+    """
+
+    def __init__(
+        self,
+        chat: ParallmTokenizer,
+        backend: Tokenizer,
+        *,
+        scores_pairs: bool,
+        instruction: str | None = None,
+    ) -> None:
+        super().__init__(backend)
+        self._chat = chat
+        self._pairs: Callable[[Pairs], list[tuple[int, ...]]] | None = None
+        self._instruction = instruction
+        template = chat.chat_template or ""
+        # sentence-transformers' rerankers have templates of messages with these roles.
+        if "query" in template and "document" in template:
+            self._pairs = self._rendered
+        elif scores_pairs:
+            self._pairs = self._written
+            self._begin, self._end = self._plain([QWEN3_BEGIN, QWEN3_END])
+
+    def encode_chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> tuple[int, ...]:
+        """See ``TextEncoder.encode_chat``."""
+        return tuple(self._chat.encode_chat(messages, **options))
+
+    def encode_pairs(self, pairs: Pairs) -> list[tuple[tuple[int, ...], int | None]]:
+        """See ``TextEncoder.encode_pairs``."""
+        if self._pairs is None:
+            return super().encode_pairs(pairs)
+        return [(ids, None) for ids in self._pairs(pairs)]
+
+    def _written(self, pairs: Pairs) -> list[tuple[int, ...]]:
+        instruction = self._instruction or QWEN3_INSTRUCTION
+        texts = [
+            QWEN3_PAIR.format(instruction=instruction, query=query, document=document)
+            for query, document in pairs
+        ]
+        return [(*self._begin, *ids, *self._end) for ids in self._plain(texts)]
+
+    def _rendered(self, pairs: Pairs) -> list[tuple[int, ...]]:
+        system = [{"role": "system", "content": self._instruction}] if self._instruction else []
+        texts = [
+            self._chat.render_chat(
+                [
+                    *system,
+                    {"role": "query", "content": query},
+                    {"role": "document", "content": document},
+                ]
+            )
+            for query, document in pairs
+        ]
+        return self._plain(texts)
+
+    def _plain(self, texts: Sequence[str]) -> list[tuple[int, ...]]:
+        return self.encode(texts, add_special_tokens=False)
+
+
+def load_decoder_tokenizer(
+    folder: Path,
+    *,
+    trust_remote_code: bool = False,
+    chat_template: str | None = None,
+    scores_pairs: bool = False,
+    instruction: str | None = None,
+) -> DecoderTokenizer:
+    """The tokenizer in a decoder's folder; see ``DecoderTokenizer``.
+
+    Raises:
+        ConfigError: ``chat_template`` is neither a template nor a readable file.
+        ModelLoadError: there is none, or it is none of the tokenizers library.
+    """
+    chat = load_tokenizer(folder, chat_template=chat_template, trust_remote_code=trust_remote_code)
+    if chat.backend_json is None:
+        raise ModelLoadError(f"{folder}: its tokenizer is none of the tokenizers library.")
+    # A copy: transformers' is not safe from several threads at once.
+    backend = Tokenizer.from_str(chat.backend_json)
+    return DecoderTokenizer(chat, backend, scores_pairs=scores_pairs, instruction=instruction)
