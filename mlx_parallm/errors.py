@@ -15,6 +15,7 @@
     ├── NotImplementedRouteError    a known route that nothing loaded can serve     (HTTP 501)
     ├── OverloadedError             the waiting queue is full; try again later     (HTTP 429)
     ├── ShuttingDownError           the server is draining                         (HTTP 503)
+    ├── ModelLoadingError           the model is not loaded yet; routes of JSON wait (HTTP 503)
     ├── PausedError                 generation is paused; try again later          (HTTP 503)
     ├── EngineDeadError             the engine thread died                         (HTTP 503)
     ├── RequestAbortedError         aborted by an operator or by shutdown          (HTTP 503)
@@ -116,6 +117,18 @@ class OverloadedError(ParallmError):
 
 class ShuttingDownError(ParallmError):
     """The server no longer admits requests."""
+
+
+class ModelLoadingError(ParallmError):
+    """The model is loaded for the first time, and nothing is known about it yet.
+
+    Attributes:
+        name: of the model.
+    """
+
+    def __init__(self, name: str) -> None:
+        super().__init__(f"The model {name!r} is being loaded.")
+        self.name = name
 
 
 class PausedError(ParallmError):

@@ -130,6 +130,9 @@ class NoEncoders:
     def statuses(self) -> Sequence[EncoderStatus]:
         return ()
 
+    async def wait(self, name: str) -> None:
+        raise ModelNotFoundError(name)
+
     async def load(self, asked: EncoderLoad) -> EncoderStatus:
         raise ModelNotFoundError(asked.model)
 

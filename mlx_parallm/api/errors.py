@@ -46,6 +46,7 @@ STATUS: Mapping[type[errors.ParallmError], Status] = {
     errors.NotImplementedRouteError: Status(501, "invalid_request_error", "not_implemented"),
     errors.OverloadedError: Status(429, "rate_limit_error", "rate_limit_exceeded"),
     errors.ShuttingDownError: Status(503, "server_error", "shutting_down"),
+    errors.ModelLoadingError: Status(503, "server_error", "model_loading"),
     errors.PausedError: Status(503, "server_error", "paused"),
     errors.EngineDeadError: Status(503, "server_error", "engine_dead"),
     errors.RequestAbortedError: Status(503, "server_error", "request_aborted"),

@@ -10,21 +10,32 @@ from pydantic_core import from_json
 from starlette.requests import Request
 from starlette.responses import Response
 
-from mlx_parallm.errors import InvalidRequestError
+from mlx_parallm.engine.interface import EngineClient
+from mlx_parallm.errors import InvalidRequestError, ModelLoadingError
 
 TOO_DEEP = "The body is nested too deeply."
 HALF_PAIR = "The body has half a surrogate pair in a text."
 
 
 class JsonRoute(APIRoute):
-    """A route whose JSON body is read by ``parse_json``."""
+    """A route whose JSON body is read by ``parse_json``.
+
+    Requests of a model that is loaded for the first time wait for it.
+    """
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         """See FastAPI: "Custom Request and APIRoute class"."""
         handle = super().get_route_handler()
 
         async def handle_json(request: Request) -> Response:
-            return await handle(JsonRequest(request.scope, request.receive))
+            given = JsonRequest(request.scope, request.receive)
+            try:
+                return await handle(given)
+            except ModelLoadingError as problem:
+                engine: EngineClient = request.app.state.engine
+                await engine.encoders.wait(problem.name)
+            # Nothing was done but to read the body, which it keeps.
+            return await handle(given)
 
         return handle_json
 

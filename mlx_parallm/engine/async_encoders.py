@@ -21,6 +21,7 @@ from mlx_parallm.errors import (
     ConfigError,
     InvalidRequestError,
     ModelLoadError,
+    ModelLoadingError,
     ModelNotFoundError,
     ParallmError,
 )
@@ -123,7 +124,7 @@ class AsyncEncoders:
             raise InvalidRequestError(f"{name} generates; it is no encoder.", param="model")
         found = entry.model
         if found is None:
-            raise ModelNotFoundError(name)
+            raise ModelLoadingError(name)
         if not wanted.intersection(found.info.tasks):
             raise InvalidRequestError(
                 f"{name} cannot {' or '.join(tasks)}; it can {', '.join(found.info.tasks)}.",
@@ -157,6 +158,14 @@ class AsyncEncoders:
             raise
         finally:
             self._residency.end(entry)
+
+    async def wait(self, name: str) -> None:
+        """See ``EncoderClient.wait``."""
+        entry = self._residency.by_name.get(name)
+        if entry is None:
+            raise ModelNotFoundError(name)
+        await self._residency.begin(entry)
+        self._residency.end(entry)
 
     async def load(self, asked: EncoderLoad) -> EncoderStatus:
         """See ``EncoderClient.load``."""

@@ -336,6 +336,15 @@ class EncoderClient(Protocol):
         """The same, and those that are loaded for the first time."""
         ...
 
+    async def wait(self, name: str) -> None:
+        """Return once an encoder that is named in a ``ModelLoadingError`` is loaded.
+
+        Raises:
+            ModelNotFoundError: it was unloaded meanwhile.
+            ModelLoadError: it cannot be loaded.
+        """
+        ...
+
     async def load(self, asked: EncoderLoad) -> EncoderStatus:
         """Serve one more encoder; returns once it is loaded.
 
@@ -359,6 +368,7 @@ class EncoderClient(Protocol):
 
         Raises:
             ModelNotFoundError: none has the name.
+            ModelLoadingError: it is loaded for the first time; see ``wait``.
             InvalidRequestError: it is a model that generates; it can do none of the tasks.
         """
         ...

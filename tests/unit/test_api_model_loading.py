@@ -1,0 +1,71 @@
+"""Requests that come while their model is loaded for the first time wait for it."""
+
+from __future__ import annotations
+
+import threading
+from types import SimpleNamespace
+from typing import Any
+
+import httpx2
+import numpy as np
+
+from mlx_parallm.encode import EncodeRequest, EncodeResults, EncoderInfo, Task
+from mlx_parallm.engine.interface import EncoderModel
+from mlx_parallm.errors import ModelLoadError, ModelLoadingError
+from tests.fake_engine import FakeEngine, NoEncoders, serve_fake
+
+
+class LoadingEncoders(NoEncoders):
+    """An encoder whose load ends when somebody waits for it."""
+
+    def __init__(self, failure: str | None = None) -> None:
+        self.failure = failure
+        self.waited = 0
+        self.is_loaded = threading.Event()
+
+    def get(self, name: str | None, *tasks: Task) -> EncoderModel:
+        assert name == "new"
+        if not self.is_loaded.is_set():
+            raise ModelLoadingError(name)
+        info = EncoderInfo(
+            architecture="x",
+            vocab_size=256,
+            max_model_len=9,
+            dims=2,
+            dtype="float32",
+            weight_bytes=1,
+        )
+        tokenizer: Any = SimpleNamespace(cut=lambda ids, length: ids)
+        return EncoderModel(names=("new",), root="r", created=1, tokenizer=tokenizer, info=info)
+
+    async def wait(self, name: str) -> None:
+        self.waited += 1
+        if self.failure is not None:
+            raise ModelLoadError(self.failure)
+        self.is_loaded.set()
+
+    async def encode(self, request: EncodeRequest) -> EncodeResults:
+        results = [np.array([len(one.token_ids), 1.0], np.float32) for one in request.inputs]
+        return EncodeResults(results, [False] * len(results))
+
+
+def ask(encoders: LoadingEncoders) -> httpx2.Response:
+    engine = FakeEngine()
+    engine.encoders = encoders
+    with serve_fake(engine) as url:
+        body = {"model": "new", "input": [[1, 2, 3]], "encoding_format": "float"}
+        return httpx2.post(f"{url}/v1/embeddings", json=body)
+
+
+def test_a_request_waits_for_the_first_load() -> None:
+    encoders = LoadingEncoders()
+    answer = ask(encoders)
+    assert answer.status_code == 200, answer.text
+    assert answer.json()["data"][0]["embedding"] == [3.0, 1.0]
+    assert encoders.waited == 1
+
+
+def test_a_load_that_fails_is_told() -> None:
+    answer = ask(LoadingEncoders("its file is broken"))
+    assert answer.status_code == 500
+    assert "its file is broken" in answer.json()["error"]["message"]
