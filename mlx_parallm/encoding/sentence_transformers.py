@@ -97,7 +97,9 @@ def read_vector_spec(folder: Path, default: VectorSpec | None = None) -> VectorS
         limit = int(named) if named and named < _NO_LIMIT else None
     settings = read_json(folder / "config_sentence_transformers.json") or {}
     spec = _with_modules(folder, modules, is_colbert=settings.get("model_type") == "ColBERT")
-    prompts = {name: text for name, text in (settings.get("prompts") or {}).items() if text}
+    prompts = {
+        name: text for name, text in (settings.get("prompts") or {}).items() if text is not None
+    }
     return replace(
         spec,
         max_model_len=limit,
