@@ -7,15 +7,20 @@ only the suites whose name holds one of the words, and then writes no document.
 from __future__ import annotations
 
 import sys
+import tempfile
+from pathlib import Path
 
 from tests.client_suites import choose, failed_of, run_suite
 from tests.conformance.report import write_document
 from tests.conformance.suites import SUITES, Suite
+from tests.cross_encoder_folder import write_cross_encoder
 from tests.server_process import ROOT, ServerProcess
 
 RESULTS = ROOT / "results" / "conformance"
 KEY = "conformance-key"
 MODEL = "mlx-parallm-demo"
+RERANKER = "reranker"
+DEMO_MODEL = ROOT / "mlx_parallm" / "demo" / "model"
 
 
 def run(suite: Suite, url: str) -> bool:
@@ -29,12 +34,19 @@ def main(words: list[str]) -> int:
     """Returns the exit status."""
     chosen = choose(SUITES, words)
     RESULTS.mkdir(parents=True, exist_ok=True)
-    server = ServerProcess("--api-key", KEY)
-    try:
-        server.wait_until_ready()
-        passed = [run(suite, server.url) for suite in chosen]
-    finally:
-        server.stop()
+    with tempfile.TemporaryDirectory() as folder:
+        # A tiny one, beside the embedded model.
+        reranker = write_cross_encoder(Path(folder) / "reranker")
+        names = [f"{DEMO_MODEL}={MODEL}", f"{reranker}={RERANKER}"]
+        server = ServerProcess(
+            *("--api-key", KEY, "--model", str(DEMO_MODEL), str(reranker)),
+            *("--served-model-name", *names),
+        )
+        try:
+            server.wait_until_ready()
+            passed = [run(suite, server.url) for suite in chosen]
+        finally:
+            server.stop()
     if not words:
         write_document(RESULTS, ROOT / "docs" / "compatibility.md")
     failed = failed_of(chosen, passed)

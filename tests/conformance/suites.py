@@ -67,6 +67,7 @@ SUITES = (
     Suite("test_openai_agents.py", "OpenAI's agents", ("openai-agents",)),
     Suite("test_pydantic_ai.py", "pydantic-ai", ("pydantic-ai-slim",)),
     Suite("test_litellm.py", "litellm", ("litellm",)),
+    Suite("test_litellm_rerank.py", "litellm", ("litellm",)),
     Suite(
         "test_instructor.py",
         "instructor",
