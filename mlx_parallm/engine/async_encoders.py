@@ -211,6 +211,7 @@ class AsyncEncoders:
             self._defaults,
             path=source,
             served_names=names,
+            task=asked.task,
             revision=asked.revision,
             dtype=asked.dtype or self._defaults.dtype,
             max_model_len=asked.max_model_len,

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from mlx_parallm.batch import RunnerInfo
-from mlx_parallm.config import EngineConfig
+from mlx_parallm.config import EngineConfig, ModelTask
 from mlx_parallm.encode import EncodeRequest, EncodeResults, EncoderInfo, Task, TokenSpan
 from mlx_parallm.engine.control import EngineControl
 from mlx_parallm.grammar.compiler import GrammarCompiler
@@ -288,6 +288,7 @@ class EncoderLoad:
     Attributes:
         model: a folder or a hub id; or the name of one that is served, to have it in memory.
         names: that requests are to use; ``model`` if there is none.
+        task: as in ``ModelConfig``.
         dtype: as in ``ModelConfig``; None for the server's.
         revision: hub revision.
         max_model_len: cap on the length of an input; None takes the model's own.
@@ -296,6 +297,7 @@ class EncoderLoad:
 
     model: str
     names: tuple[str, ...] = ()
+    task: Literal["auto"] | ModelTask = "auto"
     dtype: str | None = None
     revision: str | None = None
     max_model_len: int | None = None

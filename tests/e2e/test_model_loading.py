@@ -102,6 +102,8 @@ def test_an_encoder_comes_and_goes(server: ServerProcess) -> None:
         ({"model": "one", "name": ""}, 400, "name"),
         ({"model": "one", "name": [1]}, 400, "name"),
         ({"model": "one", "dtype": "int8"}, 400, "dtype"),
+        ({"model": "one", "task": "dream"}, 400, "task"),
+        ({"model": "one", "task": "classify"}, 400, "model"),
         ({"model": "one", "max_model_len": 25}, 400, "model"),
         ({}, 400, "model"),
     ],

@@ -47,6 +47,7 @@ async def load_model(body: LoadModel, engine: EngineDep, response: Response) -> 
     asked = EncoderLoad(
         model=body.model,
         names=tuple(body.name),
+        task=body.task,
         dtype=body.dtype,
         revision=body.revision,
         max_model_len=body.max_model_len,

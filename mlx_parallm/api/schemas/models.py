@@ -16,6 +16,7 @@ from pydantic import (
 
 from mlx_parallm.api.schemas.adapters import FolderPath, Name
 from mlx_parallm.api.schemas.common import NullIsAbsent
+from mlx_parallm.config import ModelTask
 
 MAX_NAMES = 16
 
@@ -37,6 +38,9 @@ class LoadModel(NullIsAbsent):
         default_factory=list,
         validation_alias=AliasChoices("name", "served_model_name"),
         description="A name that requests are to use, or several; by default the folder or id.",
+    )
+    task: Literal["auto"] | ModelTask = Field(
+        "auto", description="What it is served for; by default what its files say."
     )
     dtype: Literal["auto", "float32", "float16", "bfloat16"] | None = Field(
         None, description="That it computes in; the server's --dtype by default."
