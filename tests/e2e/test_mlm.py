@@ -126,6 +126,13 @@ def test_words_that_are_no_tokens_are_read_as_their_first_one_with_a_warning(
     ]
 
 
+def test_labels_of_the_same_word_are_told_as_one_with_a_warning(server: ServerProcess) -> None:
+    found = ask(server, texts=TEXT, label_words={"a": "good", "b": "good", "c": "bad"})
+    assert found["warnings"] == ["'b' and 'a' are the same token; it is told once."]
+    words = found["data"][0]["predictions"][0]["words"]
+    assert [one["label"] for one in words] == ["a", "c"]
+
+
 def test_whole_texts_are_scored_token_by_token(server: ServerProcess) -> None:
     texts = ["the cat is good", "", "bad !"]
     found = ask(server, texts=texts, pseudo_log_likelihood=True)["data"]

@@ -98,8 +98,8 @@ def candidates_of(
     for label, word in words.items():
         number, warning = _candidate(word, model, param)
         warnings += [] if warning is None else [warning]
-        if number is not None:
-            found.setdefault(number, label)
+        if number is not None and found.setdefault(number, label) != label:
+            warnings.append(f"{label!r} and {found[number]!r} are the same token; it is told once.")
     if not found:
         raise InvalidRequestError(f"{param} has no word that can be read.", param=param)
     return Candidates(tuple(found), tuple(found.values()), tuple(warnings))
