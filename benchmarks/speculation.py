@@ -33,7 +33,7 @@ from benchmarks.gpu.engines import make_engine
 from benchmarks.gpu.shapes import SHAPES, RandomModel, copying_model
 from mlx_parallm.bench.words import make_lexicon
 from mlx_parallm.config import ModelConfig, SpeculativeConfig
-from mlx_parallm.engine.build import DEMO_FOLDER
+from mlx_parallm.engine.demo_models import DEMO_FOLDER
 from mlx_parallm.engine.engine import Engine
 from mlx_parallm.outputs import TokenEvent
 from mlx_parallm.request import GenerateRequest, SamplingParams

@@ -16,6 +16,7 @@ from mlx_parallm.config import (
     SchedulerConfig,
     SpeculativeConfig,
 )
+from mlx_parallm.engine.demo_models import DEMO_NAME, demo_folder
 from mlx_parallm.engine.encoder_build import BuiltEncoder, EncoderBuild, evict_beyond, is_read
 from mlx_parallm.engine.engine import Engine
 from mlx_parallm.engine.formats import reasoning_format_of, tool_format_of
@@ -40,10 +41,6 @@ from mlx_parallm.runner.row_selection import embedding_rows
 from mlx_parallm.scheduler.scheduler import Scheduler
 from mlx_parallm.tokenizer.tokenizer import ParallmTokenizer, load_tokenizer
 from mlx_parallm.tracing import StepTracer
-
-DEMO_NAME = "mlx-parallm-demo"
-# Found by its place in the package: the engine does not depend on the code that made it.
-DEMO_FOLDER = Path(__file__).resolve().parent.parent / "demo" / "model"
 
 # A step of so many tokens keeps an NVIDIA GPU busy; elsewhere it would take too long.
 CUDA_TOKEN_BUDGET = 2048
@@ -172,7 +169,8 @@ def _kv_budget(cache: CacheConfig, wanted: int, weights: int) -> int:
 
 
 def _folder(model: ModelConfig, on_progress: Progress) -> Path:
-    return DEMO_FOLDER if model.path is None else _fetch(model, model.path, on_progress)
+    source = model.path or DEMO_NAME
+    return demo_folder(source) or _fetch(model, source, on_progress)
 
 
 def _load_encoder(

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 from mlx_parallm.config import EngineConfig, ModelConfig
 from mlx_parallm.engine import host_actions
 from mlx_parallm.engine.commands import Call, Command, EngineHost
+from mlx_parallm.engine.demo_models import demo_folder
 from mlx_parallm.engine.encoder_build import EncoderBuild, is_read, tokenizer_of
 from mlx_parallm.engine.encoder_metrics import EncoderFamilies
 from mlx_parallm.engine.encoder_residency import MakeRoom
@@ -105,7 +106,7 @@ def _read(config: ModelConfig, on_progress: Progress) -> tuple[Path, TextEncoder
         InvalidRequestError: it is no encoder.
     """
     assert config.path is not None
-    folder = resolve_model(
+    folder = demo_folder(config.path) or resolve_model(
         config.path,
         config.revision,
         lambda _, share: on_progress(share / 2),

@@ -8,6 +8,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 
 from mlx_parallm.config import LoadingConfig
+from mlx_parallm.engine.demo_models import DEMO_FOLDERS
 from mlx_parallm.errors import InvalidRequestError, NotFoundError
 
 #: The field of requests that names one.
@@ -31,12 +32,13 @@ class ModelSources:
         """The folder, or the id on the hub, that a request names.
 
         A folder below a root comes before an id of the same text; a relative one is below a root.
+        The package's own models may always be loaded.
 
         Raises:
             InvalidRequestError: this server may not load it.
             NotFoundError: there is no such folder.
         """
-        if source in self._given:
+        if source in self._given or source in DEMO_FOLDERS:
             return source
         if "\0" in source:
             raise InvalidRequestError("A path has no NUL.", param=MODEL)

@@ -7,7 +7,9 @@ additions and multiplications takes 3 ns. Other builds have a fast ``exp``.
 
 from __future__ import annotations
 
+import math
 import platform
+from typing import cast
 
 import mlx.core as mx
 
@@ -39,7 +41,7 @@ def is_exp_slow() -> bool:
 
 
 def exp2(exponents: mx.array) -> mx.array:
-    """``2 ** exponents``, to 3e-7 of the value.
+    """``2 ** exponents``, to 3e-7 of the value; models that use it can be trained.
 
     The power is ``2**n * 2**f``: n the nearest integer, added to the bits of the exponent, f what
     remains, by a polynomial (Cody and Waite, Software Manual for the Elementary Functions, 1980).
@@ -48,6 +50,11 @@ def exp2(exponents: mx.array) -> mx.array:
         exponents: float32, any shape, from ``MIN_EXPONENT`` to ``MAX_EXPONENT``; the result is
             meaningless beyond.
     """
+    return cast("mx.array", _exp2(exponents))
+
+
+@mx.custom_function
+def _exp2(exponents: mx.array) -> mx.array:
     rounded = exponents + _ROUNDER
     fraction = exponents - (rounded - _ROUNDER)
     power = _COEFFICIENTS[0] * fraction + _COEFFICIENTS[1]
@@ -55,6 +62,12 @@ def exp2(exponents: mx.array) -> mx.array:
         power = power * fraction + coefficient
     shifted = rounded.view(mx.int32) << _MANTISSA_BITS
     return (shifted + power.view(mx.int32)).view(mx.float32)
+
+
+@_exp2.vjp
+def _exp2_vjp(exponents: mx.array, cotangent: mx.array, result: mx.array) -> mx.array:
+    # Of the bits themselves there is no derivative.
+    return cotangent * result * math.log(2)
 
 
 def silu(values: mx.array) -> mx.array:

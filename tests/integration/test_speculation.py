@@ -15,7 +15,8 @@ from mlx_parallm import LLM, SamplingParams
 from mlx_parallm.attention.reference import ReferenceAttention
 from mlx_parallm.batch import ScheduledBatch, StepInFlight
 from mlx_parallm.config import CacheConfig, SchedulerConfig, SpeculativeConfig
-from mlx_parallm.engine.build import DEMO_FOLDER, speculative_for
+from mlx_parallm.engine.build import speculative_for
+from mlx_parallm.engine.demo_models import DEMO_FOLDER
 from mlx_parallm.errors import ConfigError
 from mlx_parallm.llm import RequestOutput
 from mlx_parallm.runner.cache_layout import probe_layout

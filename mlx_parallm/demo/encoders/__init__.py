@@ -1,0 +1,1 @@
+"""The small encoders that come with the package: what they learn from, training, evaluation."""

@@ -1,0 +1,31 @@
+"""The models inside the package, by the names under which they are served."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from mlx_parallm.errors import ModelLoadError
+
+DEMO_NAME = "mlx-parallm-demo"
+PREFIX = "demo:"
+# Found by their place in the package: the engine does not depend on the code that made them.
+_PACKAGE = Path(__file__).resolve().parent.parent / "demo"
+DEMO_FOLDER = _PACKAGE / "model"
+DEMO_FOLDERS = {
+    DEMO_NAME: DEMO_FOLDER,
+    **{
+        PREFIX + name: _PACKAGE / "encoders" / "models" / name
+        for name in ("mlm", "sentiment", "embed", "reward")
+    },
+}
+
+
+def demo_folder(name: str) -> Path | None:
+    """The folder of a model of the package; None for anything else.
+
+    Raises:
+        ModelLoadError: ``demo:`` with a name that there is not.
+    """
+    if name.startswith(PREFIX) and name not in DEMO_FOLDERS:
+        raise ModelLoadError(f"{name} is not one of {', '.join(DEMO_FOLDERS)}.")
+    return DEMO_FOLDERS.get(name)

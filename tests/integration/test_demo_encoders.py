@@ -1,0 +1,58 @@
+"""The encoders as they are shipped: their size, their form, and that they do what their card says.
+
+The bounds on small samples lie below the shares on the large ones of docs/demo-model.md.
+"""
+
+import json
+from pathlib import Path
+
+import mlx.core as mx
+import pytest
+
+from mlx_parallm.demo.encoders.evaluate import EVALUATIONS, Stored
+from mlx_parallm.demo.paths import encoder_path
+from mlx_parallm.encoding.sentence_transformers import read_vector_spec
+from mlx_parallm.engine.demo_models import DEMO_FOLDERS, PREFIX
+
+NAMES = ("mlm", "sentiment", "embed", "reward")
+FOUR_MB = 4_000_000
+ARCHITECTURES = {
+    "mlm": "BertForMaskedLM",
+    "sentiment": "BertForSequenceClassification",
+    "embed": "BertModel",
+    "reward": "ModernBertForSequenceClassification",
+}
+
+
+def files(name: str) -> list[Path]:
+    return [file for file in encoder_path(name).rglob("*") if file.is_file()]
+
+
+def test_all_of_them_are_small():
+    assert sum(file.stat().st_size for name in NAMES for file in files(name)) <= FOUR_MB
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_folder_has_the_form_of_hugging_face(name: str):
+    folder = encoder_path(name)
+    assert DEMO_FOLDERS[PREFIX + name] == folder
+    found = {str(file.relative_to(folder)) for file in files(name)}
+    expected = {"config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"}
+    if name == "embed":
+        expected |= {"modules.json", "1_Pooling/config.json", "sentence_bert_config.json"}
+        assert read_vector_spec(folder).normalizes
+    assert found == expected
+    config = json.loads((folder / "config.json").read_text())
+    assert config["architectures"] == [ARCHITECTURES[name]]
+    weights = mx.load(str(folder / "model.safetensors"))
+    assert isinstance(weights, dict)
+    assert {array.dtype for array in weights.values()} == {mx.float16}
+
+
+@pytest.mark.parametrize(
+    ("name", "limit", "bound"),
+    [("mlm", 40, 0.6), ("sentiment", 500, 0.95), ("embed", 1000, 0.9), ("reward", 50, 0.9)],
+)
+def test_held_out_accuracy(name: str, limit: int, bound: float):
+    measure, _ = EVALUATIONS[name]
+    assert measure(Stored(encoder_path(name)), limit, 1)["all"] >= bound
