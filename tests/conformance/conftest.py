@@ -6,7 +6,7 @@ These tests run in environments of their own, which hold the clients and not thi
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 
@@ -30,3 +30,9 @@ def server() -> LiveServer:
     """As the environment says."""
     variables = ("CONFORMANCE_URL", "CONFORMANCE_KEY", "CONFORMANCE_MODEL")
     return LiveServer(*(os.environ[name] for name in variables))
+
+
+@pytest.fixture(scope="session")
+def embedder(server: LiveServer) -> LiveServer:
+    """The same server by the name of its embedder."""
+    return replace(server, model="embedder")

@@ -14,12 +14,14 @@ from tests.client_suites import choose, failed_of, run_suite
 from tests.conformance.report import write_document
 from tests.conformance.suites import SUITES, Suite
 from tests.cross_encoder_folder import write_cross_encoder
+from tests.embedder_folder import write_embedder
 from tests.server_process import ROOT, ServerProcess
 
 RESULTS = ROOT / "results" / "conformance"
 KEY = "conformance-key"
 MODEL = "mlx-parallm-demo"
 RERANKER = "reranker"
+EMBEDDER = "embedder"
 DEMO_MODEL = ROOT / "mlx_parallm" / "demo" / "model"
 
 
@@ -35,11 +37,12 @@ def main(words: list[str]) -> int:
     chosen = choose(SUITES, words)
     RESULTS.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as folder:
-        # A tiny one, beside the embedded model.
+        # Tiny ones, beside the embedded model.
         reranker = write_cross_encoder(Path(folder) / "reranker")
-        names = [f"{DEMO_MODEL}={MODEL}", f"{reranker}={RERANKER}"]
+        embedder = write_embedder(Path(folder) / "embedder")
+        names = [f"{DEMO_MODEL}={MODEL}", f"{reranker}={RERANKER}", f"{embedder}={EMBEDDER}"]
         server = ServerProcess(
-            *("--api-key", KEY, "--model", str(DEMO_MODEL), str(reranker)),
+            *("--api-key", KEY, "--model", str(DEMO_MODEL), str(reranker), str(embedder)),
             *("--served-model-name", *names),
         )
         try:

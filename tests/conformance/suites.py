@@ -68,6 +68,7 @@ SUITES = (
     Suite("test_pydantic_ai.py", "pydantic-ai", ("pydantic-ai-slim",)),
     Suite("test_litellm.py", "litellm", ("litellm",)),
     Suite("test_litellm_rerank.py", "litellm", ("litellm",)),
+    Suite("test_embeddings.py", "langchain and litellm", ("langchain-openai", "litellm")),
     Suite(
         "test_instructor.py",
         "instructor",
