@@ -18,7 +18,7 @@ router = APIRouter(route_class=JsonRoute)
 
 # SGLang has the first with the prefix of OpenAI's routes.
 @router.post("/classify")
-@router.post("/classifications")
+@router.post("/classifications", include_in_schema=False)
 async def classify(body: ClassifyRequest, request: Request, engine: EngineDep) -> Response:
     """The likeliest label of each text, and the probabilities of all labels."""
     model = engine.encoders.get(body.model, "classify")
