@@ -31,6 +31,14 @@ class EngineThread(Protocol):
         """The loaded models."""
         ...
 
+    def first_model(self) -> ServedModel:
+        """The first of them; raise InvalidRequestError if there is none."""
+        ...
+
+    def is_encoder(self, name: str) -> bool:
+        """Whether an encoder has this name."""
+        ...
+
     async def call(self, action: Callable[[EngineHost], Any]) -> Any:
         """What an action between two steps gives; raise its error."""
         ...
@@ -356,12 +364,15 @@ class AsyncControl:
 
     def _base(self, model: str | None) -> str:
         """The first name of a model, or of the first one."""
-        models = self._thread.models()
         if model is None:
-            return models[0].names[0]
-        for one in models:
+            return self._thread.first_model().names[0]
+        for one in self._thread.models():
             if model in one.names:
                 return one.names[0]
+        if self._thread.is_encoder(model):
+            raise InvalidRequestError(
+                f"{model} is an encoder: its weights stay as they were loaded.", param="model"
+            )
         raise ModelNotFoundError(model)
 
     def _names(self, base: str) -> tuple[str, ...]:
@@ -372,7 +383,8 @@ class AsyncControl:
             raise InvalidRequestError(
                 f"An adapter's name has 1 to {MAX_NAME} characters.", param="name"
             )
-        if any(name in one.names for one in self._thread.models()):
+        is_model = any(name in one.names for one in self._thread.models())
+        if is_model or self._thread.is_encoder(name):
             raise InvalidRequestError(f"A model is named {name!r}.", param="name")
         info = self._adapters.get(name)
         if info is not None and info.model != base:

@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import count
 from typing import Any, Protocol
 
 from mlx_parallm.config import EngineConfig, ModelConfig
@@ -76,6 +77,7 @@ class AsyncEncoders:
             ThreadLoader(thread, config, families), config.loading.max_encoder_bytes
         )
         self._num_open = 0
+        self._numbers = count()
 
     @property
     def num_open(self) -> int:
@@ -150,11 +152,13 @@ class AsyncEncoders:
         entry = self._residency.by_name.get(request.model)
         if entry is None:
             raise ModelNotFoundError(request.model)
+        # Clients may give one id to several requests.
+        own = replace(request, request_id=f"{request.request_id}-{next(self._numbers)}")
         await self._residency.begin(entry)
         try:
-            return await self._thread.ask(lambda reply: Encode(request=request, reply=reply))
+            return await self._thread.ask(lambda reply: Encode(request=own, reply=reply))
         except asyncio.CancelledError:
-            self._thread.tell(Abort(request_id=request.request_id))
+            self._thread.tell(Abort(request_id=own.request_id))
             raise
         finally:
             self._residency.end(entry)

@@ -148,6 +148,10 @@ class AsyncEngine:
             raise InvalidRequestError("No model that generates is served here.", param="model")
         return models[0]
 
+    def is_encoder(self, name: str) -> bool:
+        """Whether an encoder has this name."""
+        return self.encoders.find(name) is not None
+
     def get_model(self, name: str) -> ServedModel:
         """The model or adapter of this name.
 
@@ -158,7 +162,7 @@ class AsyncEngine:
         model = self._models.get(name) or self.control.served(name)
         if model is not None:
             return model
-        if self.encoders.find(name) is not None:
+        if self.is_encoder(name):
             raise InvalidRequestError(
                 f"{name} is an encoder: it reads texts and generates none (docs/encoders.md).",
                 param="model",

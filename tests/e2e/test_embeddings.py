@@ -9,10 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import httpx2
+import mlx.core as mx
 import numpy as np
 import openai
 import pytest
 
+from mlx_parallm.client.tensors import encode_safetensors
 from tests.decoder_folders import read_decoder, write_decoder_embedder
 from tests.embedder_folder import MAX_LEN, write_embedder
 from tests.server_process import ServerProcess
@@ -75,6 +77,22 @@ def test_a_decoder_gives_the_hidden_state_of_the_last_token(client: openai.OpenA
         np.testing.assert_allclose(one.embedding, other.embedding, atol=1e-5)
 
 
+def test_an_encoder_has_no_adapters(server: ServerProcess) -> None:
+    config = json.dumps({"peft_type": "LORA", "r": 2, "lora_alpha": 2})
+    path = "base_model.model.model.layers.0.self_attn.q_proj"
+    shapes = {"lora_A": (2, 8), "lora_B": (8, 2)}
+    tensors = {f"{path}.{part}.weight": mx.zeros(shape) for part, shape in shapes.items()}
+    for name, model, field in [("embedder", "demo", "name"), ("mine", "embedder", "model")]:
+        answer = httpx2.post(
+            f"{server.url}/v1/update_adapter_weights",
+            params={"name": name, "model": model, "config": config},
+            content=encode_safetensors(tensors),
+            headers={"content-type": "application/octet-stream"},
+        )
+        assert answer.status_code == 400
+        assert (answer.json()["error"]["param"], "embedder" in answer.text) == (field, True)
+
+
 def test_usage_counts_every_input(client: openai.OpenAI) -> None:
     usage = client.embeddings.create(model="embedder", input=["w5 w6", "w5 w6"]).usage
     assert (usage.prompt_tokens, usage.total_tokens) == (8, 8)
@@ -96,6 +114,16 @@ def test_many_clients_get_their_own_vectors_while_a_model_generates(
         if begin == 0:
             np.testing.assert_allclose(one[:12], alone, atol=1e-5)
     np.testing.assert_allclose(found[0][10:40], found[1][:30], atol=1e-5)
+
+
+def test_requests_of_one_id_are_all_answered(client: openai.OpenAI) -> None:
+    def ask(number: int) -> np.ndarray:
+        text = f"w{5 + number} w{6 + number}"
+        return vectors(client, text, extra_body={"request_id": "mine"})
+
+    with ThreadPoolExecutor(8) as pool:
+        found = list(pool.map(ask, range(24), timeout=60))
+    assert len(np.unique(np.concatenate(found).round(5), axis=0)) == 24
 
 
 def test_inputs_are_cut_only_where_that_is_asked(client: openai.OpenAI) -> None:
