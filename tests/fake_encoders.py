@@ -11,11 +11,12 @@ from prometheus_client import CollectorRegistry
 
 from mlx_parallm.config import EngineConfig, ModelConfig
 from mlx_parallm.encode import EncodeInput, EncodeRequest, EncodeResults, EncoderInfo, TokenSpan
-from mlx_parallm.engine.async_encoders import AsyncEncoders
 from mlx_parallm.engine.commands import Abort, Command, Encode, EngineHost
-from mlx_parallm.engine.encoder_metrics import EncoderFamilies
-from mlx_parallm.engine.encoder_residency import EncoderEntry
-from mlx_parallm.engine.interface import EncoderModel, ServedModel
+from mlx_parallm.engine.encoder_interface import EncoderModel
+from mlx_parallm.engine.encoders.client import AsyncEncoders
+from mlx_parallm.engine.encoders.metrics import EncoderFamilies
+from mlx_parallm.engine.encoders.residency import EncoderEntry
+from mlx_parallm.engine.interface import ServedModel
 from mlx_parallm.errors import InvalidRequestError, ModelNotFoundError, ParallmError
 
 CLS, SEP, MASK, FIRST_WORD = 2, 3, 4, 5

@@ -19,16 +19,14 @@ from mlx_parallm.api.connection import BoundedProtocol
 from mlx_parallm.batch import TokenLogprob
 from mlx_parallm.config import EngineConfig, ServerConfig
 from mlx_parallm.encode import EncodeRequest, EncodeResults, Task
-from mlx_parallm.engine.interface import (
+from mlx_parallm.engine.encoder_interface import (
     EncoderClient,
     EncoderLoad,
     EncoderModel,
     EncoderStatus,
-    EngineLoad,
     ModelMemory,
-    RequestHandle,
-    ServedModel,
 )
+from mlx_parallm.engine.interface import EngineLoad, RequestHandle, ServedModel
 from mlx_parallm.errors import (
     EngineDeadError,
     ModelNotFoundError,

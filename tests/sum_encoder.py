@@ -8,8 +8,8 @@ import numpy as np
 from prometheus_client import CollectorRegistry
 
 from mlx_parallm.encode import EncodeInput, EncodeRequest, EncoderInfo
-from mlx_parallm.engine.encode_engine import EncodeEngine
-from mlx_parallm.engine.encoder_metrics import EncoderFamilies, EncoderMetrics
+from mlx_parallm.engine.encoders.engine import EncodeEngine
+from mlx_parallm.engine.encoders.metrics import EncoderFamilies, EncoderMetrics
 
 POISON, NAN = 666, 777
 NUM_STAGES = 4

@@ -14,7 +14,8 @@ from starlette.responses import Response
 
 from mlx_parallm.api.generation import unless_disconnected
 from mlx_parallm.encode import EncodeInput, EncodeRequest
-from mlx_parallm.engine.interface import EncoderModel, EngineClient
+from mlx_parallm.engine.encoder_interface import EncoderModel
+from mlx_parallm.engine.interface import EngineClient
 from mlx_parallm.errors import InvalidRequestError
 
 # Of one answer, whose text has some 20 bytes for each; and of results that wait to be reduced.

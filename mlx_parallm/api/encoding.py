@@ -9,7 +9,8 @@ from typing import TypeVar
 import numpy as np
 
 from mlx_parallm.encode import EncodeInput, EncodeRequest
-from mlx_parallm.engine.interface import EncoderModel, EngineClient
+from mlx_parallm.engine.encoder_interface import EncoderModel
+from mlx_parallm.engine.interface import EngineClient
 
 T = TypeVar("T")
 # Of the results that wait to be written: a row of the vocabulary is some 50,000.

@@ -12,14 +12,8 @@ from starlette.requests import HTTPConnection
 
 from mlx_parallm.config import EngineConfig
 from mlx_parallm.engine.control import EngineControl
-from mlx_parallm.engine.interface import (
-    EncoderClient,
-    EngineClient,
-    EngineLoad,
-    ModelMemory,
-    RequestHandle,
-    ServedModel,
-)
+from mlx_parallm.engine.encoder_interface import EncoderClient, ModelMemory
+from mlx_parallm.engine.interface import EngineClient, EngineLoad, RequestHandle, ServedModel
 from mlx_parallm.request import GenerateRequest
 
 # The end of the path of the route that reads its body as it comes and keeps none of it in memory.

@@ -15,8 +15,9 @@ from mlx_parallm.engine.adapter_reader import AdapterReader
 from mlx_parallm.engine.commands import EngineHost
 from mlx_parallm.engine.control import PauseMode
 from mlx_parallm.engine.control_metrics import ADAPTER, WEIGHTS, ControlMetrics
+from mlx_parallm.engine.encoder_interface import ModelMemory
 from mlx_parallm.engine.engine import Engine
-from mlx_parallm.engine.interface import ModelMemory, ServedModel
+from mlx_parallm.engine.interface import ServedModel
 from mlx_parallm.engine.live_weights import SLEEP_TAGS, WeightsUpdate
 from mlx_parallm.engine.policies import AdapterInfo, AdapterUpload
 from mlx_parallm.errors import InvalidRequestError, ModelNotFoundError, NotFoundError, PausedError

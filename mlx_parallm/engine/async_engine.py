@@ -23,15 +23,16 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from mlx_parallm.config import EngineConfig
 from mlx_parallm.engine.admission import check_request
 from mlx_parallm.engine.async_control import AsyncControl
-from mlx_parallm.engine.async_encoders import AsyncEncoders
 from mlx_parallm.engine.build import LoadedEngine, build_engines
 from mlx_parallm.engine.commands import Abort, Call, Command, EngineHost, Stop, Submit
 from mlx_parallm.engine.control_metrics import ControlMetrics
-from mlx_parallm.engine.encode_engine import EncodeEngine
-from mlx_parallm.engine.encoder_build import BuiltEncoder
+from mlx_parallm.engine.encoder_interface import ModelMemory
+from mlx_parallm.engine.encoders.build import BuiltEncoder
+from mlx_parallm.engine.encoders.client import AsyncEncoders
+from mlx_parallm.engine.encoders.engine import EncodeEngine
 from mlx_parallm.engine.engine import Engine
 from mlx_parallm.engine.event_stream import EventStream
-from mlx_parallm.engine.interface import EngineLoad, ModelMemory, RequestHandle, ServedModel
+from mlx_parallm.engine.interface import EngineLoad, RequestHandle, ServedModel
 from mlx_parallm.engine.loop import EngineLoop
 from mlx_parallm.engine.metrics import MetricFamilies, total
 from mlx_parallm.engine.model_memory import model_memory

@@ -12,7 +12,7 @@ from mlx_parallm.outputs import GenerateEvent
 from mlx_parallm.request import GenerateRequest
 
 if TYPE_CHECKING:
-    from mlx_parallm.engine.encode_engine import EncodeEngine
+    from mlx_parallm.engine.encoders.engine import EncodeEngine
     from mlx_parallm.engine.engine import Engine
     from mlx_parallm.engine.policies import AdapterUpload
 

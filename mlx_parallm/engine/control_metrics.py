@@ -9,7 +9,7 @@ from dataclasses import asdict
 
 from prometheus_client import CollectorRegistry, Gauge, Histogram
 
-from mlx_parallm.engine.interface import ModelMemory
+from mlx_parallm.engine.encoder_interface import ModelMemory
 from mlx_parallm.engine.policies import AdapterInfo
 from mlx_parallm.runner.device import active_memory_bytes
 from mlx_parallm.scheduler.adapter_slots import AdapterSlots

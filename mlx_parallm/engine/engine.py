@@ -11,7 +11,7 @@ from typing import TypeVar
 
 from mlx_parallm.batch import Runner, RunnerInfo, ScheduledBatch, StepInFlight
 from mlx_parallm.engine.admission import check_request
-from mlx_parallm.engine.batch_cost import StepPace
+from mlx_parallm.engine.encoders.batch_cost import StepPace
 from mlx_parallm.engine.interface import Tokenizer
 from mlx_parallm.engine.live_weights import LiveWeights
 from mlx_parallm.engine.metrics import EngineMetrics

@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from mlx_parallm.engine.commands import EngineHost
-from mlx_parallm.engine.encoder_build import EncoderBuild
 from mlx_parallm.engine.engine import Engine
-from mlx_parallm.engine.interface import EncoderModel
 from mlx_parallm.engine.live_weights import SLEEP_TAGS, LiveWeights
 from mlx_parallm.errors import InvalidRequestError
 
@@ -46,19 +44,3 @@ def resume(host: EngineHost) -> None:
     """Generate again."""
     for engine in host.engines.values():
         engine.is_paused = False
-
-
-def add_encoder(host: EngineHost, build: EncoderBuild) -> EncoderModel:
-    """Let requests run on an encoder, which is in memory."""
-    built = build.finish()
-    build.close()
-    assert built.engine is not None
-    host.encoders[built.model.names[0]] = built.engine
-    return built.model
-
-
-def drop_encoder(host: EngineHost, name: str) -> None:
-    """Give back the memory of an encoder, if it is there, that no request runs on."""
-    engine = host.encoders.pop(name, None)
-    if engine is not None:
-        engine.release()

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from typing import Any
 
 from mlx_parallm.engine.commands import Abort, Call, Command, Encode, Stop, Submit
-from mlx_parallm.engine.encode_engine import EncodeEngine
+from mlx_parallm.engine.encoders.engine import EncodeEngine
 from mlx_parallm.engine.engine import Engine
 from mlx_parallm.errors import ControlError, ModelNotFoundError, OverloadedError, ParallmError
 from mlx_parallm.outputs import GenerateEvent

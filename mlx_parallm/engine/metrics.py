@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from mlx_parallm.batch import RunnerInfo, ScheduledBatch
-from mlx_parallm.engine.encoder_metrics import EncoderFamilies
+from mlx_parallm.engine.encoders.metrics import EncoderFamilies
 from mlx_parallm.outputs import ErrorEvent, GenerateEvent, PromptEvent, TokenEvent
 from mlx_parallm.request import GenerateRequest
 from mlx_parallm.scheduler.updates import SchedulerStats, SpeculationStats

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from mlx_parallm.engine.encode_engine import EncodeEngine
-from mlx_parallm.engine.interface import EncoderState, EncoderStatus, ModelMemory, ServedModel
+from mlx_parallm.engine.encoder_interface import EncoderState, EncoderStatus, ModelMemory
+from mlx_parallm.engine.encoders.engine import EncodeEngine
+from mlx_parallm.engine.interface import ServedModel
 from mlx_parallm.engine.policies import AdapterInfo
 
 

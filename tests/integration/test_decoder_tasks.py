@@ -16,8 +16,8 @@ from mlx_parallm.config import ModelConfig, ModelTask
 from mlx_parallm.encode import EncodeInput, Encoder
 from mlx_parallm.encoding.model_task import decoder_plan, decoder_task, tasks_for
 from mlx_parallm.encoding.sentence_transformers import VectorSpec
-from mlx_parallm.engine.encoder_build import is_read, open_runner, tokenizer_of
-from mlx_parallm.engine.interface import TextEncoder
+from mlx_parallm.engine.encoder_interface import TextEncoder
+from mlx_parallm.engine.encoders.build import is_read, open_runner, tokenizer_of
 from mlx_parallm.errors import ConfigError, ModelLoadError
 from mlx_parallm.runner.decoder_loading import open_decoder
 from mlx_parallm.runner.decoder_runner import DecoderRunner

@@ -13,7 +13,7 @@ import pytest
 from mlx_parallm.config import ModelConfig
 from mlx_parallm.encode import EncodeInput, Encoder
 from mlx_parallm.encoding.sentence_transformers import read_vector_spec
-from mlx_parallm.engine.encoder_build import open_runner, tokenizer_of
+from mlx_parallm.engine.encoders.build import open_runner, tokenizer_of
 from mlx_parallm.errors import ModelLoadError
 from tests.decoder_folders import read_decoder, write_words
 from tests.encoder_folders import write_golden

@@ -10,7 +10,7 @@ import httpx2
 import numpy as np
 
 from mlx_parallm.encode import EncodeRequest, EncodeResults, EncoderInfo, Task
-from mlx_parallm.engine.interface import EncoderModel
+from mlx_parallm.engine.encoder_interface import EncoderModel
 from mlx_parallm.errors import ModelLoadError, ModelLoadingError
 from tests.fake_engine import FakeEngine, NoEncoders, serve_fake
 

@@ -34,7 +34,7 @@ from mlx_parallm.demo.encoders.training import WARMUP_STEPS, fit, rate
 from mlx_parallm.demo.example import Example
 from mlx_parallm.encoding.sentence_transformers import read_vector_spec
 from mlx_parallm.engine.demo_models import DEMO_FOLDERS, DEMO_NAME, demo_folder
-from mlx_parallm.engine.model_sources import ModelSources
+from mlx_parallm.engine.encoders.sources import ModelSources
 from mlx_parallm.errors import ModelLoadError
 from mlx_parallm.numerics.attention import softmax_attention
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from mlx_parallm.encode import EncodeResults
-from mlx_parallm.engine.encode_engine import EncodeEngine
+from mlx_parallm.engine.encoders.engine import EncodeEngine
 from mlx_parallm.errors import OverloadedError, StepError
 from tests.sum_encoder import (
     NAN,

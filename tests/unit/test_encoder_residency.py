@@ -10,8 +10,8 @@ import pytest
 
 from mlx_parallm.config import ModelConfig
 from mlx_parallm.encode import EncoderInfo
-from mlx_parallm.engine.encoder_residency import EncoderEntry, EncoderResidency, MakeRoom
-from mlx_parallm.engine.interface import EncoderModel, EncoderState
+from mlx_parallm.engine.encoder_interface import EncoderModel, EncoderState
+from mlx_parallm.engine.encoders.residency import EncoderEntry, EncoderResidency, MakeRoom
 from mlx_parallm.errors import ModelLoadError, ModelNotFoundError
 from tests.fakes import ByteTokenizer
 

@@ -7,9 +7,9 @@ from typing import Any, cast
 
 import pytest
 
-from mlx_parallm.engine.batch_cost import BatchCost, StepPace
 from mlx_parallm.engine.commands import Command, Encode, Stop
-from mlx_parallm.engine.encode_engine import EncodeEngine
+from mlx_parallm.engine.encoders.batch_cost import BatchCost, StepPace
+from mlx_parallm.engine.encoders.engine import EncodeEngine
 from mlx_parallm.engine.loop import EngineLoop
 from mlx_parallm.outputs import GenerateEvent
 from tests.sum_encoder import FakeClock, SumEncoder, engine_of, request_of, seconds_of

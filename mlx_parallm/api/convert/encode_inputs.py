@@ -7,7 +7,7 @@ from typing import Any
 
 from mlx_parallm.api.offload import maybe_in_thread
 from mlx_parallm.encode import EncodeInput, Task
-from mlx_parallm.engine.interface import EncoderModel
+from mlx_parallm.engine.encoder_interface import EncoderModel
 from mlx_parallm.errors import ContextLengthError, InvalidRequestError
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from mlx_parallm.encode import EncodeInput
-from mlx_parallm.engine.interface import EncoderModel
+from mlx_parallm.engine.encoder_interface import EncoderModel
 
 
 def likeliest(logprobs: np.ndarray, count: int) -> list[int]:

@@ -8,7 +8,7 @@ from typing import Any
 
 from mlx_parallm.api.convert.encode_inputs import single_inputs
 from mlx_parallm.encode import EncodeInput, Task
-from mlx_parallm.engine.interface import EncoderModel
+from mlx_parallm.engine.encoder_interface import EncoderModel
 from mlx_parallm.errors import InvalidRequestError
 
 

@@ -11,7 +11,7 @@ from mlx_parallm.api.convert.fill_mask import fillings, log_softmax
 from mlx_parallm.api.convert.mask_inputs import Candidates, candidates_of, masked_inputs
 from mlx_parallm.api.schemas.mlm import MlmRequest
 from mlx_parallm.encode import EncodeInput, Task
-from mlx_parallm.engine.interface import EncoderModel
+from mlx_parallm.engine.encoder_interface import EncoderModel
 from mlx_parallm.errors import InvalidRequestError
 
 # Of an answer, which has some 20 bytes for each.

@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
-from mlx_parallm.engine.interface import EncoderState, EncoderStatus, ModelMemory, ServedModel
+from mlx_parallm.engine.encoder_interface import EncoderState, EncoderStatus, ModelMemory
+from mlx_parallm.engine.interface import ServedModel
 
 
 def model_card(name: str, model: ServedModel, memory: Mapping[str, ModelMemory]) -> dict[str, Any]:

@@ -11,7 +11,7 @@ import numpy as np
 from mlx_parallm.api.convert.activation import activated
 from mlx_parallm.api.encoder_answer import Encoded
 from mlx_parallm.encode import EncoderInfo
-from mlx_parallm.engine.interface import EncoderClient, EncoderModel
+from mlx_parallm.engine.encoder_interface import EncoderClient, EncoderModel
 from mlx_parallm.errors import InvalidRequestError, NotImplementedRouteError
 
 #: A category is flagged from this probability on.

@@ -11,7 +11,7 @@ from mlx_parallm.api.schemas.chat import ChatMessage, check_template_kwargs, tur
 from mlx_parallm.api.schemas.encode import TextsRequest
 from mlx_parallm.api.turns.history import template_messages
 from mlx_parallm.encode import EncodeInput, Task
-from mlx_parallm.engine.interface import EncoderModel
+from mlx_parallm.engine.encoder_interface import EncoderModel
 from mlx_parallm.errors import InvalidRequestError
 
 

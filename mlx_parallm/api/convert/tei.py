@@ -12,7 +12,7 @@ from mlx_parallm.api.convert.encode_inputs import pair_inputs, single_inputs
 from mlx_parallm.api.convert.input_prompts import named_prompt
 from mlx_parallm.api.schemas.tei import EmbedOptions, PredictRequest
 from mlx_parallm.encode import EncodeInput, EncoderInfo, Task
-from mlx_parallm.engine.interface import EncoderModel
+from mlx_parallm.engine.encoder_interface import EncoderModel
 from mlx_parallm.errors import InvalidRequestError
 
 PARAM = "inputs"

@@ -12,7 +12,7 @@ from mlx_parallm.api.hf_tasks.token_classification import token_classification
 from mlx_parallm.api.hf_tasks.vectors import feature_extraction, sentence_similarity
 from mlx_parallm.api.schemas.hf_tasks import TaskParameters
 from mlx_parallm.encode import Task
-from mlx_parallm.engine.interface import EncoderClient, EncoderModel
+from mlx_parallm.engine.encoder_interface import EncoderClient, EncoderModel
 from mlx_parallm.errors import InvalidRequestError
 
 Run = Callable[[Job], Awaitable[Done]]

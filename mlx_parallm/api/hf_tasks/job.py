@@ -6,7 +6,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from mlx_parallm.api.schemas.hf_tasks import TaskParameters
-from mlx_parallm.engine.interface import EncoderModel, EngineClient
+from mlx_parallm.engine.encoder_interface import EncoderModel
+from mlx_parallm.engine.interface import EngineClient
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

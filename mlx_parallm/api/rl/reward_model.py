@@ -11,7 +11,8 @@ from mlx_parallm.api.schemas.rollout import RewardModel, RolloutItem
 from mlx_parallm.api.scoring.rewards import Text, reward_inputs, reward_model, reward_of
 from mlx_parallm.api.turns.history import template_messages
 from mlx_parallm.encode import EncodeRequest
-from mlx_parallm.engine.interface import EncoderClient, Tokenizer
+from mlx_parallm.engine.encoder_interface import EncoderClient
+from mlx_parallm.engine.interface import Tokenizer
 from mlx_parallm.errors import InvalidRequestError, ParallmError
 
 _FIELDS = {"model": "reward_model", "messages": "prompts"}

@@ -13,7 +13,8 @@ from mlx_parallm.api.generation import unless_disconnected
 from mlx_parallm.api.ignored import tell_ignored
 from mlx_parallm.api.json_body import JsonRoute
 from mlx_parallm.api.schemas.mlm import MlmRequest
-from mlx_parallm.engine.interface import EncoderModel, EngineClient
+from mlx_parallm.engine.encoder_interface import EncoderModel
+from mlx_parallm.engine.interface import EngineClient
 
 router = APIRouter(route_class=JsonRoute)
 

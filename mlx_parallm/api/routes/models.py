@@ -12,7 +12,7 @@ from mlx_parallm.api.dependencies import EngineDep
 from mlx_parallm.api.ignored import tell_ignored
 from mlx_parallm.api.json_body import JsonRoute
 from mlx_parallm.api.schemas.models import LoadModel, UnloadModel
-from mlx_parallm.engine.interface import EncoderLoad
+from mlx_parallm.engine.encoder_interface import EncoderLoad
 
 router = APIRouter()
 control_router = APIRouter(

@@ -27,7 +27,8 @@ from mlx_parallm.api.scoring.labels import (
     label_requests,
 )
 from mlx_parallm.api.scoring.pairs import pairs_of, score_pairs, scoring_model
-from mlx_parallm.engine.interface import EncoderModel, EngineClient
+from mlx_parallm.engine.encoder_interface import EncoderModel
+from mlx_parallm.engine.interface import EngineClient
 from mlx_parallm.errors import InvalidRequestError
 from mlx_parallm.request import GenerateRequest
 

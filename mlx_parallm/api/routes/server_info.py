@@ -12,7 +12,8 @@ from mlx_parallm.api.convert.adapters import loaded_adapters
 from mlx_parallm.api.dependencies import ConfigDep, EngineDep
 from mlx_parallm.api.schemas.server import ModelInfo, ServerInfo
 from mlx_parallm.config import EngineConfig, ServerConfig
-from mlx_parallm.engine.interface import EncoderStatus, EngineClient, ServedModel
+from mlx_parallm.engine.encoder_interface import EncoderStatus
+from mlx_parallm.engine.interface import EngineClient, ServedModel
 
 router = APIRouter()
 

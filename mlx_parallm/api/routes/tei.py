@@ -36,7 +36,7 @@ from mlx_parallm.api.schemas.tei import (
     SimilarityRequest,
 )
 from mlx_parallm.encode import EncodeInput, Task
-from mlx_parallm.engine.interface import EncoderModel
+from mlx_parallm.engine.encoder_interface import EncoderModel
 from mlx_parallm.errors import InvalidRequestError
 
 router = APIRouter(route_class=JsonRoute)

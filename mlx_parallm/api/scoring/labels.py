@@ -17,7 +17,8 @@ from mlx_parallm.api.offload import maybe_in_thread
 from mlx_parallm.api.samples import Usage
 from mlx_parallm.api.schemas.score import ScoreRequest
 from mlx_parallm.encode import EncodeRequest
-from mlx_parallm.engine.interface import EncoderModel, EngineClient, ServedModel, Tokenizer
+from mlx_parallm.engine.encoder_interface import EncoderModel
+from mlx_parallm.engine.interface import EngineClient, ServedModel, Tokenizer
 from mlx_parallm.errors import InvalidRequestError, RequestAbortedError
 from mlx_parallm.outputs import FinishReason, PromptEvent
 from mlx_parallm.request import RAW_LOGPROBS, GenerateRequest, SamplingParams

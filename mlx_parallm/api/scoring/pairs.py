@@ -12,7 +12,7 @@ import numpy as np
 from mlx_parallm.api.convert.encode_inputs import pair_inputs, single_inputs
 from mlx_parallm.api.schemas.score import ScoreRequest
 from mlx_parallm.encode import EncodeRequest, EncoderInfo
-from mlx_parallm.engine.interface import EncoderClient, EncoderModel
+from mlx_parallm.engine.encoder_interface import EncoderClient, EncoderModel
 from mlx_parallm.errors import InvalidRequestError
 
 #: What is made of a cross-encoder's logit: what its files ask for, the logistic function, nothing.

@@ -11,7 +11,7 @@ from mlx_parallm.api.convert.encode_inputs import single_inputs
 from mlx_parallm.api.offload import maybe_in_thread
 from mlx_parallm.api.scoring.pairs import logistic
 from mlx_parallm.encode import EncodeInput, EncoderInfo, Task
-from mlx_parallm.engine.interface import EncoderClient, EncoderModel, TextEncoder
+from mlx_parallm.engine.encoder_interface import EncoderClient, EncoderModel, TextEncoder
 from mlx_parallm.errors import InvalidRequestError
 
 #: A text, or the messages of a conversation as templates take them.

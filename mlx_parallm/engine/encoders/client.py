@@ -12,12 +12,13 @@ from typing import Any, Protocol
 from mlx_parallm.config import EngineConfig, ModelConfig
 from mlx_parallm.encode import EncodeRequest, EncodeResults, Task
 from mlx_parallm.engine.commands import Abort, Command, Encode, EngineHost
-from mlx_parallm.engine.encoder_build import BuiltEncoder
-from mlx_parallm.engine.encoder_loader import ThreadLoader
-from mlx_parallm.engine.encoder_metrics import EncoderFamilies
-from mlx_parallm.engine.encoder_residency import EncoderEntry, EncoderResidency
-from mlx_parallm.engine.interface import EncoderLoad, EncoderModel, EncoderStatus, ServedModel
-from mlx_parallm.engine.model_sources import MAX_NAME, MODEL, ModelSources
+from mlx_parallm.engine.encoder_interface import EncoderLoad, EncoderModel, EncoderStatus
+from mlx_parallm.engine.encoders.build import BuiltEncoder
+from mlx_parallm.engine.encoders.loader import ThreadLoader
+from mlx_parallm.engine.encoders.metrics import EncoderFamilies
+from mlx_parallm.engine.encoders.residency import EncoderEntry, EncoderResidency
+from mlx_parallm.engine.encoders.sources import MAX_NAME, MODEL, ModelSources
+from mlx_parallm.engine.interface import ServedModel
 from mlx_parallm.errors import (
     ConfigError,
     InvalidRequestError,

@@ -8,13 +8,12 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from mlx_parallm.config import EngineConfig, ModelConfig
-from mlx_parallm.engine import host_actions
 from mlx_parallm.engine.commands import Call, Command, EngineHost
 from mlx_parallm.engine.demo_models import demo_folder
-from mlx_parallm.engine.encoder_build import EncoderBuild, is_read, tokenizer_of
-from mlx_parallm.engine.encoder_metrics import EncoderFamilies
-from mlx_parallm.engine.encoder_residency import MakeRoom
-from mlx_parallm.engine.interface import EncoderModel, TextEncoder
+from mlx_parallm.engine.encoder_interface import EncoderModel, TextEncoder
+from mlx_parallm.engine.encoders.build import EncoderBuild, is_read, tokenizer_of
+from mlx_parallm.engine.encoders.metrics import EncoderFamilies
+from mlx_parallm.engine.encoders.residency import MakeRoom
 from mlx_parallm.errors import InvalidRequestError
 from mlx_parallm.runner.hub import resolve_model
 
@@ -71,7 +70,7 @@ class ThreadLoader:
             # In parts, each between two steps of what is served.
             while (share := await thread.call(lambda _: build.advance())) < 1:
                 evaluated(share)
-            return await thread.call(lambda host: host_actions.add_encoder(host, build))
+            return await thread.call(lambda host: _add(host, build))
         except BaseException:
             # Whatever it has is let go of on the thread that made it.
             thread.tell(Call(action=lambda _: build.close(), reply=lambda _: None))
@@ -79,7 +78,7 @@ class ThreadLoader:
 
     async def drop(self, name: str) -> None:
         """See ``EncoderLoader.drop``."""
-        await self._thread.call(lambda host: host_actions.drop_encoder(host, name))
+        await self._thread.call(lambda host: _drop(host, name))
 
 
 class Progress:
@@ -127,3 +126,19 @@ def _read(config: ModelConfig, on_progress: Progress) -> tuple[Path, TextEncoder
                 done += len(chunk)
                 on_progress((1 + done / total) / 2)
     return folder, tokenizer
+
+
+def _add(host: EngineHost, build: EncoderBuild) -> EncoderModel:
+    """Let requests run on an encoder, which is in memory."""
+    built = build.finish()
+    build.close()
+    assert built.engine is not None
+    host.encoders[built.model.names[0]] = built.engine
+    return built.model
+
+
+def _drop(host: EngineHost, name: str) -> None:
+    """Give back the memory of an encoder, if it is there, that no request runs on."""
+    engine = host.encoders.pop(name, None)
+    if engine is not None:
+        engine.release()

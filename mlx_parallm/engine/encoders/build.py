@@ -12,14 +12,14 @@ from mlx_parallm.encode import EncoderInfo
 from mlx_parallm.encoding.cross_encoder import scores_are_logits
 from mlx_parallm.encoding.model_task import tasks_for
 from mlx_parallm.encoding.sentence_transformers import read_vector_spec
-from mlx_parallm.engine.decoder_build import (
+from mlx_parallm.engine.encoder_interface import EncoderModel, TextEncoder
+from mlx_parallm.engine.encoders.decoder_build import (
     open_decoder_runner,
     read_decoder_tokenizer,
     task_of,
 )
-from mlx_parallm.engine.encode_engine import EncodeEngine
-from mlx_parallm.engine.encoder_metrics import EncoderFamilies, EncoderMetrics
-from mlx_parallm.engine.interface import EncoderModel, TextEncoder
+from mlx_parallm.engine.encoders.engine import EncodeEngine
+from mlx_parallm.engine.encoders.metrics import EncoderFamilies, EncoderMetrics
 from mlx_parallm.errors import ConfigError
 from mlx_parallm.runner.device import backend_name
 from mlx_parallm.runner.encoder_runner import is_encoder, open_encoder_runner

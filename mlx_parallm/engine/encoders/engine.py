@@ -13,8 +13,8 @@ import numpy as np
 from mlx_parallm.encode import EncodeJob, Encoder, EncodeRequest, EncodeResults
 from mlx_parallm.encoding.queue import EncodeQueue, WaitingInput
 from mlx_parallm.encoding.result_cache import ResultCache
-from mlx_parallm.engine.batch_cost import BatchCost
-from mlx_parallm.engine.encoder_metrics import EncoderMetrics
+from mlx_parallm.engine.encoders.batch_cost import BatchCost
+from mlx_parallm.engine.encoders.metrics import EncoderMetrics
 from mlx_parallm.errors import OverloadedError, StepError
 
 logger = logging.getLogger(__name__)

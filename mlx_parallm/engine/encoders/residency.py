@@ -9,7 +9,7 @@ from itertools import count
 from typing import Protocol
 
 from mlx_parallm.config import ModelConfig
-from mlx_parallm.engine.interface import EncoderModel, EncoderState, EncoderStatus
+from mlx_parallm.engine.encoder_interface import EncoderModel, EncoderState, EncoderStatus
 from mlx_parallm.errors import ModelLoadError, ModelNotFoundError
 
 MakeRoom = Callable[[int], Awaitable[None]]

@@ -15,7 +15,7 @@ from mlx_parallm.encoding.sentence_transformers import (
     read_json,
     read_vector_spec,
 )
-from mlx_parallm.engine.interface import TextEncoder
+from mlx_parallm.engine.encoder_interface import TextEncoder
 from mlx_parallm.errors import ModelLoadError
 from mlx_parallm.runner.decoder_loading import open_decoder
 from mlx_parallm.runner.decoder_runner import DecoderRunner
