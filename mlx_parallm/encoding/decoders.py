@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from mlx_parallm.encode import Task
+from mlx_parallm.encoding.rope_fields import rope_fields
 
 #: What is made of a decoder's hidden states: nothing but vectors; logits of labels by the
 #: checkpoint's own layer; or one logit by which of two tokens would come next.
@@ -54,26 +55,14 @@ def splits_window(config: Mapping[str, Any]) -> bool:
 
 
 def readable_config(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Fields for mlx_lm in place of those that it does not read.
-
-    transformers 5 writes RoPE's settings into ``rope_parameters``, by kind of layer where these
-    differ; most of mlx_lm's models read the names from before.
-    """
-    found: dict[str, Any] = {}
+    """Fields for mlx_lm in place of those that it does not read."""
+    found = rope_fields(config)
     if "tie_word_embeddings" not in config:
         # What it means is for the LM head alone; some of mlx_lm's models must be told.
         found["tie_word_embeddings"] = False
     model_type = str(config.get("model_type"))
     if model_type in ALIASES:
         found["model_type"] = ALIASES[model_type]
-    rope = config.get("rope_parameters") or {}
-    full = rope.get("full_attention", rope)
-    if "rope_theta" not in config and "rope_theta" in full:
-        found["rope_theta"] = full["rope_theta"]
-    if not config.get("rope_scaling") and full.get("rope_type", "default") != "default":
-        found["rope_scaling"] = full
-    if "rope_theta" in (local := rope.get("sliding_attention") or {}):
-        found["rope_local_base_freq"] = local["rope_theta"]
     layers = config.get("layer_types") or ()
     if "sliding_window_pattern" not in config and "full_attention" in layers:
         found["sliding_window_pattern"] = layers.index("full_attention") + 1

@@ -13,6 +13,7 @@ from mlx.utils import tree_flatten
 from mlx_lm import utils as mlx_lm_utils
 
 from mlx_parallm.config import ModelConfig
+from mlx_parallm.encoding.rope_fields import rope_fields
 from mlx_parallm.errors import ConfigError, ModelLoadError
 from mlx_parallm.kernels.dialect import CudaDialect
 from mlx_parallm.runner.device import backend_name, free_memory_bytes
@@ -107,9 +108,23 @@ def parameters_of(model: Any) -> dict[str, mx.array]:
 
 def _read(config: ModelConfig, path: Path) -> tuple[Any, dict[str, Any]]:
     model, model_config = mlx_lm_utils.load_model(
-        path, lazy=True, trust_remote_code=config.trust_remote_code
+        path,
+        lazy=True,
+        get_model_classes=_readable_classes,
+        trust_remote_code=config.trust_remote_code,
     )
     return cast_model(model, config.dtype), model_config
+
+
+def _readable_classes(config: dict[str, Any]) -> tuple[type, type]:
+    """mlx_lm's classes of a config, which gets the fields that these would miss.
+
+    Without them such a model would run with RoPE's usual base, whatever its own is.
+    """
+    model, args = mlx_lm_utils._get_classes(config)
+    if "rope_parameters" not in getattr(args, "__dataclass_fields__", {}):
+        config |= rope_fields(config)
+    return model, args
 
 
 def cast_model(model: Any, dtype: str) -> Any:
