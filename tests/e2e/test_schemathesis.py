@@ -27,7 +27,7 @@ def call_at_random(operation: Any) -> None:
 
     @given(data=st.data())
     @settings(
-        max_examples=15,
+        max_examples=8,
         deadline=None,
         database=None,
         phases=[Phase.generate],
