@@ -9,6 +9,8 @@ import socket
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
 import httpx2
@@ -79,3 +81,15 @@ class ServerProcess:
         self._log.close()
         self._data.cleanup()
         return code
+
+
+@contextmanager
+def serving(folders: Mapping[str, Path]) -> Iterator[ServerProcess]:
+    """A server of models by these names, until the end of the block."""
+    names = [f"{folder}={name}" for name, folder in folders.items()]
+    process = ServerProcess("--model", *map(str, folders.values()), "--served-model-name", *names)
+    try:
+        process.wait_until_ready()
+        yield process
+    finally:
+        process.stop()

@@ -12,13 +12,14 @@ import numpy as np
 from starlette.requests import Request
 from starlette.responses import Response
 
+from mlx_parallm.api.encoding import encoded, num_numbers
 from mlx_parallm.api.generation import unless_disconnected
 from mlx_parallm.encode import EncodeInput, EncodeRequest
 from mlx_parallm.engine.encoder_interface import EncoderModel
 from mlx_parallm.engine.interface import EngineClient
 from mlx_parallm.errors import InvalidRequestError
 
-# Of one answer, whose text has some 20 bytes for each; and of results that wait to be reduced.
+# Of one answer, whose text has some 20 bytes for each.
 MAX_NUMBERS = 2**24
 Reduce = Callable[[np.ndarray], Any]
 
@@ -111,43 +112,22 @@ async def encoded_response(
     return await unless_disconnected(request, respond())
 
 
-async def _results(engine: EngineClient, asked: Encoding, reduce: Reduce | None) -> list[Any]:
-    size = len(asked.inputs)
+async def _results(engine: EngineClient, asked: Encoding, reduce: Reduce | None) -> Sequence[Any]:
     if reduce is not None:
-        size = max(1, MAX_NUMBERS // max(_num_numbers(one, asked.model) for one in asked.inputs))
-    found: list[Any] = []
-    for begin in range(0, len(asked.inputs), size):
-        part = EncodeRequest(
-            request_id=f"{asked.request_id}-{begin}" if begin else asked.request_id,
-            model=asked.model.names[0],
-            inputs=asked.inputs[begin : begin + size],
+        found, _ = await encoded(
+            engine, asked.model, asked.inputs, asked.request_id, lambda _, result: reduce(result)
         )
-        results = await engine.encoders.encode(part)
-        found += results if reduce is None else await asyncio.to_thread(_reduced, results, reduce)
-    return found
-
-
-def _reduced(results: Sequence[np.ndarray], reduce: Reduce) -> list[Any]:
-    return [reduce(one) for one in results]
+        return found
+    return await engine.encoders.encode(
+        EncodeRequest(request_id=asked.request_id, model=asked.model.names[0], inputs=asked.inputs)
+    )
 
 
 def _check_size(asked: Encoding) -> None:
-    numbers = sum(_num_numbers(one, asked.model) for one in asked.inputs)
+    numbers = sum(num_numbers(one, asked.model.info) for one in asked.inputs)
     # That of vectors is bounded by the number of inputs.
     if asked.inputs[0].task != "embed" and numbers > MAX_NUMBERS:
         raise InvalidRequestError(
             f"The answer would have {numbers} numbers; {MAX_NUMBERS} are the most: send less.",
             param=asked.param,
         )
-
-
-def _num_numbers(one: EncodeInput, model: EncoderModel) -> int:
-    """How many a result has."""
-    info = model.info
-    sizes = {
-        "token_embed": len(one.token_ids) * info.dims,
-        "token_classify": len(one.token_ids) * len(info.labels),
-        "classify": len(info.labels),
-        "sparse": info.vocab_size,
-    }
-    return sizes.get(one.task, info.dims)

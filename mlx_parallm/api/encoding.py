@@ -8,13 +8,13 @@ from typing import TypeVar
 
 import numpy as np
 
-from mlx_parallm.encode import EncodeInput, EncodeRequest
+from mlx_parallm.encode import EncodeInput, EncodeRequest, EncoderInfo
 from mlx_parallm.engine.encoder_interface import EncoderModel
 from mlx_parallm.engine.interface import EngineClient
 
 T = TypeVar("T")
 # Of the results that wait to be written: a row of the vocabulary is some 50,000.
-MAX_NUMBERS = 16_000_000
+PART_NUMBERS = 16_000_000
 
 
 async def encoded(
@@ -33,7 +33,7 @@ async def encoded(
     """
     written: list[T] = []
     hits: list[bool] = []
-    for number, part in enumerate(_parts(inputs, model.info.vocab_size)):
+    for number, part in enumerate(_parts(inputs, model.info)):
         asked = EncodeRequest(
             request_id=f"{request_id}-{number}", model=model.names[0], inputs=tuple(part)
         )
@@ -47,11 +47,24 @@ async def encoded(
     return written, hits
 
 
-def _parts(inputs: Sequence[EncodeInput], vocab_size: int) -> Iterator[Sequence[EncodeInput]]:
+def num_numbers(one: EncodeInput, info: EncoderInfo) -> int:
+    """How many an input's result has; see ``encode.Task``."""
+    if one.places:
+        return len(one.places) * (len(one.candidates) or info.vocab_size)
+    sizes = {
+        "token_embed": len(one.token_ids) * info.dims,
+        "token_classify": len(one.token_ids) * len(info.labels),
+        "classify": len(info.labels),
+        "sparse": info.vocab_size,
+    }
+    return sizes.get(one.task, info.dims)
+
+
+def _parts(inputs: Sequence[EncodeInput], info: EncoderInfo) -> Iterator[Sequence[EncodeInput]]:
     begin = size = 0
     for place, one in enumerate(inputs):
-        more = len(one.places) * (len(one.candidates) or vocab_size)
-        if place > begin and size + more > MAX_NUMBERS:
+        more = num_numbers(one, info)
+        if place > begin and size + more > PART_NUMBERS:
             yield inputs[begin:place]
             begin, size = place, 0
         size += more

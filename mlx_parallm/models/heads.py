@@ -91,13 +91,13 @@ def table_logits(table: nn.Module, hidden: mx.array, ids: mx.array | None = None
         return table.as_linear(hidden) if ids is None else hidden @ table(ids).T
     if ids is None:
         return table(hidden)
-    logits = hidden @ _weight_rows(table, ids).T
+    logits = hidden @ weight_rows(table, ids).T
     return logits + table["bias"][ids] if "bias" in table else logits
 
 
-def _weight_rows(layer: nn.Module, ids: mx.array) -> mx.array:
-    """Rows ``[len(ids), D]`` of a linear layer's weight."""
-    if not isinstance(layer, nn.QuantizedLinear):
+def weight_rows(layer: nn.Module, ids: mx.array) -> mx.array:
+    """Rows ``[len(ids), D]`` of the weight of a linear layer or an embedding."""
+    if not isinstance(layer, (nn.QuantizedLinear, nn.QuantizedEmbedding)):
         return layer["weight"][ids]
     biases = layer.get("biases")
     return mx.dequantize(

@@ -17,6 +17,7 @@ from mlx_lm import utils as mlx_lm_utils
 from mlx_parallm.config import ModelConfig
 from mlx_parallm.encoding.decoders import DecoderPlan, readable_config
 from mlx_parallm.errors import ModelLoadError
+from mlx_parallm.models.heads import weight_rows
 from mlx_parallm.runner.loader import (
     LOAD_ERRORS,
     LoadedModel,
@@ -156,23 +157,8 @@ def _choosing(model: Any, chosen: tuple[int, ...]) -> nn.Linear:
     """A layer that gives the LM head's logit of the first token less that of the second."""
     trunk = trunk_of(model)
     owner = getattr(model, "language_model", model)
-    rows = _rows(owner.get("lm_head", trunk.embed_tokens), mx.array(chosen))
+    rows = weight_rows(owner.get("lm_head", trunk.embed_tokens), mx.array(chosen))
     weight = rows[0] - rows[1] if len(chosen) > 1 else rows[0]
     layer = nn.Linear(weight.shape[0], 1, bias=False)
     layer.weight = weight[None]
     return layer
-
-
-def _rows(layer: Any, ids: mx.array) -> mx.array:
-    """Rows of a linear layer's or an embedding's weight, ``[len(ids), D]``."""
-    if "scales" not in layer:
-        return layer["weight"][ids]
-    biases = layer.get("biases")
-    return mx.dequantize(
-        layer["weight"][ids],
-        layer["scales"][ids],
-        None if biases is None else biases[ids],
-        group_size=layer.group_size,
-        bits=layer.bits,
-        mode=layer.mode,
-    )

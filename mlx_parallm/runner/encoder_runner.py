@@ -12,12 +12,11 @@ import numpy as np
 from mlx_parallm.encode import EncodeInput, Encoder, EncoderInfo
 from mlx_parallm.encoding.labels import label_names, problem_type
 from mlx_parallm.encoding.sentence_transformers import VectorSpec
-from mlx_parallm.errors import ConfigError
 from mlx_parallm.models.loading import ARCHITECTURES, LoadedEncoder, open_encoder
 from mlx_parallm.runner.device import backend_name, give_back_memory
 from mlx_parallm.runner.encoder_heads import TASKS, EncoderHeads, by_purpose, vector_facts
 from mlx_parallm.runner.layer_stages import LayerStages, StagedJob
-from mlx_parallm.runner.loader import DTYPES
+from mlx_parallm.runner.loader import DTYPES, check_dtype
 from mlx_parallm.runner.pending_encoder import PendingEncoder
 
 
@@ -85,8 +84,7 @@ def open_encoder_runner(folder: Path, dtype: str, spec: VectorSpec) -> PendingEn
         ConfigError: an unknown dtype.
         ModelLoadError: it cannot be loaded.
     """
-    if dtype != "auto" and dtype not in DTYPES:
-        raise ConfigError(f"dtype {dtype!r} is not one of auto, {', '.join(DTYPES)}.")
+    check_dtype(dtype)
     wanted = DTYPES.get(dtype)
     if wanted is None and backend_name() == "cpu":
         # There it is many times faster than numbers of 16 bits.

@@ -12,7 +12,7 @@ import pytest
 from mlx_parallm.api.convert.activation import activated
 from tests.embedder_folder import write_embedder, write_encoder_of
 from tests.encoder_folders import read_golden
-from tests.server_process import ServerProcess
+from tests.server_process import ServerProcess, serving
 
 MODELS = {"classifier": "bert_sequence", "tagger": "bert_token", "mlm": "bert_masked_lm"}
 
@@ -22,13 +22,8 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     root = tmp_path_factory.mktemp("models")
     folders = {name: write_encoder_of(root / name, MODELS[name]) for name in MODELS}
     folders["embedder"] = write_embedder(root / "embedder")
-    names = [f"{folder}={name}" for name, folder in folders.items()]
-    process = ServerProcess("--model", *map(str, folders.values()), "--served-model-name", *names)
-    try:
-        process.wait_until_ready()
+    with serving(folders) as process:
         yield process
-    finally:
-        process.stop()
 
 
 def post(server: ServerProcess, path: str, body: dict[str, Any]) -> Any:

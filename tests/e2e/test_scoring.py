@@ -22,7 +22,7 @@ from tests.cross_encoder_folder import (
     write_step_model,
 )
 from tests.embedder_folder import write_embedder, write_encoder_of
-from tests.server_process import ServerProcess
+from tests.server_process import ServerProcess, serving
 
 DEMO = Path(__file__).parents[2] / "mlx_parallm" / "demo" / "model"
 QUERY = "w10 w11 w12"
@@ -49,13 +49,8 @@ def write_models(folder: Path) -> dict[str, Path]:
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     folders = write_models(tmp_path_factory.mktemp("models"))
-    names = [f"{folder}={name}" for name, folder in folders.items()]
-    process = ServerProcess("--model", *map(str, folders.values()), "--served-model-name", *names)
-    try:
-        process.wait_until_ready()
+    with serving(folders) as process:
         yield process
-    finally:
-        process.stop()
 
 
 def post(server: ServerProcess, path: str, body: dict[str, Any]) -> Any:

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mlx_parallm.api import encoder_answer
+from mlx_parallm.api import encoding
 from mlx_parallm.api.convert.activation import activated
 from mlx_parallm.encode import EncodeInput, Task
 from tests.encoder_requests import post, refused_field
@@ -83,7 +83,7 @@ async def test_embed_all_gives_every_token_its_vector() -> None:
 
 async def test_embed_sparse_gives_the_words_with_a_weight(monkeypatch: pytest.MonkeyPatch) -> None:
     # Two results at a time.
-    monkeypatch.setattr(encoder_answer, "MAX_NUMBERS", 250)
+    monkeypatch.setattr(encoding, "PART_NUMBERS", 250)
     served = embedder()
     texts = [f"w{number}" for number in range(5, 10)]
     found = await answer(served, "/embed_sparse", inputs=texts)

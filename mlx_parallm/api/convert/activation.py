@@ -25,5 +25,16 @@ def activated(logits: np.ndarray, problem_type: ProblemType | None) -> np.ndarra
     if problem_type == "multi_label_classification" or logits.shape[-1] == 1:
         # This form overflows for no logit.
         return 0.5 * (1 + np.tanh(0.5 * logits))
+    return softmax(logits)
+
+
+def softmax(logits: np.ndarray) -> np.ndarray:
+    """Shares of the last axis."""
     powers = np.exp(logits - logits.max(axis=-1, keepdims=True))
     return powers / powers.sum(axis=-1, keepdims=True)
+
+
+def log_softmax(logits: np.ndarray) -> np.ndarray:
+    """The logarithms of ``softmax``."""
+    shifted = logits - logits.max(axis=-1, keepdims=True)
+    return shifted - np.log(np.exp(shifted).sum(axis=-1, keepdims=True))

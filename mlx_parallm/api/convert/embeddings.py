@@ -37,8 +37,13 @@ def finished(
     """
     cut = np.stack(vectors)[:, :dimensions]
     if normalizes:
-        cut = cut / np.maximum(np.linalg.norm(cut, axis=1, keepdims=True), 1e-12)
+        cut = unit_vectors(cut)
     return cut
+
+
+def unit_vectors(vectors: np.ndarray) -> np.ndarray:
+    """Vectors ``[..., dims]`` divided by their lengths; one without a length stays."""
+    return vectors / np.maximum(np.linalg.norm(vectors, axis=-1, keepdims=True), 1e-12)
 
 
 def embeddings_response(found: Encoded, body: EmbeddingsRequest) -> Response:

@@ -59,15 +59,3 @@ def filling(
         "token_str": tokenizer.decode([token]),
         "sequence": tokenizer.decode(ids, skip_special_tokens=len(one.places) == 1),
     }
-
-
-def softmax(logits: np.ndarray) -> np.ndarray:
-    """Shares of the last axis, float32."""
-    shifted = np.exp(logits - logits.max(axis=-1, keepdims=True))
-    return shifted / shifted.sum(axis=-1, keepdims=True)
-
-
-def log_softmax(logits: np.ndarray) -> np.ndarray:
-    """The logarithms of ``softmax``, float32."""
-    shifted = logits - logits.max(axis=-1, keepdims=True)
-    return shifted - np.log(np.exp(shifted).sum(axis=-1, keepdims=True))

@@ -7,7 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from mlx_parallm.api.convert.fill_mask import fillings, log_softmax
+from mlx_parallm.api.convert.activation import log_softmax
+from mlx_parallm.api.convert.fill_mask import fillings
 from mlx_parallm.api.convert.mask_inputs import Candidates, candidates_of, masked_inputs
 from mlx_parallm.api.schemas.mlm import MlmRequest
 from mlx_parallm.encode import EncodeInput, Task

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from mlx_parallm.api.convert.activation import activated
+from mlx_parallm.api.convert.embeddings import unit_vectors
 from mlx_parallm.api.convert.encode_inputs import pair_inputs, single_inputs
 from mlx_parallm.api.convert.input_prompts import named_prompt
 from mlx_parallm.api.schemas.tei import EmbedOptions, PredictRequest
@@ -81,6 +82,5 @@ def sparse_values(weights: np.ndarray) -> list[dict[str, Any]]:
 
 def similarities(vectors: Sequence[np.ndarray]) -> list[float]:
     """The cosine of the first vector with each of the others."""
-    array = np.stack(vectors).astype(np.float64)
-    array /= np.maximum(np.linalg.norm(array, axis=1, keepdims=True), 1e-12)
+    array = unit_vectors(np.stack(vectors).astype(np.float64))
     return (array[1:] @ array[0]).tolist()

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from mlx_parallm.api.convert.activation import activated
+from mlx_parallm.api.convert.activation import activated, softmax
 from mlx_parallm.api.convert.encode_inputs import pair_inputs
 from mlx_parallm.api.encoding import encoded
 from mlx_parallm.api.hf_tasks.job import Done, Job
@@ -61,6 +61,5 @@ def _scores(job: Job, logits: np.ndarray) -> np.ndarray:
     if function is None:
         return activated(logits, job.model.info.problem_type)
     if function == "softmax":
-        powers = np.exp(logits - logits.max())
-        return powers / powers.sum()
+        return softmax(logits)
     return activated(logits, PROBLEMS[function])

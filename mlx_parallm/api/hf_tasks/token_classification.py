@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 
+from mlx_parallm.api.convert.activation import softmax
 from mlx_parallm.api.convert.entities import LabelledTokens, entities
-from mlx_parallm.api.convert.fill_mask import softmax
 from mlx_parallm.api.encoding import encoded
 from mlx_parallm.api.hf_tasks.job import Done, Job
 from mlx_parallm.api.hf_tasks.texts import cuts_left, text_inputs, texts_of

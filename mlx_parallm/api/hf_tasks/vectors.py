@@ -10,6 +10,7 @@ import numpy as np
 from mlx_parallm.api.convert.array_encoding import as_bytes
 from mlx_parallm.api.convert.embeddings import check_dimensions, finished
 from mlx_parallm.api.convert.input_prompts import named_prompt
+from mlx_parallm.api.convert.tei import similarities
 from mlx_parallm.api.encoding import encoded
 from mlx_parallm.api.hf_tasks.job import Done, Job
 from mlx_parallm.api.hf_tasks.texts import MAX_TEXTS, text_inputs, texts_of
@@ -43,9 +44,7 @@ async def sentence_similarity(job: Job) -> Done:
             param="inputs",
         )
     vectors = await _vectors(job, texts_of([source, *sentences]))
-    lengths = np.linalg.norm(vectors, axis=1)
-    cosines = vectors[1:] @ vectors[0] / np.maximum(lengths[1:] * lengths[0], 1e-12)
-    return Done(cosines.tolist())
+    return Done(similarities(list(vectors)))
 
 
 async def _vectors(job: Job, texts: Sequence[str]) -> np.ndarray:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from mlx_parallm.api.convert.activation import softmax
 from mlx_parallm.api.convert.encode_inputs import single_inputs
 from mlx_parallm.api.generation import Generation
 from mlx_parallm.api.offload import maybe_in_thread
@@ -130,8 +131,7 @@ async def classifier_scores(
     )
     values = np.stack(found).astype(np.float64)
     if apply_softmax:
-        powers = np.exp(values - values.max(axis=1, keepdims=True))
-        values = powers / powers.sum(axis=1, keepdims=True)
+        values = softmax(values)
     num_tokens = sum(len(one.token_ids) for one in inputs)
     return LabelScores(values.tolist(), Usage(prompt_tokens=num_tokens))
 

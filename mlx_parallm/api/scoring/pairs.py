@@ -9,6 +9,7 @@ from typing import Literal
 
 import numpy as np
 
+from mlx_parallm.api.convert.embeddings import unit_vectors
 from mlx_parallm.api.convert.encode_inputs import pair_inputs, single_inputs
 from mlx_parallm.api.schemas.score import ScoreRequest
 from mlx_parallm.encode import EncodeRequest, EncoderInfo
@@ -169,8 +170,7 @@ async def _cosines(
     found = await encoders.encode(
         EncodeRequest(request_id=request_id, model=model.names[0], inputs=tuple(inputs))
     )
-    vectors = np.stack(found).astype(np.float64)
-    vectors /= np.maximum(np.linalg.norm(vectors, axis=1, keepdims=True), 1e-12)
+    vectors = unit_vectors(np.stack(found).astype(np.float64))
     # One query stands beside all documents.
     queries, documents = np.split(vectors, [len(pairs.queries)])
     values = (queries * documents).sum(axis=1).tolist()
