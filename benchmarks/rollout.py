@@ -4,7 +4,8 @@
 with the log-probability of each sampled token; in float32, or with ``--gpu`` a random model of the
 0.6B shape in bfloat16. The loop calls ``batch_generate`` once
 for each group, as trainers do; the server gets all groups in one request, and its time ends when
-the answer has been parsed. Both run their samples to the full length. Samples per second of
+the answer has been parsed. The loop's groups follow one another, so that some of them tell its
+rate (``--loop-prompts``). Both run their samples to the full length. Samples per second of
 processor time are told too: they hold on a machine that has other work.
 """
 
@@ -56,11 +57,10 @@ class Rates:
     per_cpu_s: float
 
     @classmethod
-    def of(cls, work: Callable[[], None], pid: int, args: Namespace) -> Rates:
-        """Those of some work that a process does."""
+    def of(cls, work: Callable[[], None], pid: int, count: int) -> Rates:
+        """Those of some work that makes so many samples, which a process does."""
         begin, cpu = time.perf_counter(), cpu_s(pid)
         work()
-        count = args.prompts * args.group
         return cls(count / (time.perf_counter() - begin), count / (cpu_s(pid) - cpu))
 
     def __str__(self) -> str:
@@ -76,6 +76,7 @@ def cpu_s(pid: int) -> float:
 def main() -> int:
     parser = make_parser(__doc__)
     parser.add_argument("--prompts", type=int, default=64)
+    parser.add_argument("--loop-prompts", type=int, help="so many for the loop (default: all)")
     parser.add_argument("--group", type=int, default=16)
     parser.add_argument("--prompt-tokens", type=int, default=512)
     parser.add_argument("--output-tokens", type=int, default=128)
@@ -97,9 +98,16 @@ def main() -> int:
         run_rollout(server, make_prompts(tokenizer.vocab_size, warm, -1), warm)
         for repetition in range(args.repetitions):
             prompts = make_prompts(tokenizer.vocab_size, args, repetition)
-            loop.append(Rates.of(lambda: run_loop(model, prompts, args), own_pid, args))  # noqa: B023
+            some = prompts[: args.loop_prompts]
+            loop.append(
+                Rates.of(lambda: run_loop(model, some, args), own_pid, len(some) * args.group)  # noqa: B023
+            )
             ours.append(
-                Rates.of(lambda: run_rollout(server, prompts, args), server.process.pid, args)  # noqa: B023
+                Rates.of(
+                    lambda: run_rollout(server, prompts, args),  # noqa: B023
+                    server.process.pid,
+                    len(prompts) * args.group,
+                )
             )
             print(f"loop {loop[-1]}, rollout {ours[-1]}", flush=True)
     checks = [

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from mlx_parallm.adapters.tensors import HostTensor, stacked
+from mlx_parallm.adapters.tensors import HostTensor, on_threads, stacked
 from mlx_parallm.adapters.weights import AdapterWeights, LowRank
 from mlx_parallm.errors import InvalidRequestError
 
@@ -190,11 +190,11 @@ def _dora_of_experts(path: str) -> str:
 def _check(modules: Mapping[str, LowRank]) -> None:
     if not modules:
         raise _Unusable("it changes nothing")
-    for path, one in modules.items():
-        _check_module(path, one)
+    on_threads(_check_module, [*modules.items()])
 
 
-def _check_module(path: str, one: LowRank) -> None:
+def _check_module(module: tuple[str, LowRank]) -> None:
+    path, one = module
     ndim = 3 if one.kind == "experts" else 2
     if one.a.ndim != ndim or one.b.ndim != ndim or 0 in (*one.a.shape, *one.b.shape):
         raise _Unusable(f"{path[:100]} has tensors of shape {one.a.shape} and {one.b.shape}")

@@ -13,6 +13,7 @@ from typing import ClassVar
 import mlx.core as mx
 
 from mlx_parallm.adapters.rows import AdapterRows, Crowd
+from mlx_parallm.adapters.tensors import to_mlx
 from mlx_parallm.adapters.weights import Kind, LowRank
 
 # Ranks grow by multiples of this, so that few adapters make the stack anew.
@@ -84,17 +85,29 @@ class AdapterStack:
             return f"its tensors are {one.a.shape} and {one.b.shape}, not {a} and {b}"
         return None
 
-    def put(self, slot: int, one: LowRank, gain: mx.array | None = None) -> None:
-        """Let a slot be this change, which fits; ``gain`` as ``dora_gain`` gives it.
+    def put(
+        self,
+        slot: int,
+        one: LowRank,
+        gain: mx.array | None = None,
+        tensors: Sequence[mx.array] | None = None,
+    ) -> None:
+        """Let a slot be a change.
 
         Nothing is computed before the arrays are evaluated. They are then written where they lie,
         or copied as long as a step in flight needs them as they were.
+
+        Args:
+            slot: from 1 on.
+            one: that fits.
+            gain: as ``dora_gain`` gives it.
+            tensors: ``one.tensors()``, if MLX has them already.
         """
         self.reserve(slot + 1)
         self._widen(one.rank)
-        a = one.a.to_mlx()
+        a, b, *_ = tensors or to_mlx([*one.tensors()])
         a = (a if self.rank_axis == -2 else a.swapaxes(-1, -2)).astype(self._dtype)
-        b = (one.b.to_mlx().astype(mx.float32) * one.scale).swapaxes(-1, -2).astype(self._dtype)
+        b = (b.astype(mx.float32) * one.scale).swapaxes(-1, -2).astype(self._dtype)
         missing = self.b.shape[-2] - one.rank
         self.a[self._at(slot)] = _longer(a, self.rank_axis, missing)
         self.b[self._at(slot)] = _longer(b, -2, missing)
@@ -213,9 +226,15 @@ class EmbeddingStack(AdapterStack):
         self.heads = arrays[0]
         super().set_arrays(arrays[1:])
 
-    def put(self, slot: int, one: LowRank, gain: mx.array | None = None) -> None:
+    def put(
+        self,
+        slot: int,
+        one: LowRank,
+        gain: mx.array | None = None,
+        tensors: Sequence[mx.array] | None = None,
+    ) -> None:
         """See ``AdapterStack.put``."""
-        super().put(slot, one, gain)
+        super().put(slot, one, gain, tensors)
         self.heads[slot] = one.changes_head
 
     def reserve(self, num_slots: int) -> None:
@@ -302,19 +321,23 @@ def expert_slots(indices: mx.array, slots: mx.array, num_slots: int) -> mx.array
     return indices * num_slots + each.astype(indices.dtype)
 
 
-def dora_gain(weight: mx.array, one: LowRank) -> mx.array | None:
+def dora_gain(
+    weight: mx.array, one: LowRank, tensors: Sequence[mx.array] | None = None
+) -> mx.array | None:
     """What DoRA multiplies each row of the changed weight by, float32; None of a LoRA.
 
     Args:
         weight: of the module, unpacked, ``[out, in]`` or ``[vocab, dims]``.
         one: the change of it.
+        tensors: ``one.tensors()``, if MLX has them already.
     """
     if one.magnitude is None:
         return None
-    a, b = (part.to_mlx().astype(mx.float32) for part in (one.a, one.b))
+    parts = tensors or to_mlx([*one.tensors()])
+    a, b, magnitude = (part.astype(mx.float32) for part in parts)
     change = one.scale * ((b @ a).T if one.kind == "embedding" else b @ a)
     norm = mx.linalg.norm(weight.astype(mx.float32) + change, axis=1)
-    return one.magnitude.to_mlx().astype(mx.float32) / norm
+    return magnitude / norm
 
 
 def _longer(array: mx.array, axis: int, more: int) -> mx.array:

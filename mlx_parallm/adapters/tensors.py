@@ -6,12 +6,21 @@ engine thread takes them, tensors are NumPy's.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import TypeVar
 
 import mlx.core as mx
 import numpy as np
 
+T = TypeVar("T")
+R = TypeVar("R")
+
+# More would keep the engine's thread from running.
+MAX_THREADS = 4
 # All bits of the exponent: a number that has them all is infinite or none.
 _EXPONENTS: dict[str, int] = {
     "bfloat16": 0x7F80,
@@ -66,10 +75,7 @@ class HostTensor:
 
     def stored(self) -> tuple[memoryview, str]:
         """Its bytes in the order they have in memory, and a word for that order."""
-        is_turned = self._is_turned
-        array = self.array.swapaxes(-1, -2) if is_turned else self.array
-        raw = np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
-        return raw, "columns" if is_turned else "rows"
+        return self.flat().view(np.uint8).data, "columns" if self._is_turned else "rows"
 
     def is_finite(self) -> bool:
         """Whether no number of it is infinite or none; integers never are."""
@@ -82,12 +88,20 @@ class HostTensor:
 
     def to_mlx(self) -> mx.array:
         """An array of MLX with a copy of it. To be called by the engine thread only."""
-        is_turned = self._is_turned
-        array = self.array.swapaxes(-1, -2) if is_turned else self.array
-        copied = mx.array(np.asarray(array, order="C"))
+        return self.from_flat(mx.array(self.flat()))
+
+    def flat(self) -> np.ndarray:
+        """Its numbers ``[n]`` in the order they have in memory."""
+        array = self.array.swapaxes(-1, -2) if self._is_turned else self.array
+        return np.ascontiguousarray(array).reshape(-1)
+
+    def from_flat(self, numbers: mx.array) -> mx.array:
+        """What ``flat`` gave, back in its shape and dtype."""
         if self.is_bfloat16:
-            copied = copied.view(mx.bfloat16)
-        return copied.swapaxes(-1, -2) if is_turned else copied
+            numbers = numbers.view(mx.bfloat16)
+        if not self._is_turned:
+            return numbers.reshape(self.shape)
+        return numbers.reshape(self.transposed().shape).swapaxes(-1, -2)
 
     @property
     def _is_turned(self) -> bool:
@@ -96,6 +110,36 @@ class HostTensor:
         return (
             self.ndim > 1 and not flags.c_contiguous and self.transposed().array.flags.c_contiguous
         )
+
+
+def on_threads(work: Callable[[T], R], items: Sequence[T]) -> list[R]:
+    """``work`` of each item, in their order. It pays where work lets other threads run."""
+    size = -(-len(items) // MAX_THREADS) or 1
+    parts = [items[start : start + size] for start in range(0, len(items), size)]
+    with ThreadPoolExecutor(MAX_THREADS, "tensors") as pool:
+        done = pool.map(lambda part: [work(item) for item in part], parts)
+        return list(itertools.chain.from_iterable(done))
+
+
+def to_mlx(tensors: Sequence[HostTensor]) -> list[mx.array]:
+    """Arrays of MLX with copies of many tensors. To be called by the engine thread only.
+
+    Those of one dtype are copied at once: on CUDA, MLX waits for all that runs there wherever an
+    array of the host's numbers gets memory that the device had before.
+    """
+    groups: dict[str, list[int]] = defaultdict(list)
+    for index, one in enumerate(tensors):
+        groups[one.array.dtype.str].append(index)
+    arrays: dict[int, mx.array] = {}
+    for members in groups.values():
+        flat = [tensors[index].flat() for index in members]
+        ends = np.cumsum([one.size for one in flat]).tolist()
+        parts = mx.split(mx.array(np.concatenate(flat)), ends[:-1])
+        arrays |= {
+            index: tensors[index].from_flat(part)
+            for index, part in zip(members, parts, strict=True)
+        }
+    return [arrays[index] for index in range(len(tensors))]
 
 
 def stacked(tensors: Sequence[HostTensor]) -> HostTensor:

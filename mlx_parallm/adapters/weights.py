@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from mlx_parallm.adapters.tensors import HostTensor
+from mlx_parallm.adapters.tensors import HostTensor, on_threads
 
 Kind = Literal["linear", "embedding", "experts"]
 
@@ -40,8 +40,13 @@ class LowRank:
         """R."""
         return self.b.shape[-1]
 
+    @property
+    def num_tensors(self) -> int:
+        """How many it has."""
+        return 2 if self.magnitude is None else 3
+
     def tensors(self) -> Iterator[HostTensor]:
-        """All of its tensors."""
+        """``a``, ``b`` and ``magnitude``, if it has one."""
         yield self.a
         yield self.b
         if self.magnitude is not None:
@@ -67,13 +72,17 @@ class AdapterWeights:
     @functools.cached_property
     def digest(self) -> str:
         """SHA-256 of everything that decides what the adapter does: its identity, in hex."""
-        total = hashlib.sha256()
-        for path in sorted(self.modules):
-            one = self.modules[path]
-            settings = (path, one.kind, repr(one.scale), str(one.changes_head))
-            total.update("\0".join((*settings, "")).encode())
-            for tensor in one.tensors():
-                raw, order = tensor.stored()
-                total.update(f"{tensor.shape}{tensor.dtype}{order}\0".encode())
-                total.update(raw)
-        return total.hexdigest()
+        modules = on_threads(_module_digest, sorted(self.modules.items()))
+        return hashlib.sha256(b"".join(modules)).hexdigest()
+
+
+def _module_digest(module: tuple[str, LowRank]) -> bytes:
+    path, one = module
+    total = hashlib.sha256()
+    settings = (path, one.kind, repr(one.scale), str(one.changes_head))
+    total.update("\0".join((*settings, "")).encode())
+    for tensor in one.tensors():
+        raw, order = tensor.stored()
+        total.update(f"{tensor.shape}{tensor.dtype}{order}\0".encode())
+        total.update(raw)
+    return total.digest()
