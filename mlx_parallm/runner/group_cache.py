@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import count
 from typing import Any
 
 import mlx.core as mx
@@ -17,8 +18,8 @@ from mlx_parallm.runner.paged_cache import (
     UnsupportedAttentionError,
     WindowMask,
 )
-from mlx_parallm.runner.row_groups import RowGroup
-from mlx_parallm.runner.state_store import GroupStateCache, StateStore
+from mlx_parallm.runner.row_groups import Group, RowGroup
+from mlx_parallm.runner.state_store import GroupStateCache, States, StateStore
 
 
 class PackedStateCache(ArraysCache):
@@ -150,16 +151,12 @@ class CacheViews:
         self._layouts = layouts
         self._pools = pools
         self._backend = backend
-        self.stores: list[StateStore] = []
-        self.forget_states()
-
-    def forget_states(self) -> None:
-        """Keep no state of any sequence."""
-        self.stores[:] = [StateStore(one.num_entries) for one in _states(self._layouts)]
+        #: Of all sequences.
+        self.states = StateStore([one.num_entries for one in _states(layouts)])
 
     def packed(self, step: PackedStep) -> list[Any]:
         """One cache per layer for the packed forward."""
-        kv, state = iter(range(len(self._pools.layers))), iter(range(len(self.stores)))
+        kv, state = count(), count()
 
         def make(layout: CacheLayout) -> Any:
             if isinstance(layout, ListLayout):
@@ -171,14 +168,22 @@ class CacheViews:
 
         return [make(layout) for layout in self._layouts]
 
-    def grouped(self, packed: Any, group: RowGroup, made: dict[int, Any]) -> Any:
-        """A group's view of one packed cache; ``made`` remembers the states' for the commit."""
+    def begin(self, group: RowGroup) -> States:
+        """What a group's sequences bring to a step."""
+        if group.is_fresh:
+            return self.states.reset(group.slots[0])
+        return self.states.fetch(group.slots)
+
+    def grouped(
+        self, packed: Any, group: Group, states: States, made: dict[int, GroupStateCache]
+    ) -> Any:
+        """A group's view of one packed cache; ``made`` remembers those of ``states``."""
         if isinstance(packed, CacheParts):
-            return CacheParts([self.grouped(part, group, made) for part in packed.caches])
+            parts = [self.grouped(part, group, states, made) for part in packed.caches]
+            return CacheParts(parts)
         if isinstance(packed, PackedStateCache):
             if packed.index not in made:
-                store = self.stores[packed.index]
-                made[packed.index] = GroupStateCache(store, group.slots, fresh=False)
+                made[packed.index] = GroupStateCache(states, packed.index)
             return made[packed.index]
         window = packed.window
         pool = self._pools.layers[packed.index]

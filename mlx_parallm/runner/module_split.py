@@ -13,7 +13,8 @@ import mlx.nn as nn
 from mlx_parallm.adapters.context import AdapterContext
 from mlx_parallm.runner.group_cache import CacheViews, is_packed_cache
 from mlx_parallm.runner.paged_cache import WindowMask
-from mlx_parallm.runner.row_groups import RowGroup, join_outputs
+from mlx_parallm.runner.row_groups import Group, join_outputs
+from mlx_parallm.runner.state_store import GroupStateCache, States
 
 
 class ModuleSplit:
@@ -50,39 +51,40 @@ class ModuleSplit:
 
 
 class SplitStep:
-    """One step's groups."""
+    """One step's groups, and the states of each, which the modules replace."""
 
     def __init__(
         self,
         views: CacheViews,
-        groups: Sequence[RowGroup],
+        groups: Sequence[Group],
+        states: Sequence[States],
         positions: mx.array,
         adapters: AdapterContext,
     ) -> None:
         self._adapters = adapters
         self._views = views
         self._groups = groups
+        self._states = states
         self._positions = positions
         self._num_rows = positions.shape[0]
-        for group in groups:
-            if group.is_fresh:
-                for store in views.stores:
-                    store.reset(group.slots[0])
 
     def run(self, call: Callable[..., Any], args: Sequence[Any], options: dict[str, Any]) -> Any:
         """Call a module once per group and put its outputs back into packed rows."""
         outputs = []
-        for group in self._groups:
-            states: dict[int, Any] = {}
-            mine = [self._convert(value, group, states) for value in args]
-            named = {name: self._convert(value, group, states) for name, value in options.items()}
+        for group, states in zip(self._groups, self._states, strict=True):
+            made: dict[int, GroupStateCache] = {}
+            convert = partial(self._convert, group=group, states=states, made=made)
+            mine = [convert(value) for value in args]
+            named = {name: convert(value) for name, value in options.items()}
             with self._adapters.during(group.adapter_rows):
                 outputs.append(call(*mine, **named))
-            for state in states.values():
-                state.commit()
+            for cache in made.values():
+                cache.commit()
         return join_outputs(self._groups, outputs)
 
-    def _convert(self, value: Any, group: RowGroup, states: dict[int, Any]) -> Any:
+    def _convert(
+        self, value: Any, *, group: Group, states: States, made: dict[int, GroupStateCache]
+    ) -> Any:
         if value is self._positions:
             return group.offset
         if isinstance(value, mx.array):
@@ -90,7 +92,8 @@ class SplitStep:
         if isinstance(value, WindowMask):
             return group.mask(value.window, as_array=value.as_array)
         if is_packed_cache(value):
-            return self._views.grouped(value, group, states)
+            return self._views.grouped(value, group, states, made)
         if isinstance(value, list | tuple):
-            return type(value)(self._convert(part, group, states) for part in value)
+            parts = (self._convert(one, group=group, states=states, made=made) for one in value)
+            return type(value)(parts)
         return value

@@ -193,9 +193,15 @@ class _Candidates:
     def _splits(self, users: CacheUsers) -> Iterator[tuple[str, Callable[[], ForwardPath]]]:
         has_kv = any(isinstance(one, KVLayout) for one in leaves(self._layouts))
         has_state = any(isinstance(one, StateLayout) for one in leaves(self._layouts))
+        compiles = isinstance(self._backend, CompilableAttention)
         if has_kv and has_state:
-            yield "split (state)", lambda: self._split(users.stateful, batch_decode=True)
-        yield "split", lambda: self._split(users.modules, batch_decode=True)
+            if compiles:
+                name = "split (state, compiled)"
+                yield name, lambda: self._split(users.stateful, compiles=True)
+            yield "split (state)", lambda: self._split(users.stateful)
+        if has_state and not has_kv and compiles:
+            yield "split (compiled)", lambda: self._split(users.modules, compiles=True)
+        yield "split", lambda: self._split(users.modules)
         yield "split (rows)", lambda: self._split(users.modules, batch_decode=False)
 
     def _packed(self, *, compiles: bool) -> ForwardPath:
@@ -208,7 +214,9 @@ class _Candidates:
             compiles=compiles,
         )
 
-    def _split(self, modules: list[Any], *, batch_decode: bool) -> ForwardPath:
+    def _split(
+        self, modules: list[Any], *, batch_decode: bool = True, compiles: bool = False
+    ) -> ForwardPath:
         return SplitPath(
             self._model,
             self._views(),
@@ -218,6 +226,7 @@ class _Candidates:
             modules,
             self._block_size,
             batch_decode=batch_decode,
+            compiles=compiles,
         )
 
     def _sequential(self) -> ForwardPath:

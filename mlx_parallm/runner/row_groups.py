@@ -110,6 +110,40 @@ class RowGroup:
         return mx.array(seen)
 
 
+class DecodeGroup:
+    """All rows of a step of decode rows, some of them padding, while a function is traced.
+
+    Attributes:
+        offset: positions of the rows, int32 ``[T]``.
+        adapter_rows: the adapters of the rows; None if all are without.
+    """
+
+    length = 1
+    is_fresh = False
+
+    def __init__(self, positions: mx.array, adapter_rows: AdapterRows | None) -> None:
+        self.offset = positions
+        self.adapter_rows = adapter_rows
+
+    def take(self, array: mx.array, num_rows: int) -> mx.array:
+        """See ``RowGroup.take``: all rows are of this group."""
+        del num_rows
+        return array
+
+    def give(self, array: mx.array) -> mx.array:
+        """See ``RowGroup.give``."""
+        if array.ndim >= 2 and array.shape[:2] == (self.offset.shape[0], 1):
+            return array
+        raise UnsupportedAttentionError(f"an output of shape {array.shape} has no rows")
+
+    def mask(self, window: int | None, *, as_array: bool) -> None:
+        """None is needed: these modules keep no keys."""
+        del window, as_array
+
+
+Group = RowGroup | DecodeGroup
+
+
 def make_groups(
     sequences: Sequence[ScheduledSequence],
     backend: AttentionBackend,
@@ -140,7 +174,7 @@ def make_groups(
     ]
 
 
-def join_outputs(groups: Sequence[RowGroup], outputs: Sequence[Any]) -> Any:
+def join_outputs(groups: Sequence[Group], outputs: Sequence[Any]) -> Any:
     """Outputs of all groups as packed rows, in row order; tuples and lists element by element."""
     first = outputs[0]
     if isinstance(first, tuple | list):

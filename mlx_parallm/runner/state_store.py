@@ -1,103 +1,161 @@
-"""Per-sequence state of one recurrent or convolution cache, kept by slot."""
+"""Per-sequence states of recurrent and convolution caches, kept by slot."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 
 import mlx.core as mx
 from mlx_lm.models.cache import ArraysCache
 
+#: By cache, then by entry: an array ``[B, ...]``, or None for what a model has not written.
+States = list[list[Any]]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StateBatch:
+    """States of sequences that were computed together.
+
+    Rows of ``states`` from the last sequence on are padding: a batch has ``num_rows``.
+    """
+
+    states: States
+    num_rows: int
+
 
 class StateStore:
-    """Arrays ``[1, ...]`` by slot and entry.
+    """The states of all such caches of a model, by slot.
 
     Rows that were last computed together stay one array, so that a decode group whose members do
     not change copies nothing.
     """
 
-    def __init__(self, num_entries: int) -> None:
-        # By entry, then by slot: the array that holds the slot's row, and which row it is.
-        self._rows: list[dict[int, tuple[Any, int]]] = [{} for _ in range(num_entries)]
+    def __init__(self, num_entries: Sequence[int]) -> None:
+        """``num_entries`` of each cache."""
+        self._num_entries = tuple(num_entries)
+        self._rows: dict[int, tuple[StateBatch, int]] = {}
         self._written: list[mx.array] = []
 
-    def reset(self, slot: int) -> None:
-        """Forget a slot: a fresh state is None, not zeros."""
-        for rows in self._rows:
-            rows.pop(slot, None)
+    @property
+    def has_state(self) -> bool:
+        """Whether there are such caches at all."""
+        return bool(self._num_entries)
 
-    def fetch(self, slots: Sequence[int]) -> list[Any]:
-        """The entries of these slots, stacked along axis 0; None where they have none."""
-        return [self._fetch_entry(rows, slots) for rows in self._rows]
+    def forget(self) -> None:
+        """Keep no state of any slot."""
+        self._rows.clear()
+        self._written.clear()
 
-    def commit(self, slots: Sequence[int], values: Sequence[Any]) -> None:
-        """Keep entries ``[len(slots), ...]``; a None is not kept."""
-        for rows, value in zip(self._rows, values, strict=True):
-            if value is None:
-                continue
-            for row, slot in enumerate(slots):
-                rows[slot] = (value, row)
-            if isinstance(value, mx.array):
-                self._written.append(value)
+    def reset(self, slot: int) -> States:
+        """Forget a slot, and what its sequence begins with: a fresh state is None, not zeros."""
+        self._rows.pop(slot, None)
+        return [[None] * count for count in self._num_entries]
+
+    def fetch(self, slots: Sequence[int], num_rows: int | None = None) -> States:
+        """The states of these slots, stacked along axis 0; None where they have none.
+
+        ``num_rows`` may be more than there are slots; the rows behind theirs hold anything.
+        """
+        if not self._num_entries:
+            return []
+        num_rows = num_rows or len(slots)
+        found = [self._rows.get(slot) for slot in slots]
+        held = [one for one in found if one is not None]
+        if not held:
+            return self.reset(slots[0])
+        if len(held) != len(found):
+            raise ValueError("some sequences of a group have state and others have none")
+        batch = held[0][0]
+        is_whole = batch.num_rows == num_rows
+        if is_whole and all(one is batch and row == i for i, (one, row) in enumerate(held)):
+            return [list(entries) for entries in batch.states]
+        self._release(slots, {id(one) for one, _ in held})
+        return _stack(held, num_rows)
+
+    def commit(self, slots: Sequence[int], states: States, num_rows: int | None = None) -> None:
+        """Keep states whose first rows are those of these slots."""
+        if not self._num_entries:
+            return
+        batch = StateBatch(states, num_rows or len(slots))
+        for row, slot in enumerate(slots):
+            self._rows[slot] = batch, row
+        self._note(states)
 
     def copy(self, source: int, target: int) -> None:
         """Give ``target`` the state of ``source``."""
-        for rows in self._rows:
-            rows.pop(target, None)
-            if source in rows:
-                rows[target] = self._own(*rows[source])
+        self._rows.pop(target, None)
+        if source in self._rows:
+            self._rows[target] = self._own(*self._rows[source])
 
     def take_written(self) -> list[mx.array]:
         """Arrays made since the last call; to be evaluated with the step."""
         written, self._written = self._written, []
         return written
 
-    def _fetch_entry(self, rows: dict[int, tuple[Any, int]], slots: Sequence[int]) -> Any:
-        found = [rows.get(slot) for slot in slots]
-        held = [one for one in found if one is not None]
-        if not held:
-            return None
-        if len(held) != len(found):
-            raise ValueError("some sequences of a group have state and others have none")
-        array = held[0][0]
-        if not isinstance(array, mx.array):
-            return array
-        whole = array.shape[0] == len(slots)
-        if whole and all(one is array and row == i for i, (one, row) in enumerate(held)):
-            return array
-        self._release(rows, slots, {id(one) for one, _ in held})
-        parts = [one[row : row + 1] for one, row in held]
-        return parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=0)
-
-    def _release(
-        self, rows: dict[int, tuple[Any, int]], slots: Sequence[int], arrays: set[int]
-    ) -> None:
-        """Copy out the rows of others, so that a retired array is not kept for their sake."""
+    def _release(self, slots: Sequence[int], batches: set[int]) -> None:
+        """Copy out the rows of others, so that retired arrays are not kept for their sake."""
         leaving = set(slots)
-        for slot, (array, row) in rows.items():
-            if slot not in leaving and id(array) in arrays and array.shape[0] > 1:
-                rows[slot] = self._own(array, row)
+        for slot, (batch, row) in self._rows.items():
+            if slot not in leaving and id(batch) in batches and batch.num_rows > 1:
+                self._rows[slot] = self._own(batch, row)
 
-    def _own(self, array: Any, row: int) -> tuple[Any, int]:
-        if not isinstance(array, mx.array):
-            return array, 0
-        own = array[mx.array([row])]  # a gather: a slice would keep the whole array alive
-        self._written.append(own)
-        return own, 0
+    def _own(self, batch: StateBatch, row: int) -> tuple[StateBatch, int]:
+        if batch.num_rows == 1:
+            return batch, 0
+        index = mx.array([row])  # a gather: a slice would keep the whole array alive
+        own = [[_taken(one, index) for one in entries] for entries in batch.states]
+        self._note(own)
+        return StateBatch(own, 1), 0
+
+    def _note(self, states: States) -> None:
+        for entries in states:
+            self._written += [one for one in entries if isinstance(one, mx.array)]
 
 
 class GroupStateCache(ArraysCache):
-    """A ``StateStore`` seen by one group of sequences, as mlx_lm's own kind of cache."""
+    """A group's entries of one cache, as mlx_lm's own kind of cache."""
 
-    def __init__(self, store: StateStore, slots: Sequence[int], *, fresh: bool) -> None:
-        if fresh:
-            store.reset(slots[0])
-        self._store = store
-        self._slots = slots
-        values = store.fetch(slots)
-        super().__init__(len(values))
-        self.cache = values
+    def __init__(self, states: States, index: int) -> None:
+        super().__init__(0)
+        self.cache = states[index]
+        self._states = states
+        self._index = index
 
     def commit(self) -> None:
-        """Write what the model left here back to the slots."""
-        self._store.commit(self._slots, self.cache)
+        """Put what the model left here back to the group's states."""
+        self._states[self._index] = list(self.cache)
+
+
+def _stack(held: Sequence[tuple[StateBatch, int]], num_rows: int) -> States:
+    """Rows of batches, in this order; the last one again until there are ``num_rows``."""
+    padded = [*held, *[held[-1]] * (num_rows - len(held))]
+    parts = list(_runs(padded))
+    return [
+        [
+            _joined([_taken(batch.states[cache][entry], rows) for batch, rows in parts])
+            for entry in range(len(entries))
+        ]
+        for cache, entries in enumerate(held[0][0].states)
+    ]
+
+
+def _runs(rows: Sequence[tuple[StateBatch, int]]) -> Iterator[tuple[StateBatch, mx.array | None]]:
+    """Neighbours of one batch and which rows they are; None for all of it in its order."""
+    for _, run in groupby(rows, key=lambda one: id(one[0])):
+        members = list(run)
+        batch = members[0][0]
+        places = [row for _, row in members]
+        is_whole = places == list(range(batch.num_rows))
+        yield batch, None if is_whole else mx.array(places)
+
+
+def _taken(array: Any, rows: mx.array | None) -> Any:
+    return array[rows] if rows is not None and isinstance(array, mx.array) else array
+
+
+def _joined(parts: Sequence[Any]) -> Any:
+    if len(parts) == 1 or not isinstance(parts[0], mx.array):
+        return parts[0]
+    return mx.concatenate(list(parts), axis=0)

@@ -207,6 +207,10 @@ def test_ragged_prompts_joining_midway_in_chunks_equal_each_alone(name: str) -> 
             "gemma3n",
             "gpt_oss",
             "qwen3_moe",
+            "lfm2",
+            "mamba2",
+            "qwen3_5",
+            "qwen3_next",
         )
     ],
 )

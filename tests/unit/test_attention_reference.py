@@ -10,7 +10,6 @@ from mlx_parallm.attention.decode_groups import make_decode_groups
 from mlx_parallm.attention.reference import ReferenceAttention
 from mlx_parallm.batch import ScheduledSequence
 from mlx_parallm.runner.row_groups import join_outputs, make_groups
-from mlx_parallm.runner.state_store import GroupStateCache, StateStore
 
 SHAPE = LayerShape(num_kv_heads=2, key_dim=8, value_dim=8, dtype=mx.float32)
 
@@ -63,31 +62,6 @@ def test_a_fresh_sequence_of_one_token_is_a_group_of_its_own() -> None:
     step = [scheduled(0, 5, 1, 0, 1), scheduled(1, 0, 1, 2)]
     groups = make_groups(step, ReferenceAttention(4), 4, batch_decode=True)
     assert [len(group.sequences) for group in groups] == [1, 1]
-
-
-def test_state_follows_its_slot_through_changing_groups() -> None:
-    store = StateStore(1)
-    for slot in range(3):
-        store.commit([slot], [mx.full((1, 2), slot)])
-    group = GroupStateCache(store, [2, 0, 1], fresh=False)
-    assert group[0].tolist() == [[2, 2], [0, 0], [1, 1]]
-    group[0] = group[0] + 10
-    group.commit()
-    assert store.fetch([2, 0, 1])[0] is group[0]
-    assert store.fetch([1])[0].tolist() == [[11, 11]]
-    assert store.fetch([0, 2])[0].tolist() == [[10, 10], [12, 12]]
-
-
-def test_copied_state_goes_its_own_way_and_a_fresh_slot_has_none() -> None:
-    store = StateStore(1)
-    store.commit([0], [mx.zeros((1, 2))])
-    store.copy(0, 1)
-    store.commit([0], [mx.ones((1, 2))])
-    assert store.fetch([1])[0].tolist() == [[0, 0]]
-    store.reset(0)
-    assert store.fetch([0]) == [None]
-    with pytest.raises(ValueError, match="state"):
-        store.fetch([0, 1])
 
 
 STEP = [

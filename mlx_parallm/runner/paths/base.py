@@ -25,6 +25,13 @@ def adapter_slots(sequences: Sequence[ScheduledSequence]) -> np.ndarray | None:
     return slots.repeat([len(one.token_ids) for one in sequences])
 
 
+def is_decode(sequences: Sequence[ScheduledSequence], rows: Sequence[int]) -> bool:
+    """Whether every sequence goes on by one token and wants its logits."""
+    return len(rows) == len(sequences) and all(
+        len(one.token_ids) == 1 and one.start > 0 for one in sequences
+    )
+
+
 class ForwardPath(Protocol):
     """Runs the sequences of a step through a model."""
 

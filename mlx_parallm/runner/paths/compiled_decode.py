@@ -1,4 +1,4 @@
-"""The packed forward of a step of decode rows as one compiled function.
+"""The forward of a step of decode rows as one compiled function.
 
 Most steps decode one token of every sequence. Their forwards differ in nothing but their index
 arrays, so that MLX can repeat the operations it traced once, which costs a tenth of what running
@@ -19,28 +19,34 @@ from mlx_parallm.attention.base import CompilableAttention, LayerPool
 from mlx_parallm.batch import ScheduledSequence
 from mlx_parallm.runner.paged_cache import PackedStep
 from mlx_parallm.runner.row_counts import padded_rows
+from mlx_parallm.runner.state_store import States, StateStore
 
 
 class CompiledDecode:
-    """Compiles a packed forward for decode steps.
+    """Compiles a forward for decode steps.
 
-    Weights become constants of what is traced: whoever replaces them must say so. Pools and
+    Weights become constants of what is traced: whoever replaces them must say so. Pools, states and
     adapters are inputs. Steps without adapters are traced for themselves, so that they cost nothing
     more for adapters that others have.
     """
 
     def __init__(
         self,
-        forward: Callable[[mx.array, PackedStep], mx.array],
+        forward: Callable[[mx.array, PackedStep, States], mx.array],
         pools: Sequence[LayerPool],
         backend: CompilableAttention,
         adapters: AdapterContext,
+        states: StateStore,
     ) -> None:
-        """``forward`` gives logits ``[T, 1, vocab]`` of tokens ``[T]``; it heeds ``adapters``."""
+        """``forward`` gives logits ``[T, 1, vocab]`` of tokens ``[T]``; it heeds ``adapters``.
+
+        It replaces what is in the states it is given, whose T rows are as those of the tokens.
+        """
         self._forward = forward
         self._adapters = adapters
         self._pools = pools
         self._backend = backend
+        self._states = states
         self._kinds: Any = None
         self.forget()
 
@@ -74,20 +80,23 @@ class CompiledDecode:
         positions[:count] = [one.start for one in sequences]
         if num_rows > count:
             token_ids = mx.concatenate([token_ids, mx.zeros(num_rows - count, mx.int32)])
+        slots = [one.slot for one in sequences]
         inputs = (
             token_ids,
             mx.array(positions),
             self._backend.decode_arrays(sequences, positions, self._kinds),
             self._chains(),
+            self._states.fetch(slots, num_rows),
         )
         if adapter_slots is None:
-            logits, chains = self._plain(*inputs)
+            logits, chains, states = self._plain(*inputs)
         else:
-            slots = np.full(num_rows, NO_ADAPTER, dtype=np.int32)
-            slots[:count] = adapter_slots
-            stacks = self._adapters.arrays()
-            logits, chains = self._adapted(*inputs, mx.array(slots), stacks, self._adapters.key)
+            chosen = np.full(num_rows, NO_ADAPTER, dtype=np.int32)
+            chosen[:count] = adapter_slots
+            adapted = (mx.array(chosen), self._adapters.arrays(), self._adapters.key)
+            logits, chains, states = self._adapted(*inputs, *adapted)
         self._set_chains(chains)
+        self._states.commit(slots, states, num_rows)
         return logits[:count]
 
     def _run_adapted(
@@ -96,10 +105,11 @@ class CompiledDecode:
         positions: mx.array,
         arrays: list[mx.array],
         chains: list[list[mx.array]],
+        states: States,
         slots: mx.array,
         stacks: list[list[mx.array]],
         key: str,
-    ) -> tuple[mx.array, list[list[mx.array]]]:
+    ) -> tuple[mx.array, list[list[mx.array]], States]:
         """The same with adapters, which are back as they were when it ends.
 
         ``key`` is there so that other modules are traced anew, whatever the shapes.
@@ -109,7 +119,7 @@ class CompiledDecode:
         self._adapters.set_arrays(stacks)
         try:
             with self._adapters.during(AdapterRows(slots)):
-                return self._run(token_ids, positions, arrays, chains)
+                return self._run(token_ids, positions, arrays, chains, states)
         finally:
             self._adapters.set_arrays(before)
 
@@ -119,14 +129,18 @@ class CompiledDecode:
         positions: mx.array,
         arrays: list[mx.array],
         chains: list[list[mx.array]],
-    ) -> tuple[mx.array, list[list[mx.array]]]:
+        states: States,
+    ) -> tuple[mx.array, list[list[mx.array]], States]:
         """What is traced; the pools are back as they were when it ends."""
         before = self._chains()
         self._set_chains(chains)
         try:
             plan = self._backend.decode_plan(arrays, self._kinds)
-            logits = self._forward(token_ids, PackedStep(self._backend, plan, positions))
-            return logits[:, 0], self._chains()
+            step = PackedStep(self._backend, plan, positions)
+            # Lists of their own: those of the caller are not to change.
+            states = [list(entries) for entries in states]
+            logits = self._forward(token_ids, step, states)
+            return logits[:, 0], self._chains(), states
         finally:
             self._set_chains(before)
 

@@ -15,10 +15,11 @@ from mlx_parallm.batch import ScheduledSequence
 from mlx_parallm.runner.cache_layout import CacheLayout, KVLayout
 from mlx_parallm.runner.kv_pools import KVPools
 from mlx_parallm.runner.paged_cache import PackedStep, PagedLayerCache
-from mlx_parallm.runner.paths.base import adapter_slots
+from mlx_parallm.runner.paths.base import adapter_slots, is_decode
 from mlx_parallm.runner.paths.compiled_decode import CompiledDecode
 from mlx_parallm.runner.row_selection import RowSelector
 from mlx_parallm.runner.seam import ModelSeams
+from mlx_parallm.runner.state_store import States, StateStore
 
 
 class PackedPath:
@@ -47,7 +48,9 @@ class PackedPath:
         self.adapters = AdapterContext()
         self._compiled: CompiledDecode | None = None
         if compiles and isinstance(backend, CompilableAttention):
-            self._compiled = CompiledDecode(self._forward, pools.layers, backend, self.adapters)
+            self._compiled = CompiledDecode(
+                self._traced, pools.layers, backend, self.adapters, StateStore(())
+            )
 
     @property
     def is_compiled(self) -> bool:
@@ -59,7 +62,7 @@ class PackedPath:
     ) -> mx.array:
         """See ``ForwardPath.logits``."""
         slots = adapter_slots(sequences)
-        compiled = self._compiled if _is_decode(sequences, rows) else None
+        compiled = self._compiled if is_decode(sequences, rows) else None
         if compiled is not None and compiled.is_ready:
             return compiled.logits(sequences, token_ids, slots)
         step = PackedStep.of(self._backend, sequences)
@@ -69,6 +72,10 @@ class PackedPath:
         if compiled is not None:
             compiled.learn(step.plan)
         return logits
+
+    def _traced(self, token_ids: mx.array, step: PackedStep, states: States) -> mx.array:
+        del states
+        return self._forward(token_ids, step)
 
     def _forward(self, token_ids: mx.array, step: PackedStep) -> mx.array:
         caches = [
@@ -108,8 +115,3 @@ class PackedPath:
     def copy_state(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Nothing: there is no state besides KV."""
         del pairs
-
-
-def _is_decode(sequences: Sequence[ScheduledSequence], rows: Sequence[int]) -> bool:
-    """Whether every sequence runs one token and wants its logits."""
-    return len(rows) == len(sequences) and all(len(one.token_ids) == 1 for one in sequences)

@@ -15,6 +15,7 @@ from mlx_parallm.runner.group_cache import CacheViews
 from mlx_parallm.runner.kv_pools import KVPools
 from mlx_parallm.runner.paged_cache import PackedStep
 from mlx_parallm.runner.row_groups import make_groups
+from mlx_parallm.runner.state_store import GroupStateCache
 
 
 class SequentialPath:
@@ -41,7 +42,7 @@ class SequentialPath:
     @property
     def has_state(self) -> bool:
         """Whether sequences keep anything besides their KV blocks."""
-        return bool(self._views.stores)
+        return self._views.states.has_state
 
     def logits(
         self, sequences: Sequence[ScheduledSequence], token_ids: mx.array, rows: Sequence[int]
@@ -52,16 +53,14 @@ class SequentialPath:
         wanted = np.array(rows, dtype=np.int32)
         parts = []
         for group in groups:
-            if group.is_fresh:
-                for store in self._views.stores:
-                    store.reset(group.slots[0])
-            states: dict[int, Any] = {}
-            caches = [self._views.grouped(cache, group, states) for cache in packed]
+            states, made = self._views.begin(group), dict[int, GroupStateCache]()
+            caches = [self._views.grouped(cache, group, states, made) for cache in packed]
             tokens = token_ids[int(group.rows[0]) : int(group.rows[-1]) + 1][None]
             with self.adapters.during(group.adapter_rows):
                 logits = self._model(tokens, cache=caches)
-            for state in states.values():
-                state.commit()
+            for cache in made.values():
+                cache.commit()
+            self._views.states.commit(group.slots, states)
             mine = wanted[(wanted >= group.rows[0]) & (wanted <= group.rows[-1])]
             if len(mine):
                 parts.append(logits[0, mx.array(mine - np.int32(group.rows[0]))])
@@ -69,8 +68,7 @@ class SequentialPath:
 
     def arrays(self) -> list[mx.array]:
         """See ``ForwardPath.arrays``."""
-        written = [array for store in self._views.stores for array in store.take_written()]
-        return self._pools.arrays() + written
+        return self._pools.arrays() + self._views.states.take_written()
 
     def forget_writes(self) -> None:
         """See ``ForwardPath.forget_writes``."""
@@ -82,7 +80,7 @@ class SequentialPath:
     def release_kv(self) -> None:
         """See ``ForwardPath.release_kv``."""
         self._pools.release()
-        self._views.forget_states()
+        self._views.states.forget()
 
     def restore_kv(self) -> None:
         """See ``ForwardPath.restore_kv``."""
@@ -95,5 +93,4 @@ class SequentialPath:
     def copy_state(self, pairs: Sequence[tuple[int, int]]) -> None:
         """See ``ForwardPath.copy_state``."""
         for source, target in pairs:
-            for store in self._views.stores:
-                store.copy(source, target)
+            self._views.states.copy(source, target)

@@ -11,16 +11,18 @@ import numpy as np
 
 from mlx_parallm.adapters.context import AdapterContext
 from mlx_parallm.adapters.rows import AdapterRows
-from mlx_parallm.attention.base import AttentionBackend
+from mlx_parallm.attention.base import AttentionBackend, CompilableAttention
 from mlx_parallm.batch import ScheduledSequence
 from mlx_parallm.runner.group_cache import CacheViews
 from mlx_parallm.runner.kv_pools import KVPools
 from mlx_parallm.runner.module_split import ModuleSplit, SplitStep
 from mlx_parallm.runner.paged_cache import PackedStep
-from mlx_parallm.runner.paths.base import adapter_slots
-from mlx_parallm.runner.row_groups import make_groups
+from mlx_parallm.runner.paths.base import adapter_slots, is_decode
+from mlx_parallm.runner.paths.compiled_decode import CompiledDecode
+from mlx_parallm.runner.row_groups import DecodeGroup, Group, make_groups
 from mlx_parallm.runner.row_selection import RowSelector
 from mlx_parallm.runner.seam import ModelSeams
+from mlx_parallm.runner.state_store import States
 
 
 class SplitPath:
@@ -32,7 +34,6 @@ class SplitPath:
     """
 
     name = "split"
-    is_compiled = False
 
     def __init__(
         self,
@@ -45,7 +46,12 @@ class SplitPath:
         block_size: int,
         *,
         batch_decode: bool,
+        compiles: bool = False,
     ) -> None:
+        """``compiles``: whether steps of decode rows are calls of a compiled function.
+
+        Modules that keep keys and values cannot be in it.
+        """
         self._model = model
         self._views = views
         self._pools = pools
@@ -56,11 +62,21 @@ class SplitPath:
         self._seams = ModelSeams(model)
         self.adapters = AdapterContext()
         self._split = ModuleSplit(modules)
+        self._compiled: CompiledDecode | None = None
+        if compiles and isinstance(backend, CompilableAttention):
+            self._compiled = CompiledDecode(
+                self._traced, pools.layers, backend, self.adapters, views.states
+            )
+
+    @property
+    def is_compiled(self) -> bool:
+        """See ``ForwardPath.is_compiled``."""
+        return self._compiled is not None
 
     @property
     def has_state(self) -> bool:
         """Whether sequences keep anything besides their KV blocks."""
-        return bool(self._views.stores)
+        return self._views.states.has_state
 
     def close(self) -> None:
         """Leave the model as it was."""
@@ -70,39 +86,60 @@ class SplitPath:
         self, sequences: Sequence[ScheduledSequence], token_ids: mx.array, rows: Sequence[int]
     ) -> mx.array:
         """See ``ForwardPath.logits``."""
+        slots = adapter_slots(sequences)
+        compiled = self._compiled if is_decode(sequences, rows) else None
+        if compiled is not None and compiled.is_ready:
+            return compiled.logits(sequences, token_ids, slots)
         step = PackedStep.of(self._backend, sequences)
         groups = make_groups(
             sequences, self._backend, self._block_size, batch_decode=self._batch_decode
         )
-        splitting = SplitStep(self._views, groups, step.positions, self.adapters)
+        states = [self._views.begin(group) for group in groups]
         wanted = mx.array(np.array(rows, dtype=np.int32)) if rows else mx.array([0])
-        mine = AdapterRows.of_step(adapter_slots(sequences))
-        with (
-            self._seams.during(step),
-            self._split.during(splitting),
-            self.adapters.during(mine, wanted),
-        ):
-            return self._selector.run(
-                lambda: self._model(token_ids[:, None], cache=self._views.packed(step)),
-                wanted,
+        with self.adapters.during(AdapterRows.of_step(slots), wanted):
+            logits = self._selector.run(
+                lambda: self._forward(token_ids, step, groups, states), wanted
             )
+        for group, mine in zip(groups, states, strict=True):
+            self._views.states.commit(group.slots, mine)
+        if compiled is not None:
+            compiled.learn(step.plan)
+        return logits
+
+    def _traced(self, token_ids: mx.array, step: PackedStep, states: States) -> mx.array:
+        group = DecodeGroup(step.positions, self.adapters.rows)
+        return self._forward(token_ids, step, [group], [states])
+
+    def _forward(
+        self,
+        token_ids: mx.array,
+        step: PackedStep,
+        groups: Sequence[Group],
+        states: Sequence[States],
+    ) -> mx.array:
+        splitting = SplitStep(self._views, groups, states, step.positions, self.adapters)
+        with self._seams.during(step), self._split.during(splitting):
+            return self._model(token_ids[:, None], cache=self._views.packed(step))
 
     def arrays(self) -> list[mx.array]:
         """See ``ForwardPath.arrays``."""
-        written = [array for store in self._views.stores for array in store.take_written()]
-        return self._pools.arrays() + written
+        return self._pools.arrays() + self._views.states.take_written()
 
     def forget_writes(self) -> None:
         """See ``ForwardPath.forget_writes``."""
         self._pools.forget_writes()
 
     def forget_weights(self) -> None:
-        """Nothing: every step reads the model's own."""
+        """See ``ForwardPath.forget_weights``."""
+        if self._compiled is not None:
+            self._compiled.forget()
 
     def release_kv(self) -> None:
         """See ``ForwardPath.release_kv``."""
         self._pools.release()
-        self._views.forget_states()
+        self._views.states.forget()
+        # Pools that are written in place are constants of what is traced.
+        self.forget_weights()
 
     def restore_kv(self) -> None:
         """See ``ForwardPath.restore_kv``."""
@@ -115,5 +152,4 @@ class SplitPath:
     def copy_state(self, pairs: Sequence[tuple[int, int]]) -> None:
         """See ``ForwardPath.copy_state``."""
         for source, target in pairs:
-            for store in self._views.stores:
-                store.copy(source, target)
+            self._views.states.copy(source, target)

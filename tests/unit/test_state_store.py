@@ -1,0 +1,122 @@
+"""States follow their slots, through groups that change and rows that are padding."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import mlx.core as mx
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mlx_parallm.runner.state_store import GroupStateCache, States, StateStore
+
+
+def rows_of(store: StateStore, slots: Sequence[int], num_rows: int | None = None) -> list[float]:
+    """The first number of every slot's state in the first cache."""
+    array = store.fetch(slots, num_rows)[0][0]
+    assert array.shape[0] == (num_rows or len(slots))
+    return array[: len(slots), 0].tolist()
+
+
+def full(value: float) -> States:
+    return [[mx.full((1, 2), value)]]
+
+
+def test_state_follows_its_slot_through_changing_groups() -> None:
+    store = StateStore([1])
+    for slot in range(3):
+        store.commit([slot], full(slot))
+    states = store.fetch([2, 0, 1])
+    group = GroupStateCache(states, 0)
+    assert group[0].tolist() == [[2, 2], [0, 0], [1, 1]]
+    group[0] = group[0] + 10
+    group.commit()
+    store.commit([2, 0, 1], states)
+    assert store.fetch([2, 0, 1])[0][0] is group[0]
+    assert rows_of(store, [1]) == [11]
+    assert rows_of(store, [0, 2]) == [10, 12]
+
+
+def test_copied_state_goes_its_own_way_and_a_fresh_slot_has_none() -> None:
+    store = StateStore([1])
+    store.commit([0], full(0))
+    store.copy(0, 1)
+    store.commit([0], full(1))
+    assert rows_of(store, [1]) == [0]
+    assert store.reset(0) == [[None]]
+    assert store.fetch([0]) == [[None]]
+    with pytest.raises(ValueError, match="state"):
+        store.fetch([0, 1])
+
+
+def test_a_group_that_stays_the_same_copies_nothing() -> None:
+    store = StateStore([2, 1])
+    kept: States = [[mx.zeros((4, 2)), None], [mx.ones((4, 3))]]
+    store.commit([5, 1, 7], kept, 4)
+    store.take_written()
+    for _ in range(2):
+        states = store.fetch([5, 1, 7], 4)
+        assert [one is other for one, other in zip(states[0], kept[0], strict=True)] == [True] * 2
+        assert states[1][0] is kept[1][0]
+        store.commit([5, 1, 7], states, 4)
+    assert len(store.take_written()) == 4
+    # A model that has no states is never asked for any.
+    assert StateStore(()).fetch([0, 1]) == []
+
+
+def test_what_is_fetched_may_be_changed_in_place() -> None:
+    store = StateStore([1])
+    store.commit([0], full(3))
+    store.fetch([0])[0][0] = None
+    assert rows_of(store, [0]) == [3]
+
+
+def test_the_rows_of_others_do_not_keep_an_array_that_is_retired() -> None:
+    store = StateStore([1])
+    whole = mx.arange(8.0).reshape(4, 2)
+    store.commit([0, 1, 2, 3], [[whole]])
+    store.take_written()
+    store.fetch([0, 1])
+    # Slots 2 and 3 have rows of their own now, to be computed with the step.
+    assert [one.tolist() for one in store.take_written()] == [[[4, 5]], [[6, 7]]]
+    assert rows_of(store, [3, 2]) == [6, 4]
+
+
+ROW_COUNTS = st.integers(0, 3)
+STEPS = st.lists(
+    st.tuples(
+        st.sampled_from(["run", "copy", "reset"]), st.permutations(list(range(5))), ROW_COUNTS
+    ),
+    max_size=30,
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(STEPS)
+def test_any_order_of_steps_keeps_every_slots_own_state(
+    steps: list[tuple[str, list[int], int]],
+) -> None:
+    """Each slot counts its steps; a dictionary says what it should have."""
+    store, wanted = StateStore([1, 1]), dict[int, float]()
+    for kind, order, extra in steps:
+        first, second, *_ = order
+        if kind == "copy" and first in wanted:
+            store.copy(first, second)
+            wanted[second] = wanted[first]
+        elif kind == "reset":
+            fresh = store.reset(first)
+            assert fresh == [[None], [None]]
+            store.commit([first], [[mx.full((1, 2), 100.0 * first)]] * 2)
+            wanted[first] = 100.0 * first
+        elif kind == "run":
+            slots = [slot for slot in order if slot in wanted][: 1 + extra]
+            if not slots:
+                continue
+            num_rows = len(slots) + extra
+            states = store.fetch(slots, num_rows)
+            store.commit(slots, [[entry + 1 for entry in one] for one in states], num_rows)
+            for slot in slots:
+                wanted[slot] += 1
+    for slot, value in wanted.items():
+        assert rows_of(store, [slot]) == [value]
