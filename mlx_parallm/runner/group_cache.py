@@ -185,6 +185,8 @@ class CacheViews:
             if packed.index not in made:
                 made[packed.index] = GroupStateCache(states, packed.index)
             return made[packed.index]
+        if not isinstance(group, RowGroup):
+            raise UnsupportedAttentionError("keys and values are gathered in a compiled step")
         window = packed.window
         pool = self._pools.layers[packed.index]
         return GroupKVCache(pool, window, group, self._backend)

@@ -114,6 +114,7 @@ class DecodeGroup:
     """All rows of a step of decode rows, some of them padding, while a function is traced.
 
     Attributes:
+        rows: 0 to T - 1.
         offset: positions of the rows, int32 ``[T]``.
         adapter_rows: the adapters of the rows; None if all are without.
     """
@@ -122,6 +123,7 @@ class DecodeGroup:
     is_fresh = False
 
     def __init__(self, positions: mx.array, adapter_rows: AdapterRows | None) -> None:
+        self.rows = np.arange(positions.shape[0])
         self.offset = positions
         self.adapter_rows = adapter_rows
 
@@ -132,7 +134,7 @@ class DecodeGroup:
 
     def give(self, array: mx.array) -> mx.array:
         """See ``RowGroup.give``."""
-        if array.ndim >= 2 and array.shape[:2] == (self.offset.shape[0], 1):
+        if array.ndim >= 2 and array.shape[:2] == (len(self.rows), 1):
             return array
         raise UnsupportedAttentionError(f"an output of shape {array.shape} has no rows")
 

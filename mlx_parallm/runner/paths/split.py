@@ -35,7 +35,7 @@ class SplitPath:
 
     name = "split"
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - parts, by name
         self,
         model: Any,
         views: CacheViews,
