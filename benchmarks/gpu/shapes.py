@@ -19,6 +19,8 @@ from mlx_parallm.runner.expert_layers import use_expert_layers
 from mlx_parallm.runner.loader import LoadedModel
 from mlx_parallm.runner.row_kernel import RowKernel
 from mlx_parallm.runner.row_layers import use_row_layers
+from mlx_parallm.runner.state_kernels import ConvolutionKernel
+from mlx_parallm.runner.state_layers import use_state_layers
 
 COMMON: dict[str, Any] = {
     "rms_norm_eps": 1e-6,
@@ -191,11 +193,12 @@ def copying_model(shape: str, successor: mx.array, *, dtype: mx.Dtype = mx.bfloa
 
 
 def flatten(model: RandomModel) -> None:
-    """What the loader does to linear layers and experts on CUDA."""
+    """What the loader does to layers on CUDA."""
     is_cuda = backend_name() == "cuda"
     use_row_layers(model.model, RowKernel(CudaDialect()) if is_cuda else None)
     if is_cuda:
         use_expert_layers(model.model, ExpertKernel(CudaDialect()))
+        use_state_layers(model.model, ConvolutionKernel(CudaDialect()))
 
 
 def _stock_model(config: dict[str, Any]) -> Any:

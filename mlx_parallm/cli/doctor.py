@@ -19,6 +19,7 @@ from mlx_parallm.runner.device_kernels import KernelReport
 from mlx_parallm.runner.expert_kernel import expert_report
 from mlx_parallm.runner.row_kernel import linear_report
 from mlx_parallm.runner.sampling_check import sampling_report
+from mlx_parallm.runner.state_kernels import states_report
 
 PACKAGES = (
     "mlx",
@@ -50,6 +51,7 @@ class Diagnosis:
     sampling: KernelReport
     linear: KernelReport
     experts: KernelReport
+    states: KernelReport
     adapters: KernelReport
     system: str
     versions: dict[str, str]
@@ -83,6 +85,7 @@ def diagnose() -> Diagnosis:
         sampling=sampling_report(),
         linear=linear_report(),
         experts=expert_report(),
+        states=states_report(),
         adapters=adapter_report(),
         system=platform.platform(),
         versions=versions(),
@@ -143,6 +146,7 @@ def render(diagnosis: Diagnosis) -> list[str]:
         ("sampling", diagnosis.sampling.backend),
         ("linear layers", diagnosis.linear.backend),
         ("experts", diagnosis.experts.backend),
+        ("recurrent layers", diagnosis.states.backend),
         ("adapters", diagnosis.adapters.backend),
         ("system", diagnosis.system),
         *diagnosis.versions.items(),
@@ -153,6 +157,7 @@ def render(diagnosis: Diagnosis) -> list[str]:
         "sampling": diagnosis.sampling,
         "linear layers": diagnosis.linear,
         "experts": diagnosis.experts,
+        "recurrent layers": diagnosis.states,
         "adapters": diagnosis.adapters,
     }
     for name, report in {**attention, **reports}.items():

@@ -22,6 +22,8 @@ from mlx_parallm.runner.expert_layers import use_expert_layers
 from mlx_parallm.runner.own_compilation import run_uncompiled
 from mlx_parallm.runner.row_kernel import RowKernel
 from mlx_parallm.runner.row_layers import use_row_layers
+from mlx_parallm.runner.state_kernels import ConvolutionKernel
+from mlx_parallm.runner.state_layers import use_state_layers
 
 logger = logging.getLogger(__name__)
 
@@ -67,6 +69,7 @@ def load_model(config: ModelConfig, path: Path) -> LoadedModel:
         if backend_name() == "cuda":
             use_row_layers(model, RowKernel(CudaDialect()))
             use_expert_layers(model, ExpertKernel(CudaDialect()))
+            use_state_layers(model, ConvolutionKernel(CudaDialect()))
         run_uncompiled(model)
         model.eval()
         mx.eval(model.parameters())

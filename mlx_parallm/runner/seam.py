@@ -3,9 +3,10 @@
 mlx_lm's models call ``scaled_dot_product_attention`` and ``swiglu`` by names in their own module.
 Those names are replaced by objects that know of the forward in progress. Attention asks it whether
 the keys it got are one of its pools, by identity, and otherwise calls the original; SwiGLU takes
-the faster of two ways to the same values. Classes that write attention out have their ``__call__``
-replaced in the same manner (``attention_overrides.py``). So stock forwards, other models of the
-same module and layers outside the pool are untouched.
+the faster of two ways to the same values, and the gated delta rule a kernel where there is one
+(``state_layers.py``). Classes that write attention out have their ``__call__`` replaced in the same
+manner (``attention_overrides.py``). So stock forwards, other models of the same module and layers
+outside the pool are untouched.
 """
 
 from __future__ import annotations
@@ -19,9 +20,14 @@ from typing import Any, Protocol
 
 import mlx.core as mx
 import mlx.nn as nn
+from mlx_lm.models import gated_delta
 
+from mlx_parallm.kernels.dialect import CudaDialect
 from mlx_parallm.numerics.exp2 import is_exp_slow, silu
 from mlx_parallm.runner.attention_overrides import ATTENTION_OVERRIDES, Override
+from mlx_parallm.runner.device import backend_name
+from mlx_parallm.runner.state_kernels import DeltaKernel
+from mlx_parallm.runner.state_layers import DeltaSeam
 
 # Of fewer elements the one compiled operation is as fast as a dozen vectorised ones.
 MIN_SWIGLU_SIZE = 8192
@@ -108,7 +114,7 @@ class ModuleSeam:
         return self.original(module, *args, **options)
 
 
-Seam = PagedAttentionSeam | SwigluSeam | ModuleSeam
+Seam = PagedAttentionSeam | SwigluSeam | ModuleSeam | DeltaSeam
 
 
 class ModelSeams:
@@ -132,6 +138,11 @@ class ModelSeams:
             for (name, kind), override in ATTENTION_OVERRIDES.items()
             if name in names
         ]
+        if backend_name() == "cuda" and any(
+            hasattr(sys.modules[name], "gated_delta_update") for name in names
+        ):
+            make = partial(DeltaSeam, kernel=DeltaKernel(CudaDialect()))
+            self._seams.append(_install(gated_delta, "gated_delta_ops", make))
 
     @contextmanager
     def during(self, step: PagedStep) -> Iterator[None]:

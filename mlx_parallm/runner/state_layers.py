@@ -1,0 +1,100 @@
+"""Recurrent layers that compute by kernels where MLX's and mlx_lm's own way is slow."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from mlx_parallm.runner.state_kernels import (
+    ConvolutionKernel,
+    DeltaKernel,
+    why_not_convolution,
+    why_not_delta,
+)
+
+logger = logging.getLogger(__name__)
+
+
+class RowConvolution(nn.Conv1d):
+    """A convolution of each channel by itself, without padding."""
+
+    def __call__(self, x: mx.array) -> mx.array:
+        """As ``nn.Conv1d``."""
+        weight = self["weight"]
+        if x.dtype != weight.dtype or x.shape[1] < weight.shape[1]:
+            return super().__call__(x)
+        kernel: ConvolutionKernel = self["_kernel"]
+        y = kernel(x, weight)
+        return y + self["bias"] if "bias" in self else y
+
+
+def use_state_layers(model: nn.Module, kernel: ConvolutionKernel) -> int:
+    """Give a model's short convolutions this class where the kernel agrees; how many there are."""
+    layers = [one for one in model.modules() if type(one) is nn.Conv1d and _is_own(one)]
+    reasons: dict[tuple[object, ...], str | None] = {}
+    for layer in layers:
+        weight = layer["weight"]
+        shape = (*weight.shape, weight.dtype)
+        if shape not in reasons:
+            reasons[shape] = why_not_convolution(kernel, weight)
+        if reasons[shape] is None:
+            layer.__class__ = RowConvolution
+            layer["_kernel"] = kernel
+    for shape, reason in reasons.items():
+        if reason:
+            logger.info("the kernel of convolutions is not used for %s: %s", shape, reason)
+    return sum(type(layer) is RowConvolution for layer in layers)
+
+
+def _is_own(layer: Any) -> bool:
+    """Whether each channel is by itself, its outputs next to each other, and nothing is padded."""
+    settings = (layer.stride, layer.padding, layer.dilation)
+    return settings == (1, 0, 1) and layer.groups == layer["weight"].shape[0]
+
+
+class DeltaSeam:
+    """Stands for ``gated_delta_ops`` of mlx_lm.
+
+    The kernel is checked for every shape that comes, when it first does: in the first prompt of the
+    check at load, and so not while a function is traced.
+    """
+
+    def __init__(self, original: Callable[..., Any], kernel: DeltaKernel) -> None:
+        self.original = original
+        #: The forward in progress; without one, mlx_lm's own operations compute.
+        self.step: object | None = None
+        self._kernel = kernel
+        self._reasons: dict[tuple[object, ...], str | None] = {}
+
+    def __call__(
+        self,
+        q: mx.array,
+        k: mx.array,
+        v: mx.array,
+        g: mx.array,
+        beta: mx.array,
+        state: mx.array | None = None,
+        mask: mx.array | None = None,
+    ) -> tuple[mx.array, mx.array]:
+        """As mlx_lm's function."""
+        if self.step is None or state is None or mask is not None:
+            return self.original(q, k, v, g, beta, state, mask)
+        if not self._serves(q, v, g, state):
+            return self.original(q, k, v, g, beta, state)
+        return self._kernel(q, k, v, g, beta, state)
+
+    def _serves(self, q: mx.array, v: mx.array, g: mx.array, state: mx.array) -> bool:
+        if not self._kernel.serves(q, v, state):
+            return False
+        heads, gates = (q.shape[2], v.shape[2]), g.shape[3] if g.ndim == v.ndim else 1
+        shape = (2, 3, *heads, q.shape[-1], v.shape[-1])
+        key = (*shape, q.dtype, gates)
+        if key not in self._reasons:
+            reason = self._reasons[key] = why_not_delta(self._kernel, shape, q.dtype, gates)
+            if reason is not None:
+                logger.info("the kernel of the delta rule is not used for %s: %s", key, reason)
+        return self._reasons[key] is None
