@@ -86,8 +86,6 @@ def check_json(found: str) -> None:
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("name", ["llama", "lfm2"])
 def test_a_mixed_batch_is_valid_and_leaves_free_rows_alone(name: str, backend: Any) -> None:
-    if backend is CompiledAttention and name == "lfm2":
-        pytest.skip("only packed models are compiled")
     runner = runner_of(name, backend)
     free = {"temperature": 1.0, "max_tokens": 40}
     alone = Session(runner, num_blocks=512)
