@@ -163,7 +163,7 @@ def _late(bench: Bench, shape: str, batch: int, prompt: int, stall_ms: float | N
         return _Late(before, during, engine.facts())
 
 
-def timeline(bench: Bench, *, shape: str, batch: int) -> Outcome:
+def timeline(bench: Bench, *, shape: str, batch: int, trace: Path = TRACE) -> Outcome:
     """A Chrome trace of decode steps, and for how much of them the device had the next step."""
     sizes, model = bench.sizes, bench.model(shape)
     lengths = [sizes.tokens(512)] * sizes.batch(batch)
@@ -178,8 +178,8 @@ def timeline(bench: Bench, *, shape: str, batch: int) -> Outcome:
         load.end()
         facts = engine.facts()
     steps = summarise_steps(recorder.spans, len(times))
-    TRACE.parent.mkdir(exist_ok=True, parents=True)
-    write_trace(recorder.spans, TRACE)
+    trace.parent.mkdir(exist_ok=True, parents=True)
+    write_trace(recorder.spans, trace)
     print(format_steps(steps), flush=True)
     phases = {f"{phase}, ms": value for phase, value in steps.phase_ms.items()}
     waited = steps.num_waited / steps.num_steps

@@ -56,6 +56,18 @@ def all_rows() -> list[Row]:
         *_decode("8B", {1: None, 32: None}, bits=8),
         *_decode("MoE", {32: 1.5}),
         *_decode("hybrid", {32: 1.5}, context=128),
+        Row(
+            "timeline-hybrid-32",
+            "timeline",
+            "hybrid, batch 32",
+            partial(
+                decode.timeline,
+                shape="hybrid",
+                batch=32,
+                trace=decode.TRACE.with_stem("gpu-timeline-hybrid"),
+            ),
+            (Target(decode.WAITS),),
+        ),
     ]
 
 
