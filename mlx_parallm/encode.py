@@ -117,6 +117,7 @@ class EncoderInfo:
             its score, and not the logistic function of it.
         prompts: texts to be put before inputs, by name, as sentence-transformers has them.
         default_prompt: the name of the one that is used where none is asked for.
+        poolings: how a vector is made of those of the tokens, such as ``mean``.
     """
 
     architecture: str
@@ -133,6 +134,7 @@ class EncoderInfo:
     scores_are_logits: bool = False
     prompts: Mapping[str, str] = field(default_factory=dict)
     default_prompt: str | None = None
+    poolings: tuple[str, ...] = ()
 
 
 class EncodeJob(Protocol):

@@ -14,12 +14,21 @@ from tests.fake_engine import FakeEngine
 
 async def post(served: FakeEncoders | None, path: str, body: Any) -> httpx2.Response:
     """The answer to a body; without encoders where there are none."""
+    return await _ask(served, "POST", path, json=body)
+
+
+async def fetch(served: FakeEncoders, path: str) -> httpx2.Response:
+    """What is at a path."""
+    return await _ask(served, "GET", path)
+
+
+async def _ask(served: FakeEncoders | None, method: str, path: str, **more: Any) -> httpx2.Response:
     engine = FakeEngine()
     if served is not None:
         engine.encoders = served
     transport = httpx2.ASGITransport(create_app(engine, ServerConfig()))
     async with httpx2.AsyncClient(transport=transport, base_url="http://here:8000") as client:
-        return await client.post(path, json=body)
+        return await client.request(method, path, **more)
 
 
 def refused_field(answer: httpx2.Response) -> tuple[int, str | None]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -54,8 +55,24 @@ class WordEncoder:
             for first, (_, second) in zip(firsts, pairs, strict=True)
         ]
 
-    def spans(self, texts: Sequence[str]) -> list[list[TokenSpan]]:
-        raise NotImplementedError
+    def spans(
+        self, texts: Sequence[str], *, add_special_tokens: bool = True
+    ) -> list[list[TokenSpan]]:
+        special = [_special(CLS), _special(SEP)] if add_special_tokens else []
+        return [[*special[:1], *self._words(text), *special[1:]] for text in texts]
+
+    def _words(self, text: str) -> list[TokenSpan]:
+        return [
+            TokenSpan(
+                token_id=self._ids(found.group())[0],
+                token=found.group(),
+                start=found.start(),
+                end=found.end(),
+                is_special=False,
+                continues=False,
+            )
+            for found in re.finditer(r"\S+", text)
+        ]
 
     def join(self, tokens: Sequence[str]) -> str:
         return " ".join(tokens)
@@ -83,6 +100,12 @@ class WordEncoder:
         )
 
 
+def _special(token_id: int) -> TokenSpan:
+    return TokenSpan(
+        token_id=token_id, token=f"w{token_id}", start=0, end=0, is_special=True, continues=False
+    )
+
+
 def make_encoder(*names: str, chats: bool = False, **changes: Any) -> EncoderModel:
     """A model's facts; ``chats``: whether it has a chat template."""
     facts: dict[str, Any] = {
@@ -100,6 +123,8 @@ def make_encoder(*names: str, chats: bool = False, **changes: Any) -> EncoderMod
         created=1,
         tokenizer=WordEncoder(has_chat_template=chats),
         info=EncoderInfo(**(facts | changes)),
+        max_batch_tokens=64,
+        max_waiting=100,
     )
 
 

@@ -62,8 +62,10 @@ class TextEncoder(Protocol):
         """
         ...
 
-    def spans(self, texts: Sequence[str]) -> list[list[TokenSpan]]:
-        """The tokens of each text, special ones included, and where they are."""
+    def spans(
+        self, texts: Sequence[str], *, add_special_tokens: bool = True
+    ) -> list[list[TokenSpan]]:
+        """The tokens of each text, and where they are; special ones where they are wanted."""
         ...
 
     def join(self, tokens: Sequence[str]) -> str:
@@ -94,13 +96,25 @@ class TextEncoder(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EncoderModel:
-    """A loaded encoder as its clients see it; see ``ServedModel`` for the fields of that name."""
+    """A loaded encoder as its clients see it; see ``ServedModel`` for the fields of that name.
+
+    Attributes:
+        names: the first is the one reported.
+        root: the hub id or folder it comes from.
+        created: when, in seconds of Unix time.
+        tokenizer: makes its inputs.
+        info: what was found out about it.
+        max_batch_tokens: of a batch, padding included.
+        max_waiting: distinct inputs that may wait.
+    """
 
     names: tuple[str, ...]
     root: str
     created: int
     tokenizer: TextEncoder
     info: EncoderInfo
+    max_batch_tokens: int
+    max_waiting: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -29,6 +29,7 @@ def vector_facts(spec: VectorSpec) -> dict[str, Any]:
         "shorter_dims": spec.shorter_dims,
         "prompts": spec.prompts,
         "default_prompt": spec.default_prompt,
+        "poolings": spec.poolings,
     }
 
 

@@ -93,13 +93,15 @@ class EncoderTokenizer:
             (tuple(one.ids), one.type_ids.index(1) if 1 in one.type_ids else None) for one in found
         ]
 
-    def spans(self, texts: Sequence[str]) -> list[list[TokenSpan]]:
+    def spans(
+        self, texts: Sequence[str], *, add_special_tokens: bool = True
+    ) -> list[list[TokenSpan]]:
         """See ``TextEncoder.spans``.
 
         Which tokens continue a word is told as transformers' token classification does: by the
         prefix of the vocabulary's continuations, or without one by the spaces of the text.
         """
-        found = self._backend.encode_batch(list(texts), add_special_tokens=True)
+        found = self._backend.encode_batch(list(texts), add_special_tokens=add_special_tokens)
         prefix = getattr(self._backend.model, "continuing_subword_prefix", None)
         unknown = self._special.unk
         spans = []

@@ -96,3 +96,13 @@ def test_teis_routes(server: ServerProcess) -> None:
         [one["score"] for one in both[0]], [one["score"] for one in pair], atol=1e-5
     )
     assert post(server, "/decode", {"ids": [5, 6], "model": "mlm"}) == ["w5 w6"]
+    (tokens,) = post(server, "/tokenize", {"inputs": "W5  é", "model": "embedder"})
+    assert [(one["id"], one["text"], one["start"], one["stop"]) for one in tokens] == [
+        (2, "[CLS]", None, None),
+        (5, "W5", 0, 2),
+        (1, "é", 4, 6),
+        (3, "[SEP]", None, None),
+    ]
+    info = httpx2.get(f"{server.url}/info", params={"model": "embedder"}).json()
+    assert info["model_type"] == {"embedding": {"pooling": "mean"}}
+    assert (info["max_input_length"], info["model_dtype"]) == (24, "float32")

@@ -36,7 +36,15 @@ class LoadingEncoders(NoEncoders):
             weight_bytes=1,
         )
         tokenizer: Any = SimpleNamespace(cut=lambda ids, length: ids)
-        return EncoderModel(names=("new",), root="r", created=1, tokenizer=tokenizer, info=info)
+        return EncoderModel(
+            names=("new",),
+            root="r",
+            created=1,
+            tokenizer=tokenizer,
+            info=info,
+            max_batch_tokens=64,
+            max_waiting=100,
+        )
 
     async def wait(self, name: str) -> None:
         self.waited += 1

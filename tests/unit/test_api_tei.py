@@ -10,10 +10,16 @@ import pytest
 from mlx_parallm.api import encoding
 from mlx_parallm.api.convert.activation import activated
 from mlx_parallm.encode import EncodeInput, Task
-from tests.encoder_requests import post, refused_field
+from tests.encoder_requests import fetch, post, refused_field
 from tests.fake_encoders import FakeEncoders, computed, make_encoder
 
 LABELS = ("calm", "angry", "sad")
+INFO_FIELDS = {
+    *("model_id", "model_sha", "model_dtype", "served_model_name", "model_type"),
+    *("max_concurrent_requests", "max_input_length", "max_batch_tokens", "max_batch_requests"),
+    *("max_client_batch_size", "auto_truncate", "tokenization_workers", "version", "sha"),
+    "docker_label",
+}
 
 
 def embedder(**changes: Any) -> FakeEncoders:
@@ -172,3 +178,64 @@ async def test_a_pair_is_cut_at_its_end_only() -> None:
     body = {"inputs": ["w5", "w6"], "truncation_direction": "left"}
     found = await post(classifier(), "/predict", body)
     assert refused_field(found) == (400, "truncation_direction")
+
+
+@pytest.mark.parametrize(
+    ("changes", "model_type"),
+    [
+        ({"poolings": ("last",)}, {"embedding": {"pooling": "last_token"}}),
+        ({"poolings": ("cls", "mean")}, {"embedding": {"pooling": "cls+mean"}}),
+        ({"tasks": ("mlm", "sparse")}, {"embedding": {"pooling": "splade"}}),
+        (
+            {"tasks": ("classify",), "labels": ("fits",)},
+            {"reranker": {"id2label": {"0": "fits"}, "label2id": {"fits": 0}}},
+        ),
+        (
+            {"tasks": ("token_classify",), "labels": ("O", "B")},
+            {"classifier": {"id2label": {"0": "O", "1": "B"}, "label2id": {"O": 0, "B": 1}}},
+        ),
+    ],
+)
+async def test_info_tells_what_a_model_is(changes: Any, model_type: Any) -> None:
+    served = FakeEncoders(make_encoder("first"), make_encoder("second", "other", **changes))
+    found = (await fetch(served, "/info?model=other")).json()
+    assert found["model_type"] == model_type
+    assert found["served_model_name"] == "second"
+    assert (found["max_input_length"], found["max_batch_tokens"]) == (16, 64)
+    assert found["max_concurrent_requests"] == 100
+    assert found.keys() == INFO_FIELDS
+    assert (await fetch(served, "/info")).json()["served_model_name"] == "first"
+    assert (await fetch(served, "/info?model=none")).status_code == 404
+
+
+async def test_without_an_encoder_there_is_no_info() -> None:
+    assert (await fetch(FakeEncoders(), "/info")).status_code == 404
+
+
+async def test_tokens_are_told_by_their_bytes() -> None:
+    served = embedder(prompts={"query": "w9 "})
+    (tokens,) = await answer(served, "/tokenize", inputs="é w6")
+    assert tokens == [
+        {"id": 2, "text": "w2", "special": True, "start": None, "stop": None},
+        {"id": 1, "text": "é", "special": False, "start": 0, "stop": 2},
+        {"id": 6, "text": "w6", "special": False, "start": 3, "stop": 5},
+        {"id": 3, "text": "w3", "special": True, "start": None, "stop": None},
+    ]
+    body = {"inputs": ["w5", "w6"], "prompt_name": "query", "add_special_tokens": False}
+    found = await answer(served, "/tokenize", **body)
+    assert [[one["text"] for one in text] for text in found] == [["w9", "w5"], ["w9", "w6"]]
+    assert found[0][1]["start"] == 3
+
+
+@pytest.mark.parametrize(
+    ("body", "field"),
+    [
+        ({"inputs": []}, "inputs"),
+        ({"inputs": [1]}, "inputs"),
+        ({"inputs": "w5", "prompt": "w5"}, "inputs"),
+        ({"inputs": "w5", "prompt_name": "query"}, "prompt_name"),
+        ({"inputs": ["w5 " * 350_000] * 2}, "inputs"),
+    ],
+)
+async def test_what_cannot_be_tokenised_is_named(body: Any, field: str) -> None:
+    assert refused_field(await post(embedder(), "/tokenize", body)) == (400, field)

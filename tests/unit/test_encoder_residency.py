@@ -62,6 +62,8 @@ class ScriptedLoader:
             created=1,
             tokenizer=tokenizer,
             info=info,
+            max_batch_tokens=64,
+            max_waiting=100,
         )
 
     async def drop(self, name: str) -> None:

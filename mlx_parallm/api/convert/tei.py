@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
+from mlx_parallm import __version__
 from mlx_parallm.api.convert.activation import activated
 from mlx_parallm.api.convert.embeddings import unit_vectors
 from mlx_parallm.api.convert.encode_inputs import pair_inputs, single_inputs
 from mlx_parallm.api.convert.input_prompts import named_prompt
+from mlx_parallm.api.schemas.encode import MAX_INPUTS
 from mlx_parallm.api.schemas.tei import EmbedOptions, PredictRequest
-from mlx_parallm.encode import EncodeInput, EncoderInfo, Task
+from mlx_parallm.encode import EncodeInput, EncoderInfo, Task, TokenSpan
 from mlx_parallm.engine.encoder_interface import EncoderModel
 from mlx_parallm.errors import InvalidRequestError
 
 PARAM = "inputs"
+# Where TEI's name is another.
+_POOLINGS = {"last": "last_token"}
 
 
 async def embed_inputs(
@@ -78,6 +83,69 @@ def sparse_values(weights: np.ndarray) -> list[dict[str, Any]]:
         {"index": place, "value": value}
         for place, value in zip(places.tolist(), values, strict=True)
     ]
+
+
+def text_tokens(text: str, spans: Sequence[TokenSpan]) -> list[dict[str, Any]]:
+    """The tokens of a text, and where they are in its UTF-8 bytes; special ones are nowhere."""
+    places = {place for one in spans for place in (one.start, one.end)}
+    at_byte = _byte_offsets(text, sorted(places))
+    return [
+        {"id": one.token_id, "text": one.token, "special": True, "start": None, "stop": None}
+        if one.is_special
+        else {
+            "id": one.token_id,
+            "text": text[one.start : one.end],
+            "special": False,
+            "start": at_byte[one.start],
+            "stop": at_byte[one.end],
+        }
+        for one in spans
+    ]
+
+
+def _byte_offsets(text: str, places: Sequence[int]) -> dict[int, int]:
+    """Where characters at ascending places are among the bytes."""
+    found = {}
+    begin = num_bytes = 0
+    for place in places:
+        num_bytes += len(text[begin:place].encode())
+        found[place], begin = num_bytes, place
+    return found
+
+
+def model_facts(model: EncoderModel) -> dict[str, Any]:
+    """What TEI tells of a model, and of what is done with it here."""
+    return {
+        "model_id": model.root,
+        "model_sha": None,
+        "model_dtype": model.info.dtype,
+        "served_model_name": model.names[0],
+        "model_type": _model_type(model.info),
+        "max_concurrent_requests": model.max_waiting,
+        "max_input_length": model.info.max_model_len,
+        "max_batch_tokens": model.max_batch_tokens,
+        "max_batch_requests": None,
+        "max_client_batch_size": MAX_INPUTS,
+        "auto_truncate": True,
+        # That of the tokenizers library, which uses all.
+        "tokenization_workers": os.cpu_count() or 1,
+        "version": __version__,
+        "sha": None,
+        "docker_label": None,
+    }
+
+
+def _model_type(info: EncoderInfo) -> dict[str, Any]:
+    """TEI's ``classifier``, ``reranker`` (of one label) or ``embedding``."""
+    purpose = info.tasks[0]
+    if purpose in ("classify", "token_classify"):
+        kind = "reranker" if purpose == "classify" and len(info.labels) == 1 else "classifier"
+        by_number = {str(number): label for number, label in enumerate(info.labels)}
+        by_label = {label: number for number, label in enumerate(info.labels)}
+        return {kind: {"id2label": by_number, "label2id": by_label}}
+    poolings = [_POOLINGS.get(one, one) for one in info.poolings]
+    pooling = {"mlm": "splade", "token_embed": "none"}.get(purpose, "+".join(poolings))
+    return {"embedding": {"pooling": pooling}}
 
 
 def similarities(vectors: Sequence[np.ndarray]) -> list[float]:

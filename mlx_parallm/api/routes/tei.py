@@ -18,6 +18,7 @@ from mlx_parallm.api.convert.embeddings import check_dimensions, finished
 from mlx_parallm.api.convert.tei import (
     PARAM,
     embed_inputs,
+    model_facts,
     predict_inputs,
     predictions,
     similarities,
@@ -37,9 +38,17 @@ from mlx_parallm.api.schemas.tei import (
 )
 from mlx_parallm.encode import EncodeInput, Task
 from mlx_parallm.engine.encoder_interface import EncoderModel
-from mlx_parallm.errors import InvalidRequestError
+from mlx_parallm.errors import InvalidRequestError, NotFoundError
 
 router = APIRouter(route_class=JsonRoute)
+
+
+@router.get("/info")
+async def info(engine: EngineDep, model: str | None = None) -> dict[str, Any]:
+    """What TEI tells of an encoder: the one that is named, else the first."""
+    if model is None and not engine.encoders.models():
+        raise NotFoundError("No encoder is served here; see /server_info.")
+    return model_facts(engine.encoders.get(model, *get_args(Task)))
 
 
 @router.post("/embed")

@@ -1,27 +1,38 @@
-"""``POST /tokenize`` and ``POST /detokenize``, in vLLM's shape."""
+"""``POST /tokenize`` and ``POST /detokenize``, in vLLM's shape; the former also in TEI's."""
 
 from __future__ import annotations
 
 import asyncio
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, get_args
 
 from fastapi import APIRouter
 
 from mlx_parallm.api.convert.chat_tools import chat_tools
+from mlx_parallm.api.convert.input_prompts import named_prompt
+from mlx_parallm.api.convert.tei import text_tokens
 from mlx_parallm.api.dependencies import EngineDep
 from mlx_parallm.api.json_body import JsonRoute
 from mlx_parallm.api.schemas.chat import check_template_kwargs, turns_of
 from mlx_parallm.api.schemas.tokenize import DetokenizeRequest, TokenizeRequest
 from mlx_parallm.api.turns.history import template_messages
+from mlx_parallm.encode import Task
 from mlx_parallm.engine.interface import EngineClient, ServedModel
 from mlx_parallm.errors import InvalidRequestError
 
 router = APIRouter(route_class=JsonRoute)
 
+# Of one body's inputs: what is told of a token takes some hundred times as much as its text.
+MAX_CHARACTERS = 2**21
+
 
 @router.post("/tokenize")
-async def tokenize(body: TokenizeRequest, engine: EngineDep) -> dict[str, Any]:
-    """A text's or a conversation's tokens."""
+async def tokenize(
+    body: TokenizeRequest, engine: EngineDep
+) -> dict[str, Any] | list[list[dict[str, Any]]]:
+    """A text's or a conversation's tokens; of ``inputs`` a list for each text, as TEI has it."""
+    if body.inputs is not None:
+        return await _text_tokens(body, engine, body.inputs)
     model = _model(engine, body.model)
     ids, strings = await asyncio.to_thread(_encode, body, model)
     return {
@@ -44,6 +55,26 @@ async def detokenize(body: DetokenizeRequest, engine: EngineDep) -> dict[str, An
 
 def _model(engine: EngineClient, name: str | None) -> ServedModel:
     return engine.first_model() if name is None else engine.get_model(name)
+
+
+async def _text_tokens(
+    body: TokenizeRequest, engine: EngineClient, texts: Sequence[str]
+) -> list[list[dict[str, Any]]]:
+    if body.prompt is not None or body.messages is not None:
+        raise InvalidRequestError("Give inputs, or prompt or messages.", param="inputs")
+    model = engine.encoders.get(body.model, *get_args(Task))
+    prompt = named_prompt(model.info, body.prompt_name)
+    given = [prompt + text for text in texts]
+    if (size := sum(map(len, given))) > MAX_CHARACTERS:
+        raise InvalidRequestError(
+            f"inputs have {size} characters; {MAX_CHARACTERS} are the most.", param="inputs"
+        )
+
+    def work() -> list[list[dict[str, Any]]]:
+        found = model.tokenizer.spans(given, add_special_tokens=body.add_special_tokens)
+        return [text_tokens(text, spans) for text, spans in zip(given, found, strict=True)]
+
+    return await asyncio.to_thread(work)
 
 
 def _encode(body: TokenizeRequest, model: ServedModel) -> tuple[list[int], list[str] | None]:

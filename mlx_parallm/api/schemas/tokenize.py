@@ -1,4 +1,4 @@
-"""Bodies of ``POST /tokenize`` and ``POST /detokenize``, in vLLM's shape."""
+"""Bodies of ``POST /tokenize`` and ``POST /detokenize``, in vLLM's shape, and TEI's."""
 
 from __future__ import annotations
 
@@ -8,14 +8,17 @@ from pydantic import AliasChoices, ConfigDict, Field, StrictBool, StrictInt, Str
 
 from mlx_parallm.api.schemas.chat import ChatMessage
 from mlx_parallm.api.schemas.common import NullIsAbsent
+from mlx_parallm.api.schemas.score import Texts
 
 
 class TokenizeRequest(NullIsAbsent):
-    """A text (``prompt`` or llama.cpp's ``content``) or a conversation."""
+    """A text (``prompt`` or llama.cpp's ``content``) or a conversation; or TEI's ``inputs``."""
 
     model_config = ConfigDict(extra="ignore")
 
-    model: StrictStr | None = Field(None, description="Default: the first model.")
+    model: StrictStr | None = Field(
+        None, description="Default: the first model; of inputs the first encoder."
+    )
     prompt: StrictStr | None = Field(
         None, validation_alias=AliasChoices("prompt", "content"), description="A text."
     )
@@ -30,6 +33,12 @@ class TokenizeRequest(NullIsAbsent):
         default_factory=dict, description="Further variables for the template."
     )
     return_token_strs: StrictBool = Field(False, description="Add every token as text.")
+    inputs: Texts | None = Field(
+        None, description="TEI's: a text or several, which ask for TEI's answer, of an encoder."
+    )
+    prompt_name: StrictStr | None = Field(
+        None, description="TEI's: the prompt of the model that is put before inputs."
+    )
 
 
 class DetokenizeRequest(NullIsAbsent):

@@ -110,16 +110,19 @@ class EncoderBuild:
             ConfigError: ``max_model_len`` is beyond what the model takes.
         """
         runner = self._opened.finish()
+        max_tokens = self._settings.scheduler.max_num_batched_tokens or _max_tokens()
         model = EncoderModel(
             names=self._names,
             root=self._config.path or str(self._path),
             created=int(time.time()),
             tokenizer=self._tokenizer,
             info=self._info(runner.info),
+            max_batch_tokens=max_tokens,
+            max_waiting=MAX_WAITING,
         )
         engine = EncodeEngine(
             runner,
-            max_tokens=self._settings.scheduler.max_num_batched_tokens or _max_tokens(),
+            max_tokens=max_tokens,
             max_waiting=MAX_WAITING,
             metrics=EncoderMetrics(self._families, self._names[0]),
             max_wait_s=self._settings.encoders.max_batch_wait_ms / 1e3,
