@@ -11,10 +11,13 @@ from mlx_parallm.errors import ConfigError
 SPECULATIVE_METHODS = ("ngram", "draft_model")
 MAX_SPECULATIVE_TOKENS = 15
 
-#: ``generate`` continues texts; ``embed`` makes vectors; ``classify`` and ``token_classify`` give
+#: ``generate`` continues texts; ``embed`` makes vectors; ``token_embed`` makes one of each token,
+#: by which texts are compared; ``classify`` and ``token_classify`` give
 #: logits of labels, of a text and of its tokens; ``score`` gives a pair of texts one logit;
 #: ``reward`` is what a reward model's class says.
-ModelTask = Literal["generate", "embed", "classify", "token_classify", "score", "reward"]
+ModelTask = Literal[
+    "generate", "embed", "token_embed", "classify", "token_classify", "score", "reward"
+]
 
 KV_CACHE_DTYPES = ("auto", "int8", "int4")
 

@@ -38,6 +38,8 @@ class EncodeInput:
             the model does not tell them apart.
         places: of ``mlm`` and ``mlm_logprobs``: tokens, from 0, whose logits are wanted.
         candidates: of the same: ids whose logits are wanted, in this order; empty: all.
+        num_unattended: tokens at the end that attend to all before them, and that none attends to.
+        num_unpooled: of ``embed``: tokens at the beginning that are no part of the vector.
     """
 
     token_ids: tuple[int, ...]
@@ -45,6 +47,8 @@ class EncodeInput:
     second_at: int | None = None
     places: tuple[int, ...] = ()
     candidates: tuple[int, ...] = ()
+    num_unattended: int = 0
+    num_unpooled: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,6 +102,37 @@ class EncodeResults(list["np.ndarray"]):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LateInteraction:
+    """How queries and documents are read whose tokens' vectors are compared.
+
+    See ColBERT, https://arxiv.org/abs/2004.12832.
+
+    Attributes:
+        query_prefix: ids after the special tokens at the beginning of a query.
+        document_prefix: the same of a document.
+        query_length: most tokens of a query; None: what the model takes.
+        document_length: the same of a document.
+        expands_to: queries of fewer tokens are filled up to so many.
+        expansion_id: the token that they are filled up with.
+        attends_to_expansion: whether other tokens attend to those.
+        skipped_ids: tokens of documents that are not compared.
+        skips_in_queries: whether these tokens of queries are neither.
+        is_mean: whether a score is the mean over a query's tokens, and not the sum.
+    """
+
+    query_prefix: tuple[int, ...] = ()
+    document_prefix: tuple[int, ...] = ()
+    query_length: int | None = None
+    document_length: int | None = None
+    expands_to: int = 0
+    expansion_id: int | None = None
+    attends_to_expansion: bool = False
+    skipped_ids: frozenset[int] = frozenset()
+    skips_in_queries: bool = False
+    is_mean: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EncoderInfo:
     """What the rest of the server must know about a loaded encoder.
 
@@ -117,7 +152,10 @@ class EncoderInfo:
             its score, and not the logistic function of it.
         prompts: texts to be put before inputs, by name, as sentence-transformers has them.
         default_prompt: the name of the one that is used where none is asked for.
+        pools_prompts: whether the tokens of a prompt are part of a vector.
         poolings: how a vector is made of those of the tokens, such as ``mean``.
+        late: how texts are read to be compared by the vectors of their tokens; None: it is not
+            made for that.
     """
 
     architecture: str
@@ -134,7 +172,9 @@ class EncoderInfo:
     scores_are_logits: bool = False
     prompts: Mapping[str, str] = field(default_factory=dict)
     default_prompt: str | None = None
+    pools_prompts: bool = True
     poolings: tuple[str, ...] = ()
+    late: LateInteraction | None = None
 
 
 class EncodeJob(Protocol):

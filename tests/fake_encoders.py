@@ -31,6 +31,7 @@ class WordEncoder:
     mask_token = "w4"
     pad_id = 0
     special_ids = frozenset({0, CLS, SEP, MASK})
+    begin_ids = (CLS,)
 
     def __init__(self, *, has_chat_template: bool = False) -> None:
         self.has_chat_template = has_chat_template

@@ -115,7 +115,11 @@ async def encoded_response(
 async def _results(engine: EngineClient, asked: Encoding, reduce: Reduce | None) -> Sequence[Any]:
     if reduce is not None:
         found, _ = await encoded(
-            engine, asked.model, asked.inputs, asked.request_id, lambda _, result: reduce(result)
+            engine.encoders,
+            asked.model,
+            asked.inputs,
+            asked.request_id,
+            lambda _, result: reduce(result),
         )
         return found
     return await engine.encoders.encode(

@@ -9,8 +9,7 @@ from typing import TypeVar
 import numpy as np
 
 from mlx_parallm.encode import EncodeInput, EncodeRequest, EncoderInfo
-from mlx_parallm.engine.encoder_interface import EncoderModel
-from mlx_parallm.engine.interface import EngineClient
+from mlx_parallm.engine.encoder_interface import EncoderClient, EncoderModel
 
 T = TypeVar("T")
 # Of the results that wait to be written: a row of the vocabulary is some 50,000.
@@ -18,7 +17,7 @@ PART_NUMBERS = 16_000_000
 
 
 async def encoded(
-    engine: EngineClient,
+    encoders: EncoderClient,
     model: EncoderModel,
     inputs: Sequence[EncodeInput],
     request_id: str,
@@ -37,7 +36,7 @@ async def encoded(
         asked = EncodeRequest(
             request_id=f"{request_id}-{number}", model=model.names[0], inputs=tuple(part)
         )
-        results = await engine.encoders.encode(asked)
+        results = await encoders.encode(asked)
 
         def write_all(part: Sequence[EncodeInput] = part, results: Sequence = results) -> list[T]:
             return [write(one, result) for one, result in zip(part, results, strict=True)]

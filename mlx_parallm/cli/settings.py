@@ -161,9 +161,9 @@ SETTINGS: tuple[Setting, ...] = (
     ),
     _setting(
         "task", "model.tasks", values.tasks, MODELS,
-        "what a model is served for: auto reads it from its files; generate, embed, classify, "
-        "token_classify, score (also rerank) or reward. With several models MODEL=TASK is "
-        "possible. Default: auto.", aliases=("convert",), metavar="TASK",
+        "what a model is served for: auto reads it from its files; generate, embed, "
+        "token_embed, classify, token_classify, score (also rerank) or reward. With several "
+        "models MODEL=TASK is possible. Default: auto.", aliases=("convert",), metavar="TASK",
     ),
     _setting("enable-auto-tool-choice", "model.enable_auto_tool_choice", values.boolean, MODELS,
              "let models decide themselves whether they call tools."),

@@ -27,6 +27,8 @@ _HEADS: Mapping[ModelTask, tuple[Task, ...]] = {
     "token_classify": ("token_classify", "classify"),
     "score": ("classify", "token_classify"),
     "reward": ("classify", "token_classify"),
+    "embed": ("embed",),
+    "token_embed": ("token_embed",),
 }
 
 
@@ -56,6 +58,8 @@ def decoder_plan(
     """
     if task == "embed":
         return DecoderPlan(tasks=_VECTORS)
+    if task == "token_embed":
+        return DecoderPlan(tasks=("token_embed", "embed"))
     tasks = _HEADS[task]
     if task == "reward" and "Process" in architecture(config):
         tasks = _HEADS["token_classify"]
@@ -75,7 +79,7 @@ def tasks_for(task: ModelTask, tasks: tuple[Task, ...], name: str) -> tuple[Task
     Raises:
         ConfigError: it cannot do that.
     """
-    able: tuple[Task, ...] = ("embed",) if task == "embed" else _HEADS.get(task, ())
+    able = _HEADS.get(task, ())
     first = next((one for one in able if one in tasks), None)
     if first is None:
         raise ConfigError(f"--task {task}: {name} can only do {', '.join(tasks)}.")

@@ -32,7 +32,10 @@ _MODES: dict[str, Pooling] = {
     "lasttoken": "last",
     "weightedmean": "weightedmean",
 }
-_KNOWN = ("Transformer", "Pooling", "Dense", "Normalize", "Dropout", "LogitScore")
+_KNOWN = (
+    *("Transformer", "Pooling", "Dense", "Normalize", "Dropout", "LogitScore"),
+    "MultiVectorMask",
+)
 # A tokenizer without a limit has an enormous one.
 _NO_LIMIT = 10**9
 
@@ -60,6 +63,7 @@ class VectorSpec:
         token_dense: layers over the hidden state of each token.
         normalizes_tokens: whether each token's vector is divided by its length.
         poolings: one after the other in the vector.
+        pools_prompts: see ``EncoderInfo``.
         dense: layers over the vector.
         dims: numbers that are kept of it; None: all.
         normalizes: whether it is divided by its length.
@@ -67,11 +71,13 @@ class VectorSpec:
         max_model_len: most tokens of an input, where the files say so.
         prompts: see ``EncoderInfo``.
         default_prompt: see ``EncoderInfo``.
+        compares_tokens: whether the vectors of tokens are what the model was made for.
     """
 
     token_dense: tuple[DenseSpec, ...] = ()
     normalizes_tokens: bool = False
     poolings: tuple[Pooling, ...] = ("mean",)
+    pools_prompts: bool = True
     dense: tuple[DenseSpec, ...] = ()
     dims: int | None = None
     normalizes: bool = False
@@ -79,6 +85,7 @@ class VectorSpec:
     max_model_len: int | None = None
     prompts: Mapping[str, str] = field(default_factory=dict)
     default_prompt: str | None = None
+    compares_tokens: bool = False
 
 
 def read_vector_spec(folder: Path, default: VectorSpec | None = None) -> VectorSpec:
@@ -87,16 +94,24 @@ def read_vector_spec(folder: Path, default: VectorSpec | None = None) -> VectorS
     Raises:
         ModelLoadError: a file cannot be read, or asks for what is not served.
     """
-    limit = (read_json(folder / "sentence_bert_config.json") or {}).get("max_seq_length")
-    shorter = _shorter_dims(read_json(folder / "config.json") or {})
+    own = transformer_folder(folder)
+    limit = (read_json(own / "sentence_bert_config.json") or {}).get("max_seq_length")
+    shorter = _shorter_dims(read_json(own / "config.json") or {})
     modules = read_json(folder / "modules.json")
+    if is_stanford_colbert(folder):
+        dense = DenseSpec(folder=folder, activation="Identity")
+        return VectorSpec(token_dense=(dense,), normalizes_tokens=True, compares_tokens=True)
     if modules is None:
         return replace(default or VectorSpec(), max_model_len=limit, shorter_dims=shorter)
     if limit is None:
-        named = (read_json(folder / "tokenizer_config.json") or {}).get("model_max_length")
+        named = (read_json(own / "tokenizer_config.json") or {}).get("model_max_length")
         limit = int(named) if named and named < _NO_LIMIT else None
     settings = read_json(folder / "config_sentence_transformers.json") or {}
-    spec = _with_modules(folder, modules, is_colbert=settings.get("model_type") == "ColBERT")
+    is_colbert = settings.get("model_type") == "ColBERT"
+    spec = _with_modules(folder, modules, is_colbert=is_colbert)
+    if is_colbert:
+        # PyLate writes there how long the texts were that it read last.
+        limit = None
     prompts = {
         name: text for name, text in (settings.get("prompts") or {}).items() if text is not None
     }
@@ -129,13 +144,21 @@ def _with_modules(
             raise ModelLoadError(f"{folder}: {kind} at this place of modules.json is not served.")
         if kind == "Pooling":
             is_pooled = True
-            spec = replace(spec, poolings=_poolings(own / "config.json"))
+            spec = replace(
+                spec,
+                poolings=_poolings(own / "config.json"),
+                pools_prompts=(config or {}).get("include_prompt") is not False,
+            )
         elif kind == "Dense":
             name = "token_dense" if of_tokens else "dense"
             spec = replace(spec, **{name: (*getattr(spec, name), _dense(own, config or {}))})
         elif kind == "Normalize":
             spec = replace(spec, **{"normalizes_tokens" if of_tokens else "normalizes": True})
-    return replace(spec, normalizes_tokens=spec.normalizes_tokens or is_colbert)
+    return replace(
+        spec,
+        normalizes_tokens=spec.normalizes_tokens or is_colbert,
+        compares_tokens=is_colbert or bool(spec.token_dense) or "MultiVectorMask" in kinds,
+    )
 
 
 def _dense(folder: Path, config: Mapping[str, Any]) -> DenseSpec:
@@ -151,6 +174,26 @@ def _shorter_dims(config: Mapping[str, Any]) -> tuple[int, ...] | None:
     if named := config.get("matryoshka_dimensions"):
         return tuple(int(one) for one in named)
     return None if config.get("is_matryoshka") else ()
+
+
+def is_stanford_colbert(folder: Path) -> bool:
+    """Whether a folder has ColBERT in the form of its authors: its dense layer beside BERT."""
+    config = read_json(folder / "config.json")
+    return isinstance(config, dict) and "HF_ColBERT" in (config.get("architectures") or ())
+
+
+def transformer_folder(folder: Path) -> Path:
+    """Where the transformer's config, weights and tokenizer are.
+
+    It is the folder itself, or one such as ``0_Transformer`` where it is older.
+
+    Raises:
+        ModelLoadError: ``modules.json`` cannot be read.
+    """
+    for module in read_json(folder / "modules.json") or ():
+        if module_kind(module) == "Transformer" and module.get("path"):
+            return folder / str(module["path"])
+    return folder
 
 
 def read_json(file: Path) -> Any:
@@ -186,8 +229,6 @@ def _poolings(file: Path) -> tuple[Pooling, ...]:
     config = read_json(file)
     if config is None:
         raise ModelLoadError(f"{file} is missing.")
-    if config.get("include_prompt") is False:
-        raise ModelLoadError(f"{file}: vectors without their prompts' tokens are not served.")
     mode = config.get("pooling_mode")
     if mode is not None:
         known = _MODES

@@ -34,6 +34,11 @@ class TextEncoder(Protocol):
         """Ids of tokens that are no text, such as those around one."""
         ...
 
+    @property
+    def begin_ids(self) -> tuple[int, ...]:
+        """The special tokens before a text."""
+        ...
+
     def encode(
         self, texts: Sequence[str], *, add_special_tokens: bool = True
     ) -> list[tuple[int, ...]]:

@@ -16,6 +16,8 @@ HEADS: dict[str, Head | None] = {
     "ForSequenceClassification": "sequence",
     "ForTokenClassification": "token",
     "Model": None,
+    # Stanford's; its dense layer is no part of the architecture.
+    "HF_ColBERT": None,
 }
 
 

@@ -26,7 +26,7 @@ from mlx_parallm.models import (
     roberta,
     xlm_roberta,
 )
-from mlx_parallm.models.checkpoint_names import Weights
+from mlx_parallm.models.checkpoint_names import Weights, without
 
 #: The modules that implement an architecture, by the config's ``model_type``.
 ARCHITECTURES: dict[str, ModuleType] = {
@@ -90,6 +90,9 @@ def open_encoder(folder: Path, dtype: mx.Dtype | None = None) -> LoadedEncoder:
     config = _read_config(folder)
     weights = _read_weights(folder)
     try:
+        if "HF_ColBERT" in (config.get("architectures") or ()):
+            # Its dense layer over the vectors of tokens is read with the other heads.
+            weights = without(weights, "linear.")
         model = _build(config, weights)
         weights = model.sanitize(weights)
         _quantise(model, config, weights)

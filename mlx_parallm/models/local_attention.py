@@ -37,7 +37,7 @@ def attend_near(
         steps = mx.arange(length)
         distance = mx.abs(steps[:, None] - steps[None])
         near = distance <= reach
-        mask = near if keys is None else (near & keys) | (distance == 0)
+        mask = near if keys is None else _with_self(near & keys, distance == 0)
         return attend_rotary(packed, heads, rotary, mask)
     return _attend_in_blocks(packed, heads, rotary, keys, reach)
 
@@ -66,10 +66,15 @@ def _attend_in_blocks(
         _neighbourhoods(tokens, reach, missing),
         _neighbourhoods(values, reach, missing),
         scale=scale,
-        mask=(near & visible) | (column == row + reach),
+        mask=_with_self(near & visible, column == row + reach),
     )
     mixed = mx.unflatten(mixed, 0, (batch, blocks)).transpose(0, 1, 3, 2, 4)
     return mixed.reshape(batch, blocks * reach, -1)[:, :length]
+
+
+def _with_self(visible: mx.array, itself: mx.array) -> mx.array:
+    """A mask, in which a query that sees nothing sees itself."""
+    return visible | (itself & ~mx.any(visible, axis=-1, keepdims=True))
 
 
 def _neighbourhoods(x: mx.array, reach: int, missing: int) -> mx.array:

@@ -47,7 +47,8 @@ class MaskGiver:
         places = mx.arange(length)
         distance = mx.abs(places[:, None] - places)
         # Padding far from all tokens sees itself: the softmax of nothing is no number.
-        return (self._tokens & (distance <= self._reach(window_size))) | (distance == 0)
+        visible = self._tokens & (distance <= self._reach(window_size))
+        return visible | ((distance == 0) & ~mx.any(visible, axis=-1, keepdims=True))
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         """What came in: there is nothing before it."""

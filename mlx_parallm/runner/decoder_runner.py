@@ -71,7 +71,7 @@ class DecoderRunner:
 
     def begin(self, inputs: Sequence[EncodeInput]) -> StagedJob:
         """See ``encode.Encoder``."""
-        ids, tokens = padded([one.token_ids for one in inputs])
+        ids, tokens = padded(inputs)
         mask = mx.array(tokens)
         with self._stages.recorded() as outputs:
             hidden = self._model(mx.array(ids), mask)

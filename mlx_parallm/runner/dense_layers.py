@@ -19,6 +19,7 @@ _ACTIVATIONS: Mapping[str, Callable[[mx.array], mx.array]] = {
     "SiLU": nn.silu,
     "Sigmoid": mx.sigmoid,
 }
+_NAMES = ("linear.weight", "linear.bias", "residual.weight")
 
 
 class DenseLayer:
@@ -73,6 +74,7 @@ def load_dense(spec: DenseSpec) -> DenseLayer:
         raise ModelLoadError(f"{file} could not be read: {cause}") from cause
     if "linear.weight" not in weights:
         raise ModelLoadError(f"{file} has no linear.weight.")
-    floats = {name: array.astype(mx.float32) for name, array in weights.items()}
+    # Stanford's ColBERT has the whole model in this file.
+    floats = {name: weights[name].astype(mx.float32) for name in _NAMES if name in weights}
     mx.eval(floats)
     return DenseLayer(floats, activation, has_residual=spec.has_residual)

@@ -30,12 +30,13 @@ def vector_facts(spec: VectorSpec) -> dict[str, Any]:
         "prompts": spec.prompts,
         "default_prompt": spec.default_prompt,
         "poolings": spec.poolings,
+        "pools_prompts": spec.pools_prompts,
     }
 
 
 def by_purpose(tasks: tuple[Task, ...], spec: VectorSpec) -> tuple[Task, ...]:
-    """The tasks; a vector for each token first where dense layers are made for these (ColBERT)."""
-    if not spec.token_dense:
+    """The tasks; a vector for each token first where the model is made for these (ColBERT)."""
+    if not spec.compares_tokens:
         return tasks
     return ("token_embed", *(one for one in tasks if one != "token_embed"))
 
@@ -91,8 +92,10 @@ class EncoderHeads:
     def _embed(
         self, inputs: Sequence[EncodeInput], hidden: mx.array, mask: mx.array
     ) -> list[mx.array]:
-        del inputs
-        vectors = pooled(self._token_vectors(hidden), mask, self._spec.poolings)
+        first = None
+        if any(one.num_unpooled for one in inputs):
+            first = mx.array([one.num_unpooled for one in inputs])
+        vectors = pooled(self._token_vectors(hidden), mask, self._spec.poolings, first)
         for layer in self._dense:
             vectors = layer(vectors)
         return list(vectors[:, : self._spec.dims])

@@ -52,7 +52,7 @@ class EncoderRunner:
 
     def begin(self, inputs: Sequence[EncodeInput]) -> StagedJob:
         """See ``encode.Encoder``."""
-        ids, tokens = padded([one.token_ids for one in inputs])
+        ids, tokens = padded(inputs)
         mask = mx.array(tokens)
         types = token_types(inputs, ids.shape[1]) if self._has_types else None
         with self._stages.recorded() as outputs:
@@ -103,14 +103,15 @@ def is_encoder(folder: Path) -> bool:
     return isinstance(config, dict) and config.get("model_type") in ARCHITECTURES
 
 
-def padded(inputs: Sequence[tuple[int, ...]]) -> tuple[np.ndarray, np.ndarray]:
-    """Right-padded ids, int32 ``[B, L]``, and which of them are tokens, bool ``[B, L]``."""
-    longest = max(map(len, inputs))
+def padded(inputs: Sequence[EncodeInput]) -> tuple[np.ndarray, np.ndarray]:
+    """Right-padded ids, int32 ``[B, L]``, and which of them are attended to, bool ``[B, L]``."""
+    longest = max(len(one.token_ids) for one in inputs)
     ids = np.zeros((len(inputs), longest), dtype=np.int32)
     mask = np.zeros((len(inputs), longest), dtype=bool)
-    for row, token_ids in enumerate(inputs):
-        ids[row, : len(token_ids)] = token_ids
-        mask[row, : len(token_ids)] = True
+    for row, one in enumerate(inputs):
+        length = len(one.token_ids)
+        ids[row, :length] = one.token_ids
+        mask[row, : length - one.num_unattended] = True
     return ids, mask
 
 

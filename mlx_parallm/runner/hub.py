@@ -26,7 +26,11 @@ logger = logging.getLogger(__name__)
 
 Progress = Callable[[str, float], None]
 
-PATTERNS = ("*.json", "model*.safetensors", "*.model", "*.tiktoken", "*.txt", "*.jinja")
+PATTERNS = (
+    *("*.json", "model*.safetensors", "*.model", "*.tiktoken", "*.txt", "*.jinja"),
+    # Of sentence-transformers' modules, such as 2_Dense; and the settings of Stanford's ColBERT.
+    *("[0-9]_*/model*.safetensors", "artifact.metadata"),
+)
 CODE_PATTERNS = ("*.py",)
 ADAPTER_PATTERNS = ("adapter_config.json", "adapter_model.safetensors", "adapters.safetensors")
 #: The bar, of the several that a snapshot makes, which counts the bytes of all its files.

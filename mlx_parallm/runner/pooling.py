@@ -12,17 +12,28 @@ from mlx_parallm.encoding.sentence_transformers import Pooling
 _LEAST = -6e4
 
 
-def pooled(hidden: mx.array, mask: mx.array, poolings: Sequence[Pooling]) -> mx.array:
+def pooled(
+    hidden: mx.array,
+    mask: mx.array,
+    poolings: Sequence[Pooling],
+    first: mx.array | None = None,
+) -> mx.array:
     """Vectors ``[B, len(poolings) * D]`` of hidden states, float32 ``[B, L, D]``.
 
-    ``mask`` is bool ``[B, L]``: the tokens, at the beginning of each row.
+    Args:
+        hidden: the hidden states.
+        mask: bool ``[B, L]``: the tokens, at the beginning of each row.
+        poolings: one at least.
+        first: int ``[B]``: the place of the first token that counts; None: all count.
     """
+    if first is not None:
+        mask = mask & (mx.arange(mask.shape[1]) >= first[:, None])
     return mx.concatenate([_POOLINGS[one](hidden, mask) for one in poolings], axis=-1)
 
 
 def _cls(hidden: mx.array, mask: mx.array) -> mx.array:
-    del mask
-    return hidden[:, 0]
+    places = mx.argmax(mask, axis=1)
+    return mx.take_along_axis(hidden, places[:, None, None], axis=1)[:, 0]
 
 
 def _mean(hidden: mx.array, mask: mx.array) -> mx.array:
@@ -45,7 +56,7 @@ def _max(hidden: mx.array, mask: mx.array) -> mx.array:
 
 def last_of(hidden: mx.array, mask: mx.array) -> mx.array:
     """The hidden state of each row's last token, ``[B, D]``; see ``pooled``."""
-    places = mx.sum(mask, axis=1).astype(mx.int32) - 1
+    places = mx.max(mx.where(mask, mx.arange(mask.shape[1]), 0), axis=1)
     return mx.take_along_axis(hidden, places[:, None, None], axis=1)[:, 0]
 
 

@@ -59,6 +59,11 @@ class EncoderTokenizer:
         added = self._backend.get_added_tokens_decoder()
         return frozenset(number for number, token in added.items() if token.special)
 
+    @property
+    def begin_ids(self) -> tuple[int, ...]:
+        """The special tokens before a text."""
+        return self._begin
+
     def encode(
         self, texts: Sequence[str], *, add_special_tokens: bool = True
     ) -> list[tuple[int, ...]]:

@@ -102,6 +102,13 @@ def test_a_model_that_generates_gives_vectors_when_asked(tmp_path: Path) -> None
     np.testing.assert_allclose(vector, tokens[-1], atol=1e-6)
 
 
+def test_a_model_that_generates_compares_tokens_when_asked(tmp_path: Path) -> None:
+    folder = write_causal(tmp_path)
+    runner, _ = built(folder, "token_embed")
+    assert runner.info.tasks == ("token_embed", "embed")
+    assert runner.run([EncodeInput((5, 6, 7), "token_embed")])[0].shape == (3, runner.info.dims)
+
+
 def test_a_reranker_scores_a_pair_by_two_tokens(tmp_path: Path) -> None:
     folder = write_causal(tmp_path)
     runner, tokenizer = built(folder, "score")

@@ -116,7 +116,6 @@ def test_shorter_vectors_and_prompts_are_those_of_the_files(tmp_path: Path) -> N
         ([MEAN, ("Normalize", {}), dense((16, 8))], "place"),
         ([MEAN, dense((16, 8), module_input_name="token_embeddings")], "place"),
         ([MEAN, dense((16, 8), activation_function="torch.nn.Mish")], "Mish"),
-        ([("Pooling", {"pooling_mode_mean_tokens": True, "include_prompt": False})], "prompts"),
     ],
 )
 def test_what_is_not_served_is_refused(tmp_path: Path, modules: Any, reason: str) -> None:

@@ -3,12 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from mlx_parallm.api.offload import maybe_in_thread
 from mlx_parallm.encode import EncodeInput, Task
 from mlx_parallm.engine.encoder_interface import EncoderModel
 from mlx_parallm.errors import ContextLengthError, InvalidRequestError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Role:
+    """How texts are read that are for something, such as queries.
+
+    Attributes:
+        prompt: is put before every text.
+        marker: ids that are put before a text, after the special tokens at its beginning.
+        longest: most tokens of an input; None: what the model takes.
+    """
+
+    prompt: str = ""
+    marker: tuple[int, ...] = ()
+    longest: int | None = None
+
+
+ANY_TEXT = Role()
 
 
 async def single_inputs(
@@ -19,6 +38,7 @@ async def single_inputs(
     truncate: int | None = None,
     from_left: bool = False,
     add_special_tokens: bool = True,
+    role: Role = ANY_TEXT,
     param: str = "input",
 ) -> tuple[EncodeInput, ...]:
     """Inputs of one text each.
@@ -31,22 +51,47 @@ async def single_inputs(
             are refused.
         from_left: they are cut at their beginnings.
         add_special_tokens: false: texts get none.
+        role: what the texts are for.
         param: the field of the body that they came from.
 
     Raises:
         InvalidRequestError: an input is empty, or has ids that the model does not know.
         ContextLengthError: one is too long and is not to be cut.
     """
+    num_unpooled = 0
     if isinstance(given[0], str):
-        found = await maybe_in_thread(
-            lambda: model.tokenizer.encode(given, add_special_tokens=add_special_tokens),
-            sum(len(text) for text in given),
-        )
+        found = await _encoded(given, model, role, add_special_tokens=add_special_tokens)
+        if role.prompt and task == "embed" and not model.info.pools_prompts:
+            (bare,) = model.tokenizer.encode([role.prompt], add_special_tokens=False)
+            num_unpooled = len(bare)
+            num_unpooled += len(model.tokenizer.begin_ids) if add_special_tokens else 0
     else:
         found = [tuple(one) for one in given]
         _check_ids(found, model.info.vocab_size, param)
-    fit = _Fit(model, truncate, param, from_left=from_left)
-    return tuple(EncodeInput(fit(ids, place), task) for place, ids in enumerate(found))
+    fit = _Fit(model, truncate, param, from_left=from_left, longest=role.longest)
+    inputs = []
+    for place, ids in enumerate(found):
+        fitting = fit(ids, place)
+        num_gone = len(ids) - len(fitting) if from_left else 0
+        # One token at least is left of a text that is cut to its prompt.
+        unpooled = min(max(num_unpooled - num_gone, 0), len(fitting) - 1)
+        inputs.append(EncodeInput(fitting, task, num_unpooled=unpooled))
+    return tuple(inputs)
+
+
+async def _encoded(
+    given: Sequence[str], model: EncoderModel, role: Role, *, add_special_tokens: bool
+) -> list[tuple[int, ...]]:
+    """The ids of texts in their role."""
+    texts = [role.prompt + text for text in given] if role.prompt else given
+    found = await maybe_in_thread(
+        lambda: model.tokenizer.encode(texts, add_special_tokens=add_special_tokens),
+        sum(len(text) for text in texts),
+    )
+    if not role.marker:
+        return found
+    begin = len(model.tokenizer.begin_ids) if add_special_tokens else 0
+    return [(*one[:begin], *role.marker, *one[begin:]) for one in found]
 
 
 async def pair_inputs(
@@ -83,18 +128,24 @@ class _Fit:
     """Cuts or refuses inputs that are too long; see ``single_inputs``."""
 
     def __init__(
-        self, model: EncoderModel, truncate: int | None, param: str, *, from_left: bool = False
+        self,
+        model: EncoderModel,
+        truncate: int | None,
+        param: str,
+        *,
+        from_left: bool = False,
+        longest: int | None = None,
     ) -> None:
-        longest = model.info.max_model_len
-        if truncate not in (None, -1) and not 1 <= truncate <= longest:
+        longest = min(longest or model.info.max_model_len, model.info.max_model_len)
+        if truncate not in (None, -1) and not 1 <= truncate <= model.info.max_model_len:
             raise InvalidRequestError(
-                f"truncate_prompt_tokens is -1 or from 1 to {longest}.",
+                f"truncate_prompt_tokens is -1 or from 1 to {model.info.max_model_len}.",
                 param="truncate_prompt_tokens",
             )
         self._cut = model.tokenizer.cut
         self._cuts = truncate is not None
         self._from_left = from_left
-        self._limit = longest if truncate in (None, -1) else truncate
+        self._limit = longest if truncate in (None, -1) else min(truncate, longest)
         self._param = param
 
     def __call__(self, ids: tuple[int, ...], place: int) -> tuple[int, ...]:

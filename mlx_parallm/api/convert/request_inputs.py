@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from mlx_parallm.api.convert.encode_inputs import single_inputs
+from mlx_parallm.api.convert.encode_inputs import Role, single_inputs
 from mlx_parallm.api.offload import maybe_in_thread
 from mlx_parallm.api.schemas.chat import ChatMessage, check_template_kwargs, turns_of
 from mlx_parallm.api.schemas.encode import TextsRequest
@@ -32,10 +32,7 @@ async def request_inputs(
     if (body.input is None) == (body.messages is None):
         raise InvalidRequestError("Either input or messages is needed.", param="input")
     if body.messages is None:
-        given, param = (
-            [prompt + one if isinstance(one, str) else one for one in body.input],
-            "input",
-        )
+        given, param = body.input, "input"
     else:
         given, param = await _rendered(body, model), "messages"
     return await single_inputs(
@@ -45,6 +42,7 @@ async def request_inputs(
         truncate=body.truncate_prompt_tokens,
         from_left=body.truncation_side == "left",
         add_special_tokens=body.add_special_tokens is not False,
+        role=Role(prompt=prompt),
         param=param,
     )
 

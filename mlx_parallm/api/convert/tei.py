@@ -11,7 +11,7 @@ import numpy as np
 from mlx_parallm import __version__
 from mlx_parallm.api.convert.activation import activated
 from mlx_parallm.api.convert.embeddings import unit_vectors
-from mlx_parallm.api.convert.encode_inputs import pair_inputs, single_inputs
+from mlx_parallm.api.convert.encode_inputs import Role, pair_inputs, single_inputs
 from mlx_parallm.api.convert.input_prompts import named_prompt
 from mlx_parallm.api.schemas.encode import MAX_INPUTS
 from mlx_parallm.api.schemas.tei import EmbedOptions, PredictRequest
@@ -28,18 +28,15 @@ async def embed_inputs(
     inputs: Sequence[Any], options: EmbedOptions, model: EncoderModel, task: Task
 ) -> tuple[EncodeInput, ...]:
     """Texts with the prompt that is asked for, or token ids."""
-    given = inputs
-    if isinstance(inputs[0], str):
-        prompt = named_prompt(model.info, options.prompt_name)
-        given = [prompt + text for text in inputs]
-    elif options.prompt_name is not None:
+    if options.prompt_name is not None and not isinstance(inputs[0], str):
         raise InvalidRequestError("prompt_name is for texts.", param="prompt_name")
     return await single_inputs(
-        given,
+        inputs,
         model,
         task,
         truncate=-1 if options.truncate else None,
         from_left=options.truncation_direction == "left",
+        role=Role(prompt=named_prompt(model.info, options.prompt_name)),
         param=PARAM,
     )
 

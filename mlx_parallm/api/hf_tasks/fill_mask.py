@@ -41,6 +41,6 @@ async def fill_mask(job: Job) -> Done:
         masks = fillings(one, logprobs, top_k, job.model)
         return masks[0] if len(masks) == 1 else masks
 
-    found, _ = await encoded(job.engine, job.model, inputs, job.request_id, write)
+    found, _ = await encoded(job.engine.encoders, job.model, inputs, job.request_id, write)
     # transformers does not tell a list of one text from the text.
     return Done(found[0] if len(found) == 1 else found, words.warnings)

@@ -36,7 +36,7 @@ async def text_classification(job: Job) -> Done:
         rows = [{"label": label, "score": score} for label, score in told]
         return sorted(rows, key=lambda row: -row["score"])[: job.parameters.top_k]
 
-    found, _ = await encoded(job.engine, job.model, inputs, job.request_id, write)
+    found, _ = await encoded(job.engine.encoders, job.model, inputs, job.request_id, write)
     return Done(found)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from mlx_parallm.api.convert.encode_inputs import single_inputs
+from mlx_parallm.api.convert.encode_inputs import Role, single_inputs
 from mlx_parallm.api.hf_tasks.job import Job
 from mlx_parallm.api.schemas.hf_tasks import TaskParameters
 from mlx_parallm.encode import EncodeInput, Task
@@ -39,7 +39,9 @@ def cuts_left(parameters: TaskParameters) -> bool:
     return (parameters.truncation_direction or "").lower() == "left"
 
 
-async def text_inputs(job: Job, texts: Sequence[Any], task: Task) -> tuple[EncodeInput, ...]:
+async def text_inputs(
+    job: Job, texts: Sequence[Any], task: Task, *, prompt: str = ""
+) -> tuple[EncodeInput, ...]:
     """Inputs of a text, or of its ids, each; see ``single_inputs``."""
     return await single_inputs(
         texts,
@@ -47,5 +49,6 @@ async def text_inputs(job: Job, texts: Sequence[Any], task: Task) -> tuple[Encod
         task,
         truncate=cut_to(job.parameters),
         from_left=cuts_left(job.parameters),
+        role=Role(prompt=prompt),
         param="inputs",
     )

@@ -37,7 +37,7 @@ async def token_classification(job: Job) -> Done:
         job, [tuple(span.token_id for span in one) for one in spans], "token_classify"
     )
     logits, _ = await encoded(
-        job.engine, job.model, inputs, job.request_id, lambda _, result: result
+        job.engine.encoders, job.model, inputs, job.request_id, lambda _, result: result
     )
     ignored = OUTSIDE if job.parameters.ignore_labels is None else job.parameters.ignore_labels
     strategy = job.parameters.aggregation_strategy or STRATEGY

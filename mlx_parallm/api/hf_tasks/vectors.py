@@ -52,7 +52,9 @@ async def _vectors(job: Job, texts: Sequence[str]) -> np.ndarray:
     info, parameters = job.model.info, job.parameters
     check_dimensions(parameters.dimensions, job.model)
     prompt = named_prompt(info, parameters.prompt_name)
-    inputs = await text_inputs(job, [prompt + text for text in texts], "embed")
-    found, _ = await encoded(job.engine, job.model, inputs, job.request_id, lambda _, one: one)
+    inputs = await text_inputs(job, texts, "embed", prompt=prompt)
+    found, _ = await encoded(
+        job.engine.encoders, job.model, inputs, job.request_id, lambda _, one: one
+    )
     normalizes = info.normalizes if parameters.normalize is None else parameters.normalize
     return finished(found, parameters.dimensions, normalizes=normalizes)

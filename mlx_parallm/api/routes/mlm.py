@@ -37,7 +37,7 @@ async def _fill(
 ) -> Response:
     question = MaskQuestion(body, model)
     inputs = await question.inputs()
-    told, hits = await encoded(engine, model, inputs, request_id, question.answer)
+    told, hits = await encoded(engine.encoders, model, inputs, request_id, question.answer)
     texts = [{**one, "cache_hit": hit} for one, hit in zip(told, hits, strict=True)]
     name = body.model or model.names[0]
     return JSONResponse(mlm_answer(texts, body, name, question.words.warnings))
@@ -55,7 +55,7 @@ async def _score(
     )
     inputs = masked_one_by_one(texts, model)
     logprobs, hits = await encoded(
-        engine, model, inputs, request_id, lambda _, result: float(result[0, 0])
+        engine.encoders, model, inputs, request_id, lambda _, result: float(result[0, 0])
     )
     name = body.model or model.names[0]
     return JSONResponse(mlm_answer(text_scores(texts, logprobs, hits), body, name, ()))

@@ -1,7 +1,8 @@
-"""How well texts fit queries, by a cross-encoder or by the vectors of an embedder."""
+"""How well texts fit queries, by a cross-encoder or by vectors of texts or of their tokens."""
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,9 +11,17 @@ from typing import Literal
 import numpy as np
 
 from mlx_parallm.api.convert.embeddings import unit_vectors
-from mlx_parallm.api.convert.encode_inputs import pair_inputs, single_inputs
+from mlx_parallm.api.convert.encode_inputs import Role, pair_inputs, single_inputs
+from mlx_parallm.api.convert.input_prompts import prompt_of_type
+from mlx_parallm.api.encoding import encoded
 from mlx_parallm.api.schemas.score import ScoreRequest
-from mlx_parallm.encode import EncodeRequest, EncoderInfo
+from mlx_parallm.api.scoring.late_interaction import (
+    compared,
+    document_inputs,
+    max_sim,
+    query_inputs,
+)
+from mlx_parallm.encode import EncodeInput, EncodeRequest, EncoderInfo, LateInteraction
 from mlx_parallm.engine.encoder_interface import EncoderClient, EncoderModel
 from mlx_parallm.errors import InvalidRequestError
 
@@ -112,7 +121,8 @@ async def score_pairs(
     """The score of each document.
 
     A cross-encoder reads query and document together, as sentence-transformers' ``CrossEncoder``
-    has it; of an embedder it is the cosine of their vectors.
+    has it; of an embedder it is the cosine of their vectors, and of one that was made to compare
+    tokens MaxSim. The latter two put the model's own prompts before both.
 
     Args:
         encoders: where they are computed.
@@ -131,6 +141,8 @@ async def score_pairs(
         if activation == "none" or (activation == "default" and model.info.scores_are_logits):
             return PairScores(values=logits, num_tokens=num_tokens)
         return PairScores(values=[logistic(one) for one in logits], num_tokens=num_tokens)
+    if model.info.tasks[0] == "token_embed":
+        return await _max_sims(encoders, model, pairs, request_id, truncate)
     return await _cosines(encoders, model, pairs, request_id, truncate)
 
 
@@ -162,11 +174,13 @@ async def _cosines(
     request_id: str,
     truncate: int | None,
 ) -> PairScores:
-    inputs = [
-        one
-        for texts, param in zip((pairs.queries, pairs.documents), pairs.params, strict=True)
-        for one in await single_inputs(texts, model, "embed", truncate=truncate, param=param)
-    ]
+    inputs: list[EncodeInput] = []
+    sides = zip((pairs.queries, pairs.documents), pairs.params, ("query", "document"), strict=True)
+    for texts, param, side in sides:
+        prompt = prompt_of_type(model.info, side)
+        inputs += await single_inputs(
+            texts, model, "embed", role=Role(prompt=prompt), truncate=truncate, param=param
+        )
     found = await encoders.encode(
         EncodeRequest(request_id=request_id, model=model.names[0], inputs=tuple(inputs))
     )
@@ -175,6 +189,40 @@ async def _cosines(
     queries, documents = np.split(vectors, [len(pairs.queries)])
     values = (queries * documents).sum(axis=1).tolist()
     return PairScores(values=values, num_tokens=sum(len(one.token_ids) for one in inputs))
+
+
+async def _max_sims(
+    encoders: EncoderClient,
+    model: EncoderModel,
+    pairs: Pairs,
+    request_id: str,
+    truncate: int | None,
+) -> PairScores:
+    late = model.info.late or LateInteraction()
+    first, second = pairs.params
+    queries = await query_inputs(pairs.queries, model, truncate=truncate, param=first)
+    documents = await document_inputs(pairs.documents, model, truncate=truncate, param=second)
+    skipped = late.skipped_ids if late.skips_in_queries else frozenset()
+    vectors, _ = await encoded(
+        encoders,
+        model,
+        queries,
+        f"{request_id}-queries",
+        lambda one, found: compared(one, found, skipped),
+    )
+    # One query stands beside all documents, whose results come in their order.
+    beside = itertools.cycle(vectors)
+    values, _ = await encoded(
+        encoders,
+        model,
+        documents,
+        f"{request_id}-documents",
+        lambda one, found: max_sim(
+            next(beside), compared(one, found, late.skipped_ids), is_mean=late.is_mean
+        ),
+    )
+    num_tokens = sum(len(one.token_ids) for one in (*queries, *documents))
+    return PairScores(values=values, num_tokens=num_tokens)
 
 
 def logistic(value: float) -> float:

@@ -10,15 +10,18 @@ from pathlib import Path
 from mlx_parallm.config import EngineConfig, ModelConfig
 from mlx_parallm.encode import EncoderInfo
 from mlx_parallm.encoding.cross_encoder import scores_are_logits
+from mlx_parallm.encoding.late_interaction import read_late_spec
 from mlx_parallm.encoding.model_task import tasks_for
-from mlx_parallm.encoding.sentence_transformers import read_vector_spec
+from mlx_parallm.encoding.sentence_transformers import read_vector_spec, transformer_folder
 from mlx_parallm.engine.encoder_interface import EncoderModel, TextEncoder
 from mlx_parallm.engine.encoders.decoder_build import (
     open_decoder_runner,
     read_decoder_tokenizer,
+    reads_on,
     task_of,
 )
 from mlx_parallm.engine.encoders.engine import EncodeEngine
+from mlx_parallm.engine.encoders.late_interaction import with_late_interaction
 from mlx_parallm.engine.encoders.metrics import EncoderFamilies, EncoderMetrics
 from mlx_parallm.errors import ConfigError
 from mlx_parallm.runner.device import backend_name
@@ -55,7 +58,7 @@ def is_read(config: ModelConfig, path: Path) -> bool:
     Raises:
         ModelLoadError: a file of it cannot be read.
     """
-    return is_encoder(path) or task_of(config, path) != "generate"
+    return is_encoder(transformer_folder(path)) or task_of(config, path) != "generate"
 
 
 class EncoderBuild:
@@ -136,6 +139,8 @@ class EncoderBuild:
         if len(info.labels) == 1:
             info = replace(info, scores_are_logits=scores_are_logits(self._path))
         longest = self._config.max_model_len
+        if info.tasks[0] == "token_embed":
+            info = self._compared(info)
         if longest is None:
             return info
         if longest > info.max_model_len:
@@ -143,6 +148,14 @@ class EncoderBuild:
                 f"--max-model-len is {longest}; {self._names[0]} takes {info.max_model_len} tokens."
             )
         return replace(info, max_model_len=longest)
+
+    def _compared(self, info: EncoderInfo) -> EncoderInfo:
+        """The same, of a model that compares tokens."""
+        spec = read_late_spec(self._path)
+        if self._config.max_model_len is not None:
+            # It is longer than the documents of a training, perhaps.
+            spec = replace(spec, settings=replace(spec.settings, document_length=None))
+        return with_late_interaction(info, spec, self._tokenizer, reads_on=reads_on(self._path))
 
 
 def evict_beyond(encoders: Sequence[BuiltEncoder], max_bytes: int | None) -> list[BuiltEncoder]:
@@ -178,9 +191,10 @@ def tokenizer_of(config: ModelConfig, path: Path) -> TextEncoder:
     Raises:
         ModelLoadError: there is none.
     """
-    if not is_encoder(path):
+    own = transformer_folder(path)
+    if not is_encoder(own):
         return read_decoder_tokenizer(config, path)
-    return load_encoder_tokenizer(path, trust_remote_code=config.trust_remote_code)
+    return load_encoder_tokenizer(own, trust_remote_code=config.trust_remote_code)
 
 
 def open_runner(config: ModelConfig, path: Path, tokenizer: TextEncoder) -> PendingEncoder:
@@ -190,6 +204,7 @@ def open_runner(config: ModelConfig, path: Path, tokenizer: TextEncoder) -> Pend
         ConfigError: an unknown dtype.
         ModelLoadError: it cannot be loaded.
     """
-    if is_encoder(path):
-        return open_encoder_runner(path, config.dtype, read_vector_spec(path))
+    own = transformer_folder(path)
+    if is_encoder(own):
+        return open_encoder_runner(own, config.dtype, read_vector_spec(path))
     return open_decoder_runner(config, path, task_of(config, path), tokenizer)

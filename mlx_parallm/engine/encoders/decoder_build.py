@@ -14,9 +14,11 @@ from mlx_parallm.encoding.sentence_transformers import (
     module_kinds,
     read_json,
     read_vector_spec,
+    transformer_folder,
 )
 from mlx_parallm.engine.encoder_interface import TextEncoder
 from mlx_parallm.errors import ModelLoadError
+from mlx_parallm.models.loading import ARCHITECTURES
 from mlx_parallm.runner.decoder_loading import open_decoder
 from mlx_parallm.runner.decoder_runner import DecoderRunner
 from mlx_parallm.runner.pending_encoder import PendingEncoder
@@ -34,6 +36,12 @@ def task_of(config: ModelConfig, path: Path) -> ModelTask:
     found = read_json(path / "config.json")
     # Whoever loads it says what is wrong.
     return decoder_task(found, module_kinds(path)) if isinstance(found, dict) else "generate"
+
+
+def reads_on(path: Path) -> bool:
+    """Whether the tokens of a folder's model attend to those before them only."""
+    found = read_json(transformer_folder(path) / "config.json") or {}
+    return found.get("model_type") not in ARCHITECTURES and not reads_both_ways(found)
 
 
 def open_decoder_runner(

@@ -1,0 +1,116 @@
+"""Texts compared by the vectors of their tokens, and prompts, over HTTP.
+
+The golden values are sentence-transformers', by scripts/golden_late_interaction.py and
+scripts/golden_prompts.py.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import httpx2
+import numpy as np
+import pytest
+
+from tests.sentence_folders import GOLDEN, WRITERS, write_prompted
+from tests.server_process import ServerProcess, serving
+
+FOUND = json.loads((GOLDEN / "late_interaction.json").read_text(encoding="utf-8"))
+QUERIES, DOCUMENTS = FOUND["queries"], FOUND["documents"]
+PROMPTS = json.loads((GOLDEN / "prompts.json").read_text(encoding="utf-8"))
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    root = tmp_path_factory.mktemp("models")
+    writers = {**WRITERS, "prompted": write_prompted}
+    with serving({name: write(root / name) for name, write in writers.items()}) as process:
+        yield process
+
+
+def post(server: ServerProcess, path: str, body: dict[str, Any]) -> Any:
+    answer = httpx2.post(f"{server.url}{path}", json=body)
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+@pytest.mark.parametrize("model", WRITERS)
+def test_scores_are_those_of_sentence_transformers(server: ServerProcess, model: str) -> None:
+    golden = FOUND["scores"][model]
+    for query, wanted in zip(QUERIES, golden, strict=True):
+        body = {"model": model, "query": query, "documents": DOCUMENTS}
+        results = post(server, "/v1/rerank", body)["results"]
+        found = {one["index"]: one["relevance_score"] for one in results}
+        assert [found[place] for place in range(len(DOCUMENTS))] == pytest.approx(wanted, abs=1e-4)
+        assert list(found) == sorted(found, key=lambda place: -wanted[place])
+    # Each query beside one document.
+    body = {"model": model, "text_1": QUERIES, "text_2": DOCUMENTS[: len(QUERIES)]}
+    found = [one["score"] for one in post(server, "/score", body)["data"]]
+    assert found == pytest.approx([row[place] for place, row in enumerate(golden)], abs=1e-4)
+
+
+def test_it_ranks_where_nobody_names_a_model(server: ServerProcess) -> None:
+    found = post(server, "/rerank", {"query": QUERIES[0], "texts": DOCUMENTS, "return_text": True})
+    golden = FOUND["scores"]["stanford"][0]
+    assert [one["text"] for one in found] == [
+        DOCUMENTS[place] for place in sorted(range(4), key=lambda place: -golden[place])
+    ]
+
+
+@pytest.mark.parametrize(("model", "longest"), [("stanford", 12), ("pylate", 12), ("native", 40)])
+def test_long_texts_are_refused_or_cut(server: ServerProcess, model: str, longest: int) -> None:
+    long = " ".join(["w40"] * 60)
+    for body, param in [
+        ({"query": long, "documents": DOCUMENTS}, "query"),
+        ({"query": "w40", "documents": ["w41", long]}, "documents"),
+    ]:
+        answer = httpx2.post(f"{server.url}/rerank", json={"model": model, **body})
+        error = answer.json()["error"]
+        assert (answer.status_code, error["param"]) == (400, param)
+        assert error["code"] == "context_length_exceeded"
+        post(server, "/rerank", {"model": model, **body, "truncate_prompt_tokens": -1})
+    cut = {"model": model, "documents": ["w41"], "truncate_prompt_tokens": -1}
+    usage = [
+        post(server, "/rerank", {**cut, "query": query})["usage"]["prompt_tokens"]
+        for query in (long, "w40")
+    ]
+    # Both fill what a query has at least.
+    short = {"stanford": 12, "pylate": 12, "native": 10}[model]
+    assert usage[0] - usage[1] == longest - short
+
+
+def test_every_token_of_a_text_has_a_vector(server: ServerProcess) -> None:
+    body = {"model": "stanford", "input": DOCUMENTS[:1]}
+    (found,) = post(server, "/pooling", body)["data"]
+    # [CLS] and [SEP] around six words and marks.
+    assert [len(one) for one in found["data"]] == [8] * 8
+    info = httpx2.get(f"{server.url}/info", params={"model": "stanford"}).json()
+    assert info["model_type"] == {"embedding": {"pooling": "none"}}
+
+
+@pytest.mark.parametrize("name", [None, "query", "passage"])
+def test_a_vector_leaves_its_prompt_out(server: ServerProcess, name: str | None) -> None:
+    body = {"model": "prompted", "input": PROMPTS["texts"], "prompt_name": name}
+    data = post(server, "/v1/embeddings", body)["data"]
+    wanted = np.array(PROMPTS[name or "none"])
+    np.testing.assert_allclose([one["embedding"] for one in data], wanted, atol=1e-4)
+    tei = {"model": "prompted", "inputs": PROMPTS["texts"], "prompt_name": name}
+    found = post(server, "/embed", {**tei, "normalize": False})
+    np.testing.assert_allclose(found, wanted, atol=1e-4)
+
+
+@pytest.mark.parametrize("path", ["/v1/rerank", "/v1/score"])
+def test_embedders_rank_with_their_prompts(server: ServerProcess, path: str) -> None:
+    query, *documents = PROMPTS["texts"]
+    body = {"model": "prompted", "documents": documents}
+    side = {"query": query} if path == "/v1/rerank" else {"queries": query}
+    answer = post(server, path, body | side)
+    vectors = [PROMPTS["query"][0], *PROMPTS["passage"][1:]]
+    first, *others = (np.array(one) / np.linalg.norm(one) for one in vectors)
+    found = answer.get("results") or answer["data"]
+    scores = {one["index"]: one.get("relevance_score", one.get("score")) for one in found}
+    assert [scores[place] for place in range(2)] == pytest.approx(
+        [first @ one for one in others], abs=1e-4
+    )
