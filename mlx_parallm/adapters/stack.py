@@ -90,7 +90,7 @@ class AdapterStack:
         slot: int,
         one: LowRank,
         gain: mx.array | None = None,
-        tensors: Sequence[mx.array] | None = None,
+        factors: tuple[mx.array, mx.array] | None = None,
     ) -> None:
         """Let a slot be a change.
 
@@ -101,16 +101,15 @@ class AdapterStack:
             slot: from 1 on.
             one: that fits.
             gain: as ``dora_gain`` gives it.
-            tensors: ``one.tensors()``, if MLX has them already.
+            factors: that ``factors_of`` gives of it, if they are known.
         """
         self.reserve(slot + 1)
         self._widen(one.rank)
-        a, b, *_ = tensors or to_mlx([*one.tensors()])
-        a = (a if self.rank_axis == -2 else a.swapaxes(-1, -2)).astype(self._dtype)
-        b = (b.astype(mx.float32) * one.scale).swapaxes(-1, -2).astype(self._dtype)
+        a, b = factors or factors_of([one], self._dtype)[0]
         missing = self.b.shape[-2] - one.rank
+        a = a if self.rank_axis == -2 else a.swapaxes(-1, -2)
         self.a[self._at(slot)] = _longer(a, self.rank_axis, missing)
-        self.b[self._at(slot)] = _longer(b, -2, missing)
+        self.b[self._at(slot)] = _longer(b.swapaxes(-1, -2), -2, missing)
         self.set_gain(slot, gain)
 
     def set_gain(self, slot: int, gain: mx.array | None) -> None:
@@ -231,10 +230,10 @@ class EmbeddingStack(AdapterStack):
         slot: int,
         one: LowRank,
         gain: mx.array | None = None,
-        tensors: Sequence[mx.array] | None = None,
+        factors: tuple[mx.array, mx.array] | None = None,
     ) -> None:
         """See ``AdapterStack.put``."""
-        super().put(slot, one, gain, tensors)
+        super().put(slot, one, gain, factors)
         self.heads[slot] = one.changes_head
 
     def reserve(self, num_slots: int) -> None:
@@ -321,20 +320,23 @@ def expert_slots(indices: mx.array, slots: mx.array, num_slots: int) -> mx.array
     return indices * num_slots + each.astype(indices.dtype)
 
 
-def dora_gain(
-    weight: mx.array, one: LowRank, tensors: Sequence[mx.array] | None = None
-) -> mx.array | None:
+def factors_of(changes: Sequence[LowRank], dtype: mx.Dtype) -> list[tuple[mx.array, mx.array]]:
+    """Of each change ``a`` and ``scale * b``, in the dtype of products."""
+    firsts = to_mlx([one.a for one in changes], dtype)
+    seconds = to_mlx([one.b for one in changes], dtype, [one.scale for one in changes])
+    return list(zip(firsts, seconds, strict=True))
+
+
+def dora_gain(weight: mx.array, one: LowRank) -> mx.array | None:
     """What DoRA multiplies each row of the changed weight by, float32; None of a LoRA.
 
     Args:
         weight: of the module, unpacked, ``[out, in]`` or ``[vocab, dims]``.
         one: the change of it.
-        tensors: ``one.tensors()``, if MLX has them already.
     """
     if one.magnitude is None:
         return None
-    parts = tensors or to_mlx([*one.tensors()])
-    a, b, magnitude = (part.astype(mx.float32) for part in parts)
+    a, b, magnitude = to_mlx([*one.tensors()], mx.float32)
     change = one.scale * ((b @ a).T if one.kind == "embedding" else b @ a)
     norm = mx.linalg.norm(weight.astype(mx.float32) + change, axis=1)
     return magnitude / norm

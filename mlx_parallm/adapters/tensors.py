@@ -88,17 +88,19 @@ class HostTensor:
 
     def to_mlx(self) -> mx.array:
         """An array of MLX with a copy of it. To be called by the engine thread only."""
-        return self.from_flat(mx.array(self.flat()))
+        return self.shaped(self.numbers(mx.array(self.flat())))
 
     def flat(self) -> np.ndarray:
         """Its numbers ``[n]`` in the order they have in memory."""
         array = self.array.swapaxes(-1, -2) if self._is_turned else self.array
         return np.ascontiguousarray(array).reshape(-1)
 
-    def from_flat(self, numbers: mx.array) -> mx.array:
-        """What ``flat`` gave, back in its shape and dtype."""
-        if self.is_bfloat16:
-            numbers = numbers.view(mx.bfloat16)
+    def numbers(self, flat: mx.array) -> mx.array:
+        """What ``flat`` gave, in its dtype."""
+        return flat.view(mx.bfloat16) if self.is_bfloat16 else flat
+
+    def shaped(self, numbers: mx.array) -> mx.array:
+        """Numbers in the order of ``flat``, in its shape."""
         if not self._is_turned:
             return numbers.reshape(self.shape)
         return numbers.reshape(self.transposed().shape).swapaxes(-1, -2)
@@ -121,24 +123,29 @@ def on_threads(work: Callable[[T], R], items: Sequence[T]) -> list[R]:
         return list(itertools.chain.from_iterable(done))
 
 
-def to_mlx(tensors: Sequence[HostTensor]) -> list[mx.array]:
-    """Arrays of MLX with copies of many tensors. To be called by the engine thread only.
+def to_mlx(
+    tensors: Sequence[HostTensor], dtype: mx.Dtype, scales: Sequence[float] | None = None
+) -> list[mx.array]:
+    """Arrays of MLX with copies of floats, times ``scales``. For the engine thread only.
 
-    Those of one dtype are copied at once: on CUDA, MLX waits for all that runs there wherever an
-    array of the host's numbers gets memory that the device had before.
+    Those of one dtype and scale are copied at once: on CUDA, MLX waits for all that runs there
+    wherever an array of the host's numbers gets memory that the device had before, and every
+    operation costs a launch.
     """
-    groups: dict[str, list[int]] = defaultdict(list)
-    for index, one in enumerate(tensors):
-        groups[one.array.dtype.str].append(index)
+    scales = [1.0] * len(tensors) if scales is None else scales
+    groups: dict[tuple[str, float], list[int]] = defaultdict(list)
+    for index, (one, scale) in enumerate(zip(tensors, scales, strict=True)):
+        groups[one.dtype, scale].append(index)
     arrays: dict[int, mx.array] = {}
-    for members in groups.values():
+    for (_, scale), members in groups.items():
         flat = [tensors[index].flat() for index in members]
+        numbers = tensors[members[0]].numbers(mx.array(np.concatenate(flat)))
+        if scale != 1:
+            numbers = numbers.astype(mx.float32) * scale
         ends = np.cumsum([one.size for one in flat]).tolist()
-        parts = mx.split(mx.array(np.concatenate(flat)), ends[:-1])
-        arrays |= {
-            index: tensors[index].from_flat(part)
-            for index, part in zip(members, parts, strict=True)
-        }
+        parts = mx.split(numbers.astype(dtype), ends[:-1])
+        for index, part in zip(members, parts, strict=True):
+            arrays[index] = tensors[index].shaped(part)
     return [arrays[index] for index in range(len(tensors))]
 
 

@@ -40,11 +40,6 @@ class LowRank:
         """R."""
         return self.b.shape[-1]
 
-    @property
-    def num_tensors(self) -> int:
-        """How many it has."""
-        return 2 if self.magnitude is None else 3
-
     def tensors(self) -> Iterator[HostTensor]:
         """``a``, ``b`` and ``magnitude``, if it has one."""
         yield self.a

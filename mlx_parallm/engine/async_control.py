@@ -12,6 +12,7 @@ from mlx_parallm.config import AdapterConfig
 from mlx_parallm.engine import host_actions
 from mlx_parallm.engine.adapter_folders import MAX_NAME, AdapterFolders
 from mlx_parallm.engine.adapter_reader import AdapterReader
+from mlx_parallm.engine.adapter_staging import AdapterStaging
 from mlx_parallm.engine.commands import EngineHost
 from mlx_parallm.engine.control import PauseMode
 from mlx_parallm.engine.control_metrics import ADAPTER, WEIGHTS, ControlMetrics
@@ -69,7 +70,7 @@ class AsyncControl:
         self._stays_paused = False
         # By name, as the engine thread had them after the latest change.
         self._adapters: dict[str, AdapterInfo] = {}
-        self._versions: dict[str, WeightsVersion] = {}
+        self._versions: Mapping[str, WeightsVersion] = {}
         # Loads of adapters that are found by name, so that many requests share one.
         self._loading: dict[str, asyncio.Future[AdapterInfo]] = {}
 
@@ -176,20 +177,17 @@ class AsyncControl:
 
     async def _load(self, upload: AdapterUpload, base: str) -> AdapterInfo:
         """Put it into a slot in parts, between steps, and then let requests use that."""
-        content = upload.weights.digest
-        slot = None
-        if not self._sleep_level:
-            slot = await self._call(base, lambda engine: engine.policies.begin(upload))
-        try:
-            while slot is not None and await self._call(
-                base, lambda engine: engine.policies.store.stage(slot, content)
-            ):
-                pass
-            info: AdapterInfo = await self._call(base, lambda e: e.policies.load(upload))
-        finally:
-            if slot is not None:
-                await self._call(base, lambda engine: engine.policies.end(upload))
-        await self.refresh()
+        staging = AdapterStaging(upload, in_parts=not self._sleep_level)
+
+        def advance(host: EngineHost) -> tuple[AdapterInfo, host_actions.Loaded] | None:
+            info = staging.advance(host.engines[base].policies)
+            return None if info is None else (info, host_actions.loaded(host))
+
+        done = None
+        while done is None:
+            done = await self._thread.call(advance)
+        info, loaded = done
+        self._note(loaded)
         return self._adapters.get(info.name, info)
 
     async def load_adapter_folder(
@@ -354,13 +352,10 @@ class AsyncControl:
 
     async def refresh(self) -> None:
         """Hear from the engine thread what is loaded."""
+        self._note(await self._thread.call(host_actions.loaded))
 
-        def look(host: EngineHost) -> tuple[list[AdapterInfo], dict[str, WeightsVersion]]:
-            infos = [one for engine in host.engines.values() for one in engine.policies.infos()]
-            versions = {name: one.policies.base.version for name, one in host.engines.items()}
-            return infos, versions
-
-        infos, self._versions = await self._thread.call(look)
+    def _note(self, loaded: host_actions.Loaded) -> None:
+        infos, self._versions = loaded
         self._adapters = {info.name: info for info in infos}
 
     def _base(self, model: str | None) -> str:

@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from mlx_parallm.engine.commands import EngineHost
 from mlx_parallm.engine.engine import Engine
 from mlx_parallm.engine.live_weights import SLEEP_TAGS, LiveWeights
+from mlx_parallm.engine.policies import AdapterInfo
 from mlx_parallm.errors import InvalidRequestError
+from mlx_parallm.weights import WeightsVersion
+
+#: All adapters, and the versions of the models themselves by their first names.
+Loaded = tuple[Sequence[AdapterInfo], Mapping[str, WeightsVersion]]
+
+
+def loaded(host: EngineHost) -> Loaded:
+    """What requests are computed with."""
+    infos = [one for engine in host.engines.values() for one in engine.policies.infos()]
+    return infos, {name: one.policies.base.version for name, one in host.engines.items()}
 
 
 def pause(host: EngineHost) -> int:

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import mlx.core as mx
 import mlx.nn as nn
 
 from mlx_parallm.adapters.context import AdapterContext
-from mlx_parallm.adapters.stack import STACKS, AdapterStack, dora_gain
-from mlx_parallm.adapters.tensors import to_mlx
+from mlx_parallm.adapters.stack import STACKS, AdapterStack, dora_gain, factors_of
 from mlx_parallm.adapters.weights import AdapterWeights, LowRank
 from mlx_parallm.errors import InvalidRequestError
 from mlx_parallm.runner.adapted_group import AdaptedGroup
@@ -89,13 +87,12 @@ class AdaptedLayers:
         """Put the next ``count`` modules of a slot that was begun; whether there are more."""
         pending = self._pending[slot]
         part = pending[:count]
-        tensors = iter(to_mlx([tensor for _, one in part for tensor in one.tensors()]))
+        factors = factors_of([one for _, one in part], self._dtype)
         stacks = []
-        for path, one in part:
+        for (path, one), own in zip(part, factors, strict=True):
             self._adapt(path)
             stacks.append(self._context.stacks[path])
-            own = list(itertools.islice(tensors, one.num_tensors))
-            stacks[-1].put(slot, one, self._gain(path, one, own), own)
+            stacks[-1].put(slot, one, self._gain(path, one), own)
             if one.magnitude is not None:
                 self._doras.setdefault(slot, {})[path] = one
         # Not waited for: it is computed behind the step in flight, and before the next one.
@@ -131,12 +128,8 @@ class AdaptedLayers:
                 self._context.stacks[path].set_gain(slot, gain)
         mx.eval(self._context.arrays())
 
-    def _gain(
-        self, path: str, one: LowRank, tensors: Sequence[mx.array] | None = None
-    ) -> mx.array | None:
-        if one.magnitude is None:
-            return None
-        return dora_gain(plain_weight(self._modules[path]), one, tensors)
+    def _gain(self, path: str, one: LowRank) -> mx.array | None:
+        return None if one.magnitude is None else dora_gain(plain_weight(self._modules[path]), one)
 
     def _leave(self, slot: int, *, kept: Mapping[str, LowRank]) -> None:
         """Let a slot change none but these modules; what no slot changes is forgotten."""

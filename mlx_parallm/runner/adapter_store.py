@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from mlx_parallm.adapters.weights import AdapterWeights
 from mlx_parallm.runner.adapted_layers import AdaptedLayers
 
-# Put between two steps: a few milliseconds of the host's time, so that no stream stalls.
-MODULES_AT_A_TIME = 32
+# Six layers of seven, put between two steps: a few milliseconds, so that no stream stalls.
+MODULES_AT_A_TIME = 42
 #: What refusals name: the tensors of an upload.
 PARAM = "adapter"
 

@@ -7,11 +7,13 @@ from types import MappingProxyType
 from mlx_parallm.api.schemas.rl_capabilities import Tolerance
 
 # The bound is what tests hold on every execution path. The rest is what
-# `python -m benchmarks.logprob_agreement` measured with the embedded model on the CPU, where every
-# row of a bfloat16 product is computed by itself: a GPU's numbers are others, and not measured.
+# `python -m benchmarks.logprob_agreement` measured with the embedded model. A CPU computes every row
+# of a bfloat16 product by itself, and tells the same numbers in every batch; GPUs do not.
 TOLERANCES = MappingProxyType(
     {
         "float32": Tolerance(bound=1e-4, median=0.0, p99=9.6e-6, most=2.9e-5, device="cpu"),
-        "bfloat16": Tolerance(bound=None, median=0.0, p99=0.0, most=0.0, device="cpu"),
+        "bfloat16": Tolerance(
+            bound=None, median=3.9e-6, p99=0.076, most=0.22, device="NVIDIA H100"
+        ),
     }
 )
