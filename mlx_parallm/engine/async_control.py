@@ -183,7 +183,7 @@ class AsyncControl:
             info = staging.advance(host.engines[base].policies)
             return None if info is None else (info, host_actions.loaded(host))
 
-        done = None
+        done: tuple[AdapterInfo, host_actions.Loaded] | None = None
         while done is None:
             done = await self._thread.call(advance)
         info, loaded = done
