@@ -22,7 +22,13 @@ from mlx_parallm.runner.row_kernel import MAX_ROWS, RowKernel, why_not
 logger = logging.getLogger(__name__)
 
 #: Names of layers that mlx_lm's models call on one and the same input.
-SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+SIBLINGS = (
+    ("q_proj", "k_proj", "v_proj"),
+    ("gate_proj", "up_proj"),
+    ("in_proj_qkv", "in_proj_z"),
+    ("in_proj_b", "in_proj_a"),
+    ("in_proj_qkvz", "in_proj_ba"),
+)
 
 
 class RowProduct:

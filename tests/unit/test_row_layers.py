@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import importlib
+
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
 from mlx.utils import tree_flatten
 
+from benchmarks.architecture_configs import config_of
 from mlx_parallm.runner.row_layers import use_row_layers
 
 
@@ -112,3 +115,24 @@ def test_layers_of_one_input_are_one_product_each_of_another_its_own() -> None:
     assert mx.allclose(block.k_proj(y), other.k_proj(y), atol=1e-6)
     assert mx.allclose(block.k_proj(x), other.k_proj(x), atol=1e-6)
     assert mx.allclose(block.q_proj(x), queries, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("name", "groups"),
+    [
+        ("qwen3_5", [["in_proj_qkv", "in_proj_z"], ["in_proj_b", "in_proj_a"], ["out_proj"]]),
+        ("qwen3_next", [["in_proj_qkvz", "in_proj_ba"], ["out_proj"]]),
+    ],
+)
+def test_inputs_of_gated_delta_nets_are_one_product(name: str, groups: list[list[str]]) -> None:
+    module = importlib.import_module(f"mlx_lm.models.{name}")
+    args = getattr(module, "TextModelArgs", module.ModelArgs).from_dict(config_of(name))
+    kind = getattr(module, "GatedDeltaNet", None) or module.Qwen3NextGatedDeltaNet
+    layer = kind(args)
+    x = mx.random.normal((4, 1, args.hidden_size), key=mx.random.key(0))
+    wanted = layer(x)
+    use_row_layers(layer, None)
+    for group in groups:
+        (product,) = {id(layer[one]["_product"]): layer[one]["_product"] for one in group}.values()
+        assert product.widths == [layer[one]["weight"].shape[0] for one in group]
+    assert mx.allclose(layer(x), wanted, atol=1e-5)
