@@ -3,16 +3,16 @@
 mlx_lm's models call ``scaled_dot_product_attention`` and ``swiglu`` by names in their own module.
 Those names are replaced by objects that know of the forward in progress. Attention asks it whether
 the keys it got are one of its pools, by identity, and otherwise calls the original; SwiGLU takes
-the faster of two ways to the same values, and the gated delta rule a kernel where there is one
-(``state_layers.py``). Classes that write attention out have their ``__call__`` replaced in the same
-manner (``attention_overrides.py``). So stock forwards, other models of the same module and layers
-outside the pool are untouched.
+the faster of two ways to the same values; the gated delta rule and state spaces take kernels where
+there are some (``state_layers.py``). Classes that write attention out have their ``__call__``
+replaced in the same manner (``attention_overrides.py``). So stock forwards, other models of the
+same module and layers outside the pool are untouched.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from types import MethodType
@@ -20,14 +20,14 @@ from typing import Any, Protocol
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx_lm.models import gated_delta
+from mlx_lm.models import gated_delta, ssm
 
 from mlx_parallm.kernels.dialect import CudaDialect
 from mlx_parallm.numerics.exp2 import is_exp_slow, silu
 from mlx_parallm.runner.attention_overrides import ATTENTION_OVERRIDES, Override
 from mlx_parallm.runner.device import backend_name
-from mlx_parallm.runner.state_kernels import DeltaKernel
-from mlx_parallm.runner.state_layers import DeltaSeam
+from mlx_parallm.runner.state_kernels import DeltaKernel, ScanKernel
+from mlx_parallm.runner.state_layers import DeltaSeam, ScanSeam
 
 # Of fewer elements the one compiled operation is as fast as a dozen vectorised ones.
 MIN_SWIGLU_SIZE = 8192
@@ -114,7 +114,7 @@ class ModuleSeam:
         return self.original(module, *args, **options)
 
 
-Seam = PagedAttentionSeam | SwigluSeam | ModuleSeam | DeltaSeam
+Seam = PagedAttentionSeam | SwigluSeam | ModuleSeam | DeltaSeam | ScanSeam
 
 
 class ModelSeams:
@@ -138,11 +138,8 @@ class ModelSeams:
             for (name, kind), override in ATTENTION_OVERRIDES.items()
             if name in names
         ]
-        if backend_name() == "cuda" and any(
-            hasattr(sys.modules[name], "gated_delta_update") for name in names
-        ):
-            make = partial(DeltaSeam, kernel=DeltaKernel(CudaDialect()))
-            self._seams.append(_install(gated_delta, "gated_delta_ops", make))
+        if backend_name() == "cuda":
+            self._seams += _of_states(names)
 
     @contextmanager
     def during(self, step: PagedStep) -> Iterator[None]:
@@ -154,6 +151,18 @@ class ModelSeams:
         finally:
             for seam in self._seams:
                 seam.step = None
+
+
+def _of_states(names: Iterable[str]) -> list[Seam]:
+    """Of what mlx_lm has kernels for on Metal only, where a module of these names uses it."""
+    seams: list[Seam] = []
+    if any(hasattr(sys.modules[name], "gated_delta_update") for name in names):
+        make = partial(DeltaSeam, kernel=DeltaKernel(CudaDialect()))
+        seams.append(_install(gated_delta, "gated_delta_ops", make))
+    if any(hasattr(sys.modules[name], "ssm_update") for name in names):
+        make = partial(ScanSeam, kernel=ScanKernel(CudaDialect()))
+        seams.append(_install(ssm, "ssm_attn", make))
+    return seams
 
 
 def _install(owner: Any, name: str, make: Callable[[Any], Seam]) -> Seam:

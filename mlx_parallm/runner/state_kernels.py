@@ -1,8 +1,9 @@
-"""Kernels of recurrent layers, on an NVIDIA GPU: the gated delta rule and short convolutions.
+"""Kernels of recurrent layers, on an NVIDIA GPU: gated delta rule, state spaces, convolutions.
 
-mlx_lm has a kernel of the rule for Metal and computes it elsewhere by operations that each read and
-write all states, once for every token. MLX hands convolutions to cuDNN, which is made for wider
-ones and prepares itself anew for every length (``docs/decisions/019-recurrent-layers.md``).
+mlx_lm has kernels of the rule and of state spaces for Metal and computes both elsewhere by
+operations that each read and write all states, the rule once for every token. MLX hands
+convolutions to cuDNN, which is made for wider ones and prepares itself anew for every length
+(``docs/decisions/019-recurrent-layers.md``).
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from typing import cast
 
 import mlx.core as mx
 from mlx_lm.models.gated_delta import gated_delta_ops
+from mlx_lm.models.ssm import compute_dt, ssm_attn
 
 from mlx_parallm.kernels.build import Constant, KernelBuilder, KernelSpec
 from mlx_parallm.kernels.dialect import CudaDialect, Dialect
@@ -84,20 +86,90 @@ class DeltaKernel:
             "V_HEADS": heads,
             "DK": columns,
             "DV": rows,
-            "VEC": next(size for size in (4, 2, 1) if columns % (WARP * size) == 0),
+            "VEC": _vector(columns),
             "ROWS": ROWS,
             "WARPS": WARPS,
             "GATES": int(g.ndim == v.ndim),
         }
         inputs = ("q", "k", "v", "g", "beta", "before")
         kernel = self._builder.kernel(KernelSpec("delta", inputs, ("y", "after")), constants)
-        warps = v.shape[0] * heads * (rows // ROWS)
         y, after = kernel(
             inputs=[q, k.astype(q.dtype), v, g.astype(mx.float32), beta.astype(mx.float32), state],
             output_shapes=[v.shape, state.shape],
             output_dtypes=[q.dtype, mx.float32],
-            grid=(-(-warps // WARPS) * WARPS * WARP, 1, 1),
-            threadgroup=(WARPS * WARP, 1, 1),
+            **_launch(v.shape[0] * heads * (rows // ROWS)),
+        )
+        return y, after
+
+
+class ScanKernel:
+    """One token of a selective state space (Mamba 2) in its variants, each compiled once."""
+
+    def __init__(self, dialect: Dialect) -> None:
+        """``dialect`` is CUDA's, or one that stands for it."""
+        self._builder = KernelBuilder(dialect, TEXTS, "states")
+
+    def serves(self, x: mx.array, b: mx.array, state: mx.array) -> bool:
+        """Whether it is for arrays of these shapes and dtypes."""
+        columns, rows = b.shape[-1], x.shape[-1]
+        return (
+            x.shape[1] == 1
+            and x.dtype in DTYPES
+            and b.dtype == x.dtype
+            and state.dtype == mx.float32
+            and columns % WARP == 0
+            and columns <= MAX_COLUMNS
+            and rows % ROWS == 0
+        )
+
+    def __call__(
+        self,
+        x: mx.array,
+        decay: mx.array,
+        dt: mx.array,
+        b: mx.array,
+        c: mx.array,
+        state: mx.array,
+    ) -> tuple[mx.array, mx.array]:
+        """What the states give, and they themselves after the token.
+
+        Args:
+            x: ``[B, 1, H, DH]``.
+            decay: of each head's state, ``[B, 1, H]``.
+            dt: the time that the token takes, ``[B, 1, H]``.
+            b: input vectors, ``[B, 1, G, DS]``; H is a multiple of G.
+            c: output vectors, likewise.
+            state: float32 ``[B, H, DH, DS]``.
+
+        Returns:
+            ``[B, 1, H, DH]`` of the dtype of x, and a state.
+        """
+        batch, _, heads, rows = x.shape
+        groups, columns = b.shape[2:]
+        constants: dict[str, Constant] = {
+            "T": x.dtype,
+            "HEADS": heads,
+            "GROUPS": groups,
+            "DH": rows,
+            "DS": columns,
+            "VEC": _vector(columns),
+            "ROWS": ROWS,
+            "WARPS": WARPS,
+        }
+        inputs = ("x", "decay", "dt", "b", "c", "before")
+        kernel = self._builder.kernel(KernelSpec("scan", inputs, ("y", "after")), constants)
+        y, after = kernel(
+            inputs=[
+                x,
+                decay.astype(mx.float32),
+                dt.astype(mx.float32),
+                b,
+                c.astype(b.dtype),
+                state,
+            ],
+            output_shapes=[x.shape, state.shape],
+            output_dtypes=[x.dtype, mx.float32],
+            **_launch(batch * heads * (rows // ROWS)),
         )
         return y, after
 
@@ -127,6 +199,17 @@ class ConvolutionKernel:
         return y
 
 
+def _vector(columns: int) -> int:
+    """How many neighbours a lane takes at once."""
+    return next(size for size in (4, 2, 1) if columns % (WARP * size) == 0)
+
+
+def _launch(warps: int) -> dict[str, tuple[int, int, int]]:
+    """Whole threadgroups of so many warps."""
+    threads = WARPS * WARP
+    return {"grid": (-(-warps // WARPS) * threads, 1, 1), "threadgroup": (threads, 1, 1)}
+
+
 def delta_error(kernel: DeltaKernel, shape: tuple[int, ...], dtype: mx.Dtype, gates: int) -> float:
     """Largest difference from mlx_lm's operations, in parts of the largest value.
 
@@ -151,6 +234,28 @@ def delta_error(kernel: DeltaKernel, shape: tuple[int, ...], dtype: mx.Dtype, ga
     return max(_error(found, wanted) for found, wanted in pairs)
 
 
+def scan_error(kernel: ScanKernel, shape: tuple[int, ...], dtype: mx.Dtype) -> float:
+    """The same for one token of a state space.
+
+    ``shape``: sequences, groups and heads, columns and rows of a state.
+    """
+    batch, groups, heads, columns, rows = shape
+    keys = iter(mx.random.split(mx.random.key(0), 6))
+
+    def normal(*sizes: int) -> mx.array:
+        return mx.random.normal(sizes, key=next(keys))
+
+    x = normal(batch, 1, heads, rows).astype(dtype)
+    b, c = (normal(batch, 1, groups, columns).astype(dtype) for _ in range(2))
+    dt, bias = normal(batch, 1, heads).astype(dtype), mx.zeros(heads)
+    a_log, skip = mx.linspace(-1, 1, heads), mx.zeros(heads, dtype)
+    state = normal(batch, heads, rows, columns)
+    wanted = ssm_attn(x, a_log, b, c, skip, dt, bias, state)
+    time = compute_dt(dt, bias, (0.001, 100.0))
+    found = kernel(x, mx.exp(time * -mx.exp(a_log)), time, b, c, state)
+    return max(_error(*pair) for pair in zip(found, wanted, strict=True))
+
+
 def convolution_error(kernel: ConvolutionKernel, weight: mx.array) -> float:
     """Largest difference from float32 sums, in parts of the largest value."""
     channels, width, _ = weight.shape
@@ -167,6 +272,15 @@ def why_not_delta(
     """Why the rule's kernel is not to be used; None if it agrees. See ``delta_error``."""
     try:
         error = delta_error(kernel, shape, dtype, gates)
+    except MODEL_ERRORS as cause:
+        return f"{type(cause).__name__}: {cause}"
+    return _why_off(error)
+
+
+def why_not_scan(kernel: ScanKernel, shape: tuple[int, ...], dtype: mx.Dtype) -> str | None:
+    """The same for the kernel of state spaces. See ``scan_error``."""
+    try:
+        error = scan_error(kernel, shape, dtype)
     except MODEL_ERRORS as cause:
         return f"{type(cause).__name__}: {cause}"
     return _why_off(error)
@@ -191,6 +305,7 @@ def states_report() -> KernelReport:
     weight = mx.random.normal((REPORT_CHANNELS, REPORT_WIDTH, 1), key=mx.random.key(0))
     reasons = (
         why_not_delta(DeltaKernel(dialect), REPORT_SHAPE, mx.bfloat16, 1),
+        why_not_scan(ScanKernel(dialect), (2, 2, 4, 128, 64), mx.bfloat16),
         why_not_convolution(ConvolutionKernel(dialect), weight.astype(mx.bfloat16)),
     )
     reason = next((one for one in reasons if one), None)

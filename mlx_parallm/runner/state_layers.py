@@ -8,12 +8,15 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+from mlx_lm.models.ssm import compute_dt
 
 from mlx_parallm.runner.state_kernels import (
     ConvolutionKernel,
     DeltaKernel,
+    ScanKernel,
     why_not_convolution,
     why_not_delta,
+    why_not_scan,
 )
 
 logger = logging.getLogger(__name__)
@@ -97,4 +100,48 @@ class DeltaSeam:
             reason = self._reasons[key] = why_not_delta(self._kernel, shape, q.dtype, gates)
             if reason is not None:
                 logger.info("the kernel of the delta rule is not used for %s: %s", key, reason)
+        return self._reasons[key] is None
+
+
+class ScanSeam:
+    """Stands for ``ssm_attn`` of mlx_lm, which keeps the prompts; see ``DeltaSeam``."""
+
+    def __init__(self, original: Callable[..., Any], kernel: ScanKernel) -> None:
+        self.original = original
+        self.step: object | None = None
+        self._kernel = kernel
+        self._reasons: dict[tuple[object, ...], str | None] = {}
+
+    def __call__(  # noqa: PLR0913 - as mlx_lm's
+        self,
+        x: mx.array,
+        a_log: mx.array,
+        b: mx.array,
+        c: mx.array,
+        d: mx.array,
+        dt: mx.array,
+        dt_bias: mx.array,
+        state: mx.array | None = None,
+        time_step_limit: tuple[float, float] = (0.001, 100.0),
+        **options: Any,
+    ) -> tuple[mx.array, mx.array]:
+        """As mlx_lm's function."""
+        has_options = any(one is not None for one in options.values())
+        if self.step is None or has_options or state is None or not self._serves(x, b, state):
+            parameters = (a_log, b, c, d, dt, dt_bias, state, time_step_limit)
+            return self.original(x, *parameters, **options)
+        time = compute_dt(dt, dt_bias, time_step_limit)
+        decay = mx.exp(time * -mx.exp(a_log).astype(time.dtype))
+        y, state = self._kernel(x, decay, time, b, c, state)
+        return y + x * d.reshape(1, 1, -1, 1), state
+
+    def _serves(self, x: mx.array, b: mx.array, state: mx.array) -> bool:
+        if not self._kernel.serves(x, b, state):
+            return False
+        shape = (2, b.shape[2], x.shape[2], b.shape[3], x.shape[3])
+        key = (*shape, x.dtype)
+        if key not in self._reasons:
+            reason = self._reasons[key] = why_not_scan(self._kernel, shape, x.dtype)
+            if reason is not None:
+                logger.info("the kernel of state spaces is not used for %s: %s", key, reason)
         return self._reasons[key] is None

@@ -8,16 +8,25 @@ import mlx.core as mx
 import mlx.nn as nn
 import pytest
 from mlx_lm.models.gated_delta import gated_delta_ops
+from mlx_lm.models.ssm import ssm_attn
 
 from mlx_parallm.runner.state_kernels import (
     ConvolutionKernel,
     DeltaKernel,
+    ScanKernel,
     convolution_error,
     delta_error,
+    scan_error,
     why_not_convolution,
     why_not_delta,
+    why_not_scan,
 )
-from mlx_parallm.runner.state_layers import DeltaSeam, RowConvolution, use_state_layers
+from mlx_parallm.runner.state_layers import (
+    DeltaSeam,
+    RowConvolution,
+    ScanSeam,
+    use_state_layers,
+)
 from tests.kernels.shim_compile import require_compiler
 from tests.kernels.shim_dialect import ORDERS, CudaShim
 
@@ -25,16 +34,15 @@ SHAPE = (1, 2, 1, 2, 32, 8)
 ROUNDING = {mx.float32: 1e-5, mx.bfloat16: 0.01, mx.float16: 2e-3}
 
 
-@pytest.mark.parametrize("dtype", ROUNDING)
 @pytest.mark.parametrize(
-    ("shape", "gates"),
+    ("shape", "gates", "dtype"),
     [
-        (SHAPE, 1),
-        (SHAPE, 32),  # one gate a column
-        ((3, 1, 2, 2, 64, 4), 1),  # a last threadgroup that is not full
-        ((1, 3, 1, 3, 128, 4), 128),
-        ((1, 1, 1, 1, 96, 4), 1),
-        ((1, 2, 2, 4, 256, 4), 1),
+        (SHAPE, 1, mx.float16),
+        (SHAPE, 32, mx.bfloat16),  # one gate a column
+        ((3, 1, 2, 2, 64, 4), 1, mx.float32),  # a last threadgroup that is not full
+        ((1, 3, 1, 3, 128, 4), 128, mx.float32),
+        ((1, 1, 1, 1, 96, 4), 1, mx.float32),
+        ((1, 2, 2, 4, 256, 4), 1, mx.bfloat16),
     ],
 )
 def test_the_rule_is_mlx_lms(shape: tuple[int, ...], gates: int, dtype: mx.Dtype) -> None:
@@ -44,8 +52,26 @@ def test_the_rule_is_mlx_lms(shape: tuple[int, ...], gates: int, dtype: mx.Dtype
         assert delta_error(DeltaKernel(shim), shape, dtype, gates) < ROUNDING[dtype]
 
 
-@pytest.mark.parametrize("dtype", ROUNDING)
-@pytest.mark.parametrize(("channels", "width"), [(1, 1), (40, 4), (300, 3)])
+@pytest.mark.parametrize(
+    ("shape", "dtype"),
+    [
+        ((2, 1, 3, 32, 8), mx.float32),
+        ((1, 2, 4, 64, 4), mx.float16),
+        ((1, 1, 2, 128, 4), mx.bfloat16),
+        ((1, 3, 3, 256, 4), mx.float32),
+    ],
+)
+def test_one_token_of_a_state_space_is_mlx_lms(shape: tuple[int, ...], dtype: mx.Dtype) -> None:
+    require_compiler()
+    shim = CudaShim()
+    for shim.order in ORDERS:
+        assert scan_error(ScanKernel(shim), shape, dtype) < ROUNDING[dtype]
+
+
+@pytest.mark.parametrize(
+    ("channels", "width", "dtype"),
+    [(1, 1, mx.float16), (40, 4, mx.bfloat16), (300, 3, mx.float32)],
+)
 def test_convolutions_are_right(channels: int, width: int, dtype: mx.Dtype) -> None:
     require_compiler()
     weight = mx.random.normal((channels, width, 1), key=mx.random.key(3)).astype(dtype)
@@ -70,6 +96,20 @@ def test_a_wrong_rule_is_not_used(wrong: str) -> None:
     shim.mutate = mutate
     shape = (1, 2, 2, 4, 32, 8)
     reason = why_not_delta(DeltaKernel(shim), shape, mx.float32, 1)
+    assert reason is not None
+    assert "off by" in reason
+
+
+@pytest.mark.parametrize(
+    ("right", "wrong"),
+    [("* decay[at]", ""), ("/ (HEADS / GROUPS)", "% GROUPS"), ("far /= 2", "far /= 4")],
+)
+def test_a_wrong_state_space_is_not_used(right: str, wrong: str) -> None:
+    require_compiler()
+    shim, shape = CudaShim(), (1, 2, 4, 32, 4)
+    assert why_not_scan(ScanKernel(shim), shape, mx.float32) is None
+    shim.mutate = lambda _, body: body.replace(right, wrong)
+    reason = why_not_scan(ScanKernel(shim), shape, mx.float32)
     assert reason is not None
     assert "off by" in reason
 
@@ -111,6 +151,27 @@ def test_the_kernel_computes_in_forwards_of_ours_only() -> None:
     assert mx.array_equal(masked, gated_delta_ops(*inputs, mask)[1])
     seam(*inputs[:5], inputs[5].astype(mx.bfloat16))
     assert len(calls) == 1
+
+
+def test_tokens_of_state_spaces_are_the_kernels_and_prompts_mlx_lms() -> None:
+    require_compiler()
+    shim, calls = CudaShim(), list[str]()
+    shim.mutate = lambda name, body: calls.append(name) or body
+    seam = ScanSeam(ssm_attn, ScanKernel(shim))
+
+    def inputs(tokens: int) -> list[mx.array]:
+        keys = iter(mx.random.split(mx.random.key(9), 8))
+        sizes = [(3, tokens, 4, 8), (4,), (3, tokens, 2, 32), (3, tokens, 2, 32), (4,)]
+        sizes += [(3, tokens, 4), (4,), (3, 4, 8, 32)]
+        return [mx.random.normal(one, key=next(keys)) for one in sizes]
+
+    for tokens, is_ours, num_calls in [(1, False, 0), (1, True, 1), (2, True, 1)]:
+        given = inputs(tokens)
+        wanted = ssm_attn(*given, mask=None, lengths=None)
+        seam.step = SimpleNamespace() if is_ours else None
+        found = seam(*given, mask=None, lengths=None)
+        assert len(calls) == num_calls
+        assert all(mx.allclose(*pair, atol=1e-4) for pair in zip(found, wanted, strict=True))
 
 
 def test_where_the_kernel_is_wrong_mlx_lm_computes() -> None:
