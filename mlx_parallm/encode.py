@@ -40,6 +40,7 @@ class EncodeInput:
         candidates: of the same: ids whose logits are wanted, in this order; empty: all.
         num_unattended: tokens at the end that attend to all before them, and that none attends to.
         num_unpooled: of ``embed``: tokens at the beginning that are no part of the vector.
+        adapter: the content of the adapter that it is read with; None: the model as it is.
     """
 
     token_ids: tuple[int, ...]
@@ -49,6 +50,7 @@ class EncodeInput:
     candidates: tuple[int, ...] = ()
     num_unattended: int = 0
     num_unpooled: int = 0
+    adapter: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,11 +82,13 @@ class EncodeRequest:
         request_id: chosen by the caller, unique among those in flight.
         model: the model's first name.
         inputs: at least one.
+        adapter: the name of the adapter that they are read with; None: the model as it is.
     """
 
     request_id: str
     model: str
     inputs: tuple[EncodeInput, ...]
+    adapter: str | None = None
 
 
 class EncodeResults(list["np.ndarray"]):
@@ -177,6 +181,19 @@ class EncoderInfo:
     late: LateInteraction | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class OwnHead:
+    """The head that an adapter has instead of its model's.
+
+    Attributes:
+        num_labels: that it tells apart.
+        tasks: what it lets the model do that this cannot do alone.
+    """
+
+    num_labels: int
+    tasks: tuple[Task, ...] = ()
+
+
 class EncodeJob(Protocol):
     """A batch that is computed in stages, with other work in between."""
 
@@ -202,8 +219,12 @@ class Encoder(Protocol):
         """Facts about the loaded model."""
         ...
 
-    def begin(self, inputs: Sequence[EncodeInput]) -> EncodeJob:
-        """A batch of these inputs, of which nothing is computed yet."""
+    def begin(self, inputs: Sequence[EncodeInput], slots: Mapping[str, int]) -> EncodeJob:
+        """A batch of these inputs, of which nothing is computed yet.
+
+        ``slots``: where the adapters are that inputs name, by content. Others may be put there as
+        soon as this returns.
+        """
         ...
 
     def run(self, inputs: Sequence[EncodeInput]) -> list[np.ndarray]:

@@ -12,6 +12,7 @@ from prometheus_client import CollectorRegistry
 
 from mlx_parallm.config import EngineConfig, ModelConfig
 from mlx_parallm.encode import EncodeInput, EncodeRequest, EncodeResults, EncoderInfo, TokenSpan
+from mlx_parallm.engine.adapter_control import NamedAdapter
 from mlx_parallm.engine.commands import Abort, Command, Encode, EngineHost
 from mlx_parallm.engine.encoder_interface import EncoderModel
 from mlx_parallm.engine.encoders.client import AsyncEncoders
@@ -145,10 +146,24 @@ def computed(one: EncodeInput, info: EncoderInfo) -> np.ndarray:
     return np.maximum(found - 1, 0) if one.task == "sparse" else found
 
 
+class FakeAdapters:
+    """Implements ``AdapterNames``: there are none."""
+
+    def named(self, name: str) -> NamedAdapter | None:
+        return None
+
+    async def ensure_loaded(self, name: str, base: str) -> None:
+        raise ModelNotFoundError(name)
+
+    async def refresh(self) -> None:
+        pass
+
+
 class FakeThread:
     """Answers at once. Implements ``EngineThread``."""
 
     config = EngineConfig()
+    control = FakeAdapters()
 
     def __init__(self) -> None:
         self.infos: dict[str, EncoderInfo] = {}

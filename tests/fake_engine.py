@@ -128,6 +128,9 @@ class NoEncoders:
     def statuses(self) -> Sequence[EncoderStatus]:
         return ()
 
+    def find(self, name: str) -> EncoderStatus | None:
+        return None
+
     async def wait(self, name: str) -> None:
         raise ModelNotFoundError(name)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 from prometheus_client import CollectorRegistry
@@ -61,7 +61,8 @@ class SumEncoder:
         self.clock = clock or FakeClock()
         self.batches: list[list[tuple[int, ...]]] = []
 
-    def begin(self, inputs: Sequence[EncodeInput]) -> SumJob:
+    def begin(self, inputs: Sequence[EncodeInput], slots: Mapping[str, int]) -> SumJob:
+        assert {one.adapter for one in inputs} - {None} == set(slots)
         batch = [one.token_ids for one in inputs]
         self.batches.append(batch)
         if any(POISON in one for one in batch):
@@ -70,7 +71,7 @@ class SumEncoder:
         return SumJob(self.clock, seconds_of(batch), list(np.array(rows, dtype=np.float32)))
 
     def run(self, inputs: Sequence[EncodeInput]) -> list[np.ndarray]:
-        return self.begin(inputs).results()
+        return self.begin(inputs, {}).results()
 
     def release(self) -> None:
         self.batches.clear()

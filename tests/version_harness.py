@@ -171,7 +171,7 @@ class VersionHarness:
         self.store = FakeStore()
         self.policies = Policies(
             model="m",
-            scheduler=self.scheduler,
+            users=self.scheduler,
             store=self.store,
             max_loaded=max_loaded,
             max_rank=MAX_RANK,
@@ -181,7 +181,7 @@ class VersionHarness:
             self,
             Tokenizer(),
             cast(EngineMetrics, NoMetrics()),
-            live=LiveWeights(self.policies, cast(LiveModel, None)),
+            live=LiveWeights(self.policies, cast(LiveModel, None), self.scheduler),
         )
         self.plain = Weights(DEFAULT_VERSION)
         self.names: dict[str, Weights] = {}

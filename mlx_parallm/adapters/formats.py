@@ -27,6 +27,8 @@ _PEFT_NAME = re.compile(
     r"(?P<module>.+)\.(?P<part>lora_A|lora_B|lora_embedding_A|lora_embedding_B"
     r"|lora_magnitude_vector)(?:\.default)?(?:\.weight)?"
 )
+# What PEFT has around a module that it saves; its own files leave it out.
+_WRAPPER = re.compile(r"\.modules_to_save(?:\.default)?\.")
 _MLX_NAME = re.compile(r"(?P<module>.+)\.(?P<part>lora_a|lora_b|m)")
 # One expert of many, which mlx_lm keeps in one tensor.
 _EXPERT = re.compile(r"(?P<block>.+)\.experts\.(?P<number>\d+)\.(?P<name>\w+)")
@@ -46,12 +48,17 @@ def read_adapter(config: Mapping[str, Any], tensors: Tensors, *, param: str) -> 
         InvalidRequestError: a feature of the format that is not served, a tensor that is missing,
             has another shape than its partner, or numbers that are not finite.
     """
+    saved: dict[str, HostTensor] = {}
     try:
-        modules = _peft(config, tensors) if "peft_type" in config else _mlx(config, tensors)
+        if "peft_type" in config:
+            saved, tensors = _saved(config, tensors)
+            modules = _peft(config, tensors)
+        else:
+            modules = _mlx(config, tensors)
         _check(modules)
     except _Unusable as reason:
         raise InvalidRequestError(f"The adapter cannot be used: {reason}.", param=param) from None
-    return AdapterWeights(modules)
+    return AdapterWeights(modules, saved)
 
 
 class _Unusable(Exception):  # noqa: N818 - never leaves this file
@@ -61,7 +68,7 @@ class _Unusable(Exception):  # noqa: N818 - never leaves this file
 def _peft(config: Mapping[str, Any], tensors: Tensors) -> dict[str, LowRank]:
     if config.get("peft_type") != "LORA":
         raise _Unusable(f"peft_type {str(config.get('peft_type'))[:40]!r} is not LORA")
-    for name in ("modules_to_save", "target_parameters", "trainable_token_indices"):
+    for name in ("target_parameters", "trainable_token_indices"):
         if config.get(name):
             raise _Unusable(f"{name} is not supported")
     if config.get("bias", "none") != "none" or config.get("lora_bias"):
@@ -84,6 +91,33 @@ def _peft(config: Mapping[str, Any], tensors: Tensors) -> dict[str, LowRank]:
             changes_head=not is_embedding,
         )
     return _with_experts(modules)
+
+
+def _saved(config: Mapping[str, Any], tensors: Tensors) -> tuple[dict[str, HostTensor], Tensors]:
+    """The parameters of modules that the file has in full, by name, and the other tensors.
+
+    ``modules_to_save`` are ends of module paths, such as a classifier's head; PEFT puts those of
+    every architecture there, so that most are of none.
+    """
+    ends = config.get("modules_to_save") or []
+    if not isinstance(ends, list) or not all(isinstance(one, str) for one in ends):
+        raise _Unusable("modules_to_save is no list of names")
+    if not ends:
+        return {}, tensors
+    is_saved = re.compile(rf"(?:.+\.)?(?:{'|'.join(map(re.escape, ends))})\..+")
+    saved, others = {}, {}
+    for name, tensor in tensors.items():
+        path = _WRAPPER.sub(".", name.removeprefix(_PEFT_PREFIX))
+        if _PEFT_NAME.fullmatch(path) is None and is_saved.fullmatch(path):
+            saved[path] = tensor
+        else:
+            others[name] = tensor
+    if not saved:
+        raise _Unusable(f"modules_to_save ({', '.join(ends)[:100]}) has no tensors in the file")
+    for name, tensor in saved.items():
+        if not tensor.is_finite():
+            raise _Unusable(f"{name[:100]} has numbers that are not finite")
+    return saved, others
 
 
 def _peft_scale(config: Mapping[str, Any], path: str, rank: int) -> float:

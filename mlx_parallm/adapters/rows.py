@@ -21,15 +21,27 @@ class AdapterRows:
     Attributes:
         slots: int32 ``[B]``.
         crowd: the slots that many rows have, each alone; None where none is known to.
+        only: the slot that all rows have; None if they have several. Whatever a layer gets is then
+            changed by it, of whatever shape.
     """
 
     slots: mx.array
     crowd: Crowd | None = None
+    only: int | None = None
 
     @classmethod
     def of_step(cls, slots: np.ndarray | None) -> AdapterRows | None:
         """Of the tokens of a step, each a row, int32 ``[T]``; None if all are without."""
         return None if slots is None else cls(mx.array(slots), Crowd.of(slots))
+
+    @classmethod
+    def of_batch(cls, slots: np.ndarray) -> AdapterRows | None:
+        """Of the inputs of a batch, each a row of tokens, int32 ``[B]``; None if none has one."""
+        if not slots.any():
+            return None
+        if (slots == slots[0]).all():
+            return cls(mx.array(slots), only=int(slots[0]))
+        return cls.of_step(slots)
 
 
 @dataclass(frozen=True, slots=True)

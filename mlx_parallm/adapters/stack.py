@@ -162,6 +162,8 @@ class LinearStack(AdapterStack):
             rows: B of them.
             bias: that is in ``y``, ``[out]``: DoRA leaves it alone.
         """
+        if rows.only is not None:
+            return self._by_one(x, y, rows.only, bias)
         if x.ndim != 3:
             shape, count = y.shape, rows.slots.size
             x, y = (one.reshape(count, -1, one.shape[-1]) for one in (x, y))
@@ -172,6 +174,14 @@ class LinearStack(AdapterStack):
         else:
             change = self._together(x, rows.crowd).astype(y.dtype)
         return self.scaled(y + change, rows.slots, bias)
+
+    def _by_one(self, x: mx.array, y: mx.array, slot: int, bias: mx.array | None) -> mx.array:
+        """The output ``[..., out]`` of an input ``[..., in]``, changed by one adapter."""
+        y = y + (x.astype(self._dtype) @ self.a[slot].T @ self.b[slot]).astype(y.dtype)
+        if self.gain is None:
+            return y
+        gain = self.gain[slot].astype(y.dtype)
+        return y * gain if bias is None else (y - bias) * gain + bias
 
     def scaled(self, y: mx.array, slots: mx.array, bias: mx.array | None = None) -> mx.array:
         """Changed outputs ``[B, L, out]`` times what DoRA says of the rows' slots, int32 ``[B]``.
@@ -247,6 +257,8 @@ class EmbeddingStack(AdapterStack):
 
     def __call__(self, ids: mx.array, y: mx.array, rows: AdapterRows) -> mx.array:
         """The hidden states ``[B, L, dims]`` of token ids ``[B, L]``, changed for each row."""
+        if rows.only is not None:
+            return self._by_one(ids, y, rows.only)
         slots = rows.slots
         low = self.a[slots[:, None], ids]
         y = y + mx.gather_mm(low, self.b, rhs_indices=slots).astype(y.dtype)
@@ -254,8 +266,15 @@ class EmbeddingStack(AdapterStack):
             return y
         return y * self.gain[slots[:, None], ids][..., None].astype(y.dtype)
 
+    def _by_one(self, ids: mx.array, y: mx.array, slot: int) -> mx.array:
+        """The same of ids of any shape, changed by one adapter."""
+        y = y + (self.a[slot][ids] @ self.b[slot]).astype(y.dtype)
+        return y if self.gain is None else y * self.gain[slot][ids][..., None].astype(y.dtype)
+
     def head(self, x: mx.array, y: mx.array, rows: AdapterRows) -> mx.array:
         """The logits ``[B, L, vocab]`` of a tied head, changed for each row."""
+        if rows.only is not None:
+            return self._head_by_one(x, y, rows.only)
         slots = rows.slots
         is_theirs = self.heads[slots][:, None, None]
         low = mx.gather_mm(x.astype(self._dtype), self.b.swapaxes(-1, -2), rhs_indices=slots)
@@ -264,6 +283,15 @@ class EmbeddingStack(AdapterStack):
         if self.gain is None:
             return y
         return y * mx.where(is_theirs, self.gain[slots][:, None], 1).astype(y.dtype)
+
+    def _head_by_one(self, x: mx.array, y: mx.array, slot: int) -> mx.array:
+        """The same of hidden states of any shape, changed by one adapter."""
+        is_changed = self.heads[slot]
+        low = mx.where(is_changed, x.astype(self._dtype) @ self.b[slot].T, 0)
+        y = y + (low @ self.a[slot].T).astype(y.dtype)
+        if self.gain is None:
+            return y
+        return y * mx.where(is_changed, self.gain[slot], 1).astype(y.dtype)
 
 
 class ExpertStack(AdapterStack):

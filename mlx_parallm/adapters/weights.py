@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import functools
 import hashlib
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Literal
 
 from mlx_parallm.adapters.tensors import HostTensor, on_threads
@@ -50,9 +50,15 @@ class LowRank:
 
 @dataclass(frozen=True)
 class AdapterWeights:
-    """The changes of one adapter, by the path of the module in the checkpoint's names."""
+    """What one adapter changes, by the checkpoint's names.
+
+    Attributes:
+        modules: changes of weights, by the path of the module.
+        saved: parameters that it has in full, by name: those of PEFT's ``modules_to_save``.
+    """
 
     modules: Mapping[str, LowRank]
+    saved: Mapping[str, HostTensor] = field(default_factory=dict)
 
     @property
     def rank(self) -> int:
@@ -62,21 +68,31 @@ class AdapterWeights:
     @property
     def num_bytes(self) -> int:
         """Of all tensors."""
-        return sum(one.nbytes for module in self.modules.values() for one in module.tensors())
+        changes = sum(one.nbytes for module in self.modules.values() for one in module.tensors())
+        return changes + sum(one.nbytes for one in self.saved.values())
 
     @functools.cached_property
     def digest(self) -> str:
         """SHA-256 of everything that decides what the adapter does: its identity, in hex."""
-        modules = on_threads(_module_digest, sorted(self.modules.items()))
-        return hashlib.sha256(b"".join(modules)).hexdigest()
+        parts = on_threads(_module_digest, sorted(self.modules.items()))
+        parts += on_threads(_saved_digest, sorted(self.saved.items()))
+        return hashlib.sha256(b"".join(parts)).hexdigest()
 
 
 def _module_digest(module: tuple[str, LowRank]) -> bytes:
     path, one = module
+    return _digest((path, one.kind, repr(one.scale), str(one.changes_head)), one.tensors())
+
+
+def _saved_digest(saved: tuple[str, HostTensor]) -> bytes:
+    name, tensor = saved
+    return _digest((name, "saved"), [tensor])
+
+
+def _digest(settings: Iterable[str], tensors: Iterable[HostTensor]) -> bytes:
     total = hashlib.sha256()
-    settings = (path, one.kind, repr(one.scale), str(one.changes_head))
     total.update("\0".join((*settings, "")).encode())
-    for tensor in one.tensors():
+    for tensor in tensors:
         raw, order = tensor.stored()
         total.update(f"{tensor.shape}{tensor.dtype}{order}\0".encode())
         total.update(raw)

@@ -95,40 +95,56 @@ class EncodeQueue:
             if not waiting.askers:
                 self._forget(waiting)
 
-    def take(self, max_tokens: int) -> list[WaitingInput]:
+    def take(self, max_tokens: int, *, max_adapters: int = 1) -> list[WaitingInput]:
         """The next batch: the input that waits longest, and others near its length.
 
         The batch's inputs, padded to the longest, have at most ``max_tokens`` together; the one
-        that waits longest runs whatever its length. Sorted by length.
+        that waits longest runs whatever its length. They have at most ``max_adapters``; there is no
+        batch if that is 0 and the input that waits longest has one. Sorted by length.
         """
-        if not self._by_number:
+        oldest = next(iter(self._by_number.values()), None)
+        if oldest is None or (oldest.input.adapter is not None and not max_adapters):
             return []
-        oldest = next(iter(self._by_number.values()))
         first = bisect.bisect_left(self._by_length, oldest.key)
-        begin, end = self._widen(first, max_tokens)
+        begin, end = self._widen(first, max_tokens, max_adapters)
         batch = [self._by_number[number] for _, number in self._by_length[begin:end]]
         for waiting in batch:
             self._forget(waiting)
         return batch
 
-    def _widen(self, first: int, max_tokens: int) -> tuple[int, int]:
+    def _widen(self, first: int, max_tokens: int, max_adapters: int) -> tuple[int, int]:
         """The neighbours of an input that run with it, as a slice of ``_by_length``.
 
         Whichever neighbour costs fewer tokens joins next; a longer one is paid for by all.
         """
         lengths = self._by_length
         begin, end = first, first + 1
+        # The model as it is takes no slot.
+        adapters = {None, self._adapter(first)}
+
+        def may_join(place: int) -> bool:
+            return len(adapters | {self._adapter(place)}) <= max_adapters + 1
+
         while True:
             count, longest = end - begin, lengths[end - 1][0]
             costs = []
-            if begin > 0 and _is_near(lengths[begin - 1][0], longest):
+            if begin > 0 and _is_near(lengths[begin - 1][0], longest) and may_join(begin - 1):
                 costs.append(((count + 1) * longest, begin - 1, end))
-            if end < len(lengths) and _is_near(lengths[begin][0], lengths[end][0]):
+            if (
+                end < len(lengths)
+                and _is_near(lengths[begin][0], lengths[end][0])
+                and may_join(end)
+            ):
                 costs.append(((count + 1) * lengths[end][0], begin, end + 1))
             cost, *wider = min(costs, default=(max_tokens + 1, begin, end))
             if cost > max_tokens:
                 return begin, end
+            adapters |= {self._adapter(one) for one in (wider[0], wider[1] - 1)}
             begin, end = wider
+
+    def _adapter(self, place: int) -> str | None:
+        """Of the input that is there in ``_by_length``."""
+        return self._by_number[self._by_length[place][1]].input.adapter
 
     def _forget(self, waiting: WaitingInput) -> None:
         del self._by_input[waiting.input], self._by_number[waiting.number]

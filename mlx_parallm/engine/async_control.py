@@ -2,77 +2,33 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any
 
 from mlx_parallm.adapters.folder import is_adapter_folder
 from mlx_parallm.config import AdapterConfig
 from mlx_parallm.engine import host_actions
-from mlx_parallm.engine.adapter_folders import MAX_NAME, AdapterFolders
-from mlx_parallm.engine.adapter_reader import AdapterReader
-from mlx_parallm.engine.adapter_staging import AdapterStaging
+from mlx_parallm.engine.adapter_control import AdapterControl, EngineThread
 from mlx_parallm.engine.commands import EngineHost
 from mlx_parallm.engine.control import PauseMode
-from mlx_parallm.engine.control_metrics import ADAPTER, WEIGHTS, ControlMetrics
+from mlx_parallm.engine.control_metrics import WEIGHTS, ControlMetrics
 from mlx_parallm.engine.encoder_interface import ModelMemory
-from mlx_parallm.engine.engine import Engine
-from mlx_parallm.engine.interface import ServedModel
-from mlx_parallm.engine.live_weights import SLEEP_TAGS, WeightsUpdate
-from mlx_parallm.engine.policies import AdapterInfo, AdapterUpload
-from mlx_parallm.errors import InvalidRequestError, ModelNotFoundError, NotFoundError, PausedError
+from mlx_parallm.engine.live_weights import SLEEP_TAGS, LiveWeights, WeightsUpdate
+from mlx_parallm.errors import InvalidRequestError, ModelNotFoundError, PausedError
 from mlx_parallm.scheduler.adapter_slots import AdapterSlots
 from mlx_parallm.weights import WeightsVersion
 
 
-class EngineThread(Protocol):
-    """What this needs of the engine that it controls."""
-
-    def models(self) -> Sequence[ServedModel]:
-        """The loaded models."""
-        ...
-
-    def first_model(self) -> ServedModel:
-        """The first of them; raise InvalidRequestError if there is none."""
-        ...
-
-    def is_encoder(self, name: str) -> bool:
-        """Whether an encoder has this name."""
-        ...
-
-    async def call(self, action: Callable[[EngineHost], Any]) -> Any:
-        """What an action between two steps gives; raise its error."""
-        ...
-
-    async def cancel_all(self) -> int:
-        """End every request with what it has; how many there were."""
-        ...
-
-    async def wait_until_idle(self) -> None:
-        """Return once no request is open."""
-        ...
-
-
-class AsyncControl:
+class AsyncControl(AdapterControl):
     """Implements ``EngineControl``."""
 
     def __init__(
         self, thread: EngineThread, config: AdapterConfig, metrics: ControlMetrics
     ) -> None:
-        self._thread = thread
-        self._metrics = metrics
-        self._folders = AdapterFolders(config)
-        self._reader = AdapterReader(self._folders)
+        super().__init__(thread, config, metrics)
         self._pause: PauseMode | None = None
-        self._sleep_level = 0
         # Whether it was paused before it slept.
         self._stays_paused = False
-        # By name, as the engine thread had them after the latest change.
-        self._adapters: dict[str, AdapterInfo] = {}
-        self._versions: Mapping[str, WeightsVersion] = {}
-        # Loads of adapters that are found by name, so that many requests share one.
-        self._loading: dict[str, asyncio.Future[AdapterInfo]] = {}
 
     @property
     def sleep_level(self) -> int:
@@ -84,10 +40,6 @@ class AsyncControl:
         """See ``EngineControl.is_paused``."""
         return self._pause is not None
 
-    def adapters(self) -> Sequence[AdapterInfo]:
-        """See ``EngineControl.adapters``."""
-        return list(self._adapters.values())
-
     def report(self, slots: Mapping[str, AdapterSlots]) -> None:
         """Bring the metrics up to date; ``slots`` are by model."""
         names = [one.names[0] for one in self._thread.models()]
@@ -98,16 +50,9 @@ class AsyncControl:
         """Bring the metrics of memory up to date."""
         self._metrics.on_memory(memory)
 
-    async def look(self) -> Sequence[AdapterInfo]:
-        """See ``EngineControl.look``."""
-        await self.refresh()
-        return self.adapters()
-
     async def checksums(self, model: str | None = None) -> Mapping[str, str]:
         """See ``EngineControl.checksums``."""
-        return await self._call(
-            self._base(model), lambda engine: host_actions.live_weights(engine).checksums()
-        )
+        return await self._on_weights(model, lambda live: live.checksums())
 
     def version(self, model: str | None = None) -> WeightsVersion:
         """See ``EngineControl.version``."""
@@ -124,104 +69,6 @@ class AsyncControl:
         self._adapters, self._versions = {}, {}
         self._pause = None
         self._sleep_level = 0
-
-    def find(self, name: str) -> AdapterInfo | None:
-        """The loaded adapter that requests call by this name, or by "model:name"."""
-        if name in self._adapters:
-            return self._adapters[name]
-        for info in self._adapters.values():
-            if any(f"{alias}:{info.name}" == name for alias in self._names(info.model)):
-                return info
-        return None
-
-    def served(self, name: str) -> ServedModel | None:
-        """An adapter as a model, loaded or to be loaded with its first request; None if neither."""
-        info = self.find(name)
-        if info is not None:
-            return self._as_model(info.name, info.model, info.source)
-        model, _, short = name.rpartition(":")
-        base = model if any(model in one.names for one in self._thread.models()) else None
-        source = self._folders.find(short if base else name)
-        if source is None:
-            return None
-        return self._as_model(short if base else name, self._base(base), str(source))
-
-    async def ensure_loaded(self, name: str, base: str) -> None:
-        """Load an adapter of a model that was found by its name, unless it is there.
-
-        Raises:
-            ModelNotFoundError: there is none.
-            InvalidRequestError: it cannot be used.
-        """
-        if name in self._adapters:
-            return
-        if name not in self._loading:
-            loading = asyncio.ensure_future(self._load_by_name(name, base))
-            self._loading[name] = loading
-            loading.add_done_callback(lambda done: self._end_loading(name, done))
-        # Who waits may go away; others wait too.
-        await asyncio.shield(self._loading[name])
-
-    async def read_named(self, name: str) -> AdapterUpload:
-        """The adapter that is found by its name; raise ModelNotFoundError."""
-        weights, source = await self._reader.read_named(name)
-        return AdapterUpload(name=name, weights=weights, source=source)
-
-    async def load_adapter(self, upload: AdapterUpload, *, model: str | None = None) -> AdapterInfo:
-        """See ``EngineControl.load_adapter``."""
-        base = self._base(model)
-        self._check_name(upload.name, base)
-        # Who asked for it may go away: what was begun is ended.
-        with self._metrics.timed(ADAPTER):
-            return await asyncio.shield(asyncio.ensure_future(self._load(upload, base)))
-
-    async def _load(self, upload: AdapterUpload, base: str) -> AdapterInfo:
-        """Put it into a slot in parts, between steps, and then let requests use that."""
-        staging = AdapterStaging(upload, in_parts=not self._sleep_level)
-
-        def advance(host: EngineHost) -> tuple[AdapterInfo, host_actions.Loaded] | None:
-            info = staging.advance(host.engines[base].policies)
-            return None if info is None else (info, host_actions.loaded(host))
-
-        done: tuple[AdapterInfo, host_actions.Loaded] | None = None
-        while done is None:
-            done = await self._thread.call(advance)
-        info, loaded = done
-        self._note(loaded)
-        return self._adapters.get(info.name, info)
-
-    async def load_adapter_folder(
-        self,
-        name: str,
-        path: str,
-        *,
-        model: str | None = None,
-        version: str | None = None,
-        expected_version: str | None = None,
-        replaces: bool = False,
-        is_pinned: bool | None = None,
-    ) -> AdapterInfo:
-        """See ``EngineControl.load_adapter_folder``."""
-        weights, source = await self._reader.read(path)
-        upload = AdapterUpload(
-            name=name,
-            weights=weights,
-            version=version,
-            expected_version=expected_version,
-            replaces=replaces,
-            is_pinned=is_pinned,
-            source=source,
-        )
-        return await self.load_adapter(upload, model=model)
-
-    async def unload_adapter(self, name: str) -> AdapterInfo:
-        """See ``EngineControl.unload_adapter``."""
-        info = self.find(name)
-        if info is None:
-            raise NotFoundError(f"The adapter {name!r} is not loaded.", param="name")
-        gone = await self._call(info.model, lambda engine: engine.policies.unload(info.name))
-        await self.refresh()
-        return gone
 
     async def pause(self, mode: PauseMode, *, clear_cache: bool = False) -> int:
         """See ``EngineControl.pause``."""
@@ -297,9 +144,7 @@ class AsyncControl:
 
     async def set_version(self, label: str, *, model: str | None = None) -> WeightsVersion:
         """See ``EngineControl.set_version``."""
-        version = await self._call(
-            self._base(model), lambda engine: host_actions.live_weights(engine).relabel(label)
-        )
+        version = await self._on_weights(model, lambda live: live.relabel(label))
         await self.refresh()
         return version
 
@@ -334,29 +179,11 @@ class AsyncControl:
         await self.refresh()
         return asleep
 
-    async def _load_by_name(self, name: str, base: str) -> AdapterInfo:
-        self._check_name(name, base)
-        upload = await self.read_named(name)
-        info = await self._call(base, lambda engine: engine.policies.ensure(upload))
-        await self.refresh()
-        return info
-
-    def _end_loading(self, name: str, done: asyncio.Future[AdapterInfo]) -> None:
-        del self._loading[name]
-        if not done.cancelled():
-            # Perhaps nobody waits for it any more.
-            done.exception()
-
-    async def _call(self, model: str, action: Callable[[Engine], Any]) -> Any:
-        return await self._thread.call(lambda host: action(host.engines[model]))
-
-    async def refresh(self) -> None:
-        """Hear from the engine thread what is loaded."""
-        self._note(await self._thread.call(host_actions.loaded))
-
-    def _note(self, loaded: host_actions.Loaded) -> None:
-        infos, self._versions = loaded
-        self._adapters = {info.name: info for info in infos}
+    async def _on_weights(self, model: str | None, action: Callable[[LiveWeights], Any]) -> Any:
+        base = self._base(model)
+        return await self._thread.call(
+            lambda host: action(host_actions.live_weights(host.engines[base]))
+        )
 
     def _base(self, model: str | None) -> str:
         """The first name of a model, or of the first one."""
@@ -365,32 +192,11 @@ class AsyncControl:
         for one in self._thread.models():
             if model in one.names:
                 return one.names[0]
-        if self._thread.is_encoder(model):
+        if self._names(model):
             raise InvalidRequestError(
                 f"{model} is an encoder: its weights stay as they were loaded.", param="model"
             )
         raise ModelNotFoundError(model)
-
-    def _names(self, base: str) -> tuple[str, ...]:
-        return next((one.names for one in self._thread.models() if one.names[0] == base), ())
-
-    def _check_name(self, name: str, base: str) -> None:
-        if not name or len(name) > MAX_NAME:
-            raise InvalidRequestError(
-                f"An adapter's name has 1 to {MAX_NAME} characters.", param="name"
-            )
-        is_model = any(name in one.names for one in self._thread.models())
-        if is_model or self._thread.is_encoder(name):
-            raise InvalidRequestError(f"A model is named {name!r}.", param="name")
-        info = self._adapters.get(name)
-        if info is not None and info.model != base:
-            raise InvalidRequestError(
-                f"{name!r} is an adapter of {info.model!r}; unload it first.", param="name"
-            )
-
-    def _as_model(self, name: str, base: str, source: str | None) -> ServedModel:
-        model = next(one for one in self._thread.models() if one.names[0] == base)
-        return replace(model, names=(name,), root=source or name, parent=base, adapter=name)
 
 
 SLEEP_LEVELS = (0, 1, 2)

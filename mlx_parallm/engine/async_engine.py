@@ -149,9 +149,13 @@ class AsyncEngine:
             raise InvalidRequestError("No model that generates is served here.", param="model")
         return models[0]
 
-    def is_encoder(self, name: str) -> bool:
-        """Whether an encoder has this name."""
-        return self.encoders.find(name) is not None
+    def base_names(self) -> Sequence[tuple[str, ...]]:
+        """The names of every model, those that generate first."""
+        return [one.names for one in (*self.models(), *self.encoders.statuses())]
+
+    def hold(self, model: str) -> contextlib.AbstractAsyncContextManager[None]:
+        """Have a model in memory while the block runs; one that generates is always there."""
+        return contextlib.nullcontext() if model in self._models else self.encoders.hold(model)
 
     def get_model(self, name: str) -> ServedModel:
         """The model or adapter of this name.
@@ -163,7 +167,7 @@ class AsyncEngine:
         model = self._models.get(name) or self.control.served(name)
         if model is not None:
             return model
-        if self.is_encoder(name):
+        if self.encoders.find(name) is not None:
             raise InvalidRequestError(
                 f"{name} is an encoder: it reads texts and generates none (docs/encoders.md).",
                 param="model",
@@ -284,7 +288,7 @@ class AsyncEngine:
         """The Prometheus exposition and its content type."""
         self.control.report_memory(self.memory())
         self.control.report(
-            {name: one.policies.scheduler.adapters for name, one in self._engines.items()}
+            {name: one.policies.users.adapters for name, one in self._engines.items()}
         )
         return generate_latest(self._families.registry), CONTENT_TYPE_LATEST
 

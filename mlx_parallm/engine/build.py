@@ -345,7 +345,7 @@ def _assemble(
     metrics = EngineMetrics(families, names[0], info)
     policies = Policies(
         model=names[0],
-        scheduler=scheduler,
+        users=scheduler,
         store=runner.adapters,
         max_loaded=config.adapters.max_loaded,
         max_rank=config.adapters.max_rank,
@@ -355,7 +355,7 @@ def _assemble(
         runner,
         one.tokenizer,
         metrics,
-        live=LiveWeights(policies, runner.live),
+        live=LiveWeights(policies, runner.live, scheduler),
         seed=config.seed,
         tracer=tracer,
     )

@@ -12,6 +12,7 @@ from mlx_parallm.outputs import GenerateEvent
 from mlx_parallm.request import GenerateRequest
 
 if TYPE_CHECKING:
+    from mlx_parallm.engine.encoders.adapters import EncoderAdapterSet
     from mlx_parallm.engine.encoders.engine import EncodeEngine
     from mlx_parallm.engine.engine import Engine
     from mlx_parallm.engine.policies import AdapterUpload
@@ -28,6 +29,11 @@ class EngineHost(Protocol):
     @property
     def encoders(self) -> MutableMapping[str, EncodeEngine]:
         """Likewise; those that are loaded."""
+        ...
+
+    @property
+    def encoder_adapters(self) -> MutableMapping[str, EncoderAdapterSet]:
+        """Likewise; those of encoders that made way too."""
         ...
 
     def deliver(self, events: list[GenerateEvent], /) -> None:

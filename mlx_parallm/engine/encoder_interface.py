@@ -103,6 +103,8 @@ class TextEncoder(Protocol):
 class EncoderModel:
     """A loaded encoder as its clients see it; see ``ServedModel`` for the fields of that name.
 
+    An adapter of one is one too.
+
     Attributes:
         names: the first is the one reported.
         root: the hub id or folder it comes from.
@@ -111,6 +113,7 @@ class EncoderModel:
         info: what was found out about it.
         max_batch_tokens: of a batch, padding included.
         max_waiting: distinct inputs that may wait.
+        parent: of an adapter: the first name of its model.
     """
 
     names: tuple[str, ...]
@@ -120,6 +123,7 @@ class EncoderModel:
     info: EncoderInfo
     max_batch_tokens: int
     max_waiting: int
+    parent: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -161,6 +165,7 @@ class EncoderStatus:
         progress: of its load, from 0 to 1; 1 once it is loaded.
         is_pinned: whether it stays in memory until it is unloaded.
         model: what is known about it; None until it was loaded once.
+        parent: of an adapter: its model, whose weights state, progress and pin are about.
     """
 
     names: tuple[str, ...]
@@ -169,6 +174,7 @@ class EncoderStatus:
     progress: float
     is_pinned: bool
     model: EncoderModel | None
+    parent: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -205,8 +211,12 @@ class EncoderClient(Protocol):
         """The same, and those that are loaded for the first time."""
         ...
 
+    def find(self, name: str) -> EncoderStatus | None:
+        """The encoder, or the adapter of one, of this name."""
+        ...
+
     async def wait(self, name: str) -> None:
-        """Return once an encoder that is named in a ``ModelLoadingError`` is loaded.
+        """Return once what is named in a ``ModelLoadingError`` is loaded.
 
         Raises:
             ModelNotFoundError: it was unloaded meanwhile.
@@ -226,6 +236,8 @@ class EncoderClient(Protocol):
     async def unload(self, name: str) -> EncoderStatus:
         """Admit no more requests of an encoder, and give back its memory once those have ended.
 
+        Its adapters go with it.
+
         Raises:
             ModelNotFoundError: none has the name.
             InvalidRequestError: it is a model that generates.
@@ -233,7 +245,7 @@ class EncoderClient(Protocol):
         ...
 
     def get(self, name: str | None, *tasks: Task) -> EncoderModel:
-        """The encoder of this name, or the first that can do one of the tasks.
+        """The encoder or adapter of this name, or the first encoder that can do one of the tasks.
 
         Raises:
             ModelNotFoundError: none has the name.

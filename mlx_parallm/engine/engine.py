@@ -69,7 +69,7 @@ class Engine:
         self.policies = (
             live.policies
             if live is not None
-            else Policies(model="", scheduler=scheduler, store=NoAdapters(), max_loaded=0)
+            else Policies(model="", users=scheduler, store=NoAdapters(), max_loaded=0)
         )
         self._last_end_s = 0.0
         self._pace = StepPace()

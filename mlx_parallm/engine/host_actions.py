@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from mlx_parallm.engine.commands import EngineHost
 from mlx_parallm.engine.engine import Engine
 from mlx_parallm.engine.live_weights import SLEEP_TAGS, LiveWeights
-from mlx_parallm.engine.policies import AdapterInfo
-from mlx_parallm.errors import InvalidRequestError
+from mlx_parallm.engine.policies import AdapterInfo, Policies
+from mlx_parallm.errors import InvalidRequestError, ModelNotFoundError
 from mlx_parallm.weights import WeightsVersion
 
 #: All adapters, and the versions of the models themselves by their first names.
@@ -16,9 +16,20 @@ Loaded = tuple[Sequence[AdapterInfo], Mapping[str, WeightsVersion]]
 
 
 def loaded(host: EngineHost) -> Loaded:
-    """What requests are computed with."""
-    infos = [one for engine in host.engines.values() for one in engine.policies.infos()]
+    """What requests are computed with; encoders stay as they were loaded."""
+    policies = [one.policies for one in host.engines.values()]
+    policies += [one.policies for one in host.encoder_adapters.values()]
+    infos = [info for one in policies for info in one.infos()]
     return infos, {name: one.policies.base.version for name, one in host.engines.items()}
+
+
+def policies_of(host: EngineHost, model: str) -> Policies:
+    """What requests of a model are computed with; raise ModelNotFoundError."""
+    if model in host.engines:
+        return host.engines[model].policies
+    if model in host.encoder_adapters:
+        return host.encoder_adapters[model].policies
+    raise ModelNotFoundError(model)
 
 
 def pause(host: EngineHost) -> int:

@@ -10,6 +10,7 @@ from typing import Protocol
 from mlx_parallm.adapters.tensors import HostTensor
 from mlx_parallm.engine.policies import Policies
 from mlx_parallm.errors import InvalidRequestError, VersionMismatchError
+from mlx_parallm.scheduler.scheduler import Scheduler
 from mlx_parallm.weights import WeightsVersion
 
 #: What can be put away, by vLLM's names.
@@ -73,11 +74,13 @@ class LiveWeights:
     Attributes:
         policies: whose base these weights are.
         model: has the arrays.
+        scheduler: of the requests.
         asleep: what of ``SLEEP_TAGS`` is put away.
     """
 
     policies: Policies
     model: LiveModel
+    scheduler: Scheduler
     asleep: set[str] = field(default_factory=set)
     _num_updates: int = 0
     # Of the folder that was loaded last.
@@ -138,7 +141,7 @@ class LiveWeights:
         are read again from the folder that was loaded last, so that tensors that were updated
         since are lost.
         """
-        self.policies.scheduler.reset_prefix_cache(reset_running=True)
+        self.scheduler.reset_prefix_cache(reset_running=True)
         self.model.release_kv()
         self.model.release_weights(keeps=level == 1)
         self.asleep = set(SLEEP_TAGS)

@@ -32,6 +32,7 @@ class EngineLoop:
     Attributes:
         engines: by their models' first names.
         encoders: likewise; they come and go.
+        encoder_adapters: likewise; they stay when an encoder makes way.
         deliver: sends events to their readers.
     """
 
@@ -50,6 +51,7 @@ class EngineLoop:
         """
         self.engines = engines
         self.encoders = {} if encoders is None else encoders
+        self.encoder_adapters = {name: one.adapters for name, one in self.encoders.items()}
         self.deliver = deliver
         self._inbox = inbox
         self._max_stall_s = max_stall_s

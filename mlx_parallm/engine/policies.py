@@ -8,6 +8,7 @@ from itertools import count
 from typing import Protocol
 
 from mlx_parallm.adapters.weights import AdapterWeights
+from mlx_parallm.encode import OwnHead
 from mlx_parallm.errors import (
     InvalidRequestError,
     ModelNotFoundError,
@@ -15,7 +16,7 @@ from mlx_parallm.errors import (
     OverloadedError,
     VersionMismatchError,
 )
-from mlx_parallm.scheduler.scheduler import Scheduler
+from mlx_parallm.scheduler.adapter_slots import AdapterSlots
 from mlx_parallm.weights import BaseWeights, PolicyWeights, WeightsVersion
 
 # Of a label that is a number to count on from.
@@ -25,8 +26,12 @@ MAX_DIGITS = 18
 class AdapterStore(Protocol):
     """Has the tensors of a model's adapters, by their content."""
 
-    def add(self, adapter: AdapterWeights) -> None:
-        """Keep an adapter that batches may name; raise InvalidRequestError if it does not fit."""
+    def add(self, adapter: AdapterWeights) -> OwnHead | None:
+        """Keep an adapter that batches may name; the head that it brings, if it brings one.
+
+        Raises:
+            InvalidRequestError: it does not fit.
+        """
         ...
 
     def stage(self, slot: int, content: str) -> bool:
@@ -38,10 +43,31 @@ class AdapterStore(Protocol):
         ...
 
 
+class AdapterUsers(Protocol):
+    """The requests of a model, which adapters are computed for."""
+
+    @property
+    def adapters(self) -> AdapterSlots:
+        """Which adapters are resident."""
+        ...
+
+    def uses(self, content: str) -> bool:
+        """Whether a request here is of this adapter."""
+        ...
+
+    def num_running(self, content: str) -> int:
+        """What runs with this adapter."""
+        ...
+
+    def refresh_weights(self) -> None:
+        """Go on with what the weights of requests have become; between two steps."""
+        ...
+
+
 class NoAdapters:
     """Implements ``AdapterStore`` for what cannot have adapters."""
 
-    def add(self, adapter: AdapterWeights) -> None:
+    def add(self, adapter: AdapterWeights) -> OwnHead | None:
         """Refuse."""
         raise InvalidRequestError("This model takes no adapters.", param="model")
 
@@ -92,7 +118,8 @@ class AdapterInfo:
         source: the folder it came from; None for an upload.
         is_pinned: whether it keeps its slot once it has one.
         is_resident: whether it has a slot.
-        num_running: sequences that run with it.
+        num_running: sequences that run with it; of an encoder, requests.
+        head: that it brings instead of its model's; None: it brings none.
     """
 
     name: str
@@ -106,6 +133,7 @@ class AdapterInfo:
     is_pinned: bool = False
     is_resident: bool = False
     num_running: int = 0
+    head: OwnHead | None = None
 
 
 @dataclass(slots=True)
@@ -124,7 +152,7 @@ class Policies:
 
     Attributes:
         model: the model's first name.
-        scheduler: whose requests they are.
+        users: whose requests they are.
         store: has the tensors.
         max_loaded: most adapters; one that came from a folder and is idle makes way for another.
         max_rank: largest rank of an adapter.
@@ -132,7 +160,7 @@ class Policies:
     """
 
     model: str
-    scheduler: Scheduler
+    users: AdapterUsers
     store: AdapterStore
     max_loaded: int
     max_rank: int = 0
@@ -178,8 +206,8 @@ class Policies:
         if is_pinned is None:
             is_pinned = known is not None and known.info.is_pinned
         replaced = self._find_room() if known is None else None
-        self.store.add(upload.weights)
-        policy = self._put(upload, known, is_pinned)
+        head = self.store.add(upload.weights)
+        policy = self._put(upload, known, is_pinned, head)
         # Only now is it certain that it is needed no more; the tensors may be the same.
         if replaced is not None:
             self.unload(replaced)
@@ -193,15 +221,15 @@ class Policies:
         """
         self._check(upload)
         content = upload.weights.digest
-        if not self.scheduler.adapters.is_available(content):
+        if not self.users.adapters.is_available(content):
             return None
         self.store.add(upload.weights)
-        return self.scheduler.adapters.acquire(content)
+        return self.users.adapters.acquire(content)
 
     def end(self, upload: AdapterUpload) -> None:
         """What was staged is loaded, or will not be."""
         content = upload.weights.digest
-        self.scheduler.adapters.release(content)
+        self.users.adapters.release(content)
         self._leaving.add(content)
         self.forget_unused()
 
@@ -228,7 +256,7 @@ class Policies:
     def replace_base(self, version: WeightsVersion) -> None:
         """Note that the model's own weights are others now, which changes all adapters too."""
         self.base.version = version
-        self.scheduler.refresh_weights()
+        self.users.refresh_weights()
 
     def forget_unused(self) -> None:
         """Let go of adapters that were replaced or unloaded and that no request uses."""
@@ -236,11 +264,13 @@ class Policies:
             return
         self._leaving -= {policy.info.digest for policy in self._policies.values()}
         for content in list(self._leaving):
-            if not self.scheduler.uses(content) and self.scheduler.adapters.forget(content):
+            if not self.users.uses(content) and self.users.adapters.forget(content):
                 self.store.remove(content)
                 self._leaving.discard(content)
 
-    def _put(self, upload: AdapterUpload, known: _Policy | None, is_pinned: bool) -> _Policy:
+    def _put(
+        self, upload: AdapterUpload, known: _Policy | None, is_pinned: bool, head: OwnHead | None
+    ) -> _Policy:
         num_versions = 1 if known is None else known.num_versions + 1
         label = upload.version or _next_label(known)
         version = WeightsVersion(upload.weights.digest, label)
@@ -254,6 +284,7 @@ class Policies:
             created=int(time.time()),
             source=upload.source,
             is_pinned=is_pinned,
+            head=head,
         )
         if known is None:
             weights = PolicyWeights(self.base, version)
@@ -265,7 +296,7 @@ class Policies:
         known.weights.adapter = version
         # Before anybody looks for a slot: the old content's may have been pinned.
         self._pin()
-        self.scheduler.refresh_weights()
+        self.users.refresh_weights()
         return known
 
     def _check(self, upload: AdapterUpload) -> None:
@@ -291,7 +322,7 @@ class Policies:
             )
 
     def _check_pins(self, name: str) -> None:
-        num_slots = self.scheduler.adapters.num_slots
+        num_slots = self.users.adapters.num_slots
         pinned = {one.info.name for one in self._policies.values() if one.info.is_pinned} - {name}
         if len(pinned) + 1 >= num_slots:
             raise InvalidRequestError(
@@ -317,7 +348,7 @@ class Policies:
             for policy in self._policies.values()
             if policy.info.source is not None and not policy.info.is_pinned
         ]
-        idle = [one for one in movable if not self.scheduler.uses(one.info.digest)]
+        idle = [one for one in movable if not self.users.uses(one.info.digest)]
         if movable and not idle:
             raise OverloadedError("Requests use all adapters that could make way for another.")
         if not idle:
@@ -330,15 +361,15 @@ class Policies:
 
     def _pin(self) -> None:
         pinned = [one.info.digest for one in self._policies.values() if one.info.is_pinned]
-        self.scheduler.adapters.pin(pinned)
+        self.users.adapters.pin(pinned)
 
     def _info(self, policy: _Policy) -> AdapterInfo:
-        slots = self.scheduler.adapters
+        slots = self.users.adapters
         digest = policy.info.digest
         return replace(
             policy.info,
             is_resident=digest in slots.resident,
-            num_running=slots.users(digest),
+            num_running=self.users.num_running(digest),
         )
 
 

@@ -14,6 +14,9 @@ from mlx_parallm.models.bert_layers import BertArgs
 from mlx_parallm.models.checkpoint_names import Weights, modern_names, with_decoder, without
 from mlx_parallm.numerics.gelu import gelu
 
+#: What a decoder can be that gives logits by its weight and bias alone.
+PLAIN_TABLES = (nn.Linear, nn.QuantizedLinear, nn.Embedding, nn.QuantizedEmbedding)
+
 
 class LMHead(nn.Module):
     """The head of a masked LM; its decoder is the table of word embeddings if that is tied."""
@@ -85,12 +88,13 @@ def decoded(
 def table_logits(table: nn.Module, hidden: mx.array, ids: mx.array | None = None) -> mx.array:
     """Logits by a table of embeddings or a linear layer, quantised or not; see ``decoded``.
 
-    Of some ids only these rows of the weight are read.
+    Of some ids only these rows of the weight are read, unless an adapter makes more of the layer
+    than its weight.
     """
-    if isinstance(table, (nn.Embedding, nn.QuantizedEmbedding)):
-        return table.as_linear(hidden) if ids is None else hidden @ table(ids).T
-    if ids is None:
-        return table(hidden)
+    if ids is None or type(table) not in PLAIN_TABLES:
+        is_embedding = isinstance(table, (nn.Embedding, nn.QuantizedEmbedding))
+        logits = table.as_linear(hidden) if is_embedding else table(hidden)
+        return logits if ids is None else logits[..., ids]
     logits = hidden @ weight_rows(table, ids).T
     return logits + table["bias"][ids] if "bias" in table else logits
 

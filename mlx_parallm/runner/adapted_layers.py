@@ -110,9 +110,15 @@ class AdaptedLayers:
         self, adapter: AdapterWeights, param: str
     ) -> tuple[dict[str, LowRank], dict[str, AdapterStack]]:
         """Its changes, and their stacks, by the path of the model's module."""
-        fitting = {self._find(path, param): one for path, one in adapter.modules.items()}
+        if adapter.saved:
+            names = ", ".join(sorted(adapter.saved))[:120]
+            raise unfit(f"modules_to_save ({names}) replace layers, which this model keeps", param)
+        fitting = {
+            find_module(self._modules, path, param=param): one
+            for path, one in adapter.modules.items()
+        }
         if len(fitting) < len(adapter.modules):
-            raise _unfit("two of its modules are the same one of this model", param)
+            raise unfit("two of its modules are the same one of this model", param)
         return fitting, {path: self._stack(path, one, param) for path, one in fitting.items()}
 
     def drop(self, slot: int) -> None:
@@ -144,17 +150,6 @@ class AdaptedLayers:
             stacks = self._context.stacks.items()
             self._context.set_stacks({path: one for path, one in stacks if path not in gone})
 
-    def _find(self, path: str, param: str) -> str:
-        """The module of a checkpoint's name: mlx_lm puts some below another parent."""
-        if path in self._modules:
-            return path
-        tails = [path, path[path.find("layers.") :]] if "layers." in path else [path]
-        for tail in tails:
-            found = [name for name in self._modules if name.endswith(f".{tail}")]
-            if len(found) == 1:
-                return found[0]
-        raise _unfit(f"this model has no module {path[:120]!r}", param)
-
     def _stack(self, path: str, one: LowRank, param: str) -> AdapterStack:
         stack = self._context.stacks.get(path)
         if stack is None:
@@ -163,11 +158,11 @@ class AdaptedLayers:
             if kind == "experts" and not is_expert_block(self._modules.get(_parent(path))):
                 kind = None
             if kind is None:
-                raise _unfit(f"{path} is a {type(module).__name__}, which takes no adapter", param)
+                raise unfit(f"{path} is a {type(module).__name__}, which takes no adapter", param)
             stack = STACKS[kind](plain_shape(module), self._dtype)
         reason = stack.why_unfit(one)
         if reason is not None:
-            raise _unfit(f"{path}: {reason}", param)
+            raise unfit(f"{path}: {reason}", param)
         return stack
 
     def _adapt(self, path: str) -> None:
@@ -191,9 +186,28 @@ class AdaptedLayers:
         return self._groups.setdefault((parent, names), AdaptedGroup(self._context))
 
 
+def find_module(modules: Mapping[str, object], path: str, *, param: str) -> str:
+    """The path in a model of a checkpoint's module.
+
+    mlx_lm puts some below another parent, and a bare model's names lack the trunk's.
+
+    Raises:
+        InvalidRequestError: there is none.
+    """
+    if path in modules:
+        return path
+    tails = [path, path[path.find("layers.") :]] if "layers." in path else [path]
+    for tail in tails:
+        found = [name for name in modules if name.endswith(f".{tail}")]
+        if len(found) == 1:
+            return found[0]
+    raise unfit(f"this model has no module {path[:120]!r}", param)
+
+
 def _parent(path: str) -> str:
     return path.rpartition(".")[0]
 
 
-def _unfit(why: str, param: str) -> InvalidRequestError:
+def unfit(why: str, param: str) -> InvalidRequestError:
+    """The refusal of an adapter that is not of this model."""
     return InvalidRequestError(f"The adapter does not fit: {why}.", param=param)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Protocol
 
 from mlx_parallm.adapters.weights import AdapterWeights
-from mlx_parallm.runner.adapted_layers import AdaptedLayers
+from mlx_parallm.encode import OwnHead
 
 # Six layers of seven, put between two steps: a few milliseconds, so that no stream stalls.
 MODULES_AT_A_TIME = 42
@@ -13,12 +14,42 @@ MODULES_AT_A_TIME = 42
 PARAM = "adapter"
 
 
+class SlotTarget(Protocol):
+    """A model whose slots have adapters."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Of all that is in slots."""
+        ...
+
+    def check(self, adapter: AdapterWeights, *, param: str) -> OwnHead | None:
+        """The head that an adapter brings; raise InvalidRequestError if it does not fit."""
+        ...
+
+    def begin(self, slot: int, adapter: AdapterWeights, *, param: str) -> None:
+        """Let a slot become this adapter; raise InvalidRequestError if it does not fit."""
+        ...
+
+    def put_some(self, slot: int, count: int) -> bool:
+        """Put the next ``count`` modules of a slot that was begun; whether there are more."""
+        ...
+
+    def drop(self, slot: int) -> None:
+        """Let a slot be no adapter."""
+        ...
+
+    def renew(self) -> None:
+        """Heed weights of the model that were replaced."""
+        ...
+
+
 class AdapterStore:
     """Implements ``engine.policies.AdapterStore``. Lives on the engine thread."""
 
-    def __init__(self, layers: AdaptedLayers) -> None:
+    def __init__(self, layers: SlotTarget) -> None:
         self._layers = layers
         self._adapters: dict[str, AdapterWeights] = {}
+        self._heads: dict[str, OwnHead | None] = {}
         self._resident: dict[int, str] = {}
         # Slots of which a part has been put.
         self._begun: dict[int, str] = {}
@@ -28,19 +59,26 @@ class AdapterStore:
         """Of all slots on the device."""
         return self._layers.num_bytes
 
-    def add(self, adapter: AdapterWeights) -> None:
-        """Keep an adapter for later batches.
+    def add(self, adapter: AdapterWeights) -> OwnHead | None:
+        """Keep an adapter for later batches; the head that it brings.
 
         Raises:
             InvalidRequestError: the model has no such modules.
         """
         if adapter.digest not in self._adapters:
-            self._layers.check(adapter, param=PARAM)
+            self._heads[adapter.digest] = self._layers.check(adapter, param=PARAM)
             self._adapters[adapter.digest] = adapter
+        return self._heads[adapter.digest]
+
+    def move(self, layers: SlotTarget) -> None:
+        """Keep the adapters for another model, which was loaded in place of the one before."""
+        self.release()
+        self._layers = layers
 
     def remove(self, content: str) -> None:
         """Forget an adapter that no later batch names."""
         self._adapters.pop(content, None)
+        self._heads.pop(content, None)
 
     def place(self, slots: Mapping[int, str]) -> None:
         """Have these adapters in these slots."""

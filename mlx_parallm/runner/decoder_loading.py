@@ -98,7 +98,7 @@ def _extended(config: dict[str, Any], plan: DecoderPlan) -> tuple[type, type]:
 
     class Decoder(base):
         def sanitize(self, weights: Weights) -> Weights:
-            weights, head = _split(weights)
+            weights, head = split_head(weights)
             if any(name.startswith(BARE_NAMES) for name in weights):
                 weights = {f"model.{name}": array for name, array in weights.items()}
             if hasattr(super(), "sanitize"):
@@ -109,13 +109,13 @@ def _extended(config: dict[str, Any], plan: DecoderPlan) -> tuple[type, type]:
                 weights = {name: weights[name] for name in weights if "lm_head" not in parts[name]}
             if plan.head != "score":
                 return weights
-            self.score = _scoring(head, config)
+            self.score = scoring_layers(head, config)
             return weights | {f"score.{name}": array for name, array in head.items()}
 
     return Decoder, args
 
 
-def _split(weights: Weights) -> tuple[Weights, Weights]:
+def split_head(weights: Weights) -> tuple[Weights, Weights]:
     """The weights without those of the layer that scores, and those by their names in it."""
     head = {}
     for name in HEAD_NAMES:
@@ -126,11 +126,14 @@ def _split(weights: Weights) -> tuple[Weights, Weights]:
     }, head
 
 
-def _scoring(head: Weights, config: dict[str, Any]) -> nn.Module | list[nn.Module]:
+def scoring_layers(head: Weights, config: dict[str, Any]) -> nn.Module | list[nn.Module]:
     """The layer that weights belong to: linear, or several with ReLU between.
 
     The latter is what Qwen2.5-Math's reward models have
     (https://huggingface.co/Qwen/Qwen2.5-Math-RM-72B).
+
+    Raises:
+        ModelLoadError: they belong to none.
     """
     if "weight" in head:
         return _linear(head, "", config)

@@ -79,6 +79,10 @@ class DecoderModel:
             return self._trunk(ids)
         return self._trunk(ids, [MaskGiver(mask, self._reach)] * self._num_layers)
 
+    def with_score(self, score: Any) -> DecoderModel:
+        """The same with another head; ``score`` as above."""
+        return DecoderModel(self._trunk, score, self._num_layers, self._reach)
+
     def sequence_logits(self, hidden: mx.array, mask: mx.array) -> mx.array:
         """Logits ``[B, labels]`` of each row's last token."""
         return self.token_logits(last_of(hidden, mask))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import mlx.core as mx
@@ -16,12 +16,14 @@ from mlx_parallm.errors import ModelLoadError
 from mlx_parallm.runner.decoder_loading import trunk_of
 from mlx_parallm.runner.decoder_model import DecoderModel, Reach
 from mlx_parallm.runner.device import give_back_memory
+from mlx_parallm.runner.encoder_adapters import NO_SLOTS, EncoderAdapters
 from mlx_parallm.runner.encoder_heads import EncoderHeads, by_purpose, vector_facts
 from mlx_parallm.runner.encoder_runner import padded
-from mlx_parallm.runner.layer_stages import LayerStages, StagedJob
-from mlx_parallm.runner.loader import LoadedModel
+from mlx_parallm.runner.layer_stages import StagedJob
+from mlx_parallm.runner.loader import DTYPES, LoadedModel
 from mlx_parallm.runner.memory import DEFAULT_MAX_MODEL_LEN, LENGTH_KEYS, config_value
 from mlx_parallm.runner.row_selection import embedding_rows
+from mlx_parallm.runner.score_heads import ScoreHeads
 
 
 class DecoderRunner:
@@ -42,8 +44,14 @@ class DecoderRunner:
         except ModelLoadError as problem:
             raise ModelLoadError(f"{loaded.path} ({config['model_type']}): {problem}") from problem
         self._modules = model.modules()
-        self._stages = LayerStages(model)
-        self._heads = EncoderHeads(self._model, spec)
+        self.adapters = EncoderAdapters(
+            model,
+            EncoderHeads(self._model, spec),
+            ScoreHeads(self._model, DTYPES.get(loaded.dtype, mx.float32)),
+            self._hidden,
+            tasks=plan.tasks,
+            dtype=loaded.dtype,
+        )
         longest = next(
             (found for key in LENGTH_KEYS if (found := config_value(config, key))),
             DEFAULT_MAX_MODEL_LEN,
@@ -69,13 +77,17 @@ class DecoderRunner:
         """See ``encode.Encoder``."""
         return self._info
 
-    def begin(self, inputs: Sequence[EncodeInput]) -> StagedJob:
+    def begin(
+        self, inputs: Sequence[EncodeInput], slots: Mapping[str, int] = NO_SLOTS
+    ) -> StagedJob:
         """See ``encode.Encoder``."""
+        return self.adapters.job(inputs, slots)
+
+    def _hidden(self, inputs: Sequence[EncodeInput]) -> tuple[mx.array, mx.array]:
+        """Last hidden states ``[B, L, D]`` and the mask of tokens, bool ``[B, L]``."""
         ids, tokens = padded(inputs)
         mask = mx.array(tokens)
-        with self._stages.recorded() as outputs:
-            hidden = self._model(mx.array(ids), mask)
-        return StagedJob(outputs, lambda: self._heads.run(inputs, hidden, mask))
+        return self._model(mx.array(ids), mask), mask
 
     def run(self, inputs: Sequence[EncodeInput]) -> list[np.ndarray]:
         """See ``encode.Encoder``."""

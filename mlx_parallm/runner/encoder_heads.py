@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
-import numpy as np
 
 from mlx_parallm.encode import EncodeInput, Task
 from mlx_parallm.encoding.sentence_transformers import VectorSpec
@@ -45,19 +45,29 @@ def by_purpose(tasks: tuple[Task, ...], spec: VectorSpec) -> tuple[Task, ...]:
 Head = Callable[[Sequence[EncodeInput], mx.array, mx.array], list[mx.array]]
 
 
+@dataclass(frozen=True, slots=True)
+class _DenseLayers:
+    """What vectors pass: those of tokens, and those of texts."""
+
+    of_tokens: Sequence[Callable[[mx.array], mx.array]]
+    of_texts: Sequence[Callable[[mx.array], mx.array]]
+
+
 class EncoderHeads:
     """The heads of one encoder.
 
     Args:
         model: a ``Model`` of ``mlx_parallm.models``.
         spec: how vectors are made.
+        dense: of another one with this spec; None: they are read.
     """
 
-    def __init__(self, model: Any, spec: VectorSpec) -> None:
+    def __init__(self, model: Any, spec: VectorSpec, dense: _DenseLayers | None = None) -> None:
         self._model = model
         self._spec = spec
-        self._token_dense = [load_dense(one) for one in spec.token_dense]
-        self._dense = [load_dense(one) for one in spec.dense]
+        self._dense = dense or _DenseLayers(
+            [load_dense(one) for one in spec.token_dense], [load_dense(one) for one in spec.dense]
+        )
         self._heads: dict[Task, Head] = {
             "embed": self._embed,
             "token_embed": self._token_embed,
@@ -68,10 +78,14 @@ class EncoderHeads:
             "sparse": self._sparse,
         }
 
+    def with_model(self, model: Any) -> EncoderHeads:
+        """The same with another model's head."""
+        return EncoderHeads(model, self._spec, self._dense)
+
     def run(
         self, inputs: Sequence[EncodeInput], hidden: mx.array, mask: mx.array
-    ) -> list[np.ndarray]:
-        """The result of each input, float32.
+    ) -> list[mx.array]:
+        """The result of each input, float32, which is not computed yet.
 
         Args:
             inputs: of any tasks.
@@ -86,8 +100,7 @@ class EncoderHeads:
             results = self._heads[task]([inputs[row] for row in rows], hidden[chosen], mask[chosen])
             for row, result in zip(rows, results, strict=True):
                 found[row] = result.astype(mx.float32)
-        mx.eval(found)
-        return [np.array(one) for one in found]
+        return found
 
     def _embed(
         self, inputs: Sequence[EncodeInput], hidden: mx.array, mask: mx.array
@@ -96,7 +109,7 @@ class EncoderHeads:
         if any(one.num_unpooled for one in inputs):
             first = mx.array([one.num_unpooled for one in inputs])
         vectors = pooled(self._token_vectors(hidden), mask, self._spec.poolings, first)
-        for layer in self._dense:
+        for layer in self._dense.of_texts:
             vectors = layer(vectors)
         return list(vectors[:, : self._spec.dims])
 
@@ -108,7 +121,7 @@ class EncoderHeads:
 
     def _token_vectors(self, hidden: mx.array) -> mx.array:
         hidden = hidden.astype(mx.float32)
-        for layer in self._token_dense:
+        for layer in self._dense.of_tokens:
             hidden = layer(hidden)
         if self._spec.normalizes_tokens:
             hidden = hidden / mx.maximum(mx.linalg.norm(hidden, axis=-1, keepdims=True), 1e-12)

@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import mlx.core as mx
 import numpy as np
 
-from mlx_parallm.encode import EncodeInput, Encoder, EncoderInfo
+from mlx_parallm.encode import EncodeInput, EncoderInfo
 from mlx_parallm.encoding.labels import label_names, problem_type
 from mlx_parallm.encoding.sentence_transformers import VectorSpec
 from mlx_parallm.models.loading import ARCHITECTURES, LoadedEncoder, open_encoder
 from mlx_parallm.runner.device import backend_name, give_back_memory
+from mlx_parallm.runner.encoder_adapters import NO_SLOTS, AdaptedEncoder, EncoderAdapters
 from mlx_parallm.runner.encoder_heads import TASKS, EncoderHeads, by_purpose, vector_facts
-from mlx_parallm.runner.layer_stages import LayerStages, StagedJob
+from mlx_parallm.runner.layer_stages import StagedJob
 from mlx_parallm.runner.loader import DTYPES, check_dtype
+from mlx_parallm.runner.own_heads import LayerHeads
 from mlx_parallm.runner.pending_encoder import PendingEncoder
 
 
@@ -26,12 +28,18 @@ class EncoderRunner:
     def __init__(self, loaded: LoadedEncoder, spec: VectorSpec) -> None:
         """``spec`` says how vectors are made."""
         self._model = loaded.model
-        self._heads = EncoderHeads(loaded.model, spec)
-        self._stages = LayerStages(loaded.model)
         self._has_types = int(loaded.config.get("type_vocab_size", 0)) > 1
         longest: int = loaded.model.args.max_length
         tasks = TASKS[loaded.model.args.head]
         classifies = "classify" in tasks or "token_classify" in tasks
+        self.adapters = EncoderAdapters(
+            loaded.model,
+            EncoderHeads(loaded.model, spec),
+            LayerHeads(loaded.model, DTYPES.get(loaded.dtype, mx.float32)),
+            self._hidden,
+            tasks=tasks,
+            dtype=loaded.dtype,
+        )
         self._info = EncoderInfo(
             architecture=str(loaded.config["model_type"]),
             vocab_size=int(loaded.config["vocab_size"]),
@@ -50,15 +58,19 @@ class EncoderRunner:
         """See ``encode.Encoder``."""
         return self._info
 
-    def begin(self, inputs: Sequence[EncodeInput]) -> StagedJob:
+    def begin(
+        self, inputs: Sequence[EncodeInput], slots: Mapping[str, int] = NO_SLOTS
+    ) -> StagedJob:
         """See ``encode.Encoder``."""
+        return self.adapters.job(inputs, slots)
+
+    def _hidden(self, inputs: Sequence[EncodeInput]) -> tuple[mx.array, mx.array]:
+        """Last hidden states ``[B, L, D]`` and the mask of tokens, bool ``[B, L]``."""
         ids, tokens = padded(inputs)
         mask = mx.array(tokens)
         types = token_types(inputs, ids.shape[1]) if self._has_types else None
-        with self._stages.recorded() as outputs:
-            # Where nothing is padded, nothing need be masked.
-            hidden = self._model(mx.array(ids), None if tokens.all() else mask, types)
-        return StagedJob(outputs, lambda: self._heads.run(inputs, hidden, mask))
+        # Where nothing is padded, nothing need be masked.
+        return self._model(mx.array(ids), None if tokens.all() else mask, types), mask
 
     def run(self, inputs: Sequence[EncodeInput]) -> list[np.ndarray]:
         """See ``encode.Encoder``."""
@@ -72,7 +84,7 @@ class EncoderRunner:
         give_back_memory()
 
 
-def load_encoder_runner(folder: Path, dtype: str, spec: VectorSpec) -> Encoder:
+def load_encoder_runner(folder: Path, dtype: str, spec: VectorSpec) -> AdaptedEncoder:
     """``open_encoder_runner``, and all of it."""
     return open_encoder_runner(folder, dtype, spec).finish()
 

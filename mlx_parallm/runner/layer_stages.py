@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import mlx.core as mx
@@ -46,11 +46,11 @@ class LayerStages:
 class StagedJob:
     """A batch whose forward is to be computed. Implements ``encode.EncodeJob``."""
 
-    def __init__(self, outputs: Sequence[mx.array], finish: Callable[[], list[np.ndarray]]) -> None:
-        """``outputs`` of the layers, and what computes the results."""
+    def __init__(self, outputs: Sequence[mx.array], results: Sequence[mx.array]) -> None:
+        """``outputs`` of the layers, and ``results`` of the inputs."""
         # The last layer and the head are one stage.
         self._outputs = list(outputs[:-1])
-        self._finish = finish
+        self._results = results
 
     @property
     def num_stages(self) -> int:
@@ -64,7 +64,8 @@ class StagedJob:
     def results(self) -> list[np.ndarray]:
         """See ``encode.EncodeJob``."""
         self._outputs.clear()
-        return self._finish()
+        mx.eval(self._results)
+        return [np.array(one) for one in self._results]
 
 
 def _recording(original: type, outputs: list[mx.array]) -> type:

@@ -9,8 +9,8 @@ from typing import Any
 
 import mlx.core as mx
 
-from mlx_parallm.encode import Encoder
 from mlx_parallm.errors import ModelLoadError
+from mlx_parallm.runner.encoder_adapters import AdaptedEncoder
 from mlx_parallm.runner.loader import parameters_of
 
 PART_BYTES = 4 << 20
@@ -25,7 +25,7 @@ class PendingEncoder:
         self,
         model: Any,
         folder: Path,
-        finish: Callable[[], Encoder],
+        finish: Callable[[], AdaptedEncoder],
         *,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
@@ -54,7 +54,7 @@ class PendingEncoder:
                 break
         return 1.0 - len(self._parts) / max(1, self._num_parts)
 
-    def finish(self) -> Encoder:
+    def finish(self) -> AdaptedEncoder:
         """The runner; all parts are there."""
         while self._parts:
             self.advance()

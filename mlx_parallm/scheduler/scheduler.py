@@ -175,6 +175,10 @@ class Scheduler:
         """Whether a request here is of this adapter."""
         return any(group.adapter == content for group in self._groups.values())
 
+    def num_running(self, content: str) -> int:
+        """Sequences that run with this adapter."""
+        return self.adapters.users(content)
+
     def stats(self) -> SchedulerStats:
         """How full it is."""
         return SchedulerStats(

@@ -21,6 +21,9 @@ SIZES = {"a": 10, "b": 20, "c": 30, "d": 100}
 class ScriptedLoader:
     """Implements ``EncoderLoader``: a load goes on when the test says so."""
 
+    async def forget(self, name: str) -> None:
+        self.events.append(f"forget {name}")
+
     def __init__(self) -> None:
         self.events: list[str] = []
         self.in_memory: set[str] = set()
@@ -197,7 +200,7 @@ async def test_unloading_lets_requests_end_and_admits_no_more() -> None:
         await residency.begin(a)
     residency.end(a)
     await leaving
-    assert loader.events == ["load a", "drop a"]
+    assert loader.events == ["load a", "drop a", "forget a"]
     assert loader.in_memory == set()
 
 

@@ -24,12 +24,12 @@ def model_card(name: str, model: ServedModel, memory: Mapping[str, ModelMemory])
 def encoder_card(
     name: str, status: EncoderStatus, memory: Mapping[str, ModelMemory]
 ) -> dict[str, Any]:
-    """An encoder, whether it is in memory or not."""
+    """An encoder, or an adapter of one, whether its model is in memory or not."""
     model = status.model
     created = 0 if model is None else model.created
     longest = None if model is None else model.info.max_model_len
     return _card(name, created, status.root, longest) | {
-        "parent": None,
+        "parent": status.parent,
         "status": status.state,
         "progress": round(status.progress, 3),
         "pinned": status.is_pinned,

@@ -25,8 +25,12 @@ async def list_models(engine: EngineDep) -> dict[str, Any]:
     """Every name of every served model, and every loaded adapter."""
     memory = engine.memory()
     cards = [model_card(name, model, memory) for model in engine.models() for name in model.names]
-    adapters = [engine.get_model(info.name) for info in engine.control.adapters()]
-    cards += [model_card(one.names[0], one, memory) for one in adapters]
+    for info in engine.control.adapters():
+        status = engine.encoders.find(info.name)
+        if status is None:
+            cards.append(model_card(info.name, engine.get_model(info.name), memory))
+        else:
+            cards.append(encoder_card(info.name, status, memory))
     statuses = engine.encoders.statuses()
     cards += [encoder_card(name, one, memory) for one in statuses for name in one.names]
     return {"object": "list", "data": cards}
@@ -35,9 +39,9 @@ async def list_models(engine: EngineDep) -> dict[str, Any]:
 @router.get("/models/{model_id:path}")
 async def retrieve_model(model_id: str, engine: EngineDep) -> dict[str, Any]:
     """One model; ids may contain slashes."""
-    for one in engine.encoders.statuses():
-        if model_id in one.names:
-            return encoder_card(model_id, one, engine.memory())
+    status = engine.encoders.find(model_id)
+    if status is not None:
+        return encoder_card(model_id, status, engine.memory())
     return model_card(model_id, engine.get_model(model_id), engine.memory())
 
 

@@ -22,7 +22,13 @@ async def rl_capabilities(
     """Models and adapters with their weights' versions, exactness by dtype, modes and limits."""
     control = engine.control
     models = [_model(one, control.version(one.names[0]).label) for one in engine.models()]
-    models += [_model(engine.get_model(one.name), one.version) for one in control.adapters()]
+    reading = list(engine.encoders.models())
+    for info in control.adapters():
+        status = engine.encoders.find(info.name)
+        if status is None:
+            models.append(_model(engine.get_model(info.name), info.version))
+        elif status.model is not None:
+            reading.append(status.model)
     return RLCapabilities(
         object="rl.capabilities",
         models=models,
@@ -33,9 +39,7 @@ async def rl_capabilities(
         pause_modes=[mode.value for mode in PauseMode],
         is_paused=control.is_paused,
         has_verifier_urls=bool(config.verifier_urls),
-        reward_models=[
-            one.names[0] for one in engine.encoders.models() if gives_rewards(one.info, "classify")
-        ],
+        reward_models=[one.names[0] for one in reading if gives_rewards(one.info, "classify")],
     )
 
 

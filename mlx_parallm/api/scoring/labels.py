@@ -95,7 +95,7 @@ def label_model(engine: EngineClient, name: str | None) -> ServedModel | Encoder
     """
     if name is None and engine.models():
         return engine.first_model()
-    if name is None or any(name in one.names for one in engine.encoders.models()):
+    if name is None or engine.encoders.find(name) is not None:
         return engine.encoders.get(name, "classify")
     return engine.get_model(name)
 

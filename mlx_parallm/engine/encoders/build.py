@@ -14,6 +14,7 @@ from mlx_parallm.encoding.late_interaction import read_late_spec
 from mlx_parallm.encoding.model_task import tasks_for
 from mlx_parallm.encoding.sentence_transformers import read_vector_spec, transformer_folder
 from mlx_parallm.engine.encoder_interface import EncoderModel, TextEncoder
+from mlx_parallm.engine.encoders.adapters import EncoderAdapterSet
 from mlx_parallm.engine.encoders.decoder_build import (
     open_decoder_runner,
     read_decoder_tokenizer,
@@ -24,7 +25,9 @@ from mlx_parallm.engine.encoders.engine import EncodeEngine
 from mlx_parallm.engine.encoders.late_interaction import with_late_interaction
 from mlx_parallm.engine.encoders.metrics import EncoderFamilies, EncoderMetrics
 from mlx_parallm.errors import ConfigError
+from mlx_parallm.runner.adapter_store import AdapterStore
 from mlx_parallm.runner.device import backend_name
+from mlx_parallm.runner.encoder_adapters import AdaptedEncoder
 from mlx_parallm.runner.encoder_runner import is_encoder, open_encoder_runner
 from mlx_parallm.runner.pending_encoder import PendingEncoder
 from mlx_parallm.tokenizer.encoder_tokenizer import load_encoder_tokenizer
@@ -102,12 +105,19 @@ class EncoderBuild:
         self._pending = None
 
     @property
+    def name(self) -> str:
+        """The first of its names."""
+        return self._names[0]
+
+    @property
     def _opened(self) -> PendingEncoder:
         assert self._pending is not None, "closed"
         return self._pending
 
-    def finish(self) -> BuiltEncoder:
+    def finish(self, kept: EncoderAdapterSet | None = None) -> BuiltEncoder:
         """The encoder, ready to serve.
+
+        ``kept``: adapters that it had before it made way; None: there are none.
 
         Raises:
             ConfigError: ``max_model_len`` is beyond what the model takes.
@@ -130,8 +140,18 @@ class EncoderBuild:
             metrics=EncoderMetrics(self._families, self._names[0]),
             max_wait_s=self._settings.encoders.max_batch_wait_ms / 1e3,
             cache_bytes=self._settings.encoders.cache_bytes,
+            adapters=self._adapters(runner, kept),
         )
         return BuiltEncoder(self._config, model, engine)
+
+    def _adapters(
+        self, runner: AdaptedEncoder, kept: EncoderAdapterSet | None
+    ) -> EncoderAdapterSet:
+        if kept is None or not isinstance(kept.store, AdapterStore):
+            store = AdapterStore(runner.adapters)
+            return EncoderAdapterSet.of_model(self._names[0], store, self._settings)
+        kept.store.move(runner.adapters)
+        return kept
 
     def _info(self, info: EncoderInfo) -> EncoderInfo:
         if self._config.task != "auto":

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass, replace
 from itertools import count
 from typing import Any, Protocol
 
 from mlx_parallm.config import EngineConfig, ModelConfig
 from mlx_parallm.encode import EncodeRequest, EncodeResults, Task
+from mlx_parallm.engine.adapter_control import NamedAdapter
 from mlx_parallm.engine.commands import Abort, Command, Encode, EngineHost
 from mlx_parallm.engine.encoder_interface import EncoderLoad, EncoderModel, EncoderStatus
+from mlx_parallm.engine.encoders.adapted_model import adapted_model
 from mlx_parallm.engine.encoders.build import BuiltEncoder
 from mlx_parallm.engine.encoders.loader import ThreadLoader
 from mlx_parallm.engine.encoders.metrics import EncoderFamilies
@@ -31,12 +34,38 @@ from mlx_parallm.errors import (
 logger = logging.getLogger(__name__)
 
 
+class AdapterNames(Protocol):
+    """The adapters of all models."""
+
+    def named(self, name: str) -> NamedAdapter | None:
+        """The adapter that requests call so, loaded or to be loaded."""
+        ...
+
+    async def ensure_loaded(self, name: str, base: str) -> None:
+        """Load an adapter that was found by its name, unless it is there.
+
+        Raises:
+            ModelNotFoundError: there is none.
+            InvalidRequestError: it cannot be used.
+        """
+        ...
+
+    async def refresh(self) -> None:
+        """Hear from the engine thread what is loaded."""
+        ...
+
+
 class EngineThread(Protocol):
     """What this needs of the engine whose thread runs the encoders."""
 
     @property
     def config(self) -> EngineConfig:
         """The settings it was built from."""
+        ...
+
+    @property
+    def control(self) -> AdapterNames:
+        """What knows of adapters."""
         ...
 
     def check_open(self) -> None:
@@ -62,6 +91,14 @@ class EngineThread(Protocol):
     def note_open(self) -> None:
         """Something has been opened or closed: find out whether the engine is idle."""
         ...
+
+
+@dataclass(frozen=True, slots=True)
+class _Addressed:
+    """An encoder that a request names, and the adapter of it, if it names one."""
+
+    entry: EncoderEntry
+    adapter: NamedAdapter | None = None
 
 
 class AsyncEncoders:
@@ -107,9 +144,33 @@ class AsyncEncoders:
         return [one.status() for one in self._residency.entries()]
 
     def find(self, name: str) -> EncoderStatus | None:
-        """The encoder of this name."""
+        """See ``EncoderClient.find``."""
+        found = self._address(name)
+        if found is None:
+            return None
+        status, adapter = found.entry.status(), found.adapter
+        if adapter is None:
+            return status
+        model = None if status.model is None else adapted_model(status.model, adapter)
+        root = adapter.source or adapter.name
+        return replace(status, names=(adapter.name,), root=root, model=model, parent=adapter.base)
+
+    @contextlib.asynccontextmanager
+    async def hold(self, name: str) -> AsyncIterator[None]:
+        """Have an encoder in memory while the block runs.
+
+        Raises:
+            ModelNotFoundError: none has the name.
+            ModelLoadError: it cannot be loaded.
+        """
         entry = self._residency.by_name.get(name)
-        return None if entry is None else entry.status()
+        if entry is None:
+            raise ModelNotFoundError(name)
+        await self._residency.begin(entry)
+        try:
+            yield
+        finally:
+            self._residency.end(entry)
 
     def get(self, name: str | None, *tasks: Task) -> EncoderModel:
         """See ``EncoderClient.get``."""
@@ -121,11 +182,11 @@ class AsyncEncoders:
                     f"No model that can {' or '.join(tasks)} is served here.", param="model"
                 )
             return able[0]
-        entry = self._residency.by_name.get(name)
-        if entry is None:
+        status = self.find(name)
+        if status is None:
             self._thread.get_model(name)
             raise InvalidRequestError(f"{name} generates; it is no encoder.", param="model")
-        found = entry.model
+        found = status.model
         if found is None:
             raise ModelLoadingError(name)
         if not wanted.intersection(found.info.tasks):
@@ -150,27 +211,42 @@ class AsyncEncoders:
         return result
 
     async def _encode(self, request: EncodeRequest) -> Any:
-        entry = self._residency.by_name.get(request.model)
-        if entry is None:
+        found = self._address(request.model)
+        if found is None:
             raise ModelNotFoundError(request.model)
-        # Clients may give one id to several requests.
-        own = replace(request, request_id=f"{request.request_id}-{next(self._numbers)}")
-        await self._residency.begin(entry)
+        adapter = found.adapter
+        own = replace(
+            request,
+            model=found.entry.names[0],
+            adapter=None if adapter is None else adapter.name,
+            # Clients may give one id to several requests.
+            request_id=f"{request.request_id}-{next(self._numbers)}",
+        )
+        async with self.hold(own.model):
+            result = await self._ask(own)
+        if isinstance(result, ModelNotFoundError) and adapter is not None and adapter.source:
+            # It had to make way for others since it was loaded.
+            await self._thread.control.refresh()
+            await self._thread.control.ensure_loaded(adapter.name, adapter.base)
+            async with self.hold(own.model):
+                result = await self._ask(own)
+        return result
+
+    async def _ask(self, request: EncodeRequest) -> Any:
         try:
-            return await self._thread.ask(lambda reply: Encode(request=own, reply=reply))
+            return await self._thread.ask(lambda reply: Encode(request=request, reply=reply))
         except asyncio.CancelledError:
-            self._thread.tell(Abort(request_id=own.request_id))
+            self._thread.tell(Abort(request_id=request.request_id))
             raise
-        finally:
-            self._residency.end(entry)
 
     async def wait(self, name: str) -> None:
         """See ``EncoderClient.wait``."""
-        entry = self._residency.by_name.get(name)
-        if entry is None:
+        found = self._address(name)
+        if found is None:
             raise ModelNotFoundError(name)
-        await self._residency.begin(entry)
-        self._residency.end(entry)
+        async with self.hold(found.entry.names[0]):
+            if found.adapter is not None:
+                await self._thread.control.ensure_loaded(found.adapter.name, found.adapter.base)
 
     async def load(self, asked: EncoderLoad) -> EncoderStatus:
         """See ``EncoderClient.load``."""
@@ -198,14 +274,28 @@ class AsyncEncoders:
         """See ``EncoderClient.unload``."""
         entry = self._residency.by_name.get(name)
         if entry is None:
+            if self.find(name) is not None:
+                raise InvalidRequestError(
+                    f"{name} is an adapter: DELETE /v1/adapters/{name} unloads it.", param=MODEL
+                )
             self._thread.get_model(name)
             raise InvalidRequestError(
                 f"{name} generates; such models are not unloaded.", param=MODEL
             )
         # Who asked for it may go away: what was begun is ended.
         await asyncio.shield(asyncio.ensure_future(self._residency.unload(entry)))
+        await self._thread.control.refresh()
         logger.info("unloaded %s", entry.names[0])
         return entry.status()
+
+    def _address(self, name: str) -> _Addressed | None:
+        """What requests call so."""
+        entry = self._residency.by_name.get(name)
+        if entry is not None:
+            return _Addressed(entry)
+        adapter = self._thread.control.named(name)
+        entry = None if adapter is None else self._residency.by_name.get(adapter.base)
+        return None if entry is None else _Addressed(entry, adapter)
 
     def _new_entry(self, asked: EncoderLoad) -> EncoderEntry:
         source = self._sources.resolve(asked.model)

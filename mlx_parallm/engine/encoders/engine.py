@@ -5,17 +5,18 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
 
-from mlx_parallm.encode import EncodeJob, Encoder, EncodeRequest, EncodeResults
+from mlx_parallm.encode import EncodeInput, EncodeJob, Encoder, EncodeRequest, EncodeResults
 from mlx_parallm.encoding.queue import EncodeQueue, WaitingInput
 from mlx_parallm.encoding.result_cache import ResultCache
+from mlx_parallm.engine.encoders.adapters import EncoderAdapterSet
 from mlx_parallm.engine.encoders.batch_cost import BatchCost
 from mlx_parallm.engine.encoders.metrics import EncoderMetrics
-from mlx_parallm.errors import OverloadedError, StepError
+from mlx_parallm.errors import ModelNotFoundError, OverloadedError, StepError
 
 logger = logging.getLogger(__name__)
 
@@ -75,6 +76,7 @@ class EncodeEngine:
         metrics: EncoderMetrics,
         max_wait_s: float = 0.0,
         cache_bytes: int = 0,
+        adapters: EncoderAdapterSet | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         """Prepare.
@@ -86,9 +88,12 @@ class EncodeEngine:
             metrics: is told what happens.
             max_wait_s: how long an input may wait for others to fill its batch.
             cache_bytes: most memory of results that are kept for equal inputs.
+            adapters: of the model; None: it takes none.
             clock: seconds from any beginning.
         """
         self._encoder = encoder
+        #: The model's adapters, which stay when it makes way.
+        self.adapters = adapters or EncoderAdapterSet.empty()
         self._queue = EncodeQueue()
         self._cache = ResultCache(cache_bytes)
         self._cost = BatchCost()
@@ -103,10 +108,16 @@ class EncodeEngine:
 
     def add(self, request: EncodeRequest, reply: Reply) -> None:
         """Queue a request; ``reply`` gets ``EncodeResults``, or the error."""
+        try:
+            request = self.adapters.begin(request)
+        except ModelNotFoundError as refusal:
+            reply(refusal)
+            return
         found = ((place, self._cache.get(one)) for place, one in enumerate(request.inputs))
         known = {place: result for place, result in found if result is not None}
         num_missing = len(request.inputs) - len(known)
         if num_missing and self._open and len(self._queue) + num_missing > self._max_waiting:
+            self.adapters.end(request)
             reply(OverloadedError("Too many inputs wait for this model; try again later."))
             return
         self._metrics.on_request(len(request.inputs), len(known))
@@ -122,6 +133,7 @@ class EncodeEngine:
         one = self._open.pop(request_id, None)
         if one is None:
             return False
+        self.adapters.end(one.request)
         self._queue.remove(one.request)
         self._metrics.on_waiting(len(self._queue))
         return True
@@ -152,12 +164,14 @@ class EncodeEngine:
         ``within_s``: how long this may take, by what batches were measured to take, because streams
         wait for it; None: nobody does. One layer is computed in any case.
         """
-        running = self._running or _Running(self._queue.take(self._budget(within_s)))
+        running = self._running or self._take(within_s)
+        if running is None:
+            return
         self._running = running
         begin_s = self._clock()
         try:
             if running.job is None:
-                running.job = self._encoder.begin([one.input for one in running.batch])
+                running.job = self._begin([one.input for one in running.batch])
                 self._num_stages = running.job.num_stages
             results = self._advance(running.job, within_s, begin_s)
         except Exception as cause:
@@ -172,6 +186,7 @@ class EncodeEngine:
 
     def release(self) -> None:
         """Give back the memory of the model, which runs no more; nothing may wait."""
+        self.adapters.release()
         self._encoder.release()
 
     def _join_running(self, request: EncodeRequest) -> set[int]:
@@ -181,6 +196,17 @@ class EncodeEngine:
         for place in places:
             by_input[request.inputs[place]].askers.append((request.request_id, place))
         return places
+
+    def _take(self, within_s: float | None) -> _Running | None:
+        """The next batch; None while uploads have every slot that it could use."""
+        num_adapters = self.adapters.requests.adapters.num_movable
+        batch = self._queue.take(self._budget(within_s), max_adapters=num_adapters)
+        return _Running(batch) if batch else None
+
+    def _begin(self, inputs: Sequence[EncodeInput]) -> EncodeJob:
+        contents = {one.adapter for one in inputs if one.adapter is not None}
+        with self.adapters.placed(contents) as slots:
+            return self._encoder.begin(inputs, slots)
 
     def _budget(self, within_s: float | None) -> int:
         """Tokens of the next batch: as many as one turn computes.
@@ -234,6 +260,7 @@ class EncodeEngine:
 
     def _answer(self, one: _Open) -> None:
         del self._open[one.request.request_id]
+        self.adapters.end(one.request)
         self._metrics.on_answer(self._clock() - one.arrival_s)
         one.answer()
 

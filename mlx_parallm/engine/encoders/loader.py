@@ -80,6 +80,10 @@ class ThreadLoader:
         """See ``EncoderLoader.drop``."""
         await self._thread.call(lambda host: _drop(host, name))
 
+    async def forget(self, name: str) -> None:
+        """See ``EncoderLoader.forget``."""
+        await self._thread.call(lambda host: host.encoder_adapters.pop(name, None))
+
 
 class Progress:
     """Tells a part of the whole's progress."""
@@ -130,10 +134,12 @@ def _read(config: ModelConfig, on_progress: Progress) -> tuple[Path, TextEncoder
 
 def _add(host: EngineHost, build: EncoderBuild) -> EncoderModel:
     """Let requests run on an encoder, which is in memory."""
-    built = build.finish()
+    name = build.name
+    built = build.finish(host.encoder_adapters.get(name))
     build.close()
     assert built.engine is not None
-    host.encoders[built.model.names[0]] = built.engine
+    host.encoders[name] = built.engine
+    host.encoder_adapters[name] = built.engine.adapters
     return built.model
 
 

@@ -33,7 +33,14 @@ class EncoderLoader(Protocol):
         ...
 
     async def drop(self, name: str) -> None:
-        """Give back the memory of one that nothing runs on, by its first name."""
+        """Give back the memory of one that nothing runs on, by its first name.
+
+        Its adapters stay for its return.
+        """
+        ...
+
+    async def forget(self, name: str) -> None:
+        """One that was dropped does not come back: let go of its adapters."""
         ...
 
 
@@ -157,6 +164,7 @@ class EncoderResidency:
         async with self._turn:
             if entry.is_loaded:
                 await self._evict(entry)
+            await self._loader.forget(entry.names[0])
 
     def _let_in(self, entry: EncoderEntry) -> None:
         entry.num_open += 1

@@ -1,0 +1,266 @@
+"""The part of ``EngineControl`` that is about adapters, of models that generate and of encoders."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+from mlx_parallm.config import AdapterConfig
+from mlx_parallm.engine.adapter_folders import MAX_NAME, AdapterFolders
+from mlx_parallm.engine.adapter_reader import AdapterReader
+from mlx_parallm.engine.adapter_staging import AdapterStaging
+from mlx_parallm.engine.commands import EngineHost
+from mlx_parallm.engine.control_metrics import ADAPTER, ControlMetrics
+from mlx_parallm.engine.host_actions import Loaded, loaded, policies_of
+from mlx_parallm.engine.interface import ServedModel
+from mlx_parallm.engine.policies import AdapterInfo, AdapterUpload, Policies
+from mlx_parallm.errors import InvalidRequestError, ModelNotFoundError, NotFoundError
+from mlx_parallm.weights import WeightsVersion
+
+
+class EngineThread(Protocol):
+    """What this needs of the engine that it controls."""
+
+    def models(self) -> Sequence[ServedModel]:
+        """The loaded models that generate."""
+        ...
+
+    def first_model(self) -> ServedModel:
+        """The first of them; raise InvalidRequestError if there is none."""
+        ...
+
+    def base_names(self) -> Sequence[tuple[str, ...]]:
+        """The names of every model, those that generate first; the first name is the one kept."""
+        ...
+
+    def hold(self, model: str) -> AbstractAsyncContextManager[None]:
+        """Have a model in memory while the block runs, by its first name."""
+        ...
+
+    async def call(self, action: Callable[[EngineHost], Any]) -> Any:
+        """What an action between two steps gives; raise its error."""
+        ...
+
+    async def cancel_all(self) -> int:
+        """End every request with what it has; how many there were."""
+        ...
+
+    async def wait_until_idle(self) -> None:
+        """Return once no request is open."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class NamedAdapter:
+    """An adapter that requests may name.
+
+    Attributes:
+        name: its own, without its model's.
+        base: the first name of its model.
+        source: the folder that it came from, or is to come from; None for an upload.
+        info: None while it is not loaded: a request that names it loads it.
+    """
+
+    name: str
+    base: str
+    source: str | None
+    info: AdapterInfo | None = None
+
+
+class AdapterControl:
+    """Adapters by their names. Lives on the event loop."""
+
+    def __init__(
+        self, thread: EngineThread, config: AdapterConfig, metrics: ControlMetrics
+    ) -> None:
+        self._thread = thread
+        self._metrics = metrics
+        self._folders = AdapterFolders(config)
+        self._reader = AdapterReader(self._folders)
+        self._sleep_level = 0
+        # By name, as the engine thread had them after the latest change.
+        self._adapters: dict[str, AdapterInfo] = {}
+        self._versions: Mapping[str, WeightsVersion] = {}
+        # Loads of adapters that are found by name, so that many requests share one.
+        self._loading: dict[str, asyncio.Future[AdapterInfo]] = {}
+
+    def adapters(self) -> Sequence[AdapterInfo]:
+        """See ``EngineControl.adapters``."""
+        return list(self._adapters.values())
+
+    async def look(self) -> Sequence[AdapterInfo]:
+        """See ``EngineControl.look``."""
+        await self.refresh()
+        return self.adapters()
+
+    async def refresh(self) -> None:
+        """Hear from the engine thread what is loaded."""
+        self._note(await self._thread.call(loaded))
+
+    def _note(self, found: Loaded) -> None:
+        infos, self._versions = found
+        self._adapters = {info.name: info for info in infos}
+
+    def find(self, name: str) -> AdapterInfo | None:
+        """The loaded adapter that requests call by this name, or by "model:name"."""
+        if name in self._adapters:
+            return self._adapters[name]
+        for info in self._adapters.values():
+            if any(f"{alias}:{info.name}" == name for alias in self._names(info.model)):
+                return info
+        return None
+
+    def named(self, name: str) -> NamedAdapter | None:
+        """The adapter that requests call so, loaded or in the directory of named ones."""
+        info = self.find(name)
+        if info is not None:
+            return NamedAdapter(info.name, info.model, info.source, info)
+        model, _, short = name.rpartition(":")
+        base = self._names(model)
+        source = self._folders.find(short if base else name)
+        if source is None:
+            return None
+        if base:
+            return NamedAdapter(short, base[0], str(source))
+        return NamedAdapter(name, self._first_base(), str(source))
+
+    def served(self, name: str) -> ServedModel | None:
+        """An adapter of a model that generates as a model of its own; None if it is none."""
+        found = self.named(name)
+        if found is None:
+            return None
+        models = (one for one in self._thread.models() if one.names[0] == found.base)
+        model = next(models, None)
+        if model is None:
+            return None
+        root = found.source or found.name
+        return replace(model, names=(found.name,), root=root, parent=found.base, adapter=found.name)
+
+    async def ensure_loaded(self, name: str, base: str) -> None:
+        """Load an adapter of a model that was found by its name, unless it is there.
+
+        Raises:
+            ModelNotFoundError: there is none.
+            InvalidRequestError: it cannot be used.
+        """
+        if name in self._adapters:
+            return
+        if name not in self._loading:
+            loading = asyncio.ensure_future(self._load_by_name(name, base))
+            self._loading[name] = loading
+            loading.add_done_callback(lambda done: self._end_loading(name, done))
+        # Who waits may go away; others wait too.
+        await asyncio.shield(self._loading[name])
+
+    async def read_named(self, name: str) -> AdapterUpload:
+        """The adapter that is found by its name; raise ModelNotFoundError."""
+        weights, source = await self._reader.read_named(name)
+        return AdapterUpload(name=name, weights=weights, source=source)
+
+    async def load_adapter(self, upload: AdapterUpload, *, model: str | None = None) -> AdapterInfo:
+        """See ``EngineControl.load_adapter``."""
+        base = self._adapted(model)
+        self._check_name(upload.name, base)
+        # Who asked for it may go away: what was begun is ended.
+        with self._metrics.timed(ADAPTER):
+            return await asyncio.shield(asyncio.ensure_future(self._load(upload, base)))
+
+    async def load_adapter_folder(
+        self,
+        name: str,
+        path: str,
+        *,
+        model: str | None = None,
+        version: str | None = None,
+        expected_version: str | None = None,
+        replaces: bool = False,
+        is_pinned: bool | None = None,
+    ) -> AdapterInfo:
+        """See ``EngineControl.load_adapter_folder``."""
+        weights, source = await self._reader.read(path)
+        upload = AdapterUpload(
+            name=name,
+            weights=weights,
+            version=version,
+            expected_version=expected_version,
+            replaces=replaces,
+            is_pinned=is_pinned,
+            source=source,
+        )
+        return await self.load_adapter(upload, model=model)
+
+    async def unload_adapter(self, name: str) -> AdapterInfo:
+        """See ``EngineControl.unload_adapter``."""
+        info = self.find(name)
+        if info is None:
+            raise NotFoundError(f"The adapter {name!r} is not loaded.", param="name")
+        gone = await self._call(info.model, lambda policies: policies.unload(info.name))
+        await self.refresh()
+        return gone
+
+    async def _load(self, upload: AdapterUpload, base: str) -> AdapterInfo:
+        """Put it into a slot in parts, between steps, and then let requests use that."""
+        staging = AdapterStaging(upload, in_parts=not self._sleep_level)
+
+        def advance(host: EngineHost) -> tuple[AdapterInfo, Loaded] | None:
+            info = staging.advance(policies_of(host, base))
+            return None if info is None else (info, loaded(host))
+
+        done: tuple[AdapterInfo, Loaded] | None = None
+        async with self._thread.hold(base):
+            while done is None:
+                done = await self._thread.call(advance)
+        info, found = done
+        self._note(found)
+        return self._adapters.get(info.name, info)
+
+    async def _load_by_name(self, name: str, base: str) -> AdapterInfo:
+        self._check_name(name, base)
+        upload = await self.read_named(name)
+        async with self._thread.hold(base):
+            info = await self._call(base, lambda policies: policies.ensure(upload))
+        await self.refresh()
+        return info
+
+    def _end_loading(self, name: str, done: asyncio.Future[AdapterInfo]) -> None:
+        del self._loading[name]
+        if not done.cancelled():
+            # Perhaps nobody waits for it any more.
+            done.exception()
+
+    async def _call(self, model: str, action: Callable[[Policies], Any]) -> Any:
+        return await self._thread.call(lambda host: action(policies_of(host, model)))
+
+    def _adapted(self, model: str | None) -> str:
+        """The first name of a model that adapters are of, or of the first one."""
+        if model is None:
+            return self._first_base()
+        names = self._names(model)
+        if not names:
+            raise ModelNotFoundError(model)
+        return names[0]
+
+    def _first_base(self) -> str:
+        """Of the first model that generates, or of the first encoder where none does."""
+        bases = self._thread.base_names()
+        return bases[0][0] if bases else self._thread.first_model().names[0]
+
+    def _names(self, model: str) -> tuple[str, ...]:
+        """All names of the model of this name; none if there is no such model."""
+        return next((names for names in self._thread.base_names() if model in names), ())
+
+    def _check_name(self, name: str, base: str) -> None:
+        if not name or len(name) > MAX_NAME:
+            raise InvalidRequestError(
+                f"An adapter's name has 1 to {MAX_NAME} characters.", param="name"
+            )
+        if self._names(name):
+            raise InvalidRequestError(f"A model is named {name!r}.", param="name")
+        info = self._adapters.get(name)
+        if info is not None and info.model != base:
+            raise InvalidRequestError(
+                f"{name!r} is an adapter of {info.model!r}; unload it first.", param="name"
+            )
