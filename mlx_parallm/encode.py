@@ -24,6 +24,9 @@ Task = Literal[
     "embed", "token_embed", "classify", "token_classify", "mlm", "mlm_logprobs", "sparse"
 ]
 
+#: Those that tell labels apart.
+LABEL_TASKS: frozenset[Task] = frozenset({"classify", "token_classify"})
+
 ProblemType = Literal["single_label_classification", "multi_label_classification", "regression"]
 
 
@@ -186,12 +189,12 @@ class OwnHead:
     """The head that an adapter has instead of its model's.
 
     Attributes:
-        num_labels: that it tells apart.
-        tasks: what it lets the model do that this cannot do alone.
+        tasks: that it does; for others the model's own heads stay.
+        num_labels: that it tells apart; 0 where it tells none.
     """
 
-    num_labels: int
-    tasks: tuple[Task, ...] = ()
+    tasks: tuple[Task, ...]
+    num_labels: int = 0
 
 
 class EncodeJob(Protocol):

@@ -58,7 +58,8 @@ def read_adapter(config: Mapping[str, Any], tensors: Tensors, *, param: str) -> 
         _check(modules)
     except _Unusable as reason:
         raise InvalidRequestError(f"The adapter cannot be used: {reason}.", param=param) from None
-    return AdapterWeights(modules, saved)
+    task_type = config.get("task_type")
+    return AdapterWeights(modules, saved, task_type if isinstance(task_type, str) else None)
 
 
 class _Unusable(Exception):  # noqa: N818 - never leaves this file

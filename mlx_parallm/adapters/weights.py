@@ -55,10 +55,12 @@ class AdapterWeights:
     Attributes:
         modules: changes of weights, by the path of the module.
         saved: parameters that it has in full, by name: those of PEFT's ``modules_to_save``.
+        task_type: PEFT's, which says what a head of those is for; None where it is not known.
     """
 
     modules: Mapping[str, LowRank]
     saved: Mapping[str, HostTensor] = field(default_factory=dict)
+    task_type: str | None = None
 
     @property
     def rank(self) -> int:
@@ -75,7 +77,9 @@ class AdapterWeights:
     def digest(self) -> str:
         """SHA-256 of everything that decides what the adapter does: its identity, in hex."""
         parts = on_threads(_module_digest, sorted(self.modules.items()))
-        parts += on_threads(_saved_digest, sorted(self.saved.items()))
+        if self.saved:
+            parts += on_threads(_saved_digest, sorted(self.saved.items()))
+            parts.append(str(self.task_type).encode())
         return hashlib.sha256(b"".join(parts)).hexdigest()
 
 

@@ -122,19 +122,16 @@ class EncodeQueue:
         # The model as it is takes no slot.
         adapters = {None, self._adapter(first)}
 
-        def may_join(place: int) -> bool:
-            return len(adapters | {self._adapter(place)}) <= max_adapters + 1
+        def joins(place: int, shortest: int, longest: int) -> bool:
+            wanted = adapters | {self._adapter(place)}
+            return _is_near(shortest, longest) and len(wanted) <= max_adapters + 1
 
         while True:
             count, longest = end - begin, lengths[end - 1][0]
             costs = []
-            if begin > 0 and _is_near(lengths[begin - 1][0], longest) and may_join(begin - 1):
+            if begin > 0 and joins(begin - 1, lengths[begin - 1][0], longest):
                 costs.append(((count + 1) * longest, begin - 1, end))
-            if (
-                end < len(lengths)
-                and _is_near(lengths[begin][0], lengths[end][0])
-                and may_join(end)
-            ):
+            if end < len(lengths) and joins(end, lengths[begin][0], lengths[end][0]):
                 costs.append(((count + 1) * lengths[end][0], begin, end + 1))
             cost, *wider = min(costs, default=(max_tokens + 1, begin, end))
             if cost > max_tokens:

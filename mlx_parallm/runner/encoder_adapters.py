@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import mlx.core as mx
@@ -14,7 +14,7 @@ import numpy as np
 from mlx_parallm.adapters.context import AdapterContext
 from mlx_parallm.adapters.rows import NO_ADAPTER, AdapterRows
 from mlx_parallm.adapters.weights import AdapterWeights
-from mlx_parallm.encode import EncodeInput, Encoder, OwnHead, Task
+from mlx_parallm.encode import LABEL_TASKS, EncodeInput, Encoder, OwnHead, Task
 from mlx_parallm.runner.adapted_layers import AdaptedLayers, find_module, product_dtype, unfit
 from mlx_parallm.runner.encoder_heads import EncoderHeads
 from mlx_parallm.runner.layer_stages import LayerStages, StagedJob
@@ -26,10 +26,14 @@ from mlx_parallm.runner.trunk_calls import TrunkCalls, trunk_calls
 Forward = Callable[[Sequence[EncodeInput]], tuple[mx.array, mx.array]]
 #: Where the adapters of a batch without any are.
 NO_SLOTS: Mapping[str, int] = {}
-#: Tasks that tell labels apart.
-HEAD_TASKS: tuple[Task, ...] = ("classify", "token_classify")
 # It stands for any input.
 ONE_TOKEN = EncodeInput((0,))
+# What heads are tried with.
+_SAMPLES: Mapping[Task, EncodeInput] = {
+    "classify": EncodeInput((0,), "classify"),
+    "token_classify": EncodeInput((0,), "token_classify"),
+    "mlm": EncodeInput((0,), "mlm", places=(0,)),
+}
 
 
 class AdaptedEncoder(Encoder, Protocol):
@@ -39,6 +43,14 @@ class AdaptedEncoder(Encoder, Protocol):
     def adapters(self) -> EncoderAdapters:
         """Puts them into slots."""
         ...
+
+
+@dataclass(frozen=True, slots=True)
+class _Own:
+    """An adapter's own heads, and the tasks that they do."""
+
+    heads: EncoderHeads
+    tasks: tuple[Task, ...]
 
 
 class EncoderAdapters:
@@ -78,7 +90,7 @@ class EncoderAdapters:
         self._context = AdapterContext()
         self._layers = AdaptedLayers(model, product_dtype(dtype), self._context)
         # By slot.
-        self._own: dict[int, EncoderHeads] = {}
+        self._own: dict[int, _Own] = {}
         # Slots whose adapters change what all rows of a forward share.
         self._apart: set[int] = set()
 
@@ -91,7 +103,17 @@ class EncoderAdapters:
         """See ``SlotTarget``."""
         self._layers.check(replace(adapter, saved={}), param=param)
         own = self._own_head(adapter, param)
-        return None if own is None else self._facts(own, param)
+        if own is None:
+            return None
+        hidden, mask = self._forward([ONE_TOKEN])
+        samples = [_SAMPLES[task] for task in own.tasks if task in _SAMPLES]
+        try:
+            # Nothing is computed, and shapes are known.
+            found = [own.heads.run([one], hidden, mask)[0].shape[-1] for one in samples]
+        except MODEL_ERRORS as cause:
+            raise unfit(f"its head cannot be run: {cause}", param) from cause
+        is_of_labels = not LABEL_TASKS.isdisjoint(own.tasks)
+        return OwnHead(own.tasks, max(found) if is_of_labels else 0)
 
     def begin(self, slot: int, adapter: AdapterWeights, *, param: str) -> None:
         """See ``SlotTarget``."""
@@ -152,12 +174,14 @@ class EncoderAdapters:
         self, inputs: Sequence[EncodeInput], own: np.ndarray, hidden: mx.array, mask: mx.array
     ) -> list[mx.array]:
         """What the heads make of hidden states, those of each adapter by its own."""
+        groups: dict[tuple[int, bool], list[int]] = {}
+        for row, (one, slot) in enumerate(zip(inputs, own.tolist(), strict=True)):
+            has_own = slot in self._own and one.task in self._own[slot].tasks
+            groups.setdefault((slot, has_own), []).append(row)
         found: list[mx.array] = [hidden] * len(inputs)
-        slots = np.unique(own)
-        for slot in slots:
-            rows = np.flatnonzero(own == slot)
-            chosen = slice(None) if len(slots) == 1 else mx.array(rows)
-            heads = self._own.get(int(slot), self._heads)
+        for (slot, has_own), rows in groups.items():
+            chosen = slice(None) if len(groups) == 1 else mx.array(rows)
+            heads = self._own[slot].heads if has_own else self._heads
             with self._context.during(AdapterRows.of_batch(own[rows])):
                 given = heads.run([inputs[row] for row in rows], hidden[chosen], mask[chosen])
             for row, result in zip(rows, given, strict=True):
@@ -168,31 +192,17 @@ class EncoderAdapters:
     def _calls(self) -> TrunkCalls:
         return trunk_calls(self._model, lambda count: self._forward([ONE_TOKEN] * count))
 
-    def _own_head(self, adapter: AdapterWeights, param: str) -> EncoderHeads | None:
+    def _own_head(self, adapter: AdapterWeights, param: str) -> _Own | None:
         """The heads of an adapter that brings one."""
         if not adapter.saved:
             return None
-        made = self._maker.make(adapter.saved, param=param)
+        made = self._maker.make(adapter.saved, adapter.task_type, param=param)
         paths = set(made.paths)
         if inside := sorted(paths & self._calls.called):
             raise unfit(f"modules_to_save may bring a head; {inside[0]} comes before it", param)
         if both := sorted(paths & self._changed(adapter, param)):
             raise unfit(f"it both changes {both[0]} and brings it in full", param)
-        return self._heads.with_model(made.model)
+        return _Own(self._heads.with_model(made.model), made.tasks or tuple(self._tasks))
 
     def _changed(self, adapter: AdapterWeights, param: str) -> set[str]:
         return {find_module(self._modules, path, param=param) for path in adapter.modules}
-
-    def _facts(self, own: EncoderHeads, param: str) -> OwnHead:
-        """What a head gives; nothing is computed."""
-        tasks = tuple(one for one in self._tasks if one in HEAD_TASKS)
-        added = () if tasks else self._maker.tasks
-        hidden, mask = self._forward([ONE_TOKEN])
-        try:
-            found = [
-                own.run([replace(ONE_TOKEN, task=task)], hidden, mask)[0].shape[-1]
-                for task in tasks or added
-            ]
-        except MODEL_ERRORS as cause:
-            raise unfit(f"its head cannot be run: {cause}", param) from cause
-        return OwnHead(num_labels=max(found, default=0), tasks=added)

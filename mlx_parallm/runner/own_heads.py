@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import copy
 from collections import defaultdict
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import mlx.core as mx
@@ -13,11 +13,20 @@ import mlx.nn as nn
 
 from mlx_parallm.adapters.tensors import HostTensor
 from mlx_parallm.encode import Task
+from mlx_parallm.models.encoder_args import HEADS, Head
 from mlx_parallm.runner.adapted_layers import find_module, unfit
 from mlx_parallm.runner.adapted_modules import kind_of, plain_shape
 
 Saved = Mapping[str, HostTensor]
 Parameters = Mapping[str, mx.array]
+
+# Of PEFT, and how the class of a checkpoint with such a head is called.
+_OF_TASK_TYPES: Mapping[str, Head] = {"SEQ_CLS": "sequence", "TOKEN_CLS": "token"}
+_ENDINGS = {head: ending for ending, head in HEADS.items()}
+_LABEL_TASKS: Mapping[str | None, tuple[Task, ...]] = {
+    "sequence": ("classify",),
+    "token": ("token_classify",),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,22 +36,21 @@ class MadeHead:
     Attributes:
         model: with it, as ``EncoderHeads`` takes one; the layers before it are the model's.
         paths: of the layers that it has.
+        tasks: that it does; empty: all that the model's own does.
     """
 
     model: Any
     paths: Collection[str]
+    tasks: tuple[Task, ...] = ()
 
 
 class HeadMaker(Protocol):
     """Makes heads for one model."""
 
-    @property
-    def tasks(self) -> tuple[Task, ...]:
-        """What such a head does for a model that has none; empty where that cannot be."""
-        ...
-
-    def make(self, saved: Saved, *, param: str) -> MadeHead:
+    def make(self, saved: Saved, task_type: str | None, *, param: str) -> MadeHead:
         """A head of these parameters, which have the checkpoint's names.
+
+        ``task_type`` is PEFT's.
 
         Raises:
             InvalidRequestError: they are not those of a head.
@@ -51,65 +59,93 @@ class HeadMaker(Protocol):
 
 
 class LayerHeads:
-    """Heads that are some of a model's layers. Implements ``HeadMaker``."""
+    """Heads of an encoder of ``mlx_parallm.models``. Implements ``HeadMaker``."""
 
-    tasks: tuple[Task, ...] = ()
-
-    def __init__(self, model: nn.Module, dtype: mx.Dtype) -> None:
+    def __init__(self, model: Any, dtype: mx.Dtype) -> None:
         """``dtype`` is what heads compute in."""
         self._model = model
         self._dtype = dtype
         self._modules: dict[str, Any] = dict(model.named_modules())
 
-    def make(self, saved: Saved, *, param: str) -> MadeHead:
+    def make(self, saved: Saved, task_type: str | None, *, param: str) -> MadeHead:
         """See ``HeadMaker``."""
+        wanted = _OF_TASK_TYPES.get(task_type or "")
+        own = self._model.args.head
+        if wanted is None or wanted == own:
+            made = self._made(self._modules, saved, param)
+            tasks = _LABEL_TASKS.get(own, ())
+            return MadeHead(with_modules(self._model, made), made.keys(), tasks)
+        return self._new(wanted, saved, param)
+
+    def _new(self, kind: Head, saved: Saved, param: str) -> MadeHead:
+        """Of a kind that the model has not got."""
+        name = f"{type(self._model).__name__}{_ENDINGS[kind]}"
+        model = type(self._model)(replace(self._model.args, architectures=[name]))
+        modules: dict[str, Any] = dict(model.named_modules())
+        made = self._made(modules, saved, param)
+        layers = [path for path, one in modules.items() if _has_arrays(one)]
+        missing = sorted(set(layers) - self._modules.keys() - made.keys())
+        if missing:
+            raise unfit(
+                f"its head needs {missing[0]}, which neither it nor the model has: name it in "
+                "modules_to_save",
+                param,
+            )
+        kept = {path: self._modules[path] for path in layers if path in self._modules}
+        return MadeHead(with_modules(model, kept | made), made.keys(), _LABEL_TASKS[kind])
+
+    def _made(self, modules: Mapping[str, Any], saved: Saved, param: str) -> dict[str, nn.Module]:
+        """Layers in place of some of these, by path."""
         layers: dict[str, dict[str, mx.array]] = defaultdict(dict)
         for name, tensor in saved.items():
             path, _, leaf = name.rpartition(".")
-            found = find_module(self._modules, path, param=param)
+            found = find_module(modules, path, param=param)
             layers[found][leaf] = tensor.to_mlx().astype(self._dtype)
         # What is in another layer comes after that.
-        made = {path: self._layer(path, layers[path], param) for path in sorted(layers)}
-        return MadeHead(with_modules(self._model, made), made.keys())
+        return {
+            path: layer_like(path, modules[path], layers[path], param) for path in sorted(layers)
+        }
 
-    def _layer(self, path: str, arrays: Parameters, param: str) -> nn.Module:
-        module = self._modules[path]
-        if kind_of(module) == "linear":
-            check_linear(path, arrays, plain_shape(module)[-1], "bias" in module, param)
-            return linear_of(arrays)
-        own = {name: array.shape for name, array in module.items() if isinstance(array, mx.array)}
-        if own != {name: array.shape for name, array in arrays.items()}:
-            raise unfit(f"the tensors of {path} are not those of a {type(module).__name__}", param)
+
+def layer_like(path: str, module: Any, arrays: Parameters, param: str) -> nn.Module:
+    """A layer like a module, with these parameters; a linear one may give other labels.
+
+    Raises:
+        InvalidRequestError: they are not those of one.
+    """
+    found = {name: tuple(array.shape) for name, array in arrays.items()}
+    if kind_of(module) == "linear":
+        outer = found.get("weight", (0,))[:1]
+        wanted = {"weight": (*outer, plain_shape(module)[-1])}
+        wanted |= {"bias": outer} if "bias" in module else {}
+        made = nn.Linear(1, 1, bias="bias" in module)
+    else:
+        wanted = {name: array.shape for name, array in module.items() if _is_array(array)}
         made = copy.copy(module)
-        made.update(dict(arrays))
-        return made
+    if found != wanted:
+        raise unfit(f"{path} has tensors of the shapes {found}, not {wanted}", param)
+    made.update(dict(arrays))
+    return made
 
 
-def check_linear(path: str, arrays: Parameters, inner: int, has_bias: bool, param: str) -> None:
-    """Refuse what is no linear layer of so many inputs; it may have any number of labels."""
-    shapes = {name: tuple(array.shape) for name, array in arrays.items()}
-    outer = shapes.get("weight", (0,))[:1]
-    wanted = {"weight": (*outer, inner)} | ({"bias": outer} if has_bias else {})
-    if shapes != wanted:
-        raise unfit(f"{path} has the tensors {shapes}, not {wanted}", param)
+def _has_arrays(module: nn.Module) -> bool:
+    return any(map(_is_array, module.values()))
 
 
-def linear_of(arrays: Parameters) -> nn.Linear:
-    """A linear layer of a weight ``[out, in]`` and perhaps a bias."""
-    layer = nn.Linear(1, 1, bias="bias" in arrays)
-    layer.update(dict(arrays))
-    return layer
+def _is_array(value: object) -> bool:
+    return isinstance(value, mx.array)
 
 
 def with_modules(model: nn.Module, modules: Mapping[str, nn.Module]) -> Any:
     """A copy of a model that has other modules at these paths and shares all others."""
-    copied = copy.copy(model)
     for path, module in modules.items():
-        *parents, name = path.split(".")
-        node: Any = copied
-        for part in parents:
-            key = int(part) if isinstance(node, list) else part
-            node[key] = copy.copy(node[key])
-            node = node[key]
-        node[int(name) if isinstance(node, list) else name] = module
+        model = _with_module(model, path.split("."), module)
+    return model
+
+
+def _with_module(node: Any, path: Sequence[str], module: nn.Module) -> Any:
+    """The same for one path, of a module or of a list of them."""
+    copied: Any = copy.copy(node)
+    key: Any = int(path[0]) if isinstance(node, list) else path[0]
+    copied[key] = _with_module(node[key], path[1:], module) if len(path) > 1 else module
     return copied

@@ -3,26 +3,28 @@
 from __future__ import annotations
 
 import mlx.core as mx
+import mlx.nn as nn
 
 from mlx_parallm.encode import Task
 from mlx_parallm.errors import ModelLoadError
 from mlx_parallm.runner.adapted_layers import unfit
 from mlx_parallm.runner.decoder_loading import HEAD_NAMES, scoring_layers, split_head
 from mlx_parallm.runner.decoder_model import DecoderModel
-from mlx_parallm.runner.own_heads import MadeHead, Saved
+from mlx_parallm.runner.own_heads import MadeHead, Parameters, Saved, layer_like
+
+# Of a linear layer's tensors.
+NUM_AXES = {"weight": 2, "bias": 1}
 
 
 class ScoreHeads:
     """Implements ``own_heads.HeadMaker``."""
-
-    tasks: tuple[Task, ...] = ("classify", "token_classify")
 
     def __init__(self, model: DecoderModel, dtype: mx.Dtype) -> None:
         """``dtype`` is what heads compute in."""
         self._model = model
         self._dtype = dtype
 
-    def make(self, saved: Saved, *, param: str) -> MadeHead:
+    def make(self, saved: Saved, task_type: str | None, *, param: str) -> MadeHead:
         """See ``HeadMaker``."""
         arrays = {name: tensor.to_mlx().astype(self._dtype) for name, tensor in saved.items()}
         others, head = split_head(arrays)
@@ -31,16 +33,25 @@ class ScoreHeads:
             names = ", ".join(HEAD_NAMES)
             raise unfit(f"modules_to_save may bring {names}; {name[:100]} is none of them", param)
         for name, array in head.items():
-            if name.rpartition(".")[2] not in ("weight", "bias") or array.ndim > 2:
-                raise unfit(f"{name[:100]} is no tensor of a linear layer", param)
+            if NUM_AXES.get(name.rpartition(".")[2]) != array.ndim:
+                raise unfit(f"score.{name[:100]} is no tensor of a linear layer", param)
         try:
             score = scoring_layers(head, {})
         except ModelLoadError as problem:
             raise unfit(f"modules_to_save: {problem}", param) from None
-        for number, layer in enumerate(score if isinstance(score, list) else [score]):
-            begin = f"{number}." if isinstance(score, list) else ""
-            own = [name for name in head if name.startswith(begin)]
-            # Activations have none.
-            if own:
-                layer.update({name.removeprefix(begin): head[name] for name in own})
-        return MadeHead(self._model.with_score(score), {"score"})
+        if isinstance(score, list):
+            score = [_part(number, one, head, param) for number, one in enumerate(score)]
+        else:
+            score = layer_like("score", score, head, param)
+        tasks: tuple[Task, ...] = ("classify", "token_classify")
+        is_of_tokens = task_type == "TOKEN_CLS"
+        return MadeHead(
+            self._model.with_score(score), {"score"}, tasks[::-1] if is_of_tokens else tasks
+        )
+
+
+def _part(number: int, layer: nn.Module, head: Parameters, param: str) -> nn.Module:
+    begin = f"{number}."
+    own = {name.removeprefix(begin): one for name, one in head.items() if name.startswith(begin)}
+    # Activations have no parameters.
+    return layer_like(f"score.{number}", layer, own, param) if own else layer

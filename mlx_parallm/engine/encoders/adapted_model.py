@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from mlx_parallm.encode import EncoderInfo, OwnHead
+from mlx_parallm.encode import LABEL_TASKS, EncoderInfo, OwnHead
 from mlx_parallm.engine.adapter_control import NamedAdapter
 from mlx_parallm.engine.encoder_interface import EncoderModel
 
@@ -29,7 +29,11 @@ def with_head(info: EncoderInfo, head: OwnHead) -> EncoderInfo:
 
     Its labels have the names of the model's where there are as many, else their numbers.
     """
-    tasks = (*head.tasks, *(one for one in info.tasks if one not in head.tasks))
+    if not head.num_labels:
+        return info
+    others = (one for one in info.tasks if one not in LABEL_TASKS)
+    is_alike = set(head.tasks) == LABEL_TASKS.intersection(info.tasks)
+    tasks = info.tasks if is_alike else (*head.tasks, *others)
     if len(info.labels) == head.num_labels:
         return replace(info, tasks=tasks)
     labels = tuple(f"LABEL_{number}" for number in range(head.num_labels))

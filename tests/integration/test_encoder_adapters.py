@@ -1,0 +1,271 @@
+"""Adapters of encoders, and of decoders that are read as one, against what PEFT computes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from mlx_parallm.adapters.formats import read_adapter
+from mlx_parallm.adapters.tensors import HostTensor
+from mlx_parallm.adapters.weights import AdapterWeights, Kind, LowRank
+from mlx_parallm.config import ModelConfig
+from mlx_parallm.encode import EncodeInput, Task
+from mlx_parallm.encoding.model_task import decoder_plan, decoder_task
+from mlx_parallm.encoding.sentence_transformers import VectorSpec
+from mlx_parallm.errors import InvalidRequestError
+from mlx_parallm.models.loading import load_encoder
+from mlx_parallm.runner.adapter_store import AdapterStore
+from mlx_parallm.runner.decoder_loading import open_decoder
+from mlx_parallm.runner.decoder_runner import DecoderRunner
+from mlx_parallm.runner.encoder_adapters import AdaptedEncoder
+from mlx_parallm.runner.encoder_runner import EncoderRunner
+from tests.encoder_folders import golden_arrays, write_encoder
+from tests.golden_adapters import adapter_names, golden_tensors, read_base, read_golden_adapter
+
+ATOL = 1e-4
+ALONE = 1e-5
+
+
+@pytest.fixture(params=adapter_names())
+def golden(request: pytest.FixtureRequest) -> dict[str, Any]:
+    return read_golden_adapter(request.param)
+
+
+class Served:
+    """A golden adapter's model with adapters in slots."""
+
+    def __init__(self, folder: Path, golden: dict[str, Any], *adapters: AdapterWeights) -> None:
+        self.runner = runner_of(folder, golden)
+        self.store = AdapterStore(self.runner.adapters)
+        self.heads = [self.store.add(one) for one in adapters]
+        self.slots = {one.digest: slot for slot, one in enumerate(adapters, 1)}
+        self.store.place({slot: content for content, slot in self.slots.items()})
+
+    def run(self, *inputs: EncodeInput) -> list[np.ndarray]:
+        return self.runner.begin(inputs, self.slots).results()
+
+
+def runner_of(
+    folder: Path, golden: dict[str, Any], arrays: dict[str, mx.array] | None = None
+) -> AdaptedEncoder:
+    """The model of a golden adapter, with other weights where they are given."""
+    base = read_base(golden)
+    path = write_encoder(folder, base["config"], arrays or golden_arrays(base))
+    spec = VectorSpec(poolings=("last",))
+    if golden["base"].startswith("encoders"):
+        return EncoderRunner(load_encoder(path), spec)
+    plan = decoder_plan(decoder_task(base["config"], ()), base["config"])
+    if "Model" in base["config"]["architectures"][0]:
+        plan = decoder_plan("embed", base["config"])
+    return DecoderRunner(open_decoder(ModelConfig(), path, plan), plan, spec)
+
+
+def adapter_of(golden: dict[str, Any], *, scale: float = 1.0) -> AdapterWeights:
+    tensors = golden_tensors(golden, scale=scale)
+    hosts = {name: HostTensor(array) for name, array in tensors.items()}
+    return read_adapter(golden["adapter_config"], hosts, param="adapter")
+
+
+def task_of(golden: dict[str, Any]) -> Task:
+    tasks: dict[str, Task] = {"SEQ_CLS": "classify", "TOKEN_CLS": "token_classify"}
+    return tasks.get(golden["adapter_config"]["task_type"], "token_embed")
+
+
+def inputs_of(golden: dict[str, Any], *adapters: AdapterWeights | None) -> list[EncodeInput]:
+    """Every text with each adapter in turn; None is the model as it is."""
+    task = task_of(golden)
+    return [
+        EncodeInput(tuple(ids), task, adapter=None if one is None else one.digest)
+        for ids in golden["input_ids"]
+        for one in adapters
+    ]
+
+
+def test_results_are_those_of_peft(golden: dict[str, Any], tmp_path: Path) -> None:
+    adapter = adapter_of(golden)
+    served = Served(tmp_path, golden, adapter)
+    found = served.run(*inputs_of(golden, adapter))
+    wanted = golden.get("logits") or golden["last_hidden_state"]
+    for one, expected in zip(found, wanted, strict=True):
+        np.testing.assert_allclose(one, np.array(expected), atol=ATOL)
+
+
+def test_rows_of_a_batch_are_those_of_each_alone(golden: dict[str, Any], tmp_path: Path) -> None:
+    adapter, other = adapter_of(golden), adapter_of(golden, scale=-0.5)
+    # What has no label tasks of its own does them with an adapter only.
+    plain = [] if served_alone(golden) else [None]
+    served = Served(tmp_path, golden, adapter, other)
+    inputs = inputs_of(golden, adapter, *plain, other)
+    together = served.run(*inputs)
+    alone = [served.run(one)[0] for one in inputs]
+    base = runner_of(tmp_path / "base", golden)
+    for one, found, expected in zip(inputs, together, alone, strict=True):
+        np.testing.assert_allclose(found, expected, rtol=ALONE, atol=ALONE)
+        if one.adapter is None:
+            np.testing.assert_allclose(found, base.run([one])[0], rtol=ALONE, atol=ALONE)
+    # They are of different adapters, so nothing of this is for nothing.
+    assert all(np.abs(found - together[0]).max() > 1e-3 for found in together[1 : 2 + len(plain)])
+
+
+def served_alone(golden: dict[str, Any]) -> bool:
+    return task_of(golden) not in base_tasks(golden)
+
+
+def base_tasks(golden: dict[str, Any]) -> set[Task]:
+    ending = read_base(golden)["config"]["architectures"][0]
+    tasks: set[Task] = {"embed", "token_embed"}
+    if "SequenceClassification" in ending:
+        tasks.add("classify")
+    if "TokenClassification" in ending:
+        tasks.add("token_classify")
+    return tasks
+
+
+@pytest.mark.parametrize("name", [one for one in adapter_names() if "new_head" not in one])
+def test_results_are_those_of_weights_merged_by_hand(name: str, tmp_path: Path) -> None:
+    golden = read_golden_adapter(name)
+    adapter = adapter_of(golden)
+    found = Served(tmp_path / "served", golden, adapter).run(*inputs_of(golden, adapter))
+    arrays = merged(golden_arrays(read_base(golden)), adapter)
+    alone = runner_of(tmp_path / "merged", golden, arrays)
+    expected = alone.run([replace(one, adapter=None) for one in inputs_of(golden, adapter)])
+    for one, other in zip(found, expected, strict=True):
+        np.testing.assert_allclose(one, other, rtol=ALONE, atol=ALONE)
+
+
+def merged(arrays: dict[str, mx.array], adapter: AdapterWeights) -> dict[str, mx.array]:
+    """A checkpoint's weights with what an adapter changes and brings."""
+
+    def full_name(name: str) -> str:
+        return next(one for one in arrays if one == name or one.endswith(f".{name}"))
+
+    made = dict(arrays)
+    for path, change in adapter.modules.items():
+        name = full_name(f"{path}.weight")
+        weight = arrays[name] + change.scale * (change.b.to_mlx() @ change.a.to_mlx())
+        if change.magnitude is not None:
+            norm = mx.linalg.norm(weight, axis=1, keepdims=True)
+            weight = change.magnitude.to_mlx()[:, None] * weight / norm
+        made[name] = weight
+    return made | {full_name(name): one.to_mlx() for name, one in adapter.saved.items()}
+
+
+def test_a_batch_goes_on_with_the_adapters_that_it_began_with(
+    golden: dict[str, Any], tmp_path: Path
+) -> None:
+    adapter, other = adapter_of(golden), adapter_of(golden, scale=-0.5)
+    served = Served(tmp_path, golden, adapter)
+    expected = served.run(*inputs_of(golden, adapter))
+    job = served.runner.begin(inputs_of(golden, adapter), served.slots)
+    job.advance()
+    served.store.add(other)
+    served.store.place({1: other.digest})
+    replaced = served.runner.begin(inputs_of(golden, other), {other.digest: 1}).results()
+    for one, before, after in zip(job.results(), expected, replaced, strict=True):
+        np.testing.assert_allclose(one, before, rtol=ALONE, atol=ALONE)
+        assert np.abs(one - after).max() > 1e-3
+
+
+def test_nothing_of_an_adapter_is_left_where_it_was(golden: dict[str, Any], tmp_path: Path) -> None:
+    adapter, other = adapter_of(golden), adapter_of(golden, scale=-0.5)
+    served = Served(tmp_path / "one", golden, adapter)
+    served.store.add(other)
+    served.store.place({1: other.digest})
+    served.slots = {other.digest: 1}
+    fresh = Served(tmp_path / "two", golden, other)
+    pairs = zip(
+        served.run(*inputs_of(golden, other)), fresh.run(*inputs_of(golden, other)), strict=True
+    )
+    for one, expected in pairs:
+        np.testing.assert_array_equal(one, expected)
+    served.store.release()
+    assert served.store.num_bytes == 0
+    embed = [EncodeInput(tuple(ids), "token_embed") for ids in golden["input_ids"]]
+    base = runner_of(tmp_path / "base", golden)
+    for one, expected in zip(served.run(*embed), base.run(embed), strict=True):
+        np.testing.assert_array_equal(one, expected)
+
+
+def saved(*names: str, shape: tuple[int, ...] = (3, 32)) -> dict[str, HostTensor]:
+    return {name: HostTensor(np.zeros(shape, np.float32)) for name in names}
+
+
+@pytest.mark.parametrize(
+    ("base", "changes", "reason"),
+    [
+        (
+            "bert_sequence",
+            {"saved": saved("bert.encoder.layer.0.output.dense.weight")},
+            "bert.encoder.layer.0.output.dense has tensors of the shapes",
+        ),
+        (
+            "bert_sequence",
+            {"saved": saved("bert.embeddings.word_embeddings.weight", shape=(99, 32))},
+            "word_embeddings comes before it",
+        ),
+        ("bert_sequence", {"saved": saved("classifier.weight")}, "not {.*bias"),
+        ("bert_sequence", {"saved": saved("classifier.weight", shape=(3, 31))}, "32"),
+        ("bert_sequence", {"saved": saved("nothing.weight")}, "no module 'nothing'"),
+        ("bert_masked_lm", {}, "needs bert.pooler.dense"),
+        ("llama_sequence", {"saved": saved("lm_head.weight")}, "lm_head.weight is none of them"),
+        ("llama_sequence", {"saved": saved("score.weight", shape=(3, 7))}, "cannot be run"),
+        ("llama_sequence", {"saved": saved("score.weight", shape=(3,))}, "no tensor of a linear"),
+        ("llama_sequence", {"saved": saved("score.scales")}, "no tensor of a linear"),
+    ],
+)
+def test_heads_that_do_not_fit_are_refused(
+    base: str, changes: dict[str, Any], reason: str, tmp_path: Path
+) -> None:
+    golden = read_golden_adapter("llama_sequence" if "llama" in base else "bert_sequence")
+    if base == "bert_masked_lm":
+        golden["base"] = f"encoders/{base}"
+    adapter = adapter_of(golden)
+    served = Served(tmp_path, golden)
+    with pytest.raises(InvalidRequestError, match=reason):
+        served.store.add(replace(adapter, **changes))
+    assert served.store.num_bytes == 0
+
+
+def test_a_layer_is_not_changed_and_brought_in_full(tmp_path: Path) -> None:
+    golden = read_golden_adapter("bert_sequence")
+    adapter = adapter_of(golden)
+    change = adapter.modules["bert.encoder.layer.0.attention.self.query"]
+    small = replace(change, b=HostTensor(np.zeros((3, 4), np.float32)))
+    both = replace(adapter, modules={**adapter.modules, "classifier": small})
+    with pytest.raises(InvalidRequestError, match="both changes classifier"):
+        Served(tmp_path, golden, both)
+
+
+def test_a_masked_lm_takes_candidates_from_what_an_adapter_makes_of_its_tables(
+    tmp_path: Path,
+) -> None:
+    golden = {**read_golden_adapter("bert_sequence"), "base": "encoders/bert_untied"}
+    modules = {
+        "bert.embeddings.word_embeddings": low_rank("embedding", (99, 32)),
+        "cls.predictions.transform.dense": low_rank("linear", (32, 32)),
+        "cls.predictions.decoder": low_rank("linear", (99, 32)),
+    }
+    adapter = AdapterWeights(modules)
+    served = Served(tmp_path, golden, adapter)
+    ids = tuple(golden["input_ids"][0])
+    whole = EncodeInput(ids, "mlm", places=(2, 4), adapter=adapter.digest)
+    chosen = replace(whole, candidates=(7, 50, 8))
+    (of_all,), (of_some,) = served.run(whole), served.run(chosen)
+    np.testing.assert_allclose(of_some, of_all[:, [7, 50, 8]], rtol=ALONE, atol=ALONE)
+    (plain,) = served.run(replace(chosen, adapter=None))
+    assert np.abs(plain - of_some).max() > 1e-2
+
+
+def low_rank(kind: Kind, shape: tuple[int, int]) -> LowRank:
+    outer, inner = shape if kind == "linear" else shape[::-1]
+    random = np.random.default_rng(outer + inner)
+    a, b = (
+        HostTensor(random.normal(0, 0.3, size).astype(np.float32))
+        for size in ((4, inner), (outer, 4))
+    )
+    return LowRank(kind=kind, a=a, b=b, scale=1.0, changes_head=kind == "linear")
