@@ -41,6 +41,14 @@ def write_words(
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
 
 
+def write_decoder_of(folder: Path, golden_name: str) -> Path:
+    """A decoder of the golden values with such a tokenizer."""
+    golden = read_decoder(golden_name)
+    write_golden(folder, golden)
+    write_words(folder, golden["config"]["vocab_size"])
+    return folder
+
+
 def write_decoder_embedder(folder: Path) -> Path:
     """Qwen3 in the form of Qwen3-Embedding's folder: a bare model, last token, normalised."""
     golden = read_decoder("qwen3_model")

@@ -84,10 +84,11 @@ class ServerProcess:
 
 
 @contextmanager
-def serving(folders: Mapping[str, Path]) -> Iterator[ServerProcess]:
+def serving(folders: Mapping[str, Path], *flags: str) -> Iterator[ServerProcess]:
     """A server of models by these names, until the end of the block."""
     names = [f"{folder}={name}" for name, folder in folders.items()]
-    process = ServerProcess("--model", *map(str, folders.values()), "--served-model-name", *names)
+    models = ["--model", *map(str, folders.values())]
+    process = ServerProcess(*models, "--served-model-name", *names, *flags)
     try:
         process.wait_until_ready()
         yield process

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import mlx.core as mx
 import mlx.nn as nn
 
@@ -14,6 +16,8 @@ from mlx_parallm.runner.own_heads import MadeHead, Parameters, Saved, layer_like
 
 # Of a linear layer's tensors.
 NUM_AXES = {"weight": 2, "bias": 1}
+# Of a layer among others; nobody has more.
+PLACE = re.compile(r"\d{0,2}", re.ASCII)
 
 
 class ScoreHeads:
@@ -33,7 +37,9 @@ class ScoreHeads:
             names = ", ".join(HEAD_NAMES)
             raise unfit(f"modules_to_save may bring {names}; {name[:100]} is none of them", param)
         for name, array in head.items():
-            if NUM_AXES.get(name.rpartition(".")[2]) != array.ndim:
+            place, _, leaf = name.rpartition(".")
+            has_weight = name.removesuffix(leaf) + "weight" in head
+            if not has_weight or NUM_AXES.get(leaf) != array.ndim or not PLACE.fullmatch(place):
                 raise unfit(f"score.{name[:100]} is no tensor of a linear layer", param)
         try:
             score = scoring_layers(head, {})

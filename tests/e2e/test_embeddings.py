@@ -77,20 +77,24 @@ def test_a_decoder_gives_the_hidden_state_of_the_last_token(client: openai.OpenA
         np.testing.assert_allclose(one.embedding, other.embedding, atol=1e-5)
 
 
-def test_an_encoder_has_no_adapters(server: ServerProcess) -> None:
+def test_adapters_of_others_or_by_an_encoders_name_are_refused(server: ServerProcess) -> None:
     config = json.dumps({"peft_type": "LORA", "r": 2, "lora_alpha": 2})
     path = "base_model.model.model.layers.0.self_attn.q_proj"
     shapes = {"lora_A": (2, 8), "lora_B": (8, 2)}
     tensors = {f"{path}.{part}.weight": mx.zeros(shape) for part, shape in shapes.items()}
-    for name, model, field in [("embedder", "demo", "name"), ("mine", "embedder", "model")]:
+    for name, model, field, why in [
+        ("embedder", "demo", "name", "embedder"),
+        ("mine", "embedder", "adapter", "no module"),
+        ("mine", "nobody", "model", "nobody"),
+    ]:
         answer = httpx2.post(
             f"{server.url}/v1/update_adapter_weights",
             params={"name": name, "model": model, "config": config},
             content=encode_safetensors(tensors),
             headers={"content-type": "application/octet-stream"},
         )
-        assert answer.status_code == 400
-        assert (answer.json()["error"]["param"], "embedder" in answer.text) == (field, True)
+        assert answer.status_code == (404 if model == "nobody" else 400)
+        assert (answer.json()["error"]["param"], why in answer.text) == (field, True)
 
 
 def test_usage_counts_every_input(client: openai.OpenAI) -> None:
