@@ -12,7 +12,7 @@ from prometheus_client import CollectorRegistry
 
 from mlx_parallm.config import EngineConfig, ModelConfig
 from mlx_parallm.encode import EncodeInput, EncodeRequest, EncodeResults, EncoderInfo, TokenSpan
-from mlx_parallm.engine.adapter_control import NamedAdapter
+from mlx_parallm.engine.adapter_names import NamedAdapter
 from mlx_parallm.engine.commands import Abort, Command, Encode, EngineHost
 from mlx_parallm.engine.encoder_interface import EncoderModel
 from mlx_parallm.engine.encoders.client import AsyncEncoders

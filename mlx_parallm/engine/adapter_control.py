@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, Protocol
 
 from mlx_parallm.config import AdapterConfig
 from mlx_parallm.engine.adapter_folders import MAX_NAME, AdapterFolders
+from mlx_parallm.engine.adapter_names import NamedAdapter
 from mlx_parallm.engine.adapter_reader import AdapterReader
 from mlx_parallm.engine.adapter_staging import AdapterStaging
 from mlx_parallm.engine.commands import EngineHost
@@ -51,23 +52,6 @@ class EngineThread(Protocol):
     async def wait_until_idle(self) -> None:
         """Return once no request is open."""
         ...
-
-
-@dataclass(frozen=True, slots=True)
-class NamedAdapter:
-    """An adapter that requests may name.
-
-    Attributes:
-        name: its own, without its model's.
-        base: the first name of its model.
-        source: the folder that it came from, or is to come from; None for an upload.
-        info: None while it is not loaded: a request that names it loads it.
-    """
-
-    name: str
-    base: str
-    source: str | None
-    info: AdapterInfo | None = None
 
 
 class AdapterControl:

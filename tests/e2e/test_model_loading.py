@@ -13,6 +13,7 @@ import openai
 import pytest
 
 from tests.embedder_folder import write_embedder
+from tests.golden_adapters import golden_upload, read_golden_adapter
 from tests.server_process import ServerProcess
 
 ADMIN = {"authorization": "Bearer admin"}
@@ -153,6 +154,7 @@ def test_encoders_make_way_and_come_back(root: Path) -> None:
         for name in ("two", "one", "one", "two"):
             states.append({one: card["status"] for one, card in served(small).items()})
             vectors.append(embed(small, name))
+        check_that_adapters_come_back(small)
     finally:
         small.stop()
     first, second = {"one": "evicted", "two": "loaded"}, {"one": "loaded", "two": "evicted"}
@@ -160,3 +162,45 @@ def test_encoders_make_way_and_come_back(root: Path) -> None:
     np.testing.assert_allclose(vectors[0], vectors[3], atol=1e-6)
     np.testing.assert_allclose(vectors[1], vectors[2], atol=1e-6)
     assert np.abs(vectors[0] - vectors[1]).max() > 1e-3
+
+
+def check_that_adapters_come_back(small: ServerProcess) -> None:
+    """``two`` is in memory, ``one`` made way for it."""
+    golden = read_golden_adapter("bert_features")
+    answer = httpx2.post(
+        f"{small.url}/v1/update_adapter_weights",
+        params={"name": "mine", "model": "one", "config": json.dumps(golden["adapter_config"])},
+        content=golden_upload(golden),
+        headers={"content-type": "application/octet-stream"},
+        timeout=60,
+    )
+    # Its model came back for it.
+    assert answer.status_code == 200, answer.text
+    cards = served(small)
+    assert [cards[one]["status"] for one in ("one", "two", "mine")] == [
+        "loaded",
+        "evicted",
+        "loaded",
+    ]
+    num_bytes = cards["one"]["memory"]["adapters_bytes"]
+    before = embed(small, "mine")
+    embed(small, "two")
+    cards = served(small)
+    assert [cards[one]["status"] for one in ("one", "two", "mine")] == [
+        "evicted",
+        "loaded",
+        "evicted",
+    ]
+    assert cards["one"]["memory"]["adapters_bytes"] == num_bytes == answer.json()["bytes"]
+    listed = httpx2.get(f"{small.url}/v1/adapters/mine").json()
+    assert (listed["resident"], listed["digest"]) == (False, answer.json()["digest"])
+    np.testing.assert_allclose(embed(small, "mine"), before, atol=1e-6)
+    assert np.abs(embed(small, "one") - before).max() > 1e-3
+    assert post(small, "/v1/models/unload", model="one").status_code == 200
+    assert httpx2.get(f"{small.url}/v1/adapters").json()["data"] == []
+    with pytest.raises(openai.NotFoundError):
+        embed(small, "mine")
+
+
+def states_of(cards: dict[str, dict[str, Any]]) -> list[str]:
+    return [cards[one]["status"] for one in ("one", "two", "mine")]

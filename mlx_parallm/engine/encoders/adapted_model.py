@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from mlx_parallm.encode import LABEL_TASKS, EncoderInfo, OwnHead
-from mlx_parallm.engine.adapter_control import NamedAdapter
+from mlx_parallm.engine.adapter_names import NamedAdapter
 from mlx_parallm.engine.encoder_interface import EncoderModel
 
 

@@ -146,3 +146,5 @@ class EncoderAdapterSet:
         """Have no adapter on the device: the model makes way."""
         if self.store is not None:
             self.store.release()
+        for content in list(self.requests.adapters.resident):
+            self.requests.adapters.forget(content)

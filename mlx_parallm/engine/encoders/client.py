@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 from mlx_parallm.config import EngineConfig, ModelConfig
 from mlx_parallm.encode import EncodeRequest, EncodeResults, Task
-from mlx_parallm.engine.adapter_control import NamedAdapter
+from mlx_parallm.engine.adapter_names import AdapterNames, NamedAdapter
 from mlx_parallm.engine.commands import Abort, Command, Encode, EngineHost
 from mlx_parallm.engine.encoder_interface import EncoderLoad, EncoderModel, EncoderStatus
 from mlx_parallm.engine.encoders.adapted_model import adapted_model
@@ -32,27 +32,6 @@ from mlx_parallm.errors import (
 )
 
 logger = logging.getLogger(__name__)
-
-
-class AdapterNames(Protocol):
-    """The adapters of all models."""
-
-    def named(self, name: str) -> NamedAdapter | None:
-        """The adapter that requests call so, loaded or to be loaded."""
-        ...
-
-    async def ensure_loaded(self, name: str, base: str) -> None:
-        """Load an adapter that was found by its name, unless it is there.
-
-        Raises:
-            ModelNotFoundError: there is none.
-            InvalidRequestError: it cannot be used.
-        """
-        ...
-
-    async def refresh(self) -> None:
-        """Hear from the engine thread what is loaded."""
-        ...
 
 
 class EngineThread(Protocol):
