@@ -157,6 +157,7 @@ class EncoderInfo:
         problem_type: of a classifier: what its logits mean; None where its config does not say.
         scores_are_logits: of a classifier with one label: whether its files want a pair's logit as
             its score, and not the logistic function of it.
+        is_reward: whether it was made, or is served, to give rewards.
         prompts: texts to be put before inputs, by name, as sentence-transformers has them.
         default_prompt: the name of the one that is used where none is asked for.
         pools_prompts: whether the tokens of a prompt are part of a vector.
@@ -177,6 +178,7 @@ class EncoderInfo:
     labels: tuple[str, ...] = ()
     problem_type: ProblemType | None = None
     scores_are_logits: bool = False
+    is_reward: bool = False
     prompts: Mapping[str, str] = field(default_factory=dict)
     default_prompt: str | None = None
     pools_prompts: bool = True

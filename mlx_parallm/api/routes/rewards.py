@@ -40,7 +40,10 @@ async def score_rewards(body: RewardsRequest, request: Request, engine: EngineDe
             "Cutting would lose steps: it goes without step_token.", param="truncate_prompt_tokens"
         )
     task = "classify" if body.step_token is None else "token_classify"
-    model = reward_model(engine.encoders, body.model, task)
+    has_chats = any(one.messages is not None for one in given)
+    model = reward_model(
+        engine.encoders, body.model, task, chats=given[0].param if has_chats else None
+    )
     step_id = None if body.step_token is None else step_token_id(body.step_token, model)
     param = given[0].param
     with named_by({"messages": param}):

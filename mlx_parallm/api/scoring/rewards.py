@@ -18,23 +18,33 @@ from mlx_parallm.errors import InvalidRequestError
 Text = str | Sequence[Mapping[str, Any]]
 
 
-def reward_model(encoders: EncoderClient, name: str | None, task: Task) -> EncoderModel:
-    """The model of this name, else the first that gives rewards.
+def reward_model(
+    encoders: EncoderClient, name: str | None, task: Task, *, chats: str | None = None
+) -> EncoderModel:
+    """The model of this name, else the one that most likely was made for rewards.
 
     Args:
         encoders: where it is.
         name: None: any.
         task: ``classify`` for rewards of texts, ``token_classify`` for those of steps.
+        chats: the field of the body with conversations, which a model without a name must be able
+            to read; None: there are none.
 
     Raises:
         ModelNotFoundError: none has the name.
-        InvalidRequestError: it gives no rewards.
+        InvalidRequestError: it gives no rewards, or none reads conversations.
     """
     if name is None:
         able = [one for one in encoders.models() if gives_rewards(one.info, task)]
         if not able:
             raise InvalidRequestError("No reward model of this kind is served.", param="model")
-        return able[0]
+        if chats is not None:
+            able = [one for one in able if one.tokenizer.has_chat_template]
+        if not able:
+            raise InvalidRequestError(
+                "No reward model here has a chat template: send texts.", param=chats
+            )
+        return min(able, key=lambda one: _unlikeliness(one.info))
     found = encoders.get(name, task)
     if not gives_rewards(found.info, task):
         raise InvalidRequestError(
@@ -47,6 +57,11 @@ def reward_model(encoders: EncoderClient, name: str | None, task: Task) -> Encod
 def gives_rewards(info: EncoderInfo, task: Task) -> bool:
     """Whether a model's labels mean a reward, of texts or of tokens."""
     return task in info.tasks and len(info.labels) in (1, 2)
+
+
+def _unlikeliness(info: EncoderInfo) -> tuple[bool, bool, int]:
+    """The less, the likelier it is that a classifier was made for rewards."""
+    return not info.is_reward, info.problem_type != "regression", len(info.labels)
 
 
 async def reward_inputs(

@@ -156,6 +156,7 @@ class EncoderBuild:
     def _info(self, info: EncoderInfo) -> EncoderInfo:
         if self._config.task != "auto":
             info = replace(info, tasks=tasks_for(self._config.task, info.tasks, self._names[0]))
+        info = replace(info, is_reward=task_of(self._config, self._path) == "reward")
         if len(info.labels) == 1:
             info = replace(info, scores_are_logits=scores_are_logits(self._path))
         longest = self._config.max_model_len
