@@ -19,9 +19,18 @@ if TYPE_CHECKING:
 #: ``token_classify``: logits of each token's labels, ``[L, labels]``;
 #: ``mlm``: logits of the masked LM at ``places``, ``[places, candidates or vocabulary]``;
 #: ``mlm_logprobs``: the same as log-probabilities over the whole vocabulary;
+#: ``mlm_top``: the ids of the ``top_k`` likeliest tokens at ``places`` and their log-probabilities,
+#: ``[places, 2, top_k]``, likeliest first;
 #: ``sparse``: a weight for each word of the vocabulary, ``[vocabulary]``, most of them 0.
 Task = Literal[
-    "embed", "token_embed", "classify", "token_classify", "mlm", "mlm_logprobs", "sparse"
+    "embed",
+    "token_embed",
+    "classify",
+    "token_classify",
+    "mlm",
+    "mlm_logprobs",
+    "mlm_top",
+    "sparse",
 ]
 
 #: Those that tell labels apart.
@@ -39,8 +48,10 @@ class EncodeInput:
         task: what is made of it.
         second_at: where a second text begins, whose tokens are of type 1; None: there is none, or
             the model does not tell them apart.
-        places: of ``mlm`` and ``mlm_logprobs``: tokens, from 0, whose logits are wanted.
-        candidates: of the same: ids whose logits are wanted, in this order; empty: all.
+        places: of the tasks of masked LMs: tokens, from 0, whose logits are wanted.
+        top_k: of ``mlm_top``: how many tokens are wanted, at most the vocabulary.
+        candidates: of ``mlm`` and ``mlm_logprobs``: ids whose logits are wanted, in this order;
+            empty: all.
         num_unattended: tokens at the end that attend to all before them, and that none attends to.
         num_unpooled: of ``embed``: tokens at the beginning that are no part of the vector.
         adapter: the content of the adapter that it is read with; None: the model as it is.
@@ -53,6 +64,7 @@ class EncodeInput:
     candidates: tuple[int, ...] = ()
     num_unattended: int = 0
     num_unpooled: int = 0
+    top_k: int = 0
     adapter: str | None = None
 
 

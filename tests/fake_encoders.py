@@ -142,6 +142,10 @@ def computed(one: EncodeInput, info: EncoderInfo) -> np.ndarray:
         "mlm_logprobs": (len(one.places), len(one.candidates) or info.vocab_size),
         "sparse": (info.vocab_size,),
     }
+    if one.task == "mlm_top":
+        rows = source.standard_normal((len(one.places), info.vocab_size))
+        ids = np.argsort(-rows, axis=1)[:, : one.top_k]
+        return np.stack([ids, np.take_along_axis(rows, ids, axis=1)], axis=1).astype(np.float32)
     found = source.standard_normal(shapes[one.task]).astype(np.float32)
     return np.maximum(found - 1, 0) if one.task == "sparse" else found
 

@@ -48,6 +48,8 @@ async def encoded(
 
 def num_numbers(one: EncodeInput, info: EncoderInfo) -> int:
     """How many an input's result has; see ``encode.Task``."""
+    if one.top_k:
+        return len(one.places) * 2 * one.top_k
     if one.places:
         return len(one.places) * (len(one.candidates) or info.vocab_size)
     sizes = {

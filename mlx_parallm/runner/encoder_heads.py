@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,11 +13,12 @@ from mlx_parallm.encode import EncodeInput, Task
 from mlx_parallm.encoding.sentence_transformers import VectorSpec
 from mlx_parallm.runner.dense_layers import load_dense
 from mlx_parallm.runner.pooling import pooled
+from mlx_parallm.sampling.logprobs import likeliest
 
 #: The tasks of a checkpoint by the head that its config names; the first is what it was made for.
 TASKS: Mapping[str | None, tuple[Task, ...]] = {
     None: ("embed", "token_embed"),
-    "masked_lm": ("mlm", "mlm_logprobs", "sparse", "embed", "token_embed"),
+    "masked_lm": ("mlm", "mlm_logprobs", "mlm_top", "sparse", "embed", "token_embed"),
     "sequence": ("classify", "embed", "token_embed"),
     "token": ("token_classify", "embed", "token_embed"),
 }
@@ -75,6 +77,7 @@ class EncoderHeads:
             "token_classify": self._token_classify,
             "mlm": self._mlm,
             "mlm_logprobs": self._mlm_logprobs,
+            "mlm_top": self._mlm_top,
             "sparse": self._sparse,
         }
 
@@ -163,6 +166,20 @@ class EncoderHeads:
         logits = self._logits(inputs, hidden, range(len(inputs))).astype(mx.float32)
         return _chosen(logits - mx.logsumexp(logits, axis=-1, keepdims=True), inputs)
 
+    def _mlm_top(
+        self, inputs: Sequence[EncodeInput], hidden: mx.array, mask: mx.array
+    ) -> list[mx.array]:
+        del mask
+        logits = self._logits(inputs, hidden, range(len(inputs))).astype(mx.float32)
+        most = max(one.top_k for one in inputs)
+        ids = likeliest(logits, min(most, logits.shape[-1]))
+        found = mx.take_along_axis(logits, ids, axis=-1)
+        found = found - mx.logsumexp(logits, axis=-1, keepdims=True)
+        # Ids are exact in float32: no vocabulary has 2**24.
+        both = mx.stack([ids.astype(mx.float32), found], axis=1)
+        rows = _of_each(both, inputs)
+        return [own[..., : one.top_k] for own, one in zip(rows, inputs, strict=True)]
+
     def _logits(
         self,
         inputs: Sequence[EncodeInput],
@@ -199,10 +216,13 @@ def _chosen(
     ``columns``: where a token is that ``logits`` has; None: it has them all.
     """
     found = []
-    begin = 0
-    for one in inputs:
-        own = logits[begin : begin + len(one.places)]
+    for one, own in zip(inputs, _of_each(logits, inputs), strict=True):
         wanted = [number if columns is None else columns[number] for number in one.candidates]
         found.append(own[:, mx.array(wanted)] if wanted else own)
-        begin += len(one.places)
     return found
+
+
+def _of_each(rows: mx.array, inputs: Sequence[EncodeInput]) -> list[mx.array]:
+    """The rows of each input's places."""
+    ends = [0, *itertools.accumulate(len(one.places) for one in inputs)]
+    return [rows[begin:end] for begin, end in itertools.pairwise(ends)]

@@ -131,7 +131,7 @@ def target_logprobs(
     spread = entropies(logits) if entropy else None
     if top <= 0:
         return TargetLogprobs(targets, target, None, None, ranks, spread)
-    top_ids = _likeliest(logits, min(top, logits.shape[-1]))
+    top_ids = likeliest(logits, min(top, logits.shape[-1]))
     values = mx.take_along_axis(logits, top_ids, axis=-1) - norm
     return TargetLogprobs(targets, target, top_ids, values, ranks, spread)
 
@@ -144,7 +144,7 @@ def entropies(logits: mx.array) -> mx.array:
     return -mx.sum(mx.where(shares > 0, shares * logs, 0.0), axis=-1)
 
 
-def _likeliest(logits: mx.array, count: int) -> mx.array:
+def likeliest(logits: mx.array, count: int) -> mx.array:
     """Ids of the ``count`` largest entries, best first, equal ones by ascending id."""
     split = logits.shape[-1] - count
     ids = mx.sort(mx.argpartition(logits, split, axis=-1)[:, split:], axis=-1)

@@ -69,6 +69,10 @@ def test_what_was_asked_before_is_told_as_a_hit(server: ServerProcess) -> None:
     second = ask(server, texts=texts)["data"]
     assert [first["cache_hit"], *(one["cache_hit"] for one in second)] == [False, True, False]
     assert second[0]["predictions"] == first["predictions"]
+    # What is kept of a mask answers what wants fewer tokens of it, or some more.
+    (fewer,) = ask(server, texts=texts[0], return_top_k=2)["data"]
+    assert fewer["cache_hit"]
+    assert fewer["predictions"][0]["top_k"] == first["predictions"][0]["top_k"][:2]
     scored = [ask(server, texts="a goal", pseudo_log_likelihood=True)["data"][0] for _ in "12"]
     assert [one["cache_hit"] for one in scored] == [False, True]
 

@@ -78,6 +78,37 @@ def test_the_head_is_evaluated_at_masks_alone(length: int, tmp_path: Path) -> No
     np.testing.assert_allclose(results[1], every[:, [8, 7, 8]], atol=1e-4)
 
 
+class GivenLogits:
+    """A masked LM whose hidden states are its logits."""
+
+    def mlm_logits(self, hidden: mx.array, ids: mx.array | None = None) -> mx.array:
+        assert ids is None
+        return hidden
+
+
+def test_only_the_likeliest_leave_the_device() -> None:
+    heads = EncoderHeads(GivenLogits(), VectorSpec())
+    # Many equal ones: of those that are kept the lower ids come first.
+    logits = np.random.RandomState(5).randint(0, 9, (2, 3, 50)).astype(np.float32)
+    inputs = [
+        EncodeInput((5, 6, 7), "mlm_top", places=(0, 2), top_k=4),
+        EncodeInput((5, 6, 7), "mlm_top", places=(1,), top_k=50),
+    ]
+    found = heads.run(inputs, mx.array(logits), mx.ones((2, 3), mx.bool_))
+    results = [np.array(one) for one in found]
+    assert [one.shape for one in results] == [(2, 2, 4), (1, 2, 50)]
+    for one, result, own in zip(inputs, results, logits, strict=True):
+        for place, (ids, logprobs) in zip(one.places, result, strict=True):
+            row = own[place].astype(np.float64)
+            wanted = np.argsort(-row, kind="stable")
+            least = row[wanted[one.top_k - 1]]
+            sure = int((row > least).sum())
+            assert ids[:sure].tolist() == wanted[:sure].tolist()
+            assert set(ids[sure:].tolist()) <= set(np.flatnonzero(row == least).tolist())
+            shares = row - np.log(np.exp(row).sum())
+            np.testing.assert_allclose(logprobs, shares[ids.astype(int)], atol=1e-5)
+
+
 @pytest.mark.parametrize("quantised", [False, True])
 @pytest.mark.parametrize(
     "table", [nn.Embedding(50_000, 32), nn.Linear(32, 50_000)], ids=["words", "layer"]

@@ -9,38 +9,43 @@ import numpy as np
 from mlx_parallm.encode import EncodeInput
 from mlx_parallm.engine.encoder_interface import EncoderModel
 
+# The least that is asked for of each mask, so that one kept result answers what differs in that.
+LEAST_TOP_K = 16
 
-def likeliest(logprobs: np.ndarray, count: int) -> list[int]:
-    """The places of the largest numbers of a row, largest first; of equal ones the earlier."""
-    count = min(count, len(logprobs))
-    if count < len(logprobs):
-        # A threshold, so that which of equal ones are kept does not depend on the partition.
-        least = np.partition(logprobs, -count)[-count] if count else np.inf
-        kept = np.flatnonzero(logprobs >= least)
-    else:
-        kept = np.arange(len(logprobs))
-    order = np.argsort(-logprobs[kept], kind="stable")
-    return kept[order][:count].tolist()
+
+def kept_top_k(top_k: int, model: EncoderModel) -> int:
+    """How many tokens of a mask are asked of the model where so many are told."""
+    return min(max(LEAST_TOP_K, 1 << (top_k - 1).bit_length()), model.info.vocab_size)
 
 
 def fillings(
-    one: EncodeInput, logprobs: np.ndarray, top_k: int, model: EncoderModel
+    one: EncodeInput, found: np.ndarray, top_k: int, model: EncoderModel
 ) -> list[list[dict[str, Any]]]:
     """The likeliest tokens at each mask of an input, best first.
 
     Args:
         one: its places are its masks.
-        logprobs: float32 ``[masks, candidates or vocabulary]``.
+        found: the result of ``mlm_top``, or log-probabilities of its candidates or of the whole
+            vocabulary, float32 ``[masks, candidates or vocabulary]``.
         top_k: how many of each mask.
         model: whose tokens they are.
     """
     return [
         [
-            filling(one, place, int(one.candidates[at]) if one.candidates else at, row[at], model)
-            for at in likeliest(row, top_k)
+            filling(one, place, token, logprob, model)
+            for token, logprob in _likeliest(one, row, top_k)
         ]
-        for place, row in zip(one.places, logprobs, strict=True)
+        for place, row in zip(one.places, found, strict=True)
     ]
+
+
+def _likeliest(one: EncodeInput, row: np.ndarray, top_k: int) -> list[tuple[int, float]]:
+    """Tokens with their log-probabilities, best first; of equal ones the earlier."""
+    if one.task == "mlm_top":
+        ids, logprobs = row[:, :top_k].tolist()
+        return [(int(token), logprob) for token, logprob in zip(ids, logprobs, strict=True)]
+    order = np.argsort(-row, kind="stable")[:top_k].tolist()
+    return [(one.candidates[at] if one.candidates else at, float(row[at])) for at in order]
 
 
 def filling(

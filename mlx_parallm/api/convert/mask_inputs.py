@@ -46,11 +46,12 @@ async def masked_inputs(
     task: Task,
     candidates: tuple[int, ...] = (),
     *,
+    top_k: int = 0,
     truncate: int | None = None,
     from_left: bool = False,
     param: str = "texts",
 ) -> tuple[EncodeInput, ...]:
-    """Inputs whose places are their masks; see ``single_inputs``.
+    """Inputs whose places are their masks; see ``single_inputs`` and ``EncodeInput``.
 
     Raises:
         InvalidRequestError: a text has no mask, perhaps because it was cut.
@@ -61,7 +62,12 @@ async def masked_inputs(
         given, model, task, truncate=truncate, from_left=from_left, param=param
     )
     return tuple(
-        replace(one, places=_places(one, mask, f"{param} {number}", model), candidates=candidates)
+        replace(
+            one,
+            places=_places(one, mask, f"{param} {number}", model),
+            candidates=candidates,
+            top_k=top_k,
+        )
         for number, one in enumerate(inputs)
     )
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from mlx_parallm.api.convert.activation import log_softmax
-from mlx_parallm.api.convert.fill_mask import fillings
+from mlx_parallm.api.convert.fill_mask import fillings, kept_top_k
 from mlx_parallm.api.convert.mask_inputs import Candidates, candidates_of, masked_inputs
 from mlx_parallm.api.schemas.mlm import MlmRequest
 from mlx_parallm.encode import EncodeInput, Task
@@ -49,11 +49,14 @@ class MaskQuestion:
         # Targets are shares of the vocabulary, whose logits are then all there to be told.
         all_logits = body.return_logits and body.label_words is None
         task: Task = "mlm" if all_logits or body.label_words is not None else "mlm_logprobs"
+        if task == "mlm_logprobs" and not self.words.ids:
+            task = "mlm_top"
         inputs = await masked_inputs(
             body.given,
             self._model,
             task,
             () if all_logits else self.words.ids,
+            top_k=kept_top_k(body.return_top_k, self._model) if task == "mlm_top" else 0,
             truncate=body.truncate_prompt_tokens,
             from_left=body.truncation_side == "left",
             param=body.given_as,
@@ -68,6 +71,7 @@ class MaskQuestion:
     def answer(self, one: EncodeInput, result: np.ndarray) -> dict[str, Any]:
         """What is told of a text."""
         logits = result if one.task == "mlm" else None
+        # Of ``mlm_top`` it is what ``fillings`` takes.
         logprobs = result if logits is None else log_softmax(result)
         if self.words.ids and not one.candidates and logits is not None:
             one = replace(one, candidates=self.words.ids)

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from mlx_parallm.api.convert.fill_mask import fillings
+from mlx_parallm.api.convert.fill_mask import fillings, kept_top_k
 from mlx_parallm.api.convert.mask_inputs import Candidates, candidates_of, masked_inputs
 from mlx_parallm.api.encoding import encoded
 from mlx_parallm.api.hf_tasks.job import Done, Job
@@ -26,19 +26,20 @@ async def fill_mask(job: Job) -> Done:
     words = Candidates()
     if job.parameters.targets is not None:
         words = candidates_of(job.parameters.targets, job.model, "targets")
+    top_k = job.parameters.top_k or TOP_K
     inputs = await masked_inputs(
         texts,
         job.model,
-        "mlm_logprobs",
+        "mlm_logprobs" if words.ids else "mlm_top",
         words.ids,
+        top_k=0 if words.ids else kept_top_k(top_k, job.model),
         truncate=cut_to(job.parameters),
         from_left=cuts_left(job.parameters),
         param="inputs",
     )
-    top_k = job.parameters.top_k or TOP_K
 
-    def write(one: EncodeInput, logprobs: np.ndarray) -> list[Any]:
-        masks = fillings(one, logprobs, top_k, job.model)
+    def write(one: EncodeInput, result: np.ndarray) -> list[Any]:
+        masks = fillings(one, result, top_k, job.model)
         return masks[0] if len(masks) == 1 else masks
 
     found, _ = await encoded(job.engine.encoders, job.model, inputs, job.request_id, write)
