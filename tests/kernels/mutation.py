@@ -1,13 +1,15 @@
-"""Texts without one of their barriers or shuffles."""
+"""Texts without one of their barriers or shuffles, or with a mistake."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from mlx_parallm.kernels.build import kernel_text
-from tests.kernels.shim_dialect import CudaShim, MetalShim, Shim
+from tests.kernels.shim_dialect import ORDERS, CudaShim, MetalShim, Shim
 
 SHIMS: dict[str, Callable[[], Shim]] = {"cuda": CudaShim, "metal": MetalShim}
 #: A barrier becomes nothing, a shuffle the lane's own value.
@@ -52,3 +54,46 @@ def leave_out(shim: Shim, prefix: str, language: str, nth: int) -> list[str]:
 
     shim.mutate = mutate
     return found
+
+
+def passes_in_every_order(shim: Shim, why_not: Callable[[], str | None]) -> bool:
+    """Whether a check at load has nothing against its kernels, however threads run."""
+    for order in ORDERS:
+        shim.order = order
+        if why_not() is not None:
+            return False
+    return True
+
+
+@dataclass(frozen=True)
+class Mistake:
+    """Text of a kernel's file, and what would be a mistake in its place."""
+
+    file: str
+    right: str
+    wrong: str
+
+
+class MistakenShim(CudaShim):
+    """Makes a mistake in kernels of such names, or in what stands before them."""
+
+    def __init__(self, folder: Path, prefix: str, mistake: Mistake) -> None:
+        super().__init__()
+        assert mistake.right in kernel_text(folder / "cuda" / f"{mistake.file}.cu")
+        self._prefix, self._mistake = prefix, mistake
+
+    def make(
+        self,
+        name: str,
+        input_names: Sequence[str],
+        output_names: Sequence[str],
+        source: str,
+        header: str,
+        *,
+        strided: bool,
+    ) -> Any:
+        """See ``Shim.make``."""
+        if name.startswith(self._prefix):
+            right, wrong = self._mistake.right, self._mistake.wrong
+            source, header = (one.replace(right, wrong) for one in (source, header))
+        return super().make(name, input_names, output_names, source, header, strided=strided)

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
-
 import mlx.core as mx
 import numpy as np
 import pytest
@@ -14,11 +11,19 @@ from mlx_parallm.adapters.kernels import TEXTS
 from mlx_parallm.adapters.stack import LinearStack
 from mlx_parallm.adapters.tensors import HostTensor
 from mlx_parallm.adapters.weights import LowRank
-from mlx_parallm.kernels.build import kernel_text
 from mlx_parallm.runner.adapter_check import why_not
-from tests.kernels.mutation import SHIMS, SYNCHRONISATION, leave_out, mutants, overlooked
+from tests.kernels.mutation import (
+    SHIMS,
+    SYNCHRONISATION,
+    Mistake,
+    MistakenShim,
+    leave_out,
+    mutants,
+    overlooked,
+    passes_in_every_order,
+)
 from tests.kernels.shim_compile import require_compiler
-from tests.kernels.shim_dialect import ORDERS, CudaShim, Shim
+from tests.kernels.shim_dialect import Shim
 
 DTYPES = (mx.float32, mx.float16, mx.bfloat16)
 
@@ -26,11 +31,7 @@ DTYPES = (mx.float32, mx.float16, mx.bfloat16)
 def is_right(shim: Shim, dtype: mx.Dtype = mx.float32) -> bool:
     """Whether the check at load passes in every order."""
     kernels = ChangeKernels(shim)
-    for order in ORDERS:
-        shim.order = order
-        if why_not(kernels, dtype) is not None:
-            return False
-    return True
+    return passes_in_every_order(shim, lambda: why_not(kernels, dtype))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -58,46 +59,28 @@ def test_there_is_something_to_leave_out() -> None:
         assert sum(one[0] == language for one in found) == 2
 
 
-#: Text of the kernels, and what would be a mistake in its place.
 MISTAKES = {
-    "factors of the row before": ("common", "slots[i] != held", "held == 0"),
-    "rows without an adapter": ("expand", "= slots[row * slots_strides[0]];", "= slots[row] + 1;"),
-    "the first rank alone": ("common", "total + from + j]", "total + from]"),
-    "the second layer by the first": ("shrink", "factors = a1;", ""),
-    "the third layer's ranks": ("shrink", "rank -= ranks;\nfactors = a2;", "factors = a2;"),
-    "the rank of another layer": ("expand", "rank += ranks;\nfactors = b2;", "factors = b2;"),
-    "outputs that lie apart": ("expand", "row_stride = y1_strides[0];", "row_stride = width;"),
-    "the first rows only": ("expand", "pieces * count", "pieces"),
+    "factors of the row before": Mistake("common", "slots[i] != held", "held == 0"),
+    "rows without an adapter": Mistake(
+        "expand", "= slots[row * slots_strides[0]];", "= slots[row] + 1;"
+    ),
+    "the first rank alone": Mistake("common", "total + from + j]", "total + from]"),
+    "the second layer by the first": Mistake("shrink", "factors = a1;", ""),
+    "the third layer's ranks": Mistake("shrink", "rank -= ranks;\nfactors = a2;", "factors = a2;"),
+    "the rank of another layer": Mistake(
+        "expand", "rank += ranks;\nfactors = b2;", "factors = b2;"
+    ),
+    "outputs that lie apart": Mistake(
+        "expand", "row_stride = y1_strides[0];", "row_stride = width;"
+    ),
+    "the first rows only": Mistake("expand", "pieces * count", "pieces"),
 }
-
-
-class MistakenShim(CudaShim):
-    """Has some text in place of another, in a kernel or in what stands before it."""
-
-    def __init__(self, right: str, wrong: str) -> None:
-        super().__init__()
-        self._right, self._wrong = right, wrong
-
-    def make(
-        self,
-        name: str,
-        input_names: Sequence[str],
-        output_names: Sequence[str],
-        source: str,
-        header: str,
-        *,
-        strided: bool,
-    ) -> Any:
-        source, header = (one.replace(self._right, self._wrong) for one in (source, header))
-        return super().make(name, input_names, output_names, source, header, strided=strided)
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_a_wrong_kernel_is_not_used(mistake: str) -> None:
     require_compiler()
-    file, right, wrong = MISTAKES[mistake]
-    assert right in kernel_text(TEXTS / "cuda" / f"{file}.cu")
-    assert not is_right(MistakenShim(right, wrong))
+    assert not is_right(MistakenShim(TEXTS, "adapters_", MISTAKES[mistake]))
 
 
 def random_stack(inner: int, out: int, rank: int, slots: int, seed: int) -> LinearStack:

@@ -8,9 +8,18 @@ import pytest
 from mlx_parallm.runner.sampling_check import why_not
 from mlx_parallm.sampling.kernel_sampling import SamplingKernels
 from mlx_parallm.sampling.kernels import TEXTS
-from tests.kernels.mutation import SHIMS, SYNCHRONISATION, leave_out, mutants, overlooked
+from tests.kernels.mutation import (
+    SHIMS,
+    SYNCHRONISATION,
+    Mistake,
+    MistakenShim,
+    leave_out,
+    mutants,
+    overlooked,
+    passes_in_every_order,
+)
 from tests.kernels.shim_compile import require_compiler
-from tests.kernels.shim_dialect import ORDERS, Shim
+from tests.kernels.shim_dialect import Shim
 
 # Both warps have logits of either half.
 VOCAB, THREADS = 1040, 64
@@ -19,11 +28,7 @@ VOCAB, THREADS = 1040, 64
 def is_right(shim: Shim) -> bool:
     """Whether the check at load passes in every order."""
     kernels = SamplingKernels(shim, threads=THREADS)
-    for order in ORDERS:
-        shim.order = order
-        if why_not(kernels, VOCAB, mx.float16) is not None:
-            return False
-    return True
+    return passes_in_every_order(shim, lambda: why_not(kernels, VOCAB, mx.float16))
 
 
 def test_the_whole_texts_are_right(shim: Shim) -> None:
@@ -50,30 +55,22 @@ def test_there_is_something_to_leave_out() -> None:
         assert sum(one[0] == language for one in found) == 13
 
 
-#: Text of the kernels, and what would be a mistake in its place.
 MISTAKES = {
-    "one more kept": ("draw", "limit = top_k;", "limit = top_k + 1.0f;"),
-    "one fewer kept": ("draw", "limit = top_k;", "limit = top_k - 1.0f;"),
-    "all that tie count": ("draw", "(limit - above) *", "totals[prefix % DIGITS] *"),
-    "top-p of everything": ("draw", "low = prefix;", ""),
-    "other noise": ("draw", "i + j + HALF : 0", "i + j + HALF + 1 : 0"),
-    "min-p not divided": ("draw", "largest / temperature + log_min_p", "largest + log_min_p"),
-    "the last of those that tie": ("logprobs", "at > last_id", "at < last_id"),
-    "a sum without its largest": ("logprobs", "norm = largest + ", "norm = "),
+    "one more kept": Mistake("draw", "limit = top_k;", "limit = top_k + 1.0f;"),
+    "one fewer kept": Mistake("draw", "limit = top_k;", "limit = top_k - 1.0f;"),
+    "all that tie count": Mistake("draw", "(limit - above) *", "totals[prefix % DIGITS] *"),
+    "top-p of everything": Mistake("draw", "low = prefix;", ""),
+    "other noise": Mistake("draw", "i + j + HALF : 0", "i + j + HALF + 1 : 0"),
+    "min-p not divided": Mistake(
+        "draw", "largest / temperature + log_min_p", "largest + log_min_p"
+    ),
+    "the last of those that tie": Mistake("logprobs", "at > last_id", "at < last_id"),
+    "a sum without its largest": Mistake("logprobs", "norm = largest + ", "norm = "),
 }
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_a_wrong_kernel_is_not_used(mistake: str) -> None:
     require_compiler()
-    file, right, wrong = MISTAKES[mistake]
-    shim = SHIMS["cuda"]()
-
-    def mutate(name: str, body: str) -> str:
-        if not name.startswith(f"sampling_{file}_"):
-            return body
-        assert right in body
-        return body.replace(right, wrong)
-
-    shim.mutate = mutate
-    assert not is_right(shim)
+    one = MISTAKES[mistake]
+    assert not is_right(MistakenShim(TEXTS, f"sampling_{one.file}_", one))

@@ -31,20 +31,19 @@ constexpr int MAX_THREADS = 1024;
 constexpr int STACK = 1 << 17;
 
 enum Order { ASCENDING = 0, DESCENDING = 1, SHUFFLED = 2 };
-enum State { READY, IN_SHUFFLE, AT_BARRIER, DONE };
 // What `launch` returns.
 enum Failure { NONE = 0, DEADLOCK = 1, DIVERGED = 2, BAD_FLAGS = 3 };
 
 struct Fiber {
   ucontext_t start;
   jmp_buf at;
-  State state;
   bool begun;
   int line;  // where it waits
   int far;   // its partner in a shuffle
 };
 
 struct Warp {
+  uint32_t ready;  // a bit a lane that can go on
   int arrived;
   int round;
   uint64_t values[2][WARP];
@@ -56,6 +55,7 @@ static char stacks[MAX_THREADS][STACK];
 static jmp_buf scheduler;
 static int current;
 static int num_threads;
+static int num_done;
 static int at_barrier;
 static int failure;
 static void (*thread_body)(int);
@@ -66,16 +66,25 @@ __attribute__((noinline)) static void pause() {
   }
 }
 
+static void wait() { warps[current / WARP].ready &= ~(1u << current % WARP); }
+
 static void enter() {
-  thread_body(current);
-  fibers[current].state = DONE;
-  _longjmp(scheduler, 1);
+  // A fiber's next threadgroup begins where the one before ended: to make a context costs calls
+  // of the system.
+  for (;;) {
+    thread_body(current);
+    num_done++;
+    wait();
+    pause();
+  }
 }
 
 static int lanes_of(int warp) {
   const int left = num_threads - warp * WARP;
   return left < WARP ? left : WARP;
 }
+
+static void make_ready(int warp) { warps[warp].ready = ~0u >> (WARP - lanes_of(warp)); }
 
 // Every lane of the warp gets its partner's value; all must be at the same line.
 template <typename T>
@@ -90,12 +99,12 @@ static T shuffle_xor(T value, int far, int line) {
   if (++warp.arrived == lanes_of(me / WARP)) {
     for (int i = first; i < first + warp.arrived; i++) {
       if (fibers[i].line != line || fibers[i].far != far) failure = DIVERGED;
-      fibers[i].state = READY;
     }
+    make_ready(me / WARP);
     warp.arrived = 0;
     warp.round++;
   } else {
-    fibers[me].state = IN_SHUFFLE;
+    wait();
   }
   // Also the last to arrive pauses: whether it goes on first is the order's choice.
   pause();
@@ -109,12 +118,12 @@ static void warp_barrier(int line) { shuffle_xor(0, 0, line); }
 
 static void barrier(int line) {
   fibers[current].line = line;
-  fibers[current].state = AT_BARRIER;
+  wait();
   if (++at_barrier == num_threads) {
     for (int i = 0; i < num_threads; i++) {
       if (fibers[i].line != line) failure = DIVERGED;
-      fibers[i].state = READY;
     }
+    for (int i = 0; i * WARP < num_threads; i++) make_ready(i);
     at_barrier = 0;
   }
   pause();
@@ -126,13 +135,27 @@ static uint32_t random_below(uint32_t bound) {
   return (uint32_t)(random_state >> 33) % bound;
 }
 
-static int next_ready(Order order) {
-  const int start = order == SHUFFLED ? (int)random_below(num_threads) : 0;
-  for (int i = 0; i < num_threads; i++) {
-    const int at = order == DESCENDING ? num_threads - 1 - i : (start + i) % num_threads;
-    if (fibers[at].state == READY) return at;
+// The first thread from `start` to the end that can go on, or -1.
+static int first_ready(int start) {
+  uint32_t ready = warps[start / WARP].ready & ~0u << start % WARP;
+  for (int i = start / WARP;;) {
+    if (ready) return i * WARP + __builtin_ctz(ready);
+    if (++i * WARP >= num_threads) return -1;
+    ready = warps[i].ready;
+  }
+}
+
+static int last_ready() {
+  for (int i = (num_threads - 1) / WARP; i >= 0; i--) {
+    if (warps[i].ready) return i * WARP + WARP - 1 - __builtin_clz(warps[i].ready);
   }
   return -1;
+}
+
+static int next_ready(Order order) {
+  if (order == DESCENDING) return last_ready();
+  const int found = first_ready(order == SHUFFLED ? random_below(num_threads) : 0);
+  return found < 0 && order == SHUFFLED ? first_ready(0) : found;
 }
 
 // Shared memory is full of NaN when a threadgroup starts (ELF only: the linker names its section).
@@ -153,11 +176,10 @@ static void forget_shared() {}
 static void run_threadgroup(int threads, Order order) {
   forget_shared();
   num_threads = threads;
-  at_barrier = 0;
-  for (int i = 0; i < threads; i++) {
-    fibers[i].state = READY;
-    fibers[i].begun = false;
-    warps[i / WARP].arrived = 0;
+  num_done = at_barrier = 0;
+  for (int i = 0; i * WARP < threads; i++) {
+    make_ready(i);
+    warps[i].arrived = 0;
   }
   while (failure == NONE) {
     current = next_ready(order);
@@ -174,9 +196,9 @@ static void run_threadgroup(int threads, Order order) {
       setcontext(&fiber.start);
     }
   }
-  for (int i = 0; i < threads && failure == NONE; i++) {
-    if (fibers[i].state != DONE) failure = DEADLOCK;
-  }
+  if (failure == NONE && num_done < threads) failure = DEADLOCK;
+  // Those of a failure stand amid their bodies.
+  for (int i = 0; i < threads && failure != NONE; i++) fibers[i].begun = false;
 }
 
 }  // namespace shim
