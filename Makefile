@@ -49,10 +49,11 @@ help: ## List the targets
 serve: $(RUNTIME_STAMP) ## Serve a model on 127.0.0.1:8000 (ARGS="--model … --port …")
 	@$(FAST_BLAS) $(BIN)/python -m mlx_parallm serve $(ARGS)
 
-# Files are shared out whole, since the tests of one share its servers.
+# Files are shared out whole, since the tests of one share its servers. The many processes that
+# tests start share bytecode, even where none is to be written otherwise.
 WORKERS ?= 2
 test: lint ## Lint, types, layers and every test
-	@$(FAST_BLAS) $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile $(ARGS)
+	@$(FAST_BLAS) PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile $(ARGS)
 
 unit: $(DEV_STAMP) ## The fast tests only
 	@$(FAST_BLAS) $(BIN)/python -m pytest tests/unit $(ARGS)
