@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 from hypothesis import settings
 
-from tests.server_process import ServerProcess
+from tests.scoring_server import write_models
+from tests.server_process import ServerProcess, serving
 
 # Their tests need clients that this environment does not have: make conformance, make trainers.
 collect_ignore = ["conformance", "trainers"]
@@ -55,3 +56,10 @@ def live_server() -> Iterator[ServerProcess]:
     server.wait_until_ready()
     yield server
     server.stop()
+
+
+@pytest.fixture(scope="session")
+def scoring_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    """A server of small models that rank, score and reward; see ``write_models``."""
+    with serving(write_models(tmp_path_factory.mktemp("models"))) as server:
+        yield server

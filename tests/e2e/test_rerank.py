@@ -1,0 +1,121 @@
+"""Ranking over HTTP, by small models with golden values."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import httpx2
+import pytest
+
+from tests.cross_encoder_folder import read_cross_encoder
+from tests.scoring_server import DOCUMENTS, QUERY, post, refusal, scores
+from tests.server_process import ServerProcess
+
+
+@pytest.fixture
+def server(scoring_server: ServerProcess) -> ServerProcess:
+    return scoring_server
+
+
+@pytest.mark.parametrize("path", ["/v1/rerank", "/rerank", "/v2/rerank"])
+def test_scores_are_those_of_sentence_transformers(server: ServerProcess, path: str) -> None:
+    documents = [DOCUMENTS[0], {"text": DOCUMENTS[1], "title": "more"}, DOCUMENTS[2]]
+    answer = post(server, path, {"query": QUERY, "documents": documents, "model": "cross"})
+    assert answer["model"] == "cross"
+    assert answer["id"].startswith("rerank-")
+    results = answer["results"]
+    assert scores(results) == pytest.approx(read_cross_encoder()["scores"][:3], abs=1e-4)
+    assert [one["index"] for one in results] == [0, 2, 1]
+    assert [one["document"] for one in results] == [{"text": DOCUMENTS[i]} for i in (0, 2, 1)]
+    # [CLS] query [SEP] document [SEP].
+    assert answer["usage"] == {"prompt_tokens": 8 + 14 + 7, "total_tokens": 29}
+
+
+def test_logits_where_the_body_or_the_model_asks_for_them(server: ServerProcess) -> None:
+    golden = read_cross_encoder()["logits"][:3]
+    asked = {"query": QUERY, "documents": DOCUMENTS}
+    raw = post(server, "/rerank", {**asked, "model": "cross", "use_activation": False})
+    assert scores(raw["results"]) == pytest.approx(golden, abs=1e-4)
+    own = post(server, "/rerank", {**asked, "model": "logits"})
+    assert scores(own["results"]) == pytest.approx(golden, abs=1e-4)
+
+
+def test_an_embedder_ranks_by_cosine(server: ServerProcess) -> None:
+    asked = {"query": "w10 w11", "documents": ["w50 w51 w52", "w10 w11"], "model": "embedder"}
+    answer = post(server, "/v1/rerank", {**asked, "top_n": 1, "return_documents": False})
+    assert answer["results"] == [{"index": 1, "relevance_score": pytest.approx(1, abs=1e-5)}]
+    assert answer["usage"]["prompt_tokens"] == 4 + 5 + 4
+    vectors = post(
+        server, "/v1/embeddings", {"input": ["w10 w11", "w50 w51 w52"], "model": "embedder"}
+    )["data"]
+    first, second = (one["embedding"] for one in vectors)
+    cosine = sum(a * b for a, b in zip(first, second, strict=True))
+    found = scores(post(server, "/v1/rerank", asked)["results"])
+    assert found[0] == pytest.approx(cosine, abs=1e-4)
+
+
+def test_equal_documents_keep_their_order(server: ServerProcess) -> None:
+    asked = {"query": QUERY, "documents": ["w44", "w20 w21", "w44", "w20 w21"]}
+    results = post(server, "/v1/rerank", asked)["results"]
+    assert [one["index"] for one in results] == [1, 3, 0, 2]
+
+
+def test_teis_form(server: ServerProcess) -> None:
+    golden = read_cross_encoder()
+    asked = {"query": QUERY, "texts": DOCUMENTS}
+    found = post(server, "/rerank", asked)
+    assert [sorted(one) for one in found] == [["index", "score"]] * 3
+    assert [one["index"] for one in found] == [0, 2, 1]
+    assert scores(found, "score") == pytest.approx(golden["scores"][:3], abs=1e-4)
+    raw = post(server, "/rerank", {**asked, "raw_scores": True, "return_text": True})
+    assert scores(raw, "score") == pytest.approx(golden["logits"][:3], abs=1e-4)
+    assert [one["text"] for one in raw] == [DOCUMENTS[i] for i in (0, 2, 1)]
+
+
+def test_the_document_of_a_long_pair_is_cut_where_that_is_asked(server: ServerProcess) -> None:
+    long = "w20 w21" + " w30" * 60
+    asked = {"query": QUERY, "documents": ["w7", long], "model": "cross"}
+    error = refusal(server, "/rerank", asked)
+    assert error["code"] == "context_length_exceeded"
+    assert "documents 1 has 68" in error["message"]
+    cut = post(server, "/rerank", {**asked, "truncate_prompt_tokens": 8})
+    short = post(server, "/rerank", {**asked, "documents": ["w7", "w20 w21"]})
+    assert scores(cut["results"]) == pytest.approx(scores(short["results"]), abs=1e-4)
+    tei = post(server, "/rerank", {"query": QUERY, "texts": [long], "truncate": True})
+    whole = post(server, "/rerank", {"query": QUERY, "documents": ["w20 w21" + " w30" * 32]})
+    assert scores(tei, "score") == pytest.approx(scores(whole["results"]), abs=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"query": "w5"}, "documents"),
+        ({"documents": ["w5"]}, "query"),
+        ({"query": "w5", "documents": []}, "documents"),
+        ({"query": "w5", "texts": []}, "texts"),
+        ({"query": "w5", "documents": ["w5"], "texts": ["w5"]}, "documents"),
+        ({"query": "w5", "documents": ["w5"] * 10_000}, "documents"),
+        ({"query": "w5", "documents": "w5"}, "documents"),
+        ({"query": "w5", "documents": [5]}, "documents"),
+        ({"query": "w5", "documents": [{"title": "w5"}]}, "documents"),
+        ({"query": ["w5"], "documents": ["w5"]}, "query"),
+        ({"query": "w5", "documents": ["w5"], "top_n": -1}, "top_n"),
+        ({"query": "w5", "documents": ["w5"], "top_n": "1"}, "top_n"),
+        ({"query": "w5", "documents": ["w5"], "truncate_prompt_tokens": 99}, "truncate"),
+        ({"query": "w5", "texts": ["w5"], "truncation_direction": "Left"}, "truncation_direction"),
+        ({"query": "w5", "documents": ["w5 " * 350_000]}, "documents"),
+        ({"query": "w5", "documents": ["w5"], "model": "three"}, "model"),
+    ],
+)
+def test_bad_rankings_name_the_field(
+    server: ServerProcess, body: dict[str, Any], param: str
+) -> None:
+    assert refusal(server, "/v1/rerank", body)["param"].startswith(param)
+
+
+def test_unknown_models_and_fields(server: ServerProcess) -> None:
+    asked = {"query": QUERY, "documents": ["w5"]}
+    assert httpx2.post(f"{server.url}/rerank", json={**asked, "model": "no"}).status_code == 404
+    answer = httpx2.post(f"{server.url}/rerank", json={**asked, "max_chunks_per_doc": 10})
+    assert answer.status_code == 200
+    assert answer.headers["x-ignored-fields"] == "max_chunks_per_doc"
