@@ -113,7 +113,7 @@ def _stock_text(model: Any, length: int, *, chunk: int | None = None) -> Checked
     logits = mx.concatenate(rows).astype(mx.float32)
     logprobs = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
     mx.eval(logprobs)
-    return CheckedText(tokens, logprobs)
+    return CheckedText(tokens, logprobs, mx.ones_like(logprobs))
 
 
 def _stock_chunks_differ(model: Any) -> float | None:

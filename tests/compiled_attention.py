@@ -63,6 +63,9 @@ class CompiledAttention(AheadAttention):
     def decode_plan(self, arrays: Sequence[mx.array], kinds: Any) -> Rows:
         return Rows(*arrays)
 
+    def decode_tables(self, plan: Rows) -> mx.array:
+        return plan.tables
+
     def chain(self, pool: LayerPool) -> list[mx.array]:
         return pool.arrays()
 
@@ -75,7 +78,8 @@ class CompiledAttention(AheadAttention):
         # Assignment would change the array that a caller of a compiled function holds.
         new = [pool.keys[:], pool.values[:]]
         new[0][:, plan.slots] = keys[:, :, 0].swapaxes(0, 1)
-        new[1][:, plan.slots] = values[:, :, 0].swapaxes(0, 1)
+        if values.size:  # minimax_m3_vl keeps keys alone
+            new[1][:, plan.slots] = values[:, :, 0].swapaxes(0, 1)
         pool.keys, pool.values = new
         return None
 

@@ -169,6 +169,10 @@ class CompilableAttention(AttentionBackend, Protocol):
         """A plan of such arrays, or of what stands for them while a function is compiled."""
         ...
 
+    def decode_tables(self, plan: Any) -> mx.array:
+        """Block tables of the rows of such a plan, int32 ``[T, M]``; 0 behind the last block."""
+        ...
+
     def chain(self, pool: LayerPool) -> list[mx.array]:
         """The arrays of a pool that a write replaces: what the next reader depends on."""
         ...

@@ -103,6 +103,10 @@ class KernelAttention:
         """See ``CompilableAttention.decode_plan``."""
         return DecodePlan.of(arrays, kinds)
 
+    def decode_tables(self, plan: DecodePlan) -> mx.array:
+        """See ``CompilableAttention.decode_tables``."""
+        return plan.tables
+
     def chain(self, pool: LayerPool) -> list[mx.array]:
         """See ``CompilableAttention.chain``."""
         return [_kernel_pool(pool).token]

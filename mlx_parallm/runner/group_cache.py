@@ -72,7 +72,7 @@ class GroupKVCache:
     start_position = 0
 
     def __init__(
-        self, pool: LayerPool, window: int | None, group: RowGroup, backend: AttentionBackend
+        self, pool: LayerPool, window: int | None, group: Group, backend: AttentionBackend
     ) -> None:
         self._pool = pool
         self._window = window
@@ -123,7 +123,10 @@ class GroupKVCache:
 
     def keys_and_values(self) -> tuple[mx.array, mx.array]:
         """All positions, ``[B, K, S, D]`` and ``[B, K, S, V]``."""
-        keys, values = self._backend.gather(self._pool, self._group.table)
+        table = self._group.table
+        if table is None:
+            raise UnsupportedAttentionError("keys are read in a step that has no block tables")
+        keys, values = self._backend.gather(self._pool, table)
         end = self._group.padded_len
         return keys[:, :, :end], values[:, :, :end]
 
@@ -153,6 +156,8 @@ class CacheViews:
         self._backend = backend
         #: Of all sequences.
         self.states = StateStore([one.num_entries for one in _states(layouts)])
+        #: Whether a group has seen keys and values so far.
+        self.has_gathered = False
 
     def packed(self, step: PackedStep) -> list[Any]:
         """One cache per layer for the packed forward."""
@@ -185,8 +190,7 @@ class CacheViews:
             if packed.index not in made:
                 made[packed.index] = GroupStateCache(states, packed.index)
             return made[packed.index]
-        if not isinstance(group, RowGroup):
-            raise UnsupportedAttentionError("keys and values are gathered in a compiled step")
+        self.has_gathered = True
         window = packed.window
         pool = self._pools.layers[packed.index]
         return GroupKVCache(pool, window, group, self._backend)

@@ -37,13 +37,21 @@ class UnsupportedAttentionError(RuntimeError):
 class PackedStep:
     """One packed forward: positions, the attention plan, and which arrays are pools.
 
-    ``positions`` is int32 ``[T]``, ``plan`` the backend's.
+    ``positions`` is int32 ``[T]``, ``plan`` the backend's. ``tables`` are the rows' block tables,
+    int32 ``[T, M]``, while a function is traced that gathers keys.
     """
 
-    def __init__(self, backend: AttentionBackend, plan: Any, positions: mx.array) -> None:
+    def __init__(
+        self,
+        backend: AttentionBackend,
+        plan: Any,
+        positions: mx.array,
+        tables: mx.array | None = None,
+    ) -> None:
         self.positions = positions
         self.backend = backend
         self.plan = plan
+        self.tables = tables
         self._pools: dict[int, tuple[LayerPool, int | None]] = {}
 
     @classmethod

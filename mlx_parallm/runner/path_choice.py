@@ -196,11 +196,16 @@ class _Candidates:
         compiles = isinstance(self._backend, CompilableAttention)
         if has_kv and has_state:
             if compiles:
-                name = "split (state, compiled)"
-                yield name, lambda: self._split(users.stateful, compiles=True)
+                yield (
+                    "split (state, compiled)",
+                    lambda: self._split(users.stateful, compiles=True),
+                )
             yield "split (state)", lambda: self._split(users.stateful)
-        if has_state and not has_kv and compiles:
-            yield "split (compiled)", lambda: self._split(users.modules, compiles=True)
+        if compiles:
+            yield (
+                "split (compiled)",
+                lambda: self._split(users.modules, compiles=True),
+            )
         yield "split", lambda: self._split(users.modules)
         yield "split (rows)", lambda: self._split(users.modules, batch_decode=False)
 
@@ -215,7 +220,11 @@ class _Candidates:
         )
 
     def _split(
-        self, modules: list[Any], *, batch_decode: bool = True, compiles: bool = False
+        self,
+        modules: list[Any],
+        *,
+        batch_decode: bool = True,
+        compiles: bool = False,
     ) -> ForwardPath:
         return SplitPath(
             self._model,

@@ -1,4 +1,4 @@
-"""How many rows the forward of a step of decode rows has."""
+"""How many rows the forward of a step of decode rows has, and how many blocks it gathers."""
 
 from __future__ import annotations
 
@@ -12,3 +12,13 @@ def padded_rows(count: int) -> int:
     if count > largest:
         return -(-count // largest) * largest
     return next(rows for rows in ROW_COUNTS if rows >= count)
+
+
+#: Block tables are padded to multiples of this, longer ones to an eighth of what they may grow to.
+MIN_BLOCKS = 8
+
+
+def padded_blocks(count: int) -> int:
+    """The length that block tables are given of which the longest has ``count`` blocks."""
+    multiple = max(MIN_BLOCKS, (1 << (count - 1).bit_length()) // 8)
+    return -(-count // multiple) * multiple

@@ -12,7 +12,7 @@ import numpy as np
 from mlx_parallm.adapters.rows import AdapterRows
 from mlx_parallm.attention.base import AttentionBackend
 from mlx_parallm.batch import ScheduledSequence
-from mlx_parallm.runner.paged_cache import UnsupportedAttentionError
+from mlx_parallm.runner.paged_cache import PackedStep, UnsupportedAttentionError
 
 
 class RowGroup:
@@ -116,16 +116,23 @@ class DecodeGroup:
     Attributes:
         rows: 0 to T - 1.
         offset: positions of the rows, int32 ``[T]``.
+        plan: the attention backend's.
+        table: block table, int32 ``[T, blocks]``; None if no module of the group has keys.
+        padded_len: tokens that ``table`` spans.
         adapter_rows: the adapters of the rows; None if all are without.
     """
 
     length = 1
     is_fresh = False
 
-    def __init__(self, positions: mx.array, adapter_rows: AdapterRows | None) -> None:
-        self.rows = np.arange(positions.shape[0])
-        self.offset = positions
+    def __init__(self, step: PackedStep, block_size: int, adapter_rows: AdapterRows | None) -> None:
+        self.offset = step.positions
+        self.rows = np.arange(self.offset.shape[0])
+        self.plan = step.plan
+        self.table = step.tables
+        self.padded_len = 0 if self.table is None else self.table.shape[1] * block_size
         self.adapter_rows = adapter_rows
+        self._masks: dict[int | None, mx.array] = {}
 
     def take(self, array: mx.array, num_rows: int) -> mx.array:
         """See ``RowGroup.take``: all rows are of this group."""
@@ -138,9 +145,16 @@ class DecodeGroup:
             return array
         raise UnsupportedAttentionError(f"an output of shape {array.shape} has no rows")
 
-    def mask(self, window: int | None, *, as_array: bool) -> None:
-        """None is needed: these modules keep no keys."""
-        del window, as_array
+    def mask(self, window: int | None, *, as_array: bool) -> mx.array:
+        """See ``RowGroup.mask``: there are several sequences, so it is an array."""
+        del as_array
+        if window not in self._masks:
+            columns, positions = mx.arange(self.padded_len), self.offset[:, None, None, None]
+            seen = columns <= positions
+            if window is not None:
+                seen &= columns > positions - window
+            self._masks[window] = seen
+        return self._masks[window]
 
 
 Group = RowGroup | DecodeGroup

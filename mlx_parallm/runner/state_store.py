@@ -130,6 +130,11 @@ class GroupStateCache(ArraysCache):
 
 def _stack(held: Sequence[tuple[StateBatch, int]], num_rows: int) -> States:
     """Rows of batches, in this order; the last one again until there are ``num_rows``."""
+    rows, batch = [row for _, row in held], held[0][0]
+    is_run = rows == list(range(rows[0], rows[0] + num_rows))
+    if is_run and all(one is batch for one, _ in held):
+        # The step replaces these views, so that they keep nothing alive.
+        return [[_sliced(one, rows) for one in entries] for entries in batch.states]
     padded = [*held, *[held[-1]] * (num_rows - len(held))]
     parts = list(_runs(padded))
     return [
@@ -149,6 +154,10 @@ def _runs(rows: Sequence[tuple[StateBatch, int]]) -> Iterator[tuple[StateBatch, 
         places = [row for _, row in members]
         is_whole = places == list(range(batch.num_rows))
         yield batch, None if is_whole else mx.array(places)
+
+
+def _sliced(array: Any, rows: Sequence[int]) -> Any:
+    return array[rows[0] : rows[-1] + 1] if isinstance(array, mx.array) else array
 
 
 def _taken(array: Any, rows: mx.array | None) -> Any:

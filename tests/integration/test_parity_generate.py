@@ -207,6 +207,7 @@ def test_ragged_prompts_joining_midway_in_chunks_equal_each_alone(name: str) -> 
             "gemma3n",
             "gpt_oss",
             "qwen3_moe",
+            "deepseek_v3",
             "lfm2",
             "mamba2",
             "qwen3_5",

@@ -18,7 +18,7 @@ from mlx_parallm.adapters.rows import NO_ADAPTER, AdapterRows
 from mlx_parallm.attention.base import CompilableAttention, LayerPool
 from mlx_parallm.batch import ScheduledSequence
 from mlx_parallm.runner.paged_cache import PackedStep
-from mlx_parallm.runner.row_counts import padded_rows
+from mlx_parallm.runner.row_counts import padded_blocks, padded_rows
 from mlx_parallm.runner.state_store import States, StateStore
 
 
@@ -47,6 +47,7 @@ class CompiledDecode:
         self._pools = pools
         self._backend = backend
         self._states = states
+        self._gathered: int | None = None
         self._kinds: Any = None
         self.forget()
 
@@ -60,9 +61,14 @@ class CompiledDecode:
         """Whether a step has shown what the layers ask of a plan."""
         return self._kinds is not None
 
-    def learn(self, plan: Any) -> None:
-        """See what the layers asked of the plan of a step of decode rows."""
+    def learn(self, plan: Any, gathered: int | None = None) -> None:
+        """See what the layers asked of the plan of a step of decode rows.
+
+        ``gathered``: the block size, if they gather keys by ``PackedStep.tables``. The forward is
+        then traced anew for longer tables.
+        """
         self._kinds = self._backend.decode_kinds(plan)
+        self._gathered = gathered
 
     def logits(
         self,
@@ -87,6 +93,7 @@ class CompiledDecode:
             self._backend.decode_arrays(sequences, positions, self._kinds),
             self._chains(),
             self._states.fetch(slots, num_rows),
+            self._table_width(sequences),
         )
         if adapter_slots is None:
             logits, chains, states = self._plain(*inputs)
@@ -99,13 +106,14 @@ class CompiledDecode:
         self._states.commit(slots, states, num_rows)
         return logits[:count]
 
-    def _run_adapted(
+    def _run_adapted(  # noqa: PLR0913 - those of `_run`, and the adapters
         self,
         token_ids: mx.array,
         positions: mx.array,
         arrays: list[mx.array],
         chains: list[list[mx.array]],
         states: States,
+        width: int,
         slots: mx.array,
         stacks: list[list[mx.array]],
         key: str,
@@ -119,7 +127,7 @@ class CompiledDecode:
         self._adapters.set_arrays(stacks)
         try:
             with self._adapters.during(AdapterRows(slots)):
-                return self._run(token_ids, positions, arrays, chains, states)
+                return self._run(token_ids, positions, arrays, chains, states, width)
         finally:
             self._adapters.set_arrays(before)
 
@@ -130,19 +138,27 @@ class CompiledDecode:
         arrays: list[mx.array],
         chains: list[list[mx.array]],
         states: States,
+        width: int,
     ) -> tuple[mx.array, list[list[mx.array]], States]:
         """What is traced; the pools are back as they were when it ends."""
         before = self._chains()
         self._set_chains(chains)
         try:
             plan = self._backend.decode_plan(arrays, self._kinds)
-            step = PackedStep(self._backend, plan, positions)
+            tables = self._backend.decode_tables(plan)[:, :width] if width else None
+            step = PackedStep(self._backend, plan, positions, tables)
             # Lists of their own: those of the caller are not to change.
             states = [list(entries) for entries in states]
             logits = self._forward(token_ids, step, states)
             return logits[:, 0], self._chains(), states
         finally:
             self._set_chains(before)
+
+    def _table_width(self, sequences: Sequence[ScheduledSequence]) -> int:
+        """How many blocks are gathered; 0 if none are."""
+        if self._gathered is None:
+            return 0
+        return padded_blocks(max(one.start for one in sequences) // self._gathered + 1)
 
     def _chains(self) -> list[list[mx.array]]:
         return [self._backend.chain(pool) for pool in self._pools]

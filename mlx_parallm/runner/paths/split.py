@@ -48,9 +48,18 @@ class SplitPath:
         batch_decode: bool,
         compiles: bool = False,
     ) -> None:
-        """``compiles``: whether steps of decode rows are calls of a compiled function.
+        """Split these modules.
 
-        Modules that keep keys and values cannot be in it.
+        Args:
+            model: of mlx_lm.
+            views: of its caches.
+            pools: of its layers.
+            backend: of the pools.
+            selector: of the rows that the head computes.
+            modules: that take groups.
+            block_size: tokens of a block.
+            batch_decode: whether decode rows are one group.
+            compiles: whether steps of decode rows are calls of a compiled function.
         """
         self._model = model
         self._views = views
@@ -103,11 +112,11 @@ class SplitPath:
         for group, mine in zip(groups, states, strict=True):
             self._views.states.commit(group.slots, mine)
         if compiled is not None:
-            compiled.learn(step.plan)
+            compiled.learn(step.plan, self._block_size if self._views.has_gathered else None)
         return logits
 
     def _traced(self, token_ids: mx.array, step: PackedStep, states: States) -> mx.array:
-        group = DecodeGroup(step.positions, self.adapters.rows)
+        group = DecodeGroup(step, self._block_size, self.adapters.rows)
         return self._forward(token_ids, step, [group], [states])
 
     def _forward(
