@@ -19,6 +19,7 @@ from mlx_parallm.runner.device import give_back_memory
 from mlx_parallm.runner.encoder_adapters import NO_SLOTS, EncoderAdapters
 from mlx_parallm.runner.encoder_heads import EncoderHeads, by_purpose, vector_facts
 from mlx_parallm.runner.encoder_runner import padded
+from mlx_parallm.runner.forward_shapes import ForwardShapes
 from mlx_parallm.runner.layer_stages import StagedJob
 from mlx_parallm.runner.loader import DTYPES, LoadedModel
 from mlx_parallm.runner.memory import DEFAULT_MAX_MODEL_LEN, LENGTH_KEYS, config_value
@@ -44,6 +45,11 @@ class DecoderRunner:
         except ModelLoadError as problem:
             raise ModelLoadError(f"{loaded.path} ({config['model_type']}): {problem}") from problem
         self._modules = model.modules()
+        longest = next(
+            (found for key in LENGTH_KEYS if (found := config_value(config, key))),
+            DEFAULT_MAX_MODEL_LEN,
+        )
+        self._shapes = ForwardShapes.of_device(longest)
         self.adapters = EncoderAdapters(
             model,
             EncoderHeads(self._model, spec),
@@ -51,10 +57,7 @@ class DecoderRunner:
             self._hidden,
             tasks=plan.tasks,
             dtype=loaded.dtype,
-        )
-        longest = next(
-            (found for key in LENGTH_KEYS if (found := config_value(config, key))),
-            DEFAULT_MAX_MODEL_LEN,
+            shapes=self._shapes,
         )
         num_labels = 0
         if plan.head != "none":
@@ -85,7 +88,7 @@ class DecoderRunner:
 
     def _hidden(self, inputs: Sequence[EncodeInput]) -> tuple[mx.array, mx.array]:
         """Last hidden states ``[B, L, D]`` and the mask of tokens, bool ``[B, L]``."""
-        ids, tokens = padded(inputs)
+        ids, tokens = padded(inputs, self._shapes)
         mask = mx.array(tokens)
         return self._model(mx.array(ids), mask), mask
 

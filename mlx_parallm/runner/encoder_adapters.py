@@ -17,6 +17,7 @@ from mlx_parallm.adapters.weights import AdapterWeights
 from mlx_parallm.encode import LABEL_TASKS, EncodeInput, Encoder, OwnHead, Task
 from mlx_parallm.runner.adapted_layers import AdaptedLayers, find_module, product_dtype, unfit
 from mlx_parallm.runner.encoder_heads import EncoderHeads
+from mlx_parallm.runner.forward_shapes import ForwardShapes
 from mlx_parallm.runner.layer_stages import LayerStages, StagedJob
 from mlx_parallm.runner.model_errors import MODEL_ERRORS
 from mlx_parallm.runner.own_heads import HeadMaker
@@ -69,6 +70,7 @@ class EncoderAdapters:
         *,
         tasks: Sequence[Task],
         dtype: str,
+        shapes: ForwardShapes,
     ) -> None:
         """Prepare.
 
@@ -79,8 +81,10 @@ class EncoderAdapters:
             forward: what comes before the heads.
             tasks: what the model can do without an adapter.
             dtype: of the model.
+            shapes: of its forwards.
         """
         self._model = model
+        self._shapes = shapes
         self._modules = dict(model.named_modules())
         self._heads = heads
         self._maker = maker
@@ -154,12 +158,17 @@ class EncoderAdapters:
         with self._stages.recorded() as outputs:
             for rows in self._forwards(own):
                 given = [inputs[row] for row in rows]
-                with self._context.during(AdapterRows.of_batch(own[rows])):
-                    hidden, mask = self._forward(given)
-                found = self._results(given, own[rows], hidden, mask)
+                hidden, mask = self._hidden(inputs, self._shapes.rows(rows), own)
+                found = self._results(given, own[rows], hidden[: len(rows)], mask[: len(rows)])
                 for row, result in zip(rows, found, strict=True):
                     results[row] = result
         return StagedJob(outputs, [one for one in results if one is not None])
+
+    def _hidden(
+        self, inputs: Sequence[EncodeInput], rows: np.ndarray, own: np.ndarray
+    ) -> tuple[mx.array, mx.array]:
+        with self._context.during(AdapterRows.of_batch(own[rows])):
+            return self._forward([inputs[row] for row in rows])
 
     def _forwards(self, own: np.ndarray) -> Iterator[np.ndarray]:
         """Rows that one forward computes: all, unless an adapter changes what rows share."""

@@ -16,6 +16,7 @@ from mlx_parallm.models.loading import ARCHITECTURES, LoadedEncoder, open_encode
 from mlx_parallm.runner.device import backend_name, give_back_memory
 from mlx_parallm.runner.encoder_adapters import NO_SLOTS, AdaptedEncoder, EncoderAdapters
 from mlx_parallm.runner.encoder_heads import TASKS, EncoderHeads, by_purpose, vector_facts
+from mlx_parallm.runner.forward_shapes import ForwardShapes
 from mlx_parallm.runner.layer_stages import StagedJob
 from mlx_parallm.runner.loader import DTYPES, check_dtype
 from mlx_parallm.runner.own_heads import LayerHeads
@@ -32,6 +33,7 @@ class EncoderRunner:
         longest: int = loaded.model.args.max_length
         tasks = TASKS[loaded.model.args.head]
         classifies = "classify" in tasks or "token_classify" in tasks
+        self._shapes = ForwardShapes.of_device(longest)
         self.adapters = EncoderAdapters(
             loaded.model,
             EncoderHeads(loaded.model, spec),
@@ -39,6 +41,7 @@ class EncoderRunner:
             self._hidden,
             tasks=tasks,
             dtype=loaded.dtype,
+            shapes=self._shapes,
         )
         self._info = EncoderInfo(
             architecture=str(loaded.config["model_type"]),
@@ -66,7 +69,7 @@ class EncoderRunner:
 
     def _hidden(self, inputs: Sequence[EncodeInput]) -> tuple[mx.array, mx.array]:
         """Last hidden states ``[B, L, D]`` and the mask of tokens, bool ``[B, L]``."""
-        ids, tokens = padded(inputs)
+        ids, tokens = padded(inputs, self._shapes)
         mask = mx.array(tokens)
         types = token_types(inputs, ids.shape[1]) if self._has_types else None
         # Where nothing is padded, nothing need be masked.
@@ -115,15 +118,15 @@ def is_encoder(folder: Path) -> bool:
     return isinstance(config, dict) and config.get("model_type") in ARCHITECTURES
 
 
-def padded(inputs: Sequence[EncodeInput]) -> tuple[np.ndarray, np.ndarray]:
+def padded(inputs: Sequence[EncodeInput], shapes: ForwardShapes) -> tuple[np.ndarray, np.ndarray]:
     """Right-padded ids, int32 ``[B, L]``, and which of them are attended to, bool ``[B, L]``."""
-    longest = max(len(one.token_ids) for one in inputs)
-    ids = np.zeros((len(inputs), longest), dtype=np.int32)
-    mask = np.zeros((len(inputs), longest), dtype=bool)
+    length = shapes.length(max(len(one.token_ids) for one in inputs))
+    ids = np.zeros((len(inputs), length), dtype=np.int32)
+    mask = np.zeros((len(inputs), length), dtype=bool)
     for row, one in enumerate(inputs):
-        length = len(one.token_ids)
-        ids[row, :length] = one.token_ids
-        mask[row, : length - one.num_unattended] = True
+        count = len(one.token_ids)
+        ids[row, :count] = one.token_ids
+        mask[row, : count - one.num_unattended] = True
     return ids, mask
 
 

@@ -1,0 +1,44 @@
+"""Batches that are padded to few shapes, as on CUDA, against those that are not."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from mlx_parallm.encode import EncodeInput
+from mlx_parallm.encoding.sentence_transformers import VectorSpec
+from mlx_parallm.models.loading import load_encoder
+from mlx_parallm.runner import forward_shapes
+from mlx_parallm.runner.encoder_runner import EncoderRunner
+from tests.encoder_folders import golden_names, read_golden, write_golden
+
+POOLINGS = ("cls", "mean", "max", "weightedmean", "last")
+# Sums of other shapes are rounded otherwise.
+ATOL = 1e-4
+
+
+@pytest.fixture
+def few_shapes(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    monkeypatch.setattr(forward_shapes, "backend_name", lambda: "cuda")
+    return monkeypatch
+
+
+@pytest.mark.parametrize("name", golden_names())
+def test_results_are_the_same(name: str, tmp_path: Path, few_shapes: pytest.MonkeyPatch) -> None:
+    golden = read_golden(name)
+    folder = write_golden(tmp_path, golden)
+    padded = EncoderRunner(load_encoder(folder), VectorSpec(poolings=POOLINGS))
+    assert forward_shapes.ForwardShapes.of_device(9).are_few
+    few_shapes.undo()
+    exact = EncoderRunner(load_encoder(folder), VectorSpec(poolings=POOLINGS))
+    # Three texts of other lengths than the shapes have, in a forward of four rows.
+    lengths = [5, 9, 3] if padded.info.max_model_len >= 9 else [5, 6, 3]
+    texts = [tuple(range(7, 7 + length)) for length in lengths]
+    for task in padded.info.tasks:
+        places = (1, 2) if task.startswith("mlm") else ()
+        inputs = [EncodeInput(text, task, places=places) for text in texts]
+        for one, expected in zip(padded.run(inputs), exact.run(inputs), strict=True):
+            assert np.isfinite(expected).all()
+            np.testing.assert_allclose(one, expected, atol=ATOL)
