@@ -8,8 +8,8 @@ from typing import Protocol
 from mlx_parallm.adapters.weights import AdapterWeights
 from mlx_parallm.encode import OwnHead
 
-# Six layers of seven, put between two steps: a few milliseconds, so that no stream stalls.
-MODULES_AT_A_TIME = 42
+# Nine layers of seven, put between two steps: some milliseconds, so that no stream stalls.
+MODULES_AT_A_TIME = 63
 #: What refusals name: the tensors of an upload.
 PARAM = "adapter"
 
