@@ -116,6 +116,8 @@ def test_teis_routes(server: ServerProcess) -> None:
         (1, "é", 4, 6),
         (3, "[SEP]", None, None),
     ]
+    named = {"prompt": "w5", "model": "embedder"}
+    assert post(server, "/tokenize", named)["tokens"] == [2, 5, 3]
     info = httpx2.get(f"{server.url}/info", params={"model": "embedder"}).json()
     assert info["model_type"] == {"embedding": {"pooling": "mean"}}
     assert (info["max_input_length"], info["model_dtype"]) == (24, "float32")

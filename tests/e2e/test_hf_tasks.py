@@ -62,6 +62,12 @@ def post(server: ServerProcess, path: str, body: Any) -> Any:
     return answer.json()
 
 
+def test_the_client_is_told_what_is_served(server: ServerProcess) -> None:
+    info = InferenceClient(model=server.url, provider="hf-inference").get_endpoint_info()
+    assert info["served_model_name"] in NAMES
+    assert info["model_type"].keys() <= {"embedding", "classifier", "reranker"}
+
+
 @pytest.mark.parametrize(("name", "task", "call"), CALLS)
 def test_answers_are_those_of_transformers(
     server: ServerProcess, name: str, task: str, call: dict[str, Any]

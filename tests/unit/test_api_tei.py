@@ -14,6 +14,7 @@ from tests.encoder_requests import fetch, post, refused_field
 from tests.fake_encoders import FakeEncoders, computed, make_encoder
 
 LABELS = ("calm", "angry", "sad")
+TOOL = {"type": "function", "function": {"name": "look", "parameters": {}}}
 INFO_FIELDS = {
     *("model_id", "model_sha", "model_dtype", "served_model_name", "model_type"),
     *("max_concurrent_requests", "max_input_length", "max_batch_tokens", "max_batch_requests"),
@@ -225,6 +226,26 @@ async def test_tokens_are_told_by_their_bytes() -> None:
     found = await answer(served, "/tokenize", **body)
     assert [[one["text"] for one in text] for text in found] == [["w9", "w5"], ["w9", "w6"]]
     assert found[0][1]["start"] == 3
+
+
+async def test_vllms_form_of_an_encoder() -> None:
+    served = FakeEncoders(make_encoder("one"), make_encoder("two", chats=True))
+    body = {"model": "one", "prompt": "w5 w6", "return_token_strs": True}
+    found = await answer(served, "/tokenize", **body)
+    assert found == {
+        "count": 4,
+        "max_model_len": 16,
+        "tokens": [2, 5, 6, 3],
+        "token_strs": ["w2", "w5", "w6", "w3"],
+    }
+    chat = {"model": "two", "messages": [{"role": "user", "content": "w7"}]}
+    assert (await answer(served, "/tokenize", **chat))["tokens"] == [2, 7]
+    text = await answer(served, "/detokenize", model="one", tokens=[2, 5])
+    assert text == {"prompt": "w2 w5"}
+    refused = await post(served, "/tokenize", {**chat, "tools": [TOOL]})
+    assert refused_field(refused) == (400, "tools")
+    refused = await post(served, "/tokenize", {**chat, "model": "one"})
+    assert refused_field(refused) == (400, "messages")
 
 
 @pytest.mark.parametrize(

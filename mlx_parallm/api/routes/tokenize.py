@@ -17,6 +17,7 @@ from mlx_parallm.api.schemas.chat import check_template_kwargs, turns_of
 from mlx_parallm.api.schemas.tokenize import DetokenizeRequest, TokenizeRequest
 from mlx_parallm.api.turns.history import template_messages
 from mlx_parallm.encode import Task
+from mlx_parallm.engine.encoder_interface import EncoderModel
 from mlx_parallm.engine.interface import EngineClient, ServedModel
 from mlx_parallm.errors import InvalidRequestError
 
@@ -53,8 +54,13 @@ async def detokenize(body: DetokenizeRequest, engine: EngineDep) -> dict[str, An
     return {"prompt": text}
 
 
-def _model(engine: EngineClient, name: str | None) -> ServedModel:
-    return engine.first_model() if name is None else engine.get_model(name)
+def _model(engine: EngineClient, name: str | None) -> ServedModel | EncoderModel:
+    """The model of this name, else the first that generates, else the first encoder."""
+    if name is None and engine.models():
+        return engine.first_model()
+    if name is None or engine.encoders.find(name) is not None:
+        return engine.encoders.get(name, *get_args(Task))
+    return engine.get_model(name)
 
 
 async def _text_tokens(
@@ -77,23 +83,48 @@ async def _text_tokens(
     return await asyncio.to_thread(work)
 
 
-def _encode(body: TokenizeRequest, model: ServedModel) -> tuple[list[int], list[str] | None]:
-    ids = _ids(body, model)
+def _encode(
+    body: TokenizeRequest, model: ServedModel | EncoderModel
+) -> tuple[list[int], list[str] | None]:
+    ids = list(_ids(body, model))
     string = model.tokenizer.token_string
     return ids, [string(i) for i in ids] if body.return_token_strs else None
 
 
-def _ids(body: TokenizeRequest, model: ServedModel) -> list[int]:
+def _ids(body: TokenizeRequest, model: ServedModel | EncoderModel) -> Sequence[int]:
+    if body.messages is None and body.prompt is None:
+        raise InvalidRequestError("prompt or messages is needed.", param="prompt")
+    check_template_kwargs(body.chat_template_kwargs)
+    if isinstance(model, EncoderModel):
+        return _encoder_ids(body, model)
     tokenizer = model.tokenizer
     if body.messages is None:
-        if body.prompt is None:
-            raise InvalidRequestError("prompt or messages is needed.", param="prompt")
-        return tokenizer.encode(body.prompt, add_special_tokens=body.add_special_tokens)
-    check_template_kwargs(body.chat_template_kwargs)
+        return tokenizer.encode(body.prompt or "", add_special_tokens=body.add_special_tokens)
     return tokenizer.encode_chat(
         template_messages(turns_of(body.messages), id_length=model.call_id_length),
         tools=[tool.for_template() for tool in chat_tools(body.tools or ())] or None,
-        add_generation_prompt=body.add_generation_prompt and not body.continue_final_message,
-        continue_final_message=body.continue_final_message,
         template_kwargs={**model.chat_template_kwargs, **body.chat_template_kwargs},
+        **_ends(body),
     )
+
+
+def _encoder_ids(body: TokenizeRequest, model: EncoderModel) -> Sequence[int]:
+    if body.tools:
+        raise InvalidRequestError(f"{model.names[0]} reads no tools.", param="tools")
+    tokenizer = model.tokenizer
+    if body.messages is None:
+        texts = [body.prompt or ""]
+        return tokenizer.encode(texts, add_special_tokens=body.add_special_tokens)[0]
+    return tokenizer.encode_chat(
+        template_messages(turns_of(body.messages)),
+        template_kwargs=body.chat_template_kwargs,
+        **_ends(body),
+    )
+
+
+def _ends(body: TokenizeRequest) -> dict[str, bool]:
+    """How a conversation ends, for a template."""
+    return {
+        "add_generation_prompt": body.add_generation_prompt and not body.continue_final_message,
+        "continue_final_message": body.continue_final_message,
+    }

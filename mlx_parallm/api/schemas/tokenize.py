@@ -17,7 +17,8 @@ class TokenizeRequest(NullIsAbsent):
     model_config = ConfigDict(extra="ignore")
 
     model: StrictStr | None = Field(
-        None, description="Default: the first model; of inputs the first encoder."
+        None,
+        description="Default: the first that generates, else, or of inputs, the first encoder.",
     )
     prompt: StrictStr | None = Field(
         None, validation_alias=AliasChoices("prompt", "content"), description="A text."
@@ -46,5 +47,7 @@ class DetokenizeRequest(NullIsAbsent):
 
     model_config = ConfigDict(extra="ignore")
 
-    model: StrictStr | None = Field(None, description="Default: the first model.")
+    model: StrictStr | None = Field(
+        None, description="Default: the first that generates, else the first encoder."
+    )
     tokens: list[StrictInt] = Field(description="Token ids.")
