@@ -81,7 +81,27 @@ CASES = [
         "FEATURE_EXTRACTION",
         {"target_modules": ["query", "key", "dense"], "use_dora": True},
     ),
+    AdapterCase(
+        "distilbert_sequence",
+        "encoders/distilbert_sequence",
+        "SEQ_CLS",
+        {
+            "target_modules": ["q_lin", "v_lin", "lin2"],
+            "modules_to_save": ["pre_classifier", "classifier"],
+        },
+    ),
+    AdapterCase(
+        "modernbert_sequence",
+        "encoders/modernbert_sequence",
+        "SEQ_CLS",
+        {"target_modules": ["Wqkv", "Wi"], "modules_to_save": ["head", "classifier"]},
+    ),
+    AdapterCase(
+        "mpnet_sequence", "encoders/mpnet_sequence", "SEQ_CLS", {"target_modules": ["q", "v"]}
+    ),
+    AdapterCase("electra_token", "encoders/electra_token", "TOKEN_CLS", QUERIES),
     AdapterCase("llama_sequence", "decoders/llama_sequence", "SEQ_CLS"),
+    AdapterCase("qwen3_token", "decoders/qwen3_token", "TOKEN_CLS"),
     AdapterCase(
         "qwen3_features",
         "decoders/qwen3_model",
@@ -126,7 +146,12 @@ def golden_values(case: AdapterCase) -> dict[str, Any]:
     ids = base["inputs"]["input_ids"]
     return {
         "base": case.base,
-        "adapter_config": {name: value for name, value in written.items() if value},
+        "adapter_config": {
+            # PEFT's sets have any order.
+            name: sorted(value) if isinstance(value, list) else value
+            for name, value in written.items()
+            if value
+        },
         "tensors": {name: list(array.shape) for name, array in sorted(saved.items())},
         "input_ids": ids,
         **_results(model, ids),

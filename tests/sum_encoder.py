@@ -8,6 +8,7 @@ import numpy as np
 from prometheus_client import CollectorRegistry
 
 from mlx_parallm.encode import EncodeInput, EncodeRequest, EncoderInfo
+from mlx_parallm.engine.encoders.adapters import EncoderAdapterSet
 from mlx_parallm.engine.encoders.engine import EncodeEngine
 from mlx_parallm.engine.encoders.metrics import EncoderFamilies, EncoderMetrics
 
@@ -45,6 +46,11 @@ class SumJob:
         return self._results
 
 
+def shift_of(adapter: str | None) -> int:
+    """What adapters such as ``digest-3`` add to a sum."""
+    return 0 if adapter is None else 1000 * int(adapter.rpartition("-")[2])
+
+
 class SumEncoder:
     """Its vector of an input is the sum and the length."""
 
@@ -67,7 +73,10 @@ class SumEncoder:
         self.batches.append(batch)
         if any(POISON in one for one in batch):
             raise RuntimeError("out of memory")
-        rows = [[np.nan if NAN in one else sum(one), len(one)] for one in batch]
+        rows = [
+            [np.nan if NAN in ids else sum(ids) + shift_of(one.adapter), len(ids)]
+            for ids, one in zip(batch, inputs, strict=True)
+        ]
         return SumJob(self.clock, seconds_of(batch), list(np.array(rows, dtype=np.float32)))
 
     def run(self, inputs: Sequence[EncodeInput]) -> list[np.ndarray]:
@@ -89,6 +98,7 @@ def engine_of(
     max_waiting: int = 100,
     cache_bytes: int = 0,
     max_wait_s: float = 0.0,
+    adapters: EncoderAdapterSet | None = None,
 ) -> EncodeEngine:
     return EncodeEngine(
         encoder,
@@ -97,9 +107,14 @@ def engine_of(
         metrics=EncoderMetrics(EncoderFamilies(CollectorRegistry()), "m"),
         max_wait_s=max_wait_s,
         cache_bytes=cache_bytes,
+        adapters=adapters,
         clock=encoder.clock,
     )
 
 
-def request_of(name: str, *inputs: tuple[int, ...], model: str = "m") -> EncodeRequest:
-    return EncodeRequest(request_id=name, model=model, inputs=tuple(map(EncodeInput, inputs)))
+def request_of(
+    name: str, *inputs: tuple[int, ...], model: str = "m", adapter: str | None = None
+) -> EncodeRequest:
+    return EncodeRequest(
+        request_id=name, model=model, inputs=tuple(map(EncodeInput, inputs)), adapter=adapter
+    )

@@ -7,9 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
+import mlx.nn as nn
 import numpy as np
 import pytest
+from mlx.utils import tree_flatten
 
+from mlx_parallm.adapters.context import AdapterContext
 from mlx_parallm.adapters.formats import read_adapter
 from mlx_parallm.adapters.tensors import HostTensor
 from mlx_parallm.adapters.weights import AdapterWeights, Kind, LowRank
@@ -19,6 +22,7 @@ from mlx_parallm.encoding.model_task import decoder_plan, decoder_task
 from mlx_parallm.encoding.sentence_transformers import VectorSpec
 from mlx_parallm.errors import InvalidRequestError
 from mlx_parallm.models.loading import load_encoder
+from mlx_parallm.runner.adapted_layers import AdaptedLayers
 from mlx_parallm.runner.adapter_store import AdapterStore
 from mlx_parallm.runner.decoder_loading import open_decoder
 from mlx_parallm.runner.decoder_runner import DecoderRunner
@@ -269,3 +273,42 @@ def low_rank(kind: Kind, shape: tuple[int, int]) -> LowRank:
         for size in ((4, inner), (outer, 4))
     )
     return LowRank(kind=kind, a=a, b=b, scale=1.0, changes_head=kind == "linear")
+
+
+def test_a_quantised_encoder_takes_adapters_and_their_heads(tmp_path: Path) -> None:
+    golden = read_golden_adapter("bert_sequence")
+    base, adapter = read_base(golden), adapter_of(golden)
+    model = load_encoder(write_encoder(tmp_path / "whole", base["config"], golden_arrays(base)))
+    nn.quantize(
+        model.model,
+        group_size=32,
+        bits=8,
+        class_predicate=lambda _, m: hasattr(m, "to_quantized") and m.weight.shape[-1] % 32 == 0,
+    )
+    packed: Any = dict(tree_flatten(model.model.parameters()))
+    config = {**base["config"], "quantization": {"group_size": 32, "bits": 8}}
+    runner = EncoderRunner(
+        load_encoder(write_encoder(tmp_path / "packed", config, packed)), VectorSpec()
+    )
+    store = AdapterStore(runner.adapters)
+    store.add(adapter)
+    store.place({1: adapter.digest})
+    found = runner.begin(inputs_of(golden, adapter), {adapter.digest: 1}).results()
+    # What is packed, as whole numbers.
+    whole = dict(packed)
+    for name in [one for one in packed if one.endswith(".scales")]:
+        path = name.removesuffix(".scales")
+        parts = [whole.pop(f"{path}.{part}") for part in ("weight", "scales", "biases")]
+        whole[f"{path}.weight"] = mx.dequantize(*parts, group_size=32, bits=8)
+    expected = runner_of(tmp_path / "merged", golden, merged(whole, adapter)).run(
+        [replace(one, adapter=None) for one in inputs_of(golden, adapter)]
+    )
+    for one, other in zip(found, expected, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-4)
+
+
+def test_generators_keep_their_layers() -> None:
+    adapter = adapter_of(read_golden_adapter("llama_sequence"))
+    layers = AdaptedLayers(nn.Module(), mx.float32, AdapterContext())
+    with pytest.raises(InvalidRequestError, match=r"modules_to_save \(score.weight\)"):
+        layers.check(adapter, param="adapter")

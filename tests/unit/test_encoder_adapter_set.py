@@ -1,0 +1,271 @@
+"""Adapters of an encoder's engine: each request meets the bytes that its name had when it came."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mlx_parallm.config import AdapterConfig, EngineConfig, SchedulerConfig
+from mlx_parallm.encode import EncodeInput
+from mlx_parallm.encoding.queue import EncodeQueue
+from mlx_parallm.engine.adapter_staging import AdapterStaging
+from mlx_parallm.engine.encoders.adapters import EncoderAdapterSet
+from mlx_parallm.engine.encoders.engine import EncodeEngine
+from mlx_parallm.errors import InvalidRequestError, ModelNotFoundError
+from tests.sum_encoder import SumEncoder, SumJob, engine_of, request_of, shift_of
+from tests.version_harness import FakeStore, adapter
+
+MAX_LORAS = 2
+Answers = dict[str, Any]
+
+
+class SlotRecord(FakeStore):
+    """Implements ``SlotStore``: a staged adapter takes two turns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.slots: dict[int, str] = {}
+        self._begun: set[str] = set()
+
+    def stage(self, slot: int, content: str) -> bool:
+        is_first = content not in self._begun
+        self._begun ^= {content}
+        if not is_first:
+            self.slots[slot] = content
+        return is_first
+
+    def place(self, slots: Mapping[int, str]) -> None:
+        assert set(slots.values()) <= self.contents
+        self.slots |= slots
+
+    def release(self) -> None:
+        self.slots.clear()
+
+
+class AdaptedSums(SumEncoder):
+    """Reads what is in the slots that a batch names."""
+
+    def __init__(self, store: SlotRecord) -> None:
+        super().__init__()
+        self._store = store
+        self.most = 0
+
+    def begin(self, inputs: Sequence[EncodeInput], slots: Mapping[str, int]) -> SumJob:
+        self.most = max(self.most, len(slots))
+        found = {content: self._store.slots[slot] for content, slot in slots.items()}
+        in_slots = [
+            one if one.adapter is None else replace(one, adapter=found[one.adapter])
+            for one in inputs
+        ]
+        return super().begin(in_slots, dict.fromkeys(found.values(), 0))
+
+
+def make(max_loaded: int = 8) -> tuple[EncodeEngine, EncoderAdapterSet, SlotRecord, AdaptedSums]:
+    store = SlotRecord()
+    config = EngineConfig(
+        scheduler=SchedulerConfig(max_loras=MAX_LORAS),
+        adapters=AdapterConfig(max_loaded=max_loaded),
+    )
+    adapters = EncoderAdapterSet.of_model("m", store, config)
+    encoder = AdaptedSums(store)
+    return engine_of(encoder, cache_bytes=10_000, adapters=adapters), adapters, store, encoder
+
+
+def load(adapters: EncoderAdapterSet, name: str, number: int) -> None:
+    adapters.policies.load(adapter(name, f"digest-{number}", None))
+
+
+def ask(
+    engine: EncodeEngine,
+    answers: Answers,
+    key: str,
+    *inputs: tuple[int, ...],
+    name: str | None = None,
+) -> None:
+    def reply(found: Any) -> None:
+        answers[key] = [one.tolist() for one in found] if isinstance(found, list) else found
+
+    engine.add(request_of(key, *inputs, adapter=name), reply)
+
+
+def run(engine: EncodeEngine) -> None:
+    while engine.has_work():
+        engine.step()
+
+
+def test_the_same_name_with_other_bytes_never_meets_old_results() -> None:
+    engine, adapters, store, encoder = make()
+    answers: Answers = {}
+    load(adapters, "a", 1)
+    ask(engine, answers, "first", (1, 2), name="a")
+    # It waits, and it keeps its bytes.
+    load(adapters, "a", 2)
+    ask(engine, answers, "second", (1, 2), name="a")
+    ask(engine, answers, "base", (1, 2))
+    assert store.contents == {"digest-1", "digest-2"}
+    run(engine)
+    assert answers == {"first": [[1003, 2]], "second": [[2003, 2]], "base": [[3, 2]]}
+    assert store.contents == {"digest-2"}
+    assert len(encoder.batches) == 1
+    # Under whatever name, kept results are those of the bytes.
+    load(adapters, "other", 2)
+    ask(engine, answers, "third", (1, 2), name="other")
+    assert answers["third"] == [[2003, 2]]
+    assert not engine.has_work()
+
+
+def test_what_is_being_computed_is_shared_by_equal_bytes_only() -> None:
+    engine, adapters, _, encoder = make()
+    answers: Answers = {}
+    load(adapters, "a", 1)
+    load(adapters, "b", 1)
+    load(adapters, "c", 2)
+    ask(engine, answers, "a", (5,) * 9, name="a")
+    engine.step(0.0)
+    for name in ("b", "c"):
+        ask(engine, answers, name, (5,) * 9, name=name)
+    run(engine)
+    assert [answers[name][0][0] for name in "abc"] == [1045, 1045, 2045]
+    assert [len(batch) for batch in encoder.batches] == [1, 1]
+
+
+def test_unknown_names_and_those_that_are_gone_are_refused() -> None:
+    engine, adapters, store, _ = make()
+    answers: Answers = {}
+    load(adapters, "a", 1)
+    ask(engine, answers, "here", (1,), name="a")
+    adapters.policies.unload("a")
+    ask(engine, answers, "gone", (1,), name="a")
+    assert isinstance(answers["gone"], ModelNotFoundError)
+    assert store.contents == {"digest-1"}
+    assert adapters.requests.num_running("digest-1") == 1
+    assert engine.abort("here")
+    assert store.contents == set()
+    assert adapters.requests.num_running("digest-1") == 0
+
+
+def test_adapters_without_a_place_wait_for_the_next_batch() -> None:
+    engine, adapters, _, encoder = make()
+    answers: Answers = {}
+    for number in range(1, 7):
+        load(adapters, f"a{number}", number)
+        ask(engine, answers, f"a{number}", (1, number), name=f"a{number}")
+    ask(engine, answers, "base", (1, 1))
+    run(engine)
+    for number in range(1, 7):
+        assert answers[f"a{number}"] == [[1001 * number + 1, 2]]
+    assert answers["base"] == [[2, 2]]
+    assert encoder.most == MAX_LORAS + 1
+
+
+def test_batches_keep_a_slot_while_adapters_are_put() -> None:
+    engine, adapters, _, encoder = make()
+    answers: Answers = {}
+    for number in range(1, 4):
+        load(adapters, f"a{number}", number)
+    uploads = [AdapterStaging(adapter(f"b{n}", f"digest-{n}", None)) for n in range(4, 8)]
+    loaded = [upload.advance(adapters.policies) for upload in uploads]
+    # What found no slot is loaded without one, until a batch names it.
+    assert [one is None for one in loaded] == [True, True, False, False]
+    for number in range(1, 4):
+        ask(engine, answers, f"a{number}", (number,), name=f"a{number}")
+    run(engine)
+    assert [answers[f"a{number}"][0][0] for number in range(1, 4)] == [1001, 2002, 3003]
+    assert encoder.most == 1
+    for upload in uploads[:2]:
+        assert upload.advance(adapters.policies) is not None
+    ask(engine, answers, "b5", (1,), name="b5")
+    run(engine)
+    assert answers["b5"] == [[5001, 1]]
+
+
+def test_what_makes_way_comes_back_with_its_adapters() -> None:
+    engine, adapters, store, encoder = make()
+    answers: Answers = {}
+    load(adapters, "a", 1)
+    ask(engine, answers, "before", (1,), name="a")
+    run(engine)
+    engine.release()
+    assert store.slots == {}
+    assert not adapters.policies.infos()[0].is_resident
+    again = engine_of(encoder, adapters=adapters)
+    ask(again, answers, "after", (1,), name="a")
+    run(again)
+    assert answers["before"] == answers["after"] == [[1001, 1]]
+
+
+def test_one_that_does_not_fit_leaves_the_one_before() -> None:
+    engine, adapters, store, _ = make()
+    answers: Answers = {}
+    load(adapters, "a", 1)
+    with pytest.raises(InvalidRequestError):
+        adapters.policies.load(adapter("a", "bad", None))
+    ask(engine, answers, "a", (1,), name="a")
+    run(engine)
+    assert answers["a"] == [[1001, 1]]
+    assert store.contents == {"digest-1"}
+
+
+NAMES = ("a", "b", "c")
+INPUTS = st.lists(st.integers(1, 30).map(lambda n: tuple(range(n))), min_size=1, max_size=4)
+ACTIONS = st.one_of(
+    st.tuples(st.just("load"), st.sampled_from(NAMES), st.integers(1, 5)),
+    st.tuples(st.just("unload"), st.sampled_from(NAMES), st.none()),
+    st.tuples(st.just("ask"), st.sampled_from((*NAMES, None)), INPUTS),
+    st.tuples(st.just("step"), st.none(), st.sampled_from((None, 0.0))),
+    st.tuples(st.just("abort"), st.none(), st.integers(0, 40)),
+)
+
+
+@given(st.lists(ACTIONS, max_size=40))
+def test_every_answer_is_of_the_bytes_at_its_admission(actions: list[tuple[Any, Any, Any]]) -> None:
+    engine, adapters, store, encoder = make()
+    answers: Answers = {}
+    wanted: Answers = {}
+    loaded: dict[str, str] = {}
+    for number, (kind, name, value) in enumerate(actions):
+        if kind == "load":
+            load(adapters, name, value)
+            loaded[name] = f"digest-{value}"
+        elif kind == "unload" and name in loaded:
+            adapters.policies.unload(name)
+            del loaded[name]
+        elif kind == "ask":
+            ask(engine, answers, str(number), *value, name=name)
+            if name is not None and name not in loaded:
+                assert isinstance(answers.pop(str(number)), ModelNotFoundError)
+            else:
+                shift = shift_of(loaded.get(name))
+                wanted[str(number)] = [[sum(one) + shift, len(one)] for one in value]
+        elif kind == "step" and engine.has_work():
+            engine.step(value)
+        elif kind == "abort" and engine.abort(str(value)):
+            del wanted[str(value)]
+    run(engine)
+    assert answers == wanted
+    assert store.contents == set(loaded.values())
+    assert encoder.most <= MAX_LORAS + 1
+    assert adapters.requests.adapters.num_used == 0
+
+
+@given(st.lists(st.tuples(st.integers(1, 20), st.integers(0, 4)), min_size=1), st.integers(0, 3))
+def test_a_batch_has_no_more_adapters_than_there_are_slots(
+    inputs: list[tuple[int, int]], most: int
+) -> None:
+    queue = EncodeQueue()
+    for number, (length, which) in enumerate(inputs):
+        one = EncodeInput((number, *range(length)), adapter=f"digest-{which}" if which else None)
+        queue.add(replace(request_of(str(number), (0,)), inputs=(one,)))
+    while len(queue):
+        batch = queue.take(100, max_adapters=most)
+        found = {one.input.adapter for one in batch} - {None}
+        assert len(found) <= most
+        if not batch:
+            # The one that waits longest has an adapter, for which there is no slot.
+            assert not most
+            break
