@@ -257,6 +257,24 @@ def test_adapters_are_found_by_name_in_their_directory(http: httpx2.Client) -> N
     assert http.post("/v1/unload_lora_adapter", json={"lora_name": "mine"}).status_code == 200
 
 
+def test_an_adapter_of_a_classifier_may_be_a_reward_model(http: httpx2.Client) -> None:
+    golden = read_golden_adapter("bert_sequence")
+    tensors = golden_tensors(golden)
+    of_one = {name: one[:1] for name, one in tensors.items() if "classifier" in name}
+    content = encode_safetensors(tensors | of_one)
+    assert upload(http, "judge", "classifier", golden, content).status_code == 200
+    assert "judge" in http.get("/v1/rl/capabilities").json()["reward_models"]
+    # Its model tells three labels apart.
+    refused = http.post("/v1/rewards/score", json={**REWARD, "model": "classifier"})
+    assert refused.status_code == 400
+    found = http.post("/v1/rewards/score", json={**REWARD, "model": "judge"}).json()["data"]
+    logits = logits_of(http, "judge", REWARD["texts"])
+    np.testing.assert_allclose([one["reward"] for one in found], logits[:, 0], atol=1e-5)
+    assert http.get("/v1/models/judge").json()["parent"] == "classifier"
+    loading = http.post("/v1/models/load", json={"model": "demo:embed", "name": ["judge"]})
+    assert (loading.status_code, loading.json()["error"]["param"]) == (400, "name")
+
+
 REWARD = {"texts": ["w5 w6", "w7"]}
 PAIR = {"query": "w5 w6", "documents": ["w7 w8", "w6"]}
 ROUTES = [
