@@ -17,7 +17,8 @@ from mlx_parallm.encode import EncodeInput, LateInteraction
 from mlx_parallm.encoding.late_interaction import LateSpec, read_late_spec
 from mlx_parallm.engine.encoders.late_interaction import with_late_interaction
 from mlx_parallm.errors import ModelLoadError
-from tests.fake_encoders import CLS, MASK, SEP, make_encoder
+from tests.encoder_requests import post
+from tests.fake_encoders import CLS, MASK, SEP, FakeEncoders, make_encoder
 
 VECTORS = st.integers(1, 6).flatmap(
     lambda rows: arrays(np.float64, (rows, 3), elements=st.floats(-1, 1))
@@ -108,3 +109,17 @@ def test_pylate_may_leave_queries_as_they_are(tmp_path: Path) -> None:
     spec = read_late_spec(tmp_path)
     assert (spec.settings.expands_to, spec.settings.query_length) == (0, 32)
     assert (spec.settings.document_length, len(spec.skipped)) == (180, 32)
+
+
+async def test_a_model_that_was_made_for_vectors_ranks_first() -> None:
+    masked = make_encoder("masked", tasks=("mlm", "embed"))
+    tokens = make_encoder("tokens", tasks=("token_embed", "embed"), late=LateInteraction())
+    cross = make_encoder("cross", tasks=("classify",), labels=("fits",))
+    body = {"query": "w5", "documents": ["w6", "w7"]}
+    for served, chosen in [
+        ([masked, tokens], "tokens"),
+        ([masked], "masked"),
+        ([masked, tokens, cross], "cross"),
+    ]:
+        answer = await post(FakeEncoders(*served), "/rerank", body)
+        assert answer.json()["model"] == chosen

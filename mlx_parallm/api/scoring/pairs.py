@@ -86,7 +86,7 @@ def pairs_of(body: ScoreRequest) -> Pairs:
 
 
 def scoring_model(encoders: EncoderClient, name: str | None) -> EncoderModel:
-    """The model of this name, else the first cross-encoder, else the first embedder.
+    """The model of this name, else the first cross-encoder, else the first made for vectors.
 
     Raises:
         ModelNotFoundError: none has the name.
@@ -103,7 +103,9 @@ def scoring_model(encoders: EncoderClient, name: str | None) -> EncoderModel:
         return found
     models = encoders.models()
     able = [one for one in models if _reads_pairs(one.info)]
-    able += [one for one in models if _embeds(one.info)]
+    # A masked LM gives vectors too, but was made for something else.
+    vectors = [one for one in models if _embeds(one.info)]
+    able += sorted(vectors, key=lambda one: one.info.tasks[0] not in ("embed", "token_embed"))
     if not able:
         raise InvalidRequestError("No model that can score pairs is served here.", param="model")
     return able[0]
