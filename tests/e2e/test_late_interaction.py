@@ -81,6 +81,32 @@ def test_long_texts_are_refused_or_cut(server: ServerProcess, model: str, longes
     assert usage[0] - usage[1] == longest - short
 
 
+@pytest.mark.parametrize("model", WRITERS)
+def test_clients_may_compare_themselves(server: ServerProcess, model: str) -> None:
+    def vectors(side: str, texts: list[str]) -> list[np.ndarray]:
+        body = {"model": model, "task": "token_embed", "input_type": side, "input": texts}
+        return [np.array(one["data"]) for one in post(server, "/pooling", body)["data"]]
+
+    (query,) = vectors("query", QUERIES[1:2])
+    best = [(query @ one.T).max(axis=1) for one in vectors("document", DOCUMENTS)]
+    found = [one.mean() if model == "native" else one.sum() for one in best]
+    assert found == pytest.approx(FOUND["scores"][model][1], abs=1e-4)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"model": "prompted", "task": "token_embed", "input": "w5"},
+        {"model": "stanford", "task": "embed", "input": "w5"},
+        {"model": "stanford", "input": [5]},
+        {"model": "stanford", "messages": [{"role": "user", "content": "w5"}]},
+    ],
+)
+def test_an_input_type_is_for_what_is_compared(server: ServerProcess, body: Any) -> None:
+    answer = httpx2.post(f"{server.url}/pooling", json={**body, "input_type": "query"})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "input_type")
+
+
 def test_every_token_of_a_text_has_a_vector(server: ServerProcess) -> None:
     body = {"model": "stanford", "input": DOCUMENTS[:1]}
     (found,) = post(server, "/pooling", body)["data"]

@@ -111,6 +111,14 @@ def test_pylate_may_leave_queries_as_they_are(tmp_path: Path) -> None:
     assert (spec.settings.document_length, len(spec.skipped)) == (180, 32)
 
 
+async def test_a_document_of_which_nothing_counts_has_no_vectors() -> None:
+    late = LateInteraction(skipped_ids=frozenset({CLS, 7, SEP}))
+    served = FakeEncoders(make_encoder(tasks=("token_embed",), late=late))
+    body = {"input": ["w7", "w7 w8"], "input_type": "document"}
+    data = (await post(served, "/pooling", body)).json()["data"]
+    assert [len(one["data"]) for one in data] == [0, 1]
+
+
 async def test_a_model_that_was_made_for_vectors_ranks_first() -> None:
     masked = make_encoder("masked", tasks=("mlm", "embed"))
     tokens = make_encoder("tokens", tasks=("token_embed", "embed"), late=LateInteraction())

@@ -51,6 +51,9 @@ def _finished(
 ) -> np.ndarray:
     if task in ("classify", "token_classify"):
         return result if body.use_activation is False else activated(result, info.problem_type)
+    if not len(result):
+        # Of a document, of which nothing counts.
+        return result
     normalizes = info.normalizes if body.use_activation is None else body.use_activation
     rows = list(result) if task == "token_embed" else [result]
     vectors = finished(rows, body.dimensions, normalizes=normalizes)

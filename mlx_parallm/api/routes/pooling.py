@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from fastapi import APIRouter, Request, Response
 
 from mlx_parallm.api.convert.array_encoding import check_format
@@ -9,10 +11,14 @@ from mlx_parallm.api.convert.embeddings import check_dimensions
 from mlx_parallm.api.convert.pooling import POOLING_TASKS, pooling_response, pooling_task
 from mlx_parallm.api.convert.request_inputs import request_inputs
 from mlx_parallm.api.dependencies import EngineDep
-from mlx_parallm.api.encoder_answer import Encoding, encoded_response
+from mlx_parallm.api.encoder_answer import Encoded, Encoding, encoded_response
 from mlx_parallm.api.ignored import tell_ignored
 from mlx_parallm.api.json_body import JsonRoute
 from mlx_parallm.api.schemas.embeddings import PoolingRequest
+from mlx_parallm.api.scoring.late_interaction import side_inputs, side_vectors
+from mlx_parallm.encode import EncodeInput, Task
+from mlx_parallm.engine.encoder_interface import EncoderModel
+from mlx_parallm.errors import InvalidRequestError
 
 router = APIRouter(route_class=JsonRoute)
 
@@ -26,12 +32,32 @@ async def pool(body: PoolingRequest, request: Request, engine: EngineDep) -> Res
     asked = Encoding(
         model=model,
         name=body.model or model.names[0],
-        inputs=await request_inputs(body, model, task),
+        inputs=await _inputs(body, model, task),
         request_id=f"pool-{body.request_id or request.state.answer_id}",
     )
     check_format(body, len(asked.inputs))
     response = await encoded_response(
-        request, engine, asked, lambda found: pooling_response(found, body, task)
+        request, engine, asked, lambda found: pooling_response(_counting(found, body), body, task)
     )
     tell_ignored(response, body.model_extra or ())
     return response
+
+
+async def _inputs(body: PoolingRequest, model: EncoderModel, task: Task) -> tuple[EncodeInput, ...]:
+    if body.input_type is None:
+        return await request_inputs(body, model, task)
+    if task != "token_embed" or body.input is None or body.messages is not None:
+        raise InvalidRequestError("input_type is for token_embed of input.", param="input_type")
+    return await side_inputs(
+        body.input, model, body.input_type, truncate=body.truncate_prompt_tokens
+    )
+
+
+def _counting(found: Encoded, body: PoolingRequest) -> Encoded:
+    """The same with those tokens alone that count when texts are compared."""
+    late = found.model.info.late
+    if body.input_type is None or late is None:
+        return found
+    pairs = zip(found.inputs, found.results, strict=True)
+    results = [side_vectors(one, result, body.input_type, late) for one, result in pairs]
+    return replace(found, results=results)

@@ -55,3 +55,6 @@ class PoolingRequest(ArraysRequest):
     task: Literal["embed", "token_embed", "classify", "token_classify"] | None = Field(
         None, description="By default what the model was made for."
     )
+    input_type: Literal["query", "document"] | None = Field(
+        None, description="Of token_embed: texts are read to be compared by their tokens."
+    )

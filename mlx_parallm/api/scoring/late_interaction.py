@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any, Literal
 
 import numpy as np
 
@@ -16,6 +17,38 @@ from mlx_parallm.api.convert.encode_inputs import Role, single_inputs
 from mlx_parallm.api.convert.input_prompts import prompt_of_type
 from mlx_parallm.encode import EncodeInput, LateInteraction
 from mlx_parallm.engine.encoder_interface import EncoderModel
+from mlx_parallm.errors import InvalidRequestError
+
+Side = Literal["query", "document"]
+
+
+async def side_inputs(
+    texts: Sequence[Any],
+    model: EncoderModel,
+    side: Side,
+    *,
+    truncate: int | None = None,
+    param: str = "input",
+) -> tuple[EncodeInput, ...]:
+    """Queries or documents, of a model that was made to compare them.
+
+    Raises:
+        InvalidRequestError: it was not; they are no texts; see also ``single_inputs``.
+    """
+    if model.info.late is None or not all(isinstance(one, str) for one in texts):
+        raise InvalidRequestError(
+            "input_type is for texts, and for models of late interaction.", param="input_type"
+        )
+    read = query_inputs if side == "query" else document_inputs
+    return await read(texts, model, truncate=truncate, param=param)
+
+
+def side_vectors(
+    one: EncodeInput, vectors: np.ndarray, side: Side, late: LateInteraction
+) -> np.ndarray:
+    """The vectors of a query or a document that count; see ``compared``."""
+    skips = side == "document" or late.skips_in_queries
+    return compared(one, vectors, late.skipped_ids if skips else frozenset())
 
 
 async def query_inputs(

@@ -16,10 +16,10 @@ from mlx_parallm.api.convert.input_prompts import prompt_of_type
 from mlx_parallm.api.encoding import encoded
 from mlx_parallm.api.schemas.score import ScoreRequest
 from mlx_parallm.api.scoring.late_interaction import (
-    compared,
     document_inputs,
     max_sim,
     query_inputs,
+    side_vectors,
 )
 from mlx_parallm.encode import EncodeInput, EncodeRequest, EncoderInfo, LateInteraction
 from mlx_parallm.engine.encoder_interface import EncoderClient, EncoderModel
@@ -204,13 +204,12 @@ async def _max_sims(
     first, second = pairs.params
     queries = await query_inputs(pairs.queries, model, truncate=truncate, param=first)
     documents = await document_inputs(pairs.documents, model, truncate=truncate, param=second)
-    skipped = late.skipped_ids if late.skips_in_queries else frozenset()
     vectors, _ = await encoded(
         encoders,
         model,
         queries,
         f"{request_id}-queries",
-        lambda one, found: compared(one, found, skipped),
+        lambda one, found: side_vectors(one, found, "query", late),
     )
     # One query stands beside all documents, whose results come in their order.
     beside = itertools.cycle(vectors)
@@ -220,7 +219,7 @@ async def _max_sims(
         documents,
         f"{request_id}-documents",
         lambda one, found: max_sim(
-            next(beside), compared(one, found, late.skipped_ids), is_mean=late.is_mean
+            next(beside), side_vectors(one, found, "document", late), is_mean=late.is_mean
         ),
     )
     num_tokens = sum(len(one.token_ids) for one in (*queries, *documents))
