@@ -13,6 +13,7 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten
 
 from mlx_parallm.kernels.dialect import CudaDialect
+from mlx_parallm.runner.delta_net import NetKernels, use_net_kernels
 from mlx_parallm.runner.device import backend_name
 from mlx_parallm.runner.expert_kernel import ExpertKernel
 from mlx_parallm.runner.expert_layers import use_expert_layers
@@ -199,6 +200,7 @@ def flatten(model: RandomModel) -> None:
     if is_cuda:
         use_expert_layers(model.model, ExpertKernel(CudaDialect()))
         use_state_layers(model.model, ConvolutionKernel(CudaDialect()))
+        use_net_kernels(model.model, NetKernels(CudaDialect()))
 
 
 def _stock_model(config: dict[str, Any]) -> Any:

@@ -16,6 +16,7 @@ from mlx_parallm.config import ModelConfig
 from mlx_parallm.encoding.rope_fields import rope_fields
 from mlx_parallm.errors import ConfigError, ModelLoadError
 from mlx_parallm.kernels.dialect import CudaDialect
+from mlx_parallm.runner.delta_net import NetKernels, use_net_kernels
 from mlx_parallm.runner.device import backend_name, free_memory_bytes
 from mlx_parallm.runner.expert_kernel import ExpertKernel
 from mlx_parallm.runner.expert_layers import use_expert_layers
@@ -70,6 +71,7 @@ def load_model(config: ModelConfig, path: Path) -> LoadedModel:
             use_row_layers(model, RowKernel(CudaDialect()))
             use_expert_layers(model, ExpertKernel(CudaDialect()))
             use_state_layers(model, ConvolutionKernel(CudaDialect()))
+            use_net_kernels(model, NetKernels(CudaDialect()))
         run_uncompiled(model)
         model.eval()
         mx.eval(model.parameters())

@@ -5,7 +5,8 @@ Those names are replaced by objects that know of the forward in progress. Attent
 the keys it got are one of its pools, by identity, and otherwise calls the original; SwiGLU takes
 the faster of two ways to the same values; the gated delta rule and state spaces take kernels where
 there are some (``state_layers.py``). Classes that write attention out have their ``__call__``
-replaced in the same manner (``attention_overrides.py``). So stock forwards, other models of the
+replaced in the same manner (``attention_overrides.py``), and so have gated delta nets, for which
+there are kernels (``delta_net.py``). So stock forwards, other models of the
 same module and layers outside the pool are untouched.
 """
 
@@ -25,6 +26,7 @@ from mlx_lm.models import gated_delta, ssm
 from mlx_parallm.kernels.dialect import CudaDialect
 from mlx_parallm.numerics.exp2 import is_exp_slow, silu
 from mlx_parallm.runner.attention_overrides import ATTENTION_OVERRIDES, Override
+from mlx_parallm.runner.delta_net import NETS, delta_net
 from mlx_parallm.runner.device import backend_name
 from mlx_parallm.runner.state_kernels import DeltaKernel, ScanKernel
 from mlx_parallm.runner.state_layers import DeltaSeam, ScanSeam
@@ -94,7 +96,7 @@ class SwigluSeam:
 
 
 class ModuleSeam:
-    """Stands for ``__call__`` of a class of mlx_lm that computes attention by hand."""
+    """Stands for ``__call__`` of a class of mlx_lm in whose place a function of ours may run."""
 
     def __init__(self, override: Override, original: Callable[..., Any]) -> None:
         self.original = original
@@ -136,6 +138,11 @@ class ModelSeams:
         self._seams += [
             _install(getattr(sys.modules[name], kind), "__call__", partial(ModuleSeam, override))
             for (name, kind), override in ATTENTION_OVERRIDES.items()
+            if name in names
+        ]
+        self._seams += [
+            _install(getattr(sys.modules[name], kind), "__call__", partial(ModuleSeam, delta_net))
+            for name, kind in NETS
             if name in names
         ]
         if backend_name() == "cuda":

@@ -86,7 +86,7 @@ class DeltaKernel:
             "V_HEADS": heads,
             "DK": columns,
             "DV": rows,
-            "VEC": _vector(columns),
+            "VEC": vector_of(columns),
             "ROWS": ROWS,
             "WARPS": WARPS,
             "GATES": int(g.ndim == v.ndim),
@@ -97,7 +97,7 @@ class DeltaKernel:
             inputs=[q, k.astype(q.dtype), v, g.astype(mx.float32), beta.astype(mx.float32), state],
             output_shapes=[v.shape, state.shape],
             output_dtypes=[q.dtype, mx.float32],
-            **_launch(v.shape[0] * heads * (rows // ROWS)),
+            **launch_of(v.shape[0] * heads * (rows // ROWS)),
         )
         return y, after
 
@@ -152,7 +152,7 @@ class ScanKernel:
             "GROUPS": groups,
             "DH": rows,
             "DS": columns,
-            "VEC": _vector(columns),
+            "VEC": vector_of(columns),
             "ROWS": ROWS,
             "WARPS": WARPS,
         }
@@ -169,7 +169,7 @@ class ScanKernel:
             ],
             output_shapes=[x.shape, state.shape],
             output_dtypes=[x.dtype, mx.float32],
-            **_launch(batch * heads * (rows // ROWS)),
+            **launch_of(batch * heads * (rows // ROWS)),
         )
         return y, after
 
@@ -199,12 +199,12 @@ class ConvolutionKernel:
         return y
 
 
-def _vector(columns: int) -> int:
+def vector_of(columns: int) -> int:
     """How many neighbours a lane takes at once."""
     return next(size for size in (4, 2, 1) if columns % (WARP * size) == 0)
 
 
-def _launch(warps: int) -> dict[str, tuple[int, int, int]]:
+def launch_of(warps: int) -> dict[str, tuple[int, int, int]]:
     """Whole threadgroups of so many warps."""
     threads = WARPS * WARP
     return {"grid": (-(-warps // WARPS) * threads, 1, 1), "threadgroup": (threads, 1, 1)}
@@ -231,7 +231,7 @@ def delta_error(kernel: DeltaKernel, shape: tuple[int, ...], dtype: mx.Dtype, ga
         normal(batch, v_heads, rows, columns),
     ]
     pairs = zip(kernel(*inputs), gated_delta_ops(*inputs), strict=True)
-    return max(_error(found, wanted) for found, wanted in pairs)
+    return max(largest_error(found, wanted) for found, wanted in pairs)
 
 
 def scan_error(kernel: ScanKernel, shape: tuple[int, ...], dtype: mx.Dtype) -> float:
@@ -253,7 +253,7 @@ def scan_error(kernel: ScanKernel, shape: tuple[int, ...], dtype: mx.Dtype) -> f
     wanted = ssm_attn(x, a_log, b, c, skip, dt, bias, state)
     time = compute_dt(dt, bias, (0.001, 100.0))
     found = kernel(x, mx.exp(time * -mx.exp(a_log)), time, b, c, state)
-    return max(_error(*pair) for pair in zip(found, wanted, strict=True))
+    return max(largest_error(*pair) for pair in zip(found, wanted, strict=True))
 
 
 def convolution_error(kernel: ConvolutionKernel, weight: mx.array) -> float:
@@ -263,7 +263,7 @@ def convolution_error(kernel: ConvolutionKernel, weight: mx.array) -> float:
     wide = x.astype(mx.float32)
     taps = weight[..., 0].T.astype(mx.float32)
     wanted = mx.stack([(wide[:, i : i + width] * taps).sum(axis=1) for i in range(3)], axis=1)
-    return _error(kernel(x, weight), wanted)
+    return largest_error(kernel(x, weight), wanted)
 
 
 def why_not_delta(
@@ -316,7 +316,8 @@ def _why_off(error: float) -> str | None:
     return None if error <= MAX_ERROR else f"off by {error:.2g} of the largest value"
 
 
-def _error(found: mx.array, wanted: mx.array) -> float:
+def largest_error(found: mx.array, wanted: mx.array) -> float:
+    """Largest difference, in parts of the largest value."""
     found, wanted = found.astype(mx.float32), wanted.astype(mx.float32)
     error = mx.abs(found - wanted).max() / mx.abs(wanted).max()
     # NaN is no agreement.

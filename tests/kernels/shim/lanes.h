@@ -17,6 +17,7 @@ float fmaxf(float, float);
 float fminf(float, float);
 float logf(float);
 float rintf(float);
+float sqrtf(float);
 float tanhf(float);
 }
 

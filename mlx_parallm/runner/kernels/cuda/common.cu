@@ -8,3 +8,5 @@ template <typename S, int N>
 struct alignas(sizeof(S) * N) Chunk {
   S at[N];
 };
+
+constexpr float LOG2E = 1.4426950408889634f;
