@@ -6,8 +6,8 @@ from typing import Any
 
 import httpx2
 
-from mlx_parallm.api.app import create_app
 from mlx_parallm.config import ServerConfig
+from tests.api_app import make_app
 from tests.fake_encoders import FakeEncoders
 from tests.fake_engine import FakeEngine
 
@@ -26,7 +26,7 @@ async def _ask(served: FakeEncoders | None, method: str, path: str, **more: Any)
     engine = FakeEngine()
     if served is not None:
         engine.encoders = served
-    transport = httpx2.ASGITransport(create_app(engine, ServerConfig()))
+    transport = httpx2.ASGITransport(make_app(engine, ServerConfig()))
     async with httpx2.AsyncClient(transport=transport, base_url="http://here:8000") as client:
         return await client.request(method, path, **more)
 

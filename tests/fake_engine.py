@@ -14,7 +14,6 @@ from typing import Any
 
 import uvicorn
 
-from mlx_parallm.api.app import create_app
 from mlx_parallm.api.connection import BoundedProtocol
 from mlx_parallm.batch import TokenLogprob
 from mlx_parallm.config import EngineConfig, ServerConfig
@@ -43,6 +42,7 @@ from mlx_parallm.outputs import (
 from mlx_parallm.parsing.families.tagged_json import HERMES
 from mlx_parallm.parsing.reasoning import THINK
 from mlx_parallm.request import GenerateRequest
+from tests.api_app import make_app
 from tests.fake_control import FakeControl
 from tests.fakes import EOS, ByteTokenizer, make_info
 
@@ -229,7 +229,7 @@ def serve_fake(
 ) -> Iterator[str]:
     """The application over a fake engine on a free port; yields its URL."""
     config = config or ServerConfig()
-    app = create_app(engine, config, max_waiting=max_waiting)
+    app = make_app(engine, config, max_waiting=max_waiting)
     http: Any = partial(BoundedProtocol, timeout_s=config.client_timeout_s)
     server = uvicorn.Server(
         uvicorn.Config(app, http=http, log_config=None, ws="none", lifespan="on")

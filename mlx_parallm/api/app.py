@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
 
 from fastapi import APIRouter, FastAPI
 from starlette.middleware.cors import CORSMiddleware
+from starlette.routing import BaseRoute
 
 from mlx_parallm import __version__
 from mlx_parallm.api.batch_service import make_batch_service
@@ -66,13 +68,26 @@ from mlx_parallm.batch_jobs.service import BatchService
 from mlx_parallm.config import ServerConfig
 from mlx_parallm.engine.interface import EngineClient
 
+RESPONSES: dict[int | str, dict[str, Any]] = {
+    "4XX": {"model": ErrorResponse, "description": "The request is at fault."},
+    "5XX": {"model": ErrorResponse, "description": "The server is at fault."},
+}
+
 
 def create_app(
-    engine: EngineClient, config: ServerConfig, *, max_waiting: int | None = None
+    engine: EngineClient,
+    config: ServerConfig,
+    *,
+    max_waiting: int | None = None,
+    routes: Sequence[BaseRoute] | None = None,
 ) -> FastAPI:
     """An application that serves an engine which is running already.
 
-    ``max_waiting`` is the size of the engine's queue: requests that can never fit are refused.
+    Args:
+        engine: what it serves.
+        config: how.
+        max_waiting: the size of the engine's queue: requests that can never fit are refused.
+        routes: ``common_routes()`` of another application, which need not be made again.
     """
     app = FastAPI(
         title="mlx_parallm",
@@ -80,10 +95,8 @@ def create_app(
         lifespan=_lifespan,
         docs_url=None,
         redoc_url=None,
-        responses={
-            "4XX": {"model": ErrorResponse, "description": "The request is at fault."},
-            "5XX": {"model": ErrorResponse, "description": "The server is at fault."},
-        },
+        responses=RESPONSES,
+        routes=list(common_routes() if routes is None else routes),
     )
     app.state.engine = engine
     app.state.config = config
@@ -93,9 +106,8 @@ def create_app(
     )
     app.state.policies = Policies()
     app.state.batches = make_batch_service(app, engine, config, max_waiting)
-    _add_routes(app)
     if app.state.batches is not None:
-        _add_with_and_without_prefix(app, files.router, batches.router)
+        _add_with_and_without_prefix(app.router, files.router, batches.router)
     install_error_handlers(app)
     _add_middleware(app, config)
     return app
@@ -114,15 +126,17 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
         await app.state.responses.stop()
 
 
-def _add_with_and_without_prefix(app: FastAPI, *routers: APIRouter) -> None:
+def _add_with_and_without_prefix(parent: APIRouter, *routers: APIRouter) -> None:
     for router in routers:
-        app.include_router(router, prefix="/v1")
-        app.include_router(router, include_in_schema=False)
+        parent.include_router(router, prefix="/v1")
+        parent.include_router(router, include_in_schema=False)
 
 
-def _add_routes(app: FastAPI) -> None:
+def common_routes() -> list[BaseRoute]:
+    """The routes that every application has; they hold nothing of any."""
+    parent = APIRouter(responses=RESPONSES)
     _add_with_and_without_prefix(
-        app,
+        parent,
         adapters.router,
         chat.router,
         classify.router,
@@ -163,9 +177,10 @@ def _add_routes(app: FastAPI) -> None:
         docs.router,
         hf_tasks.router,
     ):
-        app.include_router(router)
-    app.include_router(page_router(page_files()))
-    app.mount(docs.ASSETS, docs.assets())
+        parent.include_router(router)
+    parent.include_router(page_router(page_files()))
+    parent.mount(docs.ASSETS, docs.assets())
+    return parent.routes
 
 
 def _add_middleware(app: FastAPI, config: ServerConfig) -> None:

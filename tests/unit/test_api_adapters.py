@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 from fastapi import FastAPI
 
-from mlx_parallm.api.app import create_app
 from mlx_parallm.client.tensors import encode_safetensors
 from mlx_parallm.config import ServerConfig
 from mlx_parallm.engine.control import PauseMode
 from mlx_parallm.engine.policies import AdapterUpload
+from tests.api_app import make_app
 from tests.fake_engine import FakeEngine
 
 OPEN = ServerConfig()
@@ -53,7 +53,7 @@ async def call(
 ) -> httpx2.Response:
     # To make one takes a while.
     if (apps := engine.apps).get(config) is None:
-        apps[config] = create_app(engine, config)
+        apps[config] = make_app(engine, config)
     transport = httpx2.ASGITransport(apps[config])
     headers = {"authorization": f"Bearer {key}"} if key else {}
     headers |= more.pop("headers", {})

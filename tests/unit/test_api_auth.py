@@ -7,9 +7,9 @@ import pytest
 from fastapi import Depends
 from starlette.datastructures import Headers
 
-from mlx_parallm.api.app import create_app
 from mlx_parallm.api.auth import KeyRing, client_of, require_admin
 from mlx_parallm.config import ServerConfig
+from tests.api_app import make_app
 from tests.fake_engine import FakeEngine
 
 KEYS = ServerConfig(api_keys=("user",))
@@ -19,7 +19,7 @@ ONLY_ADMIN = ServerConfig(admin_api_keys=("admin",))
 
 async def call(config: ServerConfig, headers: dict[str, str]) -> httpx2.Response:
     """POST to a route behind the guard, on an application that has one more route."""
-    app = create_app(FakeEngine(), config)
+    app = make_app(FakeEngine(), config)
 
     @app.post("/guarded", dependencies=[Depends(require_admin)])
     async def guarded() -> str:

@@ -10,10 +10,10 @@ import httpx2
 import pytest
 
 from mlx_parallm import errors
-from mlx_parallm.api.app import create_app
 from mlx_parallm.api.batch_service import is_shutting_down
 from mlx_parallm.api.errors import body_of, describe, response_of, status_of
 from mlx_parallm.config import ServerConfig
+from tests.api_app import make_app
 from tests.fake_engine import FakeEngine
 
 CHAT = {"type": "http", "path": "/v1/chat/completions"}
@@ -129,7 +129,7 @@ def test_the_echo_of_a_long_name_is_bounded() -> None:
 async def test_what_is_wrong_with_a_body_is_said(
     content: bytes, content_type: str | None, message: str
 ) -> None:
-    transport = httpx2.ASGITransport(create_app(FakeEngine(), ServerConfig()))
+    transport = httpx2.ASGITransport(make_app(FakeEngine(), ServerConfig()))
     headers = {} if content_type is None else {"content-type": content_type}
     async with httpx2.AsyncClient(transport=transport, base_url="http://here") as client:
         response = await client.post("/v1/completions", content=content, headers=headers)

@@ -11,12 +11,12 @@ from fastapi import FastAPI
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlx_parallm.api.app import create_app
 from mlx_parallm.api.in_flight.policies import MAX_REMEMBERED, Policies
 from mlx_parallm.api.in_flight.spans import PolicySpans
 from mlx_parallm.api.versions import VersionSpans
 from mlx_parallm.config import ServerConfig
 from mlx_parallm.errors import InvalidRequestError
+from tests.api_app import make_app
 from tests.fake_engine import FakeEngine
 
 SLOT = "policy:active"
@@ -31,7 +31,7 @@ def engine() -> FakeEngine:
 
 @pytest.fixture
 def app(engine: FakeEngine) -> FastAPI:
-    return create_app(engine, ServerConfig())
+    return make_app(engine, ServerConfig())
 
 
 async def send(app: FastAPI, path: str, body: Any = None, **more: Any) -> httpx2.Response:
@@ -180,7 +180,7 @@ async def test_an_update_that_failed_may_be_tried_again(app: FastAPI, engine: Fa
 
 
 async def test_only_the_admin_key_updates(engine: FakeEngine) -> None:
-    app = create_app(engine, ServerConfig(api_keys=("one",), admin_api_keys=("admin",)))
+    app = make_app(engine, ServerConfig(api_keys=("one",), admin_api_keys=("admin",)))
     for key, status in (("", 401), ("one", 401), ("admin", 200)):
         headers = {"authorization": f"Bearer {key}"} if key else {}
         assert (await send(app, PATH, update(0, 0), headers=headers)).status_code == status

@@ -11,17 +11,17 @@ import httpx2
 import pytest
 from fastapi import FastAPI, Request
 
-from mlx_parallm.api.app import create_app
 from mlx_parallm.api.middleware import SMALL_BODY_BYTES
 from mlx_parallm.config import ServerConfig
+from tests.api_app import make_app
 from tests.fake_engine import FakeEngine
 
 LARGE = 100_000
 
 
-def make_app(config: ServerConfig) -> FastAPI:
+def app_of(config: ServerConfig) -> FastAPI:
     """The application with two routes more, which state no limit."""
-    app = create_app(FakeEngine(), config)
+    app = make_app(FakeEngine(), config)
 
     @app.post("/other")
     @app.post("/tokenizer")
@@ -57,7 +57,7 @@ async def in_pieces(size: int) -> AsyncIterator[bytes]:
 )
 async def test_each_route_has_its_limit(path: str, limit: int, status: int, declared: bool) -> None:
     headers = {"content-type": "application/json"}
-    async with client_of(make_app(ServerConfig(max_body_bytes=LARGE))) as client:
+    async with client_of(app_of(ServerConfig(max_body_bytes=LARGE))) as client:
         for size, expected in ((limit, status), (limit + 1, 413)):
             content = b" " * size if declared else in_pieces(size)
             response = await client.post(path, content=content, headers=headers)
@@ -67,13 +67,13 @@ async def test_each_route_has_its_limit(path: str, limit: int, status: int, decl
 
 
 async def test_a_limit_holds_below_a_root_path() -> None:
-    async with client_of(make_app(ServerConfig()), root_path="/llm") as client:
+    async with client_of(app_of(ServerConfig()), root_path="/llm") as client:
         response = await client.post("/llm/tokenize", json={"prompt": " " * LARGE})
     assert response.status_code == 200
 
 
 async def test_a_large_body_for_no_route_is_not_found() -> None:
-    async with client_of(make_app(ServerConfig())) as client:
+    async with client_of(app_of(ServerConfig())) as client:
         response = await client.post("/v1/nothing", content=b" " * LARGE)
     assert response.status_code == 404
 
@@ -103,7 +103,7 @@ def log(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
 async def test_a_request_is_one_line_of_the_log(
     log: pytest.LogCaptureFixture, method: str, path: str, status: int, level: int
 ) -> None:
-    async with client_of(make_app(ServerConfig())) as client:
+    async with client_of(app_of(ServerConfig())) as client:
         await client.request(method, path, headers={"x-request-id": "mine"})
     (record,) = logged(log)
     fields: Any = record
@@ -113,7 +113,7 @@ async def test_a_request_is_one_line_of_the_log(
 
 
 async def test_a_refused_key_and_a_bug_are_logged_too(log: pytest.LogCaptureFixture) -> None:
-    app = make_app(ServerConfig(api_keys=("key",)))
+    app = app_of(ServerConfig(api_keys=("key",)))
 
     @app.get("/bug")
     async def bug() -> None:
@@ -128,7 +128,7 @@ async def test_a_refused_key_and_a_bug_are_logged_too(log: pytest.LogCaptureFixt
 
 
 async def test_a_path_cannot_forge_a_line(log: pytest.LogCaptureFixture) -> None:
-    async with client_of(make_app(ServerConfig())) as client:
+    async with client_of(app_of(ServerConfig())) as client:
         await client.get("/a%0Ab")
         await client.get("/" + "x" * 9999)
     paths = [vars(record)["path"] for record in logged(log)]
@@ -137,7 +137,7 @@ async def test_a_path_cannot_forge_a_line(log: pytest.LogCaptureFixture) -> None
 
 
 async def test_the_log_of_requests_can_be_left_out(log: pytest.LogCaptureFixture) -> None:
-    async with client_of(make_app(ServerConfig(access_log=False))) as client:
+    async with client_of(app_of(ServerConfig(access_log=False))) as client:
         await client.get("/v1/models")
     assert logged(log) == []
 
@@ -151,7 +151,7 @@ async def test_the_log_of_requests_can_be_left_out(log: pytest.LogCaptureFixture
     ],
 )  # fmt: skip
 async def test_head_is_get_without_a_body(log: pytest.LogCaptureFixture, path: str) -> None:
-    async with client_of(make_app(ServerConfig())) as client:
+    async with client_of(app_of(ServerConfig())) as client:
         get, head = await client.get(path), await client.head(path)
     assert head.status_code == get.status_code
     assert head.content == b""
@@ -163,7 +163,7 @@ async def test_head_is_get_without_a_body(log: pytest.LogCaptureFixture, path: s
 async def test_head_says_that_the_engine_is_dead() -> None:
     engine = FakeEngine()
     engine.is_dead = True
-    async with client_of(create_app(engine, ServerConfig())) as client:
+    async with client_of(make_app(engine, ServerConfig())) as client:
         assert (await client.head("/health")).status_code == 503
 
 
@@ -180,7 +180,7 @@ async def test_head_says_that_the_engine_is_dead() -> None:
     ],
 )
 async def test_a_wrong_method_is_told_the_right_ones(method: str, path: str, allowed: str) -> None:
-    app = make_app(ServerConfig())
+    app = app_of(ServerConfig())
 
     @app.get("/several")
     async def read() -> None: ...
@@ -200,21 +200,21 @@ async def test_a_wrong_method_is_told_the_right_ones(method: str, path: str, all
 @pytest.mark.parametrize("method", ["GET", "HEAD"])
 async def test_other_origins_are_told_alike(method: str) -> None:
     config = ServerConfig(allowed_origins=("https://page",))
-    async with client_of(make_app(config)) as client:
+    async with client_of(app_of(config)) as client:
         response = await client.request(method, "/health", headers={"origin": "https://page"})
     assert response.headers["access-control-allow-origin"] == "https://page"
 
 
 @pytest.mark.parametrize("path", ["/health", "/metrics", "/docs", "/docs/assets/swagger-ui.css"])
 async def test_open_routes_are_open_below_a_root_path(path: str) -> None:
-    app = make_app(ServerConfig(api_keys=("key",)))
+    app = app_of(ServerConfig(api_keys=("key",)))
     async with client_of(app, root_path="/llm") as client:
         assert (await client.get(f"/llm{path}")).status_code == 200
         assert (await client.get("/llm/v1/models")).status_code == 401
 
 
 async def test_the_documentation_finds_its_parts_below_a_root_path() -> None:
-    async with client_of(make_app(ServerConfig()), root_path="/llm") as client:
+    async with client_of(app_of(ServerConfig()), root_path="/llm") as client:
         page = await client.get("/llm/docs")
         links = re.findall(r"""(?:src=|href=|url: )["']([^"']+)["']""", page.text)
         assert len(links) == 4

@@ -10,9 +10,9 @@ import httpx2
 import pytest
 from hatchling.builders.wheel import WheelBuilder
 
-from mlx_parallm.api.app import create_app
 from mlx_parallm.api.routes.page import page_files
 from mlx_parallm.config import ServerConfig
+from tests.api_app import make_app
 from tests.fake_engine import FakeEngine
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -25,7 +25,7 @@ LINKS = re.compile(r"""(?:src|href|from) ?=? ?"([^"#]+)\"""")
 
 
 def client_of(root_path: str = "", **config: object) -> httpx2.AsyncClient:
-    app = create_app(FakeEngine(), ServerConfig(**config))  # type: ignore[arg-type]
+    app = make_app(FakeEngine(), ServerConfig(**config))  # type: ignore[arg-type]
     transport = httpx2.ASGITransport(app, root_path=root_path)
     return httpx2.AsyncClient(transport=transport, base_url="http://here")
 

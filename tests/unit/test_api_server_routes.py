@@ -8,11 +8,11 @@ import httpx2
 import pytest
 from starlette.datastructures import Headers
 
-from mlx_parallm.api.app import create_app
 from mlx_parallm.api.auth import client_of
 from mlx_parallm.api.routes.aborts import is_named
 from mlx_parallm.config import EngineConfig, SchedulerConfig, ServerConfig
 from mlx_parallm.request import GenerateRequest
+from tests.api_app import make_app
 from tests.fake_engine import FakeEngine
 
 OPEN = ServerConfig()
@@ -25,7 +25,7 @@ ERROR_KEYS = {"message", "type", "param", "code"}
 async def call(
     engine: FakeEngine, config: ServerConfig, method: str, path: str, key: str = "", **more: Any
 ) -> httpx2.Response:
-    transport = httpx2.ASGITransport(create_app(engine, config))
+    transport = httpx2.ASGITransport(make_app(engine, config))
     headers = {"authorization": f"Bearer {key}"} if key else {}
     headers |= more.pop("headers", {})
     async with httpx2.AsyncClient(transport=transport, base_url="http://here:8000") as client:

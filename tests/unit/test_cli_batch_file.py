@@ -13,10 +13,10 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, RedirectResponse, Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from mlx_parallm.api.app import create_app
 from mlx_parallm.cli.batch_file import BatchCounts, run_batch_file
 from mlx_parallm.config import ServerConfig
 from mlx_parallm.errors import OverloadedError
+from tests.api_app import make_app
 from tests.fake_engine import FakeEngine, fail
 
 Answers = list[dict[str, Any]]
@@ -50,7 +50,7 @@ class Batches:
         encoded = [one if isinstance(one, bytes) else one.encode() for one in lines]
         self.source.write_bytes(b"\n".join(encoded))
         settings = {"api_key": None, "concurrency": 1, "on_answer": self._count} | options
-        app = app or create_app(FakeEngine(), ServerConfig())
+        app = app or make_app(FakeEngine(), ServerConfig())
         self.counts = asyncio.run(run_batch_file(app, self.source, self.target, **settings))
         return [json.loads(one) for one in self.target.read_text("utf-8").splitlines()]
 
@@ -163,7 +163,7 @@ def test_a_body_of_any_depth_is_answered_or_refused(batches: Batches) -> None:
 
 def test_only_the_first_line_of_an_id_is_run(batches: Batches) -> None:
     engine = FakeEngine()
-    app = create_app(engine, ServerConfig())
+    app = make_app(engine, ServerConfig())
     answers = batches.run(app, line("a", method="PUT"), line("a"), line("b"), line("a"))
     assert ids(answers) == ["a", "a", "b", "a"]
     codes = [answer["error"] and answer["error"]["code"] for answer in answers]
@@ -192,7 +192,7 @@ def test_a_byte_order_mark_and_crlf_are_no_part_of_a_line(batches: Batches) -> N
 
 
 def test_the_key_is_sent(batches: Batches) -> None:
-    app = create_app(FakeEngine(), ServerConfig(api_keys=("secret",)))
+    app = make_app(FakeEngine(), ServerConfig(api_keys=("secret",)))
     (refused,) = batches.run(app, line())
     assert refused["response"]["status_code"] == 401
     (answer,) = batches.run(app, line(), api_key="secret")
@@ -229,7 +229,7 @@ def test_a_failing_application_fails_its_line_only(batches: Batches) -> None:
 def test_an_error_of_the_engine_fails_its_line_only(batches: Batches) -> None:
     engine = FakeEngine()
     engine.script = fail(OverloadedError("full"))
-    (answer,) = batches.run(create_app(engine, ServerConfig()), line())
+    (answer,) = batches.run(make_app(engine, ServerConfig()), line())
     assert answer["response"]["status_code"] == 429
     assert batches.counts.failed == 1
 
