@@ -53,7 +53,7 @@ serve: $(RUNTIME_STAMP) ## Serve a model on 127.0.0.1:8000 (ARGS="--model … --
 # tests start share bytecode, even where none is to be written otherwise.
 WORKERS ?= 2
 test: lint ## Lint, types, layers and every test
-	@$(FAST_BLAS) PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile $(ARGS)
+	@$(FAST_BLAS) OPENBLAS_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile $(ARGS)
 
 unit: $(DEV_STAMP) ## The fast tests only
 	@$(FAST_BLAS) $(BIN)/python -m pytest tests/unit $(ARGS)
