@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from itertools import count
 
 from mlx_parallm.batch import SampledToken, ScheduledBatch, ScheduledSequence, StepOutput
 from mlx_parallm.config import SchedulerConfig, SpeculativeConfig
-from mlx_parallm.errors import ContextLengthError, InvalidRequestError, OverloadedError
+from mlx_parallm.errors import ContextLengthError
 from mlx_parallm.kv_cache.manager import KVCacheManager
 from mlx_parallm.outputs import FinishReason
 from mlx_parallm.request import GenerateRequest
 from mlx_parallm.scheduler.adapter_slots import AdapterSlots
+from mlx_parallm.scheduler.live_requests import LiveRequests
 from mlx_parallm.scheduler.planner import Planner
 from mlx_parallm.scheduler.running import RunningSet
 from mlx_parallm.scheduler.sequence import RequestGroup, RowInFlight, Sequence
@@ -34,14 +34,13 @@ class Scheduler:
         has_state: bool = False,
         speculative: SpeculativeConfig | None = None,
     ) -> None:
-        self._config = config
         self._kv = kv
         # The pool bounds a sequence too: one that has it all to itself must be able to end.
         self._max_len = min(max_model_len, kv.num_blocks * kv.block_size)
         self._has_state = has_state
-        self._groups: dict[str, RequestGroup] = {}
         self._waiting = WaitingQueue()
         self._running = RunningSet(config, kv)
+        self._live = LiveRequests(self._running, config.max_waiting)
         # What a model keeps besides blocks cannot be taken back.
         assert not (has_state and speculative), "a state cannot follow refused proposals"
         self._speculator = Speculator(speculative, kv, self._max_len)
@@ -55,13 +54,8 @@ class Scheduler:
             has_state=has_state,
         )
         self._constant = PolicyWeights()
-        self._by_id: dict[int, Sequence] = {}
-        # Live sequences by client.
-        self._per_client: Counter[str] = Counter()
         # By step in flight and seq_id; a sample may end before its step.
         self._in_flight: dict[int, dict[int, RowInFlight]] = {}
-        self._seq_ids = count()
-        self._arrivals = count()
         self._steps = count()
         self._started: list[str] = []
         # Constrained ones that the runner was not told the end of.
@@ -86,20 +80,10 @@ class Scheduler:
         Raises:
             ContextLengthError: it can never fit the context or the pool.
             OverloadedError: too many sequences wait.
+            InvalidRequestError: the request's id is in use.
         """
-        params = request.params
         self._check_fits(request)
-        self.check_room(request.client, params.n)
-        if request.request_id in self._groups:
-            raise InvalidRequestError("The request id is in use.", param="request_id")
-        group = RequestGroup(request, end_ids, next(self._arrivals), weights or self._constant)
-        prompt_ids = list(request.prompt_ids)
-        for index in range(params.n):
-            sequence = Sequence(next(self._seq_ids), group, index, seed + index, prompt_ids)
-            group.sequences[index] = sequence
-            self._by_id[sequence.seq_id] = sequence
-        self._groups[request.request_id] = group
-        self._per_client[request.client] += params.n
+        group = self._live.add(request, end_ids, weights or self._constant, seed)
         first, *others = group.sequences.values()
         self._waiting.append(first)
         if group.wants_fork:
@@ -110,7 +94,7 @@ class Scheduler:
 
     def abort(self, request_id: str) -> bool:
         """Drop a request and free its blocks; False if it is not here."""
-        group = self._groups.get(request_id)
+        group = self._live.groups.get(request_id)
         if group is None:
             return False
         sequences = list(group.sequences.values())
@@ -126,7 +110,7 @@ class Scheduler:
 
     def finish(self, request_id: str, index: int) -> None:
         """End one sample for a reason found outside; unknown ones are ignored."""
-        group = self._groups.get(request_id)
+        group = self._live.groups.get(request_id)
         if group is not None and index in group.sequences:
             self._end(group.sequences[index])
 
@@ -142,11 +126,11 @@ class Scheduler:
 
     def has_work(self) -> bool:
         """Whether any request is here."""
-        return bool(self._groups)
+        return bool(self._live.groups)
 
     def has_request(self, request_id: str) -> bool:
         """Whether this request has not ended."""
-        return request_id in self._groups
+        return request_id in self._live.groups
 
     def take_started(self) -> list[str]:
         """Ids of the requests scheduled for the first time since the last call."""
@@ -173,7 +157,7 @@ class Scheduler:
 
     def uses(self, content: str) -> bool:
         """Whether a request here is of this adapter."""
-        return any(group.adapter == content for group in self._groups.values())
+        return any(group.adapter == content for group in self._live.groups.values())
 
     def num_running(self, content: str) -> int:
         """Sequences that run with this adapter."""
@@ -183,7 +167,7 @@ class Scheduler:
         """How full it is."""
         return SchedulerStats(
             num_running=len(self._running),
-            num_waiting=self._num_waiting,
+            num_waiting=self._live.num_waiting,
             kv_usage=self._kv.usage,
             num_free_blocks=self._kv.num_free,
             num_blocks=self._kv.num_blocks,
@@ -196,7 +180,7 @@ class Scheduler:
     def check_integrity(self) -> None:
         """Assert that blocks and slots are accounted for; for tests and idle moments."""
         self._running.check_integrity()
-        assert self._per_client == Counter(one.request.client for one in self._by_id.values())
+        self._live.check_integrity()
 
     def schedule(self) -> ScheduledBatch | None:
         """The next step, or None when nothing can run.
@@ -249,7 +233,7 @@ class Scheduler:
         rows = self._in_flight.pop(batch.step_id)
         updates: list[SequenceUpdate] = []
         for row in batch.sequences:
-            sequence, begun = self._by_id.get(row.seq_id), rows[row.seq_id]
+            sequence, begun = self._live.get(row.seq_id), rows[row.seq_id]
             if row.seq_id in output.failed:
                 if sequence is None and row.sample is not None:
                     # It ended meanwhile, and nobody goes on from a row that only decoded.
@@ -278,21 +262,7 @@ class Scheduler:
         Raises:
             OverloadedError: there is no room.
         """
-        limit = self._config.max_waiting
-        if not limit or self._num_waiting + n <= limit:
-            return
-        # Copied in one go, because the engine's thread may add to it.
-        live = dict(self._per_client)
-        waiting = {one: num - self._running.count_of(one) for one, num in live.items()}
-        own = waiting.pop(client, 0)
-        num_clients = 1 + sum(num > 0 for num in waiting.values())
-        if num_clients == 1 or own + n > limit // num_clients:
-            raise OverloadedError(f"{self._num_waiting} sequences are waiting already.")
-
-    @property
-    def _num_waiting(self) -> int:
-        """Live sequences that do not run, those that will fork from a leader included."""
-        return len(self._by_id) - len(self._running)
+        self._live.check_room(client, n)
 
     def _check_fits(self, request: GenerateRequest) -> None:
         prompt_len, max_tokens = len(request.prompt_ids), request.params.max_tokens
@@ -391,17 +361,9 @@ class Scheduler:
 
     def _forget(self, sequence: Sequence) -> None:
         """Count a sample no more that neither runs nor waits."""
-        del self._by_id[sequence.seq_id]
-        client = sequence.request.client
-        self._per_client[client] -= 1
-        if not self._per_client[client]:
-            del self._per_client[client]
+        self._live.forget(sequence)
         if sequence.request.params.grammar is not None:
             self._ended.append(sequence.seq_id)
-        group = sequence.group
-        del group.sequences[sequence.index]
-        if not group.sequences:
-            del self._groups[group.request.request_id]
 
 
 def _stop_reason(
