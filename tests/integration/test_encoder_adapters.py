@@ -307,6 +307,27 @@ def test_a_quantised_encoder_takes_adapters_and_their_heads(tmp_path: Path) -> N
         np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-4)
 
 
+def test_the_layers_of_the_models_own_head_are_changed_for_their_rows(tmp_path: Path) -> None:
+    golden = read_golden_adapter("bert_sequence")
+    changes = {
+        "bert.pooler.dense": low_rank("linear", (32, 32)),
+        "classifier": low_rank("linear", (3, 32)),
+    }
+    of_head, other = AdapterWeights(changes), adapter_of(golden)
+    served = Served(tmp_path / "served", golden, of_head, other)
+    assert served.heads[0] is None
+    inputs = inputs_of(golden, of_head, None, other)
+    together = served.run(*inputs)
+    arrays = merged(golden_arrays(read_base(golden)), of_head)
+    by_hand = runner_of(tmp_path / "merged", golden, arrays)
+    base = runner_of(tmp_path / "base", golden)
+    for place in range(0, len(inputs), 3):
+        plain = inputs[place + 1]
+        np.testing.assert_allclose(together[place], by_hand.run([plain])[0], rtol=1e-5, atol=1e-5)
+        np.testing.assert_allclose(together[place + 1], base.run([plain])[0], rtol=1e-5, atol=1e-5)
+        assert np.abs(together[place] - together[place + 1]).max() > 1e-2
+
+
 def test_generators_keep_their_layers() -> None:
     adapter = adapter_of(read_golden_adapter("llama_sequence"))
     layers = AdaptedLayers(nn.Module(), mx.float32, AdapterContext())
