@@ -56,6 +56,7 @@ class AdapterCase:
 
 
 QUERIES: dict[str, Any] = {"target_modules": ["query", "value"]}
+POOLED: dict[str, Any] = {"modules_to_save": ["classifier", "pooler"]}
 CASES = [
     AdapterCase("bert_sequence", "encoders/bert_sequence", "SEQ_CLS", QUERIES),
     AdapterCase(
@@ -66,14 +67,19 @@ CASES = [
     ),
     AdapterCase("bert_token", "encoders/bert_token", "TOKEN_CLS", QUERIES),
     AdapterCase(
-        # Its projections are of relative positions too, which belong to no input.
+        # Projections of relative positions belong to no input.
         "deberta_sequence",
         "encoders/deberta_v2_sequence",
         "SEQ_CLS",
-        {
-            "target_modules": ["query_proj", "key_proj", "value_proj"],
-            "modules_to_save": ["classifier", "pooler"],
-        },
+        {"target_modules": ["query_proj", "pos_key_proj"], **POOLED},
+    ),
+    AdapterCase(
+        # Here those of tokens are those of positions too.
+        "deberta_new_head",
+        "encoders/deberta_v2",
+        "SEQ_CLS",
+        {"target_modules": ["query_proj", "key_proj"], **POOLED},
+        "DebertaV2ForSequenceClassification",
     ),
     AdapterCase(
         "bert_features",

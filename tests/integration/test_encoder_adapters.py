@@ -28,7 +28,7 @@ from mlx_parallm.runner.decoder_loading import open_decoder
 from mlx_parallm.runner.decoder_runner import DecoderRunner
 from mlx_parallm.runner.encoder_adapters import AdaptedEncoder
 from mlx_parallm.runner.encoder_runner import EncoderRunner
-from tests.encoder_folders import golden_arrays, write_encoder
+from tests.encoder_folders import golden_arrays, write_encoder, write_golden
 from tests.golden_adapters import adapter_names, golden_tensors, read_base, read_golden_adapter
 
 ATOL = 1e-4
@@ -326,6 +326,31 @@ def test_the_layers_of_the_models_own_head_are_changed_for_their_rows(tmp_path: 
         np.testing.assert_allclose(together[place], by_hand.run([plain])[0], rtol=1e-5, atol=1e-5)
         np.testing.assert_allclose(together[place + 1], base.run([plain])[0], rtol=1e-5, atol=1e-5)
         assert np.abs(together[place] - together[place + 1]).max() > 1e-2
+
+
+def test_what_belongs_to_no_input_is_changed_in_a_forward_of_its_own(tmp_path: Path) -> None:
+    golden = read_golden_adapter("mpnet_sequence")
+    path = "mpnet.encoder.relative_attention_bias"
+    table = dict(load_encoder_of(tmp_path, golden).named_modules())[path].weight
+    shared = AdapterWeights({path: low_rank("embedding", table.shape)})
+    other = adapter_of(golden)
+    served = Served(tmp_path / "served", golden, shared, other)
+    inputs = inputs_of(golden, None, shared, other)
+    together = served.run(*inputs)
+    arrays = golden_arrays(read_base(golden))
+    change = shared.modules[path]
+    arrays[f"{path}.weight"] += (change.b.to_mlx() @ change.a.to_mlx()).T
+    by_hand = runner_of(tmp_path / "merged", golden, arrays)
+    for one, found in zip(inputs, together, strict=True):
+        expected = by_hand.run([replace(one, adapter=None)])[0]
+        if one.adapter != shared.digest:
+            assert np.abs(found - expected).max() > 1e-3
+            (expected,) = served.run(one)
+        np.testing.assert_allclose(found, expected, rtol=ALONE, atol=ALONE)
+
+
+def load_encoder_of(folder: Path, golden: dict[str, Any]) -> Any:
+    return load_encoder(write_golden(folder, read_base(golden))).model
 
 
 def test_generators_keep_their_layers() -> None:

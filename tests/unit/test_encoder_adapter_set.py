@@ -212,22 +212,25 @@ def test_one_that_does_not_fit_leaves_the_one_before() -> None:
 
 
 NAMES = ("a", "b", "c")
-INPUTS = st.lists(st.integers(1, 30).map(lambda n: tuple(range(n))), min_size=1, max_size=4)
+INPUTS = st.lists(st.integers(1, 5).map(lambda n: tuple(range(n))), min_size=1, max_size=4)
 ACTIONS = st.one_of(
     st.tuples(st.just("load"), st.sampled_from(NAMES), st.integers(1, 5)),
     st.tuples(st.just("unload"), st.sampled_from(NAMES), st.none()),
     st.tuples(st.just("ask"), st.sampled_from((*NAMES, None)), INPUTS),
     st.tuples(st.just("step"), st.none(), st.sampled_from((None, 0.0))),
+    st.tuples(st.just("ask"), st.sampled_from(NAMES[:2]), st.just([(7, 8)])),
     st.tuples(st.just("abort"), st.none(), st.integers(0, 40)),
 )
 
 
-@given(st.lists(ACTIONS, max_size=40))
+@given(st.lists(ACTIONS, min_size=5, max_size=40))
 def test_every_answer_is_of_the_bytes_at_its_admission(actions: list[tuple[Any, Any, Any]]) -> None:
     engine, adapters, store, encoder = make()
     answers: Answers = {}
     wanted: Answers = {}
-    loaded: dict[str, str] = {}
+    loaded = {name: f"digest-{number}" for number, name in enumerate(NAMES[:2])}
+    for number, name in enumerate(loaded):
+        load(adapters, name, number)
     for number, (kind, name, value) in enumerate(actions):
         if kind == "load":
             load(adapters, name, value)
