@@ -52,7 +52,9 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 @pytest.fixture(scope="session")
 def live_server() -> Iterator[ServerProcess]:
     """`mlx_parallm serve` with the embedded model, in a process of its own."""
-    server = ServerProcess("--max-num-seqs", "32", "--max-model-len", "2048")
+    server = ServerProcess(
+        "--max-num-seqs", "32", "--max-model-len", "2048", "--kv-cache-memory-bytes", "1GiB"
+    )
     server.wait_until_ready()
     yield server
     server.stop()
