@@ -50,10 +50,10 @@ serve: $(RUNTIME_STAMP) ## Serve a model on 127.0.0.1:8000 (ARGS="--model … --
 	@$(FAST_BLAS) $(BIN)/python -m mlx_parallm serve $(ARGS)
 
 # Files are shared out whole, since the tests of one share its servers. The many processes that
-# tests start share bytecode, even where none is to be written otherwise.
+# tests start share bytecode, even where none is to be written otherwise. Long files come first.
 WORKERS ?= 2
 test: lint ## Lint, types, layers and every test
-	@$(FAST_BLAS) OPENBLAS_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile $(ARGS)
+	@$(FAST_BLAS) OPENBLAS_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(ARGS)
 
 unit: $(DEV_STAMP) ## The fast tests only
 	@$(FAST_BLAS) $(BIN)/python -m pytest tests/unit $(ARGS)
