@@ -18,11 +18,12 @@ States = list[list[Any]]
 class StateBatch:
     """States of sequences that were computed together.
 
-    Rows of ``states`` from the last sequence on are padding: a batch has ``num_rows``.
+    Rows of ``states`` from the last of ``num_sequences`` on are padding: a batch has ``num_rows``.
     """
 
     states: States
     num_rows: int
+    num_sequences: int = 1
 
 
 class StateStore:
@@ -70,6 +71,9 @@ class StateStore:
         batch = held[0][0]
         is_whole = batch.num_rows == num_rows
         if is_whole and all(one is batch and row == i for i, (one, row) in enumerate(held)):
+            if len(slots) < batch.num_sequences:
+                # Others' rows became padding; all of the batch would be kept for them.
+                self._release(slots, {id(batch)})
             return [list(entries) for entries in batch.states]
         self._release(slots, {id(one) for one, _ in held})
         return _stack(held, num_rows)
@@ -78,7 +82,7 @@ class StateStore:
         """Keep states whose first rows are those of these slots."""
         if not self._num_entries:
             return
-        batch = StateBatch(states, num_rows or len(slots))
+        batch = StateBatch(states, num_rows or len(slots), len(slots))
         for row, slot in enumerate(slots):
             self._rows[slot] = batch, row
         self._note(states)

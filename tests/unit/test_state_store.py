@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 
 import mlx.core as mx
@@ -48,6 +49,22 @@ def test_copied_state_goes_its_own_way_and_a_fresh_slot_has_none() -> None:
     assert store.fetch([0]) == [[None]]
     with pytest.raises(ValueError, match="state"):
         store.fetch([0, 1])
+
+
+def test_whoever_left_the_end_of_a_padded_batch_keeps_none_of_the_others_rows() -> None:
+    store = StateStore([1])
+    first = [[mx.arange(8.0).reshape(4, 2)]]
+    gone = weakref.ref(first[0][0])
+    store.commit(range(4), first, 4)
+    del first
+    # The batch is as long as before, and its last row is padding now.
+    states = store.fetch([0, 1, 2], 4)
+    store.commit([0, 1, 2], [[states[0][0] + 10]], 4)
+    del states
+    mx.eval(store.take_written())
+    assert gone() is None
+    assert rows_of(store, [3]) == [6]
+    assert rows_of(store, [0, 1, 2], 4) == [10, 12, 14]
 
 
 def test_a_group_that_stays_the_same_copies_nothing() -> None:
