@@ -159,9 +159,10 @@ def test_after_its_time_a_rollout_is_told_to_end(engine: FakeEngine, url: str) -
     ):
         client.post(url + PATH, json={"prompts": ["a", "b"], "timeout_s": 0.05})
     assert len(engine.cancelled) == 2
-    # The client has gone: both are taken from the engine.
-    aborted = {engine.aborted.get(timeout=10) for _ in range(2)}
-    assert aborted == set(engine.cancelled)
+    # The client has gone: both are taken from the engine, perhaps after what another test left.
+    left = set(engine.cancelled)
+    while left:
+        left.discard(engine.aborted.get(timeout=10))
 
 
 def test_the_queue_bounds_prompts_times_n(engine: FakeEngine, url: str) -> None:
