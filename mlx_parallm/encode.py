@@ -98,12 +98,14 @@ class EncodeRequest:
         model: the model's first name.
         inputs: at least one.
         adapter: the name of the adapter that they are read with; None: the model as it is.
+        head: that the adapter had when the inputs were made: it says what results are.
     """
 
     request_id: str
     model: str
     inputs: tuple[EncodeInput, ...]
     adapter: str | None = None
+    head: OwnHead | None = None
 
 
 class EncodeResults(list["np.ndarray"]):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
@@ -11,6 +11,7 @@ from mlx_parallm.adapters.weights import AdapterWeights
 from mlx_parallm.api.versions import VersionSpans
 from mlx_parallm.batch import RunnerInfo, ScheduledBatch
 from mlx_parallm.config import SchedulerConfig, SpeculativeConfig
+from mlx_parallm.encode import OwnHead
 from mlx_parallm.engine.engine import Engine
 from mlx_parallm.engine.live_weights import LiveModel, LiveWeights
 from mlx_parallm.engine.metrics import EngineMetrics
@@ -76,11 +77,14 @@ class FakeStore:
 
     def __init__(self) -> None:
         self.contents: set[str] = set()
+        #: What adapters bring, by their contents.
+        self.heads: dict[str, OwnHead] = {}
 
-    def add(self, adapter: AdapterWeights) -> None:
+    def add(self, adapter: AdapterWeights) -> OwnHead | None:
         if adapter.digest == BAD_DIGEST:
             raise InvalidRequestError("It does not fit.", param="adapter")
         self.contents.add(adapter.digest)
+        return self.heads.get(adapter.digest)
 
     def stage(self, slot: int, content: str) -> bool:
         assert content in self.contents
@@ -88,6 +92,29 @@ class FakeStore:
 
     def remove(self, content: str) -> None:
         self.contents.remove(content)
+
+
+class SlotRecord(FakeStore):
+    """Implements ``SlotStore``: a staged adapter takes two turns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.slots: dict[int, str] = {}
+        self._begun: set[str] = set()
+
+    def stage(self, slot: int, content: str) -> bool:
+        is_first = content not in self._begun
+        self._begun ^= {content}
+        if not is_first:
+            self.slots[slot] = content
+        return is_first
+
+    def place(self, slots: Mapping[int, str]) -> None:
+        assert set(slots.values()) <= self.contents
+        self.slots |= slots
+
+    def release(self) -> None:
+        self.slots.clear()
 
 
 @dataclass(eq=False)

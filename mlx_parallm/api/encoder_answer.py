@@ -14,7 +14,7 @@ from starlette.responses import Response
 
 from mlx_parallm.api.encoding import encoded, num_numbers
 from mlx_parallm.api.generation import unless_disconnected
-from mlx_parallm.encode import EncodeInput, EncodeRequest
+from mlx_parallm.encode import EncodeInput
 from mlx_parallm.engine.encoder_interface import EncoderModel
 from mlx_parallm.engine.interface import EngineClient
 from mlx_parallm.errors import InvalidRequestError
@@ -122,9 +122,7 @@ async def _results(engine: EngineClient, asked: Encoding, reduce: Reduce | None)
             lambda _, result: reduce(result),
         )
         return found
-    return await engine.encoders.encode(
-        EncodeRequest(request_id=asked.request_id, model=asked.model.names[0], inputs=asked.inputs)
-    )
+    return await engine.encoders.encode(asked.model.request(asked.request_id, asked.inputs))
 
 
 def _check_size(asked: Encoding) -> None:

@@ -8,7 +8,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from mlx_parallm.encode import EncodeInput, EncodeRequest, EncoderInfo
+from mlx_parallm.encode import EncodeInput, EncoderInfo
 from mlx_parallm.engine.encoder_interface import EncoderClient, EncoderModel
 
 T = TypeVar("T")
@@ -33,10 +33,7 @@ async def encoded(
     written: list[T] = []
     hits: list[bool] = []
     for number, part in enumerate(_parts(inputs, model.info)):
-        asked = EncodeRequest(
-            request_id=f"{request_id}-{number}", model=model.names[0], inputs=tuple(part)
-        )
-        results = await encoders.encode(asked)
+        results = await encoders.encode(model.request(f"{request_id}-{number}", part))
 
         def write_all(part: Sequence[EncodeInput] = part, results: Sequence = results) -> list[T]:
             return [write(one, result) for one, result in zip(part, results, strict=True)]

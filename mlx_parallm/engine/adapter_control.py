@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import replace
+from functools import partial
 from typing import Any, Protocol
 
 from mlx_parallm.config import AdapterConfig
@@ -15,7 +16,7 @@ from mlx_parallm.engine.adapter_reader import AdapterReader
 from mlx_parallm.engine.adapter_staging import AdapterStaging
 from mlx_parallm.engine.commands import EngineHost
 from mlx_parallm.engine.control_metrics import ADAPTER, ControlMetrics
-from mlx_parallm.engine.host_actions import Loaded, loaded, policies_of
+from mlx_parallm.engine.host_actions import Loaded, check_owner, loaded, policies_of, taken
 from mlx_parallm.engine.interface import ServedModel
 from mlx_parallm.engine.policies import AdapterInfo, AdapterUpload, Policies
 from mlx_parallm.errors import InvalidRequestError, ModelNotFoundError, NotFoundError
@@ -69,11 +70,12 @@ class AdapterControl:
         self._adapters: dict[str, AdapterInfo] = {}
         self._versions: Mapping[str, WeightsVersion] = {}
         # Loads of adapters that are found by name, so that many requests share one.
-        self._loading: dict[str, asyncio.Future[AdapterInfo]] = {}
+        self._loading: dict[tuple[str, str], asyncio.Future[AdapterInfo]] = {}
 
     def adapters(self) -> Sequence[AdapterInfo]:
         """See ``EngineControl.adapters``."""
-        return list(self._adapters.values())
+        # Those of a model that is being unloaded are nobody's.
+        return [info for info in self._adapters.values() if self._names(info.model)]
 
     async def look(self) -> Sequence[AdapterInfo]:
         """See ``EngineControl.look``."""
@@ -130,14 +132,16 @@ class AdapterControl:
             ModelNotFoundError: there is none.
             InvalidRequestError: it cannot be used.
         """
-        if name in self._adapters:
+        known = self._adapters.get(name)
+        if known is not None and known.model == base:
             return
-        if name not in self._loading:
+        key = name, base
+        if key not in self._loading:
             loading = asyncio.ensure_future(self._load_by_name(name, base))
-            self._loading[name] = loading
-            loading.add_done_callback(lambda done: self._end_loading(name, done))
+            self._loading[key] = loading
+            loading.add_done_callback(lambda done: self._end_loading(key, done))
         # Who waits may go away; others wait too.
-        await asyncio.shield(self._loading[name])
+        await asyncio.shield(self._loading[key])
 
     async def read_named(self, name: str) -> AdapterUpload:
         """The adapter that is found by its name; raise ModelNotFoundError."""
@@ -190,7 +194,8 @@ class AdapterControl:
         staging = AdapterStaging(upload, in_parts=not self._sleep_level)
 
         def advance(host: EngineHost) -> tuple[AdapterInfo, Loaded] | None:
-            info = staging.advance(policies_of(host, base))
+            check = partial(check_owner, host, upload.name, base)
+            info = staging.advance(policies_of(host, base), check)
             return None if info is None else (info, loaded(host))
 
         done: tuple[AdapterInfo, Loaded] | None = None
@@ -204,13 +209,18 @@ class AdapterControl:
     async def _load_by_name(self, name: str, base: str) -> AdapterInfo:
         self._check_name(name, base)
         upload = await self.read_named(name)
+
+        def ensure(host: EngineHost) -> AdapterInfo:
+            check_owner(host, name, base)
+            return policies_of(host, base).ensure(upload)
+
         async with self._thread.hold(base):
-            info = await self._call(base, lambda policies: policies.ensure(upload))
+            info = await self._thread.call(ensure)
         await self.refresh()
         return info
 
-    def _end_loading(self, name: str, done: asyncio.Future[AdapterInfo]) -> None:
-        del self._loading[name]
+    def _end_loading(self, key: tuple[str, str], done: asyncio.Future[AdapterInfo]) -> None:
+        del self._loading[key]
         if not done.cancelled():
             # Perhaps nobody waits for it any more.
             done.exception()
@@ -245,6 +255,4 @@ class AdapterControl:
             raise InvalidRequestError(f"A model is named {name!r}.", param="name")
         info = self._adapters.get(name)
         if info is not None and info.model != base:
-            raise InvalidRequestError(
-                f"{name!r} is an adapter of {info.model!r}; unload it first.", param="name"
-            )
+            raise taken(info)

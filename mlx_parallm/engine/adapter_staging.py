@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from mlx_parallm.engine.policies import AdapterInfo, AdapterUpload, Policies
 
 
@@ -17,14 +19,19 @@ class AdapterStaging:
         self._in_parts = in_parts
         self._slot: int | None = None
 
-    def advance(self, policies: Policies) -> AdapterInfo | None:
+    def advance(
+        self, policies: Policies, check: Callable[[], None] = lambda: None
+    ) -> AdapterInfo | None:
         """Put the next part; what is loaded, once all is there. Raises as ``Policies.load`` does.
+
+        ``check`` raises whatever else refuses it.
 
         It is not to be called again after either, and what was put is then nobody's but the
         loaded adapter's.
         """
         has_more = False
         try:
+            check()
             if self._in_parts and self._slot is None:
                 self._slot = policies.begin(self._upload)
                 self._in_parts = self._slot is not None

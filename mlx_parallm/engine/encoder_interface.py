@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, Literal, Protocol
 
 from mlx_parallm.config import ModelTask
-from mlx_parallm.encode import EncodeRequest, EncodeResults, EncoderInfo, Task, TokenSpan
+from mlx_parallm.encode import (
+    EncodeInput,
+    EncodeRequest,
+    EncodeResults,
+    EncoderInfo,
+    OwnHead,
+    Task,
+    TokenSpan,
+)
 
 
 class TextEncoder(Protocol):
@@ -114,6 +122,7 @@ class EncoderModel:
         max_batch_tokens: of a batch, padding included.
         max_waiting: distinct inputs that may wait.
         parent: of an adapter: the first name of its model.
+        head: that an adapter brings.
     """
 
     names: tuple[str, ...]
@@ -124,6 +133,13 @@ class EncoderModel:
     max_batch_tokens: int
     max_waiting: int
     parent: str | None = None
+    head: OwnHead | None = None
+
+    def request(self, request_id: str, inputs: Iterable[EncodeInput]) -> EncodeRequest:
+        """A request of inputs that were made for this model."""
+        return EncodeRequest(
+            request_id=request_id, model=self.names[0], inputs=tuple(inputs), head=self.head
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -32,6 +32,20 @@ def policies_of(host: EngineHost, model: str) -> Policies:
     raise ModelNotFoundError(model)
 
 
+def check_owner(host: EngineHost, name: str, model: str) -> None:
+    """Raise InvalidRequestError if another model than this one has an adapter of this name."""
+    owners = (info for info in loaded(host)[0] if info.name == name and info.model != model)
+    if (info := next(owners, None)) is not None:
+        raise taken(info)
+
+
+def taken(info: AdapterInfo) -> InvalidRequestError:
+    """The refusal of another adapter of this one's name."""
+    return InvalidRequestError(
+        f"{info.name!r} is an adapter of {info.model!r}; unload it first.", param="name"
+    )
+
+
 def pause(host: EngineHost) -> int:
     """Generate nothing more; how many requests are kept."""
     for engine in host.engines.values():

@@ -188,6 +188,10 @@ class Policies:
         policy.used = next(self._clock)
         return policy.weights
 
+    def head_of(self, name: str) -> OwnHead | None:
+        """The head that a loaded adapter brings."""
+        return self._policies[name].info.head
+
     def infos(self) -> list[AdapterInfo]:
         """The loaded adapters, by when they were first loaded."""
         return [self._info(policy) for policy in self._policies.values()]

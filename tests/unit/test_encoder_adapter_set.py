@@ -11,40 +11,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mlx_parallm.config import AdapterConfig, EngineConfig, SchedulerConfig
-from mlx_parallm.encode import EncodeInput
+from mlx_parallm.encode import EncodeInput, OwnHead
 from mlx_parallm.encoding.queue import EncodeQueue
 from mlx_parallm.engine.adapter_staging import AdapterStaging
 from mlx_parallm.engine.encoders.adapters import EncoderAdapterSet
 from mlx_parallm.engine.encoders.engine import EncodeEngine
-from mlx_parallm.errors import InvalidRequestError, ModelNotFoundError
+from mlx_parallm.errors import InvalidRequestError, ModelLoadingError, ModelNotFoundError
 from tests.sum_encoder import SumEncoder, SumJob, engine_of, request_of, shift_of
-from tests.version_harness import FakeStore, adapter
+from tests.version_harness import SlotRecord, adapter
 
 MAX_LORAS = 2
 Answers = dict[str, Any]
-
-
-class SlotRecord(FakeStore):
-    """Implements ``SlotStore``: a staged adapter takes two turns."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.slots: dict[int, str] = {}
-        self._begun: set[str] = set()
-
-    def stage(self, slot: int, content: str) -> bool:
-        is_first = content not in self._begun
-        self._begun ^= {content}
-        if not is_first:
-            self.slots[slot] = content
-        return is_first
-
-    def place(self, slots: Mapping[int, str]) -> None:
-        assert set(slots.values()) <= self.contents
-        self.slots |= slots
-
-    def release(self) -> None:
-        self.slots.clear()
 
 
 class AdaptedSums(SumEncoder):
@@ -86,11 +63,12 @@ def ask(
     key: str,
     *inputs: tuple[int, ...],
     name: str | None = None,
+    head: OwnHead | None = None,
 ) -> None:
     def reply(found: Any) -> None:
         answers[key] = [one.tolist() for one in found] if isinstance(found, list) else found
 
-    engine.add(request_of(key, *inputs, adapter=name), reply)
+    engine.add(replace(request_of(key, *inputs, adapter=name), head=head), reply)
 
 
 def run(engine: EncodeEngine) -> None:
@@ -132,6 +110,24 @@ def test_what_is_being_computed_is_shared_by_equal_bytes_only() -> None:
     run(engine)
     assert [answers[name][0][0] for name in "abc"] == [1045, 1045, 2045]
     assert [len(batch) for batch in encoder.batches] == [1, 1]
+
+
+def test_a_request_that_was_made_for_another_head_is_refused() -> None:
+    engine, adapters, store, _ = make()
+    heads = {number: OwnHead(("classify",), number) for number in (2, 3)}
+    answers: Answers = {}
+    for number, head in heads.items():
+        store.heads[f"digest-{number}"] = head
+        load(adapters, "a", number)
+        for name, own in {"none": None, **heads}.items():
+            ask(engine, answers, f"{number}-{name}", (1, 2), name="a", head=own)
+    run(engine)
+    good = {"2-2": [[2003, 2]], "3-3": [[3003, 2]]}
+    assert {key: one for key, one in answers.items() if isinstance(one, list)} == good
+    refused = [one for key, one in answers.items() if key not in good]
+    assert [type(one) for one in refused] == [ModelLoadingError] * 4
+    # They left nothing open.
+    assert store.contents == {"digest-3"}
 
 
 def test_unknown_names_and_those_that_are_gone_are_refused() -> None:
@@ -243,7 +239,7 @@ def test_every_answer_is_of_the_bytes_at_its_admission(actions: list[tuple[Any, 
             if name is not None and name not in loaded:
                 assert isinstance(answers.pop(str(number)), ModelNotFoundError)
             else:
-                shift = shift_of(loaded.get(name))
+                shift = shift_of(loaded.get(name or ""))
                 wanted[str(number)] = [[sum(one) + shift, len(one)] for one in value]
         elif kind == "step" and engine.has_work():
             engine.step(value)

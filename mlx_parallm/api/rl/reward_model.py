@@ -10,7 +10,6 @@ from mlx_parallm.api.schemas.chat import ChatMessage, turns_of
 from mlx_parallm.api.schemas.rollout import RewardModel, RolloutItem
 from mlx_parallm.api.scoring.rewards import Text, reward_inputs, reward_model, reward_of
 from mlx_parallm.api.turns.history import template_messages
-from mlx_parallm.encode import EncodeRequest
 from mlx_parallm.engine.encoder_interface import EncoderClient
 from mlx_parallm.engine.interface import Tokenizer
 from mlx_parallm.errors import InvalidRequestError, ParallmError
@@ -79,9 +78,7 @@ class RewardScorer:
                 from_left=self._asked.truncation_side == "left",
             )
             request_id = f"reward-{self._id}-{group.number}-{index}"
-            (logits,) = await self._encoders.encode(
-                EncodeRequest(request_id=request_id, model=self._model.names[0], inputs=inputs)
-            )
+            (logits,) = await self._encoders.encode(self._model.request(request_id, inputs))
         except ParallmError as problem:
             return Verdict(error=str(problem))
         return Verdict(reward=reward_of(logits, sigmoid=self._asked.sigmoid))

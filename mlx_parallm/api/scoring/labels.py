@@ -17,7 +17,6 @@ from mlx_parallm.api.generation import Generation
 from mlx_parallm.api.offload import maybe_in_thread
 from mlx_parallm.api.samples import Usage
 from mlx_parallm.api.schemas.score import ScoreRequest
-from mlx_parallm.encode import EncodeRequest
 from mlx_parallm.engine.encoder_interface import EncoderModel
 from mlx_parallm.engine.interface import EngineClient, ServedModel, Tokenizer
 from mlx_parallm.errors import InvalidRequestError, RequestAbortedError
@@ -126,9 +125,7 @@ async def classifier_scores(
         add_special_tokens=asked.add_special_tokens,
         param="items",
     )
-    found = await engine.encoders.encode(
-        EncodeRequest(request_id=request_id, model=model.names[0], inputs=inputs)
-    )
+    found = await engine.encoders.encode(model.request(request_id, inputs))
     values = np.stack(found).astype(np.float64)
     if apply_softmax:
         values = softmax(values)

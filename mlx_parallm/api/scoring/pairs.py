@@ -21,7 +21,7 @@ from mlx_parallm.api.scoring.late_interaction import (
     query_inputs,
     side_vectors,
 )
-from mlx_parallm.encode import EncodeInput, EncodeRequest, EncoderInfo, LateInteraction
+from mlx_parallm.encode import EncodeInput, EncoderInfo, LateInteraction
 from mlx_parallm.engine.encoder_interface import EncoderClient, EncoderModel
 from mlx_parallm.errors import InvalidRequestError
 
@@ -163,9 +163,7 @@ async def _logits(
         truncate=truncate,
         param=pairs.params[1],
     )
-    found = await encoders.encode(
-        EncodeRequest(request_id=request_id, model=model.names[0], inputs=inputs)
-    )
+    found = await encoders.encode(model.request(request_id, inputs))
     return [float(one[0]) for one in found], sum(len(one.token_ids) for one in inputs)
 
 
@@ -183,9 +181,7 @@ async def _cosines(
         inputs += await single_inputs(
             texts, model, "embed", role=Role(prompt=prompt), truncate=truncate, param=param
         )
-    found = await encoders.encode(
-        EncodeRequest(request_id=request_id, model=model.names[0], inputs=tuple(inputs))
-    )
+    found = await encoders.encode(model.request(request_id, inputs))
     vectors = unit_vectors(np.stack(found).astype(np.float64))
     # One query stands beside all documents.
     queries, documents = np.split(vectors, [len(pairs.queries)])

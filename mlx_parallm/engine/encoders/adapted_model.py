@@ -21,6 +21,7 @@ def adapted_model(model: EncoderModel, adapter: NamedAdapter) -> EncoderModel | 
         created=info.created,
         info=model.info if info.head is None else with_head(model.info, info.head),
         parent=adapter.base,
+        head=info.head,
     )
 
 

@@ -11,6 +11,7 @@ from typing import Protocol, Self
 from mlx_parallm.config import EngineConfig
 from mlx_parallm.encode import EncodeRequest
 from mlx_parallm.engine.policies import AdapterStore, NoAdapters, Policies
+from mlx_parallm.errors import ModelLoadingError
 from mlx_parallm.scheduler.adapter_slots import AdapterSlots
 
 
@@ -112,11 +113,15 @@ class EncoderAdapterSet:
 
         Raises:
             ModelNotFoundError: no adapter has the name that it gives.
+            ModelLoadingError: the adapter of that name brings another head by now, so that the
+                results would not be what the request is for.
         """
         if request.adapter is None:
             return request
         version = self.policies.weights_of(request.adapter).adapter
         assert version is not None, f"{request.adapter} names no adapter"
+        if self.policies.head_of(request.adapter) != request.head:
+            raise ModelLoadingError(request.adapter)
         self.requests.begin(version.content)
         inputs = tuple(replace(one, adapter=version.content) for one in request.inputs)
         return replace(request, inputs=inputs)

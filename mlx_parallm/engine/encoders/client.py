@@ -209,6 +209,10 @@ class AsyncEncoders:
             await self._thread.control.ensure_loaded(adapter.name, adapter.base)
             async with self.hold(own.model):
                 result = await self._ask(own)
+        if isinstance(result, ModelLoadingError):
+            # Whoever tries anew is to find what is there now.
+            await self._thread.control.refresh()
+            return ModelLoadingError(request.model)
         return result
 
     async def _ask(self, request: EncodeRequest) -> Any:

@@ -16,7 +16,12 @@ from mlx_parallm.encoding.result_cache import ResultCache
 from mlx_parallm.engine.encoders.adapters import EncoderAdapterSet
 from mlx_parallm.engine.encoders.batch_cost import BatchCost
 from mlx_parallm.engine.encoders.metrics import EncoderMetrics
-from mlx_parallm.errors import ModelNotFoundError, OverloadedError, StepError
+from mlx_parallm.errors import (
+    ModelLoadingError,
+    ModelNotFoundError,
+    OverloadedError,
+    StepError,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -110,7 +115,7 @@ class EncodeEngine:
         """Queue a request; ``reply`` gets ``EncodeResults``, or the error."""
         try:
             request = self.adapters.begin(request)
-        except ModelNotFoundError as refusal:
+        except (ModelNotFoundError, ModelLoadingError) as refusal:
             reply(refusal)
             return
         found = ((place, self._cache.get(one)) for place, one in enumerate(request.inputs))

@@ -1,0 +1,128 @@
+"""Names of adapters of several models, over a scripted engine thread."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+from prometheus_client import CollectorRegistry
+
+from mlx_parallm.config import AdapterConfig, EngineConfig
+from mlx_parallm.engine.adapter_control import AdapterControl
+from mlx_parallm.engine.commands import EngineHost
+from mlx_parallm.engine.control_metrics import ControlMetrics
+from mlx_parallm.engine.encoders.adapters import EncoderAdapterSet
+from mlx_parallm.engine.interface import ServedModel
+from mlx_parallm.engine.policies import AdapterUpload
+from mlx_parallm.errors import InvalidRequestError
+from tests.version_harness import SlotRecord, adapter
+
+
+class TwoEncoders:
+    """An engine thread that has the encoders "m" and "n" and answers a turn later."""
+
+    def __init__(self) -> None:
+        self.names = [("m",), ("n",)]
+        self.sets = {
+            name: EncoderAdapterSet.of_model(name, SlotRecord(), EngineConfig()) for name in "mn"
+        }
+        host = SimpleNamespace(engines={}, encoder_adapters=self.sets)
+        self._host = cast(EngineHost, host)
+
+    def models(self) -> list[ServedModel]:
+        return []
+
+    def first_model(self) -> ServedModel:
+        raise AssertionError("no model generates")
+
+    def base_names(self) -> list[tuple[str, ...]]:
+        return self.names
+
+    @asynccontextmanager
+    async def hold(self, model: str) -> AsyncIterator[None]:
+        assert model in self.sets
+        yield
+
+    async def call(self, action: Callable[[EngineHost], Any]) -> Any:
+        await asyncio.sleep(0)
+        found = action(self._host)
+        await asyncio.sleep(0)
+        return found
+
+    async def cancel_all(self) -> int:
+        return 0
+
+    async def wait_until_idle(self) -> None:
+        pass
+
+
+class FoundAdapters(AdapterControl):
+    """Finds an adapter of every name."""
+
+    async def read_named(self, name: str) -> AdapterUpload:
+        await asyncio.sleep(0)
+        return adapter(name, "digest-1", None)
+
+
+@pytest.fixture
+def thread() -> TwoEncoders:
+    return TwoEncoders()
+
+
+@pytest.fixture
+def control(thread: TwoEncoders) -> AdapterControl:
+    return FoundAdapters(thread, AdapterConfig(), ControlMetrics(CollectorRegistry()))
+
+
+def owners(thread: TwoEncoders) -> list[str]:
+    return [info.model for one in thread.sets.values() for info in one.policies.infos()]
+
+
+def check_one_owner(thread: TwoEncoders, found: list[Any]) -> None:
+    """One of two loads was refused, and left no slot in use."""
+    (refusal,) = (one for one in found if isinstance(one, BaseException))
+    assert isinstance(refusal, InvalidRequestError)
+    assert refusal.param == "name"
+    assert "unload it first" in str(refusal)
+    assert len(owners(thread)) == 1
+    assert [one.requests.adapters.num_used for one in thread.sets.values()] == [0, 0]
+
+
+async def test_two_models_that_are_given_one_name_at_once_do_not_share_it(
+    thread: TwoEncoders, control: AdapterControl
+) -> None:
+    upload = adapter("a", "digest-1", None)
+    loads = (control.load_adapter(upload, model=name) for name in "mn")
+    check_one_owner(thread, await asyncio.gather(*loads, return_exceptions=True))
+    (info,) = control.adapters()
+    assert [info.model] == owners(thread)
+
+
+async def test_a_name_that_is_found_for_two_models_at_once_is_one_models(
+    thread: TwoEncoders, control: AdapterControl
+) -> None:
+    loads = (control.ensure_loaded("a", name) for name in "mn")
+    check_one_owner(thread, await asyncio.gather(*loads, return_exceptions=True))
+
+
+async def test_a_loaded_name_is_not_another_models(
+    thread: TwoEncoders, control: AdapterControl
+) -> None:
+    await control.ensure_loaded("a", "m")
+    await control.ensure_loaded("a", "m")
+    with pytest.raises(InvalidRequestError, match="adapter of 'm'"):
+        await control.ensure_loaded("a", "n")
+    assert owners(thread) == ["m"]
+
+
+async def test_adapters_of_a_model_that_is_being_unloaded_are_not_listed(
+    thread: TwoEncoders, control: AdapterControl
+) -> None:
+    await control.ensure_loaded("a", "m")
+    await control.ensure_loaded("b", "n")
+    thread.names.remove(("m",))
+    assert [info.name for info in control.adapters()] == ["b"]
