@@ -172,7 +172,7 @@ class EncoderHeads:
         del mask
         logits = self._logits(inputs, hidden, range(len(inputs))).astype(mx.float32)
         most = max(one.top_k for one in inputs)
-        ids = likeliest(logits, min(most, logits.shape[-1]))
+        ids = _likeliest(logits, min(most, logits.shape[-1]))
         found = mx.take_along_axis(logits, ids, axis=-1)
         found = found - mx.logsumexp(logits, axis=-1, keepdims=True)
         # Ids are exact in float32: no vocabulary has 2**24.
@@ -202,6 +202,15 @@ class EncoderHeads:
         del inputs
         weights = mx.log1p(mx.maximum(self._model.mlm_logits(hidden).astype(mx.float32), 0))
         return list(mx.max(weights * mask[..., None], axis=1))
+
+
+def _likeliest(logits: mx.array, count: int) -> mx.array:
+    """As ``likeliest``; of equal ones the earlier are kept, so that no other input matters."""
+    least = mx.take_along_axis(logits, likeliest(logits, count)[:, -1:], axis=-1)
+    above, equal = logits > least, logits == least
+    room = count - mx.sum(above, axis=-1, keepdims=True)
+    kept = above | (equal & (mx.cumsum(equal.astype(mx.int32), axis=-1) <= room))
+    return likeliest(mx.where(kept, logits, -mx.inf), count)
 
 
 def _cut(rows: mx.array, inputs: Sequence[EncodeInput]) -> list[mx.array]:

@@ -145,7 +145,10 @@ def entropies(logits: mx.array) -> mx.array:
 
 
 def likeliest(logits: mx.array, count: int) -> mx.array:
-    """Ids of the ``count`` largest entries, best first, equal ones by ascending id."""
+    """Ids of the ``count`` largest entries, best first, equal ones by ascending id.
+
+    Where more are equal than there is room for, any of them are kept.
+    """
     split = logits.shape[-1] - count
     ids = mx.sort(mx.argpartition(logits, split, axis=-1)[:, split:], axis=-1)
     order = mx.argsort(-mx.take_along_axis(logits, ids, axis=-1), axis=-1)
