@@ -10,7 +10,6 @@ import asyncio
 import contextlib
 import gc
 import logging
-import queue
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -31,11 +30,12 @@ from mlx_parallm.engine.encoders.build import BuiltEncoder
 from mlx_parallm.engine.encoders.client import AsyncEncoders
 from mlx_parallm.engine.encoders.engine import EncodeEngine
 from mlx_parallm.engine.engine import Engine
-from mlx_parallm.engine.event_stream import EventStream
 from mlx_parallm.engine.interface import EngineLoad, RequestHandle, ServedModel
 from mlx_parallm.engine.loop import EngineLoop
+from mlx_parallm.engine.mailbox import Mailbox
 from mlx_parallm.engine.metrics import MetricFamilies, total
 from mlx_parallm.engine.model_memory import model_memory
+from mlx_parallm.engine.open_streams import OpenStreams
 from mlx_parallm.engine.policies import AdapterUpload
 from mlx_parallm.errors import (
     EngineDeadError,
@@ -46,7 +46,7 @@ from mlx_parallm.errors import (
     RequestAbortedError,
     ShuttingDownError,
 )
-from mlx_parallm.outputs import ErrorEvent, GenerateEvent
+from mlx_parallm.outputs import GenerateEvent
 from mlx_parallm.request import GenerateRequest
 from mlx_parallm.runner.device import end_thread
 
@@ -75,14 +75,12 @@ class AsyncEngine:
         self._on_progress = on_progress
         self._build = build
         self._families = MetricFamilies()
-        self._inbox: queue.SimpleQueue[Command] = queue.SimpleQueue()
-        self._streams: dict[str, EventStream] = {}
+        self._mailbox = Mailbox()
+        self._streams = OpenStreams()
         self._models: dict[str, ServedModel] = {}
         self._engines: dict[str, Engine] = {}
         self._encode_engines: dict[str, EncodeEngine] = {}
-        self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
-        self._answers: set[asyncio.Future[Any]] = set()
         self._loaded = threading.Event()
         self._cause: BaseException | None = None
         self._draining = False
@@ -117,7 +115,7 @@ class AsyncEngine:
 
     def stop(self) -> None:
         """End the thread after the step in flight and free the models."""
-        self._inbox.put(Stop())
+        self._mailbox.tell(Stop())
         if self._thread is not None:
             self._thread.join()
             self._thread = None
@@ -132,11 +130,9 @@ class AsyncEngine:
         if self._is_busy and not self.control.is_paused:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._idle.wait(), timeout_s)
-        for request_id, stream in list(self._streams.items()):
-            self._inbox.put(Abort(request_id=request_id))
-            error = RequestAbortedError("The server is shutting down.")
-            stream.put(ErrorEvent(request_id=request_id, error=error))
-        self._streams.clear()
+        for request_id in self._streams.ids():
+            self._mailbox.tell(Abort(request_id=request_id))
+        self._streams.end_all(RequestAbortedError("The server is shutting down."))
 
     def models(self) -> Sequence[ServedModel]:
         """The loaded models that generate, in the order they were given."""
@@ -197,14 +193,9 @@ class AsyncEngine:
         if model.adapter is not None:
             await self.control.ensure_loaded(model.adapter, base)
             self.control.check_open()
-        if request.request_id in self._streams:
-            raise InvalidRequestError(
-                f"Request id {request.request_id!r} is already in use.", param="request_id"
-            )
-        self._loop = asyncio.get_running_loop()
         # Engines are known by their model's first name only.
         request = replace(request, model=base, adapter=model.adapter or request.adapter)
-        stream = self._streams[request.request_id] = EventStream(request)
+        stream = self._streams.open(request)
         self._idle.clear()
         try:
             refusal = await self._send(request)
@@ -221,12 +212,12 @@ class AsyncEngine:
     async def abort(self, request_id: str) -> None:
         """End a request between two steps and free its blocks; unknown ids are ignored."""
         if self._close(request_id):
-            self._inbox.put(Abort(request_id=request_id))
+            self._mailbox.tell(Abort(request_id=request_id))
 
     async def cancel(self, request_id: str) -> None:
         """End a request between two steps and tell its reader; unknown ids are ignored."""
         if request_id in self._streams:
-            self._inbox.put(Abort(request_id=request_id, is_told=True))
+            self._mailbox.tell(Abort(request_id=request_id, is_told=True))
 
     async def call(self, action: Callable[[EngineHost], Any]) -> Any:
         """What an action between two steps gives; raise its error."""
@@ -238,7 +229,7 @@ class AsyncEngine:
 
     async def cancel_all(self) -> int:
         """End every request with what it has; how many there were."""
-        request_ids = list(self._streams)
+        request_ids = self._streams.ids()
         for request_id in request_ids:
             await self.cancel(request_id)
         return len(request_ids)
@@ -254,7 +245,7 @@ class AsyncEngine:
 
     def open_requests(self) -> Sequence[GenerateRequest]:
         """The requests that were submitted and have not ended."""
-        return [stream.request for stream in self._streams.values()]
+        return self._streams.requests()
 
     def load(self) -> EngineLoad:
         """How busy the engine is, over all models."""
@@ -314,23 +305,11 @@ class AsyncEngine:
 
     def tell(self, command: Command) -> None:
         """Send the thread a command that nobody waits for."""
-        self._inbox.put(command)
+        self._mailbox.tell(command)
 
     async def ask(self, command: Callable[[Callable[[Any], None]], Command]) -> Any:
         """What the thread replies to a command; EngineDeadError if it dies before that."""
-        loop = self._loop = asyncio.get_running_loop()
-        answer: asyncio.Future[Any] = loop.create_future()
-
-        def reply(result: Any) -> None:
-            loop.call_soon_threadsafe(_settle, answer, result)
-
-        self._inbox.put(command(reply))
-        # A dead thread answers nobody, so its death must find the futures that wait.
-        self._answers.add(answer)
-        try:
-            return await answer
-        finally:
-            self._answers.discard(answer)
+        return await self._mailbox.ask(command)
 
     def _run(self) -> None:
         """The thread: load and serve, anew after a death where that is asked for."""
@@ -345,7 +324,7 @@ class AsyncEngine:
             stall_ms = self._config.scheduler.max_decode_stall_ms
             EngineLoop(
                 engines,
-                self._inbox,
+                self._mailbox.inbox,
                 self._deliver,
                 encoders,
                 max_stall_s=None if stall_ms is None else stall_ms / 1e3,
@@ -383,41 +362,27 @@ class AsyncEngine:
         logger.critical("the engine thread died", exc_info=cause)
         self._loaded.clear()
         self.died.set()
-        while not self._inbox.empty():
-            self._inbox.get()
-        self._post(self._fail_everything)
+        self._mailbox.clear()
+        self._mailbox.post(self._fail_everything)
         return self._config.restart_on_failure
 
     def _deliver(self, events: list[GenerateEvent]) -> None:
-        self._post(self._dispatch, events)
-
-    def _post(self, callback: Callable[..., None], *arguments: object) -> None:
-        """Run a callback on the event loop, unless nobody has submitted or the loop is gone."""
-        if self._loop is not None and not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(callback, *arguments)
+        self._mailbox.post(self._dispatch, events)
 
     def _dispatch(self, events: list[GenerateEvent]) -> None:
-        for event in events:
-            stream = self._streams.get(event.request_id)
-            if stream is None:
-                continue
-            stream.put(event)
-            if stream.is_complete:
-                self._close(event.request_id)
-            elif stream.is_overfull:
-                stream.fail(RequestAbortedError("The client does not read its stream."))
-                self._close(event.request_id)
-                self._inbox.put(Abort(request_id=event.request_id))
+        for request_id in self._streams.dispatch(events):
+            self._mailbox.tell(Abort(request_id=request_id))
+        self.note_open()
 
     def _close(self, request_id: str) -> bool:
         """Forget a stream; False if it was not open."""
-        was_open = self._streams.pop(request_id, None) is not None
+        was_open = self._streams.close(request_id)
         self.note_open()
         return was_open
 
     @property
     def _is_busy(self) -> bool:
-        return bool(self._streams or self.encoders.num_open)
+        return len(self._streams) + self.encoders.num_open > 0
 
     def note_open(self) -> None:
         """Something has been opened or closed: find out whether the engine is idle."""
@@ -429,14 +394,6 @@ class AsyncEngine:
     def _fail_everything(self) -> None:
         error = EngineDeadError("The engine thread died.")
         error.__cause__ = self._cause
-        for request_id, stream in self._streams.items():
-            stream.put(ErrorEvent(request_id=request_id, error=error))
-        self._streams.clear()
+        self._streams.end_all(error)
         self.note_open()
-        for answer in self._answers:
-            _settle(answer, error)
-
-
-def _settle(answer: asyncio.Future[Any], result: Any) -> None:
-    if not answer.done():
-        answer.set_result(result)
+        self._mailbox.fail(error)

@@ -1,0 +1,64 @@
+"""Commands from an event loop to the engine thread, and what comes back."""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+from collections.abc import Callable
+from typing import Any
+
+from mlx_parallm.engine.commands import Command
+from mlx_parallm.errors import EngineDeadError
+
+
+class Mailbox:
+    """What both sides put messages into.
+
+    Attributes:
+        inbox: that the thread reads.
+    """
+
+    def __init__(self) -> None:
+        self.inbox: queue.SimpleQueue[Command] = queue.SimpleQueue()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._answers: set[asyncio.Future[Any]] = set()
+
+    def tell(self, command: Command) -> None:
+        """Send the thread a command that nobody waits for."""
+        self.inbox.put(command)
+
+    async def ask(self, command: Callable[[Callable[[Any], None]], Command]) -> Any:
+        """What the thread replies to a command; EngineDeadError if it dies before that."""
+        loop = self._loop = asyncio.get_running_loop()
+        answer: asyncio.Future[Any] = loop.create_future()
+
+        def reply(result: Any) -> None:
+            loop.call_soon_threadsafe(_settle, answer, result)
+
+        self.inbox.put(command(reply))
+        # A dead thread answers nobody, so its death must find the futures that wait.
+        self._answers.add(answer)
+        try:
+            return await answer
+        finally:
+            self._answers.discard(answer)
+
+    def post(self, callback: Callable[..., None], *arguments: object) -> None:
+        """From the thread: run a callback on the loop, unless nobody has asked or it is gone."""
+        if self._loop is not None and not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(callback, *arguments)
+
+    def clear(self) -> None:
+        """From the thread: forget the commands that it will not carry out."""
+        while not self.inbox.empty():
+            self.inbox.get()
+
+    def fail(self, error: EngineDeadError) -> None:
+        """Answer everybody who waits."""
+        for answer in self._answers:
+            _settle(answer, error)
+
+
+def _settle(answer: asyncio.Future[Any], result: Any) -> None:
+    if not answer.done():
+        answer.set_result(result)

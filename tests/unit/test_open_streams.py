@@ -1,0 +1,63 @@
+"""The streams of requests that have not ended."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from mlx_parallm.engine.event_stream import MAX_UNREAD
+from mlx_parallm.engine.open_streams import OpenStreams
+from mlx_parallm.errors import InvalidRequestError, StepError
+from mlx_parallm.outputs import ErrorEvent, FinishReason, GenerateEvent, TokenEvent
+from mlx_parallm.request import GenerateRequest, SamplingParams
+
+REQUEST = GenerateRequest(request_id="a", model="m", prompt_ids=(1,), params=SamplingParams())
+OTHER = replace(REQUEST, request_id="b")
+
+
+def token(request_id: str, *, last: bool = False) -> TokenEvent:
+    reason = FinishReason.STOP if last else None
+    return TokenEvent(
+        request_id=request_id, index=0, token_ids=(1,), text="x", finish_reason=reason
+    )
+
+
+@pytest.fixture
+def streams() -> OpenStreams:
+    return OpenStreams()
+
+
+async def test_events_find_their_readers(streams: OpenStreams) -> None:
+    first, second = streams.open(REQUEST), streams.open(OTHER)
+    events: list[GenerateEvent] = [token("a"), token("b", last=True), token("a", last=True)]
+    assert streams.dispatch([*events, token("nobody")]) == []
+    assert len([event async for event in first]) == 2
+    assert len([event async for event in second]) == 1
+    assert len(streams) == 0
+
+
+def test_an_open_id_is_not_given_twice(streams: OpenStreams) -> None:
+    streams.open(REQUEST)
+    with pytest.raises(InvalidRequestError, match="already in use") as refusal:
+        streams.open(REQUEST)
+    assert refusal.value.param == "request_id"
+    assert streams.requests() == [REQUEST]
+    assert streams.close("a")
+    assert not streams.close("a")
+    streams.open(REQUEST)
+
+
+def test_a_reader_that_does_not_read_is_told_apart(streams: OpenStreams) -> None:
+    streams.open(REQUEST)
+    streams.open(OTHER)
+    unread = streams.dispatch([token("a")] * (2 * MAX_UNREAD) + [token("b")])
+    assert unread == ["a"]
+    assert streams.ids() == ["b"]
+
+
+async def test_all_end_with_an_error(streams: OpenStreams) -> None:
+    stream = streams.open(REQUEST)
+    streams.end_all(StepError("no"))
+    assert [type(event) async for event in stream] == [ErrorEvent]
+    assert "a" not in streams
