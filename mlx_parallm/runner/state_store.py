@@ -98,6 +98,10 @@ class StateStore:
         written, self._written = self._written, []
         return written
 
+    def forget_writes(self) -> None:
+        """Have no later step evaluate what one made that failed."""
+        self._written.clear()
+
     def _release(self, slots: Sequence[int], batches: set[int]) -> None:
         """Copy out the rows of others, so that retired arrays are not kept for their sake."""
         leaving = set(slots)

@@ -160,3 +160,22 @@ def test_a_model_that_cannot_be_compiled_runs_all_the_same(
     alone.add("r", random_prompt(9))
     alone.finish()
     assert_same(session.result("r"), alone.result("r"))
+
+
+@pytest.mark.parametrize("backend", [ReferenceAttention, CompiledAttention])
+def test_a_step_that_failed_leaves_nothing_for_the_next_one_to_compute(
+    backend: type[ReferenceAttention], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runner = shared_runner("lfm2", backend)
+    session = Session(runner)
+    session.add("lost", random_prompt(5, seed=1))
+
+    def fail(*_: Any) -> None:
+        raise RuntimeError("no memory")
+
+    kept = len(runner._written())
+    with monkeypatch.context() as patch:
+        patch.setattr(runner, "_sample", fail)
+        with pytest.raises(RuntimeError, match="no memory"):
+            session.step()
+    assert len(runner._written()) == kept

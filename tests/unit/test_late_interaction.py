@@ -17,7 +17,7 @@ from mlx_parallm.encode import EncodeInput, LateInteraction
 from mlx_parallm.encoding.late_interaction import LateSpec, read_late_spec
 from mlx_parallm.engine.encoders.late_interaction import with_late_interaction
 from mlx_parallm.errors import ModelLoadError
-from tests.encoder_requests import post
+from tests.encoder_requests import post, refused_field
 from tests.fake_encoders import CLS, MASK, SEP, FakeEncoders, make_encoder
 
 VECTORS = st.integers(1, 6).flatmap(
@@ -117,6 +117,17 @@ async def test_a_document_of_which_nothing_counts_has_no_vectors() -> None:
     body = {"input": ["w7", "w7 w8"], "input_type": "document"}
     data = (await post(served, "/pooling", body)).json()["data"]
     assert [len(one["data"]) for one in data] == [0, 1]
+
+
+@pytest.mark.parametrize(
+    "field", [{"truncation_side": "left"}, {"add_special_tokens": False}], ids=lambda one: [*one][0]
+)
+async def test_what_a_side_does_not_heed_is_refused(field: dict[str, Any]) -> None:
+    served = FakeEncoders(make_encoder(tasks=("token_embed",), late=LateInteraction()))
+    body = {"input": "w7", "input_type": "document"}
+    answer = await post(served, "/pooling", body | field)
+    assert refused_field(answer) == (400, *field)
+    assert (await post(served, "/pooling", body)).status_code == 200
 
 
 async def test_a_model_that_was_made_for_vectors_ranks_first() -> None:

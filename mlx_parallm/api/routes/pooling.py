@@ -48,6 +48,15 @@ async def _inputs(body: PoolingRequest, model: EncoderModel, task: Task) -> tupl
         return await request_inputs(body, model, task)
     if task != "token_embed" or body.input is None or body.messages is not None:
         raise InvalidRequestError("input_type is for token_embed of input.", param="input_type")
+    if body.truncation_side == "left":
+        # The mark of the side would be cut off.
+        raise InvalidRequestError(
+            "With input_type texts are cut at their ends.", param="truncation_side"
+        )
+    if body.add_special_tokens is False:
+        raise InvalidRequestError(
+            "With input_type texts have their special tokens.", param="add_special_tokens"
+        )
     return await side_inputs(
         body.input, model, body.input_type, truncate=body.truncate_prompt_tokens
     )

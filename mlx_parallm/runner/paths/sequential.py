@@ -73,6 +73,7 @@ class SequentialPath:
     def forget_writes(self) -> None:
         """See ``ForwardPath.forget_writes``."""
         self._pools.forget_writes()
+        self._views.states.forget_writes()
 
     def forget_weights(self) -> None:
         """Nothing: every step reads the model's own."""

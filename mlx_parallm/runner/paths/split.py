@@ -137,6 +137,7 @@ class SplitPath:
     def forget_writes(self) -> None:
         """See ``ForwardPath.forget_writes``."""
         self._pools.forget_writes()
+        self._views.states.forget_writes()
 
     def forget_weights(self) -> None:
         """See ``ForwardPath.forget_weights``."""
