@@ -120,7 +120,7 @@ async def test_a_document_of_which_nothing_counts_has_no_vectors() -> None:
 
 
 @pytest.mark.parametrize(
-    "field", [{"truncation_side": "left"}, {"add_special_tokens": False}], ids=lambda one: [*one][0]
+    "field", [{"truncation_side": "left"}, {"add_special_tokens": False}], ids=str
 )
 async def test_what_a_side_does_not_heed_is_refused(field: dict[str, Any]) -> None:
     served = FakeEncoders(make_encoder(tasks=("token_embed",), late=LateInteraction()))
