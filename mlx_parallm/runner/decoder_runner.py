@@ -101,6 +101,7 @@ class DecoderRunner:
         # Whoever still holds a module of it, in a cycle perhaps, holds no array.
         for module in self._modules:
             module.clear()
+        self.adapters.close()
         give_back_memory()
 
 

@@ -145,6 +145,10 @@ class EncoderAdapters:
         """See ``SlotTarget``."""
         self._layers.renew()
 
+    def close(self) -> None:
+        """Hold no array of the model, which is gone; the store may be kept for its return."""
+        self._heads.release()
+
     def job(self, inputs: Sequence[EncodeInput], slots: Mapping[str, int]) -> StagedJob:
         """A batch of which nothing is computed yet.
 

@@ -85,6 +85,10 @@ class EncoderHeads:
         """The same with another model's head."""
         return EncoderHeads(model, self._spec, self._dense)
 
+    def release(self) -> None:
+        """Hold no array; nothing is to be run any more."""
+        self._dense = _DenseLayers([], [])
+
     def run(
         self, inputs: Sequence[EncodeInput], hidden: mx.array, mask: mx.array
     ) -> list[mx.array]:

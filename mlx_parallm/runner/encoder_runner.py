@@ -84,6 +84,7 @@ class EncoderRunner:
         # Whoever still holds a module of it, in a cycle perhaps, holds no array.
         for module in self._model.modules():
             module.clear()
+        self.adapters.close()
         give_back_memory()
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import json
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +13,14 @@ import numpy as np
 import pytest
 
 from mlx_parallm.config import ModelConfig
-from mlx_parallm.encode import EncodeInput, Encoder
-from mlx_parallm.encoding.sentence_transformers import read_vector_spec
+from mlx_parallm.encode import EncodeInput
+from mlx_parallm.encoding.sentence_transformers import DenseSpec, read_vector_spec
 from mlx_parallm.engine.encoders.build import open_runner, tokenizer_of
 from mlx_parallm.errors import ModelLoadError
+from mlx_parallm.runner import encoder_heads
+from mlx_parallm.runner.adapter_store import AdapterStore
+from mlx_parallm.runner.dense_layers import DenseLayer, load_dense
+from mlx_parallm.runner.encoder_adapters import AdaptedEncoder
 from tests.decoder_folders import read_decoder, write_words
 from tests.encoder_folders import write_golden
 from tests.golden_weights import golden_weight
@@ -50,7 +56,7 @@ def weight(path: str, name: str, shape: tuple[int, ...]) -> np.ndarray:
     return golden_weight(f"{path}.{name}", shape)
 
 
-def runner_of(folder: Path) -> Encoder:
+def runner_of(folder: Path) -> AdaptedEncoder:
     config = ModelConfig()
     return open_runner(config, folder, tokenizer_of(config, folder)).finish()
 
@@ -75,6 +81,25 @@ def test_dense_layers_follow_pooling(tmp_path: Path) -> None:
     np.testing.assert_allclose(vector, expected, atol=1e-4)
     assert (runner.info.dims, runner.info.normalizes) == (24, True)
     assert runner.info.tasks[0] == "embed"
+
+
+def test_a_model_that_makes_way_leaves_no_dense_layer_to_its_adapters(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[weakref.ref[DenseLayer]] = []
+
+    def load(spec: DenseSpec) -> DenseLayer:
+        made.append(weakref.ref(one := load_dense(spec)))
+        return one
+
+    monkeypatch.setattr(encoder_heads, "load_dense", load)
+    runner = runner_of(write_folder(tmp_path, [MEAN, dense((16, 8))]))
+    store = AdapterStore(runner.adapters)
+    runner.release()
+    del runner
+    gc.collect()
+    assert [one() for one in made] == [None]
+    assert store.num_bytes == 0
 
 
 def test_dense_layers_of_tokens_make_their_vectors(tmp_path: Path) -> None:
