@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from prometheus_client import CollectorRegistry
 
-from mlx_parallm.config import ModelConfig
+from mlx_parallm.config import EngineConfig, ModelConfig
 from mlx_parallm.encode import EncoderInfo
+from mlx_parallm.engine.adapter_names import NamedAdapter
 from mlx_parallm.engine.encoder_interface import EncoderModel, EncoderState
+from mlx_parallm.engine.encoders.client import AsyncEncoders
+from mlx_parallm.engine.encoders.metrics import EncoderFamilies
 from mlx_parallm.engine.encoders.residency import EncoderEntry, EncoderResidency, MakeRoom
 from mlx_parallm.errors import ModelLoadError, ModelNotFoundError
 from tests.fakes import ByteTokenizer
@@ -244,3 +249,44 @@ async def test_who_goes_away_just_when_it_is_let_in_holds_nothing() -> None:
     await asyncio.wait([request])
     await residency.unload(a)
     assert loader.in_memory == set()
+
+
+class AdapterLoads:
+    """Implements ``AdapterNames``: an adapter of "a", whose load holds its model when it may."""
+
+    def __init__(self) -> None:
+        self.encoders: AsyncEncoders | None = None
+        self.begun, self.gate = asyncio.Event(), asyncio.Event()
+
+    def named(self, name: str) -> NamedAdapter | None:
+        return NamedAdapter("x", "a", "folder") if name == "x" else None
+
+    async def ensure_loaded(self, name: str, base: str) -> None:
+        assert (name, self.encoders is None) == ("x", False)
+        self.begun.set()
+        await self.gate.wait()
+        assert self.encoders is not None
+        async with self.encoders.hold(base):
+            pass
+
+
+async def test_a_model_is_evicted_while_an_adapter_of_it_comes() -> None:
+    control = AdapterLoads()
+    thread: Any = SimpleNamespace(control=control)
+    families = EncoderFamilies(CollectorRegistry())
+    encoders = control.encoders = AsyncEncoders(thread, EngineConfig(), families)
+    residency = EncoderResidency(ScriptedLoader(), 25)
+    encoders._residency = residency
+    entries = {name: EncoderEntry(ModelConfig(), (name,)) for name in "ab"}
+    for entry in entries.values():
+        residency.add(entry)
+    waits = asyncio.ensure_future(encoders.wait("x"))
+    await control.begun.wait()
+    other = asyncio.ensure_future(residency.begin(entries["b"]))
+    for _ in range(9):
+        await asyncio.sleep(0)
+    control.gate.set()
+    await asyncio.wait_for(other, 10)
+    residency.end(entries["b"])
+    await asyncio.wait_for(waits, 10)
+    assert entries["a"].is_loaded

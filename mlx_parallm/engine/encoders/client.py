@@ -228,8 +228,11 @@ class AsyncEncoders:
         if found is None:
             raise ModelNotFoundError(name)
         async with self.hold(found.entry.names[0]):
-            if found.adapter is not None:
-                await self._thread.control.ensure_loaded(found.adapter.name, found.adapter.base)
+            pass
+        if found.adapter is not None:
+            # Not while it is held: this holds it too, and who evicts it meanwhile lets in nobody
+            # before the first one has gone.
+            await self._thread.control.ensure_loaded(found.adapter.name, found.adapter.base)
 
     async def load(self, asked: EncoderLoad) -> EncoderStatus:
         """See ``EncoderClient.load``."""
