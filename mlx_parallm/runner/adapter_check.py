@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from typing import cast
 
 import mlx.core as mx
 import numpy as np
@@ -13,7 +12,7 @@ from mlx_parallm.adapters.stack import LinearStack
 from mlx_parallm.adapters.tensors import HostTensor
 from mlx_parallm.adapters.weights import LowRank
 from mlx_parallm.runner.device_kernels import KernelReport, device_dialect
-from mlx_parallm.runner.model_errors import MODEL_ERRORS
+from mlx_parallm.runner.kernel_trial import largest_error, why_off
 
 logger = logging.getLogger(__name__)
 
@@ -50,11 +49,7 @@ def why_not(kernels: ChangeKernels, dtype: mx.Dtype) -> str | None:
     """Why the kernels are not to be used; None if they agree with stock operations."""
     if dtype not in MAX_ERROR:
         return f"adapters of {dtype}"
-    try:
-        error = kernel_error(kernels, dtype)
-    except MODEL_ERRORS as cause:
-        return f"{type(cause).__name__}: {cause}"
-    return None if error <= MAX_ERROR[dtype] else f"off by {error:.2g} of the largest value"
+    return why_off(lambda: kernel_error(kernels, dtype), MAX_ERROR[dtype])
 
 
 def kernel_error(kernels: ChangeKernels, dtype: mx.Dtype) -> float:
@@ -75,7 +70,7 @@ def kernel_error(kernels: ChangeKernels, dtype: mx.Dtype) -> float:
         for layers in range(1, MAX_LAYERS + 1):
             found = kernels(x, ys[:layers], stacks[:layers], slots)
             for y, one, stack in zip(ys, found, stacks, strict=False):
-                worst = max(worst, _difference(one, _wanted(x, y, stack, slots)))
+                worst = max(worst, largest_error(one, _wanted(x, y, stack, slots)))
     return worst
 
 
@@ -97,9 +92,3 @@ def _wanted(x: mx.array, y: mx.array, stack: LinearStack, slots: mx.array) -> mx
     a, b = stack.a.astype(mx.float32)[slots], stack.b.astype(mx.float32)[slots]
     change = (x.astype(mx.float32) @ a.swapaxes(-1, -2)) @ b
     return y.astype(mx.float32) + change
-
-
-def _difference(found: mx.array, wanted: mx.array) -> float:
-    error = mx.abs(found.astype(mx.float32) - wanted).max() / mx.abs(wanted).max()
-    # NaN is no agreement.
-    return float("inf") if mx.isnan(error).item() else cast("float", error.item())

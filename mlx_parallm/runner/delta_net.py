@@ -6,8 +6,8 @@ microseconds, whatever it computes (``docs/decisions/019-recurrent-layers.md``).
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -17,8 +17,8 @@ from mlx_lm.models.cache import ArraysCache
 
 from mlx_parallm.kernels.build import Constant, KernelBuilder, KernelSpec
 from mlx_parallm.kernels.dialect import Dialect
+from mlx_parallm.runner.kernel_trial import ShapeTrials, largest_error, why_off
 from mlx_parallm.runner.kernels import TEXTS
-from mlx_parallm.runner.model_errors import MODEL_ERRORS
 from mlx_parallm.runner.state_kernels import (
     DTYPES,
     MAX_COLUMNS,
@@ -26,12 +26,9 @@ from mlx_parallm.runner.state_kernels import (
     ROWS,
     WARP,
     WARPS,
-    largest_error,
     launch_of,
     vector_of,
 )
-
-logger = logging.getLogger(__name__)
 
 # Of mlx_lm's ``normalize_qk``, as its layers call it.
 EPSILON = 1e-6
@@ -148,21 +145,15 @@ def use_net_kernels(model: nn.Module, kernels: NetKernels) -> int:
 
     The layers use them in forwards of ours (``delta_net``).
     """
-    reasons: dict[tuple[object, ...], str | None] = {}
+    trials = ShapeTrials("kernels of gated delta nets are")
     served = 0
     for net in model.modules():
         if _kind(net) not in NETS:
             continue
-        shape = _shape(net)
-        if shape not in reasons:
-            reasons[shape] = why_not(kernels, net)
-        if reasons[shape] is None:
+        if trials.agree(_shape(net), partial(why_not, kernels, net)):
             # Its class may get another module while steps are split.
             net["_kernels"] = kernels, NETS[_kind(net)]
             served += 1
-    for shape, reason in reasons.items():
-        if reason:
-            logger.info("kernels of gated delta nets are not used for %s: %s", shape, reason)
     return served
 
 
@@ -190,14 +181,7 @@ def _run(kernels: NetKernels, inputs: Inputs, net: Any, x: mx.array, cache: Any)
 
 def why_not(kernels: NetKernels, net: Any) -> str | None:
     """Why the kernels are not to be used for a layer; None if they agree with it."""
-    reason = _why_unsupported(net)
-    if reason is not None:
-        return reason
-    try:
-        error = net_error(kernels, net)
-    except MODEL_ERRORS as cause:
-        return f"{type(cause).__name__}: {cause}"
-    return None if error <= MAX_ERROR else f"off by {error:.2g} of the largest value"
+    return _why_unsupported(net) or why_off(lambda: net_error(kernels, net), MAX_ERROR)
 
 
 def net_error(kernels: NetKernels, net: Any) -> float:

@@ -6,16 +6,13 @@ once where each has few rows. Here every weight that a row chose is read once fo
 
 from __future__ import annotations
 
-from typing import cast
-
 import mlx.core as mx
 
 from mlx_parallm.attention.kernels import TEXTS
 from mlx_parallm.kernels.build import Constant, KernelBuilder, KernelSpec
-from mlx_parallm.kernels.dialect import CudaDialect, Dialect, Kernel
-from mlx_parallm.runner.device import backend_name
+from mlx_parallm.kernels.dialect import Dialect, Kernel
 from mlx_parallm.runner.device_kernels import KernelReport
-from mlx_parallm.runner.model_errors import MODEL_ERRORS
+from mlx_parallm.runner.kernel_trial import cuda_report, largest_error, why_off
 from mlx_parallm.runner.row_kernel import CHUNK, DTYPES, MAX_ERROR, PANEL, TILE, WARP, WARPS
 
 # Rows for each expert, on the average: with more, weights are read several times.
@@ -28,11 +25,8 @@ REPORT_SHAPE = (16, 512, 512)
 
 def expert_report() -> KernelReport:
     """Test the kernel of the default device, if it has one."""
-    if backend_name() != "cuda":
-        return KernelReport(backend="stock")
     weight = mx.random.normal(REPORT_SHAPE, mx.bfloat16, key=mx.random.key(0))
-    reason = why_not(ExpertKernel(CudaDialect()), weight)
-    return KernelReport(backend="stock" if reason else "cuda", rejected=reason)
+    return cuda_report(lambda dialect: why_not(ExpertKernel(dialect), weight))
 
 
 class ExpertKernel:
@@ -97,11 +91,7 @@ def why_not(kernel: ExpertKernel, weight: mx.array) -> str | None:
         return f"weights of {weight.dtype}"
     if weight.shape[2] % CHUNK:
         return f"rows of {weight.shape[2]} numbers"
-    try:
-        error = kernel_error(kernel, weight)
-    except MODEL_ERRORS as cause:
-        return f"{type(cause).__name__}: {cause}"
-    return None if error <= MAX_ERROR else f"off by {error:.2g} of the largest value"
+    return why_off(lambda: kernel_error(kernel, weight), MAX_ERROR)
 
 
 def kernel_error(kernel: ExpertKernel, weight: mx.array) -> float:
@@ -113,9 +103,5 @@ def kernel_error(kernel: ExpertKernel, weight: mx.array) -> float:
     ids = sorted([0] * CROWD + [last // 2] * 2 + [last] * CROWD)
     experts = mx.array(ids, mx.uint32)
     x = mx.random.normal((len(ids), 1, weight.shape[2]), weight.dtype, key=mx.random.key(0))
-    found = kernel(x, experts, weight).astype(mx.float32)
     rows = [x[i] @ weight[expert].T for i, expert in enumerate(ids)]
-    wanted = mx.stack(rows).astype(mx.float32)
-    error = mx.abs(found - wanted).max() / mx.abs(wanted).max()
-    # NaN is no agreement.
-    return float("inf") if mx.isnan(error).item() else cast("float", error.item())
+    return largest_error(kernel(x, experts, weight), mx.stack(rows))

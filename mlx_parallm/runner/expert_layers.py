@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import logging
+from functools import partial
 
 import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.switch_layers import SwitchLinear
 
 from mlx_parallm.runner.expert_kernel import ExpertKernel, serves, why_not
-
-logger = logging.getLogger(__name__)
+from mlx_parallm.runner.kernel_trial import ShapeTrials
 
 
 class RowSwitchLinear(SwitchLinear):
@@ -28,18 +27,13 @@ class RowSwitchLinear(SwitchLinear):
 def use_expert_layers(model: nn.Module, kernel: ExpertKernel) -> int:
     """Give a model's experts this class where the kernel agrees; how many. Parameters stay."""
     layers = [one for one in model.modules() if type(one) is SwitchLinear and "bias" not in one]
-    reasons: dict[tuple[object, ...], str | None] = {}
+    trials = ShapeTrials("the kernel of experts is")
     served = 0
     for layer in layers:
         weight = layer["weight"]
         shape = (*weight.shape, weight.dtype)
-        if shape not in reasons:
-            reasons[shape] = why_not(kernel, weight)
-        if reasons[shape] is None:
+        if trials.agree(shape, partial(why_not, kernel, weight)):
             layer.__class__ = RowSwitchLinear
             layer["_kernel"] = kernel
             served += 1
-    for shape, reason in reasons.items():
-        if reason:
-            logger.info("the kernel of experts is not used for %s: %s", shape, reason)
     return served

@@ -8,16 +8,14 @@ less than that (``docs/decisions/013-linear-layers-of-rows.md``).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import cast
 
 import mlx.core as mx
 
 from mlx_parallm.attention.kernels import TEXTS
 from mlx_parallm.kernels.build import Constant, KernelBuilder, KernelSpec
-from mlx_parallm.kernels.dialect import CudaDialect, Dialect, Kernel
-from mlx_parallm.runner.device import backend_name
+from mlx_parallm.kernels.dialect import Dialect, Kernel
 from mlx_parallm.runner.device_kernels import KernelReport
-from mlx_parallm.runner.model_errors import MODEL_ERRORS
+from mlx_parallm.runner.kernel_trial import cuda_report, largest_error, why_off
 
 # The kernel multiplies by 8 rows at a time, of each of which it keeps sums in registers.
 TILE = 8
@@ -40,11 +38,8 @@ CHUNK = 32
 
 def linear_report() -> KernelReport:
     """Test the kernel of the default device, if it has one."""
-    if backend_name() != "cuda":
-        return KernelReport(backend="stock")
     weight = mx.random.normal(REPORT_SHAPE, mx.bfloat16, key=mx.random.key(0))
-    reason = why_not(RowKernel(CudaDialect()), weight, [REPORT_SHAPE[0]])
-    return KernelReport(backend="stock" if reason else "cuda", rejected=reason)
+    return cuda_report(lambda dialect: why_not(RowKernel(dialect), weight, [REPORT_SHAPE[0]]))
 
 
 def why_not(kernel: RowKernel, weight: mx.array, widths: Sequence[int]) -> str | None:
@@ -56,13 +51,7 @@ def why_not(kernel: RowKernel, weight: mx.array, widths: Sequence[int]) -> str |
         widths: of the weights that it consists of, one after the other.
     """
     reason = _why_unsupported(weight, widths)
-    if reason is not None:
-        return reason
-    try:
-        error = kernel_error(kernel, weight, widths)
-    except MODEL_ERRORS as cause:
-        return f"{type(cause).__name__}: {cause}"
-    return None if error <= MAX_ERROR else f"off by {error:.2g} of the largest value"
+    return reason or why_off(lambda: kernel_error(kernel, weight, widths), MAX_ERROR)
 
 
 def _why_unsupported(weight: mx.array, widths: Sequence[int]) -> str | None:
@@ -82,11 +71,8 @@ def kernel_error(kernel: RowKernel, weight: mx.array, widths: Sequence[int]) -> 
     worst = 0.0
     for rows in (TILE, MAX_ROWS):
         x = mx.random.normal((rows, 1, weight.shape[1]), weight.dtype, key=mx.random.key(rows))
-        found = mx.concatenate(kernel(x, weight, widths), axis=-1)[:, 0].astype(mx.float32)
-        wanted = x[:, 0] @ weight.T
-        error = mx.abs(found - wanted).max() / mx.abs(wanted).max()
-        # NaN is no agreement.
-        worst = max(worst, float("inf") if mx.isnan(error).item() else cast("float", error.item()))
+        found = mx.concatenate(kernel(x, weight, widths), axis=-1)[:, 0]
+        worst = max(worst, largest_error(found, x[:, 0] @ weight.T))
     return worst
 
 

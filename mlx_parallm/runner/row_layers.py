@@ -9,17 +9,16 @@ multiplied at once: the first one called computes for all. See
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 
+from mlx_parallm.runner.kernel_trial import ShapeTrials
 from mlx_parallm.runner.row_counts import ROW_COUNTS
 from mlx_parallm.runner.row_kernel import MAX_ROWS, RowKernel, why_not
-
-logger = logging.getLogger(__name__)
 
 #: Names of layers that mlx_lm's models call on one and the same input.
 SIBLINGS = (
@@ -183,21 +182,17 @@ def use_row_layers(model: nn.Module, kernel: RowKernel | None) -> int:
         kernel: for few rows; None to use MLX's operations alone.
     """
     groups = list(_groups(model))
-    reasons: dict[tuple[object, ...], str | None] = {}
+    trials = ShapeTrials("the linear kernel is")
     for group in groups:
         product = RowProduct(group)
         if kernel is not None and not _packing(group[0]):
             weight, widths = product.arrays[0], product.widths
             shape = (*widths, weight.shape[1], weight.dtype)
-            if shape not in reasons:
-                reasons[shape] = why_not(kernel, weight, widths)
-            product.kernel = None if reasons[shape] else kernel
+            if trials.agree(shape, partial(why_not, kernel, weight, widths)):
+                product.kernel = kernel
         for index, layer in enumerate(group):
             layer.__class__ = ROW_LAYERS[type(layer)]
             layer["_product"], layer["_index"] = product, index
-    for shape, reason in reasons.items():
-        if reason:
-            logger.info("the linear kernel is not used for %s: %s", shape, reason)
     # What has no product, for its bias or its packing, is flattened.
     rest = (one for one in model.modules() if type(one) in ROW_LAYERS and _packing(one))
     others = {id(layer): layer for layer in rest}

@@ -8,18 +8,15 @@ convolutions to cuDNN, which is made for wider ones and prepares itself anew for
 
 from __future__ import annotations
 
-from typing import cast
-
 import mlx.core as mx
 from mlx_lm.models.gated_delta import gated_delta_ops
 from mlx_lm.models.ssm import compute_dt, ssm_attn
 
 from mlx_parallm.kernels.build import Constant, KernelBuilder, KernelSpec
-from mlx_parallm.kernels.dialect import CudaDialect, Dialect
-from mlx_parallm.runner.device import backend_name
+from mlx_parallm.kernels.dialect import Dialect
 from mlx_parallm.runner.device_kernels import KernelReport
+from mlx_parallm.runner.kernel_trial import cuda_report, largest_error, why_off
 from mlx_parallm.runner.kernels import TEXTS
-from mlx_parallm.runner.model_errors import MODEL_ERRORS
 
 WARP = 32
 # Of a threadgroup of the rule, and the rows of a state that one has.
@@ -270,55 +267,31 @@ def why_not_delta(
     kernel: DeltaKernel, shape: tuple[int, ...], dtype: mx.Dtype, gates: int
 ) -> str | None:
     """Why the rule's kernel is not to be used; None if it agrees. See ``delta_error``."""
-    try:
-        error = delta_error(kernel, shape, dtype, gates)
-    except MODEL_ERRORS as cause:
-        return f"{type(cause).__name__}: {cause}"
-    return _why_off(error)
+    return why_off(lambda: delta_error(kernel, shape, dtype, gates), MAX_ERROR)
 
 
 def why_not_scan(kernel: ScanKernel, shape: tuple[int, ...], dtype: mx.Dtype) -> str | None:
     """The same for the kernel of state spaces. See ``scan_error``."""
-    try:
-        error = scan_error(kernel, shape, dtype)
-    except MODEL_ERRORS as cause:
-        return f"{type(cause).__name__}: {cause}"
-    return _why_off(error)
+    return why_off(lambda: scan_error(kernel, shape, dtype), MAX_ERROR)
 
 
 def why_not_convolution(kernel: ConvolutionKernel, weight: mx.array) -> str | None:
     """Why the convolution's kernel is not to be used for a weight; None if it agrees."""
     if weight.dtype not in DTYPES:
         return f"weights of {weight.dtype}"
-    try:
-        error = convolution_error(kernel, weight)
-    except MODEL_ERRORS as cause:
-        return f"{type(cause).__name__}: {cause}"
-    return _why_off(error)
+    return why_off(lambda: convolution_error(kernel, weight), MAX_ERROR)
 
 
 def states_report() -> KernelReport:
     """Test the kernels of the default device, if it has some."""
-    if backend_name() != "cuda":
-        return KernelReport(backend="stock")
-    dialect = CudaDialect()
+    return cuda_report(_why_not)
+
+
+def _why_not(dialect: Dialect) -> str | None:
+    """Why one of them is not to be used at the shapes of a report."""
     weight = mx.random.normal((REPORT_CHANNELS, REPORT_WIDTH, 1), key=mx.random.key(0))
-    reasons = (
-        why_not_delta(DeltaKernel(dialect), REPORT_SHAPE, mx.bfloat16, 1),
-        why_not_scan(ScanKernel(dialect), (2, 2, 4, 128, 64), mx.bfloat16),
-        why_not_convolution(ConvolutionKernel(dialect), weight.astype(mx.bfloat16)),
+    return (
+        why_not_delta(DeltaKernel(dialect), REPORT_SHAPE, mx.bfloat16, 1)
+        or why_not_scan(ScanKernel(dialect), (2, 2, 4, 128, 64), mx.bfloat16)
+        or why_not_convolution(ConvolutionKernel(dialect), weight.astype(mx.bfloat16))
     )
-    reason = next((one for one in reasons if one), None)
-    return KernelReport(backend="stock" if reason else "cuda", rejected=reason)
-
-
-def _why_off(error: float) -> str | None:
-    return None if error <= MAX_ERROR else f"off by {error:.2g} of the largest value"
-
-
-def largest_error(found: mx.array, wanted: mx.array) -> float:
-    """Largest difference, in parts of the largest value."""
-    found, wanted = found.astype(mx.float32), wanted.astype(mx.float32)
-    error = mx.abs(found - wanted).max() / mx.abs(wanted).max()
-    # NaN is no agreement.
-    return float("inf") if mx.isnan(error).item() else cast("float", error.item())

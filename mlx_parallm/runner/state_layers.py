@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.ssm import compute_dt
 
+from mlx_parallm.runner.kernel_trial import ShapeTrials
 from mlx_parallm.runner.state_kernels import (
     ConvolutionKernel,
     DeltaKernel,
@@ -18,8 +19,6 @@ from mlx_parallm.runner.state_kernels import (
     why_not_delta,
     why_not_scan,
 )
-
-logger = logging.getLogger(__name__)
 
 
 class RowConvolution(nn.Conv1d):
@@ -38,18 +37,13 @@ class RowConvolution(nn.Conv1d):
 def use_state_layers(model: nn.Module, kernel: ConvolutionKernel) -> int:
     """Give a model's short convolutions this class where the kernel agrees; how many there are."""
     layers = [one for one in model.modules() if type(one) is nn.Conv1d and _is_own(one)]
-    reasons: dict[tuple[object, ...], str | None] = {}
+    trials = ShapeTrials("the kernel of convolutions is")
     for layer in layers:
         weight = layer["weight"]
         shape = (*weight.shape, weight.dtype)
-        if shape not in reasons:
-            reasons[shape] = why_not_convolution(kernel, weight)
-        if reasons[shape] is None:
+        if trials.agree(shape, partial(why_not_convolution, kernel, weight)):
             layer.__class__ = RowConvolution
             layer["_kernel"] = kernel
-    for shape, reason in reasons.items():
-        if reason:
-            logger.info("the kernel of convolutions is not used for %s: %s", shape, reason)
     return sum(type(layer) is RowConvolution for layer in layers)
 
 
@@ -71,7 +65,7 @@ class DeltaSeam:
         #: The forward in progress; without one, mlx_lm's own operations compute.
         self.step: object | None = None
         self._kernel = kernel
-        self._reasons: dict[tuple[object, ...], str | None] = {}
+        self._trials = ShapeTrials("the kernel of the delta rule is")
 
     def __call__(
         self,
@@ -96,11 +90,8 @@ class DeltaSeam:
         heads, gates = (q.shape[2], v.shape[2]), g.shape[3] if g.ndim == v.ndim else 1
         shape = (2, 3, *heads, q.shape[-1], v.shape[-1])
         key = (*shape, q.dtype, gates)
-        if key not in self._reasons:
-            reason = self._reasons[key] = why_not_delta(self._kernel, shape, q.dtype, gates)
-            if reason is not None:
-                logger.info("the kernel of the delta rule is not used for %s: %s", key, reason)
-        return self._reasons[key] is None
+        trial = partial(why_not_delta, self._kernel, shape, q.dtype, gates)
+        return self._trials.agree(key, trial)
 
 
 class ScanSeam:
@@ -110,7 +101,7 @@ class ScanSeam:
         self.original = original
         self.step: object | None = None
         self._kernel = kernel
-        self._reasons: dict[tuple[object, ...], str | None] = {}
+        self._trials = ShapeTrials("the kernel of state spaces is")
 
     def __call__(  # noqa: PLR0913 - as mlx_lm's
         self,
@@ -140,8 +131,4 @@ class ScanSeam:
             return False
         shape = (2, b.shape[2], x.shape[2], b.shape[3], x.shape[3])
         key = (*shape, x.dtype)
-        if key not in self._reasons:
-            reason = self._reasons[key] = why_not_scan(self._kernel, shape, x.dtype)
-            if reason is not None:
-                logger.info("the kernel of state spaces is not used for %s: %s", key, reason)
-        return self._reasons[key] is None
+        return self._trials.agree(key, partial(why_not_scan, self._kernel, shape, x.dtype))
