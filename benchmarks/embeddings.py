@@ -1,10 +1,11 @@
 """Measure embeddings of mixed length: 32 clients against a loop, and sentence-transformers.
 
 ``python -m benchmarks.embeddings`` makes an embedder of MiniLM's shape and texts of 5 to 250
-tokens. 32 clients send each text once, one a request and then 16; nothing is kept for equal inputs.
-Beside that: one client; the same model in a loop without a server, one text at a time; and with
-``--reference-python PYTHON``, a Python that has sentence-transformers, its ``encode`` of all texts,
-of whose batch sizes the best counts. ``--gpu`` is for a server on an NVIDIA GPU: half precision.
+tokens. 32 clients send each text once, one a request and then 16, after a round of each that does
+not count; nothing is kept for equal inputs. Beside that: one client; the same model in a loop
+without a server, one text at a time; and with ``--reference-python PYTHON``, a Python that has
+sentence-transformers, its ``encode`` of all texts, of whose batch sizes the best counts. ``--gpu``
+is for a server on an NVIDIA GPU: half precision.
 """
 
 from __future__ import annotations
@@ -86,7 +87,8 @@ def served(server: Server, texts: Path, args: Namespace, folder: Path) -> dict[s
         sizes = ("--clients", clients, "--texts-per-request", num_texts)
         return figures_of(start_clients(server, SERVED_NAME, texts, *sizes, *more))
 
-    run(args.clients, MANY_TEXTS)
+    for num_texts in (MANY_TEXTS, 1):
+        run(args.clients, num_texts)
     return {
         "clients": run(args.clients, 1, "--vectors", folder / "served.npy"),
         "clients_many": run(args.clients, MANY_TEXTS),

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 
 from mlx_parallm.encode import EncodeInput, EncodeRequest
 
-# An input joins a batch only where padding it costs so little of the batch's length, or so few
-# tokens: launching a batch costs about as much as these.
+# An input joins a batch where padding it costs so little of the batch's length, or so few tokens,
+# as launching a batch costs everywhere; and where launching one of its own would cost more.
 MAX_PADDING_SHARE = 4
 FREE_PADDING = 16
 
@@ -95,8 +95,12 @@ class EncodeQueue:
             if not waiting.askers:
                 self._forget(waiting)
 
-    def take(self, max_tokens: int, *, max_adapters: int = 1) -> list[WaitingInput]:
+    def take(
+        self, max_tokens: int, *, max_adapters: int = 1, free_padding: int = 0
+    ) -> list[WaitingInput]:
         """The next batch: the input that waits longest, and others near its length.
+
+        Others join too while all padding of the batch is at most ``free_padding`` tokens.
 
         The batch's inputs, padded to the longest, have at most ``max_tokens`` together; the one
         that waits longest runs whatever its length. They have at most ``max_adapters``; there is no
@@ -106,13 +110,15 @@ class EncodeQueue:
         if oldest is None or (oldest.input.adapter is not None and not max_adapters):
             return []
         first = bisect.bisect_left(self._by_length, oldest.key)
-        begin, end = self._widen(first, max_tokens, max_adapters)
+        begin, end = self._widen(first, max_tokens, max_adapters, free_padding)
         batch = [self._by_number[number] for _, number in self._by_length[begin:end]]
         for waiting in batch:
             self._forget(waiting)
         return batch
 
-    def _widen(self, first: int, max_tokens: int, max_adapters: int) -> tuple[int, int]:
+    def _widen(
+        self, first: int, max_tokens: int, max_adapters: int, free_padding: int
+    ) -> tuple[int, int]:
         """The neighbours of an input that run with it, as a slice of ``_by_length``.
 
         Whichever neighbour costs fewer tokens joins next; a longer one is paid for by all.
@@ -121,10 +127,13 @@ class EncodeQueue:
         begin, end = first, first + 1
         # The model as it is takes no slot.
         adapters = {None, self._adapter(first)}
+        num_tokens = lengths[first][0]
 
         def joins(place: int, shortest: int, longest: int) -> bool:
+            padding = (end - begin + 1) * longest - num_tokens - lengths[place][0]
             wanted = adapters | {self._adapter(place)}
-            return _is_near(shortest, longest) and len(wanted) <= max_adapters + 1
+            is_cheap = _is_near(shortest, longest) or padding <= free_padding
+            return is_cheap and len(wanted) <= max_adapters + 1
 
         while True:
             count, longest = end - begin, lengths[end - 1][0]
@@ -136,7 +145,9 @@ class EncodeQueue:
             cost, *wider = min(costs, default=(max_tokens + 1, begin, end))
             if cost > max_tokens:
                 return begin, end
-            adapters |= {self._adapter(one) for one in (wider[0], wider[1] - 1)}
+            (joined,) = {wider[0], wider[1] - 1} - {begin, end - 1}
+            adapters.add(self._adapter(joined))
+            num_tokens += lengths[joined][0]
             begin, end = wider
 
     def _adapter(self, place: int) -> str | None:

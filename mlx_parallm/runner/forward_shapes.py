@@ -18,9 +18,9 @@ SHORTEST = 8
 class ForwardShapes:
     """Which shapes forwards have.
 
-    MLX's CUDA backend gives attention to cuDNN, which builds a graph for every shape that it meets:
-    https://github.com/ml-explore/mlx/blob/main/mlx/backend/cuda/scaled_dot_product_attention.cpp.
-    Elsewhere any shape is as good as another, and nothing is padded beyond the longest text.
+    On CUDA a shape costs more the first time: products of matrices look for an algorithm, and
+    attention over long texts is compiled (``numerics.attention.is_fused_compiled``). Elsewhere any
+    shape is as good as another, and nothing is padded beyond the longest text.
 
     Attributes:
         longest: tokens that the model takes, at most.

@@ -61,6 +61,34 @@ def test_the_longest_waiting_is_in_the_next_batch(
         waiting = [one for one in waiting if one not in batch]
 
 
+@given(INPUTS, st.integers(1, 600), st.integers(0, 2000))
+def test_inputs_of_any_length_run_together_while_their_padding_is_free(
+    inputs: list[tuple[int, ...]], max_tokens: int, free_padding: int
+) -> None:
+    queue = EncodeQueue()
+    queue.add(request("a", *inputs))
+    while len(queue):
+        lengths = [
+            len(one.input.token_ids) for one in queue.take(max_tokens, free_padding=free_padding)
+        ]
+        longest = max(lengths)
+        assert len(lengths) == 1 or len(lengths) * longest <= max_tokens
+        is_near = longest - min(lengths) <= max(FREE_PADDING, longest // MAX_PADDING_SHARE)
+        assert is_near or len(lengths) * longest - sum(lengths) <= free_padding
+
+
+def test_one_batch_takes_all_where_padding_costs_less_than_launching_another() -> None:
+    lengths = (1, 30, 60, 120)
+    for free_padding, wanted in ((0, 4), (28, 4), (29, 3), (269, 1)):
+        queue = EncodeQueue()
+        queue.add(request("a", *(tuple(range(length)) for length in lengths)))
+        batches = 0
+        while len(queue):
+            queue.take(1000, free_padding=free_padding)
+            batches += 1
+        assert batches == wanted, free_padding
+
+
 def test_an_input_that_several_ask_for_runs_once() -> None:
     queue = EncodeQueue()
     queue.add(request("a", (1, 2), (3,), (1, 2)))

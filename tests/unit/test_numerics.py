@@ -68,3 +68,30 @@ def test_attention_is_the_fused_one(name: str, size: float) -> None:
     found = softmax_attention(queries * size, keys, values, **given)
     np.testing.assert_allclose(np.array(found), np.array(wanted), atol=2e-5)
     assert not mx.array_equal(found, wanted)
+
+
+@pytest.mark.parametrize("name", list(masks()))
+@pytest.mark.parametrize("dtype", [mx.float32, mx.float16])
+def test_attention_is_the_fused_one_where_that_is_compiled_for_every_shape(
+    name: str, dtype: mx.Dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(attention, "is_fused_compiled", lambda: True)
+    source = np.random.default_rng(0)
+    shapes = ((3, 4, 7, 8), (3, 4, 9, 8), (3, 4, 9, 5))
+    given = [mx.array(source.standard_normal(shape).astype(np.float32)) for shape in shapes]
+    mask = masks()[name]
+    wanted = mx.fast.scaled_dot_product_attention(*given, scale=0.3, mask=mask)
+    found = softmax_attention(*(one.astype(dtype) for one in given), scale=0.3, mask=mask)
+    assert found.dtype == dtype
+    atol = 1e-6 if dtype == mx.float32 else 4e-3
+    np.testing.assert_allclose(np.array(found.astype(mx.float32)), np.array(wanted), atol=atol)
+
+
+def test_scores_that_would_take_much_memory_are_left_to_the_fused_operation(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(attention, "is_fused_compiled", lambda: True)
+    monkeypatch.setattr(attention, "MAX_SCORE_BYTES", 4 * 3 * 3 - 1)
+    monkeypatch.setattr(attention, "_by_products", None)
+    heads = mx.ones((1, 1, 3, 2))
+    assert softmax_attention(heads, heads, heads, scale=1.0, mask=None).shape == heads.shape

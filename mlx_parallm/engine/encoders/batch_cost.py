@@ -36,6 +36,13 @@ class BatchCost:
         left = max(seconds - launch, 0.0)
         return most if each * most <= left else int(left / each)
 
+    def tokens_of_launch(self, length: int) -> int:
+        """Padded tokens, of inputs of about this length, that take as long as launching a batch."""
+        per_token, per_pair, launch = self._fit.coefficients
+        most = GROWTH * self._most
+        each = per_token + length * per_pair
+        return most if each * most <= launch else int(launch / each)
+
 
 class StepPace:
     """How long the latest steps took that did nothing but decode."""

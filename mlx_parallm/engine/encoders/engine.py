@@ -205,7 +205,11 @@ class EncodeEngine:
     def _take(self, within_s: float | None) -> _Running | None:
         """The next batch; None while uploads have every slot that it could use."""
         num_adapters = self.adapters.requests.adapters.num_movable
-        batch = self._queue.take(self._budget(within_s), max_adapters=num_adapters)
+        batch = self._queue.take(
+            self._budget(within_s),
+            max_adapters=num_adapters,
+            free_padding=self._cost.tokens_of_launch(self._queue.oldest_length),
+        )
         return _Running(batch) if batch else None
 
     def _begin(self, inputs: Sequence[EncodeInput]) -> EncodeJob:
