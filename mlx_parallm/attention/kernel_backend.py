@@ -12,6 +12,7 @@ import numpy as np
 
 from mlx_parallm.attention.base import LayerPool, LayerShape, Scores
 from mlx_parallm.attention.decode_plan import DecodePlan, DecodeRows, WorkKind
+from mlx_parallm.attention.dense import dense_attention
 from mlx_parallm.attention.kernel_attend import AttendKernels, AttendKind
 from mlx_parallm.attention.kernel_moves import MoveKernels
 from mlx_parallm.attention.kernel_plan import KernelPlan
@@ -85,6 +86,16 @@ class KernelAttention:
     def plan(self, sequences: Sequence[ScheduledSequence]) -> KernelPlan:
         """See ``AttentionBackend.plan``."""
         return KernelPlan(sequences, self._block_size, self._tuning.chunk_multiple)
+
+    def prepare(self, shape: LayerShape, heads: int) -> None:
+        """Have what large chunks attend by ready: its first call loads cuDNN, 2 s on an H100."""
+        if not self._dialect.has_tensor_cores:
+            return
+        length = self._tuning.chunk_multiple
+        queries = mx.zeros((1, heads, length, shape.key_dim), shape.dtype)
+        keys = mx.zeros((1, shape.num_kv_heads, 2 * length, shape.key_dim), shape.dtype)
+        values = mx.zeros((1, shape.num_kv_heads, 2 * length, shape.value_dim), shape.dtype)
+        mx.eval(dense_attention(queries, keys, values, scale=1.0, mask="causal", sinks=None))
 
     def decode_kinds(self, plan: KernelPlan) -> tuple[WorkKind, ...]:
         """See ``CompilableAttention.decode_kinds``."""

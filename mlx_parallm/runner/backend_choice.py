@@ -116,6 +116,7 @@ def _judge(
         try:
             error = attention_error(kernels, shape, multiple, block_size)
             misread = misread_share(kernels, shape, block_size)
+            kernels.prepare(shape, multiple)
         except MODEL_ERRORS as cause:
             return f"{type(cause).__name__}: {cause}", worst
         # Not "greater": NaN must fail too.

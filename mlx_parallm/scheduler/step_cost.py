@@ -18,6 +18,9 @@ MEMORY = 0.85
 # that: it was interrupted, or compiled something. If it was neither, the next ones tell.
 OUTLIER = 3.0
 SWEEPS = 4
+# Prefill tokens of bounded steps, between a power of two and the next: a device that prepares for
+# every shape that it meets, as MLX's CUDA backend does, shall meet few.
+COUNTS_PER_OCTAVE = 4
 SHORTEST_S = 1e-6
 
 
@@ -143,11 +146,16 @@ class PrefillAllowance:
         self._cost = cost
         self._seconds = bound_s - cost.predict(decode)
         self._tokens = cost.most_prefill
+        self._taken = 0
         self._is_fresh = True
 
     def room(self, start: int) -> int:
-        """Tokens of a prompt from position ``start`` on that may still be taken."""
+        """Tokens of a prompt from position ``start`` on that may still be taken.
+
+        Those of all prompts together are one of few numbers, unless a prompt ends.
+        """
         most = min(self._tokens, self._cost.chunk_within(start, self._seconds))
+        most = _coarse(self._taken + most) - self._taken
         if self._is_fresh:
             return max(most, MIN_CHUNK)
         return most if most >= MIN_CHUNK else 0
@@ -156,8 +164,15 @@ class PrefillAllowance:
         """``count`` tokens from position ``start`` on are taken."""
         self._is_fresh = self._is_fresh and count == 1
         self._tokens -= count
+        self._taken += count
         alone = self._cost.predict(StepWork.of(()))
         self._seconds -= self._cost.predict(StepWork.of(((start, count),))) - alone
+
+
+def _coarse(count: int) -> int:
+    """The largest of few numbers that is not above ``count``."""
+    step = max(1, (1 << count.bit_length() - 1) // COUNTS_PER_OCTAVE) if count else 1
+    return count // step * step
 
 
 def _decode_features(work: StepWork) -> tuple[float, float, float]:

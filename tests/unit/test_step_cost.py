@@ -21,6 +21,8 @@ from mlx_parallm.scheduler.step_cost import (
 from tests.step_simulator import Cost, SimulatedDevice
 
 WARM_UP = 12
+# From the smallest chunk to the token budget there are 28.
+MOST_SIZES = 18
 
 
 def linear(fixed: float, row: float, context: float, token: float, attention: float) -> Cost:
@@ -129,8 +131,21 @@ def test_what_was_never_seen_is_begun_small_and_grows_by_steps() -> None:
     model = StepCost()
     decode = StepWork.of([(10, 1)] * 4)
     assert PrefillAllowance(model, decode, 1.0).room(0) == FIRST_CHUNK
-    model.observe(StepWork.of([(0, 100)]), 1e-6)
-    assert PrefillAllowance(model, decode, 1.0).room(0) == 200
+    model.observe(StepWork.of([(0, 96)]), 1e-6)
+    assert PrefillAllowance(model, decode, 1.0).room(0) == 2 * 96
+
+
+@given(st.integers(MIN_CHUNK, 4000), st.integers(0, 40))
+def test_all_prefill_of_a_step_is_one_of_few_numbers(most: int, first: int) -> None:
+    model = StepCost()
+    model.observe(StepWork.of([(0, most)]), 1e-9)
+    allowance = PrefillAllowance(model, StepWork.of(()), 1.0)
+    taken = min(first, allowance.room(0))
+    allowance.take(0, taken)
+    total = taken + allowance.room(0)
+    assert total & (total - 1) == 0 or total % (1 << total.bit_length() - 3) == 0
+    allowed = max(FIRST_CHUNK, 2 * most)
+    assert 0.8 * allowed - MIN_CHUNK <= total <= allowed
 
 
 def test_an_allowance_is_used_up_but_for_one_smallest_chunk() -> None:
@@ -174,6 +189,7 @@ def test_a_long_prompt_under_32_streams_keeps_steps_within_the_bound(
     # The noise and the error of the model: by the second magnitude they are small.
     assert max(warm) <= 1.1 * bound_ms
     assert statistics.median(warm) >= 0.7 * bound_ms, "the time that is allowed is not used"
+    assert len({one.prefill for one in mixed}) <= MOST_SIZES
 
 
 def test_without_decode_rows_the_whole_budget_is_used() -> None:
