@@ -137,8 +137,11 @@ def openblas_path() -> str | None:
 def _wait_until_healthy(server: Server) -> None:
     deadline = time.monotonic() + START_TIMEOUT_S
     while time.monotonic() < deadline:
-        if server.process.poll() is not None:
-            raise ServerError(f"{server.name} ended at its start:\n{server.log_tail()}")
+        status = server.process.poll()
+        if status is not None:
+            raise ServerError(
+                f"{server.name} ended with {status} at its start:\n{server.log_tail()}"
+            )
         if _is_healthy(server):
             return
         time.sleep(POLL_S)

@@ -207,8 +207,13 @@ def engine_for(model: RandomModel, **options: Any) -> Iterator[tuple[BenchEngine
     mx.clear_cache()
     try:
         mx.reset_peak_memory()
-        yield make_engine(model, **options), layers
+        engine = make_engine(model, **options)
+        # As the engine's thread does: the collector would stop a step now and then.
+        gc.collect()
+        gc.freeze()
+        yield engine, layers
     finally:
+        gc.unfreeze()
         layers.restore()
         mx.clear_cache()
 
