@@ -49,7 +49,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         rounds = [measure_round(args, Path(folder), seed) for seed in range(args.repetitions)]
     return conclude(
-        "embeddings-gpu" if args.gpu else "embeddings",
+        "embeddings_gpu" if args.gpu else "embeddings",
         checks_of(rounds, args),
         {
             "rounds": rounds,

@@ -14,6 +14,8 @@ from benchmarks.checks import machine
 from benchmarks.gpu.bench import Outcome
 
 DIGITS = 5
+#: Of a record, what a table needs.
+SHOWN = ("values", "figures", "error", "environment", "machine")
 
 
 class Results:
@@ -44,6 +46,12 @@ class Results:
     def add(self, name: str, outcome: Outcome, about: dict[str, Any]) -> None:
         """Keep figures."""
         self._put(name, rounded(asdict(outcome)) | about)
+
+    def take(self, others: Results) -> None:
+        """Keep what a table needs of newer records; one that failed replaces no figures."""
+        for name, record in others.rows.items():
+            if others.is_measured(name) or not self.is_measured(name):
+                self._put(name, {key: record[key] for key in SHOWN if key in record})
 
     def _put(self, name: str, record: dict[str, Any]) -> None:
         self.rows[name] = record

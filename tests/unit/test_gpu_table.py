@@ -131,6 +131,20 @@ def test_failed_rows_come_last_and_patterns_choose(tmp_path):
     assert "ended" in content["rows"]["a-1"]["error"]
 
 
+def test_what_is_published_stays_until_there_are_newer_figures(tmp_path):
+    published, results = Results(tmp_path / "published.json"), Results(tmp_path / "gpu.json")
+    for name, ratio in (("a", 1.0), ("b", 2.0)):
+        published.add(name, Outcome({"ratio": ratio}), ABOUT)
+    results.add("a", Outcome({"ratio": 3.0}, details={"steps": [1, 2]}), ABOUT)
+    results.fail("b", "broke", ABOUT)
+    results.fail("c", "broke", ABOUT)
+    published.take(results)
+    rows = Results(tmp_path / "published.json").rows
+    assert rows["a"] == {"values": {"ratio": 3.0}, "figures": {}, **ABOUT}
+    assert rows["b"]["values"] == {"ratio": 2.0}
+    assert rows["c"]["error"] == "broke"
+
+
 def test_no_row_begins_when_the_budget_is_spent(tmp_path, bench):
     results = Results(tmp_path / "gpu.json")
     run(bench, [a_row("a")], results, make_parser().parse_args(["--budget-s", "-1"]))
