@@ -30,8 +30,17 @@ class Rows:
     tables: mx.array
 
 
+@dataclass
+class Padded:
+    """A plan with rows behind it, which nothing is done for."""
+
+    plan: Any
+    count: int
+
+
 class CompiledAttention(AheadAttention):
-    """Implements ``CompilableAttention``; counts the steps that were calls of a compiled function.
+    """Implements ``CompilableAttention``; counts the steps that were calls of a compiled function,
+    and those whose rows were padded.
 
     The pool has one block more than is handed out: padding writes to its last position.
     """
@@ -39,9 +48,17 @@ class CompiledAttention(AheadAttention):
     def __init__(self, block_size: int) -> None:
         super().__init__(block_size)
         self.num_decodes = 0
+        self.num_padded = 0
 
     def new_pool(self, shape: LayerShape, num_blocks: int) -> LayerPool:
         return super().new_pool(shape, num_blocks + 1)
+
+    pads_rows = True
+
+    def padded_plan(self, sequences: Sequence[ScheduledSequence], num_rows: int) -> Padded:
+        count = num_rows - sum(len(one.token_ids) for one in sequences)
+        self.num_padded += 1
+        return Padded(self.plan(sequences), count)
 
     def decode_kinds(self, plan: Any) -> str:
         return "rows"
@@ -73,6 +90,9 @@ class CompiledAttention(AheadAttention):
         pool.keys, pool.values = arrays
 
     def write(self, pool: LayerPool, plan: Any, keys: mx.array, values: mx.array) -> None:
+        if isinstance(plan, Padded):
+            keys, values = keys[: -plan.count], values[: -plan.count]
+            plan = plan.plan
         if not isinstance(plan, Rows):
             return super().write(pool, plan, keys, values)
         # Assignment would change the array that a caller of a compiled function holds.
@@ -84,6 +104,10 @@ class CompiledAttention(AheadAttention):
         return None
 
     def attend(self, pool: LayerPool, plan: Any, queries: mx.array, **options: Any) -> mx.array:
+        if isinstance(plan, Padded):
+            found = super().attend(pool, plan.plan, queries[: -plan.count], **options)
+            # What comes of padding must not matter.
+            return mx.concatenate([found, mx.full((plan.count, *found.shape[1:]), mx.nan)])
         if not isinstance(plan, Rows):
             return super().attend(pool, plan, queries, **options)
         keys, values = self.gather(pool, plan.tables)

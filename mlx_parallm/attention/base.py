@@ -148,6 +148,18 @@ class CompilableAttention(AttentionBackend, Protocol):
     to each pool; the pools themselves are constants in it.
     """
 
+    @property
+    def pads_rows(self) -> bool:
+        """Whether steps with prompts are faster with few numbers of rows."""
+        ...
+
+    def padded_plan(self, sequences: Sequence[ScheduledSequence], num_rows: int) -> Any:
+        """A ``plan`` with rows behind those of the sequences, ``num_rows`` in all.
+
+        They are written nowhere, and what attention gives for them is of no use.
+        """
+        ...
+
     def decode_kinds(self, plan: Any) -> Any:
         """What the layers asked of a plan of decode rows: the same in every such step."""
         ...

@@ -87,6 +87,17 @@ class KernelAttention:
         """See ``AttentionBackend.plan``."""
         return KernelPlan(sequences, self._block_size, self._tuning.chunk_multiple)
 
+    @property
+    def pads_rows(self) -> bool:
+        """See ``CompilableAttention.pads_rows``."""
+        return self._tuning.pads_rows
+
+    def padded_plan(self, sequences: Sequence[ScheduledSequence], num_rows: int) -> KernelPlan:
+        """See ``CompilableAttention.padded_plan``."""
+        padding = num_rows - sum(len(one.token_ids) for one in sequences)
+        multiple = self._tuning.chunk_multiple
+        return KernelPlan(sequences, self._block_size, multiple, padding=padding)
+
     def prepare(self, shape: LayerShape, heads: int) -> None:
         """Have what large chunks attend by ready: its first call loads cuDNN, 2 s on an H100."""
         if not self._dialect.has_tensor_cores:
@@ -153,9 +164,12 @@ class KernelAttention:
             outputs.append(kernels.run(mine, plan, queries, scores))
         if isinstance(plan, KernelPlan) and plan.chunks:
             outputs += self._attend_chunks(mine, plan, queries, scores)
-        joined = outputs[0] if len(outputs) == 1 else mx.concatenate(outputs, axis=0)
-        joined = joined.astype(dtype)
-        return joined if plan.order is None else joined[plan.order]
+        if plan.order is not None:
+            outputs = [_joined(outputs)[plan.order]]
+        if isinstance(plan, KernelPlan) and plan.padding:
+            shape = mine.layout.shape
+            outputs.append(plan.padding_rows(queries.shape[1], shape.value_dim, outputs[0].dtype))
+        return _joined(outputs).astype(dtype)
 
     def _attend_chunks(
         self, pool: KernelPool, plan: KernelPlan, queries: mx.array, scores: Scores
@@ -232,6 +246,11 @@ class MetalAttention(KernelAttention):
 
     def __init__(self, block_size: int, quantisation: KVQuantisation | None = None) -> None:
         super().__init__(block_size, MetalDialect(), quantisation=quantisation)
+
+
+def _joined(parts: list[mx.array]) -> mx.array:
+    """One behind the other."""
+    return parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=0)
 
 
 def _kernel_pool(pool: LayerPool) -> KernelPool:

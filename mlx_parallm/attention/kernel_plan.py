@@ -124,17 +124,26 @@ class KernelPlan:
         num_rows: R.
         chunks: the sequences of the other rows, large ones last.
         order: puts the kernel's outputs and then the chunks' into row order; None where they are.
+        padding: rows behind all others, which are not written and attend to nothing.
     """
 
     def __init__(
-        self, sequences: Sequence[ScheduledSequence], block_size: int, multiple: int = 1
+        self,
+        sequences: Sequence[ScheduledSequence],
+        block_size: int,
+        multiple: int = 1,
+        *,
+        padding: int = 0,
     ) -> None:
         """``multiple`` is that of long chunks."""
+        self.padding = padding
         counts = np.array([len(one.token_ids) for one in sequences])
         firsts = counts.cumsum() - counts
         is_short = counts < LONG_CHUNK
         short_at, long_at = np.flatnonzero(is_short).tolist(), np.flatnonzero(~is_short).tolist()
-        self.slots = mx.array(np.concatenate([_slots(one, block_size) for one in sequences]))
+        nowhere = np.full(padding, -1, dtype=np.int32)
+        slots = [_slots(one, block_size) for one in sequences]
+        self.slots = mx.array(np.concatenate([*slots, nowhere]))
         chunks = [
             LongChunk(
                 int(firsts[i]),
@@ -158,6 +167,7 @@ class KernelPlan:
         self.order = _inverse(np.concatenate(rows))
         self._work: dict[tuple[int | None, int, int], Work] = {}
         self._chunk_work: dict[tuple[int, int, int | None, int], ChunkWork] = {}
+        self._zeros: dict[tuple[int, int, mx.Dtype], mx.array] = {}
 
     def work(self, window: int | None, heads: int, threadgroups: int) -> Work:
         """Items of attention within ``window``; made once per step for each kind of layer.
@@ -186,6 +196,13 @@ class KernelPlan:
         if key not in self._chunk_work:
             self._chunk_work[key] = _chunk_work(self.chunks[:count], tokens, window, threadgroups)
         return self._chunk_work[key]
+
+    def padding_rows(self, heads: int, value_dim: int, dtype: mx.Dtype) -> mx.array:
+        """What attention gives for padding, ``[padding, H, 1, V]``; made once per step."""
+        key = (heads, value_dim, dtype)
+        if key not in self._zeros:
+            self._zeros[key] = mx.zeros((self.padding, heads, 1, value_dim), dtype)
+        return self._zeros[key]
 
     @property
     def kinds(self) -> tuple[tuple[int | None, int, int], ...]:

@@ -21,6 +21,7 @@ class Tuning:
         quantised_vector: neighbouring numbers of quantised KV that a lane takes, if they fit.
         max_heads: query heads of one KV head that share its loads; they are kept in registers.
         chunk_multiple: stock attention gets a multiple of this many queries, from such a position.
+        pads_rows: steps with prompts get few numbers of rows.
     """
 
     threadgroups: int
@@ -30,6 +31,7 @@ class Tuning:
     quantised_vector: int = 16
     max_heads: int = 8
     chunk_multiple: int = 1
+    pads_rows: bool = False
 
 
 class Kernel(Protocol):
@@ -106,8 +108,8 @@ class CudaDialect:
         mx.uint32: "unsigned",
     }
     # Four of 128 threads on each of an H100's 132 processors; a multiple of rows, as MLX compiles
-    # a cuDNN graph for each pair of lengths it meets.
-    tuning = Tuning(threadgroups=512, chunk_multiple=256)
+    # a cuDNN graph for each pair of lengths it meets (docs/decisions/020-shapes-on-cuda.md).
+    tuning = Tuning(threadgroups=512, chunk_multiple=256, pads_rows=True)
 
     def make(
         self,

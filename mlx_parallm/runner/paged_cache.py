@@ -8,7 +8,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from mlx_parallm.attention.base import AttentionBackend, LayerPool
+from mlx_parallm.attention.base import AttentionBackend, CompilableAttention, LayerPool
 from mlx_parallm.batch import ScheduledSequence
 
 
@@ -57,9 +57,17 @@ class PackedStep:
     @classmethod
     def of(cls, backend: AttentionBackend, sequences: Sequence[ScheduledSequence]) -> PackedStep:
         """The step that runs these sequences' tokens."""
-        positions = [np.arange(one.start, one.start + len(one.token_ids)) for one in sequences]
-        rows = mx.array(np.concatenate(positions).astype(np.int32))
-        return cls(backend, backend.plan(sequences), rows)
+        return cls(backend, backend.plan(sequences), mx.array(_positions(sequences)))
+
+    @classmethod
+    def padded(
+        cls, backend: CompilableAttention, sequences: Sequence[ScheduledSequence], num_rows: int
+    ) -> PackedStep:
+        """The same with ``num_rows`` rows; those behind the sequences' are at position 0."""
+        positions = np.zeros(num_rows, dtype=np.int32)
+        known = _positions(sequences)
+        positions[: len(known)] = known
+        return cls(backend, backend.padded_plan(sequences, num_rows), mx.array(positions))
 
     def register(self, pool: LayerPool, window: int | None) -> None:
         """Make a pool known to ``attend``; its keys are recognised by identity."""
@@ -97,6 +105,12 @@ class PackedStep:
             sinks=sinks,
             soft_cap=soft_cap,
         )
+
+
+def _positions(sequences: Sequence[ScheduledSequence]) -> np.ndarray:
+    """Of all tokens, int32 ``[T]``."""
+    rows = [np.arange(one.start, one.start + len(one.token_ids)) for one in sequences]
+    return np.concatenate(rows).astype(np.int32)
 
 
 class PagedLayerCache:

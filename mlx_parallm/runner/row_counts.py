@@ -14,6 +14,17 @@ def padded_rows(count: int) -> int:
     return next(rows for rows in ROW_COUNTS if rows >= count)
 
 
+#: The tokens of a step with prompts are padded to a multiple of this, or of a sixteenth of the next
+#: power of two.
+MIN_TOKENS = 16
+
+
+def padded_tokens(count: int) -> int:
+    """The number of rows that a step with so many tokens of prompts and decode rows is given."""
+    multiple = max(MIN_TOKENS, (1 << (count - 1).bit_length()) // 16)
+    return -(-count // multiple) * multiple
+
+
 #: Block tables are padded to multiples of this, longer ones to an eighth of what they may grow to.
 MIN_BLOCKS = 8
 

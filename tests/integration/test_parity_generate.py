@@ -194,6 +194,28 @@ def test_ragged_prompts_joining_midway_in_chunks_equal_each_alone(name: str) -> 
         assert_same(session.result(request_id), alone(name, prompt))
 
 
+def test_steps_with_prompts_have_few_numbers_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those are what the attention backend asks for; what stands in for rows is not a number."""
+    runner = shared_runner("llama", CompiledAttention)
+    prompts = {f"r{length}": random_prompt(length, seed=length) for length in (3, 7, 29)}
+    norm, rows = loaded_model("llama").model.model.norm, []
+    original = type(norm)
+
+    def call(self: Any, x: mx.array) -> mx.array:
+        rows.append(x.shape[0])
+        return original.__call__(self, x)
+
+    monkeypatch.setattr(norm, "__class__", type("Counted", (original,), {"__call__": call}))
+    session = Session(runner, budget=24)
+    for request_id, prompt in prompts.items():
+        session.add(request_id, prompt)
+        session.step()
+    session.finish()
+    assert {16, 32} <= set(rows) <= {1, 2, 4, 16, 32}
+    for request_id, prompt in prompts.items():
+        assert_same(session.result(request_id), alone("llama", prompt))
+
+
 @pytest.mark.parametrize(
     ("name", "attention"),
     [(name, AheadAttention) for name in ("llama", "gemma3n", "gpt_oss", "lfm2", "qwen3_next")]

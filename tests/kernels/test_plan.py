@@ -81,6 +81,20 @@ def test_slots_and_order(sequences: list[tuple[int, int]]) -> None:
     assert [chunk.first for chunk in plan.chunks] == [int((rows < i).sum()) for i in long]
 
 
+@given(sequences=SEQUENCES, padding=st.integers(1, 40))
+def test_padding_is_written_nowhere_and_changes_nothing_else(
+    sequences: list[tuple[int, int]], padding: int
+) -> None:
+    plan = KernelPlan(scheduled(sequences), BLOCK_SIZE)
+    padded = KernelPlan(scheduled(sequences), BLOCK_SIZE, padding=padding)
+    assert padded.padding == padding
+    assert np.array(padded.slots).tolist() == [*np.array(plan.slots).tolist(), *[-1] * padding]
+    assert (padded.order is None) == (plan.order is None)
+    assert padded.num_rows == plan.num_rows
+    work, wanted = padded.work(None, 8, 512), plan.work(None, 8, 512)
+    assert np.array_equal(np.array(work.items), np.array(wanted.items))
+
+
 @pytest.mark.parametrize(
     ("sequences", "num_items"),
     [

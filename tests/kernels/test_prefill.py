@@ -12,7 +12,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.gpu.kernel_cases import Case
+from benchmarks.gpu.kernel_cases import Case, Trial
+from mlx_parallm.attention.base import LayerPool
+from mlx_parallm.attention.kernel_backend import KernelAttention
 from mlx_parallm.attention.kernel_plan import LONG_CHUNK, KernelPlan
 from mlx_parallm.batch import ScheduledSequence
 from mlx_parallm.kernels.dialect import Tuning
@@ -59,6 +61,35 @@ def test_chunks_are_right_in_every_order(case: Case) -> None:
     shim.mutate = lambda name, body: used.append(name) or body
     assert is_right(shim, case)
     assert any("prefill" in name for name in used)
+
+
+class PaddedAttention(KernelAttention):
+    """Has seven rows more than are asked for, made of NaN."""
+
+    def plan(self, sequences: Sequence[ScheduledSequence]) -> KernelPlan:
+        return self.padded_plan(sequences, 7 + sum(len(one.token_ids) for one in sequences))
+
+    def write(self, pool: LayerPool, plan: Any, keys: mx.array, values: mx.array) -> None:
+        super().write(pool, plan, more(keys), more(values))
+
+    def attend(self, pool: LayerPool, plan: Any, queries: mx.array, **options: Any) -> mx.array:
+        found = super().attend(pool, plan, more(queries), **options)
+        assert not found[-7:].any()
+        return found[:-7]
+
+
+def more(rows: mx.array) -> mx.array:
+    return mx.concatenate([rows, mx.full((7, *rows.shape[1:]), mx.nan, rows.dtype)])
+
+
+@pytest.mark.parametrize("case", CASES[:4], ids=str)
+def test_padding_changes_nothing(case: Case) -> None:
+    require_compiler()
+    trial = Trial(case)
+    padded = PaddedAttention(case.block_size, TensorShim())
+    plain = KernelAttention(case.block_size, TensorShim())
+    found = trial.run(padded, trial.fill(padded, poison=True))
+    assert mx.array_equal(found, trial.run(plain, trial.fill(plain, poison=True)))
 
 
 @pytest.mark.parametrize("window", [None, 30])

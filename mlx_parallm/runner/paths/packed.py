@@ -9,7 +9,7 @@ import mlx.core as mx
 import numpy as np
 
 from mlx_parallm.adapters.context import AdapterContext
-from mlx_parallm.adapters.rows import AdapterRows
+from mlx_parallm.adapters.rows import NO_ADAPTER, AdapterRows
 from mlx_parallm.attention.base import AttentionBackend, CompilableAttention
 from mlx_parallm.batch import ScheduledSequence
 from mlx_parallm.runner.cache_layout import CacheLayout, KVLayout
@@ -17,6 +17,7 @@ from mlx_parallm.runner.kv_pools import KVPools
 from mlx_parallm.runner.paged_cache import PackedStep, PagedLayerCache
 from mlx_parallm.runner.paths.base import adapter_slots, is_decode
 from mlx_parallm.runner.paths.compiled_decode import CompiledDecode
+from mlx_parallm.runner.row_counts import padded_tokens
 from mlx_parallm.runner.row_selection import RowSelector
 from mlx_parallm.runner.seam import ModelSeams
 from mlx_parallm.runner.state_store import States, StateStore
@@ -46,6 +47,9 @@ class PackedPath:
         self._selector = selector
         self._seams = ModelSeams(model)
         self.adapters = AdapterContext()
+        self._padding: CompilableAttention | None = None
+        if isinstance(backend, CompilableAttention) and backend.pads_rows:
+            self._padding = backend
         self._compiled: CompiledDecode | None = None
         if compiles and isinstance(backend, CompilableAttention):
             self._compiled = CompiledDecode(
@@ -62,11 +66,17 @@ class PackedPath:
     ) -> mx.array:
         """See ``ForwardPath.logits``."""
         slots = adapter_slots(sequences)
-        compiled = self._compiled if is_decode(sequences, rows) else None
+        decodes = is_decode(sequences, rows)
+        compiled = self._compiled if decodes else None
         if compiled is not None and compiled.is_ready:
             return compiled.logits(sequences, token_ids, slots)
-        step = PackedStep.of(self._backend, sequences)
         wanted = mx.array(np.array(rows, dtype=np.int32)) if rows else mx.array([0])
+        num_rows = token_ids.size if decodes else padded_tokens(token_ids.size)
+        if self._padding is not None and num_rows > token_ids.size:
+            step = PackedStep.padded(self._padding, sequences, num_rows)
+            token_ids, slots = _padded(token_ids, slots, num_rows)
+        else:
+            step = PackedStep.of(self._backend, sequences)
         with self.adapters.during(AdapterRows.of_step(slots), wanted):
             logits = self._selector.run(lambda: self._forward(token_ids, step), wanted)
         if compiled is not None:
@@ -115,3 +125,14 @@ class PackedPath:
     def copy_state(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Nothing: there is no state besides KV."""
         del pairs
+
+
+def _padded(
+    token_ids: mx.array, slots: np.ndarray | None, num_rows: int
+) -> tuple[mx.array, np.ndarray | None]:
+    """Tokens and adapter slots with rows behind them, which have no adapter."""
+    missing = num_rows - token_ids.size
+    token_ids = mx.concatenate([token_ids, mx.zeros(missing, mx.int32)])
+    if slots is not None:
+        slots = np.append(slots, np.full(missing, NO_ADAPTER, slots.dtype))
+    return token_ids, slots
