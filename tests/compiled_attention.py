@@ -39,8 +39,7 @@ class Padded:
 
 
 class CompiledAttention(AheadAttention):
-    """Implements ``CompilableAttention``; counts the steps that were calls of a compiled function,
-    and those whose rows were padded.
+    """Implements ``CompilableAttention``; counts the steps that were calls of a compiled function.
 
     The pool has one block more than is handed out: padding writes to its last position.
     """
@@ -48,7 +47,6 @@ class CompiledAttention(AheadAttention):
     def __init__(self, block_size: int) -> None:
         super().__init__(block_size)
         self.num_decodes = 0
-        self.num_padded = 0
 
     def new_pool(self, shape: LayerShape, num_blocks: int) -> LayerPool:
         return super().new_pool(shape, num_blocks + 1)
@@ -57,7 +55,6 @@ class CompiledAttention(AheadAttention):
 
     def padded_plan(self, sequences: Sequence[ScheduledSequence], num_rows: int) -> Padded:
         count = num_rows - sum(len(one.token_ids) for one in sequences)
-        self.num_padded += 1
         return Padded(self.plan(sequences), count)
 
     def decode_kinds(self, plan: Any) -> str:

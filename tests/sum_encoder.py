@@ -98,6 +98,7 @@ def engine_of(
     max_waiting: int = 100,
     cache_bytes: int = 0,
     max_wait_s: float = 0.0,
+    joins_lengths: bool = False,
     adapters: EncoderAdapterSet | None = None,
 ) -> EncodeEngine:
     return EncodeEngine(
@@ -107,6 +108,7 @@ def engine_of(
         metrics=EncoderMetrics(EncoderFamilies(CollectorRegistry()), "m"),
         max_wait_s=max_wait_s,
         cache_bytes=cache_bytes,
+        joins_lengths=joins_lengths,
         adapters=adapters,
         clock=encoder.clock,
     )

@@ -44,6 +44,8 @@ def main() -> int:
     if args.list:
         for row in rows:
             print(f"{_state(row, results):<9}{row.name:<28}{row.table:<12}{row.what}")
+    elif args.write_docs and args.shrink:
+        sys.exit("figures of --shrink are none for the docs")
     elif args.write_docs:
         published = Results(PUBLISHED)
         published.take(results)

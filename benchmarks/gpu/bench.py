@@ -78,11 +78,13 @@ class Outcome:
         values: by the ``what`` of the row's targets.
         figures: by the columns of the row's table.
         details: everything else worth keeping.
+        missing: why there is not every figure; empty where there is.
     """
 
     values: dict[str, float] = field(default_factory=dict)
     figures: dict[str, float] = field(default_factory=dict)
     details: dict[str, Any] = field(default_factory=dict)
+    missing: str = ""
 
 
 class Bench:

@@ -125,7 +125,12 @@ def late_prompt(bench: Bench, *, shape: str, batch: int, prompt: int) -> Outcome
             "prefill unbounded, ms": sum(free.during),
             "prefill bounded, ms": sum(bound.during),
         },
-        {"before": summary(bound.before), "during": summary(bound.during), **bound.facts},
+        {
+            "before": summary(bound.before),
+            "during": summary(bound.during),
+            "each during, ms": bound.during,
+            **bound.facts,
+        },
     )
 
 

@@ -15,7 +15,7 @@ from benchmarks.gpu.bench import Outcome
 
 DIGITS = 5
 #: Of a record, what a table needs.
-SHOWN = ("values", "figures", "error", "environment", "machine")
+SHOWN = ("values", "figures", "missing", "error", "environment", "machine")
 
 
 class Results:
@@ -28,12 +28,12 @@ class Results:
             self.rows = json.loads(path.read_text())["rows"]
 
     def is_measured(self, name: str) -> bool:
-        """Whether there are figures."""
-        return name in self.rows and "error" not in self.rows[name]
+        """Whether there are all figures."""
+        return name in self.rows and not self._why_not(name)
 
     def has_failed(self, name: str) -> bool:
         """Whether it was tried in vain."""
-        return "error" in self.rows.get(name, {})
+        return bool(self._why_not(name))
 
     def begin(self, name: str) -> None:
         """Note that a row begins, should it end the process."""
@@ -50,8 +50,13 @@ class Results:
     def take(self, others: Results) -> None:
         """Keep what a table needs of newer records; one that failed replaces no figures."""
         for name, record in others.rows.items():
-            if others.is_measured(name) or not self.is_measured(name):
-                self._put(name, {key: record[key] for key in SHOWN if key in record})
+            is_better = others.is_measured(name) or not self.is_measured(name)
+            if is_better and _time(record) >= _time(self.rows.get(name, {})):
+                self._put(name, {key: record[key] for key in SHOWN if record.get(key, "") != ""})
+
+    def _why_not(self, name: str) -> str:
+        record = self.rows.get(name, {})
+        return record.get("error") or record.get("missing") or ""
 
     def _put(self, name: str, record: dict[str, Any]) -> None:
         self.rows[name] = record
@@ -70,6 +75,11 @@ def about_run(commit: str | None) -> dict[str, Any]:
         "machine": about | {"commit": commit or about["commit"], "device": device},
         "environment": dict(sorted(environment.items())),
     }
+
+
+def _time(record: dict[str, Any]) -> str:
+    """When it was measured, in a form that sorts; empty where that is not known."""
+    return record.get("machine", {}).get("time", "")
 
 
 def rounded(value: Any) -> Any:

@@ -37,8 +37,12 @@ def format_table(rows: Sequence[Row], records: Mapping[str, Record]) -> str:
     lines = [line for row in rows for line in _lines(row, measured.get(row.name), columns, letters)]
     header = ["what", *columns, "figure", "measured", "target", *["", "run"][: 1 + bool(letters)]]
     table = "\n".join([_cells(header), "|---" * len(header) + "|", *map(_cells, lines)])
-    failed = [row for row in rows if "error" in records.get(row.name, {})]
-    notes = [f"Not measured: {row.what} ({records[row.name]['error']})." for row in failed]
+    notes = [
+        f"Not measured: {row.what} ({reason})."
+        for row in rows
+        for reason in [_why_not(records.get(row.name, {}))]
+        if reason
+    ]
     about = [f"{letters[place]}: {place}" if letters else place for place in places]
     return "\n\n".join([table, *notes, *about]) + "\n"
 
@@ -58,6 +62,11 @@ def _lines(
         cells += [limit, verdict]
         lines.append(cells + ([letters[_place(record)] if record else ""] if letters else []))
     return lines
+
+
+def _why_not(record: Record) -> str:
+    """The first line of why there are not all figures; empty where there are."""
+    return (record.get("error") or record.get("missing") or "").partition("\n")[0]
 
 
 def _place(record: Record) -> str:

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import bisect
-from collections.abc import Container
+from collections.abc import Callable, Container, Iterator
 from dataclasses import dataclass, field
 
 from mlx_parallm.encode import EncodeInput, EncodeRequest
 
-# An input joins a batch where padding it costs so little of the batch's length, or so few tokens,
-# as launching a batch costs everywhere; and where launching one of its own would cost more.
+# An input joins a batch where padding it costs so little of the batch's length, or so few tokens:
+# launching a batch costs about as much as these.
 MAX_PADDING_SHARE = 4
 FREE_PADDING = 16
+
+#: What a batch takes, by the number of its inputs and the tokens of the longest.
+BatchSeconds = Callable[[int, int], float]
 
 
 @dataclass(slots=True, eq=False)
@@ -96,29 +99,31 @@ class EncodeQueue:
                 self._forget(waiting)
 
     def take(
-        self, max_tokens: int, *, max_adapters: int = 1, free_padding: int = 0
+        self, max_tokens: int, *, max_adapters: int = 1, seconds: BatchSeconds | None = None
     ) -> list[WaitingInput]:
-        """The next batch: the input that waits longest, and others near its length.
+        """The next batch: the input that waits longest, and others near its length. Sorted by it.
 
-        Others join too while all padding of the batch is at most ``free_padding`` tokens.
-
-        The batch's inputs, padded to the longest, have at most ``max_tokens`` together; the one
-        that waits longest runs whatever its length. They have at most ``max_adapters``; there is no
-        batch if that is 0 and the input that waits longest has one. Sorted by length.
+        Args:
+            max_tokens: of the batch's inputs together, padded to the longest; the one that waits
+                longest runs whatever its length.
+            max_adapters: of the batch; there is none if that is 0 and the input that waits longest
+                has one.
+            seconds: of a batch of so many inputs of such a length. Others that would be a batch
+                join too where they cost less with this one than by themselves. None: none do.
         """
         oldest = next(iter(self._by_number.values()), None)
         if oldest is None or (oldest.input.adapter is not None and not max_adapters):
             return []
         first = bisect.bisect_left(self._by_length, oldest.key)
-        begin, end = self._widen(first, max_tokens, max_adapters, free_padding)
+        begin, end = self._widen(first, max_tokens, max_adapters)
+        if seconds is not None:
+            begin, end = self._join_groups(begin, end, max_tokens, max_adapters, seconds)
         batch = [self._by_number[number] for _, number in self._by_length[begin:end]]
         for waiting in batch:
             self._forget(waiting)
         return batch
 
-    def _widen(
-        self, first: int, max_tokens: int, max_adapters: int, free_padding: int
-    ) -> tuple[int, int]:
+    def _widen(self, first: int, max_tokens: int, max_adapters: int) -> tuple[int, int]:
         """The neighbours of an input that run with it, as a slice of ``_by_length``.
 
         Whichever neighbour costs fewer tokens joins next; a longer one is paid for by all.
@@ -127,13 +132,10 @@ class EncodeQueue:
         begin, end = first, first + 1
         # The model as it is takes no slot.
         adapters = {None, self._adapter(first)}
-        num_tokens = lengths[first][0]
 
         def joins(place: int, shortest: int, longest: int) -> bool:
-            padding = (end - begin + 1) * longest - num_tokens - lengths[place][0]
             wanted = adapters | {self._adapter(place)}
-            is_cheap = _is_near(shortest, longest) or padding <= free_padding
-            return is_cheap and len(wanted) <= max_adapters + 1
+            return _is_near(shortest, longest) and len(wanted) <= max_adapters + 1
 
         while True:
             count, longest = end - begin, lengths[end - 1][0]
@@ -145,10 +147,52 @@ class EncodeQueue:
             cost, *wider = min(costs, default=(max_tokens + 1, begin, end))
             if cost > max_tokens:
                 return begin, end
-            (joined,) = {wider[0], wider[1] - 1} - {begin, end - 1}
-            adapters.add(self._adapter(joined))
-            num_tokens += lengths[joined][0]
+            adapters |= {self._adapter(one) for one in (wider[0], wider[1] - 1)}
             begin, end = wider
+
+    def _join_groups(
+        self, begin: int, end: int, max_tokens: int, max_adapters: int, seconds: BatchSeconds
+    ) -> tuple[int, int]:
+        """The same slice with the neighbouring groups with which a launch is worth saving.
+
+        A group comes as a whole: while some of it is left, no launch is saved.
+        """
+
+        def cost(begin: int, end: int) -> float:
+            return seconds(end - begin, self._by_length[end - 1][0])
+
+        while True:
+            choices = []
+            for group in self._groups_beside(begin, end):
+                union = min(begin, group[0]), max(end, group[1])
+                saved = cost(begin, end) + cost(*group) - cost(*union)
+                if saved > 0 and self._fits(union, max_tokens, max_adapters):
+                    choices.append((saved, union))
+            if not choices:
+                return begin, end
+            _, (begin, end) = max(choices)
+
+    def _groups_beside(self, begin: int, end: int) -> Iterator[tuple[int, int]]:
+        """The inputs of similar length next to a slice, below and above it, as slices."""
+        lengths = self._by_length
+        if begin > 0:
+            low = begin - 1
+            while low > 0 and _is_near(lengths[low - 1][0], lengths[begin - 1][0]):
+                low -= 1
+            yield low, begin
+        if end < len(lengths):
+            high = end + 1
+            while high < len(lengths) and _is_near(lengths[end][0], lengths[high][0]):
+                high += 1
+            yield end, high
+
+    def _fits(self, part: tuple[int, int], max_tokens: int, max_adapters: int) -> bool:
+        """Whether a slice is no more than a batch."""
+        begin, end = part
+        if (end - begin) * self._by_length[end - 1][0] > max_tokens:
+            return False
+        adapters = {self._adapter(place) for place in range(begin, end)} - {None}
+        return len(adapters) <= max_adapters
 
     def _adapter(self, place: int) -> str | None:
         """Of the input that is there in ``_by_length``."""

@@ -8,8 +8,9 @@ from mlx_parallm.numerics.exp2 import LOG2_E, MIN_EXPONENT, exp2, is_exp_slow
 
 # Fewer scores than this are done sooner by the one fused operation.
 MIN_SCORES = 4096
-# More bytes of scores than this are not kept: the fused operation is to compute them in passing.
-MAX_SCORE_BYTES = 1 << 29
+# More bytes of scores than this are not kept, three times over at the worst: the fused operation is
+# to compute them in passing.
+MAX_SCORE_BYTES = 1 << 28
 # Added to scores that are masked: they end far below any other, and finite.
 _MASKED = -1e30
 

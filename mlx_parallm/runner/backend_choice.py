@@ -84,6 +84,7 @@ def choose_backend(cache: CacheConfig, shapes: Sequence[LayerShape], heads: int)
     if kernels is not None:
         rejected, error = _judge(kernels, cache.block_size, shapes, heads)
         if rejected is None:
+            _prepare(kernels, shapes, heads)
             return BackendChoice(kernels, error)
         logger.warning("attention kernels are not used: %s", rejected)
     error = attention_error(_reference(BLOCK_SIZE, quantisation))
@@ -112,11 +113,10 @@ def _judge(
         reason = why_unsupported(kernels.layout(shape))
         if reason is not None:
             return reason, worst
-        multiple = max(1, heads // shape.num_kv_heads) * shape.num_kv_heads
+        multiple = _query_heads(heads, shape)
         try:
             error = attention_error(kernels, shape, multiple, block_size)
             misread = misread_share(kernels, shape, block_size)
-            kernels.prepare(shape, multiple)
         except MODEL_ERRORS as cause:
             return f"{type(cause).__name__}: {cause}", worst
         # Not "greater": NaN must fail too.
@@ -126,3 +126,17 @@ def _judge(
             return f"{misread:.0%} of quantised KV is read back wrong for {shape}", worst
         worst = max(worst, error)
     return None, worst
+
+
+def _prepare(kernels: KernelAttention, shapes: Sequence[LayerShape], heads: int) -> None:
+    """Have ready what large chunks attend by; without that the first of them takes longer."""
+    for shape in dict.fromkeys(shapes):
+        try:
+            kernels.prepare(shape, _query_heads(heads, shape))
+        except MODEL_ERRORS as cause:
+            logger.info("attention of large chunks is not prepared for %s: %s", shape, cause)
+
+
+def _query_heads(heads: int, shape: LayerShape) -> int:
+    """A multiple of the layer's heads of keys."""
+    return max(1, heads // shape.num_kv_heads) * shape.num_kv_heads

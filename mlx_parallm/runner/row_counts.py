@@ -15,12 +15,14 @@ def padded_rows(count: int) -> int:
 
 
 #: The tokens of a step with prompts are padded to a multiple of this, or of a sixteenth of the next
-#: power of two.
+#: power of two; fewer, such as proposals that are verified, as decode rows are.
 MIN_TOKENS = 16
 
 
 def padded_tokens(count: int) -> int:
     """The number of rows that a step with so many tokens of prompts and decode rows is given."""
+    if count < MIN_TOKENS:
+        return padded_rows(count)
     multiple = max(MIN_TOKENS, (1 << (count - 1).bit_length()) // 16)
     return -(-count // multiple) * multiple
 

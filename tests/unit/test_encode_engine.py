@@ -69,6 +69,26 @@ def test_batches_take_what_streams_may_wait_once_their_cost_is_known() -> None:
     assert len(answers["a"]) == 15
 
 
+@pytest.mark.parametrize(("joins", "wanted"), [(False, 2), (True, 1)])
+def test_texts_of_other_lengths_share_a_launch_unless_streams_wait(
+    joins: bool, wanted: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tests.sum_encoder.LAUNCH_S", 0.1)
+    encoder = SumEncoder()
+    engine, answers = engine_of(encoder, max_tokens=200, joins_lengths=joins), {}
+    for number in range(1, 12):
+        ask(engine, answers, f"warm{number}", *[(number, n) for n in range(number)])
+        ask(engine, answers, f"long{number}", (number,) * 9 * number)
+        run(engine)
+    for within_s, batches in ((None, wanted), (1.0, 2)):
+        encoder.batches.clear()
+        ask(engine, answers, "short", (1, 1))
+        ask(engine, answers, "longer", (2,) * 40)
+        run(engine, within_s)
+        assert len(encoder.batches) == batches
+        assert (answers["short"], answers["longer"]) == ([[2, 2]], [[80, 40]])
+
+
 def test_what_takes_longer_is_computed_over_several_turns() -> None:
     engine, encoder, answers = make()
     ask(engine, answers, "warm", tuple(range(60)))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -61,32 +63,61 @@ def test_the_longest_waiting_is_in_the_next_batch(
         waiting = [one for one in waiting if one not in batch]
 
 
+def launch_and_tokens(launch: float) -> Callable[[int, int], float]:
+    """A launch takes as long as so many tokens."""
+    return lambda count, length: launch + count * length
+
+
 @given(INPUTS, st.integers(1, 600), st.integers(0, 2000))
-def test_inputs_of_any_length_run_together_while_their_padding_is_free(
-    inputs: list[tuple[int, ...]], max_tokens: int, free_padding: int
+def test_groups_of_other_lengths_join_where_that_costs_less(
+    inputs: list[tuple[int, ...]], max_tokens: int, launch: int
 ) -> None:
-    queue = EncodeQueue()
-    queue.add(request("a", *inputs))
-    while len(queue):
-        lengths = [
-            len(one.input.token_ids) for one in queue.take(max_tokens, free_padding=free_padding)
-        ]
-        longest = max(lengths)
-        assert len(lengths) == 1 or len(lengths) * longest <= max_tokens
-        is_near = longest - min(lengths) <= max(FREE_PADDING, longest // MAX_PADDING_SHARE)
-        assert is_near or len(lengths) * longest - sum(lengths) <= free_padding
+    """Never more than the batches that there are without, and never dearer."""
+    costs, counts = [], []
+    for seconds in (None, launch_and_tokens(launch)):
+        queue = EncodeQueue()
+        queue.add(request("a", *inputs))
+        batches = []
+        while len(queue):
+            batch = queue.take(max_tokens, seconds=seconds)
+            batches.append([len(one.input.token_ids) for one in batch])
+            assert len(batch) == 1 or len(batch) * max(batches[-1]) <= max_tokens
+        assert sum(map(len, batches)) == len(set(inputs))
+        costs.append(sum(launch + len(one) * max(one) for one in batches))
+        counts.append(len(batches))
+    assert counts[1] <= counts[0]
+    assert costs[1] <= costs[0] + launch
 
 
-def test_one_batch_takes_all_where_padding_costs_less_than_launching_another() -> None:
+def test_one_batch_takes_all_where_padding_costs_less_than_launches() -> None:
     lengths = (1, 30, 60, 120)
-    for free_padding, wanted in ((0, 4), (28, 4), (29, 3), (269, 1)):
+    for launch, wanted in ((0, 4), (28, 4), (30, 3), (269, 1)):
         queue = EncodeQueue()
         queue.add(request("a", *(tuple(range(length)) for length in lengths)))
         batches = 0
         while len(queue):
-            queue.take(1000, free_padding=free_padding)
+            queue.take(1000, seconds=launch_and_tokens(launch))
             batches += 1
-        assert batches == wanted, free_padding
+        assert batches == wanted, launch
+
+
+def test_no_part_of_a_group_joins_since_that_saves_no_launch() -> None:
+    queue = EncodeQueue()
+    texts = [(number, *range(7)) for number in range(1, 60)]
+    queue.add(request("a", tuple(range(250)), *texts))
+    (batch,) = [queue.take(512, seconds=launch_and_tokens(10_000))]
+    assert len(batch) == 1
+    assert len(queue.take(512, seconds=launch_and_tokens(10_000))) == 59
+
+
+def test_groups_that_join_bring_no_more_adapters_than_there_may_be() -> None:
+    for max_adapters, wanted in ((1, 1), (2, 2)):
+        queue = EncodeQueue()
+        for name, length in (("a", 5), ("b", 90)):
+            one = EncodeInput(tuple(range(length)), adapter=name)
+            queue.add(EncodeRequest(request_id=name, model="m", inputs=(one,)))
+        batch = queue.take(1000, max_adapters=max_adapters, seconds=launch_and_tokens(1e6))
+        assert len(batch) == wanted
 
 
 def test_an_input_that_several_ask_for_runs_once() -> None:

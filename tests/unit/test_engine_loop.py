@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import queue
 from typing import Any, cast
 
@@ -192,16 +193,13 @@ def test_the_cost_of_a_batch_is_learned_and_trusted_step_by_step() -> None:
     assert cost.tokens_within(9.0, 20) == 2 * 180
 
 
-def test_the_tokens_that_cost_what_a_launch_does() -> None:
+def test_what_a_batch_costs_is_known_as_far_as_there_were_batches() -> None:
     cost = BatchCost()
-    assert cost.tokens_of_launch(10) == 0
+    assert cost.seconds(1, 10) == math.inf
     for count, length in [(1, 8), (2, 16), (4, 30), (1, 100), (8, 8), (3, 60)] * 4:
         cost.observe(count, length, 0.002 + count * length * 1e-4)
-    assert cost.tokens_of_launch(20) == pytest.approx(20, rel=0.1)
-    for count, length in [(1, 8), (2, 16), (4, 30), (1, 100), (8, 8), (3, 60)] * 9:
-        cost.observe(count, length, 0.002 + count * length * 1e-9)
-    # No more than is known of.
-    assert cost.tokens_of_launch(20) == 2 * 180
+    assert cost.seconds(4, 50) == pytest.approx(0.022, rel=0.1)
+    assert cost.seconds(4, 91) == math.inf
 
 
 def test_a_pace_is_not_changed_by_one_slow_step() -> None:

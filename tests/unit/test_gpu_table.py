@@ -139,10 +139,18 @@ def test_what_is_published_stays_until_there_are_newer_figures(tmp_path):
     results.fail("b", "broke", ABOUT)
     results.fail("c", "broke", ABOUT)
     published.take(results)
+    assert published.rows["c"]["error"] == "broke"
+    results.add("b", Outcome({}, {"ms": 2.0}, missing="the other server ended"), ABOUT)
+    results.add("c", Outcome({}, {"ms": 2.0}, missing="the other server ended"), ABOUT)
+    older = {**ABOUT, "machine": {**ABOUT["machine"], "time": "2029-12-31"}}
+    results.add("a", Outcome({"ratio": 9.0}), older)
+    published.take(results)
+    assert [row.name for row in choose([a_row("b"), a_row("c")], ["*"], results)] == ["b", "c"]
     rows = Results(tmp_path / "published.json").rows
+    assert rows["c"]["figures"] == {"ms": 2.0}
+    assert "other server" in format_table([a_row("c")], rows)
     assert rows["a"] == {"values": {"ratio": 3.0}, "figures": {}, **ABOUT}
     assert rows["b"]["values"] == {"ratio": 2.0}
-    assert rows["c"]["error"] == "broke"
 
 
 def test_no_row_begins_when_the_budget_is_spent(tmp_path, bench):

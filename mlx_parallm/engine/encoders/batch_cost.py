@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from statistics import median
 
@@ -36,12 +37,12 @@ class BatchCost:
         left = max(seconds - launch, 0.0)
         return most if each * most <= left else int(left / each)
 
-    def tokens_of_launch(self, length: int) -> int:
-        """Padded tokens, of inputs of about this length, that take as long as launching a batch."""
-        per_token, per_pair, launch = self._fit.coefficients
-        most = GROWTH * self._most
-        each = per_token + length * per_pair
-        return most if each * most <= launch else int(launch / each)
+    def seconds(self, count: int, length: int) -> float:
+        """What a batch of ``count`` inputs, padded to ``length``, takes; inf where nobody knows."""
+        tokens = float(count * length)
+        if tokens > GROWTH * self._most:
+            return math.inf
+        return self._fit.predict((tokens, tokens * length, 1.0))
 
 
 class StepPace:

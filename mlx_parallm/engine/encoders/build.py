@@ -140,6 +140,8 @@ class EncoderBuild:
             metrics=EncoderMetrics(self._families, self._names[0]),
             max_wait_s=self._settings.encoders.max_batch_wait_ms / 1e3,
             cache_bytes=self._settings.encoders.cache_bytes,
+            # On a CPU a launch costs no more than the padding that is free in any case.
+            joins_lengths=backend_name() == "cuda",
             adapters=self._adapters(runner, kept),
         )
         return BuiltEncoder(self._config, model, engine)

@@ -72,7 +72,7 @@ class _Running:
 class EncodeEngine:
     """Steps one encoder. Not thread-safe: everything runs on the engine thread."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - settings, by name
         self,
         encoder: Encoder,
         *,
@@ -81,6 +81,7 @@ class EncodeEngine:
         metrics: EncoderMetrics,
         max_wait_s: float = 0.0,
         cache_bytes: int = 0,
+        joins_lengths: bool = False,
         adapters: EncoderAdapterSet | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
@@ -93,6 +94,8 @@ class EncodeEngine:
             metrics: is told what happens.
             max_wait_s: how long an input may wait for others to fill its batch.
             cache_bytes: most memory of results that are kept for equal inputs.
+            joins_lengths: whether inputs of other lengths join a batch where that costs less than
+                a batch of theirs, by what batches were measured to cost.
             adapters: of the model; None: it takes none.
             clock: seconds from any beginning.
         """
@@ -108,6 +111,7 @@ class EncodeEngine:
         self._max_tokens = max_tokens
         self._max_waiting = max_waiting
         self._max_wait_s = max_wait_s
+        self._joins_lengths = joins_lengths
         self._metrics = metrics
         self._clock = clock
 
@@ -205,10 +209,11 @@ class EncodeEngine:
     def _take(self, within_s: float | None) -> _Running | None:
         """The next batch; None while uploads have every slot that it could use."""
         num_adapters = self.adapters.requests.adapters.num_movable
+        joins = self._joins_lengths and within_s is None
         batch = self._queue.take(
             self._budget(within_s),
             max_adapters=num_adapters,
-            free_padding=self._cost.tokens_of_launch(self._queue.oldest_length),
+            seconds=self._cost.seconds if joins else None,
         )
         return _Running(batch) if batch else None
 

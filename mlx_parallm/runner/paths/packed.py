@@ -9,7 +9,7 @@ import mlx.core as mx
 import numpy as np
 
 from mlx_parallm.adapters.context import AdapterContext
-from mlx_parallm.adapters.rows import NO_ADAPTER, AdapterRows
+from mlx_parallm.adapters.rows import AdapterRows
 from mlx_parallm.attention.base import AttentionBackend, CompilableAttention
 from mlx_parallm.batch import ScheduledSequence
 from mlx_parallm.runner.cache_layout import CacheLayout, KVLayout
@@ -130,9 +130,10 @@ class PackedPath:
 def _padded(
     token_ids: mx.array, slots: np.ndarray | None, num_rows: int
 ) -> tuple[mx.array, np.ndarray | None]:
-    """Tokens and adapter slots with rows behind them, which have no adapter."""
+    """Tokens and adapter slots with rows behind them, of whichever adapter comes last."""
     missing = num_rows - token_ids.size
     token_ids = mx.concatenate([token_ids, mx.zeros(missing, mx.int32)])
     if slots is not None:
-        slots = np.append(slots, np.full(missing, NO_ADAPTER, slots.dtype))
+        # Where all rows have one adapter, layers take a shorter way.
+        slots = np.append(slots, np.full(missing, slots[-1], slots.dtype))
     return token_ids, slots
