@@ -54,22 +54,10 @@ class Server:
         return "\n".join(self.log.read_text(errors="replace").splitlines()[-lines:])
 
 
-# Of the memory that MLX keeps for arrays to come.
-BOUNDED = "import mlx.core as mx; mx.set_cache_limit({}); from mlx_lm.server import main; main()"
-
-
 @contextlib.contextmanager
-def mlx_lm_server(
-    model: Path, options: Sequence[str] = (), *, cache_bytes: int | None = None
-) -> Iterator[Server]:
-    """Run ``mlx_lm.server`` of the installed mlx-lm.
-
-    ``cache_bytes`` bounds the memory that MLX keeps for arrays to come, which has no option.
-    """
-    program = ["-m", "mlx_lm", "server"]
-    if cache_bytes is not None:
-        program = ["-c", BOUNDED.format(cache_bytes)]
-    command = [sys.executable, *program, "--model", str(model), *options]
+def mlx_lm_server(model: Path, options: Sequence[str] = ()) -> Iterator[Server]:
+    """Run ``mlx_lm.server`` of the installed mlx-lm."""
+    command = [sys.executable, "-m", "mlx_lm", "server", "--model", str(model), *options]
     with _running("mlx_lm.server", command, None) as server:
         yield server
 
