@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import statistics
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ from benchmarks.gpu.engines import (
 from benchmarks.gpu.shapes import RandomModel
 from mlx_parallm.bench.decode_load import DecodeLoad
 from mlx_parallm.bench.statistics import percentile
-from mlx_parallm.bench.step_times import format_steps, summarise_steps
+from mlx_parallm.bench.step_times import Span, format_steps, summarise_steps
 from mlx_parallm.bench.step_trace import TraceRecorder, write_trace
 
 RATIO = "times as fast"
@@ -128,7 +129,7 @@ def late_prompt(bench: Bench, *, shape: str, batch: int, prompt: int) -> Outcome
         {
             "before": summary(bound.before),
             "during": summary(bound.during),
-            "each during, ms": bound.during,
+            "steps during": bound.steps,
             **bound.facts,
         },
     )
@@ -136,10 +137,14 @@ def late_prompt(bench: Bench, *, shape: str, batch: int, prompt: int) -> Outcome
 
 @dataclass(frozen=True, slots=True)
 class _Late:
-    """Milliseconds of the steps before and during the prefill of a long prompt."""
+    """Milliseconds of the steps before and during the prefill of a long prompt.
+
+    ``steps`` are those during it: their tokens, and the milliseconds of their phases.
+    """
 
     before: list[float]
     during: list[float]
+    steps: list[dict[str, float]]
     facts: dict[str, Any]
 
 
@@ -148,24 +153,37 @@ def _late(bench: Bench, shape: str, batch: int, prompt: int, stall_ms: float | N
     length = sizes.tokens(prompt)
     lengths = [sizes.tokens(512)] * sizes.batch(batch)
     room = LATE_ROOM if sizes.is_full else DECODE_ROOM
+    recorder = TraceRecorder()
     with engine_for(
         model,
         max_num_seqs=len(lengths) + 1,
         max_model_len=length + room,
         kv_tokens=2 * length + sum(lengths) + len(lengths) * room,
         stall_ms=stall_ms,
+        tracer=recorder,
     ) as (engine, _):
         load = _running(bench, engine, model, lengths)
         before = load.decode(sizes.steps)
         during: list[float] = []
         for turn in range(2):
+            recorder.spans.clear()
             late = DecodeLoad(
                 engine.engine, random_prompts(model, [length], seed=1 + turn), name="late"
             )
             during = late.prefill()
             late.end()
         load.end()
-        return _Late(before, during, engine.facts())
+        return _Late(before, during, _phases(recorder.spans), engine.facts())
+
+
+def _phases(spans: Sequence[Span]) -> list[dict[str, float]]:
+    """Tokens of each step, and the milliseconds of its phases."""
+    steps: dict[int, dict[str, float]] = {}
+    for span in spans:
+        if span.step_id is not None:
+            step = steps.setdefault(span.step_id, {"tokens": span.num_tokens})
+            step[span.phase.value] = step.get(span.phase.value, 0.0) + 1e3 * span.duration_s
+    return list(steps.values())
 
 
 def timeline(bench: Bench, *, shape: str, batch: int, trace: Path = TRACE) -> Outcome:
