@@ -269,6 +269,7 @@ class ServerConfig:
         max_num_seqs_of_batches: most sequences of batches in the engine at once; None is half of
             ``max_num_seqs``, or of ``max_num_seqs_per_client`` if that is less.
         verifier_urls: what /v1/rl/rollout may ask for the reward of a sample.
+        stream_interval: tokens of a sample that a stream sends together.
         sse_keep_alive_s: a comment line is sent on a stream silent for this long; 0 is off.
         shutdown_timeout_s: how long running requests may go on after SIGTERM.
         log_format: "console" or "json".
@@ -295,6 +296,7 @@ class ServerConfig:
     max_files_bytes: int = 10 * 2**30
     max_num_seqs_of_batches: int | None = None
     verifier_urls: tuple[str, ...] = ()
+    stream_interval: int = 1
     sse_keep_alive_s: float = 5.0
     shutdown_timeout_s: float = 30.0
     root_path: str = ""

@@ -39,7 +39,8 @@ class TokenEvent:
     its ``token_ids`` may be empty. ``stop_reason`` is the stop string or stop token id met, None
     for the model's own end-of-sequence. ``logprobs`` is parallel to ``token_ids`` when asked for.
     The token that ended a sample (end-of-sequence or stop token) is in ``token_ids``, not in
-    ``text``. ``version`` is the label of the weights that made the tokens.
+    ``text``. ``version`` is the label of the weights that made the tokens. ``pieces`` are
+    the events that it was joined from, if it was.
     """
 
     request_id: str
@@ -50,6 +51,7 @@ class TokenEvent:
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     version: str = DEFAULT_VERSION
+    pieces: tuple[TokenEvent, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -22,6 +22,8 @@ T = TypeVar("T")
 Numbered = tuple[int, PromptEvent | TokenEvent]
 # Events of several prompts that wait to be read together.
 MAX_MERGED = 256
+# Tokens of a sample that is answered as a whole which are read at once.
+WHOLE = 64
 
 
 class Generation:
@@ -65,6 +67,11 @@ class Generation:
             self._first.cancel()
         for handle in self._handles:
             await self._engine.abort(handle.request_id)
+
+    def gather(self, count: int) -> None:
+        """Let so many tokens of a sample come as one event; the first and the last come at once."""
+        for handle in self._handles:
+            handle.gather(count)
 
     async def wait_for_first(self, timeout_s: float) -> None:
         """Wait for the first event, so that an error before it is still a plain HTTP answer.

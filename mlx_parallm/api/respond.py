@@ -12,7 +12,8 @@ from starlette.responses import JSONResponse, Response
 
 from mlx_parallm.api import sse
 from mlx_parallm.api.errors import BUG, body_of, error_body
-from mlx_parallm.api.generation import Generation, unless_disconnected
+from mlx_parallm.api.generation import WHOLE, Generation, unless_disconnected
+from mlx_parallm.config import ServerConfig
 from mlx_parallm.errors import ParallmError
 from mlx_parallm.outputs import PromptEvent, TokenEvent
 
@@ -66,7 +67,7 @@ async def respond(
     answer: Answer,
     *,
     stream: bool,
-    keep_alive_s: float,
+    config: ServerConfig,
     form: StreamForm = CHUNKS,
 ) -> Response:
     """Answer with everything, or with a stream once there is a first event.
@@ -76,8 +77,9 @@ async def respond(
     Raises:
         ParallmError: the generation failed; for a stream, before its first event.
     """
+    generation.gather(config.stream_interval if stream else WHOLE)
     if stream:
-        work = _stream(request, generation, answer, form, keep_alive_s)
+        work = _stream(request, generation, answer, form, config.sse_keep_alive_s)
         return await unless_disconnected(request, work)
     return await unless_disconnected(request, _collect(generation, answer))
 

@@ -279,6 +279,10 @@ SETTINGS: tuple[Setting, ...] = (
     _setting("client-timeout", "server.client_timeout_s", values.number(0), REQUESTS,
              "a client that sends nothing of a request it has begun, or takes nothing of its "
              "answer, for this long is cut off; 0 is off.", metavar="SECONDS"),
+    _setting("stream-interval", "server.stream_interval", values.integer(1), REQUESTS,
+             "tokens of a sample that a stream sends together; its first and its last are not kept "
+             "waiting. More than 1 takes less of the processor where many streams run.",
+             metavar="N"),
     _setting("sse-keep-alive-interval", "server.sse_keep_alive_s", values.number(0), REQUESTS,
              "a comment is sent on a stream silent for this long; 0 is off.",
              metavar="SECONDS"),

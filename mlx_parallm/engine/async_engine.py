@@ -207,7 +207,7 @@ class AsyncEngine:
         if refusal is not None:
             self._close(request.request_id)
             raise refusal
-        return RequestHandle(request_id=request.request_id, events=stream)
+        return RequestHandle(request_id=request.request_id, events=stream, gather=stream.gather)
 
     async def abort(self, request_id: str) -> None:
         """End a request between two steps and free its blocks; unknown ids are ignored."""

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
+from dataclasses import replace
+from itertools import chain
+from typing import cast
 
 from mlx_parallm.errors import ParallmError
 from mlx_parallm.outputs import ErrorEvent, GenerateEvent, TokenEvent
@@ -29,6 +32,16 @@ class EventStream:
         self._events: deque[GenerateEvent] = deque()
         self._waiter: asyncio.Future[None] | None = None
         self._complete = False
+        self._together = 1
+        self._is_begun = False
+        self._may_be_read = False
+
+    def gather(self, count: int) -> None:
+        """From now on wake the reader for ``count`` tokens of each sample, given as one event.
+
+        What begins and what ends a sample or the request is not kept waiting.
+        """
+        self._together = count
 
     @property
     def is_complete(self) -> bool:
@@ -59,16 +72,54 @@ class EventStream:
             case _:
                 pass
         self._events.append(event)
-        if self._waiter is not None and not self._waiter.done():
+        self._may_be_read = self._may_be_read or self._is_due(event)
+        if self._may_be_read and self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
+
+    def _is_due(self, event: GenerateEvent) -> bool:
+        """Whether there is something to read with this event."""
+        if not isinstance(event, TokenEvent) or event.finish_reason is not None:
+            return True
+        if self._together == 1 or not self._is_begun:
+            return True
+        return len(self._events) >= self._together * self.request.params.n
 
     def __aiter__(self) -> EventStream:
         return self
 
     async def __anext__(self) -> GenerateEvent:
-        while not self._events:
+        while not self._may_be_read:
             if self._complete:
                 raise StopAsyncIteration
             self._waiter = asyncio.get_running_loop().create_future()
             await self._waiter
-        return self._events.popleft()
+        event = self._events.popleft()
+        if isinstance(event, TokenEvent):
+            self._is_begun = True
+            event = self._joined(event) if self._together > 1 else event
+        self._may_be_read = bool(self._events)
+        return event
+
+    def _joined(self, first: TokenEvent) -> TokenEvent:
+        """An event, and those of its sample that have come right behind it."""
+        parts = [first]
+        while self._events and _goes_on(parts[-1], self._events[0]):
+            parts.append(cast("TokenEvent", self._events.popleft()))
+        if len(parts) == 1:
+            return first
+        return replace(
+            parts[-1],
+            token_ids=tuple(chain.from_iterable(one.token_ids for one in parts)),
+            text="".join(one.text for one in parts),
+            pieces=tuple(parts),
+            logprobs=tuple(chain.from_iterable(one.logprobs for one in parts)),
+        )
+
+
+def _goes_on(event: TokenEvent, later: GenerateEvent) -> bool:
+    """Whether an event brings more of the same sample, by the same weights."""
+    return (
+        isinstance(later, TokenEvent)
+        and event.finish_reason is None
+        and (event.index, event.version) == (later.index, later.version)
+    )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -141,10 +141,14 @@ class ServedModel:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestHandle:
-    """An admitted request: iterate its events; leaving the iterator early does not abort it."""
+    """An admitted request: iterate its events; leaving the iterator early does not abort it.
+
+    ``gather``, called with a number, lets so many tokens of a sample come as one event.
+    """
 
     request_id: str
     events: AsyncIterator[GenerateEvent]
+    gather: Callable[[int], None] = lambda count: None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,10 +6,12 @@ import asyncio
 
 import pytest
 
+from mlx_parallm.batch import TokenLogprob
 from mlx_parallm.engine.event_stream import MAX_UNREAD, MAX_UNREAD_PER_SAMPLE, EventStream
 from mlx_parallm.errors import StepError
-from mlx_parallm.outputs import ErrorEvent, FinishReason, TokenEvent
+from mlx_parallm.outputs import ErrorEvent, FinishReason, PromptEvent, TokenEvent
 from mlx_parallm.request import GenerateRequest, SamplingParams
+from mlx_parallm.weights import DEFAULT_VERSION
 
 
 def request(n: int) -> GenerateRequest:
@@ -55,3 +57,84 @@ async def test_what_nobody_reads_is_bounded_and_dropped_at_the_end(n: int) -> No
     assert stream.is_overfull
     stream.fail(StepError("no"))
     assert [type(event) async for event in stream] == [ErrorEvent]
+
+
+def numbered(number: int, *, index: int = 0, version: str = DEFAULT_VERSION) -> TokenEvent:
+    return TokenEvent(
+        request_id="a",
+        index=index,
+        token_ids=(number,),
+        text=str(number),
+        logprobs=(logprob(number),),
+        version=version,
+    )
+
+
+def logprob(number: int) -> TokenLogprob:
+    return TokenLogprob(token_id=number, logprob=-float(number), rank=1, top=())
+
+
+async def test_tokens_come_together_but_for_the_first_and_the_last() -> None:
+    stream, seen = EventStream(request(1)), []
+    stream.gather(3)
+
+    async def read() -> None:
+        async for event in stream:
+            seen.append(event)
+
+    reader = asyncio.ensure_future(read())
+    for number in range(9):
+        stream.put(numbered(number))
+        for _ in range(3):
+            await asyncio.sleep(0)
+    assert [one.text for one in seen] == ["0", "123", "456"]
+    assert [one.token_ids for one in seen] == [(0,), (1, 2, 3), (4, 5, 6)]
+    assert [len(one.logprobs) for one in seen] == [1, 3, 3]
+    assert seen[1].pieces == (numbered(1), numbered(2), numbered(3))
+    stream.put(token(0, last=True))
+    await reader
+    assert [one.text for one in seen[3:]] == ["78x"]
+    assert seen[-1].finish_reason is FinishReason.STOP
+
+
+async def test_samples_and_versions_of_weights_are_not_joined() -> None:
+    stream = EventStream(request(2))
+    stream.gather(4)
+    events = [
+        numbered(1),
+        numbered(2),
+        numbered(3, index=1),
+        numbered(4, index=1, version="2"),
+        numbered(5, index=1, version="2"),
+        token(1, last=True),
+        token(0, last=True),
+    ]
+    for event in events:
+        stream.put(event)
+    seen = [event async for event in stream]
+    assert [(one.index, one.text, one.version) for one in seen[:3]] == [
+        (0, "12", DEFAULT_VERSION),
+        (1, "3", DEFAULT_VERSION),
+        (1, "45", "2"),
+    ]
+    assert [one.finish_reason for one in seen[3:]] == [FinishReason.STOP] * 2
+
+
+@pytest.mark.parametrize("together", [1, 5])
+async def test_an_error_and_a_prompt_are_told_at_once(together: int) -> None:
+    stream = EventStream(request(3))
+    stream.gather(together)
+    for event in (PromptEvent(request_id="a", num_cached_tokens=0), numbered(1)):
+        stream.put(event)
+        assert await asyncio.wait_for(anext(stream), 5) == event
+    waiting = asyncio.ensure_future(anext(stream))
+    await asyncio.sleep(0)
+    stream.fail(StepError("broke"))
+    assert isinstance(await asyncio.wait_for(waiting, 5), ErrorEvent)
+
+
+async def test_each_event_comes_at_once_unless_asked_otherwise() -> None:
+    stream = EventStream(request(8))
+    for number in range(4):
+        stream.put(numbered(number))
+        assert await asyncio.wait_for(anext(stream), 5) == numbered(number)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import pairwise
 
 from hypothesis import given
@@ -109,3 +110,23 @@ def test_the_text_for_a_custom_tool() -> None:
 def test_the_text_of_a_custom_tool_can_be_sent() -> None:
     call = ToolCall("c", "patch", r'{"input": "a\ud800b"}')
     assert call.custom_input == "a?b"
+
+
+@given(st.lists(st.integers(0, 120)))
+def test_tokens_that_come_together_give_the_same(cuts: list[int]) -> None:
+    """As parts of one event, whose neighbours of one kind are one part, and counted one by one."""
+    text = f"<think>hm, so</think>\nLet me see.\n{CALL}"
+    bounds = [0, *sorted(min(cut, len(text)) for cut in cuts), len(text)]
+    events = [event(text[begin:end]) for begin, end in pairwise(bounds)]
+    events.append(event("", FinishReason.STOP))
+    one_by_one, together = SampleState(parser()), SampleState(parser())
+    for one in events:
+        one_by_one.add(one)
+    joined = replace(events[-1], text=text, token_ids=(1,) * len(events), pieces=tuple(events))
+    parts = together.add(joined)
+    assert together.raw.token_ids == one_by_one.raw.token_ids
+    assert together.reasoning_tokens == one_by_one.reasoning_tokens
+    assert (together.reasoning, together.content) == (one_by_one.reasoning, one_by_one.content)
+    assert [one.arguments for one in together.calls] == [one.arguments for one in one_by_one.calls]
+    kinds = [type(part) for part in parts]
+    assert kinds.count(ReasoningText) == 1

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 
+from mlx_parallm.api.generation import WHOLE
 from mlx_parallm.api.lazy import LazySequence
 from mlx_parallm.api.samples import Sample
 from mlx_parallm.engine.interface import EngineClient, RequestHandle
@@ -114,6 +115,7 @@ class Groups:
 
     async def _collect(self, group: Group, handle: RequestHandle) -> None:
         checks: list[asyncio.Task[None]] = []
+        handle.gather(WHOLE)
         try:
             async for event in handle.events:
                 if isinstance(event, ErrorEvent):

@@ -55,9 +55,7 @@ async def create_chat_completion(
     generation = await Generation.start(
         engine, [prepared.request], fields=_fields(body), max_waiting=max_waiting
     )
-    response = await respond(
-        request, generation, answer, stream=body.stream, keep_alive_s=config.sse_keep_alive_s
-    )
+    response = await respond(request, generation, answer, stream=body.stream, config=config)
     tell_ignored(response, body.unknown_fields)
     return response
 

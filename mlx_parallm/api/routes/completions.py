@@ -50,9 +50,7 @@ async def create_completion(
     generation = await Generation.start(
         engine, asked, fields={"messages": "prompt"}, max_waiting=max_waiting
     )
-    response = await respond(
-        request, generation, answer, stream=body.stream, keep_alive_s=config.sse_keep_alive_s
-    )
+    response = await respond(request, generation, answer, stream=body.stream, config=config)
     tell_ignored(response, body.unknown_fields)
     return response
 

@@ -70,7 +70,7 @@ async def create_message(
         generation,
         answer,
         stream=body.stream,
-        keep_alive_s=config.sse_keep_alive_s,
+        config=config,
         form=EVENTS,
     )
 

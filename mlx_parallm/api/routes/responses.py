@@ -89,7 +89,7 @@ async def create_response(
         await start(),
         answer,
         stream=body.stream,
-        keep_alive_s=config.sse_keep_alive_s,
+        config=config,
         form=NAMED_EVENTS,
     )
 

@@ -70,9 +70,7 @@ async def generate(
         ]
     answer = SglangAnswer(body, items, prompts, models[0].tokenizer, is_list=is_batch(body))
     generation = await Generation.start(engine, asked, fields=fields, max_waiting=max_waiting)
-    response = await respond(
-        request, generation, answer, stream=body.stream, keep_alive_s=config.sse_keep_alive_s
-    )
+    response = await respond(request, generation, answer, stream=body.stream, config=config)
     tell_ignored(response, body.ignored_fields())
     return response
 
@@ -148,6 +146,4 @@ async def _generate_for_vllm(
     generation = await Generation.start(
         engine, [asked], fields={"messages": "prompt"}, max_waiting=max_waiting
     )
-    return await respond(
-        request, generation, VllmPromptAnswer(body.n), stream=False, keep_alive_s=0
-    )
+    return await respond(request, generation, VllmPromptAnswer(body.n), stream=False, config=config)

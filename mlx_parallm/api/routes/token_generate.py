@@ -76,9 +76,7 @@ async def generate(
     )
     answer = TokenAnswer(body, request_id=request_id, model=name, tokenizer=model.tokenizer)
     generation = await Generation.start(engine, [asked], fields=FIELDS, max_waiting=max_waiting)
-    response = await respond(
-        request, generation, answer, stream=body.stream, keep_alive_s=config.sse_keep_alive_s
-    )
+    response = await respond(request, generation, answer, stream=body.stream, config=config)
     tell_ignored(response, ignored_fields(body))
     return response
 

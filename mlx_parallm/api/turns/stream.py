@@ -86,13 +86,22 @@ class SampleState:
     def add(self, event: TokenEvent) -> list[TurnPart]:
         """The parts that an event makes certain; with the last event, all that was held back."""
         self.raw.add(event)
-        parts = self._parser.add(event.text)
-        if self._parser.is_reasoning:
-            self.reasoning_tokens += len(event.token_ids)
+        parts = self._parse(event)
         if event.finish_reason is not None:
             parts = [*parts, *self._parser.flush()]
         result = [one for part in parts for one in self._take(part)]
         return [*result, *self._end_call()] if event.finish_reason is not None else result
+
+    def _parse(self, event: TokenEvent) -> list[Part]:
+        """What the parser makes of the tokens; what goes on from one to the next is one part."""
+        parts: list[Part] = []
+        for piece in event.pieces or (event,):
+            for part in self._parser.add(piece.text):
+                joined = _joined(parts[-1], part) if parts else None
+                parts[-1:] = [*parts[-1:], part] if joined is None else [joined]
+            if self._parser.is_reasoning:
+                self.reasoning_tokens += len(piece.token_ids)
+        return parts
 
     def _take(self, part: Part) -> list[TurnPart]:
         if isinstance(part, ReasoningText):
@@ -115,6 +124,15 @@ class SampleState:
     def _end_call(self) -> list[TurnPart]:
         index, self._open_call = self._open_call, None
         return [] if index is None else [ToolCallEnd(index)]
+
+
+def _joined(part: Part, later: Part) -> Part | None:
+    """Both as one part; None if they are not of one text."""
+    if isinstance(part, ReasoningText) and isinstance(later, ReasoningText):
+        return ReasoningText(part.text + later.text)
+    if isinstance(part, ContentText) and isinstance(later, ContentText):
+        return ContentText(part.text + later.text)
+    return None
 
 
 class TurnStream:
