@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -29,11 +30,11 @@ class Results:
 
     def is_measured(self, name: str) -> bool:
         """Whether there are all figures."""
-        return name in self.rows and not self._why_not(name)
+        return name in self.rows and not why_incomplete(self.rows[name])
 
     def has_failed(self, name: str) -> bool:
         """Whether it was tried in vain."""
-        return bool(self._why_not(name))
+        return bool(why_incomplete(self.rows.get(name, {})))
 
     def begin(self, name: str) -> None:
         """Note that a row begins, should it end the process."""
@@ -54,10 +55,6 @@ class Results:
             if is_better and _time(record) >= _time(self.rows.get(name, {})):
                 self._put(name, {key: record[key] for key in SHOWN if record.get(key, "") != ""})
 
-    def _why_not(self, name: str) -> str:
-        record = self.rows.get(name, {})
-        return record.get("error") or record.get("missing") or ""
-
     def _put(self, name: str, record: dict[str, Any]) -> None:
         self.rows[name] = record
         self._path.parent.mkdir(parents=True, exist_ok=True)
@@ -75,6 +72,11 @@ def about_run(commit: str | None) -> dict[str, Any]:
         "machine": about | {"commit": commit or about["commit"], "device": device},
         "environment": dict(sorted(environment.items())),
     }
+
+
+def why_incomplete(record: Mapping[str, Any]) -> str:
+    """Why there are not all figures; empty where there are."""
+    return record.get("error") or record.get("missing") or ""
 
 
 def _time(record: dict[str, Any]) -> str:

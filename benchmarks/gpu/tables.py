@@ -9,6 +9,7 @@ from typing import Any
 
 from benchmarks.figures import PAGE, replace_marked
 from benchmarks.gpu.bench import Row
+from benchmarks.gpu.store import why_incomplete
 
 Record = Mapping[str, Any]
 
@@ -40,8 +41,7 @@ def format_table(rows: Sequence[Row], records: Mapping[str, Record]) -> str:
     notes = [
         f"Not measured: {row.what} ({reason})."
         for row in rows
-        for reason in [_why_not(records.get(row.name, {}))]
-        if reason
+        for reason in why_incomplete(records.get(row.name, {})).splitlines()[:1]
     ]
     about = [f"{letters[place]}: {place}" if letters else place for place in places]
     return "\n\n".join([table, *notes, *about]) + "\n"
@@ -62,11 +62,6 @@ def _lines(
         cells += [limit, verdict]
         lines.append(cells + ([letters[_place(record)] if record else ""] if letters else []))
     return lines
-
-
-def _why_not(record: Record) -> str:
-    """The first line of why there are not all figures; empty where there are."""
-    return (record.get("error") or record.get("missing") or "").partition("\n")[0]
 
 
 def _place(record: Record) -> str:

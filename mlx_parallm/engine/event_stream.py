@@ -32,6 +32,7 @@ class EventStream:
         self._events: deque[GenerateEvent] = deque()
         self._waiter: asyncio.Future[None] | None = None
         self._complete = False
+        # Unread events that wake the reader.
         self._together = 1
         self._is_begun = False
         self._may_be_read = False
@@ -39,9 +40,11 @@ class EventStream:
     def gather(self, count: int) -> None:
         """From now on wake the reader for ``count`` tokens of each sample, given as one event.
 
-        What begins and what ends a sample or the request is not kept waiting.
+        What begins and what ends a sample or the request is not kept waiting. No more are gathered
+        than may be unread.
         """
-        self._together = count
+        most = min(count, MAX_UNREAD_PER_SAMPLE)
+        self._together = most * self.request.params.n if count > 1 else 1
 
     @property
     def is_complete(self) -> bool:
@@ -80,9 +83,7 @@ class EventStream:
         """Whether there is something to read with this event."""
         if not isinstance(event, TokenEvent) or event.finish_reason is not None:
             return True
-        if self._together == 1 or not self._is_begun:
-            return True
-        return len(self._events) >= self._together * self.request.params.n
+        return not self._is_begun or len(self._events) >= self._together
 
     def __aiter__(self) -> EventStream:
         return self

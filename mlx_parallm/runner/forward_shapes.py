@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from mlx_parallm.runner.device import backend_name
-from mlx_parallm.runner.row_counts import padded_rows
+from mlx_parallm.runner.row_counts import padded_rows, rounded_up
 
 # Lengths between a power of two and the next one.
 LENGTHS_PER_OCTAVE = 4
@@ -39,9 +39,9 @@ class ForwardShapes:
         """Tokens of each row where the longest text has so many."""
         if not self.are_few:
             return longest
-        step = max(SHORTEST, (1 << (longest - 1).bit_length()) // (2 * LENGTHS_PER_OCTAVE))
+        padded = rounded_up(longest, SHORTEST, 2 * LENGTHS_PER_OCTAVE)
         # A text may have every position that the model knows.
-        return max(longest, min(-(-longest // step) * step, self.longest))
+        return max(longest, min(padded, self.longest))
 
     def rows(self, rows: np.ndarray) -> np.ndarray:
         """Rows of a forward, int ``[B]``, with the last of them again and again behind them."""

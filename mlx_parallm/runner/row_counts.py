@@ -23,8 +23,7 @@ def padded_tokens(count: int) -> int:
     """The number of rows that a step with so many tokens of prompts and decode rows is given."""
     if count < MIN_TOKENS:
         return padded_rows(count)
-    multiple = max(MIN_TOKENS, (1 << (count - 1).bit_length()) // 16)
-    return -(-count // multiple) * multiple
+    return rounded_up(count, MIN_TOKENS, 16)
 
 
 #: Block tables are padded to multiples of this, longer ones to an eighth of what they may grow to.
@@ -33,5 +32,10 @@ MIN_BLOCKS = 8
 
 def padded_blocks(count: int) -> int:
     """The length that block tables are given of which the longest has ``count`` blocks."""
-    multiple = max(MIN_BLOCKS, (1 << (count - 1).bit_length()) // 8)
+    return rounded_up(count, MIN_BLOCKS, 8)
+
+
+def rounded_up(count: int, least: int, parts: int) -> int:
+    """The next multiple of ``least``, or of so many parts of the next power of two."""
+    multiple = max(least, (1 << (count - 1).bit_length()) // parts)
     return -(-count // multiple) * multiple

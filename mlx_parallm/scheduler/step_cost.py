@@ -171,7 +171,7 @@ class PrefillAllowance:
 
 def _coarse(count: int) -> int:
     """The largest of few numbers that is not above ``count``."""
-    step = max(1, (1 << count.bit_length() - 1) // COUNTS_PER_OCTAVE) if count else 1
+    step = max(1, (1 << count.bit_length()) // (2 * COUNTS_PER_OCTAVE))
     return count // step * step
 
 

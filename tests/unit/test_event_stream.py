@@ -138,3 +138,17 @@ async def test_each_event_comes_at_once_unless_asked_otherwise() -> None:
     for number in range(4):
         stream.put(numbered(number))
         assert await asyncio.wait_for(anext(stream), 5) == numbered(number)
+
+
+async def test_no_more_is_gathered_than_may_be_unread() -> None:
+    stream = EventStream(request(2))
+    stream.gather(10**6)
+    stream.put(numbered(0))
+    await anext(stream)
+    waiting = asyncio.ensure_future(anext(stream))
+    for number in range(2 * MAX_UNREAD_PER_SAMPLE):
+        await asyncio.sleep(0)
+        assert not waiting.done()
+        stream.put(numbered(number))
+        assert not stream.is_overfull
+    assert len((await asyncio.wait_for(waiting, 5)).token_ids) == 2 * MAX_UNREAD_PER_SAMPLE

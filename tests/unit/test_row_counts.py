@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
+import pytest
+
 from mlx_parallm.runner.row_counts import (
     MIN_BLOCKS,
     MIN_TOKENS,
@@ -18,17 +22,16 @@ def test_rows_are_padded_to_few_numbers() -> None:
     assert len(set(padded)) < 20
 
 
-def test_tables_are_padded_by_a_quarter_at_most() -> None:
-    padded = [padded_blocks(count) for count in range(1, 4097)]
-    for count, blocks in enumerate(padded, 1):
-        assert count <= blocks <= max(count * 5 / 4, count + MIN_BLOCKS - 1)
+@pytest.mark.parametrize(
+    ("pad", "longest", "share", "least", "most"),
+    [(padded_blocks, 4096, 5 / 4, MIN_BLOCKS, 40), (padded_tokens, 8192, 9 / 8, MIN_TOKENS, 60)],
+    ids=["tables, a quarter", "tokens, an eighth"],
+)
+def test_others_are_padded_by_a_share_at_most(
+    pad: Callable[[int], int], longest: int, share: float, least: int, most: int
+) -> None:
+    padded = [pad(count) for count in range(1, longest + 1)]
+    for count, found in enumerate(padded, 1):
+        assert count <= found <= max(count * share, count + least - 1)
     assert padded == sorted(padded)
-    assert len(set(padded)) <= 40
-
-
-def test_tokens_are_padded_by_an_eighth_at_most() -> None:
-    padded = [padded_tokens(count) for count in range(1, 8193)]
-    for count, tokens in enumerate(padded, 1):
-        assert count <= tokens <= max(count * 9 / 8, count + MIN_TOKENS - 1)
-    assert padded == sorted(padded)
-    assert len(set(padded)) <= 60
+    assert len(set(padded)) <= most
