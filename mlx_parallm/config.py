@@ -252,6 +252,7 @@ class ServerConfig:
     """The HTTP front end.
 
     Attributes:
+        fd: descriptor of the bound socket to serve on, instead of ``host`` and ``port``.
         api_keys: keys that may use the model routes; empty admits everybody.
         admin_api_keys: keys that may change the server; empty means ``api_keys``.
         allowed_origins: CORS origins; empty allows none; "*" any.
@@ -277,6 +278,7 @@ class ServerConfig:
 
     host: str = "127.0.0.1"
     port: int = 8000
+    fd: int | None = None
     api_keys: tuple[str, ...] = ()
     admin_api_keys: tuple[str, ...] = ()
     allowed_origins: tuple[str, ...] = ()

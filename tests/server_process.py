@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -15,36 +14,38 @@ from pathlib import Path
 
 import httpx2
 
+from mlx_parallm.api.listener import bind
+
 ROOT = Path(__file__).resolve().parent.parent
 START_TIMEOUT_S = 120.0
 #: 24,000 tokens of the embedded model; the default size takes 1 to 3 s of CPU time to fill.
 POOL = {"MLX_PARALLM_KV_CACHE_MEMORY_BYTES": "128MiB"}
 
 
-def free_port() -> int:
-    """A TCP port nobody listens on."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
 class ServerProcess:
-    """`python -m mlx_parallm serve FLAGS` on a free port of the loopback interface."""
+    """`python -m mlx_parallm serve FLAGS` on a free port of the loopback interface.
+
+    It is handed its socket: tests run beside each other, and a free port that is only named may
+    be another server's by then.
+    """
 
     def __init__(self, *flags: str, env: dict[str, str] | None = None) -> None:
-        self.port = free_port()
-        self.url = f"http://127.0.0.1:{self.port}"
         self._log = tempfile.NamedTemporaryFile(mode="w+", suffix=".log")  # noqa: SIM115
         # Nothing may come from, or go into, the folder of whoever runs the tests.
         self._data = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
         data_dir = {"MLX_PARALLM_DATA_DIR": str(Path(self._data.name) / "data")}
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "mlx_parallm", "serve", "--port", str(self.port), *flags],
-            stdout=self._log,
-            stderr=subprocess.STDOUT,
-            cwd=ROOT,
-            env={**os.environ, **POOL, **data_dir, **(env or {})},
-        )
+        with bind("127.0.0.1", 0) as listener:
+            self.port = listener.getsockname()[1]
+            self.url = f"http://127.0.0.1:{self.port}"
+            fd = listener.fileno()
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "mlx_parallm", "serve", "--fd", str(fd), *flags],
+                stdout=self._log,
+                stderr=subprocess.STDOUT,
+                cwd=ROOT,
+                env={**os.environ, **POOL, **data_dir, **(env or {})},
+                pass_fds=[fd],
+            )
 
     @property
     def log(self) -> str:

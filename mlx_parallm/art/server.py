@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import os
+import socket
 import subprocess
 import sys
 import weakref
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from mlx_parallm.api.listener import bind
 from mlx_parallm.art.errors import ServerStartError
 from mlx_parallm.client import RequestFailedError, ServerUnreachableError
 from mlx_parallm.client.transport import Transport
+from mlx_parallm.errors import ConfigError
 
 POLL_S = 0.1
 STOP_TIMEOUT_S = 30.0
@@ -26,32 +29,37 @@ class ManagedServer:
         self,
         flags: Sequence[str],
         *,
-        port: int,
         log: Path,
         host: str = "127.0.0.1",
+        port: int = 0,
         python: str | None = None,
         environment: Mapping[str, str] | None = None,
     ) -> None:
         """Start it; nothing waits yet.
 
         Args:
-            flags: of ``mlx_parallm serve``, besides host and port.
-            port: a free one.
+            flags: of ``mlx_parallm serve``, besides its address.
             log: what it prints is added to this file.
             host: where it listens.
+            port: 0 takes a free one.
             python: the interpreter; None is this process's.
             environment: variables besides this process's.
+
+        Raises:
+            ServerStartError: it cannot listen there.
         """
-        self.url = f"http://{host}:{port}"
         self.log = log
         log.parent.mkdir(parents=True, exist_ok=True)
-        command = [python or sys.executable, "-m", "mlx_parallm", "serve"]
-        with log.open("ab") as output:
+        # The socket is handed over: a free port that is only named may be somebody else's by then.
+        with _listener(host, port) as listener, log.open("ab") as output:
+            self.url = f"http://{host}:{listener.getsockname()[1]}"
+            fd = listener.fileno()
             self._process = subprocess.Popen(
-                [*command, "--host", host, "--port", str(port), *flags],
+                [python or sys.executable, "-m", "mlx_parallm", "serve", "--fd", str(fd), *flags],
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 env={**os.environ, **(environment or {})},
+                pass_fds=[fd],
             )
         self._finish = weakref.finalize(self, _end, self._process)
 
@@ -97,6 +105,13 @@ class ManagedServer:
     def _told(self) -> str:
         text = self.log.read_text(errors="replace")[-LOG_TAIL_CHARS:].strip()
         return f"{self.log} ends with:\n{text}"
+
+
+def _listener(host: str, port: int) -> socket.socket:
+    try:
+        return bind(host, port)
+    except ConfigError as error:
+        raise ServerStartError(str(error)) from error
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

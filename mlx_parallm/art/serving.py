@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -197,7 +196,7 @@ class ServedPolicy:
         self._server = ManagedServer(
             self._flags(whole),
             host=address.host,
-            port=address.port or _free_port(address.host),
+            port=address.port or 0,
             log=self._log,
             python=self._config.python,
             environment=secrets | self._visible_device(),
@@ -256,9 +255,3 @@ class ServedPolicy:
         if self._control is None:
             raise BackendError(f"{self.name} is not served: call start first.")
         return self._control
-
-
-def _free_port(host: str) -> int:
-    with socket.socket() as probe:
-        probe.bind((host, 0))
-        return probe.getsockname()[1]

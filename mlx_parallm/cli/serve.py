@@ -22,12 +22,12 @@ import uvloop
 
 from mlx_parallm.api.app import create_app
 from mlx_parallm.api.connection import BoundedProtocol
+from mlx_parallm.api.listener import bind, inherit
 from mlx_parallm.cli.configure import add_settings, read_settings, warn_of_unknown_variables
 from mlx_parallm.cli.logs import configure_logging
 from mlx_parallm.cli.progress import ProgressPrinter
 from mlx_parallm.config import EngineConfig, ServerConfig
 from mlx_parallm.engine.async_engine import AsyncEngine
-from mlx_parallm.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
@@ -75,14 +75,13 @@ def serve(engine_config: EngineConfig, server_config: ServerConfig) -> int:
     configure_logging(server_config.log_level, server_config.log_format)
     warn_of_unknown_variables()
     sys.setswitchinterval(SWITCH_INTERVAL_S)
-    warn_if_exposed(server_config)
     # Taken before the models load, so that a port in use is known at once.
-    listener = bind(server_config)
-    with listener:
+    with open_listener(server_config) as listener:
+        host, port = listener.getsockname()[:2]
+        warn_if_exposed(server_config, host)
         engine = AsyncEngine(engine_config, on_progress=ProgressPrinter())
         engine.start()
         server = EngineServer(engine, server_config, engine_config.scheduler.max_waiting)
-        host, port = listener.getsockname()[:2]
         served = (*engine.models(), *engine.encoders.models())
         logger.info(
             "serving %s on http://%s:%d",
@@ -94,46 +93,26 @@ def serve(engine_config: EngineConfig, server_config: ServerConfig) -> int:
             return runner.run(server.run(listener))
 
 
-def warn_if_exposed(config: ServerConfig) -> None:
-    """Log it if other machines can reach the server without a key."""
-    if is_exposed(config):
+def open_listener(config: ServerConfig) -> socket.socket:
+    """The socket to serve on, which does not listen yet; raises ConfigError if there is none."""
+    if config.fd is not None:
+        return inherit(config.fd)
+    return bind(config.host, config.port)
+
+
+def warn_if_exposed(config: ServerConfig, host: str) -> None:
+    """Log it if other machines can reach the server, bound to this address, without a key."""
+    if is_exposed(config, host):
         logger.warning(
             "LISTENING ON %s WITHOUT AN API KEY: anybody who reaches this port can use the "
             "models and change the server. Set --api-key, or listen on 127.0.0.1.",
-            config.host,
+            host,
         )
 
 
-def is_exposed(config: ServerConfig) -> bool:
-    """Whether other machines can reach the server without a key."""
-    if config.api_keys or config.host == "localhost":
-        return False
-    try:
-        return not ipaddress.ip_address(config.host).is_loopback
-    except ValueError:
-        return True
-
-
-def bind(config: ServerConfig) -> socket.socket:
-    """A socket bound to the address; it listens once the server starts.
-
-    Raises:
-        ConfigError: the host is unknown or the port is in use.
-    """
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(
-            config.host, config.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
-        with contextlib.ExitStack() as stack:
-            listener = stack.enter_context(socket.socket(family, kind, protocol))
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            listener.bind(address)
-            stack.pop_all()
-    except OSError as problem:
-        raise ConfigError(
-            f"host and port: cannot listen on {config.host}:{config.port}: {problem.strerror}"
-        ) from None
-    return listener
+def is_exposed(config: ServerConfig, host: str) -> bool:
+    """Whether other machines can reach the server, bound to this address, without a key."""
+    return not config.api_keys and not ipaddress.ip_address(host).is_loopback
 
 
 class UvicornServer(uvicorn.Server):

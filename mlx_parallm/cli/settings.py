@@ -250,6 +250,9 @@ SETTINGS: tuple[Setting, ...] = (
              "address to listen on; 0.0.0.0 for every IPv4 interface."),
     _setting("port", "server.port", values.integer(0, 65535), ADDRESS,
              "port to listen on; 0 takes a free one."),
+    _setting("fd", "server.fd", values.integer(0), ADDRESS,
+             "descriptor of a bound TCP socket that the starting process hands over; the server "
+             "listens on it, and host and port are not used.", metavar="N"),
     _setting("api-key", "server.api_keys", values.listed, ADDRESS,
              "key a client must send; several may be given.", metavar="KEY"),
     _setting("admin-api-key", "server.admin_api_keys", values.listed, ADDRESS,

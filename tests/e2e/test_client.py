@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator, Callable
 import httpx2
 import pytest
 
+from mlx_parallm.api.listener import bind
 from mlx_parallm.client import (
     RequestFailedError,
     RLClient,
@@ -18,7 +19,7 @@ from mlx_parallm.client import (
     UnexpectedAnswerError,
     VersionSpan,
 )
-from tests.server_process import ServerProcess, free_port
+from tests.server_process import ServerProcess
 
 CHAT = [{"role": "user", "content": "What is 17 + 25?"}]
 NO_THINKING = {"enable_thinking": False}
@@ -125,11 +126,13 @@ async def test_refusals_name_the_field(client: RLClient) -> None:
 
 
 async def test_a_server_that_is_not_there_is_told() -> None:
-    async with RLClient(f"http://127.0.0.1:{free_port()}") as client:
-        with pytest.raises(ServerUnreachableError):
-            await client.wait_until_ready(timeout_s=0.3)
-        with pytest.raises(ServerUnreachableError, match="127"):
-            await client.rollout(["a"])
+    with bind("127.0.0.1", 0) as silent:
+        host, port = silent.getsockname()
+        async with RLClient(f"http://{host}:{port}") as client:
+            with pytest.raises(ServerUnreachableError):
+                await client.wait_until_ready(timeout_s=0.3)
+            with pytest.raises(ServerUnreachableError, match="127"):
+                await client.rollout(["a"])
 
 
 @contextlib.asynccontextmanager

@@ -129,7 +129,7 @@ def test_a_checkpoint_counts_once_it_is_whole(tmp_path: Path) -> None:
 
 
 async def test_a_server_that_ends_is_told_with_its_words(tmp_path: Path) -> None:
-    server = ManagedServer(["--no-such-flag"], port=1, log=tmp_path / "logs" / "log")
+    server = ManagedServer(["--no-such-flag"], log=tmp_path / "logs" / "log")
     with pytest.raises(ServerStartError, match="no-such-flag"):
         await server.wait_until_ready(60)
     assert not server.is_running
@@ -139,7 +139,7 @@ async def test_a_server_that_takes_too_long_is_stopped(tmp_path: Path) -> None:
     script = tmp_path / "python"
     script.write_text(f"#!{sys.executable}\nimport signal\nsignal.pause()\n")
     script.chmod(0o755)
-    server = ManagedServer([], port=1, log=tmp_path / "log", python=str(script))
+    server = ManagedServer([], log=tmp_path / "log", python=str(script))
     with pytest.raises(ServerStartError, match="not ready after"):
         await server.wait_until_ready(0.05)
     assert not server.is_running

@@ -1,0 +1,56 @@
+"""The socket a server answers on: bound to an address, or handed over by the process above."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+
+from mlx_parallm.errors import ConfigError
+
+FAMILIES = (socket.AF_INET, socket.AF_INET6)
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A TCP socket bound to the address; it listens once the server starts.
+
+    Args:
+        host: a name or an address.
+        port: 0 takes a free one, which nobody else gets while the socket is open.
+
+    Raises:
+        ConfigError: the host is unknown or the port is in use.
+    """
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        with contextlib.ExitStack() as stack:
+            listener = stack.enter_context(socket.socket(family, kind, protocol))
+            # Connections of a server before, in TIME_WAIT, must not keep the port. A port of the
+            # kernel's choice needs no such leave, without which nobody can share it.
+            if port:
+                listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind(address)
+            stack.pop_all()
+    except OSError as problem:
+        raise ConfigError(
+            f"host and port: cannot listen on {host}:{port}: {problem.strerror}"
+        ) from None
+    return listener
+
+
+def inherit(descriptor: int) -> socket.socket:
+    """The bound TCP socket that this process was started with.
+
+    Raises:
+        ConfigError: the descriptor is not one.
+    """
+    try:
+        listener = socket.socket(fileno=descriptor)
+    except OSError as problem:
+        raise ConfigError(f"fd: {descriptor} is not an open socket: {problem.strerror}") from None
+    is_tcp = listener.family in FAMILIES and listener.type == socket.SOCK_STREAM
+    if not is_tcp or not listener.getsockname()[1]:
+        listener.detach()
+        raise ConfigError(f"fd: {descriptor} is not a TCP socket that is bound to a port.")
+    return listener
