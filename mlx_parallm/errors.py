@@ -31,6 +31,16 @@ from __future__ import annotations
 class ParallmError(Exception):
     """Base of every error in this project."""
 
+    def __reduce__(self) -> tuple[object, ...]:
+        """Pickled as it is: making it anew would take the arguments that its message was of."""
+        return _rebuilt, (type(self), self.args), self.__dict__
+
+
+def _rebuilt(kind: type[ParallmError], args: tuple[object, ...]) -> ParallmError:
+    error = kind.__new__(kind)
+    error.args = args
+    return error
+
 
 class ConfigError(ParallmError):
     """A setting is missing, contradictory or out of range."""

@@ -8,7 +8,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
-from prometheus_client import CollectorRegistry
 
 from mlx_parallm.config import EngineConfig, ModelConfig
 from mlx_parallm.encode import EncodeInput, EncodeRequest, EncodeResults, EncoderInfo, TokenSpan
@@ -16,7 +15,6 @@ from mlx_parallm.engine.adapter_names import NamedAdapter
 from mlx_parallm.engine.commands import Abort, Command, Encode, EngineHost
 from mlx_parallm.engine.encoder_interface import EncoderModel
 from mlx_parallm.engine.encoders.client import AsyncEncoders
-from mlx_parallm.engine.encoders.metrics import EncoderFamilies
 from mlx_parallm.engine.encoders.residency import EncoderEntry
 from mlx_parallm.engine.interface import ServedModel
 from mlx_parallm.errors import InvalidRequestError, ModelNotFoundError, ParallmError
@@ -210,7 +208,7 @@ class FakeEncoders(AsyncEncoders):
 
     def __init__(self, *models: EncoderModel) -> None:
         self.thread = FakeThread()
-        super().__init__(self.thread, self.thread.config, EncoderFamilies(CollectorRegistry()))
+        super().__init__(self.thread, self.thread.config)
         for one in models:
             self._residency.add(EncoderEntry(ModelConfig(), one.names, one, is_loaded=True))
         self.thread.infos = {one.names[0]: one.info for one in models}

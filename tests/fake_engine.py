@@ -186,7 +186,7 @@ class FakeEngine:
             raise ModelNotFoundError(name)
         return self._model
 
-    def check_room(self, model: str, client: str, n: int) -> None:
+    async def check_room(self, model: str, client: str, n: int) -> None:
         if self.is_full:
             raise OverloadedError("Full.")
 
@@ -209,17 +209,17 @@ class FakeEngine:
     async def cancel(self, request_id: str) -> None:
         self.cancelled.append(request_id)
 
-    def memory(self) -> Mapping[str, ModelMemory]:
+    async def memory(self) -> Mapping[str, ModelMemory]:
         return {one.names[0]: ModelMemory(weights=7) for one in self.models()}
 
-    def load(self) -> EngineLoad:
+    async def load(self) -> EngineLoad:
         return EngineLoad(num_requests=3, num_running=2, num_waiting=1)
 
     def check_health(self) -> None:
         if self.is_dead:
             raise EngineDeadError("The engine thread died.")
 
-    def render_metrics(self) -> tuple[bytes, str]:
+    async def render_metrics(self) -> tuple[bytes, str]:
         return b"fake 1\n", "text/plain; version=1.0.0"
 
 

@@ -143,7 +143,7 @@ class Generation:
         await self._queue.put((number, None))
 
 
-def check_queue(
+async def check_queue(
     engine: EngineClient,
     model: str,
     client: str,
@@ -160,7 +160,7 @@ def check_queue(
     """
     if max_waiting is not None:
         check_room(num_prompts, n, max_waiting)
-    engine.check_room(model, client, num_prompts * n)
+    await engine.check_room(model, client, num_prompts * n)
 
 
 @contextlib.contextmanager

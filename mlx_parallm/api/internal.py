@@ -57,9 +57,9 @@ class BackgroundEngine:
         self._engine = engine
         self._client = client
 
-    def check_room(self, model: str, client: str, n: int) -> None:
+    async def check_room(self, model: str, client: str, n: int) -> None:
         """See ``EngineClient``."""
-        self._engine.check_room(model, self._client, n)
+        await self._engine.check_room(model, self._client, n)
 
     async def submit(self, request: GenerateRequest) -> RequestHandle:
         """See ``EngineClient``."""
@@ -100,13 +100,13 @@ class BackgroundEngine:
         """See ``EngineClient``."""
         await self._engine.cancel(request_id)
 
-    def memory(self) -> Mapping[str, ModelMemory]:
+    async def memory(self) -> Mapping[str, ModelMemory]:
         """See ``EngineClient``."""
-        return self._engine.memory()
+        return await self._engine.memory()
 
-    def load(self) -> EngineLoad:
+    async def load(self) -> EngineLoad:
         """See ``EngineClient``."""
-        return self._engine.load()
+        return await self._engine.load()
 
     @property
     def control(self) -> EngineControl:
@@ -117,6 +117,6 @@ class BackgroundEngine:
         """See ``EngineClient``."""
         self._engine.check_health()
 
-    def render_metrics(self) -> tuple[bytes, str]:
+    async def render_metrics(self) -> tuple[bytes, str]:
         """See ``EngineClient``."""
-        return self._engine.render_metrics()
+        return await self._engine.render_metrics()

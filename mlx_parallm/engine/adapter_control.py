@@ -7,18 +7,19 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import replace
 from functools import partial
+from itertools import count
 from typing import Any, Protocol
 
 from mlx_parallm.config import AdapterConfig
+from mlx_parallm.engine import host_actions
 from mlx_parallm.engine.adapter_folders import MAX_NAME, AdapterFolders
 from mlx_parallm.engine.adapter_names import NamedAdapter
 from mlx_parallm.engine.adapter_reader import AdapterReader
-from mlx_parallm.engine.adapter_staging import AdapterStaging
 from mlx_parallm.engine.commands import EngineHost
 from mlx_parallm.engine.control_metrics import ADAPTER, ControlMetrics
-from mlx_parallm.engine.host_actions import Loaded, check_owner, loaded, policies_of, taken
+from mlx_parallm.engine.host_actions import Loaded, taken
 from mlx_parallm.engine.interface import ServedModel
-from mlx_parallm.engine.policies import AdapterInfo, AdapterUpload, Policies
+from mlx_parallm.engine.policies import AdapterInfo, AdapterUpload
 from mlx_parallm.errors import InvalidRequestError, ModelNotFoundError, NotFoundError
 from mlx_parallm.weights import WeightsVersion
 
@@ -71,6 +72,8 @@ class AdapterControl:
         self._versions: Mapping[str, WeightsVersion] = {}
         # Loads of adapters that are found by name, so that many requests share one.
         self._loading: dict[tuple[str, str], asyncio.Future[AdapterInfo]] = {}
+        # Of loads, among the engine's.
+        self._numbers = count()
 
     def adapters(self) -> Sequence[AdapterInfo]:
         """See ``EngineControl.adapters``."""
@@ -84,7 +87,7 @@ class AdapterControl:
 
     async def refresh(self) -> None:
         """Hear from the engine thread what is loaded."""
-        self._note(await self._thread.call(loaded))
+        self._note(await self._thread.call(host_actions.loaded))
 
     def _note(self, found: Loaded) -> None:
         infos, self._versions = found
@@ -185,23 +188,27 @@ class AdapterControl:
         info = self.find(name)
         if info is None:
             raise NotFoundError(f"The adapter {name!r} is not loaded.", param="name")
-        gone = await self._call(info.model, lambda policies: policies.unload(info.name))
+        gone = await self._thread.call(
+            partial(host_actions.unload_adapter, name=info.name, model=info.model)
+        )
         await self.refresh()
         return gone
 
     async def _load(self, upload: AdapterUpload, base: str) -> AdapterInfo:
         """Put it into a slot in parts, between steps, and then let requests use that."""
-        staging = AdapterStaging(upload, in_parts=not self._sleep_level)
-
-        def advance(host: EngineHost) -> tuple[AdapterInfo, Loaded] | None:
-            check = partial(check_owner, host, upload.name, base)
-            info = staging.advance(policies_of(host, base), check)
-            return None if info is None else (info, loaded(host))
-
-        done: tuple[AdapterInfo, Loaded] | None = None
+        number = next(self._numbers)
+        begin = partial(
+            host_actions.begin_adapter,
+            number=number,
+            upload=upload,
+            model=base,
+            in_parts=not self._sleep_level,
+        )
+        done: tuple[AdapterInfo, Loaded] | None
         async with self._thread.hold(base):
+            done = await self._thread.call(begin)
             while done is None:
-                done = await self._thread.call(advance)
+                done = await self._thread.call(partial(host_actions.advance_adapter, number=number))
         info, found = done
         self._note(found)
         return self._adapters.get(info.name, info)
@@ -209,13 +216,10 @@ class AdapterControl:
     async def _load_by_name(self, name: str, base: str) -> AdapterInfo:
         self._check_name(name, base)
         upload = await self.read_named(name)
-
-        def ensure(host: EngineHost) -> AdapterInfo:
-            check_owner(host, name, base)
-            return policies_of(host, base).ensure(upload)
-
         async with self._thread.hold(base):
-            info = await self._thread.call(ensure)
+            info = await self._thread.call(
+                partial(host_actions.ensure_adapter, upload=upload, model=base)
+            )
         await self.refresh()
         return info
 
@@ -224,9 +228,6 @@ class AdapterControl:
         if not done.cancelled():
             # Perhaps nobody waits for it any more.
             done.exception()
-
-    async def _call(self, model: str, action: Callable[[Policies], Any]) -> Any:
-        return await self._thread.call(lambda host: action(policies_of(host, model)))
 
     def _adapted(self, model: str | None) -> str:
         """The first name of a model that adapters are of, or of the first one."""

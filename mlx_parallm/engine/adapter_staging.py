@@ -11,11 +11,16 @@ class AdapterStaging:
     """Puts an adapter into a slot in parts and then lets requests use it.
 
     Lives on the engine thread.
+
+    Attributes:
+        upload: the adapter.
+        model: the first name of its base model.
     """
 
-    def __init__(self, upload: AdapterUpload, *, in_parts: bool = True) -> None:
+    def __init__(self, upload: AdapterUpload, model: str, *, in_parts: bool = True) -> None:
         """``in_parts``: whether to put it ahead of the first batch that names it."""
-        self._upload = upload
+        self.upload = upload
+        self.model = model
         self._in_parts = in_parts
         self._slot: int | None = None
 
@@ -33,11 +38,11 @@ class AdapterStaging:
         try:
             check()
             if self._in_parts and self._slot is None:
-                self._slot = policies.begin(self._upload)
+                self._slot = policies.begin(self.upload)
                 self._in_parts = self._slot is not None
             if self._slot is not None:
-                has_more = policies.store.stage(self._slot, self._upload.weights.digest)
-            return None if has_more else policies.load(self._upload)
+                has_more = policies.store.stage(self._slot, self.upload.weights.digest)
+            return None if has_more else policies.load(self.upload)
         finally:
             if self._slot is not None and not has_more:
-                policies.end(self._upload)
+                policies.end(self.upload)

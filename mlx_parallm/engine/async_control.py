@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from functools import partial
 
 from mlx_parallm.adapters.folder import is_adapter_folder
 from mlx_parallm.config import AdapterConfig
 from mlx_parallm.engine import host_actions
 from mlx_parallm.engine.adapter_control import AdapterControl, EngineThread
-from mlx_parallm.engine.commands import EngineHost
 from mlx_parallm.engine.control import PauseMode
 from mlx_parallm.engine.control_metrics import WEIGHTS, ControlMetrics
 from mlx_parallm.engine.encoder_interface import ModelMemory
-from mlx_parallm.engine.live_weights import SLEEP_TAGS, LiveWeights, WeightsUpdate
+from mlx_parallm.engine.live_weights import SLEEP_TAGS, WeightsUpdate
+from mlx_parallm.engine.state import SlotCounts
 from mlx_parallm.errors import InvalidRequestError, ModelNotFoundError, PausedError
-from mlx_parallm.scheduler.adapter_slots import AdapterSlots
 from mlx_parallm.weights import WeightsVersion
 
 
@@ -40,7 +39,7 @@ class AsyncControl(AdapterControl):
         """See ``EngineControl.is_paused``."""
         return self._pause is not None
 
-    def report(self, slots: Mapping[str, AdapterSlots]) -> None:
+    def report(self, slots: Mapping[str, SlotCounts]) -> None:
         """Bring the metrics up to date; ``slots`` are by model."""
         names = [one.names[0] for one in self._thread.models()]
         self._metrics.on_versions(self.adapters(), {name: self.version(name) for name in names})
@@ -52,7 +51,7 @@ class AsyncControl(AdapterControl):
 
     async def checksums(self, model: str | None = None) -> Mapping[str, str]:
         """See ``EngineControl.checksums``."""
-        return await self._on_weights(model, lambda live: live.checksums())
+        return await self._thread.call(partial(host_actions.checksums, model=self._base(model)))
 
     def version(self, model: str | None = None) -> WeightsVersion:
         """See ``EngineControl.version``."""
@@ -97,28 +96,17 @@ class AsyncControl(AdapterControl):
 
     async def reset_prefix_cache(self, *, reset_running: bool = False) -> None:
         """See ``EngineControl.reset_prefix_cache``."""
-
-        def reset(host: EngineHost) -> None:
-            for engine in host.engines.values():
-                host.deliver(engine.settle())
-                engine.reset_prefix_cache(reset_running=reset_running)
-
-        await self._thread.call(reset)
+        await self._thread.call(
+            partial(host_actions.reset_prefix_cache, reset_running=reset_running)
+        )
 
     async def update_weights(
         self, update: WeightsUpdate, *, model: str | None = None
     ) -> WeightsVersion:
         """See ``EngineControl.update_weights``."""
-
-        def replace_weights(host: EngineHost) -> WeightsVersion:
-            engine = host.engines[base]
-            # Its tokens are those of the old weights.
-            host.deliver(engine.settle())
-            return host_actions.live_weights(engine).update(update)
-
-        base = self._base(model)
+        action = partial(host_actions.update_weights, model=self._base(model), update=update)
         with self._metrics.timed(WEIGHTS):
-            version = await self._thread.call(replace_weights)
+            version = await self._thread.call(action)
         await self.refresh()
         return version
 
@@ -144,7 +132,9 @@ class AsyncControl(AdapterControl):
 
     async def set_version(self, label: str, *, model: str | None = None) -> WeightsVersion:
         """See ``EngineControl.set_version``."""
-        version = await self._on_weights(model, lambda live: live.relabel(label))
+        version = await self._thread.call(
+            partial(host_actions.relabel, model=self._base(model), label=label)
+        )
         await self.refresh()
         return version
 
@@ -158,7 +148,7 @@ class AsyncControl(AdapterControl):
             if not self._sleep_level:
                 self._stays_paused = was_paused
             self._sleep_level = level
-            await self._thread.call(lambda host: host_actions.sleep(host, level))
+            await self._thread.call(partial(host_actions.sleep, level=level))
 
     async def wake_up(self, tags: Sequence[str] | None = None) -> Sequence[str]:
         """See ``EngineControl.wake_up``."""
@@ -168,9 +158,7 @@ class AsyncControl(AdapterControl):
             raise InvalidRequestError(
                 f"tags must be of {', '.join(SLEEP_TAGS)}, not {unknown[0]!r}.", param="tags"
             )
-        asleep: Sequence[str] = await self._thread.call(
-            lambda host: host_actions.wake(host, wanted)
-        )
+        asleep: Sequence[str] = await self._thread.call(partial(host_actions.wake, tags=wanted))
         if not asleep:
             self._sleep_level = 0
             stays_paused, self._stays_paused = self._stays_paused, False
@@ -178,12 +166,6 @@ class AsyncControl(AdapterControl):
                 await self.resume()
         await self.refresh()
         return asleep
-
-    async def _on_weights(self, model: str | None, action: Callable[[LiveWeights], Any]) -> Any:
-        base = self._base(model)
-        return await self._thread.call(
-            lambda host: action(host_actions.live_weights(host.engines[base]))
-        )
 
     def _base(self, model: str | None) -> str:
         """The first name of a model, or of the first one."""

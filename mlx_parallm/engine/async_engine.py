@@ -8,53 +8,45 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import gc
 import logging
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from operator import methodcaller
+from typing import Any, TypeVar
 
-from prometheus_client import generate_latest
+from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
 from mlx_parallm.config import EngineConfig
 from mlx_parallm.engine.admission import check_request
 from mlx_parallm.engine.async_control import AsyncControl
-from mlx_parallm.engine.build import LoadedEngine, build_engines
 from mlx_parallm.engine.commands import Abort, Call, Command, EngineHost, Stop, Submit
 from mlx_parallm.engine.control_metrics import ControlMetrics
 from mlx_parallm.engine.encoder_interface import ModelMemory
-from mlx_parallm.engine.encoders.build import BuiltEncoder
 from mlx_parallm.engine.encoders.client import AsyncEncoders
-from mlx_parallm.engine.encoders.engine import EncodeEngine
-from mlx_parallm.engine.engine import Engine
 from mlx_parallm.engine.interface import EngineLoad, RequestHandle, ServedModel
-from mlx_parallm.engine.loop import EngineLoop
+from mlx_parallm.engine.life import EngineLife, Loaded, Progress, local_life
 from mlx_parallm.engine.mailbox import Mailbox
-from mlx_parallm.engine.metrics import MetricFamilies, total
 from mlx_parallm.engine.model_memory import model_memory
 from mlx_parallm.engine.open_streams import OpenStreams
 from mlx_parallm.engine.policies import AdapterUpload
+from mlx_parallm.engine.state import EngineState, MetricsText
 from mlx_parallm.errors import (
     EngineDeadError,
     InvalidRequestError,
     ModelNotFoundError,
-    OverloadedError,
     ParallmError,
     RequestAbortedError,
     ShuttingDownError,
 )
 from mlx_parallm.outputs import GenerateEvent
 from mlx_parallm.request import GenerateRequest
-from mlx_parallm.runner.device import end_thread
 
 logger = logging.getLogger(__name__)
 
-Progress = Callable[[str, float], None]
-Built = Sequence[LoadedEngine | BuiltEncoder]
-Build = Callable[[EngineConfig, MetricFamilies, Progress], Built]
+T = TypeVar("T")
 
 
 def ignore_progress(_text: str, _fraction: float) -> None:
@@ -69,26 +61,23 @@ class AsyncEngine:
         config: EngineConfig,
         *,
         on_progress: Progress = ignore_progress,
-        build: Build = build_engines,
+        life: EngineLife | None = None,
     ) -> None:
+        """``life``: where the engines live; a thread of this process if it is not given."""
         self._config = config
-        self._on_progress = on_progress
-        self._build = build
-        self._families = MetricFamilies()
+        self._life = life or local_life(config, on_progress)
+        self._registry = CollectorRegistry()
         self._mailbox = Mailbox()
         self._streams = OpenStreams()
         self._models: dict[str, ServedModel] = {}
-        self._engines: dict[str, Engine] = {}
-        self._encode_engines: dict[str, EncodeEngine] = {}
         self._thread: threading.Thread | None = None
         self._loaded = threading.Event()
         self._cause: BaseException | None = None
         self._draining = False
         self._idle = asyncio.Event()
         self._idle.set()
-        metrics = ControlMetrics(self._families.registry)
-        self.control = AsyncControl(self, config.adapters, metrics)
-        self.encoders = AsyncEncoders(self, config, self._families.encoders)
+        self.control = AsyncControl(self, config.adapters, ControlMetrics(self._registry))
+        self.encoders = AsyncEncoders(self, config)
         #: Set while no thread serves: after a death, until a restarted thread has loaded.
         self.died = threading.Event()
         #: Set when the thread has died and will not be started anew.
@@ -170,18 +159,15 @@ class AsyncEngine:
             )
         raise ModelNotFoundError(name)
 
-    def check_room(self, model: str, client: str, n: int) -> None:
+    async def check_room(self, model: str, client: str, n: int) -> None:
         """Refuse early what the queue has no room for; see ``EngineClient.check_room``."""
         self.check_health()
         served = self.get_model(model)
-        engine = self._engines.get(served.parent or served.names[0])
-        if engine is None:
-            return
-        try:
-            engine.check_room(client, n)
-        except OverloadedError:
-            engine.on_reject()
-            raise
+        limit = self._config.scheduler.max_waiting
+        # Of those that are open at most all wait.
+        if limit and self._streams.num_samples + n > limit:
+            base = served.parent or served.names[0]
+            await self._life.query(methodcaller("check_room", base, client, n))
 
     async def submit(self, request: GenerateRequest) -> RequestHandle:
         """Admit a request; see ``EngineClient.submit``."""
@@ -247,13 +233,10 @@ class AsyncEngine:
         """The requests that were submitted and have not ended."""
         return self._streams.requests()
 
-    def load(self) -> EngineLoad:
+    async def load(self) -> EngineLoad:
         """How busy the engine is, over all models."""
-        return EngineLoad(
-            num_requests=len(self._streams),
-            num_running=total(self._families.running),
-            num_waiting=total(self._families.waiting),
-        )
+        running, waiting = await self._query(methodcaller("num_running_and_waiting"), (0, 0))
+        return EngineLoad(num_requests=len(self._streams), num_running=running, num_waiting=waiting)
 
     def check_health(self) -> None:
         """Raise EngineDeadError if the engine thread is dead."""
@@ -266,22 +249,29 @@ class AsyncEngine:
         if self._draining:
             raise ShuttingDownError("The server is shutting down.")
 
-    def memory(self) -> Mapping[str, ModelMemory]:
+    async def memory(self) -> Mapping[str, ModelMemory]:
         """What each model takes, by its first name."""
+        kept: Mapping[str, int] = {}
         return model_memory(
             self.models(),
             self.encoders.statuses(),
-            self._encode_engines,
+            await self._query(methodcaller("cache_bytes"), kept),
             self.control.adapters(),
         )
 
-    def render_metrics(self) -> tuple[bytes, str]:
+    async def render_metrics(self) -> tuple[bytes, str]:
         """The Prometheus exposition and its content type."""
-        self.control.report_memory(self.memory())
-        self.control.report(
-            {name: one.policies.users.adapters for name, one in self._engines.items()}
-        )
-        return generate_latest(self._families.registry), CONTENT_TYPE_LATEST
+        engines = await self._query(methodcaller("metrics"), MetricsText())
+        self.control.report_memory(await self.memory())
+        self.control.report(engines.slots)
+        return engines.text + generate_latest(self._registry), CONTENT_TYPE_LATEST
+
+    async def _query(self, ask: Callable[[EngineState], T], otherwise: T) -> T:
+        """What the engines' state tells, or this where they are dead."""
+        try:
+            return await self._life.query(ask)
+        except EngineDeadError:
+            return otherwise
 
     async def _send(
         self, request: GenerateRequest, upload: AdapterUpload | None = None
@@ -315,43 +305,25 @@ class AsyncEngine:
         """The thread: load and serve, anew after a death where that is asked for."""
         while self._live():
             pass
-        end_thread()
+        self._life.end()
 
     def _live(self) -> bool:
         """One life of the engines, from load to stop or death; whether to live again."""
         try:
-            engines, encoders = self._load()
-            stall_ms = self._config.scheduler.max_decode_stall_ms
-            EngineLoop(
-                engines,
-                self._mailbox.inbox,
-                self._deliver,
-                encoders,
-                max_stall_s=None if stall_ms is None else stall_ms / 1e3,
-            ).run()
+            self._life.run(self._mailbox.inbox, self._deliver, self._on_loaded)
         except BaseException as cause:  # noqa: BLE001 - the thread's last act: tell every caller
             if self._on_death(cause):
                 return True
             self.ended.set()
         return False
 
-    def _load(self) -> tuple[dict[str, Engine], dict[str, EncodeEngine]]:
-        gc.unfreeze()
-        built = self._build(self._config, self._families, self._on_progress)
-        # What is there now stays: to look through it for garbage would stop every stream.
-        gc.collect()
-        gc.freeze()
+    def _on_loaded(self, loaded: Loaded) -> None:
         self.control.forget()
-        loaded = [one for one in built if isinstance(one, LoadedEngine)]
-        encoders = [one for one in built if isinstance(one, BuiltEncoder)]
-        self._models = {name: one.model for one in loaded for name in one.model.names}
-        self.encoders.replace(encoders)
+        self._models = {name: one for one in loaded.models for name in one.names}
+        self.encoders.replace(loaded.encoders)
         self._cause = None
         self.died.clear()
         self._loaded.set()
-        self._engines = {one.model.names[0]: one.engine for one in loaded}
-        self._encode_engines = {one.model.names[0]: one.engine for one in encoders if one.engine}
-        return self._engines, self._encode_engines
 
     def _on_death(self, cause: BaseException) -> bool:
         """Record the cause and end every open request; whether to start anew."""

@@ -12,8 +12,11 @@ from mlx_parallm.outputs import GenerateEvent
 from mlx_parallm.request import GenerateRequest
 
 if TYPE_CHECKING:
+    from mlx_parallm.engine.adapter_staging import AdapterStaging
     from mlx_parallm.engine.encoders.adapters import EncoderAdapterSet
+    from mlx_parallm.engine.encoders.build import EncoderBuild
     from mlx_parallm.engine.encoders.engine import EncodeEngine
+    from mlx_parallm.engine.encoders.metrics import EncoderFamilies
     from mlx_parallm.engine.engine import Engine
     from mlx_parallm.engine.policies import AdapterUpload
 
@@ -34,6 +37,21 @@ class EngineHost(Protocol):
     @property
     def encoder_adapters(self) -> MutableMapping[str, EncoderAdapterSet]:
         """Likewise; those of encoders that made way too."""
+        ...
+
+    @property
+    def encoder_families(self) -> EncoderFamilies:
+        """Metrics of encoders."""
+        ...
+
+    @property
+    def builds(self) -> MutableMapping[int, EncoderBuild]:
+        """Encoders on their way into memory, by the number that their commands name."""
+        ...
+
+    @property
+    def stagings(self) -> MutableMapping[int, AdapterStaging]:
+        """Adapters on their way into a slot, likewise."""
         ...
 
     def deliver(self, events: list[GenerateEvent], /) -> None:
@@ -81,7 +99,8 @@ class Abort:
 class Call:
     """Do something between two steps.
 
-    ``reply`` is called on the engine thread with what ``action`` gave, or with its error.
+    ``reply`` is called on the engine thread with what ``action`` gave, or with its error. The
+    action can be pickled, as what it gives: the engine may be in another process.
     """
 
     action: Callable[[EngineHost], Any]

@@ -11,8 +11,7 @@ from prometheus_client import CollectorRegistry, Gauge, Histogram
 
 from mlx_parallm.engine.encoder_interface import ModelMemory
 from mlx_parallm.engine.policies import AdapterInfo
-from mlx_parallm.runner.device import active_memory_bytes
-from mlx_parallm.scheduler.adapter_slots import AdapterSlots
+from mlx_parallm.engine.state import SlotCounts
 from mlx_parallm.weights import WeightsVersion
 
 DURATIONS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
@@ -63,12 +62,6 @@ class ControlMetrics:
             ("model_name", "kind"),
             registry=registry,
         )
-        # Asked at each scrape.
-        Gauge(
-            "mlx_parallm:active_memory_bytes",
-            "Memory of the arrays that MLX holds, in this process.",
-            registry=registry,
-        ).set_function(active_memory_bytes)
         self._updates = Histogram(
             "mlx_parallm:update_duration_seconds",
             "Time from a parsed update to its serving.",
@@ -98,14 +91,14 @@ class ControlMetrics:
                 self._memory.labels(name, kind).set(num_bytes)
 
     def on_state(
-        self, *, is_paused: bool, sleep_level: int, slots: Mapping[str, AdapterSlots]
+        self, *, is_paused: bool, sleep_level: int, slots: Mapping[str, SlotCounts]
     ) -> None:
         """What changes with every step; ``slots`` are by model."""
         self._paused.set(is_paused)
         self._sleep_level.set(sleep_level)
         for name, one in slots.items():
             self._slots.labels(name).set(one.num_slots)
-            self._resident.labels(name).set(len(one.resident))
+            self._resident.labels(name).set(one.num_resident)
             self._running.labels(name).set(one.num_used)
 
     @contextlib.contextmanager

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, Literal, Protocol
 
-from mlx_parallm.config import ModelTask
+from mlx_parallm.config import ModelConfig, ModelTask
 from mlx_parallm.encode import (
     EncodeInput,
     EncodeRequest,
@@ -140,6 +140,15 @@ class EncoderModel:
         return EncodeRequest(
             request_id=request_id, model=self.names[0], inputs=tuple(inputs), head=self.head
         )
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedEncoder:
+    """An encoder that was loaded; ``is_loaded`` is false where it has made way for others again."""
+
+    config: ModelConfig
+    model: EncoderModel
+    is_loaded: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

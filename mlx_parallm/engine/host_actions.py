@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 
+from mlx_parallm.engine.adapter_staging import AdapterStaging
 from mlx_parallm.engine.commands import EngineHost
 from mlx_parallm.engine.engine import Engine
-from mlx_parallm.engine.live_weights import SLEEP_TAGS, LiveWeights
-from mlx_parallm.engine.policies import AdapterInfo, Policies
+from mlx_parallm.engine.live_weights import SLEEP_TAGS, LiveWeights, WeightsUpdate
+from mlx_parallm.engine.policies import AdapterInfo, AdapterUpload, Policies
 from mlx_parallm.errors import InvalidRequestError, ModelNotFoundError
 from mlx_parallm.weights import WeightsVersion
 
@@ -46,6 +48,40 @@ def taken(info: AdapterInfo) -> InvalidRequestError:
     )
 
 
+def begin_adapter(
+    host: EngineHost, number: int, upload: AdapterUpload, model: str, *, in_parts: bool
+) -> tuple[AdapterInfo, Loaded] | None:
+    """Put the first part of an adapter into a slot; see ``advance_adapter``."""
+    host.stagings[number] = AdapterStaging(upload, model, in_parts=in_parts)
+    return advance_adapter(host, number)
+
+
+def advance_adapter(host: EngineHost, number: int) -> tuple[AdapterInfo, Loaded] | None:
+    """Put the next part; the adapter and all that is loaded once all of it is there.
+
+    Raises as ``AdapterStaging.advance`` does; the number is free then.
+    """
+    staging = host.stagings.pop(number)
+    model = staging.model
+    check = partial(check_owner, host, staging.upload.name, model)
+    info = staging.advance(policies_of(host, model), check)
+    if info is not None:
+        return info, loaded(host)
+    host.stagings[number] = staging
+    return None
+
+
+def ensure_adapter(host: EngineHost, upload: AdapterUpload, model: str) -> AdapterInfo:
+    """Load an adapter of a model unless one of its name is there; see ``Policies.ensure``."""
+    check_owner(host, upload.name, model)
+    return policies_of(host, model).ensure(upload)
+
+
+def unload_adapter(host: EngineHost, name: str, model: str) -> AdapterInfo:
+    """Forget an adapter of a model; see ``Policies.unload``."""
+    return policies_of(host, model).unload(name)
+
+
 def pause(host: EngineHost) -> int:
     """Generate nothing more; how many requests are kept."""
     for engine in host.engines.values():
@@ -53,6 +89,31 @@ def pause(host: EngineHost) -> int:
         # No token may come after the answer.
         host.deliver(engine.settle())
     return sum(engine.num_requests for engine in host.engines.values())
+
+
+def reset_prefix_cache(host: EngineHost, *, reset_running: bool) -> None:
+    """Forget the prefixes of every model; see ``Engine.reset_prefix_cache``."""
+    for engine in host.engines.values():
+        host.deliver(engine.settle())
+        engine.reset_prefix_cache(reset_running=reset_running)
+
+
+def update_weights(host: EngineHost, model: str, update: WeightsUpdate) -> WeightsVersion:
+    """Replace a model's weights; see ``LiveWeights.update``."""
+    engine = host.engines[model]
+    # Its tokens are those of the old weights.
+    host.deliver(engine.settle())
+    return live_weights(engine).update(update)
+
+
+def checksums(host: EngineHost, model: str) -> Mapping[str, str]:
+    """Of a model's weights; see ``LiveWeights.checksums``."""
+    return live_weights(host.engines[model]).checksums()
+
+
+def relabel(host: EngineHost, model: str, label: str) -> WeightsVersion:
+    """Call a model's weights something else; see ``LiveWeights.relabel``."""
+    return live_weights(host.engines[model]).relabel(label)
 
 
 def live_weights(engine: Engine) -> LiveWeights:

@@ -201,7 +201,7 @@ class EngineClient(Protocol):
         """The models that read texts instead of continuing them."""
         ...
 
-    def check_room(self, model: str, client: str, n: int) -> None:
+    async def check_room(self, model: str, client: str, n: int) -> None:
         """Refuse ``n`` samples of a client early, before their prompt is encoded.
 
         It costs nearly nothing; ``submit`` decides.
@@ -237,7 +237,7 @@ class EngineClient(Protocol):
         """
         ...
 
-    def load(self) -> EngineLoad:
+    async def load(self) -> EngineLoad:
         """How busy the engine is."""
         ...
 
@@ -245,10 +245,10 @@ class EngineClient(Protocol):
         """Raise EngineDeadError if the engine thread is dead."""
         ...
 
-    def memory(self) -> Mapping[str, ModelMemory]:
+    async def memory(self) -> Mapping[str, ModelMemory]:
         """What each model takes, by its first name."""
         ...
 
-    def render_metrics(self) -> tuple[bytes, str]:
+    async def render_metrics(self) -> tuple[bytes, str]:
         """The Prometheus exposition and its content type."""
         ...

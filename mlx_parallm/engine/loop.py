@@ -10,8 +10,11 @@ import queue
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from typing import Any
 
+from mlx_parallm.engine.adapter_staging import AdapterStaging
 from mlx_parallm.engine.commands import Abort, Call, Command, Encode, Stop, Submit
+from mlx_parallm.engine.encoders.build import EncoderBuild
 from mlx_parallm.engine.encoders.engine import EncodeEngine
+from mlx_parallm.engine.encoders.metrics import EncoderFamilies
 from mlx_parallm.engine.engine import Engine
 from mlx_parallm.errors import ControlError, ModelNotFoundError, OverloadedError, ParallmError
 from mlx_parallm.outputs import GenerateEvent
@@ -33,6 +36,9 @@ class EngineLoop:
         engines: by their models' first names.
         encoders: likewise; they come and go.
         encoder_adapters: likewise; they stay when an encoder makes way.
+        encoder_families: metrics of encoders.
+        builds: encoders on their way into memory, by their commands' number.
+        stagings: adapters on their way into a slot, likewise.
         deliver: sends events to their readers.
     """
 
@@ -43,6 +49,7 @@ class EngineLoop:
         deliver: Callable[[list[GenerateEvent]], None],
         encoders: MutableMapping[str, EncodeEngine] | None = None,
         *,
+        encoder_families: EncoderFamilies,
         max_stall_s: float | None = None,
     ) -> None:
         """``max_stall_s``: how long a decode step and a batch may take together, if it is bounded.
@@ -52,6 +59,9 @@ class EngineLoop:
         self.engines = engines
         self.encoders = {} if encoders is None else encoders
         self.encoder_adapters = {name: one.adapters for name, one in self.encoders.items()}
+        self.encoder_families = encoder_families
+        self.builds: dict[int, EncoderBuild] = {}
+        self.stagings: dict[int, AdapterStaging] = {}
         self.deliver = deliver
         self._inbox = inbox
         self._max_stall_s = max_stall_s

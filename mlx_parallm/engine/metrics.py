@@ -15,6 +15,7 @@ from mlx_parallm.batch import RunnerInfo, ScheduledBatch
 from mlx_parallm.engine.encoders.metrics import EncoderFamilies
 from mlx_parallm.outputs import ErrorEvent, GenerateEvent, PromptEvent, TokenEvent
 from mlx_parallm.request import GenerateRequest
+from mlx_parallm.runner.device import active_memory_bytes
 from mlx_parallm.scheduler.updates import SchedulerStats, SpeculationStats
 
 LABELS = ("model_name", "engine")
@@ -51,6 +52,12 @@ class MetricFamilies:
         self._define_speculation()
         self._define_times()
         self._define_requests()
+        # Asked at each scrape.
+        Gauge(
+            "mlx_parallm:active_memory_bytes",
+            "Memory of the arrays that MLX holds, in the engine's process.",
+            registry=self.registry,
+        ).set_function(active_memory_bytes)
         self.encoders = EncoderFamilies(self.registry)
 
     def _define_queue(self) -> None:

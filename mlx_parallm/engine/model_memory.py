@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 from mlx_parallm.engine.encoder_interface import EncoderState, EncoderStatus, ModelMemory
-from mlx_parallm.engine.encoders.engine import EncodeEngine
 from mlx_parallm.engine.interface import ServedModel
 from mlx_parallm.engine.policies import AdapterInfo
 
@@ -13,10 +12,10 @@ from mlx_parallm.engine.policies import AdapterInfo
 def model_memory(
     models: Iterable[ServedModel],
     encoders: Iterable[EncoderStatus],
-    engines: Mapping[str, EncodeEngine],
+    cache_bytes: Mapping[str, int],
     adapters: Iterable[AdapterInfo],
 ) -> dict[str, ModelMemory]:
-    """By first names; ``engines`` are of the encoders that are loaded."""
+    """By first names; ``cache_bytes`` are of the results that encoders keep."""
     loaded: dict[str, int] = {}
     for info in adapters:
         loaded[info.model] = loaded.get(info.model, 0) + info.num_bytes
@@ -30,13 +29,13 @@ def model_memory(
     }
     for status in encoders:
         name = status.names[0]
-        engine, model = engines.get(name), status.model
+        model = status.model
         weights = 0
         if model is not None and status.state is EncoderState.LOADED:
             weights = model.info.weight_bytes
         found[name] = ModelMemory(
             weights=weights,
-            cache=0 if engine is None else engine.cache_bytes,
+            cache=cache_bytes.get(name, 0),
             adapters=loaded.get(name, 0),
         )
     return found

@@ -15,6 +15,8 @@ class OpenStreams:
 
     def __init__(self) -> None:
         self._streams: dict[str, EventStream] = {}
+        #: Of all requests; those that have ended count until their request has.
+        self.num_samples = 0
 
     def __len__(self) -> int:
         """How many there are."""
@@ -39,11 +41,16 @@ class OpenStreams:
                 f"Request id {request.request_id!r} is already in use.", param="request_id"
             )
         stream = self._streams[request.request_id] = EventStream(request)
+        self.num_samples += request.params.n
         return stream
 
     def close(self, request_id: str) -> bool:
         """Forget a stream; False if it was not open."""
-        return self._streams.pop(request_id, None) is not None
+        stream = self._streams.pop(request_id, None)
+        if stream is None:
+            return False
+        self.num_samples -= stream.request.params.n
+        return True
 
     def dispatch(self, events: Sequence[GenerateEvent]) -> Sequence[str]:
         """Hand events to their readers; the requests that end because theirs does not read."""
@@ -66,3 +73,4 @@ class OpenStreams:
         for request_id, stream in self._streams.items():
             stream.put(ErrorEvent(request_id=request_id, error=error))
         self._streams.clear()
+        self.num_samples = 0

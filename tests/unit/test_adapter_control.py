@@ -30,7 +30,7 @@ class TwoEncoders:
         self.sets = {
             name: EncoderAdapterSet.of_model(name, SlotRecord(), EngineConfig()) for name in "mn"
         }
-        host = SimpleNamespace(engines={}, encoder_adapters=self.sets)
+        host = SimpleNamespace(engines={}, encoder_adapters=self.sets, stagings={})
         self._host = cast(EngineHost, host)
 
     def models(self) -> list[ServedModel]:

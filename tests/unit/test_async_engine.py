@@ -10,13 +10,14 @@ import pytest
 
 from mlx_parallm.batch import ScheduledBatch
 from mlx_parallm.config import EngineConfig, SchedulerConfig
-from mlx_parallm.engine.async_engine import AsyncEngine, Progress
+from mlx_parallm.engine.async_engine import AsyncEngine, ignore_progress
 from mlx_parallm.engine.build import LoadedEngine
 from mlx_parallm.engine.commands import EngineHost
 from mlx_parallm.engine.control import PauseMode
 from mlx_parallm.engine.engine import Engine
 from mlx_parallm.engine.event_stream import MAX_UNREAD, MAX_UNREAD_PER_SAMPLE
 from mlx_parallm.engine.interface import ServedModel
+from mlx_parallm.engine.life import Build, LocalLife, Progress
 from mlx_parallm.engine.metrics import EngineMetrics, MetricFamilies
 from mlx_parallm.errors import (
     ConfigError,
@@ -59,9 +60,14 @@ def builder(
     return build
 
 
+def engine_of(build: Build, config: EngineConfig | None = None) -> AsyncEngine:
+    config = config or EngineConfig()
+    return AsyncEngine(config, life=LocalLife(config, build, ignore_progress))
+
+
 @pytest.fixture
 async def engine() -> AsyncIterator[AsyncEngine]:
-    engine = AsyncEngine(EngineConfig(), build=builder(FakeRunner(spell("hello"))))
+    engine = engine_of(builder(FakeRunner(spell("hello"))))
     engine.start()
     yield engine
     engine.stop()
@@ -100,7 +106,7 @@ async def test_a_request_id_can_be_used_again_after_its_end(engine: AsyncEngine)
 async def test_abort_between_steps_leaves_the_others_running() -> None:
     gate = threading.Event()
     runner = FakeRunner(spell("hello"), before=lambda batch: wait_for(gate))
-    engine = AsyncEngine(EngineConfig(), build=builder(runner))
+    engine = engine_of(builder(runner))
     engine.start()
     await engine.submit(make_request("a"))
     kept = asyncio.create_task(text_of(engine, make_request("b")))
@@ -120,7 +126,7 @@ async def test_a_cancelled_request_ends_with_what_it_has() -> None:
         if batch.step_id == 4:
             wait_for(gate)
 
-    engine = AsyncEngine(EngineConfig(), build=builder(FakeRunner(spell("hello"), before=before)))
+    engine = engine_of(builder(FakeRunner(spell("hello"), before=before)))
     engine.start()
     handle = await engine.submit(make_request("a", n=2))
     while not isinstance(await anext(handle.events), TokenEvent):
@@ -133,14 +139,14 @@ async def test_a_cancelled_request_ends_with_what_it_has() -> None:
     last = {e.index: e.finish_reason for e in events if isinstance(e, TokenEvent)}
     assert last == {0: FinishReason.ABORT, 1: FinishReason.ABORT}
     assert engine.open_requests() == []
-    assert engine.load().num_requests == 0
+    assert (await engine.load()).num_requests == 0
     engine.stop()
 
 
 async def test_a_stream_that_nobody_reads_is_ended() -> None:
     gate = threading.Event()
     runner = FakeRunner(spell("hello"), before=lambda batch: wait_for(gate))
-    engine = AsyncEngine(EngineConfig(), build=builder(runner))
+    engine = engine_of(builder(runner))
     engine.start()
     handle = await engine.submit(make_request("a"))
     event = TokenEvent(request_id="a", index=0, token_ids=(1,), text="x")
@@ -155,7 +161,7 @@ async def test_a_stream_that_nobody_reads_is_ended() -> None:
 
 
 async def test_a_dead_thread_tells_every_stream_and_health() -> None:
-    engine = AsyncEngine(EngineConfig(), build=builder(FakeRunner(spell("x")), BrokenScheduler))
+    engine = engine_of(builder(FakeRunner(spell("x")), BrokenScheduler))
     engine.start()
     handle = await engine.submit(make_request())
     events = [event async for event in handle.events]
@@ -165,7 +171,7 @@ async def test_a_dead_thread_tells_every_stream_and_health() -> None:
         engine.check_health()
     # Not that its queue is full, which it may be for ever.
     with pytest.raises(EngineDeadError):
-        engine.check_room("m", "", 1_000_000)
+        await engine.check_room("m", "", 1_000_000)
     with pytest.raises(EngineDeadError):
         await engine.submit(make_request())
 
@@ -180,7 +186,7 @@ async def test_a_thread_told_to_restart_serves_again() -> None:
         runner = FakeRunner(spell("back"))
         return builder(runner, lives.pop(0))(config, MetricFamilies(), on_progress)
 
-    engine = AsyncEngine(EngineConfig(restart_on_failure=True), build=build)
+    engine = engine_of(build, EngineConfig(restart_on_failure=True))
     engine.start()
     handle = await engine.submit(make_request())
     assert isinstance([event async for event in handle.events][-1], ErrorEvent)
@@ -193,7 +199,7 @@ async def test_a_thread_told_to_restart_serves_again() -> None:
 async def test_drain_refuses_new_requests_and_aborts_what_outlives_it() -> None:
     gate = threading.Event()
     runner = FakeRunner(spell("x"), before=lambda batch: wait_for(gate))
-    engine = AsyncEngine(EngineConfig(scheduler=SchedulerConfig()), build=builder(runner))
+    engine = engine_of(builder(runner))
     engine.start()
     handle = await engine.submit(make_request())
     await engine.drain(0.0)
@@ -215,7 +221,7 @@ def die(host: EngineHost) -> None:
 
 
 async def test_commands_that_wait_are_told_that_the_thread_died() -> None:
-    engine = AsyncEngine(EngineConfig(), build=builder(FakeRunner(spell("hello"))))
+    engine = engine_of(builder(FakeRunner(spell("hello"))))
     engine.start()
     gate = threading.Event()
     first = asyncio.ensure_future(engine.call(lambda host: wait_for(gate)))
@@ -258,7 +264,7 @@ async def test_drain_lets_what_a_pause_has_kept_end(engine: AsyncEngine) -> None
 
 
 async def test_drain_of_a_dead_engine_that_was_paused_ends() -> None:
-    engine = AsyncEngine(EngineConfig(), build=builder(FakeRunner(spell("hello"))))
+    engine = engine_of(builder(FakeRunner(spell("hello"))))
     engine.start()
     await engine.control.pause(PauseMode.KEEP)
     with pytest.raises(EngineDeadError):
@@ -271,7 +277,7 @@ def test_a_failed_load_is_raised_to_whoever_starts() -> None:
         raise ModelLoadError("no such model")
 
     with pytest.raises(ModelLoadError, match="no such model"):
-        AsyncEngine(EngineConfig(), build=build).start()
+        engine_of(build).start()
 
 
 def test_a_failed_load_is_raised_after_its_thread_has_ended(
@@ -286,8 +292,8 @@ def test_a_failed_load_is_raised_after_its_thread_has_ended(
     def build(*_: object) -> list[LoadedEngine]:
         raise ConfigError("too little memory")
 
-    monkeypatch.setattr("mlx_parallm.engine.async_engine.end_thread", end_thread)
-    engine = AsyncEngine(EngineConfig(), build=build)
+    monkeypatch.setattr("mlx_parallm.engine.life.end_thread", end_thread)
+    engine = engine_of(build)
     with pytest.raises(ConfigError):
         engine.start()
     told.set()
@@ -298,19 +304,18 @@ async def test_a_full_queue_is_known_before_a_request_is_made() -> None:
     gate = threading.Event()
     runner = FakeRunner(spell("hello"), before=lambda batch: wait_for(gate))
     config = EngineConfig(scheduler=SchedulerConfig(max_num_seqs=1, max_waiting=3))
-    engine = AsyncEngine(config, build=builder(runner))
+    engine = engine_of(builder(runner), config)
     engine.start()
-    engine.check_room("alias", "a", 3)
+    await engine.check_room("alias", "a", 3)
     handle = await engine.submit(make_request(n=3))
     with pytest.raises(OverloadedError):
-        engine.check_room("alias", "", 2)
+        await engine.check_room("alias", "", 2)
     # Another client has its half.
-    engine.check_room("m", "other", 1)
+    await engine.check_room("m", "other", 1)
     gate.set()
     async for _ in handle.events:
         pass
-    engine.check_room("alias", "", 3)
-    assert (
-        b'admission_rejections_total{engine="0",model_name="m"} 1.0' in engine.render_metrics()[0]
-    )
+    await engine.check_room("alias", "", 3)
+    text, _ = await engine.render_metrics()
+    assert b'admission_rejections_total{engine="0",model_name="m"} 1.0' in text
     engine.stop()

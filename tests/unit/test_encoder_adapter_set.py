@@ -164,7 +164,7 @@ def test_batches_keep_a_slot_while_adapters_are_put() -> None:
     answers: Answers = {}
     for number in range(1, 4):
         load(adapters, f"a{number}", number)
-    uploads = [AdapterStaging(adapter(f"b{n}", f"digest-{n}", None)) for n in range(4, 8)]
+    uploads = [AdapterStaging(adapter(f"b{n}", f"digest-{n}", None), "m") for n in range(4, 8)]
     loaded = [upload.advance(adapters.policies) for upload in uploads]
     # What found no slot is loaded without one, until a batch names it.
     assert [one is None for one in loaded] == [True, True, False, False]

@@ -8,14 +8,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from prometheus_client import CollectorRegistry
 
 from mlx_parallm.config import EngineConfig, ModelConfig
 from mlx_parallm.encode import EncoderInfo
 from mlx_parallm.engine.adapter_names import NamedAdapter
 from mlx_parallm.engine.encoder_interface import EncoderModel, EncoderState
 from mlx_parallm.engine.encoders.client import AsyncEncoders
-from mlx_parallm.engine.encoders.metrics import EncoderFamilies
 from mlx_parallm.engine.encoders.residency import EncoderEntry, EncoderResidency, MakeRoom
 from mlx_parallm.errors import ModelLoadError, ModelNotFoundError
 from tests.fakes import ByteTokenizer
@@ -273,8 +271,7 @@ class AdapterLoads:
 async def test_a_model_is_evicted_while_an_adapter_of_it_comes() -> None:
     control = AdapterLoads()
     thread: Any = SimpleNamespace(control=control)
-    families = EncoderFamilies(CollectorRegistry())
-    encoders = control.encoders = AsyncEncoders(thread, EngineConfig(), families)
+    encoders = control.encoders = AsyncEncoders(thread, EngineConfig())
     residency = EncoderResidency(ScriptedLoader(), 25)
     encoders._residency = residency
     entries = {name: EncoderEntry(ModelConfig(), (name,)) for name in "ab"}

@@ -7,10 +7,12 @@ import queue
 from typing import Any, cast
 
 import pytest
+from prometheus_client import CollectorRegistry
 
 from mlx_parallm.engine.commands import Command, Encode, Stop
 from mlx_parallm.engine.encoders.batch_cost import BatchCost, StepPace
 from mlx_parallm.engine.encoders.engine import EncodeEngine
+from mlx_parallm.engine.encoders.metrics import EncoderFamilies
 from mlx_parallm.engine.loop import EngineLoop
 from mlx_parallm.outputs import GenerateEvent
 from tests.sum_encoder import FakeClock, SumEncoder, engine_of, request_of, seconds_of
@@ -98,6 +100,7 @@ class Trial:
             cast("Any", inbox),
             lambda events: None,
             cast("dict[str, EncodeEngine]", self.engines),
+            encoder_families=EncoderFamilies(CollectorRegistry()),
             **self.more,
         )
         loop.run()

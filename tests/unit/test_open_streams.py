@@ -61,3 +61,14 @@ async def test_all_end_with_an_error(streams: OpenStreams) -> None:
     streams.end_all(StepError("no"))
     assert [type(event) async for event in stream] == [ErrorEvent]
     assert "a" not in streams
+
+
+def test_samples_of_open_requests_are_counted(streams: OpenStreams) -> None:
+    streams.open(REQUEST)
+    streams.open(replace(OTHER, params=SamplingParams(n=3)))
+    assert streams.num_samples == 4
+    streams.close("b")
+    streams.close("b")
+    assert streams.num_samples == 1
+    streams.end_all(StepError("no"))
+    assert streams.num_samples == 0

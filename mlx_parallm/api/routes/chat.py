@@ -43,7 +43,7 @@ async def create_chat_completion(
         client=client_of(request.headers, config),
         max_logprobs=config.max_logprobs,
     )
-    check_queue(engine, body.model, turn.client, n=body.n, max_waiting=max_waiting)
+    await check_queue(engine, body.model, turn.client, n=body.n, max_waiting=max_waiting)
     prepared = await prepare_turn(turn, model)
     head = AnswerHead(
         id=turn.request_id,

@@ -42,7 +42,7 @@ async def create_completion(
     model = engine.get_model(body.model)
     name = f"cmpl-{body.request_id or request.state.answer_id}"
     client = client_of(request.headers, config)
-    check_queue(engine, body.model, client, n=body.n, max_waiting=max_waiting)
+    await check_queue(engine, body.model, client, n=body.n, max_waiting=max_waiting)
     asked, prompts = await prepare_completion(body, model, config, name=name, client=client)
     head = AnswerHead(id=name, object="text_completion", model=body.model)
     names = TokenNames(model.tokenizer, as_ids=body.return_tokens_as_token_ids)

@@ -35,7 +35,7 @@ DEFAULT_PORTS = {"http": 80, "https": 443}
 async def health_generate(request: Request, engine: EngineDep) -> Response:
     """SGLang's: 200 if a token can be made; while others are made, or in a pause, none is tried."""
     engine.check_health()
-    if not engine.control.is_paused and not engine.load().num_running:
+    if not engine.control.is_paused and not (await engine.load()).num_running:
         await _make_token(engine, f"health-{request.state.answer_id}")
     return Response(status_code=200)
 
@@ -43,7 +43,7 @@ async def health_generate(request: Request, engine: EngineDep) -> Response:
 @router.get("/v1/loads")
 async def loads(engine: EngineDep) -> Loads:
     """SGLang's: how busy this server is."""
-    now = engine.load()
+    now = await engine.load()
     # What was admitted after the latest step waits.
     waiting = max(now.num_waiting, now.num_requests - now.num_running)
     total = now.num_running + waiting

@@ -30,7 +30,7 @@ async def ping(engine: EngineDep) -> Response:
 @router.get("/load")
 async def load(engine: EngineDep) -> LoadResponse:
     """How busy the server is; ``server_load`` is vLLM's field."""
-    now = engine.load()
+    now = await engine.load()
     return LoadResponse(
         server_load=now.num_requests,
         num_running=now.num_running,
@@ -47,5 +47,5 @@ async def version() -> dict[str, str]:
 @router.get("/metrics", response_class=PlainTextResponse)
 async def metrics(engine: EngineDep) -> Response:
     """Prometheus metrics under vLLM's names."""
-    body, content_type = engine.render_metrics()
+    body, content_type = await engine.render_metrics()
     return Response(body, headers={"content-type": content_type})

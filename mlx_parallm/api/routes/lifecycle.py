@@ -126,7 +126,7 @@ async def _is_quiet(engine: EngineClient, wait_s: float) -> bool:
     """Whether nothing is generated, now or before the time is over."""
     loop = asyncio.get_running_loop()
     until_s = loop.time() + wait_s
-    while engine.load().num_requests and not engine.control.is_paused:
+    while (await engine.load()).num_requests and not engine.control.is_paused:
         if loop.time() >= until_s:
             return False
         await asyncio.sleep(POLL_S)

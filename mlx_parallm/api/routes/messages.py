@@ -57,7 +57,7 @@ async def create_message(
     """Continue a conversation, in Anthropic's shape."""
     model = engine.get_model(body.model)
     turn = message_turn(body, request_id=f"msg_{request.state.answer_id}", client=client)
-    check_queue(engine, body.model, client, n=1, max_waiting=max_waiting)
+    await check_queue(engine, body.model, client, n=1, max_waiting=max_waiting)
     with named_by(FIELDS):
         prepared = await prepare_turn(turn, model)
     prepared, is_shortened = within_context(prepared)

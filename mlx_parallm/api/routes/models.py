@@ -23,7 +23,7 @@ control_router = APIRouter(
 @router.get("/models")
 async def list_models(engine: EngineDep) -> dict[str, Any]:
     """Every name of every served model, and every loaded adapter."""
-    memory = engine.memory()
+    memory = await engine.memory()
     cards = [model_card(name, model, memory) for model in engine.models() for name in model.names]
     for info in engine.control.adapters():
         status = engine.encoders.find(info.name)
@@ -41,8 +41,8 @@ async def retrieve_model(model_id: str, engine: EngineDep) -> dict[str, Any]:
     """One model; ids may contain slashes."""
     status = engine.encoders.find(model_id)
     if status is not None:
-        return encoder_card(model_id, status, engine.memory())
-    return model_card(model_id, engine.get_model(model_id), engine.memory())
+        return encoder_card(model_id, status, await engine.memory())
+    return model_card(model_id, engine.get_model(model_id), await engine.memory())
 
 
 @control_router.post("/models/load")
@@ -59,7 +59,7 @@ async def load_model(body: LoadModel, engine: EngineDep, response: Response) -> 
     )
     status = await engine.encoders.load(asked)
     tell_ignored(response, body.model_extra or ())
-    return encoder_card(status.names[0], status, engine.memory())
+    return encoder_card(status.names[0], status, await engine.memory())
 
 
 @control_router.post("/models/unload")

@@ -60,7 +60,7 @@ async def create_response(
     if body.background and internal_caller(request) is not None:
         raise InvalidRequestError("A batch is in the background already.", param="background")
     model = engine.get_model(body.model)
-    check_queue(engine, body.model, client, n=1, max_waiting=max_waiting)
+    await check_queue(engine, body.model, client, n=1, max_waiting=max_waiting)
     entry = responses.entry(
         body,
         response_id=f"resp_{uuid.uuid4().hex}",

@@ -45,7 +45,7 @@ async def score_completions(
             f"top_logprobs is at most {config.max_logprobs} here.", param="top_logprobs"
         )
     with named_by(FIELDS):
-        check_queue(
+        await check_queue(
             engine,
             model.names[0],
             client,

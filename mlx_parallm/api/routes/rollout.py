@@ -67,7 +67,7 @@ async def create_rollout(
     if body.verifier is not None:
         check_url(body.verifier.url, config.verifier_urls)
     with named_by(FIELDS):
-        check_queue(
+        await check_queue(
             engine,
             model.names[0],
             client,

@@ -136,7 +136,9 @@ async def _labels(
         )
     num = len(asked.items)
     with named_by(FIELDS):
-        check_queue(engine, model.names[0], client, n=1, max_waiting=max_waiting, num_prompts=num)
+        await check_queue(
+            engine, model.names[0], client, n=1, max_waiting=max_waiting, num_prompts=num
+        )
     prompts = await encode_prompts(asked, model.tokenizer, joins_texts=joins_texts)
     template = GenerateRequest(
         request_id=request_id,

@@ -41,13 +41,13 @@ async def server_info(
         is_sleeping=engine.control.sleep_level > 0,
         max_running_requests=engine.config.scheduler.max_num_seqs,
         max_total_num_tokens=first.info.num_blocks * first.info.block_size,
-        models=_models(engine),
+        models=await _models(engine),
     )
 
 
-def _models(engine: EngineClient) -> list[dict[str, Any]]:
+async def _models(engine: EngineClient) -> list[dict[str, Any]]:
     """What was found out about each model; encoders come last, and those unloaded lack much."""
-    memory = engine.memory()
+    memory = await engine.memory()
     known: list[tuple[ServedModel | EncoderStatus, Any]] = [
         *((one, one.info) for one in engine.models()),
         *((one, one.model and one.model.info) for one in engine.encoders.statuses()),

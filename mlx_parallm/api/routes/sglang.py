@@ -55,7 +55,7 @@ async def generate(
     with named_by(fields):
         for one in body.parts:
             one.check_supported()
-        check_queue(
+        await check_queue(
             engine,
             models[0].names[0],
             client,
@@ -129,7 +129,7 @@ async def _generate_for_vllm(
     assert body.prompt is not None, "this body has a prompt of vLLM's"
     model = addressed_model(engine, body.model)[1]
     body.check_supported()
-    check_queue(engine, model.names[0], client, n=body.n, max_waiting=max_waiting)
+    await check_queue(engine, model.names[0], client, n=body.n, max_waiting=max_waiting)
     if body.max_tokens is None:
         body.max_tokens = DEFAULT_VLLM_MAX_TOKENS
     params = token_sampling_params(

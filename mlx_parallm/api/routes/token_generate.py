@@ -59,7 +59,7 @@ async def generate(
     name = body.model or model.names[0]
     with named_by(FIELDS):
         body.check_supported()
-        check_queue(engine, name, client, n=body.sampling_params.n, max_waiting=max_waiting)
+        await check_queue(engine, name, client, n=body.sampling_params.n, max_waiting=max_waiting)
         grammar = await body_grammar(body.sampling_params, model)
         params = token_sampling_params(
             body.sampling_params, max_logprobs=config.max_logprobs, grammar=grammar

@@ -129,7 +129,7 @@ async def update_from_disk(
 ) -> PausedGeneration:
     """SGLang's: replace all weights by those of a folder."""
     await _abort_all(engine, body.abort_all_requests)
-    paused = engine.load().num_requests if engine.control.is_paused else 0
+    paused = (await engine.load()).num_requests if engine.control.is_paused else 0
     with named_by({"path": "model_path"}):
         await engine.control.update_weights_from_folder(
             body.model_path, version=body.weight_version

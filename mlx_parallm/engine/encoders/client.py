@@ -14,11 +14,14 @@ from mlx_parallm.config import EngineConfig, ModelConfig
 from mlx_parallm.encode import EncodeRequest, EncodeResults, Task
 from mlx_parallm.engine.adapter_names import AdapterNames, NamedAdapter
 from mlx_parallm.engine.commands import Abort, Command, Encode, EngineHost
-from mlx_parallm.engine.encoder_interface import EncoderLoad, EncoderModel, EncoderStatus
+from mlx_parallm.engine.encoder_interface import (
+    EncoderLoad,
+    EncoderModel,
+    EncoderStatus,
+    LoadedEncoder,
+)
 from mlx_parallm.engine.encoders.adapted_model import adapted_model
-from mlx_parallm.engine.encoders.build import BuiltEncoder
 from mlx_parallm.engine.encoders.loader import ThreadLoader
-from mlx_parallm.engine.encoders.metrics import EncoderFamilies
 from mlx_parallm.engine.encoders.residency import EncoderEntry, EncoderResidency
 from mlx_parallm.engine.encoders.sources import MAX_NAME, MODEL, ModelSources
 from mlx_parallm.engine.interface import ServedModel
@@ -83,15 +86,13 @@ class _Addressed:
 class AsyncEncoders:
     """Implements ``EncoderClient``."""
 
-    def __init__(
-        self, thread: EngineThread, config: EngineConfig, families: EncoderFamilies
-    ) -> None:
+    def __init__(self, thread: EngineThread, config: EngineConfig) -> None:
         self._thread = thread
         self._defaults = config.models[0] if config.models else ModelConfig()
         given = [one.path for one in config.models if one.path is not None]
         self._sources = ModelSources(config.loading, given)
         self._residency = EncoderResidency(
-            ThreadLoader(thread, config, families), config.loading.max_encoder_bytes
+            ThreadLoader(thread, config), config.loading.max_encoder_bytes
         )
         self._num_open = 0
         self._numbers = count()
@@ -101,10 +102,10 @@ class AsyncEncoders:
         """Requests that are not answered."""
         return self._num_open
 
-    def replace(self, encoders: Sequence[BuiltEncoder]) -> None:
+    def replace(self, encoders: Sequence[LoadedEncoder]) -> None:
         """The engine thread has loaded these, and nothing else."""
         entries = [
-            EncoderEntry(one.config, one.model.names, one.model, is_loaded=one.engine is not None)
+            EncoderEntry(one.config, one.model.names, one.model, is_loaded=one.is_loaded)
             for one in encoders
         ]
         loaded = {name: one for one in entries for name in one.names}

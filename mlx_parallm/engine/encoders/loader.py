@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -12,7 +15,6 @@ from mlx_parallm.engine.commands import Call, Command, EngineHost
 from mlx_parallm.engine.demo_models import demo_folder
 from mlx_parallm.engine.encoder_interface import EncoderModel, TextEncoder
 from mlx_parallm.engine.encoders.build import EncoderBuild, is_read, tokenizer_of
-from mlx_parallm.engine.encoders.metrics import EncoderFamilies
 from mlx_parallm.engine.encoders.residency import MakeRoom
 from mlx_parallm.errors import InvalidRequestError
 from mlx_parallm.runner.hub import resolve_model
@@ -33,18 +35,27 @@ class EngineThread(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
+class OpenedEncoder:
+    """What is known of an encoder before its weights are touched."""
+
+    config: ModelConfig
+    folder: Path
+    names: tuple[str, ...]
+    settings: EngineConfig
+    tokenizer: TextEncoder
+
+
 class ThreadLoader:
     """Implements ``EncoderLoader``: files are read on other threads, arrays made on the engine's.
 
     Streams wait for the latter only.
     """
 
-    def __init__(
-        self, thread: EngineThread, config: EngineConfig, families: EncoderFamilies
-    ) -> None:
+    def __init__(self, thread: EngineThread, config: EngineConfig) -> None:
         self._thread = thread
         self._config = config
-        self._families = families
+        self._numbers = count()
 
     async def load(
         self,
@@ -54,35 +65,30 @@ class ThreadLoader:
         on_progress: Callable[[float], None],
     ) -> EncoderModel:
         """See ``EncoderLoader.load``."""
-        thread = self._thread
+        thread, number = self._thread, next(self._numbers)
         read = Progress(on_progress, 0.0, 1 / 2)
         folder, tokenizer = await asyncio.to_thread(_read, config, read)
-
-        def begin(_: EngineHost) -> EncoderBuild:
-            return EncoderBuild(
-                config, folder, names, self._config, self._families, tokenizer=tokenizer
-            )
-
-        build = await thread.call(begin)
+        opened = OpenedEncoder(config, folder, names, self._config, tokenizer)
         try:
-            await make_room(build.num_bytes)
+            await make_room(await thread.call(partial(_begin, number=number, opened=opened)))
             evaluated = Progress(on_progress, 1 / 2, 1)
             # In parts, each between two steps of what is served.
-            while (share := await thread.call(lambda _: build.advance())) < 1:
+            while (share := await thread.call(partial(_advance, number=number))) < 1:
                 evaluated(share)
-            return await thread.call(lambda host: _add(host, build))
+            model = await thread.call(partial(_finish, number=number))
         except BaseException:
             # Whatever it has is let go of on the thread that made it.
-            thread.tell(Call(action=lambda _: build.close(), reply=lambda _: None))
+            thread.tell(Call(action=partial(_close, number=number), reply=lambda _: None))
             raise
+        return replace(model, tokenizer=tokenizer)
 
     async def drop(self, name: str) -> None:
         """See ``EncoderLoader.drop``."""
-        await self._thread.call(lambda host: _drop(host, name))
+        await self._thread.call(partial(_drop, name=name))
 
     async def forget(self, name: str) -> None:
         """See ``EncoderLoader.forget``."""
-        await self._thread.call(lambda host: host.encoder_adapters.pop(name, None))
+        await self._thread.call(partial(_forget, name=name))
 
 
 class Progress:
@@ -132,8 +138,34 @@ def _read(config: ModelConfig, on_progress: Progress) -> tuple[Path, TextEncoder
     return folder, tokenizer
 
 
-def _add(host: EngineHost, build: EncoderBuild) -> EncoderModel:
+def _begin(host: EngineHost, *, number: int, opened: OpenedEncoder) -> int:
+    """Open an encoder's weights; how many bytes they will take."""
+    build = host.builds[number] = EncoderBuild(
+        opened.config,
+        opened.folder,
+        opened.names,
+        opened.settings,
+        host.encoder_families,
+        tokenizer=opened.tokenizer,
+    )
+    return build.num_bytes
+
+
+def _advance(host: EngineHost, *, number: int) -> float:
+    """Have the next part in memory; see ``EncoderBuild.advance``."""
+    return host.builds[number].advance()
+
+
+def _close(host: EngineHost, *, number: int) -> None:
+    """Let go of an encoder that will not be finished, if it is there."""
+    build = host.builds.pop(number, None)
+    if build is not None:
+        build.close()
+
+
+def _finish(host: EngineHost, *, number: int) -> EncoderModel:
     """Let requests run on an encoder, which is in memory."""
+    build = host.builds.pop(number)
     name = build.name
     built = build.finish(host.encoder_adapters.get(name))
     build.close()
@@ -143,7 +175,12 @@ def _add(host: EngineHost, build: EncoderBuild) -> EncoderModel:
     return built.model
 
 
-def _drop(host: EngineHost, name: str) -> None:
+def _forget(host: EngineHost, *, name: str) -> None:
+    """Drop the adapters of an encoder."""
+    host.encoder_adapters.pop(name, None)
+
+
+def _drop(host: EngineHost, *, name: str) -> None:
     """Give back the memory of an encoder, if it is there, that no request runs on."""
     engine = host.encoders.pop(name, None)
     if engine is not None:

@@ -1,0 +1,131 @@
+"""A life of the engines: from their load to ``Stop``, or to their death."""
+
+from __future__ import annotations
+
+import gc
+import queue
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol, TypeVar
+
+from mlx_parallm.config import EngineConfig
+from mlx_parallm.engine.build import LoadedEngine, build_engines
+from mlx_parallm.engine.commands import Command
+from mlx_parallm.engine.encoder_interface import LoadedEncoder
+from mlx_parallm.engine.encoders.build import BuiltEncoder
+from mlx_parallm.engine.interface import ServedModel
+from mlx_parallm.engine.loop import EngineLoop
+from mlx_parallm.engine.metrics import MetricFamilies
+from mlx_parallm.engine.state import EngineState
+from mlx_parallm.errors import EngineDeadError
+from mlx_parallm.outputs import GenerateEvent
+from mlx_parallm.runner.device import end_thread
+
+T = TypeVar("T")
+
+Progress = Callable[[str, float], None]
+Built = Sequence[LoadedEngine | BuiltEncoder]
+Build = Callable[[EngineConfig, MetricFamilies, Progress], Built]
+Deliver = Callable[[list[GenerateEvent]], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """The models of a life."""
+
+    models: Sequence[ServedModel]
+    encoders: Sequence[LoadedEncoder]
+
+
+class EngineLife(Protocol):
+    """Where the engines live: on a thread of this process, or in another."""
+
+    def run(
+        self,
+        inbox: queue.SimpleQueue[Command],
+        deliver: Deliver,
+        on_loaded: Callable[[Loaded], None],
+    ) -> None:
+        """Load, and carry out commands until ``Stop``; one life after the other, on one thread.
+
+        Raises:
+            ModelLoadError, ConfigError: of the load.
+            BaseException: what the engines died of.
+        """
+        ...
+
+    async def query(self, ask: Callable[[EngineState], T]) -> T:
+        """What the engines' state tells, without waiting for a step; ``ask`` can be pickled.
+
+        Raises:
+            EngineDeadError: no engines are there.
+            ParallmError: what ``ask`` raises.
+        """
+        ...
+
+    def end(self) -> None:
+        """The thread of ``run`` is about to end, and calls this."""
+        ...
+
+
+class LocalLife:
+    """Engines on the thread that runs this, whose metrics go on from life to life."""
+
+    def __init__(self, config: EngineConfig, build: Build, on_progress: Progress) -> None:
+        self._config = config
+        self._build = build
+        self._on_progress = on_progress
+        self._families = MetricFamilies()
+        self._state: EngineState | None = None
+
+    def run(
+        self,
+        inbox: queue.SimpleQueue[Command],
+        deliver: Deliver,
+        on_loaded: Callable[[Loaded], None],
+    ) -> None:
+        """See ``EngineLife.run``."""
+        gc.unfreeze()
+        built = self._build(self._config, self._families, self._on_progress)
+        # What is there now stays: to look through it for garbage would stop every stream.
+        gc.collect()
+        gc.freeze()
+        engines = {one.model.names[0]: one.engine for one in built if isinstance(one, LoadedEngine)}
+        found = [one for one in built if isinstance(one, BuiltEncoder)]
+        encoders = {one.model.names[0]: one.engine for one in found if one.engine}
+        self._state = EngineState(self._families, engines, encoders)
+        models = [one.model for one in built if isinstance(one, LoadedEngine)]
+        on_loaded(
+            Loaded(
+                models,
+                [LoadedEncoder(one.config, one.model, one.engine is not None) for one in found],
+            )
+        )
+        stall_ms = self._config.scheduler.max_decode_stall_ms
+        EngineLoop(
+            engines,
+            inbox,
+            deliver,
+            encoders,
+            encoder_families=self._families.encoders,
+            max_stall_s=None if stall_ms is None else stall_ms / 1e3,
+        ).run()
+
+    async def query(self, ask: Callable[[EngineState], T]) -> T:
+        """See ``EngineLife.query``."""
+        return self.ask(ask)
+
+    def ask(self, ask: Callable[[EngineState], T]) -> T:
+        """``query`` from any thread."""
+        if self._state is None:
+            raise EngineDeadError("No engine is loaded.")
+        return ask(self._state)
+
+    def end(self) -> None:
+        """See ``EngineLife.end``."""
+        end_thread()
+
+
+def local_life(config: EngineConfig, on_progress: Progress) -> LocalLife:
+    """The real engines."""
+    return LocalLife(config, build_engines, on_progress)
