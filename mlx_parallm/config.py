@@ -272,6 +272,7 @@ class ServerConfig:
         verifier_urls: what /v1/rl/rollout may ask for the reward of a sample.
         stream_interval: tokens of a sample that a stream sends together.
         sse_keep_alive_s: a comment line is sent on a stream silent for this long; 0 is off.
+        engine_process: whether the models live in a process of their own.
         shutdown_timeout_s: how long running requests may go on after SIGTERM.
         log_format: "console" or "json".
     """
@@ -300,6 +301,7 @@ class ServerConfig:
     verifier_urls: tuple[str, ...] = ()
     stream_interval: int = 1
     sse_keep_alive_s: float = 5.0
+    engine_process: bool = False
     shutdown_timeout_s: float = 30.0
     root_path: str = ""
     log_level: str = "info"

@@ -23,19 +23,19 @@ import uvloop
 from mlx_parallm.api.app import create_app
 from mlx_parallm.api.connection import BoundedProtocol
 from mlx_parallm.api.listener import bind, inherit
+from mlx_parallm.cli import engine_process
 from mlx_parallm.cli.configure import add_settings, read_settings, warn_of_unknown_variables
 from mlx_parallm.cli.logs import configure_logging
 from mlx_parallm.cli.progress import ProgressPrinter
 from mlx_parallm.config import EngineConfig, ServerConfig
 from mlx_parallm.engine.async_engine import AsyncEngine
+from mlx_parallm.engine.remote.life import RemoteLife
 
 logger = logging.getLogger(__name__)
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 #: Connections get this long to take what was written before they are closed.
 FLUSH_TIMEOUT_S = 5
-#: The engine thread must not wait Python's default 5 ms for the interpreter after every step.
-SWITCH_INTERVAL_S = 0.0005
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -74,12 +74,12 @@ def serve(engine_config: EngineConfig, server_config: ServerConfig) -> int:
     """
     configure_logging(server_config.log_level, server_config.log_format)
     warn_of_unknown_variables()
-    sys.setswitchinterval(SWITCH_INTERVAL_S)
+    sys.setswitchinterval(engine_process.SWITCH_INTERVAL_S)
     # Taken before the models load, so that a port in use is known at once.
     with open_listener(server_config) as listener:
         host, port = listener.getsockname()[:2]
         warn_if_exposed(server_config, host)
-        engine = AsyncEngine(engine_config, on_progress=ProgressPrinter())
+        engine = open_engine(engine_config, server_config)
         engine.start()
         server = EngineServer(engine, server_config, engine_config.scheduler.max_waiting)
         served = (*engine.models(), *engine.encoders.models())
@@ -91,6 +91,15 @@ def serve(engine_config: EngineConfig, server_config: ServerConfig) -> int:
         )
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             return runner.run(server.run(listener))
+
+
+def open_engine(engine_config: EngineConfig, server_config: ServerConfig) -> AsyncEngine:
+    """The engine, in this process or in its own; nothing is loaded yet."""
+    on_progress = ProgressPrinter()
+    if not server_config.engine_process:
+        return AsyncEngine(engine_config, on_progress=on_progress)
+    life = RemoteLife(engine_config, engine_process.command(server_config), on_progress)
+    return AsyncEngine(engine_config, life=life)
 
 
 def open_listener(config: ServerConfig) -> socket.socket:

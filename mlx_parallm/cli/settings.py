@@ -311,6 +311,9 @@ SETTINGS: tuple[Setting, ...] = (
              STORAGE, "most sequences of batches in the engine at once, so that places stay free "
              "for other requests. If not given: half of --max-num-seqs, or of "
              "--max-num-seqs-per-key if that is less.", metavar="N"),
+    _setting("engine-process", "server.engine_process", values.boolean, PROCESS,
+             "let the models run in a process of their own, so that HTTP, JSON and tokenizing take "
+             "none of their time: for many streams on a GPU, where there are cores to spare."),
     _setting("shutdown-timeout", "server.shutdown_timeout_s", values.number(0), PROCESS,
              "how long running requests may go on after SIGTERM.", metavar="SECONDS"),
     _setting("restart-engine", "engine.restart_on_failure", values.boolean, PROCESS,

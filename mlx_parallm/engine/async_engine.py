@@ -27,7 +27,7 @@ from mlx_parallm.engine.control_metrics import ControlMetrics
 from mlx_parallm.engine.encoder_interface import ModelMemory
 from mlx_parallm.engine.encoders.client import AsyncEncoders
 from mlx_parallm.engine.interface import EngineLoad, RequestHandle, ServedModel
-from mlx_parallm.engine.life import EngineLife, Loaded, Progress, local_life
+from mlx_parallm.engine.life import EngineLife, Loaded, TellProgress, local_life
 from mlx_parallm.engine.mailbox import Mailbox
 from mlx_parallm.engine.model_memory import model_memory
 from mlx_parallm.engine.open_streams import OpenStreams
@@ -60,7 +60,7 @@ class AsyncEngine:
         self,
         config: EngineConfig,
         *,
-        on_progress: Progress = ignore_progress,
+        on_progress: TellProgress = ignore_progress,
         life: EngineLife | None = None,
     ) -> None:
         """``life``: where the engines live; a thread of this process if it is not given."""

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 from mlx_parallm.batch import RunnerInfo
 from mlx_parallm.config import EngineConfig
 from mlx_parallm.engine.control import EngineControl
-from mlx_parallm.grammar.compiler import GrammarCompiler
+from mlx_parallm.grammar.spec import GrammarSpec
+from mlx_parallm.grammar.vocabulary import GrammarVocabulary
 from mlx_parallm.outputs import GenerateEvent
 from mlx_parallm.parsing.formats import ReasoningFormat, ToolFormat
 from mlx_parallm.request import GenerateRequest
@@ -106,6 +108,28 @@ class Tokenizer(Protocol):
         ...
 
 
+class Grammars(Protocol):
+    """Compiles grammars for one model's tokens. Safe from any thread."""
+
+    vocabulary: GrammarVocabulary
+
+    def known(self, spec: GrammarSpec) -> str | None:
+        """The grammar's text if it was compiled lately."""
+        ...
+
+    def submit(self, spec: GrammarSpec) -> Future[str]:
+        """``compile`` elsewhere."""
+        ...
+
+    def compile(self, spec: GrammarSpec) -> str:
+        """A specification in llguidance's JSON form, checked.
+
+        Raises:
+            InvalidRequestError: it is wrong, unsupported, or too much work; without ``param``.
+        """
+        ...
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServedModel:
     """A loaded model as its clients see it.
@@ -129,7 +153,7 @@ class ServedModel:
     reasoning_format: ReasoningFormat | None = None
     parses_tools: bool = True
     allows_auto_tools: bool = True
-    grammars: GrammarCompiler | None = None
+    grammars: Grammars | None = None
     parent: str | None = None
     adapter: str | None = None
 

@@ -23,9 +23,10 @@ from mlx_parallm.runner.device import end_thread
 
 T = TypeVar("T")
 
-Progress = Callable[[str, float], None]
+#: Hears what is loaded, and which share of it is.
+TellProgress = Callable[[str, float], None]
 Built = Sequence[LoadedEngine | BuiltEncoder]
-Build = Callable[[EngineConfig, MetricFamilies, Progress], Built]
+Build = Callable[[EngineConfig, MetricFamilies, TellProgress], Built]
 Deliver = Callable[[list[GenerateEvent]], None]
 
 
@@ -71,7 +72,7 @@ class EngineLife(Protocol):
 class LocalLife:
     """Engines on the thread that runs this, whose metrics go on from life to life."""
 
-    def __init__(self, config: EngineConfig, build: Build, on_progress: Progress) -> None:
+    def __init__(self, config: EngineConfig, build: Build, on_progress: TellProgress) -> None:
         self._config = config
         self._build = build
         self._on_progress = on_progress
@@ -93,8 +94,9 @@ class LocalLife:
         engines = {one.model.names[0]: one.engine for one in built if isinstance(one, LoadedEngine)}
         found = [one for one in built if isinstance(one, BuiltEncoder)]
         encoders = {one.model.names[0]: one.engine for one in found if one.engine}
-        self._state = EngineState(self._families, engines, encoders)
         models = [one.model for one in built if isinstance(one, LoadedEngine)]
+        grammars = {one.names[0]: one.grammars for one in models if one.grammars is not None}
+        self._state = EngineState(self._families, engines, encoders, grammars)
         on_loaded(
             Loaded(
                 models,
@@ -126,6 +128,6 @@ class LocalLife:
         end_thread()
 
 
-def local_life(config: EngineConfig, on_progress: Progress) -> LocalLife:
+def local_life(config: EngineConfig, on_progress: TellProgress) -> LocalLife:
     """The real engines."""
     return LocalLife(config, build_engines, on_progress)

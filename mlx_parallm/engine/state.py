@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 from prometheus_client import generate_latest
 
 from mlx_parallm.engine.encoders.engine import EncodeEngine
 from mlx_parallm.engine.engine import Engine
+from mlx_parallm.engine.interface import Grammars
 from mlx_parallm.engine.metrics import MetricFamilies, total
 from mlx_parallm.errors import OverloadedError
+from mlx_parallm.grammar.spec import GrammarSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,8 +52,11 @@ class EngineState:
         families: MetricFamilies,
         engines: Mapping[str, Engine],
         encoders: Mapping[str, EncodeEngine],
+        grammars: Mapping[str, Grammars],
     ) -> None:
+        """All by models' first names; encoders come and go."""
         self._families = families
+        self._grammars = grammars
         self._engines = engines
         self._encoders = encoders
 
@@ -72,6 +78,10 @@ class EngineState:
     def cache_bytes(self) -> Mapping[str, int]:
         """Of the results that loaded encoders keep, by their first names."""
         return {name: one.cache_bytes for name, one in dict(self._encoders).items()}
+
+    def compile_grammar(self, model: str, spec: GrammarSpec) -> Future[str]:
+        """The text of a grammar of a model's tokens; see ``Grammars.submit``."""
+        return self._grammars[model].submit(spec)
 
     def metrics(self) -> MetricsText:
         """The engines' metrics."""

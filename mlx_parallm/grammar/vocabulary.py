@@ -44,6 +44,11 @@ class GrammarVocabulary:
         self.num_tokens = max(num_rows, vocab_size)
         self.num_words = -(-self.num_tokens // 32)
 
+    def __getstate__(self) -> dict[str, Any]:
+        """All but what is built when it is needed, for another process."""
+        kept = ("_json", "_eos_ids", "_vocab_size", "num_tokens", "num_words")
+        return {name: getattr(self, name) for name in kept}
+
     def check(self) -> None:
         """Raise InvalidRequestError if there can be no grammar of these tokens."""
         _ = self.tokenizer

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import threading
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ from jinja2.exceptions import TemplateError
 from transformers import AutoTokenizer
 
 from mlx_parallm.errors import InvalidRequestError
+from mlx_parallm.tokenizer.lock import OwnLock
 
 # What a Jinja template raises for messages it was not written for.
 _TEMPLATE_ERRORS = (
@@ -44,7 +44,7 @@ class ChatTemplate:
         """``tokenizer``: of transformers, with a template."""
         self._tokenizer = tokenizer
         # transformers is not safe from several threads at once.
-        self._lock = threading.Lock()
+        self._lock = OwnLock()
 
     def render(
         self,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import json
-import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from tokenizers import Tokenizer as BackendTokenizer
 from mlx_parallm.errors import ConfigError, InvalidRequestError, ModelLoadError
 from mlx_parallm.tokenizer.chat_template import template_refusals
 from mlx_parallm.tokenizer.detokenizer import ByteLevelDetokenizer, WindowDetokenizer
+from mlx_parallm.tokenizer.lock import OwnLock
 from mlx_parallm.tokenizer.vocabulary import Vocabulary
 
 # Shows whether a template writes tools.
@@ -40,7 +40,7 @@ class ParallmTokenizer:
         self._wrapper = wrapper
         self._eos_ids = eos_ids
         self._vocabulary = Vocabulary(wrapper._tokenizer)
-        self._lock = threading.Lock()
+        self._lock = OwnLock()
         # A template set after loading is not in the wrapper's own flag.
         template = wrapper._tokenizer.chat_template
         self._has_chat_template = bool(wrapper.has_chat_template) or template is not None

@@ -17,7 +17,7 @@ from mlx_parallm.engine.control import PauseMode
 from mlx_parallm.engine.engine import Engine
 from mlx_parallm.engine.event_stream import MAX_UNREAD, MAX_UNREAD_PER_SAMPLE
 from mlx_parallm.engine.interface import ServedModel
-from mlx_parallm.engine.life import Build, LocalLife, Progress
+from mlx_parallm.engine.life import Build, LocalLife, TellProgress
 from mlx_parallm.engine.metrics import EngineMetrics, MetricFamilies
 from mlx_parallm.errors import (
     ConfigError,
@@ -43,10 +43,8 @@ class BrokenScheduler(Scheduler):
         raise AssertionError("a bug in the scheduler")
 
 
-def builder(
-    runner: FakeRunner, scheduler_class: Callable[..., Scheduler] = Scheduler
-) -> Callable[[EngineConfig, MetricFamilies, Progress], list[LoadedEngine]]:
-    def build(config: EngineConfig, families: MetricFamilies, _: Progress) -> list[LoadedEngine]:
+def builder(runner: FakeRunner, scheduler_class: Callable[..., Scheduler] = Scheduler) -> Build:
+    def build(config: EngineConfig, families: MetricFamilies, _: object) -> list[LoadedEngine]:
         info = runner.info
         kv = KVCacheManager(info.num_blocks, info.block_size, enable_prefix_caching=True)
         scheduler = scheduler_class(config.scheduler, kv, max_model_len=info.max_model_len)
@@ -180,7 +178,7 @@ async def test_a_thread_told_to_restart_serves_again() -> None:
     lives = [BrokenScheduler, Scheduler]
     again = threading.Event()
 
-    def build(config: EngineConfig, families: MetricFamilies, on_progress: Progress):
+    def build(config: EngineConfig, families: MetricFamilies, on_progress: TellProgress):
         if len(lives) == 1:
             again.set()
         runner = FakeRunner(spell("back"))

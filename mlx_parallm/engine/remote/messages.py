@@ -1,0 +1,83 @@
+"""What the server's process and the engines' process tell each other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from mlx_parallm.config import EngineConfig
+from mlx_parallm.engine.commands import Command
+from mlx_parallm.engine.encoder_interface import LoadedEncoder
+from mlx_parallm.engine.remote.models import PackedModel
+from mlx_parallm.engine.state import EngineState
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """To the engines, first: what to load."""
+
+    config: EngineConfig
+
+
+@dataclass(frozen=True, slots=True)
+class Numbered:
+    """To the engines: a command; its ``reply`` has this number."""
+
+    number: int
+    command: Command
+
+
+@dataclass(frozen=True, slots=True)
+class Query:
+    """To the engines: a question about their state, whose ``Reply`` has this number.
+
+    It is answered between messages, not between steps. Where the answer is a future, its result
+    is sent.
+    """
+
+    number: int
+    ask: Callable[[EngineState], Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """From the engines: how far the load is."""
+
+    text: str
+    fraction: float
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """From the engines: everything is loaded.
+
+    Attributes:
+        models: those that generate.
+        encoders: loaded beside them.
+    """
+
+    models: Sequence[PackedModel]
+    encoders: Sequence[LoadedEncoder]
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """From the engines, last: what they could not be loaded for, or died of."""
+
+    error: BaseException
+
+
+@dataclass(frozen=True, slots=True)
+class Events:
+    """From the engines: what a step means for its clients, packed by ``pack_events``."""
+
+    packed: list[Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """From the engines: what came of the command or query of this number, or its error."""
+
+    number: int
+    value: Any
