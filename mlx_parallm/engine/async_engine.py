@@ -339,7 +339,7 @@ class AsyncEngine:
         return self._config.restart_on_failure
 
     def _deliver(self, events: list[GenerateEvent]) -> None:
-        self._mailbox.post(self._dispatch, events)
+        self._mailbox.deliver(self._dispatch, events)
 
     def _dispatch(self, events: list[GenerateEvent]) -> None:
         for request_id in self._streams.dispatch(events):

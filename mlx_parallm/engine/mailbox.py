@@ -4,11 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import queue
+import threading
 from collections.abc import Callable
 from typing import Any
 
 from mlx_parallm.engine.commands import Command
 from mlx_parallm.errors import EngineDeadError
+
+# Of steps whose events the loop has not seen to: more would only make it later for everybody.
+MAX_BEHIND = 4
+# A loop that does nothing for so long waits for the thread itself, perhaps.
+MAX_WAIT_S = 1.0
 
 
 class Mailbox:
@@ -22,6 +28,7 @@ class Mailbox:
         self.inbox: queue.SimpleQueue[Command] = queue.SimpleQueue()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._answers: set[asyncio.Future[Any]] = set()
+        self._room = threading.Semaphore(MAX_BEHIND)
 
     def tell(self, command: Command) -> None:
         """Send the thread a command that nobody waits for."""
@@ -47,6 +54,21 @@ class Mailbox:
         """From the thread: run a callback on the loop, unless nobody has asked or it is gone."""
         if self._loop is not None and not self._loop.is_closed():
             self._loop.call_soon_threadsafe(callback, *arguments)
+
+    def deliver(self, callback: Callable[..., None], *arguments: object) -> None:
+        """``post`` once the loop is not far behind with what was delivered before."""
+        if self._loop is not None and not self._loop.is_closed():
+            has_room = self._room.acquire(timeout=MAX_WAIT_S)
+            self._loop.call_soon_threadsafe(self._take, has_room, callback, arguments)
+
+    def _take(
+        self, has_room: bool, callback: Callable[..., None], arguments: tuple[object, ...]
+    ) -> None:
+        try:
+            callback(*arguments)
+        finally:
+            if has_room:
+                self._room.release()
 
     def clear(self) -> None:
         """From the thread: forget the commands that it will not carry out."""

@@ -4,21 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 
 import pytest
 
 from mlx_parallm.batch import ScheduledBatch
 from mlx_parallm.config import EngineConfig, SchedulerConfig
-from mlx_parallm.engine.async_engine import AsyncEngine, ignore_progress
+from mlx_parallm.engine.async_engine import AsyncEngine
 from mlx_parallm.engine.build import LoadedEngine
-from mlx_parallm.engine.commands import EngineHost
 from mlx_parallm.engine.control import PauseMode
-from mlx_parallm.engine.engine import Engine
 from mlx_parallm.engine.event_stream import MAX_UNREAD, MAX_UNREAD_PER_SAMPLE
-from mlx_parallm.engine.interface import ServedModel
-from mlx_parallm.engine.life import Build, LocalLife, TellProgress
-from mlx_parallm.engine.metrics import EngineMetrics, MetricFamilies
+from mlx_parallm.engine.life import TellProgress
+from mlx_parallm.engine.metrics import MetricFamilies
 from mlx_parallm.errors import (
     ConfigError,
     ControlError,
@@ -29,11 +26,11 @@ from mlx_parallm.errors import (
     RequestAbortedError,
     ShuttingDownError,
 )
-from mlx_parallm.kv_cache.manager import KVCacheManager
 from mlx_parallm.outputs import ErrorEvent, FinishReason, TokenEvent
-from mlx_parallm.request import GenerateRequest, SamplingParams
+from mlx_parallm.request import GenerateRequest
 from mlx_parallm.scheduler.scheduler import Scheduler
-from tests.fakes import ByteTokenizer, FakeRunner, spell
+from tests.fakes import FakeRunner, spell
+from tests.scripted_engine import builder, die, engine_of, make_request
 
 
 class BrokenScheduler(Scheduler):
@@ -43,38 +40,12 @@ class BrokenScheduler(Scheduler):
         raise AssertionError("a bug in the scheduler")
 
 
-def builder(runner: FakeRunner, scheduler_class: Callable[..., Scheduler] = Scheduler) -> Build:
-    def build(config: EngineConfig, families: MetricFamilies, _: object) -> list[LoadedEngine]:
-        info = runner.info
-        kv = KVCacheManager(info.num_blocks, info.block_size, enable_prefix_caching=True)
-        scheduler = scheduler_class(config.scheduler, kv, max_model_len=info.max_model_len)
-        tokenizer = ByteTokenizer()
-        metrics = EngineMetrics(families, "m", info)
-        engine = Engine(scheduler, runner, tokenizer, metrics)
-        names = ("m", "alias")
-        model = ServedModel(names=names, root="m", created=0, tokenizer=tokenizer, info=info)
-        return [LoadedEngine(model, engine)]
-
-    return build
-
-
-def engine_of(build: Build, config: EngineConfig | None = None) -> AsyncEngine:
-    config = config or EngineConfig()
-    return AsyncEngine(config, life=LocalLife(config, build, ignore_progress))
-
-
 @pytest.fixture
 async def engine() -> AsyncIterator[AsyncEngine]:
     engine = engine_of(builder(FakeRunner(spell("hello"))))
     engine.start()
     yield engine
     engine.stop()
-
-
-def make_request(request_id: str = "a", model: str = "m", **params: int) -> GenerateRequest:
-    return GenerateRequest(
-        request_id=request_id, model=model, prompt_ids=(1, 2), params=SamplingParams(**params)
-    )
 
 
 def wait_for(gate: threading.Event) -> None:
@@ -208,14 +179,6 @@ async def test_drain_refuses_new_requests_and_aborts_what_outlives_it() -> None:
     assert isinstance(events[-1].error, RequestAbortedError)
     gate.set()
     engine.stop()
-
-
-class Death(BaseException):
-    """Ends the engine's thread."""
-
-
-def die(host: EngineHost) -> None:
-    raise Death
 
 
 async def test_commands_that_wait_are_told_that_the_thread_died() -> None:

@@ -11,8 +11,9 @@ from typing import Any
 # Little-endian: how many buffers follow the pickle (PEP 574), then the sizes of it and of them.
 _COUNT = struct.Struct("<I")
 _SIZE = "Q"
-# Of the kernel: a step's events must fit, or the engine would wait for the reader.
-SOCKET_BYTES = 1 << 20
+# Of the kernel: the events of some steps, so that the engine need not wait for the reader, and no
+# more, so that what is read is not old.
+SOCKET_BYTES = 1 << 17
 PICKLE_ERRORS = (pickle.PicklingError, TypeError, AttributeError)
 
 

@@ -29,6 +29,14 @@ T = TypeVar("T")
 END_TIMEOUT_S = 30.0
 
 
+class _DeathError(Exception):
+    """The engines have told what they die of."""
+
+    def __init__(self, cause: BaseException) -> None:
+        super().__init__()
+        self.cause = cause
+
+
 class RemoteLife:
     """Implements ``EngineLife``: every life is a process, which ends with this one."""
 
@@ -56,6 +64,7 @@ class RemoteLife:
         on_loaded: Callable[[Loaded], None],
     ) -> None:
         """See ``EngineLife.run``."""
+        gc.unfreeze()
         with _spawned(self._command) as (process, channel):
             link = Link(channel)
             try:
@@ -66,6 +75,8 @@ class RemoteLife:
                 gc.freeze()
                 with self._sending(inbox, link):
                     _receive(channel, link, deliver)
+            except _DeathError as told:
+                raise told.cause from None
             except (EOFError, OSError):
                 if not link.is_ending:
                     code = process.wait(END_TIMEOUT_S)
@@ -90,7 +101,7 @@ class RemoteLife:
     def _load(self, channel: Channel) -> Loaded:
         while not isinstance(message := channel.receive(), Ready):
             if isinstance(message, Failed):
-                raise message.error
+                raise _DeathError(message.error)
             assert isinstance(message, Progress)
             self._on_progress(message.text, message.fraction)
         return Loaded([one.unpack(self._ask) for one in message.models], message.encoders)
@@ -148,6 +159,6 @@ def _receive(channel: Channel, link: Link, deliver: Deliver) -> None:
             case Reply(number, value):
                 link.settle(number, value)
             case Failed(error):
-                raise error
+                raise _DeathError(error)
             case other:
                 raise AssertionError(other)

@@ -1,0 +1,145 @@
+"""`mlx_parallm serve --engine-process`: the same answers from two processes."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+from collections.abc import Iterator
+
+import httpx2
+import openai
+import pytest
+
+from tests.adapter_files import CONFIG, upload
+from tests.server_process import ServerProcess
+
+MODEL = "mlx-parallm-demo"
+FLAGS = ("--engine-process", "--max-num-seqs", "8")
+ASKED = {"max_tokens": 24, "temperature": 0, "extra_body": {"ignore_eos": True}}
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[ServerProcess]:
+    process = ServerProcess(*FLAGS, "--model", MODEL, "--model", "demo:embed")
+    process.wait_until_ready()
+    yield process
+    process.stop()
+
+
+@pytest.fixture
+def client(server: ServerProcess) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
+        yield client
+
+
+def engine_of(server: ServerProcess) -> int:
+    """The id of the process that a server has started."""
+    listed = subprocess.run(
+        ["ps", "-A", "-o", "pid=,ppid=,args="], capture_output=True, text=True, check=True
+    )
+    rows = [line.split(None, 2) for line in listed.stdout.splitlines()]
+    found = [int(pid) for pid, parent, what in rows if int(parent) == server.process.pid and what]
+    assert len(found) == 1, listed.stdout
+    return found[0]
+
+
+def test_answers_are_those_of_one_process(
+    client: openai.OpenAI, live_server: ServerProcess
+) -> None:
+    with openai.OpenAI(base_url=f"{live_server.url}/v1", api_key="none") as alone:
+        here, there = (
+            one.completions.create(model=MODEL, prompt="1, 2, 3,", logprobs=2, **ASKED).choices[0]
+            for one in (client, alone)
+        )
+    assert here.text == there.text
+    assert here.logprobs is not None
+    assert here.logprobs == there.logprobs
+    stream = client.completions.create(model=MODEL, prompt="1, 2, 3,", stream=True, **ASKED)
+    assert "".join(chunk.choices[0].text for chunk in stream) == here.text
+    vectors = client.embeddings.create(model="demo:embed", input=["a", "a", "b"]).data
+    assert vectors[0].embedding == vectors[1].embedding != vectors[2].embedding
+
+
+def test_grammars_are_compiled_in_the_other(client: openai.OpenAI) -> None:
+    def ask(pattern: str) -> str:
+        answer = client.completions.create(
+            model=MODEL, prompt="1", max_tokens=8, extra_body={"guided_regex": pattern}
+        )
+        return answer.choices[0].text
+
+    assert ask("(red|green)!") in ("red!", "green!")
+    assert ask("(red|green)!") in ("red!", "green!")
+    with pytest.raises(openai.BadRequestError) as refusal:
+        ask("(")
+    assert refusal.value.param == "guided_regex"
+
+
+def test_adapters_and_encoders_come_and_go(server: ServerProcess, client: openai.OpenAI) -> None:
+    raw = {"content-type": "application/octet-stream"}
+    query = {"name": "p", "config": json.dumps(CONFIG)}
+    with httpx2.Client(base_url=server.url, timeout=120) as http:
+        sent = http.post("/v1/update_adapter_weights", content=upload(1), params=query, headers=raw)
+        assert sent.status_code == 200, sent.text
+        texts = {
+            name: client.completions.create(model=name, prompt="1, 2, 3,", **ASKED).choices[0].text
+            for name in (MODEL, "p")
+        }
+        assert texts[MODEL] != texts["p"]
+        metrics = http.get("/metrics").text
+        assert 'mlx_parallm:adapter_slots_used{model_name="mlx-parallm-demo"} 1.0' in metrics
+        assert http.delete("/v1/adapters/p").status_code == 200
+        loaded = http.post("/v1/models/load", json={"model": "demo:sentiment"})
+        assert loaded.status_code == 200, loaded.text
+        told = http.post("/classify", json={"model": "demo:sentiment", "input": "fine"})
+        assert told.status_code == 200, told.text
+        gone = http.post("/v1/models/unload", json={"model": "demo:sentiment"})
+        assert gone.status_code == 200, gone.text
+
+
+def test_a_dropped_stream_frees_its_blocks(server: ServerProcess) -> None:
+    body = {"model": MODEL, "prompt": "count", "max_tokens": 400, "stream": True}
+    with httpx2.Client(base_url=server.url) as http:
+        with http.stream("POST", "/v1/completions", json=body | {"ignore_eos": True}) as response:
+            next(response.iter_lines())
+        for _ in range(1000):
+            if server.metric("vllm:num_requests_running") == 0:
+                break
+    assert server.metric("vllm:num_requests_running") == 0
+    assert server.metric("vllm:kv_cache_usage_perc") == 0
+
+
+def test_a_signal_to_both_lets_a_running_request_finish() -> None:
+    server = ServerProcess(*FLAGS, "--shutdown-timeout", "60")
+    server.wait_until_ready()
+    engine = engine_of(server)
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
+        stream = client.completions.create(
+            model=MODEL, prompt="go", max_tokens=300, stream=True, extra_body={"ignore_eos": True}
+        )
+        next(iter(stream))
+        for process in (engine, server.process.pid):
+            os.kill(process, signal.SIGINT)
+        last = [chunk for chunk in stream if chunk.choices][-1]
+    assert last.choices[0].finish_reason == "length"
+    assert server.stop() == 0
+    with pytest.raises(ProcessLookupError):
+        os.kill(engine, 0)
+
+
+def test_the_server_ends_with_its_engine() -> None:
+    server = ServerProcess(*FLAGS)
+    server.wait_until_ready()
+    body = {"model": MODEL, "prompt": "go", "max_tokens": 400, "stream": True, "ignore_eos": True}
+    with (
+        httpx2.Client(base_url=server.url, timeout=60) as http,
+        http.stream("POST", "/v1/completions", json=body) as response,
+    ):
+        lines = response.iter_lines()
+        next(lines)
+        os.kill(engine_of(server), signal.SIGKILL)
+        told = "".join(lines)
+    assert "The engine thread died." in told
+    assert server.process.wait(60) == 1
+    server.stop()

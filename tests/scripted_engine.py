@@ -1,0 +1,96 @@
+"""Engines over scripted runners, on a thread or in a process of their own."""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+from collections.abc import Callable
+
+from mlx_parallm.config import EngineConfig
+from mlx_parallm.engine.async_engine import AsyncEngine, ignore_progress
+from mlx_parallm.engine.build import LoadedEngine
+from mlx_parallm.engine.commands import EngineHost
+from mlx_parallm.engine.engine import Engine
+from mlx_parallm.engine.interface import ServedModel
+from mlx_parallm.engine.life import Build, LocalLife
+from mlx_parallm.engine.metrics import EngineMetrics, MetricFamilies
+from mlx_parallm.engine.remote.channel import Channel
+from mlx_parallm.engine.remote.host import serve_engines
+from mlx_parallm.engine.remote.life import RemoteLife
+from mlx_parallm.errors import ConfigError
+from mlx_parallm.kv_cache.manager import KVCacheManager
+from mlx_parallm.request import GenerateRequest, SamplingParams
+from mlx_parallm.scheduler.scheduler import Scheduler
+from tests.fakes import ByteTokenizer, FakeRunner, spell
+
+
+def builder(runner: FakeRunner, scheduler_class: Callable[..., Scheduler] = Scheduler) -> Build:
+    def build(config: EngineConfig, families: MetricFamilies, _: object) -> list[LoadedEngine]:
+        info = runner.info
+        kv = KVCacheManager(info.num_blocks, info.block_size, enable_prefix_caching=True)
+        scheduler = scheduler_class(config.scheduler, kv, max_model_len=info.max_model_len)
+        tokenizer = ByteTokenizer()
+        metrics = EngineMetrics(families, "m", info)
+        engine = Engine(scheduler, runner, tokenizer, metrics)
+        names = ("m", "alias")
+        model = ServedModel(names=names, root="m", created=0, tokenizer=tokenizer, info=info)
+        return [LoadedEngine(model, engine)]
+
+    return build
+
+
+def engine_of(build: Build, config: EngineConfig | None = None) -> AsyncEngine:
+    config = config or EngineConfig()
+    return AsyncEngine(config, life=LocalLife(config, build, ignore_progress))
+
+
+def make_request(request_id: str = "a", model: str = "m", **params: int) -> GenerateRequest:
+    return GenerateRequest(
+        request_id=request_id, model=model, prompt_ids=(1, 2), params=SamplingParams(**params)
+    )
+
+
+def remote_engine(script: str = "hello", config: EngineConfig | None = None) -> AsyncEngine:
+    """An engine in a process of its own; ``script`` is what this module is run with."""
+    config = config or EngineConfig()
+    command = [sys.executable, "-m", "tests.scripted_engine", script]
+    return AsyncEngine(config, life=RemoteLife(config, command, ignore_progress))
+
+
+def pid_of(host: EngineHost) -> int:
+    """An action: whose process this is."""
+    return os.getpid()
+
+
+def something_local(host: EngineHost) -> Callable[[], None]:
+    """An action that gives what cannot be pickled."""
+    return lambda: None
+
+
+def die(host: EngineHost) -> None:
+    """An action that ends the engine."""
+    raise Death
+
+
+class Death(BaseException):
+    """Ends the engine's thread."""
+
+
+def main(script: str, fd: str) -> int:
+    """Be the process: "hello" is what its model says; "fails" and "vanishes" are never loaded."""
+
+    def build(config: EngineConfig, families: MetricFamilies, on_progress: Callable) -> list:
+        on_progress("Loading m", 0.5)
+        if script == "fails":
+            raise ConfigError("too little memory")
+        if script == "vanishes":
+            os._exit(7)
+        text = "ab" * 60 if script == "long" else script
+        return list(builder(FakeRunner(spell(text)))(config, families, on_progress))
+
+    return serve_engines(Channel(socket.socket(fileno=int(fd))), build)
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))

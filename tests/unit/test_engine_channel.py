@@ -1,0 +1,128 @@
+"""What travels between the server's process and the engines'."""
+
+from __future__ import annotations
+
+import pickle
+import socket
+import threading
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mlx_parallm.adapters.tensors import HostTensor
+from mlx_parallm.batch import TokenLogprob
+from mlx_parallm.encode import EncodeResults
+from mlx_parallm.engine.interface import ServedModel
+from mlx_parallm.engine.remote.channel import PICKLE_ERRORS, Channel
+from mlx_parallm.engine.remote.events import pack_events, unpack_events
+from mlx_parallm.engine.remote.models import PackedModel
+from mlx_parallm.errors import StepError
+from mlx_parallm.outputs import ErrorEvent, FinishReason, GenerateEvent, PromptEvent, TokenEvent
+from mlx_parallm.parsing import registry
+from mlx_parallm.parsing.reasoning import REASONING_FORMATS
+from mlx_parallm.tokenizer.lock import OwnLock
+from tests.fakes import ByteTokenizer, make_info
+
+Ends = tuple[Channel, Channel]
+
+
+@pytest.fixture
+def ends() -> Iterator[Ends]:
+    one, other = (Channel(end) for end in socket.socketpair())
+    yield one, other
+    one.close()
+    other.close()
+
+
+def sent(ends: Ends, message: object) -> object:
+    """A message at the other end; what is larger than the sockets needs somebody who reads."""
+    thread = threading.Thread(target=ends[0].send, args=(message,))
+    thread.start()
+    found = ends[1].receive()
+    thread.join()
+    return found
+
+
+def test_large_arrays_cross_beside_the_pickle(ends: Ends) -> None:
+    rows = np.arange(300_000, dtype=np.float32).reshape(3, -1)
+    results = EncodeResults([rows, rows[:0], rows.T, rows[:, ::2]], [True, False, True, False])
+    found = sent(ends, {"results": results, "tensor": HostTensor(rows.view(np.uint32))})
+    assert isinstance(found, dict)
+    assert found["results"].cache_hits == results.cache_hits
+    for got, given_ in zip(found["results"], results, strict=True):
+        np.testing.assert_array_equal(got, given_)
+    np.testing.assert_array_equal(found["tensor"].array, rows.view(np.uint32))
+    assert sent(ends, "next") == "next"
+
+
+def test_what_cannot_be_pickled_is_not_sent_at_all(ends: Ends) -> None:
+    with pytest.raises(PICKLE_ERRORS):
+        ends[0].send(["before", lambda: None])
+    assert sent(ends, "whole") == "whole"
+
+
+def test_an_end_that_is_gone_is_told(ends: Ends) -> None:
+    ends[0].send("last")
+    ends[0].close()
+    assert ends[1].receive() == "last"
+    with pytest.raises(EOFError):
+        ends[1].receive()
+    with pytest.raises(OSError):  # noqa: PT011 - which one depends on the system
+        ends[1].send("nobody")
+
+
+TEXTS = st.text(max_size=4)
+TOKENS = st.builds(
+    TokenEvent,
+    request_id=TEXTS,
+    index=st.integers(0, 3),
+    token_ids=st.tuples(st.integers(0, 9)),
+    text=TEXTS,
+    logprobs=st.lists(st.builds(TokenLogprob, st.integers(0, 9), st.floats(-9, 0))).map(tuple),
+    finish_reason=st.none() | st.sampled_from(FinishReason),
+    stop_reason=st.none() | st.integers(0, 9) | TEXTS,
+    version=TEXTS,
+)
+
+
+@given(events=st.lists(TOKENS | st.builds(PromptEvent, request_id=TEXTS)))
+def test_events_are_packed_and_unpacked(events: list[GenerateEvent]) -> None:
+    assert unpack_events(pickle.loads(pickle.dumps(pack_events(events)))) == events
+
+
+def test_errors_of_a_step_are_events_too() -> None:
+    packed = pack_events([ErrorEvent(request_id="a", error=StepError("x"))])
+    (event,) = unpack_events(pickle.loads(pickle.dumps(packed)))
+    assert isinstance(event, ErrorEvent)
+    assert (event.request_id, str(event.error)) == ("a", "x")
+
+
+FORMATS = [(tools, None) for tools in registry.tool_format_names()] + [
+    (None, one.name) for one in REASONING_FORMATS
+]
+
+
+@pytest.mark.parametrize(("tools", "reasoning"), FORMATS)
+def test_a_model_crosses_with_every_format(tools: str | None, reasoning: str | None) -> None:
+    model = ServedModel(
+        names=("m",),
+        root="m",
+        created=1,
+        tokenizer=ByteTokenizer(),
+        info=make_info(),
+        tool_format=None if tools is None else registry.tool_format(tools),
+        reasoning_format=None if reasoning is None else registry.reasoning_format(reasoning),
+    )
+    found = pickle.loads(pickle.dumps(PackedModel.of(model))).unpack(None)
+    assert found.tool_format is model.tool_format
+    assert found.reasoning_format is model.reasoning_format
+    assert (found.names, found.info, found.grammars) == (model.names, model.info, None)
+
+
+def test_a_held_lock_is_free_in_the_other_process() -> None:
+    lock = OwnLock()
+    with lock, pickle.loads(pickle.dumps(lock)):
+        pass

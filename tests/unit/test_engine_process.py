@@ -1,0 +1,166 @@
+"""The engine in a process of its own, over a scripted runner."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from contextlib import closing
+
+import pytest
+
+from mlx_parallm.config import EngineConfig, SchedulerConfig
+from mlx_parallm.engine.async_engine import AsyncEngine
+from mlx_parallm.engine.control import PauseMode
+from mlx_parallm.engine.remote.channel import Channel
+from mlx_parallm.engine.remote.host import ORPHANED
+from mlx_parallm.engine.remote.messages import Progress, Ready, Start
+from mlx_parallm.errors import (
+    ConfigError,
+    ControlError,
+    EngineDeadError,
+    OverloadedError,
+)
+from mlx_parallm.outputs import ErrorEvent, FinishReason, TokenEvent
+from mlx_parallm.request import GenerateRequest
+from tests.scripted_engine import die, make_request, pid_of, remote_engine, something_local
+
+LIMITED = EngineConfig(scheduler=SchedulerConfig(max_num_seqs=1, max_waiting=3))
+
+
+@pytest.fixture
+async def engine() -> AsyncIterator[AsyncEngine]:
+    engine = remote_engine()
+    await asyncio.to_thread(engine.start)
+    yield engine
+    await asyncio.to_thread(engine.stop)
+
+
+async def text_of(engine: AsyncEngine, request: GenerateRequest) -> str:
+    handle = await engine.submit(request)
+    return "".join([e.text async for e in handle.events if isinstance(e, TokenEvent)])
+
+
+async def test_requests_are_answered_from_another_process(engine: AsyncEngine) -> None:
+    assert await engine.call(pid_of) != os.getpid()
+    requests = [make_request(str(i), "alias" if i % 2 else "m") for i in range(20)]
+    assert await asyncio.gather(*(text_of(engine, one) for one in requests)) == ["hello"] * 20
+
+
+async def test_its_state_is_told(engine: AsyncEngine) -> None:
+    await text_of(engine, make_request())
+    text, _ = await engine.render_metrics()
+    assert b'generation_tokens_total{engine="0",model_name="m"} 6.0' in text
+    assert text.count(b"# TYPE mlx_parallm:paused ") == 1
+    # No family twice: a scraper refuses that.
+    types = [line for line in text.splitlines() if line.startswith(b"# TYPE")]
+    assert len(types) == len(set(types))
+    load = await engine.load()
+    assert (load.num_requests, load.num_running, load.num_waiting) == (0, 0, 0)
+    assert set(await engine.memory()) == {"m"}
+
+
+async def test_a_command_or_reply_that_cannot_be_sent_is_an_error_of_its_own(
+    engine: AsyncEngine,
+) -> None:
+    with pytest.raises(ControlError, match="pickle"):
+        await engine.call(lambda host: None)
+    with pytest.raises(ControlError, match="pickle"):
+        await engine.call(something_local)
+    assert await text_of(engine, make_request()) == "hello"
+
+
+async def test_aborts_and_cancels_cross() -> None:
+    engine = remote_engine("long")
+    await asyncio.to_thread(engine.start)
+    await engine.control.pause(PauseMode.KEEP)
+    cancelled = await engine.submit(make_request("a"))
+    aborted = await engine.submit(make_request("b"))
+    await engine.abort(aborted.request_id)
+    await engine.cancel("a")
+    last = [event async for event in cancelled.events][-1]
+    assert isinstance(last, TokenEvent)
+    assert last.finish_reason is FinishReason.ABORT
+    await engine.control.resume()
+    await engine.wait_until_idle()
+    assert (await engine.load()).num_running == 0
+    await asyncio.to_thread(engine.stop)
+
+
+async def test_a_full_queue_is_known_before_a_request_is_made() -> None:
+    engine = remote_engine(config=LIMITED)
+    await asyncio.to_thread(engine.start)
+    await engine.control.pause(PauseMode.KEEP)
+    handle = await engine.submit(make_request(n=3))
+    with pytest.raises(OverloadedError):
+        await engine.check_room("m", "", 2)
+    with pytest.raises(OverloadedError):
+        await engine.submit(make_request("b", n=2))
+    await engine.abort(handle.request_id)
+    await engine.control.resume()
+    await asyncio.to_thread(engine.stop)
+
+
+@pytest.mark.parametrize("how", ["killed", "died"])
+async def test_a_dead_process_tells_every_stream_and_health(how: str) -> None:
+    engine = remote_engine()
+    await asyncio.to_thread(engine.start)
+    await engine.control.pause(PauseMode.KEEP)
+    handle = await engine.submit(make_request())
+    pid = await engine.call(pid_of)
+    if how == "killed":
+        os.kill(pid, signal.SIGKILL)
+    else:
+        with pytest.raises(EngineDeadError):
+            await engine.call(die)
+    last = [event async for event in handle.events][-1]
+    assert isinstance(last, ErrorEvent)
+    assert isinstance(last.error, EngineDeadError)
+    with pytest.raises(EngineDeadError):
+        engine.check_health()
+    # What can still be told is told.
+    assert (await engine.load()).num_requests == 0
+    assert b"mlx_parallm:paused" in (await engine.render_metrics())[0]
+    await asyncio.to_thread(engine.stop)
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
+
+
+async def test_a_process_that_was_killed_is_started_anew() -> None:
+    engine = remote_engine(config=EngineConfig(restart_on_failure=True))
+    await asyncio.to_thread(engine.start)
+    first = await engine.call(pid_of)
+    await engine.control.pause(PauseMode.KEEP)
+    handle = await engine.submit(make_request())
+    os.kill(first, signal.SIGKILL)
+    assert isinstance([event async for event in handle.events][-1], ErrorEvent)
+    await asyncio.to_thread(engine.wait_until_loaded)
+    assert await engine.call(pid_of) != first
+    assert await text_of(engine, make_request("b")) == "hello"
+    await asyncio.to_thread(engine.stop)
+
+
+def test_what_a_load_raises_is_raised_here() -> None:
+    with pytest.raises(ConfigError, match="too little memory"):
+        remote_engine("fails").start()
+
+
+def test_a_process_that_ends_while_it_loads_is_told() -> None:
+    with pytest.raises(EngineDeadError, match="ended with 7"):
+        remote_engine("vanishes").start()
+
+
+def test_a_process_whose_server_is_gone_ends() -> None:
+    ours, theirs = socket.socketpair()
+    with theirs:
+        command = [sys.executable, "-m", "tests.scripted_engine", "hello", str(theirs.fileno())]
+        process = subprocess.Popen(command, pass_fds=[theirs.fileno()])
+    with closing(Channel(ours)) as channel:
+        channel.send(Start(EngineConfig()))
+        assert isinstance(channel.receive(), Progress)
+        assert isinstance(channel.receive(), Ready)
+    assert process.wait(60) == ORPHANED
