@@ -62,15 +62,19 @@ LEAD_S, SHRUNK_LEAD_S = 3.0, 0.4
 ONE_ENTRY = ["--prompt-cache-size", "1"]
 #: Of each kind: how the servers are started. What is not said is the server's default.
 Starts = dict[str, Callable[[Path], AbstractContextManager[Server]]]
+OWN_PROCESS = "--engine-process"
 MANY_CLIENTS: Starts = {
-    "ours": mlx_parallm_server,
+    "ours": partial(mlx_parallm_server, options=[OWN_PROCESS]),
+    "together": mlx_parallm_server,
     "stock": partial(mlx_lm_server, options=ONE_ENTRY),
 }
 #: Milliseconds that a step with streams may take, and twice the rows that mlx_lm.server decodes at
 #: once: with its 32 the prompt would wait until a stream has ended.
-STALL_MS = 20
+STALL_MS = 12
 LATE_PROMPT: Starts = {
-    "ours": partial(mlx_parallm_server, options=["--max-decode-stall-ms", str(STALL_MS)]),
+    "ours": partial(
+        mlx_parallm_server, options=[OWN_PROCESS, "--max-decode-stall-ms", str(STALL_MS)]
+    ),
     "stock": partial(mlx_lm_server, options=["--decode-concurrency", "64", *ONE_ENTRY]),
 }
 
@@ -93,12 +97,17 @@ def clients(bench: Bench, *, concurrency: int, requests: int) -> Outcome:
         return summarise(records)
 
     found, missing = _of_both(MANY_CLIENTS, folder, measure)
-    ours, stock = found["ours"], found.get("stock")
+    ours, together, stock = (found.get(name) for name in MANY_CLIENTS)
     figures = {
         "tokens/s": ours.output_tokens_per_s,
         "TTFT p99 ms": ours.ttft_ms.p99,
         "ITL p99 ms": ours.itl_ms.p99,
     }
+    if together is not None:
+        figures |= {
+            "in one process: tokens/s": together.output_tokens_per_s,
+            "in one process: TTFT p99 ms": together.ttft_ms.p99,
+        }
     values = {}
     if stock is not None:
         values = {
@@ -147,7 +156,7 @@ def late_prompt(bench: Bench, *, streams: int, prompt: int, stream_tokens: int) 
 def _of_both(
     starts: Starts, folder: Path, measure: Callable[[Server], Any]
 ) -> tuple[dict[str, Any], str]:
-    """What was measured of each server, and why nothing of mlx_lm's, if it failed."""
+    """What was measured of each server, and why nothing more, if another than ours failed."""
     found: dict[str, Any] = {}
     for name, start in starts.items():
         try:
