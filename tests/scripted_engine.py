@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import sys
 from collections.abc import Callable
@@ -68,6 +69,21 @@ def something_local(host: EngineHost) -> Callable[[], None]:
     return lambda: None
 
 
+class Unreadable:
+    """An action that the engines' process cannot read; a reply that the server cannot."""
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return __import__, ("no_such_module",)
+
+    def __call__(self, host: EngineHost) -> None:
+        raise AssertionError
+
+
+def something_unreadable(host: EngineHost) -> Unreadable:
+    """An action that gives what the server cannot read."""
+    return Unreadable()
+
+
 def die(host: EngineHost) -> None:
     """An action that ends the engine."""
     raise Death
@@ -78,7 +94,7 @@ class Death(BaseException):
 
 
 def main(script: str, fd: str) -> int:
-    """Be the process: "hello" is what its model says; "fails" and "vanishes" are never loaded."""
+    """Be the process: "hello" is what its model says; some are never loaded."""
 
     def build(config: EngineConfig, families: MetricFamilies, on_progress: Callable) -> list:
         on_progress("Loading m", 0.5)
@@ -86,6 +102,8 @@ def main(script: str, fd: str) -> int:
             raise ConfigError("too little memory")
         if script == "vanishes":
             os._exit(7)
+        if script == "stays":
+            signal.pause()
         text = "ab" * 60 if script == "long" else script
         return list(builder(FakeRunner(spell(text)))(config, families, on_progress))
 

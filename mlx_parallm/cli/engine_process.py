@@ -12,6 +12,7 @@ from mlx_parallm.cli.logs import configure_logging
 from mlx_parallm.config import ServerConfig
 from mlx_parallm.engine.remote.channel import Channel
 from mlx_parallm.engine.remote.host import serve_engines
+from mlx_parallm.engine.remote.life import IGNORED_SIGNALS
 
 #: The engine must not wait Python's default 5 ms for the interpreter after every step.
 SWITCH_INTERVAL_S = 0.0005
@@ -19,7 +20,8 @@ SWITCH_INTERVAL_S = 0.0005
 
 def command(config: ServerConfig) -> list[str]:
     """Starts the process; its last argument, a descriptor, is still to be added."""
-    module = [sys.executable, "-m", "mlx_parallm.cli.engine_process"]
+    # Without the working directory on the path.
+    module = [sys.executable, "-P", "-m", "mlx_parallm.cli.engine_process"]
     return [*module, "--log-level", config.log_level, "--log-format", config.log_format]
 
 
@@ -32,9 +34,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     asked = parser.parse_args(arguments)
     configure_logging(asked.log_level, asked.log_format)
     sys.setswitchinterval(SWITCH_INTERVAL_S)
-    # A terminal and service managers signal the server's whole group; the server drains first.
-    for number in (signal.SIGINT, signal.SIGTERM):
+    # They were blocked when this was started.
+    for number in IGNORED_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, IGNORED_SIGNALS)
     return serve_engines(Channel(socket.socket(fileno=asked.fd)))
 
 

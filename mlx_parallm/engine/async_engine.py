@@ -74,6 +74,7 @@ class AsyncEngine:
         self._loaded = threading.Event()
         self._cause: BaseException | None = None
         self._draining = False
+        self._is_stopping = False
         self._idle = asyncio.Event()
         self._idle.set()
         self.control = AsyncControl(self, config.adapters, ControlMetrics(self._registry))
@@ -88,14 +89,16 @@ class AsyncEngine:
 
         Raises:
             ModelLoadError, ConfigError: what the load raised.
+            EngineDeadError: the engine's process ended.
         """
         self._loaded.clear()
-        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
-        self._thread.start()
+        self._is_stopping = False
+        thread = self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        thread.start()
         self.wait_until_loaded()
         if self._cause is not None:
             # The process would end with an abort if the thread were still giving back its streams.
-            self._thread.join()
+            thread.join()
             raise self._cause
 
     def wait_until_loaded(self) -> None:
@@ -104,6 +107,9 @@ class AsyncEngine:
 
     def stop(self) -> None:
         """End the thread after the step in flight and free the models."""
+        self._is_stopping = True
+        self._life.give_up_load()
+        self._mailbox.stop_pacing()
         self._mailbox.tell(Stop())
         if self._thread is not None:
             self._thread.join()
@@ -303,7 +309,7 @@ class AsyncEngine:
 
     def _run(self) -> None:
         """The thread: load and serve, anew after a death where that is asked for."""
-        while self._live():
+        while self._live() and not self._is_stopping:
             pass
         self._life.end()
 

@@ -1,4 +1,7 @@
-"""What may be asked of the engine thread. Commands are applied between steps, in order."""
+"""What may be asked of the engine thread. Commands are applied between steps, in order.
+
+Replies may be called on any thread: on the engine's, or on one that speaks to its process.
+"""
 
 from __future__ import annotations
 
@@ -61,7 +64,7 @@ class EngineHost(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Submit:
-    """Admit a request; ``reply`` is called on the engine thread with None or the refusal.
+    """Admit a request; ``reply`` is called with None or the refusal.
 
     ``arrival_s`` is the caller's monotonic clock; latencies are measured from it. ``upload`` is the
     request's adapter, for when it is not loaded.
@@ -77,7 +80,7 @@ class Submit:
 class Encode:
     """Compute what a request's inputs ask for.
 
-    ``reply`` is called on the engine thread with a list of results, or with the error.
+    ``reply`` is called with a list of results, or with the error.
     """
 
     request: EncodeRequest
@@ -99,8 +102,8 @@ class Abort:
 class Call:
     """Do something between two steps.
 
-    ``reply`` is called on the engine thread with what ``action`` gave, or with its error. The
-    action can be pickled, as what it gives: the engine may be in another process.
+    ``reply`` is called with what ``action`` gave, or with its error. The action can be pickled, as
+    what it gives: the engine may be in another process.
     """
 
     action: Callable[[EngineHost], Any]

@@ -96,6 +96,8 @@ class ControlMetrics:
         """What changes with every step; ``slots`` are by model."""
         self._paused.set(is_paused)
         self._sleep_level.set(sleep_level)
+        for gauge in (self._slots, self._resident, self._running):
+            gauge.clear()
         for name, one in slots.items():
             self._slots.labels(name).set(one.num_slots)
             self._resident.labels(name).set(one.num_resident)

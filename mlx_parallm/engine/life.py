@@ -64,6 +64,10 @@ class EngineLife(Protocol):
         """
         ...
 
+    def give_up_load(self) -> None:
+        """Let ``run`` fail if it is loading, and that can be interrupted."""
+        ...
+
     def end(self) -> None:
         """The thread of ``run`` is about to end, and calls this."""
         ...
@@ -122,6 +126,9 @@ class LocalLife:
         if self._state is None:
             raise EngineDeadError("No engine is loaded.")
         return ask(self._state)
+
+    def give_up_load(self) -> None:
+        """See ``EngineLife.give_up_load``; nothing interrupts this thread."""
 
     def end(self) -> None:
         """See ``EngineLife.end``."""

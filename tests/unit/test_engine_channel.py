@@ -16,10 +16,11 @@ from mlx_parallm.adapters.tensors import HostTensor
 from mlx_parallm.batch import TokenLogprob
 from mlx_parallm.encode import EncodeResults
 from mlx_parallm.engine.interface import ServedModel
-from mlx_parallm.engine.remote.channel import PICKLE_ERRORS, Channel
+from mlx_parallm.engine.remote import channel
+from mlx_parallm.engine.remote.channel import Channel, UnreadableError
 from mlx_parallm.engine.remote.events import pack_events, unpack_events
 from mlx_parallm.engine.remote.models import PackedModel
-from mlx_parallm.errors import StepError
+from mlx_parallm.errors import ControlError, StepError
 from mlx_parallm.outputs import ErrorEvent, FinishReason, GenerateEvent, PromptEvent, TokenEvent
 from mlx_parallm.parsing import registry
 from mlx_parallm.parsing.reasoning import REASONING_FORMATS
@@ -39,14 +40,19 @@ def ends() -> Iterator[Ends]:
 
 def sent(ends: Ends, message: object) -> object:
     """A message at the other end; what is larger than the sockets needs somebody who reads."""
-    thread = threading.Thread(target=ends[0].send, args=(message,))
+    thread = threading.Thread(target=ends[0].send, args=(message, 7))
     thread.start()
-    found = ends[1].receive()
+    found, number = ends[1].receive()
     thread.join()
+    assert number == 7
     return found
 
 
-def test_large_arrays_cross_beside_the_pickle(ends: Ends) -> None:
+@pytest.mark.parametrize("slice_bytes", [1 << 30, 999])
+def test_large_arrays_cross_beside_the_pickle(
+    ends: Ends, slice_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(channel, "SLICE_BYTES", slice_bytes)
     rows = np.arange(300_000, dtype=np.float32).reshape(3, -1)
     results = EncodeResults([rows, rows[:0], rows.T, rows[:, ::2]], [True, False, True, False])
     found = sent(ends, {"results": results, "tensor": HostTensor(rows.view(np.uint32))})
@@ -59,15 +65,35 @@ def test_large_arrays_cross_beside_the_pickle(ends: Ends) -> None:
 
 
 def test_what_cannot_be_pickled_is_not_sent_at_all(ends: Ends) -> None:
-    with pytest.raises(PICKLE_ERRORS):
-        ends[0].send(["before", lambda: None])
+    class Odd:
+        def __reduce__(self) -> str:
+            raise RecursionError("too deep")
+
+    for odd, why in ((lambda: None, "pickle"), (Odd(), "RecursionError: too deep")):
+        with pytest.raises(ControlError, match=why):
+            ends[0].send(["before", odd])
     assert sent(ends, "whole") == "whole"
+
+
+class Unknown:
+    """Cannot be made where it arrives."""
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return __import__, ("no_such_module",)
+
+
+def test_what_cannot_be_unpickled_is_told_by_its_number(ends: Ends) -> None:
+    ends[0].send(Unknown(), 5)
+    with pytest.raises(UnreadableError, match="no_such_module") as problem:
+        ends[1].receive()
+    assert problem.value.number == 5
+    assert sent(ends, "next") == "next"
 
 
 def test_an_end_that_is_gone_is_told(ends: Ends) -> None:
     ends[0].send("last")
     ends[0].close()
-    assert ends[1].receive() == "last"
+    assert ends[1].receive() == ("last", 0)
     with pytest.raises(EOFError):
         ends[1].receive()
     with pytest.raises(OSError):  # noqa: PT011 - which one depends on the system

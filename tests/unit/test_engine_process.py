@@ -8,26 +8,45 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import AsyncIterator
-from contextlib import closing
+import threading
+from collections.abc import AsyncIterator, Iterator
+from concurrent.futures import Future
+from contextlib import closing, contextmanager
+from dataclasses import replace
+from operator import methodcaller
+from pathlib import Path
+from typing import Any, cast
 
 import pytest
 
-from mlx_parallm.config import EngineConfig, SchedulerConfig
-from mlx_parallm.engine.async_engine import AsyncEngine
+from mlx_parallm.cli.engine_process import command
+from mlx_parallm.config import EngineConfig, ModelConfig, SchedulerConfig, ServerConfig
+from mlx_parallm.engine.async_engine import AsyncEngine, ignore_progress
 from mlx_parallm.engine.control import PauseMode
+from mlx_parallm.engine.metrics import MetricFamilies
 from mlx_parallm.engine.remote.channel import Channel
-from mlx_parallm.engine.remote.host import ORPHANED
-from mlx_parallm.engine.remote.messages import Progress, Ready, Start
+from mlx_parallm.engine.remote.host import ORPHANED, _Host
+from mlx_parallm.engine.remote.life import RemoteLife, _spawned
+from mlx_parallm.engine.remote.messages import Failed, Progress, Query, Ready, Start, Withdraw
+from mlx_parallm.engine.state import EngineState
 from mlx_parallm.errors import (
     ConfigError,
     ControlError,
     EngineDeadError,
+    ModelLoadError,
     OverloadedError,
 )
 from mlx_parallm.outputs import ErrorEvent, FinishReason, TokenEvent
 from mlx_parallm.request import GenerateRequest
-from tests.scripted_engine import die, make_request, pid_of, remote_engine, something_local
+from tests.scripted_engine import (
+    Unreadable,
+    die,
+    make_request,
+    pid_of,
+    remote_engine,
+    something_local,
+    something_unreadable,
+)
 
 LIMITED = EngineConfig(scheduler=SchedulerConfig(max_num_seqs=1, max_waiting=3))
 
@@ -71,6 +90,9 @@ async def test_a_command_or_reply_that_cannot_be_sent_is_an_error_of_its_own(
         await engine.call(lambda host: None)
     with pytest.raises(ControlError, match="pickle"):
         await engine.call(something_local)
+    for action in (Unreadable(), something_unreadable):
+        with pytest.raises(ControlError, match="no_such_module"):
+            await engine.call(action)
     assert await text_of(engine, make_request()) == "hello"
 
 
@@ -154,13 +176,97 @@ def test_a_process_that_ends_while_it_loads_is_told() -> None:
         remote_engine("vanishes").start()
 
 
-def test_a_process_whose_server_is_gone_ends() -> None:
+async def test_a_stop_gives_up_a_load_and_starts_nothing_anew() -> None:
+    engine = remote_engine("stays", EngineConfig(restart_on_failure=True))
+    begun = threading.Event()
+    engine._life._on_progress = lambda *_: begun.set()  # type: ignore[attr-defined]
+    starting = asyncio.ensure_future(asyncio.to_thread(engine.start))
+    assert await asyncio.to_thread(begun.wait, 60)
+    await asyncio.to_thread(engine.stop)
+    with pytest.raises(EngineDeadError):
+        await starting
+
+
+async def test_a_stop_on_the_loop_waits_for_no_events() -> None:
+    engine = remote_engine("long")
+    await asyncio.to_thread(engine.start)
+    for number in range(8):
+        await engine.submit(make_request(str(number)))
+    # Nothing is seen to while this waits.
+    engine.stop()
+    assert engine._thread is None
+
+
+@contextmanager
+def server_of(script: str) -> Iterator[tuple[subprocess.Popen[bytes], Channel]]:
+    """The engines' process, and the channel of a server that has it."""
     ours, theirs = socket.socketpair()
     with theirs:
-        command = [sys.executable, "-m", "tests.scripted_engine", "hello", str(theirs.fileno())]
+        command = [sys.executable, "-m", "tests.scripted_engine", script, str(theirs.fileno())]
         process = subprocess.Popen(command, pass_fds=[theirs.fileno()])
     with closing(Channel(ours)) as channel:
         channel.send(Start(EngineConfig()))
-        assert isinstance(channel.receive(), Progress)
-        assert isinstance(channel.receive(), Ready)
+        assert isinstance(channel.receive()[0], Progress)
+        yield process, channel
+
+
+@pytest.mark.parametrize("num_queries", [0, 40])
+def test_a_process_whose_server_is_gone_ends(num_queries: int) -> None:
+    """Also where it is about to answer."""
+    with server_of("hello") as (process, channel):
+        assert isinstance(channel.receive()[0], Ready)
+        for number in range(num_queries):
+            channel.send(Query(methodcaller("metrics")), number + 1)
     assert process.wait(60) == ORPHANED
+
+
+def test_a_process_that_loads_ends_with_its_server() -> None:
+    with server_of("stays") as (process, _):
+        pass
+    assert process.wait(60) == ORPHANED
+
+
+def test_modules_are_not_found_in_the_working_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("transformers", "queue", "mlx_parallm"):
+        (tmp_path / f"{name}.py").write_text("raise SystemExit('of the working directory')")
+    monkeypatch.chdir(tmp_path)
+    config = EngineConfig(models=(ModelConfig(path=str(tmp_path / "nothing")),))
+    life = RemoteLife(config, command(ServerConfig()), ignore_progress)
+    with pytest.raises(ModelLoadError):
+        AsyncEngine(config, life=life).start()
+
+
+def test_no_signal_ends_it_however_early() -> None:
+    config = EngineConfig()
+    with _spawned(command(ServerConfig())) as (process, channel):
+        process.send_signal(signal.SIGTERM)
+        process.send_signal(signal.SIGINT)
+        channel.send(Start(replace(config, models=(ModelConfig(path="no such model"),))))
+        message, _ = channel.receive()
+        process.send_signal(signal.SIGTERM)
+        assert isinstance(message, Failed)
+        assert process.wait(60) == 1
+
+
+def test_its_answers_can_be_withdrawn() -> None:
+    class Grammars:
+        vocabulary = None
+        made: Future[str] = Future()
+
+        def submit(self, spec: object) -> Future[str]:
+            return self.made
+
+    ours, theirs = (Channel(end) for end in socket.socketpair())
+    grammars = Grammars()
+    host = _Host(theirs, EngineConfig(), lambda *_: [])
+    host._life._state = EngineState(MetricFamilies(), {}, {}, {"m": cast("Any", grammars)})
+    with closing(ours), closing(theirs):
+        ours.send(Query(methodcaller("compile_grammar", "m", "spec")), 3)
+        ours.send(Withdraw(), 3)
+        ours.send(Withdraw(), 4)
+        for _ in range(3):
+            host._take_next()
+    assert grammars.made.cancelled()
+    assert not host._futures

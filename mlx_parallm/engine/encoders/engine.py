@@ -20,6 +20,7 @@ from mlx_parallm.errors import (
     ModelLoadingError,
     ModelNotFoundError,
     OverloadedError,
+    RequestAbortedError,
     StepError,
 )
 
@@ -145,6 +146,8 @@ class EncodeEngine:
         self.adapters.end(one.request)
         self._queue.remove(one.request)
         self._metrics.on_waiting(len(self._queue))
+        # Whoever carries the reply may forget it.
+        one.reply(RequestAbortedError("Its caller has gone."))
         return True
 
     @property

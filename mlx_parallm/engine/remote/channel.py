@@ -6,15 +6,33 @@ import pickle
 import socket
 import struct
 import threading
+from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
-# Little-endian: how many buffers follow the pickle (PEP 574), then the sizes of it and of them.
-_COUNT = struct.Struct("<I")
+from mlx_parallm.errors import ControlError
+
+# Little-endian: the message's number and how many buffers follow its pickle (PEP 574), then the
+# sizes of it and of them.
+_HEAD = struct.Struct("<QI")
 _SIZE = "Q"
 # Of the kernel: the events of some steps, so that the engine need not wait for the reader, and no
 # more, so that what is read is not old.
 SOCKET_BYTES = 1 << 17
-PICKLE_ERRORS = (pickle.PicklingError, TypeError, AttributeError)
+# At a time: Darwin takes no more than 2 GiB.
+SLICE_BYTES = 1 << 30
+
+
+class UnreadableError(ControlError):
+    """A message has come that cannot be unpickled here; the next one can be received.
+
+    Attributes:
+        number: the message's.
+    """
+
+    def __init__(self, number: int, cause: Exception) -> None:
+        super().__init__(f"A message cannot be read here: {type(cause).__name__}: {cause}")
+        self.number = number
 
 
 class Channel:
@@ -28,35 +46,44 @@ class Channel:
         self._lock = threading.Lock()
         end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SOCKET_BYTES)
 
-    def send(self, message: Any) -> None:
-        """Send an object; large arrays in it are not copied.
+    def send(self, message: Any, number: int = 0) -> None:
+        """Send an object and a number; large arrays in it are not copied.
 
         Raises:
-            PicklingError, TypeError, AttributeError: it cannot be pickled; nothing was sent.
+            ControlError: it cannot be pickled; nothing was sent.
             OSError: the other end is gone.
         """
-        buffers: list[pickle.PickleBuffer] = []
-        body = pickle.dumps(message, protocol=5, buffer_callback=buffers.append)
-        parts = [memoryview(body), *(one.raw() for one in buffers)]
-        sizes = struct.pack(f"<{len(parts)}{_SIZE}", *(one.nbytes for one in parts))
+        body, buffers = _pickled(message)
+        sizes = struct.pack(f"<{len(buffers) + 1}{_SIZE}", len(body), *(b.nbytes for b in buffers))
         with self._lock:
-            self._socket.sendall(_COUNT.pack(len(buffers)) + sizes + body)
-            for part in parts[1:]:
-                self._socket.sendall(part)
+            self._socket.sendall(_HEAD.pack(number, len(buffers)) + sizes)
+            for part in (memoryview(body), *buffers):
+                for begin in range(0, part.nbytes, SLICE_BYTES):
+                    self._socket.sendall(part[begin : begin + SLICE_BYTES])
 
-    def receive(self) -> Any:
-        """The next object.
+    def receive(self) -> tuple[Any, int]:
+        """The next object and its number.
 
         Raises:
+            UnreadableError: it cannot be unpickled.
             EOFError: the other end is gone.
         """
-        (count,) = _COUNT.unpack(self._read(_COUNT.size))
+        number, count = _HEAD.unpack(self._read(_HEAD.size))
         form = struct.Struct(f"<{count + 1}{_SIZE}")
         body, *buffers = [self._read(size) for size in form.unpack(self._read(form.size))]
-        return pickle.loads(body, buffers=buffers)
+        try:
+            return pickle.loads(body, buffers=buffers), number
+        except Exception as cause:
+            raise UnreadableError(number, cause) from cause
+
+    def hang_up(self) -> None:
+        """Let both ends, and their threads that wait here, find the other gone."""
+        with suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """Hang up."""
+        """Hang up and give back the descriptor; no thread may use it any more."""
+        self.hang_up()
         self._socket.close()
 
     def _read(self, size: int) -> bytearray:
@@ -64,10 +91,20 @@ class Channel:
         left = memoryview(data)
         while left:
             try:
-                count = self._socket.recv_into(left)
-            except ConnectionError:
+                count = self._socket.recv_into(left[:SLICE_BYTES])
+            except OSError:
                 count = 0
             if not count:
                 raise EOFError("The other process is gone.")
             left = left[count:]
         return data
+
+
+def _pickled(message: Any) -> tuple[bytes, Sequence[memoryview]]:
+    buffers: list[pickle.PickleBuffer] = []
+    try:
+        body = pickle.dumps(message, protocol=5, buffer_callback=buffers.append)
+        return body, [one.raw() for one in buffers]
+    except Exception as cause:
+        # Whatever it was: libraries raise their own.
+        raise ControlError(f"It cannot be pickled: {type(cause).__name__}: {cause}") from cause

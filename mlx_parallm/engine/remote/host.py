@@ -16,19 +16,20 @@ from mlx_parallm.config import EngineConfig
 from mlx_parallm.engine.build import build_engines
 from mlx_parallm.engine.commands import Abort, Command, Stop
 from mlx_parallm.engine.life import Build, Loaded, LocalLife
-from mlx_parallm.engine.remote.channel import PICKLE_ERRORS, Channel
+from mlx_parallm.engine.remote.channel import Channel, UnreadableError
 from mlx_parallm.engine.remote.events import pack_events
 from mlx_parallm.engine.remote.messages import (
     Events,
     Failed,
-    Numbered,
     Progress,
     Query,
     Ready,
     Reply,
     Start,
+    Withdraw,
 )
 from mlx_parallm.engine.remote.models import PackedModel
+from mlx_parallm.engine.remote.remote_code import find_remote_code
 from mlx_parallm.errors import ConfigError, ControlError, EngineDeadError, ParallmError
 from mlx_parallm.outputs import GenerateEvent
 
@@ -40,8 +41,9 @@ ORPHANED = 3
 
 def serve_engines(channel: Channel, build: Build = build_engines) -> int:
     """Be the engines' process until ``Stop``; the exit code. The calling thread owns MLX."""
-    start = channel.receive()
+    start, _ = channel.receive()
     assert isinstance(start, Start)
+    find_remote_code(start.config)
     return _Host(channel, start.config, build).run()
 
 
@@ -50,25 +52,30 @@ class _Host:
         self._channel = channel
         self._inbox: queue.SimpleQueue[Command] = queue.SimpleQueue()
         self._life = LocalLife(config, build, lambda *told: channel.send(Progress(*told)))
+        # Answers that are on their way, by the number of their question.
+        self._futures: dict[int, Future[Any]] = {}
 
     def run(self) -> int:
         threading.Thread(target=self._read, name="commands", daemon=True).start()
         try:
             self._life.run(self._inbox, self._deliver, self._on_loaded)
+        except ParallmError as refusal:
+            self._channel.send(Failed(refusal))
+            return 1
         except BaseException as cause:
-            if not isinstance(cause, ParallmError):
-                logger.exception("the engine's process died")
-            self._send_failure(cause)
+            logger.exception("the engine's process died")
+            # Not the error itself: the server may not know its class.
+            self._channel.send(Failed(EngineDeadError(f"{type(cause).__name__}: {cause}")))
             return 1
         finally:
             self._life.end()
         return 0
 
     def _on_loaded(self, loaded: Loaded) -> None:
-        ready = Ready([PackedModel.of(one) for one in loaded.models], loaded.encoders)
         try:
-            self._channel.send(ready)
-        except PICKLE_ERRORS as cause:
+            models = [PackedModel.of(one) for one in loaded.models]
+            self._channel.send(Ready(models, loaded.encoders))
+        except ControlError as cause:
             raise ConfigError(
                 f"--engine-process: a tokenizer cannot be handed to another process: {cause}"
             ) from cause
@@ -76,29 +83,36 @@ class _Host:
     def _deliver(self, events: list[GenerateEvent]) -> None:
         self._channel.send(Events(pack_events(events)))
 
-    def _send_failure(self, cause: BaseException) -> None:
-        try:
-            self._channel.send(Failed(cause))
-        except PICKLE_ERRORS:
-            self._channel.send(Failed(EngineDeadError(f"{type(cause).__name__}: {cause}")))
-
     def _read(self) -> None:
         """On a thread of its own: take messages until the server is gone, and end then."""
-        while True:
-            try:
-                message = self._channel.receive()
-            except EOFError:
-                os._exit(ORPHANED)
-            match message:
-                case Numbered(number, command) if not isinstance(command, Abort | Stop):
-                    reply = partial(self._reply, number)
-                    self._inbox.put(replace(command, reply=reply))
-                case Numbered(_, command):
-                    self._inbox.put(command)
-                case Query(number, ask):
-                    self._answer(number, lambda: self._life.ask(ask))
-                case _:
-                    raise AssertionError(message)
+        try:
+            while True:
+                self._take_next()
+        except (EOFError, OSError):
+            logger.debug("the server is gone")
+        except BaseException:
+            # An engine that hears nothing more must not live on.
+            logger.exception("the engine's process cannot read")
+        os._exit(ORPHANED)
+
+    def _take_next(self) -> None:
+        try:
+            message, number = self._channel.receive()
+        except UnreadableError as problem:
+            logger.exception("a command cannot be read")
+            self._reply(problem.number, ControlError(str(problem)))
+            return
+        match message:
+            case Query(ask):
+                self._answer(number, partial(self._life.ask, ask))
+            case Withdraw():
+                future = self._futures.pop(number, None)
+                if future is not None:
+                    future.cancel()
+            case Abort() | Stop():
+                self._inbox.put(message)
+            case command:
+                self._inbox.put(replace(command, reply=partial(self._reply, number)))
 
     def _answer(self, number: int, ask: Callable[[], Any]) -> None:
         try:
@@ -109,13 +123,19 @@ class _Host:
             logger.exception("a query failed")
             value = ControlError(f"{type(cause).__name__}: {cause}")
         if isinstance(value, Future):
-            value.add_done_callback(lambda done: self._answer(number, done.result))
+            self._futures[number] = value
+            value.add_done_callback(partial(self._answer_later, number))
         else:
             self._reply(number, value)
 
+    def _answer_later(self, number: int, done: Future[Any]) -> None:
+        self._futures.pop(number, None)
+        if not done.cancelled():
+            self._answer(number, done.result)
+
     def _reply(self, number: int, value: Any) -> None:
         try:
-            self._channel.send(Reply(number, value))
-        except PICKLE_ERRORS as cause:
+            self._channel.send(Reply(value), number)
+        except ControlError as refusal:
             logger.exception("a reply cannot be sent")
-            self._channel.send(Reply(number, ControlError(f"{type(cause).__name__}: {cause}")))
+            self._channel.send(Reply(refusal), number)

@@ -5,9 +5,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
+import logging
+import os
 import queue
+import signal
 import socket
 import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
@@ -16,25 +20,22 @@ from typing import Any, TypeVar
 from mlx_parallm.config import EngineConfig
 from mlx_parallm.engine.commands import Command
 from mlx_parallm.engine.life import Deliver, Loaded, TellProgress
-from mlx_parallm.engine.remote.channel import Channel
+from mlx_parallm.engine.remote.channel import Channel, UnreadableError
 from mlx_parallm.engine.remote.events import unpack_events
-from mlx_parallm.engine.remote.link import Asked, Link
+from mlx_parallm.engine.remote.link import Asked, Link, Withdrawn
 from mlx_parallm.engine.remote.messages import Events, Failed, Progress, Ready, Reply, Start
+from mlx_parallm.engine.remote.remote_code import find_remote_code
 from mlx_parallm.engine.state import EngineState
-from mlx_parallm.errors import EngineDeadError
+from mlx_parallm.errors import ConfigError, EngineDeadError
+
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-# Of a process that has hung up.
-END_TIMEOUT_S = 30.0
-
-
-class _DeathError(Exception):
-    """The engines have told what they die of."""
-
-    def __init__(self, cause: BaseException) -> None:
-        super().__init__()
-        self.cause = cause
+#: The process ignores these: whoever signals a whole group means the server, which drains first.
+IGNORED_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+# Of a process that was told to stop, and of one whose death is to be told.
+END_TIMEOUT_S, DEATH_TIMEOUT_S = 30.0, 1.0
 
 
 class RemoteLife:
@@ -54,8 +55,12 @@ class RemoteLife:
         self._config = config
         self._command = command
         self._on_progress = on_progress
+        self._lock = threading.Lock()
         # Where commands wait for the thread that sends them; None while nobody does.
         self._outbox: queue.SimpleQueue[Any] | None = None
+        # Of a process that loads.
+        self._loading: Channel | None = None
+        find_remote_code(config)
 
     def run(
         self,
@@ -68,55 +73,84 @@ class RemoteLife:
         with _spawned(self._command) as (process, channel):
             link = Link(channel)
             try:
-                channel.send(Start(self._config))
-                on_loaded(self._load(channel))
+                loaded = self._load(channel)
                 # Nothing that is there now becomes garbage while requests are answered.
                 gc.collect()
                 gc.freeze()
-                with self._sending(inbox, link):
+                with self._sending(inbox, link, channel):
+                    on_loaded(loaded)
                     _receive(channel, link, deliver)
-            except _DeathError as told:
-                raise told.cause from None
             except (EOFError, OSError):
                 if not link.is_ending:
-                    code = process.wait(END_TIMEOUT_S)
-                    raise EngineDeadError(f"The engine's process ended with {code}.") from None
+                    raise EngineDeadError(_last_words(process)) from None
 
     async def query(self, ask: Callable[[EngineState], T]) -> T:
         """See ``EngineLife.query``."""
         return await asyncio.wrap_future(self._ask(ask))
+
+    def give_up_load(self) -> None:
+        """See ``EngineLife.give_up_load``."""
+        with self._lock:
+            if self._loading is not None:
+                self._loading.hang_up()
 
     def end(self) -> None:
         """See ``EngineLife.end``."""
 
     def _ask(self, ask: Callable[[EngineState], Any]) -> Future[Any]:
         """``query`` from any thread."""
-        outbox = self._outbox
-        if outbox is None:
-            raise EngineDeadError("No engine is loaded.")
         asked = Asked(ask)
-        outbox.put(asked)
+        with self._lock:
+            if self._outbox is None:
+                raise EngineDeadError("No engine is loaded.")
+            self._outbox.put(asked)
+        asked.answer.add_done_callback(lambda done: done.cancelled() and self._withdraw(asked))
         return asked.answer
 
+    def _withdraw(self, asked: Asked) -> None:
+        with self._lock:
+            if self._outbox is not None:
+                self._outbox.put(Withdrawn(asked))
+
     def _load(self, channel: Channel) -> Loaded:
-        while not isinstance(message := channel.receive(), Ready):
-            if isinstance(message, Failed):
-                raise _DeathError(message.error)
-            assert isinstance(message, Progress)
-            self._on_progress(message.text, message.fraction)
-        return Loaded([one.unpack(self._ask) for one in message.models], message.encoders)
+        with self._lock:
+            self._loading = channel
+        try:
+            channel.send(Start(self._config))
+            while True:
+                match channel.receive()[0]:
+                    case Progress(text, fraction):
+                        self._on_progress(text, fraction)
+                    case Failed(error):
+                        raise error
+                    case Ready(models, encoders):
+                        return Loaded([one.unpack(self._ask) for one in models], encoders)
+                    case other:
+                        raise AssertionError(other)
+        except UnreadableError as problem:
+            raise ConfigError(f"--engine-process: {problem}") from problem
+        finally:
+            with self._lock:
+                self._loading = None
 
     @contextlib.contextmanager
-    def _sending(self, inbox: queue.SimpleQueue[Any], link: Link) -> Iterator[None]:
+    def _sending(
+        self, inbox: queue.SimpleQueue[Any], link: Link, channel: Channel
+    ) -> Iterator[None]:
         """Send what is put into the inbox while the block runs."""
-        sender = threading.Thread(target=_forward, args=(inbox, link), name="commands", daemon=True)
+        sender = threading.Thread(
+            target=_forward, args=(inbox, link, channel), name="commands", daemon=True
+        )
         sender.start()
-        self._outbox = inbox
+        with self._lock:
+            self._outbox = inbox
         try:
             yield
         finally:
-            self._outbox = None
-            inbox.put(None)
+            channel.hang_up()
+            with self._lock:
+                self._outbox = None
+                inbox.put(None)
             sender.join()
             link.fail()
 
@@ -125,40 +159,74 @@ class RemoteLife:
 def _spawned(command: Sequence[str]) -> Iterator[tuple[subprocess.Popen[bytes], Channel]]:
     """A process and the channel to it; it has ended when the block has."""
     ours, theirs = socket.socketpair()
+    # Modules are found where this process finds them, and nowhere else first.
+    path = os.pathsep.join(one or os.getcwd() for one in sys.path)
+    # Blocked until it ignores them, which it inherits.
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, IGNORED_SIGNALS)
     with theirs:
-        fd = theirs.fileno()
-        process = subprocess.Popen(
-            [*command, str(fd)], stdin=subprocess.DEVNULL, pass_fds=[fd], close_fds=True
-        )
+        try:
+            process = subprocess.Popen(
+                [*command, str(theirs.fileno())],
+                stdin=subprocess.DEVNULL,
+                pass_fds=[theirs.fileno()],
+                env={**os.environ, "PYTHONPATH": path},
+            )
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
     channel = Channel(ours)
+    patience_s = DEATH_TIMEOUT_S
     try:
         yield process, channel
+        patience_s = END_TIMEOUT_S
     finally:
         channel.close()
+        _end(process, patience_s)
+
+
+def _end(process: subprocess.Popen[bytes], patience_s: float) -> None:
+    """See to it that a process ends that has hung up."""
+    try:
+        process.wait(patience_s)
+    except subprocess.TimeoutExpired:
+        process.kill()
         try:
-            process.wait(END_TIMEOUT_S)
+            process.wait(DEATH_TIMEOUT_S)
         except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
+            logger.warning("the engine's process %d does not end", process.pid)
 
 
-def _forward(inbox: queue.SimpleQueue[Any], link: Link) -> None:
+def _last_words(process: subprocess.Popen[bytes]) -> str:
+    try:
+        return f"The engine's process ended with {process.wait(DEATH_TIMEOUT_S)}."
+    except subprocess.TimeoutExpired:
+        return "The engine's process hung up."
+
+
+def _forward(inbox: queue.SimpleQueue[Any], link: Link, channel: Channel) -> None:
     """Send what comes in, up to the first None."""
     while (message := inbox.get()) is not None:
-        # That the process is gone is found out where its messages are received.
-        with contextlib.suppress(OSError):
+        try:
             link.send(message)
+        except OSError:
+            # Perhaps it is half sent: nothing more can be understood.
+            channel.hang_up()
 
 
 def _receive(channel: Channel, link: Link, deliver: Deliver) -> None:
     """Pass on what the engines send, until they are gone (EOFError) or tell what they died of."""
     while True:
-        match channel.receive():
+        try:
+            message, number = channel.receive()
+        except UnreadableError as problem:
+            logger.exception("a reply cannot be read")
+            link.settle(problem.number, problem)
+            continue
+        match message:
             case Events(packed):
                 deliver(unpack_events(packed))
-            case Reply(number, value):
+            case Reply(value):
                 link.settle(number, value)
             case Failed(error):
-                raise _DeathError(error)
+                raise error
             case other:
                 raise AssertionError(other)

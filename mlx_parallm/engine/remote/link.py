@@ -10,12 +10,28 @@ from itertools import count
 from typing import Any
 
 from mlx_parallm.engine.commands import Abort, Command, Stop
-from mlx_parallm.engine.remote.channel import PICKLE_ERRORS, Channel
-from mlx_parallm.engine.remote.messages import Numbered, Query
+from mlx_parallm.engine.remote.channel import Channel
+from mlx_parallm.engine.remote.messages import Query, Withdraw
 from mlx_parallm.engine.state import EngineState
 from mlx_parallm.errors import ControlError, EngineDeadError, ParallmError
 
 logger = logging.getLogger(__name__)
+
+
+class Asked:
+    """A question about the engines' state, and who waits for the answer."""
+
+    def __init__(self, ask: Callable[[EngineState], Any]) -> None:
+        self.ask = ask
+        self.answer: Future[Any] = Future()
+        self.number = 0
+
+
+class Withdrawn:
+    """A question whose answer nobody waits for any more."""
+
+    def __init__(self, asked: Asked) -> None:
+        self.asked = asked
 
 
 class Link:
@@ -29,23 +45,27 @@ class Link:
 
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
-        self._numbers = count()
+        self._numbers = count(1)
         self._replies: dict[int, Callable[[Any], None]] = {}
         self._queries: dict[int, Future[Any]] = {}
         self.is_ending = False
 
-    def send(self, message: Command | Asked) -> None:
+    def send(self, message: Command | Asked | Withdrawn) -> None:
         """Send a command or a query; raise OSError if the process is gone."""
-        number = next(self._numbers)
         if isinstance(message, Asked):
+            number = message.number = next(self._numbers)
             self._queries[number] = message.answer
-            self._send(number, Query(number, message.ask))
+            self._send(Query(message.ask), number)
+        elif isinstance(message, Withdrawn):
+            self._queries.pop(message.asked.number, None)
+            self._channel.send(Withdraw(), message.asked.number)
         elif isinstance(message, Abort | Stop):
             self.is_ending = self.is_ending or isinstance(message, Stop)
-            self._send(number, Numbered(number, message))
+            self._channel.send(message)
         else:
+            number = next(self._numbers)
             self._replies[number] = message.reply
-            self._send(number, Numbered(number, replace(message, reply=_nobody)))
+            self._send(replace(message, reply=_nobody), number)
 
     def settle(self, number: int, value: Any) -> None:
         """Give whoever waits for this number what came of it."""
@@ -61,20 +81,12 @@ class Link:
             _, query = self._queries.popitem()
             _settle(query, EngineDeadError("The engine's process is gone."))
 
-    def _send(self, number: int, message: Numbered | Query) -> None:
+    def _send(self, message: Any, number: int) -> None:
         try:
-            self._channel.send(message)
-        except PICKLE_ERRORS as cause:
+            self._channel.send(message, number)
+        except ControlError as refusal:
             logger.exception("a command cannot be sent")
-            self.settle(number, ControlError(f"{type(cause).__name__}: {cause}"))
-
-
-class Asked:
-    """A question about the engines' state, and who waits for the answer."""
-
-    def __init__(self, ask: Callable[[EngineState], Any]) -> None:
-        self.ask = ask
-        self.answer: Future[Any] = Future()
+            self.settle(number, refusal)
 
 
 def _settle(future: Future[Any], value: Any) -> None:
@@ -84,8 +96,7 @@ def _settle(future: Future[Any], value: Any) -> None:
         else:
             future.set_result(value)
     except InvalidStateError:
-        # Nobody waits any more.
-        logger.debug("an answer came too late")
+        logger.debug("an answer that nobody waits for")
 
 
 def _nobody(_: Any) -> None:

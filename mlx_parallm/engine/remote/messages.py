@@ -1,4 +1,8 @@
-"""What the server's process and the engines' process tell each other."""
+"""What the server's process and the engines' process tell each other.
+
+Commands travel as they are, without their replies. Those of a command and of a query have its
+number.
+"""
 
 from __future__ import annotations
 
@@ -7,10 +11,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from mlx_parallm.config import EngineConfig
-from mlx_parallm.engine.commands import Command
 from mlx_parallm.engine.encoder_interface import LoadedEncoder
 from mlx_parallm.engine.remote.models import PackedModel
 from mlx_parallm.engine.state import EngineState
+from mlx_parallm.errors import ParallmError
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,23 +25,19 @@ class Start:
 
 
 @dataclass(frozen=True, slots=True)
-class Numbered:
-    """To the engines: a command; its ``reply`` has this number."""
-
-    number: int
-    command: Command
-
-
-@dataclass(frozen=True, slots=True)
 class Query:
-    """To the engines: a question about their state, whose ``Reply`` has this number.
+    """To the engines: a question about their state.
 
     It is answered between messages, not between steps. Where the answer is a future, its result
     is sent.
     """
 
-    number: int
     ask: Callable[[EngineState], Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Withdraw:
+    """To the engines: nobody waits any more for the answer of this number."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +65,7 @@ class Ready:
 class Failed:
     """From the engines, last: what they could not be loaded for, or died of."""
 
-    error: BaseException
+    error: ParallmError
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +77,6 @@ class Events:
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """From the engines: what came of the command or query of this number, or its error."""
+    """From the engines: what came of the command or query of its number, or its error."""
 
-    number: int
     value: Any
