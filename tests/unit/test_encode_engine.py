@@ -9,7 +9,7 @@ import pytest
 
 from mlx_parallm.encode import EncodeResults
 from mlx_parallm.engine.encoders.engine import EncodeEngine
-from mlx_parallm.errors import OverloadedError, StepError
+from mlx_parallm.errors import OverloadedError, RequestAbortedError, StepError
 from tests.sum_encoder import (
     NAN,
     NUM_STAGES,
@@ -124,6 +124,7 @@ def test_a_client_may_go_while_its_batch_is_under_way() -> None:
     ask(engine, answers, "gone", (5,) * 60)
     engine.step(0.0)
     assert engine.abort("gone")
+    assert isinstance(answers.pop("gone"), RequestAbortedError)
     ask(engine, answers, "here", (1,))
     run(engine)
     assert answers == {"here": [[1, 1]]}
@@ -174,7 +175,9 @@ def test_an_aborted_request_is_not_computed() -> None:
     assert engine.abort("gone")
     assert not engine.abort("gone")
     run(engine)
-    assert list(answers) == ["here"]
+    # Every command has one reply.
+    assert list(answers) == ["gone", "here"]
+    assert isinstance(answers["gone"], RequestAbortedError)
     assert encoder.batches == [[(2,)]]
 
 

@@ -16,7 +16,12 @@ from mlx_parallm.encoding.queue import EncodeQueue
 from mlx_parallm.engine.adapter_staging import AdapterStaging
 from mlx_parallm.engine.encoders.adapters import EncoderAdapterSet
 from mlx_parallm.engine.encoders.engine import EncodeEngine
-from mlx_parallm.errors import InvalidRequestError, ModelLoadingError, ModelNotFoundError
+from mlx_parallm.errors import (
+    InvalidRequestError,
+    ModelLoadingError,
+    ModelNotFoundError,
+    RequestAbortedError,
+)
 from tests.sum_encoder import SumEncoder, SumJob, engine_of, request_of, shift_of
 from tests.version_harness import SlotRecord, adapter
 
@@ -245,6 +250,7 @@ def test_every_answer_is_of_the_bytes_at_its_admission(actions: list[tuple[Any, 
             engine.step(value)
         elif kind == "abort" and engine.abort(str(value)):
             del wanted[str(value)]
+            assert isinstance(answers.pop(str(value)), RequestAbortedError)
     run(engine)
     assert answers == wanted
     assert store.contents == set(loaded.values())

@@ -20,6 +20,7 @@ from mlx_parallm.errors import (
     ModelLoadingError,
     ModelNotFoundError,
     OverloadedError,
+    ParallmError,
     RequestAbortedError,
     StepError,
 )
@@ -140,14 +141,17 @@ class EncodeEngine:
 
     def abort(self, request_id: str) -> bool:
         """Compute nothing more for a request, whose caller has gone; False if it is not here."""
+        # Who carries the reply can forget it then.
+        return self._refuse(request_id, RequestAbortedError("Its caller has gone."))
+
+    def _refuse(self, request_id: str, error: ParallmError) -> bool:
         one = self._open.pop(request_id, None)
         if one is None:
             return False
         self.adapters.end(one.request)
         self._queue.remove(one.request)
         self._metrics.on_waiting(len(self._queue))
-        # Whoever carries the reply may forget it.
-        one.reply(RequestAbortedError("Its caller has gone."))
+        one.reply(error)
         return True
 
     @property
@@ -284,7 +288,4 @@ class EncodeEngine:
     def _fail(self, batch: Iterable[WaitingInput], why: str) -> None:
         """End the requests that wait for any of these inputs."""
         for request_id in {asker for waiting in batch for asker, _ in waiting.askers}:
-            one = self._open.get(request_id)
-            if one is not None:
-                self.abort(request_id)
-                one.reply(StepError(why))
+            self._refuse(request_id, StepError(why))
