@@ -43,7 +43,7 @@ def builder(runner: FakeRunner, scheduler_class: Callable[..., Scheduler] = Sche
 
 def engine_of(build: Build, config: EngineConfig | None = None) -> AsyncEngine:
     config = config or EngineConfig()
-    return AsyncEngine(config, life=LocalLife(config, build, ignore_progress))
+    return AsyncEngine(config, life=LocalLife(config, ignore_progress, build=build))
 
 
 def make_request(request_id: str = "a", model: str = "m", **params: int) -> GenerateRequest:

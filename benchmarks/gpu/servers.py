@@ -1,4 +1,4 @@
-"""Rows over HTTP: both servers on this GPU, one after the other, on a model saved to disk."""
+"""Rows over HTTP: the servers on this GPU, one after the other, on a model saved to disk."""
 
 from __future__ import annotations
 
@@ -96,8 +96,8 @@ def clients(bench: Bench, *, concurrency: int, requests: int) -> Outcome:
         require_full_length(server, workload, records)
         return summarise(records)
 
-    found, missing = _of_both(MANY_CLIENTS, folder, measure)
-    ours, together, stock = (found.get(name) for name in MANY_CLIENTS)
+    found, missing = _of_each(MANY_CLIENTS, folder, measure)
+    ours, together, stock = found["ours"], found.get("together"), found.get("stock")
     figures = {
         "tokens/s": ours.output_tokens_per_s,
         "TTFT p99 ms": ours.ttft_ms.p99,
@@ -136,7 +136,7 @@ def late_prompt(bench: Bench, *, streams: int, prompt: int, stream_tokens: int) 
         warm_up(server, min(len(running), 32))
         return _gaps(server, running, long, lead_s)
 
-    found, missing = _of_both(LATE_PROMPT, folder, measure)
+    found, missing = _of_each(LATE_PROMPT, folder, measure)
     values = {
         what: found[name]["during p99 ms"] / found[name]["before p50 ms"]
         for name, what in (("ours", STALL), ("stock", STOCK_STALL))
@@ -153,7 +153,7 @@ def late_prompt(bench: Bench, *, streams: int, prompt: int, stream_tokens: int) 
     return Outcome(values, figures, dict(found), missing)
 
 
-def _of_both(
+def _of_each(
     starts: Starts, folder: Path, measure: Callable[[Server], Any]
 ) -> tuple[dict[str, Any], str]:
     """What was measured of each server, and why nothing more, if another than ours failed."""

@@ -27,7 +27,7 @@ from mlx_parallm.engine.control_metrics import ControlMetrics
 from mlx_parallm.engine.encoder_interface import ModelMemory
 from mlx_parallm.engine.encoders.client import AsyncEncoders
 from mlx_parallm.engine.interface import EngineLoad, RequestHandle, ServedModel
-from mlx_parallm.engine.life import EngineLife, Loaded, TellProgress, local_life
+from mlx_parallm.engine.life import EngineLife, Loaded, LocalLife, TellProgress
 from mlx_parallm.engine.mailbox import Mailbox
 from mlx_parallm.engine.model_memory import model_memory
 from mlx_parallm.engine.open_streams import OpenStreams
@@ -65,7 +65,7 @@ class AsyncEngine:
     ) -> None:
         """``life``: where the engines live; a thread of this process if it is not given."""
         self._config = config
-        self._life = life or local_life(config, on_progress)
+        self._life = life or LocalLife(config, on_progress)
         self._registry = CollectorRegistry()
         self._mailbox = Mailbox()
         self._streams = OpenStreams()
@@ -170,7 +170,7 @@ class AsyncEngine:
         self.check_health()
         served = self.get_model(model)
         limit = self._config.scheduler.max_waiting
-        # Of those that are open at most all wait.
+        # No more wait than are open: mostly the engine, in another process perhaps, is not asked.
         if limit and self._streams.num_samples + n > limit:
             base = served.parent or served.names[0]
             await self._life.query(methodcaller("check_room", base, client, n))

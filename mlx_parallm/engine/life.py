@@ -76,10 +76,12 @@ class EngineLife(Protocol):
 class LocalLife:
     """Engines on the thread that runs this, whose metrics go on from life to life."""
 
-    def __init__(self, config: EngineConfig, build: Build, on_progress: TellProgress) -> None:
+    def __init__(
+        self, config: EngineConfig, on_progress: TellProgress, *, build: Build = build_engines
+    ) -> None:
         self._config = config
-        self._build = build
         self._on_progress = on_progress
+        self._build = build
         self._families = MetricFamilies()
         self._state: EngineState | None = None
 
@@ -95,18 +97,16 @@ class LocalLife:
         # What is there now stays: to look through it for garbage would stop every stream.
         gc.collect()
         gc.freeze()
+        loaded = _loaded(built)
         engines = {one.model.names[0]: one.engine for one in built if isinstance(one, LoadedEngine)}
-        found = [one for one in built if isinstance(one, BuiltEncoder)]
-        encoders = {one.model.names[0]: one.engine for one in found if one.engine}
-        models = [one.model for one in built if isinstance(one, LoadedEngine)]
-        grammars = {one.names[0]: one.grammars for one in models if one.grammars is not None}
+        encoders = {
+            one.model.names[0]: one.engine
+            for one in built
+            if isinstance(one, BuiltEncoder) and one.engine is not None
+        }
+        grammars = {one.names[0]: one.grammars for one in loaded.models if one.grammars is not None}
         self._state = EngineState(self._families, engines, encoders, grammars)
-        on_loaded(
-            Loaded(
-                models,
-                [LoadedEncoder(one.config, one.model, one.engine is not None) for one in found],
-            )
-        )
+        on_loaded(loaded)
         stall_ms = self._config.scheduler.max_decode_stall_ms
         EngineLoop(
             engines,
@@ -135,6 +135,13 @@ class LocalLife:
         end_thread()
 
 
-def local_life(config: EngineConfig, on_progress: TellProgress) -> LocalLife:
-    """The real engines."""
-    return LocalLife(config, build_engines, on_progress)
+def _loaded(built: Built) -> Loaded:
+    """What was built as its clients see it."""
+    return Loaded(
+        [one.model for one in built if isinstance(one, LoadedEngine)],
+        [
+            LoadedEncoder(one.config, one.model, one.engine is not None)
+            for one in built
+            if isinstance(one, BuiltEncoder)
+        ],
+    )

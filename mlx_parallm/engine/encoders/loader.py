@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from itertools import count
 from pathlib import Path
@@ -35,17 +35,6 @@ class EngineThread(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
-class OpenedEncoder:
-    """What is known of an encoder before its weights are touched."""
-
-    config: ModelConfig
-    folder: Path
-    names: tuple[str, ...]
-    settings: EngineConfig
-    tokenizer: TextEncoder
-
-
 class ThreadLoader:
     """Implements ``EncoderLoader``: files are read on other threads, arrays made on the engine's.
 
@@ -68,9 +57,9 @@ class ThreadLoader:
         thread, number = self._thread, next(self._numbers)
         read = Progress(on_progress, 0.0, 1 / 2)
         folder, tokenizer = await asyncio.to_thread(_read, config, read)
-        opened = OpenedEncoder(config, folder, names, self._config, tokenizer)
+        build = partial(EncoderBuild, config, folder, names, self._config, tokenizer=tokenizer)
         try:
-            await make_room(await thread.call(partial(_begin, number=number, opened=opened)))
+            await make_room(await thread.call(partial(_begin, number=number, build=build)))
             evaluated = Progress(on_progress, 1 / 2, 1)
             # In parts, each between two steps of what is served.
             while (share := await thread.call(partial(_advance, number=number))) < 1:
@@ -138,17 +127,13 @@ def _read(config: ModelConfig, on_progress: Progress) -> tuple[Path, TextEncoder
     return folder, tokenizer
 
 
-def _begin(host: EngineHost, *, number: int, opened: OpenedEncoder) -> int:
-    """Open an encoder's weights; how many bytes they will take."""
-    build = host.builds[number] = EncoderBuild(
-        opened.config,
-        opened.folder,
-        opened.names,
-        opened.settings,
-        host.encoder_families,
-        tokenizer=opened.tokenizer,
-    )
-    return build.num_bytes
+def _begin(host: EngineHost, *, number: int, build: Callable[..., EncoderBuild]) -> int:
+    """Open an encoder's weights; how many bytes they will take.
+
+    ``build`` lacks the metrics, which are the engine's.
+    """
+    begun = host.builds[number] = build(families=host.encoder_families)
+    return begun.num_bytes
 
 
 def _advance(host: EngineHost, *, number: int) -> float:

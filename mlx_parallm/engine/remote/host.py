@@ -51,7 +51,7 @@ class _Host:
     def __init__(self, channel: Channel, config: EngineConfig, build: Build) -> None:
         self._channel = channel
         self._inbox: queue.SimpleQueue[Command] = queue.SimpleQueue()
-        self._life = LocalLife(config, build, lambda *told: channel.send(Progress(*told)))
+        self._life = LocalLife(config, lambda *told: channel.send(Progress(*told)), build=build)
         # Answers that are on their way, by the number of their question.
         self._futures: dict[int, Future[Any]] = {}
 
@@ -100,7 +100,7 @@ class _Host:
             message, number = self._channel.receive()
         except UnreadableError as problem:
             logger.exception("a command cannot be read")
-            self._reply(problem.number, ControlError(str(problem)))
+            self._reply(problem.number, problem)
             return
         match message:
             case Query(ask):
