@@ -96,6 +96,7 @@ def _processes() -> list[Row]:
         shrunk=["--num-prompts", "1"],
         figures=[children.AGREEMENT],
     )
+    many_clients = partial(servers.clients, concurrency=128, requests=384)
     speculation = partial(
         children.own_benchmark,
         name="speculation",
@@ -131,7 +132,7 @@ def _processes() -> list[Row]:
             "server-128",
             "server",
             "128 streaming clients",
-            partial(servers.clients, concurrency=128, requests=384),
+            many_clients,
             (
                 Target(servers.RATE, ">=", 4.0),
                 Target(servers.FIRST_TOKEN, "<=", 0.5),
@@ -139,10 +140,17 @@ def _processes() -> list[Row]:
             ),
         ),
         Row(
+            "server-128-one-process",
+            "server",
+            "the same, the engine in the server's process",
+            partial(many_clients, starts=servers.ONE_PROCESS),
+            (),
+        ),
+        Row(
             "server-late-prompt",
             "late",
             "over HTTP: 0.6B, 32 streams",
-            partial(servers.late_prompt, streams=32, prompt=16000, stream_tokens=1200),
+            partial(servers.late_prompt, streams=32, prompt=16000, stream_tokens=8000),
             (Target(servers.STALL, "<=", 3.0), Target(servers.STOCK_STALL)),
         ),
         Row(

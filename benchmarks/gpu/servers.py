@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import statistics
+import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import asdict
@@ -65,9 +66,9 @@ Starts = dict[str, Callable[[Path], AbstractContextManager[Server]]]
 OWN_PROCESS = "--engine-process"
 MANY_CLIENTS: Starts = {
     "ours": partial(mlx_parallm_server, options=[OWN_PROCESS]),
-    "together": mlx_parallm_server,
     "stock": partial(mlx_lm_server, options=ONE_ENTRY),
 }
+ONE_PROCESS: Starts = {"ours": mlx_parallm_server}
 #: Milliseconds that a step with streams may take, and twice the rows that mlx_lm.server decodes at
 #: once: with its 32 the prompt would wait until a stream has ended.
 STALL_MS = 12
@@ -79,7 +80,9 @@ LATE_PROMPT: Starts = {
 }
 
 
-def clients(bench: Bench, *, concurrency: int, requests: int) -> Outcome:
+def clients(
+    bench: Bench, *, concurrency: int, requests: int, starts: Starts = MANY_CLIENTS
+) -> Outcome:
     """Streaming clients in a closed loop, prompts and outputs of mixed length."""
     folder = served_model(bench)
     count, size = bench.sizes.batch(concurrency), bench.sizes.tokens
@@ -96,18 +99,13 @@ def clients(bench: Bench, *, concurrency: int, requests: int) -> Outcome:
         require_full_length(server, workload, records)
         return summarise(records)
 
-    found, missing = _of_each(MANY_CLIENTS, folder, measure)
-    ours, together, stock = found["ours"], found.get("together"), found.get("stock")
+    found, missing = _of_each(starts, folder, measure)
+    ours, stock = found["ours"], found.get("stock")
     figures = {
         "tokens/s": ours.output_tokens_per_s,
         "TTFT p99 ms": ours.ttft_ms.p99,
         "ITL p99 ms": ours.itl_ms.p99,
     }
-    if together is not None:
-        figures |= {
-            "in one process: tokens/s": together.output_tokens_per_s,
-            "in one process: TTFT p99 ms": together.ttft_ms.p99,
-        }
     values = {}
     if stock is not None:
         values = {
@@ -195,7 +193,7 @@ def _gaps(
         if record.error is not None:
             raise BenchmarkError(f"a request failed: {record.error}\n{server.log_tail()}")
     begin_s, end_s = long.start_s, long.chunk_times_s[0]
-    if min(record.end_s for record in records) < end_s:
+    if any(0 < record.end_s < end_s for record in records):
         raise BenchmarkError(f"{server.name}: a stream ended before the long prompt's prefill")
     before, during = (
         [gap for record in records for gap in gaps_within(record.chunk_times_s, *span)]
@@ -212,9 +210,17 @@ def _gaps(
 async def _send(
     server: Server, streams: list[PlannedRequest], late: PlannedRequest, lead_s: float
 ) -> tuple[list[RequestRecord], RequestRecord]:
-    """Begin the streams, and send the late prompt ``lead_s`` seconds later."""
+    """Begin the streams, send the late prompt ``lead_s`` seconds later, and end them after it."""
     client = make_client(server)
-    tasks = [asyncio.create_task(client.send(with_model(one, server.model))) for one in streams]
-    await asyncio.sleep(lead_s)
-    record = await client.send(with_model(late, server.model))
-    return [await task for task in tasks], record
+    begin_s = time.perf_counter()
+    records = [RequestRecord(index=one.index, start_s=begin_s) for one in streams]
+    async with asyncio.TaskGroup() as group:
+        tasks = [
+            group.create_task(client.send_into(record, with_model(one, server.model)))
+            for record, one in zip(records, streams, strict=True)
+        ]
+        await asyncio.sleep(lead_s)
+        long = await client.send(with_model(late, server.model))
+        for task in tasks:
+            task.cancel()
+    return records, long

@@ -52,16 +52,18 @@ def _lines(
 ) -> list[list[str]]:
     """The cells of a row: what it is and its figures stand in its first line only."""
     values, figures = (record["values"], record["figures"]) if record else ({}, {})
+    first = [row.what, *(_number(figures.get(column)) for column in columns)]
     lines = []
     for index, target in enumerate(row.targets):
-        first = [row.what, *(_number(figures.get(column)) for column in columns)]
         value = values.get(target.what)
         limit = "" if target.limit is None else f"{target.relation} {target.limit:g}"
         verdict = "" if value is None else target.check(value).verdict
         cells = [*(first if index == 0 else [""] * len(first)), target.what, _number(value)]
-        cells += [limit, verdict]
-        lines.append(cells + ([letters[_place(record)] if record else ""] if letters else []))
-    return lines
+        lines.append([*cells, limit, verdict])
+    if not row.targets:
+        lines = [[*first, "", "", "", ""]]
+    run = [letters[_place(record)] if record else ""] if letters else []
+    return [line + run for line in lines]
 
 
 def _place(record: Record) -> str:

@@ -35,13 +35,17 @@ class LoadClient:
     async def send(self, planned: PlannedRequest) -> RequestRecord:
         """Send ``planned`` and follow its stream to the end; failures are in the record."""
         record = RequestRecord(index=planned.index, start_s=self._clock())
+        await self.send_into(record, planned)
+        return record
+
+    async def send_into(self, record: RequestRecord, planned: PlannedRequest) -> None:
+        """``send`` with a record that the caller has even if it ends this early."""
         try:
             async with asyncio.timeout(self._timeout_s):
                 await self._follow(planned, record)
         except (OSError, ResponseError, ValueError) as error:
             record.error = f"{type(error).__name__}: {error}"
         record.end_s = self._clock()
-        return record
 
     async def get_json(self, path: str) -> dict[str, Any]:
         """Return the JSON object that ``GET path`` answers.

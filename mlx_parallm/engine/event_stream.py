@@ -20,7 +20,8 @@ MAX_UNREAD_PER_SAMPLE = 256
 class EventStream:
     """An async iterator that ends after the last event of the last sample, or after an error.
 
-    Lives on the event loop; ``put`` must be called there too.
+    A reader that falls behind gets the tokens of a sample that came meanwhile as one event, so that
+    it catches up. Lives on the event loop; ``put`` must be called there too.
 
     Attributes:
         request: whose events these are.
@@ -30,6 +31,9 @@ class EventStream:
         self.request = request
         self._open_samples = request.params.n
         self._events: deque[GenerateEvent] = deque()
+        # Of those, as they came; and whether any came since they were joined.
+        self._num_unread = 0
+        self._is_joined = True
         self._waiter: asyncio.Future[None] | None = None
         self._complete = False
         # Unread events that wake the reader.
@@ -55,11 +59,12 @@ class EventStream:
     def is_overfull(self) -> bool:
         """Whether its reader is so far behind that the request should end."""
         most = MAX_UNREAD + MAX_UNREAD_PER_SAMPLE * self.request.params.n
-        return len(self._events) > most
+        return self._num_unread > most
 
     def fail(self, error: ParallmError) -> None:
         """End with an error, dropping what has not been read."""
         self._events.clear()
+        self._num_unread = 0
         self.put(ErrorEvent(request_id=self.request.request_id, error=error))
 
     def put(self, event: GenerateEvent) -> None:
@@ -75,6 +80,8 @@ class EventStream:
             case _:
                 pass
         self._events.append(event)
+        self._num_unread += 1
+        self._is_joined = False
         self._may_be_read = self._may_be_read or self._is_due(event)
         if self._may_be_read and self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
@@ -83,7 +90,7 @@ class EventStream:
         """Whether there is something to read with this event."""
         if not isinstance(event, TokenEvent) or event.finish_reason is not None:
             return True
-        return not self._is_begun or len(self._events) >= self._together
+        return not self._is_begun or self._num_unread >= self._together
 
     def __aiter__(self) -> EventStream:
         return self
@@ -94,33 +101,54 @@ class EventStream:
                 raise StopAsyncIteration
             self._waiter = asyncio.get_running_loop().create_future()
             await self._waiter
+        if not self._is_joined:
+            self._events, self._is_joined = _joined(self._events), True
         event = self._events.popleft()
+        self._may_be_read = bool(self._events)
         if isinstance(event, TokenEvent):
             self._is_begun = True
-            event = self._joined(event) if self._together > 1 else event
-        self._may_be_read = bool(self._events)
+            self._num_unread -= len(event.pieces or (event,))
+        else:
+            self._num_unread -= 1
         return event
 
-    def _joined(self, first: TokenEvent) -> TokenEvent:
-        """An event, and those of its sample that have come right behind it."""
-        parts = [first]
-        while self._events and _goes_on(parts[-1], self._events[0]):
-            parts.append(cast("TokenEvent", self._events.popleft()))
-        if len(parts) == 1:
-            return first
-        return replace(
-            parts[-1],
-            token_ids=tuple(chain.from_iterable(one.token_ids for one in parts)),
-            text="".join(one.text for one in parts),
-            pieces=tuple(parts),
-            logprobs=tuple(chain.from_iterable(one.logprobs for one in parts)),
-        )
+
+def _joined(events: deque[GenerateEvent]) -> deque[GenerateEvent]:
+    """The same tokens in fewer events, each sample's in their order."""
+    if len(events) == 1:
+        return events
+    groups: list[list[GenerateEvent]] = []
+    # The last group of each sample.
+    latest: dict[int, list[GenerateEvent]] = {}
+    for event in events:
+        group = latest.get(event.index) if isinstance(event, TokenEvent) else None
+        if group is not None and _goes_on(group[-1], event):
+            group.append(event)
+            continue
+        groups.append([event])
+        if isinstance(event, TokenEvent):
+            latest[event.index] = groups[-1]
+    return deque(_as_one(group) for group in groups)
 
 
-def _goes_on(event: TokenEvent, later: GenerateEvent) -> bool:
+def _goes_on(event: GenerateEvent, later: GenerateEvent) -> bool:
     """Whether an event brings more of the same sample, by the same weights."""
     return (
-        isinstance(later, TokenEvent)
+        isinstance(event, TokenEvent)
+        and isinstance(later, TokenEvent)
         and event.finish_reason is None
         and (event.index, event.version) == (later.index, later.version)
+    )
+
+
+def _as_one(group: list[GenerateEvent]) -> GenerateEvent:
+    if len(group) == 1:
+        return group[0]
+    parts = cast("list[TokenEvent]", group)
+    return replace(
+        parts[-1],
+        token_ids=tuple(chain.from_iterable(one.token_ids for one in parts)),
+        text="".join(one.text for one in parts),
+        pieces=tuple(chain.from_iterable(one.pieces or (one,) for one in parts)),
+        logprobs=tuple(chain.from_iterable(one.logprobs for one in parts)),
     )

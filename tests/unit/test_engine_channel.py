@@ -64,6 +64,22 @@ def test_large_arrays_cross_beside_the_pickle(
     assert sent(ends, "next") == "next"
 
 
+@pytest.mark.parametrize("buffer_bytes", [1, 30, 1 << 17])
+def test_messages_that_came_together_are_told_apart(
+    buffer_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(channel, "BUFFER_BYTES", buffer_bytes)
+    one, other = (Channel(end) for end in socket.socketpair())
+    messages = [bytes(size) for size in (0, 1, 29, 3000)] * 4
+    for number, message in enumerate(messages):
+        one.send(message, number)
+    one.close()
+    assert [other.receive() for _ in messages] == list(zip(messages, range(16), strict=True))
+    with pytest.raises(EOFError):
+        other.receive()
+    other.close()
+
+
 def test_what_cannot_be_pickled_is_not_sent_at_all(ends: Ends) -> None:
     class Odd:
         def __reduce__(self) -> str:

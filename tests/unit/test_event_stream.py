@@ -27,7 +27,7 @@ async def test_iteration_ends_when_every_sample_has_ended() -> None:
     stream = EventStream(request(2))
     for event in (token(0, last=True), token(1), token(1, last=True), token(1)):
         stream.put(event)
-    assert len([event async for event in stream]) == 3
+    assert [(one.index, one.text) async for one in stream] == [(0, "x"), (1, "xx")]
     assert stream.is_complete
 
 
@@ -112,12 +112,13 @@ async def test_samples_and_versions_of_weights_are_not_joined() -> None:
     for event in events:
         stream.put(event)
     seen = [event async for event in stream]
-    assert [(one.index, one.text, one.version) for one in seen[:3]] == [
-        (0, "12", DEFAULT_VERSION),
+    assert [(one.index, one.text, one.version) for one in seen] == [
+        (0, "12x", DEFAULT_VERSION),
         (1, "3", DEFAULT_VERSION),
         (1, "45", "2"),
+        (1, "x", DEFAULT_VERSION),
     ]
-    assert [one.finish_reason for one in seen[3:]] == [FinishReason.STOP] * 2
+    assert [one.finish_reason for one in seen] == [FinishReason.STOP, None, None, FinishReason.STOP]
 
 
 @pytest.mark.parametrize("together", [1, 5])
@@ -138,6 +139,40 @@ async def test_each_event_comes_at_once_unless_asked_otherwise() -> None:
     for number in range(4):
         stream.put(numbered(number))
         assert await asyncio.wait_for(anext(stream), 5) == numbered(number)
+
+
+async def test_a_reader_that_is_behind_gets_what_came_meanwhile_together() -> None:
+    stream = EventStream(request(2))
+    for number in range(6):
+        stream.put(numbered(number, index=number % 2))
+    first = await anext(stream)
+    assert isinstance(first, TokenEvent)
+    assert (first.index, first.token_ids, len(first.logprobs)) == (0, (0, 2, 4), 3)
+    # Tokens that come before the other sample is read are joined to those that came earlier.
+    stream.put(numbered(7, index=1))
+    stream.put(numbered(6))
+    second = await anext(stream)
+    assert isinstance(second, TokenEvent)
+    assert (second.index, second.token_ids) == (1, (1, 3, 5, 7))
+    assert second.pieces == tuple(numbered(number, index=1) for number in (1, 3, 5, 7))
+    assert await anext(stream) == numbered(6)
+
+
+async def test_joined_tokens_count_as_unread_until_they_are_read() -> None:
+    stream = EventStream(request(2))
+    most = MAX_UNREAD + MAX_UNREAD_PER_SAMPLE * 2
+    for number in range(most):
+        stream.put(numbered(number, index=1))
+        if number == 0:
+            stream.put(numbered(0))
+    assert stream.is_overfull
+    assert len((await anext(stream)).token_ids) == most
+    for number in range(most - 1):
+        stream.put(numbered(number))
+    assert not stream.is_overfull
+    await anext(stream)
+    stream.put(numbered(0))
+    assert not stream.is_overfull
 
 
 async def test_no_more_is_gathered_than_may_be_unread() -> None:

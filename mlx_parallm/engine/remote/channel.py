@@ -21,6 +21,8 @@ _SIZE = "Q"
 SOCKET_BYTES = 1 << 17
 # At a time: Darwin takes no more than 2 GiB.
 SLICE_BYTES = 1 << 30
+# What is there is read at once, for a reader may wait for the interpreter after every call.
+BUFFER_BYTES = 1 << 17
 
 
 class UnreadableError(ControlError):
@@ -44,6 +46,9 @@ class Channel:
     def __init__(self, end: socket.socket) -> None:
         self._socket = end
         self._lock = threading.Lock()
+        # What was read from the socket and belongs to no message yet.
+        self._unread = memoryview(b"")
+        self._buffer = bytearray(BUFFER_BYTES)
         end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SOCKET_BYTES)
 
     def send(self, message: Any, number: int = 0) -> None:
@@ -90,14 +95,25 @@ class Channel:
         data = bytearray(size)
         left = memoryview(data)
         while left:
-            try:
-                count = self._socket.recv_into(left[:SLICE_BYTES])
-            except OSError:
-                count = 0
-            if not count:
-                raise EOFError("The other process is gone.")
+            if not self._unread and len(left) < BUFFER_BYTES:
+                self._unread = memoryview(self._buffer)[: self._receive_into(self._buffer)]
+            count = min(len(left), len(self._unread))
+            if count:
+                left[:count], self._unread = self._unread[:count], self._unread[count:]
+            else:
+                count = self._receive_into(left[:SLICE_BYTES])
             left = left[count:]
         return data
+
+    def _receive_into(self, place: bytearray | memoryview) -> int:
+        """Read what is there, at least a byte; raise EOFError if the other end is gone."""
+        try:
+            count = self._socket.recv_into(place)
+        except OSError:
+            count = 0
+        if not count:
+            raise EOFError("The other process is gone.")
+        return count
 
 
 def _pickled(message: Any) -> tuple[bytes, Sequence[memoryview]]:
