@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from mlx_parallm.message import message
 from mlx_parallm.request import SamplingParams
 from mlx_parallm.weights import DEFAULT_VERSION
 
@@ -18,7 +19,7 @@ from mlx_parallm.weights import DEFAULT_VERSION
 PENDING_TOKEN = -1
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@message
 class SampleSpec:
     """What the sampler needs to choose the token that follows a sequence's scheduled tokens.
 
@@ -59,7 +60,7 @@ class DraftInput:
         return self.start + len(self.token_ids)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@message
 class ScheduledSequence:
     """One sequence's share of a step: a decode row (one token), one with proposals, or a chunk.
 
@@ -149,7 +150,7 @@ class TokenLogprob:
     entropy: float | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@message
 class SampledToken:
     """The token chosen for one sequence; ``logprob`` is set when it was asked for."""
 

@@ -7,6 +7,7 @@ from enum import StrEnum
 
 from mlx_parallm.batch import TokenLogprob
 from mlx_parallm.errors import ParallmError
+from mlx_parallm.message import message
 from mlx_parallm.weights import DEFAULT_VERSION
 
 
@@ -30,7 +31,7 @@ class PromptEvent:
     prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@message
 class TokenEvent:
     """New tokens of sample ``index``, with the text that became printable.
 

@@ -23,6 +23,9 @@ from mlx_parallm.runner.device import end_thread
 
 T = TypeVar("T")
 
+# More than there are, so that the youngest are looked through: a step of 128 rows makes some 800.
+NEW_OBJECTS = 10_000
+
 #: Hears what is loaded, and which share of it is.
 TellProgress = Callable[[str, float], None]
 Built = Sequence[LoadedEngine | BuiltEncoder]
@@ -94,9 +97,7 @@ class LocalLife:
         """See ``EngineLife.run``."""
         gc.unfreeze()
         built = self._build(self._config, self._families, self._on_progress)
-        # What is there now stays: to look through it for garbage would stop every stream.
-        gc.collect()
-        gc.freeze()
+        spare_garbage_collection()
         loaded = _loaded(built)
         engines = {one.model.names[0]: one.engine for one in built if isinstance(one, LoadedEngine)}
         encoders = {
@@ -133,6 +134,16 @@ class LocalLife:
     def end(self) -> None:
         """See ``EngineLife.end``."""
         end_thread()
+
+
+def spare_garbage_collection() -> None:
+    """Let garbage in cycles, of which steps and answers make little, be looked for seldom.
+
+    What is there now stays: to look through it would stop every stream.
+    """
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(NEW_OBJECTS, *gc.get_threshold()[1:])
 
 
 def _loaded(built: Built) -> Loaded:

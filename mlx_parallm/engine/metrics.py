@@ -209,19 +209,21 @@ class EngineMetrics:
 
     def on_events(self, events: Iterable[GenerateEvent]) -> None:
         """A step's events are about to be sent."""
-        now = self._clock()
+        now, generated = self._clock(), 0
         for event in events:
             times = self._times.get(event.request_id)
             if times is None:
                 continue
             match event:
                 case TokenEvent():
+                    generated += len(event.token_ids)
                     self._on_tokens(event, times, now)
                 case PromptEvent():
                     self._families.prompt_tokens.labels(*self._labels).inc(times.prompt_len)
                 case ErrorEvent():
                     self._families.success.labels(*self._labels, "error").inc()
                     del self._times[event.request_id]
+        self._generated.inc(generated)
 
     def on_queue(self, stats: SchedulerStats) -> None:
         """The queues changed."""
@@ -253,7 +255,6 @@ class EngineMetrics:
         assert times.num_tokens is not None
         count = len(event.token_ids)
         if count:
-            self._generated.inc(count)
             last = times.last_token_s.get(event.index)
             if last is not None:
                 # Further tokens of one step come together: they have no latency of their own.

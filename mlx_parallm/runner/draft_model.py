@@ -17,10 +17,9 @@ from mlx_parallm.runner.cache_layout import CacheLayout
 from mlx_parallm.runner.loader import DTYPES, LoadedModel
 from mlx_parallm.runner.memory import config_value
 from mlx_parallm.runner.path_choice import choose_path
-from mlx_parallm.runner.paths.base import token_array
 from mlx_parallm.runner.row_selection import embedding_rows
 from mlx_parallm.runner.sampling_check import choose_sampling
-from mlx_parallm.runner.step_rows import single_rows
+from mlx_parallm.runner.step_rows import single_rows, token_array
 from mlx_parallm.sampling.sampler import Sampler
 
 # Up to so many known tokens of each sequence run as decode rows: two follow a draft that was right.

@@ -34,7 +34,6 @@ from mlx_parallm.runner.memory import KVPlan, config_value
 from mlx_parallm.runner.model_weights import ModelWeights
 from mlx_parallm.runner.path_choice import choose_path
 from mlx_parallm.runner.paths.alone import AlonePath
-from mlx_parallm.runner.paths.base import token_array
 from mlx_parallm.runner.row_selection import embedding_rows
 from mlx_parallm.runner.sampling_check import choose_sampling
 from mlx_parallm.runner.step_rows import PendingTokens, StepRows, place_proposals, spread_proposals
@@ -164,7 +163,7 @@ class ModelRunner:
             latest, self._latest = self._latest, None
             with self._tracer.span(Phase.WAIT):
                 latest.end()
-        token_ids = self._tokens.fill(batch.sequences, token_array(batch.sequences))
+        token_ids = self._tokens.fill(batch.sequences)
         drafts = self._propose(batch)
         if drafts is not None:
             token_ids = place_proposals(batch.sequences, token_ids, drafts)

@@ -15,7 +15,8 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from mlx_parallm.batch import ScheduledSequence
 from mlx_parallm.runner.model_errors import MODEL_ERRORS
-from mlx_parallm.runner.paths.base import ForwardPath, token_array
+from mlx_parallm.runner.paths.base import ForwardPath
+from mlx_parallm.runner.step_rows import token_array
 
 # Largest difference of a log-probability that rounding explains, by dtype, of logits up to
 # LARGE_LOGIT; that of larger ones grows with them, as the numbers of a dtype lie further apart.

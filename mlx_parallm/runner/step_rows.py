@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain
 
 import mlx.core as mx
 import numpy as np
 
 from mlx_parallm.batch import PENDING_TOKEN, SampleSpec, ScheduledSequence
+
+
+def token_array(sequences: Sequence[ScheduledSequence]) -> mx.array:
+    """The step's tokens one after the other, int32 ``[T]``; pending ones as they stand."""
+    tokens = np.fromiter(chain.from_iterable(one.token_ids for one in sequences), np.int32)
+    return mx.array(tokens)
 
 
 def spread_proposals(sequences: Sequence[ScheduledSequence]) -> Sequence[ScheduledSequence]:
@@ -83,11 +90,11 @@ class PendingTokens:
         chosen = np.array(self._copy).tolist()
         return {seq_id: chosen[place] for seq_id, place in self._places.items()}
 
-    def fill(self, sequences: Sequence[ScheduledSequence], token_ids: mx.array) -> mx.array:
-        """The step's tokens, int32 ``[T]``, with the pending ones in their places."""
+    def fill(self, sequences: Sequence[ScheduledSequence]) -> mx.array:
+        """The step's tokens one after the other, int32 ``[T]``, pending ones in their places."""
         pending = [one.token_ids[0] == PENDING_TOKEN for one in sequences]
         if not any(pending) or self._tokens is None:
-            return token_ids
+            return token_array(sequences)
         # A pending token is all that its sequence runs, and such rows come first in a step.
         places = [
             self._places[one.seq_id] if waits else 0
@@ -96,10 +103,11 @@ class PendingTokens:
         chosen = self._tokens.astype(mx.int32)
         if all(pending) and places == list(range(chosen.shape[0])):
             return chosen
+        known = token_array(sequences)
         rows = np.cumsum([0, *(len(one.token_ids) for one in sequences[:-1])])
-        mask, source = np.zeros(token_ids.shape, bool), np.zeros(token_ids.shape, np.int32)
+        mask, source = np.zeros(known.shape, bool), np.zeros(known.shape, np.int32)
         mask[rows], source[rows] = pending, places
-        return mx.where(mx.array(mask), chosen[mx.array(source)], token_ids)
+        return mx.where(mx.array(mask), chosen[mx.array(source)], known)
 
 
 class StepRows:
@@ -131,14 +139,26 @@ class StepRows:
                 start = first + one.target_start
                 self.wanted += range(start, start + len(one.target_ids))
             if one.sample is not None:
-                self._sample(one, one.sample, first + length)
+                # The last row may be wanted already, when its target is scored too.
+                is_wanted = one.target_start + len(one.target_ids) == length
+                self._sample(one, one.sample, first + length, is_wanted=is_wanted)
             first += length
 
-    def _sample(self, one: ScheduledSequence, spec: SampleSpec, end: int) -> None:
+    def _sample(
+        self, one: ScheduledSequence, spec: SampleSpec, end: int, *, is_wanted: bool
+    ) -> None:
         """Sample a sequence's last rows; ``end`` is behind them."""
+        if not one.verify:
+            if not is_wanted:
+                self.wanted.append(end - 1)
+            self.sampled.append(len(self.wanted) - 1)
+            self._ends.append(end - 1)
+            self.specs.append(spec)
+            self.sampled_ids.append(one.seq_id)
+            self.proposals.append(())
+            return
         count = 1 + len(one.verify)
-        # The last row may be wanted already, when its target is scored too.
-        if one.target_start + len(one.target_ids) < len(one.token_ids):
+        if not is_wanted:
             self.wanted += range(end - count, end)
         self.sampled += range(len(self.wanted) - count, len(self.wanted))
         self._ends += range(end - count, end)

@@ -74,10 +74,13 @@ class Planner:
             self._fork_followers(leader, plan)
         if self.cost is not None and plan.num_tokens:
             plan.allowance = self._allowance(plan, self.cost)
-        chunk = self._chunk(plan)
-        self._plan_prefill(plan, chunk)
+        prefilling = [one for one in self._running if one.num_remaining > 1]
+        num_running = len(self._running)
+        chunk = self._chunk(plan, prefilling)
+        self._plan_prefill(plan, chunk, prefilling)
         self._admit(plan, chunk)
-        self._spread_rest(plan)
+        if prefilling or len(self._running) > num_running:
+            self._spread_rest(plan)
         self._speculator.plan_drafts(plan, len(self._running))
         return plan
 
@@ -101,7 +104,7 @@ class Planner:
             Whether nothing at all should run before the step in flight has ended.
         """
         decoding = [one for one in self._running if self._decodes(one)]
-        verifying = sum(one.num_proposed > 0 for one in self._running)
+        verifying = self._speculator.count_verifying(self._running)
         if self._speculator.await_tokens(decoding, verifying, plan):
             return True
         for sequence in decoding:
@@ -175,20 +178,18 @@ class Planner:
         )
         return PrefillAllowance(cost, work, self._bound_s)
 
-    def _chunk(self, plan: StepPlan) -> int:
+    def _chunk(self, plan: StepPlan, prefilling: list[Sequence]) -> int:
         """What a prompt gets at first: a share of the budget, or of what fits its time."""
         if plan.allowance is None:
             return max(1, self._token_budget // CHUNK_SHARE)
-        starts = [one.num_computed for one in self._running if one.num_remaining > 1]
-        room = plan.allowance.room(max(starts, default=0))
+        room = plan.allowance.room(max((one.num_computed for one in prefilling), default=0))
         return max(MIN_CHUNK, min(room, self._token_budget) // CHUNK_SHARE)
 
-    def _plan_prefill(self, plan: StepPlan, chunk: int) -> None:
+    def _plan_prefill(self, plan: StepPlan, chunk: int, prefilling: list[Sequence]) -> None:
         """The best prompt first, then those that one chunk completes, then the other long ones.
 
         All but the best leave a chunk of the budget to those that wait.
         """
-        prefilling = [one for one in self._running if one.num_remaining > 1]
         best, others = prefilling[:1], prefilling[1:]
         others.sort(key=lambda one: one.num_schedulable > chunk)
         for sequence in best:

@@ -234,15 +234,16 @@ class Scheduler:
         updates: list[SequenceUpdate] = []
         for row in batch.sequences:
             sequence, begun = self._live.get(row.seq_id), rows[row.seq_id]
-            if row.seq_id in output.failed:
+            if output.failed and row.seq_id in output.failed:
                 if sequence is None and row.sample is not None:
                     # It ended meanwhile, and nobody goes on from a row that only decoded.
                     continue
                 updates += self._fail_group(begun.group, output.failed[row.seq_id])
                 continue
-            # Also of a sample that has ended: others may have forked from it.
-            entries = output.prompt_logprobs.get(row.seq_id, ())
-            begun.group.add_prompt_logprobs(row.start + row.target_start, entries, begun.content)
+            if row.target_ids:
+                # Also of a sample that has ended: others may have forked from it.
+                entries, at = output.prompt_logprobs[row.seq_id], row.start + row.target_start
+                begun.group.add_prompt_logprobs(at, entries, begun.content)
             if sequence is not None:
                 updates += self._advance(sequence, row, begun, tokens.get(row.seq_id, []))
         return updates
@@ -282,8 +283,8 @@ class Scheduler:
         end = row.start + len(row.token_ids) - len(row.verify)
         self._commit(sequence, begun, end)
         # It may have lost its blocks while the step was in flight, and even have got others.
-        if sequence.table is begun.table:
-            self._speculator.note_drafted(sequence, row)
+        if row.draft is not None and sequence.table is begun.table:
+            self._speculator.note_drafted(sequence, row.draft)
         if end < len(sequence.token_ids):
             return []
         if row.sample is None:
@@ -294,7 +295,8 @@ class Scheduler:
             updates = self._take_tokens(sequence, row, tokens)
             num_accepted = len(updates) - 1
             sequence.settle(num_accepted)
-            self._speculator.record(sequence, row, num_accepted)
+            if row.verify:
+                self._speculator.record(sequence, row, num_accepted)
             if num_accepted:
                 self._commit(sequence, begun, end + num_accepted)
         if updates[-1].finish_reason is not None:
@@ -329,8 +331,8 @@ class Scheduler:
             index=sequence.index,
             token=token,
             finish_reason=reason,
-            stop_reason=_stop_reason(sequence, token, reason),
-            prompt=sequence.group.take_prompt_event(),
+            stop_reason=None if reason is None else _stop_reason(sequence, token, reason),
+            prompt=None if sequence.group.is_reported else sequence.group.take_prompt_event(),
             num_preemptions=sequence.num_preemptions,
             version=row.version,
         )
@@ -367,7 +369,7 @@ class Scheduler:
 
 
 def _stop_reason(
-    sequence: Sequence, token: SampledToken | None, reason: FinishReason | None
+    sequence: Sequence, token: SampledToken | None, reason: FinishReason
 ) -> int | None:
     """The caller's own stop token; None for the model's end."""
     if reason is not FinishReason.STOP or token is None or token.token_id in sequence.group.end_ids:

@@ -242,7 +242,7 @@ class Sequence:
         start, end = self.num_computed, self.num_computed + num_tokens
         is_last = num_tokens == self.num_remaining
         samples = is_last and self.group.samples_any
-        targets = self._targets(start, end)
+        params, targets = self.request.params, self._targets(start, end)
         row = ScheduledSequence(
             seq_id=self.seq_id,
             slot=self.slot,
@@ -252,18 +252,22 @@ class Sequence:
             adapter_slot=self.adapter_slot,
             version=self.group.weights.label,
             sample=self._sample_spec(end) if samples else None,
-            verify=tuple(self._sample_spec(end, proposals[: i + 1]) for i in range(len(proposals))),
+            verify=self._verify_specs(end, proposals) if proposals else (),
             draft=None if draft_end is None else self._draft_input(draft_end),
-            prompt_logprobs=self.request.params.prompt_logprobs,
+            prompt_logprobs=params.prompt_logprobs,
             target_ids=self.request.prompt_ids[targets.start : targets.stop],
             target_start=targets.start - start - 1 if targets else 0,
-            prompt_entropy=self.request.params.entropy,
+            prompt_entropy=params.entropy,
         )
         self.num_computed = end
         self.num_pending += samples
         self.is_caught_up |= is_last
         self.num_proposed = len(proposals)
         return row
+
+    def _verify_specs(self, end: int, proposals: tuple[int, ...]) -> tuple[SampleSpec, ...]:
+        count = len(proposals)
+        return tuple(self._sample_spec(end, proposals[: i + 1]) for i in range(count))
 
     def _draft_input(self, end: int) -> DraftInput:
         start, self.num_drafted = self.num_drafted, end

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
-from mlx_parallm.batch import ScheduledSequence
+from mlx_parallm.batch import DraftInput, ScheduledSequence
 from mlx_parallm.config import SpeculativeConfig
 from mlx_parallm.kv_cache.manager import KVCacheManager
 from mlx_parallm.scheduler.sequence import Sequence
@@ -37,6 +37,10 @@ class Speculator:
         self._num_drafts = 0
         self._num_proposed = 0
         self._accepted: Counter[int] = Counter()
+
+    def count_verifying(self, running: Iterable[Sequence]) -> int:
+        """How many have proposals that the step in flight verifies."""
+        return 0 if self._config is None else sum(one.num_proposed > 0 for one in running)
 
     def await_tokens(self, decoding: list[Sequence], running: int, plan: StepPlan) -> bool:
         """Leave sequences out of a step whose pending token likely begins a match.
@@ -101,15 +105,13 @@ class Speculator:
                 plan.draft_ends[sequence] = sequence.num_drafted + taken
                 room -= taken
 
-    def note_drafted(self, sequence: Sequence, row: ScheduledSequence) -> None:
+    def note_drafted(self, sequence: Sequence, draft: DraftInput) -> None:
         """Take in that a step computed a draft model's KV; of tokens, not of proposals."""
-        if row.draft is not None:
-            self._kv.mark_drafted(sequence.blocks, row.draft.end)
+        self._kv.mark_drafted(sequence.blocks, draft.end)
 
     def record(self, sequence: Sequence, row: ScheduledSequence, num_accepted: int) -> None:
         """Take in how many of a row's proposals were accepted."""
-        if self._config is None or not row.verify:
-            return
+        assert self._config is not None, "nothing is proposed without"
         self._num_drafts += 1
         self._num_proposed += len(row.verify)
         self._accepted.update(range(num_accepted))

@@ -5,11 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from mlx_parallm.batch import SampledToken
+from mlx_parallm.message import message
 from mlx_parallm.outputs import FinishReason, PromptEvent
 from mlx_parallm.weights import DEFAULT_VERSION
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@message
 class SequenceUpdate:
     """One sample's share of a step's result.
 

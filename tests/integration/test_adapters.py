@@ -25,8 +25,8 @@ from mlx_parallm.runner.cache_layout import probe_layout
 from mlx_parallm.runner.group_cache import CacheViews
 from mlx_parallm.runner.kv_pools import KVPools
 from mlx_parallm.runner.path_choice import choose_path
-from mlx_parallm.runner.paths.base import token_array
 from mlx_parallm.runner.paths.sequential import SequentialPath
+from mlx_parallm.runner.step_rows import token_array
 from tests.compiled_attention import CompiledAttention
 from tests.host_tensors import all_host
 from tests.kernels.shim_compile import require_compiler

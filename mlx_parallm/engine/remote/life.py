@@ -19,7 +19,12 @@ from typing import Any, TypeVar
 
 from mlx_parallm.config import EngineConfig
 from mlx_parallm.engine.commands import Command
-from mlx_parallm.engine.life import Deliver, Loaded, TellProgress
+from mlx_parallm.engine.life import (
+    Deliver,
+    Loaded,
+    TellProgress,
+    spare_garbage_collection,
+)
 from mlx_parallm.engine.remote.channel import Channel, UnreadableError
 from mlx_parallm.engine.remote.events import unpack_events
 from mlx_parallm.engine.remote.link import Asked, Link, Withdrawn
@@ -74,9 +79,7 @@ class RemoteLife:
             link = Link(channel)
             try:
                 loaded = self._load(channel)
-                # Nothing that is there now becomes garbage while requests are answered.
-                gc.collect()
-                gc.freeze()
+                spare_garbage_collection()
                 with self._sending(inbox, link, channel):
                     on_loaded(loaded)
                     _receive(channel, link, deliver)

@@ -12,11 +12,6 @@ from mlx_parallm.adapters.context import AdapterContext
 from mlx_parallm.batch import ScheduledSequence
 
 
-def token_array(sequences: Sequence[ScheduledSequence]) -> mx.array:
-    """The step's tokens one after the other, int32 ``[T]``; pending ones as they stand."""
-    return mx.array(np.concatenate([np.array(one.token_ids, np.int32) for one in sequences]))
-
-
 def adapter_slots(sequences: Sequence[ScheduledSequence]) -> np.ndarray | None:
     """The adapter slot of every token of a step, int32 ``[T]``; None if all are without."""
     if not any(one.adapter_slot for one in sequences):
