@@ -12,12 +12,12 @@ from dataclasses import dataclass, field
 import mlx.core as mx
 import numpy as np
 
+from mlx_parallm.attention.held_tables import HeldTables
 from mlx_parallm.attention.kernel_plan import LongChunk, Work, cut_items
 from mlx_parallm.batch import ScheduledSequence
 
 #: Window, heads and threadgroups: what ``KernelPlan.work`` was asked for.
 WorkKind = tuple[int | None, int, int]
-MIN_TABLE = 8
 
 
 @dataclass(slots=True)
@@ -53,10 +53,9 @@ class DecodePlan:
 class DecodeRows:
     """Makes the arrays of one step after the other; block tables stay where they are."""
 
-    def __init__(self, block_size: int) -> None:
+    def __init__(self, block_size: int, tables: HeldTables) -> None:
         self._block_size = block_size
-        self._tables = np.zeros((0, 0), dtype=np.int32)
-        self._held: list[tuple[int, ...]] = []
+        self._tables = tables
 
     def arrays(
         self,
@@ -69,29 +68,15 @@ class DecodeRows:
         All int32. Spans have no rows where row i has item i.
         """
         num_rows = len(positions)
-        width = self._hold([one.block_table for one in sequences], num_rows)
+        tables = self._tables.rows([one.block_table for one in sequences], num_rows)
         rows = np.arange(num_rows)
-        blocks = self._tables[rows, positions // self._block_size]
+        blocks = tables[rows, positions // self._block_size]
         slots = blocks * self._block_size + positions % self._block_size
         slots[len(sequences) :] = -1
-        made = [slots, self._tables[:num_rows, :width]]
+        made = [slots, tables]
         for window, heads, threadgroups in kinds:
             made += _work(rows, positions + 1, window, heads, threadgroups)
         return [mx.array(array.astype(np.int32)) for array in made]
-
-    def _hold(self, tables: Sequence[tuple[int, ...]], num_rows: int) -> int:
-        """Write down the tables that changed since the last step; columns that hold all."""
-        width = max(MIN_TABLE, 1 << (max(map(len, tables)) - 1).bit_length())
-        if num_rows > self._tables.shape[0] or width > self._tables.shape[1]:
-            shape = (max(num_rows, len(self._held)), max(width, self._tables.shape[1]))
-            self._tables = np.zeros(shape, dtype=np.int32)
-            self._held = [()] * shape[0]
-        for row, table in enumerate(tables):
-            # A sequence's table is the same object until it changes.
-            if table is not self._held[row]:
-                self._tables[row, : len(table)] = table
-                self._held[row] = table
-        return width
 
 
 def _work(

@@ -13,6 +13,7 @@ import numpy as np
 from mlx_parallm.attention.base import LayerPool, LayerShape, Scores
 from mlx_parallm.attention.decode_plan import DecodePlan, DecodeRows, WorkKind
 from mlx_parallm.attention.dense import dense_attention
+from mlx_parallm.attention.held_tables import HeldTables
 from mlx_parallm.attention.kernel_attend import AttendKernels, AttendKind
 from mlx_parallm.attention.kernel_moves import MoveKernels
 from mlx_parallm.attention.kernel_plan import KernelPlan
@@ -53,7 +54,8 @@ class KernelAttention:
         self._moves: dict[PoolLayout, MoveKernels] = {}
         self._attend: dict[AttendKind, AttendKernels] = {}
         self._prefill: dict[PrefillKind, PrefillKernels] = {}
-        self._decode_rows = DecodeRows(block_size)
+        self._tables = HeldTables()
+        self._decode_rows = DecodeRows(block_size, self._tables)
 
     @property
     def name(self) -> str:
@@ -85,7 +87,7 @@ class KernelAttention:
 
     def plan(self, sequences: Sequence[ScheduledSequence]) -> KernelPlan:
         """See ``AttentionBackend.plan``."""
-        return KernelPlan(sequences, self._block_size, self._tuning.chunk_multiple)
+        return self._plan(sequences)
 
     @property
     def pads_rows(self) -> bool:
@@ -94,9 +96,11 @@ class KernelAttention:
 
     def padded_plan(self, sequences: Sequence[ScheduledSequence], num_rows: int) -> KernelPlan:
         """See ``CompilableAttention.padded_plan``."""
-        padding = num_rows - sum(len(one.token_ids) for one in sequences)
+        return self._plan(sequences, num_rows - sum(len(one.token_ids) for one in sequences))
+
+    def _plan(self, sequences: Sequence[ScheduledSequence], padding: int = 0) -> KernelPlan:
         multiple = self._tuning.chunk_multiple
-        return KernelPlan(sequences, self._block_size, multiple, padding=padding)
+        return KernelPlan(sequences, self._block_size, multiple, self._tables, padding=padding)
 
     def prepare(self, shape: LayerShape, heads: int) -> None:
         """Have what large chunks attend by ready: its first call loads cuDNN, 2 s on an H100."""

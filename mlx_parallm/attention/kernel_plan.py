@@ -11,6 +11,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
+from mlx_parallm.attention.held_tables import HeldTables
 from mlx_parallm.batch import ScheduledSequence
 
 # A sequence's rows from this many on attend by stock attention over gathered keys and values;
@@ -82,6 +83,11 @@ class LongChunk:
         """Whether stock attention is faster than the kernel by more than its shape may cost."""
         return self.length * (self.start + self.length / 2) > LARGE_WORK
 
+    def slots(self, block_size: int) -> np.ndarray:
+        """Flat pool positions of its tokens, ``[length]``."""
+        tables = np.array([self.blocks], dtype=np.int32)
+        return _slots(tables, np.array(0), np.arange(self.start, self.end), block_size)
+
     @property
     def begin(self) -> int:
         """Position of the first query."""
@@ -120,7 +126,7 @@ class KernelPlan:
     Attributes:
         slots: int32, ``[T]``: flat pool positions of the rows.
         tables: int32, ``[N, M]``: block tables of the sequences whose R rows the kernel attends
-            for, padded by block 0.
+            for, and ids of any blocks behind them.
         num_rows: R.
         chunks: the sequences of the other rows, large ones last.
         order: puts the kernel's outputs and then the chunks' into row order; None where they are.
@@ -132,42 +138,46 @@ class KernelPlan:
         sequences: Sequence[ScheduledSequence],
         block_size: int,
         multiple: int = 1,
+        tables: HeldTables | None = None,
         *,
         padding: int = 0,
     ) -> None:
-        """``multiple`` is that of long chunks."""
+        """``multiple`` is that of long chunks; ``tables`` holds those of the step before."""
         self.padding = padding
         counts = np.array([len(one.token_ids) for one in sequences])
-        firsts = counts.cumsum() - counts
+        firsts = offsets(counts)
         is_short = counts < LONG_CHUNK
-        short_at, long_at = np.flatnonzero(is_short).tolist(), np.flatnonzero(~is_short).tolist()
-        nowhere = np.full(padding, -1, dtype=np.int32)
-        slots = [_slots(one, block_size) for one in sequences]
-        self.slots = mx.array(np.concatenate([*slots, nowhere]))
         chunks = [
-            LongChunk(
-                int(firsts[i]),
-                int(counts[i]),
-                sequences[i].start,
-                sequences[i].block_table,
-                multiple,
-            )
-            for i in long_at
+            LongChunk(int(firsts[i]), int(counts[i]), one.start, one.block_table, multiple)
+            for i, one in enumerate(sequences)
+            if not is_short[i]
         ]
         self.chunks = sorted(chunks, key=lambda chunk: chunk.is_large)
-        short = [sequences[i] for i in short_at]
-        counts, firsts = counts[is_short], firsts[is_short]
-        within = np.arange(counts.sum()) - (counts.cumsum() - counts).repeat(counts)
-        self._rows = firsts.repeat(counts) + within
-        self._sequences = np.arange(len(short)).repeat(counts)
-        self._ends = np.array([one.start + 1 for one in short], dtype=int).repeat(counts) + within
-        self.num_rows = len(self._rows)
-        self.tables = mx.array(_padded([one.block_table for one in short]))
+        short = [one for i, one in enumerate(sequences) if is_short[i]]
+        held = (tables or HeldTables()).rows([one.block_table for one in short], len(short))
+        self.tables = mx.array(held)
+        self._add_short_rows(short, firsts[is_short], counts[is_short])
+        slots = np.full(counts.sum() + padding, -1, dtype=np.int32)
+        slots[self._rows] = _slots(held, self._sequences, self._ends - 1, block_size)
+        for chunk in chunks:
+            slots[chunk.first : chunk.first + chunk.length] = chunk.slots(block_size)
+        self.slots = mx.array(slots)
         rows = [self._rows, *(np.arange(one.first, one.first + one.length) for one in self.chunks)]
         self.order = _inverse(np.concatenate(rows))
         self._work: dict[tuple[int | None, int, int], Work] = {}
         self._chunk_work: dict[tuple[int, int, int | None, int], ChunkWork] = {}
         self._zeros: dict[tuple[int, int, mx.Dtype], mx.array] = {}
+
+    def _add_short_rows(
+        self, short: Sequence[ScheduledSequence], firsts: np.ndarray, counts: np.ndarray
+    ) -> None:
+        """Rows of the step that the kernel attends for, their sequences, and ends of their keys."""
+        within = np.arange(counts.sum()) - offsets(counts).repeat(counts)
+        self._rows = firsts.repeat(counts) + within
+        self._sequences = np.arange(len(short)).repeat(counts)
+        starts = np.array([one.start for one in short], dtype=int)
+        self._ends = starts.repeat(counts) + within + 1
+        self.num_rows = len(self._rows)
 
     def work(self, window: int | None, heads: int, threadgroups: int) -> Work:
         """Items of attention within ``window``; made once per step for each kind of layer.
@@ -282,14 +292,16 @@ def cut_items(
     return items, firsts, counts
 
 
-def _slots(one: ScheduledSequence, block_size: int) -> np.ndarray:
-    """Flat pool positions of a sequence's tokens, int32 ``[tokens]``."""
-    if len(one.token_ids) == 1:
-        block, offset = divmod(one.start, block_size)
-        return np.array([one.block_table[block] * block_size + offset], dtype=np.int32)
-    positions = np.arange(one.start, one.start + len(one.token_ids), dtype=np.int32)
-    table = np.array(one.block_table, dtype=np.int32)
-    return table[positions // block_size] * block_size + positions % block_size
+def offsets(counts: np.ndarray) -> np.ndarray:
+    """How many come before each of these counts."""
+    return counts.cumsum() - counts
+
+
+def _slots(
+    tables: np.ndarray, rows: np.ndarray, positions: np.ndarray, block_size: int
+) -> np.ndarray:
+    """Flat pool positions of tokens, each by its row of the block tables and its position."""
+    return tables[rows, positions // block_size] * block_size + positions % block_size
 
 
 def _padded(tables: Sequence[Sequence[int]]) -> np.ndarray:

@@ -109,8 +109,10 @@ class PackedStep:
 
 def _positions(sequences: Sequence[ScheduledSequence]) -> np.ndarray:
     """Of all tokens, int32 ``[T]``."""
-    rows = [np.arange(one.start, one.start + len(one.token_ids)) for one in sequences]
-    return np.concatenate(rows).astype(np.int32)
+    counts = np.array([len(one.token_ids) for one in sequences])
+    starts = np.array([one.start for one in sequences])
+    firsts = counts.cumsum() - counts
+    return ((starts - firsts).repeat(counts) + np.arange(counts.sum())).astype(np.int32)
 
 
 class PagedLayerCache:

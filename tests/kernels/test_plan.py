@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mlx_parallm.attention.held_tables import HeldTables
 from mlx_parallm.attention.kernel_plan import LONG_CHUNK, MIN_SPAN, KernelPlan
 from mlx_parallm.batch import ScheduledSequence
 
@@ -61,6 +62,33 @@ def test_items_are_what_rows_see(
         assert (mine[:, 2] < mine[:, 3]).all()
         assert (mine[1:, 2] == mine[:-1, 3]).all()
         assert (mine[0, 2], mine[-1, 3]) == (first, end)
+
+
+@given(steps=st.lists(SEQUENCES, min_size=1, max_size=6))
+def test_tables_held_from_step_to_step_are_those_of_each(
+    steps: list[list[tuple[int, int]]],
+) -> None:
+    tables = HeldTables()
+    for number, step in enumerate(steps):
+        sequences = scheduled(step)
+        plan = KernelPlan(sequences, BLOCK_SIZE, 1, tables, padding=number)
+        alone = KernelPlan(sequences, BLOCK_SIZE, padding=number)
+        assert np.array_equal(np.array(plan.slots), np.array(alone.slots))
+        short = [one for one in sequences if len(one.token_ids) < LONG_CHUNK]
+        assert plan.tables.shape[0] == len(short)
+        for row, one in zip(np.array(plan.tables), short, strict=True):
+            assert tuple(row[: len(one.block_table)]) == one.block_table
+
+
+def test_a_row_that_holds_a_table_already_is_not_written_again() -> None:
+    tables, first, second = HeldTables(), tuple(range(9)), tuple(range(20, 24))
+    assert tables.rows([first, second], 3).shape == (3, 16)
+    again = tables.rows([first], 1)
+    again[0, 0] = 77
+    assert tables.rows([first, second], 2)[:, 0].tolist() == [77, 20]
+    assert tables.rows([second, first], 2)[:, :4].tolist() == [[20, 21, 22, 23], [0, 1, 2, 3]]
+    # A larger array begins anew.
+    assert tables.rows([second, first], 5)[:, :4].tolist()[:2] == [[20, 21, 22, 23], [0, 1, 2, 3]]
 
 
 @given(sequences=SEQUENCES)
