@@ -13,6 +13,7 @@ from mlx_parallm.config import SchedulerConfig
 from mlx_parallm.engine.build import CUDA_TOKEN_BUDGET, with_token_budget
 from mlx_parallm.scheduler.step_cost import (
     FIRST_CHUNK,
+    GROWTH,
     MIN_CHUNK,
     PrefillAllowance,
     StepCost,
@@ -23,6 +24,8 @@ from tests.step_simulator import Cost, SimulatedDevice
 WARM_UP = 12
 # From the smallest chunk to the token budget there are 28.
 MOST_SIZES = 18
+# A prompt of 16,000 tokens would have 28 chunks, if it were known what they cost.
+MOST_MIXED_STEPS = 120
 
 
 def linear(fixed: float, row: float, context: float, token: float, attention: float) -> Cost:
@@ -42,6 +45,13 @@ def with_setup(decode: int, read: float, prefill: int, attended: float) -> float
     """Any prefill at all costs something."""
     setup = 0.006 if prefill else 0.0
     return 0.005 + 1e-4 * decode + 2e-7 * read + setup + 3e-5 * prefill + 1.5e-9 * attended
+
+
+def slow_host(decode: int, read: float, prefill: int, attended: float) -> float:
+    """The host takes longer to prepare any prefill than the device takes for some 600 tokens."""
+    host = 0.0125 if prefill else 0.005
+    device = 0.003 + 2e-5 * decode + 1e-8 * read + 1.5e-5 * prefill + 4e-10 * attended
+    return max(host, device)
 
 
 DEVICES: dict[str, tuple[Cost, float]] = {
@@ -120,7 +130,7 @@ def test_the_largest_chunk_within_a_time_is_found(
     assert count <= model.most_prefill
 
     def chunk_seconds(tokens: int) -> float:
-        per_token, per_position = model._prefill.coefficients
+        _, per_token, per_position = model._prefill.coefficients
         return tokens * per_token + tokens * (start + tokens / 2) * per_position
 
     assert chunk_seconds(count) <= limit * (1 + 1e-9)
@@ -131,8 +141,12 @@ def test_what_was_never_seen_is_begun_small_and_grows_by_steps() -> None:
     model = StepCost()
     decode = StepWork.of([(10, 1)] * 4)
     assert PrefillAllowance(model, decode, 1.0).room(0) == FIRST_CHUNK
-    model.observe(StepWork.of([(0, 96)]), 1e-6)
-    assert PrefillAllowance(model, decode, 1.0).room(0) == 2 * 96
+    model.observe(StepWork.of([(0, 128)]), 1e-6)
+    assert PrefillAllowance(model, decode, 1.0).room(0) == GROWTH * 128
+    # What is not seen any more is not trusted for ever.
+    for _ in range(20):
+        model.observe(StepWork.of([(0, MIN_CHUNK)]), 1e-6)
+    assert PrefillAllowance(model, decode, 1.0).room(0) == FIRST_CHUNK
 
 
 @given(st.integers(MIN_CHUNK, 4000), st.integers(0, 40))
@@ -144,7 +158,7 @@ def test_all_prefill_of_a_step_is_one_of_few_numbers(most: int, first: int) -> N
     allowance.take(0, taken)
     total = taken + allowance.room(0)
     assert total & (total - 1) == 0 or total % (1 << total.bit_length() - 3) == 0
-    allowed = max(FIRST_CHUNK, 2 * most)
+    allowed = max(FIRST_CHUNK, int(GROWTH * most))
     assert 0.8 * allowed - MIN_CHUNK <= total <= allowed
 
 
@@ -190,6 +204,29 @@ def test_a_long_prompt_under_32_streams_keeps_steps_within_the_bound(
     assert max(warm) <= 1.1 * bound_ms
     assert statistics.median(warm) >= 0.7 * bound_ms, "the time that is allowed is not used"
     assert len({one.prefill for one in mixed}) <= MOST_SIZES
+
+
+@pytest.mark.parametrize("runs_ahead", [False, True], ids=["in turn", "ahead"])
+@pytest.mark.parametrize("bound_ms", [12, 14, 15])
+def test_a_prompt_gets_the_tokens_that_cost_nothing_more(bound_ms: float, runs_ahead: bool) -> None:
+    """Whether or not the time that any prefill at all takes is within the bound."""
+    config = SchedulerConfig(max_num_batched_tokens=4096, max_decode_stall_ms=bound_ms)
+    device = SimulatedDevice(slow_host, config, runs_ahead=runs_ahead)
+    for stream in range(32):
+        device.add(str(stream), 64, 2000)
+    for _ in range(40):
+        device.step()
+    for name in ("first", "second"):
+        begin = len(device.steps)
+        device.add(name, 16_000, 2)
+        while device.scheduler.has_request(name):
+            assert device.step() is not None
+        mixed = [one for one in device.steps[begin:] if one.prefill]
+        # In chunks of 16 tokens there would be a thousand.
+        assert len(mixed) <= MOST_MIXED_STEPS
+        longest = sorted(one.seconds for one in mixed)
+        assert longest[len(mixed) // 2] <= 1.1 * max(0.0125, bound_ms / 1e3)
+        assert longest[-1] <= 2 * 0.0125
 
 
 def test_without_decode_rows_the_whole_budget_is_used() -> None:
