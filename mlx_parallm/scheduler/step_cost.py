@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 
-import numpy as np
+from mlx_parallm.scheduler.fits import OnlineFit, PrefillFit
 
 # Rows of fewer tokens than this are computed one by one, like decode rows, and cost what those do.
 MIN_CHUNK = 16
@@ -16,25 +16,9 @@ FIRST_CHUNK = 64
 GROWTH = 1.5
 # What is left of that with each step that had less.
 RECENT_MEMORY = 0.75
-# What a sample still counts after the next one.
-MEMORY = 0.85
-# And what it counts after one of another magnitude.
-OTHERS_MEMORY = 0.9
-# What the first of a magnitude counts, for which something may have been compiled.
-FIRST_MEMORY = 0.1
-# A step that took longer than this many times its prediction counts as if it took as long as
-# that: it was interrupted, or compiled something. If it was neither, the next ones tell.
-OUTLIER = 3.0
-SWEEPS = 4
 # Prefill tokens of bounded steps, between a power of two and the next: a device that prepares for
 # every shape that it meets, as MLX's CUDA backend does, shall meet few.
 COUNTS_PER_OCTAVE = 4
-# Coefficients that are not 0, unless all are.
-_CHOICES = ([0], [1], [2], [0, 1], [0, 2], [1, 2])
-SHORTEST_S = 1e-6
-TINY = 1e-300
-# Of a coefficient's own weight, that it stays as it was: decides where samples do not.
-INERTIA = 1e-3
 # Where no prefill fits, it may cost this share more than the least that any costs: so there are
 # fewer steps that take too long.
 LEAST_SHARE = 0.25
@@ -67,125 +51,6 @@ class StepWork:
         return cls(tokens[0], context[0], tokens[1], context[1])
 
 
-class OnlineFit:
-    """Non-negative coefficients of a linear model, fitted to the latest samples.
-
-    It minimises the relative error by coordinate descent from the last solution. So what recent
-    samples do not tell apart stays as it was, and earlier features explain what several could.
-    """
-
-    def __init__(self, num_features: int) -> None:
-        self.coefficients = [0.0] * num_features
-        self._squares = [[0.0] * num_features for _ in range(num_features)]
-        self._products = [0.0] * num_features
-        self._has_samples = False
-
-    def predict(self, features: Sequence[float]) -> float:
-        """Seconds for these features; 0 before the first sample."""
-        return sum(c * f for c, f in zip(self.coefficients, features, strict=True))
-
-    def learn(self, features: Sequence[float], seconds: float, base_s: float = 0.0) -> None:
-        """Take in a sample that took ``seconds`` beyond ``base_s``, which is explained already."""
-        total = scale = max(base_s + seconds, SHORTEST_S)
-        expected = base_s + self.predict(features)
-        if self._has_samples and expected > SHORTEST_S:
-            total = min(total, OUTLIER * expected)
-            scale = min(total, expected)
-        self._add(features, max(total - base_s, 0.0), 1 / scale**2)
-        for _ in range(SWEEPS):
-            self._sweep()
-
-    def _add(self, features: Sequence[float], seconds: float, weight: float) -> None:
-        for i, one in enumerate(features):
-            self._products[i] = MEMORY * self._products[i] + weight * one * seconds
-            row = self._squares[i]
-            for j, other in enumerate(features):
-                row[j] = MEMORY * row[j] + weight * one * other
-        self._has_samples = True
-
-    def _sweep(self) -> None:
-        """Set each coefficient to the best value beside the others."""
-        values = self.coefficients
-        for i, row in enumerate(self._squares):
-            if row[i] > 0:
-                others = sum(a * v for a, v in zip(row, values, strict=True)) - row[i] * values[i]
-                values[i] = max(0.0, (self._products[i] - others) / row[i])
-
-
-class PrefillFit:
-    """What prefill adds to a step: a fixed part, and so much for each token and position read.
-
-    Samples count by the magnitude of their tokens. A time in which every chunk has the same size
-    tells nothing about others, and must not make forget what steps with those have told.
-    """
-
-    def __init__(self) -> None:
-        self.coefficients = [0.0, 0.0, 0.0]
-        self._by_magnitude: dict[int, _Moments] = {}
-
-    def predict(self, features: Sequence[float]) -> float:
-        """Seconds for these features; 0 before the first sample."""
-        return sum(c * f for c, f in zip(self.coefficients, features, strict=True))
-
-    def learn(self, work: StepWork, seconds: float, base_s: float) -> None:
-        """Take in a step that took ``seconds`` beyond ``base_s``, what its decode rows take."""
-        features = _prefill_features(work)
-        total = scale = max(base_s + seconds, SHORTEST_S)
-        expected = base_s + self.predict(features)
-        if self._by_magnitude and expected > SHORTEST_S:
-            total = min(total, OUTLIER * expected)
-            scale = min(total, expected)
-        magnitude = work.prefill_tokens.bit_length()
-        mine = self._by_magnitude.setdefault(magnitude, _Moments())
-        for moments in self._by_magnitude.values():
-            is_known = moments is not mine and moments.num_samples > 1
-            moments.fade(OTHERS_MEMORY if is_known else MEMORY)
-        if mine.num_samples == 1:
-            mine.fade(FIRST_MEMORY)
-        mine.add(features, max(total - base_s, 0.0), 1 / scale**2)
-        self.coefficients = _solve(self._by_magnitude.values(), self.coefficients)
-
-
-class _Moments:
-    """Weighted sums of some samples: of products of features, and of these with the seconds."""
-
-    def __init__(self) -> None:
-        self.num_samples = 0
-        self.squares = np.zeros((3, 3))
-        self.products = np.zeros(3)
-
-    def fade(self, memory: float) -> None:
-        self.squares *= memory
-        self.products *= memory
-
-    def add(self, features: Sequence[float], seconds: float, weight: float) -> None:
-        self.num_samples += 1
-        row = np.array(features)
-        self.squares += weight * np.outer(row, row)
-        self.products += weight * seconds * row
-
-
-def _solve(samples: Collection[_Moments], before: Sequence[float]) -> list[float]:
-    """The coefficients of the least squared error that are not negative."""
-    squares = np.sum([one.squares for one in samples], axis=0)
-    products = np.sum([one.products for one in samples], axis=0)
-    # In units in which every feature has the same weight.
-    unit = 1 / np.sqrt(np.maximum(squares.diagonal(), TINY))
-    matrix = squares * np.outer(unit, unit) + INERTIA * np.eye(3)
-    target = products * unit + INERTIA * np.array(before) / unit
-    best, least = np.linalg.solve(matrix, target), 0.0
-    if (best < 0).any():
-        # Some are 0 then. Of three, each choice of the others can be tried.
-        best = np.zeros(3)
-        for chosen in _CHOICES:
-            found = np.zeros(3)
-            found[chosen] = np.linalg.solve(matrix[np.ix_(chosen, chosen)], target[chosen])
-            loss = found @ matrix @ found - 2 * target @ found
-            if (found >= 0).all() and loss < least:
-                best, least = found, loss
-    return (best * unit).tolist()
-
-
 class StepCost:
     """Predicts the seconds of a step: so much by decode row, prefill token and position read."""
 
@@ -205,7 +70,8 @@ class StepCost:
             self._decode.learn(_decode_features(work), seconds)
             return
         base = self._decode.predict(_decode_features(work))
-        self._prefill.learn(work, seconds - base, base)
+        magnitude = work.prefill_tokens.bit_length()
+        self._prefill.learn(_prefill_features(work), magnitude, seconds - base, base)
         self._recent_prefill = max(RECENT_MEMORY * self._recent_prefill, work.prefill_tokens)
 
     def predict(self, work: StepWork) -> float:

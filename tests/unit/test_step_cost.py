@@ -11,6 +11,7 @@ from hypothesis import given, settings
 
 from mlx_parallm.config import SchedulerConfig
 from mlx_parallm.engine.build import CUDA_TOKEN_BUDGET, with_token_budget
+from mlx_parallm.scheduler.fits import INERTIA, PrefillFit
 from mlx_parallm.scheduler.step_cost import (
     FIRST_CHUNK,
     GROWTH,
@@ -102,6 +103,44 @@ def test_a_linear_cost_is_learned(
     mixed = StepWork.of([*[(1000, 1)] * 32, (4000, 256)])
     assert model.predict(decode) == pytest.approx(seconds(cost, decode), rel=0.15)
     assert model.predict(mixed) == pytest.approx(seconds(cost, mixed), rel=0.15)
+
+
+@given(
+    samples=st.lists(
+        st.tuples(st.integers(MIN_CHUNK, 2000), st.integers(0, 9000), st.floats(1e-4, 0.1)),
+        min_size=1,
+        max_size=12,
+    )
+)
+def test_no_other_coefficients_of_prefill_fit_better(
+    samples: list[tuple[int, int, float]],
+) -> None:
+    fit = PrefillFit()
+    before = list(fit.coefficients)
+    for count, start, taken in samples:
+        before = list(fit.coefficients)
+        features = (1.0, count, count * (start + count / 2))
+        fit.learn(features, count.bit_length(), taken, 0.0)
+    assert min(fit.coefficients) >= 0
+    least = loss(fit, fit.coefficients, before)
+    for index, value in enumerate(fit.coefficients):
+        for other in (0.0, 0.9 * value, 1.1 * value, value + 1e-7):
+            changed = list(fit.coefficients)
+            changed[index] = other
+            assert loss(fit, changed, before) >= least - 1e-9 * abs(least)
+
+
+def loss(fit: PrefillFit, coefficients: list[float], before: list[float]) -> float:
+    """What is minimised, but for what does not depend on the coefficients."""
+    total = 0.0
+    kept = fit._by_magnitude.values()
+    for i, one in enumerate(coefficients):
+        own = sum(moments.squares[i][i] for moments in kept)
+        total += INERTIA * own * (one - before[i]) ** 2
+        total -= 2 * one * sum(moments.products[i] for moments in kept)
+        for j, other in enumerate(coefficients):
+            total += one * other * sum(moments.squares[i][j] for moments in kept)
+    return total
 
 
 def test_one_interrupted_step_changes_little_and_a_slower_device_is_noticed() -> None:
