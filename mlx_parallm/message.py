@@ -14,4 +14,4 @@ def message(cls: type[T]) -> type[T]:
 
     Not so the interpreter: to freeze an object takes twice as long as to make it.
     """
-    return dataclass(slots=True, kw_only=True)(cls)
+    return dataclass(slots=True, kw_only=True, unsafe_hash=True)(cls)

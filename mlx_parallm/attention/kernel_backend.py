@@ -54,8 +54,7 @@ class KernelAttention:
         self._moves: dict[PoolLayout, MoveKernels] = {}
         self._attend: dict[AttendKind, AttendKernels] = {}
         self._prefill: dict[PrefillKind, PrefillKernels] = {}
-        self._tables = HeldTables()
-        self._decode_rows = DecodeRows(block_size, self._tables)
+        self._forget_tables()
 
     @property
     def name(self) -> str:
@@ -83,6 +82,8 @@ class KernelAttention:
 
     def new_pool(self, shape: LayerShape, num_blocks: int) -> KernelPool:
         """See ``AttentionBackend.new_pool``."""
+        # Those of another pool name blocks that this one may not have.
+        self._forget_tables()
         return new_kernel_pool(self.layout(shape), num_blocks)
 
     def plan(self, sequences: Sequence[ScheduledSequence]) -> KernelPlan:
@@ -97,6 +98,10 @@ class KernelAttention:
     def padded_plan(self, sequences: Sequence[ScheduledSequence], num_rows: int) -> KernelPlan:
         """See ``CompilableAttention.padded_plan``."""
         return self._plan(sequences, num_rows - sum(len(one.token_ids) for one in sequences))
+
+    def _forget_tables(self) -> None:
+        self._tables = HeldTables()
+        self._decode_rows = DecodeRows(self._block_size, self._tables)
 
     def _plan(self, sequences: Sequence[ScheduledSequence], padding: int = 0) -> KernelPlan:
         multiple = self._tuning.chunk_multiple

@@ -284,7 +284,8 @@ SETTINGS: tuple[Setting, ...] = (
              "answer, for this long is cut off; 0 is off.", metavar="SECONDS"),
     _setting("stream-interval", "server.stream_interval", values.integer(1), REQUESTS,
              "tokens of a sample that a stream sends together; its first and its last are not kept "
-             "waiting. More than 1 takes less of the processor where many streams run.",
+             "waiting. More than 1 takes less of the processor where many streams run. Tokens that "
+             "come while the server or the client is behind are sent together in any case.",
              metavar="N"),
     _setting("sse-keep-alive-interval", "server.sse_keep_alive_s", values.number(0), REQUESTS,
              "a comment is sent on a stream silent for this long; 0 is off.",

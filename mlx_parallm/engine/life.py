@@ -143,7 +143,10 @@ def spare_garbage_collection() -> None:
     """
     gc.collect()
     gc.freeze()
-    gc.set_threshold(NEW_OBJECTS, *gc.get_threshold()[1:])
+    first, *others = gc.get_threshold()
+    # Somebody may look for it more seldom already, or never.
+    if 0 < first < NEW_OBJECTS:
+        gc.set_threshold(NEW_OBJECTS, *others)
 
 
 def _loaded(built: Built) -> Loaded:

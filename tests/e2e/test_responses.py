@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 import httpx2
@@ -11,8 +11,20 @@ import openai
 import pytest
 
 from mlx_parallm.config import ServerConfig
+from mlx_parallm.engine.event_stream import EventStream
 from mlx_parallm.errors import OverloadedError, StepError
-from tests.fake_engine import FakeEngine, fail, hang, serve_fake, write
+from mlx_parallm.outputs import GenerateEvent
+from mlx_parallm.request import GenerateRequest
+from tests.fake_engine import (
+    FakeEngine,
+    fail,
+    hang,
+    prompt_event,
+    serve_fake,
+    token_event,
+    write,
+)
+from tests.fakes import EOS
 from tests.response_events import check_events, check_response
 
 PATH = "/v1/responses"
@@ -216,6 +228,29 @@ def test_log_probabilities_are_those_of_the_text(engine: FakeEngine, url: str) -
     assert [len(event["logprobs"]) for event in deltas] == [1, 1]
     assert engine.submitted.get_nowait().params.logprobs == 1
     assert post(url)["output"][1]["content"][0]["logprobs"] == []
+
+
+def test_log_probabilities_are_the_same_for_a_reader_that_is_behind(
+    engine: FakeEngine, url: str
+) -> None:
+    """Tokens without text are among those that come as one event."""
+
+    async def script(request: GenerateRequest) -> AsyncIterator[GenerateEvent]:
+        ids = [*b"<think>\nso\n</think>\n\nh", EOS, *b"e", EOS, EOS]
+        unread = EventStream(request)
+        unread.put(prompt_event(request))
+        for place, token in enumerate(ids, 1):
+            unread.put(token_event(request, 0, [token], is_last=place == len(ids)))
+        async for event in unread:
+            yield event
+
+    engine.script = script
+    asked = {"include": ["message.output_text.logprobs"], "top_logprobs": 1}
+    _, message = post(url, **asked)["output"]
+    spelled = [entry["bytes"] for entry in message["content"][0]["logprobs"]]
+    assert spelled == [[ord("h")], [ord("e")]]
+    told = [e for e in stream(url, **asked) if e["type"] == "response.output_text.delta"]
+    assert [entry["token"] for event in told for entry in event["logprobs"]] == ["h", "e"]
 
 
 def test_an_error_before_the_first_token_is_plain(engine: FakeEngine, url: str) -> None:

@@ -161,6 +161,17 @@ def test_another_backends_pool_is_refused() -> None:
         KernelAttention(BLOCK_SIZE, CudaShim()).gather(pool, mx.array([[0]]))
 
 
+def test_block_ids_of_another_pool_are_forgotten(shim: Shim) -> None:
+    def row(table: tuple[int, ...]) -> ScheduledSequence:
+        return ScheduledSequence(seq_id=1, slot=0, start=1, token_ids=(5,), block_table=table)
+
+    backend = KernelAttention(BLOCK_SIZE, shim)
+    backend.plan([row((90, 91, 92)), row((93,))])
+    assert np.array(backend.plan([row((1,)), row((0,))]).tables).max() == 92
+    backend.new_pool(SHAPE, BLOCKS)
+    assert np.array(backend.plan([row((1,)), row((0,))]).tables).max() == 1
+
+
 def test_a_write_that_failed_is_forgotten(shim: Shim) -> None:
     backend = KernelAttention(BLOCK_SIZE, shim)
     pool = backend.new_pool(SHAPE, BLOCKS)

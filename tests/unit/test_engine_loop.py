@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import math
 import queue
 from typing import Any, cast
@@ -13,6 +14,7 @@ from mlx_parallm.engine.commands import Command, Encode, Stop
 from mlx_parallm.engine.encoders.batch_cost import BatchCost, StepPace
 from mlx_parallm.engine.encoders.engine import EncodeEngine
 from mlx_parallm.engine.encoders.metrics import EncoderFamilies
+from mlx_parallm.engine.life import NEW_OBJECTS, spare_garbage_collection
 from mlx_parallm.engine.loop import EngineLoop
 from mlx_parallm.outputs import GenerateEvent
 from tests.sum_encoder import FakeClock, SumEncoder, engine_of, request_of, seconds_of
@@ -211,3 +213,17 @@ def test_a_pace_is_not_changed_by_one_slow_step() -> None:
     for seconds in (0.01, 0.011, 2.0, 0.012):
         pace.observe(seconds)
     assert pace.seconds == pytest.approx(0.0115)
+
+
+@pytest.mark.parametrize(
+    ("first", "wanted"), [(700, NEW_OBJECTS), (0, 0), (5 * NEW_OBJECTS, 5 * NEW_OBJECTS)]
+)
+def test_garbage_is_looked_for_no_more_often_than_somebody_wants(first: int, wanted: int) -> None:
+    before = gc.get_threshold()
+    gc.set_threshold(first, 11, 12)
+    try:
+        spare_garbage_collection()
+        assert gc.get_threshold() == (wanted, 11, 12)
+    finally:
+        gc.unfreeze()
+        gc.set_threshold(*before)

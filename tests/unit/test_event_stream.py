@@ -187,3 +187,7 @@ async def test_no_more_is_gathered_than_may_be_unread() -> None:
         stream.put(numbered(number))
         assert not stream.is_overfull
     assert len((await asyncio.wait_for(waiting, 5)).token_ids) == 2 * MAX_UNREAD_PER_SAMPLE
+
+
+def test_events_can_be_kept_in_sets() -> None:
+    assert len({numbered(1), numbered(1), numbered(2)}) == 2

@@ -181,6 +181,12 @@ class ResponseAnswer:
         return self._numbered(self._end(CANCELLED))
 
     def _take(self, event: PromptEvent | TokenEvent) -> list[Event]:
+        if self._tokens is None or isinstance(event, PromptEvent):
+            return self._take_piece(event)
+        # Whose tokens a part's are is known of each event that the engine told.
+        return [one for piece in event.pieces or (event,) for one in self._take_piece(piece)]
+
+    def _take_piece(self, event: PromptEvent | TokenEvent) -> list[Event]:
         parts = self._stream.add(event)
         begun: list[Event] = []
         if self._status == QUEUED:
