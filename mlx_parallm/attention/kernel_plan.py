@@ -245,7 +245,7 @@ def _chunk_work(
     # Pieces are cut as rows of the decode kernel are.
     items, first_items, parts = cut_items(pieces, pieces, first_key, ends, 1 / threadgroups)
     piece, nth = items[:, 0], np.arange(len(items)) - first_items[items[:, 0]]
-    before = (counts * parts).cumsum() - counts * parts
+    before = offsets(counts * parts)
     columns = (firsts + within, counts, position, index)
     made = [column[piece] for column in columns]
     made += [items[:, 2], items[:, 3], before[piece] + nth, parts[piece]]
@@ -253,7 +253,7 @@ def _chunk_work(
     order = np.argsort(items[:, 2] - items[:, 3], kind="stable")
     spans = None
     if len(items) > len(index):
-        spans = _int32(np.stack([row_parts.cumsum() - row_parts, row_parts], axis=1))
+        spans = _int32(np.stack([offsets(row_parts), row_parts], axis=1))
     return ChunkWork(
         items=_int32(np.stack(made, axis=1)[order]),
         tables=mx.array(_padded([chunk.blocks for chunk in chunks])),
@@ -278,7 +278,7 @@ def cut_items(
     wanted = max(math.ceil((ends - starts).sum() * share), MIN_SPAN)
     span = 1 << (wanted - 1).bit_length()
     counts = (ends - 1) // span - starts // span + 1
-    firsts = counts.cumsum() - counts
+    firsts = offsets(counts)
     cut = (starts // span - firsts).repeat(counts) + np.arange(counts.sum())
     items = np.stack(
         [

@@ -33,40 +33,28 @@ class OnlineFit:
 
     def __init__(self, num_features: int) -> None:
         self.coefficients = [0.0] * num_features
-        self._squares = [[0.0] * num_features for _ in range(num_features)]
-        self._products = [0.0] * num_features
-        self._has_samples = False
+        self._moments = _Moments(num_features)
 
     def predict(self, features: Sequence[float]) -> float:
         """Seconds for these features; 0 before the first sample."""
-        return sum(c * f for c, f in zip(self.coefficients, features, strict=True))
+        return _dot(self.coefficients, features)
 
     def learn(self, features: Sequence[float], seconds: float) -> None:
         """Take in a sample."""
-        seconds = scale = max(seconds, SHORTEST_S)
-        expected = self.predict(features)
-        if self._has_samples and expected > SHORTEST_S:
-            seconds = min(seconds, OUTLIER * expected)
-            scale = min(seconds, expected)
-        self._add(features, seconds, 1 / scale**2)
+        expected = self.predict(features) if self._moments.num_samples else 0.0
+        seconds, weight = _trusted(seconds, expected)
+        self._moments.fade(MEMORY)
+        self._moments.add(features, seconds, weight)
         for _ in range(SWEEPS):
             self._sweep()
-
-    def _add(self, features: Sequence[float], seconds: float, weight: float) -> None:
-        for i, one in enumerate(features):
-            self._products[i] = MEMORY * self._products[i] + weight * one * seconds
-            row = self._squares[i]
-            for j, other in enumerate(features):
-                row[j] = MEMORY * row[j] + weight * one * other
-        self._has_samples = True
 
     def _sweep(self) -> None:
         """Set each coefficient to the best value beside the others."""
         values = self.coefficients
-        for i, row in enumerate(self._squares):
+        for i, row in enumerate(self._moments.squares):
             if row[i] > 0:
-                others = sum(a * v for a, v in zip(row, values, strict=True)) - row[i] * values[i]
-                values[i] = max(0.0, (self._products[i] - others) / row[i])
+                others = _dot(row, values) - row[i] * values[i]
+                values[i] = max(0.0, (self._moments.products[i] - others) / row[i])
 
 
 class PrefillFit:
@@ -82,34 +70,31 @@ class PrefillFit:
 
     def predict(self, features: Sequence[float]) -> float:
         """Seconds for these features; 0 before the first sample."""
-        return sum(c * f for c, f in zip(self.coefficients, features, strict=True))
+        return _dot(self.coefficients, features)
 
     def learn(
         self, features: Sequence[float], magnitude: int, seconds: float, base_s: float
     ) -> None:
         """Take in a step that took ``seconds`` beyond ``base_s``, what its decode rows take."""
-        total = scale = max(base_s + seconds, SHORTEST_S)
-        expected = base_s + self.predict(features)
-        if self._by_magnitude and expected > SHORTEST_S:
-            total = min(total, OUTLIER * expected)
-            scale = min(total, expected)
-        mine = self._by_magnitude.setdefault(magnitude, _Moments())
+        expected = base_s + self.predict(features) if self._by_magnitude else 0.0
+        total, weight = _trusted(base_s + seconds, expected)
+        mine = self._by_magnitude.setdefault(magnitude, _Moments(len(features)))
         for moments in self._by_magnitude.values():
             is_known = moments is not mine and moments.num_samples > 1
             moments.fade(OTHERS_MEMORY if is_known else MEMORY)
         if mine.num_samples == 1:
             mine.fade(FIRST_MEMORY)
-        mine.add(features, max(total - base_s, 0.0), 1 / scale**2)
+        mine.add(features, max(total - base_s, 0.0), weight)
         self.coefficients = _fit(self._by_magnitude.values(), self.coefficients)
 
 
 class _Moments:
     """Weighted sums of some samples: of products of features, and of these with the seconds."""
 
-    def __init__(self) -> None:
+    def __init__(self, num_features: int) -> None:
         self.num_samples = 0
-        self.squares = [[0.0] * 3 for _ in range(3)]
-        self.products = [0.0] * 3
+        self.squares = [[0.0] * num_features for _ in range(num_features)]
+        self.products = [0.0] * num_features
 
     def fade(self, memory: float) -> None:
         self.squares = [[memory * one for one in row] for row in self.squares]
@@ -121,6 +106,22 @@ class _Moments:
             self.products[i] += weight * one * seconds
             for j, other in enumerate(features):
                 self.squares[i][j] += weight * one * other
+
+
+def _trusted(seconds: float, expected: float) -> tuple[float, float]:
+    """As many of a sample's seconds as are believed, and its weight, for relative errors.
+
+    ``expected`` is 0 where nothing is known yet.
+    """
+    seconds = max(seconds, SHORTEST_S)
+    if expected <= SHORTEST_S:
+        return seconds, 1 / seconds**2
+    seconds = min(seconds, OUTLIER * expected)
+    return seconds, 1 / min(seconds, expected) ** 2
+
+
+def _dot(one: Sequence[float], other: Sequence[float]) -> float:
+    return sum(a * b for a, b in zip(one, other, strict=True))
 
 
 def _fit(samples: Collection[_Moments], before: Sequence[float]) -> list[float]:
@@ -140,8 +141,8 @@ def _fit(samples: Collection[_Moments], before: Sequence[float]) -> list[float]:
         best = [0.0] * 3
         for chosen in _CHOICES:
             found = _solve(matrix, target, chosen)
-            # Of a solution, so that its square is the half of the rest.
-            loss = -sum(one * other for one, other in zip(found, target, strict=True))
+            # x'Mx - 2x't, where Mx is t for those that are chosen and x is 0 for the others.
+            loss = -_dot(found, target)
             if min(found) >= 0 and loss < least:
                 best, least = found, loss
     return [one * scale for one, scale in zip(best, unit, strict=True)]

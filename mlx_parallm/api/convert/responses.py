@@ -182,24 +182,27 @@ class ResponseAnswer:
 
     def _take(self, event: PromptEvent | TokenEvent) -> list[Event]:
         if self._tokens is None or isinstance(event, PromptEvent):
-            return self._take_piece(event)
+            parts = self._stream.add(event)
+            return self._begin() + self._writer.add(parts, [[] for _ in parts])
         # Whose tokens a part's are is known of each event that the engine told.
-        return [one for piece in event.pieces or (event,) for one in self._take_piece(piece)]
+        pieces = event.pieces or (event,)
+        return [one for piece in pieces for one in self._take_tokens(piece, self._tokens)]
 
-    def _take_piece(self, event: PromptEvent | TokenEvent) -> list[Event]:
+    def _take_tokens(self, event: TokenEvent, tokens: TextTokens) -> list[Event]:
         parts = self._stream.add(event)
-        begun: list[Event] = []
-        if self._status == QUEUED:
-            self._status = IN_PROGRESS
-            begun = [self._lifecycle(IN_PROGRESS)]
-        if self._tokens is None or isinstance(event, PromptEvent):
-            return begun + self._writer.add(parts, [[] for _ in parts])
-        self._tokens.add(event.logprobs)
+        tokens.add(event.logprobs)
         logprobs = [
-            self._tokens.take(part.text) if isinstance(part, ContentText | ReasoningText) else []
+            tokens.take(part.text) if isinstance(part, ContentText | ReasoningText) else []
             for part in parts
         ]
-        return begun + self._writer.add(parts, logprobs)
+        return self._begin() + self._writer.add(parts, logprobs)
+
+    def _begin(self) -> list[Event]:
+        """What tells that a response no longer waits, the first time."""
+        if self._status != QUEUED:
+            return []
+        self._status = IN_PROGRESS
+        return [self._lifecycle(IN_PROGRESS)]
 
     def _end(self, status: str | None = None) -> list[Event]:
         reason = self._stream.samples[0].raw.finish_reason
