@@ -12,8 +12,10 @@ from dataclasses import dataclass, field
 import mlx.core as mx
 import numpy as np
 
+from mlx_parallm.attention.chunk_plan import LongChunk
 from mlx_parallm.attention.held_tables import HeldTables
-from mlx_parallm.attention.kernel_plan import LongChunk, Work, cut_items
+from mlx_parallm.attention.kernel_plan import Work
+from mlx_parallm.attention.key_spans import cut_items, decode_span
 from mlx_parallm.batch import ScheduledSequence
 
 #: Window, heads and threadgroups: what ``KernelPlan.work`` was asked for.
@@ -83,7 +85,8 @@ def _work(
     rows: np.ndarray, ends: np.ndarray, window: int | None, heads: int, threadgroups: int
 ) -> list[np.ndarray]:
     starts = np.zeros_like(ends) if window is None else np.maximum(ends - window, 0)
-    items, firsts, counts = cut_items(rows, rows, starts, ends, heads / threadgroups)
+    span = decode_span(starts, ends, heads / threadgroups)
+    items, firsts, counts = cut_items(rows, rows, starts, ends, span)
     if len(items) == len(rows):
         return [items, np.zeros((0, 2))]
     # No more than a share of the threadgroups and, per row, what is left at both its ends. Items

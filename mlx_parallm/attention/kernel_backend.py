@@ -11,8 +11,8 @@ import mlx.core as mx
 import numpy as np
 
 from mlx_parallm.attention.base import LayerPool, LayerShape, Scores
+from mlx_parallm.attention.chunk_plan import LongChunk
 from mlx_parallm.attention.decode_plan import DecodePlan, DecodeRows, WorkKind
-from mlx_parallm.attention.dense import dense_attention
 from mlx_parallm.attention.held_tables import HeldTables
 from mlx_parallm.attention.kernel_attend import AttendKernels, AttendKind
 from mlx_parallm.attention.kernel_moves import MoveKernels
@@ -108,14 +108,17 @@ class KernelAttention:
         return KernelPlan(sequences, self._block_size, multiple, self._tables, padding=padding)
 
     def prepare(self, shape: LayerShape, heads: int) -> None:
-        """Have what large chunks attend by ready: its first call loads cuDNN, 2 s on an H100."""
+        """Have what large chunks attend by ready: its first use takes 2 s on an H100."""
         if not self._dialect.has_tensor_cores:
             return
-        length = self._tuning.chunk_multiple
-        queries = mx.zeros((1, heads, length, shape.key_dim), shape.dtype)
-        keys = mx.zeros((1, shape.num_kv_heads, 2 * length, shape.key_dim), shape.dtype)
-        values = mx.zeros((1, shape.num_kv_heads, 2 * length, shape.value_dim), shape.dtype)
-        mx.eval(dense_attention(queries, keys, values, scale=1.0, mask="causal", sinks=None))
+        multiple = self._tuning.chunk_multiple
+        blocks = -(-2 * multiple // self._block_size)
+        pool = self.new_pool(shape, blocks)
+        # One that is padded on both sides.
+        one = LongChunk(0, multiple // 2, multiple + 1, tuple(range(blocks)), multiple)
+        queries = mx.zeros((one.length, heads, 1, shape.key_dim), shape.dtype)
+        keys, values = self.gather(pool, one.table)
+        mx.eval(attend_chunk(one, queries, keys, values, Scores(scale=1.0)))
 
     def decode_kinds(self, plan: KernelPlan) -> tuple[WorkKind, ...]:
         """See ``CompilableAttention.decode_kinds``."""

@@ -13,20 +13,20 @@ from dataclasses import dataclass
 import mlx.core as mx
 
 from mlx_parallm.attention.base import Scores
+from mlx_parallm.attention.chunk_plan import ChunkWork, LongChunk
 from mlx_parallm.attention.dense import dense_attention
 from mlx_parallm.attention.kernel_attend import score_constants
-from mlx_parallm.attention.kernel_plan import ChunkWork, KernelPlan, LongChunk
+from mlx_parallm.attention.kernel_plan import KernelPlan
 from mlx_parallm.attention.kernel_pool import VECTOR, WARP, KernelPool, PoolLayout
+from mlx_parallm.attention.key_spans import TILE
 from mlx_parallm.kernels.build import Constant, KernelBuilder, KernelSpec
 from mlx_parallm.kernels.dialect import Kernel
 
 # Of a threadgroup; each takes 16 rows of queries.
-WARPS = 4
+WARPS = 8
 ROWS = WARPS * 16
-# Keys of a tile in shared memory.
-KEYS = 64
-# Two for each of an H100's 132 processors, as many as fit.
-THREADGROUPS = 264
+# One for each of an H100's 132 processors, as many as fit.
+THREADGROUPS = 132
 MAX_DIM = 128
 
 # Puts parts together: its inputs and the shape of its output.
@@ -62,6 +62,8 @@ class PrefillKind:
             # Neighbouring lanes take neighbouring columns of 8.
             and shape.value_dim % (2 * VECTOR) == 0
             and self.share <= ROWS
+            # The largest product is the largest score.
+            and self.scale > 0
         )
 
 
@@ -79,7 +81,7 @@ class PrefillKernels:
     ) -> mx.array:
         """Attention of the plan's first long chunks, ``[rows, H, 1, V]`` in their order."""
         kind, shape = self._kind, self._kind.layout.shape
-        wanted = THREADGROUPS // shape.num_kv_heads
+        wanted = max(1, THREADGROUPS // shape.num_kv_heads)
         work = plan.chunk_work(ROWS // kind.share, count, scores.window, wanted)
         inputs = [queries, work.items, work.tables, pool.token, *pool.pools()]
         sinks = [] if scores.sinks is None else [scores.sinks]
@@ -124,7 +126,7 @@ class PrefillKernels:
             "HEADS": kind.heads,
             "SHARE": kind.share,
             "WARPS": WARPS,
-            "KEYS": KEYS,
+            "KEYS": TILE,
             "WINDOW": kind.window or 0,
             "SPLIT": is_split,
             "SINKS": kind.has_sinks,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -15,14 +16,17 @@ from mlx_parallm.batch import ScheduledSequence
 SHAPE = LayerShape(num_kv_heads=2, key_dim=64, value_dim=64, dtype=mx.float32)
 HEADS = 4
 WINDOW = 5
-#: Three sequences with blocks out of order, so that a wrong block table shows.
-TABLES = ((7, 2, 5, 9, 8, 10), (1, 6), (4, 3, 0))
-#: Per step and sequence: position of the first token, number of tokens. The second step decodes two
-#: rows beside a prefill chunk; in the last, a chunk follows so many keys that kernels cut them.
+#: Tokens that the last sequence has from the beginning: so many that kernels cut a chunk's keys.
+WRITTEN = 1600
+#: Sequences with blocks out of order, so that a wrong block table shows.
+TABLES = ((7, 2, 5, 9, 8, 10), (1, 6), (4, 3, 0), tuple(range(112, 10, -1)))
+#: Per step and sequence: position of the first token, number of tokens. The second and third decode
+#: two rows beside a prefill chunk.
 STEPS = (
     ((0, 0, 70), (1, 0, 9)),
     ((0, 70, 1), (1, 9, 1), (2, 0, 20)),
     ((1, 10, 1), (2, 20, 1), (0, 71, 18)),
+    ((3, WRITTEN, 18),),
 )
 #: Blocks in the tables hold this many tokens; smaller ones are made by cutting these.
 BLOCK_SIZE = 16
@@ -54,8 +58,10 @@ def attention_error(
         (WINDOW, None),
         (None, (mx.arange(heads) * 0.5).astype(shape.dtype)),
     ):
-        errors.append(_run_case(backend, shape, heads, tables, window, sinks))
-    return max(errors)
+        trial = _Trial(backend, shape, tables)
+        trial.write(((len(tables) - 1, 0, WRITTEN),))
+        errors += [trial.error(step, heads, window, sinks) for step in STEPS]
+    return float(np.max(errors))
 
 
 def misread_share(
@@ -94,48 +100,69 @@ def _cut(table: Sequence[int], block_size: int) -> tuple[int, ...]:
     return tuple(block * parts + part for block in table for part in range(parts))
 
 
-def _run_case(
-    backend: AttentionBackend,
-    shape: LayerShape,
-    heads: int,
-    tables: Sequence[tuple[int, ...]],
-    window: int | None,
-    sinks: mx.array | None,
-) -> float:
-    source, quantisation = np.random.default_rng(0), backend.quantisation
-    kv_heads, dtype, scale = shape.num_kv_heads, shape.dtype, shape.key_dim**-0.5
-    pool = backend.new_pool(shape, 1 + max(max(table) for table in tables))
-    keys = [np.zeros((0, kv_heads, shape.key_dim), np.float32) for _ in tables]
-    values = [np.zeros((0, kv_heads, shape.value_dim), np.float32) for _ in tables]
-    error = 0.0
-    for step in STEPS:
+_Step = Sequence[tuple[int, int, int]]
+
+
+class _Trial:
+    """A pool, and what was written to it, as float32 arrays."""
+
+    def __init__(
+        self, backend: AttentionBackend, shape: LayerShape, tables: Sequence[tuple[int, ...]]
+    ) -> None:
+        self._source = np.random.default_rng(0)
+        self._backend, self._shape, self._tables = backend, shape, tables
+        self._pool = backend.new_pool(shape, 1 + max(max(table) for table in tables))
+        dims = (shape.key_dim, shape.value_dim)
+        self._written = [
+            [np.zeros((0, shape.num_kv_heads, dim), np.float32) for dim in dims] for _ in tables
+        ]
+
+    def write(self, step: _Step) -> Any:
+        """Write a step's keys and values; gives its plan."""
+        backend, shape, one = self._backend, self._shape, self._backend.quantisation
         total = sum(count for _, _, count in step)
-        query = _normal(source, dtype, total, heads, shape.key_dim)
-        key = _normal(source, dtype, total, kv_heads, shape.key_dim)
-        value = _normal(source, dtype, total, kv_heads, shape.value_dim)
-        if quantisation is not None:
-            key, value = (
-                _rounded(quantised(one, quantisation, decided=True), dtype) for one in (key, value)
-            )
-        plan = backend.plan(_sequences(step, tables))
-        rows = [mx.array(one)[:, :, None].astype(dtype) for one in (query, key, value)]
-        backend.write(pool, plan, rows[1], rows[2])
-        output = backend.attend(pool, plan, rows[0], scale=scale, window=window, sinks=sinks)
-        mx.eval(output, pool.arrays())
-        found = np.array(output.astype(mx.float32))[:, :, 0]
-        if quantisation is not None:
-            key, value = (quantised(one, quantisation) for one in (key, value))
+        rows = [
+            _normal(self._source, shape.dtype, total, shape.num_kv_heads, dim)
+            for dim in (shape.key_dim, shape.value_dim)
+        ]
+        if one is not None:
+            rows = [_rounded(quantised(each, one, decided=True), shape.dtype) for each in rows]
+        plan = backend.plan(_sequences(step, self._tables))
+        keys, values = (mx.array(each)[:, :, None].astype(shape.dtype) for each in rows)
+        backend.write(self._pool, plan, keys, values)
+        mx.eval(self._pool.arrays())
+        if one is not None:
+            rows = [quantised(each, one) for each in rows]
         row = 0
         for sequence, _, count in step:
-            part = slice(row, row + count)
-            keys[sequence] = np.concatenate([keys[sequence], key[part]])
-            values[sequence] = np.concatenate([values[sequence], value[part]])
-            wanted = dense_attention(
-                query[part], keys[sequence], values[sequence], scale, window, sinks
-            )
-            error = max(error, float(np.abs(found[part] - wanted).max()))
+            written = self._written[sequence]
+            written[:] = [
+                np.concatenate([before, each[row : row + count]])
+                for before, each in zip(written, rows, strict=True)
+            ]
             row += count
-    return error
+        return plan
+
+    def error(self, step: _Step, heads: int, window: int | None, sinks: mx.array | None) -> float:
+        """Write and attend; the largest difference from what is right."""
+        shape = self._shape
+        total, scale = sum(count for _, _, count in step), shape.key_dim**-0.5
+        queries = _normal(self._source, shape.dtype, total, heads, shape.key_dim)
+        plan = self.write(step)
+        rows = mx.array(queries)[:, :, None].astype(shape.dtype)
+        output = self._backend.attend(
+            self._pool, plan, rows, scale=scale, window=window, sinks=sinks
+        )
+        found = np.array(output.astype(mx.float32))[:, :, 0]
+        row, worst = 0, 0.0
+        for sequence, _, count in step:
+            part = slice(row, row + count)
+            keys, values = self._written[sequence]
+            wanted = dense_attention(queries[part], keys, values, scale, window, sinks)
+            # Not max(), which would forget NaN.
+            worst = np.maximum(worst, np.abs(found[part] - wanted).max())
+            row += count
+        return float(worst)
 
 
 def _normal(source: np.random.Generator, dtype: mx.Dtype, *shape: int) -> np.ndarray:
@@ -181,7 +208,8 @@ def dense_attention(
     length, heads, _ = queries.shape
     total = len(keys)
     groups = heads // keys.shape[1]
-    scores = np.einsum("lhd,shd->hls", queries, keys.repeat(groups, axis=1)) * scale
+    by_head = keys.repeat(groups, axis=1).transpose(1, 2, 0)
+    scores = queries.swapaxes(0, 1) @ by_head * scale
     position = np.arange(total - length, total)[:, None]
     column = np.arange(total)
     seen = column <= position
@@ -195,7 +223,8 @@ def dense_attention(
         scores = np.concatenate([scores, extra], axis=-1)
     weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
     weights /= weights.sum(axis=-1, keepdims=True)
-    return np.einsum("hls,shd->lhd", weights[..., :total], values.repeat(groups, axis=1))
+    summed = weights[..., :total] @ values.repeat(groups, axis=1).swapaxes(0, 1)
+    return summed.swapaxes(0, 1)
 
 
 def _sequences(

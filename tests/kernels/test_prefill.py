@@ -33,7 +33,6 @@ CASES = (
     # Rows of one token do not divide a threadgroup's.
     Case(sequences=((3, 23),), heads=6, kv_heads=2, **BFLOAT),
     Case(sequences=((90, 16),), heads=2, kv_heads=2, window=21, sinks=True, **BFLOAT),
-    # Keys are cut, and their parts merged.
     Case(sequences=((300, 17), (2, 1), (0, 33)), sinks=True, **BFLOAT),
     Case(sequences=((300, 40),), window=200, **BFLOAT),
     Case(sequences=((20, 30),), soft_cap=2.0, block_size=8, **BFLOAT),
@@ -56,11 +55,31 @@ def scheduled(rows: Sequence[tuple[int, int]]) -> list[ScheduledSequence]:
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_chunks_are_right_in_every_order(case: Case) -> None:
+    assert splits(case) == {0}
+
+
+@pytest.mark.parametrize(
+    "case", [case for case in CASES if case.sequences[0][0] > 64 and case.window != 21], ids=str
+)
+def test_keys_are_cut_and_their_parts_merged(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mlx_parallm.attention.key_spans.ITEM_KEYS", 0)
+    monkeypatch.setattr("mlx_parallm.attention.key_spans.MERGE_KEYS", 0)
+    assert splits(case) == {1}
+
+
+def splits(case: Case) -> set[int]:
+    """Which of the two kernels a case ran, rightly."""
     require_compiler()
-    shim, used = TensorShim(), []
-    shim.mutate = lambda name, body: used.append(name) or body
+    shim, found = TensorShim(), set()
+
+    def look(name: str, body: str) -> str:
+        if name.startswith("paged_prefill_"):
+            found.add(int("#define SPLIT 1" in body))
+        return body
+
+    shim.mutate = look
     assert is_right(shim, case)
-    assert any("prefill" in name for name in used)
+    return found
 
 
 class PaddedAttention(KernelAttention):
@@ -101,7 +120,7 @@ def test_large_chunks_are_padded_for_stock_attention(window: int | None) -> None
     sequences = ((0, 20), (70, 40), (130, 16), (9, 1))
     case = Case(sequences=sequences, window=window, **BFLOAT)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("mlx_parallm.attention.kernel_plan.LARGE_WORK", 1000)
+        patch.setattr("mlx_parallm.attention.chunk_plan.LARGE_WORK", 1000)
         assert is_right(shim, case)
         plan = KernelPlan(scheduled(sequences), 16, shim.tuning.chunk_multiple)
     assert [chunk.start for chunk in plan.chunks] == [0, 70, 130]
@@ -112,7 +131,7 @@ def test_large_chunks_are_padded_for_stock_attention(window: int | None) -> None
     ]
 
 
-@pytest.mark.parametrize("nth", range(4))
+@pytest.mark.parametrize("nth", range(5))
 def test_no_barrier_or_shuffle_can_be_left_out(nth: int, monkeypatch: pytest.MonkeyPatch) -> None:
     require_compiler()
     # Several tiles an item.
@@ -120,7 +139,36 @@ def test_no_barrier_or_shuffle_can_be_left_out(nth: int, monkeypatch: pytest.Mon
     shim = TensorShim()
     mutated = leave_out(shim, "paged_prefill_", "cuda", nth)
     assert not is_right(shim, Case(sequences=((150, 20),), **BFLOAT))
-    assert {len(re.findall(SYNCHRONISATION["cuda"], body)) for body in mutated} == {4}
+    assert {len(re.findall(SYNCHRONISATION["cuda"], body)) for body in mutated} == {5}
+
+
+@pytest.mark.parametrize(
+    "mistake",
+    [
+        ("await_fetches<0>();", ""),
+        ("await_fetches<1>();", ""),
+        ("await_fetches<1>();", "await_fetches<2>();"),
+        ("} else {\nclose_fetches();", "} else {"),
+        ("min(tile + i, end - 1)", "tile + i"),
+        ("part * 8 < size", "true"),
+        ("tile + KEYS > all_to", "false"),
+        ("tile < all_from", "false"),
+    ],
+    ids=str,
+)
+def test_no_wait_or_mask_can_be_left_out(mistake: tuple[str, str]) -> None:
+    require_compiler()
+    shim = TensorShim()
+
+    def mutate(name: str, body: str) -> str:
+        if not name.startswith("paged_prefill_"):
+            return body
+        assert mistake[0] in body
+        return body.replace(*mistake)
+
+    shim.mutate = mutate
+    case = Case(sequences=((150, 20),), window=70, key_dim=40, value_dim=48, **BFLOAT)
+    assert not is_right(shim, case)
 
 
 @given(

@@ -59,6 +59,7 @@ static int num_threads;
 static int num_done;
 static int at_barrier;
 static int failure;
+static Order running;
 static void (*thread_body)(int);
 
 __attribute__((noinline)) static void pause() {
@@ -177,6 +178,7 @@ static void forget_shared() {}
 static void run_threadgroup(int threads, Order order) {
   forget_shared();
   num_threads = threads;
+  running = order;
   num_done = at_barrier = 0;
   for (int i = 0; i * WARP < threads; i++) {
     make_ready(i);

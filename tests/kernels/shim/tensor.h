@@ -1,4 +1,5 @@
-// In place of tensor_cores/tensor.cu: products of 16 rows by 8, by shuffles.
+// In place of tensor_cores/tensor.cu: products of 16 rows by 8, by shuffles, and fetches that come
+// at once or as late as they may.
 #pragma once
 
 struct alignas(16) Piece {
@@ -47,4 +48,58 @@ unsigned packed(float low, float high, T) {
   unsigned word;
   memcpy(&word, both, 4);
   return word;
+}
+
+inline float power(float x) { return exp2f(x); }
+
+struct Fetch {
+  Piece* to;
+  Piece piece;
+};
+struct Fetches {
+  Fetch at[256];
+  int count, groups;
+  int ends[16];
+};
+static Fetches fetches[shim::MAX_THREADS];
+
+inline void fetch(Piece* to, const Piece* from, bool exists) {
+  Fetches& mine = fetches[shim::current];
+  const Fetch one = {to, exists ? *from : Piece{}};
+  if (shim::running == shim::ASCENDING) {
+    *to = one.piece;
+  } else {
+    mine.at[mine.count++] = one;
+  }
+}
+
+inline void close_fetches() {
+  Fetches& mine = fetches[shim::current];
+  mine.ends[mine.groups++] = mine.count;
+}
+
+template <int N>
+void await_fetches() {
+  Fetches& mine = fetches[shim::current];
+  if (mine.groups <= N) return;
+  const int groups = mine.groups - N, done = mine.ends[groups - 1];
+  for (int i = 0; i < done; i++) *mine.at[i].to = mine.at[i].piece;
+  for (int i = done; i < mine.count; i++) mine.at[i - done] = mine.at[i];
+  for (int i = groups; i < mine.groups; i++) mine.ends[i - groups] = mine.ends[i] - done;
+  mine.count -= done;
+  mine.groups = N;
+}
+
+// Which lane has which rows and columns is PTX's ldmatrix with .trans.
+inline void load_columns(unsigned* to, const Piece* row) {
+  const int me = shim::current % 32;
+  const Piece* rows[32];
+  for (int far = 0; far < 32; far++) rows[me ^ far] = shim::shuffle_xor(row, far, __LINE__);
+  for (int i = 0; i < 4; i++) {
+    to[i] = 0;
+    for (int k = 0; k < 2; k++) {
+      const unsigned word = rows[i * 8 + me % 4 * 2 + k]->at[me / 4 / 2];
+      to[i] |= (word >> me / 4 % 2 * 16 & 0xffff) << k * 16;
+    }
+  }
 }

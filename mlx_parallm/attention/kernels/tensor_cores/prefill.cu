@@ -1,12 +1,13 @@
 // One threadgroup: an item, some tokens of a chunk and a range of their keys, with the SHARE query
 // heads of one KV head, as rows of 16 for each warp. Keys and values come by tiles of KEYS through
-// shared memory, and softmax runs along (FlashAttention-2, arXiv:2307.08691). A lane has two rows of
-// its warp's 16, and of a row every fourth pair of columns.
+// shared memory, while others are computed with, and softmax runs along (FlashAttention-2,
+// arXiv:2307.08691). A lane has two rows of its warp's 16, and of a row every fourth pair of columns.
 constexpr int CHUNKS = (D + 31) / 32;    // of a query or key, 32 numbers each
 constexpr int KEY_ROW = CHUNKS * 4 + 4;  // of a key in shared memory: lanes meet in no bank
-constexpr int VALUE_ROW = KEYS / 2 + 4;  // of a column of values, in pairs of keys
 constexpr int COLUMNS = V / 8;
+constexpr int VALUE_ROW = COLUMNS + 1;  // the same of a value
 constexpr int THREADS = WARPS * 32;
+constexpr float EXPONENT = SOFT_CAP ? CAP_SCALE : QUERY_SCALE;
 const int thread_index = threadIdx.x;
 const int lane = thread_index % 32;
 const int warp = thread_index / 32;
@@ -21,8 +22,31 @@ const int table = items[item * 8 + 3] * tables_shape[1];
 const int begin = items[item * 8 + 4];
 const int end = items[item * 8 + 5];
 const int num_rows = num_tokens * SHARE;
+__shared__ Piece tile_keys[KEYS][KEY_ROW];
+__shared__ Piece tile_values[KEYS][VALUE_ROW];
 
-// 1. The lane's two rows: their last key, and their numbers, the same ones of each key's chunks.
+// 1. How a tile comes. Beyond the item's keys its last one stands, or its first: what nobody sees is
+// never read, as it may hold another sequence's infinities.
+const auto fetch_tile = [&](Piece* to, int row, const T* pool, int size, int width, int tile) {
+#pragma unroll
+  for (int j = 0; j < KEYS * width; j += THREADS) {
+    const int i = (j + thread_index) / width;
+    const int part = (j + thread_index) % width;
+    const int key = max(begin, min(tile + i, end - 1));
+    const Place block = tables[table + key / BLOCK_SIZE];
+    const Place from = (block * KV_HEADS + kv_head) * BLOCK_SIZE + key % BLOCK_SIZE;
+    if (i < KEYS) {
+      fetch(&to[i * row + part], (const Piece*)(pool + from * size) + part, part * 8 < size);
+    }
+  }
+  close_fetches();
+};
+const auto fetch_keys = [&](int tile) {
+  fetch_tile(tile_keys[0], KEY_ROW, key_pool, D, CHUNKS * 4, tile);
+};
+fetch_keys(begin / KEYS * KEYS);
+
+// 2. The lane's two rows: their last key, and their numbers, the same ones of each key's chunks.
 int seen[2];
 Piece queries_of[2][CHUNKS];
 #pragma unroll
@@ -39,51 +63,19 @@ for (int h = 0; h < 2; h++) {
     queries_of[h][c] = piece;
   }
 }
+// What all rows see, without looking at each.
+const int all_from = WINDOW ? max(begin, position + num_tokens - WINDOW) : begin;
+const int all_to = min(end, position + 1);
 
-__shared__ Piece tile_keys[KEYS][KEY_ROW];
-__shared__ unsigned tile_values[V][VALUE_ROW];
 float most[2] = {LEAST, LEAST};
 float total[2] = {0.0f, 0.0f};
 float sums[COLUMNS][4] = {};
 
 for (int tile = begin / KEYS * KEYS; tile < end; tile += KEYS) {
-  // 2. The tile. What nobody sees is never read, as it may hold another sequence's infinities.
+  // 3. Scores: rows by 8 keys at a time. All warps are done with the last tile's values.
+  await_fetches<0>();
   __syncthreads();
-  for (int i = thread_index; i < KEYS * CHUNKS * 4; i += THREADS) {
-    const int key = i / (CHUNKS * 4);
-    const int part = i % (CHUNKS * 4);
-    Piece piece = {};
-    if (tile + key >= begin && tile + key < end && part * 8 < D) {
-      const Place block = tables[table + (tile + key) / BLOCK_SIZE];
-      const Place row = (block * KV_HEADS + kv_head) * BLOCK_SIZE + (tile + key) % BLOCK_SIZE;
-      piece = *(const Piece*)(key_pool + row * D + part * 8);
-    }
-    tile_keys[key][part] = piece;
-  }
-  for (int i = thread_index; i < KEYS / 2 * COLUMNS; i += THREADS) {
-    // Neighbouring lanes read neighbouring columns and write to other banks.
-    const int pair = i / 2 % (KEYS / 2);
-    const int column = i / KEYS * 2 + i % 2;
-    Piece both[2] = {};
-#pragma unroll
-    for (int k = 0; k < 2; k++) {
-      const int key = tile + pair * 2 + k;
-      if (key >= begin && key < end) {
-        const Place block = tables[table + key / BLOCK_SIZE];
-        const Place row = (block * KV_HEADS + kv_head) * BLOCK_SIZE + key % BLOCK_SIZE;
-        both[k] = *(const Piece*)(value_pool + row * V + column * 8);
-      }
-    }
-#pragma unroll
-    for (int d = 0; d < 8; d++) {
-      const unsigned low = both[0].at[d / 2] >> d % 2 * 16 & 0xffff;
-      const unsigned high = both[1].at[d / 2] >> d % 2 * 16 << 16;
-      tile_values[column * 8 + d][pair] = high | low;
-    }
-  }
-  __syncthreads();
-
-  // 3. Scores: rows by 8 keys at a time.
+  fetch_tile(tile_values[0], VALUE_ROW, value_pool, V, COLUMNS, tile);
   float scores[KEYS / 8][4] = {};
 #pragma unroll
   for (int n = 0; n < KEYS / 8; n++) {
@@ -94,34 +86,55 @@ for (int tile = begin / KEYS * KEYS; tile < end; tile += KEYS) {
       multiply(scores[n], queries_of[0][c].at + 2, queries_of[1][c].at + 2, piece.at + 2, T(0.0f));
     }
   }
+  __syncthreads();
+  if (tile + KEYS < end) {
+    fetch_keys(tile + KEYS);
+  } else {
+    close_fetches();
+  }
 
   // 4. Softmax. A row's columns are with four lanes.
+#if SOFT_CAP
+#pragma unroll
+  for (int n = 0; n < KEYS / 8; n++) {
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+      scores[n][i] = tanhf(scores[n][i] * QUERY_SCALE);
+    }
+  }
+#endif
+  if (tile < all_from || tile + KEYS > all_to) {
+#pragma unroll
+    for (int n = 0; n < KEYS / 8; n++) {
+#pragma unroll
+      for (int i = 0; i < 4; i++) {
+        const int key = tile + n * 8 + at * 2 + i % 2;
+        bool is_seen = key >= begin && key < end && key <= seen[i / 2];
+#if WINDOW
+        is_seen = is_seen && key > seen[i / 2] - WINDOW;
+#endif
+        scores[n][i] = is_seen ? scores[n][i] : UNSEEN;
+      }
+    }
+  }
   float larger[2] = {most[0], most[1]};
 #pragma unroll
   for (int n = 0; n < KEYS / 8; n++) {
 #pragma unroll
     for (int i = 0; i < 4; i++) {
-      const int key = tile + n * 8 + at * 2 + i % 2;
-      float score = scores[n][i] * QUERY_SCALE;
-#if SOFT_CAP
-      score = tanhf(score) * CAP_SCALE;
-#endif
-      bool is_seen = key >= begin && key < end && key <= seen[i / 2];
-#if WINDOW
-      is_seen = is_seen && key > seen[i / 2] - WINDOW;
-#endif
-      scores[n][i] = is_seen ? score : UNSEEN;
       larger[i / 2] = fmaxf(larger[i / 2], scores[n][i]);
     }
   }
+  float shift[2];
 #pragma unroll
   for (int h = 0; h < 2; h++) {
 #pragma unroll
     for (int far = 1; far < 4; far *= 2) {
       larger[h] = fmaxf(larger[h], __shfl_xor_sync(0xffffffff, larger[h], far));
     }
-    const float keep = exp2f(most[h] - larger[h]);
+    const float keep = power((most[h] - larger[h]) * EXPONENT);
     most[h] = larger[h];
+    shift[h] = larger[h] * EXPONENT;
     total[h] *= keep;
 #pragma unroll
     for (int n = 0; n < COLUMNS; n++) {
@@ -133,12 +146,15 @@ for (int tile = begin / KEYS * KEYS; tile < end; tile += KEYS) {
   for (int n = 0; n < KEYS / 8; n++) {
 #pragma unroll
     for (int i = 0; i < 4; i++) {
-      scores[n][i] = exp2f(scores[n][i] - most[i / 2]);
+      scores[n][i] = power(scores[n][i] * EXPONENT - shift[i / 2]);
       total[i / 2] += scores[n][i];
     }
   }
 
-  // 5. Values, 16 keys at a time: a lane's weights are where the tensor cores want them.
+  // 5. Values, 16 keys and 16 columns at a time: a lane's weights are where the tensor cores want
+  // them.
+  await_fetches<1>();
+  __syncthreads();
 #pragma unroll
   for (int k = 0; k < KEYS / 16; k++) {
     const unsigned upper[2] = {
@@ -148,10 +164,11 @@ for (int tile = begin / KEYS * KEYS; tile < end; tile += KEYS) {
         packed(scores[2 * k][2], scores[2 * k][3], T(0.0f)),
         packed(scores[2 * k + 1][2], scores[2 * k + 1][3], T(0.0f))};
 #pragma unroll
-    for (int n = 0; n < COLUMNS; n++) {
-      const unsigned* column = &tile_values[n * 8 + quad][k * 8 + at];
-      const unsigned theirs[2] = {column[0], column[4]};
+    for (int n = 0; n < COLUMNS; n += 2) {
+      unsigned theirs[4];
+      load_columns(theirs, &tile_values[k * 16 + lane % 16][n + lane / 16]);
       multiply(sums[n], upper, lower, theirs, T(0.0f));
+      multiply(sums[n + 1], upper, lower, theirs + 2, T(0.0f));
     }
   }
 }
@@ -176,15 +193,15 @@ for (int h = 0; h < 2; h++) {
       part_sums[to * V + n * 8 + at * 2 + 1] = sums[n][h * 2 + 1];
     }
     if (at == 0) {
-      part_stats[to * 2] = most[h];
+      part_stats[to * 2] = most[h] * EXPONENT;
       part_stats[to * 2 + 1] = total[h];
     }
 #else
     float share = 1.0f / total[h];
 #if SINKS
     const float sink = float(sinks[head]) * LOG2_E;
-    const float larger = fmaxf(most[h], sink);
-    const float keep = exp2f(most[h] - larger);
+    const float larger = fmaxf(most[h] * EXPONENT, sink);
+    const float keep = exp2f(most[h] * EXPONENT - larger);
     share = keep / (total[h] * keep + exp2f(sink - larger));
 #endif
     const Place to = ((Place)(items[item * 8 + 6] + row / SHARE) * HEADS + head) * V;

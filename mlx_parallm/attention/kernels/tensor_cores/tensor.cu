@@ -38,3 +38,36 @@ inline unsigned packed(float low, float high, __half) {
   const __half2 both = __floats2half2_rn(low, high);
   return *(const unsigned*)&both;
 }
+
+// 2 to the power of x; results and numbers too small to be normal are 0.
+inline float power(float x) {
+  float result;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x));
+  return result;
+}
+
+// Has a piece come to shared memory while the thread goes on (PTX ISA, cp.async); zeros if there is
+// none, and then nothing is read.
+inline void fetch(Piece* to, const Piece* from, bool exists) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(
+                   (unsigned)__cvta_generic_to_shared(to)),
+               "l"(from), "r"(exists ? 16 : 0)
+               : "memory");
+}
+
+// The thread's fetches since the last call are a group.
+inline void close_fetches() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+
+// Waits for all of the thread's groups but the last N.
+template <int N>
+inline void await_fetches() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory");
+}
+
+// Four times 8 rows of a piece, the first 8 from lanes 0 to 7 and so on; a lane gets of each two
+// neighbouring rows of one column (PTX ISA, ldmatrix).
+inline void load_columns(unsigned* to, const Piece* row) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
+               : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
+               : "r"((unsigned)__cvta_generic_to_shared(row)));
+}

@@ -1,0 +1,136 @@
+"""Attention of prefill chunks on this GPU: the kernel and stock attention, one layer of 8B shape.
+
+    python -m benchmarks.gpu.prefill_times
+
+Chunks are ``tokens after`` so many that the pool holds. Stock attention's first time is that with a
+shape which the process has not met. Layers are chained as in a model.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+
+import mlx.core as mx
+import numpy as np
+
+from mlx_parallm.attention.base import LayerShape, Scores
+from mlx_parallm.attention.chunk_plan import LongChunk
+from mlx_parallm.attention.kernel_attend import AttendKernels, AttendKind
+from mlx_parallm.attention.kernel_backend import CudaAttention
+from mlx_parallm.attention.kernel_plan import KernelPlan
+from mlx_parallm.attention.kernel_pool import KernelPool
+from mlx_parallm.attention.kernel_prefill import PrefillKernels, PrefillKind, attend_chunk
+from mlx_parallm.attention.kernels import TEXTS
+from mlx_parallm.batch import ScheduledSequence
+from mlx_parallm.kernels.build import KernelBuilder
+from mlx_parallm.kernels.dialect import CudaDialect
+
+BLOCK_SIZE, HEADS, DIM = 16, 32, 128
+SHAPE = LayerShape(num_kv_heads=8, key_dim=DIM, value_dim=DIM, dtype=mx.bfloat16)
+SCORES = Scores(scale=DIM**-0.5)
+#: Prompts, tokens of each, tokens before.
+CHUNKS = (
+    (64, 100, 0),
+    (1, 512, 0),
+    (1, 2048, 0),
+    (1, 128, 5000),
+    (1, 256, 13_000),
+    (1, 448, 13_000),
+    (1, 1024, 8000),
+    (1, 2048, 8000),
+    (1, 4096, 12_000),
+)
+LAYERS, REPEATS = 12, 7
+
+Attention = Callable[[mx.array], mx.array]
+
+
+class Prompts:
+    """Some prompts' chunks in a pool of random numbers."""
+
+    def __init__(self, backend: CudaAttention, count: int, tokens: int, before: int) -> None:
+        blocks = -(-(before + tokens) // BLOCK_SIZE)
+        order = np.random.default_rng(0).permutation(count * blocks).reshape(count, blocks)
+        self._backend = backend
+        self.pool: KernelPool = backend.new_pool(SHAPE, count * blocks)
+        for name in ("keys", "values"):
+            random = mx.random.normal(getattr(self.pool, name).shape).astype(SHAPE.dtype)
+            setattr(self.pool, name, random)
+        self.plan: KernelPlan = backend.plan(
+            [
+                ScheduledSequence(
+                    seq_id=i,
+                    slot=i,
+                    start=before,
+                    token_ids=(1,) * tokens,
+                    block_table=tuple(table),
+                )
+                for i, table in enumerate(order.tolist())
+            ]
+        )
+        self.queries = mx.random.normal((count * tokens, HEADS, 1, DIM)).astype(SHAPE.dtype)
+        self.operations = 4 * count * tokens * (before + tokens / 2) * HEADS * DIM
+        mx.eval(self.pool.arrays(), self.queries)
+
+    def stock(self, queries: mx.array) -> mx.array:
+        """Stock attention of each chunk over its gathered keys and values."""
+        return mx.concatenate([self._alone(chunk, queries) for chunk in self.plan.chunks])
+
+    def _alone(self, chunk: LongChunk, queries: mx.array) -> mx.array:
+        keys, values = self._backend.gather(self.pool, chunk.table)
+        return attend_chunk(chunk, queries, keys, values, SCORES)
+
+    def kernel(self, kernels: PrefillKernels) -> Attention:
+        """The kernel, for all chunks, however large."""
+        count = len(self.plan.chunks)
+        return lambda queries: kernels.run(self.pool, self.plan, count, queries, SCORES)
+
+
+def prefill_kernels(backend: CudaAttention) -> PrefillKernels:
+    """Those of the backend's own kind."""
+    dialect, layout = CudaDialect(), backend.layout(SHAPE)
+    builder = KernelBuilder(dialect, TEXTS, "paged")
+    scale = SCORES.scale
+    merge = AttendKernels(
+        AttendKind(layout, HEADS, scale, soft_cap=None, has_sinks=False, tuning=dialect.tuning),
+        builder,
+    ).merge
+    kind = PrefillKind(layout, HEADS, scale, window=None, soft_cap=None, has_sinks=False)
+    return PrefillKernels(kind, merge, builder)
+
+
+def micros(attend: Attention, queries: mx.array) -> tuple[float, float]:
+    """Of one layer: the least of several times, and the first."""
+    times: list[float] = []
+    for layers in (1, *[LAYERS] * REPEATS):
+        started = time.perf_counter()
+        hidden = queries
+        for _ in range(layers):
+            # The output is the next layer's query, so that layers do not overlap.
+            hidden = attend(hidden)
+        mx.eval(hidden)
+        times.append((time.perf_counter() - started) / layers * 1e6)
+    return min(times[1:]), times[0]
+
+
+def main() -> int:
+    """Print a line a chunk."""
+    backend = CudaAttention(BLOCK_SIZE)
+    kernels = prefill_kernels(backend)
+    for count, tokens, before in CHUNKS:
+        prompts = Prompts(backend, count, tokens, before)
+        kernel, _ = micros(prompts.kernel(kernels), prompts.queries)
+        stock, first = micros(prompts.stock, prompts.queries)
+        speeds = (prompts.operations / one / 1e6 for one in (kernel, stock))
+        print(
+            f"{count:2} x {tokens:4} after {before:5}: kernel {kernel:6.0f} us, stock {stock:6.0f},"
+            f" first {first / 1e3:5.0f} ms; {' and '.join(f'{one:.0f}' for one in speeds)} TFLOP/s",
+            flush=True,
+        )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

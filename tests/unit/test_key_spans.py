@@ -1,0 +1,86 @@
+"""Where the keys of prefill chunks are cut: no threadgroup works long after the others."""
+
+from __future__ import annotations
+
+import heapq
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mlx_parallm.attention.chunk_plan import LongChunk, chunk_work
+from mlx_parallm.attention.kernel_prefill import ROWS, THREADGROUPS
+from mlx_parallm.attention.key_spans import ITEM_KEYS, MERGE_KEYS, TILE, prefill_span
+from mlx_parallm.runner.attention_check import STEPS
+
+#: Of an 8B model's 8 heads of keys.
+SLOTS = 16
+
+
+def keys_until_the_end(lengths: np.ndarray, span: int, threadgroups: int) -> float:
+    """Keys that the last threadgroup to end went through: each takes the longest item left."""
+    whole = [span] * int((lengths // span).sum()) + (lengths % span).tolist()
+    items = sorted((one for one in whole if one), reverse=True)
+    extra = ITEM_KEYS if len(items) > len(lengths) else 0
+    busy = [0.0] * threadgroups
+    for one in items:
+        heapq.heapreplace(busy, busy[0] + one + extra)
+    return max(busy) + (MERGE_KEYS if extra else 0)
+
+
+def pieces(start: int, count: int, tokens: int = 32) -> np.ndarray:
+    """Keys that each piece of a chunk sees."""
+    return start + np.minimum(np.arange(0, count, tokens) + tokens, count)
+
+
+@given(
+    chunks=st.lists(
+        st.tuples(st.integers(0, 20_000), st.integers(16, 2000)), min_size=1, max_size=3
+    ),
+    threadgroups=st.integers(1, 40),
+)
+def test_no_other_division_ends_much_earlier(
+    chunks: list[tuple[int, int]], threadgroups: int
+) -> None:
+    lengths = np.concatenate([pieces(*one) for one in chunks])
+    span = prefill_span(np.zeros_like(lengths), lengths, threadgroups)
+    assert span % TILE == 0
+    found = keys_until_the_end(lengths, span, threadgroups)
+    others = (-(-int(lengths.max()) // (parts * TILE)) * TILE for parts in range(1, 17))
+    assert found <= 1.5 * min(keys_until_the_end(lengths, one, threadgroups) for one in others)
+
+
+@pytest.mark.parametrize(
+    ("start", "count", "parts"),
+    [
+        # A merge takes longer than it saves.
+        (0, 512, 1),
+        (0, 2048, 1),
+        (300, 17, 1),
+        # As many pieces as threadgroups, or many times as many.
+        (13_000, 512, 1),
+        (12_000, 4096, 1),
+        (13_000, 256, 2),
+        (5000, 128, 4),
+        (15_000, 16, 16),
+    ],
+)
+def test_keys_are_cut_where_threadgroups_would_be_idle(start: int, count: int, parts: int) -> None:
+    ends = pieces(start, count)
+    span = prefill_span(np.zeros_like(ends), ends, SLOTS)
+    assert -(-int(ends.max()) // span) == parts
+
+
+@pytest.mark.parametrize(
+    ("kv_heads", "share"),
+    [(kv, share) for kv in (1, 2, 8, 16, 32, 64) for share in (1, 2, 4, 8, 16) if kv * share < 129],
+)
+def test_the_check_at_start_has_a_chunk_whose_keys_are_cut(kv_heads: int, share: int) -> None:
+    chunks = [
+        LongChunk(0, count, start, tuple(range(-(-(start + count) // 16))))
+        for _, start, count in STEPS[-1]
+        if count >= 16
+    ]
+    work = chunk_work(chunks, ROWS // share, None, max(1, THREADGROUPS // kv_heads))
+    assert work.spans is not None
