@@ -31,11 +31,11 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class _Begun:
-    """A step that was submitted, and when its scheduling began."""
+    """A step that was submitted, and how long that took, its scheduling included."""
 
     batch: ScheduledBatch
     step: StepInFlight
-    begin_s: float
+    seconds: float
 
 
 class Engine:
@@ -71,7 +71,6 @@ class Engine:
             if live is not None
             else Policies(model="", users=scheduler, store=NoAdapters(), max_loaded=0)
         )
-        self._last_end_s = 0.0
         self._pace = StepPace()
 
     @property
@@ -184,21 +183,21 @@ class Engine:
     ) -> _Begun | None:
         self._metrics.on_schedule(self._scheduler.take_started(), batch)
         step = self._attempt(batch, lambda: self._runner.submit(batch), updates)
-        return None if step is None else _Begun(batch, step, begin_s)
+        return None if step is None else _Begun(batch, step, self._clock() - begin_s)
 
     def _end(self, begun: _Begun, updates: list[SequenceUpdate]) -> None:
-        batch = begun.batch
+        batch, wait_s = begun.batch, self._clock()
         with self._tracer.span(Phase.WAIT, batch):
             output = self._attempt(batch, begun.step.wait, updates)
-        end_s = self._clock()
+        # Not what the step submitted in between took: where submitting waits for the device, that
+        # is the other's time.
+        seconds = begun.seconds + self._clock() - wait_s
         if output is not None:
             with self._tracer.span(Phase.UPDATE, batch):
-                seconds = end_s - max(begun.begin_s, self._last_end_s)
                 self._scheduler.observe(batch, seconds)
                 if all(len(row.token_ids) < MIN_CHUNK for row in batch.sequences):
                     self._pace.observe(seconds)
                 updates += self._scheduler.update(batch, output)
-        self._last_end_s = end_s
 
     def _attempt(
         self, batch: ScheduledBatch, action: Callable[[], T], updates: list[SequenceUpdate]

@@ -197,7 +197,7 @@ def test_a_context_full_of_output_ends_by_length() -> None:
     assert events[-1].finish_reason is FinishReason.LENGTH
 
 
-def test_a_step_is_timed_from_its_begin_or_the_end_of_the_one_before(runs_ahead: bool) -> None:
+def test_a_step_is_told_what_was_spent_on_it_alone(runs_ahead: bool) -> None:
     now = [0.0]
 
     def spend(seconds: float) -> None:
@@ -207,7 +207,8 @@ def test_a_step_is_timed_from_its_begin_or_the_end_of_the_one_before(runs_ahead:
     runner = FakeRunner(
         spell("hey"),
         info=info,
-        before=lambda batch: spend(1.0),
+        # As where submitting waits for the device.
+        before=lambda batch: spend(100.0 * (batch.step_id + 1)),
         ending=lambda batch: spend(10.0 * (batch.step_id + 1)),
     )
     scheduler = TimedScheduler(info)
@@ -218,11 +219,7 @@ def test_a_step_is_timed_from_its_begin_or_the_end_of_the_one_before(runs_ahead:
     spend(1000.0)
     engine.add(make_request("b", max_tokens=1))
     run(engine)
-    if runs_ahead:
-        # Two submissions before the first end; later steps each have the next one's within.
-        assert scheduler.seconds == [12.0, 21.0, 30.0, 41.0]
-    else:
-        assert scheduler.seconds == [11.0, 21.0, 31.0, 41.0]
+    assert scheduler.seconds == [110.0, 220.0, 330.0, 440.0]
 
 
 class TimedScheduler(Scheduler):
