@@ -61,51 +61,78 @@ class PrefillFit:
     """What prefill adds to a step: a fixed part, and so much for each token and position read.
 
     Samples count by the magnitude of their tokens. A time in which every chunk has the same size
-    tells nothing about others, and must not make forget what steps with those have told.
+    tells nothing about others, and must not make forget what steps with those have told. They are
+    kept with the features of their decode rows: what those take may be learned later.
     """
 
-    def __init__(self) -> None:
-        self.coefficients = [0.0, 0.0, 0.0]
+    def __init__(self, decode: OnlineFit) -> None:
+        self._decode = decode
+        self._coefficients = [0.0, 0.0, 0.0]
+        self._fitted_to: list[float] = []
         self._by_magnitude: dict[int, _Moments] = {}
+
+    @property
+    def coefficients(self) -> list[float]:
+        """Seconds of any prefill, of a token, and of a position read."""
+        if self._fitted_to != self._decode.coefficients and self._by_magnitude:
+            self._fitted_to = list(self._decode.coefficients)
+            before, samples = self._coefficients, self._by_magnitude.values()
+            self._coefficients = _fit(samples, self._fitted_to, before)
+        return self._coefficients
 
     def predict(self, features: Sequence[float]) -> float:
         """Seconds for these features; 0 before the first sample."""
         return _dot(self.coefficients, features)
 
     def learn(
-        self, features: Sequence[float], magnitude: int, seconds: float, base_s: float
+        self, features: Sequence[float], decode: Sequence[float], magnitude: int, seconds: float
     ) -> None:
-        """Take in a step that took ``seconds`` beyond ``base_s``, what its decode rows take."""
-        expected = base_s + self.predict(features) if self._by_magnitude else 0.0
-        total, weight = _trusted(base_s + seconds, expected)
-        mine = self._by_magnitude.setdefault(magnitude, _Moments(len(features)))
+        """Take in a step that took ``seconds``, with the features of its decode rows."""
+        expected = 0.0
+        if self._by_magnitude:
+            expected = self._decode.predict(decode) + self.predict(features)
+        seconds, weight = _trusted(seconds, expected)
+        mine = self._by_magnitude.setdefault(magnitude, _Moments(len(features), len(decode)))
         for moments in self._by_magnitude.values():
             is_known = moments is not mine and moments.num_samples > 1
             moments.fade(OTHERS_MEMORY if is_known else MEMORY)
         if mine.num_samples == 1:
             mine.fade(FIRST_MEMORY)
-        mine.add(features, max(total - base_s, 0.0), weight)
-        self.coefficients = _fit(self._by_magnitude.values(), self.coefficients)
+        mine.add(features, seconds, weight, decode)
+        self._fitted_to = []
 
 
 class _Moments:
-    """Weighted sums of some samples: of products of features, and of these with the seconds."""
+    """Weighted sums of some samples: of products of features, and of these with the seconds.
 
-    def __init__(self, num_features: int) -> None:
+    ``others`` are of features with those of another model, that explains a part of the seconds.
+    """
+
+    def __init__(self, num_features: int, num_others: int = 0) -> None:
         self.num_samples = 0
         self.squares = [[0.0] * num_features for _ in range(num_features)]
+        self.others = [[0.0] * num_others for _ in range(num_features)]
         self.products = [0.0] * num_features
 
     def fade(self, memory: float) -> None:
         self.squares = [[memory * one for one in row] for row in self.squares]
+        self.others = [[memory * one for one in row] for row in self.others]
         self.products = [memory * one for one in self.products]
 
-    def add(self, features: Sequence[float], seconds: float, weight: float) -> None:
+    def add(
+        self,
+        features: Sequence[float],
+        seconds: float,
+        weight: float,
+        others: Sequence[float] = (),
+    ) -> None:
         self.num_samples += 1
         for i, one in enumerate(features):
             self.products[i] += weight * one * seconds
             for j, other in enumerate(features):
                 self.squares[i][j] += weight * one * other
+            for j, other in enumerate(others):
+                self.others[i][j] += weight * one * other
 
 
 def _trusted(seconds: float, expected: float) -> tuple[float, float]:
@@ -124,8 +151,13 @@ def _dot(one: Sequence[float], other: Sequence[float]) -> float:
     return sum(a * b for a, b in zip(one, other, strict=True))
 
 
-def _fit(samples: Collection[_Moments], before: Sequence[float]) -> list[float]:
-    """The coefficients of the least squared error that are not negative."""
+def _fit(
+    samples: Collection[_Moments], known: Sequence[float], before: Sequence[float]
+) -> list[float]:
+    """The coefficients of the least squared error that are not negative.
+
+    ``known`` are those of the other model.
+    """
     squares = [[sum(one.squares[i][j] for one in samples) for j in _ALL] for i in _ALL]
     # In units in which every feature has the same weight.
     unit = [1 / math.sqrt(max(squares[i][i], TINY)) for i in _ALL]
@@ -133,7 +165,7 @@ def _fit(samples: Collection[_Moments], before: Sequence[float]) -> list[float]:
         [squares[i][j] * unit[i] * unit[j] + (INERTIA if i == j else 0.0) for j in _ALL]
         for i in _ALL
     ]
-    products = [sum(one.products[i] for one in samples) for i in _ALL]
+    products = [sum(one.products[i] - _dot(known, one.others[i]) for one in samples) for i in _ALL]
     target = [products[i] * unit[i] + INERTIA * before[i] / unit[i] for i in _ALL]
     best, least = _solve(matrix, target, _ALL), 0.0
     if min(best) < 0:

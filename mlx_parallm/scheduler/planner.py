@@ -72,9 +72,9 @@ class Planner:
             return plan
         for leader in [one for one in plan.num_tokens if one.followers]:
             self._fork_followers(leader, plan)
-        if self.cost is not None and plan.num_tokens:
-            plan.allowance = self._allowance(plan, self.cost)
         prefilling = [one for one in self._running if one.num_remaining > 1]
+        if self.cost is not None and plan.num_tokens and (prefilling or len(self._waiting)):
+            plan.allowance = self._allowance(plan, self.cost)
         num_running = len(self._running)
         chunk = self._chunk(plan, prefilling)
         self._plan_prefill(plan, chunk, prefilling)

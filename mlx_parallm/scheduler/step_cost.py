@@ -12,8 +12,11 @@ from mlx_parallm.scheduler.fits import OnlineFit, PrefillFit
 MIN_CHUNK = 16
 # Prefill tokens of the first step whose cost nobody knows yet.
 FIRST_CHUNK = 64
-# A step's prefill may be this much more than lately: further the model is not trusted.
-GROWTH = 1.5
+# A step's prefill may be this much more than lately: further the model is not trusted. The lesser
+# growth is to the next number of tokens, where lately took nearly as long as it may: a step that
+# takes as long for any prefill until the device has more to do than the host tells nothing of when
+# that is.
+GROWTH, NEAR_GROWTH = 1.5, 1.25
 # What is left of that with each step that had less.
 RECENT_MEMORY = 0.75
 # Prefill tokens of bounded steps, between a power of two and the next: a device that prepares for
@@ -56,23 +59,31 @@ class StepCost:
 
     def __init__(self) -> None:
         self._decode = OnlineFit(3)
-        self._prefill = PrefillFit()
-        self._recent_prefill = 0.0
+        self._prefill = PrefillFit(self._decode)
+        self._recent_prefill = self._recent_s = 0.0
 
-    @property
-    def most_prefill(self) -> int:
-        """Prefill tokens of a step up to which predictions are of any use, by the latest ones."""
-        return max(FIRST_CHUNK, int(GROWTH * self._recent_prefill))
+    def most_prefill(self, bound_s: float) -> int:
+        """Prefill tokens up to which it can be foretold whether a step takes no longer.
+
+        So many times the tokens take at most so many times as long, whatever they cost.
+        """
+        growth = 1.0
+        if self._recent_s <= bound_s:
+            known = bound_s / self._recent_s if self._recent_s else GROWTH
+            growth = min(GROWTH, max(NEAR_GROWTH, known))
+        return max(FIRST_CHUNK, int(growth * self._recent_prefill))
 
     def observe(self, work: StepWork, seconds: float) -> None:
         """A step has ended."""
         if not work.prefill_tokens:
             self._decode.learn(_decode_features(work), seconds)
             return
-        base = self._decode.predict(_decode_features(work))
         magnitude = work.prefill_tokens.bit_length()
-        self._prefill.learn(_prefill_features(work), magnitude, seconds - base, base)
-        self._recent_prefill = max(RECENT_MEMORY * self._recent_prefill, work.prefill_tokens)
+        features = (_prefill_features(work), _decode_features(work))
+        self._prefill.learn(*features, magnitude, seconds)
+        self._recent_prefill *= RECENT_MEMORY
+        if work.prefill_tokens >= self._recent_prefill:
+            self._recent_prefill, self._recent_s = work.prefill_tokens, seconds
 
     def predict(self, work: StepWork) -> float:
         """Seconds that a step will take; 0 for work of a kind that was never seen."""
@@ -90,15 +101,17 @@ class StepCost:
         fixed = self.prefill_s if work.prefill_tokens else 0.0
         return self.predict(work) - self.predict(StepWork.of(())) - fixed
 
-    def chunk_within(self, start: int, seconds: float) -> int:
-        """Tokens of a prompt, from ``start`` on, that cost ``seconds`` beyond ``prefill_s``."""
+    def chunk_within(self, start: int, seconds: float, most: int) -> int:
+        """Tokens of a prompt, from ``start`` on, that cost ``seconds`` beyond ``prefill_s``.
+
+        No more than ``most``.
+        """
         _, per_token, per_position = self._prefill.coefficients
         if seconds <= 0:
             return 0
         # Of count * per_token + count * (start + count / 2) * per_position = seconds.
         slope = per_token + start * per_position
         root = slope + math.sqrt(slope * slope + 2 * per_position * seconds)
-        most = self.most_prefill
         return most if root * most <= 2 * seconds else int(2 * seconds / root)
 
 
@@ -111,9 +124,9 @@ class PrefillAllowance:
 
     def __init__(self, cost: StepCost, decode: StepWork, bound_s: float) -> None:
         self._cost = cost
-        spare = bound_s - cost.predict(decode) - cost.prefill_s
-        self._seconds = max(spare, LEAST_SHARE * min(cost.prefill_s, bound_s))
-        self._tokens = cost.most_prefill
+        least = cost.predict(decode) + cost.prefill_s
+        self._seconds = max(bound_s - least, LEAST_SHARE * min(cost.prefill_s, bound_s))
+        self._tokens = cost.most_prefill(least + self._seconds)
         self._taken = 0
         self._is_fresh = True
 
@@ -122,7 +135,7 @@ class PrefillAllowance:
 
         Those of all prompts together are one of few numbers, unless a prompt ends.
         """
-        most = min(self._tokens, self._cost.chunk_within(start, self._seconds))
+        most = self._cost.chunk_within(start, self._seconds, self._tokens)
         most = _coarse(self._taken + most) - self._taken
         if self._is_fresh:
             return max(most, MIN_CHUNK)
