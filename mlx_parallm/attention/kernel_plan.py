@@ -117,7 +117,8 @@ class KernelPlan:
     ) -> ChunkWork:
         """The first ``count`` long chunks in pieces of so many tokens; made once per step.
 
-        Keys within ``window`` are cut so that there is an item for each of ``threadgroups``.
+        Keys within ``window`` are cut where so few pieces would leave some of ``threadgroups``
+        without work; see ``prefill_span``.
         """
         key = (tokens, count, window, threadgroups)
         if key not in self._chunk_work:

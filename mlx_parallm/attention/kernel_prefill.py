@@ -1,8 +1,8 @@
 """Long prefill chunks: a kernel for tensor cores, or stock attention over gathered keys and values.
 
-MLX's own attention on CUDA compiles a cuDNN graph for every new pair of lengths, 40 ms each, and is
-several times as fast as the kernel where there is much to do; the kernel takes any lengths, and all
-chunks at once (``docs/decisions/012-prefill-on-tensor-cores.md``).
+MLX's own attention on CUDA compiles a cuDNN graph for every new pair of lengths, 50 to 80 ms each,
+and is about twice as fast as the kernel where there is much to do; the kernel takes any lengths,
+and all chunks at once (``docs/decisions/012-prefill-on-tensor-cores.md``).
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ MIN_SPAN = 64
 TILE = 64
 # Parts of the keys of a piece of a prefill chunk, if they are cut.
 DIVISIONS = (2, 3, 4, 6, 8, 12, 16)
-# They are not if there are so many pieces for each threadgroup that it has company to the end.
+# They are not if each threadgroup has so many pieces that all end at about the same time.
 FULL_TURNS = 4
 # Keys that take the prefill kernel as long as merging takes: of each item's part, and having to.
 ITEM_KEYS, MERGE_KEYS = 256, 512
@@ -42,12 +42,12 @@ def prefill_span(starts: np.ndarray, ends: np.ndarray, threadgroups: int) -> int
     longest, share = int(lengths[0]), float(lengths.sum()) / threadgroups
     # Not cut anywhere.
     best, least = -(-int(ends.max()) // TILE) * TILE, float(longest)
-    if len(lengths) >= FULL_TURNS * threadgroups:
+    if len(lengths) >= FULL_TURNS * threadgroups and longest <= share:
         return best
     if len(lengths) > threadgroups:
         # Each takes every so-manyth; or the last turn's begin when those before have ended.
         in_turn = float(lengths[::threadgroups].sum())
-        least = min(in_turn, share + float(lengths[-threadgroups]))
+        least = min(in_turn, max(float(longest), share + float(lengths[-threadgroups])))
     for parts in DIVISIONS:
         span = -(-longest // (parts * TILE)) * TILE
         turns = float((-(-lengths // span)).sum()) / threadgroups

@@ -31,7 +31,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class _Begun:
-    """A step that was submitted, and how long that took, its scheduling included."""
+    """A step that was submitted, and the time since the end of the one before, or its begin."""
 
     batch: ScheduledBatch
     step: StepInFlight
@@ -72,6 +72,8 @@ class Engine:
             else Policies(model="", users=scheduler, store=NoAdapters(), max_loaded=0)
         )
         self._pace = StepPace()
+        # Until when time has been told of as some step's.
+        self._counted_s = 0.0
 
     @property
     def info(self) -> RunnerInfo:
@@ -164,7 +166,8 @@ class Engine:
         new one while this thread turns tokens into events.
         """
         with self._tracer.span(Phase.STEP):
-            begin_s = self._clock()
+            # What follows the end of a step is time of the next one, if that follows at once.
+            begin_s = self._clock() if self._in_flight is None else self._counted_s
             with self._tracer.span(Phase.SCHEDULE):
                 batch = self._scheduler.schedule()
             if batch is None and self._in_flight is None:
@@ -183,15 +186,16 @@ class Engine:
     ) -> _Begun | None:
         self._metrics.on_schedule(self._scheduler.take_started(), batch)
         step = self._attempt(batch, lambda: self._runner.submit(batch), updates)
-        return None if step is None else _Begun(batch, step, self._clock() - begin_s)
+        self._counted_s = self._clock()
+        return None if step is None else _Begun(batch, step, self._counted_s - begin_s)
 
     def _end(self, begun: _Begun, updates: list[SequenceUpdate]) -> None:
         batch, wait_s = begun.batch, self._clock()
         with self._tracer.span(Phase.WAIT, batch):
             output = self._attempt(batch, begun.step.wait, updates)
-        # Not what the step submitted in between took: where submitting waits for the device, that
-        # is the other's time.
-        seconds = begun.seconds + self._clock() - wait_s
+        self._counted_s = self._clock()
+        # Not what submitting the next one took: where that waits for the device, it is that one's.
+        seconds = begun.seconds + self._counted_s - wait_s
         if output is not None:
             with self._tracer.span(Phase.UPDATE, batch):
                 self._scheduler.observe(batch, seconds)

@@ -96,7 +96,7 @@ def _cut(table: Sequence[int], block_size: int) -> tuple[int, ...]:
     """The same places in a pool of blocks of another size."""
     if block_size >= BLOCK_SIZE:
         return tuple(table)
-    parts = BLOCK_SIZE // block_size
+    parts = -(-BLOCK_SIZE // block_size)
     return tuple(block * parts + part for block in table for part in range(parts))
 
 

@@ -117,8 +117,8 @@ class Scheduler:
     def observe(self, batch: ScheduledBatch, seconds: float) -> None:
         """A step has ended.
 
-        ``seconds`` is the time that the engine spent on it: to schedule and submit it, and to wait
-        for its end.
+        ``seconds`` is the time that the engine spent on it: from the end of the step before, or its
+        own begin, until it was submitted, and waiting for its end.
         """
         if self._planner.cost is not None:
             rows = ((row.start, len(row.token_ids)) for row in batch.sequences)

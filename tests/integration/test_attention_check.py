@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import mlx.core as mx
+import pytest
 
 from mlx_parallm.attention.base import LayerPool
 from mlx_parallm.attention.reference import ReferenceAttention
@@ -34,3 +35,8 @@ def test_an_ignored_window_shows() -> None:
 
 def test_a_wrong_slot_shows() -> None:
     assert attention_error(WrittenToTheWrongBlock(16)) > 0.1
+
+
+@pytest.mark.parametrize("block_size", [1, 3, 5, 7, 15, 17, 48])
+def test_every_block_size_can_be_checked(block_size: int) -> None:
+    assert attention_error(ReferenceAttention(block_size), block_size=block_size) < 1e-4

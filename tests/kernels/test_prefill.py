@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.gpu.kernel_cases import Case, Trial
-from mlx_parallm.attention.base import LayerPool
+from mlx_parallm.attention.base import LayerPool, LayerShape
 from mlx_parallm.attention.kernel_backend import KernelAttention
 from mlx_parallm.attention.kernel_plan import LONG_CHUNK, KernelPlan
 from mlx_parallm.batch import ScheduledSequence
@@ -129,6 +129,18 @@ def test_large_chunks_are_padded_for_stock_attention(window: int | None) -> None
         (64, 64),
         (128, 64),
     ]
+
+
+@pytest.mark.parametrize("block_size", [5, 16, 1024])
+def test_what_large_chunks_attend_by_is_made_ready(block_size: int) -> None:
+    require_compiler()
+    shim, used = TensorShim(), []
+    shim.mutate = lambda name, body: used.append(name) or body
+    shim.tuning = Tuning(threadgroups=16, chunk_multiple=64)
+    backend = KernelAttention(block_size, shim)
+    shape = LayerShape(num_kv_heads=2, key_dim=16, value_dim=32, dtype=mx.bfloat16)
+    backend.prepare(shape, heads=4)
+    assert [name.rpartition("_")[0] for name in used] == ["paged_gather"]
 
 
 @pytest.mark.parametrize("nth", range(5))

@@ -214,12 +214,17 @@ def test_a_step_is_told_what_was_spent_on_it_alone(runs_ahead: bool) -> None:
     scheduler = TimedScheduler(info)
     metrics = EngineMetrics(MetricFamilies(), "m", info)
     engine = Engine(scheduler, runner, ByteTokenizer(), metrics, clock=lambda: now[0])
-    engine.add(make_request("a", max_tokens=3))
-    run(engine)
-    spend(1000.0)
-    engine.add(make_request("b", max_tokens=1))
-    run(engine)
-    assert scheduler.seconds == [110.0, 220.0, 330.0, 440.0]
+    for name, tokens in (("a", 3), ("b", 1)):
+        engine.add(make_request(name, max_tokens=tokens))
+        while engine.has_work():
+            engine.step()
+            spend(1.0)
+        spend(1000.0)
+    if runs_ahead:
+        # With what came between the end of one and the next.
+        assert scheduler.seconds == [110.0, 221.0, 331.0, 440.0]
+    else:
+        assert scheduler.seconds == [110.0, 220.0, 330.0, 440.0]
 
 
 class TimedScheduler(Scheduler):

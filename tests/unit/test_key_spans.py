@@ -6,7 +6,7 @@ import heapq
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from mlx_parallm.attention.chunk_plan import LongChunk, chunk_work
@@ -36,10 +36,13 @@ def pieces(start: int, count: int, tokens: int = 32) -> np.ndarray:
 
 @given(
     chunks=st.lists(
-        st.tuples(st.integers(0, 20_000), st.integers(16, 2000)), min_size=1, max_size=3
+        st.tuples(st.integers(0, 20_000), st.integers(16, 2000)), min_size=1, max_size=8
     ),
-    threadgroups=st.integers(1, 40),
+    threadgroups=st.integers(1, 66),
 )
+@example(chunks=[(20_000, 16), (0, 2000)], threadgroups=40)
+@example(chunks=[(16_000, 64), *[(0, 50)] * 10], threadgroups=16)
+@example(chunks=[(16_000, 64), *[(0, 50)] * 31], threadgroups=16)
 def test_no_other_division_ends_much_earlier(
     chunks: list[tuple[int, int]], threadgroups: int
 ) -> None:

@@ -2,10 +2,11 @@
 // heads of one KV head, as rows of 16 for each warp. Keys and values come by tiles of KEYS through
 // shared memory, while others are computed with, and softmax runs along (FlashAttention-2,
 // arXiv:2307.08691). A lane has two rows of its warp's 16, and of a row every fourth pair of columns.
-constexpr int CHUNKS = (D + 31) / 32;    // of a query or key, 32 numbers each
-constexpr int KEY_ROW = CHUNKS * 4 + 4;  // of a key in shared memory: lanes meet in no bank
+constexpr int CHUNKS = (D + 31) / 32;  // of a query or key, 32 numbers each
+// Of a key in shared memory, an odd number of 64 bytes: lanes meet in no bank.
+constexpr int KEY_ROW = CHUNKS * 4 + (CHUNKS % 2 ? 0 : 4);
 constexpr int COLUMNS = V / 8;
-constexpr int VALUE_ROW = COLUMNS + 1;  // the same of a value
+constexpr int VALUE_ROW = COLUMNS + 1;  // of a value, an odd number of 16 bytes
 constexpr int THREADS = WARPS * 32;
 constexpr float EXPONENT = SOFT_CAP ? CAP_SCALE : QUERY_SCALE;
 const int thread_index = threadIdx.x;
