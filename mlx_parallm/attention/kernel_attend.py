@@ -83,6 +83,9 @@ class AttendKernels:
         self._kind = kind
         self._builder = builder
         self._made: dict[str, Kernel] = {}
+        # Asked for by every layer of every step.
+        self._per_item = kind.heads_per_item
+        self._threads = kind.threads
 
     def run(
         self,
@@ -93,11 +96,11 @@ class AttendKernels:
     ) -> mx.array:
         """Attention of the plan's short rows, ``[R, H, 1, V]``."""
         kind = self._kind
-        work = plan.work(scores.window, kind.heads_per_item, kind.tuning.threadgroups)
+        work = plan.work(scores.window, self._per_item, kind.tuning.threadgroups)
         inputs = [queries, work.items, plan.tables, pool.token, *pool.pools()]
         sinks = [] if scores.sinks is None else [scores.sinks]
         output = (plan.num_rows, kind.heads, 1, kind.layout.shape.value_dim)
-        grid = work.items.shape[0] * kind.heads_per_item
+        grid = work.items.shape[0] * self._per_item
         if work.spans is None:
             return self._launch(
                 "attend", [*inputs, *sinks], [(output, kind.layout.shape.dtype)], grid
@@ -128,8 +131,8 @@ class AttendKernels:
             inputs=inputs,
             output_shapes=[shape for shape, _ in outputs],
             output_dtypes=[dtype for _, dtype in outputs],
-            grid=(threadgroups * self._kind.threads, 1, 1),
-            threadgroup=(self._kind.threads, 1, 1),
+            grid=(threadgroups * self._threads, 1, 1),
+            threadgroup=(self._threads, 1, 1),
         )
 
     def _spec(self, name: str) -> KernelSpec:

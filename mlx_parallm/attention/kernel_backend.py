@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import mlx.core as mx
 import numpy as np
@@ -30,6 +31,14 @@ from mlx_parallm.kernels.build import KernelBuilder
 from mlx_parallm.kernels.dialect import CudaDialect, Dialect, MetalDialect, Tuning
 
 Plan = KernelPlan | DecodePlan
+
+
+@dataclass(frozen=True, slots=True)
+class _LayerKernels:
+    """What a layer attends by: single rows, and long chunks unless by stock attention."""
+
+    rows: AttendKernels
+    chunks: PrefillKernels | None
 
 
 class KernelAttention:
@@ -170,12 +179,12 @@ class KernelAttention:
         scores = Scores(scale, window, sinks, soft_cap)
         dtype = queries.dtype
         queries = queries.astype(mine.layout.shape.dtype)
+        kernels = self._layer_kernels(mine, queries.shape[1], scores)
         outputs = []
         if plan.num_rows:
-            kernels = self._attend_kernels(mine, queries, scores)
-            outputs.append(kernels.run(mine, plan, queries, scores))
+            outputs.append(kernels.rows.run(mine, plan, queries, scores))
         if isinstance(plan, KernelPlan) and plan.chunks:
-            outputs += self._attend_chunks(mine, plan, queries, scores)
+            outputs += self._attend_chunks(mine, plan, kernels.chunks, queries, scores)
         if plan.order is not None:
             outputs = [_joined(outputs)[plan.order]]
         if isinstance(plan, KernelPlan) and plan.padding:
@@ -184,26 +193,19 @@ class KernelAttention:
         return _joined(outputs).astype(dtype)
 
     def _attend_chunks(
-        self, pool: KernelPool, plan: KernelPlan, queries: mx.array, scores: Scores
+        self,
+        pool: KernelPool,
+        plan: KernelPlan,
+        kernels: PrefillKernels | None,
+        queries: mx.array,
+        scores: Scores,
     ) -> list[mx.array]:
-        kind = PrefillKind(
-            layout=pool.layout,
-            heads=queries.shape[1],
-            scale=scores.scale,
-            window=scores.window,
-            soft_cap=scores.soft_cap,
-            has_sinks=scores.sinks is not None,
-        )
         outputs, count = [], 0
-        if self._dialect.has_tensor_cores and kind.is_supported:
+        if kernels is not None:
             # Within a window there is never much to do, and stock attention would need a mask.
-            is_whole = scores.window is None
-            count = sum(not (is_whole and chunk.is_large) for chunk in plan.chunks)
-        if count:
-            if kind not in self._prefill:
-                merge = self._attend_kernels(pool, queries, scores).merge
-                self._prefill[kind] = PrefillKernels(kind, merge, self._builder)
-            outputs.append(self._prefill[kind].run(pool, plan, count, queries, scores))
+            count = len(plan.chunks) if scores.window is not None else plan.num_small
+        if kernels is not None and count:
+            outputs.append(kernels.run(pool, plan, count, queries, scores))
         for chunk in plan.chunks[count:]:
             keys, values = self.gather(pool, chunk.table)
             outputs.append(attend_chunk(chunk, queries, keys, values, scores))
@@ -226,24 +228,46 @@ class KernelAttention:
         mx.eval(mine.token)
 
     def _move_kernels(self, pool: KernelPool) -> MoveKernels:
-        found = self._moves.get(pool.layout)
+        found = pool.kernels.get("moves")
         if found is None:
-            found = self._moves[pool.layout] = MoveKernels(pool.layout, self._builder)
+            kernels = self._moves.setdefault(pool.layout, MoveKernels(pool.layout, self._builder))
+            found = pool.kernels["moves"] = kernels
         return found
 
-    def _attend_kernels(self, pool: KernelPool, queries: mx.array, scores: Scores) -> AttendKernels:
+    def _layer_kernels(self, pool: KernelPool, heads: int, scores: Scores) -> _LayerKernels:
+        key = (heads, scores.scale, scores.window, scores.soft_cap, scores.sinks is not None)
+        found = pool.kernels.get(key)
+        if found is None:
+            rows = self._attend_kernels(pool.layout, heads, scores)
+            chunks = self._prefill_kernels(pool.layout, heads, scores, rows)
+            found = pool.kernels[key] = _LayerKernels(rows, chunks)
+        return found
+
+    def _attend_kernels(self, layout: PoolLayout, heads: int, scores: Scores) -> AttendKernels:
         kind = AttendKind(
-            layout=pool.layout,
-            heads=queries.shape[1],
+            layout=layout,
+            heads=heads,
             scale=scores.scale,
             soft_cap=scores.soft_cap,
             has_sinks=scores.sinks is not None,
             tuning=self._tuning,
         )
-        found = self._attend.get(kind)
-        if found is None:
-            found = self._attend[kind] = AttendKernels(kind, self._builder)
-        return found
+        return self._attend.setdefault(kind, AttendKernels(kind, self._builder))
+
+    def _prefill_kernels(
+        self, layout: PoolLayout, heads: int, scores: Scores, rows: AttendKernels
+    ) -> PrefillKernels | None:
+        kind = PrefillKind(
+            layout=layout,
+            heads=heads,
+            scale=scores.scale,
+            window=scores.window,
+            soft_cap=scores.soft_cap,
+            has_sinks=scores.sinks is not None,
+        )
+        if not (self._dialect.has_tensor_cores and kind.is_supported):
+            return None
+        return self._prefill.setdefault(kind, PrefillKernels(kind, rows.merge, self._builder))
 
 
 class CudaAttention(KernelAttention):

@@ -46,6 +46,7 @@ class KernelPlan:
             for, and ids of any blocks behind them.
         num_rows: R.
         chunks: the sequences of the other rows, large ones last.
+        num_small: of those that are not large.
         order: puts the kernel's outputs and then the chunks' into row order; None where they are.
         padding: rows behind all others, which are not written and attend to nothing.
     """
@@ -70,6 +71,7 @@ class KernelPlan:
             if not is_short[i]
         ]
         self.chunks = sorted(chunks, key=lambda chunk: chunk.is_large)
+        self.num_small = sum(not chunk.is_large for chunk in chunks)
         short = [one for i, one in enumerate(sequences) if is_short[i]]
         held = (tables or HeldTables()).rows([one.block_table for one in short], len(short))
         self.tables = mx.array(held)

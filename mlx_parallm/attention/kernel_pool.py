@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import mlx.core as mx
 
@@ -60,12 +61,14 @@ class KernelPool(LayerPool):
 
     The arrays are written in place and never replaced. ``token``, int32 ``[1]``, is what the latest
     write returned: every kernel takes it as an input and so runs after that write, and to evaluate
-    it is to have the pool written.
+    it is to have the pool written. ``kernels`` is for the backend, which keeps there what it has
+    found for the pool: a layer asks at every step, and a layout takes long to hash.
     """
 
     layout: PoolLayout
     token: mx.array
     scales: tuple[mx.array, ...] = ()
+    kernels: dict[Any, Any] = field(default_factory=dict)
 
     def arrays(self) -> list[mx.array]:
         """What must be evaluated for the pool to be up to date."""

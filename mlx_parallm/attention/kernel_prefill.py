@@ -75,14 +75,16 @@ class PrefillKernels:
         self._merge = merge
         self._builder = builder
         self._made: dict[bool, Kernel] = {}
+        # Asked for by every layer of every step.
+        self._tokens = ROWS // kind.share
+        self._at_once = max(1, THREADGROUPS // kind.layout.shape.num_kv_heads)
 
     def run(
         self, pool: KernelPool, plan: KernelPlan, count: int, queries: mx.array, scores: Scores
     ) -> mx.array:
         """Attention of the plan's first long chunks, ``[rows, H, 1, V]`` in their order."""
         kind, shape = self._kind, self._kind.layout.shape
-        wanted = max(1, THREADGROUPS // shape.num_kv_heads)
-        work = plan.chunk_work(ROWS // kind.share, count, scores.window, wanted)
+        work = plan.chunk_work(self._tokens, count, scores.window, self._at_once)
         inputs = [queries, work.items, work.tables, pool.token, *pool.pools()]
         sinks = [] if scores.sinks is None else [scores.sinks]
         output = (work.num_rows, kind.heads, 1, shape.value_dim)
