@@ -188,7 +188,7 @@ def _phases(spans: Sequence[Span]) -> list[dict[str, float]]:
     return list(steps.values())
 
 
-def timeline(bench: Bench, *, shape: str, batch: int, trace: Path = TRACE) -> Outcome:
+def timeline(bench: Bench, *, shape: str, batch: int, trace: Path) -> Outcome:
     """A Chrome trace of decode steps, and for how much of them the device had the next step."""
     sizes, model = bench.sizes, bench.model(shape)
     lengths = [sizes.tokens(512)] * sizes.batch(batch)

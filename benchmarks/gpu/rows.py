@@ -42,33 +42,24 @@ def all_rows() -> list[Row]:
             partial(decode.late_prompt, shape="8B", batch=32, prompt=16000),
             (Target(decode.STALL, "<=", 3.0),),
         ),
-        Row(
-            "timeline-8B-64",
-            "timeline",
-            "8B, batch 64",
-            partial(decode.timeline, shape="8B", batch=64),
-            (Target(decode.WAITS),),
-        ),
+        _timeline("8B", 64),
         *_decode("0.6B", DECODE_06B),
+        _timeline("0.6B", 128),
         *_processes(),
         *_decode("8B", {1: 1.2, 32: 2.0}, bits=4),
         _prefill(8, 2048, 4, 1.0),
         *_decode("8B", {1: None, 32: None}, bits=8),
         *_decode("MoE", {32: 1.5}),
         *_decode("hybrid", {32: 1.5}, context=128),
-        Row(
-            "timeline-hybrid-32",
-            "timeline",
-            "hybrid, batch 32",
-            partial(
-                decode.timeline,
-                shape="hybrid",
-                batch=32,
-                trace=decode.TRACE.with_stem("gpu-timeline-hybrid"),
-            ),
-            (Target(decode.WAITS),),
-        ),
+        _timeline("hybrid", 32),
     ]
+
+
+def _timeline(shape: str, batch: int) -> Row:
+    name = f"timeline-{shape}-{batch}"
+    trace = decode.TRACE.with_stem(f"gpu-{name}")
+    run = partial(decode.timeline, shape=shape, batch=batch, trace=trace)
+    return Row(name, "timeline", f"{shape}, batch {batch}", run, (Target(decode.WAITS),))
 
 
 def _decode(
