@@ -36,7 +36,7 @@ DIM = 128
 #: name: query heads, KV heads.
 HEADS = {"Qwen3-8B": (32, 8), "Qwen3-0.6B": (16, 8)}
 #: Batch and context.
-SIZES = ((1, 512), (8, 512), (32, 512), (128, 512), (64, 4096), (1, 16384))
+SIZES = ((1, 512), (8, 512), (32, 512), (32, 520), (128, 512), (64, 4096), (1, 16384))
 #: Enough layers that none finds its keys in a cache, and few enough for the memory.
 LAYERS = 24
 MAX_POOL_BYTES = 24 << 30

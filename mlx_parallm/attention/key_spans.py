@@ -11,6 +11,8 @@ import numpy as np
 
 # Attention is not split into fewer keys than this per threadgroup: merging would cost more.
 MIN_SPAN = 64
+# Numbers of keys that decode's items may have, between a power of two and the next.
+SPANS_PER_OCTAVE = 8
 # Keys of a tile of the prefill kernel.
 TILE = 64
 # Parts of the keys of a piece of a prefill chunk, if they are cut.
@@ -24,12 +26,14 @@ ITEM_KEYS, MERGE_KEYS = 256, 512
 def decode_span(starts: np.ndarray, ends: np.ndarray, share: float) -> int:
     """Keys of an item of the decode kernel, for rows of keys ``starts .. ends - 1``.
 
-    It is a power of two, the share of all keys that keeps every threadgroup equally busy or
-    more: a batch of many rows is not cut, one long row among short ones is. Items are at most
-    ``1 / share`` and two per row.
+    It is the share of all keys that keeps every threadgroup equally busy, or a little more: a batch
+    of many rows is not cut, one long row among short ones is. Items are at most ``1 / share`` and
+    two per row.
     """
     wanted = max(math.ceil((ends - starts).sum() * share), MIN_SPAN)
-    return 1 << (wanted - 1).bit_length()
+    # It stays the same for a while as contexts grow, and so do the sums of most items.
+    multiple = max(MIN_SPAN, (1 << (wanted - 1).bit_length()) // SPANS_PER_OCTAVE // 2)
+    return -(-wanted // multiple) * multiple
 
 
 def prefill_span(starts: np.ndarray, ends: np.ndarray, threadgroups: int) -> int:

@@ -11,7 +11,14 @@ from hypothesis import strategies as st
 
 from mlx_parallm.attention.chunk_plan import LongChunk, chunk_work
 from mlx_parallm.attention.kernel_prefill import ROWS, THREADGROUPS
-from mlx_parallm.attention.key_spans import ITEM_KEYS, MERGE_KEYS, TILE, prefill_span
+from mlx_parallm.attention.key_spans import (
+    ITEM_KEYS,
+    MERGE_KEYS,
+    MIN_SPAN,
+    TILE,
+    decode_span,
+    prefill_span,
+)
 from mlx_parallm.runner.attention_check import STEPS
 
 #: Of an 8B model's 8 heads of keys.
@@ -87,3 +94,18 @@ def test_the_check_at_start_has_a_chunk_whose_keys_are_cut(kv_heads: int, share:
     ]
     work = chunk_work(chunks, ROWS // share, None, max(1, THREADGROUPS // kv_heads))
     assert work.spans is not None
+
+
+@given(
+    lengths=st.lists(st.integers(1, 20_000), min_size=1, max_size=200),
+    threadgroups=st.integers(1, 64),
+)
+def test_decode_items_are_little_more_than_their_share(
+    lengths: list[int], threadgroups: int
+) -> None:
+    ends = np.array(lengths)
+    span = decode_span(np.zeros_like(ends), ends, 1 / threadgroups)
+    share = sum(lengths) / threadgroups
+    assert span % MIN_SPAN == 0
+    assert share <= span <= max(1.125 * share + 1, share + MIN_SPAN)
+    assert (-(-ends // span)).sum() <= threadgroups + 2 * len(lengths)
