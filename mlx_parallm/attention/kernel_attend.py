@@ -87,6 +87,19 @@ class AttendKernels:
         self._per_item = kind.heads_per_item
         self._threads = kind.threads
 
+    def prepare(self, pool: KernelPool) -> None:
+        """Have them compiled, which takes seconds and would otherwise happen while streams wait."""
+        kind, shape = self._kind, self._kind.layout.shape
+        queries = mx.zeros((1, kind.heads, 1, shape.key_dim), shape.dtype)
+        item, table = mx.array([[0, 0, 0, 1]]), mx.array([[0]])
+        inputs = [queries, item, table, pool.token, *pool.pools()]
+        sinks = [mx.zeros((kind.heads,), shape.dtype)] if kind.has_sinks else []
+        output = (1, kind.heads, 1, shape.value_dim)
+        whole = self._launch("attend", [*inputs, *sinks], [(output, shape.dtype)], self._per_item)
+        parts = [((kind.heads, shape.value_dim), mx.float32), ((kind.heads, 2), mx.float32)]
+        found = self._launch("split", inputs, parts, self._per_item)
+        mx.eval(whole, self.merge([*found, mx.array([[0, 1]]), *sinks], output))
+
     def run(
         self,
         pool: KernelPool,

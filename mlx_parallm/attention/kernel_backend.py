@@ -238,27 +238,31 @@ class KernelAttention:
         key = (heads, scores.scale, scores.window, scores.soft_cap, scores.sinks is not None)
         found = pool.kernels.get(key)
         if found is None:
-            rows = self._attend_kernels(pool.layout, heads, scores)
-            chunks = self._prefill_kernels(pool.layout, heads, scores, rows)
+            rows = self._attend_kernels(pool, heads, scores)
+            chunks = self._prefill_kernels(pool, heads, scores, rows)
             found = pool.kernels[key] = _LayerKernels(rows, chunks)
         return found
 
-    def _attend_kernels(self, layout: PoolLayout, heads: int, scores: Scores) -> AttendKernels:
+    def _attend_kernels(self, pool: KernelPool, heads: int, scores: Scores) -> AttendKernels:
         kind = AttendKind(
-            layout=layout,
+            layout=pool.layout,
             heads=heads,
             scale=scores.scale,
             soft_cap=scores.soft_cap,
             has_sinks=scores.sinks is not None,
             tuning=self._tuning,
         )
-        return self._attend.setdefault(kind, AttendKernels(kind, self._builder))
+        found = self._attend.get(kind)
+        if found is None:
+            found = self._attend[kind] = AttendKernels(kind, self._builder)
+            found.prepare(pool)
+        return found
 
     def _prefill_kernels(
-        self, layout: PoolLayout, heads: int, scores: Scores, rows: AttendKernels
+        self, pool: KernelPool, heads: int, scores: Scores, rows: AttendKernels
     ) -> PrefillKernels | None:
         kind = PrefillKind(
-            layout=layout,
+            layout=pool.layout,
             heads=heads,
             scale=scores.scale,
             window=scores.window,
@@ -267,7 +271,11 @@ class KernelAttention:
         )
         if not (self._dialect.has_tensor_cores and kind.is_supported):
             return None
-        return self._prefill.setdefault(kind, PrefillKernels(kind, rows.merge, self._builder))
+        found = self._prefill.get(kind)
+        if found is None:
+            found = self._prefill[kind] = PrefillKernels(kind, rows.merge, self._builder)
+            found.prepare(pool)
+        return found
 
 
 class CudaAttention(KernelAttention):

@@ -9,6 +9,7 @@ import mlx.core as mx
 import numpy as np
 
 from mlx_parallm.attention.chunk_plan import (
+    LONG_CHUNK,
     ChunkWork,
     LongChunk,
     chunk_work,
@@ -18,10 +19,6 @@ from mlx_parallm.attention.chunk_plan import (
 from mlx_parallm.attention.held_tables import HeldTables
 from mlx_parallm.attention.key_spans import cut_items, decode_span, offsets
 from mlx_parallm.batch import ScheduledSequence
-
-# A sequence's rows from this many on attend by the prefill kernel, or by stock attention over
-# gathered keys and values; fewer by the decode kernel, which reads keys and values once per row.
-LONG_CHUNK = 16
 
 
 @dataclass(frozen=True, slots=True)

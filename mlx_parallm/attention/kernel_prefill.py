@@ -13,12 +13,12 @@ from dataclasses import dataclass
 import mlx.core as mx
 
 from mlx_parallm.attention.base import Scores
-from mlx_parallm.attention.chunk_plan import ChunkWork, LongChunk
+from mlx_parallm.attention.chunk_plan import LONG_CHUNK, ChunkWork, LongChunk, chunk_work
 from mlx_parallm.attention.dense import dense_attention
 from mlx_parallm.attention.kernel_attend import score_constants
 from mlx_parallm.attention.kernel_plan import KernelPlan
 from mlx_parallm.attention.kernel_pool import VECTOR, WARP, KernelPool, PoolLayout
-from mlx_parallm.attention.key_spans import TILE
+from mlx_parallm.attention.key_spans import MERGE_KEYS, TILE
 from mlx_parallm.kernels.build import Constant, KernelBuilder, KernelSpec
 from mlx_parallm.kernels.dialect import Kernel
 
@@ -79,14 +79,33 @@ class PrefillKernels:
         self._tokens = ROWS // kind.share
         self._at_once = max(1, THREADGROUPS // kind.layout.shape.num_kv_heads)
 
+    def prepare(self, pool: KernelPool) -> None:
+        """Have them compiled, which takes seconds and would otherwise happen while streams wait."""
+        kind, shape = self._kind, self._kind.layout.shape
+        blocks = (0,) * -(-LONG_CHUNK // kind.layout.block_size)
+        chunk = LongChunk(first=0, length=LONG_CHUNK, start=0, blocks=blocks)
+        queries = mx.zeros((chunk.length, kind.heads, 1, shape.key_dim), shape.dtype)
+        sinks = mx.zeros((kind.heads,), shape.dtype) if kind.has_sinks else None
+        work = chunk_work([chunk], self._tokens, kind.window, 1)
+        works = [work]
+        # Shorter ones are never cut.
+        if kind.window is None or kind.window > MERGE_KEYS:
+            works.append(work.in_parts())
+        mx.eval([self._attend(pool, one, queries, sinks) for one in works])
+
     def run(
         self, pool: KernelPool, plan: KernelPlan, count: int, queries: mx.array, scores: Scores
     ) -> mx.array:
         """Attention of the plan's first long chunks, ``[rows, H, 1, V]`` in their order."""
-        kind, shape = self._kind, self._kind.layout.shape
         work = plan.chunk_work(self._tokens, count, scores.window, self._at_once)
+        return self._attend(pool, work, queries, scores.sinks)
+
+    def _attend(
+        self, pool: KernelPool, work: ChunkWork, queries: mx.array, given: mx.array | None
+    ) -> mx.array:
+        kind, shape = self._kind, self._kind.layout.shape
         inputs = [queries, work.items, work.tables, pool.token, *pool.pools()]
-        sinks = [] if scores.sinks is None else [scores.sinks]
+        sinks = [] if given is None else [given]
         output = (work.num_rows, kind.heads, 1, shape.value_dim)
         if work.spans is None:
             return self._launch(work, [*inputs, *sinks], [(output, shape.dtype)])[0]

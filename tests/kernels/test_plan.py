@@ -7,8 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mlx_parallm.attention.chunk_plan import LONG_CHUNK
 from mlx_parallm.attention.held_tables import HeldTables
-from mlx_parallm.attention.kernel_plan import LONG_CHUNK, KernelPlan
+from mlx_parallm.attention.kernel_plan import KernelPlan
 from mlx_parallm.attention.key_spans import MIN_SPAN
 from mlx_parallm.batch import ScheduledSequence
 

@@ -14,8 +14,10 @@ from hypothesis import strategies as st
 
 from benchmarks.gpu.kernel_cases import Case, Trial
 from mlx_parallm.attention.base import LayerPool, LayerShape
+from mlx_parallm.attention.chunk_plan import LONG_CHUNK
 from mlx_parallm.attention.kernel_backend import KernelAttention
-from mlx_parallm.attention.kernel_plan import LONG_CHUNK, KernelPlan
+from mlx_parallm.attention.kernel_plan import KernelPlan
+from mlx_parallm.attention.kernel_prefill import PrefillKernels
 from mlx_parallm.batch import ScheduledSequence
 from mlx_parallm.kernels.dialect import Tuning
 from tests.kernels.attention_trial import is_right
@@ -78,8 +80,34 @@ def splits(case: Case) -> set[int]:
         return body
 
     shim.mutate = look
-    assert is_right(shim, case)
+    with pytest.MonkeyPatch.context() as patch:
+        # Which has both compiled.
+        patch.setattr(PrefillKernels, "prepare", lambda *_: None)
+        assert is_right(shim, case)
     return found
+
+
+@pytest.mark.parametrize("window", [None, 600])
+def test_kernels_of_a_kind_are_all_made_at_its_first_step(
+    window: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To compile one takes seconds, in which streams would wait."""
+    require_compiler()
+    shim, made = TensorShim(), []
+    shim.mutate = lambda name, body: made.append(name) or body
+    backend = KernelAttention(16, shim)
+    first = Trial(Case(sequences=((2, 1),), window=window, **BFLOAT))
+    mx.eval(first.run(backend, first.fill(backend)))
+    names = {"paged_write", "paged_attend", "paged_merge", "paged_prefill"}
+    assert {name.rpartition("_")[0] for name in made} == names
+    before = list(made)
+    monkeypatch.setattr("mlx_parallm.attention.key_spans.ITEM_KEYS", 0)
+    monkeypatch.setattr("mlx_parallm.attention.key_spans.MERGE_KEYS", 0)
+    for sequences in (((70, 1), (0, 17)), ((130, 18),)):
+        trial = Trial(Case(sequences=sequences, window=window, **BFLOAT))
+        error = trial.error(trial.run(backend, trial.fill(backend)))
+        assert error <= trial.case.tolerance
+    assert made == before
 
 
 class PaddedAttention(KernelAttention):
