@@ -38,7 +38,6 @@ HELD = "KV bytes held over tokens in use"
 STOCK_MS, OURS_MS = "`BatchGenerator` ms", "`Engine.step` ms"
 TOKENS_PER_S, WEIGHTS_GB, PEAK_GB = "tokens/s", "weights GB", "peak GB"
 GB = 1e9
-TRACE = Path("results/gpu-timeline.json")
 #: Tokens that a request may decode beside the prefill of a long prompt.
 LATE_ROOM = 4096
 # Of a late prompt's steps, in medians before: a step that takes a little longer stays within three.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from pathlib import Path
 
 from benchmarks.gpu import children, decode, prefill, servers
 from benchmarks.gpu.bench import Row, Target
@@ -57,7 +58,7 @@ def all_rows() -> list[Row]:
 
 def _timeline(shape: str, batch: int) -> Row:
     name = f"timeline-{shape}-{batch}"
-    trace = decode.TRACE.with_stem(f"gpu-{name}")
+    trace = Path("results") / f"gpu-{name}.json"
     run = partial(decode.timeline, shape=shape, batch=batch, trace=trace)
     return Row(name, "timeline", f"{shape}, batch {batch}", run, (Target(decode.WAITS),))
 

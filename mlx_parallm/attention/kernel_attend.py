@@ -9,7 +9,7 @@ import mlx.core as mx
 
 from mlx_parallm.attention.base import Scores
 from mlx_parallm.attention.decode_plan import DecodePlan
-from mlx_parallm.attention.kernel_plan import KernelPlan
+from mlx_parallm.attention.kernel_plan import KernelPlan, Work
 from mlx_parallm.attention.kernel_pool import VECTOR, WARP, KernelPool, PoolLayout, lanes_for
 from mlx_parallm.kernels.build import Constant, KernelBuilder, KernelSpec
 from mlx_parallm.kernels.dialect import Kernel, Tuning
@@ -91,14 +91,10 @@ class AttendKernels:
         """Have them compiled, which takes seconds and would otherwise happen while streams wait."""
         kind, shape = self._kind, self._kind.layout.shape
         queries = mx.zeros((1, kind.heads, 1, shape.key_dim), shape.dtype)
+        sinks = mx.zeros((kind.heads,), shape.dtype) if kind.has_sinks else None
         item, table = mx.array([[0, 0, 0, 1]]), mx.array([[0]])
-        inputs = [queries, item, table, pool.token, *pool.pools()]
-        sinks = [mx.zeros((kind.heads,), shape.dtype)] if kind.has_sinks else []
-        output = (1, kind.heads, 1, shape.value_dim)
-        whole = self._launch("attend", [*inputs, *sinks], [(output, shape.dtype)], self._per_item)
-        parts = [((kind.heads, shape.value_dim), mx.float32), ((kind.heads, 2), mx.float32)]
-        found = self._launch("split", inputs, parts, self._per_item)
-        mx.eval(whole, self.merge([*found, mx.array([[0, 1]]), *sinks], output))
+        works = (Work(item, None), Work(item, mx.array([[0, 1]])))
+        mx.eval([self._attend(pool, one, table, 1, queries, sinks) for one in works])
 
     def run(
         self,
@@ -108,18 +104,27 @@ class AttendKernels:
         scores: Scores,
     ) -> mx.array:
         """Attention of the plan's short rows, ``[R, H, 1, V]``."""
-        kind = self._kind
-        work = plan.work(scores.window, self._per_item, kind.tuning.threadgroups)
-        inputs = [queries, work.items, plan.tables, pool.token, *pool.pools()]
-        sinks = [] if scores.sinks is None else [scores.sinks]
-        output = (plan.num_rows, kind.heads, 1, kind.layout.shape.value_dim)
+        work = plan.work(scores.window, self._per_item, self._kind.tuning.threadgroups)
+        return self._attend(pool, work, plan.tables, plan.num_rows, queries, scores.sinks)
+
+    def _attend(
+        self,
+        pool: KernelPool,
+        work: Work,
+        tables: mx.array,
+        num_rows: int,
+        queries: mx.array,
+        given: mx.array | None,
+    ) -> mx.array:
+        kind, shape = self._kind, self._kind.layout.shape
+        inputs = [queries, work.items, tables, pool.token, *pool.pools()]
+        sinks = [] if given is None else [given]
+        output = (num_rows, kind.heads, 1, shape.value_dim)
         grid = work.items.shape[0] * self._per_item
         if work.spans is None:
-            return self._launch(
-                "attend", [*inputs, *sinks], [(output, kind.layout.shape.dtype)], grid
-            )[0]
+            return self._launch("attend", [*inputs, *sinks], [(output, shape.dtype)], grid)[0]
         rows = work.items.shape[0] * kind.heads
-        parts = [((rows, kind.layout.shape.value_dim), mx.float32), ((rows, 2), mx.float32)]
+        parts = [((rows, shape.value_dim), mx.float32), ((rows, 2), mx.float32)]
         sums, stats = self._launch("split", inputs, parts, grid)
         return self.merge([sums, stats, work.spans, *sinks], output)
 

@@ -204,8 +204,8 @@ class KernelAttention:
         if kernels is not None:
             # Within a window there is never much to do, and stock attention would need a mask.
             count = len(plan.chunks) if scores.window is not None else plan.num_small
-        if kernels is not None and count:
-            outputs.append(kernels.run(pool, plan, count, queries, scores))
+            if count:
+                outputs.append(kernels.run(pool, plan, count, queries, scores))
         for chunk in plan.chunks[count:]:
             keys, values = self.gather(pool, chunk.table)
             outputs.append(attend_chunk(chunk, queries, keys, values, scores))

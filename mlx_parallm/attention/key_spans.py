@@ -9,6 +9,8 @@ import math
 
 import numpy as np
 
+from mlx_parallm.sizes import rounded_up
+
 # Attention is not split into fewer keys than this per threadgroup: merging would cost more.
 MIN_SPAN = 64
 # Numbers of keys that decode's items may have, between a power of two and the next.
@@ -32,8 +34,7 @@ def decode_span(starts: np.ndarray, ends: np.ndarray, share: float) -> int:
     """
     wanted = max(math.ceil((ends - starts).sum() * share), MIN_SPAN)
     # It stays the same for a while as contexts grow, and so do the sums of most items.
-    multiple = max(MIN_SPAN, (1 << (wanted - 1).bit_length()) // SPANS_PER_OCTAVE // 2)
-    return -(-wanted // multiple) * multiple
+    return rounded_up(wanted, MIN_SPAN, 2 * SPANS_PER_OCTAVE)
 
 
 def prefill_span(starts: np.ndarray, ends: np.ndarray, threadgroups: int) -> int:

@@ -78,12 +78,9 @@ def misread_share(
     source = np.random.default_rng(0)
     table, length = _cut(TABLES[0], block_size), STEPS[0][0][2]
     pool = backend.new_pool(shape, 1 + max(table))
-    rows = [
-        _normal(source, shape.dtype, length, shape.num_kv_heads, dim)
-        for dim in (shape.key_dim, shape.value_dim)
-    ]
+    rows = _keys_and_values(source, shape, length)
     plan = backend.plan(_sequences(((0, 0, length),), [table]))
-    backend.write(pool, plan, *(mx.array(one)[:, :, None].astype(shape.dtype) for one in rows))
+    backend.write(pool, plan, *(_as_rows(one, shape.dtype) for one in rows))
     wrong = []
     for found, given in zip(backend.gather(pool, mx.array([table])), rows, strict=True):
         wanted = quantised(given, one).swapaxes(0, 1)
@@ -121,15 +118,11 @@ class _Trial:
         """Write a step's keys and values; gives its plan."""
         backend, shape, one = self._backend, self._shape, self._backend.quantisation
         total = sum(count for _, _, count in step)
-        rows = [
-            _normal(self._source, shape.dtype, total, shape.num_kv_heads, dim)
-            for dim in (shape.key_dim, shape.value_dim)
-        ]
+        rows = _keys_and_values(self._source, shape, total)
         if one is not None:
             rows = [_rounded(quantised(each, one, decided=True), shape.dtype) for each in rows]
         plan = backend.plan(_sequences(step, self._tables))
-        keys, values = (mx.array(each)[:, :, None].astype(shape.dtype) for each in rows)
-        backend.write(self._pool, plan, keys, values)
+        backend.write(self._pool, plan, *(_as_rows(each, shape.dtype) for each in rows))
         mx.eval(self._pool.arrays())
         if one is not None:
             rows = [quantised(each, one) for each in rows]
@@ -149,7 +142,7 @@ class _Trial:
         total, scale = sum(count for _, _, count in step), shape.key_dim**-0.5
         queries = _normal(self._source, shape.dtype, total, heads, shape.key_dim)
         plan = self.write(step)
-        rows = mx.array(queries)[:, :, None].astype(shape.dtype)
+        rows = _as_rows(queries, shape.dtype)
         output = self._backend.attend(
             self._pool, plan, rows, scale=scale, window=window, sinks=sinks
         )
@@ -163,6 +156,19 @@ class _Trial:
             worst = np.maximum(worst, np.abs(found[part] - wanted).max())
             row += count
         return float(worst)
+
+
+def _keys_and_values(
+    source: np.random.Generator, shape: LayerShape, count: int
+) -> list[np.ndarray]:
+    """Of so many tokens, float32 ``[count, K, D]`` and ``[count, K, V]``."""
+    dims = (shape.key_dim, shape.value_dim)
+    return [_normal(source, shape.dtype, count, shape.num_kv_heads, dim) for dim in dims]
+
+
+def _as_rows(values: np.ndarray, dtype: mx.Dtype) -> mx.array:
+    """As layers give them, ``[count, heads, 1, dim]``."""
+    return mx.array(values)[:, :, None].astype(dtype)
 
 
 def _normal(source: np.random.Generator, dtype: mx.Dtype, *shape: int) -> np.ndarray:

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from mlx_parallm.runner.device import backend_name
-from mlx_parallm.runner.row_counts import padded_rows, rounded_up
+from mlx_parallm.runner.row_counts import padded_rows
+from mlx_parallm.sizes import rounded_up
 
 # Lengths between a power of two and the next one.
 LENGTHS_PER_OCTAVE = 4

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from mlx_parallm.sizes import rounded_up
+
 #: A step is padded to the next of these; a larger one to the next multiple of the last.
 ROW_COUNTS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 
@@ -33,9 +35,3 @@ MIN_BLOCKS = 8
 def padded_blocks(count: int) -> int:
     """The length that block tables are given of which the longest has ``count`` blocks."""
     return rounded_up(count, MIN_BLOCKS, 8)
-
-
-def rounded_up(count: int, least: int, parts: int) -> int:
-    """The next multiple of ``least``, or of so many parts of the next power of two."""
-    multiple = max(least, (1 << (count - 1).bit_length()) // parts)
-    return -(-count // multiple) * multiple

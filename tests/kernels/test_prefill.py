@@ -55,6 +55,13 @@ def scheduled(rows: Sequence[tuple[int, int]]) -> list[ScheduledSequence]:
     ]
 
 
+def recording_shim() -> tuple[TensorShim, list[str]]:
+    """A shim, and the names of the kernels that it will have made."""
+    shim, made = TensorShim(), []
+    shim.mutate = lambda name, body: made.append(name) or body
+    return shim, made
+
+
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_chunks_are_right_in_every_order(case: Case) -> None:
     assert splits(case) == {0}
@@ -93,8 +100,7 @@ def test_kernels_of_a_kind_are_all_made_at_its_first_step(
 ) -> None:
     """To compile one takes seconds, in which streams would wait."""
     require_compiler()
-    shim, made = TensorShim(), []
-    shim.mutate = lambda name, body: made.append(name) or body
+    shim, made = recording_shim()
     backend = KernelAttention(16, shim)
     first = Trial(Case(sequences=((2, 1),), window=window, **BFLOAT))
     mx.eval(first.run(backend, first.fill(backend)))
@@ -142,8 +148,7 @@ def test_padding_changes_nothing(case: Case) -> None:
 @pytest.mark.parametrize("window", [None, 30])
 def test_large_chunks_are_padded_for_stock_attention(window: int | None) -> None:
     require_compiler()
-    shim, used = TensorShim(), []
-    shim.mutate = lambda name, body: used.append(name) or body
+    shim = TensorShim()
     shim.tuning = Tuning(threadgroups=16, chunk_multiple=64)
     sequences = ((0, 20), (70, 40), (130, 16), (9, 1))
     case = Case(sequences=sequences, window=window, **BFLOAT)
@@ -162,8 +167,7 @@ def test_large_chunks_are_padded_for_stock_attention(window: int | None) -> None
 @pytest.mark.parametrize("block_size", [5, 16, 1024])
 def test_what_large_chunks_attend_by_is_made_ready(block_size: int) -> None:
     require_compiler()
-    shim, used = TensorShim(), []
-    shim.mutate = lambda name, body: used.append(name) or body
+    shim, used = recording_shim()
     shim.tuning = Tuning(threadgroups=16, chunk_multiple=64)
     backend = KernelAttention(block_size, shim)
     shape = LayerShape(num_kv_heads=2, key_dim=16, value_dim=32, dtype=mx.bfloat16)

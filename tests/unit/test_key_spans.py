@@ -1,4 +1,4 @@
-"""Where the keys of prefill chunks are cut: no threadgroup works long after the others."""
+"""Where keys are cut: no threadgroup works long after the others."""
 
 from __future__ import annotations
 
