@@ -232,7 +232,8 @@ class EngineConfig:
 
     ``restart_on_failure``: when the engine thread dies, tell every open stream and start it anew
     instead of ending the process. ``speculative``: None for no speculative decoding.
-    ``logprobs_mode``: one of ``request.LOGPROBS_MODES``, for requests that name none.
+    ``logprobs_mode``: one of ``request.LOGPROBS_MODES``, for requests that name none. ``warm_up``:
+    run steps of many shapes before the first request, on devices that prepare something for each.
     """
 
     models: tuple[ModelConfig, ...] = (ModelConfig(),)
@@ -245,6 +246,7 @@ class EngineConfig:
     seed: int = 0
     restart_on_failure: bool = False
     logprobs_mode: str = "raw_logprobs"
+    warm_up: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

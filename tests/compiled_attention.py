@@ -67,7 +67,9 @@ class CompiledAttention(AheadAttention):
         self.num_decodes += 1
         num_rows = len(positions)
         slots, ends = np.full(num_rows, -1, np.int32), positions + 1
-        tables = np.zeros((num_rows, max(len(one.block_table) for one in sequences)), np.int32)
+        longest = max(len(one.block_table) for one in sequences)
+        # Few lengths, since each is traced for itself.
+        tables = np.zeros((num_rows, max(8, 1 << (longest - 1).bit_length())), np.int32)
         for row, one in enumerate(sequences):
             block, offset = divmod(one.start, self._block_size)
             slots[row] = one.block_table[block] * self._block_size + offset

@@ -162,6 +162,7 @@ def _late(bench: Bench, shape: str, batch: int, prompt: int, stall_ms: float | N
         kv_tokens=2 * length + sum(lengths) + len(lengths) * room,
         stall_ms=stall_ms,
         tracer=recorder,
+        warms_up=True,
     ) as (engine, _):
         load = _running(bench, engine, model, lengths)
         before = load.decode(sizes.steps)

@@ -30,6 +30,7 @@ from mlx_parallm.runner.device import backend_name
 from mlx_parallm.runner.draft_model import DraftModel
 from mlx_parallm.runner.memory import plan_kv, query_heads
 from mlx_parallm.runner.model_runner import ModelRunner
+from mlx_parallm.runner.warm_up import warm_up
 from mlx_parallm.scheduler.scheduler import Scheduler
 from mlx_parallm.tracing import StepTracer
 
@@ -122,6 +123,7 @@ def make_engine(
     speculative: SpeculativeConfig | None = None,
     draft: RandomModel | None = None,
     grammars: GrammarCompiler | None = None,
+    warms_up: bool = False,
 ) -> BenchEngine:
     """An engine as ``engine.build`` makes it, of a model with the loader's linear layers.
 
@@ -137,6 +139,7 @@ def make_engine(
         speculative: how it speculates.
         draft: with which draft model.
         grammars: of its constrained samples.
+        warms_up: see ``--warm-up``.
     """
     if backend_name() == "cuda":
         flatten(model)
@@ -163,6 +166,14 @@ def make_engine(
         has_state=info.has_state,
         speculative=speculative_for(speculative, info, "bench"),
     )
+    if warms_up:
+        warm_up(
+            runner,
+            num_seqs=max_num_seqs,
+            tokens=scheduler.token_budget,
+            clock=time.monotonic,
+            on_progress=lambda _share: None,
+        )
     metrics = EngineMetrics(MetricFamilies(), "bench", info)
     engine = Engine(scheduler, runner, NoText(), metrics, tracer=tracer)
     return BenchEngine(engine, kv, plan.block_bytes)

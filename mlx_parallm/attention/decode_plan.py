@@ -14,8 +14,7 @@ import numpy as np
 
 from mlx_parallm.attention.chunk_plan import LongChunk
 from mlx_parallm.attention.held_tables import HeldTables
-from mlx_parallm.attention.kernel_plan import Work
-from mlx_parallm.attention.key_spans import cut_items, decode_span
+from mlx_parallm.attention.kernel_plan import Work, row_work
 from mlx_parallm.batch import ScheduledSequence
 
 #: Window, heads and threadgroups: what ``KernelPlan.work`` was asked for.
@@ -76,22 +75,11 @@ class DecodeRows:
         slots = blocks * self._block_size + positions % self._block_size
         slots[len(sequences) :] = -1
         made = [slots, tables]
+        ends = positions + 1
         for window, heads, threadgroups in kinds:
-            made += _work(rows, positions + 1, window, heads, threadgroups)
+            starts = np.zeros_like(ends) if window is None else np.maximum(ends - window, 0)
+            items, spans = row_work(
+                rows, rows, starts, ends, heads=heads, threadgroups=threadgroups
+            )
+            made += [items, np.zeros((0, 2)) if spans is None else spans]
         return [mx.array(array.astype(np.int32)) for array in made]
-
-
-def _work(
-    rows: np.ndarray, ends: np.ndarray, window: int | None, heads: int, threadgroups: int
-) -> list[np.ndarray]:
-    starts = np.zeros_like(ends) if window is None else np.maximum(ends - window, 0)
-    span = decode_span(starts, ends, heads / threadgroups)
-    items, firsts, counts = cut_items(rows, rows, starts, ends, span)
-    if len(items) == len(rows):
-        return [items, np.zeros((0, 2))]
-    # No more than a share of the threadgroups and, per row, what is left at both its ends. Items
-    # without keys fill up what is less, so that the shape stays.
-    most = threadgroups // heads + 2 * len(rows)
-    padded = np.zeros((most, 4), dtype=items.dtype)
-    padded[: len(items)] = items
-    return [padded, np.stack([firsts, counts], axis=1)]

@@ -34,6 +34,30 @@ class Work:
     spans: mx.array | None
 
 
+def row_work(
+    rows: np.ndarray,
+    tables: np.ndarray,
+    starts: np.ndarray,
+    ends: np.ndarray,
+    *,
+    heads: int,
+    threadgroups: int,
+) -> tuple[np.ndarray, np.ndarray | None]:
+    """Items and spans of ``Work`` for rows of keys ``starts .. ends - 1``.
+
+    Of rows that are cut there are as many items for any keys, so that few shapes are met: no more
+    than a share of the threadgroups and, per row, what is left at both its ends. The last have no
+    keys.
+    """
+    span = decode_span(starts, ends, heads / threadgroups)
+    items, firsts, counts = cut_items(rows, tables, starts, ends, span)
+    if len(items) == len(rows):
+        return items, None
+    padded = np.zeros((threadgroups // heads + 2 * len(rows), 4), dtype=items.dtype)
+    padded[: len(items)] = items
+    return padded, np.stack([firsts, counts], axis=1)
+
+
 class KernelPlan:
     """One step's rows: where they are written and what they attend to.
 
@@ -108,7 +132,9 @@ class KernelPlan:
             starts = np.zeros_like(self._ends)
             if window is not None:
                 starts = np.maximum(self._ends - window, 0)
-            self._work[key] = self._split(starts, heads / threadgroups)
+            rows = (self._rows, self._sequences, starts, self._ends)
+            items, spans = row_work(*rows, heads=heads, threadgroups=threadgroups)
+            self._work[key] = Work(int32(items), None if spans is None else int32(spans))
         return self._work[key]
 
     def chunk_work(
@@ -135,13 +161,6 @@ class KernelPlan:
     def kinds(self) -> tuple[tuple[int | None, int, int], ...]:
         """What ``work`` was asked for so far."""
         return tuple(self._work)
-
-    def _split(self, starts: np.ndarray, share: float) -> Work:
-        span = decode_span(starts, self._ends, share)
-        items, firsts, counts = cut_items(self._rows, self._sequences, starts, self._ends, span)
-        if len(items) == self.num_rows:
-            return Work(int32(items), None)
-        return Work(int32(items), int32(np.stack([firsts, counts], axis=1)))
 
 
 def _inverse(rows: np.ndarray) -> mx.array | None:

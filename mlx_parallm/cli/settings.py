@@ -315,6 +315,9 @@ SETTINGS: tuple[Setting, ...] = (
     _setting("engine-process", "server.engine_process", values.boolean, PROCESS,
              "let the models run in a process of their own, so that HTTP, JSON and tokenizing take "
              "none of their time: for many streams on a GPU, where there are cores to spare."),
+    _setting("warm-up", "engine.warm_up", values.boolean, PROCESS,
+             "on an NVIDIA GPU, run steps of many shapes before the first request, some seconds "
+             "long: each would otherwise make streams wait for up to 40 ms when it is first met."),
     _setting("shutdown-timeout", "server.shutdown_timeout_s", values.number(0), PROCESS,
              "how long running requests may go on after SIGTERM.", metavar="SECONDS"),
     _setting("restart-engine", "engine.restart_on_failure", values.boolean, PROCESS,

@@ -38,6 +38,7 @@ from mlx_parallm.runner.loader import LoadedModel, load_model
 from mlx_parallm.runner.memory import KVPlan, config_value, plan_kv, query_heads
 from mlx_parallm.runner.model_runner import ModelRunner
 from mlx_parallm.runner.row_selection import embedding_rows
+from mlx_parallm.runner.warm_up import warm_up
 from mlx_parallm.scheduler.scheduler import Scheduler
 from mlx_parallm.tokenizer.tokenizer import ParallmTokenizer, load_tokenizer
 from mlx_parallm.tracing import StepTracer
@@ -122,7 +123,7 @@ def build_engines(
     weights = sum(one.weight_bytes for one in models)
     budgets = share_budget(wanted, _kv_budget(config.cache, sum(wanted), weights))
     engines = [
-        _assemble(one, budget, config, families, tracer)
+        _assemble(one, budget, config, families, tracer, on_progress)
         for one, budget in zip(models, budgets, strict=True)
     ]
     return [*encoders, *engines]
@@ -314,6 +315,7 @@ def _assemble(
     config: EngineConfig,
     families: MetricFamilies,
     tracer: StepTracer | None,
+    on_progress: Progress,
 ) -> LoadedEngine:
     num_blocks = one.plan.num_blocks(budget)
     grammars = GrammarCompiler(_grammar_vocabulary(one))
@@ -359,6 +361,14 @@ def _assemble(
         seed=config.seed,
         tracer=tracer,
     )
+    if config.warm_up:
+        warm_up(
+            runner,
+            num_seqs=config.scheduler.max_num_seqs,
+            tokens=scheduler.token_budget,
+            clock=time.monotonic,
+            on_progress=lambda share: on_progress(f"Preparing {names[0]}", share),
+        )
     model = ServedModel(
         names=names,
         root=one.config.path or DEMO_NAME,

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 import mlx.core as mx
 import numpy as np
 
-from mlx_parallm.attention.base import AttentionBackend
+from mlx_parallm.attention.base import AttentionBackend, CompilableAttention
 from mlx_parallm.attention.quantisation import kv_cache_dtype_of
 from mlx_parallm.batch import (
     RunnerInfo,
@@ -87,6 +87,10 @@ class ModelRunner:
             dtype=loaded.dtype,
         )
         self._path = choice.path
+        #: Whether the first step of each shape takes longer than others: see ``warm_up``.
+        self.prepares_shapes = self._path.name == "packed" and (
+            isinstance(backend, CompilableAttention) and backend.pads_rows
+        )
         products = product_dtype(loaded.dtype)
         self._path.adapters.kernels, _ = choose_change_kernels(products)
         layers = AdaptedLayers(loaded.model, products, self._path.adapters)

@@ -28,6 +28,7 @@ class Planner:
         prefix_hits: how many of them were found.
         num_preemptions: how often a sequence was sent back to wait.
         cost: what steps were measured to take; None if no time is bounded.
+        token_budget: most tokens of a step.
     """
 
     def __init__(
@@ -42,7 +43,7 @@ class Planner:
         has_state: bool,
     ) -> None:
         # Decode rows always fit: a step that could not hold them all would starve some.
-        self._token_budget = max(
+        self.token_budget = max(
             config.max_num_batched_tokens or DEFAULT_TOKEN_BUDGET, config.max_num_seqs
         )
         bound_ms = config.max_decode_stall_ms
@@ -61,7 +62,7 @@ class Planner:
 
     def plan(self) -> StepPlan:
         """Decode rows first, then chunks of running prompts, then admissions."""
-        plan = StepPlan(self._token_budget)
+        plan = StepPlan(self.token_budget)
         if self._running.adapters.blocked:
             # One whose client may run no more at all waits for that.
             heads = filter(self._running.allows_client, self._waiting.heads())
@@ -181,9 +182,9 @@ class Planner:
     def _chunk(self, plan: StepPlan, prefilling: list[Sequence]) -> int:
         """What a prompt gets at first: a share of the budget, or of what fits its time."""
         if plan.allowance is None:
-            return max(1, self._token_budget // CHUNK_SHARE)
+            return max(1, self.token_budget // CHUNK_SHARE)
         room = plan.allowance.room(max((one.num_computed for one in prefilling), default=0))
-        return max(MIN_CHUNK, min(room, self._token_budget) // CHUNK_SHARE)
+        return max(MIN_CHUNK, min(room, self.token_budget) // CHUNK_SHARE)
 
     def _plan_prefill(self, plan: StepPlan, chunk: int, prefilling: list[Sequence]) -> None:
         """The best prompt first, then those that one chunk completes, then the other long ones.

@@ -163,6 +163,11 @@ class Scheduler:
         """Sequences that run with this adapter."""
         return self.adapters.users(content)
 
+    @property
+    def token_budget(self) -> int:
+        """Most tokens of a step."""
+        return self._planner.token_budget
+
     def stats(self) -> SchedulerStats:
         """How full it is."""
         return SchedulerStats(

@@ -1,0 +1,180 @@
+"""Steps that run before the first request, where a device prepares something for every shape.
+
+MLX's CUDA backend looks up how to multiply and makes graphs, and MLX traces a compiled forward: 5
+to 40 ms at the first step of a shape, for which streams would wait
+(``docs/decisions/020-shapes-on-cuda.md``).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from mlx_parallm.attention.key_spans import MIN_SPAN
+from mlx_parallm.batch import SampleSpec, ScheduledBatch, ScheduledSequence
+from mlx_parallm.request import SamplingParams
+from mlx_parallm.runner.model_errors import MODEL_ERRORS
+from mlx_parallm.runner.model_runner import ModelRunner
+from mlx_parallm.runner.row_counts import padded_rows
+from mlx_parallm.sizes import rounded_up
+
+logger = logging.getLogger(__name__)
+
+#: Decode rows beside a prompt; other numbers prepare most of the same.
+BESIDE = (1, 8, 32, 128)
+#: Tokens of a prompt: four numbers between a power of two and the next, from this one on.
+LEAST_CHUNK, CHUNKS_PER_OCTAVE = 64, 4
+#: Where chunks begin: at their prompts' first tokens, and where their keys are cut.
+CHUNK_STARTS = (0, 4096)
+#: Block tables are a power of two long, and at least this.
+LEAST_TABLE = 8
+#: Blocks of the decode rows beside a prompt.
+ROW_TABLE = 64
+#: Most seconds of it all: a slow device has more to do than what is prepared.
+MOST_SECONDS = 20.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepLimits:
+    """What steps may have.
+
+    Attributes:
+        num_seqs: sequences.
+        tokens: tokens of all of them.
+        model_len: of one sequence, with those before.
+        block_size: tokens per block.
+    """
+
+    num_seqs: int
+    tokens: int
+    model_len: int
+    block_size: int
+
+
+def warm_up(
+    runner: ModelRunner,
+    *,
+    num_seqs: int,
+    tokens: int,
+    clock: Callable[[], float],
+    on_progress: Callable[[float], None],
+) -> None:
+    """Run the steps, if the runner gains by it; nothing may have run, and no block hold anything.
+
+    Args:
+        runner: of a model that has just been loaded.
+        num_seqs: most sequences of a step.
+        tokens: most tokens of a step.
+        clock: seconds.
+        on_progress: told the share that is done.
+    """
+    if not runner.prepares_shapes:
+        return
+    info = runner.info
+    limits = StepLimits(
+        num_seqs=num_seqs,
+        tokens=tokens,
+        model_len=info.max_model_len,
+        block_size=info.block_size,
+    )
+    batches, begin_s, count = list(warm_up_batches(limits)), clock(), 0
+    try:
+        while count < len(batches) and clock() - begin_s < MOST_SECONDS:
+            on_progress(count / len(batches))
+            runner.run(batches[count])
+            count += 1
+    except MODEL_ERRORS as cause:
+        logger.warning("a step before the first request failed: %s", cause)
+    on_progress(1.0)
+    seconds = clock() - begin_s
+    logger.info("%d of %d shapes prepared in %.1f s", count, len(batches), seconds)
+
+
+def warm_up_batches(limits: StepLimits) -> Iterator[ScheduledBatch]:
+    """One batch for each shape that is worth it, the most usual first.
+
+    Block tables name block 0 again and again: nothing is read of what is written.
+    """
+    for step_id, sequences in enumerate(_steps(limits)):
+        yield ScheduledBatch(step_id=step_id, sequences=tuple(sequences))
+
+
+def _steps(limits: StepLimits) -> Iterator[list[ScheduledSequence]]:
+    # Compiled forwards come after one that shows what layers ask for.
+    yield [_decode_row(0, 1, 2)]
+    yield from _decode_steps(limits)
+    yield from _prompt_steps(limits)
+
+
+def _decode_steps(limits: StepLimits) -> Iterator[list[ScheduledSequence]]:
+    """By numbers of rows, lengths of block tables, and whether keys are cut."""
+    longest = -(-limits.model_len // limits.block_size)
+    for width in _table_lengths(longest):
+        # A sequence may be no longer than its table.
+        most = min(width * limits.block_size, limits.model_len)
+        for count in _row_counts(limits.num_seqs):
+            for end in sorted({min(one, most) for one in (2, MIN_SPAN + 1)}):
+                first = _decode_row(0, end - 1, min(width, longest))
+                yield [first, *(_decode_row(i, 1, 2) for i in range(1, count))]
+
+
+def _prompt_steps(limits: StepLimits) -> Iterator[list[ScheduledSequence]]:
+    """By tokens of a prompt, where they begin, and decode rows beside them."""
+    row_start = min(MIN_SPAN, limits.model_len - 1)
+    row_blocks = max(ROW_TABLE, row_start // limits.block_size + 1)
+    for most in _chunk_lengths(limits.tokens):
+        for start in CHUNK_STARTS:
+            for count in BESIDE:
+                # The longest take what the decode rows leave.
+                length = min(most, limits.tokens - count)
+                if count < limits.num_seqs and start + length <= limits.model_len:
+                    blocks = -(-(start + length) // limits.block_size)
+                    chunk = ScheduledSequence(
+                        seq_id=-1 - count,
+                        slot=count,
+                        start=start,
+                        token_ids=(0,) * length,
+                        block_table=(0,) * blocks,
+                    )
+                    rows = [_decode_row(i, row_start, row_blocks) for i in range(count)]
+                    yield [*rows, chunk]
+
+
+def _row_counts(most: int) -> list[int]:
+    """Numbers of rows of which each is padded to another, up to ``most``."""
+    return sorted({min(padded_rows(count), most) for count in range(1, most + 1)})
+
+
+def _table_lengths(longest: int) -> Iterator[int]:
+    """Lengths of which each is padded to another, up to ``longest``."""
+    length = LEAST_TABLE
+    while length < longest:
+        yield length
+        length *= 2
+    yield length
+
+
+def _chunk_lengths(most: int) -> Iterator[int]:
+    length = LEAST_CHUNK
+    while length <= most:
+        yield length
+        length = rounded_up(length + 1, 1, 2 * CHUNKS_PER_OCTAVE)
+
+
+def _decode_row(index: int, start: int, num_blocks: int) -> ScheduledSequence:
+    sample = SampleSpec(
+        params=SamplingParams(temperature=0.0),
+        seed=0,
+        position=start + 1,
+        prompt_ids=(),
+        output_ids=(),
+    )
+    return ScheduledSequence(
+        seq_id=-1 - index,
+        slot=index,
+        start=start,
+        token_ids=(0,),
+        block_table=(0,) * num_blocks,
+        sample=sample,
+    )

@@ -1,0 +1,116 @@
+"""After the steps before the first request no decode step is traced, and answers are the same."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+
+from mlx_parallm.attention.reference import ReferenceAttention
+from mlx_parallm.config import CacheConfig, SchedulerConfig
+from mlx_parallm.runner.cache_layout import probe_layout
+from mlx_parallm.runner.loader import LoadedModel
+from mlx_parallm.runner.memory import plan_kv
+from mlx_parallm.runner.model_runner import ModelRunner
+from mlx_parallm.runner.warm_up import warm_up
+from tests.compiled_attention import CompiledAttention
+from tests.integration.test_compiled_states import counted
+from tests.integration.test_parity_generate import (
+    Session,
+    assert_same,
+    build_model,
+    loaded_model,
+    random_prompt,
+    shared_runner,
+)
+
+NUM_SEQS, TOKENS = 8, 96
+
+
+def runner_of(model: Any, config: dict[str, Any], attention: ReferenceAttention) -> ModelRunner:
+    loaded = LoadedModel(model, config, loaded_model("llama").path, "float32", 0)
+    cache = CacheConfig(block_size=4)
+    layouts = probe_layout(model)
+    scheduler = SchedulerConfig(max_num_seqs=NUM_SEQS)
+    plan = plan_kv(layouts, config, cache, scheduler, 96, attention)
+    return ModelRunner(loaded, layouts, plan, 96, attention)
+
+
+def run(runner: ModelRunner, *, step_s: float = 0.0) -> list[float]:
+    """Warm up with a clock that shows so much more whenever it is read; the shares told."""
+    now, shares = 0.0, []
+
+    def clock() -> float:
+        nonlocal now
+        now += step_s
+        return now
+
+    warm_up(runner, num_seqs=NUM_SEQS, tokens=TOKENS, clock=clock, on_progress=shares.append)
+    return shares
+
+
+def test_no_decode_step_is_traced_after_it() -> None:
+    model, config = build_model("llama")
+    runner = runner_of(model, config, CompiledAttention(4))
+    calls = counted(model)
+    shares = run(runner)
+    assert shares == sorted(shares)
+    assert shares[0] == 0.0
+    assert {(1, 1), (2, 1), (4, 1), (8, 1), (TOKENS, 1)} <= set(calls)
+    session = Session(runner, budget=TOKENS)
+    for index in range(NUM_SEQS):
+        session.add(f"r{index}", random_prompt(9 + index), max_tokens=4 + 3 * index)
+    while len(session.tokens) < NUM_SEQS:
+        session.step()
+    del calls[:]
+    session.finish()
+    # Tables grew from 3 blocks to 11, and rows became fewer.
+    assert calls == []
+    for index in range(NUM_SEQS):
+        alone = Session(shared_runner("llama"))
+        alone.add("alone", random_prompt(9 + index), max_tokens=4 + 3 * index)
+        alone.finish()
+        assert_same(session.result(f"r{index}"), alone.result("alone"))
+
+
+def test_nothing_runs_where_nothing_is_prepared() -> None:
+    model, config = build_model("llama")
+    runner = runner_of(model, config, ReferenceAttention(4))
+    calls = counted(model)
+    assert run(runner) == []
+    assert calls == []
+
+
+def test_it_ends_when_it_took_long_enough(caplog: pytest.LogCaptureFixture) -> None:
+    model, config = build_model("llama")
+    runner = runner_of(model, config, CompiledAttention(4))
+    with caplog.at_level(logging.INFO):
+        shares = run(runner, step_s=6.0)
+    assert len(shares) == 4
+    assert shares[-1] == 1.0
+    assert f"3 of {round(2 / shares[2])} shapes prepared" in caplog.text
+
+
+def test_a_step_that_fails_ends_it_and_nothing_else(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    model, config = build_model("llama")
+    runner = runner_of(model, config, CompiledAttention(4))
+    submit, steps = runner.submit, 0
+
+    def fail_once(batch: Any) -> Any:
+        nonlocal steps
+        steps += 1
+        if steps == 3:
+            raise RuntimeError("out of memory")
+        return submit(batch)
+
+    monkeypatch.setattr(runner, "submit", fail_once)
+    run(runner)
+    assert steps == 3
+    assert "out of memory" in caplog.text
+    session = Session(runner)
+    session.add("r", random_prompt(9), max_tokens=4)
+    session.finish()
+    assert len(session.result("r").tokens) == 4

@@ -1,0 +1,74 @@
+"""The steps that run before the first request are such as requests may have."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mlx_parallm.attention.held_tables import HeldTables
+from mlx_parallm.batch import ScheduledBatch
+from mlx_parallm.runner.paths.base import is_decode
+from mlx_parallm.runner.row_counts import padded_rows, padded_tokens
+from mlx_parallm.runner.warm_up import StepLimits, warm_up_batches
+
+LIMITS = st.builds(
+    StepLimits,
+    num_seqs=st.integers(1, 300),
+    tokens=st.integers(300, 3000),
+    model_len=st.integers(2, 9000),
+    block_size=st.sampled_from([1, 16, 64]),
+)
+
+
+def decodes(batch: ScheduledBatch) -> bool:
+    return is_decode(batch.sequences, range(len(batch.sequences)))
+
+
+@settings(max_examples=20)
+@given(limits=LIMITS)
+def test_they_are_within_the_limits(limits: StepLimits) -> None:
+    for batch in warm_up_batches(limits):
+        assert batch.num_tokens <= limits.tokens
+        assert len({one.slot for one in batch.sequences}) == len(batch.sequences)
+        for one in batch.sequences:
+            assert 0 <= one.slot < limits.num_seqs
+            end = one.start + len(one.token_ids)
+            assert end <= limits.model_len
+            assert end <= len(one.block_table) * limits.block_size
+
+
+@settings(max_examples=20)
+@given(limits=LIMITS)
+def test_every_number_of_rows_is_met_with_every_length_of_tables(limits: StepLimits) -> None:
+    met = {
+        (padded_rows(len(batch.sequences)), width(batch))
+        for batch in warm_up_batches(limits)
+        if decodes(batch)
+    }
+    longest = -(-limits.model_len // limits.block_size)
+    lengths = {width_of(blocks) for blocks in range(1, longest + 1)}
+    rows = {padded_rows(count) for count in range(1, limits.num_seqs + 1)}
+    assert met >= {(count, length) for count in rows for length in lengths}
+
+
+def test_prompts_alone_and_beside_rows_fill_steps_of_all_sizes() -> None:
+    limits = StepLimits(num_seqs=128, tokens=2048, model_len=40960, block_size=16)
+    steps = [batch for batch in warm_up_batches(limits) if not decodes(batch)]
+    sizes = {padded_tokens(batch.num_tokens) for batch in steps}
+    assert max(sizes) == 2048
+    met = sorted(sizes)
+    # None is far from the next.
+    assert all(after <= 1.25 * before for before, after in pairwise(met))
+    starts = {batch.sequences[-1].start for batch in steps}
+    assert starts == {0, 4096}
+    assert len(steps) < 250
+
+
+def width_of(blocks: int) -> int:
+    return HeldTables().rows([(0,) * blocks], 1).shape[1]
+
+
+def width(batch: ScheduledBatch) -> int:
+    return width_of(max(len(one.block_table) for one in batch.sequences))
