@@ -150,7 +150,8 @@ def make_engine(
         max_num_batched_tokens=step_tokens,
         max_decode_stall_ms=stall_ms,
     )
-    backend = choose_backend(cache, kv_shapes(layouts), query_heads(loaded.config)).backend
+    shapes, heads = kv_shapes(layouts), query_heads(loaded.config)
+    backend = choose_backend(cache, shapes, heads, is_bounded=stall_ms is not None).backend
     plan = plan_kv(layouts, loaded.config, cache, config, max_model_len, backend)
     num_blocks = plan.wanted_blocks if kv_tokens is None else -(-kv_tokens // plan.block_size)
     drafting = None if draft is None else _draft_model(draft, cache, num_blocks)

@@ -15,8 +15,8 @@ from mlx_parallm.attention.key_spans import cut_items, offsets, prefill_span
 # A sequence's rows from this many on attend by the prefill kernel, or by stock attention over
 # gathered keys and values; fewer by the decode kernel, which reads keys and values once per row.
 LONG_CHUNK = 16
-# Query rows times keys from which on a chunk is large: at 8B shape on an H100, stock attention then
-# saves 0.45 ms a layer, 16 ms a step, and 50 to 80 ms go into a shape it has not seen.
+# Work of a chunk beyond which it is large: at 8B shape on an H100, stock attention then saves
+# 0.45 ms a layer, 16 ms a step, and 50 to 80 ms go into a shape it has not seen.
 LARGE_WORK = 1 << 24
 
 
@@ -67,9 +67,9 @@ class LongChunk:
         return self.start + self.length
 
     @property
-    def is_large(self) -> bool:
-        """Whether stock attention is faster than the kernel by more than its shape may cost."""
-        return self.length * (self.start + self.length / 2) > LARGE_WORK
+    def work(self) -> float:
+        """Query rows times keys that they see."""
+        return self.length * (self.start + self.length / 2)
 
     def slots(self, block_size: int) -> np.ndarray:
         """Flat pool positions of its tokens, ``[length]``."""

@@ -12,7 +12,7 @@ import mlx.core as mx
 import numpy as np
 
 from mlx_parallm.attention.base import LayerPool, LayerShape, Scores
-from mlx_parallm.attention.chunk_plan import LongChunk
+from mlx_parallm.attention.chunk_plan import LARGE_WORK, LongChunk
 from mlx_parallm.attention.decode_plan import DecodePlan, DecodeRows, WorkKind
 from mlx_parallm.attention.held_tables import HeldTables
 from mlx_parallm.attention.kernel_attend import AttendKernels, AttendKind
@@ -54,11 +54,14 @@ class KernelAttention:
         *,
         quantisation: KVQuantisation | None = None,
         tuning: Tuning | None = None,
+        large_work: float = LARGE_WORK,
     ) -> None:
+        """Chunks of more than ``large_work`` attend by stock operations: see ``LongChunk.work``."""
         self._block_size = block_size
         self._dialect = dialect
         self._quantisation = quantisation
         self._tuning = tuning or dialect.tuning
+        self._large_work = large_work
         self._builder = KernelBuilder(dialect, TEXTS, "paged")
         self._moves: dict[PoolLayout, MoveKernels] = {}
         self._attend: dict[AttendKind, AttendKernels] = {}
@@ -79,7 +82,9 @@ class KernelAttention:
         """See ``AttentionBackend.unquantised``."""
         if self._quantisation is None:
             return self
-        return KernelAttention(self._block_size, self._dialect, tuning=self._tuning)
+        return KernelAttention(
+            self._block_size, self._dialect, tuning=self._tuning, large_work=self._large_work
+        )
 
     def bytes_per_token(self, shape: LayerShape) -> int:
         """See ``AttentionBackend.bytes_per_token``."""
@@ -113,8 +118,14 @@ class KernelAttention:
         self._decode_rows = DecodeRows(self._block_size, self._tables)
 
     def _plan(self, sequences: Sequence[ScheduledSequence], padding: int = 0) -> KernelPlan:
-        multiple = self._tuning.chunk_multiple
-        return KernelPlan(sequences, self._block_size, multiple, self._tables, padding=padding)
+        return KernelPlan(
+            sequences,
+            self._block_size,
+            self._tuning.chunk_multiple,
+            self._tables,
+            padding=padding,
+            large_work=self._large_work,
+        )
 
     def prepare(self, shape: LayerShape, heads: int) -> None:
         """Have what large chunks attend by ready: its first use takes 2 s on an H100."""
@@ -281,8 +292,15 @@ class KernelAttention:
 class CudaAttention(KernelAttention):
     """The backend on NVIDIA GPUs."""
 
-    def __init__(self, block_size: int, quantisation: KVQuantisation | None = None) -> None:
-        super().__init__(block_size, CudaDialect(), quantisation=quantisation)
+    def __init__(
+        self,
+        block_size: int,
+        quantisation: KVQuantisation | None = None,
+        large_work: float = LARGE_WORK,
+    ) -> None:
+        super().__init__(
+            block_size, CudaDialect(), quantisation=quantisation, large_work=large_work
+        )
 
 
 class MetalAttention(KernelAttention):

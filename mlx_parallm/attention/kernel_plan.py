@@ -9,6 +9,7 @@ import mlx.core as mx
 import numpy as np
 
 from mlx_parallm.attention.chunk_plan import (
+    LARGE_WORK,
     LONG_CHUNK,
     ChunkWork,
     LongChunk,
@@ -80,8 +81,12 @@ class KernelPlan:
         tables: HeldTables | None = None,
         *,
         padding: int = 0,
+        large_work: float = LARGE_WORK,
     ) -> None:
-        """``multiple`` is that of long chunks; ``tables`` holds those of the step before."""
+        """``multiple`` is that of long chunks; ``tables`` holds those of the step before.
+
+        Chunks of more than ``large_work`` are large.
+        """
         self.padding = padding
         counts = np.array([len(one.token_ids) for one in sequences])
         firsts = offsets(counts)
@@ -91,8 +96,8 @@ class KernelPlan:
             for i, one in enumerate(sequences)
             if not is_short[i]
         ]
-        self.chunks = sorted(chunks, key=lambda chunk: chunk.is_large)
-        self.num_small = sum(not chunk.is_large for chunk in chunks)
+        self.chunks = sorted(chunks, key=lambda chunk: chunk.work > large_work)
+        self.num_small = sum(chunk.work <= large_work for chunk in chunks)
         short = [one for i, one in enumerate(sequences) if is_short[i]]
         held = (tables or HeldTables()).rows([one.block_table for one in short], len(short))
         self.tables = mx.array(held)

@@ -196,7 +196,7 @@ def _load(model: ModelConfig, path: Path, config: EngineConfig, on_progress: Pro
     tokenizer = load_tokenizer(
         path, chat_template=model.chat_template, trust_remote_code=model.trust_remote_code
     )
-    attention = choose_backend(config.cache, kv_shapes(layouts), query_heads(loaded.config))
+    attention = _attention(config, loaded, layouts)
     plan = plan_kv(
         layouts,
         loaded.config,
@@ -212,6 +212,17 @@ def _load(model: ModelConfig, path: Path, config: EngineConfig, on_progress: Pro
     return _Weights(model, loaded, layouts, tokenizer, attention, plan, draft)
 
 
+def _attention(
+    config: EngineConfig, loaded: LoadedModel, layouts: tuple[CacheLayout, ...]
+) -> BackendChoice:
+    return choose_backend(
+        config.cache,
+        kv_shapes(layouts),
+        query_heads(loaded.config),
+        is_bounded=config.scheduler.max_decode_stall_ms is not None,
+    )
+
+
 def _draft_weights(
     model: ModelConfig, config: EngineConfig, tokenizer: ParallmTokenizer, on_progress: Progress
 ) -> _DraftWeights | None:
@@ -224,7 +235,7 @@ def _draft_weights(
     if source is None:
         return None
     try:
-        return _load_draft(source, model, config.cache, tokenizer, on_progress)
+        return _load_draft(source, model, config, tokenizer, on_progress)
     except (ConfigError, ModelLoadError) as problem:
         # Without the name it might be the served model that is at fault.
         raise type(problem)(f"--speculative-config: draft model: {problem}") from problem
@@ -233,7 +244,7 @@ def _draft_weights(
 def _load_draft(
     source: str,
     model: ModelConfig,
-    cache: CacheConfig,
+    engine: EngineConfig,
     tokenizer: ParallmTokenizer,
     on_progress: Progress,
 ) -> _DraftWeights:
@@ -253,9 +264,9 @@ def _load_draft(
         )
     loaded = load_model(config, path)
     layouts = probe_layout(loaded.model)
-    choice = choose_backend(cache, kv_shapes(layouts), query_heads(loaded.config))
+    choice = _attention(engine, loaded, layouts)
     per_token = sum(choice.backend.bytes_per_token(shape) for shape in kv_shapes(layouts))
-    return _DraftWeights(loaded, layouts, choice, per_token * cache.block_size)
+    return _DraftWeights(loaded, layouts, choice, per_token * engine.cache.block_size)
 
 
 def _fetch(model: ModelConfig, source: str, on_progress: Progress) -> Path:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from mlx_parallm.attention.base import AttentionBackend, LayerShape
+from mlx_parallm.attention.chunk_plan import LARGE_WORK
 from mlx_parallm.attention.kernel_backend import (
     CudaAttention,
     KernelAttention,
@@ -67,19 +69,24 @@ class BackendChoice:
     rejected: str | None = None
 
 
-def choose_backend(cache: CacheConfig, shapes: Sequence[LayerShape], heads: int) -> BackendChoice:
+def choose_backend(
+    cache: CacheConfig, shapes: Sequence[LayerShape], heads: int, *, is_bounded: bool = False
+) -> BackendChoice:
     """The kernels of the default device if they are right at these shapes, or the reference.
 
     Args:
         cache: the size of blocks, and how KV is kept.
         shapes: of the model's layers.
         heads: query heads of a layer.
+        is_bounded: whether steps must not take long once in a while. Chunks of any size then attend
+            by the kernel, where there is one: stock attention on CUDA compiles every new shape.
 
     Raises:
         ConfigError: an unknown ``kv_cache_dtype``.
     """
     quantisation = quantisation_of(cache.kv_cache_dtype)
-    kernels = _kernels(cache.block_size, quantisation)
+    large_work = math.inf if is_bounded else LARGE_WORK
+    kernels = _kernels(cache.block_size, quantisation, large_work)
     rejected = None
     if kernels is not None:
         rejected, error = _judge(kernels, cache.block_size, shapes, heads)
@@ -97,10 +104,12 @@ def _reference(block_size: int, quantisation: KVQuantisation | None) -> Referenc
     return QuantisedReferenceAttention(block_size, quantisation)
 
 
-def _kernels(block_size: int, quantisation: KVQuantisation | None) -> KernelAttention | None:
+def _kernels(
+    block_size: int, quantisation: KVQuantisation | None, large_work: float
+) -> KernelAttention | None:
     backend = backend_name()
     if backend == "cuda":
-        return CudaAttention(block_size, quantisation)
+        return CudaAttention(block_size, quantisation, large_work)
     return MetalAttention(block_size, quantisation) if backend == "metal" else None
 
 

@@ -8,7 +8,10 @@ from typing import Any
 import pytest
 
 from mlx_parallm.attention.reference import ReferenceAttention
-from mlx_parallm.config import CacheConfig, SchedulerConfig
+from mlx_parallm.config import CacheConfig, EngineConfig, SchedulerConfig
+from mlx_parallm.engine import build
+from mlx_parallm.engine.metrics import MetricFamilies
+from mlx_parallm.runner.backend_choice import BackendChoice, choose_backend
 from mlx_parallm.runner.cache_layout import probe_layout
 from mlx_parallm.runner.loader import LoadedModel
 from mlx_parallm.runner.memory import plan_kv
@@ -114,3 +117,28 @@ def test_a_step_that_fails_ends_it_and_nothing_else(
     session.add("r", random_prompt(9), max_tokens=4)
     session.finish()
     assert len(session.result("r").tokens) == 4
+
+
+@pytest.mark.parametrize("stall_ms", [None, 20.0])
+@pytest.mark.parametrize("warms_up", [False, True])
+def test_the_configuration_says_so(
+    monkeypatch: pytest.MonkeyPatch, stall_ms: float | None, *, warms_up: bool
+) -> None:
+    """Whether steps run before the first request, and whether any may take long."""
+    asked: list[tuple[int, int]] = []
+    bounded: list[bool] = []
+
+    def record(_runner: ModelRunner, *, num_seqs: int, tokens: int, **_others: Any) -> None:
+        asked.append((num_seqs, tokens))
+
+    def choose(*args: Any, is_bounded: bool) -> BackendChoice:
+        bounded.append(is_bounded)
+        return choose_backend(*args, is_bounded=is_bounded)
+
+    monkeypatch.setattr(build, "warm_up", record)
+    monkeypatch.setattr(build, "choose_backend", choose)
+    scheduler = SchedulerConfig(max_num_seqs=6, max_decode_stall_ms=stall_ms)
+    config = EngineConfig(scheduler=scheduler, warm_up=warms_up)
+    build.build_engines(config, MetricFamilies(), lambda _text, _share: None)
+    assert asked == [(6, 1024)] * warms_up
+    assert bounded == [stall_ms is not None]

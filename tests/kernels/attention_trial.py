@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from benchmarks.gpu.kernel_cases import Case, Trial
+from mlx_parallm.attention.chunk_plan import LARGE_WORK
 from mlx_parallm.attention.kernel_backend import KernelAttention
 from tests.kernels.shim_dialect import ORDERS, KernelError, Shim
 
 
-def is_right(shim: Shim, case: Case) -> bool:
+def is_right(shim: Shim, case: Case, large_work: float = LARGE_WORK) -> bool:
     """Whether the case's check passes in every order."""
-    backend = KernelAttention(case.block_size, shim, quantisation=case.quantisation)
+    quantisation = case.quantisation
+    backend = KernelAttention(
+        case.block_size, shim, quantisation=quantisation, large_work=large_work
+    )
     trial = Trial(case)
     for order in ORDERS:
         shim.order = order

@@ -11,6 +11,7 @@ from mlx_parallm.attention.base import LayerShape
 from mlx_parallm.attention.kernel_backend import KernelAttention
 from mlx_parallm.attention.quantisation import KVQuantisation
 from mlx_parallm.attention.quantised_reference import QuantisedReferenceAttention
+from mlx_parallm.batch import ScheduledSequence
 from mlx_parallm.config import CacheConfig
 from mlx_parallm.runner import backend_choice
 from mlx_parallm.runner.backend_choice import BackendChoice, choose_backend
@@ -37,15 +38,18 @@ def choose(
     *,
     dtype: mx.Dtype = mx.bfloat16,
     block_size: int = 16,
+    is_bounded: bool = False,
 ) -> BackendChoice:
     """As on a device that runs the kernels."""
 
-    def kernels(block_size: int, quantisation: KVQuantisation | None) -> KernelAttention:
-        return KernelAttention(block_size, shim, quantisation=quantisation)
+    def kernels(
+        block_size: int, quantisation: KVQuantisation | None, large_work: float
+    ) -> KernelAttention:
+        return KernelAttention(block_size, shim, quantisation=quantisation, large_work=large_work)
 
     monkeypatch.setattr(backend_choice, "_kernels", kernels)
     cache = CacheConfig(block_size=block_size, kv_cache_dtype=name)
-    return choose_backend(cache, [shape_of(dtype)], 4)
+    return choose_backend(cache, [shape_of(dtype)], 4, is_bounded=is_bounded)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -87,3 +91,15 @@ def test_blocks_that_kernels_cannot_quantise_go_to_the_reference(
     choice = choose(shim, monkeypatch, "int8", block_size=6)
     assert "blocks of 6 tokens" in (choice.rejected or "")
     assert isinstance(choice.backend, QuantisedReferenceAttention)
+
+
+@pytest.mark.parametrize(("is_bounded", "num_small"), [(False, 0), (True, 1)])
+def test_within_a_bound_no_chunk_is_left_to_stock_attention(
+    shim: Shim, monkeypatch: pytest.MonkeyPatch, is_bounded: bool, num_small: int
+) -> None:
+    backend = choose(shim, monkeypatch, "auto", is_bounded=is_bounded).backend
+    assert isinstance(backend, KernelAttention)
+    chunk = ScheduledSequence(
+        seq_id=0, slot=0, start=16000, token_ids=(0,) * 2048, block_table=tuple(range(1128))
+    )
+    assert backend.unquantised().plan([chunk]).num_small == num_small

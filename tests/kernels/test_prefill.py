@@ -152,10 +152,8 @@ def test_large_chunks_are_padded_for_stock_attention(window: int | None) -> None
     shim.tuning = Tuning(threadgroups=16, chunk_multiple=64)
     sequences = ((0, 20), (70, 40), (130, 16), (9, 1))
     case = Case(sequences=sequences, window=window, **BFLOAT)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("mlx_parallm.attention.chunk_plan.LARGE_WORK", 1000)
-        assert is_right(shim, case)
-        plan = KernelPlan(scheduled(sequences), 16, shim.tuning.chunk_multiple)
+    assert is_right(shim, case, large_work=1000)
+    plan = KernelPlan(scheduled(sequences), 16, shim.tuning.chunk_multiple, large_work=1000)
     assert [chunk.start for chunk in plan.chunks] == [0, 70, 130]
     assert [(chunk.begin, chunk.num_rows) for chunk in plan.chunks] == [
         (0, 64),
