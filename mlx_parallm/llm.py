@@ -107,6 +107,8 @@ class LLM:
             speculative=speculative_config,
             logprobs_mode=logprobs_mode,
             seed=seed,
+            # No stream waits for the first step of a shape.
+            warm_up=False,
         )
         (loaded,) = build_engines(config, MetricFamilies(), lambda _text, _share: None)
         if not isinstance(loaded, LoadedEngine):
