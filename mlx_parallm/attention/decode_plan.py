@@ -14,11 +14,8 @@ import numpy as np
 
 from mlx_parallm.attention.chunk_plan import LongChunk
 from mlx_parallm.attention.held_tables import HeldTables
-from mlx_parallm.attention.kernel_plan import Work, row_work
+from mlx_parallm.attention.kernel_plan import Work, WorkKind, row_work
 from mlx_parallm.batch import ScheduledSequence
-
-#: Window, heads and threadgroups: what ``KernelPlan.work`` was asked for.
-WorkKind = tuple[int | None, int, int]
 
 
 @dataclass(slots=True)
@@ -75,11 +72,7 @@ class DecodeRows:
         slots = blocks * self._block_size + positions % self._block_size
         slots[len(sequences) :] = -1
         made = [slots, tables]
-        ends = positions + 1
-        for window, heads, threadgroups in kinds:
-            starts = np.zeros_like(ends) if window is None else np.maximum(ends - window, 0)
-            items, spans = row_work(
-                rows, rows, starts, ends, heads=heads, threadgroups=threadgroups
-            )
+        for kind in kinds:
+            items, spans = row_work(rows, rows, positions + 1, kind)
             made += [items, np.zeros((0, 2)) if spans is None else spans]
         return [mx.array(array.astype(np.int32)) for array in made]

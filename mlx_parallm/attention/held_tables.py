@@ -9,6 +9,11 @@ import numpy as np
 MIN_TABLE = 8
 
 
+def table_length(longest: int) -> int:
+    """How long the tables of a step are, of which the longest has so many blocks."""
+    return max(MIN_TABLE, 1 << (longest - 1).bit_length())
+
+
 class HeldTables:
     """Keeps the rows that stay the same from step to step, as most do."""
 
@@ -21,7 +26,7 @@ class HeldTables:
 
         M is a power of two. What is behind a table has no meaning, but is the id of some block.
         """
-        width = max(MIN_TABLE, 1 << (max(map(len, tables), default=1) - 1).bit_length())
+        width = table_length(max(map(len, tables), default=1))
         if num_rows > self._tables.shape[0] or width > self._tables.shape[1]:
             shape = (max(num_rows, len(self._held)), max(width, self._tables.shape[1]))
             self._tables = np.zeros(shape, dtype=np.int32)

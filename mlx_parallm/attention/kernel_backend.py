@@ -13,11 +13,11 @@ import numpy as np
 
 from mlx_parallm.attention.base import LayerPool, LayerShape, Scores
 from mlx_parallm.attention.chunk_plan import LARGE_WORK, LongChunk
-from mlx_parallm.attention.decode_plan import DecodePlan, DecodeRows, WorkKind
+from mlx_parallm.attention.decode_plan import DecodePlan, DecodeRows
 from mlx_parallm.attention.held_tables import HeldTables
 from mlx_parallm.attention.kernel_attend import AttendKernels, AttendKind
 from mlx_parallm.attention.kernel_moves import MoveKernels
-from mlx_parallm.attention.kernel_plan import KernelPlan
+from mlx_parallm.attention.kernel_plan import KernelPlan, WorkKind
 from mlx_parallm.attention.kernel_pool import (
     KernelPool,
     PoolLayout,

@@ -35,21 +35,21 @@ class Work:
     spans: mx.array | None
 
 
+#: Window, heads and threadgroups: what ``KernelPlan.work`` was asked for.
+WorkKind = tuple[int | None, int, int]
+
+
 def row_work(
-    rows: np.ndarray,
-    tables: np.ndarray,
-    starts: np.ndarray,
-    ends: np.ndarray,
-    *,
-    heads: int,
-    threadgroups: int,
+    rows: np.ndarray, tables: np.ndarray, ends: np.ndarray, kind: WorkKind
 ) -> tuple[np.ndarray, np.ndarray | None]:
-    """Items and spans of ``Work`` for rows of keys ``starts .. ends - 1``.
+    """Items and spans of ``Work`` for rows that see the keys before ``ends``, or a window of them.
 
     Of rows that are cut there are as many items for any keys, so that few shapes are met: no more
     than a share of the threadgroups and, per row, what is left at both its ends. The last have no
     keys.
     """
+    window, heads, threadgroups = kind
+    starts = np.zeros_like(ends) if window is None else np.maximum(ends - window, 0)
     span = decode_span(starts, ends, heads / threadgroups)
     items, firsts, counts = cut_items(rows, tables, starts, ends, span)
     if len(items) == len(rows):
@@ -109,7 +109,7 @@ class KernelPlan:
         self.slots = mx.array(slots)
         rows = [self._rows, *(np.arange(one.first, one.first + one.length) for one in self.chunks)]
         self.order = _inverse(np.concatenate(rows))
-        self._work: dict[tuple[int | None, int, int], Work] = {}
+        self._work: dict[WorkKind, Work] = {}
         self._chunk_work: dict[tuple[int, int, int | None, int], ChunkWork] = {}
         self._zeros: dict[tuple[int, int, mx.Dtype], mx.array] = {}
 
@@ -134,11 +134,7 @@ class KernelPlan:
         """
         key = (window, heads, threadgroups)
         if key not in self._work:
-            starts = np.zeros_like(self._ends)
-            if window is not None:
-                starts = np.maximum(self._ends - window, 0)
-            rows = (self._rows, self._sequences, starts, self._ends)
-            items, spans = row_work(*rows, heads=heads, threadgroups=threadgroups)
+            items, spans = row_work(self._rows, self._sequences, self._ends, key)
             self._work[key] = Work(int32(items), None if spans is None else int32(spans))
         return self._work[key]
 
@@ -163,7 +159,7 @@ class KernelPlan:
         return self._zeros[key]
 
     @property
-    def kinds(self) -> tuple[tuple[int | None, int, int], ...]:
+    def kinds(self) -> tuple[WorkKind, ...]:
         """What ``work`` was asked for so far."""
         return tuple(self._work)
 

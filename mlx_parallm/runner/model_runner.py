@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 import mlx.core as mx
 import numpy as np
 
-from mlx_parallm.attention.base import AttentionBackend, CompilableAttention
+from mlx_parallm.attention.base import AttentionBackend
 from mlx_parallm.attention.quantisation import kv_cache_dtype_of
 from mlx_parallm.batch import (
     RunnerInfo,
@@ -34,6 +34,7 @@ from mlx_parallm.runner.memory import KVPlan, config_value
 from mlx_parallm.runner.model_weights import ModelWeights
 from mlx_parallm.runner.path_choice import choose_path
 from mlx_parallm.runner.paths.alone import AlonePath
+from mlx_parallm.runner.paths.packed import PackedPath
 from mlx_parallm.runner.row_selection import embedding_rows
 from mlx_parallm.runner.sampling_check import choose_sampling
 from mlx_parallm.runner.step_rows import PendingTokens, StepRows, place_proposals, spread_proposals
@@ -88,9 +89,7 @@ class ModelRunner:
         )
         self._path = choice.path
         #: Whether the first step of each shape takes longer than others: see ``warm_up``.
-        self.prepares_shapes = self._path.name == "packed" and (
-            isinstance(backend, CompilableAttention) and backend.pads_rows
-        )
+        self.prepares_shapes = isinstance(self._path, PackedPath) and self._path.pads_rows
         products = product_dtype(loaded.dtype)
         self._path.adapters.kernels, _ = choose_change_kernels(products)
         layers = AdaptedLayers(loaded.model, products, self._path.adapters)

@@ -10,25 +10,25 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import product
 
+from mlx_parallm.attention.held_tables import table_length
 from mlx_parallm.attention.key_spans import MIN_SPAN
 from mlx_parallm.batch import SampleSpec, ScheduledBatch, ScheduledSequence
 from mlx_parallm.request import SamplingParams
 from mlx_parallm.runner.model_errors import MODEL_ERRORS
 from mlx_parallm.runner.model_runner import ModelRunner
 from mlx_parallm.runner.row_counts import padded_rows
-from mlx_parallm.sizes import rounded_up
+from mlx_parallm.sizes import coarse
 
 logger = logging.getLogger(__name__)
 
 #: Decode rows beside a prompt; other numbers prepare most of the same.
 BESIDE = (1, 8, 32, 128)
-#: Tokens of a prompt: four numbers between a power of two and the next, from this one on.
-LEAST_CHUNK, CHUNKS_PER_OCTAVE = 64, 4
+#: Fewest tokens of a prompt.
+LEAST_CHUNK = 64
 #: Where chunks begin: at their prompts' first tokens, and where their keys are cut.
 CHUNK_STARTS = (0, 4096)
-#: Block tables are a power of two long, and at least this.
-LEAST_TABLE = 8
 #: Blocks of the decode rows beside a prompt.
 ROW_TABLE = 64
 #: Most seconds of it all: a slow device has more to do than what is prepared.
@@ -92,9 +92,9 @@ def warm_up(
 
 
 def warm_up_batches(limits: StepLimits) -> Iterator[ScheduledBatch]:
-    """One batch for each shape that is worth it, the most usual first.
+    """One batch for each shape that is worth it.
 
-    Block tables name block 0 again and again: nothing is read of what is written.
+    Block tables name block 0 again and again: what is written there and read is of no use.
     """
     for step_id, sequences in enumerate(_steps(limits)):
         yield ScheduledBatch(step_id=step_id, sequences=tuple(sequences))
@@ -108,58 +108,38 @@ def _steps(limits: StepLimits) -> Iterator[list[ScheduledSequence]]:
 
 
 def _decode_steps(limits: StepLimits) -> Iterator[list[ScheduledSequence]]:
-    """By numbers of rows, lengths of block tables, and whether keys are cut."""
+    """By lengths of block tables, numbers of rows, and whether keys are cut."""
     longest = -(-limits.model_len // limits.block_size)
-    for width in _table_lengths(longest):
+    widths = {table_length(blocks) for blocks in range(1, longest + 1)}
+    numbers = range(1, limits.num_seqs + 1)
+    counts = {min(padded_rows(number), limits.num_seqs) for number in numbers}
+    for width, count in product(sorted(widths), sorted(counts)):
         # A sequence may be no longer than its table.
         most = min(width * limits.block_size, limits.model_len)
-        for count in _row_counts(limits.num_seqs):
-            for end in sorted({min(one, most) for one in (2, MIN_SPAN + 1)}):
-                first = _decode_row(0, end - 1, min(width, longest))
-                yield [first, *(_decode_row(i, 1, 2) for i in range(1, count))]
+        for end in sorted({min(one, most) for one in (2, MIN_SPAN + 1)}):
+            first = _decode_row(0, end - 1, min(width, longest))
+            yield [first, *(_decode_row(i, 1, 2) for i in range(1, count))]
 
 
 def _prompt_steps(limits: StepLimits) -> Iterator[list[ScheduledSequence]]:
     """By tokens of a prompt, where they begin, and decode rows beside them."""
     row_start = min(MIN_SPAN, limits.model_len - 1)
     row_blocks = max(ROW_TABLE, row_start // limits.block_size + 1)
-    for most in _chunk_lengths(limits.tokens):
-        for start in CHUNK_STARTS:
-            for count in BESIDE:
-                # The longest take what the decode rows leave.
-                length = min(most, limits.tokens - count)
-                if count < limits.num_seqs and start + length <= limits.model_len:
-                    blocks = -(-(start + length) // limits.block_size)
-                    chunk = ScheduledSequence(
-                        seq_id=-1 - count,
-                        slot=count,
-                        start=start,
-                        token_ids=(0,) * length,
-                        block_table=(0,) * blocks,
-                    )
-                    rows = [_decode_row(i, row_start, row_blocks) for i in range(count)]
-                    yield [*rows, chunk]
-
-
-def _row_counts(most: int) -> list[int]:
-    """Numbers of rows of which each is padded to another, up to ``most``."""
-    return sorted({min(padded_rows(count), most) for count in range(1, most + 1)})
-
-
-def _table_lengths(longest: int) -> Iterator[int]:
-    """Lengths of which each is padded to another, up to ``longest``."""
-    length = LEAST_TABLE
-    while length < longest:
-        yield length
-        length *= 2
-    yield length
-
-
-def _chunk_lengths(most: int) -> Iterator[int]:
-    length = LEAST_CHUNK
-    while length <= most:
-        yield length
-        length = rounded_up(length + 1, 1, 2 * CHUNKS_PER_OCTAVE)
+    lengths = {coarse(count) for count in range(LEAST_CHUNK, limits.tokens + 1)}
+    for most, start, count in product(sorted(lengths), CHUNK_STARTS, BESIDE):
+        # The longest take what the decode rows leave.
+        length = min(most, limits.tokens - count)
+        if count < limits.num_seqs and start + length <= limits.model_len:
+            rows = [_decode_row(i, row_start, row_blocks) for i in range(count)]
+            blocks = -(-(start + length) // limits.block_size)
+            chunk = ScheduledSequence(
+                seq_id=-1 - count,
+                slot=count,
+                start=start,
+                token_ids=(0,) * length,
+                block_table=(0,) * blocks,
+            )
+            yield [*rows, chunk]
 
 
 def _decode_row(index: int, start: int, num_blocks: int) -> ScheduledSequence:

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from mlx_parallm.scheduler.fits import OnlineFit, PrefillFit
+from mlx_parallm.sizes import coarse
 
 # Rows of fewer tokens than this are computed one by one, like decode rows, and cost what those do.
 MIN_CHUNK = 16
@@ -19,9 +20,6 @@ FIRST_CHUNK = 64
 GROWTH, NEAR_GROWTH = 1.5, 1.25
 # What is left of that with each step that had less.
 RECENT_MEMORY = 0.75
-# Prefill tokens of bounded steps, between a power of two and the next: a device that prepares for
-# every shape that it meets, as MLX's CUDA backend does, shall meet few.
-COUNTS_PER_OCTAVE = 4
 # Where no prefill fits, it may cost this share more than the least that any costs: so there are
 # fewer steps that take too long.
 LEAST_SHARE = 0.25
@@ -136,7 +134,9 @@ class PrefillAllowance:
         Those of all prompts together are one of few numbers, unless a prompt ends.
         """
         most = self._cost.chunk_within(start, self._seconds, self._tokens)
-        most = _coarse(self._taken + most) - self._taken
+        # A device that prepares for every shape that it meets, as MLX's CUDA backend does, shall
+        # meet few.
+        most = coarse(self._taken + most) - self._taken
         if self._is_fresh:
             return max(most, MIN_CHUNK)
         return most if most >= MIN_CHUNK else 0
@@ -147,12 +147,6 @@ class PrefillAllowance:
         self._tokens -= count
         self._taken += count
         self._seconds -= self._cost.chunk_s(start, count)
-
-
-def _coarse(count: int) -> int:
-    """The largest of few numbers that is not above ``count``."""
-    step = max(1, (1 << count.bit_length()) // (2 * COUNTS_PER_OCTAVE))
-    return count // step * step
 
 
 def _decode_features(work: StepWork) -> tuple[float, float, float]:

@@ -43,10 +43,15 @@ def counted(model: Any) -> list[tuple[int, ...]]:
     return calls
 
 
-def runner_of(model: Any, config: dict[str, Any], block_size: int = BLOCK_SIZE) -> ModelRunner:
+def runner_of(
+    model: Any,
+    config: dict[str, Any],
+    block_size: int = BLOCK_SIZE,
+    backend: type[ReferenceAttention] = CompiledAttention,
+) -> ModelRunner:
     loaded = LoadedModel(model, config, loaded_model("lfm2").path, "float32", 0)
     layouts = probe_layout(model)
-    attention = CompiledAttention(block_size)
+    attention = backend(block_size)
     scheduler = SchedulerConfig(max_num_seqs=8)
     plan = plan_kv(layouts, config, CacheConfig(block_size=block_size), scheduler, 96, attention)
     return ModelRunner(loaded, layouts, plan, 96, attention)

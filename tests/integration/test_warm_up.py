@@ -8,36 +8,22 @@ from typing import Any
 import pytest
 
 from mlx_parallm.attention.reference import ReferenceAttention
-from mlx_parallm.config import CacheConfig, EngineConfig, SchedulerConfig
+from mlx_parallm.config import EngineConfig, SchedulerConfig
 from mlx_parallm.engine import build
 from mlx_parallm.engine.metrics import MetricFamilies
 from mlx_parallm.runner.backend_choice import BackendChoice, choose_backend
-from mlx_parallm.runner.cache_layout import probe_layout
-from mlx_parallm.runner.loader import LoadedModel
-from mlx_parallm.runner.memory import plan_kv
 from mlx_parallm.runner.model_runner import ModelRunner
 from mlx_parallm.runner.warm_up import warm_up
-from tests.compiled_attention import CompiledAttention
-from tests.integration.test_compiled_states import counted
+from tests.integration.test_compiled_states import counted, runner_of
 from tests.integration.test_parity_generate import (
     Session,
     assert_same,
     build_model,
-    loaded_model,
     random_prompt,
     shared_runner,
 )
 
 NUM_SEQS, TOKENS = 8, 96
-
-
-def runner_of(model: Any, config: dict[str, Any], attention: ReferenceAttention) -> ModelRunner:
-    loaded = LoadedModel(model, config, loaded_model("llama").path, "float32", 0)
-    cache = CacheConfig(block_size=4)
-    layouts = probe_layout(model)
-    scheduler = SchedulerConfig(max_num_seqs=NUM_SEQS)
-    plan = plan_kv(layouts, config, cache, scheduler, 96, attention)
-    return ModelRunner(loaded, layouts, plan, 96, attention)
 
 
 def run(runner: ModelRunner, *, step_s: float = 0.0) -> list[float]:
@@ -55,7 +41,7 @@ def run(runner: ModelRunner, *, step_s: float = 0.0) -> list[float]:
 
 def test_no_decode_step_is_traced_after_it() -> None:
     model, config = build_model("llama")
-    runner = runner_of(model, config, CompiledAttention(4))
+    runner = runner_of(model, config, 4)
     calls = counted(model)
     shares = run(runner)
     assert shares == sorted(shares)
@@ -79,7 +65,7 @@ def test_no_decode_step_is_traced_after_it() -> None:
 
 def test_nothing_runs_where_nothing_is_prepared() -> None:
     model, config = build_model("llama")
-    runner = runner_of(model, config, ReferenceAttention(4))
+    runner = runner_of(model, config, 4, ReferenceAttention)
     calls = counted(model)
     assert run(runner) == []
     assert calls == []
@@ -87,7 +73,7 @@ def test_nothing_runs_where_nothing_is_prepared() -> None:
 
 def test_it_ends_when_it_took_long_enough(caplog: pytest.LogCaptureFixture) -> None:
     model, config = build_model("llama")
-    runner = runner_of(model, config, CompiledAttention(4))
+    runner = runner_of(model, config, 4)
     with caplog.at_level(logging.INFO):
         shares = run(runner, step_s=6.0)
     assert len(shares) == 4
@@ -99,7 +85,7 @@ def test_a_step_that_fails_ends_it_and_nothing_else(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     model, config = build_model("llama")
-    runner = runner_of(model, config, CompiledAttention(4))
+    runner = runner_of(model, config, 4)
     submit, steps = runner.submit, 0
 
     def fail_once(batch: Any) -> Any:

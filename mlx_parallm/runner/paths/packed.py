@@ -61,6 +61,11 @@ class PackedPath:
         """See ``ForwardPath.is_compiled``."""
         return self._compiled is not None
 
+    @property
+    def pads_rows(self) -> bool:
+        """Whether steps with prompts get few numbers of rows."""
+        return self._padding is not None
+
     def logits(
         self, sequences: Sequence[ScheduledSequence], token_ids: mx.array, rows: Sequence[int]
     ) -> mx.array:
