@@ -8,6 +8,7 @@ shape which the process has not met. Layers are chained as in a model.
 
 from __future__ import annotations
 
+import math
 import sys
 import time
 from collections.abc import Callable
@@ -17,15 +18,11 @@ import numpy as np
 
 from mlx_parallm.attention.base import LayerShape, Scores
 from mlx_parallm.attention.chunk_plan import LongChunk
-from mlx_parallm.attention.kernel_attend import AttendKernels, AttendKind
-from mlx_parallm.attention.kernel_backend import CudaAttention
+from mlx_parallm.attention.kernel_backend import CudaAttention, KernelAttention
 from mlx_parallm.attention.kernel_plan import KernelPlan
 from mlx_parallm.attention.kernel_pool import KernelPool
-from mlx_parallm.attention.kernel_prefill import PrefillKernels, PrefillKind, attend_chunk
-from mlx_parallm.attention.kernels import TEXTS
+from mlx_parallm.attention.kernel_prefill import attend_chunk
 from mlx_parallm.batch import ScheduledSequence
-from mlx_parallm.kernels.build import KernelBuilder
-from mlx_parallm.kernels.dialect import CudaDialect
 
 BLOCK_SIZE, HEADS, DIM = 16, 32, 128
 SHAPE = LayerShape(num_kv_heads=8, key_dim=DIM, value_dim=DIM, dtype=mx.bfloat16)
@@ -50,7 +47,7 @@ Attention = Callable[[mx.array], mx.array]
 class Prompts:
     """Some prompts' chunks in a pool of random numbers."""
 
-    def __init__(self, backend: CudaAttention, count: int, tokens: int, before: int) -> None:
+    def __init__(self, backend: KernelAttention, count: int, tokens: int, before: int) -> None:
         blocks = -(-(before + tokens) // BLOCK_SIZE)
         order = np.random.default_rng(0).permutation(count * blocks).reshape(count, blocks)
         self._backend = backend
@@ -82,23 +79,12 @@ class Prompts:
         keys, values = self._backend.gather(self.pool, chunk.table)
         return attend_chunk(chunk, queries, keys, values, SCORES)
 
-    def kernel(self, kernels: PrefillKernels) -> Attention:
-        """The kernel, for all chunks, however large."""
-        count = len(self.plan.chunks)
-        return lambda queries: kernels.run(self.pool, self.plan, count, queries, SCORES)
-
-
-def prefill_kernels(backend: CudaAttention) -> PrefillKernels:
-    """Those of the backend's own kind."""
-    dialect, layout = CudaDialect(), backend.layout(SHAPE)
-    builder = KernelBuilder(dialect, TEXTS, "paged")
-    scale = SCORES.scale
-    merge = AttendKernels(
-        AttendKind(layout, HEADS, scale, soft_cap=None, has_sinks=False, tuning=dialect.tuning),
-        builder,
-    ).merge
-    kind = PrefillKind(layout, HEADS, scale, window=None, soft_cap=None, has_sinks=False)
-    return PrefillKernels(kind, merge, builder)
+    def kernel(self, queries: mx.array) -> mx.array:
+        """What the backend does with them."""
+        scale, window, sinks = SCORES.scale, SCORES.window, SCORES.sinks
+        return self._backend.attend(
+            self.pool, self.plan, queries, scale=scale, window=window, sinks=sinks
+        )
 
 
 def micros(attend: Attention, queries: mx.array) -> tuple[float, float]:
@@ -117,11 +103,11 @@ def micros(attend: Attention, queries: mx.array) -> tuple[float, float]:
 
 def main() -> int:
     """Print a line a chunk."""
-    backend = CudaAttention(BLOCK_SIZE)
-    kernels = prefill_kernels(backend)
+    # Chunks of any size go to the kernel.
+    backend = CudaAttention(BLOCK_SIZE, large_work=math.inf)
     for count, tokens, before in CHUNKS:
         prompts = Prompts(backend, count, tokens, before)
-        kernel, _ = micros(prompts.kernel(kernels), prompts.queries)
+        kernel, _ = micros(prompts.kernel, prompts.queries)
         stock, first = micros(prompts.stock, prompts.queries)
         speeds = (prompts.operations / one / 1e6 for one in (kernel, stock))
         print(
