@@ -47,7 +47,7 @@ class Target:
         connection = socket.create_connection(self._address, timeout=60)
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         head = (
-            f"POST {CHAT} HTTP/1.1\r\nhost: a\r\ncontent-type: application/json\r\n"
+            f"POST {CHAT} HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
             f"authorization: Bearer {self._key}\r\ncontent-length: {length}\r\n\r\n"
         )
         connection.sendall(head.encode() + body)

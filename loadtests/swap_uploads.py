@@ -80,7 +80,7 @@ def upload_and_die(base_url: str, fields: Mapping[str, str], half: bytes) -> Non
     """Kill a client that has sent half of its upload."""
     address = urlsplit(base_url)
     head = (
-        f"POST {ROUTE}?{urlencode(fields)} HTTP/1.1\r\nhost: a\r\n"
+        f"POST {ROUTE}?{urlencode(fields)} HTTP/1.1\r\nhost: localhost\r\n"
         f"content-type: application/octet-stream\r\ncontent-length: {2 * len(half)}\r\n\r\n"
     )
     command = [sys.executable, "-c", SENDER, str(address.hostname), str(address.port)]

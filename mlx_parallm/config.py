@@ -257,6 +257,8 @@ class ServerConfig:
         fd: descriptor of the bound socket to serve on, instead of ``host`` and ``port``.
         api_keys: keys that may use the model routes; empty admits everybody.
         admin_api_keys: keys that may change the server; empty means ``api_keys``.
+        allowed_hosts: hosts that requests may name beside those of the loopback interface, where
+            no API key is set; "*" any.
         allowed_origins: CORS origins; empty allows none; "*" any.
         max_logprobs: cap on ``top_logprobs``, ``logprobs`` and ``prompt_logprobs``; -1 is no cap.
         max_body_bytes: largest request body.
@@ -284,6 +286,7 @@ class ServerConfig:
     fd: int | None = None
     api_keys: tuple[str, ...] = ()
     admin_api_keys: tuple[str, ...] = ()
+    allowed_hosts: tuple[str, ...] = ()
     allowed_origins: tuple[str, ...] = ()
     allowed_methods: tuple[str, ...] = ("*",)
     allowed_headers: tuple[str, ...] = ("*",)

@@ -9,6 +9,7 @@
     │   ├── NotFoundError           no file, batch or response of the caller's    (HTTP 404)
     │   ├── AuthenticationError     no key, or a wrong one                         (HTTP 401)
     │   ├── PermissionDeniedError   the key or the origin may not do this          (HTTP 403)
+    │   ├── MisdirectedRequestError the request names a host that is not served    (HTTP 421)
     │   ├── VersionMismatchError    the weights are of another version than expected (HTTP 412)
     │   ├── RequestTimeoutError     the body did not arrive in time                (HTTP 408)
     │   └── RequestTooLargeError    the body is over the route's limit             (HTTP 413)
@@ -95,6 +96,10 @@ class AuthenticationError(InvalidRequestError):
 
 class PermissionDeniedError(InvalidRequestError):
     """The caller is known but may not do this."""
+
+
+class MisdirectedRequestError(InvalidRequestError):
+    """The request names a host that this server does not answer for."""
 
 
 class VersionMismatchError(InvalidRequestError):

@@ -18,7 +18,11 @@ def _routes() -> tuple[BaseRoute, ...]:
 
 
 def make_app(
-    engine: EngineClient, config: ServerConfig, *, max_waiting: int | None = None
+    engine: EngineClient,
+    config: ServerConfig,
+    *,
+    max_waiting: int | None = None,
+    bound_to: str | None = None,
 ) -> FastAPI:
     """See ``create_app``."""
-    return create_app(engine, config, max_waiting=max_waiting, routes=_routes())
+    return create_app(engine, config, max_waiting=max_waiting, bound_to=bound_to, routes=_routes())

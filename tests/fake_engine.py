@@ -225,11 +225,15 @@ class FakeEngine:
 
 @contextlib.contextmanager
 def serve_fake(
-    engine: FakeEngine, config: ServerConfig | None = None, *, max_waiting: int | None = None
+    engine: FakeEngine,
+    config: ServerConfig | None = None,
+    *,
+    max_waiting: int | None = None,
+    bound_to: str | None = None,
 ) -> Iterator[str]:
     """The application over a fake engine on a free port; yields its URL."""
     config = config or ServerConfig()
-    app = make_app(engine, config, max_waiting=max_waiting)
+    app = make_app(engine, config, max_waiting=max_waiting, bound_to=bound_to)
     http: Any = partial(BoundedProtocol, timeout_s=config.client_timeout_s)
     server = uvicorn.Server(
         uvicorn.Config(app, http=http, log_config=None, ws="none", lifespan="on")

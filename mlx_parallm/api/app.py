@@ -14,12 +14,14 @@ from mlx_parallm import __version__
 from mlx_parallm.api.batch_service import make_batch_service
 from mlx_parallm.api.body_budget import BodyBudgetMiddleware
 from mlx_parallm.api.errors import install_error_handlers
+from mlx_parallm.api.hosts import checked_hosts
 from mlx_parallm.api.in_flight.policies import Policies
 from mlx_parallm.api.middleware import (
     AccessLogMiddleware,
     AuthMiddleware,
     BodyLimitMiddleware,
     HeadMiddleware,
+    HostMiddleware,
     RequestIdMiddleware,
     body_limits,
 )
@@ -79,6 +81,7 @@ def create_app(
     config: ServerConfig,
     *,
     max_waiting: int | None = None,
+    bound_to: str | None = None,
     routes: Sequence[BaseRoute] | None = None,
 ) -> FastAPI:
     """An application that serves an engine which is running already.
@@ -87,6 +90,7 @@ def create_app(
         engine: what it serves.
         config: how.
         max_waiting: the size of the engine's queue: requests that can never fit are refused.
+        bound_to: the IP address of the TCP socket it is served on; None if there is none.
         routes: ``common_routes()`` of another application, which need not be made again.
     """
     app = FastAPI(
@@ -109,7 +113,7 @@ def create_app(
     if app.state.batches is not None:
         _add_with_and_without_prefix(app.router, files.router, batches.router)
     install_error_handlers(app)
-    _add_middleware(app, config)
+    _add_middleware(app, config, checked_hosts(config, bound_to))
     return app
 
 
@@ -183,7 +187,7 @@ def common_routes() -> list[BaseRoute]:
     return parent.routes
 
 
-def _add_middleware(app: FastAPI, config: ServerConfig) -> None:
+def _add_middleware(app: FastAPI, config: ServerConfig, hosts: frozenset[str] | None) -> None:
     # The last added runs first.
     app.add_middleware(HeadMiddleware)
     app.add_middleware(BodyLimitMiddleware, limits=body_limits(config))
@@ -198,6 +202,8 @@ def _add_middleware(app: FastAPI, config: ServerConfig) -> None:
             allow_credentials=config.allow_credentials,
             expose_headers=["x-request-id", "request-id", "retry-after"],
         )
+    if hosts is not None:
+        app.add_middleware(HostMiddleware, hosts=hosts)
     if config.access_log:
         app.add_middleware(AccessLogMiddleware)
     app.add_middleware(RequestIdMiddleware)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from typing import Any
+from urllib.parse import urlsplit
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
@@ -50,6 +51,7 @@ class BoundedProtocol(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         """The head of a request has come."""
         self._head = _cancelled(self._head)
+        self._take_host_of_target()
         super().on_headers_complete()
 
     def pause_writing(self) -> None:
@@ -70,6 +72,15 @@ class BoundedProtocol(HttpToolsProtocol):
         elif self._timeout_s:
             _cancelled(self._write)
             self._write = self.loop.call_later(self._timeout_s, self._watch_write, unsent)
+
+    def _take_host_of_target(self) -> None:
+        """Let an absolute request target replace the Host header (RFC 9112, section 3.2.2)."""
+        if self.url.startswith(b"/"):
+            return
+        authority = urlsplit(self.url).netloc
+        if authority:
+            self.headers[:] = [header for header in self.headers if header[0] != b"host"]
+            self.headers.append((b"host", authority))
 
     def _await_head(self) -> None:
         self._head_bytes = 0

@@ -40,6 +40,7 @@ STATUS: Mapping[type[errors.ParallmError], Status] = {
     errors.NotFoundError: Status(404, "invalid_request_error", "not_found"),
     errors.AuthenticationError: Status(401, "authentication_error", "invalid_api_key"),
     errors.PermissionDeniedError: Status(403, "permission_error"),
+    errors.MisdirectedRequestError: Status(421, "invalid_request_error", "host_not_allowed"),
     errors.VersionMismatchError: Status(412, "invalid_request_error", "version_mismatch"),
     errors.RequestTimeoutError: Status(408, "invalid_request_error", "request_timeout"),
     errors.RequestTooLargeError: Status(413, "invalid_request_error", "request_too_large"),

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from urllib.parse import quote
 
 from starlette.datastructures import Headers, MutableHeaders
@@ -16,16 +16,23 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from mlx_parallm.api.auth import KeyRing, is_open, key_of
 from mlx_parallm.api.errors import response_of
+from mlx_parallm.api.hosts import host_of, is_loopback_host
 from mlx_parallm.api.internal import INTERNAL_CALLER
 from mlx_parallm.api.paths import MESSAGES, id_headers, local_path
 from mlx_parallm.config import ServerConfig
-from mlx_parallm.errors import AuthenticationError, RequestTooLargeError
+from mlx_parallm.errors import (
+    AuthenticationError,
+    MisdirectedRequestError,
+    RequestTooLargeError,
+)
 
 logger = logging.getLogger(__name__)
 
 MAX_ID_CHARS = 128
 # Of a path in the log.
 MAX_PATH_CHARS = 256
+# A refusal shows so much of the host that was named.
+MAX_HOST_CHARS = 100
 POLLED_PATHS = frozenset({"/health", "/ping", "/load", "/metrics"})
 # Of a body, for routes that state no limit of their own.
 SMALL_BODY_BYTES = 64 * 1024
@@ -120,6 +127,36 @@ def _log_access(scope: Scope, status: int, duration_s: float) -> None:
     }
     level = logging.DEBUG if local_path(scope) in POLLED_PATHS else logging.INFO
     logger.log(level, "request", extra=fields)
+
+
+class HostMiddleware:
+    """Answers 421 to requests that name no host of this server, or none or several."""
+
+    def __init__(self, app: ASGIApp, hosts: frozenset[str]) -> None:
+        """Wrap an application.
+
+        Args:
+            app: what answers the other requests.
+            hosts: names and addresses beside those of the loopback interface, as ``host_of``
+                gives them.
+        """
+        self._app = app
+        self._hosts = hosts
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """See ASGI."""
+        if scope["type"] != "http" or INTERNAL_CALLER in scope:
+            await self._app(scope, receive, send)
+            return
+        named = Headers(scope=scope).getlist("host")
+        if self._answers(named):
+            await self._app(scope, receive, send)
+            return
+        await response_of(_misdirected(named), scope)(scope, receive, send)
+
+    def _answers(self, named: Sequence[str]) -> bool:
+        host = host_of(named[0]) if len(named) == 1 else None
+        return host is not None and (host in self._hosts or is_loopback_host(host))
 
 
 class AuthMiddleware:
@@ -240,3 +277,13 @@ def sane_id(value: str | None) -> str | None:
     if value and len(value) <= MAX_ID_CHARS and value.isascii() and value.isprintable():
         return value
     return None
+
+
+def _misdirected(named: Sequence[str]) -> MisdirectedRequestError:
+    if len(named) == 1 and named[0]:
+        told = f"The host {named[0][:MAX_HOST_CHARS]!r} is not served here."
+    else:
+        told = "The request must name one host."
+    return MisdirectedRequestError(
+        f"{told} Without an API key, only hosts of this machine are; --allowed-hosts adds others."
+    )

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import ipaddress
 import logging
 import os
 import signal
@@ -22,6 +21,7 @@ import uvloop
 
 from mlx_parallm.api.app import create_app
 from mlx_parallm.api.connection import BoundedProtocol
+from mlx_parallm.api.hosts import is_loopback
 from mlx_parallm.api.listener import bind, inherit
 from mlx_parallm.cli import engine_process
 from mlx_parallm.cli.configure import add_settings, read_settings, warn_of_unknown_variables
@@ -81,7 +81,8 @@ def serve(engine_config: EngineConfig, server_config: ServerConfig) -> int:
         warn_if_exposed(server_config, host)
         engine = open_engine(engine_config, server_config)
         engine.start()
-        server = EngineServer(engine, server_config, engine_config.scheduler.max_waiting)
+        max_waiting = engine_config.scheduler.max_waiting
+        server = EngineServer(engine, server_config, max_waiting, bound_to=host)
         served = (*engine.models(), *engine.encoders.models())
         logger.info(
             "serving %s on http://%s:%d",
@@ -121,7 +122,7 @@ def warn_if_exposed(config: ServerConfig, host: str) -> None:
 
 def is_exposed(config: ServerConfig, host: str) -> bool:
     """Whether other machines can reach the server, bound to this address, without a key."""
-    return not config.api_keys and not ipaddress.ip_address(host).is_loopback
+    return not config.api_keys and not is_loopback(host)
 
 
 class UvicornServer(uvicorn.Server):
@@ -136,13 +137,15 @@ class UvicornServer(uvicorn.Server):
 class EngineServer:
     """An HTTP server and the engine behind it, which end together."""
 
-    def __init__(self, engine: AsyncEngine, config: ServerConfig, max_waiting: int) -> None:
+    def __init__(
+        self, engine: AsyncEngine, config: ServerConfig, max_waiting: int, *, bound_to: str
+    ) -> None:
         self._engine = engine
         self._config = config
         self._ending: asyncio.Task[None] | None = None
         self._server = UvicornServer(
             uvicorn.Config(
-                create_app(engine, config, max_waiting=max_waiting),
+                create_app(engine, config, max_waiting=max_waiting, bound_to=bound_to),
                 http=partial(BoundedProtocol, timeout_s=config.client_timeout_s),  # type: ignore[arg-type]
                 log_config=None,
                 # The application writes its own.

@@ -11,6 +11,7 @@ import re
 from collections.abc import Callable
 from typing import Any, get_args
 
+from mlx_parallm.api.hosts import ANY, named_host
 from mlx_parallm.config import ModelTask, SpeculativeConfig
 
 Parse = Callable[[Any], Any]
@@ -154,6 +155,15 @@ def tasks(value: Any) -> tuple[str, ...]:
     return tuple(found)
 
 
+def hosts(value: Any) -> tuple[str, ...]:
+    """Names and addresses without ports, as they are compared; ``*`` is any."""
+    first = value[0] if isinstance(value, list) and len(value) == 1 else value
+    if isinstance(first, str) and first.startswith("[") and named_host(first) is not None:
+        # An address in brackets, which ``listed`` would take for a JSON list.
+        return (_host(first),)
+    return tuple(_host(host) for host in listed(value))
+
+
 def table(value: Any) -> dict[str, Any]:
     """Names with values: a JSON object, or a table of a file."""
     try:
@@ -172,6 +182,15 @@ def speculative(value: Any) -> SpeculativeConfig:
         ConfigError: a key of it is unknown or its value wrong; the message says which.
     """
     return SpeculativeConfig.from_mapping(table(value))
+
+
+def _host(value: str) -> str:
+    if value == ANY:
+        return value
+    host = named_host(value)
+    if host is None or ANY in host or not host.isascii():
+        raise ValueError("must be names or addresses of hosts, such as llm.example")
+    return host
 
 
 def _json_list(value: str) -> Any:

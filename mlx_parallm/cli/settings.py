@@ -92,7 +92,8 @@ class Setting:
     @property
     def is_list(self) -> bool:
         """Whether the flag takes several values and may be repeated."""
-        return self.parse in (values.listed, values.tasks) or self.field.endswith("_parsers")
+        lists = (values.listed, values.tasks, values.hosts)
+        return self.parse in lists or self.field.endswith("_parsers")
 
     @property
     def default(self) -> Any:
@@ -258,6 +259,10 @@ SETTINGS: tuple[Setting, ...] = (
     _setting("admin-api-key", "server.admin_api_keys", values.listed, ADDRESS,
              "key for routes that change the server; the API keys if not given.",
              metavar="KEY"),
+    _setting("allowed-hosts", "server.allowed_hosts", values.hosts, ADDRESS,
+             "hosts that requests may name (Host header) while no API key is set, beside localhost "
+             "and loopback addresses; * for any. Without this, a server that listens beyond the "
+             "loopback interface answers any.", metavar="HOST"),
     _setting("allowed-origins", "server.allowed_origins", values.listed, ADDRESS,
              "web origins that may call from a browser; * for any.", metavar="ORIGIN"),
     _setting("allowed-methods", "server.allowed_methods", values.listed, ADDRESS,

@@ -241,7 +241,7 @@ def leave(url: str, path: str, body: dict[str, Any], wait: Any) -> None:
     assert address.port
     with socket.create_connection((address.hostname, address.port)) as connection:
         connection.sendall(
-            b"POST %s HTTP/1.1\r\nhost: a\r\ncontent-type: application/json\r\n"
+            b"POST %s HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
             b"content-length: %d\r\n\r\n%s" % (path.encode(), len(raw), raw)
         )
         wait()

@@ -232,7 +232,7 @@ def test_a_connection_cut_in_the_middle_changes_nothing(
     data = adapter_files.upload(2)
     query = urlencode({"name": "policy", **QUERY})
     head = (
-        f"POST /v1/update_adapter_weights?{query} HTTP/1.1\r\nHost: here\r\n"
+        f"POST /v1/update_adapter_weights?{query} HTTP/1.1\r\nHost: localhost\r\n"
         "Authorization: Bearer admin\r\nContent-Type: application/octet-stream\r\n"
         f"Content-Length: {len(data)}\r\n\r\n"
     )
