@@ -27,6 +27,7 @@ from mlx_parallm.models import (
     xlm_roberta,
 )
 from mlx_parallm.models.checkpoint_names import Weights, without
+from mlx_parallm.numerics.finite import not_finite, scale_modes
 
 #: The modules that implement an architecture, by the config's ``model_type``.
 ARCHITECTURES: dict[str, ModuleType] = {
@@ -69,9 +70,11 @@ def load_encoder(folder: Path, dtype: mx.Dtype | None = None) -> LoadedEncoder:
     """``open_encoder``, and its parameters evaluated."""
     opened = open_encoder(folder, dtype)
     try:
-        mx.eval(opened.model.parameters())
+        wrong = not_finite(_parameters(opened.model), scale_modes(opened.model))
     except RuntimeError as cause:
         raise ModelLoadError(f"{folder} could not be loaded: {cause}") from cause
+    if wrong:
+        raise ModelLoadError(f"{folder}: these weights are NaN or infinite: {_listed(wrong)}.")
     return opened
 
 

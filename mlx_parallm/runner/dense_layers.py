@@ -10,6 +10,7 @@ import mlx.nn as nn
 
 from mlx_parallm.encoding.sentence_transformers import DenseSpec
 from mlx_parallm.errors import ModelLoadError
+from mlx_parallm.numerics.finite import named, not_finite
 
 _ACTIVATIONS: Mapping[str, Callable[[mx.array], mx.array]] = {
     "Identity": lambda x: x,
@@ -59,7 +60,7 @@ def load_dense(spec: DenseSpec) -> DenseLayer:
     """Read a layer's weights.
 
     Raises:
-        ModelLoadError: they cannot be read, or its activation is not known.
+        ModelLoadError: they cannot be read, are NaN or infinite, or its activation is not known.
     """
     activation = _ACTIVATIONS.get(spec.activation)
     if activation is None:
@@ -76,5 +77,6 @@ def load_dense(spec: DenseSpec) -> DenseLayer:
         raise ModelLoadError(f"{file} has no linear.weight.")
     # Stanford's ColBERT has the whole model in this file.
     floats = {name: weights[name].astype(mx.float32) for name in _NAMES if name in weights}
-    mx.eval(floats)
+    if wrong := not_finite(floats):
+        raise ModelLoadError(f"{file}: these weights are NaN or infinite: {named(wrong)}.")
     return DenseLayer(floats, activation, has_residual=spec.has_residual)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
@@ -16,6 +17,7 @@ from mlx_parallm.config import ModelConfig
 from mlx_parallm.encoding.rope_fields import rope_fields
 from mlx_parallm.errors import ConfigError, ModelLoadError
 from mlx_parallm.kernels.dialect import CudaDialect
+from mlx_parallm.numerics.finite import named, not_finite, scale_modes
 from mlx_parallm.runner.delta_net import NetKernels, use_net_kernels
 from mlx_parallm.runner.device import backend_name, free_memory_bytes
 from mlx_parallm.runner.expert_kernel import ExpertKernel
@@ -29,6 +31,8 @@ from mlx_parallm.runner.state_layers import use_state_layers
 logger = logging.getLogger(__name__)
 
 DTYPES = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}
+# What a quantised layer has beside its packed weights.
+PACKED = ("scales", "biases")
 # What loading may raise for a folder that is no model, a broken file or an unknown architecture.
 LOAD_ERRORS = (OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError, ImportError)
 
@@ -62,7 +66,8 @@ def load_model(config: ModelConfig, path: Path) -> LoadedModel:
 
     Raises:
         ConfigError: an unknown dtype.
-        ModelLoadError: the folder is no model that mlx_lm knows.
+        ModelLoadError: the folder is no model that mlx_lm knows, or has weights that are NaN or
+            infinite.
     """
     check_dtype(config.dtype)
     try:
@@ -74,10 +79,20 @@ def load_model(config: ModelConfig, path: Path) -> LoadedModel:
             use_net_kernels(model, NetKernels(CudaDialect()))
         run_uncompiled(model)
         model.eval()
-        mx.eval(model.parameters())
+        evaluate(parameters_of(model), scale_modes(model), path)
     except LOAD_ERRORS as cause:
         raise ModelLoadError(f"{path} could not be loaded: {cause}") from cause
     return loaded_model(model, model_config, path, config)
+
+
+def evaluate(arrays: Mapping[str, mx.array], modes: Mapping[str, str], path: Path) -> None:
+    """Have weights of a folder in memory; ``modes`` are those of ``not_finite``.
+
+    Raises:
+        ModelLoadError: some are NaN or infinite.
+    """
+    if wrong := not_finite(arrays, modes):
+        raise ModelLoadError(f"{path}: these weights are NaN or infinite: {named(wrong)}.")
 
 
 def check_dtype(dtype: str) -> None:
@@ -118,6 +133,10 @@ def _read(config: ModelConfig, path: Path) -> tuple[Any, dict[str, Any]]:
         get_model_classes=_readable_classes,
         trust_remote_code=config.trust_remote_code,
     )
+    # Before they are multiplied into weights, where the CPU has these: so the name is the file's.
+    scales = {f"{name.rpartition('.')[0]}.{leaf}" for name in scale_modes(model) for leaf in PACKED}
+    own = parameters_of(model)
+    evaluate({name: own[name] for name in scales & own.keys()}, scale_modes(model), path)
     return cast_model(model, config.dtype), model_config
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +12,12 @@ from mlx.utils import tree_unflatten
 
 from mlx_parallm.adapters.tensors import HostTensor
 from mlx_parallm.errors import InvalidRequestError, ModelLoadError
+from mlx_parallm.numerics.finite import named, not_finite, scale_modes
 from mlx_parallm.runner.device import backend_name
 from mlx_parallm.runner.loader import LoadedModel, load_parameters, parameters_of
 from mlx_parallm.runner.row_layers import release_products
 
 PARAM = "weights"
-# Refusals name so many tensors at most.
-MAX_NAMED = 5
 
 Arrays = Mapping[str, mx.array]
 
@@ -52,7 +51,7 @@ class ModelWeights:
         _refuse("are missing", current.keys() - arrays.keys())
         _refuse("are unknown", arrays.keys() - current.keys())
         arrays = self._fitting(arrays, current)
-        _check_finite(arrays)
+        _check_finite(arrays, scale_modes(self._model))
         return arrays
 
     def read_tensors(self, tensors: Mapping[str, HostTensor]) -> Arrays:
@@ -78,7 +77,8 @@ class ModelWeights:
         }
         _refuse("are unknown", arrays.keys() - current.keys())
         fitting = self._fitting(arrays, current)
-        mx.eval(list(fitting.values()))
+        # The model's dtype may be too narrow for what was sent.
+        _check_finite(fitting, scale_modes(self._model))
         return fitting
 
     def put(self, arrays: Arrays, path: Path | None = None) -> None:
@@ -180,15 +180,11 @@ def has_own_memory() -> bool:
     return backend_name() == "cuda"
 
 
-def _check_finite(arrays: Arrays) -> None:
-    floating = {n: a for n, a in arrays.items() if mx.issubdtype(a.dtype, mx.floating)}
-    checks = {name: mx.isfinite(array).all() for name, array in floating.items()}
-    mx.eval(list(arrays.values()), list(checks.values()))
-    _refuse("have numbers that are not finite", {n for n, one in checks.items() if not one.item()})
+def _check_finite(arrays: Arrays, modes: Mapping[str, str] | None = None) -> None:
+    """Evaluate arrays and refuse those with a NaN or an infinity; ``modes``: see ``not_finite``."""
+    _refuse("have numbers that are not finite", not_finite(arrays, modes))
 
 
-def _refuse(why: str, names: set[str]) -> None:
+def _refuse(why: str, names: Collection[str]) -> None:
     if names:
-        shown = ", ".join(sorted(names)[:MAX_NAMED])[:500]
-        more = f" and {len(names) - MAX_NAMED} more" if len(names) > MAX_NAMED else ""
-        raise InvalidRequestError(f"Tensors {why}: {shown}{more}.", param=PARAM)
+        raise InvalidRequestError(f"Tensors {why}: {named(names)}.", param=PARAM)

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 
 from mlx_parallm.errors import ModelLoadError
+from mlx_parallm.numerics.finite import scale_modes
 from mlx_parallm.runner.encoder_adapters import AdaptedEncoder
-from mlx_parallm.runner.loader import parameters_of
+from mlx_parallm.runner.loader import evaluate, parameters_of
 
 PART_BYTES = 4 << 20
 # What is done between two steps takes about as long, or as one part.
@@ -33,8 +34,9 @@ class PendingEncoder:
         self._clock = clock
         self._folder = folder
         self._finish = finish
-        arrays = list(parameters_of(model).values())
-        self.num_bytes = sum(array.nbytes for array in arrays)
+        arrays = parameters_of(model)
+        self.num_bytes = sum(array.nbytes for array in arrays.values())
+        self._modes = scale_modes(model)
         self._parts = list(_parts(arrays))
         self._num_parts = len(self._parts)
 
@@ -42,12 +44,12 @@ class PendingEncoder:
         """Have the next parts in memory; which share is there, from 0 to 1.
 
         Raises:
-            ModelLoadError: a file cannot be read.
+            ModelLoadError: a file cannot be read, or a weight is NaN or infinite.
         """
         end_s = self._clock() + ADVANCE_S
         while self._parts:
             try:
-                mx.eval(self._parts.pop(0))
+                evaluate(self._parts.pop(0), self._modes, self._folder)
             except RuntimeError as cause:
                 raise ModelLoadError(f"{self._folder} could not be loaded: {cause}") from cause
             if self._clock() >= end_s:
@@ -61,15 +63,15 @@ class PendingEncoder:
         return self._finish()
 
 
-def _parts(arrays: list[mx.array]) -> Iterator[list[mx.array]]:
-    """Arrays in parts of ``PART_BYTES``, or of one that is larger."""
-    part: list[mx.array] = []
+def _parts(arrays: Mapping[str, mx.array]) -> Iterator[dict[str, mx.array]]:
+    """Arrays by name, in parts of ``PART_BYTES``, or of one that is larger."""
+    part: dict[str, mx.array] = {}
     size = 0
-    for array in arrays:
+    for name, array in arrays.items():
         if part and size + array.nbytes > PART_BYTES:
             yield part
-            part, size = [], 0
-        part.append(array)
+            part, size = {}, 0
+        part[name] = array
         size += array.nbytes
     if part:
         yield part
