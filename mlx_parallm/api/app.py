@@ -22,6 +22,7 @@ from mlx_parallm.api.middleware import (
     BodyLimitMiddleware,
     HeadMiddleware,
     HostMiddleware,
+    OriginMiddleware,
     RequestIdMiddleware,
     body_limits,
 )
@@ -193,6 +194,7 @@ def _add_middleware(app: FastAPI, config: ServerConfig, hosts: frozenset[str] | 
     app.add_middleware(BodyLimitMiddleware, limits=body_limits(config))
     app.add_middleware(BodyBudgetMiddleware, config=config)
     app.add_middleware(AuthMiddleware, config=config)
+    app.add_middleware(OriginMiddleware, config=config)
     if config.allowed_origins:
         app.add_middleware(
             CORSMiddleware,

@@ -5,11 +5,11 @@ from __future__ import annotations
 import hashlib
 import hmac
 from collections.abc import Iterable
-from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers
 from starlette.requests import Request
 
+from mlx_parallm.api.origins import is_foreign
 from mlx_parallm.config import ServerConfig
 from mlx_parallm.errors import AuthenticationError, PermissionDeniedError
 
@@ -84,8 +84,7 @@ def refuse_other_origins(request: Request) -> None:
     Raises:
         PermissionDeniedError: such a page sent the request.
     """
-    origin = request.headers.get("origin")
-    if origin is not None and urlsplit(origin).netloc != request.headers.get("host"):
+    if is_foreign(request.headers):
         raise PermissionDeniedError("Requests from other origins may not change the server.")
 
 

@@ -18,11 +18,13 @@ from mlx_parallm.api.auth import KeyRing, is_open, key_of
 from mlx_parallm.api.errors import response_of
 from mlx_parallm.api.hosts import host_of, is_loopback_host
 from mlx_parallm.api.internal import INTERNAL_CALLER
+from mlx_parallm.api.origins import may_change
 from mlx_parallm.api.paths import MESSAGES, id_headers, local_path
 from mlx_parallm.config import ServerConfig
 from mlx_parallm.errors import (
     AuthenticationError,
     MisdirectedRequestError,
+    PermissionDeniedError,
     RequestTooLargeError,
 )
 
@@ -55,6 +57,10 @@ ENCODER_PATHS = (
     "/pipeline",
 )
 SCORING_PATHS = ("/rerank", "/v2/rerank", "/score", "/generative_scoring", "/rewards")
+FOREIGN = (
+    "Pages of other origins may only read from this server; --allowed-origins names those that may "
+    "do more."
+)
 # What a form holds besides its file.
 FORM_BYTES = 64 * 1024
 
@@ -157,6 +163,27 @@ class HostMiddleware:
     def _answers(self, named: Sequence[str]) -> bool:
         host = host_of(named[0]) if len(named) == 1 else None
         return host is not None and (host in self._hosts or is_loopback_host(host))
+
+
+class OriginMiddleware:
+    """Refuses what pages of other origins send to change something, unless CORS allows them.
+
+    Content types do not count: a form needs no leave of this server to be sent.
+    """
+
+    def __init__(self, app: ASGIApp, config: ServerConfig) -> None:
+        self._app = app
+        self._config = config
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """See ASGI."""
+        if scope["type"] != "http" or INTERNAL_CALLER in scope or self._admits(scope):
+            await self._app(scope, receive, send)
+            return
+        await response_of(PermissionDeniedError(FOREIGN), scope)(scope, receive, send)
+
+    def _admits(self, scope: Scope) -> bool:
+        return may_change(self._config, scope["method"], Headers(scope=scope))
 
 
 class AuthMiddleware:
