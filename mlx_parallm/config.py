@@ -268,7 +268,7 @@ class ServerConfig:
         client_timeout_s: a client that sends or takes nothing for this long is cut off; 0 is off.
         max_stored_responses: most responses kept in memory for /v1/responses; 0 keeps none.
         max_stored_bytes: most bytes of them together, with the conversations they answer.
-        data_dir: folder of files and batches; made when it is first used; None serves neither.
+        data_dir: folder of files and batches; made at start; None serves neither.
         max_file_bytes: largest uploaded file.
         max_files_bytes: most bytes of all files together.
         max_num_seqs_of_batches: most sequences of batches in the engine at once; None is half of

@@ -19,6 +19,8 @@
     ├── ModelLoadingError           the model is not loaded yet; routes of JSON wait (HTTP 503)
     ├── PausedError                 generation is paused; try again later          (HTTP 503)
     ├── EngineDeadError             the engine thread died                         (HTTP 503)
+    ├── StorageError                the data folder does not work                  (HTTP 500)
+    │   └── StorageInUseError       another process has the data folder            (HTTP 503)
     ├── RequestAbortedError         aborted by an operator or by shutdown          (HTTP 503)
     ├── ControlError                the engine could not do what an operator asked (HTTP 500)
     └── StepError                   a step failed for this request only            (HTTP 500)
@@ -155,7 +157,11 @@ class EngineDeadError(ParallmError):
 
 
 class StorageError(ParallmError):
-    """The data folder cannot be read or written, or belongs to another process."""
+    """The data folder cannot be read or written."""
+
+
+class StorageInUseError(StorageError):
+    """Another process uses the data folder; the message names it."""
 
 
 class RequestAbortedError(ParallmError):

@@ -51,6 +51,7 @@ STATUS: Mapping[type[errors.ParallmError], Status] = {
     errors.PausedError: Status(503, "server_error", "paused"),
     errors.EngineDeadError: Status(503, "server_error", "engine_dead"),
     errors.RequestAbortedError: Status(503, "server_error", "request_aborted"),
+    errors.StorageInUseError: Status(503, "server_error", "storage_in_use"),
     errors.StorageError: Status(500, "server_error", "storage_failed"),
     errors.ControlError: Status(500, "server_error", "control_failed"),
     errors.StepError: Status(500, "server_error"),

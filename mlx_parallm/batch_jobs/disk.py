@@ -10,10 +10,12 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from mlx_parallm.errors import StorageError
+from mlx_parallm.errors import StorageError, StorageInUseError
 
 FOLDER_MODE = 0o700
 FILE_MODE = 0o600
+# Bytes that are read of what a lock's holder wrote about itself.
+MAX_HOLDER_BYTES = 1000
 
 
 @contextlib.contextmanager
@@ -71,20 +73,44 @@ def replace_json(path: Path, content: Mapping[str, Any]) -> None:
 
 
 class FolderLock:
-    """Keeps a second process out of a folder; the system frees it when the process ends."""
+    """Keeps a second process out of a folder; the system frees it when the process ends.
+
+    The file that is locked says which process holds it.
+    """
 
     def __init__(self, folder: Path) -> None:
+        """Lock a folder.
+
+        Raises:
+            StorageInUseError: another process holds it.
+        """
         self._descriptor = os.open(
             folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, FILE_MODE
         )
         try:
             fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
+            holder = _holder(self._descriptor)
             os.close(self._descriptor)
-            raise StorageError(
-                "Another server uses the data folder; give this one a --data-dir of its own."
+            raise StorageInUseError(
+                f"{holder} uses the data folder; give this server a --data-dir of its own."
             ) from None
+        os.ftruncate(self._descriptor, 0)
+        write_all(self._descriptor, json.dumps({"pid": os.getpid()}).encode())
 
     def release(self) -> None:
         """Let others in."""
+        # The next holder is not to be taken for this process before it has written its own name.
+        with contextlib.suppress(OSError):
+            os.ftruncate(self._descriptor, 0)
         os.close(self._descriptor)
+
+
+def _holder(descriptor: int) -> str:
+    """Return who holds a lock, as its file says, for the beginning of a sentence."""
+    try:
+        pid = json.loads(os.pread(descriptor, MAX_HOLDER_BYTES, 0))["pid"]
+    except (OSError, ValueError, KeyError, TypeError):
+        # The holder has just taken it and not written yet.
+        return "Another server"
+    return f"Another server (process {int(pid)})" if isinstance(pid, int) else "Another server"

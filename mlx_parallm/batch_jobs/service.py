@@ -82,14 +82,18 @@ class BatchService:
         """The files; the folder is made now if there is none.
 
         Raises:
+            StorageInUseError: another process uses the folder.
             StorageError: the folder cannot be used.
         """
         return self._storage.files
 
     def start(self) -> None:
-        """Go on with what an earlier process left; a folder that is not there is not made."""
-        if self._folder.exists():
-            self._opening = asyncio.ensure_future(self._open_when_free())
+        """Take the folder, or make it, and go on with what an earlier process left.
+
+        It is taken now and not by the first request, so that the log tells at once if another
+        server has it.
+        """
+        self._opening = asyncio.ensure_future(self._open_when_free())
 
     async def stop(self) -> None:
         """End all work; another process may go on from what is on disk."""
@@ -187,15 +191,17 @@ class BatchService:
             )
 
     async def _open_when_free(self) -> None:
-        is_told = False
+        was_logged = False
         while self._opened is None:
             try:
                 _ = self._storage
             except StorageError as problem:
-                if not is_told:
-                    logger.warning("batches wait: %s", problem)
-                is_told = True
+                if not was_logged:
+                    logger.warning("no files and batches from %s: %s", self._folder, problem)
+                was_logged = True
                 await asyncio.sleep(RETRY_S)
+        if was_logged:
+            logger.info("files and batches are served from %s", self._folder)
 
     def _drive(self, owner: str) -> None:
         if owner not in self._drivers:

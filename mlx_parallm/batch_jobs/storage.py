@@ -13,7 +13,7 @@ from mlx_parallm.batch_jobs.store import BatchStore
 
 
 class Storage:
-    """Everything stored; made when it is first used."""
+    """Everything stored in a data folder."""
 
     def __init__(
         self, folder: Path, limits: FileLimits, now: Callable[[], float] = time.time
@@ -21,7 +21,8 @@ class Storage:
         """Open the folder, or make it.
 
         Raises:
-            StorageError: it cannot be used, or another process uses it.
+            StorageInUseError: another process uses it.
+            StorageError: it cannot be used.
         """
         with disk.storage_errors():
             disk.make_folder(folder)

@@ -305,7 +305,7 @@ SETTINGS: tuple[Setting, ...] = (
              "URLs that rollouts may ask for the reward of a sample, each as it stands in the "
              "requests; none if not given. See docs/rl-api.md.", metavar="URL"),
     _setting("data-dir", "server.data_dir", values.text, STORAGE,
-             "folder of files and batches, made when it is first used; one server at a time can "
+             "folder of files and batches, made at start; one server at a time can "
              "use it. If not given: mlx_parallm in $XDG_DATA_HOME or ~/.local/share, on a Mac in "
              "~/Library/Application Support.",
              metavar="FOLDER"),

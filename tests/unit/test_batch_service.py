@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 
 from mlx_parallm.batch_jobs.answers import LineResponse, Usage
+from mlx_parallm.batch_jobs.disk import FolderLock
 from mlx_parallm.batch_jobs.files import FileLimits
 from mlx_parallm.batch_jobs.records import BatchRecord, State
 from mlx_parallm.batch_jobs.run import MAX_TRIES, growing_delay
@@ -23,6 +25,7 @@ from mlx_parallm.errors import (
     OverloadedError,
     ShuttingDownError,
     StorageError,
+    StorageInUseError,
 )
 
 ENDPOINT = "/v1/completions"
@@ -424,11 +427,19 @@ async def test_a_crash_while_the_files_are_written_does_not_double_them(
     assert Counter(number for _, number in world.sent).most_common(1)[0][1] == 1
 
 
-async def test_a_folder_that_is_not_there_is_made_on_first_use(world: World) -> None:
+async def test_a_folder_that_is_not_there_is_made_at_start(
+    world: World, caplog: pytest.LogCaptureFixture
+) -> None:
     world.service.start()
-    assert not world.folder.exists()
+    await asyncio.sleep(0)
+    second = World(world.folder)
+    second.service.start()
+    await asyncio.sleep(0)
+    # Neither has had a request yet.
+    assert f"Another server (process {os.getpid()}) uses the data folder" in caplog.text
+    assert str(world.folder) in caplog.text
     assert world.service.list("me", limit=1) == ([], False)
-    assert world.folder.exists()
+    await second.service.stop()
 
 
 async def test_a_second_server_waits_until_the_folder_is_free(world: World) -> None:
@@ -442,11 +453,22 @@ async def test_a_second_server_waits_until_the_folder_is_free(world: World) -> N
     record = await world.create(2)
     second = World(world.folder)
     second.service.start()
-    with pytest.raises(StorageError, match="Another server"):
+    with pytest.raises(StorageInUseError, match=f"Another server .process {os.getpid()}. uses"):
         second.service.list("me", limit=1)
     await world.service.stop()
     assert (await second.end_of(record)).completed == 2
     await second.service.stop()
+
+
+@pytest.mark.parametrize("content", ["", "{}", "[]", "{", '{"pid": null}', '{"pid": "1"}'])
+def test_a_holder_that_has_not_said_who_it_is(tmp_path: Path, content: str) -> None:
+    lock = FolderLock(tmp_path)
+    (tmp_path / "lock").write_text(content)
+    with pytest.raises(StorageInUseError, match=r"^Another server uses"):
+        FolderLock(tmp_path)
+    lock.release()
+    FolderLock(tmp_path).release()
+    assert (tmp_path / "lock").read_text() == ""
 
 
 def test_usage_is_counted_in_the_words_of_every_route() -> None:
