@@ -21,6 +21,9 @@ ModelTask = Literal[
 
 KV_CACHE_DTYPES = ("auto", "int8", "int4")
 
+KEY_SCOPE = "key"
+CACHE_SCOPES = (KEY_SCOPE, "server")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
@@ -259,6 +262,9 @@ class ServerConfig:
         admin_api_keys: keys that may change the server; empty means ``api_keys``.
         allowed_hosts: hosts that requests may name beside those of the loopback interface, where
             no API key is set; "*" any.
+        cache_scope: who may find what a request computed: one of ``CACHE_SCOPES``, where "key" is
+            the requests of the same API key and "server" is all; None is "key" where several keys
+            are set.
         allowed_origins: CORS origins; empty allows none; "*" any.
         max_logprobs: cap on ``top_logprobs``, ``logprobs`` and ``prompt_logprobs``; -1 is no cap.
         max_body_bytes: largest request body.
@@ -287,6 +293,7 @@ class ServerConfig:
     api_keys: tuple[str, ...] = ()
     admin_api_keys: tuple[str, ...] = ()
     allowed_hosts: tuple[str, ...] = ()
+    cache_scope: str | None = None
     allowed_origins: tuple[str, ...] = ()
     allowed_methods: tuple[str, ...] = ("*",)
     allowed_headers: tuple[str, ...] = ("*",)
@@ -312,3 +319,11 @@ class ServerConfig:
     log_level: str = "info"
     log_format: str = "console"
     access_log: bool = True
+
+    @property
+    def separates_keys(self) -> bool:
+        """True if requests of an API key never find what those of another one computed."""
+        if self.cache_scope is not None:
+            return self.cache_scope == KEY_SCOPE
+        # Where only the admin key is set, model routes ask for none and tell nobody apart.
+        return bool(self.api_keys) and len({*self.api_keys, *self.admin_api_keys}) > 1

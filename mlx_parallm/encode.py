@@ -6,8 +6,10 @@ A model reads an input once, and a head makes of its hidden states what the inpu
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal, Protocol
+
+from mlx_parallm.cache_scope import EVERYBODY, CacheScope
 
 if TYPE_CHECKING:
     import numpy as np
@@ -55,6 +57,7 @@ class EncodeInput:
         num_unattended: tokens at the end that attend to all before them, and that none attends to.
         num_unpooled: of ``embed``: tokens at the beginning that are no part of the vector.
         adapter: the content of the adapter that it is read with; None: the model as it is.
+        scope: whose requests may have its result; the engine sets it to that of the request.
     """
 
     token_ids: tuple[int, ...]
@@ -66,6 +69,7 @@ class EncodeInput:
     num_unpooled: int = 0
     top_k: int = 0
     adapter: str | None = None
+    scope: CacheScope = EVERYBODY
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,6 +103,7 @@ class EncodeRequest:
         inputs: at least one.
         adapter: the name of the adapter that they are read with; None: the model as it is.
         head: that the adapter had when the inputs were made: it says what results are.
+        scope: whose requests may have these results; set where it enters the server.
     """
 
     request_id: str
@@ -106,6 +111,13 @@ class EncodeRequest:
     inputs: tuple[EncodeInput, ...]
     adapter: str | None = None
     head: OwnHead | None = None
+    scope: CacheScope = EVERYBODY
+
+    def with_scoped_inputs(self) -> EncodeRequest:
+        """Return the same request whose inputs equal only those of the same scope."""
+        if self.scope == EVERYBODY:
+            return self
+        return replace(self, inputs=tuple(replace(one, scope=self.scope) for one in self.inputs))
 
 
 class EncodeResults(list["np.ndarray"]):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from mlx_parallm.cache_scope import EVERYBODY, CacheScope
 from mlx_parallm.errors import InvalidRequestError
 
 MAX_CHOICES = 128
@@ -190,6 +191,8 @@ class GenerateRequest:
         priority: lower runs first, as in vLLM.
         client: whose request it is (a digest of the API key); admission takes turns by client.
         cache_salt: requests of different salts never share prefix-cache blocks.
+        extra_key: SGLang's; requests share such blocks only if both are equal.
+        scope: whose requests may find its blocks; set where it enters the server.
         group: the id that its client knows, where several requests make one answer.
     """
 
@@ -200,5 +203,7 @@ class GenerateRequest:
     priority: int = 0
     client: str = ""
     cache_salt: str | None = None
+    extra_key: str | None = None
+    scope: CacheScope = EVERYBODY
     adapter: str | None = None
     group: str | None = None

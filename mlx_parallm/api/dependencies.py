@@ -8,15 +8,10 @@ from fastapi import Depends, Request
 
 from mlx_parallm.api.auth import client_of
 from mlx_parallm.api.internal import internal_caller
+from mlx_parallm.api.scopes import ScopedEngine, scope_of
 from mlx_parallm.batch_jobs.service import BatchService
 from mlx_parallm.config import ServerConfig
 from mlx_parallm.engine.interface import EngineClient
-
-
-async def get_engine(request: Request) -> EngineClient:
-    """The engine behind this application, as the caller may use it."""
-    caller = internal_caller(request)
-    return caller.engine if caller is not None else request.app.state.engine
 
 
 async def get_config(request: Request) -> ServerConfig:
@@ -36,6 +31,13 @@ async def get_client(request: Request) -> str:
     if caller is not None:
         return caller.client
     return client_of(request.headers, request.app.state.config)
+
+
+async def get_engine(request: Request) -> EngineClient:
+    """The engine behind this application, as the caller may use it."""
+    caller = internal_caller(request)
+    engine = caller.engine if caller is not None else request.app.state.engine
+    return ScopedEngine(engine, scope_of(await get_client(request), request.app.state.config))
 
 
 async def get_batches(request: Request) -> BatchService:

@@ -5,15 +5,12 @@ They are told by an entry of the ASGI scope, which no client can set.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from starlette.requests import HTTPConnection
 
-from mlx_parallm.config import EngineConfig
-from mlx_parallm.engine.control import EngineControl
-from mlx_parallm.engine.encoder_interface import EncoderClient, ModelMemory
-from mlx_parallm.engine.interface import EngineClient, EngineLoad, RequestHandle, ServedModel
+from mlx_parallm.api.engine_view import EngineView
+from mlx_parallm.engine.interface import EngineClient, RequestHandle
 from mlx_parallm.request import GenerateRequest
 
 # The end of the path of the route that reads its body as it comes and keeps none of it in memory.
@@ -50,11 +47,11 @@ def internal_caller(connection: HTTPConnection) -> InternalCaller | None:
     return connection.scope.get(INTERNAL_CALLER)
 
 
-class BackgroundEngine:
+class BackgroundEngine(EngineView):
     """An engine whose requests are a client's and run behind everybody else's."""
 
     def __init__(self, engine: EngineClient, client: str) -> None:
-        self._engine = engine
+        super().__init__(engine)
         self._client = client
 
     async def check_room(self, model: str, client: str, n: int) -> None:
@@ -65,58 +62,3 @@ class BackgroundEngine:
         """See ``EngineClient``."""
         priority = BACKGROUND_PRIORITY + request.priority
         return await self._engine.submit(replace(request, priority=priority, client=self._client))
-
-    @property
-    def config(self) -> EngineConfig:
-        """See ``EngineClient``."""
-        return self._engine.config
-
-    def models(self) -> Sequence[ServedModel]:
-        """See ``EngineClient``."""
-        return self._engine.models()
-
-    def first_model(self) -> ServedModel:
-        """See ``EngineClient``."""
-        return self._engine.first_model()
-
-    def get_model(self, name: str) -> ServedModel:
-        """See ``EngineClient``."""
-        return self._engine.get_model(name)
-
-    @property
-    def encoders(self) -> EncoderClient:
-        """See ``EngineClient``."""
-        return self._engine.encoders
-
-    async def abort(self, request_id: str) -> None:
-        """See ``EngineClient``."""
-        await self._engine.abort(request_id)
-
-    def open_requests(self) -> Sequence[GenerateRequest]:
-        """See ``EngineClient``."""
-        return self._engine.open_requests()
-
-    async def cancel(self, request_id: str) -> None:
-        """See ``EngineClient``."""
-        await self._engine.cancel(request_id)
-
-    async def memory(self) -> Mapping[str, ModelMemory]:
-        """See ``EngineClient``."""
-        return await self._engine.memory()
-
-    async def load(self) -> EngineLoad:
-        """See ``EngineClient``."""
-        return await self._engine.load()
-
-    @property
-    def control(self) -> EngineControl:
-        """As the engine's."""
-        return self._engine.control
-
-    def check_health(self) -> None:
-        """See ``EngineClient``."""
-        self._engine.check_health()
-
-    async def render_metrics(self) -> tuple[bytes, str]:
-        """See ``EngineClient``."""
-        return await self._engine.render_metrics()

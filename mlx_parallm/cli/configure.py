@@ -22,7 +22,7 @@ from mlx_parallm.cli.settings import (
     Setting,
     variable_of,
 )
-from mlx_parallm.config import EngineConfig, ModelConfig, ModelTask, ServerConfig
+from mlx_parallm.config import KEY_SCOPE, EngineConfig, ModelConfig, ModelTask, ServerConfig
 from mlx_parallm.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -143,6 +143,8 @@ def build_config(given: Mapping[str, Given]) -> tuple[EngineConfig, ServerConfig
     server = ServerConfig(**parts["server"])
     if server.allow_credentials and "*" in server.allowed_origins:
         raise ConfigError("allow-credentials needs named origins, not allowed-origins *")
+    if server.cache_scope == KEY_SCOPE and not server.api_keys:
+        raise ConfigError("cache-scope key needs api-key: without keys, clients are not told apart")
     engine = EngineConfig(
         models=_models(parts["model"]),
         adapters=type(DEFAULTS["adapters"])(**parts["adapters"]),

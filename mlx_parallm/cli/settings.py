@@ -8,6 +8,7 @@ from typing import Any
 from mlx_parallm.cli import setting_values as values
 from mlx_parallm.cli.setting_values import Parse
 from mlx_parallm.config import (
+    CACHE_SCOPES,
     KV_CACHE_DTYPES,
     AdapterConfig,
     CacheConfig,
@@ -263,6 +264,10 @@ SETTINGS: tuple[Setting, ...] = (
              "hosts that requests may name (Host header) while no API key is set, beside localhost "
              "and loopback addresses; * for any. Without this, a server that listens beyond the "
              "loopback interface answers any.", metavar="HOST"),
+    _setting("cache-scope", "server.cache_scope", values.choice(*CACHE_SCOPES), ADDRESS,
+             "who may find what a request computed, as cached prefixes and as kept results of "
+             "encoders: key, the requests of the same API key alone, or server, all requests. If "
+             "not given: key where several keys are set, admin keys included, server otherwise."),
     _setting("allowed-origins", "server.allowed_origins", values.listed, ADDRESS,
              "web origins that may call from a browser; * for any.", metavar="ORIGIN"),
     _setting("allowed-methods", "server.allowed_methods", values.listed, ADDRESS,

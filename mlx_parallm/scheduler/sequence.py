@@ -63,7 +63,10 @@ class RequestGroup:
     @property
     def salt(self) -> bytes:
         """What keeps its prefix apart from others' and from that of other weights."""
-        return f"{self.weights.content}\0{self.request.cache_salt or ''}".encode()
+        request = self.request
+        return request.scope.content_key(
+            self.weights.content, request.cache_salt or None, request.extra_key
+        )
 
     @property
     def adapter(self) -> str | None:

@@ -253,6 +253,7 @@ def test_the_demonstration_model_can_be_named() -> None:
         (["--model", "a", "a"], "model: given twice: a"),
         (["--model", "a", "b", "--served-model-name", "c"], "write MODEL=NAME, not 'c'"),
         (["--allow-credentials", "--allowed-origins", "*"], "allow-credentials"),
+        (["--cache-scope", "key"], "cache-scope key needs api-key"),
         (["--config", "/does/not/exist.yaml"], "/does/not/exist.yaml: No such file"),
     ],
 )

@@ -47,7 +47,8 @@ class SglangItem:
         top_logprobs_num: likeliest tokens at each place.
         token_ids_logprob: tokens to report instead.
         adapter: its name, if it is not the model itself.
-        salt: keeps its cached prefixes apart.
+        cache_salt: it shares cached prefixes only with the same salt.
+        extra_key: it shares them only with the same key.
     """
 
     prompt: str | list[int]
@@ -58,7 +59,8 @@ class SglangItem:
     top_logprobs_num: int
     token_ids_logprob: tuple[int, ...]
     adapter: str | None
-    salt: str | None
+    cache_salt: str | None
+    extra_key: str | None
 
 
 def items_of(body: GenerateBody, *, fallback_rid: str) -> list[SglangItem]:
@@ -96,7 +98,8 @@ def items_of(body: GenerateBody, *, fallback_rid: str) -> list[SglangItem]:
             top_logprobs_num=fields["top_logprobs_num"][number],
             token_ids_logprob=tuple(fields["token_ids_logprob"][number] or ()),
             adapter=fields["lora_path"][number],
-            salt=_salt(fields["extra_key"][number], fields["cache_salt"][number]),
+            cache_salt=fields["cache_salt"][number],
+            extra_key=fields["extra_key"][number],
         )
         for number, (prompt, rid) in enumerate(
             zip(prompts, _rids(body, count, fallback_rid), strict=True)
@@ -174,9 +177,3 @@ def _rids(body: GenerateBody, count: int, fallback: str) -> list[str]:
         return list(rid)
     rid = rid or fallback
     return [f"{rid}_{number}" for number in range(count)] if is_batch(body) else [rid]
-
-
-def _salt(extra_key: str | None, cache_salt: str | None) -> str | None:
-    if extra_key is None:
-        return cache_salt
-    return f"{len(extra_key)}:{extra_key}{cache_salt or ''}"

@@ -113,7 +113,8 @@ async def _request(
         params=params,
         priority=body.priority,
         client=client,
-        cache_salt=item.salt,
+        cache_salt=item.cache_salt,
+        extra_key=item.extra_key,
         group=f"sglang-{body.rid}" if isinstance(body.rid, str) else None,
     )
 

@@ -104,7 +104,9 @@ class GenerateBody(TokenSamplingParams):
     extra_key: StrictStr | list[StrictStr] | None = Field(
         None, description="Share cached prefixes only with the same key."
     )
-    cache_salt: StrictStr | list[StrictStr] | None = Field(None, description="The same.")
+    cache_salt: StrictStr | list[StrictStr] | None = Field(
+        None, description="Share cached prefixes only with the same salt."
+    )
 
     def check_fields(self) -> None:
         """Refuse what is not offered, and anything but one kind of prompt.

@@ -120,7 +120,7 @@ class EncodeEngine:
     def add(self, request: EncodeRequest, reply: Reply) -> None:
         """Queue a request; ``reply`` gets ``EncodeResults``, or the error."""
         try:
-            request = self.adapters.begin(request)
+            request = self.adapters.begin(request.with_scoped_inputs())
         except (ModelNotFoundError, ModelLoadingError) as refusal:
             reply(refusal)
             return

@@ -1,0 +1,127 @@
+"""The engine as some of its callers see it: a view changes what its subclass says, nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from mlx_parallm.config import EngineConfig
+from mlx_parallm.encode import EncodeRequest, EncodeResults, Task
+from mlx_parallm.engine.control import EngineControl
+from mlx_parallm.engine.encoder_interface import (
+    EncoderClient,
+    EncoderLoad,
+    EncoderModel,
+    EncoderStatus,
+    ModelMemory,
+)
+from mlx_parallm.engine.interface import EngineClient, EngineLoad, RequestHandle, ServedModel
+from mlx_parallm.request import GenerateRequest
+
+
+class EngineView:
+    """Implements ``EngineClient`` by another one."""
+
+    def __init__(self, engine: EngineClient) -> None:
+        self._engine = engine
+
+    async def check_room(self, model: str, client: str, n: int) -> None:
+        """See ``EngineClient``."""
+        await self._engine.check_room(model, client, n)
+
+    async def submit(self, request: GenerateRequest) -> RequestHandle:
+        """See ``EngineClient``."""
+        return await self._engine.submit(request)
+
+    @property
+    def config(self) -> EngineConfig:
+        """See ``EngineClient``."""
+        return self._engine.config
+
+    def models(self) -> Sequence[ServedModel]:
+        """See ``EngineClient``."""
+        return self._engine.models()
+
+    def first_model(self) -> ServedModel:
+        """See ``EngineClient``."""
+        return self._engine.first_model()
+
+    def get_model(self, name: str) -> ServedModel:
+        """See ``EngineClient``."""
+        return self._engine.get_model(name)
+
+    @property
+    def encoders(self) -> EncoderClient:
+        """See ``EngineClient``."""
+        return self._engine.encoders
+
+    async def abort(self, request_id: str) -> None:
+        """See ``EngineClient``."""
+        await self._engine.abort(request_id)
+
+    def open_requests(self) -> Sequence[GenerateRequest]:
+        """See ``EngineClient``."""
+        return self._engine.open_requests()
+
+    async def cancel(self, request_id: str) -> None:
+        """See ``EngineClient``."""
+        await self._engine.cancel(request_id)
+
+    async def memory(self) -> Mapping[str, ModelMemory]:
+        """See ``EngineClient``."""
+        return await self._engine.memory()
+
+    async def load(self) -> EngineLoad:
+        """See ``EngineClient``."""
+        return await self._engine.load()
+
+    @property
+    def control(self) -> EngineControl:
+        """See ``EngineClient``."""
+        return self._engine.control
+
+    def check_health(self) -> None:
+        """See ``EngineClient``."""
+        self._engine.check_health()
+
+    async def render_metrics(self) -> tuple[bytes, str]:
+        """See ``EngineClient``."""
+        return await self._engine.render_metrics()
+
+
+class EncoderView:
+    """Implements ``EncoderClient`` by another one."""
+
+    def __init__(self, encoders: EncoderClient) -> None:
+        self._encoders = encoders
+
+    def models(self) -> Sequence[EncoderModel]:
+        """See ``EncoderClient``."""
+        return self._encoders.models()
+
+    def statuses(self) -> Sequence[EncoderStatus]:
+        """See ``EncoderClient``."""
+        return self._encoders.statuses()
+
+    def find(self, name: str) -> EncoderStatus | None:
+        """See ``EncoderClient``."""
+        return self._encoders.find(name)
+
+    async def wait(self, name: str) -> None:
+        """See ``EncoderClient``."""
+        await self._encoders.wait(name)
+
+    async def load(self, asked: EncoderLoad) -> EncoderStatus:
+        """See ``EncoderClient``."""
+        return await self._encoders.load(asked)
+
+    async def unload(self, name: str) -> EncoderStatus:
+        """See ``EncoderClient``."""
+        return await self._encoders.unload(name)
+
+    def get(self, name: str | None, *tasks: Task) -> EncoderModel:
+        """See ``EncoderClient``."""
+        return self._encoders.get(name, *tasks)
+
+    async def encode(self, request: EncodeRequest) -> EncodeResults:
+        """See ``EncoderClient``."""
+        return await self._encoders.encode(request)

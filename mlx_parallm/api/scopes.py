@@ -1,0 +1,45 @@
+"""Every request enters the engine through here, where it gets the cache scope of its client."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from mlx_parallm.api.engine_view import EncoderView, EngineView
+from mlx_parallm.cache_scope import EVERYBODY, CacheScope
+from mlx_parallm.config import ServerConfig
+from mlx_parallm.encode import EncodeRequest, EncodeResults
+from mlx_parallm.engine.encoder_interface import EncoderClient
+from mlx_parallm.engine.interface import EngineClient, RequestHandle
+from mlx_parallm.request import GenerateRequest
+
+
+def scope_of(client: str, config: ServerConfig) -> CacheScope:
+    """Return the scope of what is computed for a client, as ``auth.client_of`` names it."""
+    return CacheScope(client) if config.separates_keys else EVERYBODY
+
+
+class ScopedEngine(EngineView):
+    """An engine whose requests find and keep what is computed in one scope."""
+
+    def __init__(self, engine: EngineClient, scope: CacheScope) -> None:
+        super().__init__(engine)
+        self._scope = scope
+
+    async def submit(self, request: GenerateRequest) -> RequestHandle:
+        """See ``EngineClient``."""
+        return await self._engine.submit(replace(request, scope=self._scope))
+
+    @property
+    def encoders(self) -> EncoderClient:
+        """See ``EngineClient``."""
+        return _ScopedEncoders(self._engine.encoders, self._scope)
+
+
+class _ScopedEncoders(EncoderView):
+    def __init__(self, encoders: EncoderClient, scope: CacheScope) -> None:
+        super().__init__(encoders)
+        self._scope = scope
+
+    async def encode(self, request: EncodeRequest) -> EncodeResults:
+        """See ``EncoderClient``."""
+        return await self._encoders.encode(replace(request, scope=self._scope))
