@@ -10,6 +10,8 @@ from mlx_parallm.errors import InvalidRequestError
 MAX_PARTS = 32
 MAX_FIELD_BYTES = 4096
 MAX_FILENAME_CHARS = 255
+# Name of a file whose form gives none.
+NO_NAME = "file"
 
 
 class FormReader:
@@ -126,7 +128,7 @@ class FormReader:
             raise InvalidRequestError(
                 f"{self._file_field} must be a file with a name.", param=self._file_field
             )
-        self.filename = printable(_text(options[b"filename"]))
+        self.filename = base_name(_text(options[b"filename"]))
         self._value = None
 
     def _on_part_data(self, data: bytes, start: int, end: int) -> None:
@@ -149,10 +151,15 @@ class FormReader:
         self._has_ended = True
 
 
-def printable(name: str) -> str:
-    """A file's name without what could break a log or a header; never empty."""
-    kept = "".join(one if one.isprintable() else "_" for one in name)
-    return kept[:MAX_FILENAME_CHARS] or "file"
+def base_name(path: str) -> str:
+    """Return the name of a file without its folders; never empty, ``.`` or ``..``.
+
+    Folders end with a slash or a backslash, whatever this machine has. What could break a log or a
+    header becomes an underscore.
+    """
+    name = path.replace("\\", "/").rpartition("/")[2]
+    kept = "".join(char if char.isprintable() else "_" for char in name)[:MAX_FILENAME_CHARS]
+    return kept if kept.strip(". ") else NO_NAME
 
 
 def _text(raw: bytes) -> str:

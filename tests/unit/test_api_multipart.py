@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlx_parallm.api.multipart import MAX_FIELD_BYTES, MAX_PARTS, FormReader, printable
+from mlx_parallm.api.multipart import MAX_FIELD_BYTES, MAX_PARTS, FormReader, base_name
 from mlx_parallm.errors import InvalidRequestError
 
 TYPE = "multipart/form-data; boundary=xyz"
@@ -88,6 +88,29 @@ def test_another_type_is_refused_before_anything_is_read(content_type: str) -> N
 
 
 def test_names_hold_nothing_that_breaks_a_header_or_a_log() -> None:
-    assert printable("a\r\nx-bad: 1\x00\u2028") == "a__x-bad: 1__"
-    assert printable("") == "file"
-    assert len(printable("x" * 5000)) == 255
+    assert base_name("a\r\nx-bad: 1\x00\u2028") == "a__x-bad: 1__"
+    assert base_name("") == "file"
+    assert len(base_name("x" * 5000)) == 255
+
+
+@pytest.mark.parametrize(
+    ("sent", "kept"),
+    [
+        ("../../etc/passwd", "passwd"),
+        ("/home/somebody/a.jsonl", "a.jsonl"),
+        ("C:\\Users\\somebody\\a.jsonl", "a.jsonl"),
+        ("a\\b/c\\d.jsonl", "d.jsonl"),
+        ("folder/", "file"),
+        ("..", "file"),
+        ("a/..", "file"),
+        (".", "file"),
+        ("a\\. .", "file"),
+        (" ", "file"),
+        (".hidden", ".hidden"),
+        ("a..b", "a..b"),
+    ],
+)
+def test_files_have_no_folders(sent: str, kept: str) -> None:
+    assert base_name(sent) == kept
+    reader, _ = read(form(part("file", b"", sent.replace("\\", "\\\\"))))
+    assert reader.filename == kept
