@@ -72,10 +72,15 @@ async def require_admin(request: Request) -> None:
         PermissionDeniedError: a page of another origin sent the request.
     """
     refuse_other_origins(request)
+    if not has_admin_key(request):
+        raise AuthenticationError("This route needs the admin key.")
+
+
+def has_admin_key(request: Request) -> bool:
+    """True if the request brings an admin key (the API key where none is set), or needs none."""
     config: ServerConfig = request.app.state.config
     ring = KeyRing(config.admin_api_keys or config.api_keys)
-    if ring and not ring.accepts(key_of(request.headers)):
-        raise AuthenticationError("This route needs the admin key.")
+    return not ring or ring.accepts(key_of(request.headers))
 
 
 def refuse_other_origins(request: Request) -> None:

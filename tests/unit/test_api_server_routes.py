@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import httpx2
@@ -97,6 +98,27 @@ async def test_server_info_tells_settings_and_no_keys(path: str, form: str) -> N
         assert info["vllm_config"]["scheduler"]["max_num_seqs"] == 7
     else:
         assert "scheduler.max_num_seqs=7" in info["vllm_config"].splitlines()
+
+
+@pytest.mark.parametrize(
+    ("config", "key", "headers", "tells"),
+    [
+        (OPEN, "", {}, True),
+        (OPEN, "", {"origin": "https://page.example"}, False),
+        (KEYS, "one-key", {}, True),
+        (BOTH, "one-key", {}, False),
+        (BOTH, "admin-key", {}, True),
+    ],
+)
+@pytest.mark.parametrize("form", ["json", "text"])
+async def test_only_an_admin_learns_where_files_are(
+    config: ServerConfig, key: str, headers: dict[str, str], tells: bool, form: str
+) -> None:
+    config = replace(config, data_dir="/srv/secret-place")
+    path = f"/server_info?config_format={form}"
+    response = await call(FakeEngine(), config, "GET", path, key, headers=headers)
+    assert response.status_code == 200
+    assert ("secret-place" in response.text) is tells
 
 
 async def test_server_info_needs_a_key_and_a_known_form() -> None:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import asdict
 from typing import Any, Literal
 
-from fastapi import APIRouter
+from fastapi import APIRouter, Request
 
 from mlx_parallm import __version__
+from mlx_parallm.api.auth import has_admin_key
 from mlx_parallm.api.convert.adapters import loaded_adapters
 from mlx_parallm.api.dependencies import ConfigDep, EngineDep
+from mlx_parallm.api.origins import is_foreign
 from mlx_parallm.api.schemas.server import ModelInfo, ServerInfo
 from mlx_parallm.config import EngineConfig, ServerConfig
 from mlx_parallm.engine.encoder_interface import EncoderStatus
@@ -19,16 +22,23 @@ router = APIRouter()
 
 # Whoever holds a key need not learn the others.
 SECRETS = frozenset({"api_keys", "admin_api_keys", "verifier_urls"})
+# Only those who may change the server learn where it keeps the files of all keys.
+ADMIN_ONLY = frozenset({"data_dir"})
 
 
 @router.get("/server_info")
 @router.get("/get_server_info", include_in_schema=False)
 async def server_info(
-    engine: EngineDep, config: ConfigDep, config_format: Literal["json", "text"] = "json"
+    request: Request,
+    engine: EngineDep,
+    config: ConfigDep,
+    config_format: Literal["json", "text"] = "json",
 ) -> ServerInfo:
     """Version, settings and models; keys are left out."""
     first = engine.first_model()
-    known = settings(engine.config, config) | vllm_groups(first, engine.config)
+    is_admin = has_admin_key(request) and not is_foreign(request.headers)
+    hidden = SECRETS if is_admin else SECRETS | ADMIN_ONLY
+    known = settings(engine.config, config, hidden) | vllm_groups(first, engine.config)
     return ServerInfo(
         **_model_info(engine).model_dump(),
         version=__version__,
@@ -112,9 +122,9 @@ def vllm_groups(model: ServedModel, config: EngineConfig) -> dict[str, Any]:
     }
 
 
-def settings(engine: EngineConfig, server: ServerConfig) -> dict[str, Any]:
-    """Every setting that is no secret, as JSON."""
-    shown = {name: value for name, value in asdict(server).items() if name not in SECRETS}
+def settings(engine: EngineConfig, server: ServerConfig, hidden: Collection[str]) -> dict[str, Any]:
+    """Return every setting but these of the server, as JSON."""
+    shown = {name: value for name, value in asdict(server).items() if name not in hidden}
     return asdict(engine) | {"server": shown}
 
 
