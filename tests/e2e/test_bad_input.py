@@ -20,7 +20,7 @@ for _ in range(50):
 
 # (path, body, the field that must be named)
 BODIES: list[tuple[str, Any, str | None]] = [
-    (CHAT, {}, "model"),
+    (CHAT, {}, "messages"),
     (CHAT, [], None),
     (CHAT, "text", None),
     (CHAT, None, None),

@@ -66,6 +66,11 @@ def engine(served: tuple[FakeEngine, str]) -> FakeEngine:
 
 
 @pytest.fixture
+def url(served: tuple[FakeEngine, str]) -> str:
+    return served[1]
+
+
+@pytest.fixture
 def client(served: tuple[FakeEngine, str]) -> Iterator[openai.OpenAI]:
     with openai.OpenAI(base_url=f"{served[1]}/v1", api_key="x", max_retries=0) as client:
         yield client
@@ -98,6 +103,13 @@ def test_the_sdk_gets_typed_answers(engine: FakeEngine, client: openai.OpenAI) -
     prompts = [bytes(engine.submitted.get().prompt_ids).decode() for _ in range(3)]
     assert len({prompt.partition("</input>")[0] for prompt in prompts}) == 1
     assert "A: true\nB: true (sure)\n" in prompts[1]
+
+
+def test_without_a_model_the_first_answers(url: str, engine: FakeEngine) -> None:
+    engine.script = likes({})
+    body = {"input": "23:59", "questions": [PREDICATE]}
+    answer = httpx2.post(f"{url}/v1/decisions", json=body).json()
+    assert answer["model"] == engine.submitted.get().model == "org/fake"
 
 
 def test_a_conversation_is_an_input(engine: FakeEngine, client: openai.OpenAI) -> None:

@@ -16,7 +16,8 @@ class MessageAnswer:
     """Builds the answer to one messages request, whole or event by event.
 
     ``known_prompt`` says what was cached once that is known, which may be before a stream begins;
-    ``is_shortened`` that fewer tokens than asked for have room.
+    ``model`` is the name that the answer tells; ``is_shortened`` is true if fewer tokens than asked
+    for have room.
     """
 
     def __init__(
@@ -25,10 +26,11 @@ class MessageAnswer:
         prepared: PreparedTurn,
         known_prompt: Callable[[], PromptEvent | None],
         *,
+        model: str,
         is_shortened: bool,
     ) -> None:
         self._id = prepared.turn.request_id
-        self._model = body.model
+        self._model = model
         self._known_prompt = known_prompt
         self._is_shortened = is_shortened
         self._stream = prepared.stream()

@@ -40,12 +40,14 @@ class ResponseHead:
     Attributes:
         id: of the response.
         body: what was asked.
+        model: the name that the answer tells.
         tools: those of the body that the model is told of.
         created_at: Unix seconds.
     """
 
     id: str
     body: ResponsesRequest
+    model: str
     tools: Sequence[ResponseTool]
     created_at: int = field(default_factory=lambda: int(time.time()))
 
@@ -57,7 +59,7 @@ class ResponseHead:
             "id": self.id,
             "object": "response",
             "created_at": self.created_at,
-            "model": body.model,
+            "model": self.model,
             "background": body.background,
             "instructions": body.instructions,
             "max_output_tokens": body.max_output_tokens,

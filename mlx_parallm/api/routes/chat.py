@@ -18,6 +18,7 @@ from mlx_parallm.api.generation import Generation, check_queue
 from mlx_parallm.api.ignored import tell_ignored
 from mlx_parallm.api.in_flight.spans import PolicySpans
 from mlx_parallm.api.json_body import JsonRoute
+from mlx_parallm.api.model_choice import generator
 from mlx_parallm.api.respond import respond
 from mlx_parallm.api.schemas.chat import ChatRequest
 from mlx_parallm.api.sse import STREAMED
@@ -36,22 +37,22 @@ async def create_chat_completion(
     max_waiting: MaxWaitingDep,
 ) -> Response:
     """Continue a conversation."""
-    model = engine.get_model(body.model)
+    name, model = generator(engine, body.model)
     turn = chat_turn(
         body,
         request_id=f"chatcmpl-{body.request_id or request.state.answer_id}",
         client=client_of(request.headers, config),
         max_logprobs=config.max_logprobs,
     )
-    await check_queue(engine, body.model, turn.client, n=body.n, max_waiting=max_waiting)
+    await check_queue(engine, name, turn.client, n=body.n, max_waiting=max_waiting)
     prepared = await prepare_turn(turn, model)
     head = AnswerHead(
         id=turn.request_id,
         object="chat.completion.chunk" if body.stream else "chat.completion",
-        model=body.model,
+        model=name,
     )
     names = TokenNames(model.tokenizer, as_ids=body.return_tokens_as_token_ids)
-    answer = ChatAnswer(body, head, names, prepared, _spans(body, request, engine, prepared))
+    answer = ChatAnswer(body, head, names, prepared, _spans(body, request, engine, prepared, name))
     generation = await Generation.start(
         engine, [prepared.request], fields=_fields(body), max_waiting=max_waiting
     )
@@ -61,17 +62,17 @@ async def create_chat_completion(
 
 
 def _spans(
-    body: ChatRequest, request: Request, engine: EngineClient, prepared: PreparedTurn
+    body: ChatRequest, request: Request, engine: EngineClient, prepared: PreparedTurn, name: str
 ) -> PolicySpans | None:
     """What tells ART's policies, where the body asks for them."""
     if not body.wants_policies:
         return None
-    model = engine.get_model(body.model)
+    model = prepared.model
     versions = {one.name: one.version for one in engine.control.adapters()}
     base = engine.control.version(model.parent or model.names[0]).label
     return PolicySpans(
         policies=request.app.state.policies,
-        slot=model.adapter or body.model,
+        slot=model.adapter or name,
         label=versions.get(model.adapter or "", base),
         num_prompt_tokens=len(prepared.prompt_ids),
     )

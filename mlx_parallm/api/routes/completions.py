@@ -20,6 +20,7 @@ from mlx_parallm.api.dependencies import (
 from mlx_parallm.api.generation import Generation, check_queue
 from mlx_parallm.api.ignored import tell_ignored
 from mlx_parallm.api.json_body import JsonRoute
+from mlx_parallm.api.model_choice import generator
 from mlx_parallm.api.respond import respond
 from mlx_parallm.api.schemas.completions import CompletionRequest
 from mlx_parallm.api.sse import STREAMED
@@ -39,12 +40,12 @@ async def create_completion(
     max_waiting: MaxWaitingDep,
 ) -> Response:
     """Continue one prompt or several."""
-    model = engine.get_model(body.model)
-    name = f"cmpl-{body.request_id or request.state.answer_id}"
+    name, model = generator(engine, body.model)
+    answer_id = f"cmpl-{body.request_id or request.state.answer_id}"
     client = client_of(request.headers, config)
-    await check_queue(engine, body.model, client, n=body.n, max_waiting=max_waiting)
-    asked, prompts = await prepare_completion(body, model, config, name=name, client=client)
-    head = AnswerHead(id=name, object="text_completion", model=body.model)
+    await check_queue(engine, name, client, n=body.n, max_waiting=max_waiting)
+    asked, prompts = await prepare_completion(body, model, config, name=answer_id, client=client)
+    head = AnswerHead(id=answer_id, object="text_completion", model=name)
     names = TokenNames(model.tokenizer, as_ids=body.return_tokens_as_token_ids)
     answer = CompletionAnswer(body, head, names, prompts)
     generation = await Generation.start(

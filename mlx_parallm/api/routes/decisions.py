@@ -16,6 +16,7 @@ from mlx_parallm.api.dependencies import (
 )
 from mlx_parallm.api.generation import unless_disconnected
 from mlx_parallm.api.json_body import JsonRoute
+from mlx_parallm.api.model_choice import generator
 from mlx_parallm.api.offload import maybe_in_thread
 from mlx_parallm.api.schemas.decisions import (
     DecisionRequest,
@@ -38,7 +39,7 @@ async def create_decision(
     max_waiting: MaxWaitingDep,
 ) -> Response:
     """Answer questions about an input by the probabilities of their labels; nothing is sampled."""
-    model = engine.get_model(body.model)
+    name, model = generator(engine, body.model)
     questions = await encode(body, model)
     template = GenerateRequest(
         request_id=f"decision-{request.state.answer_id}",
@@ -49,7 +50,7 @@ async def create_decision(
         cache_salt=body.cache_salt,
     )
     return await unless_disconnected(
-        request, _decide(body, engine, template, questions, max_waiting)
+        request, _decide(body, engine, name, template, questions, max_waiting)
     )
 
 
@@ -74,6 +75,7 @@ async def encode(body: DecisionRequest, model: ServedModel) -> list[EncodedQuest
 async def _decide(
     body: DecisionRequest,
     engine: EngineClient,
+    name: str,
     template: GenerateRequest,
     questions: list[EncodedQuestion],
     max_waiting: int | None,
@@ -90,5 +92,5 @@ async def _decide(
         input_tokens_details=InputDetails(cached_tokens=scores.cached_tokens),
         total_tokens=scores.input_tokens,
     )
-    whole = DecisionResponse(model=body.model, answers=answers, usage=usage)
+    whole = DecisionResponse(model=name, answers=answers, usage=usage)
     return JSONResponse(whole.model_dump())

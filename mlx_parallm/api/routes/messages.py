@@ -15,6 +15,7 @@ from mlx_parallm.api.dependencies import (
 )
 from mlx_parallm.api.generation import Generation, check_queue, named_by
 from mlx_parallm.api.json_body import JsonRoute
+from mlx_parallm.api.model_choice import generator
 from mlx_parallm.api.paths import MESSAGES
 from mlx_parallm.api.respond import StreamForm, respond
 from mlx_parallm.api.schemas.messages import (
@@ -55,16 +56,18 @@ async def create_message(
     max_waiting: MaxWaitingDep,
 ) -> Response:
     """Continue a conversation, in Anthropic's shape."""
-    model = engine.get_model(body.model)
+    name, model = generator(engine, body.model)
     turn = message_turn(body, request_id=f"msg_{request.state.answer_id}", client=client)
-    await check_queue(engine, body.model, client, n=1, max_waiting=max_waiting)
+    await check_queue(engine, name, client, n=1, max_waiting=max_waiting)
     with named_by(FIELDS):
         prepared = await prepare_turn(turn, model)
     prepared, is_shortened = within_context(prepared)
     generation = await Generation.start(
         engine, [prepared.request], fields=FIELDS, max_waiting=max_waiting
     )
-    answer = MessageAnswer(body, prepared, lambda: generation.prompt, is_shortened=is_shortened)
+    answer = MessageAnswer(
+        body, prepared, lambda: generation.prompt, model=name, is_shortened=is_shortened
+    )
     return await respond(
         request,
         generation,
@@ -80,6 +83,6 @@ async def count_tokens(
     body: CountTokensRequest, engine: EngineDep, client: ClientDep
 ) -> TokenCount:
     """Count the tokens of a conversation; nothing is generated."""
-    model = engine.get_model(body.model)
+    _, model = generator(engine, body.model)
     _, prompt_ids = await render_turn(counted_turn(body, request_id="", client=client), model)
     return TokenCount(input_tokens=len(prompt_ids))

@@ -10,6 +10,7 @@ from mlx_parallm.api.auth import client_of
 from mlx_parallm.api.convert.chat_turn import chat_turn
 from mlx_parallm.api.dependencies import ConfigDep, EngineDep
 from mlx_parallm.api.json_body import JsonRoute
+from mlx_parallm.api.model_choice import generator
 from mlx_parallm.api.offload import maybe_in_thread
 from mlx_parallm.api.routes.completions import prepare_completion
 from mlx_parallm.api.schemas.chat import ChatRequest, check_template_kwargs, turns_of
@@ -34,7 +35,7 @@ async def render_chat_completion(
         client=client_of(request.headers, config),
         max_logprobs=config.max_logprobs,
     )
-    prepared = await prepare_turn(turn, engine.get_model(body.model))
+    prepared = await prepare_turn(turn, generator(engine, body.model)[1])
     return _rendered(prepared.request, prepared.rendered)
 
 
@@ -45,7 +46,7 @@ async def render_completion(
     """What a completion request would give the engine, for each prompt."""
     asked, prompts = await prepare_completion(
         body,
-        engine.get_model(body.model),
+        generator(engine, body.model)[1],
         config,
         name=f"cmpl-{body.request_id or request.state.answer_id}",
         client=client_of(request.headers, config),
@@ -56,7 +57,7 @@ async def render_completion(
 @template_router.post("/apply-template")
 async def apply_template(body: TemplateRequest, engine: EngineDep) -> AppliedTemplate:
     """A conversation as the model would read it."""
-    model = engine.first_model() if body.model is None else engine.get_model(body.model)
+    _, model = generator(engine, body.model)
     check_template_kwargs(body.chat_template_kwargs)
     messages = template_messages(turns_of(body.messages), id_length=model.call_id_length)
 

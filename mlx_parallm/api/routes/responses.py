@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Depends, Query, Request, Response
@@ -12,7 +12,7 @@ from starlette.responses import JSONResponse
 from mlx_parallm.api.convert.batches import list_object
 from mlx_parallm.api.convert.logprobs import TextTokens, TokenNames
 from mlx_parallm.api.convert.responses import ResponseAnswer, ResponseHead
-from mlx_parallm.api.convert.responses_tools import response_tools
+from mlx_parallm.api.convert.responses_tools import ResponseTool, response_tools
 from mlx_parallm.api.convert.responses_turn import FIELDS, input_turn, response_turn
 from mlx_parallm.api.dependencies import (
     ClientDep,
@@ -23,6 +23,7 @@ from mlx_parallm.api.dependencies import (
 from mlx_parallm.api.generation import Generation, check_queue, named_by
 from mlx_parallm.api.internal import internal_caller
 from mlx_parallm.api.json_body import JsonRoute
+from mlx_parallm.api.model_choice import generator
 from mlx_parallm.api.respond import NAMED_EVENTS, respond
 from mlx_parallm.api.responses.service import ResponseService
 from mlx_parallm.api.responses.store import StoredResponse
@@ -59,15 +60,17 @@ async def create_response(
     body.check_supported()
     if body.background and internal_caller(request) is not None:
         raise InvalidRequestError("A batch is in the background already.", param="background")
-    model = engine.get_model(body.model)
-    await check_queue(engine, body.model, client, n=1, max_waiting=max_waiting)
+    name, model = generator(engine, body.model)
+    await check_queue(engine, name, client, n=1, max_waiting=max_waiting)
     entry = responses.entry(
         body,
         response_id=f"resp_{uuid.uuid4().hex}",
         client=client,
         num_bytes=len(await request.body()),
     )
-    head, prepared = await _prepare(body, entry, model, config)
+    tools = response_tools(body.tools)
+    prepared = await _prepare(body, tools, entry, model, config)
+    head = ResponseHead(id=entry.id, body=body, model=name, tools=tools)
     tokens = TextTokens(TokenNames(model.tokenizer, as_ids=False)) if body.shows_logprobs else None
 
     async def start() -> Generation:
@@ -99,7 +102,7 @@ async def count_input_tokens(
     body: InputTokensRequest, engine: EngineDep, client: ClientDep, responses: ResponsesDep
 ) -> dict[str, Any]:
     """How many tokens an input is."""
-    model = engine.first_model() if body.model is None else engine.get_model(body.model)
+    _, model = generator(engine, body.model)
     entry = responses.entry(body, response_id="", client=client)
     with named_by(FIELDS):
         turn = input_turn(body, entry.items, response_tools(body.tools), request_id="")
@@ -161,9 +164,12 @@ async def list_input_items(
 
 
 async def _prepare(
-    body: ResponsesRequest, entry: StoredResponse, model: ServedModel, config: ServerConfig
-) -> tuple[ResponseHead, PreparedTurn]:
-    tools = response_tools(body.tools)
+    body: ResponsesRequest,
+    tools: Sequence[ResponseTool],
+    entry: StoredResponse,
+    model: ServedModel,
+    config: ServerConfig,
+) -> PreparedTurn:
     with named_by(FIELDS):
         turn = response_turn(
             body,
@@ -174,7 +180,7 @@ async def _prepare(
             max_logprobs=config.max_logprobs,
         )
         prepare = prepare_fitting if body.truncation == "auto" else prepare_turn
-        return ResponseHead(id=entry.id, body=body, tools=tools), await prepare(turn, model)
+        return await prepare(turn, model)
 
 
 def _events(events: AsyncIterator[bytes], config: ServerConfig) -> Response:

@@ -17,8 +17,8 @@ from mlx_parallm.api.dependencies import (
 )
 from mlx_parallm.api.generation import check_queue, named_by, unless_disconnected
 from mlx_parallm.api.json_body import JsonRoute
+from mlx_parallm.api.model_choice import generator
 from mlx_parallm.api.rl.answer import top_of, value_of
-from mlx_parallm.api.rl.models import addressed_model
 from mlx_parallm.api.rl.scoring import FIELDS, Score, score
 from mlx_parallm.api.samples import Usage
 from mlx_parallm.api.schemas.rl_logprobs import LogprobsRequest
@@ -39,7 +39,7 @@ async def score_completions(
     max_waiting: MaxWaitingDep,
 ) -> Response:
     """Score completions, each token given the prompt and the tokens before it."""
-    name, model = addressed_model(engine, body.model, body.adapter)
+    name, model = generator(engine, body.model, body.adapter)
     if config.max_logprobs >= 0 and body.top_logprobs > config.max_logprobs:
         raise InvalidRequestError(
             f"top_logprobs is at most {config.max_logprobs} here.", param="top_logprobs"

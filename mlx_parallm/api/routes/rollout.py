@@ -20,9 +20,9 @@ from mlx_parallm.api.dependencies import (
 from mlx_parallm.api.errors import BUG, body_of, error_body
 from mlx_parallm.api.generation import admit, check_queue, named_by, unless_disconnected
 from mlx_parallm.api.json_body import JsonRoute
+from mlx_parallm.api.model_choice import generator
 from mlx_parallm.api.rl.answer import FIELDS, RolloutAnswer, rollout_params, seed_of
 from mlx_parallm.api.rl.groups import Group, Groups, Judge, Verdict
-from mlx_parallm.api.rl.models import addressed_model
 from mlx_parallm.api.rl.prompts import encode_items
 from mlx_parallm.api.rl.reward_model import RewardScorer
 from mlx_parallm.api.rl.verifier import VerifierClient, check_url
@@ -63,7 +63,7 @@ async def create_rollout(
 ) -> Response:
     """Sample groups of continuations, with what a trainer needs to know of each token."""
     items = body.items()
-    name, model = addressed_model(engine, body.model, body.adapter)
+    name, model = generator(engine, body.model, body.adapter)
     if body.verifier is not None:
         check_url(body.verifier.url, config.verifier_urls)
     with named_by(FIELDS):

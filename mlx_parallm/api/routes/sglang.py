@@ -19,9 +19,9 @@ from mlx_parallm.api.dependencies import (
 from mlx_parallm.api.generation import Generation, check_queue, named_by
 from mlx_parallm.api.ignored import tell_ignored
 from mlx_parallm.api.json_body import JsonRoute
+from mlx_parallm.api.model_choice import generator
 from mlx_parallm.api.offload import maybe_in_thread
 from mlx_parallm.api.respond import respond
-from mlx_parallm.api.rl.models import addressed_model
 from mlx_parallm.api.schemas.sglang import GenerateBody, is_batch
 from mlx_parallm.api.sse import STREAMED
 from mlx_parallm.config import ServerConfig
@@ -76,7 +76,7 @@ async def generate(
 
 
 def _model(engine: EngineClient, body: GenerateBody, item: SglangItem) -> ServedModel:
-    return addressed_model(engine, body.model, item.adapter, field="lora_path")[1]
+    return generator(engine, body.model, item.adapter, field="lora_path")[1]
 
 
 async def _encode(items: Sequence[SglangItem], tokenizer: Tokenizer) -> list[tuple[int, ...]]:
@@ -128,7 +128,7 @@ async def _generate_for_vllm(
     max_waiting: int | None,
 ) -> Response:
     assert body.prompt is not None, "this body has a prompt of vLLM's"
-    model = addressed_model(engine, body.model)[1]
+    model = generator(engine, body.model)[1]
     body.check_supported()
     await check_queue(engine, model.names[0], client, n=body.n, max_waiting=max_waiting)
     if body.max_tokens is None:

@@ -15,6 +15,7 @@ from mlx_parallm.api.dependencies import (
 from mlx_parallm.api.generation import Generation, check_queue, named_by
 from mlx_parallm.api.ignored import tell_ignored
 from mlx_parallm.api.json_body import JsonRoute
+from mlx_parallm.api.model_choice import generator
 from mlx_parallm.api.respond import respond
 from mlx_parallm.api.schemas.token_generate import TokenGenerateRequest
 from mlx_parallm.api.sse import STREAMED
@@ -55,8 +56,7 @@ async def generate(
     max_waiting: MaxWaitingDep,
 ) -> Response:
     """Continue a prompt of token ids, by token ids."""
-    model = engine.get_model(body.model) if body.model else engine.first_model()
-    name = body.model or model.names[0]
+    name, model = generator(engine, body.model or None)
     with named_by(FIELDS):
         body.check_supported()
         await check_queue(engine, name, client, n=body.sampling_params.n, max_waiting=max_waiting)

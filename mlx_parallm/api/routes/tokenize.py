@@ -13,6 +13,7 @@ from mlx_parallm.api.convert.input_prompts import named_prompt
 from mlx_parallm.api.convert.tei import text_tokens
 from mlx_parallm.api.dependencies import EngineDep
 from mlx_parallm.api.json_body import JsonRoute
+from mlx_parallm.api.model_choice import generator_or_encoder
 from mlx_parallm.api.schemas.chat import check_template_kwargs, turns_of
 from mlx_parallm.api.schemas.tokenize import DetokenizeRequest, TokenizeRequest
 from mlx_parallm.api.turns.history import template_messages
@@ -34,7 +35,7 @@ async def tokenize(
     """A text's or a conversation's tokens; of ``inputs`` a list for each text, as TEI has it."""
     if body.inputs is not None:
         return await _text_tokens(body, engine, body.inputs)
-    model = _model(engine, body.model)
+    model = generator_or_encoder(engine, body.model, *get_args(Task))
     ids, strings = await asyncio.to_thread(_encode, body, model)
     return {
         "count": len(ids),
@@ -47,20 +48,11 @@ async def tokenize(
 @router.post("/detokenize")
 async def detokenize(body: DetokenizeRequest, engine: EngineDep) -> dict[str, Any]:
     """The text of tokens, special ones included."""
-    tokenizer = _model(engine, body.model).tokenizer
+    tokenizer = generator_or_encoder(engine, body.model, *get_args(Task)).tokenizer
     if any(not 0 <= token_id < tokenizer.vocab_size for token_id in body.tokens):
         raise InvalidRequestError("tokens has an id outside the vocabulary.", param="tokens")
     text = await asyncio.to_thread(tokenizer.decode, body.tokens, skip_special_tokens=False)
     return {"prompt": text}
-
-
-def _model(engine: EngineClient, name: str | None) -> ServedModel | EncoderModel:
-    """The model of this name, else the first that generates, else the first encoder."""
-    if name is None and engine.models():
-        return engine.first_model()
-    if name is None or engine.encoders.find(name) is not None:
-        return engine.encoders.get(name, *get_args(Task))
-    return engine.get_model(name)
 
 
 async def _text_tokens(

@@ -27,6 +27,9 @@ MAX_NAMED_TOKENS = 1024
 MAX_ID_DIGITS = 18
 INT64 = 2**63
 
+# What a body without a model means.
+ANY_GENERATOR = "A served model's name; default: the first that generates."
+
 
 def _number(value: Any) -> Any:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
@@ -161,7 +164,7 @@ class SamplingFields(NullIsAbsent):
 class SamplingRequest(SamplingFields):
     """What a request for samples of one model says beside how they are sampled."""
 
-    model: StrictStr = Field(description="A served model's name.")
+    model: StrictStr | None = Field(None, description=ANY_GENERATOR)
     stream: StrictBool = Field(False, description="Answer by server-sent events.")
     priority: StrictInt = Field(0, ge=-INT64, lt=INT64, description="Lower runs first.")
     cache_salt: StrictStr | None = Field(

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictInt, StrictStr
 
-from mlx_parallm.api.schemas.common import INT64, NullIsAbsent
+from mlx_parallm.api.schemas.common import ANY_GENERATOR, INT64, NullIsAbsent
 
 MAX_QUESTIONS = 400
 MAX_OPTIONS = 255
@@ -71,7 +71,7 @@ class DecisionRequest(NullIsAbsent):
 
     model_config = ConfigDict(extra="ignore")
 
-    model: StrictStr = Field(description="A served model's name.")
+    model: StrictStr | None = Field(None, description=ANY_GENERATOR)
     input: Parts = Field(
         min_length=1, description="A text, or messages, function calls and their outputs."
     )
@@ -155,7 +155,7 @@ class DecisionUsage(BaseModel):
 class DecisionResponse(BaseModel):
     """An answer per question, in their order."""
 
-    model: str = Field(description="The name that was asked for.")
+    model: str = Field(description="The name that was asked for, or the first name of the default.")
     answers: list[PredicateAnswer | ChoiceAnswer | ScoreAnswer] = Field(
         description="One per question."
     )

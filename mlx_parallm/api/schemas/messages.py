@@ -9,7 +9,14 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictInt, StrictStr
 
-from mlx_parallm.api.schemas.common import INT64, MAX_STOPS, NullIsAbsent, Number, SamplingRequest
+from mlx_parallm.api.schemas.common import (
+    ANY_GENERATOR,
+    INT64,
+    MAX_STOPS,
+    NullIsAbsent,
+    Number,
+    SamplingRequest,
+)
 
 
 class InputMessage(BaseModel):
@@ -76,7 +83,7 @@ class CountTokensRequest(NullIsAbsent):
 
     model_config = ConfigDict(extra="allow", protected_namespaces=())
 
-    model: StrictStr = Field(description="A served model's name.")
+    model: StrictStr | None = Field(None, description=ANY_GENERATOR)
     messages: list[InputMessage] = Field(min_length=1, description="The conversation so far.")
     system: StrictStr | list[dict[str, Any]] = Field(
         "", description="What comes before the conversation: a text, or blocks of type text."
@@ -136,7 +143,7 @@ class Message(BaseModel):
     id: str = Field(description="Begins with msg_.")
     type: Literal["message"] = Field(description="What this is.")
     role: Literal["assistant"] = Field(description="Who says it.")
-    model: str = Field(description="As it was asked for.")
+    model: str = Field(description="As it was asked for, or the first name of the default.")
     content: list[dict[str, Any]] = Field(description="Blocks of type thinking, text, tool_use.")
     stop_reason: Literal[
         "end_turn",

@@ -14,6 +14,7 @@ import numpy as np
 from mlx_parallm.api.convert.activation import softmax
 from mlx_parallm.api.convert.encode_inputs import single_inputs
 from mlx_parallm.api.generation import Generation
+from mlx_parallm.api.model_choice import generator_or_encoder
 from mlx_parallm.api.offload import maybe_in_thread
 from mlx_parallm.api.samples import Usage
 from mlx_parallm.api.schemas.score import ScoreRequest
@@ -92,11 +93,7 @@ def label_model(engine: EngineClient, name: str | None) -> ServedModel | Encoder
         ModelNotFoundError: none has the name.
         InvalidRequestError: it cannot tell labels apart.
     """
-    if name is None and engine.models():
-        return engine.first_model()
-    if name is None or engine.encoders.find(name) is not None:
-        return engine.encoders.get(name, "classify")
-    return engine.get_model(name)
+    return generator_or_encoder(engine, name, "classify")
 
 
 async def classifier_scores(
