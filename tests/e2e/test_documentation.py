@@ -1,26 +1,103 @@
-"""The pages a browser sees need nothing from elsewhere."""
+"""The documentation: what a browser sees needs nothing from elsewhere, and every block runs."""
 
 from __future__ import annotations
 
+import json
 import re
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx2
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
 
-from tests.server_process import ServerProcess
+from mlx_parallm.client.tensors import encode_safetensors
+from mlx_parallm.demo.paths import model_path
+from tests import adapter_files
+from tests.documentation import PageRunner, indented_code, read_blocks
+from tests.server_process import ROOT, ServerProcess
+
+MODELS = ("mlx-parallm-demo", "demo:mlm", "demo:sentiment", "demo:embed", "demo:reward")
+FOLDERS = (".", "docs", "docs/decisions", "examples/grpo", "loadtests", "benchmarks")
 
 
-def test_every_asset_of_the_documentation_is_served_here(live_server: ServerProcess) -> None:
-    page = httpx2.get(f"{live_server.url}/docs").text
+def pages_with_code() -> list[str]:
+    """Return the paths of all pages that show code, relative to the repository."""
+    pages = [path for name in FOLDERS for path in sorted((ROOT / name).glob("*.md"))]
+    texts = {str(page.relative_to(ROOT)): page.read_text(encoding="utf-8") for page in pages}
+    return [page for page, text in texts.items() if "```" in text or indented_code(text)]
+
+
+@pytest.fixture(scope="module")
+def demo_server() -> Iterator[ServerProcess]:
+    """A server of all embedded models, which the pages take for the one at port 8000."""
+    server = ServerProcess("--model", *MODELS)
+    server.wait_until_ready()
+    yield server
+    server.stop()
+
+
+@pytest.mark.parametrize("page", pages_with_code())
+def test_every_block_of_a_page_runs_or_says_why_not(
+    page: str, demo_server: ServerProcess, tmp_path: Path
+) -> None:
+    text = (ROOT / page).read_text(encoding="utf-8")
+    assert not indented_code(text), "write code between fences, with its language"
+    for name, content in readers_files(page).items():
+        (tmp_path / name).write_bytes(content)
+    runner = PageRunner(demo_server.port, tmp_path, frozenset(MODELS))
+    try:
+        runner.run_page(read_blocks(page, text))
+    finally:
+        forget_adapters(demo_server)
+
+
+def readers_files(page: str) -> dict[str, bytes]:
+    """Return the files that a page takes its reader to have."""
+    config = json.dumps(adapter_files.CONFIG).encode()
+    if page == "docs/weights.md":
+        # The model's own norm, so that the pages after this one meet the same model.
+        norm = load_file(model_path() / "model.safetensors")["model.norm.weight"]
+        return {
+            "adapter_config.json": config,
+            "adapter_model.safetensors": adapter_files.upload(seed=1),
+            "model.safetensors": encode_safetensors({"model.norm.weight": norm}),
+        }
+    if page == "docs/encoders.md":
+        return {"adapter_config.json": config, "adapter_model.safetensors": reward_adapter()}
+    return {}
+
+
+def reward_adapter() -> bytes:
+    """Return a LoRA of the embedded reward model that changes next to nothing."""
+    width, rank = 96, adapter_files.RANK
+    random = np.random.default_rng(0)
+    layer = "model.layers.0.attn.Wo"
+    tensors = {f"{layer}.lora_a": (width, rank), f"{layer}.lora_b": (rank, width)}
+    return encode_safetensors(
+        {name: random.normal(0, 1e-3, shape).astype(np.float32) for name, shape in tensors.items()}
+    )
+
+
+def forget_adapters(server: ServerProcess) -> None:
+    """Unload what a page loaded, so that the next one meets the server as it was started."""
+    for adapter in httpx2.get(f"{server.url}/v1/adapters").json()["data"]:
+        httpx2.delete(f"{server.url}/v1/adapters/{adapter['name']}").raise_for_status()
+
+
+def test_every_asset_of_the_documentation_is_served_here(demo_server: ServerProcess) -> None:
+    page = httpx2.get(f"{demo_server.url}/docs").text
     links = re.findall(r'(?:src|href)="([^"]+)"', page)
     assert links
     for link in links:
         assert link.startswith("/")
-        assert httpx2.get(live_server.url + link).status_code == 200
+        assert httpx2.get(demo_server.url + link).status_code == 200
 
 
-def test_the_schema_lists_the_routes(live_server: ServerProcess) -> None:
-    schema = httpx2.get(f"{live_server.url}/openapi.json").json()
+def test_the_schema_lists_the_routes(demo_server: ServerProcess) -> None:
+    schema = httpx2.get(f"{demo_server.url}/openapi.json").json()
     assert {"/v1/chat/completions", "/v1/completions", "/v1/models", "/tokenize"} <= set(
         schema["paths"]
     )
