@@ -1,4 +1,4 @@
-"""What a connection may cost: slow heads of requests, and answers that nobody takes."""
+"""What a connection may cost: slow heads of requests, answers that nobody takes, late bodies."""
 
 from __future__ import annotations
 
@@ -10,13 +10,19 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 # Of a request's line and headers together; nginx takes 32 KiB.
 MAX_HEAD_BYTES = 64 * 1024
+# A request that was answered before its body had come, as those refused by their head are, is read
+# on within these bounds. Many clients send all of a body before they read the answer, and to close
+# a connection with data unread can take the answer from them.
+MAX_LATE_BYTES = 1024 * 1024
+MAX_LATE_S = 5.0
 
 
 class BoundedProtocol(HttpToolsProtocol):
     """uvicorn's protocol, which ends connections that make no progress.
 
     A connection must bring the head of a request within the timeout, and take some of an answer
-    that is written within it: uvicorn itself waits for ever in both cases.
+    that is written within it: uvicorn itself waits for ever in both cases. The rest of a body whose
+    request has been answered is read and dropped within bounds, and without any by uvicorn.
     """
 
     def __init__(self, *, timeout_s: float, **uvicorn_arguments: Any) -> None:
@@ -25,6 +31,8 @@ class BoundedProtocol(HttpToolsProtocol):
         self._head: asyncio.TimerHandle | None = None
         self._write: asyncio.TimerHandle | None = None
         self._head_bytes = 0
+        self._late: asyncio.TimerHandle | None = None
+        self._late_bytes = 0
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """See asyncio."""
@@ -33,7 +41,9 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         """See asyncio."""
-        self._head, self._write = _cancelled(self._head), _cancelled(self._write)
+        for timer in (self._head, self._write, self._late):
+            _cancelled(timer)
+        self._head = self._write = self._late = None
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
@@ -42,6 +52,11 @@ class BoundedProtocol(HttpToolsProtocol):
         super().data_received(data)
         if self._head is not None and self._head_bytes > MAX_HEAD_BYTES:
             self.transport.abort()
+        if self._late is not None:
+            self._late_bytes += len(data)
+            if self._late_bytes > MAX_LATE_BYTES:
+                # The timer goes on, for an answer that is not taken.
+                self.transport.close()
 
     def on_message_begin(self) -> None:
         """The first byte of a request has come."""
@@ -53,6 +68,22 @@ class BoundedProtocol(HttpToolsProtocol):
         self._head = _cancelled(self._head)
         self._take_host_of_target()
         super().on_headers_complete()
+
+    def on_message_complete(self) -> None:
+        """The end of a request has come."""
+        super().on_message_complete()
+        if self._late is not None:
+            self._late = _cancelled(self._late)
+            self._await_head()
+
+    def on_response_complete(self) -> None:
+        """An answer has been written."""
+        super().on_response_complete()
+        # The last request of the connection; of those before it all has come.
+        if self.cycle.response_complete and self.cycle.more_body:
+            self._late_bytes = 0
+            seconds = min(MAX_LATE_S, self._timeout_s or MAX_LATE_S)
+            self._late = self.loop.call_later(seconds, self.transport.abort)
 
     def pause_writing(self) -> None:
         """More is written than the client has taken."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import socket
 from collections.abc import Iterator
+from http.client import HTTPResponse
 from typing import Any
 from unittest.mock import Mock
 from urllib.parse import urlsplit
@@ -12,7 +13,8 @@ from urllib.parse import urlsplit
 import httpx2
 import pytest
 
-from mlx_parallm.api.connection import MAX_HEAD_BYTES, BoundedProtocol
+from mlx_parallm.api.connection import MAX_HEAD_BYTES, MAX_LATE_BYTES, BoundedProtocol
+from mlx_parallm.api.middleware import SMALL_BODY_BYTES
 from mlx_parallm.config import ServerConfig
 from tests.fake_engine import FakeEngine, hang, serve_fake, write
 
@@ -97,6 +99,82 @@ def test_a_stream_that_nobody_reads_is_aborted(served: tuple[FakeEngine, str]) -
         connection.sendall(head(len(body)) + body)
         assert engine.aborted.get(timeout=PATIENCE_S)
     engine.script = write("hello")
+
+
+def status_of(connection: socket.socket) -> int:
+    """The status of the next answer, all of which is read."""
+    with HTTPResponse(connection) as answer:
+        answer.begin()
+        answer.read()
+        return answer.status
+
+
+def send_often(connection: socket.socket, piece: bytes) -> None:
+    """Send much more than the buffers between client and server hold."""
+    for _ in range(512):
+        connection.sendall(piece)
+
+
+LIMITED = "/abort_requests"
+MEGABYTE = b"x" * 2**20
+CHUNK = b"%x\r\n%b\r\n" % (len(MEGABYTE), MEGABYTE)
+
+
+@pytest.mark.parametrize(
+    ("target", "fields", "piece", "status"),
+    [
+        (f"POST {CHAT}", f"content-length: {2**40}", MEGABYTE, 401),
+        (f"POST {CHAT}", "transfer-encoding: chunked", CHUNK, 401),
+        (f"POST {LIMITED}", f"x-api-key: one\r\ncontent-length: {2**40}", MEGABYTE, 413),
+        (f"POST {LIMITED}", "x-api-key: one\r\ntransfer-encoding: chunked", CHUNK, 413),
+        (f"POST {CHAT}", f"origin: http://b\r\ncontent-length: {2**40}", MEGABYTE, 403),
+        ("GET /health", f"content-length: {2**40}", MEGABYTE, 200),
+        ("POST /nothing", f"x-api-key: one\r\ncontent-length: {2**40}", MEGABYTE, 404),
+    ],
+)
+def test_an_endless_body_after_its_answer_ends_the_connection(
+    served: tuple[FakeEngine, str], target: str, fields: str, piece: bytes, status: int
+) -> None:
+    with connect(served[1]) as connection:
+        head = f"{target} HTTP/1.1\r\nhost: a\r\ncontent-type: application/json\r\n{fields}\r\n\r\n"
+        # A chunked body is refused once it is over the limit.
+        connection.sendall(head.encode() + (CHUNK if status == 413 and piece is CHUNK else b""))
+        assert status_of(connection) == status
+        with pytest.raises((ConnectionResetError, BrokenPipeError)):
+            send_often(connection, piece)
+
+
+def test_a_body_that_stops_after_its_answer_ends_the_connection(
+    served: tuple[FakeEngine, str],
+) -> None:
+    with connect(served[1]) as connection:
+        connection.sendall(head(1000, key="wrong") + b"x" * 999)
+        assert read_all(connection).startswith(b"HTTP/1.1 401")
+
+
+def test_a_small_body_after_its_answer_keeps_the_connection(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("mlx_parallm.api.connection.MAX_LATE_S", PATIENCE_S)
+    rest = b"x" * (MAX_LATE_BYTES // 2)
+    config = ServerConfig(api_keys=KEYS, client_timeout_s=0)
+    with serve_fake(FakeEngine(), config) as url, connect(url) as connection:
+        for _ in range(4):
+            connection.sendall(head(len(rest), key="wrong"))
+            assert status_of(connection) == 401
+            connection.sendall(rest)
+        connection.sendall(b"GET /health HTTP/1.1\r\nhost: a\r\n\r\n")
+        assert status_of(connection) == 200
+
+
+@pytest.mark.parametrize("size", [SMALL_BODY_BYTES + 1, 20 * MAX_LATE_BYTES])
+def test_a_client_that_sends_all_first_gets_its_answer(
+    served: tuple[FakeEngine, str], size: int
+) -> None:
+    headers = {"content-type": "application/json", "x-api-key": "one"}
+    answer = httpx2.post(served[1] + LIMITED, content=b" " * size, headers=headers)
+    assert answer.status_code == 413
+    assert answer.json()["error"]["code"] == "request_too_large"
 
 
 class Clock:
