@@ -16,8 +16,8 @@ def check_request(request: GenerateRequest, info: RunnerInfo) -> None:
     """Refuse a request that this model can never serve.
 
     Raises:
-        InvalidRequestError: an empty prompt, or a token id the embedding table does not have: such
-            an id returns garbage or crashes the process.
+        InvalidRequestError: an empty prompt; a token id the embedding table does not have, which
+            returns garbage or crashes the process; or more ``min_tokens`` than have room.
         ContextLengthError: the prompt, or the prompt and ``max_tokens``, exceed the context length.
     """
     if not request.prompt_ids:
@@ -41,6 +41,7 @@ def check_request(request: GenerateRequest, info: RunnerInfo) -> None:
             raise InvalidRequestError(f"{name} exceeds the vocabulary.", param=name)
     _check_prompt_logprobs(len(request.prompt_ids), params.prompt_logprobs, info.vocab_size)
     check_length(len(request.prompt_ids), params.max_tokens, info.max_model_len)
+    _check_min_tokens(params.min_tokens, info.max_model_len - len(request.prompt_ids))
 
 
 def check_room(num_prompts: int, n: int, max_waiting: int) -> None:
@@ -73,6 +74,15 @@ def check_length(prompt_len: int, max_tokens: int | None, max_model_len: int) ->
         )
     param = "max_tokens" if prompt_len + 1 <= max_model_len else "messages"
     raise ContextLengthError(max_model_len, detail, param=param)
+
+
+def _check_min_tokens(min_tokens: int, room: int) -> None:
+    """Refuse a least length that the context has no room for; ``room`` is what it leaves."""
+    if min_tokens > room:
+        raise InvalidRequestError(
+            f"min_tokens is {min_tokens}, and the prompt leaves room for {room} tokens.",
+            param="min_tokens",
+        )
 
 
 def _check_prompt_logprobs(prompt_len: int, asked: int | None, vocab_size: int) -> None:

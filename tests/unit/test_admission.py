@@ -25,6 +25,7 @@ from tests.fakes import make_info
         ((1,), {"allowed_token_ids": ()}, "allowed_token_ids"),
         ((1,), {"logprobs": 258}, "logprobs"),
         ((1,), {"prompt_logprobs": 258}, "prompt_logprobs"),
+        ((1,), {"min_tokens": 256}, "min_tokens"),
     ],
 )
 def test_impossible_requests_name_their_field(
@@ -36,6 +37,13 @@ def test_impossible_requests_name_their_field(
     with pytest.raises(InvalidRequestError) as refusal:
         check_request(request, make_info())
     assert refusal.value.param == param
+
+
+def test_min_tokens_may_fill_the_context() -> None:
+    params = SamplingParams(min_tokens=255)
+    check_request(
+        GenerateRequest(request_id="a", model="m", prompt_ids=(1,), params=params), make_info()
+    )
 
 
 @pytest.mark.parametrize("case", [(10, 0, 10), (9, 1, 10), (9, None, 10)])
