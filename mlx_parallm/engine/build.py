@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -27,6 +28,7 @@ from mlx_parallm.engine.policies import Policies
 from mlx_parallm.errors import ConfigError, ModelLoadError
 from mlx_parallm.grammar.compiler import GrammarCompiler
 from mlx_parallm.grammar.vocabulary import GrammarVocabulary
+from mlx_parallm.kv_cache.budget import KVPlan, KVShare, share_budget
 from mlx_parallm.kv_cache.manager import KVCacheManager
 from mlx_parallm.runner.backend_choice import BackendChoice, choose_backend
 from mlx_parallm.runner.cache_layout import CacheLayout, kv_shapes, probe_layout
@@ -35,13 +37,15 @@ from mlx_parallm.runner.draft_model import DraftModel
 from mlx_parallm.runner.host_memory import keep_freed_memory
 from mlx_parallm.runner.hub import resolve_model
 from mlx_parallm.runner.loader import LoadedModel, load_model
-from mlx_parallm.runner.memory import KVPlan, config_value, plan_kv, query_heads
+from mlx_parallm.runner.memory import config_value, plan_kv, query_heads
 from mlx_parallm.runner.model_runner import ModelRunner
 from mlx_parallm.runner.row_selection import embedding_rows
 from mlx_parallm.runner.warm_up import warm_up
 from mlx_parallm.scheduler.scheduler import Scheduler
 from mlx_parallm.tokenizer.tokenizer import ParallmTokenizer, load_tokenizer
 from mlx_parallm.tracing import StepTracer
+
+logger = logging.getLogger(__name__)
 
 # A step of so many tokens keeps an NVIDIA GPU busy; elsewhere it would take too long.
 CUDA_TOKEN_BUDGET = 2048
@@ -119,12 +123,9 @@ def build_engines(
     models = [
         _load(model, path, config, on_progress) for model, path, encodes in found if not encodes
     ]
-    wanted = [one.plan.wanted_bytes for one in models]
-    weights = sum(one.weight_bytes for one in models)
-    budgets = share_budget(wanted, _kv_budget(config.cache, sum(wanted), weights))
     engines = [
-        _assemble(one, budget, config, families, tracer, on_progress)
-        for one, budget in zip(models, budgets, strict=True)
+        _assemble(one, share, config, families, tracer, on_progress)
+        for one, share in zip(models, _kv_shares(models, config.cache), strict=True)
     ]
     return [*encoders, *engines]
 
@@ -142,14 +143,6 @@ def check_names(models: Sequence[ModelConfig]) -> None:
         raise ConfigError(f"Several models are named {twice[0]!r}; use --served-model-name.")
 
 
-def share_budget(wanted: Sequence[int], budget: int) -> list[int]:
-    """Give each model what it wants, or its proportional share when they want too much together."""
-    total = sum(wanted)
-    if total <= budget:
-        return list(wanted)
-    return [want * budget // total for want in wanted]
-
-
 def with_token_budget(config: SchedulerConfig, backend: str) -> SchedulerConfig:
     """The limits with this backend's token budget where none is given."""
     if config.max_num_batched_tokens is not None or backend != "cuda":
@@ -157,15 +150,38 @@ def with_token_budget(config: SchedulerConfig, backend: str) -> SchedulerConfig:
     return replace(config, max_num_batched_tokens=CUDA_TOKEN_BUDGET)
 
 
-def _kv_budget(cache: CacheConfig, wanted: int, weights: int) -> int:
-    """Bytes of KV for all models: as configured, or by what is free and what is sensible."""
+def _kv_shares(models: Sequence[_Weights], cache: CacheConfig) -> list[KVShare]:
+    """Share the KV memory among the models; log a warning for each whose context is cut.
+
+    Raises:
+        ConfigError: there is not even a block for each.
+    """
+    plans = [one.plan for one in models]
+    blocks = share_budget(plans, _kv_budget(models, cache))
+    names = [model_names(one.config)[0] for one in models]
+    shares = [KVShare(*one) for one in zip(names, plans, blocks, strict=True)]
+    for share in shares:
+        if share.is_cut:
+            logger.warning(
+                "%s: the context is cut from %d to %d tokens, which is what fits in its share of "
+                "the KV memory; raise --kv-cache-memory-bytes or --kv-memory-fraction.",
+                share.name,
+                share.plan.max_model_len,
+                share.context,
+            )
+    return shares
+
+
+def _kv_budget(models: Sequence[_Weights], cache: CacheConfig) -> int:
+    """Return the bytes of KV for all models: as configured, or what is free and sensible."""
+    wanted = sum(one.plan.wanted_bytes for one in models)
     if cache.kv_cache_bytes is not None:
-        return cache.kv_cache_bytes
+        return min(wanted, cache.kv_cache_bytes)
     free = free_memory_bytes()
-    budget = wanted if free is None else int(free * cache.memory_fraction)
+    budget = wanted if free is None else min(wanted, int(free * cache.memory_fraction))
     if backend_name() == "cpu":
         # There a pool takes its memory, and the time to fill it, at start.
-        budget = min(budget, max(CPU_KV_BYTES, weights))
+        budget = min(budget, max(CPU_KV_BYTES, sum(one.weight_bytes for one in models)))
     return budget
 
 
@@ -322,13 +338,13 @@ def _grammar_vocabulary(one: _Weights) -> GrammarVocabulary:
 
 def _assemble(
     one: _Weights,
-    budget: int,
+    share: KVShare,
     config: EngineConfig,
     families: MetricFamilies,
     tracer: StepTracer | None,
     on_progress: Progress,
 ) -> LoadedEngine:
-    num_blocks = one.plan.num_blocks(budget)
+    num_blocks = share.num_blocks
     grammars = GrammarCompiler(_grammar_vocabulary(one))
     runner = ModelRunner(
         one.loaded,

@@ -1,13 +1,13 @@
-"""How many KV blocks a model gets, and how large they are."""
+"""What a model could use of the KV memory: the size of its blocks, and how many."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 from mlx_parallm.attention.base import AttentionBackend
 from mlx_parallm.config import CacheConfig, SchedulerConfig
 from mlx_parallm.errors import ConfigError
+from mlx_parallm.kv_cache.budget import KVPlan
 from mlx_parallm.runner.cache_layout import CacheLayout, kv_shapes
 
 # Where a config names its longest sequence, in order of preference.
@@ -16,43 +16,6 @@ HEAD_KEYS = ("num_attention_heads", "n_head", "n_heads", "num_heads")
 DEFAULT_MAX_MODEL_LEN = 4096
 # A model that keeps no KV at all still needs block tables: a nominal size bounds their number.
 NOMINAL_BYTES_PER_TOKEN = 64
-
-
-@dataclass(frozen=True, slots=True)
-class KVPlan:
-    """A model's claim on the byte budget.
-
-    Attributes:
-        block_size: tokens per block.
-        block_bytes: bytes of one block in all layers.
-        wanted_blocks: what ``max_num_seqs`` sequences of ``max_model_len`` could use.
-        max_model_len: longest sequence.
-    """
-
-    block_size: int
-    block_bytes: int
-    wanted_blocks: int
-    max_model_len: int
-
-    @property
-    def wanted_bytes(self) -> int:
-        """The claim in bytes."""
-        return self.wanted_blocks * self.block_bytes
-
-    def num_blocks(self, budget_bytes: int) -> int:
-        """Blocks that a budget pays for, at most the wanted ones.
-
-        Raises:
-            ConfigError: not even one block.
-        """
-        blocks = min(self.wanted_blocks, budget_bytes // self.block_bytes)
-        if blocks < 1:
-            raise ConfigError(
-                f"The KV budget of {budget_bytes} bytes does not hold one block of "
-                f"{self.block_bytes} bytes; raise --kv-cache-memory-bytes or "
-                "--kv-memory-fraction, or lower --block-size."
-            )
-        return blocks
 
 
 def plan_kv(

@@ -21,6 +21,7 @@ from mlx_parallm.batch import (
 from mlx_parallm.errors import ModelLoadError
 from mlx_parallm.grammar.compiler import GrammarCompiler
 from mlx_parallm.grammar.masks import GrammarMasks
+from mlx_parallm.kv_cache.budget import KVPlan
 from mlx_parallm.request import ALL_TOKENS, RAW_LOGPROBS
 from mlx_parallm.runner.adapted_layers import AdaptedLayers, product_dtype
 from mlx_parallm.runner.adapter_check import choose_change_kernels
@@ -30,7 +31,7 @@ from mlx_parallm.runner.draft_model import DraftModel
 from mlx_parallm.runner.grammar_rows import Constraints, GrammarRows
 from mlx_parallm.runner.live_model import LiveModel
 from mlx_parallm.runner.loader import DTYPES, LoadedModel
-from mlx_parallm.runner.memory import KVPlan, config_value
+from mlx_parallm.runner.memory import config_value
 from mlx_parallm.runner.model_weights import ModelWeights
 from mlx_parallm.runner.path_choice import choose_path
 from mlx_parallm.runner.paths.alone import AlonePath

@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 
 from mlx_parallm.engine.admission import check_length, check_request, check_room
-from mlx_parallm.engine.build import share_budget
 from mlx_parallm.errors import ContextLengthError, InvalidRequestError
 from mlx_parallm.request import GenerateRequest, SamplingParams
 from tests.fakes import make_info
@@ -71,11 +70,6 @@ def test_a_request_that_no_queue_could_hold_names_what_is_too_many(
     with pytest.raises(InvalidRequestError, match="holds 4") as refusal:
         check_room(num_prompts, n, 4)
     assert refusal.value.param == param
-
-
-def test_models_share_the_budget_in_proportion_to_their_wants() -> None:
-    assert share_budget([10, 20], 100) == [10, 20]
-    assert share_budget([100, 300], 100) == [25, 75]
 
 
 def test_a_queue_without_a_limit_holds_any_request() -> None:

@@ -1,0 +1,65 @@
+"""KV memory of real models: who gets what, and what is said of it."""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+from collections.abc import Sequence
+
+import pytest
+
+from mlx_parallm.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
+from mlx_parallm.engine.build import LoadedEngine, build_engines
+from mlx_parallm.engine.demo_models import DEMO_FOLDER
+from mlx_parallm.engine.metrics import MetricFamilies
+from mlx_parallm.errors import ConfigError
+
+# Of the demonstration model in float32: 6 layers, 2 heads, 64 numbers of a key and of a value.
+TOKEN_BYTES = 6 * 2 * 64 * 2 * 4
+BLOCK_BYTES = 16 * TOKEN_BYTES
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[int, str]:
+    """The demonstration model with other lengths of its context."""
+    return {length: _with_context(tmp_path_factory, length) for length in (600, 131_072)}
+
+
+def _with_context(paths: pytest.TempPathFactory, length: int) -> str:
+    folder = paths.mktemp("models") / f"of-{length}"
+    shutil.copytree(DEMO_FOLDER, folder)
+    config = json.loads((folder / "config.json").read_text())
+    config["max_position_embeddings"] = length
+    (folder / "config.json").write_text(json.dumps(config))
+    return str(folder)
+
+
+def built(
+    paths: Sequence[str], kv_cache_bytes: int | None, *, max_num_seqs: int = 8
+) -> list[LoadedEngine]:
+    config = EngineConfig(
+        models=tuple(ModelConfig(path=path) for path in paths),
+        cache=CacheConfig(kv_cache_bytes=kv_cache_bytes),
+        scheduler=SchedulerConfig(max_num_seqs=max_num_seqs),
+    )
+    found = build_engines(config, MetricFamilies(), lambda text, share: None)
+    return [one for one in found if isinstance(one, LoadedEngine)]
+
+
+def test_a_small_model_keeps_its_context_beside_a_large_one(
+    folders: dict[int, str], caplog: pytest.LogCaptureFixture
+) -> None:
+    small, large = built([folders[600], folders[131_072]], 64 << 20)
+    assert small.model.info.max_model_len == 600
+    assert 8192 < large.model.info.max_model_len < 131_072
+    taken = small.model.info.kv_bytes + large.model.info.kv_bytes
+    assert 0 <= (64 << 20) - taken < 2 * BLOCK_BYTES
+    (warning,) = [one.getMessage() for one in caplog.records if one.levelno == logging.WARNING]
+    for part in (folders[131_072], "from 131072", f"to {large.model.info.max_model_len} tokens"):
+        assert part in warning
+
+
+def test_less_than_a_block_of_each_is_refused(folders: dict[int, str]) -> None:
+    with pytest.raises(ConfigError, match="does not hold one block of each model"):
+        built([*folders.values()], 2 * BLOCK_BYTES - 1)

@@ -1,0 +1,140 @@
+"""Models share one budget of KV: a context each first, the rest by want."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mlx_parallm.errors import ConfigError
+from mlx_parallm.kv_cache.budget import KVPlan, KVShare, share_budget
+
+BLOCK = 16
+
+
+def plan(length: int, *, seqs: int = 128, token_bytes: int = 1) -> KVPlan:
+    """A claim of ``seqs`` sequences of ``length`` tokens."""
+    context = -(-length // BLOCK)
+    return KVPlan(BLOCK, token_bytes * BLOCK, context * seqs, length)
+
+
+PLANS = st.lists(
+    st.builds(
+        plan,
+        st.integers(1, 500),
+        seqs=st.integers(1, 9),
+        token_bytes=st.integers(1, 40),
+    ),
+    min_size=1,
+    max_size=6,
+)
+SPARE = st.one_of(st.integers(0, 3000), st.integers(0, 3_000_000))
+
+
+def least(plans: list[KVPlan]) -> int:
+    """The smallest budget: one block each."""
+    return sum(one.block_bytes for one in plans)
+
+
+def taken(blocks: list[int], plans: list[KVPlan]) -> int:
+    return sum(count * one.block_bytes for count, one in zip(blocks, plans, strict=True))
+
+
+def test_a_small_model_beside_a_large_one_keeps_its_context() -> None:
+    small, large = plan(600, token_bytes=5), plan(131_072, token_bytes=40)
+    blocks = share_budget([small, large], 1 << 24)
+    assert blocks[0] * BLOCK >= 600
+    assert blocks[1] * BLOCK >= 131_072
+
+
+def test_where_contexts_do_not_fit_they_are_cut_evenly() -> None:
+    plans = [plan(600, token_bytes=4), *(plan(131_072, token_bytes=4) for _ in range(11))]
+    blocks = share_budget(plans, 64 << 16)
+    assert blocks[0] * BLOCK >= 600
+    assert len(set(blocks[1:])) == 1
+    assert blocks[1] * BLOCK > 80_000
+
+
+@given(PLANS, SPARE)
+def test_the_budget_is_kept_and_nearly_used(plans: list[KVPlan], spare: int) -> None:
+    budget = least(plans) + spare
+    blocks = share_budget(plans, budget)
+    rest = budget - taken(blocks, plans)
+    assert 0 <= rest < 2 * least(plans)
+
+
+@given(PLANS, SPARE)
+def test_each_model_has_a_context_or_as_much_as_any_other(plans: list[KVPlan], spare: int) -> None:
+    blocks = share_budget(plans, least(plans) + spare)
+    assert all(count >= 1 for count in blocks)
+    for count, one in zip(blocks, plans, strict=True):
+        if count >= one.context_blocks:
+            continue
+        for others, other in zip(blocks, plans, strict=True):
+            assert others <= other.context_blocks
+            assert others == 1 or others * other.block_bytes < (count + 1) * one.block_bytes + max(
+                one.block_bytes, other.block_bytes
+            )
+
+
+@given(PLANS, SPARE)
+def test_nothing_is_cut_that_fits(plans: list[KVPlan], spare: int) -> None:
+    budget = sum(one.context_blocks * one.block_bytes for one in plans) + spare
+    blocks = share_budget(plans, budget)
+    assert all(n >= one.context_blocks for n, one in zip(blocks, plans, strict=True))
+
+
+@given(PLANS)
+def test_a_budget_of_all_wants_gives_each_its_want(plans: list[KVPlan]) -> None:
+    budget = sum(one.wanted_bytes for one in plans)
+    assert share_budget(plans, budget) == [one.wanted_blocks for one in plans]
+
+
+@given(PLANS, SPARE, st.integers(0, 5000))
+def test_a_larger_budget_takes_nothing_from_any_model(
+    plans: list[KVPlan], spare: int, more: int
+) -> None:
+    budget = least(plans) + spare
+    pairs = zip(share_budget(plans, budget), share_budget(plans, budget + more), strict=True)
+    assert all(before <= after for before, after in pairs)
+
+
+@given(PLANS, SPARE, st.integers(1, 100))
+def test_who_wants_more_gets_no_less(plans: list[KVPlan], spare: int, more: int) -> None:
+    budget = least(plans) + spare
+    greedy = replace(plans[0], wanted_blocks=plans[0].wanted_blocks + more)
+    assert share_budget([greedy, *plans[1:]], budget)[0] >= share_budget(plans, budget)[0]
+
+
+@given(PLANS, SPARE, st.randoms(use_true_random=False))
+def test_the_order_of_the_models_does_not_matter(
+    plans: list[KVPlan], spare: int, randomness: st.DataObject
+) -> None:
+    budget = least(plans) + spare
+    order = list(range(len(plans)))
+    randomness.shuffle(order)  # type: ignore[attr-defined]
+    shuffled = share_budget([plans[place] for place in order], budget)
+    blocks = share_budget(plans, budget)
+    assert shuffled == [blocks[place] for place in order]
+
+
+@given(PLANS)
+def test_less_than_a_block_of_each_model_is_refused(plans: list[KVPlan]) -> None:
+    with pytest.raises(ConfigError, match="does not hold one block"):
+        share_budget(plans, least(plans) - 1)
+
+
+def test_a_share_says_what_fits() -> None:
+    share = KVShare("m", plan(600, token_bytes=1024), 1000)
+    assert (share.num_tokens, share.context, share.is_cut) == (16_000, 600, False)
+    assert str(share) == (
+        "15.62 MiB of KV: 1,000 blocks of 16 tokens, 16,000 tokens, 26.7 contexts of 600 tokens"
+    )
+    cut = replace(share, num_blocks=30)
+    assert (cut.context, cut.is_cut) == (480, True)
+
+
+def test_no_models_share_nothing() -> None:
+    assert share_budget([], 0) == []
