@@ -40,6 +40,10 @@ OPENBLAS := $(firstword $(wildcard /usr/lib/*/openblas-pthread/libopenblas.so.0)
 endif
 FAST_BLAS := $(if $(OPENBLAS),LD_PRELOAD="$(OPENBLAS)$${LD_PRELOAD:+:$$LD_PRELOAD}")
 
+# These end when make does, however that ends; `exec`, so that no shell is between them and make.
+ENV_WITH_MAKE := exec env $(FAST_BLAS)
+WITH_MAKE := $(BIN)/python -m mlx_parallm.child_process parent
+
 .PHONY: help serve test page-test conformance trainers check-encoder lint format unit bench doctor docs check-pins hooks venv clean
 .DEFAULT_GOAL := help
 
@@ -53,14 +57,15 @@ serve: $(RUNTIME_STAMP) ## Serve a model on 127.0.0.1:8000 (ARGS="--model … --
 # tests start share bytecode, even where none is to be written otherwise. Long files come first.
 WORKERS ?= 2
 test: lint ## Lint, types, layers and every test
-	@$(FAST_BLAS) OPENBLAS_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(ARGS)
+	@$(ENV_WITH_MAKE) OPENBLAS_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(WITH_MAKE) pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(ARGS)
 
 unit: $(DEV_STAMP) ## The fast tests only
-	@$(FAST_BLAS) $(BIN)/python -m pytest tests/unit $(ARGS)
+	@$(ENV_WITH_MAKE) $(WITH_MAKE) pytest tests/unit $(ARGS)
 
 page-test: $(RUNTIME_STAMP) ## The page at / in Chromium (needs Node and Chromium)
 	@cd tests/page && npm ci --no-audit --no-fund && \
-		PYTHON="$(abspath $(BIN)/python)" SERVER_PRELOAD="$(OPENBLAS)" npm test
+		exec env PYTHON="$(abspath $(BIN)/python)" SERVER_PRELOAD="$(OPENBLAS)" \
+		$(abspath $(BIN)/python) -m mlx_parallm.child_process parent -- npm test
 
 # Clients that nothing else here needs; instructor wants an older OpenAI client than the others.
 CLIENTS := .venv-clients
@@ -70,7 +75,7 @@ INSTRUCTOR_STAMP := $(INSTRUCTOR)/.installed-$(call checksum,requirements/confor
 
 conformance: $(DEV_STAMP) $(CLIENTS_STAMP) $(INSTRUCTOR_STAMP) ## Unmodified clients against a live server; rewrites docs/compatibility.md (needs Node)
 	@cd tests/conformance/node && npm ci --no-audit --no-fund
-	@$(FAST_BLAS) $(BIN)/python -m tests.conformance.run_all $(ARGS)
+	@$(ENV_WITH_MAKE) $(WITH_MAKE) tests.conformance.run_all $(ARGS)
 
 # Reinforcement-learning trainers; ART needs Python 3.12 and another client of OpenAI than the others.
 TRAINERS := .venv-trainers
@@ -82,7 +87,7 @@ ART_PYTHON ?= $(shell for python in python3 python3.13 python3.12 python3.14; do
 	$$python -c '$(ART_SUITABLE)' 2>/dev/null && { echo $$python; break; }; done)
 
 trainers: $(DEV_STAMP) $(TRAINERS_STAMP) $(ART_STAMP) ## Trainers' own clients against a live server; rewrites their part of docs/compatibility.md
-	@$(FAST_BLAS) $(BIN)/python -m tests.trainers.run_all $(ARGS)
+	@$(ENV_WITH_MAKE) $(WITH_MAKE) tests.trainers.run_all $(ARGS)
 
 # sentence-transformers needs torch, which nothing else here does.
 PEER := .venv-sentence-transformers

@@ -13,7 +13,6 @@ import json
 import pkgutil
 import signal
 import subprocess
-import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,7 @@ import mlx_lm
 import mlx_lm.models
 
 from benchmarks.architecture_trial import try_one
+from mlx_parallm import child_process
 
 # Modules that hold parts of models, or none that this project could serve.
 PARTS = frozenset(
@@ -79,11 +79,10 @@ def names() -> list[str]:
 
 def run_one(name: str) -> dict[str, Any]:
     """``try_one`` in a process of its own; an ``error`` when it could not be tried."""
-    command = [sys.executable, "-m", "benchmarks.architectures", "--one", name]
+    target = ["benchmarks.architectures", "--one", name]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     try:
-        done = subprocess.run(
-            command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False
-        )
+        done = child_process.run(target, timeout_s=TIMEOUT_S, text=True, **pipes)
     except subprocess.TimeoutExpired:
         return {"error": f"took longer than {TIMEOUT_S} s"}
     lines = done.stdout.strip().splitlines()

@@ -12,7 +12,6 @@ import http.client
 import itertools
 import json
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -26,6 +25,7 @@ import numpy as np
 from benchmarks.measure import BenchmarkError
 from benchmarks.servers import Server
 from mlx_parallm.bench.statistics import percentile
+from mlx_parallm.child_process import ChildProcess
 
 TIMEOUT_S = 300.0
 
@@ -133,15 +133,13 @@ def ask(connection: http.client.HTTPConnection, load: Load, part: Sequence[int])
     return json.loads(content)
 
 
-def start_clients(
-    server: Server, model: str, texts: Path, *options: object
-) -> subprocess.Popen[bytes]:
+def start_clients(server: Server, model: str, texts: Path, *options: object) -> ChildProcess:
     """Start this module in a process of its own."""
-    command = [sys.executable, "-m", "benchmarks.embedding_clients", server.base_url, model]
-    return subprocess.Popen([*command, str(texts), *map(str, options)], stdout=subprocess.PIPE)
+    target = ["benchmarks.embedding_clients", server.base_url, model, str(texts)]
+    return ChildProcess([*target, *map(str, options)], stdout=subprocess.PIPE)
 
 
-def figures_of(process: subprocess.Popen[bytes]) -> dict[str, Any]:
+def figures_of(process: ChildProcess) -> dict[str, Any]:
     """Wait for such a process; its figures.
 
     Raises:

@@ -29,6 +29,7 @@ from benchmarks.embedding_clients import figures_of, start_clients
 from benchmarks.make_embedder import EMBEDDER_FOLDER, make_embedder, texts_of_lengths
 from benchmarks.measure import make_parser
 from benchmarks.servers import SERVED_NAME, Server, mlx_parallm_server, server_environment
+from mlx_parallm import child_process
 
 SHORTEST, LONGEST = 5, 250
 MANY_TEXTS = 16
@@ -98,10 +99,10 @@ def served(server: Server, texts: Path, args: Namespace, folder: Path) -> dict[s
 
 def in_loop(args: Namespace, texts: Path) -> dict[str, Any]:
     """The loop in a process of its own, with what the server's environment has."""
-    command = [sys.executable, "-m", "benchmarks.embedding_loop", str(args.model), str(texts)]
-    command.append(dtype_of(args))
-    output = subprocess.run(command, env=server_environment(), stdout=subprocess.PIPE, check=True)
-    return json.loads(output.stdout)
+    target = ["benchmarks.embedding_loop", str(args.model), str(texts), dtype_of(args)]
+    done = child_process.run(target, env=server_environment(), stdout=subprocess.PIPE)
+    done.check_returncode()
+    return json.loads(done.stdout)
 
 
 def by_reference(args: Namespace, texts: Path, folder: Path) -> dict[str, Any]:
@@ -112,8 +113,10 @@ def by_reference(args: Namespace, texts: Path, folder: Path) -> dict[str, Any]:
     # Another BLAS is none of its own.
     environment = {name: value for name, value in os.environ.items() if name != "LD_PRELOAD"}
     environment |= {"HF_HUB_OFFLINE": "1"}
-    output = subprocess.run([*command, device], env=environment, stdout=subprocess.PIPE, check=True)
-    found = json.loads(output.stdout.splitlines()[-1])
+    target = [child_process.COMMAND, *command, device]
+    done = child_process.run(target, env=environment, stdout=subprocess.PIPE)
+    done.check_returncode()
+    found = json.loads(done.stdout.splitlines()[-1])
     if "missing" in found:
         print(f"no reference: {found['missing']}", flush=True)
         return found

@@ -7,7 +7,6 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 import tempfile
 import time
 import urllib.error
@@ -15,6 +14,8 @@ import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+from mlx_parallm.child_process import ChildProcess
 
 # A GPU compiles kernels first.
 START_TIMEOUT_S = 400.0
@@ -41,7 +42,7 @@ class Server:
     name: str
     base_url: str
     model: str | None
-    process: subprocess.Popen[bytes]
+    process: ChildProcess
     log: Path
 
     def resident_bytes(self) -> int:
@@ -57,7 +58,7 @@ class Server:
 @contextlib.contextmanager
 def mlx_lm_server(model: Path, options: Sequence[str] = ()) -> Iterator[Server]:
     """Run ``mlx_lm.server`` of the installed mlx-lm."""
-    command = [sys.executable, "-m", "mlx_lm", "server", "--model", str(model), *options]
+    command = ["mlx_lm", "server", "--model", str(model), *options]
     with _running("mlx_lm.server", command, None) as server:
         yield server
 
@@ -65,7 +66,7 @@ def mlx_lm_server(model: Path, options: Sequence[str] = ()) -> Iterator[Server]:
 @contextlib.contextmanager
 def mlx_parallm_server(model: Path | None, options: Sequence[str] = ()) -> Iterator[Server]:
     """Run ``mlx_parallm serve``; no model is the embedded one."""
-    command = [sys.executable, "-m", "mlx_parallm", "serve", "--served-model-name", SERVED_NAME]
+    command = ["mlx_parallm", "serve", "--served-model-name", SERVED_NAME]
     command += ["--model", str(model)] if model else []
     with _running("mlx_parallm", [*command, *options], SERVED_NAME) as server:
         yield server
@@ -74,20 +75,20 @@ def mlx_parallm_server(model: Path | None, options: Sequence[str] = ()) -> Itera
 @contextlib.contextmanager
 def server_of_models(models: Mapping[str, Path], options: Sequence[str] = ()) -> Iterator[Server]:
     """Run ``mlx_parallm serve`` with several models by their names; ``model`` is the first."""
-    command = [sys.executable, "-m", "mlx_parallm", "serve", "--model", *map(str, models.values())]
+    command = ["mlx_parallm", "serve", "--model", *map(str, models.values())]
     command += ["--served-model-name", *(f"{path}={name}" for name, path in models.items())]
     with _running("mlx_parallm", [*command, *options], next(iter(models))) as server:
         yield server
 
 
 @contextlib.contextmanager
-def _running(name: str, command: list[str], model: str | None) -> Iterator[Server]:
+def _running(name: str, target: list[str], model: str | None) -> Iterator[Server]:
     port = free_port()
     with tempfile.TemporaryDirectory(prefix="benchmark-") as folder:
         log = Path(folder) / "log.txt"
         with log.open("wb") as output:
-            process = subprocess.Popen(
-                [*command, "--host", "127.0.0.1", "--port", str(port)],
+            process = ChildProcess(
+                [*target, "--host", "127.0.0.1", "--port", str(port)],
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 env=server_environment(),
@@ -144,7 +145,7 @@ def _is_healthy(server: Server) -> bool:
         return False
 
 
-def _end(process: subprocess.Popen[bytes]) -> None:
+def _end(process: ChildProcess) -> None:
     """End the process, and the group it leads if need be."""
     process.send_signal(signal.SIGTERM)
     try:

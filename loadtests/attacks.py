@@ -5,12 +5,15 @@ from __future__ import annotations
 import contextlib
 import http.client
 import json
+import multiprocessing
 import os
 import socket
 import time
 from collections.abc import Callable
 from typing import Any
 from urllib.parse import urlsplit
+
+from mlx_parallm.child_process import end_at_eof
 
 CHAT = "/v1/chat/completions"
 DEPTH = 10_000
@@ -118,10 +121,13 @@ ATTACKS: dict[str, Callable[[Target], None]] = {
 
 
 def attack_for(name: str, base_url: str, key: str, model: str) -> None:
-    """Run one attack for ever; what the server does to it is not its business.
+    """Run one attack until the parent is gone; what the server does to it is not its business.
 
     It yields the processor to everybody: a client on another machine takes none of the server's.
     """
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        end_at_eof(parent.sentinel)
     os.nice(LEAST_URGENT)
     target = Target(base_url, key, model)
     while True:

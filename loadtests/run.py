@@ -11,7 +11,6 @@ import argparse
 import json
 import re
 import shlex
-import subprocess
 import sys
 import tempfile
 import time
@@ -22,6 +21,7 @@ from benchmarks.checks import Check, conclude
 from benchmarks.servers import SERVED_NAME, Server, mlx_parallm_server
 from loadtests.cases import Case, make_cases
 from loadtests.exchange import Answer, ask
+from mlx_parallm import child_process
 
 LOCUSTFILE = Path(__file__).with_name("locustfile.py")
 LEFT_BEHIND = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
@@ -65,12 +65,12 @@ def _ask(server: Server, case: Case) -> Answer:
 def run_locust(server: Server, users: int, seconds: int) -> dict[str, int]:
     """Run locust in a process of its own and return the totals of its statistics."""
     with tempfile.TemporaryDirectory(prefix="loadtest-") as folder:
-        command = [sys.executable, "-m", "locust", "--headless", "--only-summary"]
-        command += ["--locustfile", str(LOCUSTFILE), "--host", server.base_url]
-        command += ["--users", str(users), "--spawn-rate", str(users)]
-        command += ["--run-time", f"{seconds + RECORDING_S}s", "--stop-timeout", str(FINISH_S)]
-        command += ["--json-file", f"{folder}/load"]
-        status = subprocess.run(command, check=False).returncode
+        target = ["locust", "--headless", "--only-summary"]
+        target += ["--locustfile", str(LOCUSTFILE), "--host", server.base_url]
+        target += ["--users", str(users), "--spawn-rate", str(users)]
+        target += ["--run-time", f"{seconds + RECORDING_S}s", "--stop-timeout", str(FINISH_S)]
+        target += ["--json-file", f"{folder}/load"]
+        status = child_process.run(target).returncode
         path = Path(folder) / "load.json"
         rows = json.loads(path.read_text()) if path.exists() else []
     failures = sum(row["num_failures"] for row in rows)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
-import subprocess
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Protocol, TypeVar
+
+from mlx_parallm import child_process
 
 
 class Named(Protocol):
@@ -43,8 +44,8 @@ def run_suite(suite: Command, folder: Path, results: Path, told: Mapping[str, st
     kept = {name: value for name, value in os.environ.items() if name != "LD_PRELOAD"}
     file = results / f"{suite.name}.xml"
     file.unlink(missing_ok=True)
-    command = suite.command(file)
-    return subprocess.run(command, cwd=folder, env={**kept, **told}, check=False).returncode == 0
+    target = [child_process.COMMAND, *suite.command(file)]
+    return child_process.run(target, cwd=folder, env={**kept, **told}).returncode == 0
 
 
 def failed_of(chosen: Sequence[Named], passed: Sequence[bool]) -> list[str]:

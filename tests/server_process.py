@@ -6,7 +6,6 @@ import os
 import re
 import signal
 import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -15,6 +14,7 @@ from pathlib import Path
 import httpx2
 
 from mlx_parallm.api.listener import bind
+from mlx_parallm.child_process import ChildProcess
 
 ROOT = Path(__file__).resolve().parent.parent
 START_TIMEOUT_S = 120.0
@@ -25,6 +25,7 @@ POOL = {"MLX_PARALLM_KV_CACHE_MEMORY_BYTES": "128MiB"}
 class ServerProcess:
     """`python -m mlx_parallm serve FLAGS` on a free port of the loopback interface.
 
+    It ends with this process, however that ends.
     It is handed its socket: tests run beside each other, and a free port that is only named may
     be another server's by then.
     """
@@ -38,8 +39,8 @@ class ServerProcess:
             self.port = listener.getsockname()[1]
             self.url = f"http://127.0.0.1:{self.port}"
             fd = listener.fileno()
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", "mlx_parallm", "serve", "--fd", str(fd), *flags],
+            self.process = ChildProcess(
+                ["mlx_parallm", "serve", "--fd", str(fd), *flags],
                 stdout=self._log,
                 stderr=subprocess.STDOUT,
                 cwd=ROOT,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
@@ -15,6 +14,7 @@ from typing import Any
 from benchmarks.checks import RESULTS
 from benchmarks.gpu.bench import Bench, Outcome
 from benchmarks.gpu.engines import MeasureError
+from mlx_parallm import child_process
 
 EQUAL = "texts equal to the reference, float32"
 GAP = "bf16: the two best logits where texts part, at most"
@@ -79,12 +79,12 @@ def _run(
     """
     if find_spec(module) is None:
         raise MeasureError(f"there is no {module}")
-    done = subprocess.run(
-        [sys.executable, "-m", module, *arguments],
+    done = child_process.run(
+        [module, *arguments],
         env=dict(os.environ) | dict(environment or {}),
-        capture_output=True,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
         text=True,
-        check=False,
     )
     if not output.exists():
         raise MeasureError(f"{module} ended with {done.returncode}: {done.stderr[-400:]}")

@@ -6,13 +6,13 @@ import asyncio
 import os
 import socket
 import subprocess
-import sys
 import weakref
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from mlx_parallm.api.listener import bind
 from mlx_parallm.art.errors import ServerStartError
+from mlx_parallm.child_process import ChildProcess
 from mlx_parallm.client import RequestFailedError, ServerUnreachableError
 from mlx_parallm.client.transport import Transport
 from mlx_parallm.errors import ConfigError
@@ -23,7 +23,10 @@ LOG_TAIL_CHARS = 2000
 
 
 class ManagedServer:
-    """``python -m mlx_parallm serve`` with flags of its own; it ends with this process."""
+    """``python -m mlx_parallm serve`` with flags of its own.
+
+    It ends with this process, however that ends.
+    """
 
     def __init__(
         self,
@@ -54,8 +57,9 @@ class ManagedServer:
         with _listener(host, port) as listener, log.open("ab") as output:
             self.url = f"http://{host}:{listener.getsockname()[1]}"
             fd = listener.fileno()
-            self._process = subprocess.Popen(
-                [python or sys.executable, "-m", "mlx_parallm", "serve", "--fd", str(fd), *flags],
+            self._process = ChildProcess(
+                ["mlx_parallm", "serve", "--fd", str(fd), *flags],
+                python=python,
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 env={**os.environ, **(environment or {})},
@@ -114,7 +118,7 @@ def _listener(host: str, port: int) -> socket.socket:
         raise ServerStartError(str(error)) from error
 
 
-def _end(process: subprocess.Popen[bytes]) -> None:
+def _end(process: ChildProcess) -> None:
     if process.poll() is not None:
         return
     process.terminate()

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import httpx2
 
+from mlx_parallm import child_process
 from tests.server_process import ROOT, ServerProcess
 
 MODEL = "mlx-parallm-demo"
@@ -34,14 +34,12 @@ def test_a_batch_is_answered_as_the_server_answers(
     bad = ["{", batch_line("0"), batch_line("lost", url="/v1/lost"), '{"body": {}}']
     target = tmp_path / "out.jsonl"
     limits = ["--max-num-seqs", "8", "--max-model-len", "256"]
-    ended = subprocess.run(
-        [sys.executable, "-m", "mlx_parallm", "batch", "/dev/stdin", str(target), *limits],
-        input="\n".join([*good[:6], *bad, *good[6:]]),
+    ended = child_process.run(
+        ["mlx_parallm", "batch", "/dev/stdin", str(target), *limits],
+        data="\n".join([*good[:6], *bad, *good[6:]]),
         text=True,
-        capture_output=True,
-        check=False,
+        stderr=subprocess.PIPE,
         cwd=ROOT,
-        timeout=120,
     )
     assert ended.returncode == 1, ended.stderr
     assert "16 lines answered, 4 failed" in ended.stderr

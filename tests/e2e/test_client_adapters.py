@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import subprocess
-import sys
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
+from mlx_parallm import child_process
 from mlx_parallm.client import AdapterInfo, RequestFailedError, RLClient, encode_safetensors
 from mlx_parallm.demo.paths import model_path
 from mlx_parallm.weights import DEFAULT_VERSION
@@ -171,10 +171,10 @@ async def forget_adapters(server: ServerProcess) -> None:
 def run_example(server: ServerProcess, folder: Path, *flags: str) -> list[dict[str, Any]]:
     """The example's log."""
     log, plot = folder / "steps.jsonl", folder / "rewards.svg"
-    command = [sys.executable, "-m", "examples.grpo.train", "--url", server.url, *flags]
+    command = ["examples.grpo.train", "--url", server.url, *flags]
     command += ["--problems", "8", "--group-size", "8", "--eval-problems", "8"]
     command += ["--adapter", "example", "--log", str(log), "--plot", str(plot)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    done = child_process.run(command, cwd=ROOT, stderr=subprocess.PIPE, text=True)
     # Other tests share the server.
     asyncio.run(forget_adapters(server))
     assert done.returncode == 0, done.stderr

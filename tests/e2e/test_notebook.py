@@ -2,12 +2,12 @@
 
 import json
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from mlx_parallm import child_process
 from scripts.run_notebook import CellError, run
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -31,15 +31,8 @@ def test_every_cell_of_the_tutorial_runs(tmp_path: Path):
     copy = tmp_path / NOTEBOOK.name
     copy.write_text(json.dumps(stored), encoding="utf-8")
     # In a process of its own, whose end stops the notebook's server.
-    done = subprocess.run(
-        [sys.executable, "scripts/run_notebook.py", str(copy), "--store"],
-        cwd=ROOT,
-        env=None,
-        capture_output=True,
-        text=True,
-        timeout=110,
-        check=False,
-    )
+    target = ["scripts.run_notebook", str(copy), "--store"]
+    done = child_process.run(target, cwd=ROOT, stderr=subprocess.PIPE, text=True)
     assert done.returncode == 0, done.stderr[-4000:]
     again = json.loads(copy.read_text(encoding="utf-8"))
     for before, after in zip(code_cells(stored), code_cells(again), strict=True):

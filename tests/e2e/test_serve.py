@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,6 +11,7 @@ import httpx2
 import openai
 import pytest
 
+from mlx_parallm import child_process
 from tests.server_process import ROOT, ServerProcess
 
 MODEL = "mlx-parallm-demo"
@@ -196,8 +195,7 @@ def test_a_batch_file_is_answered_line_by_line(tmp_path: Path) -> None:
     ]
     bad = {"custom_id": "bad", "method": "POST", "url": "/v1/completions", "body": {"prompt": 1}}
     source.write_text("\n".join([*map(json.dumps, lines), json.dumps(bad), "{not json"]))
-    command = [sys.executable, "-m", "mlx_parallm", "batch", str(source), str(target)]
-    ended = subprocess.run(command, check=False, cwd=ROOT, timeout=120)
+    ended = child_process.run(["mlx_parallm", "batch", str(source), str(target)], cwd=ROOT)
     assert ended.returncode == 1  # some lines failed
     answers = [json.loads(line) for line in target.read_text().splitlines()]
     status = {a["custom_id"]: a["response"] and a["response"]["status_code"] for a in answers}

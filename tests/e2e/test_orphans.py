@@ -1,0 +1,71 @@
+"""Servers end with the test, benchmark or trainer that started them, however it ends."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.server_process import ROOT
+
+TESTS = """
+from tests.server_process import ServerProcess
+server = ServerProcess("--engine-process")
+server.wait_until_ready()
+print(server.process.pid, flush=True)
+server.process.wait()
+"""
+BENCHMARKS = """
+from benchmarks.servers import mlx_parallm_server
+with mlx_parallm_server(None) as server:
+    print(server.process.pid, flush=True)
+    server.process.wait()
+"""
+ART = """
+import pathlib, sys
+from mlx_parallm.art.server import ManagedServer
+server = ManagedServer([], log=pathlib.Path(sys.argv[1]))
+print(server._process.pid, flush=True)
+server._process.wait()
+"""
+
+
+def processes_below(root: int) -> set[int]:
+    """A process and those that it has started, those that they have started, and so on."""
+    listed = subprocess.run(
+        ["ps", "-A", "-o", "pid=,ppid="], capture_output=True, text=True, check=True
+    )
+    rows = [[int(word) for word in line.split()] for line in listed.stdout.splitlines()]
+    found, more = set[int](), {root}
+    while more:
+        found |= more
+        more = {pid for pid, parent in rows if parent in more}
+    return found
+
+
+def is_running(pid: int) -> bool:
+    """False for a zombie too: it waits for nobody but its new parent."""
+    command = ["ps", "-o", "stat=", "-p", str(pid)]
+    state = subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
+    return bool(state) and not state.startswith("Z")
+
+
+@pytest.mark.parametrize(
+    ("script", "num_processes"),
+    [(TESTS, 2), (BENCHMARKS, 1), (ART, 1)],
+    ids=["tests", "benchmarks", "art"],
+)
+def test_a_server_ends_with_a_killed_parent(
+    script: str, num_processes: int, tmp_path: Path
+) -> None:
+    command = [sys.executable, "-c", script, str(tmp_path / "log")]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE) as parent:
+        assert parent.stdout is not None
+        servers = processes_below(int(parent.stdout.readline()))
+        assert len(servers) == num_processes
+        parent.kill()
+    # pytest's time limit ends it otherwise.
+    while any(map(is_running, servers)):
+        pass
