@@ -122,6 +122,13 @@ def test_usage_comes_only_when_asked_for(engine: FakeEngine, url: str) -> None:
     assert counts == [0, 1, 2, 3, 4, 5, 6]
 
 
+def test_usage_that_is_turned_off_is_in_no_chunk(engine: FakeEngine, url: str) -> None:
+    options = {"include_usage": False, "continuous_usage_stats": True}
+    for path, prompt in ((CHAT, {"messages": HI}), (TEXT, {"prompt": "hi"})):
+        chunks = stream(url, path, **prompt, stream_options=options)
+        assert not any("usage" in chunk for chunk in chunks)
+
+
 def test_reasoning_is_split_and_counted_alike_whole_and_streamed(
     engine: FakeEngine, url: str
 ) -> None:

@@ -172,6 +172,6 @@ def test_fields_without_effect_are_accepted(engine: FakeEngine, url: str) -> Non
         "verbosity": "low", "prediction": {}, "web_search_options": {}, "moderation": {},
         "tools": [], "tool_choice": "none", "parallel_tool_calls": True,
         "response_format": {"type": "text"}, "modalities": ["text"],
-        "stream_options": {"include_obfuscation": False}, "never_heard_of": [{"x": 1}],
+        "never_heard_of": [{"x": 1}],
     }  # fmt: skip
     assert ask(url, **fields)["choices"][0]["message"]["content"] == "hello"

@@ -14,6 +14,7 @@ MODEL = "mlx-parallm-demo"
 CHAT = "/v1/chat/completions"
 TEXT = "/v1/completions"
 HI = [{"role": "user", "content": "hi"}]
+BOTH_ENDS = {"add_generation_prompt": True, "continue_final_message": True}
 DEEP: Any = "x"
 for _ in range(50):
     DEEP = [DEEP]
@@ -150,6 +151,23 @@ BODIES: list[tuple[str, Any, str | None]] = [
     ),
     (CHAT, {"model": MODEL, "messages": HI, "logprobs": True, "top_logprobs": 21}, "top_logprobs"),
     (CHAT, {"model": MODEL, "messages": HI, "max_tokens": 2, "min_tokens": 3}, "min_tokens"),
+    *(
+        (path, body | {"stream_options": {"include_usage": True}}, "stream_options")
+        for path, body in (
+            (CHAT, {"messages": HI}),
+            (TEXT, {"prompt": "a"}),
+            ("/v1/responses", {"input": "a"}),
+            ("/inference/v1/generate", {"token_ids": [5], "sampling_params": {}}),
+        )
+    ),
+    *(
+        (path, body | BOTH_ENDS, "continue_final_message")
+        for path, body in (
+            (CHAT, {"messages": HI}),
+            ("/v1/chat/completions/render", {"messages": HI}),
+            ("/tokenize", {"messages": HI}),
+        )
+    ),
     (TEXT, {"model": MODEL}, "prompt"),
     *(
         (TEXT, {"model": MODEL, "prompt": prompt}, "prompt")

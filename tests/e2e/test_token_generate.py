@@ -83,10 +83,9 @@ def test_a_stream_says_what_the_whole_answer_says(live_server: ServerProcess, n:
         "token_ids": ids_of(live_server, "one two three"),
         "sampling_params": {"n": n, "max_tokens": 9, "logprobs": 2, "seed": 5, "ignore_eos": True},
         "return_token_ids": True,
-        "stream_options": {"include_usage": True},
     }
     whole = post(live_server, **body)
-    *chunks, last = stream(live_server, **body)
+    *chunks, last = stream(live_server, **body, stream_options={"include_usage": True})
     assert chunks[0]["prompt_token_ids"] == whole["prompt_token_ids"] == body["token_ids"]
     assert "prompt_token_ids" not in chunks[1]
     assert last["choices"] == []

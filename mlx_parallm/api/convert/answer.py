@@ -37,6 +37,6 @@ def usage_body(usage: Usage) -> dict[str, Any]:
 
 def chunk_usage(usage: Usage, options: StreamOptions | None) -> dict[str, Any]:
     """The ``usage`` key of a chunk with choices: the counts so far, null, or no key."""
-    if options is not None and options.continuous_usage_stats:
+    if options is not None and options.tells_usage_so_far:
         return {"usage": usage_body(usage)}
     return {"usage": None} if options is not None and options.include_usage else {}

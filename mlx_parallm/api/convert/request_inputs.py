@@ -60,11 +60,6 @@ async def _rendered(body: TextsRequest, model: EncoderModel) -> list[tuple[int, 
         raise InvalidRequestError(
             "The chat template writes the special tokens of messages.", param="add_special_tokens"
         )
-    if body.add_generation_prompt and body.continue_final_message:
-        raise InvalidRequestError(
-            "continue_final_message goes without add_generation_prompt.",
-            param="continue_final_message",
-        )
     conversations = [template_messages(turns_of(one)) for one in _conversations(body.messages)]
     options: dict[str, Any] = {
         "add_generation_prompt": body.add_generation_prompt,

@@ -7,7 +7,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictInt, StrictStr
 
-from mlx_parallm.api.schemas.common import INT64, GenerationRequest
+from mlx_parallm.api.schemas.common import INT64, GenerationRequest, TurnEndFields
 from mlx_parallm.errors import InvalidRequestError
 
 ROLES = ("developer", "system", "user", "assistant", "tool", "function")
@@ -42,7 +42,7 @@ class ChatMessage(BaseModel):
     )
 
 
-class ChatRequest(GenerationRequest):
+class ChatRequest(TurnEndFields, GenerationRequest):
     """A conversation to be continued by the assistant."""
 
     messages: list[ChatMessage] = Field(min_length=1, description="The conversation so far.")
@@ -70,12 +70,6 @@ class ChatRequest(GenerationRequest):
     chat_template: StrictStr | None = Field(None, description="Refused: see --chat-template.")
     chat_template_kwargs: dict[str, Any] = Field(
         default_factory=dict, description="Further variables for the template."
-    )
-    add_generation_prompt: StrictBool = Field(
-        True, description="Open the assistant's turn; not with continue_final_message."
-    )
-    continue_final_message: StrictBool = Field(
-        False, description="Go on with the last message instead of opening a turn."
     )
     tools: list[dict[str, Any]] | None = Field(
         None, description="What the model may call: function and custom tools."

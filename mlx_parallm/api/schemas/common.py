@@ -57,7 +57,54 @@ class StreamOptions(NullIsAbsent):
     model_config = ConfigDict(extra="ignore")
 
     include_usage: StrictBool = Field(False, description="End with a chunk of token counts.")
-    continuous_usage_stats: StrictBool = Field(False, description="Token counts in every chunk.")
+    continuous_usage_stats: StrictBool = Field(
+        False, description="Token counts in every chunk; none where include_usage is false."
+    )
+
+    @property
+    def tells_usage_so_far(self) -> bool:
+        """True if every chunk has token counts; an explicit ``include_usage: false`` wins."""
+        is_off = "include_usage" in self.model_fields_set and not self.include_usage
+        return self.continuous_usage_stats and not is_off
+
+
+class StreamFields(NullIsAbsent):
+    """Whether the answer is a stream, and what the stream carries."""
+
+    stream: StrictBool = Field(False, description="Answer by server-sent events.")
+    stream_options: StreamOptions | None = Field(
+        None, description="What else a stream carries; 400 without stream."
+    )
+
+    @model_validator(mode="after")
+    def _check_stream_options(self) -> Self:
+        if self.stream_options is not None and not self.stream:
+            raise InvalidRequestError(
+                "stream_options needs stream to be true.", param="stream_options"
+            )
+        return self
+
+
+class TurnEndFields(NullIsAbsent):
+    """How a template ends a conversation: with an open turn, or going on with the last message."""
+
+    add_generation_prompt: StrictBool = Field(
+        True, description="Open the assistant's turn; not with continue_final_message."
+    )
+    continue_final_message: StrictBool = Field(
+        False, description="Go on with the last message instead of opening a turn."
+    )
+
+    @model_validator(mode="after")
+    def _check_turn_end(self) -> Self:
+        # The default of add_generation_prompt gives way; only a body that says both is refused.
+        opens = "add_generation_prompt" in self.model_fields_set and self.add_generation_prompt
+        if opens and self.continue_final_message:
+            raise InvalidRequestError(
+                "continue_final_message goes without add_generation_prompt.",
+                param="continue_final_message",
+            )
+        return self
 
 
 class SamplingFields(NullIsAbsent):
@@ -173,10 +220,9 @@ class SamplingRequest(SamplingFields):
     user: StrictStr | None = Field(None, description="Accepted and ignored.")
 
 
-class GenerationRequest(SamplingRequest):
+class GenerationRequest(StreamFields, SamplingRequest):
     """What chat and completion requests share."""
 
-    stream_options: StreamOptions | None = Field(None, description="What else a stream carries.")
     n: StrictInt = Field(1, ge=1, le=MAX_CHOICES, description="Samples per prompt.")
     prompt_logprobs: StrictInt | None = Field(
         None, ge=-1, description="Alternatives per prompt token, in vLLM's shape; -1 for all."

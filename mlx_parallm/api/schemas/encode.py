@@ -15,7 +15,7 @@ from pydantic import (
 )
 
 from mlx_parallm.api.schemas.chat import ChatMessage
-from mlx_parallm.api.schemas.common import NullIsAbsent
+from mlx_parallm.api.schemas.common import NullIsAbsent, TurnEndFields
 
 #: OpenAI takes 2,048.
 MAX_INPUTS = 8192
@@ -68,7 +68,7 @@ class EncodeFields(NullIsAbsent):
     cache_salt: StrictStr | None = Field(None, description="Not read.")
 
 
-class TextsRequest(EncodeFields):
+class TextsRequest(TurnEndFields, EncodeFields):
     """vLLM's: texts or token ids as ``input``, or a conversation as ``messages``."""
 
     input: Inputs = Field(
@@ -84,7 +84,6 @@ class TextsRequest(EncodeFields):
         None, description="Special tokens around a text; true for texts, false for conversations."
     )
     add_generation_prompt: StrictBool = Field(False, description="Open the assistant's turn.")
-    continue_final_message: StrictBool = Field(False, description="Leave the last turn open.")
     chat_template: StrictStr | None = Field(None, description="Refused: see --chat-template.")
     chat_template_kwargs: dict[str, Any] = Field(
         default_factory=dict, description="Further variables for the template."

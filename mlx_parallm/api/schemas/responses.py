@@ -7,7 +7,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictInt, StrictStr
 
 from mlx_parallm.api.schemas.chat import check_template_kwargs
-from mlx_parallm.api.schemas.common import INT64, NullIsAbsent, SamplingRequest
+from mlx_parallm.api.schemas.common import INT64, NullIsAbsent, SamplingRequest, StreamFields
 from mlx_parallm.errors import InvalidRequestError
 
 LOGPROBS = "message.output_text.logprobs"
@@ -83,7 +83,7 @@ class ResponsesInput(BaseModel):
         } | self.chat_template_kwargs
 
 
-class ResponsesRequest(SamplingRequest, ResponsesInput):
+class ResponsesRequest(StreamFields, SamplingRequest, ResponsesInput):
     """An answer to be created."""
 
     max_output_tokens: StrictInt | None = Field(

@@ -9,9 +9,8 @@ from pydantic import ConfigDict, Field, StrictBool, StrictInt, StrictStr
 from mlx_parallm.api.schemas.common import (
     INT64,
     MAX_NAMED_TOKENS,
-    NullIsAbsent,
     SamplingFields,
-    StreamOptions,
+    StreamFields,
 )
 from mlx_parallm.errors import InvalidRequestError
 from mlx_parallm.request import MAX_CHOICES
@@ -66,7 +65,7 @@ class TokenSamplingParams(SamplingFields):
             )
 
 
-class TokenGenerateRequest(NullIsAbsent):
+class TokenGenerateRequest(StreamFields):
     """A prompt as token ids, used exactly as it is."""
 
     model_config = ConfigDict(extra="allow", protected_namespaces=())
@@ -79,8 +78,6 @@ class TokenGenerateRequest(NullIsAbsent):
     request_id: StrictStr | None = Field(
         None, min_length=1, max_length=128, description="The answer's id; must be unique."
     )
-    stream: StrictBool = Field(False, description="Answer by server-sent events.")
-    stream_options: StreamOptions | None = Field(None, description="What else a stream carries.")
     return_token_ids: StrictBool = Field(False, description="Add the ids of the prompt.")
     output_mode: Literal["tokens", "text"] = Field(
         "tokens", description="text adds the text, and the text of tokens."

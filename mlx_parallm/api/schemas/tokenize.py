@@ -7,11 +7,11 @@ from typing import Any
 from pydantic import AliasChoices, ConfigDict, Field, StrictBool, StrictInt, StrictStr
 
 from mlx_parallm.api.schemas.chat import ChatMessage
-from mlx_parallm.api.schemas.common import NullIsAbsent
+from mlx_parallm.api.schemas.common import NullIsAbsent, TurnEndFields
 from mlx_parallm.api.schemas.score import Texts
 
 
-class TokenizeRequest(NullIsAbsent):
+class TokenizeRequest(TurnEndFields):
     """A text (``prompt`` or llama.cpp's ``content``) or a conversation; or TEI's ``inputs``."""
 
     model_config = ConfigDict(extra="ignore")
@@ -28,8 +28,6 @@ class TokenizeRequest(NullIsAbsent):
     add_special_tokens: StrictBool = Field(
         True, description="Add the model's special tokens to a text."
     )
-    add_generation_prompt: StrictBool = Field(True, description="Open the assistant's turn.")
-    continue_final_message: StrictBool = Field(False, description="Leave the last turn open.")
     chat_template_kwargs: dict[str, Any] = Field(
         default_factory=dict, description="Further variables for the template."
     )
