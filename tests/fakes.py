@@ -62,6 +62,9 @@ class ByteTokenizer:
     def token_string(self, token_id: int) -> str:
         return self.decode([token_id])
 
+    def vocabulary_string(self, token_id: int) -> str:
+        return self.decode([token_id])
+
     def token_bytes(self, token_id: int) -> bytes:
         return bytes([token_id]) if token_id < EOS else b""
 

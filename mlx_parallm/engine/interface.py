@@ -99,6 +99,10 @@ class Tokenizer(Protocol):
         """One token as text; bytes that are no UTF-8 alone become U+FFFD."""
         ...
 
+    def vocabulary_string(self, token_id: int) -> str:
+        """Return a token as it is written in the vocabulary, such as "Ġword"; "" if unknown."""
+        ...
+
     def token_bytes(self, token_id: int) -> bytes:
         """One token as the bytes it contributes."""
         ...

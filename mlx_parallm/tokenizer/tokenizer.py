@@ -153,6 +153,10 @@ class ParallmTokenizer:
         """One token as text; bytes that are no UTF-8 alone become U+FFFD."""
         return self._vocabulary.token_bytes(token_id).decode(errors="replace")
 
+    def vocabulary_string(self, token_id: int) -> str:
+        """Return a token as it is written in the vocabulary, such as "Ġword"."""
+        return self._vocabulary.token_string(token_id)
+
     def token_bytes(self, token_id: int) -> bytes:
         """One token as the bytes it contributes."""
         return self._vocabulary.token_bytes(token_id)

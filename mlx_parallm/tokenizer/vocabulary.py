@@ -72,6 +72,10 @@ class Vocabulary:
             return self._backend.token_to_id(token)
         return self._tokenizer.get_vocab().get(token)
 
+    def token_string(self, token_id: int) -> str:
+        """Return a token as it is written in the vocabulary; "" for an unknown id."""
+        return self._token(token_id) or ""
+
     def detokenizer(self, *, skip_special_tokens: bool) -> ByteLevelDetokenizer | WindowDetokenizer:
         """A fresh incremental detokenizer."""
         hidden = self._hidden if skip_special_tokens else frozenset[int]()

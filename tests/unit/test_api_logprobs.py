@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mlx_parallm.api.convert.logprobs import TokenNames, prompt_logprobs
+from mlx_parallm.api.convert.logprobs import CompletionLogprobs, TokenNames, prompt_logprobs
 from mlx_parallm.batch import TokenLogprob
 from tests.fakes import ByteTokenizer
 
@@ -27,3 +27,20 @@ def test_equally_likely_tokens_are_ranked_in_order() -> None:
     (entry,) = prompt_logprobs([TokenLogprob(98, -0.7, ((97, -0.7), (98, -0.7)), 1)], NAMES)
     assert entry is not None
     assert {key: one["rank"] for key, one in entry.items()} == {"97": 1, "98": 2}
+
+
+def test_the_sampled_token_of_a_completion_is_first_then_the_others_by_rank() -> None:
+    top = ((97, -0.1), (98, -2.5), (100, -3.0))
+    outside, inside = TokenLogprob(99, -9.0, top, 41), TokenLogprob(98, -2.5, top, 2)
+    told = CompletionLogprobs(NAMES).take([(99, outside), (98, inside)])["top_logprobs"]
+    assert [list(one.items()) for one in told] == [
+        [("c", -9.0), ("a", -0.1), ("b", -2.5), ("d", -3.0)],
+        [("b", -2.5), ("a", -0.1), ("d", -3.0)],
+    ]
+
+
+def test_an_alternative_of_the_same_text_does_not_replace_the_sampled_tokens_value() -> None:
+    # Bytes that are no text alone have the same name.
+    entry = TokenLogprob(200, -2.0, ((201, -0.5), (200, -2.0)), 2)
+    (top,) = CompletionLogprobs(NAMES).take([(200, entry)])["top_logprobs"]
+    assert top == {"\ufffd": -2.0}

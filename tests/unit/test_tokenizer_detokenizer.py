@@ -155,3 +155,11 @@ def test_a_token_string_marks_bytes_that_are_no_text(byte_level):
     first = next(i for i in range(300) if byte_level.token_bytes(i) == b"\xe2")
     assert byte_level.token_string(first) == "\ufffd"
     assert byte_level.token_string(byte_level.encode(" the")[0]).startswith(" ")
+
+
+def test_a_vocabulary_string_has_the_marks_of_the_vocabulary(byte_level, metaspace):
+    (first, *_) = byte_level.encode(" the")
+    assert byte_level.vocabulary_string(first).startswith("\u0120")
+    (first, *_) = metaspace.encode("the")
+    assert metaspace.vocabulary_string(first).startswith("\u2581")
+    assert byte_level.vocabulary_string(10**6) == ""

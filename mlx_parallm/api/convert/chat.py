@@ -68,12 +68,13 @@ class ChatAnswer:
             "usage": usage_body(self.usage),
             "service_tier": "default",
             "system_fingerprint": None,
+            # vLLM's, which are null where they are not asked for.
+            "prompt_logprobs": None,
+            "prompt_token_ids": list(self._prompt_ids) if self._body.return_token_ids else None,
         }
         prompt = self._stream.prompt
         if prompt is not None and prompt.prompt_logprobs is not None:
             answer["prompt_logprobs"] = prompt_logprobs(prompt.prompt_logprobs, self._names)
-        if self._body.return_token_ids:
-            answer["prompt_token_ids"] = list(self._prompt_ids)
         return answer
 
     def opening(self) -> list[dict[str, Any]]:
@@ -131,9 +132,8 @@ class ChatAnswer:
             "logprobs": chat_logprobs(raw.logprobs, self._names) if self._has_logprobs else None,
             "finish_reason": self._finish_reason(sample),
             "stop_reason": raw.stop_reason,
+            "token_ids": raw.token_ids if self._body.return_token_ids else None,
         }
-        if self._body.return_token_ids:
-            choice["token_ids"] = raw.token_ids
         return choice | self._versions(sample)
 
     def _versions(self, sample: SampleState) -> dict[str, Any]:

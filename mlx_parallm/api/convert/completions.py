@@ -18,6 +18,9 @@ from mlx_parallm.api.schemas.completions import CompletionRequest
 from mlx_parallm.api.versions import VersionSpans
 from mlx_parallm.outputs import PromptEvent, TokenEvent
 
+# What vLLM's choices have where it is not asked for; its streams leave it out.
+NOT_ASKED = {"token_ids": None, "prompt_logprobs": None, "prompt_token_ids": None}
+
 
 class CompletionAnswer:
     """Builds the answer to one completion request of several prompts, prompt-major."""
@@ -96,7 +99,7 @@ class CompletionAnswer:
         return [error]
 
     def _whole_choice(self, index: int, sample: Sample) -> dict[str, Any]:
-        choice = self._choice(index, sample)
+        choice = NOT_ASKED | self._choice(index, sample)
         if self._body.return_weight_versions:
             choice["weight_versions"] = sample.versions.to_json()
         return choice

@@ -103,9 +103,11 @@ class CompletionLogprobs:
                 result["token_logprobs"].append(None)
                 result["top_logprobs"].append(None)
                 continue
+            # As vLLM: the token itself, then the others by rank. Its value stands where another
+            # token has the same text.
             top = {self._names.name(i): value for i, value in entry.top}
             result["token_logprobs"].append(entry.logprob)
-            result["top_logprobs"].append(top | {name: entry.logprob})
+            result["top_logprobs"].append({name: entry.logprob} | top | {name: entry.logprob})
         return result
 
 

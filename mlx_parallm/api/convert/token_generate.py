@@ -86,13 +86,17 @@ class TokenAnswer:
             | {"stop_reason": sample.stop_reason, "weight_versions": sample.versions.to_json()}
             for index, sample in enumerate(self._samples)
         ]
-        return self._head() | {
-            "model": self._model,
-            "created": int(time.time()),
-            "usage": usage_body(self.usage),
-            "prompt_logprobs": self._prompt_logprobs(),
-            "choices": choices,
-        }
+        return (
+            {"prompt_token_ids": None}
+            | self._head()
+            | {
+                "model": self._model,
+                "created": int(time.time()),
+                "usage": usage_body(self.usage),
+                "prompt_logprobs": self._prompt_logprobs(),
+                "choices": choices,
+            }
+        )
 
     def opening(self) -> list[dict[str, Any]]:
         """Nothing."""

@@ -79,7 +79,10 @@ def _encode(
     body: TokenizeRequest, model: ServedModel | EncoderModel
 ) -> tuple[list[int], list[str] | None]:
     ids = list(_ids(body, model))
-    string = model.tokenizer.token_string
+    if isinstance(model, EncoderModel):
+        string = model.tokenizer.token_string
+    else:
+        string = model.tokenizer.vocabulary_string
     return ids, [string(i) for i in ids] if body.return_token_strs else None
 
 

@@ -31,7 +31,9 @@ class TokenizeRequest(TurnEndFields):
     chat_template_kwargs: dict[str, Any] = Field(
         default_factory=dict, description="Further variables for the template."
     )
-    return_token_strs: StrictBool = Field(False, description="Add every token as text.")
+    return_token_strs: StrictBool = Field(
+        False, description='Add every token as the vocabulary has it, such as "Ġword".'
+    )
     inputs: Texts | None = Field(
         None, description="TEI's: a text or several, which ask for TEI's answer, of an encoder."
     )
