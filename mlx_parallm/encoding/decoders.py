@@ -35,8 +35,9 @@ class DecoderPlan:
 
 def architecture(config: Mapping[str, Any]) -> str:
     """The class that a checkpoint was saved from; empty where its config names none."""
-    found = config.get("architectures") or [""]
-    return str(found if isinstance(found, str) else found[0])
+    found = config.get("architectures")
+    first = found[0] if isinstance(found, list) and found else found
+    return first if isinstance(first, str) else ""
 
 
 def reads_both_ways(config: Mapping[str, Any]) -> bool:

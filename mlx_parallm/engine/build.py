@@ -30,6 +30,7 @@ from mlx_parallm.grammar.compiler import GrammarCompiler
 from mlx_parallm.grammar.vocabulary import GrammarVocabulary
 from mlx_parallm.kv_cache.budget import KVPlan, KVShare, share_budget
 from mlx_parallm.kv_cache.manager import KVCacheManager
+from mlx_parallm.load_failures import load_failures
 from mlx_parallm.runner.backend_choice import BackendChoice, choose_backend
 from mlx_parallm.runner.cache_layout import CacheLayout, kv_shapes, probe_layout
 from mlx_parallm.runner.device import backend_name, free_memory_bytes
@@ -120,9 +121,11 @@ def build_engines(
         if encodes:
             encoders.append(_load_encoder(model, path, config, families, on_progress))
             encoders = evict_beyond(encoders, config.loading.max_encoder_bytes)
-    models = [
-        _load(model, path, config, on_progress) for model, path, encodes in found if not encodes
-    ]
+    models: list[_Weights] = []
+    for model, path, encodes in found:
+        if not encodes:
+            with load_failures(path):
+                models.append(_load(model, path, config, on_progress))
     engines = [
         _assemble(one, share, config, families, tracer, on_progress)
         for one, share in zip(models, _kv_shares(models, config.cache), strict=True)
@@ -279,7 +282,8 @@ def _load_draft(
             "vocabulary."
         )
     loaded = load_model(config, path)
-    layouts = probe_layout(loaded.model)
+    with load_failures(path):
+        layouts = probe_layout(loaded.model)
     choice = _attention(engine, loaded, layouts)
     per_token = sum(choice.backend.bytes_per_token(shape) for shape in kv_shapes(layouts))
     return _DraftWeights(loaded, layouts, choice, per_token * engine.cache.block_size)

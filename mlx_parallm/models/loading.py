@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -14,6 +15,7 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten
 
 from mlx_parallm.errors import ModelLoadError
+from mlx_parallm.load_failures import load_failures
 from mlx_parallm.models import (
     bert,
     deberta_v2,
@@ -69,10 +71,8 @@ class LoadedEncoder:
 def load_encoder(folder: Path, dtype: mx.Dtype | None = None) -> LoadedEncoder:
     """``open_encoder``, and its parameters evaluated."""
     opened = open_encoder(folder, dtype)
-    try:
+    with load_failures(folder):
         wrong = not_finite(_parameters(opened.model), scale_modes(opened.model))
-    except RuntimeError as cause:
-        raise ModelLoadError(f"{folder} could not be loaded: {cause}") from cause
     if wrong:
         raise ModelLoadError(f"{folder}: these weights are NaN or infinite: {_listed(wrong)}.")
     return opened
@@ -92,7 +92,7 @@ def open_encoder(folder: Path, dtype: mx.Dtype | None = None) -> LoadedEncoder:
     """
     config = _read_config(folder)
     weights = _read_weights(folder)
-    try:
+    with load_failures(folder), _naming(folder):
         if "HF_ColBERT" in (config.get("architectures") or ()):
             # Its dense layer over the vectors of tokens is read with the other heads.
             weights = without(weights, "linear.")
@@ -104,14 +104,19 @@ def open_encoder(folder: Path, dtype: mx.Dtype | None = None) -> LoadedEncoder:
         if dtype is not None:
             model.set_dtype(dtype)
         model.eval()
-    except ModelLoadError as error:
-        raise ModelLoadError(f"{folder}: {error}") from error
-    except (ValueError, TypeError, KeyError, AttributeError, RuntimeError) as cause:
-        raise ModelLoadError(f"{folder} could not be loaded: {cause}") from cause
     arrays = _parameters(model).values()
     return LoadedEncoder(
         model, config, folder, _dtype_of(arrays), sum(array.nbytes for array in arrays)
     )
+
+
+@contextlib.contextmanager
+def _naming(folder: Path) -> Iterator[None]:
+    """Begin the messages of what the architectures refuse with the folder."""
+    try:
+        yield
+    except ModelLoadError as error:
+        raise ModelLoadError(f"{folder}: {error}") from error
 
 
 def _read_config(folder: Path) -> dict[str, Any]:

@@ -17,14 +17,9 @@ from mlx_lm import utils as mlx_lm_utils
 from mlx_parallm.config import ModelConfig
 from mlx_parallm.encoding.decoders import DecoderPlan, readable_config
 from mlx_parallm.errors import ModelLoadError
+from mlx_parallm.load_failures import load_failures
 from mlx_parallm.models.heads import weight_rows
-from mlx_parallm.runner.loader import (
-    LOAD_ERRORS,
-    LoadedModel,
-    cast_model,
-    check_dtype,
-    loaded_model,
-)
+from mlx_parallm.runner.loader import LoadedModel, cast_model, check_dtype, loaded_model
 
 Weights = dict[str, mx.array]
 
@@ -46,7 +41,7 @@ def open_decoder(config: ModelConfig, path: Path, plan: DecoderPlan) -> LoadedMo
             head where the plan has one.
     """
     check_dtype(config.dtype)
-    try:
+    with load_failures(path):
         model, model_config = mlx_lm_utils.load_model(
             path,
             lazy=True,
@@ -59,8 +54,6 @@ def open_decoder(config: ModelConfig, path: Path, plan: DecoderPlan) -> LoadedMo
             model.score = _choosing(model, plan.chosen)
             drop_lm_head(model)
         model.eval()
-    except LOAD_ERRORS as cause:
-        raise ModelLoadError(f"{path} could not be loaded: {cause}") from cause
     return loaded_model(model, model_config, path, config)
 
 

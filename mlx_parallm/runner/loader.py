@@ -17,6 +17,7 @@ from mlx_parallm.config import ModelConfig
 from mlx_parallm.encoding.rope_fields import rope_fields
 from mlx_parallm.errors import ConfigError, ModelLoadError
 from mlx_parallm.kernels.dialect import CudaDialect
+from mlx_parallm.load_failures import load_failures
 from mlx_parallm.numerics.finite import named, not_finite, scale_modes
 from mlx_parallm.runner.delta_net import NetKernels, use_net_kernels
 from mlx_parallm.runner.device import backend_name, free_memory_bytes
@@ -33,8 +34,6 @@ logger = logging.getLogger(__name__)
 DTYPES = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}
 # What a quantised layer has beside its packed weights.
 PACKED = ("scales", "biases")
-# What loading may raise for a folder that is no model, a broken file or an unknown architecture.
-LOAD_ERRORS = (OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError, ImportError)
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +69,7 @@ def load_model(config: ModelConfig, path: Path) -> LoadedModel:
             infinite.
     """
     check_dtype(config.dtype)
-    try:
+    with load_failures(path):
         model, model_config = _read(config, path)
         if backend_name() == "cuda":
             use_row_layers(model, RowKernel(CudaDialect()))
@@ -80,8 +79,6 @@ def load_model(config: ModelConfig, path: Path) -> LoadedModel:
         run_uncompiled(model)
         model.eval()
         evaluate(parameters_of(model), scale_modes(model), path)
-    except LOAD_ERRORS as cause:
-        raise ModelLoadError(f"{path} could not be loaded: {cause}") from cause
     return loaded_model(model, model_config, path, config)
 
 
@@ -114,10 +111,8 @@ def load_parameters(config: ModelConfig, path: Path) -> dict[str, mx.array]:
     Raises:
         ModelLoadError: the folder is no model that mlx_lm knows.
     """
-    try:
+    with load_failures(path):
         model, _ = _read(config, path)
-    except LOAD_ERRORS as cause:
-        raise ModelLoadError(f"{path} could not be loaded: {cause}") from cause
     return parameters_of(model)
 
 

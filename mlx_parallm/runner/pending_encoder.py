@@ -9,7 +9,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from mlx_parallm.errors import ModelLoadError
+from mlx_parallm.load_failures import load_failures
 from mlx_parallm.numerics.finite import scale_modes
 from mlx_parallm.runner.encoder_adapters import AdaptedEncoder
 from mlx_parallm.runner.loader import evaluate, parameters_of
@@ -48,10 +48,8 @@ class PendingEncoder:
         """
         end_s = self._clock() + ADVANCE_S
         while self._parts:
-            try:
+            with load_failures(self._folder):
                 evaluate(self._parts.pop(0), self._modes, self._folder)
-            except RuntimeError as cause:
-                raise ModelLoadError(f"{self._folder} could not be loaded: {cause}") from cause
             if self._clock() >= end_s:
                 break
         return 1.0 - len(self._parts) / max(1, self._num_parts)

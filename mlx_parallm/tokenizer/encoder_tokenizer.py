@@ -10,7 +10,8 @@ from tokenizers import Tokenizer
 from transformers import AutoTokenizer
 
 from mlx_parallm.encode import TokenSpan
-from mlx_parallm.errors import InvalidRequestError, ModelLoadError
+from mlx_parallm.errors import InvalidRequestError
+from mlx_parallm.load_failures import load_failures
 from mlx_parallm.tokenizer.chat_template import ChatTemplate, load_chat_template
 from mlx_parallm.tokenizer.special_tokens import SpecialTokens, read_special_tokens
 
@@ -191,7 +192,7 @@ def load_encoder_tokenizer(folder: Path, *, trust_remote_code: bool = False) -> 
     Raises:
         ModelLoadError: there is none.
     """
-    try:
+    with load_failures(folder, "has no tokenizer that can be loaded"):
         if (folder / "tokenizer.json").exists():
             backend = Tokenizer.from_file(str(folder / "tokenizer.json"))
             template = load_chat_template(folder, trust_remote_code=trust_remote_code)
@@ -200,6 +201,3 @@ def load_encoder_tokenizer(folder: Path, *, trust_remote_code: bool = False) -> 
             backend = loaded.backend_tokenizer
             template = ChatTemplate(loaded) if loaded.chat_template else None
         return EncoderTokenizer(backend, read_special_tokens(folder, backend), template)
-    except Exception as cause:
-        # The tokenizers library raises Exception itself.
-        raise ModelLoadError(f"{folder}: its tokenizer could not be loaded: {cause}") from cause

@@ -13,6 +13,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from tokenizers import Tokenizer as BackendTokenizer
 
 from mlx_parallm.errors import ConfigError, InvalidRequestError, ModelLoadError
+from mlx_parallm.load_failures import load_failures
 from mlx_parallm.tokenizer.chat_template import template_refusals
 from mlx_parallm.tokenizer.detokenizer import ByteLevelDetokenizer, WindowDetokenizer
 from mlx_parallm.tokenizer.lock import OwnLock
@@ -189,14 +190,12 @@ def load_tokenizer(
         ModelLoadError: the folder has no tokenizer that can be loaded.
     """
     template = None if chat_template is None else _read_template(chat_template)
-    try:
+    with load_failures(path, "has no tokenizer that can be loaded"):
         wrapper = tokenizer_utils.load(
             path,
             {"trust_remote_code": trust_remote_code},
             eos_token_ids=sorted(_configured_eos_ids(path)),
         )
-    except (OSError, ValueError, ImportError, KeyError) as error:
-        raise ModelLoadError(f"{path} has no tokenizer that can be loaded: {error}") from error
     _forget_truncation(wrapper)
     if template is not None:
         wrapper._tokenizer.chat_template = template
@@ -216,13 +215,20 @@ def _read_template(chat_template: str) -> str:
 
 
 def _configured_eos_ids(path: Path) -> set[int]:
-    """End-of-sequence tokens named by the model's own files."""
+    """Return the end-of-sequence tokens named by the model's own files.
+
+    Raises:
+        ModelLoadError: a file names something else.
+    """
     config = _read_json(path / "config.json")
     sources = [config, config.get("text_config"), _read_json(path / "generation_config.json")]
     found: set[int] = set()
     for source in sources:
         ids = source.get("eos_token_id") if isinstance(source, dict) else None
-        found.update([ids] if isinstance(ids, int) else ids or ())
+        listed = ids if isinstance(ids, list) else [] if ids is None else [ids]
+        if not all(isinstance(one, int) for one in listed):
+            raise ModelLoadError(f"{path}: eos_token_id {ids!r} is no token id or list of them.")
+        found.update(listed)
     return found
 
 
@@ -230,9 +236,12 @@ def _read_json(path: Path) -> dict[str, Any]:
     if not path.exists():
         return {}
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise ModelLoadError(f"{path} is not JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise ModelLoadError(f"{path} is no JSON object.")
+    return content
 
 
 def _forget_truncation(wrapper: TokenizerWrapper) -> None:

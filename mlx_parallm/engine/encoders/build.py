@@ -25,6 +25,7 @@ from mlx_parallm.engine.encoders.engine import EncodeEngine
 from mlx_parallm.engine.encoders.late_interaction import with_late_interaction
 from mlx_parallm.engine.encoders.metrics import EncoderFamilies, EncoderMetrics
 from mlx_parallm.errors import ConfigError
+from mlx_parallm.load_failures import load_failures
 from mlx_parallm.runner.adapter_store import AdapterStore
 from mlx_parallm.runner.device import backend_name
 from mlx_parallm.runner.encoder_adapters import AdaptedEncoder
@@ -61,7 +62,8 @@ def is_read(config: ModelConfig, path: Path) -> bool:
     Raises:
         ModelLoadError: a file of it cannot be read.
     """
-    return is_encoder(transformer_folder(path)) or task_of(config, path) != "generate"
+    with load_failures(path):
+        return is_encoder(transformer_folder(path)) or task_of(config, path) != "generate"
 
 
 class EncoderBuild:
@@ -92,8 +94,9 @@ class EncoderBuild:
         self._names = names
         self._settings = settings
         self._families = families
-        self._tokenizer = tokenizer or tokenizer_of(config, path)
-        self._pending: PendingEncoder | None = open_runner(config, path, self._tokenizer)
+        with load_failures(path):
+            self._tokenizer = tokenizer or tokenizer_of(config, path)
+            self._pending: PendingEncoder | None = open_runner(config, path, self._tokenizer)
         self.num_bytes = self._pending.num_bytes
 
     def advance(self) -> float:
@@ -122,14 +125,16 @@ class EncoderBuild:
         Raises:
             ConfigError: ``max_model_len`` is beyond what the model takes.
         """
-        runner = self._opened.finish()
+        with load_failures(self._path):
+            runner = self._opened.finish()
+            info = self._info(runner.info)
         max_tokens = self._settings.scheduler.max_num_batched_tokens or _max_tokens()
         model = EncoderModel(
             names=self._names,
             root=self._config.path or str(self._path),
             created=int(time.time()),
             tokenizer=self._tokenizer,
-            info=self._info(runner.info),
+            info=info,
             max_batch_tokens=max_tokens,
             max_waiting=MAX_WAITING,
         )

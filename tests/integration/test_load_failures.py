@@ -1,0 +1,117 @@
+"""Whatever is wrong with a model's files, loading it fails with one line that names the model."""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mlx_parallm.config import EngineConfig, ModelConfig, SpeculativeConfig
+from mlx_parallm.encoding.decoders import architecture
+from mlx_parallm.engine.build import build_engines
+from mlx_parallm.engine.demo_models import DEMO_FOLDER, DEMO_FOLDERS
+from mlx_parallm.engine.metrics import MetricFamilies
+from mlx_parallm.errors import InvalidRequestError, ModelLoadError
+from mlx_parallm.load_failures import MAX_CHARS, load_failures
+
+
+def changed(folder: Path, source: Path, file: str, key: str, value: Any) -> Path:
+    """A copy of a model of which one field has another value."""
+    shutil.copytree(source, folder)
+    content = json.loads((folder / file).read_text())
+    content[key] = value
+    (folder / file).write_text(json.dumps(content))
+    return folder
+
+
+def refusal(config: EngineConfig) -> str:
+    with pytest.raises(ModelLoadError) as refused:
+        build_engines(config, MetricFamilies(), lambda _text, _share: None)
+    return str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("file", "key", "value"),
+    [
+        # Raised by transformers, huggingface_hub, mlx_lm, MLX and this project in turn.
+        ("config.json", "attention_bias", "yes"),
+        ("config.json", "layer_types", ["wrong"]),
+        ("config.json", "auto_map", None),
+        ("config.json", "id2label", "x"),
+        ("config.json", "quantization_config", "x"),
+        ("config.json", "hidden_size", 0),
+        ("config.json", "vocab_size", 0),
+        ("config.json", "head_dim", None),
+        ("config.json", "rope_scaling", "x"),
+        ("config.json", "eos_token_id", 1.5),
+        ("generation_config.json", "eos_token_id", ["a"]),
+        ("tokenizer_config.json", "added_tokens_decoder", []),
+        ("tokenizer_config.json", "model_max_length", {}),
+    ],
+)
+def test_a_generator(tmp_path: Path, file: str, key: str, value: Any) -> None:
+    folder = changed(tmp_path / "model", DEMO_FOLDER, file, key, value)
+    message = refusal(EngineConfig(models=(ModelConfig(path=str(folder)),)))
+    assert message.startswith(str(folder))
+    assert key in message
+    assert "\n" not in message
+
+
+@pytest.mark.parametrize("value", [3, {"a": 1}, [3], [], None, "Name"])
+def test_architectures_that_are_no_list_of_names(value: Any) -> None:
+    assert architecture({"architectures": value}) == ("Name" if value == "Name" else "")
+
+
+@pytest.mark.parametrize(
+    ("key", "value"), [("hidden_size", 0), ("num_attention_heads", 0), ("hidden_act", [])]
+)
+def test_an_encoder(tmp_path: Path, key: str, value: Any) -> None:
+    folder = changed(tmp_path / "model", DEMO_FOLDERS["demo:embed"], "config.json", key, value)
+    message = refusal(EngineConfig(models=(ModelConfig(path=str(folder)),)))
+    assert message.startswith(str(folder))
+    assert "\n" not in message
+
+
+def test_a_draft_model_is_named(tmp_path: Path) -> None:
+    folder = changed(tmp_path / "draft", DEMO_FOLDER, "config.json", "rope_theta", "x")
+    speculative = SpeculativeConfig.from_mapping(
+        {"method": "draft_model", "model": str(folder), "num_speculative_tokens": 2}
+    )
+    assert str(folder) in refusal(EngineConfig(speculative=speculative))
+
+
+def test_serve_ends_with_one_line(tmp_path: Path) -> None:
+    folder = changed(tmp_path / "model", DEMO_FOLDER, "config.json", "attention_bias", "yes")
+    command = [sys.executable, "-m", "mlx_parallm", "serve", "--model", str(folder), "--port", "0"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    (line,) = [one for one in done.stderr.splitlines() if "Loading" not in one]
+    assert line.startswith(f"mlx_parallm serve: {folder} ")
+    assert "attention_bias" in line
+
+
+def test_the_traceback_is_a_debug_record(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.DEBUG, logger="mlx_parallm.load_failures")
+    wanted = pytest.raises(ModelLoadError, match=r"could not be loaded: KeyError: 'x'$")
+    with wanted as refused, load_failures(tmp_path):
+        raise KeyError("x")
+    assert isinstance(refused.value.__cause__, KeyError)
+    (record,) = caplog.records
+    assert record.levelno == logging.DEBUG
+    assert record.exc_info is not None
+
+
+def test_a_long_text_is_cut_and_own_errors_are_kept(tmp_path: Path) -> None:
+    with pytest.raises(ModelLoadError) as refused, load_failures(tmp_path):
+        raise ValueError("a\nb " * 1000)
+    assert len(str(refused.value)) < len(str(tmp_path)) + MAX_CHARS + 50
+    with pytest.raises(InvalidRequestError, match=r"^mine$"), load_failures(tmp_path):
+        raise InvalidRequestError("mine")
+    with pytest.raises(ModelLoadError, match=r"AssertionError$"), load_failures(tmp_path):
+        raise AssertionError
