@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterable, Sequence
 from typing import Any
 
 from fastapi import APIRouter, FastAPI
@@ -11,6 +11,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.routing import BaseRoute
 
 from mlx_parallm import __version__
+from mlx_parallm.api import openapi
 from mlx_parallm.api.batch_service import make_batch_service
 from mlx_parallm.api.body_budget import BodyBudgetMiddleware
 from mlx_parallm.api.errors import install_error_handlers
@@ -77,6 +78,16 @@ RESPONSES: dict[int | str, dict[str, Any]] = {
 }
 
 
+class Application(FastAPI):
+    """FastAPI with this server's groups and keys in its OpenAPI document."""
+
+    def openapi(self) -> dict[str, Any]:
+        """See FastAPI: made when it is first asked for."""
+        if self.openapi_schema is None:
+            openapi.complete(super().openapi(), self.state.config)
+        return super().openapi()
+
+
 def create_app(
     engine: EngineClient,
     config: ServerConfig,
@@ -94,7 +105,7 @@ def create_app(
         bound_to: the IP address of the TCP socket it is served on; None if there is none.
         routes: ``common_routes()`` of another application, which need not be made again.
     """
-    app = FastAPI(
+    app = Application(
         title="mlx_parallm",
         version=__version__,
         lifespan=_lifespan,
@@ -112,7 +123,8 @@ def create_app(
     app.state.policies = Policies()
     app.state.batches = make_batch_service(app, engine, config, max_waiting)
     if app.state.batches is not None:
-        _add_with_and_without_prefix(app.router, files.router, batches.router)
+        stored = [(openapi.FILES, files.router), (openapi.FILES, batches.router)]
+        _add_with_and_without_prefix(app.router, stored)
     install_error_handlers(app)
     _add_middleware(app, config, checked_hosts(config, bound_to))
     return app
@@ -131,9 +143,12 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
         await app.state.responses.stop()
 
 
-def _add_with_and_without_prefix(parent: APIRouter, *routers: APIRouter) -> None:
-    for router in routers:
-        parent.include_router(router, prefix="/v1")
+def _add_with_and_without_prefix(
+    parent: APIRouter, routers: Iterable[tuple[str, APIRouter]]
+) -> None:
+    """Add routers, each with its group of the OpenAPI document."""
+    for group, router in routers:
+        parent.include_router(router, prefix="/v1", tags=[group])
         parent.include_router(router, include_in_schema=False)
 
 
@@ -142,47 +157,50 @@ def common_routes() -> list[BaseRoute]:
     parent = APIRouter(responses=RESPONSES)
     _add_with_and_without_prefix(
         parent,
-        adapters.router,
-        chat.router,
-        classify.router,
-        completions.router,
-        decisions.router,
-        embeddings.router,
-        messages.router,
-        mlm.router,
-        models.router,
-        models.control_router,
-        moderations.router,
-        pooling.router,
-        render.router,
-        rerank.router,
-        responses.router,
-        rewards.router,
-        rl_capabilities.router,
-        rl_logprobs.router,
-        rollout.router,
-        score.router,
+        [
+            # The order within a group is that of the OpenAPI document.
+            (openapi.CHAT, chat.router),
+            (openapi.CHAT, completions.router),
+            (openapi.CHAT, responses.router),
+            (openapi.CHAT, messages.router),
+            (openapi.CHAT, decisions.router),
+            (openapi.POOLING, embeddings.router),
+            (openapi.POOLING, rerank.router),
+            (openapi.POOLING, score.router),
+            (openapi.POOLING, classify.router),
+            (openapi.POOLING, pooling.router),
+            (openapi.POOLING, rewards.router),
+            (openapi.POOLING, moderations.router),
+            (openapi.POOLING, mlm.router),
+            (openapi.TOKENS, render.router),
+            (openapi.RL, rl_capabilities.router),
+            (openapi.RL, rl_logprobs.router),
+            (openapi.RL, rollout.router),
+            (openapi.SERVER, models.router),
+            (openapi.SERVER, models.control_router),
+            (openapi.SERVER, adapters.router),
+        ],
     )
-    for router in (
-        tokenize.router,
-        tei.router,
-        rerank.cohere_router,
-        render.template_router,
-        health.router,
-        server_info.router,
-        aborts.router,
-        adapters.dialect_router,
-        art.router,
-        lifecycle.router,
-        sglang.router,
-        memory.router,
-        weights.router,
-        fleet.router,
-        token_generate.router,
-        docs.router,
-        hf_tasks.router,
+    for group, router in (
+        (openapi.TOKENS, tokenize.router),
+        (openapi.POOLING, tei.router),
+        (openapi.POOLING, rerank.cohere_router),
+        (openapi.TOKENS, render.template_router),
+        (openapi.SERVER, health.router),
+        (openapi.SERVER, server_info.router),
+        (openapi.SERVER, aborts.router),
+        (openapi.SERVER, adapters.dialect_router),
+        (openapi.RL, art.router),
+        (openapi.SERVER, lifecycle.router),
+        (openapi.CHAT, sglang.router),
+        (openapi.SERVER, memory.router),
+        (openapi.SERVER, weights.router),
+        (openapi.SERVER, fleet.router),
+        (openapi.RL, token_generate.router),
+        (openapi.SERVER, docs.router),
+        (openapi.POOLING, hf_tasks.router),
     ):
-        parent.include_router(router)
+        parent.include_router(router, tags=[group])
     parent.include_router(page_router(page_files()))
     parent.mount(docs.ASSETS, docs.assets())
     return parent.routes

@@ -14,6 +14,7 @@ def model_card(name: str, model: ServedModel, memory: Mapping[str, ModelMemory])
     """A model that generates, or an adapter of one; the latter's memory is in its model's."""
     card = _card(name, model.created, model.root, model.info.max_model_len)
     return card | {
+        "tasks": ["generate"],
         "parent": model.parent,
         "status": EncoderState.LOADED,
         "progress": 1.0,
@@ -29,6 +30,7 @@ def encoder_card(
     created = 0 if model is None else model.created
     longest = None if model is None else model.info.max_model_len
     return _card(name, created, status.root, longest) | {
+        "tasks": None if model is None else list(model.info.tasks),
         "parent": status.parent,
         "status": status.state,
         "progress": round(status.progress, 3),

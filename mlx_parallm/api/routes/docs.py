@@ -10,6 +10,8 @@ from fastapi.responses import HTMLResponse
 from starlette.staticfiles import StaticFiles
 
 ASSETS = "/docs/assets"
+# Groups of operations, and the list of schemas, are opened by whoever reads them.
+FOLDED = {"docExpansion": "none", "defaultModelsExpandDepth": 0}
 
 router = APIRouter(include_in_schema=False)
 
@@ -24,6 +26,7 @@ async def documentation(request: Request) -> HTMLResponse:
         swagger_js_url=f"{base}{ASSETS}/swagger-ui-bundle.js",
         swagger_css_url=f"{base}{ASSETS}/swagger-ui.css",
         swagger_favicon_url=f"{base}{ASSETS}/favicon-32x32.png",
+        swagger_ui_parameters=FOLDED,
     )
 
 

@@ -1,0 +1,66 @@
+"""The OpenAPI document: FastAPI's, in groups, and with the keys that operations need."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from mlx_parallm.api.auth import CONTROL, is_open
+from mlx_parallm.config import ServerConfig
+
+CHAT = "chat"
+POOLING = "embeddings and scores"
+TOKENS = "tokens and templates"
+FILES = "files and batches"
+RL = "reinforcement learning"
+SERVER = "server"
+# In the order in which /docs shows them.
+GROUPS = {
+    CHAT: "Text of models that generate, in the forms of several APIs.",
+    POOLING: "What models read: vectors, classes, scores, rewards.",
+    TOKENS: "Texts to tokens and back, and what chat templates make of messages.",
+    FILES: "Files, and batches of requests that are answered in the background.",
+    RL: "Rollouts and log-probabilities for trainers.",
+    SERVER: "What is served and how it is.",
+    CONTROL: "Routes that change the server. They need the admin key, where one is set.",
+}
+API_KEY = "ApiKey"
+ADMIN_KEY = "AdminKey"
+
+
+def complete(document: dict[str, Any], config: ServerConfig) -> None:
+    """Add to FastAPI's document its groups and the keys of this server."""
+    document["tags"] = [{"name": name, "description": text} for name, text in GROUPS.items()]
+    document.setdefault("components", {})["securitySchemes"] = _schemes(config)
+    document["security"] = _needed(config, is_control=False)
+    for path, operations in document["paths"].items():
+        for method, operation in operations.items():
+            _complete_operation(operation, method.upper(), path, config)
+
+
+def _complete_operation(
+    operation: dict[str, Any], method: str, path: str, config: ServerConfig
+) -> None:
+    if CONTROL in operation.get("tags", ()):
+        # Beside the group of its router: an operation stands in one.
+        operation["tags"] = [CONTROL]
+        operation["security"] = _needed(config, is_control=True)
+    elif is_open(method, path):
+        operation["security"] = []
+
+
+def _needed(config: ServerConfig, *, is_control: bool) -> list[dict[str, list[str]]]:
+    """Return the alternatives that open an operation; an empty one if it needs no key."""
+    if is_control and config.admin_api_keys:
+        return [{ADMIN_KEY: []}]
+    return [{API_KEY: []}] if config.api_keys else [{}, {API_KEY: []}]
+
+
+def _schemes(config: ServerConfig) -> dict[str, Any]:
+    schemes = {API_KEY: _bearer("A key of --api-key. The header x-api-key is taken too.")}
+    if config.admin_api_keys:
+        schemes[ADMIN_KEY] = _bearer("A key of --admin-api-key, for routes that change the server.")
+    return schemes
+
+
+def _bearer(description: str) -> dict[str, str]:
+    return {"type": "http", "scheme": "bearer", "description": description}
