@@ -40,6 +40,7 @@ from mlx_parallm.runner.hub import resolve_model
 from mlx_parallm.runner.loader import LoadedModel, load_model
 from mlx_parallm.runner.memory import config_value, plan_kv, query_heads
 from mlx_parallm.runner.model_runner import ModelRunner
+from mlx_parallm.runner.revision import folder_revision
 from mlx_parallm.runner.row_selection import embedding_rows
 from mlx_parallm.runner.warm_up import warm_up
 from mlx_parallm.scheduler.scheduler import Scheduler
@@ -412,5 +413,6 @@ def _assemble(
         allows_auto_tools=one.config.enable_auto_tool_choice,
         parses_tools=one.config.tool_call_parser != "none",
         grammars=grammars,
+        revision=folder_revision(one.loaded.path),
     )
     return LoadedEngine(model, engine)

@@ -143,7 +143,8 @@ class ServedModel:
     ``tool_format`` and ``reasoning_format`` are how the model writes tool calls and reasoning, None
     where its text is not parsed for them; ``parses_tools`` is false where that was asked for,
     ``allows_auto_tools`` where the model may not decide itself whether it calls tools.
-    ``grammars`` compiles what its samples may be asked to match. ``adapter`` is set where this is
+    ``grammars`` compiles what its samples may be asked to match. ``revision`` tells its files from
+    those of others, as they were loaded. ``adapter`` is set where this is
     an adapter, whose model's first name is ``parent``.
     """
 
@@ -158,6 +159,7 @@ class ServedModel:
     parses_tools: bool = True
     allows_auto_tools: bool = True
     grammars: Grammars | None = None
+    revision: str = ""
     parent: str | None = None
     adapter: str | None = None
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -63,6 +64,23 @@ def sample(http: httpx2.Client) -> tuple[list[int], set[str]]:
     body = {"token_ids": PROMPT, "sampling_params": params}
     choice = http.post("/inference/v1/generate", json=body).json()["choices"][0]
     return choice["token_ids"], {span["version"] for span in choice["weight_versions"]}
+
+
+def fingerprint(http: httpx2.Client) -> str:
+    """What completions tell of the server, whole and in each chunk of a stream."""
+    body = {"prompt": PROMPT, "max_tokens": 2}
+    found = http.post("/v1/completions", json=body).json()["system_fingerprint"]
+    text = http.post("/v1/completions", json=body | {"stream": True}).text
+    chunks = [json.loads(line[6:]) for line in text.split("\n\n") if line.startswith("data: {")]
+    assert {chunk["system_fingerprint"] for chunk in chunks} == {found}
+    return found
+
+
+def test_the_fingerprint_follows_the_weights(http: httpx2.Client, changed: bytes) -> None:
+    first = fingerprint(http)
+    assert fingerprint(http) == first
+    http.post("/update_weights", content=changed, params={"version": "second"}, headers=RAW)
+    assert fingerprint(http) != first
 
 
 def test_tensors_and_folders_replace_weights(

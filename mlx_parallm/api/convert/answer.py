@@ -17,11 +17,18 @@ class AnswerHead:
     id: str
     object: str
     model: str
+    fingerprint: str | None = None
     created: int = field(default_factory=lambda: int(time.time()))
 
     def keys(self) -> dict[str, Any]:
         """As JSON keys."""
-        return {"id": self.id, "object": self.object, "created": self.created, "model": self.model}
+        return {
+            "id": self.id,
+            "object": self.object,
+            "created": self.created,
+            "model": self.model,
+            "system_fingerprint": self.fingerprint,
+        }
 
 
 def usage_body(usage: Usage) -> dict[str, Any]:

@@ -67,7 +67,6 @@ class ChatAnswer:
             "choices": [self._choice(index, sample) for index, sample in enumerate(samples)],
             "usage": usage_body(self.usage),
             "service_tier": "default",
-            "system_fingerprint": None,
             # vLLM's, which are null where they are not asked for.
             "prompt_logprobs": None,
             "prompt_token_ids": list(self._prompt_ids) if self._body.return_token_ids else None,

@@ -58,7 +58,6 @@ class CompletionAnswer:
         return self._head.keys() | {
             "choices": [self._whole_choice(i, sample) for i, sample in enumerate(self._samples)],
             "usage": usage_body(self.usage),
-            "system_fingerprint": None,
         }
 
     def opening(self) -> list[dict[str, Any]]:

@@ -14,6 +14,7 @@ from mlx_parallm.api.dependencies import (
     EngineDep,
     MaxWaitingDep,
 )
+from mlx_parallm.api.fingerprint import system_fingerprint
 from mlx_parallm.api.generation import Generation, check_queue
 from mlx_parallm.api.ignored import tell_ignored
 from mlx_parallm.api.in_flight.spans import PolicySpans
@@ -50,6 +51,7 @@ async def create_chat_completion(
         id=turn.request_id,
         object="chat.completion.chunk" if body.stream else "chat.completion",
         model=name,
+        fingerprint=system_fingerprint(engine, model),
     )
     names = TokenNames(model.tokenizer, as_ids=body.return_tokens_as_token_ids)
     answer = ChatAnswer(body, head, names, prepared, _spans(body, request, engine, prepared, name))

@@ -17,6 +17,7 @@ from mlx_parallm.api.dependencies import (
     EngineDep,
     MaxWaitingDep,
 )
+from mlx_parallm.api.fingerprint import system_fingerprint
 from mlx_parallm.api.generation import Generation, check_queue
 from mlx_parallm.api.ignored import tell_ignored
 from mlx_parallm.api.json_body import JsonRoute
@@ -45,7 +46,12 @@ async def create_completion(
     client = client_of(request.headers, config)
     await check_queue(engine, name, client, n=body.n, max_waiting=max_waiting)
     asked, prompts = await prepare_completion(body, model, config, name=answer_id, client=client)
-    head = AnswerHead(id=answer_id, object="text_completion", model=name)
+    head = AnswerHead(
+        id=answer_id,
+        object="text_completion",
+        model=name,
+        fingerprint=system_fingerprint(engine, model),
+    )
     names = TokenNames(model.tokenizer, as_ids=body.return_tokens_as_token_ids)
     answer = CompletionAnswer(body, head, names, prompts)
     generation = await Generation.start(

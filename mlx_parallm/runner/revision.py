@@ -1,0 +1,40 @@
+"""What tells the files of a model from those of others."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+
+# Of each file of weights so many places are read, evenly spaced, with so many bytes at each:
+# hashing all of a model would take as long as loading it.
+PLACES = 16
+PLACE_BYTES = 4096
+CONFIGS = ("config.json", "tokenizer.json")
+
+
+def folder_revision(folder: Path) -> str:
+    """Return a digest of a model's folder, in hex: the same for copies of it.
+
+    It covers configuration and tokenizer whole, and of the weights names, sizes and samples. Of a
+    training run, every step of an optimizer changes nearly all numbers, so samples tell
+    checkpoints apart.
+    """
+    digest = hashlib.sha256()
+    for name in CONFIGS:
+        path = folder / name
+        digest.update(name.encode() + b"\0")
+        digest.update(path.read_bytes() if path.is_file() else b"")
+    for path in sorted(folder.glob("*.safetensors")):
+        digest.update(path.name.encode() + b"\0")
+        _add_samples(digest, path)
+    return digest.hexdigest()
+
+
+def _add_samples(digest: hashlib._Hash, path: Path) -> None:
+    size = path.stat().st_size
+    digest.update(size.to_bytes(8, "big"))
+    last = max(0, size - PLACE_BYTES)
+    with path.open("rb") as file:
+        for number in range(PLACES):
+            file.seek(last * number // (PLACES - 1))
+            digest.update(file.read(PLACE_BYTES))
