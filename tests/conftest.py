@@ -11,7 +11,8 @@ from pathlib import Path
 import mlx.core as mx
 import numpy as np
 import pytest
-from hypothesis import settings
+from httpx2._config import DEFAULT_TIMEOUT_CONFIG
+from hypothesis import HealthCheck, settings
 
 from tests.scoring_server import write_models
 from tests.server_process import ServerProcess, serving
@@ -21,12 +22,18 @@ collect_ignore = ["conformance", "trainers"]
 
 # How long an example takes says nothing on a busy machine. The examples are the same each time;
 # pytest --hypothesis-seed=N tries others.
-settings.register_profile("steady", deadline=None, derandomize=True)
+settings.register_profile(
+    "steady", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
+)
 settings.load_profile("steady")
 
 
 def pytest_configure() -> None:
-    """Let no client read the system's certificates: all talk plain HTTP, and it takes 30 ms."""
+    """Set up what all HTTP clients of tests share."""
+    # The limit of pytest ends a test that hangs; no client gives up earlier.
+    for step in ("connect", "read", "write", "pool"):
+        setattr(DEFAULT_TIMEOUT_CONFIG, step, None)
+    # None reads the system's certificates: all talk plain HTTP, and it takes 30 ms.
     os.environ.pop("SSL_CERT_FILE", None)
     os.environ["SSL_CERT_DIR"] = str(Path(__file__).parent)
 

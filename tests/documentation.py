@@ -29,6 +29,7 @@ from typing import Any
 
 import yaml
 
+from mlx_parallm import child_process
 from tests.server_process import ROOT
 
 ADDRESS = re.compile(r"(127\.0\.0\.1|localhost):8000")
@@ -37,7 +38,6 @@ PLAIN_LANGUAGES = frozenset({"text", "caddy", "ini", "nginx", "xml"})
 ANY_TEXT = "…"
 #: Each curl of a block fails on an HTTP error and ends its output with a line break.
 CURL_SETTINGS = 'fail-with-body\nsilent\nshow-error\nnoproxy = "*"\nwrite-out = "\\n"\n'
-SHELL_TIMEOUT_S = 100
 
 
 class BlockError(AssertionError):
@@ -207,14 +207,13 @@ class PageRunner:
             self._check_served(block, served)
             return ""
         (self.folder / ".curlrc").write_text(CURL_SETTINGS)
-        done = subprocess.run(
-            ["bash", "-e", "-o", "pipefail", "-c", commands],
+        done = child_process.run(
+            [child_process.COMMAND, "bash", "-e", "-o", "pipefail", "-c", commands],
             cwd=self.folder,
             env=self._environment(),
-            capture_output=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
             text=True,
-            timeout=SHELL_TIMEOUT_S,
-            check=False,
         )
         if done.returncode:
             raise BlockError(

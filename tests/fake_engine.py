@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import queue
 import socket
 import threading
@@ -11,6 +12,7 @@ from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
+from urllib.parse import urlsplit
 
 import uvicorn
 
@@ -223,6 +225,17 @@ class FakeEngine:
         return b"fake 1\n", "text/plain; version=1.0.0"
 
 
+def _patient(config: ServerConfig) -> ServerConfig:
+    """The configuration without the limits that a busy machine could reach, unless it sets them."""
+    default = ServerConfig()
+    limits = {
+        name: 0.0
+        for name in ("client_timeout_s", "sse_keep_alive_s")
+        if getattr(config, name) == getattr(default, name)
+    }
+    return replace(config, **limits)
+
+
 @contextlib.contextmanager
 def serve_fake(
     engine: FakeEngine,
@@ -232,7 +245,7 @@ def serve_fake(
     bound_to: str | None = None,
 ) -> Iterator[str]:
     """The application over a fake engine on a free port; yields its URL."""
-    config = config or ServerConfig()
+    config = _patient(config or ServerConfig())
     app = make_app(engine, config, max_waiting=max_waiting, bound_to=bound_to)
     http: Any = partial(BoundedProtocol, timeout_s=config.client_timeout_s)
     server = uvicorn.Server(
@@ -244,5 +257,18 @@ def serve_fake(
         thread.start()
         yield f"http://127.0.0.1:{listener.getsockname()[1]}"
         server.should_exit = True
-        thread.join(30)
-        assert not thread.is_alive()
+        thread.join()
+
+
+def leave(url: str, path: str, body: dict[str, Any], wait: Callable[[], object]) -> None:
+    """Send a request, call ``wait`` and close the connection."""
+    raw = json.dumps(body).encode()
+    address = urlsplit(url)
+    assert address.hostname
+    assert address.port
+    with socket.create_connection((address.hostname, address.port)) as connection:
+        connection.sendall(
+            b"POST %s HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+            b"content-length: %d\r\n\r\n%s" % (path.encode(), len(raw), raw)
+        )
+        wait()

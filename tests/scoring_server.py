@@ -39,17 +39,17 @@ def write_models(folder: Path) -> dict[str, Path]:
 
 
 def post(server: ServerProcess, path: str, body: dict[str, Any]) -> Any:
-    answer = httpx2.post(f"{server.url}{path}", json=body, timeout=60)
+    answer = httpx2.post(f"{server.url}{path}", json=body)
     assert answer.status_code == 200, answer.text
     return answer.json()
 
 
 def refusal(server: ServerProcess, path: str, body: dict[str, Any], status: int = 400) -> Any:
     """The error; the server goes on."""
-    answer = httpx2.post(f"{server.url}{path}", json=body, timeout=60)
+    answer = httpx2.post(f"{server.url}{path}", json=body)
     assert answer.status_code == status, answer.text
     assert len(answer.text) < 2000
-    assert httpx2.get(f"{server.url}/health", timeout=60).status_code == 200
+    assert httpx2.get(f"{server.url}/health").status_code == 200
     return answer.json()["error"]
 
 

@@ -17,9 +17,14 @@ from mlx_parallm.api.listener import bind
 from mlx_parallm.child_process import ChildProcess
 
 ROOT = Path(__file__).resolve().parent.parent
-START_TIMEOUT_S = 120.0
 #: 24,000 tokens of the embedded model; the default size takes 1 to 3 s of CPU time to fill.
 POOL = {"MLX_PARALLM_KV_CACHE_MEMORY_BYTES": "128MiB"}
+#: No answer depends on how busy the machine is: see README.md.
+PATIENT = {
+    "MLX_PARALLM_CLIENT_TIMEOUT": "0",
+    "MLX_PARALLM_SSE_KEEP_ALIVE": "0",
+    "MLX_PARALLM_SHUTDOWN_TIMEOUT": "3600",
+}
 
 
 class ServerProcess:
@@ -44,7 +49,7 @@ class ServerProcess:
                 stdout=self._log,
                 stderr=subprocess.STDOUT,
                 cwd=ROOT,
-                env={**os.environ, **POOL, **data_dir, **(env or {})},
+                env={**os.environ, **POOL, **PATIENT, **data_dir, **(env or {})},
                 pass_fds=[fd],
             )
 
@@ -57,18 +62,17 @@ class ServerProcess:
         """Return once /health answers 200; fail with the log if the process ends first."""
         transport = httpx2.HTTPTransport(retries=0)
         with httpx2.Client(transport=transport) as client:
-            for _ in range(int(START_TIMEOUT_S / 0.1)):
+            while True:
                 try:
                     if client.get(f"{self.url}/health").status_code == 200:
                         return
                 except httpx2.TransportError:
                     pass
                 try:
-                    self.process.wait(0.1)
+                    self.process.wait(0.1)  # time limit: of one question
                 except subprocess.TimeoutExpired:
                     continue
                 raise AssertionError(f"the server ended:\n{self.log}")
-        raise AssertionError(f"the server did not start:\n{self.log}")
 
     def metric(self, name: str) -> float:
         """The value of a metric with the first labels found."""
@@ -81,7 +85,7 @@ class ServerProcess:
         """Send a signal and return the exit code."""
         if self.process.poll() is None:
             self.process.send_signal(how)
-        code = self.process.wait(60)
+        code = self.process.wait()
         self._log.close()
         self._data.cleanup()
         return code

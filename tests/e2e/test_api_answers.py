@@ -48,14 +48,14 @@ def client(url: str) -> Iterator[openai.OpenAI]:
 
 
 def post(url: str, path: str, **body: Any) -> Any:
-    response = httpx2.post(url + path, json={"model": "alias"} | body, timeout=30)
+    response = httpx2.post(url + path, json={"model": "alias"} | body)
     assert response.status_code == 200, response.text
     return response.json()
 
 
 def stream(url: str, path: str, **body: Any) -> list[dict[str, Any]]:
     body = {"model": "alias", "stream": True} | body
-    response = httpx2.post(url + path, json=body, timeout=30)
+    response = httpx2.post(url + path, json=body)
     assert response.headers["content-type"] == "text/event-stream"
     assert response.headers["cache-control"] == "no-cache"
     *parts, done, rest = response.text.split("\n\n")
@@ -278,7 +278,7 @@ def test_parameters_reach_the_engine(engine: FakeEngine, url: str) -> None:
         request_id="r",
         cache_salt="s",
     )
-    request = engine.submitted.get(timeout=9)
+    request = engine.submitted.get()
     params = request.params
     assert (request.request_id, request.model) == ("chatcmpl-r", "org/fake")
     assert (request.priority, request.cache_salt, request.client) == (-1, "s", "")

@@ -58,14 +58,14 @@ def ask(client: anthropic.Anthropic, **more: Any) -> anthropic.types.Message:
 
 
 def stream(url: str, **more: Any) -> list[dict[str, Any]]:
-    response = httpx2.post(f"{url}/v1/messages", json=BODY | {"stream": True} | more, timeout=30)
+    response = httpx2.post(f"{url}/v1/messages", json=BODY | {"stream": True} | more)
     assert response.headers["content-type"] == "text/event-stream", response.text
     return read_events(response.text)
 
 
 def refused(url: str, path: str = "/v1/messages", **more: Any) -> str:
     """The message of a 400 in Anthropic's shape."""
-    response = httpx2.post(url + path, json=BODY | more, timeout=30)
+    response = httpx2.post(url + path, json=BODY | more)
     assert response.status_code == 400, response.text
     error = response.json()
     assert set(error) == {"type", "error", "request_id"}
@@ -452,7 +452,7 @@ def test_a_client_that_leaves_is_noticed(engine: FakeEngine, url: str) -> None:
     engine.script = hang(after="hel")
     with httpx2.stream("POST", f"{url}/v1/messages", json=BODY | {"stream": True}) as response:
         next(response.iter_bytes())
-    assert engine.aborted.get(timeout=30).startswith("msg_")
+    assert engine.aborted.get().startswith("msg_")
 
 
 def test_silence_is_broken_by_pings() -> None:
@@ -461,7 +461,7 @@ def test_silence_is_broken_by_pings() -> None:
     asked = BODY | {"stream": True}
     with (
         serve_fake(engine, ServerConfig(sse_keep_alive_s=0.01)) as url,
-        httpx2.stream("POST", f"{url}/v1/messages", json=asked, timeout=30) as response,
+        httpx2.stream("POST", f"{url}/v1/messages", json=asked) as response,
     ):
         lines = (line for line in response.iter_lines() if line.startswith("event"))
         assert [next(lines) for _ in range(3)] == [

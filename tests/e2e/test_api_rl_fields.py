@@ -130,14 +130,14 @@ def test_prompt_ids_are_in_each_choice_of_a_completion(engine: FakeEngine, url: 
     assert [choice["index"] for choice in answer["choices"]] == list(range(9))
     found = [choice["prompt_token_ids"] for choice in answer["choices"]]
     assert found == [prompt for prompt in prompts for _ in range(3)]
-    asked = [engine.submitted.get(timeout=9) for _ in prompts]
+    asked = [engine.submitted.get() for _ in prompts]
     assert sorted(one.prompt_ids for one in asked) == sorted(map(tuple, prompts))
 
 
 def test_prompt_ids_of_a_chat_are_at_the_top(engine: FakeEngine, url: str) -> None:
     engine.script = samples(*ENDS["length"])
     answer = post(url, CHAT, **PROMPTS[CHAT], return_token_ids=True)
-    ids = engine.submitted.get(timeout=9).prompt_ids
+    ids = engine.submitted.get().prompt_ids
     assert answer["prompt_token_ids"] == list(ids)
     first = stream(url, CHAT, **PROMPTS[CHAT], return_token_ids=True)[0]
     assert first["prompt_token_ids"] == list(ids)
@@ -161,7 +161,7 @@ def test_logprobs_of_a_completion_take_every_form(
 ) -> None:
     engine.script = samples(*ENDS["length"])
     (choice,) = post(url, TEXT, **PROMPTS[TEXT], **asked)["choices"]
-    params = engine.submitted.get(timeout=9).params
+    params = engine.submitted.get().params
     assert (params.logprobs, params.logprob_token_ids) == (count, named)
     assert (choice["logprobs"] is None) == (count is None)
 
@@ -179,7 +179,7 @@ def test_logprobs_of_a_chat_take_every_form(
 ) -> None:
     engine.script = samples(*ENDS["length"])
     (choice,) = post(url, CHAT, **PROMPTS[CHAT], **asked)["choices"]
-    params = engine.submitted.get(timeout=9).params
+    params = engine.submitted.get().params
     assert (params.logprobs, params.logprob_token_ids) == (count, named)
     assert len(choice["logprobs"]["content"]) == 3
 
@@ -216,7 +216,7 @@ def test_prompt_logprobs_name_tokens_by_id_and_text(
     engine.script = samples(*ENDS["length"])
     asked = {"prompt_logprobs": count, "return_tokens_as_token_ids": True}
     answer = post(url, path, **PROMPTS[path], **asked)
-    request = engine.submitted.get(timeout=9)
+    request = engine.submitted.get()
     assert request.params.prompt_logprobs == count
     holder = answer if path == CHAT else answer["choices"][0]
     first, *others = holder["prompt_logprobs"]
@@ -234,7 +234,7 @@ def test_the_mode_can_be_named(engine: FakeEngine, url: str, path: str) -> None:
     engine.script = samples(*ENDS["length"])
     post(url, path, **PROMPTS[path], logprobs_mode=PROCESSED_LOGPROBS)
     post(url, path, **PROMPTS[path])
-    modes = [engine.submitted.get(timeout=9).params.logprobs_mode for _ in range(2)]
+    modes = [engine.submitted.get().params.logprobs_mode for _ in range(2)]
     assert modes == [PROCESSED_LOGPROBS, None]
 
 
@@ -256,13 +256,13 @@ def test_what_other_servers_read_is_accepted_and_what_nobody_knows_is_named(
         "X-SMG-Routing-Key": "b",
         "X-data-parallel-rank": "0",
     }
-    known = httpx2.post(url + path, json=body, headers=headers, timeout=30)
+    known = httpx2.post(url + path, json=body, headers=headers)
     assert known.status_code == 200, known.text
     assert "x-ignored-fields" not in known.headers
-    request = engine.submitted.get(timeout=9)
+    request = engine.submitted.get()
     assert (request.cache_salt, request.priority) == ("v7", 3)
     for streams in (False, True):
         asked = body | {"some_field": 1, "é": 2, "stream": streams}
-        unknown = httpx2.post(url + path, json=asked, timeout=30)
+        unknown = httpx2.post(url + path, json=asked)
         assert unknown.status_code == 200
         assert unknown.headers["x-ignored-fields"] == "some_field"

@@ -55,7 +55,7 @@ def url(served: tuple[FakeEngine, str]) -> str:
 
 def ask(url: str, **body: Any) -> Any:
     body = {"model": "alias", "messages": HI} | body
-    response = httpx2.post(url + CHAT, json=body, timeout=30)
+    response = httpx2.post(url + CHAT, json=body)
     assert response.status_code == 200, response.text
     return response.json()
 
@@ -162,7 +162,7 @@ def test_a_parameter_reaches_the_sampler(
     engine: FakeEngine, url: str, sent: dict[str, Any], name: str, value: Any
 ) -> None:
     ask(url, **sent)
-    assert getattr(engine.submitted.get(timeout=9).params, name) == value
+    assert getattr(engine.submitted.get().params, name) == value
 
 
 def test_fields_without_effect_are_accepted(engine: FakeEngine, url: str) -> None:

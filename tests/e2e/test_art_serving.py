@@ -62,7 +62,7 @@ class Trainee:
 
     async def ask(self, method: str, path: str, body: object = None) -> httpx2.Response:
         headers = {"authorization": f"Bearer {KEY}"}
-        async with httpx2.AsyncClient(headers=headers, timeout=60) as client:
+        async with httpx2.AsyncClient(headers=headers) as client:
             return await client.request(method, self.policy.url + path, json=body)
 
     async def train(self, step: int, previous: Path | None, target: Path) -> Mapping[str, float]:

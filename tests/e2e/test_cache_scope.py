@@ -30,7 +30,7 @@ def server(request: pytest.FixtureRequest) -> Iterator[ServerProcess]:
 
 def call(server: ServerProcess, key: str, method: str, path: str, **more: Any) -> httpx2.Response:
     headers = {"x-api-key": key}
-    response = httpx2.request(method, server.url + path, headers=headers, timeout=120, **more)
+    response = httpx2.request(method, server.url + path, headers=headers, **more)
     assert response.status_code == 200, response.text
     return response
 

@@ -130,7 +130,7 @@ async def test_a_server_that_is_not_there_is_told() -> None:
         host, port = silent.getsockname()
         async with RLClient(f"http://{host}:{port}") as client:
             with pytest.raises(ServerUnreachableError):
-                await client.wait_until_ready(timeout_s=0.3)
+                await client.wait_until_ready(timeout_s=0.3)  # time limit: the subject
             with pytest.raises(ServerUnreachableError, match="127"):
                 await client.rollout(["a"])
 

@@ -126,7 +126,7 @@ def test_teis_routes(server: ServerProcess) -> None:
 @pytest.fixture
 def http(server: ServerProcess) -> Iterator[httpx2.Client]:
     """The server has no adapters after it."""
-    with httpx2.Client(base_url=server.url, timeout=60) as client:
+    with httpx2.Client(base_url=server.url) as client:
         yield client
         for one in client.get("/v1/adapters").json()["data"]:
             client.delete(f"/v1/adapters/{one['name']}")

@@ -30,7 +30,7 @@ def http(roots: Path) -> Iterator[httpx2.Client]:
         "--max-num-seqs", "4", "--max-model-len", "512", "--allowed-adapter-roots", str(roots)
     )
     server.wait_until_ready()
-    with httpx2.Client(base_url=server.url, timeout=120) as client:
+    with httpx2.Client(base_url=server.url) as client:
         yield client
     server.stop()
 

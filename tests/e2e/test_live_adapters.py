@@ -47,7 +47,7 @@ def server(roots: Path) -> Iterator[ServerProcess]:
 def http(server: ServerProcess) -> Iterator[httpx2.Client]:
     """A client with the admin key; the server has no adapters and is not paused after it."""
     headers = {"authorization": "Bearer admin"}
-    with httpx2.Client(base_url=server.url, headers=headers, timeout=120) as client:
+    with httpx2.Client(base_url=server.url, headers=headers) as client:
         yield client
         client.post("/resume")
         for one in client.get("/v1/adapters").json()["data"]:

@@ -52,7 +52,7 @@ def server(roots: Path) -> Iterator[ServerProcess]:
 @pytest.fixture
 def http(server: ServerProcess, roots: Path) -> Iterator[httpx2.Client]:
     """A client of a server with its first weights."""
-    with httpx2.Client(base_url=server.url, timeout=120) as client:
+    with httpx2.Client(base_url=server.url) as client:
         body = {"weight_dir": str(roots / "first"), "version": "first"}
         assert client.post("/update_weights", json=body).status_code == 200
         yield client

@@ -19,13 +19,13 @@ TOLERANCE = 1e-4
 
 
 def post(server: ServerProcess, path: str, **body: Any) -> Any:
-    response = httpx2.post(server.url + path, json=body, timeout=60)
+    response = httpx2.post(server.url + path, json=body)
     assert response.status_code == 200, response.text
     return response.json()
 
 
 def pieces(server: ServerProcess, path: str, **body: Any) -> list[dict[str, Any]]:
-    response = httpx2.post(server.url + path, json=body | {"stream": True}, timeout=60)
+    response = httpx2.post(server.url + path, json=body | {"stream": True})
     lines = [line.removeprefix("data: ") for line in response.text.split("\n\n") if line]
     assert lines.pop() == "[DONE]"
     return [choice for line in lines for choice in json.loads(line)["choices"]]
@@ -102,7 +102,7 @@ def test_an_aborted_sample_has_a_logprob_for_each_of_its_tokens(live_server: Ser
     ids: list[int] = []
     values: list[float] = []
     last: dict[str, Any] = {}
-    with httpx2.stream("POST", live_server.url + TEXT, json=body, timeout=60) as response:
+    with httpx2.stream("POST", live_server.url + TEXT, json=body) as response:
         for line in response.iter_lines():
             if not line.startswith("data: {"):
                 continue
@@ -147,14 +147,14 @@ def test_tokens_that_were_forced_have_finite_numbers(
 
 
 def test_every_token_id_of_the_vocabulary_passes_as_it_is(live_server: ServerProcess) -> None:
-    info = httpx2.get(f"{live_server.url}/server_info", timeout=60).json()["models"][0]
+    info = httpx2.get(f"{live_server.url}/server_info").json()["models"][0]
     size = info["vocab_size"]
     parts = [list(range(first, min(first + 1000, size))) for first in range(0, size, 1000)]
     asked = ASKED | {"prompt": parts, "max_tokens": 1}
     choices = post(live_server, TEXT, **asked)["choices"]
     assert [choice["prompt_token_ids"] for choice in choices] == parts
     for ids in ([size], [0, -1], [2**40]):
-        refused = httpx2.post(live_server.url + TEXT, json=asked | {"prompt": ids}, timeout=60)
+        refused = httpx2.post(live_server.url + TEXT, json=asked | {"prompt": ids})
         assert refused.status_code == 400
         assert refused.json()["error"]["param"] == "prompt"
 

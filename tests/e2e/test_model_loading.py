@@ -42,7 +42,7 @@ def server(root: Path) -> Iterator[ServerProcess]:
 
 
 def post(server: ServerProcess, path: str, **body: Any) -> httpx2.Response:
-    return httpx2.post(f"{server.url}{path}", json=body, headers=ADMIN, timeout=60)
+    return httpx2.post(f"{server.url}{path}", json=body, headers=ADMIN)
 
 
 def embed(server: ServerProcess, model: str | None, text: str = "w5 w6") -> np.ndarray:
@@ -172,7 +172,6 @@ def check_that_adapters_come_back(small: ServerProcess) -> None:
         params={"name": "mine", "model": "one", "config": json.dumps(golden["adapter_config"])},
         content=golden_upload(golden),
         headers={"content-type": "application/octet-stream"},
-        timeout=60,
     )
     # Its model came back for it.
     assert answer.status_code == 200, answer.text

@@ -14,7 +14,7 @@ MESSAGES = [{"role": "user", "content": "What is 2 + 3?"}]
 
 
 def post(server: ServerProcess, path: str, **body: Any) -> Any:
-    response = httpx2.post(server.url + path, json=body, timeout=60)
+    response = httpx2.post(server.url + path, json=body)
     assert response.status_code == 200, response.text
     return response.json()
 

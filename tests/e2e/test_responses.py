@@ -73,7 +73,7 @@ def client(url: str) -> Iterator[openai.OpenAI]:
 def call(url: str, method: str = "POST", path: str = "", key: str = "one", **body: Any) -> Any:
     headers = {"authorization": f"Bearer {key}"}
     sent = {"json": {"model": "alias", "input": "hi"} | body} if method == "POST" else {}
-    return httpx2.request(method, url + PATH + path, headers=headers, timeout=30, **sent)
+    return httpx2.request(method, url + PATH + path, headers=headers, **sent)
 
 
 def post(url: str, **body: Any) -> dict[str, Any]:
@@ -374,7 +374,7 @@ def test_a_response_in_the_background_can_be_cancelled(engine: FakeEngine, url: 
     engine.script = hang(after="hel")
     headers = {"authorization": "Bearer one"}
     body = {"model": "alias", "input": "hi", "background": True, "stream": True}
-    with httpx2.stream("POST", url + PATH, json=body, headers=headers, timeout=30) as response:
+    with httpx2.stream("POST", url + PATH, json=body, headers=headers) as response:
         lines = response.iter_lines()
         created = json.loads([next(lines) for _ in range(2)][1].removeprefix("data: "))
         name = created["response"]["id"]
@@ -391,7 +391,7 @@ def test_a_response_in_the_background_can_be_cancelled(engine: FakeEngine, url: 
     check_response(cancelled)
     assert cancelled["status"] == "cancelled"
     assert '"type":"response.incomplete"' in rest
-    assert engine.aborted.get(timeout=30) == name
+    assert engine.aborted.get() == name
     assert call(url, "POST", f"/{name}/cancel").json() == cancelled
     engine.script = write("hello")
     assert call(url, "POST", f"/{post(url)['id']}/cancel").status_code == 400
@@ -410,7 +410,7 @@ def test_deleting_ends_what_runs(engine: FakeEngine, url: str) -> None:
     check_response(queued)
     assert (queued["status"], queued["output"]) == ("queued", [])
     assert call(url, "DELETE", f"/{queued['id']}").status_code == 200
-    assert engine.aborted.get(timeout=30) == queued["id"]
+    assert engine.aborted.get() == queued["id"]
     assert call(url, "GET", f"/{queued['id']}").status_code == 404
 
 
@@ -429,7 +429,7 @@ def test_a_server_that_stops_ends_what_runs() -> None:
     engine.script = hang()
     with serve_fake(engine) as url:
         queued = post(url, background=True)
-    assert engine.aborted.get(timeout=30) == queued["id"]
+    assert engine.aborted.get() == queued["id"]
 
 
 def test_tokens_of_an_input(url: str) -> None:

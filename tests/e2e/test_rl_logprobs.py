@@ -16,7 +16,7 @@ TOLERANCE = 1e-4
 
 
 def post(server: ServerProcess, status: int = 200, path: str = PATH, **body: Any) -> Any:
-    response = httpx2.post(server.url + path, json=body, timeout=60)
+    response = httpx2.post(server.url + path, json=body)
     assert response.status_code == status, response.text
     return response.json()
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
 import schemathesis
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
@@ -28,7 +27,6 @@ def call_at_random(operation: Any) -> None:
     @given(data=st.data())
     @settings(
         max_examples=8,
-        deadline=None,
         database=None,
         phases=[Phase.generate],
         suppress_health_check=list(HealthCheck),
@@ -42,7 +40,7 @@ def call_at_random(operation: Any) -> None:
             case.body["stream"] = False
             if data.draw(st.booleans()):
                 case.body["model"] = MODEL
-        response = case.call(timeout=60)
+        response = case.call()
         # The one route that nothing loaded can serve.
         assert response.status_code < 500 or operation.path == "/v1/moderations", response.text
         assert response.status_code != 422
@@ -50,8 +48,6 @@ def call_at_random(operation: Any) -> None:
     run()
 
 
-# On a busy machine the requests of all routes take long to make up.
-@pytest.mark.timeout(300)
 def test_no_request_of_the_schema_is_a_server_error(live_server: ServerProcess) -> None:
     schema = schemathesis.openapi.from_url(f"{live_server.url}/openapi.json")
     # Others would wait for ever on a server that was paused at random.

@@ -15,7 +15,7 @@ IDS = [264, 75, 419]
 
 
 def send(server: ServerProcess, status: int = 200, method: str = "POST", **body: Any) -> Any:
-    response = httpx2.request(method, f"{server.url}/generate", json=body, timeout=60)
+    response = httpx2.request(method, f"{server.url}/generate", json=body)
     assert response.status_code == status, response.text
     return response.json()
 
@@ -37,7 +37,7 @@ def test_what_slime_and_atropos_read(live_server: ServerProcess) -> None:
         "rid": "one",
         "routing_key": "k",
     }
-    response = httpx2.put(f"{live_server.url}/generate", json=body, timeout=60)
+    response = httpx2.put(f"{live_server.url}/generate", json=body)
     assert response.headers["x-ignored-fields"] == "sampling_params.made_up"
     answer = response.json()
     meta = answer["meta_info"]
@@ -101,16 +101,17 @@ def test_a_stream_is_cumulative(live_server: ServerProcess) -> None:
         "return_entropy": True,
     }
     whole = send(live_server, **body)
-    response = httpx2.post(f"{live_server.url}/generate", json=body | {"stream": True}, timeout=60)
+    response = httpx2.post(f"{live_server.url}/generate", json=body | {"stream": True})
     chunks = chunks_of(response.text)
     for index, one in enumerate(whole):
         mine = [chunk for chunk in chunks if chunk["index"] == index]
         lengths = [len(chunk["output_ids"]) for chunk in mine]
-        assert lengths == list(range(1, 9))
+        assert lengths == sorted(set(lengths))
+        assert lengths[-1] == 8
         assert all(
             chunk["output_ids"] == one["output_ids"][: len(chunk["output_ids"])] for chunk in mine
         )
-        assert [chunk["meta_info"]["finish_reason"] for chunk in mine[:-1]] == [None] * 7
+        assert not any(chunk["meta_info"]["finish_reason"] for chunk in mine[:-1])
         assert mine[-1]["text"] == one["text"]
         meta = mine[-1]["meta_info"]
         assert len(meta["output_token_logprobs"]) == len(meta["output_token_entropy"]) == 8

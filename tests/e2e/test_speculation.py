@@ -31,7 +31,7 @@ def ask(server: ServerProcess, **options: Any) -> httpx2.Response:
         "ignore_eos": True,
         **options,
     }
-    return httpx2.post(f"{server.url}/v1/chat/completions", json=body, timeout=60)
+    return httpx2.post(f"{server.url}/v1/chat/completions", json=body)
 
 
 def test_a_request_may_refuse_it_and_gets_the_same_text(server: ServerProcess) -> None:

@@ -37,7 +37,7 @@ PLACE: dict[str, Any] = {
 @pytest.fixture
 def client(live_server: ServerProcess) -> Iterator[openai.OpenAI]:
     url = f"{live_server.url}/v1"
-    with openai.OpenAI(base_url=url, api_key="x", max_retries=0, timeout=60) as client:
+    with openai.OpenAI(base_url=url, api_key="x", max_retries=0) as client:
         yield client
 
 
@@ -138,7 +138,6 @@ def test_a_body_that_is_nested_too_deeply_is_refused(live_server: ServerProcess)
         f"{live_server.url}/v1/completions",
         content=body,
         headers={"content-type": "application/json"},
-        timeout=60,
     )
     assert response.status_code == 400
 

@@ -16,7 +16,7 @@ PATH = "/inference/v1/generate"
 
 
 def post(server: ServerProcess, **body: Any) -> Any:
-    response = httpx2.post(server.url + PATH, json=body, timeout=60)
+    response = httpx2.post(server.url + PATH, json=body)
     assert response.status_code == 200, response.text
     return response.json()
 
@@ -27,7 +27,7 @@ def ids_of(server: ServerProcess, text: str) -> list[int]:
 
 def stream(server: ServerProcess, **body: Any) -> list[dict[str, Any]]:
     body |= {"stream": True}
-    response = httpx2.post(server.url + PATH, json=body, timeout=60)
+    response = httpx2.post(server.url + PATH, json=body)
     *parts, done, rest = response.text.split("\n\n")
     assert (done, rest) == ("data: [DONE]", "")
     return [json.loads(part.removeprefix("data: ")) for part in parts]
@@ -58,7 +58,6 @@ def test_what_the_train_client_of_verifiers_reads(live_server: ServerProcess) ->
             "priority": 0,
         },
         headers={"x-session-id": "a"},
-        timeout=60,
     )
     assert response.headers["x-ignored-fields"] == "sampling_params.routed_experts_prompt_start"
     answer = response.json()
@@ -144,7 +143,7 @@ def test_a_bad_body_names_its_field(
     live_server: ServerProcess, change: dict[str, Any], param: str
 ) -> None:
     body = {"token_ids": [1, 2], "sampling_params": {"max_tokens": 1}} | change
-    response = httpx2.post(live_server.url + PATH, json=body, timeout=60)
+    response = httpx2.post(live_server.url + PATH, json=body)
     assert response.status_code == 400
     assert response.json()["error"]["param"] == param
 
@@ -157,7 +156,7 @@ def test_an_aborted_request_returns_what_it_has(live_server: ServerProcess) -> N
         "stream": True,
     }
     seen: list[dict[str, Any]] = []
-    with httpx2.stream("POST", live_server.url + PATH, json=body, timeout=60) as response:
+    with httpx2.stream("POST", live_server.url + PATH, json=body) as response:
         for line in response.iter_lines():
             if not line.startswith("data: {"):
                 continue

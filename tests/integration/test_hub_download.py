@@ -287,7 +287,7 @@ def test_a_server_loads_the_adapters_of_the_hub_that_it_may(
 
 def check_loads(url: str, folder: str) -> None:
     """What may be loaded is, by each dialect; other ids are refused, naming the setting."""
-    with httpx2.Client(base_url=url, timeout=60) as http:
+    with httpx2.Client(base_url=url) as http:
         for name, path in (("a", "/v1/load_lora_adapter"), ("b", "/load_lora_adapter")):
             answer = http.post(path, json={"lora_name": name, "lora_path": ADAPTER})
             assert answer.status_code == 200, answer.text

@@ -49,7 +49,7 @@ async def engine() -> AsyncIterator[AsyncEngine]:
 
 
 def wait_for(gate: threading.Event) -> None:
-    assert gate.wait(30)
+    gate.wait()
 
 
 async def text_of(engine: AsyncEngine, request: GenerateRequest) -> str:
@@ -248,7 +248,7 @@ def test_a_failed_load_is_raised_after_its_thread_has_ended(
 
     def end_thread() -> None:
         # Nobody tells it before it ends, unless the load's error came too early.
-        ends.append(told.wait(0.1))
+        ends.append(told.wait(0.1))  # time limit: passes if too short
 
     def build(*_: object) -> list[LoadedEngine]:
         raise ConfigError("too little memory")

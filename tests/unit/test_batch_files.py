@@ -147,7 +147,7 @@ def test_a_folder_belongs_to_one_process(tmp_path: Path) -> None:
         target=lock_out, args=(tmp_path / "deep" / "data",)
     )
     other.start()
-    other.join(60)
+    other.join()
     assert other.exitcode == 7
     storage.close()
     Storage(tmp_path / "deep" / "data", LIMITS).close()

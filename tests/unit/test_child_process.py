@@ -94,7 +94,7 @@ def test_a_signal_reaches_the_child() -> None:
 
 def test_a_child_that_takes_too_long_is_ended() -> None:
     with pytest.raises(subprocess.TimeoutExpired):
-        child_process.run([COMMAND, "sleep", "600"], timeout_s=0.01)
+        child_process.run([COMMAND, "sleep", "600"], timeout_s=0.01)  # time limit: the subject
 
 
 def test_a_child_that_cannot_start_leaves_no_descriptor(tmp_path) -> None:

@@ -217,13 +217,13 @@ def test_a_process_whose_server_is_gone_ends(num_queries: int) -> None:
         assert isinstance(channel.receive()[0], Ready)
         for number in range(num_queries):
             channel.send(Query(methodcaller("metrics")), number + 1)
-    assert process.wait(60) == ORPHANED
+    assert process.wait() == ORPHANED
 
 
 def test_a_process_that_loads_ends_with_its_server() -> None:
     with server_of("stays") as (process, _):
         pass
-    assert process.wait(60) == ORPHANED
+    assert process.wait() == ORPHANED
 
 
 def test_modules_are_not_found_in_the_working_directory(
@@ -247,7 +247,7 @@ def test_no_signal_ends_it_however_early() -> None:
         message, _ = channel.receive()
         process.send_signal(signal.SIGTERM)
         assert isinstance(message, Failed)
-        assert process.wait(60) == 1
+        assert process.wait() == 1
 
 
 def test_its_answers_can_be_withdrawn() -> None:

@@ -38,7 +38,7 @@ def test_a_bound_socket_is_inherited() -> None:
         with inherit(parents.detach()) as listener:
             assert listener.getsockname() == address
             listener.listen()
-            socket.create_connection(address, timeout=10).close()
+            socket.create_connection(address).close()
 
 
 def test_a_descriptor_that_is_no_bound_tcp_socket_is_refused_and_stays_open(tmp_path: Path) -> None:

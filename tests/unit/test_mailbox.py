@@ -35,7 +35,7 @@ async def test_a_thread_waits_for_a_loop_that_is_behind() -> None:
     thread.start()
     while len(delivered) < MAX_BEHIND:
         # The loop does nothing meanwhile.
-        threading.Event().wait(0.001)
+        threading.Event().wait(0.001)  # time limit: of one question
     assert (seen, len(delivered)) == ([], MAX_BEHIND)
     await asyncio.to_thread(thread.join)
     await asyncio.sleep(0)
