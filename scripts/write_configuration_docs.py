@@ -20,6 +20,10 @@ variables, those over the file, the file over the defaults.
 | environment | `MLX_PARALLM_MAX_NUM_SEQS=64`; lists are separated by commas or written as JSON |
 | file | `max-num-seqs: 64` in YAML or `max_num_seqs = 64` in TOML; `-` and `_` are the same |
 
+Models may be given without `--model`, as in `mlx_parallm serve ORG/MODEL --port 8001`.
+Write them before flags that take several values, which would take them too.
+A misspelt flag ends the process with status 2 and the flag that may be meant.
+
 The file is named by `--config FILE` or `MLX_PARALLM_CONFIG`. Its keys are the names of the flags
 (aliases too); an unknown key is an error. A wrong value ends the process with status 2 and a
 message that names the setting and where it was set. Switches are turned off with `--no-NAME`;

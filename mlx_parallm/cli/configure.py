@@ -27,6 +27,9 @@ from mlx_parallm.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
+#: The setting that ``MODELS_ARGUMENT``, arguments without a flag in front, belong to.
+MODEL = "model"
+MODELS_ARGUMENT = "models"
 CONFIG_VARIABLE = ENVIRONMENT_PREFIX + "CONFIG"
 ORDER = "Flags win over environment variables, those over the file, the file over the defaults."
 
@@ -52,6 +55,16 @@ def add_settings(parser: argparse.ArgumentParser, groups: Sequence[str] = GROUPS
     parser.epilog = f"{ORDER} A setting's variable is {ENVIRONMENT_PREFIX}NAME."
 
 
+def add_models(parser: argparse.ArgumentParser) -> None:
+    """Add models without a flag in front, as vLLM has its one."""
+    parser.add_argument(
+        MODELS_ARGUMENT,
+        nargs="*",
+        metavar="ID_OR_FOLDER",
+        help="models, as --model has them; write them before flags that take several values",
+    )
+
+
 def read_settings(
     args: argparse.Namespace, environment: Mapping[str, str] = os.environ
 ) -> tuple[EngineConfig, ServerConfig]:
@@ -70,12 +83,17 @@ def read_settings(
 
 
 def from_flags(args: argparse.Namespace) -> dict[str, Given]:
-    """Settings given as flags."""
-    return {
+    """Settings given as flags, and models given without one; the latter come first."""
+    given = {
         setting.name: Given(getattr(args, _attribute(setting)), f"--{setting.name}")
         for setting in SETTINGS
         if hasattr(args, _attribute(setting))
     }
+    models = getattr(args, MODELS_ARGUMENT, None)
+    if models:
+        flagged = given[MODEL].value if MODEL in given else []
+        given[MODEL] = Given([*models, *flagged], f"--{MODEL}")
+    return given
 
 
 def from_environment(environment: Mapping[str, str]) -> dict[str, Given]:

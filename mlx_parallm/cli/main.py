@@ -1,7 +1,8 @@
 """The command line: picks a command and hands it the rest.
 
-Only the chosen command's module is imported, so that ``--help`` is quick and ``doctor`` can still
-report on an installation in which something else does not import.
+Only the chosen command's modules are imported, what its flags need before what runs, so that
+``--help`` is quick and ``doctor`` can still report on an installation in which something else does
+not import.
 """
 
 from __future__ import annotations
@@ -14,19 +15,31 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from mlx_parallm import __version__
+from mlx_parallm.cli.parser import CommandParser
 from mlx_parallm.errors import ConfigError, ParallmError
 
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """A command: its module has ``add_arguments(parser)`` and ``run(args) -> int``."""
+    """A command.
+
+    Attributes:
+        module: has ``run(args) -> int``.
+        summary: what it does.
+        flags: the module with ``add_arguments(parser)``, where it is another one.
+    """
 
     module: str
     summary: str
+    flags: str | None = None
 
 
 COMMANDS: Mapping[str, Command] = {
-    "serve": Command("mlx_parallm.cli.serve", "serve models over HTTP with OpenAI's API"),
+    "serve": Command(
+        "mlx_parallm.cli.serve",
+        "serve models over HTTP with OpenAI's API",
+        flags="mlx_parallm.cli.serve_flags",
+    ),
     "batch": Command("mlx_parallm.cli.batch", "answer a file of OpenAI batch lines"),
     "bench": Command("mlx_parallm.bench.cli", "measure a running server, or the engine by itself"),
     "doctor": Command("mlx_parallm.cli.doctor", "report backend, BLAS, versions and advice"),
@@ -63,15 +76,14 @@ def overview_parser() -> argparse.ArgumentParser:
 def run_command(name: str, arguments: Sequence[str]) -> int:
     """Parse a command's own arguments and run it."""
     command = COMMANDS[name]
-    module = importlib.import_module(command.module)
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog=f"mlx_parallm {name}",
         description=f"{command.summary[0].upper()}{command.summary[1:]}.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
-    module.add_arguments(parser)
-    return module.run(parser.parse_args(arguments))
+    importlib.import_module(command.flags or command.module).add_arguments(parser)
+    args = parser.parse_args(arguments)
+    return importlib.import_module(command.module).run(args)
 
 
 def _guard(name: str, run: Callable[[], int]) -> int:

@@ -24,7 +24,7 @@ from mlx_parallm.api.connection import BoundedProtocol
 from mlx_parallm.api.hosts import is_loopback
 from mlx_parallm.api.listener import bind, inherit
 from mlx_parallm.cli import engine_process
-from mlx_parallm.cli.configure import add_settings, read_settings, warn_of_unknown_variables
+from mlx_parallm.cli.configure import read_settings, warn_of_unknown_variables
 from mlx_parallm.cli.logs import configure_logging
 from mlx_parallm.cli.progress import ProgressPrinter
 from mlx_parallm.config import EngineConfig, ServerConfig
@@ -36,12 +36,6 @@ logger = logging.getLogger(__name__)
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 #: Connections get this long to take what was written before they are closed.
 FLUSH_TIMEOUT_S = 5
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of ``mlx_parallm serve``."""
-    parser.usage = "%(prog)s [--model ID_OR_FOLDER ...] [FLAGS]"
-    add_settings(parser)
 
 
 def run(args: argparse.Namespace) -> int:

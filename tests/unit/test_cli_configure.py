@@ -11,10 +11,12 @@ from pathlib import Path
 import pytest
 
 from mlx_parallm.cli.configure import (
+    add_models,
     add_settings,
     read_settings,
     warn_of_unknown_variables,
 )
+from mlx_parallm.cli.parser import CommandParser
 from mlx_parallm.cli.settings import DEFAULTS, SETTINGS, Setting
 from mlx_parallm.config import EngineConfig, ModelConfig, ServerConfig, SpeculativeConfig
 from mlx_parallm.errors import ConfigError
@@ -333,3 +335,54 @@ def test_tasks_are_of_all_models_or_of_one() -> None:
         read("--task", "a=paint")
     with pytest.raises(ConfigError, match="no model 'c'"):
         read("--model", "a", "--task", "c=embed")
+
+
+def read_serve(*arguments: str) -> tuple[EngineConfig, ServerConfig]:
+    parser = CommandParser(prog="serve")
+    add_models(parser)
+    add_settings(parser)
+    return read_settings(parser.parse_args(arguments), {})
+
+
+@pytest.mark.parametrize(
+    ("arguments", "paths"),
+    [
+        (["org/a"], ["org/a"]),
+        (["org/a", "org/b"], ["org/a", "org/b"]),
+        (["org/a", "--port", "8001"], ["org/a"]),
+        (["--port", "8001", "org/a"], ["org/a"]),
+        (["--enable-auto-tool-choice", "org/a", "--port", "8001", "org/b"], ["org/a", "org/b"]),
+        (["org/a", "--model", "org/b"], ["org/a", "org/b"]),
+        (["--model", "org/a", "org/b"], ["org/a", "org/b"]),
+        ([], [None]),
+    ],
+)
+def test_models_need_no_flag(arguments: list[str], paths: list[str | None]) -> None:
+    engine, server = read_serve(*arguments)
+    assert [one.path for one in engine.models] == paths
+    assert server.port == (8001 if "8001" in arguments else ServerConfig().port)
+
+
+def test_a_model_given_with_and_without_its_flag_is_given_twice() -> None:
+    with pytest.raises(ConfigError, match="given twice: org/a"):
+        read_serve("org/a", "--model", "org/a")
+
+
+@pytest.mark.parametrize(
+    ("flag", "hint"),
+    [
+        ("--prot", "--prot (did you mean --port?)"),
+        ("--prot=8000", "--prot=8000 (did you mean --port?)"),
+        ("--max_model_len=3", "--max_model_len=3 (did you mean --max-model-len?)"),
+        ("--max-num", "(did you mean --max-num-batched-tokens or --max-num-seqs or "),
+        ("--prefix-caching", "(did you mean --enable-prefix-caching?)"),
+        ("--tensor-parallel-size", "--tensor-parallel-size"),
+        ("--xyz", "arguments: --xyz\n"),
+    ],
+)
+def test_a_misspelt_flag_has_a_hint(
+    flag: str, hint: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        read_serve("org/a", flag)
+    assert hint in capsys.readouterr().err

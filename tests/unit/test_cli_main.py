@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import logging
+import subprocess
 import sys
 from pathlib import Path
 
@@ -68,6 +69,38 @@ def test_every_command_has_help(command: str, capsys: pytest.CaptureFixture[str]
     with pytest.raises(SystemExit, match="0"):
         main([command, "--help"])
     assert f"usage: mlx_parallm {command}" in capsys.readouterr().out
+
+
+def test_help_of_serve_imports_nothing_that_takes_long() -> None:
+    program = (
+        "import sys; from mlx_parallm.cli.main import main\n"
+        "try: main(['serve', '--help'])\n"
+        "except SystemExit: pass\n"
+        "print('imported:', *sorted({name.partition('.')[0] for name in sys.modules}))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    )
+    assert "--max-model-len" in done.stdout
+    imported = set(done.stdout.rpartition("imported:")[2].split())
+    slow = {
+        "mlx",
+        "mlx_lm",
+        "transformers",
+        "tokenizers",
+        "fastapi",
+        "pydantic",
+        "uvicorn",
+        "numpy",
+    }
+    assert "mlx_parallm" in imported
+    assert not imported & slow
+
+
+def test_a_command_of_a_command_has_hints_too(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(["bench", "serve", "--num-requsets", "3"])
+    assert "--num-requsets (did you mean --num-requests?)" in capsys.readouterr().err
 
 
 def test_a_wrong_setting_ends_with_status_2(capsys: pytest.CaptureFixture[str]) -> None:

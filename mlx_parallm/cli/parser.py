@@ -1,0 +1,59 @@
+"""A command's parser of arguments, which knows what a misspelt flag may mean."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+UNKNOWN = "unrecognized arguments: "
+#: Flags that begin as the unknown one does, of which a message names this many.
+MAX_HINTS = 3
+
+
+class CommandParser(argparse.ArgumentParser):
+    """Takes arguments without a flag before, between and behind flags; flags only as they are."""
+
+    def __init__(self, **options: Any) -> None:
+        options.setdefault("allow_abbrev", False)
+        super().__init__(**options)
+
+    def parse_args(  # type: ignore[override]
+        self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
+    ) -> argparse.Namespace:
+        """See ``ArgumentParser.parse_args``."""
+        namespace = argparse.Namespace() if namespace is None else namespace
+        if self._commands():
+            super().parse_args(args, namespace)
+        else:
+            self.parse_intermixed_args(args, namespace)
+        return namespace
+
+    def error(self, message: str) -> Any:
+        """End with status 2 and a line that says what is wrong, and what may be meant."""
+        if message.startswith(UNKNOWN):
+            words = message.removeprefix(UNKNOWN).split(" ")
+            message = UNKNOWN + " ".join(self._with_hint(word) for word in words)
+        super().error(message)
+
+    def _with_hint(self, word: str) -> str:
+        if not word.startswith("--"):
+            return word
+        # Compared without the dashes in front, which would make everything alike.
+        name = word.partition("=")[0].removeprefix("--").lower().replace("_", "-")
+        known = sorted({flag.removeprefix("--") for flag in self._flags()})
+        longer = [flag for flag in known if flag.startswith(name)]
+        closest = longer[:MAX_HINTS] or difflib.get_close_matches(name, known, n=1)
+        hint = " or ".join(f"--{flag}" for flag in closest)
+        return f"{word} (did you mean {hint}?)" if hint else word
+
+    def _flags(self) -> Iterator[str]:
+        yield from (flag for flag in self._option_string_actions if flag.startswith("--"))
+        for parser in self._commands():
+            yield from parser._flags()
+
+    def _commands(self) -> list[CommandParser]:
+        """The parsers of commands of this command."""
+        groups = (one for one in self._actions if isinstance(one, argparse._SubParsersAction))
+        return [parser for group in groups for parser in group.choices.values()]
