@@ -9,14 +9,15 @@ MLSys 2024, https://arxiv.org/abs/2310.18547). See ``docs/decisions/016-adapter-
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import mlx.core as mx
 
 from mlx_parallm.adapters.kernels import TEXTS
 from mlx_parallm.adapters.stack import RANK_STEP, LinearStack
 from mlx_parallm.kernels.build import Constant, KernelBuilder, KernelSpec
-from mlx_parallm.kernels.dialect import Dialect, Kernel
+from mlx_parallm.kernels.dialect import Dialect
+from mlx_parallm.kernels.kernel import Kernel
 
 #: Layers that a launch serves.
 MAX_LAYERS = 3
@@ -38,9 +39,15 @@ class ChangeKernels:
 
     def __init__(self, dialect: Dialect) -> None:
         """``dialect`` is a device's, or one that stands for it."""
-        self._builder = KernelBuilder(dialect, TEXTS, "adapters")
+        self._builder = KernelBuilder(dialect, TEXTS, "adapters", _argument_dtype)
         self._made: dict[tuple[str, mx.Dtype, int], Kernel] = {}
         self.name = dialect.name
+
+    def begin(self, dtype: mx.Dtype) -> None:
+        """Begin to compile all variants, in the background where that is possible."""
+        for layers in range(1, MAX_LAYERS + 1):
+            for text in ("shrink", "expand"):
+                self._kernel(text, dtype, layers)
 
     def serve(self, x: mx.array, y: mx.array, stack: LinearStack, slots: mx.array) -> bool:
         """Whether they are for so many rows, of one token each, and such a layer.
@@ -112,6 +119,13 @@ def _shrink(layers: int) -> KernelSpec:
 def _expand(layers: int) -> KernelSpec:
     inputs = ("low", "slots", *_each("b", layers), *_each("y", layers))
     return KernelSpec("expand", inputs, _each("output", layers), strided=True)
+
+
+def _argument_dtype(name: str, constants: Mapping[str, Constant]) -> mx.Dtype | None:
+    if name == "slots":
+        return mx.int32
+    found = mx.float32 if name == "low" else constants["T"]
+    return found if isinstance(found, mx.Dtype) else None
 
 
 def _each(name: str, layers: int) -> tuple[str, ...]:

@@ -12,7 +12,8 @@ from mlx_parallm.attention.decode_plan import DecodePlan
 from mlx_parallm.attention.kernel_plan import KernelPlan, Work
 from mlx_parallm.attention.kernel_pool import VECTOR, WARP, KernelPool, PoolLayout, lanes_for
 from mlx_parallm.kernels.build import Constant, KernelBuilder, KernelSpec
-from mlx_parallm.kernels.dialect import Kernel, Tuning
+from mlx_parallm.kernels.dialect import Tuning
+from mlx_parallm.kernels.kernel import Kernel
 
 LOG2_E = math.log2(math.e)
 
@@ -83,12 +84,22 @@ class AttendKernels:
         self._kind = kind
         self._builder = builder
         self._made: dict[str, Kernel] = {}
+        self._is_prepared = False
         # Asked for by every layer of every step.
         self._per_item = kind.heads_per_item
         self._threads = kind.threads
 
+    def begin(self) -> None:
+        """Begin to compile all of them in the background, where the language allows it."""
+        for name in ("attend", "split", "merge"):
+            self._kernel(name)
+
     def prepare(self, pool: KernelPool) -> None:
         """Have them compiled, which takes seconds and would otherwise happen while streams wait."""
+        if self._is_prepared:
+            return
+        self._is_prepared = True
+        self.begin()
         kind, shape = self._kind, self._kind.layout.shape
         queries = mx.zeros((1, kind.heads, 1, shape.key_dim), shape.dtype)
         sinks = mx.zeros((kind.heads,), shape.dtype) if kind.has_sinks else None
@@ -140,18 +151,21 @@ class AttendKernels:
         outputs: list[tuple[tuple[int, ...], mx.Dtype]],
         threadgroups: int,
     ) -> list[mx.array]:
-        kernel = self._made.get(name)
-        if kernel is None:
-            kernel = self._made[name] = self._builder.kernel(
-                self._spec(name), self._constants(name)
-            )
-        return kernel(
+        return self._kernel(name)(
             inputs=inputs,
             output_shapes=[shape for shape, _ in outputs],
             output_dtypes=[dtype for _, dtype in outputs],
             grid=(threadgroups * self._threads, 1, 1),
             threadgroup=(self._threads, 1, 1),
         )
+
+    def _kernel(self, name: str) -> Kernel:
+        kernel = self._made.get(name)
+        if kernel is None:
+            kernel = self._made[name] = self._builder.kernel(
+                self._spec(name), self._constants(name)
+            )
+        return kernel
 
     def _spec(self, name: str) -> KernelSpec:
         sinks = ("sinks",) if self._kind.has_sinks else ()

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import mlx.core as mx
@@ -21,6 +21,7 @@ from mlx_parallm.attention.kernel_plan import KernelPlan, WorkKind
 from mlx_parallm.attention.kernel_pool import (
     KernelPool,
     PoolLayout,
+    argument_dtype,
     new_kernel_pool,
 )
 from mlx_parallm.attention.kernel_prefill import PrefillKernels, PrefillKind, attend_chunk
@@ -62,7 +63,7 @@ class KernelAttention:
         self._quantisation = quantisation
         self._tuning = tuning or dialect.tuning
         self._large_work = large_work
-        self._builder = KernelBuilder(dialect, TEXTS, "paged")
+        self._builder = KernelBuilder(dialect, TEXTS, "paged", argument_dtype)
         self._moves: dict[PoolLayout, MoveKernels] = {}
         self._attend: dict[AttendKind, AttendKernels] = {}
         self._prefill: dict[PrefillKind, PrefillKernels] = {}
@@ -126,6 +127,16 @@ class KernelAttention:
             padding=padding,
             large_work=self._large_work,
         )
+
+    def begin(self, shape: LayerShape, heads: int, kinds: Iterable[Scores]) -> None:
+        """Begin to compile what layers of these kinds attend by, all of it at once."""
+        layout = self.layout(shape)
+        self._moves_of(layout).begin()
+        for scores in kinds:
+            kernels = self._kernels_of(layout, heads, scores)
+            kernels.rows.begin()
+            if kernels.chunks is not None:
+                kernels.chunks.begin()
 
     def prepare(self, shape: LayerShape, heads: int) -> None:
         """Have what large chunks attend by ready: its first use takes 2 s on an H100."""
@@ -241,22 +252,29 @@ class KernelAttention:
     def _move_kernels(self, pool: KernelPool) -> MoveKernels:
         found = pool.kernels.get("moves")
         if found is None:
-            kernels = self._moves.setdefault(pool.layout, MoveKernels(pool.layout, self._builder))
-            found = pool.kernels["moves"] = kernels
+            found = pool.kernels["moves"] = self._moves_of(pool.layout)
         return found
 
     def _layer_kernels(self, pool: KernelPool, heads: int, scores: Scores) -> _LayerKernels:
         key = (heads, scores.scale, scores.window, scores.soft_cap, scores.sinks is not None)
         found = pool.kernels.get(key)
         if found is None:
-            rows = self._attend_kernels(pool, heads, scores)
-            chunks = self._prefill_kernels(pool, heads, scores, rows)
-            found = pool.kernels[key] = _LayerKernels(rows, chunks)
+            found = pool.kernels[key] = self._kernels_of(pool.layout, heads, scores)
+            found.rows.prepare(pool)
+            if found.chunks is not None:
+                found.chunks.prepare(pool)
         return found
 
-    def _attend_kernels(self, pool: KernelPool, heads: int, scores: Scores) -> AttendKernels:
+    def _moves_of(self, layout: PoolLayout) -> MoveKernels:
+        return self._moves.setdefault(layout, MoveKernels(layout, self._builder))
+
+    def _kernels_of(self, layout: PoolLayout, heads: int, scores: Scores) -> _LayerKernels:
+        rows = self._attend_kernels(layout, heads, scores)
+        return _LayerKernels(rows, self._prefill_kernels(layout, heads, scores, rows))
+
+    def _attend_kernels(self, layout: PoolLayout, heads: int, scores: Scores) -> AttendKernels:
         kind = AttendKind(
-            layout=pool.layout,
+            layout=layout,
             heads=heads,
             scale=scores.scale,
             soft_cap=scores.soft_cap,
@@ -266,14 +284,13 @@ class KernelAttention:
         found = self._attend.get(kind)
         if found is None:
             found = self._attend[kind] = AttendKernels(kind, self._builder)
-            found.prepare(pool)
         return found
 
     def _prefill_kernels(
-        self, pool: KernelPool, heads: int, scores: Scores, rows: AttendKernels
+        self, layout: PoolLayout, heads: int, scores: Scores, rows: AttendKernels
     ) -> PrefillKernels | None:
         kind = PrefillKind(
-            layout=pool.layout,
+            layout=layout,
             heads=heads,
             scale=scores.scale,
             window=scores.window,
@@ -285,7 +302,6 @@ class KernelAttention:
         found = self._prefill.get(kind)
         if found is None:
             found = self._prefill[kind] = PrefillKernels(kind, rows.merge, self._builder)
-            found.prepare(pool)
         return found
 
 

@@ -9,7 +9,7 @@ import mlx.core as mx
 
 from mlx_parallm.attention.kernel_pool import VECTOR, KernelPool, PoolLayout
 from mlx_parallm.kernels.build import Constant, KernelBuilder, KernelSpec
-from mlx_parallm.kernels.dialect import Kernel
+from mlx_parallm.kernels.kernel import Kernel
 
 # Of a threadgroup.
 THREADS = 128
@@ -23,6 +23,11 @@ class MoveKernels:
     def __init__(self, layout: PoolLayout, builder: KernelBuilder) -> None:
         self._layout = layout
         self._builder = builder
+
+    def begin(self) -> None:
+        """Begin to compile what every model needs, in the background where the language allows."""
+        for _ in (self._write, self._gather):
+            pass
 
     def write(self, pool: KernelPool, slots: mx.array, keys: mx.array, values: mx.array) -> None:
         """Write keys ``[T, K, 1, D]`` and values ``[T, K, 1, V]`` at flat positions, int32 ``[T]``.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,6 +19,13 @@ MAX_DIM = WARP * VECTOR
 DTYPES = (mx.float32, mx.float16, mx.bfloat16)
 # Quantised numbers lie in words of this many bits.
 WORD = 32
+# Arguments that have one dtype in all kernels.
+_DTYPES = {
+    **dict.fromkeys(("items", "tables", "table", "previous", "slots", "spans", "ends"), mx.int32),
+    **dict.fromkeys(("sources", "targets", "token"), mx.int32),
+    **dict.fromkeys(("part_sums", "part_stats"), mx.float32),
+    "ids": mx.uint32,
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,6 +85,19 @@ class KernelPool(LayerPool):
     def pools(self) -> list[mx.array]:
         """The arrays that kernels read or write, in the order of ``PoolLayout.pools``."""
         return [self.keys, self.values, *self.scales]
+
+
+def argument_dtype(name: str, constants: Mapping[str, Constant]) -> mx.Dtype | None:
+    """Return the dtype of a kernel's argument; None if its constants do not say it."""
+    if name in _DTYPES:
+        return _DTYPES[name]
+    if name.endswith("scale_pool"):
+        found = constants.get("M")
+    elif name.endswith("_pool") and constants.get("BITS"):
+        return mx.uint32
+    else:
+        found = constants.get("T")
+    return found if isinstance(found, mx.Dtype) else None
 
 
 def new_kernel_pool(layout: PoolLayout, num_blocks: int) -> KernelPool:

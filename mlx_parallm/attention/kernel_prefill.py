@@ -20,7 +20,7 @@ from mlx_parallm.attention.kernel_plan import KernelPlan
 from mlx_parallm.attention.kernel_pool import VECTOR, WARP, KernelPool, PoolLayout
 from mlx_parallm.attention.key_spans import MERGE_KEYS, TILE
 from mlx_parallm.kernels.build import Constant, KernelBuilder, KernelSpec
-from mlx_parallm.kernels.dialect import Kernel
+from mlx_parallm.kernels.kernel import Kernel
 
 # Of a threadgroup; each takes 16 rows of queries.
 WARPS = 8
@@ -75,22 +75,31 @@ class PrefillKernels:
         self._merge = merge
         self._builder = builder
         self._made: dict[bool, Kernel] = {}
+        self._is_prepared = False
+        # Shorter windows are never cut.
+        self._has_parts = kind.window is None or kind.window > MERGE_KEYS
         # Asked for by every layer of every step.
         self._tokens = ROWS // kind.share
         self._at_once = max(1, THREADGROUPS // kind.layout.shape.num_kv_heads)
 
+    def begin(self) -> None:
+        """Begin to compile all of them in the background, where the language allows it."""
+        for is_split in (False, True) if self._has_parts else (False,):
+            self._kernel(is_split=is_split)
+
     def prepare(self, pool: KernelPool) -> None:
         """Have them compiled, which takes seconds and would otherwise happen while streams wait."""
+        if self._is_prepared:
+            return
+        self._is_prepared = True
+        self.begin()
         kind, shape = self._kind, self._kind.layout.shape
         blocks = (0,) * -(-LONG_CHUNK // kind.layout.block_size)
         chunk = LongChunk(first=0, length=LONG_CHUNK, start=0, blocks=blocks)
         queries = mx.zeros((chunk.length, kind.heads, 1, shape.key_dim), shape.dtype)
         sinks = mx.zeros((kind.heads,), shape.dtype) if kind.has_sinks else None
         work = chunk_work([chunk], self._tokens, kind.window, 1)
-        works = [work]
-        # Shorter ones are never cut.
-        if kind.window is None or kind.window > MERGE_KEYS:
-            works.append(work.in_parts())
+        works = [work, work.in_parts()] if self._has_parts else [work]
         mx.eval([self._attend(pool, one, queries, sinks) for one in works])
 
     def run(
@@ -121,16 +130,18 @@ class PrefillKernels:
         outputs: list[tuple[tuple[int, ...], mx.Dtype]],
     ) -> list[mx.array]:
         kind = self._kind
-        is_split = work.spans is not None
-        if is_split not in self._made:
-            self._made[is_split] = self._make(is_split=is_split)
-        return self._made[is_split](
+        return self._kernel(is_split=work.spans is not None)(
             inputs=inputs,
             output_shapes=[shape for shape, _ in outputs],
             output_dtypes=[dtype for _, dtype in outputs],
             grid=(work.items.shape[0] * kind.layout.shape.num_kv_heads * WARPS * WARP, 1, 1),
             threadgroup=(WARPS * WARP, 1, 1),
         )
+
+    def _kernel(self, *, is_split: bool) -> Kernel:
+        if is_split not in self._made:
+            self._made[is_split] = self._make(is_split=is_split)
+        return self._made[is_split]
 
     def _make(self, *, is_split: bool) -> Kernel:
         kind, layout = self._kind, self._kind.layout

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import functools
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import mlx.core as mx
 
-from mlx_parallm.kernels.dialect import Dialect, Kernel
+from mlx_parallm.kernels.dialect import Dialect
+from mlx_parallm.kernels.kernel import Kernel
 
 #: A constant of a kernel: a type or a number.
 Constant = mx.Dtype | int | float
+#: Says the dtype of an argument of a name, in a kernel with these constants; None if unknown.
+DtypeOf = Callable[[str, Mapping[str, Constant]], mx.Dtype | None]
 # Constants that choose lines of the texts.
 SWITCHES = ("BITS", "SPLIT", "SINKS", "SOFT_CAP", "WINDOW", "OUTPUTS", "EXPERTS")
 
@@ -45,11 +48,17 @@ class KernelBuilder:
     as MLX allows, and both languages see the same body.
     """
 
-    def __init__(self, dialect: Dialect, texts: Path, prefix: str) -> None:
-        """``texts`` has a folder a language; ``prefix`` begins the kernels' names."""
+    def __init__(
+        self, dialect: Dialect, texts: Path, prefix: str, dtype_of: DtypeOf | None = None
+    ) -> None:
+        """``texts`` has a folder a language; ``prefix`` begins the kernels' names.
+
+        With ``dtype_of`` kernels can be compiled in the background as soon as they are made.
+        """
         self._dialect = dialect
         self._texts = texts
         self._prefix = prefix
+        self._dtype_of = dtype_of
         self._made: dict[tuple[KernelSpec, tuple[tuple[str, Constant], ...]], Kernel] = {}
 
     def kernel(self, spec: KernelSpec, constants: Mapping[str, Constant]) -> Kernel:
@@ -66,8 +75,22 @@ class KernelBuilder:
         header = "".join(map(self._text, spec.headers))
         body = ahead + self._text(spec.text)
         return self._dialect.make(
-            name, spec.inputs, spec.outputs, body, header, strided=spec.strided
+            name,
+            spec.inputs,
+            spec.outputs,
+            body,
+            header,
+            strided=spec.strided,
+            dtypes=self._dtypes(spec, constants),
         )
+
+    def _dtypes(self, spec: KernelSpec, constants: Mapping[str, Constant]) -> list[mx.Dtype] | None:
+        """Return the dtypes of inputs and outputs; None unless all are known."""
+        if self._dtype_of is None:
+            return None
+        found = [self._dtype_of(name, constants) for name in (*spec.inputs, *spec.outputs)]
+        known = [dtype for dtype in found if dtype is not None]
+        return known if len(known) == len(found) else None
 
     def _constants(self, constants: Mapping[str, Constant]) -> str:
         lines = []

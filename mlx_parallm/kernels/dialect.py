@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import mlx.core as mx
+
+from mlx_parallm.kernels.device_precompiler import device_precompiler
+from mlx_parallm.kernels.kernel import Kernel, KernelText
+from mlx_parallm.kernels.precompiled import PrecompiledKernel, Precompiler
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,22 +36,6 @@ class Tuning:
     max_heads: int = 8
     chunk_multiple: int = 1
     pads_rows: bool = False
-
-
-class Kernel(Protocol):
-    """A compiled kernel. The grid is in threads, in both languages."""
-
-    def __call__(
-        self,
-        *,
-        inputs: Sequence[mx.array],
-        output_shapes: Sequence[Sequence[int]],
-        output_dtypes: Sequence[mx.Dtype],
-        grid: tuple[int, int, int],
-        threadgroup: tuple[int, int, int],
-    ) -> list[mx.array]:
-        """Run it, lazily as any operation."""
-        ...
 
 
 class Dialect(Protocol):
@@ -87,16 +75,19 @@ class Dialect(Protocol):
         header: str,
         *,
         strided: bool,
+        dtypes: Sequence[mx.Dtype] | None = None,
     ) -> Kernel:
         """A kernel of the body ``source`` after ``header``; raises without such a device.
 
-        Inputs that are not contiguous are copied before, unless it is ``strided``.
+        Inputs that are not contiguous are copied before, unless it is ``strided``. ``dtypes`` are
+        those of inputs and outputs that it will be called with, if they are known: it is compiled
+        in the background then, where the language allows it.
         """
         ...
 
 
 class CudaDialect:
-    """CUDA C++, compiled by NVRTC at the first call."""
+    """CUDA C++, compiled by NVRTC: by ourselves if possible, else by MLX at the first call."""
 
     name = "cuda"
     suffix = ".cu"
@@ -111,6 +102,10 @@ class CudaDialect:
     # a cuDNN graph for each pair of lengths it meets (docs/decisions/020-shapes-on-cuda.md).
     tuning = Tuning(threadgroups=512, chunk_multiple=256, pads_rows=True)
 
+    def __init__(self, precompiler: Callable[[], Precompiler | None] = device_precompiler) -> None:
+        """``precompiler`` is asked for what compiles kernels apart from MLX; None if nothing."""
+        self._precompiler = precompiler
+
     def make(
         self,
         name: str,
@@ -120,17 +115,14 @@ class CudaDialect:
         header: str,
         *,
         strided: bool,
+        dtypes: Sequence[mx.Dtype] | None = None,
     ) -> Kernel:
         """See ``Dialect.make``."""
-        made: Any = mx.fast.cuda_kernel(
-            name=name,
-            input_names=list(input_names),
-            output_names=list(output_names),
-            source=source,
-            header=header,
-            ensure_row_contiguous=not strided,
-        )
-        return made
+        text = KernelText(name, tuple(input_names), tuple(output_names), source, header, strided)
+        precompiler = self._precompiler()
+        if precompiler is None:
+            return _stock_kernel(text)
+        return PrecompiledKernel(text, precompiler, lambda: _stock_kernel(text), dtypes)
 
 
 class MetalDialect:
@@ -157,8 +149,10 @@ class MetalDialect:
         header: str,
         *,
         strided: bool,
+        dtypes: Sequence[mx.Dtype] | None = None,
     ) -> Kernel:
         """See ``Dialect.make``."""
+        del dtypes  # Metal's compiler is asked at the first call.
         made: Any = mx.fast.metal_kernel(
             name=name,
             input_names=list(input_names),
@@ -168,3 +162,16 @@ class MetalDialect:
             ensure_row_contiguous=not strided,
         )
         return made
+
+
+def _stock_kernel(text: KernelText) -> Kernel:
+    """Return the kernel that MLX compiles at its first call."""
+    made: Any = mx.fast.cuda_kernel(
+        name=text.name,
+        input_names=list(text.input_names),
+        output_names=list(text.output_names),
+        source=text.source,
+        header=text.header,
+        ensure_row_contiguous=not text.strided,
+    )
+    return made

@@ -49,6 +49,7 @@ def why_not(kernels: ChangeKernels, dtype: mx.Dtype) -> str | None:
     """Why the kernels are not to be used; None if they agree with stock operations."""
     if dtype not in MAX_ERROR:
         return f"adapters of {dtype}"
+    kernels.begin(dtype)
     return why_off(lambda: kernel_error(kernels, dtype), MAX_ERROR[dtype])
 
 

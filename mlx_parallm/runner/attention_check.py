@@ -8,7 +8,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from mlx_parallm.attention.base import AttentionBackend, LayerShape
+from mlx_parallm.attention.base import AttentionBackend, LayerShape, Scores
 from mlx_parallm.attention.quantisation import KVQuantisation
 from mlx_parallm.batch import ScheduledSequence
 
@@ -53,15 +53,18 @@ def attention_error(
     """
     tables = [_cut(table, block_size) for table in TABLES]
     errors = []
-    for window, sinks in (
-        (None, None),
-        (WINDOW, None),
-        (None, (mx.arange(heads) * 0.5).astype(shape.dtype)),
-    ):
+    for scores in checked_scores(shape, heads):
         trial = _Trial(backend, shape, tables)
         trial.write(((len(tables) - 1, 0, WRITTEN),))
-        errors += [trial.error(step, heads, window, sinks) for step in STEPS]
+        errors += [trial.error(step, heads, scores) for step in STEPS]
     return float(np.max(errors))
+
+
+def checked_scores(shape: LayerShape, heads: int) -> list[Scores]:
+    """Return the kinds of attention that are tried."""
+    scale = shape.key_dim**-0.5
+    sinks = (mx.arange(heads) * 0.5).astype(shape.dtype)
+    return [Scores(scale), Scores(scale, window=WINDOW), Scores(scale, sinks=sinks)]
 
 
 def misread_share(
@@ -136,10 +139,10 @@ class _Trial:
             row += count
         return plan
 
-    def error(self, step: _Step, heads: int, window: int | None, sinks: mx.array | None) -> float:
+    def error(self, step: _Step, heads: int, scores: Scores) -> float:
         """Write and attend; the largest difference from what is right."""
-        shape = self._shape
-        total, scale = sum(count for _, _, count in step), shape.key_dim**-0.5
+        shape, scale, window, sinks = self._shape, scores.scale, scores.window, scores.sinks
+        total = sum(count for _, _, count in step)
         queries = _normal(self._source, shape.dtype, total, heads, shape.key_dim)
         plan = self.write(step)
         rows = _as_rows(queries, shape.dtype)

@@ -26,6 +26,7 @@ from mlx_parallm.runner.attention_check import (
     MAX_MISREAD,
     SHAPE,
     attention_error,
+    checked_scores,
     misread_share,
 )
 from mlx_parallm.runner.device import backend_name
@@ -124,6 +125,7 @@ def _judge(
             return reason, worst
         multiple = _query_heads(heads, shape)
         try:
+            kernels.begin(shape, multiple, checked_scores(shape, multiple))
             error = attention_error(kernels, shape, multiple, block_size)
             misread = misread_share(kernels, shape, block_size)
         except MODEL_ERRORS as cause:

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import mlx.core as mx
 
+from mlx_parallm.attention.kernel_pool import argument_dtype
 from mlx_parallm.attention.kernels import TEXTS
 from mlx_parallm.kernels.build import Constant, KernelBuilder, KernelSpec
-from mlx_parallm.kernels.dialect import Dialect, Kernel
+from mlx_parallm.kernels.dialect import Dialect
+from mlx_parallm.kernels.kernel import Kernel
 from mlx_parallm.runner.device_kernels import KernelReport
 from mlx_parallm.runner.kernel_trial import cuda_report, largest_error, why_off
 from mlx_parallm.runner.row_kernel import CHUNK, DTYPES, MAX_ERROR, PANEL, TILE, WARP, WARPS
@@ -34,7 +36,7 @@ class ExpertKernel:
 
     def __init__(self, dialect: Dialect) -> None:
         """``dialect`` is CUDA's, or one that stands for it."""
-        self._builder = KernelBuilder(dialect, TEXTS, "paged")
+        self._builder = KernelBuilder(dialect, TEXTS, "paged", argument_dtype)
 
     def __call__(self, x: mx.array, experts: mx.array, weight: mx.array) -> mx.array:
         """Products ``[P, 1, N]`` of each row and the weight that it chose.

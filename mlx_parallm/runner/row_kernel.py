@@ -11,9 +11,11 @@ from collections.abc import Sequence
 
 import mlx.core as mx
 
+from mlx_parallm.attention.kernel_pool import argument_dtype
 from mlx_parallm.attention.kernels import TEXTS
 from mlx_parallm.kernels.build import Constant, KernelBuilder, KernelSpec
-from mlx_parallm.kernels.dialect import Dialect, Kernel
+from mlx_parallm.kernels.dialect import Dialect
+from mlx_parallm.kernels.kernel import Kernel
 from mlx_parallm.runner.device_kernels import KernelReport
 from mlx_parallm.runner.kernel_trial import cuda_report, largest_error, why_off
 
@@ -50,19 +52,22 @@ def why_not(kernel: RowKernel, weight: mx.array, widths: Sequence[int]) -> str |
         weight: ``[N, K]``.
         widths: of the weights that it consists of, one after the other.
     """
-    reason = _why_unsupported(weight, widths)
+    reason = why_unsupported([weight], len(widths))
     return reason or why_off(lambda: kernel_error(kernel, weight, widths), MAX_ERROR)
 
 
-def _why_unsupported(weight: mx.array, widths: Sequence[int]) -> str | None:
-    if weight.dtype not in DTYPES:
-        return f"weights of {weight.dtype}"
-    if weight.nbytes > MAX_BYTES:
-        return f"{weight.nbytes} bytes: cuBLAS reads them faster"
-    if len(widths) > MAX_OUTPUTS:
-        return f"{len(widths)} weights at once"
-    if weight.shape[1] % CHUNK:
-        return f"rows of {weight.shape[1]} numbers"
+def why_unsupported(weights: Sequence[mx.array], num_outputs: int) -> str | None:
+    """Return why the kernel is not for weights that lie one after the other; None if it is."""
+    dtype, length = weights[0].dtype, weights[0].shape[1]
+    num_bytes = sum(weight.nbytes for weight in weights)
+    if dtype not in DTYPES:
+        return f"weights of {dtype}"
+    if num_bytes > MAX_BYTES:
+        return f"{num_bytes} bytes: cuBLAS reads them faster"
+    if num_outputs > MAX_OUTPUTS:
+        return f"{num_outputs} weights at once"
+    if length % CHUNK:
+        return f"rows of {length} numbers"
     return None
 
 
@@ -81,7 +86,7 @@ class RowKernel:
 
     def __init__(self, dialect: Dialect) -> None:
         """``dialect`` is CUDA's, or one that stands for it."""
-        self._builder = KernelBuilder(dialect, TEXTS, "paged")
+        self._builder = KernelBuilder(dialect, TEXTS, "paged", argument_dtype)
         self._made: dict[tuple[mx.Dtype, int, bool], Kernel] = {}
         self._ends: dict[tuple[int, ...], mx.array] = {}
 
@@ -92,17 +97,25 @@ class RowKernel:
         """
         rows = x.shape[0]
         is_small = rows <= TILE
-        key = (weight.dtype, len(widths), is_small)
-        if key not in self._made:
-            self._made[key] = self._make(*key)
         columns = PANEL * _panels(is_small)
-        return self._made[key](
+        return self._kernel(weight.dtype, len(widths), is_small)(
             inputs=[x, self._ends_of(tuple(widths)), weight],
             output_shapes=[(rows, 1, one) for one in widths],
             output_dtypes=[weight.dtype] * len(widths),
             grid=(-(-weight.shape[0] // columns) * WARPS * WARP, 1, 1),
             threadgroup=(WARPS * WARP, 1, 1),
         )
+
+    def begin(self, dtype: mx.Dtype, num_outputs: int) -> None:
+        """Begin to compile what so many weights need, in the background where that is possible."""
+        for is_small in (True, False):
+            self._kernel(dtype, num_outputs, is_small)
+
+    def _kernel(self, dtype: mx.Dtype, num_outputs: int, is_small: bool) -> Kernel:
+        key = (dtype, num_outputs, is_small)
+        if key not in self._made:
+            self._made[key] = self._make(*key)
+        return self._made[key]
 
     def _make(self, dtype: mx.Dtype, num_outputs: int, is_small: bool) -> Kernel:
         panels = _panels(is_small)

@@ -18,7 +18,7 @@ import mlx.nn as nn
 
 from mlx_parallm.runner.kernel_trial import ShapeTrials
 from mlx_parallm.runner.row_counts import ROW_COUNTS
-from mlx_parallm.runner.row_kernel import MAX_ROWS, RowKernel, why_not
+from mlx_parallm.runner.row_kernel import MAX_ROWS, RowKernel, why_not, why_unsupported
 
 #: Names of layers that mlx_lm's models call on one and the same input.
 SIBLINGS = (
@@ -183,6 +183,8 @@ def use_row_layers(model: nn.Module, kernel: RowKernel | None) -> int:
     """
     groups = list(_groups(model))
     trials = ShapeTrials("the linear kernel is")
+    if kernel is not None:
+        _begin(kernel, groups)
     for group in groups:
         product = RowProduct(group)
         if kernel is not None and not _packing(group[0]):
@@ -199,6 +201,14 @@ def use_row_layers(model: nn.Module, kernel: RowKernel | None) -> int:
     for layer in others.values():
         layer.__class__ = ROW_LAYERS[type(layer)]
     return sum(map(len, groups)) + len(others)
+
+
+def _begin(kernel: RowKernel, groups: Sequence[Sequence[nn.Module]]) -> None:
+    """Begin to compile the kernel for all groups that it is for, at once."""
+    for group in groups:
+        weights = [layer["weight"] for layer in group]
+        if not _packing(group[0]) and why_unsupported(weights, len(group)) is None:
+            kernel.begin(weights[0].dtype, len(group))
 
 
 def release_products(model: nn.Module) -> None:

@@ -59,7 +59,9 @@ def choose_sampling(vocab: int, dtype: mx.Dtype) -> tuple[SamplingKernels | None
     kernels = device_kernels()
     if kernels is None:
         return None, None
-    for one in dict.fromkeys((dtype, mx.float32)):
+    dtypes = dict.fromkeys((dtype, mx.float32))
+    kernels.begin(vocab, dtypes)
+    for one in dtypes:
         reason = why_not(kernels, vocab, one)
         if reason is not None:
             logger.warning("sampling kernels are not used: %s", reason)

@@ -6,11 +6,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Mapping
 
 import mlx.core as mx
 
 from mlx_parallm.kernels.build import Constant, KernelBuilder, KernelSpec
-from mlx_parallm.kernels.dialect import Dialect, Kernel
+from mlx_parallm.kernels.dialect import Dialect
+from mlx_parallm.kernels.kernel import Kernel
 from mlx_parallm.sampling.kernels import TEXTS
 from mlx_parallm.sampling.logprobs import TargetLogprobs
 
@@ -23,6 +25,13 @@ MAX_TOP = 32
 MIN_VOCAB, MAX_VOCAB = MAX_TOP, 1 << 24
 # Bits of a float32 that numbers of 16 bits do not use.
 UNUSED_BITS = {mx.float32: 0, mx.float16: 13, mx.bfloat16: 16}
+
+# Of arguments; logits have one dtype or another.
+_DTYPES = {
+    **dict.fromkeys(("settings", "floors", "targets", "top_values"), mx.float32),
+    **dict.fromkeys(("keys", "tokens", "target_ids", "top_ids"), mx.uint32),
+    "wanted": mx.int32,
+}
 
 _DRAW = KernelSpec("draw", ("logits", "settings", "keys"), ("tokens", "floors"))
 _LOGPROBS = KernelSpec(
@@ -37,11 +46,18 @@ class SamplingKernels:
 
     def __init__(self, dialect: Dialect, *, threads: int | None = None) -> None:
         """``threads`` of a threadgroup, a multiple of 32; as suits the device if not given."""
-        self._builder = KernelBuilder(dialect, TEXTS, "sampling")
+        self._builder = KernelBuilder(dialect, TEXTS, "sampling", _argument_dtype)
         self._threads = threads or THREADS[dialect.name]
         self._trusted: set[tuple[int, mx.Dtype]] = set()
         self._made: dict[tuple[str, int, mx.Dtype], Kernel] = {}
         self.name = dialect.name
+
+    def begin(self, vocab: int, dtypes: Iterable[mx.Dtype]) -> None:
+        """Begin to compile what such logits need, in the background where that is possible."""
+        for dtype in dtypes:
+            if why_unsupported(vocab, dtype) is None:
+                for spec in (_DRAW, _LOGPROBS):
+                    self._kernel(spec, vocab, dtype)
 
     def trust(self, vocab: int, dtype: mx.Dtype) -> None:
         """They were found right for such logits."""
@@ -63,7 +79,7 @@ class SamplingKernels:
             keys: uint32 ``[rows, 2]``.
         """
         rows = logits.shape[0]
-        tokens, floors = self._kernel(_DRAW, logits)(
+        tokens, floors = self._kernel(_DRAW, logits.shape[-1], logits.dtype)(
             inputs=[logits, settings, keys],
             output_shapes=[(rows,), (rows,)],
             output_dtypes=[mx.uint32, mx.float32],
@@ -84,7 +100,9 @@ class SamplingKernels:
             top: how many of the likeliest, up to ``MAX_TOP``.
         """
         count = wanted.shape[0]
-        target_ids, targets, top_ids, top_values = self._kernel(_LOGPROBS, logits)(
+        target_ids, targets, top_ids, top_values = self._kernel(
+            _LOGPROBS, logits.shape[-1], logits.dtype
+        )(
             inputs=[logits, tokens, wanted],
             output_shapes=[(count,), (count,), (count, max(top, 1)), (count, max(top, 1))],
             output_dtypes=[mx.uint32, mx.float32, mx.uint32, mx.float32],
@@ -95,8 +113,7 @@ class SamplingKernels:
             return TargetLogprobs(target_ids, targets, None, None)
         return TargetLogprobs(target_ids, targets, top_ids, top_values)
 
-    def _kernel(self, spec: KernelSpec, logits: mx.array) -> Kernel:
-        vocab, dtype = logits.shape[-1], logits.dtype
+    def _kernel(self, spec: KernelSpec, vocab: int, dtype: mx.Dtype) -> Kernel:
         key = (spec.text, vocab, dtype)
         found = self._made.get(key)
         if found is None:
@@ -118,6 +135,11 @@ def why_unsupported(vocab: int, dtype: mx.Dtype) -> str | None:
     if not MIN_VOCAB <= vocab <= MAX_VOCAB:
         return f"a vocabulary of {vocab}"
     return None
+
+
+def _argument_dtype(name: str, constants: Mapping[str, Constant]) -> mx.Dtype | None:
+    found = _DTYPES.get(name, constants["T"])
+    return found if isinstance(found, mx.Dtype) else None
 
 
 def _vector(vocab: int, dtype: mx.Dtype) -> int:

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import mlx.core as mx
+
 from mlx_parallm.kernels.build import kernel_text
 from tests.kernels.shim_dialect import ORDERS, CudaShim, MetalShim, Shim
 
@@ -91,9 +93,11 @@ class MistakenShim(CudaShim):
         header: str,
         *,
         strided: bool,
+        dtypes: Sequence[mx.Dtype] | None = None,
     ) -> Any:
         """See ``Shim.make``."""
         if name.startswith(self._prefix):
             right, wrong = self._mistake.right, self._mistake.wrong
             source, header = (one.replace(right, wrong) for one in (source, header))
-        return super().make(name, input_names, output_names, source, header, strided=strided)
+        names = (name, input_names, output_names)
+        return super().make(*names, source, header, strided=strided, dtypes=dtypes)

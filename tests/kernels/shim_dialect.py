@@ -126,12 +126,15 @@ class Shim:
         header: str,
         *,
         strided: bool,
+        dtypes: Sequence[mx.Dtype] | None = None,
     ) -> Any:
-        """See ``Dialect.make``."""
+        """See ``Dialect.make``; calls must have ``dtypes``, which kernels are compiled for."""
         source = self.mutate(name, source)
         text = Text(name, tuple(input_names), tuple(output_names), source, header, strided)
 
         def call(**options: Any) -> list[mx.array]:
+            found = [*(array.dtype for array in options["inputs"]), *options["output_dtypes"]]
+            assert dtypes is None or found == list(dtypes), f"{name}: {found}, not {dtypes}"
             return self._call(text, **options)
 
         return call

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import mlx.core as mx
+
 from mlx_parallm.attention.kernels import TEXTS
 from mlx_parallm.kernels.build import kernel_text
 from tests.kernels.shim_compile import SHIM
@@ -25,8 +27,10 @@ class TensorShim(CudaShim):
         header: str,
         *,
         strided: bool,
+        dtypes: Sequence[mx.Dtype] | None = None,
     ) -> Any:
         real = kernel_text(TEXTS / "tensor_cores" / "tensor.cu")
         shim = (SHIM / "tensor.h").read_text().replace("#pragma once", "")
         header = header.replace(real, shim)
-        return super().make(name, input_names, output_names, source, header, strided=strided)
+        names = (name, input_names, output_names)
+        return super().make(*names, source, header, strided=strided, dtypes=dtypes)

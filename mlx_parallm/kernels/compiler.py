@@ -1,0 +1,147 @@
+"""Compiles kernels on several threads at once, and keeps what came of it on disk."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
+
+from mlx_parallm.kernels.store import KernelStore
+
+logger = logging.getLogger(__name__)
+
+#: Makes machine code of a source, which has a name. Threads call it at the same time.
+Compile = Callable[[str, str], bytes]
+#: Gets the number of kernels that are compiled, and of those that were asked for with them.
+Watch = Callable[[int, int], None]
+
+# A compilation takes some 150 MB of memory.
+MAX_THREADS = 16
+#: Seconds between two reports of a thread that waits.
+REPORT_S = 0.1
+
+
+class CompilationError(RuntimeError):
+    """A kernel's source could not be compiled."""
+
+
+@dataclass(slots=True)
+class CompilerCounts:
+    """What a compiler did.
+
+    Attributes:
+        compiled: kernels.
+        kept: kernels that were found on disk instead.
+        waited_s: seconds that callers waited for either, summed up.
+    """
+
+    compiled: int = 0
+    kept: int = 0
+    waited_s: float = 0.0
+
+
+class KernelCompiler:
+    """Compiles each source once, in the background from ``begin`` on. Threads may share it."""
+
+    def __init__(
+        self, compile_source: Compile, identity: str, store: KernelStore, threads: int | None = None
+    ) -> None:
+        """Compile by ``compile_source``; equal sources give equal code for an ``identity``.
+
+        Its first words are for people: they say what compiles, and for which device.
+        """
+        self.identity = identity
+        self.counts = CompilerCounts()
+        self._compile = compile_source
+        self._store = store
+        self._threads = threads or min(_num_cpus(), MAX_THREADS)
+        self._lock = threading.Lock()
+        self._pool: ThreadPoolExecutor | None = None
+        self._futures: dict[str, Future[bytes]] = {}
+        self._watch: Watch | None = None
+        # Kernels that were asked for since none was under way, and how many of them are done.
+        self._batch = 0
+        self._done = 0
+
+    @property
+    def store(self) -> KernelStore:
+        """What the code is kept in."""
+        return self._store
+
+    def keep_in(self, store: KernelStore) -> None:
+        """Keep code elsewhere from now on."""
+        self._store = store
+
+    def watch(self, watch: Watch | None) -> None:
+        """Have ``watch`` called by threads that wait for a kernel."""
+        self._watch = watch
+
+    def begin(self, source: str, name: str) -> Future[bytes]:
+        """Compile a source in the background, unless that was begun before."""
+        key = self._key(source, name)
+        with self._lock:
+            future = self._futures.get(key)
+            if future is None:
+                future = self._futures[key] = self._submit(key, source, name)
+        return future
+
+    def code(self, source: str, name: str) -> bytes:
+        """Return a source's machine code as soon as there is some.
+
+        Raises:
+            CompilationError: the source is wrong, or not for this device.
+        """
+        future = self.begin(source, name)
+        begin_s, has_reported = time.monotonic(), False
+        while not wait([future], timeout=REPORT_S).done:
+            self._report()
+            has_reported = True
+        if has_reported:
+            self._report()
+        self.counts.waited_s += time.monotonic() - begin_s
+        return future.result()
+
+    def _submit(self, key: str, source: str, name: str) -> Future[bytes]:
+        if self._pool is None:
+            self._pool = ThreadPoolExecutor(self._threads, thread_name_prefix="kernels")
+        if self._done == self._batch:
+            self._batch = self._done = 0
+        self._batch += 1
+        return self._pool.submit(self._make, key, source, name)
+
+    def _make(self, key: str, source: str, name: str) -> bytes:
+        try:
+            code = self._store.get(key)
+            is_kept = code is not None
+            if code is None:
+                code = self._compile(source, name)
+                self._store.put(key, code)
+        finally:
+            with self._lock:
+                self._done += 1
+        with self._lock:
+            self.counts.kept += is_kept
+            self.counts.compiled += not is_kept
+        return code
+
+    def _report(self) -> None:
+        if self._watch is not None:
+            with self._lock:
+                done, batch = self._done, self._batch
+            self._watch(done, batch)
+
+    def _key(self, source: str, name: str) -> str:
+        parts = (self.identity, name, source)
+        return hashlib.sha256("\0".join(parts).encode()).hexdigest()
+
+
+def _num_cpus() -> int:
+    """Return the number of processors that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1

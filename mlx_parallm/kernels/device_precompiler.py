@@ -1,0 +1,67 @@
+"""What compiles the kernels of this process's GPU, apart from MLX."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from types import MappingProxyType
+
+import mlx.core as mx
+
+from mlx_parallm.kernels.compiler import KernelCompiler
+from mlx_parallm.kernels.nvrtc import loaded_nvrtc
+from mlx_parallm.kernels.precompiled import Precompiler
+from mlx_parallm.kernels.store import KernelStore
+
+logger = logging.getLogger(__name__)
+
+#: The environment variable of ``--kernel-cache-dir``.
+FOLDER_VARIABLE = "MLX_PARALLM_KERNEL_CACHE_DIR"
+#: What CUDA calls the dtypes of arguments.
+CUDA_TYPES: Mapping[mx.Dtype, str] = MappingProxyType(
+    {
+        mx.float32: "float",
+        mx.float16: "__half",
+        mx.bfloat16: "__nv_bfloat16",
+        mx.uint32: "unsigned",
+        mx.int32: "int",
+    }
+)
+
+
+@functools.cache
+def device_precompiler() -> Precompiler | None:
+    """Return the process's own, as the modules that MLX loads are the process's; None on a CPU.
+
+    It is also None where MLX has no NVRTC, or CUDA's headers are not found.
+    """
+    if mx.default_device().type == mx.DeviceType.cpu or mx.metal.is_available():
+        return None
+    try:
+        nvrtc = loaded_nvrtc()
+        if nvrtc is None:
+            logger.warning(
+                "MLX compiles the GPU kernels itself, which takes longer: there is no NVRTC, or "
+                "CUDA's headers are missing"
+            )
+            return None
+        store = KernelStore(kernel_folder(os.environ))
+        compiler = KernelCompiler(nvrtc.compile, nvrtc.identity, store)
+    except (AttributeError, OSError, RuntimeError) as cause:
+        logger.warning("MLX compiles the GPU kernels itself, which takes longer: %s", cause)
+        return None
+    return Precompiler(compiler, mx.fast.precompiled_cuda_kernel, CUDA_TYPES)
+
+
+def kernel_folder(environment: Mapping[str, str]) -> Path:
+    """Return the folder that compiled kernels are kept in unless a setting says otherwise."""
+    chosen = environment.get(FOLDER_VARIABLE)
+    if chosen:
+        return Path(chosen)
+    caches = environment.get("XDG_CACHE_HOME", "")
+    # A relative path there is to be ignored.
+    home = Path(caches) if caches.startswith("/") else Path.home() / ".cache"
+    return home / "mlx_parallm" / "kernels"

@@ -1,0 +1,40 @@
+"""A kernel as callers see it, and its text as a language's compiler gets it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import mlx.core as mx
+
+
+class Kernel(Protocol):
+    """A compiled kernel. The grid is in threads, in both languages."""
+
+    def __call__(
+        self,
+        *,
+        inputs: Sequence[mx.array],
+        output_shapes: Sequence[Sequence[int]],
+        output_dtypes: Sequence[mx.Dtype],
+        grid: tuple[int, int, int],
+        threadgroup: tuple[int, int, int],
+    ) -> list[mx.array]:
+        """Run it, lazily as any operation."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class KernelText:
+    """The body ``source`` of a kernel, after ``header``.
+
+    Inputs that are not contiguous are copied before a call, unless the kernel is ``strided``.
+    """
+
+    name: str
+    input_names: tuple[str, ...]
+    output_names: tuple[str, ...]
+    source: str
+    header: str
+    strided: bool

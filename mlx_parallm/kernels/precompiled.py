@@ -1,0 +1,260 @@
+"""Kernels that are compiled apart from MLX, which gets their machine code."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import mlx.core as mx
+
+from mlx_parallm.kernels.compiler import CompilationError, KernelCompiler
+from mlx_parallm.kernels.kernel import Kernel, KernelText
+from mlx_parallm.kernels.module_key import module_key
+
+logger = logging.getLogger(__name__)
+
+#: ``mx.fast.precompiled_cuda_kernel``, or what stands for it.
+Launch = Callable[..., list[mx.array]]
+
+_PROBE = KernelText(
+    name="mlx_parallm_probe",
+    input_names=("x",),
+    output_names=("y",),
+    source="y[threadIdx.x] = x[threadIdx.x] + x_shape[0];",
+    header="",
+    strided=False,
+)
+_PROBE_VALUES = (3, 4, 5)
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """A whole CUDA source.
+
+    Attributes:
+        name: of the kernel, which is not mangled.
+        source: with the kernel's signature.
+        sizes: inputs and their axes whose sizes are the last arguments.
+    """
+
+    name: str
+    source: str
+    sizes: tuple[tuple[int, int], ...]
+
+
+def program_of(
+    text: KernelText, dtypes: Sequence[mx.Dtype], types: Mapping[mx.Dtype, str]
+) -> Program | None:
+    """Return the program of a kernel; None for one that ``mx.fast.cuda_kernel`` must launch.
+
+    Arguments are what MLX passes to a precompiled kernel: inputs, outputs and numbers. Sizes that
+    the text asks for are numbers. Strides cannot be: MLX does not tell those of an array that is
+    not computed yet.
+
+    Args:
+        text: asks for an input's size as ``NAME_shape[AXIS]``.
+        dtypes: of the inputs, then of the outputs.
+        types: what CUDA calls them.
+    """
+    if not all(dtype in types for dtype in dtypes):
+        return None
+    names = "|".join(map(re.escape, text.input_names))
+    asked = re.compile(rf"\b({names})_shape\[(\d+)\]")
+    sizes = sorted({(name, int(axis)) for name, axis in asked.findall(text.source)})
+    body = asked.sub(r"\1_size_\2", text.source)
+    if re.search(rf"\b({names})_(shape|strides|ndim)\b", body):
+        return None
+    kinds = [types[dtype] for dtype in dtypes]
+    count = len(text.input_names)
+    arguments = [
+        *(f"const {kind}* {name}" for kind, name in zip(kinds, text.input_names, strict=False)),
+        *(f"{kind}* {name}" for kind, name in zip(kinds[count:], text.output_names, strict=True)),
+        *(f"const int {name}_size_{axis}" for name, axis in sizes),
+    ]
+    signature = f'extern "C" __global__ void {text.name}({", ".join(arguments)})'
+    return Program(
+        name=text.name,
+        source=f"{text.header}{signature} {{\n{body}\n}}\n",
+        sizes=tuple((text.input_names.index(name), axis) for name, axis in sizes),
+    )
+
+
+class PrecompiledKernel:
+    """A kernel for whatever dtypes it is called with, each compiled once. Implements ``Kernel``.
+
+    What cannot be compiled apart from MLX is left to ``mx.fast.cuda_kernel``.
+    """
+
+    def __init__(
+        self,
+        text: KernelText,
+        precompiler: Precompiler,
+        stock: Callable[[], Kernel],
+        dtypes: Sequence[mx.Dtype] | None = None,
+    ) -> None:
+        """Begin to compile for ``dtypes``, of inputs and outputs, if they are known already.
+
+        ``stock`` makes the kernel that MLX compiles.
+        """
+        self._text = text
+        self._precompiler = precompiler
+        self._stock = stock
+        self._variants: dict[tuple[mx.Dtype, ...], Kernel] = {}
+        if dtypes is not None:
+            precompiler.begin(text, dtypes)
+
+    def __call__(
+        self,
+        *,
+        inputs: Sequence[mx.array],
+        output_shapes: Sequence[Sequence[int]],
+        output_dtypes: Sequence[mx.Dtype],
+        grid: tuple[int, int, int],
+        threadgroup: tuple[int, int, int],
+    ) -> list[mx.array]:
+        """See ``Kernel.__call__``."""
+        dtypes = (*[array.dtype for array in inputs], *output_dtypes)
+        variant = self._variants.get(dtypes)
+        if variant is None:
+            variant = self._precompiler.kernel(self._text, dtypes) or self._stock()
+            self._variants[dtypes] = variant
+        return variant(
+            inputs=inputs,
+            output_shapes=output_shapes,
+            output_dtypes=output_dtypes,
+            grid=grid,
+            threadgroup=threadgroup,
+        )
+
+
+class Precompiler:
+    """Compiles kernels and hands MLX their machine code, where a trial shows that this works.
+
+    Attributes:
+        compiler: makes the code.
+        takes_keys: True if MLX finds modules by a key of their code; see ``module_key``.
+    """
+
+    def __init__(
+        self, compiler: KernelCompiler, launch: Launch, types: Mapping[mx.Dtype, str]
+    ) -> None:
+        """Launch by ``launch``; ``types`` is what CUDA calls dtypes."""
+        self.compiler = compiler
+        self._launch = launch
+        self._types = types
+        self.takes_keys = True
+
+    def begin(self, text: KernelText, dtypes: Sequence[mx.Dtype]) -> None:
+        """Have a kernel compiled in the background."""
+        program = program_of(text, dtypes, self._types)
+        if program is not None:
+            self.compiler.begin(program.source, program.name)
+
+    def kernel(self, text: KernelText, dtypes: Sequence[mx.Dtype]) -> Kernel | None:
+        """Return the compiled kernel; None for one that MLX must compile itself."""
+        program = program_of(text, dtypes, self._types)
+        if program is None or self.why_not is not None:
+            return None
+        try:
+            return self._loaded(program, is_strided=text.strided)
+        except CompilationError as problem:
+            logger.warning("MLX compiles the kernel %s itself: %s", text.name, problem)
+            return None
+
+    @cached_property
+    def why_not(self) -> str | None:
+        """Why MLX compiles all kernels itself; None if a kernel that was compiled here is right.
+
+        The first question launches it, twice: the second time by its key (``module_key``).
+        """
+        program = program_of(_PROBE, (mx.int32, mx.int32), self._types)
+        assert program is not None, "the probe asks for nothing special"
+        try:
+            probe = self._loaded(program, is_strided=False)
+            if not _is_right(probe):
+                reason = "the first kernel is wrong"
+            else:
+                self.takes_keys = self._is_known_by_key(probe)
+                return None
+        except (CompilationError, RuntimeError, TypeError, ValueError) as cause:
+            reason = str(cause)
+        logger.warning("MLX compiles the GPU kernels itself, which takes longer: %s", reason)
+        return reason
+
+    def _is_known_by_key(self, probe: LoadedKernel) -> bool:
+        """Return whether MLX finds a module that it has loaded by a key of its code."""
+        try:
+            if _is_right(probe):
+                return True
+        except RuntimeError as cause:
+            logger.info("kernels are launched by their whole code: %s", cause)
+        return False
+
+    def _loaded(self, program: Program, *, is_strided: bool) -> LoadedKernel:
+        code = self.compiler.code(program.source, program.name)
+        key = module_key(code) if self.takes_keys else code
+        return LoadedKernel(program, code, key, self._launch, is_strided=is_strided)
+
+
+class LoadedKernel:
+    """A kernel whose machine code MLX gets at the first call, and a key of it later."""
+
+    def __init__(
+        self, program: Program, code: bytes, key: bytes, launch: Launch, *, is_strided: bool
+    ) -> None:
+        self._program = program
+        self._code = code
+        self._key: bytes | None = key
+        self._launch = launch
+        self._is_strided = is_strided
+
+    def __call__(
+        self,
+        *,
+        inputs: Sequence[mx.array],
+        output_shapes: Sequence[Sequence[int]],
+        output_dtypes: Sequence[mx.Dtype],
+        grid: tuple[int, int, int],
+        threadgroup: tuple[int, int, int],
+    ) -> list[mx.array]:
+        """See ``Kernel.__call__``."""
+        options: dict[str, Any] = {
+            "name": self._program.name,
+            "compiled_source": self._code,
+            "inputs": inputs,
+            "output_shapes": output_shapes,
+            "output_dtypes": output_dtypes,
+            "scalars": [inputs[index].shape[axis] for index, axis in self._program.sizes],
+            "grid": grid,
+            "threadgroup": threadgroup,
+            "ensure_row_contiguous": not self._is_strided,
+        }
+        outputs = self._launch(**options)
+        if self._key is not None:
+            self._load(outputs)
+        return outputs
+
+    def _load(self, outputs: list[mx.array]) -> None:
+        """Have the module loaded by the first call, so that later ones need its key only."""
+        try:
+            mx.eval(outputs)
+        except ValueError:
+            # The call is being traced and has no result: a later one will have.
+            return
+        assert self._key is not None, "loaded before"
+        self._code, self._key = self._key, None
+
+
+def _is_right(probe: Kernel) -> bool:
+    (found,) = probe(
+        inputs=[mx.array(_PROBE_VALUES, mx.int32)],
+        output_shapes=[(len(_PROBE_VALUES),)],
+        output_dtypes=[mx.int32],
+        grid=(len(_PROBE_VALUES), 1, 1),
+        threadgroup=(len(_PROBE_VALUES), 1, 1),
+    )
+    return found.tolist() == [value + len(_PROBE_VALUES) for value in _PROBE_VALUES]
