@@ -237,6 +237,7 @@ class EngineConfig:
     instead of ending the process. ``speculative``: None for no speculative decoding.
     ``logprobs_mode``: one of ``request.LOGPROBS_MODES``, for requests that name none. ``warm_up``:
     run steps of many shapes before the first request, on devices that prepare something for each.
+    ``kernel_cache_dir``: the folder of an NVIDIA GPU's compiled kernels; None for the user's cache.
     """
 
     models: tuple[ModelConfig, ...] = (ModelConfig(),)
@@ -250,6 +251,7 @@ class EngineConfig:
     restart_on_failure: bool = False
     logprobs_mode: str = "raw_logprobs"
     warm_up: bool = True
+    kernel_cache_dir: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

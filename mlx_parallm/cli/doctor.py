@@ -15,7 +15,7 @@ from mlx_parallm.config import KV_CACHE_DTYPES
 from mlx_parallm.runner.adapter_check import adapter_report
 from mlx_parallm.runner.backend_choice import AttentionReport, attention_report
 from mlx_parallm.runner.device import DeviceReport, device_report
-from mlx_parallm.runner.device_kernels import KernelReport
+from mlx_parallm.runner.device_kernels import CompilerReport, KernelReport, compiler_report
 from mlx_parallm.runner.expert_kernel import expert_report
 from mlx_parallm.runner.row_kernel import linear_report
 from mlx_parallm.runner.sampling_check import sampling_report
@@ -43,7 +43,10 @@ GIB = 2**30
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Diagnosis:
-    """Everything ``doctor`` knows; ``quantised_kv`` by the KV cache's dtype."""
+    """Everything ``doctor`` knows; ``quantised_kv`` by the KV cache's dtype.
+
+    ``compiler`` is None unless the device is an NVIDIA GPU.
+    """
 
     device: DeviceReport
     attention: AttentionReport
@@ -53,6 +56,7 @@ class Diagnosis:
     experts: KernelReport
     states: KernelReport
     adapters: KernelReport
+    compiler: CompilerReport | None
     system: str
     versions: dict[str, str]
     advice: tuple[str, ...]
@@ -87,6 +91,8 @@ def diagnose() -> Diagnosis:
         experts=expert_report(),
         states=states_report(),
         adapters=adapter_report(),
+        # Last, when the kernels of the others are on disk.
+        compiler=compiler_report(),
         system=platform.platform(),
         versions=versions(),
         advice=tuple(advise(device, sys.platform, installed[0] if installed else None)),
@@ -148,6 +154,7 @@ def render(diagnosis: Diagnosis) -> list[str]:
         ("experts", diagnosis.experts.backend),
         ("recurrent layers", diagnosis.states.backend),
         ("adapters", diagnosis.adapters.backend),
+        *_compiler_rows(diagnosis.compiler),
         ("system", diagnosis.system),
         *diagnosis.versions.items(),
     ]
@@ -165,6 +172,15 @@ def render(diagnosis: Diagnosis) -> list[str]:
             lines += ["", f"{name}: kernels of this device are not used: {report.rejected}"]
     lines += ["", *(f"advice: {line}" for line in diagnosis.advice or ("nothing to change",))]
     return lines
+
+
+def _compiler_rows(report: CompilerReport | None) -> list[tuple[str, str]]:
+    """What compiles the kernels; nothing unless the device is an NVIDIA GPU."""
+    if report is None:
+        return []
+    if report.rejected is not None:
+        return [("compiler", f"{report.compiler}, anew at every start: {report.rejected}")]
+    return [("compiler", f"{report.compiler}, {report.num_kept} kernels kept in {report.folder}")]
 
 
 def _self_test(report: AttentionReport) -> str:

@@ -328,6 +328,10 @@ SETTINGS: tuple[Setting, ...] = (
     _setting("warm-up", "engine.warm_up", values.boolean, PROCESS,
              "on an NVIDIA GPU, run steps of many shapes before the first request, some seconds "
              "long: each would otherwise make streams wait for up to 40 ms when it is first met."),
+    _setting("kernel-cache-dir", "engine.kernel_cache_dir", values.text, PROCESS,
+             "on an NVIDIA GPU, folder of compiled kernels, which later starts read instead of "
+             "compiling them. If not given: mlx_parallm/kernels in $XDG_CACHE_HOME or ~/.cache.",
+             metavar="FOLDER"),
     _setting("shutdown-timeout", "server.shutdown_timeout_s", values.number(0), PROCESS,
              "how long running requests may go on after SIGTERM.", metavar="SECONDS"),
     _setting("restart-engine", "engine.restart_on_failure", values.boolean, PROCESS,

@@ -28,12 +28,14 @@ from mlx_parallm.engine.policies import Policies
 from mlx_parallm.errors import ConfigError, ModelLoadError
 from mlx_parallm.grammar.compiler import GrammarCompiler
 from mlx_parallm.grammar.vocabulary import GrammarVocabulary
+from mlx_parallm.kernels.device_precompiler import device_precompiler
 from mlx_parallm.kv_cache.budget import KVPlan, KVShare, share_budget
 from mlx_parallm.kv_cache.manager import KVCacheManager
 from mlx_parallm.load_failures import load_failures
 from mlx_parallm.runner.backend_choice import BackendChoice, choose_backend
 from mlx_parallm.runner.cache_layout import CacheLayout, kv_shapes, probe_layout
 from mlx_parallm.runner.device import backend_name, free_memory_bytes
+from mlx_parallm.runner.device_kernels import kernels_kept_in
 from mlx_parallm.runner.draft_model import DraftModel
 from mlx_parallm.runner.host_memory import keep_freed_memory
 from mlx_parallm.runner.hub import resolve_model
@@ -115,6 +117,16 @@ def build_engines(
     """
     check_names(config.models)
     keep_freed_memory()
+    with kernels_kept_in(device_precompiler(), config.kernel_cache_dir, on_progress):
+        return _build_engines(config, families, on_progress, tracer)
+
+
+def _build_engines(
+    config: EngineConfig,
+    families: MetricFamilies,
+    on_progress: Progress,
+    tracer: StepTracer | None,
+) -> list[LoadedEngine | BuiltEncoder]:
     folders = [(one, _folder(one, on_progress)) for one in config.models]
     found = [(one, path, is_read(one, path)) for one, path in folders]
     encoders: list[BuiltEncoder] = []
