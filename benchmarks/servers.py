@@ -59,7 +59,7 @@ class Server:
 def mlx_lm_server(model: Path, options: Sequence[str] = ()) -> Iterator[Server]:
     """Run ``mlx_lm.server`` of the installed mlx-lm."""
     command = ["mlx_lm", "server", "--model", str(model), *options]
-    with _running("mlx_lm.server", command, None) as server:
+    with running_server("mlx_lm.server", command, None) as server:
         yield server
 
 
@@ -68,7 +68,7 @@ def mlx_parallm_server(model: Path | None, options: Sequence[str] = ()) -> Itera
     """Run ``mlx_parallm serve``; no model is the embedded one."""
     command = ["mlx_parallm", "serve", "--served-model-name", SERVED_NAME]
     command += ["--model", str(model)] if model else []
-    with _running("mlx_parallm", [*command, *options], SERVED_NAME) as server:
+    with running_server("mlx_parallm", [*command, *options], SERVED_NAME) as server:
         yield server
 
 
@@ -77,12 +77,13 @@ def server_of_models(models: Mapping[str, Path], options: Sequence[str] = ()) ->
     """Run ``mlx_parallm serve`` with several models by their names; ``model`` is the first."""
     command = ["mlx_parallm", "serve", "--model", *map(str, models.values())]
     command += ["--served-model-name", *(f"{path}={name}" for name, path in models.items())]
-    with _running("mlx_parallm", [*command, *options], next(iter(models))) as server:
+    with running_server("mlx_parallm", [*command, *options], next(iter(models))) as server:
         yield server
 
 
 @contextlib.contextmanager
-def _running(name: str, target: list[str], model: str | None) -> Iterator[Server]:
+def running_server(name: str, target: list[str], model: str | None) -> Iterator[Server]:
+    """Run a module with arguments, ``--host`` and ``--port`` after them, once it is healthy."""
     port = free_port()
     with tempfile.TemporaryDirectory(prefix="benchmark-") as folder:
         log = Path(folder) / "log.txt"

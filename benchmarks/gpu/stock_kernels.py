@@ -1,0 +1,12 @@
+"""``python -m mlx_parallm`` with the GPU kernels compiled by MLX, for comparison."""
+
+from __future__ import annotations
+
+import sys
+
+from mlx_parallm.cli.main import main
+from mlx_parallm.kernels.dialect import CudaDialect
+
+if __name__ == "__main__":
+    CudaDialect.__init__.__defaults__ = (lambda: None,)
+    sys.exit(main(sys.argv[1:]))
