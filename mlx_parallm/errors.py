@@ -30,6 +30,11 @@ The table of HTTP statuses is ``api/errors.py``; nothing below ``api`` knows HTT
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+#: Names of models that a message lists at most.
+MAX_LISTED_MODELS = 10
+
 
 class ParallmError(Exception):
     """Base of every error in this project."""
@@ -82,10 +87,14 @@ class ContextLengthError(InvalidRequestError):
 class ModelNotFoundError(InvalidRequestError):
     """No served model has the requested name."""
 
-    def __init__(self, name: str) -> None:
-        super().__init__(
-            f"The model `{name}` does not exist.", param="model", code="model_not_found"
-        )
+    def __init__(self, name: str, served: Sequence[str] = ()) -> None:
+        """``served`` are the names that exist, of which the message lists some."""
+        message = f"The model `{name}` does not exist."
+        if served:
+            more = len(served) - MAX_LISTED_MODELS
+            listed = ", ".join(served[:MAX_LISTED_MODELS])
+            message += f" Served here: {listed}{f' and {more} more' if more > 0 else ''}."
+        super().__init__(message, param="model", code="model_not_found")
 
 
 class NotFoundError(InvalidRequestError):

@@ -129,6 +129,7 @@ SETTINGS: tuple[Setting, ...] = (
     _setting(
         "served-model-name", "model.names", values.listed, MODELS,
         "names that clients may use instead of the id or folder; the first is the one reported. "
+        "Without them, the last part of a folder's path is a name too, if no other model has it. "
         "With several models write MODEL=NAME.",
         metavar="NAME",
     ),

@@ -163,7 +163,9 @@ class AsyncEngine:
                 f"{name} is an encoder: it reads texts and generates none (docs/encoders.md).",
                 param="model",
             )
-        raise ModelNotFoundError(name)
+        served = [one for names in self.base_names() for one in names]
+        adapters = [one.name for one in self.control.adapters()]
+        raise ModelNotFoundError(name, [*served, *adapters])
 
     async def check_room(self, model: str, client: str, n: int) -> None:
         """Refuse early what the queue has no room for; see ``EngineClient.check_room``."""

@@ -116,6 +116,7 @@ def build_engines(
         ModelLoadError: a model could not be fetched or loaded.
     """
     check_names(config.models)
+    config = replace(config, models=with_short_names(config.models))
     keep_freed_memory()
     with kernels_kept_in(device_precompiler(), config.kernel_cache_dir, on_progress):
         return _build_engines(config, families, on_progress, tracer)
@@ -157,6 +158,31 @@ def check_names(models: Sequence[ModelConfig]) -> None:
     twice = [name for name, count in names.items() if count > 1]
     if twice:
         raise ConfigError(f"Several models are named {twice[0]!r}; use --served-model-name.")
+
+
+def with_short_names(models: Sequence[ModelConfig]) -> tuple[ModelConfig, ...]:
+    """Return the models, those in folders with the last part of the path as another name.
+
+    A model that was given names has only those. A short name that is a name of another model, or
+    that two folders would have, is left out.
+    """
+    full = {name for model in models for name in model_names(model)}
+    shorts = [_short_name(model) for model in models]
+    counts = Counter(shorts)
+    return tuple(
+        replace(model, served_names=(*model_names(model), short))
+        if short and counts[short] == 1 and short not in full
+        else model
+        for model, short in zip(models, shorts, strict=True)
+    )
+
+
+def _short_name(model: ModelConfig) -> str:
+    """Return the name of a model's folder; "" if it is in none, or was given names."""
+    if model.path is None or model.served_names:
+        return ""
+    folder = Path(model.path).expanduser()
+    return folder.resolve().name if folder.is_dir() else ""
 
 
 def with_token_budget(config: SchedulerConfig, backend: str) -> SchedulerConfig:

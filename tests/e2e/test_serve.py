@@ -34,6 +34,7 @@ def test_models_are_listed_and_found(client: openai.OpenAI) -> None:
     with pytest.raises(openai.NotFoundError) as refusal:
         client.models.retrieve("org/other")
     assert refusal.value.code == "model_not_found"
+    assert f"Served here: {MODEL}." in str(refusal.value)
 
 
 def test_streamed_text_and_usage_equal_the_whole_answer(client: openai.OpenAI) -> None:
