@@ -86,7 +86,7 @@ def pairs_of(body: ScoreRequest) -> Pairs:
 
 
 def scoring_model(encoders: EncoderClient, name: str | None) -> EncoderModel:
-    """The model of this name, else the first cross-encoder, else the first made for vectors.
+    """The model of this name, else the one that was made most for ranking; see ``_rank``.
 
     Raises:
         ModelNotFoundError: none has the name.
@@ -101,14 +101,11 @@ def scoring_model(encoders: EncoderClient, name: str | None) -> EncoderModel:
                 param="model",
             )
         return found
-    models = encoders.models()
-    able = [one for one in models if _reads_pairs(one.info)]
-    # A masked LM gives vectors too, but was made for something else.
-    vectors = [one for one in models if _embeds(one.info)]
-    able += sorted(vectors, key=lambda one: one.info.tasks[0] not in ("embed", "token_embed"))
+    able = [one for one in encoders.models() if _reads_pairs(one.info) or _embeds(one.info)]
     if not able:
         raise InvalidRequestError("No model that can score pairs is served here.", param="model")
-    return able[0]
+    # The first of equals.
+    return min(able, key=lambda one: _rank(one.info))
 
 
 async def score_pairs(
@@ -225,6 +222,17 @@ async def _max_sims(
 def logistic(value: float) -> float:
     """1 / (1 + exp(-value)), which cannot overflow like this."""
     return 0.5 * (1 + math.tanh(value / 2))
+
+
+def _rank(info: EncoderInfo) -> int:
+    """Return the place of a model that can score pairs among those made for that, the best first.
+
+    Cross-encoders, models that compare tokens, models made for vectors, reward models, and models
+    that give vectors but were made for something else, such as masked LMs.
+    """
+    if _reads_pairs(info):
+        return 3 if info.is_reward else 0
+    return {"token_embed": 1, "embed": 2}.get(info.tasks[0], 4)
 
 
 def _reads_pairs(info: EncoderInfo) -> bool:
