@@ -33,6 +33,7 @@ from mlx_parallm.errors import (
     ModelNotFoundError,
     OverloadedError,
     ParallmError,
+    ShuttingDownError,
 )
 from mlx_parallm.outputs import (
     ErrorEvent,
@@ -156,6 +157,7 @@ class FakeEngine:
         self.script: Script = write("hello")
         self.refusal: ParallmError | None = None
         self.is_dead = False
+        self.is_shutting_down = False
         self.is_full = False
         self.submitted: queue.Queue[GenerateRequest] = queue.Queue()
         self.aborted: queue.Queue[str] = queue.Queue()
@@ -220,6 +222,11 @@ class FakeEngine:
     def check_health(self) -> None:
         if self.is_dead:
             raise EngineDeadError("The engine thread died.")
+
+    def check_open(self) -> None:
+        self.check_health()
+        if self.is_shutting_down:
+            raise ShuttingDownError("The server is shutting down.")
 
     async def render_metrics(self) -> tuple[bytes, str]:
         return b"fake 1\n", "text/plain; version=1.0.0"

@@ -83,6 +83,10 @@ class EngineView:
         """See ``EngineClient``."""
         self._engine.check_health()
 
+    def check_open(self) -> None:
+        """See ``EngineClient``."""
+        self._engine.check_open()
+
     async def render_metrics(self) -> tuple[bytes, str]:
         """See ``EngineClient``."""
         return await self._engine.render_metrics()

@@ -275,6 +275,10 @@ class EngineClient(Protocol):
         """Raise EngineDeadError if the engine thread is dead."""
         ...
 
+    def check_open(self) -> None:
+        """Raise ShuttingDownError or EngineDeadError if nothing is admitted any more."""
+        ...
+
     async def memory(self) -> Mapping[str, ModelMemory]:
         """What each model takes, by its first name."""
         ...

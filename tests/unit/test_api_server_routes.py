@@ -71,6 +71,15 @@ async def test_moderations_are_refused_for_good(path: str) -> None:
     assert set(response.json()["error"]) == ERROR_KEYS
 
 
+@pytest.mark.parametrize("path", ["/health", "/ping", "/health_generate"])
+async def test_a_server_that_was_told_to_stop_is_not_healthy(path: str) -> None:
+    engine = FakeEngine()
+    assert (await call(engine, OPEN, "GET", path)).status_code == 200
+    engine.is_shutting_down = True
+    answer = await call(engine, OPEN, "GET", path)
+    assert (answer.status_code, answer.json()["error"]["code"]) == (503, "shutting_down")
+
+
 @pytest.mark.parametrize("method", ["GET", "POST"])
 async def test_ping_is_health_without_a_key(method: str) -> None:
     engine = FakeEngine()

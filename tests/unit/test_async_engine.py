@@ -171,9 +171,12 @@ async def test_drain_refuses_new_requests_and_aborts_what_outlives_it() -> None:
     engine = engine_of(builder(runner))
     engine.start()
     handle = await engine.submit(make_request())
+    engine.check_open()
     await engine.drain(0.0)
     with pytest.raises(ShuttingDownError):
         await engine.submit(make_request("b"))
+    with pytest.raises(ShuttingDownError):
+        engine.check_open()
     events = [event async for event in handle.events]
     assert isinstance(events[-1], ErrorEvent)
     assert isinstance(events[-1].error, RequestAbortedError)

@@ -34,7 +34,7 @@ DEFAULT_PORTS = {"http": 80, "https": 443}
 @router.get("/health_generate", response_class=Response)
 async def health_generate(request: Request, engine: EngineDep) -> Response:
     """SGLang's: 200 if a token can be made; while others are made, or in a pause, none is tried."""
-    engine.check_health()
+    engine.check_open()
     if not engine.control.is_paused and not (await engine.load()).num_running:
         await _make_token(engine, f"health-{request.state.answer_id}")
     return Response(status_code=200)

@@ -14,8 +14,12 @@ router = APIRouter()
 
 @router.get("/health", response_class=Response)
 async def health(engine: EngineDep) -> Response:
-    """200 with no body while the engine lives; 503 with the reason when it does not."""
-    engine.check_health()
+    """200 with no body while requests are admitted; 503 with the reason when they are not.
+
+    They are not once the engine is dead, or the server has been told to stop: what is behind a
+    proxy or a load balancer must get no new requests while it ends those that run.
+    """
+    engine.check_open()
     return Response(status_code=200)
 
 
@@ -23,7 +27,7 @@ async def health(engine: EngineDep) -> Response:
 @router.post("/ping", response_class=Response)
 async def ping(engine: EngineDep) -> Response:
     """The same as ``/health``, under SageMaker's name."""
-    engine.check_health()
+    engine.check_open()
     return Response(status_code=200)
 
 
