@@ -128,6 +128,140 @@ pageTest("tokens are coloured, and tell their alternatives by pointer and by key
   await tokens.first().waitFor({ state: "hidden" });
 });
 
+pageTest("tokens that are no text are marked as special", async (page) => {
+  await setting(page, "Colour tokens by probability").check();
+  await setting(page, "Temperature").fill("0");
+  await say(page, "What is 2 + 2?");
+  const tokens = lastAnswer(page).locator(".token");
+  const special = lastAnswer(page).locator(".token.special");
+  assert.equal(await tokens.last().textContent(), "<|im_end|>");
+  assert.match(await tokens.last().getAttribute("class"), /special/);
+  assert.ok((await special.count()) < (await tokens.count()));
+  await tokens.last().hover();
+  await page.getByRole("tooltip").getByText("Special token").waitFor();
+  await tokens.first().hover();
+  await page.getByRole("tooltip").getByText("Special token").waitFor({ state: "detached" });
+});
+
+pageTest("the keyboard writes, sends and breaks lines", async (page) => {
+  const message = page.getByLabel("Message");
+  const isFocused = () => message.evaluate((field) => field === document.activeElement);
+  await page.getByRole("dialog").waitFor({ state: "hidden" });
+  await page.waitForFunction(() => document.activeElement.ariaLabel === "Message");
+  const first = await page.evaluate(
+    () => document.querySelector("#playground-view :is(input, select, textarea)").ariaLabel,
+  );
+  assert.equal(first, "Message");
+  await page.keyboard.type("Repeat exactly:");
+  await page.keyboard.press("Shift+Enter");
+  await page.keyboard.type("one two");
+  assert.equal(await message.inputValue(), "Repeat exactly:\none two");
+  await message.evaluate((field) => {
+    const composing = { key: "Enter", isComposing: true, bubbles: true, cancelable: true };
+    field.dispatchEvent(new KeyboardEvent("keydown", composing));
+  });
+  assert.equal(await page.locator(".turn").count(), 0);
+  await page.keyboard.press("Enter");
+  await page.locator(".user", { hasText: "one two" }).waitFor();
+  assert.equal(await message.inputValue(), "");
+  await answered(page);
+  assert.equal(await isFocused(), true);
+  await message.fill("What is 2 + 2?");
+  await page.getByRole("button", { name: "Send" }).click();
+  await answered(page);
+  await page.waitForFunction(() => document.activeElement.dataset.part === "send");
+  await page.getByRole("button", { name: "API key" }).click();
+  await enterKey(page);
+  await page.waitForFunction(() => document.activeElement.id === "key-button");
+});
+
+pageTest("the chat is there again after a look at the API", async (page) => {
+  await setting(page, "Temperature").fill("0");
+  await setting(page, "Model").selectOption(NAMES[1]);
+  await setting(page, "Colour tokens by probability").check();
+  await say(page, "What is 47 + 38?");
+  await page.getByLabel("Message").fill("half a mess");
+  const shown = await page.locator(".log").first().innerText();
+  await page.getByRole("link", { name: "API", exact: true }).click();
+  await page.getByRole("button", { name: "Authorize" }).waitFor();
+  await page.goBack();
+  await page.locator("option", { hasText: NAMES[1] }).first().waitFor({ state: "attached" });
+  await page.waitForFunction((name) => document.querySelector("[name=model]").value === name, NAMES[1]);
+  assert.equal(await page.locator(".log").first().innerText(), shown);
+  assert.equal(await page.getByLabel("Message").inputValue(), "half a mess");
+  assert.equal(await setting(page, "Temperature").inputValue(), "0");
+  const bodies = [];
+  page.on("request", (request) => bodies.push(...[request.postDataJSON()].filter(Boolean)));
+  await say(page, "And 1 more?");
+  assert.deepEqual(bodies[0].messages.map(({ role }) => role), ["user", "assistant", "user"]);
+  assert.equal(bodies[0].model, NAMES[1]);
+  await page.getByRole("button", { name: "Clear" }).first().click();
+  await page.reload();
+  await page.locator("option", { hasText: NAMES[0] }).first().waitFor({ state: "attached" });
+  assert.equal(await page.locator(".turn").count(), 0);
+});
+
+pageTest("a comparison with tool results is there again after a look at the API", async (page) => {
+  await page.getByRole("button", { name: "Compare" }).click();
+  await page.getByRole("button", { name: "Call a tool" }).click();
+  for (const i of [0, 1]) {
+    await page.getByRole("button", { name: "Settings" }).nth(i).click();
+    await setting(page, "Temperature", i).fill("0");
+    await page.getByRole("button", { name: "Settings" }).nth(i).click();
+  }
+  await page.getByLabel("Message").press("Enter");
+  for (const i of [0, 1]) {
+    const pane = page.locator(".pane").nth(i);
+    await pane.getByLabel("Result of get_weather").fill('{"temperature": 21}');
+    await pane.getByRole("button", { name: "Send results" }).click();
+    await pane.locator(".answer").nth(1).waitFor();
+    await answered(page);
+  }
+  const shown = await page.locator(".panes").innerText();
+  await page.getByRole("link", { name: "API", exact: true }).click();
+  await page.getByRole("button", { name: "Authorize" }).waitFor();
+  await page.goBack();
+  await page.locator("option", { hasText: NAMES[0] }).first().waitFor({ state: "attached" });
+  await page.waitForFunction((name) => document.querySelector("[name=model]").value === name, NAMES[0]);
+  assert.equal(await page.locator(".panes").innerText(), shown);
+  const result = page.getByLabel("Result of get_weather").first();
+  assert.equal(await result.inputValue(), '{"temperature": 21}');
+  assert.equal(await result.isEditable(), false);
+});
+
+test("the chat offers only models that generate", { timeout: 60_000 }, async () => {
+  const { page, faults } = await openPage(browser, server.url);
+  const models = [["encoder", ["embed"]], ["talker", ["generate"]], ["unloaded", null]];
+  let known = models;
+  const answer = (route) => {
+    const data = known.map(([id, tasks]) => ({ id, tasks, root: id, created: 1, max_model_len: 9 }));
+    return route.fulfill({ json: { object: "list", data } });
+  };
+  await page.route("**/v1/models", answer);
+  await page.reload();
+  const offered = () => page.locator("select[name=model]").first().locator("option").allTextContents();
+  await page.locator("option", { hasText: "talker" }).first().waitFor({ state: "attached" });
+  assert.deepEqual(await offered(), ["talker"]);
+  known = models.slice(0, 1);
+  await page.reload();
+  await page.locator("#models code", { hasText: "encoder" }).waitFor({ state: "attached" });
+  assert.deepEqual(await offered(), []);
+  await page.getByLabel("Message").fill("hello");
+  await page.getByLabel("Message").press("Enter");
+  assert.match(await page.getByRole("alert").textContent(), /No model of this server generates/);
+  assert.deepEqual(faults, []);
+  await page.context().close();
+});
+
+test("the API's documentation is folded, begins with chat and takes a key", { timeout: 60_000 }, async () => {
+  const { page } = await openPage(browser, `${server.url}docs`);
+  await page.getByRole("button", { name: "Authorize" }).waitFor();
+  const groups = page.locator(".opblock-tag");
+  assert.match(await groups.first().textContent(), /^chat/);
+  assert.equal(await page.locator(".opblock").count(), 0);
+  await page.context().close();
+});
+
 pageTest("a tool is called, its result typed, and the model goes on", async (page) => {
   await page.getByRole("button", { name: "Call a tool" }).click();
   await setting(page, "Temperature").fill("0");

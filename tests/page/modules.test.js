@@ -9,8 +9,10 @@ const { parseMetrics, quantile, rate, ratio, Reading } = await import(at("metric
 const { Answer, Conversation } = await import(at("conversation.js"));
 const { blocksOf } = await import(at("markdown.js"));
 const { niceMax, runsOf } = await import(at("chart.js"));
-const { levelOf, tokenText } = await import(at("logprobs.js"));
+const { isSpecial, levelOf, tokenText } = await import(at("logprobs.js"));
 const { amount, percent, seconds } = await import(at("format.js"));
+const { generates } = await import(at("models.js"));
+const { keepChat, keptChat } = await import(at("kept.js"));
 const { pretty } = await import(at("tools.js"));
 
 async function events(...pieces) {
@@ -164,6 +166,62 @@ test("tokens are text, or bytes where they are half a character", () => {
   assert.equal(tokenText({ token: "<|end|>", bytes: [] }), "<|end|>");
   assert.equal(tokenText({ token: "a", bytes: null }), "a");
   assert.deepEqual([0, 0.05, 0.2, 0.5, 0.8, 0.95, 1].map(levelOf), [0, 1, 2, 3, 4, 5, 5]);
+});
+
+test("tokens are special if the server says so", () => {
+  const entry = { token: "<|im_end|>", bytes: [60] };
+  assert.deepEqual([{ ...entry, special: true }, entry].map(isSpecial), [true, false]);
+});
+
+test("only models that generate can chat", () => {
+  const tasks = [["generate"], ["embed", "token_embed"], null, undefined, []];
+  assert.deepEqual(tasks.map((each) => generates({ id: "m", tasks: each })), [true, false, false, false, false]);
+});
+
+test("a chat is kept as it was, and an answer that streams is stopped", () => {
+  const chat = new Conversation();
+  const [done, running] = [new Answer(100), new Answer(300)];
+  done.add(chunk({ content: "yes" }, { finish_reason: "stop" }), 150);
+  done.add(chunk(call(0, { id: "c0", function: { name: "add", arguments: "{}" } })), 160);
+  done.endedMs = 200;
+  running.add(chunk({ content: "half" }), 350);
+  for (const turn of [{ role: "user", content: "q" }, done, running]) chat.add(turn);
+  const [user, first, last] = JSON.parse(JSON.stringify(chat.kept(400)));
+  assert.deepEqual(user, { role: "user", content: "q" });
+  assert.deepEqual(Answer.from(first), done);
+  assert.deepEqual(Answer.from(first).message(), done.message());
+  assert.deepEqual([last.content, last.endedMs, last.isStopped], ["half", 400, true]);
+  assert.equal(running.endedMs, null);
+});
+
+test("a chat too large to be kept loses its tokens first", () => {
+  const values = new Map();
+  const storage = (room) => ({
+    getItem: (name) => values.get(name) ?? null,
+    removeItem: (name) => values.delete(name),
+    setItem(name, value) {
+      if (value.length > room) throw new Error("quota");
+      values.set(name, value);
+    },
+  });
+  const turns = [{ role: "user", content: "q" }, { content: "a", tokens: Array(100).fill({ token: "a" }) }];
+  const chat = { text: "", panes: [{ settings: {}, turns }] };
+  const keep = (room, what) => {
+    globalThis.sessionStorage = storage(room);
+    keepChat(what);
+    return keptChat();
+  };
+  try {
+    assert.deepEqual(keep(10_000, chat), chat);
+    assert.deepEqual(keep(500, chat).panes[0].turns[1], { content: "a", tokens: [] });
+    assert.equal(keep(10, chat), null);
+    assert.deepEqual(keep(10_000, chat), chat);
+    assert.equal(keep(10_000, null), null);
+  } finally {
+    delete globalThis.sessionStorage;
+  }
+  keepChat(chat);
+  assert.equal(keptChat(), null, "no storage");
 });
 
 test("numbers are written short", () => {

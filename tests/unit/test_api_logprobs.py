@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
-from mlx_parallm.api.convert.logprobs import CompletionLogprobs, TokenNames, prompt_logprobs
+from mlx_parallm.api.convert.logprobs import (
+    CompletionLogprobs,
+    TokenNames,
+    chat_logprobs,
+    prompt_logprobs,
+)
 from mlx_parallm.batch import TokenLogprob
 from tests.fakes import ByteTokenizer
 
@@ -44,3 +49,18 @@ def test_an_alternative_of_the_same_text_does_not_replace_the_sampled_tokens_val
     entry = TokenLogprob(200, -2.0, ((201, -0.5), (200, -2.0)), 2)
     (top,) = CompletionLogprobs(NAMES).take([(200, entry)])["top_logprobs"]
     assert top == {"\ufffd": -2.0}
+
+
+class MarkedTokenizer(ByteTokenizer):
+    """Bytes, of which ``$`` ends turns."""
+
+    special_tokens = frozenset({"$"})
+
+
+def test_special_tokens_are_told_as_such() -> None:
+    names = TokenNames(MarkedTokenizer(), as_ids=True)
+    entry = TokenLogprob(token_id=ord("$"), logprob=-0.5, rank=1, top=((ord("a"), -1.0),))
+    (shown,) = chat_logprobs([entry], names)["content"]
+    assert shown["special"] is True
+    assert shown["bytes"] == [ord("$")]
+    assert "special" not in shown["top_logprobs"][0]

@@ -28,11 +28,16 @@ class TokenNames:
 
     def entry(self, token_id: int, logprob: float) -> dict[str, Any]:
         """One token of a chat's log-probabilities."""
-        return {
+        entry = {
             "token": self.name(token_id),
             "logprob": logprob,
             "bytes": list(self._tokenizer.token_bytes(token_id)),
         }
+        return entry | {"special": True} if self._is_special(token_id) else entry
+
+    def _is_special(self, token_id: int) -> bool:
+        """True if the token is no text, such as the end of a turn."""
+        return self._tokenizer.vocabulary_string(token_id) in self._tokenizer.special_tokens
 
     def with_top(self, entry: TokenLogprob) -> dict[str, Any]:
         """The same with the likeliest others."""

@@ -6,7 +6,7 @@ import { part, setText } from "./dom.js";
 import { amount } from "./format.js";
 import { TokenCard } from "./logprobs.js";
 import { rate } from "./metrics.js";
-import { offerModels, showModels } from "./models.js";
+import { generates, offerModels, showModels } from "./models.js";
 import { Playground } from "./playground.js";
 
 const THEMES = ["system", "light", "dark"];
@@ -41,6 +41,7 @@ class App {
     this.#wireKey();
     this.#loadModels();
     this.dashboard.run();
+    this.playground.focus();
   }
 
   #wireViews() {
@@ -93,6 +94,11 @@ class App {
       field.select();
     };
     this.api.onUnauthorized = () => ask(true);
+    // The focus goes back to where it was, unless that was nowhere.
+    this.dialog.addEventListener("close", () => {
+      const isNowhere = document.activeElement === document.body;
+      if (isNowhere || this.playground.hasFocus) this.playground.focus();
+    });
     document.getElementById("key-button").addEventListener("click", () => ask(false));
     document.getElementById("key-cancel").addEventListener("click", () => this.dialog.close());
     document.getElementById("key-form").addEventListener("submit", (event) => {
@@ -112,7 +118,7 @@ class App {
       if (error instanceof ApiError || error instanceof TypeError) return;
       throw error;
     }
-    this.playground.offer(this.models.map((model) => model.id));
+    this.playground.offer(this.models.filter(generates).map((model) => model.id));
     showModels(document.getElementById("models"), this.models, this.reading);
   }
 

@@ -10,9 +10,16 @@ export class Answer {
     this.finishReason = null;
     this.usage = null;
     this.error = null;
+    this.isStopped = false;
+    this.model = "";
     this.startedMs = startedMs;
     this.firstMs = null;
     this.endedMs = null;
+  }
+
+  /** An answer as it was kept. */
+  static from(kept) {
+    return Object.assign(new Answer(kept.startedMs), kept);
   }
 
   /** Take in a chunk that came at a time. */
@@ -92,6 +99,15 @@ export class Conversation {
   /** Whether a turn is still part of it. */
   has(turn) {
     return this.turns.includes(turn);
+  }
+
+  /** The turns as they are kept: messages have a role, answers have none. An answer that is
+   * streaming ends here. */
+  kept(nowMs) {
+    return this.turns.map((turn) => {
+      const isRunning = turn instanceof Answer && turn.endedMs === null;
+      return isRunning ? { ...turn, endedMs: nowMs, isStopped: true } : { ...turn };
+    });
   }
 
   get last() {

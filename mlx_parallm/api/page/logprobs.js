@@ -18,11 +18,15 @@ export function tokenText({ token, bytes }) {
   if (!bytes) return token;
   const data = Uint8Array.from(bytes);
   try {
-    // A special token has a name and no bytes.
     return data.length > 0 ? decoder.decode(data) : token;
   } catch {
     return [...data].map((byte) => `\\x${byte.toString(16).padStart(2, "0")}`).join("");
   }
+}
+
+/** Whether a token is a sign for the model, such as the end of a turn, and no text. */
+export function isSpecial({ special }) {
+  return special === true;
 }
 
 /** White space as signs, for where a token stands alone. */
@@ -50,7 +54,8 @@ export class TokensView {
       const shown = text === "" ? "∅" : text.replaceAll("\n", "⏎\n");
       const level = levelOf(Math.exp(token.logprob));
       const index = this.root.childElementCount;
-      const attributes = { class: `token p${level}`, tabindex: index ? -1 : 0, "data-i": index };
+      const kind = isSpecial(token) ? "token special" : "token";
+      const attributes = { class: `${kind} p${level}`, tabindex: index ? -1 : 0, "data-i": index };
       this.root.append(el("span", attributes, shown));
       this.tokens.push(token);
     }
@@ -93,7 +98,8 @@ export class TokenCard {
       el("code", {}, visible(tokenText(token))),
       el("span", {}, `${percent(Math.exp(token.logprob))} · log ${logprob}`),
     );
-    this.root.replaceChildren(head, el("div", { class: "token-rows" }, ...rows));
+    const note = isSpecial(token) ? el("p", { class: "token-note" }, "Special token, no text") : "";
+    this.root.replaceChildren(head, note, el("div", { class: "token-rows" }, ...rows));
     this.target?.removeAttribute("aria-describedby");
     target.setAttribute("aria-describedby", "token-card");
     this.target = target;

@@ -20,7 +20,7 @@ export function userView(text) {
 /** An answer, shown while it streams. */
 export class AnswerView {
   /** `actions` are `onToolResults(messages)` and `onAgain()`; `card` shows a token. */
-  constructor(answer, model, card, actions) {
+  constructor(answer, card, actions) {
     this.answer = answer;
     this.content = el("div", { class: "content" });
     this.markdown = new MarkdownView(this.content);
@@ -39,7 +39,7 @@ export class AnswerView {
     this.root = el(
       "article",
       { class: "turn answer", "aria-busy": "true" },
-      el("h3", {}, model),
+      el("h3", {}, answer.model),
       this.reasoning,
       this.content,
       this.tokens.root,
@@ -74,9 +74,9 @@ export class AnswerView {
   }
 
   /** The answer has ended, by itself, by an error or because it was stopped. */
-  finish({ isStopped }) {
+  finish() {
     this.update();
-    const { error, finishReason, toolCalls } = this.answer;
+    const { error, finishReason, isStopped, toolCalls } = this.answer;
     this.root.setAttribute("aria-busy", "false");
     this.root.classList.toggle("failed", error !== null);
     const note = error ?? (isStopped ? "Stopped." : (ENDS[finishReason] ?? ""));

@@ -22,6 +22,11 @@ function memoryOf(model) {
   return parts.length ? bytes(parts.reduce((sum, part) => sum + part, 0)) : "–";
 }
 
+/** Whether a model of /v1/models can answer in a chat. */
+export function generates(model) {
+  return model.tasks?.includes("generate") ?? false;
+}
+
 /** Show models of /v1/models, with what a Reading of the metrics says of their KV pools. */
 export function showModels(table, models, reading) {
   const pools = new Map(

@@ -63,8 +63,7 @@ export class Pane {
   send(text) {
     this.settings.body();
     this.views.at(-1)?.tools?.take();
-    this.conversation.add({ role: "user", content: text });
-    this.#append({ root: userView(text), turn: this.conversation.last });
+    this.#say({ role: "user", content: text });
     this.answer();
   }
 
@@ -72,7 +71,8 @@ export class Pane {
   async answer() {
     const body = { ...this.settings.body(), messages: this.#messages() };
     const answer = new Answer(performance.now());
-    const view = this.#show(answer, body.model);
+    answer.model = body.model;
+    const view = this.#show(answer);
     const stop = new AbortController();
     this.running = stop;
     this.onChange();
@@ -85,16 +85,47 @@ export class Pane {
       if (!stop.signal.aborted) answer.error = error.message;
     }
     answer.endedMs = performance.now();
+    answer.isStopped = stop.signal.aborted;
     this.running = null;
-    if (this.conversation.has(answer)) this.#finish(view, stop.signal.aborted);
+    if (this.conversation.has(answer)) this.#finish(view);
     this.onChange();
   }
 
-  #finish(view, isStopped) {
+  #finish(view) {
     const { answer } = view;
-    this.#scrollAfter(() => view.finish({ isStopped }));
-    this.#showNumbers(answer.stats());
+    this.#end(view);
     this.announce(`${this.name}: ${answer.error ?? (answer.content || "Tool call.")}`);
+  }
+
+  #end(view) {
+    this.#scrollAfter(() => view.finish());
+    this.#showNumbers(view.answer.stats());
+  }
+
+  /** What there is to keep of it. */
+  kept() {
+    return { settings: this.settings.values, turns: this.conversation.kept(performance.now()) };
+  }
+
+  /** Show what was kept of it. */
+  restore({ settings, turns }) {
+    this.settings.set(settings);
+    this.showSettings();
+    for (const turn of turns) {
+      if (!turn.role) this.#end(this.#show(Answer.from(turn)));
+      else if (turn.role === "tool") this.#restoreResult(turn);
+      else this.#say(turn);
+    }
+  }
+
+  #restoreResult(message) {
+    this.conversation.add(message);
+    this.views.at(-1)?.tools?.restore(message);
+  }
+
+  #say(message) {
+    this.conversation.add(message);
+    this.#append({ root: userView(message.content), turn: message });
   }
 
   stop() {
@@ -113,9 +144,9 @@ export class Pane {
     return this.conversation.messages(this.settings.system);
   }
 
-  #show(answer, model) {
+  #show(answer) {
     this.conversation.add(answer);
-    const view = new AnswerView(answer, model, this.card, {
+    const view = new AnswerView(answer, this.card, {
       onAgain: () => this.#again(answer),
       onToolResults: (messages) => {
         this.#addResults(messages);

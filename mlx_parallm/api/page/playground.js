@@ -1,6 +1,7 @@
 // The chat panes and the field below them that speaks to all of them.
 
 import { el, part } from "./dom.js";
+import { keepChat, keptChat } from "./kept.js";
 import { EXAMPLES } from "./examples.js";
 import { Pane } from "./pane.js";
 import { SettingsError } from "./settings.js";
@@ -8,6 +9,7 @@ import { SettingsError } from "./settings.js";
 // Of these numbers the lesser, and of the others the greater, is marked in a comparison.
 // Less than this share apart is not told apart.
 const LEAST_DIFFERENCE = 0.05;
+const COMPOSING = 229;
 const LESS_IS_BETTER = { first: "firstS", total: "totalS" };
 const MORE_IS_BETTER = { speed: "tokensPerS" };
 
@@ -27,6 +29,9 @@ export class Playground {
     this.#wire();
     this.#compare(false);
     this.all[0].openSettings(matchMedia("(min-width: 60rem)").matches);
+    this.#restore();
+    // Also where the page is left by a link, and come back to.
+    addEventListener("pagehide", () => this.#keep());
   }
 
   #wire() {
@@ -35,18 +40,51 @@ export class Playground {
       this.#send();
     });
     this.field.addEventListener("keydown", (event) => {
-      if (event.key !== "Enter" || !(event.ctrlKey || event.metaKey)) return;
+      // Enter may also end a word that is being composed (Chinese, Japanese, Korean); Safari tells
+      // that by the key code only.
+      const isComposing = event.isComposing || event.keyCode === COMPOSING;
+      if (event.key !== "Enter" || event.shiftKey || isComposing) return;
       event.preventDefault();
       this.#send();
     });
     this.stopButton.addEventListener("click", () => this.panes.forEach((pane) => pane.stop()));
     this.compareButton.addEventListener("click", () => this.#compare(this.panes.length === 1));
-    if (/Mac|iP/.test(navigator.platform)) part(this.root, "shortcut").textContent = "⌘ ⏎";
     const buttons = EXAMPLES.map((example) => {
       const onclick = () => this.#take(example);
       return el("button", { type: "button", class: "chip", title: example.prompt, onclick }, example.name);
     });
     this.examples.append(...buttons);
+  }
+
+  get hasFocus() {
+    return document.activeElement === this.field;
+  }
+
+  /** Let the keyboard write a message. */
+  focus() {
+    this.field.focus();
+    // Chromium gives the focus back to what had it before a dialog, and leaves the caret out.
+    const end = this.field.value.length;
+    this.field.setSelectionRange(end, end);
+  }
+
+  #keep() {
+    const isUsed = this.field.value !== "" || this.all.some((pane) => !pane.isEmpty);
+    const chat = {
+      text: this.field.value,
+      isComparing: this.panes.length > 1,
+      panes: this.all.map((pane) => pane.kept()),
+    };
+    keepChat(isUsed ? chat : null);
+  }
+
+  #restore() {
+    const chat = keptChat();
+    if (!chat) return;
+    this.field.value = chat.text;
+    if (chat.isComparing) this.#compare(true);
+    this.all.forEach((pane, i) => pane.restore(chat.panes[i]));
+    this.#onChange();
   }
 
   /** Offer models; a second pane begins with the second model, if there is one. */
@@ -109,8 +147,11 @@ export class Playground {
       error.field.focus();
     }
     const isBusy = this.#isBusy();
+    const hadFocus = [this.sendButton, this.stopButton].includes(document.activeElement);
     this.sendButton.hidden = isBusy;
     this.stopButton.hidden = !isBusy;
+    // A button that is hidden loses the focus to nothing.
+    if (hadFocus) (isBusy ? this.stopButton : this.sendButton).focus();
     this.examples.hidden = this.panes.some((pane) => !pane.isEmpty);
     this.#markBest();
   }

@@ -38,6 +38,14 @@ export class Settings {
     return parts.join(" · ");
   }
 
+  /** Every field by its name. */
+  get values() {
+    const named = [...this.fields].filter((field) => field.name);
+    return Object.fromEntries(
+      named.map((field) => [field.name, field.type === "checkbox" ? field.checked : field.value]),
+    );
+  }
+
   get system() {
     return this.fields.system.value.trim();
   }
@@ -48,9 +56,11 @@ export class Settings {
 
   /** Offer models, keeping the one that is chosen if it is still there. */
   offer(ids, preferred) {
-    const chosen = this.model || preferred;
-    this.fields.model.replaceChildren(...ids.map((id) => new Option(id, id)));
-    this.fields.model.value = ids.includes(chosen) ? chosen : (ids[0] ?? "");
+    const { model } = this.fields;
+    const chosen = this.model || this.wantedModel || preferred;
+    model.replaceChildren(...ids.map((id) => new Option(id, id)));
+    model.value = ids.includes(chosen) ? chosen : (ids[0] ?? "");
+    model.setCustomValidity(ids.length > 0 ? "" : "No model of this server generates text.");
   }
 
   /**
@@ -81,10 +91,12 @@ export class Settings {
     this.#showFields();
   }
 
-  /** Set fields by name; the rest stays. */
+  /** Set fields by name; the rest stays. A model that is not offered yet is chosen once it is. */
   set(values) {
+    if (values.model) this.wantedModel = values.model;
     for (const [name, value] of Object.entries(values)) {
       const field = this.fields[name];
+      if (!field) continue;
       if (field.type === "checkbox") field.checked = value;
       else field.value = value;
     }

@@ -60,6 +60,13 @@ export class ToolCallsView {
     this.onUnsent(this.#messages());
   }
 
+  /** A result that was sent before. */
+  restore({ tool_call_id: id, content }) {
+    const place = this.calls.findIndex((call) => call.id === id);
+    if (place >= 0) part(this.cards[place], "input").value = content;
+    this.#close();
+  }
+
   #close() {
     this.isOpen = false;
     this.actions.hidden = true;
