@@ -120,7 +120,7 @@ class LLM:
     @property
     def tokenizer(self) -> Tokenizer:
         """The model's tokenizer."""
-        return self._model.tokenizer
+        return self._engine.tokenizer
 
     def grammar(self, spec: GrammarSpec) -> Grammar:
         """What a sample must match, for ``SamplingParams.grammar``; see ``grammar.spec``.
@@ -203,7 +203,7 @@ class LLM:
         """Answer one conversation, or each of several; see ``generate``."""
         several = [conversations] if _is_conversation(conversations) else conversations
         prompts = [
-            self.tokenizer.encode_chat(
+            self._model.tokenizer.encode_chat(
                 list(one),  # type: ignore[arg-type]
                 tools=tools,
                 template_kwargs=chat_template_kwargs,
@@ -215,7 +215,7 @@ class LLM:
     def _request(
         self, prompt: Prompt, params: SamplingParams, adapter: str | None
     ) -> GenerateRequest:
-        ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
+        ids = self._model.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
         return GenerateRequest(
             request_id=f"offline-{next(self._ids)}",
             model=self._model.names[0],

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from mlx_parallm.cache_scope import EVERYBODY, CacheScope
-from mlx_parallm.errors import InvalidRequestError
+from mlx_parallm.errors import ContextLengthError, InvalidRequestError
 
 MAX_CHOICES = 128
 #: Of ``logprobs`` and ``prompt_logprobs``: every token of the vocabulary.
@@ -14,6 +14,46 @@ ALL_TOKENS = -1
 RAW_LOGPROBS = "raw_logprobs"
 PROCESSED_LOGPROBS = "processed_logprobs"
 LOGPROBS_MODES = (RAW_LOGPROBS, PROCESSED_LOGPROBS)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenLimit:
+    """How many tokens of a text are of use, which is known before the text is encoded.
+
+    Attributes:
+        most: tokens; None: any number.
+        slack: further tokens that are encoded before a text is refused.
+        cuts: the rest of a longer text is dropped; false: the text is refused.
+        from_left: with ``cuts``: the last tokens are kept, not the first.
+        name: what the texts are called where there are several; None: there is one prompt.
+        first: the number of the first of several texts.
+    """
+
+    most: int | None
+    slack: int = 0
+    cuts: bool = False
+    from_left: bool = False
+    name: str | None = None
+    first: int = 0
+
+    def check(self, num_tokens: int, place: int = 0) -> None:
+        """Raise ContextLengthError if text ``place`` has too many tokens and is not to be cut."""
+        if self.most is not None and not self.cuts and num_tokens > self.most + self.slack:
+            raise self.refusal(str(num_tokens), place)
+
+    def refusal(self, count: str, place: int = 0) -> ContextLengthError:
+        """What is raised for text ``place``, which has ``count`` tokens."""
+        most = self.most or 0
+        if self.name is None:
+            detail = f"However, your prompt has {count} tokens. Please shorten it."
+            return ContextLengthError(most, detail)
+        text = f"{self.name} {self.first + place}"
+        detail = f"{text} has {count}. Shorten it, or set truncate_prompt_tokens."
+        return ContextLengthError(most, detail, param=self.name)
+
+
+#: Of texts whose tokens are counted and not read.
+ANY_LENGTH = TokenLimit(most=None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

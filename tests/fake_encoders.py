@@ -18,6 +18,7 @@ from mlx_parallm.engine.encoders.client import AsyncEncoders
 from mlx_parallm.engine.encoders.residency import EncoderEntry
 from mlx_parallm.engine.interface import ServedModel
 from mlx_parallm.errors import InvalidRequestError, ModelNotFoundError, ParallmError
+from mlx_parallm.request import ANY_LENGTH, TokenLimit
 
 CLS, SEP, MASK, FIRST_WORD = 2, 3, 4, 5
 Compute = Callable[[EncodeInput, EncoderInfo], np.ndarray]
@@ -36,7 +37,11 @@ class WordEncoder:
         self.has_chat_template = has_chat_template
 
     def encode(
-        self, texts: Sequence[str], *, add_special_tokens: bool = True
+        self,
+        texts: Sequence[str],
+        *,
+        add_special_tokens: bool = True,
+        limit: TokenLimit = ANY_LENGTH,
     ) -> list[tuple[int, ...]]:
         bare = [self._ids(text) for text in texts]
         return [(CLS, *ids, SEP) if add_special_tokens else ids for ids in bare]
@@ -47,7 +52,7 @@ class WordEncoder:
         return tuple(token for turn in messages for token in (CLS, *self._ids(turn["content"])))
 
     def encode_pairs(
-        self, pairs: Sequence[tuple[str, str]]
+        self, pairs: Sequence[tuple[str, str]], *, limit: TokenLimit = ANY_LENGTH
     ) -> list[tuple[tuple[int, ...], int | None]]:
         firsts = [(CLS, *self._ids(one), SEP) for one, _ in pairs]
         return [
@@ -56,7 +61,11 @@ class WordEncoder:
         ]
 
     def spans(
-        self, texts: Sequence[str], *, add_special_tokens: bool = True
+        self,
+        texts: Sequence[str],
+        *,
+        add_special_tokens: bool = True,
+        limit: TokenLimit = ANY_LENGTH,
     ) -> list[list[TokenSpan]]:
         special = [_special(CLS), _special(SEP)] if add_special_tokens else []
         return [[*special[:1], *self._words(text), *special[1:]] for text in texts]

@@ -13,6 +13,7 @@ from mlx_parallm.batch import (
     StepOutput,
     TokenLogprob,
 )
+from mlx_parallm.request import TokenLimit
 
 EOS = 256
 
@@ -47,7 +48,9 @@ class ByteTokenizer:
     def token_id(self, token: str) -> int | None:
         return None
 
-    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+    def encode(
+        self, text: str, *, add_special_tokens: bool = True, limit: TokenLimit | None = None
+    ) -> list[int]:
         return list(text.encode())
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:

@@ -443,7 +443,7 @@ def _assemble(
         names=names,
         root=one.config.path or DEMO_NAME,
         created=int(time.time()),
-        tokenizer=one.tokenizer,
+        tokenizer=one.tokenizer.limited(info.max_model_len),
         info=info,
         chat_template_kwargs=one.config.chat_template_kwargs,
         tool_format=tool_format_of(one.config, one.tokenizer),

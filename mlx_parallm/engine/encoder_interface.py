@@ -17,6 +17,7 @@ from mlx_parallm.encode import (
     Task,
     TokenSpan,
 )
+from mlx_parallm.request import ANY_LENGTH, TokenLimit
 
 
 class TextEncoder(Protocol):
@@ -48,9 +49,18 @@ class TextEncoder(Protocol):
         ...
 
     def encode(
-        self, texts: Sequence[str], *, add_special_tokens: bool = True
+        self,
+        texts: Sequence[str],
+        *,
+        add_special_tokens: bool = True,
+        limit: TokenLimit = ANY_LENGTH,
     ) -> list[tuple[int, ...]]:
-        """The ids of each text, the model's special tokens around them where they are wanted."""
+        """The ids of each text, the model's special tokens around them where they are wanted.
+
+        Raises:
+            ContextLengthError: a text has more tokens than ``limit`` allows. Nothing was encoded
+                where its length shows that.
+        """
         ...
 
     @property
@@ -58,27 +68,45 @@ class TextEncoder(Protocol):
         """Whether ``encode_chat`` works."""
         ...
 
-    def encode_chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> tuple[int, ...]:
+    def encode_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        limit: TokenLimit = ANY_LENGTH,
+        **options: Any,
+    ) -> tuple[int, ...]:
         """The ids of a conversation; ``options`` are those of ``Tokenizer.render_chat``.
 
         Raises:
             InvalidRequestError: there is no chat template, or it refuses (param "messages").
+            ContextLengthError: as ``encode`` does.
         """
         ...
 
     def encode_pairs(
-        self, pairs: Sequence[tuple[str, str]]
+        self, pairs: Sequence[tuple[str, str]], *, limit: TokenLimit = ANY_LENGTH
     ) -> list[tuple[tuple[int, ...], int | None]]:
         """The ids of two texts in one input, special tokens included, and where the second begins.
 
         The latter is None where the tokenizer gives all tokens one type.
+
+        Raises:
+            ContextLengthError: as ``encode`` does.
         """
         ...
 
     def spans(
-        self, texts: Sequence[str], *, add_special_tokens: bool = True
+        self,
+        texts: Sequence[str],
+        *,
+        add_special_tokens: bool = True,
+        limit: TokenLimit = ANY_LENGTH,
     ) -> list[list[TokenSpan]]:
-        """The tokens of each text, and where they are; special ones where they are wanted."""
+        """The tokens of each text, and where they are; special ones where they are wanted.
+
+        Raises:
+            ContextLengthError: as ``encode`` does.
+        """
         ...
 
     def join(self, tokens: Sequence[str]) -> str:

@@ -14,7 +14,7 @@ from mlx_parallm.grammar.spec import GrammarSpec
 from mlx_parallm.grammar.vocabulary import GrammarVocabulary
 from mlx_parallm.outputs import GenerateEvent
 from mlx_parallm.parsing.formats import ReasoningFormat, ToolFormat
-from mlx_parallm.request import GenerateRequest
+from mlx_parallm.request import GenerateRequest, TokenLimit
 
 if TYPE_CHECKING:
     pass
@@ -70,8 +70,15 @@ class Tokenizer(Protocol):
         """The id of a token by its text in the vocabulary; None if it is not one token."""
         ...
 
-    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Tokenise a text."""
+    def encode(
+        self, text: str, *, add_special_tokens: bool = True, limit: TokenLimit | None = None
+    ) -> list[int]:
+        """Tokenise a text.
+
+        Raises:
+            ContextLengthError: it has more tokens than ``limit`` allows; without one, than the
+                model's context. Nothing was encoded where the text's length shows that.
+        """
         ...
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
@@ -91,7 +98,13 @@ class Tokenizer(Protocol):
         """Apply the chat template; raise InvalidRequestError (param "messages") if it refuses."""
         ...
 
-    def encode_chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> list[int]:
+    def encode_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        limit: TokenLimit | None = None,
+        **options: Any,
+    ) -> list[int]:
         """``render_chat``, then ``encode`` without adding special tokens a second time."""
         ...
 

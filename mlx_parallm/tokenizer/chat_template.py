@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from jinja2.exceptions import TemplateError
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from mlx_parallm.errors import InvalidRequestError
-from mlx_parallm.tokenizer.lock import OwnLock
+from mlx_parallm.tokenizer.lanes import Lanes
 
 # What a Jinja template raises for messages it was not written for.
 _TEMPLATE_ERRORS = (
@@ -43,8 +43,7 @@ class ChatTemplate:
     def __init__(self, tokenizer: Any) -> None:
         """``tokenizer``: of transformers, with a template."""
         self._tokenizer = tokenizer
-        # transformers is not safe from several threads at once.
-        self._lock = OwnLock()
+        self._lanes = None if renders_as_usual(tokenizer) else Lanes(tokenizer)
 
     def render(
         self,
@@ -65,8 +64,19 @@ class ChatTemplate:
             "continue_final_message": continue_final_message,
         }
         given = [dict(message) for message in messages]
-        with template_refusals(), self._lock:
-            return str(self._tokenizer.apply_chat_template(given, tokenize=False, **options))
+        with template_refusals():
+            if self._lanes is None:
+                return str(self._tokenizer.apply_chat_template(given, tokenize=False, **options))
+            with self._lanes.use() as tokenizer:
+                return str(tokenizer.apply_chat_template(given, tokenize=False, **options))
+
+
+def renders_as_usual(tokenizer: Any) -> bool:
+    """True if a chat is rendered by transformers' own code, which several threads may call.
+
+    It changes nothing of the tokenizer: a compiled Jinja template has a context for each call.
+    """
+    return type(tokenizer).apply_chat_template is PreTrainedTokenizerBase.apply_chat_template
 
 
 def has_chat_template(folder: Path) -> bool:

@@ -9,6 +9,7 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from mlx_parallm.errors import ModelLoadError
+from mlx_parallm.request import ANY_LENGTH, TokenLimit
 from mlx_parallm.tokenizer.encoder_tokenizer import EncoderTokenizer
 from mlx_parallm.tokenizer.tokenizer import ParallmTokenizer, load_tokenizer
 
@@ -46,7 +47,7 @@ class DecoderTokenizer(EncoderTokenizer):
     ) -> None:
         super().__init__(backend)
         self._chat = chat
-        self._pairs: Callable[[Pairs], list[tuple[int, ...]]] | None = None
+        self._pairs: Callable[[Pairs, TokenLimit], list[tuple[int, ...]]] | None = None
         self._instruction = instruction
         template = chat.chat_template or ""
         # sentence-transformers' rerankers have templates of messages with these roles.
@@ -56,25 +57,33 @@ class DecoderTokenizer(EncoderTokenizer):
             self._pairs = self._written
             self._begin, self._end = self._plain([QWEN3_BEGIN, QWEN3_END])
 
-    def encode_chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> tuple[int, ...]:
+    def encode_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        limit: TokenLimit = ANY_LENGTH,
+        **options: Any,
+    ) -> tuple[int, ...]:
         """See ``TextEncoder.encode_chat``."""
-        return tuple(self._chat.encode_chat(messages, **options))
+        return tuple(self._chat.encode_chat(messages, limit=limit, **options))
 
-    def encode_pairs(self, pairs: Pairs) -> list[tuple[tuple[int, ...], int | None]]:
+    def encode_pairs(
+        self, pairs: Pairs, *, limit: TokenLimit = ANY_LENGTH
+    ) -> list[tuple[tuple[int, ...], int | None]]:
         """See ``TextEncoder.encode_pairs``."""
         if self._pairs is None:
-            return super().encode_pairs(pairs)
-        return [(ids, None) for ids in self._pairs(pairs)]
+            return super().encode_pairs(pairs, limit=limit)
+        return [(ids, None) for ids in self._pairs(pairs, limit)]
 
-    def _written(self, pairs: Pairs) -> list[tuple[int, ...]]:
+    def _written(self, pairs: Pairs, limit: TokenLimit) -> list[tuple[int, ...]]:
         instruction = self._instruction or QWEN3_INSTRUCTION
         texts = [
             QWEN3_PAIR.format(instruction=instruction, query=query, document=document)
-            for query, document in pairs
+            for query, document in self._fitting(pairs, limit)
         ]
-        return [(*self._begin, *ids, *self._end) for ids in self._plain(texts)]
+        return [(*self._begin, *ids, *self._end) for ids in self._plain(texts, limit)]
 
-    def _rendered(self, pairs: Pairs) -> list[tuple[int, ...]]:
+    def _rendered(self, pairs: Pairs, limit: TokenLimit) -> list[tuple[int, ...]]:
         system = [{"role": "system", "content": self._instruction}] if self._instruction else []
         texts = [
             self._chat.render_chat(
@@ -86,10 +95,11 @@ class DecoderTokenizer(EncoderTokenizer):
             )
             for query, document in pairs
         ]
-        return self._plain(texts)
+        # A template may drop what it is given: only the whole text shows how long it is.
+        return self._plain(texts, limit)
 
-    def _plain(self, texts: Sequence[str]) -> list[tuple[int, ...]]:
-        return self.encode(texts, add_special_tokens=False)
+    def _plain(self, texts: Sequence[str], limit: TokenLimit = ANY_LENGTH) -> list[tuple[int, ...]]:
+        return self.encode(texts, add_special_tokens=False, limit=limit)
 
 
 def load_decoder_tokenizer(

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tokenizers import Tokenizer
+from tokenizers import Encoding, Tokenizer
 from transformers import AutoTokenizer
 
 from mlx_parallm.encode import TokenSpan
 from mlx_parallm.errors import InvalidRequestError
 from mlx_parallm.load_failures import load_failures
+from mlx_parallm.request import ANY_LENGTH, TokenLimit
 from mlx_parallm.tokenizer.chat_template import ChatTemplate, load_chat_template
+from mlx_parallm.tokenizer.released import ReleasedTokenizer
 from mlx_parallm.tokenizer.special_tokens import SpecialTokens, read_special_tokens
 
 
@@ -35,6 +37,7 @@ class EncoderTokenizer:
         backend.no_truncation()
         backend.no_padding()
         self._backend = backend
+        self._released = ReleasedTokenizer(backend)
         self._template = template
         self._begin, self._end = _specials_around(backend)
         self._special = special or SpecialTokens()
@@ -66,18 +69,27 @@ class EncoderTokenizer:
         return self._begin
 
     def encode(
-        self, texts: Sequence[str], *, add_special_tokens: bool = True
+        self,
+        texts: Sequence[str],
+        *,
+        add_special_tokens: bool = True,
+        limit: TokenLimit = ANY_LENGTH,
     ) -> list[tuple[int, ...]]:
         """See ``TextEncoder.encode``."""
-        found = self._backend.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)
-        return [tuple(one.ids) for one in found]
+        return self._released.ids(texts, limit, add_special_tokens=add_special_tokens)
 
     @property
     def has_chat_template(self) -> bool:
         """See ``TextEncoder.has_chat_template``."""
         return self._template is not None
 
-    def encode_chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> tuple[int, ...]:
+    def encode_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        limit: TokenLimit = ANY_LENGTH,
+        **options: Any,
+    ) -> tuple[int, ...]:
         """See ``TextEncoder.encode_chat``."""
         if self._template is None:
             raise InvalidRequestError(
@@ -85,36 +97,62 @@ class EncoderTokenizer:
                 param="messages",
             )
         text = self._template.render(messages, **options)
-        return tuple(self._backend.encode(text, add_special_tokens=False).ids)
+        (ids,) = self.encode([text], add_special_tokens=False, limit=limit)
+        return ids
 
     def encode_pairs(
-        self, pairs: Sequence[tuple[str, str]]
+        self, pairs: Sequence[tuple[str, str]], *, limit: TokenLimit = ANY_LENGTH
     ) -> list[tuple[tuple[int, ...], int | None]]:
-        """The ids of two texts in one input, special tokens included, and where the second begins.
+        """See ``TextEncoder.encode_pairs``."""
+        found = []
+        fitting = self._fitting(pairs, limit)
+        for one in self._released.encodings(fitting, add_special_tokens=True):
+            limit.check(len(one), len(found))
+            types = one.type_ids
+            found.append((tuple(one.ids), types.index(1) if 1 in types else None))
+        return found
 
-        The latter is None where the tokenizer gives all tokens one type.
-        """
-        found = self._backend.encode_batch(list(pairs), add_special_tokens=True)
+    def _fitting(
+        self, pairs: Sequence[tuple[str, str]], limit: TokenLimit
+    ) -> list[tuple[str, str]]:
+        """The pairs, of whose texts only what ``limit`` keeps is left."""
+        fit = self._released.fitting
         return [
-            (tuple(one.ids), one.type_ids.index(1) if 1 in one.type_ids else None) for one in found
+            (fit(first, limit, place), fit(second, limit, place))
+            for place, (first, second) in enumerate(pairs)
         ]
 
     def spans(
-        self, texts: Sequence[str], *, add_special_tokens: bool = True
+        self,
+        texts: Sequence[str],
+        *,
+        add_special_tokens: bool = True,
+        limit: TokenLimit = ANY_LENGTH,
     ) -> list[list[TokenSpan]]:
         """See ``TextEncoder.spans``.
 
         Which tokens continue a word is told as transformers' token classification does: by the
         prefix of the vocabulary's continuations, or without one by the spaces of the text.
         """
-        found = self._backend.encode_batch(list(texts), add_special_tokens=add_special_tokens)
         prefix = getattr(self._backend.model, "continuing_subword_prefix", None)
         unknown = self._special.unk
+        texts = [self._released.fitting(text, limit, i) for i, text in enumerate(texts)]
+        found = self._released.encodings(texts, add_special_tokens=add_special_tokens)
         spans = []
         for text, one in zip(texts, found, strict=True):
-            rows = zip(one.ids, one.tokens, one.offsets, one.special_tokens_mask, strict=True)
-            spans.append([_span(text, bool(prefix), unknown, *row) for row in rows])
+            limit.check(len(one), len(spans))
+            spans.append([_span(text, bool(prefix), unknown, *row) for row in self._rows(one)])
         return spans
+
+    def _rows(self, one: Encoding) -> Iterator[tuple[int, str, tuple[int, int], int]]:
+        """Id, text, place and whether it is a special one, of each token.
+
+        Token by token: to list all texts or places of a long text holds the interpreter.
+        """
+        masks = one.special_tokens_mask
+        for place, (token_id, mask) in enumerate(zip(one.ids, masks, strict=True)):
+            token = self._backend.id_to_token(token_id) or ""
+            yield token_id, token, one.token_to_chars(place) or (0, 0), mask
 
     def join(self, tokens: Sequence[str]) -> str:
         """See ``TextEncoder.join``."""
@@ -131,7 +169,7 @@ class EncoderTokenizer:
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
         """The text of ids."""
-        return self._backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
+        return self._released.decode(token_ids, skip_special_tokens=skip_special_tokens)
 
     def cut(
         self, token_ids: tuple[int, ...], length: int, *, from_left: bool = False

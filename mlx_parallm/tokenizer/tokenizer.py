@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import json
 from collections.abc import Mapping, Sequence
@@ -11,12 +12,16 @@ from typing import Any
 from mlx_lm import tokenizer_utils
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from tokenizers import Tokenizer as BackendTokenizer
+from transformers import PreTrainedTokenizerBase
+from transformers.tokenization_utils_tokenizers import TokenizersBackend
 
 from mlx_parallm.errors import ConfigError, InvalidRequestError, ModelLoadError
 from mlx_parallm.load_failures import load_failures
-from mlx_parallm.tokenizer.chat_template import template_refusals
+from mlx_parallm.request import ANY_LENGTH, TokenLimit
+from mlx_parallm.tokenizer.chat_template import renders_as_usual, template_refusals
 from mlx_parallm.tokenizer.detokenizer import ByteLevelDetokenizer, WindowDetokenizer
-from mlx_parallm.tokenizer.lock import OwnLock
+from mlx_parallm.tokenizer.lanes import Lanes
+from mlx_parallm.tokenizer.released import ReleasedTokenizer
 from mlx_parallm.tokenizer.vocabulary import Vocabulary
 
 # Shows whether a template writes tools.
@@ -28,20 +33,27 @@ _PROBE_TOOL: Mapping[str, Any] = {
         "parameters": {"type": "object", "properties": {}},
     },
 }
+# A text may be encoded behind some that is no part of the prompt: its tokens are not counted.
+_ANCHOR_TOKENS = 32
 
 
 class ParallmTokenizer:
     """Implements ``engine.interface.Tokenizer`` over a tokenizer loaded by mlx_lm.
 
-    A lock guards calls into transformers, which are not safe from several threads at once.
-    Detokenizing does not take it: a long prompt being tokenised never delays a step.
+    Texts are encoded by the tokenizers library directly, without a lock. Where a tokenizer's class
+    does more than that, its Python code is called, which is not safe from several threads at once.
     """
 
     def __init__(self, wrapper: TokenizerWrapper, eos_ids: frozenset[int]) -> None:
         self._wrapper = wrapper
         self._eos_ids = eos_ids
         self._vocabulary = Vocabulary(wrapper._tokenizer)
-        self._lock = OwnLock()
+        backend = _plain_backend(wrapper._tokenizer)
+        self._released = None if backend is None else ReleasedTokenizer(backend)
+        is_usual = wrapper._chat_template is None and renders_as_usual(wrapper._tokenizer)
+        self._renders_as_usual = is_usual
+        self._lanes = None if is_usual and self._released is not None else Lanes(wrapper)
+        self._limit = ANY_LENGTH
         # A template set after loading is not in the wrapper's own flag.
         template = wrapper._tokenizer.chat_template
         self._has_chat_template = bool(wrapper.has_chat_template) or template is not None
@@ -103,14 +115,29 @@ class ParallmTokenizer:
         """Whether both give every token the same id."""
         return self._wrapper._tokenizer.get_vocab() == other._wrapper._tokenizer.get_vocab()
 
-    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Tokenise a text."""
-        with self._lock:
-            ids = self._wrapper.encode(text, add_special_tokens=add_special_tokens, verbose=False)
+    def limited(self, max_model_len: int) -> ParallmTokenizer:
+        """The same tokenizer, which refuses texts that are longer than a model's context."""
+        one = copy.copy(self)
+        one._limit = TokenLimit(most=max_model_len, slack=_ANCHOR_TOKENS)
+        return one
+
+    def encode(
+        self, text: str, *, add_special_tokens: bool = True, limit: TokenLimit | None = None
+    ) -> list[int]:
+        """Tokenise a text; see ``engine.interface.Tokenizer``."""
+        limit = limit or self._limit
+        if self._released is not None:
+            (ids,) = self._released.ids([text], limit, add_special_tokens=add_special_tokens)
+            return list(ids)
+        with self._shared().use() as wrapper:
+            ids = wrapper.encode(text, add_special_tokens=add_special_tokens, verbose=False)
+        limit.check(len(ids))
         return list(ids)
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """The text of a whole sequence of tokens."""
+        if self._released is not None:
+            return self._released.decode(token_ids, skip_special_tokens=skip_special_tokens)
         return self._vocabulary.decode(token_ids, skip_special_tokens=skip_special_tokens)
 
     def render_chat(
@@ -146,9 +173,16 @@ class ParallmTokenizer:
             options["chat_template"] = chat_template
         return self._render([dict(message) for message in messages], options)
 
-    def encode_chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> list[int]:
+    def encode_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        limit: TokenLimit | None = None,
+        **options: Any,
+    ) -> list[int]:
         """``render_chat``, then ``encode`` without adding special tokens a second time."""
-        return self.encode(self.render_chat(messages, **options), add_special_tokens=False)
+        text = self.render_chat(messages, **options)
+        return self.encode(text, add_special_tokens=False, limit=limit)
 
     def token_string(self, token_id: int) -> str:
         """One token as text; bytes that are no UTF-8 alone become U+FFFD."""
@@ -169,9 +203,27 @@ class ParallmTokenizer:
         return self._vocabulary.detokenizer(skip_special_tokens=skip_special_tokens)
 
     def _render(self, messages: list[dict[str, Any]], options: dict[str, Any]) -> str:
-        with template_refusals(), self._lock:
-            text = self._wrapper.apply_chat_template(messages, tokenize=False, **options)
-        return str(text)
+        with template_refusals():
+            if self._renders_as_usual:
+                return str(self._wrapper.apply_chat_template(messages, tokenize=False, **options))
+            with self._shared().use() as wrapper:
+                return str(wrapper.apply_chat_template(messages, tokenize=False, **options))
+
+    def _shared(self) -> Lanes[TokenizerWrapper]:
+        assert self._lanes is not None, "this tokenizer is called without locks"
+        return self._lanes
+
+
+def _plain_backend(tokenizer: PreTrainedTokenizerBase) -> BackendTokenizer | None:
+    """The tokenizer of the tokenizers library, if encoding with it is all that the class does."""
+    kind, backend = type(tokenizer), getattr(tokenizer, "backend_tokenizer", None)
+    is_plain = (
+        isinstance(tokenizer, TokenizersBackend)
+        and kind.encode is PreTrainedTokenizerBase.encode
+        and kind._encode_plus is TokenizersBackend._encode_plus
+        and kind.decode is PreTrainedTokenizerBase.decode
+    )
+    return backend if is_plain and isinstance(backend, BackendTokenizer) else None
 
 
 def load_tokenizer(

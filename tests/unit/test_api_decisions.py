@@ -17,7 +17,7 @@ from mlx_parallm.api.decisions.labels import LabelTree
 from mlx_parallm.batch import TokenLogprob
 from mlx_parallm.errors import OverloadedError
 from mlx_parallm.outputs import FinishReason, GenerateEvent, TokenEvent
-from mlx_parallm.request import GenerateRequest
+from mlx_parallm.request import GenerateRequest, TokenLimit
 from tests.fake_engine import FakeEngine, prompt_event, serve_fake
 from tests.fakes import ByteTokenizer
 
@@ -212,7 +212,9 @@ def test_probabilities_are_those_of_whole_labels(labels: list[str]) -> None:
 class SpacingTokenizer(ByteTokenizer):
     """Writes a space before every text."""
 
-    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+    def encode(
+        self, text: str, *, add_special_tokens: bool = True, limit: TokenLimit | None = None
+    ) -> list[int]:
         return [32, *text.encode()]
 
 

@@ -11,6 +11,7 @@ import pytest
 
 from mlx_parallm.api.convert.infill import FORMATS, InfillFormat, infill_ids
 from mlx_parallm.api.schemas.completions import CompletionRequest
+from mlx_parallm.request import TokenLimit
 from tests.fake_engine import FakeEngine, serve_fake
 from tests.fakes import ByteTokenizer
 
@@ -28,7 +29,9 @@ class InfillTokenizer(ByteTokenizer):
     def token_id(self, token: str) -> int | None:
         return self._ids.get(token)
 
-    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+    def encode(
+        self, text: str, *, add_special_tokens: bool = True, limit: TokenLimit | None = None
+    ) -> list[int]:
         begin = [20] if self._bos and add_special_tokens else []
         return begin + ([32] if self._spaces and text else []) + list(text.encode())
 

@@ -17,13 +17,16 @@ from mlx_parallm.api.schemas.common import INT64
 from mlx_parallm.api.schemas.rollout import RolloutItem, RolloutRequest
 from mlx_parallm.api.turns.appended import appended_ids
 from mlx_parallm.errors import InvalidRequestError
+from mlx_parallm.request import TokenLimit
 from tests.fakes import EOS, ByteTokenizer
 
 
 class TurnTokenizer(ByteTokenizer):
     """Bytes, and ``$`` for the token that ends a turn."""
 
-    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+    def encode(
+        self, text: str, *, add_special_tokens: bool = True, limit: TokenLimit | None = None
+    ) -> list[int]:
         return [EOS if one == ord("$") else one for one in text.encode()]
 
     def token_string(self, token_id: int) -> str:

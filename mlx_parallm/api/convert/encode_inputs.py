@@ -9,7 +9,8 @@ from typing import Any
 from mlx_parallm.api.offload import maybe_in_thread
 from mlx_parallm.encode import EncodeInput, Task
 from mlx_parallm.engine.encoder_interface import EncoderModel
-from mlx_parallm.errors import ContextLengthError, InvalidRequestError
+from mlx_parallm.errors import InvalidRequestError
+from mlx_parallm.request import ANY_LENGTH, TokenLimit
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,16 +60,26 @@ async def single_inputs(
         ContextLengthError: one is too long and is not to be cut.
     """
     num_unpooled = 0
+    limit = text_limit(model, truncate, param, from_left=from_left, longest=role.longest)
     if isinstance(given[0], str):
-        found = await _encoded(given, model, role, add_special_tokens=add_special_tokens)
-        if role.prompt and task == "embed" and not model.info.pools_prompts:
+        leaves_prompt = role.prompt and task == "embed" and not model.info.pools_prompts
+        # How much of the prompt is cut at the left tells the length of the whole text.
+        needs_all = leaves_prompt and limit.cuts and from_left
+        found = await _encoded(
+            given,
+            model,
+            role,
+            add_special_tokens=add_special_tokens,
+            limit=ANY_LENGTH if needs_all else limit,
+        )
+        if leaves_prompt:
             (bare,) = model.tokenizer.encode([role.prompt], add_special_tokens=False)
             num_unpooled = len(bare)
             num_unpooled += len(model.tokenizer.begin_ids) if add_special_tokens else 0
     else:
         found = [tuple(one) for one in given]
         _check_ids(found, model.info.vocab_size, param)
-    fit = _Fit(model, truncate, param, from_left=from_left, longest=role.longest)
+    fit = _Fit(model, limit, param)
     inputs = []
     for place, ids in enumerate(found):
         fitting = fit(ids, place)
@@ -80,12 +91,17 @@ async def single_inputs(
 
 
 async def _encoded(
-    given: Sequence[str], model: EncoderModel, role: Role, *, add_special_tokens: bool
+    given: Sequence[str],
+    model: EncoderModel,
+    role: Role,
+    *,
+    add_special_tokens: bool,
+    limit: TokenLimit,
 ) -> list[tuple[int, ...]]:
     """The ids of texts in their role."""
     texts = [role.prompt + text for text in given] if role.prompt else given
     found = await maybe_in_thread(
-        lambda: model.tokenizer.encode(texts, add_special_tokens=add_special_tokens),
+        lambda: model.tokenizer.encode(texts, add_special_tokens=add_special_tokens, limit=limit),
         sum(len(text) for text in texts),
     )
     if not role.marker:
@@ -106,10 +122,12 @@ async def pair_inputs(
 
     Of a pair that is too long the second text is cut.
     """
+    limit = text_limit(model, truncate, param)
     found = await maybe_in_thread(
-        lambda: model.tokenizer.encode_pairs(pairs), sum(len(a) + len(b) for a, b in pairs)
+        lambda: model.tokenizer.encode_pairs(pairs, limit=limit),
+        sum(len(a) + len(b) for a, b in pairs),
     )
-    fit = _Fit(model, truncate, param)
+    fit = _Fit(model, limit, param)
     return tuple(
         EncodeInput(fit(ids, place), task, second) for place, (ids, second) in enumerate(found)
     )
@@ -124,40 +142,51 @@ def _check_ids(ids: Sequence[tuple[int, ...]], vocab_size: int, param: str) -> N
             )
 
 
-class _Fit:
-    """Cuts or refuses inputs that are too long; see ``single_inputs``."""
+def text_limit(
+    model: EncoderModel,
+    truncate: int | None,
+    param: str,
+    *,
+    from_left: bool = False,
+    longest: int | None = None,
+) -> TokenLimit:
+    """How many tokens of each text a model reads; see ``single_inputs``.
 
-    def __init__(
-        self,
-        model: EncoderModel,
-        truncate: int | None,
-        param: str,
-        *,
-        from_left: bool = False,
-        longest: int | None = None,
-    ) -> None:
-        longest = min(longest or model.info.max_model_len, model.info.max_model_len)
-        if truncate not in (None, -1) and not 1 <= truncate <= model.info.max_model_len:
+    Args:
+        model: reads them.
+        truncate: see ``single_inputs``.
+        param: the field of the body that they came from.
+        from_left: see ``single_inputs``.
+        longest: most tokens of a text in its role; None: what the model takes.
+
+    Raises:
+        InvalidRequestError: ``truncate`` is out of range.
+    """
+    most = min(longest or model.info.max_model_len, model.info.max_model_len)
+    if truncate not in (None, -1):
+        if not 1 <= truncate <= model.info.max_model_len:
             raise InvalidRequestError(
                 f"truncate_prompt_tokens is -1 or from 1 to {model.info.max_model_len}.",
                 param="truncate_prompt_tokens",
             )
+        most = min(truncate, most)
+    return TokenLimit(most=most, cuts=truncate is not None, from_left=from_left, name=param)
+
+
+class _Fit:
+    """Cuts or refuses inputs that are too long; see ``single_inputs``."""
+
+    def __init__(self, model: EncoderModel, limit: TokenLimit, param: str) -> None:
         self._cut = model.tokenizer.cut
-        self._cuts = truncate is not None
-        self._from_left = from_left
-        self._limit = longest if truncate in (None, -1) else min(truncate, longest)
+        self._limit = limit
         self._param = param
 
     def __call__(self, ids: tuple[int, ...], place: int) -> tuple[int, ...]:
         """The input at a place of the request as the model can take it."""
         if not ids:
             raise InvalidRequestError(f"{self._param} {place} is empty.", param=self._param)
-        if self._cuts:
-            return self._cut(ids, self._limit, from_left=self._from_left)
-        if len(ids) > self._limit:
-            raise ContextLengthError(
-                self._limit,
-                f"{self._param} {place} has {len(ids)}. Shorten it, or set truncate_prompt_tokens.",
-                param=self._param,
-            )
+        limit = self._limit
+        limit.check(len(ids), place)
+        if limit.cuts and limit.most is not None:
+            return self._cut(ids, limit.most, from_left=limit.from_left)
         return ids

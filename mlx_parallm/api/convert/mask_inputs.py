@@ -7,9 +7,14 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from mlx_parallm.api.convert.encode_inputs import single_inputs
+from mlx_parallm.api.offload import maybe_in_thread
 from mlx_parallm.encode import EncodeInput, Task
 from mlx_parallm.engine.encoder_interface import EncoderModel
 from mlx_parallm.errors import InvalidRequestError
+from mlx_parallm.request import TokenLimit
+
+# To look up a word takes as long as to encode so many characters.
+_WORD_CHARS = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +86,7 @@ def _places(one: EncodeInput, mask: int, name: str, model: EncoderModel) -> tupl
     return places
 
 
-def candidates_of(
+async def candidates_of(
     words: Mapping[str, str | int] | Iterable[str], model: EncoderModel, param: str
 ) -> Candidates:
     """The ids of words, by the rule of transformers' fill-mask pipeline.
@@ -99,6 +104,11 @@ def candidates_of(
     """
     if not isinstance(words, Mapping):
         words = {word: word for word in words}
+    length = sum(len(str(word)) + _WORD_CHARS for word in words.values())
+    return await maybe_in_thread(lambda: _candidates(words, model, param), length)
+
+
+def _candidates(words: Mapping[str, str | int], model: EncoderModel, param: str) -> Candidates:
     found: dict[int, str] = {}
     warnings = []
     for label, word in words.items():
@@ -119,7 +129,8 @@ def _candidate(word: str | int, model: EncoderModel, param: str) -> tuple[int | 
     number = model.tokenizer.token_id(word)
     if number is not None:
         return number, None
-    (tokens,) = model.tokenizer.encode([word], add_special_tokens=False)
+    limit = TokenLimit(most=1, cuts=True)
+    (tokens,) = model.tokenizer.encode([word], add_special_tokens=False, limit=limit)
     if not tokens:
         return None, f"{word!r} is not in the vocabulary and is left out."
     token = model.tokenizer.token_string(tokens[0])

@@ -26,18 +26,23 @@ class MaskQuestion:
     targets are shares of the whole vocabulary.
     """
 
-    def __init__(self, body: MlmRequest, model: EncoderModel) -> None:
-        """Read the words.
+    def __init__(self, body: MlmRequest, model: EncoderModel, words: Candidates) -> None:
+        """``words``: those of ``body``."""
+        self._body = body
+        self._model = model
+        self.words = words
+
+    @classmethod
+    async def of(cls, body: MlmRequest, model: EncoderModel) -> MaskQuestion:
+        """Read the words of a request.
 
         Raises:
             InvalidRequestError: see ``candidates_of``.
         """
-        self._body = body
-        self._model = model
-        self.words = Candidates()
-        if body.words is not None:
-            param = "targets" if body.label_words is None else "label_words"
-            self.words = candidates_of(body.words, model, param)
+        if body.words is None:
+            return cls(body, model, Candidates())
+        param = "targets" if body.label_words is None else "label_words"
+        return cls(body, model, await candidates_of(body.words, model, param))
 
     async def inputs(self) -> tuple[EncodeInput, ...]:
         """What the model reads.

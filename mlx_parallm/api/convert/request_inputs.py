@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
-from mlx_parallm.api.convert.encode_inputs import Role, single_inputs
+from mlx_parallm.api.convert.encode_inputs import Role, single_inputs, text_limit
 from mlx_parallm.api.offload import maybe_in_thread
 from mlx_parallm.api.schemas.chat import ChatMessage, check_template_kwargs, turns_of
 from mlx_parallm.api.schemas.encode import TextsRequest
@@ -66,8 +67,14 @@ async def _rendered(body: TextsRequest, model: EncoderModel) -> list[tuple[int, 
         "continue_final_message": body.continue_final_message,
         "template_kwargs": body.chat_template_kwargs,
     }
+    limit = text_limit(
+        model, body.truncate_prompt_tokens, "messages", from_left=body.truncation_side == "left"
+    )
     return await maybe_in_thread(
-        lambda: [model.tokenizer.encode_chat(one, **options) for one in conversations],
+        lambda: [
+            model.tokenizer.encode_chat(one, limit=replace(limit, first=number), **options)
+            for number, one in enumerate(conversations)
+        ],
         sum(len(turn["content"] or "") for one in conversations for turn in one),
     )
 

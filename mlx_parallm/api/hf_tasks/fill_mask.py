@@ -25,7 +25,7 @@ async def fill_mask(job: Job) -> Done:
     texts = texts_of(job.inputs)
     words = Candidates()
     if job.parameters.targets is not None:
-        words = candidates_of(job.parameters.targets, job.model, "targets")
+        words = await candidates_of(job.parameters.targets, job.model, "targets")
     top_k = job.parameters.top_k or TOP_K
     inputs = await masked_inputs(
         texts,

@@ -7,10 +7,11 @@ from typing import Any
 import numpy as np
 
 from mlx_parallm.api.convert.activation import softmax
+from mlx_parallm.api.convert.encode_inputs import text_limit
 from mlx_parallm.api.convert.entities import LabelledTokens, entities
 from mlx_parallm.api.encoding import encoded
 from mlx_parallm.api.hf_tasks.job import Done, Job
-from mlx_parallm.api.hf_tasks.texts import cuts_left, text_inputs, texts_of
+from mlx_parallm.api.hf_tasks.texts import cut_to, cuts_left, text_inputs, texts_of
 from mlx_parallm.api.offload import maybe_in_thread
 from mlx_parallm.encode import EncodeInput, TokenSpan
 from mlx_parallm.errors import InvalidRequestError
@@ -32,7 +33,8 @@ async def token_classification(job: Job) -> Done:
             "Texts whose tokens are classified are cut at their ends.", param="truncation_direction"
         )
     texts, tokenizer = texts_of(job.inputs), job.model.tokenizer
-    spans = await maybe_in_thread(lambda: tokenizer.spans(texts), sum(map(len, texts)))
+    limit = text_limit(job.model, cut_to(job.parameters), "inputs")
+    spans = await maybe_in_thread(lambda: tokenizer.spans(texts, limit=limit), sum(map(len, texts)))
     inputs = await text_inputs(
         job, [tuple(span.token_id for span in one) for one in spans], "token_classify"
     )

@@ -18,7 +18,7 @@ from mlx_parallm.api.dependencies import (
     MaxWaitingDep,
 )
 from mlx_parallm.api.fingerprint import system_fingerprint
-from mlx_parallm.api.generation import Generation, check_queue
+from mlx_parallm.api.generation import Generation, check_queue, named_by
 from mlx_parallm.api.ignored import tell_ignored
 from mlx_parallm.api.json_body import JsonRoute
 from mlx_parallm.api.model_choice import generator
@@ -30,6 +30,8 @@ from mlx_parallm.engine.interface import ServedModel
 from mlx_parallm.request import GenerateRequest, Grammar, SamplingParams
 
 router = APIRouter(route_class=JsonRoute)
+
+FIELDS = {"messages": "prompt"}
 
 
 @router.post("/completions", responses=STREAMED)
@@ -54,9 +56,7 @@ async def create_completion(
     )
     names = TokenNames(model.tokenizer, as_ids=body.return_tokens_as_token_ids)
     answer = CompletionAnswer(body, head, names, prompts)
-    generation = await Generation.start(
-        engine, asked, fields={"messages": "prompt"}, max_waiting=max_waiting
-    )
+    generation = await Generation.start(engine, asked, fields=FIELDS, max_waiting=max_waiting)
     response = await respond(request, generation, answer, stream=body.stream, config=config)
     tell_ignored(response, body.unknown_fields)
     return response
@@ -72,7 +72,8 @@ async def prepare_completion(
     """
     body.check_supported()
     params = _params(body, config, await body_grammar(body, model))
-    prompts = await encode_prompts(body, model.tokenizer)
+    with named_by(FIELDS):
+        prompts = await encode_prompts(body, model.tokenizer)
     if body.suffix:
         params = with_infill_ends(params, model.tokenizer)
     ids = [name] if len(prompts) == 1 else [f"{name}-{i}" for i in range(len(prompts))]

@@ -8,13 +8,13 @@ from starlette.responses import JSONResponse
 from mlx_parallm.api.auth import client_of
 from mlx_parallm.api.decisions.answers import answer, ask
 from mlx_parallm.api.decisions.prompt import input_text
-from mlx_parallm.api.decisions.scoring import EncodedQuestion, QuestionEncoder, score
+from mlx_parallm.api.decisions.scoring import FIELDS, EncodedQuestion, QuestionEncoder, score
 from mlx_parallm.api.dependencies import (
     ConfigDep,
     EngineDep,
     MaxWaitingDep,
 )
-from mlx_parallm.api.generation import unless_disconnected
+from mlx_parallm.api.generation import named_by, unless_disconnected
 from mlx_parallm.api.json_body import JsonRoute
 from mlx_parallm.api.model_choice import generator
 from mlx_parallm.api.offload import maybe_in_thread
@@ -40,7 +40,8 @@ async def create_decision(
 ) -> Response:
     """Answer questions about an input by the probabilities of their labels; nothing is sampled."""
     name, model = generator(engine, body.model)
-    questions = await encode(body, model)
+    with named_by(FIELDS):
+        questions = await encode(body, model)
     template = GenerateRequest(
         request_id=f"decision-{request.state.answer_id}",
         model=model.names[0],

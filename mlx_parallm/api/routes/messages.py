@@ -26,6 +26,7 @@ from mlx_parallm.api.schemas.messages import (
     TokenCount,
 )
 from mlx_parallm.api.turns.prepare import prepare_turn, render_turn
+from mlx_parallm.request import ANY_LENGTH
 
 # What these bodies call the engine's names.
 FIELDS = {
@@ -84,5 +85,6 @@ async def count_tokens(
 ) -> TokenCount:
     """Count the tokens of a conversation; nothing is generated."""
     _, model = generator(engine, body.model)
-    _, prompt_ids = await render_turn(counted_turn(body, request_id="", client=client), model)
+    turn = counted_turn(body, request_id="", client=client)
+    _, prompt_ids = await render_turn(turn, model, limit=ANY_LENGTH)
     return TokenCount(input_tokens=len(prompt_ids))

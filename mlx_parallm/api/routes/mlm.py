@@ -35,7 +35,7 @@ async def predict_masks(body: MlmRequest, request: Request, engine: EngineDep) -
 async def _fill(
     body: MlmRequest, model: EncoderModel, engine: EngineClient, request_id: str
 ) -> Response:
-    question = MaskQuestion(body, model)
+    question = await MaskQuestion.of(body, model)
     inputs = await question.inputs()
     told, hits = await encoded(engine.encoders, model, inputs, request_id, question.answer)
     texts = [{**one, "cache_hit": hit} for one, hit in zip(told, hits, strict=True)]

@@ -34,6 +34,7 @@ from mlx_parallm.api.turns.truncation import prepare_fitting
 from mlx_parallm.config import ServerConfig
 from mlx_parallm.engine.interface import ServedModel
 from mlx_parallm.errors import InvalidRequestError
+from mlx_parallm.request import ANY_LENGTH
 
 router = APIRouter(route_class=JsonRoute)
 
@@ -106,7 +107,7 @@ async def count_input_tokens(
     entry = responses.entry(body, response_id="", client=client)
     with named_by(FIELDS):
         turn = input_turn(body, entry.items, response_tools(body.tools), request_id="")
-        _, prompt_ids = await render_turn(turn, model)
+        _, prompt_ids = await render_turn(turn, model, limit=ANY_LENGTH)
     return {"object": "response.input_tokens", "input_tokens": len(prompt_ids)}
 
 

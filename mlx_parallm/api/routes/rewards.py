@@ -13,6 +13,7 @@ from mlx_parallm.api.encoder_answer import Encoded, Encoding, encoded_response
 from mlx_parallm.api.generation import named_by
 from mlx_parallm.api.ignored import tell_ignored
 from mlx_parallm.api.json_body import JsonRoute
+from mlx_parallm.api.offload import maybe_in_thread
 from mlx_parallm.api.schemas.chat import check_template_kwargs, turns_of
 from mlx_parallm.api.schemas.rewards import Rewarded, RewardsRequest
 from mlx_parallm.api.scoring.rewards import (
@@ -25,6 +26,7 @@ from mlx_parallm.api.scoring.rewards import (
 )
 from mlx_parallm.api.turns.history import template_messages
 from mlx_parallm.encode import EncodeInput
+from mlx_parallm.engine.encoder_interface import EncoderModel
 from mlx_parallm.errors import InvalidRequestError
 
 router = APIRouter(route_class=JsonRoute)
@@ -44,7 +46,7 @@ async def score_rewards(body: RewardsRequest, request: Request, engine: EngineDe
     model = reward_model(
         engine.encoders, body.model, task, chats=given[0].param if has_chats else None
     )
-    step_id = None if body.step_token is None else step_token_id(body.step_token, model)
+    step_id = None if body.step_token is None else await _step_id(body.step_token, model)
     param = given[0].param
     with named_by({"messages": param}):
         inputs = await reward_inputs(
@@ -72,6 +74,10 @@ async def score_rewards(body: RewardsRequest, request: Request, engine: EngineDe
     )
     tell_ignored(response, body.model_extra or ())
     return response
+
+
+async def _step_id(token: str | int, model: EncoderModel) -> int:
+    return await maybe_in_thread(lambda: step_token_id(token, model), len(str(token)))
 
 
 def _text(given: Rewarded) -> Text:

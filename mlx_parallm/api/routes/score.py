@@ -139,7 +139,7 @@ async def _labels(
         await check_queue(
             engine, model.names[0], client, n=1, max_waiting=max_waiting, num_prompts=num
         )
-    prompts = await encode_prompts(asked, model.tokenizer, joins_texts=joins_texts)
+        prompts = await encode_prompts(asked, model.tokenizer, joins_texts=joins_texts)
     template = GenerateRequest(
         request_id=request_id,
         model=model.names[0],

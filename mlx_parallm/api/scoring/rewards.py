@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
-from mlx_parallm.api.convert.encode_inputs import single_inputs
+from mlx_parallm.api.convert.encode_inputs import single_inputs, text_limit
 from mlx_parallm.api.offload import maybe_in_thread
 from mlx_parallm.api.scoring.pairs import logistic
 from mlx_parallm.encode import EncodeInput, EncoderInfo, Task
 from mlx_parallm.engine.encoder_interface import EncoderClient, EncoderModel, TextEncoder
 from mlx_parallm.errors import InvalidRequestError
+from mlx_parallm.request import TokenLimit
 
 #: A text, or the messages of a conversation as templates take them.
 Text = str | Sequence[Mapping[str, Any]]
@@ -81,18 +83,20 @@ async def reward_inputs(
             template refuses.
     """
     tokenizer = model.tokenizer
+    limit = text_limit(model, truncate, param, from_left=from_left)
+
+    def ids_of(one: Text, number: int) -> tuple[int, ...]:
+        here = replace(limit, first=number)
+        if isinstance(one, str):
+            return tokenizer.encode([one], limit=here)[0]
+        return tokenizer.encode_chat(
+            one, add_generation_prompt=False, template_kwargs=template_kwargs, limit=here
+        )
 
     def work() -> list[tuple[int, ...]]:
-        plain = [one for one in texts if isinstance(one, str)]
-        encoded = iter(tokenizer.encode(plain) if plain else ())
-        return [
-            next(encoded)
-            if isinstance(one, str)
-            else tokenizer.encode_chat(
-                one, add_generation_prompt=False, template_kwargs=template_kwargs
-            )
-            for one in texts
-        ]
+        if all(isinstance(one, str) for one in texts):
+            return tokenizer.encode([one for one in texts if isinstance(one, str)], limit=limit)
+        return [ids_of(one, number) for number, one in enumerate(texts)]
 
     ids = await maybe_in_thread(work, sum(map(_length, texts)))
     return await single_inputs(
@@ -137,7 +141,9 @@ def step_token_id(token: str | int, model: EncoderModel) -> int:
 
 def _single_id(token: str, tokenizer: TextEncoder) -> int:
     """Of a text whose token is written otherwise in the vocabulary, such as a line break."""
-    (ids,) = tokenizer.encode([token], add_special_tokens=False)
+    # Of a text of several tokens no more than two are needed.
+    limit = TokenLimit(most=1, cuts=True)
+    (ids,) = tokenizer.encode([token], add_special_tokens=False, limit=limit)
     if len(ids) != 1:
         raise _no_token(token)
     return ids[0]

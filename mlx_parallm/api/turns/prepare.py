@@ -17,7 +17,7 @@ from mlx_parallm.grammar.json_size import is_longer
 from mlx_parallm.parsing.formats import ReasoningFormat, ToolFormat
 from mlx_parallm.parsing.parts import TurnParser
 from mlx_parallm.parsing.turn import turn_parser
-from mlx_parallm.request import GenerateRequest, SamplingParams, ThinkingBudget
+from mlx_parallm.request import GenerateRequest, SamplingParams, ThinkingBudget, TokenLimit
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,6 +75,7 @@ async def prepare_turn(turn: TurnRequest, model: ServedModel) -> PreparedTurn:
     Raises:
         InvalidRequestError: a message is malformed, the template refuses the conversation, or the
             model cannot answer as it is asked to.
+        ContextLengthError: it is longer than the model's context.
     """
     rendered, prompt_ids = await render_turn(turn, model)
     constraint = await constrain(turn, model, rendered)
@@ -96,11 +97,19 @@ async def prepare_turn(turn: TurnRequest, model: ServedModel) -> PreparedTurn:
     )
 
 
-async def render_turn(turn: TurnRequest, model: ServedModel) -> tuple[str, tuple[int, ...]]:
+async def render_turn(
+    turn: TurnRequest, model: ServedModel, *, limit: TokenLimit | None = None
+) -> tuple[str, tuple[int, ...]]:
     """The conversation as text and as tokens; off the event loop where it is long.
+
+    Args:
+        turn: has the conversation.
+        model: whose template and tokenizer.
+        limit: see ``Tokenizer.encode``.
 
     Raises:
         InvalidRequestError: a message is malformed, or the template refuses the conversation.
+        ContextLengthError: it has more tokens than ``limit`` allows.
     """
     messages = template_messages(turn.messages, id_length=model.call_id_length)
     tools = [tool.for_template() for tool in turn.shown_tools] or None
@@ -113,7 +122,7 @@ async def render_turn(turn: TurnRequest, model: ServedModel) -> tuple[str, tuple
             continue_final_message=turn.continue_final_message,
             template_kwargs={**model.chat_template_kwargs, **turn.template_kwargs},
         )
-        return text, tuple(model.tokenizer.encode(text, add_special_tokens=False))
+        return text, tuple(model.tokenizer.encode(text, add_special_tokens=False, limit=limit))
 
     return await maybe_in_thread(render, _length(messages, tools))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 from mlx_parallm.api.turns.prepare import PreparedTurn, prepare_turn, render_turn
 from mlx_parallm.api.turns.request import TurnRequest
 from mlx_parallm.engine.interface import ServedModel
+from mlx_parallm.errors import ContextLengthError
 
 
 async def prepare_fitting(turn: TurnRequest, model: ServedModel) -> PreparedTurn:
@@ -20,10 +22,11 @@ async def prepare_fitting(turn: TurnRequest, model: ServedModel) -> PreparedTurn
     Raises:
         InvalidRequestError: see ``prepare_turn``.
     """
-    prepared = await prepare_turn(turn, model)
     space = model.info.max_model_len - (turn.params.max_tokens or 1)
-    if len(prepared.prompt_ids) <= space:
-        return prepared
+    with contextlib.suppress(ContextLengthError):
+        prepared = await prepare_turn(turn, model)
+        if len(prepared.prompt_ids) <= space:
+            return prepared
     return await prepare_turn(await _shortened(turn, model, space), model)
 
 
@@ -34,11 +37,18 @@ async def _shortened(turn: TurnRequest, model: ServedModel, space: int) -> TurnR
     while low < high:
         middle = (low + high) // 2
         shorter = _without(turn, cuts[middle])
-        if len((await render_turn(shorter, model))[1]) <= space:
+        if await _fits(shorter, model, space):
             high = middle
         else:
             low = middle + 1
     return _without(turn, cuts[low])
+
+
+async def _fits(turn: TurnRequest, model: ServedModel, space: int) -> bool:
+    try:
+        return len((await render_turn(turn, model))[1]) <= space
+    except ContextLengthError:
+        return False
 
 
 def _cuts(messages: Sequence[Mapping[str, Any]]) -> list[int]:
