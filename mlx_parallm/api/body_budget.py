@@ -14,6 +14,7 @@ from mlx_parallm.api.auth import client_of
 from mlx_parallm.api.body_pace import BodyPace
 from mlx_parallm.api.entry_turns import EntryTurns
 from mlx_parallm.api.internal import INTERNAL_CALLER, STREAMED_PATH, UPLOAD_PATHS
+from mlx_parallm.api.offload import TextThreads
 from mlx_parallm.config import ServerConfig
 from mlx_parallm.errors import OverloadedError, RequestTimeoutError
 
@@ -26,7 +27,8 @@ class BodyBudgetMiddleware:
 
     A request's body counts from its arrival to the end of its answer: it is kept as long. A client
     that has no other request here may send any body that its route takes. Bodies are read at a
-    pace, see ``BodyPace``, and handed on by turns, see ``EntryTurns``.
+    pace, see ``BodyPace``, and handed on by turns, see ``EntryTurns``. Long texts are
+    worked on by threads that clients share, see ``TextThreads``.
     """
 
     def __init__(self, app: ASGIApp, config: ServerConfig) -> None:
@@ -35,6 +37,7 @@ class BodyBudgetMiddleware:
         self._held: Counter[str] = Counter()
         self._turns = EntryTurns()
         self._pace = BodyPace(time.monotonic)
+        self._threads = TextThreads()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """See ASGI."""
@@ -59,7 +62,8 @@ class BodyBudgetMiddleware:
 
         with self._pace.present(client) if is_paced else contextlib.nullcontext():
             try:
-                await self._app(scope, metered, send)
+                with self._threads.serving(client):
+                    await self._app(scope, metered, send)
             finally:
                 body.release()
 

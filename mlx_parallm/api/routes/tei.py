@@ -6,7 +6,6 @@ everywhere here: clients of TEI show what they hold, and read nothing of it.
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Sequence
 from typing import Any, get_args
 
@@ -28,6 +27,7 @@ from mlx_parallm.api.dependencies import EngineDep
 from mlx_parallm.api.encoder_answer import Encoded, Encoding, encoded_response
 from mlx_parallm.api.ignored import tell_ignored
 from mlx_parallm.api.json_body import JsonRoute
+from mlx_parallm.api.offload import in_thread
 from mlx_parallm.api.schemas.tei import (
     DecodeRequest,
     EmbedAllRequest,
@@ -129,14 +129,14 @@ async def decode(body: DecodeRequest, engine: EngineDep) -> list[str]:
     model = engine.encoders.get(body.model, *get_args(Task))
     is_batch = isinstance(body.ids[0], list)
     ids: Sequence[Sequence[int]] = body.ids if is_batch else [body.ids]  # type: ignore[list-item]
-    if any(not 0 <= one < model.info.vocab_size for text in ids for one in text):
-        raise InvalidRequestError("ids has an id outside the vocabulary.", param="ids")
 
     def decoded() -> list[str]:
+        if any(not 0 <= one < model.info.vocab_size for text in ids for one in text):
+            raise InvalidRequestError("ids has an id outside the vocabulary.", param="ids")
         options = {"skip_special_tokens": body.skip_special_tokens}
         return [model.tokenizer.decode(one, **options) for one in ids]
 
-    return await asyncio.to_thread(decoded)
+    return await in_thread(decoded)
 
 
 def _asked(request: Request, model: EncoderModel, inputs: tuple[EncodeInput, ...]) -> Encoding:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
+import json
 from collections.abc import Sequence
 from typing import Any, get_args
 
 from fastapi import APIRouter
+from starlette.responses import Response
 
 from mlx_parallm.api.convert.chat_tools import chat_tools
 from mlx_parallm.api.convert.input_prompts import named_prompt
@@ -14,6 +15,7 @@ from mlx_parallm.api.convert.tei import text_tokens
 from mlx_parallm.api.dependencies import EngineDep
 from mlx_parallm.api.json_body import JsonRoute
 from mlx_parallm.api.model_choice import generator_or_encoder
+from mlx_parallm.api.offload import in_thread
 from mlx_parallm.api.schemas.chat import check_template_kwargs, turns_of
 from mlx_parallm.api.schemas.tokenize import DetokenizeRequest, TokenizeRequest
 from mlx_parallm.api.turns.history import template_messages
@@ -21,6 +23,7 @@ from mlx_parallm.encode import Task
 from mlx_parallm.engine.encoder_interface import EncoderModel
 from mlx_parallm.engine.interface import EngineClient, ServedModel
 from mlx_parallm.errors import InvalidRequestError
+from mlx_parallm.request import ANY_LENGTH
 
 router = APIRouter(route_class=JsonRoute)
 
@@ -29,35 +32,30 @@ MAX_CHARACTERS = 2**21
 
 
 @router.post("/tokenize")
-async def tokenize(
-    body: TokenizeRequest, engine: EngineDep
-) -> dict[str, Any] | list[list[dict[str, Any]]]:
+async def tokenize(body: TokenizeRequest, engine: EngineDep) -> Response:
     """A text's or a conversation's tokens; of ``inputs`` a list for each text, as TEI has it."""
     if body.inputs is not None:
         return await _text_tokens(body, engine, body.inputs)
     model = generator_or_encoder(engine, body.model, *get_args(Task))
-    ids, strings = await asyncio.to_thread(_encode, body, model)
-    return {
-        "count": len(ids),
-        "max_model_len": model.info.max_model_len,
-        "tokens": ids,
-        "token_strs": strings,
-    }
+    return await in_thread(lambda: _tokens_answer(body, model))
 
 
 @router.post("/detokenize")
 async def detokenize(body: DetokenizeRequest, engine: EngineDep) -> dict[str, Any]:
     """The text of tokens, special ones included."""
     tokenizer = generator_or_encoder(engine, body.model, *get_args(Task)).tokenizer
-    if any(not 0 <= token_id < tokenizer.vocab_size for token_id in body.tokens):
-        raise InvalidRequestError("tokens has an id outside the vocabulary.", param="tokens")
-    text = await asyncio.to_thread(tokenizer.decode, body.tokens, skip_special_tokens=False)
-    return {"prompt": text}
+
+    def work() -> str:
+        if any(not 0 <= token_id < tokenizer.vocab_size for token_id in body.tokens):
+            raise InvalidRequestError("tokens has an id outside the vocabulary.", param="tokens")
+        return tokenizer.decode(body.tokens, skip_special_tokens=False)
+
+    return {"prompt": await in_thread(work)}
 
 
 async def _text_tokens(
     body: TokenizeRequest, engine: EngineClient, texts: Sequence[str]
-) -> list[list[dict[str, Any]]]:
+) -> Response:
     if body.prompt is not None or body.messages is not None:
         raise InvalidRequestError("Give inputs, or prompt or messages.", param="inputs")
     model = engine.encoders.get(body.model, *get_args(Task))
@@ -68,22 +66,36 @@ async def _text_tokens(
             f"inputs have {size} characters; {MAX_CHARACTERS} are the most.", param="inputs"
         )
 
-    def work() -> list[list[dict[str, Any]]]:
+    def work() -> Response:
         found = model.tokenizer.spans(given, add_special_tokens=body.add_special_tokens)
-        return [text_tokens(text, spans) for text, spans in zip(given, found, strict=True)]
+        return _json_response(
+            [text_tokens(text, spans) for text, spans in zip(given, found, strict=True)]
+        )
 
-    return await asyncio.to_thread(work)
+    return await in_thread(work)
 
 
-def _encode(
-    body: TokenizeRequest, model: ServedModel | EncoderModel
-) -> tuple[list[int], list[str] | None]:
+def _tokens_answer(body: TokenizeRequest, model: ServedModel | EncoderModel) -> Response:
     ids = list(_ids(body, model))
     if isinstance(model, EncoderModel):
         string = model.tokenizer.token_string
     else:
         string = model.tokenizer.vocabulary_string
-    return ids, [string(i) for i in ids] if body.return_token_strs else None
+    return _json_response(
+        {
+            "count": len(ids),
+            "max_model_len": model.info.max_model_len,
+            "tokens": ids,
+            "token_strs": [string(i) for i in ids] if body.return_token_strs else None,
+        }
+    )
+
+
+def _json_response(answer: Any) -> Response:
+    """The answer as JSON, written value by value: at once, it would hold the interpreter."""
+    encoder = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))
+    text = "".join(encoder.iterencode(answer))
+    return Response(text.encode(errors="replace"), media_type="application/json")
 
 
 def _ids(body: TokenizeRequest, model: ServedModel | EncoderModel) -> Sequence[int]:
@@ -94,11 +106,14 @@ def _ids(body: TokenizeRequest, model: ServedModel | EncoderModel) -> Sequence[i
         return _encoder_ids(body, model)
     tokenizer = model.tokenizer
     if body.messages is None:
-        return tokenizer.encode(body.prompt or "", add_special_tokens=body.add_special_tokens)
+        return tokenizer.encode(
+            body.prompt or "", add_special_tokens=body.add_special_tokens, limit=ANY_LENGTH
+        )
     return tokenizer.encode_chat(
         template_messages(turns_of(body.messages), id_length=model.call_id_length),
         tools=[tool.for_template() for tool in chat_tools(body.tools or ())] or None,
         template_kwargs={**model.chat_template_kwargs, **body.chat_template_kwargs},
+        limit=ANY_LENGTH,
         **_ends(body),
     )
 
@@ -117,7 +132,7 @@ def _encoder_ids(body: TokenizeRequest, model: EncoderModel) -> Sequence[int]:
     )
 
 
-def _ends(body: TokenizeRequest) -> dict[str, bool]:
+def _ends(body: TokenizeRequest) -> dict[str, Any]:
     """How a conversation ends, for a template."""
     return {
         "add_generation_prompt": body.add_generation_prompt and not body.continue_final_message,
