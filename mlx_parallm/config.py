@@ -71,7 +71,8 @@ class CacheConfig:
             CPU no more than the weights do, or 1 GiB, since a pool is filled at start there.
         kv_cache_dtype: one of ``KV_CACHE_DTYPES``. Auto keeps KV in the model's dtype; the others
             keep it in integers of 8 or 4 bits, with a step and a least value for every 64.
-        kv_cache_bytes: the same as an absolute number; wins over ``memory_fraction``.
+        kv_cache_bytes: KV of all models together as a number of bytes, which is taken or refused;
+            wins over ``memory_fraction``.
         enable_prefix_caching: reuse blocks of equal prefixes.
     """
 

@@ -3,6 +3,7 @@
     ParallmError
     ├── ConfigError                 a setting is wrong; the process does not start
     ├── ModelLoadError              a model could not be loaded
+    ├── OutOfMemoryError            the device or machine has not so much memory   (HTTP 503)
     ├── InvalidRequestError         the caller's fault; names the field            (HTTP 400)
     │   ├── ContextLengthError      prompt (+ max_tokens) does not fit the model   (HTTP 400)
     │   ├── ModelNotFoundError      no served model has this name                  (HTTP 404)
@@ -52,6 +53,10 @@ def _rebuilt(kind: type[ParallmError], args: tuple[object, ...]) -> ParallmError
 
 class ConfigError(ParallmError):
     """A setting is missing, contradictory or out of range."""
+
+
+class OutOfMemoryError(ParallmError):
+    """The device or the machine does not have so much memory."""
 
 
 class ModelLoadError(ParallmError):

@@ -50,6 +50,7 @@ STATUS: Mapping[type[errors.ParallmError], Status] = {
     errors.ModelLoadingError: Status(503, "server_error", "model_loading"),
     errors.PausedError: Status(503, "server_error", "paused"),
     errors.EngineDeadError: Status(503, "server_error", "engine_dead"),
+    errors.OutOfMemoryError: Status(503, "server_error", "out_of_memory"),
     errors.RequestAbortedError: Status(503, "server_error", "request_aborted"),
     errors.StorageInUseError: Status(503, "server_error", "storage_in_use"),
     errors.StorageError: Status(500, "server_error", "storage_failed"),

@@ -9,9 +9,14 @@ import platform
 import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Self
 
 from mlx_parallm import __version__
-from mlx_parallm.config import KV_CACHE_DTYPES
+from mlx_parallm.cli.configure import add_settings, read_settings
+from mlx_parallm.cli.settings import BATCHING, MEMORY, MODELS
+from mlx_parallm.config import KV_CACHE_DTYPES, EngineConfig
+from mlx_parallm.errors import ParallmError
+from mlx_parallm.kv_cache.budget import KVShare
 from mlx_parallm.runner.adapter_check import adapter_report
 from mlx_parallm.runner.backend_choice import AttentionReport, attention_report
 from mlx_parallm.runner.device import DeviceReport, device_report
@@ -37,15 +42,45 @@ PACKAGES = (
     "uvicorn",
     "pydantic",
 )
+#: Settings that say which models a server would load, and what KV they would get.
+SETTING_GROUPS = (MODELS, MEMORY, BATCHING)
 OPENBLAS_PATTERN = "*/openblas-pthread/libopenblas.so.0"
 GIB = 2**30
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Diagnosis:
-    """Everything ``doctor`` knows; ``quantised_kv`` by the KV cache's dtype.
+class KVFit:
+    """What fits into a model's KV; ``text`` says it in words."""
 
-    ``compiler`` is None unless the device is an NVIDIA GPU.
+    num_bytes: int
+    num_blocks: int
+    block_size: int
+    num_tokens: int
+    context: int
+    num_contexts: float
+    text: str
+
+    @classmethod
+    def of(cls, share: KVShare) -> Self:
+        """Return the facts of a share."""
+        return cls(
+            num_bytes=share.num_bytes,
+            num_blocks=share.num_blocks,
+            block_size=share.plan.block_size,
+            num_tokens=share.num_tokens,
+            context=share.context,
+            num_contexts=share.num_contexts,
+            text=str(share),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Diagnosis:
+    """Everything ``doctor`` knows.
+
+    ``quantised_kv`` is by the KV cache's dtype, ``kv`` by the model's name. ``kv_problem`` says why
+    the models could not be loaded with these settings. ``compiler`` is None unless the device is
+    an NVIDIA GPU.
     """
 
     device: DeviceReport
@@ -60,27 +95,31 @@ class Diagnosis:
     system: str
     versions: dict[str, str]
     advice: tuple[str, ...]
+    kv: dict[str, KVFit]
+    kv_problem: str | None = None
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags of ``mlx_parallm doctor``."""
     parser.add_argument("--json", action="store_true", help="print JSON, for issue reports")
+    add_settings(parser, SETTING_GROUPS)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the diagnosis; 1 if an attention backend computes wrong results."""
-    diagnosis = diagnose()
+    """Print the diagnosis; 1 if an attention backend is wrong or the models cannot be loaded."""
+    diagnosis = diagnose(read_settings(args)[0])
     if args.json:
         print(json.dumps(asdict(diagnosis), indent=2))
     else:
         print("\n".join(render(diagnosis)))
     reports = (diagnosis.attention, *diagnosis.quantised_kv.values())
-    return int(not all(report.passed for report in reports))
+    return int(diagnosis.kv_problem is not None or not all(one.passed for one in reports))
 
 
-def diagnose() -> Diagnosis:
-    """Look at this process and machine."""
+def diagnose(config: EngineConfig) -> Diagnosis:
+    """Look at this process and machine, and at what KV the models of a configuration would get."""
     device = device_report()
+    kv, kv_problem = fitting_kv(config)
     installed = sorted(Path("/usr/lib").glob(OPENBLAS_PATTERN))
     return Diagnosis(
         device=device,
@@ -96,7 +135,21 @@ def diagnose() -> Diagnosis:
         system=platform.platform(),
         versions=versions(),
         advice=tuple(advise(device, sys.platform, installed[0] if installed else None)),
+        kv=kv,
+        kv_problem=kv_problem,
     )
+
+
+def fitting_kv(config: EngineConfig) -> tuple[dict[str, KVFit], str | None]:
+    """Return what fits into each model's KV, by name, or why that is not known."""
+    try:
+        # Other parts of this report are wanted where something else does not import.
+        from mlx_parallm.engine.build import kv_shares  # noqa: PLC0415
+
+        shares = kv_shares(config)
+    except (ParallmError, ImportError) as problem:
+        return {}, str(problem)
+    return {share.name: KVFit.of(share) for share in shares}, None
 
 
 def versions() -> dict[str, str]:
@@ -155,6 +208,8 @@ def render(diagnosis: Diagnosis) -> list[str]:
         ("recurrent layers", diagnosis.states.backend),
         ("adapters", diagnosis.adapters.backend),
         *_compiler_rows(diagnosis.compiler),
+        *((f"KV of {name}", fit.text) for name, fit in diagnosis.kv.items()),
+        *([("KV", diagnosis.kv_problem)] if diagnosis.kv_problem else []),
         ("system", diagnosis.system),
         *diagnosis.versions.items(),
     ]

@@ -207,7 +207,9 @@ SETTINGS: tuple[Setting, ...] = (
         aliases=("gpu-memory-utilization",), metavar="SHARE",
     ),
     _setting("kv-cache-memory-bytes", "cache.kv_cache_bytes", values.size, MEMORY,
-             "the same as an absolute size, such as 8GiB; wins over the share.", metavar="SIZE"),
+             "KV of all models together as a size, such as 8GiB; wins over the share. It is taken "
+             "as said, what sequences cannot use for cached prefixes, or refused if so much is not "
+             "free. See docs/memory.md.", metavar="SIZE"),
     _setting(
         "kv-cache-dtype", "cache.kv_cache_dtype", values.choice(*KV_CACHE_DTYPES), MEMORY,
         "auto keeps KV in the model's dtype; int8 and int4 keep it in 8 or 4 bits, so that about "

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -34,7 +35,7 @@ from mlx_parallm.kv_cache.manager import KVCacheManager
 from mlx_parallm.load_failures import load_failures
 from mlx_parallm.runner.backend_choice import BackendChoice, choose_backend
 from mlx_parallm.runner.cache_layout import CacheLayout, kv_shapes, probe_layout
-from mlx_parallm.runner.device import backend_name, free_memory_bytes
+from mlx_parallm.runner.device import backend_name, free_memory_bytes, give_back_memory
 from mlx_parallm.runner.device_kernels import kernels_kept_in
 from mlx_parallm.runner.draft_model import DraftModel
 from mlx_parallm.runner.host_memory import keep_freed_memory
@@ -48,6 +49,7 @@ from mlx_parallm.runner.warm_up import warm_up
 from mlx_parallm.scheduler.scheduler import Scheduler
 from mlx_parallm.tokenizer.tokenizer import ParallmTokenizer, load_tokenizer
 from mlx_parallm.tracing import StepTracer
+from mlx_parallm.units import readable_bytes
 
 logger = logging.getLogger(__name__)
 
@@ -55,6 +57,9 @@ logger = logging.getLogger(__name__)
 CUDA_TOKEN_BUDGET = 2048
 # KV of small models on the CPU; larger ones get as much as their weights take.
 CPU_KV_BYTES = 1 << 30
+
+# Free memory that KV must leave to the arrays of a step.
+STEP_BYTES = 256 << 20
 
 # Sequences that decode, up to which proposals pay: on a GPU a step of some hundred rows takes
 # little longer than one of a few; on the CPU every row takes its time.
@@ -115,19 +120,44 @@ def build_engines(
         ConfigError: two models have the same name, or the budget is too small.
         ModelLoadError: a model could not be fetched or loaded.
     """
+    with _loading(config, on_progress) as named:
+        encoders, models = _load_all(named, families, on_progress)
+        shares = _kv_shares(models, config.cache)
+        for share in shares:
+            logger.info("%s: %s", share.name, share)
+        engines = [
+            _assemble(one, share, named, families, tracer, on_progress)
+            for one, share in zip(models, shares, strict=True)
+        ]
+    return [*encoders, *engines]
+
+
+def kv_shares(config: EngineConfig) -> list[KVShare]:
+    """Load every model and return what KV each that generates would get, on the calling thread.
+
+    Raises as ``build_engines`` does.
+    """
+
+    def ignore(text: str, share: float) -> None:
+        """Show no progress."""
+
+    with _loading(config, ignore) as named:
+        _, models = _load_all(named, MetricFamilies(), ignore)
+        return _kv_shares(models, config.cache)
+
+
+@contextlib.contextmanager
+def _loading(config: EngineConfig, on_progress: Progress) -> Iterator[EngineConfig]:
+    """Prepare the process to load models; yield the configuration with all their names."""
     check_names(config.models)
-    config = replace(config, models=with_short_names(config.models))
     keep_freed_memory()
     with kernels_kept_in(device_precompiler(), config.kernel_cache_dir, on_progress):
-        return _build_engines(config, families, on_progress, tracer)
+        yield replace(config, models=with_short_names(config.models))
 
 
-def _build_engines(
-    config: EngineConfig,
-    families: MetricFamilies,
-    on_progress: Progress,
-    tracer: StepTracer | None,
-) -> list[LoadedEngine | BuiltEncoder]:
+def _load_all(
+    config: EngineConfig, families: MetricFamilies, on_progress: Progress
+) -> tuple[list[BuiltEncoder], list[_Weights]]:
     folders = [(one, _folder(one, on_progress)) for one in config.models]
     found = [(one, path, is_read(one, path)) for one, path in folders]
     encoders: list[BuiltEncoder] = []
@@ -140,11 +170,7 @@ def _build_engines(
         if not encodes:
             with load_failures(path):
                 models.append(_load(model, path, config, on_progress))
-    engines = [
-        _assemble(one, share, config, families, tracer, on_progress)
-        for one, share in zip(models, _kv_shares(models, config.cache), strict=True)
-    ]
-    return [*encoders, *engines]
+    return encoders, models
 
 
 def model_names(model: ModelConfig) -> tuple[str, ...]:
@@ -215,16 +241,37 @@ def _kv_shares(models: Sequence[_Weights], cache: CacheConfig) -> list[KVShare]:
 
 
 def _kv_budget(models: Sequence[_Weights], cache: CacheConfig) -> int:
-    """Return the bytes of KV for all models: as configured, or what is free and sensible."""
-    wanted = sum(one.plan.wanted_bytes for one in models)
+    """Return the bytes of KV for all models: as configured, or what is free and sensible.
+
+    Raises:
+        ConfigError: so much is not free.
+    """
     if cache.kv_cache_bytes is not None:
-        return min(wanted, cache.kv_cache_bytes)
+        return _free_for_kv(cache.kv_cache_bytes) if models else 0
+    wanted = sum(one.plan.wanted_bytes for one in models)
     free = free_memory_bytes()
     budget = wanted if free is None else min(wanted, int(free * cache.memory_fraction))
     if backend_name() == "cpu":
         # There a pool takes its memory, and the time to fill it, at start.
         budget = min(budget, max(CPU_KV_BYTES, sum(one.weight_bytes for one in models)))
     return budget
+
+
+def _free_for_kv(num_bytes: int) -> int:
+    """Return the number of bytes, which a person asked for.
+
+    Raises:
+        ConfigError: so much is not free.
+    """
+    # What loading took and needs no more would count as taken.
+    give_back_memory()
+    free = free_memory_bytes()
+    if free is not None and num_bytes + STEP_BYTES > free:
+        raise ConfigError(
+            f"--kv-cache-memory-bytes is {readable_bytes(num_bytes)}; "
+            f"{readable_bytes(max(0, free - STEP_BYTES))} are free beside the models."
+        )
+    return num_bytes
 
 
 def _folder(model: ModelConfig, on_progress: Progress) -> Path:

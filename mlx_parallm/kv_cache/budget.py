@@ -61,18 +61,23 @@ class KVShare:
         return min(self.plan.max_model_len, self.num_tokens)
 
     @property
+    def num_contexts(self) -> float:
+        """How many such sequences fit."""
+        return self.num_tokens / self.context
+
+    @property
     def is_cut(self) -> bool:
         """True if the model's full context does not fit."""
         return self.context < self.plan.max_model_len
 
     def __str__(self) -> str:
         """Say what fits."""
-        fitting = self.num_tokens / self.context
-        return (
+        said = (
             f"{readable_bytes(self.num_bytes)} of KV: {self.num_blocks:,} blocks of "
-            f"{self.plan.block_size} tokens, {self.num_tokens:,} tokens, {fitting:,.1f} contexts "
-            f"of {self.context:,} tokens"
+            f"{self.plan.block_size} tokens, {self.num_tokens:,} tokens, "
+            f"{self.num_contexts:,.1f} contexts of {self.context:,} tokens"
         )
+        return f"{said} (cut from {self.plan.max_model_len:,})" if self.is_cut else said
 
 
 def share_budget(plans: Sequence[KVPlan], budget: int) -> list[int]:

@@ -8,12 +8,16 @@ import platform
 import re
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
+
+from mlx_parallm.errors import OutOfMemoryError
+from mlx_parallm.runner.memory_limits import bytes_within_limits, check_mappable
+from mlx_parallm.units import readable_bytes
 
 MATMUL_SIZE = 512
 MATMUL_ROUNDS = 5
@@ -125,12 +129,30 @@ def _free_memory(backend: str, info: dict[str, Any]) -> int | None:
     if not meminfo.exists():
         return None
     found = re.search(r"^MemAvailable:\s+(\d+) kB", meminfo.read_text(), re.MULTILINE)
-    return int(found[1]) * 1024 if found else None
+    limits = (int(found[1]) * 1024 if found else None, bytes_within_limits())
+    return min((limit for limit in limits if limit is not None), default=None)
 
 
 def free_memory_bytes() -> int | None:
     """What a model may still take on the default device; None where the system does not say."""
     return _free_memory(backend_name(), dict(mx.device_info()))
+
+
+def allocate(arrays: Sequence[mx.array]) -> None:
+    """Evaluate new arrays, which are large.
+
+    Raises:
+        OutOfMemoryError: there is not so much memory.
+    """
+    num_bytes = sum(array.nbytes for array in arrays)
+    if backend_name() == "cpu":
+        check_mappable(num_bytes)
+    try:
+        mx.eval(arrays)
+    except (RuntimeError, MemoryError) as cause:
+        raise OutOfMemoryError(
+            f"The device does not hand out {readable_bytes(num_bytes)} of memory: {cause}"
+        ) from cause
 
 
 def active_memory_bytes() -> int:

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 import mlx.core as mx
 
 from mlx_parallm.attention.base import AttentionBackend, LayerPool, LayerShape
+from mlx_parallm.errors import OutOfMemoryError
+from mlx_parallm.runner.device import allocate
 
 
 class KVPools:
@@ -25,9 +27,17 @@ class KVPools:
         self.restore()
 
     def restore(self) -> None:
-        """Have empty pools."""
+        """Have empty pools.
+
+        Raises:
+            OutOfMemoryError: there is not so much memory; there are no pools then.
+        """
         self.layers[:] = [self._backend.new_pool(one, self._num_blocks) for one in self._shapes]
-        mx.eval(self.arrays())
+        try:
+            allocate(self.arrays())
+        except OutOfMemoryError:
+            self.release()
+            raise
 
     def release(self) -> None:
         """Have no pools until ``restore``; nothing may run meanwhile."""

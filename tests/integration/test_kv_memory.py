@@ -63,3 +63,33 @@ def test_a_small_model_keeps_its_context_beside_a_large_one(
 def test_less_than_a_block_of_each_is_refused(folders: dict[int, str]) -> None:
     with pytest.raises(ConfigError, match="does not hold one block of each model"):
         built([*folders.values()], 2 * BLOCK_BYTES - 1)
+
+
+def test_a_size_is_taken_as_said_beyond_what_sequences_can_use(
+    folders: dict[int, str], caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    size = 64 << 20
+    (one,) = built([folders[600]], size, max_num_seqs=1)
+    info = one.model.info
+    assert 0 <= size - info.kv_bytes < BLOCK_BYTES
+    assert info.max_model_len == 600
+    said = f" of KV: {info.num_blocks} blocks of 16 tokens, {info.num_blocks * 16:,} tokens"
+    assert any(said in record.getMessage() for record in caplog.records)
+
+
+def test_models_together_take_the_size_as_said(folders: dict[int, str]) -> None:
+    size = 64 << 20
+    engines = built(list(folders.values()), size, max_num_seqs=1)
+    taken = sum(one.model.info.kv_bytes for one in engines)
+    assert 0 <= size - taken < 2 * BLOCK_BYTES
+
+
+def test_without_a_size_no_more_is_taken_than_sequences_can_use(folders: dict[int, str]) -> None:
+    (one,) = built([folders[600]], None, max_num_seqs=2)
+    assert one.model.info.num_blocks == 2 * 38
+
+
+def test_a_size_that_is_not_free_is_refused(folders: dict[int, str]) -> None:
+    with pytest.raises(ConfigError, match=r"is 1024 GiB; \S+ GiB are free"):
+        built([folders[600]], 1 << 40)

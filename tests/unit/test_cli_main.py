@@ -146,6 +146,20 @@ def test_doctor_prints_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert report["versions"]["mlx_parallm"] == __version__
 
 
+def test_doctor_says_what_fits_into_kv(capsys: pytest.CaptureFixture[str]) -> None:
+    size = "1MiB"
+    assert main(["doctor", "--json", "--kv-cache-memory-bytes", size, "--block-size", "8"]) == 0
+    (fit,) = json.loads(capsys.readouterr().out)["kv"].values()
+    # 6 layers, 2 heads, 64 numbers of a key and of a value in float32.
+    assert (fit["num_blocks"], fit["num_tokens"]) == (21, 168)
+    assert fit["text"].endswith("1.0 contexts of 168 tokens (cut from 8,192)")
+
+
+def test_doctor_says_that_so_much_kv_is_not_free(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "--kv-cache-memory-bytes", "900TiB"]) == 1
+    assert "KV  " in capsys.readouterr().out
+
+
 def test_doctor_advises_openblas_on_linux() -> None:
     path = Path("/usr/lib/libopenblas.so.0")
     assert f"LD_PRELOAD={path}" in doctor.advise(make_device(), "linux", path)[0]

@@ -1,0 +1,37 @@
+"""Memory that cannot be had ends the command with one line."""
+
+from __future__ import annotations
+
+import resource
+import subprocess
+import sys
+
+import pytest
+
+from tests.server_process import ROOT
+
+LIMIT = 14_000_000 * 1024
+
+
+def limit_addresses() -> None:
+    """As ``ulimit -v 14000000`` does."""
+    resource.setrlimit(resource.RLIMIT_AS, (LIMIT, LIMIT))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="macOS does not limit address spaces")
+@pytest.mark.parametrize("more", [[], ["--engine-process"]], ids=["thread", "process"])
+def test_more_than_the_limits_allow_is_one_line(more: list[str]) -> None:
+    flags = ["--port", "0", "--kv-cache-memory-bytes", "60GiB", *more]
+    ended = subprocess.run(
+        [sys.executable, "-m", "mlx_parallm", "serve", *flags],
+        capture_output=True,
+        check=False,
+        cwd=ROOT,
+        preexec_fn=limit_addresses,
+        text=True,
+        timeout=120,
+    )
+    assert ended.returncode == 2, ended.stderr
+    errors = [line for line in ended.stderr.splitlines() if not line.startswith("Loading ")]
+    assert len(errors) == 1
+    assert errors[0].startswith("mlx_parallm serve: error: --kv-cache-memory-bytes is 60 GiB; ")
