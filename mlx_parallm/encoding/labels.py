@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, get_args
 
 from mlx_parallm.encode import ProblemType
@@ -34,3 +34,8 @@ def problem_type(config: Mapping[str, Any]) -> ProblemType | None:
     if found is not None and found not in get_args(ProblemType):
         raise ModelLoadError(f"problem_type {found!r} is not one of {get_args(ProblemType)}.")
     return found
+
+
+def names_reward(labels: Sequence[str]) -> bool:
+    """Return True if the one label of a classifier is called a reward."""
+    return len(labels) == 1 and "reward" in labels[0].lower()

@@ -61,6 +61,9 @@ def modernbert_config(
         "global_rope_theta": 10000.0,
         "norm_eps": 1e-5,
         "pad_token_id": PAD_ID,
+        # Unless they are given, transformers has those of ModernBERT's own vocabulary.
+        "bos_token_id": CLS_ID,
+        "eos_token_id": SEP_ID,
         "cls_token_id": CLS_ID,
         "sep_token_id": SEP_ID,
         "mask_token_id": MASK_ID,

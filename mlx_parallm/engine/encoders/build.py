@@ -10,6 +10,7 @@ from pathlib import Path
 from mlx_parallm.config import EngineConfig, ModelConfig
 from mlx_parallm.encode import EncoderInfo
 from mlx_parallm.encoding.cross_encoder import scores_are_logits
+from mlx_parallm.encoding.labels import names_reward
 from mlx_parallm.encoding.late_interaction import read_late_spec
 from mlx_parallm.encoding.model_task import tasks_for
 from mlx_parallm.encoding.sentence_transformers import read_vector_spec, transformer_folder
@@ -163,7 +164,10 @@ class EncoderBuild:
     def _info(self, info: EncoderInfo) -> EncoderInfo:
         if self._config.task != "auto":
             info = replace(info, tasks=tasks_for(self._config.task, info.tasks, self._names[0]))
-        info = replace(info, is_reward=task_of(self._config, self._path) == "reward")
+        task = task_of(self._config, self._path)
+        # An encoder's architecture does not tell; the names of its labels may.
+        is_named_so = self._config.task == "auto" and names_reward(info.labels)
+        info = replace(info, is_reward=task == "reward" or is_named_so)
         if len(info.labels) == 1:
             info = replace(info, scores_are_logits=scores_are_logits(self._path))
         longest = self._config.max_model_len
