@@ -14,7 +14,7 @@ from mlx_parallm.batch_jobs.lines import numbered_lines
 from mlx_parallm.cli.batch_file import BatchCounts, run_batch_file
 from mlx_parallm.cli.configure import add_settings, read_settings, warn_of_unknown_variables
 from mlx_parallm.cli.logs import configure_logging
-from mlx_parallm.cli.progress import ProgressPrinter
+from mlx_parallm.cli.progress import progress_shown
 from mlx_parallm.cli.settings import BATCHING, MEMORY, MODELS, PROCESS, REQUESTS
 from mlx_parallm.config import EngineConfig, ServerConfig
 from mlx_parallm.engine.async_engine import AsyncEngine
@@ -74,7 +74,7 @@ def answer_file(
     concurrency: int,
 ) -> BatchCounts:
     """Load the models and answer every line, with a progress bar of ``total`` lines, if known."""
-    engine = AsyncEngine(engine_config, on_progress=ProgressPrinter())
+    engine = AsyncEngine(engine_config, on_progress=progress_shown())
     engine.start()
     try:
         with tqdm(total=total, unit="line", file=sys.stderr, disable=None) as bar:

@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from mlx_parallm import __version__
+from mlx_parallm.cli.logs import report
 from mlx_parallm.cli.parser import CommandParser
 from mlx_parallm.errors import ConfigError, ParallmError
 
@@ -90,10 +91,10 @@ def _guard(name: str, run: Callable[[], int]) -> int:
     try:
         return run()
     except ConfigError as error:
-        print(f"mlx_parallm {name}: error: {error}", file=sys.stderr)
+        report(f"mlx_parallm {name}: error: {error}")
         return 2
     except ParallmError as error:
-        print(f"mlx_parallm {name}: {error}", file=sys.stderr)
+        report(f"mlx_parallm {name}: {error}")
         return 1
     except KeyboardInterrupt:
         return 130

@@ -26,7 +26,7 @@ from mlx_parallm.api.listener import bind, inherit
 from mlx_parallm.cli import engine_process
 from mlx_parallm.cli.configure import read_settings, warn_of_unknown_variables
 from mlx_parallm.cli.logs import configure_logging
-from mlx_parallm.cli.progress import ProgressPrinter
+from mlx_parallm.cli.progress import progress_shown
 from mlx_parallm.config import EngineConfig, ServerConfig
 from mlx_parallm.engine.async_engine import AsyncEngine
 from mlx_parallm.engine.remote.life import RemoteLife
@@ -90,7 +90,7 @@ def serve(engine_config: EngineConfig, server_config: ServerConfig) -> int:
 
 def open_engine(engine_config: EngineConfig, server_config: ServerConfig) -> AsyncEngine:
     """The engine, in this process or in its own; nothing is loaded yet."""
-    on_progress = ProgressPrinter()
+    on_progress = progress_shown()
     if not server_config.engine_process:
         return AsyncEngine(engine_config, on_progress=on_progress)
     life = RemoteLife(engine_config, engine_process.command(server_config), on_progress)

@@ -220,3 +220,34 @@ def test_json_lines_carry_extra_fields_and_exceptions() -> None:
 def test_console_lines_carry_extra_fields() -> None:
     line = ConsoleFormatter().format(make_record(request_id="r1", color_message="x"))
     assert line.endswith("a.b: got 3 request_id=r1")
+
+
+def test_json_lines_hold_warnings_library_records_and_uncaught_errors() -> None:
+    program = """
+import logging, sys, threading, warnings
+library = logging.getLogger("library")
+library.addHandler(logging.StreamHandler())
+library.propagate = False
+from mlx_parallm.cli.logs import configure_logging, report
+from mlx_parallm.cli.progress import progress_shown
+configure_logging("info", "json")
+library.warning("two\\nlines")
+warnings.warn("careful")
+for share in (0.0, 0.1, 1.0):
+    progress_shown()("Loading", share)
+thread = threading.Thread(target=lambda: 1 / 0)
+thread.start()
+thread.join()
+report("failed")
+raise ValueError("the end")
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=False
+    )
+    lines = [json.loads(line) for line in done.stderr.splitlines()]
+    assert lines[0]["message"] == "two\nlines"
+    assert (lines[1]["logger"], "careful" in lines[1]["message"]) == ("py.warnings", True)
+    assert [one["progress"] for one in lines if "progress" in one] == [0.0, 0.1, 1.0]
+    assert "ZeroDivisionError" in lines[-3]["exception"]
+    assert lines[-2]["message"] == "failed"
+    assert "ValueError: the end" in lines[-1]["exception"]

@@ -1,0 +1,58 @@
+"""With ``--log-format json`` every line is JSON, from the first to the last."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from typing import Any
+
+import httpx2
+import pytest
+
+from tests.server_process import ServerProcess
+
+MODELS = ("mlx-parallm-demo", "demo:mlm", "demo:sentiment", "demo:embed", "demo:reward")
+
+
+def records(log: str) -> list[dict[str, Any]]:
+    lines = [json.loads(line) for line in log.splitlines()]
+    assert all(isinstance(line, dict) for line in lines)
+    return lines
+
+
+@pytest.mark.parametrize("flags", [[], ["--engine-process"]])
+def test_every_line_is_json(flags: list[str]) -> None:
+    server = ServerProcess(*MODELS, "--log-format", "json", *flags)
+    server.wait_until_ready()
+    assert httpx2.get(f"{server.url}/v1/models").status_code == 200
+    server.process.terminate()
+    server.process.wait()
+    lines = records(server.log)
+    server.stop()
+    loading = [one for one in lines if one["message"] == "Loading demo:reward"]
+    assert [one["progress"] for one in loading] == [0.0, 1.0]
+    assert any(one.get("path") == "/v1/models" for one in lines)
+    # Nothing is wrong with the project's own models, so no library warns of them.
+    complaints = [one for one in lines if one["level"] not in ("debug", "info")]
+    assert not [one for one in complaints if not one["logger"].startswith("mlx_parallm")]
+
+
+def test_rerank_prefers_an_embedder_to_the_embedded_reward_model() -> None:
+    server = ServerProcess(*MODELS)
+    server.wait_until_ready()
+    body = {"query": "a", "documents": ["b", "a"]}
+    answer = httpx2.post(f"{server.url}/v1/rerank", json=body).json()
+    server.stop()
+    assert answer["model"] == "demo:embed"
+
+
+def test_a_failure_is_json_too() -> None:
+    command = [sys.executable, "-m", "mlx_parallm", "serve", "/no/folder", "--port", "0"]
+    done = subprocess.run(
+        [*command, "--log-format", "json"], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 1
+    last = records(done.stderr)[-1]
+    assert last["level"] == "critical"
+    assert "/no/folder" in last["message"]
