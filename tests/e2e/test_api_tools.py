@@ -126,6 +126,19 @@ def test_arguments_come_in_pieces(engine: FakeEngine, client: openai.OpenAI) -> 
     assert "".join(pieces) == ARGUMENTS
 
 
+def test_a_custom_tool_cut_anywhere_shows_no_wrapper(
+    engine: FakeEngine, client: openai.OpenAI
+) -> None:
+    engine.script = write(PATCH)
+    for limit in range(PATCH.index("arguments"), len(PATCH), 3):
+        (choice,) = ask(client, max_tokens=limit).choices
+        streamed = joined(ask(client, max_tokens=limit, stream=True))[0]
+        assert choice.finish_reason == streamed["finish"] == "length"
+        for call in choice.message.tool_calls or ():
+            assert "x\ny".startswith(call.custom.input)
+            assert streamed["calls"][0]["custom"]["input"] == call.custom.input
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_custom_tool_is_answered_with_its_text(
     engine: FakeEngine, client: openai.OpenAI, stream: bool

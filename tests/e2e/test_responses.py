@@ -145,6 +145,29 @@ def test_an_answer_at_its_limit_is_incomplete(engine: FakeEngine, url: str) -> N
     assert without_ids(check_events(events)) == without_ids(whole)
 
 
+@pytest.mark.parametrize("text", [CALL, CUSTOM_CALL])
+def test_a_call_at_the_limit_is_incomplete_and_shows_no_wrapper(
+    engine: FakeEngine, url: str, text: str
+) -> None:
+    engine.script = write(text)
+    arguments = text.index('"arguments": ') + len('"arguments": ')
+    for limit in range(arguments, text.index("}\n<")):
+        asked = {"tools": [TOOL, CUSTOM], "max_output_tokens": limit}
+        whole = post(url, **asked)
+        check_response(whole)
+        assert openai.types.responses.Response.model_validate(whole).status == "incomplete"
+        (item,) = whole["output"]
+        is_whole = text[arguments:limit].endswith("}")
+        if item["type"] == "message":
+            # The first character of the arguments is not certain yet.
+            assert limit == arguments
+            continue
+        assert item["status"] == ("completed" if is_whole else "incomplete")
+        if "input" in item:
+            assert 'a\n"b"'.startswith(item["input"])
+        assert without_ids(check_events(stream(url, **asked))) == without_ids(whole)
+
+
 def test_what_was_asked_is_echoed(engine: FakeEngine, url: str) -> None:
     asked: dict[str, Any] = {
         "instructions": "Be brief.",

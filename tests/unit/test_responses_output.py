@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from mlx_parallm.api.convert.responses_output import OutputWriter
 from mlx_parallm.api.turns.custom_input import CustomInput
-from mlx_parallm.api.turns.stream import ToolCallEnd, TurnPart
+from mlx_parallm.api.turns.stream import ToolCall, ToolCallEnd, TurnPart
 from mlx_parallm.parsing.parts import (
     ContentText,
     ReasoningText,
@@ -147,6 +147,24 @@ def test_an_input_is_the_same_however_it_is_cut(
     assert read(list(arguments)) == text
 
 
+@given(
+    text=st.text(st.characters(codec="utf-8")),
+    ascii_only=st.booleans(),
+    indent=st.sampled_from([None, 0, 2]),
+    separators=st.sampled_from([(",", ":"), (" , ", " :\n")]),
+)
+def test_a_cut_input_is_a_beginning_of_the_input(
+    text: str, ascii_only: bool, indent: int | None, separators: tuple[str, str]
+) -> None:
+    body = {"input": text}
+    arguments = json.dumps(body, ensure_ascii=ascii_only, indent=indent, separators=separators)
+    for end in range(len(arguments)):
+        cut = arguments[:end]
+        assert text.startswith(read([cut]))
+        assert read(list(cut)) == read([cut]) == ToolCall("c", "f", cut).custom_input
+    assert ToolCall("c", "f", arguments).custom_input == text
+
+
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
@@ -158,7 +176,15 @@ def test_an_input_is_the_same_however_it_is_cut(
         ('{"input": "\\ude00"}', "\ufffd"),
         ('{"other": 1, "input": "late"}', "late"),
         ('{"other": 1, "input": "a\\ud83db\\ud83d\\ude00"}', "a?b😀"),
-        ('{"input": 1}', '{"input": 1}'),
+        ('{"input": 1}', "1"),
+        ('{"input": {"a": [1]}, "b": 2}', '{"a": [1]}'),
+        ('{"input": {"a": [1', '{"a": [1'),
+        ('{"input": nul', "nul"),
+        ("{", ""),
+        (' {\n "inp', ""),
+        ('{"input" : ', ""),
+        ('{"inputs": "x', '{"inputs": "x'),
+        ("{}", "{}"),
         ("plain", "plain"),
         ("", ""),
         ('{"input": "a\\', "a"),

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -80,7 +81,18 @@ def test_a_cut_call_ends_with_the_sample_by_length() -> None:
     state = SampleState(parser())
     parts = feed(state, [CALL[:45]], FinishReason.LENGTH)
     assert state.finish_reason == "length"
-    assert isinstance(parts[-1], ToolCallEnd)
+    assert parts[-1] == ToolCallEnd(0, is_cut=True)
+
+
+@pytest.mark.parametrize("reason", FinishReason)
+def test_a_call_is_cut_where_its_arguments_are(reason: FinishReason) -> None:
+    for end in range(len(CALL) + 1):
+        state = SampleState(parser())
+        parts = feed(state, [CALL[:end]], reason)
+        if not state.calls:
+            continue
+        is_whole = state.calls[0].arguments == '{"a": 1}'
+        assert parts[-1] == ToolCallEnd(0, is_cut=reason != FinishReason.STOP and not is_whole)
 
 
 def test_without_calls_the_engine_s_reason_stands() -> None:
@@ -103,7 +115,10 @@ def test_usage_counts_all_samples() -> None:
 
 def test_the_text_for_a_custom_tool() -> None:
     assert ToolCall("c", "f", '{"input": "a\\nb"}').custom_input == "a\nb"
-    for other in ("", "{", "[1]", '{"input": 7}', "[" * 100_000):
+    assert ToolCall("c", "f", '{"input": 7}').custom_input == "7"
+    for cut in ("{", '{"input"', '{"input": "'):
+        assert ToolCall("c", "f", cut).custom_input == ""
+    for other in ("", "[1]", "[" * 100_000):
         assert ToolCall("c", "f", other).custom_input == other
 
 

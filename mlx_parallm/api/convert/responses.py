@@ -9,7 +9,13 @@ from typing import Any
 
 from mlx_parallm.api.convert.logprobs import TextTokens
 from mlx_parallm.api.convert.responses_items import Item
-from mlx_parallm.api.convert.responses_output import COMPLETED, IN_PROGRESS, Event, OutputWriter
+from mlx_parallm.api.convert.responses_output import (
+    COMPLETED,
+    IN_PROGRESS,
+    INCOMPLETE,
+    Event,
+    OutputWriter,
+)
 from mlx_parallm.api.convert.responses_tools import ResponseTool, shown_tools
 from mlx_parallm.api.samples import Usage
 from mlx_parallm.api.schemas.responses import ENCRYPTED_REASONING, ResponsesRequest
@@ -18,7 +24,6 @@ from mlx_parallm.outputs import FinishReason, PromptEvent, TokenEvent
 from mlx_parallm.parsing.parts import ContentText, ReasoningText
 
 QUEUED = "queued"
-INCOMPLETE = "incomplete"
 CANCELLED = "cancelled"
 FAILED = "failed"
 STATUS = {

@@ -24,6 +24,7 @@ Logprobs = list[dict[str, Any]]
 
 IN_PROGRESS = "in_progress"
 COMPLETED = "completed"
+INCOMPLETE = "incomplete"
 
 
 class Message:
@@ -259,7 +260,7 @@ class OutputWriter:
         if isinstance(part, ToolCallArguments):
             assert isinstance(self._open, FunctionCall | CustomCall)
             return self._placed(self._open.add(part.text))
-        return self._close(COMPLETED)
+        return self._close(INCOMPLETE if part.is_cut else COMPLETED)
 
     def _content(self, text: str, logprobs: Logprobs) -> list[Event]:
         """White space alone waits: before a call it is no message."""

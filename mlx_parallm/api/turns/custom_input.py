@@ -7,7 +7,9 @@ import re
 
 from mlx_parallm.api.turns.tools import CUSTOM_INPUT
 
-_OPENING = re.compile(rf'\s*\{{\s*"{CUSTOM_INPUT}"\s*:\s*"')
+_WRAPPER = ("{", f'"{CUSTOM_INPUT}"', ":")
+_BEFORE_VALUE = re.compile(rf'\s*\{{\s*"{CUSTOM_INPUT}"\s*:\s*(?=\S)')
+_OPENING = re.compile(_BEFORE_VALUE.pattern + '"')
 _PLAIN = re.compile(r'[^"\\]+')
 _HEX = re.compile(r"[0-9a-fA-F]{4}")
 _ESCAPES = {'"': '"', "\\": "\\", "/": "/", "b": "\b", "f": "\f", "n": "\n", "r": "\r", "t": "\t"}
@@ -16,8 +18,9 @@ _ESCAPES = {'"': '"', "\\": "\\", "/": "/", "b": "\b", "f": "\f", "n": "\n", "r"
 class CustomInput:
     """Reads the string of ``{"input": "…"}`` as it comes.
 
-    ``text`` is what was read so far. Arguments of any other form are the input themselves, as
-    they stand.
+    ``text`` is what was read so far. The object around the string, which this server asked for, is
+    never in it, wherever the arguments are cut. A value that is no string is read as its JSON.
+    Arguments of any other form are the input themselves, as they stand.
     """
 
     def __init__(self) -> None:
@@ -37,10 +40,8 @@ class CustomInput:
         return self._take("".join(self._read()))
 
     def end(self) -> str:
-        """What remains at the end of the arguments; of broken ones, nothing is lost."""
-        if self._is_open:
-            return ""
-        return self._take(_whole(self._unread))
+        """What remains at the end of the arguments, which may be cut."""
+        return "" if self._is_open else self._take(_unwrapped(self._unread))
 
     def _take(self, text: str) -> str:
         self.text += text
@@ -100,14 +101,56 @@ def _unit(text: str, place: int) -> int | None:
     return None if digits is None else int(digits.group(), 16)
 
 
-def _whole(arguments: str) -> str:
-    """The input in arguments that were not read piece by piece."""
+def custom_input(arguments: str) -> str:
+    """Return the input in a custom tool's arguments, which may be cut; see ``CustomInput``."""
+    text = _named_text(arguments)
+    if text is not None:
+        return text
+    reader = CustomInput()
+    reader.add(arguments)
+    reader.end()
+    return reader.text
+
+
+def _named_text(arguments: str) -> str | None:
+    """The input in complete arguments, if it is a string, wherever it stands in them."""
     try:
         value = json.loads(arguments)
     except (ValueError, RecursionError):
-        return arguments
+        return None
     text = value.get(CUSTOM_INPUT) if isinstance(value, dict) else None
     if not isinstance(text, str):
-        return arguments
+        return None
     # JSON can write half a surrogate pair, which no answer can hold.
     return text.encode(errors="replace").decode()
+
+
+def _unwrapped(arguments: str) -> str:
+    """The input in arguments that do not begin with the wrapper of a string."""
+    if opening := _BEFORE_VALUE.match(arguments):
+        return _first_value(arguments[opening.end() :])
+    if _begins_wrapper(arguments):
+        return ""
+    text = _named_text(arguments)
+    return arguments if text is None else text
+
+
+def _begins_wrapper(text: str) -> bool:
+    """True if a text may go on to be the wrapper, and has nothing of the value."""
+    rest = text.lstrip()
+    for token in _WRAPPER:
+        if token.startswith(rest):
+            return True
+        if not rest.startswith(token):
+            return False
+        rest = rest[len(token) :].lstrip()
+    return not rest
+
+
+def _first_value(text: str) -> str:
+    """The JSON value at the beginning of a text, or all of the text if it is cut."""
+    try:
+        _, end = json.JSONDecoder().raw_decode(text)
+    except (ValueError, RecursionError):
+        return text
+    return text[:end]

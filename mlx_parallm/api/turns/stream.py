@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from mlx_parallm.api.lazy import LazySequence
 from mlx_parallm.api.samples import Sample, Usage
-from mlx_parallm.api.turns.tools import CUSTOM_INPUT
+from mlx_parallm.api.turns.custom_input import custom_input
 from mlx_parallm.outputs import FinishReason, PromptEvent, TokenEvent
 from mlx_parallm.parsing.parts import (
     ContentText,
@@ -26,9 +26,10 @@ CALL_ID_BYTES = 12
 
 @dataclass(frozen=True, slots=True)
 class ToolCallEnd:
-    """A call's arguments are complete, or the sample ended within them."""
+    """A call is over; ``is_cut`` is true if the sample ended within its arguments."""
 
     index: int
+    is_cut: bool = False
 
 
 TurnPart = Part | ToolCallEnd
@@ -44,16 +45,16 @@ class ToolCall:
 
     @property
     def custom_input(self) -> str:
-        """The text given to a custom tool; the arguments themselves where there is none in them."""
+        """The text given to a custom tool; see ``custom_input.custom_input``."""
+        return custom_input(self.arguments)
+
+    @property
+    def is_whole(self) -> bool:
+        """True if the arguments are a complete JSON object."""
         try:
-            value = json.loads(self.arguments)
+            return isinstance(json.loads(self.arguments), dict)
         except (ValueError, RecursionError):
-            return self.arguments
-        text = value.get(CUSTOM_INPUT) if isinstance(value, dict) else None
-        if not isinstance(text, str):
-            return self.arguments
-        # JSON can write half a surrogate pair, which no answer can hold.
-        return text.encode(errors="replace").decode()
+            return False
 
 
 class SampleState:
@@ -90,7 +91,10 @@ class SampleState:
         if event.finish_reason is not None:
             parts = [*parts, *self._parser.flush()]
         result = [one for part in parts for one in self._take(part)]
-        return [*result, *self._end_call()] if event.finish_reason is not None else result
+        if event.finish_reason is None:
+            return result
+        # What the model itself ended is not cut, whatever it wrote.
+        return [*result, *self._end_call(may_be_cut=event.finish_reason != FinishReason.STOP)]
 
     def _parse(self, event: TokenEvent) -> list[Part]:
         """What the parser makes of the tokens; what goes on from one to the next is one part."""
@@ -121,9 +125,11 @@ class SampleState:
         self._open_call = part.index
         return [*ended, ToolCallBegin(part.index, call.name, call.id)]
 
-    def _end_call(self) -> list[TurnPart]:
+    def _end_call(self, *, may_be_cut: bool = False) -> list[TurnPart]:
         index, self._open_call = self._open_call, None
-        return [] if index is None else [ToolCallEnd(index)]
+        if index is None:
+            return []
+        return [ToolCallEnd(index, is_cut=may_be_cut and not self.calls[index].is_whole)]
 
 
 def _joined(part: Part, later: Part) -> Part | None:
