@@ -50,11 +50,18 @@ ENCODER_PATHS = (
     "/embed_sparse",
     "/predict",
     "/similarity",
-    "/decode",
     "/mlm",
     "/",
     "/models",
     "/pipeline",
+)
+# Of the routes that tell tokens or texts and run no model.
+TOKENIZE_PATHS = (
+    "/tokenize",
+    "/detokenize",
+    "/decode",
+    "/messages/count_tokens",
+    "/responses/input_tokens",
 )
 SCORING_PATHS = ("/rerank", "/v2/rerank", "/score", "/generative_scoring", "/rewards")
 FOREIGN = (
@@ -226,8 +233,7 @@ def body_limits(config: ServerConfig) -> dict[str, int]:
         **dict.fromkeys(SCORING_PATHS, config.max_body_bytes),
         "/apply-template": config.max_body_bytes,
         MESSAGES: config.max_body_bytes,
-        "/tokenize": config.max_body_bytes,
-        "/detokenize": config.max_body_bytes,
+        **dict.fromkeys(TOKENIZE_PATHS, config.max_tokenize_bytes),
         "/generate": config.max_body_bytes,
         "/inference/v1/generate": config.max_body_bytes,
         "/rl": config.max_body_bytes,
@@ -254,8 +260,10 @@ class BodyLimitMiddleware:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        limit = self._limit(local_path(scope).removeprefix("/v1"))
-        error = RequestTooLargeError(f"The body is larger than {limit} bytes.")
+        path = local_path(scope).removeprefix("/v1")
+        limit = self._limit(path)
+        setting = " See --max-tokenize-bytes." if path in TOKENIZE_PATHS else ""
+        error = RequestTooLargeError(f"The body is larger than {limit} bytes.{setting}")
         length = Headers(scope=scope).get("content-length", "0")
         is_declared = length.isdecimal() and int(length) > limit
         received = 0

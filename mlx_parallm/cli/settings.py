@@ -289,6 +289,9 @@ SETTINGS: tuple[Setting, ...] = (
              "were drawn from. See docs/logprobs.md."),
     _setting("max-body-size", "server.max_body_bytes", values.size, REQUESTS,
              "largest body of a request for generation or tokens, such as 8MiB.", metavar="SIZE"),
+    _setting("max-tokenize-bytes", "server.max_tokenize_bytes", values.size, REQUESTS,
+             "largest body of a request that only tokenises, counts tokens or turns them into "
+             "text, such as 1MiB; more is answered with 413.", metavar="SIZE"),
     _setting("max-body-size-per-key", "server.max_client_body_bytes", values.size, REQUESTS,
              "bodies of one API key's requests in the server together, such as 256MiB; beyond it "
              "requests are answered with 429.", metavar="SIZE"),

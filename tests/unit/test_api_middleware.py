@@ -17,6 +17,7 @@ from tests.api_app import make_app
 from tests.fake_engine import FakeEngine
 
 LARGE = 100_000
+MEDIUM = 80_000
 
 
 def app_of(config: ServerConfig) -> FastAPI:
@@ -49,15 +50,16 @@ async def in_pieces(size: int) -> AsyncIterator[bytes]:
         ("/chat/completions", LARGE, 400),
         ("/v1/completions", LARGE, 400),
         ("/completions", LARGE, 400),
-        ("/tokenize", LARGE, 400),
-        ("/detokenize", LARGE, 400),
+        ("/tokenize", MEDIUM, 400),
+        ("/detokenize", MEDIUM, 400),
         ("/other", SMALL_BODY_BYTES, 200),
         ("/tokenizer", SMALL_BODY_BYTES, 200),
     ],
 )
 async def test_each_route_has_its_limit(path: str, limit: int, status: int, declared: bool) -> None:
     headers = {"content-type": "application/json"}
-    async with client_of(app_of(ServerConfig(max_body_bytes=LARGE))) as client:
+    config = ServerConfig(max_body_bytes=LARGE, max_tokenize_bytes=MEDIUM)
+    async with client_of(app_of(config)) as client:
         for size, expected in ((limit, status), (limit + 1, 413)):
             content = b" " * size if declared else in_pieces(size)
             response = await client.post(path, content=content, headers=headers)
@@ -220,3 +222,20 @@ async def test_the_documentation_finds_its_parts_below_a_root_path() -> None:
         assert len(links) == 4
         for link in links:
             assert (await client.get(link)).status_code == 200
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/tokenize",
+        "/detokenize",
+        "/decode",
+        "/v1/messages/count_tokens",
+        "/v1/responses/input_tokens",
+    ],
+)
+async def test_what_only_tokenises_has_a_bound_that_names_its_setting(path: str) -> None:
+    async with client_of(app_of(ServerConfig(max_tokenize_bytes=MEDIUM))) as client:
+        response = await client.post(path, content=b" " * (MEDIUM + 1))
+    assert response.status_code == 413
+    assert f"{MEDIUM} bytes. See --max-tokenize-bytes." in response.json()["error"]["message"]
