@@ -78,15 +78,27 @@ class InvalidRequestError(ParallmError):
 
 
 class ContextLengthError(InvalidRequestError):
-    """The prompt, or the prompt and the requested output, exceed the context length."""
+    """The prompt, or the prompt and the requested output, exceed the context length.
 
-    def __init__(self, max_model_len: int, detail: str, *, param: str | None = "messages") -> None:
+    Attributes:
+        prompt_tokens: how many the prompt has, as text; None where that is not what is wrong.
+    """
+
+    def __init__(
+        self,
+        max_model_len: int,
+        detail: str,
+        *,
+        param: str | None = "messages",
+        prompt_tokens: str | None = None,
+    ) -> None:
         # LiteLLM, Goose and others match on this first sentence.
         super().__init__(
             f"This model's maximum context length is {max_model_len} tokens. {detail}",
             param=param,
             code="context_length_exceeded",
         )
+        self.prompt_tokens = prompt_tokens
 
 
 class ModelNotFoundError(InvalidRequestError):

@@ -46,7 +46,7 @@ class TokenLimit:
         most = self.most or 0
         if self.name is None:
             detail = f"However, your prompt has {count} tokens. Please shorten it."
-            return ContextLengthError(most, detail)
+            return ContextLengthError(most, detail, prompt_tokens=count)
         text = f"{self.name} {self.first + place}"
         detail = f"{text} has {count}. Shorten it, or set truncate_prompt_tokens."
         return ContextLengthError(most, detail, param=self.name)

@@ -64,7 +64,7 @@ class ReleasedTokenizer:
             cut = self._bounds.tail if limit.from_left else self._bounds.head
             return cut(text, limit.most)
         if self._bounds.exceeds(text, limit.most + limit.slack):
-            raise limit.refusal(f"more than {limit.most + limit.slack}", place)
+            raise limit.refusal(f"at least {limit.most + limit.slack + 1}", place)
         return text
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:

@@ -108,7 +108,7 @@ def test_a_text_that_cannot_fit_is_refused_before_it_is_encoded(spy: Spy, text: 
         ContextLengthError, match=r"maximum context length is 8192 tokens\."
     ) as told:
         _released(spy).ids([text], TokenLimit(most=8192), add_special_tokens=True)
-    assert "However, your prompt has more than 8192 tokens. Please shorten it." in str(told.value)
+    assert "However, your prompt has at least 8193 tokens. Please shorten it." in str(told.value)
     assert spy.encoded == []
 
 
@@ -154,7 +154,7 @@ def test_encoders_refuse_and_cut_before_they_encode() -> None:
         lambda: tokenizer.spans(["short", TOO_LONG], limit=refuses),
         lambda: tokenizer.encode_pairs([("a", "b"), ("a", TOO_LONG)], limit=refuses),
     ):
-        with pytest.raises(ContextLengthError, match="input 1 has more than 512"):
+        with pytest.raises(ContextLengthError, match="input 1 has at least 513"):
             call()
     assert spy.encoded == []
     cuts = TokenLimit(most=512, cuts=True)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -20,7 +21,9 @@ from mlx_parallm.api.turns.tools import (
     check_tools,
     function_tool,
 )
-from mlx_parallm.errors import InvalidRequestError
+from mlx_parallm.batch import RunnerInfo
+from mlx_parallm.engine.interface import ServedModel
+from mlx_parallm.errors import ContextLengthError, InvalidRequestError
 from mlx_parallm.grammar import spec as specs
 from mlx_parallm.grammar.spec import GrammarSpec
 from mlx_parallm.request import SamplingParams
@@ -82,17 +85,36 @@ def within_context(prepared: PreparedTurn) -> tuple[PreparedTurn, bool]:
             they read these words.
     """
     info, length = prepared.model.info, len(prepared.prompt_ids)
-    limit = min(info.max_model_len, info.num_blocks * info.block_size)
+    limit = _context(info)
     wanted, room = prepared.request.params.max_tokens or 0, limit - length
     if wanted <= room:
         return prepared, False
     if room <= 0:
-        raise InvalidRequestError(
-            f"prompt is too long: {length} tokens > {limit - 1} maximum",
-            code="context_length_exceeded",
-        )
+        raise _too_long(str(length), limit)
     params = replace(prepared.request.params, max_tokens=room)
     return replace(prepared, request=replace(prepared.request, params=params)), True
+
+
+@contextlib.contextmanager
+def too_long_in_these_words(model: ServedModel) -> Iterator[None]:
+    """Let a prompt that is refused before it is encoded be refused as by ``within_context``."""
+    try:
+        yield
+    except ContextLengthError as refusal:
+        if refusal.prompt_tokens is None:
+            raise
+        raise _too_long(refusal.prompt_tokens, _context(model.info)) from refusal
+
+
+def _context(info: RunnerInfo) -> int:
+    return min(info.max_model_len, info.num_blocks * info.block_size)
+
+
+def _too_long(prompt_tokens: str, limit: int) -> InvalidRequestError:
+    return InvalidRequestError(
+        f"prompt is too long: {prompt_tokens} tokens > {limit - 1} maximum",
+        code="context_length_exceeded",
+    )
 
 
 def _params(body: MessagesRequest) -> SamplingParams:

@@ -6,7 +6,12 @@ from fastapi import APIRouter, Request, Response
 
 from mlx_parallm.api import sse
 from mlx_parallm.api.convert.messages import MessageAnswer
-from mlx_parallm.api.convert.messages_turn import counted_turn, message_turn, within_context
+from mlx_parallm.api.convert.messages_turn import (
+    counted_turn,
+    message_turn,
+    too_long_in_these_words,
+    within_context,
+)
 from mlx_parallm.api.dependencies import (
     ClientDep,
     ConfigDep,
@@ -60,7 +65,7 @@ async def create_message(
     name, model = generator(engine, body.model)
     turn = message_turn(body, request_id=f"msg_{request.state.answer_id}", client=client)
     await check_queue(engine, name, client, n=1, max_waiting=max_waiting)
-    with named_by(FIELDS):
+    with named_by(FIELDS), too_long_in_these_words(model):
         prepared = await prepare_turn(turn, model)
     prepared, is_shortened = within_context(prepared)
     generation = await Generation.start(

@@ -6,7 +6,7 @@ from typing import Annotated
 
 from pydantic import Field, StrictBool, StrictInt, StrictStr
 
-from mlx_parallm.api.schemas.common import GenerationRequest
+from mlx_parallm.api.schemas.common import GenerationRequest, Ids, ListsOfIds, Strings
 from mlx_parallm.errors import InvalidRequestError
 
 DEFAULT_MAX_TOKENS = 16
@@ -15,7 +15,7 @@ DEFAULT_MAX_TOKENS = 16
 class CompletionRequest(GenerationRequest):
     """One prompt or several, as text or token ids."""
 
-    prompt: StrictStr | list[StrictStr] | list[StrictInt] | list[list[StrictInt]] = Field(
+    prompt: StrictStr | Strings | Ids | ListsOfIds = Field(
         description="A text, several texts, token ids, or several lists of token ids."
     )
     max_tokens: StrictInt = Field(DEFAULT_MAX_TOKENS, ge=0, description="0 scores with echo.")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictInt, StrictStr
 
-from mlx_parallm.api.schemas.common import INT64, NullIsAbsent
+from mlx_parallm.api.schemas.common import INT64, Ids, NullIsAbsent
 
 MAX_ITEMS = 65_536
 
@@ -14,8 +14,8 @@ class ScoredItem(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
 
-    prompt_token_ids: list[StrictInt] = Field(min_length=1, description="What comes before it.")
-    completion_token_ids: list[StrictInt] = Field(min_length=1, description="What is scored.")
+    prompt_token_ids: Ids = Field(min_length=1, description="What comes before it.")
+    completion_token_ids: Ids = Field(min_length=1, description="What is scored.")
 
 
 class LogprobsRequest(NullIsAbsent):

@@ -7,7 +7,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictInt, StrictStr
 
 from mlx_parallm.api.schemas.chat import ChatMessage, check_template_kwargs
-from mlx_parallm.api.schemas.common import INT64, NullIsAbsent, Number, SamplingFields
+from mlx_parallm.api.schemas.common import INT64, Ids, NullIsAbsent, Number, SamplingFields
 from mlx_parallm.errors import InvalidRequestError
 from mlx_parallm.request import MAX_CHOICES
 
@@ -25,9 +25,7 @@ class RolloutItem(NullIsAbsent):
     messages: list[ChatMessage] | None = Field(
         None, min_length=1, description="A conversation, rendered by the chat template."
     )
-    token_ids: list[StrictInt] | None = Field(
-        None, min_length=1, description="Token ids, used as they are."
-    )
+    token_ids: Ids | None = Field(None, min_length=1, description="Token ids, used as they are.")
     append_messages: list[ChatMessage] | None = Field(
         None,
         min_length=1,

@@ -6,7 +6,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictInt, StrictStr
 
-from mlx_parallm.api.schemas.common import INT64, SamplingFields
+from mlx_parallm.api.schemas.common import INT64, Ids, ListsOfIds, SamplingFields, Strings
 from mlx_parallm.api.schemas.token_generate import TokenSamplingParams
 from mlx_parallm.errors import InvalidRequestError
 from mlx_parallm.request import MAX_CHOICES
@@ -56,7 +56,7 @@ class VllmPrompt(BaseModel):
 
     model_config = ConfigDict(extra="ignore")
 
-    prompt_token_ids: list[StrictInt] = Field(min_length=1, description="The prompt.")
+    prompt_token_ids: Ids = Field(min_length=1, description="The prompt.")
 
 
 class GenerateBody(TokenSamplingParams):
@@ -67,8 +67,8 @@ class GenerateBody(TokenSamplingParams):
     """
 
     prompt: VllmPrompt | None = Field(None, description="atropos': the prompt, by itself.")
-    text: StrictStr | list[StrictStr] | None = Field(None, description="One text or several.")
-    input_ids: list[StrictInt] | list[list[StrictInt]] | None = Field(
+    text: StrictStr | Strings | None = Field(None, description="One text or several.")
+    input_ids: Ids | ListsOfIds | None = Field(
         None, description="Token ids of one prompt or several, used as they are."
     )
     sampling_params: SglangSamplingParams | list[SglangSamplingParams] = Field(

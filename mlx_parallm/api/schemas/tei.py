@@ -14,7 +14,7 @@ from pydantic import (
     WithJsonSchema,
 )
 
-from mlx_parallm.api.schemas.common import NullIsAbsent
+from mlx_parallm.api.schemas.common import Ids, ListsOfIds, NullIsAbsent
 from mlx_parallm.api.schemas.encode import MAX_INPUTS, Inputs
 
 Sequences = tuple[list[tuple[str, ...]], bool]
@@ -124,7 +124,7 @@ class DecodeRequest(NullIsAbsent):
     model_config = ConfigDict(extra="allow", protected_namespaces=())
 
     model: StrictStr | None = Field(None, description="The first encoder by default.")
-    ids: list[StrictInt] | list[list[StrictInt]] = Field(
+    ids: Ids | ListsOfIds = Field(
         min_length=1, max_length=65_536, description="Of one text or of several."
     )
     skip_special_tokens: StrictBool = Field(True, description="Leave special tokens out.")

@@ -9,6 +9,7 @@ from pydantic import ConfigDict, Field, StrictBool, StrictInt, StrictStr
 from mlx_parallm.api.schemas.common import (
     INT64,
     MAX_NAMED_TOKENS,
+    Ids,
     SamplingFields,
     StreamFields,
 )
@@ -70,7 +71,7 @@ class TokenGenerateRequest(StreamFields):
 
     model_config = ConfigDict(extra="allow", protected_namespaces=())
 
-    token_ids: list[StrictInt] = Field(min_length=1, description="The prompt.")
+    token_ids: Ids = Field(min_length=1, description="The prompt.")
     sampling_params: TokenSamplingParams = Field(description="vLLM's SamplingParams.")
     model: StrictStr | None = Field(
         None, description="A served model or adapter; default: the first model."

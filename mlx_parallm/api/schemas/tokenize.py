@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from pydantic import AliasChoices, ConfigDict, Field, StrictBool, StrictInt, StrictStr
+from pydantic import AliasChoices, ConfigDict, Field, StrictBool, StrictStr
 
 from mlx_parallm.api.schemas.chat import ChatMessage
-from mlx_parallm.api.schemas.common import NullIsAbsent, TurnEndFields
+from mlx_parallm.api.schemas.common import Ids, NullIsAbsent, TurnEndFields
 from mlx_parallm.api.schemas.score import Texts
 
 
@@ -50,4 +50,4 @@ class DetokenizeRequest(NullIsAbsent):
     model: StrictStr | None = Field(
         None, description="Default: the first that generates, else the first encoder."
     )
-    tokens: list[StrictInt] = Field(description="Token ids.")
+    tokens: Ids = Field(description="Token ids.")
