@@ -34,7 +34,9 @@ class LoadClient:
 
     async def send(self, planned: PlannedRequest) -> RequestRecord:
         """Send ``planned`` and follow its stream to the end; failures are in the record."""
-        record = RequestRecord(index=planned.index, start_s=self._clock())
+        record = RequestRecord(
+            index=planned.index, start_s=self._clock(), max_tokens=planned.max_tokens
+        )
         await self.send_into(record, planned)
         return record
 

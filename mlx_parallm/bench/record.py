@@ -32,6 +32,7 @@ class RequestRecord:
     Attributes:
         index: the request's place in the workload.
         start_s: when it was sent.
+        max_tokens: the output tokens it asked for.
         end_s: when its answer was complete, or failed.
         chunk_times_s: when each chunk with text arrived.
         chunk_tokens: output tokens known to have come with each such chunk, where the server
@@ -47,6 +48,7 @@ class RequestRecord:
 
     index: int
     start_s: float
+    max_tokens: int = 0
     end_s: float = 0.0
     chunk_times_s: list[float] = field(default_factory=list)
     chunk_tokens: list[int | None] = field(default_factory=list)

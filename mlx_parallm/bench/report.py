@@ -11,6 +11,8 @@ from typing import Any
 from mlx_parallm.bench.record import RequestRecord
 from mlx_parallm.bench.statistics import Spread, Summary, chunk_gaps_s
 
+#: Outputs with less than this share of the tokens that were asked for are another workload.
+SHORT_SHARE = 0.75
 SPREADS = {
     "ttft_ms": "time to first token",
     "itl_ms": "between tokens",
@@ -48,6 +50,28 @@ def format_errors(records: Sequence[RequestRecord]) -> str:
     """Return the different errors of a run, each with its number; empty when there are none."""
     errors = Counter(record.error for record in records if record.error is not None)
     return "\n".join(f"{count} x {error}" for error, count in errors.most_common(10))
+
+
+def format_short_outputs(records: Sequence[RequestRecord], *, ignores_eos: bool) -> str:
+    """Return what to say of outputs that were far shorter than asked; empty if they were not.
+
+    ``ignores_eos``: the requests asked the server to go on to their limit.
+    """
+    answered = [record for record in records if record.error is None]
+    asked = sum(record.max_tokens for record in answered)
+    got = sum(record.output_tokens for record in answered)
+    if got >= SHORT_SHARE * asked:
+        return ""
+    num_short = sum(record.output_tokens < record.max_tokens for record in answered)
+    advice = (
+        "although --ignore-eos was given: this server does not know the field ignore_eos."
+        if ignores_eos
+        else "the model ended them. With --ignore-eos every output has the length that was asked."
+    )
+    return (
+        f"note: outputs were far shorter than asked: {got} of {asked} tokens, "
+        f"{num_short} of {len(answered)} answers ended early; {advice}"
+    )
 
 
 def to_json(

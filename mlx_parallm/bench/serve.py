@@ -22,7 +22,12 @@ from mlx_parallm.bench.client import LoadClient
 from mlx_parallm.bench.http_stream import ResponseError, Target
 from mlx_parallm.bench.load import closed_loop, open_loop
 from mlx_parallm.bench.record import PlannedRequest, RequestRecord
-from mlx_parallm.bench.report import format_errors, format_table, to_json
+from mlx_parallm.bench.report import (
+    format_errors,
+    format_short_outputs,
+    format_table,
+    to_json,
+)
 from mlx_parallm.bench.statistics import summarise
 from mlx_parallm.bench.words import make_lexicon
 from mlx_parallm.bench.workload import Workload, plan_requests
@@ -115,6 +120,8 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(f"cannot measure {args.base_url}: {error}") from error
     summary = summarise(records)
     print(format_table(summary))
+    if note := format_short_outputs(records, ignores_eos=args.ignore_eos):
+        print(note, file=sys.stderr)
     if args.output:
         outcome = to_json(_settings(args), summary, records)
         args.output.write_text(json.dumps(outcome, indent=1) + "\n")

@@ -69,6 +69,21 @@ def test_a_run_prints_its_figures_and_writes_them_as_json(tmp_path, capsys):
     assert {body["model"] for body in bodies} == {"tiny"}
 
 
+@pytest.mark.parametrize(
+    ("flags", "note"),
+    [
+        (["--output-lengths", "2"], None),
+        (["--output-lengths", "3"], "12 of 18 tokens, 6 of 6 answers ended early; the model ended"),
+        (["--output-lengths", "3", "--ignore-eos"], "does not know the field ignore_eos"),
+    ],
+)
+def test_outputs_far_shorter_than_asked_are_told(flags, note, capsys):
+    with serving() as (url, _):
+        run(parse("--base-url", url, "--num-requests", "6", "--ramp-s", "0", *flags))
+    told = capsys.readouterr().err
+    assert (note in told) if note else told == ""
+
+
 def test_an_open_loop_runs_from_its_flags():
     with serving() as (url, bodies):
         flags = ["--base-url", url, "--num-requests", "5", "--num-warmups", "0"]
