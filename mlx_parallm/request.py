@@ -106,7 +106,8 @@ class SamplingParams:
             the prompt or the output (CTRL, arXiv:1909.05858); 1 is off.
         logit_bias: ``(token id, bias)`` pairs added to the logits.
         allowed_token_ids: when given, only these tokens can be sampled.
-        seed: fixes the sampled tokens whatever else is in the batch; None draws one.
+        seed: fixes the sampled tokens whatever else is in the batch, but where a truncation cuts
+            between logits that differ by rounding (docs/logprobs.md); None draws one.
         max_tokens: most tokens to generate; None means up to the context length; 0 scores only.
         min_tokens: before this many tokens, neither end-of-sequence nor a stop token is sampled,
             and stop strings are not looked for.
