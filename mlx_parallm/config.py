@@ -36,6 +36,9 @@ class ModelConfig:
         dtype: "auto", "float32", "float16" or "bfloat16". Auto keeps the checkpoint's dtype on a
             GPU and, on the CPU, casts and dequantises to float32 when that fits in memory.
         max_model_len: cap on the context length; None takes the model's own.
+        max_model_len_is_own: whether that is said of this model alone; a cap that is said of
+            several models leaves those that were made for less as they are.
+        kv_cache_dtype: one of ``KV_CACHE_DTYPES``; None takes that of ``CacheConfig``.
         chat_template: a Jinja template, or the path of a file with one; None takes the model's own.
         chat_template_kwargs: variables of the template that every request begins with.
         tool_call_parser: how the model writes tool calls: "auto" finds it out from its template and
@@ -52,6 +55,8 @@ class ModelConfig:
     revision: str | None = None
     dtype: str = "auto"
     max_model_len: int | None = None
+    max_model_len_is_own: bool = False
+    kv_cache_dtype: str | None = None
     chat_template: str | None = None
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     tool_call_parser: str = "auto"
@@ -253,6 +258,12 @@ class EngineConfig:
     logprobs_mode: str = "raw_logprobs"
     warm_up: bool = True
     kernel_cache_dir: str | None = None
+
+    def max_len_of(self, model: ModelConfig, own: int | None) -> int | None:
+        """Return the cap on the context of a model that was made for ``own`` tokens."""
+        cap = model.max_model_len
+        is_shared = len(self.models) > 1 and not model.max_model_len_is_own
+        return own if is_shared and cap is not None and own is not None and own < cap else cap
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -24,6 +24,15 @@ Models may be given without `--model`, as in `mlx_parallm serve ORG/MODEL --port
 Write them before flags that take several values, which would take them too.
 A misspelt flag ends the process with status 2 and the flag that may be meant.
 
+Some settings may differ between models; their descriptions say so.
+A flag is repeated, as in `--max-model-len 32768 --max-model-len ./my-model=4096`.
+A variable has commas between its values; a file may have a table, as in
+`max-model-len: {./my-model: 4096}`.
+A value without a model is for all models that have none of their own.
+Where several models are served, `--max-model-len` without a model leaves those that were made for
+less as they are.
+A length that is said of one model, or of the only one, is refused if it is beyond the model's own.
+
 The file is named by `--config FILE` or `MLX_PARALLM_CONFIG`. Its keys are the names of the flags
 (aliases too); an unknown key is an error. A wrong value ends the process with status 2 and a
 message that names the setting and where it was set. Switches are turned off with `--no-NAME`;

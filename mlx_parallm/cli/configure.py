@@ -14,6 +14,7 @@ from typing import Any, cast
 
 import yaml
 
+from mlx_parallm.cli.setting_values import PerModel, per_model
 from mlx_parallm.cli.settings import (
     DEFAULTS,
     ENVIRONMENT_PREFIX,
@@ -85,7 +86,7 @@ def read_settings(
 def from_flags(args: argparse.Namespace) -> dict[str, Given]:
     """Settings given as flags, and models given without one; the latter come first."""
     given = {
-        setting.name: Given(getattr(args, _attribute(setting)), f"--{setting.name}")
+        setting.name: Given(_flag_value(setting, args), f"--{setting.name}")
         for setting in SETTINGS
         if hasattr(args, _attribute(setting))
     }
@@ -94,6 +95,12 @@ def from_flags(args: argparse.Namespace) -> dict[str, Given]:
         flagged = given[MODEL].value if MODEL in given else []
         given[MODEL] = Given([*models, *flagged], f"--{MODEL}")
     return given
+
+
+def _flag_value(setting: Setting, args: argparse.Namespace) -> Any:
+    value = getattr(args, _attribute(setting))
+    # Messages show a flag that is given once as it was given.
+    return value[0] if setting.per_model and len(value) == 1 else value
 
 
 def from_environment(environment: Mapping[str, str]) -> dict[str, Given]:
@@ -157,14 +164,19 @@ def build_config(given: Mapping[str, Given]) -> tuple[EngineConfig, ServerConfig
     parts: dict[str, dict[str, Any]] = {part: {} for part in DEFAULTS}
     for setting in SETTINGS:
         if setting.name in given:
-            parts[setting.part][setting.field] = _parse(setting, given[setting.name])
+            # The setting of the models comes first.
+            paths = parts["model"].get("paths", (None,))
+            parts[setting.part][setting.field] = _parse(setting, given[setting.name], paths)
     server = ServerConfig(**parts["server"])
     if server.allow_credentials and "*" in server.allowed_origins:
         raise ConfigError("allow-credentials needs named origins, not allowed-origins *")
     if server.cache_scope == KEY_SCOPE and not server.api_keys:
         raise ConfigError("cache-scope key needs api-key: without keys, clients are not told apart")
+    kv_cache_dtype: PerModel = parts["cache"].pop("kv_cache_dtype", PerModel())
+    if kv_cache_dtype.shared is not None:
+        parts["cache"]["kv_cache_dtype"] = kv_cache_dtype.shared
     engine = EngineConfig(
-        models=_models(parts["model"]),
+        models=_models(parts["model"], kv_cache_dtype),
         adapters=type(DEFAULTS["adapters"])(**parts["adapters"]),
         loading=type(DEFAULTS["loading"])(**parts["loading"]),
         cache=type(DEFAULTS["cache"])(**parts["cache"]),
@@ -175,8 +187,10 @@ def build_config(given: Mapping[str, Given]) -> tuple[EngineConfig, ServerConfig
     return engine, server
 
 
-def _parse(setting: Setting, given: Given) -> Any:
+def _parse(setting: Setting, given: Given, paths: Sequence[str | None]) -> Any:
     try:
+        if setting.per_model:
+            return per_model(setting.parse, given.value, paths)
         value = setting.parse(given.value)
     except ValueError as problem:
         raise ConfigError(f"{given.source}: {problem}, not {given.value!r}") from None
@@ -185,8 +199,10 @@ def _parse(setting: Setting, given: Given) -> Any:
     return not value if setting.inverted else value
 
 
-def _models(part: Mapping[str, Any]) -> tuple[ModelConfig, ...]:
-    options = dict(part)
+def _models(part: Mapping[str, Any], kv_cache_dtype: PerModel) -> tuple[ModelConfig, ...]:
+    options = {name: one for name, one in part.items() if not isinstance(one, PerModel)}
+    values = {name: one for name, one in part.items() if isinstance(one, PerModel)}
+    lengths = values.get("max_model_len", PerModel())
     paths = options.pop("paths", (None,))
     names = dict(_named(paths, options.pop("names", ())))
     repeated = sorted({path for path in paths if paths.count(path) > 1})
@@ -202,6 +218,9 @@ def _models(part: Mapping[str, Any]) -> tuple[ModelConfig, ...]:
             tool_call_parser=tools[path],
             reasoning_parser=reasoning[path],
             task=cast("ModelTask", tasks[path]),
+            max_model_len_is_own=path in lengths.own,
+            kv_cache_dtype=kv_cache_dtype.own.get(path) if path else None,
+            **{name: one.of(path) for name, one in values.items() if one.of(path) is not None},
             **options,
         )
         for path in paths
@@ -275,6 +294,9 @@ def _add_flag(group: argparse._ArgumentGroup, setting: Setting) -> None:
         options["metavar"] = setting.metavar or setting.name.rpartition("-")[2].upper()
     if setting.is_list:
         options |= {"action": "extend", "nargs": "+"}
+    elif setting.per_model:
+        # One value each time: what follows may be a model.
+        options["action"] = "append"
     group.add_argument(*flags, **options)
 
 

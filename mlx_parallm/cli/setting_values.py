@@ -8,13 +8,27 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, get_args
 
 from mlx_parallm.api.hosts import ANY, named_host
 from mlx_parallm.config import ModelTask, SpeculativeConfig
 
 Parse = Callable[[Any], Any]
+
+
+@dataclass(frozen=True, slots=True)
+class PerModel:
+    """Values of a setting: one for all models, None if there is none, and those of single ones."""
+
+    shared: Any = None
+    own: Mapping[str, Any] = field(default_factory=dict)
+
+    def of(self, model: str | None) -> Any:
+        """Return the value for a model; None if none was given."""
+        return self.shared if model is None else self.own.get(model, self.shared)
+
 
 SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?", re.IGNORECASE)
 UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
@@ -103,6 +117,46 @@ def size(value: Any) -> int:
 def size_or_none(value: Any) -> int:
     """``size``, or 0."""
     return 0 if str(value).strip() == "0" else size(value)
+
+
+def per_model(parse: Parse, value: Any, models: Sequence[str | None]) -> PerModel:
+    """Return what is given for all of these models, and for single ones as MODEL=VALUE.
+
+    A file may have a table of models. Of two values for the same, the later counts.
+
+    Raises:
+        ValueError: ``parse`` raises it, or there is no such model.
+    """
+    if isinstance(value, Mapping):
+        for name in value:
+            _check_model(name, models)
+        return PerModel(None, {name: parse(one) for name, one in value.items()})
+    # A text may have commas of its own.
+    splits = isinstance(value, str) and parse is not text
+    entries = value.split(",") if splits else value if isinstance(value, list) else [value]
+    shared, own = None, {}
+    for entry in entries:
+        owner = _owner(entry, models)
+        if owner is not None:
+            own[owner] = parse(entry[len(owner) + 1 :])
+            continue
+        if parse is not text and isinstance(entry, str) and "=" in entry:
+            _check_model(entry.rpartition("=")[0], models)
+        shared = parse(entry)
+    return PerModel(shared, own)
+
+
+def _owner(entry: Any, models: Sequence[str | None]) -> str | None:
+    """Return the model that an entry MODEL=VALUE is for; None if it is for all."""
+    if not isinstance(entry, str):
+        return None
+    named = [one for one in models if one and entry.startswith(f"{one}=")]
+    return max(named, key=len, default=None)
+
+
+def _check_model(name: str, models: Sequence[str | None]) -> None:
+    if name not in models:
+        raise ValueError(f"there is no model {name!r}")
 
 
 def choice(*options: str) -> Parse:

@@ -54,6 +54,7 @@ class Setting:
         aliases: other names of the flag and the file key.
         metavar: what ``--help`` calls the value.
         inverted: a switch whose flag says the opposite of its field.
+        per_model: whether MODEL=VALUE sets it for one of several models.
     """
 
     name: str
@@ -64,6 +65,7 @@ class Setting:
     aliases: tuple[str, ...] = ()
     metavar: str | None = None
     inverted: bool = False
+    per_model: bool = False
 
     @property
     def part(self) -> str:
@@ -134,17 +136,23 @@ SETTINGS: tuple[Setting, ...] = (
         metavar="NAME",
     ),
     _setting("revision", "model.revision", values.text, MODELS,
-             "branch, tag or commit on the hub.", metavar="REV"),
+             "branch, tag or commit on the hub. With several models write MODEL=REV.",
+             metavar="REV", per_model=True),
     _setting(
         "dtype", "model.dtype", values.choice("auto", "float32", "float16", "bfloat16"), MODELS,
         "auto keeps the checkpoint's dtype on a GPU; on the CPU it casts and dequantises to "
-        "float32 when that fits in memory. One of auto, float32, float16, bfloat16.",
+        "float32 when that fits in memory. One of auto, float32, float16, bfloat16. With several "
+        "models MODEL=DTYPE is possible.",
+        per_model=True,
     ),
     _setting("max-model-len", "model.max_model_len", values.integer(1), MODELS,
-             "longest context in tokens; the model's own if not given.", metavar="TOKENS"),
+             "longest context in tokens; the model's own if not given. With several models "
+             "MODEL=TOKENS is possible; a number without a model leaves models that were made "
+             "for less as they are.", metavar="TOKENS", per_model=True),
     _setting("chat-template", "model.chat_template", values.text, MODELS,
-             "a Jinja template, or a file with one, in place of the model's own.",
-             metavar="FILE_OR_TEXT"),
+             "a Jinja template, or a file with one, in place of the model's own. With several "
+             "models MODEL=FILE_OR_TEXT is possible.",
+             metavar="FILE_OR_TEXT", per_model=True),
     _setting(
         "default-chat-template-kwargs", "model.chat_template_kwargs", values.table, MODELS,
         'variables of the chat template that every request begins with, as JSON, such as '
@@ -213,7 +221,9 @@ SETTINGS: tuple[Setting, ...] = (
     _setting(
         "kv-cache-dtype", "cache.kv_cache_dtype", values.choice(*KV_CACHE_DTYPES), MEMORY,
         "auto keeps KV in the model's dtype; int8 and int4 keep it in 8 or 4 bits, so that about "
-        "two or four times as many tokens of a 16-bit model fit, at some cost of accuracy.",
+        "two or four times as many tokens of a 16-bit model fit, at some cost of accuracy. With "
+        "several models MODEL=DTYPE is possible.",
+        per_model=True,
     ),
     _setting("block-size", "cache.block_size", values.integer(1, 1024), MEMORY,
              "tokens in a block of KV.", metavar="TOKENS"),

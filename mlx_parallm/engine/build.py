@@ -41,7 +41,7 @@ from mlx_parallm.runner.draft_model import DraftModel
 from mlx_parallm.runner.host_memory import keep_freed_memory
 from mlx_parallm.runner.hub import resolve_model
 from mlx_parallm.runner.loader import LoadedModel, load_model
-from mlx_parallm.runner.memory import config_value, plan_kv, query_heads
+from mlx_parallm.runner.memory import config_value, context_length, plan_kv, query_heads
 from mlx_parallm.runner.model_runner import ModelRunner
 from mlx_parallm.runner.revision import folder_revision
 from mlx_parallm.runner.row_selection import embedding_rows
@@ -301,13 +301,13 @@ def _load(model: ModelConfig, path: Path, config: EngineConfig, on_progress: Pro
     tokenizer = load_tokenizer(
         path, chat_template=model.chat_template, trust_remote_code=model.trust_remote_code
     )
-    attention = _attention(config, loaded, layouts)
+    attention = _attention(model, config, loaded, layouts)
     plan = plan_kv(
         layouts,
         loaded.config,
         config.cache,
         config.scheduler,
-        model.max_model_len,
+        config.max_len_of(model, context_length(loaded.config)),
         attention.backend,
     )
     on_progress(f"Loading {name}", 1.0)
@@ -318,10 +318,14 @@ def _load(model: ModelConfig, path: Path, config: EngineConfig, on_progress: Pro
 
 
 def _attention(
-    config: EngineConfig, loaded: LoadedModel, layouts: tuple[CacheLayout, ...]
+    model: ModelConfig,
+    config: EngineConfig,
+    loaded: LoadedModel,
+    layouts: tuple[CacheLayout, ...],
 ) -> BackendChoice:
+    dtype = model.kv_cache_dtype or config.cache.kv_cache_dtype
     return choose_backend(
-        config.cache,
+        replace(config.cache, kv_cache_dtype=dtype),
         kv_shapes(layouts),
         query_heads(loaded.config),
         is_bounded=config.scheduler.max_decode_stall_ms is not None,
@@ -370,7 +374,7 @@ def _load_draft(
     loaded = load_model(config, path)
     with load_failures(path):
         layouts = probe_layout(loaded.model)
-    choice = _attention(engine, loaded, layouts)
+    choice = _attention(model, engine, loaded, layouts)
     per_token = sum(choice.backend.bytes_per_token(shape) for shape in kv_shapes(layouts))
     return _DraftWeights(loaded, layouts, choice, per_token * engine.cache.block_size)
 

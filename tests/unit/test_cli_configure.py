@@ -28,6 +28,8 @@ COMPOSED = {
     "model.tool_call_parser",
     "model.reasoning_parser",
     "model.task",
+    "model.max_model_len_is_own",
+    "model.kv_cache_dtype",
     "engine.models",
     "engine.adapters",
     "engine.cache",
@@ -206,6 +208,66 @@ def test_several_models_share_options_and_have_their_own_names() -> None:
         ModelConfig(path="org/a", max_model_len=99),
         ModelConfig(path="org/b", max_model_len=99, served_names=("small", "tiny")),
     )
+
+
+def per_model_config(*flags: str) -> tuple[ModelConfig, ...]:
+    return read("--model", "org/a", "org/a=b", "org/c", *flags)[0].models
+
+
+def test_a_model_may_have_settings_of_its_own() -> None:
+    first, odd, last = per_model_config(
+        *("--max-model-len", "99", "--max-model-len", "org/c=7", "--dtype", "org/a=b=float32"),
+        *("--revision", "org/a=v=1", "--chat-template", "{% set a=1, %}"),
+        *("--chat-template", "org/c=c.jinja", "--kv-cache-dtype", "int8,org/a=b=int4"),
+    )
+    assert [one.max_model_len for one in (first, odd, last)] == [99, 99, 7]
+    assert [one.max_model_len_is_own for one in (first, odd, last)] == [False, False, True]
+    assert [one.dtype for one in (first, odd, last)] == ["auto", "float32", "auto"]
+    assert [one.revision for one in (first, odd, last)] == ["v=1", None, None]
+    templates = [one.chat_template for one in (first, odd, last)]
+    assert templates == ["{% set a=1, %}", "{% set a=1, %}", "c.jinja"]
+    assert [one.kv_cache_dtype for one in (first, odd, last)] == [None, "int4", None]
+    engine, _ = read("--model", "org/a", "org/c", "--kv-cache-dtype", "int8,org/a=int4")
+    assert engine.cache.kv_cache_dtype == "int8"
+
+
+@pytest.mark.parametrize("line", ["{99: x}", "{org/b: 1}", "org/b=1", "[1, org/b=1]"])
+def test_a_value_of_a_model_that_is_not_there_is_refused(tmp_path: Path, line: str) -> None:
+    file = tmp_path / "settings.yaml"
+    file.write_text(f"model: [org/a, org/c]\nmax-model-len: {line}")
+    with pytest.raises(ConfigError, match=r"max-model-len in .*: there is no model (99|'org/b')"):
+        read("--config", str(file))
+
+
+def test_files_and_variables_name_models_too(tmp_path: Path) -> None:
+    file = tmp_path / "settings.yaml"
+    for line in ("{org/a: 5, org/c: 7}", "[5, org/c=7]", "org/a=5,org/c=7"):
+        file.write_text(f"model: [org/a, org/c]\nmax-model-len: {line}")
+        engine, _ = read("--config", str(file))
+        assert [one.max_model_len for one in engine.models] == [5, 7]
+    engine, _ = read(MLX_PARALLM_MODEL="org/a,org/c", MLX_PARALLM_MAX_MODEL_LEN="5,org/c=7")
+    assert [one.max_model_len for one in engine.models] == [5, 7]
+
+
+@pytest.mark.parametrize(
+    ("lengths", "own", "wanted"),
+    [
+        (("4096",), 512, 512),
+        (("4096",), 8192, 4096),
+        (("4096",), None, 4096),
+        (("4096", "org/a=600"), 512, 600),
+        ((), 512, None),
+    ],
+)
+def test_a_cap_for_all_leaves_shorter_models_as_they_are(
+    lengths: tuple[str, ...], own: int | None, wanted: int | None
+) -> None:
+    flags = [part for one in lengths for part in ("--max-model-len", one)]
+    engine, _ = read("--model", "org/a", "org/b", *flags)
+    assert engine.max_len_of(engine.models[0], own) == wanted
+    alone, _ = read("--model", "org/a", *flags)
+    cap = None if not lengths else int(lengths[-1].rpartition("=")[2])
+    assert alone.max_len_of(alone.models[0], own) == cap
 
 
 def test_one_model_takes_bare_names() -> None:

@@ -170,9 +170,9 @@ class EncoderBuild:
         info = replace(info, is_reward=task == "reward" or is_named_so)
         if len(info.labels) == 1:
             info = replace(info, scores_are_logits=scores_are_logits(self._path))
-        longest = self._config.max_model_len
         if info.tasks[0] == "token_embed":
             info = self._compared(info)
+        longest = self._settings.max_len_of(self._config, info.max_model_len)
         if longest is None:
             return info
         if longest > info.max_model_len:
@@ -184,7 +184,8 @@ class EncoderBuild:
     def _compared(self, info: EncoderInfo) -> EncoderInfo:
         """The same, of a model that compares tokens."""
         spec = read_late_spec(self._path)
-        if self._config.max_model_len is not None:
+        length = self._settings.max_len_of(self._config, info.max_model_len)
+        if length is not None and length == self._config.max_model_len:
             # It is longer than the documents of a training, perhaps.
             spec = replace(spec, settings=replace(spec.settings, document_length=None))
         return with_late_interaction(info, spec, self._tokenizer, reads_on=reads_on(self._path))

@@ -297,6 +297,7 @@ class AsyncEncoders:
             revision=asked.revision,
             dtype=asked.dtype or self._defaults.dtype,
             max_model_len=asked.max_model_len,
+            max_model_len_is_own=asked.max_model_len is not None,
         )
         return EncoderEntry(config, names, is_pinned=asked.is_pinned)
 
