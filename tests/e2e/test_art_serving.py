@@ -21,7 +21,8 @@ KEY = "art-key"
 SHARED = DeviceConfig(inference_device=0, training_devices=(0,), auto_detect=False)
 SPLIT = DeviceConfig(inference_device=0, training_devices=(1,), auto_detect=False)
 # A small context and one sequence at a time start faster.
-FLAGS = ("--max-num-seqs", "4")
+FLAGS = ("--max-num-seqs", "4", "--client-timeout", "0")
+NEVER_S = 1e6
 
 
 def save_model(folder: Path, step: int) -> None:
@@ -42,6 +43,7 @@ class Trainee:
             context_length=256,
             mem_fraction_static=0.2,
             flush_cache_on_sync=True,
+            server_timeout=NEVER_S,
             flags=FLAGS,
         )
         self.policy = ServedPolicy("policy", EMBEDDED_MODEL, folder, config, devices)
