@@ -16,6 +16,7 @@ from mlx_parallm.api.batch_service import make_batch_service
 from mlx_parallm.api.body_budget import BodyBudgetMiddleware
 from mlx_parallm.api.errors import install_error_handlers
 from mlx_parallm.api.hosts import checked_hosts
+from mlx_parallm.api.ignored import HEADER
 from mlx_parallm.api.in_flight.policies import Policies
 from mlx_parallm.api.middleware import (
     AccessLogMiddleware,
@@ -220,7 +221,7 @@ def _add_middleware(app: FastAPI, config: ServerConfig, hosts: frozenset[str] | 
             allow_methods=list(config.allowed_methods),
             allow_headers=list(config.allowed_headers),
             allow_credentials=config.allow_credentials,
-            expose_headers=["x-request-id", "request-id", "retry-after"],
+            expose_headers=["x-request-id", "request-id", "retry-after", HEADER],
         )
     if hosts is not None:
         app.add_middleware(HostMiddleware, hosts=hosts)

@@ -6,10 +6,12 @@ from collections.abc import Callable, Coroutine
 from typing import Any
 
 from fastapi.routing import APIRoute
+from pydantic import BaseModel
 from pydantic_core import from_json
 from starlette.requests import Request
 from starlette.responses import Response
 
+from mlx_parallm.api.ignored import forms_of, ignored_names, tell_ignored
 from mlx_parallm.engine.interface import EngineClient
 from mlx_parallm.errors import InvalidRequestError, ModelLoadingError
 
@@ -20,33 +22,49 @@ HALF_PAIR = "The body has half a surrogate pair in a text."
 class JsonRoute(APIRoute):
     """A route whose JSON body is read by ``parse_json``.
 
-    Requests of a model that is loaded for the first time wait for it.
+    Requests of a model that is loaded for the first time wait for it. Answers name the fields of
+    the body that its form does not read.
     """
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         """See FastAPI: "Custom Request and APIRoute class"."""
         handle = super().get_route_handler()
+        form = self.form
 
         async def handle_json(request: Request) -> Response:
             given = JsonRequest(request.scope, request.receive)
             try:
-                return await handle(given)
+                response = await handle(given)
             except ModelLoadingError as problem:
                 engine: EngineClient = request.app.state.engine
                 await engine.encoders.wait(problem.name)
-            # Nothing was done but to read the body, which it keeps.
-            return await handle(given)
+                # Nothing was done but to read the body, which it keeps.
+                response = await handle(given)
+            if form is not None:
+                tell_ignored(response, ignored_names(form, given.value))
+            return response
 
         return handle_json
 
+    @property
+    def form(self) -> type[BaseModel] | None:
+        """The form of the JSON body; None where the route has none, or reads the body itself."""
+        field = self.body_field
+        return None if field is None else next(forms_of(field.field_info.annotation), None)
+
 
 class JsonRequest(Request):
-    """A request whose JSON body is read by ``parse_json``."""
+    """A request whose JSON body is read by ``parse_json``.
+
+    ``value`` is the body's, once it was read.
+    """
+
+    value: Any = None
 
     async def json(self) -> Any:
         """The body's value; read once."""
         if not hasattr(self, "_json"):
-            self._json = parse_json(await self.body())
+            self._json = self.value = parse_json(await self.body())
         return self._json
 
 

@@ -45,7 +45,6 @@ dialect_router = APIRouter(
 
 HEADER_PREFIX = "x-adapter-"
 # Of clients; they change nothing here.
-WITHOUT_EFFECT = frozenset({"lora_int_id", "lora_id", "rid", "http_worker_ipc"})
 
 
 def _schema() -> dict[str, object]:
@@ -115,28 +114,23 @@ async def delete_adapter(name: str, engine: EngineDep) -> DeletedAdapter:
 async def load_lora_adapter(body: LoadLora, engine: EngineDep) -> Response:
     """vLLM's: serve an adapter from a folder; a name that is taken needs ``load_inplace``."""
     await _load(engine, body, replaces=body.load_inplace)
-    answer = PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' added successfully.")
-    tell_ignored(answer, set(body.model_extra or ()) - WITHOUT_EFFECT)
-    return answer
+    return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' added successfully.")
 
 
 @dialect_router.post("/v1/unload_lora_adapter", response_class=PlainTextResponse)
 async def unload_lora_adapter(body: UnloadLora, engine: EngineDep) -> Response:
     """vLLM's: admit no more requests of an adapter."""
     await engine.control.unload_adapter(body.lora_name)
-    answer = PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")
-    tell_ignored(answer, set(body.model_extra or ()) - WITHOUT_EFFECT)
-    return answer
+    return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")
 
 
 @dialect_router.post("/load_lora_adapter")
 @dialect_router.post("/update_weights_from_lora")
-async def put_lora_adapter(body: LoadLora, engine: EngineDep, response: Response) -> LoraAnswer:
+async def put_lora_adapter(body: LoadLora, engine: EngineDep) -> LoraAnswer:
     """SGLang's and prime-rl's: serve an adapter from a folder, in place of one of this name."""
     await _load(engine, body, replaces=True)
     if body.flush_cache:
         await engine.control.reset_prefix_cache()
-    tell_ignored(response, set(body.model_extra or ()) - WITHOUT_EFFECT)
     return _answer(engine)
 
 
@@ -148,15 +142,14 @@ async def put_lora_tensors(request: Request, engine: EngineDep, response: Respon
     received = await receive(request, file_field=FILE, header_prefix=HEADER_PREFIX)
     upload, fields = await asyncio.to_thread(read_serialized, received)
     await engine.control.load_adapter(upload, model=fields.base_model_name)
-    tell_ignored(response, set(fields.model_extra or ()) - WITHOUT_EFFECT)
+    tell_ignored(response, set(fields.model_extra or ()) - fields.without_effect)
     return _answer(engine)
 
 
 @dialect_router.post("/unload_lora_adapter")
-async def drop_lora_adapter(body: UnloadLora, engine: EngineDep, response: Response) -> LoraAnswer:
+async def drop_lora_adapter(body: UnloadLora, engine: EngineDep) -> LoraAnswer:
     """SGLang's: admit no more requests of an adapter."""
     await engine.control.unload_adapter(body.lora_name)
-    tell_ignored(response, set(body.model_extra or ()) - WITHOUT_EFFECT)
     return _answer(engine)
 
 

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from fastapi import APIRouter, Depends, Request, Response
+from fastapi import APIRouter, Depends, Request
 
 from mlx_parallm.api.auth import CONTROL, require_admin
 from mlx_parallm.api.dependencies import EngineDep
-from mlx_parallm.api.ignored import tell_ignored
 from mlx_parallm.api.in_flight.update import update_in_flight
 from mlx_parallm.api.json_body import JsonRoute
 from mlx_parallm.api.schemas.art import (
@@ -35,9 +34,7 @@ async def art_capabilities() -> ArtCapabilities:
 
 @router.post("/in_flight_lora_update", dependencies=[Depends(require_admin)], tags=[CONTROL])
 async def in_flight_lora_update(
-    body: InFlightUpdate, request: Request, engine: EngineDep, response: Response
+    body: InFlightUpdate, request: Request, engine: EngineDep
 ) -> InFlightUpdated:
     """Replace an adapter while requests generate with it; their spans show where."""
-    result = await update_in_flight(body, engine.control, request.app.state.policies)
-    tell_ignored(response, body.model_extra or ())
-    return result
+    return await update_in_flight(body, engine.control, request.app.state.policies)

@@ -16,7 +16,6 @@ from mlx_parallm.api.dependencies import (
 )
 from mlx_parallm.api.fingerprint import system_fingerprint
 from mlx_parallm.api.generation import Generation, check_queue
-from mlx_parallm.api.ignored import tell_ignored
 from mlx_parallm.api.in_flight.spans import PolicySpans
 from mlx_parallm.api.json_body import JsonRoute
 from mlx_parallm.api.model_choice import generator
@@ -58,9 +57,7 @@ async def create_chat_completion(
     generation = await Generation.start(
         engine, [prepared.request], fields=_fields(body), max_waiting=max_waiting
     )
-    response = await respond(request, generation, answer, stream=body.stream, config=config)
-    tell_ignored(response, body.unknown_fields)
-    return response
+    return await respond(request, generation, answer, stream=body.stream, config=config)
 
 
 def _spans(

@@ -9,7 +9,6 @@ from mlx_parallm.api.convert.classify import classified
 from mlx_parallm.api.convert.request_inputs import request_inputs
 from mlx_parallm.api.dependencies import EngineDep
 from mlx_parallm.api.encoder_answer import Encoding, encoded_response
-from mlx_parallm.api.ignored import tell_ignored
 from mlx_parallm.api.json_body import JsonRoute
 from mlx_parallm.api.schemas.classify import ClassifyRequest
 
@@ -28,7 +27,7 @@ async def classify(body: ClassifyRequest, request: Request, engine: EngineDep) -
         inputs=await request_inputs(body, model, "classify"),
         request_id=f"classify-{body.request_id or request.state.answer_id}",
     )
-    response = await encoded_response(
+    return await encoded_response(
         request,
         engine,
         asked,
@@ -36,5 +35,3 @@ async def classify(body: ClassifyRequest, request: Request, engine: EngineDep) -
             classified(found, use_activation=body.use_activation is not False)
         ),
     )
-    tell_ignored(response, body.model_extra or ())
-    return response

@@ -19,7 +19,6 @@ from mlx_parallm.api.dependencies import (
 )
 from mlx_parallm.api.fingerprint import system_fingerprint
 from mlx_parallm.api.generation import Generation, check_queue, named_by
-from mlx_parallm.api.ignored import tell_ignored
 from mlx_parallm.api.json_body import JsonRoute
 from mlx_parallm.api.model_choice import generator
 from mlx_parallm.api.respond import respond
@@ -57,9 +56,7 @@ async def create_completion(
     names = TokenNames(model.tokenizer, as_ids=body.return_tokens_as_token_ids)
     answer = CompletionAnswer(body, head, names, prompts)
     generation = await Generation.start(engine, asked, fields=FIELDS, max_waiting=max_waiting)
-    response = await respond(request, generation, answer, stream=body.stream, config=config)
-    tell_ignored(response, body.unknown_fields)
-    return response
+    return await respond(request, generation, answer, stream=body.stream, config=config)
 
 
 async def prepare_completion(

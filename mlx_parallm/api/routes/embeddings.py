@@ -10,7 +10,6 @@ from mlx_parallm.api.convert.input_prompts import asked_prompt
 from mlx_parallm.api.convert.request_inputs import request_inputs
 from mlx_parallm.api.dependencies import EngineDep
 from mlx_parallm.api.encoder_answer import Encoding, encoded_response
-from mlx_parallm.api.ignored import tell_ignored
 from mlx_parallm.api.json_body import JsonRoute
 from mlx_parallm.api.schemas.embeddings import EmbeddingsRequest
 
@@ -31,8 +30,6 @@ async def create_embeddings(
         request_id=f"embd-{body.request_id or request.state.answer_id}",
     )
     check_format(body, len(asked.inputs))
-    response = await encoded_response(
+    return await encoded_response(
         request, engine, asked, lambda found: embeddings_response(found, body)
     )
-    tell_ignored(response, body.model_extra or ())
-    return response

@@ -10,7 +10,6 @@ from fastapi import APIRouter, Depends, Request, Response
 from mlx_parallm import __version__
 from mlx_parallm.api.auth import CONTROL, require_admin
 from mlx_parallm.api.dependencies import EngineDep
-from mlx_parallm.api.ignored import tell_ignored
 from mlx_parallm.api.json_body import JsonRoute
 from mlx_parallm.api.schemas.fleet import (
     AddedWorker,
@@ -84,7 +83,7 @@ async def workers(request: Request, engine: EngineDep) -> Workers:
 
 
 @router.post("/workers", dependencies=[Depends(require_admin)], tags=[CONTROL])
-async def add_worker(body: NewWorker, request: Request, response: Response) -> AddedWorker:
+async def add_worker(body: NewWorker, request: Request) -> AddedWorker:
     """A router's, for slime, which tells the router of each engine: this server has itself."""
     url = str(request.base_url).rstrip("/")
     if _address(body.url) not in (_address(url), request.scope.get("server")):
@@ -93,7 +92,6 @@ async def add_worker(body: NewWorker, request: Request, response: Response) -> A
             "router in front.",
             param="url",
         )
-    tell_ignored(response, body.model_extra or ())
     return AddedWorker(status="accepted", worker_id=url, url=url)
 
 

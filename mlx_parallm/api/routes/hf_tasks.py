@@ -12,7 +12,6 @@ from mlx_parallm.api.dependencies import EngineDep
 from mlx_parallm.api.generation import unless_disconnected
 from mlx_parallm.api.hf_tasks.choice import TASKS, choose
 from mlx_parallm.api.hf_tasks.job import Job
-from mlx_parallm.api.ignored import tell_ignored
 from mlx_parallm.api.json_body import JsonRoute
 from mlx_parallm.api.schemas.hf_tasks import TaskRequest
 from mlx_parallm.engine.interface import EngineClient
@@ -77,9 +76,7 @@ async def _run(
             response.headers[WARNINGS] = _plain(done.warnings)
         return response
 
-    response = await unless_disconnected(request, respond())
-    tell_ignored(response, body.unknown_fields())
-    return response
+    return await unless_disconnected(request, respond())
 
 
 def _plain(warnings: Iterable[str]) -> str:

@@ -10,7 +10,6 @@ from fastapi.responses import PlainTextResponse
 
 from mlx_parallm.api.auth import CONTROL, require_admin
 from mlx_parallm.api.dependencies import EngineDep
-from mlx_parallm.api.ignored import tell_ignored
 from mlx_parallm.api.json_body import JsonRoute
 from mlx_parallm.api.schemas.lifecycle import (
     IsPaused,
@@ -62,7 +61,6 @@ async def is_paused(engine: EngineDep) -> IsPaused:
 @router.post("/pause_generation")
 async def pause_generation(
     engine: EngineDep,
-    response: Response,
     body: Annotated[PauseGeneration | None, Body()] = None,
 ) -> PausedGeneration:
     """SGLang's: generate nothing more."""
@@ -70,7 +68,6 @@ async def pause_generation(
     count = await engine.control.pause(MODES[asked.mode])
     if asked.mode == "retract":
         await engine.control.reset_prefix_cache(reset_running=True)
-    tell_ignored(response, asked.model_extra or ())
     return PausedGeneration(
         success=True,
         message="Generation is paused.",
@@ -89,7 +86,6 @@ async def continue_generation(engine: EngineDep) -> MessageAnswer:
 @router.post("/reset_prefix_cache")
 async def reset_prefix_cache(
     engine: EngineDep,
-    response: Response,
     reset_running_requests: bool = False,
     reset_external: bool = False,
     body: Annotated[ResetRequest | None, Body()] = None,
@@ -98,7 +94,6 @@ async def reset_prefix_cache(
     del reset_external
     running = reset_running_requests or (body is not None and body.reset_running_requests)
     await engine.control.reset_prefix_cache(reset_running=running)
-    tell_ignored(response, (body.model_extra or ()) if body is not None else ())
     return ResetAnswer(success=True)
 
 

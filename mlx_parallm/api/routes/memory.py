@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from fastapi import APIRouter, Depends, Query, Response
+from fastapi import APIRouter, Depends, Query
 
 from mlx_parallm.api.auth import CONTROL, require_admin
 from mlx_parallm.api.dependencies import EngineDep
-from mlx_parallm.api.ignored import tell_ignored
 from mlx_parallm.api.json_body import JsonRoute
 from mlx_parallm.api.schemas.lifecycle import MessageAnswer
 from mlx_parallm.api.schemas.weights import (
@@ -16,7 +15,6 @@ from mlx_parallm.api.schemas.weights import (
     MemoryTags,
     SleepAnswer,
     WakeAnswer,
-    without_effect,
 )
 from mlx_parallm.engine.control import PauseMode
 from mlx_parallm.engine.interface import EngineClient
@@ -26,7 +24,6 @@ router = APIRouter(route_class=JsonRoute, dependencies=[Depends(require_admin)],
 
 # vLLM's tag for generating again, which is done once all else is there.
 SCHEDULING = "scheduling"
-WITHOUT_EFFECT = frozenset({"rid"})
 
 
 @router.post("/sleep")
@@ -57,25 +54,19 @@ async def is_sleeping(engine: EngineDep) -> IsSleeping:
 
 
 @router.post("/release_memory_occupation")
-async def release_memory(
-    engine: EngineDep, response: Response, body: MemoryTags | None = None
-) -> MessageAnswer:
+async def release_memory(engine: EngineDep, body: MemoryTags | None = None) -> MessageAnswer:
     """SGLang's: give back memory; requests are kept, and computed anew afterwards."""
     tags = _known(body)
     if tags:
         await engine.control.sleep(2 if WEIGHTS in tags else 1, PauseMode.KEEP)
-    tell_ignored(response, set() if body is None else without_effect(body, WITHOUT_EFFECT))
     return MessageAnswer(success=True, message="Memory is given back.", status="ok")
 
 
 @router.post("/resume_memory_occupation")
-async def resume_memory(
-    engine: EngineDep, response: Response, body: MemoryTags | None = None
-) -> MessageAnswer:
+async def resume_memory(engine: EngineDep, body: MemoryTags | None = None) -> MessageAnswer:
     """SGLang's: have memory again; requests go on once all is there."""
     tags = _known(body)
     asleep = await _wake(engine, tags) if tags else []
-    tell_ignored(response, set() if body is None else without_effect(body, WITHOUT_EFFECT))
     told = f"Still put away: {', '.join(asleep)}." if asleep else "Memory is there again."
     return MessageAnswer(success=True, message=told, status="ok")
 

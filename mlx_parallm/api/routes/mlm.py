@@ -10,7 +10,6 @@ from mlx_parallm.api.convert.text_scores import masked_one_by_one, scored_texts,
 from mlx_parallm.api.dependencies import EngineDep
 from mlx_parallm.api.encoding import encoded
 from mlx_parallm.api.generation import unless_disconnected
-from mlx_parallm.api.ignored import tell_ignored
 from mlx_parallm.api.json_body import JsonRoute
 from mlx_parallm.api.schemas.mlm import MlmRequest
 from mlx_parallm.engine.encoder_interface import EncoderModel
@@ -25,11 +24,9 @@ async def predict_masks(body: MlmRequest, request: Request, engine: EngineDep) -
     body.check()
     model = engine.encoders.get(body.model, "mlm")
     answer = _score if body.pseudo_log_likelihood else _fill
-    response = await unless_disconnected(
+    return await unless_disconnected(
         request, answer(body, model, engine, f"mlm-{request.state.answer_id}")
     )
-    tell_ignored(response, body.model_extra or ())
-    return response
 
 
 async def _fill(

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from fastapi import APIRouter, Depends, Response
+from fastapi import APIRouter, Depends
 
 from mlx_parallm.api.auth import CONTROL, require_admin
 from mlx_parallm.api.convert.model_cards import encoder_card, model_card
 from mlx_parallm.api.dependencies import EngineDep
-from mlx_parallm.api.ignored import tell_ignored
 from mlx_parallm.api.json_body import JsonRoute
 from mlx_parallm.api.schemas.models import LoadModel, UnloadModel
 from mlx_parallm.engine.encoder_interface import EncoderLoad
@@ -46,7 +45,7 @@ async def retrieve_model(model_id: str, engine: EngineDep) -> dict[str, Any]:
 
 
 @control_router.post("/models/load")
-async def load_model(body: LoadModel, engine: EngineDep, response: Response) -> dict[str, Any]:
+async def load_model(body: LoadModel, engine: EngineDep) -> dict[str, Any]:
     """Serve one more encoder; answered once it is loaded."""
     asked = EncoderLoad(
         model=body.model,
@@ -58,13 +57,11 @@ async def load_model(body: LoadModel, engine: EngineDep, response: Response) -> 
         is_pinned=body.pin,
     )
     status = await engine.encoders.load(asked)
-    tell_ignored(response, body.model_extra or ())
     return encoder_card(status.names[0], status, await engine.memory())
 
 
 @control_router.post("/models/unload")
-async def unload_model(body: UnloadModel, engine: EngineDep, response: Response) -> dict[str, Any]:
+async def unload_model(body: UnloadModel, engine: EngineDep) -> dict[str, Any]:
     """Serve an encoder no more, and give back its memory once its requests have ended."""
     status = await engine.encoders.unload(body.model)
-    tell_ignored(response, body.model_extra or ())
     return {"id": status.names[0], "object": "model", "unloaded": True}

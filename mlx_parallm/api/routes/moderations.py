@@ -9,7 +9,6 @@ from mlx_parallm.api.convert.encode_inputs import single_inputs
 from mlx_parallm.api.convert.moderations import moderated, moderator
 from mlx_parallm.api.dependencies import EngineDep
 from mlx_parallm.api.encoder_answer import Encoding, encoded_response
-from mlx_parallm.api.ignored import tell_ignored
 from mlx_parallm.api.json_body import JsonRoute
 from mlx_parallm.api.schemas.errors import ErrorResponse
 from mlx_parallm.api.schemas.moderations import ModerationRequest
@@ -32,8 +31,6 @@ async def create_moderation(
         inputs=await single_inputs(body.input, model, "classify"),
         request_id=f"modr-{request.state.answer_id}",
     )
-    response = await encoded_response(
+    return await encoded_response(
         request, engine, asked, lambda found: JSONResponse(moderated(found))
     )
-    tell_ignored(response, body.model_extra or ())
-    return response

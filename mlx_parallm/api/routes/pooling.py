@@ -12,7 +12,6 @@ from mlx_parallm.api.convert.pooling import POOLING_TASKS, pooling_response, poo
 from mlx_parallm.api.convert.request_inputs import request_inputs
 from mlx_parallm.api.dependencies import EngineDep
 from mlx_parallm.api.encoder_answer import Encoded, Encoding, encoded_response
-from mlx_parallm.api.ignored import tell_ignored
 from mlx_parallm.api.json_body import JsonRoute
 from mlx_parallm.api.schemas.embeddings import PoolingRequest
 from mlx_parallm.api.scoring.late_interaction import side_inputs, side_vectors
@@ -36,11 +35,9 @@ async def pool(body: PoolingRequest, request: Request, engine: EngineDep) -> Res
         request_id=f"pool-{body.request_id or request.state.answer_id}",
     )
     check_format(body, len(asked.inputs))
-    response = await encoded_response(
+    return await encoded_response(
         request, engine, asked, lambda found: pooling_response(_counting(found, body), body, task)
     )
-    tell_ignored(response, body.model_extra or ())
-    return response
 
 
 async def _inputs(body: PoolingRequest, model: EncoderModel, task: Task) -> tuple[EncodeInput, ...]:

@@ -9,7 +9,6 @@ from starlette.responses import JSONResponse
 
 from mlx_parallm.api.dependencies import EngineDep
 from mlx_parallm.api.generation import unless_disconnected
-from mlx_parallm.api.ignored import tell_ignored
 from mlx_parallm.api.json_body import JsonRoute
 from mlx_parallm.api.schemas.rerank import RerankRequest
 from mlx_parallm.api.scoring.pairs import Activation, Pairs, score_pairs, scoring_model
@@ -52,9 +51,7 @@ async def rerank(body: RerankRequest, request: Request, engine: EngineDep) -> Re
         # Thousands of documents take long to write.
         return await asyncio.to_thread(write)
 
-    response = await unless_disconnected(request, respond())
-    tell_ignored(response, body.model_extra or ())
-    return response
+    return await unless_disconnected(request, respond())
 
 
 def _activation(body: RerankRequest) -> Activation:

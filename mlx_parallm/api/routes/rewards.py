@@ -11,7 +11,6 @@ from starlette.responses import JSONResponse
 from mlx_parallm.api.dependencies import EngineDep
 from mlx_parallm.api.encoder_answer import Encoded, Encoding, encoded_response
 from mlx_parallm.api.generation import named_by
-from mlx_parallm.api.ignored import tell_ignored
 from mlx_parallm.api.json_body import JsonRoute
 from mlx_parallm.api.offload import maybe_in_thread
 from mlx_parallm.api.schemas.chat import check_template_kwargs, turns_of
@@ -66,14 +65,12 @@ async def score_rewards(body: RewardsRequest, request: Request, engine: EngineDe
         inputs=inputs,
         request_id=f"rewards-{body.request_id or request.state.answer_id}",
     )
-    response = await encoded_response(
+    return await encoded_response(
         request,
         engine,
         asked,
         lambda found: JSONResponse(found.answer(_data(body, given, found, step_id))),
     )
-    tell_ignored(response, body.model_extra or ())
-    return response
 
 
 async def _step_id(token: str | int, model: EncoderModel) -> int:

@@ -12,7 +12,6 @@ from starlette.responses import JSONResponse
 from mlx_parallm.api.convert.answer import usage_body
 from mlx_parallm.api.dependencies import ClientDep, EngineDep, MaxWaitingDep
 from mlx_parallm.api.generation import check_queue, named_by, unless_disconnected
-from mlx_parallm.api.ignored import tell_ignored
 from mlx_parallm.api.json_body import JsonRoute
 from mlx_parallm.api.samples import Usage
 from mlx_parallm.api.schemas.score import ScoreRequest
@@ -56,9 +55,7 @@ async def score(
             {"object": "scoring", "model": name, "scores": found.values, "usage": usage}
         )
 
-    response = await unless_disconnected(request, work())
-    tell_ignored(response, body.model_extra or ())
-    return response
+    return await unless_disconnected(request, work())
 
 
 @router.post("/generative_scoring")
@@ -79,9 +76,7 @@ async def generative_scoring(
         values = [one[0] for one in found.values]
         return JSONResponse(_answer(values, found.usage, answer_id=answer_id, model=name))
 
-    response = await unless_disconnected(request, work())
-    tell_ignored(response, body.model_extra or ())
-    return response
+    return await unless_disconnected(request, work())
 
 
 async def _pairs(body: ScoreRequest, request: Request, engine: EngineClient) -> Response:

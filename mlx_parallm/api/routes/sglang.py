@@ -17,7 +17,6 @@ from mlx_parallm.api.dependencies import (
     MaxWaitingDep,
 )
 from mlx_parallm.api.generation import Generation, check_queue, named_by
-from mlx_parallm.api.ignored import tell_ignored
 from mlx_parallm.api.json_body import JsonRoute
 from mlx_parallm.api.model_choice import generator
 from mlx_parallm.api.offload import maybe_in_thread
@@ -70,9 +69,7 @@ async def generate(
         ]
     answer = SglangAnswer(body, items, prompts, models[0].tokenizer, is_list=is_batch(body))
     generation = await Generation.start(engine, asked, fields=fields, max_waiting=max_waiting)
-    response = await respond(request, generation, answer, stream=body.stream, config=config)
-    tell_ignored(response, body.ignored_fields())
-    return response
+    return await respond(request, generation, answer, stream=body.stream, config=config)
 
 
 def _model(engine: EngineClient, body: GenerateBody, item: SglangItem) -> ServedModel:

@@ -25,7 +25,6 @@ from mlx_parallm.api.convert.tei import (
 )
 from mlx_parallm.api.dependencies import EngineDep
 from mlx_parallm.api.encoder_answer import Encoded, Encoding, encoded_response
-from mlx_parallm.api.ignored import tell_ignored
 from mlx_parallm.api.json_body import JsonRoute
 from mlx_parallm.api.offload import in_thread
 from mlx_parallm.api.schemas.tei import (
@@ -62,9 +61,7 @@ async def embed(body: EmbedRequest, request: Request, engine: EngineDep) -> Resp
         vectors = finished(found.results, body.dimensions, normalizes=body.normalize)
         return JSONResponse(vectors.tolist())
 
-    response = await encoded_response(request, engine, asked, write)
-    tell_ignored(response, body.model_extra or ())
-    return response
+    return await encoded_response(request, engine, asked, write)
 
 
 @router.post("/embed_all")
@@ -72,11 +69,9 @@ async def embed_all(body: EmbedAllRequest, request: Request, engine: EngineDep) 
     """A vector for each token of each text, as the model has it."""
     model = engine.encoders.get(body.model, "token_embed")
     asked = _asked(request, model, await embed_inputs(body.inputs, body, model, "token_embed"))
-    response = await encoded_response(
+    return await encoded_response(
         request, engine, asked, lambda found: JSONResponse([one.tolist() for one in found.results])
     )
-    tell_ignored(response, body.model_extra or ())
-    return response
 
 
 @router.post("/embed_sparse")
@@ -84,11 +79,9 @@ async def embed_sparse(body: EmbedAllRequest, request: Request, engine: EngineDe
     """Weights of words of the vocabulary for each text: SPLADE's, by a masked LM."""
     model = engine.encoders.get(body.model, "sparse")
     asked = _asked(request, model, await embed_inputs(body.inputs, body, model, "sparse"))
-    response = await encoded_response(
+    return await encoded_response(
         request, engine, asked, lambda found: JSONResponse(found.results), reduce=sparse_values
     )
-    tell_ignored(response, body.model_extra or ())
-    return response
 
 
 @router.post("/predict")
@@ -104,9 +97,7 @@ async def predict(body: PredictRequest, request: Request, engine: EngineDep) -> 
         _, is_batch = body.inputs
         return JSONResponse(found.results if is_batch else found.results[0])
 
-    response = await encoded_response(request, engine, asked, write, reduce=labels)
-    tell_ignored(response, body.model_extra or ())
-    return response
+    return await encoded_response(request, engine, asked, write, reduce=labels)
 
 
 @router.post("/similarity")
@@ -116,11 +107,9 @@ async def similarity(body: SimilarityRequest, request: Request, engine: EngineDe
     texts = [body.inputs.source_sentence, *body.inputs.sentences]
     options = body.parameters or EmbedOptions.model_validate({})
     asked = _asked(request, model, await embed_inputs(texts, options, model, "embed"))
-    response = await encoded_response(
+    return await encoded_response(
         request, engine, asked, lambda found: JSONResponse(similarities(found.results))
     )
-    tell_ignored(response, body.model_extra or ())
-    return response
 
 
 @router.post("/decode")

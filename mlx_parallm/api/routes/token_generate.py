@@ -13,7 +13,6 @@ from mlx_parallm.api.dependencies import (
     MaxWaitingDep,
 )
 from mlx_parallm.api.generation import Generation, check_queue, named_by
-from mlx_parallm.api.ignored import tell_ignored
 from mlx_parallm.api.json_body import JsonRoute
 from mlx_parallm.api.model_choice import generator
 from mlx_parallm.api.respond import respond
@@ -22,28 +21,6 @@ from mlx_parallm.api.sse import STREAMED
 from mlx_parallm.request import GenerateRequest
 
 router = APIRouter(route_class=JsonRoute)
-
-# Of vLLM; they change nothing here, and clients send them as a matter of course.
-WITHOUT_EFFECT = frozenset(
-    [
-        "ec_transfer_params",
-        "kv_transfer_params",
-        "reasoning_ended",
-        "reasoning_parser_kwargs",
-        "token_offsets",
-    ]
-)
-SAMPLING_WITHOUT_EFFECT = frozenset(
-    [
-        "best_of",
-        "detokenize",
-        "flat_logprobs",
-        "output_kind",
-        "skip_clone",
-        "skip_reading_prefix_cache",
-        "spaces_between_special_tokens",
-    ]
-)
 
 
 @router.post("/inference/v1/generate", responses=STREAMED)
@@ -76,13 +53,4 @@ async def generate(
     )
     answer = TokenAnswer(body, request_id=request_id, model=name, tokenizer=model.tokenizer)
     generation = await Generation.start(engine, [asked], fields=FIELDS, max_waiting=max_waiting)
-    response = await respond(request, generation, answer, stream=body.stream, config=config)
-    tell_ignored(response, ignored_fields(body))
-    return response
-
-
-def ignored_fields(body: TokenGenerateRequest) -> set[str]:
-    """Fields of a body that are not known here."""
-    unknown = set(body.model_extra or ()) - WITHOUT_EFFECT
-    inner = set(body.sampling_params.model_extra or ()) - SAMPLING_WITHOUT_EFFECT
-    return unknown | {f"sampling_params.{name}" for name in inner}
+    return await respond(request, generation, answer, stream=body.stream, config=config)

@@ -36,7 +36,6 @@ from mlx_parallm.api.schemas.weights import (
     UpdateFields,
     UpdateFromDisk,
     WeightInfo,
-    without_effect,
 )
 from mlx_parallm.api.uploads import receive
 from mlx_parallm.engine.interface import EngineClient
@@ -46,22 +45,6 @@ from mlx_parallm.errors import InvalidRequestError, NotImplementedRouteError
 router = APIRouter(route_class=JsonRoute, dependencies=[Depends(require_admin)], tags=[CONTROL])
 
 HEADER_PREFIX = "x-weights-"
-# Of SGLang and vLLM; they change nothing here.
-WITHOUT_EFFECT = frozenset(
-    [
-        "allow_quant_error",
-        "is_async",
-        "is_checkpoint_format",
-        "keep_pause",
-        "manifest",
-        "recapture_cuda_graph",
-        "rid",
-        "selector",
-        "skip_tensor_list",
-        "token_step",
-        "torch_empty_cache",
-    ]
-)
 
 
 def _body(content: dict[str, Any]) -> dict[str, Any]:
@@ -114,7 +97,7 @@ async def update_weights(request: Request, engine: EngineDep, response: Response
             tensors=tensors, version=fields.version, expected_version=fields.expected_version
         )
         version = await engine.control.update_weights(update, model=fields.model)
-    tell_ignored(response, without_effect(fields, WITHOUT_EFFECT))
+    tell_ignored(response, set(fields.model_extra or ()) - fields.without_effect)
     return UpdatedWeights(
         status="ok",
         message="Weights updated",
@@ -124,9 +107,7 @@ async def update_weights(request: Request, engine: EngineDep, response: Response
 
 
 @router.post("/update_weights_from_disk")
-async def update_from_disk(
-    body: UpdateFromDisk, engine: EngineDep, response: Response
-) -> PausedGeneration:
+async def update_from_disk(body: UpdateFromDisk, engine: EngineDep) -> PausedGeneration:
     """SGLang's: replace all weights by those of a folder."""
     await _abort_all(engine, body.abort_all_requests)
     paused = (await engine.load()).num_requests if engine.control.is_paused else 0
@@ -134,7 +115,6 @@ async def update_from_disk(
         await engine.control.update_weights_from_folder(
             body.model_path, version=body.weight_version
         )
-    tell_ignored(response, without_effect(body, WITHOUT_EFFECT))
     return PausedGeneration(
         success=True, message="Weights updated.", status="ok", num_paused_requests=paused
     )
@@ -148,7 +128,7 @@ async def update_from_tensor(request: Request, engine: EngineDep, response: Resp
     await _abort_all(engine, fields.abort_all_requests)
     update = WeightsUpdate(tensors=tensors, version=fields.weight_version)
     await engine.control.update_weights(update)
-    tell_ignored(response, without_effect(fields, WITHOUT_EFFECT))
+    tell_ignored(response, set(fields.model_extra or ()) - fields.without_effect)
     return MessageAnswer(success=True, message="Weights updated.", status="ok")
 
 
@@ -191,9 +171,7 @@ async def weight_info(engine: EngineDep) -> WeightInfo:
 
 @router.post("/weight_checker")
 @router.post("/weights_checker")
-async def check_weights(
-    body: CheckWeights, request: Request, engine: EngineDep, response: Response
-) -> CheckedWeights:
+async def check_weights(body: CheckWeights, request: Request, engine: EngineDep) -> CheckedWeights:
     """VLLM's and SGLang's: SHA-256 of every tensor, or which are others than before."""
     if body.action.startswith("reset"):
         raise NotImplementedRouteError("Weights are not reset: update them instead.")
@@ -202,7 +180,6 @@ async def check_weights(
     if body.action == "compare" and baseline is None:
         raise InvalidRequestError("compare needs a baseline or a snapshot.", param="baseline")
     found = dict(await engine.control.checksums())
-    tell_ignored(response, without_effect(body, WITHOUT_EFFECT))
     if body.action == "compare":
         return compared(found, baseline or {})
     if body.action == "snapshot":

@@ -100,9 +100,14 @@ class DeletedAdapter(BaseModel):
     deleted: bool = Field(True, description="Always true.")
 
 
+# Of vLLM and SGLang.
+WITHOUT_EFFECT = frozenset({"lora_int_id", "lora_id", "rid", "http_worker_ipc"})
+
+
 class LoadLora(NullIsAbsent):
     """vLLM's and SGLang's body of loading an adapter from a folder."""
 
+    without_effect = WITHOUT_EFFECT
     model_config = ConfigDict(extra="allow")
 
     lora_name: Name = Field(description="That requests are to use as their model.")
@@ -119,6 +124,7 @@ class LoadLora(NullIsAbsent):
 class LoraTensors(NullIsAbsent):
     """SGLang's body of ``/load_lora_adapter_from_tensors``, but for the tensors."""
 
+    without_effect = WITHOUT_EFFECT
     model_config = ConfigDict(extra="allow")
 
     lora_name: Name = Field(description="That requests are to use as their model.")
@@ -135,6 +141,7 @@ class LoraTensors(NullIsAbsent):
 class UnloadLora(NullIsAbsent):
     """vLLM's and SGLang's body of unloading one."""
 
+    without_effect = WITHOUT_EFFECT
     model_config = ConfigDict(extra="allow")
 
     lora_name: Name = Field(description="Its name.")

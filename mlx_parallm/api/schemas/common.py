@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import logging
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import (
     BaseModel,
@@ -19,8 +18,6 @@ from pydantic import (
 from mlx_parallm.errors import InvalidRequestError
 from mlx_parallm.request import MAX_CHOICES
 
-logger = logging.getLogger(__name__)
-
 MAX_STOPS = 64
 MAX_NAMED_TOKENS = 1024
 # Python refuses to read integers of thousands of digits.
@@ -29,6 +26,30 @@ INT64 = 2**63
 
 # What a body without a model means.
 ANY_GENERATOR = "A served model's name; default: the first that generates."
+
+# Accepted for compatibility; they change nothing here.
+WITHOUT_EFFECT = frozenset(
+    [
+        "metadata",
+        "store",
+        "safety_identifier",
+        "prompt_cache_key",
+        "prompt_cache_options",
+        "prompt_cache_retention",
+        "service_tier",
+        "verbosity",
+        "prediction",
+        "web_search_options",
+        "moderation",
+        "client_metadata",
+        "spaces_between_special_tokens",
+        "best_of",
+        "detokenize",
+        "nvext",
+        "session_id",
+        "vllm_xargs",
+    ]
+)
 
 
 def _number(value: Any) -> Any:
@@ -47,7 +68,13 @@ Strings = Annotated[list[StrictStr], Field(fail_fast=True)]
 
 
 class NullIsAbsent(BaseModel):
-    """A body in which ``null`` means absent for every field."""
+    """A body in which ``null`` means absent for every field.
+
+    ``without_effect`` are fields that are not read and that clients need not be told of: other
+    servers have them, and clients send them as a matter of course.
+    """
+
+    without_effect: ClassVar[frozenset[str]] = frozenset()
 
     @model_validator(mode="before")
     @classmethod
@@ -59,6 +86,8 @@ class NullIsAbsent(BaseModel):
 
 class StreamOptions(NullIsAbsent):
     """Options of a stream."""
+
+    without_effect = frozenset({"include_obfuscation"})
 
     model_config = ConfigDict(extra="ignore")
 
@@ -116,6 +145,8 @@ class TurnEndFields(NullIsAbsent):
 class SamplingFields(NullIsAbsent):
     """How the tokens of a sample are chosen; names are OpenAI's, vLLM's and SGLang's."""
 
+    without_effect = WITHOUT_EFFECT
+
     model_config = ConfigDict(extra="allow", protected_namespaces=())
 
     temperature: Number = Field(1.0, ge=0, le=2, description="0 is greedy.")
@@ -169,18 +200,6 @@ class SamplingFields(NullIsAbsent):
     logprobs_mode: Literal["raw_logprobs", "processed_logprobs"] | None = Field(
         None, description="Whose log-probabilities are told; default: the server's mode."
     )
-
-    @model_validator(mode="after")
-    def _log_unknown(self) -> Self:
-        unknown = self.unknown_fields
-        if unknown:
-            logger.debug("ignored unknown request fields: %s", ", ".join(unknown)[:500])
-        return self
-
-    @property
-    def unknown_fields(self) -> list[str]:
-        """Fields that are not read here and are not known to be without effect."""
-        return sorted(set(self.model_extra or ()) - IGNORED)
 
     def stops(self) -> tuple[str, ...]:
         """The stop strings.
@@ -268,27 +287,3 @@ class GenerationRequest(StreamFields, SamplingRequest):
 
 # Parameters of vLLM that would change the tokens.
 UNSUPPORTED = ("bad_words", "prompt_embeds", "truncate_prompt_tokens", "use_beam_search")
-
-# Accepted for compatibility; they change nothing here.
-IGNORED = frozenset(
-    [
-        "metadata",
-        "store",
-        "safety_identifier",
-        "prompt_cache_key",
-        "prompt_cache_options",
-        "prompt_cache_retention",
-        "service_tier",
-        "verbosity",
-        "prediction",
-        "web_search_options",
-        "moderation",
-        "client_metadata",
-        "spaces_between_special_tokens",
-        "best_of",
-        "detokenize",
-        "nvext",
-        "session_id",
-        "vllm_xargs",
-    ]
-)

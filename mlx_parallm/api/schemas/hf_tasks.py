@@ -67,8 +67,3 @@ class TaskRequest(TaskParameters):
         }
         within = {} if self.parameters is None else self.parameters.model_dump(exclude_unset=True)
         return TaskParameters.model_validate({**beside, **within})
-
-    def unknown_fields(self) -> set[str]:
-        """Fields that no task has."""
-        within = {} if self.parameters is None else self.parameters.model_extra or {}
-        return {*(self.model_extra or {}), *within}

@@ -31,6 +31,10 @@ UNSUPPORTED = (
 class SglangSamplingParams(SamplingFields):
     """SGLang's sampling parameters."""
 
+    without_effect = frozenset(
+        ["spaces_between_special_tokens", "stream_interval", *UNSUPPORTED_SAMPLING]
+    )
+
     n: StrictInt = Field(1, ge=1, le=MAX_CHOICES, description="Samples of each prompt.")
     max_new_tokens: StrictInt = Field(
         DEFAULT_MAX_NEW_TOKENS, ge=0, description="Most tokens to generate."
@@ -65,6 +69,22 @@ class GenerateBody(TokenSamplingParams):
     With ``prompt`` it is atropos' body for vLLM, whose sampling parameters are fields of their own;
     without, it is SGLang's, whose are in ``sampling_params``.
     """
+
+    without_effect = frozenset(
+        [
+            "background",
+            "conversation_id",
+            "custom_labels",
+            "data_parallel_rank",
+            "log_metrics",
+            "no_logs",
+            "require_reasoning",
+            "routed_dp_rank",
+            "routing_key",
+            "session_id",
+            *UNSUPPORTED,
+        ]
+    )
 
     prompt: VllmPrompt | None = Field(None, description="atropos': the prompt, by itself.")
     text: StrictStr | Strings | None = Field(None, description="One text or several.")
@@ -131,33 +151,6 @@ class GenerateBody(TokenSamplingParams):
         """The sampling parameters, one or as many as there are prompts."""
         params = self.sampling_params
         return params if isinstance(params, list) else [params]
-
-    def ignored_fields(self) -> set[str]:
-        """Names that are not known here; clients are told of them."""
-        inner = {name for one in self.parts for name in one.model_extra or ()}
-        names = {f"sampling_params.{name}" for name in inner}
-        return (set(self.model_extra or ()) | names) - WITHOUT_EFFECT
-
-
-#: Of SGLang; they change nothing here, and clients send them as a matter of course.
-WITHOUT_EFFECT = frozenset(
-    [
-        "background",
-        "conversation_id",
-        "custom_labels",
-        "data_parallel_rank",
-        "log_metrics",
-        "no_logs",
-        "require_reasoning",
-        "routed_dp_rank",
-        "routing_key",
-        "session_id",
-        "sampling_params.spaces_between_special_tokens",
-        "sampling_params.stream_interval",
-        *UNSUPPORTED,
-        *(f"sampling_params.{name}" for name in UNSUPPORTED_SAMPLING),
-    ]
-)
 
 
 def prompts_of(body: GenerateBody) -> list[str | list[int]]:

@@ -33,6 +33,18 @@ UNSUPPORTED_FIELDS = ("content_parts", "features")
 class TokenSamplingParams(SamplingFields):
     """vLLM's ``SamplingParams``; without ``max_tokens`` the rest of the context may be used."""
 
+    without_effect = frozenset(
+        [
+            "best_of",
+            "detokenize",
+            "flat_logprobs",
+            "output_kind",
+            "skip_clone",
+            "skip_reading_prefix_cache",
+            "spaces_between_special_tokens",
+        ]
+    )
+
     n: StrictInt = Field(1, ge=1, le=MAX_CHOICES, description="Samples of the prompt.")
     max_tokens: StrictInt | None = Field(
         None, ge=0, description="Most tokens to generate; default: the rest of the context."
@@ -68,6 +80,16 @@ class TokenSamplingParams(SamplingFields):
 
 class TokenGenerateRequest(StreamFields):
     """A prompt as token ids, used exactly as it is."""
+
+    without_effect = frozenset(
+        [
+            "ec_transfer_params",
+            "kv_transfer_params",
+            "reasoning_ended",
+            "reasoning_parser_kwargs",
+            "token_offsets",
+        ]
+    )
 
     model_config = ConfigDict(extra="allow", protected_namespaces=())
 

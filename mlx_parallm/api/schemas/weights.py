@@ -2,17 +2,35 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Literal
 
 from pydantic import AliasChoices, BaseModel, ConfigDict, Field, StrictBool, StrictStr
 
 from mlx_parallm.api.schemas.adapters import FolderPath, Name, UploadTimings
 from mlx_parallm.api.schemas.common import NullIsAbsent
 
+# Of SGLang and vLLM; they change nothing here.
+WITHOUT_EFFECT = frozenset(
+    [
+        "allow_quant_error",
+        "is_async",
+        "is_checkpoint_format",
+        "keep_pause",
+        "manifest",
+        "recapture_cuda_graph",
+        "rid",
+        "selector",
+        "skip_tensor_list",
+        "token_step",
+        "torch_empty_cache",
+    ]
+)
+
 
 class UpdateFields(NullIsAbsent):
     """What an update says besides its tensors; or all of it, where it names a folder."""
 
+    without_effect = WITHOUT_EFFECT
     model_config = ConfigDict(extra="allow")
 
     weight_dir: FolderPath | None = Field(
@@ -41,6 +59,7 @@ class UpdatedWeights(BaseModel):
 class UpdateFromDisk(NullIsAbsent):
     """SGLang's body of ``/update_weights_from_disk``."""
 
+    without_effect = WITHOUT_EFFECT
     model_config = ConfigDict(extra="allow")
 
     model_path: FolderPath = Field(description="A folder with a whole checkpoint.")
@@ -57,6 +76,7 @@ class UpdateFromDisk(NullIsAbsent):
 class TensorFields(NullIsAbsent):
     """SGLang's body of ``/update_weights_from_tensor``, but for the tensors."""
 
+    without_effect = WITHOUT_EFFECT
     model_config = ConfigDict(extra="allow")
 
     load_format: Literal["safetensors"] = Field(
@@ -70,6 +90,7 @@ class TensorFields(NullIsAbsent):
 class FinishUpdate(NullIsAbsent):
     """vLLM's body of ``/finish_weight_update``."""
 
+    without_effect = WITHOUT_EFFECT
     model_config = ConfigDict(extra="allow")
 
     weight_version: Name | None = Field(None, description="What the weights are called now.")
@@ -78,6 +99,7 @@ class FinishUpdate(NullIsAbsent):
 class NewVersion(NullIsAbsent):
     """vLLM's and SGLang's body of ``/update_weight_version``."""
 
+    without_effect = WITHOUT_EFFECT
     model_config = ConfigDict(extra="allow")
 
     new_version: Name = Field(description="What the weights are called now.")
@@ -102,6 +124,7 @@ class WeightInfo(BaseModel):
 class CheckWeights(NullIsAbsent):
     """vLLM's body of ``/weight_checker`` and SGLang's of ``/weights_checker``."""
 
+    without_effect = WITHOUT_EFFECT
     model_config = ConfigDict(extra="allow")
 
     action: Literal["checksum", "snapshot", "compare", "reset", "reset_tensors"] = Field(
@@ -146,14 +169,9 @@ class IsSleeping(BaseModel):
 class MemoryTags(NullIsAbsent):
     """SGLang's body of releasing and resuming memory."""
 
+    without_effect = frozenset({"rid"})
     model_config = ConfigDict(extra="allow")
 
     tags: list[Literal["weights", "kv_cache", "cuda_graph"]] | None = Field(
         None, description="What to give back or to have again; both by default."
     )
-
-
-def without_effect(body: BaseModel, known: frozenset[str]) -> set[str]:
-    """Fields of a body that nobody knows here, for the log."""
-    extra: dict[str, Any] = body.model_extra or {}
-    return set(extra) - known
