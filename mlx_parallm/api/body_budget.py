@@ -13,6 +13,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from mlx_parallm.api.auth import client_of
 from mlx_parallm.api.body_pace import BodyPace
 from mlx_parallm.api.entry_turns import EntryTurns
+from mlx_parallm.api.freed_memory import FreedMemory
 from mlx_parallm.api.internal import INTERNAL_CALLER, STREAMED_PATH, UPLOAD_PATHS
 from mlx_parallm.api.offload import TextThreads
 from mlx_parallm.config import ServerConfig
@@ -38,6 +39,7 @@ class BodyBudgetMiddleware:
         self._turns = EntryTurns()
         self._pace = BodyPace(time.monotonic)
         self._threads = TextThreads()
+        self._freed = FreedMemory()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """See ASGI."""
@@ -66,6 +68,7 @@ class BodyBudgetMiddleware:
                     await self._app(scope, metered, send)
             finally:
                 body.release()
+                self._freed.note(body.size, sum(self._held.values()))
 
     def _client_of(self, scope: Scope) -> str | None:
         """Whose body it is; None if it is not kept in memory."""
@@ -94,7 +97,7 @@ class _Body:
         self._client = client
         self._most = config.max_client_body_bytes
         self._timeout_s = config.client_timeout_s
-        self._size = 0
+        self.size = 0
         self.is_whole = False
         self._begin_s = asyncio.get_running_loop().time()
 
@@ -112,14 +115,14 @@ class _Body:
         """The request has ended."""
         if self._client is None:
             return
-        self._held[self._client] -= self._size
+        self._held[self._client] -= self.size
         if not self._held[self._client]:
             del self._held[self._client]
 
     async def _in_time(self, receive: Receive) -> Message:
         if not self._timeout_s:
             return await receive()
-        until_s = self._begin_s + self._timeout_s + self._size / MIN_BYTES_PER_S
+        until_s = self._begin_s + self._timeout_s + self.size / MIN_BYTES_PER_S
         try:
             async with asyncio.timeout_at(until_s):
                 return await receive()
@@ -127,10 +130,10 @@ class _Body:
             raise RequestTimeoutError("The body did not arrive in time.") from None
 
     def _count(self, size: int) -> None:
-        self._size += size
+        self.size += size
         if self._client is None:
             return
         self._held[self._client] += size
         together = self._held[self._client]
-        if together > self._most and together > self._size:
+        if together > self._most and together > self.size:
             raise OverloadedError("The bodies of your other requests fill the memory for them.")

@@ -1,0 +1,51 @@
+"""Gives memory back to the system after large bodies."""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import sys
+from collections.abc import Callable
+
+# Of bodies: what smaller ones leave is used again.
+LARGE_BYTES = 4 * 1024 * 1024
+# After the last large body: while more of them come, their memory is used again.
+PAUSE_S = 1.0
+
+
+def trim_heap() -> None:
+    """Return freed memory to the system, where the C library is asked for that (glibc)."""
+    if sys.platform != "linux":
+        return
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
+
+
+class FreedMemory:
+    """Trims the heap once bodies of ``LARGE_BYTES`` together were answered and no more come.
+
+    What a text of megabytes was encoded with is freed, but stays with the process otherwise:
+    glibc keeps freed memory for each thread, and a server on the CPU tells it to keep more.
+    """
+
+    def __init__(self, trim: Callable[[], None] = trim_heap, *, pause_s: float = PAUSE_S) -> None:
+        self._trim = trim
+        self._pause_s = pause_s
+        self._answered = 0
+        self._timer: asyncio.TimerHandle | None = None
+
+    def note(self, size: int, held: int) -> None:
+        """A body of ``size`` bytes was answered; those of running requests have ``held``."""
+        self._answered += size
+        if self._answered < LARGE_BYTES or held >= LARGE_BYTES:
+            return
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = asyncio.get_running_loop().call_later(self._pause_s, self._begin)
+
+    def _begin(self) -> None:
+        self._timer = None
+        self._answered = 0
+        # On a thread: it takes milliseconds, in which the interpreter is free.
+        asyncio.get_running_loop().run_in_executor(None, self._trim)
