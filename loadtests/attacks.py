@@ -8,6 +8,7 @@ import json
 import multiprocessing
 import os
 import socket
+import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -21,6 +22,7 @@ SCHEMA_BYTES = 1024 * 1024
 NUM_GROUPS = 128
 NUM_SAMPLES = 128
 NUM_HALF_BODIES = 32
+NUM_TEXT_CLIENTS = 8
 HALF_BYTES = 4 * 1024 * 1024
 PAUSE_S = 0.05
 RECONNECT_S = 1.0
@@ -36,11 +38,11 @@ class Target:
         self._key = key
         self.model = model
 
-    def post(self, body: bytes) -> int:
+    def post(self, body: bytes, path: str = CHAT) -> int:
         """Send a whole request and read the answer; its status."""
         with contextlib.closing(http.client.HTTPConnection(*self._address, timeout=60)) as one:
             headers = {"content-type": "application/json", "authorization": f"Bearer {self._key}"}
-            one.request("POST", CHAT, body, headers)
+            one.request("POST", path, body, headers)
             response = one.getresponse()
             response.read()
             return response.status
@@ -112,11 +114,55 @@ def half(target: Target) -> None:
         held = held[-4 * NUM_HALF_BODIES :]
 
 
+def texts(target: Target) -> None:
+    """Eight clients that send texts of megabytes, which are refused or take long to encode."""
+    bodies = long_texts(target.model)
+
+    def send(number: int) -> None:
+        while True:
+            path, body = bodies[number % len(bodies)]
+            with contextlib.suppress(OSError, http.client.HTTPException):
+                target.post(body, path)
+            number += 1
+
+    threads = [
+        threading.Thread(target=send, args=(number,), daemon=True)
+        for number in range(NUM_TEXT_CLIENTS)
+    ]
+    for one in threads:
+        one.start()
+    for one in threads:
+        one.join()
+
+
+def long_texts(model: str) -> list[tuple[str, bytes]]:
+    """Paths and bodies: words, spaces, odd characters, a chat, token ids, and texts to tokenise."""
+    words = "word " * 1_400_000
+    odd = "\U0001f469\u200d\U0001f4bb\u4f60\u0301\u00e9" * 350_000
+    few = "word " * 200_000
+    asked: list[tuple[str, dict[str, Any]]] = [
+        ("/v1/completions", {"prompt": words}),
+        (CHAT, {"messages": [{"role": "user", "content": words}]}),
+        ("/v1/completions", {"prompt": " " * 3_000_000}),
+        ("/tokenize", {"prompt": few}),
+        ("/v1/completions", {"prompt": odd}),
+        ("/v1/responses", {"input": words}),
+        ("/tokenize", {"prompt": " " * 1_000_000}),
+        ("/generate", {"text": words}),
+        ("/v1/messages", {"messages": [{"role": "user", "content": words}], "max_tokens": 8}),
+    ]
+    return [
+        (path, json.dumps({"model": model, **body}, ensure_ascii=False).encode())
+        for path, body in asked
+    ]
+
+
 ATTACKS: dict[str, Callable[[Target], None]] = {
     "schema": schema,
     "deep": deep,
     "flood": flood,
     "half": half,
+    "texts": texts,
 }
 
 

@@ -4,6 +4,8 @@
 which the normal clients are alone, beside each attack and beside all of them take turns. The exit
 status is 0 when, beside each, the 99th percentile of the normal ones' time to the first token is at
 most twice that of the phases alone, no normal request failed, and the server's memory is bounded.
+Beside long texts, the gaps within their answers are bounded in the same way, ``/health`` answers
+within 100 ms, and memory comes back.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ import threading
 import time
 from contextlib import closing
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -43,6 +46,10 @@ SETTLE_S = 6.0
 # Until the attacking processes have started.
 BEGIN_S = 1.0
 MOST_RATIO = 2.0
+# Beside long texts: seconds until /health answers, and memory after them over that before.
+MOST_HEALTH_S = 0.1
+MOST_KEPT = 1.1
+HEALTH_PAUSE_S = 0.05
 MOST_GROWTH_BYTES = 512 * 1024 * 1024
 
 
@@ -51,6 +58,8 @@ class Phase:
     """What the normal clients saw in one kind of phase."""
 
     first_token_s: list[float] = field(default_factory=list)
+    gaps_s: list[float] = field(default_factory=list)
+    health_s: list[float] = field(default_factory=list)
     failures: list[str] = field(default_factory=list)
 
 
@@ -62,6 +71,7 @@ class Result:
     beside: dict[str, Phase]
     loads: list[float] = field(default_factory=list)
     grown_bytes: int = 0
+    kept: dict[str, float] = field(default_factory=dict)
 
     @property
     def failures(self) -> list[str]:
@@ -103,11 +113,14 @@ def measure(server: Server, cases: dict[str, list[str]], rounds: int, seconds: f
         add(result.alone, run_phase(server, seconds))
         for name, attacks in cases.items():
             result.loads.append(round(os.getloadavg()[0], 1))
+            idle = server.resident_bytes()
             with attackers(server, attacks):
                 time.sleep(BEGIN_S)
                 add(result.beside[name], run_phase(server, seconds))
                 peak = max(peak, server.resident_bytes())
             time.sleep(SETTLE_S)
+            kept = server.resident_bytes() / idle
+            result.kept[name] = max(kept, result.kept.get(name, 0.0))
     result.grown_bytes = peak - before
     return result
 
@@ -119,6 +132,7 @@ def checks_of(result: Result) -> list[Check]:
     for name, phase in result.beside.items():
         checks += phase_checks(name, phase)
         checks.append(Check(f"{name}: p99 over alone", ratio(phase, alone), "<=", MOST_RATIO))
+        checks += stall_checks(name, phase, alone, result.kept[name])
     mean_load = sum(result.loads) / len(result.loads)
     return [
         *checks,
@@ -136,8 +150,24 @@ def phase_checks(name: str, phase: Phase) -> list[Check]:
     ]
 
 
+def stall_checks(name: str, phase: Phase, alone: Phase, kept: float) -> list[Check]:
+    """Whether anything stood still; a target where the attack is of long texts alone."""
+    gaps = percentile(phase.gaps_s, 99) / percentile(alone.gaps_s, 99)
+    health_ms = 1e3 * percentile(phase.health_s, 99)
+    figures = [
+        (f"{name}: gap p99 over alone", gaps, MOST_RATIO),
+        (f"{name}: /health p99, ms", health_ms, 1e3 * MOST_HEALTH_S),
+        (f"{name}: memory after over before", kept, MOST_KEPT),
+    ]
+    if name != "texts":
+        return [Check(label, value) for label, value, _ in figures]
+    return [Check(label, value, "<=", most) for label, value, most in figures]
+
+
 def add(phase: Phase, more: Phase) -> None:
     phase.first_token_s += more.first_token_s
+    phase.gaps_s += more.gaps_s
+    phase.health_s += more.health_s
     phase.failures += more.failures
 
 
@@ -165,11 +195,31 @@ def run_phase(server: Server, seconds: float) -> Phase:
         threading.Thread(target=ask_until, args=(server.base_url, number, until_s, phase))
         for number in range(NUM_NORMAL)
     ]
+    threads.append(
+        threading.Thread(target=ask_health_until, args=(server.base_url, until_s, phase))
+    )
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
     return phase
+
+
+def ask_health_until(base_url: str, until_s: float, phase: Phase) -> None:
+    address = urlsplit(base_url)
+    while time.monotonic() < until_s:
+        time.sleep(HEALTH_PAUSE_S)
+        begin_s = time.perf_counter()
+        connection = http.client.HTTPConnection(
+            address.hostname or "", address.port, timeout=TIMEOUT_S
+        )
+        try:
+            with closing(connection):
+                connection.request("GET", "/health")
+                connection.getresponse().read()
+            phase.health_s.append(time.perf_counter() - begin_s)
+        except (OSError, http.client.HTTPException) as cause:
+            phase.failures.append(f"/health: {cause!r}")
 
 
 def ask_until(base_url: str, number: int, until_s: float, phase: Phase) -> None:
@@ -178,14 +228,15 @@ def ask_until(base_url: str, number: int, until_s: float, phase: Phase) -> None:
     while time.monotonic() < until_s:
         time.sleep(draw.uniform(0, MAX_PAUSE_S))
         try:
-            first = first_token(base_url, normal_key(number), draw.choice(cases).body)
+            first, gaps = timed_answer(base_url, normal_key(number), draw.choice(cases).body)
             phase.first_token_s.append(first)
+            phase.gaps_s += gaps
         except (OSError, http.client.HTTPException, ValueError) as cause:
             phase.failures.append(repr(cause))
 
 
-def first_token(base_url: str, key: str, body: dict[str, Any]) -> float:
-    """Seconds from the request to the first event with text; the rest is read too.
+def timed_answer(base_url: str, key: str, body: dict[str, Any]) -> tuple[float, list[float]]:
+    """Seconds from the request to the first event with text, and between such events.
 
     Raises:
         ValueError: the answer is an error, or has no text.
@@ -199,13 +250,10 @@ def first_token(base_url: str, key: str, body: dict[str, Any]) -> float:
         response = connection.getresponse()
         if response.status != 200:
             raise ValueError(f"status {response.status}: {response.read(300)!r}")
-        first = None
-        for line in response:
-            if first is None and TEXT.search(line):
-                first = time.perf_counter() - begin_s
-        if first is None:
+        times = [time.perf_counter() for line in response if TEXT.search(line)]
+        if not times:
             raise ValueError("no text")
-        return first
+        return times[0] - begin_s, [after - before for before, after in pairwise(times)]
 
 
 class attackers:  # noqa: N801 - read as a word
