@@ -8,6 +8,7 @@ import sys
 
 import pytest
 
+from mlx_parallm import child_process
 from tests.server_process import ROOT
 
 LIMIT = 14_000_000 * 1024
@@ -22,14 +23,12 @@ def limit_addresses() -> None:
 @pytest.mark.parametrize("more", [[], ["--engine-process"]], ids=["thread", "process"])
 def test_more_than_the_limits_allow_is_one_line(more: list[str]) -> None:
     flags = ["--port", "0", "--kv-cache-memory-bytes", "60GiB", *more]
-    ended = subprocess.run(
-        [sys.executable, "-m", "mlx_parallm", "serve", *flags],
-        capture_output=True,
-        check=False,
+    ended = child_process.run(
+        ["mlx_parallm", "serve", *flags],
+        stderr=subprocess.PIPE,
         cwd=ROOT,
         preexec_fn=limit_addresses,
         text=True,
-        timeout=120,
     )
     assert ended.returncode == 2, ended.stderr
     errors = [line for line in ended.stderr.splitlines() if not line.startswith("Loading ")]

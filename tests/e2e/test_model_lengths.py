@@ -46,7 +46,7 @@ def test_a_small_encoder_beside_a_generator(
 def test_a_length_beyond_the_named_model_is_refused(tmp_path: Path) -> None:
     folder = str(write_embedder(tmp_path / "small"))
     server = ServerProcess("--model", DEMO, folder, "--max-model-len", f"{folder}=4096")
-    status = server.process.wait(120)
+    status = server.process.wait()
     log = server.log
     server.stop()
     assert (status, f"--max-model-len is 4096; {folder} takes 24 tokens." in log) == (2, True), log

@@ -47,7 +47,7 @@ def url() -> Iterator[str]:
 def test_a_prompt_that_cannot_fit_is_refused(
     url: str, path: str, body: dict[str, Any], param: str
 ) -> None:
-    response = httpx2.post(url + path, json={"model": MODEL, **body}, timeout=60)
+    response = httpx2.post(url + path, json={"model": MODEL, **body})
     assert response.status_code == 400
     error = response.json()["error"]
     assert error["code"] == "context_length_exceeded"
@@ -58,7 +58,7 @@ def test_a_prompt_that_cannot_fit_is_refused(
 
 def test_anthropic_clients_read_the_words_that_they_know(url: str) -> None:
     body = {"model": MODEL, "messages": CHAT, "max_tokens": 8}
-    response = httpx2.post(f"{url}/v1/messages", json=body, timeout=60)
+    response = httpx2.post(f"{url}/v1/messages", json=body)
     assert response.status_code == 400
     error = response.json()["error"]
     assert error["type"] == "invalid_request_error"
@@ -76,7 +76,7 @@ def test_anthropic_clients_read_the_words_that_they_know(url: str) -> None:
 def test_what_is_only_counted_may_be_longer(
     url: str, path: str, body: dict[str, Any], count: str
 ) -> None:
-    response = httpx2.post(url + path, json={"model": MODEL, **body}, timeout=60)
+    response = httpx2.post(url + path, json={"model": MODEL, **body})
     assert response.status_code == 200
     assert response.json()[count] >= 200_000
 
