@@ -242,7 +242,7 @@ class EngineConfig:
     ``restart_on_failure``: when the engine thread dies, tell every open stream and start it anew
     instead of ending the process. ``speculative``: None for no speculative decoding.
     ``logprobs_mode``: one of ``request.LOGPROBS_MODES``, for requests that name none. ``warm_up``:
-    run steps of many shapes before the first request, on devices that prepare something for each.
+    run steps of many shapes while the server is idle, on devices that prepare something for each.
     ``kernel_cache_dir``: the folder of an NVIDIA GPU's compiled kernels; None for the user's cache.
     """
 

@@ -30,7 +30,7 @@ from mlx_parallm.runner.device import backend_name
 from mlx_parallm.runner.draft_model import DraftModel
 from mlx_parallm.runner.memory import plan_kv, query_heads
 from mlx_parallm.runner.model_runner import ModelRunner
-from mlx_parallm.runner.warm_up import warm_up
+from mlx_parallm.runner.warm_up import WarmUp
 from mlx_parallm.scheduler.scheduler import Scheduler
 from mlx_parallm.tracing import StepTracer
 
@@ -167,16 +167,15 @@ def make_engine(
         has_state=info.has_state,
         speculative=speculative_for(speculative, info, "bench"),
     )
+    steps = None
     if warms_up:
-        warm_up(
-            runner,
-            num_seqs=max_num_seqs,
-            tokens=scheduler.token_budget,
-            clock=time.monotonic,
-            on_progress=lambda _share: None,
+        steps = WarmUp(
+            runner, num_seqs=max_num_seqs, tokens=scheduler.token_budget, clock=time.monotonic
         )
     metrics = EngineMetrics(MetricFamilies(), "bench", info)
-    engine = Engine(scheduler, runner, NoText(), metrics, tracer=tracer)
+    engine = Engine(scheduler, runner, NoText(), metrics, warm_up=steps, tracer=tracer)
+    while engine.prepare():
+        pass
     return BenchEngine(engine, kv, plan.block_bytes)
 
 

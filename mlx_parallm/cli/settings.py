@@ -342,8 +342,9 @@ SETTINGS: tuple[Setting, ...] = (
              "let the models run in a process of their own, so that HTTP, JSON and tokenizing take "
              "none of their time: for many streams on a GPU, where there are cores to spare."),
     _setting("warm-up", "engine.warm_up", values.boolean, PROCESS,
-             "on an NVIDIA GPU, run steps of many shapes before the first request, some seconds "
-             "long: each would otherwise make streams wait for up to 40 ms when it is first met."),
+             "on an NVIDIA GPU, run steps of many shapes while the server is idle after its start, "
+             "some seconds in all: each would otherwise make streams wait for up to 40 ms when it "
+             "is first met."),
     _setting("kernel-cache-dir", "engine.kernel_cache_dir", values.text, PROCESS,
              "on an NVIDIA GPU, folder of compiled kernels, which later starts read instead of "
              "compiling them. If not given: mlx_parallm/kernels in $XDG_CACHE_HOME or ~/.cache.",

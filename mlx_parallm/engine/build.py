@@ -45,7 +45,7 @@ from mlx_parallm.runner.memory import config_value, context_length, plan_kv, que
 from mlx_parallm.runner.model_runner import ModelRunner
 from mlx_parallm.runner.revision import folder_revision
 from mlx_parallm.runner.row_selection import embedding_rows
-from mlx_parallm.runner.warm_up import warm_up
+from mlx_parallm.runner.warm_up import WarmUp
 from mlx_parallm.scheduler.scheduler import Scheduler
 from mlx_parallm.tokenizer.tokenizer import ParallmTokenizer, load_tokenizer
 from mlx_parallm.tracing import StepTracer
@@ -126,7 +126,7 @@ def build_engines(
         for share in shares:
             logger.info("%s: %s", share.name, share)
         engines = [
-            _assemble(one, share, named, families, tracer, on_progress)
+            _assemble(one, share, named, families, tracer)
             for one, share in zip(models, shares, strict=True)
         ]
     return [*encoders, *engines]
@@ -430,13 +430,21 @@ def _grammar_vocabulary(one: _Weights) -> GrammarVocabulary:
     )
 
 
+def _warm_up(runner: ModelRunner, scheduler: Scheduler, config: EngineConfig) -> WarmUp:
+    return WarmUp(
+        runner,
+        num_seqs=config.scheduler.max_num_seqs,
+        tokens=scheduler.token_budget,
+        clock=time.monotonic,
+    )
+
+
 def _assemble(
     one: _Weights,
     share: KVShare,
     config: EngineConfig,
     families: MetricFamilies,
     tracer: StepTracer | None,
-    on_progress: Progress,
 ) -> LoadedEngine:
     num_blocks = share.num_blocks
     grammars = GrammarCompiler(_grammar_vocabulary(one))
@@ -479,17 +487,10 @@ def _assemble(
         one.tokenizer,
         metrics,
         live=LiveWeights(policies, runner.live, scheduler),
+        warm_up=_warm_up(runner, scheduler, config) if config.warm_up else None,
         seed=config.seed,
         tracer=tracer,
     )
-    if config.warm_up:
-        warm_up(
-            runner,
-            num_seqs=config.scheduler.max_num_seqs,
-            tokens=scheduler.token_budget,
-            clock=time.monotonic,
-            on_progress=lambda share: on_progress(f"Preparing {names[0]}", share),
-        )
     model = ServedModel(
         names=names,
         root=one.config.path or DEMO_NAME,

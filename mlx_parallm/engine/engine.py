@@ -7,7 +7,7 @@ import random
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 from mlx_parallm.batch import Runner, RunnerInfo, ScheduledBatch, StepInFlight
 from mlx_parallm.engine.admission import check_request
@@ -38,10 +38,23 @@ class _Begun:
     seconds: float
 
 
+class WarmUp(Protocol):
+    """Steps that make later steps of the same shapes faster."""
+
+    @property
+    def is_done(self) -> bool:
+        """True if no step is left."""
+        ...
+
+    def run_next(self, block: int) -> None:
+        """Run the next step on a KV block that nobody holds."""
+        ...
+
+
 class Engine:
     """Steps one model. Not thread-safe: everything runs on the engine thread."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - settings, by name
         self,
         scheduler: Scheduler,
         runner: Runner,
@@ -49,6 +62,7 @@ class Engine:
         metrics: EngineMetrics,
         *,
         live: LiveWeights | None = None,
+        warm_up: WarmUp | None = None,
         seed: int = 0,
         tracer: StepTracer | None = None,
         clock: Callable[[], float] = time.perf_counter,
@@ -66,6 +80,7 @@ class Engine:
         self.is_paused = False
         #: The model's own weights; None where they never change.
         self.live = live
+        self._warm_up = warm_up
         self.policies = (
             live.policies
             if live is not None
@@ -142,6 +157,26 @@ class Engine:
         if self.is_paused:
             return False
         return self._scheduler.has_work() or self._in_flight is not None
+
+    def prepare(self) -> bool:
+        """Run the next step of the warm-up; False if there is none, or none may run now.
+
+        The engine must have no work. An error ends the warm-up.
+        """
+        if self._warm_up is None or self.is_paused or (self.live is not None and self.live.asleep):
+            return False
+        if self._warm_up.is_done:
+            self._warm_up = None
+            return False
+        with self._scheduler.borrowed_block() as block:
+            if block is None:
+                return False
+            try:
+                self._warm_up.run_next(block)
+            except Exception:
+                logger.exception("the warm-up ends, as one of its steps failed")
+                self._warm_up = None
+        return True
 
     def settle(self) -> list[GenerateEvent]:
         """End the step in flight, if there is one; its events."""

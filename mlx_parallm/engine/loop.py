@@ -1,6 +1,7 @@
 """The body of the engine thread: commands between steps, one step of each model in turn.
 
-Steps of models that generate and batches of encoders take turns, so that neither starves.
+Steps of models that generate and batches of encoders take turns, so that neither starves. Steps of
+a warm-up run while no model has work.
 """
 
 from __future__ import annotations
@@ -76,6 +77,15 @@ class EngineLoop:
                 self.deliver(events)
             self._run_encoders()
             wait_s = self._wait_s(stalled=all(outcome is None for outcome in outcomes))
+            if wait_s is None and self._prepare():
+                wait_s = 0.0
+
+    def _prepare(self) -> bool:
+        """Run a step of an engine's warm-up; False if none has any.
+
+        It is one step only: a request that arrives meanwhile waits for it.
+        """
+        return any(engine.prepare() for engine in self.engines.values())
 
     def _run_encoders(self) -> None:
         """A batch of each encoder; beside streams some layers of one batch, the oldest first."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 
 from mlx_parallm.kv_cache.block_hash import block_hash, root_hash
 from mlx_parallm.kv_cache.block_pool import BlockPool
@@ -132,6 +133,19 @@ class KVCacheManager:
         for block in reversed(table.blocks):
             self._pool.release(block)
         table.clear()
+
+    @contextmanager
+    def borrowed_block(self) -> Iterator[int | None]:
+        """Hold a block while the context lasts; None if there is none to allocate.
+
+        The least recently used cached block is evicted only if no block is free.
+        """
+        blocks = self._pool.allocate(1)
+        try:
+            yield blocks[0] if blocks else None
+        finally:
+            for block in blocks or ():
+                self._pool.release(block)
 
     def reset_prefix_cache(self) -> None:
         """Let no later sequence find what was computed before, or is by those that run now."""

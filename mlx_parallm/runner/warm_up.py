@@ -1,4 +1,4 @@
-"""Steps that run before the first request, where a device prepares something for every shape.
+"""Steps that run while a server is idle, where a device prepares something for every shape.
 
 MLX's CUDA backend looks up how to multiply and makes graphs, and MLX traces a compiled forward: 5
 to 40 ms at the first step of a shape, for which streams would wait
@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 
 from mlx_parallm.attention.held_tables import table_length
 from mlx_parallm.attention.key_spans import MIN_SPAN
 from mlx_parallm.batch import SampleSpec, ScheduledBatch, ScheduledSequence
 from mlx_parallm.request import SamplingParams
-from mlx_parallm.runner.model_errors import MODEL_ERRORS
 from mlx_parallm.runner.model_runner import ModelRunner
 from mlx_parallm.runner.row_counts import padded_rows
 from mlx_parallm.sizes import coarse
@@ -31,7 +30,7 @@ LEAST_CHUNK = 64
 CHUNK_STARTS = (0, 4096)
 #: Blocks of the decode rows beside a prompt.
 ROW_TABLE = 64
-#: Most seconds of it all: a slow device has more to do than what is prepared.
+#: Bound on the seconds that all steps take: a slow device has better uses for its time.
 MOST_SECONDS = 20.0
 
 
@@ -52,50 +51,65 @@ class StepLimits:
     block_size: int
 
 
-def warm_up(
-    runner: ModelRunner,
-    *,
-    num_seqs: int,
-    tokens: int,
-    clock: Callable[[], float],
-    on_progress: Callable[[float], None],
-) -> None:
-    """Run the steps, if the runner gains by it; nothing may have run, and no block hold anything.
+class WarmUp:
+    """Runs a step of each usual shape, one at a time, for a runner that gains by it.
 
-    Args:
-        runner: of a model that has just been loaded.
-        num_seqs: most sequences of a step.
-        tokens: most tokens of a step.
-        clock: seconds.
-        on_progress: told the share that is done.
+    Steps read and write one block of the pool, which nobody else may hold.
     """
-    if not runner.prepares_shapes:
-        return
-    info = runner.info
-    limits = StepLimits(
-        num_seqs=num_seqs,
-        tokens=tokens,
-        model_len=info.max_model_len,
-        block_size=info.block_size,
+
+    def __init__(
+        self, runner: ModelRunner, *, num_seqs: int, tokens: int, clock: Callable[[], float]
+    ) -> None:
+        """Plan the steps.
+
+        Args:
+            runner: runs them.
+            num_seqs: most sequences of a step.
+            tokens: most tokens of a step.
+            clock: returns seconds.
+        """
+        self._runner = runner
+        self._clock = clock
+        self._batches: list[ScheduledBatch] = []
+        if runner.prepares_shapes:
+            info = runner.info
+            limits = StepLimits(
+                num_seqs=num_seqs,
+                tokens=tokens,
+                model_len=info.max_model_len,
+                block_size=info.block_size,
+            )
+            self._batches = list(warm_up_batches(limits))
+        self._num_done = 0
+        self._seconds = 0.0
+
+    @property
+    def is_done(self) -> bool:
+        """True if no step is left, or if the steps have taken ``MOST_SECONDS``."""
+        return self._num_done == len(self._batches) or self._seconds >= MOST_SECONDS
+
+    def run_next(self, block: int) -> None:
+        """Run the next step on a block that nobody holds; log the figures after the last one."""
+        begin_s = self._clock()
+        self._runner.run(_on_block(self._batches[self._num_done], block))
+        self._seconds += self._clock() - begin_s
+        self._num_done += 1
+        if self.is_done:
+            counts = self._num_done, len(self._batches)
+            logger.info("%d of %d shapes prepared in %.1f s", *counts, self._seconds)
+
+
+def _on_block(batch: ScheduledBatch, block: int) -> ScheduledBatch:
+    """Return the batch with block tables that name this block alone."""
+    sequences = (
+        replace(sequence, block_table=(block,) * len(sequence.block_table))
+        for sequence in batch.sequences
     )
-    batches, begin_s, count = list(warm_up_batches(limits)), clock(), 0
-    try:
-        while count < len(batches) and clock() - begin_s < MOST_SECONDS:
-            on_progress(count / len(batches))
-            runner.run(batches[count])
-            count += 1
-    except MODEL_ERRORS as cause:
-        logger.warning("a step before the first request failed: %s", cause)
-    on_progress(1.0)
-    seconds = clock() - begin_s
-    logger.info("%d of %d shapes prepared in %.1f s", count, len(batches), seconds)
+    return replace(batch, sequences=tuple(sequences))
 
 
 def warm_up_batches(limits: StepLimits) -> Iterator[ScheduledBatch]:
-    """One batch for each shape that is worth it.
-
-    Block tables name block 0 again and again: what is written there and read is of no use.
-    """
+    """One batch for each shape that is worth it; block tables name block 0 again and again."""
     for step_id, sequences in enumerate(_steps(limits)):
         yield ScheduledBatch(step_id=step_id, sequences=tuple(sequences))
 

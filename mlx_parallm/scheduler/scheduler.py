@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from itertools import count
 
 from mlx_parallm.batch import SampledToken, ScheduledBatch, ScheduledSequence, StepOutput
@@ -154,6 +155,10 @@ class Scheduler:
         if reset_running:
             self._planner.preempt_all()
         self._kv.reset_prefix_cache()
+
+    def borrowed_block(self) -> AbstractContextManager[int | None]:
+        """Return a context that holds a KV block; see ``KVCacheManager.borrowed_block``."""
+        return self._kv.borrowed_block()
 
     def uses(self, content: str) -> bool:
         """Whether a request here is of this adapter."""

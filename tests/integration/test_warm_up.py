@@ -1,19 +1,21 @@
-"""After the steps before the first request no decode step is traced, and answers are the same."""
+"""After the warm-up no decode step is traced, and answers are the same."""
 
 from __future__ import annotations
 
 import logging
+import re
 from typing import Any
 
 import pytest
 
 from mlx_parallm.attention.reference import ReferenceAttention
+from mlx_parallm.batch import ScheduledBatch
 from mlx_parallm.config import EngineConfig, SchedulerConfig
 from mlx_parallm.engine import build
 from mlx_parallm.engine.metrics import MetricFamilies
 from mlx_parallm.runner.backend_choice import BackendChoice, choose_backend
 from mlx_parallm.runner.model_runner import ModelRunner
-from mlx_parallm.runner.warm_up import warm_up
+from mlx_parallm.runner.warm_up import WarmUp
 from tests.integration.test_compiled_states import counted, runner_of
 from tests.integration.test_parity_generate import (
     Session,
@@ -24,28 +26,31 @@ from tests.integration.test_parity_generate import (
 )
 
 NUM_SEQS, TOKENS = 8, 96
+BLOCK = 3
 
 
-def run(runner: ModelRunner, *, step_s: float = 0.0) -> list[float]:
-    """Warm up with a clock that shows so much more whenever it is read; the shares told."""
-    now, shares = 0.0, []
+def run(runner: ModelRunner, *, step_s: float = 0.0) -> int:
+    """Warm up with a clock that shows so much more whenever it is read; return how many steps."""
+    now = 0.0
 
     def clock() -> float:
         nonlocal now
         now += step_s
         return now
 
-    warm_up(runner, num_seqs=NUM_SEQS, tokens=TOKENS, clock=clock, on_progress=shares.append)
-    return shares
+    warm_up = WarmUp(runner, num_seqs=NUM_SEQS, tokens=TOKENS, clock=clock)
+    count = 0
+    while not warm_up.is_done:
+        warm_up.run_next(BLOCK)
+        count += 1
+    return count
 
 
 def test_no_decode_step_is_traced_after_it() -> None:
     model, config = build_model("llama")
     runner = runner_of(model, config, 4)
     calls = counted(model)
-    shares = run(runner)
-    assert shares == sorted(shares)
-    assert shares[0] == 0.0
+    assert run(runner) > 0
     assert {(1, 1), (2, 1), (4, 1), (8, 1), (TOKENS, 1)} <= set(calls)
     session = Session(runner, budget=TOKENS)
     for index in range(NUM_SEQS):
@@ -67,7 +72,7 @@ def test_nothing_runs_where_nothing_is_prepared() -> None:
     model, config = build_model("llama")
     runner = runner_of(model, config, 4, ReferenceAttention)
     calls = counted(model)
-    assert run(runner) == []
+    assert run(runner) == 0
     assert calls == []
 
 
@@ -75,34 +80,26 @@ def test_it_ends_when_it_took_long_enough(caplog: pytest.LogCaptureFixture) -> N
     model, config = build_model("llama")
     runner = runner_of(model, config, 4)
     with caplog.at_level(logging.INFO):
-        shares = run(runner, step_s=6.0)
-    assert len(shares) == 4
-    assert shares[-1] == 1.0
-    assert f"3 of {round(2 / shares[2])} shapes prepared" in caplog.text
+        assert run(runner, step_s=7.0) == 3
+    assert re.search(r"3 of \d{2,} shapes prepared in 21\.0 s", caplog.text)
 
 
-def test_a_step_that_fails_ends_it_and_nothing_else(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+def test_steps_use_the_block_that_they_are_given_and_no_other(
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     model, config = build_model("llama")
     runner = runner_of(model, config, 4)
-    submit, steps = runner.submit, 0
+    batches: list[ScheduledBatch] = []
 
-    def fail_once(batch: Any) -> Any:
-        nonlocal steps
-        steps += 1
-        if steps == 3:
-            raise RuntimeError("out of memory")
-        return submit(batch)
+    def record(batch: ScheduledBatch) -> None:
+        batches.append(batch)
 
-    monkeypatch.setattr(runner, "submit", fail_once)
-    run(runner)
-    assert steps == 3
-    assert "out of memory" in caplog.text
-    session = Session(runner)
-    session.add("r", random_prompt(9), max_tokens=4)
-    session.finish()
-    assert len(session.result("r").tokens) == 4
+    monkeypatch.setattr(runner, "run", record)
+    count = run(runner)
+    assert len(batches) == count
+    tables = [one.block_table for batch in batches for one in batch.sequences]
+    assert {block for table in tables for block in table} == {BLOCK}
+    assert len({len(table) for table in tables}) > 1
 
 
 @pytest.mark.parametrize("stall_ms", [None, 20.0])
@@ -110,18 +107,19 @@ def test_a_step_that_fails_ends_it_and_nothing_else(
 def test_the_configuration_says_so(
     monkeypatch: pytest.MonkeyPatch, stall_ms: float | None, *, warms_up: bool
 ) -> None:
-    """Whether steps run before the first request, and whether any may take long."""
+    """Whether steps run while the server is idle, and whether any may take long."""
     asked: list[tuple[int, int]] = []
     bounded: list[bool] = []
 
-    def record(_runner: ModelRunner, *, num_seqs: int, tokens: int, **_others: Any) -> None:
+    def record(runner: ModelRunner, *, num_seqs: int, tokens: int, **others: Any) -> WarmUp:
         asked.append((num_seqs, tokens))
+        return WarmUp(runner, num_seqs=num_seqs, tokens=tokens, **others)
 
     def choose(*args: Any, is_bounded: bool) -> BackendChoice:
         bounded.append(is_bounded)
         return choose_backend(*args, is_bounded=is_bounded)
 
-    monkeypatch.setattr(build, "warm_up", record)
+    monkeypatch.setattr(build, "WarmUp", record)
     monkeypatch.setattr(build, "choose_backend", choose)
     scheduler = SchedulerConfig(max_num_seqs=6, max_decode_stall_ms=stall_ms)
     config = EngineConfig(scheduler=scheduler, warm_up=warms_up)

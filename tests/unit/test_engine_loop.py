@@ -42,6 +42,9 @@ class Streams:
         self.decode_s = STEP_S
         return []
 
+    def prepare(self) -> bool:
+        return False
+
     def settle(self) -> list[GenerateEvent]:
         self.settled += 1
         return []
