@@ -14,6 +14,7 @@ from mlx_parallm.errors import InvalidRequestError
 from mlx_parallm.load_failures import load_failures
 from mlx_parallm.request import ANY_LENGTH, TokenLimit
 from mlx_parallm.tokenizer.chat_template import ChatTemplate, load_chat_template
+from mlx_parallm.tokenizer.cut import cut_ids
 from mlx_parallm.tokenizer.released import ReleasedTokenizer
 from mlx_parallm.tokenizer.special_tokens import SpecialTokens, read_special_tokens
 
@@ -175,16 +176,7 @@ class EncoderTokenizer:
         self, token_ids: tuple[int, ...], length: int, *, from_left: bool = False
     ) -> tuple[int, ...]:
         """See ``TextEncoder.cut``."""
-        if len(token_ids) <= length:
-            return token_ids
-        # Ids that came without special tokens get none.
-        has_begin = token_ids[: len(self._begin)] == self._begin
-        begin = self._begin[:length] if has_begin else ()
-        has_end = token_ids[len(token_ids) - len(self._end) :] == self._end
-        end = self._end[: length - len(begin)] if has_end else ()
-        inner = token_ids[len(begin) : len(token_ids) - len(end)]
-        room = length - len(begin) - len(end)
-        return (*begin, *(inner[len(inner) - room :] if from_left else inner[:room]), *end)
+        return cut_ids(token_ids, length, from_left=from_left, begin=self._begin, end=self._end)
 
 
 def _span(

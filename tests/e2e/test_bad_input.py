@@ -193,7 +193,7 @@ BODIES: list[tuple[str, Any, str | None]] = [
             ("logprob_token_ids", [1] * 1025),
             ("return_weight_versions", 1),
             ("bad_words", ["x"]),
-            ("truncate_prompt_tokens", 1),
+            ("truncate_prompt_tokens", 0),
             ("use_beam_search", True),
         ]
     ),

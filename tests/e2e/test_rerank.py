@@ -86,10 +86,24 @@ def test_the_document_of_a_long_pair_is_cut_where_that_is_asked(server: ServerPr
     assert scores(tei, "score") == pytest.approx(scores(whole["results"]), abs=1e-4)
 
 
+@pytest.mark.parametrize("model", ["cross", "embedder"])
+def test_documents_are_cut_one_by_one(server: ServerProcess, model: str) -> None:
+    long = ["w20 w21 w22" + " w30" * 60, "w7 w8", "w9"]
+    asked = {"query": QUERY, "model": model}
+    cut = post(server, "/v2/rerank", {**asked, "documents": long, "max_tokens_per_doc": 2})
+    short = post(server, "/v2/rerank", {**asked, "documents": ["w20 w21", "w7 w8", "w9"]})
+    assert scores(cut["results"]) == pytest.approx(scores(short["results"]), abs=1e-4)
+    # The documents come back as they were sent.
+    assert {one["document"]["text"] for one in cut["results"]} == set(long)
+
+
 @pytest.mark.parametrize(
     ("body", "param"),
     [
         ({"query": "w5"}, "documents"),
+        ({"query": "w5", "documents": ["w5"], "truncation_side": "left"}, "truncation_side"),
+        ({"query": "w5", "documents": ["w5"], "max_tokens_per_doc": -1}, "max_tokens_per_doc"),
+        ({"query": "w5", "documents": ["w5"], "max_tokens_per_query": 5}, "max_tokens_per_query"),
         ({"documents": ["w5"]}, "query"),
         ({"query": "w5", "documents": []}, "documents"),
         ({"query": "w5", "texts": []}, "texts"),

@@ -164,8 +164,16 @@ def test_bfloat16_is_the_nearest_with_ties_to_even() -> None:
 
 
 async def test_clients_are_told_what_was_not_read() -> None:
-    answer = await post(embedder(), "/v1/embeddings", {"input": "w5", "late_chunking": True})
-    assert answer.headers["x-ignored-fields"] == "late_chunking"
+    answer = await post(embedder(), "/v1/embeddings", {"input": "w5", "task_type": "a"})
+    assert answer.headers["x-ignored-fields"] == "task_type"
+
+
+async def test_late_chunking_is_refused_and_not_dropped() -> None:
+    body = {"input": ["w5", "w6"], "late_chunking": True}
+    answer = await post(embedder(), "/v1/embeddings", body)
+    assert refused_field(answer) == (400, "late_chunking")
+    answer = await post(embedder(), "/v1/embeddings", body | {"late_chunking": False})
+    assert answer.status_code == 200
 
 
 async def test_pooling_does_what_the_model_was_made_for() -> None:

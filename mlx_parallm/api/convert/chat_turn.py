@@ -54,6 +54,8 @@ def chat_turn(body: ChatRequest, *, request_id: str, client: str, max_logprobs: 
             n=body.n,
             logprob_token_ids=body.logprob_token_ids,
         ),
+        truncate=body.truncate_prompt_tokens,
+        truncation_side=body.truncation_side,
         priority=body.priority,
         client=client,
         cache_salt=body.cache_salt,

@@ -133,6 +133,20 @@ async def pair_inputs(
     )
 
 
+async def shortened_texts(texts: Sequence[str], model: EncoderModel, most: int) -> list[str]:
+    """Return the beginnings of texts that have so many tokens, special ones not counted."""
+    limit = TokenLimit(most=most, cuts=True)
+
+    def work() -> list[str]:
+        found = model.tokenizer.spans(texts, add_special_tokens=False, limit=limit)
+        return [
+            text if len(spans) <= most else text[: spans[most - 1].end]
+            for text, spans in zip(texts, found, strict=True)
+        ]
+
+    return await maybe_in_thread(work, sum(map(len, texts)))
+
+
 def _check_ids(ids: Sequence[tuple[int, ...]], vocab_size: int, param: str) -> None:
     for place, one in enumerate(ids):
         if any(not 0 <= number < vocab_size for number in one):

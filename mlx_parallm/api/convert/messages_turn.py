@@ -70,6 +70,8 @@ def message_turn(body: MessagesRequest, *, request_id: str, client: str) -> Turn
         structure_field="" if structure is None else structure[1],
         thinking_budget=_thinking_budget(body),
         params=_params(body),
+        truncate=body.truncate_prompt_tokens,
+        truncation_side=body.truncation_side,
         priority=body.priority,
         cache_salt=body.cache_salt,
     )

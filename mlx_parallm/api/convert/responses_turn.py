@@ -77,6 +77,8 @@ def response_turn(
             prompt_logprobs=None,
             max_logprobs=max_logprobs,
         ),
+        truncate=body.truncate_prompt_tokens,
+        truncation_side=body.truncation_side,
         priority=body.priority,
         client=client,
         cache_salt=body.cache_salt,

@@ -70,7 +70,7 @@ async def prepare_completion(
     body.check_supported()
     params = _params(body, config, await body_grammar(body, model))
     with named_by(FIELDS):
-        prompts = await encode_prompts(body, model.tokenizer)
+        prompts = await encode_prompts(body, model)
     if body.suffix:
         params = with_infill_ends(params, model.tokenizer)
     ids = [name] if len(prompts) == 1 else [f"{name}-{i}" for i in range(len(prompts))]

@@ -7,12 +7,14 @@ import asyncio
 from fastapi import APIRouter, Request, Response
 from starlette.responses import JSONResponse
 
+from mlx_parallm.api.convert.encode_inputs import shortened_texts
 from mlx_parallm.api.dependencies import EngineDep
 from mlx_parallm.api.generation import unless_disconnected
 from mlx_parallm.api.json_body import JsonRoute
 from mlx_parallm.api.schemas.rerank import RerankRequest
 from mlx_parallm.api.scoring.pairs import Activation, Pairs, score_pairs, scoring_model
 from mlx_parallm.api.scoring.ranking import rerank_answer, tei_answer
+from mlx_parallm.errors import InvalidRequestError
 
 router = APIRouter(route_class=JsonRoute)
 cohere_router = APIRouter(route_class=JsonRoute)
@@ -23,16 +25,22 @@ cohere_router = APIRouter(route_class=JsonRoute)
 async def rerank(body: RerankRequest, request: Request, engine: EngineDep) -> Response:
     """Sort documents by how well they fit a query."""
     documents = body.given()
+    if body.truncation_side == "left":
+        raise InvalidRequestError(
+            "Of a pair the document is cut at its end.", param="truncation_side"
+        )
     model = scoring_model(engine.encoders, body.model)
     answer_id = f"rerank-{body.request_id or request.state.answer_id}"
 
     async def respond() -> Response:
+        most = body.max_tokens_per_doc
+        read = await shortened_texts(documents, model, most) if most else documents
         scores = await score_pairs(
             engine.encoders,
             model,
             Pairs(
                 queries=[body.query],
-                documents=documents,
+                documents=read,
                 params=("query", "texts" if body.is_tei else "documents"),
             ),
             request_id=f"rerank-{request.state.answer_id}",

@@ -51,6 +51,11 @@ WITHOUT_EFFECT = frozenset(
     ]
 )
 
+# Fields that change what the model reads: a form without them refuses them.
+NEVER_DROPPED = frozenset(
+    ["late_chunking", "max_tokens_per_doc", "max_tokens_per_query", "truncate_prompt_tokens"]
+)
+
 
 def _number(value: Any) -> Any:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
@@ -75,6 +80,16 @@ class NullIsAbsent(BaseModel):
     """
 
     without_effect: ClassVar[frozenset[str]] = frozenset()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_what_may_not_be_dropped(cls, data: Any) -> Any:
+        for name in NEVER_DROPPED & data.keys() if isinstance(data, dict) else ():
+            if data[name] and name not in cls.model_fields:
+                raise InvalidRequestError(
+                    f"{name} is not supported here.", param=name, code="unsupported_parameter"
+                )
+        return data
 
     @model_validator(mode="before")
     @classmethod
@@ -236,6 +251,13 @@ class SamplingFields(NullIsAbsent):
 class SamplingRequest(SamplingFields):
     """What a request for samples of one model says beside how they are sampled."""
 
+    truncate_prompt_tokens: StrictInt | None = Field(
+        None, ge=-1, description="Cut prompts to so many tokens; -1 to what max_tokens leave."
+    )
+    truncation_side: Literal["left", "right"] = Field(
+        "left", description="The end of a prompt at which it is cut; left keeps its last tokens."
+    )
+
     model: StrictStr | None = Field(None, description=ANY_GENERATOR)
     stream: StrictBool = Field(False, description="Answer by server-sent events.")
     priority: StrictInt = Field(0, ge=-INT64, lt=INT64, description="Lower runs first.")
@@ -286,4 +308,4 @@ class GenerationRequest(StreamFields, SamplingRequest):
 
 
 # Parameters of vLLM that would change the tokens.
-UNSUPPORTED = ("bad_words", "prompt_embeds", "truncate_prompt_tokens", "use_beam_search")
+UNSUPPORTED = ("bad_words", "prompt_embeds", "use_beam_search")

@@ -40,6 +40,12 @@ class RerankRequest(NullIsAbsent):
     truncate_prompt_tokens: StrictInt | None = Field(
         None, ge=-1, description="Cut inputs to so many tokens; -1 to what the model takes."
     )
+    truncation_side: Literal["left", "right"] = Field(
+        "right", description="Only right: of a query and a document the document's end is cut."
+    )
+    max_tokens_per_doc: StrictInt = Field(
+        0, ge=0, description="Cut documents to so many tokens before they are read; 0 leaves them."
+    )
     use_activation: StrictBool = Field(True, description="False: a cross-encoder's logits.")
     request_id: StrictStr | None = Field(None, description="Part of the answer's id.")
     texts: list[StrictStr] | None = Field(

@@ -23,7 +23,6 @@ UNSUPPORTED = (
     "prompt_logprob_token_ids",
     "repetition_detection",
     "thinking_token_budget",
-    "truncate_prompt_tokens",
     "use_beam_search",
 )
 # Fields of the body of which the same is true.

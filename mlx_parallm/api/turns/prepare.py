@@ -8,6 +8,7 @@ from typing import Any
 
 from mlx_parallm.api.lazy import LazySequence
 from mlx_parallm.api.offload import LONG_TEXT_CHARS, maybe_in_thread
+from mlx_parallm.api.prompt_limit import prompt_limit
 from mlx_parallm.api.turns.constraints import Constraint, constrain, unsupported
 from mlx_parallm.api.turns.history import template_messages
 from mlx_parallm.api.turns.request import TurnRequest
@@ -18,6 +19,7 @@ from mlx_parallm.parsing.formats import ReasoningFormat, ToolFormat
 from mlx_parallm.parsing.parts import TurnParser
 from mlx_parallm.parsing.turn import turn_parser
 from mlx_parallm.request import GenerateRequest, SamplingParams, ThinkingBudget, TokenLimit
+from mlx_parallm.tokenizer.cut import cut_ids
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,7 +79,13 @@ async def prepare_turn(turn: TurnRequest, model: ServedModel) -> PreparedTurn:
             model cannot answer as it is asked to.
         ContextLengthError: it is longer than the model's context.
     """
-    rendered, prompt_ids = await render_turn(turn, model)
+    limit = prompt_limit(
+        turn.truncate,
+        turn.truncation_side,
+        max_tokens=turn.params.max_tokens,
+        max_model_len=model.info.max_model_len,
+    )
+    rendered, prompt_ids = await render_turn(turn, model, limit=limit)
     constraint = await constrain(turn, model, rendered)
     request = GenerateRequest(
         request_id=turn.request_id,
@@ -105,7 +113,7 @@ async def render_turn(
     Args:
         turn: has the conversation.
         model: whose template and tokenizer.
-        limit: see ``Tokenizer.encode``.
+        limit: see ``Tokenizer.encode``; one that cuts leaves no more tokens than it says.
 
     Raises:
         InvalidRequestError: a message is malformed, or the template refuses the conversation.
@@ -122,7 +130,11 @@ async def render_turn(
             continue_final_message=turn.continue_final_message,
             template_kwargs={**model.chat_template_kwargs, **turn.template_kwargs},
         )
-        return text, tuple(model.tokenizer.encode(text, add_special_tokens=False, limit=limit))
+        ids = tuple(model.tokenizer.encode(text, add_special_tokens=False, limit=limit))
+        if limit is None or not limit.cuts or limit.most is None or len(ids) <= limit.most:
+            return text, ids
+        ids = cut_ids(ids, limit.most, from_left=limit.from_left)
+        return model.tokenizer.decode(ids, skip_special_tokens=False), ids
 
     return await maybe_in_thread(render, _length(messages, tools))
 

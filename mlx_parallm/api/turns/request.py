@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from mlx_parallm.api.turns.tools import Tool, ToolChoice, ToolMode, callable_tools
 from mlx_parallm.grammar.spec import GrammarSpec
@@ -32,6 +32,9 @@ class TurnRequest:
         add_generation_prompt: open the assistant's turn.
         continue_final_message: go on with the last message instead.
         params: how tokens are chosen, without a grammar.
+        truncate: most tokens of the prompt, a longer one is cut; -1: what the context leaves; None:
+            it is refused.
+        truncation_side: the end of the prompt at which it is cut.
         priority: lower runs first.
         parses_calls: whether the caller reads calls from the tokens by itself. Then the model is
             told of the tools though the choice is none, as vLLM does.
@@ -53,6 +56,8 @@ class TurnRequest:
     continue_final_message: bool = False
     parses_calls: bool = False
     params: SamplingParams = field(default_factory=SamplingParams)
+    truncate: int | None = None
+    truncation_side: Literal["left", "right"] = "left"
     priority: int = 0
     client: str = ""
     cache_salt: str | None = None

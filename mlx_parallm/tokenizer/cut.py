@@ -1,0 +1,33 @@
+"""Cuts prompts and inputs to fewer tokens."""
+
+from __future__ import annotations
+
+
+def cut_ids(
+    token_ids: tuple[int, ...],
+    length: int,
+    *,
+    from_left: bool,
+    begin: tuple[int, ...] = (),
+    end: tuple[int, ...] = (),
+) -> tuple[int, ...]:
+    """Return at most ``length`` of the ids: the first ones, or with ``from_left`` the last ones.
+
+    Args:
+        token_ids: of a prompt or an input.
+        length: most ids that are left.
+        from_left: drop ids at the beginning, not at the end.
+        begin: special tokens that stay at the beginning, where the ids begin with them.
+        end: the same at the end.
+    """
+    if len(token_ids) <= length:
+        return token_ids
+    # Ids that came without special tokens get none.
+    has_begin = token_ids[: len(begin)] == begin
+    kept_begin = begin[:length] if has_begin else ()
+    has_end = token_ids[len(token_ids) - len(end) :] == end
+    kept_end = end[: length - len(kept_begin)] if has_end else ()
+    inner = token_ids[len(kept_begin) : len(token_ids) - len(kept_end)]
+    room = length - len(kept_begin) - len(kept_end)
+    kept = inner[len(inner) - room :] if from_left else inner[:room]
+    return (*kept_begin, *kept, *kept_end)
