@@ -10,6 +10,7 @@ MLSys 2024, https://arxiv.org/abs/2310.18547). See ``docs/decisions/016-adapter-
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import mlx.core as mx
 
@@ -34,6 +35,21 @@ SHRINK_THREADS, SHRINK_RANKS = 256, 4
 EXPAND_THREADS, EXPAND_RANKS = 128, RANK_STEP
 
 
+@dataclass(frozen=True, slots=True)
+class Columns:
+    """Where an output of a layer lies: neighbouring columns of a matrix.
+
+    Kernels are given the matrix: strides of a view of it are not known before it is computed.
+
+    Attributes:
+        matrix: the products of one input, ``[T, 1, N]``.
+        first: number of the first column.
+    """
+
+    matrix: mx.array
+    first: int
+
+
 class ChangeKernels:
     """The kernels of one device, each variant compiled once."""
 
@@ -41,6 +57,7 @@ class ChangeKernels:
         """``dialect`` is a device's, or one that stands for it."""
         self._builder = KernelBuilder(dialect, TEXTS, "adapters", _argument_dtype)
         self._made: dict[tuple[str, mx.Dtype, int], Kernel] = {}
+        self._firsts: dict[tuple[int, ...], mx.array] = {}
         self.name = dialect.name
 
     def begin(self, dtype: mx.Dtype) -> None:
@@ -65,7 +82,12 @@ class ChangeKernels:
         return x.shape[2] % VECTOR == 0 and y.shape[2] % VECTOR == 0
 
     def __call__(
-        self, x: mx.array, ys: Sequence[mx.array], stacks: Sequence[LinearStack], slots: mx.array
+        self,
+        x: mx.array,
+        ys: Sequence[mx.array],
+        stacks: Sequence[LinearStack],
+        slots: mx.array,
+        columns: Sequence[Columns] | None = None,
     ) -> list[mx.array]:
         """The layers' outputs with what the adapters of their rows add.
 
@@ -74,7 +96,9 @@ class ChangeKernels:
             ys: their outputs, up to ``MAX_LAYERS`` of ``[T, 1, out]``.
             stacks: what adapters change of each layer; only ``a`` and ``b`` are used.
             slots: of the rows, int32 ``[T]``.
+            columns: where the outputs lie; None if each is an array of its own.
         """
+        places = [Columns(y, 0) for y in ys] if columns is None else columns
         rows, layers = x.shape[0], len(stacks)
         groups = -(-rows // (ROWS if rows >= MANY_ROWS else 1))
         ranks = sum(one.a.shape[1] for one in stacks)
@@ -87,12 +111,23 @@ class ChangeKernels:
         )
         threads = groups * sum(one.shape[2] for one in ys) // VECTOR
         return self._kernel("expand", x.dtype, layers)(
-            inputs=[low, slots, *(one.b for one in stacks), *ys],
+            inputs=[
+                low,
+                slots,
+                self._array_of(tuple(place.first for place in places)),
+                *(one.b for one in stacks),
+                *(place.matrix for place in places),
+            ],
             output_shapes=[one.shape for one in ys],
             output_dtypes=[one.dtype for one in ys],
             grid=(-(-threads // EXPAND_THREADS) * EXPAND_THREADS, 1, 1),
             threadgroup=(EXPAND_THREADS, 1, 1),
         )
+
+    def _array_of(self, firsts: tuple[int, ...]) -> mx.array:
+        if firsts not in self._firsts:
+            self._firsts[firsts] = mx.array(firsts, mx.int32)
+        return self._firsts[firsts]
 
     def _kernel(self, text: str, dtype: mx.Dtype, layers: int) -> Kernel:
         key = (text, dtype, layers)
@@ -117,12 +152,12 @@ def _shrink(layers: int) -> KernelSpec:
 
 
 def _expand(layers: int) -> KernelSpec:
-    inputs = ("low", "slots", *_each("b", layers), *_each("y", layers))
-    return KernelSpec("expand", inputs, _each("output", layers), strided=True)
+    inputs = ("low", "slots", "firsts", *_each("b", layers), *_each("y", layers))
+    return KernelSpec("expand", inputs, _each("output", layers))
 
 
 def _argument_dtype(name: str, constants: Mapping[str, Constant]) -> mx.Dtype | None:
-    if name == "slots":
+    if name in {"slots", "firsts"}:
         return mx.int32
     found = mx.float32 if name == "low" else constants["T"]
     return found if isinstance(found, mx.Dtype) else None

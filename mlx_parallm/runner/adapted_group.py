@@ -11,6 +11,7 @@ import mlx.core as mx
 from mlx_parallm.adapters.context import AdapterContext
 from mlx_parallm.adapters.rows import AdapterRows
 from mlx_parallm.adapters.stack import LinearStack
+from mlx_parallm.runner.row_layers import Part, part_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +30,10 @@ class _Layer:
     def bias(self) -> mx.array | None:
         """That is in the output, ``[out]``."""
         return self.module.get("bias")
+
+    def part(self, x: mx.array) -> Part:
+        """Return the output, and where it lies."""
+        return part_of(self.module, self.call, x)
 
 
 class AdaptedGroup:
@@ -75,7 +80,8 @@ class AdaptedGroup:
         assert kernels is not None, "asked for a kernel that there is not"
         stacks = self._context.stacks
         paths = [path for path in self._layers if isinstance(stacks.get(path), LinearStack)]
-        outputs = {path: self._layers[path].call(x) for path in paths}
+        parts = {path: self._layers[path].part(x) for path in paths}
+        outputs = {path: part.output for path, part in parts.items()}
         served: list[str] = []
         for path, y in outputs.items():
             if kernels.serve(x, y, self._stack(path), slots):
@@ -84,7 +90,8 @@ class AdaptedGroup:
                 outputs[path] = self._plain(path, x, y)
         if served:
             ys = [outputs[path] for path in served]
-            changed = kernels(x, ys, [self._stack(path) for path in served], slots)
+            columns = [parts[path].columns for path in served]
+            changed = kernels(x, ys, [self._stack(path) for path in served], slots, columns)
             for path, y in zip(served, changed, strict=True):
                 outputs[path] = self._stack(path).scaled(y, slots, self._layers[path].bias)
         return outputs

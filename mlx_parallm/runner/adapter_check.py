@@ -7,7 +7,7 @@ import logging
 import mlx.core as mx
 import numpy as np
 
-from mlx_parallm.adapters.change_kernels import MANY_ROWS, MAX_LAYERS, ChangeKernels
+from mlx_parallm.adapters.change_kernels import MANY_ROWS, MAX_LAYERS, ChangeKernels, Columns
 from mlx_parallm.adapters.stack import LinearStack
 from mlx_parallm.adapters.tensors import HostTensor
 from mlx_parallm.adapters.weights import LowRank
@@ -67,9 +67,11 @@ def kernel_error(kernels: ChangeKernels, dtype: mx.Dtype) -> float:
             mx.random.normal((rows, 1, size), dtype, key=mx.random.key(size))
             for size in (INNER, sum(OUT))
         )
-        ys = list(mx.split(whole, [OUT[0], OUT[0] + OUT[1]], axis=-1))
+        firsts = [0, OUT[0], OUT[0] + OUT[1]]
+        ys = list(mx.split(whole, firsts[1:], axis=-1))
+        columns = [Columns(whole, first) for first in firsts]
         for layers in range(1, MAX_LAYERS + 1):
-            found = kernels(x, ys[:layers], stacks[:layers], slots)
+            found = kernels(x, ys[:layers], stacks[:layers], slots, columns[:layers])
             for y, one, stack in zip(ys, found, stacks, strict=False):
                 worst = max(worst, largest_error(one, _wanted(x, y, stack, slots)))
     return worst

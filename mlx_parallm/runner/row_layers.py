@@ -10,12 +10,14 @@ multiplied at once: the first one called computes for all. See
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 
+from mlx_parallm.adapters.change_kernels import Columns
 from mlx_parallm.runner.kernel_trial import ShapeTrials
 from mlx_parallm.runner.row_counts import ROW_COUNTS
 from mlx_parallm.runner.row_kernel import MAX_ROWS, RowKernel, why_not, why_unsupported
@@ -28,6 +30,14 @@ SIBLINGS = (
     ("in_proj_b", "in_proj_a"),
     ("in_proj_qkvz", "in_proj_ba"),
 )
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """The output of a layer, and the columns of the product that it is."""
+
+    output: mx.array
+    columns: Columns
 
 
 class RowProduct:
@@ -46,7 +56,7 @@ class RowProduct:
         self._packing = _packing(layers[0])
         self._views: dict[int, mx.array] = {}
         self._input: mx.array | None = None
-        self._outputs: list[mx.array | None] = []
+        self._outputs: list[Part | None] = []
         self._parts: list[list[mx.array]] | None = None
         self._merge()
 
@@ -57,6 +67,10 @@ class RowProduct:
 
     def take(self, index: int, x: mx.array) -> mx.array:
         """Output of one of the layers; what x gives the others is kept until they ask."""
+        return self.take_part(index, x).output
+
+    def take_part(self, index: int, x: mx.array) -> Part:
+        """``take``, with where the output lies."""
         if x is not self._input or self._outputs[index] is None:
             self._input, self._outputs = x, list(self._compute(x))
         output = self._outputs[index]
@@ -71,18 +85,22 @@ class RowProduct:
         self._parts, self._views, self.arrays = None, {}, []
         self._input, self._outputs = None, []
 
-    def _compute(self, x: mx.array) -> list[mx.array]:
+    def _compute(self, x: mx.array) -> list[Part]:
         if not self._is_current():
             self._merge()
         rows = x.shape[0]
         # One row: MLX's own kernel for a matrix and a vector is the faster one.
         if self.kernel is not None and 1 < rows <= MAX_ROWS:
-            return self.kernel(x, self.arrays[0], self.widths)
+            return list(map(_own_part, self.kernel(x, self.arrays[0], self.widths)))
         whole = x @ self._view(rows) if self._packing is None else _flat(self._packed_product, x)
         if len(self.widths) == 1:
-            return [whole]
+            return [_own_part(whole)]
         ends = [sum(self.widths[: i + 1]) for i in range(len(self.widths) - 1)]
-        return list(mx.split(whole, ends, axis=-1))
+        outputs = mx.split(whole, ends, axis=-1)
+        return [
+            Part(output, Columns(whole, first))
+            for output, first in zip(outputs, [0, *ends], strict=True)
+        ]
 
     def _packed_product(self, x: mx.array) -> mx.array:
         assert self._packing is not None
@@ -172,6 +190,18 @@ ROW_LAYERS: dict[type[nn.Module], type[nn.Module]] = {
     nn.Embedding: RowEmbedding,
     nn.QuantizedEmbedding: RowQuantizedEmbedding,
 }
+
+
+def part_of(layer: nn.Module, call: Callable[[mx.array], mx.array], x: mx.array) -> Part:
+    """Return a layer's output, and where it lies; ``call`` computes it without its product."""
+    product: RowProduct | None = layer.get("_product")
+    if product is not None and product.serves(x):
+        return product.take_part(layer["_index"], x)
+    return _own_part(call(x))
+
+
+def _own_part(output: mx.array) -> Part:
+    return Part(output, Columns(output, 0))
 
 
 def use_row_layers(model: nn.Module, kernel: RowKernel | None) -> int:

@@ -11,7 +11,7 @@ from mlx.utils import tree_flatten, tree_unflatten
 from mlx_lm.tuner.utils import linear_to_lora_layers
 
 from benchmarks.gpu.shapes import random_model
-from mlx_parallm.adapters.change_kernels import ChangeKernels
+from mlx_parallm.adapters.change_kernels import ChangeKernels, Columns
 from mlx_parallm.adapters.context import AdapterContext
 from mlx_parallm.adapters.formats import read_adapter
 from mlx_parallm.adapters.stack import LinearStack
@@ -187,10 +187,15 @@ class CountedKernels(ChangeKernels):
         self.layers: list[int] = []
 
     def __call__(
-        self, x: mx.array, ys: Sequence[mx.array], stacks: Sequence[LinearStack], slots: mx.array
+        self,
+        x: mx.array,
+        ys: Sequence[mx.array],
+        stacks: Sequence[LinearStack],
+        slots: mx.array,
+        columns: Sequence[Columns] | None = None,
     ) -> list[mx.array]:
         self.layers.append(len(ys))
-        return super().__call__(x, ys, stacks, slots)
+        return super().__call__(x, ys, stacks, slots, columns)
 
 
 @pytest.mark.parametrize(("dialect", "bits"), [(CudaShim, None), (MetalShim, 8)])

@@ -15,6 +15,7 @@ from mlx_parallm.adapters.rows import AdapterRows
 from mlx_parallm.adapters.tensors import HostTensor
 from mlx_parallm.adapters.weights import AdapterWeights, LowRank
 from mlx_parallm.runner.adapted_layers import AdaptedLayers
+from mlx_parallm.runner.row_layers import part_of, use_row_layers
 from tests.kernels.shim_compile import require_compiler
 from tests.kernels.shim_dialect import CudaShim
 
@@ -128,3 +129,50 @@ def test_slots_and_inputs_may_lie_apart(context: AdapterContext) -> None:
     changed = wanted(block.q_proj, low_rank(0), x)
     expected = mx.where((slots == 1)[:, None, None], changed, x @ block.q_proj.weight.T)
     assert mx.allclose(found, expected, atol=1e-4)
+
+
+class Gated(nn.Module):
+    """Two layers whose weights are put one after the other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(SIZE, SIZE, bias=False)
+        self.up_proj = nn.Linear(SIZE, SIZE, bias=False)
+        mx.eval(self.parameters())
+        use_row_layers(self, None)
+
+
+@pytest.mark.parametrize("rows", [1, 2, 32, 64])
+def test_outputs_that_were_multiplied_at_once_may_be_changed_apart(
+    context: AdapterContext, rows: int
+) -> None:
+    block = Gated()
+    layers = AdaptedLayers(block, mx.float32, context)
+    layers.put(1, AdapterWeights({"up_proj": low_rank(1)}), param="adapter")
+    x, slots = random_rows(rows), rows_of(*(row % 2 for row in range(rows)))
+    is_changed = slots.slots[:, None, None] == 1
+
+    def check(layer: Any, change: LowRank | None) -> None:
+        with context.during(slots):
+            found = layer(x)
+        plain = x @ layer.weight.T
+        expected = plain if change is None else wanted(layer, change, x)
+        assert mx.allclose(found, mx.where(is_changed, expected, plain), atol=1e-4)
+
+    # The second layer alone, whose columns are not the first.
+    check(block.up_proj, low_rank(1))
+    check(block.gate_proj, None)
+    both = {"gate_proj": low_rank(5), "up_proj": low_rank(6)}
+    layers.put(1, AdapterWeights(both), param="adapter")
+    check(block.up_proj, low_rank(6))
+    check(block.gate_proj, low_rank(5))
+
+
+def test_kernels_get_the_matrix_of_layers_that_were_multiplied_at_once() -> None:
+    block, x = Gated(), random_rows(2)
+    parts = [part_of(layer, layer, x) for layer in (block.gate_proj, block.up_proj)]
+    assert parts[0].columns.matrix is parts[1].columns.matrix
+    assert [part.columns.first for part in parts] == [0, SIZE]
+    for part in parts:
+        first = part.columns.first
+        assert mx.array_equal(part.output, part.columns.matrix[..., first : first + SIZE])

@@ -2,15 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import mlx.core as mx
 import numpy as np
 import pytest
 
-from mlx_parallm.adapters.change_kernels import MANY_ROWS, MAX_ROWS, ChangeKernels
+from mlx_parallm.adapters.change_kernels import (
+    MANY_ROWS,
+    MAX_LAYERS,
+    MAX_ROWS,
+    ChangeKernels,
+    _argument_dtype,
+    _expand,
+    _shrink,
+)
 from mlx_parallm.adapters.kernels import TEXTS
 from mlx_parallm.adapters.stack import LinearStack
 from mlx_parallm.adapters.tensors import HostTensor
 from mlx_parallm.adapters.weights import LowRank
+from mlx_parallm.kernels.build import KernelSpec
+from mlx_parallm.kernels.device_precompiler import CUDA_TYPES
+from mlx_parallm.kernels.kernel import KernelText
+from mlx_parallm.kernels.precompiled import program_of
 from mlx_parallm.runner.adapter_check import why_not
 from tests.kernels.mutation import (
     SHIMS,
@@ -61,18 +75,15 @@ def test_there_is_something_to_leave_out() -> None:
 
 MISTAKES = {
     "factors of the row before": Mistake("common", "slots[i] != held", "held == 0"),
-    "rows without an adapter": Mistake(
-        "expand", "= slots[row * slots_strides[0]];", "= slots[row] + 1;"
-    ),
+    "rows without an adapter": Mistake("expand", "= slots[row];", "= slots[row] + 1;"),
     "the first rank alone": Mistake("common", "total + from + j]", "total + from]"),
     "the second layer by the first": Mistake("shrink", "factors = a1;", ""),
     "the third layer's ranks": Mistake("shrink", "rank -= ranks;\nfactors = a2;", "factors = a2;"),
     "the rank of another layer": Mistake(
         "expand", "rank += ranks;\nfactors = b2;", "factors = b2;"
     ),
-    "outputs that lie apart": Mistake(
-        "expand", "row_stride = y1_strides[0];", "row_stride = width;"
-    ),
+    "outputs that lie apart": Mistake("expand", "columns = y1_shape[2];", "columns = width;"),
+    "the first column": Mistake("expand", "y2 + firsts[2];", "y2;"),
     "the first rows only": Mistake("expand", "pieces * count", "pieces"),
 }
 
@@ -119,6 +130,23 @@ def test_rows_are_as_operations_of_mlx_give_them(
         assert mx.allclose(one, wanted, rtol=1e-4, atol=1e-2 * inner**0.5)
         without = np.array(slots) == 0
         assert np.array_equal(np.array(one)[without], np.array(y)[without])
+
+
+@pytest.mark.parametrize("layers", range(1, MAX_LAYERS + 1))
+@pytest.mark.parametrize("spec", [_shrink, _expand])
+def test_they_can_be_compiled_apart_from_mlx(
+    spec: Callable[[int], KernelSpec], layers: int
+) -> None:
+    """MLX tells a precompiled kernel no strides."""
+    found = spec(layers)
+    assert not found.strided
+    source = (TEXTS / "cuda" / f"{found.text}.cu").read_text()
+    text = KernelText("k", found.inputs, found.outputs, source, "", strided=False)
+    names = (*found.inputs, *found.outputs)
+    dtypes = [_argument_dtype(name, {"T": mx.bfloat16}) for name in names]
+    known = [dtype for dtype in dtypes if dtype is not None]
+    assert len(known) == len(names)
+    assert program_of(text, known, CUDA_TYPES) is not None
 
 
 @pytest.mark.parametrize(

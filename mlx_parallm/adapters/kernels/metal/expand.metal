@@ -1,6 +1,7 @@
 // One thread: VEC neighbouring outputs of a layer for a row, or for ROWS rows where there are
 // MANY_ROWS: what they were, and what the rows' adapters add. The outputs of the layers lie one
-// after the other, as their ranks do in `low`. What was there before may be part of a larger array.
+// after the other, as their ranks do in `low`. What was there before are neighbouring columns of a
+// matrix, from `firsts` on.
 typedef Chunk<T, VEC> Piece;
 const int num_rows = low_shape[0];
 const int total = low_shape[1];
@@ -21,20 +22,19 @@ device T* after = output0;
 int width = b0_shape[2];
 int ranks = b0_shape[1];
 int rank = 0;
-Place row_stride = y0_strides[0];
-Place stride = y0_strides[2];
+int columns = y0_shape[2];
+before += firsts[0];
 #if OUTPUTS > 1
 const bool is_later = at >= width;
 if (is_later) {
   at -= width;
   rank += ranks;
   factors = b1;
-  before = y1;
+  before = y1 + firsts[1];
   after = output1;
   width = b1_shape[2];
   ranks = b1_shape[1];
-  row_stride = y1_strides[0];
-  stride = y1_strides[2];
+  columns = y1_shape[2];
 }
 #endif
 #if OUTPUTS > 2
@@ -42,12 +42,11 @@ if (is_later && at >= width) {
   at -= width;
   rank += ranks;
   factors = b2;
-  before = y2;
+  before = y2 + firsts[2];
   after = output2;
   width = b2_shape[2];
   ranks = b2_shape[1];
-  row_stride = y2_strides[0];
-  stride = y2_strides[2];
+  columns = y2_shape[2];
 }
 #endif
 int mine[ROWS];
@@ -57,10 +56,10 @@ for (int i = 0; i < ROWS; i++) {
   const int row = first + i;
   mine[i] = 0;
   if (i < count && row < num_rows) {
-    mine[i] = slots[row * slots_strides[0]];
+    mine[i] = slots[row];
 #pragma unroll
     for (int k = 0; k < VEC; k++) {
-      sums[i][k] = float(before[row * row_stride + (at + k) * stride]);
+      sums[i][k] = float(before[(Place)row * columns + at + k]);
     }
   }
 }
