@@ -52,7 +52,7 @@ def prompt_of(engine: FakeEngine, url: str, path: str, **body: Any) -> Sequence[
     answer = httpx2.post(url + path, json=body)
     assert answer.status_code == 200, answer.text
     assert "x-ignored-fields" not in answer.headers
-    return engine.submitted.get(timeout=9).prompt_ids
+    return engine.submitted.get().prompt_ids
 
 
 @pytest.mark.parametrize(
