@@ -1,4 +1,4 @@
-"""Whether kernels add what adapters change: those of the device if they agree with stock MLX."""
+"""Whether kernels add what adapters change: those of the device if they agree with NumPy's."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def choose_change_kernels(dtype: mx.Dtype) -> tuple[ChangeKernels | None, str | 
 
 
 def why_not(kernels: ChangeKernels, dtype: mx.Dtype) -> str | None:
-    """Why the kernels are not to be used; None if they agree with stock operations."""
+    """Why the kernels are not to be used; None if they agree with NumPy's products."""
     if dtype not in MAX_ERROR:
         return f"adapters of {dtype}"
     kernels.begin(dtype)
@@ -54,7 +54,7 @@ def why_not(kernels: ChangeKernels, dtype: mx.Dtype) -> str | None:
 
 
 def kernel_error(kernels: ChangeKernels, dtype: mx.Dtype) -> float:
-    """Largest difference from stock operations in float32, in parts of the largest value.
+    """Largest difference from NumPy's products in float32, in parts of the largest value.
 
     The outputs before lie in one array, as those of layers that are multiplied at once.
     """
@@ -62,7 +62,8 @@ def kernel_error(kernels: ChangeKernels, dtype: mx.Dtype) -> float:
     worst = 0.0
     for rows in ROWS:
         # Neighbours of the same adapter, of another one and of none.
-        slots = mx.array(np.arange(rows) // 2 % (NUM_ADAPTERS + 1), mx.int32)
+        owners = np.arange(rows) // 2 % (NUM_ADAPTERS + 1)
+        slots = mx.array(owners, mx.int32)
         x, whole = (
             mx.random.normal((rows, 1, size), dtype, key=mx.random.key(size))
             for size in (INNER, sum(OUT))
@@ -73,7 +74,7 @@ def kernel_error(kernels: ChangeKernels, dtype: mx.Dtype) -> float:
         for layers in range(1, MAX_LAYERS + 1):
             found = kernels(x, ys[:layers], stacks[:layers], slots, columns[:layers])
             for y, one, stack in zip(ys, found, stacks, strict=False):
-                worst = max(worst, largest_error(one, _wanted(x, y, stack, slots)))
+                worst = max(worst, largest_error(one, _wanted(x, y, stack, owners)))
     return worst
 
 
@@ -91,7 +92,15 @@ def _stack(out: int, rank: int, dtype: mx.Dtype) -> LinearStack:
     return stack
 
 
-def _wanted(x: mx.array, y: mx.array, stack: LinearStack, slots: mx.array) -> mx.array:
-    a, b = stack.a.astype(mx.float32)[slots], stack.b.astype(mx.float32)[slots]
-    change = (x.astype(mx.float32) @ a.swapaxes(-1, -2)) @ b
-    return y.astype(mx.float32) + change
+def _wanted(x: mx.array, y: mx.array, stack: LinearStack, slots: np.ndarray) -> mx.array:
+    """Return what rows with these adapters should get, float32 ``[T, 1, out]``.
+
+    NumPy computes it: MLX's CUDA backend compiles a kernel of its own for indexing by an array.
+    """
+    rows, wanted, a, b = (
+        np.array(array.astype(mx.float32)) for array in (x[:, 0], y, stack.a, stack.b)
+    )
+    for slot in np.unique(slots):
+        own = slots == slot
+        wanted[own, 0] += rows[own] @ a[slot].T @ b[slot]
+    return mx.array(wanted)

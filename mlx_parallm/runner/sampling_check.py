@@ -15,7 +15,6 @@ from mlx_parallm.runner.device_kernels import KernelReport, device_dialect
 from mlx_parallm.runner.model_errors import MODEL_ERRORS
 from mlx_parallm.sampling.kernel_sampling import SamplingKernels, why_unsupported
 from mlx_parallm.sampling.keys import random_keys
-from mlx_parallm.sampling.logprobs import target_logprobs
 from mlx_parallm.sampling.row_settings import RowSettings
 from mlx_parallm.sampling.sampler import categorical
 from mlx_parallm.sampling.truncation import truncate
@@ -125,31 +124,45 @@ def _draws_differ(
 
 
 def _kept(scaled: mx.array, specs: Sequence[SampleSpec], change: float) -> mx.array:
-    """What stock operations keep when every top-p below 1 is so many times what it is."""
+    """What stock operations keep when every top-p below 1 is so many times what it is.
+
+    Rows of the same parameters are truncated together: for others MLX's CUDA backend would compile
+    kernels that pick rows and put them back.
+    """
     params = [
         replace(one, top_p=one.top_p * change) if one.top_p < 1 else one
         for one in (spec.params for spec in specs)
     ]
-    return truncate(scaled, params) > -mx.inf
+    kinds = len(_PARAMS)
+    parts = [truncate(scaled[kind::kinds], params[kind::kinds]) for kind in range(kinds)]
+    return mx.stack(parts, axis=1).reshape(scaled.shape) > -mx.inf
 
 
 def _logprobs_differ(kernels: SamplingKernels, logits: mx.array) -> str | None:
-    """How log-probabilities differ from stock operations, if they do."""
+    """How log-probabilities differ from NumPy's, if they do."""
     rows, vocab = logits.shape
-    tokens = (mx.arange(rows) * 3 % vocab).astype(mx.uint32)
+    targets = np.arange(rows) * 3 % vocab
     wanted = mx.array(np.array([(row, TOP) for row in range(rows)], np.int32))
-    found = kernels.logprobs(logits, tokens, wanted, TOP)
-    stock = target_logprobs(logits, tokens, TOP)
-    if found.top_ids is None or found.top is None or stock.top is None:
+    found = kernels.logprobs(logits, mx.array(targets, mx.uint32), wanted, TOP)
+    if found.top_ids is None or found.top is None:
         return "no likeliest tokens"
     whole = np.array(logits.astype(mx.float32))
-    if not np.array_equal(np.array(found.top_ids), [_likeliest(row) for row in whole]):
+    top_ids = np.array([_likeliest(row) for row in whole])
+    if not np.array_equal(np.array(found.top_ids), top_ids):
         return "other tokens are the likeliest"
     # A banned target has a log-probability of minus infinity.
-    for one, other in ((found.target, stock.target), (found.top, stock.top)):
-        if not np.allclose(np.array(one), np.array(other), rtol=0, atol=MAX_LOGPROB_ERROR):
+    for values, ids in ((found.target, targets[:, None]), (found.top, top_ids)):
+        right = _logprobs(whole, ids).reshape(values.shape)
+        if not np.allclose(np.array(values), right, rtol=0, atol=MAX_LOGPROB_ERROR):
             return "log-probabilities differ"
     return None
+
+
+def _logprobs(logits: np.ndarray, ids: np.ndarray) -> np.ndarray:
+    """Log-probabilities of some tokens of each row, ``[rows, n]``."""
+    largest = logits.max(axis=-1, keepdims=True)
+    total = np.exp(logits - largest).sum(axis=-1, dtype=np.float64, keepdims=True)
+    return np.take_along_axis(logits, ids, axis=-1) - largest - np.log(total)
 
 
 def _likeliest(row: np.ndarray) -> np.ndarray:
