@@ -12,9 +12,11 @@ from tests.fake_encoders import FakeEncoders
 from tests.fake_engine import FakeEngine
 
 
-async def post(served: FakeEncoders | None, path: str, body: Any) -> httpx2.Response:
+async def post(
+    served: FakeEncoders | None, path: str, body: Any, config: ServerConfig | None = None
+) -> httpx2.Response:
     """The answer to a body; without encoders where there are none."""
-    return await _ask(served, "POST", path, json=body)
+    return await _ask(served, "POST", path, config, json=body)
 
 
 async def fetch(served: FakeEncoders, path: str) -> httpx2.Response:
@@ -22,11 +24,17 @@ async def fetch(served: FakeEncoders, path: str) -> httpx2.Response:
     return await _ask(served, "GET", path)
 
 
-async def _ask(served: FakeEncoders | None, method: str, path: str, **more: Any) -> httpx2.Response:
+async def _ask(
+    served: FakeEncoders | None,
+    method: str,
+    path: str,
+    config: ServerConfig | None = None,
+    **more: Any,
+) -> httpx2.Response:
     engine = FakeEngine()
     if served is not None:
         engine.encoders = served
-    transport = httpx2.ASGITransport(make_app(engine, ServerConfig()))
+    transport = httpx2.ASGITransport(make_app(engine, config or ServerConfig()))
     async with httpx2.AsyncClient(transport=transport, base_url="http://here:8000") as client:
         return await client.request(method, path, **more)
 

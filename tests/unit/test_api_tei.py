@@ -9,6 +9,7 @@ import pytest
 
 from mlx_parallm.api import encoding
 from mlx_parallm.api.convert.activation import activated
+from mlx_parallm.config import ServerConfig
 from mlx_parallm.encode import EncodeInput, Task
 from tests.encoder_requests import fetch, post, refused_field
 from tests.fake_encoders import FakeEncoders, computed, make_encoder
@@ -255,8 +256,9 @@ async def test_vllms_form_of_an_encoder() -> None:
         ({"inputs": [1]}, "inputs"),
         ({"inputs": "w5", "prompt": "w5"}, "inputs"),
         ({"inputs": "w5", "prompt_name": "query"}, "prompt_name"),
-        ({"inputs": ["w5 " * 170_000] * 2}, "inputs"),
+        ({"inputs": ["w5 " * 350_000] * 2}, "inputs"),
     ],
 )
 async def test_what_cannot_be_tokenised_is_named(body: Any, field: str) -> None:
-    assert refused_field(await post(embedder(), "/tokenize", body)) == (400, field)
+    config = ServerConfig(max_tokenize_bytes=2**22)
+    assert refused_field(await post(embedder(), "/tokenize", body, config)) == (400, field)
