@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from typing import Any
 
 import httpx2
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
+from mlx_parallm.api.routes.tokenize import _json
 from mlx_parallm.api.schemas.completions import CompletionRequest
 from mlx_parallm.engine.demo_models import DEMO_FOLDER
 from mlx_parallm.tokenizer.tokenizer import load_tokenizer
@@ -86,3 +90,19 @@ def test_one_wrong_entry_of_a_list_is_told_and_not_all() -> None:
     with pytest.raises(ValueError, match="prompt") as refusal:
         CompletionRequest.model_validate({"prompt": [None] * 1000})
     assert len(refusal.value.errors()) < 20  # type: ignore[attr-defined]
+
+
+@given(
+    answer=st.recursive(
+        st.none() | st.integers() | st.text(),
+        lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
+    )
+)
+def test_an_answer_of_tokens_is_written_in_parts(answer: Any) -> None:
+    assert json.loads(_json(answer)) == answer
+
+
+def test_long_lists_of_tokens_are_written_whole() -> None:
+    answer = {"count": 3000, "tokens": list(range(3000)), "token_strs": ["\u4f60"] * 3000}
+    assert json.loads(_json(answer)) == answer
+    assert json.loads(_json([[{"id": 1}] * 3000, []])) == [[{"id": 1}] * 3000, []]

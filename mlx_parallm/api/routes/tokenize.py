@@ -28,7 +28,9 @@ from mlx_parallm.request import ANY_LENGTH
 router = APIRouter(route_class=JsonRoute)
 
 # Of one body's inputs: what is told of a token takes some hundred times as much as its text.
-MAX_CHARACTERS = 2**21
+MAX_CHARACTERS = 1_000_000
+# Of a list that is written at once.
+PART_ENTRIES = 1024
 
 
 @router.post("/tokenize")
@@ -92,10 +94,23 @@ def _tokens_answer(body: TokenizeRequest, model: ServedModel | EncoderModel) -> 
 
 
 def _json_response(answer: Any) -> Response:
-    """The answer as JSON, written value by value: at once, it would hold the interpreter."""
-    encoder = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))
-    text = "".join(encoder.iterencode(answer))
-    return Response(text.encode(errors="replace"), media_type="application/json")
+    return Response(_json(answer).encode(errors="replace"), media_type="application/json")
+
+
+def _json(value: Any) -> str:
+    """The value as JSON; long lists are written part by part, to hold the interpreter briefly."""
+    if isinstance(value, dict) and any(isinstance(one, list) for one in value.values()):
+        return f"{{{','.join(f'{_dumps(key)}:{_json(one)}' for key, one in value.items())}}}"
+    if not isinstance(value, list):
+        return _dumps(value)
+    if value and isinstance(value[0], list):
+        return f"[{','.join(map(_json, value))}]"
+    parts = (value[begin : begin + PART_ENTRIES] for begin in range(0, len(value), PART_ENTRIES))
+    return f"[{','.join(_dumps(part)[1:-1] for part in parts)}]"
+
+
+def _dumps(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
 
 
 def _ids(body: TokenizeRequest, model: ServedModel | EncoderModel) -> Sequence[int]:
