@@ -33,6 +33,7 @@ from benchmarks.servers import Server, ServerError, mlx_lm_server, mlx_parallm_s
 from mlx_parallm.bench.record import PlannedRequest, RequestRecord
 from mlx_parallm.bench.statistics import percentile, summarise
 from mlx_parallm.bench.workload import Lengths
+from mlx_parallm.runner.device import backend_name
 
 FOLDER, SHRUNK_FOLDER = Path("results/gpu-model"), Path("results/gpu-model-shrunk")
 #: Qwen3-0.6B with the benchmark's 4,096 tokens and a head of its own.
@@ -64,6 +65,8 @@ ONE_ENTRY = ["--prompt-cache-size", "1"]
 #: Of each kind: how the servers are started. What is not said is the server's default.
 Starts = dict[str, Callable[[Path], AbstractContextManager[Server]]]
 OWN_PROCESS = "--engine-process"
+#: What the log of a server says once it has prepared shapes, and how long to wait for it.
+PREPARED, MOST_PREPARING_S = "shapes prepared", 40.0
 MANY_CLIENTS: Starts = {
     "ours": partial(mlx_parallm_server, options=[OWN_PROCESS]),
     "stock": partial(mlx_lm_server, options=ONE_ENTRY),
@@ -80,6 +83,15 @@ LATE_PROMPT: Starts = {
 }
 
 
+def _warm_up(server: Server, concurrency: int) -> None:
+    """Send requests, after the shapes that an idle server prepares."""
+    end_s = time.monotonic() + MOST_PREPARING_S
+    is_ours = server.name == "mlx_parallm" and backend_name() == "cuda"
+    while is_ours and time.monotonic() < end_s and PREPARED not in server.log_tail(1000):
+        time.sleep(0.1)
+    warm_up(server, concurrency)
+
+
 def clients(
     bench: Bench, *, concurrency: int, requests: int, starts: Starts = MANY_CLIENTS
 ) -> Outcome:
@@ -94,7 +106,7 @@ def clients(
     )
 
     def measure(server: Server) -> Any:
-        warm_up(server, min(count, 32))
+        _warm_up(server, min(count, 32))
         records = run_workload(server, workload, count)
         require_full_length(server, workload, records)
         return summarise(records)
@@ -131,7 +143,7 @@ def late_prompt(bench: Bench, *, streams: int, prompt: int, stream_tokens: int) 
     lead_s = LEAD_S if bench.sizes.is_full else SHRUNK_LEAD_S
 
     def measure(server: Server) -> Any:
-        warm_up(server, min(len(running), 32))
+        _warm_up(server, min(len(running), 32))
         return _gaps(server, running, long, lead_s)
 
     found, missing = _of_each(LATE_PROMPT, folder, measure)
