@@ -7,9 +7,9 @@ import ctypes
 import sys
 from collections.abc import Callable
 
-# Of bodies: what smaller ones leave is used again.
+# Bodies from this size on trigger a trim; memory of smaller ones is reused.
 LARGE_BYTES = 4 * 1024 * 1024
-# After the last large body: while more of them come, their memory is used again.
+# Wait after the last large body: while more of them come, their memory is reused.
 PAUSE_S = 1.0
 
 

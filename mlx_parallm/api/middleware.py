@@ -55,7 +55,7 @@ ENCODER_PATHS = (
     "/models",
     "/pipeline",
 )
-# Of the routes that tell tokens or texts and run no model.
+# Routes that return tokens or texts and run no model.
 TOKENIZE_PATHS = (
     "/tokenize",
     "/detokenize",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from pathlib import Path
 
-# Of each file of weights so many places are read, evenly spaced, with so many bytes at each:
+# Each file of weights is read at this many places, evenly spaced, with this many bytes each:
 # hashing all of a model would take as long as loading it.
 PLACES = 16
 PLACE_BYTES = 4096

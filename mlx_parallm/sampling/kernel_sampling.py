@@ -26,7 +26,7 @@ MIN_VOCAB, MAX_VOCAB = MAX_TOP, 1 << 24
 # Bits of a float32 that numbers of 16 bits do not use.
 UNUSED_BITS = {mx.float32: 0, mx.float16: 13, mx.bfloat16: 16}
 
-# Of arguments; logits have one dtype or another.
+# Dtypes of the arguments; those of logits vary.
 _DTYPES = {
     **dict.fromkeys(("settings", "floors", "targets", "top_values"), mx.float32),
     **dict.fromkeys(("keys", "tokens", "target_ids", "top_ids"), mx.uint32),

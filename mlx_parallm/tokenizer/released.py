@@ -63,7 +63,7 @@ class ReleasedTokenizer:
         if limit.cuts:
             cut = self._bounds.tail if limit.from_left else self._bounds.head
             return cut(text, limit.most)
-        # Of a short text the refusal tells how many tokens it has.
+        # A short text is encoded, so that the refusal says how many tokens it has.
         if len(text) > FEW_CHARS and self._bounds.exceeds(text, limit.most + limit.slack):
             raise limit.refusal(f"at least {limit.most + limit.slack + 1}", place)
         return text

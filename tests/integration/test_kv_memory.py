@@ -15,7 +15,7 @@ from mlx_parallm.engine.demo_models import DEMO_FOLDER
 from mlx_parallm.engine.metrics import MetricFamilies
 from mlx_parallm.errors import ConfigError
 
-# Of the demonstration model in float32: 6 layers, 2 heads, 64 numbers of a key and of a value.
+# KV of a token of the demonstration model in float32: 6 layers, 2 heads of 64, keys and values.
 TOKEN_BYTES = 6 * 2 * 64 * 2 * 4
 BLOCK_BYTES = 16 * TOKEN_BYTES
 

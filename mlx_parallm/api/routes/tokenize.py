@@ -29,7 +29,7 @@ router = APIRouter(route_class=JsonRoute)
 
 # Of one body's inputs: what is told of a token takes some hundred times as much as its text.
 MAX_CHARACTERS = 1_000_000
-# Of a list that is written at once.
+# Entries of a list that are written at once.
 PART_ENTRIES = 1024
 
 

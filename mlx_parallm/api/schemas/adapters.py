@@ -100,7 +100,7 @@ class DeletedAdapter(BaseModel):
     deleted: bool = Field(True, description="Always true.")
 
 
-# Of vLLM and SGLang.
+# Fields that vLLM and SGLang have.
 WITHOUT_EFFECT = frozenset({"lora_int_id", "lora_id", "rid", "http_worker_ipc"})
 
 

@@ -9,7 +9,7 @@ from pydantic import AliasChoices, BaseModel, ConfigDict, Field, StrictBool, Str
 from mlx_parallm.api.schemas.adapters import FolderPath, Name, UploadTimings
 from mlx_parallm.api.schemas.common import NullIsAbsent
 
-# Of SGLang and vLLM; they change nothing here.
+# Fields of SGLang and vLLM that change nothing here.
 WITHOUT_EFFECT = frozenset(
     [
         "allow_quant_error",

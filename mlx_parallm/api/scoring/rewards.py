@@ -141,7 +141,7 @@ def step_token_id(token: str | int, model: EncoderModel) -> int:
 
 def _single_id(token: str, tokenizer: TextEncoder) -> int:
     """Of a text whose token is written otherwise in the vocabulary, such as a line break."""
-    # Of a text of several tokens no more than two are needed.
+    # Two tokens are enough to see that a text has several.
     limit = TokenLimit(most=1, cuts=True)
     (ids,) = tokenizer.encode([token], add_special_tokens=False, limit=limit)
     if len(ids) != 1:
