@@ -29,7 +29,7 @@ from mlx_parallm.models import (
     xlm_roberta,
 )
 from mlx_parallm.models.checkpoint_names import Weights, without
-from mlx_parallm.numerics.finite import not_finite, scale_modes
+from mlx_parallm.numerics.finite import evaluate_weights, scale_modes
 
 #: The modules that implement an architecture, by the config's ``model_type``.
 ARCHITECTURES: dict[str, ModuleType] = {
@@ -72,9 +72,7 @@ def load_encoder(folder: Path, dtype: mx.Dtype | None = None) -> LoadedEncoder:
     """``open_encoder``, and its parameters evaluated."""
     opened = open_encoder(folder, dtype)
     with load_failures(folder):
-        wrong = not_finite(_parameters(opened.model), scale_modes(opened.model))
-    if wrong:
-        raise ModelLoadError(f"{folder}: these weights are NaN or infinite: {_listed(wrong)}.")
+        evaluate_weights(_parameters(opened.model), folder, scale_modes(opened.model))
     return opened
 
 

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import NamedTuple
 
 import mlx.core as mx
+
+from mlx_parallm.errors import ModelLoadError
 
 
 class FloatBits(NamedTuple):
@@ -50,6 +53,18 @@ def not_finite(arrays: Mapping[str, mx.array], modes: Mapping[str, str] | None =
             checks[name] = _scale_check(arrays[name], NAN_SCALES[mode])
     mx.eval(list(arrays.values()), list(checks.values()))
     return sorted(name for name, is_finite in checks.items() if not is_finite.item())
+
+
+def evaluate_weights(
+    arrays: Mapping[str, mx.array], path: Path, modes: Mapping[str, str] | None = None
+) -> None:
+    """Evaluate the weights of a file or folder; ``modes`` are those of ``not_finite``.
+
+    Raises:
+        ModelLoadError: some are NaN or infinite; names them.
+    """
+    if wrong := not_finite(arrays, modes):
+        raise ModelLoadError(f"{path}: these weights are NaN or infinite: {named(wrong)}.")
 
 
 def _float_check(array: mx.array, bits: FloatBits) -> mx.array:

@@ -10,7 +10,7 @@ import mlx.nn as nn
 
 from mlx_parallm.encoding.sentence_transformers import DenseSpec
 from mlx_parallm.errors import ModelLoadError
-from mlx_parallm.numerics.finite import named, not_finite
+from mlx_parallm.numerics.finite import evaluate_weights
 
 _ACTIVATIONS: Mapping[str, Callable[[mx.array], mx.array]] = {
     "Identity": lambda x: x,
@@ -77,6 +77,5 @@ def load_dense(spec: DenseSpec) -> DenseLayer:
         raise ModelLoadError(f"{file} has no linear.weight.")
     # Stanford's ColBERT has the whole model in this file.
     floats = {name: weights[name].astype(mx.float32) for name in _NAMES if name in weights}
-    if wrong := not_finite(floats):
-        raise ModelLoadError(f"{file}: these weights are NaN or infinite: {named(wrong)}.")
+    evaluate_weights(floats, file)
     return DenseLayer(floats, activation, has_residual=spec.has_residual)

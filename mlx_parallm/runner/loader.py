@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
@@ -15,10 +14,10 @@ from mlx_lm import utils as mlx_lm_utils
 
 from mlx_parallm.config import ModelConfig
 from mlx_parallm.encoding.rope_fields import rope_fields
-from mlx_parallm.errors import ConfigError, ModelLoadError
+from mlx_parallm.errors import ConfigError
 from mlx_parallm.kernels.dialect import CudaDialect
 from mlx_parallm.load_failures import load_failures
-from mlx_parallm.numerics.finite import named, not_finite, scale_modes
+from mlx_parallm.numerics.finite import evaluate_weights, scale_modes
 from mlx_parallm.runner.delta_net import NetKernels, use_net_kernels
 from mlx_parallm.runner.device import backend_name, free_memory_bytes
 from mlx_parallm.runner.expert_kernel import ExpertKernel
@@ -78,18 +77,8 @@ def load_model(config: ModelConfig, path: Path) -> LoadedModel:
             use_net_kernels(model, NetKernels(CudaDialect()))
         run_uncompiled(model)
         model.eval()
-        evaluate(parameters_of(model), scale_modes(model), path)
+        evaluate_weights(parameters_of(model), path, scale_modes(model))
     return loaded_model(model, model_config, path, config)
-
-
-def evaluate(arrays: Mapping[str, mx.array], modes: Mapping[str, str], path: Path) -> None:
-    """Have weights of a folder in memory; ``modes`` are those of ``not_finite``.
-
-    Raises:
-        ModelLoadError: some are NaN or infinite.
-    """
-    if wrong := not_finite(arrays, modes):
-        raise ModelLoadError(f"{path}: these weights are NaN or infinite: {named(wrong)}.")
 
 
 def check_dtype(dtype: str) -> None:
@@ -131,7 +120,7 @@ def _read(config: ModelConfig, path: Path) -> tuple[Any, dict[str, Any]]:
     # Before they are multiplied into weights, where the CPU has these: so the name is the file's.
     scales = {f"{name.rpartition('.')[0]}.{leaf}" for name in scale_modes(model) for leaf in PACKED}
     own = parameters_of(model)
-    evaluate({name: own[name] for name in scales & own.keys()}, scale_modes(model), path)
+    evaluate_weights({name: own[name] for name in scales & own.keys()}, path, scale_modes(model))
     return cast_model(model, config.dtype), model_config
 
 

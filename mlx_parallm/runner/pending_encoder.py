@@ -10,9 +10,9 @@ from typing import Any
 import mlx.core as mx
 
 from mlx_parallm.load_failures import load_failures
-from mlx_parallm.numerics.finite import scale_modes
+from mlx_parallm.numerics.finite import evaluate_weights, scale_modes
 from mlx_parallm.runner.encoder_adapters import AdaptedEncoder
-from mlx_parallm.runner.loader import evaluate, parameters_of
+from mlx_parallm.runner.loader import parameters_of
 
 PART_BYTES = 4 << 20
 # What is done between two steps takes about as long, or as one part.
@@ -49,7 +49,7 @@ class PendingEncoder:
         end_s = self._clock() + ADVANCE_S
         while self._parts:
             with load_failures(self._folder):
-                evaluate(self._parts.pop(0), self._modes, self._folder)
+                evaluate_weights(self._parts.pop(0), self._folder, self._modes)
             if self._clock() >= end_s:
                 break
         return 1.0 - len(self._parts) / max(1, self._num_parts)
