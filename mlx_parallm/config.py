@@ -341,5 +341,5 @@ class ServerConfig:
         """True if requests of an API key never find what those of another one computed."""
         if self.cache_scope is not None:
             return self.cache_scope == KEY_SCOPE
-        # Where only the admin key is set, model routes ask for none and tell nobody apart.
+        # Where only the admin key is set, model routes need no key, so clients are one.
         return bool(self.api_keys) and len({*self.api_keys, *self.admin_api_keys}) > 1

@@ -42,7 +42,7 @@ class TokenLimit:
             raise self.refusal(str(num_tokens), place)
 
     def refusal(self, count: str, place: int = 0) -> ContextLengthError:
-        """What is raised for text ``place``, which has ``count`` tokens."""
+        """Return the error for text ``place``, which has ``count`` tokens."""
         most = self.most or 0
         if self.name is None:
             detail = f"However, your prompt has {count} tokens. Please shorten it."
@@ -52,7 +52,7 @@ class TokenLimit:
         return ContextLengthError(most, detail, param=self.name)
 
 
-#: Of texts whose tokens are counted and not read.
+#: The limit of texts whose tokens are only counted.
 ANY_LENGTH = TokenLimit(most=None)
 
 

@@ -25,7 +25,7 @@ def write_cross_encoder(folder: Path, **config: Any) -> Path:
 
 
 def write_broken(folder: Path) -> Path:
-    """The same with finite weights so large that what is computed with them is not a number."""
+    """Write a model whose finite weights are so large that its scores are not numbers."""
     golden = read_cross_encoder()
     weights = golden_arrays(golden)
     (name,) = (one for one in weights if one.endswith("embeddings.LayerNorm.weight"))

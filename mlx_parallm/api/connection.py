@@ -1,4 +1,4 @@
-"""What a connection may cost: slow heads of requests, answers that nobody takes, late bodies."""
+"""Bounds what a connection may cost: slow request heads, answers that are not read, late bodies."""
 
 from __future__ import annotations
 

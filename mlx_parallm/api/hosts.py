@@ -13,7 +13,7 @@ from mlx_parallm.config import ServerConfig
 
 ANY = "*"
 LOCALHOST = "localhost"
-# RFC 9110, section 7.2, without what nobody's host has: user information and percent signs.
+# The form of RFC 9110, section 7.2, without user information and percent signs.
 HOST_HEADER = re.compile(r"(\[[0-9a-f:.]+\]|[^\s:/@%\[\]]+)(?::[0-9]*)?", re.IGNORECASE)
 
 

@@ -61,7 +61,7 @@ class TextThreads:
     async def run(self, client: str, work: Callable[[], T]) -> T:
         """The result of ``work``, which begins when the client's turn comes.
 
-        The thread is taken until ``work`` ends, also where nobody waits for it any more.
+        The thread is taken until ``work`` ends, even if the caller was cancelled before.
         """
         await self._turn(client)
         context = contextvars.copy_context()
@@ -92,7 +92,7 @@ class TextThreads:
 
     def _leave_later(self, loop: asyncio.AbstractEventLoop, client: str, _: Future[Any]) -> None:
         with contextlib.suppress(RuntimeError):
-            # The loop has closed: nobody waits any more.
+            # The loop is closed, so no client waits for a thread.
             loop.call_soon_threadsafe(self._leave, client)
 
     def _leave(self, client: str) -> None:

@@ -26,8 +26,8 @@ class MoveKernels:
 
     def begin(self) -> None:
         """Begin to compile what every model needs, in the background where the language allows."""
-        for _ in (self._write, self._gather):
-            pass
+        # A kernel begins to compile when it is made.
+        _ = self._write, self._gather
 
     def write(self, pool: KernelPool, slots: mx.array, keys: mx.array, values: mx.array) -> None:
         """Write keys ``[T, K, 1, D]`` and values ``[T, K, 1, V]`` at flat positions, int32 ``[T]``.

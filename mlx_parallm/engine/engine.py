@@ -47,7 +47,7 @@ class WarmUp(Protocol):
         ...
 
     def run_next(self, block: int) -> None:
-        """Run the next step on a KV block that nobody holds."""
+        """Run the next step on an unused KV block."""
         ...
 
 

@@ -54,7 +54,7 @@ class StepLimits:
 class WarmUp:
     """Runs a step of each usual shape, one at a time, for a runner that gains by it.
 
-    Steps read and write one block of the pool, which nobody else may hold.
+    Steps read and write one block of the pool, which must be unused.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class WarmUp:
         return self._num_done == len(self._batches) or self._seconds >= MOST_SECONDS
 
     def run_next(self, block: int) -> None:
-        """Run the next step on a block that nobody holds; log the figures after the last one."""
+        """Run the next step on an unused block; log the figures after the last one."""
         begin_s = self._clock()
         self._runner.run(_on_block(self._batches[self._num_done], block))
         self._seconds += self._clock() - begin_s

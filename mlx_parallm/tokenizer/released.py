@@ -12,7 +12,7 @@ from mlx_parallm.tokenizer.text_bounds import TextBounds
 
 # Texts of one call share the library's threads; calls of others wait for these.
 GROUP_CHARS = 64 * 1024
-# Texts of fewer characters together are encoded on the caller's thread, which waits for nobody.
+# Texts of fewer characters together are encoded one by one, on the caller's thread alone.
 FEW_CHARS = 8 * 1024
 # More tokens than a step decodes: a list of as many is decoded without holding the interpreter.
 FEW_TOKENS = 256

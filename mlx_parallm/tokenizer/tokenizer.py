@@ -116,7 +116,7 @@ class ParallmTokenizer:
         return self._wrapper._tokenizer.get_vocab() == other._wrapper._tokenizer.get_vocab()
 
     def limited(self, max_model_len: int) -> ParallmTokenizer:
-        """The same tokenizer, which refuses texts that are longer than a model's context."""
+        """Return this tokenizer with a limit: it refuses texts longer than a model's context."""
         one = copy.copy(self)
         one._limit = TokenLimit(most=max_model_len, slack=_ANCHOR_TOKENS)
         return one
