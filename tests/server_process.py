@@ -22,7 +22,7 @@ POOL = {"MLX_PARALLM_KV_CACHE_MEMORY_BYTES": "128MiB"}
 #: No answer depends on how busy the machine is: see README.md.
 PATIENT = {
     "MLX_PARALLM_CLIENT_TIMEOUT": "0",
-    "MLX_PARALLM_SSE_KEEP_ALIVE": "0",
+    "MLX_PARALLM_SSE_KEEP_ALIVE_INTERVAL": "0",
     "MLX_PARALLM_SHUTDOWN_TIMEOUT": "3600",
 }
 
