@@ -24,17 +24,17 @@ from benchmarks.checks import Check, conclude
 from benchmarks.gpu.shapes import SHAPES, RandomModel, flatten, random_model
 from mlx_parallm.adapters.tensors import HostTensor
 from mlx_parallm.adapters.weights import AdapterWeights, LowRank
-from mlx_parallm.attention.base import AttentionBackend
-from mlx_parallm.batch import ScheduledSequence
 from mlx_parallm.config import CacheConfig
-from mlx_parallm.runner.adapted_layers import AdaptedLayers, product_dtype
-from mlx_parallm.runner.adapter_check import choose_change_kernels
-from mlx_parallm.runner.backend_choice import choose_backend
-from mlx_parallm.runner.cache_layout import KVLayout, leaves, probe_layout
-from mlx_parallm.runner.device import backend_name
-from mlx_parallm.runner.memory import query_heads
-from mlx_parallm.runner.path_choice import choose_path
-from mlx_parallm.runner.paths.base import ForwardPath, token_array
+from mlx_parallm.types.step import ScheduledSequence
+from mlx_parallm.worker.attention.backend_choice import choose_backend
+from mlx_parallm.worker.attention.base import AttentionBackend
+from mlx_parallm.worker.device.properties import backend_name
+from mlx_parallm.worker.generation.cache_layout import KVLayout, leaves, probe_layout
+from mlx_parallm.worker.generation.memory import query_heads
+from mlx_parallm.worker.generation.path_choice import choose_path
+from mlx_parallm.worker.generation.paths.base import ForwardPath, token_array
+from mlx_parallm.worker.lora.adapted_layers import AdaptedLayers, product_dtype
+from mlx_parallm.worker.lora.adapter_check import choose_change_kernels
 
 BLOCK = 16
 WARM_STEPS = 3

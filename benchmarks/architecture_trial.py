@@ -16,11 +16,11 @@ from benchmarks.architecture_configs import (
     config_of,
     long_config_of,
 )
-from mlx_parallm.attention.reference import ReferenceAttention
-from mlx_parallm.runner.cache_layout import OpaqueLayout, leaves, probe_layout
-from mlx_parallm.runner.model_errors import MODEL_ERRORS
-from mlx_parallm.runner.path_choice import PathChoice, choose_path
-from mlx_parallm.runner.self_check import TOLERANCE, CheckedText, largest_difference
+from mlx_parallm.worker.attention.reference import ReferenceAttention
+from mlx_parallm.worker.generation.cache_layout import OpaqueLayout, leaves, probe_layout
+from mlx_parallm.worker.generation.path_choice import PathChoice, choose_path
+from mlx_parallm.worker.generation.self_check import TOLERANCE, CheckedText, largest_difference
+from mlx_parallm.worker.model_errors import MODEL_ERRORS
 
 BLOCK_SIZE = 4
 # Texts of the second check, in tokens: two are longer than any limit of their model.

@@ -8,11 +8,11 @@ import sys
 import time
 from pathlib import Path
 
-from mlx_parallm.encode import EncodeInput
-from mlx_parallm.encoding.sentence_transformers import read_vector_spec
-from mlx_parallm.runner.encoder_runner import load_encoder_runner
-from mlx_parallm.runner.host_memory import keep_freed_memory
+from mlx_parallm.models.checkpoints.sentence_transformers import read_vector_spec
 from mlx_parallm.tokenizer.encoder_tokenizer import load_encoder_tokenizer
+from mlx_parallm.types.pooling import EncodeInput
+from mlx_parallm.worker.device.host_memory import keep_freed_memory
+from mlx_parallm.worker.pooling.encoder_runner import load_encoder_runner
 
 
 def main() -> None:

@@ -12,7 +12,6 @@ import sys
 from collections.abc import Sequence
 
 from benchmarks.checks import Check, conclude
-from mlx_parallm.batch import RunnerInfo, SampledToken, ScheduledBatch, StepOutput
 from mlx_parallm.bench.decode_load import DecodeLoad
 from mlx_parallm.bench.step_times import Span
 from mlx_parallm.bench.step_trace import TraceRecorder
@@ -21,10 +20,11 @@ from mlx_parallm.demo.paths import model_path
 from mlx_parallm.engine.engine import Engine
 from mlx_parallm.engine.life import spare_garbage_collection
 from mlx_parallm.engine.metrics import EngineMetrics, MetricFamilies
-from mlx_parallm.kv_cache.manager import KVCacheManager
-from mlx_parallm.scheduler.scheduler import Scheduler
+from mlx_parallm.generation.kv_cache.manager import KVCacheManager
+from mlx_parallm.generation.scheduler.scheduler import Scheduler
 from mlx_parallm.tokenizer.tokenizer import load_tokenizer
-from mlx_parallm.tracing import Phase
+from mlx_parallm.types.step import RunnerInfo, SampledToken, ScheduledBatch, StepOutput
+from mlx_parallm.types.tracing import Phase
 
 PROMPT_TOKENS, BLOCK_SIZE, ROUNDS = 512, 16, 5
 PHASES = (Phase.SCHEDULE, Phase.UPDATE, Phase.DETOKENIZE, Phase.PUBLISH)

@@ -18,16 +18,16 @@ from dataclasses import dataclass
 from tokenizers import Tokenizer
 
 from benchmarks.checks import Check, conclude
-from mlx_parallm.batch import ScheduledBatch, ScheduledSequence, TokenLogprob
 from mlx_parallm.config import KV_CACHE_DTYPES, CacheConfig, ModelConfig, SchedulerConfig
 from mlx_parallm.demo.packing import encode_conversations
 from mlx_parallm.demo.paths import model_path
-from mlx_parallm.runner.backend_choice import choose_backend
-from mlx_parallm.runner.cache_layout import kv_shapes, probe_layout
-from mlx_parallm.runner.device import backend_name
-from mlx_parallm.runner.loader import load_model
-from mlx_parallm.runner.memory import plan_kv, query_heads
-from mlx_parallm.runner.model_runner import ModelRunner
+from mlx_parallm.types.step import ScheduledBatch, ScheduledSequence, TokenLogprob
+from mlx_parallm.worker.attention.backend_choice import choose_backend
+from mlx_parallm.worker.device.properties import backend_name
+from mlx_parallm.worker.generation.cache_layout import kv_shapes, probe_layout
+from mlx_parallm.worker.generation.memory import plan_kv, query_heads
+from mlx_parallm.worker.generation.model_runner import ModelRunner
+from mlx_parallm.worker.weights.loader import load_model
 
 COMPARED = 256
 LEAST_AGREEMENT = 0.99

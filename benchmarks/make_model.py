@@ -20,7 +20,7 @@ from mlx_lm.models import qwen3
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from mlx_parallm.bench.words import make_lexicon
-from mlx_parallm.runner.loader import DTYPES
+from mlx_parallm.worker.weights.loader import DTYPES
 
 VOCAB_SIZE = 4096
 END_TOKEN = "<|endoftext|>"

@@ -35,10 +35,10 @@ from mlx_parallm.bench.words import make_lexicon
 from mlx_parallm.config import ModelConfig, SpeculativeConfig
 from mlx_parallm.engine.demo_models import DEMO_FOLDER
 from mlx_parallm.engine.engine import Engine
-from mlx_parallm.outputs import TokenEvent
-from mlx_parallm.request import GenerateRequest, SamplingParams
-from mlx_parallm.runner.loader import load_model
 from mlx_parallm.tokenizer.tokenizer import load_tokenizer
+from mlx_parallm.types.events import TokenEvent
+from mlx_parallm.types.request import GenerateRequest, SamplingParams
+from mlx_parallm.worker.weights.loader import load_model
 
 PROMPT_TOKENS = 256
 OUTPUT_TOKENS = 200

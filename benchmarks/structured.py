@@ -33,14 +33,14 @@ from benchmarks.json_schemas import Schema, make_schemas
 from mlx_parallm.bench.decode_load import DecodeLoad
 from mlx_parallm.config import ModelConfig
 from mlx_parallm.engine.demo_models import DEMO_FOLDER
-from mlx_parallm.errors import InvalidRequestError
 from mlx_parallm.grammar.compiler import GrammarCompiler
 from mlx_parallm.grammar.spec import json_schema
 from mlx_parallm.grammar.vocabulary import GrammarVocabulary
-from mlx_parallm.outputs import ErrorEvent, TokenEvent
-from mlx_parallm.request import GenerateRequest, Grammar, SamplingParams
-from mlx_parallm.runner.loader import LoadedModel, load_model
 from mlx_parallm.tokenizer.tokenizer import ParallmTokenizer, load_tokenizer
+from mlx_parallm.types.errors import InvalidRequestError
+from mlx_parallm.types.events import ErrorEvent, TokenEvent
+from mlx_parallm.types.request import GenerateRequest, Grammar, SamplingParams
+from mlx_parallm.worker.weights.loader import LoadedModel, load_model
 
 PROMPT_TOKENS = 32
 #: More values than a row gets to in a block of steps.

@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from mlx_parallm.llm import LLM
-    from mlx_parallm.request import SamplingParams
+    from mlx_parallm.types.request import SamplingParams
 
 __all__ = ["LLM", "SamplingParams"]
 __version__ = "0.1.0"
 
-_HOMES = {"LLM": "mlx_parallm.llm", "SamplingParams": "mlx_parallm.request"}
+_HOMES = {"LLM": "mlx_parallm.llm", "SamplingParams": "mlx_parallm.types.request"}
 
 
 def __getattr__(name: str) -> object:

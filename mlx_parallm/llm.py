@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from mlx_parallm.adapters.folder import read_adapter_folder
-from mlx_parallm.batch import TokenLogprob
 from mlx_parallm.config import (
     CacheConfig,
     EngineConfig,
@@ -21,11 +20,12 @@ from mlx_parallm.engine.build import LoadedEngine, build_engines
 from mlx_parallm.engine.interface import Tokenizer
 from mlx_parallm.engine.metrics import MetricFamilies
 from mlx_parallm.engine.policies import AdapterInfo, AdapterUpload
-from mlx_parallm.errors import ConfigError, InvalidRequestError
 from mlx_parallm.grammar.spec import GrammarSpec
-from mlx_parallm.outputs import ErrorEvent, GenerateEvent, PromptEvent, TokenEvent
-from mlx_parallm.request import RAW_LOGPROBS, GenerateRequest, Grammar, SamplingParams
-from mlx_parallm.runner.hub import log_download, resolve_adapter
+from mlx_parallm.types.errors import ConfigError, InvalidRequestError
+from mlx_parallm.types.events import ErrorEvent, GenerateEvent, PromptEvent, TokenEvent
+from mlx_parallm.types.request import RAW_LOGPROBS, GenerateRequest, Grammar, SamplingParams
+from mlx_parallm.types.step import TokenLogprob
+from mlx_parallm.worker.weights.hub import log_download, resolve_adapter
 
 Prompt = str | Sequence[int]
 Message = Mapping[str, Any]

@@ -19,8 +19,8 @@ from pathlib import Path
 import numpy as np
 
 from mlx_parallm.config import ModelConfig
-from mlx_parallm.encode import EncodeInput
 from mlx_parallm.engine.encoders.build import open_runner, tokenizer_of
+from mlx_parallm.types.pooling import EncodeInput
 from scripts.varied_texts import varied_texts
 
 LEAST_COSINE = 0.9999

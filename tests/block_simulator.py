@@ -11,7 +11,8 @@ import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from mlx_parallm.batch import (
+from mlx_parallm.types.request import GenerateRequest
+from mlx_parallm.types.step import (
     PENDING_TOKEN,
     SampledToken,
     SampleSpec,
@@ -20,7 +21,6 @@ from mlx_parallm.batch import (
     StepOutput,
     TokenLogprob,
 )
-from mlx_parallm.request import GenerateRequest
 
 VOCAB_SIZE = 50
 END_ID = 0

@@ -9,10 +9,10 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from mlx_parallm.attention.base import LayerPool, LayerShape
-from mlx_parallm.attention.dense import dense_attention
-from mlx_parallm.attention.reference import ReferenceAttention
-from mlx_parallm.batch import ScheduledSequence
+from mlx_parallm.types.step import ScheduledSequence
+from mlx_parallm.worker.attention.base import LayerPool, LayerShape
+from mlx_parallm.worker.attention.dense import dense_attention
+from mlx_parallm.worker.attention.reference import ReferenceAttention
 
 
 class AheadAttention(ReferenceAttention):

@@ -8,8 +8,8 @@ from typing import Any
 from mlx_parallm.engine.control import PauseMode
 from mlx_parallm.engine.live_weights import WeightsUpdate
 from mlx_parallm.engine.policies import AdapterInfo, AdapterUpload
-from mlx_parallm.errors import NotFoundError, ParallmError, VersionMismatchError
-from mlx_parallm.weights import WeightsVersion
+from mlx_parallm.types.errors import NotFoundError, ParallmError, VersionMismatchError
+from mlx_parallm.types.weights import WeightsVersion
 
 
 class FakeControl:

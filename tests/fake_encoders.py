@@ -10,15 +10,21 @@ from typing import Any
 import numpy as np
 
 from mlx_parallm.config import EngineConfig, ModelConfig
-from mlx_parallm.encode import EncodeInput, EncodeRequest, EncodeResults, EncoderInfo, TokenSpan
 from mlx_parallm.engine.adapter_names import NamedAdapter
 from mlx_parallm.engine.commands import Abort, Command, Encode, EngineHost
 from mlx_parallm.engine.encoder_interface import EncoderModel
 from mlx_parallm.engine.encoders.client import AsyncEncoders
 from mlx_parallm.engine.encoders.residency import EncoderEntry
 from mlx_parallm.engine.interface import ServedModel
-from mlx_parallm.errors import InvalidRequestError, ModelNotFoundError, ParallmError
-from mlx_parallm.request import ANY_LENGTH, TokenLimit
+from mlx_parallm.types.errors import InvalidRequestError, ModelNotFoundError, ParallmError
+from mlx_parallm.types.pooling import (
+    EncodeInput,
+    EncodeRequest,
+    EncodeResults,
+    EncoderInfo,
+    TokenSpan,
+)
+from mlx_parallm.types.request import ANY_LENGTH, TokenLimit
 
 CLS, SEP, MASK, FIRST_WORD = 2, 3, 4, 5
 Compute = Callable[[EncodeInput, EncoderInfo], np.ndarray]

@@ -17,9 +17,7 @@ from urllib.parse import urlsplit
 import uvicorn
 
 from mlx_parallm.api.connection import BoundedProtocol
-from mlx_parallm.batch import TokenLogprob
 from mlx_parallm.config import EngineConfig, ServerConfig
-from mlx_parallm.encode import EncodeRequest, EncodeResults, Task
 from mlx_parallm.engine.encoder_interface import (
     EncoderClient,
     EncoderLoad,
@@ -28,23 +26,25 @@ from mlx_parallm.engine.encoder_interface import (
     ModelMemory,
 )
 from mlx_parallm.engine.interface import EngineLoad, RequestHandle, ServedModel
-from mlx_parallm.errors import (
+from mlx_parallm.parsing.families.tagged_json import HERMES
+from mlx_parallm.parsing.reasoning import THINK
+from mlx_parallm.types.errors import (
     EngineDeadError,
     ModelNotFoundError,
     OverloadedError,
     ParallmError,
     ShuttingDownError,
 )
-from mlx_parallm.outputs import (
+from mlx_parallm.types.events import (
     ErrorEvent,
     FinishReason,
     GenerateEvent,
     PromptEvent,
     TokenEvent,
 )
-from mlx_parallm.parsing.families.tagged_json import HERMES
-from mlx_parallm.parsing.reasoning import THINK
-from mlx_parallm.request import GenerateRequest
+from mlx_parallm.types.pooling import EncodeRequest, EncodeResults, Task
+from mlx_parallm.types.request import GenerateRequest
+from mlx_parallm.types.step import TokenLogprob
 from tests.api_app import make_app
 from tests.fake_control import FakeControl
 from tests.fakes import EOS, ByteTokenizer, make_info

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from mlx_parallm.batch import (
+from mlx_parallm.types.request import TokenLimit
+from mlx_parallm.types.step import (
     RunnerInfo,
     SampledToken,
     ScheduledBatch,
@@ -13,7 +14,6 @@ from mlx_parallm.batch import (
     StepOutput,
     TokenLogprob,
 )
-from mlx_parallm.request import TokenLimit
 
 EOS = 256
 

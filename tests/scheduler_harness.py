@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from mlx_parallm.batch import PENDING_TOKEN, ScheduledBatch, StepOutput, TokenLogprob
 from mlx_parallm.config import SchedulerConfig, SpeculativeConfig
-from mlx_parallm.kv_cache.manager import KVCacheManager
-from mlx_parallm.outputs import FinishReason
-from mlx_parallm.request import GenerateRequest
-from mlx_parallm.scheduler.scheduler import Scheduler
-from mlx_parallm.scheduler.updates import SequenceUpdate
+from mlx_parallm.generation.kv_cache.manager import KVCacheManager
+from mlx_parallm.generation.scheduler.scheduler import Scheduler
+from mlx_parallm.generation.scheduler.updates import SequenceUpdate
+from mlx_parallm.types.events import FinishReason
+from mlx_parallm.types.request import GenerateRequest
+from mlx_parallm.types.step import PENDING_TOKEN, ScheduledBatch, StepOutput, TokenLogprob
 from tests.block_simulator import (
     END_ID,
     SimulatedRunner,

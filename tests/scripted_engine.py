@@ -19,10 +19,10 @@ from mlx_parallm.engine.metrics import EngineMetrics, MetricFamilies
 from mlx_parallm.engine.remote.channel import Channel
 from mlx_parallm.engine.remote.host import serve_engines
 from mlx_parallm.engine.remote.life import RemoteLife
-from mlx_parallm.errors import ConfigError
-from mlx_parallm.kv_cache.manager import KVCacheManager
-from mlx_parallm.request import GenerateRequest, SamplingParams
-from mlx_parallm.scheduler.scheduler import Scheduler
+from mlx_parallm.generation.kv_cache.manager import KVCacheManager
+from mlx_parallm.generation.scheduler.scheduler import Scheduler
+from mlx_parallm.types.errors import ConfigError
+from mlx_parallm.types.request import GenerateRequest, SamplingParams
 from tests.fakes import ByteTokenizer, FakeRunner, spell
 
 

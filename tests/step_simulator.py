@@ -6,11 +6,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from random import Random
 
-from mlx_parallm.batch import SampledToken, ScheduledBatch, StepOutput
 from mlx_parallm.config import SchedulerConfig
-from mlx_parallm.kv_cache.manager import KVCacheManager
-from mlx_parallm.request import GenerateRequest, SamplingParams
-from mlx_parallm.scheduler.scheduler import Scheduler
+from mlx_parallm.generation.kv_cache.manager import KVCacheManager
+from mlx_parallm.generation.scheduler.scheduler import Scheduler
+from mlx_parallm.types.request import GenerateRequest, SamplingParams
+from mlx_parallm.types.step import SampledToken, ScheduledBatch, StepOutput
 
 
 @dataclass(frozen=True)

@@ -7,10 +7,10 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from prometheus_client import CollectorRegistry
 
-from mlx_parallm.encode import EncodeInput, EncodeRequest, EncoderInfo
 from mlx_parallm.engine.encoders.adapters import EncoderAdapterSet
 from mlx_parallm.engine.encoders.engine import EncodeEngine
 from mlx_parallm.engine.encoders.metrics import EncoderFamilies, EncoderMetrics
+from mlx_parallm.types.pooling import EncodeInput, EncodeRequest, EncoderInfo
 
 POISON, NAN = 666, 777
 NUM_STAGES = 4

@@ -9,19 +9,25 @@ from typing import Any, cast
 
 from mlx_parallm.adapters.weights import AdapterWeights
 from mlx_parallm.api.versions import VersionSpans
-from mlx_parallm.batch import RunnerInfo, ScheduledBatch
 from mlx_parallm.config import SchedulerConfig, SpeculativeConfig
-from mlx_parallm.encode import OwnHead
 from mlx_parallm.engine.engine import Engine
 from mlx_parallm.engine.live_weights import LiveModel, LiveWeights
 from mlx_parallm.engine.metrics import EngineMetrics
 from mlx_parallm.engine.policies import AdapterUpload, Policies
-from mlx_parallm.errors import InvalidRequestError, OverloadedError
-from mlx_parallm.kv_cache.manager import KVCacheManager
-from mlx_parallm.outputs import ErrorEvent, FinishReason, GenerateEvent, PromptEvent, TokenEvent
-from mlx_parallm.request import GenerateRequest
-from mlx_parallm.scheduler.scheduler import Scheduler
-from mlx_parallm.weights import DEFAULT_VERSION, WeightsVersion
+from mlx_parallm.generation.kv_cache.manager import KVCacheManager
+from mlx_parallm.generation.scheduler.scheduler import Scheduler
+from mlx_parallm.types.errors import InvalidRequestError, OverloadedError
+from mlx_parallm.types.events import (
+    ErrorEvent,
+    FinishReason,
+    GenerateEvent,
+    PromptEvent,
+    TokenEvent,
+)
+from mlx_parallm.types.pooling import OwnHead
+from mlx_parallm.types.request import GenerateRequest
+from mlx_parallm.types.step import RunnerInfo, ScheduledBatch
+from mlx_parallm.types.weights import DEFAULT_VERSION, WeightsVersion
 from tests.block_simulator import (
     END_ID,
     Choice,

@@ -12,9 +12,9 @@ import mlx.core as mx
 
 from benchmarks.gpu.engines import BenchEngine, engine_for, random_prompts
 from benchmarks.gpu.shapes import random_model
-from mlx_parallm.outputs import ErrorEvent, TokenEvent
-from mlx_parallm.request import GenerateRequest, SamplingParams
-from mlx_parallm.runner.model_runner import ModelRunner
+from mlx_parallm.types.events import ErrorEvent, TokenEvent
+from mlx_parallm.types.request import GenerateRequest, SamplingParams
+from mlx_parallm.worker.generation.model_runner import ModelRunner
 
 LENGTHS = (40, 300, 7)
 NUM_TOKENS = 24

@@ -17,15 +17,15 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from mlx_parallm.batch import SampleSpec
-from mlx_parallm.request import SamplingParams
-from mlx_parallm.runner.sampling_check import device_kernels, why_not
-from mlx_parallm.sampling.kernel_sampling import SamplingKernels
-from mlx_parallm.sampling.keys import random_keys
-from mlx_parallm.sampling.logprobs import target_logprobs
-from mlx_parallm.sampling.row_settings import RowSettings
-from mlx_parallm.sampling.sampler import Sampler, categorical
-from mlx_parallm.sampling.truncation import truncate
+from mlx_parallm.types.request import SamplingParams
+from mlx_parallm.types.step import SampleSpec
+from mlx_parallm.worker.sampling.check import device_kernels, why_not
+from mlx_parallm.worker.sampling.kernel_sampling import SamplingKernels
+from mlx_parallm.worker.sampling.keys import random_keys
+from mlx_parallm.worker.sampling.logprobs import target_logprobs
+from mlx_parallm.worker.sampling.row_settings import RowSettings
+from mlx_parallm.worker.sampling.sampler import Sampler, categorical
+from mlx_parallm.worker.sampling.truncation import truncate
 
 TOP_P: dict[str, Any] = {"temperature": 0.8, "top_p": 0.95}
 GREEDY: dict[str, Any] = {"temperature": 0.0}

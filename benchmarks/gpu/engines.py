@@ -22,17 +22,17 @@ from mlx_parallm.config import CacheConfig, SchedulerConfig, SpeculativeConfig
 from mlx_parallm.engine.build import speculative_for
 from mlx_parallm.engine.engine import Engine
 from mlx_parallm.engine.metrics import EngineMetrics, MetricFamilies
+from mlx_parallm.generation.kv_cache.manager import KVCacheManager
+from mlx_parallm.generation.scheduler.scheduler import Scheduler
 from mlx_parallm.grammar.compiler import GrammarCompiler
-from mlx_parallm.kv_cache.manager import KVCacheManager
-from mlx_parallm.runner.backend_choice import choose_backend
-from mlx_parallm.runner.cache_layout import kv_shapes, probe_layout
-from mlx_parallm.runner.device import backend_name
-from mlx_parallm.runner.draft_model import DraftModel
-from mlx_parallm.runner.memory import plan_kv, query_heads
-from mlx_parallm.runner.model_runner import ModelRunner
-from mlx_parallm.runner.warm_up import WarmUp
-from mlx_parallm.scheduler.scheduler import Scheduler
-from mlx_parallm.tracing import StepTracer
+from mlx_parallm.types.tracing import StepTracer
+from mlx_parallm.worker.attention.backend_choice import choose_backend
+from mlx_parallm.worker.device.properties import backend_name
+from mlx_parallm.worker.generation.cache_layout import kv_shapes, probe_layout
+from mlx_parallm.worker.generation.draft_model import DraftModel
+from mlx_parallm.worker.generation.memory import plan_kv, query_heads
+from mlx_parallm.worker.generation.model_runner import ModelRunner
+from mlx_parallm.worker.generation.warm_up import WarmUp
 
 #: The token budget of a step.
 STEP_TOKENS = 4096

@@ -13,11 +13,11 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from mlx_parallm.attention.base import AttentionBackend, LayerPool, LayerShape
-from mlx_parallm.attention.kernel_pool import KernelPool
-from mlx_parallm.attention.quantisation import KVQuantisation
-from mlx_parallm.batch import ScheduledSequence
-from mlx_parallm.runner.attention_check import quantised
+from mlx_parallm.types.step import ScheduledSequence
+from mlx_parallm.worker.attention.base import AttentionBackend, LayerPool, LayerShape
+from mlx_parallm.worker.attention.check import quantised
+from mlx_parallm.worker.attention.kernel_pool import KernelPool
+from mlx_parallm.worker.attention.quantisation import KVQuantisation
 
 #: A few roundings of the dtype.
 TOLERANCES = {mx.float32: 2e-5, mx.float16: 2e-3, mx.bfloat16: 1.6e-2}

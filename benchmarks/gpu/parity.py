@@ -21,7 +21,7 @@ from mlx_lm.utils import load_model
 
 from mlx_parallm import LLM, SamplingParams
 from mlx_parallm.engine.demo_models import DEMO_FOLDER
-from mlx_parallm.runner.loader import DTYPES
+from mlx_parallm.worker.weights.loader import DTYPES
 
 NEW_TOKENS = 48
 #: How close the reference's two best logits are where texts may part, by dtype.

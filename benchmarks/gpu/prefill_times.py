@@ -16,13 +16,13 @@ from collections.abc import Callable
 import mlx.core as mx
 import numpy as np
 
-from mlx_parallm.attention.base import LayerShape, Scores
-from mlx_parallm.attention.chunk_plan import LongChunk
-from mlx_parallm.attention.kernel_backend import CudaAttention, KernelAttention
-from mlx_parallm.attention.kernel_plan import KernelPlan
-from mlx_parallm.attention.kernel_pool import KernelPool
-from mlx_parallm.attention.kernel_prefill import attend_chunk
-from mlx_parallm.batch import ScheduledSequence
+from mlx_parallm.types.step import ScheduledSequence
+from mlx_parallm.worker.attention.base import LayerShape, Scores
+from mlx_parallm.worker.attention.chunk_plan import LongChunk
+from mlx_parallm.worker.attention.kernel_backend import CudaAttention, KernelAttention
+from mlx_parallm.worker.attention.kernel_plan import KernelPlan
+from mlx_parallm.worker.attention.kernel_pool import KernelPool
+from mlx_parallm.worker.attention.kernel_prefill import attend_chunk
 
 BLOCK_SIZE, HEADS, DIM = 16, 32, 128
 SHAPE = LayerShape(num_kv_heads=8, key_dim=DIM, value_dim=DIM, dtype=mx.bfloat16)

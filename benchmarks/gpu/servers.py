@@ -33,7 +33,7 @@ from benchmarks.servers import Server, ServerError, mlx_lm_server, mlx_parallm_s
 from mlx_parallm.bench.record import PlannedRequest, RequestRecord
 from mlx_parallm.bench.statistics import percentile, summarise
 from mlx_parallm.bench.workload import Lengths
-from mlx_parallm.runner.device import backend_name
+from mlx_parallm.worker.device.properties import backend_name
 
 FOLDER, SHRUNK_FOLDER = Path("results/gpu-model"), Path("results/gpu-model-shrunk")
 #: Qwen3-0.6B with the benchmark's 4,096 tokens and a head of its own.

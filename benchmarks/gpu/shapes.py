@@ -13,15 +13,15 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten
 
 from mlx_parallm.kernels.dialect import CudaDialect
-from mlx_parallm.runner.delta_net import NetKernels, use_net_kernels
-from mlx_parallm.runner.device import backend_name
-from mlx_parallm.runner.expert_kernel import ExpertKernel
-from mlx_parallm.runner.expert_layers import use_expert_layers
-from mlx_parallm.runner.loader import LoadedModel
-from mlx_parallm.runner.row_kernel import RowKernel
-from mlx_parallm.runner.row_layers import use_row_layers
-from mlx_parallm.runner.state_kernels import ConvolutionKernel
-from mlx_parallm.runner.state_layers import use_state_layers
+from mlx_parallm.worker.device.properties import backend_name
+from mlx_parallm.worker.layers.delta_net import NetKernels, use_net_kernels
+from mlx_parallm.worker.layers.expert_kernel import ExpertKernel
+from mlx_parallm.worker.layers.expert_layers import use_expert_layers
+from mlx_parallm.worker.layers.row_kernel import RowKernel
+from mlx_parallm.worker.layers.row_layers import use_row_layers
+from mlx_parallm.worker.layers.state_kernels import ConvolutionKernel
+from mlx_parallm.worker.layers.state_layers import use_state_layers
+from mlx_parallm.worker.weights.loader import LoadedModel
 
 COMMON: dict[str, Any] = {
     "rms_norm_eps": 1e-6,

@@ -34,9 +34,6 @@ import mlx.core as mx
 from benchmarks.gpu.servers import SERVED
 from benchmarks.make_model import CONFIG, LEXICON_SEED, LEXICON_SIZE, make_model
 from benchmarks.servers import SERVED_NAME, Server, running_server
-from mlx_parallm.attention.base import LayerShape
-from mlx_parallm.attention.kernel_backend import KernelAttention
-from mlx_parallm.batch import ScheduledSequence
 from mlx_parallm.bench.words import make_lexicon
 from mlx_parallm.kernels.device_precompiler import (
     CUDA_TYPES,
@@ -45,7 +42,10 @@ from mlx_parallm.kernels.device_precompiler import (
 )
 from mlx_parallm.kernels.dialect import CudaDialect
 from mlx_parallm.kernels.precompiled import Precompiler
-from mlx_parallm.runner.device import backend_name
+from mlx_parallm.types.step import ScheduledSequence
+from mlx_parallm.worker.attention.base import LayerShape
+from mlx_parallm.worker.attention.kernel_backend import KernelAttention
+from mlx_parallm.worker.device.properties import backend_name
 
 RESULTS = Path("results")
 SHAPES: dict[str, dict[str, Any]] = {

@@ -8,7 +8,7 @@ from pathlib import Path
 from mlx_parallm.adapters.formats import read_adapter
 from mlx_parallm.adapters.safetensors import read_safetensors
 from mlx_parallm.adapters.weights import AdapterWeights
-from mlx_parallm.errors import InvalidRequestError
+from mlx_parallm.types.errors import InvalidRequestError
 
 CONFIG_NAME = "adapter_config.json"
 #: PEFT's name, and mlx-lm's.

@@ -17,7 +17,7 @@ from typing import Any
 
 from mlx_parallm.adapters.tensors import HostTensor, on_threads, stacked
 from mlx_parallm.adapters.weights import AdapterWeights, LowRank
-from mlx_parallm.errors import InvalidRequestError
+from mlx_parallm.types.errors import InvalidRequestError
 
 Tensors = Mapping[str, HostTensor]
 Parts = dict[str, dict[str, HostTensor]]

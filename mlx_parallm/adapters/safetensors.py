@@ -15,7 +15,7 @@ from typing import Any, TypeGuard
 import numpy as np
 
 from mlx_parallm.adapters.tensors import HostTensor
-from mlx_parallm.errors import InvalidRequestError
+from mlx_parallm.types.errors import InvalidRequestError
 
 _LENGTH_BYTES = 8
 # The format's own limit.

@@ -11,7 +11,7 @@ from starlette.requests import Request
 
 from mlx_parallm.api.origins import is_foreign
 from mlx_parallm.config import ServerConfig
-from mlx_parallm.errors import AuthenticationError, PermissionDeniedError
+from mlx_parallm.types.errors import AuthenticationError, PermissionDeniedError
 
 # Open without a key: health and metrics for supervisors, the page and the
 # documentation for people, which hold no secrets.

@@ -16,7 +16,7 @@ from mlx_parallm.batch_jobs.files import FileLimits
 from mlx_parallm.batch_jobs.service import BatchLimits, BatchService
 from mlx_parallm.config import SchedulerConfig, ServerConfig
 from mlx_parallm.engine.interface import EngineClient
-from mlx_parallm.errors import ShuttingDownError
+from mlx_parallm.types.errors import ShuttingDownError
 
 HEADERS = {"content-type": "application/json"}
 # What a line of a batch file holds besides its body.

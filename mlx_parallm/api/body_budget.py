@@ -17,7 +17,7 @@ from mlx_parallm.api.freed_memory import FreedMemory
 from mlx_parallm.api.internal import INTERNAL_CALLER, STREAMED_PATH, UPLOAD_PATHS
 from mlx_parallm.api.offload import TextThreads
 from mlx_parallm.config import ServerConfig
-from mlx_parallm.errors import OverloadedError, RequestTimeoutError
+from mlx_parallm.types.errors import OverloadedError, RequestTimeoutError
 
 # A body gets a second more for every so many bytes, so that large ones may take their time.
 MIN_BYTES_PER_S = 16 * 1024

@@ -14,10 +14,10 @@ from starlette.responses import Response
 
 from mlx_parallm.api.encoding import encoded, num_numbers
 from mlx_parallm.api.generation import unless_disconnected
-from mlx_parallm.encode import EncodeInput
 from mlx_parallm.engine.encoder_interface import EncoderModel
 from mlx_parallm.engine.interface import EngineClient
-from mlx_parallm.errors import InvalidRequestError
+from mlx_parallm.types.errors import InvalidRequestError
+from mlx_parallm.types.pooling import EncodeInput
 
 # Of one answer, whose text has some 20 bytes for each.
 MAX_NUMBERS = 2**24

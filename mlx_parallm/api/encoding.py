@@ -8,8 +8,8 @@ from typing import TypeVar
 
 import numpy as np
 
-from mlx_parallm.encode import EncodeInput, EncoderInfo
 from mlx_parallm.engine.encoder_interface import EncoderClient, EncoderModel
+from mlx_parallm.types.pooling import EncodeInput, EncoderInfo
 
 T = TypeVar("T")
 # Of the results that wait to be written: a row of the vocabulary is some 50,000.

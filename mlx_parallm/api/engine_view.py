@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from mlx_parallm.config import EngineConfig
-from mlx_parallm.encode import EncodeRequest, EncodeResults, Task
 from mlx_parallm.engine.control import EngineControl
 from mlx_parallm.engine.encoder_interface import (
     EncoderClient,
@@ -15,7 +14,8 @@ from mlx_parallm.engine.encoder_interface import (
     ModelMemory,
 )
 from mlx_parallm.engine.interface import EngineClient, EngineLoad, RequestHandle, ServedModel
-from mlx_parallm.request import GenerateRequest
+from mlx_parallm.types.pooling import EncodeRequest, EncodeResults, Task
+from mlx_parallm.types.request import GenerateRequest
 
 
 class EngineView:

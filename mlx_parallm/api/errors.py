@@ -16,8 +16,8 @@ from starlette.responses import Response
 from starlette.routing import Match, Mount
 from starlette.types import Scope
 
-from mlx_parallm import errors
 from mlx_parallm.api.paths import id_headers, speaks_anthropic, speaks_sglang
+from mlx_parallm.types import errors
 
 logger = logging.getLogger(__name__)
 

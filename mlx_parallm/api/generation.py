@@ -14,9 +14,9 @@ from mlx_parallm.api.errors import CLIENT_CLOSED
 from mlx_parallm.api.sse import wait_for_disconnect
 from mlx_parallm.engine.admission import check_room
 from mlx_parallm.engine.interface import EngineClient, RequestHandle
-from mlx_parallm.errors import InvalidRequestError
-from mlx_parallm.outputs import ErrorEvent, GenerateEvent, PromptEvent, TokenEvent
-from mlx_parallm.request import GenerateRequest
+from mlx_parallm.types.errors import InvalidRequestError
+from mlx_parallm.types.events import ErrorEvent, GenerateEvent, PromptEvent, TokenEvent
+from mlx_parallm.types.request import GenerateRequest
 
 T = TypeVar("T")
 Numbered = tuple[int, PromptEvent | TokenEvent]

@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 
 from mlx_parallm.engine.interface import ServedModel
-from mlx_parallm.errors import InvalidRequestError
 from mlx_parallm.grammar.spec import GrammarSpec
 from mlx_parallm.grammar.vocabulary import UNSUPPORTED
-from mlx_parallm.request import Grammar
+from mlx_parallm.types.errors import InvalidRequestError
+from mlx_parallm.types.request import Grammar
 
 # Work is bounded otherwise; this bounds it where the machine is busy or a bound is missing.
 COMPILE_TIMEOUT_S = 10.0

@@ -11,7 +11,7 @@ from starlette.requests import HTTPConnection
 
 from mlx_parallm.api.engine_view import EngineView
 from mlx_parallm.engine.interface import EngineClient, RequestHandle
-from mlx_parallm.request import GenerateRequest
+from mlx_parallm.types.request import GenerateRequest
 
 # The end of the path of the route that reads its body as it comes and keeps none of it in memory.
 STREAMED_PATH = "/files"

@@ -13,7 +13,7 @@ from starlette.responses import Response
 
 from mlx_parallm.api.ignored import forms_of, ignored_names, tell_ignored
 from mlx_parallm.engine.interface import EngineClient
-from mlx_parallm.errors import InvalidRequestError, ModelLoadingError
+from mlx_parallm.types.errors import InvalidRequestError, ModelLoadingError
 
 TOO_DEEP = "The body is nested too deeply."
 HALF_PAIR = "The body has half a surrogate pair in a text."

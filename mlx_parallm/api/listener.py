@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import socket
 
-from mlx_parallm.errors import ConfigError
+from mlx_parallm.types.errors import ConfigError
 
 FAMILIES = (socket.AF_INET, socket.AF_INET6)
 

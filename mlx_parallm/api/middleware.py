@@ -21,7 +21,7 @@ from mlx_parallm.api.internal import INTERNAL_CALLER
 from mlx_parallm.api.origins import may_change
 from mlx_parallm.api.paths import MESSAGES, id_headers, local_path
 from mlx_parallm.config import ServerConfig
-from mlx_parallm.errors import (
+from mlx_parallm.types.errors import (
     AuthenticationError,
     MisdirectedRequestError,
     PermissionDeniedError,

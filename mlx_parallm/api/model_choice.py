@@ -6,10 +6,10 @@ Routes that only some encoders can serve choose among those beside what they com
 
 from __future__ import annotations
 
-from mlx_parallm.encode import Task
 from mlx_parallm.engine.encoder_interface import EncoderModel
 from mlx_parallm.engine.interface import EngineClient, ServedModel
-from mlx_parallm.errors import ModelNotFoundError
+from mlx_parallm.types.errors import ModelNotFoundError
+from mlx_parallm.types.pooling import Task
 
 
 def generator(

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Literal
 
-from mlx_parallm.errors import InvalidRequestError
-from mlx_parallm.request import TokenLimit
+from mlx_parallm.types.errors import InvalidRequestError
+from mlx_parallm.types.request import TokenLimit
 
 FIELD = "truncate_prompt_tokens"
 

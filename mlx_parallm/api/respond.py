@@ -14,8 +14,8 @@ from mlx_parallm.api import sse
 from mlx_parallm.api.errors import BUG, body_of, error_body
 from mlx_parallm.api.generation import WHOLE, Generation, unless_disconnected
 from mlx_parallm.config import ServerConfig
-from mlx_parallm.errors import ParallmError
-from mlx_parallm.outputs import PromptEvent, TokenEvent
+from mlx_parallm.types.errors import ParallmError
+from mlx_parallm.types.events import PromptEvent, TokenEvent
 
 logger = logging.getLogger(__name__)
 

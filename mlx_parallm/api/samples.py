@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from mlx_parallm.api.versions import VersionSpans
-from mlx_parallm.batch import TokenLogprob
-from mlx_parallm.outputs import PromptEvent, TokenEvent
+from mlx_parallm.types.events import PromptEvent, TokenEvent
+from mlx_parallm.types.step import TokenLogprob
 
 
 @dataclass(slots=True)

@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 
 from mlx_parallm.api.engine_view import EncoderView, EngineView
-from mlx_parallm.cache_scope import EVERYBODY, CacheScope
 from mlx_parallm.config import ServerConfig
-from mlx_parallm.encode import EncodeRequest, EncodeResults
 from mlx_parallm.engine.encoder_interface import EncoderClient
 from mlx_parallm.engine.interface import EngineClient, RequestHandle
-from mlx_parallm.request import GenerateRequest
+from mlx_parallm.types.cache_scope import EVERYBODY, CacheScope
+from mlx_parallm.types.pooling import EncodeRequest, EncodeResults
+from mlx_parallm.types.request import GenerateRequest
 
 
 def scope_of(client: str, config: ServerConfig) -> CacheScope:

@@ -20,7 +20,7 @@ from starlette.requests import Request
 from mlx_parallm.api.errors import describe
 from mlx_parallm.api.json_body import parse_json
 from mlx_parallm.api.multipart import FormReader
-from mlx_parallm.errors import InvalidRequestError
+from mlx_parallm.types.errors import InvalidRequestError
 
 T = TypeVar("T", bound=BaseModel)
 

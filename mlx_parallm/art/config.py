@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 
-from mlx_parallm.errors import ConfigError
+from mlx_parallm.types.errors import ConfigError
 
 NVIDIA_DEVICES = Path("/proc/driver/nvidia/gpus")
 

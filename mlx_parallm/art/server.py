@@ -15,7 +15,7 @@ from mlx_parallm.art.errors import ServerStartError
 from mlx_parallm.child_process import ChildProcess
 from mlx_parallm.client import RequestFailedError, ServerUnreachableError
 from mlx_parallm.client.transport import Transport
-from mlx_parallm.errors import ConfigError
+from mlx_parallm.types.errors import ConfigError
 
 POLL_S = 0.1
 STOP_TIMEOUT_S = 30.0

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from mlx_parallm.errors import StorageError, StorageInUseError
+from mlx_parallm.types.errors import StorageError, StorageInUseError
 
 FOLDER_MODE = 0o700
 FILE_MODE = 0o600

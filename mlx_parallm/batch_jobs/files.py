@@ -18,7 +18,7 @@ from mlx_parallm.batch_jobs import disk
 from mlx_parallm.batch_jobs.ids import IdMaker, page_of
 from mlx_parallm.batch_jobs.stored import read_records
 from mlx_parallm.batch_jobs.threads import in_thread
-from mlx_parallm.errors import InvalidRequestError, NotFoundError, RequestTooLargeError
+from mlx_parallm.types.errors import InvalidRequestError, NotFoundError, RequestTooLargeError
 
 # What an empty file costs on disk, so that the limit of bytes bounds their number too.
 MIN_CHARGE = 4096

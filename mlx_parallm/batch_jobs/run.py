@@ -27,7 +27,7 @@ from mlx_parallm.batch_jobs.results import CANCELLED, EXPIRED, Tally, write_resu
 from mlx_parallm.batch_jobs.slots import Slots
 from mlx_parallm.batch_jobs.store import BatchStore
 from mlx_parallm.batch_jobs.threads import in_thread
-from mlx_parallm.errors import ShuttingDownError
+from mlx_parallm.types.errors import ShuttingDownError
 
 logger = logging.getLogger(__name__)
 

@@ -15,7 +15,7 @@ from mlx_parallm.batch_jobs.records import COMPLETION_WINDOW_S, BatchRecord, Sta
 from mlx_parallm.batch_jobs.run import BatchRun, RunContext, Send, growing_delay
 from mlx_parallm.batch_jobs.slots import Slots
 from mlx_parallm.batch_jobs.storage import Storage
-from mlx_parallm.errors import (
+from mlx_parallm.types.errors import (
     InvalidRequestError,
     NotFoundError,
     ShuttingDownError,

@@ -11,7 +11,7 @@ from mlx_parallm.batch_jobs.ids import IdMaker, page_of
 from mlx_parallm.batch_jobs.records import BatchRecord
 from mlx_parallm.batch_jobs.stored import read_records
 from mlx_parallm.batch_jobs.threads import in_thread
-from mlx_parallm.errors import NotFoundError, OverloadedError
+from mlx_parallm.types.errors import NotFoundError, OverloadedError
 
 # Of one owner.
 MAX_OPEN = 100

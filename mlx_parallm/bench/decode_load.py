@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from mlx_parallm.engine.engine import Engine
-from mlx_parallm.errors import ConfigError
-from mlx_parallm.outputs import ErrorEvent, TokenEvent
-from mlx_parallm.request import GenerateRequest, SamplingParams
+from mlx_parallm.types.errors import ConfigError
+from mlx_parallm.types.events import ErrorEvent, TokenEvent
+from mlx_parallm.types.request import GenerateRequest, SamplingParams
 
 
 class DecodeLoad:

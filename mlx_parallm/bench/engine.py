@@ -14,7 +14,7 @@ from mlx_parallm.bench.step_times import format_steps, summarise_steps
 from mlx_parallm.bench.step_trace import TraceRecorder, write_trace
 from mlx_parallm.config import EngineConfig, ModelConfig, SchedulerConfig
 from mlx_parallm.engine.metrics import MetricFamilies
-from mlx_parallm.errors import ConfigError
+from mlx_parallm.types.errors import ConfigError
 
 if TYPE_CHECKING:
     from mlx_parallm.engine.build import LoadedEngine

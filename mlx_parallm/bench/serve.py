@@ -31,7 +31,7 @@ from mlx_parallm.bench.report import (
 from mlx_parallm.bench.statistics import summarise
 from mlx_parallm.bench.words import make_lexicon
 from mlx_parallm.bench.workload import Workload, plan_requests
-from mlx_parallm.errors import ConfigError
+from mlx_parallm.types.errors import ConfigError
 
 LEXICON_SIZE = 3000
 LEXICON_SEED = 7

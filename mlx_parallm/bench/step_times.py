@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from mlx_parallm.tracing import Phase
+from mlx_parallm.types.tracing import Phase
 
 # A shorter wait is that of reading results which are there.
 MIN_WAIT_S = 2e-4

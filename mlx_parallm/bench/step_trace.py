@@ -13,9 +13,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from mlx_parallm.batch import ScheduledBatch
 from mlx_parallm.bench.step_times import Span, device_spans
-from mlx_parallm.tracing import Phase
+from mlx_parallm.types.step import ScheduledBatch
+from mlx_parallm.types.tracing import Phase
 
 PROCESS = 1
 ENGINE_THREAD = 1

@@ -24,7 +24,7 @@ from mlx_parallm.cli.settings import (
     variable_of,
 )
 from mlx_parallm.config import KEY_SCOPE, EngineConfig, ModelConfig, ModelTask, ServerConfig
-from mlx_parallm.errors import ConfigError
+from mlx_parallm.types.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 

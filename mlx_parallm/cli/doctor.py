@@ -15,16 +15,16 @@ from mlx_parallm import __version__
 from mlx_parallm.cli.configure import add_settings, read_settings
 from mlx_parallm.cli.settings import BATCHING, MEMORY, MODELS
 from mlx_parallm.config import KV_CACHE_DTYPES, EngineConfig
-from mlx_parallm.errors import ParallmError
-from mlx_parallm.kv_cache.budget import KVShare
-from mlx_parallm.runner.adapter_check import adapter_report
-from mlx_parallm.runner.backend_choice import AttentionReport, attention_report
-from mlx_parallm.runner.device import DeviceReport, device_report
-from mlx_parallm.runner.device_kernels import CompilerReport, KernelReport, compiler_report
-from mlx_parallm.runner.expert_kernel import expert_report
-from mlx_parallm.runner.row_kernel import linear_report
-from mlx_parallm.runner.sampling_check import sampling_report
-from mlx_parallm.runner.state_kernels import states_report
+from mlx_parallm.generation.kv_cache.budget import KVShare
+from mlx_parallm.types.errors import ParallmError
+from mlx_parallm.worker.attention.backend_choice import AttentionReport, attention_report
+from mlx_parallm.worker.device.kernels import CompilerReport, KernelReport, compiler_report
+from mlx_parallm.worker.device.properties import DeviceReport, device_report
+from mlx_parallm.worker.layers.expert_kernel import expert_report
+from mlx_parallm.worker.layers.row_kernel import linear_report
+from mlx_parallm.worker.layers.state_kernels import states_report
+from mlx_parallm.worker.lora.adapter_check import adapter_report
+from mlx_parallm.worker.sampling.check import sampling_report
 
 PACKAGES = (
     "mlx",

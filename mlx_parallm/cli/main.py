@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from mlx_parallm import __version__
 from mlx_parallm.cli.logs import report
 from mlx_parallm.cli.parser import CommandParser
-from mlx_parallm.errors import ConfigError, ParallmError
+from mlx_parallm.types.errors import ConfigError, ParallmError
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,7 @@ from mlx_parallm.config import (
     ServerConfig,
 )
 from mlx_parallm.parsing.registry import reasoning_format_names, tool_format_names
-from mlx_parallm.request import LOGPROBS_MODES
+from mlx_parallm.types.request import LOGPROBS_MODES
 
 ENVIRONMENT_PREFIX = "MLX_PARALLM_"
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from mlx_parallm.errors import ParallmError
+from mlx_parallm.types.errors import ParallmError
 
 
 class ClientError(ParallmError):

@@ -20,8 +20,8 @@ from mlx_parallm.engine.control_metrics import ADAPTER, ControlMetrics
 from mlx_parallm.engine.host_actions import Loaded, taken
 from mlx_parallm.engine.interface import ServedModel
 from mlx_parallm.engine.policies import AdapterInfo, AdapterUpload
-from mlx_parallm.errors import InvalidRequestError, ModelNotFoundError, NotFoundError
-from mlx_parallm.weights import WeightsVersion
+from mlx_parallm.types.errors import InvalidRequestError, ModelNotFoundError, NotFoundError
+from mlx_parallm.types.weights import WeightsVersion
 
 
 class EngineThread(Protocol):

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from mlx_parallm.adapters.folder import CONFIG_NAME
 from mlx_parallm.config import AdapterConfig
-from mlx_parallm.errors import InvalidRequestError, NotFoundError
+from mlx_parallm.types.errors import InvalidRequestError, NotFoundError
 
 #: Most characters of an adapter's name.
 MAX_NAME = 256

@@ -8,8 +8,8 @@ from pathlib import Path
 from mlx_parallm.adapters.folder import read_adapter_folder
 from mlx_parallm.adapters.weights import AdapterWeights
 from mlx_parallm.engine.adapter_folders import LORA_PATH, AdapterFolders
-from mlx_parallm.errors import ModelLoadError, ModelNotFoundError, NotFoundError
-from mlx_parallm.runner.hub import download_adapter, log_download
+from mlx_parallm.types.errors import ModelLoadError, ModelNotFoundError, NotFoundError
+from mlx_parallm.worker.weights.hub import download_adapter, log_download
 
 
 class AdapterReader:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from mlx_parallm.batch import RunnerInfo
-from mlx_parallm.errors import ContextLengthError, InvalidRequestError
-from mlx_parallm.request import ALL_TOKENS, GenerateRequest
+from mlx_parallm.types.errors import ContextLengthError, InvalidRequestError
+from mlx_parallm.types.request import ALL_TOKENS, GenerateRequest
+from mlx_parallm.types.step import RunnerInfo
 
 # Numbers of a prompt, some 100 bytes each until they are written.
 MAX_PROMPT_LOGPROBS = 1 << 23

@@ -14,8 +14,8 @@ from mlx_parallm.engine.control_metrics import WEIGHTS, ControlMetrics
 from mlx_parallm.engine.encoder_interface import ModelMemory
 from mlx_parallm.engine.live_weights import SLEEP_TAGS, WeightsUpdate
 from mlx_parallm.engine.state import SlotCounts
-from mlx_parallm.errors import InvalidRequestError, ModelNotFoundError, PausedError
-from mlx_parallm.weights import WeightsVersion
+from mlx_parallm.types.errors import InvalidRequestError, ModelNotFoundError, PausedError
+from mlx_parallm.types.weights import WeightsVersion
 
 
 class AsyncControl(AdapterControl):

@@ -33,7 +33,7 @@ from mlx_parallm.engine.model_memory import model_memory
 from mlx_parallm.engine.open_streams import OpenStreams
 from mlx_parallm.engine.policies import AdapterUpload
 from mlx_parallm.engine.state import EngineState, MetricsText
-from mlx_parallm.errors import (
+from mlx_parallm.types.errors import (
     EngineDeadError,
     InvalidRequestError,
     ModelNotFoundError,
@@ -41,8 +41,8 @@ from mlx_parallm.errors import (
     RequestAbortedError,
     ShuttingDownError,
 )
-from mlx_parallm.outputs import GenerateEvent
-from mlx_parallm.request import GenerateRequest
+from mlx_parallm.types.events import GenerateEvent
+from mlx_parallm.types.request import GenerateRequest
 
 logger = logging.getLogger(__name__)
 

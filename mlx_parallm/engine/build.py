@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from mlx_parallm.batch import RunnerInfo
 from mlx_parallm.config import (
     CacheConfig,
     EngineConfig,
@@ -26,30 +25,32 @@ from mlx_parallm.engine.interface import ServedModel
 from mlx_parallm.engine.live_weights import LiveWeights
 from mlx_parallm.engine.metrics import EngineMetrics, MetricFamilies
 from mlx_parallm.engine.policies import Policies
-from mlx_parallm.errors import ConfigError, ModelLoadError
+from mlx_parallm.generation.kv_cache.budget import KVShare, share_budget
+from mlx_parallm.generation.kv_cache.manager import KVCacheManager
+from mlx_parallm.generation.scheduler.scheduler import Scheduler
 from mlx_parallm.grammar.compiler import GrammarCompiler
 from mlx_parallm.grammar.vocabulary import GrammarVocabulary
 from mlx_parallm.kernels.device_precompiler import device_precompiler
-from mlx_parallm.kv_cache.budget import KVPlan, KVShare, share_budget
-from mlx_parallm.kv_cache.manager import KVCacheManager
-from mlx_parallm.load_failures import load_failures
-from mlx_parallm.runner.backend_choice import BackendChoice, choose_backend
-from mlx_parallm.runner.cache_layout import CacheLayout, kv_shapes, probe_layout
-from mlx_parallm.runner.device import backend_name, free_memory_bytes, give_back_memory
-from mlx_parallm.runner.device_kernels import kernels_kept_in
-from mlx_parallm.runner.draft_model import DraftModel
-from mlx_parallm.runner.host_memory import keep_freed_memory
-from mlx_parallm.runner.hub import resolve_model
-from mlx_parallm.runner.loader import LoadedModel, load_model
-from mlx_parallm.runner.memory import config_value, context_length, plan_kv, query_heads
-from mlx_parallm.runner.model_runner import ModelRunner
-from mlx_parallm.runner.revision import folder_revision
-from mlx_parallm.runner.row_selection import embedding_rows
-from mlx_parallm.runner.warm_up import WarmUp
-from mlx_parallm.scheduler.scheduler import Scheduler
+from mlx_parallm.models.load_failures import load_failures
 from mlx_parallm.tokenizer.tokenizer import ParallmTokenizer, load_tokenizer
-from mlx_parallm.tracing import StepTracer
+from mlx_parallm.types.errors import ConfigError, ModelLoadError
+from mlx_parallm.types.kv_plan import KVPlan
+from mlx_parallm.types.step import RunnerInfo
+from mlx_parallm.types.tracing import StepTracer
 from mlx_parallm.units import readable_bytes
+from mlx_parallm.worker.attention.backend_choice import BackendChoice, choose_backend
+from mlx_parallm.worker.device.host_memory import keep_freed_memory
+from mlx_parallm.worker.device.kernels import kernels_kept_in
+from mlx_parallm.worker.device.properties import backend_name, free_memory_bytes, give_back_memory
+from mlx_parallm.worker.generation.cache_layout import CacheLayout, kv_shapes, probe_layout
+from mlx_parallm.worker.generation.draft_model import DraftModel
+from mlx_parallm.worker.generation.memory import config_value, context_length, plan_kv, query_heads
+from mlx_parallm.worker.generation.model_runner import ModelRunner
+from mlx_parallm.worker.generation.row_selection import embedding_rows
+from mlx_parallm.worker.generation.warm_up import WarmUp
+from mlx_parallm.worker.weights.hub import resolve_model
+from mlx_parallm.worker.weights.loader import LoadedModel, load_model
+from mlx_parallm.worker.weights.revision import folder_revision
 
 logger = logging.getLogger(__name__)
 

@@ -9,10 +9,10 @@ from collections.abc import Callable, Mapping, MutableMapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
-from mlx_parallm.encode import EncodeRequest
-from mlx_parallm.errors import ParallmError
-from mlx_parallm.outputs import GenerateEvent
-from mlx_parallm.request import GenerateRequest
+from mlx_parallm.types.errors import ParallmError
+from mlx_parallm.types.events import GenerateEvent
+from mlx_parallm.types.pooling import EncodeRequest
+from mlx_parallm.types.request import GenerateRequest
 
 if TYPE_CHECKING:
     from mlx_parallm.engine.adapter_staging import AdapterStaging

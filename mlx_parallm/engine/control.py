@@ -8,7 +8,7 @@ from typing import Protocol
 
 from mlx_parallm.engine.live_weights import WeightsUpdate
 from mlx_parallm.engine.policies import AdapterInfo, AdapterUpload
-from mlx_parallm.weights import WeightsVersion
+from mlx_parallm.types.weights import WeightsVersion
 
 
 class PauseMode(StrEnum):

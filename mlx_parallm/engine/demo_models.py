@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from mlx_parallm.errors import ModelLoadError
+from mlx_parallm.types.errors import ModelLoadError
 
 DEMO_NAME = "mlx-parallm-demo"
 PREFIX = "demo:"

@@ -8,7 +8,7 @@ from enum import StrEnum
 from typing import Any, Literal, Protocol
 
 from mlx_parallm.config import ModelConfig, ModelTask
-from mlx_parallm.encode import (
+from mlx_parallm.types.pooling import (
     EncodeInput,
     EncodeRequest,
     EncodeResults,
@@ -17,7 +17,7 @@ from mlx_parallm.encode import (
     Task,
     TokenSpan,
 )
-from mlx_parallm.request import ANY_LENGTH, TokenLimit
+from mlx_parallm.types.request import ANY_LENGTH, TokenLimit
 
 
 class TextEncoder(Protocol):

@@ -9,7 +9,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
-from mlx_parallm.batch import Runner, RunnerInfo, ScheduledBatch, StepInFlight
 from mlx_parallm.engine.admission import check_request
 from mlx_parallm.engine.encoders.batch_cost import StepPace
 from mlx_parallm.engine.interface import Tokenizer
@@ -17,12 +16,13 @@ from mlx_parallm.engine.live_weights import LiveWeights
 from mlx_parallm.engine.metrics import EngineMetrics
 from mlx_parallm.engine.output_processor import OutputProcessor
 from mlx_parallm.engine.policies import NoAdapters, Policies
-from mlx_parallm.outputs import GenerateEvent
-from mlx_parallm.request import GenerateRequest
-from mlx_parallm.scheduler.scheduler import Scheduler
-from mlx_parallm.scheduler.step_cost import MIN_CHUNK
-from mlx_parallm.scheduler.updates import SchedulerStats, SequenceUpdate
-from mlx_parallm.tracing import NoTracer, Phase, StepTracer
+from mlx_parallm.generation.scheduler.scheduler import Scheduler
+from mlx_parallm.generation.scheduler.step_cost import MIN_CHUNK
+from mlx_parallm.generation.scheduler.updates import SchedulerStats, SequenceUpdate
+from mlx_parallm.types.events import GenerateEvent
+from mlx_parallm.types.request import GenerateRequest
+from mlx_parallm.types.step import Runner, RunnerInfo, ScheduledBatch, StepInFlight
+from mlx_parallm.types.tracing import NoTracer, Phase, StepTracer
 
 logger = logging.getLogger(__name__)
 

@@ -8,9 +8,9 @@ from dataclasses import replace
 from itertools import chain
 from typing import cast
 
-from mlx_parallm.errors import ParallmError
-from mlx_parallm.outputs import ErrorEvent, GenerateEvent, TokenEvent
-from mlx_parallm.request import GenerateRequest
+from mlx_parallm.types.errors import ParallmError
+from mlx_parallm.types.events import ErrorEvent, GenerateEvent, TokenEvent
+from mlx_parallm.types.request import GenerateRequest
 
 # Of events that nobody has read: for one sample, and more for each other one.
 MAX_UNREAD = 4096

@@ -10,8 +10,8 @@ from mlx_parallm.engine.commands import EngineHost
 from mlx_parallm.engine.engine import Engine
 from mlx_parallm.engine.live_weights import SLEEP_TAGS, LiveWeights, WeightsUpdate
 from mlx_parallm.engine.policies import AdapterInfo, AdapterUpload, Policies
-from mlx_parallm.errors import InvalidRequestError, ModelNotFoundError
-from mlx_parallm.weights import WeightsVersion
+from mlx_parallm.types.errors import InvalidRequestError, ModelNotFoundError
+from mlx_parallm.types.weights import WeightsVersion
 
 #: All adapters, and the versions of the models themselves by their first names.
 Loaded = tuple[Sequence[AdapterInfo], Mapping[str, WeightsVersion]]

@@ -7,14 +7,14 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
-from mlx_parallm.batch import RunnerInfo
 from mlx_parallm.config import EngineConfig
 from mlx_parallm.engine.control import EngineControl
 from mlx_parallm.grammar.spec import GrammarSpec
 from mlx_parallm.grammar.vocabulary import GrammarVocabulary
-from mlx_parallm.outputs import GenerateEvent
 from mlx_parallm.parsing.formats import ReasoningFormat, ToolFormat
-from mlx_parallm.request import GenerateRequest, TokenLimit
+from mlx_parallm.types.events import GenerateEvent
+from mlx_parallm.types.request import GenerateRequest, TokenLimit
+from mlx_parallm.types.step import RunnerInfo
 
 if TYPE_CHECKING:
     pass

@@ -17,9 +17,9 @@ from mlx_parallm.engine.interface import ServedModel
 from mlx_parallm.engine.loop import EngineLoop
 from mlx_parallm.engine.metrics import MetricFamilies
 from mlx_parallm.engine.state import EngineState
-from mlx_parallm.errors import EngineDeadError
-from mlx_parallm.outputs import GenerateEvent
-from mlx_parallm.runner.device import end_thread
+from mlx_parallm.types.errors import EngineDeadError
+from mlx_parallm.types.events import GenerateEvent
+from mlx_parallm.worker.device.properties import end_thread
 
 T = TypeVar("T")
 

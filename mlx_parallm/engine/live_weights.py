@@ -9,9 +9,9 @@ from typing import Protocol
 
 from mlx_parallm.adapters.tensors import HostTensor
 from mlx_parallm.engine.policies import Policies
-from mlx_parallm.errors import InvalidRequestError, VersionMismatchError
-from mlx_parallm.scheduler.scheduler import Scheduler
-from mlx_parallm.weights import WeightsVersion
+from mlx_parallm.generation.scheduler.scheduler import Scheduler
+from mlx_parallm.types.errors import InvalidRequestError, VersionMismatchError
+from mlx_parallm.types.weights import WeightsVersion
 
 #: What can be put away, by vLLM's names.
 WEIGHTS, KV_CACHE = "weights", "kv_cache"

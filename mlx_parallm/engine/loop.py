@@ -17,9 +17,9 @@ from mlx_parallm.engine.encoders.build import EncoderBuild
 from mlx_parallm.engine.encoders.engine import EncodeEngine
 from mlx_parallm.engine.encoders.metrics import EncoderFamilies
 from mlx_parallm.engine.engine import Engine
-from mlx_parallm.errors import ControlError, ModelNotFoundError, OverloadedError, ParallmError
-from mlx_parallm.outputs import GenerateEvent
-from mlx_parallm.scheduler.planner import TARGET_SHARE
+from mlx_parallm.generation.scheduler.planner import TARGET_SHARE
+from mlx_parallm.types.errors import ControlError, ModelNotFoundError, OverloadedError, ParallmError
+from mlx_parallm.types.events import GenerateEvent
 
 logger = logging.getLogger(__name__)
 

@@ -10,7 +10,7 @@ from contextlib import suppress
 from typing import Any
 
 from mlx_parallm.engine.commands import Command
-from mlx_parallm.errors import EngineDeadError
+from mlx_parallm.types.errors import EngineDeadError
 
 # Of steps whose events the loop has not seen to: more would only make it later for everybody.
 MAX_BEHIND = 4

@@ -11,12 +11,12 @@ from dataclasses import dataclass
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
-from mlx_parallm.batch import RunnerInfo, ScheduledBatch
 from mlx_parallm.engine.encoders.metrics import EncoderFamilies
-from mlx_parallm.outputs import ErrorEvent, GenerateEvent, PromptEvent, TokenEvent
-from mlx_parallm.request import GenerateRequest
-from mlx_parallm.runner.device import active_memory_bytes
-from mlx_parallm.scheduler.updates import SchedulerStats, SpeculationStats
+from mlx_parallm.generation.scheduler.updates import SchedulerStats, SpeculationStats
+from mlx_parallm.types.events import ErrorEvent, GenerateEvent, PromptEvent, TokenEvent
+from mlx_parallm.types.request import GenerateRequest
+from mlx_parallm.types.step import RunnerInfo, ScheduledBatch
+from mlx_parallm.worker.device.properties import active_memory_bytes
 
 LABELS = ("model_name", "engine")
 LATENCY_S = (0.05, 0.1, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 60.0, 120.0)

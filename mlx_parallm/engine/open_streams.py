@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from mlx_parallm.engine.event_stream import EventStream
-from mlx_parallm.errors import InvalidRequestError, ParallmError, RequestAbortedError
-from mlx_parallm.outputs import ErrorEvent, GenerateEvent
-from mlx_parallm.request import GenerateRequest
+from mlx_parallm.types.errors import InvalidRequestError, ParallmError, RequestAbortedError
+from mlx_parallm.types.events import ErrorEvent, GenerateEvent
+from mlx_parallm.types.request import GenerateRequest
 
 
 class OpenStreams:

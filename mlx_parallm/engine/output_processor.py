@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 
 from mlx_parallm.engine.interface import IncrementalDetokenizer, Tokenizer
 from mlx_parallm.engine.stop_strings import StopStringMatcher, StopStrings
-from mlx_parallm.errors import StepError
-from mlx_parallm.outputs import ErrorEvent, FinishReason, GenerateEvent, TokenEvent
-from mlx_parallm.request import GenerateRequest, SamplingParams
-from mlx_parallm.scheduler.updates import SequenceUpdate
+from mlx_parallm.generation.scheduler.updates import SequenceUpdate
+from mlx_parallm.types.errors import StepError
+from mlx_parallm.types.events import ErrorEvent, FinishReason, GenerateEvent, TokenEvent
+from mlx_parallm.types.request import GenerateRequest, SamplingParams
 
 
 @dataclass(slots=True)

@@ -8,16 +8,16 @@ from itertools import count
 from typing import Protocol
 
 from mlx_parallm.adapters.weights import AdapterWeights
-from mlx_parallm.encode import OwnHead
-from mlx_parallm.errors import (
+from mlx_parallm.generation.scheduler.adapter_slots import AdapterSlots
+from mlx_parallm.types.errors import (
     InvalidRequestError,
     ModelNotFoundError,
     NotFoundError,
     OverloadedError,
     VersionMismatchError,
 )
-from mlx_parallm.scheduler.adapter_slots import AdapterSlots
-from mlx_parallm.weights import BaseWeights, PolicyWeights, WeightsVersion
+from mlx_parallm.types.pooling import OwnHead
+from mlx_parallm.types.weights import BaseWeights, PolicyWeights, WeightsVersion
 
 # Of a label that is a number to count on from.
 MAX_DIGITS = 18

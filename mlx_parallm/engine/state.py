@@ -12,8 +12,8 @@ from mlx_parallm.engine.encoders.engine import EncodeEngine
 from mlx_parallm.engine.engine import Engine
 from mlx_parallm.engine.interface import Grammars
 from mlx_parallm.engine.metrics import MetricFamilies, total
-from mlx_parallm.errors import OverloadedError
 from mlx_parallm.grammar.spec import GrammarSpec
+from mlx_parallm.types.errors import OverloadedError
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,6 @@ from typing import Any, Generic, TypeVar
 
 from llguidance import LLMatcher
 
-from mlx_parallm.errors import InvalidRequestError
 from mlx_parallm.grammar.lark import (
     LarkBuilder,
     json_schema_grammar,
@@ -23,6 +22,7 @@ from mlx_parallm.grammar.lark import (
 from mlx_parallm.grammar.spec import GrammarKind, GrammarSpec
 from mlx_parallm.grammar.structural_tag import structural_tag_grammar
 from mlx_parallm.grammar.vocabulary import GrammarVocabulary
+from mlx_parallm.types.errors import InvalidRequestError
 
 K = TypeVar("K", bound=Hashable)
 V = TypeVar("V")

@@ -14,7 +14,7 @@ from typing import Any
 from llguidance import LLMatcher
 from llguidance.gbnf_to_lark import any_to_lark, gbnf_to_lark
 
-from mlx_parallm.errors import InvalidRequestError
+from mlx_parallm.types.errors import InvalidRequestError
 
 # A single space, or a line break and indentation: what writers of JSON put between tokens. Without
 # a bound a model may write white space until its tokens run out.

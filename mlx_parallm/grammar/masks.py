@@ -10,9 +10,9 @@ import numpy as np
 from llguidance import LLExecutor
 from llguidance.numpy import fill_next_token_bitmask_par
 
-from mlx_parallm.batch import SampleSpec
 from mlx_parallm.grammar.compiler import GrammarCompiler
 from mlx_parallm.grammar.sample_matcher import SampleMatcher
+from mlx_parallm.types.step import SampleSpec
 
 _BIT = np.uint32(1)
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from llguidance import LLMatcher
 
 from mlx_parallm.grammar.vocabulary import GrammarVocabulary
-from mlx_parallm.request import SamplingParams
+from mlx_parallm.types.request import SamplingParams
 
 
 class SampleMatcher:

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
-from mlx_parallm.errors import InvalidRequestError
 from mlx_parallm.grammar.json_size import is_longer
+from mlx_parallm.types.errors import InvalidRequestError
 
 # Of the text of a specification; OpenAI takes 120,000 characters of names and values.
 MAX_CHARS = 256 * 1024

@@ -11,7 +11,6 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from mlx_parallm.errors import InvalidRequestError
 from mlx_parallm.grammar.lark import (
     LarkBuilder,
     SpecialTokens,
@@ -19,6 +18,7 @@ from mlx_parallm.grammar.lark import (
     lark_of_either,
     regex_grammar,
 )
+from mlx_parallm.types.errors import InvalidRequestError
 
 MAX_TAGS = 512
 

@@ -12,11 +12,11 @@ from dataclasses import dataclass
 import mlx.core as mx
 import mlx.nn as nn
 
-from mlx_parallm.errors import ModelLoadError
 from mlx_parallm.models.encoder_args import EncoderArgs
 from mlx_parallm.numerics.attention import softmax_attention
 from mlx_parallm.numerics.exp2 import is_exp_slow, silu
 from mlx_parallm.numerics.gelu import gelu
+from mlx_parallm.types.errors import ModelLoadError
 
 Activation = Callable[[mx.array], mx.array]
 AttentionMask = mx.array | None

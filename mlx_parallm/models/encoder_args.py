@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import Any, Literal, Self
 
-from mlx_parallm.errors import ModelLoadError
+from mlx_parallm.types.errors import ModelLoadError
 
 Head = Literal["masked_lm", "sequence", "token"]
 

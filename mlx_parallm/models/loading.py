@@ -14,8 +14,6 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 
-from mlx_parallm.errors import ModelLoadError
-from mlx_parallm.load_failures import load_failures
 from mlx_parallm.models import (
     bert,
     deberta_v2,
@@ -29,7 +27,9 @@ from mlx_parallm.models import (
     xlm_roberta,
 )
 from mlx_parallm.models.checkpoint_names import Weights, without
+from mlx_parallm.models.load_failures import load_failures
 from mlx_parallm.numerics.finite import evaluate_weights, scale_modes
+from mlx_parallm.types.errors import ModelLoadError
 
 #: The modules that implement an architecture, by the config's ``model_type``.
 ARCHITECTURES: dict[str, ModuleType] = {

@@ -11,13 +11,13 @@ from typing import Any, Literal, get_args
 import mlx.core as mx
 import mlx.nn as nn
 
-from mlx_parallm.errors import ModelLoadError
 from mlx_parallm.models.bert_layers import AttentionMask, activation, check_heads, key_mask
 from mlx_parallm.models.checkpoint_names import Weights, modern_names, with_decoder, without
 from mlx_parallm.models.encoder_args import EncoderArgs
 from mlx_parallm.models.heads import VocabularyBias, vocabulary_logits
 from mlx_parallm.models.local_attention import attend_near
 from mlx_parallm.models.rotary_layers import Rotary, attend_rotary
+from mlx_parallm.types.errors import ModelLoadError
 
 WORDS = "model.embeddings.tok_embeddings.weight"
 

@@ -14,7 +14,6 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
-from mlx_parallm.errors import ModelLoadError
 from mlx_parallm.models.bert_layers import (
     AttentionMask,
     Pooler,
@@ -26,6 +25,7 @@ from mlx_parallm.models.checkpoint_names import Weights, modern_names, with_deco
 from mlx_parallm.models.encoder_args import EncoderArgs
 from mlx_parallm.models.heads import decoded
 from mlx_parallm.models.rotary_layers import Rotary, attend_rotary, join_rows
+from mlx_parallm.types.errors import ModelLoadError
 
 DECODER = "lm_head.decoder"
 WORDS = "new.embeddings.word_embeddings.weight"

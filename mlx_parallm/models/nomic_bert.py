@@ -13,7 +13,6 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from mlx_parallm.errors import ModelLoadError
 from mlx_parallm.models.bert_layers import (
     Activation,
     AttentionMask,
@@ -26,6 +25,7 @@ from mlx_parallm.models.checkpoint_names import Weights, modern_names, with_deco
 from mlx_parallm.models.encoder_args import EncoderArgs
 from mlx_parallm.models.heads import Predictions, PreTrainingHeads
 from mlx_parallm.models.rotary_layers import Rotary, attend_rotary, join_rows
+from mlx_parallm.types.errors import ModelLoadError
 
 DECODER = "cls.predictions.decoder"
 WORDS = "bert.embeddings.word_embeddings.weight"

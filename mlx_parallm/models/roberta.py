@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from mlx_parallm.errors import ModelLoadError
 from mlx_parallm.models.bert_layers import BertArgs, BertTrunk
 from mlx_parallm.models.heads import RobertaHeads
+from mlx_parallm.types.errors import ModelLoadError
 
 
 @dataclass

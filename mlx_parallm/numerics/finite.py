@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import mlx.core as mx
 
-from mlx_parallm.errors import ModelLoadError
+from mlx_parallm.types.errors import ModelLoadError
 
 
 class FloatBits(NamedTuple):

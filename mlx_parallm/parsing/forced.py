@@ -8,9 +8,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from mlx_parallm.errors import InvalidRequestError
 from mlx_parallm.parsing.families.json_array import JSON_ARRAY
 from mlx_parallm.parsing.formats import CallText, Tool, ToolFormat, tools_of
+from mlx_parallm.types.errors import InvalidRequestError
 
 # As chat templates write JSON; free white space would let a bad model go on for ever.
 _WRITTEN = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Container
 
-from mlx_parallm.errors import ConfigError
 from mlx_parallm.parsing.families import gemma, headed_json, json_array, muse, pythonic, xml_calls
 from mlx_parallm.parsing.families.glm import GLM45
 from mlx_parallm.parsing.families.harmony import HARMONY
@@ -13,6 +12,7 @@ from mlx_parallm.parsing.families.llama_json import LLAMA3_JSON
 from mlx_parallm.parsing.families.tagged_json import HERMES, LONGCAT
 from mlx_parallm.parsing.formats import ReasoningFormat, ToolFormat
 from mlx_parallm.parsing.reasoning import REASONING_FORMATS
+from mlx_parallm.types.errors import ConfigError
 
 # The order matters where a model has the signs of several: the rarer signs come first.
 _TOOL_FORMATS = (

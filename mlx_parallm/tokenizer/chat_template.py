@@ -11,8 +11,8 @@ from typing import Any
 from jinja2.exceptions import TemplateError
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from mlx_parallm.errors import InvalidRequestError
 from mlx_parallm.tokenizer.lanes import Lanes
+from mlx_parallm.types.errors import InvalidRequestError
 
 # What a Jinja template raises for messages it was not written for.
 _TEMPLATE_ERRORS = (

@@ -8,10 +8,10 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from mlx_parallm.errors import ModelLoadError
-from mlx_parallm.request import ANY_LENGTH, TokenLimit
 from mlx_parallm.tokenizer.encoder_tokenizer import EncoderTokenizer
 from mlx_parallm.tokenizer.tokenizer import ParallmTokenizer, load_tokenizer
+from mlx_parallm.types.errors import ModelLoadError
+from mlx_parallm.types.request import ANY_LENGTH, TokenLimit
 
 #: What Qwen3-Reranker was trained to see around a pair, and its usual task, as its model card has
 #: them (https://huggingface.co/Qwen/Qwen3-Reranker-0.6B).

@@ -9,14 +9,14 @@ from typing import Any
 from tokenizers import Encoding, Tokenizer
 from transformers import AutoTokenizer
 
-from mlx_parallm.encode import TokenSpan
-from mlx_parallm.errors import InvalidRequestError
-from mlx_parallm.load_failures import load_failures
-from mlx_parallm.request import ANY_LENGTH, TokenLimit
+from mlx_parallm.models.load_failures import load_failures
 from mlx_parallm.tokenizer.chat_template import ChatTemplate, load_chat_template
 from mlx_parallm.tokenizer.cut import cut_ids
 from mlx_parallm.tokenizer.released import ReleasedTokenizer
 from mlx_parallm.tokenizer.special_tokens import SpecialTokens, read_special_tokens
+from mlx_parallm.types.errors import InvalidRequestError
+from mlx_parallm.types.pooling import TokenSpan
+from mlx_parallm.types.request import ANY_LENGTH, TokenLimit
 
 
 class EncoderTokenizer:

@@ -7,8 +7,8 @@ from typing import Any
 
 from tokenizers import Encoding, Tokenizer
 
-from mlx_parallm.request import TokenLimit
 from mlx_parallm.tokenizer.text_bounds import TextBounds
+from mlx_parallm.types.request import TokenLimit
 
 # Texts of one call share the library's threads; calls of others wait for these.
 GROUP_CHARS = 64 * 1024

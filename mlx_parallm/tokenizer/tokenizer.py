@@ -15,14 +15,14 @@ from tokenizers import Tokenizer as BackendTokenizer
 from transformers import PreTrainedTokenizerBase
 from transformers.tokenization_utils_tokenizers import TokenizersBackend
 
-from mlx_parallm.errors import ConfigError, InvalidRequestError, ModelLoadError
-from mlx_parallm.load_failures import load_failures
-from mlx_parallm.request import ANY_LENGTH, TokenLimit
+from mlx_parallm.models.load_failures import load_failures
 from mlx_parallm.tokenizer.chat_template import renders_as_usual, template_refusals
 from mlx_parallm.tokenizer.detokenizer import ByteLevelDetokenizer, WindowDetokenizer
 from mlx_parallm.tokenizer.lanes import Lanes
 from mlx_parallm.tokenizer.released import ReleasedTokenizer
 from mlx_parallm.tokenizer.vocabulary import Vocabulary
+from mlx_parallm.types.errors import ConfigError, InvalidRequestError, ModelLoadError
+from mlx_parallm.types.request import ANY_LENGTH, TokenLimit
 
 # Shows whether a template writes tools.
 _PROBE_TOOL: Mapping[str, Any] = {

@@ -10,9 +10,9 @@ import httpx2
 import openai
 import pytest
 
-from mlx_parallm.batch import TokenLogprob
-from mlx_parallm.outputs import GenerateEvent, PromptEvent
-from mlx_parallm.request import GenerateRequest
+from mlx_parallm.types.events import GenerateEvent, PromptEvent
+from mlx_parallm.types.request import GenerateRequest
+from mlx_parallm.types.step import TokenLogprob
 from tests.fake_engine import FakeEngine, serve_fake, token_event, write
 
 HI = [{"role": "user", "content": "hi"}]

@@ -10,9 +10,9 @@ import httpx2
 import openai
 import pytest
 
-from mlx_parallm import errors
 from mlx_parallm.config import ServerConfig
-from mlx_parallm.outputs import ErrorEvent
+from mlx_parallm.types import errors
+from mlx_parallm.types.events import ErrorEvent
 from tests.fake_engine import FakeEngine, fail, hang, leave, serve_fake, write
 
 HI = [{"role": "user", "content": "hi"}]

@@ -11,10 +11,10 @@ import anthropic
 import httpx2
 import pytest
 
-from mlx_parallm import errors
 from mlx_parallm.config import ServerConfig
-from mlx_parallm.outputs import FinishReason, GenerateEvent
-from mlx_parallm.request import GenerateRequest
+from mlx_parallm.types import errors
+from mlx_parallm.types.events import FinishReason, GenerateEvent
+from mlx_parallm.types.request import GenerateRequest
 from tests.fake_engine import FakeEngine, fail, hang, prompt_event, serve_fake, token_event, write
 from tests.message_events import fold_message, read_events
 

@@ -9,10 +9,10 @@ from typing import Any
 import httpx2
 import pytest
 
-from mlx_parallm.batch import TokenLogprob
 from mlx_parallm.config import ServerConfig
-from mlx_parallm.outputs import FinishReason, GenerateEvent, TokenEvent
-from mlx_parallm.request import PROCESSED_LOGPROBS, GenerateRequest
+from mlx_parallm.types.events import FinishReason, GenerateEvent, TokenEvent
+from mlx_parallm.types.request import PROCESSED_LOGPROBS, GenerateRequest
+from mlx_parallm.types.step import TokenLogprob
 from tests.e2e.test_api_answers import post, stream
 from tests.fake_engine import FakeEngine, Script, prompt_event, serve_fake, token_event
 from tests.fakes import EOS

@@ -17,9 +17,9 @@ import pytest
 from openai.types import Batch
 
 from mlx_parallm.config import EngineConfig, SchedulerConfig, ServerConfig
-from mlx_parallm.errors import OverloadedError
-from mlx_parallm.outputs import GenerateEvent
-from mlx_parallm.request import GenerateRequest
+from mlx_parallm.types.errors import OverloadedError
+from mlx_parallm.types.events import GenerateEvent
+from mlx_parallm.types.request import GenerateRequest
 from tests.fake_engine import FakeEngine, serve_fake, write
 
 POLL_S = 0.01

@@ -17,7 +17,7 @@ import pytest
 from mlx_parallm import child_process
 from mlx_parallm.client import AdapterInfo, RequestFailedError, RLClient, encode_safetensors
 from mlx_parallm.demo.paths import model_path
-from mlx_parallm.weights import DEFAULT_VERSION
+from mlx_parallm.types.weights import DEFAULT_VERSION
 from tests.server_process import ROOT, ServerProcess
 
 NAME = "client-test"

@@ -12,9 +12,9 @@ import pytest
 
 from mlx_parallm.config import ServerConfig
 from mlx_parallm.engine.event_stream import EventStream
-from mlx_parallm.errors import OverloadedError, StepError
-from mlx_parallm.outputs import GenerateEvent
-from mlx_parallm.request import GenerateRequest
+from mlx_parallm.types.errors import OverloadedError, StepError
+from mlx_parallm.types.events import GenerateEvent
+from mlx_parallm.types.request import GenerateRequest
 from tests.fake_engine import (
     FakeEngine,
     fail,

@@ -14,9 +14,9 @@ import httpx2
 import pytest
 
 from mlx_parallm.config import ServerConfig
-from mlx_parallm.errors import StepError
-from mlx_parallm.outputs import ErrorEvent, GenerateEvent
-from mlx_parallm.request import GenerateRequest
+from mlx_parallm.types.errors import StepError
+from mlx_parallm.types.events import ErrorEvent, GenerateEvent
+from mlx_parallm.types.request import GenerateRequest
 from tests.fake_engine import FakeEngine, fail, hang, leave, serve_fake, write
 from tests.server_process import ServerProcess
 

@@ -11,22 +11,22 @@ from mlx.utils import tree_flatten, tree_unflatten
 from mlx_lm.tuner.utils import linear_to_lora_layers
 
 from benchmarks.gpu.shapes import random_model
-from mlx_parallm.adapters.change_kernels import ChangeKernels, Columns
-from mlx_parallm.adapters.context import AdapterContext
 from mlx_parallm.adapters.formats import read_adapter
-from mlx_parallm.adapters.stack import LinearStack
 from mlx_parallm.adapters.tensors import HostTensor
-from mlx_parallm.attention.reference import ReferenceAttention
-from mlx_parallm.batch import ScheduledSequence
-from mlx_parallm.errors import InvalidRequestError
 from mlx_parallm.kernels.dialect import Dialect
-from mlx_parallm.runner.adapted_layers import AdaptedLayers
-from mlx_parallm.runner.cache_layout import probe_layout
-from mlx_parallm.runner.group_cache import CacheViews
-from mlx_parallm.runner.kv_pools import KVPools
-from mlx_parallm.runner.path_choice import choose_path
-from mlx_parallm.runner.paths.sequential import SequentialPath
-from mlx_parallm.runner.step_rows import token_array
+from mlx_parallm.types.errors import InvalidRequestError
+from mlx_parallm.types.step import ScheduledSequence
+from mlx_parallm.worker.attention.reference import ReferenceAttention
+from mlx_parallm.worker.generation.cache_layout import probe_layout
+from mlx_parallm.worker.generation.group_cache import CacheViews
+from mlx_parallm.worker.generation.kv_pools import KVPools
+from mlx_parallm.worker.generation.path_choice import choose_path
+from mlx_parallm.worker.generation.paths.sequential import SequentialPath
+from mlx_parallm.worker.generation.step_rows import token_array
+from mlx_parallm.worker.lora.adapted_layers import AdaptedLayers
+from mlx_parallm.worker.lora.change_kernels import ChangeKernels, Columns
+from mlx_parallm.worker.lora.context import AdapterContext
+from mlx_parallm.worker.lora.stack import LinearStack
 from tests.compiled_attention import CompiledAttention
 from tests.host_tensors import all_host
 from tests.kernels.shim_compile import require_compiler

@@ -7,10 +7,10 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from mlx_parallm.attention.base import LayerPool
-from mlx_parallm.attention.reference import ReferenceAttention
-from mlx_parallm.runner.attention_check import attention_error
-from mlx_parallm.runner.backend_choice import attention_report
+from mlx_parallm.worker.attention.backend_choice import attention_report
+from mlx_parallm.worker.attention.base import LayerPool
+from mlx_parallm.worker.attention.check import attention_error
+from mlx_parallm.worker.attention.reference import ReferenceAttention
 
 
 class WindowIgnored(ReferenceAttention):

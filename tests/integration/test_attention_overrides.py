@@ -8,11 +8,14 @@ import mlx.core as mx
 import pytest
 from mlx_lm.models import gemma2
 
-from mlx_parallm.attention.reference import ReferenceAttention
-from mlx_parallm.runner.attention_overrides import ATTENTION_OVERRIDES, soft_capped_attention
-from mlx_parallm.runner.cache_layout import probe_layout
-from mlx_parallm.runner.path_choice import PathChoice, choose_path
-from mlx_parallm.runner.seam import ModelSeams, ModuleSeam
+from mlx_parallm.worker.attention.reference import ReferenceAttention
+from mlx_parallm.worker.generation.attention_overrides import (
+    ATTENTION_OVERRIDES,
+    soft_capped_attention,
+)
+from mlx_parallm.worker.generation.cache_layout import probe_layout
+from mlx_parallm.worker.generation.path_choice import PathChoice, choose_path
+from mlx_parallm.worker.generation.seam import ModelSeams, ModuleSeam
 from tests.integration.test_parity_generate import build_model
 
 BLOCK_SIZE = 4

@@ -10,12 +10,12 @@ import mlx.core as mx
 import pytest
 from mlx.utils import tree_map
 
-from mlx_parallm.attention.reference import ReferenceAttention
 from mlx_parallm.config import CacheConfig, SchedulerConfig
-from mlx_parallm.runner.cache_layout import probe_layout
-from mlx_parallm.runner.loader import LoadedModel
-from mlx_parallm.runner.memory import plan_kv
-from mlx_parallm.runner.model_runner import ModelRunner
+from mlx_parallm.worker.attention.reference import ReferenceAttention
+from mlx_parallm.worker.generation.cache_layout import probe_layout
+from mlx_parallm.worker.generation.memory import plan_kv
+from mlx_parallm.worker.generation.model_runner import ModelRunner
+from mlx_parallm.worker.weights.loader import LoadedModel
 from tests.compiled_attention import CompiledAttention
 from tests.integration.test_parity_generate import (
     BLOCK_SIZE,

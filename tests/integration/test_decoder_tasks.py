@@ -13,15 +13,15 @@ import pytest
 from mlx.utils import tree_flatten
 
 from mlx_parallm.config import ModelConfig, ModelTask
-from mlx_parallm.encode import EncodeInput, Encoder
-from mlx_parallm.encoding.model_task import decoder_plan, decoder_task, tasks_for
-from mlx_parallm.encoding.sentence_transformers import VectorSpec
 from mlx_parallm.engine.encoder_interface import TextEncoder
 from mlx_parallm.engine.encoders.build import is_read, open_runner, tokenizer_of
-from mlx_parallm.errors import ConfigError, ModelLoadError
-from mlx_parallm.runner.decoder_loading import open_decoder
-from mlx_parallm.runner.decoder_runner import DecoderRunner
+from mlx_parallm.models.checkpoints.model_task import decoder_plan, decoder_task, tasks_for
+from mlx_parallm.models.checkpoints.sentence_transformers import VectorSpec
 from mlx_parallm.tokenizer.decoder_tokenizer import QWEN3_BEGIN, QWEN3_END
+from mlx_parallm.types.errors import ConfigError, ModelLoadError
+from mlx_parallm.types.pooling import EncodeInput, Encoder
+from mlx_parallm.worker.pooling.decoder_loading import open_decoder
+from mlx_parallm.worker.pooling.decoder_runner import DecoderRunner
 from tests.decoder_folders import read_decoder, write_decoder_embedder, write_words
 from tests.encoder_folders import golden_arrays, write_encoder, write_golden
 

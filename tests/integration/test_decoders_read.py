@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 
 from mlx_parallm.config import ModelConfig
-from mlx_parallm.encode import EncodeInput, Task
-from mlx_parallm.encoding.model_task import decoder_plan, decoder_task, has_head
-from mlx_parallm.encoding.sentence_transformers import VectorSpec
-from mlx_parallm.runner.decoder_loading import open_decoder
-from mlx_parallm.runner.decoder_runner import DecoderRunner
+from mlx_parallm.models.checkpoints.model_task import decoder_plan, decoder_task, has_head
+from mlx_parallm.models.checkpoints.sentence_transformers import VectorSpec
+from mlx_parallm.types.pooling import EncodeInput, Task
+from mlx_parallm.worker.pooling.decoder_loading import open_decoder
+from mlx_parallm.worker.pooling.decoder_runner import DecoderRunner
 from tests.decoder_folders import decoder_names, read_decoder
 from tests.encoder_folders import write_golden
 

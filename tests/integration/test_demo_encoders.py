@@ -11,8 +11,8 @@ import pytest
 
 from mlx_parallm.demo.encoders.evaluate import EVALUATIONS, Stored
 from mlx_parallm.demo.paths import encoder_path
-from mlx_parallm.encoding.sentence_transformers import read_vector_spec
 from mlx_parallm.engine.demo_models import DEMO_FOLDERS, PREFIX
+from mlx_parallm.models.checkpoints.sentence_transformers import read_vector_spec
 
 NAMES = ("mlm", "sentiment", "embed", "reward")
 FOUR_MB = 4_000_000

@@ -13,14 +13,14 @@ import numpy as np
 import pytest
 
 from mlx_parallm.config import ModelConfig
-from mlx_parallm.encode import EncodeInput
-from mlx_parallm.encoding.sentence_transformers import DenseSpec, read_vector_spec
 from mlx_parallm.engine.encoders.build import open_runner, tokenizer_of
-from mlx_parallm.errors import ModelLoadError
-from mlx_parallm.runner import encoder_heads
-from mlx_parallm.runner.adapter_store import AdapterStore
-from mlx_parallm.runner.dense_layers import DenseLayer, load_dense
-from mlx_parallm.runner.encoder_adapters import AdaptedEncoder
+from mlx_parallm.models.checkpoints.sentence_transformers import DenseSpec, read_vector_spec
+from mlx_parallm.types.errors import ModelLoadError
+from mlx_parallm.types.pooling import EncodeInput
+from mlx_parallm.worker.lora.adapter_store import AdapterStore
+from mlx_parallm.worker.pooling import encoder_heads
+from mlx_parallm.worker.pooling.dense_layers import DenseLayer, load_dense
+from mlx_parallm.worker.pooling.encoder_adapters import AdaptedEncoder
 from tests.decoder_folders import read_decoder, write_words
 from tests.encoder_folders import write_golden
 from tests.golden_weights import golden_weight

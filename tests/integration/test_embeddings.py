@@ -10,12 +10,12 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from mlx_parallm.encode import EncodeInput
-from mlx_parallm.encoding.sentence_transformers import VectorSpec, read_vector_spec
-from mlx_parallm.errors import ConfigError, ModelLoadError
-from mlx_parallm.runner.encoder_runner import EncoderRunner, is_encoder, load_encoder_runner
-from mlx_parallm.runner.pooling import pooled
+from mlx_parallm.models.checkpoints.sentence_transformers import VectorSpec, read_vector_spec
 from mlx_parallm.tokenizer.encoder_tokenizer import load_encoder_tokenizer
+from mlx_parallm.types.errors import ConfigError, ModelLoadError
+from mlx_parallm.types.pooling import EncodeInput
+from mlx_parallm.worker.pooling.encoder_runner import EncoderRunner, is_encoder, load_encoder_runner
+from mlx_parallm.worker.pooling.vectors import pooled
 from tests.embedder_folder import MAX_LEN, write_embedder
 from tests.encoder_folders import golden_names, read_golden, write_golden
 

@@ -12,22 +12,22 @@ import numpy as np
 import pytest
 from mlx.utils import tree_flatten
 
-from mlx_parallm.adapters.context import AdapterContext
 from mlx_parallm.adapters.formats import read_adapter
 from mlx_parallm.adapters.tensors import HostTensor
 from mlx_parallm.adapters.weights import AdapterWeights, Kind, LowRank
 from mlx_parallm.config import ModelConfig
-from mlx_parallm.encode import EncodeInput, Task
-from mlx_parallm.encoding.model_task import decoder_plan, decoder_task
-from mlx_parallm.encoding.sentence_transformers import VectorSpec
-from mlx_parallm.errors import InvalidRequestError
+from mlx_parallm.models.checkpoints.model_task import decoder_plan, decoder_task
+from mlx_parallm.models.checkpoints.sentence_transformers import VectorSpec
 from mlx_parallm.models.loading import load_encoder
-from mlx_parallm.runner.adapted_layers import AdaptedLayers
-from mlx_parallm.runner.adapter_store import AdapterStore
-from mlx_parallm.runner.decoder_loading import open_decoder
-from mlx_parallm.runner.decoder_runner import DecoderRunner
-from mlx_parallm.runner.encoder_adapters import AdaptedEncoder
-from mlx_parallm.runner.encoder_runner import EncoderRunner
+from mlx_parallm.types.errors import InvalidRequestError
+from mlx_parallm.types.pooling import EncodeInput, Task
+from mlx_parallm.worker.lora.adapted_layers import AdaptedLayers
+from mlx_parallm.worker.lora.adapter_store import AdapterStore
+from mlx_parallm.worker.lora.context import AdapterContext
+from mlx_parallm.worker.pooling.decoder_loading import open_decoder
+from mlx_parallm.worker.pooling.decoder_runner import DecoderRunner
+from mlx_parallm.worker.pooling.encoder_adapters import AdaptedEncoder
+from mlx_parallm.worker.pooling.encoder_runner import EncoderRunner
 from tests.encoder_folders import golden_arrays, write_encoder, write_golden
 from tests.golden_adapters import adapter_names, golden_tensors, read_base, read_golden_adapter
 

@@ -9,11 +9,11 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from mlx_parallm.errors import ModelLoadError
 from mlx_parallm.models.disentangled_attention import relative_buckets
 from mlx_parallm.models.loading import load_encoder
 from mlx_parallm.models.local_attention import attend_near
 from mlx_parallm.models.rotary_layers import Rotary, attend_rotary
+from mlx_parallm.types.errors import ModelLoadError
 from tests.encoder_folders import (
     golden_arrays,
     hidden_rows,

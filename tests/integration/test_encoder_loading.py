@@ -10,8 +10,8 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from mlx_parallm.errors import ModelLoadError
 from mlx_parallm.models.loading import load_encoder
+from mlx_parallm.types.errors import ModelLoadError
 from tests.encoder_folders import (
     golden_arrays,
     hidden_rows,

@@ -7,11 +7,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from mlx_parallm.encode import EncodeInput
-from mlx_parallm.encoding.sentence_transformers import VectorSpec
+from mlx_parallm.models.checkpoints.sentence_transformers import VectorSpec
 from mlx_parallm.models.loading import load_encoder
-from mlx_parallm.runner import forward_shapes
-from mlx_parallm.runner.encoder_runner import EncoderRunner
+from mlx_parallm.types.pooling import EncodeInput
+from mlx_parallm.worker.pooling import forward_shapes
+from mlx_parallm.worker.pooling.encoder_runner import EncoderRunner
 from tests.encoder_folders import golden_names, read_golden, write_golden
 
 POOLINGS = ("cls", "mean", "max", "weightedmean", "last")

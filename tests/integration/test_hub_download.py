@@ -43,8 +43,8 @@ ADAPTER_FILES = {
 REPOS = {REPO: FILES, ADAPTER: ADAPTER_FILES}
 ADAPTER_SCRIPT = """
 import json, sys
-from mlx_parallm.errors import ModelLoadError
-from mlx_parallm.runner.hub import log_download, resolve_adapter
+from mlx_parallm.types.errors import ModelLoadError
+from mlx_parallm.worker.weights.hub import log_download, resolve_adapter
 
 try:
     folder = resolve_adapter(sys.argv[1], log_download)
@@ -57,8 +57,8 @@ else:
 SCRIPT = """
 import json, sys
 from pathlib import Path
-from mlx_parallm.errors import ModelLoadError
-from mlx_parallm.runner.hub import resolve_model
+from mlx_parallm.types.errors import ModelLoadError
+from mlx_parallm.worker.weights.hub import resolve_model
 
 path, revision, trust = json.loads(sys.argv[1])
 reports = []

@@ -13,7 +13,7 @@ from mlx_parallm.config import CacheConfig, EngineConfig, ModelConfig, Scheduler
 from mlx_parallm.engine.build import LoadedEngine, build_engines
 from mlx_parallm.engine.demo_models import DEMO_FOLDER
 from mlx_parallm.engine.metrics import MetricFamilies
-from mlx_parallm.errors import ConfigError
+from mlx_parallm.types.errors import ConfigError
 
 # KV of a token of the demonstration model in float32: 6 layers, 2 heads of 64, keys and values.
 TOKEN_BYTES = 6 * 2 * 64 * 2 * 4

@@ -21,16 +21,16 @@ from mlx_parallm.engine.async_engine import AsyncEngine
 from mlx_parallm.engine.control import PauseMode
 from mlx_parallm.engine.demo_models import DEMO_FOLDER, DEMO_NAME
 from mlx_parallm.engine.policies import AdapterUpload
-from mlx_parallm.errors import (
+from mlx_parallm.types.errors import (
     InvalidRequestError,
     ModelNotFoundError,
     NotFoundError,
     PausedError,
     VersionMismatchError,
 )
-from mlx_parallm.outputs import FinishReason, PromptEvent, TokenEvent
-from mlx_parallm.request import GenerateRequest, SamplingParams
-from mlx_parallm.weights import DEFAULT_VERSION
+from mlx_parallm.types.events import FinishReason, PromptEvent, TokenEvent
+from mlx_parallm.types.request import GenerateRequest, SamplingParams
+from mlx_parallm.types.weights import DEFAULT_VERSION
 
 PROMPT = tuple(range(50, 90))
 KEYS = ["self_attn.q_proj", "self_attn.v_proj", "mlp.down_proj"]

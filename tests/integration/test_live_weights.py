@@ -19,8 +19,8 @@ from mlx_parallm.engine.async_engine import AsyncEngine
 from mlx_parallm.engine.control import PauseMode
 from mlx_parallm.engine.demo_models import DEMO_FOLDER
 from mlx_parallm.engine.live_weights import WeightsUpdate
-from mlx_parallm.errors import InvalidRequestError, VersionMismatchError
-from mlx_parallm.weights import DEFAULT_VERSION
+from mlx_parallm.types.errors import InvalidRequestError, VersionMismatchError
+from mlx_parallm.types.weights import DEFAULT_VERSION
 from tests.integration.test_live_adapters import Sample, begin, generate, is_same
 
 NAME = "model"

@@ -16,7 +16,7 @@ from mlx_lm.tuner.utils import linear_to_lora_layers
 
 from mlx_parallm import LLM, SamplingParams
 from mlx_parallm.demo.paths import model_path
-from mlx_parallm.errors import InvalidRequestError, ModelNotFoundError, NotFoundError
+from mlx_parallm.types.errors import InvalidRequestError, ModelNotFoundError, NotFoundError
 
 PROMPT = list(range(50, 90))
 SCORED = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0)

@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 
 from mlx_parallm.config import EngineConfig, ModelConfig, SpeculativeConfig
-from mlx_parallm.encoding.decoders import architecture
 from mlx_parallm.engine.build import build_engines
 from mlx_parallm.engine.demo_models import DEMO_FOLDER, DEMO_FOLDERS
 from mlx_parallm.engine.metrics import MetricFamilies
-from mlx_parallm.errors import InvalidRequestError, ModelLoadError
-from mlx_parallm.load_failures import MAX_CHARS, load_failures
+from mlx_parallm.models.checkpoints.decoders import architecture
+from mlx_parallm.models.load_failures import MAX_CHARS, load_failures
+from mlx_parallm.types.errors import InvalidRequestError, ModelLoadError
 
 
 def changed(folder: Path, source: Path, file: str, key: str, value: Any) -> Path:
@@ -97,7 +97,7 @@ def test_serve_ends_with_one_line(tmp_path: Path) -> None:
 
 
 def test_the_traceback_is_a_debug_record(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.DEBUG, logger="mlx_parallm.load_failures")
+    caplog.set_level(logging.DEBUG, logger="mlx_parallm.models.load_failures")
     wanted = pytest.raises(ModelLoadError, match=r"could not be loaded: KeyError: 'x'$")
     with wanted as refused, load_failures(tmp_path):
         raise KeyError("x")

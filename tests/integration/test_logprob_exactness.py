@@ -8,15 +8,15 @@ from typing import Any
 import pytest
 
 from mlx_parallm import LLM
-from mlx_parallm.attention.reference import ReferenceAttention
-from mlx_parallm.batch import TokenLogprob
 from mlx_parallm.config import CacheConfig, SpeculativeConfig
-from mlx_parallm.request import (
+from mlx_parallm.types.request import (
     PROCESSED_LOGPROBS,
     RAW_LOGPROBS,
     SamplingParams,
     ThinkingBudget,
 )
+from mlx_parallm.types.step import TokenLogprob
+from mlx_parallm.worker.attention.reference import ReferenceAttention
 from tests.compiled_attention import AheadAttention, CompiledAttention
 from tests.integration.test_parity_generate import Session, random_prompt, shared_runner
 

@@ -10,12 +10,12 @@ import mlx.nn as nn
 import numpy as np
 import pytest
 
-from mlx_parallm.encode import EncodeInput
-from mlx_parallm.encoding.sentence_transformers import VectorSpec
+from mlx_parallm.models.checkpoints.sentence_transformers import VectorSpec
 from mlx_parallm.models.heads import table_logits
 from mlx_parallm.models.loading import load_encoder
-from mlx_parallm.runner.encoder_heads import EncoderHeads
-from mlx_parallm.runner.encoder_runner import EncoderRunner
+from mlx_parallm.types.pooling import EncodeInput
+from mlx_parallm.worker.pooling.encoder_heads import EncoderHeads
+from mlx_parallm.worker.pooling.encoder_runner import EncoderRunner
 from tests.encoder_folders import golden_names, read_golden, write_golden
 
 MASKED_LMS = [

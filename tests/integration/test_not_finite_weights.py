@@ -12,16 +12,16 @@ import pytest
 
 from mlx_parallm.adapters.tensors import HostTensor
 from mlx_parallm.config import ModelConfig
-from mlx_parallm.encoding.sentence_transformers import DenseSpec, VectorSpec
 from mlx_parallm.engine.demo_models import DEMO_FOLDER
 from mlx_parallm.engine.encoders.build import open_runner, tokenizer_of
-from mlx_parallm.errors import InvalidRequestError, ModelLoadError
+from mlx_parallm.models.checkpoints.sentence_transformers import DenseSpec, VectorSpec
 from mlx_parallm.models.loading import load_encoder
 from mlx_parallm.numerics.finite import MAX_NAMED, named, not_finite
-from mlx_parallm.runner.dense_layers import load_dense
-from mlx_parallm.runner.encoder_runner import load_encoder_runner
-from mlx_parallm.runner.loader import load_model
-from mlx_parallm.runner.model_weights import ModelWeights
+from mlx_parallm.types.errors import InvalidRequestError, ModelLoadError
+from mlx_parallm.worker.pooling.dense_layers import load_dense
+from mlx_parallm.worker.pooling.encoder_runner import load_encoder_runner
+from mlx_parallm.worker.weights.loader import load_model
+from mlx_parallm.worker.weights.model_weights import ModelWeights
 from tests.decoder_folders import write_decoder_embedder
 from tests.encoder_folders import golden_arrays, read_golden, write_encoder
 

@@ -16,16 +16,16 @@ from mlx.utils import tree_map
 from mlx_lm.generate import generate_step
 
 from benchmarks.architecture_configs import WINDOW, config_of
-from mlx_parallm.attention.reference import ReferenceAttention
-from mlx_parallm.batch import SampledToken, ScheduledBatch, StepInFlight
 from mlx_parallm.config import CacheConfig, SchedulerConfig, SpeculativeConfig
-from mlx_parallm.kv_cache.manager import KVCacheManager
-from mlx_parallm.request import GenerateRequest, SamplingParams
-from mlx_parallm.runner.cache_layout import probe_layout
-from mlx_parallm.runner.loader import LoadedModel
-from mlx_parallm.runner.memory import plan_kv
-from mlx_parallm.runner.model_runner import ModelRunner
-from mlx_parallm.scheduler.scheduler import Scheduler
+from mlx_parallm.generation.kv_cache.manager import KVCacheManager
+from mlx_parallm.generation.scheduler.scheduler import Scheduler
+from mlx_parallm.types.request import GenerateRequest, SamplingParams
+from mlx_parallm.types.step import SampledToken, ScheduledBatch, StepInFlight
+from mlx_parallm.worker.attention.reference import ReferenceAttention
+from mlx_parallm.worker.generation.cache_layout import probe_layout
+from mlx_parallm.worker.generation.memory import plan_kv
+from mlx_parallm.worker.generation.model_runner import ModelRunner
+from mlx_parallm.worker.weights.loader import LoadedModel
 from tests.compiled_attention import AheadAttention, CompiledAttention
 
 PATHS = {

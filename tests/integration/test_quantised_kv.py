@@ -11,16 +11,16 @@ import pytest
 from mlx_lm.models.cache import KVCache
 from prometheus_client import generate_latest
 
-from mlx_parallm.attention.quantisation import dequantise, quantisation_of, quantise
-from mlx_parallm.attention.quantised_reference import QuantisedReferenceAttention
 from mlx_parallm.config import CacheConfig, SchedulerConfig
 from mlx_parallm.engine.metrics import EngineMetrics, MetricFamilies
-from mlx_parallm.errors import ConfigError
 from mlx_parallm.llm import LLM
-from mlx_parallm.request import SamplingParams
-from mlx_parallm.runner.cache_layout import OpaqueLayout, probe_layout
-from mlx_parallm.runner.memory import plan_kv
-from mlx_parallm.runner.model_runner import ModelRunner
+from mlx_parallm.types.errors import ConfigError
+from mlx_parallm.types.request import SamplingParams
+from mlx_parallm.worker.attention.quantisation import dequantise, quantisation_of, quantise
+from mlx_parallm.worker.attention.quantised_reference import QuantisedReferenceAttention
+from mlx_parallm.worker.generation.cache_layout import OpaqueLayout, probe_layout
+from mlx_parallm.worker.generation.memory import plan_kv
+from mlx_parallm.worker.generation.model_runner import ModelRunner
 from tests.integration.test_parity_generate import (
     BLOCK_SIZE,
     PATHS,

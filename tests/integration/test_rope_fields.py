@@ -13,7 +13,7 @@ from mlx_lm import utils as mlx_lm_utils
 from mlx_lm.models import llama
 
 from mlx_parallm.config import ModelConfig
-from mlx_parallm.runner.loader import load_model
+from mlx_parallm.worker.weights.loader import load_model
 
 CONFIG: dict[str, Any] = {
     "model_type": "llama",

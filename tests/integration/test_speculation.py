@@ -12,18 +12,18 @@ import pytest
 from mlx.utils import tree_flatten
 
 from mlx_parallm import LLM, SamplingParams
-from mlx_parallm.attention.reference import ReferenceAttention
-from mlx_parallm.batch import ScheduledBatch, StepInFlight
 from mlx_parallm.config import CacheConfig, SchedulerConfig, SpeculativeConfig
 from mlx_parallm.engine.build import speculative_for
 from mlx_parallm.engine.demo_models import DEMO_FOLDER
-from mlx_parallm.errors import ConfigError
 from mlx_parallm.llm import RequestOutput
-from mlx_parallm.runner.cache_layout import probe_layout
-from mlx_parallm.runner.draft_model import DraftModel
-from mlx_parallm.runner.loader import LoadedModel
-from mlx_parallm.runner.memory import plan_kv
-from mlx_parallm.runner.model_runner import ModelRunner
+from mlx_parallm.types.errors import ConfigError
+from mlx_parallm.types.step import ScheduledBatch, StepInFlight
+from mlx_parallm.worker.attention.reference import ReferenceAttention
+from mlx_parallm.worker.generation.cache_layout import probe_layout
+from mlx_parallm.worker.generation.draft_model import DraftModel
+from mlx_parallm.worker.generation.memory import plan_kv
+from mlx_parallm.worker.generation.model_runner import ModelRunner
+from mlx_parallm.worker.weights.loader import LoadedModel
 from tests.fakes import make_info
 from tests.integration.test_parity_generate import (
     AheadAttention,

@@ -11,16 +11,16 @@ from typing import Any
 import pytest
 
 from mlx_parallm import LLM, SamplingParams
-from mlx_parallm.attention.reference import ReferenceAttention
-from mlx_parallm.batch import ScheduledBatch, ScheduledSequence
 from mlx_parallm.config import CacheConfig, SchedulerConfig, SpeculativeConfig
-from mlx_parallm.errors import InvalidRequestError
 from mlx_parallm.grammar import spec as specs
 from mlx_parallm.grammar.spec import GrammarSpec
-from mlx_parallm.request import Grammar
-from mlx_parallm.runner.cache_layout import probe_layout
-from mlx_parallm.runner.memory import plan_kv
-from mlx_parallm.runner.model_runner import ModelRunner
+from mlx_parallm.types.errors import InvalidRequestError
+from mlx_parallm.types.request import Grammar
+from mlx_parallm.types.step import ScheduledBatch, ScheduledSequence
+from mlx_parallm.worker.attention.reference import ReferenceAttention
+from mlx_parallm.worker.generation.cache_layout import probe_layout
+from mlx_parallm.worker.generation.memory import plan_kv
+from mlx_parallm.worker.generation.model_runner import ModelRunner
 from tests.compiled_attention import AheadAttention, CompiledAttention
 from tests.integration.test_parity_generate import (
     BLOCK_SIZE,

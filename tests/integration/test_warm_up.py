@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 
-from mlx_parallm.attention.reference import ReferenceAttention
-from mlx_parallm.batch import ScheduledBatch
 from mlx_parallm.config import EngineConfig, SchedulerConfig
 from mlx_parallm.engine import build
 from mlx_parallm.engine.metrics import MetricFamilies
-from mlx_parallm.runner.backend_choice import BackendChoice, choose_backend
-from mlx_parallm.runner.model_runner import ModelRunner
-from mlx_parallm.runner.warm_up import WarmUp
+from mlx_parallm.types.step import ScheduledBatch
+from mlx_parallm.worker.attention.backend_choice import BackendChoice, choose_backend
+from mlx_parallm.worker.attention.reference import ReferenceAttention
+from mlx_parallm.worker.generation.model_runner import ModelRunner
+from mlx_parallm.worker.generation.warm_up import WarmUp
 from tests.integration.test_compiled_states import counted, runner_of
 from tests.integration.test_parity_generate import (
     Session,

@@ -7,8 +7,8 @@ from typing import Any
 
 import mlx.core as mx
 
-from mlx_parallm.attention.kernels import TEXTS
 from mlx_parallm.kernels.build import kernel_text
+from mlx_parallm.worker.attention.kernels import TEXTS
 from tests.kernels.shim_compile import SHIM
 from tests.kernels.shim_dialect import CudaShim
 

@@ -9,13 +9,13 @@ import mlx.nn as nn
 import numpy as np
 import pytest
 
-from mlx_parallm.adapters.change_kernels import ChangeKernels
-from mlx_parallm.adapters.context import AdapterContext
-from mlx_parallm.adapters.rows import AdapterRows
 from mlx_parallm.adapters.tensors import HostTensor
 from mlx_parallm.adapters.weights import AdapterWeights, LowRank
-from mlx_parallm.runner.adapted_layers import AdaptedLayers
-from mlx_parallm.runner.row_layers import part_of, use_row_layers
+from mlx_parallm.worker.layers.row_layers import part_of, use_row_layers
+from mlx_parallm.worker.lora.adapted_layers import AdaptedLayers
+from mlx_parallm.worker.lora.change_kernels import ChangeKernels
+from mlx_parallm.worker.lora.context import AdapterContext
+from mlx_parallm.worker.lora.rows import AdapterRows
 from tests.kernels.shim_compile import require_compiler
 from tests.kernels.shim_dialect import CudaShim
 

@@ -8,7 +8,14 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from mlx_parallm.adapters.change_kernels import (
+from mlx_parallm.adapters.tensors import HostTensor
+from mlx_parallm.adapters.weights import LowRank
+from mlx_parallm.kernels.build import KernelSpec
+from mlx_parallm.kernels.device_precompiler import CUDA_TYPES
+from mlx_parallm.kernels.kernel import KernelText
+from mlx_parallm.kernels.precompiled import program_of
+from mlx_parallm.worker.lora.adapter_check import why_not
+from mlx_parallm.worker.lora.change_kernels import (
     MANY_ROWS,
     MAX_LAYERS,
     MAX_ROWS,
@@ -17,15 +24,8 @@ from mlx_parallm.adapters.change_kernels import (
     _expand,
     _shrink,
 )
-from mlx_parallm.adapters.kernels import TEXTS
-from mlx_parallm.adapters.stack import LinearStack
-from mlx_parallm.adapters.tensors import HostTensor
-from mlx_parallm.adapters.weights import LowRank
-from mlx_parallm.kernels.build import KernelSpec
-from mlx_parallm.kernels.device_precompiler import CUDA_TYPES
-from mlx_parallm.kernels.kernel import KernelText
-from mlx_parallm.kernels.precompiled import program_of
-from mlx_parallm.runner.adapter_check import why_not
+from mlx_parallm.worker.lora.kernels import TEXTS
+from mlx_parallm.worker.lora.stack import LinearStack
 from tests.kernels.mutation import (
     SHIMS,
     SYNCHRONISATION,

@@ -7,14 +7,14 @@ import re
 import mlx.core as mx
 import pytest
 
-from mlx_parallm.attention.base import LayerShape
-from mlx_parallm.attention.kernel_backend import KernelAttention
-from mlx_parallm.attention.quantisation import KVQuantisation
-from mlx_parallm.attention.quantised_reference import QuantisedReferenceAttention
-from mlx_parallm.batch import ScheduledSequence
 from mlx_parallm.config import CacheConfig
-from mlx_parallm.runner import backend_choice
-from mlx_parallm.runner.backend_choice import BackendChoice, choose_backend
+from mlx_parallm.types.step import ScheduledSequence
+from mlx_parallm.worker.attention import backend_choice
+from mlx_parallm.worker.attention.backend_choice import BackendChoice, choose_backend
+from mlx_parallm.worker.attention.base import LayerShape
+from mlx_parallm.worker.attention.kernel_backend import KernelAttention
+from mlx_parallm.worker.attention.quantisation import KVQuantisation
+from mlx_parallm.worker.attention.quantised_reference import QuantisedReferenceAttention
 from tests.kernels.shim_dialect import Shim
 
 DTYPES = (mx.float32, mx.bfloat16)

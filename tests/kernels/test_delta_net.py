@@ -12,11 +12,17 @@ import pytest
 from mlx_lm.models.cache import ArraysCache
 
 from benchmarks.architecture_configs import config_of
-from mlx_parallm.attention.reference import ReferenceAttention
 from mlx_parallm.kernels.dialect import Dialect
-from mlx_parallm.runner.cache_layout import probe_layout
-from mlx_parallm.runner.delta_net import NetKernels, delta_net, net_error, use_net_kernels, why_not
-from mlx_parallm.runner.path_choice import choose_path
+from mlx_parallm.worker.attention.reference import ReferenceAttention
+from mlx_parallm.worker.generation.cache_layout import probe_layout
+from mlx_parallm.worker.generation.path_choice import choose_path
+from mlx_parallm.worker.layers.delta_net import (
+    NetKernels,
+    delta_net,
+    net_error,
+    use_net_kernels,
+    why_not,
+)
 from tests.kernels.shim_compile import require_compiler
 from tests.kernels.shim_dialect import ORDERS, CudaShim
 

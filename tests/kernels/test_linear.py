@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import mlx.core as mx
 import pytest
 
-from mlx_parallm.attention.kernels import TEXTS
 from mlx_parallm.kernels.build import kernel_text
-from mlx_parallm.runner.row_kernel import MAX_BYTES, MAX_ROWS, RowKernel, why_not
+from mlx_parallm.worker.attention.kernels import TEXTS
+from mlx_parallm.worker.layers.row_kernel import MAX_BYTES, MAX_ROWS, RowKernel, why_not
 from tests.kernels.shim_compile import require_compiler
 from tests.kernels.shim_dialect import ORDERS
 from tests.kernels.tensor_shim import TensorShim

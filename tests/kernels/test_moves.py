@@ -8,17 +8,17 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from mlx_parallm.attention.base import LayerShape
-from mlx_parallm.attention.kernel_backend import KernelAttention
-from mlx_parallm.attention.kernel_pool import (
+from mlx_parallm.types.step import ScheduledSequence
+from mlx_parallm.worker.attention.base import LayerShape
+from mlx_parallm.worker.attention.check import quantised
+from mlx_parallm.worker.attention.kernel_backend import KernelAttention
+from mlx_parallm.worker.attention.kernel_pool import (
     KernelPool,
     PoolLayout,
     why_unsupported,
 )
-from mlx_parallm.attention.quantisation import KVQuantisation
-from mlx_parallm.attention.reference import ReferenceAttention
-from mlx_parallm.batch import ScheduledSequence
-from mlx_parallm.runner.attention_check import quantised
+from mlx_parallm.worker.attention.quantisation import KVQuantisation
+from mlx_parallm.worker.attention.reference import ReferenceAttention
 from tests.kernels.shim_dialect import CudaShim, Shim
 
 SHAPE = LayerShape(num_kv_heads=3, key_dim=80, value_dim=64, dtype=mx.float16)

@@ -6,8 +6,8 @@ import mlx.core as mx
 import pytest
 
 from benchmarks.gpu.kernel_cases import Case
-from mlx_parallm.attention.kernels import TEXTS
-from mlx_parallm.attention.quantisation import KVQuantisation
+from mlx_parallm.worker.attention.kernels import TEXTS
+from mlx_parallm.worker.attention.quantisation import KVQuantisation
 from tests.kernels.attention_trial import is_right
 from tests.kernels.mutation import SHIMS, SYNCHRONISATION, leave_out, mutants, overlooked
 from tests.kernels.shim_compile import require_compiler

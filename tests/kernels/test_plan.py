@@ -7,11 +7,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlx_parallm.attention.chunk_plan import LONG_CHUNK
-from mlx_parallm.attention.held_tables import HeldTables
-from mlx_parallm.attention.kernel_plan import KernelPlan
-from mlx_parallm.attention.key_spans import MIN_SPAN
-from mlx_parallm.batch import ScheduledSequence
+from mlx_parallm.types.step import ScheduledSequence
+from mlx_parallm.worker.attention.chunk_plan import LONG_CHUNK
+from mlx_parallm.worker.attention.held_tables import HeldTables
+from mlx_parallm.worker.attention.kernel_plan import KernelPlan
+from mlx_parallm.worker.attention.key_spans import MIN_SPAN
 
 BLOCK_SIZE = 16
 #: Positions already there and tokens of the step.

@@ -13,13 +13,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.gpu.kernel_cases import Case, Trial
-from mlx_parallm.attention.base import LayerPool, LayerShape
-from mlx_parallm.attention.chunk_plan import LONG_CHUNK
-from mlx_parallm.attention.kernel_backend import KernelAttention
-from mlx_parallm.attention.kernel_plan import KernelPlan
-from mlx_parallm.attention.kernel_prefill import PrefillKernels
-from mlx_parallm.batch import ScheduledSequence
 from mlx_parallm.kernels.dialect import Tuning
+from mlx_parallm.types.step import ScheduledSequence
+from mlx_parallm.worker.attention.base import LayerPool, LayerShape
+from mlx_parallm.worker.attention.chunk_plan import LONG_CHUNK
+from mlx_parallm.worker.attention.kernel_backend import KernelAttention
+from mlx_parallm.worker.attention.kernel_plan import KernelPlan
+from mlx_parallm.worker.attention.kernel_prefill import PrefillKernels
 from tests.kernels.attention_trial import is_right
 from tests.kernels.mutation import SYNCHRONISATION, leave_out
 from tests.kernels.shim_compile import require_compiler
@@ -71,8 +71,8 @@ def test_chunks_are_right_in_every_order(case: Case) -> None:
     "case", [case for case in CASES if case.sequences[0][0] > 64 and case.window != 21], ids=str
 )
 def test_keys_are_cut_and_their_parts_merged(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mlx_parallm.attention.key_spans.ITEM_KEYS", 0)
-    monkeypatch.setattr("mlx_parallm.attention.key_spans.MERGE_KEYS", 0)
+    monkeypatch.setattr("mlx_parallm.worker.attention.key_spans.ITEM_KEYS", 0)
+    monkeypatch.setattr("mlx_parallm.worker.attention.key_spans.MERGE_KEYS", 0)
     assert splits(case) == {1}
 
 
@@ -107,8 +107,8 @@ def test_kernels_of_a_kind_are_all_made_at_its_first_step(
     names = {"paged_write", "paged_attend", "paged_merge", "paged_prefill"}
     assert {name.rpartition("_")[0] for name in made} == names
     before = list(made)
-    monkeypatch.setattr("mlx_parallm.attention.key_spans.ITEM_KEYS", 0)
-    monkeypatch.setattr("mlx_parallm.attention.key_spans.MERGE_KEYS", 0)
+    monkeypatch.setattr("mlx_parallm.worker.attention.key_spans.ITEM_KEYS", 0)
+    monkeypatch.setattr("mlx_parallm.worker.attention.key_spans.MERGE_KEYS", 0)
     for sequences in (((70, 1), (0, 17)), ((130, 18),)):
         trial = Trial(Case(sequences=sequences, window=window, **BFLOAT))
         error = trial.error(trial.run(backend, trial.fill(backend)))
@@ -177,7 +177,7 @@ def test_what_large_chunks_attend_by_is_made_ready(block_size: int) -> None:
 def test_no_barrier_or_shuffle_can_be_left_out(nth: int, monkeypatch: pytest.MonkeyPatch) -> None:
     require_compiler()
     # Several tiles an item.
-    monkeypatch.setattr("mlx_parallm.attention.kernel_prefill.THREADGROUPS", 2)
+    monkeypatch.setattr("mlx_parallm.worker.attention.kernel_prefill.THREADGROUPS", 2)
     shim = TensorShim()
     mutated = leave_out(shim, "paged_prefill_", "cuda", nth)
     assert not is_right(shim, Case(sequences=((150, 20),), **BFLOAT))

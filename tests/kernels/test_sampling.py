@@ -8,16 +8,16 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from mlx_parallm.batch import SampleSpec
-from mlx_parallm.request import LOGPROBS_MODES, PROCESSED_LOGPROBS, SamplingParams
-from mlx_parallm.runner import sampling_check
-from mlx_parallm.runner.sampling_check import choose_sampling, sampling_report, why_not
-from mlx_parallm.sampling.kernel_sampling import MAX_TOP, SamplingKernels
-from mlx_parallm.sampling.keys import random_keys
-from mlx_parallm.sampling.logprobs import LEAST
-from mlx_parallm.sampling.row_settings import RowSettings
-from mlx_parallm.sampling.sampler import Sampler, SampleResult, categorical
-from mlx_parallm.sampling.truncation import truncate
+from mlx_parallm.types.request import LOGPROBS_MODES, PROCESSED_LOGPROBS, SamplingParams
+from mlx_parallm.types.step import SampleSpec
+from mlx_parallm.worker.sampling import check as sampling_check
+from mlx_parallm.worker.sampling.check import choose_sampling, sampling_report, why_not
+from mlx_parallm.worker.sampling.kernel_sampling import MAX_TOP, SamplingKernels
+from mlx_parallm.worker.sampling.keys import random_keys
+from mlx_parallm.worker.sampling.logprobs import LEAST
+from mlx_parallm.worker.sampling.row_settings import RowSettings
+from mlx_parallm.worker.sampling.sampler import Sampler, SampleResult, categorical
+from mlx_parallm.worker.sampling.truncation import truncate
 from tests.kernels.shim_dialect import ORDERS, CudaShim, Shim
 
 DTYPES = (mx.float32, mx.bfloat16, mx.float16)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import mlx.core as mx
 import pytest
 
-from mlx_parallm.runner.sampling_check import why_not
-from mlx_parallm.sampling.kernel_sampling import SamplingKernels
-from mlx_parallm.sampling.kernels import TEXTS
+from mlx_parallm.worker.sampling.check import why_not
+from mlx_parallm.worker.sampling.kernel_sampling import SamplingKernels
+from mlx_parallm.worker.sampling.kernels import TEXTS
 from tests.kernels.mutation import (
     SHIMS,
     SYNCHRONISATION,

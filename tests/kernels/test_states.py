@@ -10,7 +10,7 @@ import pytest
 from mlx_lm.models.gated_delta import gated_delta_ops
 from mlx_lm.models.ssm import ssm_attn
 
-from mlx_parallm.runner.state_kernels import (
+from mlx_parallm.worker.layers.state_kernels import (
     ConvolutionKernel,
     DeltaKernel,
     ScanKernel,
@@ -21,7 +21,7 @@ from mlx_parallm.runner.state_kernels import (
     why_not_delta,
     why_not_scan,
 )
-from mlx_parallm.runner.state_layers import (
+from mlx_parallm.worker.layers.state_layers import (
     DeltaSeam,
     RowConvolution,
     ScanSeam,

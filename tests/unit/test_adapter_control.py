@@ -18,7 +18,7 @@ from mlx_parallm.engine.control_metrics import ControlMetrics
 from mlx_parallm.engine.encoders.adapters import EncoderAdapterSet
 from mlx_parallm.engine.interface import ServedModel
 from mlx_parallm.engine.policies import AdapterUpload
-from mlx_parallm.errors import InvalidRequestError
+from mlx_parallm.types.errors import InvalidRequestError
 from tests.version_harness import SlotRecord, adapter
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from mlx_parallm.config import AdapterConfig
 from mlx_parallm.engine.adapter_folders import AdapterFolders
-from mlx_parallm.errors import InvalidRequestError, NotFoundError
+from mlx_parallm.types.errors import InvalidRequestError, NotFoundError
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ from mlx_parallm.adapters.folder import read_adapter_folder
 from mlx_parallm.adapters.formats import read_adapter
 from mlx_parallm.adapters.safetensors import MODEL_DTYPES, read_safetensors
 from mlx_parallm.adapters.tensors import HostTensor
-from mlx_parallm.errors import InvalidRequestError
+from mlx_parallm.types.errors import InvalidRequestError
 from tests.host_tensors import host
 
 PEFT = {"peft_type": "LORA", "r": 4, "lora_alpha": 8}

@@ -13,15 +13,15 @@ from mlx_lm.models.switch_layers import SwitchLinear
 from mlx_lm.tuner.dora import DoRALinear
 from mlx_lm.tuner.lora import LoRAEmbedding, LoRALinear, LoRASwitchLinear
 
-from mlx_parallm.adapters.rows import MANY_ROWS, NO_ADAPTER, AdapterRows
-from mlx_parallm.adapters.stack import (
+from mlx_parallm.adapters.weights import LowRank
+from mlx_parallm.worker.lora.rows import MANY_ROWS, NO_ADAPTER, AdapterRows
+from mlx_parallm.worker.lora.stack import (
     EmbeddingStack,
     ExpertStack,
     LinearStack,
     dora_gain,
     expert_slots,
 )
-from mlx_parallm.adapters.weights import LowRank
 from tests.host_tensors import host
 
 IN, OUT, VOCAB, EXPERTS = 24, 16, 40, 5

@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 
 from mlx_parallm.api.continuation import continuation_ids
 from mlx_parallm.api.decisions.labels import LabelTree
-from mlx_parallm.batch import TokenLogprob
-from mlx_parallm.errors import OverloadedError
-from mlx_parallm.outputs import FinishReason, GenerateEvent, TokenEvent
-from mlx_parallm.request import GenerateRequest, TokenLimit
+from mlx_parallm.types.errors import OverloadedError
+from mlx_parallm.types.events import FinishReason, GenerateEvent, TokenEvent
+from mlx_parallm.types.request import GenerateRequest, TokenLimit
+from mlx_parallm.types.step import TokenLogprob
 from tests.fake_engine import FakeEngine, prompt_event, serve_fake
 from tests.fakes import ByteTokenizer
 

@@ -12,7 +12,7 @@ import pytest
 from mlx_parallm.api import encoder_answer
 from mlx_parallm.api.convert.activation import activated
 from mlx_parallm.api.convert.array_encoding import as_bytes
-from mlx_parallm.encode import EncodeInput, Task
+from mlx_parallm.types.pooling import EncodeInput, Task
 from tests.encoder_requests import post, refused_field
 from tests.fake_encoders import FakeEncoders, computed, make_encoder
 

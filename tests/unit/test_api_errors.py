@@ -9,10 +9,10 @@ from typing import Any
 import httpx2
 import pytest
 
-from mlx_parallm import errors
 from mlx_parallm.api.batch_service import is_shutting_down
 from mlx_parallm.api.errors import body_of, describe, response_of, status_of
 from mlx_parallm.config import ServerConfig
+from mlx_parallm.types import errors
 from tests.api_app import make_app
 from tests.fake_engine import FakeEngine
 

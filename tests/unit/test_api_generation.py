@@ -8,8 +8,8 @@ import pytest
 
 from mlx_parallm.api.generation import Generation
 from mlx_parallm.engine.interface import RequestHandle
-from mlx_parallm.errors import InvalidRequestError, OverloadedError
-from mlx_parallm.request import GenerateRequest
+from mlx_parallm.types.errors import InvalidRequestError, OverloadedError
+from mlx_parallm.types.request import GenerateRequest
 from tests.fake_engine import FakeEngine
 
 REQUESTS = [GenerateRequest(request_id=str(i), model="alias", prompt_ids=(i,)) for i in range(3)]

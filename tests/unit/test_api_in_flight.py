@@ -15,7 +15,7 @@ from mlx_parallm.api.in_flight.policies import MAX_REMEMBERED, Policies
 from mlx_parallm.api.in_flight.spans import PolicySpans
 from mlx_parallm.api.versions import VersionSpans
 from mlx_parallm.config import ServerConfig
-from mlx_parallm.errors import InvalidRequestError
+from mlx_parallm.types.errors import InvalidRequestError
 from tests.api_app import make_app
 from tests.fake_engine import FakeEngine
 

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mlx_parallm.api.json_body import HALF_PAIR, TOO_DEEP, parse_json
-from mlx_parallm.errors import InvalidRequestError
+from mlx_parallm.types.errors import InvalidRequestError
 
 MAX_DEPTH = 200
 

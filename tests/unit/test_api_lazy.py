@@ -4,8 +4,8 @@ import pytest
 
 from mlx_parallm.api.lazy import LazySequence
 from mlx_parallm.api.turns.stream import TurnStream
-from mlx_parallm.outputs import PromptEvent, TokenEvent
 from mlx_parallm.parsing.turn import turn_parser
+from mlx_parallm.types.events import PromptEvent, TokenEvent
 
 
 def test_each_element_is_made_once_when_it_is_first_asked_for() -> None:

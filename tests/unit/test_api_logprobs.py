@@ -8,7 +8,7 @@ from mlx_parallm.api.convert.logprobs import (
     chat_logprobs,
     prompt_logprobs,
 )
-from mlx_parallm.batch import TokenLogprob
+from mlx_parallm.types.step import TokenLogprob
 from tests.fakes import ByteTokenizer
 
 NAMES = TokenNames(ByteTokenizer(), as_ids=False)

@@ -9,9 +9,9 @@ from typing import Any
 import httpx2
 import numpy as np
 
-from mlx_parallm.encode import EncodeRequest, EncodeResults, EncoderInfo, Task
 from mlx_parallm.engine.encoder_interface import EncoderModel
-from mlx_parallm.errors import ModelLoadError, ModelLoadingError
+from mlx_parallm.types.errors import ModelLoadError, ModelLoadingError
+from mlx_parallm.types.pooling import EncodeRequest, EncodeResults, EncoderInfo, Task
 from tests.fake_engine import FakeEngine, NoEncoders, serve_fake
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from mlx_parallm.api.convert.activation import activated
 from mlx_parallm.api.convert.moderations import CATEGORIES, SHORT, harmful, moderates
-from mlx_parallm.encode import EncodeInput
+from mlx_parallm.types.pooling import EncodeInput
 from tests.encoder_requests import post, refused_field
 from tests.fake_encoders import FakeEncoders, computed, make_encoder
 from tests.fake_engine import FakeEngine, serve_fake

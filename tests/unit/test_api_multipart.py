@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mlx_parallm.api.multipart import MAX_FIELD_BYTES, MAX_PARTS, FormReader, base_name
-from mlx_parallm.errors import InvalidRequestError
+from mlx_parallm.types.errors import InvalidRequestError
 
 TYPE = "multipart/form-data; boundary=xyz"
 

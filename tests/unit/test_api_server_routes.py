@@ -12,7 +12,7 @@ from starlette.datastructures import Headers
 from mlx_parallm.api.auth import client_of
 from mlx_parallm.api.routes.aborts import is_named
 from mlx_parallm.config import EngineConfig, SchedulerConfig, ServerConfig
-from mlx_parallm.request import GenerateRequest
+from mlx_parallm.types.request import GenerateRequest
 from tests.api_app import make_app
 from tests.fake_engine import FakeEngine
 

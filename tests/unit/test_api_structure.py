@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from mlx_parallm.api.convert.structure import structure_of
-from mlx_parallm.errors import InvalidRequestError
 from mlx_parallm.grammar import spec as specs
 from mlx_parallm.grammar.spec import GrammarKind, GrammarSpec
+from mlx_parallm.types.errors import InvalidRequestError
 
 SCHEMA = {"type": "object"}
 TAG = {"type": "structural_tag", "format": {"type": "any_text"}}

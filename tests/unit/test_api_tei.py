@@ -10,7 +10,7 @@ import pytest
 from mlx_parallm.api import encoding
 from mlx_parallm.api.convert.activation import activated
 from mlx_parallm.config import ServerConfig
-from mlx_parallm.encode import EncodeInput, Task
+from mlx_parallm.types.pooling import EncodeInput, Task
 from tests.encoder_requests import fetch, post, refused_field
 from tests.fake_encoders import FakeEncoders, computed, make_encoder
 

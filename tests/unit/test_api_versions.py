@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from mlx_parallm.api.samples import Sample
 from mlx_parallm.api.versions import VersionSpans
-from mlx_parallm.outputs import TokenEvent
+from mlx_parallm.types.events import TokenEvent
 
 
 @given(st.lists(st.tuples(st.sampled_from("ab"), st.integers(0, 3)), max_size=12))

@@ -25,7 +25,7 @@ from mlx_parallm.art.config import count_cuda_devices
 from mlx_parallm.art.server import ManagedServer
 from mlx_parallm.art.serving import ServedPolicy
 from mlx_parallm.cli.settings import SETTINGS
-from mlx_parallm.errors import ConfigError
+from mlx_parallm.types.errors import ConfigError
 
 
 @given(count=st.integers(0, 16))

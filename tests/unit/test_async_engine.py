@@ -8,7 +8,6 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from mlx_parallm.batch import ScheduledBatch
 from mlx_parallm.config import EngineConfig, SchedulerConfig
 from mlx_parallm.engine.async_engine import AsyncEngine
 from mlx_parallm.engine.build import LoadedEngine
@@ -16,7 +15,8 @@ from mlx_parallm.engine.control import PauseMode
 from mlx_parallm.engine.event_stream import MAX_UNREAD, MAX_UNREAD_PER_SAMPLE
 from mlx_parallm.engine.life import TellProgress
 from mlx_parallm.engine.metrics import MetricFamilies
-from mlx_parallm.errors import (
+from mlx_parallm.generation.scheduler.scheduler import Scheduler
+from mlx_parallm.types.errors import (
     ConfigError,
     ControlError,
     EngineDeadError,
@@ -26,9 +26,9 @@ from mlx_parallm.errors import (
     RequestAbortedError,
     ShuttingDownError,
 )
-from mlx_parallm.outputs import ErrorEvent, FinishReason, TokenEvent
-from mlx_parallm.request import GenerateRequest
-from mlx_parallm.scheduler.scheduler import Scheduler
+from mlx_parallm.types.events import ErrorEvent, FinishReason, TokenEvent
+from mlx_parallm.types.request import GenerateRequest
+from mlx_parallm.types.step import ScheduledBatch
 from tests.fakes import FakeRunner, spell
 from tests.scripted_engine import builder, die, engine_of, make_request
 

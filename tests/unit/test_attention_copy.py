@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import mlx.core as mx
 
-from mlx_parallm.attention.base import LayerShape
-from mlx_parallm.attention.reference import ReferenceAttention
+from mlx_parallm.worker.attention.base import LayerShape
+from mlx_parallm.worker.attention.reference import ReferenceAttention
 
 SHAPE = LayerShape(num_kv_heads=2, key_dim=8, value_dim=4, dtype=mx.float32)
 

@@ -5,9 +5,9 @@ import mlx.nn as nn
 import numpy as np
 import pytest
 
-from mlx_parallm.attention import dense
-from mlx_parallm.attention.dense import dense_attention, shared_prefix_attention
 from mlx_parallm.numerics.exp2 import MAX_EXPONENT, MIN_EXPONENT, exp2, silu
+from mlx_parallm.worker.attention import dense
+from mlx_parallm.worker.attention.dense import dense_attention, shared_prefix_attention
 
 
 def test_exp2_is_exact_to_three_ten_millionths() -> None:

@@ -8,23 +8,23 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mlx_parallm.attention.base import LayerShape
-from mlx_parallm.attention.quantisation import (
+from mlx_parallm.config import KV_CACHE_DTYPES, CacheConfig, SchedulerConfig
+from mlx_parallm.generation.kv_cache.budget import share_budget
+from mlx_parallm.types.errors import ConfigError
+from mlx_parallm.types.step import ScheduledSequence
+from mlx_parallm.worker.attention.base import LayerShape
+from mlx_parallm.worker.attention.check import quantised
+from mlx_parallm.worker.attention.quantisation import (
     KVQuantisation,
     dequantise,
     kv_cache_dtype_of,
     quantisation_of,
     quantise,
 )
-from mlx_parallm.attention.quantised_reference import QuantisedReferenceAttention
-from mlx_parallm.attention.reference import ReferenceAttention
-from mlx_parallm.batch import ScheduledSequence
-from mlx_parallm.config import KV_CACHE_DTYPES, CacheConfig, SchedulerConfig
-from mlx_parallm.errors import ConfigError
-from mlx_parallm.kv_cache.budget import share_budget
-from mlx_parallm.runner.attention_check import quantised
-from mlx_parallm.runner.cache_layout import KVLayout
-from mlx_parallm.runner.memory import plan_kv
+from mlx_parallm.worker.attention.quantised_reference import QuantisedReferenceAttention
+from mlx_parallm.worker.attention.reference import ReferenceAttention
+from mlx_parallm.worker.generation.cache_layout import KVLayout
+from mlx_parallm.worker.generation.memory import plan_kv
 
 BITS8, BITS4 = KVQuantisation(bits=8), KVQuantisation(bits=4, group_size=32)
 SHAPE = LayerShape(num_kv_heads=2, key_dim=80, value_dim=24, dtype=mx.float32)

@@ -4,12 +4,12 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from mlx_parallm.attention import decode_groups, dense
-from mlx_parallm.attention.base import LayerShape
-from mlx_parallm.attention.decode_groups import make_decode_groups
-from mlx_parallm.attention.reference import ReferenceAttention
-from mlx_parallm.batch import ScheduledSequence
-from mlx_parallm.runner.row_groups import join_outputs, make_groups
+from mlx_parallm.types.step import ScheduledSequence
+from mlx_parallm.worker.attention import decode_groups, dense
+from mlx_parallm.worker.attention.base import LayerShape
+from mlx_parallm.worker.attention.decode_groups import make_decode_groups
+from mlx_parallm.worker.attention.reference import ReferenceAttention
+from mlx_parallm.worker.generation.row_groups import join_outputs, make_groups
 
 SHAPE = LayerShape(num_kv_heads=2, key_dim=8, value_dim=8, dtype=mx.float32)
 

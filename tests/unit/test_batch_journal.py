@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from mlx_parallm.batch_jobs import disk
 from mlx_parallm.batch_jobs.journal import Entry, Journal, index_of
-from mlx_parallm.errors import StorageError
+from mlx_parallm.types.errors import StorageError
 
 ENTRIES = [
     Entry(1, {"id": "a", "text": "plain"}),

@@ -19,7 +19,7 @@ from mlx_parallm.batch_jobs.records import BatchRecord, State
 from mlx_parallm.batch_jobs.run import MAX_TRIES, growing_delay
 from mlx_parallm.batch_jobs.service import BatchLimits, BatchOrder, BatchService
 from mlx_parallm.batch_jobs.store import MAX_OPEN, BatchStore
-from mlx_parallm.errors import (
+from mlx_parallm.types.errors import (
     InvalidRequestError,
     NotFoundError,
     OverloadedError,

@@ -9,7 +9,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 
 from mlx_parallm.bench.serve import add_arguments, make_workload, run
-from mlx_parallm.errors import ConfigError
+from mlx_parallm.types.errors import ConfigError
 
 
 def parse(*flags):

@@ -15,14 +15,14 @@ from starlette.datastructures import Headers
 
 from mlx_parallm.api.auth import client_of
 from mlx_parallm.api.batch_service import LineSender
-from mlx_parallm.batch import TokenLogprob
-from mlx_parallm.cache_scope import EVERYBODY, CacheScope
 from mlx_parallm.config import ServerConfig
-from mlx_parallm.encode import EncodeInput, EncodeRequest, EncodeResults
-from mlx_parallm.outputs import FinishReason, GenerateEvent, TokenEvent
-from mlx_parallm.request import GenerateRequest
-from mlx_parallm.scheduler.sequence import RequestGroup
-from mlx_parallm.weights import BaseWeights, PolicyWeights, WeightsVersion
+from mlx_parallm.generation.scheduler.sequence import RequestGroup
+from mlx_parallm.types.cache_scope import EVERYBODY, CacheScope
+from mlx_parallm.types.events import FinishReason, GenerateEvent, TokenEvent
+from mlx_parallm.types.pooling import EncodeInput, EncodeRequest, EncodeResults
+from mlx_parallm.types.request import GenerateRequest
+from mlx_parallm.types.step import TokenLogprob
+from mlx_parallm.types.weights import BaseWeights, PolicyWeights, WeightsVersion
 from tests.api_app import make_app
 from tests.fake_encoders import FakeEncoders, make_encoder
 from tests.fake_engine import FakeEngine, prompt_event

@@ -9,11 +9,11 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from mlx_parallm.batch import SampleSpec
-from mlx_parallm.runner import sampling_check
-from mlx_parallm.runner.adapter_check import INNER, NUM_ADAPTERS, _stack, _wanted
-from mlx_parallm.sampling.logprobs import target_logprobs
-from mlx_parallm.sampling.truncation import truncate
+from mlx_parallm.types.step import SampleSpec
+from mlx_parallm.worker.lora.adapter_check import INNER, NUM_ADAPTERS, _stack, _wanted
+from mlx_parallm.worker.sampling import check as sampling_check
+from mlx_parallm.worker.sampling.logprobs import target_logprobs
+from mlx_parallm.worker.sampling.truncation import truncate
 
 VOCAB = 128
 #: Operations that pick rows by an array or put them back: MLX's CUDA backend compiles each.

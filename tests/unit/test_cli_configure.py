@@ -19,7 +19,7 @@ from mlx_parallm.cli.configure import (
 from mlx_parallm.cli.parser import CommandParser
 from mlx_parallm.cli.settings import DEFAULTS, SETTINGS, Setting
 from mlx_parallm.config import EngineConfig, ModelConfig, ServerConfig, SpeculativeConfig
-from mlx_parallm.errors import ConfigError
+from mlx_parallm.types.errors import ConfigError
 
 #: Fields of the configuration that are put together, not set one by one.
 COMPOSED = {

@@ -18,7 +18,7 @@ from mlx_parallm.cli.main import COMMANDS, main
 from mlx_parallm.cli.progress import ProgressPrinter
 from mlx_parallm.cli.serve import is_exposed
 from mlx_parallm.config import ServerConfig
-from mlx_parallm.runner.device import DeviceReport, find_blas
+from mlx_parallm.worker.device.properties import DeviceReport, find_blas
 
 
 class Terminal(io.StringIO):

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from mlx_parallm.encoding.cross_encoder import scores_are_logits
-from mlx_parallm.errors import ModelLoadError
+from mlx_parallm.models.checkpoints.cross_encoder import scores_are_logits
+from mlx_parallm.types.errors import ModelLoadError
 
 LOGITS = "torch.nn.modules.linear.Identity"
 LOGISTIC = "torch.nn.modules.activation.Sigmoid"

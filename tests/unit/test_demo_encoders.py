@@ -32,11 +32,11 @@ from mlx_parallm.demo.encoders.tokenizers import save as save_tokenizer
 from mlx_parallm.demo.encoders.train import RECIPES
 from mlx_parallm.demo.encoders.training import WARMUP_STEPS, fit, rate
 from mlx_parallm.demo.example import Example
-from mlx_parallm.encoding.sentence_transformers import read_vector_spec
 from mlx_parallm.engine.demo_models import DEMO_FOLDERS, DEMO_NAME, demo_folder
 from mlx_parallm.engine.encoders.sources import ModelSources
-from mlx_parallm.errors import ModelLoadError
+from mlx_parallm.models.checkpoints.sentence_transformers import read_vector_spec
 from mlx_parallm.numerics.attention import softmax_attention
+from mlx_parallm.types.errors import ModelLoadError
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,7 @@ from mlx_parallm.demo.packing import ROW_LENGTH, PackedRows, batches
 from mlx_parallm.demo.paths import model_path
 from mlx_parallm.demo.tokenizer_training import save_tokenizer, train_tokenizer
 from mlx_parallm.demo.train import ConversationMask, Trainer, progress_by
-from mlx_parallm.errors import ConfigError
+from mlx_parallm.types.errors import ConfigError
 
 VOCAB, LENGTH = 128, 24
 

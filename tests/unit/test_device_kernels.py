@@ -13,7 +13,7 @@ from mlx_parallm.kernels.compiler import KernelCompiler
 from mlx_parallm.kernels.device_precompiler import CUDA_TYPES, device_precompiler
 from mlx_parallm.kernels.precompiled import Precompiler
 from mlx_parallm.kernels.store import KernelStore
-from mlx_parallm.runner.device_kernels import compiler_report, kernels_kept_in
+from mlx_parallm.worker.device.kernels import compiler_report, kernels_kept_in
 
 
 def no_launch(**call: object) -> list[mx.array]:

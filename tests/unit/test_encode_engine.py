@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from mlx_parallm.encode import EncodeResults
 from mlx_parallm.engine.encoders.engine import EncodeEngine
-from mlx_parallm.errors import OverloadedError, RequestAbortedError, StepError
+from mlx_parallm.types.errors import OverloadedError, RequestAbortedError, StepError
+from mlx_parallm.types.pooling import EncodeResults
 from tests.sum_encoder import (
     NAN,
     NUM_STAGES,

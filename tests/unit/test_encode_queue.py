@@ -7,8 +7,8 @@ from collections.abc import Callable
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlx_parallm.encode import EncodeInput, EncodeRequest
-from mlx_parallm.encoding.queue import FREE_PADDING, MAX_PADDING_SHARE, EncodeQueue, WaitingInput
+from mlx_parallm.pooling.queue import FREE_PADDING, MAX_PADDING_SHARE, EncodeQueue, WaitingInput
+from mlx_parallm.types.pooling import EncodeInput, EncodeRequest
 
 INPUTS = st.lists(st.integers(1, 200).map(lambda n: tuple(range(n))), min_size=1, max_size=30)
 

@@ -11,17 +11,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mlx_parallm.config import AdapterConfig, EngineConfig, SchedulerConfig
-from mlx_parallm.encode import EncodeInput, OwnHead
-from mlx_parallm.encoding.queue import EncodeQueue
 from mlx_parallm.engine.adapter_staging import AdapterStaging
 from mlx_parallm.engine.encoders.adapters import EncoderAdapterSet
 from mlx_parallm.engine.encoders.engine import EncodeEngine
-from mlx_parallm.errors import (
+from mlx_parallm.pooling.queue import EncodeQueue
+from mlx_parallm.types.errors import (
     InvalidRequestError,
     ModelLoadingError,
     ModelNotFoundError,
     RequestAbortedError,
 )
+from mlx_parallm.types.pooling import EncodeInput, OwnHead
 from tests.sum_encoder import SumEncoder, SumJob, engine_of, request_of, shift_of
 from tests.version_harness import SlotRecord, adapter
 

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 
 from mlx_parallm.config import EngineConfig, ModelConfig
-from mlx_parallm.encode import EncoderInfo
 from mlx_parallm.engine.adapter_names import NamedAdapter
 from mlx_parallm.engine.encoder_interface import EncoderModel, EncoderState
 from mlx_parallm.engine.encoders.client import AsyncEncoders
 from mlx_parallm.engine.encoders.residency import EncoderEntry, EncoderResidency, MakeRoom
-from mlx_parallm.errors import ModelLoadError, ModelNotFoundError
+from mlx_parallm.types.errors import ModelLoadError, ModelNotFoundError
+from mlx_parallm.types.pooling import EncoderInfo
 from tests.fakes import ByteTokenizer
 
 SIZES = {"a": 10, "b": 20, "c": 30, "d": 100}

@@ -6,15 +6,26 @@ from functools import partial
 
 import pytest
 
-from mlx_parallm.batch import RunnerInfo, ScheduledBatch
 from mlx_parallm.config import SchedulerConfig
 from mlx_parallm.engine.engine import Engine
 from mlx_parallm.engine.metrics import EngineMetrics, MetricFamilies
-from mlx_parallm.errors import ContextLengthError, InvalidRequestError, OverloadedError, StepError
-from mlx_parallm.kv_cache.manager import KVCacheManager
-from mlx_parallm.outputs import ErrorEvent, FinishReason, GenerateEvent, PromptEvent, TokenEvent
-from mlx_parallm.request import GenerateRequest, SamplingParams
-from mlx_parallm.scheduler.scheduler import Scheduler
+from mlx_parallm.generation.kv_cache.manager import KVCacheManager
+from mlx_parallm.generation.scheduler.scheduler import Scheduler
+from mlx_parallm.types.errors import (
+    ContextLengthError,
+    InvalidRequestError,
+    OverloadedError,
+    StepError,
+)
+from mlx_parallm.types.events import (
+    ErrorEvent,
+    FinishReason,
+    GenerateEvent,
+    PromptEvent,
+    TokenEvent,
+)
+from mlx_parallm.types.request import GenerateRequest, SamplingParams
+from mlx_parallm.types.step import RunnerInfo, ScheduledBatch
 from tests import fakes
 from tests.fakes import ByteTokenizer, FakeRunner, make_info, spell
 

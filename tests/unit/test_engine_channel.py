@@ -13,18 +13,24 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mlx_parallm.adapters.tensors import HostTensor
-from mlx_parallm.batch import TokenLogprob
-from mlx_parallm.encode import EncodeResults
 from mlx_parallm.engine.interface import ServedModel
 from mlx_parallm.engine.remote import channel
 from mlx_parallm.engine.remote.channel import Channel, UnreadableError
 from mlx_parallm.engine.remote.events import pack_events, unpack_events
 from mlx_parallm.engine.remote.models import PackedModel
-from mlx_parallm.errors import ControlError, StepError
-from mlx_parallm.outputs import ErrorEvent, FinishReason, GenerateEvent, PromptEvent, TokenEvent
 from mlx_parallm.parsing import registry
 from mlx_parallm.parsing.reasoning import REASONING_FORMATS
 from mlx_parallm.tokenizer.lock import OwnLock
+from mlx_parallm.types.errors import ControlError, StepError
+from mlx_parallm.types.events import (
+    ErrorEvent,
+    FinishReason,
+    GenerateEvent,
+    PromptEvent,
+    TokenEvent,
+)
+from mlx_parallm.types.pooling import EncodeResults
+from mlx_parallm.types.step import TokenLogprob
 from tests.fakes import ByteTokenizer, make_info
 
 Ends = tuple[Channel, Channel]

@@ -16,7 +16,7 @@ from mlx_parallm.engine.encoders.engine import EncodeEngine
 from mlx_parallm.engine.encoders.metrics import EncoderFamilies
 from mlx_parallm.engine.life import NEW_OBJECTS, spare_garbage_collection
 from mlx_parallm.engine.loop import EngineLoop
-from mlx_parallm.outputs import GenerateEvent
+from mlx_parallm.types.events import GenerateEvent
 from tests.sum_encoder import FakeClock, SumEncoder, engine_of, request_of, seconds_of
 
 STEP_S = 0.010

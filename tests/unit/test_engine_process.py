@@ -29,15 +29,15 @@ from mlx_parallm.engine.remote.host import ORPHANED, _Host
 from mlx_parallm.engine.remote.life import RemoteLife, _spawned
 from mlx_parallm.engine.remote.messages import Failed, Progress, Query, Ready, Start, Withdraw
 from mlx_parallm.engine.state import EngineState
-from mlx_parallm.errors import (
+from mlx_parallm.types.errors import (
     ConfigError,
     ControlError,
     EngineDeadError,
     ModelLoadError,
     OverloadedError,
 )
-from mlx_parallm.outputs import ErrorEvent, FinishReason, TokenEvent
-from mlx_parallm.request import GenerateRequest
+from mlx_parallm.types.events import ErrorEvent, FinishReason, TokenEvent
+from mlx_parallm.types.request import GenerateRequest
 from tests.scripted_engine import (
     Unreadable,
     die,

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from mlx_parallm.api.convert.entities import LabelledTokens, entities
-from mlx_parallm.encode import TokenSpan
+from mlx_parallm.types.pooling import TokenSpan
 
 LABELS = ("O", "B-PER", "I-PER", "LOC")
 # Words of one, two and three tokens, and scores of the labels.

@@ -6,7 +6,7 @@ import pickle
 
 import pytest
 
-from mlx_parallm.errors import (
+from mlx_parallm.types.errors import (
     ContextLengthError,
     InvalidRequestError,
     ModelLoadingError,

@@ -6,12 +6,12 @@ import asyncio
 
 import pytest
 
-from mlx_parallm.batch import TokenLogprob
 from mlx_parallm.engine.event_stream import MAX_UNREAD, MAX_UNREAD_PER_SAMPLE, EventStream
-from mlx_parallm.errors import StepError
-from mlx_parallm.outputs import ErrorEvent, FinishReason, PromptEvent, TokenEvent
-from mlx_parallm.request import GenerateRequest, SamplingParams
-from mlx_parallm.weights import DEFAULT_VERSION
+from mlx_parallm.types.errors import StepError
+from mlx_parallm.types.events import ErrorEvent, FinishReason, PromptEvent, TokenEvent
+from mlx_parallm.types.request import GenerateRequest, SamplingParams
+from mlx_parallm.types.step import TokenLogprob
+from mlx_parallm.types.weights import DEFAULT_VERSION
 
 
 def request(n: int) -> GenerateRequest:

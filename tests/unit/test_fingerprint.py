@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from mlx_parallm.api.fingerprint import system_fingerprint
-from mlx_parallm.runner.revision import folder_revision
-from mlx_parallm.weights import WeightsVersion
+from mlx_parallm.types.weights import WeightsVersion
+from mlx_parallm.worker.weights.revision import folder_revision
 from tests.fake_engine import FakeEngine
 from tests.fakes import make_info
 

@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlx_parallm.runner.forward_shapes import ForwardShapes
+from mlx_parallm.worker.pooling.forward_shapes import ForwardShapes
 
 LONGEST = 8192
 

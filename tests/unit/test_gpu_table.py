@@ -17,7 +17,7 @@ from benchmarks.gpu.rows import all_rows
 from benchmarks.gpu.store import Results
 from benchmarks.gpu.tables import format_table, write_tables
 from mlx_parallm.bench.decode_load import DecodeLoad
-from mlx_parallm.errors import ConfigError
+from mlx_parallm.types.errors import ConfigError
 
 PAGE = Path(__file__).parents[2] / "docs" / "performance.md"
 #: Rows that start processes.

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from mlx_parallm.errors import InvalidRequestError
 from mlx_parallm.grammar import spec as specs
 from mlx_parallm.grammar.compiler import BoundedCache, GrammarCompiler
 from mlx_parallm.grammar.spec import GrammarKind, GrammarSpec
 from mlx_parallm.grammar.vocabulary import GrammarVocabulary
+from mlx_parallm.types.errors import InvalidRequestError
 from tests.small_vocabulary import CALL, END, NUM_ROWS, ids_of, small_compiler, tokenizer_json
 
 COMPILER = small_compiler()

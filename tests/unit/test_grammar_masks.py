@@ -11,11 +11,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mlx_parallm.batch import SampleSpec
 from mlx_parallm.grammar import spec as specs
 from mlx_parallm.grammar.masks import ConstrainedRow, GrammarMasks, RowMasks
-from mlx_parallm.request import Grammar, SamplingParams
-from mlx_parallm.sampling.token_masks import apply_token_mask
+from mlx_parallm.types.request import Grammar, SamplingParams
+from mlx_parallm.types.step import SampleSpec
+from mlx_parallm.worker.sampling.token_masks import apply_token_mask
 from tests.small_vocabulary import (
     CALL,
     END,

@@ -9,7 +9,6 @@ from typing import Any, cast
 import pytest
 from prometheus_client import CollectorRegistry
 
-from mlx_parallm.batch import ScheduledBatch
 from mlx_parallm.config import SchedulerConfig
 from mlx_parallm.engine.commands import Command, Stop, Submit
 from mlx_parallm.engine.encoders.metrics import EncoderFamilies
@@ -17,9 +16,10 @@ from mlx_parallm.engine.engine import Engine
 from mlx_parallm.engine.live_weights import KV_CACHE
 from mlx_parallm.engine.loop import EngineLoop
 from mlx_parallm.engine.metrics import EngineMetrics, MetricFamilies
-from mlx_parallm.kv_cache.manager import KVCacheManager
-from mlx_parallm.request import GenerateRequest, SamplingParams
-from mlx_parallm.scheduler.scheduler import Scheduler
+from mlx_parallm.generation.kv_cache.manager import KVCacheManager
+from mlx_parallm.generation.scheduler.scheduler import Scheduler
+from mlx_parallm.types.request import GenerateRequest, SamplingParams
+from mlx_parallm.types.step import ScheduledBatch
 from tests.fakes import ByteTokenizer, FakeRunner, make_info
 
 NUM_SHAPES = 6

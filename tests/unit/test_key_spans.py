@@ -9,9 +9,10 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from mlx_parallm.attention.chunk_plan import LongChunk, chunk_work
-from mlx_parallm.attention.kernel_prefill import ROWS, THREADGROUPS
-from mlx_parallm.attention.key_spans import (
+from mlx_parallm.worker.attention.check import STEPS
+from mlx_parallm.worker.attention.chunk_plan import LongChunk, chunk_work
+from mlx_parallm.worker.attention.kernel_prefill import ROWS, THREADGROUPS
+from mlx_parallm.worker.attention.key_spans import (
     ITEM_KEYS,
     MERGE_KEYS,
     MIN_SPAN,
@@ -19,7 +20,6 @@ from mlx_parallm.attention.key_spans import (
     decode_span,
     prefill_span,
 )
-from mlx_parallm.runner.attention_check import STEPS
 
 #: Of an 8B model's 8 heads of keys.
 SLOTS = 16

@@ -8,8 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlx_parallm.errors import ConfigError
-from mlx_parallm.kv_cache.budget import KVPlan, KVShare, share_budget
+from mlx_parallm.generation.kv_cache.budget import KVShare, share_budget
+from mlx_parallm.types.errors import ConfigError
+from mlx_parallm.types.kv_plan import KVPlan
 
 BLOCK = 16
 

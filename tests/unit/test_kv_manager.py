@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlx_parallm.kv_cache.block_table import BlockTable
-from mlx_parallm.kv_cache.manager import KVCacheManager
+from mlx_parallm.generation.kv_cache.block_table import BlockTable
+from mlx_parallm.generation.kv_cache.manager import KVCacheManager
 
 SIZE = 4
 TEXT = tuple(range(100, 140))

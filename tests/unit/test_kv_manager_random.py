@@ -8,8 +8,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from mlx_parallm.kv_cache.block_table import BlockTable
-from mlx_parallm.kv_cache.manager import KVCacheManager
+from mlx_parallm.generation.kv_cache.block_table import BlockTable
+from mlx_parallm.generation.kv_cache.manager import KVCacheManager
 
 SIZE = 4
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from mlx_parallm.api.listener import bind, inherit
-from mlx_parallm.errors import ConfigError
+from mlx_parallm.types.errors import ConfigError
 
 
 def test_port_0_takes_a_free_port() -> None:

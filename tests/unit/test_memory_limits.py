@@ -7,12 +7,12 @@ from pathlib import Path
 import mlx.core as mx
 import pytest
 
-from mlx_parallm.attention.base import LayerShape
-from mlx_parallm.attention.reference import ReferenceAttention
-from mlx_parallm.errors import OutOfMemoryError
-from mlx_parallm.runner.device import allocate
-from mlx_parallm.runner.kv_pools import KVPools
-from mlx_parallm.runner.memory_limits import bytes_within_limits, check_mappable
+from mlx_parallm.types.errors import OutOfMemoryError
+from mlx_parallm.worker.attention.base import LayerShape
+from mlx_parallm.worker.attention.reference import ReferenceAttention
+from mlx_parallm.worker.device.memory_limits import bytes_within_limits, check_mappable
+from mlx_parallm.worker.device.properties import allocate
+from mlx_parallm.worker.generation.kv_pools import KVPools
 
 MIB = 1 << 20
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from mlx_parallm.api.convert.messages_history import conversation, is_continued
 from mlx_parallm.api.schemas.messages import InputMessage
 from mlx_parallm.api.turns.history import template_messages
-from mlx_parallm.errors import InvalidRequestError
+from mlx_parallm.types.errors import InvalidRequestError
 
 CALL = {"type": "tool_use", "id": "toolu_1", "name": "f", "input": {"a": 1}}
 CALLED = {"id": "toolu_1", "type": "function", "function": {"name": "f", "arguments": {"a": 1}}}

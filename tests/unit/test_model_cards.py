@@ -8,8 +8,8 @@ import httpx2
 
 from mlx_parallm.api.convert.model_cards import encoder_card
 from mlx_parallm.config import ServerConfig
-from mlx_parallm.encode import EncoderInfo
 from mlx_parallm.engine.encoder_interface import EncoderModel, EncoderState, EncoderStatus
+from mlx_parallm.types.pooling import EncoderInfo
 from tests.api_app import make_app
 from tests.fake_engine import FakeEngine
 

@@ -8,7 +8,7 @@ import pytest
 
 from mlx_parallm.config import ModelConfig
 from mlx_parallm.engine.build import check_names, model_names, with_short_names
-from mlx_parallm.errors import MAX_LISTED_MODELS, ModelNotFoundError
+from mlx_parallm.types.errors import MAX_LISTED_MODELS, ModelNotFoundError
 
 
 def names(*models: ModelConfig) -> list[tuple[str, ...]]:

@@ -8,9 +8,9 @@ import pytest
 
 from mlx_parallm.engine.event_stream import MAX_UNREAD
 from mlx_parallm.engine.open_streams import OpenStreams
-from mlx_parallm.errors import InvalidRequestError, StepError
-from mlx_parallm.outputs import ErrorEvent, FinishReason, GenerateEvent, TokenEvent
-from mlx_parallm.request import GenerateRequest, SamplingParams
+from mlx_parallm.types.errors import InvalidRequestError, StepError
+from mlx_parallm.types.events import ErrorEvent, FinishReason, GenerateEvent, TokenEvent
+from mlx_parallm.types.request import GenerateRequest, SamplingParams
 
 REQUEST = GenerateRequest(request_id="a", model="m", prompt_ids=(1,), params=SamplingParams())
 OTHER = replace(REQUEST, request_id="b")

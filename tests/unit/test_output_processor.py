@@ -1,11 +1,11 @@
 import pytest
 
-from mlx_parallm.batch import SampledToken, TokenLogprob
 from mlx_parallm.engine.output_processor import OutputProcessor
-from mlx_parallm.errors import StepError
-from mlx_parallm.outputs import ErrorEvent, FinishReason, PromptEvent, TokenEvent
-from mlx_parallm.request import GenerateRequest, SamplingParams
-from mlx_parallm.scheduler.updates import SequenceUpdate
+from mlx_parallm.generation.scheduler.updates import SequenceUpdate
+from mlx_parallm.types.errors import StepError
+from mlx_parallm.types.events import ErrorEvent, FinishReason, PromptEvent, TokenEvent
+from mlx_parallm.types.request import GenerateRequest, SamplingParams
+from mlx_parallm.types.step import SampledToken, TokenLogprob
 from tests.fakes import EOS, ByteTokenizer
 
 

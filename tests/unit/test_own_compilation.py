@@ -10,7 +10,7 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from benchmarks.architecture_configs import config_of
 from benchmarks.architecture_trial import build
-from mlx_parallm.runner.own_compilation import run_uncompiled
+from mlx_parallm.worker.layers.own_compilation import run_uncompiled
 
 
 def decode(model: Any) -> mx.array:

@@ -18,7 +18,7 @@ from mlx_parallm.api.convert.responses_tools import (
 )
 from mlx_parallm.api.turns.history import template_messages
 from mlx_parallm.api.turns.tools import ToolMode
-from mlx_parallm.errors import InvalidRequestError
+from mlx_parallm.types.errors import InvalidRequestError
 
 
 def items(*given: dict[str, Any]) -> list[dict[str, Any]]:

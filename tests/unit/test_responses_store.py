@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mlx_parallm.api.responses.store import ITEM_BYTES, ResponseStore, StoredResponse
-from mlx_parallm.errors import (
+from mlx_parallm.types.errors import (
     InvalidRequestError,
     NotFoundError,
     OverloadedError,

@@ -6,8 +6,8 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlx_parallm.encode import EncodeInput
-from mlx_parallm.encoding.result_cache import ENTRY_BYTES, ID_BYTES, ResultCache
+from mlx_parallm.pooling.result_cache import ENTRY_BYTES, ID_BYTES, ResultCache
+from mlx_parallm.types.pooling import EncodeInput
 
 ENTRY = ENTRY_BYTES + ID_BYTES + 4
 

@@ -16,8 +16,8 @@ from mlx_parallm.api.rl.verifier import check_url, read_verdict
 from mlx_parallm.api.schemas.common import INT64
 from mlx_parallm.api.schemas.rollout import RolloutItem, RolloutRequest
 from mlx_parallm.api.turns.appended import appended_ids
-from mlx_parallm.errors import InvalidRequestError
-from mlx_parallm.request import TokenLimit
+from mlx_parallm.types.errors import InvalidRequestError
+from mlx_parallm.types.request import TokenLimit
 from tests.fakes import EOS, ByteTokenizer
 
 

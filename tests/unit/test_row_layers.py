@@ -10,7 +10,7 @@ import pytest
 from mlx.utils import tree_flatten
 
 from benchmarks.architecture_configs import config_of
-from mlx_parallm.runner.row_layers import use_row_layers
+from mlx_parallm.worker.layers.row_layers import use_row_layers
 
 
 class Block(nn.Module):

@@ -4,10 +4,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mlx_parallm.batch import SampleSpec
-from mlx_parallm.request import SamplingParams
-from mlx_parallm.sampling.logprobs import target_logprobs
-from mlx_parallm.sampling.sampler import Sampler
+from mlx_parallm.types.request import SamplingParams
+from mlx_parallm.types.step import SampleSpec
+from mlx_parallm.worker.sampling.logprobs import target_logprobs
+from mlx_parallm.worker.sampling.sampler import Sampler
 
 
 def log_softmax(logits):

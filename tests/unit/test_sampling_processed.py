@@ -11,10 +11,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mlx_parallm.batch import SampledToken, SampleSpec
-from mlx_parallm.request import PROCESSED_LOGPROBS, RAW_LOGPROBS, SamplingParams
-from mlx_parallm.sampling.logprobs import LEAST, target_logprobs
-from mlx_parallm.sampling.sampler import Sampler, TokenMasks
+from mlx_parallm.types.request import PROCESSED_LOGPROBS, RAW_LOGPROBS, SamplingParams
+from mlx_parallm.types.step import SampledToken, SampleSpec
+from mlx_parallm.worker.sampling.logprobs import LEAST, target_logprobs
+from mlx_parallm.worker.sampling.sampler import Sampler, TokenMasks
 from tests.unit.test_sampling_sampler import reference_adjust, reference_keep
 
 VOCAB = 24

@@ -6,12 +6,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mlx_parallm.batch import SampleSpec
-from mlx_parallm.request import SamplingParams
-from mlx_parallm.sampling.adjust import adjust_logits
-from mlx_parallm.sampling.keys import seed_word
-from mlx_parallm.sampling.sampler import Sampler
-from mlx_parallm.sampling.truncation import truncate
+from mlx_parallm.types.request import SamplingParams
+from mlx_parallm.types.step import SampleSpec
+from mlx_parallm.worker.sampling.adjust import adjust_logits
+from mlx_parallm.worker.sampling.keys import seed_word
+from mlx_parallm.worker.sampling.sampler import Sampler
+from mlx_parallm.worker.sampling.truncation import truncate
 
 VOCAB = 24
 

@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 from hypothesis import given
 
-from mlx_parallm.batch import SampledToken, SampleSpec
-from mlx_parallm.request import SamplingParams
-from mlx_parallm.sampling.sampler import Sampler
-from mlx_parallm.sampling.truncation import truncate
-from mlx_parallm.sampling.verify import count_accepted, keep_valid
+from mlx_parallm.types.request import SamplingParams
+from mlx_parallm.types.step import SampledToken, SampleSpec
+from mlx_parallm.worker.sampling.sampler import Sampler
+from mlx_parallm.worker.sampling.truncation import truncate
+from mlx_parallm.worker.sampling.verify import count_accepted, keep_valid
 
 VOCAB = 8
 DRAWS = 4000

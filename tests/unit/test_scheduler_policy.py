@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from mlx_parallm.batch import SampledToken, ScheduledBatch, StepOutput
 from mlx_parallm.config import SchedulerConfig
-from mlx_parallm.errors import ContextLengthError, OverloadedError
-from mlx_parallm.kv_cache.manager import KVCacheManager
-from mlx_parallm.request import GenerateRequest, SamplingParams
-from mlx_parallm.scheduler.scheduler import Scheduler
-from mlx_parallm.scheduler.sequence import RequestGroup, Sequence
+from mlx_parallm.generation.kv_cache.manager import KVCacheManager
+from mlx_parallm.generation.scheduler.scheduler import Scheduler
+from mlx_parallm.generation.scheduler.sequence import RequestGroup, Sequence
+from mlx_parallm.types.errors import ContextLengthError, OverloadedError
+from mlx_parallm.types.request import GenerateRequest, SamplingParams
+from mlx_parallm.types.step import SampledToken, ScheduledBatch, StepOutput
 
 
 def make_scheduler(num_blocks: int = 64, **limits: int | None) -> Scheduler:

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mlx_parallm.config import SchedulerConfig
-from mlx_parallm.request import GenerateRequest, SamplingParams
+from mlx_parallm.types.request import GenerateRequest, SamplingParams
 from tests.scheduler_harness import SchedulerHarness
 
 SLOTS = 8

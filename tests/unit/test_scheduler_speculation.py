@@ -6,15 +6,21 @@ from typing import Any
 
 import pytest
 
-from mlx_parallm.batch import PENDING_TOKEN, DraftInput, SampledToken, ScheduledBatch, StepOutput
 from mlx_parallm.config import SchedulerConfig, SpeculativeConfig
-from mlx_parallm.errors import ConfigError
-from mlx_parallm.kv_cache.manager import KVCacheManager
-from mlx_parallm.outputs import FinishReason
-from mlx_parallm.request import GenerateRequest, SamplingParams
-from mlx_parallm.scheduler import speculating
-from mlx_parallm.scheduler.scheduler import Scheduler
-from mlx_parallm.scheduler.updates import SequenceUpdate
+from mlx_parallm.generation.kv_cache.manager import KVCacheManager
+from mlx_parallm.generation.scheduler import speculating
+from mlx_parallm.generation.scheduler.scheduler import Scheduler
+from mlx_parallm.generation.scheduler.updates import SequenceUpdate
+from mlx_parallm.types.errors import ConfigError
+from mlx_parallm.types.events import FinishReason
+from mlx_parallm.types.request import GenerateRequest, SamplingParams
+from mlx_parallm.types.step import (
+    PENDING_TOKEN,
+    DraftInput,
+    SampledToken,
+    ScheduledBatch,
+    StepOutput,
+)
 
 LOOP = (1, 2, 3, 4)
 

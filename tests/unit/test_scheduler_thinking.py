@@ -7,11 +7,11 @@ from collections.abc import Callable, Sequence
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlx_parallm.batch import SampledToken
-from mlx_parallm.request import GenerateRequest, SamplingParams, ThinkingBudget
-from mlx_parallm.scheduler.sequence import RequestGroup
-from mlx_parallm.scheduler.sequence import Sequence as Sample
-from mlx_parallm.scheduler.thinking import ThinkingTracker
+from mlx_parallm.generation.scheduler.sequence import RequestGroup
+from mlx_parallm.generation.scheduler.sequence import Sequence as Sample
+from mlx_parallm.generation.scheduler.thinking import ThinkingTracker
+from mlx_parallm.types.request import GenerateRequest, SamplingParams, ThinkingBudget
+from mlx_parallm.types.step import SampledToken
 
 START, END, WORD, OTHER = 1, 2, 3, 4
 LENGTH = 24

@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from mlx_parallm.config import SchedulerConfig, SpeculativeConfig
-from mlx_parallm.request import GenerateRequest, SamplingParams
+from mlx_parallm.types.request import GenerateRequest, SamplingParams
 from tests.scheduler_harness import SchedulerHarness
 
 BLOCK_SIZE = 4

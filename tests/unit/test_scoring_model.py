@@ -7,7 +7,7 @@ import itertools
 import pytest
 
 from mlx_parallm.api.scoring.pairs import scoring_model
-from mlx_parallm.errors import InvalidRequestError
+from mlx_parallm.types.errors import InvalidRequestError
 from tests.fake_encoders import FakeEncoders, make_encoder
 
 # The one that was made most for ranking comes first.

@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given
 
 from mlx_parallm.config import SpeculativeConfig
-from mlx_parallm.errors import ConfigError
-from mlx_parallm.speculation import ngram
-from mlx_parallm.speculation.ngram import MAX_CANDIDATES, NgramIndex
-from mlx_parallm.speculation.pace import LONGEST_PAUSE, Pace
-from mlx_parallm.speculation.proposer import Speculation
+from mlx_parallm.generation.speculation import ngram
+from mlx_parallm.generation.speculation.ngram import MAX_CANDIDATES, NgramIndex
+from mlx_parallm.generation.speculation.pace import LONGEST_PAUSE, Pace
+from mlx_parallm.generation.speculation.proposer import Speculation
+from mlx_parallm.types.errors import ConfigError
 
 # Few different tokens, so that they repeat.
 texts = st.lists(st.integers(0, 3), max_size=60)

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mlx_parallm.runner.state_store import GroupStateCache, States, StateStore
+from mlx_parallm.worker.generation.state_store import GroupStateCache, States, StateStore
 
 
 def rows_of(store: StateStore, slots: Sequence[int], num_rows: int | None = None) -> list[float]:

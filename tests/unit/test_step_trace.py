@@ -21,10 +21,10 @@ from mlx_parallm.bench.step_trace import TraceRecorder, trace_events, write_trac
 from mlx_parallm.config import SchedulerConfig
 from mlx_parallm.engine.engine import Engine
 from mlx_parallm.engine.metrics import EngineMetrics, MetricFamilies
-from mlx_parallm.kv_cache.manager import KVCacheManager
-from mlx_parallm.request import GenerateRequest, SamplingParams
-from mlx_parallm.scheduler.scheduler import Scheduler
-from mlx_parallm.tracing import Phase
+from mlx_parallm.generation.kv_cache.manager import KVCacheManager
+from mlx_parallm.generation.scheduler.scheduler import Scheduler
+from mlx_parallm.types.request import GenerateRequest, SamplingParams
+from mlx_parallm.types.tracing import Phase
 from tests.fakes import ByteTokenizer, FakeRunner, make_info, spell
 
 

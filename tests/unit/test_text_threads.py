@@ -13,7 +13,7 @@ import pytest
 
 from mlx_parallm.api.offload import LONG_TEXT_CHARS, TextThreads, in_thread, maybe_in_thread
 from mlx_parallm.config import ServerConfig
-from mlx_parallm.request import TokenLimit
+from mlx_parallm.types.request import TokenLimit
 from tests.fake_engine import FakeEngine, serve_fake
 from tests.fakes import ByteTokenizer
 

@@ -5,8 +5,8 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from mlx_parallm.errors import ConfigError, InvalidRequestError, ModelLoadError
 from mlx_parallm.tokenizer.tokenizer import load_tokenizer
+from mlx_parallm.types.errors import ConfigError, InvalidRequestError, ModelLoadError
 
 TEMPLATE = (
     "{% for m in messages %}{% if m.role == 'developer' %}"

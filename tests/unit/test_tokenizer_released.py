@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
 from mlx_parallm.engine.demo_models import DEMO_FOLDER, DEMO_FOLDERS
-from mlx_parallm.errors import ContextLengthError
-from mlx_parallm.request import ANY_LENGTH, TokenLimit
 from mlx_parallm.tokenizer.encoder_tokenizer import EncoderTokenizer
 from mlx_parallm.tokenizer.lanes import Lanes
 from mlx_parallm.tokenizer.released import FEW_CHARS, GROUP_CHARS, ReleasedTokenizer
 from mlx_parallm.tokenizer.tokenizer import ParallmTokenizer, load_tokenizer
+from mlx_parallm.types.errors import ContextLengthError
+from mlx_parallm.types.request import ANY_LENGTH, TokenLimit
 
 WAIT_S = 60.0
 TOO_LONG = "word " * 1_400_000

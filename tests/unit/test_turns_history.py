@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from mlx_parallm.api.turns.history import template_messages
-from mlx_parallm.errors import InvalidRequestError
+from mlx_parallm.types.errors import InvalidRequestError
 
 
 def assistant(*calls: Any, **more: Any) -> dict[str, Any]:

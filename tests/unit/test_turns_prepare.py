@@ -16,14 +16,14 @@ from mlx_parallm.api.turns.request import TurnRequest
 from mlx_parallm.api.turns.tools import ToolChoice, ToolMode
 from mlx_parallm.engine.demo_models import DEMO_FOLDER
 from mlx_parallm.engine.interface import ServedModel
-from mlx_parallm.errors import InvalidRequestError
 from mlx_parallm.grammar import spec as specs
 from mlx_parallm.grammar.compiler import GrammarCompiler
 from mlx_parallm.grammar.vocabulary import GrammarVocabulary
 from mlx_parallm.parsing import registry
 from mlx_parallm.parsing.parts import ContentText
-from mlx_parallm.request import SamplingParams
 from mlx_parallm.tokenizer.tokenizer import load_tokenizer
+from mlx_parallm.types.errors import InvalidRequestError
+from mlx_parallm.types.request import SamplingParams
 from tests.fakes import make_info
 
 HI = [{"role": "user", "content": "hi"}]

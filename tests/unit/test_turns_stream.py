@@ -11,7 +11,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mlx_parallm.api.turns.stream import SampleState, ToolCall, ToolCallEnd, TurnPart, TurnStream
-from mlx_parallm.outputs import FinishReason, PromptEvent, TokenEvent
 from mlx_parallm.parsing.families.tagged_json import HERMES
 from mlx_parallm.parsing.parts import (
     ContentText,
@@ -22,6 +21,7 @@ from mlx_parallm.parsing.parts import (
 )
 from mlx_parallm.parsing.reasoning import THINK
 from mlx_parallm.parsing.turn import turn_parser
+from mlx_parallm.types.events import FinishReason, PromptEvent, TokenEvent
 
 CALL = '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'
 

@@ -18,7 +18,7 @@ from mlx_parallm.api.turns.tools import (
     ToolMode,
     callable_tools,
 )
-from mlx_parallm.errors import InvalidRequestError
+from mlx_parallm.types.errors import InvalidRequestError
 
 
 def function(name: Any = "f", **more: Any) -> dict[str, Any]:

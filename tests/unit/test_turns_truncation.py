@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from mlx_parallm.api.turns.prepare import prepare_turn
 from mlx_parallm.api.turns.request import TurnRequest
 from mlx_parallm.api.turns.truncation import prepare_fitting
-from mlx_parallm.request import SamplingParams
+from mlx_parallm.types.request import SamplingParams
 from tests.fake_engine import FakeEngine
 
 SPACE = 256

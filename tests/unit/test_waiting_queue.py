@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from mlx_parallm.request import GenerateRequest
-from mlx_parallm.scheduler.sequence import RequestGroup, Sequence
-from mlx_parallm.scheduler.waiting import AGING_PERIOD, WaitingQueue
+from mlx_parallm.generation.scheduler.sequence import RequestGroup, Sequence
+from mlx_parallm.generation.scheduler.waiting import AGING_PERIOD, WaitingQueue
+from mlx_parallm.types.request import GenerateRequest
 
 
 class Arrivals:

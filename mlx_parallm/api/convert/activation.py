@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from mlx_parallm.encode import ProblemType
+from mlx_parallm.types.pooling import ProblemType
 
 
 def activated(logits: np.ndarray, problem_type: ProblemType | None) -> np.ndarray:

@@ -18,7 +18,7 @@ from mlx_parallm.api.schemas.adapters import (
 )
 from mlx_parallm.api.uploads import Received, from_base64, is_json, json_object, validated
 from mlx_parallm.engine.policies import AdapterInfo, AdapterUpload
-from mlx_parallm.errors import InvalidRequestError
+from mlx_parallm.types.errors import InvalidRequestError
 
 TENSORS = "tensors"
 FILE = "adapter_model"

@@ -12,7 +12,7 @@ from starlette.responses import Response
 
 from mlx_parallm.api.encoder_answer import Encoded
 from mlx_parallm.api.schemas.embeddings import ArraysRequest
-from mlx_parallm.errors import InvalidRequestError
+from mlx_parallm.types.errors import InvalidRequestError
 
 # Clients take heads of some 64 KiB: the entry of an array has 110 bytes.
 MAX_DESCRIBED = 256

@@ -17,13 +17,13 @@ from mlx_parallm.api.turns.stream import (
     ToolCallEnd,
     TurnPart,
 )
-from mlx_parallm.outputs import PromptEvent, TokenEvent
 from mlx_parallm.parsing.parts import (
     ContentText,
     ReasoningText,
     ToolCallArguments,
     ToolCallBegin,
 )
+from mlx_parallm.types.events import PromptEvent, TokenEvent
 
 
 class ChatAnswer:

@@ -14,7 +14,7 @@ from mlx_parallm.api.turns.tools import (
     custom_tool,
     function_tool,
 )
-from mlx_parallm.errors import InvalidRequestError
+from mlx_parallm.types.errors import InvalidRequestError
 
 CHOICES = 'must be "none", "auto", "required" or an object naming tools'
 

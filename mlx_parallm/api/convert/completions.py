@@ -16,7 +16,7 @@ from mlx_parallm.api.lazy import LazySequence
 from mlx_parallm.api.samples import Sample, Usage
 from mlx_parallm.api.schemas.completions import CompletionRequest
 from mlx_parallm.api.versions import VersionSpans
-from mlx_parallm.outputs import PromptEvent, TokenEvent
+from mlx_parallm.types.events import PromptEvent, TokenEvent
 
 # What vLLM's choices have where it is not asked for; its streams leave it out.
 NOT_ASKED = {"token_ids": None, "prompt_logprobs": None, "prompt_token_ids": None}

@@ -11,7 +11,7 @@ from mlx_parallm.api.convert.array_encoding import bytes_response, in_json
 from mlx_parallm.api.encoder_answer import Encoded
 from mlx_parallm.api.schemas.embeddings import EmbeddingsRequest
 from mlx_parallm.engine.encoder_interface import EncoderModel
-from mlx_parallm.errors import InvalidRequestError
+from mlx_parallm.types.errors import InvalidRequestError
 
 
 def check_dimensions(dimensions: int | None, model: EncoderModel) -> None:

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from mlx_parallm.api.offload import maybe_in_thread
-from mlx_parallm.encode import EncodeInput, Task
 from mlx_parallm.engine.encoder_interface import EncoderModel
-from mlx_parallm.errors import InvalidRequestError
-from mlx_parallm.request import ANY_LENGTH, TokenLimit
+from mlx_parallm.types.errors import InvalidRequestError
+from mlx_parallm.types.pooling import EncodeInput, Task
+from mlx_parallm.types.request import ANY_LENGTH, TokenLimit
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

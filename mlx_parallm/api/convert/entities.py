@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from mlx_parallm.encode import TokenSpan
+from mlx_parallm.types.pooling import TokenSpan
 
 Join = Callable[[Sequence[str]], str]
 

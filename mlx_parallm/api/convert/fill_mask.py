@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from mlx_parallm.encode import EncodeInput
 from mlx_parallm.engine.encoder_interface import EncoderModel
+from mlx_parallm.types.pooling import EncodeInput
 
 # The least that is asked for of each mask, so that one kept result answers what differs in that.
 LEAST_TOP_K = 16

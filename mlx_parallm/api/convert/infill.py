@@ -13,8 +13,8 @@ from dataclasses import dataclass, replace
 
 from mlx_parallm.api.continuation import continuation_ids
 from mlx_parallm.engine.interface import Tokenizer
-from mlx_parallm.errors import InvalidRequestError
-from mlx_parallm.request import SamplingParams
+from mlx_parallm.types.errors import InvalidRequestError
+from mlx_parallm.types.request import SamplingParams
 
 # Stands before a suffix while it is tokenised: a character that joins with nothing.
 ANCHOR = "\u263a"

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from mlx_parallm.api.schemas.embeddings import EmbeddingsRequest
-from mlx_parallm.encode import EncoderInfo
-from mlx_parallm.errors import InvalidRequestError
+from mlx_parallm.types.errors import InvalidRequestError
+from mlx_parallm.types.pooling import EncoderInfo
 
 # What APIs and models call the two sides of a search: Cohere, NVIDIA, Voyage, Jina and
 # sentence-transformers' ``encode_query`` and ``encode_document``.

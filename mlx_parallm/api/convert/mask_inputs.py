@@ -8,10 +8,10 @@ from typing import Any
 
 from mlx_parallm.api.convert.encode_inputs import single_inputs
 from mlx_parallm.api.offload import maybe_in_thread
-from mlx_parallm.encode import EncodeInput, Task
 from mlx_parallm.engine.encoder_interface import EncoderModel
-from mlx_parallm.errors import InvalidRequestError
-from mlx_parallm.request import TokenLimit
+from mlx_parallm.types.errors import InvalidRequestError
+from mlx_parallm.types.pooling import EncodeInput, Task
+from mlx_parallm.types.request import TokenLimit
 
 # To look up a word takes as long as to encode so many characters.
 _WORD_CHARS = 16

@@ -9,7 +9,7 @@ from mlx_parallm.api.convert.messages_blocks import ContentBlocks
 from mlx_parallm.api.samples import Usage
 from mlx_parallm.api.schemas.messages import MessagesRequest
 from mlx_parallm.api.turns.prepare import PreparedTurn
-from mlx_parallm.outputs import FinishReason, PromptEvent, TokenEvent
+from mlx_parallm.types.events import FinishReason, PromptEvent, TokenEvent
 
 
 class MessageAnswer:

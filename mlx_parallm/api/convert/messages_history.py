@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from mlx_parallm.api.schemas.messages import InputMessage
-from mlx_parallm.errors import InvalidRequestError
+from mlx_parallm.types.errors import InvalidRequestError
 
 # Between texts that a client keeps apart; the assistant's own are pieces of one.
 BREAK = "\n\n"

@@ -21,12 +21,12 @@ from mlx_parallm.api.turns.tools import (
     check_tools,
     function_tool,
 )
-from mlx_parallm.batch import RunnerInfo
 from mlx_parallm.engine.interface import ServedModel
-from mlx_parallm.errors import ContextLengthError, InvalidRequestError
 from mlx_parallm.grammar import spec as specs
 from mlx_parallm.grammar.spec import GrammarSpec
-from mlx_parallm.request import SamplingParams
+from mlx_parallm.types.errors import ContextLengthError, InvalidRequestError
+from mlx_parallm.types.request import SamplingParams
+from mlx_parallm.types.step import RunnerInfo
 
 _MODES = {"auto": ToolMode.AUTO, "any": ToolMode.REQUIRED, "none": ToolMode.NONE}
 

@@ -11,9 +11,9 @@ from mlx_parallm.api.convert.activation import log_softmax
 from mlx_parallm.api.convert.fill_mask import fillings, kept_top_k
 from mlx_parallm.api.convert.mask_inputs import Candidates, candidates_of, masked_inputs
 from mlx_parallm.api.schemas.mlm import MlmRequest
-from mlx_parallm.encode import EncodeInput, Task
 from mlx_parallm.engine.encoder_interface import EncoderModel
-from mlx_parallm.errors import InvalidRequestError
+from mlx_parallm.types.errors import InvalidRequestError
+from mlx_parallm.types.pooling import EncodeInput, Task
 
 # Of an answer, which has some 20 bytes for each.
 MAX_LOGITS = 4_000_000

@@ -10,9 +10,9 @@ import numpy as np
 
 from mlx_parallm.api.convert.activation import activated
 from mlx_parallm.api.encoder_answer import Encoded
-from mlx_parallm.encode import EncoderInfo
 from mlx_parallm.engine.encoder_interface import EncoderClient, EncoderModel
-from mlx_parallm.errors import InvalidRequestError, NotImplementedRouteError
+from mlx_parallm.types.errors import InvalidRequestError, NotImplementedRouteError
+from mlx_parallm.types.pooling import EncoderInfo
 
 #: A category is flagged from this probability on.
 THRESHOLD = 0.5

@@ -10,8 +10,8 @@ from mlx_parallm.api.convert.array_encoding import bytes_response, in_json
 from mlx_parallm.api.convert.embeddings import finished
 from mlx_parallm.api.encoder_answer import Encoded
 from mlx_parallm.api.schemas.embeddings import PoolingRequest
-from mlx_parallm.encode import EncoderInfo, Task
-from mlx_parallm.errors import InvalidRequestError
+from mlx_parallm.types.errors import InvalidRequestError
+from mlx_parallm.types.pooling import EncoderInfo, Task
 
 POOLING_TASKS: tuple[Task, ...] = ("embed", "token_embed", "classify", "token_classify")
 

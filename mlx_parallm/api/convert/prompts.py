@@ -7,9 +7,9 @@ from mlx_parallm.api.offload import maybe_in_thread
 from mlx_parallm.api.prompt_limit import FIELD, prompt_limit
 from mlx_parallm.api.schemas.completions import CompletionRequest
 from mlx_parallm.engine.interface import ServedModel, Tokenizer
-from mlx_parallm.errors import InvalidRequestError
-from mlx_parallm.request import TokenLimit
 from mlx_parallm.tokenizer.cut import cut_ids
+from mlx_parallm.types.errors import InvalidRequestError
+from mlx_parallm.types.request import TokenLimit
 
 
 async def encode_prompts(

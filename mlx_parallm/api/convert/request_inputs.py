@@ -11,9 +11,9 @@ from mlx_parallm.api.offload import maybe_in_thread
 from mlx_parallm.api.schemas.chat import ChatMessage, check_template_kwargs, turns_of
 from mlx_parallm.api.schemas.encode import TextsRequest
 from mlx_parallm.api.turns.history import template_messages
-from mlx_parallm.encode import EncodeInput, Task
 from mlx_parallm.engine.encoder_interface import EncoderModel
-from mlx_parallm.errors import InvalidRequestError
+from mlx_parallm.types.errors import InvalidRequestError
+from mlx_parallm.types.pooling import EncodeInput, Task
 
 
 async def request_inputs(

@@ -20,8 +20,8 @@ from mlx_parallm.api.convert.responses_tools import ResponseTool, shown_tools
 from mlx_parallm.api.samples import Usage
 from mlx_parallm.api.schemas.responses import ENCRYPTED_REASONING, ResponsesRequest
 from mlx_parallm.api.turns.prepare import PreparedTurn
-from mlx_parallm.outputs import FinishReason, PromptEvent, TokenEvent
 from mlx_parallm.parsing.parts import ContentText, ReasoningText
+from mlx_parallm.types.events import FinishReason, PromptEvent, TokenEvent
 
 QUEUED = "queued"
 CANCELLED = "cancelled"

@@ -16,7 +16,7 @@ from mlx_parallm.api.turns.tools import (
     custom_tool,
     function_tool,
 )
-from mlx_parallm.errors import InvalidRequestError
+from mlx_parallm.types.errors import InvalidRequestError
 
 logger = logging.getLogger(__name__)
 

@@ -12,7 +12,7 @@ from mlx_parallm.api.convert.sampling import sampling_params
 from mlx_parallm.api.convert.structure import TEXT_FORMAT, body_structure
 from mlx_parallm.api.schemas.responses import ResponsesInput, ResponsesRequest
 from mlx_parallm.api.turns.request import TurnRequest
-from mlx_parallm.errors import InvalidRequestError
+from mlx_parallm.types.errors import InvalidRequestError
 
 #: What a body calls the names of the engine and of turns.
 FIELDS = {

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from mlx_parallm.api.schemas.common import SamplingFields
-from mlx_parallm.errors import InvalidRequestError
-from mlx_parallm.request import ALL_TOKENS, Grammar, SamplingParams
+from mlx_parallm.types.errors import InvalidRequestError
+from mlx_parallm.types.request import ALL_TOKENS, Grammar, SamplingParams
 
 
 def sampling_params(

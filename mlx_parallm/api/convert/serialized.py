@@ -8,7 +8,7 @@ from typing import Any
 from mlx_parallm.adapters.safetensors import read_safetensors
 from mlx_parallm.adapters.tensors import HostTensor
 from mlx_parallm.api.uploads import from_base64
-from mlx_parallm.errors import InvalidRequestError
+from mlx_parallm.types.errors import InvalidRequestError
 
 SERIALIZED = "serialized_named_tensors"
 FORMAT = "load_format"

@@ -11,9 +11,9 @@ from mlx_parallm.api.convert.sglang_request import SglangItem
 from mlx_parallm.api.lazy import LazySequence
 from mlx_parallm.api.samples import Sample
 from mlx_parallm.api.schemas.sglang import GenerateBody
-from mlx_parallm.batch import TokenLogprob
 from mlx_parallm.engine.interface import Tokenizer
-from mlx_parallm.outputs import PromptEvent, TokenEvent
+from mlx_parallm.types.events import PromptEvent, TokenEvent
+from mlx_parallm.types.step import TokenLogprob
 
 Pair = tuple[int, float | None]
 # A chunk repeats everything before it, so they come less often as a sample grows.

@@ -14,8 +14,8 @@ from mlx_parallm.api.schemas.sglang import (
     is_batch,
     prompts_of,
 )
-from mlx_parallm.errors import InvalidRequestError
-from mlx_parallm.request import Grammar, SamplingParams
+from mlx_parallm.types.errors import InvalidRequestError
+from mlx_parallm.types.request import Grammar, SamplingParams
 
 _OWN_NAMES = {
     "max_tokens": "max_new_tokens",

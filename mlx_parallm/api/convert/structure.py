@@ -13,10 +13,10 @@ from typing import Any
 from mlx_parallm.api.grammars import grammar_of
 from mlx_parallm.api.schemas.common import SamplingFields
 from mlx_parallm.engine.interface import ServedModel
-from mlx_parallm.errors import InvalidRequestError
 from mlx_parallm.grammar import spec as specs
 from mlx_parallm.grammar.spec import GrammarKind, GrammarSpec
-from mlx_parallm.request import Grammar
+from mlx_parallm.types.errors import InvalidRequestError
+from mlx_parallm.types.request import Grammar
 
 # Of the Responses API; a field within a field.
 TEXT_FORMAT = "text.format"

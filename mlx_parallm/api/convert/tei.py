@@ -15,9 +15,9 @@ from mlx_parallm.api.convert.encode_inputs import Role, pair_inputs, single_inpu
 from mlx_parallm.api.convert.input_prompts import named_prompt
 from mlx_parallm.api.schemas.encode import MAX_INPUTS
 from mlx_parallm.api.schemas.tei import EmbedOptions, PredictRequest
-from mlx_parallm.encode import EncodeInput, EncoderInfo, Task, TokenSpan
 from mlx_parallm.engine.encoder_interface import EncoderModel
-from mlx_parallm.errors import InvalidRequestError
+from mlx_parallm.types.errors import InvalidRequestError
+from mlx_parallm.types.pooling import EncodeInput, EncoderInfo, Task, TokenSpan
 
 PARAM = "inputs"
 # Where TEI's name is another.

@@ -13,9 +13,9 @@ from typing import Any
 
 from mlx_parallm.api.convert.encode_inputs import single_inputs
 from mlx_parallm.api.convert.mask_inputs import mask_id
-from mlx_parallm.encode import EncodeInput
 from mlx_parallm.engine.encoder_interface import EncoderModel
-from mlx_parallm.errors import InvalidRequestError
+from mlx_parallm.types.errors import InvalidRequestError
+from mlx_parallm.types.pooling import EncodeInput
 
 # Each is a text once through the model.
 MAX_SCORED_TOKENS = 8192

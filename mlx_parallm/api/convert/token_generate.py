@@ -17,10 +17,10 @@ from mlx_parallm.api.schemas.token_generate import (
     TokenSamplingParams,
 )
 from mlx_parallm.api.versions import VersionSpans
-from mlx_parallm.batch import TokenLogprob
 from mlx_parallm.engine.interface import Tokenizer
-from mlx_parallm.outputs import PromptEvent, TokenEvent
-from mlx_parallm.request import Grammar, SamplingParams
+from mlx_parallm.types.events import PromptEvent, TokenEvent
+from mlx_parallm.types.request import Grammar, SamplingParams
+from mlx_parallm.types.step import TokenLogprob
 
 # What the body calls the engine's names.
 FIELDS = {

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from mlx_parallm.batch import TokenLogprob
 from mlx_parallm.engine.interface import Tokenizer
-from mlx_parallm.request import ALL_TOKENS
+from mlx_parallm.types.request import ALL_TOKENS
+from mlx_parallm.types.step import TokenLogprob
 
 
 class TokenEntries:

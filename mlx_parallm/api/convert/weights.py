@@ -12,7 +12,7 @@ from mlx_parallm.api.convert.serialized import take_serialized
 from mlx_parallm.api.schemas.adapters import UploadTimings
 from mlx_parallm.api.schemas.weights import CheckedWeights, TensorFields, UpdateFields
 from mlx_parallm.api.uploads import Received, from_base64, is_json, json_object, validated
-from mlx_parallm.errors import InvalidRequestError, NotImplementedRouteError
+from mlx_parallm.types.errors import InvalidRequestError, NotImplementedRouteError
 
 FILE = "weights"
 TENSORS = "tensors"

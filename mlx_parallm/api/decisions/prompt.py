@@ -12,7 +12,7 @@ from string import ascii_uppercase
 from typing import Any
 
 from mlx_parallm.api.schemas.decisions import ChoiceQuestion, PredicateQuestion, ScoreQuestion
-from mlx_parallm.errors import InvalidRequestError
+from mlx_parallm.types.errors import InvalidRequestError
 
 TASK = "Read the input, then answer the question about it with one label and nothing else."
 # What the answer begins with; a label follows after a space.

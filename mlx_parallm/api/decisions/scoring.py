@@ -10,9 +10,9 @@ from mlx_parallm.api.decisions.labels import LabelTree, Tokens
 from mlx_parallm.api.decisions.prompt import ANSWER, END_OF_INPUT, TASK, AskedQuestion
 from mlx_parallm.api.generation import Generation
 from mlx_parallm.engine.interface import EngineClient, ServedModel, Tokenizer
-from mlx_parallm.errors import RequestAbortedError
-from mlx_parallm.outputs import FinishReason, PromptEvent
-from mlx_parallm.request import RAW_LOGPROBS, GenerateRequest, SamplingParams
+from mlx_parallm.types.errors import RequestAbortedError
+from mlx_parallm.types.events import FinishReason, PromptEvent
+from mlx_parallm.types.request import RAW_LOGPROBS, GenerateRequest, SamplingParams
 
 FIELDS = {"prompt": "input", "messages": "input"}
 

@@ -11,9 +11,9 @@ from mlx_parallm.api.hf_tasks.text_classification import text_classification
 from mlx_parallm.api.hf_tasks.token_classification import token_classification
 from mlx_parallm.api.hf_tasks.vectors import feature_extraction, sentence_similarity
 from mlx_parallm.api.schemas.hf_tasks import TaskParameters
-from mlx_parallm.encode import Task
 from mlx_parallm.engine.encoder_interface import EncoderClient, EncoderModel
-from mlx_parallm.errors import InvalidRequestError
+from mlx_parallm.types.errors import InvalidRequestError
+from mlx_parallm.types.pooling import Task
 
 Run = Callable[[Job], Awaitable[Done]]
 

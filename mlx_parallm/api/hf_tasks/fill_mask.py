@@ -11,7 +11,7 @@ from mlx_parallm.api.convert.mask_inputs import Candidates, candidates_of, maske
 from mlx_parallm.api.encoding import encoded
 from mlx_parallm.api.hf_tasks.job import Done, Job
 from mlx_parallm.api.hf_tasks.texts import cut_to, cuts_left, texts_of
-from mlx_parallm.encode import EncodeInput
+from mlx_parallm.types.pooling import EncodeInput
 
 TOP_K = 5
 

@@ -11,8 +11,8 @@ from mlx_parallm.api.convert.encode_inputs import pair_inputs
 from mlx_parallm.api.encoding import encoded
 from mlx_parallm.api.hf_tasks.job import Done, Job
 from mlx_parallm.api.hf_tasks.texts import MAX_TEXTS, cut_to, text_inputs, texts_of
-from mlx_parallm.encode import EncodeInput, ProblemType
-from mlx_parallm.errors import InvalidRequestError
+from mlx_parallm.types.errors import InvalidRequestError
+from mlx_parallm.types.pooling import EncodeInput, ProblemType
 
 #: The problem whose scores the function makes, whatever the number of labels.
 PROBLEMS: dict[str, ProblemType] = {

@@ -8,8 +8,8 @@ from typing import Any
 from mlx_parallm.api.convert.encode_inputs import Role, single_inputs
 from mlx_parallm.api.hf_tasks.job import Job
 from mlx_parallm.api.schemas.hf_tasks import TaskParameters
-from mlx_parallm.encode import EncodeInput, Task
-from mlx_parallm.errors import InvalidRequestError
+from mlx_parallm.types.errors import InvalidRequestError
+from mlx_parallm.types.pooling import EncodeInput, Task
 
 MAX_TEXTS = 8192
 

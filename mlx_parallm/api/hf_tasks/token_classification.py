@@ -13,8 +13,8 @@ from mlx_parallm.api.encoding import encoded
 from mlx_parallm.api.hf_tasks.job import Done, Job
 from mlx_parallm.api.hf_tasks.texts import cut_to, cuts_left, text_inputs, texts_of
 from mlx_parallm.api.offload import maybe_in_thread
-from mlx_parallm.encode import EncodeInput, TokenSpan
-from mlx_parallm.errors import InvalidRequestError
+from mlx_parallm.types.errors import InvalidRequestError
+from mlx_parallm.types.pooling import EncodeInput, TokenSpan
 
 #: What Hugging Face's servers do where nothing is asked for; transformers itself does "none".
 STRATEGY = "simple"

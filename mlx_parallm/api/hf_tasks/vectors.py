@@ -14,7 +14,7 @@ from mlx_parallm.api.convert.tei import similarities
 from mlx_parallm.api.encoding import encoded
 from mlx_parallm.api.hf_tasks.job import Done, Job
 from mlx_parallm.api.hf_tasks.texts import MAX_TEXTS, text_inputs, texts_of
-from mlx_parallm.errors import InvalidRequestError
+from mlx_parallm.types.errors import InvalidRequestError
 
 
 async def feature_extraction(job: Job) -> Done:

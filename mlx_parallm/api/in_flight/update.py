@@ -9,7 +9,7 @@ from mlx_parallm.api.in_flight.policies import Policies, Policy
 from mlx_parallm.api.schemas.art import InFlightUpdate, InFlightUpdated
 from mlx_parallm.engine.control import EngineControl
 from mlx_parallm.engine.policies import AdapterInfo
-from mlx_parallm.errors import (
+from mlx_parallm.types.errors import (
     InvalidRequestError,
     NotFoundError,
     NotImplementedRouteError,

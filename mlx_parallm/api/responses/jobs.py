@@ -12,7 +12,7 @@ from mlx_parallm.api import sse
 from mlx_parallm.api.convert.responses import ResponseAnswer
 from mlx_parallm.api.errors import BUG, failure_of
 from mlx_parallm.api.generation import Generation
-from mlx_parallm.errors import ParallmError
+from mlx_parallm.types.errors import ParallmError
 
 logger = logging.getLogger(__name__)
 

@@ -12,7 +12,7 @@ from mlx_parallm.api.generation import Generation
 from mlx_parallm.api.responses.jobs import BackgroundJob, BackgroundJobs
 from mlx_parallm.api.responses.store import ResponseStore, StoredResponse
 from mlx_parallm.api.schemas.responses import ResponsesInput
-from mlx_parallm.errors import InvalidRequestError, NotFoundError
+from mlx_parallm.types.errors import InvalidRequestError, NotFoundError
 
 
 class ResponseService:

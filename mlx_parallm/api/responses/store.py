@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mlx_parallm.api.responses.jobs import BackgroundJob
-from mlx_parallm.errors import (
+from mlx_parallm.types.errors import (
     InvalidRequestError,
     NotFoundError,
     OverloadedError,

@@ -13,8 +13,8 @@ from mlx_parallm.api.rl.groups import Group, Verdict
 from mlx_parallm.api.samples import Usage
 from mlx_parallm.api.schemas.common import INT64
 from mlx_parallm.api.schemas.rollout import RolloutItem, RolloutRequest
-from mlx_parallm.batch import TokenLogprob
-from mlx_parallm.request import Grammar, SamplingParams
+from mlx_parallm.types.request import Grammar, SamplingParams
+from mlx_parallm.types.step import TokenLogprob
 
 # What the body calls the engine's names.
 FIELDS = {"prompt": "prompts", "messages": "prompts", "logprobs": "top_logprobs"}

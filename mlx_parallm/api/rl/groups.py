@@ -10,9 +10,9 @@ from mlx_parallm.api.generation import WHOLE
 from mlx_parallm.api.lazy import LazySequence
 from mlx_parallm.api.samples import Sample
 from mlx_parallm.engine.interface import EngineClient, RequestHandle
-from mlx_parallm.errors import ParallmError
-from mlx_parallm.outputs import ErrorEvent, FinishReason, PromptEvent
-from mlx_parallm.request import GenerateRequest
+from mlx_parallm.types.errors import ParallmError
+from mlx_parallm.types.events import ErrorEvent, FinishReason, PromptEvent
+from mlx_parallm.types.request import GenerateRequest
 
 
 @dataclass(frozen=True, slots=True)

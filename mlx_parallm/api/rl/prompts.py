@@ -14,7 +14,7 @@ from mlx_parallm.api.schemas.rollout import RolloutItem, RolloutRequest
 from mlx_parallm.api.turns.appended import appended_ids
 from mlx_parallm.api.turns.history import template_messages
 from mlx_parallm.engine.interface import ServedModel
-from mlx_parallm.errors import ContextLengthError, InvalidRequestError
+from mlx_parallm.types.errors import ContextLengthError, InvalidRequestError
 
 # The last tokens tell how a text that follows them is spelled.
 ANCHOR_TOKENS = 8

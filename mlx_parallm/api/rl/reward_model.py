@@ -12,7 +12,7 @@ from mlx_parallm.api.scoring.rewards import Text, reward_inputs, reward_model, r
 from mlx_parallm.api.turns.history import template_messages
 from mlx_parallm.engine.encoder_interface import EncoderClient
 from mlx_parallm.engine.interface import Tokenizer
-from mlx_parallm.errors import InvalidRequestError, ParallmError
+from mlx_parallm.types.errors import InvalidRequestError, ParallmError
 
 _FIELDS = {"model": "reward_model", "messages": "prompts"}
 

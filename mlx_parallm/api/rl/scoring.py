@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from mlx_parallm.api.generation import Generation
-from mlx_parallm.batch import TokenLogprob
 from mlx_parallm.engine.interface import EngineClient
-from mlx_parallm.errors import RequestAbortedError
-from mlx_parallm.outputs import FinishReason, PromptEvent
-from mlx_parallm.request import GenerateRequest
+from mlx_parallm.types.errors import RequestAbortedError
+from mlx_parallm.types.events import FinishReason, PromptEvent
+from mlx_parallm.types.request import GenerateRequest
+from mlx_parallm.types.step import TokenLogprob
 
 FIELDS = {
     "prompt": "items",

@@ -11,7 +11,7 @@ from typing import Any
 import httpx2
 
 from mlx_parallm.api.rl.groups import Verdict
-from mlx_parallm.errors import InvalidRequestError
+from mlx_parallm.types.errors import InvalidRequestError
 
 MAX_ANSWER_BYTES = 64 * 1024
 # Calls of one rollout that wait for their answers at the same time.

@@ -12,8 +12,8 @@ from mlx_parallm.api.json_body import JsonRoute
 from mlx_parallm.api.schemas.server import AbortRequest, AbortRequests, AbortResponse
 from mlx_parallm.config import ServerConfig
 from mlx_parallm.engine.interface import EngineClient
-from mlx_parallm.errors import AuthenticationError, InvalidRequestError
-from mlx_parallm.request import GenerateRequest
+from mlx_parallm.types.errors import AuthenticationError, InvalidRequestError
+from mlx_parallm.types.request import GenerateRequest
 
 router = APIRouter(route_class=JsonRoute, dependencies=[Depends(refuse_other_origins)])
 

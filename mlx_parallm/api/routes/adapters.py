@@ -34,7 +34,7 @@ from mlx_parallm.api.schemas.adapters import (
 )
 from mlx_parallm.api.uploads import receive
 from mlx_parallm.engine.interface import EngineClient
-from mlx_parallm.errors import NotFoundError, NotImplementedRouteError
+from mlx_parallm.types.errors import NotFoundError, NotImplementedRouteError
 
 #: With and without ``/v1``.
 router = APIRouter(dependencies=[Depends(require_admin)], tags=[CONTROL])

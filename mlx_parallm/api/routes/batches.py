@@ -12,7 +12,7 @@ from mlx_parallm.api.dependencies import BatchesDep, ClientDep
 from mlx_parallm.api.json_body import JsonRoute
 from mlx_parallm.api.schemas.batches import BatchRequest
 from mlx_parallm.batch_jobs.service import BatchOrder
-from mlx_parallm.errors import InvalidRequestError
+from mlx_parallm.types.errors import InvalidRequestError
 
 router = APIRouter(route_class=JsonRoute)
 

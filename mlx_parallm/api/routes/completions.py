@@ -26,7 +26,7 @@ from mlx_parallm.api.schemas.completions import CompletionRequest
 from mlx_parallm.api.sse import STREAMED
 from mlx_parallm.config import ServerConfig
 from mlx_parallm.engine.interface import ServedModel
-from mlx_parallm.request import GenerateRequest, Grammar, SamplingParams
+from mlx_parallm.types.request import GenerateRequest, Grammar, SamplingParams
 
 router = APIRouter(route_class=JsonRoute)
 

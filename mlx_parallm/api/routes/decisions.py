@@ -25,7 +25,7 @@ from mlx_parallm.api.schemas.decisions import (
     InputDetails,
 )
 from mlx_parallm.engine.interface import EngineClient, ServedModel
-from mlx_parallm.request import GenerateRequest
+from mlx_parallm.types.request import GenerateRequest
 
 router = APIRouter(route_class=JsonRoute)
 

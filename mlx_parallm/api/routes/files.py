@@ -15,7 +15,7 @@ from mlx_parallm.api.multipart import FormReader
 from mlx_parallm.api.schemas.files import MAX_EXPIRY_S, UploadFields
 from mlx_parallm.batch_jobs.files import FileRecord, FileStore, Upload
 from mlx_parallm.batch_jobs.threads import in_thread
-from mlx_parallm.errors import InvalidRequestError
+from mlx_parallm.types.errors import InvalidRequestError
 
 router = APIRouter()
 

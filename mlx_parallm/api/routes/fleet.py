@@ -21,9 +21,9 @@ from mlx_parallm.api.schemas.fleet import (
     WorldSize,
 )
 from mlx_parallm.engine.interface import EngineClient
-from mlx_parallm.errors import InvalidRequestError
-from mlx_parallm.outputs import ErrorEvent
-from mlx_parallm.request import GenerateRequest, SamplingParams
+from mlx_parallm.types.errors import InvalidRequestError
+from mlx_parallm.types.events import ErrorEvent
+from mlx_parallm.types.request import GenerateRequest, SamplingParams
 
 router = APIRouter(route_class=JsonRoute)
 

@@ -31,7 +31,7 @@ from mlx_parallm.api.schemas.messages import (
     TokenCount,
 )
 from mlx_parallm.api.turns.prepare import prepare_turn, render_turn
-from mlx_parallm.request import ANY_LENGTH
+from mlx_parallm.types.request import ANY_LENGTH
 
 # What these bodies call the engine's names.
 FIELDS = {

@@ -15,9 +15,9 @@ from mlx_parallm.api.encoder_answer import Encoded, Encoding, encoded_response
 from mlx_parallm.api.json_body import JsonRoute
 from mlx_parallm.api.schemas.embeddings import PoolingRequest
 from mlx_parallm.api.scoring.late_interaction import side_inputs, side_vectors
-from mlx_parallm.encode import EncodeInput, Task
 from mlx_parallm.engine.encoder_interface import EncoderModel
-from mlx_parallm.errors import InvalidRequestError
+from mlx_parallm.types.errors import InvalidRequestError
+from mlx_parallm.types.pooling import EncodeInput, Task
 
 router = APIRouter(route_class=JsonRoute)
 

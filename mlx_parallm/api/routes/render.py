@@ -18,7 +18,7 @@ from mlx_parallm.api.schemas.completions import CompletionRequest
 from mlx_parallm.api.schemas.render import AppliedTemplate, RenderedRequest, TemplateRequest
 from mlx_parallm.api.turns.history import template_messages
 from mlx_parallm.api.turns.prepare import prepare_turn
-from mlx_parallm.request import GenerateRequest
+from mlx_parallm.types.request import GenerateRequest
 
 router = APIRouter(route_class=JsonRoute)
 template_router = APIRouter(route_class=JsonRoute)

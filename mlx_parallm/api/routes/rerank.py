@@ -14,7 +14,7 @@ from mlx_parallm.api.json_body import JsonRoute
 from mlx_parallm.api.schemas.rerank import RerankRequest
 from mlx_parallm.api.scoring.pairs import Activation, Pairs, score_pairs, scoring_model
 from mlx_parallm.api.scoring.ranking import rerank_answer, tei_answer
-from mlx_parallm.errors import InvalidRequestError
+from mlx_parallm.types.errors import InvalidRequestError
 
 router = APIRouter(route_class=JsonRoute)
 cohere_router = APIRouter(route_class=JsonRoute)

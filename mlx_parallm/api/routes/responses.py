@@ -33,8 +33,8 @@ from mlx_parallm.api.turns.prepare import PreparedTurn, prepare_turn, render_tur
 from mlx_parallm.api.turns.truncation import prepare_fitting
 from mlx_parallm.config import ServerConfig
 from mlx_parallm.engine.interface import ServedModel
-from mlx_parallm.errors import InvalidRequestError
-from mlx_parallm.request import ANY_LENGTH
+from mlx_parallm.types.errors import InvalidRequestError
+from mlx_parallm.types.request import ANY_LENGTH
 
 router = APIRouter(route_class=JsonRoute)
 

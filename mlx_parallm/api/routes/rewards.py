@@ -24,9 +24,9 @@ from mlx_parallm.api.scoring.rewards import (
     token_places,
 )
 from mlx_parallm.api.turns.history import template_messages
-from mlx_parallm.encode import EncodeInput
 from mlx_parallm.engine.encoder_interface import EncoderModel
-from mlx_parallm.errors import InvalidRequestError
+from mlx_parallm.types.errors import InvalidRequestError
+from mlx_parallm.types.pooling import EncodeInput
 
 router = APIRouter(route_class=JsonRoute)
 

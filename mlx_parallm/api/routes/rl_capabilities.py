@@ -10,7 +10,7 @@ from mlx_parallm.api.schemas.rl_capabilities import RLCapabilities, RLModel
 from mlx_parallm.api.scoring.rewards import gives_rewards
 from mlx_parallm.engine.control import PauseMode
 from mlx_parallm.engine.interface import ServedModel
-from mlx_parallm.request import LOGPROBS_MODES
+from mlx_parallm.types.request import LOGPROBS_MODES
 
 router = APIRouter()
 

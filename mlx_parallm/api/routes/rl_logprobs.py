@@ -23,8 +23,8 @@ from mlx_parallm.api.rl.scoring import FIELDS, Score, score
 from mlx_parallm.api.samples import Usage
 from mlx_parallm.api.schemas.rl_logprobs import LogprobsRequest
 from mlx_parallm.engine.interface import EngineClient, ServedModel
-from mlx_parallm.errors import InvalidRequestError
-from mlx_parallm.request import GenerateRequest, SamplingParams
+from mlx_parallm.types.errors import InvalidRequestError
+from mlx_parallm.types.request import GenerateRequest, SamplingParams
 
 router = APIRouter(route_class=JsonRoute)
 

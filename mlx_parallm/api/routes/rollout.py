@@ -30,7 +30,7 @@ from mlx_parallm.api.schemas.rollout import RolloutItem, RolloutRequest
 from mlx_parallm.api.sse import STREAMED
 from mlx_parallm.config import ServerConfig
 from mlx_parallm.engine.interface import ServedModel
-from mlx_parallm.request import GenerateRequest
+from mlx_parallm.types.request import GenerateRequest
 
 logger = logging.getLogger(__name__)
 

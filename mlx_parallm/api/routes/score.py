@@ -28,8 +28,8 @@ from mlx_parallm.api.scoring.labels import (
 from mlx_parallm.api.scoring.pairs import pairs_of, score_pairs, scoring_model
 from mlx_parallm.engine.encoder_interface import EncoderModel
 from mlx_parallm.engine.interface import EngineClient
-from mlx_parallm.errors import InvalidRequestError
-from mlx_parallm.request import GenerateRequest
+from mlx_parallm.types.errors import InvalidRequestError
+from mlx_parallm.types.request import GenerateRequest
 
 router = APIRouter(route_class=JsonRoute)
 

@@ -25,7 +25,7 @@ from mlx_parallm.api.schemas.sglang import GenerateBody, is_batch
 from mlx_parallm.api.sse import STREAMED
 from mlx_parallm.config import ServerConfig
 from mlx_parallm.engine.interface import EngineClient, ServedModel, Tokenizer
-from mlx_parallm.request import GenerateRequest
+from mlx_parallm.types.request import GenerateRequest
 
 router = APIRouter(route_class=JsonRoute)
 

@@ -35,9 +35,9 @@ from mlx_parallm.api.schemas.tei import (
     PredictRequest,
     SimilarityRequest,
 )
-from mlx_parallm.encode import EncodeInput, Task
 from mlx_parallm.engine.encoder_interface import EncoderModel
-from mlx_parallm.errors import InvalidRequestError, NotFoundError
+from mlx_parallm.types.errors import InvalidRequestError, NotFoundError
+from mlx_parallm.types.pooling import EncodeInput, Task
 
 router = APIRouter(route_class=JsonRoute)
 

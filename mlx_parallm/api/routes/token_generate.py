@@ -18,7 +18,7 @@ from mlx_parallm.api.model_choice import generator
 from mlx_parallm.api.respond import respond
 from mlx_parallm.api.schemas.token_generate import TokenGenerateRequest
 from mlx_parallm.api.sse import STREAMED
-from mlx_parallm.request import GenerateRequest
+from mlx_parallm.types.request import GenerateRequest
 
 router = APIRouter(route_class=JsonRoute)
 

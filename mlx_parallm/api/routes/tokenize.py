@@ -19,11 +19,11 @@ from mlx_parallm.api.offload import in_thread
 from mlx_parallm.api.schemas.chat import check_template_kwargs, turns_of
 from mlx_parallm.api.schemas.tokenize import DetokenizeRequest, TokenizeRequest
 from mlx_parallm.api.turns.history import template_messages
-from mlx_parallm.encode import Task
 from mlx_parallm.engine.encoder_interface import EncoderModel
 from mlx_parallm.engine.interface import EngineClient, ServedModel
-from mlx_parallm.errors import InvalidRequestError
-from mlx_parallm.request import ANY_LENGTH
+from mlx_parallm.types.errors import InvalidRequestError
+from mlx_parallm.types.pooling import Task
+from mlx_parallm.types.request import ANY_LENGTH
 
 router = APIRouter(route_class=JsonRoute)
 

@@ -8,7 +8,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictInt, StrictStr
 
 from mlx_parallm.api.schemas.common import INT64, GenerationRequest, TurnEndFields
-from mlx_parallm.errors import InvalidRequestError
+from mlx_parallm.types.errors import InvalidRequestError
 
 ROLES = ("developer", "system", "user", "assistant", "tool", "function")
 RESERVED_KWARGS = frozenset(

@@ -15,8 +15,8 @@ from pydantic import (
     model_validator,
 )
 
-from mlx_parallm.errors import InvalidRequestError
-from mlx_parallm.request import MAX_CHOICES
+from mlx_parallm.types.errors import InvalidRequestError
+from mlx_parallm.types.request import MAX_CHOICES
 
 MAX_STOPS = 64
 MAX_NAMED_TOKENS = 1024

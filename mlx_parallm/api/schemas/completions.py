@@ -7,7 +7,7 @@ from typing import Annotated
 from pydantic import Field, StrictBool, StrictInt, StrictStr
 
 from mlx_parallm.api.schemas.common import GenerationRequest, Ids, ListsOfIds, Strings
-from mlx_parallm.errors import InvalidRequestError
+from mlx_parallm.types.errors import InvalidRequestError
 
 DEFAULT_MAX_TOKENS = 16
 

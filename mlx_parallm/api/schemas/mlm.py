@@ -14,7 +14,7 @@ from pydantic import (
 )
 
 from mlx_parallm.api.schemas.encode import EncodeFields
-from mlx_parallm.errors import InvalidRequestError
+from mlx_parallm.types.errors import InvalidRequestError
 
 MAX_TEXTS = 8192
 MAX_TOP_K = 1000

@@ -12,7 +12,7 @@ from pydantic import ConfigDict, Field, StrictBool, StrictInt, StrictStr
 
 from mlx_parallm.api.schemas.common import NullIsAbsent
 from mlx_parallm.api.schemas.encode import MAX_INPUTS
-from mlx_parallm.errors import InvalidRequestError
+from mlx_parallm.types.errors import InvalidRequestError
 
 
 class RerankDocument(NullIsAbsent):

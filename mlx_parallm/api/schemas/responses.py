@@ -8,7 +8,7 @@ from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictInt, Strict
 
 from mlx_parallm.api.schemas.chat import check_template_kwargs
 from mlx_parallm.api.schemas.common import INT64, NullIsAbsent, SamplingRequest, StreamFields
-from mlx_parallm.errors import InvalidRequestError
+from mlx_parallm.types.errors import InvalidRequestError
 
 LOGPROBS = "message.output_text.logprobs"
 ENCRYPTED_REASONING = "reasoning.encrypted_content"

@@ -9,7 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictInt, Strict
 from mlx_parallm.api.schemas.chat import ChatMessage
 from mlx_parallm.api.schemas.common import NullIsAbsent
 from mlx_parallm.api.schemas.encode import MAX_INPUTS, EncodeFields
-from mlx_parallm.errors import InvalidRequestError
+from mlx_parallm.types.errors import InvalidRequestError
 
 Completion = StrictStr | list[ChatMessage]
 

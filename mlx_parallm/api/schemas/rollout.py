@@ -8,8 +8,8 @@ from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictInt, Strict
 
 from mlx_parallm.api.schemas.chat import ChatMessage, check_template_kwargs
 from mlx_parallm.api.schemas.common import INT64, Ids, NullIsAbsent, Number, SamplingFields
-from mlx_parallm.errors import InvalidRequestError
-from mlx_parallm.request import MAX_CHOICES
+from mlx_parallm.types.errors import InvalidRequestError
+from mlx_parallm.types.request import MAX_CHOICES
 
 MAX_PROMPTS = 65_536
 DEFAULT_VERIFIER_TIMEOUT_S = 30.0

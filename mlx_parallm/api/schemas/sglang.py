@@ -8,8 +8,8 @@ from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictInt, Strict
 
 from mlx_parallm.api.schemas.common import INT64, Ids, ListsOfIds, SamplingFields, Strings
 from mlx_parallm.api.schemas.token_generate import TokenSamplingParams
-from mlx_parallm.errors import InvalidRequestError
-from mlx_parallm.request import MAX_CHOICES
+from mlx_parallm.types.errors import InvalidRequestError
+from mlx_parallm.types.request import MAX_CHOICES
 
 DEFAULT_MAX_NEW_TOKENS = 128
 # What would change the answer and is not offered here.

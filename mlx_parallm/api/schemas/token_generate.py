@@ -13,8 +13,8 @@ from mlx_parallm.api.schemas.common import (
     SamplingFields,
     StreamFields,
 )
-from mlx_parallm.errors import InvalidRequestError
-from mlx_parallm.request import MAX_CHOICES
+from mlx_parallm.types.errors import InvalidRequestError
+from mlx_parallm.types.request import MAX_CHOICES
 
 # Parameters of vLLM that would change the tokens and are not offered here.
 UNSUPPORTED = (

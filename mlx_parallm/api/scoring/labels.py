@@ -20,9 +20,9 @@ from mlx_parallm.api.samples import Usage
 from mlx_parallm.api.schemas.score import ScoreRequest
 from mlx_parallm.engine.encoder_interface import EncoderModel
 from mlx_parallm.engine.interface import EngineClient, ServedModel, Tokenizer
-from mlx_parallm.errors import InvalidRequestError, RequestAbortedError
-from mlx_parallm.outputs import FinishReason, PromptEvent
-from mlx_parallm.request import RAW_LOGPROBS, GenerateRequest, SamplingParams
+from mlx_parallm.types.errors import InvalidRequestError, RequestAbortedError
+from mlx_parallm.types.events import FinishReason, PromptEvent
+from mlx_parallm.types.request import RAW_LOGPROBS, GenerateRequest, SamplingParams
 
 FIELDS = {"prompt": "items", "messages": "items", "logprob_token_ids": "label_token_ids"}
 

@@ -15,9 +15,9 @@ import numpy as np
 from mlx_parallm.api.convert.embeddings import unit_vectors
 from mlx_parallm.api.convert.encode_inputs import Role, single_inputs
 from mlx_parallm.api.convert.input_prompts import prompt_of_type
-from mlx_parallm.encode import EncodeInput, LateInteraction
 from mlx_parallm.engine.encoder_interface import EncoderModel
-from mlx_parallm.errors import InvalidRequestError
+from mlx_parallm.types.errors import InvalidRequestError
+from mlx_parallm.types.pooling import EncodeInput, LateInteraction
 
 Side = Literal["query", "document"]
 

@@ -21,9 +21,9 @@ from mlx_parallm.api.scoring.late_interaction import (
     query_inputs,
     side_vectors,
 )
-from mlx_parallm.encode import EncodeInput, EncoderInfo, LateInteraction
 from mlx_parallm.engine.encoder_interface import EncoderClient, EncoderModel
-from mlx_parallm.errors import InvalidRequestError
+from mlx_parallm.types.errors import InvalidRequestError
+from mlx_parallm.types.pooling import EncodeInput, EncoderInfo, LateInteraction
 
 #: What is made of a cross-encoder's logit: what its files ask for, the logistic function, nothing.
 Activation = Literal["default", "sigmoid", "none"]

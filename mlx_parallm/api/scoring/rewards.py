@@ -11,10 +11,10 @@ import numpy as np
 from mlx_parallm.api.convert.encode_inputs import single_inputs, text_limit
 from mlx_parallm.api.offload import maybe_in_thread
 from mlx_parallm.api.scoring.pairs import logistic
-from mlx_parallm.encode import EncodeInput, EncoderInfo, Task
 from mlx_parallm.engine.encoder_interface import EncoderClient, EncoderModel, TextEncoder
-from mlx_parallm.errors import InvalidRequestError
-from mlx_parallm.request import TokenLimit
+from mlx_parallm.types.errors import InvalidRequestError
+from mlx_parallm.types.pooling import EncodeInput, EncoderInfo, Task
+from mlx_parallm.types.request import TokenLimit
 
 #: A text, or the messages of a conversation as templates take them.
 Text = str | Sequence[Mapping[str, Any]]

@@ -12,7 +12,7 @@ from typing import Any
 
 from mlx_parallm.api.continuation import continuation_ids
 from mlx_parallm.engine.interface import Tokenizer
-from mlx_parallm.errors import InvalidRequestError
+from mlx_parallm.types.errors import InvalidRequestError
 
 Messages = Sequence[Mapping[str, Any]]
 # Renders messages; the flag says whether the assistant's turn is opened at the end.

@@ -11,12 +11,12 @@ from mlx_parallm.api.grammars import grammar_of
 from mlx_parallm.api.turns.request import TurnRequest
 from mlx_parallm.api.turns.tools import ToolMode
 from mlx_parallm.engine.interface import ServedModel
-from mlx_parallm.errors import InvalidRequestError
 from mlx_parallm.grammar import spec as specs
 from mlx_parallm.grammar.spec import GrammarKind, GrammarSpec
 from mlx_parallm.parsing.forced import ForcedCalls, arguments_schema, forced_calls
 from mlx_parallm.parsing.formats import CallText, ReasoningFormat, ToolFormat, tools_of
-from mlx_parallm.request import Grammar
+from mlx_parallm.types.errors import InvalidRequestError
+from mlx_parallm.types.request import Grammar
 
 # What begins the answer in OpenAI's Harmony (https://cookbook.openai.com/articles/openai-harmony).
 HARMONY_FINAL = "<|channel|>final<|message|>"

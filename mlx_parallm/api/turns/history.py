@@ -7,7 +7,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from mlx_parallm.errors import InvalidRequestError
+from mlx_parallm.types.errors import InvalidRequestError
 
 # Protocols and model families call the thoughts of an earlier turn by either name.
 REASONING_KEYS = ("reasoning_content", "reasoning")

@@ -18,8 +18,8 @@ from mlx_parallm.grammar.json_size import is_longer
 from mlx_parallm.parsing.formats import ReasoningFormat, ToolFormat
 from mlx_parallm.parsing.parts import TurnParser
 from mlx_parallm.parsing.turn import turn_parser
-from mlx_parallm.request import GenerateRequest, SamplingParams, ThinkingBudget, TokenLimit
 from mlx_parallm.tokenizer.cut import cut_ids
+from mlx_parallm.types.request import GenerateRequest, SamplingParams, ThinkingBudget, TokenLimit
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from mlx_parallm.api.turns.tools import Tool, ToolChoice, ToolMode, callable_tools
 from mlx_parallm.grammar.spec import GrammarSpec
-from mlx_parallm.request import SamplingParams
+from mlx_parallm.types.request import SamplingParams
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from mlx_parallm.api.lazy import LazySequence
 from mlx_parallm.api.samples import Sample, Usage
 from mlx_parallm.api.turns.custom_input import custom_input
-from mlx_parallm.outputs import FinishReason, PromptEvent, TokenEvent
 from mlx_parallm.parsing.parts import (
     ContentText,
     Part,
@@ -19,6 +18,7 @@ from mlx_parallm.parsing.parts import (
     ToolCallBegin,
     TurnParser,
 )
+from mlx_parallm.types.events import FinishReason, PromptEvent, TokenEvent
 
 TOOL_CALLS = "tool_calls"
 CALL_ID_BYTES = 12

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
-from mlx_parallm.errors import InvalidRequestError
+from mlx_parallm.types.errors import InvalidRequestError
 
 # OpenAI allows 64 characters and no dots; names of MCP servers' tools are often longer.
 TOOL_NAME = re.compile(r"[a-zA-Z0-9_.-]{1,128}")

@@ -10,7 +10,7 @@ from typing import Any
 from mlx_parallm.api.turns.prepare import PreparedTurn, prepare_turn, render_turn
 from mlx_parallm.api.turns.request import TurnRequest
 from mlx_parallm.engine.interface import ServedModel
-from mlx_parallm.errors import ContextLengthError
+from mlx_parallm.types.errors import ContextLengthError
 
 
 async def prepare_fitting(turn: TurnRequest, model: ServedModel) -> PreparedTurn:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from mlx_parallm.encode import LABEL_TASKS, EncoderInfo, OwnHead
 from mlx_parallm.engine.adapter_names import NamedAdapter
 from mlx_parallm.engine.encoder_interface import EncoderModel
+from mlx_parallm.types.pooling import LABEL_TASKS, EncoderInfo, OwnHead
 
 
 def adapted_model(model: EncoderModel, adapter: NamedAdapter) -> EncoderModel | None:

@@ -6,7 +6,7 @@ import math
 from collections import deque
 from statistics import median
 
-from mlx_parallm.scheduler.fits import OnlineFit
+from mlx_parallm.generation.scheduler.fits import OnlineFit
 
 # Padded tokens of a batch of which nobody knows yet what it costs.
 FIRST_TOKENS = 64

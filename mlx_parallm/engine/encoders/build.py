@@ -8,12 +8,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from mlx_parallm.config import EngineConfig, ModelConfig
-from mlx_parallm.encode import EncoderInfo
-from mlx_parallm.encoding.cross_encoder import scores_are_logits
-from mlx_parallm.encoding.labels import names_reward
-from mlx_parallm.encoding.late_interaction import read_late_spec
-from mlx_parallm.encoding.model_task import tasks_for
-from mlx_parallm.encoding.sentence_transformers import read_vector_spec, transformer_folder
 from mlx_parallm.engine.encoder_interface import EncoderModel, TextEncoder
 from mlx_parallm.engine.encoders.adapters import EncoderAdapterSet
 from mlx_parallm.engine.encoders.decoder_build import (
@@ -25,14 +19,23 @@ from mlx_parallm.engine.encoders.decoder_build import (
 from mlx_parallm.engine.encoders.engine import EncodeEngine
 from mlx_parallm.engine.encoders.late_interaction import with_late_interaction
 from mlx_parallm.engine.encoders.metrics import EncoderFamilies, EncoderMetrics
-from mlx_parallm.errors import ConfigError
-from mlx_parallm.load_failures import load_failures
-from mlx_parallm.runner.adapter_store import AdapterStore
-from mlx_parallm.runner.device import backend_name
-from mlx_parallm.runner.encoder_adapters import AdaptedEncoder
-from mlx_parallm.runner.encoder_runner import is_encoder, open_encoder_runner
-from mlx_parallm.runner.pending_encoder import PendingEncoder
+from mlx_parallm.models.checkpoints.cross_encoder import scores_are_logits
+from mlx_parallm.models.checkpoints.labels import names_reward
+from mlx_parallm.models.checkpoints.late_interaction import read_late_spec
+from mlx_parallm.models.checkpoints.model_task import tasks_for
+from mlx_parallm.models.checkpoints.sentence_transformers import (
+    read_vector_spec,
+    transformer_folder,
+)
+from mlx_parallm.models.load_failures import load_failures
 from mlx_parallm.tokenizer.encoder_tokenizer import load_encoder_tokenizer
+from mlx_parallm.types.errors import ConfigError
+from mlx_parallm.types.pooling import EncoderInfo
+from mlx_parallm.worker.device.properties import backend_name
+from mlx_parallm.worker.lora.adapter_store import AdapterStore
+from mlx_parallm.worker.pooling.encoder_adapters import AdaptedEncoder
+from mlx_parallm.worker.pooling.encoder_runner import is_encoder, open_encoder_runner
+from mlx_parallm.worker.pooling.pending_encoder import PendingEncoder
 
 # Tokens of a batch, padding included: more make no device busier. A CPU is then even slower, since
 # what a layer makes of a batch leaves its caches.

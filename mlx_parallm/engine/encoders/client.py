@@ -11,7 +11,6 @@ from itertools import count
 from typing import Any, Protocol
 
 from mlx_parallm.config import EngineConfig, ModelConfig
-from mlx_parallm.encode import EncodeRequest, EncodeResults, Task
 from mlx_parallm.engine.adapter_names import AdapterNames, NamedAdapter
 from mlx_parallm.engine.commands import Abort, Command, Encode, EngineHost
 from mlx_parallm.engine.encoder_interface import (
@@ -25,7 +24,7 @@ from mlx_parallm.engine.encoders.loader import ThreadLoader
 from mlx_parallm.engine.encoders.residency import EncoderEntry, EncoderResidency
 from mlx_parallm.engine.encoders.sources import MAX_NAME, MODEL, ModelSources
 from mlx_parallm.engine.interface import ServedModel
-from mlx_parallm.errors import (
+from mlx_parallm.types.errors import (
     ConfigError,
     InvalidRequestError,
     ModelLoadError,
@@ -33,6 +32,7 @@ from mlx_parallm.errors import (
     ModelNotFoundError,
     ParallmError,
 )
+from mlx_parallm.types.pooling import EncodeRequest, EncodeResults, Task
 
 logger = logging.getLogger(__name__)
 

@@ -6,9 +6,10 @@ from pathlib import Path
 from typing import Any
 
 from mlx_parallm.config import ModelConfig, ModelTask
-from mlx_parallm.encoding.decoders import reads_both_ways
-from mlx_parallm.encoding.model_task import decoder_plan, decoder_task, has_head
-from mlx_parallm.encoding.sentence_transformers import (
+from mlx_parallm.engine.encoder_interface import TextEncoder
+from mlx_parallm.models.checkpoints.decoders import reads_both_ways
+from mlx_parallm.models.checkpoints.model_task import decoder_plan, decoder_task, has_head
+from mlx_parallm.models.checkpoints.sentence_transformers import (
     VectorSpec,
     module_kind,
     module_kinds,
@@ -16,13 +17,12 @@ from mlx_parallm.encoding.sentence_transformers import (
     read_vector_spec,
     transformer_folder,
 )
-from mlx_parallm.engine.encoder_interface import TextEncoder
-from mlx_parallm.errors import ModelLoadError
 from mlx_parallm.models.loading import ARCHITECTURES
-from mlx_parallm.runner.decoder_loading import open_decoder
-from mlx_parallm.runner.decoder_runner import DecoderRunner
-from mlx_parallm.runner.pending_encoder import PendingEncoder
 from mlx_parallm.tokenizer.decoder_tokenizer import DecoderTokenizer, load_decoder_tokenizer
+from mlx_parallm.types.errors import ModelLoadError
+from mlx_parallm.worker.pooling.decoder_loading import open_decoder
+from mlx_parallm.worker.pooling.decoder_runner import DecoderRunner
+from mlx_parallm.worker.pooling.pending_encoder import PendingEncoder
 
 
 def task_of(config: ModelConfig, path: Path) -> ModelTask:

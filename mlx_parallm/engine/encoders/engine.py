@@ -10,13 +10,12 @@ from typing import Any
 
 import numpy as np
 
-from mlx_parallm.encode import EncodeInput, EncodeJob, Encoder, EncodeRequest, EncodeResults
-from mlx_parallm.encoding.queue import EncodeQueue, WaitingInput
-from mlx_parallm.encoding.result_cache import ResultCache
 from mlx_parallm.engine.encoders.adapters import EncoderAdapterSet
 from mlx_parallm.engine.encoders.batch_cost import BatchCost
 from mlx_parallm.engine.encoders.metrics import EncoderMetrics
-from mlx_parallm.errors import (
+from mlx_parallm.pooling.queue import EncodeQueue, WaitingInput
+from mlx_parallm.pooling.result_cache import ResultCache
+from mlx_parallm.types.errors import (
     ModelLoadingError,
     ModelNotFoundError,
     OverloadedError,
@@ -24,6 +23,7 @@ from mlx_parallm.errors import (
     RequestAbortedError,
     StepError,
 )
+from mlx_parallm.types.pooling import EncodeInput, EncodeJob, Encoder, EncodeRequest, EncodeResults
 
 logger = logging.getLogger(__name__)
 

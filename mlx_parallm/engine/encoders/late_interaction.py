@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from mlx_parallm.encode import EncoderInfo
-from mlx_parallm.encoding.late_interaction import LateSpec
 from mlx_parallm.engine.encoder_interface import TextEncoder
-from mlx_parallm.errors import ModelLoadError
+from mlx_parallm.models.checkpoints.late_interaction import LateSpec
+from mlx_parallm.types.errors import ModelLoadError
+from mlx_parallm.types.pooling import EncoderInfo
 
 
 def with_late_interaction(

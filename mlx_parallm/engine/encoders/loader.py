@@ -16,8 +16,8 @@ from mlx_parallm.engine.demo_models import demo_folder
 from mlx_parallm.engine.encoder_interface import EncoderModel, TextEncoder
 from mlx_parallm.engine.encoders.build import EncoderBuild, is_read, tokenizer_of
 from mlx_parallm.engine.encoders.residency import MakeRoom
-from mlx_parallm.errors import InvalidRequestError
-from mlx_parallm.runner.hub import resolve_model
+from mlx_parallm.types.errors import InvalidRequestError
+from mlx_parallm.worker.weights.hub import resolve_model
 
 # Of the files that are read ahead.
 CHUNK_BYTES = 1 << 24

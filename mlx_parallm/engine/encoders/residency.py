@@ -10,7 +10,7 @@ from typing import Protocol
 
 from mlx_parallm.config import ModelConfig
 from mlx_parallm.engine.encoder_interface import EncoderModel, EncoderState, EncoderStatus
-from mlx_parallm.errors import ModelLoadError, ModelNotFoundError
+from mlx_parallm.types.errors import ModelLoadError, ModelNotFoundError
 
 MakeRoom = Callable[[int], Awaitable[None]]
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from mlx_parallm.config import LoadingConfig
 from mlx_parallm.engine.demo_models import DEMO_FOLDERS
-from mlx_parallm.errors import InvalidRequestError, NotFoundError
+from mlx_parallm.types.errors import InvalidRequestError, NotFoundError
 
 #: The field of requests that names one.
 MODEL = "model"

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
-from mlx_parallm.errors import ControlError
+from mlx_parallm.types.errors import ControlError
 
 # Little-endian: the message's number and how many buffers follow its pickle (PEP 574), then the
 # sizes of it and of them.

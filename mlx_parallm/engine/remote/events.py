@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from mlx_parallm.outputs import GenerateEvent, TokenEvent
+from mlx_parallm.types.events import GenerateEvent, TokenEvent
 
 
 def pack_events(events: Sequence[GenerateEvent]) -> list[Any]:

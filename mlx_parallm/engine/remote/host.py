@@ -30,8 +30,8 @@ from mlx_parallm.engine.remote.messages import (
 )
 from mlx_parallm.engine.remote.models import PackedModel
 from mlx_parallm.engine.remote.remote_code import find_remote_code
-from mlx_parallm.errors import ConfigError, ControlError, EngineDeadError, ParallmError
-from mlx_parallm.outputs import GenerateEvent
+from mlx_parallm.types.errors import ConfigError, ControlError, EngineDeadError, ParallmError
+from mlx_parallm.types.events import GenerateEvent
 
 logger = logging.getLogger(__name__)
 

@@ -31,7 +31,7 @@ from mlx_parallm.engine.remote.link import Asked, Link, Withdrawn
 from mlx_parallm.engine.remote.messages import Events, Failed, Progress, Ready, Reply, Start
 from mlx_parallm.engine.remote.remote_code import find_remote_code
 from mlx_parallm.engine.state import EngineState
-from mlx_parallm.errors import ConfigError, EngineDeadError
+from mlx_parallm.types.errors import ConfigError, EngineDeadError
 
 logger = logging.getLogger(__name__)
 

@@ -13,7 +13,7 @@ from mlx_parallm.engine.commands import Abort, Command, Stop
 from mlx_parallm.engine.remote.channel import Channel
 from mlx_parallm.engine.remote.messages import Query, Withdraw
 from mlx_parallm.engine.state import EngineState
-from mlx_parallm.errors import ControlError, EngineDeadError, ParallmError
+from mlx_parallm.types.errors import ControlError, EngineDeadError, ParallmError
 
 logger = logging.getLogger(__name__)
 

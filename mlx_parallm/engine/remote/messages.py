@@ -14,7 +14,7 @@ from mlx_parallm.config import EngineConfig
 from mlx_parallm.engine.encoder_interface import LoadedEncoder
 from mlx_parallm.engine.remote.models import PackedModel
 from mlx_parallm.engine.state import EngineState
-from mlx_parallm.errors import ParallmError
+from mlx_parallm.types.errors import ParallmError
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 from mlx_parallm.demo.chat_format import template_text
-from mlx_parallm.errors import ConfigError
 from mlx_parallm.parsing.registry import (
     detect_reasoning_format,
     detect_tool_format,
@@ -16,6 +15,7 @@ from mlx_parallm.parsing.registry import (
     tool_format,
     tool_format_names,
 )
+from mlx_parallm.types.errors import ConfigError
 
 # Pieces of each family's template that no other family has, and its tokens.
 TOOL_SIGNS = [

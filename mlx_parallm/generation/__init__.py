@@ -1,0 +1,1 @@
+"""Models that generate: which sequences run next, their KV blocks, and speculation."""

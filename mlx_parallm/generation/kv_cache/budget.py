@@ -1,0 +1,103 @@
+"""How the models of a process share its one budget of KV memory."""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from mlx_parallm.types.errors import ConfigError
+from mlx_parallm.types.kv_plan import KVPlan
+from mlx_parallm.units import readable_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class KVShare:
+    """What a model got of the budget."""
+
+    name: str
+    plan: KVPlan
+    num_blocks: int
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory of the blocks."""
+        return self.num_blocks * self.plan.block_bytes
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that fit."""
+        return self.num_blocks * self.plan.block_size
+
+    @property
+    def context(self) -> int:
+        """Longest sequence that can be served, in tokens."""
+        return min(self.plan.max_model_len, self.num_tokens)
+
+    @property
+    def num_contexts(self) -> float:
+        """How many such sequences fit."""
+        return self.num_tokens / self.context
+
+    @property
+    def is_cut(self) -> bool:
+        """True if the model's full context does not fit."""
+        return self.context < self.plan.max_model_len
+
+    def __str__(self) -> str:
+        """Say what fits."""
+        said = (
+            f"{readable_bytes(self.num_bytes)} of KV: {self.num_blocks:,} blocks of "
+            f"{self.plan.block_size} tokens, {self.num_tokens:,} tokens, "
+            f"{self.num_contexts:,.1f} contexts of {self.context:,} tokens"
+        )
+        return f"{said} (cut from {self.plan.max_model_len:,})" if self.is_cut else said
+
+
+def share_budget(plans: Sequence[KVPlan], budget: int) -> list[int]:
+    """Return the number of blocks of each model; together they take at most ``budget`` bytes.
+
+    Every model first gets one full context. Where the budget does not hold those, no model gets
+    more bytes than another one that has less than its context. What is left is shared in
+    proportion to what the models want beyond one context; a budget beyond all wants is used too.
+
+    Raises:
+        ConfigError: the budget does not hold one block of each model.
+    """
+    smallest = sum(plan.block_bytes for plan in plans)
+    if smallest > budget:
+        raise ConfigError(
+            f"The KV memory of {readable_bytes(budget)} does not hold one block of each model, "
+            f"which takes {readable_bytes(smallest)}; raise --kv-cache-memory-bytes or "
+            "--kv-memory-fraction, or lower --block-size."
+        )
+    blocks = _contexts(plans, budget)
+    if any(count < plan.context_blocks for count, plan in zip(blocks, plans, strict=True)):
+        return blocks
+    left = budget - _bytes_of(blocks, plans)
+    weights = [plan.wanted_bytes - plan.context_blocks * plan.block_bytes for plan in plans]
+    if not any(weights):
+        weights = [plan.wanted_bytes for plan in plans]
+    total = sum(weights)
+    return [
+        count + left * weight // total // plan.block_bytes
+        for count, weight, plan in zip(blocks, weights, plans, strict=True)
+    ]
+
+
+def _contexts(plans: Sequence[KVPlan], budget: int) -> list[int]:
+    """Return the blocks of one context of each model, or as much of them as the budget holds."""
+
+    def up_to(level: int) -> list[int]:
+        """Return each model's blocks if none has more than ``level`` bytes, except its first."""
+        return [min(plan.context_blocks, max(1, level // plan.block_bytes)) for plan in plans]
+
+    # The largest level that the budget pays for.
+    level = bisect.bisect_right(
+        range(budget + 1), budget, key=lambda level: _bytes_of(up_to(level), plans)
+    )
+    return up_to(level - 1)
+
+
+def _bytes_of(blocks: Sequence[int], plans: Sequence[KVPlan]) -> int:
+    return sum(count * plan.block_bytes for count, plan in zip(blocks, plans, strict=True))

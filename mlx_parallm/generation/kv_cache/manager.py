@@ -1,0 +1,162 @@
+"""Gives sequences their blocks: prefix matches, growth, forks and release."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+
+from mlx_parallm.generation.kv_cache.block_hash import block_hash, root_hash
+from mlx_parallm.generation.kv_cache.block_pool import BlockPool
+from mlx_parallm.generation.kv_cache.block_table import BlockTable
+
+# No generation of the prefix cache.
+UNFINDABLE = -1
+
+
+class KVCacheManager:
+    """Every operation either happens whole or changes nothing."""
+
+    def __init__(
+        self, num_blocks: int, block_size: int, *, enable_prefix_caching: bool = True
+    ) -> None:
+        self.block_size = block_size
+        self.enable_prefix_caching = enable_prefix_caching
+        self._pool = BlockPool(num_blocks)
+        self._generation = 0
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks in the pool."""
+        return self._pool.num_blocks
+
+    @property
+    def num_free(self) -> int:
+        """Blocks that can be allocated, cached ones included."""
+        return self._pool.num_free
+
+    @property
+    def usage(self) -> float:
+        """Share of blocks that sequences hold, 0 to 1."""
+        return 1 - self._pool.num_free / self._pool.num_blocks
+
+    def blocks_for(self, num_tokens: int) -> int:
+        """Blocks that hold ``num_tokens`` tokens."""
+        return -(-num_tokens // self.block_size)
+
+    def new_table(self, token_ids: Sequence[int], salt: bytes, *, use_cache: bool) -> BlockTable:
+        """A table that begins with the cached blocks of the longest known prefix.
+
+        At least one token is left to compute, since its logits are needed.
+        """
+        table = BlockTable(root_hash(salt), self._generation)
+        if not (use_cache and self.enable_prefix_caching):
+            return table
+        matched: list[int] = []
+        for first in range(0, len(token_ids) - self.block_size, self.block_size):
+            content = block_hash(table.parent, token_ids[first : first + self.block_size])
+            block = self._pool.find(content)
+            if block is None:
+                break
+            matched.append(block)
+            table.hashes.append(content)
+        for block in matched:
+            self._pool.share(block)
+        table.append(matched)
+        return table
+
+    def grow(self, table: BlockTable, num_tokens: int) -> bool:
+        """Make room for ``num_tokens`` tokens in all; False if the pool cannot."""
+        missing = self.blocks_for(num_tokens) - len(table.blocks)
+        if missing <= 0:
+            return True
+        blocks = self._pool.allocate(missing)
+        if blocks is None:
+            return False
+        table.append(blocks)
+        return True
+
+    def commit(self, table: BlockTable, token_ids: Sequence[int], num_computed: int) -> None:
+        """Make the full blocks among ``num_computed`` computed tokens findable by content.
+
+        Not so those of a table older than the last reset: they follow what was to be forgotten.
+        """
+        if not self.enable_prefix_caching or table.generation != self._generation:
+            return
+        size = self.block_size
+        for index in range(len(table.hashes), num_computed // size):
+            content = block_hash(table.parent, token_ids[index * size : (index + 1) * size])
+            table.hashes.append(content)
+            self._pool.set_content(table.blocks[index], content)
+
+    def withhold(self, table: BlockTable) -> None:
+        """Let nobody find what this table computes from now on: its content is mixed."""
+        table.generation = UNFINDABLE
+
+    def mark_drafted(self, table: BlockTable, num_tokens: int) -> None:
+        """Note that a draft model has computed the first ``num_tokens`` tokens."""
+        num_full = num_tokens // self.block_size
+        self._pool.mark_drafted(table.blocks[table.num_drafted : num_full])
+        table.num_drafted = max(table.num_drafted, num_full)
+
+    def count_drafted(self, table: BlockTable) -> int:
+        """Leading tokens in full blocks that a draft model has computed."""
+        for index, block in enumerate(table.blocks):
+            if not self._pool.is_drafted(block):
+                return index * self.block_size
+        return len(table.blocks) * self.block_size
+
+    def fork(
+        self, table: BlockTable, num_tokens: int
+    ) -> tuple[BlockTable, tuple[int, int] | None] | None:
+        """A table that shares the first ``num_tokens`` tokens of another.
+
+        Full blocks are shared; a partial last one becomes a block of its own, whose content must be
+        copied.
+
+        Returns:
+            The new table and the ``(source, target)`` to copy, or None if the pool has no block.
+        """
+        num_full, rest = divmod(num_tokens, self.block_size)
+        assert self.blocks_for(num_tokens) <= len(table.blocks), "a fork of tokens without a block"
+        own = self._pool.allocate(1 if rest else 0)
+        if own is None:
+            return None
+        child = BlockTable(table.root, table.generation)
+        for block in table.blocks[:num_full]:
+            self._pool.share(block)
+        child.append([*table.blocks[:num_full], *own])
+        child.hashes = table.hashes[:num_full]
+        return child, ((table.blocks[num_full], own[0]) if own else None)
+
+    def free(self, table: BlockTable) -> None:
+        """Release every block; the last ones first, so that they are evicted first."""
+        for block in reversed(table.blocks):
+            self._pool.release(block)
+        table.clear()
+
+    @contextmanager
+    def borrowed_block(self) -> Iterator[int | None]:
+        """Hold a block while the context lasts; None if there is none to allocate.
+
+        The least recently used cached block is evicted only if no block is free.
+        """
+        blocks = self._pool.allocate(1)
+        try:
+            yield blocks[0] if blocks else None
+        finally:
+            for block in blocks or ():
+                self._pool.release(block)
+
+    def reset_prefix_cache(self) -> None:
+        """Let no later sequence find what was computed before, or is by those that run now."""
+        self._pool.clear_cache()
+        self._generation += 1
+
+    def check_integrity(self, tables: Iterable[BlockTable]) -> None:
+        """Assert that every block is free, cached or owned, exactly once."""
+        owners = [0] * self.num_blocks
+        for table in tables:
+            assert len(set(table.blocks)) == len(table.blocks), "a table holds a block twice"
+            for block in table.blocks:
+                owners[block] += 1
+        self._pool.check_integrity(owners)

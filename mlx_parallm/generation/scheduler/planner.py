@@ -1,0 +1,312 @@
+"""Decides what the next step runs, and gives it slots and blocks."""
+
+from __future__ import annotations
+
+from mlx_parallm.config import SchedulerConfig
+from mlx_parallm.generation.kv_cache.manager import KVCacheManager
+from mlx_parallm.generation.scheduler.running import RunningSet
+from mlx_parallm.generation.scheduler.sequence import Sequence
+from mlx_parallm.generation.scheduler.shares import ClientShares
+from mlx_parallm.generation.scheduler.speculating import Speculator
+from mlx_parallm.generation.scheduler.step_cost import (
+    MIN_CHUNK,
+    PrefillAllowance,
+    StepCost,
+    StepWork,
+)
+from mlx_parallm.generation.scheduler.step_plan import StepPlan
+from mlx_parallm.generation.scheduler.waiting import WaitingQueue
+
+# A prompt first gets this share of the token budget at most, so that short prompts are not kept
+# waiting by a long one; what is left over goes to whoever is not done.
+CHUNK_SHARE = 4
+DEFAULT_TOKEN_BUDGET = 1024
+# Predictions err: steps are planned to take this share of the longest time allowed.
+TARGET_SHARE = 0.9
+
+
+class Planner:
+    """Moves sequences between waiting and running; counts what happened.
+
+    Attributes:
+        prefix_queries: prompt tokens looked up in the prefix cache so far.
+        prefix_hits: how many of them were found.
+        num_preemptions: how often a sequence was sent back to wait.
+        cost: what steps were measured to take; None if no time is bounded.
+        token_budget: most tokens of a step.
+    """
+
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        kv: KVCacheManager,
+        waiting: WaitingQueue,
+        running: RunningSet,
+        speculator: Speculator,
+        *,
+        max_model_len: int,
+        has_state: bool,
+    ) -> None:
+        # Decode rows always fit: a step that could not hold them all would starve some.
+        self.token_budget = max(
+            config.max_num_batched_tokens or DEFAULT_TOKEN_BUDGET, config.max_num_seqs
+        )
+        bound_ms = config.max_decode_stall_ms
+        self._bound_s = 0.0 if bound_ms is None else TARGET_SHARE * bound_ms / 1e3
+        self.cost = None if bound_ms is None else StepCost()
+        self._kv = kv
+        self._waiting = waiting
+        self._running = running
+        self._speculator = speculator
+        self._shares = ClientShares(waiting, running)
+        self._max_model_len = max_model_len
+        self._has_state = has_state
+        self.prefix_queries = 0
+        self.prefix_hits = 0
+        self.num_preemptions = 0
+
+    def plan(self) -> StepPlan:
+        """Decode rows first, then chunks of running prompts, then admissions."""
+        plan = StepPlan(self.token_budget)
+        if self._running.adapters.blocked:
+            # One whose client may run no more at all waits for that.
+            heads = filter(self._running.allows_client, self._waiting.heads())
+            waiting = {one.group.adapter for one in heads}
+            self._running.adapters.keep_waiting({one for one in waiting if one is not None})
+        self._make_way()
+        if self._plan_decode(plan):
+            return plan
+        for leader in [one for one in plan.num_tokens if one.followers]:
+            self._fork_followers(leader, plan)
+        prefilling = [one for one in self._running if one.num_remaining > 1]
+        if self.cost is not None and plan.num_tokens and (prefilling or len(self._waiting)):
+            plan.allowance = self._allowance(plan, self.cost)
+        num_running = len(self._running)
+        chunk = self._chunk(plan, prefilling)
+        self._plan_prefill(plan, chunk, prefilling)
+        self._admit(plan, chunk)
+        if prefilling or len(self._running) > num_running:
+            self._spread_rest(plan)
+        self._speculator.plan_drafts(plan, len(self._running))
+        return plan
+
+    def _make_way(self) -> None:
+        """Preempt what runs beyond its client's share while others wait for theirs."""
+        self._shares.look()
+        owed = self._shares.owed
+        if not owed:
+            return
+        needed = sum(self._kv.blocks_for(len(one.token_ids)) for one in owed)
+        for victim in self._shares.overdrawn():
+            if self._running.num_free_slots >= len(owed) and self._count_spare() >= needed:
+                return
+            self._send_back(victim)
+            self._waiting.put_back(victim)
+
+    def _plan_decode(self, plan: StepPlan) -> bool:
+        """Add decode rows and their proposals.
+
+        Returns:
+            Whether nothing at all should run before the step in flight has ended.
+        """
+        decoding = [one for one in self._running if self._decodes(one)]
+        verifying = self._speculator.count_verifying(self._running)
+        if self._speculator.await_tokens(decoding, verifying, plan):
+            return True
+        for sequence in decoding:
+            if sequence not in plan.awaited and self._make_room(sequence, 1, plan):
+                plan.add(sequence, 1)
+        self._speculator.propose(plan, len(plan.awaited) + verifying, self._count_spare)
+        return False
+
+    def _decodes(self, sequence: Sequence) -> bool:
+        return sequence.num_remaining == 1 and self._may_run(sequence)
+
+    def _may_run(self, sequence: Sequence) -> bool:
+        """Whether what the step in flight chooses leaves no doubt that it runs, and where."""
+        return not sequence.num_proposed and not sequence.is_ending(self._max_model_len)
+
+    def _make_room(self, sequence: Sequence, num_tokens: int, plan: StepPlan) -> bool:
+        """Give a running sequence blocks for its next tokens, preempting worse ones if it must.
+
+        False if it does not run any more: a better sequence preempted it, or it is the worst and
+        has to wait itself. The best one always gets there, since it fits the pool alone.
+        """
+        if sequence.slot is None:
+            return False
+        while not self._kv.grow(sequence.blocks, sequence.num_computed + num_tokens):
+            victim = self._running.worst
+            self._preempt(victim, plan)
+            if victim is sequence:
+                return False
+        return True
+
+    def _preempt(self, sequence: Sequence, plan: StepPlan) -> None:
+        plan.drop(sequence)
+        self._send_back(sequence)
+        self._waiting.push_front(sequence)
+
+    def _send_back(self, sequence: Sequence) -> None:
+        self._running.stop(sequence)
+        sequence.num_preemptions += 1
+        self.num_preemptions += 1
+
+    def preempt_all(self) -> None:
+        """Let everything that runs wait again, without its blocks."""
+        for sequence in reversed(list(self._running)):
+            self._send_back(sequence)
+            self._waiting.push_front(sequence)
+
+    def refresh_weights(self) -> None:
+        """Let running sequences go on with what their weights have become.
+
+        What such a sequence computes is nobody else's: its blocks hold KV of both. One that has
+        chosen no token with these blocks begins anew, so that the versions of a sample's tokens are
+        all that computed it.
+        """
+        changed = [one for one in self._running if one.content != one.group.weights.content]
+        for sequence in changed:
+            self._running.leave_adapter(sequence)
+        staying = {one for one in changed if one.is_caught_up and self._running.take_adapter(one)}
+        for sequence in reversed(changed):
+            if sequence in staying:
+                self._kv.withhold(sequence.blocks)
+                sequence.content = sequence.group.weights.content
+            else:
+                self._send_back(sequence)
+                self._waiting.push_front(sequence)
+
+    def _allowance(self, plan: StepPlan, cost: StepCost) -> PrefillAllowance:
+        """What prefill the decode rows planned so far can wait for."""
+        work = StepWork.of(
+            (one.num_computed, count + len(plan.proposals.get(one, ())))
+            for one, count in plan.num_tokens.items()
+        )
+        return PrefillAllowance(cost, work, self._bound_s)
+
+    def _chunk(self, plan: StepPlan, prefilling: list[Sequence]) -> int:
+        """What a prompt gets at first: a share of the budget, or of what fits its time."""
+        if plan.allowance is None:
+            return max(1, self.token_budget // CHUNK_SHARE)
+        room = plan.allowance.room(max((one.num_computed for one in prefilling), default=0))
+        return max(MIN_CHUNK, min(room, self.token_budget) // CHUNK_SHARE)
+
+    def _plan_prefill(self, plan: StepPlan, chunk: int, prefilling: list[Sequence]) -> None:
+        """The best prompt first, then those that one chunk completes, then the other long ones.
+
+        All but the best leave a chunk of the budget to those that wait.
+        """
+        best, others = prefilling[:1], prefilling[1:]
+        others.sort(key=lambda one: one.num_schedulable > chunk)
+        for sequence in best:
+            self._add_chunk(sequence, chunk, plan)
+        reserve = chunk if len(self._waiting) and self._running.has_slot else 0
+        for sequence in others:
+            self._add_chunk(sequence, chunk, plan, reserve)
+
+    def _add_chunk(self, sequence: Sequence, chunk: int, plan: StepPlan, reserve: int = 0) -> None:
+        room = plan.room(sequence.num_computed) - reserve
+        num_tokens = min(sequence.num_schedulable, chunk, room)
+        if num_tokens > 0 and self._make_room(sequence, num_tokens, plan):
+            plan.add(sequence, num_tokens)
+
+    def _admit(self, plan: StepPlan, chunk: int) -> None:
+        """Start waiting sequences while there are slots, blocks for their prompts, and budget."""
+        while self._running.has_slot and plan.room() > 0 and not plan.has_preempted:
+            sequence = self._waiting.peek(self._may_start, self._shares.is_owed)
+            if sequence is None or not self._try_start(sequence):
+                return
+            self._add_chunk(sequence, chunk, plan)
+            if sequence.num_remaining == 1:  # all but the last prompt token was cached
+                self._fork_followers(sequence, plan)
+
+    def _may_start(self, sequence: Sequence) -> bool:
+        """Whether it can have what it needs, and the step in flight chooses nothing for it."""
+        return not sequence.num_pending and self._running.may_start(sequence)
+
+    def _try_start(self, sequence: Sequence) -> bool:
+        """Give a waiting sequence a slot and its cached prefix, if its whole prompt has room.
+
+        Blocks that running prompts still need are theirs.
+        """
+        available = self._count_spare()
+        if available <= sequence.blocked_at:
+            return False
+        sequence.group.heed_weights()
+        reusable = sequence.group.num_reusable
+        use_cache = not self._has_state and reusable > 0
+        known = sequence.token_ids
+        if use_cache and reusable < len(known):
+            known = known[: reusable + 1]
+        table = self._kv.new_table(known, sequence.group.salt, use_cache=use_cache)
+        missing = self._kv.blocks_for(len(sequence.token_ids)) - len(table.blocks)
+        if missing > self._count_spare():
+            self._kv.free(table)
+            sequence.blocked_at = available
+            return False
+        self._waiting.admit(sequence)
+        self._running.start(sequence, table, len(table.blocks) * self._kv.block_size)
+        self._count_prefix(sequence, use_cache=use_cache)
+        return True
+
+    def _count_spare(self) -> int:
+        """Free blocks but for those that running prompts still need."""
+        return self._kv.num_free - sum(self._num_missing(one) for one in self._running)
+
+    def _num_missing(self, sequence: Sequence) -> int:
+        needed = self._kv.blocks_for(len(sequence.token_ids))
+        return max(needed - len(sequence.blocks.blocks), 0)
+
+    def _count_prefix(self, sequence: Sequence, *, use_cache: bool) -> None:
+        if use_cache and self._kv.enable_prefix_caching and not sequence.output_ids:
+            self.prefix_queries += len(sequence.token_ids)
+            self.prefix_hits += sequence.num_computed
+        if sequence.group.num_cached_tokens is None:
+            sequence.group.num_cached_tokens = sequence.num_computed
+
+    def _fork_followers(self, leader: Sequence, plan: StepPlan) -> None:
+        """Let samples begin from the leader that has computed all but the last prompt token."""
+        followers, leader.followers = leader.followers, []
+        for position, follower in enumerate(followers):
+            if not self._fork(leader, follower, plan):
+                # The rest come in through the prefix cache when there is room.
+                for late in reversed(followers[position:]):
+                    self._waiting.push_front(late)
+                return
+
+    def _fork(self, leader: Sequence, follower: Sequence, plan: StepPlan) -> bool:
+        if not self._running.has_slot or plan.budget_left < 1 or plan.has_preempted:
+            return False
+        # The leader has the slot of their adapter.
+        if not self._running.allows_client(follower):
+            return False
+        if self._shares.owed and not self._shares.is_owed(follower):
+            return False
+        forked = self._kv.fork(leader.blocks, leader.num_computed)
+        if forked is None:
+            return False
+        table, block_copy = forked
+        if not self._kv.grow(table, leader.num_computed + 1):
+            self._kv.free(table)
+            return False
+        self._running.start(follower, table, leader.num_computed)
+        follower.num_drafted = min(leader.num_drafted, leader.num_computed)
+        state_copy = None
+        if self._has_state and leader.slot is not None and follower.slot is not None:
+            state_copy = (leader.slot, follower.slot)
+        plan.add_copies(follower, block_copy, state_copy)
+        plan.add(follower, 1)
+        return True
+
+    def _spread_rest(self, plan: StepPlan) -> None:
+        """Give what is left of the budget to running prompts, best first, preempting nobody."""
+        if plan.budget_left == 0:
+            return
+        for sequence in self._running:
+            if sequence in plan.awaited or not self._may_run(sequence):
+                continue
+            planned = plan.num_tokens.get(sequence, 0)
+            room = plan.room(sequence.num_computed + planned)
+            more = min(sequence.num_schedulable - planned, room)
+            if more > 0 and self._kv.grow(sequence.blocks, sequence.num_computed + planned + more):
+                plan.add(sequence, more)

@@ -1,0 +1,131 @@
+"""Sequences that run: each holds a slot and blocks."""
+
+from __future__ import annotations
+
+import heapq
+from bisect import insort
+from collections import Counter
+from collections.abc import Collection, Iterator
+
+from mlx_parallm.config import SchedulerConfig
+from mlx_parallm.generation.kv_cache.block_table import BlockTable
+from mlx_parallm.generation.kv_cache.manager import KVCacheManager
+from mlx_parallm.generation.scheduler.adapter_slots import NO_ADAPTER, AdapterSlots
+from mlx_parallm.generation.scheduler.sequence import Sequence
+
+
+class RunningSet:
+    """The running sequences, best first; hands out the lowest free slot.
+
+    Attributes:
+        adapters: the slots of their adapters.
+    """
+
+    def __init__(self, config: SchedulerConfig, kv: KVCacheManager) -> None:
+        self._config = config
+        self.adapters = AdapterSlots(config.max_loras)
+        self._kv = kv
+        self._sequences: list[Sequence] = []
+        self._free_slots = list(range(config.max_num_seqs))
+        self._per_client: Counter[str] = Counter()
+
+    def __len__(self) -> int:
+        return len(self._sequences)
+
+    def __iter__(self) -> Iterator[Sequence]:
+        return iter(self._sequences)
+
+    @property
+    def worst(self) -> Sequence:
+        """The first to be preempted: of the largest priority number, then the youngest."""
+        return self._sequences[-1]
+
+    @property
+    def has_slot(self) -> bool:
+        """Whether one more may run."""
+        return bool(self._free_slots)
+
+    @property
+    def num_slots(self) -> int:
+        """Most sequences that may run."""
+        return self._config.max_num_seqs
+
+    @property
+    def num_free_slots(self) -> int:
+        """How many more may run."""
+        return len(self._free_slots)
+
+    @property
+    def clients(self) -> Collection[str]:
+        """Those with running sequences."""
+        return self._per_client.keys()
+
+    def count_of(self, client: str) -> int:
+        """How many sequences of a client run."""
+        return self._per_client.get(client, 0)
+
+    def allows_client(self, sequence: Sequence) -> bool:
+        """Whether its client may run one more."""
+        limit = self._config.max_num_seqs_per_client
+        return limit is None or self._per_client[sequence.request.client] < limit
+
+    def may_start(self, sequence: Sequence) -> bool:
+        """Whether its client may run one more, and its adapter can be had."""
+        if not self.allows_client(sequence):
+            return False
+        adapter = sequence.group.adapter
+        return adapter is None or self.adapters.has_room(adapter)
+
+    def start(self, sequence: Sequence, table: BlockTable, num_computed: int) -> None:
+        """Give a sequence a slot, and blocks with ``num_computed`` tokens in them."""
+        sequence.table = table
+        sequence.num_computed = num_computed
+        sequence.num_drafted = self._kv.count_drafted(table)
+        sequence.slot = heapq.heappop(self._free_slots)
+        sequence.blocked_at = 0
+        sequence.is_caught_up = False
+        sequence.content = sequence.group.weights.content
+        has_adapter = self.take_adapter(sequence)
+        assert has_adapter, "a sequence was started that may not"
+        insort(self._sequences, sequence, key=lambda one: one.order)
+        self._per_client[sequence.request.client] += 1
+
+    def stop(self, sequence: Sequence) -> None:
+        """Take a sequence's slot and blocks; computed full blocks stay in the prefix cache."""
+        assert sequence.slot is not None, "only a running sequence can stop"
+        self._kv.free(sequence.blocks)
+        heapq.heappush(self._free_slots, sequence.slot)
+        self._sequences.remove(sequence)
+        client = sequence.request.client
+        self._per_client[client] -= 1
+        if not self._per_client[client]:
+            del self._per_client[client]
+        sequence.table, sequence.slot, sequence.num_computed = None, None, 0
+        self.leave_adapter(sequence)
+
+    def take_adapter(self, sequence: Sequence) -> bool:
+        """Let a sequence without one have its adapter's slot; False if there is none for it."""
+        adapter = sequence.group.adapter
+        if adapter is None:
+            return True
+        if not self.adapters.is_available(adapter):
+            return False
+        sequence.adapter, sequence.adapter_slot = adapter, self.adapters.acquire(adapter)
+        return True
+
+    def leave_adapter(self, sequence: Sequence) -> None:
+        """Let a sequence use no slot of an adapter."""
+        if sequence.adapter is not None:
+            self.adapters.release(sequence.adapter)
+        sequence.adapter, sequence.adapter_slot = None, NO_ADAPTER
+
+    def check_integrity(self) -> None:
+        """Assert that every block and every slot is accounted for, exactly once."""
+        self._kv.check_integrity(sequence.blocks for sequence in self._sequences)
+        slots = [one.slot for one in self._sequences if one.slot is not None]
+        assert sorted(slots + self._free_slots) == list(range(self._config.max_num_seqs))
+        adapters = Counter(one.adapter for one in self._sequences if one.adapter is not None)
+        self.adapters.check_integrity(adapters)
+        clients = Counter(one.request.client for one in self._sequences)
+        assert clients == self._per_client
+        assert sorted(self._sequences, key=lambda one: one.order) == self._sequences

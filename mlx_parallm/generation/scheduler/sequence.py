@@ -1,0 +1,341 @@
+"""A request's samples and their progress."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
+
+from mlx_parallm.generation.kv_cache.block_table import BlockTable
+from mlx_parallm.generation.scheduler.adapter_slots import NO_ADAPTER
+from mlx_parallm.generation.scheduler.thinking import ThinkingTracker
+from mlx_parallm.generation.speculation.proposer import Speculation
+from mlx_parallm.types.events import FinishReason, PromptEvent
+from mlx_parallm.types.request import GenerateRequest
+from mlx_parallm.types.step import (
+    PENDING_TOKEN,
+    DraftInput,
+    SampledToken,
+    SampleSpec,
+    ScheduledSequence,
+    TokenLogprob,
+)
+from mlx_parallm.types.weights import PolicyWeights
+
+
+@dataclass(slots=True, eq=False)
+class RequestGroup:
+    """A request and what its samples share.
+
+    Attributes:
+        request: as submitted.
+        end_ids: tokens that end a sample, besides the caller's own stop tokens.
+        arrival: consecutive number of the request.
+        weights: what it is computed with.
+        sequences: the samples that have not ended, by index.
+        content: of the weights that computed what is known of the prompt; None before any did.
+        prompt_logprobs: of the prompt's tokens so far; None of those that are not scored, as the
+            first, which follows nothing.
+        num_cached_tokens: prompt tokens that the first sample found in the prefix cache.
+        has_started: whether any of it was ever scheduled.
+        is_reported: whether its PromptEvent was sent.
+    """
+
+    request: GenerateRequest
+    end_ids: frozenset[int]
+    arrival: int
+    weights: PolicyWeights = field(default_factory=PolicyWeights)
+    sequences: dict[int, Sequence] = field(default_factory=dict)
+    content: str | None = None
+    prompt_logprobs: list[TokenLogprob | None] = field(init=False)
+    num_cached_tokens: int | None = None
+    has_started: bool = False
+    is_reported: bool = False
+
+    def __post_init__(self) -> None:
+        self._forget_prompt()
+
+    def _forget_prompt(self) -> None:
+        start = min(self.request.params.prompt_logprobs_start, len(self.request.prompt_ids))
+        self.prompt_logprobs = [None] * max(1, start)
+        self.num_cached_tokens = None
+
+    @property
+    def salt(self) -> bytes:
+        """What keeps its prefix apart from others' and from that of other weights."""
+        request = self.request
+        return request.scope.content_key(
+            self.weights.content, request.cache_salt or None, request.extra_key
+        )
+
+    @property
+    def adapter(self) -> str | None:
+        """The content of the adapter that it needs now; None for none."""
+        return None if self.weights.adapter is None else self.weights.adapter.content
+
+    @property
+    def wants_fork(self) -> bool:
+        """Whether several samples are to share one prefill."""
+        return self.request.params.n > 1 and len(self.request.prompt_ids) > 1
+
+    @property
+    def samples_any(self) -> bool:
+        """Whether any token is to be generated at all."""
+        return self.request.params.max_tokens != 0
+
+    def heed_weights(self) -> None:
+        """Forget what other weights computed of the prompt, unless that has become final.
+
+        So all that is reported of it is of one version.
+        """
+        is_final = self.is_reported or any(one.has_begun for one in self.sequences.values())
+        if not is_final and self.content != self.weights.content:
+            self.content = self.weights.content
+            self._forget_prompt()
+
+    def add_prompt_logprobs(
+        self, start: int, entries: tuple[TokenLogprob, ...], content: str
+    ) -> None:
+        """Keep the log-probabilities of targets at ``start + 1 ..`` that are not known yet.
+
+        Not so those of weights that the prompt is computed with no more.
+        """
+        if content == self.content:
+            known = self.prompt_logprobs
+            known += entries[len(known) - start - 1 :]
+
+    @property
+    def num_reusable(self) -> int:
+        """Leading tokens that may come from the prefix cache: none whose row scores a target."""
+        known = len(self.prompt_logprobs)
+        is_unscored = self.request.params.prompt_logprobs is None
+        if is_unscored or known >= len(self.request.prompt_ids):
+            return sys.maxsize
+        return known - 1
+
+    def take_prompt_event(self) -> PromptEvent | None:
+        """The PromptEvent, the first time it is asked for."""
+        if self.is_reported:
+            return None
+        self.is_reported = True
+        wanted = self.request.params.prompt_logprobs is not None
+        return PromptEvent(
+            request_id=self.request.request_id,
+            num_cached_tokens=self.num_cached_tokens or 0,
+            prompt_logprobs=tuple(self.prompt_logprobs) if wanted else None,
+        )
+
+
+class RowInFlight(NamedTuple):
+    """What a sequence had when a step of it was scheduled; it may have something else since."""
+
+    group: RequestGroup
+    table: BlockTable
+    content: str
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """One sample of a request.
+
+    Attributes:
+        seq_id: unique in the scheduler for ever.
+        group: the request.
+        index: which sample.
+        seed: of this sample.
+        token_ids: prompt and output, as far as they are known; shared until there is output.
+        output_ids: output only.
+        num_computed: leading tokens whose KV (and state) exists, or will once the steps in flight
+            have ended.
+        num_pending: tokens that steps in flight are choosing.
+        num_drafted: leading tokens that a draft model has computed, or is going to.
+        num_proposed: proposals that the step in flight verifies; any number of them becomes tokens.
+        speculation: what makes its proposals; None until it is first asked.
+        table: its blocks while running.
+        slot: its slot while running.
+        content: of the weights that compute its blocks, while running.
+        is_caught_up: whether its last token has been computed, or is being computed, since it has
+            these blocks.
+        adapter: whose slot it has while running; None for none.
+        adapter_slot: that slot; 0 for none.
+        place: in its client's line while it waits; a smaller one goes first.
+        blocked_at: free blocks that were too few to start it; not tried again with fewer.
+        thinking: what limits its reasoning; None without a budget.
+        order: better sequences have a smaller one: by priority, then arrival, then sample.
+        followers: samples that will fork from this one once all but the last prompt token is
+            computed; empty for all but the first of several.
+    """
+
+    seq_id: int
+    group: RequestGroup
+    index: int
+    seed: int
+    token_ids: list[int]
+    output_ids: list[int] = field(default_factory=list)
+    num_computed: int = 0
+    num_pending: int = 0
+    num_drafted: int = 0
+    num_proposed: int = 0
+    speculation: Speculation | None = None
+    table: BlockTable | None = None
+    slot: int | None = None
+    content: str = ""
+    is_caught_up: bool = False
+    adapter: str | None = None
+    adapter_slot: int = NO_ADAPTER
+    num_preemptions: int = 0
+    place: int = 0
+    blocked_at: int = 0
+    thinking: ThinkingTracker | None = field(init=False)
+    order: tuple[int, int, int] = field(init=False)
+    followers: list[Sequence] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        budget = self.request.params.thinking_budget
+        self.thinking = None if budget is None else ThinkingTracker(budget)
+        self.order = (self.request.priority, self.group.arrival, self.index)
+
+    @property
+    def request(self) -> GenerateRequest:
+        """The request it belongs to."""
+        return self.group.request
+
+    @property
+    def blocks(self) -> BlockTable:
+        """The table of a running sequence."""
+        assert self.table is not None, "a running sequence has a table"
+        return self.table
+
+    @property
+    def in_flight(self) -> RowInFlight:
+        """What a step that is scheduled now begins with."""
+        return RowInFlight(self.group, self.blocks, self.content)
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether there is output, or a step that makes some, or its end, is in flight."""
+        return bool(self.output_ids or self.num_pending or self.is_caught_up)
+
+    @property
+    def num_remaining(self) -> int:
+        """Tokens to compute before the next one can be sampled."""
+        return len(self.token_ids) + self.num_pending - self.num_computed
+
+    def is_ending(self, max_model_len: int) -> bool:
+        """Whether the pending token is its last, whichever it is."""
+        if not self.num_pending:
+            return False
+        is_full = len(self.token_ids) + self.num_pending >= max_model_len
+        return is_full or len(self.output_ids) + self.num_pending == self.request.params.max_tokens
+
+    @property
+    def num_schedulable(self) -> int:
+        """Tokens that may be scheduled in one chunk: a leader stops where its followers fork."""
+        return self.num_remaining - (1 if self.followers and self.num_remaining > 1 else 0)
+
+    def schedule(
+        self, num_tokens: int, proposals: tuple[int, ...] = (), draft_end: int | None = None
+    ) -> ScheduledSequence:
+        """The next ``num_tokens`` tokens as a share of a step, which counts as computed.
+
+        ``proposals`` run behind them, and count once they are accepted. ``draft_end`` is how many
+        tokens a draft model is to have computed then; None for as many as before.
+        """
+        assert self.slot is not None, "only a running sequence can be scheduled"
+        start, end = self.num_computed, self.num_computed + num_tokens
+        is_last = num_tokens == self.num_remaining
+        samples = is_last and self.group.samples_any
+        params, targets = self.request.params, self._targets(start, end)
+        row = ScheduledSequence(
+            seq_id=self.seq_id,
+            slot=self.slot,
+            start=start,
+            token_ids=(tuple(self.token_ids[start:end]) or (PENDING_TOKEN,)) + proposals,
+            block_table=self.blocks.as_tuple(),
+            adapter_slot=self.adapter_slot,
+            version=self.group.weights.label,
+            sample=self._sample_spec(end) if samples else None,
+            verify=self._verify_specs(end, proposals) if proposals else (),
+            draft=None if draft_end is None else self._draft_input(draft_end),
+            prompt_logprobs=params.prompt_logprobs,
+            target_ids=self.request.prompt_ids[targets.start : targets.stop],
+            target_start=targets.start - start - 1 if targets else 0,
+            prompt_entropy=params.entropy,
+        )
+        self.num_computed = end
+        self.num_pending += samples
+        self.is_caught_up |= is_last
+        self.num_proposed = len(proposals)
+        return row
+
+    def _verify_specs(self, end: int, proposals: tuple[int, ...]) -> tuple[SampleSpec, ...]:
+        count = len(proposals)
+        return tuple(self._sample_spec(end, proposals[: i + 1]) for i in range(count))
+
+    def _draft_input(self, end: int) -> DraftInput:
+        start, self.num_drafted = self.num_drafted, end
+        return DraftInput(start=start, token_ids=tuple(self.token_ids[start:end]))
+
+    def settle(self, num_accepted: int) -> None:
+        """Take in that the pending token is known, and how many proposals come before it."""
+        self.num_pending -= 1
+        self.num_proposed = 0
+        # It may have lost its blocks while the step was in flight.
+        if self.slot is not None:
+            self.num_computed += num_accepted
+
+    def add_token(self, token: SampledToken, max_model_len: int) -> FinishReason | None:
+        """Append a token; why it ended the sample, if it did."""
+        if not self.output_ids:
+            # Until now it was the prompt, which all samples of the request share.
+            self.token_ids = self.token_ids.copy()
+        self.token_ids.append(token.token_id)
+        self.output_ids.append(token.token_id)
+        if self.thinking is not None:
+            self.thinking.take([token.token_id])
+        params = self.request.params
+        if token.token_id in self.group.end_ids or token.token_id in params.stop_token_ids:
+            return FinishReason.STOP
+        is_full = len(self.token_ids) >= max_model_len
+        if is_full or len(self.output_ids) == params.max_tokens:
+            return FinishReason.LENGTH
+        return None
+
+    def _sample_spec(self, end: int, proposals: tuple[int, ...] = ()) -> SampleSpec:
+        """What chooses the token that follows the first ``end`` tokens and some proposals."""
+        params = self.request.params
+        banned: tuple[int, ...] = ()
+        if len(self.output_ids) + self.num_pending + len(proposals) < params.min_tokens:
+            banned = tuple(sorted(self.group.end_ids | set(params.stop_token_ids)))
+        elif params.ignore_eos:
+            # Only where a grammar is complete does such a sample end by itself.
+            banned = tuple(sorted(self.group.end_ids))
+        if self.thinking is not None:
+            rule = self.thinking.rule(has_pending=self.num_pending > 0)
+            banned += rule.banned
+            if rule.forced is not None:
+                # The grammar, if there is one, follows reasoning and not the tokens of it.
+                params = replace(params, allowed_token_ids=(rule.forced,), grammar=None)
+        output_ids = self.output_ids
+        if proposals and params.has_penalty:
+            output_ids = [*output_ids, *proposals]
+        return SampleSpec(
+            params=params,
+            seed=self.seed,
+            position=end + len(proposals),
+            prompt_ids=self.request.prompt_ids,
+            output_ids=output_ids,
+            banned_ids=banned,
+            has_pending=self.num_pending > 0,
+        )
+
+    def _targets(self, start: int, end: int) -> range:
+        """Positions of the prompt tokens that follow those at ``start`` to ``end`` and are scored.
+
+        Until all are known a single sample, the leader, computes the prompt. After a preemption it
+        is computed again, but not reported again.
+        """
+        if self.request.params.prompt_logprobs is None:
+            return range(0)
+        first = max(start + 1, len(self.group.prompt_logprobs))
+        return range(first, min(end + 1, len(self.request.prompt_ids)))

@@ -1,0 +1,157 @@
+"""What a step costs, learned from the steps that have ended. Pure arithmetic: time comes in."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from mlx_parallm.generation.scheduler.fits import OnlineFit, PrefillFit
+from mlx_parallm.types.shape_buckets import coarse
+
+# Rows of fewer tokens than this are computed one by one, like decode rows, and cost what those do.
+MIN_CHUNK = 16
+# Prefill tokens of the first step whose cost nobody knows yet.
+FIRST_CHUNK = 64
+# A step's prefill may be this much more than lately: further the model is not trusted. The lesser
+# growth is to the next number of tokens, where lately took nearly as long as it may: a step that
+# takes as long for any prefill until the device has more to do than the host tells nothing of when
+# that is.
+GROWTH, NEAR_GROWTH = 1.5, 1.25
+# What is left of that with each step that had less.
+RECENT_MEMORY = 0.75
+# Where no prefill fits, it may cost this share more than the least that any costs: so there are
+# fewer steps that take too long.
+LEAST_SHARE = 0.25
+
+
+@dataclass(frozen=True, slots=True)
+class StepWork:
+    """What a step computes.
+
+    Attributes:
+        decode_tokens: tokens of short rows.
+        decode_context: positions that they attend to, all together.
+        prefill_tokens: tokens of longer rows.
+        prefill_context: positions that they attend to, all together.
+    """
+
+    decode_tokens: int
+    decode_context: float
+    prefill_tokens: int
+    prefill_context: float
+
+    @classmethod
+    def of(cls, rows: Iterable[tuple[int, int]]) -> StepWork:
+        """The work of rows of ``(first position, tokens)``."""
+        tokens, context = [0, 0], [0.0, 0.0]
+        for start, count in rows:
+            kind = count >= MIN_CHUNK
+            tokens[kind] += count
+            context[kind] += count * (start + count / 2)
+        return cls(tokens[0], context[0], tokens[1], context[1])
+
+
+class StepCost:
+    """Predicts the seconds of a step: so much by decode row, prefill token and position read."""
+
+    def __init__(self) -> None:
+        self._decode = OnlineFit(3)
+        self._prefill = PrefillFit(self._decode)
+        self._recent_prefill = self._recent_s = 0.0
+
+    def most_prefill(self, bound_s: float) -> int:
+        """Prefill tokens up to which it can be foretold whether a step takes no longer.
+
+        So many times the tokens take at most so many times as long, whatever they cost.
+        """
+        growth = 1.0
+        if self._recent_s <= bound_s:
+            known = bound_s / self._recent_s if self._recent_s else GROWTH
+            growth = min(GROWTH, max(NEAR_GROWTH, known))
+        return max(FIRST_CHUNK, int(growth * self._recent_prefill))
+
+    def observe(self, work: StepWork, seconds: float) -> None:
+        """A step has ended."""
+        if not work.prefill_tokens:
+            self._decode.learn(_decode_features(work), seconds)
+            return
+        magnitude = work.prefill_tokens.bit_length()
+        features = (_prefill_features(work), _decode_features(work))
+        self._prefill.learn(*features, magnitude, seconds)
+        self._recent_prefill *= RECENT_MEMORY
+        if work.prefill_tokens >= self._recent_prefill:
+            self._recent_prefill, self._recent_s = work.prefill_tokens, seconds
+
+    def predict(self, work: StepWork) -> float:
+        """Seconds that a step will take; 0 for work of a kind that was never seen."""
+        decode = self._decode.predict(_decode_features(work))
+        return decode + self._prefill.predict(_prefill_features(work))
+
+    @property
+    def prefill_s(self) -> float:
+        """Seconds that a step takes longer because it has prefill, however little."""
+        return self._prefill.coefficients[0]
+
+    def chunk_s(self, start: int, count: int) -> float:
+        """Seconds that tokens of a prompt, from ``start`` on, cost beyond ``prefill_s``."""
+        work = StepWork.of(((start, count),))
+        fixed = self.prefill_s if work.prefill_tokens else 0.0
+        return self.predict(work) - self.predict(StepWork.of(())) - fixed
+
+    def chunk_within(self, start: int, seconds: float, most: int) -> int:
+        """Tokens of a prompt, from ``start`` on, that cost ``seconds`` beyond ``prefill_s``.
+
+        No more than ``most``.
+        """
+        _, per_token, per_position = self._prefill.coefficients
+        if seconds <= 0:
+            return 0
+        # Of count * per_token + count * (start + count / 2) * per_position = seconds.
+        slope = per_token + start * per_position
+        root = slope + math.sqrt(slope * slope + 2 * per_position * seconds)
+        return most if root * most <= 2 * seconds else int(2 * seconds / root)
+
+
+class PrefillAllowance:
+    """The prefill that one step may take beside its decode rows, within a time.
+
+    The first chunk may always have ``MIN_CHUNK`` tokens, so that prompts end however slow the
+    decode rows are.
+    """
+
+    def __init__(self, cost: StepCost, decode: StepWork, bound_s: float) -> None:
+        self._cost = cost
+        least = cost.predict(decode) + cost.prefill_s
+        self._seconds = max(bound_s - least, LEAST_SHARE * min(cost.prefill_s, bound_s))
+        self._tokens = cost.most_prefill(least + self._seconds)
+        self._taken = 0
+        self._is_fresh = True
+
+    def room(self, start: int) -> int:
+        """Tokens of a prompt from position ``start`` on that may still be taken.
+
+        Those of all prompts together are one of few numbers, unless a prompt ends.
+        """
+        most = self._cost.chunk_within(start, self._seconds, self._tokens)
+        # A device that prepares for every shape that it meets, as MLX's CUDA backend does, shall
+        # meet few.
+        most = coarse(self._taken + most) - self._taken
+        if self._is_fresh:
+            return max(most, MIN_CHUNK)
+        return most if most >= MIN_CHUNK else 0
+
+    def take(self, start: int, count: int) -> None:
+        """``count`` tokens from position ``start`` on are taken."""
+        self._is_fresh = self._is_fresh and count == 1
+        self._tokens -= count
+        self._taken += count
+        self._seconds -= self._cost.chunk_s(start, count)
+
+
+def _decode_features(work: StepWork) -> tuple[float, float, float]:
+    return float(work.decode_tokens), work.decode_context, 1.0
+
+
+def _prefill_features(work: StepWork) -> tuple[float, float, float]:
+    return float(work.prefill_tokens > 0), float(work.prefill_tokens), work.prefill_context

@@ -1,0 +1,83 @@
+"""What a step will run, while it is being decided."""
+
+from __future__ import annotations
+
+from mlx_parallm.generation.scheduler.sequence import Sequence
+from mlx_parallm.generation.scheduler.step_cost import PrefillAllowance
+
+
+class StepPlan:
+    """Sequences and how many tokens each runs, in order, within a token budget.
+
+    Attributes:
+        budget_left: tokens that may still be added.
+        allowance: bounds the time of prefill too; None if nobody waits for it.
+        num_tokens: of each sequence, proposals not counted.
+        proposals: guesses that are run after them.
+        draft_ends: how many tokens a draft model is to have computed of each.
+        awaited: sequences left out until their pending token is known.
+        has_preempted: whether a sequence lost its blocks to a better one.
+    """
+
+    def __init__(self, token_budget: int) -> None:
+        self.budget_left = token_budget
+        self.allowance: PrefillAllowance | None = None
+        self.num_tokens: dict[Sequence, int] = {}
+        self.proposals: dict[Sequence, tuple[int, ...]] = {}
+        self.draft_ends: dict[Sequence, int] = {}
+        self.awaited: frozenset[Sequence] = frozenset()
+        self.has_preempted = False
+        self._block_copies: dict[Sequence, tuple[int, int]] = {}
+        self._state_copies: dict[Sequence, tuple[int, int]] = {}
+
+    @property
+    def block_copies(self) -> tuple[tuple[int, int], ...]:
+        """``(source, target)`` blocks."""
+        return tuple(self._block_copies.values())
+
+    @property
+    def state_copies(self) -> tuple[tuple[int, int], ...]:
+        """``(source, target)`` slots."""
+        return tuple(self._state_copies.values())
+
+    def room(self, start: int = 0) -> int:
+        """Tokens of a prompt, from position ``start`` on, that may still be added."""
+        if self.allowance is None:
+            return self.budget_left
+        return min(self.budget_left, self.allowance.room(start))
+
+    def add(self, sequence: Sequence, num_tokens: int) -> None:
+        """Run a sequence's next tokens, or that many more of them, in this step."""
+        planned = self.num_tokens.get(sequence, 0)
+        if self.allowance is not None:
+            self.allowance.take(sequence.num_computed + planned, num_tokens)
+        self.num_tokens[sequence] = planned + num_tokens
+        self.budget_left -= num_tokens
+
+    def add_proposals(self, sequence: Sequence, proposals: tuple[int, ...]) -> None:
+        """Run guesses after the one token of a sequence."""
+        self.proposals[sequence] = proposals
+        self.budget_left -= len(proposals)
+
+    def add_copies(
+        self,
+        sequence: Sequence,
+        block_copy: tuple[int, int] | None,
+        state_copy: tuple[int, int] | None,
+    ) -> None:
+        """What must be copied before a forked sequence can run."""
+        if block_copy is not None:
+            self._block_copies[sequence] = block_copy
+        if state_copy is not None:
+            self._state_copies[sequence] = state_copy
+
+    def drop(self, sequence: Sequence) -> None:
+        """Do not run a sequence after all: it is preempted.
+
+        Copies from its blocks stay: they happen before whoever gets the blocks writes to them.
+        """
+        self.has_preempted = True
+        self.budget_left += self.num_tokens.pop(sequence, 0)
+        self.budget_left += len(self.proposals.pop(sequence, ()))
+        self._block_copies.pop(sequence, None)
+        self._state_copies.pop(sequence, None)

@@ -1,0 +1,82 @@
+"""What a step changed for one sample."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from mlx_parallm.types.events import FinishReason, PromptEvent
+from mlx_parallm.types.record import message
+from mlx_parallm.types.step import SampledToken
+from mlx_parallm.types.weights import DEFAULT_VERSION
+
+
+@message
+class SequenceUpdate:
+    """One sample's share of a step's result.
+
+    Attributes:
+        request_id: the request.
+        index: which of its ``n`` samples.
+        token: the token chosen in this step, if any.
+        finish_reason: set when the sample ended.
+        stop_reason: the stop token id that ended it; None for the model's own end-of-sequence.
+        prompt: set once per request, when its prompt has been computed.
+        error: why the sample failed.
+        num_preemptions: how often the sample has been preempted so far.
+        version: label of the weights that chose the token.
+    """
+
+    request_id: str
+    index: int
+    token: SampledToken | None = None
+    finish_reason: FinishReason | None = None
+    stop_reason: int | None = None
+    prompt: PromptEvent | None = None
+    error: str | None = None
+    num_preemptions: int = 0
+    version: str = DEFAULT_VERSION
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SpeculationStats:
+    """What speculative decoding did so far.
+
+    Attributes:
+        num_drafts: runs of proposals that were verified.
+        num_draft_tokens: proposals among them.
+        accepted_per_position: how often the first, second, ... proposal of a run was accepted.
+    """
+
+    num_drafts: int = 0
+    num_draft_tokens: int = 0
+    accepted_per_position: tuple[int, ...] = ()
+
+    @property
+    def num_accepted_tokens(self) -> int:
+        """Proposals that were accepted."""
+        return sum(self.accepted_per_position)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchedulerStats:
+    """How full the scheduler is, and what it has counted so far.
+
+    Attributes:
+        num_running: sequences with a slot.
+        num_waiting: sequences without one.
+        kv_usage: share of the blocks that sequences hold, 0 to 1; cached ones count as free.
+        prefix_queries: prompt tokens looked up in the prefix cache so far.
+        prefix_hits: how many of them were found.
+        num_preemptions: how often a sequence was sent back to wait.
+        speculation: what was proposed and accepted.
+    """
+
+    num_running: int = 0
+    num_waiting: int = 0
+    kv_usage: float = 0.0
+    num_free_blocks: int = 0
+    num_blocks: int = 0
+    prefix_queries: int = 0
+    prefix_hits: int = 0
+    num_preemptions: int = 0
+    speculation: SpeculationStats = field(default_factory=SpeculationStats)

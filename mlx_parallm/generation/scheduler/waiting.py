@@ -1,0 +1,156 @@
+"""Sequences that wait to run: by priority, in turn between clients, then by arrival."""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterator
+from operator import attrgetter
+
+from mlx_parallm.generation.scheduler.sequence import Sequence
+from mlx_parallm.types.weights import PolicyWeights
+
+# Every so many admissions the longest waiting sequence goes first, whatever its priority: nothing
+# starves behind an endless stream of better ones.
+AGING_PERIOD = 16
+
+
+class ClientLine:
+    """A client's sequences of one priority, in order.
+
+    Several of them come first: one of each adapter. While an adapter has no slot, those behind that
+    need another may go.
+    """
+
+    def __init__(self) -> None:
+        self._parts: dict[PolicyWeights, deque[Sequence]] = {}
+        self._front = self._end = 0
+
+    def __bool__(self) -> bool:
+        return bool(self._parts)
+
+    def __iter__(self) -> Iterator[Sequence]:
+        for part in self._parts.values():
+            yield from part
+
+    def append(self, sequence: Sequence) -> None:
+        """Add behind all others."""
+        sequence.place, self._end = self._end, self._end + 1
+        self._parts.setdefault(sequence.group.weights, deque()).append(sequence)
+
+    def push_front(self, sequence: Sequence) -> None:
+        """Add before all others."""
+        self._front -= 1
+        sequence.place = self._front
+        self._parts.setdefault(sequence.group.weights, deque()).appendleft(sequence)
+
+    def remove(self, sequence: Sequence, successor: Sequence | None = None) -> bool:
+        """Take a sequence out, or put one of its request in its place; False if it is not here."""
+        part = self._parts.get(sequence.group.weights)
+        if part is None or sequence not in part:
+            return False
+        if successor is not None:
+            successor.place = sequence.place
+            part[part.index(sequence)] = successor
+            return True
+        part.remove(sequence)
+        if not part:
+            del self._parts[sequence.group.weights]
+        return True
+
+    def heads(self) -> list[Sequence]:
+        """The first of each adapter, in order."""
+        return sorted((part[0] for part in self._parts.values()), key=attrgetter("place"))
+
+
+class WaitingQueue:
+    """Hands out the sequence that should run next."""
+
+    def __init__(self) -> None:
+        # By priority, then by client: whose turn it is comes first.
+        self._lines: dict[int, OrderedDict[str, ClientLine]] = {}
+        self._num_admitted = 0
+        self._length = 0
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __iter__(self) -> Iterator[Sequence]:
+        for clients in self._lines.values():
+            for line in clients.values():
+                yield from line
+
+    @property
+    def clients(self) -> set[str]:
+        """Those with waiting sequences."""
+        return {client for clients in self._lines.values() for client in clients}
+
+    def append(self, sequence: Sequence) -> None:
+        """Add behind the client's other sequences of this priority."""
+        self._line(sequence).append(sequence)
+        self._length += 1
+
+    def push_front(self, sequence: Sequence) -> None:
+        """Add before the client's other sequences, and let the client go first: it was running."""
+        self._line(sequence).push_front(sequence)
+        self._lines[sequence.request.priority].move_to_end(sequence.request.client, last=False)
+        self._length += 1
+
+    def put_back(self, sequence: Sequence) -> None:
+        """Add before the client's other sequences; it had its turn."""
+        self._line(sequence).push_front(sequence)
+        self._length += 1
+
+    def remove(self, sequence: Sequence, successor: Sequence | None = None) -> bool:
+        """Take a sequence out, or put another into its place; False if it does not wait."""
+        clients = self._lines.get(sequence.request.priority, OrderedDict())
+        line = clients.get(sequence.request.client)
+        if line is None or not line.remove(sequence, successor):
+            return False
+        if successor is None:
+            self._drop_if_empty(sequence)
+        return True
+
+    def peek(
+        self,
+        may_run: Callable[[Sequence], bool],
+        is_owed: Callable[[Sequence], bool] = lambda sequence: True,
+    ) -> Sequence | None:
+        """The next sequence of a client that may run one more; None if there is none.
+
+        Those that are owed a place go before all others.
+        """
+        heads = filter(may_run, self.heads())
+        if self._num_admitted % AGING_PERIOD == AGING_PERIOD - 1:
+            return min(heads, key=lambda s: s.group.arrival, default=None)
+        first = None
+        for sequence in heads:
+            if is_owed(sequence):
+                return sequence
+            first = first or sequence
+        return first
+
+    def admit(self, sequence: Sequence) -> None:
+        """Take out what ``peek`` gave; it is the next client's turn."""
+        self.remove(sequence)
+        self._num_admitted += 1
+        clients = self._lines.get(sequence.request.priority)
+        if clients is not None and sequence.request.client in clients:
+            clients.move_to_end(sequence.request.client)
+
+    def heads(self) -> Iterator[Sequence]:
+        """The first ones of every line, by priority and then by whose turn it is."""
+        for priority in sorted(self._lines):
+            for line in self._lines[priority].values():
+                yield from line.heads()
+
+    def _line(self, sequence: Sequence) -> ClientLine:
+        clients = self._lines.setdefault(sequence.request.priority, OrderedDict())
+        return clients.setdefault(sequence.request.client, ClientLine())
+
+    def _drop_if_empty(self, sequence: Sequence) -> None:
+        self._length -= 1
+        priority, client = sequence.request.priority, sequence.request.client
+        if not self._lines[priority][client]:
+            del self._lines[priority][client]
+        if not self._lines[priority]:
+            del self._lines[priority]

@@ -1,0 +1,133 @@
+"""What a checkpoint's files say about late interaction: how queries and documents are read.
+
+ColBERT (Khattab & Zaharia 2020, https://arxiv.org/abs/2004.12832) marks both sides by a token of
+their own, fills queries up with mask tokens, and leaves punctuation out of documents. Three kinds
+of folders say so: Stanford's (``HF_ColBERT`` with ``artifact.metadata``), PyLate's (in
+``config_sentence_transformers.json``), and those of sentence-transformers from version 6 on (in
+the settings of the transformer and of ``MultiVectorMask``).
+"""
+
+from __future__ import annotations
+
+import string
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from mlx_parallm.models.checkpoints.sentence_transformers import (
+    is_stanford_colbert,
+    module_kind,
+    read_json,
+    transformer_folder,
+)
+from mlx_parallm.types.errors import ModelLoadError
+from mlx_parallm.types.pooling import LateInteraction
+
+# Those of both libraries.
+QUERY_LENGTH = 32
+DOCUMENT_LENGTH = 180
+PYLATE_FIELDS = frozenset(
+    {
+        *("query_length", "document_length", "query_expansion", "do_query_expansion"),
+        *("attend_to_expansion_tokens", "query_prefix", "document_prefix", "skiplist_words"),
+    }
+)
+PUNCTUATION = tuple(string.punctuation)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LateSpec:
+    """The same as ``LateInteraction``, in words where that has the ids of tokens.
+
+    Attributes:
+        query_prefix: marks a query; empty: nothing does.
+        document_prefix: marks a document.
+        expansion_token: fills queries up; None: the mask token, or else the end of a text.
+        skipped: tokens of documents that are not compared.
+        settings: what needs no tokenizer.
+    """
+
+    query_prefix: str = ""
+    document_prefix: str = ""
+    expansion_token: str | None = None
+    skipped: tuple[str, ...] = ()
+    settings: LateInteraction = field(default_factory=LateInteraction)
+
+
+def read_late_spec(folder: Path) -> LateSpec:
+    """What a folder says; that both sides are read as any text where it says nothing.
+
+    Raises:
+        ModelLoadError: a file cannot be read, or asks for what is not served.
+    """
+    if is_stanford_colbert(folder):
+        return _stanford(read_json(folder / "artifact.metadata") or {})
+    settings = read_json(folder / "config_sentence_transformers.json") or {}
+    is_mean = settings.get("similarity_fn_name") == "meanmaxsim"
+    if settings.get("model_type") == "ColBERT" or PYLATE_FIELDS & settings.keys():
+        return _pylate(settings)
+    own = read_json(transformer_folder(folder) / "sentence_bert_config.json") or {}
+    skipped: tuple[str, ...] = ()
+    skips_in_queries = False
+    for module in read_json(folder / "modules.json") or ():
+        if module_kind(module) == "MultiVectorMask":
+            file = folder / str(module["path"]) / "config.json"
+            skipped, skips_in_queries = _mask(file, read_json(file) or {})
+    expansion = own.get("query_expansion") or {}
+    return LateSpec(
+        expansion_token=expansion.get("token"),
+        skipped=skipped,
+        settings=LateInteraction(
+            query_length=expansion["length"]
+            if expansion.get("strategy") == "fixed"
+            else own.get("query_length"),
+            document_length=own.get("document_length"),
+            expands_to=expansion.get("length", 0),
+            attends_to_expansion=bool(expansion.get("attend")),
+            skips_in_queries=skips_in_queries,
+            is_mean=is_mean,
+        ),
+    )
+
+
+def _stanford(metadata: Mapping[str, Any]) -> LateSpec:
+    length = metadata.get("query_maxlen") or QUERY_LENGTH
+    return LateSpec(
+        query_prefix=metadata.get("query_token_id") or "[unused0]",
+        document_prefix=metadata.get("doc_token_id") or "[unused1]",
+        skipped=PUNCTUATION if metadata.get("mask_punctuation", True) else (),
+        settings=LateInteraction(
+            query_length=length,
+            document_length=metadata.get("doc_maxlen") or DOCUMENT_LENGTH,
+            expands_to=length,
+            attends_to_expansion=bool(metadata.get("attend_to_mask_tokens")),
+        ),
+    )
+
+
+def _pylate(settings: Mapping[str, Any]) -> LateSpec:
+    length = settings.get("query_length") or QUERY_LENGTH
+    expands = settings.get("do_query_expansion") is not False
+    skipped = settings.get("skiplist_words")
+    return LateSpec(
+        query_prefix=settings.get("query_prefix") or "",
+        document_prefix=settings.get("document_prefix") or "",
+        skipped=PUNCTUATION if skipped is None else tuple(skipped),
+        settings=LateInteraction(
+            query_length=length,
+            document_length=settings.get("document_length") or DOCUMENT_LENGTH,
+            expands_to=length if expands else 0,
+            attends_to_expansion=bool(settings.get("attend_to_expansion_tokens")),
+        ),
+    )
+
+
+def _mask(file: Path, config: Mapping[str, Any]) -> tuple[tuple[str, ...], bool]:
+    """The words that are not compared, and whether those of queries are neither."""
+    if config.get("keep_only_token_ids"):
+        raise ModelLoadError(f"{file}: keep_only_token_ids is not served.")
+    tasks = config.get("skiplist_tasks", ["document"])
+    if "document" not in tasks:
+        raise ModelLoadError(f"{file}: a skiplist of {tasks} is not served.")
+    return tuple(config.get("skiplist_words") or ()), "query" in tasks

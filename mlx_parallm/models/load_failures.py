@@ -1,0 +1,114 @@
+"""Turns whatever libraries raise over a model's files into one line that names model and field."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import linecache
+import logging
+import re
+import traceback
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from mlx_parallm.types.errors import ModelLoadError, ParallmError
+
+logger = logging.getLogger(__name__)
+
+#: The files whose fields may be at fault.
+FILES = ("config.json", "tokenizer_config.json", "generation_config.json")
+#: Fields that a message names at most, and its characters about the cause.
+MAX_FIELDS = 3
+MAX_CHARS = 240
+#: Errors whose text says by itself what is wrong; the others need their class beside it.
+TELLING = (OSError, ValueError, RuntimeError)
+WORD = re.compile(r"\w+")
+
+
+@contextlib.contextmanager
+def load_failures(folder: Path, what: str = "could not be loaded") -> Iterator[None]:
+    """Raise ModelLoadError, which names the folder, for an error that is not the project's own.
+
+    A model's files may have any fault, and mlx_lm, transformers, tokenizers and MLX raise any class
+    for it. The traceback is logged at debug level.
+    """
+    try:
+        yield
+    except ParallmError:
+        raise
+    except Exception as cause:
+        logger.debug("%s %s", folder, what, exc_info=cause)
+        where = _suspects(cause, folder)
+        raise ModelLoadError(f"{folder} {what}{where}: {reason(cause)}") from cause
+
+
+def reason(cause: BaseException) -> str:
+    """Return what an error says, on one line, with its class where the text alone says little."""
+    text = " ".join(str(cause).split())
+    if len(text) > MAX_CHARS:
+        text = f"{text[:MAX_CHARS]}…"
+    kind = type(cause).__name__
+    if not text:
+        return kind
+    is_telling = isinstance(cause, TELLING) or kind.startswith("StrictDataclass")
+    return text if is_telling else f"{kind}: {text}"
+
+
+def _suspects(cause: BaseException, folder: Path) -> str:
+    """Return the fields that may be at fault, in parentheses; "" if none is known.
+
+    They are those that occur in the code that raised the error, or in what called it, and have an
+    unusual value. An error that names a field itself needs no guess.
+    """
+    fields = _fields(folder)
+    words = set(WORD.findall(str(cause)))
+    if words & {name for name, field in fields.items() if field.is_unusual}:
+        return ""
+    for frame in reversed(traceback.extract_tb(cause.__traceback__)):
+        used = dict.fromkeys(WORD.findall(_statement(frame)))
+        found = [name for name in used if name in fields and fields[name].is_unusual]
+        if found:
+            file = fields[found[0]].file
+            return f" ({file}: {', '.join(found[:MAX_FIELDS])})"
+    return ""
+
+
+def _statement(frame: traceback.FrameSummary) -> str:
+    """Return the lines of the statement that a frame was in."""
+    first = frame.lineno or 0
+    last = frame.end_lineno or first
+    return "".join(linecache.getline(frame.filename, number) for number in range(first, last + 1))
+
+
+class _Field(NamedTuple):
+    """A field of a model's files.
+
+    Attributes:
+        file: the name of the file that has it.
+        is_unusual: whether its value is none that most fields may have: a number above 0, whole
+            where it is not below 1, or a bool.
+    """
+
+    file: str
+    is_unusual: bool
+
+
+def _fields(folder: Path) -> dict[str, _Field]:
+    fields: dict[str, _Field] = {}
+    for file in reversed(FILES):
+        try:
+            content = json.loads((folder / file).read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            continue
+        if isinstance(content, dict):
+            fields |= {name: _Field(file, _is_unusual(value)) for name, value in content.items()}
+    return fields
+
+
+def _is_unusual(value: Any) -> bool:
+    if isinstance(value, bool):
+        return False
+    if not isinstance(value, int | float):
+        return True
+    return value <= 0 or (value > 1 and not float(value).is_integer())

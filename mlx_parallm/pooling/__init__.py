@@ -1,0 +1,1 @@
+"""Models that read texts: which inputs run next, and results kept from before."""

@@ -1,0 +1,1 @@
+"""What travels between the stages: requests, batches, events, results, errors. Plain Python."""

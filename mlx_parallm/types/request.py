@@ -1,0 +1,250 @@
+"""What a caller asks for. Frozen; plain Python; the same for HTTP and offline use."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from mlx_parallm.types.cache_scope import EVERYBODY, CacheScope
+from mlx_parallm.types.errors import ContextLengthError, InvalidRequestError
+
+MAX_CHOICES = 128
+#: Of ``logprobs`` and ``prompt_logprobs``: every token of the vocabulary.
+ALL_TOKENS = -1
+
+RAW_LOGPROBS = "raw_logprobs"
+PROCESSED_LOGPROBS = "processed_logprobs"
+LOGPROBS_MODES = (RAW_LOGPROBS, PROCESSED_LOGPROBS)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenLimit:
+    """How many tokens of a text are of use, which is known before the text is encoded.
+
+    Attributes:
+        most: tokens; None: any number.
+        slack: further tokens that are encoded before a text is refused.
+        cuts: the rest of a longer text is dropped; false: the text is refused.
+        from_left: with ``cuts``: the last tokens are kept, not the first.
+        name: what the texts are called where there are several; None: there is one prompt.
+        first: the number of the first of several texts.
+    """
+
+    most: int | None
+    slack: int = 0
+    cuts: bool = False
+    from_left: bool = False
+    name: str | None = None
+    first: int = 0
+
+    def check(self, num_tokens: int, place: int = 0) -> None:
+        """Raise ContextLengthError if text ``place`` has too many tokens and is not to be cut."""
+        if self.most is not None and not self.cuts and num_tokens > self.most + self.slack:
+            raise self.refusal(str(num_tokens), place)
+
+    def refusal(self, count: str, place: int = 0) -> ContextLengthError:
+        """Return the error for text ``place``, which has ``count`` tokens."""
+        most = self.most or 0
+        if self.name is None:
+            detail = f"However, your prompt has {count} tokens. Please shorten it."
+            return ContextLengthError(most, detail, prompt_tokens=count)
+        text = f"{self.name} {self.first + place}"
+        detail = f"{text} has {count}. Shorten it, or set truncate_prompt_tokens."
+        return ContextLengthError(most, detail, param=self.name)
+
+
+#: The limit of texts whose tokens are only counted.
+ANY_LENGTH = TokenLimit(most=None)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Grammar:
+    """What the text of a sample must match.
+
+    Attributes:
+        text: the grammar in llguidance's JSON form (``{"grammars": […]}``), already checked.
+        begins_after: the grammar holds for what follows this text, such as ``</think>``, and
+            everything up to there is free, but for its end; None: it holds from the first token.
+        free_start: with ``begins_after``: only a sample that begins with this special token, such
+            as ``<think>``, is free at first. Of another, the grammar holds from the first token.
+    """
+
+    text: str
+    begins_after: str | None = None
+    free_start: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ThinkingBudget:
+    """How long a sample may reason.
+
+    Attributes:
+        tokens: most tokens of reasoning; then ``end_id`` is forced.
+        end_id: the token that ends the reasoning.
+        start_id: the token that begins it; None where only the prompt does.
+        is_open: whether the prompt ends inside the reasoning.
+    """
+
+    tokens: int
+    end_id: int
+    start_id: int | None = None
+    is_open: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """How the tokens of one request are chosen. Names and meanings are vLLM's.
+
+    Attributes:
+        n: independent samples of the same prompt, 1 to 128; sample i uses ``seed + i``.
+        temperature: 0 is greedy; logits are divided by it otherwise.
+        top_p: nucleus mass, in (0, 1].
+        top_k: keep the k likeliest tokens; 0 and -1 keep all.
+        min_p: keep tokens at least this share as likely as the likeliest, in [0, 1].
+        presence_penalty: subtracted once from the logit of every token already generated.
+        frequency_penalty: subtracted once per occurrence among the generated tokens.
+        repetition_penalty: divides positive and multiplies negative logits of tokens seen in
+            the prompt or the output (CTRL, arXiv:1909.05858); 1 is off.
+        logit_bias: ``(token id, bias)`` pairs added to the logits.
+        allowed_token_ids: when given, only these tokens can be sampled.
+        seed: fixes the sampled tokens whatever else is in the batch, but where a truncation cuts
+            between logits that differ by rounding (docs/logprobs.md); None draws one.
+        max_tokens: most tokens to generate; None means up to the context length; 0 scores only.
+        min_tokens: before this many tokens, neither end-of-sequence nor a stop token is sampled,
+            and stop strings are not looked for.
+        stop: strings that end generation; removed from the text unless
+            ``include_stop_str_in_output``.
+        stop_token_ids: tokens that end generation, besides the model's own.
+        ignore_eos: go on past the model's end-of-sequence tokens.
+        skip_special_tokens: leave special tokens out of the text.
+        logprobs: None for none; k for the sampled token's log-probability and the k likeliest;
+            -1 for all.
+        logprobs_mode: whose log-probabilities ``logprobs`` and ``entropy`` are.
+            "raw_logprobs": the model's, before temperature, penalties, biases and masks.
+            "processed_logprobs": those of the distribution the token was drawn from, after all of
+            that and top-k, top-p and min-p. A greedy row has temperature 1 there and is not
+            truncated. None takes the engine's mode.
+        logprob_token_ids: with ``logprobs``: report these tokens, in this order, in place of the
+            likeliest.
+        entropy: report the entropy of that distribution for each token; implies ``logprobs`` of 0
+            at least. With ``prompt_logprobs`` also that of the model for each prompt token.
+        prompt_logprobs: as ``logprobs``, for each prompt token given those before it; the model's
+            in both modes.
+        prompt_logprobs_start: the first prompt token that is scored; those before it have None,
+            and may come from the prefix cache.
+        speculative: whether tokens may be proposed for it, where the engine does that; which
+            tokens it gets does not depend on it.
+        grammar: when given, only tokens that can go on to match it are sampled, and the end of
+            sequence only where it is matched.
+        thinking_budget: when given, reasoning ends after so many tokens; nothing is speculated.
+    """
+
+    n: int = 1
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    allowed_token_ids: tuple[int, ...] | None = None
+    seed: int | None = None
+    max_tokens: int | None = None
+    min_tokens: int = 0
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
+    logprobs: int | None = None
+    logprobs_mode: str | None = None
+    logprob_token_ids: tuple[int, ...] = ()
+    entropy: bool = False
+    prompt_logprobs: int | None = None
+    prompt_logprobs_start: int = 0
+    speculative: bool = True
+    grammar: Grammar | None = None
+    thinking_budget: ThinkingBudget | None = None
+
+    def __post_init__(self) -> None:
+        self._check_range("n", self.n, 1, MAX_CHOICES)
+        self._check_range("temperature", self.temperature, 0, 100)
+        if not 0 < self.top_p <= 1:
+            raise InvalidRequestError("top_p must be in (0, 1].", param="top_p")
+        if self.top_k < -1:
+            raise InvalidRequestError("top_k must be -1, 0 or positive.", param="top_k")
+        self._check_range("min_p", self.min_p, 0, 1)
+        self._check_range("presence_penalty", self.presence_penalty, -2, 2)
+        self._check_range("frequency_penalty", self.frequency_penalty, -2, 2)
+        if not 0 < self.repetition_penalty <= 100:
+            raise InvalidRequestError(
+                "repetition_penalty must be in (0, 100].", param="repetition_penalty"
+            )
+        self._check_logprobs()
+        for name in ("max_tokens", "min_tokens", "prompt_logprobs_start"):
+            value = getattr(self, name)
+            if value is not None and value < 0:
+                raise InvalidRequestError(f"{name} must not be negative.", param=name)
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise InvalidRequestError("min_tokens must not exceed max_tokens.", param="min_tokens")
+        if any(not text for text in self.stop):
+            raise InvalidRequestError("stop must not contain an empty string.", param="stop")
+
+    def _check_logprobs(self) -> None:
+        for name in ("logprobs", "prompt_logprobs"):
+            value = getattr(self, name)
+            if value is not None and value < ALL_TOKENS:
+                raise InvalidRequestError(f"{name} must be -1, 0 or positive.", param=name)
+        if self.logprobs_mode is not None and self.logprobs_mode not in LOGPROBS_MODES:
+            modes = " or ".join(LOGPROBS_MODES)
+            raise InvalidRequestError(f"logprobs_mode must be {modes}.", param="logprobs_mode")
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """How many likeliest tokens are reported with each; None for no log-probabilities."""
+        return 0 if self.logprobs is None and self.entropy else self.logprobs
+
+    @property
+    def has_penalty(self) -> bool:
+        """Whether logits depend on the tokens so far otherwise than through the model."""
+        return (
+            self.repetition_penalty != 1.0
+            or self.presence_penalty != 0.0
+            or self.frequency_penalty != 0.0
+        )
+
+    @staticmethod
+    def _check_range(name: str, value: float, low: float, high: float) -> None:
+        if not low <= value <= high:  # also refuses NaN
+            raise InvalidRequestError(f"{name} must be between {low} and {high}.", param=name)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerateRequest:
+    """One prompt to be continued ``params.n`` times.
+
+    Attributes:
+        request_id: unique among the requests in flight.
+        model: a name the server knows the model by.
+        adapter: the name of an adapter of the model; None for the model itself.
+        prompt_ids: the prompt's tokens; never empty.
+        params: how tokens are chosen.
+        priority: lower runs first, as in vLLM.
+        client: whose request it is (a digest of the API key); admission takes turns by client.
+        cache_salt: requests of different salts never share prefix-cache blocks.
+        extra_key: SGLang's; requests share such blocks only if both are equal.
+        scope: whose requests may find its blocks; set where it enters the server.
+        group: the id that its client knows, where several requests make one answer.
+    """
+
+    request_id: str
+    model: str
+    prompt_ids: tuple[int, ...]
+    params: SamplingParams = field(default_factory=SamplingParams)
+    priority: int = 0
+    client: str = ""
+    cache_salt: str | None = None
+    extra_key: str | None = None
+    scope: CacheScope = EVERYBODY
+    adapter: str | None = None
+    group: str | None = None

@@ -1,0 +1,153 @@
+"""Which attention backend a model uses: the device's kernels if they prove right, or stock ops."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from mlx_parallm.config import CacheConfig
+from mlx_parallm.worker.attention.base import AttentionBackend, LayerShape
+from mlx_parallm.worker.attention.check import (
+    BLOCK_SIZE,
+    HEADS,
+    MAX_ERROR,
+    MAX_MISREAD,
+    SHAPE,
+    attention_error,
+    checked_scores,
+    misread_share,
+)
+from mlx_parallm.worker.attention.chunk_plan import LARGE_WORK
+from mlx_parallm.worker.attention.kernel_backend import (
+    CudaAttention,
+    KernelAttention,
+    MetalAttention,
+)
+from mlx_parallm.worker.attention.kernel_pool import why_unsupported
+from mlx_parallm.worker.attention.quantisation import KVQuantisation, quantisation_of
+from mlx_parallm.worker.attention.quantised_reference import QuantisedReferenceAttention
+from mlx_parallm.worker.attention.reference import ReferenceAttention
+from mlx_parallm.worker.device.properties import backend_name
+from mlx_parallm.worker.model_errors import MODEL_ERRORS
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionReport:
+    """The backend in use and how far it is from softmax attention (absolute, float32).
+
+    Of a quantised pool: from softmax attention over keys and values rounded in the same way.
+    ``rejected`` says why the device's own kernels are not used, if it has any.
+    """
+
+    backend: str
+    max_error: float
+    passed: bool
+    rejected: str | None = None
+
+
+def attention_report(kv_cache_dtype: str = "auto") -> AttentionReport:
+    """Test the backend that models use on the default device."""
+    cache = CacheConfig(block_size=BLOCK_SIZE, kv_cache_dtype=kv_cache_dtype)
+    choice = choose_backend(cache, [SHAPE], HEADS)
+    return AttentionReport(
+        backend=choice.backend.name,
+        max_error=choice.error,
+        passed=choice.error <= MAX_ERROR[SHAPE.dtype],
+        rejected=choice.rejected,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class BackendChoice:
+    """The backend to use, its largest error, and why the kernels of this device are not used."""
+
+    backend: AttentionBackend
+    error: float
+    rejected: str | None = None
+
+
+def choose_backend(
+    cache: CacheConfig, shapes: Sequence[LayerShape], heads: int, *, is_bounded: bool = False
+) -> BackendChoice:
+    """The kernels of the default device if they are right at these shapes, or the reference.
+
+    Args:
+        cache: the size of blocks, and how KV is kept.
+        shapes: of the model's layers.
+        heads: query heads of a layer.
+        is_bounded: whether steps must not take long once in a while. Chunks of any size then attend
+            by the kernel, where there is one: stock attention on CUDA compiles every new shape.
+
+    Raises:
+        ConfigError: an unknown ``kv_cache_dtype``.
+    """
+    quantisation = quantisation_of(cache.kv_cache_dtype)
+    large_work = math.inf if is_bounded else LARGE_WORK
+    kernels = _kernels(cache.block_size, quantisation, large_work)
+    rejected = None
+    if kernels is not None:
+        rejected, error = _judge(kernels, cache.block_size, shapes, heads)
+        if rejected is None:
+            _prepare(kernels, shapes, heads)
+            return BackendChoice(kernels, error)
+        logger.warning("attention kernels are not used: %s", rejected)
+    error = attention_error(_reference(BLOCK_SIZE, quantisation))
+    return BackendChoice(_reference(cache.block_size, quantisation), error, rejected)
+
+
+def _reference(block_size: int, quantisation: KVQuantisation | None) -> ReferenceAttention:
+    if quantisation is None:
+        return ReferenceAttention(block_size)
+    return QuantisedReferenceAttention(block_size, quantisation)
+
+
+def _kernels(
+    block_size: int, quantisation: KVQuantisation | None, large_work: float
+) -> KernelAttention | None:
+    backend = backend_name()
+    if backend == "cuda":
+        return CudaAttention(block_size, quantisation, large_work)
+    return MetalAttention(block_size, quantisation) if backend == "metal" else None
+
+
+def _judge(
+    kernels: KernelAttention, block_size: int, shapes: Sequence[LayerShape], heads: int
+) -> tuple[str | None, float]:
+    """Why kernels may not be used, if so, and their largest error."""
+    worst = 0.0
+    for shape in dict.fromkeys(shapes):
+        reason = why_unsupported(kernels.layout(shape))
+        if reason is not None:
+            return reason, worst
+        multiple = _query_heads(heads, shape)
+        try:
+            kernels.begin(shape, multiple, checked_scores(shape, multiple))
+            error = attention_error(kernels, shape, multiple, block_size)
+            misread = misread_share(kernels, shape, block_size)
+        except MODEL_ERRORS as cause:
+            return f"{type(cause).__name__}: {cause}", worst
+        # Not "greater": NaN must fail too.
+        if not error <= MAX_ERROR[shape.dtype]:
+            return f"off by {error:.2g} for {shape}", worst
+        if misread > MAX_MISREAD:
+            return f"{misread:.0%} of quantised KV is read back wrong for {shape}", worst
+        worst = max(worst, error)
+    return None, worst
+
+
+def _prepare(kernels: KernelAttention, shapes: Sequence[LayerShape], heads: int) -> None:
+    """Have ready what large chunks attend by; without that the first of them takes longer."""
+    for shape in dict.fromkeys(shapes):
+        try:
+            kernels.prepare(shape, _query_heads(heads, shape))
+        except MODEL_ERRORS as cause:
+            logger.info("attention of large chunks is not prepared for %s: %s", shape, cause)
+
+
+def _query_heads(heads: int, shape: LayerShape) -> int:
+    """A multiple of the layer's heads of keys."""
+    return max(1, heads // shape.num_kv_heads) * shape.num_kv_heads

@@ -1,0 +1,78 @@
+"""Index arrays of a step in which every sequence decodes one token, padded to a number of rows.
+
+They are arguments of a compiled forward: their shapes depend on the number of rows and on the
+longest block table's size class, not on how long each sequence is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import mlx.core as mx
+import numpy as np
+
+from mlx_parallm.types.step import ScheduledSequence
+from mlx_parallm.worker.attention.chunk_plan import LongChunk
+from mlx_parallm.worker.attention.held_tables import HeldTables
+from mlx_parallm.worker.attention.kernel_plan import Work, WorkKind, row_work
+
+
+@dataclass(slots=True)
+class DecodePlan:
+    """A ``KernelPlan`` of single rows; rows from the last sequence on are padding.
+
+    Padding is not written anywhere and attends to one key of whatever block 0 of its table is.
+    """
+
+    slots: mx.array
+    tables: mx.array
+    num_rows: int
+    works: dict[WorkKind, Work]
+    chunks: list[LongChunk] = field(default_factory=list)
+    order: None = None
+
+    def work(self, window: int | None, heads: int, threadgroups: int) -> Work:
+        """See ``KernelPlan.work``; KeyError for a kind that was not planned for."""
+        return self.works[window, heads, threadgroups]
+
+    @classmethod
+    def of(cls, arrays: Sequence[mx.array], kinds: Sequence[WorkKind]) -> DecodePlan:
+        """The plan whose arrays ``DecodeRows.arrays`` made, or stand-ins of their shapes."""
+        slots, tables, *others = arrays
+        pairs = zip(others[::2], others[1::2], strict=True)
+        works = {
+            kind: Work(items, spans if spans.size else None)
+            for kind, (items, spans) in zip(kinds, pairs, strict=True)
+        }
+        return cls(slots, tables, slots.shape[0], works)
+
+
+class DecodeRows:
+    """Makes the arrays of one step after the other; block tables stay where they are."""
+
+    def __init__(self, block_size: int, tables: HeldTables) -> None:
+        self._block_size = block_size
+        self._tables = tables
+
+    def arrays(
+        self,
+        sequences: Sequence[ScheduledSequence],
+        positions: np.ndarray,
+        kinds: Sequence[WorkKind],
+    ) -> list[mx.array]:
+        """Slots ``[T]``, tables ``[T, M]`` of T positions; then items and spans of each kind.
+
+        All int32. Spans have no rows where row i has item i.
+        """
+        num_rows = len(positions)
+        tables = self._tables.rows([one.block_table for one in sequences], num_rows)
+        rows = np.arange(num_rows)
+        blocks = tables[rows, positions // self._block_size]
+        slots = blocks * self._block_size + positions % self._block_size
+        slots[len(sequences) :] = -1
+        made = [slots, tables]
+        for kind in kinds:
+            items, spans = row_work(rows, rows, positions + 1, kind)
+            made += [items, np.zeros((0, 2)) if spans is None else spans]
+        return [mx.array(array.astype(np.int32)) for array in made]

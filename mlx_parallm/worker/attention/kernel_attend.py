@@ -1,0 +1,206 @@
+"""The decode kernel: rows attend over their block tables, cut into items and merged if need be."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import mlx.core as mx
+
+from mlx_parallm.kernels.build import Constant, KernelBuilder, KernelSpec
+from mlx_parallm.kernels.dialect import Tuning
+from mlx_parallm.kernels.kernel import Kernel
+from mlx_parallm.worker.attention.base import Scores
+from mlx_parallm.worker.attention.decode_plan import DecodePlan
+from mlx_parallm.worker.attention.kernel_plan import KernelPlan, Work
+from mlx_parallm.worker.attention.kernel_pool import VECTOR, WARP, KernelPool, PoolLayout, lanes_for
+
+LOG2_E = math.log2(math.e)
+
+# Of the keys of a tile: 32 registers of each lane.
+TILE_BITS = WARP * 32 * 32
+_INPUTS = ("queries", "items", "tables", "previous")
+_PARTS = ("part_sums", "part_stats")
+
+
+@dataclass(frozen=True, slots=True)
+class AttendKind:
+    """What a kernel of attention is compiled for."""
+
+    layout: PoolLayout
+    heads: int
+    scale: float
+    soft_cap: float | None
+    has_sinks: bool
+    tuning: Tuning
+
+    @property
+    def share(self) -> int:
+        """Query heads of one KV head."""
+        return self.heads // self.layout.shape.num_kv_heads
+
+    @property
+    def parts(self) -> int:
+        """Threadgroups among which a KV head's query heads are divided."""
+        return -(-self.share // self.tuning.max_heads)
+
+    @property
+    def heads_per_item(self) -> int:
+        """Threadgroups per item."""
+        return self.layout.shape.num_kv_heads * self.parts
+
+    @property
+    def vector(self) -> int:
+        """Neighbouring numbers of a head that a lane takes at once."""
+        layout, wide = self.layout, self.tuning.quantised_vector
+        one = layout.quantisation
+        dims = (layout.shape.key_dim, layout.shape.value_dim)
+        if one is None or one.group_size % wide or any(dim % wide for dim in dims):
+            return VECTOR
+        return wide
+
+    @property
+    def tile(self) -> int:
+        """Keys that a warp takes at once: a power of two that divides a block.
+
+        A lane's share of them stays in registers.
+        """
+        layout = self.layout
+        bits = layout.quantisation.bits if layout.quantisation else layout.shape.dtype.size * 8
+        keys = min(self.tuning.tile, TILE_BITS // (bits * layout.shape.key_dim))
+        keys = 1 << (max(keys, 1).bit_length() - 1)
+        return math.gcd(keys, layout.block_size)
+
+    @property
+    def threads(self) -> int:
+        """Of a threadgroup."""
+        return self.tuning.warps * WARP
+
+
+class AttendKernels:
+    """The kernels of one kind."""
+
+    def __init__(self, kind: AttendKind, builder: KernelBuilder) -> None:
+        self._kind = kind
+        self._builder = builder
+        self._made: dict[str, Kernel] = {}
+        self._is_prepared = False
+        # Asked for by every layer of every step.
+        self._per_item = kind.heads_per_item
+        self._threads = kind.threads
+
+    def begin(self) -> None:
+        """Begin to compile all of them in the background, where the language allows it."""
+        for name in ("attend", "split", "merge"):
+            self._kernel(name)
+
+    def prepare(self, pool: KernelPool) -> None:
+        """Have them compiled, which takes seconds and would otherwise happen while streams wait."""
+        if self._is_prepared:
+            return
+        self._is_prepared = True
+        self.begin()
+        kind, shape = self._kind, self._kind.layout.shape
+        queries = mx.zeros((1, kind.heads, 1, shape.key_dim), shape.dtype)
+        sinks = mx.zeros((kind.heads,), shape.dtype) if kind.has_sinks else None
+        item, table = mx.array([[0, 0, 0, 1]]), mx.array([[0]])
+        works = (Work(item, None), Work(item, mx.array([[0, 1]])))
+        mx.eval([self._attend(pool, one, table, 1, queries, sinks) for one in works])
+
+    def run(
+        self,
+        pool: KernelPool,
+        plan: KernelPlan | DecodePlan,
+        queries: mx.array,
+        scores: Scores,
+    ) -> mx.array:
+        """Attention of the plan's short rows, ``[R, H, 1, V]``."""
+        work = plan.work(scores.window, self._per_item, self._kind.tuning.threadgroups)
+        return self._attend(pool, work, plan.tables, plan.num_rows, queries, scores.sinks)
+
+    def _attend(
+        self,
+        pool: KernelPool,
+        work: Work,
+        tables: mx.array,
+        num_rows: int,
+        queries: mx.array,
+        given: mx.array | None,
+    ) -> mx.array:
+        kind, shape = self._kind, self._kind.layout.shape
+        inputs = [queries, work.items, tables, pool.token, *pool.pools()]
+        sinks = [] if given is None else [given]
+        output = (num_rows, kind.heads, 1, shape.value_dim)
+        grid = work.items.shape[0] * self._per_item
+        if work.spans is None:
+            return self._launch("attend", [*inputs, *sinks], [(output, shape.dtype)], grid)[0]
+        rows = work.items.shape[0] * kind.heads
+        parts = [((rows, shape.value_dim), mx.float32), ((rows, 2), mx.float32)]
+        sums, stats = self._launch("split", inputs, parts, grid)
+        return self.merge([sums, stats, work.spans, *sinks], output)
+
+    def merge(self, inputs: list[mx.array], output: tuple[int, ...]) -> mx.array:
+        """Parts put together: sums ``[P * H, V]``, stats ``[P * H, 2]``, spans, and any sinks."""
+        dtype = self._kind.layout.shape.dtype
+        return self._launch("merge", inputs, [(output, dtype)], output[0] * self._kind.heads)[0]
+
+    def _launch(
+        self,
+        name: str,
+        inputs: list[mx.array],
+        outputs: list[tuple[tuple[int, ...], mx.Dtype]],
+        threadgroups: int,
+    ) -> list[mx.array]:
+        return self._kernel(name)(
+            inputs=inputs,
+            output_shapes=[shape for shape, _ in outputs],
+            output_dtypes=[dtype for _, dtype in outputs],
+            grid=(threadgroups * self._threads, 1, 1),
+            threadgroup=(self._threads, 1, 1),
+        )
+
+    def _kernel(self, name: str) -> Kernel:
+        kernel = self._made.get(name)
+        if kernel is None:
+            kernel = self._made[name] = self._builder.kernel(
+                self._spec(name), self._constants(name)
+            )
+        return kernel
+
+    def _spec(self, name: str) -> KernelSpec:
+        sinks = ("sinks",) if self._kind.has_sinks else ()
+        pools = self._kind.layout.pools
+        if name == "split":
+            return KernelSpec("attend", (*_INPUTS, *pools), _PARTS)
+        if name == "merge":
+            return KernelSpec("merge", (*_PARTS, "spans", *sinks), ("output",))
+        return KernelSpec("attend", (*_INPUTS, *pools, *sinks), ("output",))
+
+    def _constants(self, name: str) -> dict[str, Constant]:
+        kind, layout = self._kind, self._kind.layout
+        return {
+            "T": layout.shape.dtype,
+            **layout.constants(),
+            "HEADS": kind.heads,
+            "SHARE": kind.share,
+            "PARTS": kind.parts,
+            "G": -(-kind.share // kind.parts),
+            "VEC": kind.vector,
+            "TILE": kind.tile,
+            "SCORE_LANES": max(kind.tuning.score_lanes, WARP // kind.tile),
+            "VALUE_LANES": lanes_for(layout.shape.value_dim, kind.vector),
+            "WARPS": kind.tuning.warps,
+            "SPLIT": name == "split",
+            "SINKS": kind.has_sinks,
+            **score_constants(kind.scale, kind.soft_cap),
+        }
+
+
+def score_constants(scale: float, soft_cap: float | None) -> dict[str, Constant]:
+    """How products of queries and keys become exponents of two."""
+    return {
+        "SOFT_CAP": soft_cap is not None,
+        "QUERY_SCALE": scale * LOG2_E if soft_cap is None else scale / soft_cap,
+        "CAP_SCALE": 1.0 if soft_cap is None else soft_cap * LOG2_E,
+        "LOG2_E": LOG2_E,
+    }

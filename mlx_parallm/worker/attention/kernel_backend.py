@@ -1,0 +1,337 @@
+"""Paged attention by kernels of our own, the same in CUDA and in Metal.
+
+``docs/decisions/004-paged-attention-kernels.md`` tells the layout and the algorithm.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import mlx.core as mx
+import numpy as np
+
+from mlx_parallm.kernels.build import KernelBuilder
+from mlx_parallm.kernels.dialect import CudaDialect, Dialect, MetalDialect, Tuning
+from mlx_parallm.types.step import ScheduledSequence
+from mlx_parallm.worker.attention.base import LayerPool, LayerShape, Scores
+from mlx_parallm.worker.attention.chunk_plan import LARGE_WORK, LongChunk
+from mlx_parallm.worker.attention.decode_plan import DecodePlan, DecodeRows
+from mlx_parallm.worker.attention.held_tables import HeldTables
+from mlx_parallm.worker.attention.kernel_attend import AttendKernels, AttendKind
+from mlx_parallm.worker.attention.kernel_moves import MoveKernels
+from mlx_parallm.worker.attention.kernel_plan import KernelPlan, WorkKind
+from mlx_parallm.worker.attention.kernel_pool import (
+    KernelPool,
+    PoolLayout,
+    argument_dtype,
+    new_kernel_pool,
+)
+from mlx_parallm.worker.attention.kernel_prefill import PrefillKernels, PrefillKind, attend_chunk
+from mlx_parallm.worker.attention.kernels import TEXTS
+from mlx_parallm.worker.attention.quantisation import KVQuantisation
+
+Plan = KernelPlan | DecodePlan
+
+
+@dataclass(frozen=True, slots=True)
+class _LayerKernels:
+    """What a layer attends by: single rows, and long chunks unless by stock attention."""
+
+    rows: AttendKernels
+    chunks: PrefillKernels | None
+
+
+class KernelAttention:
+    """The backend of kernels. Implements ``CompilableAttention``."""
+
+    #: Pools are written in place, by kernels in the order of their tokens.
+    runs_ahead = True
+
+    def __init__(
+        self,
+        block_size: int,
+        dialect: Dialect,
+        *,
+        quantisation: KVQuantisation | None = None,
+        tuning: Tuning | None = None,
+        large_work: float = LARGE_WORK,
+    ) -> None:
+        """Chunks of more than ``large_work`` attend by stock operations: see ``LongChunk.work``."""
+        self._block_size = block_size
+        self._dialect = dialect
+        self._quantisation = quantisation
+        self._tuning = tuning or dialect.tuning
+        self._large_work = large_work
+        self._builder = KernelBuilder(dialect, TEXTS, "paged", argument_dtype)
+        self._moves: dict[PoolLayout, MoveKernels] = {}
+        self._attend: dict[AttendKind, AttendKernels] = {}
+        self._prefill: dict[PrefillKind, PrefillKernels] = {}
+        self._forget_tables()
+
+    @property
+    def name(self) -> str:
+        """See ``AttentionBackend.name``."""
+        return self._dialect.name
+
+    @property
+    def quantisation(self) -> KVQuantisation | None:
+        """See ``AttentionBackend.quantisation``."""
+        return self._quantisation
+
+    def unquantised(self) -> KernelAttention:
+        """See ``AttentionBackend.unquantised``."""
+        if self._quantisation is None:
+            return self
+        return KernelAttention(
+            self._block_size, self._dialect, tuning=self._tuning, large_work=self._large_work
+        )
+
+    def bytes_per_token(self, shape: LayerShape) -> int:
+        """See ``AttentionBackend.bytes_per_token``."""
+        return self.layout(shape).bytes_per_token
+
+    def layout(self, shape: LayerShape) -> PoolLayout:
+        """How a layer's pool is laid out; see also ``kernel_pool.why_unsupported``."""
+        return PoolLayout(shape=shape, block_size=self._block_size, quantisation=self._quantisation)
+
+    def new_pool(self, shape: LayerShape, num_blocks: int) -> KernelPool:
+        """See ``AttentionBackend.new_pool``."""
+        # Those of another pool name blocks that this one may not have.
+        self._forget_tables()
+        return new_kernel_pool(self.layout(shape), num_blocks)
+
+    def plan(self, sequences: Sequence[ScheduledSequence]) -> KernelPlan:
+        """See ``AttentionBackend.plan``."""
+        return self._plan(sequences)
+
+    @property
+    def pads_rows(self) -> bool:
+        """See ``CompilableAttention.pads_rows``."""
+        return self._tuning.pads_rows
+
+    def padded_plan(self, sequences: Sequence[ScheduledSequence], num_rows: int) -> KernelPlan:
+        """See ``CompilableAttention.padded_plan``."""
+        return self._plan(sequences, num_rows - sum(len(one.token_ids) for one in sequences))
+
+    def _forget_tables(self) -> None:
+        self._tables = HeldTables()
+        self._decode_rows = DecodeRows(self._block_size, self._tables)
+
+    def _plan(self, sequences: Sequence[ScheduledSequence], padding: int = 0) -> KernelPlan:
+        return KernelPlan(
+            sequences,
+            self._block_size,
+            self._tuning.chunk_multiple,
+            self._tables,
+            padding=padding,
+            large_work=self._large_work,
+        )
+
+    def begin(self, shape: LayerShape, heads: int, kinds: Iterable[Scores]) -> None:
+        """Begin to compile what layers of these kinds attend by, all of it at once."""
+        layout = self.layout(shape)
+        self._moves_of(layout).begin()
+        for scores in kinds:
+            kernels = self._kernels_of(layout, heads, scores)
+            kernels.rows.begin()
+            if kernels.chunks is not None:
+                kernels.chunks.begin()
+
+    def prepare(self, shape: LayerShape, heads: int) -> None:
+        """Have what large chunks attend by ready: its first use takes 2 s on an H100."""
+        if not self._dialect.has_tensor_cores:
+            return
+        multiple = self._tuning.chunk_multiple
+        blocks = -(-2 * multiple // self._block_size)
+        pool = self.new_pool(shape, blocks)
+        # One that is padded on both sides.
+        one = LongChunk(0, multiple // 2, multiple + 1, tuple(range(blocks)), multiple)
+        queries = mx.zeros((one.length, heads, 1, shape.key_dim), shape.dtype)
+        keys, values = self.gather(pool, one.table)
+        mx.eval(attend_chunk(one, queries, keys, values, Scores(scale=1.0)))
+
+    def decode_kinds(self, plan: KernelPlan) -> tuple[WorkKind, ...]:
+        """See ``CompilableAttention.decode_kinds``."""
+        return plan.kinds
+
+    def decode_arrays(
+        self,
+        sequences: Sequence[ScheduledSequence],
+        positions: np.ndarray,
+        kinds: Sequence[WorkKind],
+    ) -> list[mx.array]:
+        """See ``CompilableAttention.decode_arrays``."""
+        return self._decode_rows.arrays(sequences, positions, kinds)
+
+    def decode_plan(self, arrays: Sequence[mx.array], kinds: Sequence[WorkKind]) -> DecodePlan:
+        """See ``CompilableAttention.decode_plan``."""
+        return DecodePlan.of(arrays, kinds)
+
+    def decode_tables(self, plan: DecodePlan) -> mx.array:
+        """See ``CompilableAttention.decode_tables``."""
+        return plan.tables
+
+    def chain(self, pool: LayerPool) -> list[mx.array]:
+        """See ``CompilableAttention.chain``."""
+        return [_kernel_pool(pool).token]
+
+    def set_chain(self, pool: LayerPool, arrays: Sequence[mx.array]) -> None:
+        """See ``CompilableAttention.set_chain``."""
+        (_kernel_pool(pool).token,) = arrays
+
+    def write(self, pool: LayerPool, plan: Plan, keys: mx.array, values: mx.array) -> None:
+        """See ``AttentionBackend.write``."""
+        mine = _kernel_pool(pool)
+        self._move_kernels(mine).write(mine, plan.slots, keys, values)
+
+    def attend(
+        self,
+        pool: LayerPool,
+        plan: Plan,
+        queries: mx.array,
+        *,
+        scale: float,
+        window: int | None,
+        sinks: mx.array | None,
+        soft_cap: float | None = None,
+    ) -> mx.array:
+        """See ``AttentionBackend.attend``."""
+        mine = _kernel_pool(pool)
+        scores = Scores(scale, window, sinks, soft_cap)
+        dtype = queries.dtype
+        queries = queries.astype(mine.layout.shape.dtype)
+        kernels = self._layer_kernels(mine, queries.shape[1], scores)
+        outputs = []
+        if plan.num_rows:
+            outputs.append(kernels.rows.run(mine, plan, queries, scores))
+        if isinstance(plan, KernelPlan) and plan.chunks:
+            outputs += self._attend_chunks(mine, plan, kernels.chunks, queries, scores)
+        if plan.order is not None:
+            outputs = [_joined(outputs)[plan.order]]
+        if isinstance(plan, KernelPlan) and plan.padding:
+            shape = mine.layout.shape
+            outputs.append(plan.padding_rows(queries.shape[1], shape.value_dim, outputs[0].dtype))
+        return _joined(outputs).astype(dtype)
+
+    def _attend_chunks(
+        self,
+        pool: KernelPool,
+        plan: KernelPlan,
+        kernels: PrefillKernels | None,
+        queries: mx.array,
+        scores: Scores,
+    ) -> list[mx.array]:
+        outputs, count = [], 0
+        if kernels is not None:
+            # Within a window there is never much to do, and stock attention would need a mask.
+            count = len(plan.chunks) if scores.window is not None else plan.num_small
+            if count:
+                outputs.append(kernels.run(pool, plan, count, queries, scores))
+        for chunk in plan.chunks[count:]:
+            keys, values = self.gather(pool, chunk.table)
+            outputs.append(attend_chunk(chunk, queries, keys, values, scores))
+        return outputs
+
+    def gather(self, pool: LayerPool, table: mx.array) -> tuple[mx.array, mx.array]:
+        """See ``AttentionBackend.gather``."""
+        mine = _kernel_pool(pool)
+        return self._move_kernels(mine).gather(mine, table)
+
+    def copy_blocks(self, pool: LayerPool, sources: mx.array, targets: mx.array) -> None:
+        """See ``AttentionBackend.copy_blocks``. No target may be a source of the same call."""
+        mine = _kernel_pool(pool)
+        self._move_kernels(mine).copy(mine, sources, targets)
+
+    def forget_writes(self, pool: LayerPool) -> None:
+        """See ``AttentionBackend.forget_writes``."""
+        mine = _kernel_pool(pool)
+        mine.token = mx.zeros((1,), mx.int32)
+        mx.eval(mine.token)
+
+    def _move_kernels(self, pool: KernelPool) -> MoveKernels:
+        found = pool.kernels.get("moves")
+        if found is None:
+            found = pool.kernels["moves"] = self._moves_of(pool.layout)
+        return found
+
+    def _layer_kernels(self, pool: KernelPool, heads: int, scores: Scores) -> _LayerKernels:
+        key = (heads, scores.scale, scores.window, scores.soft_cap, scores.sinks is not None)
+        found = pool.kernels.get(key)
+        if found is None:
+            found = pool.kernels[key] = self._kernels_of(pool.layout, heads, scores)
+            found.rows.prepare(pool)
+            if found.chunks is not None:
+                found.chunks.prepare(pool)
+        return found
+
+    def _moves_of(self, layout: PoolLayout) -> MoveKernels:
+        return self._moves.setdefault(layout, MoveKernels(layout, self._builder))
+
+    def _kernels_of(self, layout: PoolLayout, heads: int, scores: Scores) -> _LayerKernels:
+        rows = self._attend_kernels(layout, heads, scores)
+        return _LayerKernels(rows, self._prefill_kernels(layout, heads, scores, rows))
+
+    def _attend_kernels(self, layout: PoolLayout, heads: int, scores: Scores) -> AttendKernels:
+        kind = AttendKind(
+            layout=layout,
+            heads=heads,
+            scale=scores.scale,
+            soft_cap=scores.soft_cap,
+            has_sinks=scores.sinks is not None,
+            tuning=self._tuning,
+        )
+        found = self._attend.get(kind)
+        if found is None:
+            found = self._attend[kind] = AttendKernels(kind, self._builder)
+        return found
+
+    def _prefill_kernels(
+        self, layout: PoolLayout, heads: int, scores: Scores, rows: AttendKernels
+    ) -> PrefillKernels | None:
+        kind = PrefillKind(
+            layout=layout,
+            heads=heads,
+            scale=scores.scale,
+            window=scores.window,
+            soft_cap=scores.soft_cap,
+            has_sinks=scores.sinks is not None,
+        )
+        if not (self._dialect.has_tensor_cores and kind.is_supported):
+            return None
+        found = self._prefill.get(kind)
+        if found is None:
+            found = self._prefill[kind] = PrefillKernels(kind, rows.merge, self._builder)
+        return found
+
+
+class CudaAttention(KernelAttention):
+    """The backend on NVIDIA GPUs."""
+
+    def __init__(
+        self,
+        block_size: int,
+        quantisation: KVQuantisation | None = None,
+        large_work: float = LARGE_WORK,
+    ) -> None:
+        super().__init__(
+            block_size, CudaDialect(), quantisation=quantisation, large_work=large_work
+        )
+
+
+class MetalAttention(KernelAttention):
+    """The backend on Apple GPUs. Not yet run on Apple hardware."""
+
+    def __init__(self, block_size: int, quantisation: KVQuantisation | None = None) -> None:
+        super().__init__(block_size, MetalDialect(), quantisation=quantisation)
+
+
+def _joined(parts: list[mx.array]) -> mx.array:
+    """One behind the other."""
+    return parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=0)
+
+
+def _kernel_pool(pool: LayerPool) -> KernelPool:
+    if not isinstance(pool, KernelPool):
+        raise TypeError("the pool belongs to another attention backend")
+    return pool

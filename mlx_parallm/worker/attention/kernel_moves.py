@@ -1,0 +1,113 @@
+"""The kernels that move keys and values: into a pool, out of it, and within it."""
+
+from __future__ import annotations
+
+import functools
+import math
+
+import mlx.core as mx
+
+from mlx_parallm.kernels.build import Constant, KernelBuilder, KernelSpec
+from mlx_parallm.kernels.kernel import Kernel
+from mlx_parallm.worker.attention.kernel_pool import VECTOR, KernelPool, PoolLayout
+
+# Of a threadgroup.
+THREADS = 128
+COPY_BYTES = 16
+_COPY = KernelSpec("copy", ("sources", "targets", "previous", "key_pool", "value_pool"), ("token",))
+
+
+class MoveKernels:
+    """The kernels for pools of one layout."""
+
+    def __init__(self, layout: PoolLayout, builder: KernelBuilder) -> None:
+        self._layout = layout
+        self._builder = builder
+
+    def begin(self) -> None:
+        """Begin to compile what every model needs, in the background where the language allows."""
+        # A kernel begins to compile when it is made.
+        _ = self._write, self._gather
+
+    def write(self, pool: KernelPool, slots: mx.array, keys: mx.array, values: mx.array) -> None:
+        """Write keys ``[T, K, 1, D]`` and values ``[T, K, 1, V]`` at flat positions, int32 ``[T]``.
+
+        A row whose slot is negative is not written.
+        """
+        shape = self._layout.shape
+        inputs = [keys.astype(shape.dtype), values.astype(shape.dtype), slots, pool.token]
+        (pool.token,) = self._write(
+            inputs=[*inputs, *pool.pools()],
+            output_shapes=[(1,)],
+            output_dtypes=[mx.int32],
+            grid=_grid(slots.size * shape.num_kv_heads * self._write_vectors),
+            threadgroup=(THREADS, 1, 1),
+        )
+
+    def gather(self, pool: KernelPool, table: mx.array) -> tuple[mx.array, mx.array]:
+        """See ``AttentionBackend.gather``."""
+        layout, shape = self._layout, self._layout.shape
+        outer = (table.shape[0], shape.num_kv_heads, table.shape[1] * layout.block_size)
+        vectors = (shape.key_dim + shape.value_dim) // VECTOR
+        keys, values = self._gather(
+            inputs=[table.astype(mx.int32), pool.token, *pool.pools()],
+            output_shapes=[(*outer, shape.key_dim), (*outer, shape.value_dim)],
+            output_dtypes=[shape.dtype, shape.dtype],
+            grid=_grid(math.prod(outer) * vectors),
+            threadgroup=(THREADS, 1, 1),
+        )
+        return keys, values
+
+    def copy(self, pool: KernelPool, sources: mx.array, targets: mx.array) -> None:
+        """Copy whole blocks, int32 ``[n]`` each; no target may be a source."""
+        pools = pool.pools()
+        for keys, values in zip(pools[::2], pools[1::2], strict=True):
+            key_bytes, value_bytes = (one.nbytes // one.shape[0] for one in (keys, values))
+            constants: dict[str, Constant] = {
+                "KEY_BYTES": key_bytes,
+                "VALUE_BYTES": value_bytes,
+                "THREADS": THREADS,
+            }
+            (pool.token,) = self._builder.kernel(_COPY, constants)(
+                inputs=[
+                    sources.astype(mx.int32),
+                    targets.astype(mx.int32),
+                    pool.token,
+                    keys,
+                    values,
+                ],
+                output_shapes=[(1,)],
+                output_dtypes=[mx.int32],
+                grid=_grid(sources.size * (key_bytes + value_bytes) // COPY_BYTES),
+                threadgroup=(THREADS, 1, 1),
+            )
+
+    @functools.cached_property
+    def _write(self) -> Kernel:
+        text = "quantise" if self._layout.quantisation else "write"
+        inputs = ("keys", "values", "slots", "previous", *self._layout.pools)
+        return self._builder.kernel(KernelSpec(text, inputs, ("token",)), self._constants)
+
+    @functools.cached_property
+    def _gather(self) -> Kernel:
+        inputs = ("table", "previous", *self._layout.pools)
+        spec = KernelSpec("gather", inputs, ("keys", "values"))
+        return self._builder.kernel(spec, self._constants)
+
+    @property
+    def _constants(self) -> dict[str, Constant]:
+        layout = self._layout
+        mine: dict[str, Constant] = {"T": layout.shape.dtype, "VEC": VECTOR, "THREADS": THREADS}
+        return {**mine, **layout.constants()}
+
+    @functools.cached_property
+    def _write_vectors(self) -> int:
+        """Threads for one token's key and value in one head: whole groups if quantised."""
+        one = self._layout.quantisation
+        dims = (self._layout.shape.key_dim, self._layout.shape.value_dim)
+        return sum((one.groups(dim) * one.group_size if one else dim) // VECTOR for dim in dims)
+
+
+def _grid(threads: int) -> tuple[int, int, int]:
+    """Whole threadgroups: the kernels skip what is beyond."""
+    return (-(-threads // THREADS) * THREADS, 1, 1)

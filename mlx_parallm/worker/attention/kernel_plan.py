@@ -1,0 +1,171 @@
+"""Index arrays of one step for the kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import mlx.core as mx
+import numpy as np
+
+from mlx_parallm.types.step import ScheduledSequence
+from mlx_parallm.worker.attention.chunk_plan import (
+    LARGE_WORK,
+    LONG_CHUNK,
+    ChunkWork,
+    LongChunk,
+    chunk_work,
+    int32,
+    slots_of,
+)
+from mlx_parallm.worker.attention.held_tables import HeldTables
+from mlx_parallm.worker.attention.key_spans import cut_items, decode_span, offsets
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What the threadgroups of one attention kernel do.
+
+    Attributes:
+        items: int32, ``[W, 4]``: query row, row of the block table, first key, end of keys.
+        spans: int32, ``[R, 2]``: each row's first item and their number; None if row i has item i.
+    """
+
+    items: mx.array
+    spans: mx.array | None
+
+
+#: Window, heads and threadgroups: what ``KernelPlan.work`` was asked for.
+WorkKind = tuple[int | None, int, int]
+
+
+def row_work(
+    rows: np.ndarray, tables: np.ndarray, ends: np.ndarray, kind: WorkKind
+) -> tuple[np.ndarray, np.ndarray | None]:
+    """Items and spans of ``Work`` for rows that see the keys before ``ends``, or a window of them.
+
+    Of rows that are cut there are as many items for any keys, so that few shapes are met: no more
+    than a share of the threadgroups and, per row, what is left at both its ends. The last have no
+    keys.
+    """
+    window, heads, threadgroups = kind
+    starts = np.zeros_like(ends) if window is None else np.maximum(ends - window, 0)
+    span = decode_span(starts, ends, heads / threadgroups)
+    items, firsts, counts = cut_items(rows, tables, starts, ends, span)
+    if len(items) == len(rows):
+        return items, None
+    padded = np.zeros((threadgroups // heads + 2 * len(rows), 4), dtype=items.dtype)
+    padded[: len(items)] = items
+    return padded, np.stack([firsts, counts], axis=1)
+
+
+class KernelPlan:
+    """One step's rows: where they are written and what they attend to.
+
+    Attributes:
+        slots: int32, ``[T]``: flat pool positions of the rows.
+        tables: int32, ``[N, M]``: block tables of the sequences whose R rows the kernel attends
+            for, and ids of any blocks behind them.
+        num_rows: R.
+        chunks: the sequences of the other rows, large ones last.
+        num_small: of those that are not large.
+        order: puts the kernel's outputs and then the chunks' into row order; None where they are.
+        padding: rows behind all others, which are not written and attend to nothing.
+    """
+
+    def __init__(
+        self,
+        sequences: Sequence[ScheduledSequence],
+        block_size: int,
+        multiple: int = 1,
+        tables: HeldTables | None = None,
+        *,
+        padding: int = 0,
+        large_work: float = LARGE_WORK,
+    ) -> None:
+        """``multiple`` is that of long chunks; ``tables`` holds those of the step before.
+
+        Chunks of more than ``large_work`` are large.
+        """
+        self.padding = padding
+        counts = np.array([len(one.token_ids) for one in sequences])
+        firsts = offsets(counts)
+        is_short = counts < LONG_CHUNK
+        chunks = [
+            LongChunk(int(firsts[i]), int(counts[i]), one.start, one.block_table, multiple)
+            for i, one in enumerate(sequences)
+            if not is_short[i]
+        ]
+        self.chunks = sorted(chunks, key=lambda chunk: chunk.work > large_work)
+        self.num_small = sum(chunk.work <= large_work for chunk in chunks)
+        short = [one for i, one in enumerate(sequences) if is_short[i]]
+        held = (tables or HeldTables()).rows([one.block_table for one in short], len(short))
+        self.tables = mx.array(held)
+        self._add_short_rows(short, firsts[is_short], counts[is_short])
+        slots = np.full(counts.sum() + padding, -1, dtype=np.int32)
+        slots[self._rows] = slots_of(held, self._sequences, self._ends - 1, block_size)
+        for chunk in chunks:
+            slots[chunk.first : chunk.first + chunk.length] = chunk.slots(block_size)
+        self.slots = mx.array(slots)
+        rows = [self._rows, *(np.arange(one.first, one.first + one.length) for one in self.chunks)]
+        self.order = _inverse(np.concatenate(rows))
+        self._work: dict[WorkKind, Work] = {}
+        self._chunk_work: dict[tuple[int, int, int | None, int], ChunkWork] = {}
+        self._zeros: dict[tuple[int, int, mx.Dtype], mx.array] = {}
+
+    def _add_short_rows(
+        self, short: Sequence[ScheduledSequence], firsts: np.ndarray, counts: np.ndarray
+    ) -> None:
+        """Rows of the step that the kernel attends for, their sequences, and ends of their keys."""
+        within = np.arange(counts.sum()) - offsets(counts).repeat(counts)
+        self._rows = firsts.repeat(counts) + within
+        self._sequences = np.arange(len(short)).repeat(counts)
+        starts = np.array([one.start for one in short], dtype=int)
+        self._ends = starts.repeat(counts) + within + 1
+        self.num_rows = len(self._rows)
+
+    def work(self, window: int | None, heads: int, threadgroups: int) -> Work:
+        """Items of attention within ``window``; made once per step for each kind of layer.
+
+        Args:
+            window: as in ``AttentionBackend.attend``.
+            heads: threadgroups per item.
+            threadgroups: how many are wanted.
+        """
+        key = (window, heads, threadgroups)
+        if key not in self._work:
+            items, spans = row_work(self._rows, self._sequences, self._ends, key)
+            self._work[key] = Work(int32(items), None if spans is None else int32(spans))
+        return self._work[key]
+
+    def chunk_work(
+        self, tokens: int, count: int, window: int | None, threadgroups: int
+    ) -> ChunkWork:
+        """The first ``count`` long chunks in pieces of so many tokens; made once per step.
+
+        Keys within ``window`` are cut where so few pieces would leave some of ``threadgroups``
+        without work; see ``prefill_span``.
+        """
+        key = (tokens, count, window, threadgroups)
+        if key not in self._chunk_work:
+            self._chunk_work[key] = chunk_work(self.chunks[:count], tokens, window, threadgroups)
+        return self._chunk_work[key]
+
+    def padding_rows(self, heads: int, value_dim: int, dtype: mx.Dtype) -> mx.array:
+        """What attention gives for padding, ``[padding, H, 1, V]``; made once per step."""
+        key = (heads, value_dim, dtype)
+        if key not in self._zeros:
+            self._zeros[key] = mx.zeros((self.padding, heads, 1, value_dim), dtype)
+        return self._zeros[key]
+
+    @property
+    def kinds(self) -> tuple[WorkKind, ...]:
+        """What ``work`` was asked for so far."""
+        return tuple(self._work)
+
+
+def _inverse(rows: np.ndarray) -> mx.array | None:
+    """Where each row's output is among the concatenated ones; None if in order."""
+    if (rows[:-1] < rows[1:]).all():
+        return None
+    return int32(np.argsort(rows))

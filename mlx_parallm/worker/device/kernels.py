@@ -1,0 +1,100 @@
+"""What the kernels of the default device are written in, and how a test of them is told."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from mlx_parallm.kernels.device_precompiler import device_precompiler
+from mlx_parallm.kernels.dialect import CudaDialect, Dialect, MetalDialect
+from mlx_parallm.kernels.precompiled import Precompiler
+from mlx_parallm.kernels.store import KernelStore
+from mlx_parallm.worker.device.properties import backend_name
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KernelReport:
+    """What computes something: ``stock`` operations or a device's kernels, and why not those."""
+
+    backend: str
+    rejected: str | None = None
+
+
+def device_dialect() -> Dialect | None:
+    """The language of the default device's kernels; None for a CPU."""
+    backend = backend_name()
+    if backend == "cuda":
+        return CudaDialect()
+    return MetalDialect() if backend == "metal" else None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CompilerReport:
+    """What compiles the kernels of an NVIDIA GPU.
+
+    Attributes:
+        compiler: the version of NVRTC and the device it compiles for; ``MLX`` where that must do.
+        folder: where compiled kernels are kept; None where they are not.
+        num_kept: kernels in the folder.
+        rejected: why MLX compiles the kernels, anew in every process.
+    """
+
+    compiler: str
+    folder: str | None = None
+    num_kept: int = 0
+    rejected: str | None = None
+
+
+def compiler_report() -> CompilerReport | None:
+    """Test what compiles the kernels of the default device; None unless it is an NVIDIA GPU."""
+    if backend_name() != "cuda":
+        return None
+    precompiler = device_precompiler()
+    if precompiler is None:
+        return CompilerReport(compiler="MLX", rejected="NVRTC or CUDA's headers are not found")
+    rejected = precompiler.why_not
+    if rejected is not None:
+        return CompilerReport(compiler="MLX", rejected=rejected)
+    compiler = precompiler.compiler
+    return CompilerReport(
+        compiler="NVRTC " + " for ".join(compiler.identity.split()[:2]),
+        folder=str(compiler.store.folder),
+        num_kept=compiler.store.count(),
+    )
+
+
+@contextmanager
+def kernels_kept_in(
+    precompiler: Precompiler | None, folder: str | None, on_progress: Callable[[str, float], None]
+) -> Iterator[None]:
+    """Keep compiled kernels in a folder; while the block runs, tell how far compilation is.
+
+    Args:
+        precompiler: of the default device; None if it has none, and nothing is to be done.
+        folder: None for the user's cache.
+        on_progress: told what is done, and the share of it.
+    """
+    if precompiler is None:
+        yield
+        return
+    compiler = precompiler.compiler
+    if folder is not None:
+        compiler.keep_in(KernelStore(Path(folder).expanduser()))
+    compiler.watch(lambda done, total: on_progress(f"Compiling {total} GPU kernels", done / total))
+    try:
+        yield
+    finally:
+        compiler.watch(None)
+    counts = compiler.counts
+    logger.info(
+        "GPU kernels: %d compiled, %d read from %s; loading waited %.1f s for them",
+        counts.compiled,
+        counts.kept,
+        compiler.store.folder,
+        counts.waited_s,
+    )

@@ -1,0 +1,176 @@
+"""What MLX runs on in this process: backend, device, memory and BLAS."""
+
+from __future__ import annotations
+
+import gc
+import os
+import platform
+import re
+import sys
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+
+from mlx_parallm.types.errors import OutOfMemoryError
+from mlx_parallm.units import readable_bytes
+from mlx_parallm.worker.device.memory_limits import bytes_within_limits, check_mappable
+
+MATMUL_SIZE = 512
+MATMUL_ROUNDS = 5
+
+#: Libraries that replace the BLAS of MLX's Linux CPU build when preloaded, by file name.
+#: numpy's own libscipy_openblas has other symbol names and does not count.
+PRELOADED_BLAS = (
+    (re.compile(r"^libopenblas"), "OpenBLAS"),
+    (re.compile(r"^libmkl_rt"), "MKL"),
+    (re.compile(r"^libblis"), "BLIS"),
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceReport:
+    """The device as a person would describe it.
+
+    Attributes:
+        backend: "metal", "cuda" or "cpu".
+        device: name of the GPU or processor.
+        memory_total_bytes: of the GPU, or of the machine when they share memory.
+        memory_free_bytes: what a model may still take; None where the system does not say.
+        blas: the library behind matrix products on the CPU.
+        matmul_gflops: measured, float32, 512 x 512, on the default device.
+    """
+
+    backend: str
+    device: str
+    memory_total_bytes: int | None
+    memory_free_bytes: int | None
+    blas: str
+    blas_path: str | None
+    matmul_gflops: float
+
+
+def device_report() -> DeviceReport:
+    """Look at the default device and time it."""
+    backend = backend_name()
+    info = dict(mx.device_info())
+    blas, path = find_blas(sys.platform, mapped_libraries())
+    return DeviceReport(
+        backend=backend,
+        device=str(info.get("device_name") or platform.processor() or platform.machine()),
+        memory_total_bytes=_total_memory(backend, info),
+        memory_free_bytes=_free_memory(backend, info),
+        blas=blas,
+        blas_path=path,
+        matmul_gflops=matmul_gflops(),
+    )
+
+
+def backend_name() -> str:
+    """The backend that work goes to unless told otherwise."""
+    if mx.default_device().type == mx.DeviceType.cpu:
+        return "cpu"
+    return "metal" if mx.metal.is_available() else "cuda"
+
+
+def mapped_libraries() -> list[str]:
+    """Paths of the shared libraries in this process; empty where the system does not tell."""
+    maps = Path("/proc/self/maps")
+    if not maps.exists():
+        return []
+    paths = (line.split(maxsplit=5)[5:] for line in maps.read_text().splitlines())
+    return sorted({path[0] for path in paths if path and ".so" in path[0]})
+
+
+def find_blas(system: str, libraries: Iterable[str]) -> tuple[str, str | None]:
+    """The BLAS that MLX uses on the CPU, and its file where it was preloaded."""
+    if system == "darwin":
+        return "Accelerate", None
+    for path in libraries:
+        for pattern, name in PRELOADED_BLAS:
+            if pattern.match(Path(path).name):
+                return name, path
+    return "reference BLAS", None
+
+
+def matmul_gflops(size: int = MATMUL_SIZE, rounds: int = MATMUL_ROUNDS) -> float:
+    """Billions of float32 operations a second in the best of a few square products."""
+    left = mx.random.normal((size, size))
+    right = mx.random.normal((size, size))
+    mx.eval(left @ right)
+    best = float("inf")
+    for _ in range(rounds):
+        start = time.perf_counter()
+        mx.eval(left @ right)
+        best = min(best, time.perf_counter() - start)
+    return 2 * size**3 / best / 1e9
+
+
+def _total_memory(backend: str, info: dict[str, Any]) -> int | None:
+    known = info.get("memory_size") or info.get("total_memory")
+    if known:
+        return int(known)
+    if backend == "cpu":
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return None
+
+
+def _free_memory(backend: str, info: dict[str, Any]) -> int | None:
+    if backend == "metal":
+        limit = info.get("max_recommended_working_set_size")
+        return int(limit) - mx.get_active_memory() if limit else None
+    if backend == "cuda":
+        free = info.get("free_memory")
+        return int(free) if free else None
+    meminfo = Path("/proc/meminfo")
+    if not meminfo.exists():
+        return None
+    found = re.search(r"^MemAvailable:\s+(\d+) kB", meminfo.read_text(), re.MULTILINE)
+    limits = (int(found[1]) * 1024 if found else None, bytes_within_limits())
+    return min((limit for limit in limits if limit is not None), default=None)
+
+
+def free_memory_bytes() -> int | None:
+    """What a model may still take on the default device; None where the system does not say."""
+    return _free_memory(backend_name(), dict(mx.device_info()))
+
+
+def allocate(arrays: Sequence[mx.array]) -> None:
+    """Evaluate new arrays, which are large.
+
+    Raises:
+        OutOfMemoryError: there is not so much memory.
+    """
+    num_bytes = sum(array.nbytes for array in arrays)
+    if backend_name() == "cpu":
+        check_mappable(num_bytes)
+    try:
+        mx.eval(arrays)
+    except (RuntimeError, MemoryError) as cause:
+        raise OutOfMemoryError(
+            f"The device does not hand out {readable_bytes(num_bytes)} of memory: {cause}"
+        ) from cause
+
+
+def active_memory_bytes() -> int:
+    """What the arrays of this process take, all threads' together; safe to ask on any of them."""
+    return mx.get_active_memory()
+
+
+def end_thread() -> None:
+    """Free what MLX holds for the calling thread, after its last use of MLX.
+
+    A process that exits with streams of a thread that has ended is aborted now and then.
+    """
+    gc.collect()
+    mx.clear_streams()
+
+
+def give_back_memory() -> None:
+    """Let the system have the memory of arrays that nobody holds."""
+    # Memory must not be given back under work that still uses it.
+    mx.synchronize()
+    mx.clear_cache()

@@ -1,0 +1,1 @@
+"""Runs scheduled batches of generating models, by the path chosen at load."""

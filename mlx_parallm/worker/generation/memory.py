@@ -1,0 +1,66 @@
+"""What a model could use of the KV memory: the size of its blocks, and how many."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from mlx_parallm.config import CacheConfig, SchedulerConfig
+from mlx_parallm.types.errors import ConfigError
+from mlx_parallm.types.kv_plan import KVPlan
+from mlx_parallm.worker.attention.base import AttentionBackend
+from mlx_parallm.worker.generation.cache_layout import CacheLayout, kv_shapes
+
+# Where a config names its longest sequence, in order of preference.
+LENGTH_KEYS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "n_ctx")
+HEAD_KEYS = ("num_attention_heads", "n_head", "n_heads", "num_heads")
+DEFAULT_MAX_MODEL_LEN = 4096
+# A model that keeps no KV at all still needs block tables: a nominal size bounds their number.
+NOMINAL_BYTES_PER_TOKEN = 64
+
+
+def plan_kv(
+    layouts: tuple[CacheLayout, ...],
+    config: dict[str, Any],
+    cache: CacheConfig,
+    scheduler: SchedulerConfig,
+    max_model_len: int | None,
+    backend: AttentionBackend,
+) -> KVPlan:
+    """A model's KV needs, in blocks of the backend's.
+
+    Raises:
+        ConfigError: ``max_model_len`` exceeds what the model was made for.
+    """
+    longest = context_length(config)
+    if max_model_len is not None and longest is not None and max_model_len > longest:
+        raise ConfigError(f"max_model_len {max_model_len} exceeds the model's own {longest}.")
+    length = max_model_len or longest or DEFAULT_MAX_MODEL_LEN
+    per_token = sum(backend.bytes_per_token(shape) for shape in kv_shapes(layouts))
+    per_token = per_token or NOMINAL_BYTES_PER_TOKEN
+    blocks_per_sequence = -(-length // cache.block_size)
+    return KVPlan(
+        cache.block_size,
+        per_token * cache.block_size,
+        blocks_per_sequence * scheduler.max_num_seqs,
+        length,
+    )
+
+
+def context_length(config: dict[str, Any]) -> int | None:
+    """The longest sequence a config.json says the model was made for."""
+    lengths = (config_value(config, key) for key in LENGTH_KEYS)
+    return next((length for length in lengths if length is not None), None)
+
+
+def query_heads(config: dict[str, Any]) -> int:
+    """Attention heads of a layer; 1 where a config.json does not say."""
+    heads = (config_value(config, key) for key in HEAD_KEYS)
+    return next((count for count in heads if count is not None), 1)
+
+
+def config_value(config: dict[str, Any], key: str) -> int | None:
+    """An integer of a config.json, or of its ``text_config``."""
+    for part in (config, config.get("text_config") or {}):
+        if isinstance(part.get(key), int):
+            return part[key]
+    return None

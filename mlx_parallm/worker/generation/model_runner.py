@@ -1,0 +1,299 @@
+"""Runs scheduled batches of one model: forward, LM head, sampling, one evaluation a step."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Mapping, Sequence
+
+import mlx.core as mx
+import numpy as np
+
+from mlx_parallm.grammar.compiler import GrammarCompiler
+from mlx_parallm.grammar.masks import GrammarMasks
+from mlx_parallm.types.errors import ModelLoadError
+from mlx_parallm.types.kv_plan import KVPlan
+from mlx_parallm.types.request import ALL_TOKENS, RAW_LOGPROBS
+from mlx_parallm.types.step import (
+    RunnerInfo,
+    SampledToken,
+    ScheduledBatch,
+    StepOutput,
+    TokenLogprob,
+)
+from mlx_parallm.types.tracing import NoTracer, Phase, StepTracer
+from mlx_parallm.worker.attention.base import AttentionBackend
+from mlx_parallm.worker.attention.quantisation import kv_cache_dtype_of
+from mlx_parallm.worker.generation.cache_layout import CacheLayout
+from mlx_parallm.worker.generation.draft_model import DraftModel
+from mlx_parallm.worker.generation.grammar_rows import Constraints, GrammarRows
+from mlx_parallm.worker.generation.live_model import LiveModel
+from mlx_parallm.worker.generation.memory import config_value
+from mlx_parallm.worker.generation.path_choice import choose_path
+from mlx_parallm.worker.generation.paths.alone import AlonePath
+from mlx_parallm.worker.generation.paths.packed import PackedPath
+from mlx_parallm.worker.generation.row_selection import embedding_rows
+from mlx_parallm.worker.generation.step_rows import (
+    PendingTokens,
+    StepRows,
+    place_proposals,
+    spread_proposals,
+)
+from mlx_parallm.worker.lora.adapted_layers import AdaptedLayers, product_dtype
+from mlx_parallm.worker.lora.adapter_check import choose_change_kernels
+from mlx_parallm.worker.lora.adapter_store import AdapterStore
+from mlx_parallm.worker.sampling.check import choose_sampling
+from mlx_parallm.worker.sampling.logprobs import TargetLogprobs, target_logprobs
+from mlx_parallm.worker.sampling.sampler import Sampler, SampleResult
+from mlx_parallm.worker.sampling.verify import keep_valid
+from mlx_parallm.worker.weights.loader import DTYPES, LoadedModel
+from mlx_parallm.worker.weights.model_weights import ModelWeights
+
+logger = logging.getLogger(__name__)
+
+
+class ModelRunner:
+    """Implements ``batch.Runner``. Every call must come from the thread that loaded the model."""
+
+    def __init__(  # noqa: PLR0913 - settings, by name
+        self,
+        loaded: LoadedModel,
+        layouts: tuple[CacheLayout, ...],
+        plan: KVPlan,
+        num_blocks: int,
+        backend: AttentionBackend,
+        draft: DraftModel | None = None,
+        *,
+        grammars: GrammarCompiler | None = None,
+        logprobs_mode: str = RAW_LOGPROBS,
+        tracer: StepTracer | None = None,
+    ) -> None:
+        """Choose how the model runs.
+
+        ``draft`` is over as many blocks of the same size, for proposals left to a draft model;
+        ``grammars`` are those of constrained samples; ``logprobs_mode`` is for requests that name
+        none.
+        """
+        self._tracer = tracer or NoTracer()
+        self._draft = draft
+        self._grammars = GrammarRows(None if grammars is None else GrammarMasks(grammars))
+        self._tokens = PendingTokens()
+        self._latest: ModelStep | None = None
+        vocab_size = embedding_rows(loaded.model, config_value(loaded.config, "vocab_size"))
+        if vocab_size is None:
+            raise ModelLoadError(f"{loaded.path} has no embedding table.")
+        kernels, _ = choose_sampling(vocab_size, DTYPES.get(loaded.dtype, mx.float32))
+        self._sampler = Sampler(kernels, logprobs_mode=logprobs_mode)
+        choice = choose_path(
+            loaded.model,
+            layouts,
+            backend,
+            vocab_size=vocab_size,
+            num_blocks=num_blocks,
+            block_size=plan.block_size,
+            dtype=loaded.dtype,
+        )
+        self._path = choice.path
+        #: Whether the first step of each shape takes longer than others: see ``warm_up``.
+        self.prepares_shapes = isinstance(self._path, PackedPath) and self._path.pads_rows
+        products = product_dtype(loaded.dtype)
+        self._path.adapters.kernels, _ = choose_change_kernels(products)
+        layers = AdaptedLayers(loaded.model, products, self._path.adapters)
+        #: The adapters that batches may name.
+        self.adapters = AdapterStore(layers)
+        #: The model's own weights and the memory it takes.
+        self.live = LiveModel(ModelWeights(loaded), self._path, self.adapters, draft)
+        if self._path.name in {"sequential", "alone"}:
+            logger.warning("%s computes one sequence at a time", loaded.path.name)
+        kv_bytes = 0 if isinstance(self._path, AlonePath) else num_blocks * plan.block_bytes
+        self._info = RunnerInfo(
+            path=self._path.name,
+            vocab_size=vocab_size,
+            max_model_len=min(plan.max_model_len, num_blocks * plan.block_size),
+            num_blocks=num_blocks,
+            block_size=plan.block_size,
+            kv_bytes=kv_bytes,
+            weight_bytes=loaded.weight_bytes + (draft.weight_bytes if draft else 0),
+            has_state=self._path.has_state,
+            attention_backend=backend.name,
+            dtype=loaded.dtype,
+            kv_cache_dtype=kv_cache_dtype_of(backend.quantisation),
+            runs_ahead=backend.runs_ahead and self._path.name in {"packed", "split"},
+            is_compiled=self._path.is_compiled,
+        )
+
+    @property
+    def info(self) -> RunnerInfo:
+        """Facts about the loaded model."""
+        return self._info
+
+    def run(self, batch: ScheduledBatch) -> StepOutput:
+        """Run one step and wait for what it produces."""
+        return self.submit(batch).wait()
+
+    def submit(self, batch: ScheduledBatch) -> ModelStep:
+        """See ``Runner.submit``.
+
+        A backend that writes its pools by MLX's assignment may not run ahead: MLX writes in place
+        only while no step in flight holds the pool, and copies it otherwise.
+        """
+        runs_ahead = self._info.runs_ahead
+        try:
+            with self._tracer.span(Phase.BUILD, batch):
+                step = self._build(batch)
+            with self._tracer.span(Phase.DISPATCH if runs_ahead else Phase.EVALUATE, batch):
+                step.start(self._written(), wait=not runs_ahead)
+        except Exception:
+            self._recover()
+            raise
+        self._latest = step if runs_ahead else None
+        return step
+
+    def _recover(self) -> None:
+        """After a step that failed, mostly for want of memory: let the next one stand alone."""
+        self._latest = None
+        mx.synchronize()
+        mx.clear_cache()
+        self._path.forget_writes()
+        if self._draft is not None:
+            self._draft.forget_writes()
+
+    def _build(self, batch: ScheduledBatch) -> ModelStep:
+        # First: a step that fails must not leave them behind, for no later one names them.
+        self._grammars.forget(batch)
+        self.adapters.place(batch.adapters)
+        self._path.copy_blocks(batch.block_copies)
+        self._path.copy_state(batch.state_copies)
+        rows = StepRows(batch.sequences)
+        if self._latest is not None and not rows.has_pending:
+            # Nothing else orders what that step reads of blocks before this step writes to them:
+            # one that was preempted meanwhile may have lost its blocks to this step.
+            # Forgotten first: one that cannot end must not fail every step from now on.
+            latest, self._latest = self._latest, None
+            with self._tracer.span(Phase.WAIT):
+                latest.end()
+        token_ids = self._tokens.fill(batch.sequences)
+        drafts = self._propose(batch)
+        if drafts is not None:
+            token_ids = place_proposals(batch.sequences, token_ids, drafts)
+        logits = self._path.logits(spread_proposals(batch.sequences), token_ids, rows.wanted)
+        constraints = self._constrain(logits, rows)
+        sampled = self._sample(logits, rows, token_ids, constraints)
+        step = ModelStep(rows, sampled, self._score(logits, rows), drafts, constraints.failed)
+        if self._info.runs_ahead and any(spec.params.grammar for spec in rows.specs):
+            # For the masks of the next step.
+            step.copy_tokens()
+        self._tokens.remember(rows.sampled_ids, step.tokens, step.token_copy)
+        return step
+
+    def _propose(self, batch: ScheduledBatch) -> mx.array | None:
+        if self._draft is None:
+            return None
+        return self._draft.propose(batch, self._info.vocab_size)
+
+    def _written(self) -> list[mx.array]:
+        return self._path.arrays() + (self._draft.arrays() if self._draft is not None else [])
+
+    def _constrain(self, logits: mx.array, rows: StepRows) -> Constraints:
+        return self._grammars.constrain(
+            rows, lambda: mx.async_eval(logits, self._written()), self._tokens.read
+        )
+
+    def _sample(
+        self, logits: mx.array, rows: StepRows, token_ids: mx.array, constraints: Constraints
+    ) -> SampleResult | None:
+        if not rows.sampled:
+            return None
+        if len(rows.sampled) < len(rows.wanted):
+            logits = logits[mx.array(rows.sampled)]
+        return self._sampler(logits, rows.specs, rows.pending(token_ids), constraints.masks)
+
+    def _score(self, logits: mx.array, rows: StepRows) -> dict[int, TargetLogprobs]:
+        return {
+            one.seq_id: target_logprobs(
+                logits[first : first + len(one.target_ids)],
+                one.target_ids,
+                self._info.vocab_size if one.prompt_logprobs == ALL_TOKENS else one.prompt_logprobs,
+                entropy=one.prompt_entropy,
+            )
+            for one, first in rows.scored
+            if one.prompt_logprobs is not None
+        }
+
+
+class ModelStep:
+    """A step's lazy results. Implements ``batch.StepInFlight``.
+
+    Attributes:
+        tokens: chosen by this step, ``[rows]``; None if it samples nothing.
+        token_copy: the same in an array that no other is computed from; None if there is none.
+    """
+
+    def __init__(
+        self,
+        rows: StepRows,
+        sampled: SampleResult | None,
+        scored: dict[int, TargetLogprobs],
+        drafts: mx.array | None = None,
+        failed: Mapping[int, str] | None = None,
+    ) -> None:
+        self.tokens = sampled.tokens if sampled is not None else None
+        self.token_copy: mx.array | None = None
+        self._rows = rows
+        self._sampled = sampled
+        self._scored = scored
+        self._drafts = drafts
+        self._failed = failed or {}
+        self._written: list[mx.array] = []
+
+    def copy_tokens(self) -> None:
+        """Have a ``token_copy``."""
+        if self.tokens is not None:
+            self.token_copy = self.tokens.astype(mx.int32)
+
+    def start(self, written: list[mx.array], *, wait: bool) -> None:
+        """Begin to compute the results and ``written``.
+
+        Nothing of ``written`` is kept when waiting: a pool is written in place only if nobody else
+        holds it.
+        """
+        (mx.eval if wait else mx.async_eval)(self._outputs(), written)
+        if not wait:
+            self._written = written
+
+    def end(self) -> None:
+        """Wait until everything is computed."""
+        mx.eval(self._outputs(), self._written)
+        self._written = []
+
+    def _outputs(self) -> list[mx.array]:
+        outputs = [array for result in self._scored.values() for array in result.arrays()]
+        outputs += [one for one in (self._drafts, self.token_copy) if one is not None]
+        return outputs if self._sampled is None else outputs + self._sampled.arrays()
+
+    def wait(self) -> StepOutput:
+        """See ``StepInFlight.wait``."""
+        tokens = self._sampled.to_python(self._rows.sampled_ids) if self._sampled else ()
+        if self._drafts is not None:
+            self._rows.fill_proposals(np.array(self._drafts).tolist())
+        tokens = keep_valid(tokens, self._rows.proposals)
+        scored = {seq_id: result.to_python() for seq_id, result in self._scored.items()}
+        failed = {**_not_numbers(tokens, scored), **self._failed}
+        if failed:
+            tokens = tuple(token for token in tokens if token.seq_id not in failed)
+            scored = {seq_id: one for seq_id, one in scored.items() if seq_id not in failed}
+        return StepOutput(tokens=tokens, prompt_logprobs=scored, failed=failed)
+
+
+def _not_numbers(
+    tokens: Sequence[SampledToken], scored: Mapping[int, Sequence[TokenLogprob]]
+) -> dict[int, str]:
+    """Sequences with a log-probability that is NaN, and why they fail."""
+    why = "The model's logits are not numbers, so there are no log-probabilities."
+    wrong = [one.seq_id for one in tokens if one.logprob and math.isnan(one.logprob.logprob)]
+    wrong += [
+        seq_id
+        for seq_id, entries in scored.items()
+        if any(math.isnan(entry.logprob) for entry in entries)
+    ]
+    return dict.fromkeys(wrong, why)

@@ -1,0 +1,99 @@
+"""Runs chosen modules of a model group by group inside a packed forward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from mlx_parallm.worker.generation.group_cache import CacheViews, is_packed_cache
+from mlx_parallm.worker.generation.paged_cache import WindowMask
+from mlx_parallm.worker.generation.row_groups import Group, join_outputs
+from mlx_parallm.worker.generation.state_store import GroupStateCache, States
+from mlx_parallm.worker.lora.context import AdapterContext
+
+
+class ModuleSplit:
+    """Gives modules a class that splits their calls while a step is in progress."""
+
+    def __init__(self, modules: Sequence[nn.Module]) -> None:
+        self._step: SplitStep | None = None
+        self._modules = [(module, type(module)) for module in modules]
+        for module, original in self._modules:
+            module.__class__ = self._splitting(original)
+
+    @contextmanager
+    def during(self, step: SplitStep) -> Iterator[None]:
+        """Split calls while the block runs."""
+        self._step = step
+        try:
+            yield
+        finally:
+            self._step = None
+
+    def remove(self) -> None:
+        """Give the modules their own classes back."""
+        for module, original in self._modules:
+            module.__class__ = original
+
+    def _splitting(self, original: Any) -> type:
+        def call(module: Any, *args: Any, **options: Any) -> Any:
+            run = partial(original.__call__, module)
+            if self._step is None:
+                return run(*args, **options)
+            return self._step.run(run, args, options)
+
+        return type(original.__name__, (original,), {"__call__": call})
+
+
+class SplitStep:
+    """One step's groups, and the states of each, which the modules replace."""
+
+    def __init__(
+        self,
+        views: CacheViews,
+        groups: Sequence[Group],
+        states: Sequence[States],
+        positions: mx.array,
+        adapters: AdapterContext,
+    ) -> None:
+        self._adapters = adapters
+        self._views = views
+        self._groups = groups
+        self._states = states
+        self._positions = positions
+        self._num_rows = positions.shape[0]
+
+    def run(self, call: Callable[..., Any], args: Sequence[Any], options: dict[str, Any]) -> Any:
+        """Call a module once per group and put its outputs back into packed rows."""
+        outputs = []
+        for group, states in zip(self._groups, self._states, strict=True):
+            made: dict[int, GroupStateCache] = {}
+            convert = partial(self._convert, group=group, states=states, made=made)
+            mine = [convert(value) for value in args]
+            named = {name: convert(value) for name, value in options.items()}
+            with self._adapters.during(group.adapter_rows):
+                outputs.append(call(*mine, **named))
+            for cache in made.values():
+                cache.commit()
+        return join_outputs(self._groups, outputs)
+
+    def _convert(
+        self, value: Any, *, group: Group, states: States, made: dict[int, GroupStateCache]
+    ) -> Any:
+        if value is self._positions:
+            return group.offset
+        if isinstance(value, mx.array):
+            return group.take(value, self._num_rows)
+        if isinstance(value, WindowMask):
+            return group.mask(value.window, as_array=value.as_array)
+        if is_packed_cache(value):
+            return self._views.grouped(value, group, states, made)
+        if isinstance(value, list | tuple):
+            parts = (self._convert(one, group=group, states=states, made=made) for one in value)
+            return type(value)(parts)
+        return value

@@ -1,0 +1,144 @@
+"""The packed forward: every token of a step is its own row, ``model(tokens[T, 1])``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+
+from mlx_parallm.types.step import ScheduledSequence
+from mlx_parallm.worker.attention.base import AttentionBackend, CompilableAttention
+from mlx_parallm.worker.generation.cache_layout import CacheLayout, KVLayout
+from mlx_parallm.worker.generation.kv_pools import KVPools
+from mlx_parallm.worker.generation.paged_cache import PackedStep, PagedLayerCache
+from mlx_parallm.worker.generation.paths.base import adapter_slots, is_decode
+from mlx_parallm.worker.generation.paths.compiled_decode import CompiledDecode
+from mlx_parallm.worker.generation.row_selection import RowSelector
+from mlx_parallm.worker.generation.seam import ModelSeams
+from mlx_parallm.worker.generation.state_store import States, StateStore
+from mlx_parallm.worker.layers.row_counts import padded_tokens
+from mlx_parallm.worker.lora.context import AdapterContext
+from mlx_parallm.worker.lora.rows import AdapterRows
+
+
+class PackedPath:
+    """For models whose every layer keeps plain KV. Implements ``ForwardPath``."""
+
+    name = "packed"
+    has_state = False
+
+    def __init__(
+        self,
+        model: Any,
+        layouts: tuple[CacheLayout, ...],
+        pools: KVPools,
+        backend: AttentionBackend,
+        selector: RowSelector,
+        *,
+        compiles: bool = False,
+    ) -> None:
+        """``compiles``: whether steps of decode rows are calls of a compiled function."""
+        self._model = model
+        self._windows = [one.window if isinstance(one, KVLayout) else None for one in layouts]
+        self._pools = pools
+        self._backend = backend
+        self._selector = selector
+        self._seams = ModelSeams(model)
+        self.adapters = AdapterContext()
+        self._padding: CompilableAttention | None = None
+        if isinstance(backend, CompilableAttention) and backend.pads_rows:
+            self._padding = backend
+        self._compiled: CompiledDecode | None = None
+        if compiles and isinstance(backend, CompilableAttention):
+            self._compiled = CompiledDecode(
+                self._traced, pools.layers, backend, self.adapters, StateStore(())
+            )
+
+    @property
+    def is_compiled(self) -> bool:
+        """See ``ForwardPath.is_compiled``."""
+        return self._compiled is not None
+
+    @property
+    def pads_rows(self) -> bool:
+        """Whether steps with prompts get few numbers of rows."""
+        return self._padding is not None
+
+    def logits(
+        self, sequences: Sequence[ScheduledSequence], token_ids: mx.array, rows: Sequence[int]
+    ) -> mx.array:
+        """See ``ForwardPath.logits``."""
+        slots = adapter_slots(sequences)
+        decodes = is_decode(sequences, rows)
+        compiled = self._compiled if decodes else None
+        if compiled is not None and compiled.is_ready:
+            return compiled.logits(sequences, token_ids, slots)
+        wanted = mx.array(np.array(rows, dtype=np.int32)) if rows else mx.array([0])
+        num_rows = token_ids.size if decodes else padded_tokens(token_ids.size)
+        if self._padding is not None and num_rows > token_ids.size:
+            step = PackedStep.padded(self._padding, sequences, num_rows)
+            token_ids, slots = _padded(token_ids, slots, num_rows)
+        else:
+            step = PackedStep.of(self._backend, sequences)
+        with self.adapters.during(AdapterRows.of_step(slots), wanted):
+            logits = self._selector.run(lambda: self._forward(token_ids, step), wanted)
+        if compiled is not None:
+            compiled.learn(step.plan)
+        return logits
+
+    def _traced(self, token_ids: mx.array, step: PackedStep, states: States) -> mx.array:
+        del states
+        return self._forward(token_ids, step)
+
+    def _forward(self, token_ids: mx.array, step: PackedStep) -> mx.array:
+        caches = [
+            PagedLayerCache(pool, window, step)
+            for pool, window in zip(self._pools.layers, self._windows, strict=True)
+        ]
+        with self._seams.during(step):
+            return self._model(token_ids[:, None], cache=caches)
+
+    def arrays(self) -> list[mx.array]:
+        """See ``ForwardPath.arrays``."""
+        return self._pools.arrays()
+
+    def forget_writes(self) -> None:
+        """See ``ForwardPath.forget_writes``."""
+        self._pools.forget_writes()
+
+    def forget_weights(self) -> None:
+        """See ``ForwardPath.forget_weights``."""
+        if self._compiled is not None:
+            self._compiled.forget()
+
+    def release_kv(self) -> None:
+        """See ``ForwardPath.release_kv``."""
+        self._pools.release()
+        # Pools that are written in place are constants of what is traced.
+        self.forget_weights()
+
+    def restore_kv(self) -> None:
+        """See ``ForwardPath.restore_kv``."""
+        self._pools.restore()
+
+    def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """See ``ForwardPath.copy_blocks``."""
+        self._pools.copy_blocks(pairs)
+
+    def copy_state(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Nothing: there is no state besides KV."""
+        del pairs
+
+
+def _padded(
+    token_ids: mx.array, slots: np.ndarray | None, num_rows: int
+) -> tuple[mx.array, np.ndarray | None]:
+    """Tokens and adapter slots with rows behind them, of whichever adapter comes last."""
+    missing = num_rows - token_ids.size
+    token_ids = mx.concatenate([token_ids, mx.zeros(missing, mx.int32)])
+    if slots is not None:
+        # Where all rows have one adapter, layers take a shorter way.
+        slots = np.append(slots, np.full(missing, slots[-1], slots.dtype))
+    return token_ids, slots

@@ -1,0 +1,97 @@
+"""The whole model once per sequence, over the same pool and state slots."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+
+from mlx_parallm.types.step import ScheduledSequence
+from mlx_parallm.worker.attention.base import AttentionBackend
+from mlx_parallm.worker.generation.group_cache import CacheViews
+from mlx_parallm.worker.generation.kv_pools import KVPools
+from mlx_parallm.worker.generation.paged_cache import PackedStep
+from mlx_parallm.worker.generation.row_groups import make_groups
+from mlx_parallm.worker.generation.state_store import GroupStateCache
+from mlx_parallm.worker.lora.context import AdapterContext
+
+
+class SequentialPath:
+    """For models that cannot take rows of several sequences. Implements ``ForwardPath``."""
+
+    name = "sequential"
+    is_compiled = False
+
+    def __init__(
+        self,
+        model: Any,
+        views: CacheViews,
+        pools: KVPools,
+        backend: AttentionBackend,
+        block_size: int,
+    ) -> None:
+        self._model = model
+        self._views = views
+        self._pools = pools
+        self._backend = backend
+        self._block_size = block_size
+        self.adapters = AdapterContext()
+
+    @property
+    def has_state(self) -> bool:
+        """Whether sequences keep anything besides their KV blocks."""
+        return self._views.states.has_state
+
+    def logits(
+        self, sequences: Sequence[ScheduledSequence], token_ids: mx.array, rows: Sequence[int]
+    ) -> mx.array:
+        """See ``ForwardPath.logits``."""
+        groups = make_groups(sequences, self._backend, self._block_size, batch_decode=False)
+        packed = self._views.packed(PackedStep.of(self._backend, sequences))
+        wanted = np.array(rows, dtype=np.int32)
+        parts = []
+        for group in groups:
+            states, made = self._views.begin(group), dict[int, GroupStateCache]()
+            caches = [self._views.grouped(cache, group, states, made) for cache in packed]
+            tokens = token_ids[int(group.rows[0]) : int(group.rows[-1]) + 1][None]
+            with self.adapters.during(group.adapter_rows):
+                logits = self._model(tokens, cache=caches)
+            for cache in made.values():
+                cache.commit()
+            self._views.states.commit(group.slots, states)
+            mine = wanted[(wanted >= group.rows[0]) & (wanted <= group.rows[-1])]
+            if len(mine):
+                parts.append(logits[0, mx.array(mine - np.int32(group.rows[0]))])
+        return mx.concatenate(parts, axis=0) if parts else mx.zeros((0, 0))
+
+    def arrays(self) -> list[mx.array]:
+        """See ``ForwardPath.arrays``."""
+        return self._pools.arrays() + self._views.states.take_written()
+
+    def forget_writes(self) -> None:
+        """See ``ForwardPath.forget_writes``."""
+        self._pools.forget_writes()
+        self._views.states.forget_writes()
+
+    def forget_weights(self) -> None:
+        """Nothing: every step reads the model's own."""
+
+    def release_kv(self) -> None:
+        """See ``ForwardPath.release_kv``."""
+        self._pools.release()
+        self._views.states.forget()
+
+    def restore_kv(self) -> None:
+        """See ``ForwardPath.restore_kv``."""
+        self._pools.restore()
+
+    def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """See ``ForwardPath.copy_blocks``."""
+        self._pools.copy_blocks(pairs)
+
+    def copy_state(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """See ``ForwardPath.copy_state``."""
+        for source, target in pairs:
+            self._views.states.copy(source, target)

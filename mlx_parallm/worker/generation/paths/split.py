@@ -1,0 +1,165 @@
+"""A packed forward in which some modules run group by group."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+
+from mlx_parallm.types.step import ScheduledSequence
+from mlx_parallm.worker.attention.base import AttentionBackend, CompilableAttention
+from mlx_parallm.worker.generation.group_cache import CacheViews
+from mlx_parallm.worker.generation.kv_pools import KVPools
+from mlx_parallm.worker.generation.module_split import ModuleSplit, SplitStep
+from mlx_parallm.worker.generation.paged_cache import PackedStep
+from mlx_parallm.worker.generation.paths.base import adapter_slots, is_decode
+from mlx_parallm.worker.generation.paths.compiled_decode import CompiledDecode
+from mlx_parallm.worker.generation.row_groups import DecodeGroup, Group, make_groups
+from mlx_parallm.worker.generation.row_selection import RowSelector
+from mlx_parallm.worker.generation.seam import ModelSeams
+from mlx_parallm.worker.generation.state_store import States
+from mlx_parallm.worker.lora.context import AdapterContext
+from mlx_parallm.worker.lora.rows import AdapterRows
+
+
+class SplitPath:
+    """Norms, MLP, experts and head take one row per token; ``modules`` take groups.
+
+    Decode rows are one group, so that a step stays one forward however many sequences decode; with
+    ``batch_decode`` false each is its own, for modules that cannot be batched. Implements
+    ``ForwardPath``.
+    """
+
+    name = "split"
+
+    def __init__(  # noqa: PLR0913 - parts, by name
+        self,
+        model: Any,
+        views: CacheViews,
+        pools: KVPools,
+        backend: AttentionBackend,
+        selector: RowSelector,
+        modules: Sequence[nn.Module],
+        block_size: int,
+        *,
+        batch_decode: bool,
+        compiles: bool = False,
+    ) -> None:
+        """Split these modules.
+
+        Args:
+            model: of mlx_lm.
+            views: of its caches.
+            pools: of its layers.
+            backend: of the pools.
+            selector: of the rows that the head computes.
+            modules: that take groups.
+            block_size: tokens of a block.
+            batch_decode: whether decode rows are one group.
+            compiles: whether steps of decode rows are calls of a compiled function.
+        """
+        self._model = model
+        self._views = views
+        self._pools = pools
+        self._backend = backend
+        self._selector = selector
+        self._block_size = block_size
+        self._batch_decode = batch_decode
+        self._seams = ModelSeams(model)
+        self.adapters = AdapterContext()
+        self._split = ModuleSplit(modules)
+        self._compiled: CompiledDecode | None = None
+        if compiles and isinstance(backend, CompilableAttention):
+            self._compiled = CompiledDecode(
+                self._traced, pools.layers, backend, self.adapters, views.states
+            )
+
+    @property
+    def is_compiled(self) -> bool:
+        """See ``ForwardPath.is_compiled``."""
+        return self._compiled is not None
+
+    @property
+    def has_state(self) -> bool:
+        """Whether sequences keep anything besides their KV blocks."""
+        return self._views.states.has_state
+
+    def close(self) -> None:
+        """Leave the model as it was."""
+        self._split.remove()
+
+    def logits(
+        self, sequences: Sequence[ScheduledSequence], token_ids: mx.array, rows: Sequence[int]
+    ) -> mx.array:
+        """See ``ForwardPath.logits``."""
+        slots = adapter_slots(sequences)
+        compiled = self._compiled if is_decode(sequences, rows) else None
+        if compiled is not None and compiled.is_ready:
+            return compiled.logits(sequences, token_ids, slots)
+        step = PackedStep.of(self._backend, sequences)
+        groups = make_groups(
+            sequences, self._backend, self._block_size, batch_decode=self._batch_decode
+        )
+        states = [self._views.begin(group) for group in groups]
+        wanted = mx.array(np.array(rows, dtype=np.int32)) if rows else mx.array([0])
+        with self.adapters.during(AdapterRows.of_step(slots), wanted):
+            logits = self._selector.run(
+                lambda: self._forward(token_ids, step, groups, states), wanted
+            )
+        for group, mine in zip(groups, states, strict=True):
+            self._views.states.commit(group.slots, mine)
+        if compiled is not None:
+            compiled.learn(step.plan, self._block_size if self._views.has_gathered else None)
+        return logits
+
+    def _traced(self, token_ids: mx.array, step: PackedStep, states: States) -> mx.array:
+        group = DecodeGroup(step, self._block_size, self.adapters.rows)
+        return self._forward(token_ids, step, [group], [states])
+
+    def _forward(
+        self,
+        token_ids: mx.array,
+        step: PackedStep,
+        groups: Sequence[Group],
+        states: Sequence[States],
+    ) -> mx.array:
+        splitting = SplitStep(self._views, groups, states, step.positions, self.adapters)
+        with self._seams.during(step), self._split.during(splitting):
+            return self._model(token_ids[:, None], cache=self._views.packed(step))
+
+    def arrays(self) -> list[mx.array]:
+        """See ``ForwardPath.arrays``."""
+        return self._pools.arrays() + self._views.states.take_written()
+
+    def forget_writes(self) -> None:
+        """See ``ForwardPath.forget_writes``."""
+        self._pools.forget_writes()
+        self._views.states.forget_writes()
+
+    def forget_weights(self) -> None:
+        """See ``ForwardPath.forget_weights``."""
+        if self._compiled is not None:
+            self._compiled.forget()
+
+    def release_kv(self) -> None:
+        """See ``ForwardPath.release_kv``."""
+        self._pools.release()
+        self._views.states.forget()
+        # Pools that are written in place are constants of what is traced.
+        self.forget_weights()
+
+    def restore_kv(self) -> None:
+        """See ``ForwardPath.restore_kv``."""
+        self._pools.restore()
+
+    def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """See ``ForwardPath.copy_blocks``."""
+        self._pools.copy_blocks(pairs)
+
+    def copy_state(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """See ``ForwardPath.copy_state``."""
+        for source, target in pairs:
+            self._views.states.copy(source, target)

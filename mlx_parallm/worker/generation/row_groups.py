@@ -1,0 +1,207 @@
+"""Sequences of a step that a module runs together when it cannot take one row per token."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+
+from mlx_parallm.types.step import ScheduledSequence
+from mlx_parallm.worker.attention.base import AttentionBackend
+from mlx_parallm.worker.generation.paged_cache import PackedStep, UnsupportedAttentionError
+from mlx_parallm.worker.lora.rows import AdapterRows
+
+
+class RowGroup:
+    """Decode rows as ``[B, 1]``, or one prefill chunk as ``[1, L]``.
+
+    Attributes:
+        sequences: B of them, or one.
+        rows: their tokens' places among the step's T rows.
+        length: tokens of each sequence.
+        offset: position of the first token: an int for one sequence, otherwise int32 ``[B]``.
+        plan: the attention backend's, for these sequences alone.
+        table: block table, int32 ``[B, blocks]``.
+        padded_len: tokens that ``table`` spans; for one sequence, those that exist.
+    """
+
+    def __init__(
+        self,
+        sequences: Sequence[ScheduledSequence],
+        rows: np.ndarray,
+        backend: AttentionBackend,
+        block_size: int,
+    ) -> None:
+        self.sequences = sequences
+        self.rows = rows
+        self.length = len(sequences[0].token_ids)
+        self._starts = np.array([one.start for one in sequences], dtype=np.int32)
+        self.offset = int(self._starts[0]) if len(sequences) == 1 else mx.array(self._starts)
+        self.plan = backend.plan(sequences)
+        used = [-(-(one.start + self.length) // block_size) for one in sequences]
+        table = np.zeros((len(sequences), max(used)), dtype=np.int32)
+        for row, (one, count) in enumerate(zip(sequences, used, strict=True)):
+            table[row, :count] = one.block_table[:count]
+        self.table = mx.array(table)
+        self.padded_len = max(used) * block_size
+        if len(sequences) == 1:
+            self.padded_len = sequences[0].start + self.length
+        self._masks: dict[int | None, mx.array] = {}
+
+    @property
+    def slots(self) -> list[int]:
+        """State slots of the sequences."""
+        return [one.slot for one in self.sequences]
+
+    @functools.cached_property
+    def adapter_rows(self) -> AdapterRows | None:
+        """The adapters of the sequences; None if all are without."""
+        slots = [one.adapter_slot for one in self.sequences]
+        return AdapterRows(mx.array(np.array(slots, dtype=np.int32))) if any(slots) else None
+
+    @property
+    def is_fresh(self) -> bool:
+        """Whether the (only) sequence begins here."""
+        return len(self.sequences) == 1 and self.sequences[0].start == 0
+
+    def mask(self, window: int | None, *, as_array: bool) -> mx.array | str | None:
+        """The mask of a dense cache of ``padded_len`` positions, in the forms mlx_lm uses."""
+        if len(self.sequences) == 1 and (window is None or window >= self.padded_len):
+            if self.length == 1:
+                return None
+            if not as_array:
+                return "causal"
+            window = None
+        if window not in self._masks:
+            self._masks[window] = self._array_mask(window)
+        return self._masks[window]
+
+    def take(self, array: mx.array, num_rows: int) -> mx.array:
+        """This group's part of a packed ``[T, 1, ...]`` array; others are returned as they are."""
+        if array.ndim < 2 or array.shape[:2] != (num_rows, 1):
+            return array
+        part = array[int(self.rows[0]) : int(self.rows[-1]) + 1]
+        if len(self.rows) != part.shape[0]:
+            part = array[mx.array(self.rows.astype(np.int32))]
+        if self.length == 1:
+            return part
+        # [T, 1, 1, 1] is a factor of [B, H, L, D]; anything else has its tokens in axis 1.
+        is_factor = array.ndim == 4 and array.shape[1:] == (1, 1, 1)
+        return part.swapaxes(0, 2 if is_factor else 1)
+
+    def give(self, array: mx.array) -> mx.array:
+        """An output ``[B, 1, ...]`` or ``[1, L, ...]`` as packed rows ``[rows, 1, ...]``."""
+        if array.ndim >= 2 and array.shape[:2] == (len(self.sequences), self.length):
+            return array if self.length == 1 else array.swapaxes(0, 1)
+        raise UnsupportedAttentionError(f"an output of shape {array.shape} has no rows")
+
+    def _array_mask(self, window: int | None) -> mx.array:
+        columns = np.arange(self.padded_len)
+        if self.length == 1:
+            positions = self._starts[:, None, None, None]
+        else:
+            positions = (self._starts[0] + np.arange(self.length))[:, None]
+        seen: Any = columns <= positions
+        if window is not None:
+            seen &= columns > positions - window
+        return mx.array(seen)
+
+
+class DecodeGroup:
+    """All rows of a step of decode rows, some of them padding, while a function is traced.
+
+    Attributes:
+        rows: 0 to T - 1.
+        offset: positions of the rows, int32 ``[T]``.
+        plan: the attention backend's.
+        table: block table, int32 ``[T, blocks]``; None if no module of the group has keys.
+        padded_len: tokens that ``table`` spans.
+        adapter_rows: the adapters of the rows; None if all are without.
+    """
+
+    length = 1
+    is_fresh = False
+
+    def __init__(self, step: PackedStep, block_size: int, adapter_rows: AdapterRows | None) -> None:
+        self.offset = step.positions
+        self.rows = np.arange(self.offset.shape[0])
+        self.plan = step.plan
+        self.table = step.tables
+        self.padded_len = 0 if self.table is None else self.table.shape[1] * block_size
+        self.adapter_rows = adapter_rows
+        self._masks: dict[int | None, mx.array] = {}
+
+    def take(self, array: mx.array, num_rows: int) -> mx.array:
+        """See ``RowGroup.take``: all rows are of this group."""
+        del num_rows
+        return array
+
+    def give(self, array: mx.array) -> mx.array:
+        """See ``RowGroup.give``."""
+        if array.ndim >= 2 and array.shape[:2] == (len(self.rows), 1):
+            return array
+        raise UnsupportedAttentionError(f"an output of shape {array.shape} has no rows")
+
+    def mask(self, window: int | None, *, as_array: bool) -> mx.array:
+        """See ``RowGroup.mask``: there are several sequences, so it is an array."""
+        del as_array
+        if window not in self._masks:
+            columns, positions = mx.arange(self.padded_len), self.offset[:, None, None, None]
+            seen = columns <= positions
+            if window is not None:
+                seen &= columns > positions - window
+            self._masks[window] = seen
+        return self._masks[window]
+
+
+Group = RowGroup | DecodeGroup
+
+
+def make_groups(
+    sequences: Sequence[ScheduledSequence],
+    backend: AttentionBackend,
+    block_size: int,
+    *,
+    batch_decode: bool,
+) -> list[RowGroup]:
+    """All decode rows as one group (or each alone), and every prefill chunk as its own."""
+    firsts = np.cumsum([0, *(len(one.token_ids) for one in sequences)])
+    decode: list[int] = []
+    members: list[list[int]] = []
+    for index, one in enumerate(sequences):
+        # A fresh sequence has no state to be stacked with others'.
+        if batch_decode and len(one.token_ids) == 1 and one.start > 0:
+            decode.append(index)
+        else:
+            members.append([index])
+    if decode:
+        members.insert(0, decode)
+    return [
+        RowGroup(
+            [sequences[index] for index in part],
+            np.concatenate([np.arange(firsts[i], firsts[i + 1]) for i in part]),
+            backend,
+            block_size,
+        )
+        for part in members
+    ]
+
+
+def join_outputs(groups: Sequence[Group], outputs: Sequence[Any]) -> Any:
+    """Outputs of all groups as packed rows, in row order; tuples and lists element by element."""
+    first = outputs[0]
+    if isinstance(first, tuple | list):
+        return type(first)(join_outputs(groups, part) for part in zip(*outputs, strict=True))
+    if not isinstance(first, mx.array):
+        return first
+    if len(groups) == 1 and groups[0].length == 1:
+        return groups[0].give(first)
+    parts = [group.give(output) for group, output in zip(groups, outputs, strict=True)]
+    joined = mx.concatenate(parts, axis=0)
+    rows = np.concatenate([group.rows for group in groups])
+    if (rows[:-1] < rows[1:]).all():
+        return joined
+    return joined[mx.array(np.argsort(rows).astype(np.int32))]

@@ -1,0 +1,181 @@
+"""The one seam to mlx_lm: calls that a packed forward wants to be its own.
+
+mlx_lm's models call ``scaled_dot_product_attention`` and ``swiglu`` by names in their own module.
+Those names are replaced by objects that know of the forward in progress. Attention asks it whether
+the keys it got are one of its pools, by identity, and otherwise calls the original; SwiGLU takes
+the faster of two ways to the same values; the gated delta rule and state spaces take kernels where
+there are some (``state_layers.py``). Classes that write attention out have their ``__call__``
+replaced in the same manner (``attention_overrides.py``), and so have gated delta nets, for which
+there are kernels (``delta_net.py``). So stock forwards, other models of the
+same module and layers outside the pool are untouched.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from types import MethodType
+from typing import Any, Protocol
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.models import gated_delta, ssm
+
+from mlx_parallm.kernels.dialect import CudaDialect
+from mlx_parallm.numerics.exp2 import is_exp_slow, silu
+from mlx_parallm.worker.device.properties import backend_name
+from mlx_parallm.worker.generation.attention_overrides import ATTENTION_OVERRIDES, Override
+from mlx_parallm.worker.layers.delta_net import NETS, delta_net
+from mlx_parallm.worker.layers.state_kernels import DeltaKernel, ScanKernel
+from mlx_parallm.worker.layers.state_layers import DeltaSeam, ScanSeam
+
+# Of fewer elements the one compiled operation is as fast as a dozen vectorised ones.
+MIN_SWIGLU_SIZE = 8192
+
+
+class PagedStep(Protocol):
+    """A forward in progress over paged pools."""
+
+    def attend(
+        self,
+        queries: mx.array,
+        keys: Any,
+        *,
+        scale: float,
+        mask: Any,
+        sinks: mx.array | None,
+        soft_cap: float | None = None,
+    ) -> mx.array | None:
+        """Attention over the pool that ``keys`` is, or None if it is no pool of this step."""
+        ...
+
+
+class PagedAttentionSeam:
+    """Stands for ``scaled_dot_product_attention`` in one module of mlx_lm."""
+
+    def __init__(self, original: Callable[..., mx.array]) -> None:
+        self.original = original
+        self.step: PagedStep | None = None
+
+    def __call__(
+        self,
+        queries: mx.array,
+        keys: Any,
+        values: Any,
+        cache: Any = None,
+        scale: float = 1.0,
+        mask: Any = None,
+        sinks: mx.array | None = None,
+        **options: Any,
+    ) -> mx.array:
+        """As mlx_lm's function; see the module's docstring."""
+        if self.step is not None:
+            output = self.step.attend(queries, keys, scale=scale, mask=mask, sinks=sinks)
+            if output is not None:
+                return output
+        if sinks is not None:
+            options["sinks"] = sinks
+        return self.original(queries, keys, values, cache=cache, scale=scale, mask=mask, **options)
+
+
+class SwigluSeam:
+    """Stands for ``swiglu`` in one module of mlx_lm, where MLX's ``exp`` is slow."""
+
+    def __init__(self, original: Callable[..., mx.array]) -> None:
+        self.original = original
+        self.step: PagedStep | None = None
+
+    def __call__(self, gate: mx.array, x: mx.array) -> mx.array:
+        """``silu(gate) * x``."""
+        is_fast = gate.size >= MIN_SWIGLU_SIZE and gate.dtype == mx.float32
+        if self.step is None or not is_fast:
+            return self.original(gate, x)
+        return silu(gate) * x
+
+
+class ModuleSeam:
+    """Stands for ``__call__`` of a class of mlx_lm in whose place a function of ours may run."""
+
+    def __init__(self, override: Override, original: Callable[..., Any]) -> None:
+        self.original = original
+        self.override = override
+        self.step: PagedStep | None = None
+
+    def __get__(self, module: nn.Module | None, owner: type | None = None) -> Callable[..., Any]:
+        """As a function is bound when it is called as a method."""
+        return self if module is None else MethodType(self, module)
+
+    def __call__(self, module: nn.Module, *args: Any, **options: Any) -> Any:
+        """The module's output."""
+        if self.step is not None:
+            output = self.override(self.step, module, *args, **options)
+            if output is not None:
+                return output
+        return self.original(module, *args, **options)
+
+
+Seam = PagedAttentionSeam | SwigluSeam | ModuleSeam | DeltaSeam | ScanSeam
+
+
+class ModelSeams:
+    """The seams of every module whose classes a model is made of."""
+
+    def __init__(self, model: nn.Module) -> None:
+        kinds: dict[str, type[PagedAttentionSeam | SwigluSeam]] = {
+            "scaled_dot_product_attention": PagedAttentionSeam
+        }
+        if is_exp_slow():
+            kinds["swiglu"] = SwigluSeam
+        names = {type(module).__module__ for module in model.modules()}
+        self._seams: list[Seam] = [
+            _install(sys.modules[name], function, kind)
+            for name in sorted(names)
+            for function, kind in kinds.items()
+            if hasattr(sys.modules[name], function)
+        ]
+        self._seams += [
+            _install(getattr(sys.modules[name], kind), "__call__", partial(ModuleSeam, override))
+            for (name, kind), override in ATTENTION_OVERRIDES.items()
+            if name in names
+        ]
+        self._seams += [
+            _install(getattr(sys.modules[name], kind), "__call__", partial(ModuleSeam, delta_net))
+            for name, kind in NETS
+            if name in names
+        ]
+        if backend_name() == "cuda":
+            self._seams += _of_states(names)
+
+    @contextmanager
+    def during(self, step: PagedStep) -> Iterator[None]:
+        """Let ``step`` see the calls while the block runs."""
+        for seam in self._seams:
+            seam.step = step
+        try:
+            yield
+        finally:
+            for seam in self._seams:
+                seam.step = None
+
+
+def _of_states(names: Iterable[str]) -> list[Seam]:
+    """Of what mlx_lm has kernels for on Metal only, where a module of these names uses it."""
+    seams: list[Seam] = []
+    if any(hasattr(sys.modules[name], "gated_delta_update") for name in names):
+        make = partial(DeltaSeam, kernel=DeltaKernel(CudaDialect()))
+        seams.append(_install(gated_delta, "gated_delta_ops", make))
+    if any(hasattr(sys.modules[name], "ssm_update") for name in names):
+        make = partial(ScanSeam, kernel=ScanKernel(CudaDialect()))
+        seams.append(_install(ssm, "ssm_attn", make))
+    return seams
+
+
+def _install(owner: Any, name: str, make: Callable[[Any], Seam]) -> Seam:
+    current = getattr(owner, name)
+    if isinstance(current, Seam):
+        return current
+    seam = make(current)
+    setattr(owner, name, seam)
+    return seam

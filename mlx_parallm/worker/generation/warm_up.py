@@ -1,0 +1,174 @@
+"""Steps that run while a server is idle, where a device prepares something for every shape.
+
+MLX's CUDA backend looks up how to multiply and makes graphs, and MLX traces a compiled forward: 5
+to 40 ms at the first step of a shape, for which streams would wait
+(``docs/decisions/020-shapes-on-cuda.md``).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from itertools import product
+
+from mlx_parallm.types.request import SamplingParams
+from mlx_parallm.types.shape_buckets import coarse
+from mlx_parallm.types.step import SampleSpec, ScheduledBatch, ScheduledSequence
+from mlx_parallm.worker.attention.held_tables import table_length
+from mlx_parallm.worker.attention.key_spans import MIN_SPAN
+from mlx_parallm.worker.generation.model_runner import ModelRunner
+from mlx_parallm.worker.layers.row_counts import padded_rows
+
+logger = logging.getLogger(__name__)
+
+#: Decode rows beside a prompt; other numbers prepare most of the same.
+BESIDE = (1, 8, 32, 128)
+#: Fewest tokens of a prompt.
+LEAST_CHUNK = 64
+#: Where chunks begin: at their prompts' first tokens, and where their keys are cut.
+CHUNK_STARTS = (0, 4096)
+#: Blocks of the decode rows beside a prompt.
+ROW_TABLE = 64
+#: Bound on the seconds that all steps take: a slow device has better uses for its time.
+MOST_SECONDS = 20.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepLimits:
+    """What steps may have.
+
+    Attributes:
+        num_seqs: sequences.
+        tokens: tokens of all of them.
+        model_len: of one sequence, with those before.
+        block_size: tokens per block.
+    """
+
+    num_seqs: int
+    tokens: int
+    model_len: int
+    block_size: int
+
+
+class WarmUp:
+    """Runs a step of each usual shape, one at a time, for a runner that gains by it.
+
+    Steps read and write one block of the pool, which must be unused.
+    """
+
+    def __init__(
+        self, runner: ModelRunner, *, num_seqs: int, tokens: int, clock: Callable[[], float]
+    ) -> None:
+        """Plan the steps.
+
+        Args:
+            runner: runs them.
+            num_seqs: most sequences of a step.
+            tokens: most tokens of a step.
+            clock: returns seconds.
+        """
+        self._runner = runner
+        self._clock = clock
+        self._batches: list[ScheduledBatch] = []
+        if runner.prepares_shapes:
+            info = runner.info
+            limits = StepLimits(
+                num_seqs=num_seqs,
+                tokens=tokens,
+                model_len=info.max_model_len,
+                block_size=info.block_size,
+            )
+            self._batches = list(warm_up_batches(limits))
+        self._num_done = 0
+        self._seconds = 0.0
+
+    @property
+    def is_done(self) -> bool:
+        """True if no step is left, or if the steps have taken ``MOST_SECONDS``."""
+        return self._num_done == len(self._batches) or self._seconds >= MOST_SECONDS
+
+    def run_next(self, block: int) -> None:
+        """Run the next step on an unused block; log the figures after the last one."""
+        begin_s = self._clock()
+        self._runner.run(_on_block(self._batches[self._num_done], block))
+        self._seconds += self._clock() - begin_s
+        self._num_done += 1
+        if self.is_done:
+            counts = self._num_done, len(self._batches)
+            logger.info("%d of %d shapes prepared in %.1f s", *counts, self._seconds)
+
+
+def _on_block(batch: ScheduledBatch, block: int) -> ScheduledBatch:
+    """Return the batch with block tables that name this block alone."""
+    sequences = (
+        replace(sequence, block_table=(block,) * len(sequence.block_table))
+        for sequence in batch.sequences
+    )
+    return replace(batch, sequences=tuple(sequences))
+
+
+def warm_up_batches(limits: StepLimits) -> Iterator[ScheduledBatch]:
+    """One batch for each shape that is worth it; block tables name block 0 again and again."""
+    for step_id, sequences in enumerate(_steps(limits)):
+        yield ScheduledBatch(step_id=step_id, sequences=tuple(sequences))
+
+
+def _steps(limits: StepLimits) -> Iterator[list[ScheduledSequence]]:
+    # Compiled forwards come after one that shows what layers ask for.
+    yield [_decode_row(0, 1, 2)]
+    yield from _decode_steps(limits)
+    yield from _prompt_steps(limits)
+
+
+def _decode_steps(limits: StepLimits) -> Iterator[list[ScheduledSequence]]:
+    """By lengths of block tables, numbers of rows, and whether keys are cut."""
+    longest = -(-limits.model_len // limits.block_size)
+    widths = {table_length(blocks) for blocks in range(1, longest + 1)}
+    numbers = range(1, limits.num_seqs + 1)
+    counts = {min(padded_rows(number), limits.num_seqs) for number in numbers}
+    for width, count in product(sorted(widths), sorted(counts)):
+        # A sequence may be no longer than its table.
+        most = min(width * limits.block_size, limits.model_len)
+        for end in sorted({min(one, most) for one in (2, MIN_SPAN + 1)}):
+            first = _decode_row(0, end - 1, min(width, longest))
+            yield [first, *(_decode_row(i, 1, 2) for i in range(1, count))]
+
+
+def _prompt_steps(limits: StepLimits) -> Iterator[list[ScheduledSequence]]:
+    """By tokens of a prompt, where they begin, and decode rows beside them."""
+    row_start = min(MIN_SPAN, limits.model_len - 1)
+    row_blocks = max(ROW_TABLE, row_start // limits.block_size + 1)
+    lengths = {coarse(count) for count in range(LEAST_CHUNK, limits.tokens + 1)}
+    for most, start, count in product(sorted(lengths), CHUNK_STARTS, BESIDE):
+        # The longest take what the decode rows leave.
+        length = min(most, limits.tokens - count)
+        if count < limits.num_seqs and start + length <= limits.model_len:
+            rows = [_decode_row(i, row_start, row_blocks) for i in range(count)]
+            blocks = -(-(start + length) // limits.block_size)
+            chunk = ScheduledSequence(
+                seq_id=-1 - count,
+                slot=count,
+                start=start,
+                token_ids=(0,) * length,
+                block_table=(0,) * blocks,
+            )
+            yield [*rows, chunk]
+
+
+def _decode_row(index: int, start: int, num_blocks: int) -> ScheduledSequence:
+    sample = SampleSpec(
+        params=SamplingParams(temperature=0.0),
+        seed=0,
+        position=start + 1,
+        prompt_ids=(),
+        output_ids=(),
+    )
+    return ScheduledSequence(
+        seq_id=-1 - index,
+        slot=index,
+        start=start,
+        token_ids=(0,),
+        block_table=(0,) * num_blocks,
+        sample=sample,
+    )

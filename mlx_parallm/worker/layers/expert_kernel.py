@@ -1,0 +1,109 @@
+"""The linear kernel where every row chose one of several weights, on an NVIDIA GPU.
+
+MLX's grouped product of sorted rows takes some five times as long as reading the experts' weights
+once where each has few rows. Here every weight that a row chose is read once for 8 rows.
+"""
+
+from __future__ import annotations
+
+import mlx.core as mx
+
+from mlx_parallm.kernels.build import Constant, KernelBuilder, KernelSpec
+from mlx_parallm.kernels.dialect import Dialect
+from mlx_parallm.kernels.kernel import Kernel
+from mlx_parallm.worker.attention.kernel_pool import argument_dtype
+from mlx_parallm.worker.attention.kernels import TEXTS
+from mlx_parallm.worker.device.kernel_trial import cuda_report, largest_error, why_off
+from mlx_parallm.worker.device.kernels import KernelReport
+from mlx_parallm.worker.layers.row_kernel import CHUNK, DTYPES, MAX_ERROR, PANEL, TILE, WARP, WARPS
+
+# Rows for each expert, on the average: with more, weights are read several times.
+MAX_ROWS_EACH = TILE
+# Rows of the check for the first expert, and for the last.
+CROWD = 2 * TILE + 1
+# Of the weights that a report is about.
+REPORT_SHAPE = (16, 512, 512)
+
+
+def expert_report() -> KernelReport:
+    """Test the kernel of the default device, if it has one."""
+    weight = mx.random.normal(REPORT_SHAPE, mx.bfloat16, key=mx.random.key(0))
+    return cuda_report(lambda dialect: why_not(ExpertKernel(dialect), weight))
+
+
+class ExpertKernel:
+    """The kernel in its variants, each compiled once."""
+
+    def __init__(self, dialect: Dialect) -> None:
+        """``dialect`` is CUDA's, or one that stands for it."""
+        self._builder = KernelBuilder(dialect, TEXTS, "paged", argument_dtype)
+
+    def __call__(self, x: mx.array, experts: mx.array, weight: mx.array) -> mx.array:
+        """Products ``[P, 1, N]`` of each row and the weight that it chose.
+
+        Args:
+            x: ``[P, 1, K]``.
+            experts: uint32 ``[P]``, in ascending order.
+            weight: ``[E, N, K]`` of the dtype of x.
+        """
+        num_experts, width, _ = weight.shape
+        groups = num_experts * -(-width // PANEL)
+        return self._made(weight.dtype)(
+            inputs=[x, experts, weight],
+            output_shapes=[(x.shape[0], 1, width)],
+            output_dtypes=[weight.dtype],
+            grid=(groups * WARPS * WARP, 1, 1),
+            threadgroup=(WARPS * WARP, 1, 1),
+        )[0]
+
+    def _made(self, dtype: mx.Dtype) -> Kernel:
+        constants: dict[str, Constant] = {
+            "T": dtype,
+            "OUTPUTS": 1,
+            "EXPERTS": 1,
+            "TILES": 1,
+            "PANELS": 1,
+            "WARPS": WARPS,
+            "AHEAD": 4,
+        }
+        spec = KernelSpec(
+            "tensor_cores/linear",
+            ("x", "ids", "weight"),
+            ("output0",),
+            headers=("common", "tensor_cores/tensor"),
+        )
+        return self._builder.kernel(spec, constants)
+
+
+def serves(x: mx.array, experts: mx.array, weight: mx.array) -> bool:
+    """Whether the kernel is for these; see ``ExpertKernel.__call__``."""
+    return (
+        x.ndim == 3
+        and x.shape[1] == 1
+        and x.dtype == weight.dtype
+        and experts.ndim == 1
+        and experts.dtype == mx.uint32
+        and x.shape[0] == experts.shape[0] <= MAX_ROWS_EACH * weight.shape[0]
+    )
+
+
+def why_not(kernel: ExpertKernel, weight: mx.array) -> str | None:
+    """Why the kernel is not to be used for weights ``[E, N, K]``; None if it agrees with MLX."""
+    if weight.dtype not in DTYPES:
+        return f"weights of {weight.dtype}"
+    if weight.shape[2] % CHUNK:
+        return f"rows of {weight.shape[2]} numbers"
+    return why_off(lambda: kernel_error(kernel, weight), MAX_ERROR)
+
+
+def kernel_error(kernel: ExpertKernel, weight: mx.array) -> float:
+    """Largest difference from MLX's own products, in parts of the largest value.
+
+    Some experts have many rows and some have none.
+    """
+    last = weight.shape[0] - 1
+    ids = sorted([0] * CROWD + [last // 2] * 2 + [last] * CROWD)
+    experts = mx.array(ids, mx.uint32)
+    x = mx.random.normal((len(ids), 1, weight.shape[2]), weight.dtype, key=mx.random.key(0))
+    rows = [x[i] @ weight[expert].T for i, expert in enumerate(ids)]
+    return largest_error(kernel(x, experts, weight), mx.stack(rows))

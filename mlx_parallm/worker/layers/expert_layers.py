@@ -1,0 +1,39 @@
+"""Experts of a step's rows by one kernel, where MLX's own product of groups is slow."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.models.switch_layers import SwitchLinear
+
+from mlx_parallm.worker.device.kernel_trial import ShapeTrials
+from mlx_parallm.worker.layers.expert_kernel import ExpertKernel, serves, why_not
+
+
+class RowSwitchLinear(SwitchLinear):
+    """Experts without biases whose few rows the kernel multiplies."""
+
+    def __call__(self, x: mx.array, indices: mx.array, sorted_indices: bool = False) -> mx.array:
+        """As ``SwitchLinear``."""
+        weight = self["weight"]
+        if sorted_indices and serves(x, indices, weight):
+            kernel: ExpertKernel = self["_kernel"]
+            return kernel(x, indices, weight)
+        return super().__call__(x, indices, sorted_indices=sorted_indices)
+
+
+def use_expert_layers(model: nn.Module, kernel: ExpertKernel) -> int:
+    """Give a model's experts this class where the kernel agrees; how many. Parameters stay."""
+    layers = [one for one in model.modules() if type(one) is SwitchLinear and "bias" not in one]
+    trials = ShapeTrials("the kernel of experts is")
+    served = 0
+    for layer in layers:
+        weight = layer["weight"]
+        shape = (*weight.shape, weight.dtype)
+        if trials.agree(shape, partial(why_not, kernel, weight)):
+            layer.__class__ = RowSwitchLinear
+            layer["_kernel"] = kernel
+            served += 1
+    return served

@@ -1,0 +1,314 @@
+"""Linear layers that take one token per row at full speed where MLX's own do not.
+
+A layer of MLX makes four operations of ``[T, 1, K]``: it transposes the weight, flattens the rows,
+multiplies, and restores the shape. Three of them only make views, but each costs the host a third
+of a small kernel. Layers that read the same input, such as those of queries, keys and values, are
+multiplied at once: the first one called computes for all. See
+``docs/decisions/013-linear-layers-of-rows.md``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from mlx_parallm.worker.device.kernel_trial import ShapeTrials
+from mlx_parallm.worker.layers.row_counts import ROW_COUNTS
+from mlx_parallm.worker.layers.row_kernel import MAX_ROWS, RowKernel, why_not, why_unsupported
+
+#: Names of layers that mlx_lm's models call on one and the same input.
+SIBLINGS = (
+    ("q_proj", "k_proj", "v_proj"),
+    ("gate_proj", "up_proj"),
+    ("in_proj_qkv", "in_proj_z"),
+    ("in_proj_b", "in_proj_a"),
+    ("in_proj_qkvz", "in_proj_ba"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Columns:
+    """Where an output of a layer lies: neighbouring columns of a matrix.
+
+    Kernels are given the matrix: strides of a view of it are not known before it is computed.
+
+    Attributes:
+        matrix: the products of one input, ``[T, 1, N]``.
+        first: number of the first column.
+    """
+
+    matrix: mx.array
+    first: int
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """The output of a layer, and the columns of the product that it is."""
+
+    output: mx.array
+    columns: Columns
+
+
+class RowProduct:
+    """What layers of the same input compute together, each its share.
+
+    Attributes:
+        arrays: the layers' weights one after the other, ``[N, K]``; packed ones with their scales
+            and biases.
+        widths: of the layers, N in all.
+        kernel: for up to ``MAX_ROWS`` rows; None to use MLX's operations alone.
+    """
+
+    def __init__(self, layers: Sequence[nn.Module]) -> None:
+        self.kernel: RowKernel | None = None
+        self._layers = layers
+        self._packing = _packing(layers[0])
+        self._views: dict[int, mx.array] = {}
+        self._input: mx.array | None = None
+        self._outputs: list[Part | None] = []
+        self._parts: list[list[mx.array]] | None = None
+        self._merge()
+
+    def serves(self, x: mx.array) -> bool:
+        """Whether x is rows of the shape that this is for."""
+        is_rows = x.ndim == 3 and x.shape[1] == 1 and x.shape[0] in ROW_COUNTS
+        return is_rows and x.dtype == _arrays(self._layers[0])[-1].dtype
+
+    def take(self, index: int, x: mx.array) -> mx.array:
+        """Output of one of the layers; what x gives the others is kept until they ask."""
+        return self.take_part(index, x).output
+
+    def take_part(self, index: int, x: mx.array) -> Part:
+        """``take``, with where the output lies."""
+        if x is not self._input or self._outputs[index] is None:
+            self._input, self._outputs = x, list(self._compute(x))
+        output = self._outputs[index]
+        assert output is not None
+        self._outputs[index] = None
+        if not any(one is not None for one in self._outputs):
+            self._input = None
+        return output
+
+    def release(self) -> None:
+        """Hold no weights until they are used again."""
+        self._parts, self._views, self.arrays = None, {}, []
+        self._input, self._outputs = None, []
+
+    def _compute(self, x: mx.array) -> list[Part]:
+        if not self._is_current():
+            self._merge()
+        rows = x.shape[0]
+        # One row: MLX's own kernel for a matrix and a vector is the faster one.
+        if self.kernel is not None and 1 < rows <= MAX_ROWS:
+            return list(map(_own_part, self.kernel(x, self.arrays[0], self.widths)))
+        whole = x @ self._view(rows) if self._packing is None else _flat(self._packed_product, x)
+        if len(self.widths) == 1:
+            return [_own_part(whole)]
+        ends = [sum(self.widths[: i + 1]) for i in range(len(self.widths) - 1)]
+        outputs = mx.split(whole, ends, axis=-1)
+        return [
+            Part(output, Columns(whole, first))
+            for output, first in zip(outputs, [0, *ends], strict=True)
+        ]
+
+    def _packed_product(self, x: mx.array) -> mx.array:
+        assert self._packing is not None
+        packed, scales, biases = self.arrays
+        bits, size = self._packing
+        return mx.quantized_matmul(x, packed, scales, biases, group_size=size, bits=bits)
+
+    def _is_current(self) -> bool:
+        """Whether the layers still have the weights that were put together."""
+        return self._parts is not None and all(
+            array is known
+            for layer, part in zip(self._layers, self._parts, strict=True)
+            for array, known in zip(_arrays(layer), part, strict=True)
+        )
+
+    def _view(self, rows: int) -> mx.array:
+        """The transposed weight, once per row, ``[rows, K, N]``: a product of one operation."""
+        if rows not in self._views:
+            (weight,) = self.arrays
+            self._views[rows] = mx.broadcast_to(weight.T, (rows, *reversed(weight.shape)))
+            mx.eval(self._views[rows])
+        return self._views[rows]
+
+    def _merge(self) -> None:
+        """Put the weights one after the other; the layers' own become views of that."""
+        parts = [_arrays(layer) for layer in self._layers]
+        self.widths = [part[0].shape[0] for part in parts]
+        self.arrays = parts[0]
+        if len(parts) > 1:
+            self.arrays = [mx.concatenate(list(arrays)) for arrays in zip(*parts, strict=True)]
+            for index, layer in enumerate(self._layers):
+                first = sum(self.widths[:index])
+                for name, array in zip(_names(layer), self.arrays, strict=True):
+                    layer[name] = array[first : first + self.widths[index]]
+            parts = [_arrays(layer) for layer in self._layers]
+            mx.eval(self.arrays, parts)
+        self._parts, self._views = parts, {}
+
+
+class RowLinear(nn.Linear):
+    """A layer without a bias whose rows a ``RowProduct`` computes."""
+
+    def __call__(self, x: mx.array) -> mx.array:
+        """As ``nn.Linear``."""
+        product: RowProduct = self["_product"]
+        return product.take(self["_index"], x) if product.serves(x) else super().__call__(x)
+
+
+class RowQuantizedLinear(nn.QuantizedLinear):
+    """The same for packed weights; other shapes are flattened.
+
+    MLX's CUDA backend treats ``[T, 1, K]`` as T products of one row each: 2,048 rows take 25 times
+    as long as ``[1, T, K]``. Metal flattens by itself.
+    """
+
+    def __call__(self, x: mx.array) -> mx.array:
+        """As ``nn.QuantizedLinear``."""
+        product: RowProduct | None = self.get("_product")
+        if product is not None and product.serves(x):
+            return product.take(self["_index"], x)
+        return _flat(super().__call__, x)
+
+
+class RowEmbedding(nn.Embedding):
+    """The same for a tied head."""
+
+    def as_linear(self, x: mx.array) -> mx.array:
+        """As ``nn.Embedding.as_linear``."""
+        product: RowProduct = self["_product"]
+        return product.take(0, x) if product.serves(x) else super().as_linear(x)
+
+
+class RowQuantizedEmbedding(nn.QuantizedEmbedding):
+    """The same for a tied head of packed weights."""
+
+    def as_linear(self, x: mx.array) -> mx.array:
+        """As ``nn.QuantizedEmbedding.as_linear``."""
+        product: RowProduct | None = self.get("_product")
+        if product is not None and product.serves(x):
+            return product.take(0, x)
+        return _flat(super().as_linear, x)
+
+
+ROW_LAYERS: dict[type[nn.Module], type[nn.Module]] = {
+    nn.Linear: RowLinear,
+    nn.QuantizedLinear: RowQuantizedLinear,
+    nn.Embedding: RowEmbedding,
+    nn.QuantizedEmbedding: RowQuantizedEmbedding,
+}
+
+
+def part_of(layer: nn.Module, call: Callable[[mx.array], mx.array], x: mx.array) -> Part:
+    """Return a layer's output, and where it lies; ``call`` computes it without its product."""
+    product: RowProduct | None = layer.get("_product")
+    if product is not None and product.serves(x):
+        return product.take_part(layer["_index"], x)
+    return _own_part(call(x))
+
+
+def _own_part(output: mx.array) -> Part:
+    return Part(output, Columns(output, 0))
+
+
+def use_row_layers(model: nn.Module, kernel: RowKernel | None) -> int:
+    """Give a model's linear layers these classes; how many there are. Parameters stay.
+
+    Args:
+        model: of mlx_lm.
+        kernel: for few rows; None to use MLX's operations alone.
+    """
+    groups = list(_groups(model))
+    trials = ShapeTrials("the linear kernel is")
+    if kernel is not None:
+        _begin(kernel, groups)
+    for group in groups:
+        product = RowProduct(group)
+        if kernel is not None and not _packing(group[0]):
+            weight, widths = product.arrays[0], product.widths
+            shape = (*widths, weight.shape[1], weight.dtype)
+            if trials.agree(shape, partial(why_not, kernel, weight, widths)):
+                product.kernel = kernel
+        for index, layer in enumerate(group):
+            layer.__class__ = ROW_LAYERS[type(layer)]
+            layer["_product"], layer["_index"] = product, index
+    # What has no product, for its bias or its packing, is flattened.
+    rest = (one for one in model.modules() if type(one) in ROW_LAYERS and _packing(one))
+    others = {id(layer): layer for layer in rest}
+    for layer in others.values():
+        layer.__class__ = ROW_LAYERS[type(layer)]
+    return sum(map(len, groups)) + len(others)
+
+
+def _begin(kernel: RowKernel, groups: Sequence[Sequence[nn.Module]]) -> None:
+    """Begin to compile the kernel for all groups that it is for, at once."""
+    for group in groups:
+        weights = [layer["weight"] for layer in group]
+        if not _packing(group[0]) and why_unsupported(weights, len(group)) is None:
+            kernel.begin(weights[0].dtype, len(group))
+
+
+def release_products(model: nn.Module) -> None:
+    """Hold none of a model's weights outside of its layers until they are used again."""
+    for module in model.modules():
+        product: RowProduct | None = module.get("_product")
+        if product is not None:
+            product.release()
+
+
+def _groups(model: nn.Module) -> Iterator[list[nn.Module]]:
+    """Layers without a bias, those of one input together; each once, wherever it is shared."""
+    grouped: set[int] = set()
+    for parent in model.modules():
+        for names in SIBLINGS:
+            group = [parent[name] for name in names if name in parent]
+            is_new = grouped.isdisjoint(map(id, group))
+            if len(group) == len(names) and is_new and all(map(_fits, group)) and _alike(group):
+                grouped.update(map(id, group))
+                yield group
+    for module in model.modules():
+        if _fits(module) and id(module) not in grouped:
+            grouped.add(id(module))
+            yield [module]
+
+
+def _fits(layer: Any) -> bool:
+    if type(layer) not in ROW_LAYERS or "bias" in layer:
+        return False
+    return _packing(layer) is None or layer.mode == "affine"
+
+
+def _alike(layers: Sequence[nn.Module]) -> bool:
+    """Whether their weights can lie one after the other."""
+    kinds = {
+        (type(one), one["weight"].shape[1:], one["weight"].dtype, _packing(one)) for one in layers
+    }
+    return len(kinds) == 1
+
+
+def _packing(layer: Any) -> tuple[int, int] | None:
+    """Bits and group size of packed weights."""
+    if isinstance(layer, nn.QuantizedLinear | nn.QuantizedEmbedding):
+        return layer.bits, layer.group_size
+    return None
+
+
+def _names(layer: nn.Module) -> tuple[str, ...]:
+    return ("weight", "scales", "biases") if _packing(layer) else ("weight",)
+
+
+def _arrays(layer: nn.Module) -> list[mx.array]:
+    return [layer[name] for name in _names(layer)]
+
+
+def _flat(run: Callable[[mx.array], mx.array], x: mx.array) -> mx.array:
+    if x.ndim < 3 or x.shape[0] == 1:
+        return run(x)
+    return run(x.reshape(1, -1, x.shape[-1])).reshape(*x.shape[:-1], -1)

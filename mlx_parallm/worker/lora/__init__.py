@@ -1,0 +1,1 @@
+"""Adapters applied per row: slots, stacked tensors, and the layers that use them."""

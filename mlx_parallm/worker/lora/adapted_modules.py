@@ -1,0 +1,136 @@
+"""Modules of a model that add what the adapters of their rows change."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchGLU, SwitchLinear, SwitchMLP
+
+from mlx_parallm.adapters.weights import Kind
+from mlx_parallm.worker.lora.adapted_group import AdaptedGroup, picked
+from mlx_parallm.worker.lora.context import AdapterContext
+from mlx_parallm.worker.lora.stack import EmbeddingStack, ExpertStack, LinearStack, expert_slots
+
+_KINDS: tuple[tuple[Kind, tuple[type, ...]], ...] = (
+    ("linear", (nn.Linear, nn.QuantizedLinear)),
+    ("embedding", (nn.Embedding, nn.QuantizedEmbedding)),
+    ("experts", (SwitchLinear, QuantizedSwitchLinear)),
+)
+_BLOCKS = (SwitchGLU, SwitchMLP)
+
+
+def kind_of(module: Any) -> Kind | None:
+    """Which kind of change a module takes; None for none."""
+    return next((kind for kind, types in _KINDS if isinstance(module, types)), None)
+
+
+def plain_shape(module: Any) -> tuple[int, ...]:
+    """The shape of a module's weight, unpacked."""
+    *outer, last = module.weight.shape
+    if "scales" in module:
+        bits: int = module.bits
+        last = last * 32 // bits
+    return (*outer, last)
+
+
+def plain_weight(module: Any) -> mx.array:
+    """The weight of a module, unpacked if need be."""
+    if "scales" not in module:
+        return module.weight
+    return mx.dequantize(
+        module.weight,
+        module.scales,
+        module.get("biases"),
+        group_size=module.group_size,
+        bits=module.bits,
+        mode=module.mode,
+    )
+
+
+def is_expert_block(module: Any) -> bool:
+    """Whether it hands the experts that rows chose to ``SwitchLinear`` layers."""
+    return isinstance(module, _BLOCKS)
+
+
+def adapt(module: Any, path: str, context: AdapterContext) -> None:
+    """Give a module a class that adds what the context's stack of this path says, if it has one.
+
+    It is an embedding or one of a block's experts.
+    """
+    made = {"embedding": _embedding, "experts": _experts}
+    kind = kind_of(module)
+    assert kind in made, f"{path} is of kind {kind}"
+    _reclass(module, made[kind](type(module), path, context))
+
+
+def adapt_linear(module: Any, path: str, context: AdapterContext, group: AdaptedGroup) -> None:
+    """The same for a linear layer, whose group gets it."""
+    original: Any = type(module)
+    group.add(path, module, functools.partial(original.__call__, module))
+
+    def call(self: Any, x: mx.array) -> mx.array:
+        if context.rows is None or not isinstance(context.stacks.get(path), LinearStack):
+            return original.__call__(self, x)
+        return group.take(path, x)
+
+    _reclass(module, {"__call__": call})
+
+
+def adapt_block(block: Any, path: str, context: AdapterContext) -> None:
+    """Let a block's layers know the slots of their rows.
+
+    The block may sort rows by the experts that they chose. It is given indices of experts and slots
+    in one, which sort in the same way, and its layers take them apart.
+    """
+    original: Any = type(block)
+
+    def call(self: Any, x: mx.array, indices: mx.array) -> mx.array:
+        if context.rows is not None:
+            indices = expert_slots(indices, context.rows.slots, context.num_slots)
+        return original.__call__(self, x, indices)
+
+    for name, layer in block.items():
+        if kind_of(layer) == "experts":
+            adapt(layer, f"{path}.{name}", context)
+    _reclass(block, {"__call__": call})
+
+
+def _reclass(module: Any, methods: dict[str, Any]) -> None:
+    original = type(module)
+    module.__class__ = type(f"Adapted{original.__name__}", (original,), methods)
+
+
+def _embedding(original: Any, path: str, context: AdapterContext) -> dict[str, Any]:
+    def call(self: Any, ids: mx.array) -> mx.array:
+        y = original.__call__(self, ids)
+        stack = context.stacks.get(path)
+        if context.rows is None or not isinstance(stack, EmbeddingStack):
+            return y
+        return stack(ids, y, context.rows)
+
+    def as_linear(self: Any, x: mx.array) -> mx.array:
+        y = original.as_linear(self, x)
+        stack = context.stacks.get(path)
+        if context.rows is None or not isinstance(stack, EmbeddingStack):
+            return y
+        x, rows = picked(x, y, context)
+        return stack.head(x, y, rows)
+
+    return {"__call__": call, "as_linear": as_linear}
+
+
+def _experts(original: Any, path: str, context: AdapterContext) -> dict[str, Any]:
+    def call(self: Any, x: mx.array, indices: mx.array, sorted_indices: bool = False) -> mx.array:
+        if context.rows is None:
+            return original.__call__(self, x, indices, sorted_indices=sorted_indices)
+        experts = indices // context.num_slots
+        y = original.__call__(self, x, experts, sorted_indices=sorted_indices)
+        stack = context.stacks.get(path)
+        if not isinstance(stack, ExpertStack):
+            return y
+        return stack(x, y, indices, sorted_indices=sorted_indices)
+
+    return {"__call__": call}

@@ -1,0 +1,107 @@
+"""Whether kernels add what adapters change: those of the device if they agree with NumPy's."""
+
+from __future__ import annotations
+
+import logging
+
+import mlx.core as mx
+import numpy as np
+
+from mlx_parallm.adapters.tensors import HostTensor
+from mlx_parallm.adapters.weights import LowRank
+from mlx_parallm.worker.device.kernel_trial import largest_error, why_off
+from mlx_parallm.worker.device.kernels import KernelReport, device_dialect
+from mlx_parallm.worker.layers.row_layers import Columns
+from mlx_parallm.worker.lora.change_kernels import MANY_ROWS, MAX_LAYERS, ChangeKernels
+from mlx_parallm.worker.lora.stack import LinearStack
+
+logger = logging.getLogger(__name__)
+
+# Of the largest value; products of 16-bit numbers are rounded to 8 bits or more.
+MAX_ERROR = {mx.float32: 1e-5, mx.float16: 4e-3, mx.bfloat16: 2e-2}
+# More numbers than the threads of a threadgroup load at once.
+INNER = 2056
+OUT = (40, 24, 16)
+RANKS = (8, 16, 3)
+ROWS = (5, MANY_ROWS + 1)
+NUM_ADAPTERS = 3
+
+
+def adapter_report() -> KernelReport:
+    """Test the kernels of the default device."""
+    kernels, rejected = choose_change_kernels(mx.bfloat16)
+    return KernelReport(backend=kernels.name if kernels else "stock", rejected=rejected)
+
+
+def choose_change_kernels(dtype: mx.Dtype) -> tuple[ChangeKernels | None, str | None]:
+    """The kernels of the default device if they are right, else why they are not used, if any."""
+    dialect = device_dialect()
+    if dialect is None:
+        return None, None
+    kernels = ChangeKernels(dialect)
+    reason = why_not(kernels, dtype)
+    if reason is not None:
+        logger.warning("adapter kernels are not used: %s", reason)
+        return None, reason
+    return kernels, None
+
+
+def why_not(kernels: ChangeKernels, dtype: mx.Dtype) -> str | None:
+    """Why the kernels are not to be used; None if they agree with NumPy's products."""
+    if dtype not in MAX_ERROR:
+        return f"adapters of {dtype}"
+    kernels.begin(dtype)
+    return why_off(lambda: kernel_error(kernels, dtype), MAX_ERROR[dtype])
+
+
+def kernel_error(kernels: ChangeKernels, dtype: mx.Dtype) -> float:
+    """Largest difference from NumPy's products in float32, in parts of the largest value.
+
+    The outputs before lie in one array, as those of layers that are multiplied at once.
+    """
+    stacks = [_stack(out, rank, dtype) for out, rank in zip(OUT, RANKS, strict=True)]
+    worst = 0.0
+    for rows in ROWS:
+        # Neighbours of the same adapter, of another one and of none.
+        owners = np.arange(rows) // 2 % (NUM_ADAPTERS + 1)
+        slots = mx.array(owners, mx.int32)
+        x, whole = (
+            mx.random.normal((rows, 1, size), dtype, key=mx.random.key(size))
+            for size in (INNER, sum(OUT))
+        )
+        firsts = [0, OUT[0], OUT[0] + OUT[1]]
+        ys = list(mx.split(whole, firsts[1:], axis=-1))
+        columns = [Columns(whole, first) for first in firsts]
+        for layers in range(1, MAX_LAYERS + 1):
+            found = kernels(x, ys[:layers], stacks[:layers], slots, columns[:layers])
+            for y, one, stack in zip(ys, found, stacks, strict=False):
+                worst = max(worst, largest_error(one, _wanted(x, y, stack, owners)))
+    return worst
+
+
+def _stack(out: int, rank: int, dtype: mx.Dtype) -> LinearStack:
+    """Of ``NUM_ADAPTERS`` of this rank."""
+    source = np.random.default_rng(rank)
+    stack = LinearStack((out, INNER), dtype)
+    for slot in range(1, NUM_ADAPTERS + 1):
+        a, b = (
+            HostTensor(source.standard_normal(shape, dtype=np.float32) / np.float32(np.sqrt(INNER)))
+            for shape in ((rank, INNER), (out, rank))
+        )
+        stack.put(slot, LowRank(kind="linear", a=a, b=b, scale=8.0))
+    mx.eval(stack.arrays())
+    return stack
+
+
+def _wanted(x: mx.array, y: mx.array, stack: LinearStack, slots: np.ndarray) -> mx.array:
+    """Return what rows with these adapters should get, float32 ``[T, 1, out]``.
+
+    NumPy computes it: MLX's CUDA backend compiles a kernel of its own for indexing by an array.
+    """
+    rows, wanted, a, b = (
+        np.array(array.astype(mx.float32)) for array in (x[:, 0], y, stack.a, stack.b)
+    )
+    for slot in np.unique(slots):
+        own = slots == slot
+        wanted[own, 0] += rows[own] @ a[slot].T @ b[slot]
+    return mx.array(wanted)

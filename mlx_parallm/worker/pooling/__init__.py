@@ -1,0 +1,1 @@
+"""Runs batches of texts through encoders and decoders, and applies their heads."""

@@ -1,0 +1,123 @@
+"""Runs a decoder over inputs of mixed length, as an encoder."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+
+from mlx_parallm.models.checkpoints.decoders import DecoderPlan, reads_both_ways, splits_window
+from mlx_parallm.models.checkpoints.labels import label_names, problem_type
+from mlx_parallm.models.checkpoints.sentence_transformers import VectorSpec
+from mlx_parallm.types.errors import ModelLoadError
+from mlx_parallm.types.pooling import EncodeInput, EncoderInfo
+from mlx_parallm.worker.device.properties import give_back_memory
+from mlx_parallm.worker.generation.memory import DEFAULT_MAX_MODEL_LEN, LENGTH_KEYS, config_value
+from mlx_parallm.worker.generation.row_selection import embedding_rows
+from mlx_parallm.worker.pooling.decoder_loading import trunk_of
+from mlx_parallm.worker.pooling.decoder_model import DecoderModel, Reach
+from mlx_parallm.worker.pooling.encoder_adapters import NO_SLOTS, EncoderAdapters
+from mlx_parallm.worker.pooling.encoder_heads import EncoderHeads, by_purpose, vector_facts
+from mlx_parallm.worker.pooling.encoder_runner import padded
+from mlx_parallm.worker.pooling.forward_shapes import ForwardShapes
+from mlx_parallm.worker.pooling.layer_stages import StagedJob
+from mlx_parallm.worker.pooling.score_heads import ScoreHeads
+from mlx_parallm.worker.weights.loader import DTYPES, LoadedModel
+
+
+class DecoderRunner:
+    """One decoder. Implements ``encode.Encoder``."""
+
+    def __init__(self, loaded: LoadedModel, plan: DecoderPlan, spec: VectorSpec) -> None:
+        """Prepare a model of ``open_decoder``; ``spec`` says how vectors are made.
+
+        Raises:
+            ModelLoadError: its architecture cannot be read in this way.
+        """
+        model, config = loaded.model, loaded.config
+        try:
+            self._model = DecoderModel(
+                trunk_of(model), model.get("score"), len(model.layers), _reach(config)
+            )
+            self._model.check()
+        except ModelLoadError as problem:
+            raise ModelLoadError(f"{loaded.path} ({config['model_type']}): {problem}") from problem
+        self._modules = model.modules()
+        longest = next(
+            (found for key in LENGTH_KEYS if (found := config_value(config, key))),
+            DEFAULT_MAX_MODEL_LEN,
+        )
+        self._shapes = ForwardShapes.of_device(longest)
+        self.adapters = EncoderAdapters(
+            model,
+            EncoderHeads(self._model, spec),
+            ScoreHeads(self._model, DTYPES.get(loaded.dtype, mx.float32)),
+            self._hidden,
+            tasks=plan.tasks,
+            dtype=loaded.dtype,
+            shapes=self._shapes,
+        )
+        num_labels = 0
+        if plan.head != "none":
+            (num_labels,) = self.run([EncodeInput((0,), "classify")])[0].shape
+        self._info = EncoderInfo(
+            architecture=str(config["model_type"]),
+            vocab_size=embedding_rows(model, config_value(config, "vocab_size")) or 0,
+            max_model_len=min(longest, spec.max_model_len or longest),
+            tasks=by_purpose(plan.tasks, spec),
+            dims=len(self.run([EncodeInput((0,))])[0]),
+            dtype=loaded.dtype,
+            weight_bytes=loaded.weight_bytes,
+            **vector_facts(spec),
+            labels=_labels(config, num_labels),
+            problem_type=problem_type(config) if num_labels else None,
+        )
+
+    @property
+    def info(self) -> EncoderInfo:
+        """See ``encode.Encoder``."""
+        return self._info
+
+    def begin(
+        self, inputs: Sequence[EncodeInput], slots: Mapping[str, int] = NO_SLOTS
+    ) -> StagedJob:
+        """See ``encode.Encoder``."""
+        return self.adapters.job(inputs, slots)
+
+    def _hidden(self, inputs: Sequence[EncodeInput]) -> tuple[mx.array, mx.array]:
+        """Last hidden states ``[B, L, D]`` and the mask of tokens, bool ``[B, L]``."""
+        ids, tokens = padded(inputs, self._shapes)
+        mask = mx.array(tokens)
+        return self._model(mx.array(ids), mask), mask
+
+    def run(self, inputs: Sequence[EncodeInput]) -> list[np.ndarray]:
+        """See ``encode.Encoder``."""
+        return self.begin(inputs).results()
+
+    def release(self) -> None:
+        """See ``encode.Encoder``."""
+        # Whoever still holds a module of it, in a cycle perhaps, holds no array.
+        for module in self._modules:
+            module.clear()
+        self.adapters.close()
+        give_back_memory()
+
+
+def _reach(config: dict[str, Any]) -> Reach | None:
+    """How far attention to both sides reaches in layers with a window; None: it is causal.
+
+    transformers' masks: ``create_bidirectional_sliding_window_mask``, and Gemma 3's own.
+    """
+    if not reads_both_ways(config):
+        return None
+    return (lambda window: window // 2) if splits_window(config) else (lambda window: window)
+
+
+def _labels(config: dict[str, Any], num_labels: int) -> tuple[str, ...]:
+    """Names of the labels; their numbers where the config names another number of labels."""
+    named = label_names(config)
+    if len(named) == num_labels:
+        return named
+    return tuple(f"LABEL_{number}" for number in range(num_labels))

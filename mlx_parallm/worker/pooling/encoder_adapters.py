@@ -1,0 +1,221 @@
+"""The adapters of a model that reads texts, and batches whose inputs name them."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+
+from mlx_parallm.adapters.weights import AdapterWeights
+from mlx_parallm.types.pooling import LABEL_TASKS, EncodeInput, Encoder, OwnHead, Task
+from mlx_parallm.worker.lora.adapted_layers import AdaptedLayers, find_module, product_dtype, unfit
+from mlx_parallm.worker.lora.context import AdapterContext
+from mlx_parallm.worker.lora.rows import NO_ADAPTER, AdapterRows
+from mlx_parallm.worker.model_errors import MODEL_ERRORS
+from mlx_parallm.worker.pooling.encoder_heads import EncoderHeads
+from mlx_parallm.worker.pooling.forward_shapes import ForwardShapes
+from mlx_parallm.worker.pooling.layer_stages import LayerStages, StagedJob
+from mlx_parallm.worker.pooling.own_heads import HeadMaker
+from mlx_parallm.worker.pooling.trunk_calls import TrunkCalls, trunk_calls
+
+#: Makes the hidden states ``[B, L, D]`` and the bool mask ``[B, L]`` of inputs.
+Forward = Callable[[Sequence[EncodeInput]], tuple[mx.array, mx.array]]
+#: Where the adapters of a batch without any are.
+NO_SLOTS: Mapping[str, int] = {}
+# It stands for any input.
+ONE_TOKEN = EncodeInput((0,))
+# What heads are tried with.
+_SAMPLES: Mapping[Task, EncodeInput] = {
+    "classify": EncodeInput((0,), "classify"),
+    "token_classify": EncodeInput((0,), "token_classify"),
+    "mlm": EncodeInput((0,), "mlm", places=(0,)),
+}
+
+
+class AdaptedEncoder(Encoder, Protocol):
+    """An encoder that takes adapters."""
+
+    @property
+    def adapters(self) -> EncoderAdapters:
+        """Puts them into slots."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class _Own:
+    """An adapter's own heads, and the tasks that they do."""
+
+    heads: EncoderHeads
+    tasks: tuple[Task, ...]
+
+
+class EncoderAdapters:
+    """Runs batches in which each input has its own adapter, or none.
+
+    Implements ``adapter_store.SlotTarget``. Inputs share a forward, and each adapter's own head
+    takes its rows of the hidden states.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        heads: EncoderHeads,
+        maker: HeadMaker,
+        forward: Forward,
+        *,
+        tasks: Sequence[Task],
+        dtype: str,
+        shapes: ForwardShapes,
+    ) -> None:
+        """Prepare.
+
+        Args:
+            model: whose layers adapters change.
+            heads: of the model itself.
+            maker: of heads that adapters bring.
+            forward: what comes before the heads.
+            tasks: what the model can do without an adapter.
+            dtype: of the model.
+            shapes: of its forwards.
+        """
+        self._model = model
+        self._shapes = shapes
+        self._modules = dict(model.named_modules())
+        self._heads = heads
+        self._maker = maker
+        self._forward = forward
+        self._tasks = tasks
+        self._stages = LayerStages(model)
+        self._context = AdapterContext()
+        self._layers = AdaptedLayers(model, product_dtype(dtype), self._context)
+        # By slot.
+        self._own: dict[int, _Own] = {}
+        # Slots whose adapters change what all rows of a forward share.
+        self._apart: set[int] = set()
+
+    @property
+    def num_bytes(self) -> int:
+        """See ``SlotTarget``."""
+        return self._layers.num_bytes
+
+    def check(self, adapter: AdapterWeights, *, param: str) -> OwnHead | None:
+        """See ``SlotTarget``."""
+        self._layers.check(replace(adapter, saved={}), param=param)
+        own = self._own_head(adapter, param)
+        if own is None:
+            return None
+        hidden, mask = self._forward([ONE_TOKEN])
+        samples = [_SAMPLES[task] for task in own.tasks if task in _SAMPLES]
+        try:
+            # Nothing is computed, and shapes are known.
+            found = [own.heads.run([one], hidden, mask)[0].shape[-1] for one in samples]
+        except MODEL_ERRORS as cause:
+            raise unfit(f"its head cannot be run: {cause}", param) from cause
+        is_of_labels = not LABEL_TASKS.isdisjoint(own.tasks)
+        return OwnHead(own.tasks, max(found) if is_of_labels else 0)
+
+    def begin(self, slot: int, adapter: AdapterWeights, *, param: str) -> None:
+        """See ``SlotTarget``."""
+        own = self._own_head(adapter, param)
+        self._own.pop(slot, None)
+        self._layers.begin(slot, replace(adapter, saved={}), param=param)
+        if own is not None:
+            self._own[slot] = own
+        if self._changed(adapter, param) & self._calls.shared:
+            self._apart.add(slot)
+        else:
+            self._apart.discard(slot)
+
+    def put_some(self, slot: int, count: int) -> bool:
+        """See ``SlotTarget``."""
+        return self._layers.put_some(slot, count)
+
+    def drop(self, slot: int) -> None:
+        """See ``SlotTarget``."""
+        self._layers.drop(slot)
+        self._own.pop(slot, None)
+        self._apart.discard(slot)
+
+    def renew(self) -> None:
+        """See ``SlotTarget``."""
+        self._layers.renew()
+
+    def close(self) -> None:
+        """Hold no array of the model, which is gone; the store may be kept for its return."""
+        self._heads.release()
+
+    def job(self, inputs: Sequence[EncodeInput], slots: Mapping[str, int]) -> StagedJob:
+        """A batch of which nothing is computed yet.
+
+        ``slots``: where the adapters are that inputs name, by content. They may leave as soon as
+        this returns.
+        """
+        own = np.array(
+            [NO_ADAPTER if one.adapter is None else slots[one.adapter] for one in inputs], np.int32
+        )
+        results: list[mx.array | None] = [None] * len(inputs)
+        with self._stages.recorded() as outputs:
+            for rows in self._forwards(own):
+                given = [inputs[row] for row in rows]
+                hidden, mask = self._hidden(inputs, self._shapes.rows(rows), own)
+                found = self._results(given, own[rows], hidden[: len(rows)], mask[: len(rows)])
+                for row, result in zip(rows, found, strict=True):
+                    results[row] = result
+        return StagedJob(outputs, [one for one in results if one is not None])
+
+    def _hidden(
+        self, inputs: Sequence[EncodeInput], rows: np.ndarray, own: np.ndarray
+    ) -> tuple[mx.array, mx.array]:
+        with self._context.during(AdapterRows.of_batch(own[rows])):
+            return self._forward([inputs[row] for row in rows])
+
+    def _forwards(self, own: np.ndarray) -> Iterator[np.ndarray]:
+        """Rows that one forward computes: all, unless an adapter changes what rows share."""
+        found = np.unique(own)
+        if len(found) == 1 or self._apart.isdisjoint(found.tolist()):
+            yield np.arange(len(own))
+            return
+        for slot in found:
+            yield np.flatnonzero(own == slot)
+
+    def _results(
+        self, inputs: Sequence[EncodeInput], own: np.ndarray, hidden: mx.array, mask: mx.array
+    ) -> list[mx.array]:
+        """What the heads make of hidden states, those of each adapter by its own."""
+        groups: dict[tuple[int, bool], list[int]] = {}
+        for row, (one, slot) in enumerate(zip(inputs, own.tolist(), strict=True)):
+            has_own = slot in self._own and one.task in self._own[slot].tasks
+            groups.setdefault((slot, has_own), []).append(row)
+        found: list[mx.array] = [hidden] * len(inputs)
+        for (slot, has_own), rows in groups.items():
+            chosen = slice(None) if len(groups) == 1 else mx.array(rows)
+            heads = self._own[slot].heads if has_own else self._heads
+            with self._context.during(AdapterRows.of_batch(own[rows])):
+                given = heads.run([inputs[row] for row in rows], hidden[chosen], mask[chosen])
+            for row, result in zip(rows, given, strict=True):
+                found[row] = result
+        return found
+
+    @functools.cached_property
+    def _calls(self) -> TrunkCalls:
+        return trunk_calls(self._model, lambda count: self._forward([ONE_TOKEN] * count))
+
+    def _own_head(self, adapter: AdapterWeights, param: str) -> _Own | None:
+        """The heads of an adapter that brings one."""
+        if not adapter.saved:
+            return None
+        made = self._maker.make(adapter.saved, adapter.task_type, param=param)
+        paths = set(made.paths)
+        if inside := sorted(paths & self._calls.called):
+            raise unfit(f"modules_to_save may bring a head; {inside[0]} comes before it", param)
+        if both := sorted(paths & self._changed(adapter, param)):
+            raise unfit(f"it both changes {both[0]} and brings it in full", param)
+        return _Own(self._heads.with_model(made.model), made.tasks or tuple(self._tasks))
+
+    def _changed(self, adapter: AdapterWeights, param: str) -> set[str]:
+        return {find_module(self._modules, path, param=param) for path in adapter.modules}

@@ -1,0 +1,142 @@
+"""Runs an encoder over inputs of mixed length."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import mlx.core as mx
+import numpy as np
+
+from mlx_parallm.models.checkpoints.labels import label_names, problem_type
+from mlx_parallm.models.checkpoints.sentence_transformers import VectorSpec
+from mlx_parallm.models.loading import ARCHITECTURES, LoadedEncoder, open_encoder
+from mlx_parallm.types.pooling import EncodeInput, EncoderInfo
+from mlx_parallm.worker.device.properties import backend_name, give_back_memory
+from mlx_parallm.worker.pooling.encoder_adapters import NO_SLOTS, AdaptedEncoder, EncoderAdapters
+from mlx_parallm.worker.pooling.encoder_heads import TASKS, EncoderHeads, by_purpose, vector_facts
+from mlx_parallm.worker.pooling.forward_shapes import ForwardShapes
+from mlx_parallm.worker.pooling.layer_stages import StagedJob
+from mlx_parallm.worker.pooling.own_heads import LayerHeads
+from mlx_parallm.worker.pooling.pending_encoder import PendingEncoder
+from mlx_parallm.worker.weights.loader import DTYPES, check_dtype
+
+
+class EncoderRunner:
+    """One encoder. Implements ``encode.Encoder``."""
+
+    def __init__(self, loaded: LoadedEncoder, spec: VectorSpec) -> None:
+        """``spec`` says how vectors are made."""
+        self._model = loaded.model
+        self._has_types = int(loaded.config.get("type_vocab_size", 0)) > 1
+        longest: int = loaded.model.args.max_length
+        tasks = TASKS[loaded.model.args.head]
+        classifies = "classify" in tasks or "token_classify" in tasks
+        self._shapes = ForwardShapes.of_device(longest)
+        self.adapters = EncoderAdapters(
+            loaded.model,
+            EncoderHeads(loaded.model, spec),
+            LayerHeads(loaded.model, DTYPES.get(loaded.dtype, mx.float32)),
+            self._hidden,
+            tasks=tasks,
+            dtype=loaded.dtype,
+            shapes=self._shapes,
+        )
+        self._info = EncoderInfo(
+            architecture=str(loaded.config["model_type"]),
+            vocab_size=int(loaded.config["vocab_size"]),
+            max_model_len=min(longest, spec.max_model_len or longest),
+            tasks=by_purpose(tasks, spec),
+            dims=len(self.run([EncodeInput((0,))])[0]),
+            dtype=loaded.dtype,
+            weight_bytes=loaded.weight_bytes,
+            **vector_facts(spec),
+            labels=label_names(loaded.config) if classifies else (),
+            problem_type=problem_type(loaded.config) if classifies else None,
+        )
+
+    @property
+    def info(self) -> EncoderInfo:
+        """See ``encode.Encoder``."""
+        return self._info
+
+    def begin(
+        self, inputs: Sequence[EncodeInput], slots: Mapping[str, int] = NO_SLOTS
+    ) -> StagedJob:
+        """See ``encode.Encoder``."""
+        return self.adapters.job(inputs, slots)
+
+    def _hidden(self, inputs: Sequence[EncodeInput]) -> tuple[mx.array, mx.array]:
+        """Last hidden states ``[B, L, D]`` and the mask of tokens, bool ``[B, L]``."""
+        ids, tokens = padded(inputs, self._shapes)
+        mask = mx.array(tokens)
+        types = token_types(inputs, ids.shape[1]) if self._has_types else None
+        # Where nothing is padded, nothing need be masked.
+        return self._model(mx.array(ids), None if tokens.all() else mask, types), mask
+
+    def run(self, inputs: Sequence[EncodeInput]) -> list[np.ndarray]:
+        """See ``encode.Encoder``."""
+        return self.begin(inputs).results()
+
+    def release(self) -> None:
+        """See ``encode.Encoder``."""
+        # Whoever still holds a module of it, in a cycle perhaps, holds no array.
+        for module in self._model.modules():
+            module.clear()
+        self.adapters.close()
+        give_back_memory()
+
+
+def load_encoder_runner(folder: Path, dtype: str, spec: VectorSpec) -> AdaptedEncoder:
+    """``open_encoder_runner``, and all of it."""
+    return open_encoder_runner(folder, dtype, spec).finish()
+
+
+def open_encoder_runner(folder: Path, dtype: str, spec: VectorSpec) -> PendingEncoder:
+    """Open an encoder; ``dtype`` "auto" is that of the file, or float32 on a CPU.
+
+    Raises:
+        ConfigError: an unknown dtype.
+        ModelLoadError: it cannot be loaded.
+    """
+    check_dtype(dtype)
+    wanted = DTYPES.get(dtype)
+    if wanted is None and backend_name() == "cpu":
+        # There it is many times faster than numbers of 16 bits.
+        wanted = mx.float32
+    opened = open_encoder(folder, wanted)
+    return PendingEncoder(opened.model, folder, lambda: EncoderRunner(opened, spec))
+
+
+def is_encoder(folder: Path) -> bool:
+    """Whether a folder's config names an architecture of ``models``."""
+    try:
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        # Whoever loads it says what is wrong.
+        return False
+    return isinstance(config, dict) and config.get("model_type") in ARCHITECTURES
+
+
+def padded(inputs: Sequence[EncodeInput], shapes: ForwardShapes) -> tuple[np.ndarray, np.ndarray]:
+    """Right-padded ids, int32 ``[B, L]``, and which of them are attended to, bool ``[B, L]``."""
+    length = shapes.length(max(len(one.token_ids) for one in inputs))
+    ids = np.zeros((len(inputs), length), dtype=np.int32)
+    mask = np.zeros((len(inputs), length), dtype=bool)
+    for row, one in enumerate(inputs):
+        count = len(one.token_ids)
+        ids[row, :count] = one.token_ids
+        mask[row, : count - one.num_unattended] = True
+    return ids, mask
+
+
+def token_types(inputs: Sequence[EncodeInput], length: int) -> mx.array | None:
+    """Types of tokens, int32 ``[B, length]``; None where no input has a second text."""
+    if all(one.second_at is None for one in inputs):
+        return None
+    types = np.zeros((len(inputs), length), dtype=np.int32)
+    for row, one in enumerate(inputs):
+        if one.second_at is not None:
+            types[row, one.second_at : len(one.token_ids)] = 1
+    return mx.array(types)

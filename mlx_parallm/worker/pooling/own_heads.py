@@ -1,0 +1,151 @@
+"""Heads that adapters bring instead of their model's: PEFT's ``modules_to_save``."""
+
+from __future__ import annotations
+
+import copy
+from collections import defaultdict
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from mlx_parallm.adapters.tensors import HostTensor
+from mlx_parallm.models.encoder_args import HEADS, Head
+from mlx_parallm.types.pooling import Task
+from mlx_parallm.worker.lora.adapted_layers import find_module, unfit
+from mlx_parallm.worker.lora.adapted_modules import kind_of, plain_shape
+
+Saved = Mapping[str, HostTensor]
+Parameters = Mapping[str, mx.array]
+
+# Of PEFT, and how the class of a checkpoint with such a head is called.
+_OF_TASK_TYPES: Mapping[str, Head] = {"SEQ_CLS": "sequence", "TOKEN_CLS": "token"}
+_ENDINGS = {head: ending for ending, head in HEADS.items()}
+_LABEL_TASKS: Mapping[str | None, tuple[Task, ...]] = {
+    "sequence": ("classify",),
+    "token": ("token_classify",),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class MadeHead:
+    """A head that is not its model's own.
+
+    Attributes:
+        model: with it, as ``EncoderHeads`` takes one; the layers before it are the model's.
+        paths: of the layers that it has.
+        tasks: that it does; empty: all that the model's own does.
+    """
+
+    model: Any
+    paths: Collection[str]
+    tasks: tuple[Task, ...] = ()
+
+
+class HeadMaker(Protocol):
+    """Makes heads for one model."""
+
+    def make(self, saved: Saved, task_type: str | None, *, param: str) -> MadeHead:
+        """A head of these parameters, which have the checkpoint's names.
+
+        ``task_type`` is PEFT's.
+
+        Raises:
+            InvalidRequestError: they are not those of a head.
+        """
+        ...
+
+
+class LayerHeads:
+    """Heads of an encoder of ``mlx_parallm.models``. Implements ``HeadMaker``."""
+
+    def __init__(self, model: Any, dtype: mx.Dtype) -> None:
+        """``dtype`` is what heads compute in."""
+        self._model = model
+        self._dtype = dtype
+        self._modules: dict[str, Any] = dict(model.named_modules())
+
+    def make(self, saved: Saved, task_type: str | None, *, param: str) -> MadeHead:
+        """See ``HeadMaker``."""
+        wanted = _OF_TASK_TYPES.get(task_type or "")
+        own = self._model.args.head
+        if wanted is None or wanted == own:
+            made = self._made(self._modules, saved, param)
+            tasks = _LABEL_TASKS.get(own, ())
+            return MadeHead(with_modules(self._model, made), made.keys(), tasks)
+        return self._new(wanted, saved, param)
+
+    def _new(self, kind: Head, saved: Saved, param: str) -> MadeHead:
+        """Of a kind that the model has not got."""
+        name = f"{type(self._model).__name__}{_ENDINGS[kind]}"
+        model = type(self._model)(replace(self._model.args, architectures=[name]))
+        modules: dict[str, Any] = dict(model.named_modules())
+        made = self._made(modules, saved, param)
+        layers = [path for path, one in modules.items() if _has_arrays(one)]
+        missing = sorted(set(layers) - self._modules.keys() - made.keys())
+        if missing:
+            raise unfit(
+                f"its head needs {missing[0]}, which neither it nor the model has: name it in "
+                "modules_to_save",
+                param,
+            )
+        kept = {path: self._modules[path] for path in layers if path in self._modules}
+        return MadeHead(with_modules(model, kept | made), made.keys(), _LABEL_TASKS[kind])
+
+    def _made(self, modules: Mapping[str, Any], saved: Saved, param: str) -> dict[str, nn.Module]:
+        """Layers in place of some of these, by path."""
+        layers: dict[str, dict[str, mx.array]] = defaultdict(dict)
+        for name, tensor in saved.items():
+            path, _, leaf = name.rpartition(".")
+            found = find_module(modules, path, param=param)
+            layers[found][leaf] = tensor.to_mlx().astype(self._dtype)
+        # What is in another layer comes after that.
+        return {
+            path: layer_like(path, modules[path], layers[path], param) for path in sorted(layers)
+        }
+
+
+def layer_like(path: str, module: Any, arrays: Parameters, param: str) -> nn.Module:
+    """A layer like a module, with these parameters; a linear one may give other labels.
+
+    Raises:
+        InvalidRequestError: they are not those of one.
+    """
+    found = {name: tuple(array.shape) for name, array in arrays.items()}
+    if kind_of(module) == "linear":
+        outer = found.get("weight", (0,))[:1]
+        wanted = {"weight": (*outer, plain_shape(module)[-1])}
+        wanted |= {"bias": outer} if "bias" in module else {}
+        made = nn.Linear(1, 1, bias="bias" in module)
+    else:
+        wanted = {name: array.shape for name, array in module.items() if _is_array(array)}
+        made = copy.copy(module)
+    if found != wanted:
+        raise unfit(f"{path} has tensors of the shapes {found}, not {wanted}", param)
+    made.update(dict(arrays))
+    return made
+
+
+def _has_arrays(module: nn.Module) -> bool:
+    return any(map(_is_array, module.values()))
+
+
+def _is_array(value: object) -> bool:
+    return isinstance(value, mx.array)
+
+
+def with_modules(model: nn.Module, modules: Mapping[str, nn.Module]) -> Any:
+    """A copy of a model that has other modules at these paths and shares all others."""
+    for path, module in modules.items():
+        model = _with_module(model, path.split("."), module)
+    return model
+
+
+def _with_module(node: Any, path: Sequence[str], module: nn.Module) -> Any:
+    """The same for one path, of a module or of a list of them."""
+    copied: Any = copy.copy(node)
+    key: Any = int(path[0]) if isinstance(node, list) else path[0]
+    copied[key] = _with_module(node[key], path[1:], module) if len(path) > 1 else module
+    return copied

@@ -1,0 +1,63 @@
+"""The layer that scores, brought by an adapter of a decoder that is read as an encoder."""
+
+from __future__ import annotations
+
+import re
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from mlx_parallm.types.errors import ModelLoadError
+from mlx_parallm.types.pooling import Task
+from mlx_parallm.worker.lora.adapted_layers import unfit
+from mlx_parallm.worker.pooling.decoder_loading import HEAD_NAMES, scoring_layers, split_head
+from mlx_parallm.worker.pooling.decoder_model import DecoderModel
+from mlx_parallm.worker.pooling.own_heads import MadeHead, Parameters, Saved, layer_like
+
+# Of a linear layer's tensors.
+NUM_AXES = {"weight": 2, "bias": 1}
+# Of a layer among others; nobody has more.
+PLACE = re.compile(r"\d{0,2}", re.ASCII)
+
+
+class ScoreHeads:
+    """Implements ``own_heads.HeadMaker``."""
+
+    def __init__(self, model: DecoderModel, dtype: mx.Dtype) -> None:
+        """``dtype`` is what heads compute in."""
+        self._model = model
+        self._dtype = dtype
+
+    def make(self, saved: Saved, task_type: str | None, *, param: str) -> MadeHead:
+        """See ``HeadMaker``."""
+        arrays = {name: tensor.to_mlx().astype(self._dtype) for name, tensor in saved.items()}
+        others, head = split_head(arrays)
+        if others:
+            name = sorted(others)[0]
+            names = ", ".join(HEAD_NAMES)
+            raise unfit(f"modules_to_save may bring {names}; {name[:100]} is none of them", param)
+        for name, array in head.items():
+            place, _, leaf = name.rpartition(".")
+            has_weight = name.removesuffix(leaf) + "weight" in head
+            if not has_weight or NUM_AXES.get(leaf) != array.ndim or not PLACE.fullmatch(place):
+                raise unfit(f"score.{name[:100]} is no tensor of a linear layer", param)
+        try:
+            score = scoring_layers(head, {})
+        except ModelLoadError as problem:
+            raise unfit(f"modules_to_save: {problem}", param) from None
+        if isinstance(score, list):
+            score = [_part(number, one, head, param) for number, one in enumerate(score)]
+        else:
+            score = layer_like("score", score, head, param)
+        tasks: tuple[Task, ...] = ("classify", "token_classify")
+        is_of_tokens = task_type == "TOKEN_CLS"
+        return MadeHead(
+            self._model.with_score(score), {"score"}, tasks[::-1] if is_of_tokens else tasks
+        )
+
+
+def _part(number: int, layer: nn.Module, head: Parameters, param: str) -> nn.Module:
+    begin = f"{number}."
+    own = {name.removeprefix(begin): one for name, one in head.items() if name.startswith(begin)}
+    # Activations have no parameters.
+    return layer_like(f"score.{number}", layer, own, param) if own else layer

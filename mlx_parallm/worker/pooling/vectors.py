@@ -1,0 +1,69 @@
+"""Makes one vector of an input's hidden states."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import mlx.core as mx
+
+from mlx_parallm.models.checkpoints.sentence_transformers import Pooling
+
+# Below any hidden state, and finite in every dtype.
+_LEAST = -6e4
+
+
+def pooled(
+    hidden: mx.array,
+    mask: mx.array,
+    poolings: Sequence[Pooling],
+    first: mx.array | None = None,
+) -> mx.array:
+    """Vectors ``[B, len(poolings) * D]`` of hidden states, float32 ``[B, L, D]``.
+
+    Args:
+        hidden: the hidden states.
+        mask: bool ``[B, L]``: the tokens, at the beginning of each row.
+        poolings: one at least.
+        first: int ``[B]``: the place of the first token that counts; None: all count.
+    """
+    if first is not None:
+        mask = mask & (mx.arange(mask.shape[1]) >= first[:, None])
+    return mx.concatenate([_POOLINGS[one](hidden, mask) for one in poolings], axis=-1)
+
+
+def _cls(hidden: mx.array, mask: mx.array) -> mx.array:
+    places = mx.argmax(mask, axis=1)
+    return mx.take_along_axis(hidden, places[:, None, None], axis=1)[:, 0]
+
+
+def _mean(hidden: mx.array, mask: mx.array) -> mx.array:
+    return _weighted(hidden, mask.astype(hidden.dtype))
+
+
+def _weighted_mean(hidden: mx.array, mask: mx.array) -> mx.array:
+    """Later tokens weigh more (SGPT, Muennighoff 2022, https://arxiv.org/abs/2202.08904)."""
+    return _weighted(hidden, mask * mx.arange(1, mask.shape[1] + 1).astype(hidden.dtype))
+
+
+def _weighted(hidden: mx.array, weights: mx.array) -> mx.array:
+    total = mx.sum(hidden * weights[..., None], axis=1)
+    return total / mx.sum(weights, axis=1, keepdims=True)
+
+
+def _max(hidden: mx.array, mask: mx.array) -> mx.array:
+    return mx.max(mx.where(mask[..., None], hidden, _LEAST), axis=1)
+
+
+def last_of(hidden: mx.array, mask: mx.array) -> mx.array:
+    """The hidden state of each row's last token, ``[B, D]``; see ``pooled``."""
+    places = mx.max(mx.where(mask, mx.arange(mask.shape[1]), 0), axis=1)
+    return mx.take_along_axis(hidden, places[:, None, None], axis=1)[:, 0]
+
+
+_POOLINGS: dict[Pooling, Callable[[mx.array, mx.array], mx.array]] = {
+    "cls": _cls,
+    "mean": _mean,
+    "max": _max,
+    "last": last_of,
+    "weightedmean": _weighted_mean,
+}

@@ -1,0 +1,171 @@
+"""Whether sampling kernels are used: those of the device if they agree with stock operations."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import replace
+
+import mlx.core as mx
+import numpy as np
+
+from mlx_parallm.types.request import SamplingParams
+from mlx_parallm.types.step import SampleSpec
+from mlx_parallm.worker.device.kernels import KernelReport, device_dialect
+from mlx_parallm.worker.model_errors import MODEL_ERRORS
+from mlx_parallm.worker.sampling.kernel_sampling import SamplingKernels, why_unsupported
+from mlx_parallm.worker.sampling.keys import random_keys
+from mlx_parallm.worker.sampling.row_settings import RowSettings
+from mlx_parallm.worker.sampling.sampler import categorical
+from mlx_parallm.worker.sampling.truncation import truncate
+
+logger = logging.getLogger(__name__)
+
+# Of top-p, which ends where a sum of many rounded numbers says.
+TOP_P_ROUNDING = 1e-4
+# Absolute, of log-probabilities.
+MAX_LOGPROB_ERROR = 1e-3
+TOP = 5
+REPORT_VOCAB = 32_000
+_PARAMS = (
+    SamplingParams(temperature=0.0),
+    SamplingParams(temperature=1.3),
+    SamplingParams(temperature=0.8, top_p=0.95),
+    SamplingParams(temperature=0.6, top_k=20),
+    SamplingParams(temperature=1.7, top_k=30, top_p=0.6),
+    SamplingParams(temperature=0.9, min_p=0.02, top_p=0.9),
+)
+# Logits from nearly even to very uneven, and coarse ones up to a largest: of all of them many tie.
+_SPREADS = (0.5, 3.0, 10.0)
+_STEP = 0.5
+_MOST = (10.0, 1.0)
+
+
+def sampling_report() -> KernelReport:
+    """Test the kernels of the default device."""
+    kernels, rejected = choose_sampling(REPORT_VOCAB, mx.bfloat16)
+    return KernelReport(backend=kernels.name if kernels else "stock", rejected=rejected)
+
+
+def choose_sampling(vocab: int, dtype: mx.Dtype) -> tuple[SamplingKernels | None, str | None]:
+    """The kernels of the default device if they are right, else why they are not used, if any.
+
+    Args:
+        vocab: the length of a row of logits.
+        dtype: of the model's logits; float32 ones, as masks and penalties leave them, are checked
+            as well.
+    """
+    kernels = device_kernels()
+    if kernels is None:
+        return None, None
+    dtypes = dict.fromkeys((dtype, mx.float32))
+    kernels.begin(vocab, dtypes)
+    for one in dtypes:
+        reason = why_not(kernels, vocab, one)
+        if reason is not None:
+            logger.warning("sampling kernels are not used: %s", reason)
+            return None, reason
+        kernels.trust(vocab, one)
+    return kernels, None
+
+
+def device_kernels() -> SamplingKernels | None:
+    """The kernels of the default device, if it has any."""
+    dialect = device_dialect()
+    return None if dialect is None else SamplingKernels(dialect)
+
+
+def why_not(kernels: SamplingKernels, vocab: int, dtype: mx.Dtype) -> str | None:
+    """Why the kernels are not to be used for such logits; None if they agree with stock MLX."""
+    reason = why_unsupported(vocab, dtype)
+    if reason is not None:
+        return reason
+    logits = check_logits(vocab, dtype)
+    specs = [
+        SampleSpec(params=one, seed=row, position=7, prompt_ids=(), output_ids=())
+        for row, one in enumerate(_PARAMS * (len(_SPREADS) + len(_MOST)))
+    ]
+    try:
+        return _draws_differ(kernels, logits, specs) or _logprobs_differ(kernels, logits)
+    except MODEL_ERRORS as cause:
+        return f"{type(cause).__name__}: {cause}"
+
+
+def check_logits(vocab: int, dtype: mx.Dtype) -> mx.array:
+    """Rows of every kind, one for each of the parameters; a tenth of the tokens are banned."""
+    shape, num_kinds = (len(_PARAMS), vocab), len(_SPREADS) + len(_MOST)
+    kinds = [mx.random.normal(shape, key=mx.random.key(i)) for i in range(num_kinds)]
+    rows = [kind * spread for kind, spread in zip(kinds, _SPREADS, strict=False)]
+    coarse = [mx.round(kind / _STEP) * _STEP for kind in kinds[len(_SPREADS) :]]
+    rows += [mx.minimum(kind, most) for kind, most in zip(coarse, _MOST, strict=True)]
+    banned = mx.random.uniform(shape=(vocab,), key=mx.random.key(num_kinds)) < 0.1
+    return mx.where(banned, -mx.inf, mx.concatenate(rows)).astype(dtype)
+
+
+def _draws_differ(
+    kernels: SamplingKernels, logits: mx.array, specs: Sequence[SampleSpec]
+) -> str | None:
+    """How what is kept or drawn differs from stock operations, if it does."""
+    rows = RowSettings(specs)
+    tokens, floors = kernels.draw(logits, rows.settings, rows.keys(specs))
+    temperatures = [spec.params.temperature for spec in specs]
+    greedy = mx.array([one == 0.0 for one in temperatures])
+    scaled = logits.astype(mx.float32) / mx.array([one or 1.0 for one in temperatures])[:, None]
+    kept = (scaled >= floors[:, None]) & (scaled > -mx.inf)
+    fewest, most = (
+        _kept(scaled, specs, 1 + change) for change in (-TOP_P_ROUNDING, TOP_P_ROUNDING)
+    )
+    off = np.array(mx.any((fewest & ~kept) | (kept & ~most), axis=-1) & ~greedy)
+    if off.any():
+        return f"{off.sum()} of {len(specs)} rows keep other tokens"
+    drawn = categorical(mx.where(kept, scaled, -mx.inf), random_keys(specs))
+    wrong = np.array(mx.where(greedy, mx.argmax(scaled, axis=-1), drawn) != tokens)
+    return f"{wrong.sum()} of {len(specs)} rows draw another token" if wrong.any() else None
+
+
+def _kept(scaled: mx.array, specs: Sequence[SampleSpec], change: float) -> mx.array:
+    """What stock operations keep when every top-p below 1 is so many times what it is.
+
+    Rows of the same parameters are truncated together: for others MLX's CUDA backend would compile
+    kernels that pick rows and put them back.
+    """
+    params = [
+        replace(one, top_p=one.top_p * change) if one.top_p < 1 else one
+        for one in (spec.params for spec in specs)
+    ]
+    kinds = len(_PARAMS)
+    parts = [truncate(scaled[kind::kinds], params[kind::kinds]) for kind in range(kinds)]
+    return mx.stack(parts, axis=1).reshape(scaled.shape) > -mx.inf
+
+
+def _logprobs_differ(kernels: SamplingKernels, logits: mx.array) -> str | None:
+    """How log-probabilities differ from NumPy's, if they do."""
+    rows, vocab = logits.shape
+    targets = np.arange(rows) * 3 % vocab
+    wanted = mx.array(np.array([(row, TOP) for row in range(rows)], np.int32))
+    found = kernels.logprobs(logits, mx.array(targets, mx.uint32), wanted, TOP)
+    if found.top_ids is None or found.top is None:
+        return "no likeliest tokens"
+    whole = np.array(logits.astype(mx.float32))
+    top_ids = np.array([_likeliest(row) for row in whole])
+    if not np.array_equal(np.array(found.top_ids), top_ids):
+        return "other tokens are the likeliest"
+    # A banned target has a log-probability of minus infinity.
+    for values, ids in ((found.target, targets[:, None]), (found.top, top_ids)):
+        right = _logprobs(whole, ids).reshape(values.shape)
+        if not np.allclose(np.array(values), right, rtol=0, atol=MAX_LOGPROB_ERROR):
+            return "log-probabilities differ"
+    return None
+
+
+def _logprobs(logits: np.ndarray, ids: np.ndarray) -> np.ndarray:
+    """Log-probabilities of some tokens of each row, ``[rows, n]``."""
+    largest = logits.max(axis=-1, keepdims=True)
+    total = np.exp(logits - largest).sum(axis=-1, dtype=np.float64, keepdims=True)
+    return np.take_along_axis(logits, ids, axis=-1) - largest - np.log(total)
+
+
+def _likeliest(row: np.ndarray) -> np.ndarray:
+    """The ``TOP`` largest, the earlier of those that tie; stock operations may take others."""
+    ids = np.flatnonzero(row >= np.partition(row, -TOP)[-TOP])
+    return ids[np.argsort(-row[ids], kind="stable")][:TOP]

@@ -1,0 +1,147 @@
+"""Tokens and log-probabilities by kernels of our own, the same in CUDA and in Metal.
+
+``docs/decisions/011-sampling-kernels.md`` tells the algorithm.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+
+import mlx.core as mx
+
+from mlx_parallm.kernels.build import Constant, KernelBuilder, KernelSpec
+from mlx_parallm.kernels.dialect import Dialect
+from mlx_parallm.kernels.kernel import Kernel
+from mlx_parallm.worker.sampling.kernels import TEXTS
+from mlx_parallm.worker.sampling.logprobs import TargetLogprobs
+
+# Of a threadgroup. Each has 64 bytes of memory, of which Metal has 32 KiB a threadgroup.
+THREADS = {"cuda": 512, "metal": 256}
+LOAD_BYTES = 16
+# A likelier token costs a pass over the logits of the threads that had one before.
+MAX_TOP = 32
+# Counts are float32, which has all integers up to 2**24.
+MIN_VOCAB, MAX_VOCAB = MAX_TOP, 1 << 24
+# Bits of a float32 that numbers of 16 bits do not use.
+UNUSED_BITS = {mx.float32: 0, mx.float16: 13, mx.bfloat16: 16}
+
+# Dtypes of the arguments; those of logits vary.
+_DTYPES = {
+    **dict.fromkeys(("settings", "floors", "targets", "top_values"), mx.float32),
+    **dict.fromkeys(("keys", "tokens", "target_ids", "top_ids"), mx.uint32),
+    "wanted": mx.int32,
+}
+
+_DRAW = KernelSpec("draw", ("logits", "settings", "keys"), ("tokens", "floors"))
+_LOGPROBS = KernelSpec(
+    "logprobs",
+    ("logits", "tokens", "wanted"),
+    ("target_ids", "targets", "top_ids", "top_values"),
+)
+
+
+class SamplingKernels:
+    """The kernels of one device, each variant compiled once."""
+
+    def __init__(self, dialect: Dialect, *, threads: int | None = None) -> None:
+        """``threads`` of a threadgroup, a multiple of 32; as suits the device if not given."""
+        self._builder = KernelBuilder(dialect, TEXTS, "sampling", _argument_dtype)
+        self._threads = threads or THREADS[dialect.name]
+        self._trusted: set[tuple[int, mx.Dtype]] = set()
+        self._made: dict[tuple[str, int, mx.Dtype], Kernel] = {}
+        self.name = dialect.name
+
+    def begin(self, vocab: int, dtypes: Iterable[mx.Dtype]) -> None:
+        """Begin to compile what such logits need, in the background where that is possible."""
+        for dtype in dtypes:
+            if why_unsupported(vocab, dtype) is None:
+                for spec in (_DRAW, _LOGPROBS):
+                    self._kernel(spec, vocab, dtype)
+
+    def trust(self, vocab: int, dtype: mx.Dtype) -> None:
+        """They were found right for such logits."""
+        self._trusted.add((vocab, dtype))
+
+    def serve(self, logits: mx.array) -> bool:
+        """Whether they were found right for such logits."""
+        return (logits.shape[-1], logits.dtype) in self._trusted
+
+    def draw(
+        self, logits: mx.array, settings: mx.array, keys: mx.array
+    ) -> tuple[mx.array, mx.array]:
+        """A token per row, uint32 ``[rows]``, and the smallest divided logit kept, float32.
+
+        Args:
+            logits: float32 or of 16 bits, ``[rows, vocab]``.
+            settings: of each row temperature (0: greedy), top-k (0: all), top-p and the logarithm
+                of min-p, float32 ``[rows, 4]``.
+            keys: uint32 ``[rows, 2]``.
+        """
+        rows = logits.shape[0]
+        tokens, floors = self._kernel(_DRAW, logits.shape[-1], logits.dtype)(
+            inputs=[logits, settings, keys],
+            output_shapes=[(rows,), (rows,)],
+            output_dtypes=[mx.uint32, mx.float32],
+            grid=(rows * self._threads, 1, 1),
+            threadgroup=(self._threads, 1, 1),
+        )
+        return tokens, floors
+
+    def logprobs(
+        self, logits: mx.array, tokens: mx.array, wanted: mx.array, top: int
+    ) -> TargetLogprobs:
+        """Log-probabilities of some rows' tokens and likeliest tokens, as ``target_logprobs``.
+
+        Args:
+            logits: float32 or of 16 bits, ``[rows, vocab]``.
+            tokens: uint32 ``[rows]``.
+            wanted: a row's index and ``top``, int32 ``[n, 2]``.
+            top: how many of the likeliest, up to ``MAX_TOP``.
+        """
+        count = wanted.shape[0]
+        target_ids, targets, top_ids, top_values = self._kernel(
+            _LOGPROBS, logits.shape[-1], logits.dtype
+        )(
+            inputs=[logits, tokens, wanted],
+            output_shapes=[(count,), (count,), (count, max(top, 1)), (count, max(top, 1))],
+            output_dtypes=[mx.uint32, mx.float32, mx.uint32, mx.float32],
+            grid=(count * self._threads, 1, 1),
+            threadgroup=(self._threads, 1, 1),
+        )
+        if top == 0:
+            return TargetLogprobs(target_ids, targets, None, None)
+        return TargetLogprobs(target_ids, targets, top_ids, top_values)
+
+    def _kernel(self, spec: KernelSpec, vocab: int, dtype: mx.Dtype) -> Kernel:
+        key = (spec.text, vocab, dtype)
+        found = self._made.get(key)
+        if found is None:
+            constants: dict[str, Constant] = {
+                "T": dtype,
+                "V": vocab,
+                "VEC": _vector(vocab, dtype),
+                "DROP": UNUSED_BITS[dtype],
+                "THREADS": self._threads,
+            }
+            found = self._made[key] = self._builder.kernel(spec, constants)
+        return found
+
+
+def why_unsupported(vocab: int, dtype: mx.Dtype) -> str | None:
+    """Why the kernels do not take such logits; None if they do."""
+    if dtype not in UNUSED_BITS:
+        return f"logits of {dtype}"
+    if not MIN_VOCAB <= vocab <= MAX_VOCAB:
+        return f"a vocabulary of {vocab}"
+    return None
+
+
+def _argument_dtype(name: str, constants: Mapping[str, Constant]) -> mx.Dtype | None:
+    found = _DTYPES.get(name, constants["T"])
+    return found if isinstance(found, mx.Dtype) else None
+
+
+def _vector(vocab: int, dtype: mx.Dtype) -> int:
+    """Logits that are read at once: they must divide both halves of a row, which are paired."""
+    return 1 if vocab % 2 else math.gcd(LOAD_BYTES // dtype.size, vocab // 2)

@@ -1,0 +1,34 @@
+"""The random key of each row: two words, (seed, position)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import mlx.core as mx
+import numpy as np
+
+from mlx_parallm.types.step import SampleSpec
+
+#: Positions are taken modulo this.
+WORD = 1 << 32
+_MASK_64 = (1 << 64) - 1
+
+
+def seed_word(seed: int) -> int:
+    """Fold a seed into 32 bits.
+
+    Seeds below 2**32 stay themselves, so that they never collide with each other. Larger and
+    negative ones go through the finaliser of SplitMix64 (Steele, Lea and Flood, OOPSLA 2014).
+    """
+    if 0 <= seed < WORD:
+        return seed
+    word = seed & _MASK_64
+    word = ((word ^ (word >> 30)) * 0xBF58476D1CE4E5B9) & _MASK_64
+    word = ((word ^ (word >> 27)) * 0x94D049BB133111EB) & _MASK_64
+    return (word ^ (word >> 31)) >> 32
+
+
+def random_keys(specs: Sequence[SampleSpec]) -> mx.array:
+    """Keys for the rows' next tokens, uint32 of shape ``[rows, 2]``."""
+    words = [(seed_word(spec.seed), spec.position % WORD) for spec in specs]
+    return mx.array(np.array(words, dtype=np.uint32))

@@ -1,0 +1,78 @@
+"""What the sampler needs to know of a batch's rows, made once while the same sequences decode."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Sequence
+
+import mlx.core as mx
+import numpy as np
+
+from mlx_parallm.types.request import RAW_LOGPROBS, SamplingParams
+from mlx_parallm.types.step import SampleSpec
+from mlx_parallm.worker.sampling.adjust import always_adjusts
+from mlx_parallm.worker.sampling.keys import WORD, seed_word
+from mlx_parallm.worker.sampling.logprob_rows import logprob_groups
+
+# Below this, logits divided by the temperature could overflow; vLLM's limit.
+GREEDY_TEMPERATURE = 1e-5
+# More than any vocabulary that kernels take; a float32 has it exactly.
+_MOST_TOP_K = 1 << 24
+_GREEDY = (0.0, 0.0, 1.0, -math.inf)
+
+
+class RowSettings:
+    """The parameters of a batch's rows, and the arrays made of them.
+
+    Attributes:
+        drawn: rows that are not greedy.
+        logprobs: rows that want log-probabilities.
+    """
+
+    def __init__(self, specs: Sequence[SampleSpec], logprobs_mode: str = RAW_LOGPROBS) -> None:
+        """``logprobs_mode`` is that of rows that name none."""
+        self._params = [spec.params for spec in specs]
+        self._seeds = [spec.seed for spec in specs]
+        self._adjusted = {row for row, one in enumerate(self._params) if always_adjusts(one)}
+        self.drawn = [
+            row for row, one in enumerate(self._params) if one.temperature >= GREEDY_TEMPERATURE
+        ]
+        self.logprobs = logprob_groups(self._params, logprobs_mode)
+
+    def are_of(self, specs: Sequence[SampleSpec]) -> bool:
+        """Whether these rows have the same parameters and seeds."""
+        # Parameters stay the same objects, which lists compare first.
+        return [spec.params for spec in specs] == self._params and [
+            spec.seed for spec in specs
+        ] == self._seeds
+
+    def adjusted(self, specs: Sequence[SampleSpec]) -> list[int]:
+        """Rows whose logits ``adjust_logits`` would change at this step."""
+        always = self._adjusted
+        return [row for row, spec in enumerate(specs) if spec.banned_ids or row in always]
+
+    @functools.cached_property
+    def settings(self) -> mx.array:
+        """As ``SamplingKernels.draw`` takes them, float32 ``[rows, 4]``."""
+        rows = [_GREEDY] * len(self._params)
+        for row in self.drawn:
+            rows[row] = _row_settings(self._params[row])
+        return mx.array(np.array(rows, dtype=np.float32))
+
+    def keys(self, specs: Sequence[SampleSpec]) -> mx.array:
+        """The same as ``random_keys``, from seeds that are folded once."""
+        self._words[:, 1] = [spec.position % WORD for spec in specs]
+        return mx.array(self._words)
+
+    @functools.cached_property
+    def _words(self) -> np.ndarray:
+        words = np.zeros((len(self._seeds), 2), dtype=np.uint32)
+        words[:, 0] = [seed_word(seed) for seed in self._seeds]
+        return words
+
+
+def _row_settings(params: SamplingParams) -> tuple[float, float, float, float]:
+    top_k = min(params.top_k, _MOST_TOP_K) if params.top_k > 0 else 0
+    log_min_p = float(np.log(np.float32(params.min_p))) if params.min_p > 0 else -math.inf
+    return params.temperature, top_k, params.top_p, log_min_p

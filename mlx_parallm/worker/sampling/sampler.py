@@ -1,0 +1,242 @@
+"""Chooses the next token of every row at once, on the device."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import mlx.core as mx
+import numpy as np
+
+from mlx_parallm.types.request import RAW_LOGPROBS
+from mlx_parallm.types.step import SampledToken, SampleSpec
+from mlx_parallm.worker.sampling.adjust import adjust_logits
+from mlx_parallm.worker.sampling.kernel_sampling import MAX_TOP, SamplingKernels
+from mlx_parallm.worker.sampling.keys import random_keys
+from mlx_parallm.worker.sampling.logprob_rows import LogprobRows, RowLogprobs
+from mlx_parallm.worker.sampling.logprobs import entropies, named_logprobs, target_logprobs
+from mlx_parallm.worker.sampling.row_settings import RowSettings
+from mlx_parallm.worker.sampling.token_masks import apply_token_mask
+from mlx_parallm.worker.sampling.truncation import truncate
+
+
+@dataclass(frozen=True, slots=True)
+class TokenMasks:
+    """Tokens that some rows may choose.
+
+    Attributes:
+        rows: ascending; at least one.
+        words: as ``apply_token_mask`` takes them, uint32 ``[len(rows), words]``.
+    """
+
+    rows: list[int]
+    words: np.ndarray
+
+
+@dataclass(frozen=True, slots=True)
+class SampleResult:
+    """Chosen tokens, not yet evaluated.
+
+    Attributes:
+        tokens: uint32, ``[rows]``.
+        logprobs: of the rows that ask for some.
+    """
+
+    tokens: mx.array
+    logprobs: tuple[RowLogprobs, ...] = ()
+
+    def arrays(self) -> list[mx.array]:
+        """What must be evaluated before ``to_python``."""
+        return [self.tokens, *(array for one in self.logprobs for array in one.arrays())]
+
+    def to_python(self, seq_ids: Sequence[int]) -> tuple[SampledToken, ...]:
+        """The tokens with their log-probabilities; ``seq_ids`` has one entry per row."""
+        by_row = {row: entry for one in self.logprobs for row, entry in one.to_python().items()}
+        tokens = np.array(self.tokens).tolist()
+        return tuple(
+            SampledToken(seq_id=seq_id, token_id=token, logprob=by_row.get(row))
+            for row, (seq_id, token) in enumerate(zip(seq_ids, tokens, strict=True))
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Choice:
+    """Tokens and what they were chosen from; all of it lazy.
+
+    Attributes:
+        tokens: uint32, ``[rows]``.
+        logits: after masks, biases and penalties, ``[rows, vocab]``.
+        truncated: what the rows that are not greedy were drawn from, float32
+            ``[drawn rows, vocab]``; None where kernels drew or all rows are greedy.
+        floors: the smallest divided logit that the kernels kept, float32 ``[rows]``; None where
+            stock operations drew.
+    """
+
+    tokens: mx.array
+    logits: mx.array
+    truncated: mx.array | None = None
+    floors: mx.array | None = None
+
+
+class Sampler:
+    """Builds lazy arrays and never evaluates them; keeps the settings of the latest rows."""
+
+    def __init__(
+        self, kernels: SamplingKernels | None = None, *, logprobs_mode: str = RAW_LOGPROBS
+    ) -> None:
+        """Choose how it computes.
+
+        ``kernels`` are used for the logits that they serve, stock operations for others;
+        ``logprobs_mode`` is for rows that name none.
+        """
+        self._kernels = kernels
+        self._mode = logprobs_mode
+        self._rows = RowSettings(())
+
+    def __call__(
+        self,
+        logits: mx.array,
+        specs: Sequence[SampleSpec],
+        pending: mx.array | None = None,
+        masks: TokenMasks | None = None,
+    ) -> SampleResult:
+        """Choose one token per row.
+
+        The order is vLLM's: masks, biases and penalties; then the likeliest token for greedy rows,
+        or temperature, min-p, top-k, top-p and a draw for the others. What a row draws depends on
+        its logits, its parameters and its key ``(seed, position)`` only.
+
+        Args:
+            logits: any float dtype, ``[rows, vocab]``; at least one row.
+            specs: one per row.
+            pending: int32 ``[rows]``, the token before the one to choose; read for rows whose spec
+                ``has_pending``.
+            masks: of rows whose tokens are limited, whatever their specs say.
+        """
+        masked = logits if masks is None else _masked(logits, masks)
+        choice = self._choice(masked, specs, pending)
+        logprobs = [self._logprobs(rows, logits, choice) for rows in self._rows.logprobs]
+        return SampleResult(choice.tokens, tuple(logprobs))
+
+    def choose(
+        self,
+        logits: mx.array,
+        specs: Sequence[SampleSpec],
+        pending: mx.array | None = None,
+    ) -> mx.array:
+        """One token per row, uint32 ``[rows]``, without log-probabilities; see ``__call__``."""
+        return self._choice(logits, specs, pending).tokens
+
+    def _choice(
+        self, logits: mx.array, specs: Sequence[SampleSpec], pending: mx.array | None
+    ) -> _Choice:
+        if not self._rows.are_of(specs):
+            self._rows = RowSettings(specs, self._mode)
+        return self._choose(self._adjust(logits, specs, pending), specs)
+
+    def _adjust(
+        self, logits: mx.array, specs: Sequence[SampleSpec], pending: mx.array | None
+    ) -> mx.array:
+        rows = self._rows.adjusted(specs)
+        if not rows:
+            return logits
+        chosen = [specs[row] for row in rows]
+        before = None if pending is None else _take(pending, rows)
+        changed = adjust_logits(_take(logits, rows).astype(mx.float32), chosen, before)
+        return _put(logits.astype(mx.float32), rows, changed)
+
+    def _choose(self, logits: mx.array, specs: Sequence[SampleSpec]) -> _Choice:
+        rows = self._rows.drawn
+        if not rows:
+            return _Choice(mx.argmax(logits, axis=-1), logits)
+        if self._kernels is not None and self._kernels.serve(logits):
+            keys = self._rows.keys(specs)
+            tokens, floors = self._kernels.draw(logits, self._rows.settings, keys)
+            return _Choice(tokens, logits, floors=floors)
+        chosen = [specs[row] for row in rows]
+        truncated = _truncated(_take(logits, rows).astype(mx.float32), chosen)
+        tokens = categorical(truncated, random_keys(chosen))
+        if len(rows) < len(specs):
+            tokens = _put(mx.argmax(logits, axis=-1), rows, tokens)
+        return _Choice(tokens, logits, truncated=truncated)
+
+    def _logprobs(self, rows: LogprobRows, logits: mx.array, choice: _Choice) -> RowLogprobs:
+        tokens = choice.tokens
+        if rows.is_processed:
+            logits, tokens = self._processed(choice, rows.rows), _take(tokens, rows.rows)
+            # A low temperature makes them large; without this their differences would be rounded.
+            logits = logits - mx.max(logits, axis=-1, keepdims=True)
+        top = min(rows.top, logits.shape[-1])
+        if self._kernels is not None and self._kernels.serve(logits) and top <= MAX_TOP:
+            targets = self._kernels.logprobs(logits, tokens, rows.wanted, top)
+        else:
+            targets = target_logprobs(_take(logits, rows.places), _take(tokens, rows.places), top)
+        named = named_logprobs(logits, rows.named) if rows.named else None
+        spread = [rows.places[index] for index in rows.entropy]
+        return RowLogprobs(
+            rows, targets, named, entropies(_take(logits, spread)) if spread else None
+        )
+
+    def _processed(self, choice: _Choice, rows: list[int]) -> mx.array:
+        """The logits that some rows' tokens were chosen from, float32 ``[len(rows), vocab]``.
+
+        As in vLLM, those of a greedy row are neither divided nor truncated.
+        """
+        logits = _take(choice.logits, rows).astype(mx.float32)
+        if choice.floors is not None:
+            settings = _take(self._rows.settings, rows)
+            tokens, floors = _take(choice.tokens, rows), _take(choice.floors, rows)
+            return _kept(logits, settings[:, 0], floors, tokens)
+        places = {row: place for place, row in enumerate(self._rows.drawn)}
+        drawn = [index for index, row in enumerate(rows) if row in places]
+        if choice.truncated is None or not drawn:
+            return logits
+        chosen_from = _take(choice.truncated, [places[rows[index]] for index in drawn])
+        return _put(logits, drawn, chosen_from)
+
+
+def _truncated(logits: mx.array, specs: Sequence[SampleSpec]) -> mx.array:
+    """Divided by the temperature, and ``-inf`` where nothing is to be drawn."""
+    params = [spec.params for spec in specs]
+    if any(row.temperature != 1.0 for row in params):
+        temperatures = np.array([row.temperature for row in params], dtype=np.float32)
+        logits = logits / mx.array(temperatures)[:, None]
+    return truncate(logits, params)
+
+
+def _kept(logits: mx.array, temperatures: mx.array, floors: mx.array, tokens: mx.array) -> mx.array:
+    """What kernels drew from; in it is the token itself, however the divisions were rounded.
+
+    Args:
+        logits: float32, ``[rows, vocab]``.
+        temperatures: 0 for greedy rows, whose floors are not read, ``[rows]``.
+        floors: the smallest divided logit kept, ``[rows]``.
+        tokens: uint32, ``[rows]``.
+    """
+    is_greedy = temperatures == 0
+    divided = logits / mx.where(is_greedy, 1.0, temperatures)[:, None]
+    kept = divided >= mx.where(is_greedy, -mx.inf, floors)[:, None]
+    is_token = mx.arange(logits.shape[-1])[None] == tokens[:, None]
+    return mx.where(kept | is_token, divided, -mx.inf)
+
+
+def categorical(logits: mx.array, keys: mx.array) -> mx.array:
+    """One draw per row with the row's own key; equal to a call per row, bit for bit."""
+    return mx.vmap(lambda row, key: mx.random.categorical(row, key=key))(logits, keys)
+
+
+def _masked(logits: mx.array, masks: TokenMasks) -> mx.array:
+    allowed = apply_token_mask(_take(logits, masks.rows), masks.words)
+    return _put(logits, masks.rows, allowed)
+
+
+def _take(array: mx.array, rows: list[int]) -> mx.array:
+    return array if len(rows) == array.shape[0] else array[mx.array(rows)]
+
+
+def _put(array: mx.array, rows: list[int], values: mx.array) -> mx.array:
+    if len(rows) == array.shape[0]:
+        return values
+    array = array[:]
+    array[mx.array(rows)] = values
+    return array

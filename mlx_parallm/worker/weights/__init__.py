@@ -1,0 +1,1 @@
+"""Model folders and weights: found, loaded, replaced, and put away for a while."""

@@ -1,0 +1,162 @@
+"""Finds folders of models and adapters: local ones, or snapshots from the Hugging Face hub."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from threading import Lock
+from typing import Any
+
+import httpx2
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import (
+    GatedRepoError,
+    HfHubHTTPError,
+    HFValidationError,
+    LocalEntryNotFoundError,
+    RepositoryNotFoundError,
+    RevisionNotFoundError,
+)
+from huggingface_hub.utils import tqdm
+
+from mlx_parallm.types.errors import ModelLoadError
+
+logger = logging.getLogger(__name__)
+
+Progress = Callable[[str, float], None]
+
+PATTERNS = (
+    *("*.json", "model*.safetensors", "*.model", "*.tiktoken", "*.txt", "*.jinja"),
+    # Of sentence-transformers' modules, such as 2_Dense; and the settings of Stanford's ColBERT.
+    *("[0-9]_*/model*.safetensors", "artifact.metadata"),
+)
+CODE_PATTERNS = ("*.py",)
+ADAPTER_PATTERNS = ("adapter_config.json", "adapter_model.safetensors", "adapters.safetensors")
+#: The bar, of the several that a snapshot makes, which counts the bytes of all its files.
+BYTES_BAR = "huggingface_hub.snapshot_download"
+
+
+def resolve_model(
+    path: str,
+    revision: str | None,
+    on_progress: Progress,
+    *,
+    trust_remote_code: bool = False,
+) -> Path:
+    """The folder of a model, downloaded first if it is a hub id.
+
+    Without a network, and with HF_HUB_OFFLINE=1, a complete snapshot in the cache serves.
+
+    Args:
+        path: a folder, or a hub id such as ``org/name``.
+        revision: branch, tag or commit on the hub; ignored for folders.
+        on_progress: called with a text and the share of bytes that is there, from 0 to 1, from
+            the threads that download.
+        trust_remote_code: also fetch Python files.
+
+    Raises:
+        ModelLoadError: there is neither such a folder nor such a model, or it cannot be fetched.
+    """
+    folder = Path(path).expanduser()
+    if folder.is_dir():
+        return folder
+    if folder.exists():
+        raise ModelLoadError(f"{path} is a file; a model is a folder with config.json and weights.")
+    if path.startswith((".", "/", "~")) or path.count("/") > 1:
+        raise ModelLoadError(f"There is no folder {path}.")
+    patterns = (*PATTERNS, *(CODE_PATTERNS if trust_remote_code else ()))
+    return _download(path, revision, on_progress, patterns)
+
+
+def resolve_adapter(path: str | Path, on_progress: Progress) -> Path:
+    """The folder of an adapter, downloaded first if it is a hub id such as ``org/name``.
+
+    Raises:
+        ModelLoadError: there is no such folder and no such adapter on the hub.
+    """
+    folder = Path(path).expanduser()
+    text = str(path)
+    if folder.is_dir() or text.startswith((".", "/", "~")) or text.count("/") != 1:
+        return folder
+    return download_adapter(text, on_progress)
+
+
+def download_adapter(repo: str, on_progress: Progress) -> Path:
+    """The folder of an adapter on the hub, by an id such as ``org/name``; see ``resolve_model``.
+
+    Raises:
+        ModelLoadError: there is none, it cannot be fetched, or it is no adapter.
+    """
+    folder = _download(repo, None, on_progress, ADAPTER_PATTERNS)
+    if not (folder / ADAPTER_PATTERNS[0]).is_file():
+        raise ModelLoadError(f"{repo} is no adapter: it has no {ADAPTER_PATTERNS[0]}.")
+    return folder
+
+
+def log_download(text: str, share: float) -> None:
+    """Tell the log of a download's progress."""
+    logger.debug("%s: %.0f %%", text, 100 * share)
+
+
+def _download(
+    path: str, revision: str | None, on_progress: Progress, patterns: Sequence[str]
+) -> Path:
+    try:
+        snapshot = snapshot_download(
+            path,
+            revision=revision,
+            allow_patterns=list(patterns),
+            tqdm_class=progress_class(f"Downloading {path}", on_progress),
+        )
+    except GatedRepoError as error:
+        raise ModelLoadError(
+            f"{path} is gated: accept its terms on the hub, then set HF_TOKEN."
+        ) from error
+    except RevisionNotFoundError as error:
+        raise ModelLoadError(f"{path} has no revision {revision!r} on the hub.") from error
+    except RepositoryNotFoundError as error:
+        raise ModelLoadError(
+            f"{path} is neither a folder nor on the hub (or it is private: set HF_TOKEN)."
+        ) from error
+    except HFValidationError as error:
+        raise ModelLoadError(f"{path} is neither a folder nor a hub id: {error}") from error
+    except LocalEntryNotFoundError as error:
+        raise ModelLoadError(
+            f"{path} is not in the local cache and the hub cannot be reached."
+        ) from error
+    except (HfHubHTTPError, httpx2.HTTPError, OSError) as error:
+        raise ModelLoadError(f"{path} could not be downloaded: {error}") from error
+    return Path(snapshot)
+
+
+def progress_class(text: str, on_progress: Progress) -> type[tqdm]:
+    """A bar class that shows nothing itself and reports the snapshot's bytes instead."""
+    lock = Lock()
+
+    class ReportingBar(tqdm):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            self.counts = kwargs.get("name") == BYTES_BAR
+            self.reported = -1.0
+            # Bars switch themselves off without a terminal and then count nothing.
+            super().__init__(*args, **{**kwargs, "disable": False})
+
+        def display(self, *_args: Any, **_kwargs: Any) -> None:
+            return
+
+        def update(self, n: float | None = 1) -> bool | None:
+            shown = super().update(n)
+            if self.counts and self.total:
+                with lock:
+                    share = min(self.n / self.total, 1.0)
+                    # The total grows as files begin; what was reported never shrinks.
+                    if share > self.reported:
+                        self.reported = share
+                        on_progress(text, share)
+            return shown
+
+        def close(self) -> None:
+            # The inherited close prints the finished bar.
+            self.disable = True
+
+    return ReportingBar

@@ -1,0 +1,190 @@
+"""The weights of a loaded model: replaced between two steps, or put away for a while."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+from mlx.utils import tree_unflatten
+
+from mlx_parallm.adapters.tensors import HostTensor
+from mlx_parallm.numerics.finite import named, not_finite, scale_modes
+from mlx_parallm.types.errors import InvalidRequestError, ModelLoadError
+from mlx_parallm.worker.device.properties import backend_name
+from mlx_parallm.worker.layers.row_layers import release_products
+from mlx_parallm.worker.weights.loader import LoadedModel, load_parameters, parameters_of
+
+PARAM = "weights"
+
+Arrays = Mapping[str, mx.array]
+
+
+class ModelWeights:
+    """Changes the parameters of one model; the model object stays. Lives on the engine thread.
+
+    Attributes:
+        path: the folder that the weights came from last, updates by tensors not counted.
+    """
+
+    def __init__(self, loaded: LoadedModel) -> None:
+        self.path = loaded.path
+        self._model = loaded.model
+        self._config = loaded.source
+        self._is_away = False
+        self._kept: dict[str, HostTensor] | None = None
+
+    def read_folder(self, path: Path) -> Arrays:
+        """The weights of a checkpoint of the same architecture, checked and evaluated.
+
+        Raises:
+            InvalidRequestError: it cannot be read, has other tensors, or numbers that are not
+                finite.
+        """
+        try:
+            arrays = load_parameters(self._config, path)
+        except ModelLoadError as problem:
+            raise InvalidRequestError(str(problem), param=PARAM) from None
+        current = parameters_of(self._model)
+        _refuse("are missing", current.keys() - arrays.keys())
+        _refuse("are unknown", arrays.keys() - current.keys())
+        arrays = self._fitting(arrays, current)
+        _check_finite(arrays, scale_modes(self._model))
+        return arrays
+
+    def read_tensors(self, tensors: Mapping[str, HostTensor]) -> Arrays:
+        """Some of the weights, by their names in a checkpoint, checked and evaluated.
+
+        A quantised layer takes a plain ``weight`` too, which is quantised as the layer is.
+
+        Raises:
+            InvalidRequestError: the model has no such tensors, or of other shapes, or numbers are
+                not finite; or the weights are put away.
+        """
+        if self._is_away:
+            raise InvalidRequestError("The weights are put away: wake them up first.", param=PARAM)
+        current = parameters_of(self._model)
+        arrays = {name: tensor.to_mlx() for name, tensor in tensors.items()}
+        # Checked before anything is packed.
+        _check_finite(arrays)
+        arrays = self._renamed(arrays, current)
+        arrays = {
+            name: array
+            for given, value in arrays.items()
+            for name, array in self._packed(given, value, current).items()
+        }
+        _refuse("are unknown", arrays.keys() - current.keys())
+        fitting = self._fitting(arrays, current)
+        # The model's dtype may be too narrow for what was sent.
+        _check_finite(fitting, scale_modes(self._model))
+        return fitting
+
+    def put(self, arrays: Arrays, path: Path | None = None) -> None:
+        """Let these be weights of the model; ``path`` is where all of them came from."""
+        release_products(self._model)
+        self._model.update(tree_unflatten(list(arrays.items())))
+        self.path = path or self.path
+        self._is_away, self._kept = False, None
+
+    def put_away(self, *, keeps: bool) -> None:
+        """Have no weights on the device until ``fetch``.
+
+        ``keeps``: in the memory of the host instead; where that is the device's own, they stay.
+        """
+        if self._is_away or (keeps and not has_own_memory()):
+            return
+        current = parameters_of(self._model)
+        self._kept = {n: HostTensor.of(array) for n, array in current.items()} if keeps else None
+        release_products(self._model)
+        # Of the same shapes, so that what is loaded meanwhile can be checked; without the memory.
+        empty = {n: mx.broadcast_to(mx.zeros((), a.dtype), a.shape) for n, a in current.items()}
+        mx.eval(list(empty.values()))
+        self._model.update(tree_unflatten(list(empty.items())))
+        self._is_away = True
+
+    def fetch(self) -> bool:
+        """Have weights again: those that were kept, or those of ``path``, which then is True."""
+        if not self._is_away:
+            return False
+        if self._kept is None:
+            self.put(self.read_folder(self.path), self.path)
+            return True
+        arrays = {name: tensor.to_mlx() for name, tensor in self._kept.items()}
+        mx.eval(list(arrays.values()))
+        self.put(arrays)
+        return False
+
+    def checksums(self) -> dict[str, str]:
+        """SHA-256 of each weight's dtype, shape and numbers, in hex by name."""
+        sums = {}
+        for name, array in parameters_of(self._model).items():
+            tensor = HostTensor.of(array)
+            total = hashlib.sha256(f"{tensor.dtype}{tensor.shape}\0".encode())
+            total.update(tensor.stored()[0])
+            sums[name] = total.hexdigest()
+        return sums
+
+    def _renamed(self, arrays: dict[str, mx.array], current: Arrays) -> dict[str, mx.array]:
+        """Names as mlx_lm has them: what it does to a checkpoint's when it loads one."""
+        if arrays.keys() <= current.keys() or not hasattr(self._model, "sanitize"):
+            return arrays
+        try:
+            return self._model.sanitize(arrays)
+        except (KeyError, ValueError, IndexError, AttributeError, TypeError) as cause:
+            raise InvalidRequestError(
+                f"These tensors alone cannot be given the model's own names: {cause!r}.",
+                param=PARAM,
+            ) from None
+
+    def _packed(self, name: str, value: mx.array, current: Arrays) -> dict[str, mx.array]:
+        """A tensor as the model keeps it: packed where its layer is and it is not."""
+        path, _, leaf = name.rpartition(".")
+        is_plain = mx.issubdtype(value.dtype, mx.floating)
+        if leaf != "weight" or f"{path}.scales" not in current or not is_plain:
+            return {name: value}
+        layer: Any = dict(self._model.named_modules())[path]
+        dtype = current[f"{path}.scales"].dtype
+        try:
+            packed, scales, *biases = mx.quantize(
+                value.astype(dtype), group_size=layer.group_size, bits=layer.bits, mode=layer.mode
+            )
+        except ValueError as cause:
+            raise InvalidRequestError(f"{name} cannot be packed: {cause}", param=PARAM) from None
+        named = {f"{path}.weight": packed, f"{path}.scales": scales}
+        return named | ({f"{path}.biases": biases[0]} if biases else {})
+
+    def _fitting(self, arrays: Arrays, current: Arrays) -> dict[str, mx.array]:
+        """The same in the dtypes that the model has."""
+        wrong = [name for name, value in arrays.items() if value.shape != current[name].shape]
+        if wrong:
+            first = min(wrong)
+            raise InvalidRequestError(
+                f"{first} is {list(arrays[first].shape)}, and the model's is "
+                f"{list(current[first].shape)} ({len(wrong)} tensors have other shapes).",
+                param=PARAM,
+            )
+        kinds = {
+            name
+            for name, value in arrays.items()
+            if mx.issubdtype(value.dtype, mx.floating)
+            != mx.issubdtype(current[name].dtype, mx.floating)
+        }
+        _refuse("have another kind of numbers", kinds)
+        return {name: value.astype(current[name].dtype) for name, value in arrays.items()}
+
+
+def has_own_memory() -> bool:
+    """Whether the device has memory of its own."""
+    return backend_name() == "cuda"
+
+
+def _check_finite(arrays: Arrays, modes: Mapping[str, str] | None = None) -> None:
+    """Evaluate arrays and refuse those with a NaN or an infinity; ``modes``: see ``not_finite``."""
+    _refuse("have numbers that are not finite", not_finite(arrays, modes))
+
+
+def _refuse(why: str, names: Collection[str]) -> None:
+    if names:
+        raise InvalidRequestError(f"Tensors {why}: {named(names)}.", param=PARAM)
