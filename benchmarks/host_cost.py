@@ -16,7 +16,7 @@ from mlx_parallm.bench.decode_load import DecodeLoad
 from mlx_parallm.bench.step_times import Span
 from mlx_parallm.bench.step_trace import TraceRecorder
 from mlx_parallm.config import SchedulerConfig
-from mlx_parallm.demo.paths import model_path
+from mlx_parallm.demo_models.folders import DEMO_FOLDER
 from mlx_parallm.engine.engine import Engine
 from mlx_parallm.engine.life import spare_garbage_collection
 from mlx_parallm.engine.metrics import EngineMetrics, MetricFamilies
@@ -99,7 +99,7 @@ def make_engine(count: int, steps: int, recorder: TraceRecorder) -> Engine:
     limits = SchedulerConfig(max_num_seqs=count)
     scheduler = Scheduler(limits, kv, max_model_len=runner.info.max_model_len)
     metrics = EngineMetrics(MetricFamilies(), "none", runner.info)
-    return Engine(scheduler, runner, load_tokenizer(model_path()), metrics, tracer=recorder)
+    return Engine(scheduler, runner, load_tokenizer(DEMO_FOLDER), metrics, tracer=recorder)
 
 
 def phase_us(spans: Sequence[Span], phase: Phase) -> float:

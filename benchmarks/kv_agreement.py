@@ -18,9 +18,9 @@ from dataclasses import dataclass
 from tokenizers import Tokenizer
 
 from benchmarks.checks import Check, conclude
+from demo.packing import encode_conversations
 from mlx_parallm.config import KV_CACHE_DTYPES, CacheConfig, ModelConfig, SchedulerConfig
-from mlx_parallm.demo.packing import encode_conversations
-from mlx_parallm.demo.paths import model_path
+from mlx_parallm.demo_models.folders import DEMO_FOLDER
 from mlx_parallm.types.step import ScheduledBatch, ScheduledSequence, TokenLogprob
 from mlx_parallm.worker.attention.backend_choice import choose_backend
 from mlx_parallm.worker.device.properties import backend_name
@@ -76,7 +76,7 @@ def main() -> int:
 
 def draw_conversations(count: int, seed: int) -> list[Conversation]:
     """So many conversations that have ``COMPARED`` tokens and one more, or more."""
-    tokenizer = Tokenizer.from_file(str(model_path() / "tokenizer.json"))
+    tokenizer = Tokenizer.from_file(str(DEMO_FOLDER / "tokenizer.json"))
     found: list[Conversation] = []
     while len(found) < count:
         pairs = encode_conversations(tokenizer, DRAWN_AT_ONCE, seed)
@@ -128,7 +128,7 @@ def make_runner(
     kv_cache_dtype: str, dtype: str, texts: Sequence[Conversation]
 ) -> tuple[ModelRunner, int]:
     """A runner of the embedded model with KV for all texts at once, and the bytes of a block."""
-    loaded = load_model(ModelConfig(dtype=dtype), model_path())
+    loaded = load_model(ModelConfig(dtype=dtype), DEMO_FOLDER)
     layouts = probe_layout(loaded.model)
     cache = CacheConfig(kv_cache_dtype=kv_cache_dtype)
     backend = choose_backend(cache, kv_shapes(layouts), query_heads(loaded.config)).backend

@@ -34,7 +34,7 @@ from benchmarks.gpu.servers import FOLDER, SERVED
 from benchmarks.make_model import make_model
 from benchmarks.measure import make_parser
 from benchmarks.servers import Server, mlx_parallm_server, openblas_path, server_environment
-from mlx_parallm.demo.paths import model_path
+from mlx_parallm.demo_models.folders import DEMO_FOLDER
 
 TARGET = 3.0
 TIMEOUT_S = 3600
@@ -87,7 +87,7 @@ def main() -> int:
     dtype = "bfloat16" if args.gpu else "float32"
     if args.gpu:
         args.model = make_model(FOLDER, config=SERVED)
-    model, tokenizer = mlx_lm.load(str(args.model or model_path()))
+    model, tokenizer = mlx_lm.load(str(args.model or DEMO_FOLDER))
     model.set_dtype(getattr(mx, dtype))
     options = ["--dtype", dtype, *shlex.split(args.server_options)]
     loop, ours = [], []

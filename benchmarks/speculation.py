@@ -33,7 +33,7 @@ from benchmarks.gpu.engines import make_engine
 from benchmarks.gpu.shapes import SHAPES, RandomModel, copying_model
 from mlx_parallm.bench.words import make_lexicon
 from mlx_parallm.config import ModelConfig, SpeculativeConfig
-from mlx_parallm.engine.demo_models import DEMO_FOLDER
+from mlx_parallm.demo_models.folders import DEMO_FOLDER
 from mlx_parallm.engine.engine import Engine
 from mlx_parallm.tokenizer.tokenizer import load_tokenizer
 from mlx_parallm.types.events import TokenEvent

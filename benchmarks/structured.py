@@ -32,7 +32,7 @@ from benchmarks.gpu.shapes import SHAPES, RandomModel, random_model
 from benchmarks.json_schemas import Schema, make_schemas
 from mlx_parallm.bench.decode_load import DecodeLoad
 from mlx_parallm.config import ModelConfig
-from mlx_parallm.engine.demo_models import DEMO_FOLDER
+from mlx_parallm.demo_models.folders import DEMO_FOLDER
 from mlx_parallm.grammar.compiler import GrammarCompiler
 from mlx_parallm.grammar.spec import json_schema
 from mlx_parallm.grammar.vocabulary import GrammarVocabulary

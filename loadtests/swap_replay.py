@@ -11,7 +11,7 @@ from mlx_lm.utils import dequantize_model, load_model
 from loadtests.swap_clients import PROMPTS
 from loadtests.swap_samples import Output, Sample, version_number
 from loadtests.swap_uploads import SCALE, tensors
-from mlx_parallm.demo.paths import model_path
+from mlx_parallm.demo_models.folders import DEMO_FOLDER
 
 
 class Replay:
@@ -22,7 +22,7 @@ class Replay:
     """
 
     def __init__(self) -> None:
-        model, _ = load_model(model_path())
+        model, _ = load_model(DEMO_FOLDER)
         self._model: Any = dequantize_model(model)
         self._model.set_dtype(mx.float32)
         modules = dict(self._model.named_modules())

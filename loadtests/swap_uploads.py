@@ -12,7 +12,7 @@ from urllib.parse import urlencode, urlsplit
 import numpy as np
 
 from mlx_parallm.client.tensors import encode_safetensors
-from mlx_parallm.demo.paths import model_path
+from mlx_parallm.demo_models.folders import DEMO_FOLDER
 
 ROUTE = "/v1/update_adapter_weights"
 RANK, SCALE = 8, 2.0
@@ -36,7 +36,7 @@ connection.recv(1)
 
 def tensors(seed: int) -> dict[str, np.ndarray]:
     """A LoRA of queries and values of all layers, named as mlx_lm names it."""
-    config = json.loads((model_path() / "config.json").read_text())
+    config = json.loads((DEMO_FOLDER / "config.json").read_text())
     dims, head_dim = config["hidden_size"], config["head_dim"]
     widths = {
         "q_proj": config["num_attention_heads"] * head_dim,

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from mlx_parallm.client.tensors import encode_safetensors
-from mlx_parallm.demo.paths import model_path
+from mlx_parallm.demo_models.folders import DEMO_FOLDER
 
 RANK = 4
 CONFIG: Mapping[str, Any] = {
@@ -21,7 +21,7 @@ CONFIG: Mapping[str, Any] = {
 
 def tensors(seed: int, *, rank: int = RANK) -> dict[str, np.ndarray]:
     """What mlx_lm would save of a LoRA of the queries and values, far enough from nothing."""
-    config = json.loads((model_path() / "config.json").read_text())
+    config = json.loads((DEMO_FOLDER / "config.json").read_text())
     dims, heads = config["hidden_size"], config["num_attention_heads"]
     head_dim = config.get("head_dim") or dims // heads
     widths = {"q_proj": heads * head_dim, "v_proj": config["num_key_value_heads"] * head_dim}

@@ -16,7 +16,7 @@ from tests.cross_encoder_folder import (
 from tests.embedder_folder import write_embedder, write_encoder_of
 from tests.server_process import ServerProcess
 
-DEMO = Path(__file__).parents[1] / "mlx_parallm" / "demo" / "model"
+DEMO = Path(__file__).parents[1] / "mlx_parallm" / "demo_models" / "chat"
 QUERY = "w10 w11 w12"
 DOCUMENTS = ["w20 w21", "w10 w11 w12 w30 w31 w32 w33 w34", "w44"]
 LOGITS = "torch.nn.modules.linear.Identity"

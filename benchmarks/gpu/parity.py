@@ -20,7 +20,7 @@ from mlx_lm.generate import generate_step
 from mlx_lm.utils import load_model
 
 from mlx_parallm import LLM, SamplingParams
-from mlx_parallm.engine.demo_models import DEMO_FOLDER
+from mlx_parallm.demo_models.folders import DEMO_FOLDER
 from mlx_parallm.worker.weights.loader import DTYPES
 
 NEW_TOKENS = 48

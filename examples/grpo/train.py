@@ -13,7 +13,7 @@ from examples.grpo.loop import Loop, Step, TrainerThread
 from examples.grpo.plot import plot_run
 from examples.grpo.trainer import Settings, Trainer
 from mlx_parallm.client import ClientError, RLClient
-from mlx_parallm.demo.paths import model_path
+from mlx_parallm.demo_models.folders import DEMO_FOLDER
 
 
 def describe(step: Step) -> str:
@@ -36,7 +36,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--url", default="http://127.0.0.1:8000", help="the server's address")
     parser.add_argument("--api-key", help="its admin key, if it has one")
     parser.add_argument(
-        "--model", type=Path, default=model_path(), help="folder of the served model"
+        "--model", type=Path, default=DEMO_FOLDER, help="folder of the served model"
     )
     parser.add_argument("--adapter", default="policy", help="what the policy is called there")
     parser.add_argument("--steps", type=int, default=40)

@@ -17,7 +17,7 @@ from mlx_parallm.config import (
     SchedulerConfig,
     SpeculativeConfig,
 )
-from mlx_parallm.engine.demo_models import DEMO_NAME, demo_folder
+from mlx_parallm.demo_models.folders import DEMO_NAME, demo_folder
 from mlx_parallm.engine.encoders.build import BuiltEncoder, EncoderBuild, evict_beyond, is_read
 from mlx_parallm.engine.engine import Engine
 from mlx_parallm.engine.formats import reasoning_format_of, tool_format_of

@@ -22,7 +22,7 @@ KEY = "conformance-key"
 MODEL = "mlx-parallm-demo"
 RERANKER = "reranker"
 EMBEDDER = "embedder"
-DEMO_MODEL = ROOT / "mlx_parallm" / "demo" / "model"
+DEMO_MODEL = ROOT / "mlx_parallm" / "demo_models" / "chat"
 
 
 def run(suite: Suite, url: str) -> bool:

@@ -14,7 +14,7 @@ from mlx_parallm.art.config import DeviceConfig, ServerConfig, WeightSync
 from mlx_parallm.art.errors import CheckpointError, UnservedStepError
 from mlx_parallm.art.serving import EMBEDDED_MODEL, Address, ServedPolicy
 from mlx_parallm.client import RequestFailedError
-from mlx_parallm.demo.paths import model_path
+from mlx_parallm.demo_models.folders import DEMO_FOLDER
 from tests.adapter_files import save
 
 KEY = "art-key"
@@ -28,8 +28,8 @@ NEVER_S = 1e6
 def save_model(folder: Path, step: int) -> None:
     """The embedded model with other weights in its last norm."""
     for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
-        (folder / name).write_bytes((model_path() / name).read_bytes())
-    tensors = dict(mx.load(str(model_path() / "model.safetensors")))  # type: ignore[arg-type]
+        (folder / name).write_bytes((DEMO_FOLDER / name).read_bytes())
+    tensors = dict(mx.load(str(DEMO_FOLDER / "model.safetensors")))  # type: ignore[arg-type]
     tensors["model.norm.weight"] = tensors["model.norm.weight"] * (1 + 0.2 * step)
     mx.save_safetensors(str(folder / "model.safetensors"), tensors)
 

@@ -16,7 +16,7 @@ import pytest
 
 from mlx_parallm import child_process
 from mlx_parallm.client import AdapterInfo, RequestFailedError, RLClient, encode_safetensors
-from mlx_parallm.demo.paths import model_path
+from mlx_parallm.demo_models.folders import DEMO_FOLDER
 from mlx_parallm.types.weights import DEFAULT_VERSION
 from tests.server_process import ROOT, ServerProcess
 
@@ -153,7 +153,7 @@ async def test_base_weights_change_and_the_server_sleeps(client: RLClient) -> No
 
 
 def load_norm(name: str) -> np.ndarray:
-    tensors: Any = mx.load(str(model_path() / "model.safetensors"))
+    tensors: Any = mx.load(str(DEMO_FOLDER / "model.safetensors"))
     return np.array(tensors[name].astype(mx.float32))
 
 

@@ -14,7 +14,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from mlx_parallm.client.tensors import encode_safetensors
-from mlx_parallm.demo.paths import model_path
+from mlx_parallm.demo_models.folders import DEMO_FOLDER
 from tests import adapter_files
 from tests.documentation import PageRunner, indented_code, read_blocks
 from tests.server_process import ROOT, ServerProcess
@@ -59,7 +59,7 @@ def readers_files(page: str) -> dict[str, bytes]:
     config = json.dumps(adapter_files.CONFIG).encode()
     if page == "docs/weights.md":
         # The model's own norm, so that the pages after this one meet the same model.
-        norm = load_file(model_path() / "model.safetensors")["model.norm.weight"]
+        norm = load_file(DEMO_FOLDER / "model.safetensors")["model.norm.weight"]
         return {
             "adapter_config.json": config,
             "adapter_model.safetensors": adapter_files.upload(seed=1),

@@ -19,7 +19,7 @@ from tests.decoder_folders import read_decoder, write_decoder_embedder
 from tests.embedder_folder import MAX_LEN, write_embedder
 from tests.server_process import ServerProcess
 
-DEMO = Path(__file__).parents[2] / "mlx_parallm" / "demo" / "model"
+DEMO = Path(__file__).parents[2] / "mlx_parallm" / "demo_models" / "chat"
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from mlx_parallm.client.tensors import encode_safetensors
-from mlx_parallm.demo.paths import model_path
+from mlx_parallm.demo_models.folders import DEMO_FOLDER
 from tests.server_process import ServerProcess
 
 NAME = "model.layers.0.input_layernorm.weight"
@@ -22,7 +22,7 @@ PROMPT = list(range(40, 60))
 
 
 def weight() -> np.ndarray:
-    loaded = mx.load(str(model_path() / "model.safetensors"))
+    loaded = mx.load(str(DEMO_FOLDER / "model.safetensors"))
     assert isinstance(loaded, dict)
     return np.array(loaded[NAME].astype(mx.float32))
 
@@ -35,7 +35,7 @@ def changed() -> bytes:
 @pytest.fixture(scope="module")
 def roots(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("weights")
-    shutil.copytree(model_path(), root / "first")
+    shutil.copytree(DEMO_FOLDER, root / "first")
     return root
 
 

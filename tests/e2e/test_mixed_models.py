@@ -19,7 +19,7 @@ from tests.embedder_folder import write_embedder
 from tests.encoder_folders import read_golden, write_golden
 from tests.server_process import ServerProcess
 
-DEMO = Path(__file__).parents[2] / "mlx_parallm" / "demo" / "model"
+DEMO = Path(__file__).parents[2] / "mlx_parallm" / "demo_models" / "chat"
 
 
 def write_quantised(folder: Path, bits: int) -> Path:

@@ -14,7 +14,7 @@ import pytest
 from mlx.utils import tree_flatten
 from mlx_lm.models import qwen3
 
-from mlx_parallm.engine.demo_models import DEMO_FOLDER
+from mlx_parallm.demo_models.folders import DEMO_FOLDER
 from tests.server_process import ServerProcess
 
 SMALL = {"num_hidden_layers": 1, "hidden_size": 32, "intermediate_size": 32, "head_dim": 8}

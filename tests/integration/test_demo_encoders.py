@@ -9,9 +9,8 @@ from pathlib import Path
 import mlx.core as mx
 import pytest
 
-from mlx_parallm.demo.encoders.evaluate import EVALUATIONS, Stored
-from mlx_parallm.demo.paths import encoder_path
-from mlx_parallm.engine.demo_models import DEMO_FOLDERS, PREFIX
+from demo.encoders.evaluate import EVALUATIONS, Stored
+from mlx_parallm.demo_models.folders import DEMO_FOLDERS, PREFIX
 from mlx_parallm.models.checkpoints.sentence_transformers import read_vector_spec
 
 NAMES = ("mlm", "sentiment", "embed", "reward")
@@ -25,7 +24,7 @@ ARCHITECTURES = {
 
 
 def files(name: str) -> list[Path]:
-    return [file for file in encoder_path(name).rglob("*") if file.is_file()]
+    return [file for file in DEMO_FOLDERS[PREFIX + name].rglob("*") if file.is_file()]
 
 
 def test_all_of_them_are_small():
@@ -34,7 +33,7 @@ def test_all_of_them_are_small():
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_folder_has_the_form_of_hugging_face(name: str):
-    folder = encoder_path(name)
+    folder = DEMO_FOLDERS[PREFIX + name]
     assert DEMO_FOLDERS[PREFIX + name] == folder
     found = {str(file.relative_to(folder)) for file in files(name)}
     expected = {"config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"}
@@ -55,4 +54,4 @@ def test_a_folder_has_the_form_of_hugging_face(name: str):
 )
 def test_held_out_accuracy(name: str, limit: int, bound: float):
     measure, _ = EVALUATIONS[name]
-    assert measure(Stored(encoder_path(name)), limit, 1)["all"] >= bound
+    assert measure(Stored(DEMO_FOLDERS[PREFIX + name]), limit, 1)["all"] >= bound

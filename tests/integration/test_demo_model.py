@@ -6,19 +6,19 @@ import pytest
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.utils import load
 
-from mlx_parallm.demo.evaluate import Evaluator, held_out
-from mlx_parallm.demo.paths import model_path
+from demo.evaluate import Evaluator, held_out
+from mlx_parallm.demo_models.folders import DEMO_FOLDER
 
 EIGHT_MB = 8 * 1024 * 1024
 
 
 @pytest.fixture(scope="module")
 def evaluator() -> Evaluator:
-    return Evaluator(model_path(), thinking=True)
+    return Evaluator(DEMO_FOLDER, thinking=True)
 
 
 def test_the_shipped_files_are_complete_and_small():
-    files = {file.name: file.stat().st_size for file in model_path().iterdir()}
+    files = {file.name: file.stat().st_size for file in DEMO_FOLDER.iterdir()}
     assert set(files) == {
         "config.json",
         "generation_config.json",
@@ -30,7 +30,7 @@ def test_the_shipped_files_are_complete_and_small():
 
 
 def test_config_has_the_promised_form():
-    config = json.loads((model_path() / "config.json").read_text())
+    config = json.loads((DEMO_FOLDER / "config.json").read_text())
     assert config["model_type"] == "qwen3"
     assert config["head_dim"] == 64
     assert config["quantization"]["bits"] == 8
@@ -39,7 +39,7 @@ def test_config_has_the_promised_form():
 
 
 def test_mlx_lm_loads_it_and_recognises_tools_and_thinking():
-    model, tokenizer = load(str(model_path()))
+    model, tokenizer = load(str(DEMO_FOLDER))
     assert len(make_prompt_cache(model)) == len(model.layers)
     assert tokenizer.has_thinking
     assert tokenizer.has_tool_calling

@@ -25,7 +25,7 @@ from examples.grpo.trainer import (
 from mlx_parallm.adapters.formats import read_adapter
 from mlx_parallm.adapters.safetensors import read_safetensors
 from mlx_parallm.client import encode_safetensors
-from mlx_parallm.demo.paths import model_path
+from mlx_parallm.demo_models.folders import DEMO_FOLDER
 
 PROMPT = (50, 51, 52, 53)
 
@@ -84,7 +84,7 @@ def rewarded(trainer: Trainer) -> list[TrainingSample]:
 
 @pytest.mark.parametrize("kl", [0.0, 0.1])
 def test_an_update_makes_good_samples_likelier(kl: float) -> None:
-    trainer = Trainer(model_path(), Settings(rank=4, kl=kl))
+    trainer = Trainer(DEMO_FOLDER, Settings(rank=4, kl=kl))
     good, bad = rewarded(trainer)
     measured = trainer.update([good, bad, TrainingSample(PROMPT, [9], [-1.0], 0.0)])
     assert measured["mismatch"] < 1e-4
@@ -94,7 +94,7 @@ def test_an_update_makes_good_samples_likelier(kl: float) -> None:
 
 
 def test_what_is_beyond_the_clip_has_no_gradient() -> None:
-    trainer = Trainer(model_path(), Settings(rank=4))
+    trainer = Trainer(DEMO_FOLDER, Settings(rank=4))
     # The policy has moved away from the one that sampled, in the direction of the reward.
     samples = [
         TrainingSample(one.prompt_ids, one.token_ids, [p - step for p in one.logprobs], advantage)
@@ -106,7 +106,7 @@ def test_what_is_beyond_the_clip_has_no_gradient() -> None:
 
 
 def test_the_distance_from_the_base_model_pulls_back() -> None:
-    trainer = Trainer(model_path(), Settings(rank=4, kl=1.0, learning_rate=1e-2))
+    trainer = Trainer(DEMO_FOLDER, Settings(rank=4, kl=1.0, learning_rate=1e-2))
     base = logprobs(trainer, [60, 61, 62])
     trainer.update(rewarded(trainer))
     moved = logprobs(trainer, [60, 61, 62])
@@ -118,7 +118,7 @@ def test_the_distance_from_the_base_model_pulls_back() -> None:
 
 
 def test_the_adapter_is_one_that_the_server_reads() -> None:
-    trainer = Trainer(model_path(), Settings(rank=4))
+    trainer = Trainer(DEMO_FOLDER, Settings(rank=4))
     trainer.update(rewarded(trainer))
     tensors, config = trainer.adapter()
     found = read_safetensors(encode_safetensors(tensors), param="file")
@@ -129,7 +129,7 @@ def test_the_adapter_is_one_that_the_server_reads() -> None:
 
 
 def test_nothing_to_learn_from_is_no_update() -> None:
-    trainer = Trainer(model_path(), Settings(rank=4))
+    trainer = Trainer(DEMO_FOLDER, Settings(rank=4))
     assert trainer.update([TrainingSample(PROMPT, [9], [-1.0], 0.0)]) == {}
 
 

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 import pytest
 
 from mlx_parallm.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
+from mlx_parallm.demo_models.folders import DEMO_FOLDER
 from mlx_parallm.engine.build import LoadedEngine, build_engines
-from mlx_parallm.engine.demo_models import DEMO_FOLDER
 from mlx_parallm.engine.metrics import MetricFamilies
 from mlx_parallm.types.errors import ConfigError
 

@@ -15,7 +15,7 @@ from mlx_lm import utils
 from mlx_lm.tuner.utils import linear_to_lora_layers
 
 from mlx_parallm import LLM, SamplingParams
-from mlx_parallm.demo.paths import model_path
+from mlx_parallm.demo_models.folders import DEMO_FOLDER
 from mlx_parallm.types.errors import InvalidRequestError, ModelNotFoundError, NotFoundError
 
 PROMPT = list(range(50, 90))
@@ -25,7 +25,7 @@ LORA = {"rank": 4, "scale": 2.0, "dropout": 0.0}
 
 def adapted(seed: int) -> nn.Module:
     """The embedded model with a random LoRA, by mlx_lm."""
-    model, _ = utils.load_model(model_path())
+    model, _ = utils.load_model(DEMO_FOLDER)
     model = utils.dequantize_model(model)
     model.set_dtype(mx.float32)
     model.freeze()

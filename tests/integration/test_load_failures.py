@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from mlx_parallm.config import EngineConfig, ModelConfig, SpeculativeConfig
+from mlx_parallm.demo_models.folders import DEMO_FOLDER, DEMO_FOLDERS
 from mlx_parallm.engine.build import build_engines
-from mlx_parallm.engine.demo_models import DEMO_FOLDER, DEMO_FOLDERS
 from mlx_parallm.engine.metrics import MetricFamilies
 from mlx_parallm.models.checkpoints.decoders import architecture
 from mlx_parallm.models.load_failures import MAX_CHARS, load_failures

@@ -12,7 +12,7 @@ import pytest
 
 from mlx_parallm.adapters.tensors import HostTensor
 from mlx_parallm.config import ModelConfig
-from mlx_parallm.engine.demo_models import DEMO_FOLDER
+from mlx_parallm.demo_models.folders import DEMO_FOLDER
 from mlx_parallm.engine.encoders.build import open_runner, tokenizer_of
 from mlx_parallm.models.checkpoints.sentence_transformers import DenseSpec, VectorSpec
 from mlx_parallm.models.loading import load_encoder

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import mlx.core as mx
 
-from mlx_parallm.demo.paths import model_path
+from mlx_parallm.demo_models.folders import DEMO_FOLDER
 
 WEIGHTS = "model.safetensors"
 
@@ -16,13 +16,13 @@ WEIGHTS = "model.safetensors"
 def write_model_folder(target: Path) -> Path:
     """Write the folder; the server's weights on the CPU are the same numbers."""
     target.mkdir(parents=True, exist_ok=True)
-    config = json.loads((model_path() / "config.json").read_text())
+    config = json.loads((DEMO_FOLDER / "config.json").read_text())
     how = config.pop("quantization")
     config.pop("quantization_config")
     (target / "config.json").write_text(json.dumps(config))
     for name in ("generation_config.json", "tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(model_path() / name, target / name)
-    weights = mx.load(str(model_path() / WEIGHTS))
+        shutil.copy(DEMO_FOLDER / name, target / name)
+    weights = mx.load(str(DEMO_FOLDER / WEIGHTS))
     mx.save_safetensors(str(target / WEIGHTS), _dequantized(weights, how), {"format": "pt"})
     return target
 

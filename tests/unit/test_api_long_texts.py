@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from mlx_parallm.api.routes.tokenize import _json
 from mlx_parallm.api.schemas.completions import CompletionRequest
-from mlx_parallm.engine.demo_models import DEMO_FOLDER
+from mlx_parallm.demo_models.folders import DEMO_FOLDER
 from mlx_parallm.tokenizer.tokenizer import load_tokenizer
 from tests.fake_engine import FakeEngine, serve_fake
 from tests.fakes import make_info

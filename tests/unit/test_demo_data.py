@@ -5,12 +5,12 @@ from random import Random
 
 import pytest
 
-from mlx_parallm.demo.chat_format import IM_END, ChatFormat
-from mlx_parallm.demo.checks import is_right, is_valid_call, parse_calls
-from mlx_parallm.demo.compose import TASKS, surrounded, training_example
-from mlx_parallm.demo.evaluate import held_out
-from mlx_parallm.demo.example import Example, ToolCall, call_text, draw, split_of, user
-from mlx_parallm.demo.tasks.arithmetic import add_steps, multiply_steps, subtract_steps
+from demo.chat_format import IM_END, ChatFormat
+from demo.checks import is_right, is_valid_call, parse_calls
+from demo.compose import TASKS, surrounded, training_example
+from demo.evaluate import held_out
+from demo.example import Example, ToolCall, call_text, draw, split_of, user
+from demo.tasks.arithmetic import add_steps, multiply_steps, subtract_steps
 
 
 @pytest.mark.parametrize("task", TASKS)

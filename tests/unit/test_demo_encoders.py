@@ -14,25 +14,25 @@ from hypothesis import strategies as st
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer
 
-from mlx_parallm.config import LoadingConfig
-from mlx_parallm.demo.checks import is_right
-from mlx_parallm.demo.compose import TASKS
-from mlx_parallm.demo.encoders import embed, facts, masked_lm, reviews, reward, sentences, sentiment
-from mlx_parallm.demo.encoders.answers import EXERCISES, answer_pair
-from mlx_parallm.demo.encoders.batches import by_length, rows
-from mlx_parallm.demo.encoders.evaluate import Stored
-from mlx_parallm.demo.encoders.networks import (
+from demo.checks import is_right
+from demo.compose import TASKS
+from demo.encoders import embed, facts, masked_lm, reviews, reward, sentences, sentiment
+from demo.encoders.answers import EXERCISES, answer_pair
+from demo.encoders.batches import by_length, rows
+from demo.encoders.evaluate import Stored
+from demo.encoders.networks import (
     MAX_LENGTH,
     new_model,
     save,
     save_sentence_transformers,
 )
-from mlx_parallm.demo.encoders.tokenizers import CLS_ID, MASK_ID, SEP_ID, word_pieces
-from mlx_parallm.demo.encoders.tokenizers import save as save_tokenizer
-from mlx_parallm.demo.encoders.train import RECIPES
-from mlx_parallm.demo.encoders.training import WARMUP_STEPS, fit, rate
-from mlx_parallm.demo.example import Example
-from mlx_parallm.engine.demo_models import DEMO_FOLDERS, DEMO_NAME, demo_folder
+from demo.encoders.tokenizers import CLS_ID, MASK_ID, SEP_ID, word_pieces
+from demo.encoders.tokenizers import save as save_tokenizer
+from demo.encoders.train import RECIPES
+from demo.encoders.training import WARMUP_STEPS, fit, rate
+from demo.example import Example
+from mlx_parallm.config import LoadingConfig
+from mlx_parallm.demo_models.folders import DEMO_FOLDERS, DEMO_NAME, demo_folder
 from mlx_parallm.engine.encoders.sources import ModelSources
 from mlx_parallm.models.checkpoints.sentence_transformers import read_vector_spec
 from mlx_parallm.numerics.attention import softmax_attention

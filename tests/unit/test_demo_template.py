@@ -9,18 +9,18 @@ from hypothesis import strategies as st
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer
 
-from mlx_parallm.demo.chat_format import IM_END, MARKER_TOKENS, ChatFormat, template_text
-from mlx_parallm.demo.compose import training_example
-from mlx_parallm.demo.example import Example, ToolCall, user
-from mlx_parallm.demo.packing import Shard, encode_conversations, pack_shard
-from mlx_parallm.demo.paths import model_path
+from demo.chat_format import IM_END, MARKER_TOKENS, ChatFormat, template_text
+from demo.compose import training_example
+from demo.example import Example, ToolCall, user
+from demo.packing import Shard, encode_conversations, pack_shard
+from mlx_parallm.demo_models.folders import DEMO_FOLDER
 
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
 
 
 @pytest.fixture(scope="module")
 def tokenizer() -> Tokenizer:
-    return Tokenizer.from_file(str(model_path() / "tokenizer.json"))
+    return Tokenizer.from_file(str(DEMO_FOLDER / "tokenizer.json"))
 
 
 def render(messages: list[dict], **options: object) -> str:
@@ -87,14 +87,14 @@ def test_what_the_model_learns_to_write_is_what_the_template_renders_later():
 
 
 def test_the_stored_template_is_the_source_template():
-    config = json.loads((model_path() / "tokenizer_config.json").read_text())
+    config = json.loads((DEMO_FOLDER / "tokenizer_config.json").read_text())
     assert config["chat_template"] == template_text()
     assert config["eos_token"] == IM_END
 
 
 @given(st.text())
 def test_any_text_survives_the_tokenizer(text: str):
-    shipped = Tokenizer.from_file(str(model_path() / "tokenizer.json"))
+    shipped = Tokenizer.from_file(str(DEMO_FOLDER / "tokenizer.json"))
     assert shipped.decode(shipped.encode(text).ids, skip_special_tokens=False) == text
 
 
@@ -121,7 +121,7 @@ def test_prompt_and_answer_tokenised_apart_equal_the_whole(tokenizer: Tokenizer)
 
 
 def test_packed_rows_hold_whole_conversations_and_weigh_answers_only(tokenizer: Tokenizer):
-    file = model_path() / "tokenizer.json"
+    file = DEMO_FOLDER / "tokenizer.json"
     rows = pack_shard(Shard(file, conversations=60, seed=9))
     wanted = sorted(encode_conversations(tokenizer, 60, seed=9))
     found = []

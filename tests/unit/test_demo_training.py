@@ -7,13 +7,13 @@ import numpy as np
 import pytest
 from mlx_lm.models import qwen3
 
-from mlx_parallm.demo.chat_format import END_OF_TEXT, IM_END, token_id
-from mlx_parallm.demo.decoding import greedy
-from mlx_parallm.demo.network import load_float32, model_config, named_weights, save_quantized
-from mlx_parallm.demo.packing import ROW_LENGTH, PackedRows, batches
-from mlx_parallm.demo.paths import model_path
-from mlx_parallm.demo.tokenizer_training import save_tokenizer, train_tokenizer
-from mlx_parallm.demo.train import ConversationMask, Trainer, progress_by
+from demo.chat_format import END_OF_TEXT, IM_END, token_id
+from demo.decoding import greedy
+from demo.network import load_float32, model_config, named_weights, save_quantized
+from demo.packing import ROW_LENGTH, PackedRows, batches
+from demo.tokenizer_training import save_tokenizer, train_tokenizer
+from demo.train import ConversationMask, Trainer, progress_by
+from mlx_parallm.demo_models.folders import DEMO_FOLDER
 from mlx_parallm.types.errors import ConfigError
 
 VOCAB, LENGTH = 128, 24
@@ -97,7 +97,7 @@ def test_progress_counts_steps_when_no_time_is_given():
 
 
 def test_workers_supply_full_batches():
-    source = batches(model_path() / "tokenizer.json", rows=2, workers=1, seed=3, shard_size=800)
+    source = batches(DEMO_FOLDER / "tokenizer.json", rows=2, workers=1, seed=3, shard_size=800)
     first, second = next(source), next(source)
     source.close()
     assert first.tokens.shape == second.tokens.shape == (2, ROW_LENGTH)

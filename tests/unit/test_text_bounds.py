@@ -16,7 +16,7 @@ from tokenizers import (
     trainers,
 )
 
-from mlx_parallm.engine.demo_models import DEMO_FOLDER
+from mlx_parallm.demo_models.folders import DEMO_FOLDER
 from mlx_parallm.tokenizer.text_bounds import SLICE_CHARS, TextBounds
 
 CORPUS = [

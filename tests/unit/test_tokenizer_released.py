@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
-from mlx_parallm.engine.demo_models import DEMO_FOLDER, DEMO_FOLDERS
+from mlx_parallm.demo_models.folders import DEMO_FOLDER, DEMO_FOLDERS
 from mlx_parallm.tokenizer.encoder_tokenizer import EncoderTokenizer
 from mlx_parallm.tokenizer.lanes import Lanes
 from mlx_parallm.tokenizer.released import FEW_CHARS, GROUP_CHARS, ReleasedTokenizer

@@ -14,7 +14,7 @@ from mlx_parallm.api.convert.chat_tools import chat_tools
 from mlx_parallm.api.turns.prepare import PreparedTurn, prepare_turn
 from mlx_parallm.api.turns.request import TurnRequest
 from mlx_parallm.api.turns.tools import ToolChoice, ToolMode
-from mlx_parallm.engine.demo_models import DEMO_FOLDER
+from mlx_parallm.demo_models.folders import DEMO_FOLDER
 from mlx_parallm.engine.interface import ServedModel
 from mlx_parallm.grammar import spec as specs
 from mlx_parallm.grammar.compiler import GrammarCompiler

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from mlx_parallm.config import EngineConfig, ModelConfig
+from mlx_parallm.demo_models.folders import demo_folder
 from mlx_parallm.engine.commands import Call, Command, EngineHost
-from mlx_parallm.engine.demo_models import demo_folder
 from mlx_parallm.engine.encoder_interface import EncoderModel, TextEncoder
 from mlx_parallm.engine.encoders.build import EncoderBuild, is_read, tokenizer_of
 from mlx_parallm.engine.encoders.residency import MakeRoom

@@ -8,7 +8,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 
 from mlx_parallm.config import LoadingConfig
-from mlx_parallm.engine.demo_models import DEMO_FOLDERS
+from mlx_parallm.demo_models.folders import DEMO_FOLDERS
 from mlx_parallm.types.errors import InvalidRequestError, NotFoundError
 
 #: The field of requests that names one.

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from mlx_parallm.demo.chat_format import template_text
+from demo.chat_format import template_text
 from mlx_parallm.parsing.registry import (
     detect_reasoning_format,
     detect_tool_format,

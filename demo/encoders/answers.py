@@ -1,0 +1,132 @@
+"""Right answers to the demonstration model's exercises, each beside a plausible wrong one.
+
+A wrong answer differs little: a digit, a word, another value of the conversation.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from random import Random
+
+from demo.checks import is_right
+from demo.compose import TASKS
+from demo.example import Example, Message, Split, assistant, draw
+from demo.words import any_word
+
+_NUMBER = re.compile(r"\d+")
+_WORD = re.compile(r"[^\W\d_][\w'-]*|\d+")
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerPair:
+    """A conversation of one of the ``EXERCISES``, and two answers to it."""
+
+    task: str
+    messages: tuple[Message, ...]
+    right: str
+    wrong: str
+
+    def chats(self) -> tuple[list[Message], list[Message]]:
+        """The conversation with the right answer, and with the wrong one."""
+        start = list(self.messages)
+        return [*start, assistant(self.right)], [*start, assistant(self.wrong)]
+
+
+Spoil = Callable[[Random, Example], str]
+"""Makes an answer wrong; may fail to, which the caller sees."""
+
+
+def _another_number(rng: Random, number: str) -> str:
+    value = int(number)
+    kind = rng.randrange(4)
+    if kind == 0 and len(number) > 1:
+        place = rng.randrange(len(number) - 1)
+        return number[:place] + number[place + 1] + number[place] + number[place + 2 :]
+    if kind == 1:
+        place = rng.randrange(len(number))
+        return number[:place] + rng.choice("0123456789") + number[place + 1 :]
+    return str(abs(value + rng.choice((-10, -2, -1, 1, 2, 10))))
+
+
+def _wrong_number(rng: Random, example: Example) -> str:
+    """Any number of the answer changed; the last one is the result of a sum."""
+    found = list(_NUMBER.finditer(example.answer))
+    if not found:
+        return example.answer
+    one = found[-1] if example.check == "number" else rng.choice(found)
+    return (
+        example.answer[: one.start()]
+        + _another_number(rng, one.group())
+        + example.answer[one.end() :]
+    )
+
+
+def _from_text(rng: Random, example: Example) -> str:
+    """A word or number of the answer is another one of the conversation, of the same kind."""
+    text = " ".join(str(message["content"]) for message in example.messages)
+    found = list(_WORD.finditer(example.answer))
+    if not found:
+        return example.answer
+    # What was asked for comes last.
+    one = found[-1] if rng.random() < 0.6 else rng.choice(found)
+    others = [
+        word
+        for word in _WORD.findall(text)
+        if word != one.group()
+        and word.isdigit() == one.group().isdigit()
+        and word[0].isupper() == one.group()[0].isupper()
+    ]
+    if not others:
+        return example.answer
+    return example.answer[: one.start()] + rng.choice(others) + example.answer[one.end() :]
+
+
+def _of_another(rng: Random, example: Example) -> str:
+    """The answer to another problem."""
+    return TASKS[example.task](rng).answer
+
+
+def _wrong_values(rng: Random, example: Example) -> str:
+    """Two values of an object changed places."""
+    fields = json.loads(example.answer)
+    if len(fields) < 2:
+        return example.answer
+    first, second = rng.sample(tuple(fields), 2)
+    fields[first], fields[second] = fields[second], fields[first]
+    return json.dumps(fields, ensure_ascii=False)
+
+
+def _odd(rng: Random, example: Example) -> str:
+    """A word is any other one, or one too many, or everything behind it is missing."""
+    found = list(_WORD.finditer(example.answer))
+    if not found:
+        return example.answer
+    one, kind = rng.choice(found), rng.random()
+    if kind < 0.3:
+        return example.answer[: one.start()].rstrip()
+    end = one.start() if kind < 0.5 else one.end()
+    space = " " if kind < 0.5 else ""
+    return example.answer[: one.start()] + any_word(rng) + space + example.answer[end:]
+
+
+EXERCISES: dict[str, tuple[Spoil, ...]] = {
+    "lookup_sentences": (_from_text, _wrong_number, _of_another, _odd),
+    "extract_json": (_from_text, _wrong_number, _wrong_values, _of_another, _odd),
+    "memory": (_from_text, _of_another, _odd),
+    "smalltalk": (_of_another, _of_another, _odd),
+}
+"""The exercises whose answers the reward model judges, and how their answers are made wrong."""
+
+
+def answer_pair(rng: Random, split: Split, task: str | None = None) -> AnswerPair:
+    """A problem of an exercise with a right and a wrong answer."""
+    name = task or rng.choice(tuple(EXERCISES))
+    while True:
+        example = draw(TASKS[name], rng, split)
+        for _ in range(4):
+            wrong = rng.choice(EXERCISES[name])(rng, example)
+            if wrong and not is_right(example, wrong):
+                return AnswerPair(name, example.messages, example.answer, wrong)

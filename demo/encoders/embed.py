@@ -1,0 +1,52 @@
+"""``demo:embed``: puts questions and other wordings near the facts they are about."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from random import Random
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from tokenizers import Tokenizer
+
+from demo.encoders import facts
+from demo.encoders.batches import Rows, rows
+from demo.encoders.networks import bert_config
+
+DIMS = 96
+PAIRS = 64
+TEMPERATURE = 0.05
+
+Batch = tuple[Rows, Rows]
+"""Queries, and the statements that belong to them in the same order."""
+
+
+def config(tokenizer: Tokenizer) -> dict[str, Any]:
+    """The model's ``config.json``."""
+    return bert_config(tokenizer.get_vocab_size(), dims=DIMS, layers=2, architecture="BertModel")
+
+
+def batches(tokenizer: Tokenizer, seed: int) -> Iterator[Batch]:
+    """Endless batches of ever new pairs."""
+    rng = Random(seed)
+    while True:
+        drawn = facts.pairs(rng, PAIRS, "train")
+        texts = [one.query for one in drawn] + [one.statement for one in drawn]
+        encoded = [one.ids for one in tokenizer.encode_batch_fast(texts)]
+        yield rows(encoded[:PAIRS]), rows(encoded[PAIRS:])
+
+
+def vectors(model: Any, given: Rows) -> mx.array:
+    """Vectors ``[rows, dims]`` of length 1: the mean of the tokens' hidden states."""
+    weights = given.mask.astype(mx.float32)[..., None]
+    mean = (model(given.ids, given.mask) * weights).sum(axis=1) / weights.sum(axis=1)
+    return mean / mx.linalg.norm(mean, axis=-1, keepdims=True)
+
+
+def loss(model: Any, batch: Batch) -> mx.array:
+    """Each text has to find its partner among those of the batch (InfoNCE, arXiv:1807.03748)."""
+    scores = vectors(model, batch[0]) @ vectors(model, batch[1]).T / TEMPERATURE
+    partner = mx.arange(scores.shape[0])
+    found = nn.losses.cross_entropy(scores, partner, reduction="mean")
+    return (found + nn.losses.cross_entropy(scores.T, partner, reduction="mean")) / 2
