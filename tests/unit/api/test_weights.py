@@ -13,7 +13,7 @@ from mlx_parallm.client.tensors import encode_safetensors
 from mlx_parallm.config import ServerConfig
 from mlx_parallm.engine.control import PauseMode
 from mlx_parallm.engine.live_weights import WeightsUpdate
-from tests.unit.test_api_adapters import BOTH, ScriptedEngine, call
+from tests.unit.api.test_adapters import BOTH, ScriptedEngine, call
 
 DATA = encode_safetensors({"model.norm.weight": np.ones(4, np.float32)})
 OTHER = encode_safetensors({"lm_head.weight": np.ones((2, 4), np.int32)})

@@ -15,7 +15,7 @@ from mlx_parallm.types.request import PROCESSED_LOGPROBS, RAW_LOGPROBS, Sampling
 from mlx_parallm.types.step import SampledToken, SampleSpec
 from mlx_parallm.worker.sampling.logprobs import LEAST, target_logprobs
 from mlx_parallm.worker.sampling.sampler import Sampler, TokenMasks
-from tests.unit.test_sampling_sampler import reference_adjust, reference_keep
+from tests.unit.worker.sampling.test_sampler import reference_adjust, reference_keep
 
 VOCAB = 24
 

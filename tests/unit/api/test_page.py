@@ -15,7 +15,7 @@ from mlx_parallm.config import ServerConfig
 from tests.api_app import make_app
 from tests.fake_engine import FakeEngine
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 FOLDER = ROOT / "mlx_parallm" / "api" / "page"
 NAMES = sorted(file.name for file in FOLDER.iterdir())
 PARTS = [name for name in NAMES if name != "index.html"]
