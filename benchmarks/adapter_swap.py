@@ -26,7 +26,6 @@ from tokenizers import Tokenizer
 
 from benchmarks.checks import Check, conclude
 from benchmarks.fairness import gaps_within
-from benchmarks.gpu.shapes import SHAPES
 from benchmarks.make_model import CONFIG, VOCAB_SIZE, make_model
 from benchmarks.measure import (
     BenchmarkError,
@@ -39,6 +38,7 @@ from benchmarks.measure import (
 from benchmarks.servers import SERVED_NAME, Server, mlx_parallm_server
 from mlx_parallm.bench.record import PlannedRequest, RequestRecord
 from mlx_parallm.client.tensors import encode_safetensors
+from tests.builders.random_models import SHAPES
 
 ADAPTER = "policy"
 PROMPT_TOKENS = 64

@@ -21,7 +21,6 @@ import mlx.core as mx
 import numpy as np
 
 from benchmarks.checks import Check, conclude
-from benchmarks.gpu.shapes import SHAPES, RandomModel, flatten, random_model
 from mlx_parallm.adapters.tensors import HostTensor
 from mlx_parallm.adapters.weights import AdapterWeights, LowRank
 from mlx_parallm.config import CacheConfig
@@ -35,6 +34,7 @@ from mlx_parallm.worker.generation.path_choice import choose_path
 from mlx_parallm.worker.generation.paths.base import ForwardPath, token_array
 from mlx_parallm.worker.lora.adapted_layers import AdaptedLayers, product_dtype
 from mlx_parallm.worker.lora.adapter_check import choose_change_kernels
+from tests.builders.random_models import SHAPES, RandomModel, flatten, random_model
 
 BLOCK = 16
 WARM_STEPS = 3

@@ -20,8 +20,8 @@ from typing import Any
 import mlx_lm
 import mlx_lm.models
 
-from benchmarks.architecture_trial import try_one
 from mlx_parallm import child_process
+from tests.builders.architectures.trial import try_one
 
 # Modules that hold parts of models, or none that this project could serve.
 PARTS = frozenset(

@@ -30,7 +30,6 @@ import mlx.core as mx
 
 from benchmarks.checks import Check, conclude
 from benchmarks.gpu.engines import make_engine
-from benchmarks.gpu.shapes import SHAPES, RandomModel, copying_model
 from mlx_parallm.bench.words import make_lexicon
 from mlx_parallm.config import ModelConfig, SpeculativeConfig
 from mlx_parallm.demo_models.folders import DEMO_FOLDER
@@ -39,6 +38,7 @@ from mlx_parallm.tokenizer.tokenizer import load_tokenizer
 from mlx_parallm.types.events import TokenEvent
 from mlx_parallm.types.request import GenerateRequest, SamplingParams
 from mlx_parallm.worker.weights.loader import load_model
+from tests.builders.random_models import SHAPES, RandomModel, copying_model
 
 PROMPT_TOKENS = 256
 OUTPUT_TOKENS = 200

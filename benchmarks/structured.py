@@ -28,7 +28,6 @@ import mlx.core as mx
 
 from benchmarks.checks import Check, conclude
 from benchmarks.gpu.engines import BenchEngine, make_engine, random_prompts
-from benchmarks.gpu.shapes import SHAPES, RandomModel, random_model
 from benchmarks.json_schemas import Schema, make_schemas
 from mlx_parallm.bench.decode_load import DecodeLoad
 from mlx_parallm.config import ModelConfig
@@ -41,6 +40,7 @@ from mlx_parallm.types.errors import InvalidRequestError
 from mlx_parallm.types.events import ErrorEvent, TokenEvent
 from mlx_parallm.types.request import GenerateRequest, Grammar, SamplingParams
 from mlx_parallm.worker.weights.loader import LoadedModel, load_model
+from tests.builders.random_models import SHAPES, RandomModel, random_model
 
 PROMPT_TOKENS = 32
 #: More values than a row gets to in a block of steps.

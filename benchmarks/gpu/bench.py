@@ -11,7 +11,7 @@ from typing import Any
 import mlx.core as mx
 
 from benchmarks.checks import Check
-from benchmarks.gpu.shapes import RandomModel, random_model
+from tests.builders.random_models import RandomModel, random_model
 
 COPIES = 8
 COPY_ROUNDS = 5

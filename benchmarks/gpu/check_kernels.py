@@ -23,13 +23,13 @@ os.environ.setdefault("MLX_ENABLE_TF32", "0")
 import mlx.core as mx
 import numpy as np
 
-from benchmarks.gpu.kernel_cases import TOLERANCES, Case, Trial
 from mlx_parallm.kernels.dialect import CudaDialect, Dialect, MetalDialect, Tuning
 from mlx_parallm.types.step import ScheduledSequence
 from mlx_parallm.worker.attention.base import LayerShape
 from mlx_parallm.worker.attention.kernel_backend import KernelAttention
 from mlx_parallm.worker.attention.quantisation import KVQuantisation
 from mlx_parallm.worker.attention.reference import ReferenceAttention
+from tests.builders.kernel_cases import TOLERANCES, Case, Trial
 
 BLOCK_SIZE = 16
 DIM = 128

@@ -11,10 +11,10 @@ import sys
 import mlx.core as mx
 
 from benchmarks.gpu.engines import BenchEngine, engine_for, random_prompts
-from benchmarks.gpu.shapes import random_model
 from mlx_parallm.types.events import ErrorEvent, TokenEvent
 from mlx_parallm.types.request import GenerateRequest, SamplingParams
 from mlx_parallm.worker.generation.model_runner import ModelRunner
+from tests.builders.random_models import random_model
 
 LENGTHS = (40, 300, 7)
 NUM_TOKENS = 24

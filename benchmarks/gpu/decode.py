@@ -21,11 +21,11 @@ from benchmarks.gpu.engines import (
     random_prompts,
     summary,
 )
-from benchmarks.gpu.shapes import RandomModel
 from mlx_parallm.bench.decode_load import DecodeLoad
 from mlx_parallm.bench.statistics import percentile
 from mlx_parallm.bench.step_times import Span, format_steps, summarise_steps
 from mlx_parallm.bench.step_trace import TraceRecorder, write_trace
+from tests.builders.random_models import RandomModel
 
 RATIO = "times as fast"
 SHARE = "share of the floor"

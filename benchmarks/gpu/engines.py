@@ -17,7 +17,6 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.generate import BatchGenerator
 
-from benchmarks.gpu.shapes import RandomModel, flatten
 from mlx_parallm.config import CacheConfig, SchedulerConfig, SpeculativeConfig
 from mlx_parallm.engine.build import speculative_for
 from mlx_parallm.engine.engine import Engine
@@ -33,6 +32,7 @@ from mlx_parallm.worker.generation.draft_model import DraftModel
 from mlx_parallm.worker.generation.memory import plan_kv, query_heads
 from mlx_parallm.worker.generation.model_runner import ModelRunner
 from mlx_parallm.worker.generation.warm_up import WarmUp
+from tests.builders.random_models import RandomModel, flatten
 
 #: The token budget of a step.
 STEP_TOKENS = 4096

@@ -10,7 +10,6 @@ import pytest
 from mlx.utils import tree_flatten, tree_unflatten
 from mlx_lm.tuner.utils import linear_to_lora_layers
 
-from benchmarks.gpu.shapes import random_model
 from mlx_parallm.adapters.formats import read_adapter
 from mlx_parallm.adapters.tensors import HostTensor
 from mlx_parallm.kernels.dialect import Dialect
@@ -27,6 +26,7 @@ from mlx_parallm.worker.lora.adapted_layers import AdaptedLayers
 from mlx_parallm.worker.lora.change_kernels import ChangeKernels, Columns
 from mlx_parallm.worker.lora.context import AdapterContext
 from mlx_parallm.worker.lora.stack import LinearStack
+from tests.builders.random_models import random_model
 from tests.compiled_attention import CompiledAttention
 from tests.host_tensors import all_host
 from tests.kernels.shim_compile import require_compiler

@@ -15,7 +15,6 @@ import pytest
 from mlx.utils import tree_map
 from mlx_lm.generate import generate_step
 
-from benchmarks.architecture_configs import WINDOW, config_of
 from mlx_parallm.config import CacheConfig, SchedulerConfig, SpeculativeConfig
 from mlx_parallm.generation.kv_cache.manager import KVCacheManager
 from mlx_parallm.generation.scheduler.scheduler import Scheduler
@@ -26,6 +25,7 @@ from mlx_parallm.worker.generation.cache_layout import probe_layout
 from mlx_parallm.worker.generation.memory import plan_kv
 from mlx_parallm.worker.generation.model_runner import ModelRunner
 from mlx_parallm.worker.weights.loader import LoadedModel
+from tests.builders.architectures.configs import WINDOW, config_of
 from tests.compiled_attention import AheadAttention, CompiledAttention
 
 PATHS = {

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from benchmarks.gpu.kernel_cases import Case, Trial
 from mlx_parallm.worker.attention.chunk_plan import LARGE_WORK
 from mlx_parallm.worker.attention.kernel_backend import KernelAttention
+from tests.builders.kernel_cases import Case, Trial
 from tests.kernels.shim_dialect import ORDERS, KernelError, Shim
 
 

@@ -11,7 +11,6 @@ import mlx.core as mx
 import pytest
 from mlx_lm.models.cache import ArraysCache
 
-from benchmarks.architecture_configs import config_of
 from mlx_parallm.kernels.dialect import Dialect
 from mlx_parallm.worker.attention.reference import ReferenceAttention
 from mlx_parallm.worker.generation.cache_layout import probe_layout
@@ -23,6 +22,7 @@ from mlx_parallm.worker.layers.delta_net import (
     use_net_kernels,
     why_not,
 )
+from tests.builders.architectures.configs import config_of
 from tests.kernels.shim_compile import require_compiler
 from tests.kernels.shim_dialect import ORDERS, CudaShim
 

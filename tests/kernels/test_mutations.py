@@ -5,9 +5,9 @@ from __future__ import annotations
 import mlx.core as mx
 import pytest
 
-from benchmarks.gpu.kernel_cases import Case
 from mlx_parallm.worker.attention.kernels import TEXTS
 from mlx_parallm.worker.attention.quantisation import KVQuantisation
+from tests.builders.kernel_cases import Case
 from tests.kernels.attention_trial import is_right
 from tests.kernels.mutation import SHIMS, SYNCHRONISATION, leave_out, mutants, overlooked
 from tests.kernels.shim_compile import require_compiler

@@ -5,11 +5,11 @@ from __future__ import annotations
 import mlx.core as mx
 import pytest
 
-from benchmarks.gpu.kernel_cases import Case, Trial
 from mlx_parallm.kernels.dialect import Tuning
 from mlx_parallm.worker.attention.check import attention_error
 from mlx_parallm.worker.attention.kernel_backend import KernelAttention
 from mlx_parallm.worker.attention.quantisation import KVQuantisation
+from tests.builders.kernel_cases import Case, Trial
 from tests.kernels.shim_dialect import ORDERS, Shim
 
 #: Decode rows and a few tokens of one sequence.

@@ -12,7 +12,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.gpu.kernel_cases import Case, Trial
 from mlx_parallm.kernels.dialect import Tuning
 from mlx_parallm.types.step import ScheduledSequence
 from mlx_parallm.worker.attention.base import LayerPool, LayerShape
@@ -20,6 +19,7 @@ from mlx_parallm.worker.attention.chunk_plan import LONG_CHUNK
 from mlx_parallm.worker.attention.kernel_backend import KernelAttention
 from mlx_parallm.worker.attention.kernel_plan import KernelPlan
 from mlx_parallm.worker.attention.kernel_prefill import PrefillKernels
+from tests.builders.kernel_cases import Case, Trial
 from tests.kernels.attention_trial import is_right
 from tests.kernels.mutation import SYNCHRONISATION, leave_out
 from tests.kernels.shim_compile import require_compiler

@@ -7,11 +7,11 @@ from dataclasses import replace
 import mlx.core as mx
 import pytest
 
-from benchmarks.gpu.kernel_cases import Case, Trial
 from mlx_parallm.worker.attention import decode_groups, dense
 from mlx_parallm.worker.attention.quantisation import KVQuantisation
 from mlx_parallm.worker.attention.quantised_reference import QuantisedReferenceAttention
 from mlx_parallm.worker.attention.reference import ReferenceAttention
+from tests.builders.kernel_cases import Case, Trial
 
 MIXED = ((37, 1), (3, 1), (15, 3), (0, 1), (130, 80), (0, 17))
 BITS8, BITS4 = KVQuantisation(bits=8), KVQuantisation(bits=4, group_size=32)

@@ -8,9 +8,9 @@ import mlx.core as mx
 import pytest
 from mlx_lm.models.cache import make_prompt_cache
 
-from benchmarks.architecture_configs import config_of
-from benchmarks.architecture_trial import build
 from mlx_parallm.worker.layers.own_compilation import run_uncompiled
+from tests.builders.architectures.configs import config_of
+from tests.builders.architectures.trial import build
 
 
 def decode(model: Any) -> mx.array:

@@ -9,8 +9,8 @@ import mlx.nn as nn
 import pytest
 from mlx.utils import tree_flatten
 
-from benchmarks.architecture_configs import config_of
 from mlx_parallm.worker.layers.row_layers import use_row_layers
+from tests.builders.architectures.configs import config_of
 
 
 class Block(nn.Module):

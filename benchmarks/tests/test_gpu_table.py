@@ -19,7 +19,7 @@ from benchmarks.gpu.tables import format_table, write_tables
 from mlx_parallm.bench.decode_load import DecodeLoad
 from mlx_parallm.types.errors import ConfigError
 
-PAGE = Path(__file__).parents[3] / "docs" / "performance.md"
+PAGE = Path(__file__).parents[2] / "docs" / "performance.md"
 #: Rows that start processes.
 OUTSIDE = {
     "parity",

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from benchmarks.architecture_overrides import OVERRIDES
-from benchmarks.architecture_parts import VOCAB_SIZE, WINDOW
+from tests.builders.architectures.overrides import OVERRIDES
+from tests.builders.architectures.parts import VOCAB_SIZE, WINDOW
 
 #: Each architecture takes the keys that it knows.
 COMMON: dict[str, Any] = {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from benchmarks.architecture_parts import (
+from tests.builders.architectures.parts import (
     GEMMA4,
     INDEXER,
     KIMI_LINEAR,

@@ -10,17 +10,17 @@ import mlx.core as mx
 from mlx.utils import tree_map
 from mlx_lm.models.cache import make_prompt_cache
 
-from benchmarks.architecture_configs import (
-    LONG_LIMIT,
-    VOCAB_SIZE,
-    config_of,
-    long_config_of,
-)
 from mlx_parallm.worker.attention.reference import ReferenceAttention
 from mlx_parallm.worker.generation.cache_layout import OpaqueLayout, leaves, probe_layout
 from mlx_parallm.worker.generation.path_choice import PathChoice, choose_path
 from mlx_parallm.worker.generation.self_check import TOLERANCE, CheckedText, largest_difference
 from mlx_parallm.worker.model_errors import MODEL_ERRORS
+from tests.builders.architectures.configs import (
+    LONG_LIMIT,
+    VOCAB_SIZE,
+    config_of,
+    long_config_of,
+)
 
 BLOCK_SIZE = 4
 # Texts of the second check, in tokens: two are longer than any limit of their model.

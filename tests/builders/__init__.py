@@ -1,0 +1,1 @@
+"""Models and cases that tests and benchmarks build."""

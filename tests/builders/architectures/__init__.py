@@ -1,0 +1,1 @@
+"""Small configurations of every architecture that mlx_lm has."""
