@@ -22,8 +22,9 @@ from mlx_parallm.worker.generation.kv_pools import KVPools
 from mlx_parallm.worker.generation.path_choice import choose_path
 from mlx_parallm.worker.generation.paths.sequential import SequentialPath
 from mlx_parallm.worker.generation.step_rows import token_array
+from mlx_parallm.worker.layers.row_layers import Columns
 from mlx_parallm.worker.lora.adapted_layers import AdaptedLayers
-from mlx_parallm.worker.lora.change_kernels import ChangeKernels, Columns
+from mlx_parallm.worker.lora.change_kernels import ChangeKernels
 from mlx_parallm.worker.lora.context import AdapterContext
 from mlx_parallm.worker.lora.stack import LinearStack
 from tests.builders.random_models import random_model

@@ -11,7 +11,7 @@ import mlx_parallm
 from mlx_parallm.kernels.build import kernel_text
 
 PACKAGE = Path(mlx_parallm.__file__).parent
-FOLDERS = tuple(PACKAGE / name / "kernels" for name in ("attention", "sampling", "adapters"))
+FOLDERS = tuple(PACKAGE / "worker" / name / "kernels" for name in ("attention", "sampling", "lora"))
 TEXTS = sorted(path for folder in FOLDERS for path in (folder / "cuda").iterdir())
 #: What Metal says, and what CUDA says there.
 WORDS = (

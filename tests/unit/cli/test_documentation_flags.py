@@ -49,7 +49,7 @@ def flags_of_settings() -> set[str]:
 @functools.cache
 def flags_of_programs() -> set[str]:
     """Return the flags of the other commands, benchmarks, scripts and demonstrations."""
-    folders = ("mlx_parallm", "benchmarks", "loadtests", "examples", "scripts")
+    folders = ("mlx_parallm", "demo", "benchmarks", "loadtests", "examples", "scripts")
     files = [path for name in folders for path in (ROOT / name).rglob("*.py")]
     return {flag for path in files for flag in DECLARED_FLAG.findall(path.read_text("utf-8"))}
 
