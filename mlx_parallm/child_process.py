@@ -27,7 +27,7 @@ from time import sleep
 from types import FrameType
 from typing import Any
 
-#: SIGTERM comes first, and a server ends its running requests; SIGKILL follows after this time.
+#: GRACE_S: seconds from SIGTERM, on which a server ends its running requests, to SIGKILL.
 GRACE_S = 60.0
 PARENT = "parent"
 PARENT_POLL_S = 0.5
@@ -35,7 +35,7 @@ COMMAND = "--"
 
 
 class ChildProcess(subprocess.Popen[Any]):
-    """A process that ends with this one, otherwise a ``subprocess.Popen``.
+    """A ``subprocess.Popen`` whose process ends with this one.
 
     Attributes:
         close_link: call it to let the child end as if this process had.
@@ -59,7 +59,7 @@ class ChildProcess(subprocess.Popen[Any]):
         """
         # Python makes descriptors close-on-exec, so no other child inherits the write end.
         read_end, write_end = os.pipe()
-        # It is also closed when this process ends normally.
+        # finalize also closes it when this process ends normally.
         self.close_link = weakref.finalize(self, os.close, write_end)
         launcher = [python or sys.executable, "-m", "mlx_parallm.child_process"]
         try:
@@ -84,7 +84,7 @@ def run(
 
     Args:
         target: see ``ChildProcess``.
-        data: what it reads from its standard input.
+        data: the process's standard input.
         timeout_s: ``TimeoutExpired`` is raised after it; the child ends.
         options: further arguments of ``ChildProcess``.
     """
@@ -117,11 +117,11 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _wait_of(link: str) -> Callable[[], None]:
-    """Return what blocks until the parent is gone."""
+    """Return a function that blocks until the parent is gone."""
     if link == PARENT:
         parent = os.getppid()
         return lambda: _wait_for_new_parent(parent)
-    # The children of this process do not need it.
+    # The children of this process do not need the descriptor.
     os.set_inheritable(int(link), False)
     return lambda: _wait_for_eof(int(link))
 
@@ -151,25 +151,25 @@ def _end_self() -> None:
 
 
 def _supervise(command: Sequence[str], wait: Callable[[], None]) -> int:
-    """Run a command that ends with the parent, or when this process is told to end."""
-    is_told = threading.Event()
+    """Run a command that ends with the parent, or when this process receives SIGTERM."""
+    is_stopping = threading.Event()
 
-    def tell(_number: int, _frame: FrameType | None) -> None:
-        is_told.set()
+    def stop(_number: int, _frame: FrameType | None) -> None:
+        is_stopping.set()
         if process is not None:
             process.terminate()
 
     process: subprocess.Popen[bytes] | None = None
-    signal.signal(signal.SIGTERM, tell)
+    signal.signal(signal.SIGTERM, stop)
     # A terminal sends SIGINT to the command too.
     signal.signal(signal.SIGINT, lambda *_: None)
     process = subprocess.Popen(command)
-    if is_told.is_set():
+    if is_stopping.is_set():
         process.terminate()
     running = process
     _watch(wait, lambda: _end(running))
     status = process.wait()
-    # As a shell reports the end by a signal.
+    # A shell reports the end by a signal as 128 plus its number.
     return status if status >= 0 else 128 - status
 
 

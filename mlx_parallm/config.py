@@ -1,4 +1,4 @@
-"""Settings, frozen and nested. Each part of the system receives its own part, never the whole."""
+"""Immutable, nested settings. Each part of the system receives only its own settings."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from mlx_parallm.types.errors import ConfigError
 SPECULATIVE_METHODS = ("ngram", "draft_model")
 MAX_SPECULATIVE_TOKENS = 15
 
-#: ``generate`` continues texts; ``embed`` makes vectors; ``token_embed`` makes one of each token,
-#: by which texts are compared; ``classify`` and ``token_classify`` give
-#: logits of labels, of a text and of its tokens; ``score`` gives a pair of texts one logit;
-#: ``reward`` is what a reward model's class says.
+#: ``ModelTask``: ``generate`` continues texts; ``embed`` gives a vector per text; ``token_embed``
+#: gives a vector per token, for late interaction; ``classify`` gives logits of labels per text,
+#: ``token_classify`` per token; ``score`` gives a pair of texts one logit; ``reward`` gives the
+#: output of a reward model's class.
 ModelTask = Literal[
     "generate", "embed", "token_embed", "classify", "token_classify", "score", "reward"
 ]
@@ -31,23 +31,24 @@ class ModelConfig:
 
     Attributes:
         path: hub id or folder; None is the embedded demonstration model.
-        served_names: names clients may use; the first is the one reported. Empty: the path.
+        served_names: names that clients may use; answers carry the first. Empty: the path.
         revision: hub revision.
         dtype: "auto", "float32", "float16" or "bfloat16". Auto keeps the checkpoint's dtype on a
             GPU and, on the CPU, casts and dequantises to float32 when that fits in memory.
         max_model_len: cap on the context length; None takes the model's own.
-        max_model_len_is_own: whether that is said of this model alone; a cap that is said of
-            several models leaves those that were made for less as they are.
+        max_model_len_is_own: True if the cap was set for this model alone; a cap for all models
+            does not raise a shorter context of one of them.
         kv_cache_dtype: one of ``KV_CACHE_DTYPES``; None takes that of ``CacheConfig``.
         chat_template: a Jinja template, or the path of a file with one; None takes the model's own.
-        chat_template_kwargs: variables of the template that every request begins with.
-        tool_call_parser: how the model writes tool calls: "auto" finds it out from its template and
+        chat_template_kwargs: default values of template variables; requests can override them.
+        tool_call_parser: how the model writes tool calls: "auto" infers it from its template and
             vocabulary, "none" leaves them in the text, other names are those of
             ``parsing.registry``.
-        reasoning_parser: the same for what it thinks.
-        enable_auto_tool_choice: let the model decide whether it calls tools; false refuses that.
+        reasoning_parser: how the model writes reasoning: "auto", "none" or a name, as above.
+        enable_auto_tool_choice: let the model decide whether it calls tools; if false, requests
+            with ``tool_choice: auto`` are refused.
         trust_remote_code: run Python code that comes with the model or its tokenizer.
-        task: what the model is served for; "auto": what its files say.
+        task: the model's role; "auto": its files decide.
     """
 
     path: str | None = None
@@ -73,11 +74,11 @@ class CacheConfig:
     Attributes:
         block_size: tokens per block.
         memory_fraction: share of the free memory that KV of all models together may take; on the
-            CPU no more than the weights do, or 1 GiB, since a pool is filled at start there.
-        kv_cache_dtype: one of ``KV_CACHE_DTYPES``. Auto keeps KV in the model's dtype; the others
-            keep it in integers of 8 or 4 bits, with a step and a least value for every 64.
-        kv_cache_bytes: KV of all models together as a number of bytes, which is taken or refused;
-            wins over ``memory_fraction``.
+            CPU no more than the weights take, or 1 GiB, because a pool is filled at start there.
+        kv_cache_dtype: one of ``KV_CACHE_DTYPES``. "auto" keeps KV in the model's dtype; the others
+            quantise it to 8 or 4 bits, with a scale and a minimum per group of 64 elements.
+        kv_cache_bytes: bytes of KV of all models together, allocated exactly or refused; overrides
+            ``memory_fraction``.
         enable_prefix_caching: reuse blocks of equal prefixes.
     """
 
@@ -97,9 +98,9 @@ class SchedulerConfig:
         max_num_batched_tokens: the token budget of a step; None is 2048 on an NVIDIA GPU and 1024
             elsewhere.
         max_decode_stall_ms: milliseconds that a step with decode rows may take; its prefill is cut
-            to fit, by what steps were measured to take. None is no limit but the token budget.
+            to fit, by the measured time of earlier steps. None: only the token budget limits it.
         max_num_seqs_per_client: most running sequences per client; None is no limit.
-        max_loras: most adapters in the running sequences at once.
+        max_loras: most distinct adapters among the running sequences.
         max_waiting: most waiting sequences; beyond it requests are refused with OverloadedError.
             0 is no limit.
     """
@@ -117,14 +118,14 @@ class SpeculativeConfig:
     """Speculative decoding, for all models of the process. Names are vLLM's.
 
     Attributes:
-        method: "ngram" proposes what followed the latest tokens where they stood before;
-            "draft_model" what a smaller model says.
-        model: the draft model's hub id or folder; of the served model's vocabulary.
+        method: "ngram" proposes the tokens that followed an earlier occurrence of the latest
+            tokens; "draft_model" proposes the tokens of a smaller model.
+        model: the draft model's hub id or folder; it must have the served model's vocabulary.
         num_speculative_tokens: most tokens proposed at a time.
         prompt_lookup_max: longest n-gram looked for.
         prompt_lookup_min: shortest n-gram that counts as a match.
-        disable_by_batch_size: nothing is proposed while more sequences than this decode; None
-            leaves it to the device.
+        disable_by_batch_size: speculation pauses while more sequences than this decode; None: the
+            device's kind decides.
 
     Raises:
         ConfigError: a value is out of range.
@@ -155,11 +156,10 @@ class SpeculativeConfig:
 
     @staticmethod
     def from_mapping(values: Mapping[str, Any]) -> SpeculativeConfig:
-        """From names and plain values.
+        """Return the settings in a mapping of names to plain values.
 
         Raises:
-            ConfigError: these are no names and values, a name is unknown, or a value is out of
-                range.
+            ConfigError: ``values`` is no mapping, a name is unknown, or a value is out of range.
         """
         if not isinstance(values, Mapping):
             raise ConfigError(f"speculative settings are names with values, not {values!r}")
@@ -191,12 +191,12 @@ class AdapterConfig:
     """Adapters, for all models of the process.
 
     Attributes:
-        max_loaded: most adapters of a model in memory; one from a folder that nobody uses makes way
-            for another, and comes back when it is asked for.
+        max_loaded: most adapters of a model in memory; at the limit an idle adapter from a folder
+            is evicted, and loaded again when a request names it.
         max_rank: largest rank.
         directory: a folder of adapters, which requests may name as models; None for none.
         allowed_roots: further folders below which requests may name paths.
-        allowed_repos: ids on the hub, with ``*`` for any text, that requests may name as paths.
+        allowed_repos: hub ids, with ``*`` for any text, that requests may name as paths.
     """
 
     max_loaded: int = 64
@@ -208,10 +208,10 @@ class AdapterConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EncoderConfig:
-    """Batches of encoders, per model.
+    """Result cache and batching of pooling models, per model.
 
     Attributes:
-        cache_bytes: most memory of results that are kept for equal inputs; 0 keeps none.
+        cache_bytes: size of the cache of results; 0 turns it off.
         max_batch_wait_ms: milliseconds that an input may wait for others to fill its batch.
     """
 
@@ -221,13 +221,13 @@ class EncoderConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadingConfig:
-    """Models that come and go while the server runs.
+    """Models that are loaded and unloaded while the server runs.
 
     Attributes:
         allowed_roots: folders below which requests may name models to load.
-        allowed_repos: ids on the hub, with ``*`` for any text, that requests may load.
-        max_encoder_bytes: most bytes of the weights of all encoders together; those used least
-            recently make way, and come back with their next request. None is no limit.
+        allowed_repos: hub ids, with ``*`` for any text, that requests may load.
+        max_encoder_bytes: most bytes of weights of all encoders together; at the limit the least
+            recently used are evicted, and loaded again by their next request. None is no limit.
     """
 
     allowed_roots: tuple[str, ...] = ()
@@ -237,13 +237,13 @@ class LoadingConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
-    """Everything the engine thread needs.
+    """All settings of the engine thread.
 
-    ``restart_on_failure``: when the engine thread dies, tell every open stream and start it anew
-    instead of ending the process. ``speculative``: None for no speculative decoding.
-    ``logprobs_mode``: one of ``request.LOGPROBS_MODES``, for requests that name none. ``warm_up``:
-    run steps of many shapes while the server is idle, on devices that prepare something for each.
-    ``kernel_cache_dir``: the folder of an NVIDIA GPU's compiled kernels; None for the user's cache.
+    ``restart_on_failure``: if the engine thread dies, end every open stream with an error and
+    restart the thread instead of ending the process. ``speculative``: None for no speculative
+    decoding. ``logprobs_mode``: one of ``request.LOGPROBS_MODES``, for requests that name none.
+    ``warm_up``: run steps of the usual shapes while the server is idle, on devices that compile per
+    shape. ``kernel_cache_dir``: the folder of compiled CUDA kernels; None for the user's cache.
     """
 
     models: tuple[ModelConfig, ...] = (ModelConfig(),)
@@ -260,7 +260,7 @@ class EngineConfig:
     kernel_cache_dir: str | None = None
 
     def max_len_of(self, model: ModelConfig, own: int | None) -> int | None:
-        """Return the cap on the context of a model that was made for ``own`` tokens."""
+        """Return the context cap, in tokens, of a model whose own context length is ``own``."""
         cap = model.max_model_len
         is_shared = len(self.models) > 1 and not model.max_model_len_is_own
         return own if is_shared and cap is not None and own is not None and own < cap else cap
@@ -274,31 +274,31 @@ class ServerConfig:
         fd: descriptor of the bound socket to serve on, instead of ``host`` and ``port``.
         api_keys: keys that may use the model routes; empty admits everybody.
         admin_api_keys: keys that may change the server; empty means ``api_keys``.
-        allowed_hosts: hosts that requests may name beside those of the loopback interface, where
-            no API key is set; "*" any.
-        cache_scope: who may find what a request computed: one of ``CACHE_SCOPES``, where "key" is
-            the requests of the same API key and "server" is all; None is "key" where several keys
-            are set.
+        allowed_hosts: hosts that requests may name besides the loopback interface's, checked if no
+            API key is set; "*" any.
+        cache_scope: which requests share cached results, one of ``CACHE_SCOPES``: "key" is those of
+            the same API key, "server" is all; None is "key" if several keys are set.
         allowed_origins: CORS origins; empty allows none; "*" any.
         max_logprobs: cap on ``top_logprobs``, ``logprobs`` and ``prompt_logprobs``; -1 is no cap.
         max_body_bytes: largest request body.
         max_tokenize_bytes: largest body of a request that only tokenises, counts or detokenises.
         max_adapter_bytes: largest upload of an adapter.
         max_weights_bytes: largest upload of weights of a model.
-        max_client_body_bytes: bodies of one client's requests in the server together.
-        client_timeout_s: a client that sends or takes nothing for this long is cut off; 0 is off.
+        max_client_body_bytes: most bytes of one client's request bodies held at once.
+        client_timeout_s: a client that sends or reads nothing for this long is disconnected; 0 is
+            off.
         max_stored_responses: most responses kept in memory for /v1/responses; 0 keeps none.
-        max_stored_bytes: most bytes of them together, with the conversations they answer.
-        data_dir: folder of files and batches; made at start; None serves neither.
+        max_stored_bytes: most bytes of stored responses together, conversations included.
+        data_dir: folder of files and batches; created at start; None serves neither.
         max_file_bytes: largest uploaded file.
         max_files_bytes: most bytes of all files together.
         max_num_seqs_of_batches: most sequences of batches in the engine at once; None is half of
             ``max_num_seqs``, or of ``max_num_seqs_per_client`` if that is less.
-        verifier_urls: what /v1/rl/rollout may ask for the reward of a sample.
+        verifier_urls: URLs that /v1/rl/rollout may call for the reward of a sample.
         stream_interval: tokens of a sample that a stream sends together.
         sse_keep_alive_s: a comment line is sent on a stream silent for this long; 0 is off.
-        engine_process: whether the models live in a process of their own.
-        shutdown_timeout_s: how long running requests may go on after SIGTERM.
+        engine_process: True if the models live in a process of their own.
+        shutdown_timeout_s: time that running requests get to finish after SIGTERM.
         log_format: "console" or "json".
     """
 
@@ -338,8 +338,8 @@ class ServerConfig:
 
     @property
     def separates_keys(self) -> bool:
-        """True if requests of an API key never find what those of another one computed."""
+        """True if requests of one API key never reuse results of another's."""
         if self.cache_scope is not None:
             return self.cache_scope == KEY_SCOPE
-        # Where only the admin key is set, model routes need no key, so clients are one.
+        # If only the admin key is set, model routes need no key, so clients cannot be told apart.
         return bool(self.api_keys) and len({*self.api_keys, *self.admin_api_keys}) > 1

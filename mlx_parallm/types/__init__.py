@@ -1,1 +1,1 @@
-"""What travels between the stages: requests, batches, events, results, errors. Plain Python."""
+"""Plain Python types that the stages exchange: requests, batches, events, results, errors."""

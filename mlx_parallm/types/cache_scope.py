@@ -1,4 +1,4 @@
-"""Whose requests may find what was computed for one of them."""
+"""The cache scope of a request: which clients may reuse what was computed for it."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class CacheScope:
-    """Who may find what a request computed. It is part of every content that is kept.
+    """Which requests may reuse cached results; the scope is part of every cache key.
 
-    The server decides it, where a request enters; no field of a request can change it.
+    The server sets it when a request enters; no field of a request can change it.
 
     Attributes:
-        owner: the client whose requests find it; None: everybody's do.
+        owner: the only client whose requests may reuse them; None: every client's may.
     """
 
     owner: str | None = None
 
     def content_key(self, *parts: str | None) -> bytes:
-        """Return bytes that are equal exactly for equal scopes and equal parts."""
-        # Joined texts could be made to look like others; Python's text of a tuple can be read back.
+        """Return a cache key: equal iff the scopes and all parts are equal."""
+        # The repr of a tuple is unambiguous; a client could forge joined strings to collide.
         return repr((self.owner, *parts)).encode()
 
 

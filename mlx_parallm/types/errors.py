@@ -3,7 +3,7 @@
     ParallmError
     ├── ConfigError                 a setting is wrong; the process does not start
     ├── ModelLoadError              a model could not be loaded
-    ├── OutOfMemoryError            the device or machine has not so much memory   (HTTP 503)
+    ├── OutOfMemoryError            the device or machine lacks the memory         (HTTP 503)
     ├── InvalidRequestError         the caller's fault; names the field            (HTTP 400)
     │   ├── ContextLengthError      prompt (+ max_tokens) does not fit the model   (HTTP 400)
     │   ├── ModelNotFoundError      no served model has this name                  (HTTP 404)
@@ -33,7 +33,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-#: Names of models that a message lists at most.
+#: MAX_LISTED_MODELS keeps "model does not exist" messages short on servers with many adapters.
 MAX_LISTED_MODELS = 10
 
 
@@ -41,7 +41,7 @@ class ParallmError(Exception):
     """Base of every error in this project."""
 
     def __reduce__(self) -> tuple[object, ...]:
-        """Pickled as it is: making it anew would take the arguments that its message was of."""
+        """Return how to pickle it: subclasses take other arguments than ``args`` holds."""
         return _rebuilt, (type(self), self.args), self.__dict__
 
 
@@ -56,7 +56,7 @@ class ConfigError(ParallmError):
 
 
 class OutOfMemoryError(ParallmError):
-    """The device or the machine does not have so much memory."""
+    """The device or the machine does not have enough memory."""
 
 
 class ModelLoadError(ParallmError):
@@ -81,7 +81,7 @@ class ContextLengthError(InvalidRequestError):
     """The prompt, or the prompt and the requested output, exceed the context length.
 
     Attributes:
-        prompt_tokens: how many the prompt has, as text; None where that is not what is wrong.
+        prompt_tokens: the prompt's number of tokens, as text; None if the prompt alone fits.
     """
 
     def __init__(
@@ -105,7 +105,7 @@ class ModelNotFoundError(InvalidRequestError):
     """No served model has the requested name."""
 
     def __init__(self, name: str, served: Sequence[str] = ()) -> None:
-        """``served`` are the names that exist, of which the message lists some."""
+        """Build the message; it lists the first names of ``served``, the models that exist."""
         message = f"The model `{name}` does not exist."
         if served:
             more = len(served) - MAX_LISTED_MODELS
@@ -131,7 +131,7 @@ class MisdirectedRequestError(InvalidRequestError):
 
 
 class VersionMismatchError(InvalidRequestError):
-    """An update expected another version of the weights than is there; nothing was changed."""
+    """The weights are not of the version that an update expected; nothing was changed."""
 
 
 class RequestTimeoutError(InvalidRequestError):
@@ -143,14 +143,14 @@ class RequestTooLargeError(InvalidRequestError):
 
 
 class NotImplementedRouteError(ParallmError):
-    """A route of the API that none of the loaded models can serve."""
+    """None of the loaded models can serve this route of the API."""
 
 
 class OverloadedError(ParallmError):
     """The waiting queue is full.
 
     Attributes:
-        retry_after_s: seconds after which a retry is worth it.
+        retry_after_s: seconds after which the client should retry.
     """
 
     def __init__(self, message: str, *, retry_after_s: float = 1.0) -> None:
@@ -195,7 +195,7 @@ class RequestAbortedError(ParallmError):
 
 
 class ControlError(ParallmError):
-    """A command failed for a reason that is not its caller's; what was there before serves on."""
+    """A command failed by no fault of its caller; the state before it stays in effect."""
 
 
 class StepError(ParallmError):

@@ -1,4 +1,4 @@
-"""What comes back from the engine: events of one request, in order."""
+"""Events of one request, which the engine sends back in order."""
 
 from __future__ import annotations
 
@@ -21,9 +21,10 @@ class FinishReason(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptEvent:
-    """First event of a request: its prompt has been computed.
+    """The prompt has been computed; this is a request's first event.
 
-    ``prompt_logprobs`` has one entry per prompt token; the first, which follows nothing, is None.
+    ``prompt_logprobs`` has one entry per prompt token; the first token's is None, because nothing
+    precedes it.
     """
 
     request_id: str
@@ -35,13 +36,14 @@ class PromptEvent:
 class TokenEvent:
     """New tokens of sample ``index``, with the text that became printable.
 
-    ``text`` can lag behind ``token_ids``: half a UTF-8 character and what may become a stop string
-    are held back. The last event of a sample has a ``finish_reason`` and all text that remained;
-    its ``token_ids`` may be empty. ``stop_reason`` is the stop string or stop token id met, None
-    for the model's own end-of-sequence. ``logprobs`` is parallel to ``token_ids`` when asked for.
-    The token that ended a sample (end-of-sequence or stop token) is in ``token_ids``, not in
-    ``text``. ``version`` is the label of the weights that made the tokens. ``pieces`` are
-    the events that it was joined from, if it was.
+    ``text`` can lag behind ``token_ids``: an incomplete UTF-8 character and a possible beginning
+    of a stop string are held back. The last event of a sample has a ``finish_reason`` and all the
+    remaining text; its ``token_ids`` may be empty. ``stop_reason`` is the stop string or stop token
+    id that was met, None for the model's own end-of-sequence. ``logprobs`` is parallel to
+    ``token_ids`` if the request wants log-probabilities, else empty. The token that ended a sample
+    (end-of-sequence or stop token) is in ``token_ids``, but not in ``text``. ``version`` is the
+    label of the weights that made the tokens. ``pieces`` are the events that were joined into this
+    one; empty if none were.
     """
 
     request_id: str
@@ -57,7 +59,7 @@ class TokenEvent:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ErrorEvent:
-    """The request ended by an error; nothing follows."""
+    """The request ended with an error; no event follows."""
 
     request_id: str
     error: ParallmError

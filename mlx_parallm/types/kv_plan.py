@@ -1,4 +1,4 @@
-"""What a model claims of the KV memory."""
+"""The share of the KV memory budget that a model claims."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ class KVPlan:
     Attributes:
         block_size: tokens per block.
         block_bytes: bytes of one block in all layers.
-        wanted_blocks: what ``max_num_seqs`` sequences of ``max_model_len`` could use.
+        wanted_blocks: blocks that ``max_num_seqs`` sequences of ``max_model_len`` could use.
         max_model_len: longest sequence.
     """
 

@@ -1,6 +1,6 @@
-"""What travels between the stages where a text is read instead of continued.
+"""Request and result types of pooling models (embeddings, classification, masked LM).
 
-A model reads an input once, and a head makes of its hidden states what the input's task asks for.
+A model reads an input once; a head turns its hidden states into the result of the input's task.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from mlx_parallm.types.cache_scope import EVERYBODY, CacheScope
 if TYPE_CHECKING:
     import numpy as np
 
-#: What is made of an input of L tokens, always float32:
-#: ``embed``: its vector, ``[dims]``, not divided by its length;
+#: ``Task`` names the result of an input of L tokens, always float32:
+#: ``embed``: its vector, ``[dims]``, not normalised;
 #: ``token_embed``: a vector for each token, ``[L, token_dims]``;
 #: ``classify``: logits of the labels, ``[labels]``;
 #: ``token_classify``: logits of each token's labels, ``[L, labels]``;
 #: ``mlm``: logits of the masked LM at ``places``, ``[places, candidates or vocabulary]``;
-#: ``mlm_logprobs``: the same as log-probabilities over the whole vocabulary;
+#: ``mlm_logprobs``: log-probabilities at ``places``, normalised over the whole vocabulary;
 #: ``mlm_top``: the ids of the ``top_k`` likeliest tokens at ``places`` and their log-probabilities,
 #: ``[places, 2, top_k]``, likeliest first;
 #: ``sparse``: a weight for each word of the vocabulary, ``[vocabulary]``, most of them 0.
@@ -35,7 +35,7 @@ Task = Literal[
     "sparse",
 ]
 
-#: Those that tell labels apart.
+#: ``LABEL_TASKS`` are the tasks whose results are logits of labels.
 LABEL_TASKS: frozenset[Task] = frozenset({"classify", "token_classify"})
 
 ProblemType = Literal["single_label_classification", "multi_label_classification", "regression"]
@@ -46,18 +46,19 @@ class EncodeInput:
     """One text of a request. Equal inputs have equal results.
 
     Attributes:
-        token_ids: with the special ones; at least one.
-        task: what is made of it.
-        second_at: where a second text begins, whose tokens are of type 1; None: there is none, or
-            the model does not tell them apart.
-        places: of the tasks of masked LMs: tokens, from 0, whose logits are wanted.
-        top_k: of ``mlm_top``: how many tokens are wanted, at most the vocabulary.
-        candidates: of ``mlm`` and ``mlm_logprobs``: ids whose logits are wanted, in this order;
-            empty: all.
-        num_unattended: tokens at the end that attend to all before them, and that none attends to.
-        num_unpooled: of ``embed``: tokens at the beginning that are no part of the vector.
-        adapter: the content of the adapter that it is read with; None: the model as it is.
-        scope: whose requests may have its result; the engine sets it to that of the request.
+        token_ids: the tokens, special ones included; at least one.
+        task: which result is computed.
+        second_at: index of the first token of a second text (token type 1); None: there is no
+            second text, or the model has no token types.
+        places: for masked-LM tasks: indices, from 0, of the tokens whose logits are wanted.
+        top_k: for ``mlm_top``: number of tokens wanted, at most the vocabulary size.
+        candidates: for ``mlm`` and ``mlm_logprobs``: ids whose logits are wanted, in this order;
+            empty: the whole vocabulary.
+        num_unattended: tokens at the end that attend to all before them, but that no token attends
+            to.
+        num_unpooled: for ``embed``: tokens at the beginning that are left out of the vector.
+        adapter: content id of the adapter to apply; None: the base model.
+        scope: whose requests may reuse the result; the engine copies it from the request.
     """
 
     token_ids: tuple[int, ...]
@@ -74,15 +75,15 @@ class EncodeInput:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenSpan:
-    """A token of an input, and where it is in the text.
+    """A token of an input, and its place in the text.
 
     Attributes:
         token_id: its id.
-        token: its text in the vocabulary; of an unknown token what stands there.
-        start: its first character.
-        end: the character after its last.
-        is_special: whether it was put around the text.
-        continues: whether it belongs to the word of the token before it.
+        token: its text in the vocabulary; for an unknown token, the characters of the input.
+        start: index of its first character.
+        end: index after its last character.
+        is_special: True if the tokenizer added it around the text.
+        continues: True if it belongs to the same word as the token before it.
     """
 
     token_id: int
@@ -101,9 +102,9 @@ class EncodeRequest:
         request_id: chosen by the caller, unique among those in flight.
         model: the model's first name.
         inputs: at least one.
-        adapter: the name of the adapter that they are read with; None: the model as it is.
-        head: that the adapter had when the inputs were made: it says what results are.
-        scope: whose requests may have these results; set where it enters the server.
+        adapter: name of the adapter to apply; None: the base model.
+        head: the adapter's own head when the inputs were made; it decides the results' shapes.
+        scope: whose requests may reuse these results; set when the request enters the server.
     """
 
     request_id: str
@@ -114,19 +115,20 @@ class EncodeRequest:
     scope: CacheScope = EVERYBODY
 
     def with_scoped_inputs(self) -> EncodeRequest:
-        """Return the same request whose inputs equal only those of the same scope."""
+        """Return this request with its scope copied into every input's cache key."""
         if self.scope == EVERYBODY:
             return self
-        return replace(self, inputs=tuple(replace(one, scope=self.scope) for one in self.inputs))
+        inputs = tuple(replace(encode_input, scope=self.scope) for encode_input in self.inputs)
+        return replace(self, inputs=inputs)
 
 
 class EncodeResults(list["np.ndarray"]):
-    """The result of each input of a request, in their order; see ``Task`` for the shapes.
+    """The results of a request's inputs, in order; ``Task`` gives their shapes.
 
-    The arrays are shared with other requests, and read-only.
+    The arrays are read-only, because other requests share them.
 
     Attributes:
-        cache_hits: for each input, whether its result was kept from an earlier request.
+        cache_hits: for each input, True if its result came from the cache.
     """
 
     def __init__(self, results: Iterable[np.ndarray], cache_hits: Iterable[bool]) -> None:
@@ -136,21 +138,21 @@ class EncodeResults(list["np.ndarray"]):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LateInteraction:
-    """How queries and documents are read whose tokens' vectors are compared.
+    """How a late-interaction model reads queries and documents, to compare token vectors.
 
     See ColBERT, https://arxiv.org/abs/2004.12832.
 
     Attributes:
         query_prefix: ids after the special tokens at the beginning of a query.
-        document_prefix: the same of a document.
-        query_length: most tokens of a query; None: what the model takes.
-        document_length: the same of a document.
-        expands_to: queries of fewer tokens are filled up to so many.
-        expansion_id: the token that they are filled up with.
-        attends_to_expansion: whether other tokens attend to those.
+        document_prefix: ids after the special tokens at the beginning of a document.
+        query_length: most tokens of a query; None: the model's limit.
+        document_length: most tokens of a document; None: the model's limit.
+        expands_to: shorter queries are padded to this many tokens.
+        expansion_id: the padding token.
+        attends_to_expansion: True if other tokens attend to the padding.
         skipped_ids: tokens of documents that are not compared.
-        skips_in_queries: whether these tokens of queries are neither.
-        is_mean: whether a score is the mean over a query's tokens, and not the sum.
+        skips_in_queries: True if ``skipped_ids`` are left out of queries too.
+        is_mean: True if a score is the mean over a query's tokens instead of the sum.
     """
 
     query_prefix: tuple[int, ...] = ()
@@ -170,26 +172,25 @@ class EncoderInfo:
     """What the rest of the server must know about a loaded encoder.
 
     Attributes:
-        architecture: ``model_type`` of its config.
+        architecture: ``model_type`` in its config.
         vocab_size: rows of the embedding table: ids from it on are refused at the door.
         max_model_len: longest input in tokens, special ones included.
-        tasks: what it can do; the first is what it was made for.
-        dims: numbers of a vector.
-        dtype: what it computes in.
-        weight_bytes: size of the weights.
-        normalizes: whether vectors are to be divided by their lengths.
+        tasks: the tasks it can do; the first is its main one.
+        dims: length of a vector.
+        dtype: the dtype it computes in.
+        weight_bytes: size of the weights, in bytes.
+        normalizes: True if vectors are to be divided by their norm.
         shorter_dims: lengths that its vectors may be cut to; None for any, empty for none.
-        labels: names of a classifier's labels, by their numbers.
-        problem_type: of a classifier: what its logits mean; None where its config does not say.
-        scores_are_logits: of a classifier with one label: whether its files want a pair's logit as
-            its score, and not the logistic function of it.
-        is_reward: whether it was made, or is served, to give rewards.
-        prompts: texts to be put before inputs, by name, as sentence-transformers has them.
-        default_prompt: the name of the one that is used where none is asked for.
-        pools_prompts: whether the tokens of a prompt are part of a vector.
-        poolings: how a vector is made of those of the tokens, such as ``mean``.
-        late: how texts are read to be compared by the vectors of their tokens; None: it is not
-            made for that.
+        labels: names of a classifier's labels, by index.
+        problem_type: for classifiers: the meaning of the logits; None if the config does not say.
+        scores_are_logits: for classifiers with one label: True if a pair's score is the logit, not
+            its sigmoid.
+        is_reward: True if it was made, or is served, to give rewards.
+        prompts: texts to put before inputs, by name, as in sentence-transformers.
+        default_prompt: name of the prompt for requests that name none.
+        pools_prompts: True if a prompt's tokens are pooled into the vector.
+        poolings: how token vectors are pooled into one, such as ``mean``.
+        late: how texts are read for late interaction; None: the model does not support it.
     """
 
     architecture: str
@@ -214,11 +215,11 @@ class EncoderInfo:
 
 @dataclass(frozen=True, slots=True)
 class OwnHead:
-    """The head that an adapter has instead of its model's.
+    """A head that an adapter brings and that replaces its model's.
 
     Attributes:
-        tasks: that it does; for others the model's own heads stay.
-        num_labels: that it tells apart; 0 where it tells none.
+        tasks: the tasks that use this head; other tasks keep the model's heads.
+        num_labels: number of its labels; 0 if it has none.
     """
 
     tasks: tuple[Task, ...]
@@ -230,15 +231,15 @@ class EncodeJob(Protocol):
 
     @property
     def num_stages(self) -> int:
-        """Stages that are left; one at least, the last of which gives the results."""
+        """Number of stages left, at least 1; the last one gives the results."""
         ...
 
     def advance(self) -> None:
-        """Compute a stage that is not the last."""
+        """Compute the next stage; it must not be the last."""
         ...
 
     def results(self) -> list[np.ndarray]:
-        """Compute what is left: what each input's task asks for, float32; see ``Task``."""
+        """Compute the remaining stages and return one float32 array per input; see ``Task``."""
         ...
 
 
@@ -251,17 +252,17 @@ class Encoder(Protocol):
         ...
 
     def begin(self, inputs: Sequence[EncodeInput], slots: Mapping[str, int]) -> EncodeJob:
-        """A batch of these inputs, of which nothing is computed yet.
+        """Return a batch of these inputs, with nothing computed yet.
 
-        ``slots``: where the adapters are that inputs name, by content. Others may be put there as
-        soon as this returns.
+        ``slots`` maps the content id of every adapter that inputs name to its slot. The slots may
+        be reused as soon as this returns.
         """
         ...
 
     def run(self, inputs: Sequence[EncodeInput]) -> list[np.ndarray]:
-        """The results of a batch at once."""
+        """Return the results of a batch, computed without a break."""
         ...
 
     def release(self) -> None:
-        """Give back the memory of the model, which runs no more."""
+        """Free the model's memory; it must not run afterwards."""
         ...

@@ -1,4 +1,4 @@
-"""Dataclasses of which a step makes one or more for every row."""
+"""A decorator for dataclasses that every step creates once or more per row."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ T = TypeVar("T")
 
 @dataclass_transform(frozen_default=True, kw_only_default=True)
 def message(cls: type[T]) -> type[T]:
-    """Make a dataclass that nobody may change, which type checkers see to.
+    """Return ``cls`` as a dataclass that type checkers treat as immutable.
 
-    Not so the interpreter: to freeze an object takes twice as long as to make it.
+    Python does not enforce it: creating a frozen dataclass takes twice as long.
     """
     return dataclass(slots=True, kw_only=True, unsafe_hash=True)(cls)

@@ -1,4 +1,4 @@
-"""What a caller asks for. Frozen; plain Python; the same for HTTP and offline use."""
+"""Immutable request types of models that generate, used by HTTP and by offline callers."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from mlx_parallm.types.cache_scope import EVERYBODY, CacheScope
 from mlx_parallm.types.errors import ContextLengthError, InvalidRequestError
 
 MAX_CHOICES = 128
-#: Of ``logprobs`` and ``prompt_logprobs``: every token of the vocabulary.
+#: ``ALL_TOKENS`` as ``logprobs`` or ``prompt_logprobs`` means the whole vocabulary, as in vLLM.
 ALL_TOKENS = -1
 
 RAW_LOGPROBS = "raw_logprobs"
@@ -18,15 +18,15 @@ LOGPROBS_MODES = (RAW_LOGPROBS, PROCESSED_LOGPROBS)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenLimit:
-    """How many tokens of a text are of use, which is known before the text is encoded.
+    """How many tokens of a text are useful; known before the text is encoded.
 
     Attributes:
-        most: tokens; None: any number.
+        most: the largest number of tokens; None: no limit.
         slack: further tokens that are encoded before a text is refused.
-        cuts: the rest of a longer text is dropped; false: the text is refused.
-        from_left: with ``cuts``: the last tokens are kept, not the first.
-        name: what the texts are called where there are several; None: there is one prompt.
-        first: the number of the first of several texts.
+        cuts: True: a longer text is truncated; False: it is refused.
+        from_left: with ``cuts``: the beginning is dropped, not the end.
+        name: the request field of several texts; None: there is one prompt.
+        first: the number of the first of several texts, in messages.
     """
 
     most: int | None
@@ -37,7 +37,7 @@ class TokenLimit:
     first: int = 0
 
     def check(self, num_tokens: int, place: int = 0) -> None:
-        """Raise ContextLengthError if text ``place`` has too many tokens and is not to be cut."""
+        """Raise ContextLengthError if text ``place`` has too many tokens and may not be cut."""
         if self.most is not None and not self.cuts and num_tokens > self.most + self.slack:
             raise self.refusal(str(num_tokens), place)
 
@@ -52,20 +52,20 @@ class TokenLimit:
         return ContextLengthError(most, detail, param=self.name)
 
 
-#: The limit of texts whose tokens are only counted.
+#: ``ANY_LENGTH`` is the limit of texts whose tokens are only counted.
 ANY_LENGTH = TokenLimit(most=None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Grammar:
-    """What the text of a sample must match.
+    """A grammar that the text of a sample must match.
 
     Attributes:
         text: the grammar in llguidance's JSON form (``{"grammars": […]}``), already checked.
-        begins_after: the grammar holds for what follows this text, such as ``</think>``, and
-            everything up to there is free, but for its end; None: it holds from the first token.
-        free_start: with ``begins_after``: only a sample that begins with this special token, such
-            as ``<think>``, is free at first. Of another, the grammar holds from the first token.
+        begins_after: a text, such as ``</think>``, after which the grammar applies. Tokens before
+            it are free, but the sample may not end there. None: it applies from the first token.
+        free_start: with ``begins_after``: a special token, such as ``<think>``. The grammar applies
+            from the first token unless the sample begins with it.
     """
 
     text: str
@@ -75,13 +75,13 @@ class Grammar:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ThinkingBudget:
-    """How long a sample may reason.
+    """A limit on the reasoning of a sample.
 
     Attributes:
         tokens: most tokens of reasoning; then ``end_id`` is forced.
         end_id: the token that ends the reasoning.
-        start_id: the token that begins it; None where only the prompt does.
-        is_open: whether the prompt ends inside the reasoning.
+        start_id: the token that begins it; None if only the prompt can begin it.
+        is_open: True if the prompt ends inside the reasoning.
     """
 
     tokens: int
@@ -106,8 +106,8 @@ class SamplingParams:
             the prompt or the output (CTRL, arXiv:1909.05858); 1 is off.
         logit_bias: ``(token id, bias)`` pairs added to the logits.
         allowed_token_ids: when given, only these tokens can be sampled.
-        seed: fixes the sampled tokens whatever else is in the batch, but where a truncation cuts
-            between logits that differ by rounding (docs/logprobs.md); None draws one.
+        seed: fixes the sampled tokens, whatever else is in the batch, unless top-k, top-p or min-p
+            cuts between logits that differ only by rounding (docs/logprobs.md); None draws one.
         max_tokens: most tokens to generate; None means up to the context length; 0 scores only.
         min_tokens: before this many tokens, neither end-of-sequence nor a stop token is sampled,
             and stop strings are not looked for.
@@ -121,8 +121,8 @@ class SamplingParams:
         logprobs_mode: whose log-probabilities ``logprobs`` and ``entropy`` are.
             "raw_logprobs": the model's, before temperature, penalties, biases and masks.
             "processed_logprobs": those of the distribution the token was drawn from, after all of
-            that and top-k, top-p and min-p. A greedy row has temperature 1 there and is not
-            truncated. None takes the engine's mode.
+            these and top-k, top-p and min-p. A greedy row counts as temperature 1 without
+            truncation. None takes the engine's mode.
         logprob_token_ids: with ``logprobs``: report these tokens, in this order, in place of the
             likeliest.
         entropy: report the entropy of that distribution for each token; implies ``logprobs`` of 0
@@ -131,11 +131,11 @@ class SamplingParams:
             in both modes.
         prompt_logprobs_start: the first prompt token that is scored; those before it have None,
             and may come from the prefix cache.
-        speculative: whether tokens may be proposed for it, where the engine does that; which
-            tokens it gets does not depend on it.
-        grammar: when given, only tokens that can go on to match it are sampled, and the end of
-            sequence only where it is matched.
-        thinking_budget: when given, reasoning ends after so many tokens; nothing is speculated.
+        speculative: allow speculative decoding if the engine has it; the sampled tokens do not
+            depend on it.
+        grammar: only tokens that can still lead to a match are sampled, and the end-of-sequence
+            only after a match; None: any text.
+        thinking_budget: the limit on reasoning, which also turns speculation off; None: no limit.
     """
 
     n: int = 1
@@ -201,12 +201,12 @@ class SamplingParams:
 
     @property
     def num_logprobs(self) -> int | None:
-        """How many likeliest tokens are reported with each; None for no log-probabilities."""
+        """Number of likeliest tokens reported per token; None for no log-probabilities."""
         return 0 if self.logprobs is None and self.entropy else self.logprobs
 
     @property
     def has_penalty(self) -> bool:
-        """Whether logits depend on the tokens so far otherwise than through the model."""
+        """True if a penalty makes the sampler read the tokens so far."""
         return (
             self.repetition_penalty != 1.0
             or self.presence_penalty != 0.0
@@ -221,7 +221,7 @@ class SamplingParams:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerateRequest:
-    """One prompt to be continued ``params.n`` times.
+    """A prompt to be continued ``params.n`` times.
 
     Attributes:
         request_id: unique among the requests in flight.
@@ -230,11 +230,11 @@ class GenerateRequest:
         prompt_ids: the prompt's tokens; never empty.
         params: how tokens are chosen.
         priority: lower runs first, as in vLLM.
-        client: whose request it is (a digest of the API key); admission takes turns by client.
+        client: a digest of the API key; admission takes turns between clients.
         cache_salt: requests of different salts never share prefix-cache blocks.
-        extra_key: SGLang's; requests share such blocks only if both are equal.
-        scope: whose requests may find its blocks; set where it enters the server.
-        group: the id that its client knows, where several requests make one answer.
+        extra_key: SGLang's field; requests share such blocks only if salt and extra key are equal.
+        scope: whose requests may reuse its blocks; set when the request enters the server.
+        group: the id that the client knows, if several requests make one answer.
     """
 
     request_id: str

@@ -1,7 +1,7 @@
-"""What passes between the scheduler and the runner: plain, picklable Python values.
+"""Plain, picklable values that the scheduler and the runner exchange.
 
-Rank 0 of a cluster could schedule and every rank run the same ``ScheduledBatch``; that is why no
-array and no live object is in here.
+They hold no arrays and no live objects, so that rank 0 of a cluster could schedule, and every rank
+run the same ``ScheduledBatch``.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from mlx_parallm.types.record import message
 from mlx_parallm.types.request import SamplingParams
 from mlx_parallm.types.weights import DEFAULT_VERSION
 
-# Stands for a token that the step in flight, or a draft model, is still choosing: the runner has it
-# on the device.
+# PENDING_TOKEN stands for a token that the step in flight, or a draft model, is still choosing; the
+# runner reads it on the device.
 PENDING_TOKEN = -1
 
 
 @message
 class SampleSpec:
-    """What the sampler needs to choose the token that follows a sequence's scheduled tokens.
+    """The sampler's input to choose the token that follows a sequence's scheduled tokens.
 
     Attributes:
         params: the request's sampling parameters.
@@ -32,7 +32,7 @@ class SampleSpec:
         output_ids: tokens generated so far; read only for penalties and grammars. May be the
             scheduler's live list: the runner reads it during ``submit`` and keeps no reference.
         banned_ids: tokens that must not be chosen now (end tokens before ``min_tokens``).
-        has_pending: whether the last token so far is pending, and so not in ``output_ids``.
+        has_pending: True if the last token so far is pending, and so not yet in ``output_ids``.
     """
 
     params: SamplingParams
@@ -46,9 +46,9 @@ class SampleSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DraftInput:
-    """Known tokens that a draft model computes before it proposes anything.
+    """Known tokens that a draft model computes before it makes proposals.
 
-    ``start`` is the position of ``token_ids[0]``: what comes before it has been computed.
+    ``start`` is the position of ``token_ids[0]``; all positions before it have been computed.
     """
 
     start: int
@@ -56,7 +56,7 @@ class DraftInput:
 
     @property
     def end(self) -> int:
-        """Tokens computed with these."""
+        """The number of computed tokens after these."""
         return self.start + len(self.token_ids)
 
 
@@ -66,27 +66,27 @@ class ScheduledSequence:
 
     Attributes:
         seq_id: unique in this engine for ever.
-        slot: row of per-sequence runner state, in ``[0, max_num_seqs)``; unique among the running.
+        slot: row of per-sequence runner state, in ``[0, max_num_seqs)``; unique among running
+            sequences.
         start: position of ``token_ids[0]``; equals the number of tokens already computed. 0 means
             fresh state for models that keep a state per sequence.
         token_ids: the tokens to run, never empty; ``(PENDING_TOKEN,)`` where the step before
             chooses the token.
-        block_table: ids of the KV blocks of positions ``0 .. start + len(token_ids) - 1``, and
-            perhaps of later ones.
-        adapter_slot: which resident adapter the sequence has; 0 is none.
+        block_table: ids of the KV blocks of positions ``0 .. start + len(token_ids) - 1``; more
+            blocks may follow.
+        adapter_slot: slot of the sequence's adapter; 0 is none.
         version: label of the weights that the step is computed with.
-        sample: set when a token follows the last of ``token_ids`` that is no proposal; None for an
-            inner prefill chunk.
-        verify: set when the last of ``token_ids`` are proposals: what chooses the token that
-            follows each. A choice counts while the proposals before it were chosen too.
-        draft: what the draft model runs. Proposals that are ``PENDING_TOKEN`` are its to make, and
-            these tokens then end with the last one that is no proposal.
+        sample: how to choose the token after the last of ``token_ids`` that is no proposal; None
+            for a prefill chunk that does not end the prompt.
+        verify: one entry per proposal at the end of ``token_ids``: how to choose the token that
+            follows it. A choice counts only if all proposals before it were chosen too.
+        draft: tokens that the draft model runs, up to the last token that is no proposal; the draft
+            model then makes the proposals that are ``PENDING_TOKEN``.
         prompt_logprobs: None, or how many likeliest tokens to report per target; -1 for all.
-        target_ids: with ``prompt_logprobs``: the prompt tokens that follow ``token_ids`` from
-            ``target_start`` on, whose log-probabilities are wanted (the last of a prompt is
-            followed by none).
+        target_ids: with ``prompt_logprobs``: the prompt tokens whose log-probabilities are wanted;
+            they follow ``token_ids[target_start:]``, one each.
         target_start: index into ``token_ids`` of the token that ``target_ids[0]`` follows.
-        prompt_entropy: whether the entropies at the targets are wanted too.
+        prompt_entropy: True if the entropies at the targets are wanted too.
     """
 
     seq_id: int
@@ -106,18 +106,18 @@ class ScheduledSequence:
 
     @property
     def proposals(self) -> tuple[int, ...]:
-        """The last of ``token_ids``, which are guesses to be verified."""
+        """The proposals at the end of ``token_ids``, which the step verifies."""
         return self.token_ids[len(self.token_ids) - len(self.verify) :]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScheduledBatch:
-    """One step: rows of one token first, then rows with proposals and prefill chunks.
+    """One step: rows of one token, then rows with proposals and prefill chunks.
 
     Before the forward the runner performs, in this order, ``block_copies`` ``(source, target)`` in
     every layer's pool and ``state_copies`` ``(source slot, target slot)`` of per-sequence state.
-    ``ended`` are constrained sequences that ended since the batch before: no later one has them.
-    ``adapters`` is the content (a digest) of every ``adapter_slot`` that the sequences have.
+    ``ended`` lists the constrained sequences that ended since the previous batch, so that their
+    matchers can be dropped. ``adapters`` maps every ``adapter_slot`` to its adapter's digest.
     """
 
     step_id: int
@@ -137,10 +137,10 @@ class ScheduledBatch:
 class TokenLogprob:
     """A token's log-probability and the likeliest alternatives, best first.
 
-    Every number is finite: what cannot be sampled is not in ``top``, and a token that the model
-    holds impossible has the least float32. ``top`` has the tokens that were asked for by id
-    instead, where there are such. ``rank`` is 1 plus the number of tokens that are likelier; only
-    prompt tokens have it. ``entropy``, in nats, is that of the distribution, where asked for.
+    Every number is finite: masked tokens are not in ``top``, and a token of probability 0 has the
+    least float32. If the request lists token ids, ``top`` has these instead. ``rank`` is 1 plus
+    the number of likelier tokens; only prompt tokens have it. ``entropy`` is the entropy of the
+    distribution in nats; None unless requested.
     """
 
     token_id: int
@@ -152,7 +152,7 @@ class TokenLogprob:
 
 @message
 class SampledToken:
-    """The token chosen for one sequence; ``logprob`` is set when it was asked for."""
+    """The token chosen for a sequence; ``logprob`` is None unless requested."""
 
     seq_id: int
     token_id: int
@@ -161,11 +161,11 @@ class SampledToken:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepOutput:
-    """What one step produced.
+    """The results of one step.
 
     Attributes:
-        tokens: one entry per scheduled sequence that has a ``sample``, in batch order, but for
-            those in ``failed``; of one with proposals, another entry for each that was accepted.
+        tokens: one entry per scheduled sequence with a ``sample``, in batch order, except those in
+            ``failed``; one more entry for each accepted proposal.
         prompt_logprobs: by ``seq_id``, one entry per ``target_ids`` of that sequence.
         failed: by ``seq_id``, why this sequence (and only it) could not be run.
     """
@@ -177,23 +177,23 @@ class StepOutput:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunnerInfo:
-    """What the rest of the engine must know about a loaded model.
+    """Facts about a loaded model that the rest of the engine needs.
 
     Attributes:
         path: how the forward runs: "packed", "split", "sequential" or "alone"; see docs/models.md.
-        vocab_size: rows of the embedding table: ids from it on are refused at the door.
+        vocab_size: rows of the embedding table; the API refuses greater ids.
         max_model_len: longest sequence, prompt and output together, in tokens.
         num_blocks: KV blocks in the pool.
         block_size: tokens per block.
         kv_bytes: size of the pool, in bytes.
         weight_bytes: size of the weights, in bytes.
-        has_state: whether the model keeps a state per sequence besides KV (recurrent, convolution);
-            such state is not in the blocks, so their prefixes cannot be reused.
+        has_state: True if the model keeps a state per sequence besides KV (recurrent, convolution);
+            blocks do not hold that state, so prefixes cannot be reused.
         attention_backend: name of the attention backend in use.
         dtype: the dtype the model computes in.
         kv_cache_dtype: how KV is kept, as in ``CacheConfig``.
-        runs_ahead: whether a step may be submitted before the one before it has ended.
-        is_compiled: whether steps of decode rows are calls of a compiled function.
+        runs_ahead: True if a step may be submitted before the previous one has ended.
+        is_compiled: True if steps of decode rows call a compiled function.
     """
 
     path: str
@@ -215,7 +215,7 @@ class StepInFlight(Protocol):
     """A step that was submitted."""
 
     def wait(self) -> StepOutput:
-        """What it produced; raises only when no sequence of the batch could be run."""
+        """Return the step's results; raise only if no sequence of the batch could be run."""
         ...
 
 
@@ -228,9 +228,9 @@ class Runner(Protocol):
         ...
 
     def submit(self, batch: ScheduledBatch) -> StepInFlight:
-        """Begin a step; raise only when no sequence of the batch could be run.
+        """Begin a step; raise only if no sequence of the batch could be run.
 
-        Steps end in the order in which they are submitted. Unless ``info.runs_ahead``, the one
-        before must have been waited for.
+        Steps end in the order of submission. Unless ``info.runs_ahead``, the caller must have
+        waited for the previous step.
         """
         ...

@@ -1,4 +1,4 @@
-"""What the parts of a step tell a tracer, so that a timeline can be drawn of it."""
+"""The phases of a step, and the tracer that records them for a timeline."""
 
 from __future__ import annotations
 
@@ -10,33 +10,33 @@ from mlx_parallm.types.step import ScheduledBatch
 
 
 class Phase(StrEnum):
-    """What the engine thread does, in the order of a step. The others are parts of ``STEP``."""
+    """The engine thread's work, in the order of a step; ``STEP`` contains all other phases."""
 
     STEP = "step"
     SCHEDULE = "schedule"
-    #: Building the graph in Python.
+    #: ``BUILD``: Python builds the graph.
     BUILD = "build"
-    #: Handing the graph to the device, which begins with it meanwhile.
+    #: ``DISPATCH``: the graph is submitted; the device may begin with it meanwhile.
     DISPATCH = "dispatch"
-    #: Dispatch and computation together, where steps do not run ahead.
+    #: ``EVALUATE``: dispatch and computation together, on devices without run-ahead.
     EVALUATE = "evaluate"
-    #: Until a step's results are there, and they are Python values.
+    #: ``WAIT``: the thread waits for a step's results and converts them to Python values.
     WAIT = "wait"
-    #: The scheduler takes the results in.
+    #: ``UPDATE``: the scheduler applies the results.
     UPDATE = "update"
-    #: Tokens to text and events.
+    #: ``DETOKENIZE``: tokens become text and events.
     DETOKENIZE = "detokenize"
-    #: Metrics, and what stop strings ended.
+    #: ``PUBLISH``: metrics are updated, and samples that met a stop string end.
     PUBLISH = "publish"
 
 
 class StepTracer(Protocol):
-    """Is told what the engine thread does; everything is called on that thread."""
+    """Records the phases of the engine thread, which makes all the calls."""
 
     def span(
         self, phase: Phase, batch: ScheduledBatch | None = None
     ) -> AbstractContextManager[None]:
-        """A context that lasts as long as a phase of ``batch``; spans nest."""
+        """Return a context that the thread enters for a phase of ``batch``; spans nest."""
         ...
 
 
@@ -49,6 +49,6 @@ class NoTracer:
     def span(
         self, phase: Phase, batch: ScheduledBatch | None = None
     ) -> AbstractContextManager[None]:
-        """Nothing."""
+        """Return a context that does nothing."""
         del phase, batch
         return self._nothing

@@ -1,10 +1,10 @@
-"""Which weights a request's tokens are computed with, and what tells them from others."""
+"""Versions of weights: which ones a request runs with, and the ids that tell them apart."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-#: The version of what was loaded at start, as vLLM and SGLang call it.
+#: ``DEFAULT_VERSION`` is the label of the weights loaded at start, as in vLLM and SGLang.
 DEFAULT_VERSION = "default"
 
 
@@ -13,9 +13,8 @@ class WeightsVersion:
     """A state of a base model or of an adapter.
 
     Attributes:
-        content: tells the tensors from all others: a digest; empty for a base model as it was
-            loaded.
-        label: what clients call it; every token that it makes carries it.
+        content: a digest of the tensors; empty for a base model as it was loaded.
+        label: its name for clients; every token computed with it carries the label.
     """
 
     content: str = ""
@@ -24,21 +23,20 @@ class WeightsVersion:
 
 @dataclass(slots=True, eq=False)
 class BaseWeights:
-    """The weights of a loaded model as they stand now; replaced between two steps."""
+    """The current weights of a loaded model; an update replaces ``version`` between two steps."""
 
     version: WeightsVersion = field(default_factory=WeightsVersion)
 
 
 @dataclass(slots=True, eq=False)
 class PolicyWeights:
-    """What the requests of one name are computed with, as it stands now.
+    """The current weights of one served name; all requests of the name share this object.
 
-    All requests of the name share it. Between two steps it may become another: those that run go
-    on with that.
+    An update changes it between two steps; running requests continue with the new weights.
 
     Attributes:
-        base: of the model.
-        adapter: None for the model itself.
+        base: the model's weights.
+        adapter: the adapter's version; None for the model itself.
     """
 
     base: BaseWeights = field(default_factory=BaseWeights)
@@ -46,11 +44,11 @@ class PolicyWeights:
 
     @property
     def label(self) -> str:
-        """The version that tokens carry."""
+        """The version label of the tokens computed now."""
         return (self.adapter or self.base.version).label
 
     @property
     def content(self) -> str:
-        """The same of two where, and only where, they compute the same KV."""
+        """KV cache key: equal iff both compute identical KV."""
         adapter = "" if self.adapter is None else self.adapter.content
         return f"{self.base.version.content}/{adapter}"
