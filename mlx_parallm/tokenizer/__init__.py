@@ -1,1 +1,1 @@
-"""Text to tokens and back, and chat templates."""
+"""Tokenizers, which turn text into tokens and back, and chat templates."""

@@ -1,4 +1,4 @@
-"""Chat templates, as transformers renders them."""
+"""Chat templates, rendered by transformers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from mlx_parallm.tokenizer.lanes import Lanes
 from mlx_parallm.types.errors import InvalidRequestError
 
-# What a Jinja template raises for messages it was not written for.
+# _TEMPLATE_ERRORS: exceptions of a Jinja template that was not written for such messages.
 _TEMPLATE_ERRORS = (
     TemplateError,
     ArithmeticError,
@@ -28,7 +28,7 @@ _TEMPLATE_ERRORS = (
 
 @contextlib.contextmanager
 def template_refusals() -> Iterator[None]:
-    """Tell what a template raises as the caller's fault: InvalidRequestError ("messages")."""
+    """Turn errors of a template into InvalidRequestError with ``param`` "messages"."""
     try:
         yield
     except _TEMPLATE_ERRORS as error:
@@ -38,10 +38,10 @@ def template_refusals() -> Iterator[None]:
 
 
 class ChatTemplate:
-    """The template of a model that reads. Its methods may be called from any thread."""
+    """A pooling model's chat template. Its methods may be called from any thread."""
 
     def __init__(self, tokenizer: Any) -> None:
-        """``tokenizer``: of transformers, with a template."""
+        """``tokenizer`` is a transformers tokenizer with a chat template."""
         self._tokenizer = tokenizer
         self._lanes = None if renders_as_usual(tokenizer) else Lanes(tokenizer)
 
@@ -53,7 +53,7 @@ class ChatTemplate:
         continue_final_message: bool = False,
         template_kwargs: Mapping[str, Any] | None = None,
     ) -> str:
-        """The text of a conversation, with the special tokens that it needs.
+        """Return the text of a conversation, special tokens included.
 
         Raises:
             InvalidRequestError: the template refuses it; ``param`` is "messages".
@@ -63,39 +63,39 @@ class ChatTemplate:
             "add_generation_prompt": add_generation_prompt,
             "continue_final_message": continue_final_message,
         }
-        given = [dict(message) for message in messages]
+        copies = [dict(message) for message in messages]
         with template_refusals():
             if self._lanes is None:
-                return str(self._tokenizer.apply_chat_template(given, tokenize=False, **options))
+                return str(self._tokenizer.apply_chat_template(copies, tokenize=False, **options))
             with self._lanes.use() as tokenizer:
-                return str(tokenizer.apply_chat_template(given, tokenize=False, **options))
+                return str(tokenizer.apply_chat_template(copies, tokenize=False, **options))
 
 
 def renders_as_usual(tokenizer: Any) -> bool:
-    """True if a chat is rendered by transformers' own code, which several threads may call.
+    """True if transformers' own code renders chats, which several threads may call at once.
 
-    It changes nothing of the tokenizer: a compiled Jinja template has a context for each call.
+    That code does not change the tokenizer: a compiled Jinja template has a context per call.
     """
     return type(tokenizer).apply_chat_template is PreTrainedTokenizerBase.apply_chat_template
 
 
 def has_chat_template(folder: Path) -> bool:
-    """Whether a model's folder has a template, in a file of its own or in the tokenizer's config.
+    """True if a model's folder has a template, in a file of its own or in the tokenizer's config.
 
     Raises:
-        ValueError: the config is no JSON.
+        ValueError: the config is not JSON.
     """
     if (folder / "chat_template.jinja").exists():
         return True
     config = folder / "tokenizer_config.json"
     if not config.exists():
         return False
-    found = json.loads(config.read_text(encoding="utf-8"))
-    return isinstance(found, dict) and bool(found.get("chat_template"))
+    settings = json.loads(config.read_text(encoding="utf-8"))
+    return isinstance(settings, dict) and bool(settings.get("chat_template"))
 
 
 def load_chat_template(folder: Path, *, trust_remote_code: bool = False) -> ChatTemplate | None:
-    """The template of a model's folder; None if it has none."""
+    """Return the template of a model's folder; None if it has none."""
     if not has_chat_template(folder):
         return None
     return ChatTemplate(AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code))

@@ -1,4 +1,4 @@
-"""Cuts prompts and inputs to fewer tokens."""
+"""Truncation of prompts and inputs."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ def cut_ids(
     """Return at most ``length`` of the ids: the first ones, or with ``from_left`` the last ones.
 
     Args:
-        token_ids: of a prompt or an input.
-        length: most ids that are left.
+        token_ids: ids of a prompt or an input.
+        length: most ids to return.
         from_left: drop ids at the beginning, not at the end.
-        begin: special tokens that stay at the beginning, where the ids begin with them.
-        end: the same at the end.
+        begin: special tokens to keep at the beginning if the ids begin with them.
+        end: special tokens to keep at the end if the ids end with them.
     """
     if len(token_ids) <= length:
         return token_ids
-    # Ids that came without special tokens get none.
+    # Ids without special tokens get none.
     has_begin = token_ids[: len(begin)] == begin
     kept_begin = begin[:length] if has_begin else ()
     has_end = token_ids[len(token_ids) - len(end) :] == end

@@ -1,4 +1,4 @@
-"""The tokenizer of a decoder that is read as an encoder: chat templates, and those of rerankers."""
+"""The tokenizer of a decoder used as a pooling model, with chat and reranker templates."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from mlx_parallm.tokenizer.tokenizer import ParallmTokenizer, load_tokenizer
 from mlx_parallm.types.errors import ModelLoadError
 from mlx_parallm.types.request import ANY_LENGTH, TokenLimit
 
-#: What Qwen3-Reranker was trained to see around a pair, and its usual task, as its model card has
-#: them (https://huggingface.co/Qwen/Qwen3-Reranker-0.6B).
+#: ``QWEN3_BEGIN``, ``QWEN3_PAIR``, ``QWEN3_INSTRUCTION`` and ``QWEN3_END``: the prompt that
+#: Qwen3-Reranker was trained on, from https://huggingface.co/Qwen/Qwen3-Reranker-0.6B.
 QWEN3_BEGIN = (
     "<|im_start|>system\nJudge whether the Document meets the requirements based on the Query and "
     'the Instruct provided. Note that the answer can only be "yes" or "no".<|im_end|>\n'
@@ -31,10 +31,10 @@ class DecoderTokenizer(EncoderTokenizer):
     """Implements ``engine.interface.TextEncoder`` for a decoder.
 
     Args:
-        chat: the same tokenizer, as models that generate have it.
+        chat: the folder's tokenizer in the form of models that generate.
         backend: its tokenizer of the tokenizers library.
-        scores_pairs: it is a reranker's: pairs are written as ``write_pair`` does.
-        instruction: what a document is looked for; None: the template's own.
+        scores_pairs: True for a reranker: pairs are written by a template.
+        instruction: the reranker's task; None: the template's own.
     """
 
     def __init__(
@@ -95,7 +95,7 @@ class DecoderTokenizer(EncoderTokenizer):
             )
             for query, document in pairs
         ]
-        # A template may drop what it is given: only the whole text shows how long it is.
+        # A template may drop its inputs, so only the rendered text shows the length.
         return self._plain(texts, limit)
 
     def _plain(self, texts: Sequence[str], limit: TokenLimit = ANY_LENGTH) -> list[tuple[int, ...]]:
@@ -110,15 +110,15 @@ def load_decoder_tokenizer(
     scores_pairs: bool = False,
     instruction: str | None = None,
 ) -> DecoderTokenizer:
-    """The tokenizer in a decoder's folder; see ``DecoderTokenizer``.
+    """Return the tokenizer in a decoder's folder; see ``DecoderTokenizer``.
 
     Raises:
         ConfigError: ``chat_template`` is neither a template nor a readable file.
-        ModelLoadError: there is none, or it is none of the tokenizers library.
+        ModelLoadError: the folder has no tokenizer, or not one of the tokenizers library.
     """
     chat = load_tokenizer(folder, chat_template=chat_template, trust_remote_code=trust_remote_code)
     if chat.backend_json is None:
         raise ModelLoadError(f"{folder}: its tokenizer is none of the tokenizers library.")
-    # A copy: transformers' is not safe from several threads at once.
+    # The backend is copied, because transformers' own is not thread-safe.
     backend = Tokenizer.from_str(chat.backend_json)
     return DecoderTokenizer(chat, backend, scores_pairs=scores_pairs, instruction=instruction)

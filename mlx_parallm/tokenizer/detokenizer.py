@@ -1,4 +1,4 @@
-"""Incremental detokenizers: linear in the number of tokens, and never half a character.
+"""Incremental detokenizers: they take linear time and never return half a character.
 
 The texts returned by ``add`` and ``flush`` together equal the decoding of all tokens at once.
 """
@@ -9,13 +9,13 @@ import codecs
 from collections.abc import Callable, Container, Sequence
 
 _REPLACEMENT = "\ufffd"
-# A UTF-8 character has at most four bytes and a token at least one: a character that is not
-# complete after three more tokens never will be.
+# _MAX_HELD: a UTF-8 character has at most four bytes and a token at least one, so a character that
+# is incomplete after three more tokens stays incomplete.
 _MAX_HELD = 3
 
 
 class ByteLevelDetokenizer:
-    """For byte-level vocabularies, where the text is the UTF-8 of the tokens' bytes."""
+    """Detokenizer of byte-level vocabularies, whose text is the UTF-8 of the tokens' bytes."""
 
     __slots__ = ("_decoder", "_hidden", "_token_bytes")
 
@@ -31,19 +31,19 @@ class ByteLevelDetokenizer:
         return self._decoder.decode(self._token_bytes(token_id))
 
     def flush(self) -> str:
-        """Return what was held back: half a character becomes U+FFFD."""
+        """Return the text held back; an incomplete character becomes U+FFFD."""
         return self._decoder.decode(b"", final=True)
 
 
 class WindowDetokenizer:
-    """For any tokenizer: decodes the last few tokens with and without the new one.
+    """Detokenizer of any vocabulary: it decodes the last few tokens with and without the new one.
 
-    The tokens of the previous piece stay in the window, because how a token is written can depend
-    on the one before it (SentencePiece drops the space that begins a text). Tokens that show
-    nothing never enter it: behind them the next token would look like the first of a text.
+    The tokens of the previous piece stay in the window, because a token's text can depend on the
+    token before it (SentencePiece drops the space that begins a text). Tokens without text never
+    enter the window: the token after them would be decoded as the beginning of a text.
 
-    With byte-fallback tokens a character is emitted when its bytes are complete. Should invalid
-    bytes follow directly, decoding all at once would write U+FFFD in its place too.
+    A character of byte-fallback tokens is emitted when its bytes are complete. If invalid bytes
+    follow it directly, decoding all tokens at once would have written U+FFFD in its place too.
     """
 
     __slots__ = ("_decode", "_held", "_hidden", "_prefix", "_read", "_tokens")
@@ -68,7 +68,7 @@ class WindowDetokenizer:
         return self._emit(text)
 
     def flush(self) -> str:
-        """Return what was held back."""
+        """Return the text held back."""
         return self._emit(self._decode(self._tokens)) if self._tokens else ""
 
     def _emit(self, text: str) -> str:

@@ -1,4 +1,4 @@
-"""An encoder's tokenizer: texts to ids with the special tokens around them."""
+"""An encoder's tokenizer, which puts special tokens around texts."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from mlx_parallm.types.request import ANY_LENGTH, TokenLimit
 
 
 class EncoderTokenizer:
-    """Of the tokenizers library, whose methods may be called from any thread."""
+    """Implements ``TextEncoder`` with the tokenizers library; safe from any thread."""
 
     def __init__(
         self,
@@ -28,12 +28,12 @@ class EncoderTokenizer:
         special: SpecialTokens | None = None,
         template: ChatTemplate | None = None,
     ) -> None:
-        """Prepare.
+        """Take over ``backend``.
 
         Args:
-            backend: is changed: it shall neither cut nor pad.
-            special: names its tokens.
-            template: renders conversations, if the model has one.
+            backend: the tokenizer; its truncation and padding are turned off.
+            special: the names of its special tokens.
+            template: the model's chat template; None if it has none.
         """
         backend.no_truncation()
         backend.no_padding()
@@ -45,22 +45,22 @@ class EncoderTokenizer:
 
     @property
     def vocab_size(self) -> int:
-        """Token ids, added tokens included."""
+        """Number of token ids, added tokens included."""
         return self._backend.get_vocab_size(with_added_tokens=True)
 
     @property
     def mask_token(self) -> str | None:
-        """The token that stands for a word to be found; None if there is none."""
+        """The mask token of masked LMs; None if there is none."""
         return self._special.mask
 
     @property
     def pad_id(self) -> int | None:
-        """The id that fills short texts; None if there is none."""
+        """The padding id; None if there is none."""
         return None if self._special.pad is None else self.token_id(self._special.pad)
 
     @property
     def special_ids(self) -> frozenset[int]:
-        """Ids of tokens that are no text, such as those around one."""
+        """Ids of the special tokens, which are no part of a text."""
         added = self._backend.get_added_tokens_decoder()
         return frozenset(number for number, token in added.items() if token.special)
 
@@ -105,18 +105,18 @@ class EncoderTokenizer:
         self, pairs: Sequence[tuple[str, str]], *, limit: TokenLimit = ANY_LENGTH
     ) -> list[tuple[tuple[int, ...], int | None]]:
         """See ``TextEncoder.encode_pairs``."""
-        found = []
+        encoded = []
         fitting = self._fitting(pairs, limit)
-        for one in self._released.encodings(fitting, add_special_tokens=True):
-            limit.check(len(one), len(found))
-            types = one.type_ids
-            found.append((tuple(one.ids), types.index(1) if 1 in types else None))
-        return found
+        for encoding in self._released.encodings(fitting, add_special_tokens=True):
+            limit.check(len(encoding), len(encoded))
+            types = encoding.type_ids
+            encoded.append((tuple(encoding.ids), types.index(1) if 1 in types else None))
+        return encoded
 
     def _fitting(
         self, pairs: Sequence[tuple[str, str]], limit: TokenLimit
     ) -> list[tuple[str, str]]:
-        """The pairs, of whose texts only what ``limit`` keeps is left."""
+        """Return the pairs, their texts truncated to the part that ``limit`` keeps."""
         fit = self._released.fitting
         return [
             (fit(first, limit, place), fit(second, limit, place))
@@ -132,28 +132,29 @@ class EncoderTokenizer:
     ) -> list[list[TokenSpan]]:
         """See ``TextEncoder.spans``.
 
-        Which tokens continue a word is told as transformers' token classification does: by the
-        prefix of the vocabulary's continuations, or without one by the spaces of the text.
+        A token continues a word by the rule of transformers' token classification: by the
+        vocabulary's continuation prefix, or by the spaces of the text if there is none.
         """
         prefix = getattr(self._backend.model, "continuing_subword_prefix", None)
         unknown = self._special.unk
         texts = [self._released.fitting(text, limit, i) for i, text in enumerate(texts)]
-        found = self._released.encodings(texts, add_special_tokens=add_special_tokens)
+        encodings = self._released.encodings(texts, add_special_tokens=add_special_tokens)
         spans = []
-        for text, one in zip(texts, found, strict=True):
-            limit.check(len(one), len(spans))
-            spans.append([_span(text, bool(prefix), unknown, *row) for row in self._rows(one)])
+        for text, encoding in zip(texts, encodings, strict=True):
+            limit.check(len(encoding), len(spans))
+            rows = self._rows(encoding)
+            spans.append([_span(text, bool(prefix), unknown, *row) for row in rows])
         return spans
 
-    def _rows(self, one: Encoding) -> Iterator[tuple[int, str, tuple[int, int], int]]:
-        """Id, text, place and whether it is a special one, of each token.
+    def _rows(self, encoding: Encoding) -> Iterator[tuple[int, str, tuple[int, int], int]]:
+        """Yield (id, token, (start, end), is special) of each token.
 
-        Token by token: to list all texts or places of a long text holds the interpreter.
+        It reads token by token, because listing all tokens of a long text holds the GIL.
         """
-        masks = one.special_tokens_mask
-        for place, (token_id, mask) in enumerate(zip(one.ids, masks, strict=True)):
+        masks = encoding.special_tokens_mask
+        for place, (token_id, mask) in enumerate(zip(encoding.ids, masks, strict=True)):
             token = self._backend.id_to_token(token_id) or ""
-            yield token_id, token, one.token_to_chars(place) or (0, 0), mask
+            yield token_id, token, encoding.token_to_chars(place) or (0, 0), mask
 
     def join(self, tokens: Sequence[str]) -> str:
         """See ``TextEncoder.join``."""
@@ -161,15 +162,15 @@ class EncoderTokenizer:
         return " ".join(tokens) if decoder is None else decoder.decode(list(tokens))
 
     def token_id(self, token: str) -> int | None:
-        """The id of a token by its text in the vocabulary; None if it is not one token."""
+        """Return the id of a token by its text in the vocabulary; None if it is not one token."""
         return self._backend.token_to_id(token)
 
     def token_string(self, token_id: int) -> str:
-        """A token's text in the vocabulary, with the marks that it has there."""
+        """Return a token as the vocabulary writes it, such as "##ing"."""
         return self._backend.id_to_token(token_id) or ""
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
-        """The text of ids."""
+        """Return the text of ``token_ids``."""
         return self._released.decode(token_ids, skip_special_tokens=skip_special_tokens)
 
     def cut(
@@ -205,7 +206,7 @@ def _span(
 
 
 def _specials_around(backend: Tokenizer) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The special tokens before and after a text."""
+    """Return the special tokens before and after a text."""
     ids = tuple(backend.encode("a", add_special_tokens=True).ids)
     bare = tuple(backend.encode("a", add_special_tokens=False).ids)
     if not bare:
@@ -217,10 +218,10 @@ def _specials_around(backend: Tokenizer) -> tuple[tuple[int, ...], tuple[int, ..
 
 
 def load_encoder_tokenizer(folder: Path, *, trust_remote_code: bool = False) -> EncoderTokenizer:
-    """The tokenizer of a model's folder, from ``tokenizer.json`` or what transformers makes one of.
+    """Return the tokenizer of a folder, from ``tokenizer.json`` or converted by transformers.
 
     Raises:
-        ModelLoadError: there is none.
+        ModelLoadError: the folder has none.
     """
     with load_failures(folder, "has no tokenizer that can be loaded"):
         if (folder / "tokenizer.json").exists():

@@ -1,4 +1,4 @@
-"""Objects that one thread may use at a time, and that the event loop never waits for."""
+"""Thread-unsafe objects, shared so that the event loop never waits for a worker thread."""
 
 from __future__ import annotations
 
@@ -17,25 +17,25 @@ T = TypeVar("T")
 class Lanes(Generic[T]):
     """An object for the event loop, and a copy of it for all other threads.
 
-    What a worker does with a long text may take seconds. The loop has an object of its own, so that
-    it never waits for the worker's lock. An object that cannot be copied is shared.
+    A worker may need seconds for a long text. The loop has an object of its own, so that it never
+    waits for the workers' lock. An object that cannot be copied is shared by all threads.
     """
 
-    def __init__(self, given: T) -> None:
-        self._loop = (given, OwnLock())
-        self._workers = _copied(given) or self._loop
+    def __init__(self, original: T) -> None:
+        self._loop = (original, OwnLock())
+        self._workers = _copied(original) or self._loop
 
     @contextlib.contextmanager
     def use(self) -> Iterator[T]:
         """The object of this thread's lane, for this thread alone."""
-        given, lock = self._loop if _is_event_loop() else self._workers
+        lane_object, lock = self._loop if _is_event_loop() else self._workers
         with lock:
-            yield given
+            yield lane_object
 
 
-def _copied(given: T) -> tuple[T, OwnLock] | None:
+def _copied(original: T) -> tuple[T, OwnLock] | None:
     try:
-        return copy.deepcopy(given), OwnLock()
+        return copy.deepcopy(original), OwnLock()
     except (TypeError, ValueError, AttributeError, NotImplementedError, pickle.PicklingError):
         return None
 

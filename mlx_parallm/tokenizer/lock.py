@@ -1,4 +1,4 @@
-"""A lock of things that are handed to another process."""
+"""A lock for objects that are pickled to another process."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import threading
 
 
 class OwnLock:
-    """A lock for one process: it is pickled as a new one, which nobody holds."""
+    """A lock within one process; unpickling gives a new, free lock."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

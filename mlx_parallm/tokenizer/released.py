@@ -1,4 +1,4 @@
-"""Calls of the tokenizers library that do not hold the interpreter while they work."""
+"""Calls of the tokenizers library that release the GIL while they work."""
 
 from __future__ import annotations
 
@@ -10,53 +10,55 @@ from tokenizers import Encoding, Tokenizer
 from mlx_parallm.tokenizer.text_bounds import TextBounds
 from mlx_parallm.types.request import TokenLimit
 
-# Texts of one call share the library's threads; calls of others wait for these.
+# GROUP_CHARS: characters encoded by one call. A call occupies the library's threads, and other
+# callers wait for it.
 GROUP_CHARS = 64 * 1024
-# Texts of fewer characters together are encoded one by one, on the caller's thread alone.
+# FEW_CHARS: shorter texts are encoded one by one on the caller's thread.
 FEW_CHARS = 8 * 1024
-# More tokens than a step decodes: a list of as many is decoded without holding the interpreter.
+# FEW_TOKENS: longer lists are decoded with the GIL released; a step decodes fewer.
 FEW_TOKENS = 256
 
 
 class ReleasedTokenizer:
-    """A tokenizer whose methods may be called from any thread, and hold nothing for long.
+    """A tokenizer whose methods may be called from any thread and release the GIL.
 
-    ``Tokenizer.encode`` and ``Tokenizer.decode`` hold the interpreter for as long as they take: a
-    megabyte stops every stream for a second. The methods for batches do not.
+    ``Tokenizer.encode`` and ``Tokenizer.decode`` hold the GIL throughout: a megabyte of text stops
+    every stream for a second. The library's methods for batches release it.
     """
 
     def __init__(self, backend: Tokenizer) -> None:
-        """``backend`` neither cuts nor pads, and is not changed any more."""
+        """``backend`` must neither truncate nor pad, and nobody may change it afterwards."""
         self._backend = backend
         self._bounds = TextBounds(backend)
 
     def ids(
         self, texts: Sequence[str], limit: TokenLimit, *, add_special_tokens: bool
     ) -> list[tuple[int, ...]]:
-        """The ids of each text, or of the part that ``limit`` keeps and a little more.
+        """Return the ids of each text, or of the part that ``limit`` keeps and a little more.
 
         Raises:
-            ContextLengthError: a text has more tokens than ``limit`` allows. Where the length of
-                the text shows it, no text was encoded.
+            ContextLengthError: a text has more tokens than ``limit`` allows. If its length in
+                characters proves it, no text is encoded.
         """
         fitting = [self.fitting(text, limit, place) for place, text in enumerate(texts)]
-        found = []
+        encoded = []
         for part in _groups(fitting):
-            for one in self._backend.encode_batch_fast(part, add_special_tokens=add_special_tokens):
-                limit.check(len(one), len(found))
-                found.append(tuple(one.ids))
-        return found
+            encodings = self._backend.encode_batch_fast(part, add_special_tokens=add_special_tokens)
+            for encoding in encodings:
+                limit.check(len(encoding), len(encoded))
+                encoded.append(tuple(encoding.ids))
+        return encoded
 
     def encodings(self, inputs: Sequence[Any], *, add_special_tokens: bool) -> Iterator[Encoding]:
-        """The tokens of each text or pair of texts, and where they are in it."""
+        """Yield the encoding (tokens and their places) of each text or pair of texts."""
         for part in _groups(inputs):
             yield from self._backend.encode_batch(part, add_special_tokens=add_special_tokens)
 
     def fitting(self, text: str, limit: TokenLimit, place: int = 0) -> str:
-        """The part of a text that has the tokens which ``limit`` keeps; or the text.
+        """Return the part of ``text`` that holds the tokens ``limit`` keeps, or all of it.
 
         Raises:
-            ContextLengthError: its length shows that it has more tokens than ``limit`` allows.
+            ContextLengthError: its length proves that it has more tokens than ``limit`` allows.
         """
         if limit.most is None:
             return text
@@ -69,7 +71,7 @@ class ReleasedTokenizer:
         return text
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
-        """The text of ids."""
+        """Return the text of ``token_ids``."""
         ids = list(token_ids)
         if len(ids) <= FEW_TOKENS:
             return self._backend.decode(ids, skip_special_tokens=skip_special_tokens)
@@ -78,19 +80,19 @@ class ReleasedTokenizer:
 
 
 def _groups(inputs: Sequence[Any]) -> Iterator[list[Any]]:
-    """The inputs in parts of limited length; one by one where all are short."""
+    """Yield the inputs in groups of at most ``GROUP_CHARS``; one by one if all are short."""
     most = GROUP_CHARS if sum(map(_length, inputs)) > FEW_CHARS else 0
     part: list[Any] = []
     size = 0
-    for one in inputs:
-        if part and size + _length(one) > most:
+    for text in inputs:
+        if part and size + _length(text) > most:
             yield part
             part, size = [], 0
-        part.append(one)
-        size += _length(one)
+        part.append(text)
+        size += _length(text)
     if part:
         yield part
 
 
-def _length(one: str | tuple[str, str]) -> int:
-    return len(one) if isinstance(one, str) else len(one[0]) + len(one[1])
+def _length(text: str | tuple[str, str]) -> int:
+    return len(text) if isinstance(text, str) else len(text[0]) + len(text[1])

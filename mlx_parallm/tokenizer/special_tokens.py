@@ -1,4 +1,4 @@
-"""Which tokens of a folder's tokenizer stand for a masked word, padding and unknown text."""
+"""The mask, padding and unknown tokens of a folder's tokenizer."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-# The older file has what the newer one leaves out.
+# FILES: the second, older file fills in what the first one leaves out.
 FILES = ("tokenizer_config.json", "special_tokens_map.json")
-#: BERT's and RoBERTa's names, for folders that have a tokenizer.json alone.
+#: ``USUAL``: BERT's and RoBERTa's names, for folders with no file but ``tokenizer.json``.
 USUAL = {
     "mask_token": ("[MASK]", "<mask>"),
     "pad_token": ("[PAD]", "<pad>"),
@@ -21,7 +21,7 @@ USUAL = {
 
 @dataclass(frozen=True, slots=True)
 class SpecialTokens:
-    """Tokens by their text in the vocabulary; None where there is none."""
+    """Special tokens by their text in the vocabulary; None if there is none."""
 
     mask: str | None = None
     pad: str | None = None
@@ -29,7 +29,7 @@ class SpecialTokens:
 
 
 def read_special_tokens(folder: Path, backend: Tokenizer) -> SpecialTokens:
-    """What the files of a folder name, or the usual names where the vocabulary has them."""
+    """Return the tokens that a folder's files name, else the usual names in its vocabulary."""
     named: dict[str, Any] = {}
     for file in reversed(FILES):
         named |= _read(folder / file)
@@ -38,21 +38,21 @@ def read_special_tokens(folder: Path, backend: Tokenizer) -> SpecialTokens:
 
 
 def _token(named: dict[str, Any], key: str, backend: Tokenizer) -> str | None:
-    given = named.get(key)
-    if isinstance(given, dict):
-        # An added token with its flags.
-        given = given.get("content")
-    usual = [given] if isinstance(given, str) else USUAL[key]
-    return next((token for token in usual if backend.token_to_id(token) is not None), None)
+    token = named.get(key)
+    if isinstance(token, dict):
+        # The file has an added token with its flags.
+        token = token.get("content")
+    candidates = [token] if isinstance(token, str) else USUAL[key]
+    return next((name for name in candidates if backend.token_to_id(name) is not None), None)
 
 
 def _read(file: Path) -> dict[str, Any]:
-    """An object of JSON; empty where there is none.
+    """Return the JSON object in a file, without nulls; empty if there is no file or object.
 
     Raises:
         ValueError: it is not JSON.
     """
     if not file.exists():
         return {}
-    found = json.loads(file.read_text(encoding="utf-8"))
-    return {key: one for key, one in found.items() if one is not None}
+    named = json.loads(file.read_text(encoding="utf-8"))
+    return {key: token for key, token in named.items() if token is not None}

@@ -1,13 +1,13 @@
-"""What the length of a text says about its tokens, before it is encoded.
+"""Lower bounds on the number of tokens of a text, computed before it is encoded.
 
-Characters have weights such that no token's characters weigh more than 1 together. A text then has
-at least as many tokens as its characters weigh. The weight of a character is 1 over the length of
-the longest token that it stands in: a run of 128 spaces may be one token, a word of 128 letters is
-several. Characters that a normaliser, a pre-tokenizer or an unknown token may delete or merge weigh
-nothing, and a tokenizer with a part that is not known here gives no bound at all.
+Each character has a weight, such that the characters of a token weigh at most 1 together. A text
+then has at least as many tokens as its characters weigh. A character's weight is 1 over the length
+of the longest token that contains it: a run of 128 spaces may be one token, a word of 128 letters
+is several. Characters that a normaliser, a pre-tokenizer or an unknown token may delete or merge
+have weight 0, and a tokenizer with an unfamiliar part has no bound at all.
 
-WordPiece and WordLevel make one token of a word of any length, so that words are counted there: a
-space before an ASCII letter or digit begins one.
+WordPiece and WordLevel may give a word of any length one token, so words are counted there: a space
+before an ASCII letter or digit begins a word.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from tokenizers.models import BPE, Unigram, WordLevel, WordPiece
 
 from mlx_parallm.tokenizer.token_bytes import gpt2_byte_map
 
-# Characters weighed at once: the interpreter is held for a fraction of a millisecond.
+# SLICE_CHARS: characters weighed at once, so that the GIL is held for less than a millisecond.
 SLICE_CHARS = 16 * 1024
-# Sums of weights are rounded: a bound must exceed a limit by more than that.
+# _ROUNDING: the margin by which a bound must exceed a limit, because sums of weights are rounded.
 _ROUNDING = 1e-6
 _ALNUM = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789"
 _PRINTABLE = [chr(code) for code in range(0x21, 0x7F)]
-# No code point of NFC or NFKC stands for more than four of NFD; see UAX 15.
+# _MOST_COMPOSED: no code point of NFC or NFKC stands for more than four of NFD; see UAX 15.
 _MOST_COMPOSED = 4
 _UNICODE_FORMS = frozenset({"NFC", "NFD", "NFKC", "NFKD"})
-# Normalisers that keep every printable ASCII character between two others, perhaps in lower case.
+# _KEEP_PRINTABLE: normalisers that keep every printable ASCII character, perhaps in lower case.
 _KEEP_PRINTABLE = _UNICODE_FORMS | {
     "BertNormalizer",
     "ByteLevel",
@@ -54,10 +54,10 @@ _CROSSES_WORDS = re.compile(f"[{_ALNUM}][{_SPACES}]")
 
 
 class TextBounds:
-    """Bounds of one tokenizer; its methods may be called from any thread."""
+    """Token bounds of one tokenizer; its methods may be called from any thread."""
 
     def __init__(self, backend: Tokenizer, *, slice_chars: int = SLICE_CHARS) -> None:
-        """Read the vocabulary; ``slice_chars`` are weighed at once."""
+        """Read the vocabulary; ``slice_chars`` is the number of characters weighed at once."""
         self._weigher = _Weigher(backend)
         self._slice_chars = slice_chars
 
@@ -68,21 +68,21 @@ class TextBounds:
         return self._place(text, most, self._slices(len(text))) is not None
 
     def head(self, text: str, most: int) -> str:
-        """A beginning of ``text`` whose first ``most`` tokens are those of the text.
+        """Return a beginning of ``text`` whose first ``most`` tokens are those of the text.
 
-        It has more than ``most`` tokens. It is the whole text where no such place is known.
+        It has more than ``most`` tokens. If no safe cut is known, it is the whole text.
         """
         pattern = self._weigher.word_start
         if pattern is None or _may_fit(text, most):
             return text
         place = self._place(text, most, self._slices(len(text)))
-        # One word more: what is at the cut itself may be encoded otherwise.
+        # Keep one more word, because the word at the cut may be encoded differently.
         for _ in range(2):
             place = None if place is None else self._next_start(pattern, text, place + 1)
         return text if place is None else text[:place]
 
     def tail(self, text: str, most: int) -> str:
-        """An end of ``text`` whose last ``most`` tokens are those of the text; see ``head``."""
+        """Return an end of ``text`` that has its last ``most`` tokens; see ``head``."""
         pattern = self._weigher.word_start
         if pattern is None or _may_fit(text, most):
             return text
@@ -95,7 +95,7 @@ class TextBounds:
     def _place(
         self, text: str, most: int, slices: Iterable[slice], *, from_left: bool = True
     ) -> int | None:
-        """Where the slices that weigh more than ``most`` end; None if all weigh less."""
+        """Return the index where the weight passes ``most``; None if all slices weigh less."""
         weight = 0.0
         for part in slices:
             weight += self._weigher.weight(text[part])
@@ -108,19 +108,19 @@ class TextBounds:
             yield slice(begin, min(begin + self._slice_chars, length))
 
     def _next_start(self, pattern: re.Pattern[str], text: str, begin: int) -> int | None:
-        """The first place from ``begin`` on where a word begins behind another."""
+        """Return the index of the first word start from ``begin`` on; None if there is none."""
         for part in range(begin, len(text), self._slice_chars):
-            found = pattern.search(text, part, part + self._slice_chars + 1)
-            if found is not None:
-                return found.start()
+            match = pattern.search(text, part, part + self._slice_chars + 1)
+            if match is not None:
+                return match.start()
         return None
 
     def _previous_start(self, pattern: re.Pattern[str], text: str, end: int) -> int | None:
-        """The last place before ``end`` where a word begins behind another."""
+        """Return the index of the last word start before ``end``; None if there is none."""
         while end > 0:
             begin = max(0, end - self._slice_chars)
-            # The letter behind the last space is seen too.
-            starts = [found.start() for found in pattern.finditer(text, begin, end + 1)]
+            # The pattern also needs the letter after the last space.
+            starts = [match.start() for match in pattern.finditer(text, begin, end + 1)]
             if starts:
                 return starts[-1]
             end = begin
@@ -128,7 +128,7 @@ class TextBounds:
 
 
 def _may_fit(text: str, most: int) -> bool:
-    """True if no weights make more than ``most`` of a text: at most 1 a byte, 4 bytes each."""
+    """True if no weights can exceed ``most``: a byte weighs at most 1, a character has 4 bytes."""
     return 4 * len(text) <= most
 
 
@@ -142,17 +142,19 @@ class _Weigher:
         self._is_normalized = parts.has_normalizer
         if parts.counts_words:
             self._start_weight = 1 / (1 + _most_starts(parts.added))
-            known = _ALNUM
+            known_chars = _ALNUM
         else:
             self._weights = parts.byte_weights()
-            known = "" if self._weights is None else _known(self._weights)
+            known_chars = "" if self._weights is None else _known(self._weights)
         if parts.crosses_words:
-            known = ""
-        #: Matches the space before a word that begins behind another; None where none is safe.
-        self.word_start = re.compile(f"(?<=[{known}]) (?=[{known}])") if known else None
+            known_chars = ""
+        #: Matches the space between two words; None if no cut there is safe.
+        self.word_start = (
+            re.compile(f"(?<=[{known_chars}]) (?=[{known_chars}])") if known_chars else None
+        )
 
     def weight(self, text: str) -> float:
-        """What a part of a text weighs; the tokens of the whole are at least the sum."""
+        """Return the weight of a part; a text has at least as many tokens as its parts weigh."""
         if self._weights is None and not self._start_weight:
             return 0.0
         data = np.frombuffer(text.encode("utf-8", "surrogatepass"), np.uint8)
@@ -162,7 +164,7 @@ class _Weigher:
         weights = self._weights[data]
         if not self._is_normalized:
             return float(weights.sum())
-        # Beside other characters one of ASCII may become a part of theirs.
+        # The normaliser may merge an ASCII character with a neighbour outside ASCII.
         is_ascii = data < 0x80
         beside = np.zeros(len(data), bool)
         beside[1:-1] = is_ascii[:-2] & is_ascii[2:]
@@ -173,7 +175,7 @@ _IS_ALNUM = np.isin(np.arange(256), list(_ALNUM.encode()))
 
 
 class _Parts:
-    """What a ``tokenizer.json`` says of normaliser, pre-tokenizer, model and added tokens."""
+    """The normaliser, pre-tokenizer, model and added tokens of a ``tokenizer.json``."""
 
     def __init__(self, backend: Tokenizer) -> None:
         self._backend = backend
@@ -187,43 +189,43 @@ class _Parts:
 
     @property
     def counts_words(self) -> bool:
-        """True if every word has a token at least, and words are what spaces divide."""
+        """True if spaces divide words and every word has at least one token."""
         return (
             isinstance(self._backend.model, (WordPiece, WordLevel))
-            and all(one["type"] in _KEEP_WORDS for one in self._normalizers)
-            and any(one["type"] in _SPLIT_WORDS for one in self._pre_tokenizers)
-            and all(_keeps_text(one) for one in self._pre_tokenizers)
-            and not any(one["type"] in _HIDE_SPACES for one in self._pre_tokenizers)
+            and all(part["type"] in _KEEP_WORDS for part in self._normalizers)
+            and any(part["type"] in _SPLIT_WORDS for part in self._pre_tokenizers)
+            and all(_keeps_text(part) for part in self._pre_tokenizers)
+            and not any(part["type"] in _HIDE_SPACES for part in self._pre_tokenizers)
         )
 
     @property
     def crosses_words(self) -> bool:
-        """True if one token may have parts of two words with a space between."""
+        """True if a token may hold parts of two words and the space between them."""
         if not self._shows_spaces or _CROSSES_WORDS.search("\n".join(self._crossing_added)):
             return True
-        # Words that spaces divide are encoded alone.
+        # If words are counted, each is encoded alone.
         tokens = () if self.counts_words else self.vocabulary
         return _CROSSES_WORDS.search("\n".join(tokens)) is not None
 
     @property
     def _crossing_added(self) -> Iterator[str]:
-        """Added tokens as a text has them: without marks of spaces, unless normalised texts do."""
+        """Yield the added tokens; U+2581 in them is a space mark only in normalised texts."""
         for token in self._added:
             marks = token.normalized and self.has_normalizer
             yield token.content if marks else token.content.replace("\u2581", "_")
 
     @property
     def _shows_spaces(self) -> bool:
-        """True if a space between two letters is one, or its mark, for the model too."""
+        """True if the normaliser keeps a space between two letters, or writes its mark."""
         normalizer = self._backend.normalizer
         text = "a b" if normalizer is None else normalizer.normalize_str("a b")
         return re.fullmatch(f"a[{_SPACES}]b", text.strip(_SPACES)) is not None
 
     def byte_weights(self) -> np.ndarray | None:
-        """``[256]``: the weight of each byte of a text's UTF-8; None where nothing has a weight."""
+        """Return the weight of each UTF-8 byte, ``[256]``; None if all weights are 0."""
         if not isinstance(self._backend.model, (BPE, Unigram)) or not (
-            all(_keeps_printable(one) for one in self._normalizers)
-            and all(_keeps_text(one) for one in self._pre_tokenizers)
+            all(_keeps_printable(part) for part in self._normalizers)
+            and all(_keeps_text(part) for part in self._pre_tokenizers)
         ):
             return None
         weights = np.zeros(256)
@@ -238,20 +240,22 @@ class _Parts:
 
     @property
     def _only_unicode_forms(self) -> bool:
-        return all(one["type"] in _UNICODE_FORMS for one in self._normalizers)
+        return all(part["type"] in _UNICODE_FORMS for part in self._normalizers)
 
     @property
     def _is_byte_level(self) -> bool:
-        return any(one["type"] == "ByteLevel" for one in self._pre_tokenizers)
+        return any(part["type"] == "ByteLevel" for part in self._pre_tokenizers)
 
     @property
     def _keeps_spaces(self) -> bool:
-        kept = all(one["type"] in _KEEP_SPACES or _marks_space(one) for one in self._normalizers)
-        split = any(one["type"] in _SPLIT_WORDS for one in self._pre_tokenizers)
-        return kept and not split and not self._takes_spaces
+        keeps = all(
+            part["type"] in _KEEP_SPACES or _marks_space(part) for part in self._normalizers
+        )
+        splits = any(part["type"] in _SPLIT_WORDS for part in self._pre_tokenizers)
+        return keeps and not splits and not self._takes_spaces
 
     def _longest(self) -> dict[str, int]:
-        """For each character of the vocabulary the length of the longest token that has it."""
+        """Return, for each character of the vocabulary, the longest token's length with it."""
         lengths: dict[str, int] = {}
         texts = [*self.vocabulary, *map(self._as_vocabulary, self.added)]
         texts += [text.lower() for text in map(self._as_vocabulary, self.added)]
@@ -261,13 +265,13 @@ class _Parts:
         return lengths
 
     def _as_vocabulary(self, added: str) -> str:
-        """An added token's text with the characters that the vocabulary has for it."""
+        """Return an added token's text with the characters that the vocabulary has for it."""
         if not self._is_byte_level:
             return added.replace(" ", "\u2581")
         return "".join(_byte_chars()[byte] for byte in added.encode())
 
     def _normalized(self, char: str) -> str:
-        """What the normaliser makes of a printable ASCII character, without marks of spaces."""
+        """Return a printable ASCII character after normalisation, without space marks."""
         normalizer = self._backend.normalizer
         text = char if normalizer is None else normalizer.normalize_str(char)
         return text.strip(_SPACES)
@@ -276,13 +280,13 @@ class _Parts:
         return self._weight("\u0120" if self._is_byte_level else "\u2581", longest)
 
     def _weight(self, char: str, longest: Mapping[str, int]) -> float:
-        """The weight of a character of the vocabulary; 0 of one that may be unknown."""
+        """Return the weight of a character of the vocabulary; 0 if it may be unknown."""
         if len(char) != 1 or not all(form in self.vocabulary for form in self._forms(char)):
             return 0.0
         return 1 / longest[char]
 
     def _forms(self, char: str) -> Iterator[str]:
-        """How the model writes a character alone, within a word and at its end."""
+        """Yield how the model writes a character alone, within a word and at its end."""
         prefix = getattr(self._backend.model, "continuing_subword_prefix", None) or ""
         suffix = getattr(self._backend.model, "end_of_word_suffix", None) or ""
         for begin in {"", prefix}:
@@ -290,36 +294,36 @@ class _Parts:
                 yield f"{begin}{char}{end}"
 
     def _weigh_bytes(self, weights: np.ndarray, longest: Mapping[str, int]) -> None:
-        """Add the weights of what is no printable ASCII, where bytes are what tokens are of."""
-        found = np.array([self._weight(char, longest) for char in _byte_chars()])
+        """Add the weights of all other bytes of a byte-level vocabulary."""
+        byte_weights = np.array([self._weight(char, longest) for char in _byte_chars()])
         if not self._takes_spaces:
-            weights[:0x80] = found[:0x80]
+            weights[:0x80] = byte_weights[:0x80]
             if not self.has_normalizer:
-                weights[0x80:] = found[0x80:]
+                weights[0x80:] = byte_weights[0x80:]
             else:
-                # A code point's first byte: some are composed to fewer, of other bytes.
-                weights[0xC0:] = found.min() / _MOST_COMPOSED
+                # Weigh only first bytes, because composition can replace code points by fewer.
+                weights[0xC0:] = byte_weights.min() / _MOST_COMPOSED
 
 
 @functools.cache
 def _byte_chars() -> tuple[str, ...]:
-    """What byte-level vocabularies write for each byte."""
+    """Return the character that byte-level vocabularies write for each byte."""
     chars = {byte: char for char, byte in gpt2_byte_map().items()}
     return tuple(chars[byte] for byte in range(256))
 
 
 def _state(part: Any) -> Mapping[str, Any] | None:
-    """A normaliser or pre-tokenizer as ``tokenizer.json`` has it."""
+    """Return a normaliser or pre-tokenizer as ``tokenizer.json`` has it."""
     return None if part is None else json.loads(part.__getstate__())
 
 
 def _flat(part: Mapping[str, Any] | None, name: str) -> Iterator[Mapping[str, Any]]:
-    """The normalisers or pre-tokenizers of a sequence of them."""
+    """Yield the normalisers or pre-tokenizers of a sequence of them."""
     if part is None:
         return
     if part["type"] == "Sequence":
-        for one in part[name]:
-            yield from _flat(one, name)
+        for inner in part[name]:
+            yield from _flat(inner, name)
     else:
         yield part
 
@@ -332,7 +336,7 @@ def _keeps_printable(normalizer: Mapping[str, Any]) -> bool:
 
 
 def _marks_space(normalizer: Mapping[str, Any]) -> bool:
-    """True if every space becomes the mark that vocabularies have for one."""
+    """True if it replaces every space by the space mark."""
     if normalizer["type"] != "Replace":
         return False
     return normalizer["pattern"] == {"String": " "} and normalizer["content"] == "\u2581"
@@ -347,11 +351,11 @@ def _keeps_text(pre_tokenizer: Mapping[str, Any]) -> bool:
 
 
 def _known(weights: np.ndarray) -> str:
-    """The letters and digits of ASCII that the model certainly knows."""
+    """Return the ASCII letters and digits that the model certainly knows."""
     return "".join(char for char in _ALNUM if weights[ord(char)])
 
 
 def _most_starts(added: Iterable[str]) -> int:
-    """Most words that begin within one added token."""
+    """Return the most words that begin within one added token."""
     pattern = re.compile(f" [{_ALNUM}]")
     return max((len(pattern.findall(token)) for token in added), default=0)

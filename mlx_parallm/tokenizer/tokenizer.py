@@ -24,7 +24,7 @@ from mlx_parallm.tokenizer.vocabulary import Vocabulary
 from mlx_parallm.types.errors import ConfigError, InvalidRequestError, ModelLoadError
 from mlx_parallm.types.request import ANY_LENGTH, TokenLimit
 
-# Shows whether a template writes tools.
+# _PROBE_TOOL is rendered to find out whether a template writes tools.
 _PROBE_TOOL: Mapping[str, Any] = {
     "type": "function",
     "function": {
@@ -33,15 +33,16 @@ _PROBE_TOOL: Mapping[str, Any] = {
         "parameters": {"type": "object", "properties": {}},
     },
 }
-# A text may be encoded behind some that is no part of the prompt: its tokens are not counted.
+# _ANCHOR_TOKENS: slack for the text before a prompt with which some callers encode it; its tokens
+# are not counted.
 _ANCHOR_TOKENS = 32
 
 
 class ParallmTokenizer:
     """Implements ``engine.interface.Tokenizer`` over a tokenizer loaded by mlx_lm.
 
-    Texts are encoded by the tokenizers library directly, without a lock. Where a tokenizer's class
-    does more than that, its Python code is called, which is not safe from several threads at once.
+    Texts are encoded by the tokenizers library directly, without a lock. If a tokenizer's class
+    does more than that, its Python code is called under a lock, because it is not thread-safe.
     """
 
     def __init__(self, wrapper: TokenizerWrapper, eos_ids: frozenset[int]) -> None:
@@ -54,7 +55,7 @@ class ParallmTokenizer:
         self._renders_as_usual = is_usual
         self._lanes = None if is_usual and self._released is not None else Lanes(wrapper)
         self._limit = ANY_LENGTH
-        # A template set after loading is not in the wrapper's own flag.
+        # The wrapper's own flag does not include a template set after loading.
         template = wrapper._tokenizer.chat_template
         self._has_chat_template = bool(wrapper.has_chat_template) or template is not None
 
@@ -70,7 +71,7 @@ class ParallmTokenizer:
 
     @property
     def has_chat_template(self) -> bool:
-        """Whether ``encode_chat`` works without an explicit template."""
+        """True if ``encode_chat`` works without an explicit template."""
         return self._has_chat_template
 
     @property
@@ -81,7 +82,7 @@ class ParallmTokenizer:
 
     @property
     def takes_tools(self) -> bool:
-        """Whether the template writes tools into the prompt."""
+        """True if the template writes tools into the prompt."""
         return self._takes_tools
 
     @functools.cached_property
@@ -90,7 +91,7 @@ class ParallmTokenizer:
         try:
             return self.render_chat(messages, tools=[_PROBE_TOOL]) != self.render_chat(messages)
         except InvalidRequestError:
-            # It refuses this short conversation; what its text says has to do.
+            # The template refuses this short conversation, so search its text instead.
             return "tools" in (self.chat_template or "")
 
     @property
@@ -99,11 +100,11 @@ class ParallmTokenizer:
         return self._vocabulary.special_tokens
 
     def token_id(self, token: str) -> int | None:
-        """The id of a token by its text in the vocabulary; None if it is not one token."""
+        """Return the id of a token by its text in the vocabulary; None if it is not one token."""
         return self._vocabulary.token_id(token)
 
     def vocabulary(self) -> Mapping[str, int]:
-        """Every token's id; made anew by each call."""
+        """Return the id of every token, in a new mapping."""
         return self._wrapper._tokenizer.get_vocab()
 
     @property
@@ -112,14 +113,14 @@ class ParallmTokenizer:
         return self._vocabulary.backend_json
 
     def has_vocabulary_of(self, other: ParallmTokenizer) -> bool:
-        """Whether both give every token the same id."""
+        """True if both give every token the same id."""
         return self._wrapper._tokenizer.get_vocab() == other._wrapper._tokenizer.get_vocab()
 
     def limited(self, max_model_len: int) -> ParallmTokenizer:
-        """Return this tokenizer with a limit: it refuses texts longer than a model's context."""
-        one = copy.copy(self)
-        one._limit = TokenLimit(most=max_model_len, slack=_ANCHOR_TOKENS)
-        return one
+        """Return a copy that refuses texts longer than a model's context, in tokens."""
+        copied = copy.copy(self)
+        copied._limit = TokenLimit(most=max_model_len, slack=_ANCHOR_TOKENS)
+        return copied
 
     def encode(
         self, text: str, *, add_special_tokens: bool = True, limit: TokenLimit | None = None
@@ -135,7 +136,7 @@ class ParallmTokenizer:
         return list(ids)
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """The text of a whole sequence of tokens."""
+        """Return the text of a whole sequence of tokens."""
         if self._released is not None:
             return self._released.decode(token_ids, skip_special_tokens=skip_special_tokens)
         return self._vocabulary.decode(token_ids, skip_special_tokens=skip_special_tokens)
@@ -185,7 +186,7 @@ class ParallmTokenizer:
         return self.encode(text, add_special_tokens=False, limit=limit)
 
     def token_string(self, token_id: int) -> str:
-        """One token as text; bytes that are no UTF-8 alone become U+FFFD."""
+        """Return a token as text; incomplete UTF-8 becomes U+FFFD."""
         return self._vocabulary.token_bytes(token_id).decode(errors="replace")
 
     def vocabulary_string(self, token_id: int) -> str:
@@ -193,13 +194,13 @@ class ParallmTokenizer:
         return self._vocabulary.token_string(token_id)
 
     def token_bytes(self, token_id: int) -> bytes:
-        """One token as the bytes it contributes."""
+        """Return the bytes that a token contributes."""
         return self._vocabulary.token_bytes(token_id)
 
     def detokenizer(
         self, *, skip_special_tokens: bool = True
     ) -> ByteLevelDetokenizer | WindowDetokenizer:
-        """A fresh incremental detokenizer for one sequence."""
+        """Return a fresh incremental detokenizer for one sequence."""
         return self._vocabulary.detokenizer(skip_special_tokens=skip_special_tokens)
 
     def _render(self, messages: list[dict[str, Any]], options: dict[str, Any]) -> str:
@@ -215,7 +216,7 @@ class ParallmTokenizer:
 
 
 def _plain_backend(tokenizer: PreTrainedTokenizerBase) -> BackendTokenizer | None:
-    """The tokenizer of the tokenizers library, if encoding with it is all that the class does."""
+    """Return the Rust tokenizer if the Python class adds nothing to its encoding, else None."""
     kind, backend = type(tokenizer), getattr(tokenizer, "backend_tokenizer", None)
     is_plain = (
         isinstance(tokenizer, TokenizersBackend)
@@ -233,7 +234,7 @@ def load_tokenizer(
 
     Args:
         path: a folder with tokenizer files, ``config.json`` and perhaps
-            ``generation_config.json``; the end-of-sequence tokens of all three are united.
+            ``generation_config.json``; the end-of-sequence tokens of all three apply.
         chat_template: a Jinja template, or the path of a file with one, instead of the model's.
         trust_remote_code: run Python code that comes with the tokenizer.
 
@@ -270,18 +271,18 @@ def _configured_eos_ids(path: Path) -> set[int]:
     """Return the end-of-sequence tokens named by the model's own files.
 
     Raises:
-        ModelLoadError: a file names something else.
+        ModelLoadError: a file's ``eos_token_id`` is neither an id nor a list of ids.
     """
     config = _read_json(path / "config.json")
     sources = [config, config.get("text_config"), _read_json(path / "generation_config.json")]
-    found: set[int] = set()
+    eos_ids: set[int] = set()
     for source in sources:
         ids = source.get("eos_token_id") if isinstance(source, dict) else None
         listed = ids if isinstance(ids, list) else [] if ids is None else [ids]
-        if not all(isinstance(one, int) for one in listed):
+        if not all(isinstance(token_id, int) for token_id in listed):
             raise ModelLoadError(f"{path}: eos_token_id {ids!r} is no token id or list of them.")
-        found.update(listed)
-    return found
+        eos_ids.update(listed)
+    return eos_ids
 
 
 def _read_json(path: Path) -> dict[str, Any]:
@@ -297,7 +298,7 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def _forget_truncation(wrapper: TokenizerWrapper) -> None:
-    """Drop limits stored with the tokenizer: prompts are measured, not cut."""
+    """Drop truncation stored with the tokenizer: too long prompts are refused, not cut."""
     backend = getattr(wrapper._tokenizer, "backend_tokenizer", None)
     if isinstance(backend, BackendTokenizer):
         backend.no_truncation()

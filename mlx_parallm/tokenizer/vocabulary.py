@@ -1,4 +1,4 @@
-"""What single tokens stand for, and how the pieces of a text are put together."""
+"""The text and bytes of single tokens, and decoding."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from mlx_parallm.tokenizer.token_bytes import (
     sentencepiece_bytes,
 )
 
-# A decoder that is ByteLevel alone, or a sequence of nothing else.
+# _BYTE_LEVEL matches a decoder that is ByteLevel alone, or a sequence of one ByteLevel.
 _BYTE_LEVEL = re.compile(
     r'\{"type":"ByteLevel"[^{}]*\}|\{"type":"Sequence","decoders":\[\{"type":"ByteLevel"[^{}]*\}\]\}'
 )
 
 
 class Vocabulary:
-    """Reads of one tokenizer's vocabulary; all are safe from any thread.
+    """One tokenizer's vocabulary; all methods are safe from any thread.
 
-    Decoding goes to the Rust tokenizer directly where there is one: that is ten times faster than
-    through transformers and differs only in never "cleaning up" spaces, which garbles text.
+    If there is a Rust tokenizer, it decodes directly. That is ten times faster than transformers,
+    and differs only in that spaces are never "cleaned up", which garbles text.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -49,7 +49,7 @@ class Vocabulary:
         return None if self._backend is None else self._backend.to_str()
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
-        """The text of a whole sequence of tokens."""
+        """Return the text of a whole sequence of tokens."""
         if self._backend is not None:
             return self._backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
         text = self._tokenizer.decode(
@@ -60,24 +60,24 @@ class Vocabulary:
         return text if isinstance(text, str) else "".join(text)
 
     def token_bytes(self, token_id: int) -> bytes:
-        """The bytes of one token; none for an unknown id."""
-        known = self._bytes.get(token_id)
-        if known is None:
-            known = self._bytes[token_id] = self._compute_bytes(token_id)
-        return known
+        """Return the bytes of one token; empty for an unknown id."""
+        cached = self._bytes.get(token_id)
+        if cached is None:
+            cached = self._bytes[token_id] = self._compute_bytes(token_id)
+        return cached
 
     def token_id(self, token: str) -> int | None:
-        """The id of a token by its text in the vocabulary; None if it is not one token."""
+        """Return the id of a token by its text in the vocabulary; None if it is not one token."""
         if self._backend is not None:
             return self._backend.token_to_id(token)
         return self._tokenizer.get_vocab().get(token)
 
     def token_string(self, token_id: int) -> str:
-        """Return a token as it is written in the vocabulary; "" for an unknown id."""
+        """Return a token as the vocabulary writes it; "" for an unknown id."""
         return self._token(token_id) or ""
 
     def detokenizer(self, *, skip_special_tokens: bool) -> ByteLevelDetokenizer | WindowDetokenizer:
-        """A fresh incremental detokenizer."""
+        """Return a fresh incremental detokenizer."""
         hidden = self._hidden if skip_special_tokens else frozenset[int]()
         if self._is_byte_level:
             return ByteLevelDetokenizer(self.token_bytes, hidden)
@@ -103,7 +103,7 @@ class Vocabulary:
 
 
 def _backend_of(tokenizer: PreTrainedTokenizerBase) -> BackendTokenizer | None:
-    """The Rust tokenizer, if decoding with it is all that the tokenizer's class does."""
+    """Return the Rust tokenizer if the Python class adds nothing to its decoding, else None."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     own_decode = type(tokenizer).decode is not PreTrainedTokenizerBase.decode
     return backend if isinstance(backend, BackendTokenizer) and not own_decode else None
