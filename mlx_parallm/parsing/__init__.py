@@ -1,1 +1,1 @@
-"""From the text of an assistant's turn to its parts: reasoning, content and tool calls."""
+"""Parsers that split the text of an assistant's turn into reasoning, content and tool calls."""

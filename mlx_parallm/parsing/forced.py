@@ -1,4 +1,4 @@
-"""The grammar of a turn that must be tool calls, and the format to read it with."""
+"""Grammars that force a turn to be tool calls, and the format that reads such a turn."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from mlx_parallm.parsing.families.json_array import JSON_ARRAY
 from mlx_parallm.parsing.formats import CallText, Tool, ToolFormat, tools_of
 from mlx_parallm.types.errors import InvalidRequestError
 
-# As chat templates write JSON; free white space would let a bad model go on for ever.
+# _WRITTEN: JSON is spaced as chat templates do; with free white space a model could fill the turn.
 _WRITTEN = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-# Keywords beside which an object's other properties may be named elsewhere.
+# _COMPOSED: schema keywords that can declare an object's properties outside "properties".
 _COMPOSED = ("$ref", "allOf", "anyOf", "oneOf", "if", "patternProperties", "unevaluatedProperties")
 
 
 @dataclass(frozen=True, slots=True)
 class ForcedCalls:
-    """A turn of tool calls: what its text must match, and how that text is written.
+    """A turn that must be tool calls: the grammar of its text, and the format that reads it.
 
     Attributes:
         grammar: llguidance's Lark text.
-        tool_format: what reads it.
+        tool_format: the format that reads the text.
     """
 
     grammar: str
@@ -39,18 +39,18 @@ def forced_calls(
     named: str | None = None,
     special_tokens: Mapping[str, int] | None = None,
 ) -> ForcedCalls:
-    """What makes even a random model call a tool, with arguments of the tool's schema.
+    """Return a grammar that forces tool calls with arguments of the tools' schemas.
 
     Args:
-        tool_format: the model's own format; where that cannot be forced, or there is none, calls
-            are a plain JSON array.
-        tools: the request's tools, as the chat API writes them.
-        parallel: whether there may be several calls.
-        named: the one tool that may be called; None: any.
-        special_tokens: ids of the vocabulary's special tokens, which no text spells.
+        tool_format: the model's own format; if it is None or cannot be forced, calls are a plain
+            JSON array.
+        tools: the request's tools, in the chat API's form.
+        parallel: allow several calls.
+        named: the only tool that may be called; None: any.
+        special_tokens: ids of the vocabulary's special tokens, which the grammar names by id.
 
     Raises:
-        InvalidRequestError: there is no tool, or none of that name.
+        InvalidRequestError: there is no tool, or no tool of that name.
     """
     callable_tools = [tool for tool in tools_of(tools) if named in (None, tool.name)]
     if not callable_tools:
@@ -63,9 +63,9 @@ def forced_calls(
 
 
 def arguments_schema(tool: Tool) -> dict[str, Any]:
-    """The schema of a tool's arguments as it is enforced: always an object.
+    """Return the schema of a tool's arguments as the grammar enforces it: always an object.
 
-    Properties that the schema does not name are left out, unless it says otherwise.
+    Properties that the schema does not name are forbidden, unless it allows them.
     """
     schema = {**tool.parameters, "type": "object"}
     if "properties" in schema and not any(key in schema for key in _COMPOSED):
@@ -78,10 +78,10 @@ def _grammar(
     text: CallText, tools: Sequence[Tool], parallel: bool, special_tokens: Mapping[str, int]
 ) -> str:
     spell = _Speller(special_tokens)
-    more = ""
+    more_calls = ""
     if parallel and text.separator is not None:
-        more = f" ({spell.text(text.separator)} call)*"
-    start = " ".join([spell.text(text.begin), f"call{more}", spell.text(text.end)])
+        more_calls = f" ({spell.text(text.separator)} call)*"
+    start = " ".join([spell.text(text.begin), f"call{more_calls}", spell.text(text.end)])
     lines = [
         f'start: "\\n\\n"? {start}',
         "call: " + " | ".join(f"call_{number}" for number in range(len(tools))),
@@ -96,7 +96,7 @@ def _grammar(
 
 
 class _Speller:
-    """Writes text in Lark; special tokens by their ids."""
+    """Writes literal text in Lark, with special tokens as ids."""
 
     def __init__(self, special_tokens: Mapping[str, int]) -> None:
         self._ids = special_tokens

@@ -1,4 +1,4 @@
-"""What tells one family's way of writing tool calls or reasoning from another's."""
+"""Descriptions of how families of models write tool calls and reasoning."""
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ class Tool:
     """A function that may be called.
 
     Attributes:
-        name: what it is called by.
+        name: its name in calls.
         parameters: the JSON schema of its arguments.
-        strict: whether a forced call must honour all of the schema, or only what is supported.
+        strict: True: a schema that a forced call cannot honour in full is an error; False:
+            unsupported parts of the schema are ignored.
     """
 
     name: str
@@ -29,15 +30,17 @@ class Tool:
 
 @dataclass(frozen=True, slots=True)
 class ReadContext:
-    """What a format reads from, writes to and may know of the request.
+    """The input and output of a format's parser, and the facts of the request that it needs.
 
     Attributes:
-        reader: the text.
-        writer: takes the parts.
+        reader: gives the text.
+        writer: collects the parts.
         tools: the request's tools.
-        is_open: whether the prompt ends inside the reasoning.
-        reads_calls: whether calls are wanted as such; a whole-turn format makes content of others.
-        reads_reasoning: whether reasoning is wanted as such, likewise.
+        is_open: True if the prompt ends inside the reasoning.
+        reads_calls: True if calls become tool calls; False: a whole-turn format writes them as
+            content.
+        reads_reasoning: True if reasoning is separated; False: a whole-turn format writes it as
+            content.
     """
 
     reader: Reader
@@ -48,19 +51,19 @@ class ReadContext:
     reads_reasoning: bool = True
 
     def tool(self, name: str) -> Tool | None:
-        """The tool of that name, None where the request has none."""
+        """Return the tool of that name; None if the request has none."""
         return next((tool for tool in self.tools if tool.name == name), None)
 
 
 @dataclass(frozen=True, slots=True)
 class CallText:
-    """How calls are written where a grammar forces them.
+    """The text of tool calls that a grammar forces.
 
     Attributes:
         call: one call; ``$name`` stands for the tool's name, ``$arguments`` for the JSON object.
-        separator: what stands between calls; None: a turn has one call at most.
-        begin: what precedes all calls.
-        end: what follows all calls.
+        separator: text between calls; None: a turn has at most one call.
+        begin: text before all calls.
+        end: text after all calls.
     """
 
     call: str
@@ -74,17 +77,18 @@ class ToolFormat:
     """How a family of models writes tool calls.
 
     Attributes:
-        name: the name it has on the command line, after vLLM's ``--tool-call-parser``.
-        summary: what its calls look like, in one line.
-        read: reads what follows the reasoning up to the end of the text.
-        markers: texts that may be tokens of their own and must not be hidden from ``read``.
-        detect: whether a chat template (its text) and a vocabulary are of this family.
-        forced: how a forced call is written; None: as a plain JSON array.
+        name: its name on the command line, as in vLLM's ``--tool-call-parser``.
+        summary: an example of a call, in one line.
+        read: parses the text from the end of the reasoning to the end of the turn.
+        markers: texts that may be special tokens and must not be hidden from ``read``.
+        detect: True for the text of a chat template and the vocabulary of this family.
+        forced: the text of forced calls; None: they are a plain JSON array.
         stop_texts: texts after which the model waits for the tools' results.
-        silent: further markers, of what is neither a call nor reasoning; they are not shown.
-        is_harmony: whether it is OpenAI's Harmony, which mixes reasoning and calls.
-        read_turn: reads the reasoning too, where that may stand between calls; None: it is first.
-        id_length: letters and digits of the ids that its templates take; None: they take any id.
+        silent: further markers, of neither calls nor reasoning; they are dropped from the text.
+        is_harmony: True for OpenAI's Harmony, which mixes reasoning and calls.
+        read_turn: parses the whole turn, if reasoning may stand between calls; None: reasoning
+            comes before all calls.
+        id_length: length of the alphanumeric ids that its templates accept; None: any id.
     """
 
     name: str
@@ -100,24 +104,25 @@ class ToolFormat:
     id_length: int | None = None
 
     def keeps_special_tokens(self, special_tokens: Container[str]) -> bool:
-        """Whether the text must be detokenised with its special tokens."""
+        """True if the text must be detokenised with its special tokens."""
         return any(marker in special_tokens for marker in (*self.markers, *self.silent))
 
 
 @dataclass(frozen=True, slots=True)
 class ReasoningFormat:
-    """How a family of models marks what it thinks; that comes first.
+    """How a family of models marks reasoning.
 
     Attributes:
-        name: the name it has on the command line, after vLLM's ``--reasoning-parser``.
-        start: what begins it.
-        end: what ends it.
-        detect: whether a chat template (its text) and a vocabulary are of this family.
-        also_ends: markers of tool calls that end it too, and are not read.
-        silent: further markers, of what is no reasoning; they are not shown.
+        name: its name on the command line, as in vLLM's ``--reasoning-parser``.
+        start: the marker that begins it.
+        end: the marker that ends it.
+        detect: True for the text of a chat template and the vocabulary of this family.
+        also_ends: markers of tool calls that end it too; the tool-call parser reads them.
+        silent: further markers, outside reasoning; they are dropped from the text.
         more_markers: further texts that must not be hidden from the parser.
-        is_harmony: whether it is OpenAI's Harmony, where channels may come anywhere.
-        read_turn: reads the whole turn, where reasoning may stand anywhere; None: it is first.
+        is_harmony: True for OpenAI's Harmony, whose channels may come anywhere.
+        read_turn: parses the whole turn, if reasoning may stand anywhere; None: reasoning comes
+            at the beginning.
     """
 
     name: str
@@ -132,17 +137,17 @@ class ReasoningFormat:
 
     @property
     def markers(self) -> tuple[str, ...]:
-        """Texts that may be tokens of their own."""
+        """The texts that may be special tokens."""
         return (self.start, self.end, *self.more_markers)
 
     def keeps_special_tokens(self, special_tokens: Container[str]) -> bool:
-        """Whether the text must be detokenised with its special tokens."""
+        """True if the text must be detokenised with its special tokens."""
         return any(marker in special_tokens for marker in (*self.markers, *self.silent))
 
     def is_open_after(self, prompt: str, begun: str = "") -> bool:
-        """Whether the rendered prompt ends inside the reasoning.
+        """True if the rendered prompt ends inside the reasoning.
 
-        ``begun`` is what it has of the answer already, where that is given.
+        ``begun`` is the part of the answer that the prompt contains, if any.
         """
         return prompt.rstrip().endswith(self.start) or begun.rfind(self.start) > begun.rfind(
             self.end
@@ -150,7 +155,7 @@ class ReasoningFormat:
 
 
 def tools_of(tools: Sequence[Mapping[str, Any]]) -> tuple[Tool, ...]:
-    """Tools as the chat API or the Responses API writes them; those that are no functions left out.
+    """Return the functions among tools of the chat API or the Responses API.
 
     A tool without ``parameters`` takes an empty object.
     """

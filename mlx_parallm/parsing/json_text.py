@@ -1,6 +1,6 @@
-"""Passes on JSON text (RFC 8259) while it arrives.
+"""Parsers that pass on JSON text (RFC 8259) while it arrives.
 
-Finds where a value ends, not whether it is valid.
+They find where a value ends, but do not check that it is valid.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ _PLAIN = re.compile(r'[^"\\]+')
 _UNTIL_STRUCTURE = re.compile(r'[^"{}\[\]<]+')
 _LONE_SURROGATE = re.compile(r"[\ud800-\udfff]")
 _SCALAR = re.compile(r"[-+.\w]+")
-# A number of more digits than this is no number that anybody asked for.
+# _LONGEST_SCALAR: most characters of a number or word; it bounds the text that is held back.
 _LONGEST_SCALAR = 4096
 
 
 def pass_value(reader: Reader, emit: Emit, *, ends: Sequence[str] = ()) -> Steps[bool]:
-    """Emits the JSON value that the text goes on with, as it is written.
+    """Emit the next JSON value, as it is written.
 
     Args:
         reader: where to read.
-        emit: takes the pieces; it may say that they are accounted for.
-        ends: markers, each beginning with ``<`` or ``[``, that break a value off outside strings.
+        emit: receives the pieces; it may call ``reader.keep``.
+        ends: markers, each beginning with ``<`` or ``[``, that end a value early outside strings.
 
     Returns:
-        Whether the value is complete.
+        True if the value is complete.
 
     Raises:
         MalformedError: there is no value, or the text ended within it.
@@ -42,13 +42,13 @@ def pass_value(reader: Reader, emit: Emit, *, ends: Sequence[str] = ()) -> Steps
         return True
     if first and first in "{[":
         return (yield from _pass_nested(reader, emit, ends))
-    found = yield from reader.match(_SCALAR, _LONGEST_SCALAR)
-    emit(found.group())
+    scalar = yield from reader.match(_SCALAR, _LONGEST_SCALAR)
+    emit(scalar.group())
     return True
 
 
 def read_value(reader: Reader) -> Steps[tuple[str, Any]]:
-    """The JSON value that the text goes on with: its text and what that means.
+    """Return the next JSON value: its text and its decoded value.
 
     Raises:
         MalformedError: there is no complete and valid value.
@@ -60,7 +60,7 @@ def read_value(reader: Reader) -> Steps[tuple[str, Any]]:
 
 
 def decode(text: str) -> Any:
-    """The value of a JSON text; control characters are let pass in strings.
+    """Return the value of a JSON text, which may have control characters in strings.
 
     Raises:
         MalformedError: it is not JSON.
@@ -72,13 +72,13 @@ def decode(text: str) -> Any:
 
 
 def encode(value: Any) -> str:
-    """A value as JSON that can be written in UTF-8: half a surrogate pair stays an escape."""
+    """Return a value as JSON; lone surrogates are escaped, so that UTF-8 can encode it."""
     text = json.dumps(value, ensure_ascii=False)
     return text if _LONE_SURROGATE.search(text) is None else json.dumps(value)
 
 
 def string_inside(text: str) -> str:
-    """A text as it stands between the quotes of a JSON string."""
+    """Return a text escaped for a JSON string, without the quotes."""
     return encode(text)[1:-1]
 
 

@@ -1,4 +1,4 @@
-"""What the text of an assistant's turn consists of, and who finds it out."""
+"""The parts of an assistant's turn, and the Protocol of its parsers."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from typing import Protocol
 
 @dataclass(frozen=True, slots=True)
 class ReasoningText:
-    """The next piece of what the model thinks; markers are not in it."""
+    """The next piece of reasoning, without markers."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class ContentText:
-    """The next piece of what the model says."""
+    """The next piece of content."""
 
     text: str
 
@@ -24,7 +24,7 @@ class ContentText:
 class ToolCallBegin:
     """A tool call begins; calls of one turn are numbered from 0.
 
-    ``id`` is one that the model wrote itself, None where it did not.
+    ``id`` is the id that the model wrote; None if it wrote none.
     """
 
     index: int
@@ -34,7 +34,7 @@ class ToolCallBegin:
 
 @dataclass(frozen=True, slots=True)
 class ToolCallArguments:
-    """The next piece of a call's arguments; all of them together are the text of a JSON object."""
+    """The next piece of a call's arguments; joined, the pieces are the text of a JSON object."""
 
     index: int
     text: str
@@ -44,21 +44,20 @@ Part = ReasoningText | ContentText | ToolCallBegin | ToolCallArguments
 
 
 class TurnParser(Protocol):
-    """Finds the parts of one sample's text while it streams by.
+    """Finds the parts of one sample's text while it arrives.
 
-    Whatever the text is, it is never an error and nothing of it is lost: what looked like a tool
-    call and is none comes back as content.
+    No text is an error and none is lost: text that only looked like a tool call becomes content.
     """
 
     @property
     def is_reasoning(self) -> bool:
-        """Whether the text so far ends inside the reasoning."""
+        """True if the text so far ends inside the reasoning."""
         ...
 
     def add(self, text: str) -> list[Part]:
-        """The parts that the next text makes certain."""
+        """Return the parts that are certain once ``text`` has arrived."""
         ...
 
     def flush(self) -> list[Part]:
-        """What was still held back; the end of the text."""
+        """End the text and return the parts that were held back."""
         ...

@@ -1,7 +1,7 @@
-"""Reads a text that arrives in pieces as if it were all there.
+"""A reader of text that arrives in pieces, for parsers written as if they had it all.
 
-Parsers are generators: each ``yield`` waits for more text. So a parser is written as one that has
-the whole text, and what it makes of a text cannot depend on where the pieces are cut.
+Parsers are generators that ``yield`` to wait for more text, so that their results cannot depend on
+where the pieces are cut.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ SPACE = " \t\r\n"
 
 
 class MalformedError(Exception):
-    """What was read is not what it looked like; never leaves the package."""
+    """The text is not what it looked like. This error never leaves the package."""
 
 
 class TruncatedError(MalformedError):
-    """The text ended within what it looked like."""
+    """The text ended before it was complete."""
 
 
 class Reader:
-    """The text from the last accounted place on, and how far it was read.
+    """The text that arrived, with a reading position and a place to rewind to.
 
-    ``keep`` says that everything read so far is accounted for. ``rewind`` goes back to that place.
+    ``keep`` makes the reading position final; ``rewind`` goes back to the last such position.
     """
 
     def __init__(self) -> None:
@@ -38,37 +38,37 @@ class Reader:
         self.ended = False
 
     def add(self, text: str) -> None:
-        """More text has arrived."""
+        """Append text that has arrived."""
         self._text = self._text[self._kept :] + text
         self._at -= self._kept
         self._kept = 0
 
     def keep(self) -> None:
-        """Everything up to here is accounted for."""
+        """Make everything read so far final."""
         self._kept = self._at
 
     def rewind(self) -> None:
-        """Goes back to where ``keep`` was said last."""
+        """Go back to the position of the last ``keep``."""
         self._at = self._kept
 
     def run(self, pattern: re.Pattern[str]) -> str:
-        """Reads what matches the pattern of what has arrived."""
-        found = pattern.match(self._text, self._at)
-        return self.take(found.end() - self._at) if found else ""
+        """Read and return the longest match within the text that has arrived."""
+        match = pattern.match(self._text, self._at)
+        return self.take(match.end() - self._at) if match else ""
 
     @property
     def unread(self) -> str:
-        """What has arrived and was not read."""
+        """The text that has arrived but was not read."""
         return self._text[self._at :]
 
     def take(self, count: int) -> str:
-        """Reads up to ``count`` characters of those that have arrived."""
+        """Read and return up to ``count`` characters that have arrived."""
         start = self._at
         self._at = min(start + count, len(self._text))
         return self._text[start : self._at]
 
     def peek(self) -> Steps[str]:
-        """The next character, not read; empty at the end."""
+        """Return the next character without reading it; empty at the end."""
         while self._at >= len(self._text):
             if self.ended:
                 return ""
@@ -76,14 +76,14 @@ class Reader:
         return self._text[self._at]
 
     def skip_space(self) -> Steps[None]:
-        """Reads white space."""
+        """Read white space."""
         while (yield from self.peek()) in SPACE:
             if self._at >= len(self._text):
                 return
             self._at += 1
 
     def next_is(self, *markers: str) -> Steps[str | None]:
-        """The first of the markers that the text goes on with, not read."""
+        """Return the first marker that the text continues with, without reading it; else None."""
         for marker in markers:
             while not self._text.startswith(marker, self._at):
                 if self.ended or not marker.startswith(self.unread):
@@ -94,16 +94,16 @@ class Reader:
         return None
 
     def accept(self, *markers: str) -> Steps[str | None]:
-        """Reads the first of the markers that the text goes on with, if there is one."""
+        """Read and return the first marker that the text continues with; else None."""
         marker = yield from self.next_is(*markers)
         self.take(len(marker or ""))
         return marker
 
     def expect(self, *markers: str) -> Steps[str]:
-        """Reads the first of the markers that the text goes on with.
+        """Read and return the first marker that the text continues with.
 
         Raises:
-            MalformedError: it goes on with none of them.
+            MalformedError: the text continues with none of them.
         """
         marker = yield from self.accept(*markers)
         if marker is None:
@@ -112,24 +112,24 @@ class Reader:
         return marker
 
     def match(self, pattern: re.Pattern[str], limit: int) -> Steps[re.Match[str]]:
-        """Reads what matches the pattern: characters of some kind, as many as there are.
+        """Read and return a run of characters that match the pattern.
 
         Raises:
-            MalformedError: there is none, or more than ``limit``.
+            MalformedError: there are none, or more than ``limit``.
         """
         if not (yield from self.peek()):
             raise TruncatedError
         while True:
-            found = pattern.match(self._text, self._at)
-            if found is None or found.end() - self._at > limit:
+            matched = pattern.match(self._text, self._at)
+            if matched is None or matched.end() - self._at > limit:
                 raise MalformedError
-            if found.end() < len(self._text) or self.ended:
-                self._at = found.end()
-                return found
+            if matched.end() < len(self._text) or self.ended:
+                self._at = matched.end()
+                return matched
             yield
 
     def until(self, *markers: str, limit: int) -> Steps[str]:
-        """Reads what comes before the first marker, and the marker too.
+        """Read up to and including the first marker; return the text before it.
 
         Raises:
             MalformedError: no marker comes within ``limit`` characters.
@@ -144,9 +144,9 @@ class Reader:
     def pass_until(
         self, markers: Sequence[str], emit: Callable[[str], None], *, limit: int | None = None
     ) -> Steps[str | None]:
-        """Emits the text up to the first of the markers, which is not read.
+        """Emit the text up to the first of the markers, without reading the marker.
 
-        No marker may begin another. What may be the beginning of a marker is waited for.
+        No marker may begin another. Text that may be the beginning of a marker is held back.
 
         Returns:
             The marker, or None at the end of the text.
@@ -157,21 +157,21 @@ class Reader:
         pattern, beginnings = _finder(tuple(markers))
         passed = 0
         while True:
-            found = pattern.search(self._text, self._at) if markers else None
-            end = found.start() if found else self._certain(beginnings)
+            match = pattern.search(self._text, self._at) if markers else None
+            end = match.start() if match else self._certain(beginnings)
             if end > self._at:
                 passed += end - self._at
                 emit(self.take(end - self._at))
             if limit is not None and passed > limit:
                 raise MalformedError
-            if found:
-                return found.group()
+            if match:
+                return match.group()
             if self.ended:
                 return None
             yield
 
     def _certain(self, beginnings: frozenset[str]) -> int:
-        """Up to where no marker can begin, whatever comes next."""
+        """Return the index up to which no marker can begin, whatever text follows."""
         end = len(self._text)
         if self.ended:
             return end
@@ -182,6 +182,6 @@ class Reader:
 
 @lru_cache(maxsize=256)
 def _finder(markers: tuple[str, ...]) -> tuple[re.Pattern[str], frozenset[str]]:
-    """What finds the first of the markers, and all that can be the beginning of one."""
+    """Return a pattern that finds the first of the markers, and all proper prefixes of markers."""
     beginnings = {marker[:length] for marker in markers for length in range(1, len(marker))}
     return re.compile("|".join(map(re.escape, markers))), frozenset(beginnings)

@@ -1,4 +1,4 @@
-"""Reasoning that comes first, between two markers."""
+"""Parsers of reasoning at the beginning of a turn, between two markers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from mlx_parallm.parsing.reader import Steps
 
 
 def read_reasoning(context: ReadContext, form: ReasoningFormat) -> Steps[None]:
-    """Reads the reasoning, if the text begins with it or begins inside it."""
+    """Read the reasoning, if the text begins with it or begins inside it."""
     reader, writer = context.reader, context.writer
     writer.is_reasoning = context.is_open
     yield from reader.skip_space()
@@ -51,7 +51,7 @@ THINK = _format("deepseek_r1", "<think>", "</think>")
 _HUNYUAN = re.compile(r"<answer>|<\|extra_0\|>")
 _KIMI_SECTION = "<|tool_calls_section_begin|>"
 
-# The order matters where a model has the signs of several.
+# REASONING_FORMATS: the order matters, because a model can show the signs of several formats.
 REASONING_FORMATS = (
     HARMONY_REASONING,
     MUSE_REASONING,

@@ -1,4 +1,4 @@
-"""All formats by name, and which one a model writes."""
+"""All formats by name, and the detection of the one that a model writes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from mlx_parallm.parsing.formats import ReasoningFormat, ToolFormat
 from mlx_parallm.parsing.reasoning import REASONING_FORMATS
 from mlx_parallm.types.errors import ConfigError
 
-# The order matters where a model has the signs of several: the rarer signs come first.
+# _TOOL_FORMATS: a model can show the signs of several formats, so formats with rarer signs come
+# earlier.
 _TOOL_FORMATS = (
     HARMONY,
     xml_calls.MINIMAX_M2,
@@ -80,52 +81,52 @@ _REASONING_ALIASES = {
 
 
 def tool_format_names() -> tuple[str, ...]:
-    """The names that ``tool_format`` knows."""
-    return tuple(sorted([*(known.name for known in _TOOL_FORMATS), *_TOOL_ALIASES]))
+    """Return the names that ``tool_format`` knows."""
+    return tuple(sorted([*(form.name for form in _TOOL_FORMATS), *_TOOL_ALIASES]))
 
 
 def reasoning_format_names() -> tuple[str, ...]:
-    """The names that ``reasoning_format`` knows."""
-    return tuple(sorted([*(known.name for known in REASONING_FORMATS), *_REASONING_ALIASES]))
+    """Return the names that ``reasoning_format`` knows."""
+    return tuple(sorted([*(form.name for form in REASONING_FORMATS), *_REASONING_ALIASES]))
 
 
 def tool_format(name: str) -> ToolFormat:
-    """The tool-call format of that name.
+    """Return the tool-call format of that name.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: no format has that name.
     """
-    wanted = _TOOL_ALIASES.get(name, name)
-    for known in _TOOL_FORMATS:
-        if known.name == wanted:
-            return known
+    own_name = _TOOL_ALIASES.get(name, name)
+    for form in _TOOL_FORMATS:
+        if form.name == own_name:
+            return form
     names = ", ".join(tool_format_names())
     raise ConfigError(f"There is no tool-call parser {name!r}; known are {names}.")
 
 
 def reasoning_format(name: str) -> ReasoningFormat:
-    """The reasoning format of that name.
+    """Return the reasoning format of that name.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: no format has that name.
     """
-    wanted = _REASONING_ALIASES.get(name, name)
-    for known in REASONING_FORMATS:
-        if known.name == wanted:
-            return known
+    own_name = _REASONING_ALIASES.get(name, name)
+    for form in REASONING_FORMATS:
+        if form.name == own_name:
+            return form
     names = ", ".join(reasoning_format_names())
     raise ConfigError(f"There is no reasoning parser {name!r}; known are {names}.")
 
 
 def detect_tool_format(chat_template: str | None, tokens: Container[str]) -> ToolFormat | None:
-    """The format of a model's tool calls, from its chat template and its vocabulary."""
-    found = (known for known in _TOOL_FORMATS if known.detect(chat_template or "", tokens))
-    return next(found, None)
+    """Return the format of a model's tool calls, from its chat template and its vocabulary."""
+    matching = (form for form in _TOOL_FORMATS if form.detect(chat_template or "", tokens))
+    return next(matching, None)
 
 
 def detect_reasoning_format(
     chat_template: str | None, tokens: Container[str]
 ) -> ReasoningFormat | None:
-    """The format of a model's reasoning, from its chat template and its vocabulary."""
-    found = (known for known in REASONING_FORMATS if known.detect(chat_template or "", tokens))
-    return next(found, None)
+    """Return the format of a model's reasoning, from its chat template and its vocabulary."""
+    matching = (form for form in REASONING_FORMATS if form.detect(chat_template or "", tokens))
+    return next(matching, None)

@@ -1,4 +1,4 @@
-"""What a parameter written as plain text means, by the tool's schema."""
+"""The JSON value of a parameter written as plain text, decided by the tool's schema."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ _KINDS: tuple[tuple[type, str], ...] = (
     (list, "array"),
 )
 _DEEPEST = 8
-# Longer Python literals are left as text: parsing them takes much memory.
+# _LONGEST_LITERAL: longer Python literals stay text, because parsing them takes much memory.
 _LONGEST_LITERAL = 20_000
 
 
 def types_of(tool: Tool | None, parameter: str) -> frozenset[str] | None:
-    """The JSON types that a parameter may have; None where the schema does not say."""
+    """Return the JSON types that a parameter may have; None if the schema does not say."""
     if tool is None:
         return None
     properties = tool.parameters.get("properties")
@@ -35,9 +35,9 @@ def types_of(tool: Tool | None, parameter: str) -> frozenset[str] | None:
 
 
 def json_text(text: str, types: frozenset[str] | None) -> str:
-    """A value's text as JSON: of one of the types if it can be, else a string.
+    """Return a value's text as JSON: a value of one of the types if possible, else a string.
 
-    Types are tried before text, so ``5`` is a number where both are allowed.
+    Other types are tried before strings, so ``5`` is a number if both are allowed.
     """
     try:
         value = _read(text.strip())
@@ -49,7 +49,7 @@ def json_text(text: str, types: frozenset[str] | None) -> str:
 
 
 def _allows(types: frozenset[str] | None, kind: str) -> bool:
-    """Whether a literal of that kind is meant; quotes belong to a text that may be one."""
+    """True if a literal of that kind is allowed; a quoted string counts as plain text instead."""
     if types is None:
         return True
     if kind == "string":
@@ -78,17 +78,18 @@ def _types(schema: Any, root: Mapping[str, Any], depth: int) -> frozenset[str]:
 def _resolve(reference: Any, root: Mapping[str, Any]) -> Any:
     if not isinstance(reference, str) or not reference.startswith("#/"):
         return None
-    found: Any = root
+    node: Any = root
     for name in reference[2:].split("/"):
-        found = found.get(name) if isinstance(found, Mapping) else None
-    return found
+        node = node.get(name) if isinstance(node, Mapping) else None
+    return node
 
 
 def _read(text: str) -> Any:
-    """What a text says in JSON or else in Python.
+    """Return the value of a JSON text or Python literal.
 
     Raises:
-        ValueError: neither, or what JSON cannot say; other errors of both readers likewise.
+        ValueError: it is neither, or JSON cannot represent the value. ``ast.literal_eval`` may
+            raise other errors.
     """
     value: Any
     try:
@@ -106,5 +107,5 @@ def _read(text: str) -> Any:
 
 
 def _kind(value: Any) -> str:
-    """The JSON type of a value that ``json`` has read."""
+    """Return the JSON type of a value that ``json`` has read."""
     return next((name for kind, name in _KINDS if isinstance(value, kind)), "null")

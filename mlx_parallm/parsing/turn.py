@@ -1,4 +1,4 @@
-"""One parser for a whole turn: reasoning first, then content and tool calls."""
+"""The parser of a whole turn: reasoning, then content and tool calls."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ def turn_parser(
     reasoning_is_open: bool = False,
     special_tokens: Collection[str] = (),
 ) -> TurnParser:
-    """A parser of one sample's text.
+    """Return a parser of one sample's text.
 
     Args:
-        tool_format: how tool calls are written; None: what looks like one is content.
+        tool_format: how tool calls are written; None: they are content.
         reasoning_format: how reasoning is marked; None: its markers are content.
-        tools: the request's tools, as the chat API writes them.
-        reasoning_is_open: whether the prompt ends inside the reasoning.
+        tools: the request's tools, in the chat API's form.
+        reasoning_is_open: True if the prompt ends inside the reasoning.
         special_tokens: the vocabulary's special tokens, if the text was detokenised with them;
-            those that are no markers of the two formats are left out.
+            those that are no markers of the two formats are dropped from the text.
     """
     formats = [form for form in (tool_format, reasoning_format) if form is not None]
     markers = {marker for form in formats for marker in form.markers}
@@ -64,7 +64,7 @@ def _read_turn(
 
 
 class _SteppedParser:
-    """Lets the steps of a reading go on as text arrives."""
+    """Resumes a generator whenever text arrives; implements ``TurnParser``."""
 
     def __init__(self, context: ReadContext, steps: Steps[None], hidden: frozenset[str]) -> None:
         self._context = context
@@ -74,17 +74,17 @@ class _SteppedParser:
 
     @property
     def is_reasoning(self) -> bool:
-        """Whether the text so far ends inside the reasoning."""
+        """True if the text so far ends inside the reasoning."""
         return self._context.writer.is_reasoning
 
     def add(self, text: str) -> list[Part]:
-        """The parts that the next text makes certain."""
+        """Return the parts that are certain once ``text`` has arrived."""
         self._context.reader.add(self._hidden.add(text))
         next(self._steps, None)
         return self._context.writer.take()
 
     def flush(self) -> list[Part]:
-        """What was still held back; the end of the text."""
+        """End the text and return the parts that were held back."""
         reader, writer = self._context.reader, self._context.writer
         reader.add(self._hidden.flush())
         reader.ended = True
@@ -94,7 +94,7 @@ class _SteppedParser:
 
 
 class HiddenTokens:
-    """Leaves special tokens out of a text that arrives in pieces."""
+    """Removes special tokens from a text that arrives in pieces."""
 
     def __init__(self, tokens: Collection[str]) -> None:
         self._reader = Reader()
@@ -103,13 +103,13 @@ class HiddenTokens:
         next(self._steps, None)
 
     def add(self, text: str) -> str:
-        """The text that is certain not to belong to such a token."""
+        """Return the text that certainly belongs to no such token."""
         self._reader.add(text)
         next(self._steps, None)
         return self._take()
 
     def flush(self) -> str:
-        """What was still held back."""
+        """Return the text that was held back."""
         self._reader.ended = True
         next(self._steps, None)
         return self._take()

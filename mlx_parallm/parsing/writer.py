@@ -1,4 +1,4 @@
-"""Collects the parts of a turn while they are found."""
+"""The collector of a turn's parts."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from mlx_parallm.parsing.reader import Reader
 
 
 class TurnWriter:
-    """Parts in the order they were found. Once written, all that was read is accounted for.
+    """Collects parts in order; writing one makes everything read so far final.
 
-    White space next to a marker, of reasoning or of a tool call, belongs to no part.
+    White space next to a marker of reasoning or of a tool call belongs to no part.
     """
 
     def __init__(self, reader: Reader) -> None:
@@ -30,48 +30,48 @@ class TurnWriter:
         self._strips = False
 
     def take(self) -> list[Part]:
-        """The parts found since this was called last."""
+        """Return the parts collected since the last call."""
         parts, self._parts = self._parts, []
         return parts
 
     def content(self, text: str) -> None:
-        """What the model says."""
+        """Add a piece of content."""
         self._reader.keep()
         text = self._without_outer_space(text)
         if text:
             self._append(ContentText(text))
 
     def reasoning(self, text: str) -> None:
-        """What the model thinks."""
+        """Add a piece of reasoning."""
         self._reader.keep()
         text = self._without_outer_space(text)
         if text:
             self._append(ReasoningText(text))
 
     def marker(self) -> None:
-        """A marker was read, which is not shown."""
+        """Drop a marker that was read, and the white space around it."""
         self._reader.keep()
         self._space = ""
         self._strips = True
 
     def next_message(self, kind: type[ContentText] | type[ReasoningText]) -> None:
-        """What follows is a message of its own; a newline parts it from an earlier one."""
+        """Begin a new message; a newline separates it from an earlier one of its kind."""
         self.marker()
         if kind in self._seen:
             self._space = "\n"
 
     def finish(self) -> None:
-        """The text is over."""
+        """Add white space that was held back at the end of the text."""
         if self._space and not self._strips and not self.is_reasoning:
             self._append(ContentText(self._space))
         self._space = ""
 
     def begin_call(self, name: str, call_id: str | None = None) -> None:
-        """A tool call is certain. An id that an earlier call has is none."""
+        """Begin a tool call; an id that an earlier call has is ignored."""
         self.marker()
         if call_id in self._ids:
             call_id = None
-        # A name may come from JSON, where half a surrogate pair can be written.
+        # A name from JSON may contain a lone surrogate, which UTF-8 cannot encode.
         name = name.encode(errors="replace").decode()
         self._append(ToolCallBegin(self.calls, name, call_id))
         self._ids.update([call_id] if call_id else [])
@@ -79,12 +79,12 @@ class TurnWriter:
         self.call_is_open = True
 
     def end_call(self) -> None:
-        """The call that began last is over."""
+        """End the current call."""
         self.marker()
         self.call_is_open = False
 
     def arguments(self, text: str) -> None:
-        """The next piece of the arguments of the call that began last."""
+        """Add a piece of the current call's arguments."""
         self._reader.keep()
         if text:
             self._append(ToolCallArguments(self.calls - 1, text))
@@ -111,7 +111,7 @@ class TurnWriter:
 
 
 def merge(parts: list[Part]) -> list[Part]:
-    """The same parts, neighbours of one kind as one."""
+    """Return the parts with neighbours of the same kind joined."""
     merged: list[Part] = []
     for part in parts:
         joined = _join(merged[-1], part) if merged else None

@@ -1,1 +1,1 @@
-"""One module for each way of writing tool calls."""
+"""Parsers of tool calls, a module for each family of models."""

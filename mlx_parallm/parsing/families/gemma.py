@@ -1,4 +1,4 @@
-"""FunctionGemma and Gemma 4: ``call:name{key:value}`` with strings between marks of their own.
+"""FunctionGemma and Gemma 4 write ``call:name{key:value}``, with special tokens around strings.
 
 Sources: the chat templates of google/functiongemma-270m-it and google/gemma-4-31b-it.
 """
@@ -30,7 +30,7 @@ def _read(context: ReadContext, start: str, end: str, quote: str) -> Steps[None]
 def _call(context: ReadContext, start: str, end: str, syntax: LiteralSyntax) -> Steps[None]:
     reader, writer = context.reader, context.writer
     yield from reader.expect(start)
-    # Gemma 4 at times leaves the word out.
+    # Gemma 4 sometimes leaves the word out.
     yield from reader.expect("call:", ":")
     name = (yield from reader.match(_NAME, LONGEST_NAME)).group()
     yield from reader.expect("{")

@@ -1,4 +1,4 @@
-"""GLM 4.5 to 4.7: a name, then keys and values between tags of their own.
+"""GLM 4.5 to 4.7 write a name, then keys and values between tags.
 
 Source: the chat template of zai-org/GLM-4.6; GLM-4.7 leaves the newlines out.
 """

@@ -1,4 +1,4 @@
-"""OpenAI's Harmony, which gpt-oss writes: messages in channels, each with a header.
+"""OpenAI's Harmony, the format of gpt-oss, has messages in channels, each with a header.
 
 ``<|channel|>analysis<|message|>`` is reasoning, a message ``to=functions.name`` is a call, and all
 other messages are content. Source: OpenAI's "OpenAI harmony response format" guide and the chat
@@ -25,7 +25,7 @@ ANALYSIS = f"{CHANNEL}analysis{MESSAGE}"
 
 
 def read_begun_header(context: ReadContext, end: str) -> Steps[str | None]:
-    """The rest of a message's header that the prompt began, if that names who it is for.
+    """Return the rest of a header that the prompt began, if it names the recipient; else None.
 
     A prompt ends with ``<|start|>assistant``, so the text may begin with ``to=…``.
     """
@@ -41,7 +41,7 @@ def read_begun_header(context: ReadContext, end: str) -> Steps[str | None]:
 
 
 def read_harmony(context: ReadContext) -> Steps[None]:
-    """Reads all messages of a turn."""
+    """Read all messages of a turn."""
     reader, writer = context.reader, context.writer
     if context.is_open:
         yield from _read_text(context, is_reasoning=context.reads_reasoning)

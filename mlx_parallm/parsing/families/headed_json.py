@@ -1,4 +1,4 @@
-"""A name, then JSON: DeepSeek V3 and V3.1, Kimi K2 and Mistral.
+"""DeepSeek V3 and V3.1, Kimi K2 and Mistral write a name, then JSON.
 
 Sources: the chat templates of deepseek-ai/DeepSeek-V3-0324 and DeepSeek-V3.1,
 moonshotai/Kimi-K2-Instruct and mistralai/Mistral-Small-3.2-24B-Instruct-2506; mistral-common's
@@ -25,7 +25,7 @@ _KIMI_ENDS = ("<|tool_call_end|>", "<|tool_calls_section_end|>")
 _KIMI_ID = re.compile(r"(?:functions\.)?(?P<name>[^\s:]+)(?::\d+)?")
 _MISTRAL, _MISTRAL_ID, _MISTRAL_ARGS = "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"
 _MISTRAL_NAME = re.compile(r"[\w.-]+")
-# Its templates raise an error for an id of another length.
+# _MISTRAL_ID_LENGTH: Mistral's templates raise an error for an id of another length.
 _MISTRAL_ID_LENGTH = 9
 
 
@@ -55,7 +55,7 @@ def _deepseek_calls(context: ReadContext) -> Steps[None]:
         yield from reader.expect(_DEEPSEEK[1])
         name = yield from reader.until(_DEEPSEEK_SEP, limit=LONGEST_NAME)
         yield from reader.skip_space()
-        # V3 writes the call's type first, and the JSON in a fence of Markdown.
+        # V3 writes the call's type before the name, and the JSON in a Markdown fence.
         is_fenced = (yield from reader.next_is("{")) is None
         if is_fenced:
             name = yield from reader.until("```json", limit=LONGEST_NAME)
@@ -80,10 +80,10 @@ def _kimi_calls(context: ReadContext) -> Steps[None]:
             return
         yield from reader.expect(_KIMI[1])
         call_id = (yield from reader.until(_KIMI_SEP, limit=LONGEST_NAME)).strip()
-        found = _KIMI_ID.fullmatch(call_id)
-        if found is None:
+        match = _KIMI_ID.fullmatch(call_id)
+        if match is None:
             raise MalformedError
-        yield from _pass_arguments(context, found["name"], call_id, _KIMI_ENDS)
+        yield from _pass_arguments(context, match["name"], call_id, _KIMI_ENDS)
         yield from close_call(context, _KIMI_ENDS[0])
 
 

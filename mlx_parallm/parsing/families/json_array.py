@@ -1,4 +1,4 @@
-"""Calls in a JSON array after a marker, or with none where a grammar forces them.
+"""Calls in a JSON array, after a marker, or bare if a grammar forces them.
 
 Sources: the chat templates of ibm-granite/granite-3.3-8b-instruct, microsoft/Phi-4-mini-instruct
 (and vLLM's for it, which has ``functools``), ai21labs/AI21-Jamba-Mini-1.6,
@@ -45,7 +45,7 @@ def _call(
 
 
 def _lines(context: ReadContext, ends: tuple[str, ...]) -> Steps[None]:
-    """Calls one below the other, as MiniMax M1 writes them."""
+    """Call one below the other, as MiniMax M1 writes them."""
     while (yield from context.reader.next_is("{")):
         yield from read_call_object(context, ends=ends)
         yield from context.reader.skip_space()

@@ -25,10 +25,10 @@ class _Call:
 def read_call_array(
     context: ReadContext, *, ends: Sequence[str] = (), needs_known_name: bool = False
 ) -> Steps[None]:
-    """Calls in a JSON array.
+    """Read calls in a JSON array.
 
     Raises:
-        MalformedError: it is none, or what is left is broken.
+        MalformedError: it is no such array, or its rest is broken.
     """
     reader = context.reader
     yield from reader.expect("[")
@@ -44,12 +44,12 @@ def read_call_array(
 def read_call_object(
     context: ReadContext, *, ends: Sequence[str] = (), needs_known_name: bool = False
 ) -> Steps[None]:
-    """One call, ``{"name": "…", "arguments": {…}}``, its members in any order.
+    """Read a call, ``{"name": "…", "arguments": {…}}``, with its members in any order.
 
     Args:
         context: where to read and write.
-        ends: markers that break a call off.
-        needs_known_name: whether a name that no tool has makes it no call.
+        ends: markers that end a call early.
+        needs_known_name: True: an object with a name that no tool has is no call.
 
     Raises:
         MalformedError: it is no call, or the rest of a call is missing or broken.
@@ -102,7 +102,7 @@ def _read_member(
 
 
 def _object_text(text: str, value: object) -> str:
-    """Arguments that were not passed on while they came; some models write them as a string."""
+    """Return the arguments that were held back; some models write them as a string."""
     if isinstance(value, str):
         text, value = value, decode(value)
     if value is None:

@@ -1,4 +1,4 @@
-"""Kimi K3: tags opened, separated and closed by special tokens, with a type at each argument.
+"""Kimi K3 writes tags with special tokens, and a type at each argument.
 
 Source: moonshotai/Kimi-K3's chat format as llama.cpp's models/templates/Kimi-K3.jinja writes it.
 """

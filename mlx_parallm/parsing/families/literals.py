@@ -1,4 +1,4 @@
-"""Values written as literals of a language other than JSON, as JSON while they come."""
+"""Parsers that turn literals of other languages into JSON while they arrive."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ class LiteralSyntax:
     """How strings and keys are written.
 
     Attributes:
-        quotes: what a string begins with and ends with again.
-        has_escapes: whether strings have Python's escapes.
-        bare_key: a key without quotes.
-        scalar: a value without quotes.
+        quotes: marks that begin and end a string.
+        has_escapes: True if strings have Python's escapes.
+        bare_key: matches a key without quotes.
+        scalar: matches a value without quotes.
     """
 
     quotes: tuple[str, ...]
@@ -40,10 +40,10 @@ class LiteralSyntax:
 def pass_members(
     context: ReadContext, syntax: LiteralSyntax, colon: str, end: str, depth: int = 0
 ) -> Steps[None]:
-    """Writes ``key: value`` pairs up to ``end`` as the members of a JSON object, with its braces.
+    """Write ``key: value`` pairs up to ``end`` as the members of a JSON object, with its braces.
 
     Raises:
-        MalformedError: there is something else.
+        MalformedError: the text is something else.
     """
     reader, writer = context.reader, context.writer
     writer.arguments("{")
@@ -121,7 +121,7 @@ def _string(context: ReadContext, syntax: LiteralSyntax, quote: str) -> Steps[No
         if not syntax.has_escapes or (yield from _ends_value(context)):
             writer.arguments('"')
             return
-        # LFM2's template does not escape quotes, so its models do not always either.
+        # LFM2's template does not escape quotes, so its models do not always escape them either.
         reader.rewind()
         writer.arguments(string_inside(reader.take(len(quote))))
 
@@ -135,7 +135,7 @@ def _ends_value(context: ReadContext) -> Steps[bool]:
 def _escape(context: ReadContext) -> Steps[str]:
     reader = context.reader
     while len(reader.unread) < 2 * _LONGEST_ESCAPE and not reader.ended:
-        # The longest escapes, and both halves of a pair, need this much text.
+        # Only the longest escapes, and surrogate pairs, need more text.
         if len(reader.unread) >= 2 and reader.unread[1] not in "xuU01234567":
             break
         yield
@@ -150,5 +150,5 @@ def _escape(context: ReadContext) -> Steps[str]:
 
 
 def _decode_pair(pair: str) -> str:
-    """The character that two escaped halves of a surrogate pair stand for."""
+    """Return the character that two escaped halves of a surrogate pair stand for."""
     return ast.literal_eval(f'"{pair}"').encode("utf-16", "surrogatepass").decode("utf-16")

@@ -1,7 +1,7 @@
-"""Llama 3 and 4: a bare JSON object is a call, with no marker but ``<|python_tag|>`` at times.
+"""Llama 3 and 4 write a call as a bare JSON object, sometimes after ``<|python_tag|>``.
 
-So it is one only at the beginning, or after that marker, and only if a tool has its name. Several
-are separated by semicolons, as vLLM reads them, or by nothing, as its template for Llama 4 has it.
+An object is a call only at the beginning or after that marker, and only if a tool has its name.
+Calls are separated by semicolons, as in vLLM's parser, or by nothing, as in its Llama 4 template.
 
 Sources: the chat template of meta-llama/Llama-3.1-8B-Instruct; vLLM's llama_tool_parser and
 tool_chat_template_llama4_json.jinja.

@@ -1,4 +1,4 @@
-"""What formats that mark their calls share."""
+"""Parsers shared by formats that mark their calls."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from mlx_parallm.parsing.formats import ReadContext
 from mlx_parallm.parsing.reader import MalformedError, Steps, TruncatedError
 
 CallReader = Callable[[ReadContext], Steps[None]]
-# No function, and no id of a call, has a longer name.
+# LONGEST_NAME: most characters of a function's name or a call's id; longer text is no call.
 LONGEST_NAME = 256
 
 
 def read_marked(
     context: ReadContext, starts: Sequence[str], ends: Sequence[str], call: CallReader
 ) -> Steps[None]:
-    """Content with calls in between, each after one of ``starts``.
+    """Read content with calls in between, each after one of ``starts``.
 
-    ``call`` reads the marker and what follows. If it raises MalformedError, what it did not
-    account for is content. End markers that a broken call left are not shown.
+    ``call`` reads the marker and the call. If it raises MalformedError, the text since the last
+    ``reader.keep`` is content. End markers left by a broken call are dropped.
     """
     reader, writer = context.reader, context.writer
     while True:
@@ -34,7 +34,7 @@ def read_marked(
 
 
 def close_call(context: ReadContext, end: str) -> Steps[None]:
-    """A call is over; its end marker, or the beginning of it at the end of the text, is read."""
+    """End the call and read its end marker, or a part of it at the end of the text."""
     reader, writer = context.reader, context.writer
     writer.end_call()
     yield from reader.skip_space()
@@ -48,12 +48,12 @@ def close_call(context: ReadContext, end: str) -> Steps[None]:
 
 
 def try_call(context: ReadContext, call: CallReader, marker: str = "") -> Steps[None]:
-    """Reads a call; goes back to where it is none any more.
+    """Read a call, or rewind if it turns out to be none.
 
     Args:
         context: where to read and write.
-        call: reads it.
-        marker: what it begins with, which is content if it is none.
+        call: the parser of a call.
+        marker: the call's start marker, which becomes content if there is no call.
     """
     reader, writer = context.reader, context.writer
     reader.keep()
@@ -63,7 +63,7 @@ def try_call(context: ReadContext, call: CallReader, marker: str = "") -> Steps[
     except MalformedError as error:
         reader.rewind()
         if writer.call_is_open:
-            # What is cut off at the end of a call is its markup.
+            # If the text ends within a call, the unread rest is markup.
             if isinstance(error, TruncatedError):
                 reader.take(len(reader.unread))
             writer.end_call()

@@ -1,6 +1,6 @@
-"""Muse Spark and Muse Glimmer: messages with a recipient, and calls between XML-like tags.
+"""Muse Spark and Muse Glimmer write messages with a recipient, and calls between XML-like tags.
 
-``to=self`` is reasoning, ``to=user`` is content, and what is for another recipient holds calls.
+``to=self`` is reasoning, ``to=user`` is content, and messages to other recipients hold calls.
 
 Sources: the template of Muse Glimmer that llama.cpp and vLLM have, and vLLM's muse_tool_parser.
 """
@@ -23,7 +23,7 @@ _RECIPIENT = re.compile(r"to=([\w.-]+)")
 
 
 def read_muse(context: ReadContext) -> Steps[None]:
-    """Reads all messages of a turn."""
+    """Read all messages of a turn."""
     if context.is_open:
         yield from _read_reasoning(context)
     else:
@@ -46,12 +46,12 @@ def _read_marker(context: ReadContext) -> Steps[None]:
 
 
 def _read_message(context: ReadContext, header: str) -> Steps[None]:
-    """Reads a message to ``self`` or the user; of another, its header."""
-    found = _RECIPIENT.search(header)
+    """Read a message to ``self`` or the user; for other recipients, read only the header."""
+    recipient = _RECIPIENT.search(header)
     context.writer.marker()
-    if found is None or found[1] == "self":
+    if recipient is None or recipient[1] == "self":
         yield from _read_reasoning(context)
-    elif found[1] == "user":
+    elif recipient[1] == "user":
         context.writer.next_message(ContentText)
         yield from context.reader.pass_until((START, NEXT, END), context.writer.content)
 

@@ -1,6 +1,6 @@
-"""Calls written in Python, ``[f(a="x"), g(b=1)]``: Llama 3.2 and 4, LFM2, Olmo 3.
+"""Llama 3.2 and 4, LFM2 and Olmo 3 write calls in Python, ``[f(a="x"), g(b=1)]``.
 
-With no marker they are calls only at the beginning, and only of known tools.
+Without a marker, such text is a call only at the beginning, and only of known tools.
 
 Sources: vLLM's tool_chat_template_llama4_pythonic.jinja and its pythonic and olmo3 parsers; the
 chat template of LiquidAI/LFM2.5-8B-A1B.
@@ -37,7 +37,7 @@ def _call(context: ReadContext, *, needs_known_name: bool) -> Steps[None]:
 
 
 def _calls(context: ReadContext, *, needs_known_name: bool) -> Steps[None]:
-    """Calls in a list, or one below the other as Olmo 3 writes them."""
+    """Call in a list, or one below the other as Olmo 3 writes them."""
     reader, writer = context.reader, context.writer
     closing = "]" if (yield from reader.accept("[")) else ""
     while True:

@@ -1,4 +1,4 @@
-"""JSON between two tags: Hermes 2 Pro and what followed it, Qwen 2.5 and 3 above all.
+"""Hermes 2 Pro and its successors, such as Qwen 2.5 and 3, write JSON between two tags.
 
 Sources: the chat templates of Qwen/Qwen3-8B and meituan-longcat/LongCat-Flash-Chat, and vLLM's
 hermes_tool_parser.
@@ -28,8 +28,8 @@ def _call(context: ReadContext, start: str, end: str) -> Steps[None]:
 
 
 def _detect(template: str, _: Container[str], start: str) -> bool:
-    other = ("<function=", "<arg_key>")
-    return start in template and not any(text in template for text in other)
+    other_signs = ("<function=", "<arg_key>")
+    return start in template and not any(sign in template for sign in other_signs)
 
 
 def _format(name: str, start: str, end: str) -> ToolFormat:

@@ -1,4 +1,4 @@
-"""Values written as plain text between markers, as JSON."""
+"""Parsers that turn plain-text values between markers into JSON."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ def pass_text_value(
     *,
     unread_ends: tuple[str, ...] = (),
 ) -> Steps[None]:
-    """Writes the value up to a marker, which is read too: text while it comes, others as a whole.
+    """Write the value up to a marker, which is read too: text while it comes, others as a whole.
 
     Args:
         context: where to read and write.
-        ends: what ends it.
+        ends: markers that end the value.
         types: the JSON types that it may have; None: any.
-        unread_ends: markers of what comes next, which end it too and are not read.
+        unread_ends: markers of the next element, which also end the value and are not read.
 
     Raises:
-        TruncatedError: the text ends within it; what there is of it is written.
+        TruncatedError: the text ends within the value; the part that arrived is written.
     """
     reader, writer = context.reader, context.writer
     held: list[str] = []

@@ -1,6 +1,6 @@
-"""Parameters between XML-like tags: Qwen3-Coder, MiniMax M2, DeepSeek V3.2, Seed-OSS and others.
+"""Qwen3-Coder, MiniMax M2, DeepSeek V3.2, Seed-OSS and others write XML-like tags.
 
-Their values are plain text; they become JSON by the types of the tool's schema.
+Values of parameters are plain text; they become JSON by the types of the tool's schema.
 
 Sources: the chat templates of Qwen/Qwen3-Coder-30B-A3B-Instruct, MiniMaxAI/MiniMax-M2,
 ByteDance-Seed/Seed-OSS-36B-Instruct and deepseek-ai/DeepSeek-V3.2 (its encoding in Jinja);
@@ -33,14 +33,14 @@ class XmlSyntax:
 
     Attributes:
         sections: tags that open a section of calls.
-        section_ends: tags that close one.
-        call: what a call begins with, up to its name; a ``>`` ends that tag.
-        call_end: what a call ends with.
-        parameter: what a parameter begins with, up to its name.
-        parameter_end: what it ends with.
-        needs_section: whether there is no call without a section.
-        trims_newline: whether one newline at either end of a value belongs to the markup.
-        may_lack_ends: whether the tags that come next, on lines of their own, end a value too.
+        section_ends: tags that close a section.
+        call: the beginning of a call's tag, up to its name; a ``>`` ends that tag.
+        call_end: the tag that ends a call.
+        parameter: the beginning of a parameter's tag, up to its name.
+        parameter_end: the tag that ends a parameter.
+        needs_section: True if calls stand only in sections.
+        trims_newline: True if one newline at either end of a value belongs to the markup.
+        may_lack_ends: True if the next tag, on a line of its own, ends a value too.
     """
 
     sections: tuple[str, ...]
@@ -60,7 +60,7 @@ class XmlSyntax:
 
     @property
     def next_tags(self) -> tuple[str, ...]:
-        """What ends a value whose own end is missing."""
+        """The tags that end a value without an end tag."""
         if not self.may_lack_ends:
             return ()
         ends = (f"\n{self.call_end}\n{section_end}" for section_end in self.section_ends)
@@ -68,17 +68,17 @@ class XmlSyntax:
 
 
 def read(context: ReadContext, syntax: XmlSyntax) -> Steps[None]:
-    """Content with calls of such tags in between."""
+    """Read content with calls of such tags in between."""
     starts = syntax.sections if syntax.needs_section else (*syntax.sections, syntax.call)
     ends = (syntax.call_end, *syntax.section_ends)
     yield from read_marked(context, starts, ends, partial(read_section, syntax=syntax))
 
 
 def read_section(context: ReadContext, syntax: XmlSyntax) -> Steps[None]:
-    """Reads the calls of one section.
+    """Read the calls of one section.
 
     Raises:
-        MalformedError: it is none, or the rest of it is broken.
+        MalformedError: it is no section, or its rest is broken.
     """
     reader, writer = context.reader, context.writer
     section = yield from reader.accept(*syntax.sections)
@@ -125,15 +125,15 @@ def _parameters(context: ReadContext, syntax: XmlSyntax, tool: Tool | None) -> S
 
 
 def _header(reader: Reader) -> Steps[tuple[str, str]]:
-    """The name that a tag has, and what else is in it."""
-    found = _HEADER.fullmatch((yield from reader.until(">", limit=LONGEST_NAME)))
-    if found is None:
+    """Return the name in a tag, and the tag's other text."""
+    match = _HEADER.fullmatch((yield from reader.until(">", limit=LONGEST_NAME)))
+    if match is None:
         raise MalformedError
-    return found["name"], found["rest"]
+    return match["name"], match["rest"]
 
 
 def _value_types(tool: Tool | None, key: str, attributes: str) -> frozenset[str] | None:
-    """The types of a value; an attribute of the tag says it too in DeepSeek's format."""
+    """Return the types of a value; in DeepSeek's format an attribute of the tag can name it."""
     if 'string="true"' in attributes:
         return TEXT
     types = types_of(tool, key)
@@ -183,7 +183,7 @@ def _functions(sections: tuple[str, ...], section_ends: tuple[str, ...]) -> XmlS
 
 
 def invokes(prefix: str, sections: tuple[str, ...], *, trims: bool = True) -> XmlSyntax:
-    """The tags ``invoke`` and ``parameter`` with a prefix, in sections of these names."""
+    """Return the tags ``invoke`` and ``parameter`` with a prefix, in sections of these names."""
     return XmlSyntax(
         tuple(f"<{prefix}{section}>" for section in sections),
         tuple(f"</{prefix}{section}>" for section in sections),
