@@ -11,22 +11,22 @@ from mlx_parallm.adapters.weights import AdapterWeights
 from mlx_parallm.types.errors import InvalidRequestError
 
 CONFIG_NAME = "adapter_config.json"
-#: PEFT's name, and mlx-lm's.
+#: ``WEIGHTS_NAMES``: the file names of PEFT and of mlx-lm.
 WEIGHTS_NAMES = ("adapter_model.safetensors", "adapters.safetensors")
-#: What mlx_lm reads of a whole model.
+#: ``CHECKPOINT_FILES``: the files from which mlx_lm loads a whole model.
 CHECKPOINT_FILES = "model*.safetensors"
 
 
 def is_adapter_folder(path: Path) -> bool:
-    """Whether a folder has an adapter and no whole checkpoint."""
+    """True if a folder has an adapter and no whole checkpoint."""
     return (path / CONFIG_NAME).is_file() and not any(path.glob(CHECKPOINT_FILES))
 
 
 def read_adapter_folder(path: Path, *, param: str) -> AdapterWeights:
-    """The adapter that PEFT or mlx-lm wrote into a folder.
+    """Return the adapter that PEFT or mlx-lm wrote into a folder.
 
     Raises:
-        InvalidRequestError: the folder has none, or one that cannot be used.
+        InvalidRequestError: the folder has no adapter, or one that cannot be used.
     """
     try:
         config = json.loads((path / CONFIG_NAME).read_bytes())
@@ -36,10 +36,12 @@ def read_adapter_folder(path: Path, *, param: str) -> AdapterWeights:
         ) from None
     if not isinstance(config, dict):
         raise InvalidRequestError(f"{path / CONFIG_NAME} is no object.", param=param)
-    found = next((path / name for name in WEIGHTS_NAMES if (path / name).is_file()), None)
-    if found is None:
+    weights_file = next((path / name for name in WEIGHTS_NAMES if (path / name).is_file()), None)
+    if weights_file is None:
         raise InvalidRequestError(
             f"{path} has no {' or '.join(WEIGHTS_NAMES)}; other formats are not read.",
             param=param,
         )
-    return read_adapter(config, read_safetensors(found.read_bytes(), param=param), param=param)
+    return read_adapter(
+        config, read_safetensors(weights_file.read_bytes(), param=param), param=param
+    )

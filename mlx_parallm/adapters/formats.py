@@ -1,9 +1,9 @@
-"""Adapters as PEFT and mlx-lm write them.
+"""Readers of the adapter formats of PEFT and mlx-lm.
 
 PEFT: ``adapter_config.json`` and ``adapter_model.safetensors``, with tensors such as
 ``base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight``. mlx-lm: ``adapter_config.json``
 with ``fine_tune_type`` and ``adapters.safetensors``, with tensors such as
-``model.layers.0.self_attn.q_proj.lora_a``. Which of the two it is, the config tells.
+``model.layers.0.self_attn.q_proj.lora_a``. The config decides which of the two it is.
 """
 
 from __future__ import annotations
@@ -27,26 +27,26 @@ _PEFT_NAME = re.compile(
     r"(?P<module>.+)\.(?P<part>lora_A|lora_B|lora_embedding_A|lora_embedding_B"
     r"|lora_magnitude_vector)(?:\.default)?(?:\.weight)?"
 )
-# What PEFT has around a module that it saves; its own files leave it out.
+# _WRAPPER: the name of PEFT's wrapper around a saved module; PEFT's own files leave it out.
 _WRAPPER = re.compile(r"\.modules_to_save(?:\.default)?\.")
 _MLX_NAME = re.compile(r"(?P<module>.+)\.(?P<part>lora_a|lora_b|m)")
-# One expert of many, which mlx_lm keeps in one tensor.
+# _EXPERT: the path of one expert; mlx_lm stacks all experts of a layer in one tensor.
 _EXPERT = re.compile(r"(?P<block>.+)\.experts\.(?P<number>\d+)\.(?P<name>\w+)")
-# Mixtral's names for an expert's layers, and mlx_lm's.
+# _EXPERT_LAYERS: Mixtral's names of an expert's layers, and mlx_lm's.
 _EXPERT_LAYERS = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
 
 
 def read_adapter(config: Mapping[str, Any], tensors: Tensors, *, param: str) -> AdapterWeights:
-    """The adapter of a config and its tensors.
+    """Return the adapter of a config and its tensors.
 
     Args:
         config: the content of ``adapter_config.json``.
         tensors: by their names in the file.
-        param: the field of the request that they came in, for errors.
+        param: the request field that holds the adapter, for errors.
 
     Raises:
-        InvalidRequestError: a feature of the format that is not served, a tensor that is missing,
-            has another shape than its partner, or numbers that are not finite.
+        InvalidRequestError: the adapter uses a feature that is not supported; a tensor is missing,
+            does not match its partner's shape, or has numbers that are not finite.
     """
     saved: dict[str, HostTensor] = {}
     try:
@@ -63,7 +63,7 @@ def read_adapter(config: Mapping[str, Any], tensors: Tensors, *, param: str) -> 
 
 
 class _Unusable(Exception):  # noqa: N818 - never leaves this file
-    """Why an adapter cannot be served."""
+    """The adapter cannot be served; the message says why."""
 
 
 def _peft(config: Mapping[str, Any], tensors: Tensors) -> dict[str, LowRank]:
@@ -95,38 +95,38 @@ def _peft(config: Mapping[str, Any], tensors: Tensors) -> dict[str, LowRank]:
 
 
 def _saved(config: Mapping[str, Any], tensors: Tensors) -> tuple[dict[str, HostTensor], Tensors]:
-    """The parameters of modules that the file has in full, by name, and the other tensors.
+    """Return the parameters of modules saved in full, by name, and all other tensors.
 
-    ``modules_to_save`` are ends of module paths, such as a classifier's head; PEFT puts those of
-    every architecture there, so that most are of none.
+    ``modules_to_save`` lists suffixes of module paths, such as a classifier's head. PEFT lists the
+    heads of every architecture, so most of them match nothing.
     """
     ends = config.get("modules_to_save") or []
-    if not isinstance(ends, list) or not all(isinstance(one, str) for one in ends):
+    if not isinstance(ends, list) or not all(isinstance(end, str) for end in ends):
         raise _Unusable("modules_to_save is no list of names")
     if not ends:
         return {}, tensors
     is_saved = re.compile(rf"(?:.+\.)?(?:{'|'.join(map(re.escape, ends))})\..+")
-    saved, others = {}, {}
+    saved, unsaved = {}, {}
     for name, tensor in tensors.items():
         path = _WRAPPER.sub(".", name.removeprefix(_PEFT_PREFIX))
         if _PEFT_NAME.fullmatch(path) is None and is_saved.fullmatch(path):
             saved[path] = tensor
         else:
-            others[name] = tensor
+            unsaved[name] = tensor
     if not saved:
         raise _Unusable(f"modules_to_save ({', '.join(ends)[:100]}) has no tensors in the file")
     for name, tensor in saved.items():
         if not tensor.is_finite():
             raise _Unusable(f"{name[:100]} has numbers that are not finite")
-    return saved, others
+    return saved, unsaved
 
 
 def _peft_scale(config: Mapping[str, Any], path: str, rank: int) -> float:
-    """Alpha over the rank, or over its root (rsLoRA, arXiv:2312.03732)."""
+    """Return alpha over the rank, or over its root (rsLoRA, arXiv:2312.03732)."""
     alpha = config.get("lora_alpha", 8)
-    for pattern, other in (config.get("alpha_pattern") or {}).items():
+    for pattern, module_alpha in (config.get("alpha_pattern") or {}).items():
         if _is_match(pattern, path):
-            alpha = other
+            alpha = module_alpha
             break
     if not isinstance(alpha, int | float) or not math.isfinite(alpha):
         raise _Unusable("lora_alpha is no number")
@@ -157,7 +157,7 @@ def _mlx(config: Mapping[str, Any], tensors: Tensors) -> dict[str, LowRank]:
                 kind="experts", a=a, b=b, scale=float(scale), magnitude=magnitude
             )
             continue
-        # mlx-lm keeps both transposed; an embedding's first one is [vocab, r].
+        # mlx-lm keeps both factors transposed; an embedding's ``lora_a`` is [vocab, r].
         modules[path] = LowRank(
             kind="embedding" if path.rpartition(".")[2].startswith("embed") else "linear",
             a=a.transposed(),
@@ -169,13 +169,13 @@ def _mlx(config: Mapping[str, Any], tensors: Tensors) -> dict[str, LowRank]:
 
 
 def _grouped(tensors: Tensors, pattern: re.Pattern[str], prefix: str) -> Parts:
-    """Tensors by module and part."""
+    """Return the tensors by module path and part."""
     grouped: Parts = defaultdict(dict)
     for name, array in tensors.items():
-        found = pattern.fullmatch(name.removeprefix(prefix))
-        if found is None:
+        match = pattern.fullmatch(name.removeprefix(prefix))
+        if match is None:
             raise _Unusable(f"tensor {name[:100]!r} is not known")
-        grouped[found["module"]][found["part"]] = array
+        grouped[match["module"]][match["part"]] = array
     return grouped
 
 
@@ -186,18 +186,18 @@ def _part(path: str, parts: Mapping[str, HostTensor], name: str) -> HostTensor:
 
 
 def _with_experts(modules: dict[str, LowRank]) -> dict[str, LowRank]:
-    """Experts that are modules of their own, put together as mlx_lm has them."""
+    """Return the modules with separate experts stacked, as in mlx_lm."""
     experts: dict[str, dict[int, LowRank]] = defaultdict(dict)
-    others = {}
-    for path, one in modules.items():
-        found = _EXPERT.fullmatch(path)
-        if found is None:
-            others[path] = one
+    dense = {}
+    for path, module in modules.items():
+        match = _EXPERT.fullmatch(path)
+        if match is None:
+            dense[path] = module
         else:
-            layer = _EXPERT_LAYERS.get(found["name"], found["name"])
-            whole = f"{found['block']}.switch_mlp.{layer}"
-            experts[whole][int(found["number"])] = one
-    return others | {path: _stacked(path, parts) for path, parts in experts.items()}
+            layer = _EXPERT_LAYERS.get(match["name"], match["name"])
+            stacked_path = f"{match['block']}.switch_mlp.{layer}"
+            experts[stacked_path][int(match["number"])] = module
+    return dense | {path: _stacked(path, parts) for path, parts in experts.items()}
 
 
 def _stacked(path: str, parts: Mapping[int, LowRank]) -> LowRank:
@@ -205,16 +205,19 @@ def _stacked(path: str, parts: Mapping[int, LowRank]) -> LowRank:
         raise _Unusable(f"{path[:100]} lacks some experts")
     ordered = [parts[number] for number in range(len(parts))]
     first = ordered[0]
-    if any(one.magnitude is not None for one in ordered):
+    if any(expert.magnitude is not None for expert in ordered):
         raise _Unusable(_dora_of_experts(path))
-    shapes = {(one.a.shape, one.a.dtype, one.b.shape, one.b.dtype, one.scale) for one in ordered}
+    shapes = {
+        (expert.a.shape, expert.a.dtype, expert.b.shape, expert.b.dtype, expert.scale)
+        for expert in ordered
+    }
     if len(shapes) > 1:
         raise _Unusable(f"the experts of {path[:100]} differ in rank, dtype or scale")
     return replace(
         first,
         kind="experts",
-        a=stacked([one.a for one in ordered]),
-        b=stacked([one.b for one in ordered]),
+        a=stacked([expert.a for expert in ordered]),
+        b=stacked([expert.b for expert in ordered]),
     )
 
 
@@ -228,18 +231,19 @@ def _check(modules: Mapping[str, LowRank]) -> None:
     on_threads(_check_module, [*modules.items()])
 
 
-def _check_module(module: tuple[str, LowRank]) -> None:
-    path, one = module
-    ndim = 3 if one.kind == "experts" else 2
-    if one.a.ndim != ndim or one.b.ndim != ndim or 0 in (*one.a.shape, *one.b.shape):
-        raise _Unusable(f"{path[:100]} has tensors of shape {one.a.shape} and {one.b.shape}")
-    if one.a.shape[-2] != one.b.shape[-1] or one.a.shape[:-2] != one.b.shape[:-2]:
-        raise _Unusable(f"the ranks of {path[:100]} differ: {one.a.shape} and {one.b.shape}")
-    if one.magnitude is not None:
-        if one.kind == "experts":
+def _check_module(item: tuple[str, LowRank]) -> None:
+    path, module = item
+    a, b = module.a.shape, module.b.shape
+    ndim = 3 if module.kind == "experts" else 2
+    if len(a) != ndim or len(b) != ndim or 0 in (*a, *b):
+        raise _Unusable(f"{path[:100]} has tensors of shape {a} and {b}")
+    if a[-2] != b[-1] or a[:-2] != b[:-2]:
+        raise _Unusable(f"the ranks of {path[:100]} differ: {a} and {b}")
+    if module.magnitude is not None:
+        if module.kind == "experts":
             raise _Unusable(_dora_of_experts(path))
-        rows = one.a.shape[1] if one.kind == "embedding" else one.b.shape[0]
-        if one.magnitude.shape != (rows,):
-            raise _Unusable(f"the magnitudes of {path[:100]} are {one.magnitude.shape}")
-    if not all(tensor.is_finite() for tensor in one.tensors()):
+        rows = a[1] if module.kind == "embedding" else b[0]
+        if module.magnitude.shape != (rows,):
+            raise _Unusable(f"the magnitudes of {path[:100]} are {module.magnitude.shape}")
+    if not all(tensor.is_finite() for tensor in module.tensors()):
         raise _Unusable(f"{path[:100]} has numbers that are not finite")

@@ -1,8 +1,8 @@
-"""Tensors of a safetensors file in memory, every word of whose header is checked.
+"""A reader of safetensors files in memory that checks all of the header.
 
 The format is that of https://github.com/huggingface/safetensors: eight bytes of header length, a
-JSON header of names, dtypes, shapes and offsets, and the tensors' bytes. It holds data only, so
-that bytes of a stranger can be read.
+JSON header of names, dtypes, shapes and offsets, and the tensors' bytes. It holds no code, so
+untrusted files can be read.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from mlx_parallm.adapters.tensors import HostTensor
 from mlx_parallm.types.errors import InvalidRequestError
 
 _LENGTH_BYTES = 8
-# The format's own limit.
+# _MAX_HEADER: the format's own limit, in bytes.
 _MAX_HEADER = 100_000_000
 _METADATA = "__metadata__"
 _BFLOAT16 = "BF16"
-# NumPy's names; what it lacks is read as the bits.
+# _LAYOUTS: NumPy's dtype for each dtype of the format; dtypes that NumPy lacks are read as bits.
 _LAYOUTS: dict[str, str] = {
     "F32": "<f4",
     "F16": "<f2",
@@ -39,28 +39,29 @@ _LAYOUTS: dict[str, str] = {
     "U16": "<u2",
     "U8": "u1",
 }
-#: Of adapters.
+#: ``FLOATS``: the dtypes allowed in adapters.
 FLOATS = frozenset({"F32", "F16", _BFLOAT16})
-#: Of models, packed ones included. Eight-bit floats are taken for the uint8 that MLX keeps them as.
+#: ``MODEL_DTYPES``: the dtypes allowed in models, packed ones included. MLX keeps eight-bit floats
+#: as uint8, so they are read as such.
 MODEL_DTYPES = frozenset(_LAYOUTS)
 
 
 def read_safetensors(
     data: bytes | bytearray, *, param: str, dtypes: Collection[str] = FLOATS
 ) -> dict[str, HostTensor]:
-    """The tensors by name, as views of the data.
+    """Return the tensors by name, as views of the data.
 
     Args:
         data: a whole file; it must not change while the tensors are in use.
-        param: the field of the request that it came in, for errors.
-        dtypes: that it may have, by the format's names; of ``MODEL_DTYPES``.
+        param: the request field that holds the file, for errors.
+        dtypes: the allowed dtypes, by the format's names; a subset of ``MODEL_DTYPES``.
 
     Raises:
         InvalidRequestError: it is no such file, is truncated, or has a tensor of another dtype.
     """
     header, start = _read_header(data, param)
     tensors = {}
-    whole = memoryview(data)
+    file_bytes = memoryview(data)
     end = 0
     for name, entry in sorted(header.items(), key=lambda item: _begin(item[1], param)):
         begin, last = entry["data_offsets"]
@@ -68,12 +69,12 @@ def read_safetensors(
             raise _wrong(f"tensor {name[:100]!r} does not begin where the one before ends", param)
         dtype = entry.get("dtype")
         if not isinstance(dtype, str) or dtype not in dtypes:
-            known = ", ".join(sorted(dtypes))
-            raise _wrong(f"tensor {name[:100]!r} is of {str(dtype)[:20]}, not of {known}", param)
-        tensors[name] = _read_tensor(name, entry, whole[start + begin : start + last], param)
+            allowed = ", ".join(sorted(dtypes))
+            raise _wrong(f"tensor {name[:100]!r} is of {str(dtype)[:20]}, not of {allowed}", param)
+        tensors[name] = _read_tensor(name, entry, file_bytes[start + begin : start + last], param)
         end = last
     if start + end != len(data):
-        raise _wrong(f"it has {len(data)} bytes, and its header tells of {start + end}", param)
+        raise _wrong(f"it has {len(data)} bytes, but its header describes {start + end}", param)
     return tensors
 
 
@@ -94,14 +95,14 @@ def _read_header(data: bytes | bytearray, param: str) -> tuple[dict[str, Any], i
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
+    unique = dict(pairs)
+    if len(unique) < len(pairs):
         raise ValueError("a name occurs twice")
-    return found
+    return unique
 
 
 def _begin(entry: Any, param: str) -> tuple[int, int]:
-    """Where a tensor lies, once its entry is known to be one."""
+    """Return the offset of a tensor, after checking that its entry has offsets."""
     offsets = entry.get("data_offsets") if isinstance(entry, dict) else None
     if not _are_sizes(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
         raise _wrong("an entry of its header has no data_offsets", param)
@@ -117,12 +118,12 @@ def _read_tensor(name: str, entry: dict[str, Any], raw: memoryview, param: str) 
     if end - begin != layout.itemsize * math.prod(shape) or len(raw) != end - begin:
         raise _wrong(f"tensor {name[:100]!r} has other bytes than its shape {shape} needs", param)
     array = np.frombuffer(raw, layout).reshape(shape)
-    # Copied where it does not begin at a multiple of its size: not everything can read that.
+    # np.require copies an unaligned array, which some consumers cannot read.
     return HostTensor(np.require(array, requirements="A"), is_bfloat16=dtype == _BFLOAT16)
 
 
 def _are_sizes(value: Any) -> TypeGuard[list[int]]:
-    return isinstance(value, list) and all(type(one) is int and one >= 0 for one in value)
+    return isinstance(value, list) and all(type(size) is int and size >= 0 for size in value)
 
 
 def _wrong(why: str, param: str) -> InvalidRequestError:

@@ -1,7 +1,7 @@
-"""Tensors in host memory, as they lie in a file.
+"""Tensors in host memory, in the layout of their file.
 
-Uploads are parsed and checked off the engine thread, and MLX's state is per thread: until the
-engine thread takes them, tensors are NumPy's.
+MLX's state is per thread, and uploads are parsed and checked on other threads than the engine's. So
+tensors stay NumPy arrays until the engine thread converts them.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ import numpy as np
 T = TypeVar("T")
 R = TypeVar("R")
 
-# More would keep the engine's thread from running.
+# MAX_THREADS: more threads would keep the engine thread from running.
 MAX_THREADS = 4
-# All bits of the exponent: a number that has them all is infinite or none.
+# _EXPONENTS: the bits of the exponent; a number with all of them set is infinite or NaN.
 _EXPONENTS: dict[str, int] = {
     "bfloat16": 0x7F80,
     "float16": 0x7C00,
@@ -32,11 +32,11 @@ _EXPONENTS: dict[str, int] = {
 
 @dataclass(frozen=True, slots=True, eq=False)
 class HostTensor:
-    """One tensor.
+    """A tensor in host memory.
 
     Attributes:
-        array: as stored; not to be changed.
-        is_bfloat16: whether the array's uint16 are the bits of bfloat16, which NumPy lacks.
+        array: the stored array; nobody may change it.
+        is_bfloat16: True if the array's uint16 are the bits of bfloat16, which NumPy lacks.
     """
 
     array: np.ndarray
@@ -44,41 +44,41 @@ class HostTensor:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Lengths of its axes."""
+        """The lengths of its axes."""
         return self.array.shape
 
     @property
     def ndim(self) -> int:
-        """Number of axes."""
+        """The number of axes."""
         return self.array.ndim
 
     @property
     def dtype(self) -> str:
-        """MLX's name for it."""
+        """MLX's name of its dtype."""
         return "bfloat16" if self.is_bfloat16 else self.array.dtype.name
 
     @property
     def nbytes(self) -> int:
-        """Size of its numbers."""
+        """Its size in bytes."""
         return self.array.nbytes
 
     @classmethod
     def of(cls, array: mx.array) -> HostTensor:
-        """A copy of an array of MLX. To be called by the engine thread only."""
+        """Return a copy of an MLX array. Only the engine thread may call it."""
         if array.dtype == mx.bfloat16:
             return cls(np.array(array.view(mx.uint16)), is_bfloat16=True)
         return cls(np.array(array))
 
     def transposed(self) -> HostTensor:
-        """The last two axes exchanged; nothing is copied."""
+        """Return a view with the last two axes exchanged."""
         return HostTensor(self.array.swapaxes(-1, -2), self.is_bfloat16)
 
     def stored(self) -> tuple[memoryview, str]:
-        """Its bytes in the order they have in memory, and a word for that order."""
+        """Return its bytes in memory order, and a name for that order."""
         return self.flat().view(np.uint8).data, "columns" if self._is_turned else "rows"
 
     def is_finite(self) -> bool:
-        """Whether no number of it is infinite or none; integers never are."""
+        """True if no number is infinite or NaN."""
         exponent = _EXPONENTS.get(self.dtype)
         if exponent is None or not self.array.size:
             return True
@@ -87,27 +87,27 @@ class HostTensor:
         return bool((bits & mask).max() < mask)
 
     def to_mlx(self) -> mx.array:
-        """An array of MLX with a copy of it. To be called by the engine thread only."""
+        """Return a copy as an MLX array. Only the engine thread may call it."""
         return self.shaped(self.numbers(mx.array(self.flat())))
 
     def flat(self) -> np.ndarray:
-        """Its numbers ``[n]`` in the order they have in memory."""
+        """Return its numbers in memory order, ``[n]``."""
         array = self.array.swapaxes(-1, -2) if self._is_turned else self.array
         return np.ascontiguousarray(array).reshape(-1)
 
     def numbers(self, flat: mx.array) -> mx.array:
-        """What ``flat`` gave, in its dtype."""
+        """Return an MLX copy of ``flat()`` in this tensor's dtype."""
         return flat.view(mx.bfloat16) if self.is_bfloat16 else flat
 
     def shaped(self, numbers: mx.array) -> mx.array:
-        """Numbers in the order of ``flat``, in its shape."""
+        """Return numbers in the order of ``flat()`` in this tensor's shape."""
         if not self._is_turned:
             return numbers.reshape(self.shape)
         return numbers.reshape(self.transposed().shape).swapaxes(-1, -2)
 
     @property
     def _is_turned(self) -> bool:
-        """Whether it lies in memory with its last two axes exchanged."""
+        """True if its last two axes are exchanged in memory."""
         flags = self.array.flags
         return (
             self.ndim > 1 and not flags.c_contiguous and self.transposed().array.flags.c_contiguous
@@ -115,7 +115,7 @@ class HostTensor:
 
 
 def on_threads(work: Callable[[T], R], items: Sequence[T]) -> list[R]:
-    """``work`` of each item, in their order. It pays where work lets other threads run."""
+    """Return ``work(item)`` of each item, in order; useful only if ``work`` releases the GIL."""
     size = -(-len(items) // MAX_THREADS) or 1
     parts = [items[start : start + size] for start in range(0, len(items), size)]
     with ThreadPoolExecutor(MAX_THREADS, "tensors") as pool:
@@ -126,23 +126,22 @@ def on_threads(work: Callable[[T], R], items: Sequence[T]) -> list[R]:
 def to_mlx(
     tensors: Sequence[HostTensor], dtype: mx.Dtype, scales: Sequence[float] | None = None
 ) -> list[mx.array]:
-    """Arrays of MLX with copies of floats, times ``scales``. For the engine thread only.
+    """Return MLX copies of float tensors, times ``scales``. Only the engine thread may call it.
 
-    Those of one dtype and scale are copied at once: on CUDA, MLX waits for all that runs there
-    wherever an array of the host's numbers gets memory that the device had before, and every
-    operation costs a launch.
+    Tensors of the same dtype and scale are copied together: on CUDA each operation costs a launch,
+    and MLX synchronises whenever a host array reuses device memory.
     """
     scales = [1.0] * len(tensors) if scales is None else scales
     groups: dict[tuple[str, float], list[int]] = defaultdict(list)
-    for index, (one, scale) in enumerate(zip(tensors, scales, strict=True)):
-        groups[one.dtype, scale].append(index)
+    for index, (tensor, scale) in enumerate(zip(tensors, scales, strict=True)):
+        groups[tensor.dtype, scale].append(index)
     arrays: dict[int, mx.array] = {}
     for (_, scale), members in groups.items():
         flat = [tensors[index].flat() for index in members]
         numbers = tensors[members[0]].numbers(mx.array(np.concatenate(flat)))
         if scale != 1:
             numbers = numbers.astype(mx.float32) * scale
-        ends = np.cumsum([one.size for one in flat]).tolist()
+        ends = np.cumsum([array.size for array in flat]).tolist()
         parts = mx.split(numbers.astype(dtype), ends[:-1])
         for index, part in zip(members, parts, strict=True):
             arrays[index] = tensors[index].shaped(part)
@@ -150,5 +149,5 @@ def to_mlx(
 
 
 def stacked(tensors: Sequence[HostTensor]) -> HostTensor:
-    """Tensors of one shape and dtype along a new first axis."""
-    return HostTensor(np.stack([one.array for one in tensors]), tensors[0].is_bfloat16)
+    """Return tensors of one shape and dtype stacked along a new first axis."""
+    return HostTensor(np.stack([tensor.array for tensor in tensors]), tensors[0].is_bfloat16)

@@ -1,4 +1,4 @@
-"""What an adapter is, whatever format it came in."""
+"""The contents of an adapter, independent of its file format."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ class LowRank:
     """The change to one module's weight: ``scale * b @ a`` (LoRA, arXiv:2106.09685).
 
     Attributes:
-        kind: which kind of module it changes.
-        a: ``[r, in]``; ``[r, vocab]`` of an embedding, ``[experts, r, in]`` of experts.
-        b: ``[out, r]``; ``[dims, r]`` of an embedding, ``[experts, out, r]`` of experts.
-        scale: of the product, already divided by the rank where the format does that.
-        magnitude: ``[out]``, or ``[vocab]`` of an embedding, the norms that the rows of the changed
-            weight are given (DoRA, arXiv:2402.09353); None for LoRA.
-        changes_head: whether an embedding that is the head too is changed as the head, as mlx-lm
-            trains it; PEFT changes what tokens are looked up only.
+        kind: the kind of module that it changes.
+        a: ``[r, in]``; for an embedding ``[r, vocab]``, for experts ``[experts, r, in]``.
+        b: ``[out, r]``; for an embedding ``[dims, r]``, for experts ``[experts, out, r]``.
+        scale: the factor of the product; formats that divide by the rank have done so.
+        magnitude: the norms of the changed weight's rows, ``[out]``, or ``[vocab]`` for an
+            embedding (DoRA, arXiv:2402.09353); None for LoRA.
+        changes_head: with tied embeddings, True: it changes embedding and head (mlx-lm); False: it
+            changes only the embedding (PEFT).
     """
 
     kind: Kind
@@ -37,11 +37,11 @@ class LowRank:
 
     @property
     def rank(self) -> int:
-        """R."""
+        """The rank, ``r``."""
         return self.b.shape[-1]
 
     def tensors(self) -> Iterator[HostTensor]:
-        """``a``, ``b`` and ``magnitude``, if it has one."""
+        """Yield ``a``, ``b`` and, for DoRA, ``magnitude``."""
         yield self.a
         yield self.b
         if self.magnitude is not None:
@@ -50,12 +50,12 @@ class LowRank:
 
 @dataclass(frozen=True)
 class AdapterWeights:
-    """What one adapter changes, by the checkpoint's names.
+    """The changes of an adapter, under the checkpoint's names.
 
     Attributes:
         modules: changes of weights, by the path of the module.
-        saved: parameters that it has in full, by name: those of PEFT's ``modules_to_save``.
-        task_type: PEFT's, which says what a head of those is for; None where it is not known.
+        saved: parameters saved in full (PEFT's ``modules_to_save``), by name.
+        task_type: PEFT's field, which gives the purpose of a saved head; None if unknown.
     """
 
     modules: Mapping[str, LowRank]
@@ -64,18 +64,18 @@ class AdapterWeights:
 
     @property
     def rank(self) -> int:
-        """The largest."""
-        return max(one.rank for one in self.modules.values())
+        """The largest rank of a module."""
+        return max(module.rank for module in self.modules.values())
 
     @property
     def num_bytes(self) -> int:
-        """Of all tensors."""
-        changes = sum(one.nbytes for module in self.modules.values() for one in module.tensors())
-        return changes + sum(one.nbytes for one in self.saved.values())
+        """The size of all tensors, in bytes."""
+        tensors = [tensor for module in self.modules.values() for tensor in module.tensors()]
+        return sum(tensor.nbytes for tensor in (*tensors, *self.saved.values()))
 
     @functools.cached_property
     def digest(self) -> str:
-        """SHA-256 of everything that decides what the adapter does: its identity, in hex."""
+        """The adapter's identity: the SHA-256, in hex, of all that decides its effect."""
         parts = on_threads(_module_digest, sorted(self.modules.items()))
         if self.saved:
             parts += on_threads(_saved_digest, sorted(self.saved.items()))
@@ -83,9 +83,10 @@ class AdapterWeights:
         return hashlib.sha256(b"".join(parts)).hexdigest()
 
 
-def _module_digest(module: tuple[str, LowRank]) -> bytes:
-    path, one = module
-    return _digest((path, one.kind, repr(one.scale), str(one.changes_head)), one.tensors())
+def _module_digest(item: tuple[str, LowRank]) -> bytes:
+    path, module = item
+    settings = (path, module.kind, repr(module.scale), str(module.changes_head))
+    return _digest(settings, module.tensors())
 
 
 def _saved_digest(saved: tuple[str, HostTensor]) -> bytes:
