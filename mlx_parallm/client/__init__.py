@@ -1,4 +1,4 @@
-"""A client for reinforcement-learning loops against a running server; it needs no MLX."""
+"""A client that runs reinforcement-learning loops against a server; it needs no MLX."""
 
 from __future__ import annotations
 

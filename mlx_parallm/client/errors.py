@@ -1,4 +1,4 @@
-"""What can go wrong between a client and its server."""
+"""Errors between a client and its server."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class RequestFailedError(ClientError):
     """The server answered with an error.
 
     Attributes:
-        status: the HTTP status; 0 where the error came amid a stream.
+        status: the HTTP status; 0 if the error came within a stream.
         code: a machine-readable reason, or None.
         param: the field at fault, or None.
     """
@@ -39,19 +39,19 @@ class RequestFailedError(ClientError):
 
 
 def failure_of(status: int, body: bytes) -> RequestFailedError:
-    """The error that a body tells of, in OpenAI's shape or as it is."""
+    """Return the error in a response body, in OpenAI's form or as plain text."""
     try:
-        told = json.loads(body)
+        answer = json.loads(body)
     except ValueError:
-        told = None
-    return failure_in(status, told) or RequestFailedError(
+        answer = None
+    return failure_in(status, answer) or RequestFailedError(
         status, f"The server answered {status}: {body[:500].decode('utf-8', 'replace')}"
     )
 
 
-def failure_in(status: int, told: Any) -> RequestFailedError | None:
-    """The error in a JSON object ``{"error": {"message": …}}``; None if there is none."""
-    error = told.get("error") if isinstance(told, dict) else None
+def failure_in(status: int, answer: Any) -> RequestFailedError | None:
+    """Return the error in a JSON object ``{"error": {"message": …}}``; None if there is none."""
+    error = answer.get("error") if isinstance(answer, dict) else None
     if not isinstance(error, dict):
         return None
     return RequestFailedError(

@@ -1,4 +1,4 @@
-"""What a server tells of rollouts, scores and adapters."""
+"""Results of a server: rollouts, scores and adapters."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 from mlx_parallm.client.errors import UnexpectedAnswerError
 
-#: Token ids with their log-probabilities, likeliest first.
+#: ``Alternatives``: token ids with their log-probabilities, likeliest first.
 Alternatives = Sequence[tuple[int, float]]
 
 
@@ -27,11 +27,11 @@ class Prompt:
     """One prompt of a rollout.
 
     Attributes:
-        index: its place among the prompts.
-        token_ids: as the model got them; empty if they were not asked for.
-        num_cached_tokens: how many were not computed anew.
-        logprobs: of each token, None for the first; None if they were not asked for.
-        metadata: what was sent with it.
+        index: its index among the prompts.
+        token_ids: the ids that the model received; empty if not requested.
+        num_cached_tokens: number of tokens that came from the prefix cache.
+        logprobs: one per token, None for the first; None if not requested.
+        metadata: the metadata that was sent with it.
     """
 
     index: int
@@ -46,19 +46,19 @@ class Sample:
     """One continuation of a prompt.
 
     Attributes:
-        prompt: what it continues.
-        index: its place in its group.
-        token_ids: the end token included.
-        logprobs: of each token, under the weights that sampled it.
-        text: what the tokens say.
+        prompt: the prompt that it continues.
+        index: its index in its group.
+        token_ids: its tokens, the end token included.
+        logprobs: one per token, under the weights that sampled it.
+        text: the text of the tokens.
         finish_reason: "stop", "length" or "abort".
-        stop_reason: the token or text that ended it, other than the model's own end.
-        versions: which weights made which tokens; they cover all tokens, in order.
-        top_logprobs: for each token the likeliest ones; None if they were not asked for.
-        entropy: of each token's distribution, in nats; None if it was not asked for.
-        reward: the verifier's or the reward model's; None without one.
-        verifier_error: why the verifier gave none.
-        reward_error: why the reward model gave none.
+        stop_reason: the stop token or stop text that ended it; None for the model's own end.
+        versions: the versions of the weights that made its tokens; they cover all, in order.
+        top_logprobs: for each token the likeliest ones; None if not requested.
+        entropy: the entropy of each token's distribution, in nats; None if not requested.
+        reward: the reward of the verifier or reward model; None if there is none.
+        verifier_error: why the verifier gave no reward.
+        reward_error: why the reward model gave no reward.
     """
 
     prompt: Prompt
@@ -78,7 +78,7 @@ class Sample:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Group:
-    """The samples of one prompt; fewer than were asked for if there is an error."""
+    """The samples of one prompt; fewer than requested if there is an error."""
 
     prompt: Prompt
     samples: Sequence[Sample]
@@ -90,9 +90,9 @@ class Rollout:
     """All groups, in the order of the prompts.
 
     Attributes:
-        id: of the answer.
-        model: what sampled: a model or an adapter.
-        logprobs_mode: "raw_logprobs" are the model's own; "processed_logprobs" those of the
+        id: the id of the answer.
+        model: the name of the model or adapter that sampled.
+        logprobs_mode: "raw_logprobs": the model's own; "processed_logprobs": those of the
             distribution that was sampled from.
         groups: one for each prompt.
         usage: OpenAI's counts of tokens.
@@ -106,7 +106,7 @@ class Rollout:
 
     @property
     def samples(self) -> list[Sample]:
-        """Those of all groups."""
+        """The samples of all groups."""
         return [sample for group in self.groups for sample in group.samples]
 
 
@@ -115,10 +115,10 @@ class Score:
     """How likely a completion is.
 
     Attributes:
-        logprobs: of each of its tokens.
-        version: label of the weights that say so.
-        top_logprobs: at each place the likeliest tokens; None if they were not asked for.
-        entropy: at each place, in nats; None if it was not asked for.
+        logprobs: one per token of the completion.
+        version: label of the weights that computed them.
+        top_logprobs: the likeliest tokens at each position; None if not requested.
+        entropy: the entropy at each position, in nats; None if not requested.
     """
 
     logprobs: Sequence[float]
@@ -132,16 +132,16 @@ class AdapterInfo:
     """A loaded adapter.
 
     Attributes:
-        name: that requests use.
+        name: its name in requests.
         model: its base model.
         version: label of the tokens that it makes now.
-        digest: SHA-256 of what it changes; equal for equal weights, whatever their names.
-        rank: the largest of its modules.
-        num_bytes: of its tensors.
-        is_pinned: whether it keeps its slot once it has one.
-        is_resident: whether it has a slot.
-        num_running: sequences that run with it.
-        live_ms: after an upload, from the last byte of the body until it served.
+        digest: SHA-256 of its changes; equal for equal weights, whatever their names.
+        rank: the largest rank of its modules.
+        num_bytes: size of its tensors.
+        is_pinned: True if it is never evicted from its slot.
+        is_resident: True if it has a slot.
+        num_running: number of sequences that run with it.
+        live_ms: for an upload, milliseconds from the last byte of the body until it served.
     """
 
     name: str
@@ -158,7 +158,7 @@ class AdapterInfo:
 
 @contextlib.contextmanager
 def expected(what: str) -> Iterator[None]:
-    """Tell of an answer that lacks a field, or has another type in its place."""
+    """Raise UnexpectedAnswerError if a field of the answer is missing or of another type."""
     try:
         yield
     except (KeyError, TypeError, ValueError, AttributeError) as error:
@@ -168,7 +168,7 @@ def expected(what: str) -> Iterator[None]:
 
 
 def rollout_of(answer: Mapping[str, Any]) -> Rollout:
-    """The answer of ``POST /v1/rl/rollout``."""
+    """Return the answer of ``POST /v1/rl/rollout``."""
     with expected("The rollout"):
         return Rollout(
             id=answer["id"],
@@ -179,76 +179,76 @@ def rollout_of(answer: Mapping[str, Any]) -> Rollout:
         )
 
 
-def _group_of(told: Mapping[str, Any]) -> Group:
-    prompt = prompt_of(told)
+def _group_of(answer: Mapping[str, Any]) -> Group:
+    prompt = prompt_of(answer)
     return Group(
         prompt=prompt,
-        samples=[sample_of(one, prompt) for one in told["samples"]],
-        error=None if told.get("error") is None else str(told["error"]["message"]),
+        samples=[sample_of(sample, prompt) for sample in answer["samples"]],
+        error=None if answer.get("error") is None else str(answer["error"]["message"]),
     )
 
 
-def prompt_of(told: Mapping[str, Any]) -> Prompt:
-    """A prompt as a group, or the first event of one, tells of it."""
+def prompt_of(answer: Mapping[str, Any]) -> Prompt:
+    """Return the prompt in a group, or in the first event of a group."""
     return Prompt(
-        index=told["index"],
-        token_ids=told.get("prompt_token_ids", ()),
-        num_cached_tokens=told.get("cached_tokens", 0),
-        logprobs=told.get("prompt_logprobs"),
-        metadata=told.get("metadata"),
+        index=answer["index"],
+        token_ids=answer.get("prompt_token_ids", ()),
+        num_cached_tokens=answer.get("cached_tokens", 0),
+        logprobs=answer.get("prompt_logprobs"),
+        metadata=answer.get("metadata"),
     )
 
 
-def sample_of(told: Mapping[str, Any], prompt: Prompt) -> Sample:
-    """A sample of a group, or of an event."""
-    spans = told["weight_versions"]
-    if len(told["logprobs"]) != len(told["token_ids"]):
+def sample_of(answer: Mapping[str, Any], prompt: Prompt) -> Sample:
+    """Return a sample of a group, or of an event."""
+    spans = answer["weight_versions"]
+    if len(answer["logprobs"]) != len(answer["token_ids"]):
         raise ValueError("there are not as many logprobs as tokens")
     return Sample(
         prompt=prompt,
-        index=told["index"],
-        token_ids=told["token_ids"],
-        logprobs=told["logprobs"],
-        text=told["text"],
-        finish_reason=told["finish_reason"],
-        stop_reason=told.get("stop_reason"),
-        versions=[VersionSpan(one["version"], one["start"], one["end"]) for one in spans],
-        top_logprobs=_alternatives(told),
-        entropy=told.get("entropy"),
-        reward=told.get("reward"),
-        verifier_error=told.get("verifier_error"),
-        reward_error=told.get("reward_error"),
+        index=answer["index"],
+        token_ids=answer["token_ids"],
+        logprobs=answer["logprobs"],
+        text=answer["text"],
+        finish_reason=answer["finish_reason"],
+        stop_reason=answer.get("stop_reason"),
+        versions=[VersionSpan(span["version"], span["start"], span["end"]) for span in spans],
+        top_logprobs=_alternatives(answer),
+        entropy=answer.get("entropy"),
+        reward=answer.get("reward"),
+        verifier_error=answer.get("verifier_error"),
+        reward_error=answer.get("reward_error"),
     )
 
 
-def _alternatives(told: Mapping[str, Any]) -> list[Alternatives] | None:
-    top = told.get("top_logprobs")
+def _alternatives(answer: Mapping[str, Any]) -> list[Alternatives] | None:
+    top = answer.get("top_logprobs")
     if top is None:
         return None
-    return [[(token_id, value) for token_id, value in one] for one in top]
+    return [[(token_id, value) for token_id, value in likeliest] for likeliest in top]
 
 
-def score_of(told: Mapping[str, Any]) -> Score:
-    """An item of the answer of ``POST /v1/rl/logprobs``."""
+def score_of(answer: Mapping[str, Any]) -> Score:
+    """Return an item of the answer of ``POST /v1/rl/logprobs``."""
     return Score(
-        logprobs=told["logprobs"],
-        version=told["weight_version"],
-        top_logprobs=_alternatives(told),
-        entropy=told.get("entropy"),
+        logprobs=answer["logprobs"],
+        version=answer["weight_version"],
+        top_logprobs=_alternatives(answer),
+        entropy=answer.get("entropy"),
     )
 
 
-def adapter_of(told: Mapping[str, Any]) -> AdapterInfo:
-    """An adapter as ``/v1/adapters`` and uploads tell of it."""
+def adapter_of(answer: Mapping[str, Any]) -> AdapterInfo:
+    """Return an adapter in an answer of ``/v1/adapters`` or of an upload."""
     return AdapterInfo(
-        name=told["name"],
-        model=told["model"],
-        version=told["version"],
-        digest=told["digest"],
-        rank=told["rank"],
-        num_bytes=told["bytes"],
-        is_pinned=told["pinned"],
-        is_resident=told["resident"],
-        num_running=told["num_running"],
-        live_ms=told.get("timings", {}).get("live_ms"),
+        name=answer["name"],
+        model=answer["model"],
+        version=answer["version"],
+        digest=answer["digest"],
+        rank=answer["rank"],
+        num_bytes=answer["bytes"],
+        is_pinned=answer["pinned"],
+        is_resident=answer["resident"],
+        num_running=answer["num_running"],
+        live_ms=answer.get("timings", {}).get("live_ms"),
     )

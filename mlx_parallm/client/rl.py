@@ -28,7 +28,8 @@ from mlx_parallm.client.tensors import encode_safetensors, read_folder
 from mlx_parallm.client.transport import Transport
 
 _READY_POLL_S = 0.2
-#: A text, token ids, a conversation, or an object with one of them and what belongs to it alone.
+#: ``PromptInput``: a text, token ids, a conversation, or an object with one of them and with
+#: options of this prompt alone.
 PromptInput = str | Sequence[int] | Sequence[Mapping[str, Any]] | Mapping[str, Any]
 
 
@@ -91,13 +92,13 @@ class RewardOptions(TypedDict, total=False):
 
 
 class UploadOptions(TypedDict, total=False):
-    """What may be said of an adapter that is uploaded.
+    """Options of an adapter upload.
 
     Attributes:
         model: its base model; default: the server's first.
-        version: the label of the tokens that it makes; by default the server counts.
-        expected_version: the upload is refused unless this version is there.
-        pinned: whether the adapter keeps its slot while others come and go.
+        version: the label of its tokens; by default the server counts versions.
+        expected_version: the upload is refused unless the current version is this one.
+        pinned: True if the adapter must never be evicted from its slot.
     """
 
     model: str | None
@@ -107,7 +108,7 @@ class UploadOptions(TypedDict, total=False):
 
 
 class RLClient:
-    """Speaks to one server.
+    """A client of one server.
 
     Example:
         >>> async with RLClient("http://127.0.0.1:8000") as client:
@@ -121,12 +122,12 @@ class RLClient:
     def __init__(
         self, base_url: str, *, api_key: str | None = None, timeout_s: float | None = None
     ) -> None:
-        """Prepare; nothing is sent yet.
+        """Create a client, without sending anything.
 
         Args:
             base_url: the server's address, with or without ``/v1``.
-            api_key: for adapters, weights and pauses the admin key, if the server has one.
-            timeout_s: for an answer, or between two pieces of it; None waits as long as it takes.
+            api_key: the API key; adapters, weights and pauses need the admin key, if there is one.
+            timeout_s: for an answer, or between two pieces of it; None waits without limit.
         """
         self._transport = Transport(base_url, api_key, timeout_s)
 
@@ -142,7 +143,7 @@ class RLClient:
         await self.close()
 
     async def close(self) -> None:
-        """Close the connections; rollouts that still run end at the server too."""
+        """Close the connections; the server aborts rollouts that still run."""
         await self._transport.close()
 
     async def wait_until_ready(self, timeout_s: float = 120.0) -> None:
@@ -173,15 +174,15 @@ class RLClient:
     async def stream_rollout(
         self, prompts: Sequence[PromptInput], *, n: int = 1, **options: Unpack[RolloutOptions]
     ) -> AsyncIterator[Sample]:
-        """Yield each sample when it has ended, whatever its place.
+        """Yield each sample as soon as it has ended, in any order.
 
-        Closing the iterator ends the samples that still run.
+        Closing the iterator aborts the samples that still run.
 
         Raises:
-            RequestFailedError: a prompt failed; raised when the others' samples have come.
+            RequestFailedError: a prompt failed; raised after the samples of the other prompts.
         """
         body = {"prompts": list(prompts), "n": n, "stream": True, **options}
-        told: dict[int, Prompt] = {}
+        prompts_by_index: dict[int, Prompt] = {}
         failure: RequestFailedError | None = None
         is_complete = False
         async for event in self._transport.events("/v1/rl/rollout", body):
@@ -191,9 +192,9 @@ class RLClient:
                 continue
             with expected("A sample"):
                 number = event["prompt_index"]
-                if number not in told:
-                    told[number] = prompt_of(event["prompt"])
-                sample = sample_of(event, told[number])
+                if number not in prompts_by_index:
+                    prompts_by_index[number] = prompt_of(event["prompt"])
+                sample = sample_of(event, prompts_by_index[number])
             yield sample
         if failure is not None:
             raise failure
@@ -205,7 +206,7 @@ class RLClient:
         items: Sequence[tuple[Sequence[int], Sequence[int]]],
         **options: Unpack[ScoreOptions],
     ) -> list[Score]:
-        """How likely completions are: of each token, given all before it.
+        """Return the log-probabilities of completions' tokens, each given all before it.
 
         Args:
             items: pairs of a prompt and a completion, as token ids.
@@ -218,25 +219,25 @@ class RLClient:
         body = {"items": pairs, **options}
         answer = await self._transport.ask("POST", "/v1/rl/logprobs", json=body)
         with expected("The scores"):
-            return [score_of(one) for one in answer["items"]]
+            return [score_of(item) for item in answer["items"]]
 
     async def rewards(
         self,
         texts: Sequence[str | Sequence[Mapping[str, Any]]],
         **options: Unpack[RewardOptions],
     ) -> list[float]:
-        """What a reward model of the server says of texts, or of conversations.
+        """Return a reward model's rewards of texts or conversations.
 
         Args:
-            texts: all texts, which are read as they are, or all lists of messages, by the model's
-                chat template.
+            texts: texts, which are read without a template, or conversations, which the model's
+                chat template renders; not both.
             **options: further fields of ``POST /v1/rewards/score``.
         """
-        kind = "texts" if all(isinstance(one, str) for one in texts) else "chats"
+        kind = "texts" if all(isinstance(text, str) for text in texts) else "chats"
         body = {kind: list(texts), **options}
         answer = await self._transport.ask("POST", "/v1/rewards/score", json=body)
         with expected("The rewards"):
-            return [one["reward"] for one in answer["data"]]
+            return [item["reward"] for item in answer["data"]]
 
     async def load_adapter(
         self, name: str, folder: str | Path, **options: Unpack[UploadOptions]
@@ -260,7 +261,7 @@ class RLClient:
     ) -> AdapterInfo:
         """Serve an adapter, or replace the one of this name between two steps.
 
-        Requests that run go on with the new weights; their spans show where.
+        Running requests continue with the new weights; their version spans show where.
 
         Args:
             name: requests use it as ``adapter``, or as ``model``.
@@ -269,35 +270,35 @@ class RLClient:
             **options: see ``UploadOptions``.
 
         Raises:
-            RequestFailedError: it does not fit the model, or another version than the expected one
-                is there (status 412); what was there goes on serving.
+            RequestFailedError: it does not fit the model, or the current version is not the
+                expected one (status 412); the old adapter continues to serve.
             TypeError: a tensor cannot be written.
         """
         return await self._upload(name, encode_safetensors(tensors), config, options)
 
     async def adapters(self) -> list[AdapterInfo]:
-        """What is loaded."""
+        """Return the loaded adapters."""
         answer = await self._transport.ask("GET", "/v1/adapters")
         with expected("The list of adapters"):
-            return [adapter_of(one) for one in answer["data"]]
+            return [adapter_of(item) for item in answer["data"]]
 
     async def unload_adapter(self, name: str) -> None:
-        """Admit no more requests of an adapter; those that run end with it."""
+        """Unload an adapter: new requests are refused, running ones finish with it."""
         await self._transport.ask("DELETE", f"/v1/adapters/{quote(name, safe='/')}")
 
     async def pause(
         self, mode: Literal["keep", "wait", "abort"] = "keep", *, clear_cache: bool = False
     ) -> int:
-        """Have the server generate nothing more.
+        """Pause generation.
 
         Args:
-            mode: "keep" leaves requests where they are, and new ones wait with them; "wait" has
-                them end first; "abort" ends them with what they have.
-            clear_cache: forget cached prefixes. It is never needed after an update: what is cached
-                belongs to its weights.
+            mode: "keep" suspends running requests and queues new ones; "wait" pauses after running
+                requests have ended; "abort" ends them with the tokens so far.
+            clear_cache: drop cached prefixes. Updates never need it, because cached KV belongs to a
+                version of the weights.
 
         Returns:
-            How many requests are kept, or were aborted.
+            The number of requests that were kept or aborted.
         """
         query = {"mode": mode, "clear_cache": clear_cache}
         answer = await self._transport.ask("POST", "/pause", params=query)
@@ -305,11 +306,11 @@ class RLClient:
             return answer["num_requests"]
 
     async def resume(self) -> None:
-        """Have the server go on."""
+        """Resume generation after a pause."""
         await self._transport.ask("POST", "/resume")
 
     async def is_paused(self) -> bool:
-        """Whether the server generates nothing until it is resumed."""
+        """True if generation is paused."""
         answer = await self._transport.ask("GET", "/is_paused")
         with expected("The answer"):
             return answer["is_paused"]
@@ -317,17 +318,16 @@ class RLClient:
     async def sleep(
         self, level: Literal[1, 2] = 1, *, mode: Literal["keep", "wait", "abort"] = "keep"
     ) -> None:
-        """Pause the server and have it give memory back, to a trainer on the same machine.
+        """Pause the server and free its memory, for a trainer on the same machine.
 
         Args:
-            level: 1 is the memory of KV; 2 that of weights too, which are read from their folder
-                again.
-            mode: see ``pause``; requests that are kept are computed anew.
+            level: 1 frees KV; 2 also frees weights, which ``wake_up`` reads from their folder.
+            mode: see ``pause``; the KV of kept requests is computed again.
         """
         await self._transport.ask("POST", "/sleep", params={"level": level, "mode": mode})
 
     async def wake_up(self) -> None:
-        """Have the server take its memory again and go on."""
+        """Allocate the server's memory again and resume generation."""
         await self._transport.ask("POST", "/wake_up")
 
     async def update_weights(
@@ -342,12 +342,12 @@ class RLClient:
 
         Args:
             tensors: by name, as in the checkpoint; arrays of NumPy or MLX.
-            model: which; default: the server's first.
-            version: the label of the tokens that they make; by default the server counts.
-            expected_version: the update is refused unless this version is there.
+            model: the model's name; default: the server's first.
+            version: the label of the new weights' tokens; by default the server counts versions.
+            expected_version: the update is refused unless the current version is this one.
 
         Returns:
-            The label.
+            The new version's label.
         """
         options = {"model": model, "version": version, "expected_version": expected_version}
         answer = await self._transport.ask(
@@ -360,7 +360,7 @@ class RLClient:
             return answer["weight_version"]
 
     async def weight_version(self) -> str:
-        """The label of the first model's weights; for adapters see ``adapters``."""
+        """Return the label of the first model's weights; for adapters see ``adapters``."""
         answer = await self._transport.ask("GET", "/weight_info")
         with expected("The answer"):
             return answer["weight_version"]

@@ -1,4 +1,4 @@
-"""Tensors as the bytes of a safetensors file, without a file.
+"""An encoder of tensors into the bytes of a safetensors file.
 
 The format is that of https://github.com/huggingface/safetensors: eight bytes of header length, a
 JSON header of names, dtypes, shapes and offsets, and the tensors' bytes. Arrays are read by the
@@ -13,21 +13,21 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-# Formats of the buffer protocol; MLX calls by its own name what Python has none for.
+# _NAMED: formats of the buffer protocol; "bfloat16" is MLX's, because Python has none for it.
 _NAMED = {"f": "F32", "e": "F16", "d": "F64", "bfloat16": "BF16", "?": "BOOL"}
 _SIGNED, _UNSIGNED = frozenset("bhilq"), frozenset("BHILQ")
 _ALIGNMENT = 8
 
 
 def encode_safetensors(tensors: Mapping[str, Any]) -> bytes:
-    """The tensors as the content of a safetensors file.
+    """Return the tensors as the content of a safetensors file.
 
     Args:
-        tensors: by name, arrays of NumPy or MLX of any real dtype; of another library, what offers
-            the buffer protocol.
+        tensors: by name, arrays of NumPy or MLX of any real dtype, or other objects with the buffer
+            protocol.
 
     Raises:
-        TypeError: something is no such array; its name is told.
+        TypeError: a value is no such array; the message has its name.
     """
     if sys.byteorder != "little":
         raise TypeError("Tensors are written on machines of little-endian byte order only.")
@@ -50,18 +50,18 @@ def encode_safetensors(tensors: Mapping[str, Any]) -> bytes:
 
 
 def read_folder(folder: Path) -> tuple[dict[str, Any], bytes]:
-    """The config of the adapter in a folder, and its file of tensors as it is.
+    """Return the config of the adapter in a folder, and the bytes of its tensor file.
 
     Raises:
-        FileNotFoundError: there is none.
+        FileNotFoundError: the folder has no adapter.
     """
     config = json.loads((folder / "adapter_config.json").read_bytes())
-    # PEFT's name, and mlx-lm's.
+    # PEFT uses the first name, mlx-lm the second.
     names = ("adapter_model.safetensors", "adapters.safetensors")
-    found = next((folder / name for name in names if (folder / name).is_file()), None)
-    if found is None:
+    weights_file = next((folder / name for name in names if (folder / name).is_file()), None)
+    if weights_file is None:
         raise FileNotFoundError(f"{folder} has no {' or '.join(names)}.")
-    return config, found.read_bytes()
+    return config, weights_file.read_bytes()
 
 
 def _view(name: str, array: Any) -> memoryview:

@@ -1,4 +1,4 @@
-"""HTTP as the client needs it: JSON and bytes to a server, and errors of one kind."""
+"""The client's HTTP transport: it sends JSON and bytes, and turns failures into its errors."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ class Transport:
         await self._client.aclose()
 
     async def ask(self, method: str, path: str, **request: Any) -> Any:
-        """The JSON of an answer; None if it has no body.
+        """Return the JSON of an answer; None if it has no body.
 
-        ``request`` is what ``httpx2`` takes: ``json``, ``params``, ``files``, ``data``.
+        ``request`` holds arguments of ``httpx2``: ``json``, ``params``, ``files``, ``data``.
 
         Raises:
             RequestFailedError: the server refused.
             ServerUnreachableError: there was no answer.
-            UnexpectedAnswerError: the answer is no JSON.
+            UnexpectedAnswerError: the answer is not JSON.
         """
         with _unreachable(self._client):
             response = await self._client.request(method, path, **request)
@@ -57,7 +57,7 @@ class Transport:
             raise UnexpectedAnswerError(f"{path} answered no JSON.") from None
 
     async def events(self, path: str, body: Mapping[str, Any]) -> AsyncIterator[dict[str, Any]]:
-        """The JSON of each server-sent event of an answer; see ``ask``."""
+        """Yield the JSON of each server-sent event of an answer; see ``ask``."""
         with _unreachable(self._client):
             async with self._client.stream("POST", path, json=body) as response:
                 if response.is_error:
