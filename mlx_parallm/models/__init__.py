@@ -1,1 +1,1 @@
-"""Encoder models in MLX: hidden states and the heads of their checkpoints."""
+"""Encoder models in MLX, with the heads of their checkpoints."""

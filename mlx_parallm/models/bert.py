@@ -26,7 +26,7 @@ class ModelArgs(BertArgs):
 
 
 class Transform(nn.Module):
-    """What hidden states pass before the decoder."""
+    """The layers between the trunk and the decoder."""
 
     def __init__(self, args: ModelArgs) -> None:
         super().__init__()
@@ -35,15 +35,15 @@ class Transform(nn.Module):
         self.activation = activation(args.hidden_act)
 
     def __call__(self, hidden: mx.array) -> mx.array:
-        """Keep the shape."""
+        """Return hidden states of the same shape."""
         return self.LayerNorm(self.activation(self.dense(hidden)))
 
 
 class Model(nn.Module):
     """BERT with the head of its first architecture.
 
-    Sequences are classified by the pooler. A masked LM and a classifier of tokens have none; what
-    a checkpoint has of the next-sentence task is dropped.
+    The classifier of sequences uses the pooler; a masked LM and a classifier of tokens have none.
+    The weights of the next-sentence task are dropped.
     """
 
     def __init__(self, args: ModelArgs) -> None:
@@ -69,11 +69,11 @@ class Model(nn.Module):
         attention_mask: mx.array | None = None,
         token_type_ids: mx.array | None = None,
     ) -> mx.array:
-        """Last hidden states ``[B, L, D]`` of right-padded int32 ids ``[B, L]``.
+        """Return the last hidden states ``[B, L, D]`` of right-padded int32 ids ``[B, L]``.
 
         Args:
             input_ids: within the vocabulary, at most ``args.max_length`` a row.
-            attention_mask: ``[B, L]``, 1 or true for tokens, one at least in a row; None: all are.
+            attention_mask: ``[B, L]``, 1 or true for tokens, at least one a row; None: no padding.
             token_type_ids: int32 ``[B, L]``; None: all are 0.
         """
         return self.bert(input_ids, attention_mask, token_type_ids)
@@ -83,19 +83,19 @@ class Model(nn.Module):
         return self.bert.pooler(hidden)
 
     def mlm_logits(self, hidden: mx.array, ids: mx.array | None = None) -> mx.array:
-        """Logits ``[..., vocabulary]`` of ``[..., D]``, or ``[..., len(ids)]`` of some ids."""
+        """Return logits ``[..., vocabulary]`` of ``[..., D]``; with ``ids`` ``[..., len(ids)]``."""
         return self.cls.predictions(hidden, self.bert.embeddings.word_embeddings, ids)
 
     def sequence_logits(self, hidden: mx.array, attention_mask: mx.array | None = None) -> mx.array:
-        """Logits ``[B, labels]`` of ``[B, L, D]``; the mask does not matter."""
+        """Return logits ``[B, labels]`` of ``[B, L, D]``; the mask is not used."""
         return self.classifier(self.pooled(hidden))
 
     def token_logits(self, hidden: mx.array) -> mx.array:
-        """Logits ``[..., labels]`` of ``[..., D]``."""
+        """Return logits ``[..., labels]`` of ``[..., D]``."""
         return self.classifier(hidden)
 
     def sanitize(self, weights: Weights) -> Weights:
-        """Weights by the names of this model's parameters."""
+        """Return the weights under the names of this model's parameters."""
         weights = modern_names(weights, "bert", ("embeddings", "encoder", "pooler"))
         weights = without(weights, "cls.seq_relationship.")
         if not self.has_pooler:

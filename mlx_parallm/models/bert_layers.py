@@ -1,7 +1,7 @@
 """Parts that the models of the BERT family share (Devlin et al., 2019, arXiv:1810.04805).
 
 Names of parameters are those of Hugging Face's checkpoints, so that adapters made for them match.
-Arrays are ``[batch, length, dims]`` unless said otherwise.
+Arrays are ``[batch, length, dims]`` unless a docstring gives another shape.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class BertArgs(EncoderArgs):
 
     @property
     def max_length(self) -> int:
-        """Tokens of the longest input."""
+        """The longest input, in tokens."""
         return self.max_position_embeddings
 
 
@@ -60,12 +60,12 @@ def check_heads(dims: int, heads: int) -> None:
 
 
 def activation(name: str) -> Activation:
-    """An activation by the name that Hugging Face's configs give it.
+    """Return the activation of that name in Hugging Face's configs.
 
     Raises:
-        ModelLoadError: there is none of this name.
+        ModelLoadError: no activation has this name.
     """
-    known: dict[str, Activation] = {
+    activations: dict[str, Activation] = {
         "gelu": gelu,
         "gelu_new": nn.gelu_approx,
         "gelu_fast": nn.gelu_approx,
@@ -75,9 +75,9 @@ def activation(name: str) -> Activation:
         "swish": _silu,
         "tanh": mx.tanh,
     }
-    if name not in known:
-        raise ModelLoadError(f"Activation {name!r} is not one of {', '.join(known)}.")
-    return known[name]
+    if name not in activations:
+        raise ModelLoadError(f"Activation {name!r} is not one of {', '.join(activations)}.")
+    return activations[name]
 
 
 def _silu(values: mx.array) -> mx.array:
@@ -86,9 +86,9 @@ def _silu(values: mx.array) -> mx.array:
 
 
 def key_mask(attention_mask: mx.array | None) -> AttentionMask:
-    """Boolean ``[batch, 1, 1, length]``, true for tokens, from ``[batch, length]``, 1 for tokens.
+    """Return a mask ``[batch, 1, 1, length]``, true for tokens, from ``[batch, length]``.
 
-    Every row needs a token: a softmax over none is not a number.
+    Every row needs a token, because the softmax of an empty row is NaN.
     """
     return None if attention_mask is None else attention_mask.astype(mx.bool_)[:, None, None, :]
 
@@ -96,13 +96,13 @@ def key_mask(attention_mask: mx.array | None) -> AttentionMask:
 def attend(
     queries: mx.array, keys: mx.array, values: mx.array, heads: int, mask: AttentionMask
 ) -> mx.array:
-    """Softmax attention of several heads, with scale 1 / sqrt(dims of a head).
+    """Return softmax attention of several heads, with scale 1 / sqrt(dims of a head).
 
     Args:
-        queries: ``[batch, length, dims]``, as keys and values are.
-        keys: what queries are compared with.
-        values: what is averaged.
-        heads: how many parts the dims have.
+        queries: ``[batch, length, dims]``.
+        keys: ``[batch, length, dims]``.
+        values: ``[batch, length, dims]``.
+        heads: number of heads.
         mask: None, boolean (true: attended to) or added to the scores; it broadcasts to
             ``[batch, heads, length, length]``.
 
@@ -119,7 +119,7 @@ def attend(
 class Embeddings(nn.Module):
     """Word, position and, if there are types, token type embeddings, then a layer norm.
 
-    With a ``padding_id`` positions are RoBERTa's: they start behind it and skip padding.
+    With a ``padding_id`` positions are RoBERTa's: they start after it and skip padding.
     """
 
     def __init__(
@@ -141,7 +141,7 @@ class Embeddings(nn.Module):
         self.padding_id = padding_id
 
     def __call__(self, input_ids: mx.array, token_type_ids: mx.array | None = None) -> mx.array:
-        """Embed int32 ``[batch, length]``; without token types all of them are 0."""
+        """Embed int32 ``[batch, length]``; missing token types are 0."""
         hidden = self.word_embeddings(input_ids)
         if "token_type_embeddings" in self:
             types = mx.zeros((1, 1), mx.int32) if token_type_ids is None else token_type_ids
@@ -156,7 +156,7 @@ class Embeddings(nn.Module):
 
 
 class SelfAttention(nn.Module):
-    """Attention of all tokens to all tokens; the output projection is not part of it."""
+    """Attention of all tokens to all tokens, without the output projection."""
 
     def __init__(self, args: BertArgs) -> None:
         super().__init__()
@@ -171,7 +171,7 @@ class SelfAttention(nn.Module):
 
 
 class DenseNorm(nn.Module):
-    """A linear layer, the residual added, a layer norm."""
+    """A linear layer, the residual connection and a layer norm."""
 
     def __init__(self, inputs: int, outputs: int, eps: float) -> None:
         super().__init__()
@@ -179,12 +179,12 @@ class DenseNorm(nn.Module):
         self.LayerNorm = nn.LayerNorm(outputs, eps=eps)
 
     def __call__(self, inputs: mx.array, residual: mx.array) -> mx.array:
-        """Return what follows the residual connection."""
+        """Return the normalised sum of the layer's output and ``residual``."""
         return self.LayerNorm(self.dense(inputs) + residual)
 
 
 class Attention(nn.Module):
-    """Self-attention, its output projection and the layer norm behind."""
+    """Self-attention, its output projection and the layer norm after it."""
 
     def __init__(self, args: BertArgs) -> None:
         super().__init__()
@@ -210,7 +210,7 @@ class Intermediate(nn.Module):
 
 
 class Layer(nn.Module):
-    """A transformer layer with its norms behind the residual connections."""
+    """A transformer layer with norms after the residual connections."""
 
     def __init__(self, args: BertArgs, attention: nn.Module) -> None:
         super().__init__()
@@ -219,7 +219,7 @@ class Layer(nn.Module):
         self.output = DenseNorm(args.intermediate_size, args.hidden_size, args.layer_norm_eps)
 
     def __call__(self, hidden: mx.array, mask: AttentionMask) -> mx.array:
-        """Return the hidden states behind this layer."""
+        """Return the hidden states after this layer."""
         hidden = self.attention(hidden, mask)
         return self.output(self.intermediate(hidden), hidden)
 
@@ -255,8 +255,8 @@ class BertTrunk(nn.Module):
 
     Args:
         args: the config.
-        pooler: whether there is one.
-        padding_id: the padding that positions skip, as RoBERTa's do; None: they do not.
+        pooler: True if the model has a pooler.
+        padding_id: the padding id that positions skip, as in RoBERTa; None: positions skip none.
     """
 
     def __init__(self, args: BertArgs, *, pooler: bool, padding_id: int | None = None) -> None:

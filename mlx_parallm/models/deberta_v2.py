@@ -1,8 +1,8 @@
-"""DeBERTa v2 and v3: attention to content and to relative positions apart.
+"""DeBERTa v2 and v3, which attend to content and to relative positions separately.
 
 He et al., "DeBERTa: Decoding-enhanced BERT with disentangled attention" (2021, arXiv:2006.03654)
 and "DeBERTaV3" (2023, arXiv:2111.09543). Names of parameters are those of Hugging Face's
-checkpoints; the head of a masked LM has two, of which the older ones are used here.
+checkpoints; the masked LM's head has two sets of names, and the older set is used here.
 """
 
 from __future__ import annotations
@@ -73,22 +73,22 @@ class ModelArgs(EncoderArgs):
 
     @property
     def max_length(self) -> int:
-        """Tokens of the longest input."""
+        """The longest input, in tokens."""
         return self.max_position_embeddings
 
     @property
     def span(self) -> int:
-        """Relative positions are in ``-span .. span - 1``."""
+        """The span of relative positions, which are in ``-span .. span - 1``."""
         return self.position_buckets if self.position_buckets > 0 else self.max_relative_positions
 
     @property
     def table_size(self) -> int:
-        """Dimensions of the table of word embeddings."""
+        """The dimensions of the table of word embeddings."""
         return self.embedding_size or self.hidden_size
 
 
 class Attention(nn.Module):
-    """Self-attention, its output projection and the layer norm behind."""
+    """Self-attention, its output projection and the layer norm after it."""
 
     def __init__(self, args: ModelArgs) -> None:
         super().__init__()
@@ -117,12 +117,12 @@ class DenseActivation(nn.Module):
         self.activation = act
 
     def __call__(self, hidden: mx.array) -> mx.array:
-        """``[..., inputs]`` to ``[..., outputs]``."""
+        """Return ``[..., outputs]`` of ``[..., inputs]``."""
         return self.activation(self.dense(hidden))
 
 
 class Layer(nn.Module):
-    """A transformer layer with its norms behind the residual connections."""
+    """A transformer layer with norms after the residual connections."""
 
     def __init__(self, args: ModelArgs) -> None:
         super().__init__()
@@ -135,7 +135,7 @@ class Layer(nn.Module):
     def __call__(
         self, hidden: mx.array, mask: AttentionMask, positions: RelativePositions | None
     ) -> mx.array:
-        """Return the hidden states behind this layer."""
+        """Return the hidden states after this layer."""
         hidden = self.attention(hidden, mask, positions)
         return self.output(self.intermediate(hidden), hidden)
 
@@ -151,11 +151,11 @@ class ConvLayer(nn.Module):
         self.LayerNorm = nn.LayerNorm(dims, eps=args.layer_norm_eps)
 
     def __call__(self, embedded: mx.array, hidden: mx.array) -> mx.array:
-        """Add what is near to each token.
+        """Add the convolution of nearby tokens to each token.
 
         Args:
-            embedded: the first layer's input, zero at padding, as it is beyond a text's end.
-            hidden: its output.
+            embedded: the first layer's input, zero at padding and beyond a text's end.
+            hidden: the first layer's output.
         """
         return self.LayerNorm(hidden + self.activation(self.conv(embedded)))
 
@@ -187,7 +187,7 @@ class Encoder(nn.Module):
     def _positions(self, length: int) -> RelativePositions:
         args = self.args
         buckets = relative_buckets(length, args.position_buckets, args.max_relative_positions)
-        # Every layer projects the whole table, so a short text gets only the middle of it.
+        # Every layer projects the whole table, so a short text uses only its middle.
         reach = min(args.span, int(buckets[-1]) + 1)
         table = self.rel_embeddings(mx.arange(args.span - reach, args.span + reach))
         if "LayerNorm" in self:
@@ -199,7 +199,7 @@ class Encoder(nn.Module):
 
 
 class Embeddings(nn.Module):
-    """Word embeddings and those of positions and token types that the config has; a layer norm."""
+    """Word embeddings the config's position and type embeddings, and a layer norm."""
 
     def __init__(self, args: ModelArgs) -> None:
         super().__init__()
@@ -243,14 +243,14 @@ class Trunk(nn.Module):
 
 
 class Transform(DenseActivation):
-    """What hidden states pass before the decoder."""
+    """The layers between the trunk and the decoder."""
 
     def __init__(self, args: ModelArgs) -> None:
         super().__init__(args.hidden_size, args.table_size, activation(args.hidden_act))
         self.LayerNorm = nn.LayerNorm(args.table_size, eps=args.layer_norm_eps)
 
     def __call__(self, hidden: mx.array) -> mx.array:
-        """``[..., dims]`` to ``[..., dims of the table]``."""
+        """Return ``[..., dims of the table]`` of ``[..., dims]``."""
         return self.LayerNorm(super().__call__(hidden))
 
 
@@ -283,11 +283,11 @@ class Model(nn.Module):
         attention_mask: mx.array | None = None,
         token_type_ids: mx.array | None = None,
     ) -> mx.array:
-        """Last hidden states ``[B, L, D]`` of right-padded int32 ids ``[B, L]``.
+        """Return the last hidden states ``[B, L, D]`` of right-padded int32 ids ``[B, L]``.
 
         Args:
             input_ids: within the vocabulary.
-            attention_mask: ``[B, L]``, 1 or true for tokens; None: all are.
+            attention_mask: ``[B, L]``, 1 or true for tokens; None: no padding.
             token_type_ids: int32 ``[B, L]``; None: all are 0.
         """
         embedded = self.deberta.embeddings(input_ids, attention_mask, token_type_ids)
@@ -298,28 +298,28 @@ class Model(nn.Module):
         return self.pooler(hidden[:, 0])
 
     def mlm_logits(self, hidden: mx.array, ids: mx.array | None = None) -> mx.array:
-        """Logits ``[..., vocabulary]`` of ``[..., D]``, or ``[..., len(ids)]`` of some ids."""
+        """Return logits ``[..., vocabulary]`` of ``[..., D]``; with ``ids`` ``[..., len(ids)]``."""
         return self.cls.predictions(hidden, self.deberta.embeddings.word_embeddings, ids)
 
     def sequence_logits(self, hidden: mx.array, attention_mask: mx.array | None = None) -> mx.array:
-        """Logits ``[B, labels]`` of ``[B, L, D]``; the mask does not matter."""
+        """Return logits ``[B, labels]`` of ``[B, L, D]``; the mask is not used."""
         return self.classifier(self.pooled(hidden))
 
     def token_logits(self, hidden: mx.array) -> mx.array:
-        """Logits ``[..., labels]`` of ``[..., D]``."""
+        """Return logits ``[..., labels]`` of ``[..., D]``."""
         return self.classifier(hidden)
 
     def sanitize(self, weights: Weights) -> Weights:
-        """Weights by the names of this model's parameters.
+        """Return the weights under the names of this model's parameters.
 
-        Heads of tasks that this model does not have are dropped: the released checkpoints have
-        the generator's or the discriminator's beside the trunk.
+        Heads of other tasks are dropped: the released checkpoints have the generator's or the
+        discriminator's head beside the trunk.
         """
         weights = modern_names(weights, "deberta", ("embeddings", "encoder"))
         weights = without(weights, "mask_predictions.", *self._unused(weights))
         weights = {self._older_name(name): array for name, array in weights.items()}
         if KERNEL in weights and weights[KERNEL].shape[1] != self.args.conv_kernel_size:
-            # Torch keeps [outputs, inputs, size]; MLX [outputs, size, inputs].
+            # Torch stores [outputs, inputs, size]; MLX stores [outputs, size, inputs].
             weights[KERNEL] = weights[KERNEL].swapaxes(1, 2)
         if self.args.head != "masked_lm":
             return weights
@@ -327,7 +327,7 @@ class Model(nn.Module):
         return with_decoder(weights, DECODER, f"{HEAD}bias", table=table)
 
     def _unused(self, weights: Weights) -> list[str]:
-        """Prefixes of weights that this model has no place for."""
+        """Return the prefixes of weights that this model does not use."""
         unused = [f"{part}." for part in ("pooler", "classifier") if part not in self]
         if not self.args.position_biased_input:
             unused.append("deberta.embeddings.position_embeddings.")

@@ -1,4 +1,4 @@
-"""Disentangled attention (He et al., 2021, arXiv:2006.03654): positions have their own scores."""
+"""Disentangled attention (He et al., 2021, arXiv:2006.03654), with separate position scores."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from mlx_parallm.numerics.attention import softmax_attention
 
 
 def relative_buckets(length: int, buckets: int, max_position: int) -> np.ndarray:
-    """The bucket of each distance ``0 .. length - 1`` from a key to a later query.
+    """Return the bucket of each distance ``0 .. length - 1`` from a key to a later query.
 
-    Distances up to half of ``buckets`` are their own bucket, longer ones share buckets that grow
-    with the logarithm. A negative distance has the negative bucket. It is computed in float32 on
-    the host, as the reference does: a device's logarithm could round to another bucket.
+    Distances up to half of ``buckets`` have a bucket each; longer ones share buckets that grow with
+    the logarithm. A negative distance has the negative bucket. Buckets are computed in float32 on
+    the host, as in the reference, because a device's logarithm could round to another bucket.
 
     Returns:
         int32 ``[length]``; the distances themselves if ``buckets`` is not positive.
@@ -38,7 +38,7 @@ class RelativePositions:
     """Embeddings of relative positions, for texts of one length.
 
     Attributes:
-        table: ``[positions, dims]``, no more rows than this length needs.
+        table: ``[positions, dims]``, only the rows that this length needs.
         rows: int32 ``[length, length]``, the row of the table for a query and a key.
     """
 
@@ -50,11 +50,11 @@ class DisentangledSelfAttention(nn.Module):
     """Attention whose scores add content to content, content to position, position to content.
 
     Args:
-        dims: of a token.
-        heads: how many parts they have.
-        kinds: the terms with positions, of ``c2p`` and ``p2c``; their number is in the scale.
-        relative: whether they are computed.
-        shares_projections: positions are projected as tokens are.
+        dims: dimensions of a token.
+        heads: number of heads.
+        kinds: the position terms, ``c2p`` or ``p2c`` or both; the scale depends on their number.
+        relative: True if the position terms are computed.
+        shares_projections: True if positions are projected by the weights for tokens.
     """
 
     def __init__(
@@ -100,7 +100,7 @@ class DisentangledSelfAttention(nn.Module):
     def _position_scores(
         self, queries: mx.array, keys: mx.array, positions: RelativePositions
     ) -> mx.array:
-        """What positions add to the scores, ``[B, heads, queries, keys]``."""
+        """Return the position terms of the scores, ``[B, heads, queries, keys]``."""
         table, rows = positions.table[None], positions.rows[None, None]
         terms = []
         if self.content_to_position:

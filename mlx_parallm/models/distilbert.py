@@ -19,14 +19,14 @@ from mlx_parallm.models.checkpoint_names import Weights, modern_names, with_deco
 from mlx_parallm.models.encoder_args import EncoderArgs
 from mlx_parallm.models.heads import vocabulary_decoder, vocabulary_logits
 
-#: Not in the config.
+#: ``EPS``: the epsilon of layer norms, which the config does not have.
 EPS = 1e-12
 WORDS = "distilbert.embeddings.word_embeddings.weight"
 
 
 @dataclass
 class ModelArgs(EncoderArgs):
-    """The config of DistilBERT, which has names of its own."""
+    """The config of DistilBERT, whose fields have other names than BERT's."""
 
     vocab_size: int = 30522
     max_position_embeddings: int = 512
@@ -42,12 +42,12 @@ class ModelArgs(EncoderArgs):
 
     @property
     def hidden_size(self) -> int:
-        """Dimensions of the hidden states."""
+        """The dimensions of the hidden states."""
         return self.dim
 
     @property
     def max_length(self) -> int:
-        """Tokens of the longest input."""
+        """The longest input, in tokens."""
         return self.max_position_embeddings
 
 
@@ -78,12 +78,12 @@ class FeedForward(nn.Module):
         self.activation = activation(args.activation)
 
     def __call__(self, hidden: mx.array) -> mx.array:
-        """Keep the shape."""
+        """Return hidden states of the same shape."""
         return self.lin2(self.activation(self.lin1(hidden)))
 
 
 class Layer(nn.Module):
-    """A transformer layer with its norms behind the residual connections."""
+    """A transformer layer with norms after the residual connections."""
 
     def __init__(self, args: ModelArgs) -> None:
         super().__init__()
@@ -93,7 +93,7 @@ class Layer(nn.Module):
         self.output_layer_norm = nn.LayerNorm(args.dim, eps=EPS)
 
     def __call__(self, hidden: mx.array, mask: AttentionMask) -> mx.array:
-        """Return the hidden states behind this layer."""
+        """Return the hidden states after this layer."""
         hidden = self.sa_layer_norm(self.attention(hidden, mask) + hidden)
         return self.output_layer_norm(self.ffn(hidden) + hidden)
 
@@ -158,31 +158,31 @@ class Model(nn.Module):
         attention_mask: mx.array | None = None,
         token_type_ids: mx.array | None = None,
     ) -> mx.array:
-        """Last hidden states ``[B, L, D]`` of right-padded int32 ids ``[B, L]``.
+        """Return the last hidden states ``[B, L, D]`` of right-padded int32 ids ``[B, L]``.
 
         Args:
             input_ids: within the vocabulary, at most ``args.max_length`` a row.
-            attention_mask: ``[B, L]``, 1 or true for tokens, one at least in a row; None: all are.
-            token_type_ids: ignored; there are no types.
+            attention_mask: ``[B, L]``, 1 or true for tokens, at least one a row; None: no padding.
+            token_type_ids: not used; DistilBERT has no token types.
         """
         return self.distilbert(input_ids, attention_mask)
 
     def mlm_logits(self, hidden: mx.array, ids: mx.array | None = None) -> mx.array:
-        """Logits ``[..., vocabulary]`` of ``[..., D]``, or ``[..., len(ids)]`` of some ids."""
+        """Return logits ``[..., vocabulary]`` of ``[..., D]``; with ``ids`` ``[..., len(ids)]``."""
         hidden = self.vocab_layer_norm(self.activation(self.vocab_transform(hidden)))
         words = self.distilbert.embeddings.word_embeddings
         return vocabulary_logits(self.vocab_projector, hidden, words, ids)
 
     def sequence_logits(self, hidden: mx.array, attention_mask: mx.array | None = None) -> mx.array:
-        """Logits ``[B, labels]`` of ``[B, L, D]``; the mask does not matter."""
+        """Return logits ``[B, labels]`` of ``[B, L, D]``; the mask is not used."""
         return self.classifier(nn.relu(self.pre_classifier(hidden[:, 0])))
 
     def token_logits(self, hidden: mx.array) -> mx.array:
-        """Logits ``[..., labels]`` of ``[..., D]``."""
+        """Return logits ``[..., labels]`` of ``[..., D]``."""
         return self.classifier(hidden)
 
     def sanitize(self, weights: Weights) -> Weights:
-        """Weights by the names of this model's parameters."""
+        """Return the weights under the names of this model's parameters."""
         weights = modern_names(weights, "distilbert", ("embeddings", "transformer"))
         if self.args.head != "masked_lm":
             return without(weights, "vocab_")

@@ -27,7 +27,7 @@ class ModelArgs(BertArgs):
 
     @property
     def head(self) -> Head | None:
-        """The head; a discriminator's task, which tokens were replaced, is none of them."""
+        """The head; None for a discriminator, whose task (replaced tokens) is not supported."""
         names = self.architectures or [""]
         return None if names[0].endswith("ForPreTraining") else super().head
 
@@ -64,7 +64,7 @@ class Trunk(nn.Module):
 
 
 class GeneratorPredictions(nn.Module):
-    """What the generator's hidden states pass before its decoder."""
+    """The layers between the generator's trunk and its decoder."""
 
     def __init__(self, args: ModelArgs) -> None:
         super().__init__()
@@ -104,32 +104,32 @@ class Model(nn.Module):
         attention_mask: mx.array | None = None,
         token_type_ids: mx.array | None = None,
     ) -> mx.array:
-        """Last hidden states ``[B, L, D]`` of right-padded int32 ids ``[B, L]``.
+        """Return the last hidden states ``[B, L, D]`` of right-padded int32 ids ``[B, L]``.
 
         Args:
             input_ids: within the vocabulary, at most ``args.max_length`` a row.
-            attention_mask: ``[B, L]``, 1 or true for tokens, one at least in a row; None: all are.
+            attention_mask: ``[B, L]``, 1 or true for tokens, at least one a row; None: no padding.
             token_type_ids: int32 ``[B, L]``; None: all are 0.
         """
         return self.electra(input_ids, attention_mask, token_type_ids)
 
     def mlm_logits(self, hidden: mx.array, ids: mx.array | None = None) -> mx.array:
-        """Logits ``[..., vocabulary]`` of ``[..., D]``, or ``[..., len(ids)]`` of some ids."""
+        """Return logits ``[..., vocabulary]`` of ``[..., D]``; with ``ids`` ``[..., len(ids)]``."""
         words = self.electra.embeddings.word_embeddings
         return vocabulary_logits(
             self.generator_lm_head, self.generator_predictions(hidden), words, ids
         )
 
     def sequence_logits(self, hidden: mx.array, attention_mask: mx.array | None = None) -> mx.array:
-        """Logits ``[B, labels]`` of ``[B, L, D]``; the mask does not matter."""
+        """Return logits ``[B, labels]`` of ``[B, L, D]``; the mask is not used."""
         return self.classifier(hidden)
 
     def token_logits(self, hidden: mx.array) -> mx.array:
-        """Logits ``[..., labels]`` of ``[..., D]``."""
+        """Return logits ``[..., labels]`` of ``[..., D]``."""
         return self.classifier(hidden)
 
     def sanitize(self, weights: Weights) -> Weights:
-        """Weights by the names of this model's parameters."""
+        """Return the weights under the names of this model's parameters."""
         parts = ("embeddings", "embeddings_project", "encoder")
         weights = without(modern_names(weights, "electra", parts), "discriminator_predictions.")
         if self.args.head != "masked_lm":

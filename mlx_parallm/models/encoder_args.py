@@ -1,4 +1,4 @@
-"""What every encoder's config has in common: its head, its labels, its pooler."""
+"""The config fields that all encoders share: head, labels and pooler."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from mlx_parallm.types.errors import ModelLoadError
 
 Head = Literal["masked_lm", "sequence", "token"]
 
-#: The endings of Hugging Face's class names, and the head that such a class has.
+#: ``HEADS``: endings of Hugging Face's class names, and the head of such a class.
 HEADS: dict[str, Head | None] = {
     "ForMaskedLM": "masked_lm",
     "ForPreTraining": "masked_lm",
     "ForSequenceClassification": "sequence",
     "ForTokenClassification": "token",
     "Model": None,
-    # Stanford's; its dense layer is no part of the architecture.
+    # In Stanford's class, the dense layer is no part of the architecture.
     "HF_ColBERT": None,
 }
 
@@ -26,11 +26,11 @@ class EncoderArgs:
     """Fields of ``config.json`` that do not depend on the architecture.
 
     Attributes:
-        architectures: Hugging Face's class names; the first one decides which head there is.
-        num_labels: labels of a classifier; from ``id2label`` where the config has it.
+        architectures: Hugging Face's class names; the first one decides the head.
+        num_labels: number of a classifier's labels; from ``id2label`` if the config has it.
         tie_word_embeddings: the decoder of a masked LM is the table of word embeddings.
-        add_pooling_layer: the checkpoint of a bare model has a pooler. It is Hugging Face's
-            constructor argument, not in their files; the loader sets it from the weights.
+        add_pooling_layer: True if the checkpoint of a bare model has a pooler. It is Hugging
+            Face's constructor argument and not in their files; the loader sets it from the weights.
     """
 
     architectures: list[str] | None = None
@@ -41,8 +41,8 @@ class EncoderArgs:
     @classmethod
     def from_dict(cls, config: dict[str, Any]) -> Self:
         """Read ``config.json``; fields that this class does not have are ignored."""
-        known = {field.name for field in fields(cls)}
-        values = {name: value for name, value in config.items() if name in known}
+        names = {field.name for field in fields(cls)}
+        values = {name: value for name, value in config.items() if name in names}
         if labels := config.get("id2label"):
             values["num_labels"] = len(labels)
         return cls(**values)
@@ -52,7 +52,7 @@ class EncoderArgs:
         """The head of the first architecture; None: the bare model.
 
         Raises:
-            ModelLoadError: its head is none of ``HEADS``.
+            ModelLoadError: the class has none of the heads in ``HEADS``.
         """
         name = self.architectures[0] if self.architectures else "Model"
         for ending, head in HEADS.items():

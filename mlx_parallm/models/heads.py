@@ -1,4 +1,4 @@
-"""Heads that several families have: those of BERT's masked LM, and RoBERTa's.
+"""Heads that several families share: BERT's masked LM, and RoBERTa's heads.
 
 RoBERTa's heads (Liu et al., 2019, arXiv:1907.11692) take hidden states, never a pooler's output.
 """
@@ -14,12 +14,12 @@ from mlx_parallm.models.bert_layers import BertArgs
 from mlx_parallm.models.checkpoint_names import Weights, modern_names, with_decoder, without
 from mlx_parallm.numerics.gelu import gelu
 
-#: What a decoder can be that gives logits by its weight and bias alone.
+#: ``PLAIN_TABLES``: classes of decoders that give logits by their weight and bias alone.
 PLAIN_TABLES = (nn.Linear, nn.QuantizedLinear, nn.Embedding, nn.QuantizedEmbedding)
 
 
 class LMHead(nn.Module):
-    """The head of a masked LM; its decoder is the table of word embeddings if that is tied."""
+    """The head of a masked LM; its decoder is the table of word embeddings if tied."""
 
     def __init__(self, args: BertArgs) -> None:
         super().__init__()
@@ -32,13 +32,13 @@ class LMHead(nn.Module):
     def __call__(
         self, hidden: mx.array, words: nn.Embedding, ids: mx.array | None = None
     ) -> mx.array:
-        """Return logits ``[..., vocabulary]``, or ``[..., len(ids)]`` of some ids."""
+        """Return logits ``[..., vocabulary]``; with ``ids`` ``[..., len(ids)]``."""
         hidden = self.layer_norm(gelu(self.dense(hidden)))
         return decoded(self, hidden, words, ids)
 
 
 class Predictions(nn.Module):
-    """The head of BERT's masked LM; its decoder is the table of word embeddings if that is tied."""
+    """The head of BERT's masked LM; its decoder is the table of word embeddings if tied."""
 
     def __init__(
         self, transform: nn.Module, dims: int, vocab_size: int, *, tied: bool, bias: bool = True
@@ -53,12 +53,12 @@ class Predictions(nn.Module):
     def __call__(
         self, hidden: mx.array, words: nn.Embedding, ids: mx.array | None = None
     ) -> mx.array:
-        """Return logits ``[..., vocabulary]``, or ``[..., len(ids)]`` of some ids."""
+        """Return logits ``[..., vocabulary]``; with ``ids`` ``[..., len(ids)]``."""
         return decoded(self, self.transform(hidden), words, ids)
 
 
 class PreTrainingHeads(nn.Module):
-    """The place of BERT's masked LM in the names of a checkpoint."""
+    """A container that gives BERT's masked LM its name in checkpoints."""
 
     def __init__(self, predictions: Predictions) -> None:
         super().__init__()
@@ -68,13 +68,13 @@ class PreTrainingHeads(nn.Module):
 def decoded(
     head: nn.Module, hidden: mx.array, words: nn.Embedding, ids: mx.array | None = None
 ) -> mx.array:
-    """Logits by a head's decoder and bias, or by ``words`` without a decoder.
+    """Return logits by a head's decoder and bias, or by ``words`` if it has no decoder.
 
     Args:
         head: may have ``decoder`` and ``bias``.
         hidden: ``[..., D]``.
         words: the table of word embeddings.
-        ids: of the tokens whose logits are wanted, one or more; None: all.
+        ids: ids whose logits are wanted, at least one; None: the whole vocabulary.
 
     Returns:
         ``[..., vocabulary]`` or ``[..., len(ids)]``.
@@ -86,10 +86,9 @@ def decoded(
 
 
 def table_logits(table: nn.Module, hidden: mx.array, ids: mx.array | None = None) -> mx.array:
-    """Logits by a table of embeddings or a linear layer, quantised or not; see ``decoded``.
+    """Return logits by a table of embeddings or a linear layer, quantised or not; see ``decoded``.
 
-    Of some ids only these rows of the weight are read, unless an adapter makes more of the layer
-    than its weight.
+    With ``ids`` only these rows of the weight are read, unless an adapter changes the layer.
     """
     if ids is None or type(table) not in PLAIN_TABLES:
         is_embedding = isinstance(table, (nn.Embedding, nn.QuantizedEmbedding))
@@ -100,7 +99,7 @@ def table_logits(table: nn.Module, hidden: mx.array, ids: mx.array | None = None
 
 
 def weight_rows(layer: nn.Module, ids: mx.array) -> mx.array:
-    """Rows ``[len(ids), D]`` of the weight of a linear layer or an embedding."""
+    """Return rows ``[len(ids), D]`` of the weight of a linear layer or an embedding."""
     if not isinstance(layer, (nn.QuantizedLinear, nn.QuantizedEmbedding)):
         return layer["weight"][ids]
     biases = layer.get("biases")
@@ -115,7 +114,7 @@ def weight_rows(layer: nn.Module, ids: mx.array) -> mx.array:
 
 
 class ClassificationHead(nn.Module):
-    """Labels of a sequence from the hidden state of its first token."""
+    """A classifier of sequences by the hidden state of the first token."""
 
     def __init__(
         self, dims: int, labels: int, activation: Callable[[mx.array], mx.array] = mx.tanh
@@ -131,7 +130,7 @@ class ClassificationHead(nn.Module):
 
 
 class VocabularyBias(nn.Module):
-    """A tied decoder: the table of word embeddings is its weight, only a bias may be its own."""
+    """A tied decoder, whose weight is the table of word embeddings and whose bias is its own."""
 
     def __init__(self, vocab_size: int, *, bias: bool = True) -> None:
         super().__init__()
@@ -142,23 +141,24 @@ class VocabularyBias(nn.Module):
 def vocabulary_logits(
     decoder: nn.Module, hidden: mx.array, words: nn.Embedding, ids: mx.array | None = None
 ) -> mx.array:
-    """Logits by a tied decoder or by a linear layer; see ``decoded``."""
+    """Return logits by a tied decoder or by a linear layer; see ``decoded``."""
     if isinstance(decoder, VocabularyBias):
         return decoded(decoder, hidden, words, ids)
     return table_logits(decoder, hidden, ids)
 
 
 def vocabulary_decoder(dims: int, vocab_size: int, *, tied: bool) -> nn.Module:
-    """What ``vocabulary_logits`` takes."""
+    """Return a decoder for ``vocabulary_logits``."""
     return VocabularyBias(vocab_size) if tied else nn.Linear(dims, vocab_size)
 
 
 class RobertaHeads(nn.Module):
-    """A trunk under the name that its checkpoints give it, and RoBERTa's heads.
+    """A trunk under its name in checkpoints, and RoBERTa's heads.
 
     Args:
         args: the config.
-        trunk: takes ids, mask and token types; has ``embeddings`` and perhaps a ``pooler``.
+        trunk: a module that takes ids, mask and token types; it has ``embeddings`` and may have a
+            ``pooler``.
         name: the prefix of the trunk's weights.
     """
 
@@ -176,7 +176,7 @@ class RobertaHeads(nn.Module):
 
     @property
     def has_pooler(self) -> bool:
-        """Whether ``pooled`` can be called."""
+        """True if ``pooled`` can be called."""
         return "pooler" in self[self.trunk_name]
 
     def __call__(
@@ -185,11 +185,11 @@ class RobertaHeads(nn.Module):
         attention_mask: mx.array | None = None,
         token_type_ids: mx.array | None = None,
     ) -> mx.array:
-        """Last hidden states ``[B, L, D]`` of right-padded int32 ids ``[B, L]``.
+        """Return the last hidden states ``[B, L, D]`` of right-padded int32 ids ``[B, L]``.
 
         Args:
             input_ids: within the vocabulary, at most ``args.max_length`` a row.
-            attention_mask: ``[B, L]``, 1 or true for tokens, one at least in a row; None: all are.
+            attention_mask: ``[B, L]``, 1 or true for tokens, at least one a row; None: no padding.
             token_type_ids: int32 ``[B, L]``; None: all are 0. Without types they are ignored.
         """
         return self[self.trunk_name](input_ids, attention_mask, token_type_ids)
@@ -199,19 +199,19 @@ class RobertaHeads(nn.Module):
         return self[self.trunk_name].pooler(hidden)
 
     def mlm_logits(self, hidden: mx.array, ids: mx.array | None = None) -> mx.array:
-        """Logits ``[..., vocabulary]`` of ``[..., D]``, or ``[..., len(ids)]`` of some ids."""
+        """Return logits ``[..., vocabulary]`` of ``[..., D]``; with ``ids`` ``[..., len(ids)]``."""
         return self.lm_head(hidden, self[self.trunk_name].embeddings.word_embeddings, ids)
 
     def sequence_logits(self, hidden: mx.array, attention_mask: mx.array | None = None) -> mx.array:
-        """Logits ``[B, labels]`` of ``[B, L, D]``; the mask does not matter."""
+        """Return logits ``[B, labels]`` of ``[B, L, D]``; the mask is not used."""
         return self.classifier(hidden)
 
     def token_logits(self, hidden: mx.array) -> mx.array:
-        """Logits ``[..., labels]`` of ``[..., D]``."""
+        """Return logits ``[..., labels]`` of ``[..., D]``."""
         return self.classifier(hidden)
 
     def sanitize(self, weights: Weights) -> Weights:
-        """Weights by the names of this model's parameters."""
+        """Return the weights under the names of this model's parameters."""
         weights = modern_names(weights, self.trunk_name, ("embeddings", "encoder", "pooler"))
         if not self.has_pooler:
             weights = without(weights, f"{self.trunk_name}.pooler.")

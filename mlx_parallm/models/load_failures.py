@@ -1,4 +1,4 @@
-"""Turns whatever libraries raise over a model's files into one line that names model and field."""
+"""The conversion of any library's error over a model's files into a line with model and field."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from mlx_parallm.types.errors import ModelLoadError, ParallmError
 
 logger = logging.getLogger(__name__)
 
-#: The files whose fields may be at fault.
+#: ``FILES``: the files whose fields may be at fault.
 FILES = ("config.json", "tokenizer_config.json", "generation_config.json")
-#: Fields that a message names at most, and its characters about the cause.
+#: ``MAX_FIELDS``: most fields in a message; the next constant limits its characters on the cause.
 MAX_FIELDS = 3
 MAX_CHARS = 240
-#: Errors whose text says by itself what is wrong; the others need their class beside it.
+#: ``TELLING``: errors whose text alone explains the fault; for others the class is added.
 TELLING = (OSError, ValueError, RuntimeError)
 WORD = re.compile(r"\w+")
 
@@ -44,7 +44,7 @@ def load_failures(folder: Path, what: str = "could not be loaded") -> Iterator[N
 
 
 def reason(cause: BaseException) -> str:
-    """Return what an error says, on one line, with its class where the text alone says little."""
+    """Return an error's text on one line, with its class if the text alone explains little."""
     text = " ".join(str(cause).split())
     if len(text) > MAX_CHARS:
         text = f"{text[:MAX_CHARS]}…"
@@ -58,8 +58,8 @@ def reason(cause: BaseException) -> str:
 def _suspects(cause: BaseException, folder: Path) -> str:
     """Return the fields that may be at fault, in parentheses; "" if none is known.
 
-    They are those that occur in the code that raised the error, or in what called it, and have an
-    unusual value. An error that names a field itself needs no guess.
+    A field is suspected if the code that raised the error, or its callers, name it and its value is
+    unusual. An error that names a field itself needs no guess.
     """
     fields = _fields(folder)
     words = set(WORD.findall(str(cause)))
@@ -67,10 +67,10 @@ def _suspects(cause: BaseException, folder: Path) -> str:
         return ""
     for frame in reversed(traceback.extract_tb(cause.__traceback__)):
         used = dict.fromkeys(WORD.findall(_statement(frame)))
-        found = [name for name in used if name in fields and fields[name].is_unusual]
-        if found:
-            file = fields[found[0]].file
-            return f" ({file}: {', '.join(found[:MAX_FIELDS])})"
+        suspects = [name for name in used if name in fields and fields[name].is_unusual]
+        if suspects:
+            file = fields[suspects[0]].file
+            return f" ({file}: {', '.join(suspects[:MAX_FIELDS])})"
     return ""
 
 
@@ -86,8 +86,8 @@ class _Field(NamedTuple):
 
     Attributes:
         file: the name of the file that has it.
-        is_unusual: whether its value is none that most fields may have: a number above 0, whole
-            where it is not below 1, or a bool.
+        is_unusual: True unless its value is one that most fields may have: a bool, a whole number
+            of at least 1, or a fraction between 0 and 1.
     """
 
     file: str

@@ -1,4 +1,4 @@
-"""Loads an encoder from a folder in Hugging Face's form: config.json and safetensors."""
+"""The loader of encoders from folders in Hugging Face's form: config.json and safetensors."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from mlx_parallm.models.load_failures import load_failures
 from mlx_parallm.numerics.finite import evaluate_weights, scale_modes
 from mlx_parallm.types.errors import ModelLoadError
 
-#: The modules that implement an architecture, by the config's ``model_type``.
+#: ``ARCHITECTURES``: the modules that implement an architecture, by the config's ``model_type``.
 ARCHITECTURES: dict[str, ModuleType] = {
     "bert": bert,
     "deberta-v2": deberta_v2,
@@ -45,7 +45,7 @@ ARCHITECTURES: dict[str, ModuleType] = {
     "roberta": roberta,
     "xlm-roberta": xlm_roberta,
 }
-#: How many names an error lists.
+#: ``NAMES_SHOWN``: most names that an error lists.
 NAMES_SHOWN = 8
 
 
@@ -56,9 +56,9 @@ class LoadedEncoder:
     Attributes:
         model: the ``Model`` of a module of this package.
         config: the checkpoint's config.json.
-        path: the folder it came from.
-        dtype: what it computes in, such as ``float32``.
-        weight_bytes: size of the parameters.
+        path: its folder.
+        dtype: the dtype that it computes in, such as ``float32``.
+        weight_bytes: size of the parameters, in bytes.
     """
 
     model: Any
@@ -69,7 +69,7 @@ class LoadedEncoder:
 
 
 def load_encoder(folder: Path, dtype: mx.Dtype | None = None) -> LoadedEncoder:
-    """``open_encoder``, and its parameters evaluated."""
+    """Return ``open_encoder``'s result with its parameters evaluated."""
     opened = open_encoder(folder, dtype)
     with load_failures(folder):
         evaluate_weights(_parameters(opened.model), folder, scale_modes(opened.model))
@@ -77,22 +77,22 @@ def load_encoder(folder: Path, dtype: mx.Dtype | None = None) -> LoadedEncoder:
 
 
 def open_encoder(folder: Path, dtype: mx.Dtype | None = None) -> LoadedEncoder:
-    """An encoder with the head that its config names; its parameters are not evaluated yet.
+    """Return an encoder with the head that its config names; its parameters are not evaluated yet.
 
     Args:
-        folder: has config.json and ``model*.safetensors``, in one file or several. The config's
-            ``quantization`` says how weights were quantised by MLX.
-        dtype: what it shall compute in; None: the dtype of the file.
+        folder: a folder with config.json and one or more ``model*.safetensors``. The config's
+            ``quantization`` says how MLX quantised the weights.
+        dtype: the dtype to compute in; None: the dtype of the file.
 
     Raises:
-        ModelLoadError: an unknown architecture or head; no safetensors; weights that are missing,
-            left over or of another shape; a broken file.
+        ModelLoadError: the architecture or head is unknown, there are no safetensors, a file is
+            broken, or weights are missing, left over or of another shape.
     """
     config = _read_config(folder)
     weights = _read_weights(folder)
     with load_failures(folder), _naming(folder):
         if "HF_ColBERT" in (config.get("architectures") or ()):
-            # Its dense layer over the vectors of tokens is read with the other heads.
+            # Another module reads the dense layer over token vectors.
             weights = without(weights, "linear.")
         model = _build(config, weights)
         weights = model.sanitize(weights)
@@ -110,7 +110,7 @@ def open_encoder(folder: Path, dtype: mx.Dtype | None = None) -> LoadedEncoder:
 
 @contextlib.contextmanager
 def _naming(folder: Path) -> Iterator[None]:
-    """Begin the messages of what the architectures refuse with the folder."""
+    """Prefix the messages of errors that architectures raise with the folder."""
     try:
         yield
     except ModelLoadError as error:
@@ -149,7 +149,7 @@ def _build(config: dict[str, Any], weights: Weights) -> Any:
         raise ModelLoadError(
             f"model_type {config.get('model_type')!r} is not one of {', '.join(ARCHITECTURES)}."
         )
-    # Bare models were saved with a pooler or without; the config does not tell.
+    # A bare model may be saved with or without a pooler, and the config does not say which.
     has_pooler = any("pooler" in name.split(".")[:2] for name in weights)
     return module.Model(module.ModelArgs.from_dict({**config, "add_pooling_layer": has_pooler}))
 
@@ -191,8 +191,8 @@ def _check(model: nn.Module, weights: Weights) -> None:
 
 def _listed(names: Iterable[str]) -> str:
     ordered = sorted(names)
-    more = len(ordered) - NAMES_SHOWN
-    return ", ".join(ordered[:NAMES_SHOWN]) + (f" and {more} more" if more > 0 else "")
+    hidden = len(ordered) - NAMES_SHOWN
+    return ", ".join(ordered[:NAMES_SHOWN]) + (f" and {hidden} more" if hidden > 0 else "")
 
 
 def _parameters(model: nn.Module) -> dict[str, mx.array]:
@@ -200,7 +200,7 @@ def _parameters(model: nn.Module) -> dict[str, mx.array]:
 
 
 def _dtype_of(arrays: Iterable[mx.array]) -> str:
-    """The dtype of most parameters that are not packed integers."""
+    """Return the dtype of most parameters that are not packed integers."""
     sizes: dict[str, int] = {}
     for array in arrays:
         if mx.issubdtype(array.dtype, mx.floating):

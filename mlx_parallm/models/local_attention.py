@@ -1,4 +1,4 @@
-"""Attention of each token to those near it, whose cost grows with the length and not its square."""
+"""Local attention of each token to nearby ones, with cost linear in the length."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from mlx_parallm.models.bert_layers import AttentionMask
 from mlx_parallm.models.rotary_layers import Rotary, attend_rotary, split_heads
 from mlx_parallm.numerics.attention import softmax_attention
 
-#: Above this many times the reach, blocks cost less than a mask over all pairs (on a CPU,
-#: at a reach of 64: the same at 6 times, 3 times less at 16).
+#: ``WORTH_BLOCKS``: above this multiple of the reach, blocks cost less than a mask over all pairs
+#: (on a CPU, at a reach of 64, both cost the same at 6 times, and blocks 3 times less at 16).
 WORTH_BLOCKS = 6
 
 
@@ -18,14 +18,14 @@ def attend_near(
 ) -> mx.array:
     """Softmax attention of each token to the tokens at most ``reach`` away.
 
-    Padding far from every token attends to itself, so that it stays a number.
+    Padding far from every token attends to itself, so that its softmax is not NaN.
 
     Args:
         packed: queries, keys and values of all heads, ``[B, L, 3 * D]``.
-        heads: how many parts D has.
-        rotary: turns queries and keys; None: nothing does.
-        keys: boolean ``[B, 1, 1, L]``, true for tokens; None: all are.
-        reach: tokens on each side, 1 at least.
+        heads: number of heads.
+        rotary: rotates queries and keys; None: no rotation.
+        keys: boolean ``[B, 1, 1, L]``, true for tokens; None: no padding.
+        reach: tokens on each side, at least 1.
 
     Returns:
         ``[B, L, D]``.
@@ -45,7 +45,7 @@ def attend_near(
 def _attend_in_blocks(
     packed: mx.array, heads: int, rotary: Rotary | None, keys: AttentionMask, reach: int
 ) -> mx.array:
-    """Each block of ``reach`` queries sees the keys of its own block and of both neighbours."""
+    """Attend in blocks of ``reach`` queries, each to its own and both neighbouring blocks."""
     batch, length, _ = packed.shape
     blocks = -(-length // reach)
     missing = blocks * reach - length
@@ -73,12 +73,12 @@ def _attend_in_blocks(
 
 
 def _with_self(visible: mx.array, itself: mx.array) -> mx.array:
-    """A mask, in which a query that sees nothing sees itself."""
+    """Return the mask with each query that sees nothing changed to see itself."""
     return visible | (itself & ~mx.any(visible, axis=-1, keepdims=True))
 
 
 def _neighbourhoods(x: mx.array, reach: int, missing: int) -> mx.array:
-    """``[B, H, L, D]`` to ``[B * blocks, H, 3 * reach, D]``: each block between its neighbours."""
+    """Return each block of ``[B, H, L, D]`` with neighbours, ``[B * blocks, H, 3 * reach, D]``."""
     x = mx.pad(x, [(0, 0), (0, 0), (reach, missing + reach), (0, 0)])
     x = mx.unflatten(x, 2, (-1, reach))
     joined = mx.concatenate([x[:, :, :-2], x[:, :, 1:-1], x[:, :, 2:]], axis=3)

@@ -71,11 +71,11 @@ class ModelArgs(EncoderArgs):
 
     @property
     def max_length(self) -> int:
-        """Tokens of the longest input."""
+        """The longest input, in tokens."""
         return self.max_position_embeddings
 
     def rotary(self, layer_type: LayerType) -> Rotary:
-        """How layers of this type turn queries and keys.
+        """Return how layers of this type rotate queries and keys.
 
         Raises:
             ModelLoadError: positions are scaled in a way that is not supported.
@@ -91,7 +91,7 @@ class ModelArgs(EncoderArgs):
 
 
 def norm(args: ModelArgs) -> nn.LayerNorm:
-    """A layer norm as the config wants it."""
+    """Return a layer norm with the config's settings."""
     return nn.LayerNorm(args.hidden_size, eps=args.norm_eps, bias=args.norm_bias)
 
 
@@ -121,7 +121,7 @@ class Attention(nn.Module):
         self.Wo = nn.Linear(dims, dims, bias=args.attention_bias)
 
     def __call__(self, hidden: mx.array, mask: AttentionMask) -> mx.array:
-        """Mix the tokens that the mask, boolean ``[B, 1, 1, L]``, allows and that are near."""
+        """Mix nearby tokens that the mask, boolean ``[B, 1, 1, L]``, allows."""
         packed = self.Wqkv(hidden)
         if self.reach is None:
             return self.Wo(attend_rotary(packed, self.heads, self.rotary, mask))
@@ -138,24 +138,24 @@ class GatedMLP(nn.Module):
         self.activation = activation(args.hidden_activation)
 
     def __call__(self, hidden: mx.array) -> mx.array:
-        """Keep the shape."""
+        """Return hidden states of the same shape."""
         inputs, gate = mx.split(self.Wi(hidden), 2, axis=-1)
         return self.Wo(self.activation(inputs) * gate)
 
 
 class Layer(nn.Module):
-    """A transformer layer with its norms before attention and feed-forward."""
+    """A transformer layer with norms before attention and feed-forward."""
 
     def __init__(self, args: ModelArgs, number: int) -> None:
         super().__init__()
-        # The embeddings' norm is the first layer's.
+        # In the first layer, the norm of the embeddings takes this place.
         self.attn_norm = norm(args) if number else nn.Identity()
         self.attn = Attention(args, args.layer_types[number])
         self.mlp_norm = norm(args)
         self.mlp = GatedMLP(args)
 
     def __call__(self, hidden: mx.array, mask: AttentionMask) -> mx.array:
-        """Return the hidden states behind this layer."""
+        """Return the hidden states after this layer."""
         hidden = hidden + self.attn(self.attn_norm(hidden), mask)
         return hidden + self.mlp(self.mlp_norm(hidden))
 
@@ -178,7 +178,7 @@ class Trunk(nn.Module):
 
 
 class PredictionHead(nn.Module):
-    """What hidden states pass before a decoder or a classifier."""
+    """The layers between the trunk and a decoder or classifier."""
 
     def __init__(self, args: ModelArgs) -> None:
         super().__init__()
@@ -187,7 +187,7 @@ class PredictionHead(nn.Module):
         self.norm = norm(args)
 
     def __call__(self, hidden: mx.array) -> mx.array:
-        """Keep the shape."""
+        """Return hidden states of the same shape."""
         return self.norm(self.activation(self.dense(hidden)))
 
 
@@ -213,25 +213,25 @@ class Model(nn.Module):
         attention_mask: mx.array | None = None,
         token_type_ids: mx.array | None = None,
     ) -> mx.array:
-        """Last hidden states ``[B, L, D]`` of right-padded int32 ids ``[B, L]``.
+        """Return the last hidden states ``[B, L, D]`` of right-padded int32 ids ``[B, L]``.
 
         Args:
             input_ids: within the vocabulary.
-            attention_mask: ``[B, L]``, 1 or true for tokens, one at least in a row; None: all are.
+            attention_mask: ``[B, L]``, 1 or true for tokens, at least one a row; None: no padding.
             token_type_ids: not used; ModernBERT has no token types.
         """
         return self.model(input_ids, attention_mask)
 
     def mlm_logits(self, hidden: mx.array, ids: mx.array | None = None) -> mx.array:
-        """Logits ``[..., vocabulary]`` of ``[..., D]``, or ``[..., len(ids)]`` of some ids."""
+        """Return logits ``[..., vocabulary]`` of ``[..., D]``; with ``ids`` ``[..., len(ids)]``."""
         words = self.model.embeddings.tok_embeddings
         return vocabulary_logits(self.decoder, self.head(hidden), words, ids)
 
     def sequence_logits(self, hidden: mx.array, attention_mask: mx.array | None = None) -> mx.array:
-        """Logits ``[B, labels]`` of ``[B, L, D]``.
+        """Return logits ``[B, labels]`` of ``[B, L, D]``.
 
-        ``classifier_pooling`` says whether texts are their first token or the mean of theirs; the
-        mean needs the mask of a ragged batch. It is taken in float32.
+        ``classifier_pooling`` selects the first token or the mean of all tokens. The mean needs the
+        mask of a ragged batch and is computed in float32.
         """
         if self.args.classifier_pooling == "cls":
             return self.classifier(self.head(hidden[:, 0]))
@@ -241,11 +241,11 @@ class Model(nn.Module):
         return self.classifier(self.head(mean.astype(hidden.dtype)))
 
     def token_logits(self, hidden: mx.array) -> mx.array:
-        """Logits ``[..., labels]`` of ``[..., D]``."""
+        """Return logits ``[..., labels]`` of ``[..., D]``."""
         return self.classifier(self.head(hidden))
 
     def sanitize(self, weights: Weights) -> Weights:
-        """Weights by the names of this model's parameters; heads of other tasks are dropped."""
+        """Return the weights under this model's names, without heads of other tasks."""
         weights = modern_names(weights, "model", ("embeddings", "layers", "final_norm"))
         unused = [part for part in ("head", "classifier", "decoder") if part not in self]
         weights = without(weights, *(f"{part}." for part in unused))

@@ -20,9 +20,10 @@ from mlx_parallm.models.bert_layers import (
 )
 from mlx_parallm.models.heads import RobertaHeads
 
-#: Neither of these is in the config.
+#: ``PADDING_ID``: the padding id, which the config does not have.
 PADDING_ID = 1
-#: Half of the buckets are for later tokens.
+#: ``BUCKETS``: number of relative positions, which the config does not have; half of them are for
+#: later tokens.
 BUCKETS = 32
 
 
@@ -37,7 +38,7 @@ class ModelArgs(BertArgs):
 
     @property
     def max_length(self) -> int:
-        """Tokens of the longest input: positions up to that of the padding are not used."""
+        """The longest input, in tokens; positions up to the padding id are not used."""
         return self.max_position_embeddings - PADDING_ID - 1
 
 
@@ -53,7 +54,7 @@ class SelfAttention(nn.Module):
         self.o = nn.Linear(args.hidden_size, args.hidden_size)
 
     def __call__(self, hidden: mx.array, mask: AttentionMask) -> mx.array:
-        """Mix tokens; what the mask adds to the scores is bias and padding."""
+        """Mix tokens; ``mask`` is added to the scores and holds bias and padding."""
         queries, keys, values = self.q(hidden), self.k(hidden), self.v(hidden)
         return self.o(attend(queries, keys, values, self.heads, mask))
 
@@ -72,7 +73,7 @@ class Attention(nn.Module):
 
 
 class BiasedEncoder(Encoder):
-    """Layers that share a bias of the attention scores, by head and relative position."""
+    """A stack of layers with a common bias of attention scores, by head and relative position."""
 
     def __init__(self, args: ModelArgs) -> None:
         super().__init__([Layer(args, Attention(args)) for _ in range(args.num_hidden_layers)])
@@ -88,7 +89,7 @@ class BiasedEncoder(Encoder):
         return super().__call__(hidden, bias)
 
     def _bias(self, length: int) -> mx.array:
-        """What is added to the scores, ``[1, heads, length, length]``."""
+        """Return the bias of the scores, ``[1, heads, length, length]``."""
         distances = range(1 - length, length)
         buckets = mx.array([relative_bucket(distance) for distance in distances], mx.int32)
         positions = mx.arange(length)
@@ -98,10 +99,10 @@ class BiasedEncoder(Encoder):
 
 
 def relative_bucket(distance: int) -> int:
-    """The bucket of a key that is so many tokens behind its query; before it if negative.
+    """Return the bucket of a key ``distance`` tokens after its query; before it if negative.
 
-    The 8 nearest have a bucket each. Those of farther ones grow by the square root of 2, up to a
-    distance of 128. Integers decide, so that no rounding does.
+    The 8 nearest distances have a bucket each. Farther buckets grow by the square root of 2, up to
+    a distance of 128. Integer arithmetic avoids rounding.
     """
     half = BUCKETS // 2
     first, away = (half, distance) if distance > 0 else (0, -distance)

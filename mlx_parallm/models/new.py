@@ -30,7 +30,7 @@ from mlx_parallm.types.errors import ModelLoadError
 DECODER = "lm_head.decoder"
 WORDS = "new.embeddings.word_embeddings.weight"
 
-#: Parts of names in transformers 5's format, and what they are called here.
+#: ``OWN_NAMES``: parts of names in transformers 5's format, and their names here.
 OWN_NAMES = {
     "self_attn.": "attention.",
     "post_attention_layernorm.": "attn_ln.",
@@ -76,12 +76,12 @@ class ModelArgs(EncoderArgs):
 
     @property
     def max_length(self) -> int:
-        """Tokens of the longest input."""
+        """The longest input, in tokens."""
         return self.max_position_embeddings
 
     @property
     def rotary(self) -> Rotary | None:
-        """How queries and keys are turned; None: positions are embedded instead.
+        """The rotation of queries and keys; None: positions are embedded instead.
 
         Raises:
             ModelLoadError: positions are scaled in a way that is not supported.
@@ -107,15 +107,15 @@ class ModelArgs(EncoderArgs):
 
 
 def ntk_wavelengths(dims: int, theta: float, factor: float, mixed: float | None) -> mx.array:
-    """Wavelengths for texts longer than those of training, by the fixed or mixed NTK rule.
+    """Return wavelengths for texts longer than in training, by the fixed or mixed NTK rule.
 
     Su Jianlin, "Transformer upgrade road, 16" (https://kexue.fm/archives/9706), formulas 6 and 10
     to 13; GTE applies them to texts of every length.
 
     Args:
-        dims: of a head.
-        theta: base of the wavelengths that were trained.
-        factor: how much longer texts may be; 1 or less changes nothing.
+        dims: dimensions of a head.
+        theta: base of the wavelengths in training.
+        factor: factor by which texts may be longer; 1 or less changes nothing.
         mixed: the exponent of the mixed rule; None: the fixed rule.
 
     Returns:
@@ -133,13 +133,13 @@ def ntk_wavelengths(dims: int, theta: float, factor: float, mixed: float | None)
 
 
 def norm(args: ModelArgs) -> nn.LayerNorm | nn.RMSNorm:
-    """A norm of a layer as the config wants it."""
+    """Return a layer's norm with the config's settings."""
     kind = nn.RMSNorm if args.layer_norm_type == "rms_norm" else nn.LayerNorm
     return kind(args.hidden_size, eps=args.layer_norm_eps)
 
 
 class Embeddings(nn.Module):
-    """Word embeddings and those of positions and token types that the config has; a layer norm."""
+    """Word embeddings the config's position and type embeddings, and a layer norm."""
 
     def __init__(self, args: ModelArgs) -> None:
         super().__init__()
@@ -153,10 +153,10 @@ class Embeddings(nn.Module):
         self.LayerNorm = nn.LayerNorm(dims, eps=args.layer_norm_eps)
 
     def __call__(self, input_ids: mx.array, token_type_ids: mx.array | None) -> mx.array:
-        """Embed int32 ``[batch, length]``; without token types all of them are 0."""
+        """Embed int32 ``[batch, length]``; missing token types are 0."""
         hidden = self.word_embeddings(input_ids)
         if self.types > 0:
-            # Tokenizers of models with one type still send the type of a second text.
+            # Tokenizers of models with a single type still give a second text type 1.
             single = token_type_ids is None or self.types == 1
             types = mx.zeros((1, 1), mx.int32) if single else token_type_ids
             hidden = hidden + self.token_type_embeddings(types)
@@ -191,13 +191,13 @@ class GatedMLP(nn.Module):
         self.activation = activation(args.hidden_act)
 
     def __call__(self, hidden: mx.array) -> mx.array:
-        """Keep the shape."""
+        """Return hidden states of the same shape."""
         up, gate = mx.split(self.up_gate_proj(hidden), 2, axis=-1)
         return self.down_proj(up * self.activation(gate))
 
 
 class Layer(nn.Module):
-    """A transformer layer with its norms behind the residual connections."""
+    """A transformer layer with norms after the residual connections."""
 
     def __init__(self, args: ModelArgs) -> None:
         super().__init__()
@@ -207,7 +207,7 @@ class Layer(nn.Module):
         self.mlp_ln = norm(args)
 
     def __call__(self, hidden: mx.array, mask: AttentionMask) -> mx.array:
-        """Return the hidden states behind this layer."""
+        """Return the hidden states after this layer."""
         hidden = self.attn_ln(hidden + self.attention(hidden, mask))
         return self.mlp_ln(hidden + self.mlp(hidden))
 
@@ -238,7 +238,7 @@ class Trunk(nn.Module):
 
 
 class MaskedLMHead(nn.Module):
-    """The head of the masked LM; its decoder is the table of word embeddings if that is tied."""
+    """The head of the masked LM; its decoder is the table of word embeddings if tied."""
 
     def __init__(self, args: ModelArgs) -> None:
         super().__init__()
@@ -252,7 +252,7 @@ class MaskedLMHead(nn.Module):
     def __call__(
         self, hidden: mx.array, words: nn.Embedding, ids: mx.array | None = None
     ) -> mx.array:
-        """Return logits ``[..., vocabulary]``, or ``[..., len(ids)]`` of some ids."""
+        """Return logits ``[..., vocabulary]``; with ``ids`` ``[..., len(ids)]``."""
         hidden = self.norm(self.activation(self.dense(hidden)))
         return decoded(self, hidden, words, ids)
 
@@ -276,11 +276,11 @@ class Model(nn.Module):
         attention_mask: mx.array | None = None,
         token_type_ids: mx.array | None = None,
     ) -> mx.array:
-        """Last hidden states ``[B, L, D]`` of right-padded int32 ids ``[B, L]``.
+        """Return the last hidden states ``[B, L, D]`` of right-padded int32 ids ``[B, L]``.
 
         Args:
             input_ids: within the vocabulary.
-            attention_mask: ``[B, L]``, 1 or true for tokens, one at least in a row; None: all are.
+            attention_mask: ``[B, L]``, 1 or true for tokens, at least one a row; None: no padding.
             token_type_ids: int32 ``[B, L]``; None: all are 0.
         """
         hidden = self.new.embeddings(input_ids, token_type_ids)
@@ -291,19 +291,19 @@ class Model(nn.Module):
         return self.new.pooler(hidden)
 
     def mlm_logits(self, hidden: mx.array, ids: mx.array | None = None) -> mx.array:
-        """Logits ``[..., vocabulary]`` of ``[..., D]``, or ``[..., len(ids)]`` of some ids."""
+        """Return logits ``[..., vocabulary]`` of ``[..., D]``; with ``ids`` ``[..., len(ids)]``."""
         return self.lm_head(hidden, self.new.embeddings.word_embeddings, ids)
 
     def sequence_logits(self, hidden: mx.array, attention_mask: mx.array | None = None) -> mx.array:
-        """Logits ``[B, labels]`` of ``[B, L, D]``; the mask does not matter."""
+        """Return logits ``[B, labels]`` of ``[B, L, D]``; the mask is not used."""
         return self.classifier(self.pooled(hidden))
 
     def token_logits(self, hidden: mx.array) -> mx.array:
-        """Logits ``[..., labels]`` of ``[..., D]``."""
+        """Return logits ``[..., labels]`` of ``[..., D]``."""
         return self.classifier(hidden)
 
     def sanitize(self, weights: Weights) -> Weights:
-        """Weights by the names of this model's parameters; heads of other tasks are dropped."""
+        """Return the weights under this model's names, without heads of other tasks."""
         weights = modern_names(
             {_own_name(name): array for name, array in weights.items()},
             "new",
@@ -323,7 +323,7 @@ class Model(nn.Module):
 
 
 def _own_name(name: str) -> str:
-    """Only transformers 5's format has layers that are not in an encoder."""
+    """Return a name of transformers 5's format as it is here; other names stay."""
     name = name.removeprefix("gte.")
     for part, own in OWN_NAMES.items():
         name = name.replace(part, own)

@@ -30,7 +30,7 @@ from mlx_parallm.types.errors import ModelLoadError
 DECODER = "cls.predictions.decoder"
 WORDS = "bert.embeddings.word_embeddings.weight"
 
-#: Parts of names in transformers 5's format, and what they are called here.
+#: ``OWN_NAMES``: parts of names in transformers 5's format, and their names here.
 OWN_NAMES = {
     "nomic_bert.": "bert.",
     "embeddings.LayerNorm.": "emb_ln.",
@@ -43,10 +43,11 @@ OWN_NAMES = {
     "post_mlp_layernorm.": "norm2.",
 }
 
-#: How the gate of the feed-forward part is activated, by ``activation_function``.
+#: ``GATES``: the activation of the feed-forward part's gate, by ``activation_function``.
 GATES = {"swiglu": "silu", "geglu": "gelu", "glu": "sigmoid"}
 
-#: The feed-forward part of checkpoints with their own code is a multiple of this wide.
+#: ``WIDTH_MULTIPLE``: in checkpoints with their own code, the feed-forward width is a multiple of
+#: this.
 WIDTH_MULTIPLE = 256
 
 
@@ -54,7 +55,7 @@ WIDTH_MULTIPLE = 256
 class ModelArgs(EncoderArgs):
     """The config of NomicBERT, in either format; defaults are Hugging Face's.
 
-    The first part is transformers 5's. If ``n_embd`` is there, the second part decides.
+    The fields of the first part are transformers 5's. If ``n_embd`` is set, the second part counts.
     """
 
     vocab_size: int = 30528
@@ -131,19 +132,19 @@ class ModelArgs(EncoderArgs):
 
     @property
     def max_length(self) -> int:
-        """Tokens of the longest input."""
+        """The longest input, in tokens."""
         return self.max_position_embeddings
 
     def rotary(self, length: int, attention_mask: mx.array | None) -> Rotary:
-        """How queries and keys of texts are turned.
+        """Return the rotation of queries and keys.
 
         With ``rotary_scaling_factor``, theta grows with the length of each text that is longer
-        than those of training (dynamic NTK). It is the text's own length, not the batch's, so that
-        a text has the same vectors whatever it is batched with.
+        than those of training (dynamic NTK). It uses the text's own length, not the batch's, so
+        that a text has the same vectors in every batch.
 
         Args:
-            length: of the longest text.
-            attention_mask: ``[B, L]``, 1 for tokens; None: all are.
+            length: tokens of the longest text.
+            attention_mask: ``[B, L]``, 1 for tokens; None: no padding.
         """
         dims = int(self.hidden_size // self.num_attention_heads * self.rotary_emb_fraction)
         plain = Rotary(dims, self.rotary_emb_base, interleaved=self.rotary_emb_interleaved)
@@ -158,7 +159,7 @@ class ModelArgs(EncoderArgs):
 
     @property
     def gate(self) -> Activation:
-        """Activation of the gate of the feed-forward part."""
+        """The activation of the feed-forward part's gate."""
         return mx.sigmoid if self.hidden_act == "sigmoid" else activation(self.hidden_act)
 
 
@@ -176,7 +177,7 @@ class Embeddings(nn.Module):
             self.token_type_embeddings = nn.Embedding(args.type_vocab_size, args.hidden_size)
 
     def __call__(self, input_ids: mx.array, token_type_ids: mx.array | None) -> mx.array:
-        """Embed int32 ``[batch, length]``; without token types all of them are 0."""
+        """Embed int32 ``[batch, length]``; missing token types are 0."""
         hidden = self.word_embeddings(input_ids)
         if "token_type_embeddings" not in self:
             return hidden
@@ -211,12 +212,12 @@ class GatedMLP(nn.Module):
         self.gate = args.gate
 
     def __call__(self, hidden: mx.array) -> mx.array:
-        """Keep the shape."""
+        """Return hidden states of the same shape."""
         return self.fc2(self.fc11(hidden) * self.gate(self.fc12(hidden)))
 
 
 class Layer(nn.Module):
-    """A transformer layer with its norms behind the residual connections."""
+    """A transformer layer with norms after the residual connections."""
 
     def __init__(self, args: ModelArgs) -> None:
         super().__init__()
@@ -226,7 +227,7 @@ class Layer(nn.Module):
         self.norm2 = nn.LayerNorm(args.hidden_size, eps=args.layer_norm_eps)
 
     def __call__(self, hidden: mx.array, mask: AttentionMask, rotary: Rotary) -> mx.array:
-        """Return the hidden states behind this layer."""
+        """Return the hidden states after this layer."""
         hidden = self.norm1(hidden + self.attn(hidden, mask, rotary))
         return self.norm2(hidden + self.mlp(hidden))
 
@@ -258,24 +259,24 @@ class Trunk(nn.Module):
 
 
 class Transform(nn.Module):
-    """What hidden states pass before the decoder."""
+    """The layers between the trunk and the decoder."""
 
     def __init__(self, args: ModelArgs) -> None:
         super().__init__()
-        # Checkpoints with their own code have a bias here where their feed-forward part has one;
-        # transformers 5's always have.
+        # Checkpoints with their own code have a bias here if their feed-forward part has one;
+        # those of transformers 5 always have.
         bias = args.n_embd is None or args.mlp_fc1_bias
         self.dense = nn.Linear(args.hidden_size, args.hidden_size, bias=bias)
         self.layer_norm = nn.LayerNorm(args.hidden_size, eps=args.layer_norm_eps)
         self.activation = activation(_transform_activation(args))
 
     def __call__(self, hidden: mx.array) -> mx.array:
-        """Keep the shape."""
+        """Return hidden states of the same shape."""
         return self.layer_norm(self.activation(self.dense(hidden)))
 
 
 def _transform_activation(args: ModelArgs) -> str:
-    """Checkpoints with their own code know GELU and, with SwiGLU, SiLU."""
+    """Return the activation's name; checkpoints with their own code have GELU or SiLU."""
     if args.n_embd is None:
         return args.hidden_act
     return "silu" if args.activation_function == "swiglu" else "gelu"
@@ -308,11 +309,11 @@ class Model(nn.Module):
         attention_mask: mx.array | None = None,
         token_type_ids: mx.array | None = None,
     ) -> mx.array:
-        """Last hidden states ``[B, L, D]`` of right-padded int32 ids ``[B, L]``.
+        """Return the last hidden states ``[B, L, D]`` of right-padded int32 ids ``[B, L]``.
 
         Args:
             input_ids: within the vocabulary.
-            attention_mask: ``[B, L]``, 1 or true for tokens, one at least in a row; None: all are.
+            attention_mask: ``[B, L]``, 1 or true for tokens, at least one a row; None: no padding.
             token_type_ids: int32 ``[B, L]``; None: all are 0.
         """
         hidden = self.bert.emb_ln(self.bert.embeddings(input_ids, token_type_ids))
@@ -324,19 +325,19 @@ class Model(nn.Module):
         return self.bert.pooler(hidden)
 
     def mlm_logits(self, hidden: mx.array, ids: mx.array | None = None) -> mx.array:
-        """Logits ``[..., vocabulary]`` of ``[..., D]``, or ``[..., len(ids)]`` of some ids."""
+        """Return logits ``[..., vocabulary]`` of ``[..., D]``; with ``ids`` ``[..., len(ids)]``."""
         return self.cls.predictions(hidden, self.bert.embeddings.word_embeddings, ids)
 
     def sequence_logits(self, hidden: mx.array, attention_mask: mx.array | None = None) -> mx.array:
-        """Logits ``[B, labels]`` of ``[B, L, D]``; the mask does not matter."""
+        """Return logits ``[B, labels]`` of ``[B, L, D]``; the mask is not used."""
         return self.classifier(self.pooled(hidden))
 
     def token_logits(self, hidden: mx.array) -> mx.array:
-        """Logits ``[..., labels]`` of ``[..., D]``."""
+        """Return logits ``[..., labels]`` of ``[..., D]``."""
         return self.classifier(hidden)
 
     def sanitize(self, weights: Weights) -> Weights:
-        """Weights by the names of this model's parameters; heads of other tasks are dropped."""
+        """Return the weights under this model's names, without heads of other tasks."""
         parts = ("embeddings", "emb_ln", "encoder", "layers", "pooler")
         weights = {_own_name(name): array for name, array in weights.items()}
         weights = modern_names(weights, "bert", parts)

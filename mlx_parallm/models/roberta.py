@@ -1,4 +1,4 @@
-"""RoBERTa (Liu et al., 2019, arXiv:1907.11692): BERT with positions behind the padding id."""
+"""RoBERTa (Liu et al., 2019, arXiv:1907.11692): BERT with positions after the padding id."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ class ModelArgs(BertArgs):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.pad_token_id is None:
-            raise ModelLoadError("pad_token_id is null: positions start behind it.")
+            raise ModelLoadError("pad_token_id is null: positions start after it.")
 
     @property
     def padding_id(self) -> int:
-        """The padding that positions skip."""
+        """The padding id, which positions skip."""
         return self.pad_token_id or 0
 
     @property
     def max_length(self) -> int:
-        """Tokens of the longest input: positions up to that of the padding are not used."""
+        """The longest input, in tokens; positions up to the padding id are not used."""
         return self.max_position_embeddings - self.padding_id - 1
 
 

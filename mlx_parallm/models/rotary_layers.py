@@ -13,14 +13,14 @@ from mlx_parallm.numerics.attention import softmax_attention
 
 @dataclass(frozen=True, slots=True)
 class Rotary:
-    """How positions turn queries and keys.
+    """Rotation of queries and keys by their positions.
 
     Attributes:
-        dims: dimensions of a head that are turned.
+        dims: dimensions of a head that are rotated.
         theta: base of the wavelengths; not used if there are ``wavelengths``.
-        wavelengths: float32 ``[dims / 2]``, or ``[B, dims / 2]`` where texts differ in them:
-            tokens per radian; None: ``theta ** (2 i / dims)``.
-        interleaved: dimensions 2 i and 2 i + 1 are a pair, rather than i and i + dims / 2.
+        wavelengths: tokens per radian, float32 ``[dims / 2]``, or ``[B, dims / 2]`` if texts
+            differ; None: ``theta ** (2 i / dims)``.
+        interleaved: True: dimensions 2 i and 2 i + 1 are a pair; False: i and i + dims / 2 are.
     """
 
     dims: int
@@ -29,7 +29,7 @@ class Rotary:
     interleaved: bool = False
 
     def __call__(self, x: mx.array) -> mx.array:
-        """Turn ``[B, heads, L, dims]``; the first token is at position 0."""
+        """Rotate ``[B, heads, L, dims]``; the first token is at position 0."""
         if self.wavelengths is not None and self.wavelengths.ndim == 2:
             return self._turn_each(x, self.wavelengths)
         return mx.fast.rope(
@@ -43,7 +43,7 @@ class Rotary:
         )
 
     def _turn_each(self, x: mx.array, wavelengths: mx.array) -> mx.array:
-        """What ``mx.fast.rope`` does, with wavelengths ``[B, dims / 2]`` for each text."""
+        """Rotate as ``mx.fast.rope`` does, with wavelengths ``[B, dims / 2]``, a row per text."""
         angles = mx.arange(x.shape[2])[:, None] / wavelengths[:, None, None]
         cos, sin = mx.cos(angles), mx.sin(angles)
         turned, rest = x[..., : self.dims].astype(mx.float32), x[..., self.dims :]
@@ -57,7 +57,7 @@ class Rotary:
 
 
 def split_heads(packed: mx.array, heads: int) -> tuple[mx.array, mx.array, mx.array]:
-    """Queries, keys and values ``[B, heads, L, dims]`` of their packed ``[B, L, 3 * D]``."""
+    """Return queries, keys and values ``[B, heads, L, dims]`` of packed ``[B, L, 3 * D]``."""
     batch, length, width = packed.shape
     parts = packed.reshape(batch, length, 3, heads, width // (3 * heads))
     queries, keys, values = parts.transpose(2, 0, 3, 1, 4)
@@ -67,12 +67,12 @@ def split_heads(packed: mx.array, heads: int) -> tuple[mx.array, mx.array, mx.ar
 def attend_rotary(
     packed: mx.array, heads: int, rotary: Rotary | None, mask: AttentionMask
 ) -> mx.array:
-    """Softmax attention of several heads with scale 1 / sqrt(dims of a head).
+    """Return softmax attention of several heads, with scale 1 / sqrt(dims of a head).
 
     Args:
         packed: queries, keys and values of all heads, ``[B, L, 3 * D]``.
-        heads: how many parts D has.
-        rotary: turns queries and keys; None: nothing does.
+        heads: number of heads.
+        rotary: rotates queries and keys; None: no rotation.
         mask: None or boolean (true: attended to); it broadcasts to ``[B, heads, L, L]``.
 
     Returns:
@@ -86,14 +86,14 @@ def attend_rotary(
 
 
 def join_rows(weights: Weights, parts: tuple[str, ...], whole: str) -> Weights:
-    """The weights with every group of linear layers joined into one.
+    """Return the weights with every group of linear layers joined into one.
 
-    Rows are outputs, so that biases, and scales of quantised layers, are joined as weights are.
+    Rows are outputs, so biases and the scales of quantised layers are joined like weights.
 
     Args:
         weights: by name.
-        parts: ends of the layers' names, such as ``attn.q_proj``; rows follow in this order.
-        whole: what the name of the joined layer ends with.
+        parts: suffixes of the layers' names, such as ``attn.q_proj``; rows follow in this order.
+        whole: suffix of the joined layer's name.
 
     Raises:
         KeyError: one of the parts is missing.

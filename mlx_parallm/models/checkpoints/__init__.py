@@ -1,1 +1,1 @@
-"""What the files of a checkpoint say about how a model is read; pure Python."""
+"""Readers of a checkpoint's files that decide how its model is used; pure Python."""

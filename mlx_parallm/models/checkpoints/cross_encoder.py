@@ -1,7 +1,7 @@
-"""What the files of sentence-transformers say about a cross-encoder's scores.
+"""A reader of sentence-transformers' settings for cross-encoders.
 
-See https://sbert.net/docs/package_reference/cross_encoder/cross_encoder.html. The function that is
-applied to the logit of a pair has been written to three places in turn.
+See https://sbert.net/docs/package_reference/cross_encoder/cross_encoder.html. Versions
+of the library store the function applied to a pair's logit in three different places.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from mlx_parallm.types.errors import ModelLoadError
 
 
 def scores_are_logits(folder: Path) -> bool:
-    """Whether a pair's score is its logit itself, and not the logistic function of it.
+    """True if a pair's score is its logit, not the logit's sigmoid.
 
     Raises:
         ModelLoadError: a file cannot be read, or asks for another function.
@@ -37,7 +37,7 @@ def _read(file: Path) -> Mapping[str, Any]:
     if not file.exists():
         return {}
     try:
-        found = json.loads(file.read_text(encoding="utf-8"))
+        config = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as cause:
         raise ModelLoadError(f"{file} could not be read: {cause}") from cause
-    return found if isinstance(found, dict) else {}
+    return config if isinstance(config, dict) else {}

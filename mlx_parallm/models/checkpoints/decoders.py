@@ -1,4 +1,4 @@
-"""What a config says about a decoder that is read as an encoder: its head and its attention."""
+"""Readers of a config that decide the head and attention of a decoder used as a pooling model."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ from typing import Any, Literal
 from mlx_parallm.models.checkpoints.rope_fields import rope_fields
 from mlx_parallm.types.pooling import Task
 
-#: What is made of a decoder's hidden states: nothing but vectors; logits of labels by the
-#: checkpoint's own layer; or one logit by which of two tokens would come next.
+#: ``DecoderHead``: "none" gives only vectors; "score" gives logits of labels by the checkpoint's
+#: own layer; "choice" gives one logit, by which of two tokens would come next.
 DecoderHead = Literal["none", "score", "choice"]
 
-#: Decoders under names of their own, whose weights and config are another architecture's.
+#: ``ALIASES``: model types whose weights and config are those of another architecture.
 ALIASES = {"llama_bidirec": "llama"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecoderPlan:
-    """How a decoder's checkpoint is read as an encoder.
+    """How a decoder's checkpoint is used as a pooling model.
 
     Attributes:
-        head: what is made of its hidden states.
-        tasks: what it can do; the first is what it was made for.
-        chosen: of ``choice``: ids of the token that raises the logit and of the one that lowers it;
-            without the second it is the first's own logit.
+        head: the head over its hidden states.
+        tasks: the tasks that it can do; the first is its main one.
+        chosen: for ``choice``: the ids of the tokens that raise and lower the logit; if there is
+            only one id, the result is its own logit.
     """
 
     head: DecoderHead = "none"
@@ -34,14 +34,14 @@ class DecoderPlan:
 
 
 def architecture(config: Mapping[str, Any]) -> str:
-    """The class that a checkpoint was saved from; empty where its config names none."""
-    found = config.get("architectures")
-    first = found[0] if isinstance(found, list) and found else found
+    """Return the class that a checkpoint was saved from; empty if its config names none."""
+    names = config.get("architectures")
+    first = names[0] if isinstance(names, list) and names else names
     return first if isinstance(first, str) else ""
 
 
 def reads_both_ways(config: Mapping[str, Any]) -> bool:
-    """Whether every token attends to all others, as transformers and NVIDIA's models have it."""
+    """True if every token attends to all others, by the fields of transformers and NVIDIA."""
     return (
         _value(config, "is_causal") is False
         or splits_window(config)
@@ -51,23 +51,23 @@ def reads_both_ways(config: Mapping[str, Any]) -> bool:
 
 
 def splits_window(config: Mapping[str, Any]) -> bool:
-    """Whether attention is Gemma's to both sides: half of a window's tokens are at either side."""
+    """True if attention is Gemma's bidirectional one, with half of a window on either side."""
     return _value(config, "use_bidirectional_attention") in (True, "all")
 
 
 def readable_config(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Fields for mlx_lm in place of those that it does not read."""
-    found = rope_fields(config)
+    """Return fields that mlx_lm reads, in place of those that it does not know."""
+    fields = rope_fields(config)
     if "tie_word_embeddings" not in config:
-        # What it means is for the LM head alone; some of mlx_lm's models must be told.
-        found["tie_word_embeddings"] = False
+        # The field concerns only the LM head, but some of mlx_lm's models require it.
+        fields["tie_word_embeddings"] = False
     model_type = str(config.get("model_type"))
     if model_type in ALIASES:
-        found["model_type"] = ALIASES[model_type]
+        fields["model_type"] = ALIASES[model_type]
     layers = config.get("layer_types") or ()
     if "sliding_window_pattern" not in config and "full_attention" in layers:
-        found["sliding_window_pattern"] = layers.index("full_attention") + 1
-    return found
+        fields["sliding_window_pattern"] = layers.index("full_attention") + 1
+    return fields
 
 
 def _value(config: Mapping[str, Any], name: str) -> Any:

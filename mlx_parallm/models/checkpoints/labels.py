@@ -1,4 +1,4 @@
-"""What a config says about a classifier's labels."""
+"""Readers of a config's fields about a classifier's labels."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from mlx_parallm.types.pooling import ProblemType
 
 
 def label_names(config: Mapping[str, Any]) -> tuple[str, ...]:
-    """The labels of ``id2label`` by their numbers; ``LABEL_0`` and so on where there is none.
+    """Return the labels of ``id2label`` in order; without one, ``LABEL_0`` and so on.
 
     Raises:
         ModelLoadError: its keys are not the numbers from 0 on.
@@ -25,17 +25,17 @@ def label_names(config: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def problem_type(config: Mapping[str, Any]) -> ProblemType | None:
-    """What the logits mean; None where the config does not say.
+    """Return the config's problem type; None if it has none.
 
     Raises:
-        ModelLoadError: it says something else than transformers knows.
+        ModelLoadError: the value is none that transformers knows.
     """
-    found = config.get("problem_type")
-    if found is not None and found not in get_args(ProblemType):
-        raise ModelLoadError(f"problem_type {found!r} is not one of {get_args(ProblemType)}.")
-    return found
+    value = config.get("problem_type")
+    if value is not None and value not in get_args(ProblemType):
+        raise ModelLoadError(f"problem_type {value!r} is not one of {get_args(ProblemType)}.")
+    return value
 
 
 def names_reward(labels: Sequence[str]) -> bool:
-    """Return True if the one label of a classifier is called a reward."""
+    """True if a classifier's only label is called a reward."""
     return len(labels) == 1 and "reward" in labels[0].lower()

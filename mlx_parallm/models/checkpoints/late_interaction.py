@@ -1,8 +1,8 @@
-"""What a checkpoint's files say about late interaction: how queries and documents are read.
+"""Readers of a checkpoint's settings for late interaction.
 
-ColBERT (Khattab & Zaharia 2020, https://arxiv.org/abs/2004.12832) marks both sides by a token of
-their own, fills queries up with mask tokens, and leaves punctuation out of documents. Three kinds
-of folders say so: Stanford's (``HF_ColBERT`` with ``artifact.metadata``), PyLate's (in
+ColBERT (Khattab & Zaharia 2020, https://arxiv.org/abs/2004.12832) marks queries and documents by a
+token each, pads queries with mask tokens, and leaves punctuation out of documents. Three kinds of
+folders have such settings: Stanford's (``HF_ColBERT`` with ``artifact.metadata``), PyLate's (in
 ``config_sentence_transformers.json``), and those of sentence-transformers from version 6 on (in
 the settings of the transformer and of ``MultiVectorMask``).
 """
@@ -24,7 +24,7 @@ from mlx_parallm.models.checkpoints.sentence_transformers import (
 from mlx_parallm.types.errors import ModelLoadError
 from mlx_parallm.types.pooling import LateInteraction
 
-# Those of both libraries.
+# QUERY_LENGTH: the default of both Stanford's ColBERT and PyLate.
 QUERY_LENGTH = 32
 DOCUMENT_LENGTH = 180
 PYLATE_FIELDS = frozenset(
@@ -38,14 +38,14 @@ PUNCTUATION = tuple(string.punctuation)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LateSpec:
-    """The same as ``LateInteraction``, in words where that has the ids of tokens.
+    """A ``LateInteraction`` with tokens as text instead of ids.
 
     Attributes:
-        query_prefix: marks a query; empty: nothing does.
-        document_prefix: marks a document.
-        expansion_token: fills queries up; None: the mask token, or else the end of a text.
+        query_prefix: text that marks a query; empty: none.
+        document_prefix: text that marks a document; empty: none.
+        expansion_token: the padding of queries; None: the mask token, else the end token.
         skipped: tokens of documents that are not compared.
-        settings: what needs no tokenizer.
+        settings: the settings that need no tokenizer.
     """
 
     query_prefix: str = ""
@@ -56,10 +56,10 @@ class LateSpec:
 
 
 def read_late_spec(folder: Path) -> LateSpec:
-    """What a folder says; that both sides are read as any text where it says nothing.
+    """Return a folder's settings; without any, queries and documents are plain texts.
 
     Raises:
-        ModelLoadError: a file cannot be read, or asks for what is not served.
+        ModelLoadError: a file cannot be read, or asks for an unsupported feature.
     """
     if is_stanford_colbert(folder):
         return _stanford(read_json(folder / "artifact.metadata") or {})
@@ -124,7 +124,7 @@ def _pylate(settings: Mapping[str, Any]) -> LateSpec:
 
 
 def _mask(file: Path, config: Mapping[str, Any]) -> tuple[tuple[str, ...], bool]:
-    """The words that are not compared, and whether those of queries are neither."""
+    """Return the words that are not compared, and True if they are skipped in queries too."""
     if config.get("keep_only_token_ids"):
         raise ModelLoadError(f"{file}: keep_only_token_ids is not served.")
     tasks = config.get("skiplist_tasks", ["document"])

@@ -1,4 +1,4 @@
-"""What a model is served for: what its files say, or what the user does."""
+"""The choice of a model's task, by its files or by the user."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from mlx_parallm.models.checkpoints.decoders import DecoderPlan, architecture
 from mlx_parallm.types.errors import ConfigError
 from mlx_parallm.types.pooling import Task
 
-#: The endings of class names and what their checkpoints are for, the first that fits; vLLM's rule.
+#: ``_ENDINGS``: endings of class names and their tasks; the first match counts, as in vLLM.
 _ENDINGS: tuple[tuple[str, ModelTask], ...] = (
     ("LMHeadModel", "generate"),
     ("ChatModel", "generate"),
@@ -33,7 +33,7 @@ _HEADS: Mapping[ModelTask, tuple[Task, ...]] = {
 
 
 def decoder_task(config: Mapping[str, Any], modules: Collection[str]) -> ModelTask:
-    """What a decoder's checkpoint was made for.
+    """Return the task that a decoder's checkpoint was made for.
 
     Args:
         config: its config.json.
@@ -49,12 +49,12 @@ def decoder_task(config: Mapping[str, Any], modules: Collection[str]) -> ModelTa
 def decoder_plan(
     task: ModelTask, config: Mapping[str, Any], chosen: tuple[int, ...] = ()
 ) -> DecoderPlan:
-    """How a decoder is read for a task other than ``generate``.
+    """Return how a decoder is used for a task other than ``generate``.
 
     Args:
-        task: what it is served for.
+        task: the task that it is served for.
         config: its config.json.
-        chosen: ids of the tokens that it scores by, where its checkpoint has no head.
+        chosen: ids of the tokens whose logits are the score, if its checkpoint has no head.
     """
     if task == "embed":
         return DecoderPlan(tasks=_VECTORS)
@@ -69,21 +69,21 @@ def decoder_plan(
 
 
 def has_head(config: Mapping[str, Any]) -> bool:
-    """Whether the class of a decoder's checkpoint has a layer that gives logits of labels."""
+    """True if the class of a decoder's checkpoint has a layer that gives logits of labels."""
     return _class_task(config) not in ("generate", "embed")
 
 
 def tasks_for(task: ModelTask, tasks: tuple[Task, ...], name: str) -> tuple[Task, ...]:
-    """What a model that reads can do, what it is served for first.
+    """Return the tasks of a pooling model, beginning with the one that it is served for.
 
     Raises:
-        ConfigError: it cannot do that.
+        ConfigError: the model cannot do ``task``.
     """
     able = _HEADS.get(task, ())
-    first = next((one for one in able if one in tasks), None)
+    first = next((candidate for candidate in able if candidate in tasks), None)
     if first is None:
         raise ConfigError(f"--task {task}: {name} can only do {', '.join(tasks)}.")
-    return tuple(sorted(tasks, key=lambda one: one != first))
+    return tuple(sorted(tasks, key=lambda candidate: candidate != first))
 
 
 def _class_task(config: Mapping[str, Any]) -> ModelTask:

@@ -1,4 +1,4 @@
-"""RoPE's settings by the names that most of mlx_lm's models read."""
+"""RoPE's settings under the names that most of mlx_lm's models read."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from typing import Any
 
 
 def rope_fields(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Fields that a config lacks because transformers 5 wrote it.
+    """Return the fields that a config lacks because transformers 5 wrote it.
 
-    It writes RoPE's settings into ``rope_parameters``, by kind of layer where these differ.
+    It writes RoPE's settings into ``rope_parameters``, by kind of layer if they differ.
     """
-    found: dict[str, Any] = {}
+    missing: dict[str, Any] = {}
     rope = config.get("rope_parameters") or {}
     full = rope.get("full_attention", rope)
     if "rope_theta" not in config and "rope_theta" in full:
-        found["rope_theta"] = full["rope_theta"]
+        missing["rope_theta"] = full["rope_theta"]
     if not config.get("rope_scaling") and full.get("rope_type", "default") != "default":
-        found["rope_scaling"] = full
+        missing["rope_scaling"] = full
     if "rope_theta" in (local := rope.get("sliding_attention") or {}):
-        found["rope_local_base_freq"] = local["rope_theta"]
-    return found
+        missing["rope_local_base_freq"] = local["rope_theta"]
+    return missing

@@ -1,4 +1,4 @@
-"""What the files of sentence-transformers say about how vectors are made of hidden states.
+"""Readers of sentence-transformers' files, which say how hidden states become vectors.
 
 Their folders have ``modules.json``, a list of steps with a folder each: the transformer itself,
 ``Pooling``, perhaps ``Dense`` and ``Normalize``. See
@@ -24,7 +24,7 @@ _POOLINGS: dict[str, Pooling] = {
     "pooling_mode_lasttoken": "last",
     "pooling_mode_weightedmean_tokens": "weightedmean",
 }
-# The same as newer files write it.
+# _MODES: the poolings under the names of newer files.
 _MODES: dict[str, Pooling] = {
     "cls": "cls",
     "mean": "mean",
@@ -36,7 +36,7 @@ _KNOWN = (
     *("Transformer", "Pooling", "Dense", "Normalize", "Dropout", "LogitScore"),
     "MultiVectorMask",
 )
-# A tokenizer without a limit has an enormous one.
+# _NO_LIMIT: a tokenizer without a limit has an enormous ``model_max_length``.
 _NO_LIMIT = 10**9
 
 
@@ -45,9 +45,9 @@ class DenseSpec:
     """A dense layer over vectors.
 
     Attributes:
-        folder: has its weights.
-        activation: the last part of the name of PyTorch's class, such as ``Tanh``.
-        has_residual: whether its input is added to its output.
+        folder: the folder of its weights.
+        activation: the last part of the PyTorch class's name, such as ``Tanh``.
+        has_residual: True if its input is added to its output.
     """
 
     folder: Path
@@ -57,21 +57,21 @@ class DenseSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VectorSpec:
-    """How an input's vector is made of its hidden states.
+    """How an input's hidden states become its vector.
 
     Attributes:
         token_dense: layers over the hidden state of each token.
-        normalizes_tokens: whether each token's vector is divided by its length.
-        poolings: one after the other in the vector.
+        normalizes_tokens: True if each token's vector is divided by its norm.
+        poolings: the poolings whose results are concatenated.
         pools_prompts: see ``EncoderInfo``.
         dense: layers over the vector.
-        dims: numbers that are kept of it; None: all.
-        normalizes: whether it is divided by its length.
+        dims: length to which the vector is cut; None: it is not cut.
+        normalizes: True if the vector is divided by its norm.
         shorter_dims: see ``EncoderInfo``.
-        max_model_len: most tokens of an input, where the files say so.
+        max_model_len: most tokens of an input; None if the files do not say.
         prompts: see ``EncoderInfo``.
         default_prompt: see ``EncoderInfo``.
-        compares_tokens: whether the vectors of tokens are what the model was made for.
+        compares_tokens: True if the model was made for late interaction.
     """
 
     token_dense: tuple[DenseSpec, ...] = ()
@@ -89,10 +89,10 @@ class VectorSpec:
 
 
 def read_vector_spec(folder: Path, default: VectorSpec | None = None) -> VectorSpec:
-    """What a model's folder says; ``default``, or the mean of all tokens, where it says nothing.
+    """Return the spec in a model's folder; without one, ``default`` or the mean of all tokens.
 
     Raises:
-        ModelLoadError: a file cannot be read, or asks for what is not served.
+        ModelLoadError: a file cannot be read, or asks for an unsupported feature.
     """
     own = transformer_folder(folder)
     limit = (read_json(own / "sentence_bert_config.json") or {}).get("max_seq_length")
@@ -110,7 +110,7 @@ def read_vector_spec(folder: Path, default: VectorSpec | None = None) -> VectorS
     is_colbert = settings.get("model_type") == "ColBERT"
     spec = _with_modules(folder, modules, is_colbert=is_colbert)
     if is_colbert:
-        # PyLate writes there how long the texts were that it read last.
+        # PyLate's value is the length of the texts that it read last, not a limit.
         limit = None
     prompts = {
         name: text for name, text in (settings.get("prompts") or {}).items() if text is not None
@@ -128,17 +128,17 @@ def read_vector_spec(folder: Path, default: VectorSpec | None = None) -> VectorS
 def _with_modules(
     folder: Path, modules: Sequence[Mapping[str, Any]], *, is_colbert: bool
 ) -> VectorSpec:
-    """The modules, each of which works on what the ones before it made."""
+    """Return the spec of a list of modules, each of which takes the output of those before it."""
     spec = VectorSpec()
-    kinds = [module_kind(one) for one in modules]
+    kinds = [module_kind(module) for module in modules]
     if unknown := sorted(set(kinds) - set(_KNOWN)):
         raise ModelLoadError(f"{folder}: modules.json has {', '.join(unknown)}: not served.")
     is_pooled = False
-    for kind, one in zip(kinds, modules, strict=True):
-        own = folder / str(one["path"])
+    for kind, module in zip(kinds, modules, strict=True):
+        own = folder / str(module["path"])
         config = read_json(own / "config.json") if kind in ("Pooling", "Dense", "Normalize") else {}
         of_tokens = (config or {}).get("module_input_name") == "token_embeddings"
-        # Without pooling there are only tokens to work on (PyLate's layer does not say so).
+        # Without pooling all layers work on tokens, even if they do not say so, as PyLate's.
         of_tokens = of_tokens or "Pooling" not in kinds
         if spec.normalizes or (is_pooled and of_tokens):
             raise ModelLoadError(f"{folder}: {kind} at this place of modules.json is not served.")
@@ -170,22 +170,22 @@ def _dense(folder: Path, config: Mapping[str, Any]) -> DenseSpec:
 
 
 def _shorter_dims(config: Mapping[str, Any]) -> tuple[int, ...] | None:
-    """Lengths that vectors may be cut to, by the names that vLLM reads in a config.json."""
+    """Return the lengths that vectors may be cut to, from the fields that vLLM reads."""
     if named := config.get("matryoshka_dimensions"):
-        return tuple(int(one) for one in named)
+        return tuple(int(length) for length in named)
     return None if config.get("is_matryoshka") else ()
 
 
 def is_stanford_colbert(folder: Path) -> bool:
-    """Whether a folder has ColBERT in the form of its authors: its dense layer beside BERT."""
+    """True if a folder has ColBERT in the form of its authors: its dense layer beside BERT."""
     config = read_json(folder / "config.json")
     return isinstance(config, dict) and "HF_ColBERT" in (config.get("architectures") or ())
 
 
 def transformer_folder(folder: Path) -> Path:
-    """Where the transformer's config, weights and tokenizer are.
+    """Return the folder of the transformer's config, weights and tokenizer.
 
-    It is the folder itself, or one such as ``0_Transformer`` where it is older.
+    It is the folder itself, or in older folders a subfolder such as ``0_Transformer``.
 
     Raises:
         ModelLoadError: ``modules.json`` cannot be read.
@@ -197,7 +197,7 @@ def transformer_folder(folder: Path) -> Path:
 
 
 def read_json(file: Path) -> Any:
-    """A file of JSON; None where there is none.
+    """Return the content of a JSON file; None if it does not exist.
 
     Raises:
         ModelLoadError: it cannot be read.
@@ -211,7 +211,7 @@ def read_json(file: Path) -> Any:
 
 
 def module_kinds(folder: Path) -> tuple[str, ...]:
-    """The kinds of the modules that a folder has, such as ``Pooling``.
+    """Return the kinds of the modules that a folder has, such as ``Pooling``.
 
     Raises:
         ModelLoadError: the list cannot be read.
@@ -221,7 +221,7 @@ def module_kinds(folder: Path) -> tuple[str, ...]:
 
 
 def module_kind(module: Mapping[str, Any]) -> str:
-    """The kind of a module in ``modules.json``."""
+    """Return the kind of a module in ``modules.json``."""
     return str(module["type"]).rpartition(".")[2]
 
 
@@ -231,12 +231,12 @@ def _poolings(file: Path) -> tuple[Pooling, ...]:
         raise ModelLoadError(f"{file} is missing.")
     mode = config.get("pooling_mode")
     if mode is not None:
-        known = _MODES
-        asked = [mode] if isinstance(mode, str) else list(mode)
+        poolings = _MODES
+        names = [mode] if isinstance(mode, str) else list(mode)
     else:
-        known = _POOLINGS
-        asked = [key for key, value in config.items() if key.startswith("pooling_mode_") and value]
-    found: tuple[Pooling, ...] = tuple(known[one] for one in asked if one in known)
-    if not found or len(found) < len(asked):
+        poolings = _POOLINGS
+        names = [key for key, value in config.items() if key.startswith("pooling_mode_") and value]
+    supported: tuple[Pooling, ...] = tuple(poolings[name] for name in names if name in poolings)
+    if not supported or len(supported) < len(names):
         raise ModelLoadError(f"{file} asks for a pooling that is not served.")
-    return found
+    return supported
