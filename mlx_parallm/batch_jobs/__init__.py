@@ -1,1 +1,1 @@
-"""Stored files, and batches of requests that are answered in the background; knows no HTTP."""
+"""Stored files, and batches of requests answered in the background; it knows no HTTP."""

@@ -1,4 +1,4 @@
-"""The lines of an answered batch, as OpenAI's Batch API writes them.
+"""The lines of an answered batch, in the form of OpenAI's Batch API.
 
 ``{"id", "custom_id", "response": {"status_code", "request_id", "body"}, "error"}``; either the
 response or the error is null.
@@ -12,13 +12,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-# Python's ``splitlines`` and others end a line at these, too.
-LINE_ENDS = {ord(one): f"\\u{ord(one):04x}" for one in "\x85\u2028\u2029"}
+# LINE_ENDS: escapes of further characters at which Python's ``splitlines`` ends a line.
+LINE_ENDS = {ord(char): f"\\u{ord(char):04x}" for char in "\x85\u2028\u2029"}
 
 
 @dataclass(frozen=True, slots=True)
 class LineResponse:
-    """What the application answered to a line; ``body`` is JSON, or text where it was none."""
+    """The application's answer to a line; ``body`` is JSON, or else text."""
 
     status_code: int
     request_id: str | None
@@ -26,12 +26,12 @@ class LineResponse:
 
 
 def new_answer_id() -> str:
-    """An id for an answered line."""
+    """Return an id for an answered line."""
     return f"batch_req_{uuid.uuid4().hex}"
 
 
 def answered(answer_id: str, custom_id: str | None, response: LineResponse) -> dict[str, Any]:
-    """The answer to a line that was sent."""
+    """Return the answer to a line that was sent."""
     return {
         "id": answer_id,
         "custom_id": custom_id,
@@ -45,19 +45,19 @@ def answered(answer_id: str, custom_id: str | None, response: LineResponse) -> d
 
 
 def refused(answer_id: str, custom_id: str | None, code: str, message: str) -> dict[str, Any]:
-    """The answer to a line that was not sent, or to no end."""
+    """Return the answer to a line that was not sent, or whose sending failed."""
     error = {"code": code, "message": message}
     return {"id": answer_id, "custom_id": custom_id, "response": None, "error": error}
 
 
 def is_failed(answer: Mapping[str, Any]) -> bool:
-    """Whether a line got anything but status 200."""
+    """True if a line got anything but status 200."""
     response = answer["response"]
     return response is None or response["status_code"] != 200
 
 
 def encode(answer: Mapping[str, Any]) -> bytes:
-    """An answer as a line, its end included; half surrogates, which UTF-8 lacks, are escaped."""
+    """Return an answer as a line, newline included, with lone surrogates escaped."""
     text = json.dumps(answer, ensure_ascii=False).translate(LINE_ENDS)
     return (text + "\n").encode("utf-8", "backslashreplace")
 
@@ -72,24 +72,24 @@ class Usage:
     reasoning_tokens: int = 0
 
     def add(self, answer: Mapping[str, Any]) -> None:
-        """Count an answer's ``usage``, in the words of whichever route gave it."""
+        """Add an answer's ``usage``, in the field names of any route."""
         body = (answer["response"] or {}).get("body")
         usage = body.get("usage") if isinstance(body, dict) else None
         if not isinstance(usage, dict):
             return
         self.input_tokens += _count(usage, "prompt_tokens", "input_tokens")
         self.output_tokens += _count(usage, "completion_tokens", "output_tokens")
-        asked = _details(usage, "prompt_tokens_details", "input_tokens_details")
-        given = _details(usage, "completion_tokens_details", "output_tokens_details")
-        self.cached_tokens += _count(asked, "cached_tokens")
-        self.reasoning_tokens += _count(given, "reasoning_tokens", "thinking_tokens")
-        # Anthropic's input tokens are those that were not cached.
+        input_details = _details(usage, "prompt_tokens_details", "input_tokens_details")
+        output_details = _details(usage, "completion_tokens_details", "output_tokens_details")
+        self.cached_tokens += _count(input_details, "cached_tokens")
+        self.reasoning_tokens += _count(output_details, "reasoning_tokens", "thinking_tokens")
+        # Anthropic's input tokens exclude cached ones.
         cached = _count(usage, "cache_read_input_tokens")
         self.input_tokens += cached
         self.cached_tokens += cached
 
     def to_json(self) -> dict[str, Any]:
-        """OpenAI's form."""
+        """Return the usage in OpenAI's form."""
         return {
             "input_tokens": self.input_tokens,
             "input_tokens_details": {"cached_tokens": self.cached_tokens},

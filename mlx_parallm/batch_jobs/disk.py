@@ -1,4 +1,4 @@
-"""Writing that survives a crash, in folders that only their owner may read. POSIX."""
+"""Crash-safe writing into folders that only their owner may read, for POSIX systems."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from mlx_parallm.types.errors import StorageError, StorageInUseError
 
 FOLDER_MODE = 0o700
 FILE_MODE = 0o600
-# Bytes that are read of what a lock's holder wrote about itself.
+# MAX_HOLDER_BYTES: bytes read of the text that a lock's holder wrote about itself.
 MAX_HOLDER_BYTES = 1000
 
 
 @contextlib.contextmanager
 def storage_errors() -> Iterator[None]:
-    """Turn OSError into StorageError, without the path: its text goes to clients."""
+    """Turn OSError into StorageError without the path, because clients see the text."""
     try:
         yield
     except OSError as problem:
@@ -28,25 +28,25 @@ def storage_errors() -> Iterator[None]:
 
 
 def make_folder(path: Path) -> None:
-    """Make a folder and its parents; others may not look into it."""
+    """Create a folder and its parents, readable only by this user."""
     path.mkdir(parents=True, exist_ok=True, mode=FOLDER_MODE)
     path.chmod(FOLDER_MODE)
 
 
 def create(path: Path) -> int:
-    """Open a file for reading and writing, empty; the descriptor."""
+    """Open an empty file for reading and writing; return its descriptor."""
     return os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, FILE_MODE)
 
 
 def write_all(descriptor: int, data: bytes) -> None:
-    """Write everything: a nearly full disk takes a part only."""
+    """Write all of ``data``; a single write to a nearly full disk may be partial."""
     view = memoryview(data)
     while view:
         view = view[os.write(descriptor, view) :]
 
 
 def sync_folder(path: Path) -> None:
-    """Make names in a folder durable."""
+    """Make the names in a folder durable."""
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)
@@ -55,7 +55,7 @@ def sync_folder(path: Path) -> None:
 
 
 def replace_json(path: Path, content: Mapping[str, Any]) -> None:
-    """Write an object so that after a crash the file is the old one or the new one.
+    """Replace a JSON file atomically: after a crash it has the old or the new content.
 
     Raises:
         StorageError: it could not be written.
@@ -73,9 +73,9 @@ def replace_json(path: Path, content: Mapping[str, Any]) -> None:
 
 
 class FolderLock:
-    """Keeps a second process out of a folder; the system frees it when the process ends.
+    """A lock that keeps other processes out of a folder; the system frees it at process end.
 
-    The file that is locked says which process holds it.
+    The locked file names the process that holds it.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -99,18 +99,18 @@ class FolderLock:
         write_all(self._descriptor, json.dumps({"pid": os.getpid()}).encode())
 
     def release(self) -> None:
-        """Let others in."""
-        # The next holder is not to be taken for this process before it has written its own name.
+        """Release the lock."""
+        # Erase this process's name, so that the next holder is not mistaken for it.
         with contextlib.suppress(OSError):
             os.ftruncate(self._descriptor, 0)
         os.close(self._descriptor)
 
 
 def _holder(descriptor: int) -> str:
-    """Return who holds a lock, as its file says, for the beginning of a sentence."""
+    """Return the name of a lock's holder, for the beginning of a sentence."""
     try:
         pid = json.loads(os.pread(descriptor, MAX_HOLDER_BYTES, 0))["pid"]
     except (OSError, ValueError, KeyError, TypeError):
-        # The holder has just taken it and not written yet.
+        # The holder has just locked the file and not written its name yet.
         return "Another server"
     return f"Another server (process {int(pid)})" if isinstance(pid, int) else "Another server"

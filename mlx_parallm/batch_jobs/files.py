@@ -1,7 +1,7 @@
-"""Files of clients on disk: content and description beside each other, never half of one.
+"""Files of clients on disk, each a content and a description, stored atomically.
 
-A file is there when its description is: ``ID.data`` is written first, then ``ID.json``. What a
-crash left without a description is removed when the folder is opened.
+A file exists once its description does: ``ID.data`` is written before ``ID.json``. Content without
+a description, left by a crash, is removed when the folder is opened.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from mlx_parallm.batch_jobs.stored import read_records
 from mlx_parallm.batch_jobs.threads import in_thread
 from mlx_parallm.types.errors import InvalidRequestError, NotFoundError, RequestTooLargeError
 
-# What an empty file costs on disk, so that the limit of bytes bounds their number too.
+# MIN_CHARGE: bytes charged for an empty file, so that the limit of bytes bounds their number.
 MIN_CHARGE = 4096
 UNFINISHED = "new-"
 
@@ -40,14 +40,14 @@ class FileRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FileLimits:
-    """Most bytes of one file, and of all together."""
+    """Limits on the bytes of one file, and of all files together."""
 
     max_file_bytes: int
     max_total_bytes: int
 
 
 class Upload:
-    """A file that is being written; nobody sees it before it is committed."""
+    """A file that is being written; it is invisible until it is committed."""
 
     def __init__(self, store: FileStore, path: Path, *, is_limited: bool) -> None:
         self.path = path
@@ -59,17 +59,17 @@ class Upload:
             self._descriptor = disk.create(path)
 
     def claim(self, num_bytes: int) -> None:
-        """Count what will be written next.
+        """Reserve room for the bytes to be written next.
 
         Raises:
-            RequestTooLargeError: the file, or all together, would be too large.
+            RequestTooLargeError: the file, or all files together, would be too large.
         """
         self.num_bytes += num_bytes
         if self._is_limited:
             self._store.check_room(self.num_bytes)
 
     def write(self, data: bytes) -> None:
-        """Add what was claimed to its content. May be called from any thread, one at a time.
+        """Append claimed bytes. Any thread may call it, one at a time.
 
         Raises:
             StorageError: the disk refused it.
@@ -79,7 +79,7 @@ class Upload:
             disk.write_all(self._descriptor, data)
 
     def sync(self) -> None:
-        """Make its content durable and close it. May be called from any thread.
+        """Make its content durable and close it. Any thread may call it.
 
         Raises:
             StorageError: the disk refused it.
@@ -90,7 +90,7 @@ class Upload:
         self._close()
 
     def abandon(self) -> None:
-        """Remove it; after a commit this does nothing."""
+        """Remove the upload; after a commit this does nothing."""
         self._close()
         with contextlib.suppress(OSError):
             self.path.unlink(missing_ok=True)
@@ -103,7 +103,7 @@ class Upload:
 
 
 class FileStore:
-    """The files of a folder. Its methods belong to one thread, but those of uploads."""
+    """The files of a folder. Its methods belong to one thread; those of uploads do not."""
 
     def __init__(
         self,
@@ -117,15 +117,15 @@ class FileStore:
         self._limits = limits
         self._ids = ids
         self._now = now
-        self._records = {one.id: one for one in read_records(folder, FileRecord)}
+        self._records = {record.id: record for record in read_records(folder, FileRecord)}
         self._sorted = sorted(self._records)
-        self._stored = sum(_charge(one.num_bytes) for one in self._records.values())
+        self._stored = sum(_charge(record.num_bytes) for record in self._records.values())
         self._uploads: set[Upload] = set()
         self._users: dict[str, set[str]] = {}
         self._remove_leftovers()
 
     def begin(self, *, is_limited: bool = True) -> Upload:
-        """Start a new file; without limits for what must not be lost.
+        """Start a new file; ``is_limited`` is False for results, which must not be lost.
 
         Raises:
             RequestTooLargeError: there is no room for any file.
@@ -151,7 +151,7 @@ class FileStore:
         expires_after_s: int | None = None,
         file_id: str | None = None,
     ) -> FileRecord:
-        """Make a written upload a file; one of the same ``file_id`` is replaced.
+        """Turn a written upload into a file, replacing one of the same ``file_id``.
 
         Raises:
             StorageError: the disk refused it.
@@ -172,14 +172,14 @@ class FileStore:
         return record
 
     def new_id(self) -> str:
-        """An id for a file."""
+        """Return an id for a file."""
         return self._ids.make("file-")
 
     def get(self, file_id: str, owner: str) -> FileRecord:
-        """A file of this owner.
+        """Return a file of this owner.
 
         Raises:
-            NotFoundError: the owner has none of this id.
+            NotFoundError: the owner has no file of this id.
         """
         record = self._records.get(file_id)
         if record is None or record.owner != owner or self._is_over(record):
@@ -187,7 +187,7 @@ class FileStore:
         return record
 
     def path(self, file_id: str) -> Path:
-        """Where the content of a file lies; the id must be one that this store has made."""
+        """Return the path of a file's content; this store must have made the id."""
         return self._folder / f"{file_id}.data"
 
     def list(
@@ -199,22 +199,22 @@ class FileStore:
         limit: int,
         descending: bool = True,
     ) -> tuple[list[FileRecord], bool]:
-        """A page of an owner's files by age, and whether more follow."""
+        """Return a page of an owner's files by age, and True if more follow."""
         self.sweep()
-        mine = [
+        owned = [
             name
             for name in self._sorted
             if self._records[name].owner == owner
             and (purpose is None or self._records[name].purpose == purpose)
         ]
-        page = page_of(mine, after=after, limit=limit, descending=descending)
+        page = page_of(owned, after=after, limit=limit, descending=descending)
         return [self._records[name] for name in page.ids], page.has_more
 
     def delete(self, file_id: str, owner: str) -> None:
         """Remove a file of this owner.
 
         Raises:
-            NotFoundError: the owner has none of this id.
+            NotFoundError: the owner has no file of this id.
             InvalidRequestError: a batch still reads it.
         """
         record = self.get(file_id, owner)
@@ -227,7 +227,7 @@ class FileStore:
         self._remove(record)
 
     def use(self, file_id: str, user: str) -> None:
-        """Keep a file until ``release``; ``user`` is named to who wants to delete it."""
+        """Protect a file from deletion until ``release``; the refusal names ``user``."""
         self._users.setdefault(file_id, set()).add(user)
 
     def release(self, file_id: str, user: str) -> None:
@@ -238,27 +238,27 @@ class FileStore:
             self._users.pop(file_id, None)
 
     def sweep(self) -> None:
-        """Remove the files whose time is over."""
-        for record in [one for one in self._records.values() if self._is_over(one)]:
+        """Remove expired files."""
+        for record in [record for record in self._records.values() if self._is_over(record)]:
             self._remove(record)
 
     def check_room(self, num_bytes: int) -> None:
-        """Refuse a file of this size, or uploads that do not fit beside the files.
+        """Check that a file of this size fits beside the stored files and uploads.
 
         Raises:
-            RequestTooLargeError: it is too large.
+            RequestTooLargeError: it does not fit.
         """
         limits = self._limits
         if num_bytes > limits.max_file_bytes:
             raise RequestTooLargeError(f"The file is larger than {limits.max_file_bytes} bytes.")
-        growing = sum(_charge(one.num_bytes) for one in self._uploads)
+        growing = sum(_charge(upload.num_bytes) for upload in self._uploads)
         if self._stored + growing > limits.max_total_bytes:
             raise RequestTooLargeError(
                 f"All files together may have {limits.max_total_bytes} bytes; delete some."
             )
 
     def forget(self, upload: Upload) -> None:
-        """Count an upload no longer; it has ended."""
+        """Stop counting an upload, which has ended."""
         self._uploads.discard(upload)
 
     def _is_over(self, record: FileRecord) -> bool:
@@ -282,7 +282,7 @@ class FileStore:
 
     def _remove(self, record: FileRecord) -> None:
         with disk.storage_errors():
-            # The description first: a crash in between leaves a file that is not there.
+            # The description goes before the content, so that a crash leaves no broken file.
             (self._folder / f"{record.id}.json").unlink(missing_ok=True)
             self.path(record.id).unlink(missing_ok=True)
         del self._records[record.id]
@@ -290,7 +290,7 @@ class FileStore:
         self._stored -= _charge(record.num_bytes)
 
     def _remove_leftovers(self) -> None:
-        """What a crash left; content whose description cannot be read is kept."""
+        """Remove content without a description; an unreadable description keeps its content."""
         for path in self._folder.iterdir():
             is_orphan = path.suffix == ".data" and not path.with_suffix(".json").exists()
             if is_orphan or path.suffix == ".part" or path.name.startswith(UNFINISHED):

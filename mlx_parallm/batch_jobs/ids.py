@@ -1,4 +1,4 @@
-"""Ids that sort by the time they were made, and pages of what they name."""
+"""Ids that sort by time of creation, and pages of lists of them."""
 
 from __future__ import annotations
 
@@ -17,27 +17,27 @@ class IdMaker:
         self._last_ns = 0
 
     def make(self, prefix: str) -> str:
-        """A new id; it sorts behind all this maker has made."""
+        """Return a new id, which sorts after all earlier ones of this maker."""
         self._last_ns = max(self._now_ns(), self._last_ns + 1)
         return f"{prefix}{self._last_ns:016x}{secrets.token_hex(8)}"
 
 
 @dataclass(frozen=True, slots=True)
 class Page:
-    """Some ids of a list, and whether more follow."""
+    """Some ids of a list; ``has_more`` is True if more follow."""
 
     ids: tuple[str, ...]
     has_more: bool
 
 
 def page_of(ids: Sequence[str], *, after: str | None, limit: int, descending: bool) -> Page:
-    """The next ``limit`` ids behind ``after``, which need not be there any more.
+    """Return the next ``limit`` ids after ``after``, which need not exist any more.
 
     Args:
-        ids: ascending.
+        ids: all ids, ascending.
         after: the last id of the page before; None for the first page.
         limit: most ids of a page.
-        descending: whether pages begin with the newest.
+        descending: True if pages begin with the newest.
     """
     if descending:
         end = len(ids) if after is None else bisect_left(ids, after)

@@ -1,8 +1,8 @@
-"""What a batch has answered so far: one line of JSON an answer, appended durably.
+"""The journal of a batch: one line of JSON per answer, appended durably.
 
-A crash can leave half a line at the end, and on some file systems what was never written. The
-journal is good up to the first line that is not one of its own; the rest is cut off when it is
-opened, and those requests are answered again.
+A crash can leave a partial line at the end, and on some file systems bytes that were never written.
+The journal is valid up to the first line that is not one of its own; opening it cuts off the rest,
+and those requests are answered again.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Journal:
     """An open journal. Its methods may be called from any thread, one at a time."""
 
     def __init__(self, path: Path) -> None:
-        """Open it, or begin one; what a crash left of a line is cut off.
+        """Open or create the journal, cutting off a partial line.
 
         Raises:
             StorageError: the disk refused it.
@@ -43,16 +43,16 @@ class Journal:
             os.lseek(self._descriptor, self._size, os.SEEK_SET)
 
     def entries(self) -> Iterator[Entry]:
-        """What it holds, in the order it was appended."""
+        """Yield its entries, in the order they were appended."""
         return (entry for _, entry in _good_lines(self._path))
 
     def append(self, entries: Sequence[Entry]) -> None:
-        """Add answers; when it returns they outlive a crash.
+        """Append answers durably.
 
         Raises:
-            StorageError: the disk refused it; the journal is as before.
+            StorageError: the disk refused it; the journal is unchanged.
         """
-        data = b"".join(encode({"line": one.line, "answer": one.answer}) for one in entries)
+        data = b"".join(encode({"line": entry.line, "answer": entry.answer}) for entry in entries)
         with disk.storage_errors():
             try:
                 disk.write_all(self._descriptor, data)
@@ -69,10 +69,10 @@ class Journal:
 
 
 def index_of(path: Path) -> dict[int, int]:
-    """Where in a journal the answer to each line begins, in bytes; the first if there are several.
+    """Return the offset in bytes of the first answer to each line.
 
     Raises:
-        OSError: it cannot be read.
+        OSError: the journal cannot be read.
     """
     places: dict[int, int] = {}
     start = 0

@@ -1,4 +1,4 @@
-"""The lines of a batch file: ``{"custom_id", "method", "url", "body"}``, as OpenAI's Batch API."""
+"""The lines of a batch file, ``{"custom_id", "method", "url", "body"}``, as in OpenAI's API."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
-# OpenAI's limit.
+# MAX_LINES: OpenAI's limit.
 MAX_LINES = 50_000
-# Of a report on a bad file.
+# MAX_ERRORS: most errors in the report on a bad file.
 MAX_ERRORS = 50
 MAX_MESSAGE_CHARS = 300
 
 
 class BatchLineError(Exception):
-    """A line that is no request.
+    """The error of a line that is no request.
 
     Attributes:
         code: a machine-readable reason.
@@ -40,9 +40,9 @@ class BatchLine:
 
 
 def numbered_lines(source: Path, max_bytes: int = -1) -> Iterator[tuple[int, bytes]]:
-    """The non-blank lines of a file with their numbers, from 1.
+    """Yield the non-blank lines of a file with their numbers, from 1.
 
-    A line of more than ``max_bytes`` comes cut to one byte more; a negative number is no limit.
+    A line longer than ``max_bytes`` is cut to one byte more; a negative number means no limit.
     """
     limit = max_bytes + 1 if max_bytes >= 0 else -1
     with source.open("rb") as lines:
@@ -56,10 +56,10 @@ def numbered_lines(source: Path, max_bytes: int = -1) -> Iterator[tuple[int, byt
 
 
 def read_object(number: int, line: bytes) -> dict[str, Any]:
-    """A line as a JSON object.
+    """Return a line as a JSON object.
 
     Raises:
-        BatchLineError: it is not JSON in UTF-8, or no object.
+        BatchLineError: the line is not a JSON object in UTF-8.
     """
     try:
         # Editors may put a byte order mark at the beginning of the file.
@@ -73,17 +73,17 @@ def read_object(number: int, line: bytes) -> dict[str, Any]:
 
 
 def custom_id_of(entry: dict[str, Any]) -> str | None:
-    """The line's id, if it has one."""
+    """Return the line's id; None if it has none."""
     custom_id = entry.get("custom_id")
     return custom_id if isinstance(custom_id, str) else None
 
 
 def read_line(number: int, entry: dict[str, Any]) -> BatchLine:
-    """A line's object as a request.
+    """Return a line's object as a request.
 
     Raises:
-        BatchLineError: a field is missing or of another type, it is no POST of a path, or asks for
-            a stream.
+        BatchLineError: a field is missing or of another type, or the request is no POST of a path
+            or asks for a stream.
     """
     for name, kind in (("custom_id", str), ("url", str), ("body", dict)):
         if not isinstance(entry.get(name), kind):
@@ -104,7 +104,7 @@ def read_line(number: int, entry: dict[str, Any]) -> BatchLine:
 
 
 def num_samples(body: dict[str, Any]) -> int:
-    """How many samples a body asks for, as far as can be told before it is validated."""
+    """Return the number of samples in a body that is not validated yet; at least 1."""
     n = body.get("n")
     prompt = body.get("prompt")
     num_prompts = len(prompt) if isinstance(prompt, list) and not _is_one_prompt(prompt) else 1
@@ -113,12 +113,12 @@ def num_samples(body: dict[str, Any]) -> int:
 
 @dataclass(slots=True)
 class FileReport:
-    """What reading a whole batch file has shown.
+    """The results of checking a whole batch file.
 
     Attributes:
-        total: the number of its lines that are requests.
+        total: number of lines that are requests.
         model: the model of all lines; None if they differ.
-        errors: what is wrong: code, message, line, param; empty for a good file.
+        errors: its errors (code, message, line, param); empty for a good file.
     """
 
     total: int = 0
@@ -127,15 +127,15 @@ class FileReport:
 
 
 def check_file(source: Path, endpoint: str, max_line_bytes: int) -> FileReport:
-    """Read a batch file as a whole; at most ``MAX_ERRORS`` of its errors are told.
+    """Check a whole batch file and return a report with at most ``MAX_ERRORS`` errors.
 
     Every line must be a request to ``endpoint`` with a ``custom_id`` of its own.
 
     Raises:
-        OSError: it cannot be read.
+        OSError: the file cannot be read.
     """
     report = FileReport()
-    # Digests: an id may be long.
+    # Ids may be long, so only their digests are kept.
     seen: set[bytes] = set()
     models: set[str | None] = set()
     for number, raw in numbered_lines(source, max_line_bytes):

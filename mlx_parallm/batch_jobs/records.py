@@ -1,4 +1,4 @@
-"""What is known of a batch, and which states follow one another.
+"""The record of a batch, and the order of its states.
 
 validating ─▶ in_progress ─▶ finalizing ─▶ completed
 │              ├──────▶ finalizing ─▶ expired        (its time is over)
@@ -16,7 +16,7 @@ COMPLETION_WINDOW_S = 24 * 3600
 
 
 class State(StrEnum):
-    """Where a batch stands; OpenAI's words."""
+    """The state of a batch, in OpenAI's words."""
 
     VALIDATING = "validating"
     IN_PROGRESS = "in_progress"
@@ -33,7 +33,7 @@ ENDED = frozenset({State.COMPLETED, State.FAILED, State.EXPIRED, State.CANCELLED
 
 @dataclass(slots=True, kw_only=True)
 class BatchRecord:
-    """A batch as it is kept on disk. Times are Unix seconds; ``owner`` is a digest of an API key.
+    """A batch as stored on disk. Times are Unix seconds; ``owner`` is a digest of an API key.
 
     ``completed`` and ``failed`` count lines; while the batch runs, those on disk lag behind.
     """
@@ -65,15 +65,15 @@ class BatchRecord:
 
     @property
     def has_ended(self) -> bool:
-        """Whether nothing more will happen to it."""
+        """True if its state is final."""
         return self.status in ENDED
 
     def move(self, state: State, now: float) -> None:
-        """Enter a state and note when."""
+        """Enter a state and record the time, ``now``."""
         self.status = state
         if state is not State.VALIDATING:
             setattr(self, f"{state}_at", int(now))
 
     def to_json(self) -> dict[str, Any]:
-        """For the disk."""
+        """Return the record as a JSON object for the disk."""
         return asdict(self)

@@ -1,4 +1,4 @@
-"""From a batch's journal to its two files: answers, and lines that failed or got none."""
+"""The two result files of a batch: answers, and lines that failed or were not answered."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from mlx_parallm.batch_jobs.lines import custom_id_of, numbered_lines, read_obje
 
 @dataclass(frozen=True, slots=True)
 class Reason:
-    """Why lines were left unanswered."""
+    """The error of lines without an answer."""
 
     code: str
     message: str
@@ -29,7 +29,7 @@ CANCELLED = Reason("batch_cancelled", "The batch was cancelled before this reque
 
 @dataclass(slots=True)
 class Tally:
-    """What the two files hold; ``num_unanswered`` lines are among the failed."""
+    """Counts of the two files' lines; failed lines include ``num_unanswered``."""
 
     completed: int = 0
     failed: int = 0
@@ -44,13 +44,13 @@ def write_results(
 
     Args:
         source: the batch's input.
-        journal: its answers.
-        output: takes the answers of status 200.
-        errors: takes all others; for lines without an answer the ``reason``.
-        reason: why lines have none.
+        journal: the journal with its answers.
+        output: the file for answers of status 200.
+        errors: the file for all other answers, and for lines without an answer.
+        reason: the error of lines without an answer.
 
     Raises:
-        OSError, StorageError: something could not be read or written.
+        OSError, StorageError: a file could not be read or written.
     """
     tally = Tally()
     for answer, was_answered in _answers(source, journal, reason):

@@ -1,4 +1,4 @@
-"""One batch from where it stands to its end."""
+"""The run of one batch, from its current state to its end."""
 
 from __future__ import annotations
 
@@ -31,10 +31,11 @@ from mlx_parallm.types.errors import ShuttingDownError
 
 logger = logging.getLogger(__name__)
 
-# Of a request that the server failed.
+# MAX_TRIES: attempts at a request to which the server answers with an error of its own.
 MAX_TRIES = 4
 MAX_DELAY_S = 60.0
-# Full, ending, or starting its engine anew; 529 is what Anthropic's routes say for 503.
+# TRY_LATER: statuses of a server that is full, ending or restarting its engine; Anthropic's routes
+# answer 529 instead of 503.
 TRY_LATER = frozenset({429, 503, 529})
 NOT_IMPLEMENTED = 501
 
@@ -45,7 +46,7 @@ class Send(Protocol):
     def __call__(
         self, owner: str, url: str, body: dict[str, Any], request_id: str
     ) -> Awaitable[LineResponse]:
-        """The answer, whatever its status.
+        """Return the answer, whatever its status.
 
         Raises:
             ShuttingDownError: the server admits nothing more.
@@ -54,22 +55,22 @@ class Send(Protocol):
 
 
 def growing_delay(num_tries: int) -> float:
-    """Seconds before the next try: 1, 2, 4, … up to ``MAX_DELAY_S``."""
+    """Return the seconds before the next try: 1, 2, 4, … up to ``MAX_DELAY_S``."""
     return min(MAX_DELAY_S, 2.0 ** min(num_tries - 1, 10))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunContext:
-    """What all runs share.
+    """The objects that all runs share.
 
     Attributes:
-        batches: where records are kept.
-        files: where input and output are kept.
-        slots: places for samples in the engine.
-        send: answers a line.
-        max_line_bytes: of a line of the input.
-        now: Unix seconds.
-        delay: seconds to wait after so many tries.
+        batches: the store of records.
+        files: the store of input and output files.
+        slots: bounds the samples in the engine.
+        send: sends a line and returns its answer.
+        max_line_bytes: most bytes of a line of the input.
+        now: returns Unix seconds.
+        delay: returns the seconds to wait after a number of tries.
     """
 
     batches: BatchStore
@@ -82,7 +83,7 @@ class RunContext:
 
 
 class BatchRun:
-    """Takes a batch on from its state; may be abandoned at any moment and begun anew."""
+    """Runs a batch from its current state; it can be abandoned and resumed at any moment."""
 
     def __init__(self, record: BatchRecord, context: RunContext) -> None:
         self._record = record
@@ -93,15 +94,15 @@ class BatchRun:
         self._usage = Usage()
 
     def cancel(self) -> None:
-        """Leave the lines without an answer; the record in memory says so already."""
+        """Stop answering lines; the caller has already changed the record in memory."""
         self._cancelled.set()
 
     async def run(self) -> None:
-        """Go on until the batch has ended.
+        """Run until the batch has ended.
 
         Raises:
-            ShuttingDownError: the server ends; another one will go on.
-            StorageError: the disk refused something; a later run may succeed.
+            ShuttingDownError: the server ends; the next one resumes the batch.
+            StorageError: the disk failed; a later run may succeed.
         """
         try:
             if self._record.status == State.VALIDATING:
@@ -114,7 +115,7 @@ class BatchRun:
             await self.fail("input_file_missing", "The input file is gone.")
 
     async def fail(self, code: str, message: str) -> None:
-        """End the batch for a reason that is not in its lines.
+        """End the batch with an error that is not one of a line.
 
         Raises:
             StorageError: the disk refused it.
@@ -135,7 +136,7 @@ class BatchRun:
         await self._move(State.IN_PROGRESS)
 
     async def _answer_within_time(self) -> None:
-        """Answer lines until all are done, the batch is cancelled, or its time is over."""
+        """Answer lines until all are done, or the batch is cancelled or expires."""
         work = asyncio.ensure_future(self._answer_lines())
         cancelled = asyncio.ensure_future(self._cancelled.wait())
         left_s = max(0.0, self._record.expires_at - self._context.now())
@@ -162,7 +163,7 @@ class BatchRun:
             raise ShuttingDownError("The server is shutting down.")
 
     def _take_in(self, journal: Journal) -> set[int]:
-        """Count what is answered already; the numbers of those lines."""
+        """Count the answers in the journal and return the numbers of their lines."""
         self._record.completed = self._record.failed = 0
         self._usage = Usage()
         done: set[int] = set()
@@ -176,14 +177,15 @@ class BatchRun:
         slots = self._context.slots
         with contextlib.closing(self._lines(done)) as lines:
             for number, line in lines:
-                # One line waits for places at a time, so batches of several owners take turns.
+                # Only one line of a batch waits for places, so batches of owners take turns.
                 num_places = num_samples(line.body)
                 await slots.take(num_places)
                 if self._is_stopping:
                     slots.give_back(num_places)
                     return
                 task = group.create_task(self._answer_line(number, line, notes))
-                # Not in the task: one that is cancelled before it begins would keep its places.
+                # The places are returned by a callback, not by the task, because a task that is
+                # cancelled before it begins would keep them.
                 task.add_done_callback(lambda _, num=num_places: slots.give_back(num))
 
     def _lines(self, done: set[int]) -> Generator[tuple[int, BatchLine], None, None]:
@@ -201,7 +203,7 @@ class BatchRun:
         self._count(answer)
 
     async def _answer(self, line: BatchLine) -> dict[str, Any]:
-        """The answer to a line; a server that fails is asked again some times, a busy one ever."""
+        """Return the answer to a line, retrying failures some times and a busy server forever."""
         name = answers.new_answer_id()
         num_tries = num_failures = 0
         while True:
@@ -222,13 +224,13 @@ class BatchRun:
         self._record.usage = self._usage.to_json()
 
     async def _finish(self) -> None:
-        """Write the files and enter the last state."""
+        """Write the result files and enter the final state."""
         record, files = self._record, self._context.files
         if record.in_progress_at is None:  # cancelled before its lines were known
             await self._move(State.CANCELLED)
             return
         if record.output_file_id is None:
-            # Known before they are written, so that a second attempt replaces the first.
+            # The ids are saved before the files are written, so that a retry replaces the files.
             record.output_file_id, record.error_file_id = files.new_id(), files.new_id()
             await self._context.batches.save(record)
         await self._write_files()
@@ -237,7 +239,7 @@ class BatchRun:
         record, files = self._record, self._context.files
         is_cancelled = record.status == State.CANCELLING
         journal = self._context.batches.journal_path(record.id)
-        # Cuts off what a crash left, and makes one where no line was ever begun.
+        # Opening the journal cuts off a partial entry, and creates it if no line was ever begun.
         (await in_thread(Journal, journal)).close()
         with contextlib.ExitStack() as stack:
             output, errors = files.begin(is_limited=False), files.begin(is_limited=False)
@@ -279,7 +281,7 @@ class BatchRun:
 
 
 class _Notes:
-    """Appends to a journal from many tasks; those that come meanwhile share the next write."""
+    """Appends to a journal from many tasks; entries that arrive during a write share the next."""
 
     def __init__(self, journal: Journal) -> None:
         self._journal = journal

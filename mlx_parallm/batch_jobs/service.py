@@ -1,4 +1,4 @@
-"""Batches in the background of a server: one at a time for each owner, all owners at once."""
+"""The batches of a server: it runs one at a time per owner, and all owners concurrently."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from mlx_parallm.types.errors import (
 
 logger = logging.getLogger(__name__)
 
-# Until a folder that another process has, or a disk that is full, is tried again.
+# RETRY_S: seconds until a folder in use by another process, or a full disk, is tried again.
 RETRY_S = 5.0
 MAX_RETRY_S = 60.0
 
@@ -34,9 +34,9 @@ class BatchLimits:
     """Bounds of the service.
 
     Attributes:
-        files: bytes on disk.
-        max_line_bytes: of a line of a batch file.
-        max_samples: samples of all batches in the engine at once.
+        files: limits of stored files.
+        max_line_bytes: most bytes of a line of a batch file.
+        max_samples: most samples of all batches in the engine at once.
     """
 
     files: FileLimits
@@ -46,7 +46,7 @@ class BatchLimits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchOrder:
-    """What a client asks of a batch."""
+    """A client's settings of a new batch."""
 
     input_file_id: str
     endpoint: str
@@ -79,7 +79,7 @@ class BatchService:
 
     @property
     def files(self) -> FileStore:
-        """The files; the folder is made now if there is none.
+        """The stored files; the first access creates the folder if needed.
 
         Raises:
             StorageInUseError: another process uses the folder.
@@ -88,15 +88,15 @@ class BatchService:
         return self._storage.files
 
     def start(self) -> None:
-        """Take the folder, or make it, and go on with what an earlier process left.
+        """Lock the folder, creating it if needed, and resume batches of an earlier process.
 
-        It is taken now and not by the first request, so that the log tells at once if another
-        server has it.
+        The folder is locked at start and not by the first request, so that the log shows at once
+        whether another server uses it.
         """
         self._opening = asyncio.ensure_future(self._open_when_free())
 
     async def stop(self) -> None:
-        """End all work; another process may go on from what is on disk."""
+        """End all work; another process may resume it from the disk."""
         tasks = [*self._drivers.values(), *([self._opening] if self._opening else [])]
         for task in tasks:
             task.cancel()
@@ -109,7 +109,7 @@ class BatchService:
         """Begin a batch.
 
         Raises:
-            InvalidRequestError: the owner has no such file, or it is for something else.
+            InvalidRequestError: the owner has no such file, or its purpose is not "batch".
             OverloadedError: too many of the owner's batches have not ended.
             StorageError: the disk refused it.
         """
@@ -132,25 +132,25 @@ class BatchService:
         return record
 
     def get(self, batch_id: str, owner: str) -> BatchRecord:
-        """A batch of this owner; what it counts is up to date.
+        """Return a batch of this owner, with current counts.
 
         Raises:
-            NotFoundError: the owner has none of this id.
+            NotFoundError: the owner has no batch of this id.
         """
         return self._storage.batches.get(batch_id, owner)
 
     def list(
         self, owner: str, *, after: str | None = None, limit: int
     ) -> tuple[list[BatchRecord], bool]:
-        """A page of an owner's batches, newest first, and whether more follow."""
+        """Return a page of an owner's batches, newest first, and True if more follow."""
         return self._storage.batches.list(owner, after=after, limit=limit)
 
     async def cancel(self, batch_id: str, owner: str) -> BatchRecord:
-        """Leave the lines of a batch that are not answered; those in the engine are aborted.
+        """Cancel a batch: pending lines are skipped, and those in the engine are aborted.
 
         Raises:
-            NotFoundError: the owner has none of this id.
-            InvalidRequestError: it has ended, or is about to.
+            NotFoundError: the owner has no batch of this id.
+            InvalidRequestError: the batch has ended, or is about to.
         """
         storage = self._storage
         record = storage.batches.get(batch_id, owner)
@@ -163,7 +163,7 @@ class BatchService:
                 code="batch_not_cancellable",
             )
         record.move(State.CANCELLING, self._now())
-        # First: if the disk refuses the record, what is cancelled must not go on.
+        # The run is cancelled before the record is saved, so that it stops even if saving fails.
         if batch_id in self._runs:
             self._runs[batch_id].cancel()
         await storage.batches.save(record)

@@ -1,4 +1,4 @@
-"""Places for a bounded number of samples, given out in the order they were asked for."""
+"""A fair semaphore that bounds the number of samples in the engine."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from collections import deque
 class Slots:
     """A semaphore whose holders take several places at once.
 
-    Who asks first goes first, so that one who wants many places is not passed by for ever. More
-    places than there are count as all of them.
+    Places are granted in order of request, so that a request for many is not starved. A request for
+    more places than exist takes all of them.
     """
 
     def __init__(self, num_places: int) -> None:
@@ -31,12 +31,12 @@ class Slots:
         except asyncio.CancelledError:
             if turn.cancelled():
                 self._wake()
-            else:  # it had its turn in the very moment it was cancelled
+            else:  # the places were granted just before the cancellation
                 self.give_back(num_wanted)
             raise
 
     def give_back(self, num_wanted: int) -> None:
-        """End a hold."""
+        """Return places that ``take`` granted."""
         self._num_free += min(num_wanted, self._num_places)
         self._wake()
 

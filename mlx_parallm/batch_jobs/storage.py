@@ -18,7 +18,7 @@ class Storage:
     def __init__(
         self, folder: Path, limits: FileLimits, now: Callable[[], float] = time.time
     ) -> None:
-        """Open the folder, or make it.
+        """Open the folder, creating it if needed.
 
         Raises:
             StorageInUseError: another process uses it.
@@ -38,5 +38,5 @@ class Storage:
             self.files.use(record.input_file_id, record.id)
 
     def close(self) -> None:
-        """Let another process open the folder."""
+        """Release the folder, so that another process can open it."""
         self._lock.release()

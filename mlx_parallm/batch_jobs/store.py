@@ -1,4 +1,4 @@
-"""The batches of a folder: a record and, while a batch runs, a journal each."""
+"""The batches of a folder, each with a record and, while it runs, a journal."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from mlx_parallm.batch_jobs.stored import read_records
 from mlx_parallm.batch_jobs.threads import in_thread
 from mlx_parallm.types.errors import NotFoundError, OverloadedError
 
-# Of one owner.
+# MAX_OPEN: most unfinished batches of an owner. MAX_KEPT: most batches of an owner.
 MAX_OPEN = 100
 MAX_KEPT = 10_000
 
@@ -26,7 +26,7 @@ class BatchStore:
         self._folder = folder
         self._ids = ids
         self._saving = asyncio.Lock()
-        self._records = {one.id: one for one in read_records(folder, BatchRecord)}
+        self._records = {record.id: record for record in read_records(folder, BatchRecord)}
         self._sorted = sorted(self._records)
         for path in folder.iterdir():
             record = self._records.get(path.stem)
@@ -35,43 +35,43 @@ class BatchStore:
                 path.unlink(missing_ok=True)
 
     def new_id(self) -> str:
-        """An id for a batch."""
+        """Return an id for a batch."""
         return self._ids.make("batch_")
 
     async def add(self, record: BatchRecord) -> None:
-        """Keep a new batch; the owner's oldest that has ended goes when there are too many.
+        """Store a new batch; at the limit, the owner's oldest finished batch is removed.
 
         Raises:
             OverloadedError: too many of the owner's batches have not ended.
             StorageError: the disk refused it.
         """
-        mine = [one for one in self._all() if one.owner == record.owner]
-        if sum(not one.has_ended for one in mine) >= MAX_OPEN:
+        owned = [batch for batch in self._all() if batch.owner == record.owner]
+        if sum(not batch.has_ended for batch in owned) >= MAX_OPEN:
             raise OverloadedError(
                 f"{MAX_OPEN} batches have not ended; wait or cancel some.", retry_after_s=60
             )
         await self.save(record)
         self._records[record.id] = record
         insort(self._sorted, record.id)
-        if len(mine) >= MAX_KEPT:
-            self._remove(next(one for one in mine if one.has_ended))
+        if len(owned) >= MAX_KEPT:
+            self._remove(next(batch for batch in owned if batch.has_ended))
 
     async def save(self, record: BatchRecord) -> None:
-        """Write what a record says.
+        """Write a record to disk.
 
         Raises:
             StorageError: the disk refused it.
         """
-        # One at a time: the record on disk must be the latest.
+        # Writes are serialised, so that the record on disk is the latest.
         async with self._saving:
             path = self._folder / f"{record.id}.json"
             await in_thread(disk.replace_json, path, record.to_json())
 
     def get(self, batch_id: str, owner: str) -> BatchRecord:
-        """A batch of this owner.
+        """Return a batch of this owner.
 
         Raises:
-            NotFoundError: the owner has none of this id.
+            NotFoundError: the owner has no batch of this id.
         """
         record = self._records.get(batch_id)
         if record is None or record.owner != owner:
@@ -81,17 +81,18 @@ class BatchStore:
     def list(
         self, owner: str, *, after: str | None = None, limit: int
     ) -> tuple[list[BatchRecord], bool]:
-        """A page of an owner's batches, newest first, and whether more follow."""
-        mine = [one.id for one in self._all() if one.owner == owner]
-        page = page_of(mine, after=after, limit=limit, descending=True)
+        """Return a page of an owner's batches, newest first, and True if more follow."""
+        owned = [batch.id for batch in self._all() if batch.owner == owner]
+        page = page_of(owned, after=after, limit=limit, descending=True)
         return [self._records[name] for name in page.ids], page.has_more
 
     def unfinished(self, owner: str | None = None) -> list[BatchRecord]:
-        """The batches that have not ended, oldest first; of everybody without an owner."""
-        return [one for one in self._all() if not one.has_ended and owner in (None, one.owner)]
+        """Return the unfinished batches, oldest first, of ``owner``; None: of all owners."""
+        batches = [batch for batch in self._all() if not batch.has_ended]
+        return [batch for batch in batches if owner in (None, batch.owner)]
 
     def journal_path(self, batch_id: str) -> Path:
-        """Where a batch notes its answers."""
+        """Return the path of a batch's journal."""
         return self._folder / f"{batch_id}.journal"
 
     def _all(self) -> list[BatchRecord]:

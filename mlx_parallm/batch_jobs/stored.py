@@ -1,4 +1,4 @@
-"""Dataclasses kept as JSON files, one a record, named by their ids."""
+"""Records stored as JSON files, one per record, named by their ids."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ T = TypeVar("T")
 
 
 def read_records(folder: Path, kind: type[T]) -> list[T]:
-    """Every record of a folder; what cannot be read is logged and left out."""
+    """Return every record of a folder, logging and skipping unreadable ones."""
     records = []
     for path in sorted(folder.glob("*.json")):
         try:
@@ -25,7 +25,7 @@ def read_records(folder: Path, kind: type[T]) -> list[T]:
 
 
 def _record(content: Any, kind: type[T]) -> T:
-    known = {field.name for field in fields(kind)}  # type: ignore[arg-type]
+    names = {field.name for field in fields(kind)}  # type: ignore[arg-type]
     if not isinstance(content, dict):
         raise TypeError("not an object")
-    return kind(**{name: value for name, value in content.items() if name in known})
+    return kind(**{name: value for name, value in content.items() if name in names})

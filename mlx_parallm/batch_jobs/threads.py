@@ -1,4 +1,4 @@
-"""Blocking work beside an event loop."""
+"""A helper that runs blocking work on threads of an event loop."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ T = TypeVar("T")
 
 
 async def in_thread(work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-    """Run ``work`` on a thread; a cancelled caller still waits for its end.
+    """Run ``work`` on a thread and return its result.
 
-    So what the work uses can be closed afterwards.
+    A cancelled caller still waits for the end of the work, so that it can close what the work uses.
     """
     running = asyncio.ensure_future(asyncio.to_thread(work, *args, **kwargs))
     try:
