@@ -17,10 +17,11 @@ from mlx_parallm.bench.step_times import Span
 from mlx_parallm.bench.step_trace import TraceRecorder
 from mlx_parallm.config import SchedulerConfig
 from mlx_parallm.demo_models.folders import DEMO_FOLDER
-from mlx_parallm.engine.engine import Engine
 from mlx_parallm.engine.life import spare_garbage_collection
-from mlx_parallm.engine.metrics import EngineMetrics, MetricFamilies
+from mlx_parallm.engine.metrics import MetricFamilies
+from mlx_parallm.generation.engine import GenerationEngine
 from mlx_parallm.generation.kv_cache.manager import KVCacheManager
+from mlx_parallm.generation.metrics import EngineMetrics
 from mlx_parallm.generation.scheduler.scheduler import Scheduler
 from mlx_parallm.tokenizer.tokenizer import load_tokenizer
 from mlx_parallm.types.step import RunnerInfo, SampledToken, ScheduledBatch, StepOutput
@@ -91,7 +92,7 @@ def decode(count: int, steps: int) -> tuple[list[float], Sequence[Span]]:
     return load.decode(ROUNDS * steps), recorder.spans
 
 
-def make_engine(count: int, steps: int, recorder: TraceRecorder) -> Engine:
+def make_engine(count: int, steps: int, recorder: TraceRecorder) -> GenerationEngine:
     """An engine for so many rows and steps, without a model."""
     blocks_each = (PROMPT_TOKENS + 2 * steps) // BLOCK_SIZE + 2
     runner = NoModel(count * blocks_each)
@@ -99,7 +100,9 @@ def make_engine(count: int, steps: int, recorder: TraceRecorder) -> Engine:
     limits = SchedulerConfig(max_num_seqs=count)
     scheduler = Scheduler(limits, kv, max_model_len=runner.info.max_model_len)
     metrics = EngineMetrics(MetricFamilies(), "none", runner.info)
-    return Engine(scheduler, runner, load_tokenizer(DEMO_FOLDER), metrics, tracer=recorder)
+    return GenerationEngine(
+        scheduler, runner, load_tokenizer(DEMO_FOLDER), metrics, tracer=recorder
+    )
 
 
 def phase_us(spans: Sequence[Span], phase: Phase) -> float:

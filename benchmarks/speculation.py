@@ -33,7 +33,7 @@ from benchmarks.gpu.engines import make_engine
 from mlx_parallm.bench.words import make_lexicon
 from mlx_parallm.config import ModelConfig, SpeculativeConfig
 from mlx_parallm.demo_models.folders import DEMO_FOLDER
-from mlx_parallm.engine.engine import Engine
+from mlx_parallm.generation.engine import GenerationEngine
 from mlx_parallm.tokenizer.tokenizer import load_tokenizer
 from mlx_parallm.types.events import TokenEvent
 from mlx_parallm.types.request import GenerateRequest, SamplingParams
@@ -194,7 +194,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def compare(
-    engines: dict[str, Engine], texts: Texts, load: Load, args: argparse.Namespace
+    engines: dict[str, GenerationEngine], texts: Texts, load: Load, args: argparse.Namespace
 ) -> tuple[dict[str, list[float]], float]:
     """Tokens/s of each engine by repetition, and accepted tokens per draft."""
     rates: dict[str, list[float]] = {name: [] for name in engines}
@@ -216,7 +216,7 @@ def compare(
 
 
 def run(
-    engine: Engine, prompts: Sequence[Sequence[int]], end_ids: tuple[int, ...]
+    engine: GenerationEngine, prompts: Sequence[Sequence[int]], end_ids: tuple[int, ...]
 ) -> tuple[float, dict[str, list[int]]]:
     """Tokens/s from the first token of the last prompt to the end, and the answers."""
     params = SamplingParams(temperature=0.0, stop_token_ids=end_ids, max_tokens=OUTPUT_TOKENS)

@@ -16,12 +16,12 @@ from mlx_parallm.config import (
     SchedulerConfig,
     SpeculativeConfig,
 )
-from mlx_parallm.engine.build import LoadedEngine, build_engines
-from mlx_parallm.engine.interface import Tokenizer
 from mlx_parallm.engine.metrics import MetricFamilies
 from mlx_parallm.engine.policies import AdapterInfo, AdapterUpload
+from mlx_parallm.generation.model import Tokenizer
 from mlx_parallm.grammar.spec import GrammarSpec
-from mlx_parallm.types.errors import ConfigError, InvalidRequestError
+from mlx_parallm.serving.kinds import build_generator
+from mlx_parallm.types.errors import InvalidRequestError
 from mlx_parallm.types.events import ErrorEvent, GenerateEvent, PromptEvent, TokenEvent
 from mlx_parallm.types.request import RAW_LOGPROBS, GenerateRequest, Grammar, SamplingParams
 from mlx_parallm.types.step import TokenLogprob
@@ -110,9 +110,7 @@ class LLM:
             # No stream waits for the first step of a shape.
             warm_up=False,
         )
-        (loaded,) = build_engines(config, MetricFamilies(), lambda _text, _share: None)
-        if not isinstance(loaded, LoadedEngine):
-            raise ConfigError(f"{loaded.model.names[0]} is an encoder: it generates nothing.")
+        loaded = build_generator(config, MetricFamilies(), lambda _text, _share: None)
         self._model = loaded.model
         self._engine = loaded.engine
         self._ids = count()

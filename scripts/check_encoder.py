@@ -19,7 +19,7 @@ from pathlib import Path
 import numpy as np
 
 from mlx_parallm.config import ModelConfig
-from mlx_parallm.engine.encoders.build import open_runner, tokenizer_of
+from mlx_parallm.pooling.build import open_runner, tokenizer_of
 from mlx_parallm.types.pooling import EncodeInput
 from scripts.varied_texts import varied_texts
 

@@ -9,7 +9,7 @@ from starlette.routing import BaseRoute
 
 from mlx_parallm.api.app import common_routes, create_app
 from mlx_parallm.config import ServerConfig
-from mlx_parallm.engine.interface import EngineClient
+from mlx_parallm.serving.interface import EngineClient
 
 
 @cache

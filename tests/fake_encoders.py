@@ -2,26 +2,26 @@
 
 from __future__ import annotations
 
-import asyncio
 import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from mlx_parallm.config import EngineConfig, ModelConfig
+from mlx_parallm.config import ModelConfig
 from mlx_parallm.engine.adapter_names import NamedAdapter
-from mlx_parallm.engine.commands import Abort, Command, Encode, EngineHost
-from mlx_parallm.engine.encoder_interface import EncoderModel
-from mlx_parallm.engine.encoders.client import AsyncEncoders
-from mlx_parallm.engine.encoders.residency import EncoderEntry
-from mlx_parallm.engine.interface import ServedModel
+from mlx_parallm.engine.defaults import AnswerReader
+from mlx_parallm.engine.interface import ModelLoad, ModelStatus
+from mlx_parallm.engine.residency import ModelEntry
+from mlx_parallm.pooling.client import AsyncPooling
+from mlx_parallm.pooling.model import PoolingModel
 from mlx_parallm.types.errors import InvalidRequestError, ModelNotFoundError, ParallmError
 from mlx_parallm.types.pooling import (
     EncodeInput,
     EncodeRequest,
     EncodeResults,
     EncoderInfo,
+    PoolingEvent,
     TokenSpan,
 )
 from mlx_parallm.types.request import ANY_LENGTH, TokenLimit
@@ -121,7 +121,7 @@ def _special(token_id: int) -> TokenSpan:
     )
 
 
-def make_encoder(*names: str, chats: bool = False, **changes: Any) -> EncoderModel:
+def make_encoder(*names: str, chats: bool = False, **changes: Any) -> PoolingModel:
     """A model's facts; ``chats``: whether it has a chat template."""
     facts: dict[str, Any] = {
         "architecture": "fake",
@@ -132,7 +132,7 @@ def make_encoder(*names: str, chats: bool = False, **changes: Any) -> EncoderMod
         "weight_bytes": 0,
         "normalizes": True,
     }
-    return EncoderModel(
+    return PoolingModel(
         names=names or ("encoder",),
         root="/models/encoder",
         created=1,
@@ -176,54 +176,61 @@ class FakeAdapters:
         pass
 
 
-class FakeThread:
-    """Answers at once. Implements ``EngineThread``."""
+class FakeCore:
+    """Answers at once. Implements ``pooling.client.Core``."""
 
-    config = EngineConfig()
     control = FakeAdapters()
 
-    def __init__(self) -> None:
-        self.infos: dict[str, EncoderInfo] = {}
+    def __init__(self, models: Sequence[PoolingModel]) -> None:
+        self.served = list(models)
         self.compute: Compute = computed
         self.requests: list[EncodeRequest] = []
         self.aborted: list[str] = []
         self.refusal: ParallmError | None = None
         self.hangs = False
 
-    def check_open(self) -> None:
-        if self.refusal is not None:
-            raise self.refusal
+    def statuses(self) -> Sequence[ModelStatus]:
+        return [
+            ModelEntry(ModelConfig(), one.names, one, is_loaded=True).status()
+            for one in self.served
+        ]
 
-    def get_model(self, name: str) -> ServedModel:
+    def find(self, name: str) -> ModelStatus | None:
+        return next((one for one in self.statuses() if name in one.names), None)
+
+    def not_found(self, name: str) -> ModelNotFoundError:
+        return ModelNotFoundError(name)
+
+    async def wait(self, name: str) -> None:
         raise ModelNotFoundError(name)
 
-    async def ask(self, command: Callable[[Callable[[Any], None]], Command]) -> Any:
-        asked = command(lambda result: None)
-        assert isinstance(asked, Encode)
-        self.requests.append(asked.request)
-        if self.hangs:
-            await asyncio.Event().wait()
-        info = self.infos[asked.request.model]
-        results = [self.compute(one, info) for one in asked.request.inputs]
-        return EncodeResults(results, [False] * len(results))
-
-    async def call(self, action: Callable[[EngineHost], Any]) -> Any:
+    async def load_model(self, asked: ModelLoad) -> ModelStatus:
         raise NotImplementedError
 
-    def tell(self, command: Command) -> None:
-        assert isinstance(command, Abort)
-        self.aborted.append(command.request_id)
+    async def unload_model(self, name: str) -> ModelStatus:
+        raise NotImplementedError
 
-    def note_open(self) -> None:
-        pass
+    async def open_reader(self, request: EncodeRequest) -> AnswerReader[EncodeResults]:
+        if self.refusal is not None:
+            raise self.refusal
+        status = self.find(request.model)
+        if status is None:
+            raise ModelNotFoundError(request.model)
+        self.requests.append(request)
+        reader = AnswerReader[EncodeResults](request)
+        if not self.hangs:
+            results = [self.compute(one, status.model.info) for one in request.inputs]
+            answer = EncodeResults(results, [False] * len(results))
+            reader.put(PoolingEvent(request_id=request.request_id, results=answer))
+        return reader
+
+    async def abort(self, request_id: str) -> None:
+        self.aborted.append(request_id)
 
 
-class FakeEncoders(AsyncEncoders):
+class FakeEncoders(AsyncPooling):
     """For ``FakeEngine.encoders``; ``thread`` tells what was asked and says what comes of it."""
 
-    def __init__(self, *models: EncoderModel) -> None:
-        self.thread = FakeThread()
-        super().__init__(self.thread, self.thread.config)
-        for one in models:
-            self._residency.add(EncoderEntry(ModelConfig(), one.names, one, is_loaded=True))
-        self.thread.infos = {one.names[0]: one.info for one in models}
+    def __init__(self, *models: PoolingModel) -> None:
+        self.thread = FakeCore(models)
+        super().__init__(self.thread)

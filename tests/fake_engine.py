@@ -18,16 +18,12 @@ import uvicorn
 
 from mlx_parallm.api.connection import BoundedProtocol
 from mlx_parallm.config import EngineConfig, ServerConfig
-from mlx_parallm.engine.encoder_interface import (
-    EncoderClient,
-    EncoderLoad,
-    EncoderModel,
-    EncoderStatus,
-    ModelMemory,
-)
-from mlx_parallm.engine.interface import EngineLoad, RequestHandle, ServedModel
+from mlx_parallm.engine.interface import EngineLoad, ModelLoad, ModelMemory, ModelStatus
+from mlx_parallm.generation.model import GenerationModel, RequestHandle
 from mlx_parallm.parsing.families.tagged_json import HERMES
 from mlx_parallm.parsing.reasoning import THINK
+from mlx_parallm.pooling.model import PoolingModel
+from mlx_parallm.serving.interface import PoolingClient
 from mlx_parallm.types.errors import (
     EngineDeadError,
     ModelNotFoundError,
@@ -125,25 +121,25 @@ def hang(*, after: str = "") -> Script:
 class NoEncoders:
     """The encoders of an engine that has none."""
 
-    def models(self) -> Sequence[EncoderModel]:
+    def models(self) -> Sequence[PoolingModel]:
         return ()
 
-    def statuses(self) -> Sequence[EncoderStatus]:
+    def statuses(self) -> Sequence[ModelStatus]:
         return ()
 
-    def find(self, name: str) -> EncoderStatus | None:
+    def find(self, name: str) -> ModelStatus | None:
         return None
 
     async def wait(self, name: str) -> None:
         raise ModelNotFoundError(name)
 
-    async def load(self, asked: EncoderLoad) -> EncoderStatus:
+    async def load(self, asked: ModelLoad) -> ModelStatus:
         raise ModelNotFoundError(asked.model)
 
-    async def unload(self, name: str) -> EncoderStatus:
+    async def unload(self, name: str) -> ModelStatus:
         raise ModelNotFoundError(name)
 
-    def get(self, name: str | None, *tasks: Task) -> EncoderModel:
+    def get(self, name: str | None, *tasks: Task) -> PoolingModel:
         raise ModelNotFoundError(name or "")
 
     async def encode(self, request: EncodeRequest) -> EncodeResults:
@@ -165,8 +161,8 @@ class FakeEngine:
         self.cancelled: list[str] = []
         self.engine_config = EngineConfig()
         self.control = FakeControl()
-        self.encoders: EncoderClient = NoEncoders()
-        self._model = ServedModel(
+        self.encoders: PoolingClient = NoEncoders()
+        self._model = GenerationModel(
             names=("org/fake", "alias"),
             root="/models/fake",
             created=1,
@@ -176,13 +172,13 @@ class FakeEngine:
             reasoning_format=THINK,
         )
 
-    def first_model(self) -> ServedModel:
+    def first_model(self) -> GenerationModel:
         return self.models()[0]
 
-    def models(self) -> Sequence[ServedModel]:
+    def models(self) -> Sequence[GenerationModel]:
         return [self._model]
 
-    def get_model(self, name: str) -> ServedModel:
+    def get_model(self, name: str) -> GenerationModel:
         for info in self.control.adapters():
             if info.name == name:
                 return replace(self._model, names=(name,), parent=info.model, adapter=name)

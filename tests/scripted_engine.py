@@ -8,35 +8,36 @@ import socket
 import sys
 from collections.abc import Callable
 
-from mlx_parallm.config import EngineConfig
-from mlx_parallm.engine.async_engine import AsyncEngine, ignore_progress
-from mlx_parallm.engine.build import LoadedEngine
+from mlx_parallm.config import EngineConfig, ModelConfig
 from mlx_parallm.engine.commands import EngineHost
-from mlx_parallm.engine.engine import Engine
-from mlx_parallm.engine.interface import ServedModel
+from mlx_parallm.engine.interface import BuiltModel
 from mlx_parallm.engine.life import Build, LocalLife
-from mlx_parallm.engine.metrics import EngineMetrics, MetricFamilies
+from mlx_parallm.engine.metrics import MetricFamilies
 from mlx_parallm.engine.remote.channel import Channel
 from mlx_parallm.engine.remote.host import serve_engines
 from mlx_parallm.engine.remote.life import RemoteLife
+from mlx_parallm.generation.engine import GenerationEngine
 from mlx_parallm.generation.kv_cache.manager import KVCacheManager
+from mlx_parallm.generation.metrics import EngineMetrics
+from mlx_parallm.generation.model import GenerationModel
 from mlx_parallm.generation.scheduler.scheduler import Scheduler
+from mlx_parallm.serving.async_engine import AsyncEngine, ignore_progress
 from mlx_parallm.types.errors import ConfigError
 from mlx_parallm.types.request import GenerateRequest, SamplingParams
 from tests.fakes import ByteTokenizer, FakeRunner, spell
 
 
 def builder(runner: FakeRunner, scheduler_class: Callable[..., Scheduler] = Scheduler) -> Build:
-    def build(config: EngineConfig, families: MetricFamilies, _: object) -> list[LoadedEngine]:
+    def build(config: EngineConfig, families: MetricFamilies, _: object) -> list[BuiltModel]:
         info = runner.info
         kv = KVCacheManager(info.num_blocks, info.block_size, enable_prefix_caching=True)
         scheduler = scheduler_class(config.scheduler, kv, max_model_len=info.max_model_len)
         tokenizer = ByteTokenizer()
         metrics = EngineMetrics(families, "m", info)
-        engine = Engine(scheduler, runner, tokenizer, metrics)
+        engine = GenerationEngine(scheduler, runner, tokenizer, metrics)
         names = ("m", "alias")
-        model = ServedModel(names=names, root="m", created=0, tokenizer=tokenizer, info=info)
-        return [LoadedEngine(model, engine)]
+        model = GenerationModel(names=names, root="m", created=0, tokenizer=tokenizer, info=info)
+        return [BuiltModel(ModelConfig(), model, engine)]
 
     return build
 

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
-from prometheus_client import CollectorRegistry
 
-from mlx_parallm.engine.encoders.adapters import EncoderAdapterSet
-from mlx_parallm.engine.encoders.engine import EncodeEngine
-from mlx_parallm.engine.encoders.metrics import EncoderFamilies, EncoderMetrics
-from mlx_parallm.types.pooling import EncodeInput, EncodeRequest, EncoderInfo
+from mlx_parallm.engine.metrics import MetricFamilies
+from mlx_parallm.pooling.adapters import EncoderAdapterSet
+from mlx_parallm.pooling.engine import PoolingEngine
+from mlx_parallm.pooling.metrics import PoolingMetrics
+from mlx_parallm.types.errors import ParallmError
+from mlx_parallm.types.events import ErrorEvent
+from mlx_parallm.types.pooling import EncodeInput, EncodeRequest, EncoderInfo, PoolingEvent
 
 POISON, NAN = 666, 777
 NUM_STAGES = 4
@@ -91,6 +94,37 @@ def seconds_of(batch: Sequence[tuple[int, ...]]) -> float:
     return LAUNCH_S + TOKEN_S * len(batch) * max(map(len, batch))
 
 
+class RepliedEngine(PoolingEngine):
+    """An engine that hands each answer, or the error, to whoever asked."""
+
+    def __init__(self, *parts: Any, **more: Any) -> None:
+        super().__init__(*parts, **more)
+        self.replies: dict[str, Callable[[Any], None]] = {}
+
+    def add(self, request: EncodeRequest, reply: Callable[[Any], None]) -> None:
+        self.replies[request.request_id] = reply
+        try:
+            self._tell(self.submit(request))
+        except ParallmError as refusal:
+            self.replies.pop(request.request_id)(refusal)
+
+    def step(self, within_s: float | None = None) -> list[PoolingEvent | ErrorEvent] | None:
+        events = super().step(within_s)
+        self._tell(events or ())
+        return events
+
+    def abort(self, request_id: str) -> bool:
+        events = self.cancel(request_id)
+        self._tell(events)
+        return bool(events)
+
+    def _tell(self, events: Iterable[PoolingEvent | ErrorEvent]) -> None:
+        for event in events:
+            reply = self.replies.pop(event.request_id, None)
+            if reply is not None:
+                reply(event.error if isinstance(event, ErrorEvent) else event.results)
+
+
 def engine_of(
     encoder: SumEncoder,
     *,
@@ -100,12 +134,12 @@ def engine_of(
     max_wait_s: float = 0.0,
     joins_lengths: bool = False,
     adapters: EncoderAdapterSet | None = None,
-) -> EncodeEngine:
-    return EncodeEngine(
+) -> RepliedEngine:
+    return RepliedEngine(
         encoder,
         max_tokens=max_tokens,
         max_waiting=max_waiting,
-        metrics=EncoderMetrics(EncoderFamilies(CollectorRegistry()), "m"),
+        metrics=PoolingMetrics(MetricFamilies(), "m"),
         max_wait_s=max_wait_s,
         cache_bytes=cache_bytes,
         joins_lengths=joins_lengths,

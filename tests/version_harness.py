@@ -10,11 +10,11 @@ from typing import Any, cast
 from mlx_parallm.adapters.weights import AdapterWeights
 from mlx_parallm.api.versions import VersionSpans
 from mlx_parallm.config import SchedulerConfig, SpeculativeConfig
-from mlx_parallm.engine.engine import Engine
 from mlx_parallm.engine.live_weights import LiveModel, LiveWeights
-from mlx_parallm.engine.metrics import EngineMetrics
 from mlx_parallm.engine.policies import AdapterUpload, Policies
+from mlx_parallm.generation.engine import GenerationEngine
 from mlx_parallm.generation.kv_cache.manager import KVCacheManager
+from mlx_parallm.generation.metrics import EngineMetrics
 from mlx_parallm.generation.scheduler.scheduler import Scheduler
 from mlx_parallm.types.errors import InvalidRequestError, OverloadedError
 from mlx_parallm.types.events import (
@@ -209,7 +209,7 @@ class VersionHarness:
             max_loaded=max_loaded,
             max_rank=MAX_RANK,
         )
-        self.engine = Engine(
+        self.engine = GenerationEngine(
             self.scheduler,
             self,
             Tokenizer(),

@@ -18,10 +18,11 @@ import mlx.core as mx
 from mlx_lm.generate import BatchGenerator
 
 from mlx_parallm.config import CacheConfig, SchedulerConfig, SpeculativeConfig
-from mlx_parallm.engine.build import speculative_for
-from mlx_parallm.engine.engine import Engine
-from mlx_parallm.engine.metrics import EngineMetrics, MetricFamilies
+from mlx_parallm.engine.metrics import MetricFamilies
+from mlx_parallm.generation.build import speculative_for
+from mlx_parallm.generation.engine import GenerationEngine
 from mlx_parallm.generation.kv_cache.manager import KVCacheManager
+from mlx_parallm.generation.metrics import EngineMetrics
 from mlx_parallm.generation.scheduler.scheduler import Scheduler
 from mlx_parallm.grammar.compiler import GrammarCompiler
 from mlx_parallm.types.tracing import StepTracer
@@ -84,7 +85,7 @@ class NoText:
 class BenchEngine:
     """An engine, and the parts of it that a benchmark looks at."""
 
-    engine: Engine
+    engine: GenerationEngine
     kv: KVCacheManager
     block_bytes: int
 
@@ -173,7 +174,7 @@ def make_engine(
             runner, num_seqs=max_num_seqs, tokens=scheduler.token_budget, clock=time.monotonic
         )
     metrics = EngineMetrics(MetricFamilies(), "bench", info)
-    engine = Engine(scheduler, runner, NoText(), metrics, warm_up=steps, tracer=tracer)
+    engine = GenerationEngine(scheduler, runner, NoText(), metrics, warm_up=steps, tracer=tracer)
     while engine.prepare():
         pass
     return BenchEngine(engine, kv, plan.block_bytes)

@@ -71,7 +71,7 @@ from mlx_parallm.api.routes.page import page_files, page_router
 from mlx_parallm.api.schemas.errors import ErrorResponse
 from mlx_parallm.batch_jobs.service import BatchService
 from mlx_parallm.config import ServerConfig
-from mlx_parallm.engine.interface import EngineClient
+from mlx_parallm.serving.interface import EngineClient
 
 RESPONSES: dict[int | str, dict[str, Any]] = {
     "4XX": {"model": ErrorResponse, "description": "The request is at fault."},

@@ -15,7 +15,7 @@ from mlx_parallm.batch_jobs.answers import LineResponse
 from mlx_parallm.batch_jobs.files import FileLimits
 from mlx_parallm.batch_jobs.service import BatchLimits, BatchService
 from mlx_parallm.config import SchedulerConfig, ServerConfig
-from mlx_parallm.engine.interface import EngineClient
+from mlx_parallm.serving.interface import EngineClient
 from mlx_parallm.types.errors import ShuttingDownError
 
 HEADERS = {"content-type": "application/json"}

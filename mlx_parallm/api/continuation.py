@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mlx_parallm.engine.interface import Tokenizer
+from mlx_parallm.generation.model import Tokenizer
 
 
 def continuation_ids(tokenizer: Tokenizer, anchor: str, text: str) -> tuple[int, ...]:

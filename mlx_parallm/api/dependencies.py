@@ -11,7 +11,7 @@ from mlx_parallm.api.internal import internal_caller
 from mlx_parallm.api.scopes import ScopedEngine, scope_of
 from mlx_parallm.batch_jobs.service import BatchService
 from mlx_parallm.config import ServerConfig
-from mlx_parallm.engine.interface import EngineClient
+from mlx_parallm.serving.interface import EngineClient
 
 
 async def get_config(request: Request) -> ServerConfig:

@@ -14,8 +14,8 @@ from starlette.responses import Response
 
 from mlx_parallm.api.encoding import encoded, num_numbers
 from mlx_parallm.api.generation import unless_disconnected
-from mlx_parallm.engine.encoder_interface import EncoderModel
-from mlx_parallm.engine.interface import EngineClient
+from mlx_parallm.pooling.model import PoolingModel
+from mlx_parallm.serving.interface import EngineClient
 from mlx_parallm.types.errors import InvalidRequestError
 from mlx_parallm.types.pooling import EncodeInput
 
@@ -36,7 +36,7 @@ class Encoding:
         param: the field of the body that they came from.
     """
 
-    model: EncoderModel
+    model: PoolingModel
     name: str
     inputs: tuple[EncodeInput, ...]
     request_id: str

@@ -8,7 +8,8 @@ from typing import TypeVar
 
 import numpy as np
 
-from mlx_parallm.engine.encoder_interface import EncoderClient, EncoderModel
+from mlx_parallm.pooling.model import PoolingModel
+from mlx_parallm.serving.interface import PoolingClient
 from mlx_parallm.types.pooling import EncodeInput, EncoderInfo
 
 T = TypeVar("T")
@@ -17,8 +18,8 @@ PART_NUMBERS = 16_000_000
 
 
 async def encoded(
-    encoders: EncoderClient,
-    model: EncoderModel,
+    encoders: PoolingClient,
+    model: PoolingModel,
     inputs: Sequence[EncodeInput],
     request_id: str,
     write: Callable[[EncodeInput, np.ndarray], T],
@@ -28,7 +29,7 @@ async def encoded(
     The results of one part are written before the next part is asked for.
 
     Raises:
-        ParallmError: see ``EncoderClient.encode``.
+        ParallmError: see ``PoolingClient.encode``.
     """
     written: list[T] = []
     hits: list[bool] = []

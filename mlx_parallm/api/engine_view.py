@@ -6,14 +6,10 @@ from collections.abc import Mapping, Sequence
 
 from mlx_parallm.config import EngineConfig
 from mlx_parallm.engine.control import EngineControl
-from mlx_parallm.engine.encoder_interface import (
-    EncoderClient,
-    EncoderLoad,
-    EncoderModel,
-    EncoderStatus,
-    ModelMemory,
-)
-from mlx_parallm.engine.interface import EngineClient, EngineLoad, RequestHandle, ServedModel
+from mlx_parallm.engine.interface import EngineLoad, ModelLoad, ModelMemory, ModelStatus
+from mlx_parallm.generation.model import GenerationModel, RequestHandle
+from mlx_parallm.pooling.model import PoolingModel
+from mlx_parallm.serving.interface import EngineClient, PoolingClient
 from mlx_parallm.types.pooling import EncodeRequest, EncodeResults, Task
 from mlx_parallm.types.request import GenerateRequest
 
@@ -37,20 +33,20 @@ class EngineView:
         """See ``EngineClient``."""
         return self._engine.config
 
-    def models(self) -> Sequence[ServedModel]:
+    def models(self) -> Sequence[GenerationModel]:
         """See ``EngineClient``."""
         return self._engine.models()
 
-    def first_model(self) -> ServedModel:
+    def first_model(self) -> GenerationModel:
         """See ``EngineClient``."""
         return self._engine.first_model()
 
-    def get_model(self, name: str) -> ServedModel:
+    def get_model(self, name: str) -> GenerationModel:
         """See ``EngineClient``."""
         return self._engine.get_model(name)
 
     @property
-    def encoders(self) -> EncoderClient:
+    def encoders(self) -> PoolingClient:
         """See ``EngineClient``."""
         return self._engine.encoders
 
@@ -93,39 +89,39 @@ class EngineView:
 
 
 class EncoderView:
-    """Implements ``EncoderClient`` by another one."""
+    """Implements ``PoolingClient`` by another one."""
 
-    def __init__(self, encoders: EncoderClient) -> None:
+    def __init__(self, encoders: PoolingClient) -> None:
         self._encoders = encoders
 
-    def models(self) -> Sequence[EncoderModel]:
-        """See ``EncoderClient``."""
+    def models(self) -> Sequence[PoolingModel]:
+        """See ``PoolingClient``."""
         return self._encoders.models()
 
-    def statuses(self) -> Sequence[EncoderStatus]:
-        """See ``EncoderClient``."""
+    def statuses(self) -> Sequence[ModelStatus]:
+        """See ``PoolingClient``."""
         return self._encoders.statuses()
 
-    def find(self, name: str) -> EncoderStatus | None:
-        """See ``EncoderClient``."""
+    def find(self, name: str) -> ModelStatus | None:
+        """See ``PoolingClient``."""
         return self._encoders.find(name)
 
     async def wait(self, name: str) -> None:
-        """See ``EncoderClient``."""
+        """See ``PoolingClient``."""
         await self._encoders.wait(name)
 
-    async def load(self, asked: EncoderLoad) -> EncoderStatus:
-        """See ``EncoderClient``."""
+    async def load(self, asked: ModelLoad) -> ModelStatus:
+        """See ``PoolingClient``."""
         return await self._encoders.load(asked)
 
-    async def unload(self, name: str) -> EncoderStatus:
-        """See ``EncoderClient``."""
+    async def unload(self, name: str) -> ModelStatus:
+        """See ``PoolingClient``."""
         return await self._encoders.unload(name)
 
-    def get(self, name: str | None, *tasks: Task) -> EncoderModel:
-        """See ``EncoderClient``."""
+    def get(self, name: str | None, *tasks: Task) -> PoolingModel:
+        """See ``PoolingClient``."""
         return self._encoders.get(name, *tasks)
 
     async def encode(self, request: EncodeRequest) -> EncodeResults:
-        """See ``EncoderClient``."""
+        """See ``PoolingClient``."""
         return await self._encoders.encode(request)

@@ -12,8 +12,9 @@ from starlette.responses import Response
 
 from mlx_parallm.api.errors import CLIENT_CLOSED
 from mlx_parallm.api.sse import wait_for_disconnect
-from mlx_parallm.engine.admission import check_room
-from mlx_parallm.engine.interface import EngineClient, RequestHandle
+from mlx_parallm.generation.admission import check_room
+from mlx_parallm.generation.model import RequestHandle
+from mlx_parallm.serving.interface import EngineClient
 from mlx_parallm.types.errors import InvalidRequestError
 from mlx_parallm.types.events import ErrorEvent, GenerateEvent, PromptEvent, TokenEvent
 from mlx_parallm.types.request import GenerateRequest

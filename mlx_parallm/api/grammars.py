@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from mlx_parallm.engine.interface import ServedModel
+from mlx_parallm.generation.model import GenerationModel
 from mlx_parallm.grammar.spec import GrammarSpec
 from mlx_parallm.grammar.vocabulary import UNSUPPORTED
 from mlx_parallm.types.errors import InvalidRequestError
@@ -15,7 +15,7 @@ COMPILE_TIMEOUT_S = 10.0
 
 
 async def grammar_of(
-    spec: GrammarSpec, model: ServedModel, *, param: str, begins_after: str | None = None
+    spec: GrammarSpec, model: GenerationModel, *, param: str, begins_after: str | None = None
 ) -> Grammar:
     """Compile what an answer must match, off the event loop unless it is known.
 

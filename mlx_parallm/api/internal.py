@@ -10,7 +10,8 @@ from dataclasses import dataclass, replace
 from starlette.requests import HTTPConnection
 
 from mlx_parallm.api.engine_view import EngineView
-from mlx_parallm.engine.interface import EngineClient, RequestHandle
+from mlx_parallm.generation.model import RequestHandle
+from mlx_parallm.serving.interface import EngineClient
 from mlx_parallm.types.request import GenerateRequest
 
 # The end of the path of the route that reads its body as it comes and keeps none of it in memory.

@@ -12,7 +12,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from mlx_parallm.api.ignored import forms_of, ignored_names, tell_ignored
-from mlx_parallm.engine.interface import EngineClient
+from mlx_parallm.serving.interface import EngineClient
 from mlx_parallm.types.errors import InvalidRequestError, ModelLoadingError
 
 TOO_DEEP = "The body is nested too deeply."

@@ -6,15 +6,16 @@ Routes that only some encoders can serve choose among those beside what they com
 
 from __future__ import annotations
 
-from mlx_parallm.engine.encoder_interface import EncoderModel
-from mlx_parallm.engine.interface import EngineClient, ServedModel
+from mlx_parallm.generation.model import GenerationModel
+from mlx_parallm.pooling.model import PoolingModel
+from mlx_parallm.serving.interface import EngineClient
 from mlx_parallm.types.errors import ModelNotFoundError
 from mlx_parallm.types.pooling import Task
 
 
 def generator(
     engine: EngineClient, model: str | None, adapter: str | None = None, *, field: str = "adapter"
-) -> tuple[str, ServedModel]:
+) -> tuple[str, GenerationModel]:
     """Return the name that the answer tells, and the model or adapter that generates.
 
     An adapter is a name of its own, or belongs to the model that is given. Without either it is
@@ -42,7 +43,7 @@ def generator(
 
 def generator_or_encoder(
     engine: EngineClient, name: str | None, *tasks: Task
-) -> ServedModel | EncoderModel:
+) -> GenerationModel | PoolingModel:
     """Return the model of this name, else the first that generates, else the first encoder.
 
     Args:

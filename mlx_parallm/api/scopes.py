@@ -6,8 +6,8 @@ from dataclasses import replace
 
 from mlx_parallm.api.engine_view import EncoderView, EngineView
 from mlx_parallm.config import ServerConfig
-from mlx_parallm.engine.encoder_interface import EncoderClient
-from mlx_parallm.engine.interface import EngineClient, RequestHandle
+from mlx_parallm.generation.model import RequestHandle
+from mlx_parallm.serving.interface import EngineClient, PoolingClient
 from mlx_parallm.types.cache_scope import EVERYBODY, CacheScope
 from mlx_parallm.types.pooling import EncodeRequest, EncodeResults
 from mlx_parallm.types.request import GenerateRequest
@@ -30,16 +30,16 @@ class ScopedEngine(EngineView):
         return await self._engine.submit(replace(request, scope=self._scope))
 
     @property
-    def encoders(self) -> EncoderClient:
+    def encoders(self) -> PoolingClient:
         """See ``EngineClient``."""
         return _ScopedEncoders(self._engine.encoders, self._scope)
 
 
 class _ScopedEncoders(EncoderView):
-    def __init__(self, encoders: EncoderClient, scope: CacheScope) -> None:
+    def __init__(self, encoders: PoolingClient, scope: CacheScope) -> None:
         super().__init__(encoders)
         self._scope = scope
 
     async def encode(self, request: EncodeRequest) -> EncodeResults:
-        """See ``EncoderClient``."""
+        """See ``PoolingClient``."""
         return await self._encoders.encode(replace(request, scope=self._scope))

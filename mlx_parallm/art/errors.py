@@ -1,4 +1,4 @@
-"""Errors between ART and its server."""
+"""What can go wrong between ART and the server it uses."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ class ServerStartError(BackendError):
 
 
 class CheckpointError(BackendError):
-    """A checkpoint is missing, or is not of the kind that ``weight_sync_method`` needs."""
+    """A checkpoint is missing, or is not what the way of syncing needs."""
 
 
 class UnservedStepError(BackendError):
-    """The weights of the requested step are not served."""
+    """Weights of another step than the one that is served were asked for."""

@@ -17,7 +17,7 @@ from mlx_parallm.cli.logs import configure_logging
 from mlx_parallm.cli.progress import progress_shown
 from mlx_parallm.cli.settings import BATCHING, MEMORY, MODELS, PROCESS, REQUESTS
 from mlx_parallm.config import EngineConfig, ServerConfig
-from mlx_parallm.engine.async_engine import AsyncEngine
+from mlx_parallm.serving.async_engine import AsyncEngine
 from mlx_parallm.types.errors import ConfigError
 
 

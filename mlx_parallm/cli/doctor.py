@@ -144,9 +144,9 @@ def fitting_kv(config: EngineConfig) -> tuple[dict[str, KVFit], str | None]:
     """Return what fits into each model's KV, by name, or why that is not known."""
     try:
         # Other parts of this report are wanted where something else does not import.
-        from mlx_parallm.engine.build import kv_shares  # noqa: PLC0415
+        from mlx_parallm.serving.kinds import planned_kv  # noqa: PLC0415
 
-        shares = kv_shares(config)
+        shares = planned_kv(config)
     except (ParallmError, ImportError) as problem:
         return {}, str(problem)
     return {share.name: KVFit.of(share) for share in shares}, None

@@ -13,6 +13,7 @@ from mlx_parallm.config import ServerConfig
 from mlx_parallm.engine.remote.channel import Channel
 from mlx_parallm.engine.remote.host import serve_engines
 from mlx_parallm.engine.remote.life import IGNORED_SIGNALS
+from mlx_parallm.serving.kinds import build_engines
 
 #: The engine must not wait Python's default 5 ms for the interpreter after every step.
 SWITCH_INTERVAL_S = 0.0005
@@ -38,7 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for number in IGNORED_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, IGNORED_SIGNALS)
-    return serve_engines(Channel(socket.socket(fileno=asked.fd)))
+    return serve_engines(Channel(socket.socket(fileno=asked.fd)), build_engines)
 
 
 if __name__ == "__main__":

@@ -28,8 +28,8 @@ from mlx_parallm.cli.configure import read_settings, warn_of_unknown_variables
 from mlx_parallm.cli.logs import configure_logging
 from mlx_parallm.cli.progress import progress_shown
 from mlx_parallm.config import EngineConfig, ServerConfig
-from mlx_parallm.engine.async_engine import AsyncEngine
 from mlx_parallm.engine.remote.life import RemoteLife
+from mlx_parallm.serving.async_engine import AsyncEngine
 
 logger = logging.getLogger(__name__)
 

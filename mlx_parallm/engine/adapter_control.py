@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
-from dataclasses import replace
 from functools import partial
 from itertools import count
 from typing import Any, Protocol
@@ -18,7 +17,6 @@ from mlx_parallm.engine.adapter_reader import AdapterReader
 from mlx_parallm.engine.commands import EngineHost
 from mlx_parallm.engine.control_metrics import ADAPTER, ControlMetrics
 from mlx_parallm.engine.host_actions import Loaded, taken
-from mlx_parallm.engine.interface import ServedModel
 from mlx_parallm.engine.policies import AdapterInfo, AdapterUpload
 from mlx_parallm.types.errors import InvalidRequestError, ModelNotFoundError, NotFoundError
 from mlx_parallm.types.weights import WeightsVersion
@@ -27,16 +25,16 @@ from mlx_parallm.types.weights import WeightsVersion
 class EngineThread(Protocol):
     """What this needs of the engine that it controls."""
 
-    def models(self) -> Sequence[ServedModel]:
-        """The loaded models that generate."""
-        ...
-
-    def first_model(self) -> ServedModel:
-        """The first of them; raise InvalidRequestError if there is none."""
-        ...
-
     def base_names(self) -> Sequence[tuple[str, ...]]:
-        """The names of every model, those that generate first; the first name is the one kept."""
+        """Return the names of every model, default ones first; a model is kept by its first."""
+        ...
+
+    def changeable(self) -> Sequence[tuple[str, ...]]:
+        """Return the names of every model whose weights can be replaced."""
+        ...
+
+    def refuse_change(self, name: str) -> InvalidRequestError:
+        """Return the error for a model, by any of its names, whose weights stay as they are."""
         ...
 
     def hold(self, model: str) -> AbstractAsyncContextManager[None]:
@@ -115,18 +113,6 @@ class AdapterControl:
         if base:
             return NamedAdapter(short, base[0], str(source))
         return NamedAdapter(name, self._first_base(), str(source))
-
-    def served(self, name: str) -> ServedModel | None:
-        """An adapter of a model that generates as a model of its own; None if it is none."""
-        found = self.named(name)
-        if found is None:
-            return None
-        models = (one for one in self._thread.models() if one.names[0] == found.base)
-        model = next(models, None)
-        if model is None:
-            return None
-        root = found.source or found.name
-        return replace(model, names=(found.name,), root=root, parent=found.base, adapter=found.name)
 
     async def ensure_loaded(self, name: str, base: str) -> None:
         """Load an adapter of a model that was found by its name, unless it is there.
@@ -239,9 +225,11 @@ class AdapterControl:
         return names[0]
 
     def _first_base(self) -> str:
-        """Of the first model that generates, or of the first encoder where none does."""
+        """Return the name of the model that is meant where none is named."""
         bases = self._thread.base_names()
-        return bases[0][0] if bases else self._thread.first_model().names[0]
+        if not bases:
+            raise InvalidRequestError("No model is served here.", param="model")
+        return bases[0][0]
 
     def _names(self, model: str) -> tuple[str, ...]:
         """All names of the model of this name; none if there is no such model."""

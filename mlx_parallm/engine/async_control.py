@@ -11,7 +11,7 @@ from mlx_parallm.engine import host_actions
 from mlx_parallm.engine.adapter_control import AdapterControl, EngineThread
 from mlx_parallm.engine.control import PauseMode
 from mlx_parallm.engine.control_metrics import WEIGHTS, ControlMetrics
-from mlx_parallm.engine.encoder_interface import ModelMemory
+from mlx_parallm.engine.interface import ModelMemory
 from mlx_parallm.engine.live_weights import SLEEP_TAGS, WeightsUpdate
 from mlx_parallm.engine.state import SlotCounts
 from mlx_parallm.types.errors import InvalidRequestError, ModelNotFoundError, PausedError
@@ -41,7 +41,7 @@ class AsyncControl(AdapterControl):
 
     def report(self, slots: Mapping[str, SlotCounts]) -> None:
         """Bring the metrics up to date; ``slots`` are by model."""
-        names = [one.names[0] for one in self._thread.models()]
+        names = [one[0] for one in self._thread.changeable()]
         self._metrics.on_versions(self.adapters(), {name: self.version(name) for name in names})
         self._metrics.on_state(is_paused=self.is_paused, sleep_level=self.sleep_level, slots=slots)
 
@@ -168,16 +168,19 @@ class AsyncControl(AdapterControl):
         return asleep
 
     def _base(self, model: str | None) -> str:
-        """The first name of a model, or of the first one."""
+        """Return the first name of a model whose weights can change; None means the first one."""
+        changeable = self._thread.changeable()
         if model is None:
-            return self._thread.first_model().names[0]
-        for one in self._thread.models():
-            if model in one.names:
-                return one.names[0]
+            if not changeable:
+                raise InvalidRequestError(
+                    "No model whose weights can be changed is served here.", param="model"
+                )
+            return changeable[0][0]
+        for names in changeable:
+            if model in names:
+                return names[0]
         if self._names(model):
-            raise InvalidRequestError(
-                f"{model} is an encoder: its weights stay as they were loaded.", param="model"
-            )
+            raise self._thread.refuse_change(model)
         raise ModelNotFoundError(model)
 
 

@@ -1,177 +1,134 @@
-"""Wires the real parts of an engine from a configuration."""
+"""Loads every model of a configuration, each by its kind."""
 
 from __future__ import annotations
 
 import contextlib
-import logging
-import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
-from mlx_parallm.config import (
-    CacheConfig,
-    EngineConfig,
-    ModelConfig,
-    SchedulerConfig,
-    SpeculativeConfig,
-)
+from mlx_parallm.config import EngineConfig, ModelConfig
 from mlx_parallm.demo_models.folders import DEMO_NAME, demo_folder
-from mlx_parallm.engine.encoders.build import BuiltEncoder, EncoderBuild, evict_beyond, is_read
-from mlx_parallm.engine.engine import Engine
-from mlx_parallm.engine.formats import reasoning_format_of, tool_format_of
-from mlx_parallm.engine.interface import ServedModel
-from mlx_parallm.engine.live_weights import LiveWeights
-from mlx_parallm.engine.metrics import EngineMetrics, MetricFamilies
-from mlx_parallm.engine.policies import Policies
-from mlx_parallm.generation.kv_cache.budget import KVShare, share_budget
-from mlx_parallm.generation.kv_cache.manager import KVCacheManager
-from mlx_parallm.generation.scheduler.scheduler import Scheduler
-from mlx_parallm.grammar.compiler import GrammarCompiler
-from mlx_parallm.grammar.vocabulary import GrammarVocabulary
+from mlx_parallm.engine.interface import (
+    BuildContext,
+    BuiltModel,
+    Kind,
+    ModelFolder,
+    TellProgress,
+)
+from mlx_parallm.engine.metrics import MetricFamilies
 from mlx_parallm.kernels.device_precompiler import device_precompiler
-from mlx_parallm.models.load_failures import load_failures
-from mlx_parallm.tokenizer.tokenizer import ParallmTokenizer, load_tokenizer
-from mlx_parallm.types.errors import ConfigError, ModelLoadError
-from mlx_parallm.types.kv_plan import KVPlan
-from mlx_parallm.types.step import RunnerInfo
+from mlx_parallm.types.errors import ConfigError
 from mlx_parallm.types.tracing import StepTracer
-from mlx_parallm.units import readable_bytes
-from mlx_parallm.worker.attention.backend_choice import BackendChoice, choose_backend
 from mlx_parallm.worker.device.host_memory import keep_freed_memory
 from mlx_parallm.worker.device.kernels import kernels_kept_in
-from mlx_parallm.worker.device.properties import backend_name, free_memory_bytes, give_back_memory
-from mlx_parallm.worker.generation.cache_layout import CacheLayout, kv_shapes, probe_layout
-from mlx_parallm.worker.generation.draft_model import DraftModel
-from mlx_parallm.worker.generation.memory import config_value, context_length, plan_kv, query_heads
-from mlx_parallm.worker.generation.model_runner import ModelRunner
-from mlx_parallm.worker.generation.row_selection import embedding_rows
-from mlx_parallm.worker.generation.warm_up import WarmUp
 from mlx_parallm.worker.weights.hub import resolve_model
-from mlx_parallm.worker.weights.loader import LoadedModel, load_model
-from mlx_parallm.worker.weights.revision import folder_revision
-
-logger = logging.getLogger(__name__)
-
-# A step of so many tokens keeps an NVIDIA GPU busy; elsewhere it would take too long.
-CUDA_TOKEN_BUDGET = 2048
-# KV of small models on the CPU; larger ones get as much as their weights take.
-CPU_KV_BYTES = 1 << 30
-
-# Free memory that KV must leave to the arrays of a step.
-STEP_BYTES = 256 << 20
-
-# Sequences that decode, up to which proposals pay: on a GPU a step of some hundred rows takes
-# little longer than one of a few; on the CPU every row takes its time.
-GPU_BATCH_SIZE = 32
-CPU_BATCH_SIZE = 4
-
-Progress = Callable[[str, float], None]
 
 
-@dataclass(frozen=True, slots=True)
-class LoadedEngine:
-    """A model that is ready to serve."""
-
-    model: ServedModel
-    engine: Engine
-
-
-@dataclass(frozen=True, slots=True)
-class _DraftWeights:
-    """A draft model in memory; ``block_bytes`` is what its KV adds to a block of the budget."""
-
-    loaded: LoadedModel
-    layouts: tuple[CacheLayout, ...]
-    attention: BackendChoice
-    block_bytes: int
-
-
-@dataclass(frozen=True, slots=True)
-class _Weights:
-    """A model in memory, before it has any KV."""
-
-    config: ModelConfig
-    loaded: LoadedModel
-    layouts: tuple[CacheLayout, ...]
-    tokenizer: ParallmTokenizer
-    attention: BackendChoice
-    plan: KVPlan
-    draft: _DraftWeights | None = None
-
-    @property
-    def weight_bytes(self) -> int:
-        """Of the model and its draft model."""
-        return self.loaded.weight_bytes + (self.draft.loaded.weight_bytes if self.draft else 0)
-
-
-def build_engines(
+def build_models(
+    kinds: Sequence[Kind],
     config: EngineConfig,
     families: MetricFamilies,
-    on_progress: Progress,
+    on_progress: TellProgress,
     *,
     tracer: StepTracer | None = None,
-) -> list[LoadedEngine | BuiltEncoder]:
-    """Load every model and share one byte budget of KV among them, on the calling thread.
+) -> list[BuiltModel]:
+    """Load every model on the calling thread, one kind after the other.
 
-    ``tracer`` is told what every step does.
+    Args:
+        kinds: the first that serves a folder loads it; those that share out the memory that is
+            left come last.
+        config: names the models.
+        families: of metrics.
+        on_progress: is told how far the load is.
+        tracer: is told what every step does.
 
     Raises:
-        ConfigError: two models have the same name, or the budget is too small.
+        ConfigError: two models have the same name, or the memory is too small.
         ModelLoadError: a model could not be fetched or loaded.
     """
-    with _loading(config, on_progress) as named:
-        encoders, models = _load_all(named, families, on_progress)
-        shares = _kv_shares(models, config.cache)
-        for share in shares:
-            logger.info("%s: %s", share.name, share)
-        engines = [
-            _assemble(one, share, named, families, tracer)
-            for one, share in zip(models, shares, strict=True)
+    for kind in kinds:
+        kind.declare(families)
+    with loading(config, on_progress) as named:
+        context = BuildContext(named, families, on_progress, tracer)
+        by_kind = sort_by_kind(kinds, named, on_progress)
+        return [
+            built
+            for kind, folders in zip(kinds, by_kind, strict=True)
+            for built in _build(kind, folders, context)
         ]
-    return [*encoders, *engines]
 
 
-def kv_shares(config: EngineConfig) -> list[KVShare]:
-    """Load every model and return what KV each that generates would get, on the calling thread.
+def _build(kind: Kind, folders: Sequence[ModelFolder], context: BuildContext) -> list[BuiltModel]:
+    """Load the models of a kind; those that can come back are evicted if all take too much."""
+    if not kind.traits.loads_later:
+        return kind.build(folders, context)
+    built: list[BuiltModel] = []
+    for folder in folders:
+        built += kind.build([folder], context)
+        built = evict_beyond(built, context.settings.loading.max_encoder_bytes)
+    return built
 
-    Raises as ``build_engines`` does.
+
+def evict_beyond(models: Sequence[BuiltModel], max_bytes: int | None) -> list[BuiltModel]:
+    """Return the models, of which the first are evicted if all take more memory than this.
+
+    Raises:
+        ConfigError: the last one takes more alone.
     """
-
-    def ignore(text: str, share: float) -> None:
-        """Show no progress."""
-
-    with _loading(config, ignore) as named:
-        _, models = _load_all(named, MetricFamilies(), ignore)
-        return _kv_shares(models, config.cache)
+    if max_bytes is None:
+        return list(models)
+    free = max_bytes
+    kept: list[BuiltModel] = []
+    for one in reversed(models):
+        free -= 0 if one.engine is None else one.model.memory.weights
+        if free < 0 and not kept:
+            raise ConfigError(
+                f"{one.model.names[0]} takes {one.model.memory.weights} bytes, and "
+                f"--encoder-memory is {max_bytes}."
+            )
+        if free < 0 and one.engine is not None:
+            one.engine.release()
+        kept.append(one if free >= 0 else replace(one, engine=None))
+    return kept[::-1]
 
 
 @contextlib.contextmanager
-def _loading(config: EngineConfig, on_progress: Progress) -> Iterator[EngineConfig]:
-    """Prepare the process to load models; yield the configuration with all their names."""
+def loading(config: EngineConfig, on_progress: TellProgress) -> Iterator[EngineConfig]:
+    """Prepare the process to load models; yield the configuration with all their names.
+
+    Raises:
+        ConfigError: two models have the same name.
+    """
     check_names(config.models)
     keep_freed_memory()
     with kernels_kept_in(device_precompiler(), config.kernel_cache_dir, on_progress):
         yield replace(config, models=with_short_names(config.models))
 
 
-def _load_all(
-    config: EngineConfig, families: MetricFamilies, on_progress: Progress
-) -> tuple[list[BuiltEncoder], list[_Weights]]:
-    folders = [(one, _folder(one, on_progress)) for one in config.models]
-    found = [(one, path, is_read(one, path)) for one, path in folders]
-    encoders: list[BuiltEncoder] = []
-    for model, path, encodes in found:
-        if encodes:
-            encoders.append(_load_encoder(model, path, config, families, on_progress))
-            encoders = evict_beyond(encoders, config.loading.max_encoder_bytes)
-    models: list[_Weights] = []
-    for model, path, encodes in found:
-        if not encodes:
-            with load_failures(path):
-                models.append(_load(model, path, config, on_progress))
-    return encoders, models
+def sort_by_kind(
+    kinds: Sequence[Kind], config: EngineConfig, on_progress: TellProgress
+) -> list[list[ModelFolder]]:
+    """Fetch every model; return those of each kind, in the order they were given."""
+    folders = [_folder(model, on_progress) for model in config.models]
+    found: list[list[ModelFolder]] = [[] for _ in kinds]
+    for one in folders:
+        found[kinds.index(kind_of(kinds, one.config, one.path))].append(one)
+    return found
+
+
+def kind_of(kinds: Sequence[Kind], config: ModelConfig, path: Path) -> Kind:
+    """Return the first kind that serves a folder's model.
+
+    Raises:
+        ModelLoadError: a file of it cannot be read.
+        ConfigError: none does.
+    """
+    for kind in kinds:
+        if kind.serves(config, path):
+            return kind
+    raise ConfigError(f"{config.path} is a model of a kind that this server does not know.")
 
 
 def model_names(model: ModelConfig) -> tuple[str, ...]:
@@ -212,298 +169,17 @@ def _short_name(model: ModelConfig) -> str:
     return folder.resolve().name if folder.is_dir() else ""
 
 
-def with_token_budget(config: SchedulerConfig, backend: str) -> SchedulerConfig:
-    """The limits with this backend's token budget where none is given."""
-    if config.max_num_batched_tokens is not None or backend != "cuda":
-        return config
-    return replace(config, max_num_batched_tokens=CUDA_TOKEN_BUDGET)
-
-
-def _kv_shares(models: Sequence[_Weights], cache: CacheConfig) -> list[KVShare]:
-    """Share the KV memory among the models; log a warning for each whose context is cut.
-
-    Raises:
-        ConfigError: there is not even a block for each.
-    """
-    plans = [one.plan for one in models]
-    blocks = share_budget(plans, _kv_budget(models, cache))
-    names = [model_names(one.config)[0] for one in models]
-    shares = [KVShare(*one) for one in zip(names, plans, blocks, strict=True)]
-    for share in shares:
-        if share.is_cut:
-            logger.warning(
-                "%s: the context is cut from %d to %d tokens, which is what fits in its share of "
-                "the KV memory; raise --kv-cache-memory-bytes or --kv-memory-fraction.",
-                share.name,
-                share.plan.max_model_len,
-                share.context,
-            )
-    return shares
-
-
-def _kv_budget(models: Sequence[_Weights], cache: CacheConfig) -> int:
-    """Return the bytes of KV for all models: as configured, or what is free and sensible.
-
-    Raises:
-        ConfigError: so much is not free.
-    """
-    if cache.kv_cache_bytes is not None:
-        return _free_for_kv(cache.kv_cache_bytes) if models else 0
-    wanted = sum(one.plan.wanted_bytes for one in models)
-    free = free_memory_bytes()
-    budget = wanted if free is None else min(wanted, int(free * cache.memory_fraction))
-    if backend_name() == "cpu":
-        # There a pool takes its memory, and the time to fill it, at start.
-        budget = min(budget, max(CPU_KV_BYTES, sum(one.weight_bytes for one in models)))
-    return budget
-
-
-def _free_for_kv(num_bytes: int) -> int:
-    """Return the number of bytes, which a person asked for.
-
-    Raises:
-        ConfigError: so much is not free.
-    """
-    # What loading took and needs no more would count as taken.
-    give_back_memory()
-    free = free_memory_bytes()
-    if free is not None and num_bytes + STEP_BYTES > free:
-        raise ConfigError(
-            f"--kv-cache-memory-bytes is {readable_bytes(num_bytes)}; "
-            f"{readable_bytes(max(0, free - STEP_BYTES))} are free beside the models."
-        )
-    return num_bytes
-
-
-def _folder(model: ModelConfig, on_progress: Progress) -> Path:
+def _folder(model: ModelConfig, on_progress: TellProgress) -> ModelFolder:
     source = model.path or DEMO_NAME
-    return demo_folder(source) or _fetch(model, source, on_progress)
+    path = demo_folder(source) or fetch_model(model, source, on_progress)
+    return ModelFolder(replace(model, served_names=model_names(model)), path)
 
 
-def _load_encoder(
-    model: ModelConfig,
-    path: Path,
-    config: EngineConfig,
-    families: MetricFamilies,
-    on_progress: Progress,
-) -> BuiltEncoder:
-    names = model_names(model)
-    on_progress(f"Loading {names[0]}", 0.0)
-    built = EncoderBuild(model, path, names, config, families.encoders).finish()
-    on_progress(f"Loading {names[0]}", 1.0)
-    return built
-
-
-def _load(model: ModelConfig, path: Path, config: EngineConfig, on_progress: Progress) -> _Weights:
-    name = model_names(model)[0]
-    on_progress(f"Loading {name}", 0.0)
-    loaded = load_model(model, path)
-    layouts = probe_layout(loaded.model)
-    tokenizer = load_tokenizer(
-        path, chat_template=model.chat_template, trust_remote_code=model.trust_remote_code
-    )
-    attention = _attention(model, config, loaded, layouts)
-    plan = plan_kv(
-        layouts,
-        loaded.config,
-        config.cache,
-        config.scheduler,
-        config.max_len_of(model, context_length(loaded.config)),
-        attention.backend,
-    )
-    on_progress(f"Loading {name}", 1.0)
-    draft = _draft_weights(model, config, tokenizer, on_progress)
-    if draft is not None:
-        plan = replace(plan, block_bytes=plan.block_bytes + draft.block_bytes)
-    return _Weights(model, loaded, layouts, tokenizer, attention, plan, draft)
-
-
-def _attention(
-    model: ModelConfig,
-    config: EngineConfig,
-    loaded: LoadedModel,
-    layouts: tuple[CacheLayout, ...],
-) -> BackendChoice:
-    dtype = model.kv_cache_dtype or config.cache.kv_cache_dtype
-    return choose_backend(
-        replace(config.cache, kv_cache_dtype=dtype),
-        kv_shapes(layouts),
-        query_heads(loaded.config),
-        is_bounded=config.scheduler.max_decode_stall_ms is not None,
-    )
-
-
-def _draft_weights(
-    model: ModelConfig, config: EngineConfig, tokenizer: ParallmTokenizer, on_progress: Progress
-) -> _DraftWeights | None:
-    """The draft model for ``model``, if the configuration has one.
-
-    Raises:
-        ConfigError, ModelLoadError: as ``_load_draft``, with the setting's name.
-    """
-    source = config.speculative and config.speculative.model
-    if source is None:
-        return None
-    try:
-        return _load_draft(source, model, config, tokenizer, on_progress)
-    except (ConfigError, ModelLoadError) as problem:
-        # Without the name it might be the served model that is at fault.
-        raise type(problem)(f"--speculative-config: draft model: {problem}") from problem
-
-
-def _load_draft(
-    source: str,
-    model: ModelConfig,
-    engine: EngineConfig,
-    tokenizer: ParallmTokenizer,
-    on_progress: Progress,
-) -> _DraftWeights:
-    """A draft model for ``model``.
-
-    Raises:
-        ConfigError: its tokens are not those of the model.
-        ModelLoadError: it could not be fetched or loaded.
-    """
-    config = ModelConfig(path=source, dtype=model.dtype, trust_remote_code=model.trust_remote_code)
-    path = _fetch(config, source, on_progress)
-    own = load_tokenizer(path, trust_remote_code=model.trust_remote_code)
-    if not tokenizer.has_vocabulary_of(own):
-        raise ConfigError(
-            f"{source} has other tokens than {model_names(model)[0]}; both need the same "
-            "vocabulary."
-        )
-    loaded = load_model(config, path)
-    with load_failures(path):
-        layouts = probe_layout(loaded.model)
-    choice = _attention(model, engine, loaded, layouts)
-    per_token = sum(choice.backend.bytes_per_token(shape) for shape in kv_shapes(layouts))
-    return _DraftWeights(loaded, layouts, choice, per_token * engine.cache.block_size)
-
-
-def _fetch(model: ModelConfig, source: str, on_progress: Progress) -> Path:
+def fetch_model(model: ModelConfig, source: str, on_progress: TellProgress) -> Path:
+    """Return the folder of a hub id or path, fetched first where need be."""
     return resolve_model(
         source,
         model.revision,
         on_progress=on_progress,
         trust_remote_code=model.trust_remote_code,
     )
-
-
-def _draft_model(one: _Weights, num_blocks: int) -> DraftModel | None:
-    draft = one.draft
-    if draft is None:
-        return None
-    return DraftModel(
-        draft.loaded,
-        draft.layouts,
-        draft.attention.backend,
-        num_blocks=num_blocks,
-        block_size=one.plan.block_size,
-    )
-
-
-def speculative_for(
-    config: SpeculativeConfig | None, info: RunnerInfo, name: str
-) -> SpeculativeConfig | None:
-    """What a model speculates with.
-
-    Raises:
-        ConfigError: the model keeps a state, which cannot be taken back.
-    """
-    if config is None:
-        return None
-    if info.has_state:
-        raise ConfigError(
-            f"{name} keeps a state per sequence (path {info.path}), which cannot follow refused "
-            "proposals; serve it without --speculative-config."
-        )
-    if config.disable_by_batch_size is not None:
-        return config
-    is_cpu = backend_name() == "cpu"
-    return replace(config, disable_by_batch_size=CPU_BATCH_SIZE if is_cpu else GPU_BATCH_SIZE)
-
-
-def _grammar_vocabulary(one: _Weights) -> GrammarVocabulary:
-    num_rows = embedding_rows(one.loaded.model, config_value(one.loaded.config, "vocab_size"))
-    tokenizer = one.tokenizer
-    return GrammarVocabulary(
-        tokenizer.backend_json, tokenizer.eos_ids, num_rows or 0, tokenizer.vocab_size
-    )
-
-
-def _warm_up(runner: ModelRunner, scheduler: Scheduler, config: EngineConfig) -> WarmUp:
-    return WarmUp(
-        runner,
-        num_seqs=config.scheduler.max_num_seqs,
-        tokens=scheduler.token_budget,
-        clock=time.monotonic,
-    )
-
-
-def _assemble(
-    one: _Weights,
-    share: KVShare,
-    config: EngineConfig,
-    families: MetricFamilies,
-    tracer: StepTracer | None,
-) -> LoadedEngine:
-    num_blocks = share.num_blocks
-    grammars = GrammarCompiler(_grammar_vocabulary(one))
-    runner = ModelRunner(
-        one.loaded,
-        one.layouts,
-        one.plan,
-        num_blocks,
-        one.attention.backend,
-        _draft_model(one, num_blocks),
-        grammars=grammars,
-        logprobs_mode=config.logprobs_mode,
-        tracer=tracer,
-    )
-    info = runner.info
-    kv = KVCacheManager(
-        info.num_blocks,
-        info.block_size,
-        enable_prefix_caching=config.cache.enable_prefix_caching and not info.has_state,
-    )
-    names = model_names(one.config)
-    scheduler = Scheduler(
-        with_token_budget(config.scheduler, backend_name()),
-        kv,
-        max_model_len=info.max_model_len,
-        has_state=info.has_state,
-        speculative=speculative_for(config.speculative, info, names[0]),
-    )
-    metrics = EngineMetrics(families, names[0], info)
-    policies = Policies(
-        model=names[0],
-        users=scheduler,
-        store=runner.adapters,
-        max_loaded=config.adapters.max_loaded,
-        max_rank=config.adapters.max_rank,
-    )
-    engine = Engine(
-        scheduler,
-        runner,
-        one.tokenizer,
-        metrics,
-        live=LiveWeights(policies, runner.live, scheduler),
-        warm_up=_warm_up(runner, scheduler, config) if config.warm_up else None,
-        seed=config.seed,
-        tracer=tracer,
-    )
-    model = ServedModel(
-        names=names,
-        root=one.config.path or DEMO_NAME,
-        created=int(time.time()),
-        tokenizer=one.tokenizer.limited(info.max_model_len),
-        info=info,
-        chat_template_kwargs=one.config.chat_template_kwargs,
-        tool_format=tool_format_of(one.config, one.tokenizer),
-        reasoning_format=reasoning_format_of(one.config, one.tokenizer),
-        allows_auto_tools=one.config.enable_auto_tool_choice,
-        parses_tools=one.config.tool_call_parser != "none",
-        grammars=grammars,
-        revision=folder_revision(one.loaded.path),
-    )
-    return LoadedEngine(model, engine)

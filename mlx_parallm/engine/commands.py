@@ -5,22 +5,23 @@ Replies may be called on any thread: on the engine's, or on one that speaks to i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, MutableMapping
+from collections.abc import Callable, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 from mlx_parallm.types.errors import ParallmError
-from mlx_parallm.types.events import GenerateEvent
-from mlx_parallm.types.pooling import EncodeRequest
-from mlx_parallm.types.request import GenerateRequest
 
 if TYPE_CHECKING:
     from mlx_parallm.engine.adapter_staging import AdapterStaging
-    from mlx_parallm.engine.encoders.adapters import EncoderAdapterSet
-    from mlx_parallm.engine.encoders.build import EncoderBuild
-    from mlx_parallm.engine.encoders.engine import EncodeEngine
-    from mlx_parallm.engine.encoders.metrics import EncoderFamilies
-    from mlx_parallm.engine.engine import Engine
+    from mlx_parallm.engine.interface import (
+        AdapterSet,
+        Event,
+        EventReader,
+        PendingModel,
+        Request,
+        ServedEngine,
+    )
+    from mlx_parallm.engine.metrics import MetricFamilies
     from mlx_parallm.engine.policies import AdapterUpload
 
 
@@ -28,36 +29,31 @@ class EngineHost(Protocol):
     """What the engine thread has."""
 
     @property
-    def engines(self) -> Mapping[str, Engine]:
-        """By their models' first names."""
+    def engines(self) -> MutableMapping[str, ServedEngine]:
+        """Return the loaded models' engines, by their first names."""
         ...
 
     @property
-    def encoders(self) -> MutableMapping[str, EncodeEngine]:
-        """Likewise; those that are loaded."""
+    def adapters(self) -> MutableMapping[str, AdapterSet]:
+        """Return the adapters of every model, evicted ones included, by its first name."""
         ...
 
     @property
-    def encoder_adapters(self) -> MutableMapping[str, EncoderAdapterSet]:
-        """Likewise; those of encoders that made way too."""
+    def families(self) -> MetricFamilies:
+        """Return the metric families of the process."""
         ...
 
     @property
-    def encoder_families(self) -> EncoderFamilies:
-        """Metrics of encoders."""
-        ...
-
-    @property
-    def builds(self) -> MutableMapping[int, EncoderBuild]:
-        """Encoders on their way into memory, by the number that their commands name."""
+    def pending(self) -> MutableMapping[int, PendingModel]:
+        """Return the models that are being loaded, by the number that their commands name."""
         ...
 
     @property
     def stagings(self) -> MutableMapping[int, AdapterStaging]:
-        """Adapters on their way into a slot, likewise."""
+        """Return the adapters that are being put into a slot, likewise."""
         ...
 
-    def deliver(self, events: list[GenerateEvent], /) -> None:
+    def deliver(self, events: Sequence[Event], /) -> None:
         """Send events to their readers."""
         ...
 
@@ -66,32 +62,27 @@ class EngineHost(Protocol):
 class Submit:
     """Admit a request; ``reply`` is called with None or the refusal.
 
-    ``arrival_s`` is the caller's monotonic clock; latencies are measured from it. ``upload`` is the
-    request's adapter, for when it is not loaded.
+    Attributes:
+        request: names its model by the first name.
+        arrival_s: the caller's monotonic clock; latencies are measured from it.
+        upload: the request's adapter, if it may have been unloaded meanwhile.
+        reader: where the request's events go, on the engine thread; None sends them to the event
+            loop. Work beside a model, such as training, is so a client of its own.
+        reply: may be called on any thread.
     """
 
-    request: GenerateRequest
+    request: Request
     arrival_s: float
     upload: AdapterUpload | None = None
+    reader: EventReader | None = None
     reply: Callable[[ParallmError | None], None]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Encode:
-    """Compute what a request's inputs ask for.
-
-    ``reply`` is called with a list of results, or with the error.
-    """
-
-    request: EncodeRequest
-    reply: Callable[[Any], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Abort:
     """End a request and free its blocks. Unknown ids are ignored.
 
-    ``is_told``: its reader gets a last event for every sample, of reason "abort".
+    ``is_told``: its reader gets a last event.
     """
 
     request_id: str
@@ -115,4 +106,4 @@ class Stop:
     """Leave the loop; requests still in flight are dropped."""
 
 
-Command = Submit | Encode | Abort | Call | Stop
+Command = Submit | Abort | Call | Stop

@@ -9,7 +9,7 @@ from dataclasses import asdict
 
 from prometheus_client import CollectorRegistry, Gauge, Histogram
 
-from mlx_parallm.engine.encoder_interface import ModelMemory
+from mlx_parallm.engine.interface import ModelMemory
 from mlx_parallm.engine.policies import AdapterInfo
 from mlx_parallm.engine.state import SlotCounts
 from mlx_parallm.types.weights import WeightsVersion

@@ -7,7 +7,7 @@ from functools import partial
 
 from mlx_parallm.engine.adapter_staging import AdapterStaging
 from mlx_parallm.engine.commands import EngineHost
-from mlx_parallm.engine.engine import Engine
+from mlx_parallm.engine.interface import ServedEngine
 from mlx_parallm.engine.live_weights import SLEEP_TAGS, LiveWeights, WeightsUpdate
 from mlx_parallm.engine.policies import AdapterInfo, AdapterUpload, Policies
 from mlx_parallm.types.errors import InvalidRequestError, ModelNotFoundError
@@ -18,20 +18,17 @@ Loaded = tuple[Sequence[AdapterInfo], Mapping[str, WeightsVersion]]
 
 
 def loaded(host: EngineHost) -> Loaded:
-    """What requests are computed with; encoders stay as they were loaded."""
-    policies = [one.policies for one in host.engines.values()]
-    policies += [one.policies for one in host.encoder_adapters.values()]
-    infos = [info for one in policies for info in one.infos()]
-    return infos, {name: one.policies.base.version for name, one in host.engines.items()}
+    """Return what requests are computed with; versions are of models whose weights can change."""
+    infos = [info for one in host.adapters.values() for info in one.policies.infos()]
+    changeable = {name: one for name, one in host.engines.items() if one.live is not None}
+    return infos, {name: one.adapters.policies.base.version for name, one in changeable.items()}
 
 
 def policies_of(host: EngineHost, model: str) -> Policies:
-    """What requests of a model are computed with; raise ModelNotFoundError."""
-    if model in host.engines:
-        return host.engines[model].policies
-    if model in host.encoder_adapters:
-        return host.encoder_adapters[model].policies
-    raise ModelNotFoundError(model)
+    """Return what requests of a model are computed with; raise ModelNotFoundError."""
+    if model not in host.adapters:
+        raise ModelNotFoundError(model)
+    return host.adapters[model].policies
 
 
 def check_owner(host: EngineHost, name: str, model: str) -> None:
@@ -95,7 +92,7 @@ def reset_prefix_cache(host: EngineHost, *, reset_running: bool) -> None:
     """Forget the prefixes of every model; see ``Engine.reset_prefix_cache``."""
     for engine in host.engines.values():
         host.deliver(engine.settle())
-        engine.reset_prefix_cache(reset_running=reset_running)
+        engine.reset_cache(reset_running=reset_running)
 
 
 def update_weights(host: EngineHost, model: str, update: WeightsUpdate) -> WeightsVersion:
@@ -116,7 +113,7 @@ def relabel(host: EngineHost, model: str, label: str) -> WeightsVersion:
     return live_weights(host.engines[model]).relabel(label)
 
 
-def live_weights(engine: Engine) -> LiveWeights:
+def live_weights(engine: ServedEngine) -> LiveWeights:
     """A model's own weights; raise InvalidRequestError if they never change."""
     if engine.live is None:
         raise InvalidRequestError("The weights of this model cannot be changed.", param="model")
@@ -124,17 +121,21 @@ def live_weights(engine: Engine) -> LiveWeights:
 
 
 def sleep(host: EngineHost, level: int) -> None:
-    """Give back memory of every model; see ``LiveWeights.sleep``."""
-    for engine in host.engines.values():
-        live_weights(engine).sleep(level)
+    """Free memory of every model that can do without; see ``LiveWeights.sleep``."""
+    for live in _lives(host):
+        live.sleep(level)
 
 
 def wake(host: EngineHost, tags: Sequence[str]) -> list[str]:
-    """Have memory back; what of ``SLEEP_TAGS`` still sleeps."""
-    lives = [live_weights(engine) for engine in host.engines.values()]
+    """Have memory again; return what of ``SLEEP_TAGS`` still sleeps."""
+    lives = _lives(host)
     for live in lives:
         live.wake(tags)
     return [tag for tag in SLEEP_TAGS if any(tag in live.asleep for live in lives)]
+
+
+def _lives(host: EngineHost) -> list[LiveWeights]:
+    return [one.live for one in host.engines.values() if one.live is not None]
 
 
 def resume(host: EngineHost) -> None:

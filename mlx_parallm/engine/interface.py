@@ -1,197 +1,280 @@
-"""What the HTTP layer and the offline front end see of the engine."""
+"""What the core knows of the models that it serves, whatever they do.
+
+A kind of model is one package: it implements ``Kind``, which makes a ``ServedEngine`` and a
+``ServedModel`` of a folder. The engine lives on the engine thread; the model is what the event loop
+knows of it, and can be pickled.
+"""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, Protocol, Self
 
-from mlx_parallm.config import EngineConfig
-from mlx_parallm.engine.control import EngineControl
-from mlx_parallm.grammar.spec import GrammarSpec
-from mlx_parallm.grammar.vocabulary import GrammarVocabulary
-from mlx_parallm.parsing.formats import ReasoningFormat, ToolFormat
-from mlx_parallm.types.events import GenerateEvent
-from mlx_parallm.types.request import GenerateRequest, TokenLimit
-from mlx_parallm.types.step import RunnerInfo
+from mlx_parallm.config import EngineConfig, ModelConfig, ModelTask
+from mlx_parallm.engine.turns import TurnTaker
+from mlx_parallm.types.errors import ParallmError
+from mlx_parallm.types.tracing import StepTracer
 
 if TYPE_CHECKING:
-    pass
-from mlx_parallm.engine.encoder_interface import EncoderClient, ModelMemory
+    from mlx_parallm.engine.adapter_names import NamedAdapter
+    from mlx_parallm.engine.live_weights import LiveWeights
+    from mlx_parallm.engine.metrics import MetricFamilies
+    from mlx_parallm.engine.policies import Policies
+    from mlx_parallm.engine.state import EngineState
+
+#: Called with what is being loaded and the share of it that is loaded, from 0 to 1.
+TellProgress = Callable[[str, float], None]
+#: Asks the engines' state something from any thread; see ``EngineLife.query``.
+Ask = Callable[[Callable[["EngineState"], Any]], "Future[Any]"]
 
 
-class IncrementalDetokenizer(Protocol):
-    """Turns one sequence's tokens into text, never emitting half a character."""
-
-    def add(self, token_id: int) -> str:
-        """Take one token and return the text that became printable, perhaps empty."""
-        ...
-
-    def flush(self) -> str:
-        """Return what was still held back."""
-        ...
-
-
-class Tokenizer(Protocol):
-    """A model's tokenizer. Its methods may be called from any thread."""
+class Request(Protocol):
+    """A request to one model."""
 
     @property
-    def vocab_size(self) -> int:
-        """Number of token ids, added tokens included."""
+    def request_id(self) -> str:
+        """Unique among the requests in flight."""
         ...
 
     @property
-    def eos_ids(self) -> frozenset[int]:
-        """Tokens that end generation."""
+    def model(self) -> str:
+        """The model's first name."""
         ...
 
     @property
-    def has_chat_template(self) -> bool:
-        """Whether ``encode_chat`` works without an explicit template."""
+    def adapter(self) -> str | None:
+        """The name of an adapter of the model; None for the model itself."""
+        ...
+
+
+class Event(Protocol):
+    """Something that happened to a request."""
+
+    @property
+    def request_id(self) -> str:
+        """The request."""
+        ...
+
+
+class EventReader(Protocol):
+    """Takes the events of one request."""
+
+    @property
+    def request(self) -> Any:
+        """The request."""
         ...
 
     @property
-    def chat_template(self) -> str | None:
-        """The template's text; None if there is none that is a single text."""
+    def num_samples(self) -> int:
+        """Places in the model's queue that the request takes."""
         ...
 
     @property
-    def takes_tools(self) -> bool:
-        """Whether the template writes tools into the prompt."""
+    def is_complete(self) -> bool:
+        """True once the last event was put."""
         ...
 
     @property
-    def special_tokens(self) -> frozenset[str]:
-        """The tokens that ``skip_special_tokens`` leaves out, as text."""
+    def is_overfull(self) -> bool:
+        """True if its reader is so far behind that the request should end."""
         ...
 
-    def token_id(self, token: str) -> int | None:
-        """The id of a token by its text in the vocabulary; None if it is not one token."""
+    def put(self, event: Any, /) -> None:
+        """Take an event; those after the last are dropped."""
         ...
 
-    def encode(
-        self, text: str, *, add_special_tokens: bool = True, limit: TokenLimit | None = None
-    ) -> list[int]:
-        """Tokenise a text.
+    def fail(self, error: ParallmError, /) -> None:
+        """End with an error; events that were not read are dropped."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class QueueLoad:
+    """Sequences of one model in its latest step."""
+
+    num_running: int = 0
+    num_waiting: int = 0
+
+
+class AdapterSet(Protocol):
+    """The adapters of a model. They outlive its stay in memory."""
+
+    @property
+    def policies(self) -> Policies:
+        """The names under which the model computes."""
+        ...
+
+
+class ServedEngine(TurnTaker, Protocol):
+    """Runs one model. It is not thread-safe: it lives on the engine thread.
+
+    What a kind of model cannot do is a missing capability: ``live`` is None, or ``adapters`` has a
+    store that refuses.
+
+    Attributes:
+        is_paused: True while it begins no step, whatever waits.
+    """
+
+    is_paused: bool
+
+    @property
+    def adapters(self) -> AdapterSet:
+        """Its adapters, and the version of its own weights."""
+        ...
+
+    @property
+    def live(self) -> LiveWeights | None:
+        """Its weights, which can be replaced and released; None if they never change."""
+        ...
+
+    @property
+    def num_requests(self) -> int:
+        """Requests that have not ended."""
+        ...
+
+    def submit(self, request: Any, *, arrival_s: float | None = None) -> Sequence[Event]:
+        """Queue a request; return the events that are known already.
+
+        ``arrival_s`` is a reading of the monotonic clock: latencies are measured from it.
 
         Raises:
-            ContextLengthError: it has more tokens than ``limit`` allows; without one, than the
-                model's context. Nothing was encoded where the text's length shows that.
+            InvalidRequestError: it can never be served.
+            OverloadedError: the queue is full.
+            ModelNotFoundError, ModelLoadingError: its adapter is not there, or has changed.
         """
         ...
 
-    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """The text of a whole sequence of tokens."""
+    def abort(self, request_id: str) -> bool:
+        """End a request and free what it holds; False if it is not here."""
         ...
 
-    def render_chat(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        *,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        add_generation_prompt: bool = True,
-        continue_final_message: bool = False,
-        chat_template: str | None = None,
-        template_kwargs: Mapping[str, Any] | None = None,
-    ) -> str:
-        """Apply the chat template; raise InvalidRequestError (param "messages") if it refuses."""
+    def cancel(self, request_id: str) -> Sequence[Event]:
+        """End a request as ``abort`` does; return the last events for its reader."""
         ...
 
-    def encode_chat(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        *,
-        limit: TokenLimit | None = None,
-        **options: Any,
-    ) -> list[int]:
-        """``render_chat``, then ``encode`` without adding special tokens a second time."""
+    def reset_cache(self, *, reset_running: bool = False) -> None:
+        """Forget what was computed before; ``reset_running`` recomputes what runs."""
         ...
 
-    def token_string(self, token_id: int) -> str:
-        """One token as text; bytes that are no UTF-8 alone become U+FFFD."""
+    def release(self) -> None:
+        """Free the memory of the model, which has no requests."""
         ...
 
-    def vocabulary_string(self, token_id: int) -> str:
-        """Return a token as it is written in the vocabulary, such as "Ġword"; "" if unknown."""
+    def check_room(self, client: str, count: int) -> None:
+        """Raise OverloadedError if the queue has no room; any thread may ask."""
         ...
 
-    def token_bytes(self, token_id: int) -> bytes:
-        """One token as the bytes it contributes."""
+    @property
+    def load(self) -> QueueLoad:
+        """How busy it was in its latest step; any thread may ask."""
         ...
 
-    def detokenizer(self, *, skip_special_tokens: bool = True) -> IncrementalDetokenizer:
-        """A fresh incremental detokenizer for one sequence."""
+    @property
+    def cache_bytes(self) -> int:
+        """Memory of the results that it keeps; any thread may ask."""
         ...
 
 
-class Grammars(Protocol):
-    """Compiles grammars for one model's tokens. Safe from any thread."""
+class PackedModel(Protocol):
+    """A ``ServedModel`` on its way to another process."""
 
-    vocabulary: GrammarVocabulary
-
-    def known(self, spec: GrammarSpec) -> str | None:
-        """The grammar's text if it was compiled lately."""
+    def unpack(self, ask: Ask, /) -> ServedModel:
+        """Return the model; ``ask`` queries the state of the engines that it came from."""
         ...
 
-    def submit(self, spec: GrammarSpec) -> Future[str]:
-        """``compile`` elsewhere."""
+
+class ServedModel(Protocol):
+    """What the event loop knows of a loaded model, or of an adapter of one."""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names that requests may use; the first is the one reported."""
         ...
 
-    def compile(self, spec: GrammarSpec) -> str:
-        """A specification in llguidance's JSON form, checked.
+    @property
+    def root(self) -> str:
+        """The hub id or folder that it comes from."""
+        ...
 
-        Raises:
-            InvalidRequestError: it is wrong, unsupported, or too much work; without ``param``.
-        """
+    @property
+    def created(self) -> int:
+        """When it was loaded, in Unix seconds."""
+        ...
+
+    @property
+    def parent(self) -> str | None:
+        """The first name of an adapter's model; None for a model."""
+        ...
+
+    @property
+    def memory(self) -> ModelMemory:
+        """What it takes while it is loaded, its adapters and kept results apart."""
+        ...
+
+    @property
+    def traits(self) -> KindTraits:
+        """What every model of its kind has in common."""
+        ...
+
+    def check(self, request: Any, /) -> None:
+        """Raise InvalidRequestError if the model can never serve a request."""
+        ...
+
+    def reader(self, request: Any, /) -> EventReader:
+        """Return what takes a request's events on the event loop."""
+        ...
+
+    def with_adapter(self, adapter: NamedAdapter, /) -> Self | None:
+        """Return an adapter of the model as a model; None if it must be loaded first."""
+        ...
+
+    def packed(self) -> PackedModel:
+        """Return it in a form that can be pickled."""
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ServedModel:
-    """A loaded model as its clients see it.
+class KindTraits:
+    """What the models of one kind have in common.
 
-    ``names[0]`` is the one reported; ``root`` the hub id or folder it came from; ``created`` Unix
-    seconds; ``chat_template_kwargs`` variables of the template that every request begins with.
-    ``tool_format`` and ``reasoning_format`` are how the model writes tool calls and reasoning, None
-    where its text is not parsed for them; ``parses_tools`` is false where that was asked for,
-    ``allows_auto_tools`` where the model may not decide itself whether it calls tools.
-    ``grammars`` compiles what its samples may be asked to match. ``revision`` tells its files from
-    those of others, as they were loaded. ``adapter`` is set where this is
-    an adapter, whose model's first name is ``parent``.
+    Attributes:
+        name: says what they do.
+        is_default: True if one of them is meant where no model is named.
+        loads_later: True if they can be loaded, evicted and unloaded while the server runs.
+        can_change: True if their weights can be replaced.
+        refuses_load: why they cannot be loaded later.
+        refuses_unload: why they cannot be unloaded, after the model's name.
+        refuses_change: why their weights cannot be replaced, after the model's name.
     """
 
-    names: tuple[str, ...]
-    root: str
-    created: int
-    tokenizer: Tokenizer
-    info: RunnerInfo
-    chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
-    tool_format: ToolFormat | None = None
-    reasoning_format: ReasoningFormat | None = None
-    parses_tools: bool = True
-    allows_auto_tools: bool = True
-    grammars: Grammars | None = None
-    revision: str = ""
-    parent: str | None = None
-    adapter: str | None = None
-
-    @property
-    def call_id_length(self) -> int | None:
-        """Letters and digits of a tool call's id in its conversations; None for any id."""
-        return None if self.tool_format is None else self.tool_format.id_length
+    name: str
+    is_default: bool = False
+    loads_later: bool = False
+    can_change: bool = False
+    refuses_load: str = "Such models are loaded when the server starts."
+    refuses_unload: str = "is not unloaded while the server runs."
+    refuses_change: str = "keeps the weights that it was loaded with."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RequestHandle:
-    """An admitted request: iterate its events; leaving the iterator early does not abort it.
+class ModelMemory:
+    """What a model takes, in bytes.
 
-    ``gather``, called with a number, lets so many tokens of a sample come as one event.
+    Attributes:
+        weights: its parameters and those of its draft model; 0 while they are not in memory.
+        kv: its KV pool, whether blocks are in use or not.
+        cache: results that are kept for equal inputs.
+        adapters: tensors of its loaded adapters.
     """
 
-    request_id: str
-    events: AsyncIterator[GenerateEvent]
-    gather: Callable[[int], None] = lambda count: None
+    weights: int = 0
+    kv: int = 0
+    cache: int = 0
+    adapters: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -200,8 +283,8 @@ class EngineLoad:
 
     Attributes:
         num_requests: admitted requests that have not ended.
-        num_running: sequences in the batch; of the latest step.
-        num_waiting: sequences that wait for a place in it; of the latest step.
+        num_running: sequences in the batch of the latest step.
+        num_waiting: sequences that waited for a place in it.
     """
 
     num_requests: int
@@ -209,93 +292,177 @@ class EngineLoad:
     num_waiting: int
 
 
-class EngineClient(Protocol):
-    """The engine, seen from the event loop."""
+class ModelState(StrEnum):
+    """Where the weights of a model are.
+
+    evicted: they were freed for another model; its next request loads it again.
+    """
+
+    LOADED = "loaded"
+    LOADING = "loading"
+    EVICTED = "evicted"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelStatus:
+    """A model that requests may name, loaded or not.
+
+    Attributes:
+        names: the first is the one reported.
+        root: the hub id or folder that it comes from.
+        state: where its weights are.
+        progress: share of the load that is done, from 0 to 1; 1 once it is loaded.
+        is_pinned: True if it stays in memory until it is unloaded.
+        model: what is known about it; None until it was loaded once.
+        parent: an adapter's model, which state, progress and pin are about; None for a model.
+    """
+
+    names: tuple[str, ...]
+    root: str
+    state: ModelState
+    progress: float
+    is_pinned: bool
+    model: Any
+    parent: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelLoad:
+    """A model to be loaded while the server runs.
+
+    Attributes:
+        model: a folder or a hub id; or the name of a served model, to have it in memory.
+        names: the names that requests are to use; ``model`` if there is none.
+        task: as in ``ModelConfig``.
+        dtype: as in ``ModelConfig``; None for the server's.
+        revision: hub revision.
+        max_model_len: cap on the length of an input in tokens; None takes the model's own.
+        is_pinned: True if it is to stay in memory until it is unloaded.
+    """
+
+    model: str
+    names: tuple[str, ...] = ()
+    task: Literal["auto"] | ModelTask = "auto"
+    dtype: str | None = None
+    revision: str | None = None
+    max_model_len: int | None = None
+    is_pinned: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class BuiltModel:
+    """A model that is ready to serve.
+
+    Attributes:
+        config: where it comes from.
+        model: what the event loop knows of it.
+        engine: runs it; None if it was evicted, and its next request loads it again.
+    """
+
+    config: ModelConfig
+    model: ServedModel
+    engine: ServedEngine | None
+
+
+@dataclass(frozen=True, slots=True)
+class StartedModel:
+    """A ``BuiltModel`` as the event loop sees it."""
+
+    config: ModelConfig
+    model: ServedModel
+    is_loaded: bool
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFolder:
+    """A model to be loaded: its settings, all its names among them, and where its files are."""
+
+    config: ModelConfig
+    path: Path
 
     @property
-    def control(self) -> EngineControl:
-        """What an operator may ask of it."""
+    def names(self) -> tuple[str, ...]:
+        """The names that requests may use; the first is the one reported."""
+        return self.config.served_names
+
+
+@dataclass(frozen=True, slots=True)
+class BuildContext:
+    """What every kind of model is built with.
+
+    Attributes:
+        settings: of the server.
+        families: of metrics.
+        on_progress: is told how far the load is.
+        tracer: is told what every step does; None for nobody.
+    """
+
+    settings: EngineConfig
+    families: MetricFamilies
+    on_progress: TellProgress
+    tracer: StepTracer | None = None
+
+
+class PendingModel(Protocol):
+    """A model that is being loaded while others serve. It lives on the engine thread."""
+
+    @property
+    def name(self) -> str:
+        """The first of its names."""
         ...
 
     @property
-    def config(self) -> EngineConfig:
-        """The settings it was built from."""
+    def num_bytes(self) -> int:
+        """Memory of its weights."""
         ...
 
-    def models(self) -> Sequence[ServedModel]:
-        """The loaded models that generate, in the order they were given."""
+    def advance(self) -> float:
+        """Load the next part; return the share that is loaded, from 0 to 1."""
         ...
 
-    def first_model(self) -> ServedModel:
-        """The first of them; raise InvalidRequestError if there is none."""
+    def finish(self, kept: AdapterSet | None = None) -> BuiltModel:
+        """Return the model, ready to serve; ``kept`` are the adapters that it had before."""
         ...
 
-    def get_model(self, name: str) -> ServedModel:
-        """The model or adapter of this name.
-
-        Raises:
-            ModelNotFoundError: none has it.
-            InvalidRequestError: it is an encoder.
-        """
+    def close(self) -> None:
+        """Free what is not part of a finished model."""
         ...
+
+
+#: Opens a model on the engine thread, whose metric families it is given.
+OpenModel = Callable[["MetricFamilies"], PendingModel]
+
+
+class Kind(Protocol):
+    """One kind of model."""
 
     @property
-    def encoders(self) -> EncoderClient:
-        """The models that read texts instead of continuing them."""
+    def traits(self) -> KindTraits:
+        """What its models have in common."""
         ...
 
-    async def check_room(self, model: str, client: str, n: int) -> None:
-        """Refuse ``n`` samples of a client early, before their prompt is encoded.
+    def declare(self, families: MetricFamilies) -> None:
+        """Have its metric families there before any model adds values."""
+        ...
 
-        It costs nearly nothing; ``submit`` decides.
+    def serves(self, config: ModelConfig, path: Path) -> bool:
+        """True if a folder's model is of this kind; raise ModelLoadError if it is unreadable."""
+        ...
+
+    def build(self, models: Collection[ModelFolder], context: BuildContext) -> list[BuiltModel]:
+        """Load models on the calling thread, which is the engine thread.
 
         Raises:
-            OverloadedError: the queue had no room for them a moment ago.
+            ConfigError: they do not fit their settings or the memory.
+            ModelLoadError: one cannot be loaded.
         """
         ...
 
-    async def submit(self, request: GenerateRequest) -> RequestHandle:
-        """Admit a request.
+    def read(self, config: ModelConfig, path: Path, settings: EngineConfig) -> OpenModel:
+        """Read what needs no MLX of a model to be loaded later; any thread may call this.
 
         Raises:
-            InvalidRequestError, ContextLengthError: it can never be served.
-            OverloadedError: the queue is full.
-            ShuttingDownError, EngineDeadError: nothing is admitted any more.
+            ModelLoadError: it cannot be read.
+            InvalidRequestError: this kind is not loaded later.
         """
-        ...
-
-    async def abort(self, request_id: str) -> None:
-        """End a request between two steps and free its blocks; unknown ids are ignored."""
-        ...
-
-    def open_requests(self) -> Sequence[GenerateRequest]:
-        """The requests that were submitted and have not ended."""
-        ...
-
-    async def cancel(self, request_id: str) -> None:
-        """End a request as ``abort`` does, and tell its reader.
-
-        Every sample gets a last event with the ``finish_reason`` "abort" and the text that was
-        held back.
-        """
-        ...
-
-    async def load(self) -> EngineLoad:
-        """How busy the engine is."""
-        ...
-
-    def check_health(self) -> None:
-        """Raise EngineDeadError if the engine thread is dead."""
-        ...
-
-    def check_open(self) -> None:
-        """Raise ShuttingDownError or EngineDeadError if nothing is admitted any more."""
-        ...
-
-    async def memory(self) -> Mapping[str, ModelMemory]:
-        """What each model takes, by its first name."""
-        ...
-
-    async def render_metrics(self) -> tuple[bytes, str]:
-        """The Prometheus exposition and its content type."""
         ...

@@ -5,20 +5,15 @@ from __future__ import annotations
 import gc
 import queue
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
 from mlx_parallm.config import EngineConfig
-from mlx_parallm.engine.build import LoadedEngine, build_engines
 from mlx_parallm.engine.commands import Command
-from mlx_parallm.engine.encoder_interface import LoadedEncoder
-from mlx_parallm.engine.encoders.build import BuiltEncoder
-from mlx_parallm.engine.interface import ServedModel
+from mlx_parallm.engine.interface import BuiltModel, Event, StartedModel, TellProgress
 from mlx_parallm.engine.loop import EngineLoop
 from mlx_parallm.engine.metrics import MetricFamilies
 from mlx_parallm.engine.state import EngineState
 from mlx_parallm.types.errors import EngineDeadError
-from mlx_parallm.types.events import GenerateEvent
 from mlx_parallm.worker.device.properties import end_thread
 
 T = TypeVar("T")
@@ -26,19 +21,10 @@ T = TypeVar("T")
 # More than there are, so that the youngest are looked through: a step of 128 rows makes some 800.
 NEW_OBJECTS = 10_000
 
-#: Hears what is loaded, and which share of it is.
-TellProgress = Callable[[str, float], None]
-Built = Sequence[LoadedEngine | BuiltEncoder]
-Build = Callable[[EngineConfig, MetricFamilies, TellProgress], Built]
-Deliver = Callable[[list[GenerateEvent]], None]
-
-
-@dataclass(frozen=True, slots=True)
-class Loaded:
-    """The models of a life."""
-
-    models: Sequence[ServedModel]
-    encoders: Sequence[LoadedEncoder]
+#: Loads every model of a configuration on the calling thread.
+Build = Callable[[EngineConfig, MetricFamilies, TellProgress], Sequence[BuiltModel]]
+Deliver = Callable[[Sequence[Event]], None]
+OnLoaded = Callable[[Sequence[StartedModel]], None]
 
 
 class EngineLife(Protocol):
@@ -48,7 +34,7 @@ class EngineLife(Protocol):
         self,
         inbox: queue.SimpleQueue[Command],
         deliver: Deliver,
-        on_loaded: Callable[[Loaded], None],
+        on_loaded: OnLoaded,
     ) -> None:
         """Load, and carry out commands until ``Stop``; one life after the other, on one thread.
 
@@ -79,9 +65,7 @@ class EngineLife(Protocol):
 class LocalLife:
     """Engines on the thread that runs this, whose metrics go on from life to life."""
 
-    def __init__(
-        self, config: EngineConfig, on_progress: TellProgress, *, build: Build = build_engines
-    ) -> None:
+    def __init__(self, config: EngineConfig, on_progress: TellProgress, build: Build) -> None:
         self._config = config
         self._on_progress = on_progress
         self._build = build
@@ -92,29 +76,21 @@ class LocalLife:
         self,
         inbox: queue.SimpleQueue[Command],
         deliver: Deliver,
-        on_loaded: Callable[[Loaded], None],
+        on_loaded: OnLoaded,
     ) -> None:
         """See ``EngineLife.run``."""
         gc.unfreeze()
         built = self._build(self._config, self._families, self._on_progress)
         spare_garbage_collection()
-        loaded = _loaded(built)
-        engines = {one.model.names[0]: one.engine for one in built if isinstance(one, LoadedEngine)}
-        encoders = {
-            one.model.names[0]: one.engine
-            for one in built
-            if isinstance(one, BuiltEncoder) and one.engine is not None
-        }
-        grammars = {one.names[0]: one.grammars for one in loaded.models if one.grammars is not None}
-        self._state = EngineState(self._families, engines, encoders, grammars)
-        on_loaded(loaded)
+        engines = {one.model.names[0]: one.engine for one in built if one.engine is not None}
+        self._state = EngineState(self._families, engines)
+        on_loaded([StartedModel(one.config, one.model, one.engine is not None) for one in built])
         stall_ms = self._config.scheduler.max_decode_stall_ms
         EngineLoop(
             engines,
             inbox,
             deliver,
-            encoders,
-            encoder_families=self._families.encoders,
+            families=self._families,
             max_stall_s=None if stall_ms is None else stall_ms / 1e3,
         ).run()
 
@@ -147,15 +123,3 @@ def spare_garbage_collection() -> None:
     # Somebody may look for it more seldom already, or never.
     if 0 < first < NEW_OBJECTS:
         gc.set_threshold(NEW_OBJECTS, *others)
-
-
-def _loaded(built: Built) -> Loaded:
-    """What was built as its clients see it."""
-    return Loaded(
-        [one.model for one in built if isinstance(one, LoadedEngine)],
-        [
-            LoadedEncoder(one.config, one.model, one.engine is not None)
-            for one in built
-            if isinstance(one, BuiltEncoder)
-        ],
-    )

@@ -9,7 +9,6 @@ from typing import Protocol
 
 from mlx_parallm.adapters.tensors import HostTensor
 from mlx_parallm.engine.policies import Policies
-from mlx_parallm.generation.scheduler.scheduler import Scheduler
 from mlx_parallm.types.errors import InvalidRequestError, VersionMismatchError
 from mlx_parallm.types.weights import WeightsVersion
 
@@ -67,6 +66,14 @@ class LiveModel(Protocol):
         ...
 
 
+class PrefixCache(Protocol):
+    """What was computed with weights."""
+
+    def reset_prefix_cache(self, *, reset_running: bool) -> None:
+        """Forget it; ``reset_running`` recomputes what runs."""
+        ...
+
+
 @dataclass(slots=True)
 class LiveWeights:
     """Lives on the engine thread. No step may be in flight in any call.
@@ -74,13 +81,13 @@ class LiveWeights:
     Attributes:
         policies: whose base these weights are.
         model: has the arrays.
-        scheduler: of the requests.
+        scheduler: keeps what was computed with the weights.
         asleep: what of ``SLEEP_TAGS`` is put away.
     """
 
     policies: Policies
     model: LiveModel
-    scheduler: Scheduler
+    scheduler: PrefixCache
     asleep: set[str] = field(default_factory=set)
     _num_updates: int = 0
     # Of the folder that was loaded last.

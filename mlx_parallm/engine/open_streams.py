@@ -1,21 +1,30 @@
-"""The streams of requests that have not ended."""
+"""The readers of requests that have not ended."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
 
-from mlx_parallm.engine.event_stream import EventStream
+from mlx_parallm.engine.interface import Event, EventReader, Request
 from mlx_parallm.types.errors import InvalidRequestError, ParallmError, RequestAbortedError
-from mlx_parallm.types.events import ErrorEvent, GenerateEvent
-from mlx_parallm.types.request import GenerateRequest
+from mlx_parallm.types.events import ErrorEvent
+
+R = TypeVar("R", bound=EventReader)
+
+
+@dataclass(frozen=True, slots=True)
+class _Open:
+    reader: EventReader
+    on_close: Callable[[], None]
 
 
 class OpenStreams:
     """Finds the reader of each event. Lives on the event loop."""
 
     def __init__(self) -> None:
-        self._streams: dict[str, EventStream] = {}
-        #: Of all requests; those that have ended count until their request has.
+        self._streams: dict[str, _Open] = {}
+        #: Samples of all requests; those that have ended count until their request has.
         self.num_samples = 0
 
     def __len__(self) -> int:
@@ -30,47 +39,54 @@ class OpenStreams:
         """Of all requests, by when they came."""
         return list(self._streams)
 
-    def requests(self) -> Sequence[GenerateRequest]:
-        """All requests."""
-        return [stream.request for stream in self._streams.values()]
+    def requests(self) -> Sequence[Request]:
+        """Return all requests."""
+        return [one.reader.request for one in self._streams.values()]
 
-    def open(self, request: GenerateRequest) -> EventStream:
-        """A stream for a request; raise InvalidRequestError if its id is that of another."""
-        if request.request_id in self._streams:
+    def open(self, reader: R, on_close: Callable[[], None] = lambda: None) -> R:
+        """Have a request's events read, and return the reader.
+
+        ``on_close`` is called once the request has ended.
+
+        Raises:
+            InvalidRequestError: its id is that of another open request.
+        """
+        request_id = reader.request.request_id
+        if request_id in self._streams:
             raise InvalidRequestError(
-                f"Request id {request.request_id!r} is already in use.", param="request_id"
+                f"Request id {request_id!r} is already in use.", param="request_id"
             )
-        stream = self._streams[request.request_id] = EventStream(request)
-        self.num_samples += request.params.n
-        return stream
+        self._streams[request_id] = _Open(reader, on_close)
+        self.num_samples += reader.num_samples
+        return reader
 
     def close(self, request_id: str) -> bool:
         """Forget a stream; False if it was not open."""
-        stream = self._streams.pop(request_id, None)
-        if stream is None:
+        one = self._streams.pop(request_id, None)
+        if one is None:
             return False
-        self.num_samples -= stream.request.params.n
+        self.num_samples -= one.reader.num_samples
+        one.on_close()
         return True
 
-    def dispatch(self, events: Sequence[GenerateEvent]) -> Sequence[str]:
+    def dispatch(self, events: Sequence[Event]) -> Sequence[str]:
         """Hand events to their readers; the requests that end because theirs does not read."""
         unread = []
         for event in events:
-            stream = self._streams.get(event.request_id)
-            if stream is None:
+            one = self._streams.get(event.request_id)
+            if one is None:
                 continue
-            stream.put(event)
-            if stream.is_complete:
+            one.reader.put(event)
+            if one.reader.is_complete:
                 self.close(event.request_id)
-            elif stream.is_overfull:
-                stream.fail(RequestAbortedError("The client does not read its stream."))
+            elif one.reader.is_overfull:
+                one.reader.fail(RequestAbortedError("The client does not read its stream."))
                 self.close(event.request_id)
                 unread.append(event.request_id)
         return unread
 
     def end_all(self, error: ParallmError) -> None:
         """Tell every reader this error, and forget them."""
-        for request_id, stream in self._streams.items():
-            stream.put(ErrorEvent(request_id=request_id, error=error))
-        self._streams.clear()
-        self.num_samples = 0
+        for request_id, one in list(self._streams.items()):
+            one.reader.put(ErrorEvent(request_id=request_id, error=error))
+            self.close(request_id)

@@ -8,7 +8,7 @@ from itertools import count
 from typing import Protocol
 
 from mlx_parallm.adapters.weights import AdapterWeights
-from mlx_parallm.generation.scheduler.adapter_slots import AdapterSlots
+from mlx_parallm.engine.adapter_slots import AdapterSlots
 from mlx_parallm.types.errors import (
     InvalidRequestError,
     ModelNotFoundError,

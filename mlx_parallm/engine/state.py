@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 from prometheus_client import generate_latest
 
-from mlx_parallm.engine.encoders.engine import EncodeEngine
-from mlx_parallm.engine.engine import Engine
-from mlx_parallm.engine.interface import Grammars
-from mlx_parallm.engine.metrics import MetricFamilies, total
-from mlx_parallm.grammar.spec import GrammarSpec
-from mlx_parallm.types.errors import OverloadedError
+from mlx_parallm.engine.interface import ServedEngine
+from mlx_parallm.engine.metrics import MetricFamilies
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,49 +40,35 @@ class MetricsText:
 
 
 class EngineState:
-    """Answers about the engines. Safe from any thread."""
+    """Answers about the engines. Safe from any thread.
 
-    def __init__(
-        self,
-        families: MetricFamilies,
-        engines: Mapping[str, Engine],
-        encoders: Mapping[str, EncodeEngine],
-        grammars: Mapping[str, Grammars],
-    ) -> None:
-        """All by models' first names; encoders come and go."""
+    Attributes:
+        engines: those that are loaded, by their models' first names; they come and go.
+    """
+
+    def __init__(self, families: MetricFamilies, engines: Mapping[str, ServedEngine]) -> None:
         self._families = families
-        self._grammars = grammars
-        self._engines = engines
-        self._encoders = encoders
+        self.engines = engines
 
     def check_room(self, model: str, client: str, n: int) -> None:
-        """Raise OverloadedError if a model's queue has no room; unknown models have."""
-        engine = self._engines.get(model)
-        if engine is None:
-            return
-        try:
+        """Raise OverloadedError if a model's queue has no room; unknown models have room."""
+        engine = self.engines.get(model)
+        if engine is not None:
             engine.check_room(client, n)
-        except OverloadedError:
-            engine.on_reject()
-            raise
 
     def num_running_and_waiting(self) -> tuple[int, int]:
-        """Sequences of the latest step, over all models."""
-        return total(self._families.running), total(self._families.waiting)
+        """Return the sequences of the latest step, over all models."""
+        loads = [one.load for one in dict(self.engines).values()]
+        return sum(one.num_running for one in loads), sum(one.num_waiting for one in loads)
 
     def cache_bytes(self) -> Mapping[str, int]:
-        """Of the results that loaded encoders keep, by their first names."""
-        return {name: one.cache_bytes for name, one in dict(self._encoders).items()}
-
-    def compile_grammar(self, model: str, spec: GrammarSpec) -> Future[str]:
-        """The text of a grammar of a model's tokens; see ``Grammars.submit``."""
-        return self._grammars[model].submit(spec)
+        """Return the memory of the results that each loaded model keeps, by first names."""
+        return {name: one.cache_bytes for name, one in dict(self.engines).items()}
 
     def metrics(self) -> MetricsText:
-        """The engines' metrics."""
-        slots = {name: one.policies.users.adapters for name, one in self._engines.items()}
-        counts = {
-            name: SlotCounts(one.num_slots, len(one.resident), one.num_used)
-            for name, one in slots.items()
-        }
+        """Return the engines' metrics."""
+        counts: dict[str, SlotCounts] = {}
+        for name, one in dict(self.engines).items():
+            slots = one.adapters.policies.users.adapters
+            counts[name] = SlotCounts(slots.num_slots, len(slots.resident), slots.num_used)
         return MetricsText(generate_latest(self._families.registry), counts)

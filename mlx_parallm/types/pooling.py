@@ -137,6 +137,14 @@ class EncodeResults(list["np.ndarray"]):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PoolingEvent:
+    """The only event of a request that did not fail: all its results."""
+
+    request_id: str
+    results: EncodeResults
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LateInteraction:
     """How a late-interaction model reads queries and documents, to compare token vectors.
 

@@ -11,7 +11,7 @@ import openai
 import pytest
 
 from mlx_parallm.config import ServerConfig
-from mlx_parallm.engine.event_stream import EventStream
+from mlx_parallm.generation.event_stream import EventStream
 from mlx_parallm.types.errors import OverloadedError, StepError
 from mlx_parallm.types.events import GenerateEvent
 from mlx_parallm.types.request import GenerateRequest

@@ -13,10 +13,10 @@ import pytest
 from mlx.utils import tree_flatten
 
 from mlx_parallm.config import ModelConfig, ModelTask
-from mlx_parallm.engine.encoder_interface import TextEncoder
-from mlx_parallm.engine.encoders.build import is_read, open_runner, tokenizer_of
 from mlx_parallm.models.checkpoints.model_task import decoder_plan, decoder_task, tasks_for
 from mlx_parallm.models.checkpoints.sentence_transformers import VectorSpec
+from mlx_parallm.pooling.build import is_read, open_runner, tokenizer_of
+from mlx_parallm.pooling.model import TextEncoder
 from mlx_parallm.tokenizer.decoder_tokenizer import QWEN3_BEGIN, QWEN3_END
 from mlx_parallm.types.errors import ConfigError, ModelLoadError
 from mlx_parallm.types.pooling import EncodeInput, Encoder

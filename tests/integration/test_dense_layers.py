@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 from mlx_parallm.config import ModelConfig
-from mlx_parallm.engine.encoders.build import open_runner, tokenizer_of
 from mlx_parallm.models.checkpoints.sentence_transformers import DenseSpec, read_vector_spec
+from mlx_parallm.pooling.build import open_runner, tokenizer_of
 from mlx_parallm.types.errors import ModelLoadError
 from mlx_parallm.types.pooling import EncodeInput
 from mlx_parallm.worker.lora.adapter_store import AdapterStore

@@ -6,13 +6,15 @@ import json
 import logging
 import shutil
 from collections.abc import Sequence
+from typing import Any, cast
 
 import pytest
 
 from mlx_parallm.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
 from mlx_parallm.demo_models.folders import DEMO_FOLDER
-from mlx_parallm.engine.build import LoadedEngine, build_engines
 from mlx_parallm.engine.metrics import MetricFamilies
+from mlx_parallm.generation.model import GENERATION_TRAITS
+from mlx_parallm.serving.kinds import build_engines
 from mlx_parallm.types.errors import ConfigError
 
 # KV of a token of the demonstration model in float32: 6 layers, 2 heads of 64, keys and values.
@@ -35,16 +37,14 @@ def _with_context(paths: pytest.TempPathFactory, length: int) -> str:
     return str(folder)
 
 
-def built(
-    paths: Sequence[str], kv_cache_bytes: int | None, *, max_num_seqs: int = 8
-) -> list[LoadedEngine]:
+def built(paths: Sequence[str], kv_cache_bytes: int | None, *, max_num_seqs: int = 8) -> list[Any]:
     config = EngineConfig(
         models=tuple(ModelConfig(path=path) for path in paths),
         cache=CacheConfig(kv_cache_bytes=kv_cache_bytes),
         scheduler=SchedulerConfig(max_num_seqs=max_num_seqs),
     )
     found = build_engines(config, MetricFamilies(), lambda text, share: None)
-    return [one for one in found if isinstance(one, LoadedEngine)]
+    return [cast("Any", one) for one in found if one.model.traits is GENERATION_TRAITS]
 
 
 def test_a_small_model_keeps_its_context_beside_a_large_one(

@@ -18,9 +18,9 @@ from mlx_parallm.adapters.safetensors import read_safetensors
 from mlx_parallm.adapters.weights import AdapterWeights
 from mlx_parallm.config import AdapterConfig, EngineConfig, SchedulerConfig
 from mlx_parallm.demo_models.folders import DEMO_FOLDER, DEMO_NAME
-from mlx_parallm.engine.async_engine import AsyncEngine
 from mlx_parallm.engine.control import PauseMode
 from mlx_parallm.engine.policies import AdapterUpload
+from mlx_parallm.serving.async_engine import AsyncEngine
 from mlx_parallm.types.errors import (
     InvalidRequestError,
     ModelNotFoundError,

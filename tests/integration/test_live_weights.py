@@ -16,9 +16,9 @@ from mlx_lm.utils import dequantize_model, load_model
 from mlx_parallm.adapters.tensors import HostTensor
 from mlx_parallm.config import AdapterConfig, EngineConfig, ModelConfig, SchedulerConfig
 from mlx_parallm.demo_models.folders import DEMO_FOLDER
-from mlx_parallm.engine.async_engine import AsyncEngine
 from mlx_parallm.engine.control import PauseMode
 from mlx_parallm.engine.live_weights import WeightsUpdate
+from mlx_parallm.serving.async_engine import AsyncEngine
 from mlx_parallm.types.errors import InvalidRequestError, VersionMismatchError
 from mlx_parallm.types.weights import DEFAULT_VERSION
 from tests.integration.test_live_adapters import Sample, begin, generate, is_same

@@ -14,10 +14,10 @@ import pytest
 
 from mlx_parallm.config import EngineConfig, ModelConfig, SpeculativeConfig
 from mlx_parallm.demo_models.folders import DEMO_FOLDER, DEMO_FOLDERS
-from mlx_parallm.engine.build import build_engines
 from mlx_parallm.engine.metrics import MetricFamilies
 from mlx_parallm.models.checkpoints.decoders import architecture
 from mlx_parallm.models.load_failures import MAX_CHARS, load_failures
+from mlx_parallm.serving.kinds import build_engines
 from mlx_parallm.types.errors import InvalidRequestError, ModelLoadError
 
 

@@ -13,10 +13,10 @@ import pytest
 from mlx_parallm.adapters.tensors import HostTensor
 from mlx_parallm.config import ModelConfig
 from mlx_parallm.demo_models.folders import DEMO_FOLDER
-from mlx_parallm.engine.encoders.build import open_runner, tokenizer_of
 from mlx_parallm.models.checkpoints.sentence_transformers import DenseSpec, VectorSpec
 from mlx_parallm.models.loading import load_encoder
 from mlx_parallm.numerics.finite import MAX_NAMED, named, not_finite
+from mlx_parallm.pooling.build import open_runner, tokenizer_of
 from mlx_parallm.types.errors import InvalidRequestError, ModelLoadError
 from mlx_parallm.worker.pooling.dense_layers import load_dense
 from mlx_parallm.worker.pooling.encoder_runner import load_encoder_runner

@@ -12,7 +12,8 @@ from mlx_lm.models.cache import KVCache
 from prometheus_client import generate_latest
 
 from mlx_parallm.config import CacheConfig, SchedulerConfig
-from mlx_parallm.engine.metrics import EngineMetrics, MetricFamilies
+from mlx_parallm.engine.metrics import MetricFamilies
+from mlx_parallm.generation.metrics import EngineMetrics
 from mlx_parallm.llm import LLM
 from mlx_parallm.types.errors import ConfigError
 from mlx_parallm.types.request import SamplingParams

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 from mlx_parallm.config import EngineConfig, SchedulerConfig
-from mlx_parallm.engine import build
 from mlx_parallm.engine.metrics import MetricFamilies
+from mlx_parallm.generation import build
+from mlx_parallm.serving.kinds import build_engines
 from mlx_parallm.types.step import ScheduledBatch
 from mlx_parallm.worker.attention.backend_choice import BackendChoice, choose_backend
 from mlx_parallm.worker.attention.reference import ReferenceAttention
@@ -123,6 +124,6 @@ def test_the_configuration_says_so(
     monkeypatch.setattr(build, "choose_backend", choose)
     scheduler = SchedulerConfig(max_num_seqs=6, max_decode_stall_ms=stall_ms)
     config = EngineConfig(scheduler=scheduler, warm_up=warms_up)
-    build.build_engines(config, MetricFamilies(), lambda _text, _share: None)
+    build_engines(config, MetricFamilies(), lambda _text, _share: None)
     assert asked == [(6, 1024)] * warms_up
     assert bounded == [stall_ms is not None]

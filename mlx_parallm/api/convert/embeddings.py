@@ -10,11 +10,11 @@ from starlette.responses import JSONResponse, Response
 from mlx_parallm.api.convert.array_encoding import bytes_response, in_json
 from mlx_parallm.api.encoder_answer import Encoded
 from mlx_parallm.api.schemas.embeddings import EmbeddingsRequest
-from mlx_parallm.engine.encoder_interface import EncoderModel
+from mlx_parallm.pooling.model import PoolingModel
 from mlx_parallm.types.errors import InvalidRequestError
 
 
-def check_dimensions(dimensions: int | None, model: EncoderModel) -> None:
+def check_dimensions(dimensions: int | None, model: PoolingModel) -> None:
     """Raise InvalidRequestError if the model's vectors cannot be cut to that length."""
     info = model.info
     if dimensions is None or dimensions == info.dims:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mlx_parallm.api.offload import maybe_in_thread
-from mlx_parallm.engine.encoder_interface import EncoderModel
+from mlx_parallm.pooling.model import PoolingModel
 from mlx_parallm.types.errors import InvalidRequestError
 from mlx_parallm.types.pooling import EncodeInput, Task
 from mlx_parallm.types.request import ANY_LENGTH, TokenLimit
@@ -33,7 +33,7 @@ ANY_TEXT = Role()
 
 async def single_inputs(
     given: Sequence[Any],
-    model: EncoderModel,
+    model: PoolingModel,
     task: Task,
     *,
     truncate: int | None = None,
@@ -92,7 +92,7 @@ async def single_inputs(
 
 async def _encoded(
     given: Sequence[str],
-    model: EncoderModel,
+    model: PoolingModel,
     role: Role,
     *,
     add_special_tokens: bool,
@@ -112,7 +112,7 @@ async def _encoded(
 
 async def pair_inputs(
     pairs: Sequence[tuple[str, str]],
-    model: EncoderModel,
+    model: PoolingModel,
     task: Task = "classify",
     *,
     truncate: int | None = None,
@@ -133,7 +133,7 @@ async def pair_inputs(
     )
 
 
-async def shortened_texts(texts: Sequence[str], model: EncoderModel, most: int) -> list[str]:
+async def shortened_texts(texts: Sequence[str], model: PoolingModel, most: int) -> list[str]:
     """Return the beginnings of texts that have so many tokens, special ones not counted."""
     limit = TokenLimit(most=most, cuts=True)
 
@@ -157,7 +157,7 @@ def _check_ids(ids: Sequence[tuple[int, ...]], vocab_size: int, param: str) -> N
 
 
 def text_limit(
-    model: EncoderModel,
+    model: PoolingModel,
     truncate: int | None,
     param: str,
     *,
@@ -190,7 +190,7 @@ def text_limit(
 class _Fit:
     """Cuts or refuses inputs that are too long; see ``single_inputs``."""
 
-    def __init__(self, model: EncoderModel, limit: TokenLimit, param: str) -> None:
+    def __init__(self, model: PoolingModel, limit: TokenLimit, param: str) -> None:
         self._cut = model.tokenizer.cut
         self._limit = limit
         self._param = param

@@ -6,20 +6,20 @@ from typing import Any
 
 import numpy as np
 
-from mlx_parallm.engine.encoder_interface import EncoderModel
+from mlx_parallm.pooling.model import PoolingModel
 from mlx_parallm.types.pooling import EncodeInput
 
 # The least that is asked for of each mask, so that one kept result answers what differs in that.
 LEAST_TOP_K = 16
 
 
-def kept_top_k(top_k: int, model: EncoderModel) -> int:
+def kept_top_k(top_k: int, model: PoolingModel) -> int:
     """How many tokens of a mask are asked of the model where so many are told."""
     return min(max(LEAST_TOP_K, 1 << (top_k - 1).bit_length()), model.info.vocab_size)
 
 
 def fillings(
-    one: EncodeInput, found: np.ndarray, top_k: int, model: EncoderModel
+    one: EncodeInput, found: np.ndarray, top_k: int, model: PoolingModel
 ) -> list[list[dict[str, Any]]]:
     """The likeliest tokens at each mask of an input, best first.
 
@@ -49,7 +49,7 @@ def _likeliest(one: EncodeInput, row: np.ndarray, top_k: int) -> list[tuple[int,
 
 
 def filling(
-    one: EncodeInput, place: int, token: int, logprob: float, model: EncoderModel
+    one: EncodeInput, place: int, token: int, logprob: float, model: PoolingModel
 ) -> dict[str, Any]:
     """A token at a mask, and the text with it.
 

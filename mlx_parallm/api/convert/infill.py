@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from mlx_parallm.api.continuation import continuation_ids
-from mlx_parallm.engine.interface import Tokenizer
+from mlx_parallm.generation.model import Tokenizer
 from mlx_parallm.types.errors import InvalidRequestError
 from mlx_parallm.types.request import SamplingParams
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from mlx_parallm.engine.interface import Tokenizer
+from mlx_parallm.generation.model import Tokenizer
 from mlx_parallm.types.request import ALL_TOKENS
 from mlx_parallm.types.step import TokenLogprob
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from mlx_parallm.api.convert.encode_inputs import single_inputs
 from mlx_parallm.api.offload import maybe_in_thread
-from mlx_parallm.engine.encoder_interface import EncoderModel
+from mlx_parallm.pooling.model import PoolingModel
 from mlx_parallm.types.errors import InvalidRequestError
 from mlx_parallm.types.pooling import EncodeInput, Task
 from mlx_parallm.types.request import TokenLimit
@@ -32,7 +32,7 @@ class Candidates:
     warnings: tuple[str, ...] = ()
 
 
-def mask_id(model: EncoderModel) -> int:
+def mask_id(model: PoolingModel) -> int:
     """The id that stands for a word to be found.
 
     Raises:
@@ -47,7 +47,7 @@ def mask_id(model: EncoderModel) -> int:
 
 async def masked_inputs(
     given: Sequence[Any],
-    model: EncoderModel,
+    model: PoolingModel,
     task: Task,
     candidates: tuple[int, ...] = (),
     *,
@@ -77,7 +77,7 @@ async def masked_inputs(
     )
 
 
-def _places(one: EncodeInput, mask: int, name: str, model: EncoderModel) -> tuple[int, ...]:
+def _places(one: EncodeInput, mask: int, name: str, model: PoolingModel) -> tuple[int, ...]:
     places = tuple(place for place, token in enumerate(one.token_ids) if token == mask)
     if not places:
         raise InvalidRequestError(
@@ -87,7 +87,7 @@ def _places(one: EncodeInput, mask: int, name: str, model: EncoderModel) -> tupl
 
 
 async def candidates_of(
-    words: Mapping[str, str | int] | Iterable[str], model: EncoderModel, param: str
+    words: Mapping[str, str | int] | Iterable[str], model: PoolingModel, param: str
 ) -> Candidates:
     """The ids of words, by the rule of transformers' fill-mask pipeline.
 
@@ -108,7 +108,7 @@ async def candidates_of(
     return await maybe_in_thread(lambda: _candidates(words, model, param), length)
 
 
-def _candidates(words: Mapping[str, str | int], model: EncoderModel, param: str) -> Candidates:
+def _candidates(words: Mapping[str, str | int], model: PoolingModel, param: str) -> Candidates:
     found: dict[int, str] = {}
     warnings = []
     for label, word in words.items():
@@ -121,7 +121,7 @@ def _candidates(words: Mapping[str, str | int], model: EncoderModel, param: str)
     return Candidates(tuple(found), tuple(found.values()), tuple(warnings))
 
 
-def _candidate(word: str | int, model: EncoderModel, param: str) -> tuple[int | None, str | None]:
+def _candidate(word: str | int, model: PoolingModel, param: str) -> tuple[int | None, str | None]:
     if isinstance(word, int):
         if not 0 <= word < model.info.vocab_size:
             raise InvalidRequestError(f"{param} has {word}, which is no token id.", param=param)

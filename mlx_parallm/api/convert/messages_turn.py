@@ -21,7 +21,7 @@ from mlx_parallm.api.turns.tools import (
     check_tools,
     function_tool,
 )
-from mlx_parallm.engine.interface import ServedModel
+from mlx_parallm.generation.model import GenerationModel
 from mlx_parallm.grammar import spec as specs
 from mlx_parallm.grammar.spec import GrammarSpec
 from mlx_parallm.types.errors import ContextLengthError, InvalidRequestError
@@ -98,7 +98,7 @@ def within_context(prepared: PreparedTurn) -> tuple[PreparedTurn, bool]:
 
 
 @contextlib.contextmanager
-def too_long_in_these_words(model: ServedModel) -> Iterator[None]:
+def too_long_in_these_words(model: GenerationModel) -> Iterator[None]:
     """Let a prompt that is refused before it is encoded be refused as by ``within_context``."""
     try:
         yield

@@ -11,7 +11,7 @@ from mlx_parallm.api.convert.activation import log_softmax
 from mlx_parallm.api.convert.fill_mask import fillings, kept_top_k
 from mlx_parallm.api.convert.mask_inputs import Candidates, candidates_of, masked_inputs
 from mlx_parallm.api.schemas.mlm import MlmRequest
-from mlx_parallm.engine.encoder_interface import EncoderModel
+from mlx_parallm.pooling.model import PoolingModel
 from mlx_parallm.types.errors import InvalidRequestError
 from mlx_parallm.types.pooling import EncodeInput, Task
 
@@ -26,14 +26,14 @@ class MaskQuestion:
     targets are shares of the whole vocabulary.
     """
 
-    def __init__(self, body: MlmRequest, model: EncoderModel, words: Candidates) -> None:
+    def __init__(self, body: MlmRequest, model: PoolingModel, words: Candidates) -> None:
         """``words``: those of ``body``."""
         self._body = body
         self._model = model
         self.words = words
 
     @classmethod
-    async def of(cls, body: MlmRequest, model: EncoderModel) -> MaskQuestion:
+    async def of(cls, body: MlmRequest, model: PoolingModel) -> MaskQuestion:
         """Read the words of a request.
 
         Raises:

@@ -6,24 +6,26 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
-from mlx_parallm.engine.encoder_interface import EncoderState, EncoderStatus, ModelMemory
-from mlx_parallm.engine.interface import ServedModel
+from mlx_parallm.engine.interface import ModelMemory, ModelState, ModelStatus
+from mlx_parallm.generation.model import GenerationModel
 
 
-def model_card(name: str, model: ServedModel, memory: Mapping[str, ModelMemory]) -> dict[str, Any]:
+def model_card(
+    name: str, model: GenerationModel, memory: Mapping[str, ModelMemory]
+) -> dict[str, Any]:
     """A model that generates, or an adapter of one; the latter's memory is in its model's."""
     card = _card(name, model.created, model.root, model.info.max_model_len)
     return card | {
         "tasks": ["generate"],
         "parent": model.parent,
-        "status": EncoderState.LOADED,
+        "status": ModelState.LOADED,
         "progress": 1.0,
         "memory": _memory(model.names[0], memory),
     }
 
 
 def encoder_card(
-    name: str, status: EncoderStatus, memory: Mapping[str, ModelMemory]
+    name: str, status: ModelStatus, memory: Mapping[str, ModelMemory]
 ) -> dict[str, Any]:
     """An encoder, or an adapter of one, whether its model is in memory or not."""
     model = status.model

@@ -10,7 +10,8 @@ import numpy as np
 
 from mlx_parallm.api.convert.activation import activated
 from mlx_parallm.api.encoder_answer import Encoded
-from mlx_parallm.engine.encoder_interface import EncoderClient, EncoderModel
+from mlx_parallm.pooling.model import PoolingModel
+from mlx_parallm.serving.interface import PoolingClient
 from mlx_parallm.types.errors import InvalidRequestError, NotImplementedRouteError
 from mlx_parallm.types.pooling import EncoderInfo
 
@@ -57,7 +58,7 @@ NEGATIONS = ("not", "non", "no")
 UNNAMED = re.compile(r"LABEL_\d+")
 
 
-def moderator(encoders: EncoderClient, name: str | None) -> EncoderModel:
+def moderator(encoders: PoolingClient, name: str | None) -> PoolingModel:
     """The classifier of this name, or the first that tells what is harmful.
 
     Raises:

@@ -6,14 +6,14 @@ from mlx_parallm.api.convert.infill import infill_ids
 from mlx_parallm.api.offload import maybe_in_thread
 from mlx_parallm.api.prompt_limit import FIELD, prompt_limit
 from mlx_parallm.api.schemas.completions import CompletionRequest
-from mlx_parallm.engine.interface import ServedModel, Tokenizer
+from mlx_parallm.generation.model import GenerationModel, Tokenizer
 from mlx_parallm.tokenizer.cut import cut_ids
 from mlx_parallm.types.errors import InvalidRequestError
 from mlx_parallm.types.request import TokenLimit
 
 
 async def encode_prompts(
-    body: CompletionRequest, model: ServedModel
+    body: CompletionRequest, model: GenerationModel
 ) -> list[tuple[str, tuple[int, ...]]]:
     """Every prompt as text (needed by ``echo`` only) and tokens.
 

@@ -11,13 +11,13 @@ from mlx_parallm.api.offload import maybe_in_thread
 from mlx_parallm.api.schemas.chat import ChatMessage, check_template_kwargs, turns_of
 from mlx_parallm.api.schemas.encode import TextsRequest
 from mlx_parallm.api.turns.history import template_messages
-from mlx_parallm.engine.encoder_interface import EncoderModel
+from mlx_parallm.pooling.model import PoolingModel
 from mlx_parallm.types.errors import InvalidRequestError
 from mlx_parallm.types.pooling import EncodeInput, Task
 
 
 async def request_inputs(
-    body: TextsRequest, model: EncoderModel, task: Task, *, prompt: str = ""
+    body: TextsRequest, model: PoolingModel, task: Task, *, prompt: str = ""
 ) -> tuple[EncodeInput, ...]:
     """The texts, token ids or conversations of a request.
 
@@ -48,7 +48,7 @@ async def request_inputs(
     )
 
 
-async def _rendered(body: TextsRequest, model: EncoderModel) -> list[tuple[int, ...]]:
+async def _rendered(body: TextsRequest, model: PoolingModel) -> list[tuple[int, ...]]:
     """The token ids of each conversation."""
     check_template_kwargs(body.chat_template_kwargs)
     if body.chat_template is not None:

@@ -11,7 +11,7 @@ from mlx_parallm.api.convert.sglang_request import SglangItem
 from mlx_parallm.api.lazy import LazySequence
 from mlx_parallm.api.samples import Sample
 from mlx_parallm.api.schemas.sglang import GenerateBody
-from mlx_parallm.engine.interface import Tokenizer
+from mlx_parallm.generation.model import Tokenizer
 from mlx_parallm.types.events import PromptEvent, TokenEvent
 from mlx_parallm.types.step import TokenLogprob
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from mlx_parallm.api.grammars import grammar_of
 from mlx_parallm.api.schemas.common import SamplingFields
-from mlx_parallm.engine.interface import ServedModel
+from mlx_parallm.generation.model import GenerationModel
 from mlx_parallm.grammar import spec as specs
 from mlx_parallm.grammar.spec import GrammarKind, GrammarSpec
 from mlx_parallm.types.errors import InvalidRequestError
@@ -24,7 +24,7 @@ TEXT_FORMAT = "text.format"
 _Read = Callable[[Any, str], GrammarSpec | None]
 
 
-async def body_grammar(body: SamplingFields, model: ServedModel) -> Grammar | None:
+async def body_grammar(body: SamplingFields, model: GenerationModel) -> Grammar | None:
     """What the fields of a request body ask an answer to match; None if they do not.
 
     Raises:

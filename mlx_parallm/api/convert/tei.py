@@ -15,7 +15,7 @@ from mlx_parallm.api.convert.encode_inputs import Role, pair_inputs, single_inpu
 from mlx_parallm.api.convert.input_prompts import named_prompt
 from mlx_parallm.api.schemas.encode import MAX_INPUTS
 from mlx_parallm.api.schemas.tei import EmbedOptions, PredictRequest
-from mlx_parallm.engine.encoder_interface import EncoderModel
+from mlx_parallm.pooling.model import PoolingModel
 from mlx_parallm.types.errors import InvalidRequestError
 from mlx_parallm.types.pooling import EncodeInput, EncoderInfo, Task, TokenSpan
 
@@ -25,7 +25,7 @@ _POOLINGS = {"last": "last_token"}
 
 
 async def embed_inputs(
-    inputs: Sequence[Any], options: EmbedOptions, model: EncoderModel, task: Task
+    inputs: Sequence[Any], options: EmbedOptions, model: PoolingModel, task: Task
 ) -> tuple[EncodeInput, ...]:
     """Texts with the prompt that is asked for, or token ids."""
     if options.prompt_name is not None and not isinstance(inputs[0], str):
@@ -41,7 +41,7 @@ async def embed_inputs(
     )
 
 
-async def predict_inputs(body: PredictRequest, model: EncoderModel) -> tuple[EncodeInput, ...]:
+async def predict_inputs(body: PredictRequest, model: PoolingModel) -> tuple[EncodeInput, ...]:
     """The texts and pairs, in their order."""
     sequences, _ = body.inputs
     texts = [one[0] for one in sequences if len(one) == 1]
@@ -110,7 +110,7 @@ def _byte_offsets(text: str, places: Sequence[int]) -> dict[int, int]:
     return found
 
 
-def model_facts(model: EncoderModel) -> dict[str, Any]:
+def model_facts(model: PoolingModel) -> dict[str, Any]:
     """What TEI tells of a model, and of what is done with it here."""
     return {
         "model_id": model.root,

@@ -13,7 +13,7 @@ from typing import Any
 
 from mlx_parallm.api.convert.encode_inputs import single_inputs
 from mlx_parallm.api.convert.mask_inputs import mask_id
-from mlx_parallm.engine.encoder_interface import EncoderModel
+from mlx_parallm.pooling.model import PoolingModel
 from mlx_parallm.types.errors import InvalidRequestError
 from mlx_parallm.types.pooling import EncodeInput
 
@@ -31,7 +31,7 @@ class ScoredText:
 
 async def scored_texts(
     given: Sequence[Any],
-    model: EncoderModel,
+    model: PoolingModel,
     *,
     truncate: int | None = None,
     from_left: bool = False,
@@ -59,7 +59,7 @@ async def scored_texts(
     return texts
 
 
-def masked_one_by_one(texts: Sequence[ScoredText], model: EncoderModel) -> list[EncodeInput]:
+def masked_one_by_one(texts: Sequence[ScoredText], model: PoolingModel) -> list[EncodeInput]:
     """An input for each place of each text, with a mask there."""
     mask = mask_id(model)
     return [

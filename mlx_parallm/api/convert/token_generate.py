@@ -17,7 +17,7 @@ from mlx_parallm.api.schemas.token_generate import (
     TokenSamplingParams,
 )
 from mlx_parallm.api.versions import VersionSpans
-from mlx_parallm.engine.interface import Tokenizer
+from mlx_parallm.generation.model import Tokenizer
 from mlx_parallm.types.events import PromptEvent, TokenEvent
 from mlx_parallm.types.request import Grammar, SamplingParams
 from mlx_parallm.types.step import TokenLogprob

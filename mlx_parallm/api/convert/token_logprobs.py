@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from mlx_parallm.engine.interface import Tokenizer
+from mlx_parallm.generation.model import Tokenizer
 from mlx_parallm.types.request import ALL_TOKENS
 from mlx_parallm.types.step import TokenLogprob
 

@@ -9,7 +9,8 @@ from mlx_parallm.api.continuation import continuation_ids
 from mlx_parallm.api.decisions.labels import LabelTree, Tokens
 from mlx_parallm.api.decisions.prompt import ANSWER, END_OF_INPUT, TASK, AskedQuestion
 from mlx_parallm.api.generation import Generation
-from mlx_parallm.engine.interface import EngineClient, ServedModel, Tokenizer
+from mlx_parallm.generation.model import GenerationModel, Tokenizer
+from mlx_parallm.serving.interface import EngineClient
 from mlx_parallm.types.errors import RequestAbortedError
 from mlx_parallm.types.events import FinishReason, PromptEvent
 from mlx_parallm.types.request import RAW_LOGPROBS, GenerateRequest, SamplingParams
@@ -50,7 +51,7 @@ class Scores:
 class QuestionEncoder:
     """Encodes the questions about one input; what they share is encoded once."""
 
-    model: ServedModel
+    model: GenerationModel
     input_text: str
     _heads: dict[str, Tokens] = field(default_factory=dict)
 

@@ -11,7 +11,8 @@ from mlx_parallm.api.hf_tasks.text_classification import text_classification
 from mlx_parallm.api.hf_tasks.token_classification import token_classification
 from mlx_parallm.api.hf_tasks.vectors import feature_extraction, sentence_similarity
 from mlx_parallm.api.schemas.hf_tasks import TaskParameters
-from mlx_parallm.engine.encoder_interface import EncoderClient, EncoderModel
+from mlx_parallm.pooling.model import PoolingModel
+from mlx_parallm.serving.interface import PoolingClient
 from mlx_parallm.types.errors import InvalidRequestError
 from mlx_parallm.types.pooling import Task
 
@@ -48,13 +49,13 @@ TELLING: Mapping[str, str] = {
 
 
 def choose(
-    encoders: EncoderClient,
+    encoders: PoolingClient,
     inputs: Any,
     parameters: TaskParameters,
     *,
     name: str | None = None,
     task: str | None = None,
-) -> tuple[EncoderModel, Run]:
+) -> tuple[PoolingModel, Run]:
     """The model, and what it shall do.
 
     The task is the one of the path, or what the body tells, or what the model was made for. Without
@@ -83,7 +84,7 @@ def _told(inputs: Any, parameters: TaskParameters) -> str | None:
     return next((task for field, task in TELLING.items() if field in given), None)
 
 
-def _first(encoders: EncoderClient, inputs: Any) -> EncoderModel:
+def _first(encoders: PoolingClient, inputs: Any) -> PoolingModel:
     text = inputs[0] if isinstance(inputs, list) and inputs else inputs
     for model in encoders.models():
         token = model.tokenizer.mask_token

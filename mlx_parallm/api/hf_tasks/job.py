@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from mlx_parallm.api.schemas.hf_tasks import TaskParameters
-from mlx_parallm.engine.encoder_interface import EncoderModel
-from mlx_parallm.engine.interface import EngineClient
+from mlx_parallm.pooling.model import PoolingModel
+from mlx_parallm.serving.interface import EngineClient
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,7 +24,7 @@ class Job:
 
     inputs: Any
     parameters: TaskParameters
-    model: EncoderModel
+    model: PoolingModel
     engine: EngineClient
     request_id: str
 

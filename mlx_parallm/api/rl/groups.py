@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 from mlx_parallm.api.generation import WHOLE
 from mlx_parallm.api.lazy import LazySequence
 from mlx_parallm.api.samples import Sample
-from mlx_parallm.engine.interface import EngineClient, RequestHandle
+from mlx_parallm.generation.model import RequestHandle
+from mlx_parallm.serving.interface import EngineClient
 from mlx_parallm.types.errors import ParallmError
 from mlx_parallm.types.events import ErrorEvent, FinishReason, PromptEvent
 from mlx_parallm.types.request import GenerateRequest

@@ -13,7 +13,7 @@ from mlx_parallm.api.schemas.chat import ChatMessage, turns_of
 from mlx_parallm.api.schemas.rollout import RolloutItem, RolloutRequest
 from mlx_parallm.api.turns.appended import appended_ids
 from mlx_parallm.api.turns.history import template_messages
-from mlx_parallm.engine.interface import ServedModel
+from mlx_parallm.generation.model import GenerationModel
 from mlx_parallm.types.errors import ContextLengthError, InvalidRequestError
 
 # The last tokens tell how a text that follows them is spelled.
@@ -21,7 +21,7 @@ ANCHOR_TOKENS = 8
 
 
 async def encode_items(
-    items: Sequence[RolloutItem], body: RolloutRequest, model: ServedModel
+    items: Sequence[RolloutItem], body: RolloutRequest, model: GenerationModel
 ) -> list[tuple[int, ...]]:
     """The tokens of every prompt.
 
@@ -54,7 +54,7 @@ class PromptEncoder:
         add_special_tokens: whether texts begin with what a text of the model begins with.
     """
 
-    model: ServedModel
+    model: GenerationModel
     tools: Sequence[Mapping[str, Any]] | None
     template_kwargs: Mapping[str, Any]
     open_turn: bool

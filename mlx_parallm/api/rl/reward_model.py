@@ -10,8 +10,8 @@ from mlx_parallm.api.schemas.chat import ChatMessage, turns_of
 from mlx_parallm.api.schemas.rollout import RewardModel, RolloutItem
 from mlx_parallm.api.scoring.rewards import Text, reward_inputs, reward_model, reward_of
 from mlx_parallm.api.turns.history import template_messages
-from mlx_parallm.engine.encoder_interface import EncoderClient
-from mlx_parallm.engine.interface import Tokenizer
+from mlx_parallm.generation.model import Tokenizer
+from mlx_parallm.serving.interface import PoolingClient
 from mlx_parallm.types.errors import InvalidRequestError, ParallmError
 
 _FIELDS = {"model": "reward_model", "messages": "prompts"}
@@ -25,7 +25,7 @@ class RewardScorer:
 
     def __init__(
         self,
-        encoders: EncoderClient,
+        encoders: PoolingClient,
         asked: RewardModel,
         items: Sequence[RolloutItem],
         tokenizer: Tokenizer,

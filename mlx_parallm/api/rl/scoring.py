@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from mlx_parallm.api.generation import Generation
-from mlx_parallm.engine.interface import EngineClient
+from mlx_parallm.serving.interface import EngineClient
 from mlx_parallm.types.errors import RequestAbortedError
 from mlx_parallm.types.events import FinishReason, PromptEvent
 from mlx_parallm.types.request import GenerateRequest

@@ -11,7 +11,7 @@ from mlx_parallm.api.dependencies import ConfigDep, EngineDep
 from mlx_parallm.api.json_body import JsonRoute
 from mlx_parallm.api.schemas.server import AbortRequest, AbortRequests, AbortResponse
 from mlx_parallm.config import ServerConfig
-from mlx_parallm.engine.interface import EngineClient
+from mlx_parallm.serving.interface import EngineClient
 from mlx_parallm.types.errors import AuthenticationError, InvalidRequestError
 from mlx_parallm.types.request import GenerateRequest
 

@@ -33,7 +33,7 @@ from mlx_parallm.api.schemas.adapters import (
     UploadedAdapter,
 )
 from mlx_parallm.api.uploads import receive
-from mlx_parallm.engine.interface import EngineClient
+from mlx_parallm.serving.interface import EngineClient
 from mlx_parallm.types.errors import NotFoundError, NotImplementedRouteError
 
 #: With and without ``/v1``.

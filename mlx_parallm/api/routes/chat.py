@@ -23,7 +23,7 @@ from mlx_parallm.api.respond import respond
 from mlx_parallm.api.schemas.chat import ChatRequest
 from mlx_parallm.api.sse import STREAMED
 from mlx_parallm.api.turns.prepare import PreparedTurn, prepare_turn
-from mlx_parallm.engine.interface import EngineClient
+from mlx_parallm.serving.interface import EngineClient
 
 router = APIRouter(route_class=JsonRoute)
 

@@ -25,7 +25,7 @@ from mlx_parallm.api.respond import respond
 from mlx_parallm.api.schemas.completions import CompletionRequest
 from mlx_parallm.api.sse import STREAMED
 from mlx_parallm.config import ServerConfig
-from mlx_parallm.engine.interface import ServedModel
+from mlx_parallm.generation.model import GenerationModel
 from mlx_parallm.types.request import GenerateRequest, Grammar, SamplingParams
 
 router = APIRouter(route_class=JsonRoute)
@@ -60,7 +60,7 @@ async def create_completion(
 
 
 async def prepare_completion(
-    body: CompletionRequest, model: ServedModel, config: ServerConfig, *, name: str, client: str
+    body: CompletionRequest, model: GenerationModel, config: ServerConfig, *, name: str, client: str
 ) -> tuple[list[GenerateRequest], list[tuple[str, tuple[int, ...]]]]:
     """The engine's requests, and each prompt as text and tokens.
 

@@ -24,7 +24,8 @@ from mlx_parallm.api.schemas.decisions import (
     DecisionUsage,
     InputDetails,
 )
-from mlx_parallm.engine.interface import EngineClient, ServedModel
+from mlx_parallm.generation.model import GenerationModel
+from mlx_parallm.serving.interface import EngineClient
 from mlx_parallm.types.request import GenerateRequest
 
 router = APIRouter(route_class=JsonRoute)
@@ -55,7 +56,7 @@ async def create_decision(
     )
 
 
-async def encode(body: DecisionRequest, model: ServedModel) -> list[EncodedQuestion]:
+async def encode(body: DecisionRequest, model: GenerationModel) -> list[EncodedQuestion]:
     """Every question's prompt and labels.
 
     Raises:

@@ -20,7 +20,7 @@ from mlx_parallm.api.schemas.fleet import (
     Workers,
     WorldSize,
 )
-from mlx_parallm.engine.interface import EngineClient
+from mlx_parallm.serving.interface import EngineClient
 from mlx_parallm.types.errors import InvalidRequestError
 from mlx_parallm.types.events import ErrorEvent
 from mlx_parallm.types.request import GenerateRequest, SamplingParams

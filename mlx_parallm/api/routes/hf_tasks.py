@@ -14,7 +14,7 @@ from mlx_parallm.api.hf_tasks.choice import TASKS, choose
 from mlx_parallm.api.hf_tasks.job import Job
 from mlx_parallm.api.json_body import JsonRoute
 from mlx_parallm.api.schemas.hf_tasks import TaskRequest
-from mlx_parallm.engine.interface import EngineClient
+from mlx_parallm.serving.interface import EngineClient
 
 router = APIRouter(route_class=JsonRoute)
 

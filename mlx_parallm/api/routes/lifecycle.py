@@ -22,7 +22,7 @@ from mlx_parallm.api.schemas.lifecycle import (
     StatusAnswer,
 )
 from mlx_parallm.engine.control import PauseMode
-from mlx_parallm.engine.interface import EngineClient
+from mlx_parallm.serving.interface import EngineClient
 from mlx_parallm.types.errors import InvalidRequestError
 
 router = APIRouter(route_class=JsonRoute, dependencies=[Depends(require_admin)], tags=[CONTROL])

@@ -17,8 +17,8 @@ from mlx_parallm.api.schemas.weights import (
     WakeAnswer,
 )
 from mlx_parallm.engine.control import PauseMode
-from mlx_parallm.engine.interface import EngineClient
 from mlx_parallm.engine.live_weights import KV_CACHE, SLEEP_TAGS, WEIGHTS
+from mlx_parallm.serving.interface import EngineClient
 
 router = APIRouter(route_class=JsonRoute, dependencies=[Depends(require_admin)], tags=[CONTROL])
 

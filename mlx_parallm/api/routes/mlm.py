@@ -12,8 +12,8 @@ from mlx_parallm.api.encoding import encoded
 from mlx_parallm.api.generation import unless_disconnected
 from mlx_parallm.api.json_body import JsonRoute
 from mlx_parallm.api.schemas.mlm import MlmRequest
-from mlx_parallm.engine.encoder_interface import EncoderModel
-from mlx_parallm.engine.interface import EngineClient
+from mlx_parallm.pooling.model import PoolingModel
+from mlx_parallm.serving.interface import EngineClient
 
 router = APIRouter(route_class=JsonRoute)
 
@@ -30,7 +30,7 @@ async def predict_masks(body: MlmRequest, request: Request, engine: EngineDep) -
 
 
 async def _fill(
-    body: MlmRequest, model: EncoderModel, engine: EngineClient, request_id: str
+    body: MlmRequest, model: PoolingModel, engine: EngineClient, request_id: str
 ) -> Response:
     question = await MaskQuestion.of(body, model)
     inputs = await question.inputs()
@@ -41,7 +41,7 @@ async def _fill(
 
 
 async def _score(
-    body: MlmRequest, model: EncoderModel, engine: EngineClient, request_id: str
+    body: MlmRequest, model: PoolingModel, engine: EngineClient, request_id: str
 ) -> Response:
     texts = await scored_texts(
         body.given,

@@ -11,7 +11,7 @@ from mlx_parallm.api.convert.model_cards import encoder_card, model_card
 from mlx_parallm.api.dependencies import EngineDep
 from mlx_parallm.api.json_body import JsonRoute
 from mlx_parallm.api.schemas.models import LoadModel, UnloadModel
-from mlx_parallm.engine.encoder_interface import EncoderLoad
+from mlx_parallm.engine.interface import ModelLoad
 
 router = APIRouter()
 control_router = APIRouter(
@@ -47,7 +47,7 @@ async def retrieve_model(model_id: str, engine: EngineDep) -> dict[str, Any]:
 @control_router.post("/models/load")
 async def load_model(body: LoadModel, engine: EngineDep) -> dict[str, Any]:
     """Serve one more encoder; answered once it is loaded."""
-    asked = EncoderLoad(
+    asked = ModelLoad(
         model=body.model,
         names=tuple(body.name),
         task=body.task,

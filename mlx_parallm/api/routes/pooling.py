@@ -15,7 +15,7 @@ from mlx_parallm.api.encoder_answer import Encoded, Encoding, encoded_response
 from mlx_parallm.api.json_body import JsonRoute
 from mlx_parallm.api.schemas.embeddings import PoolingRequest
 from mlx_parallm.api.scoring.late_interaction import side_inputs, side_vectors
-from mlx_parallm.engine.encoder_interface import EncoderModel
+from mlx_parallm.pooling.model import PoolingModel
 from mlx_parallm.types.errors import InvalidRequestError
 from mlx_parallm.types.pooling import EncodeInput, Task
 
@@ -40,7 +40,7 @@ async def pool(body: PoolingRequest, request: Request, engine: EngineDep) -> Res
     )
 
 
-async def _inputs(body: PoolingRequest, model: EncoderModel, task: Task) -> tuple[EncodeInput, ...]:
+async def _inputs(body: PoolingRequest, model: PoolingModel, task: Task) -> tuple[EncodeInput, ...]:
     if body.input_type is None:
         return await request_inputs(body, model, task)
     if task != "token_embed" or body.input is None or body.messages is not None:

@@ -32,7 +32,7 @@ from mlx_parallm.api.sse import STREAMED, EventStreamResponse
 from mlx_parallm.api.turns.prepare import PreparedTurn, prepare_turn, render_turn
 from mlx_parallm.api.turns.truncation import prepare_fitting
 from mlx_parallm.config import ServerConfig
-from mlx_parallm.engine.interface import ServedModel
+from mlx_parallm.generation.model import GenerationModel
 from mlx_parallm.types.errors import InvalidRequestError
 from mlx_parallm.types.request import ANY_LENGTH
 
@@ -168,7 +168,7 @@ async def _prepare(
     body: ResponsesRequest,
     tools: Sequence[ResponseTool],
     entry: StoredResponse,
-    model: ServedModel,
+    model: GenerationModel,
     config: ServerConfig,
 ) -> PreparedTurn:
     with named_by(FIELDS):

@@ -24,7 +24,7 @@ from mlx_parallm.api.scoring.rewards import (
     token_places,
 )
 from mlx_parallm.api.turns.history import template_messages
-from mlx_parallm.engine.encoder_interface import EncoderModel
+from mlx_parallm.pooling.model import PoolingModel
 from mlx_parallm.types.errors import InvalidRequestError
 from mlx_parallm.types.pooling import EncodeInput
 
@@ -73,7 +73,7 @@ async def score_rewards(body: RewardsRequest, request: Request, engine: EngineDe
     )
 
 
-async def _step_id(token: str | int, model: EncoderModel) -> int:
+async def _step_id(token: str | int, model: PoolingModel) -> int:
     return await maybe_in_thread(lambda: step_token_id(token, model), len(str(token)))
 
 

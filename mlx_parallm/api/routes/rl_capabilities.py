@@ -9,7 +9,7 @@ from mlx_parallm.api.rl.tolerances import TOLERANCES
 from mlx_parallm.api.schemas.rl_capabilities import RLCapabilities, RLModel
 from mlx_parallm.api.scoring.rewards import gives_rewards
 from mlx_parallm.engine.control import PauseMode
-from mlx_parallm.engine.interface import ServedModel
+from mlx_parallm.generation.model import GenerationModel
 from mlx_parallm.types.request import LOGPROBS_MODES
 
 router = APIRouter()
@@ -43,7 +43,7 @@ async def rl_capabilities(
     )
 
 
-def _model(model: ServedModel, version: str) -> RLModel:
+def _model(model: GenerationModel, version: str) -> RLModel:
     return RLModel(
         model=model.names[0],
         parent=model.parent,

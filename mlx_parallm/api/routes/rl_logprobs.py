@@ -22,7 +22,8 @@ from mlx_parallm.api.rl.answer import top_of, value_of
 from mlx_parallm.api.rl.scoring import FIELDS, Score, score
 from mlx_parallm.api.samples import Usage
 from mlx_parallm.api.schemas.rl_logprobs import LogprobsRequest
-from mlx_parallm.engine.interface import EngineClient, ServedModel
+from mlx_parallm.generation.model import GenerationModel
+from mlx_parallm.serving.interface import EngineClient
 from mlx_parallm.types.errors import InvalidRequestError
 from mlx_parallm.types.request import GenerateRequest, SamplingParams
 
@@ -59,7 +60,7 @@ async def score_completions(
 
 
 def _requests(
-    body: LogprobsRequest, model: ServedModel, *, name: str, client: str
+    body: LogprobsRequest, model: GenerationModel, *, name: str, client: str
 ) -> list[GenerateRequest]:
     return [
         GenerateRequest(

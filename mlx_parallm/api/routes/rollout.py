@@ -29,7 +29,7 @@ from mlx_parallm.api.rl.verifier import VerifierClient, check_url
 from mlx_parallm.api.schemas.rollout import RolloutItem, RolloutRequest
 from mlx_parallm.api.sse import STREAMED
 from mlx_parallm.config import ServerConfig
-from mlx_parallm.engine.interface import ServedModel
+from mlx_parallm.generation.model import GenerationModel
 from mlx_parallm.types.request import GenerateRequest
 
 logger = logging.getLogger(__name__)
@@ -116,7 +116,7 @@ async def create_rollout(
 async def _requests(
     body: RolloutRequest,
     items: Sequence[RolloutItem],
-    model: ServedModel,
+    model: GenerationModel,
     config: ServerConfig,
     *,
     name: str,

@@ -26,8 +26,8 @@ from mlx_parallm.api.scoring.labels import (
     label_requests,
 )
 from mlx_parallm.api.scoring.pairs import pairs_of, score_pairs, scoring_model
-from mlx_parallm.engine.encoder_interface import EncoderModel
-from mlx_parallm.engine.interface import EngineClient
+from mlx_parallm.pooling.model import PoolingModel
+from mlx_parallm.serving.interface import EngineClient
 from mlx_parallm.types.errors import InvalidRequestError
 from mlx_parallm.types.request import GenerateRequest
 
@@ -119,7 +119,7 @@ async def _labels(
     apply_softmax = softmax if body.apply_softmax is None else body.apply_softmax
     model = label_model(engine, body.model)
     name, request_id = body.model or model.names[0], f"score-{request.state.answer_id}"
-    if isinstance(model, EncoderModel):
+    if isinstance(model, PoolingModel):
         return name, await classifier_scores(
             engine, model, asked, request_id=request_id, apply_softmax=apply_softmax
         )

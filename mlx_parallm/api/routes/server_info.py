@@ -15,8 +15,9 @@ from mlx_parallm.api.dependencies import ConfigDep, EngineDep
 from mlx_parallm.api.origins import is_foreign
 from mlx_parallm.api.schemas.server import ModelInfo, ServerInfo
 from mlx_parallm.config import EngineConfig, ServerConfig
-from mlx_parallm.engine.encoder_interface import EncoderStatus
-from mlx_parallm.engine.interface import EngineClient, ServedModel
+from mlx_parallm.engine.interface import ModelStatus
+from mlx_parallm.generation.model import GenerationModel
+from mlx_parallm.serving.interface import EngineClient
 
 router = APIRouter()
 
@@ -58,7 +59,7 @@ async def server_info(
 async def _models(engine: EngineClient) -> list[dict[str, Any]]:
     """What was found out about each model; encoders come last, and those unloaded lack much."""
     memory = await engine.memory()
-    known: list[tuple[ServedModel | EncoderStatus, Any]] = [
+    known: list[tuple[GenerationModel | ModelStatus, Any]] = [
         *((one, one.info) for one in engine.models()),
         *((one, one.model and one.model.info) for one in engine.encoders.statuses()),
     ]
@@ -90,7 +91,7 @@ def _model_info(engine: EngineClient) -> ModelInfo:
     )
 
 
-def vllm_groups(model: ServedModel, config: EngineConfig) -> dict[str, Any]:
+def vllm_groups(model: GenerationModel, config: EngineConfig) -> dict[str, Any]:
     """The groups of vLLM's configuration that its clients read, with what is true here."""
     info = model.info
     return {

@@ -24,7 +24,8 @@ from mlx_parallm.api.respond import respond
 from mlx_parallm.api.schemas.sglang import GenerateBody, is_batch
 from mlx_parallm.api.sse import STREAMED
 from mlx_parallm.config import ServerConfig
-from mlx_parallm.engine.interface import EngineClient, ServedModel, Tokenizer
+from mlx_parallm.generation.model import GenerationModel, Tokenizer
+from mlx_parallm.serving.interface import EngineClient
 from mlx_parallm.types.request import GenerateRequest
 
 router = APIRouter(route_class=JsonRoute)
@@ -72,7 +73,7 @@ async def generate(
     return await respond(request, generation, answer, stream=body.stream, config=config)
 
 
-def _model(engine: EngineClient, body: GenerateBody, item: SglangItem) -> ServedModel:
+def _model(engine: EngineClient, body: GenerateBody, item: SglangItem) -> GenerationModel:
     return generator(engine, body.model, item.adapter, field="lora_path")[1]
 
 
@@ -90,7 +91,7 @@ async def _encode(items: Sequence[SglangItem], tokenizer: Tokenizer) -> list[tup
 async def _request(
     body: GenerateBody,
     item: SglangItem,
-    model: ServedModel,
+    model: GenerationModel,
     prompt_ids: tuple[int, ...],
     config: ServerConfig,
     *,

@@ -35,7 +35,7 @@ from mlx_parallm.api.schemas.tei import (
     PredictRequest,
     SimilarityRequest,
 )
-from mlx_parallm.engine.encoder_interface import EncoderModel
+from mlx_parallm.pooling.model import PoolingModel
 from mlx_parallm.types.errors import InvalidRequestError, NotFoundError
 from mlx_parallm.types.pooling import EncodeInput, Task
 
@@ -128,7 +128,7 @@ async def decode(body: DecodeRequest, engine: EngineDep) -> list[str]:
     return await in_thread(decoded)
 
 
-def _asked(request: Request, model: EncoderModel, inputs: tuple[EncodeInput, ...]) -> Encoding:
+def _asked(request: Request, model: PoolingModel, inputs: tuple[EncodeInput, ...]) -> Encoding:
     return Encoding(
         model=model,
         name=model.names[0],

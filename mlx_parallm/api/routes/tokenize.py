@@ -19,8 +19,9 @@ from mlx_parallm.api.offload import in_thread
 from mlx_parallm.api.schemas.chat import check_template_kwargs, turns_of
 from mlx_parallm.api.schemas.tokenize import DetokenizeRequest, TokenizeRequest
 from mlx_parallm.api.turns.history import template_messages
-from mlx_parallm.engine.encoder_interface import EncoderModel
-from mlx_parallm.engine.interface import EngineClient, ServedModel
+from mlx_parallm.generation.model import GenerationModel
+from mlx_parallm.pooling.model import PoolingModel
+from mlx_parallm.serving.interface import EngineClient
 from mlx_parallm.types.errors import InvalidRequestError
 from mlx_parallm.types.pooling import Task
 from mlx_parallm.types.request import ANY_LENGTH
@@ -77,9 +78,9 @@ async def _text_tokens(
     return await in_thread(work)
 
 
-def _tokens_answer(body: TokenizeRequest, model: ServedModel | EncoderModel) -> Response:
+def _tokens_answer(body: TokenizeRequest, model: GenerationModel | PoolingModel) -> Response:
     ids = list(_ids(body, model))
-    if isinstance(model, EncoderModel):
+    if isinstance(model, PoolingModel):
         string = model.tokenizer.token_string
     else:
         string = model.tokenizer.vocabulary_string
@@ -113,11 +114,11 @@ def _dumps(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
 
 
-def _ids(body: TokenizeRequest, model: ServedModel | EncoderModel) -> Sequence[int]:
+def _ids(body: TokenizeRequest, model: GenerationModel | PoolingModel) -> Sequence[int]:
     if body.messages is None and body.prompt is None:
         raise InvalidRequestError("prompt or messages is needed.", param="prompt")
     check_template_kwargs(body.chat_template_kwargs)
-    if isinstance(model, EncoderModel):
+    if isinstance(model, PoolingModel):
         return _encoder_ids(body, model)
     tokenizer = model.tokenizer
     if body.messages is None:
@@ -133,7 +134,7 @@ def _ids(body: TokenizeRequest, model: ServedModel | EncoderModel) -> Sequence[i
     )
 
 
-def _encoder_ids(body: TokenizeRequest, model: EncoderModel) -> Sequence[int]:
+def _encoder_ids(body: TokenizeRequest, model: PoolingModel) -> Sequence[int]:
     if body.tools:
         raise InvalidRequestError(f"{model.names[0]} reads no tools.", param="tools")
     tokenizer = model.tokenizer

@@ -38,8 +38,8 @@ from mlx_parallm.api.schemas.weights import (
     WeightInfo,
 )
 from mlx_parallm.api.uploads import receive
-from mlx_parallm.engine.interface import EngineClient
 from mlx_parallm.engine.live_weights import WeightsUpdate
+from mlx_parallm.serving.interface import EngineClient
 from mlx_parallm.types.errors import InvalidRequestError, NotImplementedRouteError
 
 router = APIRouter(route_class=JsonRoute, dependencies=[Depends(require_admin)], tags=[CONTROL])

@@ -18,8 +18,9 @@ from mlx_parallm.api.model_choice import generator_or_encoder
 from mlx_parallm.api.offload import maybe_in_thread
 from mlx_parallm.api.samples import Usage
 from mlx_parallm.api.schemas.score import ScoreRequest
-from mlx_parallm.engine.encoder_interface import EncoderModel
-from mlx_parallm.engine.interface import EngineClient, ServedModel, Tokenizer
+from mlx_parallm.generation.model import GenerationModel, Tokenizer
+from mlx_parallm.pooling.model import PoolingModel
+from mlx_parallm.serving.interface import EngineClient
 from mlx_parallm.types.errors import InvalidRequestError, RequestAbortedError
 from mlx_parallm.types.events import FinishReason, PromptEvent
 from mlx_parallm.types.request import RAW_LOGPROBS, GenerateRequest, SamplingParams
@@ -86,7 +87,7 @@ def label_question(body: ScoreRequest) -> LabelQuestion:
     )
 
 
-def label_model(engine: EngineClient, name: str | None) -> ServedModel | EncoderModel:
+def label_model(engine: EngineClient, name: str | None) -> GenerationModel | PoolingModel:
     """The model of this name, else the first that generates, else the first classifier.
 
     Raises:
@@ -98,7 +99,7 @@ def label_model(engine: EngineClient, name: str | None) -> ServedModel | Encoder
 
 async def classifier_scores(
     engine: EngineClient,
-    model: EncoderModel,
+    model: PoolingModel,
     asked: LabelQuestion,
     *,
     request_id: str,

@@ -15,7 +15,7 @@ import numpy as np
 from mlx_parallm.api.convert.embeddings import unit_vectors
 from mlx_parallm.api.convert.encode_inputs import Role, single_inputs
 from mlx_parallm.api.convert.input_prompts import prompt_of_type
-from mlx_parallm.engine.encoder_interface import EncoderModel
+from mlx_parallm.pooling.model import PoolingModel
 from mlx_parallm.types.errors import InvalidRequestError
 from mlx_parallm.types.pooling import EncodeInput, LateInteraction
 
@@ -24,7 +24,7 @@ Side = Literal["query", "document"]
 
 async def side_inputs(
     texts: Sequence[Any],
-    model: EncoderModel,
+    model: PoolingModel,
     side: Side,
     *,
     truncate: int | None = None,
@@ -52,7 +52,7 @@ def side_vectors(
 
 
 async def query_inputs(
-    texts: Sequence[str], model: EncoderModel, *, truncate: int | None = None, param: str = "query"
+    texts: Sequence[str], model: PoolingModel, *, truncate: int | None = None, param: str = "query"
 ) -> tuple[EncodeInput, ...]:
     """Queries as the model was made to read them; see ``single_inputs``."""
     late = model.info.late or LateInteraction()
@@ -73,7 +73,7 @@ async def query_inputs(
 
 async def document_inputs(
     texts: Sequence[str],
-    model: EncoderModel,
+    model: PoolingModel,
     *,
     truncate: int | None = None,
     param: str = "documents",

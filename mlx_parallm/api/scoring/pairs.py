@@ -21,7 +21,8 @@ from mlx_parallm.api.scoring.late_interaction import (
     query_inputs,
     side_vectors,
 )
-from mlx_parallm.engine.encoder_interface import EncoderClient, EncoderModel
+from mlx_parallm.pooling.model import PoolingModel
+from mlx_parallm.serving.interface import PoolingClient
 from mlx_parallm.types.errors import InvalidRequestError
 from mlx_parallm.types.pooling import EncodeInput, EncoderInfo, LateInteraction
 
@@ -85,7 +86,7 @@ def pairs_of(body: ScoreRequest) -> Pairs:
     return Pairs(queries=queries, documents=documents, params=names)
 
 
-def scoring_model(encoders: EncoderClient, name: str | None) -> EncoderModel:
+def scoring_model(encoders: PoolingClient, name: str | None) -> PoolingModel:
     """The model of this name, else the one that was made most for ranking; see ``_rank``.
 
     Raises:
@@ -109,8 +110,8 @@ def scoring_model(encoders: EncoderClient, name: str | None) -> EncoderModel:
 
 
 async def score_pairs(
-    encoders: EncoderClient,
-    model: EncoderModel,
+    encoders: PoolingClient,
+    model: PoolingModel,
     pairs: Pairs,
     *,
     request_id: str,
@@ -133,7 +134,7 @@ async def score_pairs(
 
     Raises:
         InvalidRequestError, ContextLengthError: a text is too long.
-        ParallmError: see ``EncoderClient.encode``.
+        ParallmError: see ``PoolingClient.encode``.
     """
     if _reads_pairs(model.info):
         logits, num_tokens = await _logits(encoders, model, pairs, request_id, truncate)
@@ -146,8 +147,8 @@ async def score_pairs(
 
 
 async def _logits(
-    encoders: EncoderClient,
-    model: EncoderModel,
+    encoders: PoolingClient,
+    model: PoolingModel,
     pairs: Pairs,
     request_id: str,
     truncate: int | None,
@@ -165,8 +166,8 @@ async def _logits(
 
 
 async def _cosines(
-    encoders: EncoderClient,
-    model: EncoderModel,
+    encoders: PoolingClient,
+    model: PoolingModel,
     pairs: Pairs,
     request_id: str,
     truncate: int | None,
@@ -187,8 +188,8 @@ async def _cosines(
 
 
 async def _max_sims(
-    encoders: EncoderClient,
-    model: EncoderModel,
+    encoders: PoolingClient,
+    model: PoolingModel,
     pairs: Pairs,
     request_id: str,
     truncate: int | None,

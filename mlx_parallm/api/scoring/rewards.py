@@ -11,7 +11,8 @@ import numpy as np
 from mlx_parallm.api.convert.encode_inputs import single_inputs, text_limit
 from mlx_parallm.api.offload import maybe_in_thread
 from mlx_parallm.api.scoring.pairs import logistic
-from mlx_parallm.engine.encoder_interface import EncoderClient, EncoderModel, TextEncoder
+from mlx_parallm.pooling.model import PoolingModel, TextEncoder
+from mlx_parallm.serving.interface import PoolingClient
 from mlx_parallm.types.errors import InvalidRequestError
 from mlx_parallm.types.pooling import EncodeInput, EncoderInfo, Task
 from mlx_parallm.types.request import TokenLimit
@@ -21,8 +22,8 @@ Text = str | Sequence[Mapping[str, Any]]
 
 
 def reward_model(
-    encoders: EncoderClient, name: str | None, task: Task, *, chats: str | None = None
-) -> EncoderModel:
+    encoders: PoolingClient, name: str | None, task: Task, *, chats: str | None = None
+) -> PoolingModel:
     """The model of this name, else the one that most likely was made for rewards.
 
     Args:
@@ -68,7 +69,7 @@ def _unlikeliness(info: EncoderInfo) -> tuple[bool, bool, int]:
 
 async def reward_inputs(
     texts: Sequence[Text],
-    model: EncoderModel,
+    model: PoolingModel,
     task: Task,
     *,
     template_kwargs: Mapping[str, Any],
@@ -123,7 +124,7 @@ def token_places(token_ids: Sequence[int], token_id: int) -> list[int]:
     return [place for place, one in enumerate(token_ids) if one == token_id]
 
 
-def step_token_id(token: str | int, model: EncoderModel) -> int:
+def step_token_id(token: str | int, model: PoolingModel) -> int:
     """The id of the token that ends a step.
 
     Raises:

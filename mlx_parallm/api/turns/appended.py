@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from mlx_parallm.api.continuation import continuation_ids
-from mlx_parallm.engine.interface import Tokenizer
+from mlx_parallm.generation.model import Tokenizer
 from mlx_parallm.types.errors import InvalidRequestError
 
 Messages = Sequence[Mapping[str, Any]]

@@ -10,7 +10,7 @@ from typing import Any
 from mlx_parallm.api.grammars import grammar_of
 from mlx_parallm.api.turns.request import TurnRequest
 from mlx_parallm.api.turns.tools import ToolMode
-from mlx_parallm.engine.interface import ServedModel
+from mlx_parallm.generation.model import GenerationModel
 from mlx_parallm.grammar import spec as specs
 from mlx_parallm.grammar.spec import GrammarKind, GrammarSpec
 from mlx_parallm.parsing.forced import ForcedCalls, arguments_schema, forced_calls
@@ -35,7 +35,7 @@ class Constraint:
     tool_format: ToolFormat | None
 
 
-async def constrain(turn: TurnRequest, model: ServedModel, rendered: str) -> Constraint:
+async def constrain(turn: TurnRequest, model: GenerationModel, rendered: str) -> Constraint:
     """What a turn must match, and how its calls are to be read.
 
     * A forced call: calls only, in the model's own format where that can be forced. If the template
@@ -68,7 +68,7 @@ async def constrain(turn: TurnRequest, model: ServedModel, rendered: str) -> Con
     return Constraint(_after_thoughts(grammar, turn, model, rendered), form)
 
 
-def _check(turn: TurnRequest, model: ServedModel) -> None:
+def _check(turn: TurnRequest, model: GenerationModel) -> None:
     """Refuse tools that the model would not be told of, or whose calls nobody could read."""
     if not turn.callable_tools or turn.tool_choice.mode is ToolMode.REQUIRED:
         return
@@ -87,7 +87,7 @@ def unsupported(message: str, param: str) -> InvalidRequestError:
     return InvalidRequestError(message, param=param, code="unsupported_parameter")
 
 
-def _calls(turn: TurnRequest, model: ServedModel) -> ForcedCalls:
+def _calls(turn: TurnRequest, model: GenerationModel) -> ForcedCalls:
     return forced_calls(
         model.tool_format,
         _for_grammar(turn),
@@ -104,7 +104,7 @@ def _for_grammar(turn: TurnRequest) -> list[dict[str, Any]]:
     ]
 
 
-def _either(turn: TurnRequest, model: ServedModel, structure: GrammarSpec) -> GrammarSpec:
+def _either(turn: TurnRequest, model: GenerationModel, structure: GrammarSpec) -> GrammarSpec:
     """The structure, or calls in the model's own format."""
     form = model.tool_format
     if form is None or form.forced is None or form.is_harmony:
@@ -176,7 +176,7 @@ def _tag(text: CallText, tool: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _before_calls(
-    grammar: Grammar, turn: TurnRequest, model: ServedModel, rendered: str
+    grammar: Grammar, turn: TurnRequest, model: GenerationModel, rendered: str
 ) -> Grammar:
     """The grammar of forced calls, with what may be free before them."""
     after = _after_thoughts(grammar, turn, model, rendered)
@@ -184,7 +184,7 @@ def _before_calls(
 
 
 def _after_thoughts(
-    grammar: Grammar, turn: TurnRequest, model: ServedModel, rendered: str
+    grammar: Grammar, turn: TurnRequest, model: GenerationModel, rendered: str
 ) -> Grammar:
     """The grammar of calls, before which there may be reasoning."""
     form = model.reasoning_format

@@ -13,7 +13,7 @@ from mlx_parallm.api.turns.constraints import Constraint, constrain, unsupported
 from mlx_parallm.api.turns.history import template_messages
 from mlx_parallm.api.turns.request import TurnRequest
 from mlx_parallm.api.turns.stream import TurnStream
-from mlx_parallm.engine.interface import ServedModel
+from mlx_parallm.generation.model import GenerationModel
 from mlx_parallm.grammar.json_size import is_longer
 from mlx_parallm.parsing.formats import ReasoningFormat, ToolFormat
 from mlx_parallm.parsing.parts import TurnParser
@@ -35,7 +35,7 @@ class PreparedTurn:
     """
 
     turn: TurnRequest
-    model: ServedModel
+    model: GenerationModel
     rendered: str
     request: GenerateRequest
     tool_format: ToolFormat | None
@@ -71,7 +71,7 @@ class PreparedTurn:
         )
 
 
-async def prepare_turn(turn: TurnRequest, model: ServedModel) -> PreparedTurn:
+async def prepare_turn(turn: TurnRequest, model: GenerationModel) -> PreparedTurn:
     """Render and encode the conversation; decide how the answer is constrained and read.
 
     Raises:
@@ -106,7 +106,7 @@ async def prepare_turn(turn: TurnRequest, model: ServedModel) -> PreparedTurn:
 
 
 async def render_turn(
-    turn: TurnRequest, model: ServedModel, *, limit: TokenLimit | None = None
+    turn: TurnRequest, model: GenerationModel, *, limit: TokenLimit | None = None
 ) -> tuple[str, tuple[int, ...]]:
     """The conversation as text and as tokens; off the event loop where it is long.
 
@@ -139,12 +139,12 @@ async def render_turn(
     return await maybe_in_thread(render, _length(messages, tools))
 
 
-def _reasoning_format(turn: TurnRequest, model: ServedModel) -> ReasoningFormat | None:
+def _reasoning_format(turn: TurnRequest, model: GenerationModel) -> ReasoningFormat | None:
     return model.reasoning_format if turn.separate_reasoning else None
 
 
 def _params(
-    turn: TurnRequest, model: ServedModel, constraint: Constraint, rendered: str
+    turn: TurnRequest, model: GenerationModel, constraint: Constraint, rendered: str
 ) -> SamplingParams:
     """The engine's parameters; markers that are special tokens must be in the text."""
     formats = (constraint.tool_format, _reasoning_format(turn, model))
@@ -159,7 +159,7 @@ def _params(
     )
 
 
-def _stop_ids(turn: TurnRequest, model: ServedModel, constraint: Constraint) -> tuple[int, ...]:
+def _stop_ids(turn: TurnRequest, model: GenerationModel, constraint: Constraint) -> tuple[int, ...]:
     """The caller's stop tokens, and those after which the model waits for the tools' results."""
     form = constraint.tool_format
     texts = () if form is None else form.stop_texts
@@ -169,7 +169,9 @@ def _stop_ids(turn: TurnRequest, model: ServedModel, constraint: Constraint) -> 
     return turn.params.stop_token_ids + new
 
 
-def _thinking_budget(turn: TurnRequest, model: ServedModel, rendered: str) -> ThinkingBudget | None:
+def _thinking_budget(
+    turn: TurnRequest, model: GenerationModel, rendered: str
+) -> ThinkingBudget | None:
     """What limits the reasoning; a model that marks none needs no limit."""
     form = model.reasoning_format
     if turn.thinking_budget is None or form is None:

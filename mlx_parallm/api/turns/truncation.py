@@ -9,11 +9,11 @@ from typing import Any
 
 from mlx_parallm.api.turns.prepare import PreparedTurn, prepare_turn, render_turn
 from mlx_parallm.api.turns.request import TurnRequest
-from mlx_parallm.engine.interface import ServedModel
+from mlx_parallm.generation.model import GenerationModel
 from mlx_parallm.types.errors import ContextLengthError
 
 
-async def prepare_fitting(turn: TurnRequest, model: ServedModel) -> PreparedTurn:
+async def prepare_fitting(turn: TurnRequest, model: GenerationModel) -> PreparedTurn:
     """The turn with as few of its oldest messages left out as make it fit the context.
 
     System messages stay, and what is left begins with a user's message, as templates want it. What
@@ -30,7 +30,7 @@ async def prepare_fitting(turn: TurnRequest, model: ServedModel) -> PreparedTurn
     return await prepare_turn(await _shortened(turn, model, space), model)
 
 
-async def _shortened(turn: TurnRequest, model: ServedModel, space: int) -> TurnRequest:
+async def _shortened(turn: TurnRequest, model: GenerationModel, space: int) -> TurnRequest:
     cuts = _cuts(turn.messages)
     low, high = 0, len(cuts) - 1
     # The fewer messages, the shorter: the first cut that fits is found by halving.
@@ -44,7 +44,7 @@ async def _shortened(turn: TurnRequest, model: ServedModel, space: int) -> TurnR
     return _without(turn, cuts[low])
 
 
-async def _fits(turn: TurnRequest, model: ServedModel, space: int) -> bool:
+async def _fits(turn: TurnRequest, model: GenerationModel, space: int) -> bool:
     try:
         return len((await render_turn(turn, model))[1]) <= space
     except ContextLengthError:

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from mlx_parallm.types.events import GenerateEvent, TokenEvent
+from mlx_parallm.engine.interface import Event
+from mlx_parallm.types.events import TokenEvent
 
 
-def pack_events(events: Sequence[GenerateEvent]) -> list[Any]:
+def pack_events(events: Sequence[Event]) -> list[Any]:
     """Events of tokens as tuples, which are pickled in a fifth of the time; others as they are."""
     return [
         (
@@ -27,7 +28,7 @@ def pack_events(events: Sequence[GenerateEvent]) -> list[Any]:
     ]
 
 
-def unpack_events(packed: Sequence[Any]) -> list[GenerateEvent]:
+def unpack_events(packed: Sequence[Any]) -> list[Event]:
     """The events that ``pack_events`` was given."""
     return [_token_event(*one) if type(one) is tuple else one for one in packed]
 

@@ -6,21 +6,22 @@ import logging
 import os
 import queue
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from mlx_parallm.config import EngineConfig
-from mlx_parallm.engine.build import build_engines
 from mlx_parallm.engine.commands import Abort, Command, Stop
-from mlx_parallm.engine.life import Build, Loaded, LocalLife
+from mlx_parallm.engine.interface import Event, StartedModel
+from mlx_parallm.engine.life import Build, LocalLife
 from mlx_parallm.engine.remote.channel import Channel, UnreadableError
 from mlx_parallm.engine.remote.events import pack_events
 from mlx_parallm.engine.remote.messages import (
     Events,
     Failed,
+    LoadedPack,
     Progress,
     Query,
     Ready,
@@ -28,10 +29,8 @@ from mlx_parallm.engine.remote.messages import (
     Start,
     Withdraw,
 )
-from mlx_parallm.engine.remote.models import PackedModel
 from mlx_parallm.engine.remote.remote_code import find_remote_code
 from mlx_parallm.types.errors import ConfigError, ControlError, EngineDeadError, ParallmError
-from mlx_parallm.types.events import GenerateEvent
 
 logger = logging.getLogger(__name__)
 
@@ -39,7 +38,7 @@ logger = logging.getLogger(__name__)
 ORPHANED = 3
 
 
-def serve_engines(channel: Channel, build: Build = build_engines) -> int:
+def serve_engines(channel: Channel, build: Build) -> int:
     """Be the engines' process until ``Stop``; the exit code. The calling thread owns MLX."""
     start, _ = channel.receive()
     assert isinstance(start, Start)
@@ -71,16 +70,16 @@ class _Host:
             self._life.end()
         return 0
 
-    def _on_loaded(self, loaded: Loaded) -> None:
+    def _on_loaded(self, loaded: Sequence[StartedModel]) -> None:
         try:
-            models = [PackedModel.of(one) for one in loaded.models]
-            self._channel.send(Ready(models, loaded.encoders))
+            models = [LoadedPack(one.config, one.model.packed(), one.is_loaded) for one in loaded]
+            self._channel.send(Ready(models))
         except ControlError as cause:
             raise ConfigError(
                 f"--engine-process: a tokenizer cannot be handed to another process: {cause}"
             ) from cause
 
-    def _deliver(self, events: list[GenerateEvent]) -> None:
+    def _deliver(self, events: Sequence[Event]) -> None:
         self._channel.send(Events(pack_events(events)))
 
     def _read(self) -> None:

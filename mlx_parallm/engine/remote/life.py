@@ -19,16 +19,20 @@ from typing import Any, TypeVar
 
 from mlx_parallm.config import EngineConfig
 from mlx_parallm.engine.commands import Command
-from mlx_parallm.engine.life import (
-    Deliver,
-    Loaded,
-    TellProgress,
-    spare_garbage_collection,
-)
+from mlx_parallm.engine.interface import StartedModel, TellProgress
+from mlx_parallm.engine.life import Deliver, OnLoaded, spare_garbage_collection
 from mlx_parallm.engine.remote.channel import Channel, UnreadableError
 from mlx_parallm.engine.remote.events import unpack_events
 from mlx_parallm.engine.remote.link import Asked, Link, Withdrawn
-from mlx_parallm.engine.remote.messages import Events, Failed, Progress, Ready, Reply, Start
+from mlx_parallm.engine.remote.messages import (
+    Events,
+    Failed,
+    LoadedPack,
+    Progress,
+    Ready,
+    Reply,
+    Start,
+)
 from mlx_parallm.engine.remote.remote_code import find_remote_code
 from mlx_parallm.engine.state import EngineState
 from mlx_parallm.types.errors import ConfigError, EngineDeadError
@@ -71,7 +75,7 @@ class RemoteLife:
         self,
         inbox: queue.SimpleQueue[Command],
         deliver: Deliver,
-        on_loaded: Callable[[Loaded], None],
+        on_loaded: OnLoaded,
     ) -> None:
         """See ``EngineLife.run``."""
         gc.unfreeze()
@@ -115,7 +119,7 @@ class RemoteLife:
             if self._outbox is not None:
                 self._outbox.put(Withdrawn(asked))
 
-    def _load(self, channel: Channel) -> Loaded:
+    def _load(self, channel: Channel) -> Sequence[StartedModel]:
         with self._lock:
             self._loading = channel
         try:
@@ -126,8 +130,8 @@ class RemoteLife:
                         self._on_progress(text, fraction)
                     case Failed(error):
                         raise error
-                    case Ready(models, encoders):
-                        return Loaded([one.unpack(self._ask) for one in models], encoders)
+                    case Ready(models):
+                        return [self._unpacked(one) for one in models]
                     case other:
                         raise AssertionError(other)
         except UnreadableError as problem:
@@ -135,6 +139,9 @@ class RemoteLife:
         finally:
             with self._lock:
                 self._loading = None
+
+    def _unpacked(self, one: LoadedPack) -> StartedModel:
+        return StartedModel(one.config, one.model.unpack(self._ask), one.is_loaded)
 
     @contextlib.contextmanager
     def _sending(

@@ -10,9 +10,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from mlx_parallm.config import EngineConfig
-from mlx_parallm.engine.encoder_interface import LoadedEncoder
-from mlx_parallm.engine.remote.models import PackedModel
+from mlx_parallm.config import EngineConfig, ModelConfig
+from mlx_parallm.engine.interface import PackedModel
 from mlx_parallm.engine.state import EngineState
 from mlx_parallm.types.errors import ParallmError
 
@@ -49,16 +48,19 @@ class Progress:
 
 
 @dataclass(frozen=True, slots=True)
+class LoadedPack:
+    """A ``StartedModel`` on its way to the server's process."""
+
+    config: ModelConfig
+    model: PackedModel
+    is_loaded: bool
+
+
+@dataclass(frozen=True, slots=True)
 class Ready:
-    """From the engines: everything is loaded.
+    """From the engines: everything is loaded."""
 
-    Attributes:
-        models: those that generate.
-        encoders: loaded beside them.
-    """
-
-    models: Sequence[PackedModel]
-    encoders: Sequence[LoadedEncoder]
+    models: Sequence[LoadedPack]
 
 
 @dataclass(frozen=True, slots=True)

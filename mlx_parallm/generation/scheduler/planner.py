@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from mlx_parallm.config import SchedulerConfig
+from mlx_parallm.engine.turns import TARGET_SHARE
 from mlx_parallm.generation.kv_cache.manager import KVCacheManager
 from mlx_parallm.generation.scheduler.running import RunningSet
 from mlx_parallm.generation.scheduler.sequence import Sequence
@@ -21,8 +22,6 @@ from mlx_parallm.generation.scheduler.waiting import WaitingQueue
 # waiting by a long one; what is left over goes to whoever is not done.
 CHUNK_SHARE = 4
 DEFAULT_TOKEN_BUDGET = 1024
-# Predictions err: steps are planned to take this share of the longest time allowed.
-TARGET_SHARE = 0.9
 
 
 class Planner:

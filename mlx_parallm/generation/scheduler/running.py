@@ -8,9 +8,9 @@ from collections import Counter
 from collections.abc import Collection, Iterator
 
 from mlx_parallm.config import SchedulerConfig
+from mlx_parallm.engine.adapter_slots import NO_ADAPTER, AdapterSlots
 from mlx_parallm.generation.kv_cache.block_table import BlockTable
 from mlx_parallm.generation.kv_cache.manager import KVCacheManager
-from mlx_parallm.generation.scheduler.adapter_slots import NO_ADAPTER, AdapterSlots
 from mlx_parallm.generation.scheduler.sequence import Sequence
 
 

@@ -6,8 +6,8 @@ from contextlib import AbstractContextManager
 from itertools import count
 
 from mlx_parallm.config import SchedulerConfig, SpeculativeConfig
+from mlx_parallm.engine.adapter_slots import AdapterSlots
 from mlx_parallm.generation.kv_cache.manager import KVCacheManager
-from mlx_parallm.generation.scheduler.adapter_slots import AdapterSlots
 from mlx_parallm.generation.scheduler.live_requests import LiveRequests
 from mlx_parallm.generation.scheduler.planner import Planner
 from mlx_parallm.generation.scheduler.running import RunningSet

@@ -6,8 +6,8 @@ import sys
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
+from mlx_parallm.engine.adapter_slots import NO_ADAPTER
 from mlx_parallm.generation.kv_cache.block_table import BlockTable
-from mlx_parallm.generation.scheduler.adapter_slots import NO_ADAPTER
 from mlx_parallm.generation.scheduler.thinking import ThinkingTracker
 from mlx_parallm.generation.speculation.proposer import Speculation
 from mlx_parallm.types.events import FinishReason, PromptEvent

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from mlx_parallm.generation.scheduler.fits import OnlineFit, PrefillFit
+from mlx_parallm.engine.fits import OnlineFit, PrefillFit
 from mlx_parallm.types.shape_buckets import coarse
 
 # Rows of fewer tokens than this are computed one by one, like decode rows, and cost what those do.

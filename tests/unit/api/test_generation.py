@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from mlx_parallm.api.generation import Generation
-from mlx_parallm.engine.interface import RequestHandle
+from mlx_parallm.generation.model import RequestHandle
 from mlx_parallm.types.errors import InvalidRequestError, OverloadedError
 from mlx_parallm.types.request import GenerateRequest
 from tests.fake_engine import FakeEngine

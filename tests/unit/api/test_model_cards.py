@@ -8,7 +8,8 @@ import httpx2
 
 from mlx_parallm.api.convert.model_cards import encoder_card
 from mlx_parallm.config import ServerConfig
-from mlx_parallm.engine.encoder_interface import EncoderModel, EncoderState, EncoderStatus
+from mlx_parallm.engine.interface import ModelState, ModelStatus
+from mlx_parallm.pooling.model import PoolingModel
 from mlx_parallm.types.pooling import EncoderInfo
 from tests.api_app import make_app
 from tests.fake_engine import FakeEngine
@@ -23,7 +24,7 @@ INFO = EncoderInfo(
     tasks=("classify", "embed"),
 )
 TOKENIZER: Any = None
-MODEL = EncoderModel(
+MODEL = PoolingModel(
     names=("one",),
     root="r",
     created=1,
@@ -34,8 +35,8 @@ MODEL = EncoderModel(
 )
 
 
-def card_of(state: EncoderState, model: EncoderModel | None) -> dict[str, Any]:
-    status = EncoderStatus(
+def card_of(state: ModelState, model: PoolingModel | None) -> dict[str, Any]:
+    status = ModelStatus(
         names=("one",), root="r", state=state, progress=1.0, is_pinned=False, model=model
     )
     return encoder_card("one", status, {})
@@ -51,5 +52,5 @@ async def test_a_model_that_generates_says_so() -> None:
 
 
 def test_an_encoder_says_what_it_does_once_that_is_known() -> None:
-    assert card_of(EncoderState.LOADED, MODEL)["tasks"] == ["classify", "embed"]
-    assert card_of(EncoderState.LOADING, None)["tasks"] is None
+    assert card_of(ModelState.LOADED, MODEL)["tasks"] == ["classify", "embed"]
+    assert card_of(ModelState.LOADING, None)["tasks"] is None

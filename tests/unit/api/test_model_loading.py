@@ -9,7 +9,7 @@ from typing import Any
 import httpx2
 import numpy as np
 
-from mlx_parallm.engine.encoder_interface import EncoderModel
+from mlx_parallm.pooling.model import PoolingModel
 from mlx_parallm.types.errors import ModelLoadError, ModelLoadingError
 from mlx_parallm.types.pooling import EncodeRequest, EncodeResults, EncoderInfo, Task
 from tests.fake_engine import FakeEngine, NoEncoders, serve_fake
@@ -23,7 +23,7 @@ class LoadingEncoders(NoEncoders):
         self.waited = 0
         self.is_loaded = threading.Event()
 
-    def get(self, name: str | None, *tasks: Task) -> EncoderModel:
+    def get(self, name: str | None, *tasks: Task) -> PoolingModel:
         assert name == "new"
         if not self.is_loaded.is_set():
             raise ModelLoadingError(name)
@@ -36,7 +36,7 @@ class LoadingEncoders(NoEncoders):
             weight_bytes=1,
         )
         tokenizer: Any = SimpleNamespace(cut=lambda ids, length: ids)
-        return EncoderModel(
+        return PoolingModel(
             names=("new",),
             root="r",
             created=1,

@@ -19,9 +19,10 @@ from mlx_parallm.bench.step_times import (
 )
 from mlx_parallm.bench.step_trace import TraceRecorder, trace_events, write_trace
 from mlx_parallm.config import SchedulerConfig
-from mlx_parallm.engine.engine import Engine
-from mlx_parallm.engine.metrics import EngineMetrics, MetricFamilies
+from mlx_parallm.engine.metrics import MetricFamilies
+from mlx_parallm.generation.engine import GenerationEngine
 from mlx_parallm.generation.kv_cache.manager import KVCacheManager
+from mlx_parallm.generation.metrics import EngineMetrics
 from mlx_parallm.generation.scheduler.scheduler import Scheduler
 from mlx_parallm.types.request import GenerateRequest, SamplingParams
 from mlx_parallm.types.tracing import Phase
@@ -33,13 +34,13 @@ def ticking() -> Iterator[float]:
     return (tick / 1000 for tick in count())
 
 
-def traced_engine(*, runs_ahead: bool) -> tuple[Engine, TraceRecorder]:
+def traced_engine(*, runs_ahead: bool) -> tuple[GenerationEngine, TraceRecorder]:
     info = make_info(runs_ahead=runs_ahead)
     clock = ticking()
     recorder = TraceRecorder(lambda: next(clock))
     kv = KVCacheManager(info.num_blocks, info.block_size, enable_prefix_caching=True)
     scheduler = Scheduler(SchedulerConfig(), kv, max_model_len=info.max_model_len)
-    engine = Engine(
+    engine = GenerationEngine(
         scheduler,
         FakeRunner(spell("hello"), info=info),
         ByteTokenizer(),

@@ -33,7 +33,7 @@ from demo.encoders.training import WARMUP_STEPS, fit, rate
 from demo.example import Example
 from mlx_parallm.config import LoadingConfig
 from mlx_parallm.demo_models.folders import DEMO_FOLDERS, DEMO_NAME, demo_folder
-from mlx_parallm.engine.encoders.sources import ModelSources
+from mlx_parallm.engine.sources import ModelSources
 from mlx_parallm.models.checkpoints.sentence_transformers import read_vector_spec
 from mlx_parallm.numerics.attention import softmax_attention
 from mlx_parallm.types.errors import ModelLoadError

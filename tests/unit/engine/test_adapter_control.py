@@ -15,9 +15,8 @@ from mlx_parallm.config import AdapterConfig, EngineConfig
 from mlx_parallm.engine.adapter_control import AdapterControl
 from mlx_parallm.engine.commands import EngineHost
 from mlx_parallm.engine.control_metrics import ControlMetrics
-from mlx_parallm.engine.encoders.adapters import EncoderAdapterSet
-from mlx_parallm.engine.interface import ServedModel
 from mlx_parallm.engine.policies import AdapterUpload
+from mlx_parallm.pooling.adapters import EncoderAdapterSet
 from mlx_parallm.types.errors import InvalidRequestError
 from tests.version_harness import SlotRecord, adapter
 
@@ -30,14 +29,14 @@ class TwoEncoders:
         self.sets = {
             name: EncoderAdapterSet.of_model(name, SlotRecord(), EngineConfig()) for name in "mn"
         }
-        host = SimpleNamespace(engines={}, encoder_adapters=self.sets, stagings={})
+        host = SimpleNamespace(engines={}, adapters=self.sets, stagings={})
         self._host = cast(EngineHost, host)
 
-    def models(self) -> list[ServedModel]:
+    def changeable(self) -> list[tuple[str, ...]]:
         return []
 
-    def first_model(self) -> ServedModel:
-        raise AssertionError("no model generates")
+    def refuse_change(self, name: str) -> InvalidRequestError:
+        raise AssertionError(name)
 
     def base_names(self) -> list[tuple[str, ...]]:
         return self.names

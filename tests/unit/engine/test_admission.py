@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from mlx_parallm.engine.admission import check_length, check_request, check_room
+from mlx_parallm.generation.admission import check_length, check_request, check_room
 from mlx_parallm.types.errors import ContextLengthError, InvalidRequestError
 from mlx_parallm.types.request import GenerateRequest, SamplingParams
 from tests.fakes import make_info

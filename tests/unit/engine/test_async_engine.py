@@ -9,13 +9,12 @@ from collections.abc import AsyncIterator
 import pytest
 
 from mlx_parallm.config import EngineConfig, SchedulerConfig
-from mlx_parallm.engine.async_engine import AsyncEngine
-from mlx_parallm.engine.build import LoadedEngine
 from mlx_parallm.engine.control import PauseMode
-from mlx_parallm.engine.event_stream import MAX_UNREAD, MAX_UNREAD_PER_SAMPLE
-from mlx_parallm.engine.life import TellProgress
+from mlx_parallm.engine.interface import BuiltModel, TellProgress
 from mlx_parallm.engine.metrics import MetricFamilies
+from mlx_parallm.generation.event_stream import MAX_UNREAD, MAX_UNREAD_PER_SAMPLE
 from mlx_parallm.generation.scheduler.scheduler import Scheduler
+from mlx_parallm.serving.async_engine import AsyncEngine
 from mlx_parallm.types.errors import (
     ConfigError,
     ControlError,
@@ -237,7 +236,7 @@ async def test_drain_of_a_dead_engine_that_was_paused_ends() -> None:
 
 
 def test_a_failed_load_is_raised_to_whoever_starts() -> None:
-    def build(*_: object) -> list[LoadedEngine]:
+    def build(*_: object) -> list[BuiltModel]:
         raise ModelLoadError("no such model")
 
     with pytest.raises(ModelLoadError, match="no such model"):
@@ -253,7 +252,7 @@ def test_a_failed_load_is_raised_after_its_thread_has_ended(
         # Nobody tells it before it ends, unless the load's error came too early.
         ends.append(told.wait(0.1))  # time limit: passes if too short
 
-    def build(*_: object) -> list[LoadedEngine]:
+    def build(*_: object) -> list[BuiltModel]:
         raise ConfigError("too little memory")
 
     monkeypatch.setattr("mlx_parallm.engine.life.end_thread", end_thread)

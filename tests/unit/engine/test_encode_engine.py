@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
-from mlx_parallm.engine.encoders.engine import EncodeEngine
 from mlx_parallm.types.errors import OverloadedError, RequestAbortedError, StepError
 from mlx_parallm.types.pooling import EncodeResults
 from tests.sum_encoder import (
     NAN,
     NUM_STAGES,
     POISON,
+    RepliedEngine,
     SumEncoder,
     engine_of,
     request_of,
@@ -23,12 +23,14 @@ from tests.sum_encoder import (
 
 def make(
     max_waiting: int = 100, cache_bytes: int = 0
-) -> tuple[EncodeEngine, SumEncoder, dict[str, Any]]:
+) -> tuple[RepliedEngine, SumEncoder, dict[str, Any]]:
     encoder = SumEncoder()
     return engine_of(encoder, max_waiting=max_waiting, cache_bytes=cache_bytes), encoder, {}
 
 
-def ask(engine: EncodeEngine, answers: dict[str, Any], name: str, *inputs: tuple[int, ...]) -> None:
+def ask(
+    engine: RepliedEngine, answers: dict[str, Any], name: str, *inputs: tuple[int, ...]
+) -> None:
     engine.add(request_of(name, *inputs), lambda found: answers.__setitem__(name, plain(found)))
 
 
@@ -36,7 +38,7 @@ def plain(found: Any) -> Any:
     return [one.tolist() for one in found] if isinstance(found, list) else found
 
 
-def run(engine: EncodeEngine, within_s: float | None = None) -> int:
+def run(engine: RepliedEngine, within_s: float | None = None) -> int:
     turns = 0
     while engine.has_work():
         engine.step(within_s)

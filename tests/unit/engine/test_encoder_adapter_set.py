@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from mlx_parallm.config import AdapterConfig, EngineConfig, SchedulerConfig
 from mlx_parallm.engine.adapter_staging import AdapterStaging
-from mlx_parallm.engine.encoders.adapters import EncoderAdapterSet
-from mlx_parallm.engine.encoders.engine import EncodeEngine
+from mlx_parallm.pooling.adapters import EncoderAdapterSet
+from mlx_parallm.pooling.engine import PoolingEngine
 from mlx_parallm.pooling.queue import EncodeQueue
 from mlx_parallm.types.errors import (
     InvalidRequestError,
@@ -47,7 +47,7 @@ class AdaptedSums(SumEncoder):
         return super().begin(in_slots, dict.fromkeys(found.values(), 0))
 
 
-def make(max_loaded: int = 8) -> tuple[EncodeEngine, EncoderAdapterSet, SlotRecord, AdaptedSums]:
+def make(max_loaded: int = 8) -> tuple[PoolingEngine, EncoderAdapterSet, SlotRecord, AdaptedSums]:
     store = SlotRecord()
     config = EngineConfig(
         scheduler=SchedulerConfig(max_loras=MAX_LORAS),
@@ -63,7 +63,7 @@ def load(adapters: EncoderAdapterSet, name: str, number: int) -> None:
 
 
 def ask(
-    engine: EncodeEngine,
+    engine: PoolingEngine,
     answers: Answers,
     key: str,
     *inputs: tuple[int, ...],
@@ -76,7 +76,7 @@ def ask(
     engine.add(replace(request_of(key, *inputs, adapter=name), head=head), reply)
 
 
-def run(engine: EncodeEngine) -> None:
+def run(engine: PoolingEngine) -> None:
     while engine.has_work():
         engine.step()
 

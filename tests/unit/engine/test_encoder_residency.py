@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 from mlx_parallm.config import EngineConfig, ModelConfig
 from mlx_parallm.engine.adapter_names import NamedAdapter
-from mlx_parallm.engine.encoder_interface import EncoderModel, EncoderState
-from mlx_parallm.engine.encoders.client import AsyncEncoders
-from mlx_parallm.engine.encoders.residency import EncoderEntry, EncoderResidency, MakeRoom
+from mlx_parallm.engine.core import EngineCore
+from mlx_parallm.engine.interface import ModelState
+from mlx_parallm.engine.residency import MakeRoom, ModelEntry, Residency
+from mlx_parallm.pooling.model import PoolingModel
 from mlx_parallm.types.errors import ModelLoadError, ModelNotFoundError
 from mlx_parallm.types.pooling import EncoderInfo
 from tests.fakes import ByteTokenizer
@@ -42,7 +42,7 @@ class ScriptedLoader:
         names: tuple[str, ...],
         make_room: MakeRoom,
         on_progress: Callable[[float], None],
-    ) -> EncoderModel:
+    ) -> PoolingModel:
         name = names[0]
         self.events.append(f"load {name}")
         await make_room(SIZES[name])
@@ -62,7 +62,7 @@ class ScriptedLoader:
             weight_bytes=SIZES[name],
         )
         tokenizer: Any = ByteTokenizer()
-        return EncoderModel(
+        return PoolingModel(
             names=names,
             root="r",
             created=1,
@@ -79,16 +79,16 @@ class ScriptedLoader:
 
 def make(
     max_bytes: int | None = None, names: str = "abc"
-) -> tuple[EncoderResidency, ScriptedLoader, list[EncoderEntry]]:
+) -> tuple[Residency, ScriptedLoader, list[ModelEntry]]:
     loader = ScriptedLoader()
-    residency = EncoderResidency(loader, max_bytes)
-    entries = [EncoderEntry(ModelConfig(path=name), (name, name * 2)) for name in names]
+    residency = Residency(loader, max_bytes)
+    entries = [ModelEntry(ModelConfig(path=name), (name, name * 2)) for name in names]
     for one in entries:
         residency.add(one)
     return residency, loader, entries
 
 
-async def use(residency: EncoderResidency, entry: EncoderEntry) -> None:
+async def use(residency: Residency, entry: ModelEntry) -> None:
     await residency.begin(entry)
     loader: Any = residency._loader
     # Even while it is to make way.
@@ -104,14 +104,14 @@ async def settle() -> None:
 
 async def test_all_who_wait_share_one_load_and_see_its_progress() -> None:
     residency, loader, (a, *_) = make()
-    assert a.status().state is EncoderState.EVICTED
+    assert a.status().state is ModelState.EVICTED
     loader.gate.clear()
     waiting = [asyncio.create_task(use(residency, a)) for _ in range(5)]
     await loader.begun.wait()
-    assert (a.status().state, a.status().progress) == (EncoderState.LOADING, 0.5)
+    assert (a.status().state, a.status().progress) == (ModelState.LOADING, 0.5)
     loader.gate.set()
     await asyncio.gather(*waiting)
-    assert (a.status().state, a.status().progress) == (EncoderState.LOADED, 1.0)
+    assert (a.status().state, a.status().progress) == (ModelState.LOADED, 1.0)
     assert loader.events == ["load a"]
 
 
@@ -124,7 +124,7 @@ async def test_a_failed_load_tells_all_who_wait_and_the_next_request_tries_again
     loader.gate.set()
     found = await asyncio.gather(*waiting, return_exceptions=True)
     assert [str(one) for one in found] == ["the file is broken"] * 3
-    assert a.status().state is EncoderState.EVICTED
+    assert a.status().state is ModelState.EVICTED
     loader.failure = None
     await use(residency, a)
     assert loader.events == ["load a", "load a"]
@@ -152,7 +152,7 @@ async def test_the_least_recently_used_make_way() -> None:
     # c was used last before b; a and c both have to go for 20 of 50.
     assert loader.events[-2:] == ["load b", "drop a"]
     assert loader.peak <= 50
-    assert a.status().state is EncoderState.EVICTED
+    assert a.status().state is ModelState.EVICTED
     assert a.model is not None
 
 
@@ -253,7 +253,7 @@ class AdapterLoads:
     """Implements ``AdapterNames``: an adapter of "a", whose load holds its model when it may."""
 
     def __init__(self) -> None:
-        self.encoders: AsyncEncoders | None = None
+        self.encoders: EngineCore | None = None
         self.begun, self.gate = asyncio.Event(), asyncio.Event()
 
     def named(self, name: str) -> NamedAdapter | None:
@@ -270,11 +270,11 @@ class AdapterLoads:
 
 async def test_a_model_is_evicted_while_an_adapter_of_it_comes() -> None:
     control = AdapterLoads()
-    thread: Any = SimpleNamespace(control=control)
-    encoders = control.encoders = AsyncEncoders(thread, EngineConfig())
-    residency = EncoderResidency(ScriptedLoader(), 25)
+    encoders = control.encoders = EngineCore(EngineConfig(), (), cast("Any", None))
+    encoders.control = cast("Any", control)
+    residency = Residency(ScriptedLoader(), 25)
     encoders._residency = residency
-    entries = {name: EncoderEntry(ModelConfig(), (name,)) for name in "ab"}
+    entries = {name: ModelEntry(ModelConfig(), (name,)) for name in "ab"}
     for entry in entries.values():
         residency.add(entry)
     waits = asyncio.ensure_future(encoders.wait("x"))

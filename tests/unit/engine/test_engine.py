@@ -7,9 +7,10 @@ from functools import partial
 import pytest
 
 from mlx_parallm.config import SchedulerConfig
-from mlx_parallm.engine.engine import Engine
-from mlx_parallm.engine.metrics import EngineMetrics, MetricFamilies
+from mlx_parallm.engine.metrics import MetricFamilies
+from mlx_parallm.generation.engine import GenerationEngine
 from mlx_parallm.generation.kv_cache.manager import KVCacheManager
+from mlx_parallm.generation.metrics import EngineMetrics
 from mlx_parallm.generation.scheduler.scheduler import Scheduler
 from mlx_parallm.types.errors import (
     ContextLengthError,
@@ -37,13 +38,13 @@ def runs_ahead(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) 
     return request.param
 
 
-def make_engine(runner: FakeRunner, **limits: int) -> tuple[Engine, MetricFamilies]:
+def make_engine(runner: FakeRunner, **limits: int) -> tuple[GenerationEngine, MetricFamilies]:
     info = runner.info
     kv = KVCacheManager(info.num_blocks, info.block_size, enable_prefix_caching=True)
     scheduler = Scheduler(SchedulerConfig(**limits), kv, max_model_len=info.max_model_len)
     families = MetricFamilies()
     metrics = EngineMetrics(families, "m", info)
-    return Engine(scheduler, runner, ByteTokenizer(), metrics), families
+    return GenerationEngine(scheduler, runner, ByteTokenizer(), metrics), families
 
 
 def make_request(request_id: str = "a", prompt: str = "hi", **params: object) -> GenerateRequest:
@@ -55,7 +56,7 @@ def make_request(request_id: str = "a", prompt: str = "hi", **params: object) ->
     )
 
 
-def run(engine: Engine) -> list[GenerateEvent]:
+def run(engine: GenerationEngine) -> list[GenerateEvent]:
     events: list[GenerateEvent] = []
     while engine.has_work():
         events += engine.step() or []
@@ -146,7 +147,7 @@ def test_a_step_is_begun_before_the_one_before_it_ends(runs_ahead: bool) -> None
         assert order == ["begin 0", "end 0", "begin 1", "end 1", "begin 2", "end 2"]
 
 
-def _next_step_id(engine: Engine, runner: FakeRunner) -> int:
+def _next_step_id(engine: GenerationEngine, runner: FakeRunner) -> int:
     """Run a request of its own to learn which step comes next, whatever the numbering."""
     engine.abort("a")
     engine.add(make_request("probe"))
@@ -224,7 +225,7 @@ def test_a_step_is_told_what_was_spent_on_it_alone(runs_ahead: bool) -> None:
     )
     scheduler = TimedScheduler(info)
     metrics = EngineMetrics(MetricFamilies(), "m", info)
-    engine = Engine(scheduler, runner, ByteTokenizer(), metrics, clock=lambda: now[0])
+    engine = GenerationEngine(scheduler, runner, ByteTokenizer(), metrics, clock=lambda: now[0])
     for name, tokens in (("a", 3), ("b", 1)):
         engine.add(make_request(name, max_tokens=tokens))
         while engine.has_work():

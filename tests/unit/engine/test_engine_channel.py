@@ -6,6 +6,7 @@ import pickle
 import socket
 import threading
 from collections.abc import Iterator
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -13,11 +14,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mlx_parallm.adapters.tensors import HostTensor
-from mlx_parallm.engine.interface import ServedModel
 from mlx_parallm.engine.remote import channel
 from mlx_parallm.engine.remote.channel import Channel, UnreadableError
 from mlx_parallm.engine.remote.events import pack_events, unpack_events
-from mlx_parallm.engine.remote.models import PackedModel
+from mlx_parallm.generation.model import GenerationModel
 from mlx_parallm.parsing import registry
 from mlx_parallm.parsing.reasoning import REASONING_FORMATS
 from mlx_parallm.tokenizer.lock import OwnLock
@@ -155,7 +155,7 @@ FORMATS = [(tools, None) for tools in registry.tool_format_names()] + [
 
 @pytest.mark.parametrize(("tools", "reasoning"), FORMATS)
 def test_a_model_crosses_with_every_format(tools: str | None, reasoning: str | None) -> None:
-    model = ServedModel(
+    model = GenerationModel(
         names=("m",),
         root="m",
         created=1,
@@ -164,7 +164,7 @@ def test_a_model_crosses_with_every_format(tools: str | None, reasoning: str | N
         tool_format=None if tools is None else registry.tool_format(tools),
         reasoning_format=None if reasoning is None else registry.reasoning_format(reasoning),
     )
-    found = pickle.loads(pickle.dumps(PackedModel.of(model))).unpack(None)
+    found = pickle.loads(pickle.dumps(model.packed())).unpack(cast("Any", None))
     assert found.tool_format is model.tool_format
     assert found.reasoning_format is model.reasoning_format
     assert (found.names, found.info, found.grammars) == (model.names, model.info, None)

@@ -5,17 +5,20 @@ from __future__ import annotations
 import gc
 import math
 import queue
+from collections.abc import Sequence
 from typing import Any, cast
 
 import pytest
-from prometheus_client import CollectorRegistry
 
-from mlx_parallm.engine.commands import Command, Encode, Stop
-from mlx_parallm.engine.encoders.batch_cost import BatchCost, StepPace
-from mlx_parallm.engine.encoders.engine import EncodeEngine
-from mlx_parallm.engine.encoders.metrics import EncoderFamilies
+from mlx_parallm.engine.commands import Command, Stop, Submit
+from mlx_parallm.engine.interface import Event
 from mlx_parallm.engine.life import NEW_OBJECTS, spare_garbage_collection
 from mlx_parallm.engine.loop import EngineLoop
+from mlx_parallm.engine.metrics import MetricFamilies
+from mlx_parallm.engine.turns import TurnClass
+from mlx_parallm.generation.engine import StepPace
+from mlx_parallm.pooling.batch_cost import BatchCost
+from mlx_parallm.types.errors import ParallmError
 from mlx_parallm.types.events import GenerateEvent
 from tests.sum_encoder import FakeClock, SumEncoder, engine_of, request_of, seconds_of
 
@@ -30,16 +33,20 @@ class Streams:
         self.left = num_steps
         self.ends_s: list[float] = []
         self.settled = 0
-        self.decode_s = 0.0
+        self.step_s = 0.0
+
+    turn_class = TurnClass.STREAMS
+    settles_others = False
+    adapters = None
 
     def has_work(self) -> bool:
         return self.left > 0
 
-    def step(self) -> list[GenerateEvent]:
+    def step(self, within_s: float | None = None) -> list[GenerateEvent]:
         self.clock.now_s += STEP_S
         self.left -= 1
         self.ends_s.append(self.clock.now_s)
-        self.decode_s = STEP_S
+        self.step_s = STEP_S
         return []
 
     def prepare(self) -> bool:
@@ -92,20 +99,24 @@ class Trial:
         self.answered_s: dict[str, float] = {}
         self.more = more
 
-    def request(self, name: str, *inputs: tuple[int, ...], model: str = "m") -> Encode:
-        def reply(_: Any) -> None:
-            self.answered_s[name] = self.clock.now_s
+    def request(self, name: str, *inputs: tuple[int, ...], model: str = "m") -> Submit:
+        def reply(refusal: ParallmError | None) -> None:
+            if refusal is not None:
+                self.answered_s[name] = self.clock.now_s
 
-        return Encode(request=request_of(name, *inputs, model=model), reply=reply)
+        request = request_of(name, *inputs, model=model)
+        return Submit(request=request, arrival_s=0.0, reply=reply)
+
+    def deliver(self, events: Sequence[Event]) -> None:
+        self.answered_s |= {one.request_id: self.clock.now_s for one in events}
 
     def run(self, *commands: tuple[float, Command]) -> Inbox:
         inbox = Inbox(self.clock, *((100.0 + at_s, command) for at_s, command in commands))
         loop = EngineLoop(
-            cast("Any", {"chat": self.streams}),
+            cast("Any", {"chat": self.streams, **self.engines}),
             cast("Any", inbox),
-            lambda events: None,
-            cast("dict[str, EncodeEngine]", self.engines),
-            encoder_families=EncoderFamilies(CollectorRegistry()),
+            self.deliver,
+            families=MetricFamilies(),
             **self.more,
         )
         loop.run()

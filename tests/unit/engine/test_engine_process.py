@@ -13,15 +13,16 @@ from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import Future
 from contextlib import closing, contextmanager
 from dataclasses import replace
+from functools import partial
 from operator import methodcaller
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 
 from mlx_parallm.cli.engine_process import command
 from mlx_parallm.config import EngineConfig, ModelConfig, SchedulerConfig, ServerConfig
-from mlx_parallm.engine.async_engine import AsyncEngine, ignore_progress
 from mlx_parallm.engine.control import PauseMode
 from mlx_parallm.engine.metrics import MetricFamilies
 from mlx_parallm.engine.remote.channel import Channel
@@ -29,6 +30,8 @@ from mlx_parallm.engine.remote.host import ORPHANED, _Host
 from mlx_parallm.engine.remote.life import RemoteLife, _spawned
 from mlx_parallm.engine.remote.messages import Failed, Progress, Query, Ready, Start, Withdraw
 from mlx_parallm.engine.state import EngineState
+from mlx_parallm.generation.remote_grammars import compile_grammar
+from mlx_parallm.serving.async_engine import AsyncEngine, ignore_progress
 from mlx_parallm.types.errors import (
     ConfigError,
     ControlError,
@@ -261,9 +264,11 @@ def test_its_answers_can_be_withdrawn() -> None:
     ours, theirs = (Channel(end) for end in socket.socketpair())
     grammars = Grammars()
     host = _Host(theirs, EngineConfig(), lambda *_: [])
-    host._life._state = EngineState(MetricFamilies(), {}, {}, {"m": cast("Any", grammars)})
+    host._life._state = EngineState(
+        MetricFamilies(), {"m": cast("Any", SimpleNamespace(grammars=grammars))}
+    )
     with closing(ours), closing(theirs):
-        ours.send(Query(methodcaller("compile_grammar", "m", "spec")), 3)
+        ours.send(Query(partial(compile_grammar, model="m", spec=cast("Any", "spec"))), 3)
         ours.send(Withdraw(), 3)
         ours.send(Withdraw(), 4)
         for _ in range(3):

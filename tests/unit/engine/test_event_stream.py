@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from mlx_parallm.engine.event_stream import MAX_UNREAD, MAX_UNREAD_PER_SAMPLE, EventStream
+from mlx_parallm.generation.event_stream import MAX_UNREAD, MAX_UNREAD_PER_SAMPLE, EventStream
 from mlx_parallm.types.errors import StepError
 from mlx_parallm.types.events import ErrorEvent, FinishReason, PromptEvent, TokenEvent
 from mlx_parallm.types.request import GenerateRequest, SamplingParams

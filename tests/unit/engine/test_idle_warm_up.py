@@ -7,16 +7,15 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
-from prometheus_client import CollectorRegistry
 
 from mlx_parallm.config import SchedulerConfig
 from mlx_parallm.engine.commands import Command, Stop, Submit
-from mlx_parallm.engine.encoders.metrics import EncoderFamilies
-from mlx_parallm.engine.engine import Engine
 from mlx_parallm.engine.live_weights import KV_CACHE
 from mlx_parallm.engine.loop import EngineLoop
-from mlx_parallm.engine.metrics import EngineMetrics, MetricFamilies
+from mlx_parallm.engine.metrics import MetricFamilies
+from mlx_parallm.generation.engine import GenerationEngine
 from mlx_parallm.generation.kv_cache.manager import KVCacheManager
+from mlx_parallm.generation.metrics import EngineMetrics
 from mlx_parallm.generation.scheduler.scheduler import Scheduler
 from mlx_parallm.types.request import GenerateRequest, SamplingParams
 from mlx_parallm.types.step import ScheduledBatch
@@ -71,7 +70,7 @@ class Trial:
         info = make_info(num_blocks=num_blocks)
         self.kv = KVCacheManager(info.num_blocks, info.block_size)
         runner = FakeRunner(lambda row: 65, info=info, before=self._note)
-        self.engine = Engine(
+        self.engine = GenerationEngine(
             Scheduler(SchedulerConfig(), self.kv, max_model_len=info.max_model_len),
             runner,
             ByteTokenizer(),
@@ -96,7 +95,7 @@ class Trial:
             {"m": self.engine},
             cast("Any", Inbox(submit, after)),
             lambda events: None,
-            encoder_families=EncoderFamilies(CollectorRegistry()),
+            families=MetricFamilies(),
         ).run()
 
 

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from mlx_parallm.engine.event_stream import MAX_UNREAD
 from mlx_parallm.engine.open_streams import OpenStreams
+from mlx_parallm.generation.event_stream import MAX_UNREAD, EventStream
 from mlx_parallm.types.errors import InvalidRequestError, StepError
 from mlx_parallm.types.events import ErrorEvent, FinishReason, GenerateEvent, TokenEvent
 from mlx_parallm.types.request import GenerateRequest, SamplingParams
@@ -29,7 +29,7 @@ def streams() -> OpenStreams:
 
 
 async def test_events_find_their_readers(streams: OpenStreams) -> None:
-    first, second = streams.open(REQUEST), streams.open(OTHER)
+    first, second = streams.open(EventStream(REQUEST)), streams.open(EventStream(OTHER))
     events: list[GenerateEvent] = [token("a"), token("b", last=True), token("a", last=True)]
     assert streams.dispatch([*events, token("nobody")]) == []
     assert [event.text async for event in first] == ["xx"]
@@ -38,34 +38,34 @@ async def test_events_find_their_readers(streams: OpenStreams) -> None:
 
 
 def test_an_open_id_is_not_given_twice(streams: OpenStreams) -> None:
-    streams.open(REQUEST)
+    streams.open(EventStream(REQUEST))
     with pytest.raises(InvalidRequestError, match="already in use") as refusal:
-        streams.open(REQUEST)
+        streams.open(EventStream(REQUEST))
     assert refusal.value.param == "request_id"
     assert streams.requests() == [REQUEST]
     assert streams.close("a")
     assert not streams.close("a")
-    streams.open(REQUEST)
+    streams.open(EventStream(REQUEST))
 
 
 def test_a_reader_that_does_not_read_is_told_apart(streams: OpenStreams) -> None:
-    streams.open(REQUEST)
-    streams.open(OTHER)
+    streams.open(EventStream(REQUEST))
+    streams.open(EventStream(OTHER))
     unread = streams.dispatch([token("a")] * (2 * MAX_UNREAD) + [token("b")])
     assert unread == ["a"]
     assert streams.ids() == ["b"]
 
 
 async def test_all_end_with_an_error(streams: OpenStreams) -> None:
-    stream = streams.open(REQUEST)
+    stream = streams.open(EventStream(REQUEST))
     streams.end_all(StepError("no"))
     assert [type(event) async for event in stream] == [ErrorEvent]
     assert "a" not in streams
 
 
 def test_samples_of_open_requests_are_counted(streams: OpenStreams) -> None:
-    streams.open(REQUEST)
-    streams.open(replace(OTHER, params=SamplingParams(n=3)))
+    streams.open(EventStream(REQUEST))
+    streams.open(EventStream(replace(OTHER, params=SamplingParams(n=3))))
     assert streams.num_samples == 4
     streams.close("b")
     streams.close("b")

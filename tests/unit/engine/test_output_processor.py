@@ -1,6 +1,6 @@
 import pytest
 
-from mlx_parallm.engine.output_processor import OutputProcessor
+from mlx_parallm.generation.output_processor import OutputProcessor
 from mlx_parallm.generation.scheduler.updates import SequenceUpdate
 from mlx_parallm.types.errors import StepError
 from mlx_parallm.types.events import ErrorEvent, FinishReason, PromptEvent, TokenEvent

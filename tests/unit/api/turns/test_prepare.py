@@ -15,7 +15,7 @@ from mlx_parallm.api.turns.prepare import PreparedTurn, prepare_turn
 from mlx_parallm.api.turns.request import TurnRequest
 from mlx_parallm.api.turns.tools import ToolChoice, ToolMode
 from mlx_parallm.demo_models.folders import DEMO_FOLDER
-from mlx_parallm.engine.interface import ServedModel
+from mlx_parallm.generation.model import GenerationModel
 from mlx_parallm.grammar import spec as specs
 from mlx_parallm.grammar.compiler import GrammarCompiler
 from mlx_parallm.grammar.vocabulary import GrammarVocabulary
@@ -36,11 +36,11 @@ TEXTUAL = "no tools {% for m in messages %}{{ m.content }}{% endfor %}"
 
 
 @functools.cache
-def demo(template: str | None = None) -> ServedModel:
+def demo(template: str | None = None) -> GenerationModel:
     tokenizer = load_tokenizer(DEMO_FOLDER, chat_template=template)
     size = tokenizer.vocab_size
     vocabulary = GrammarVocabulary(tokenizer.backend_json, tokenizer.eos_ids, size, size)
-    return ServedModel(
+    return GenerationModel(
         names=("demo",),
         root="demo",
         created=0,
@@ -53,7 +53,7 @@ def demo(template: str | None = None) -> ServedModel:
 
 
 async def prepare(
-    *tools: dict[str, Any], model: ServedModel | None = None, **more: Any
+    *tools: dict[str, Any], model: GenerationModel | None = None, **more: Any
 ) -> PreparedTurn:
     asked = {"request_id": "r", "messages": HI, "tools": chat_tools(tools)} | more
     return await prepare_turn(TurnRequest(**asked), model or demo())

@@ -7,7 +7,7 @@ from collections import Counter
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlx_parallm.generation.scheduler.adapter_slots import MAX_PASSED, AdapterSlots
+from mlx_parallm.engine.adapter_slots import MAX_PASSED, AdapterSlots
 
 
 def test_an_idle_adapter_keeps_its_slot_until_another_needs_it() -> None:

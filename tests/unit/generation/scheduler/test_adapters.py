@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from mlx_parallm.config import SchedulerConfig
-from mlx_parallm.generation.scheduler import adapter_slots
+from mlx_parallm.engine import adapter_slots
 from mlx_parallm.types.errors import OverloadedError
 from mlx_parallm.types.request import GenerateRequest, SamplingParams
 from tests.version_harness import BAD_DIGEST, VersionHarness, adapter

@@ -10,7 +10,7 @@ from random import Random
 import pytest
 
 from mlx_parallm.config import SchedulerConfig, SpeculativeConfig
-from mlx_parallm.generation.scheduler import adapter_slots
+from mlx_parallm.engine import adapter_slots
 from mlx_parallm.types.request import GenerateRequest, SamplingParams
 from tests.version_harness import BAD_DIGEST, VersionHarness
 

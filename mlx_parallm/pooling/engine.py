@@ -6,28 +6,33 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
 
 import numpy as np
 
-from mlx_parallm.engine.encoders.adapters import EncoderAdapterSet
-from mlx_parallm.engine.encoders.batch_cost import BatchCost
-from mlx_parallm.engine.encoders.metrics import EncoderMetrics
+from mlx_parallm.engine.defaults import EngineDefaults
+from mlx_parallm.engine.turns import TurnClass
+from mlx_parallm.pooling.adapters import EncoderAdapterSet
+from mlx_parallm.pooling.batch_cost import BatchCost
+from mlx_parallm.pooling.metrics import PoolingMetrics
 from mlx_parallm.pooling.queue import EncodeQueue, WaitingInput
 from mlx_parallm.pooling.result_cache import ResultCache
 from mlx_parallm.types.errors import (
-    ModelLoadingError,
-    ModelNotFoundError,
     OverloadedError,
     ParallmError,
     RequestAbortedError,
     StepError,
 )
-from mlx_parallm.types.pooling import EncodeInput, EncodeJob, Encoder, EncodeRequest, EncodeResults
+from mlx_parallm.types.events import ErrorEvent
+from mlx_parallm.types.pooling import (
+    EncodeInput,
+    EncodeJob,
+    Encoder,
+    EncodeRequest,
+    EncodeResults,
+    PoolingEvent,
+)
 
 logger = logging.getLogger(__name__)
-
-Reply = Callable[[Any], None]
 
 
 class _Open:
@@ -39,10 +44,9 @@ class _Open:
     """
 
     def __init__(
-        self, request: EncodeRequest, reply: Reply, known: dict[int, np.ndarray], arrival_s: float
+        self, request: EncodeRequest, known: dict[int, np.ndarray], arrival_s: float
     ) -> None:
         self.request = request
-        self.reply = reply
         self.hits = frozenset(known)
         self.results = dict(known)
         self.arrival_s = arrival_s
@@ -51,10 +55,11 @@ class _Open:
     def is_complete(self) -> bool:
         return len(self.results) == len(self.request.inputs)
 
-    def answer(self) -> None:
+    def answer(self) -> PoolingEvent:
         places = range(len(self.request.inputs))
         hits = (place in self.hits for place in places)
-        self.reply(EncodeResults((self.results[place] for place in places), hits))
+        results = EncodeResults((self.results[place] for place in places), hits)
+        return PoolingEvent(request_id=self.request.request_id, results=results)
 
 
 class _Running:
@@ -71,8 +76,11 @@ class _Running:
         return [len(one.input.token_ids) for one in self.batch]
 
 
-class EncodeEngine:
-    """Steps one encoder. Not thread-safe: everything runs on the engine thread."""
+class PoolingEngine(EngineDefaults):
+    """Steps one pooling model. Not thread-safe: everything runs on the engine thread."""
+
+    turn_class = TurnClass.BATCHES
+    settles_others = True
 
     def __init__(  # noqa: PLR0913 - settings, by name
         self,
@@ -80,7 +88,7 @@ class EncodeEngine:
         *,
         max_tokens: int,
         max_waiting: int,
-        metrics: EncoderMetrics,
+        metrics: PoolingMetrics,
         max_wait_s: float = 0.0,
         cache_bytes: int = 0,
         joins_lengths: bool = False,
@@ -101,6 +109,7 @@ class EncodeEngine:
             adapters: of the model; None: it takes none.
             clock: seconds from any beginning.
         """
+        super().__init__()
         self._encoder = encoder
         #: The model's adapters, which stay when it makes way.
         self.adapters = adapters or EncoderAdapterSet.empty()
@@ -117,42 +126,53 @@ class EncodeEngine:
         self._metrics = metrics
         self._clock = clock
 
-    def add(self, request: EncodeRequest, reply: Reply) -> None:
-        """Queue a request; ``reply`` gets ``EncodeResults``, or the error."""
-        try:
-            request = self.adapters.begin(request.with_scoped_inputs())
-        except (ModelNotFoundError, ModelLoadingError) as refusal:
-            reply(refusal)
-            return
+    def submit(
+        self, request: EncodeRequest, *, arrival_s: float | None = None
+    ) -> Sequence[PoolingEvent]:
+        """See ``ServedEngine``: the results are known already if all inputs were kept.
+
+        ``arrival_s`` is not looked at: latencies are measured by this engine's clock.
+        """
+        request = self.adapters.begin(request.with_scoped_inputs())
         found = ((place, self._cache.get(one)) for place, one in enumerate(request.inputs))
         known = {place: result for place, result in found if result is not None}
         num_missing = len(request.inputs) - len(known)
         if num_missing and self._open and len(self._queue) + num_missing > self._max_waiting:
             self.adapters.end(request)
-            reply(OverloadedError("Too many inputs wait for this model; try again later."))
-            return
+            raise OverloadedError("Too many inputs wait for this model; try again later.")
         self._metrics.on_request(len(request.inputs), len(known))
         now_s = self._clock()
-        one = self._open[request.request_id] = _Open(request, reply, known, now_s)
+        one = self._open[request.request_id] = _Open(request, known, now_s)
         self._queue.add(request, {*known, *self._join_running(request)}, arrival_s=now_s)
         self._metrics.on_waiting(len(self._queue))
-        if one.is_complete:
-            self._answer(one)
+        return [self._answer(one)] if one.is_complete else []
 
     def abort(self, request_id: str) -> bool:
-        """Compute nothing more for a request, whose caller has gone; False if it is not here."""
-        # Who carries the reply can forget it then.
-        return self._refuse(request_id, RequestAbortedError("Its caller has gone."))
+        """See ``ServedEngine``."""
+        return self._forget(request_id)
 
-    def _refuse(self, request_id: str, error: ParallmError) -> bool:
+    def cancel(self, request_id: str) -> Sequence[ErrorEvent]:
+        """See ``ServedEngine``."""
+        return self._refuse(request_id, RequestAbortedError("The request was cancelled."))
+
+    def _refuse(self, request_id: str, error: ParallmError) -> list[ErrorEvent]:
+        if not self._forget(request_id):
+            return []
+        return [ErrorEvent(request_id=request_id, error=error)]
+
+    def _forget(self, request_id: str) -> bool:
         one = self._open.pop(request_id, None)
         if one is None:
             return False
         self.adapters.end(one.request)
         self._queue.remove(one.request)
         self._metrics.on_waiting(len(self._queue))
-        one.reply(error)
         return True
+
+    @property
+    def num_requests(self) -> int:
+        """See ``ServedEngine``."""
+        return len(self._open)
 
     @property
     def cache_bytes(self) -> int:
@@ -160,7 +180,9 @@ class EncodeEngine:
         return self._cache.num_bytes
 
     def has_work(self) -> bool:
-        """Whether anything is to be computed, now or when the batch has waited for others."""
+        """True if anything is to be computed, now or when the batch has waited for others."""
+        if self.is_paused:
+            return False
         return self._running is not None or len(self._queue) > 0
 
     @property
@@ -174,15 +196,15 @@ class EncodeEngine:
             return 0.0
         return max(0.0, self._queue.oldest_s + self._max_wait_s - self._clock())
 
-    def step(self, within_s: float | None = None) -> None:
-        """Run one batch, or some layers of it, and answer the requests that it completes.
+    def step(self, within_s: float | None = None) -> list[PoolingEvent | ErrorEvent] | None:
+        """Run one batch, or some layers of it; return the answers that it completes.
 
         ``within_s``: how long this may take, by what batches were measured to take, because streams
-        wait for it; None: nobody does. One layer is computed in any case.
+        wait for it; None if nobody does. One layer is computed in any case.
         """
         running = self._running or self._take(within_s)
         if running is None:
-            return
+            return None
         self._running = running
         begin_s = self._clock()
         try:
@@ -193,12 +215,12 @@ class EncodeEngine:
         except Exception as cause:
             logger.exception("a batch of %d inputs failed", len(running.batch))
             self._running = None
-            self._fail(running.batch, f"{type(cause).__name__}: {cause}")
-            return
+            return self._fail(running.batch, f"{type(cause).__name__}: {cause}")
         running.seconds += self._clock() - begin_s
-        if results is not None:
-            self._running = None
-            self._end(running, results)
+        if results is None:
+            return []
+        self._running = None
+        return self._end(running, results)
 
     def release(self) -> None:
         """Give back the memory of the model, which runs no more; nothing may wait."""
@@ -255,37 +277,40 @@ class EncodeEngine:
             last_s = now_s
         return job.results()
 
-    def _end(self, running: _Running, results: list[np.ndarray]) -> None:
+    def _end(self, running: _Running, results: list[np.ndarray]) -> list[PoolingEvent | ErrorEvent]:
         lengths = running.lengths
         self._cost.observe(len(lengths), max(lengths), running.seconds)
         self._metrics.on_batch(lengths, running.seconds)
         self._metrics.on_waiting(len(self._queue))
         given = list(zip(running.batch, results, strict=True))
         wrong = [waiting for waiting, result in given if not np.isfinite(result).all()]
-        self._fail(wrong, "The model's result is not made of numbers.")
+        events = self._fail(wrong, "The model's result is not made of numbers.")
         for waiting, result in given:
             if waiting not in wrong:
-                self._give(waiting, result)
+                events += self._give(waiting, result)
+        return events
 
-    def _give(self, waiting: WaitingInput, result: np.ndarray) -> None:
+    def _give(self, waiting: WaitingInput, result: np.ndarray) -> list[PoolingEvent]:
         # Several requests may get it, and later ones from the cache.
         result.setflags(write=False)
         self._cache.put(waiting.input, result)
+        events: list[PoolingEvent] = []
         for request_id, place in waiting.askers:
             one = self._open.get(request_id)
             if one is None:
                 continue
             one.results[place] = result
             if one.is_complete:
-                self._answer(one)
+                events.append(self._answer(one))
+        return events
 
-    def _answer(self, one: _Open) -> None:
+    def _answer(self, one: _Open) -> PoolingEvent:
         del self._open[one.request.request_id]
         self.adapters.end(one.request)
         self._metrics.on_answer(self._clock() - one.arrival_s)
-        one.answer()
+        return one.answer()
 
-    def _fail(self, batch: Iterable[WaitingInput], why: str) -> None:
+    def _fail(self, batch: Iterable[WaitingInput], why: str) -> list[PoolingEvent | ErrorEvent]:
         """End the requests that wait for any of these inputs."""
-        for request_id in {asker for waiting in batch for asker, _ in waiting.askers}:
-            self._refuse(request_id, StepError(why))
+        askers = {asker for waiting in batch for asker, _ in waiting.askers}
+        return [event for one in askers for event in self._refuse(one, StepError(why))]

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 from mlx_parallm.config import ModelConfig, ModelTask
-from mlx_parallm.engine.encoder_interface import TextEncoder
 from mlx_parallm.models.checkpoints.decoders import reads_both_ways
 from mlx_parallm.models.checkpoints.model_task import decoder_plan, decoder_task, has_head
 from mlx_parallm.models.checkpoints.sentence_transformers import (
@@ -18,6 +17,7 @@ from mlx_parallm.models.checkpoints.sentence_transformers import (
     transformer_folder,
 )
 from mlx_parallm.models.loading import ARCHITECTURES
+from mlx_parallm.pooling.model import TextEncoder
 from mlx_parallm.tokenizer.decoder_tokenizer import DecoderTokenizer, load_decoder_tokenizer
 from mlx_parallm.types.errors import ModelLoadError
 from mlx_parallm.worker.pooling.decoder_loading import open_decoder

@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 import logging
+import math
 import random
 import time
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from statistics import median
 from typing import Protocol, TypeVar
 
-from mlx_parallm.engine.admission import check_request
-from mlx_parallm.engine.encoders.batch_cost import StepPace
-from mlx_parallm.engine.interface import Tokenizer
+from mlx_parallm.engine.interface import QueueLoad
 from mlx_parallm.engine.live_weights import LiveWeights
-from mlx_parallm.engine.metrics import EngineMetrics
-from mlx_parallm.engine.output_processor import OutputProcessor
 from mlx_parallm.engine.policies import NoAdapters, Policies
+from mlx_parallm.engine.turns import TurnClass
+from mlx_parallm.generation.admission import check_request
+from mlx_parallm.generation.metrics import EngineMetrics
+from mlx_parallm.generation.model import Grammars, Tokenizer
+from mlx_parallm.generation.output_processor import OutputProcessor
 from mlx_parallm.generation.scheduler.scheduler import Scheduler
 from mlx_parallm.generation.scheduler.step_cost import MIN_CHUNK
 from mlx_parallm.generation.scheduler.updates import SchedulerStats, SequenceUpdate
+from mlx_parallm.types.errors import OverloadedError
 from mlx_parallm.types.events import GenerateEvent
 from mlx_parallm.types.request import GenerateRequest
 from mlx_parallm.types.step import Runner, RunnerInfo, ScheduledBatch, StepInFlight
@@ -28,6 +33,9 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
+# Decode steps that say what the next one takes.
+NUM_STEPS = 9
+
 
 @dataclass(frozen=True, slots=True)
 class _Begun:
@@ -36,6 +44,29 @@ class _Begun:
     batch: ScheduledBatch
     step: StepInFlight
     seconds: float
+
+
+class StepPace:
+    """The seconds of the latest steps that did nothing but decode."""
+
+    def __init__(self) -> None:
+        self._seconds: deque[float] = deque(maxlen=NUM_STEPS)
+
+    def observe(self, seconds: float) -> None:
+        """Note a step that has ended."""
+        self._seconds.append(seconds)
+
+    @property
+    def seconds(self) -> float:
+        """Return their median; 0 before the first."""
+        return median(self._seconds) if self._seconds else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationAdapters:
+    """Implements ``AdapterSet``."""
+
+    policies: Policies
 
 
 class WarmUp(Protocol):
@@ -51,8 +82,11 @@ class WarmUp(Protocol):
         ...
 
 
-class Engine:
+class GenerationEngine:
     """Steps one model. Not thread-safe: everything runs on the engine thread."""
+
+    turn_class = TurnClass.STREAMS
+    settles_others = False
 
     def __init__(  # noqa: PLR0913 - settings, by name
         self,
@@ -62,6 +96,7 @@ class Engine:
         metrics: EngineMetrics,
         *,
         live: LiveWeights | None = None,
+        grammars: Grammars | None = None,
         warm_up: WarmUp | None = None,
         seed: int = 0,
         tracer: StepTracer | None = None,
@@ -80,12 +115,15 @@ class Engine:
         self.is_paused = False
         #: The model's own weights; None where they never change.
         self.live = live
+        #: Compiles what its samples may be asked to match; None if nothing does.
+        self.grammars = grammars
         self._warm_up = warm_up
-        self.policies = (
+        policies = (
             live.policies
             if live is not None
             else Policies(model="", users=scheduler, store=NoAdapters(), max_loaded=0)
         )
+        self.adapters = GenerationAdapters(policies)
         self._pace = StepPace()
         # Until when time has been told of as some step's.
         self._counted_s = 0.0
@@ -101,14 +139,50 @@ class Engine:
         return self._tokenizer
 
     @property
-    def decode_s(self) -> float:
-        """What a step takes that does nothing but decode; 0 before the first."""
+    def policies(self) -> Policies:
+        """The names under which the model computes."""
+        return self.adapters.policies
+
+    @property
+    def step_s(self) -> float:
+        """Return the seconds of a step that does nothing but decode; 0 before the first."""
         return self._pace.seconds
+
+    def ready_in_s(self) -> float:
+        """See ``TurnTaker``: a step never waits for others."""
+        return 0.0
+
+    @property
+    def waiting_since_s(self) -> float:
+        """See ``TurnTaker``: streams wait always."""
+        return -math.inf
+
+    @property
+    def load(self) -> QueueLoad:
+        """See ``ServedEngine``."""
+        stats = self._metrics.stats
+        return QueueLoad(stats.num_running, stats.num_waiting)
+
+    @property
+    def cache_bytes(self) -> int:
+        """See ``ServedEngine``: prefixes are kept in its KV pool."""
+        return 0
 
     @property
     def stats(self) -> SchedulerStats:
         """How full it is, and what it has counted so far."""
         return self._scheduler.stats()
+
+    def submit(
+        self, request: GenerateRequest, *, arrival_s: float | None = None
+    ) -> Sequence[GenerateEvent]:
+        """See ``ServedEngine``."""
+        try:
+            self.add(request, arrival_s=arrival_s)
+        except OverloadedError:
+            self._metrics.on_reject()
+            raise
+        return ()
 
     def add(self, request: GenerateRequest, *, arrival_s: float | None = None) -> None:
         """Queue a request.
@@ -128,9 +202,13 @@ class Engine:
         self._processor.add(request, self._tokenizer)
         self._metrics.on_add(request, arrival_s)
 
-    def check_room(self, client: str, n: int) -> None:
-        """Raise OverloadedError if the queue has no room; any thread may ask."""
-        self._scheduler.check_room(client, n)
+    def check_room(self, client: str, count: int) -> None:
+        """Raise OverloadedError, and count it, if the queue has no room; any thread may ask."""
+        try:
+            self._scheduler.check_room(client, count)
+        except OverloadedError:
+            self._metrics.on_reject()
+            raise
 
     def abort(self, request_id: str) -> bool:
         """End a request and free its blocks; False if it is not here."""
@@ -186,16 +264,21 @@ class Engine:
             self._end(ending, updates)
         return self._publish(updates)
 
+    def reset_cache(self, *, reset_running: bool = False) -> None:
+        """See ``ServedEngine``."""
+        self.reset_prefix_cache(reset_running=reset_running)
+
+    def release(self) -> None:
+        """See ``ServedEngine``; its arrays are freed with this object."""
+
     def reset_prefix_cache(self, *, reset_running: bool = False) -> None:
         """Find nothing again that was computed before; ``reset_running`` recomputes what runs."""
         self._scheduler.reset_prefix_cache(reset_running=reset_running)
 
-    def on_reject(self) -> None:
-        """Count a request that was refused because the queue was full."""
-        self._metrics.on_reject()
+    def step(self, within_s: float | None = None) -> list[GenerateEvent] | None:
+        """Begin a batch, end one, and return the events of the latter; None if nothing could run.
 
-    def step(self) -> list[GenerateEvent] | None:
-        """Begin a batch, end one, and return the events of the latter; None when nothing could run.
+        ``within_s`` is not looked at: the scheduler bounds its steps.
 
         Where the runner runs ahead, the batch that ends is the one before: the device works on the
         new one while this thread turns tokens into events.

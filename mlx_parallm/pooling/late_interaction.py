@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from mlx_parallm.engine.encoder_interface import TextEncoder
 from mlx_parallm.models.checkpoints.late_interaction import LateSpec
+from mlx_parallm.pooling.model import TextEncoder
 from mlx_parallm.types.errors import ModelLoadError
 from mlx_parallm.types.pooling import EncoderInfo
 

@@ -51,6 +51,11 @@ class EventStream:
         self._together = most * self.request.params.n if count > 1 else 1
 
     @property
+    def num_samples(self) -> int:
+        """See ``EventReader``."""
+        return self.request.params.n
+
+    @property
     def is_complete(self) -> bool:
         """Whether the last event has arrived (it may not have been read yet)."""
         return self._complete

@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Collection
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from mlx_parallm.config import EngineConfig, ModelConfig
-from mlx_parallm.engine.encoder_interface import EncoderModel, TextEncoder
-from mlx_parallm.engine.encoders.adapters import EncoderAdapterSet
-from mlx_parallm.engine.encoders.decoder_build import (
-    open_decoder_runner,
-    read_decoder_tokenizer,
-    reads_on,
-    task_of,
+from mlx_parallm.engine.interface import (
+    AdapterSet,
+    BuildContext,
+    BuiltModel,
+    ModelFolder,
+    OpenModel,
 )
-from mlx_parallm.engine.encoders.engine import EncodeEngine
-from mlx_parallm.engine.encoders.late_interaction import with_late_interaction
-from mlx_parallm.engine.encoders.metrics import EncoderFamilies, EncoderMetrics
+from mlx_parallm.engine.metrics import MetricFamilies
 from mlx_parallm.models.checkpoints.cross_encoder import scores_are_logits
 from mlx_parallm.models.checkpoints.labels import names_reward
 from mlx_parallm.models.checkpoints.late_interaction import read_late_spec
@@ -28,6 +26,17 @@ from mlx_parallm.models.checkpoints.sentence_transformers import (
     transformer_folder,
 )
 from mlx_parallm.models.load_failures import load_failures
+from mlx_parallm.pooling.adapters import EncoderAdapterSet
+from mlx_parallm.pooling.decoder_build import (
+    open_decoder_runner,
+    read_decoder_tokenizer,
+    reads_on,
+    task_of,
+)
+from mlx_parallm.pooling.engine import PoolingEngine
+from mlx_parallm.pooling.late_interaction import with_late_interaction
+from mlx_parallm.pooling.metrics import PoolingFamilies, PoolingMetrics
+from mlx_parallm.pooling.model import POOLING_TRAITS, PoolingModel, TextEncoder
 from mlx_parallm.tokenizer.encoder_tokenizer import load_encoder_tokenizer
 from mlx_parallm.types.errors import ConfigError
 from mlx_parallm.types.pooling import EncoderInfo
@@ -45,21 +54,6 @@ CPU_MAX_TOKENS = 512
 MAX_WAITING = 20_000
 
 
-@dataclass(frozen=True, slots=True)
-class BuiltEncoder:
-    """An encoder that is ready to serve.
-
-    Attributes:
-        config: where it comes from.
-        model: what is known about it.
-        engine: runs it; None where it made way for others, and its next request loads it again.
-    """
-
-    config: ModelConfig
-    model: EncoderModel
-    engine: EncodeEngine | None
-
-
 def is_read(config: ModelConfig, path: Path) -> bool:
     """Whether a folder's model reads texts instead of continuing them.
 
@@ -70,8 +64,50 @@ def is_read(config: ModelConfig, path: Path) -> bool:
         return is_encoder(transformer_folder(path)) or task_of(config, path) != "generate"
 
 
-class EncoderBuild:
-    """An encoder on its way into memory. Lives on the engine thread.
+class PoolingKind:
+    """Models that read texts. Implements ``Kind``."""
+
+    traits = POOLING_TRAITS
+
+    def declare(self, families: MetricFamilies) -> None:
+        """See ``Kind``."""
+        families.of(PoolingFamilies)
+
+    def serves(self, config: ModelConfig, path: Path) -> bool:
+        """See ``Kind``."""
+        return is_read(config, path)
+
+    def build(self, models: Collection[ModelFolder], context: BuildContext) -> list[BuiltModel]:
+        """See ``Kind``."""
+        built: list[BuiltModel] = []
+        for one in models:
+            text = f"Loading {one.names[0]}"
+            context.on_progress(text, 0.0)
+            pending = PendingPoolingModel(
+                one.config, one.path, one.names, context.settings, context.families
+            )
+            built.append(pending.finish())
+            context.on_progress(text, 1.0)
+        return built
+
+    def read(self, config: ModelConfig, path: Path, settings: EngineConfig) -> OpenModel:
+        """Read the tokenizer; see ``Kind``."""
+        return partial(_open, config, path, settings, tokenizer_of(config, path))
+
+
+def _open(
+    config: ModelConfig,
+    path: Path,
+    settings: EngineConfig,
+    tokenizer: TextEncoder,
+    families: MetricFamilies,
+) -> PendingPoolingModel:
+    names = config.served_names
+    return PendingPoolingModel(config, path, names, settings, families, tokenizer=tokenizer)
+
+
+class PendingPoolingModel:
+    """Implements ``PendingModel``.
 
     Attributes:
         num_bytes: of its weights.
@@ -83,7 +119,7 @@ class EncoderBuild:
         path: Path,
         names: tuple[str, ...],
         settings: EngineConfig,
-        families: EncoderFamilies,
+        families: MetricFamilies,
         *,
         tokenizer: TextEncoder | None = None,
     ) -> None:
@@ -121,7 +157,7 @@ class EncoderBuild:
         assert self._pending is not None, "closed"
         return self._pending
 
-    def finish(self, kept: EncoderAdapterSet | None = None) -> BuiltEncoder:
+    def finish(self, kept: AdapterSet | None = None) -> BuiltModel:
         """The encoder, ready to serve.
 
         ``kept``: adapters that it had before it made way; None: there are none.
@@ -133,7 +169,7 @@ class EncoderBuild:
             runner = self._opened.finish()
             info = self._info(runner.info)
         max_tokens = self._settings.scheduler.max_num_batched_tokens or _max_tokens()
-        model = EncoderModel(
+        model = PoolingModel(
             names=self._names,
             root=self._config.path or str(self._path),
             created=int(time.time()),
@@ -142,23 +178,21 @@ class EncoderBuild:
             max_batch_tokens=max_tokens,
             max_waiting=MAX_WAITING,
         )
-        engine = EncodeEngine(
+        engine = PoolingEngine(
             runner,
             max_tokens=max_tokens,
             max_waiting=MAX_WAITING,
-            metrics=EncoderMetrics(self._families, self._names[0]),
+            metrics=PoolingMetrics(self._families, self._names[0]),
             max_wait_s=self._settings.encoders.max_batch_wait_ms / 1e3,
             cache_bytes=self._settings.encoders.cache_bytes,
             # On a CPU a launch costs no more than the padding that is free in any case.
             joins_lengths=backend_name() == "cuda",
             adapters=self._adapters(runner, kept),
         )
-        return BuiltEncoder(self._config, model, engine)
+        return BuiltModel(self._config, model, engine)
 
-    def _adapters(
-        self, runner: AdaptedEncoder, kept: EncoderAdapterSet | None
-    ) -> EncoderAdapterSet:
-        if kept is None or not isinstance(kept.store, AdapterStore):
+    def _adapters(self, runner: AdaptedEncoder, kept: AdapterSet | None) -> EncoderAdapterSet:
+        if not isinstance(kept, EncoderAdapterSet) or not isinstance(kept.store, AdapterStore):
             store = AdapterStore(runner.adapters)
             return EncoderAdapterSet.of_model(self._names[0], store, self._settings)
         kept.store.move(runner.adapters)
@@ -192,29 +226,6 @@ class EncoderBuild:
             # It is longer than the documents of a training, perhaps.
             spec = replace(spec, settings=replace(spec.settings, document_length=None))
         return with_late_interaction(info, spec, self._tokenizer, reads_on=reads_on(self._path))
-
-
-def evict_beyond(encoders: Sequence[BuiltEncoder], max_bytes: int | None) -> list[BuiltEncoder]:
-    """The same encoders, of which the first have made way if all take more memory than this.
-
-    Raises:
-        ConfigError: the last one takes more alone.
-    """
-    if max_bytes is None:
-        return list(encoders)
-    free = max_bytes
-    kept: list[BuiltEncoder] = []
-    for one in reversed(encoders):
-        free -= 0 if one.engine is None else one.model.info.weight_bytes
-        if free < 0 and not kept:
-            raise ConfigError(
-                f"{one.model.names[0]} takes {one.model.info.weight_bytes} bytes, and "
-                f"--encoder-memory is {max_bytes}."
-            )
-        if free < 0 and one.engine is not None:
-            one.engine.release()
-        kept.append(one if free >= 0 else replace(one, engine=None))
-    return kept[::-1]
 
 
 def _max_tokens() -> int:

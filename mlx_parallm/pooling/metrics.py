@@ -9,13 +9,15 @@ from collections.abc import Sequence
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
+from mlx_parallm.engine.metrics import MetricFamilies
+
 LABELS = ("model_name",)
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 60.0)
 INPUTS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 TOKENS = (16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768)
 
 
-class EncoderFamilies:
+class PoolingFamilies:
     """The metric families; encoders add label values."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
@@ -46,10 +48,11 @@ class EncoderFamilies:
         )
 
 
-class EncoderMetrics:
+class PoolingMetrics:
     """Fills the metric families for one encoder. Times are in seconds."""
 
-    def __init__(self, families: EncoderFamilies, model_name: str) -> None:
+    def __init__(self, metrics: MetricFamilies, model_name: str) -> None:
+        families = metrics.of(PoolingFamilies)
         self._inputs = families.inputs.labels(model_name)
         self._cache_hits = families.cache_hits.labels(model_name)
         self._tokens = families.tokens.labels(model_name)

@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 from typing import Protocol, Self
 
 from mlx_parallm.config import EngineConfig
+from mlx_parallm.engine.adapter_slots import AdapterSlots
 from mlx_parallm.engine.policies import AdapterStore, NoAdapters, Policies
-from mlx_parallm.generation.scheduler.adapter_slots import AdapterSlots
 from mlx_parallm.types.errors import ModelLoadingError
 from mlx_parallm.types.pooling import EncodeRequest
 

@@ -1,22 +1,22 @@
-"""Which encoders are in memory: loaded as requests need them, within a limit of bytes."""
+"""Which models are in memory: loaded as requests need them, within a limit of bytes."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 from typing import Protocol
 
 from mlx_parallm.config import ModelConfig
-from mlx_parallm.engine.encoder_interface import EncoderModel, EncoderState, EncoderStatus
+from mlx_parallm.engine.interface import ModelState, ModelStatus, ServedModel, StartedModel
 from mlx_parallm.types.errors import ModelLoadError, ModelNotFoundError
 
 MakeRoom = Callable[[int], Awaitable[None]]
 
 
-class EncoderLoader(Protocol):
-    """Brings encoders into memory and out of it."""
+class ModelLoader(Protocol):
+    """Brings models into memory and out of it."""
 
     async def load(
         self,
@@ -24,7 +24,7 @@ class EncoderLoader(Protocol):
         names: tuple[str, ...],
         make_room: MakeRoom,
         on_progress: Callable[[float], None],
-    ) -> EncoderModel:
+    ) -> ServedModel:
         """Load one; ``make_room`` is told how many bytes it needs before they are taken.
 
         Raises:
@@ -45,8 +45,8 @@ class EncoderLoader(Protocol):
 
 
 @dataclass(slots=True, eq=False)
-class EncoderEntry:
-    """An encoder that requests may name.
+class ModelEntry:
+    """A model that requests may name.
 
     Attributes:
         config: where it comes from.
@@ -65,7 +65,7 @@ class EncoderEntry:
 
     config: ModelConfig
     names: tuple[str, ...]
-    model: EncoderModel | None = None
+    model: ServedModel | None = None
     is_loaded: bool = False
     is_pinned: bool = False
     is_gone: bool = False
@@ -82,16 +82,21 @@ class EncoderEntry:
     @property
     def num_bytes(self) -> int:
         """Of its weights, in memory or not; 0 until it was loaded once."""
-        return 0 if self.model is None else self.model.info.weight_bytes
+        return 0 if self.model is None else self.model.memory.weights
 
-    def status(self) -> EncoderStatus:
+    @property
+    def is_movable(self) -> bool:
+        """True if it can be evicted and loaded again; a new model is not known to be otherwise."""
+        return self.model is None or self.model.traits.loads_later
+
+    def status(self) -> ModelStatus:
         """What clients see of it."""
-        state, progress = EncoderState.EVICTED, 0.0
+        state, progress = ModelState.EVICTED, 0.0
         if self.is_loaded:
-            state, progress = EncoderState.LOADED, 1.0
+            state, progress = ModelState.LOADED, 1.0
         elif self.loading is not None:
-            state, progress = EncoderState.LOADING, self.progress
-        return EncoderStatus(
+            state, progress = ModelState.LOADING, self.progress
+        return ModelStatus(
             names=self.names,
             root=self.config.path or self.names[0],
             state=state,
@@ -101,31 +106,45 @@ class EncoderEntry:
         )
 
 
-class EncoderResidency:
-    """Loads and evicts, one encoder at a time. Lives on the event loop.
+class Residency:
+    """Loads and evicts, one model at a time. Lives on the event loop.
 
-    Those used least recently make way where memory is short: a request that finds its encoder
-    evicted begins the load, and all that come meanwhile wait for the same one.
+    The least recently used ones are evicted if memory is short. A request that finds its model
+    evicted begins the load, and all that come meanwhile wait for the same one. Models that cannot
+    be loaded later are neither evicted nor counted.
     """
 
-    def __init__(self, loader: EncoderLoader, max_bytes: int | None) -> None:
+    def __init__(self, loader: ModelLoader, max_bytes: int | None) -> None:
         """``max_bytes`` is the limit of all weights together; None for none."""
         self._loader = loader
         self._max_bytes = max_bytes
         self._turn = asyncio.Lock()
         self._clock = count(1)
-        self.by_name: dict[str, EncoderEntry] = {}
+        self.by_name: dict[str, ModelEntry] = {}
 
-    def entries(self) -> list[EncoderEntry]:
+    def entries(self) -> list[ModelEntry]:
         """All that requests may name, in the order they were given."""
         return list({id(one): one for one in self.by_name.values()}.values())
 
-    def add(self, entry: EncoderEntry) -> None:
-        """Let requests name an encoder, whose names are free."""
+    def replace(self, loaded: Sequence[StartedModel]) -> None:
+        """The engine thread has loaded these, and nothing else."""
+        entries = [
+            ModelEntry(one.config, one.model.names, one.model, is_loaded=one.is_loaded)
+            for one in loaded
+        ]
+        by_name = {name: one for one in entries for name in one.names}
+        others = [one for one in self.entries() if one.names[0] not in by_name]
+        for one in others:
+            # Loaded at run time, before the thread was started anew: they come when asked for.
+            one.is_loaded = False
+        self.by_name = by_name | {name: one for one in others for name in one.names}
+
+    def add(self, entry: ModelEntry) -> None:
+        """Let requests name a model, whose names are free."""
         self.by_name |= dict.fromkeys(entry.names, entry)
 
-    async def begin(self, entry: EncoderEntry) -> None:
-        """Have an encoder in memory for a request, until ``end``.
+    async def begin(self, entry: ModelEntry) -> None:
+        """Have a model in memory for a request, until ``end``.
 
         Raises:
             ModelNotFoundError: it was unloaded meanwhile.
@@ -151,14 +170,14 @@ class EncoderResidency:
                 self.end(entry)
             raise
 
-    def end(self, entry: EncoderEntry) -> None:
+    def end(self, entry: ModelEntry) -> None:
         """A request that ``begin`` let in is answered."""
         entry.num_open -= 1
         if not entry.num_open:
             entry.idle.set()
 
-    async def unload(self, entry: EncoderEntry) -> None:
-        """Admit no more requests of an encoder, let those that run end, give back its memory."""
+    async def unload(self, entry: ModelEntry) -> None:
+        """Admit no more requests of a model, let those that run end, give back its memory."""
         entry.is_gone = True
         self.by_name = {name: one for name, one in self.by_name.items() if one is not entry}
         async with self._turn:
@@ -166,12 +185,12 @@ class EncoderResidency:
                 await self._evict(entry)
             await self._loader.forget(entry.names[0])
 
-    def _let_in(self, entry: EncoderEntry) -> None:
+    def _let_in(self, entry: ModelEntry) -> None:
         entry.num_open += 1
         entry.idle.clear()
 
-    async def _load(self, entry: EncoderEntry) -> None:
-        """Load an encoder, and let in all who wait for it before another load can evict it."""
+    async def _load(self, entry: ModelEntry) -> None:
+        """Load a model, and let in all who wait for it before another load can evict it."""
         failure: Exception | None = None
         async with self._turn:
             try:
@@ -189,7 +208,7 @@ class EncoderResidency:
                 else:
                     one.set_exception(failure)
 
-    async def _bring(self, entry: EncoderEntry) -> None:
+    async def _bring(self, entry: ModelEntry) -> None:
         if entry.is_gone:
             raise ModelNotFoundError(entry.names[0])
 
@@ -204,7 +223,7 @@ class EncoderResidency:
         )
         entry.is_loaded = True
 
-    async def _make_room(self, entry: EncoderEntry, num_bytes: int) -> None:
+    async def _make_room(self, entry: ModelEntry, num_bytes: int) -> None:
         """Evict until there is memory for one more.
 
         Raises:
@@ -212,7 +231,7 @@ class EncoderResidency:
         """
         if self._max_bytes is None:
             return
-        loaded = [one for one in self.entries() if one.is_loaded]
+        loaded = [one for one in self.entries() if one.is_loaded and one.is_movable]
         kept = sum(one.num_bytes for one in loaded if one.is_pinned)
         if num_bytes + kept > self._max_bytes:
             raise ModelLoadError(
@@ -227,7 +246,7 @@ class EncoderResidency:
             await self._evict(one)
             used -= one.num_bytes
 
-    async def _evict(self, entry: EncoderEntry) -> None:
+    async def _evict(self, entry: ModelEntry) -> None:
         # Requests that come from now on begin another load, which waits for its turn.
         entry.is_loaded = False
         await entry.idle.wait()

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from mlx_parallm.engine.interface import IncrementalDetokenizer, Tokenizer
-from mlx_parallm.engine.stop_strings import StopStringMatcher, StopStrings
+from mlx_parallm.generation.model import IncrementalDetokenizer, Tokenizer
 from mlx_parallm.generation.scheduler.updates import SequenceUpdate
+from mlx_parallm.generation.stop_strings import StopStringMatcher, StopStrings
 from mlx_parallm.types.errors import StepError
 from mlx_parallm.types.events import ErrorEvent, FinishReason, GenerateEvent, TokenEvent
 from mlx_parallm.types.request import GenerateRequest, SamplingParams

@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections import deque
-from statistics import median
 
-from mlx_parallm.generation.scheduler.fits import OnlineFit
+from mlx_parallm.engine.fits import OnlineFit
 
 # Padded tokens of a batch of which nobody knows yet what it costs.
 FIRST_TOKENS = 64
 # A batch may have this many times the tokens of any before: further the costs are not trusted.
 GROWTH = 2
-# Decode steps that say what the next one takes.
-NUM_STEPS = 9
 
 
 class BatchCost:
@@ -43,19 +39,3 @@ class BatchCost:
         if tokens > GROWTH * self._most:
             return math.inf
         return self._fit.predict((tokens, tokens * length, 1.0))
-
-
-class StepPace:
-    """How long the latest steps took that did nothing but decode."""
-
-    def __init__(self) -> None:
-        self._seconds: deque[float] = deque(maxlen=NUM_STEPS)
-
-    def observe(self, seconds: float) -> None:
-        """Such a step has ended."""
-        self._seconds.append(seconds)
-
-    @property
-    def seconds(self) -> float:
-        """Their median; 0 before the first."""
-        return median(self._seconds) if self._seconds else 0.0

@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
 from concurrent.futures import Future
-from operator import methodcaller
-from typing import Any
+from functools import partial
+from typing import Any, cast
 
+from mlx_parallm.engine.interface import Ask
 from mlx_parallm.engine.state import EngineState
 from mlx_parallm.grammar.compiler import MAX_CACHED, MAX_CACHED_CHARS, BoundedCache
 from mlx_parallm.grammar.spec import GrammarSpec
 from mlx_parallm.grammar.vocabulary import GrammarVocabulary
 
-Ask = Callable[[Callable[[EngineState], Any]], "Future[Any]"]
+
+def compile_grammar(state: EngineState, model: str, spec: GrammarSpec) -> Future[str]:
+    """Compile a grammar for a model's tokens, in the engines' process; see ``Grammars.submit``."""
+    return cast("Any", state.engines[model]).grammars.submit(spec)
 
 
 class RemoteGrammars:
-    """Implements ``engine.interface.Grammars``."""
+    """Implements ``generation.model.Grammars``."""
 
     def __init__(self, model: str, vocabulary: GrammarVocabulary, ask: Ask) -> None:
         """``model`` is a first name; ``ask`` queries the engines' state."""
@@ -34,7 +37,7 @@ class RemoteGrammars:
 
     def submit(self, spec: GrammarSpec) -> Future[str]:
         """See ``Grammars.submit``."""
-        future = self._ask(methodcaller("compile_grammar", self._model, spec))
+        future = self._ask(partial(compile_grammar, model=self._model, spec=spec))
         future.add_done_callback(lambda done: self._keep(spec, done))
         return future
 

@@ -1,0 +1,552 @@
+"""The bridge between an event loop and the engine thread.
+
+One thread loads, steps and frees every model, because MLX's state is per thread. Requests and
+control go in through one inbox; a step's events come back in one ``call_soon_threadsafe``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from operator import methodcaller
+from typing import Any, TypeVar
+
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.exposition import CONTENT_TYPE_LATEST
+
+from mlx_parallm.config import EngineConfig, ModelConfig
+from mlx_parallm.engine.adapter_names import NamedAdapter
+from mlx_parallm.engine.async_control import AsyncControl
+from mlx_parallm.engine.commands import Abort, Call, Command, EngineHost, Stop, Submit
+from mlx_parallm.engine.control_metrics import ControlMetrics
+from mlx_parallm.engine.interface import (
+    EngineLoad,
+    Event,
+    EventReader,
+    Kind,
+    ModelLoad,
+    ModelMemory,
+    ModelStatus,
+    StartedModel,
+)
+from mlx_parallm.engine.life import EngineLife
+from mlx_parallm.engine.loader import ThreadLoader
+from mlx_parallm.engine.mailbox import Mailbox
+from mlx_parallm.engine.model_memory import model_memory
+from mlx_parallm.engine.open_streams import OpenStreams
+from mlx_parallm.engine.policies import AdapterUpload
+from mlx_parallm.engine.residency import ModelEntry, Residency
+from mlx_parallm.engine.sources import MAX_NAME, MODEL, ModelSources
+from mlx_parallm.engine.state import EngineState, MetricsText
+from mlx_parallm.types.errors import (
+    ConfigError,
+    EngineDeadError,
+    InvalidRequestError,
+    ModelLoadError,
+    ModelNotFoundError,
+    ParallmError,
+    RequestAbortedError,
+    ShuttingDownError,
+)
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class _Addressed:
+    """A model that a request names, and the adapter of it, if it names one."""
+
+    entry: ModelEntry
+    adapter: NamedAdapter | None = None
+
+
+class EngineCore:
+    """Serves every model of a configuration to one event loop, whatever the models do."""
+
+    def __init__(self, config: EngineConfig, kinds: Sequence[Kind], life: EngineLife) -> None:
+        """Prepare; ``life`` is where the engines live: on a thread, or in another process."""
+        self._config = config
+        self._life = life
+        self._registry = CollectorRegistry()
+        self._mailbox = Mailbox()
+        self._streams = OpenStreams()
+        self._thread: threading.Thread | None = None
+        self._loaded = threading.Event()
+        self._cause: BaseException | None = None
+        self._draining = False
+        self._is_stopping = False
+        # Requests that wait for their model or adapter.
+        self._num_entering = 0
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._defaults = config.models[0] if config.models else ModelConfig()
+        given = [one.path for one in config.models if one.path is not None]
+        self._sources = ModelSources(config.loading, given)
+        self._residency = Residency(
+            ThreadLoader(self, config, kinds), config.loading.max_encoder_bytes
+        )
+        self.control = AsyncControl(self, config.adapters, ControlMetrics(self._registry))
+        #: Set while no thread serves: after a death, until a restarted thread has loaded.
+        self.died = threading.Event()
+        #: Set when the thread has died and will not be started anew.
+        self.ended = threading.Event()
+
+    def start(self) -> None:
+        """Start the thread and wait until every model is loaded.
+
+        Raises:
+            ModelLoadError, ConfigError: what the load raised.
+            EngineDeadError: the engine's process ended.
+        """
+        self._loaded.clear()
+        self._is_stopping = False
+        thread = self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        thread.start()
+        self.wait_until_loaded()
+        if self._cause is not None:
+            # The process would end with an abort if the thread were still giving back its streams.
+            thread.join()
+            raise self._cause
+
+    def wait_until_loaded(self) -> None:
+        """Block until the thread's models are loaded, or their load has failed."""
+        self._loaded.wait()
+
+    def stop(self) -> None:
+        """End the thread after the step in flight and free the models."""
+        self._is_stopping = True
+        self._life.give_up_load()
+        self._mailbox.stop_pacing()
+        self._mailbox.tell(Stop())
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+
+    async def drain(self, timeout_s: float) -> None:
+        """Admit nothing more; let running requests finish for ``timeout_s``, then abort them."""
+        self._draining = True
+        if self.control.is_paused:
+            # A dead engine ends nothing any more, nor does one that sleeps.
+            with contextlib.suppress(EngineDeadError, InvalidRequestError):
+                await self.control.resume()
+        if self._is_busy and not self.control.is_paused:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._idle.wait(), timeout_s)
+        for request_id in self._streams.ids():
+            self._mailbox.tell(Abort(request_id=request_id))
+        self._streams.end_all(RequestAbortedError("The server is shutting down."))
+
+    def base_names(self) -> Sequence[tuple[str, ...]]:
+        """Return the names of every model, default ones first."""
+        return [one.names for one in self._by_default()]
+
+    def changeable(self) -> Sequence[tuple[str, ...]]:
+        """Return the names of every model whose weights can be replaced."""
+        return [
+            one.names
+            for one in self._residency.entries()
+            if one.model is not None and one.model.traits.can_change
+        ]
+
+    def refuse_change(self, name: str) -> InvalidRequestError:
+        """Return the error for a model, by any of its names, whose weights stay as they are."""
+        entry = self._residency.by_name.get(name)
+        model = None if entry is None else entry.model
+        why = "is being loaded." if model is None else model.traits.refuses_change
+        return InvalidRequestError(f"{name} {why}", param="model")
+
+    def _by_default(self) -> Sequence[ModelEntry]:
+        def is_other(entry: ModelEntry) -> bool:
+            return entry.model is None or not entry.model.traits.is_default
+
+        return sorted(self._residency.entries(), key=is_other)
+
+    def statuses(self) -> Sequence[ModelStatus]:
+        """Return all models that requests may name, and those that are being loaded."""
+        return [one.status() for one in self._residency.entries()]
+
+    def find(self, name: str) -> ModelStatus | None:
+        """Return the model, or the adapter of one, of this name."""
+        found = self._address(name)
+        if found is None:
+            return None
+        status, adapter = found.entry.status(), found.adapter
+        if adapter is None:
+            return status
+        model = None if status.model is None else status.model.with_adapter(adapter)
+        root = adapter.source or adapter.name
+        return replace(status, names=(adapter.name,), root=root, model=model, parent=adapter.base)
+
+    def not_found(self, name: str) -> ModelNotFoundError:
+        """Return the error for a name that nothing has; it lists what is served."""
+        served = [one for names in self.base_names() for one in names]
+        return ModelNotFoundError(name, [*served, *(one.name for one in self.control.adapters())])
+
+    def _address(self, name: str) -> _Addressed | None:
+        """Return what requests call so."""
+        entry = self._residency.by_name.get(name)
+        if entry is not None:
+            return _Addressed(entry)
+        adapter = self.control.named(name)
+        entry = None if adapter is None else self._residency.by_name.get(adapter.base)
+        return None if entry is None else _Addressed(entry, adapter)
+
+    @contextlib.asynccontextmanager
+    async def hold(self, model: str) -> AsyncIterator[None]:
+        """Have a model in memory while the block runs.
+
+        Raises:
+            ModelNotFoundError: none has the name.
+            ModelLoadError: it cannot be loaded.
+        """
+        entry = self._residency.by_name.get(model)
+        if entry is None:
+            raise ModelNotFoundError(model)
+        await self._residency.begin(entry)
+        try:
+            yield
+        finally:
+            self._residency.end(entry)
+
+    async def wait(self, name: str) -> None:
+        """Return once a model or adapter is loaded.
+
+        Raises:
+            ModelNotFoundError: it was unloaded meanwhile.
+            ModelLoadError: it cannot be loaded.
+        """
+        found = self._address(name)
+        if found is None:
+            raise ModelNotFoundError(name)
+        async with self.hold(found.entry.names[0]):
+            pass
+        if found.adapter is not None:
+            # The model is not held meanwhile: an eviction would wait for this, and this for the
+            # load after it.
+            await self.control.ensure_loaded(found.adapter.name, found.adapter.base)
+
+    async def load_model(self, asked: ModelLoad) -> ModelStatus:
+        """Serve one more model; return once it is loaded.
+
+        Raises:
+            InvalidRequestError: it may not be loaded, cannot be, or its name is taken.
+            NotFoundError: there is no such folder.
+        """
+        self.check_open()
+        entry = self._residency.by_name.get(asked.model)
+        if entry is not None and not entry.is_movable:
+            raise _name_is_taken(asked.model)
+        is_new = entry is None
+        if entry is None:
+            entry = self._new_entry(asked)
+            self._residency.add(entry)
+        elif set(asked.names) - set(entry.names):
+            raise InvalidRequestError(f"{asked.model} has other names already.", param="name")
+        entry.is_pinned = entry.is_pinned or asked.is_pinned
+        try:
+            await self._residency.begin(entry)
+            self._residency.end(entry)
+        except (ModelLoadError, ConfigError) as problem:
+            raise InvalidRequestError(str(problem), param=MODEL) from problem
+        finally:
+            if is_new and entry.loading is None and not entry.is_loaded:
+                await self._residency.unload(entry)
+        logger.info("loaded %s", entry.names[0])
+        return entry.status()
+
+    async def unload_model(self, name: str) -> ModelStatus:
+        """Admit no more requests of a model, and free its memory once those have ended.
+
+        Its adapters go with it.
+
+        Raises:
+            ModelNotFoundError: none has the name.
+            InvalidRequestError: it is an adapter, or cannot be unloaded.
+        """
+        entry = self._residency.by_name.get(name)
+        if entry is None:
+            if (found := self.find(name)) is None:
+                raise self.not_found(name)
+            if found.model is not None and not found.model.traits.loads_later:
+                raise InvalidRequestError(
+                    f"{name} {found.model.traits.refuses_unload}", param=MODEL
+                )
+            raise InvalidRequestError(
+                f"{name} is an adapter: DELETE /v1/adapters/{name} unloads it.", param=MODEL
+            )
+        if entry.model is not None and not entry.is_movable:
+            raise InvalidRequestError(f"{name} {entry.model.traits.refuses_unload}", param=MODEL)
+        # Who asked for it may go away: what was begun is ended.
+        await asyncio.shield(asyncio.ensure_future(self._residency.unload(entry)))
+        await self.control.refresh()
+        logger.info("unloaded %s", entry.names[0])
+        return entry.status()
+
+    def _new_entry(self, asked: ModelLoad) -> ModelEntry:
+        source = self._sources.resolve(asked.model)
+        names = asked.names or (asked.model,)
+        for name in names:
+            if not name or len(name) > MAX_NAME:
+                raise InvalidRequestError(f"A name has 1 to {MAX_NAME} characters.", param="name")
+            self._check_free(name)
+        config = replace(
+            self._defaults,
+            path=source,
+            served_names=names,
+            task=asked.task,
+            revision=asked.revision,
+            dtype=asked.dtype or self._defaults.dtype,
+            max_model_len=asked.max_model_len,
+            max_model_len_is_own=asked.max_model_len is not None,
+        )
+        return ModelEntry(config, names, is_pinned=asked.is_pinned)
+
+    def _check_free(self, name: str) -> None:
+        if self.find(name) is not None:
+            raise _name_is_taken(name)
+
+    async def check_queue(self, model: str, client: str, n: int) -> None:
+        """Refuse early what a queue has no room for; ``open_reader`` decides.
+
+        Raises:
+            OverloadedError: the queue had no room for them a moment ago.
+        """
+        self.check_health()
+        limit = self._config.scheduler.max_waiting
+        # No more wait than are open: mostly the engine, in another process perhaps, is not asked.
+        if limit and self._streams.num_samples + n > limit:
+            await self._life.query(methodcaller("check_room", model, client, n))
+
+    async def open_reader(self, request: Any) -> Any:
+        """Admit a request of any kind of model; return the reader of its events.
+
+        Raises:
+            ModelNotFoundError: nothing has the name that it gives.
+            InvalidRequestError, ContextLengthError: it can never be served.
+            OverloadedError: the queue is full.
+            PausedError, ShuttingDownError, EngineDeadError: nothing is admitted.
+        """
+        self.check_open()
+        self.control.check_open()
+        found = self._address(request.model)
+        if found is None:
+            raise self.not_found(request.model)
+        entry, adapter = found.entry, found.adapter
+        if entry.model is not None:
+            entry.model.check(request)
+        base = entry.names[0]
+        self._num_entering += 1
+        self._idle.clear()
+        try:
+            if adapter is not None:
+                await self.control.ensure_loaded(adapter.name, base)
+                self.control.check_open()
+            await self._residency.begin(entry)
+            assert entry.model is not None, "it is loaded"
+            try:
+                # Engines are known by their model's first name only.
+                name = request.adapter if adapter is None else adapter.name
+                reader = entry.model.reader(replace(request, model=base, adapter=name))
+                self._streams.open(reader, partial(self._residency.end, entry))
+            except BaseException:
+                self._residency.end(entry)
+                raise
+        finally:
+            self._num_entering -= 1
+            self.note_open()
+        await self._admit(reader, adapter)
+        return reader
+
+    async def _admit(self, reader: EventReader, adapter: NamedAdapter | None) -> None:
+        """Have the thread admit an open request; close it if that fails."""
+        request_id = reader.request.request_id
+        try:
+            refusal = await self._send(reader.request)
+            if isinstance(refusal, ModelNotFoundError) and adapter is not None:
+                refusal = await self._send_with_adapter(reader.request, adapter.name)
+        except (asyncio.CancelledError, OSError):
+            await self.abort(request_id)
+            raise
+        if refusal is not None:
+            self._close(request_id)
+            raise refusal
+
+    async def abort(self, request_id: str) -> None:
+        """End a request between two steps and free its blocks; unknown ids are ignored."""
+        if self._close(request_id):
+            self._mailbox.tell(Abort(request_id=request_id))
+
+    async def cancel(self, request_id: str) -> None:
+        """End a request between two steps and tell its reader; unknown ids are ignored."""
+        if request_id in self._streams:
+            self._mailbox.tell(Abort(request_id=request_id, is_told=True))
+
+    async def call(self, action: Callable[[EngineHost], Any]) -> Any:
+        """What an action between two steps gives; raise its error."""
+        self.check_health()
+        result = await self.ask(lambda reply: Call(action=action, reply=reply))
+        if isinstance(result, ParallmError):
+            raise result
+        return result
+
+    async def cancel_all(self) -> int:
+        """End every request with what it has; how many there were."""
+        request_ids = self._streams.ids()
+        for request_id in request_ids:
+            await self.cancel(request_id)
+        return len(request_ids)
+
+    async def wait_until_idle(self) -> None:
+        """Return once no request is open."""
+        await self._idle.wait()
+
+    @property
+    def config(self) -> EngineConfig:
+        """The settings it was built from."""
+        return self._config
+
+    def all_requests(self) -> Sequence[Any]:
+        """Return the requests that were admitted and have not ended."""
+        return self._streams.requests()
+
+    async def load(self) -> EngineLoad:
+        """How busy the engine is, over all models."""
+        running, waiting = await self._query(methodcaller("num_running_and_waiting"), (0, 0))
+        return EngineLoad(num_requests=len(self._streams), num_running=running, num_waiting=waiting)
+
+    def check_health(self) -> None:
+        """Raise EngineDeadError if the engine thread is dead."""
+        if self.died.is_set():
+            raise EngineDeadError("The engine thread died.") from self._cause
+
+    def check_open(self) -> None:
+        """Raise ShuttingDownError or EngineDeadError if nothing is admitted any more."""
+        self.check_health()
+        if self._draining:
+            raise ShuttingDownError("The server is shutting down.")
+
+    async def memory(self) -> Mapping[str, ModelMemory]:
+        """What each model takes, by its first name."""
+        kept: Mapping[str, int] = {}
+        cache_bytes = await self._query(methodcaller("cache_bytes"), kept)
+        return model_memory(self.statuses(), cache_bytes, self.control.adapters())
+
+    async def render_metrics(self) -> tuple[bytes, str]:
+        """The Prometheus exposition and its content type."""
+        engines = await self._query(methodcaller("metrics"), MetricsText())
+        self.control.report_memory(await self.memory())
+        self.control.report(engines.slots)
+        return engines.text + generate_latest(self._registry), CONTENT_TYPE_LATEST
+
+    async def _query(self, ask: Callable[[EngineState], T], otherwise: T) -> T:
+        """What the engines' state tells, or this where they are dead."""
+        try:
+            return await self._life.query(ask)
+        except EngineDeadError:
+            return otherwise
+
+    async def _send(self, request: Any, upload: AdapterUpload | None = None) -> ParallmError | None:
+        """Hand a request to the thread; its refusal, or None once it is admitted."""
+        arrival_s = time.monotonic()
+        return await self.ask(
+            lambda reply: Submit(request=request, arrival_s=arrival_s, upload=upload, reply=reply)
+        )
+
+    async def _send_with_adapter(self, request: Any, name: str) -> ParallmError | None:
+        """``_send`` with the request's adapter, which was unloaded for another since."""
+        try:
+            upload = await self.control.read_named(name)
+        except ParallmError as refusal:
+            return refusal
+        refusal = await self._send(request, upload)
+        if refusal is None:
+            await self.control.refresh()
+        return refusal
+
+    def tell(self, command: Command) -> None:
+        """Send the thread a command that nobody waits for."""
+        self._mailbox.tell(command)
+
+    async def ask(self, command: Callable[[Callable[[Any], None]], Command]) -> Any:
+        """What the thread replies to a command; EngineDeadError if it dies before that."""
+        return await self._mailbox.ask(command)
+
+    def _run(self) -> None:
+        """The thread: load and serve, anew after a death where that is asked for."""
+        while self._live() and not self._is_stopping:
+            pass
+        self._life.end()
+
+    def _live(self) -> bool:
+        """One life of the engines, from load to stop or death; whether to live again."""
+        try:
+            self._life.run(self._mailbox.inbox, self._deliver, self._on_loaded)
+        except BaseException as cause:  # noqa: BLE001 - the thread's last act: tell every caller
+            if self._on_death(cause):
+                return True
+            self.ended.set()
+        return False
+
+    def _on_loaded(self, loaded: Sequence[StartedModel]) -> None:
+        self.control.forget()
+        self._residency.replace(loaded)
+        self._cause = None
+        self.died.clear()
+        self._loaded.set()
+
+    def _on_death(self, cause: BaseException) -> bool:
+        """Record the cause and end every open request; whether to start anew."""
+        self._cause = cause
+        if not self._loaded.is_set():
+            self._loaded.set()
+            return False
+        logger.critical("the engine thread died", exc_info=cause)
+        self._loaded.clear()
+        self.died.set()
+        self._mailbox.clear()
+        self._mailbox.post(self._fail_everything)
+        return self._config.restart_on_failure
+
+    def _deliver(self, events: Sequence[Event]) -> None:
+        self._mailbox.deliver(self._dispatch, events)
+
+    def _dispatch(self, events: Sequence[Event]) -> None:
+        for request_id in self._streams.dispatch(events):
+            self._mailbox.tell(Abort(request_id=request_id))
+        self.note_open()
+
+    def _close(self, request_id: str) -> bool:
+        """Forget a stream; False if it was not open."""
+        was_open = self._streams.close(request_id)
+        self.note_open()
+        return was_open
+
+    @property
+    def _is_busy(self) -> bool:
+        return len(self._streams) + self._num_entering > 0
+
+    def note_open(self) -> None:
+        """Something has been opened or closed: find out whether the engine is idle."""
+        if self._is_busy:
+            self._idle.clear()
+        else:
+            self._idle.set()
+
+    def _fail_everything(self) -> None:
+        error = EngineDeadError("The engine thread died.")
+        error.__cause__ = self._cause
+        self._streams.end_all(error)
+        self.note_open()
+        self._mailbox.fail(error)
+
+
+def _name_is_taken(name: str) -> InvalidRequestError:
+    return InvalidRequestError(f"A model or adapter is named {name!r} already.", param="name")

@@ -1,0 +1,151 @@
+"""Who steps next on the engine thread."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from enum import IntEnum
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from mlx_parallm.engine.interface import Event
+
+#: Share of a bound on the time between two tokens that a step is planned to take: predictions err.
+TARGET_SHARE = 0.9
+#: Share of a decode step that a batch beside streams may take, so that the time between their
+#: tokens does not double.
+BATCH_SHARE = 0.7
+#: How long the loop waits for a command if nothing could run although there is work, in seconds.
+STALL_WAIT_S = 0.01
+
+
+class TurnClass(IntEnum):
+    """What waits for a turn-taker's steps, most urgent first.
+
+    streams: clients that read tokens; every turn-taker of this class steps in every round.
+    forward: somebody waits for one short forward.
+    batches: batches of forwards; beside streams they get a share of the time.
+    training: nobody waits.
+    """
+
+    STREAMS = 0
+    FORWARD = 1
+    BATCHES = 2
+    TRAINING = 3
+
+
+class TurnTaker(Protocol):
+    """Something that has steps to run on the engine thread: a served model, or work beside one."""
+
+    @property
+    def turn_class(self) -> TurnClass:
+        """Who waits for its steps."""
+        ...
+
+    @property
+    def settles_others(self) -> bool:
+        """True if steps in flight of others must be ended before its turn.
+
+        A long turn would delay their tokens and be measured as a part of their time.
+        """
+        ...
+
+    def has_work(self) -> bool:
+        """True if a step would run or end anything, now or after ``ready_in_s``."""
+        ...
+
+    def ready_in_s(self) -> float:
+        """Return how many seconds the next step may still wait; call it only with work."""
+        ...
+
+    @property
+    def waiting_since_s(self) -> float:
+        """Return when the oldest work arrived, by its class's clock; call it only with work."""
+        ...
+
+    @property
+    def step_s(self) -> float:
+        """Return the seconds of its usual step; 0 before the first."""
+        ...
+
+    def step(self, within_s: float | None = None) -> Sequence[Event] | None:
+        """Run a step, or a part of one; return its events, or None if nothing could run.
+
+        ``within_s`` is how long it may take because streams wait for it; None if nobody does.
+        """
+        ...
+
+    def settle(self) -> Sequence[Event]:
+        """End the step in flight, if there is one; return its events."""
+        ...
+
+    def prepare(self) -> bool:
+        """Run a step that makes later ones faster; False if there is none.
+
+        It is called only while no turn-taker has work.
+        """
+        ...
+
+
+class Turns:
+    """The policy: streams step every round, and all others share the time that streams leave."""
+
+    def __init__(
+        self, deliver: Callable[[Sequence[Event]], None], max_stall_s: float | None = None
+    ) -> None:
+        """Prepare.
+
+        Args:
+            deliver: sends events to their readers.
+            max_stall_s: how long streams may stand still, in seconds, if that is bounded.
+        """
+        self._deliver = deliver
+        self._max_stall_s = max_stall_s
+
+    def take(self, takers: Iterable[TurnTaker]) -> float | None:
+        """Run one round.
+
+        Returns:
+            For how many seconds the loop may wait for a command; None if nothing else is to do.
+        """
+        busy = [one for one in takers if one.has_work()]
+        streams = [one for one in busy if one.turn_class is TurnClass.STREAMS]
+        others = [one for one in busy if one.turn_class is not TurnClass.STREAMS]
+        outcomes = [one.step() for one in streams]
+        # Tokens do not wait for the steps of others.
+        self._send([event for outcome in outcomes if outcome for event in outcome])
+        self._step_others(others, [one for one in streams if one.has_work()])
+        is_stalled = all(outcome is None for outcome in outcomes)
+        return _wait_s(streams, others, is_stalled=is_stalled)
+
+    def _send(self, events: Sequence[Event]) -> None:
+        if events:
+            self._deliver(events)
+
+    def _step_others(self, others: Sequence[TurnTaker], streams: Sequence[TurnTaker]) -> None:
+        """Step all that are ready; beside streams only the first by class and age."""
+        ready = [one for one in others if one.ready_in_s() == 0.0]
+        if not streams:
+            for one in ready:
+                self._send(one.step() or ())
+        elif ready:
+            first = min(ready, key=lambda one: (one.turn_class, one.waiting_since_s))
+            if first.settles_others:
+                for stream in streams:
+                    self._send(stream.settle())
+            self._send(first.step(self._allowed_s(streams)) or ())
+
+    def _allowed_s(self, streams: Sequence[TurnTaker]) -> float:
+        """Return how long streams may wait for a step of others, in seconds."""
+        turn_s = sum(one.step_s for one in streams)
+        if self._max_stall_s is None:
+            return BATCH_SHARE * turn_s
+        return max(0.0, TARGET_SHARE * self._max_stall_s - turn_s)
+
+
+def _wait_s(
+    streams: Sequence[TurnTaker], others: Sequence[TurnTaker], *, is_stalled: bool
+) -> float | None:
+    waits = [one.ready_in_s() for one in others if one.has_work()]
+    if any(one.has_work() for one in streams):
+        waits.append(STALL_WAIT_S if is_stalled else 0.0)
+    return min(waits, default=None)

@@ -1,0 +1,264 @@
+"""A model that generates, as its clients see it."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol, Self
+
+from mlx_parallm.engine.adapter_names import NamedAdapter
+from mlx_parallm.engine.interface import Ask, KindTraits, ModelMemory
+from mlx_parallm.generation.admission import check_request
+from mlx_parallm.generation.event_stream import EventStream
+from mlx_parallm.generation.remote_grammars import RemoteGrammars
+from mlx_parallm.grammar.spec import GrammarSpec
+from mlx_parallm.grammar.vocabulary import GrammarVocabulary
+from mlx_parallm.parsing.formats import ReasoningFormat, ToolFormat
+from mlx_parallm.parsing.registry import reasoning_format, tool_format
+from mlx_parallm.types.events import GenerateEvent
+from mlx_parallm.types.request import GenerateRequest, TokenLimit
+from mlx_parallm.types.step import RunnerInfo
+
+GENERATION_TRAITS = KindTraits(
+    name="generation",
+    is_default=True,
+    can_change=True,
+    refuses_unload="generates; such models are not unloaded.",
+)
+
+
+class IncrementalDetokenizer(Protocol):
+    """Turns one sequence's tokens into text, never emitting half a character."""
+
+    def add(self, token_id: int) -> str:
+        """Take one token and return the text that became printable, perhaps empty."""
+        ...
+
+    def flush(self) -> str:
+        """Return what was still held back."""
+        ...
+
+
+class Tokenizer(Protocol):
+    """A model's tokenizer. Its methods may be called from any thread."""
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of token ids, added tokens included."""
+        ...
+
+    @property
+    def eos_ids(self) -> frozenset[int]:
+        """Tokens that end generation."""
+        ...
+
+    @property
+    def has_chat_template(self) -> bool:
+        """Whether ``encode_chat`` works without an explicit template."""
+        ...
+
+    @property
+    def chat_template(self) -> str | None:
+        """The template's text; None if there is none that is a single text."""
+        ...
+
+    @property
+    def takes_tools(self) -> bool:
+        """Whether the template writes tools into the prompt."""
+        ...
+
+    @property
+    def special_tokens(self) -> frozenset[str]:
+        """The tokens that ``skip_special_tokens`` leaves out, as text."""
+        ...
+
+    def token_id(self, token: str) -> int | None:
+        """The id of a token by its text in the vocabulary; None if it is not one token."""
+        ...
+
+    def encode(
+        self, text: str, *, add_special_tokens: bool = True, limit: TokenLimit | None = None
+    ) -> list[int]:
+        """Tokenise a text.
+
+        Raises:
+            ContextLengthError: it has more tokens than ``limit`` allows; without one, than the
+                model's context. Nothing was encoded where the text's length shows that.
+        """
+        ...
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """The text of a whole sequence of tokens."""
+        ...
+
+    def render_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        chat_template: str | None = None,
+        template_kwargs: Mapping[str, Any] | None = None,
+    ) -> str:
+        """Apply the chat template; raise InvalidRequestError (param "messages") if it refuses."""
+        ...
+
+    def encode_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        limit: TokenLimit | None = None,
+        **options: Any,
+    ) -> list[int]:
+        """``render_chat``, then ``encode`` without adding special tokens a second time."""
+        ...
+
+    def token_string(self, token_id: int) -> str:
+        """One token as text; bytes that are no UTF-8 alone become U+FFFD."""
+        ...
+
+    def vocabulary_string(self, token_id: int) -> str:
+        """Return a token as it is written in the vocabulary, such as "Ġword"; "" if unknown."""
+        ...
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """One token as the bytes it contributes."""
+        ...
+
+    def detokenizer(self, *, skip_special_tokens: bool = True) -> IncrementalDetokenizer:
+        """A fresh incremental detokenizer for one sequence."""
+        ...
+
+
+class Grammars(Protocol):
+    """Compiles grammars for one model's tokens. Safe from any thread."""
+
+    vocabulary: GrammarVocabulary
+
+    def known(self, spec: GrammarSpec) -> str | None:
+        """The grammar's text if it was compiled lately."""
+        ...
+
+    def submit(self, spec: GrammarSpec) -> Future[str]:
+        """``compile`` elsewhere."""
+        ...
+
+    def compile(self, spec: GrammarSpec) -> str:
+        """A specification in llguidance's JSON form, checked.
+
+        Raises:
+            InvalidRequestError: it is wrong, unsupported, or too much work; without ``param``.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerationModel:
+    """A loaded model as its clients see it.
+
+    ``names[0]`` is the one reported; ``root`` the hub id or folder it came from; ``created`` Unix
+    seconds; ``chat_template_kwargs`` variables of the template that every request begins with.
+    ``tool_format`` and ``reasoning_format`` are how the model writes tool calls and reasoning, None
+    where its text is not parsed for them; ``parses_tools`` is false where that was asked for,
+    ``allows_auto_tools`` where the model may not decide itself whether it calls tools.
+    ``grammars`` compiles what its samples may be asked to match. ``revision`` tells its files from
+    those of others, as they were loaded. ``adapter`` is set where this is
+    an adapter, whose model's first name is ``parent``.
+    """
+
+    names: tuple[str, ...]
+    root: str
+    created: int
+    tokenizer: Tokenizer
+    info: RunnerInfo
+    chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    tool_format: ToolFormat | None = None
+    reasoning_format: ReasoningFormat | None = None
+    parses_tools: bool = True
+    allows_auto_tools: bool = True
+    grammars: Grammars | None = None
+    revision: str = ""
+    parent: str | None = None
+    adapter: str | None = None
+
+    @property
+    def call_id_length(self) -> int | None:
+        """Letters and digits of a tool call's id in its conversations; None for any id."""
+        return None if self.tool_format is None else self.tool_format.id_length
+
+    @property
+    def traits(self) -> KindTraits:
+        """See ``ServedModel``."""
+        return GENERATION_TRAITS
+
+    @property
+    def memory(self) -> ModelMemory:
+        """See ``ServedModel``."""
+        return ModelMemory(weights=self.info.weight_bytes, kv=self.info.kv_bytes)
+
+    def check(self, request: GenerateRequest) -> None:
+        """See ``ServedModel`` and ``check_request``."""
+        check_request(request, self.info)
+
+    def reader(self, request: GenerateRequest) -> EventStream:
+        """See ``ServedModel``."""
+        return EventStream(request)
+
+    def with_adapter(self, adapter: NamedAdapter) -> Self:
+        """See ``ServedModel``: a request that names the adapter loads it."""
+        root = adapter.source or adapter.name
+        return replace(
+            self, names=(adapter.name,), root=root, parent=adapter.base, adapter=adapter.name
+        )
+
+    def packed(self) -> PackedGenerationModel:
+        """See ``ServedModel``."""
+        tools, reasoning, grammars = self.tool_format, self.reasoning_format, self.grammars
+        return PackedGenerationModel(
+            model=replace(self, tool_format=None, reasoning_format=None, grammars=None),
+            tool_format=None if tools is None else tools.name,
+            reasoning_format=None if reasoning is None else reasoning.name,
+            vocabulary=None if grammars is None else grammars.vocabulary,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PackedGenerationModel:
+    """A model whose parts can be pickled. Implements ``PackedModel``.
+
+    Attributes:
+        model: without its formats and grammars.
+        tool_format: the name of its format; None if it has none.
+        reasoning_format: likewise for reasoning.
+        vocabulary: what its grammars are compiled for; None if there are none.
+    """
+
+    model: GenerationModel
+    tool_format: str | None
+    reasoning_format: str | None
+    vocabulary: GrammarVocabulary | None
+
+    def unpack(self, ask: Ask) -> GenerationModel:
+        """See ``PackedModel``."""
+        tools, reasoning, vocabulary = self.tool_format, self.reasoning_format, self.vocabulary
+        name = self.model.names[0]
+        return replace(
+            self.model,
+            tool_format=None if tools is None else tool_format(tools),
+            reasoning_format=None if reasoning is None else reasoning_format(reasoning),
+            grammars=None if vocabulary is None else RemoteGrammars(name, vocabulary, ask),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestHandle:
+    """An admitted request: iterate its events; leaving the iterator early does not abort it.
+
+    ``gather``, called with a number, lets so many tokens of a sample come as one event.
+    """
+
+    request_id: str
+    events: AsyncIterator[GenerateEvent]
+    gather: Callable[[int], None] = lambda count: None

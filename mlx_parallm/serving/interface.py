@@ -1,0 +1,171 @@
+"""What the HTTP layer sees of the engine."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+from mlx_parallm.config import EngineConfig
+from mlx_parallm.engine.control import EngineControl
+from mlx_parallm.engine.interface import EngineLoad, ModelLoad, ModelMemory, ModelStatus
+from mlx_parallm.generation.model import GenerationModel, RequestHandle
+from mlx_parallm.pooling.model import PoolingModel
+from mlx_parallm.types.pooling import EncodeRequest, EncodeResults, Task
+from mlx_parallm.types.request import GenerateRequest
+
+
+class PoolingClient(Protocol):
+    """The encoders, seen from the event loop."""
+
+    def models(self) -> Sequence[PoolingModel]:
+        """Those that requests may name, in the order they were given."""
+        ...
+
+    def statuses(self) -> Sequence[ModelStatus]:
+        """The same, and those that are loaded for the first time."""
+        ...
+
+    def find(self, name: str) -> ModelStatus | None:
+        """The encoder, or the adapter of one, of this name."""
+        ...
+
+    async def wait(self, name: str) -> None:
+        """Return once what is named in a ``ModelLoadingError`` is loaded.
+
+        Raises:
+            ModelNotFoundError: it was unloaded meanwhile.
+            ModelLoadError: it cannot be loaded.
+        """
+        ...
+
+    async def load(self, asked: ModelLoad) -> ModelStatus:
+        """Serve one more encoder; returns once it is loaded.
+
+        Raises:
+            InvalidRequestError: it may not be loaded, cannot be, or its name is taken.
+            NotFoundError: there is no such folder.
+        """
+        ...
+
+    async def unload(self, name: str) -> ModelStatus:
+        """Admit no more requests of an encoder, and give back its memory once those have ended.
+
+        Its adapters go with it.
+
+        Raises:
+            ModelNotFoundError: none has the name.
+            InvalidRequestError: it is a model that generates.
+        """
+        ...
+
+    def get(self, name: str | None, *tasks: Task) -> PoolingModel:
+        """The encoder or adapter of this name, or the first encoder that can do one of the tasks.
+
+        Raises:
+            ModelNotFoundError: none has the name.
+            ModelLoadingError: it is loaded for the first time; see ``wait``.
+            InvalidRequestError: it is a model that generates; it can do none of the tasks.
+        """
+        ...
+
+    async def encode(self, request: EncodeRequest) -> EncodeResults:
+        """What each input's task asks for, float32; see ``encode.Task`` for the shapes.
+
+        Raises:
+            OverloadedError: too many inputs wait.
+            StepError: the model failed.
+            ShuttingDownError, EngineDeadError: nothing is admitted any more.
+        """
+        ...
+
+
+class EngineClient(Protocol):
+    """The engine, seen from the event loop."""
+
+    @property
+    def control(self) -> EngineControl:
+        """What an operator may ask of it."""
+        ...
+
+    @property
+    def config(self) -> EngineConfig:
+        """The settings it was built from."""
+        ...
+
+    def models(self) -> Sequence[GenerationModel]:
+        """The loaded models that generate, in the order they were given."""
+        ...
+
+    def first_model(self) -> GenerationModel:
+        """The first of them; raise InvalidRequestError if there is none."""
+        ...
+
+    def get_model(self, name: str) -> GenerationModel:
+        """The model or adapter of this name.
+
+        Raises:
+            ModelNotFoundError: none has it.
+            InvalidRequestError: it is an encoder.
+        """
+        ...
+
+    @property
+    def encoders(self) -> PoolingClient:
+        """The models that read texts instead of continuing them."""
+        ...
+
+    async def check_room(self, model: str, client: str, n: int) -> None:
+        """Refuse ``n`` samples of a client early, before their prompt is encoded.
+
+        It costs nearly nothing; ``submit`` decides.
+
+        Raises:
+            OverloadedError: the queue had no room for them a moment ago.
+        """
+        ...
+
+    async def submit(self, request: GenerateRequest) -> RequestHandle:
+        """Admit a request.
+
+        Raises:
+            InvalidRequestError, ContextLengthError: it can never be served.
+            OverloadedError: the queue is full.
+            ShuttingDownError, EngineDeadError: nothing is admitted any more.
+        """
+        ...
+
+    async def abort(self, request_id: str) -> None:
+        """End a request between two steps and free its blocks; unknown ids are ignored."""
+        ...
+
+    def open_requests(self) -> Sequence[GenerateRequest]:
+        """The requests that were submitted and have not ended."""
+        ...
+
+    async def cancel(self, request_id: str) -> None:
+        """End a request as ``abort`` does, and tell its reader.
+
+        Every sample gets a last event with the ``finish_reason`` "abort" and the text that was
+        held back.
+        """
+        ...
+
+    async def load(self) -> EngineLoad:
+        """How busy the engine is."""
+        ...
+
+    def check_health(self) -> None:
+        """Raise EngineDeadError if the engine thread is dead."""
+        ...
+
+    def check_open(self) -> None:
+        """Raise ShuttingDownError or EngineDeadError if nothing is admitted any more."""
+        ...
+
+    async def memory(self) -> Mapping[str, ModelMemory]:
+        """What each model takes, by its first name."""
+        ...
+
+    async def render_metrics(self) -> tuple[bytes, str]:
+        """The Prometheus exposition and its content type."""
+        ...

@@ -1,0 +1,325 @@
+"""The protocol of served models: one suite over every kind, a third one among them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mlx_parallm.config import CacheConfig, EngineConfig, LoadingConfig, ModelConfig
+from mlx_parallm.demo_models.folders import DEMO_FOLDER, DEMO_FOLDERS, PREFIX
+from mlx_parallm.engine.build import build_models
+from mlx_parallm.engine.commands import Submit
+from mlx_parallm.engine.control import PauseMode
+from mlx_parallm.engine.core import EngineCore
+from mlx_parallm.engine.interface import Event, KindTraits, ModelLoad, ModelState
+from mlx_parallm.engine.life import LocalLife
+from mlx_parallm.engine.live_weights import WeightsUpdate
+from mlx_parallm.generation.model import GENERATION_TRAITS
+from mlx_parallm.pooling.model import POOLING_TRAITS
+from mlx_parallm.serving.kinds import KINDS
+from mlx_parallm.types.errors import (
+    InvalidRequestError,
+    ModelNotFoundError,
+    ParallmError,
+    PausedError,
+    RequestAbortedError,
+)
+from mlx_parallm.types.events import ErrorEvent, FinishReason, TokenEvent
+from mlx_parallm.types.pooling import EncodeInput, EncodeRequest
+from mlx_parallm.types.request import GenerateRequest, SamplingParams
+from tests import sum_kind
+from tests.sum_kind import SumKind, SumRequest, write_sum_model
+
+SERVED = (SumKind(), *KINDS)
+SUM_BYTES = 1000
+
+
+@dataclass(frozen=True)
+class Case:
+    """How the models of one kind are asked.
+
+    Attributes:
+        traits: of the kind.
+        request: makes a request by its id and model.
+        wrong: makes one that the model refuses.
+        read: returns what a reader was sent, in a form that can be compared.
+        counter: a sample of the metrics that counts what was computed.
+    """
+
+    traits: KindTraits
+    request: Callable[[str, str], Any]
+    wrong: Callable[[str, str], Any]
+    read: Callable[[Any], Awaitable[Any]]
+    counter: str
+
+
+def generate(request_id: str, model: str, prompt: tuple[int, ...] = (1, 2, 3)) -> GenerateRequest:
+    params = SamplingParams(max_tokens=5, temperature=0, ignore_eos=True)
+    return GenerateRequest(request_id=request_id, model=model, prompt_ids=prompt, params=params)
+
+
+async def tokens_of(reader: Any) -> list[int]:
+    found: list[int] = []
+    async for event in reader:
+        if isinstance(event, ErrorEvent):
+            raise event.error
+        if isinstance(event, TokenEvent):
+            found += event.token_ids
+            if event.finish_reason is FinishReason.ABORT:
+                raise RequestAbortedError("It was cancelled.")
+    return found
+
+
+def embed(request_id: str, model: str) -> EncodeRequest:
+    return EncodeRequest(request_id=request_id, model=model, inputs=(EncodeInput((1, 2, 3)),))
+
+
+async def vectors_of(reader: Any) -> list[list[float]]:
+    return [one.tolist() for one in await reader.results()]
+
+
+def add(request_id: str, model: str) -> SumRequest:
+    return SumRequest(request_id=request_id, model=model, numbers=(1, 2, 3))
+
+
+async def sum_of(reader: Any) -> int:
+    return await reader.results()
+
+
+CASES = {
+    "generation": Case(
+        GENERATION_TRAITS,
+        generate,
+        lambda request_id, model: generate(request_id, model, prompt=()),
+        tokens_of,
+        'vllm:generation_tokens_total{engine="0",model_name="a"}',
+    ),
+    "pooling": Case(
+        POOLING_TRAITS,
+        embed,
+        # A token that the embedding table does not have makes the batch fail.
+        lambda request_id, model: EncodeRequest(
+            request_id=request_id, model=model, inputs=(EncodeInput((1,), task="mlm"),)
+        ),
+        vectors_of,
+        'mlx_parallm:encoder_tokens_total{model_name="a"}',
+    ),
+    "sum": Case(
+        sum_kind.TRAITS,
+        add,
+        lambda request_id, model: SumRequest(request_id=request_id, model=model, numbers=(-1,)),
+        sum_of,
+        'test:sums_total{model_name="a"}',
+    ),
+}
+
+
+@pytest.fixture(params=list(CASES))
+def case(request: pytest.FixtureRequest) -> Case:
+    return CASES[request.param]
+
+
+@pytest.fixture
+def folder(case: Case, tmp_path: Path) -> Path:
+    if case.traits == sum_kind.TRAITS:
+        return write_sum_model(tmp_path / "sum", SUM_BYTES)
+    return DEMO_FOLDER if case.traits == GENERATION_TRAITS else DEMO_FOLDERS[PREFIX + "embed"]
+
+
+def started(folder: Path, names: Sequence[str], max_bytes: int | None = None) -> EngineCore:
+    models = tuple(ModelConfig(path=str(folder), served_names=(name,)) for name in names)
+    config = EngineConfig(
+        models=models,
+        cache=CacheConfig(kv_cache_bytes=8 << 20),
+        loading=LoadingConfig(max_encoder_bytes=max_bytes),
+    )
+    build = partial(build_models, SERVED)
+    core = EngineCore(config, SERVED, LocalLife(config, lambda *_: None, build))
+    core.start()
+    return core
+
+
+@pytest.fixture
+async def core(folder: Path) -> AsyncIterator[EngineCore]:
+    core = started(folder, "ab")
+    yield core
+    core.stop()
+
+
+async def answer(core: EngineCore, case: Case, request_id: str, model: str) -> Any:
+    return await case.read(await core.open_reader(case.request(request_id, model)))
+
+
+async def test_two_models_answer_at_once_and_alike(core: EngineCore, case: Case) -> None:
+    names = [(f"{number}", "ab"[number % 2]) for number in range(16)]
+    answers = await asyncio.gather(*(answer(core, case, *one) for one in names))
+    assert all(one == answers[0] for one in answers)
+    assert answers[0]
+    assert (await core.load()).num_requests == 0
+
+
+async def test_an_error_ends_its_request_and_not_the_engine(core: EngineCore, case: Case) -> None:
+    expected = await answer(core, case, "before", "a")
+    with pytest.raises(ParallmError):
+        await case.read(await core.open_reader(case.wrong("wrong", "a")))
+    answers = await asyncio.gather(*(answer(core, case, str(n), "a") for n in range(4)))
+    assert answers == [expected] * 4
+    core.check_health()
+
+
+async def test_unknown_models_and_ids_in_use_are_refused(core: EngineCore, case: Case) -> None:
+    with pytest.raises(ModelNotFoundError, match=r"a.*b"):
+        await core.open_reader(case.request("x", "unknown"))
+    await core.control.pause(PauseMode.KEEP)
+    reader = await core.open_reader(case.request("x", "a"))
+    with pytest.raises(InvalidRequestError, match="already in use"):
+        await core.open_reader(case.request("x", "b"))
+    await core.control.resume()
+    assert await case.read(reader)
+
+
+async def test_a_paused_request_waits_and_others_are_refused(core: EngineCore, case: Case) -> None:
+    await core.control.pause(PauseMode.KEEP)
+    reader = await core.open_reader(case.request("x", "a"))
+    assert not reader.is_complete
+    assert await core.control.pause(PauseMode.KEEP) == 1
+    await core.control.resume()
+    assert await case.read(reader)
+    await core.control.pause(PauseMode.WAIT)
+    with pytest.raises(PausedError):
+        await core.open_reader(case.request("x", "a"))
+
+
+async def test_an_aborted_request_leaves_nothing(core: EngineCore, case: Case) -> None:
+    await core.control.pause(PauseMode.KEEP)
+    await core.open_reader(case.request("x", "a"))
+    await core.abort("x")
+    assert await core.control.pause(PauseMode.KEEP) == 0
+    assert (await core.load()).num_requests == 0
+    await core.control.resume()
+    assert await answer(core, case, "x", "a")
+
+
+async def test_a_cancelled_request_is_told(core: EngineCore, case: Case) -> None:
+    await core.control.pause(PauseMode.KEEP)
+    reader = await core.open_reader(case.request("x", "a"))
+    await core.cancel("x")
+    with pytest.raises(RequestAbortedError):
+        await case.read(reader)
+
+
+async def test_metrics_and_memory_are_told(core: EngineCore, case: Case) -> None:
+    await answer(core, case, "x", "a")
+    text = (await core.render_metrics())[0].decode()
+    samples = dict(line.rsplit(" ", 1) for line in text.splitlines() if line[:1] != "#")
+    assert float(samples[case.counter]) > 0
+    memory = await core.memory()
+    assert memory["a"].weights > 0
+    sample = 'mlx_parallm:model_memory_bytes{kind="weights",model_name="a"}'
+    assert float(samples[sample]) == memory["a"].weights
+
+
+async def test_models_are_loaded_and_unloaded_or_that_is_refused(
+    core: EngineCore, case: Case, folder: Path
+) -> None:
+    asked = ModelLoad(model=str(folder), names=("c",))
+    if not case.traits.loads_later:
+        with pytest.raises(InvalidRequestError) as load:
+            await core.load_model(asked)
+        with pytest.raises(InvalidRequestError) as unload:
+            await core.unload_model("a")
+        assert (load.value.param, unload.value.param) == ("model", "model")
+        assert [one.names for one in core.statuses()] == [("a",), ("b",)]
+        return
+    assert (await core.load_model(asked)).state is ModelState.LOADED
+    assert await answer(core, case, "x", "c") == await answer(core, case, "y", "a")
+    await core.unload_model("a")
+    with pytest.raises(ModelNotFoundError):
+        await core.open_reader(case.request("x", "a"))
+    assert set(await core.memory()) == {"b", "c"}
+    assert await answer(core, case, "x", "b")
+
+
+async def test_what_does_not_fit_is_evicted_and_comes_back(case: Case, folder: Path) -> None:
+    one = started(folder, "a")
+    (alone,) = (await one.memory()).values()
+    expected = await answer(one, case, "x", "a")
+    one.stop()
+    core = started(folder, "ab", max_bytes=int(1.5 * alone.weights))
+    for number in range(6):
+        assert await answer(core, case, str(number), "ab"[number % 2]) == expected
+    states = {status.names[0]: status.state for status in core.statuses()}
+    evicted = ModelState.EVICTED if case.traits.loads_later else ModelState.LOADED
+    assert states == {"a": evicted, "b": ModelState.LOADED}
+    assert ((await core.memory())["a"].weights > 0) is not case.traits.loads_later
+    core.stop()
+
+
+async def test_a_model_sleeps_and_wakes(core: EngineCore, case: Case) -> None:
+    before = await answer(core, case, "x", "a")
+    await core.control.sleep(1, PauseMode.KEEP)
+    assert core.control.sleep_level == 1
+    reader = await core.open_reader(case.request("y", "a"))
+    assert await core.control.wake_up() == []
+    assert await case.read(reader) == before
+    assert not core.control.is_paused
+
+
+async def test_weights_change_or_that_is_refused(
+    core: EngineCore, case: Case, folder: Path
+) -> None:
+    update = WeightsUpdate(folder=folder, version="new")
+    if case.traits.can_change:
+        assert (await core.control.update_weights(update, model="a")).label == "new"
+        assert core.control.version("a").label == "new"
+    else:
+        with pytest.raises(InvalidRequestError, match=r"^a .*weights") as refusal:
+            await core.control.update_weights(update, model="a")
+        assert refusal.value.param == "model"
+    assert await answer(core, case, "x", "a")
+
+
+class Collected:
+    """Takes the events of a request on the engine thread."""
+
+    num_samples, is_overfull = 0, False
+
+    def __init__(self, request: Any) -> None:
+        self.request = request
+        self.events: list[Event] = []
+        self.done = asyncio.Event()
+        self.loop = asyncio.get_running_loop()
+
+    @property
+    def is_complete(self) -> bool:
+        if not self.events:
+            return False
+        last = self.events[-1]
+        return not isinstance(last, TokenEvent) or last.finish_reason is not None
+
+    def put(self, event: Event) -> None:
+        if type(event).__name__ == "PromptEvent":
+            return
+        self.events.append(event)
+        if self.is_complete:
+            self.loop.call_soon_threadsafe(self.done.set)
+
+    def fail(self, error: ParallmError) -> None:
+        raise AssertionError(error)
+
+
+async def test_the_core_is_its_own_client(core: EngineCore, case: Case) -> None:
+    reader = Collected(case.request("own", "a"))
+    refusal = await core.ask(
+        lambda reply: Submit(request=reader.request, arrival_s=0.0, reader=reader, reply=reply)
+    )
+    assert refusal is None
+    await reader.done.wait()
+    assert not any(isinstance(one, ErrorEvent) for one in reader.events)
+    assert (await core.load()).num_requests == 0

@@ -1,0 +1,144 @@
+"""A third kind of model, which adds numbers: all that a kind needs."""
+
+from __future__ import annotations
+
+import json
+from collections import deque
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from prometheus_client import CollectorRegistry, Counter
+
+from mlx_parallm.config import EngineConfig, ModelConfig
+from mlx_parallm.engine.defaults import EngineDefaults, ModelDefaults, NoAdapterSet
+from mlx_parallm.engine.interface import (
+    AdapterSet,
+    BuildContext,
+    BuiltModel,
+    KindTraits,
+    ModelFolder,
+    ModelMemory,
+    OpenModel,
+)
+from mlx_parallm.engine.metrics import MetricFamilies
+from mlx_parallm.engine.turns import TurnClass
+from mlx_parallm.types.errors import InvalidRequestError, RequestAbortedError, StepError
+from mlx_parallm.types.events import ErrorEvent
+
+TRAITS = KindTraits(name="sum", loads_later=True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SumRequest:
+    request_id: str
+    model: str
+    numbers: tuple[int, ...]
+    adapter: str | None = None
+
+
+@dataclass(frozen=True)
+class SumEvent:
+    request_id: str
+    results: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class SumModel(ModelDefaults):
+    names: tuple[str, ...]
+    root: str
+    memory: ModelMemory
+    created: int = 0
+    traits = TRAITS
+
+    def check(self, request: SumRequest) -> None:
+        if not request.numbers:
+            raise InvalidRequestError("There is nothing to add.", param="numbers")
+
+
+class SumEngine(EngineDefaults):
+    turn_class, waiting_since_s = TurnClass.FORWARD, 0.0
+
+    def __init__(self, name: str, done: Counter) -> None:
+        super().__init__()
+        self.adapters = NoAdapterSet.of(name)
+        self._waiting: deque[SumRequest] = deque()
+        self._done = done
+
+    @property
+    def num_requests(self) -> int:
+        return len(self._waiting)
+
+    def has_work(self) -> bool:
+        return bool(self._waiting) and not self.is_paused
+
+    def submit(self, request: SumRequest, *, arrival_s: float | None = None) -> Sequence[SumEvent]:
+        self._waiting.append(request)
+        return ()
+
+    def step(self, within_s: float | None = None) -> Sequence[SumEvent | ErrorEvent]:
+        request = self._waiting.popleft()
+        if min(request.numbers) < 0:
+            error = StepError("It counts up only.")
+            return [ErrorEvent(request_id=request.request_id, error=error)]
+        self._done.inc()
+        return [SumEvent(request.request_id, sum(request.numbers))]
+
+    def abort(self, request_id: str) -> bool:
+        before = len(self._waiting)
+        self._waiting = deque(one for one in self._waiting if one.request_id != request_id)
+        return len(self._waiting) < before
+
+    def cancel(self, request_id: str) -> Sequence[ErrorEvent]:
+        error = RequestAbortedError("The request was cancelled.")
+        return [ErrorEvent(request_id=request_id, error=error)] if self.abort(request_id) else []
+
+    def release(self) -> None:
+        assert not self._waiting
+
+
+def sums_done(registry: CollectorRegistry) -> Counter:
+    return Counter("test:sums", "Sums computed.", ("model_name",), registry=registry)
+
+
+class PendingSum:
+    def __init__(self, config: ModelConfig, path: Path, families: MetricFamilies) -> None:
+        self.name = config.served_names[0]
+        self.num_bytes = json.loads((path / "sum.json").read_text())["bytes"]
+        self._config, self._families = config, families
+
+    def advance(self) -> float:
+        return 1.0
+
+    def finish(self, kept: AdapterSet | None = None) -> BuiltModel:
+        memory = ModelMemory(weights=self.num_bytes)
+        root = str(self._config.path)
+        model = SumModel(names=self._config.served_names, root=root, memory=memory)
+        done = self._families.of(sums_done).labels(self.name)
+        return BuiltModel(self._config, model, SumEngine(self.name, done))
+
+    def close(self) -> None:
+        pass
+
+
+class SumKind:
+    traits = TRAITS
+
+    def declare(self, families: MetricFamilies) -> None:
+        families.of(sums_done)
+
+    def serves(self, config: ModelConfig, path: Path) -> bool:
+        return (path / "sum.json").is_file()
+
+    def build(self, models: Collection[ModelFolder], context: BuildContext) -> list[BuiltModel]:
+        return [PendingSum(one.config, one.path, context.families).finish() for one in models]
+
+    def read(self, config: ModelConfig, path: Path, settings: EngineConfig) -> OpenModel:
+        return partial(PendingSum, config, path)
+
+
+def write_sum_model(folder: Path, num_bytes: int) -> Path:
+    folder.mkdir()
+    (folder / "sum.json").write_text(json.dumps({"bytes": num_bytes}))
+    return folder
