@@ -1,4 +1,4 @@
-"""``mlx_parallm batch in.jsonl out.jsonl``: answers OpenAI batch lines without a server."""
+"""The command ``mlx_parallm batch in.jsonl out.jsonl``, which needs no server."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from mlx_parallm.types.errors import ConfigError
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags of ``mlx_parallm batch``."""
-    parser.add_argument("input", type=Path, help="JSON lines, as OpenAI's Batch API takes them")
-    parser.add_argument("output", type=Path, help="written; overwritten if it exists")
+    parser.add_argument("input", type=Path, help="JSON lines in the form of OpenAI's Batch API")
+    parser.add_argument("output", type=Path, help="file for the answers; overwritten if it exists")
     parser.add_argument(
         "--concurrency",
         type=int,
@@ -35,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Answer the file; 1 if a line was not answered by status 200."""
+    """Answer the file; return 1 if a line was not answered with status 200, else 0."""
     engine_config, server_config = read_settings(args)
     configure_logging(
         "warning" if server_config.log_level == "info" else server_config.log_level,
@@ -59,7 +59,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def count_lines(source: Path) -> int | None:
-    """How many lines there are to answer; None where they can be read only once."""
+    """Return the number of lines to answer; None if the source can be read only once."""
     if source.is_fifo() or source.is_char_device():
         return None
     return sum(1 for _ in numbered_lines(source))
@@ -73,7 +73,7 @@ def answer_file(
     total: int | None,
     concurrency: int,
 ) -> BatchCounts:
-    """Load the models and answer every line, with a progress bar of ``total`` lines, if known."""
+    """Load the models and answer every line; ``total`` is for the progress bar, if known."""
     engine = AsyncEngine(engine_config, on_progress=progress_shown())
     engine.start()
     try:
@@ -95,7 +95,7 @@ def answer_file(
 
 
 def _check_output(source: Path, target: Path) -> None:
-    """Refuse what could not be written, before the models are loaded."""
+    """Check that ``target`` can be written, before the models are loaded."""
     if target.exists() and target.samefile(source):
         raise ConfigError(f"{target}: the answers would overwrite the questions.")
     with target.open("a", encoding="utf-8"):

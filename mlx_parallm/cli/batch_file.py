@@ -1,4 +1,4 @@
-"""Runs a file of OpenAI batch lines through the application, in this process.
+"""The runner of a file of OpenAI batch lines through the application in this process.
 
 Output lines have the form of OpenAI's Batch API: ``{"id", "custom_id", "response": {"status_code",
 "request_id", "body"}, "error"}``. Lines are answered in the order they finish.
@@ -32,7 +32,7 @@ TOO_MANY_REQUESTS = 429
 
 @dataclass(slots=True)
 class BatchCounts:
-    """How many lines were answered, and how many of them not by status 200."""
+    """The number of answered lines, and of those without status 200."""
 
     total: int = 0
     failed: int = 0
@@ -53,7 +53,7 @@ async def run_batch_file(
         app: the application; its engine must be running.
         source: JSON lines; blank lines are skipped.
         target: overwritten; flushed after each line.
-        api_key: sent with every request, when the application asks for one.
+        api_key: the key sent with every request; None: no key is needed.
         concurrency: lines in flight at once.
         on_answer: called after each answered line.
 
@@ -73,7 +73,7 @@ async def run_batch_file(
 
 
 class _Batch:
-    """What the workers share."""
+    """The state that the workers share."""
 
     def __init__(
         self, client: httpx2.AsyncClient, sink: IO[bytes], on_answer: Callable[[], None]
@@ -121,7 +121,7 @@ class _Batch:
         return request
 
     async def _send(self, request: httpx2.Request) -> httpx2.Response:
-        """The answer; a line refused because too many wait is sent again when another has ended."""
+        """Return the answer, resending a line refused by a full queue when another has ended."""
         self._num_sent += 1
         while True:
             num_ended = self._num_ended
@@ -129,7 +129,7 @@ class _Batch:
             if response.status_code != TOO_MANY_REQUESTS:
                 break
             if num_ended == self._num_ended:
-                if self._num_sent == 1:  # nothing will make room
+                if self._num_sent == 1:  # no other line will end and make room
                     break
                 self._num_sent -= 1
                 async with self._line_ended:

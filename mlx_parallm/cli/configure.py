@@ -1,4 +1,4 @@
-"""Gathers settings from flags, environment and file, in that order, into the configuration."""
+"""The configuration of an invocation, from flags, environment variables and a file."""
 
 from __future__ import annotations
 
@@ -28,16 +28,18 @@ from mlx_parallm.types.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
-#: The setting that ``MODELS_ARGUMENT``, arguments without a flag in front, belong to.
+#: ``MODEL``: the setting of ``MODELS_ARGUMENT``, the positional arguments.
 MODEL = "model"
 MODELS_ARGUMENT = "models"
 CONFIG_VARIABLE = ENVIRONMENT_PREFIX + "CONFIG"
-ORDER = "Flags win over environment variables, those over the file, the file over the defaults."
+ORDER = (
+    "Flags override environment variables, which override the file, which overrides the defaults."
+)
 
 
 @dataclass(frozen=True, slots=True)
-class Given:
-    """A value somebody set, before it is parsed; ``source`` is for messages."""
+class SourcedValue:
+    """A value from one source, before it is parsed; ``source`` names it in messages."""
 
     value: Any
     source: str
@@ -57,64 +59,64 @@ def add_settings(parser: argparse.ArgumentParser, groups: Sequence[str] = GROUPS
 
 
 def add_models(parser: argparse.ArgumentParser) -> None:
-    """Add models without a flag in front, as vLLM has its one."""
+    """Add models as positional arguments, like vLLM's single one."""
     parser.add_argument(
         MODELS_ARGUMENT,
         nargs="*",
         metavar="ID_OR_FOLDER",
-        help="models, as --model has them; write them before flags that take several values",
+        help="models, as for --model; write them before flags that take several values",
     )
 
 
 def read_settings(
     args: argparse.Namespace, environment: Mapping[str, str] = os.environ
 ) -> tuple[EngineConfig, ServerConfig]:
-    """The configuration of an invocation.
+    """Return the configuration of an invocation.
 
     Raises:
         ConfigError: a value is wrong, a key is unknown, or the file cannot be read.
     """
-    given: dict[str, Given] = {}
+    sourced_values: dict[str, SourcedValue] = {}
     file = getattr(args, "config", None) or environment.get(CONFIG_VARIABLE)
     if file:
-        given.update(from_file(Path(file)))
-    given.update(from_environment(environment))
-    given.update(from_flags(args))
-    return build_config(given)
+        sourced_values.update(from_file(Path(file)))
+    sourced_values.update(from_environment(environment))
+    sourced_values.update(from_flags(args))
+    return build_config(sourced_values)
 
 
-def from_flags(args: argparse.Namespace) -> dict[str, Given]:
-    """Settings given as flags, and models given without one; the latter come first."""
-    given = {
-        setting.name: Given(_flag_value(setting, args), f"--{setting.name}")
+def from_flags(args: argparse.Namespace) -> dict[str, SourcedValue]:
+    """Return the settings of flags; models from positional arguments come before --model's."""
+    sourced_values = {
+        setting.name: SourcedValue(_flag_value(setting, args), f"--{setting.name}")
         for setting in SETTINGS
         if hasattr(args, _attribute(setting))
     }
     models = getattr(args, MODELS_ARGUMENT, None)
     if models:
-        flagged = given[MODEL].value if MODEL in given else []
-        given[MODEL] = Given([*models, *flagged], f"--{MODEL}")
-    return given
+        flagged = sourced_values[MODEL].value if MODEL in sourced_values else []
+        sourced_values[MODEL] = SourcedValue([*models, *flagged], f"--{MODEL}")
+    return sourced_values
 
 
 def _flag_value(setting: Setting, args: argparse.Namespace) -> Any:
     value = getattr(args, _attribute(setting))
-    # Messages show a flag that is given once as it was given.
+    # A flag used once keeps its plain value, so that messages show it unchanged.
     return value[0] if setting.per_model and len(value) == 1 else value
 
 
-def from_environment(environment: Mapping[str, str]) -> dict[str, Given]:
-    """Settings given as variables; an empty one counts as not given."""
+def from_environment(environment: Mapping[str, str]) -> dict[str, SourcedValue]:
+    """Return the settings of environment variables; empty ones do not count."""
     return {
-        setting.name: Given(environment[setting.variable], f"variable {setting.variable}")
+        setting.name: SourcedValue(environment[setting.variable], f"variable {setting.variable}")
         for setting in SETTINGS
         if environment.get(setting.variable)
     }
 
 
 def warn_of_unknown_variables(environment: Mapping[str, str] = os.environ) -> None:
-    """Log the variables that have the prefix of settings but are none, and what they may mean."""
-    known = {variable_of(name): one.variable for one in SETTINGS for name in one.names}
+    """Log variables that have the settings' prefix but name no setting, with suggestions."""
+    known = {variable_of(name): entry.variable for entry in SETTINGS for name in entry.names}
     settings = {CONFIG_VARIABLE, *known.values()}
     unknown = [
         _with_hint(name, known)
@@ -126,47 +128,49 @@ def warn_of_unknown_variables(environment: Mapping[str, str] = os.environ) -> No
 
 
 def _with_hint(name: str, known: Mapping[str, str]) -> str:
-    # Compared without the prefix, which would make everything alike.
-    endings = {one.removeprefix(ENVIRONMENT_PREFIX): setting for one, setting in known.items()}
+    # The comparison leaves the prefix out, because it would make all names similar.
+    endings = {name.removeprefix(ENVIRONMENT_PREFIX): own for name, own in known.items()}
     ending = name.removeprefix(ENVIRONMENT_PREFIX).upper()
     closest = difflib.get_close_matches(ending, endings, n=1)
     return f"{name} (did you mean {endings[closest[0]]}?)" if closest else name
 
 
-def from_file(path: Path) -> dict[str, Given]:
-    """Settings given in a YAML or TOML file; ``-`` and ``_`` are the same in its keys.
+def from_file(path: Path) -> dict[str, SourcedValue]:
+    """Return the settings of a YAML or TOML file, whose keys may use ``-`` or ``_``.
 
     Raises:
-        ConfigError: it cannot be read, or a key is unknown or given twice.
+        ConfigError: the file cannot be read, or a key is unknown or set twice.
     """
-    names = {name: one.name for one in SETTINGS for name in one.names}
-    given: dict[str, Given] = {}
+    names = {name: setting.name for setting in SETTINGS for name in setting.names}
+    sourced_values: dict[str, SourcedValue] = {}
     unknown: list[str] = []
     for key, value in _load(path).items():
         name = names.get(str(key).replace("_", "-"))
         if name is None:
             unknown.append(str(key))
-        elif name in given:
+        elif name in sourced_values:
             raise ConfigError(f"{path}: {name} is set twice")
         else:
-            given[name] = Given(value, f"{key} in {path}")
+            sourced_values[name] = SourcedValue(value, f"{key} in {path}")
     if unknown:
         raise ConfigError(f"{path}: unknown settings: {', '.join(unknown)}")
-    return given
+    return sourced_values
 
 
-def build_config(given: Mapping[str, Given]) -> tuple[EngineConfig, ServerConfig]:
-    """Parse what was given and put it over the defaults.
+def build_config(sourced_values: Mapping[str, SourcedValue]) -> tuple[EngineConfig, ServerConfig]:
+    """Return the configuration: the parsed values, and defaults for all others.
 
     Raises:
         ConfigError: a value is wrong; the message names the setting and where it was set.
     """
     parts: dict[str, dict[str, Any]] = {part: {} for part in DEFAULTS}
     for setting in SETTINGS:
-        if setting.name in given:
-            # The setting of the models comes first.
+        if setting.name in sourced_values:
+            # SETTINGS begins with the models, so their paths are known here.
             paths = parts["model"].get("paths", (None,))
-            parts[setting.part][setting.field] = _parse(setting, given[setting.name], paths)
+            parts[setting.part][setting.field] = _parse(
+                setting, sourced_values[setting.name], paths
+            )
     server = ServerConfig(**parts["server"])
     if server.allow_credentials and "*" in server.allowed_origins:
         raise ConfigError("allow-credentials needs named origins, not allowed-origins *")
@@ -187,21 +191,23 @@ def build_config(given: Mapping[str, Given]) -> tuple[EngineConfig, ServerConfig
     return engine, server
 
 
-def _parse(setting: Setting, given: Given, paths: Sequence[str | None]) -> Any:
+def _parse(setting: Setting, sourced_value: SourcedValue, paths: Sequence[str | None]) -> Any:
     try:
         if setting.per_model:
-            return per_model(setting.parse, given.value, paths)
-        value = setting.parse(given.value)
+            return per_model(setting.parse, sourced_value.value, paths)
+        value = setting.parse(sourced_value.value)
     except ValueError as problem:
-        raise ConfigError(f"{given.source}: {problem}, not {given.value!r}") from None
+        raise ConfigError(
+            f"{sourced_value.source}: {problem}, not {sourced_value.value!r}"
+        ) from None
     except ConfigError as problem:
-        raise ConfigError(f"{given.source}: {problem}") from None
+        raise ConfigError(f"{sourced_value.source}: {problem}") from None
     return not value if setting.inverted else value
 
 
 def _models(part: Mapping[str, Any], kv_cache_dtype: PerModel) -> tuple[ModelConfig, ...]:
-    options = {name: one for name, one in part.items() if not isinstance(one, PerModel)}
-    values = {name: one for name, one in part.items() if isinstance(one, PerModel)}
+    options = {name: value for name, value in part.items() if not isinstance(value, PerModel)}
+    values = {name: value for name, value in part.items() if isinstance(value, PerModel)}
     lengths = values.get("max_model_len", PerModel())
     paths = options.pop("paths", (None,))
     names = dict(_named(paths, options.pop("names", ())))
@@ -220,7 +226,7 @@ def _models(part: Mapping[str, Any], kv_cache_dtype: PerModel) -> tuple[ModelCon
             task=cast("ModelTask", tasks[path]),
             max_model_len_is_own=path in lengths.own,
             kv_cache_dtype=kv_cache_dtype.own.get(path) if path else None,
-            **{name: one.of(path) for name, one in values.items() if one.of(path) is not None},
+            **{key: value for key in values if (value := values[key].of(path)) is not None},
             **options,
         )
         for path in paths
@@ -230,7 +236,7 @@ def _models(part: Mapping[str, Any], kv_cache_dtype: PerModel) -> tuple[ModelCon
 def _by_model(
     paths: Sequence[str | None], values: Sequence[str], setting: str
 ) -> dict[str | None, str]:
-    """Each model's value: its own, or the one given without a model."""
+    """Return each model's value: its own, or the value set without a model."""
     bare = [value for value in values if "=" not in value]
     if len(bare) > 1:
         raise ConfigError(f"{setting}: given twice: {', '.join(bare)}")
@@ -247,7 +253,7 @@ def _by_model(
 def _named(
     paths: Sequence[str | None], names: Sequence[str]
 ) -> Iterator[tuple[str | None, Sequence[str]]]:
-    """Each model with its names; a bare name is possible while there is one model."""
+    """Yield each model with its names; a bare name is possible while there is one model."""
     by_path: dict[str | None, list[str]] = {path: [] for path in paths}
     for name in names:
         owner, separator, alias = name.rpartition("=")
@@ -295,7 +301,7 @@ def _add_flag(group: argparse._ArgumentGroup, setting: Setting) -> None:
     if setting.is_list:
         options |= {"action": "extend", "nargs": "+"}
     elif setting.per_model:
-        # One value each time: what follows may be a model.
+        # The flag takes one value at a time, because the next argument may be a model.
         options["action"] = "append"
     group.add_argument(*flags, **options)
 

@@ -1,4 +1,4 @@
-"""``mlx_parallm doctor``: what this installation runs on, and what to change."""
+"""The command ``mlx_parallm doctor``, which reports on this installation and gives advice."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ PACKAGES = (
     "uvicorn",
     "pydantic",
 )
-#: Settings that say which models a server would load, and what KV they would get.
+#: ``SETTING_GROUPS``: the settings that decide a server's models and their KV.
 SETTING_GROUPS = (MODELS, MEMORY, BATCHING)
 OPENBLAS_PATTERN = "*/openblas-pthread/libopenblas.so.0"
 GIB = 2**30
@@ -50,7 +50,7 @@ GIB = 2**30
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KVFit:
-    """What fits into a model's KV; ``text`` says it in words."""
+    """The sequences and tokens that fit into a model's KV; ``text`` describes them."""
 
     num_bytes: int
     num_blocks: int
@@ -76,11 +76,11 @@ class KVFit:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Diagnosis:
-    """Everything ``doctor`` knows.
+    """All facts that ``doctor`` reports.
 
-    ``quantised_kv`` is by the KV cache's dtype, ``kv`` by the model's name. ``kv_problem`` says why
-    the models could not be loaded with these settings. ``compiler`` is None unless the device is
-    an NVIDIA GPU.
+    ``quantised_kv`` is keyed by the KV cache's dtype, ``kv`` by the model's name. ``kv_problem`` is
+    the error if the models could not be loaded with these settings. ``compiler`` is None unless the
+    device is an NVIDIA GPU.
     """
 
     device: DeviceReport
@@ -106,18 +106,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the diagnosis; 1 if an attention backend is wrong or the models cannot be loaded."""
+    """Print the diagnosis; return 1 if a kernel is wrong or a model cannot be loaded, else 0."""
     diagnosis = diagnose(read_settings(args)[0])
     if args.json:
         print(json.dumps(asdict(diagnosis), indent=2))
     else:
         print("\n".join(render(diagnosis)))
     reports = (diagnosis.attention, *diagnosis.quantised_kv.values())
-    return int(diagnosis.kv_problem is not None or not all(one.passed for one in reports))
+    return int(diagnosis.kv_problem is not None or not all(report.passed for report in reports))
 
 
 def diagnose(config: EngineConfig) -> Diagnosis:
-    """Look at this process and machine, and at what KV the models of a configuration would get."""
+    """Return facts about this process and machine, and the KV of a configuration's models."""
     device = device_report()
     kv, kv_problem = fitting_kv(config)
     installed = sorted(Path("/usr/lib").glob(OPENBLAS_PATTERN))
@@ -130,7 +130,7 @@ def diagnose(config: EngineConfig) -> Diagnosis:
         experts=expert_report(),
         states=states_report(),
         adapters=adapter_report(),
-        # Last, when the kernels of the others are on disk.
+        # This comes last, when the checks above have put their kernels on disk.
         compiler=compiler_report(),
         system=platform.platform(),
         versions=versions(),
@@ -141,9 +141,9 @@ def diagnose(config: EngineConfig) -> Diagnosis:
 
 
 def fitting_kv(config: EngineConfig) -> tuple[dict[str, KVFit], str | None]:
-    """Return what fits into each model's KV, by name, or why that is not known."""
+    """Return what fits into each model's KV, by name, or the error that prevents it."""
     try:
-        # Other parts of this report are wanted where something else does not import.
+        # The import is here, so that the rest of the report works even if this fails.
         from mlx_parallm.serving.kinds import planned_kv  # noqa: PLC0415
 
         shares = planned_kv(config)
@@ -153,23 +153,23 @@ def fitting_kv(config: EngineConfig) -> tuple[dict[str, KVFit], str | None]:
 
 
 def versions() -> dict[str, str]:
-    """Versions of Python, this package and those it runs on."""
-    found = {"python": platform.python_version(), "mlx_parallm": __version__}
+    """Return the versions of Python, this package and its dependencies."""
+    by_name = {"python": platform.python_version(), "mlx_parallm": __version__}
     for name in PACKAGES:
         try:
-            found[name] = importlib.metadata.version(name)
+            by_name[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             continue
-    return found
+    return by_name
 
 
 def advise(device: DeviceReport, system: str, openblas: Path | None) -> list[str]:
-    """What would make this installation faster or safer.
+    """Return advice that would make this installation faster or safer.
 
     Args:
-        device: what it runs on.
+        device: the device in use.
         system: as in ``sys.platform``.
-        openblas: an OpenBLAS that is installed, whether loaded or not.
+        openblas: the path of an installed OpenBLAS, loaded or not; None if there is none.
     """
     advice: list[str] = []
     if system == "linux" and device.backend == "cpu" and device.blas == "reference BLAS":
@@ -191,7 +191,7 @@ def advise(device: DeviceReport, system: str, openblas: Path | None) -> list[str
 
 
 def render(diagnosis: Diagnosis) -> list[str]:
-    """The diagnosis as lines of text."""
+    """Return the diagnosis as lines of text."""
     device = diagnosis.device
     attention = {"attention": diagnosis.attention}
     attention |= {f"{name} KV": report for name, report in diagnosis.quantised_kv.items()}
@@ -230,7 +230,7 @@ def render(diagnosis: Diagnosis) -> list[str]:
 
 
 def _compiler_rows(report: CompilerReport | None) -> list[tuple[str, str]]:
-    """What compiles the kernels; nothing unless the device is an NVIDIA GPU."""
+    """Return rows about the compiler of kernels; none unless the device is an NVIDIA GPU."""
     if report is None:
         return []
     if report.rejected is not None:

@@ -1,4 +1,4 @@
-"""Log lines for people (console) or machines (JSON); fields of ``extra`` are kept in both."""
+"""Log lines for people (console) or machines (JSON); both include fields of ``extra``."""
 
 from __future__ import annotations
 
@@ -10,27 +10,27 @@ import time
 from types import TracebackType
 from typing import Any
 
-#: What every record has; anything else came through ``extra``.
+#: ``STANDARD``: attributes of every record; all others come from ``extra``.
 STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
-#: What ``report`` and uncaught errors are logged as.
+#: ``LOGGER``: the logger's name for ``report`` and for uncaught errors.
 LOGGER = "mlx_parallm.cli"
-#: uvicorn repeats its message here with terminal colours.
+#: ``DROPPED``: fields in which uvicorn repeats its message with terminal colours.
 DROPPED = frozenset({"color_message"})
-#: Libraries that log every request they make as INFO.
+#: ``TALKATIVE``: libraries that log each of their requests at level INFO.
 TALKATIVE = ("httpx2", "httpcore2", "huggingface_hub", "filelock", "asyncio")
 
 
 def extra_fields(record: logging.LogRecord) -> dict[str, Any]:
-    """The fields a call gave as ``extra``, e.g. ``request_id``."""
+    """Return the fields that a call passed as ``extra``, such as ``request_id``."""
     skipped = STANDARD | DROPPED
     return {key: value for key, value in vars(record).items() if key not in skipped}
 
 
 class JsonFormatter(logging.Formatter):
-    """One JSON object a line: time (UTC, ISO 8601), level, logger, message, extra fields."""
+    """Formats one JSON object per line: time (UTC, ISO 8601), level, logger, message, extras."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """The line."""
+        """Return the line."""
         stamp = self.formatTime(record, "%Y-%m-%dT%H:%M:%S")
         line = {
             "time": f"{stamp}.{int(record.msecs):03d}Z",
@@ -45,13 +45,13 @@ class JsonFormatter(logging.Formatter):
 
 
 class ConsoleFormatter(logging.Formatter):
-    """``12:30:59 INFO     logger: message key=value``."""
+    """Formats lines such as ``12:30:59 INFO     logger: message key=value``."""
 
     def __init__(self) -> None:
         super().__init__("%(asctime)s %(levelname)-8s %(name)s: %(message)s", "%H:%M:%S")
 
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 - overrides logging's
-        """The line without its traceback."""
+        """Return the line without its traceback."""
         fields = "".join(f" {key}={value}" for key, value in extra_fields(record).items())
         return super().formatMessage(record) + fields
 
@@ -59,13 +59,13 @@ class ConsoleFormatter(logging.Formatter):
 def configure_logging(level: str, log_format: str) -> None:
     """Send every logger's records, and warnings, to stderr in this format ("console" or "json").
 
-    It must be called once the libraries are imported: transformers and huggingface_hub give their
-    loggers handlers of their own. With "json" the tracebacks of uncaught errors are records too.
+    Call it after importing the libraries, because transformers and huggingface_hub add handlers to
+    their loggers. With "json", tracebacks of uncaught errors are records too.
     """
     formatter: logging.Formatter = ConsoleFormatter()
     if log_format == "json":
         formatter = JsonFormatter()
-        # Local time has no zone in it.
+        # The format has no time zone, so UTC is used.
         formatter.converter = time.gmtime
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(formatter)
@@ -82,13 +82,13 @@ def configure_logging(level: str, log_format: str) -> None:
 
 
 def is_json() -> bool:
-    """Return True if log lines are JSON."""
+    """True if log lines are JSON."""
     handlers = logging.getLogger().handlers
-    return any(isinstance(one.formatter, JsonFormatter) for one in handlers)
+    return any(isinstance(handler.formatter, JsonFormatter) for handler in handlers)
 
 
 def report(line: str) -> None:
-    """Show why a command fails: a plain line on stderr, or a record where log lines are JSON."""
+    """Show why a command fails, as a plain line on stderr, or as a record if log lines are JSON."""
     if is_json():
         logging.getLogger(LOGGER).critical(line)
     else:
@@ -96,7 +96,7 @@ def report(line: str) -> None:
 
 
 def _take_over_handlers() -> None:
-    """Let every logger's records go to the root's handler, and to no other."""
+    """Remove the handlers of all other loggers, so that the root's handler gets every record."""
     for logger in list(logging.root.manager.loggerDict.values()):
         if isinstance(logger, logging.Logger) and logger.handlers:
             logger.handlers.clear()
@@ -109,6 +109,6 @@ def _log_uncaught(
     logging.getLogger(LOGGER).critical("uncaught error", exc_info=(kind, error, trace))
 
 
-def _log_uncaught_of_thread(told: threading.ExceptHookArgs) -> None:
-    if told.exc_value is not None:
-        _log_uncaught(told.exc_type, told.exc_value, told.exc_traceback)
+def _log_uncaught_of_thread(args: threading.ExceptHookArgs) -> None:
+    if args.exc_value is not None:
+        _log_uncaught(args.exc_type, args.exc_value, args.exc_traceback)

@@ -1,8 +1,7 @@
-"""The command line: picks a command and hands it the rest.
+"""The entry point of the command line, which runs the command that is named.
 
-Only the chosen command's modules are imported, what its flags need before what runs, so that
-``--help`` is quick and ``doctor`` can still report on an installation in which something else does
-not import.
+Only the chosen command's modules are imported, and those of its flags before those that run. So
+``--help`` is quick, and ``doctor`` works even if other modules of an installation fail to import.
 """
 
 from __future__ import annotations
@@ -25,9 +24,9 @@ class Command:
     """A command.
 
     Attributes:
-        module: has ``run(args) -> int``.
-        summary: what it does.
-        flags: the module with ``add_arguments(parser)``, where it is another one.
+        module: the module with ``run(args) -> int``.
+        summary: a description for the overview.
+        flags: the module with ``add_arguments(parser)``; None: ``module``.
     """
 
     module: str
@@ -48,7 +47,7 @@ COMMANDS: Mapping[str, Command] = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command and return the exit status: 2 for wrong usage or settings, 1 for a failure."""
+    """Run a command; return its exit status: 2 for wrong usage or settings, 1 for a failure."""
     arguments = sys.argv[1:] if argv is None else list(argv)
     parser = overview_parser()
     if not arguments:
@@ -59,9 +58,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def overview_parser() -> argparse.ArgumentParser:
-    """The parser of the first argument."""
+    """Return the parser of the first argument."""
     width = max(map(len, COMMANDS)) + 2
-    listing = "\n".join(f"  {name:<{width}}{one.summary}" for name, one in COMMANDS.items())
+    listing = "\n".join(f"  {name:<{width}}{command.summary}" for name, command in COMMANDS.items())
     parser = argparse.ArgumentParser(
         prog="mlx_parallm",
         description="A high-throughput OpenAI-compatible model server built on MLX.",
@@ -99,6 +98,6 @@ def _guard(name: str, run: Callable[[], int]) -> int:
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:
-        # The reader of the output has left; Python would complain again when it flushes.
+        # The reader closed the pipe; without this, Python would report it again at the final flush.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1

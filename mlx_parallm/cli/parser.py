@@ -1,4 +1,4 @@
-"""A command's parser of arguments, which knows what a misspelt flag may mean."""
+"""A command's argument parser, which suggests flags for misspelt ones."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 UNKNOWN = "unrecognized arguments: "
-#: Flags that begin as the unknown one does, of which a message names this many.
+#: ``MAX_HINTS``: most flags that a message suggests for an unknown one.
 MAX_HINTS = 3
 
 
 class CommandParser(argparse.ArgumentParser):
-    """Takes arguments without a flag before, between and behind flags; flags only as they are."""
+    """A parser that allows positional arguments between flags, and no abbreviated flags."""
 
     def __init__(self, **options: Any) -> None:
         options.setdefault("allow_abbrev", False)
@@ -31,7 +31,7 @@ class CommandParser(argparse.ArgumentParser):
         return namespace
 
     def error(self, message: str) -> Any:
-        """End with status 2 and a line that says what is wrong, and what may be meant."""
+        """Exit with status 2 and a line with the error and suggestions."""
         if message.startswith(UNKNOWN):
             words = message.removeprefix(UNKNOWN).split(" ")
             message = UNKNOWN + " ".join(self._with_hint(word) for word in words)
@@ -40,11 +40,11 @@ class CommandParser(argparse.ArgumentParser):
     def _with_hint(self, word: str) -> str:
         if not word.startswith("--"):
             return word
-        # Compared without the dashes in front, which would make everything alike.
+        # The comparison leaves the dashes out, because they would make all flags similar.
         name = word.partition("=")[0].removeprefix("--").lower().replace("_", "-")
-        known = sorted({flag.removeprefix("--") for flag in self._flags()})
-        longer = [flag for flag in known if flag.startswith(name)]
-        closest = longer[:MAX_HINTS] or difflib.get_close_matches(name, known, n=1)
+        known_names = sorted({flag.removeprefix("--") for flag in self._flags()})
+        longer = [flag for flag in known_names if flag.startswith(name)]
+        closest = longer[:MAX_HINTS] or difflib.get_close_matches(name, known_names, n=1)
         hint = " or ".join(f"--{flag}" for flag in closest)
         return f"{word} (did you mean {hint}?)" if hint else word
 
@@ -54,6 +54,6 @@ class CommandParser(argparse.ArgumentParser):
             yield from parser._flags()
 
     def _commands(self) -> list[CommandParser]:
-        """The parsers of commands of this command."""
-        groups = (one for one in self._actions if isinstance(one, argparse._SubParsersAction))
+        """Return the parsers of this command's subcommands."""
+        groups = (act for act in self._actions if isinstance(act, argparse._SubParsersAction))
         return [parser for group in groups for parser in group.choices.values()]

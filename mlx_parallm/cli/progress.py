@@ -1,4 +1,4 @@
-"""Progress of loading: a bar on a terminal, a few plain lines elsewhere, or log records."""
+"""Progress of loading, shown as a bar on a terminal, as a few plain lines, or as log records."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from mlx_parallm.cli.logs import is_json
 logger = logging.getLogger(__name__)
 
 WIDTH = 30
-#: Without a terminal a line is written each time this share more is done.
+#: ``PLAIN_STEP``: without a terminal, a line is written whenever this share more is done.
 PLAIN_STEP = 0.25
 
 
 def progress_shown() -> Callable[[str, float], None]:
-    """Return what shows progress as the log is written: records where its lines are JSON."""
+    """Return a function that shows progress: as log records if log lines are JSON, else as text."""
     return ProgressPrinter(show=_log) if is_json() else ProgressPrinter()
 
 
@@ -26,12 +26,12 @@ def _log(text: str, fraction: float) -> None:
 
 
 class ProgressPrinter:
-    """Called with a text and a share from 0 to 1; a new text starts a new bar."""
+    """A callable of a text and a share from 0 to 1; a new text starts a new bar."""
 
     def __init__(
         self, stream: TextIO | None = None, show: Callable[[str, float], None] | None = None
     ) -> None:
-        """``show`` gets the news in place of ``stream``, as seldom as a stream of plain lines."""
+        """``show`` replaces ``stream`` and is called as rarely as plain lines are written."""
         self._stream = stream or sys.stderr
         self._is_bar = show is None and self._stream.isatty()
         self._show = show or self._write
@@ -39,7 +39,7 @@ class ProgressPrinter:
         self._shown = -1.0
 
     def __call__(self, text: str, fraction: float) -> None:
-        """Show it, if it is news."""
+        """Show the progress if it has changed enough."""
         if text != self._text:
             if self._text and self._shown < 1 and self._is_bar:
                 self._stream.write("\n")

@@ -1,4 +1,4 @@
-"""``mlx_parallm serve``: loads the models, then answers HTTP until a signal or the engine's end."""
+"""The command ``mlx_parallm serve``, which serves until a signal or the engine's end."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ from mlx_parallm.serving.async_engine import AsyncEngine
 logger = logging.getLogger(__name__)
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
-#: Connections get this long to take what was written before they are closed.
+#: ``FLUSH_TIMEOUT_S``: time that connections get to read pending data before they are closed.
 FLUSH_TIMEOUT_S = 5
 
 
 def run(args: argparse.Namespace) -> int:
-    """Serve what the arguments, the environment and the configuration file say."""
+    """Serve with the settings of arguments, environment and file; return the exit status."""
     engine_config, server_config = read_settings(args)
     if server_config.data_dir is None:
         server_config = replace(server_config, data_dir=default_data_dir(os.environ, sys.platform))
@@ -47,11 +47,11 @@ def run(args: argparse.Namespace) -> int:
 
 
 def default_data_dir(environment: Mapping[str, str], platform: str) -> str:
-    """Where a program of this user keeps its data (XDG Base Directory; Apple's guidelines)."""
+    """Return the user's data folder for this program (XDG Base Directory; Apple's guidelines)."""
     if platform == "darwin":
         return str(Path.home() / "Library" / "Application Support" / "mlx_parallm")
     data = environment.get("XDG_DATA_HOME", "")
-    # A relative path there is to be ignored.
+    # The XDG specification says to ignore relative paths.
     home = Path(data) if data.startswith("/") else Path.home() / ".local" / "share"
     return str(home / "mlx_parallm")
 
@@ -60,16 +60,16 @@ def serve(engine_config: EngineConfig, server_config: ServerConfig) -> int:
     """Load the models and serve them until SIGTERM or SIGINT.
 
     Returns:
-        0 after a signal, 1 when the engine died.
+        0 after a signal, 1 if the engine died.
 
     Raises:
-        ConfigError: the address cannot be used, or what loading raised.
+        ConfigError: the address cannot be used, or a setting does not fit a model.
         ModelLoadError: a model could not be loaded.
     """
     configure_logging(server_config.log_level, server_config.log_format)
     warn_of_unknown_variables()
     sys.setswitchinterval(engine_process.SWITCH_INTERVAL_S)
-    # Taken before the models load, so that a port in use is known at once.
+    # The port is bound before the models load, so that a port in use is reported at once.
     with open_listener(server_config) as listener:
         host, port = listener.getsockname()[:2]
         warn_if_exposed(server_config, host)
@@ -80,7 +80,7 @@ def serve(engine_config: EngineConfig, server_config: ServerConfig) -> int:
         served = (*engine.models(), *engine.encoders.models())
         logger.info(
             "serving %s on http://%s:%d",
-            ", ".join(name for one in served for name in one.names),
+            ", ".join(name for model in served for name in model.names),
             f"[{host}]" if ":" in host else host,
             port,
         )
@@ -89,7 +89,7 @@ def serve(engine_config: EngineConfig, server_config: ServerConfig) -> int:
 
 
 def open_engine(engine_config: EngineConfig, server_config: ServerConfig) -> AsyncEngine:
-    """The engine, in this process or in its own; nothing is loaded yet."""
+    """Return an engine in this process or in its own, without loading models."""
     on_progress = progress_shown()
     if not server_config.engine_process:
         return AsyncEngine(engine_config, on_progress=on_progress)
@@ -98,14 +98,14 @@ def open_engine(engine_config: EngineConfig, server_config: ServerConfig) -> Asy
 
 
 def open_listener(config: ServerConfig) -> socket.socket:
-    """The socket to serve on, which does not listen yet; raises ConfigError if there is none."""
+    """Return the bound socket to serve on; raise ConfigError if it cannot be had."""
     if config.fd is not None:
         return inherit(config.fd)
     return bind(config.host, config.port)
 
 
 def warn_if_exposed(config: ServerConfig, host: str) -> None:
-    """Log it if other machines can reach the server, bound to this address, without a key."""
+    """Log a warning if other machines can reach the server without a key."""
     if is_exposed(config, host):
         logger.warning(
             "LISTENING ON %s WITHOUT AN API KEY: anybody who reaches this port can use the "
@@ -115,16 +115,16 @@ def warn_if_exposed(config: ServerConfig, host: str) -> None:
 
 
 def is_exposed(config: ServerConfig, host: str) -> bool:
-    """Whether other machines can reach the server, bound to this address, without a key."""
+    """True if other machines can reach a server bound to ``host`` without a key."""
     return not config.api_keys and not is_loopback(host)
 
 
 class UvicornServer(uvicorn.Server):
-    """A server that leaves signals to its owner: uvicorn would raise them again at the end."""
+    """A server that leaves signals to its owner, because uvicorn would raise them again."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Capture nothing."""
+        """Capture no signals."""
         yield
 
 
@@ -142,7 +142,7 @@ class EngineServer:
                 create_app(engine, config, max_waiting=max_waiting, bound_to=bound_to),
                 http=partial(BoundedProtocol, timeout_s=config.client_timeout_s),  # type: ignore[arg-type]
                 log_config=None,
-                # The application writes its own.
+                # The application logs requests itself.
                 access_log=False,
                 root_path=config.root_path,
                 server_header=False,
@@ -151,7 +151,7 @@ class EngineServer:
         )
 
     async def run(self, listener: socket.socket) -> int:
-        """Serve until a signal (0) or the engine's death (1)."""
+        """Serve until a signal, and return 0, or until the engine's death, and return 1."""
         loop = asyncio.get_running_loop()
         for number in SIGNALS:
             loop.add_signal_handler(number, self._on_signal)
@@ -160,7 +160,7 @@ class EngineServer:
         if self._ending is not None:
             await asyncio.wait([self._ending])
         has_died = self._engine.ended.is_set()
-        # Even then: its thread may still be ending.
+        # Even after its death, the engine's thread may still be ending.
         self._engine.stop()
         return int(has_died)
 
@@ -177,12 +177,12 @@ class EngineServer:
         self._server.should_exit = True
 
     def _watch(self, loop: asyncio.AbstractEventLoop) -> None:
-        """On a thread of its own: wait for the engine's end."""
+        """Wait for the engine's end on a thread of its own, then notify the event loop."""
         self._engine.ended.wait()
-        # The loop may be gone by then, and with it everybody to tell.
+        # The loop may be closed by then.
         with contextlib.suppress(RuntimeError):
             loop.call_soon_threadsafe(self._on_engine_end)
 
     def _on_engine_end(self) -> None:
-        logger.critical("the engine has ended; so does the server")
+        logger.critical("the engine has ended; the server ends too")
         self._server.should_exit = True

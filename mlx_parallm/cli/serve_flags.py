@@ -1,4 +1,4 @@
-"""The flags of ``mlx_parallm serve``, without what runs after them: so its ``--help`` is quick."""
+"""The flags of ``mlx_parallm serve``, without its other modules, so that ``--help`` is quick."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Turns the text or plain value of a setting into the value its configuration field takes.
+"""Parsers that turn a setting's text or plain value into its field's value.
 
-A value comes as text from flags and environment variables, and typed from YAML and TOML files.
-Every parser takes both and raises ValueError with what it wants, e.g. "must be a whole number".
+Flags and environment variables give text; YAML and TOML files give typed values. Every parser takes
+both, and raises ValueError with a text such as "must be a whole number".
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ Parse = Callable[[Any], Any]
 
 @dataclass(frozen=True, slots=True)
 class PerModel:
-    """Values of a setting: one for all models, None if there is none, and those of single ones."""
+    """Values of a setting: ``shared`` for all models (None if not set), and ``own`` by model."""
 
     shared: Any = None
     own: Mapping[str, Any] = field(default_factory=dict)
 
     def of(self, model: str | None) -> Any:
-        """Return the value for a model; None if none was given."""
+        """Return the value for a model; None if none was set."""
         return self.shared if model is None else self.own.get(model, self.shared)
 
 
@@ -35,26 +35,26 @@ UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 MAX_BYTES = 2**63
 TRUE = frozenset({"1", "true", "yes", "on"})
 FALSE = frozenset({"0", "false", "no", "off"})
-# What vLLM and text-embeddings-inference call the same.
+# TASK_ALIASES: the names of vLLM and text-embeddings-inference.
 TASK_ALIASES = {"embedding": "embed", "rerank": "score", "classification": "classify"}
 
 
 def text(value: Any) -> str:
-    """A text that is not empty."""
+    """Return a non-empty text."""
     if not isinstance(value, str) or not value:
         raise ValueError("must be a text")
     return value
 
 
 def any_text(value: Any) -> str:
-    """A text, perhaps empty."""
+    """Return a text, which may be empty."""
     if not isinstance(value, str):
         raise ValueError("must be a text")  # noqa: TRY004 - one type for all wrong values
     return value
 
 
 def boolean(value: Any) -> bool:
-    """True or false; 1/0, yes/no and on/off as text."""
+    """Return a bool; as text, true/false, 1/0, yes/no and on/off."""
     if isinstance(value, bool):
         return value
     word = str(value).strip().lower()
@@ -66,45 +66,45 @@ def boolean(value: Any) -> bool:
 
 
 def integer(minimum: int, maximum: int | None = None) -> Parse:
-    """A whole number within bounds."""
-    wanted = _wanted("a whole number", minimum, maximum)
+    """Return a parser of whole numbers within bounds."""
+    rule = _rule("a whole number", minimum, maximum)
 
     def parse(value: Any) -> int:
         try:
             number = int(value) if isinstance(value, str) else value
         except ValueError:
-            raise ValueError(wanted) from None
+            raise ValueError(rule) from None
         if isinstance(number, bool) or not isinstance(number, int):
-            raise ValueError(wanted)  # noqa: TRY004 - one type for all wrong values
+            raise ValueError(rule)  # noqa: TRY004 - one type for all wrong values
         if number < minimum or (maximum is not None and number > maximum):
-            raise ValueError(wanted)
+            raise ValueError(rule)
         return number
 
     return parse
 
 
 def number(minimum: float, maximum: float | None = None, *, above: bool = False) -> Parse:
-    """A number within bounds; with ``above`` the lower bound itself is refused."""
-    wanted = _wanted("a number", minimum, maximum, above=above)
+    """Return a parser of numbers within bounds; ``above`` excludes the lower bound."""
+    rule = _rule("a number", minimum, maximum, above=above)
 
     def parse(value: Any) -> float:
         if isinstance(value, bool) or not isinstance(value, str | int | float):
-            raise ValueError(wanted)  # noqa: TRY004 - one type for all wrong values
+            raise ValueError(rule)  # noqa: TRY004 - one type for all wrong values
         try:
             result = float(value)
         except (ValueError, OverflowError):
-            raise ValueError(wanted) from None
+            raise ValueError(rule) from None
         low = result > minimum if above else result >= minimum
-        # Written so that NaN fails too.
+        # The negated comparison refuses NaN too.
         if not (low and (result <= maximum if maximum is not None else result < float("inf"))):
-            raise ValueError(wanted)
+            raise ValueError(rule)
         return result
 
     return parse
 
 
 def size(value: Any) -> int:
-    """Bytes: a number, or text such as 512M, 8GiB (units are powers of 1024)."""
+    """Return a number of bytes; as text also 512M or 8GiB (units are powers of 1024)."""
     match = SIZE.fullmatch(str(value).strip()) if not isinstance(value, bool) else None
     if match is None:
         raise ValueError("must be a number of bytes such as 8388608, 512M or 8GiB")
@@ -115,14 +115,14 @@ def size(value: Any) -> int:
 
 
 def size_or_none(value: Any) -> int:
-    """``size``, or 0."""
+    """Return a number of bytes as ``size`` does, or 0."""
     return 0 if str(value).strip() == "0" else size(value)
 
 
 def per_model(parse: Parse, value: Any, models: Sequence[str | None]) -> PerModel:
-    """Return what is given for all of these models, and for single ones as MODEL=VALUE.
+    """Return the values for all models and, as MODEL=VALUE, for single ones.
 
-    A file may have a table of models. Of two values for the same, the later counts.
+    A file may have a table of models. Later values override earlier ones.
 
     Raises:
         ValueError: ``parse`` raises it, or there is no such model.
@@ -130,8 +130,8 @@ def per_model(parse: Parse, value: Any, models: Sequence[str | None]) -> PerMode
     if isinstance(value, Mapping):
         for name in value:
             _check_model(name, models)
-        return PerModel(None, {name: parse(one) for name, one in value.items()})
-    # A text may have commas of its own.
+        return PerModel(None, {name: parse(entry) for name, entry in value.items()})
+    # Texts are not split at commas, because they may contain some.
     splits = isinstance(value, str) and parse is not text
     entries = value.split(",") if splits else value if isinstance(value, list) else [value]
     shared, own = None, {}
@@ -150,7 +150,7 @@ def _owner(entry: Any, models: Sequence[str | None]) -> str | None:
     """Return the model that an entry MODEL=VALUE is for; None if it is for all."""
     if not isinstance(entry, str):
         return None
-    named = [one for one in models if one and entry.startswith(f"{one}=")]
+    named = [model for model in models if model and entry.startswith(f"{model}=")]
     return max(named, key=len, default=None)
 
 
@@ -160,7 +160,7 @@ def _check_model(name: str, models: Sequence[str | None]) -> None:
 
 
 def choice(*options: str) -> Parse:
-    """One of a few words."""
+    """Return a parser of one of a few words."""
 
     def parse(value: Any) -> str:
         if value not in options:
@@ -171,7 +171,7 @@ def choice(*options: str) -> Parse:
 
 
 def listed(value: Any) -> tuple[str, ...]:
-    """Texts: a list, a JSON list, or several separated by commas."""
+    """Return the texts of a list, a JSON list, or a text with commas."""
     items: Any = value
     if isinstance(value, list) and len(value) == 1 and str(value[0]).lstrip().startswith("["):
         items = _json_list(str(value[0]))
@@ -179,47 +179,47 @@ def listed(value: Any) -> tuple[str, ...]:
         items = _json_list(value) if value.lstrip().startswith("[") else value.split(",")
     if not isinstance(items, list | tuple) or not all(isinstance(item, str) for item in items):
         raise ValueError("must be a text or a list of texts")
-    found = tuple(item.strip() for item in items)
-    if not found or not all(found):
+    texts = tuple(item.strip() for item in items)
+    if not texts or not all(texts):
         raise ValueError("must not contain an empty text")
-    return found
+    return texts
 
 
 def parsers(*names: str) -> Parse:
-    """One of these names, "auto" or "none" for every model, or MODEL=NAME for one of several."""
-    known = choice("auto", "none", *names)
+    """Return a parser of names, "auto" or "none", alone or as MODEL=NAME."""
+    check_name = choice("auto", "none", *names)
 
     def parse(value: Any) -> tuple[str, ...]:
-        found = listed(value)
-        for one in found:
-            known(one.rpartition("=")[2])
-        return found
+        entries = listed(value)
+        for entry in entries:
+            check_name(entry.rpartition("=")[2])
+        return entries
 
     return parse
 
 
 def tasks(value: Any) -> tuple[str, ...]:
-    """What every model is served for, or MODEL=TASK for one of several; by vLLM's names too."""
-    found = []
-    for one in listed(value):
-        owner, separator, name = one.rpartition("=")
+    """Return tasks, alone or as MODEL=TASK, with vLLM's names translated."""
+    entries = []
+    for entry in listed(value):
+        owner, separator, name = entry.rpartition("=")
         name = TASK_ALIASES.get(name, name)
         choice("auto", *get_args(ModelTask))(name)
-        found.append(f"{owner}{separator}{name}")
-    return tuple(found)
+        entries.append(f"{owner}{separator}{name}")
+    return tuple(entries)
 
 
 def hosts(value: Any) -> tuple[str, ...]:
-    """Names and addresses without ports, as they are compared; ``*`` is any."""
+    """Return hosts' names and addresses without ports, normalised; ``*`` is any."""
     first = value[0] if isinstance(value, list) and len(value) == 1 else value
     if isinstance(first, str) and first.startswith("[") and named_host(first) is not None:
-        # An address in brackets, which ``listed`` would take for a JSON list.
+        # ``listed`` would take an address in brackets for a JSON list.
         return (_host(first),)
     return tuple(_host(host) for host in listed(value))
 
 
 def table(value: Any) -> dict[str, Any]:
-    """Names with values: a JSON object, or a table of a file."""
+    """Return the names and values of a JSON object, or of a file's table."""
     try:
         items = json.loads(value) if isinstance(value, str) else value
     except (ValueError, RecursionError):
@@ -230,10 +230,10 @@ def table(value: Any) -> dict[str, Any]:
 
 
 def speculative(value: Any) -> SpeculativeConfig:
-    """Speculative decoding: a JSON object, or a table of a file.
+    """Return the speculative settings in a JSON object, or in a file's table.
 
     Raises:
-        ConfigError: a key of it is unknown or its value wrong; the message says which.
+        ConfigError: a key is unknown or its value wrong; the message names it.
     """
     return SpeculativeConfig.from_mapping(table(value))
 
@@ -254,7 +254,7 @@ def _json_list(value: str) -> Any:
         raise ValueError("is not a JSON list") from None
 
 
-def _wanted(kind: str, minimum: float, maximum: float | None, *, above: bool = False) -> str:
+def _rule(kind: str, minimum: float, maximum: float | None, *, above: bool = False) -> str:
     if maximum is None:
         return f"must be {kind} {'above' if above else 'of at least'} {minimum:g}"
     return (

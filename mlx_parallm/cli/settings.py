@@ -1,4 +1,4 @@
-"""The one table of settings: flags, environment variables, file keys and docs all come from it."""
+"""The table of settings, the source of all flags, environment variables, file keys and docs."""
 
 from __future__ import annotations
 
@@ -36,25 +36,25 @@ GROUPS = (MODELS, ADAPTERS, MEMORY, BATCHING, ADDRESS, REQUESTS, STORAGE, PROCES
 
 
 def variable_of(name: str) -> str:
-    """The environment variable for a flag's name."""
+    """Return the environment variable for a flag's name."""
     return ENVIRONMENT_PREFIX + name.upper().replace("-", "_")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
-    """One setting.
+    """A setting.
 
     Attributes:
-        name: the flag without dashes in front, and the key in a file.
+        name: the flag without its dashes, and the key in a file.
         target: ``part.field`` of the configuration; parts are model, adapters, loading, cache,
             scheduler, encoders, engine and server.
-        parse: makes the field's value from text or from a file's value.
-        group: the heading it stands under in ``--help``.
-        help: one sentence.
+        parse: returns the field's value for a text or a file's value.
+        group: its heading in ``--help``.
+        help: a description.
         aliases: other names of the flag and the file key.
-        metavar: what ``--help`` calls the value.
-        inverted: a switch whose flag says the opposite of its field.
-        per_model: whether MODEL=VALUE sets it for one of several models.
+        metavar: the name of its value in ``--help``.
+        inverted: True for a switch whose flag means the opposite of its field.
+        per_model: True if MODEL=VALUE sets it for one of several models.
     """
 
     name: str
@@ -69,12 +69,12 @@ class Setting:
 
     @property
     def part(self) -> str:
-        """The part of the configuration it belongs to."""
+        """The part of the configuration that has its field."""
         return self.target.partition(".")[0]
 
     @property
     def field(self) -> str:
-        """Its field in that part."""
+        """The field's name in that part."""
         return self.target.partition(".")[2]
 
     @property
@@ -84,23 +84,23 @@ class Setting:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Its name and the others that flags and files may use."""
+        """Its name and its aliases."""
         return (self.name, *self.aliases)
 
     @property
     def is_switch(self) -> bool:
-        """Whether the flag takes no value."""
+        """True if the flag takes no value."""
         return self.parse is values.boolean
 
     @property
     def is_list(self) -> bool:
-        """Whether the flag takes several values and may be repeated."""
+        """True if the flag takes several values and may be repeated."""
         lists = (values.listed, values.tasks, values.hosts)
         return self.parse in lists or self.field.endswith("_parsers")
 
     @property
     def default(self) -> Any:
-        """The value when no source gives one, as the setting (not the field) reads it."""
+        """The default value of the setting, which for inverted switches is not the field's."""
         value = getattr(DEFAULTS[self.part], self.field, ())
         return not value if self.inverted else value
 
@@ -130,7 +130,7 @@ SETTINGS: tuple[Setting, ...] = (
     ),
     _setting(
         "served-model-name", "model.names", values.listed, MODELS,
-        "names that clients may use instead of the id or folder; the first is the one reported. "
+        "names that clients may use instead of the id or folder; answers carry the first. "
         "Without them, the last part of a folder's path is a name too, if no other model has it. "
         "With several models write MODEL=NAME.",
         metavar="NAME",
@@ -147,60 +147,62 @@ SETTINGS: tuple[Setting, ...] = (
     ),
     _setting("max-model-len", "model.max_model_len", values.integer(1), MODELS,
              "longest context in tokens; the model's own if not given. With several models "
-             "MODEL=TOKENS is possible; a number without a model leaves models that were made "
-             "for less as they are.", metavar="TOKENS", per_model=True),
+             "MODEL=TOKENS is possible; a number without a model does not raise a model's own "
+             "shorter context.", metavar="TOKENS", per_model=True),
     _setting("chat-template", "model.chat_template", values.text, MODELS,
              "a Jinja template, or a file with one, in place of the model's own. With several "
              "models MODEL=FILE_OR_TEXT is possible.",
              metavar="FILE_OR_TEXT", per_model=True),
     _setting(
         "default-chat-template-kwargs", "model.chat_template_kwargs", values.table, MODELS,
-        'variables of the chat template that every request begins with, as JSON, such as '
-        '{"enable_thinking": false}; those of a request win.', metavar="JSON",
+        'default values of chat template variables, as JSON, such as '
+        '{"enable_thinking": false}; requests can override them.', metavar="JSON",
     ),
     _setting(
         "tool-call-parser", "model.tool_call_parsers", values.parsers(*tool_format_names()), MODELS,
-        "how the models write tool calls: auto finds it out, none leaves calls in the text. With "
+        "how the models write tool calls: auto detects it, none leaves calls in the text. With "
         "several models MODEL=NAME is possible. Names: "
         + ", ".join(tool_format_names()) + ". Default: auto.",
         metavar="NAME",
     ),
     _setting(
         "reasoning-parser", "model.reasoning_parsers", values.parsers(*reasoning_format_names()),
-        MODELS, "the same for what they think. Names: "
+        MODELS, "how the models write reasoning: auto detects it, none leaves reasoning in the "
+        "text. With several models MODEL=NAME is possible. Names: "
         + ", ".join(reasoning_format_names()) + ". Default: auto.", metavar="NAME",
     ),
     _setting(
         "task", "model.tasks", values.tasks, MODELS,
-        "what a model is served for: auto reads it from its files; generate, embed, "
+        "the task of a model: auto reads it from its files; generate, embed, "
         "token_embed, classify, token_classify, score (also rerank) or reward. With several "
         "models MODEL=TASK is possible. Default: auto.", aliases=("convert",), metavar="TASK",
     ),
     _setting("enable-auto-tool-choice", "model.enable_auto_tool_choice", values.boolean, MODELS,
-             "let models decide themselves whether they call tools."),
+             "let models decide whether they call tools."),
     _setting("trust-remote-code", "model.trust_remote_code", values.boolean, MODELS,
              "run Python code that comes with a model or tokenizer."),
     _setting("seed", "engine.seed", values.integer(0, 2**63 - 1), MODELS,
-             "seed of requests that bring none.", metavar="N"),
+             "seed of requests without one.", metavar="N"),
     _setting("allowed-model-roots", "loading.allowed_roots", values.listed, MODELS,
              "folders below which requests may name encoders to load while the server runs.",
              metavar="FOLDER"),
     _setting("allowed-model-repos", "loading.allowed_repos", values.listed, MODELS,
-             "ids of encoders on the hub that requests may load, and so download, such as "
+             "hub ids of encoders that requests may load, and so download, such as "
              "org/name, org/* or *; none if not given.", metavar="ID"),
     _setting("adapter-dir", "adapters.directory", values.text, ADAPTERS,
-             "a folder of adapters (LoRA, DoRA): each folder in it is one, which clients may name "
-             "as a model; it is loaded with its first request.", metavar="FOLDER"),
+             "a folder of adapters (LoRA, DoRA): clients may name each folder in it as a model, "
+             "which is loaded with its first request.", metavar="FOLDER"),
     _setting("allowed-adapter-roots", "adapters.allowed_roots", values.listed, ADAPTERS,
              "further folders below which requests may name adapters and weights by path.",
              metavar="FOLDER"),
     _setting("allowed-adapter-repos", "adapters.allowed_repos", values.listed, ADAPTERS,
-             "ids of adapters on the hub that requests may load, and so download, such as "
+             "hub ids of adapters that requests may load, and so download, such as "
              "org/name, org/* or *; none if not given.", metavar="ID"),
     _setting("max-loras", "scheduler.max_loras", values.integer(1), ADAPTERS,
-             "most adapters of a model in one batch; others wait for a place.", metavar="N"),
+             "most adapters of a model in one batch; requests with others wait.", metavar="N"),
     _setting("max-cpu-loras", "adapters.max_loaded", values.integer(1), ADAPTERS,
-             "most adapters of a model in memory; one from a folder makes way if nobody uses it.",
+             "most adapters of a model in memory; at the limit an idle one from a folder is "
+             "unloaded.",
              metavar="N"),
     _setting("max-adapter-size", "server.max_adapter_bytes", values.size, ADAPTERS,
              "largest upload of an adapter, such as 1GiB.", metavar="SIZE"),
@@ -211,13 +213,13 @@ SETTINGS: tuple[Setting, ...] = (
     _setting(
         "kv-memory-fraction", "cache.memory_fraction", values.number(0, 1, above=True), MEMORY,
         "share of the free memory that the KV of all models together may take; on the CPU no "
-        "more than the weights do, or 1 GiB.",
+        "more than the weights take, or 1 GiB.",
         aliases=("gpu-memory-utilization",), metavar="SHARE",
     ),
     _setting("kv-cache-memory-bytes", "cache.kv_cache_bytes", values.size, MEMORY,
-             "KV of all models together as a size, such as 8GiB; wins over the share. It is taken "
-             "as said, what sequences cannot use for cached prefixes, or refused if so much is not "
-             "free. See docs/memory.md.", metavar="SIZE"),
+             "size of the KV of all models together, such as 8GiB; it overrides the share. Exactly "
+             "this much is allocated, and the start fails if it is not free; what sequences cannot "
+             "use holds cached prefixes. See docs/memory.md.", metavar="SIZE"),
     _setting(
         "kv-cache-dtype", "cache.kv_cache_dtype", values.choice(*KV_CACHE_DTYPES), MEMORY,
         "auto keeps KV in the model's dtype; int8 and int4 keep it in 8 or 4 bits, so that about "
@@ -230,21 +232,22 @@ SETTINGS: tuple[Setting, ...] = (
     _setting("enable-prefix-caching", "cache.enable_prefix_caching", values.boolean, MEMORY,
              "reuse the KV of equal prefixes."),
     _setting("encoder-cache-size", "encoders.cache_bytes", values.size_or_none, MEMORY,
-             "most memory of results that each encoder keeps for equal inputs; 0 keeps none.",
+             "memory of each encoder's cache of results for equal inputs; 0 turns it off.",
              metavar="SIZE"),
     _setting("encoder-memory", "loading.max_encoder_bytes", values.size, MEMORY,
-             "most bytes of the weights of all encoders together, such as 4GiB; those used least "
-             "recently make way, and come back with their next request. No limit if not given.",
+             "most bytes of the weights of all encoders together, such as 4GiB; at the limit the "
+             "least recently used are unloaded, and loaded again by their next request. No limit "
+             "if not given.",
              metavar="SIZE"),
     _setting("max-num-seqs", "scheduler.max_num_seqs", values.integer(1), BATCHING,
              "most sequences of a model running at once.", metavar="N"),
     _setting("max-num-batched-tokens", "scheduler.max_num_batched_tokens", values.integer(1),
-             BATCHING, "most tokens in a step; long prompts are prefilled in chunks of it. If not "
+             BATCHING, "most tokens in a step; longer prompts are prefilled in chunks. If not "
              "given: 2048 on an NVIDIA GPU, 1024 elsewhere.", metavar="TOKENS"),
     _setting("max-decode-stall-ms", "scheduler.max_decode_stall_ms", values.number(0, above=True),
              BATCHING, "longest step in milliseconds while sequences decode: prefill is cut to "
-             "fit, by what steps were measured to take. If not given, only the token budget cuts "
-             "it.",
+             "fit, by the measured times of earlier steps. If not given, only the token budget "
+             "cuts it.",
              metavar="MS"),
     _setting("max-batch-wait-ms", "encoders.max_batch_wait_ms", values.number(0), BATCHING,
              "how long an input of an encoder may wait for others to fill its batch, in "
@@ -253,8 +256,8 @@ SETTINGS: tuple[Setting, ...] = (
              BATCHING, "most running sequences of one API key; no limit if not given.",
              metavar="N"),
     _setting("max-waiting", "scheduler.max_waiting", values.integer(0), BATCHING,
-             "most waiting sequences; beyond it requests are answered with 429, and with 400 those "
-             "that are too large for an empty queue. 0 is no limit.",
+             "most waiting sequences; beyond it requests are refused with 429, and those too large "
+             "for an empty queue with 400. 0 is no limit.",
              aliases=("max-queue-size",), metavar="N"),
     _setting("speculative-config", "engine.speculative", values.speculative, BATCHING,
              "speculative decoding, as JSON with vLLM's names, such as "
@@ -266,21 +269,21 @@ SETTINGS: tuple[Setting, ...] = (
     _setting("port", "server.port", values.integer(0, 65535), ADDRESS,
              "port to listen on; 0 takes a free one."),
     _setting("fd", "server.fd", values.integer(0), ADDRESS,
-             "descriptor of a bound TCP socket that the starting process hands over; the server "
-             "listens on it, and host and port are not used.", metavar="N"),
+             "descriptor of a bound TCP socket inherited from the parent process; the server "
+             "listens on it instead of host and port.", metavar="N"),
     _setting("api-key", "server.api_keys", values.listed, ADDRESS,
              "key a client must send; several may be given.", metavar="KEY"),
     _setting("admin-api-key", "server.admin_api_keys", values.listed, ADDRESS,
              "key for routes that change the server; the API keys if not given.",
              metavar="KEY"),
     _setting("allowed-hosts", "server.allowed_hosts", values.hosts, ADDRESS,
-             "hosts that requests may name (Host header) while no API key is set, beside localhost "
-             "and loopback addresses; * for any. Without this, a server that listens beyond the "
-             "loopback interface answers any.", metavar="HOST"),
+             "hosts that requests may name (Host header) without an API key, besides localhost "
+             "and loopback addresses; * for any. If not given, a server that listens beyond the "
+             "loopback interface accepts any.", metavar="HOST"),
     _setting("cache-scope", "server.cache_scope", values.choice(*CACHE_SCOPES), ADDRESS,
-             "who may find what a request computed, as cached prefixes and as kept results of "
-             "encoders: key, the requests of the same API key alone, or server, all requests. If "
-             "not given: key where several keys are set, admin keys included, server otherwise."),
+             "which requests share cached prefixes and cached results of encoders: key, those of "
+             "the same API key, or server, all requests. If not given: key if several keys are "
+             "set, admin keys included, else server."),
     _setting("allowed-origins", "server.allowed_origins", values.listed, ADDRESS,
              "web origins that may call from a browser; * for any.", metavar="ORIGIN"),
     _setting("allowed-methods", "server.allowed_methods", values.listed, ADDRESS,
@@ -292,41 +295,42 @@ SETTINGS: tuple[Setting, ...] = (
     _setting("root-path", "server.root_path", values.any_text, ADDRESS,
              "path prefix that a proxy in front strips.", metavar="PATH"),
     _setting("max-logprobs", "server.max_logprobs", values.integer(-1), REQUESTS,
-             "most alternatives a request may ask for per token; -1 is no limit.", metavar="N"),
+             "most log-probabilities per token that a request may have; -1 is no limit.",
+             metavar="N"),
     _setting("logprobs-mode", "engine.logprobs_mode", values.choice(*LOGPROBS_MODES), REQUESTS,
-             "whose log-probabilities sampled tokens have, where a request does not say: "
-             "raw_logprobs, the model's, or processed_logprobs, those of the distribution they "
-             "were drawn from. See docs/logprobs.md."),
+             "log-probabilities of sampled tokens, for requests that do not choose: raw_logprobs, "
+             "the model's own, or processed_logprobs, those of the distribution that tokens were "
+             "drawn from. See docs/logprobs.md."),
     _setting("max-body-size", "server.max_body_bytes", values.size, REQUESTS,
              "largest body of a request for generation or tokens, such as 8MiB.", metavar="SIZE"),
     _setting("max-tokenize-bytes", "server.max_tokenize_bytes", values.size, REQUESTS,
              "largest body of a request that only tokenises, counts tokens or turns them into "
              "text, such as 1MiB; more is answered with 413.", metavar="SIZE"),
     _setting("max-body-size-per-key", "server.max_client_body_bytes", values.size, REQUESTS,
-             "bodies of one API key's requests in the server together, such as 256MiB; beyond it "
+             "most bytes of one API key's request bodies held at once, such as 256MiB; beyond it "
              "requests are answered with 429.", metavar="SIZE"),
     _setting("client-timeout", "server.client_timeout_s", values.number(0), REQUESTS,
-             "a client that sends nothing of a request it has begun, or takes nothing of its "
-             "answer, for this long is cut off; 0 is off.", metavar="SECONDS"),
+             "a client is disconnected if it stops sending its request, or stops reading its "
+             "answer, for this long; 0 is off.", metavar="SECONDS"),
     _setting("stream-interval", "server.stream_interval", values.integer(1), REQUESTS,
-             "tokens of a sample that a stream sends together; its first and its last are not kept "
-             "waiting. More than 1 takes less of the processor where many streams run. Tokens that "
-             "come while the server or the client is behind are sent together in any case.",
+             "tokens of a sample that a stream sends together; the first and the last are sent at "
+             "once. More than 1 saves processor time with many streams. Tokens that arrive while "
+             "the server or the client is behind are sent together in any case.",
              metavar="N"),
     _setting("sse-keep-alive-interval", "server.sse_keep_alive_s", values.number(0), REQUESTS,
              "a comment is sent on a stream silent for this long; 0 is off.",
              metavar="SECONDS"),
     _setting("max-stored-responses", "server.max_stored_responses", values.integer(0), REQUESTS,
-             "most responses kept in memory for /v1/responses, so that later requests can go on "
-             "from them; 0 keeps none.", metavar="N"),
+             "most responses kept in memory for /v1/responses, so that later requests can continue "
+             "them; 0 keeps none.", metavar="N"),
     _setting("max-stored-responses-size", "server.max_stored_bytes", values.size, REQUESTS,
-             "most bytes of stored responses together, with the conversations they answer, such "
-             "as 256MiB.", metavar="SIZE"),
+             "most bytes of all stored responses, conversations included, such as 256MiB.",
+             metavar="SIZE"),
     _setting("verifier-urls", "server.verifier_urls", values.listed, REQUESTS,
-             "URLs that rollouts may ask for the reward of a sample, each as it stands in the "
-             "requests; none if not given. See docs/rl-api.md.", metavar="URL"),
+             "URLs that rollouts may call for the reward of a sample; requests must name them "
+             "exactly. None if not given. See docs/rl-api.md.", metavar="URL"),
     _setting("data-dir", "server.data_dir", values.text, STORAGE,
-             "folder of files and batches, made at start; one server at a time can "
+             "folder of files and batches, created at start; only one server at a time can "
              "use it. If not given: mlx_parallm in $XDG_DATA_HOME or ~/.local/share, on a Mac in "
              "~/Library/Application Support.",
              metavar="FOLDER"),
@@ -335,31 +339,31 @@ SETTINGS: tuple[Setting, ...] = (
     _setting("max-files-size", "server.max_files_bytes", values.size, STORAGE,
              "most bytes of all files together; beyond it uploads are refused.", metavar="SIZE"),
     _setting("max-num-seqs-of-batches", "server.max_num_seqs_of_batches", values.integer(1),
-             STORAGE, "most sequences of batches in the engine at once, so that places stay free "
-             "for other requests. If not given: half of --max-num-seqs, or of "
+             STORAGE, "most sequences of batches in the engine at once, so that other requests "
+             "find room. If not given: half of --max-num-seqs, or of "
              "--max-num-seqs-per-key if that is less.", metavar="N"),
     _setting("engine-process", "server.engine_process", values.boolean, PROCESS,
-             "let the models run in a process of their own, so that HTTP, JSON and tokenizing take "
-             "none of their time: for many streams on a GPU, where there are cores to spare."),
+             "run the models in a process of their own, so that HTTP, JSON and tokenizing take "
+             "none of their time. It helps many streams on a GPU if cores are free."),
     _setting("warm-up", "engine.warm_up", values.boolean, PROCESS,
-             "on an NVIDIA GPU, run steps of many shapes while the server is idle after its start, "
-             "some seconds in all: each would otherwise make streams wait for up to 40 ms when it "
-             "is first met."),
+             "on an NVIDIA GPU, run steps of the usual shapes while the server is idle after its "
+             "start, for some seconds in all. Otherwise the first step of each shape would delay "
+             "streams by up to 40 ms."),
     _setting("kernel-cache-dir", "engine.kernel_cache_dir", values.text, PROCESS,
              "on an NVIDIA GPU, folder of compiled kernels, which later starts read instead of "
              "compiling them. If not given: mlx_parallm/kernels in $XDG_CACHE_HOME or ~/.cache.",
              metavar="FOLDER"),
     _setting("shutdown-timeout", "server.shutdown_timeout_s", values.number(0), PROCESS,
-             "how long running requests may go on after SIGTERM.", metavar="SECONDS"),
+             "time that running requests get to finish after SIGTERM.", metavar="SECONDS"),
     _setting("restart-engine", "engine.restart_on_failure", values.boolean, PROCESS,
-             "start the engine anew when it dies instead of ending the process."),
+             "restart the engine if it dies, instead of ending the process."),
     _setting("log-level", "server.log_level",
              values.choice("debug", "info", "warning", "error", "critical"), PROCESS,
-             "least serious message shown: debug, info, warning, error or critical.",
+             "least severe messages shown: debug, info, warning, error or critical.",
              aliases=("uvicorn-log-level",), metavar="LEVEL"),
     _setting("log-format", "server.log_format", values.choice("console", "json"), PROCESS,
-             "console or json (one object a line)."),
+             "format of log lines: console, or json (one object per line)."),
     _setting("disable-access-log", "server.access_log", values.boolean, PROCESS,
-             "log no line per request.", inverted=True,
+             "do not log a line per request.", inverted=True,
              aliases=("disable-uvicorn-access-log",)),
 )  # fmt: skip
