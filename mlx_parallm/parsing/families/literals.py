@@ -127,7 +127,7 @@ def _string(context: ReadContext, syntax: LiteralSyntax, quote: str) -> Steps[No
 
 
 def _ends_value(context: ReadContext) -> Steps[bool]:
-    """Whether what follows a quote can follow a value, or a key; spaces are read."""
+    """Read spaces; True if the next character can follow a value or a key."""
     yield from context.reader.skip_space()
     return (yield from context.reader.peek()) in _AFTER_STRING
 
