@@ -1,4 +1,4 @@
-"""Writes the vectors of sentence-transformers for ``scripts/check_encoder.py``; needs torch."""
+"""The part of ``scripts/check_encoder.py`` that runs sentence-transformers; it needs torch."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from sentence_transformers import (  # pyright: ignore[reportMissingImports]
 
 
 def main() -> None:
-    """Arguments: the model's folder, a JSON list of texts, the file to write."""
-    folder, given, taken = sys.argv[1:]
+    """Write vectors; arguments are the model's folder, a JSON list of texts, and the output."""
+    folder, texts_file, vectors_file = sys.argv[1:]
     model = SentenceTransformer(folder, device="cpu", model_kwargs={"torch_dtype": "float32"})
-    texts = json.loads(Path(given).read_text(encoding="utf-8"))
-    np.save(taken, model.encode(texts, prompt="", batch_size=16).astype(np.float32))
+    texts = json.loads(Path(texts_file).read_text(encoding="utf-8"))
+    np.save(vectors_file, model.encode(texts, prompt="", batch_size=16).astype(np.float32))
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""Proves that every pinned version has a wheel for the systems and Pythons that are supported.
+"""A check that every pinned version has a wheel for all supported systems and Pythons.
 
-Asks pip to resolve each requirements file, without dependencies, for a platform it does not run
-on. Nothing is installed. Exit status 1 if a pin has no wheel somewhere.
+It asks pip to resolve each requirements file, without dependencies, for other platforms than this
+one. Nothing is installed. The exit status is 1 if a pin has no wheel somewhere.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from packaging.requirements import Requirement
 
 REQUIREMENTS = Path(__file__).resolve().parent.parent / "requirements"
 PYTHONS = ("3.11", "3.12", "3.13", "3.14")
-# Wheels of a platform also fit newer systems, so pip is told every tag such a system takes.
+# MACOS and LINUX: newer systems accept wheels of older tags, so pip gets all of these tags.
 MACOS = ("macosx_14_0_arm64", "macosx_13_0_arm64", "macosx_12_0_arm64", "macosx_11_0_arm64")
 LINUX = (
     *(f"manylinux_2_{minor}_x86_64" for minor in range(35, 4, -1)),
@@ -28,7 +28,7 @@ LINUX = (
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A requirements file and a system it is for."""
+    """A requirements file and its system."""
 
     name: str
     files: tuple[str, ...]
@@ -45,19 +45,19 @@ TARGETS = (
 
 
 def read_requirements(file: Path) -> list[Requirement]:
-    """The requirements of a file and of those it includes with ``-r``."""
-    found: list[Requirement] = []
+    """Return the requirements of a file and of those it includes with ``-r``."""
+    requirements: list[Requirement] = []
     for line in file.read_text().splitlines():
         text = line.partition("#")[0].strip()
         if text.startswith("-r "):
-            found += read_requirements(file.parent / text.removeprefix("-r ").strip())
+            requirements += read_requirements(file.parent / text.removeprefix("-r ").strip())
         elif text:
-            found.append(Requirement(text))
-    return found
+            requirements.append(Requirement(text))
+    return requirements
 
 
 def pins(target: Target, python: str) -> list[str]:
-    """The pins that apply there. Pip itself would judge the markers by where it runs."""
+    """Return the pins that apply to the target; pip would evaluate markers for this machine."""
     environment = {
         "sys_platform": target.sys_platform,
         "platform_system": target.sys_platform.capitalize(),
@@ -65,16 +65,16 @@ def pins(target: Target, python: str) -> list[str]:
     }
     return sorted(
         {
-            f"{one.name}{one.specifier}"
+            f"{requirement.name}{requirement.specifier}"
             for file in target.files
-            for one in read_requirements(REQUIREMENTS / file)
-            if one.marker is None or one.marker.evaluate(environment)
+            for requirement in read_requirements(REQUIREMENTS / file)
+            if requirement.marker is None or requirement.marker.evaluate(environment)
         }
     )
 
 
 def pip_command(target: Target, python: str, folder: str) -> list[str]:
-    """The pip call that fails when a pin of the target has no wheel for this Python."""
+    """Return the pip command that fails if a pin of the target has no wheel for this Python."""
     command = [sys.executable, "-m", "pip", "--disable-pip-version-check", "install", "--quiet"]
     command += ["--dry-run", "--ignore-installed", "--target", folder]
     command += ["--no-deps", "--only-binary=:all:", "--python-version", python]
@@ -84,7 +84,7 @@ def pip_command(target: Target, python: str, folder: str) -> list[str]:
 
 
 def check(target: Target, python: str) -> tuple[str, str]:
-    """What was checked, and pip's complaint: empty when all is well."""
+    """Return the name of the check, and pip's error, which is empty on success."""
     with tempfile.TemporaryDirectory() as folder:
         result = subprocess.run(
             pip_command(target, python, folder), capture_output=True, text=True, check=False

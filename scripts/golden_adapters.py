@@ -1,4 +1,4 @@
-"""Writes what PEFT computes with adapters of tiny models that read, for the tests.
+"""A writer of PEFT's results for adapters of tiny pooling models, for the tests.
 
 Run it by hand, in the environment of ``scripts/golden_encoders.py`` with PEFT in it:
 
@@ -40,12 +40,12 @@ class AdapterCase:
     """An adapter that PEFT can make.
 
     Attributes:
-        name: of the file.
-        base: the golden model, as a folder and a name.
+        name: name of the file.
+        base: folder and name of the golden model.
         task: PEFT's ``task_type``.
         lora: further arguments of ``LoraConfig``.
-        trained: the class that the adapter is made of, where that is not the golden model's own;
-            its head is then the adapter's alone.
+        trained: the class that the adapter is trained on, if it is not the golden model's; the
+            adapter then brings the head.
     """
 
     name: str
@@ -67,14 +67,14 @@ CASES = [
     ),
     AdapterCase("bert_token", "encoders/bert_token", "TOKEN_CLS", QUERIES),
     AdapterCase(
-        # Projections of relative positions belong to no input.
+        # The projections of relative positions have no input of the batch.
         "deberta_sequence",
         "encoders/deberta_v2_sequence",
         "SEQ_CLS",
         {"target_modules": ["query_proj", "pos_key_proj"], **POOLED},
     ),
     AdapterCase(
-        # Here those of tokens are those of positions too.
+        # The projections of tokens also project positions here.
         "deberta_new_head",
         "encoders/deberta_v2",
         "SEQ_CLS",
@@ -136,13 +136,15 @@ def main() -> None:
 
 
 def golden_values(case: AdapterCase) -> dict[str, Any]:
-    """Config, tensors by name and shape, inputs and results of a case."""
+    """Return config, tensors by name and shape, inputs and results of a case."""
     base = json.loads((GOLDEN / f"{case.base}.json").read_text(encoding="utf-8"))
     config = LoraConfig(task_type=case.task, r=4, lora_alpha=6, **case.lora)
     model = get_peft_model(_base_model(base, case.trained), config).eval()
     state = get_peft_model_state_dict(model)
-    values = {name: golden_adapter_weight(name, one.shape) for name, one in state.items()}
-    set_peft_model_state_dict(model, {name: torch.from_numpy(one) for name, one in values.items()})
+    values = {name: golden_adapter_weight(name, tensor.shape) for name, tensor in state.items()}
+    set_peft_model_state_dict(
+        model, {name: torch.from_numpy(array) for name, array in values.items()}
+    )
     with tempfile.TemporaryDirectory() as path:
         model.save_pretrained(path)
         saved = load_file(f"{path}/adapter_model.safetensors")
@@ -153,7 +155,7 @@ def golden_values(case: AdapterCase) -> dict[str, Any]:
     return {
         "base": case.base,
         "adapter_config": {
-            # PEFT's sets have any order.
+            # PEFT's sets have no fixed order.
             name: sorted(value) if isinstance(value, list) else value
             for name, value in written.items()
             if value
@@ -183,21 +185,21 @@ def _base_model(golden: dict[str, Any], trained: str | None) -> Any:
 
 
 def _results(model: Any, ids: list[list[int]]) -> dict[str, Any]:
-    """Logits, and hidden states where there are none, without those of padding."""
+    """Return logits, or hidden states if there are none, without padding."""
     longest = max(map(len, ids))
     padded = torch.tensor([row + [0] * (longest - len(row)) for row in ids])
     mask = torch.tensor([[1] * len(row) + [0] * (longest - len(row)) for row in ids])
     with torch.no_grad():
-        # A classifier that is a decoder finds the last token by its padding: each text alone.
-        found = [
+        # A decoder's classifier finds the last token by the padding, so each text runs alone.
+        outputs = [
             model(
-                input_ids=padded[row : row + 1, : len(one)],
-                attention_mask=mask[row : row + 1, : len(one)],
+                input_ids=padded[row : row + 1, : len(text_ids)],
+                attention_mask=mask[row : row + 1, : len(text_ids)],
             )
-            for row, one in enumerate(ids)
+            for row, text_ids in enumerate(ids)
         ]
-    field_name = "logits" if "logits" in found[0] else "last_hidden_state"
-    return {field_name: [_rounded(one[field_name][0].tolist()) for one in found]}
+    field_name = "logits" if "logits" in outputs[0] else "last_hidden_state"
+    return {field_name: [_rounded(output[field_name][0].tolist()) for output in outputs]}
 
 
 def _rounded(value: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Writes what sentence-transformers' CrossEncoder says of pairs: tests/golden/cross_encoder.json.
+"""A writer of sentence-transformers' cross-encoder scores: tests/golden/cross_encoder.json.
 
 Run it by hand, in an environment of its own:
 
@@ -6,7 +6,7 @@ Run it by hand, in an environment of its own:
     /tmp/golden/bin/pip install torch==2.13.0 sentence-transformers==6.2.0 numpy
     /tmp/golden/bin/python -m scripts.golden_cross_encoder
 
-The model is BERT with one label; weights and tokenizer are those that the tests make.
+The model is BERT with one label; weights and tokenizer are those of the tests.
 """
 
 from __future__ import annotations

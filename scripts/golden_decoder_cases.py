@@ -1,4 +1,4 @@
-"""The decoders that golden values are written for, as embedders, classifiers and rerankers."""
+"""The decoders with golden values, as embedders, classifiers and rerankers."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ LLAMA3_ROPE: dict[str, Any] = {
 }
 GEMMA3: dict[str, Any] = {
     **DECODER,
-    # Its root, by which embeddings are multiplied, is the same in 16 bits: mlx_lm rounds it.
+    # Embeddings are multiplied by this size's root, which mlx_lm rounds to 16 bits; 4 is exact.
     "hidden_size": 16,
     "num_hidden_layers": 4,
     "head_dim": 8,
@@ -45,8 +45,8 @@ class DecoderCase(GoldenCase):
     """A decoder; see ``GoldenCase``.
 
     Attributes:
-        chosen: ids of two tokens; the logits are then the LM head's of the first less that of the
-            second, at the last token of each sequence.
+        chosen: ids of two tokens; the logits are then the difference of their LM-head logits at
+            the last token of each sequence.
     """
 
     chosen: tuple[int, int] | None = None

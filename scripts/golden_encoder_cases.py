@@ -1,4 +1,4 @@
-"""The encoders that golden values are written for: tiny, and with every head."""
+"""The tiny encoders with golden values, with every head."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ LABELS: dict[str, Any] = {
 
 @dataclass(frozen=True, slots=True)
 class RemoteFormat:
-    """A checkpoint by the names that its own code has for it.
+    """A checkpoint with the names of its own code.
 
     Attributes:
-        config: all of its config.json but the architecture.
+        config: its config.json without the architecture.
         architecture: its own class.
         weights: shapes by name.
     """
@@ -39,17 +39,17 @@ class GoldenCase:
     """An encoder that transformers can build.
 
     Attributes:
-        name: of the file.
-        model_type: of the config.
-        architecture: a class of transformers; its ending says which head there is.
+        name: name of the file.
+        model_type: ``model_type`` in the config.
+        architecture: a class of transformers, whose ending decides the head.
         config: fields of the config that are not defaults.
-        lengths: tokens of the sequences in the batch.
-        token_types: whether the model has two types of tokens.
-        pad_id: what the batch is padded with.
-        seed: of the inputs.
-        remote: the checkpoint in the format of a model whose code came with it; transformers
-            reads it by its own renaming. None: the checkpoint is in transformers' format.
-        logits: the field of the results that the head's logits are in; None: no head is tested.
+        lengths: lengths of the batch's sequences, in tokens.
+        token_types: True if the model has two token types.
+        pad_id: the padding id of the batch.
+        seed: seed of the inputs.
+        remote: the checkpoint in the format of a model with its own code, which transformers
+            renames; None: the checkpoint is in transformers' format.
+        logits: the results' field with the head's logits; None: no head is tested.
     """
 
     name: str
@@ -65,7 +65,7 @@ class GoldenCase:
 
     @property
     def vocab_size(self) -> int:
-        """Ids are below it."""
+        """The size of the vocabulary."""
         return self.config["vocab_size"]
 
 
@@ -101,14 +101,14 @@ def of_family(
     heads: tuple[str, ...] = ("masked_lm", "sequence", "token", "untied"),
     **settings: Any,
 ) -> list[GoldenCase]:
-    """The bare model of a family, and one with each of these heads.
+    """Return the bare model of a family, and one with each of these heads.
 
     Args:
-        model_type: of the config.
-        classes: how the names of the family's classes begin.
-        config: of all cases; classifiers have three labels beside it.
+        model_type: ``model_type`` in the config.
+        classes: the prefix of the family's class names.
+        config: the config of all cases; classifiers also have three labels.
         heads: ``masked_lm``, ``sequence``, ``token``; ``untied``: a masked LM with a decoder.
-        **settings: of ``GoldenCase``.
+        **settings: further fields of ``GoldenCase``.
     """
     kinds = {
         "masked_lm": ("ForMaskedLM", {}),
@@ -119,9 +119,9 @@ def of_family(
     name = model_type.replace("-", "_")
     cases = [GoldenCase(name, model_type, f"{classes}Model", config, **settings)]
     for head in heads:
-        ending, more = kinds[head]
+        ending, head_config = kinds[head]
         case = GoldenCase(
-            f"{name}_{head}", model_type, classes + ending, {**config, **more}, **settings
+            f"{name}_{head}", model_type, classes + ending, {**config, **head_config}, **settings
         )
         cases.append(case)
     return cases

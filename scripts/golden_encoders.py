@@ -1,4 +1,4 @@
-"""Writes what transformers computes for tiny models that read, for the tests: tests/golden.
+"""A writer of transformers' results for tiny pooling models, for the tests: tests/golden.
 
 Run it by hand, in an environment of its own that has torch:
 
@@ -37,7 +37,7 @@ DIGITS = 7
 
 
 def main() -> None:
-    """Write the files of all cases, or of those whose names hold a text."""
+    """Write the files of all cases, or of those whose names contain ``--only``."""
     parser = argparse.ArgumentParser(description="Golden values of encoders and decoders.")
     parser.add_argument("--only", default="", help="a part of the names of the cases to write")
     only = parser.parse_args().only
@@ -52,7 +52,7 @@ def main() -> None:
 
 
 def golden_values(case: GoldenCase) -> dict[str, Any]:
-    """Config, weights by name and shape, inputs and results of a case."""
+    """Return config, weights by name and shape, inputs and results of a case."""
     config = transformers.AutoConfig.for_model(case.model_type, **case.config)
     config._attn_implementation = "eager"
     kind = getattr(transformers, case.architecture)
@@ -78,10 +78,10 @@ def golden_values(case: GoldenCase) -> dict[str, Any]:
 
 
 def _from_remote(remote: RemoteFormat, config: Any, kind: Any) -> Any:
-    """What transformers makes of a checkpoint whose names are its own code's.
+    """Return the transformers model of a checkpoint with the names of its own code.
 
     Raises:
-        ValueError: transformers did not find a place for each weight.
+        ValueError: transformers has no parameter for some weight.
     """
     with tempfile.TemporaryDirectory() as folder:
         config.save_pretrained(folder)
@@ -100,7 +100,7 @@ def _from_remote(remote: RemoteFormat, config: Any, kind: Any) -> Any:
 
 
 def ntk_frequencies(theta: torch.Tensor, dims: int, scaling: dict[str, Any]) -> torch.Tensor:
-    """Radians per position of each pair of dimensions, for GTE's ``rope_scaling`` of type ntk.
+    """Return radians per position and pair of dimensions, for GTE's ``rope_scaling`` of type ntk.
 
     transformers does not have this scaling; the formulas are those of
     https://kexue.fm/archives/9706, so these values are from a second implementation of our own.
@@ -115,7 +115,7 @@ def ntk_frequencies(theta: torch.Tensor, dims: int, scaling: dict[str, Any]) -> 
 
 
 def inputs_of(case: GoldenCase) -> dict[str, Any]:
-    """Ids of sequences of several lengths, and their token types if the case has them."""
+    """Return ids of sequences of several lengths, with token types if the case has them."""
     random = np.random.RandomState(case.seed)
     ids = [random.randint(5, case.vocab_size, size=length).tolist() for length in case.lengths]
     types = [[int(i >= len(row) // 2) for i in range(len(row))] for row in ids]
@@ -123,7 +123,7 @@ def inputs_of(case: GoldenCase) -> dict[str, Any]:
 
 
 def _results(case: GoldenCase, model: Any) -> dict[str, Any]:
-    """What the model gives for the padded batch, without what it gives for padding."""
+    """Return the model's outputs for the padded batch, without those of padding."""
     inputs = inputs_of(case)
     lengths = [len(row) for row in inputs["input_ids"]]
     arguments = {
@@ -142,7 +142,7 @@ def _results(case: GoldenCase, model: Any) -> dict[str, Any]:
         rows = [row[length - 1] for row, length in zip(logits, lengths, strict=True)]
         logits = torch.stack([row[chosen[0]] - row[chosen[1]] for row in rows])[:, None]
     if logits is not None and logits.ndim == 3:
-        # Those of a masked LM are many: two positions of a sequence are enough.
+        # A masked LM has many logits, so two positions of a sequence are enough.
         shown = [length if logits.shape[-1] < 10 else min(length, 2) for length in lengths]
         logits = [row[:count] for row, count in zip(logits, shown, strict=True)]
     hidden = [row[:length] for row, length in zip(base[0], lengths, strict=True)]
@@ -168,7 +168,7 @@ def _numbers(arrays: list[torch.Tensor]) -> list[Any]:
 
 
 def _lines(values: dict[str, Any]) -> str:
-    """JSON with a line for each key."""
+    """Return JSON with a line for each key."""
     parts = [f"{json.dumps(key)}: {json.dumps(value)}" for key, value in values.items()]
     return "{\n" + ",\n".join(parts) + "\n}\n"
 

@@ -1,4 +1,4 @@
-"""Writes MaxSim scores of sentence-transformers: tests/golden/late_interaction.json.
+"""A writer of MaxSim scores of sentence-transformers: tests/golden/late_interaction.json.
 
 Run it by hand, in an environment of its own:
 
@@ -6,7 +6,7 @@ Run it by hand, in an environment of its own:
     /tmp/golden/bin/pip install torch==2.13.0 sentence-transformers==6.2.0 numpy
     /tmp/golden/bin/python -m scripts.golden_late_interaction
 
-Models and tokenizers are those that the tests make, in the three forms that its
+Models and tokenizers are those of the tests, in the three forms that its
 ``MultiVectorEncoder`` reads.
 """
 
@@ -37,8 +37,8 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as folder:
             model = MultiVectorEncoder(str(write(Path(folder))), device="cpu")
             queries = model.encode_query(QUERIES)
-            found = model.similarity(queries, model.encode_document(DOCUMENTS))
-            scores[name] = [[round(value, 6) for value in row] for row in found.tolist()]
+            similarities = model.similarity(queries, model.encode_document(DOCUMENTS))
+            scores[name] = [[round(value, 6) for value in row] for row in similarities.tolist()]
     golden = {"queries": QUERIES, "documents": DOCUMENTS, "scores": scores}
     lines = ",\n".join(f"{json.dumps(key)}: {json.dumps(value)}" for key, value in golden.items())
     FILE.write_text(f"{{\n{lines}\n}}\n", encoding="utf-8")

@@ -1,4 +1,4 @@
-"""The pipelines that golden answers are written for."""
+"""The pipelines with golden answers."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ Call = tuple[Any, dict[str, Any]]
 
 @dataclass(frozen=True, slots=True)
 class PipelineCase:
-    """A pipeline, and what it is called with.
+    """A pipeline and the calls of it.
 
     Attributes:
-        task: Hugging Face's name of it.
+        task: Hugging Face's name of the pipeline.
         encoder: a file of tests/golden/encoders.
-        config: fields that are other than there.
-        calls: inputs and parameters.
+        config: changes to that file's config.
+        calls: inputs and parameters of the calls.
     """
 
     task: str
@@ -26,23 +26,23 @@ class PipelineCase:
 
 
 def fill_mask_calls(mask: str) -> list[Call]:
-    """One mask and several; targets that are tokens, are none, are the same; several texts."""
-    one = f"the cat is {mask} in paris."
+    """Return calls with one and several masks, various targets, and several texts."""
+    text = f"the cat is {mask} in paris."
     return [
-        (one, {}),
-        (one, {"top_k": 3}),
+        (text, {}),
+        (text, {"top_k": 3}),
         (f"{mask} is good", {"top_k": 2}),
         (f"the {mask} is {mask} , it was good", {"top_k": 2}),
-        (one, {"targets": ["good", "happy", " cat", "happiness", "good"]}),
-        (one, {"targets": ["cat", "walking", "dogs"], "top_k": 2}),
+        (text, {"targets": ["good", "happy", " cat", "happiness", "good"]}),
+        (text, {"targets": ["cat", "walking", "dogs"], "top_k": 2}),
         (f"a {mask} in the {mask}", {"targets": ["a", "good"]}),
-        ([one, f"my {mask}"], {"top_k": 1}),
-        ([one], {"top_k": 1}),
+        ([text, f"my {mask}"], {"top_k": 1}),
+        ([text], {"top_k": 1}),
     ]
 
 
 def classification_calls() -> list[Call]:
-    """Texts and a pair, by every function; a list has a list of labels for each."""
+    """Return calls with texts and a pair, by every function; lists give lists of labels."""
     texts = ["the movie was very good!", "it is bad"]
     pair = {"text": "the cat is happy", "text_pair": "the dog is sad"}
     return [
@@ -56,18 +56,21 @@ def classification_calls() -> list[Call]:
 
 
 def token_calls() -> list[Call]:
-    """Words of one token and of several, by every strategy; several texts."""
+    """Return calls with words of one and several tokens, by every strategy, and several texts."""
     text = "Anna loves walking dogs, Paris."
     strategies = ["none", "simple", "first", "average", "max"]
     return [
-        *((text, {"aggregation_strategy": one}) for one in strategies),
-        *((text, {"aggregation_strategy": one, "ignore_labels": []}) for one in strategies),
+        *((text, {"aggregation_strategy": strategy}) for strategy in strategies),
+        *(
+            (text, {"aggregation_strategy": strategy, "ignore_labels": []})
+            for strategy in strategies
+        ),
         (["tom reads", "a é house"], {"aggregation_strategy": "none", "ignore_labels": ["B-PER"]}),
     ]
 
 
 def labels(*names: str) -> dict[str, Any]:
-    """The fields of a config that name labels."""
+    """Return the fields of a config that name labels."""
     return {
         "id2label": {str(number): name for number, name in enumerate(names)},
         "label2id": {name: number for number, name in enumerate(names)},

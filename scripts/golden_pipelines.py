@@ -1,4 +1,4 @@
-"""Writes what pipelines of transformers answer, for the tests: tests/golden/pipelines.json.
+"""A writer of the answers of transformers' pipelines: tests/golden/pipelines.json.
 
 Run it by hand, in the environment of ``scripts/golden_encoders.py``:
 
@@ -33,7 +33,7 @@ def main() -> None:
 
 
 def answers_of(case: PipelineCase) -> dict[str, Any]:
-    """A case with what the pipeline answers to each of its calls."""
+    """Return a case with the pipeline's answer to each of its calls."""
     golden = json.loads((GOLDEN / "encoders" / f"{case.encoder}.json").read_text(encoding="utf-8"))
     config = {**golden["config"], **case.config}
     with tempfile.TemporaryDirectory() as name:

@@ -1,4 +1,4 @@
-"""Writes vectors of texts behind prompts: tests/golden/prompts.json.
+"""A writer of vectors of texts with prompts: tests/golden/prompts.json.
 
 Run it by hand, in an environment of its own:
 
@@ -6,7 +6,7 @@ Run it by hand, in an environment of its own:
     /tmp/golden/bin/pip install torch==2.13.0 sentence-transformers==6.2.0 numpy
     /tmp/golden/bin/python -m scripts.golden_prompts
 
-The model is one that the tests make.
+The model is one of the tests.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         model = SentenceTransformer(str(write_prompted(Path(folder))), device="cpu")
         vectors = {
-            name: [[round(float(value), 6) for value in row] for row in found]
-            for name, found in (
+            name: [[round(float(value), 6) for value in row] for row in vectors]
+            for name, vectors in (
                 ("none", model.encode(TEXTS)),
                 ("query", model.encode(TEXTS, prompt_name="query")),
                 ("passage", model.encode(TEXTS, prompt_name="passage")),

@@ -6,7 +6,7 @@ from typing import Any
 
 from scripts.golden_encoder_cases import LABELS, SIZES, GoldenCase, RemoteFormat
 
-#: As DeBERTa v3: log buckets, shared projections, no absolute positions, a norm of the table.
+#: ``DEBERTA``: v3's settings: log buckets, shared projections, no absolute positions, a table norm.
 DEBERTA: dict[str, Any] = {
     **SIZES,
     "relative_attention": True,
@@ -18,7 +18,7 @@ DEBERTA: dict[str, Any] = {
     "position_biased_input": False,
     "type_vocab_size": 0,
 }
-#: As v2-xlarge, with what the released configs leave out.
+#: ``CONVOLUTION``: v2-xlarge's settings, with fields that the released configs leave out.
 CONVOLUTION: dict[str, Any] = {
     **DEBERTA,
     "conv_kernel_size": 3,
@@ -71,7 +71,7 @@ GTE_REMOTE: dict[str, Any] = {
 
 
 def nomic_weights(prefix: str, *, pooler: bool = False) -> dict[str, list[int]]:
-    """Names and shapes of nomic-embed-text-v1.5, for the sizes of ``NOMIC_REMOTE``."""
+    """Return names and shapes of nomic-embed-text-v1.5 at the sizes of ``NOMIC_REMOTE``."""
     shapes = {
         "embeddings.word_embeddings.weight": [128, 32],
         "embeddings.token_type_embeddings.weight": [2, 32],
@@ -94,7 +94,7 @@ def nomic_weights(prefix: str, *, pooler: bool = False) -> dict[str, list[int]]:
 
 
 def gte_weights(prefix: str, *, pooler: bool = False) -> dict[str, list[int]]:
-    """Names and shapes of gte-multilingual-base, for the sizes of ``GTE_REMOTE``."""
+    """Return names and shapes of gte-multilingual-base at the sizes of ``GTE_REMOTE``."""
     shapes = {
         "embeddings.word_embeddings.weight": [99, 32],
         "embeddings.token_type_embeddings.weight": [1, 32],
@@ -127,7 +127,7 @@ GTE_LM_HEAD = {
     "lm_head.decoder.bias": [99],
 }
 GTE_ROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 20000.0}}
-#: What transformers needs to read the checkpoint of ``NOMIC_REMOTE``.
+#: ``NOMIC_READ``: the config with which transformers reads the checkpoint of ``NOMIC_REMOTE``.
 NOMIC_READ = {**NOMIC, "vocab_size": 128, "intermediate_size": 256}
 
 DYNAMIC = {"rope_type": "dynamic", "rope_theta": 1000.0, "factor": 2.0}
@@ -272,7 +272,8 @@ ROTARY_CASES = [
             {**GTE_REMOTE, **LABELS}, "NewForTokenClassification", gte_weights("new.") | CLASSIFIER
         ),
     ),
-    # One length: transformers scales by the batch's longest text, we by each text.
+    # All texts have one length, because transformers scales by the batch's longest text, and this
+    # package by each text.
     GoldenCase(
         "nomic_bert_dynamic",
         "nomic_bert",

@@ -1,4 +1,4 @@
-"""Published chat templates whose turns the tests of the parsers are made of."""
+"""Published chat templates that render the turns for the parsers' tests."""
 
 from __future__ import annotations
 
@@ -11,22 +11,21 @@ THINK = "deepseek_r1"
 
 @dataclass(frozen=True, slots=True)
 class Template:
-    """A template and what is known of it.
+    """A template and its expected formats.
 
     Attributes:
         file: its file name.
-        model: whose template it is.
+        model: the model of the template.
         tools: the name of its tool-call format.
         reasoning: the name of its reasoning format; None: it has none.
-        package: the package and the folder that the file is from.
-        ends: what may end the assistant's turn, besides the template's ``eos_token``.
-        vocabulary: tokens that detection needs where the template does not show them.
-        leaves_out: what it does not write: ``reasoning`` at all, ``text`` beside calls, ``several``
-            calls, or arguments as they are (``arguments``; its one-call cases are kept).
-        skips: names of cases that it does not write truly.
-        reasoning_key: the key of a message that it reads reasoning from; ``blocks``: as a block of
-            the content.
-        has_fixtures: whether its turns are fixtures; those of the others are only compared.
+        package: the package and the folder of the file.
+        ends: texts that may end the assistant's turn, besides the template's ``eos_token``.
+        vocabulary: tokens that detection needs and the template does not show.
+        leaves_out: parts that it does not write: ``reasoning``, ``text`` beside calls, ``several``
+            calls, or unchanged arguments (``arguments``; its one-call cases are kept).
+        skips: names of cases that it does not write faithfully.
+        reasoning_key: the key of a message's reasoning; ``blocks``: a block of the content.
+        has_fixtures: True if its turns are fixtures; other turns are only compared.
     """
 
     file: str

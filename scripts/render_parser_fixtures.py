@@ -1,11 +1,11 @@
-"""Renders assistant turns with published chat templates, and what the parsers make of them.
+"""A renderer of assistant turns with published chat templates, and a check of the parsers.
 
     python scripts/render_parser_fixtures.py FOLDER [--write]
 
-FOLDER holds the templates, which are no part of this repository; ``parser_templates.py`` says where
-they are from. A turn is what a template adds to a prompt when the assistant's message is known.
-Each is parsed and compared with that message, and so is what is detected of the template with what
-is said of it. With ``--write`` the turns become fixtures of the tests, else they must equal them.
+FOLDER holds the templates, which are no part of this repository; ``parser_templates.py`` names
+their sources. A turn is the text that a template adds to a prompt for an assistant's message. Each
+turn is parsed and compared with its message, and the detected formats are compared with the
+expected ones. With ``--write`` the turns become fixtures of the tests, else they must equal them.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ Json = dict[str, Any]
 
 FIXTURES = Path(__file__).parents[1] / "tests" / "unit" / "parsing" / "fixtures" / "rendered"
 EOS = "<EOS>"
-# What a prompt may open, or leave out, where the conversation says it otherwise.
+# _OPENING: text that a prompt may open or leave out, unlike the rendered conversation.
 _OPENING = re.compile(
     r"(?:</?[\w:]*think[\w:]*>|<\|(?:START|END)_THINKING\|>|<\|channel>thought\n|<channel\|>|\s)+$"
 )
@@ -75,7 +75,7 @@ def _plan(**arguments: Any) -> Json:
     return {"name": "plan", "arguments": arguments}
 
 
-# Name of the case, reasoning, content and calls.
+# CASES: name of the case, reasoning, content and calls.
 CASES: tuple[tuple[str, str, str, list[Json]], ...] = (
     ("one call", "", "", [_PARIS]),
     ("an integer", "", "", [_ROMA]),
@@ -106,7 +106,7 @@ CASES: tuple[tuple[str, str, str, list[Json]], ...] = (
 
 
 def wanted_cases(template: Template) -> Iterator[tuple[str, str, str, list[Json]]]:
-    """The cases that a template can write."""
+    """Yield the cases that a template can write."""
     for case in CASES:
         name, reasoning, content, calls = case
         needs = {
@@ -167,7 +167,7 @@ def render_turn(source: str, template: Template, message: Json) -> tuple[str, bo
 
 
 def parse(template: Template, text: str, *, is_open: bool) -> list[Part]:
-    """The parts that the template's formats make of a turn."""
+    """Return the parts that the template's formats make of a turn."""
     parser = turn_parser(
         tool_format=tool_format(template.tools),
         reasoning_format=reasoning_format(template.reasoning) if template.reasoning else None,
@@ -194,7 +194,7 @@ def as_json(parts: list[Part]) -> list[Json]:
 
 
 def differences(parts: list[Json], reasoning: str, content: str, calls: list[Json]) -> list[str]:
-    """How the parts differ from the message that was rendered."""
+    """Return how the parts differ from the message that was rendered."""
     found = [
         f"{kind} {text!r}, not {wanted!r}"
         for kind, wanted in (("reasoning", reasoning), ("content", content))
@@ -211,7 +211,7 @@ def differences(parts: list[Json], reasoning: str, content: str, calls: list[Jso
 
 
 def render_cases(source: str, template: Template) -> tuple[list[Json], list[str]]:
-    """The fixtures' cases of a template, and what the parsers made wrong of them."""
+    """Return the fixtures' cases of a template, and what the parsers made wrong of them."""
     cases: list[Json] = []
     failures: list[str] = []
     for name, reasoning, content, calls in wanted_cases(template):
@@ -239,7 +239,7 @@ def detected(source: str, template: Template) -> list[str]:
 
 
 def fixture_text(template: Template, cases: list[Json]) -> str:
-    """The text of a template's fixture file."""
+    """Return the text of a template's fixture file."""
     fixture = {
         "format": template.tools,
         **({"reasoning": template.reasoning} if template.reasoning else {}),
@@ -252,7 +252,7 @@ def fixture_text(template: Template, cases: list[Json]) -> str:
 
 
 def main() -> int:
-    """Renders, compares and reports; the exit status is 1 if anything differs."""
+    """Render, compare and report; return 1 if anything differs, else 0."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folder", type=Path, help="where the templates are")
     parser.add_argument("--write", action="store_true", help="write the fixtures")

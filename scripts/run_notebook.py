@@ -1,4 +1,4 @@
-"""Runs the cells of a notebook in order, without Jupyter.
+"""A runner of a notebook's cells in order, without Jupyter.
 
     python scripts/run_notebook.py NOTEBOOK [--store]
 
@@ -22,14 +22,14 @@ Cell = dict[str, Any]
 
 
 class CellError(Exception):
-    """A cell that failed; its cause is what it raised."""
+    """The error of a cell that failed; its cause is the cell's exception."""
 
 
 def run(notebook: dict[str, Any]) -> None:
-    """Run every code cell in one namespace, and put its output into it.
+    """Run every code cell in a common namespace, and store its output in the cell.
 
     Raises:
-        CellError: a cell raised; the cells behind it did not run.
+        CellError: a cell raised; the cells after it did not run.
     """
     namespace: dict[str, Any] = {"__name__": "__main__"}
     cells = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
@@ -43,7 +43,7 @@ def run(notebook: dict[str, Any]) -> None:
 
 
 def _run_cell(source: str, number: int, namespace: dict[str, Any]) -> list[dict[str, Any]]:
-    """The outputs of a cell: what it prints, and the value of its last line."""
+    """Return the outputs of a cell: its printed text, and the value of its last line."""
     body = ast.parse(source).body
     last = None
     if body and isinstance(body[-1], ast.Expr):
@@ -75,7 +75,7 @@ def _lines(text: io.StringIO) -> list[str]:
 
 
 def main() -> None:
-    """The command line."""
+    """Run the notebook of the command line."""
     parser = argparse.ArgumentParser(description="Run the cells of a notebook.")
     parser.add_argument("notebook", type=Path)
     parser.add_argument("--store", action="store_true", help="write the outputs into it")

@@ -1,4 +1,4 @@
-"""Texts of many kinds, always the same ones, to compare encoders with."""
+"""Fixed texts of many kinds, to compare encoders with."""
 
 from __future__ import annotations
 
@@ -60,11 +60,11 @@ WHOLE: tuple[str, ...] = (
 
 
 def varied_texts(count: int = 200) -> list[str]:
-    """Texts of no words to a thousand: several scripts, code, numbers, and sentences."""
+    """Return texts of zero to a thousand words: several scripts, code, numbers, and sentences."""
     source = random.Random(6)
     texts = list(WHOLE)
     while len(texts) < count:
-        # Every tenth is longer than most models take.
+        # Every tenth text is longer than most models accept.
         most = 120 if len(texts) % 10 == 0 else 12
         sentences = [
             f"{source.choice(SUBJECTS)} {source.choice(VERBS)} {source.choice(PLACES)}"

@@ -1,4 +1,4 @@
-"""Writes docs/configuration.md from the table of settings; a test says when that is due."""
+"""The generator of docs/configuration.md from the table of settings; a test checks the page."""
 
 from __future__ import annotations
 
@@ -11,34 +11,35 @@ TARGET = Path(__file__).resolve().parent.parent / "docs" / "configuration.md"
 INTRODUCTION = """\
 # Configuration
 
-Every setting of `mlx_parallm serve` can be given in three ways. Flags win over environment
-variables, those over the file, the file over the defaults.
+Every setting of `mlx_parallm serve` can be set in three ways.
+Flags override environment variables, which override the file, which overrides the defaults.
 
 | way | example |
 |---|---|
-| flag | `--max-num-seqs 64`; lists take several values, or repeat it |
+| flag | `--max-num-seqs 64`; lists take several values, or repeat the flag |
 | environment | `MLX_PARALLM_MAX_NUM_SEQS=64`; lists are separated by commas or written as JSON |
-| file | `max-num-seqs: 64` in YAML or `max_num_seqs = 64` in TOML; `-` and `_` are the same |
+| file | `max-num-seqs: 64` in YAML or `max_num_seqs = 64` in TOML; `-` and `_` are equivalent |
 
 Models may be given without `--model`, as in `mlx_parallm serve ORG/MODEL --port 8001`.
 Write them before flags that take several values, which would take them too.
-A misspelt flag ends the process with status 2 and the flag that may be meant.
+A misspelt flag ends the process with status 2 and a suggestion.
 
 Some settings may differ between models; their descriptions say so.
-A flag is repeated, as in `--max-model-len 32768 --max-model-len ./my-model=4096`.
+Repeat a flag to set several values, as in
+`--max-model-len 32768 --max-model-len ./my-model=4096`.
 A variable has commas between its values; a file may have a table, as in
 `max-model-len: {./my-model: 4096}`.
-A value without a model is for all models that have none of their own.
-Where several models are served, `--max-model-len` without a model leaves those that were made for
-less as they are.
-A length that is said of one model, or of the only one, is refused if it is beyond the model's own.
+A value without a model applies to all models that have no value of their own.
+With several models, `--max-model-len` without a model does not raise a model's own shorter context.
+A length for one model, or for the only model, is refused if it exceeds the model's own context.
 
-The file is named by `--config FILE` or `MLX_PARALLM_CONFIG`. Its keys are the names of the flags
-(aliases too); an unknown key is an error. A wrong value ends the process with status 2 and a
-message that names the setting and where it was set. Switches are turned off with `--no-NAME`;
-in the environment and in files they take `true` or `false`. Sizes take `512M` or `8GiB`
-(powers of 1024). An empty environment variable counts as not set; one whose name begins with
-`MLX_PARALLM_` and is no setting is named in a warning at start.
+`--config FILE` or `MLX_PARALLM_CONFIG` names the file.
+Its keys are the names of the flags, or their aliases; an unknown key is an error.
+A wrong value ends the process with status 2 and a message that names the setting and its source.
+`--no-NAME` turns a switch off; in the environment and in files switches take `true` or `false`.
+Sizes take `512M` or `8GiB` (powers of 1024).
+An empty environment variable counts as not set.
+At start, a warning lists variables that begin with `MLX_PARALLM_` but name no setting.
 
 ```yaml
 # serve.yaml: mlx_parallm serve --config serve.yaml
@@ -50,13 +51,14 @@ max-num-seqs: 64
 kv-cache-memory-bytes: 8GiB
 ```
 
-`mlx_parallm batch` takes the same settings but those of address and access and of files and
-batches. This page is made by `make docs`.
+`mlx_parallm batch` takes the same settings, except those of address and access and of files and
+batches.
+`make docs` generates this page.
 """
 
 
 def render() -> str:
-    """The whole page."""
+    """Return the whole page."""
     parts = [INTRODUCTION]
     for group in GROUPS:
         rows = [row(setting) for setting in SETTINGS if setting.group == group]
@@ -66,7 +68,7 @@ def render() -> str:
 
 
 def row(setting: Setting) -> str:
-    """A setting as a line of the table."""
+    """Return a setting's row of the table."""
     flags = [f"`--{name}`" for name in (setting.name, *setting.aliases)]
     if setting.is_switch:
         flags[0] += f", `--no-{setting.name}`"
@@ -81,7 +83,7 @@ def row(setting: Setting) -> str:
 
 
 def default(setting: Setting) -> str:
-    """The default as the setting is written."""
+    """Return the default value as users write it."""
     if setting.is_switch:
         return "on" if setting.default else "off"
     if setting.default in (None, (), ""):
