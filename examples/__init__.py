@@ -1,1 +1,1 @@
-"""Programs that use a running server."""
+"""Example programs that use a running server."""

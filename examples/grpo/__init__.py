@@ -1,1 +1,1 @@
-"""GRPO against a running server: rollouts over HTTP, updates by upload of a LoRA."""
+"""GRPO against a running server, with rollouts over HTTP and uploads of a LoRA."""

@@ -1,4 +1,4 @@
-"""Sample, score, train, upload; one after the other, or sampling and training at once."""
+"""The loop of sampling, scoring, training and uploading, in turn or overlapped."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ T = TypeVar("T")
 
 @dataclass(slots=True, kw_only=True)
 class Step:
-    """What is known of a step.
+    """The figures of a step.
 
     Attributes:
         step: its number.
         versions: labels of the weights that sampled, in order of their updates.
-        reward: mean of the samples.
-        evaluation: mean reward of the likeliest answers to held-out problems, now and then.
+        reward: mean reward of the samples.
+        evaluation: mean reward of greedy answers to held-out problems; None in most steps.
         mismatch: see ``Trainer.update``.
-        rollout_s: time spent waiting for samples.
-        train_s: time to train.
-        update_s: time to upload, until the server uses the new weights.
-        elapsed_s: since the loop began, when the samples were there.
+        rollout_s: seconds spent waiting for samples.
+        train_s: seconds of training.
+        update_s: seconds of the upload, until the server uses the new weights.
+        elapsed_s: seconds from the start of the loop until the samples had arrived.
     """
 
     step: int
@@ -50,19 +50,19 @@ class Step:
 
 
 class TrainerThread:
-    """Runs a trainer beside the event loop, all of it on one thread, as MLX wants it."""
+    """Runs a trainer on a thread beside the event loop; MLX requires that it is always the same."""
 
     def __init__(self, make: Callable[[], Trainer]) -> None:
         self._executor = ThreadPoolExecutor(1)
         self._trainer = self._executor.submit(make)
 
     async def call(self, action: Callable[[Trainer], T]) -> T:
-        """What an action with the trainer gives."""
+        """Run an action with the trainer and return its result."""
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._executor, lambda: action(self._trainer.result()))
 
     def close(self) -> None:
-        """Forget the trainer and end the thread."""
+        """Drop the trainer and end the thread."""
         del self._trainer
         # MLX aborts a process that exits with streams of a thread that has ended.
         self._executor.submit(gc.collect)
@@ -71,7 +71,7 @@ class TrainerThread:
 
 
 class Loop:
-    """One run. ``options`` are the command line's."""
+    """A training run; ``options`` are those of the command line."""
 
     def __init__(
         self, client: RLClient, trainer: TrainerThread, options: argparse.Namespace
@@ -81,12 +81,12 @@ class Loop:
         self._options = options
         self._random = Random(options.seed)
         self._held_out = problems(Random(0), options.eval_problems, held_out=True)
-        # Of the updates so far.
+        # The versions of all updates so far.
         self._versions: list[str] = []
         self._began_s = time.monotonic()
 
     async def steps(self) -> AsyncIterator[Step]:
-        """Each step when it has ended."""
+        """Yield each step when it has ended."""
         await self._upload()
         samples = self._sample(0)
         try:
@@ -98,7 +98,7 @@ class Loop:
                 collected = await samples
                 sampled_s = time.monotonic()
                 if self._options.in_flight and number + 1 < self._options.steps:
-                    # The update comes amid these: their later tokens are the new weights'.
+                    # The update happens during these samples, so later tokens use the new weights.
                     samples = self._sample(number + 1)
                 yield await self._step(number, collected, evaluation, waits_s, sampled_s)
         finally:
@@ -112,7 +112,7 @@ class Loop:
         waits_s: float,
         sampled_s: float,
     ) -> Step:
-        """Train on samples and upload what came of it."""
+        """Train on samples and upload the new weights."""
         versions = sorted(collected.versions, key=self._versions.index)
         lag = 1 if self._options.in_flight else 0
         if versions[0] not in self._versions[-1 - lag :]:
@@ -142,7 +142,7 @@ class Loop:
                 await self._client.wake_up()
 
     def _sample(self, number: int) -> asyncio.Task[Collected]:
-        """Begin to sample for a step."""
+        """Start sampling for a step."""
         options = self._options
         rollout = collect(
             self._client,
@@ -160,14 +160,14 @@ class Loop:
         return await evaluate(self._client, self._held_out, adapter=options.adapter)
 
     async def _upload(self) -> None:
-        """Have the server sample with the trainer's weights from now on."""
+        """Upload the trainer's weights, with which the server then samples."""
         tensors, config = await self._trainer.call(Trainer.adapter)
         info = await self._client.update_adapter(
             self._options.adapter,
             tensors,
             config,
             version=str(len(self._versions)),
-            # Refused if somebody else has changed the policy in the meantime.
+            # The server refuses the upload if another client has changed the policy.
             expected_version=self._versions[-1] if self._versions else None,
         )
         self._versions.append(info.version)

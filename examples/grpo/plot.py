@@ -1,4 +1,4 @@
-"""Rewards by step as an SVG picture."""
+"""A plot of rewards by step, in SVG."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ NUM_TICKS = 4
 
 
 class StepRewards(Protocol):
-    """What is drawn of a step."""
+    """The figures of a step that the plot shows."""
 
     reward: float
     evaluation: float | None
@@ -20,9 +20,9 @@ class StepRewards(Protocol):
 
 
 def plot_run(steps: Sequence[StepRewards]) -> str:
-    """The picture: mean reward of the samples, and of the likeliest answers to held-out problems.
+    """Return an SVG of the mean rewards of samples and of greedy answers to held-out problems.
 
-    The horizontal axis counts steps; the last one also tells the minutes since the beginning.
+    The horizontal axis counts steps; its label has the minutes of the run.
     """
     last = max(len(steps) - 1, 1)
 

@@ -1,4 +1,4 @@
-"""Samples from the server, and their rewards."""
+"""Collection of samples from the server, with their rewards."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ class Collected:
     """A step's samples.
 
     Attributes:
-        samples: of all groups.
-        rewards: of each sample, by group.
-        versions: the labels of the weights that made a token of them.
+        samples: the samples of all groups.
+        rewards: one per sample, by group.
+        versions: labels of the weights that made any of their tokens.
     """
 
     samples: list[TrainingSample]
@@ -29,7 +29,7 @@ class Collected:
 
     @property
     def mean_reward(self) -> float:
-        """Over all samples."""
+        """The mean reward of all samples."""
         return sum(map(sum, self.rewards)) / sum(map(len, self.rewards))
 
 
@@ -50,7 +50,7 @@ async def collect(
 
 
 async def evaluate(client: RLClient, problems: Sequence[Problem], *, adapter: str) -> float:
-    """The mean reward of the likeliest answers."""
+    """Return the mean reward of greedy answers."""
     rollout = await _ask(client, problems, adapter=adapter, n=1, seed=0, temperature=0.0)
     rewards = [
         reward(sample.text, problem)

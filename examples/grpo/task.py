@@ -1,8 +1,8 @@
-"""Three-digit addition, without thinking, in words that the embedded model never saw.
+"""Three-digit addition, without thinking, in wordings that the embedded model never saw.
 
-It adds three-digit numbers almost always right when it is asked as in its training ("What is 381 +
-563?"). Asked in these ways it takes them for something else: a subtraction, a comparison, a text
-to repeat. The right answer is a sample now and then, and that is all that GRPO needs.
+The model adds three-digit numbers almost always correctly in the wording of its training ("What is
+381 + 563?"). It mistakes these wordings for a subtraction, a comparison or a text to repeat. Some
+samples are right by chance, and GRPO needs no more than that.
 """
 
 from __future__ import annotations
@@ -34,23 +34,23 @@ class Problem:
 
 
 def problems(rng: Random, count: int, *, held_out: bool = False) -> list[Problem]:
-    """Random problems, every wording about equally often.
+    """Return random problems, every wording about equally often.
 
     Args:
-        rng: where the numbers come from.
-        count: how many.
-        held_out: those that are never trained on, one sum in ten.
+        rng: the source of the numbers.
+        count: the number of problems.
+        held_out: True for problems that are never trained on, one sum in ten.
     """
-    found: list[Problem] = []
-    while len(found) < count:
+    drawn: list[Problem] = []
+    while len(drawn) < count:
         a, b = rng.randint(100, 999), rng.randint(100, 999)
         if ((a + b) % 10 == 0) == held_out:
-            wording = WORDINGS[len(found) % len(WORDINGS)]
-            found.append(Problem(wording.format(a=a, b=b), a + b))
-    return found
+            wording = WORDINGS[len(drawn) % len(WORDINGS)]
+            drawn.append(Problem(wording.format(a=a, b=b), a + b))
+    return drawn
 
 
 def reward(text: str, problem: Problem) -> float:
-    """1 if the last number of a completion is the answer, otherwise 0."""
+    """Return 1 if the last number of a completion is the answer, otherwise 0."""
     numbers = _NUMBER.findall(text)
     return float(bool(numbers) and numbers[-1] == str(problem.answer))

@@ -1,4 +1,4 @@
-"""``python -m examples.grpo.train``: the command. See README.md beside this file."""
+"""The command ``python -m examples.grpo.train``; README.md beside this file describes it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from mlx_parallm.demo_models.folders import DEMO_FOLDER
 
 
 def describe(step: Step) -> str:
-    """A step in one line."""
+    """Return a step's figures as one line."""
     parts = [f"step {step.step:3}", f"reward {step.reward:.3f}"]
     if step.evaluation is not None:
         parts.append(f"held out {step.evaluation:.3f}")
@@ -31,24 +31,24 @@ def describe(step: Step) -> str:
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
-    """The command line."""
+    """Return the options of the command line."""
     parser = argparse.ArgumentParser(description="GRPO against a running mlx_parallm server.")
     parser.add_argument("--url", default="http://127.0.0.1:8000", help="the server's address")
     parser.add_argument("--api-key", help="its admin key, if it has one")
     parser.add_argument(
         "--model", type=Path, default=DEMO_FOLDER, help="folder of the served model"
     )
-    parser.add_argument("--adapter", default="policy", help="what the policy is called there")
+    parser.add_argument("--adapter", default="policy", help="the policy's name on the server")
     parser.add_argument("--steps", type=int, default=40)
-    parser.add_argument("--problems", type=int, default=16, help="of each step")
-    parser.add_argument("--group-size", type=int, default=16, help="samples of each problem")
+    parser.add_argument("--problems", type=int, default=16, help="problems per step")
+    parser.add_argument("--group-size", type=int, default=16, help="samples per problem")
     parser.add_argument("--eval-every", type=int, default=5, help="steps")
     parser.add_argument("--eval-problems", type=int, default=64)
     parser.add_argument(
         "--in-flight", action="store_true", help="sample for the next step while training"
     )
     parser.add_argument(
-        "--sleep", action="store_true", help="have the server give its KV memory back meanwhile"
+        "--sleep", action="store_true", help="free the server's KV memory during training"
     )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--log", type=Path, help="write each step as a line of JSON")
@@ -59,7 +59,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
 
 
 async def main(options: argparse.Namespace) -> None:
-    """Run the loop and write what was asked for."""
+    """Run the loop and write the log and the plot."""
     settings = Settings(**{name: getattr(options, name) for name in asdict(Settings())})
     trainer = TrainerThread(lambda: Trainer(options.model, settings, seed=options.seed))
     steps = []

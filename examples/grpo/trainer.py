@@ -1,4 +1,4 @@
-"""GRPO with a LoRA: the loss, and the updates.
+"""The trainer of GRPO with a LoRA.
 
 Group Relative Policy Optimization, https://arxiv.org/abs/2402.03300: the advantage of a sample is
 its reward above the mean of its group, in standard deviations of the group; the objective is PPO's
@@ -24,20 +24,20 @@ from mlx_lm.tuner.utils import linear_to_lora_layers
 
 Batch = dict[str, mx.array]
 
-# As mlx-lm's command line has it.
+# ALL_LAYERS: mlx-lm's value for all layers.
 ALL_LAYERS = -1
-# Rows are as long as the longest, rounded up to this, so that few shapes occur.
+# LENGTH_STEP: rows are padded to a multiple of this, so that few shapes occur.
 LENGTH_STEP = 8
 
 
 @dataclass(frozen=True, slots=True)
 class TrainingSample:
-    """What the server sampled, and what it was worth.
+    """A sample of the server and its advantage.
 
     Attributes:
-        prompt_ids: as the server says that it used them.
-        token_ids: the completion.
-        logprobs: of each of its tokens, under the weights that sampled it.
+        prompt_ids: the prompt's ids that the server used.
+        token_ids: the completion's ids.
+        logprobs: one per token of the completion, under the weights that sampled it.
         advantage: see ``group_advantages``.
     """
 
@@ -52,14 +52,14 @@ class Settings:
     """Hyperparameters.
 
     Attributes:
-        rank: of the LoRA.
-        scale: what its product is multiplied with; alpha / rank where others write alpha.
-        learning_rate: Adam's.
-        clip: how far the ratio of the policies may go from 1.
-        kl: weight of the distance from the base model; 0 leaves it out and saves a forward.
-        epochs: how often each sample is trained on.
+        rank: rank of the LoRA.
+        scale: the factor of the LoRA's product, which PEFT writes as alpha / rank.
+        learning_rate: Adam's learning rate.
+        clip: most distance of the policies' ratio from 1.
+        kl: weight of the divergence from the base model; 0 leaves it out and saves a forward.
+        epochs: number of passes over the samples.
         minibatch: samples per step of the optimizer.
-        max_grad_norm: longer gradients are shortened to it.
+        max_grad_norm: gradients are clipped to this norm.
     """
 
     rank: int = 16
@@ -73,19 +73,19 @@ class Settings:
 
 
 def group_advantages(rewards: Sequence[float]) -> list[float]:
-    """Rewards of one group in standard deviations above their mean; zeros if all are equal."""
+    """Return a group's rewards in standard deviations above their mean; zeros if all are equal."""
     values = np.array(rewards, np.float64)
     return [float(value) for value in (values - values.mean()) / (values.std() + 1e-4)]
 
 
 class Trainer:
-    """A base model that stays as it is, a LoRA on all its linear layers, and an optimizer."""
+    """A frozen base model, a LoRA on all its linear layers, and an optimizer."""
 
     def __init__(self, model_path: Path, settings: Settings, seed: int = 0) -> None:
         mx.random.seed(seed)
         self._settings = settings
         self._order = Random(seed)
-        # What the server does on the CPU: other rounding would make another policy.
+        # The server does this on the CPU, and other rounding would make another policy.
         model, _ = utils.load_model(model_path)
         self.model = utils.dequantize_model(model)
         self.model.set_dtype(mx.float32)
@@ -96,7 +96,7 @@ class Trainer:
         self._loss_and_grad = nn.value_and_grad(self.model, self._loss)
 
     def adapter(self) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
-        """The LoRA's tensors and its config, as mlx-lm writes them into files."""
+        """Return the LoRA's tensors and its config, in the form of mlx-lm's files."""
         config = {"fine_tune_type": "lora", "lora_parameters": self._lora}
         tensors: Any = tree_flatten(self.model.trainable_parameters())
         return {name: np.array(tensor) for name, tensor in tensors}, config
@@ -105,11 +105,10 @@ class Trainer:
         """Train on samples.
 
         Returns:
-            What was measured, as means over the optimizer's steps; and ``mismatch``, the largest
-            difference between the server's log-probabilities and the trainer's, before the first
-            step.
+            Figures as means over the optimizer's steps, and ``mismatch``, the largest difference
+            between the server's and the trainer's log-probabilities before the first step.
         """
-        # The loss of a group in which all rewards are equal has no gradient.
+        # A group with equal rewards has no gradient.
         useful = [sample for sample in samples if sample.advantage]
         size = self._settings.minibatch
         measured = []
@@ -119,7 +118,7 @@ class Trainer:
                 measured.append(self._step(make_batch(useful[begin : begin + size])))
         if not measured:
             return {}
-        means = {name: sum(one[name] for one in measured) / len(measured) for name in measured[0]}
+        means = {name: sum(step[name] for step in measured) / len(measured) for name in measured[0]}
         return means | {"mismatch": measured[0]["mismatch"]}
 
     def _step(self, batch: Batch) -> dict[str, float]:
@@ -133,7 +132,7 @@ class Trainer:
         return {name: value.item() for name, value in measured.items()}
 
     def _loss(self, batch: Batch) -> tuple[mx.array, Batch]:
-        """The mean over all completion tokens, and what is worth a look."""
+        """Return the mean loss over all completion tokens, and further figures."""
         mask, advantages, clip = batch["mask"], batch["advantages"], self._settings.clip
         logprobs = self._token_logprobs(batch)
         change = (logprobs - batch["logprobs"]) * mask
@@ -141,7 +140,7 @@ class Trainer:
         clipped = mx.clip(ratio, 1 - clip, 1 + clip)
         losses = -mx.minimum(ratio * advantages, clipped * advantages)
         if self._settings.kl:
-            # Schulman's estimator of the divergence from the base model: never negative.
+            # Schulman's estimator of the divergence from the base model is never negative.
             away = (batch["reference"] - logprobs) * mask
             losses = losses + self._settings.kl * (mx.exp(away) - away - 1)
         num_tokens = mask.sum()
@@ -152,13 +151,13 @@ class Trainer:
         return (losses * mask).sum() / num_tokens, measured
 
     def _token_logprobs(self, batch: Batch) -> mx.array:
-        """Log-probability of each token after the first, [rows, length - 1]."""
+        """Return the log-probability of each token after the first, [rows, length - 1]."""
         logits = self.model(batch["tokens"][:, :-1])
         return -nn.losses.cross_entropy(logits, batch["tokens"][:, 1:])
 
     def _reference_logprobs(self, batch: Batch) -> mx.array:
-        """``_token_logprobs`` of the base model: without the LoRA."""
-        layers = [one for one in self.model.modules() if isinstance(one, LoRALinear)]
+        """Return ``_token_logprobs`` of the base model, without the LoRA."""
+        layers = [module for module in self.model.modules() if isinstance(module, LoRALinear)]
         for layer in layers:
             layer.scale = 0.0
         logprobs = self._token_logprobs(batch)
@@ -169,22 +168,22 @@ class Trainer:
 
 
 def make_batch(samples: Sequence[TrainingSample]) -> Batch:
-    """Samples as rows, padded on the right; the mask is 1 at completion tokens only.
+    """Return samples as rows, padded on the right; the mask is 1 at completion tokens only.
 
     Returns:
         ``tokens`` [rows, length], ``advantages`` [rows, 1]; ``mask`` and ``logprobs``
         [rows, length - 1], whose entry i is about token i + 1.
     """
-    longest = max(len(one.prompt_ids) + len(one.token_ids) for one in samples)
+    longest = max(len(sample.prompt_ids) + len(sample.token_ids) for sample in samples)
     length = -(-longest // LENGTH_STEP) * LENGTH_STEP
     tokens = np.zeros((len(samples), length), np.int32)
     mask, logprobs = np.zeros((2, len(samples), length - 1), np.float32)
-    for row, one in enumerate(samples):
-        begin, end = len(one.prompt_ids), len(one.prompt_ids) + len(one.token_ids)
-        tokens[row, :end] = [*one.prompt_ids, *one.token_ids]
+    for row, sample in enumerate(samples):
+        begin, end = len(sample.prompt_ids), len(sample.prompt_ids) + len(sample.token_ids)
+        tokens[row, :end] = [*sample.prompt_ids, *sample.token_ids]
         mask[row, begin - 1 : end - 1] = 1
-        logprobs[row, begin - 1 : end - 1] = one.logprobs
-    advantages = np.array([[one.advantage] for one in samples], np.float32)
+        logprobs[row, begin - 1 : end - 1] = sample.logprobs
+    advantages = np.array([[sample.advantage] for sample in samples], np.float32)
     return {
         "tokens": mx.array(tokens),
         "mask": mx.array(mask),
