@@ -1,4 +1,4 @@
-"""Conversations as text: the chat template, and what the model has to write after it."""
+"""Conversations as text: the chat template, and the model's target after it."""
 
 from __future__ import annotations
 
@@ -27,20 +27,20 @@ MARKER_TOKENS = (
 
 
 def template_text() -> str:
-    """The Jinja source of the chat template."""
+    """Return the Jinja source of the chat template."""
     return (Path(__file__).resolve().parent / "chat_template.jinja").read_text()
 
 
 def token_id(tokenizer: Tokenizer, token: str) -> int:
-    """The id of a token.
+    """Return the id of a token.
 
     Raises:
         ConfigError: the tokenizer has no such token.
     """
-    found = tokenizer.token_to_id(token)
-    if found is None:
+    number = tokenizer.token_to_id(token)
+    if number is None:
         raise ConfigError(f"The tokenizer has no token {token}.")
-    return found
+    return number
 
 
 class ChatFormat:
@@ -56,7 +56,7 @@ class ChatFormat:
         return json.dumps(value, ensure_ascii=False)
 
     def prompt(self, example: Example, *, thinking: bool) -> str:
-        """The prompt up to where the assistant begins to write."""
+        """Return the prompt up to where the assistant begins to write."""
         return self._template.render(
             messages=example.messages,
             tools=list(example.tools) or None,
@@ -66,6 +66,6 @@ class ChatFormat:
 
     @staticmethod
     def target(example: Example, *, thinking: bool) -> str:
-        """What the model has to write after the prompt, the end of the turn included."""
+        """Return the model's target after the prompt, including the end of the turn."""
         steps = f"<think>\n{example.steps}\n</think>\n\n" if thinking and example.steps else ""
         return steps + example.content + IM_END

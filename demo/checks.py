@@ -1,4 +1,4 @@
-"""Whether a generated answer is right."""
+"""Checks of generated answers."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ _NUMBER = re.compile(r"-?\d+")
 
 
 def visible(text: str) -> str:
-    """The text after any thinking."""
+    """Return the text after any thinking."""
     return text.rsplit("</think>", 1)[-1].lstrip("\n")
 
 
 def parse_calls(text: str) -> list[ToolCall] | None:
-    """The tool calls in a text; None when one of them is not valid JSON of the right form."""
+    """Return the tool calls in a text; None if one of them is not valid JSON of the right form."""
     calls = []
     for body in _CALL.findall(text):
         try:
@@ -45,7 +45,7 @@ def is_right(example: Example, generated: str) -> bool:
 
 
 def is_valid_call(example: Example, generated: str) -> bool:
-    """Whether the calls parse, name tools on offer and give only parameters these have."""
+    """True if the calls parse, and name only tools on offer and parameters of these."""
     calls = parse_calls(visible(generated))
     if not calls:
         return False

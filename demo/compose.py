@@ -1,4 +1,4 @@
-"""The mixture of tasks, and what may stand around a problem: system prompt, turns, tools."""
+"""The mixture of tasks, and random surroundings of a problem: system prompt, turns, tools."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ _WITH_TOOLS = ("smalltalk", "copy", "memory", "lookup_keys", "sort_words", "extr
 
 
 def training_example(rng: Random) -> Example:
-    """A training example of a task drawn by weight, in varied surroundings."""
+    """Return a training example of a task drawn by weight, in varied surroundings."""
     names = tuple(TASKS)
     weights = [WEIGHTS.get(name, 1.0) for name in names]
     name = rng.choices(names, weights)[0]
@@ -79,7 +79,7 @@ def training_example(rng: Random) -> Example:
 
 
 def surrounded(example: Example, rng: Random, split: Split) -> Example:
-    """The example with, by chance, earlier turns, tools it does not need, and a system prompt."""
+    """Return the example with random earlier turns, unneeded tools and a system prompt."""
     messages = list(example.messages)
     has_system = messages[0]["role"] == "system"
     if not has_system and rng.random() < 0.15:

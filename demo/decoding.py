@@ -11,7 +11,7 @@ from mlx_lm.models.cache import BatchKVCache
 def greedy(
     model: qwen3.Model, prompts: list[list[int]], limits: list[int], eos_id: int
 ) -> list[list[int]]:
-    """Continues prompts until ``eos_id`` (not returned) or each one's limit of new tokens."""
+    """Return continuations of prompts, up to ``eos_id`` (not returned) or each prompt's limit."""
     width = max(map(len, prompts))
     padding = [width - len(prompt) for prompt in prompts]
     cache = [BatchKVCache(padding) for _ in model.layers]

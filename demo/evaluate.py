@@ -49,7 +49,7 @@ class Score:
 
 
 def two_digit_addition(rng: Random) -> Example:
-    """An addition whose numbers both have two digits."""
+    """Return an addition whose numbers both have two digits."""
     while True:
         example = addition(rng)
         parts = example.key.split("+")
@@ -58,7 +58,7 @@ def two_digit_addition(rng: Random) -> Example:
 
 
 def held_out(task: str, count: int, seed: int) -> list[Example]:
-    """``count`` held-out problems of a task, no two the same, in varied surroundings."""
+    """Return ``count`` distinct held-out problems of a task, in varied surroundings."""
     rng = Random(f"{task}{seed}")
     generate = two_digit_addition if task == "two_digit_addition" else TASKS[task]
     examples: dict[tuple[str, str], Example] = {}
@@ -82,7 +82,7 @@ class Evaluator:
         self._thinking = thinking
 
     def answers(self, examples: list[Example]) -> list[str]:
-        """What the model writes for each example, decoded greedily."""
+        """Return the model's greedy answer to each example."""
         prompts = [
             self._tokenizer.encode(self._chat.prompt(example, thinking=self._thinking)).ids
             for example in examples
@@ -117,14 +117,14 @@ class Evaluator:
         return Score(sum(verdicts), len(verdicts), tuple(failures))
 
     def valid_calls(self, examples: list[Example]) -> Score:
-        """How many answers are calls that parse, of tools and parameters on offer."""
+        """Return the number of answers that are valid calls of tools and parameters on offer."""
         texts = self.answers(examples)
         verdicts = [is_valid_call(*pair) for pair in zip(examples, texts, strict=True)]
         return Score(sum(verdicts), len(verdicts))
 
 
 def evaluate(folder: Path, *, limit: int, thinking: bool, seed: int) -> dict[str, Score]:
-    """Scores of every task, of two-digit addition alone, and of the validity of tool calls."""
+    """Return scores of every task, of two-digit addition alone, and of tool calls' validity."""
     evaluator = Evaluator(folder, thinking=thinking)
     scores: dict[str, Score] = {}
     for task in (*TASKS, "two_digit_addition"):
@@ -136,7 +136,7 @@ def evaluate(folder: Path, *, limit: int, thinking: bool, seed: int) -> dict[str
 
 
 def write_failures(scores: dict[str, Score], file: Path) -> None:
-    """Writes up to ten wrong answers a task as JSON."""
+    """Write up to ten wrong answers a task as JSON."""
     failures = {
         task: [[f.prompt, f.wanted, f.got] for f in score.failures[:10]]
         for task, score in scores.items()
@@ -145,7 +145,7 @@ def write_failures(scores: dict[str, Score], file: Path) -> None:
 
 
 def main() -> None:
-    """The command line."""
+    """Evaluate the model of the command line."""
     parser = argparse.ArgumentParser(description="Accuracy on held-out problems, by task.")
     parser.add_argument("--model", type=Path, default=DEMO_FOLDER, help="folder of the model")
     parser.add_argument("--limit", type=int, default=200, help="problems per task")

@@ -29,7 +29,7 @@ class ToolCall:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Example:
-    """A prompt and what the assistant should say to it.
+    """A prompt and the assistant's right answer.
 
     Attributes:
         task: the task's name, under which accuracy is reported.
@@ -37,11 +37,11 @@ class Example:
             starts with ``TABLE`` are facts to know by heart and always belong to training.
         messages: the conversation up to the turn to be answered.
         answer: the answer's text; empty when the answer is a tool call.
-        steps: what the assistant writes between ``<think>`` and ``</think>`` when it may.
+        steps: the text between ``<think>`` and ``</think>`` if the assistant may think.
         tools: the tools on offer.
         calls: the calls the answer consists of.
-        check: how an answer is judged.
-        expected: what an answer must contain, for the check "contains".
+        check: the check of an answer.
+        expected: texts that an answer must contain, for the check "contains".
     """
 
     task: str
@@ -64,23 +64,23 @@ Generator = Callable[[Random], Example]
 
 
 def call_text(call: ToolCall) -> str:
-    """A tool call as the chat template writes it."""
+    """Return a tool call as the chat template writes it."""
     arguments = json.dumps(call.arguments, ensure_ascii=False)
     return f'<tool_call>\n{{"name": "{call.name}", "arguments": {arguments}}}\n</tool_call>'
 
 
 def user(text: str) -> Message:
-    """A user's message."""
+    """Return a user's message."""
     return {"role": "user", "content": text}
 
 
 def assistant(text: str) -> Message:
-    """An assistant's message."""
+    """Return an assistant's message."""
     return {"role": "assistant", "content": text}
 
 
 def split_of(example: Example) -> Split:
-    """The split a problem belongs to, by the hash of its key: one in twenty is held out."""
+    """Return the split a problem belongs to, by the hash of its key: one in twenty is held out."""
     if example.key.startswith(TABLE):
         return "train"
     digest = zlib.crc32(f"{example.task}|{example.key}".encode())
@@ -88,7 +88,7 @@ def split_of(example: Example) -> Split:
 
 
 def draw(generate: Generator, rng: Random, split: Split) -> Example:
-    """Draws examples until one belongs to ``split``."""
+    """Return the first drawn example that belongs to ``split``."""
     while True:
         example = generate(rng)
         if split_of(example) == split:

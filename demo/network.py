@@ -18,7 +18,7 @@ GROUP_SIZE, BITS = 64, 8
 
 
 def model_config(vocab_size: int, eos_id: int, pad_id: int) -> dict[str, Any]:
-    """``config.json`` of the model, before quantisation."""
+    """Return the model's ``config.json``, before quantisation."""
     return {
         "architectures": ["Qwen3ForCausalLM"],
         "model_type": "qwen3",
@@ -40,12 +40,12 @@ def model_config(vocab_size: int, eos_id: int, pad_id: int) -> dict[str, Any]:
 
 
 def named_weights(model: nn.Module) -> dict[str, mx.array]:
-    """The model's weights by their dotted names."""
+    """Return the model's weights by their dotted names."""
     return dict(cast(list[tuple[str, mx.array]], tree_flatten(model.parameters())))
 
 
 def new_model(config: dict[str, Any], seed: int) -> qwen3.Model:
-    """A model with fresh float32 weights: normal, narrower where layers add to the residual."""
+    """Return a model with random normal float32 weights, smaller for layers before a residual."""
     mx.random.seed(seed)
     model = qwen3.Model(qwen3.ModelArgs.from_dict(config))
     fresh = []
@@ -62,7 +62,7 @@ def new_model(config: dict[str, Any], seed: int) -> qwen3.Model:
 
 
 def save_quantized(model: nn.Module, config: dict[str, Any], folder: Path) -> None:
-    """Writes the model's weights at 8 bits, its config and its generation config."""
+    """Write the model's weights at 8 bits, its config and its generation config."""
     copy = qwen3.Model(qwen3.ModelArgs.from_dict(config))
     copy.update(tree_map(lambda weight: weight.astype(mx.float16), model.parameters()))
     quantized, quantized_config = quantize_model(copy, config, GROUP_SIZE, BITS)
@@ -79,7 +79,7 @@ def save_quantized(model: nn.Module, config: dict[str, Any], folder: Path) -> No
 
 
 def load_float32(folder: Path) -> qwen3.Model:
-    """The stored model, dequantised to float32."""
+    """Return the stored model, dequantised to float32."""
     model = cast(qwen3.Model, dequantize_model(load_model(folder)[0]))
     model.update(tree_map(lambda weight: weight.astype(mx.float32), model.parameters()))
     mx.eval(model.parameters())

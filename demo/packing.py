@@ -45,7 +45,7 @@ class PackedRows:
 
 
 def concatenate(parts: list[PackedRows]) -> PackedRows:
-    """The rows of all parts."""
+    """Return the rows of all parts."""
     return PackedRows(
         np.concatenate([part.tokens for part in parts]),
         np.concatenate([part.labels for part in parts]),
@@ -56,7 +56,7 @@ def concatenate(parts: list[PackedRows]) -> PackedRows:
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """What a worker makes in one piece of work."""
+    """The result of one piece of a worker's work."""
 
     tokenizer_file: Path
     conversations: int
@@ -66,7 +66,7 @@ class Shard:
 def encode_conversations(
     tokenizer: Tokenizer, count: int, seed: int
 ) -> list[tuple[list[int], int]]:
-    """Training conversations as ``(token ids, length of the prompt)``, those too long left out."""
+    """Return training conversations as ``(token ids, length of the prompt)``, without long ones."""
     rng, chat = Random(seed), ChatFormat()
     prompts, targets = [], []
     for _ in range(count):
@@ -82,7 +82,7 @@ def encode_conversations(
 
 
 def pack_shard(shard: Shard) -> PackedRows:
-    """Generates and packs one shard; runs in a worker process."""
+    """Generate and pack one shard; runs in a worker process."""
     tokenizer = Tokenizer.from_file(str(shard.tokenizer_file))
     conversations = encode_conversations(tokenizer, shard.conversations, shard.seed)
     conversations.sort(key=lambda pair: -len(pair[0]))
@@ -118,7 +118,7 @@ def _fill(rows: list[list[tuple[list[int], int]]]) -> PackedRows:
 def batches(
     tokenizer_file: Path, *, rows: int, workers: int, seed: int, shard_size: int = 4000
 ) -> Generator[PackedRows]:
-    """Endless batches of ``rows`` rows of ever new conversations, mixed over several shards."""
+    """Yield batches of ``rows`` rows of new conversations without end, mixed over shards."""
     order = np.random.default_rng(seed)
     pool_rows: list[PackedRows] = []
     mixing = max(4 * rows, 64)

@@ -11,7 +11,7 @@ _CLOSERS = ("{} Thanks!", "{} Please.", "{} Thank you.")
 
 
 def phrase(rng: Random, templates: Sequence[str], *places: object, **values: object) -> str:
-    """Fills one of the templates, its own words (not the values) varied in casing and manner."""
+    """Fill one of the templates, its own words (not the values) varied in casing and manner."""
     template = _vary(rng, rng.choice(templates))
     return template.format(*places, **values)
 
@@ -34,7 +34,7 @@ def _vary(rng: Random, template: str) -> str:
 
 
 def listing(rng: Random, items: Sequence[object]) -> str:
-    """The items in one line or several, separated in one of the usual ways."""
+    """Return the items in one line or several, separated in one of the usual ways."""
     words = [str(item) for item in items]
     style = rng.random()
     if style < 0.65:

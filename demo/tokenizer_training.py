@@ -26,7 +26,7 @@ _PIECES = r" ?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]|\s+"
 
 
 def training_texts(count: int, seed: int) -> Iterator[str]:
-    """Texts of ``count`` training conversations, their special tokens taken out."""
+    """Yield the texts of ``count`` training conversations, without special tokens."""
     rng, chat = Random(seed), ChatFormat()
     markers = re.compile("|".join(map(re.escape, SPECIAL_TOKENS + MARKER_TOKENS)))
     for _ in range(count):
@@ -36,7 +36,7 @@ def training_texts(count: int, seed: int) -> Iterator[str]:
 
 
 def train_tokenizer(conversations: int = 60_000, seed: int = 7) -> Tokenizer:
-    """A byte-level BPE tokenizer of ``VOCAB_SIZE`` tokens; any text survives a round trip."""
+    """Return a byte-level BPE tokenizer of ``VOCAB_SIZE`` tokens, lossless for any text."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -58,7 +58,7 @@ def train_tokenizer(conversations: int = 60_000, seed: int = 7) -> Tokenizer:
 
 
 def save_tokenizer(tokenizer: Tokenizer, folder: Path, max_length: int) -> None:
-    """Writes ``tokenizer.json`` and ``tokenizer_config.json`` (with the chat template)."""
+    """Write ``tokenizer.json`` and ``tokenizer_config.json`` (with the chat template)."""
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(folder / "tokenizer.json"), pretty=False)
     config = {

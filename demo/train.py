@@ -53,11 +53,11 @@ class ConversationMask:
         self.offset = 0
 
     def make_mask(self, *_: Any, **__: Any) -> mx.array:
-        """The boolean mask ``[rows, 1, length, length]``."""
+        """Return the boolean mask ``[rows, 1, length, length]``."""
         return self._mask
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        """Nothing is kept."""
+        """Return keys and values unchanged; training keeps no cache."""
         return keys, values
 
 
@@ -75,7 +75,7 @@ class Trainer:
         self._state = state
 
     def step(self, batch: PackedRows, progress: float, number: int) -> mx.array:
-        """One update at ``progress`` (0 to 1) through training; returns the loss, not evaluated."""
+        """Update the model at ``progress`` (0 to 1); return the loss, not yet evaluated."""
         warm = min(1.0, (number + 1) / WARMUP_STEPS)
         decay = 0.02 + 0.98 * (1 + math.cos(math.pi * min(progress, 1.0))) / 2
         self._optimizer.learning_rate = self._peak * warm * decay
@@ -110,7 +110,7 @@ class Trainer:
 
 
 def progress_by(minutes: float | None, steps: int) -> Callable[[int], float]:
-    """How far training is, 0 to 1, by the clock if ``minutes`` is given, else by steps."""
+    """Return how far training is, 0 to 1, by the clock if ``minutes`` is given, else by steps."""
     if minutes is None:
         return lambda number: number / steps
     start = time.perf_counter()
@@ -118,7 +118,7 @@ def progress_by(minutes: float | None, steps: int) -> Callable[[int], float]:
 
 
 def run(trainer: Trainer, options: argparse.Namespace) -> None:
-    """Trains until progress is 1, printing the loss and the speed."""
+    """Train until progress is 1, printing the loss and the speed."""
     source = batches(
         options.out / "tokenizer.json",
         rows=options.rows,
@@ -146,7 +146,7 @@ def run(trainer: Trainer, options: argparse.Namespace) -> None:
 
 
 def parse_options() -> argparse.Namespace:
-    """The command line."""
+    """Return the command line."""
     on_gpu = mx.default_device().type == mx.DeviceType.gpu
     parser = argparse.ArgumentParser(description="Train the demonstration model from scratch.")
     parser.add_argument("--out", type=Path, required=True, help="folder to write")
@@ -165,10 +165,10 @@ def parse_options() -> argparse.Namespace:
 
 
 def main() -> None:
-    """Tokenizer, training, storage."""
+    """Train the tokenizer and the model, and store both."""
     options = parse_options()
-    given = options.tokenizer
-    tokenizer = Tokenizer.from_file(str(given)) if given else train_tokenizer()
+    tokenizer_path = options.tokenizer
+    tokenizer = Tokenizer.from_file(str(tokenizer_path)) if tokenizer_path else train_tokenizer()
     save_tokenizer(tokenizer, options.out, CONTEXT_LENGTH)
     config = model_config(
         tokenizer.get_vocab_size(),

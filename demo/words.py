@@ -127,41 +127,41 @@ _CODAS = ("", "", "", "n", "r", "s", "l", "m", "t", "x", "nd", "rk", "st")
 
 
 def invented_word(rng: Random, syllables: int | None = None) -> str:
-    """A pronounceable lower-case word that is most likely in no list."""
+    """Return a pronounceable lower-case word that is most likely in no list."""
     count = syllables or rng.choice((1, 2, 2, 2, 3))
     parts = (rng.choice(_ONSETS) + rng.choice(_VOWELS) for _ in range(count))
     return "".join(parts) + rng.choice(_CODAS)
 
 
 def spliced_word(rng: Random) -> str:
-    """The beginning of one word and the end of another: letters in combinations seldom seen."""
+    """Return the beginning of one word and the end of another, with rare letter combinations."""
     first, second = rng.choice(_ALL_WORDS), rng.choice(_ALL_WORDS)
     return first[: rng.randint(1, len(first))] + second[rng.randrange(len(second)) :].lower()
 
 
 def random_letters(rng: Random) -> str:
-    """Two to nine letters without any sense."""
+    """Return two to nine random letters."""
     word = "".join(rng.choice(ascii_lowercase) for _ in range(rng.randint(2, 9)))
     return word.capitalize() if rng.random() < 0.3 else word
 
 
 def odd_word(rng: Random) -> str:
-    """A word that is in no list: invented, spliced or random letters."""
+    """Return a word that is in no list: invented, spliced or random letters."""
     return rng.choice((invented_word, spliced_word, spliced_word, random_letters))(rng)
 
 
 def any_word(rng: Random) -> str:
-    """An ordinary word, or one that is in no list in a fifth of the cases."""
+    """Return an ordinary word, or one that is in no list in a fifth of the cases."""
     return odd_word(rng) if rng.random() < 0.2 else rng.choice(PLAIN_WORDS)
 
 
 def any_name(rng: Random) -> str:
-    """A first name, or one that is in no list in a fifth of the cases."""
+    """Return a first name, or one that is in no list in a fifth of the cases."""
     return odd_word(rng).capitalize() if rng.random() < 0.2 else rng.choice(NAMES)
 
 
 def any_city(rng: Random) -> str:
-    """A city, perhaps of two words or with its country, or an invented place."""
+    """Return a city, perhaps of two words or with its country, or an invented place."""
     kind = rng.random()
     if kind < 0.65:
         return rng.choice(CITIES)
@@ -173,7 +173,7 @@ def any_city(rng: Random) -> str:
 
 
 def identifier(rng: Random) -> str:
-    """A code such as ``A7-294`` or ``k3f9``."""
+    """Return a code such as ``A7-294`` or ``k3f9``."""
     letters, digits = "ABCDEFGHJKLMNPQRSTUVWXYZ", "0123456789"
     style = rng.randrange(3)
     if style == 0:
@@ -184,7 +184,7 @@ def identifier(rng: Random) -> str:
 
 
 def sentence(rng: Random) -> str:
-    """A short grammatical sentence of no particular sense."""
+    """Return a short grammatical sentence of no particular sense."""
     noun, other = rng.sample(COMMON_NOUNS, 2)
     named = rng.random() < 0.3
     subject = any_name(rng) if named else f"The {rng.choice(ADJECTIVES)} {noun}"

@@ -28,8 +28,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         model = SentenceTransformer(str(write_prompted(Path(folder))), device="cpu")
         vectors = {
-            name: [[round(float(value), 6) for value in row] for row in vectors]
-            for name, vectors in (
+            name: [[round(float(value), 6) for value in row] for row in encoded]
+            for name, encoded in (
                 ("none", model.encode(TEXTS)),
                 ("query", model.encode(TEXTS, prompt_name="query")),
                 ("passage", model.encode(TEXTS, prompt_name="passage")),

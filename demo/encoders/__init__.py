@@ -1,1 +1,1 @@
-"""The small encoders that come with the package: what they learn from, training, evaluation."""
+"""The small encoders in the package: their training data, training and evaluation."""

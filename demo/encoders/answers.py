@@ -30,7 +30,7 @@ class AnswerPair:
     wrong: str
 
     def chats(self) -> tuple[list[Message], list[Message]]:
-        """The conversation with the right answer, and with the wrong one."""
+        """Return the conversation with the right answer, and with the wrong one."""
         start = list(self.messages)
         return [*start, assistant(self.right)], [*start, assistant(self.wrong)]
 
@@ -52,45 +52,45 @@ def _another_number(rng: Random, number: str) -> str:
 
 
 def _wrong_number(rng: Random, example: Example) -> str:
-    """Any number of the answer changed; the last one is the result of a sum."""
-    found = list(_NUMBER.finditer(example.answer))
-    if not found:
+    """Return the answer with a number changed; for sums it is the last one, the result."""
+    matches = list(_NUMBER.finditer(example.answer))
+    if not matches:
         return example.answer
-    one = found[-1] if example.check == "number" else rng.choice(found)
+    match = matches[-1] if example.check == "number" else rng.choice(matches)
     return (
-        example.answer[: one.start()]
-        + _another_number(rng, one.group())
-        + example.answer[one.end() :]
+        example.answer[: match.start()]
+        + _another_number(rng, match.group())
+        + example.answer[match.end() :]
     )
 
 
 def _from_text(rng: Random, example: Example) -> str:
-    """A word or number of the answer is another one of the conversation, of the same kind."""
+    """Return the answer with a word replaced by another of its kind from the conversation."""
     text = " ".join(str(message["content"]) for message in example.messages)
-    found = list(_WORD.finditer(example.answer))
-    if not found:
+    matches = list(_WORD.finditer(example.answer))
+    if not matches:
         return example.answer
-    # What was asked for comes last.
-    one = found[-1] if rng.random() < 0.6 else rng.choice(found)
+    # The requested value comes last.
+    match = matches[-1] if rng.random() < 0.6 else rng.choice(matches)
     others = [
         word
         for word in _WORD.findall(text)
-        if word != one.group()
-        and word.isdigit() == one.group().isdigit()
-        and word[0].isupper() == one.group()[0].isupper()
+        if word != match.group()
+        and word.isdigit() == match.group().isdigit()
+        and word[0].isupper() == match.group()[0].isupper()
     ]
     if not others:
         return example.answer
-    return example.answer[: one.start()] + rng.choice(others) + example.answer[one.end() :]
+    return example.answer[: match.start()] + rng.choice(others) + example.answer[match.end() :]
 
 
 def _of_another(rng: Random, example: Example) -> str:
-    """The answer to another problem."""
+    """Return the answer to another problem."""
     return TASKS[example.task](rng).answer
 
 
 def _wrong_values(rng: Random, example: Example) -> str:
-    """Two values of an object changed places."""
+    """Return the answer with two values of an object exchanged."""
     fields = json.loads(example.answer)
     if len(fields) < 2:
         return example.answer
@@ -100,7 +100,7 @@ def _wrong_values(rng: Random, example: Example) -> str:
 
 
 def _odd(rng: Random, example: Example) -> str:
-    """A word is any other one, or one too many, or everything behind it is missing."""
+    """Return the answer with a word replaced, added, or with the rest cut off after it."""
     found = list(_WORD.finditer(example.answer))
     if not found:
         return example.answer
@@ -122,7 +122,7 @@ EXERCISES: dict[str, tuple[Spoil, ...]] = {
 
 
 def answer_pair(rng: Random, split: Split, task: str | None = None) -> AnswerPair:
-    """A problem of an exercise with a right and a wrong answer."""
+    """Return a problem of an exercise with a right and a wrong answer."""
     name = task or rng.choice(tuple(EXERCISES))
     while True:
         example = draw(TASKS[name], rng, split)

@@ -20,23 +20,23 @@ class Rows:
 
 
 def rows(ids: Sequence[Sequence[int]]) -> Rows:
-    """Pad with 0 to the longest, rounded up so that few lengths occur."""
+    """Return ids padded with 0 to the longest, rounded up so that few lengths occur."""
     length = -(-max(map(len, ids)) // MULTIPLE) * MULTIPLE
     padded = np.zeros((len(ids), length), dtype=np.int32)
     mask = np.zeros((len(ids), length), dtype=np.int32)
-    for row, one in enumerate(ids):
-        padded[row, : len(one)] = one
-        mask[row, : len(one)] = 1
+    for row, text_ids in enumerate(ids):
+        padded[row, : len(text_ids)] = text_ids
+        mask[row, : len(text_ids)] = 1
     return Rows(mx.array(padded), mx.array(mask).astype(mx.bool_))
 
 
 def by_length(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
-    """Places sorted by length, cut into batches of at most ``max_tokens`` padded tokens."""
+    """Return indices sorted by length, in batches of at most ``max_tokens`` padded tokens."""
     order = sorted(range(len(lengths)), key=lambda place: lengths[place])
-    found: list[list[int]] = []
+    groups: list[list[int]] = []
     for place in order:
-        if found and (len(found[-1]) + 1) * lengths[place] <= max_tokens:
-            found[-1].append(place)
+        if groups and (len(groups[-1]) + 1) * lengths[place] <= max_tokens:
+            groups[-1].append(place)
         else:
-            found.append([place])
-    return found
+            groups.append([place])
+    return groups

@@ -23,12 +23,12 @@ Batch = tuple[Rows, Rows]
 
 
 def config(tokenizer: Tokenizer) -> dict[str, Any]:
-    """The model's ``config.json``."""
+    """Return the model's ``config.json``."""
     return bert_config(tokenizer.get_vocab_size(), dims=DIMS, layers=2, architecture="BertModel")
 
 
 def batches(tokenizer: Tokenizer, seed: int) -> Iterator[Batch]:
-    """Endless batches of ever new pairs."""
+    """Yield batches of new pairs without end."""
     rng = Random(seed)
     while True:
         drawn = facts.pairs(rng, PAIRS, "train")
@@ -38,15 +38,15 @@ def batches(tokenizer: Tokenizer, seed: int) -> Iterator[Batch]:
 
 
 def vectors(model: Any, given: Rows) -> mx.array:
-    """Vectors ``[rows, dims]`` of length 1: the mean of the tokens' hidden states."""
+    """Return vectors ``[rows, dims]`` of norm 1: the mean of the tokens' hidden states."""
     weights = given.mask.astype(mx.float32)[..., None]
     mean = (model(given.ids, given.mask) * weights).sum(axis=1) / weights.sum(axis=1)
     return mean / mx.linalg.norm(mean, axis=-1, keepdims=True)
 
 
 def loss(model: Any, batch: Batch) -> mx.array:
-    """Each text has to find its partner among those of the batch (InfoNCE, arXiv:1807.03748)."""
+    """Return the InfoNCE loss (arXiv:1807.03748) of each text against the batch's partners."""
     scores = vectors(model, batch[0]) @ vectors(model, batch[1]).T / TEMPERATURE
     partner = mx.arange(scores.shape[0])
-    found = nn.losses.cross_entropy(scores, partner, reduction="mean")
-    return (found + nn.losses.cross_entropy(scores.T, partner, reduction="mean")) / 2
+    forward = nn.losses.cross_entropy(scores, partner, reduction="mean")
+    return (forward + nn.losses.cross_entropy(scores.T, partner, reduction="mean")) / 2

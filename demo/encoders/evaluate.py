@@ -34,7 +34,7 @@ class Stored:
         self.tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
 
     def encode(self, texts: list[str]) -> list[list[int]]:
-        """The ids of texts with special tokens."""
+        """Return the ids of texts with special tokens."""
         return [one.ids for one in self.tokenizer.encode_batch_fast(texts)]
 
 
@@ -47,7 +47,7 @@ def _bools(array: mx.array) -> list[bool]:
 
 
 def masked_lm_scores(stored: Stored, limit: int, seed: int) -> Scores:
-    """Masks filled with the very token, of ``limit`` distinct held-out sentences and of each kind.
+    """Return the share of masks filled correctly, in ``limit`` held-out sentences and by kind.
 
     Kinds with few sentences have fewer.
     """
@@ -77,7 +77,7 @@ def _filled(stored: Stored, rng: Random, texts: list[str]) -> list[bool]:
 
 
 def sentiment_scores(stored: Stored, limit: int, seed: int) -> Scores:
-    """Reviews whose sentiment is told."""
+    """Return the share of reviews whose sentiment is recognised."""
     rng = Random(f"sentiment{seed}")
     drawn = [reviews.review(rng, "held_out") for _ in range(limit)]
     drawn.sort(key=lambda one: len(one.text))
@@ -92,7 +92,7 @@ def sentiment_scores(stored: Stored, limit: int, seed: int) -> Scores:
 
 
 def embed_scores(stored: Stored, limit: int, seed: int) -> Scores:
-    """Queries whose own statement is the nearest of all ``limit`` statements (recall@1)."""
+    """Return the share of queries whose own statement is the nearest of ``limit`` (recall@1)."""
     pairs = facts.pairs(Random(f"embed{seed}"), limit, "held_out")
     queries = _vectors(stored, [one.query for one in pairs])
     statements = _vectors(stored, [one.statement for one in pairs])
@@ -117,7 +117,7 @@ def _vectors(stored: Stored, texts: list[str]) -> mx.array:
 
 
 def reward_scores(stored: Stored, limit: int, seed: int) -> Scores:
-    """Pairs whose right answer scores higher: ``limit`` of each exercise; "all" is their mean."""
+    """Return the share of pairs ranked correctly, ``limit`` per exercise; "all" is their mean."""
     scores = {}
     for task in EXERCISES:
         rng = Random(f"{task}{seed}")
@@ -127,7 +127,7 @@ def reward_scores(stored: Stored, limit: int, seed: int) -> Scores:
 
 
 def _short_pair(stored: Stored, rng: Random, task: str) -> AnswerPair:
-    """A held-out pair that fits into the model, the right chat in words that it knows."""
+    """Return a held-out pair that fits into the model, the right chat in words that it knows."""
     while True:
         pair = answer_pair(rng, "held_out", task)
         right, wrong = reward.encode(stored.tokenizer, pair.chats())
@@ -137,15 +137,15 @@ def _short_pair(stored: Stored, rng: Random, task: str) -> AnswerPair:
 
 
 def ranked(stored: Stored, pairs: list[AnswerPair]) -> list[bool]:
-    """Of each pair whether its right answer scores higher."""
+    """Return, for each pair, True if its right answer scores higher."""
     encoded = sorted(reward.encoded_pairs(stored.tokenizer, pairs), key=lambda two: len(two[0]))
-    found: list[bool] = []
+    results: list[bool] = []
     for start in range(0, len(encoded), BATCH):
         some = encoded[start : start + BATCH]
         given = rows([right for right, _ in some] + [wrong for _, wrong in some])
         scores = stored.model.sequence_logits(stored.model(given.ids, given.mask), given.mask)[:, 0]
-        found += _bools(scores[: len(some)] > scores[len(some) :])
-    return found
+        results += _bools(scores[: len(some)] > scores[len(some) :])
+    return results
 
 
 EVALUATIONS: dict[str, tuple[Callable[[Stored, int, int], Scores], int]] = {
@@ -158,7 +158,7 @@ EVALUATIONS: dict[str, tuple[Callable[[Stored, int, int], Scores], int]] = {
 
 
 def main() -> None:
-    """The command line."""
+    """Evaluate the encoders of the command line."""
     parser = argparse.ArgumentParser(description="Accuracy on held-out texts.")
     parser.add_argument("names", nargs="*", choices=EVALUATIONS, default=list(EVALUATIONS))
     parser.add_argument("--limit", type=int, help="texts, facts, or pairs an exercise")

@@ -1,4 +1,4 @@
-"""Facts about people, and the ways to state and to ask for them: what the embedder learns from.
+"""Facts about people, as statements and questions, on which the embedder is trained.
 
 Two texts belong together if they are about the same fact: a statement and another wording of it,
 or a question and the statement that answers it. Facts share names, places and things, and some
@@ -57,7 +57,7 @@ class Fact:
 
     @property
     def split(self) -> Split:
-        """By the hash of the fact, not of its wording: one in twenty is held out."""
+        """The fact's split, by its hash without the wording; one in twenty is held out."""
         digest = zlib.crc32(f"{self.relation}|{self.values}".encode())
         return "held_out" if digest % HELD_OUT_ONE_IN == 0 else "train"
 
@@ -160,26 +160,26 @@ RELATIONS: dict[str, Relation] = {
 
 
 def fact(rng: Random, split: Split) -> Fact:
-    """A fact of a random relation."""
+    """Return a fact of a random relation."""
     while True:
         relation = rng.choice(tuple(RELATIONS))
-        found = Fact(relation, tuple(RELATIONS[relation].make(rng).items()))
-        if found.split == split:
-            return found
+        drawn = Fact(relation, tuple(RELATIONS[relation].make(rng).items()))
+        if drawn.split == split:
+            return drawn
 
 
-def near(rng: Random, one: Fact) -> Fact:
-    """A fact that differs little: two values change places, or one is another."""
-    relation, values = RELATIONS[one.relation], dict(one.values)
+def near(rng: Random, original: Fact) -> Fact:
+    """Return a similar fact: two values exchanged, or one value changed."""
+    relation, values = RELATIONS[original.relation], dict(original.values)
     if relation.swapped and rng.random() < 0.6:
         first, second = relation.swapped
         values[first], values[second] = values[second], values[first]
-        return Fact(one.relation, tuple(values.items()))
+        return Fact(original.relation, tuple(values.items()))
     while True:
         name = rng.choice(tuple(values))
         changed = values | {name: relation.make(rng)[name]}
         if len(set(changed.values())) == len(values) and changed != values:
-            return Fact(one.relation, tuple(changed.items()))
+            return Fact(original.relation, tuple(changed.items()))
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,8 +187,8 @@ class Pair:
     """Two texts about one fact: a question or a statement, and a statement in other words.
 
     Attributes:
-        fact: what they are about.
-        template: of the first text.
+        fact: the fact of both texts.
+        template: the template of the first text.
         query: the first text.
         statement: the second one.
     """
@@ -199,37 +199,37 @@ class Pair:
     statement: str
 
     def fits(self, other: Fact) -> bool:
-        """Whether the query is about another fact as well: all it says is true of that too."""
+        """True if the query also fits another fact."""
         return other.relation == self.fact.relation and _worded(self.template, other) == self.query
 
 
-def pair(rng: Random, one: Fact) -> Pair:
-    """Two texts about a fact; the first is a question half of the time."""
-    relation = RELATIONS[one.relation]
+def pair(rng: Random, fact: Fact) -> Pair:
+    """Return two texts about a fact; the first is a question half of the time."""
+    relation = RELATIONS[fact.relation]
     template, other = rng.sample(relation.statements, 2)
     if rng.random() < 0.5:
         template = rng.choice(relation.questions)
-    return Pair(one, template, _worded(template, one), _worded(other, one))
+    return Pair(fact, template, _worded(template, fact), _worded(other, fact))
 
 
 def pairs(rng: Random, count: int, split: Split) -> list[Pair]:
-    """``count`` pairs, half of them about facts near those of the other half.
+    """Return ``count`` pairs, half of them about facts similar to those of the other half.
 
     No query is about the fact of another pair.
     """
-    found: list[Pair] = []
-    while len(found) < count:
-        is_near = len(found) % 2 == 1
-        one = near(rng, found[-1].fact) if is_near else fact(rng, split)
-        made = pair(rng, one)
-        # A near fact may be of the other split: held out, it must not be learnt from.
-        if split == "train" and one.split != split:
-            found.pop()
-        elif not any(made.fits(old.fact) or old.fits(one) for old in found):
-            found.append(made)
-    return found
+    accepted: list[Pair] = []
+    while len(accepted) < count:
+        is_near = len(accepted) % 2 == 1
+        candidate = near(rng, accepted[-1].fact) if is_near else fact(rng, split)
+        new_pair = pair(rng, candidate)
+        # A similar fact may be held out, and then it must not be trained on.
+        if split == "train" and candidate.split != split:
+            accepted.pop()
+        elif not any(new_pair.fits(old.fact) or old.fits(candidate) for old in accepted):
+            accepted.append(new_pair)
+    return accepted
 
 
-def _worded(template: str, one: Fact) -> str:
-    text = _ARTICLE.sub("an", template.format(**dict(one.values)))
+def _worded(template: str, fact: Fact) -> str:
+    text = _ARTICLE.sub("an", template.format(**dict(fact.values)))
     return text[:1].upper() + text[1:]

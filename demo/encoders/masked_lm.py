@@ -27,7 +27,7 @@ Batch = tuple[Rows, mx.array, mx.array]
 
 
 def train_tokenizer(texts: int = 15_000, seed: int = 7) -> Tokenizer:
-    """The tokenizer of the masked LM, the sentiment classifier and the embedder."""
+    """Return the tokenizer of the masked LM, the sentiment classifier and the embedder."""
 
     def made() -> Iterator[str]:
         rng = Random(seed)
@@ -40,7 +40,7 @@ def train_tokenizer(texts: int = 15_000, seed: int = 7) -> Tokenizer:
 
 
 def config(tokenizer: Tokenizer) -> dict[str, Any]:
-    """The model's ``config.json``."""
+    """Return the model's ``config.json``."""
     return bert_config(
         tokenizer.get_vocab_size(), dims=96, layers=3, architecture="BertForMaskedLM"
     )
@@ -53,14 +53,14 @@ def batches(
     verdict_share: float = VERDICT_SHARE,
     last_share: float = LAST_SHARE,
 ) -> Iterator[Batch]:
-    """Endless batches of ever new sentences."""
+    """Yield batches of new sentences without end."""
     rng = Random(seed)
     while True:
         texts = [_drawn(rng, verdict_share) for _ in range(POOL)]
-        encoded = [one.ids for one in tokenizer.encode_batch_fast(texts)]
-        found = by_length([len(ids) for ids in encoded], MAX_TOKENS)
-        rng.shuffle(found)
-        for places in found:
+        encoded = [encoding.ids for encoding in tokenizer.encode_batch_fast(texts)]
+        groups = by_length([len(ids) for ids in encoded], MAX_TOKENS)
+        rng.shuffle(groups)
+        for places in groups:
             chosen = [encoded[place] for place in places]
             yield masked(rng, chosen, possible=[_maskable(rng, ids, last_share) for ids in chosen])
 
@@ -84,7 +84,7 @@ def masked(
     share: float = MASKED_SHARE,
     possible: Sequence[Sequence[int]] | None = None,
 ) -> Batch:
-    """Texts with some of their tokens, at least one each, replaced by the mask.
+    """Return texts with some of their tokens, at least one each, replaced by the mask.
 
     As in BERT's training (arXiv:1810.04805), without its random and unchanged tokens: what is
     served is asked at masks only.
@@ -92,7 +92,7 @@ def masked(
     Args:
         rng: draws the tokens.
         encoded: the texts' ids, with the special ones at both ends.
-        share: of the tokens that may be masked.
+        share: share of the maskable tokens that are masked.
         possible: places of these tokens in each text; all but the special ones if not given.
     """
     inputs = [list(ids) for ids in encoded]
@@ -109,12 +109,12 @@ def masked(
 
 
 def logits(model: Any, batch: Batch) -> mx.array:
-    """Logits ``[masks, vocabulary]``."""
-    given, places, _ = batch
-    hidden = model(given.ids, given.mask)
+    """Return logits ``[masks, vocabulary]``."""
+    masked_rows, places, _ = batch
+    hidden = model(masked_rows.ids, masked_rows.mask)
     return model.mlm_logits(hidden.reshape(-1, hidden.shape[-1])[places])
 
 
 def loss(model: Any, batch: Batch) -> mx.array:
-    """Cross-entropy at the masks."""
+    """Return the cross-entropy at the masks."""
     return nn.losses.cross_entropy(logits(model, batch), batch[2], reduction="mean")

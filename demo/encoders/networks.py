@@ -19,7 +19,7 @@ MAX_LENGTH = 128
 def bert_config(
     vocab_size: int, *, dims: int, layers: int, architecture: str, **more: object
 ) -> dict[str, Any]:
-    """``config.json`` of a BERT."""
+    """Return the ``config.json`` of a BERT."""
     return {
         "architectures": [architecture],
         "model_type": "bert",
@@ -44,7 +44,7 @@ def bert_config(
 def modernbert_config(
     vocab_size: int, *, dims: int, layers: int, architecture: str, **more: object
 ) -> dict[str, Any]:
-    """``config.json`` of a ModernBERT whose layers all have global attention."""
+    """Return the ``config.json`` of a ModernBERT whose layers all have global attention."""
     return {
         "architectures": [architecture],
         "model_type": "modernbert",
@@ -61,7 +61,7 @@ def modernbert_config(
         "global_rope_theta": 10000.0,
         "norm_eps": 1e-5,
         "pad_token_id": PAD_ID,
-        # Unless they are given, transformers has those of ModernBERT's own vocabulary.
+        # Without these ids transformers uses those of ModernBERT's own vocabulary.
         "bos_token_id": CLS_ID,
         "eos_token_id": SEP_ID,
         "cls_token_id": CLS_ID,
@@ -73,7 +73,7 @@ def modernbert_config(
 
 
 def new_model(config: dict[str, Any], seed: int) -> Any:
-    """A ``Model`` of ``mlx_parallm.models`` with fresh float32 weights."""
+    """Return a ``Model`` of ``mlx_parallm.models`` with fresh float32 weights."""
     mx.random.seed(seed)
     module = ARCHITECTURES[config["model_type"]]
     model = module.Model(module.ModelArgs.from_dict({**config, "add_pooling_layer": False}))
@@ -82,7 +82,7 @@ def new_model(config: dict[str, Any], seed: int) -> Any:
 
 
 def named_weights(model: nn.Module) -> dict[str, mx.array]:
-    """The weights by their dotted names."""
+    """Return the weights by their dotted names."""
     return dict(cast("list[tuple[str, mx.array]]", tree_flatten(model.parameters())))
 
 

@@ -1,4 +1,4 @@
-"""Short reviews with their sentiment: negation, contrast, what others said and what was expected.
+"""Short reviews with their sentiment: negation, contrast, hearsay and expectations.
 
 The sentiment follows from how a review is built, never from one word alone: most reviews that
 have a contrast name praise and blame alike.
@@ -29,9 +29,9 @@ class Words:
     """The words that a review may draw on.
 
     Attributes:
-        things: what is reviewed.
-        adjectives: by sentiment.
-        verbs: of the past tense and of the infinitive, by sentiment.
+        things: the reviewed things.
+        adjectives: adjectives by sentiment.
+        verbs: past tense and infinitive of verbs, by sentiment.
     """
 
     things: tuple[str, ...]
@@ -63,7 +63,7 @@ _PLAIN = (
     _words("""great wonderful excellent superb good lovely fantastic brilliant pleasant charming
     delightful nice"""),
 )
-# In training these occur only in reviews of one clause, never where clauses are put together.
+# _HELD_OUT_ADJECTIVES occur in training only in reviews of a single clause.
 _HELD_OUT_ADJECTIVES = (
     _words("nasty tedious mediocre useless lousy miserable"),
     _words("amazing perfect impressive enjoyable splendid marvellous"),
@@ -77,7 +77,7 @@ TRAIN_WORDS = Words(_THINGS, _PLAIN, _VERBS)
 HELD_OUT_WORDS = Words(_HELD_OUT_THINGS, _HELD_OUT_ADJECTIVES, _VERBS)
 _EVERY_ADJECTIVE = tuple(_PLAIN[label] + _HELD_OUT_ADJECTIVES[label] for label in range(2))
 _MANY_THINGS = tuple(noun for noun in COMMON_NOUNS if noun not in _HELD_OUT_THINGS)
-# So many that what a review is about cannot matter.
+# MANY_WORDS has so many things that the subject of a review cannot matter.
 MANY_WORDS = Words(_MANY_THINGS, _PLAIN, _VERBS)
 _EVERY_WORD = Words(_THINGS, (_EVERY_ADJECTIVE[0], _EVERY_ADJECTIVE[1]), _VERBS)
 
@@ -111,7 +111,7 @@ _AGREEING = (
     "In the end {x}, and {y}.",
 )
 _AGREEING_HELD_OUT = ("All in all, {x} and {y}.", "{x}, and in the end {y} because {y}.")
-# x has the other sentiment, y is what counts.
+# _CONTRASTS: y has the review's sentiment, x the other one.
 _CONTRASTS = (
     "{x}, but {y}.",
     "{x}. But {y}.",
@@ -128,7 +128,7 @@ _CONTRASTS_HELD_OUT = (
     "all in all, {y}, even though {x}.",
     "I know that {x}, but {y}.",
 )
-# What others said or I expected has the other sentiment.
+# _HEARSAY: the opinion of others, or the expectation, has the other sentiment.
 _HEARSAY = (
     "they told me the {t} was {o}, but it was {a}.",
     "I expected the {t} to be {o}. It was {a}.",
@@ -156,7 +156,7 @@ class Writer:
         self._held_out = split == "held_out"
 
     def plain(self, label: int) -> str:
-        """A clause without negation."""
+        """Return a clause without negation."""
         rng = self._rng
         if rng.random() < 0.3:
             past, _ = rng.choice(self._words.verbs[label])
@@ -165,7 +165,7 @@ class Writer:
         return f"the {self._thing()} {being} {degree}{self._adjective(label)}"
 
     def clause(self, label: int) -> str:
-        """A clause, often one that denies the opposite."""
+        """Return a clause, often one that denies the opposite."""
         rng = self._rng
         if rng.random() < 0.55:
             return self.plain(label)
@@ -175,19 +175,19 @@ class Writer:
         return rng.choice(_DENIALS).format(a=self._adjective(1 - label), t=self._thing())
 
     def one(self, label: int) -> str:
-        """One clause."""
+        """Return one clause."""
         return f"{self.clause(label)}."
 
     def agreeing(self, label: int) -> str:
-        """Two clauses of the same sentiment."""
+        """Return two clauses of the same sentiment."""
         return self._fill(label, label, _AGREEING, _AGREEING_HELD_OUT)
 
     def contrast(self, label: int) -> str:
-        """Two clauses; the one that counts has the sentiment."""
+        """Return two clauses of which the main one has the sentiment."""
         return self._fill(1 - label, label, _CONTRASTS, _CONTRASTS_HELD_OUT)
 
     def hearsay(self, label: int) -> str:
-        """What others said, or what was expected, and what is true."""
+        """Return an opinion of others or an expectation, and the contrary truth."""
         return self._fill(1 - label, label, _HEARSAY, _HEARSAY_HELD_OUT)
 
     def _fill(self, x: int, y: int, templates: tuple[str, ...], held_out: tuple[str, ...]) -> str:
@@ -217,7 +217,7 @@ _SHAPES: tuple[tuple[Shape, float], ...] = (
 
 
 def review(rng: Random, split: Split, words: Words = TRAIN_WORDS) -> Review:
-    """A review of either sentiment; ``words`` are those of training.
+    """Return a review of either sentiment; ``words`` are those of training.
 
     Those held out are about things that no review of training is about, use adjectives that occur
     there in single clauses only, and half of their frames are not used there.
@@ -235,12 +235,12 @@ def review(rng: Random, split: Split, words: Words = TRAIN_WORDS) -> Review:
 
 
 def single_clause(rng: Random) -> Review:
-    """A review for training of one clause, which may deny something, with any adjective."""
+    """Return a review for training of one clause, which may deny something, with any adjective."""
     label = rng.randrange(2)
     words = replace(_EVERY_WORD, things=_MANY_THINGS)
     return Review(sentence_case(Writer(rng, words, "train").one(label)), label)
 
 
 def sentence_case(text: str) -> str:
-    """The text with a capital letter at the beginning of every sentence."""
+    """Return the text with a capital letter at the beginning of every sentence."""
     return ". ".join(part[:1].upper() + part[1:] for part in text.split(". "))

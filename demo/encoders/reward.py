@@ -58,18 +58,18 @@ class Judge(nn.Module):
         self.probe = nn.Linear(DIMS, 1)
 
     def filled(self, given: Rows, places: mx.array) -> mx.array:
-        """Logits ``[masks, vocabulary]`` at flat places."""
+        """Return logits ``[masks, vocabulary]`` at flat places."""
         hidden = self.model(given.ids, given.mask).reshape(-1, DIMS)[places]
         return self.model.model.embeddings.tok_embeddings.as_linear(hidden)
 
     def __call__(self, given: Rows) -> tuple[mx.array, mx.array]:
-        """Scores ``[rows]``, and logits of faults ``[rows, length]``."""
+        """Return scores ``[rows]``, and logits of faults ``[rows, length]``."""
         hidden = self.model(given.ids, given.mask)
         return self.model.sequence_logits(hidden, given.mask)[:, 0], self.probe(hidden)[..., 0]
 
 
 def train_tokenizer(pairs: int = 20_000, seed: int = 7) -> Tokenizer:
-    """The reward model's own tokenizer: of the words of the exercises that it judges."""
+    """Return the reward model's own tokenizer of the words of its exercises."""
 
     def made() -> Iterator[str]:
         rng = Random(seed)
@@ -82,7 +82,7 @@ def train_tokenizer(pairs: int = 20_000, seed: int = 7) -> Tokenizer:
 
 
 def config(tokenizer: Tokenizer) -> dict[str, Any]:
-    """The model's ``config.json``."""
+    """Return the model's ``config.json``."""
     return modernbert_config(
         tokenizer.get_vocab_size(),
         dims=DIMS,
@@ -95,12 +95,12 @@ def config(tokenizer: Tokenizer) -> dict[str, Any]:
 
 
 def rendered(messages: Sequence[Message]) -> str:
-    """A chat as the template writes it."""
+    """Return a chat as the template writes it."""
     return CLS + "".join(f"{message['content']}{SEP}" for message in messages)
 
 
 def encode(tokenizer: Tokenizer, chats: Sequence[Sequence[Message]]) -> list[list[int]]:
-    """The ids of chats."""
+    """Return the ids of chats."""
     texts = [rendered(chat) for chat in chats]
     return [one.ids for one in tokenizer.encode_batch_fast(texts, add_special_tokens=False)]
 
@@ -108,14 +108,14 @@ def encode(tokenizer: Tokenizer, chats: Sequence[Sequence[Message]]) -> list[lis
 def encoded_pairs(
     tokenizer: Tokenizer, pairs: Sequence[AnswerPair]
 ) -> list[tuple[list[int], list[int]]]:
-    """The ids of both chats of each pair."""
+    """Return the ids of both chats of each pair."""
     chats = [chat for pair in pairs for chat in pair.chats()]
     ids = encode(tokenizer, chats)
     return list(zip(ids[::2], ids[1::2], strict=True))
 
 
 def batches(tokenizer: Tokenizer, seed: int) -> Iterator[Batch]:
-    """Endless batches of ever new pairs that fit into the model."""
+    """Yield batches of new pairs that fit into the model, without end."""
     rng = Random(seed)
     while True:
         pairs = encoded_pairs(tokenizer, [answer_pair(rng, "train") for _ in range(POOL)])
@@ -126,7 +126,7 @@ def batches(tokenizer: Tokenizer, seed: int) -> Iterator[Batch]:
 
 
 def filling_batches(tokenizer: Tokenizer, seed: int) -> Iterator[masked_lm.Batch]:
-    """Endless batches of right answers with masks in them."""
+    """Yield batches of right answers with masks in them, without end."""
     rng = Random(f"filling{seed}")
     while True:
         chats = [answer_pair(rng, "train").chats()[0] for _ in range(POOL)]
@@ -138,13 +138,13 @@ def filling_batches(tokenizer: Tokenizer, seed: int) -> Iterator[masked_lm.Batch
 
 
 def is_known(tokenizer: Tokenizer, ids: Sequence[int]) -> bool:
-    """Whether no word is spelled or unknown."""
+    """True if no word is spelled or unknown."""
     tokens = map(tokenizer.id_to_token, ids)
     return not any(token is None or token.startswith("##") or token == UNK for token in tokens)
 
 
 def _short(rng: Random, lengths: list[int], max_tokens: int) -> list[list[int]]:
-    """Batches, in any order, of the places of texts that fit into the model."""
+    """Return batches, in any order, of the indices of texts that fit into the model."""
     found = by_length([length for length in lengths if length <= MAX_LENGTH], max_tokens)
     fitting = [place for place, length in enumerate(lengths) if length <= MAX_LENGTH]
     rng.shuffle(found)
@@ -152,13 +152,13 @@ def _short(rng: Random, lengths: list[int], max_tokens: int) -> list[list[int]]:
 
 
 def filling_loss(judge: Judge, one: masked_lm.Batch) -> mx.array:
-    """Cross-entropy at the masks."""
+    """Return the cross-entropy at the masks."""
     given, places, hidden = one
     return nn.losses.cross_entropy(judge.filled(given, places), hidden, reduction="mean")
 
 
 def batch(pairs: Sequence[tuple[list[int], list[int]]]) -> Batch:
-    """Arrays of some pairs."""
+    """Return the arrays of some pairs."""
     given = rows([right for right, _ in pairs] + [wrong for _, wrong in pairs])
     faults = np.zeros(given.ids.shape, dtype=np.int32)
     answers = np.zeros(given.ids.shape, dtype=np.int32)
@@ -172,19 +172,19 @@ def batch(pairs: Sequence[tuple[list[int], list[int]]]) -> Batch:
 
 
 def answer_start(ids: Sequence[int]) -> int:
-    """The place behind the last separator but one."""
+    """Return the place behind the last separator but one."""
     return len(ids) - 1 - list(reversed(ids[:-1])).index(SEP_ID)
 
 
 def _differences(right: list[int], wrong: list[int]) -> Iterator[int]:
-    """Places of a wrong answer that differ; behind what is missing, the next one."""
+    """Yield the places at which a wrong answer differs; after a gap, the next place."""
     for kind, _, _, start, end in SequenceMatcher(None, right, wrong, False).get_opcodes():
         if kind != "equal":
             yield from range(start, max(end, start + 1))
 
 
 def loss(judge: Judge, one: Batch) -> mx.array:
-    """Right answers score above wrong ones (Bradley-Terry) and above 0, wrong ones below.
+    """Return a loss that puts right answers above 0 and above wrong ones (Bradley-Terry).
 
     The probe's loss is added.
     """

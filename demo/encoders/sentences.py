@@ -1,4 +1,4 @@
-"""Sentences in which most words follow from the others: what the masked LM learns from."""
+"""Training sentences of the masked LM, in which most words follow from the others."""
 
 from __future__ import annotations
 
@@ -138,18 +138,18 @@ KINDS: dict[str, tuple[Callable[[Random], str], float]] = {
 
 
 def split_of(text: str) -> Split:
-    """By the hash of the text: one in twenty is held out."""
+    """Return the text's split, by its hash: one text in twenty is held out."""
     return "held_out" if zlib.crc32(text.encode()) % HELD_OUT_ONE_IN == 0 else "train"
 
 
 def sentence(rng: Random, split: Split) -> str:
-    """A sentence of a kind drawn by weight."""
+    """Return a sentence of a kind drawn by weight."""
     names = tuple(KINDS)
     return sentence_of(rng.choices(names, [KINDS[name][1] for name in names])[0], rng, split)
 
 
 def sentence_of(kind: str, rng: Random, split: Split) -> str:
-    """A sentence of one kind."""
+    """Return a sentence of one kind."""
     make = KINDS[kind][0]
     while True:
         text = make(rng)

@@ -1,4 +1,4 @@
-"""``demo:sentiment``: tells whether a review praises or blames."""
+"""The model ``demo:sentiment``, which classifies reviews as positive or negative."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Batch = tuple[Rows, mx.array]
 
 
 def config(tokenizer: Tokenizer) -> dict[str, Any]:
-    """The model's ``config.json``."""
+    """Return the model's ``config.json``."""
     return bert_config(
         tokenizer.get_vocab_size(),
         dims=64,
@@ -36,14 +36,14 @@ def config(tokenizer: Tokenizer) -> dict[str, Any]:
 
 
 def batches(tokenizer: Tokenizer, seed: int) -> Iterator[Batch]:
-    """Endless batches of ever new reviews."""
+    """Yield batches of new reviews without end."""
     rng = Random(seed)
     while True:
         drawn = [_drawn(rng) for _ in range(POOL)]
         encoded = [one.ids for one in tokenizer.encode_batch_fast([one.text for one in drawn])]
-        found = by_length([len(ids) for ids in encoded], MAX_TOKENS)
-        rng.shuffle(found)
-        for places in found:
+        groups = by_length([len(ids) for ids in encoded], MAX_TOKENS)
+        rng.shuffle(groups)
+        for places in groups:
             labels = mx.array([drawn[place].label for place in places])
             yield rows([encoded[place] for place in places]), labels
 
@@ -55,7 +55,7 @@ def _drawn(rng: Random) -> reviews.Review:
 
 
 def loss(model: Any, batch: Batch) -> mx.array:
-    """Cross-entropy of the labels."""
-    given, labels = batch
-    logits = model.sequence_logits(model(given.ids, given.mask), given.mask)
+    """Return the cross-entropy of the labels."""
+    texts, labels = batch
+    logits = model.sequence_logits(model(texts.ids, texts.mask), texts.mask)
     return nn.losses.cross_entropy(logits, labels, reduction="mean")

@@ -24,7 +24,7 @@ MIN_COUNT = 4
 
 
 def word_pieces(texts: Iterable[str], size: int) -> Tokenizer:
-    """BERT's kind of tokenizer, without case: the most frequent words, the rest letter by letter.
+    """Return an uncased WordPiece tokenizer of the most frequent words and of single letters.
 
     Every digit is a token. The library's own trainer gives another vocabulary each time.
     """

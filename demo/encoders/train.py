@@ -36,10 +36,10 @@ class Stage:
     """A part of a training.
 
     Attributes:
-        batches: what is learnt from, by the tokenizer and a seed.
-        loss: of the model, or of what the recipe's ``wrap`` makes of it, and a batch.
-        steps: updates.
-        learning_rate: the highest.
+        batches: returns the training batches for a tokenizer and a seed.
+        loss: the loss of the model, wrapped by the recipe's ``wrap``, on a batch.
+        steps: number of updates.
+        learning_rate: the highest learning rate.
     """
 
     batches: Callable[[Tokenizer, int], Iterator[Any]]
@@ -50,14 +50,14 @@ class Stage:
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """How one of the encoders is made.
+    """How one of the encoders is trained.
 
     Attributes:
         tokenizer: trains its tokenizer.
         config: its ``config.json``.
-        stages: of its training, one after the other.
-        wrap: adds what is needed for training only.
-        chat_template: how chats become texts.
+        stages: the stages of its training, in order.
+        wrap: adds the parts that only training needs.
+        chat_template: the template that turns chats into texts.
         finish: writes further files to the folder.
     """
 
@@ -75,7 +75,7 @@ RECIPES: dict[str, Recipe] = {
         masked_lm.config,
         (
             Stage(masked_lm.batches, masked_lm.loss, 3500, 3e-3),
-            # Verdicts take many examples: whether something is denied turns them.
+            # Verdicts need many examples, because a negation reverses them.
             Stage(
                 partial(masked_lm.batches, verdict_share=0.7, last_share=0.8),
                 masked_lm.loss,
@@ -127,7 +127,7 @@ def make(name: str, folder: Path, *, seed: int = 1, effort: float = 1.0) -> None
 
 
 def main() -> None:
-    """The command line."""
+    """Train the encoders of the command line."""
     parser = argparse.ArgumentParser(description="Train one of the package's encoders.")
     parser.add_argument("name", choices=RECIPES)
     parser.add_argument("--out", type=Path, help="folder to write instead of the package's own")

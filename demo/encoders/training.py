@@ -17,7 +17,7 @@ WARMUP_STEPS = 100
 
 
 def rate(number: int, steps: int, peak: float) -> float:
-    """The learning rate of a step: a warm-up, then a cosine down to nothing."""
+    """Return the learning rate of a step: a warm-up, then a cosine down to nothing."""
     warm = min(1.0, (number + 1) / WARMUP_STEPS)
     return peak * warm * (1 + math.cos(math.pi * number / steps)) / 2
 

@@ -52,14 +52,14 @@ _SPOKEN = {"+": "plus", "-": "minus", "*": "times"}
 
 
 def addition(rng: Random) -> Example:
-    """Sum of two numbers of up to four digits, mostly two or three."""
+    """Return a sum of two numbers of up to four digits, mostly two or three."""
     a, b = _number(rng), _number(rng)
     key = f"{min(a, b)}+{max(a, b)}"
     return _example(rng, "addition", key, ("+", a, b), a + b, add_steps(a, b))
 
 
 def subtraction(rng: Random) -> Example:
-    """Difference of two numbers of up to four digits, rarely negative."""
+    """Return a difference of two numbers of up to four digits, rarely negative."""
     a, b = _number(rng), _number(rng)
     if a < b and rng.random() < 0.9:
         a, b = b, a
@@ -67,7 +67,7 @@ def subtraction(rng: Random) -> Example:
 
 
 def multiplication(rng: Random) -> Example:
-    """Product of numbers up to twelve, or of a two-digit and a one- or two-digit number."""
+    """Return a product of numbers up to twelve, or of a two-digit and a shorter number."""
     kind = rng.random()
     if kind < 0.35:
         a, b = rng.randint(0, 12), rng.randint(0, 12)
@@ -121,7 +121,7 @@ def _question(rng: Random, sign: str, a: int, b: int) -> str:
 
 
 def add_steps(a: int, b: int) -> str:
-    """Column addition from the right, one line a column."""
+    """Return the lines of column addition from the right, one per column."""
     lines, carry = [], 0
     for column in range(max(len(str(a)), len(str(b)))):
         x, y = a // 10**column % 10, b // 10**column % 10
@@ -132,7 +132,7 @@ def add_steps(a: int, b: int) -> str:
 
 
 def subtract_steps(a: int, b: int) -> str:
-    """Column subtraction from the right, one line a column; the larger number comes first."""
+    """Return the lines of column subtraction from the right; the larger number comes first."""
     lines, borrow = [], 0
     if a < b:
         lines.append(f"{a} < {b}, so - ({b} - {a})")
@@ -146,7 +146,7 @@ def subtract_steps(a: int, b: int) -> str:
 
 
 def multiply_steps(a: int, b: int) -> str:
-    """The digits of the larger factor times the smaller one, then the sum."""
+    """Return the digits of the larger factor times the smaller one, then the sum."""
     a, b = max(a, b), min(a, b)
     if a < 13 and b < 13:
         return f"{a} * {b} = {a * b}"
@@ -164,7 +164,7 @@ def multiply_steps(a: int, b: int) -> str:
 
 
 def three_terms(rng: Random) -> Example:
-    """Sum of three numbers, added one after the other."""
+    """Return a sum of three numbers, added one after the other."""
     terms = [rng.randrange(10 ** rng.randint(1, 2)) for _ in range(3)]
     first = terms[0] + terms[1]
     steps = (
@@ -189,7 +189,7 @@ def three_terms(rng: Random) -> Example:
 
 
 def compare(rng: Random) -> Example:
-    """The largest or smallest of some numbers, or whether one is larger than another."""
+    """Return the largest or smallest of some numbers, or whether one is larger than another."""
     count = 2 if rng.random() < 0.5 else rng.randint(3, 7)
     top = rng.choice((10, 100, 100, 1000))
     numbers = [rng.randrange(top) for _ in range(count)]

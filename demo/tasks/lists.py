@@ -94,7 +94,7 @@ _COUNT_BY = ("Count from {a} to {b} by {s}.", "Count from {a} to {b} in steps of
 
 
 def sort_numbers(rng: Random) -> Example:
-    """Three to eight numbers, up or down."""
+    """Return a problem that sorts three to eight numbers, up or down."""
     top = rng.choice((10, 100, 100, 1000))
     numbers = [rng.randrange(top) for _ in range(rng.randint(3, 8))]
     down = rng.random() < 0.3
@@ -110,7 +110,7 @@ def sort_numbers(rng: Random) -> Example:
 
 
 def sort_words(rng: Random) -> Example:
-    """Three to six ordinary words, alphabetically or in reverse."""
+    """Return a problem that sorts three to six ordinary words, also in reverse."""
     words = rng.sample(PLAIN_WORDS if rng.random() < 0.8 else NAMES, rng.randint(3, 6))
     down = rng.random() < 0.2
     ordered = sorted(words, reverse=down)
@@ -124,7 +124,7 @@ def sort_words(rng: Random) -> Example:
 
 
 def count_items(rng: Random) -> Example:
-    """The length of a list, or how often one word occurs in it."""
+    """Return the length of a list, or how often one word occurs in it."""
     if rng.random() < 0.5:
         items = [any_word(rng) for _ in range(rng.randint(1, 12))]
         question = phrase(rng, _COUNT_ITEMS, items=listing(rng, items))
@@ -152,7 +152,7 @@ def _tally(items: list[str], word: str) -> str:
 
 
 def count_letters(rng: Random) -> Example:
-    """The letters of a word, or one letter among them; thinking spells the word."""
+    """Return the letters of a word, or one letter among them; thinking spells the word."""
     word = odd_word(rng) if rng.random() < 0.4 else any_word(rng)
     if rng.random() < 0.5:
         letter = rng.choice(word) if rng.random() < 0.8 else rng.choice("abcdefghijklmnoprstuvw")
@@ -180,7 +180,7 @@ def _spell(word: str, letter: str) -> str:
 
 
 def spell(rng: Random) -> Example:
-    """A word letter by letter, or its letters in reverse; thinking spells it first."""
+    """Return a word letter by letter, or its letters in reverse; thinking spells it first."""
     word = odd_word(rng) if rng.random() < 0.4 else any_word(rng)
     if rng.random() < 0.5:
         question, answer, steps = phrase(rng, _SPELL, w=word), "-".join(word), ""
@@ -197,7 +197,7 @@ def spell(rng: Random) -> Example:
 
 
 def count_range(rng: Random) -> Example:
-    """Counting from a to b: up, down or in steps; mostly short, sometimes long."""
+    """Return a problem that counts from a to b, up, down or in steps."""
     length = rng.randint(3, 20) if rng.random() < 0.9 else rng.randint(20, 100)
     start = rng.randint(0, 30) if rng.random() < 0.6 else rng.randint(0, 900)
     if rng.random() < 0.15:

@@ -1,4 +1,4 @@
-"""Questions about what was said earlier in the conversation."""
+"""Questions about earlier turns of the conversation."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from demo.words import (
 
 @dataclass(frozen=True, slots=True)
 class Fact:
-    """Something a user may say of themselves, how it is asked for, and the answer."""
+    """A statement of a user about themselves, questions about it, and the answer."""
 
     make: Callable[[Random], object]
     said: tuple[str, ...]
@@ -115,7 +115,7 @@ UNKNOWN = "You have not told me that yet."
 
 
 def memory(rng: Random) -> Example:
-    """What the user, or the assistant, said before."""
+    """Return a question about an earlier statement of the user or the assistant."""
     kind = rng.random()
     if kind < 0.12:
         return _acknowledge(rng)
@@ -163,12 +163,12 @@ def _told_in_turns(rng: Random, values: dict[str, object]) -> list[Message]:
 
 
 def _told_at_once(rng: Random, values: dict[str, object]) -> list[Message]:
-    told = " ".join(phrase(rng, FACTS[name].said, v=value) for name, value in values.items())
+    statements = " ".join(phrase(rng, FACTS[name].said, v=value) for name, value in values.items())
     if rng.random() < 0.4:
-        return [user(told)]
+        return [user(statements)]
     if rng.random() < 0.3:
-        return [{"role": "system", "content": f"The user says: {told}"}]
-    return [user(told), assistant("OK, I will remember that.")]
+        return [{"role": "system", "content": f"The user says: {statements}"}]
+    return [user(statements), assistant("OK, I will remember that.")]
 
 
 def _ask(rng: Random, messages: list[Message], question: str) -> None:

@@ -91,7 +91,7 @@ _CAPITAL = (
 
 
 def smalltalk(rng: Random) -> Example:
-    """A greeting, a question about the assistant, thanks, or something beyond it."""
+    """Return a greeting, a question about the assistant, thanks, or something beyond it."""
     kind = rng.random()
     if kind < 0.08:
         return _persona(rng)

@@ -94,7 +94,7 @@ _EXTRACT = (
 
 
 def copy(rng: Random) -> Example:
-    """A sentence, words, or a string of characters to be repeated exactly."""
+    """Return a sentence, words, or a string of characters to be repeated exactly."""
     if rng.random() < 0.2:
         return _copy_words(rng)
     text = _copy_text(rng)
@@ -150,7 +150,7 @@ def _value(rng: Random) -> str:
 
 
 def lookup_keys(rng: Random) -> Example:
-    """The value of one key in a list of keys and values, from two to some 150 entries."""
+    """Return the value of one key in a list of keys and values, from two to some 150 entries."""
     size = rng.random()
     count = rng.randint(2, 12) if size < 0.85 else rng.randint(15, 60)
     count = rng.randint(60, 150) if size > 0.97 else count
@@ -175,7 +175,7 @@ def _lookup_example(rng: Random, task: str, listed: str, key: str, value: str) -
 
 
 def lookup_table(rng: Random) -> Example:
-    """One cell of a small Markdown or CSV table."""
+    """Return a question about one cell of a small Markdown or CSV table."""
     columns = rng.sample(
         ("age", "city", "job", "colour", "code", "price", "day"), rng.randint(2, 4)
     )
@@ -209,7 +209,7 @@ def _cell(rng: Random, column: str) -> str:
 
 
 def lookup_sentences(rng: Random) -> Example:
-    """A fact about one of several people or things, among other sentences."""
+    """Return a fact about one of several people or things, among other sentences."""
     if rng.random() < 0.25:
         return _lookup_things(rng)
     names = list(dict.fromkeys(any_name(rng) for _ in range(rng.randint(2, 6))))
@@ -232,7 +232,7 @@ def lookup_sentences(rng: Random) -> Example:
 
 
 def _lookup_things(rng: Random) -> Example:
-    """Who has how many of what, or which colour a thing has."""
+    """Return a question about who has how many of what, or the colour of a thing."""
     if rng.random() < 0.5:
         names = list(dict.fromkeys(any_name(rng) for _ in range(rng.randint(1, 5))))
         thing = rng.choice(FOODS[:20] + OBJECTS[:40])
@@ -324,17 +324,17 @@ def _event(rng: Random) -> tuple[str, dict[str, object]]:
 
 
 def extract_json(rng: Random) -> Example:
-    """Some fields of a sentence as a JSON object, in the order asked for."""
+    """Return a problem that extracts fields of a sentence as a JSON object, in a given order."""
     text, fields = rng.choice((_person, _person, _part_of_person, _record, _order, _event))(rng)
     names = rng.sample(tuple(fields), rng.randint(1, min(4, len(fields))))
     if rng.random() < 0.3:
         names = list(fields)
-    asked = names[0] if len(names) == 1 else ", ".join(names[:-1]) + " and " + names[-1]
+    names_text = names[0] if len(names) == 1 else ", ".join(names[:-1]) + " and " + names[-1]
     answer = json.dumps({name: fields[name] for name in names}, ensure_ascii=False)
     return Example(
         task="extract_json",
         key=f"{text} {sorted(names)}",
-        messages=(user(phrase(rng, _EXTRACT, f=asked, t=text)),),
+        messages=(user(phrase(rng, _EXTRACT, f=names_text, t=text)),),
         answer=answer,
         check="json",
     )

@@ -24,7 +24,7 @@ class Offer:
 
 
 def several_offers(rng: Random, family: Family) -> tuple[Offer, ...]:
-    """Offers of one tool whose first parameter is asked for with two to four values at once."""
+    """Return offers of a tool, one for each of two to four values of its first parameter."""
     plain = replace(family, parameters=family.parameters[:1], extra=())
     first = family_offer(rng, plain)
     name = next(iter(first.call.arguments))
@@ -37,7 +37,7 @@ def several_offers(rng: Random, family: Family) -> tuple[Offer, ...]:
 
 
 def family_offer(rng: Random, family: Family) -> Offer:
-    """A tool of the family under some names, a request for it and the right call."""
+    """Return a tool of the family under some names, a request for it and the right call."""
     names = _distinct_names(rng, family.parameters)
     optional = 1 if family.extra else 0
     use_all = bool(family.extra) and rng.random() < 0.5
@@ -93,7 +93,7 @@ _EXPLICIT = (
 
 
 def explicit_offer(rng: Random) -> Offer:
-    """A tool nobody has heard of, asked for by name and parameter."""
+    """Return a tool nobody has heard of, asked for by name and parameter."""
     verb = rng.choice(("get", "set", "run", "make", "find", odd_word(rng).lower()))
     noun = any_word(rng).lower()
     name = rng.choice((f"{verb}_{noun}", f"{verb}_{noun}", odd_word(rng).lower(), f"{noun}_{verb}"))

@@ -23,69 +23,69 @@ class Parameter:
 
 
 def tool_names(text: str) -> tuple[str, ...]:
-    """Names separated by spaces."""
+    """Return the tools' names from a text with spaces between them."""
     return tuple(text.split())
 
 
 def text(names: str, make: Maker, about: str = "") -> Parameter:
-    """A parameter of type string."""
+    """Return a parameter of type string."""
     return Parameter(tool_names(names), {"type": "string"}, make, about)
 
 
 def whole(names: str, low: int, high: int, about: str = "") -> Parameter:
-    """A parameter of type integer, from ``low`` to ``high``."""
+    """Return a parameter of type integer, from ``low`` to ``high``."""
     return Parameter(tool_names(names), {"type": "integer"}, lambda r: r.randint(low, high), about)
 
 
 def enum(names: str, *values: str) -> Parameter:
-    """A string parameter with a closed list of values."""
+    """Return a string parameter with a closed list of values."""
     schema = {"type": "string", "enum": list(values)}
     return Parameter(tool_names(names), schema, lambda r: r.choice(values))
 
 
 def any_topic(rng: Random) -> str:
-    """Something to search for."""
+    """Return something to search for."""
     return f"{rng.choice(ADJECTIVES)} {rng.choice(COMMON_NOUNS)}s"
 
 
 def any_time(rng: Random) -> str:
-    """A time of day as HH:MM."""
+    """Return a time of day as HH:MM."""
     return f"{rng.randint(0, 23):02d}:{rng.choice((0, 15, 30, 45)):02d}"
 
 
 def any_price(rng: Random) -> float | int:
-    """An amount of money."""
+    """Return an amount of money."""
     return rng.choice((rng.randint(1, 999), rng.randrange(11, 999) / 10))
 
 
 def any_mail(rng: Random) -> str:
-    """An email address."""
+    """Return an email address."""
     return f"{any_name(rng).lower()}@{rng.choice(('example.com', 'mail.org', 'test.net'))}"
 
 
 def any_path(rng: Random) -> str:
-    """A file path."""
+    """Return a file path."""
     folder = rng.choice(("/tmp", "/home", "docs", "data", "src"))
     return f"{folder}/{any_word(rng)}.{rng.choice(('txt', 'json', 'py', 'csv'))}"
 
 
 def any_expression(rng: Random) -> str:
-    """An arithmetic expression."""
+    """Return an arithmetic expression."""
     return f"{rng.randint(2, 999)} {rng.choice('+-*/')} {rng.randint(2, 999)}"
 
 
 def any_room(rng: Random) -> str:
-    """A room of a house."""
+    """Return a room of a house."""
     return rng.choice(("kitchen", "bedroom", "bathroom", "hall", "office", "garage", "garden"))
 
 
 def any_currency(rng: Random) -> str:
-    """A currency code."""
+    """Return a currency code."""
     return rng.choice(("USD", "EUR", "GBP", "JPY", "CHF", "INR", "CAD", "AUD", "CNY", "SEK"))
 
 
 def any_order_id(rng: Random) -> str:
-    """The id of an order."""
+    """Return the id of an order."""
     kind = rng.randrange(3)
     if kind == 0:
         return f"order_{rng.randrange(100, 99999)}"
@@ -93,20 +93,20 @@ def any_order_id(rng: Random) -> str:
 
 
 def any_ticker(rng: Random) -> str:
-    """A ticker symbol."""
+    """Return a ticker symbol."""
     return "".join(rng.choice("ABCDEFGHIJKLMNOPQRSTUVWXYZ") for _ in range(rng.randint(2, 4)))
 
 
 def any_event(rng: Random) -> str:
-    """The title of an event."""
+    """Return the title of an event."""
     return f"{any_word(rng)} {rng.choice(('party', 'meeting', 'lunch'))}"
 
 
 def any_chore(rng: Random) -> str:
-    """Something to be done."""
+    """Return something to be done."""
     return f"{rng.choice(('buy', 'fix', 'clean'))} the {rng.choice(OBJECTS)}"
 
 
 def one_of(names: str, words: tuple[str, ...]) -> Parameter:
-    """A string parameter whose value is one of some words, which the schema does not list."""
+    """Return a string parameter whose value is one of some words; the schema does not list them."""
     return Parameter(tuple(names.split()), {"type": "string"}, lambda r: r.choice(words))

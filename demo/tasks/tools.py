@@ -1,4 +1,4 @@
-"""Calling a given tool with the right arguments, and saying what it returned."""
+"""Calls of tools with the right arguments, and sentences about their results."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _CONDITIONS = ("sunny", "cloudy", "rainy", "windy", "foggy", "snowy", "stormy")
 
 
 def _offers(rng: Random, count: int) -> list[Offer]:
-    """Offers of different tools; the first one is for any purpose."""
+    """Return offers of different tools; the first may be for any purpose."""
     chosen = rng.sample(FAMILIES, count)
     sums = [family for family in chosen if family.about in _ARITHMETIC]
     chosen = [family for family in chosen if family not in sums[1:]]
@@ -42,7 +42,7 @@ def _offers(rng: Random, count: int) -> list[Offer]:
 
 
 def tool_set(rng: Random) -> tuple[Tool, ...]:
-    """A few tools that no question of the other tasks calls for."""
+    """Return a few tools that no question of the other tasks calls for."""
     others = [family for family in FAMILIES if family.about not in _ARITHMETIC + _TEXT_TOOLS]
     offers = [
         explicit_offer(rng) if rng.random() < 0.4 else family_offer(rng, rng.choice(others))
@@ -52,7 +52,7 @@ def tool_set(rng: Random) -> tuple[Tool, ...]:
 
 
 def no_tool(rng: Random) -> Example:
-    """A request for a tool that is not among those on offer, if any are."""
+    """Return a request for a tool that is not among those on offer, if any are."""
     known = _ARITHMETIC + _TEXT_TOOLS
     chosen = rng.sample([family for family in FAMILIES if family.about not in known], 3)
     wanted, *offers = [family_offer(rng, family) for family in chosen]
@@ -68,7 +68,7 @@ def no_tool(rng: Random) -> Example:
 
 
 def _several_calls(rng: Random) -> Example:
-    """One tool called once for each of several values."""
+    """Return a problem in which one tool is called once for each of several values."""
     listed = [family for family in FAMILIES if family.about in _LISTED]
     offers = several_offers(rng, rng.choice(listed))
     others = [explicit_offer(rng).tool for _ in range(rng.choice((0, 0, 1, 2)))]
@@ -85,7 +85,7 @@ def _several_calls(rng: Random) -> Example:
 
 
 def tool_call(rng: Random) -> Example:
-    """One call, sometimes more, of one to four tools on offer; sometimes after another exchange."""
+    """Return a problem with one or more calls of one to four tools, at times after an exchange."""
     if rng.random() < 0.08:
         return _several_calls(rng)
     offers = _offers(rng, rng.choices((1, 2, 3, 4), (0.35, 0.35, 0.2, 0.1))[0])
@@ -105,7 +105,7 @@ def tool_call(rng: Random) -> Example:
 
 
 def tool_result(rng: Random) -> Example:
-    """The sentence that tells a tool's result."""
+    """Return the sentence that tells a tool's result."""
     offers = _offers(rng, rng.choices((1, 2, 3), (0.6, 0.3, 0.1))[0])
     content, answer, expected = _result(rng)
     tools = [offer.tool for offer in offers]
@@ -152,7 +152,7 @@ def _tool_message(content: str) -> Message:
 
 
 def _result(rng: Random) -> tuple[str, str, tuple[str, ...]]:
-    """What a tool returned, the sentence about it, and the values the sentence must hold."""
+    """Return a tool's result, the sentence about it, and the values the sentence must contain."""
     style = rng.random()
     if style < 0.3:
         value = _plain_value(rng)
@@ -166,11 +166,11 @@ def _result(rng: Random) -> tuple[str, str, tuple[str, ...]]:
                  for _ in range(rng.randint(1, 4))]  # fmt: skip
         fields = {name: _plain_value(rng) for name in names}
     parts = [f"the {name} is {value}" for name, value in fields.items()]
-    told = parts[0] if len(parts) == 1 else ", ".join(parts[:-1]) + " and " + parts[-1]
+    sentence = parts[0] if len(parts) == 1 else ", ".join(parts[:-1]) + " and " + parts[-1]
     expected = tuple(str(value) for value in fields.values())
     separators = rng.choice((None, None, (",", ":")))
     content = json.dumps(fields, separators=separators)
-    return content, told[:1].upper() + told[1:] + ".", expected
+    return content, sentence[:1].upper() + sentence[1:] + ".", expected
 
 
 def _plain_value(rng: Random) -> str | int | float:
