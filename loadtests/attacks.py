@@ -1,4 +1,4 @@
-"""What a hostile client does. Each attack goes on until its process is ended."""
+"""The attacks of a hostile client, each of which runs until its process is ended."""
 
 from __future__ import annotations
 
@@ -59,13 +59,13 @@ class Target:
         return connection
 
     def chat(self, **fields: Any) -> bytes:
-        """A chat's body."""
+        """Return a chat's body."""
         messages = [{"role": "user", "content": "Repeat exactly: one two three"}]
         return json.dumps({"model": self.model, "messages": messages} | fields).encode()
 
 
 def deep(target: Target) -> None:
-    """JSON of 10,000 levels, as the body and as a schema."""
+    """Send JSON of 10,000 levels, as the body and as a schema."""
     nested = b'{"a":' * DEPTH + b"1" + b"}" * DEPTH
     schema = {"type": "json_schema", "json_schema": {"name": "x", "schema": "HERE"}}
     with_schema = target.chat(response_format=schema).replace(b'"HERE"', nested)
@@ -77,7 +77,7 @@ def deep(target: Target) -> None:
 
 
 def schema(target: Target) -> None:
-    """A JSON schema of a megabyte."""
+    """Send a JSON schema of a megabyte."""
     one = {"type": "string", "pattern": "^[a-z]{1,40}$", "maxLength": 40}
     size = len(json.dumps(one)) + 12
     properties = {f"p{number:06}": one for number in range(SCHEMA_BYTES // size)}
@@ -90,7 +90,7 @@ def schema(target: Target) -> None:
 
 
 def flood(target: Target) -> None:
-    """128 requests of 128 samples each, whose streams nobody reads."""
+    """Send 128 requests of 128 samples each, without reading their streams."""
     body = target.chat(n=NUM_SAMPLES, stream=True, ignore_eos=True, max_tokens=2000, logprobs=True)
     while True:
         held = []
@@ -104,7 +104,7 @@ def flood(target: Target) -> None:
 
 
 def half(target: Target) -> None:
-    """Bodies of which the second half never comes."""
+    """Send bodies whose second half never comes."""
     held: list[socket.socket] = []
     while True:
         for _ in range(NUM_HALF_BODIES):
@@ -115,7 +115,7 @@ def half(target: Target) -> None:
 
 
 def texts(target: Target) -> None:
-    """Eight clients that send texts of megabytes, which are refused or take long to encode."""
+    """Send, from eight clients, texts of megabytes that are refused or take long to encode."""
     bodies = long_texts(target.model)
 
     def send(number: int) -> None:
@@ -136,11 +136,11 @@ def texts(target: Target) -> None:
 
 
 def long_texts(model: str) -> list[tuple[str, bytes]]:
-    """Paths and bodies: words, spaces, odd characters, a chat, token ids, and texts to tokenise."""
+    """Return paths and bodies of long words, spaces, odd characters, a chat, ids and texts."""
     words = "word " * 1_400_000
     odd = "\U0001f469\u200d\U0001f4bb\u4f60\u0301\u00e9" * 350_000
     few = "word " * 200_000
-    asked: list[tuple[str, dict[str, Any]]] = [
+    requests: list[tuple[str, dict[str, Any]]] = [
         ("/v1/completions", {"prompt": words}),
         (CHAT, {"messages": [{"role": "user", "content": words}]}),
         ("/v1/completions", {"prompt": " " * 3_000_000}),
@@ -153,7 +153,7 @@ def long_texts(model: str) -> list[tuple[str, bytes]]:
     ]
     return [
         (path, json.dumps({"model": model, **body}, ensure_ascii=False).encode())
-        for path, body in asked
+        for path, body in requests
     ]
 
 

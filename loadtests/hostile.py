@@ -37,16 +37,16 @@ NUM_NORMAL = 8
 HOSTILE_KEY = "hostile"
 TIMEOUT_S = 120.0
 MAX_PAUSE_S = 0.2
-# Of a chunk; the first chunk has only a role.
+# TEXT matches a chunk with text; the first chunk has only a role.
 TEXT = re.compile(rb'"(?:content|reasoning)":"[^"]')
-# The hostile client's sequences: enough for a client of its own, few beside the others.
+# SERVER_OPTIONS give the hostile client enough sequences to work, but few beside the others.
 SERVER_OPTIONS = ["--max-num-seqs-per-key", "8", "--client-timeout", "5"]
-# Until what an attack has left behind is gone.
+# SETTLE_S: seconds until the effects of an attack are gone.
 SETTLE_S = 6.0
-# Until the attacking processes have started.
+# BEGIN_S: seconds until the attacking processes have started.
 BEGIN_S = 1.0
 MOST_RATIO = 2.0
-# Beside long texts: seconds until /health answers, and memory after them over that before.
+# MOST_HEALTH_S: seconds until /health answers beside long texts; the memory limit is a ratio.
 MOST_HEALTH_S = 0.1
 MOST_KEPT = 1.1
 HEALTH_PAUSE_S = 0.05
@@ -55,7 +55,7 @@ MOST_GROWTH_BYTES = 512 * 1024 * 1024
 
 @dataclass(slots=True)
 class Phase:
-    """What the normal clients saw in one kind of phase."""
+    """The normal clients' measurements in one kind of phase."""
 
     first_token_s: list[float] = field(default_factory=list)
     gaps_s: list[float] = field(default_factory=list)
@@ -75,7 +75,7 @@ class Result:
 
     @property
     def failures(self) -> list[str]:
-        """Of normal clients, in any phase."""
+        """The failures of normal clients, in all phases."""
         return [one for phase in (self.alone, *self.beside.values()) for one in phase.failures]
 
 
@@ -105,7 +105,7 @@ def main() -> int:
 
 
 def measure(server: Server, cases: dict[str, list[str]], rounds: int, seconds: float) -> Result:
-    """Let phases alone and beside each case of attacks take turns."""
+    """Measure phases alone and beside each attack, in turns."""
     before = peak = server.resident_bytes()
     result = Result(Phase(), {name: Phase() for name in cases})
     for _ in range(rounds):
@@ -126,7 +126,7 @@ def measure(server: Server, cases: dict[str, list[str]], rounds: int, seconds: f
 
 
 def checks_of(result: Result) -> list[Check]:
-    """The table: every kind of phase, then what holds for all of them."""
+    """Return the table of all kinds of phases, and then the figures of all of them."""
     alone = result.alone
     checks = phase_checks("alone", alone)
     for name, phase in result.beside.items():
@@ -151,7 +151,7 @@ def phase_checks(name: str, phase: Phase) -> list[Check]:
 
 
 def stall_checks(name: str, phase: Phase, alone: Phase, kept: float) -> list[Check]:
-    """Whether anything stood still; a target where the attack is of long texts alone."""
+    """Return checks that nothing stalled; they have a limit only for attacks of long texts."""
     gaps = percentile(phase.gaps_s, 99) / percentile(alone.gaps_s, 99)
     health_ms = 1e3 * percentile(phase.health_s, 99)
     figures = [
@@ -176,7 +176,7 @@ def ratio(beside: Phase, alone: Phase) -> float:
 
 
 def percentile(values: list[float], share: float) -> float:
-    """The nearest-rank percentile; NaN of nothing."""
+    """Return the nearest-rank percentile; NaN if there are no values."""
     if not values:
         return float("nan")
     ordered = sorted(values)
@@ -236,7 +236,7 @@ def ask_until(base_url: str, number: int, until_s: float, phase: Phase) -> None:
 
 
 def timed_answer(base_url: str, key: str, body: dict[str, Any]) -> tuple[float, list[float]]:
-    """Seconds from the request to the first event with text, and between such events.
+    """Return the seconds to the first event with text, and between such events.
 
     Raises:
         ValueError: the answer is an error, or has no text.

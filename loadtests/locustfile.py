@@ -25,7 +25,7 @@ LONG_OUTPUT_TOKENS = 400
 
 @events.test_start.add_listener
 def record_right_answers(environment: Environment, **_: Any) -> None:
-    """Ask for every case on the idle server, and keep the answers for the users."""
+    """Request every case on the idle server, and keep the answers for the users."""
     base_url = environment.host or ""
     with urllib.request.urlopen(f"{base_url}/v1/models", timeout=10) as answer:
         model = json.load(answer)["data"][0]["id"]
@@ -48,7 +48,7 @@ class CheckingUser(User):
 
     @task
     def compare(self) -> None:
-        """Ask for one case."""
+        """Request one case and compare the answer."""
         case, right = self.draw.choice(self.cases)
         self.report(case.name, lambda: self._compare(case, right))
 
@@ -99,7 +99,7 @@ class LeavingUser(CheckingUser):
 
     @task
     def compare(self) -> None:
-        """Leave after a few events."""
+        """Disconnect after a few events."""
         case, _ = self.draw.choice(self.cases)
         body = case.body | {"max_tokens": LONG_OUTPUT_TOKENS}
         count = self.draw.randint(0, 12)

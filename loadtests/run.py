@@ -1,4 +1,4 @@
-"""Run the load test: start the server, load it with locust, and check what it leaves behind.
+"""The load test, which starts the server, loads it with locust, and checks its state afterwards.
 
 ``python -m loadtests.run`` serves the embedded model to 64 users for two minutes. The exit status
 is 0 when there was no wrong answer, no error, no request left and no KV block in use, and the
@@ -26,9 +26,9 @@ from mlx_parallm import child_process
 LOCUSTFILE = Path(__file__).with_name("locustfile.py")
 LEFT_BEHIND = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
 SETTLE_S = 10.0
-# The users begin after the right answers have been recorded, within locust's run time.
+# RECORDING_S: locust's run time includes the recording of right answers before the users begin.
 RECORDING_S = 5
-# Users may finish what they have asked for before locust ends.
+# FINISH_S: seconds that users get to finish their requests before locust ends.
 FINISH_S = 60
 
 
@@ -76,7 +76,7 @@ def run_locust(server: Server, users: int, seconds: int) -> dict[str, int]:
     failures = sum(row["num_failures"] for row in rows)
     return {
         "requests": sum(row["num_requests"] for row in rows),
-        # Locust's own verdict counts too: it sees what happens outside a request.
+        # Locust's own exit status counts too, because it sees failures outside of requests.
         "failures": max(failures, int(status != 0)),
     }
 

@@ -1,4 +1,4 @@
-"""The clients of the swap test: streams, rollouts, and what they would get on an idle server."""
+"""The clients of the swap test: streams, rollouts, and requests to an idle server."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from loadtests.swap_samples import Output, Sample, Span
 
 POLICIES = ("left", "right")
 STREAM_TOKENS, ROLLOUT_TOKENS, GROUP = 48, 24, 2
-# Prompts share prefixes, longer and shorter than a block: KV of another version would be found.
+# SHARED: common prefixes, longer and shorter than a block, so that wrong reuse of KV would show.
 SHARED = [7 + number * 13 % 900 for number in range(48)]
 PROMPTS = {
     "short": SHARED[:9],
@@ -38,7 +38,7 @@ class Policy:
     """An adapter's versions: the newest that serves, and the newest that was sent.
 
     Attributes:
-        seeds: of each version's tensors.
+        seeds: seeds of the tensors, by version.
     """
 
     name: str
@@ -49,7 +49,7 @@ class Policy:
 
 @dataclass(slots=True)
 class Clients:
-    """Send requests until they are told to stop, and keep what came."""
+    """Clients that send requests until they are stopped, and keep the answers."""
 
     http: httpx2.AsyncClient
     policies: dict[str, Policy]
@@ -58,7 +58,7 @@ class Clients:
     is_stopped: bool = False
 
     async def run(self, streams: int) -> None:
-        """So many streams of each policy and of the base, and one rollout of each policy."""
+        """Run streams of each policy and of the base model, and one rollout of each policy."""
         policies: list[Policy | None] = [*self.policies.values(), None]
         async with asyncio.TaskGroup() as tasks:
             for policy, number in itertools.product(policies, range(streams)):
@@ -67,27 +67,27 @@ class Clients:
                 tasks.create_task(self._roll(policy))
 
     async def _stream(self, policy: Policy | None, number: int) -> None:
-        """Greedy, one prompt after the other."""
+        """Send greedy requests, one prompt after the other."""
         cases = itertools.cycle(STREAMED[number % len(STREAMED) :] + STREAMED)
         while not self.is_stopped:
             case, before = next(cases), policy.live if policy else 0
             try:
-                found = await stream(self.http, model_of(policy), case)
+                output = await stream(self.http, model_of(policy), case)
             except (RefusedError, httpx2.HTTPError, ValueError, KeyError) as cause:
                 self.failures.append(f"stream {case}: {cause!r}")
                 continue
-            self._keep(policy, case, 0, before, found)
+            self._keep(policy, case, 0, before, output)
 
     async def _roll(self, policy: Policy) -> None:
-        """Sampled with seeds."""
+        """Send rollouts that are sampled with seeds."""
         while not self.is_stopped:
             before = policy.live
             try:
-                found = await roll(self.http, model_of(policy))
+                outputs = await roll(self.http, model_of(policy))
             except (RefusedError, httpx2.HTTPError, ValueError, KeyError) as cause:
                 self.failures.append(f"rollout: {cause!r}")
                 continue
-            for (case, index), output in found.items():
+            for (case, index), output in outputs.items():
                 self._keep(policy, case, index, before, output)
 
     def _keep(
@@ -105,12 +105,12 @@ class Clients:
 
 
 def model_of(policy: Policy | None) -> str:
-    """What requests name."""
+    """Return the name of a policy's model in requests."""
     return f"{SERVED_NAME}:{policy.name}" if policy else SERVED_NAME
 
 
 async def stream(http: httpx2.AsyncClient, model: str, case: str) -> Output:
-    """One streamed completion, greedy.
+    """Return the output of a greedy, streamed completion.
 
     Raises:
         RefusedError: the status is no 200, an event is an error, or the stream breaks off.
@@ -151,7 +151,7 @@ async def stream(http: httpx2.AsyncClient, model: str, case: str) -> Output:
 async def roll(
     http: httpx2.AsyncClient, model: str, **fields: Any
 ) -> dict[tuple[str, int], Output]:
-    """A rollout: by its prompt and place in the group each sample.
+    """Return the samples of a rollout by prompt and index in the group.
 
     Raises:
         RefusedError: the status is no 200, or a sample is missing.
@@ -171,24 +171,24 @@ async def roll(
     if response.status_code != 200:
         raise RefusedError(f"status {response.status_code}: {response.text[:300]}")
     groups = response.json()["groups"]
-    found = {
+    outputs = {
         (names[group["index"]], sample["index"]): Output(
             sample["token_ids"], sample["logprobs"], _spans(sample["weight_versions"])
         )
         for group in groups
         for sample in group["samples"]
     }
-    if len(found) != len(names) * body["n"]:
-        raise RefusedError(f"of {len(names) * body['n']} samples {len(found)} came")
-    return found
+    if len(outputs) != len(names) * body["n"]:
+        raise RefusedError(f"of {len(names) * body['n']} samples {len(outputs)} came")
+    return outputs
 
 
-#: By whether it is a stream's, the case, and the place in a group.
+#: ``Fresh``: outputs by (is a stream's, case, index in the group).
 Fresh = dict[tuple[bool, str, int], Output]
 
 
 async def fresh_outputs(http: httpx2.AsyncClient, model: str, salt: str) -> Fresh:
-    """What requests of each case get on an idle server; ``salt`` keeps cached KV from them."""
+    """Return the outputs of each case on an idle server; ``salt`` prevents KV reuse."""
     streams = await roll(
         http,
         model,
@@ -205,5 +205,5 @@ async def fresh_outputs(http: httpx2.AsyncClient, model: str, salt: str) -> Fres
     }
 
 
-def _spans(told: Sequence[dict[str, Any]]) -> list[Span]:
-    return [Span(one["version"], one["start"], one["end"]) for one in told]
+def _spans(spans: Sequence[dict[str, Any]]) -> list[Span]:
+    return [Span(span["version"], span["start"], span["end"]) for span in spans]

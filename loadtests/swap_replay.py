@@ -1,4 +1,4 @@
-"""What mlx_lm gives for a sample whose weights changed: each span by the weights that it names."""
+"""mlx_lm's results for a sample whose weights changed: each span by the weights that it names."""
 
 from __future__ import annotations
 
@@ -29,34 +29,34 @@ class Replay:
         paths = {name.rpartition(".")[0] for name in tensors(0)}
         self._modules = {path: modules[path] for path in paths}
         self._weights = {path: module.weight for path, module in self._modules.items()}
-        # By the seed of the adapter: a few MB each.
+        # The fused weights by the adapter's seed; they take a few MB each.
         self._fused: dict[int | None, dict[str, mx.array]] = {}
 
     def error(self, sample: Sample, seeds: dict[int, int]) -> float:
-        """How far a log-probability of the sample is off, at most.
+        """Return the largest error of a log-probability of the sample.
 
         Args:
             sample: its spans partition its tokens.
-            seeds: of the tensors of each version of its adapter.
+            seeds: seeds of the tensors, by version of its adapter.
         """
         output = sample.output
         logits = mx.concatenate(self.logits(sample.case, output, seeds))
-        wanted = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
-        wanted = wanted[mx.arange(len(output.token_ids)), mx.array(output.token_ids)]
-        return cast("float", mx.abs(wanted - mx.array(output.logprobs)).max().item())
+        expected = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
+        expected = expected[mx.arange(len(output.token_ids)), mx.array(output.token_ids)]
+        return cast("float", mx.abs(expected - mx.array(output.logprobs)).max().item())
 
     def logits(self, case: str, output: Output, seeds: dict[int, int]) -> list[mx.array]:
-        """For each span the logits that its tokens are chosen from, ``[tokens, vocab]``."""
+        """Return, for each span, the logits of its tokens, ``[tokens, vocab]``."""
         cache = make_prompt_cache(self._model)
-        unread, told = list(PROMPTS[case]), []
+        unread, by_span = list(PROMPTS[case]), []
         for span in output.spans:
             number = version_number(span.version)
             self._fuse(None if number is None else seeds[number])
             tokens = list(output.token_ids[span.start : span.end])
             logits = self._model(mx.array([unread + tokens[:-1]]), cache=cache)
-            told.append(logits[0, len(unread) - 1 :])
+            by_span.append(logits[0, len(unread) - 1 :])
             unread = tokens[-1:]
-        return told
+        return by_span
 
     def _fuse(self, seed: int | None) -> None:
         """Have the weights of an adapter; None is the base."""

@@ -1,4 +1,4 @@
-"""What clients got while adapters were replaced, and what is wrong with it."""
+"""The samples of clients while adapters were replaced, and checks of them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 BASE_VERSION = "default"
-# Of a log-probability, between sums in other orders; versions differ by more at nearly every token.
+# MOST_ERROR: largest rounding error of a log-probability; versions nearly always differ by more.
 MOST_ERROR = 1e-3
 
 
@@ -34,9 +34,9 @@ class Sample:
 
     Attributes:
         policy: the adapter; None is the base model.
-        case: which request it was.
+        case: the name of the request.
         index: its place among the samples of the request.
-        output: as the server told it.
+        output: the server's output.
         newest_before: number of the newest version when the request was sent.
         newest_after: number of the newest version that had been sent when it ended.
     """
@@ -54,12 +54,12 @@ def version_label(number: int) -> str:
 
 
 def version_number(label: str) -> int | None:
-    """None of the base's label."""
+    """Return the number in a version's label; None for the base model's label."""
     return None if label == BASE_VERSION else int(label.removeprefix("v"))
 
 
 def wrong_spans(sample: Sample) -> str | None:
-    """Why its spans are wrong; None if they partition its tokens and name what could be there."""
+    """Return why its spans are wrong; None if they partition its tokens validly."""
     spans, count = sample.output.spans, len(sample.output.token_ids)
     edges = [0, *(span.end for span in spans)]
     if [span.start for span in spans] != edges[:-1] or edges[-1] != count:
@@ -78,11 +78,11 @@ def wrong_spans(sample: Sample) -> str | None:
     return None if order == sorted(set(order)) else f"versions come again: {labels}"
 
 
-def wrong_tokens(found: Output, fresh: Output) -> str | None:
-    """Why the tokens up to the first update are wrong; None if a fresh request has the same."""
-    end = found.spans[0].end
-    ids, wanted = list(found.token_ids[:end]), list(fresh.token_ids[:end])
-    if ids != wanted:
-        return f"tokens are {ids}, and of a fresh request {wanted}"
-    error = max(abs(a - b) for a, b in zip(found.logprobs[:end], fresh.logprobs, strict=False))
+def wrong_tokens(output: Output, fresh: Output) -> str | None:
+    """Return why tokens before the first update are wrong; None if a fresh request has the same."""
+    end = output.spans[0].end
+    ids, expected = list(output.token_ids[:end]), list(fresh.token_ids[:end])
+    if ids != expected:
+        return f"tokens are {ids}, and of a fresh request {expected}"
+    error = max(abs(a - b) for a, b in zip(output.logprobs[:end], fresh.logprobs, strict=False))
     return None if error <= MOST_ERROR else f"a log-probability is off by {error:.3g}"

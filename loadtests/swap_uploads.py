@@ -20,11 +20,11 @@ CONFIG: Mapping[str, Any] = {
     "fine_tune_type": "lora",
     "lora_parameters": {"rank": RANK, "scale": SCALE, "dropout": 0.0},
 }
-# Far enough from nothing that versions say different things.
+# DEVIATION: large enough that versions give different answers.
 DEVIATION = 0.1
 TRUNCATED, NAN, SHAPE, KILLED = "truncated", "NaN", "wrong shape", "client killed"
 BAD_KINDS = (TRUNCATED, NAN, SHAPE, KILLED)
-# Sends what it is given, says so, and waits for its end.
+# SENDER: a program that sends its input, reports that, and waits to be killed.
 SENDER = """
 import socket, sys
 connection = socket.create_connection((sys.argv[1], int(sys.argv[2])))
@@ -35,7 +35,7 @@ connection.recv(1)
 
 
 def tensors(seed: int) -> dict[str, np.ndarray]:
-    """A LoRA of queries and values of all layers, named as mlx_lm names it."""
+    """Return a LoRA of queries and values of all layers, named as mlx_lm names it."""
     config = json.loads((DEMO_FOLDER / "config.json").read_text())
     dims, head_dim = config["hidden_size"], config["head_dim"]
     widths = {
@@ -53,12 +53,12 @@ def tensors(seed: int) -> dict[str, np.ndarray]:
 
 
 def good_body(seed: int) -> bytes:
-    """A whole file."""
+    """Return a complete file."""
     return encode_safetensors(tensors(seed))
 
 
 def bad_body(kind: str, seed: int) -> bytes:
-    """A file that cannot be used; of a killed client the first half."""
+    """Return a broken file; for a killed client, the first half of a file."""
     if kind in (TRUNCATED, KILLED):
         body = good_body(seed)
         return body[: len(body) // 2]
@@ -72,7 +72,7 @@ def bad_body(kind: str, seed: int) -> bytes:
 
 
 def query(name: str, version: str) -> dict[str, str]:
-    """The fields beside the file."""
+    """Return the fields beside the file."""
     return {"name": name, "version": version, "config": json.dumps(CONFIG)}
 
 

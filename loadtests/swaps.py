@@ -45,9 +45,9 @@ from loadtests.swap_uploads import (
 
 TIMEOUT_S = 120.0
 RAW = {"content-type": "application/octet-stream"}
-# Requests run for so long between two uploads.
+# PACE_S: seconds between two uploads.
 PACE_S = 0.1
-# Before memory is measured first, and of the good uploads between two bad ones.
+# WARM_SWAPS: uploads before memory is measured. GOOD_PER_BAD: good uploads between two bad ones.
 WARM_SWAPS, GOOD_PER_BAD = 20, 4
 FRESH = "fresh"
 MIB = 1 << 20
@@ -57,7 +57,7 @@ NOTHING_LEFT = ("adapters_running", "adapter_slots_used", "adapters_loaded")
 
 @dataclass(slots=True)
 class Result:
-    """What came of it; memory is ``(resident, MLX's active)`` in bytes, on the idle server."""
+    """The results; memory is ``(resident, MLX's active)`` in bytes, on the idle server."""
 
     samples: list[Sample] = field(default_factory=list)
     failures: list[str] = field(default_factory=list)
@@ -96,7 +96,7 @@ def main() -> int:
 
 
 async def measure(server: Server, swaps: int, streams: int, checked: int) -> Result:
-    """Warm up, replace adapters in two halves, and compare what came with fresh requests."""
+    """Warm up, replace adapters in two halves, and compare the samples with fresh requests."""
     result = Result()
     policies = {name: Policy(name) for name in POLICIES}
     async with httpx2.AsyncClient(
@@ -190,7 +190,7 @@ async def upload_bad(
 
 
 async def told_of(http: httpx2.AsyncClient, policy: Policy) -> tuple[str, str]:
-    """The version that serves, and the digest of its tensors."""
+    """Return the version that serves, and the digest of its tensors."""
     told = (await http.get(f"/v1/adapters/{policy.name}")).raise_for_status().json()
     return told["version"], told["digest"]
 
@@ -212,7 +212,7 @@ async def compare(
             continue
         first.setdefault((sample.policy, sample.output.spans[0].version), []).append(sample)
         seeds = policies[sample.policy].seeds if sample.policy else {}
-        # Here, as MLX computes on the thread that loaded the model; nothing else runs.
+        # This runs on the thread that loaded the model, as MLX requires; nothing else runs.
         result.replay_errors.append(replay.error(sample, seeds))
     versions = sorted((one for one in first if one[0]), key=str)
     base = [one for one in first if one[0] is None]
@@ -226,12 +226,12 @@ async def compare(
 
 
 def is_stream(sample: Sample) -> bool:
-    """Rather than of a rollout, whose samples are shorter."""
+    """True if a sample is a stream's, not a rollout's, whose samples are shorter."""
     return len(sample.output.token_ids) == STREAM_TOKENS
 
 
 async def fresh_of(http: httpx2.AsyncClient, policy: Policy | None, label: str) -> Fresh:
-    """What requests of a version get when it is uploaded under another name."""
+    """Return the answers of a version that is uploaded under another name."""
     if policy is None:
         return await fresh_outputs(http, SERVED_NAME, "fresh-base")
     number = version_number(label)
@@ -243,12 +243,12 @@ async def fresh_of(http: httpx2.AsyncClient, policy: Policy | None, label: str) 
 
 
 def memory_of(server: Server) -> tuple[int, int]:
-    """Resident bytes of the process, and bytes of MLX's arrays."""
+    """Return the resident bytes of the process, and the bytes of MLX's arrays."""
     return server.resident_bytes(), int(read_gauge(server, "mlx_parallm:active_memory_bytes"))
 
 
 def checks_of(result: Result) -> list[Check]:
-    """The table."""
+    """Return the table."""
     straddling = sum(len(one.output.spans) > 1 for one in result.samples)
     names = ("start", "middle", "end")
     resident, active = zip(*result.memory, strict=True)
