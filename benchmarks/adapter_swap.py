@@ -1,4 +1,4 @@
-"""What replacing an adapter by an HTTP body costs the streams that run.
+"""The cost to running streams of replacing an adapter by an upload.
 
 ``python -m benchmarks.adapter_swap``; on a GPU with ``--gpu``: the 8B shape in bfloat16, and the
 targets. Half of the streams have the adapter and half the base model. Every upload is a LoRA of all
@@ -42,7 +42,7 @@ from tests.builders.random_models import SHAPES
 
 ADAPTER = "policy"
 PROMPT_TOKENS = 64
-# The streams decode for so long before each upload.
+# LEAD_S: seconds of decoding before each upload.
 LEAD_S = 1.0
 WARM_TOKENS = 32
 SHAPE_NAMES = ("small", "0.6B", "8B")
@@ -83,7 +83,7 @@ def main() -> int:
     checks = [
         Check("step of the streams, ms", 1e3 * statistics.median(steps)),
         Check("longest gap of a stream during an upload, steps: median", statistics.median(stalls)),
-        # A gap of one step is no stall.
+        # A gap as long as one step is no stall.
         Check("the same, at most", max(stalls), "<=", 3.0 if args.gpu else None),
         Check("live after the body, ms: median", statistics.median(live)),
         Check("the same, at most", max(live), "<=", 250.0 if args.gpu else None),
@@ -112,13 +112,13 @@ def parse() -> Namespace:
 
 
 def model_config(shape: str, dtype: str) -> dict[str, Any]:
-    """A Qwen3 of this shape with the benchmark's tokens, and a head of its own."""
+    """Return a Qwen3 of this shape with the benchmark's tokens and an untied head."""
     own = {"vocab_size": VOCAB_SIZE, "tie_word_embeddings": False, "torch_dtype": dtype}
     return CONFIG | SHAPES[shape] | own
 
 
 def adapter_body(config: dict[str, Any], rank: int, dtype: str, seed: int) -> bytes:
-    """A safetensors file of a LoRA of all linear layers, small, named as PEFT names it."""
+    """Return a safetensors file of a LoRA of all linear layers, small, named as PEFT names it."""
     hidden, inner = config["hidden_size"], config["intermediate_size"]
     queries = config["num_attention_heads"] * config["head_dim"]
     keys = config["num_key_value_heads"] * config["head_dim"]
@@ -145,7 +145,7 @@ def adapter_body(config: dict[str, Any], rank: int, dtype: str, seed: int) -> by
 
 
 def plan_streams(tokenizer: Tokenizer, args: Namespace) -> list[PlannedRequest]:
-    """Every second one has the adapter."""
+    """Return the streams, of which every second uses the adapter."""
     return [
         completion(
             index,
@@ -211,7 +211,7 @@ async def run(
 
 
 def stall_of(records: list[RequestRecord], swap: Swap) -> tuple[float, float]:
-    """Seconds of a step before the upload, and the longest gap during it in such steps."""
+    """Return the seconds of a step before the upload, and the longest gap in such steps."""
     before, during = (
         [gap for one in records for gap in gaps_within(one.chunk_times_s, *span)]
         for span in (
@@ -219,7 +219,7 @@ def stall_of(records: list[RequestRecord], swap: Swap) -> tuple[float, float]:
             (swap.begin_s, swap.live_s + LEAD_S / 4),
         )
     )
-    # Chunks that are read together have no gap between them.
+    # Chunks that are read together have no gap, so they do not count.
     step = statistics.median(gap for gap in before if gap > 0)
     return step, max(during) / step
 

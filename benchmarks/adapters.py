@@ -55,7 +55,7 @@ class Steps:
     clock: Callable[[], float]
 
     def run(self, slots: Sequence[int], count: int) -> float:
-        """Seconds of each of so many steps of rows with these adapters, after some others."""
+        """Return the seconds per step of rows with these adapters, after a warm-up."""
         tokens = mx.zeros(len(slots), mx.int32)
         started = 0.0
         for number in range(-WARM_STEPS, count):
@@ -75,7 +75,7 @@ class Steps:
         return (self.clock() - started) / count
 
     def prefill(self, slot: int, length: int) -> float:
-        """Seconds of a step of one prompt."""
+        """Return the seconds of a step of one prompt."""
         (row,) = self._rows([slot], 0)
         tokens = tuple(range(length))
         one = ScheduledSequence(
@@ -115,7 +115,7 @@ def width_of(context: int) -> int:
 
 
 def make(model: RandomModel, batch: int, context: int) -> tuple[Steps, AdaptedLayers]:
-    """The model on the path that it would be served on, without adapters."""
+    """Return the model on the path that it would be served on, without adapters."""
     if backend_name() == "cuda":
         flatten(model)
     layouts = probe_layout(model.model)
@@ -138,7 +138,7 @@ def make(model: RandomModel, batch: int, context: int) -> tuple[Steps, AdaptedLa
 
 
 def adapter(model: RandomModel, rank: int, seed: int) -> AdapterWeights:
-    """A LoRA of all linear layers of the blocks, float32, small."""
+    """Return a LoRA of all linear layers of the blocks, float32, small."""
     source = np.random.default_rng(seed)
     modules = {}
     for path, module in model.model.named_modules():
@@ -189,14 +189,14 @@ def main() -> int:
 
 
 def fastest(pairs: Sequence[tuple[float, float]]) -> float:
-    """What the share would be on a machine that nothing slows."""
+    """Return the share by the fastest steps, as on an undisturbed machine."""
     return min(base for base, _ in pairs) / min(own for _, own in pairs)
 
 
 def load(
     args: argparse.Namespace, model: RandomModel, steps: Steps, layers: AdaptedLayers
 ) -> list[float]:
-    """Milliseconds of each adapter's loading."""
+    """Return the milliseconds of loading each adapter."""
     made = [adapter(model, args.rank, seed) for seed in range(min(args.resident, 8))]
     taken = []
     for slot in range(1, args.resident + 1):
@@ -207,7 +207,7 @@ def load(
 
 
 def measure(args: argparse.Namespace, steps: Steps) -> dict[str, list[tuple[float, float]]]:
-    """By mode, of each repetition: seconds of a step of base rows just before, and of its own."""
+    """Return, by mode and repetition, the seconds of a preceding base step and of its own step."""
     batch = args.batch
 
     def distinct(count: int) -> list[int]:
@@ -237,7 +237,7 @@ def measure(args: argparse.Namespace, steps: Steps) -> dict[str, list[tuple[floa
     for repetition in range(args.repetitions + 1):
         for name, (reference, run) in modes.items():
             found = reference(), run()
-            if repetition:  # the first warms up
+            if repetition:  # the first repetition warms up
                 pairs[name].append(found)
     return pairs
 

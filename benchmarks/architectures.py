@@ -23,7 +23,7 @@ import mlx_lm.models
 from mlx_parallm import child_process
 from tests.builders.architectures.trial import try_one
 
-# Modules that hold parts of models, or none that this project could serve.
+# PARTS: modules that hold parts of models, or models that this project cannot serve.
 PARTS = frozenset(
     {
         "activations",
@@ -39,9 +39,9 @@ PARTS = frozenset(
     }
 )
 TIMEOUT_S = 240
-# Largest difference of a long text that rounding explains.
+# LONG_TOLERANCE: largest difference of a long text that rounding explains.
 LONG_TOLERANCE = 1e-3
-# What an error of one that could not be tried comes from.
+# REASONS: causes of errors of architectures that could not be tried.
 REASONS = {
     "No Metal back-end": "needs a Metal kernel, which this machine cannot run",
     "pip install ai2-olmo": "needs the package ai2-olmo; with it mlx_lm's own forward of a prompt "
@@ -72,13 +72,13 @@ the check.
 
 
 def names() -> list[str]:
-    """Every module of ``mlx_lm.models`` that may be a model."""
-    found = (module.name for module in pkgutil.iter_modules(mlx_lm.models.__path__))
-    return sorted(name for name in found if name not in PARTS)
+    """Return every module of ``mlx_lm.models`` that may be a model."""
+    modules = (module.name for module in pkgutil.iter_modules(mlx_lm.models.__path__))
+    return sorted(name for name in modules if name not in PARTS)
 
 
 def run_one(name: str) -> dict[str, Any]:
-    """``try_one`` in a process of its own; an ``error`` when it could not be tried."""
+    """Return ``try_one``'s result from a process of its own, with ``error`` if it failed."""
     target = ["benchmarks.architectures", "--one", name]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     try:
@@ -95,7 +95,7 @@ def run_one(name: str) -> dict[str, Any]:
 
 
 def page(results: dict[str, dict[str, Any]]) -> str:
-    """docs/models.md."""
+    """Return the content of docs/models.md."""
     tried = {name: result for name, result in results.items() if "error" not in result}
     text = INTRO.format(version=mlx_lm.__version__, summary=_summary(tried))
     for name, result in tried.items():
@@ -121,7 +121,7 @@ def _summary(tried: dict[str, dict[str, Any]]) -> str:
 
 
 def _long_texts(tried: dict[str, dict[str, Any]]) -> str:
-    """What the check at load cannot see: texts longer than its own, past a model's limits."""
+    """Return the section on texts longer than those of the check at load."""
     wrong = {
         name: f"{long['path']} is accepted and "
         + (f"fails: {long['error']}" if "error" in long else f"differs by {long['difference']:.1g}")

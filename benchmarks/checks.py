@@ -79,7 +79,7 @@ def machine() -> dict[str, Any]:
 
 
 def _commit() -> str:
-    """The commit of the working folder; empty where there is no git."""
+    """Return the commit of the working folder; empty where there is no git."""
     if shutil.which("git") is None:
         return ""
     found = subprocess.run(
@@ -89,7 +89,7 @@ def _commit() -> str:
 
 
 def _version(name: str, module: str) -> str:
-    """A package's version; its module knows it where it was unpacked without metadata."""
+    """Return a package's version; its module knows it where it was unpacked without metadata."""
     try:
         return version(name)
     except PackageNotFoundError:

@@ -32,7 +32,7 @@ TIMEOUT_S = 300.0
 
 @dataclass(slots=True)
 class Load:
-    """What the clients share."""
+    """The state that the clients share."""
 
     url: str
     model: str
@@ -47,7 +47,7 @@ class Load:
     errors: list[str] = field(default_factory=list)
 
     def next_part(self) -> tuple[int, ...] | None:
-        """Places of the texts of the next request; None when it is over."""
+        """Return the indices of the next request's texts; None after the last request."""
         with self.lock:
             return next(self.parts, None) if time.perf_counter() < self.end_s else None
 
@@ -88,7 +88,7 @@ def main() -> None:
 
 
 def figures(load: Load, seconds: float) -> dict[str, Any]:
-    """What was seen."""
+    """Return the figures of all requests."""
     return {
         "seconds": seconds,
         "texts_per_s": load.num_texts / seconds,
@@ -100,7 +100,7 @@ def figures(load: Load, seconds: float) -> dict[str, Any]:
 
 
 def send_all(load: Load) -> None:
-    """One client: a request after the other on one connection."""
+    """Send one request after the other on one connection."""
     connection = http.client.HTTPConnection(urlsplit(load.url).netloc, timeout=TIMEOUT_S)
     while (part := load.next_part()) is not None:
         begin_s = time.perf_counter()
@@ -118,7 +118,7 @@ def send_all(load: Load) -> None:
 
 
 def ask(connection: http.client.HTTPConnection, load: Load, part: Sequence[int]) -> dict[str, Any]:
-    """One request; ValueError unless it is answered with 200."""
+    """Send a request and return its JSON; raise ValueError unless the status is 200."""
     body = {
         "model": load.model,
         "input": [load.texts[place] for place in part],
@@ -140,7 +140,7 @@ def start_clients(server: Server, model: str, texts: Path, *options: object) -> 
 
 
 def figures_of(process: ChildProcess) -> dict[str, Any]:
-    """Wait for such a process; its figures.
+    """Wait for a client process and return its figures.
 
     Raises:
         BenchmarkError: a request failed.

@@ -1,4 +1,4 @@
-"""Encodes one text after the other by the model alone: what there is without batches.
+"""A baseline without batches, which encodes one text after the other by the model alone.
 
 ``python -m benchmarks.embedding_loop FOLDER TEXTS.json DTYPE`` prints the texts per second as JSON.
 """

@@ -60,12 +60,12 @@ def main() -> int:
 
 
 def dtype_of(args: Namespace) -> str:
-    """What the model computes in."""
+    """Return the dtype that the model computes in."""
     return "float16" if args.gpu else "float32"
 
 
 def measure_round(args: Namespace, folder: Path, seed: int) -> dict[str, Any]:
-    """Every way once, over the same texts."""
+    """Return the figures of every method, over the same texts."""
     draw = random.Random(seed)
     lengths = [draw.randint(SHORTEST, LONGEST) for _ in range(args.num_texts)]
     texts = folder / "texts.json"
@@ -82,7 +82,7 @@ def measure_round(args: Namespace, folder: Path, seed: int) -> dict[str, Any]:
 
 
 def served(server: Server, texts: Path, args: Namespace, folder: Path) -> dict[str, Any]:
-    """The server's figures by what the clients do."""
+    """Return the server's figures by the clients' mode."""
 
     def run(clients: int, num_texts: int, *more: object) -> dict[str, Any]:
         sizes = ("--clients", clients, "--texts-per-request", num_texts)
@@ -98,7 +98,7 @@ def served(server: Server, texts: Path, args: Namespace, folder: Path) -> dict[s
 
 
 def in_loop(args: Namespace, texts: Path) -> dict[str, Any]:
-    """The loop in a process of its own, with what the server's environment has."""
+    """Return the figures of the loop in a process with the server's environment."""
     target = ["benchmarks.embedding_loop", str(args.model), str(texts), dtype_of(args)]
     done = child_process.run(target, env=server_environment(), stdout=subprocess.PIPE)
     done.check_returncode()
@@ -106,38 +106,38 @@ def in_loop(args: Namespace, texts: Path) -> dict[str, Any]:
 
 
 def by_reference(args: Namespace, texts: Path, folder: Path) -> dict[str, Any]:
-    """sentence-transformers' figures, and how near its vectors are."""
+    """Return sentence-transformers' figures, and the similarity of its vectors."""
     device = "cuda" if args.gpu else "cpu"
     vectors = folder / "reference.npy"
     command = [args.reference_python, str(REFERENCE), str(args.model), str(texts), str(vectors)]
-    # Another BLAS is none of its own.
+    # The preloaded BLAS is for the server only.
     environment = {name: value for name, value in os.environ.items() if name != "LD_PRELOAD"}
     environment |= {"HF_HUB_OFFLINE": "1"}
     target = [child_process.COMMAND, *command, device]
     done = child_process.run(target, env=environment, stdout=subprocess.PIPE)
     done.check_returncode()
-    found = json.loads(done.stdout.splitlines()[-1])
-    if "missing" in found:
-        print(f"no reference: {found['missing']}", flush=True)
-        return found
-    wanted = np.load(vectors)
-    served_vectors = np.load(folder / "served.npy")[: len(wanted)]
-    wanted = wanted / np.linalg.norm(wanted, axis=1, keepdims=True)
-    found["cosine"] = float((wanted * served_vectors).sum(axis=1).min())
-    found["by_batch_size"] = found["texts_per_s"]
-    found["texts_per_s"] = max(found["texts_per_s"].values())
-    return found
+    figures = json.loads(done.stdout.splitlines()[-1])
+    if "missing" in figures:
+        print(f"no reference: {figures['missing']}", flush=True)
+        return figures
+    reference_vectors = np.load(vectors)
+    served_vectors = np.load(folder / "served.npy")[: len(reference_vectors)]
+    reference_vectors = reference_vectors / np.linalg.norm(reference_vectors, axis=1, keepdims=True)
+    figures["cosine"] = float((reference_vectors * served_vectors).sum(axis=1).min())
+    figures["by_batch_size"] = figures["texts_per_s"]
+    figures["texts_per_s"] = max(figures["texts_per_s"].values())
+    return figures
 
 
 def rate_of(figures: Any) -> Any:
-    """Texts per second, where these are the figures of a run."""
+    """Return the texts per second in a run's figures; other values unchanged."""
     if not isinstance(figures, dict):
         return figures
     return round(figures.get("texts_per_s", float("nan")), 1)
 
 
 def checks_of(rounds: list[dict[str, Any]], args: Namespace) -> list[Check]:
-    """Medians over the rounds; ratios are those of one round."""
+    """Return medians over the rounds; ratios are within a round."""
 
     def median(*names: str) -> float:
         return statistics.median(_value(one, names) for one in rounds)

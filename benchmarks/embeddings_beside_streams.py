@@ -1,4 +1,4 @@
-"""Measure what embeddings at full rate do to running streams, and what streams do to them.
+"""Measure how embeddings at full rate and running streams slow each other down.
 
 ``python -m benchmarks.embeddings_beside_streams``: 8 chat streams decode alone, then while 32
 clients ask for embeddings of texts of 5 to 250 tokens as fast as they are answered. The gaps
@@ -41,9 +41,9 @@ from mlx_parallm.bench.statistics import chunk_gaps_s, percentile
 
 EMBEDDER_NAME = "embedder"
 STREAM_PROMPT_TOKENS = 64
-# Costs are learned, and streams are prefilled, before anything counts.
+# LEAD_S: seconds in which costs are learned and streams prefilled, before the measurement.
 LEAD_S = 3.0
-#: The name of each figure of a round.
+#: ``Figures``: a round's figures by name.
 Figures = dict[str, float]
 
 
@@ -58,7 +58,7 @@ def main() -> int:
     args = parser.parse_args()
     model = prepare_model(args.model)
     models = {SERVED_NAME: model, EMBEDDER_NAME: make_embedder(args.embedder)}
-    # A result that was kept would cost nothing.
+    # The result cache is off, because cached results cost nothing.
     options = [*shlex.split(args.server_options), "--encoder-cache-size", "0"]
     with tempfile.TemporaryDirectory() as folder, server_of_models(models, options) as server:
         texts = write_texts(Path(folder), args.num_texts)
@@ -69,7 +69,7 @@ def main() -> int:
 
 
 def write_texts(folder: Path, num_texts: int) -> Path:
-    """A file with texts of mixed length."""
+    """Return a file with texts of mixed length."""
     draw = random.Random(1)
     lengths = [draw.randint(SHORTEST, LONGEST) for _ in range(num_texts)]
     path = folder / "texts.json"
@@ -78,14 +78,14 @@ def write_texts(folder: Path, num_texts: int) -> Path:
 
 
 def measure_round(server: Server, args: Namespace, texts: Path, seed: int) -> Figures:
-    """Streams alone, embeddings alone, and both."""
+    """Return the figures of streams alone, embeddings alone, and both."""
     alone = asyncio.run(stream_gaps_ms(server, args, seed))
     options = ("--clients", args.clients, "--seconds")
     rate = figures_of(start_clients(server, EMBEDDER_NAME, texts, *options, args.seconds))
     both_s = args.seconds + 2 * LEAD_S
     clients = start_clients(server, EMBEDDER_NAME, texts, *options, both_s)
     beside = asyncio.run(stream_gaps_ms(server, args, seed))
-    found = {
+    figures = {
         "gap_p50_alone_ms": percentile(alone, 50),
         "gap_p99_alone_ms": percentile(alone, 99),
         "gap_p50_beside_ms": percentile(beside, 50),
@@ -94,14 +94,14 @@ def measure_round(server: Server, args: Namespace, texts: Path, seed: int) -> Fi
         "texts_per_s_alone": rate["texts_per_s"],
         "texts_per_s_beside": figures_of(clients)["texts_per_s"],
     }
-    print({name: round(value, 1) for name, value in found.items()}, flush=True)
-    return found
+    print({name: round(value, 1) for name, value in figures.items()}, flush=True)
+    return figures
 
 
 async def stream_gaps_ms(server: Server, args: Namespace, seed: int) -> list[float]:
-    """The gaps between chunks of the streams, those of the first seconds left out."""
+    """Return the gaps between the streams' chunks, without those of the first seconds."""
     tokenizer = load_tokenizer(args.model)
-    # Whoever reads a stream hangs up when the time is over.
+    # A client disconnects when the time is over.
     client = LoadClient(Target.from_url(server.base_url), timeout_s=LEAD_S + args.seconds)
     planned = [
         completion(
@@ -125,7 +125,7 @@ def _counted_gaps_s(record: RequestRecord) -> list[float]:
 
 
 def checks_of(rounds: Sequence[Figures], args: Namespace) -> list[Check]:
-    """Medians over the rounds."""
+    """Return medians over the rounds."""
 
     def median(name: str) -> float:
         return statistics.median(one[name] for one in rounds)

@@ -37,7 +37,7 @@ from benchmarks.servers import Server, mlx_parallm_server
 from mlx_parallm.bench.record import PlannedRequest, RequestRecord
 
 STREAM_PROMPT_TOKENS = 64
-# The streams decode for about this long before the long prompt arrives.
+# LEAD_S: seconds of decoding before the long prompt arrives.
 LEAD_S = 1.0
 
 

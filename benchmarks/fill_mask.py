@@ -57,7 +57,7 @@ def main() -> int:
 
 
 def texts_of(seed: int, args: Namespace) -> list[str]:
-    """Texts of a round, which no other round has."""
+    """Return the texts of a round; rounds share none."""
     draw = random.Random(seed)
     return masked_texts([draw.randint(SHORTEST, LONGEST) for _ in range(args.num_texts)], seed)
 
@@ -75,7 +75,7 @@ class Pipeline:
         self.about = self._read()
 
     def run(self, texts: list[str]) -> dict[str, Any]:
-        """Its figures over these texts."""
+        """Return the pipeline's figures over these texts."""
         self._given.write(json.dumps(texts) + "\n")
         self._given.flush()
         return self._read()
@@ -91,8 +91,8 @@ class Pipeline:
 
 @contextlib.contextmanager
 def reference(args: Namespace) -> Iterator[Pipeline]:
-    """Transformers' pipeline over the same model, loaded and waiting."""
-    # Another BLAS is none of its own.
+    """Yield transformers' pipeline, loaded with the same model in a process of its own."""
+    # The preloaded BLAS is for the server only.
     environment = {name: value for name, value in os.environ.items() if name != "LD_PRELOAD"}
     process = subprocess.Popen(
         [args.reference_python, str(REFERENCE), str(args.model)],
@@ -114,7 +114,7 @@ def reference(args: Namespace) -> Iterator[Pipeline]:
 def measure_round(
     server: Server, pipeline: Pipeline, texts: list[str], args: Namespace
 ) -> dict[str, Any]:
-    """The server and the pipeline, one after the other."""
+    """Return the figures of the server and of the pipeline, measured in turn."""
     served = fill(server, texts, args.clients)
     found = pipeline.run(texts)
     ours, theirs = served.pop("best"), found.pop("best")
@@ -127,7 +127,7 @@ def measure_round(
 
 
 def fill(server: Server, texts: list[str], num_clients: int) -> dict[str, Any]:
-    """Texts per second, milliseconds of each, and the likeliest token of each."""
+    """Return texts per second, the median latency in ms, and the likeliest token of each text."""
     client = InferenceClient(model=server.base_url)
 
     def ask(text: str) -> tuple[float, list[Any]]:
@@ -147,7 +147,7 @@ def fill(server: Server, texts: list[str], num_clients: int) -> dict[str, Any]:
 
 
 def checks_of(rounds: list[dict[str, Any]], num_clients: int) -> list[Check]:
-    """Medians over the rounds; ratios are those of one round."""
+    """Return medians over the rounds; ratios are within a round."""
     served = [one["served"]["texts_per_s"] for one in rounds]
     best = [max(one["reference"]["texts_per_s"].values()) for one in rounds]
     ratios = [ours / theirs for ours, theirs in zip(served, best, strict=True)]

@@ -1,4 +1,4 @@
-"""Measure what a step costs in Python around the model: scheduler, detokenizer, events, metrics.
+"""Measure a step's Python cost around the model: scheduler, detokenizer, events, metrics.
 
 ``python -m benchmarks.host_cost``. An engine whose runner computes nothing steps rows that decode.
 Where a device waits for the host, as it does for a small model, every step is so much longer.
@@ -61,7 +61,7 @@ class NoStep:
         self._batch = batch
 
     def wait(self) -> StepOutput:
-        """A token for each row that samples."""
+        """Return a token for each row that samples."""
         rows = [one for one in self._batch.sequences if one.sample is not None]
         tokens = (SampledToken(seq_id=one.seq_id, token_id=500 + one.start % 100) for one in rows)
         return StepOutput(tokens=tuple(tokens))
@@ -81,7 +81,7 @@ def main() -> int:
 
 
 def decode(count: int, steps: int) -> tuple[list[float], Sequence[Span]]:
-    """Milliseconds of steps in which so many rows decode, and their phases."""
+    """Return the milliseconds of steps in which ``count`` rows decode, and their phases."""
     recorder = TraceRecorder()
     engine = make_engine(count, ROUNDS * steps, recorder)
     load = DecodeLoad(engine, [list(range(PROMPT_TOKENS))] * count)
@@ -93,7 +93,7 @@ def decode(count: int, steps: int) -> tuple[list[float], Sequence[Span]]:
 
 
 def make_engine(count: int, steps: int, recorder: TraceRecorder) -> GenerationEngine:
-    """An engine for so many rows and steps, without a model."""
+    """Return an engine for so many rows and steps, without a model."""
     blocks_each = (PROMPT_TOKENS + 2 * steps) // BLOCK_SIZE + 2
     runner = NoModel(count * blocks_each)
     kv = KVCacheManager(runner.info.num_blocks, BLOCK_SIZE, enable_prefix_caching=True)

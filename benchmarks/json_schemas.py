@@ -18,7 +18,7 @@ FORMATS = ("date", "time", "date-time", "uuid", "ipv4")
 
 
 def make_schemas(count: int, seed: int = 0) -> list[Schema]:
-    """So many schemas; the first do not depend on how many."""
+    """Return ``count`` schemas; a larger count only appends further ones."""
     return [_Writer(random.Random(f"{seed}:{number}")).schema() for number in range(count)]
 
 

@@ -36,7 +36,7 @@ DRAWN_AT_ONCE = 200
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """Tokens, and how many of them come before what the assistant writes."""
+    """A conversation's tokens, and how many of them precede the assistant's text."""
 
     token_ids: list[int]
     prompt_len: int
@@ -54,7 +54,7 @@ def main() -> int:
     exact = results["auto"]
     checks = [Check(f"tokens compared ({dtype}, {exact.backend})", COMPARED * len(texts))]
     if dtype != "float32":
-        # What rounding alone does, where no KV is quantised: no figure below can be far above it.
+        # This shows the effect of rounding without quantised KV, which bounds the figures below.
         finest = Scored("auto", "float32", texts)
         checks += [
             Check(f"{dtype}: same likeliest token as float32", agreement(finest, exact)),
@@ -75,7 +75,7 @@ def main() -> int:
 
 
 def draw_conversations(count: int, seed: int) -> list[Conversation]:
-    """So many conversations that have ``COMPARED`` tokens and one more, or more."""
+    """Return ``count`` conversations of more than ``COMPARED`` tokens."""
     tokenizer = Tokenizer.from_file(str(DEMO_FOLDER / "tokenizer.json"))
     found: list[Conversation] = []
     while len(found) < count:
@@ -86,11 +86,11 @@ def draw_conversations(count: int, seed: int) -> list[Conversation]:
 
 
 class Scored:
-    """What the model says of texts with one kind of KV.
+    """The model's scores of texts with one kind of KV.
 
     Attributes:
         backend: the attention backend used.
-        bytes: of a block of KV.
+        bytes: size of a block of KV.
         entries: per text, one per token but the first: the token's log-probability, and the
             likeliest token.
     """
@@ -120,14 +120,14 @@ class Scored:
                 self.entries[index] += entries
 
     def likeliest(self, index: int) -> list[int]:
-        """The likeliest token at each compared position of a text."""
+        """Return the likeliest token at each compared position of a text."""
         return [entry.top[0][0] for entry in self.entries[index][-COMPARED:]]
 
 
 def make_runner(
     kv_cache_dtype: str, dtype: str, texts: Sequence[Conversation]
 ) -> tuple[ModelRunner, int]:
-    """A runner of the embedded model with KV for all texts at once, and the bytes of a block."""
+    """Return a runner of the embedded model with KV for all texts, and the bytes of a block."""
     loaded = load_model(ModelConfig(dtype=dtype), DEMO_FOLDER)
     layouts = probe_layout(loaded.model)
     cache = CacheConfig(kv_cache_dtype=kv_cache_dtype)
@@ -142,7 +142,7 @@ def make_runner(
 def agreement(
     exact: Scored, found: Scored, answers_of: Sequence[Conversation] | None = None
 ) -> float:
-    """Share of compared positions with the same likeliest token; of those in answers, if given."""
+    """Return the share of compared positions, or of answers', with the same likeliest token."""
     same: list[bool] = []
     for index in range(len(exact.entries)):
         pairs = zip(exact.likeliest(index), found.likeliest(index), strict=True)
@@ -155,7 +155,7 @@ def agreement(
 
 
 def least_agreement(exact: Scored, found: Scored) -> float:
-    """The share in the text where it is lowest."""
+    """Return the lowest share of a text."""
     shares = []
     for index in range(len(exact.entries)):
         pairs = zip(exact.likeliest(index), found.likeliest(index), strict=True)
@@ -164,7 +164,7 @@ def least_agreement(exact: Scored, found: Scored) -> float:
 
 
 def mean_change(exact: Scored, found: Scored) -> float:
-    """Mean |difference| of the log-probability of the texts' own tokens."""
+    """Return the mean absolute change of the log-probability of the texts' own tokens."""
     return statistics.fmean(
         abs(one.logprob - other.logprob)
         for mine, others in zip(exact.entries, found.entries, strict=True)

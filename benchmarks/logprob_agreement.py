@@ -1,4 +1,4 @@
-"""How far log-probabilities told while sampling are from scores of the same tokens.
+"""The difference of log-probabilities reported while sampling from scores of the same tokens.
 
 ``python -m benchmarks.logprob_agreement --server-options "--dtype bfloat16"``. Samples groups by
 ``/v1/rl/rollout`` at temperature 1, and scores them by ``/v1/rl/logprobs`` without the prefix cache
@@ -54,14 +54,14 @@ def main() -> int:
 
 
 def dtype_of(server: Server) -> str:
-    """What the first model computes in."""
+    """Return the dtype of the first model."""
     response = httpx2.get(server.base_url + "/v1/rl/capabilities")
     response.raise_for_status()
     return response.json()["models"][0]["dtype"]
 
 
 def measure(server: Server, group: int, output_tokens: int) -> list[float]:
-    """Absolute differences, one per token."""
+    """Return absolute differences, one per token."""
     rollout = post(
         server,
         "/v1/rl/rollout",

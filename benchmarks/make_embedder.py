@@ -22,7 +22,7 @@ from mlx_parallm.models import bert
 
 EMBEDDER_FOLDER = Path("results/embedder")
 SPECIALS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
-#: Special tokens that stand around a text.
+#: ``NUM_AROUND``: number of special tokens around a text.
 NUM_AROUND = 2
 MAX_MODEL_LEN = 512
 CONFIG: dict[str, Any] = {
@@ -40,14 +40,14 @@ CONFIG: dict[str, Any] = {
     "pad_token_id": 0,
     "torch_dtype": "float32",
 }
-# BERT's own, at its initialisation.
+# WEIGHT_SCALE: the standard deviation of BERT's initialisation.
 WEIGHT_SCALE = 0.02
 
 
 def make_tokenizer() -> Tokenizer:
-    """Word pieces of exactly the config's size: letters, the lexicon, and what no text has."""
+    """Return a WordPiece tokenizer of exactly the config's size, padded with unused words."""
     letters = "abcdefghijklmnopqrstuvwxyz"
-    known = [*SPECIALS, *letters, *(f"##{one}" for one in letters)]
+    known = [*SPECIALS, *letters, *(f"##{letter}" for letter in letters)]
     pieces = list(dict.fromkeys(known + make_lexicon(LEXICON_SIZE, LEXICON_SEED)))
     pieces += [f"[unused{number}]" for number in range(CONFIG["vocab_size"] - len(pieces))]
     vocabulary = {piece: number for number, piece in enumerate(pieces)}
@@ -72,7 +72,7 @@ def texts_of_lengths(lengths: list[int], seed: int) -> list[str]:
 
 
 def make_weights(seed: int) -> dict[str, mx.array]:
-    """Weights by the names of Hugging Face's ``BertModel``, float32."""
+    """Return float32 weights under the names of Hugging Face's ``BertModel``."""
     mx.random.seed(seed)
     model = bert.Model(bert.ModelArgs.from_dict(CONFIG))
     weights = {}
@@ -97,7 +97,7 @@ def make_embedder(folder: Path, seed: int = 0) -> Path:
         "tokenizer_config.json": {
             "tokenizer_class": "PreTrainedTokenizerFast",
             "model_max_length": MAX_MODEL_LEN,
-            **{f"{one.strip('[]').lower()}_token": one for one in SPECIALS},
+            **{f"{token.strip('[]').lower()}_token": token for token in SPECIALS},
         },
         "modules.json": [
             {"idx": i, "name": str(i), "path": path, "type": f"sentence_transformers.models.{kind}"}

@@ -23,7 +23,7 @@ from mlx_parallm.models import roberta
 MASKED_LM_FOLDER = Path("results/masked_lm")
 SPECIALS = ("<s>", "<pad>", "</s>", "<unk>")
 MASK = "<mask>"
-#: Special tokens that stand around a text.
+#: ``NUM_AROUND``: number of special tokens around a text.
 NUM_AROUND = 2
 CONFIG: dict[str, Any] = {
     "model_type": "roberta",
@@ -46,7 +46,7 @@ WEIGHT_SCALE = 0.02
 
 
 def make_tokenizer() -> Tokenizer:
-    """Byte-level pairs of exactly the config's size."""
+    """Return a byte-level BPE tokenizer of exactly the config's size."""
     tokens = [*SPECIALS, *sorted(pre_tokenizers.ByteLevel.alphabet())]
     known, merges = set(tokens), []
     for word in make_lexicon(LEXICON_SIZE, LEXICON_SEED):
@@ -71,7 +71,7 @@ def make_tokenizer() -> Tokenizer:
 
 
 def masked_texts(lengths: list[int], seed: int) -> list[str]:
-    """Texts with one mask each that have these numbers of tokens, special ones included."""
+    """Return texts with one mask each and these numbers of tokens, special ones included."""
     draw = random.Random(seed)
     words = make_lexicon(LEXICON_SIZE, LEXICON_SEED)
     texts = []
@@ -83,7 +83,7 @@ def masked_texts(lengths: list[int], seed: int) -> list[str]:
 
 
 def make_weights(seed: int) -> dict[str, mx.array]:
-    """Weights by the names of Hugging Face's ``RobertaForMaskedLM``, float32."""
+    """Return float32 weights under the names of Hugging Face's ``RobertaForMaskedLM``."""
     mx.random.seed(seed)
     model = roberta.Model(roberta.ModelArgs.from_dict(CONFIG))
     weights = {

@@ -49,7 +49,7 @@ CHAT_TEMPLATE = (
     "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}\n{% endfor %}"
     "{% if add_generation_prompt %}assistant: {% endif %}"
 )
-# The residual stream keeps this value in its first column, which the head's first column reads.
+# BIAS_COLUMN_VALUE: the residual stream's value in the column that the head's first column reads.
 BIAS_COLUMN_VALUE = 4.0
 FORBIDDEN_WEIGHT = -50.0
 

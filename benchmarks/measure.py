@@ -129,7 +129,7 @@ def text_of_tokens(tokenizer: Tokenizer, num_tokens: int, seed: int, *, start: s
     words = make_lexicon(LEXICON_SIZE, LEXICON_SEED)
     parts, missing = [start], num_tokens - len(tokenizer.encode(start).ids)
     while missing > 0:
-        # The tokenizer splits at spaces, so a word costs the same wherever it stands.
+        # The tokenizer splits at spaces, so a word has the same tokens everywhere.
         word = f" {draw.choice(words)}"
         size = len(tokenizer.encode(word).ids)
         if size <= missing:

@@ -1,4 +1,4 @@
-"""Measure what the prefix cache saves: two requests with the same 1,000-token prefix.
+"""Measure the savings of the prefix cache, with two requests of the same 1,000-token prefix.
 
 ``python -m benchmarks.prefix_cache``. Each pair has a prefix of its own and different endings of
 ``--suffix-tokens`` tokens; the server is otherwise idle.
@@ -41,7 +41,7 @@ def main() -> int:
             measure_pair(server, tokenizer, args.prefix_tokens, args.suffix_tokens, 3 * number)
             for number in range(args.repetitions)
         ]
-    first = statistics.median(first_text_ms(one) for one, _ in pairs)
+    first = statistics.median(first_text_ms(cold) for cold, _ in pairs)
     second = statistics.median(first_text_ms(two) for _, two in pairs)
     checks = [
         Check("TTFT of the first request, ms", first),
@@ -49,7 +49,7 @@ def main() -> int:
         Check("ratio", second / first, "<=", 0.25),
         Check("fewest tokens from the cache", min(two.cached_tokens for _, two in pairs), ">=", 1),
     ]
-    times = [[first_text_ms(one), first_text_ms(two)] for one, two in pairs]
+    times = [[first_text_ms(cold), first_text_ms(cached)] for cold, cached in pairs]
     return conclude("prefix_cache", checks, {"ttft_ms": times})
 
 

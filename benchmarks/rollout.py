@@ -58,7 +58,7 @@ class Rates:
 
     @classmethod
     def of(cls, work: Callable[[], None], pid: int, count: int) -> Rates:
-        """Those of some work that makes so many samples, which a process does."""
+        """Return the rates of work by a process that makes ``count`` samples."""
         begin, cpu = time.perf_counter(), cpu_s(pid)
         work()
         return cls(count / (time.perf_counter() - begin), count / (cpu_s(pid) - cpu))
@@ -111,8 +111,8 @@ def main() -> int:
             )
             print(f"loop {loop[-1]}, rollout {ours[-1]}", flush=True)
     checks = [
-        Check("batch_generate in a loop: samples/s", statistics.median(one.per_s for one in loop)),
-        Check("/v1/rl/rollout: samples/s", statistics.median(one.per_s for one in ours)),
+        Check("batch_generate in a loop: samples/s", statistics.median(run.per_s for run in loop)),
+        Check("/v1/rl/rollout: samples/s", statistics.median(run.per_s for run in ours)),
         Check("ratio", _ratio(loop, ours, "per_s"), ">=", TARGET),
         Check("ratio of samples per processor second", _ratio(loop, ours, "per_cpu_s")),
     ]
@@ -127,14 +127,14 @@ def _ratio(loop: list[Rates], ours: list[Rates], name: str) -> float:
 
 
 def use_fast_blas() -> None:
-    """Start anew with OpenBLAS where it is there: the loop runs in this process."""
+    """Restart with OpenBLAS if it is installed, because the loop runs in this process."""
     if openblas_path() and "openblas" not in os.environ.get("LD_PRELOAD", ""):
         command = [sys.executable, "-m", "benchmarks.rollout", *sys.argv[1:]]
         os.execve(sys.executable, command, server_environment())
 
 
 def make_prompts(vocab_size: int, args: Namespace, seed: int) -> list[list[int]]:
-    """Different random prompts."""
+    """Return different random prompts."""
     source = random.Random(seed)
     return [
         [source.randrange(vocab_size) for _ in range(args.prompt_tokens)]
@@ -143,7 +143,7 @@ def make_prompts(vocab_size: int, args: Namespace, seed: int) -> list[list[int]]
 
 
 def run_loop(model: Any, prompts: list[list[int]], args: Namespace) -> None:
-    """One call per group."""
+    """Generate with one call per group."""
     for prompt in prompts:
         made = batch_generate(
             model,
@@ -159,7 +159,7 @@ def run_loop(model: Any, prompts: list[list[int]], args: Namespace) -> None:
 
 
 def run_rollout(server: Server, prompts: list[list[int]], args: Namespace) -> None:
-    """One request."""
+    """Send one rollout request."""
     body = {
         "prompts": prompts,
         "n": args.group,
@@ -171,7 +171,7 @@ def run_rollout(server: Server, prompts: list[list[int]], args: Namespace) -> No
     response = httpx2.post(f"{server.base_url}/v1/rl/rollout", json=body, timeout=TIMEOUT_S)
     response.raise_for_status()
     groups = response.json()["groups"]
-    lengths = {len(one["logprobs"]) for group in groups for one in group["samples"]}
+    lengths = {len(sample["logprobs"]) for group in groups for sample in group["samples"]}
     if lengths != {args.output_tokens}:
         raise SystemExit("a sample ended early")
 

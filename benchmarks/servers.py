@@ -17,7 +17,7 @@ from pathlib import Path
 
 from mlx_parallm.child_process import ChildProcess
 
-# A GPU compiles kernels first.
+# START_TIMEOUT_S includes the compilation of kernels on a GPU.
 START_TIMEOUT_S = 400.0
 STOP_TIMEOUT_S = 30.0
 SERVED_NAME = "benchmark"
@@ -65,7 +65,7 @@ def mlx_lm_server(model: Path, options: Sequence[str] = ()) -> Iterator[Server]:
 
 @contextlib.contextmanager
 def mlx_parallm_server(model: Path | None, options: Sequence[str] = ()) -> Iterator[Server]:
-    """Run ``mlx_parallm serve``; no model is the embedded one."""
+    """Run ``mlx_parallm serve``; without a model it serves the embedded one."""
     command = ["mlx_parallm", "serve", "--served-model-name", SERVED_NAME]
     command += ["--model", str(model)] if model else []
     with running_server("mlx_parallm", [*command, *options], SERVED_NAME) as server:
@@ -74,7 +74,7 @@ def mlx_parallm_server(model: Path | None, options: Sequence[str] = ()) -> Itera
 
 @contextlib.contextmanager
 def server_of_models(models: Mapping[str, Path], options: Sequence[str] = ()) -> Iterator[Server]:
-    """Run ``mlx_parallm serve`` with several models by their names; ``model`` is the first."""
+    """Run ``mlx_parallm serve`` with models by name; the server's ``model`` is the first."""
     command = ["mlx_parallm", "serve", "--model", *map(str, models.values())]
     command += ["--served-model-name", *(f"{path}={name}" for name, path in models.items())]
     with running_server("mlx_parallm", [*command, *options], next(iter(models))) as server:

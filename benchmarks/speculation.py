@@ -61,11 +61,11 @@ class Texts(Protocol):
     end_ids: tuple[int, ...]
 
     def model(self) -> RandomModel:
-        """The model, anew: an engine changes some of its layers."""
+        """Return a new model, because an engine changes some layers."""
         ...
 
     def prompt(self, errors: float, *, copies: bool) -> list[int]:
-        """The next prompt; ``copies`` says whether its answer is in it."""
+        """Return the next prompt; ``copies`` says whether its answer is in it."""
         ...
 
 
@@ -79,11 +79,11 @@ class EmbeddedTexts:
         self.end_ids = tuple(self._tokenizer.eos_ids)
 
     def model(self) -> RandomModel:
-        """With the loader's layers."""
+        """Return a random model with the loader's layers."""
         return RandomModel(load_model(ModelConfig(), DEMO_FOLDER), 0)
 
     def prompt(self, errors: float, *, copies: bool) -> list[int]:
-        """The model's own errors count; ``errors`` does not."""
+        """Return a draft with the model's own errors; ``errors`` is not used."""
         del errors
         text = f"What is {self._random.randrange(900)} + {self._random.randrange(900)}?"
         if copies:
@@ -107,11 +107,11 @@ class CopyingTexts:
             self._successor[token] = following
 
     def model(self) -> RandomModel:
-        """It goes on by the order."""
+        """Return a model whose next token follows a fixed order."""
         return copying_model(self._shape, mx.array(self._successor), dtype=self._dtype)
 
     def draft_model(self, shape: str, errors: float) -> RandomModel:
-        """A model of a shape with the same vocabulary that is wrong after some tokens."""
+        """Return a model of a shape with the same vocabulary that is wrong after some tokens."""
         wrong = [t for t in range(len(self._order)) if self._random.random() < errors]
         successor = list(self._successor)
         for token, other in zip(wrong, wrong[1:] + wrong[:1], strict=True):
@@ -119,7 +119,7 @@ class CopyingTexts:
         return copying_model(shape, mx.array(successor), dtype=self._dtype)
 
     def prompt(self, errors: float, *, copies: bool) -> list[int]:
-        """A text and its first token again; or, unless it copies, other text and that token."""
+        """Return a text and its first token; unless ``copies``, another text and that token."""
         first = self._random.randrange(len(self._order))
         places = [(first + i) % len(self._order) for i in range(PROMPT_TOKENS)]
         if not copies:
@@ -196,7 +196,7 @@ def make_parser() -> argparse.ArgumentParser:
 def compare(
     engines: dict[str, GenerationEngine], texts: Texts, load: Load, args: argparse.Namespace
 ) -> tuple[dict[str, list[float]], float]:
-    """Tokens/s of each engine by repetition, and accepted tokens per draft."""
+    """Return tokens/s of each engine by repetition, and accepted tokens per draft."""
     rates: dict[str, list[float]] = {name: [] for name in engines}
     before = engines["on"].stats.speculation
     for number in range(args.repetitions + 1):
@@ -205,7 +205,7 @@ def compare(
         answers = {}
         for name in names:
             rate, answers[name] = run(engines[name], prompts, texts.end_ids)
-            if number:  # the first warms up
+            if number:  # the first repetition warms up
                 rates[name].append(rate)
         if answers["off"] != answers["on"]:
             raise SystemExit("the answers differ")
@@ -218,7 +218,7 @@ def compare(
 def run(
     engine: GenerationEngine, prompts: Sequence[Sequence[int]], end_ids: tuple[int, ...]
 ) -> tuple[float, dict[str, list[int]]]:
-    """Tokens/s from the first token of the last prompt to the end, and the answers."""
+    """Return tokens/s from the last prompt's first token to the end, and the answers."""
     params = SamplingParams(temperature=0.0, stop_token_ids=end_ids, max_tokens=OUTPUT_TOKENS)
     for number, prompt in enumerate(prompts):
         engine.add(

@@ -1,4 +1,4 @@
-"""Structured output: what share of schemas is honoured, and what a batch of constrained rows costs.
+"""Structured output: the share of honoured schemas, and the cost of constrained rows.
 
 ``python -m benchmarks.structured`` does both on the CPU. Schemas are those of ``json_schemas.py``.
 The first part answers each by a model of random weights at temperature 1, in a batch. Of the
@@ -43,7 +43,7 @@ from mlx_parallm.worker.weights.loader import LoadedModel, load_model
 from tests.builders.random_models import SHAPES, RandomModel, random_model
 
 PROMPT_TOKENS = 32
-#: More values than a row gets to in a block of steps.
+#: ``ENDLESS``: more values than a row can write in a block of steps.
 ENDLESS = 100_000
 EOS_ID = 0
 
@@ -71,12 +71,12 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
-# What share of schemas is honoured.
+# The following functions measure the share of honoured schemas.
 
 
 @dataclass(slots=True)
 class Answer:
-    """What became of one schema."""
+    """The result of one schema."""
 
     schema: Schema
     token_ids: list[int]
@@ -106,7 +106,7 @@ def honoured(args: argparse.Namespace) -> tuple[list[Check], dict[str, Any]]:
         Check("of these valid, share", sum(o.is_valid for o in stopped) / len(stopped), "==", 1),
     ]
     formatted = sum(one.is_formatted for one in stopped) / len(stopped)
-    # Its dates are Python's, which have no year 0 as RFC 3339 has.
+    # jsonschema uses Python's dates, which lack RFC 3339's year 0.
     checks.append(Check("of these valid with formats as Python reads them, share", formatted))
     lengths = [len(one.token_ids) for one in stopped]
     return checks, {
@@ -145,7 +145,7 @@ def _answer_all(
                     max_tokens=args.max_tokens,
                     seed=number,
                     grammar=grammar,
-                    # The engine has no tokenizer that would name them.
+                    # The engine has no tokenizer that would provide them.
                     stop_token_ids=tuple(tokenizer.eos_ids),
                 ),
             )
@@ -171,7 +171,7 @@ def _take(answer: Answer, event: Any, tokenizer: ParallmTokenizer) -> None:
 
 
 def _is_valid(text: str, schema: Schema, *, formats: bool) -> bool:
-    """As ``jsonschema`` has it, which looks at formats only if told to."""
+    """True if ``jsonschema`` accepts the value; formats count only if ``formats``."""
     checker = jsonschema.Draft202012Validator.FORMAT_CHECKER if formats else None
     try:
         value = json.loads(text)
@@ -183,7 +183,7 @@ def _is_valid(text: str, schema: Schema, *, formats: bool) -> bool:
 
 
 def scrambled(loaded: LoadedModel) -> LoadedModel:
-    """The same architecture, with random weights."""
+    """Return the same architecture, with random weights."""
     mx.random.seed(0)
     model: Any = loaded.model
     for module in model.modules():
@@ -194,17 +194,17 @@ def scrambled(loaded: LoadedModel) -> LoadedModel:
     return loaded
 
 
-# What constraints cost.
+# The following functions measure the cost of constraints.
 
 
 def embedded_grammars(tokenizer: ParallmTokenizer) -> GrammarCompiler:
-    """Of the embedded model."""
+    """Return the compiler of grammars for the embedded model."""
     size = tokenizer.vocab_size
     return GrammarCompiler(GrammarVocabulary(tokenizer.backend_json, tokenizer.eos_ids, size, size))
 
 
 def cpu_cost(args: argparse.Namespace) -> tuple[list[Check], dict[str, Any]]:
-    """Of the embedded model."""
+    """Return the checks and figures of the embedded model."""
     batch = args.batch or 32
     grammars = embedded_grammars(load_tokenizer(DEMO_FOLDER))
     model = RandomModel(load_model(ModelConfig(), DEMO_FOLDER), 0)
@@ -212,7 +212,7 @@ def cpu_cost(args: argparse.Namespace) -> tuple[list[Check], dict[str, Any]]:
 
 
 def gpu_cost(args: argparse.Namespace) -> tuple[list[Check], dict[str, Any]]:
-    """Of a random model with a large vocabulary."""
+    """Return the checks and figures of a random model with a large vocabulary."""
     model = random_model(args.shape)
     size = model.vocab_size
     vocabulary = GrammarVocabulary(made_up_tokenizer(size), frozenset([EOS_ID]), size, size)
@@ -230,7 +230,7 @@ def _cost(
     began = time.perf_counter()
     constrained = [{"grammar": one} for one in endless_grammars(grammars, batch)]
     compile_s = time.perf_counter() - began
-    # Aborted requests' last step may still be in flight when the next block is admitted.
+    # The last step of aborted requests may still be in flight when the next block is admitted.
     room = PROMPT_TOKENS + args.steps + 16
     bench = make_engine(model, max_num_seqs=batch, max_model_len=room, grammars=grammars)
     prompts = random_prompts(model, [PROMPT_TOKENS] * batch)
@@ -241,7 +241,7 @@ def _cost(
         kinds = [("free", free), ("constrained", constrained)]
         for name, params in kinds if number % 2 else reversed(kinds):
             took, worked = _block(bench, prompts, params, f"{name}-{number}", args.steps)
-            # The first block of each warms up.
+            # The first block of each kind warms up.
             if number:
                 times[name].append(took)
                 work[name].append(worked)
@@ -276,7 +276,7 @@ def _block(
     name: str,
     steps: int,
 ) -> tuple[float, float]:
-    """Of a block's steps, after those that lead into it: median and processor milliseconds."""
+    """Return median and processor milliseconds of a block's steps after its warm-up steps."""
     load = DecodeLoad(bench.engine, prompts, params, name, temperature=1.0, seed=7)
     load.prefill()
     load.decode(2)
@@ -289,7 +289,7 @@ def _block(
 
 
 def endless_grammars(grammars: GrammarCompiler, count: int) -> list[Grammar]:
-    """Arrays of values of different schemas, too long to end."""
+    """Return grammars of endless arrays, with values of different schemas."""
     return [
         Grammar(
             text=grammars.compile(
@@ -301,12 +301,12 @@ def endless_grammars(grammars: GrammarCompiler, count: int) -> list[Grammar]:
 
 
 def inlined(schema: Schema) -> Schema:
-    """The schema as a part of another: it brings an identity, to which its references belong."""
+    """Return the schema as a part of another, with an identity for its own references."""
     return schema | {"$id": "https://example.com/item"}
 
 
 def made_up_tokenizer(size: int) -> str:
-    """A byte-level ``tokenizer.json`` of so many tokens: words, numbers and punctuation."""
+    """Return a byte-level ``tokenizer.json`` of so many tokens: words, numbers and punctuation."""
     draw = random.Random(0)
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]

@@ -125,7 +125,7 @@ def make_checks(baseline: Measured, ours: Measured) -> list[Check]:
             Check(f"{load}: TTFT p99 ratio", new["ttft"] / old["ttft"], "<=", ttft),
             Check(f"{load}: ITL p99 ratio", new["itl"] / old["itl"], "<=", itl),
         ]
-    # mlx_lm's streaming detokenizer drops a space that begins an answer; vLLM and ours keep it.
+    # mlx_lm's streaming detokenizer drops a leading space; vLLM and this server keep it.
     pairs = zip(baseline.greedy_texts, ours.greedy_texts, strict=True)
     equal = sum(old.removeprefix(" ") == new.removeprefix(" ") for old, new in pairs)
     return [*checks, Check("equal temperature-0 texts", equal / len(ours.greedy_texts), "==", 1.0)]
@@ -133,15 +133,15 @@ def make_checks(baseline: Measured, ours: Measured) -> list[Check]:
 
 def _medians(summaries: Sequence[Summary]) -> Mapping[str, float]:
     return {
-        "tokens/s": statistics.median(one.output_tokens_per_s for one in summaries),
-        "ttft": statistics.median(one.ttft_ms.p99 for one in summaries),
-        "itl": statistics.median(one.itl_ms.p99 for one in summaries),
+        "tokens/s": statistics.median(run.output_tokens_per_s for run in summaries),
+        "ttft": statistics.median(run.ttft_ms.p99 for run in summaries),
+        "itl": statistics.median(run.itl_ms.p99 for run in summaries),
     }
 
 
 def _details(measured: Mapping[str, Measured], args: Namespace) -> dict[str, Any]:
     runs = {
-        name: {load: [asdict(one) for one in runs] for load, runs in side.figures.items()}
+        name: {load: [asdict(run) for run in runs] for load, runs in side.figures.items()}
         for name, side in measured.items()
     }
     settings = {name: str(value) for name, value in vars(args).items()}

@@ -27,7 +27,7 @@ from benchmarks.gpu.store import Results, about_run
 from benchmarks.gpu.tables import write_tables
 
 RESULTS = Path("results/gpu.json")
-#: What the page shows: the latest figures of every row, of whichever runs.
+#: ``PUBLISHED``: the latest figures of every row, which the page shows.
 PUBLISHED = Path(__file__).with_name("published.json")
 SHRUNK_RESULTS = Path("results/gpu-shrunk.json")
 
@@ -70,16 +70,16 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def choose(rows: Sequence[Row], patterns: Sequence[str], results: Results) -> list[Row]:
-    """The rows to run: those that match and have no figures; what failed before comes last."""
+    """Return the matching rows without figures; rows that failed before come last."""
     matching = [row for row in rows if any(fnmatch(row.name, pattern) for pattern in patterns)]
     left = [row for row in matching if not results.is_measured(row.name)]
     return sorted(left, key=lambda row: results.has_failed(row.name))
 
 
 def run(bench: Bench, rows: Sequence[Row], results: Results, args: argparse.Namespace) -> None:
-    """Measure rows until the time is over. A row that fails is recorded and the rest go on."""
+    """Measure rows until the time is over; a failure is recorded and the next row continues."""
     begin = time.monotonic()
-    about_run(args.commit)  # what would fail here must not cost a row
+    about_run(args.commit)  # a failure here must not cost a row
     for row in rows:
         if args.budget_s is not None and time.monotonic() - begin > args.budget_s:
             print("out of time", flush=True)
@@ -100,7 +100,7 @@ def run(bench: Bench, rows: Sequence[Row], results: Results, args: argparse.Name
 
 
 def attempt(bench: Bench, row: Row, limit_s: float) -> tuple[Outcome | None, str]:
-    """A row's figures, or why there are none."""
+    """Return a row's figures, or why there are none."""
     try:
         with time_limit(limit_s):
             return row.measure(bench), ""

@@ -1,4 +1,4 @@
-"""What the rows of the table share: sizes, one model at a time, and the device's bandwidth."""
+"""The objects that the table's rows share: sizes, the current model, and the bandwidth."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ COPY_ROUNDS = 5
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """How large everything is; ``is_full`` false shrinks it all so that a CPU runs it in seconds.
+    """The sizes of all rows; without ``is_full`` they are so small that a CPU needs only seconds.
 
     Attributes:
         steps: timed in one go.
         warm_up: steps before them.
-        rounds: how often what is compared takes turns.
+        rounds: number of turns of a comparison.
     """
 
     is_full: bool = True
@@ -34,49 +34,49 @@ class Sizes:
 
     @classmethod
     def tiny(cls) -> Sizes:
-        """Everything as small as it can be."""
+        """Return the smallest sizes."""
         return cls(is_full=False, steps=2, warm_up=1, rounds=1)
 
     @property
     def dtype(self) -> mx.Dtype:
-        """Of weights and KV; on a CPU, experts work in float32 only."""
+        """The dtype of weights and KV; on a CPU, experts work in float32 only."""
         return mx.bfloat16 if self.is_full else mx.float32
 
     def shape(self, name: str) -> str:
-        """The name of a model's shape."""
+        """Return the name of a model's shape."""
         if self.is_full:
             return name
         return f"tiny {name}" if name in {"MoE", "hybrid"} else "tiny"
 
     def tokens(self, count: int) -> int:
-        """A length."""
+        """Return a length."""
         return count if self.is_full else max(8, count // 64)
 
     def batch(self, count: int) -> int:
-        """A number of rows, requests or clients."""
+        """Return a number of rows, requests or clients."""
         return count if self.is_full else min(count, 4)
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """One figure of a row and what it should be; no ``limit`` makes it information only."""
+    """A figure of a row and its target; without ``limit`` it is only information."""
 
     what: str
     relation: str = ">="
     limit: float | None = None
 
     def check(self, value: float) -> Check:
-        """The figure against its target."""
+        """Return the figure against its target."""
         return Check(self.what, value, self.relation, self.limit)  # type: ignore[arg-type]
 
 
 @dataclass(slots=True)
 class Outcome:
-    """What a row measured.
+    """The measurements of a row.
 
     Attributes:
-        values: by the ``what`` of the row's targets.
-        figures: by the columns of the row's table.
+        values: values by the ``what`` of the row's targets.
+        figures: figures by the columns of the row's table.
         details: everything else worth keeping.
         missing: why there is not every figure; empty where there is.
     """
@@ -88,7 +88,7 @@ class Outcome:
 
 
 class Bench:
-    """Gives rows what they measure with. One model is in memory at a time."""
+    """The models and sizes for rows, with one model in memory at a time."""
 
     def __init__(self, sizes: Sizes) -> None:
         self.sizes = sizes
@@ -97,7 +97,7 @@ class Bench:
         self._bandwidth: float | None = None
 
     def model(self, shape: str, bits: int | None = None) -> RandomModel:
-        """A random model, made once for consecutive rows that use it."""
+        """Return a random model, made once for consecutive rows that use it."""
         if self._model is None or self._key != (shape, bits):
             self.release()
             self._model = random_model(self.sizes.shape(shape), bits=bits, dtype=self.sizes.dtype)
@@ -111,7 +111,7 @@ class Bench:
         mx.clear_cache()
 
     def bandwidth(self) -> float:
-        """Bytes per second that a large copy reads and writes, measured once."""
+        """Return the bytes per second that a large copy reads and writes, measured once."""
         if self._bandwidth is None:
             self._bandwidth = copy_bandwidth(1 << 30 if self.sizes.is_full else 1 << 20)
         return self._bandwidth
@@ -126,7 +126,7 @@ class Row:
 
     Attributes:
         name: for the command line and the file of results.
-        table: which table it stands in.
+        table: the name of its table.
         what: its first cell.
         measure: runs it.
         targets: its figures, in their order.
@@ -140,7 +140,7 @@ class Row:
 
 
 def copy_bandwidth(num_bytes: int) -> float:
-    """Bytes per second of an elementwise operation that reads and writes once; the best round."""
+    """Return the best bytes per second of an elementwise operation, reads and writes included."""
     source = mx.ones((num_bytes // 2,), mx.bfloat16)
     mx.eval(source)
     best = float("inf")

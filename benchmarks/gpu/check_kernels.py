@@ -17,7 +17,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 
-# Long chunks use stock attention, which must not round to TF32 here; MLX reads it when loaded.
+# Long chunks use stock attention, which must not round to TF32; MLX reads this when it is loaded.
 os.environ.setdefault("MLX_ENABLE_TF32", "0")
 
 import mlx.core as mx
@@ -33,24 +33,24 @@ from tests.builders.kernel_cases import TOLERANCES, Case, Trial
 
 BLOCK_SIZE = 16
 DIM = 128
-#: name: query heads, KV heads.
+#: ``HEADS``: query heads and KV heads by model.
 HEADS = {"Qwen3-8B": (32, 8), "Qwen3-0.6B": (16, 8)}
-#: Batch and context.
+#: ``SIZES``: batch and context.
 SIZES = ((1, 512), (8, 512), (32, 512), (32, 520), (128, 512), (64, 4096), (1, 16384))
-#: Enough layers that none finds its keys in a cache, and few enough for the memory.
+#: ``LAYERS``: enough that no layer finds its keys in a cache, and few enough for the memory.
 LAYERS = 24
 MAX_POOL_BYTES = 24 << 30
 REPEATS = 10
 
 
-#: Decode rows of very different lengths and a few tokens of one sequence; then prefill between.
+#: ``ROWS``: decode rows of very different lengths and a few tokens of one sequence.
 ROWS = ((300, 1), (1000, 1), (4, 7), (0, 1), (2047, 1))
 MIXED = ((200, 1), (0, 33), (700, 1), (64, 100), (9, 3))
 FULL = Case(heads=8, key_dim=128, sequences=ROWS)
 
 
 def cases() -> Iterator[Case]:
-    """Shapes, features of attention, quantised pools, and large batches."""
+    """Yield cases of shapes, features of attention, quantised pools, and large batches."""
     yield from shapes()
     yield from features()
     for bits, group_size in itertools.product((8, 4), (32, 64)):
@@ -62,7 +62,7 @@ def cases() -> Iterator[Case]:
 
 
 def shapes() -> Iterator[Case]:
-    """Head sizes, dtypes, numbers of heads, block sizes."""
+    """Yield cases of head sizes, dtypes, numbers of heads, and block sizes."""
     for dtype, dim in itertools.product(TOLERANCES, (64, 80, 96, 112, 128, 192, 256)):
         yield Case(dtype=dtype, key_dim=dim, heads=8, sequences=ROWS)
     yield Case(key_dim=192, value_dim=128, sequences=ROWS)
@@ -74,7 +74,7 @@ def shapes() -> Iterator[Case]:
 
 
 def features() -> Iterator[Case]:
-    """Windows, sinks and soft caps, apart and together."""
+    """Yield cases of windows, sinks and soft caps, alone and combined."""
     for dtype in TOLERANCES:
         yield replace(FULL, dtype=dtype, window=100)
         yield replace(FULL, dtype=dtype, sinks=True)
@@ -110,7 +110,7 @@ def check(dialect: Dialect, tuning: Tuning | None = None) -> int:
 
 
 def check_copies(dialect: Dialect) -> int:
-    """Blocks copied in place and read back; the number of failures."""
+    """Copy blocks in place, read them back, and return the number of failures."""
     backend = KernelAttention(BLOCK_SIZE, dialect)
     shape = LayerShape(num_kv_heads=3, key_dim=80, value_dim=64, dtype=mx.bfloat16)
     pool = backend.new_pool(shape, 64)
@@ -131,7 +131,7 @@ def check_copies(dialect: Dialect) -> int:
 
 
 def check_order(dialect: Dialect) -> int:
-    """Many writes in flight, each read back by the kernel after it; the number of failures."""
+    """Read back many writes in flight, each by the next kernel; return the number of failures."""
     backend = KernelAttention(BLOCK_SIZE, dialect)
     shape = LayerShape(num_kv_heads=2, key_dim=64, value_dim=64, dtype=mx.float32)
     pool = backend.new_pool(shape, 64)
@@ -172,7 +172,7 @@ def measure(
 def layer_time(
     backend: KernelAttention, shape: LayerShape, heads: int, batch: int, context: int
 ) -> float:
-    """Microseconds of one layer's write and attention, the median of several steps."""
+    """Return the median microseconds of one layer's write and attention."""
     blocks = -(-context // BLOCK_SIZE)
     pool_bytes = batch * blocks * BLOCK_SIZE * backend.layout(shape).bytes_per_token
     layers = max(min(LAYERS, MAX_POOL_BYTES // pool_bytes), 1)
@@ -195,7 +195,7 @@ def layer_time(
         hidden = queries
         for pool in pools:
             backend.write(pool, plan, new, new)
-            # The output is the next layer's query, so that layers do not overlap.
+            # Each output is the next layer's query, so that layers do not overlap.
             hidden = backend.attend(pool, plan, hidden, scale=DIM**-0.5, window=None, sinks=None)
         mx.eval(hidden)
         times.append((time.perf_counter() - started) / layers * 1e6)
@@ -203,7 +203,7 @@ def layer_time(
 
 
 def tunings(start: Tuning) -> Iterator[Tuning]:
-    """One thing changed at a time."""
+    """Yield tunings that each change one value."""
     yield start
     yield from (replace(start, threadgroups=n) for n in (256, 1024, 2048))
     yield from (replace(start, warps=n) for n in (2, 8))

@@ -18,7 +18,7 @@ from tests.builders.random_models import random_model
 
 LENGTHS = (40, 300, 7)
 NUM_TOKENS = 24
-#: Elements along both axes of what no GPU can hold.
+#: ``TOO_MUCH``: size of both axes of an array that no GPU can hold.
 TOO_MUCH = 1 << 21
 
 
@@ -38,7 +38,7 @@ def main() -> int:
 def answers(
     bench: BenchEngine, prompts: list[list[int]], name: str
 ) -> tuple[dict[int, list[int]], list[str]]:
-    """The greedy tokens of every prompt by its number, and errors."""
+    """Return the greedy tokens of every prompt by its number, and errors."""
     for number, prompt in enumerate(prompts):
         params = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=NUM_TOKENS)
         request = GenerateRequest(

@@ -29,7 +29,7 @@ from mlx_parallm.worker.sampling.truncation import truncate
 
 TOP_P: dict[str, Any] = {"temperature": 0.8, "top_p": 0.95}
 GREEDY: dict[str, Any] = {"temperature": 0.0}
-#: Parameters of the rows, in turn.
+#: ``MIXES``: parameters of the rows, which are used in turn.
 MIXES: dict[str, list[dict[str, Any]]] = {
     "greedy": [GREEDY],
     "top-p": [TOP_P],
@@ -41,11 +41,11 @@ MIXES: dict[str, list[dict[str, Any]]] = {
     "mixed": [GREEDY, TOP_P, {"temperature": 1.2, "top_k": 50, "logprobs": 3}],
 }
 CHECKED = ("top-p", "temperature", "top-k", "mixed")
-#: Standard deviations of logits: nearly even, and peaked as a model's are.
+#: ``SPREADS``: standard deviations of logits, nearly even or as peaked as a model's.
 SPREADS = {"even": 0.6, "peaked": 4.0}
 ROWS = (64, 1, 8, 128)
 TOP = 5
-# Mass that may be kept otherwise: running sums round.
+# MAX_SHARE: probability mass that may differ, because running sums round.
 MAX_SHARE = 1e-4
 MAX_ERROR = 1e-3
 CALLS = 8
@@ -96,7 +96,7 @@ def _specs(mix: str, rows: int, position: int = 100) -> list[SampleSpec]:
 
 
 def _agrees(kernels: SamplingKernels, logits: mx.array, mix: str, what: str) -> bool:
-    """Whether the kernels keep, draw and report what stock operations do, again and alone too."""
+    """True if the kernels keep, draw and report what stock operations do, again and alone too."""
     specs = _specs(mix, logits.shape[0])
     settings, params = RowSettings(specs), [spec.params for spec in specs]
     keys = settings.keys(specs)
@@ -153,7 +153,7 @@ def _time(kernels: SamplingKernels, vocab: int) -> None:
 
 
 def _calls(sampler: Sampler, logits: mx.array, mix: str, count: int) -> Sequence[float]:
-    """Median microseconds of the host and in all, of calls evaluated one by one as steps are."""
+    """Return the median microseconds, of the host and in all, of calls evaluated one by one."""
     host, total = [], []
     for call in range(count):
         specs = _specs(mix, logits.shape[0], 100 + call)

@@ -23,7 +23,7 @@ COPY_ALONE, COPY_BATCH = "copying, 1: ratio", "copying, 16: ratio"
 
 
 def parity(bench: Bench, *, num_prompts: int) -> Outcome:
-    """The packed path's greedy tokens against ``generate_step``, in both dtypes."""
+    """Return the packed path's greedy tokens against ``generate_step``, in both dtypes."""
     bench.release()
     count = bench.sizes.batch(num_prompts)
     found: dict[str, dict[str, Any]] = {}
@@ -51,7 +51,7 @@ def own_benchmark(
     shrunk: Sequence[str],
     figures: Sequence[str],
 ) -> Outcome:
-    """Run ``benchmarks.NAME`` and take ``figures`` from the checks it writes.
+    """Run ``benchmarks.NAME`` and return the ``figures`` in its checks.
 
     ``shrunk`` are its arguments where everything is small.
     """
@@ -59,7 +59,7 @@ def own_benchmark(
     output = RESULTS / f"{name}.json"
     output.unlink(missing_ok=True)
     _run(f"benchmarks.{name}", arguments if bench.sizes.is_full else shrunk, output)
-    checks = {one["what"]: one["value"] for one in json.loads(output.read_text())["checks"]}
+    checks = {check["what"]: check["value"] for check in json.loads(output.read_text())["checks"]}
     missing = [what for what in figures if what not in checks]
     if missing:
         raise MeasureError(f"benchmarks.{name} has no {missing[0]!r}, only {', '.join(checks)}")

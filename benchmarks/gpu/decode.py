@@ -38,16 +38,16 @@ HELD = "KV bytes held over tokens in use"
 STOCK_MS, OURS_MS = "`BatchGenerator` ms", "`Engine.step` ms"
 TOKENS_PER_S, WEIGHTS_GB, PEAK_GB = "tokens/s", "weights GB", "peak GB"
 GB = 1e9
-#: Tokens that a request may decode beside the prefill of a long prompt.
+#: ``LATE_ROOM``: tokens that a request may decode beside the prefill of a long prompt.
 LATE_ROOM = 4096
-# Of a late prompt's steps, in medians before: a step that takes a little longer stays within three.
+# BOUND: limit of steps with a late prompt, in medians before it; slightly longer ones stay below 3.
 BOUND = 2.6
 
 
 def against_stock(
     bench: Bench, *, shape: str, batch: int, context: int = 512, bits: int | None = None
 ) -> Outcome:
-    """Step times of both, taking turns; memory is that of the engine alone."""
+    """Measure step times of both in turns; memory is that of the engine alone."""
     sizes, model = bench.sizes, bench.model(shape, bits)
     lengths = [sizes.tokens(context)] * sizes.batch(batch)
     room = lengths[0] + DECODE_ROOM
@@ -72,7 +72,7 @@ def against_stock(
 
 
 def floor(bench: Bench, *, shape: str, batch: int, context: int) -> Outcome:
-    """Time to read weights and KV once at the speed of a copy, over the time of a step."""
+    """Measure the time to read weights and KV once at copy speed, over the time of a step."""
     model = bench.model(shape)
     rate = bench.bandwidth()
     ours, kv_bytes, facts = _alone(bench, model, batch, context)
@@ -90,7 +90,7 @@ def floor(bench: Bench, *, shape: str, batch: int, context: int) -> Outcome:
 
 
 def kv_dtype(bench: Bench, *, shape: str, batch: int, context: int, dtype: str) -> Outcome:
-    """Step times with KV as the weights, and then with KV of another dtype."""
+    """Measure step times with KV in the weights' dtype, and with KV of another dtype."""
     model = bench.model(shape)
     full, full_bytes, _ = _alone(bench, model, batch, context)
     gc.collect()
@@ -110,7 +110,7 @@ def kv_dtype(bench: Bench, *, shape: str, batch: int, context: int, dtype: str) 
 
 
 def late_prompt(bench: Bench, *, shape: str, batch: int, prompt: int) -> Outcome:
-    """Steps before a long prompt and while it is prefilled, unbounded and within a bound.
+    """Measure steps before a long prompt and during its prefill, without and with a bound.
 
     The bound is ``BOUND`` times the median step before. The first of two prompts shows the engine
     what prefill costs and compiles what it needs; the second is measured.
@@ -179,7 +179,7 @@ def _late(bench: Bench, shape: str, batch: int, prompt: int, stall_ms: float | N
 
 
 def _phases(spans: Sequence[Span]) -> list[dict[str, float]]:
-    """Tokens of each step, and the milliseconds of its phases."""
+    """Return the tokens of each step, and the milliseconds of its phases."""
     steps: dict[int, dict[str, float]] = {}
     for span in spans:
         if span.step_id is not None:
@@ -189,7 +189,7 @@ def _phases(spans: Sequence[Span]) -> list[dict[str, float]]:
 
 
 def timeline(bench: Bench, *, shape: str, batch: int, trace: Path) -> Outcome:
-    """A Chrome trace of decode steps, and for how much of them the device had the next step."""
+    """Write a Chrome trace of decode steps; measure how often the device had the next step."""
     sizes, model = bench.sizes, bench.model(shape)
     lengths = [sizes.tokens(512)] * sizes.batch(batch)
     recorder = TraceRecorder()
@@ -212,7 +212,7 @@ def timeline(bench: Bench, *, shape: str, batch: int, trace: Path) -> Outcome:
 
 
 def sampled(bench: Bench, *, shape: str, batch: int) -> Outcome:
-    """Greedy and sampled requests of the same lengths, in turn."""
+    """Measure greedy and sampled requests of the same lengths, in turn."""
     sizes, model = bench.sizes, bench.model(shape)
     lengths = [sizes.tokens(512)] * sizes.batch(batch)
     params: list[dict[str, Any]] = [
@@ -237,7 +237,7 @@ def sampled(bench: Bench, *, shape: str, batch: int) -> Outcome:
 
 
 def mixed_lengths(bench: Bench, *, shape: str, batch: int, shortest: int, longest: int) -> Outcome:
-    """Lengths evenly spread between two, and then all of their mean."""
+    """Measure lengths spread evenly between two, and then all of their mean."""
     sizes, model = bench.sizes, bench.model(shape)
     count = sizes.batch(batch)
     low, high = sizes.tokens(shortest), sizes.tokens(longest)
@@ -284,7 +284,7 @@ def _running(
 def _alone(
     bench: Bench, model: RandomModel, batch: int, context: int, dtype: str = "auto"
 ) -> tuple[list[float], float, dict[str, Any]]:
-    """Step times of the engine, and the mean bytes of KV that a step reads."""
+    """Return step times of the engine, and the mean bytes of KV that a step reads."""
     sizes = bench.sizes
     lengths = [sizes.tokens(context)] * sizes.batch(batch)
     with engine_for(
@@ -310,12 +310,12 @@ def _stock_turns(
     load: DecodeLoad,
     ours: list[float],
 ) -> list[float]:
-    """Step times of ``BatchGenerator``; from the second turn on the engine's join ``ours``."""
+    """Return step times of ``BatchGenerator``; the engine's are added to ``ours``."""
     times: list[float] = []
     stock: StockLoad | None = None
     for turn in range(bench.sizes.rounds):
         if turn:
-            # What one left in the pipeline is not the other's time.
+            # Two steps drain the pipeline, so that one side's work does not count as the other's.
             load.decode(2)
             ours += load.decode(bench.sizes.steps)
         with layers.stock():
@@ -335,5 +335,5 @@ def _room(lengths: list[int]) -> int:
 
 
 def _memory(model: RandomModel) -> dict[str, float]:
-    """Weights, and the most that was in use since the engine was made."""
+    """Return the weights' memory, and the peak memory since the engine was created."""
     return {WEIGHTS_GB: model.loaded.weight_bytes / GB, PEAK_GB: mx.get_peak_memory() / GB}

@@ -35,18 +35,18 @@ from mlx_parallm.worker.generation.model_runner import ModelRunner
 from mlx_parallm.worker.generation.warm_up import WarmUp
 from tests.builders.random_models import RandomModel, flatten
 
-#: The token budget of a step.
+#: ``STEP_TOKENS``: the token budget of a step.
 STEP_TOKENS = 4096
-#: Tokens that a request of a benchmark may decode.
+#: ``DECODE_ROOM``: tokens that a request of a benchmark may decode.
 DECODE_ROOM = 256
 
 
 class MeasureError(Exception):
-    """What ran is not what was to be measured."""
+    """The run did not do what the benchmark wants to measure."""
 
 
 class NoText:
-    """Stands for a tokenizer; detokenisation is not what is measured."""
+    """A stand-in for a tokenizer, because detokenisation is not measured."""
 
     vocab_size = 0
     eos_ids: frozenset[int] = frozenset()
@@ -100,7 +100,7 @@ class BenchEngine:
         return self.block_bytes / self.kv.block_size
 
     def facts(self) -> dict[str, Any]:
-        """How the model runs."""
+        """Return how the model runs."""
         info = self.engine.info
         return {
             "path": info.path,
@@ -126,7 +126,7 @@ def make_engine(
     grammars: GrammarCompiler | None = None,
     warms_up: bool = False,
 ) -> BenchEngine:
-    """An engine as ``engine.build`` makes it, of a model with the loader's linear layers.
+    """Return an engine as ``engine.build`` makes it, of a model with the loader's linear layers.
 
     Args:
         model: with the layers as mlx_lm made them.
@@ -134,12 +134,12 @@ def make_engine(
         max_model_len: longest sequence.
         kv_tokens: tokens that the pool holds; None is ``max_num_seqs`` full sequences.
         step_tokens: the token budget of a step.
-        kv_cache_dtype: how KV is kept.
+        kv_cache_dtype: the dtype of cached KV.
         stall_ms: see ``--max-decode-stall-ms``.
         tracer: told of every step.
-        speculative: how it speculates.
+        speculative: its speculative decoding; None for none.
         draft: with which draft model.
-        grammars: of its constrained samples.
+        grammars: the compiler of its constrained samples' grammars.
         warms_up: see ``--warm-up``.
     """
     if backend_name() == "cuda":
@@ -209,18 +209,18 @@ class Layers:
 
 @contextmanager
 def engine_for(model: RandomModel, **options: Any) -> Iterator[tuple[BenchEngine, Layers]]:
-    """An engine for the block; its KV is freed and the model is as before at the end.
+    """Yield an engine; afterwards its KV is freed and the model restored.
 
     ``options`` are those of ``make_engine``.
     """
     layers = Layers(model)
-    # An engine before this one may be garbage by now; its KV would take the memory.
+    # Collect earlier engines, whose KV would take the memory.
     gc.collect()
     mx.clear_cache()
     try:
         mx.reset_peak_memory()
         engine = make_engine(model, **options)
-        # As the engine's thread does: the collector would stop a step now and then.
+        # Like the engine thread, keep the garbage collector from interrupting steps.
         gc.collect()
         gc.freeze()
         yield engine, layers
@@ -241,7 +241,7 @@ def _draft_model(model: RandomModel, cache: CacheConfig, num_blocks: int) -> Dra
 
 
 def random_prompts(model: RandomModel, lengths: Sequence[int], seed: int = 0) -> list[list[int]]:
-    """One prompt of random ids per length."""
+    """Return one prompt of random ids per length."""
     source = random.Random(seed)
     return [[source.randrange(model.vocab_size) for _ in range(length)] for length in lengths]
 
@@ -265,14 +265,14 @@ class StockLoad:
         self._generator.insert([list(prompt) for prompt in prompts])
 
     def prefill(self) -> float:
-        """Step until every prompt has a token; seconds it took."""
+        """Step until every prompt has a token; return the seconds."""
         started = time.perf_counter()
         while len(self._generator.next()[1]) < self._batch:
             pass
         return time.perf_counter() - started
 
     def decode(self, steps: int) -> list[float]:
-        """Milliseconds of steps in which every prompt decodes one token."""
+        """Return the milliseconds of steps in which every prompt decodes one token."""
         times = []
         for _ in range(steps):
             started = time.perf_counter()
@@ -290,7 +290,7 @@ class StockLoad:
 
 
 def summary(times_ms: Sequence[float]) -> dict[str, float]:
-    """Median and mean of step times, for the record."""
+    """Return median and mean of step times, for the record."""
     return {
         "median ms": round(statistics.median(times_ms), 4),
         "mean ms": round(statistics.fmean(times_ms), 4),

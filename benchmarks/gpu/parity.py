@@ -24,7 +24,7 @@ from mlx_parallm.demo_models.folders import DEMO_FOLDER
 from mlx_parallm.worker.weights.loader import DTYPES
 
 NEW_TOKENS = 48
-#: How close the reference's two best logits are where texts may part, by dtype.
+#: ``MAX_GAPS``: largest gap of the reference's two best logits at which texts may differ, by dtype.
 MAX_GAPS = {"float32": 0.0, "bfloat16": 0.05}
 
 
@@ -42,7 +42,7 @@ def main() -> int:
 
 
 def compare(num_prompts: int, dtype: str) -> dict[str, Any]:
-    """How many texts are equal, and how close the reference's choice was where others part.
+    """Return how many texts are equal, and how close the reference's choice was where others part.
 
     Returns:
         ``prompts``, ``equal``, ``wrong`` (parted without need) and ``largest gap``, of the
@@ -51,7 +51,7 @@ def compare(num_prompts: int, dtype: str) -> dict[str, Any]:
     llm = LLM(dtype=dtype)
     prompts = [llm.tokenizer.encode_chat(_question(i)) for i in range(num_prompts)]
     params = SamplingParams(temperature=0.0, max_tokens=NEW_TOKENS, ignore_eos=True)
-    found = [one.outputs[0].token_ids for one in llm.generate(prompts, params)]
+    found = [result.outputs[0].token_ids for result in llm.generate(prompts, params)]
     model, _ = load_model(DEMO_FOLDER)
     model.set_dtype(DTYPES[dtype])
     gaps = []
@@ -68,7 +68,7 @@ def compare(num_prompts: int, dtype: str) -> dict[str, Any]:
 
 
 def reference(model: Any, ids: Sequence[int]) -> tuple[list[int], list[float]]:
-    """Greedy tokens of ``generate_step``, and the gap of the two best logits at each."""
+    """Return greedy tokens of ``generate_step``, and the gap of the two best logits at each."""
     tokens, gaps = [], []
     for token, logprobs in generate_step(mx.array(ids), model, max_tokens=NEW_TOKENS):
         second, first = mx.sort(logprobs.astype(mx.float32))[-2:].tolist()
@@ -78,7 +78,7 @@ def reference(model: Any, ids: Sequence[int]) -> tuple[list[int], list[float]]:
 
 
 def parting_gap(ours: list[int], wanted: list[int], gaps: list[float]) -> float | None:
-    """The reference's gap at the first token that differs; None if none does."""
+    """Return the reference's gap at the first token that differs; None if none does."""
     pairs = zip(ours, wanted, gaps, strict=True)
     return next((gap for mine, theirs, gap in pairs if mine != theirs), None)
 

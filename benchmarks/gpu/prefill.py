@@ -20,7 +20,7 @@ STOCK, OURS = "mlx-lm tokens/s", "tokens/s"
 def against_stock(
     bench: Bench, *, shape: str, count: int, length: int, bits: int | None = None
 ) -> Outcome:
-    """Time until every prompt has its first token, the median of a few runs in turn.
+    """Measure the time until every prompt has its first token, the median of runs in turn.
 
     ``BatchGenerator`` prefills 8 prompts at once, its default. With more prompts than that it is
     also timed, once, with all of them at once.
@@ -32,7 +32,7 @@ def against_stock(
     together: list[float] = []
     room = lengths[0] + DECODE_ROOM
     with engine_for(model, max_num_seqs=len(lengths), max_model_len=room) as (engine, layers):
-        # The first turn is not counted: it compiles.
+        # The first turn compiles and does not count.
         for turn in range(1 + sizes.rounds):
             prompts = random_prompts(model, lengths, seed=turn)
             load = DecodeLoad(engine.engine, prompts)

@@ -27,7 +27,7 @@ from mlx_parallm.worker.attention.kernel_prefill import attend_chunk
 BLOCK_SIZE, HEADS, DIM = 16, 32, 128
 SHAPE = LayerShape(num_kv_heads=8, key_dim=DIM, value_dim=DIM, dtype=mx.bfloat16)
 SCORES = Scores(scale=DIM**-0.5)
-#: Prompts, tokens of each, tokens before.
+#: ``CHUNKS``: number of prompts, tokens of each, and tokens before them.
 CHUNKS = (
     (64, 100, 0),
     (1, 512, 0),
@@ -72,7 +72,7 @@ class Prompts:
         mx.eval(self.pool.arrays(), self.queries)
 
     def stock(self, queries: mx.array) -> mx.array:
-        """Stock attention of each chunk over its gathered keys and values."""
+        """Return stock attention of each chunk over its gathered keys and values."""
         return mx.concatenate([self._alone(chunk, queries) for chunk in self.plan.chunks])
 
     def _alone(self, chunk: LongChunk, queries: mx.array) -> mx.array:
@@ -80,7 +80,7 @@ class Prompts:
         return attend_chunk(chunk, queries, keys, values, SCORES)
 
     def kernel(self, queries: mx.array) -> mx.array:
-        """What the backend does with them."""
+        """Return the backend's attention of the chunks."""
         scale, window, sinks = SCORES.scale, SCORES.window, SCORES.sinks
         return self._backend.attend(
             self.pool, self.plan, queries, scale=scale, window=window, sinks=sinks
@@ -88,13 +88,13 @@ class Prompts:
 
 
 def micros(attend: Attention, queries: mx.array) -> tuple[float, float]:
-    """Of one layer: the least of several times, and the first."""
+    """Return one layer's least time in microseconds, and its first."""
     times: list[float] = []
     for layers in (1, *[LAYERS] * REPEATS):
         started = time.perf_counter()
         hidden = queries
         for _ in range(layers):
-            # The output is the next layer's query, so that layers do not overlap.
+            # Each output is the next layer's query, so that layers do not overlap.
             hidden = attend(hidden)
         mx.eval(hidden)
         times.append((time.perf_counter() - started) / layers * 1e6)
@@ -103,7 +103,7 @@ def micros(attend: Attention, queries: mx.array) -> tuple[float, float]:
 
 def main() -> int:
     """Print a line a chunk."""
-    # Chunks of any size go to the kernel.
+    # The kernel gets chunks of any size.
     backend = CudaAttention(BLOCK_SIZE, large_work=math.inf)
     for count, tokens, before in CHUNKS:
         prompts = Prompts(backend, count, tokens, before)

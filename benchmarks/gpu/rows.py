@@ -8,13 +8,13 @@ from pathlib import Path
 from benchmarks.gpu import children, decode, prefill, servers
 from benchmarks.gpu.bench import Row, Target
 
-#: Batch: how many times as fast as ``BatchGenerator`` a step should be.
+#: ``DECODE_8B``: wanted speed-up over ``BatchGenerator``, by batch size.
 DECODE_8B = {32: 2.5, 128: 2.5, 8: 2.0, 1: 1.3}
 DECODE_06B = {1: 1.3, 8: 1.5, 32: 2.5, 128: 2.5}
 
 
 def all_rows() -> list[Row]:
-    """Every row."""
+    """Return every row."""
     return [
         *_decode("8B", DECODE_8B),
         _floor(128, 512),

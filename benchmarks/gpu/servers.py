@@ -36,7 +36,7 @@ from mlx_parallm.bench.workload import Lengths
 from mlx_parallm.worker.device.properties import backend_name
 
 FOLDER, SHRUNK_FOLDER = Path("results/gpu-model"), Path("results/gpu-model-shrunk")
-#: Qwen3-0.6B with the benchmark's 4,096 tokens and a head of its own.
+#: ``SERVED``: Qwen3-0.6B with the benchmark's 4,096 tokens and a head of its own.
 SERVED: dict[str, Any] = CONFIG | {
     "hidden_size": 1024,
     "num_hidden_layers": 28,
@@ -54,25 +54,25 @@ BETWEEN = "ITL p99, ours over theirs"
 STALL = "ITL p99 over its median before"
 STOCK_STALL = "the same, `mlx_lm.server`"
 STREAM_PROMPT_TOKENS = 64
-# Characters of why there are no figures.
+# REASON: most characters of the reason for missing figures.
 REASON = 300
-#: The streams begin so long before the long prompt, and half of it counts as before.
+#: ``LEAD_S``: seconds of streams before the long prompt; half of them are measured as "before".
 LEAD_S, SHRUNK_LEAD_S = 3.0, 0.4
-#: An entry of mlx_lm.server's prompt cache holds the KV of the whole batch that it is a part of
+#: ``ONE_ENTRY``: an entry of mlx_lm.server's prompt cache holds the KV of its whole batch
 #: until it is evaluated: until a prompt begins with it, as none does here. With ten entries it runs
 #: out of an H100's 80 GB under 128 clients, and its generation thread ends.
 ONE_ENTRY = ["--prompt-cache-size", "1"]
-#: Of each kind: how the servers are started. What is not said is the server's default.
+#: ``Starts``: how to start each kind of server; all other settings are the server's defaults.
 Starts = dict[str, Callable[[Path], AbstractContextManager[Server]]]
 OWN_PROCESS = "--engine-process"
-#: What the log of a server says once it has prepared shapes, and how long to wait for it.
+#: ``PREPARED``: the log text of a server that has prepared shapes; then the seconds to wait for it.
 PREPARED, MOST_PREPARING_S = "shapes prepared", 40.0
 MANY_CLIENTS: Starts = {
     "ours": partial(mlx_parallm_server, options=[OWN_PROCESS]),
     "stock": partial(mlx_lm_server, options=ONE_ENTRY),
 }
 ONE_PROCESS: Starts = {"ours": mlx_parallm_server}
-#: Milliseconds that a step with streams may take, and twice the rows that mlx_lm.server decodes at
+#: ``STALL_MS``: milliseconds that a step with streams may take; twice the rows of mlx_lm.server at
 #: once: with its 32 the prompt would wait until a stream has ended.
 STALL_MS = 13
 LATE_PROMPT: Starts = {
@@ -95,7 +95,7 @@ def _warm_up(server: Server, concurrency: int) -> None:
 def clients(
     bench: Bench, *, concurrency: int, requests: int, starts: Starts = MANY_CLIENTS
 ) -> Outcome:
-    """Streaming clients in a closed loop, prompts and outputs of mixed length."""
+    """Measure streaming clients in a closed loop, with prompts and outputs of mixed length."""
     folder = served_model(bench)
     count, size = bench.sizes.batch(concurrency), bench.sizes.tokens
     workload = chat_like_workload(
@@ -135,7 +135,7 @@ def clients(
 
 
 def late_prompt(bench: Bench, *, streams: int, prompt: int, stream_tokens: int) -> Outcome:
-    """The gaps in running streams before and while a long prompt is prefilled."""
+    """Return the gaps in running streams before and while a long prompt is prefilled."""
     folder = served_model(bench)
     tokenizer = load_tokenizer(folder)
     long = completion(0, text_of_tokens(tokenizer, bench.sizes.tokens(prompt), seed=7), 4)
@@ -150,7 +150,7 @@ def late_prompt(bench: Bench, *, streams: int, prompt: int, stream_tokens: int) 
     values = {
         what: found[name]["during p99 ms"] / found[name]["before p50 ms"]
         for name, what in (("ours", STALL), ("stock", STOCK_STALL))
-        # A server that gives all its tokens at once has no gap.
+        # A server that sends all tokens at once has no gap.
         if name in found and found[name]["before p50 ms"]
     }
     ours, stock = found["ours"], found.get("stock", {})
@@ -167,7 +167,7 @@ def late_prompt(bench: Bench, *, streams: int, prompt: int, stream_tokens: int) 
 def _of_each(
     starts: Starts, folder: Path, measure: Callable[[Server], Any]
 ) -> tuple[dict[str, Any], str]:
-    """What was measured of each server, and why nothing more, if another than ours failed."""
+    """Return the figures of each server, and the error of the first other server that failed."""
     found: dict[str, Any] = {}
     for name, start in starts.items():
         try:
@@ -182,7 +182,7 @@ def _of_each(
 
 
 def served_model(bench: Bench) -> Path:
-    """The folder of the model, made when it is not there; nothing else is left on the device."""
+    """Return the folder of the model, created if needed, and free the device's memory."""
     bench.release()
     if not bench.sizes.is_full:
         return make_model(SHRUNK_FOLDER)

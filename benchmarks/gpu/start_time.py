@@ -1,4 +1,4 @@
-"""How long ``mlx_parallm serve`` takes on an NVIDIA GPU until it answers, and what a call costs.
+"""The time until ``mlx_parallm serve`` answers on an NVIDIA GPU, and the cost of a kernel call.
 
 ``python -m benchmarks.gpu.start_time`` starts servers of random models of 0.6B and 8B shape:
 
@@ -71,7 +71,7 @@ CALLS, ROUNDS = 200, 7
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """Seconds from the start of a process, and what it answered."""
+    """Seconds from the start of a process, and its answer."""
 
     healthy_s: float
     answer_s: float
@@ -105,7 +105,7 @@ def main() -> int:
 def start_times(shape: str, *, with_mlx: bool) -> dict[str, Start]:
     """Start each kind of server, each in a fresh process."""
     folder = make_model(RESULTS / f"start-model-{shape}", config=SHAPES[shape])
-    # Servers have the device to themselves.
+    # Free the memory, so that servers have the device to themselves.
     mx.clear_cache()
     print(f"{shape}:", flush=True)
     starts: dict[str, Start] = {}
@@ -204,7 +204,7 @@ def _dialects() -> dict[str, CudaDialect]:
 
 
 class _CallTrial:
-    """One row that attends again and again, each time to what the call before gave."""
+    """A row that attends repeatedly, each time with the previous call's output."""
 
     def __init__(self, dialect: CudaDialect) -> None:
         self._backend = KernelAttention(16, dialect)

@@ -1,4 +1,4 @@
-"""The file of results: rows are added one by one, and what is measured stays."""
+"""The file of results, to which rows are added one by one."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from benchmarks.checks import machine
 from benchmarks.gpu.bench import Outcome
 
 DIGITS = 5
-#: Of a record, what a table needs.
+#: ``SHOWN``: the fields of a record that a table needs.
 SHOWN = ("values", "figures", "missing", "error", "environment", "machine")
 
 
@@ -29,11 +29,11 @@ class Results:
             self.rows = json.loads(path.read_text())["rows"]
 
     def is_measured(self, name: str) -> bool:
-        """Whether there are all figures."""
+        """True if there are all figures."""
         return name in self.rows and not why_incomplete(self.rows[name])
 
     def has_failed(self, name: str) -> bool:
-        """Whether it was tried in vain."""
+        """True if it was tried and failed."""
         return bool(why_incomplete(self.rows.get(name, {})))
 
     def begin(self, name: str) -> None:
@@ -41,11 +41,11 @@ class Results:
         self._put(name, {"error": "the process ended in this row"})
 
     def fail(self, name: str, error: str, about: dict[str, Any]) -> None:
-        """Keep why there are no figures."""
+        """Store the reason for missing figures."""
         self._put(name, {"error": error, **about})
 
     def add(self, name: str, outcome: Outcome, about: dict[str, Any]) -> None:
-        """Keep figures."""
+        """Store figures."""
         self._put(name, rounded(asdict(outcome)) | about)
 
     def take(self, others: Results) -> None:
@@ -64,7 +64,7 @@ class Results:
 
 
 def about_run(commit: str | None) -> dict[str, Any]:
-    """What a reader must know to place the figures."""
+    """Return facts of the run that put the figures in context."""
     about = machine()
     device = str(dict(mx.device_info()).get("device_name", "?"))
     environment = {key: value for key, value in os.environ.items() if key.startswith("MLX_")}
@@ -75,17 +75,17 @@ def about_run(commit: str | None) -> dict[str, Any]:
 
 
 def why_incomplete(record: Mapping[str, Any]) -> str:
-    """Why there are not all figures; empty where there are."""
+    """Return why there are not all figures; empty where there are."""
     return record.get("error") or record.get("missing") or ""
 
 
 def _time(record: dict[str, Any]) -> str:
-    """When it was measured, in a form that sorts; empty where that is not known."""
+    """Return the time of the measurement in sortable form; empty if unknown."""
     return record.get("machine", {}).get("time", "")
 
 
 def rounded(value: Any) -> Any:
-    """Numbers with the digits that mean something."""
+    """Return a value with its numbers rounded to the significant digits."""
     if isinstance(value, dict):
         return {key: rounded(item) for key, item in value.items()}
     if isinstance(value, list | tuple):

@@ -18,13 +18,13 @@ def write_tables(rows: Sequence[Row], records: Mapping[str, Record], page: Path 
     """Put every table into the page."""
     text = page.read_text()
     for name in dict.fromkeys(row.table for row in rows):
-        mine = [row for row in rows if row.table == name]
-        text = replace_marked(text, f"gpu: {name}", format_table(mine, records))
+        own_rows = [row for row in rows if row.table == name]
+        text = replace_marked(text, f"gpu: {name}", format_table(own_rows, records))
     page.write_text(text)
 
 
 def format_table(rows: Sequence[Row], records: Mapping[str, Record]) -> str:
-    """One table: a line per figure, blank where nothing was measured.
+    """Return a table with a line per figure, blank if nothing was measured.
 
     Below it stand the rows that failed and where the figures come from: one line if all come from
     the same place, else one per letter in the last column.
@@ -50,7 +50,7 @@ def format_table(rows: Sequence[Row], records: Mapping[str, Record]) -> str:
 def _lines(
     row: Row, record: Record | None, columns: Sequence[str], letters: Mapping[str, str]
 ) -> list[list[str]]:
-    """The cells of a row: what it is and its figures stand in its first line only."""
+    """Return the cells of a row; only its first line has its name and figures."""
     values, figures = (record["values"], record["figures"]) if record else ({}, {})
     first = [row.what, *(_number(figures.get(column)) for column in columns)]
     lines = []

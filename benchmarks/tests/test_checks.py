@@ -1,4 +1,4 @@
-"""Verdicts of the benchmarks and what they write."""
+"""Tests of the benchmarks' verdicts and output."""
 
 import json
 import math

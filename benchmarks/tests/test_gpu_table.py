@@ -20,7 +20,7 @@ from mlx_parallm.bench.decode_load import DecodeLoad
 from mlx_parallm.types.errors import ConfigError
 
 PAGE = Path(__file__).parents[2] / "docs" / "performance.md"
-#: Rows that start processes.
+#: ``OUTSIDE``: rows that start processes.
 OUTSIDE = {
     "parity",
     "kv-agreement",
