@@ -1,4 +1,4 @@
-"""A backend for ART (Agent Reinforcement Trainer, openpipe-art) that serves with this server."""
+"""A backend of ART (Agent Reinforcement Trainer, openpipe-art) that uses this server."""
 
 from __future__ import annotations
 

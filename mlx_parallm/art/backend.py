@@ -1,7 +1,7 @@
-"""ART's ``Backend`` on this server; ART itself is imported where a method needs it.
+"""ART's ``Backend`` on this server; only methods that need ART import it.
 
 ART (Agent Reinforcement Trainer) runs agents and collects trajectories; a backend serves the model
-and trains it. This one serves with ``mlx_parallm`` and leaves training to a function of the user.
+and trains it. This one serves with ``mlx_parallm`` and trains with a function of the user.
 It follows the Protocol ``art.backend.Backend`` of openpipe-art 0.5.23.
 """
 
@@ -21,12 +21,12 @@ from mlx_parallm.art.training import Trainer, TrainJob
 if TYPE_CHECKING:
     from art.types import TrainResult  # pyright: ignore[reportMissingImports]
 
-#: What ART's clients send where a server asks for no key.
+#: ``NO_KEY``: the key that ART's clients send to a server without keys.
 NO_KEY = "default"
 
 
 class MLXParallmBackend:
-    """Serves ART's models, one server each, and trains them between or beside their rollouts.
+    """A backend with one server per model, which trains models between or beside rollouts.
 
     Example:
         >>> backend = MLXParallmBackend(trainer, server_config=ServerConfig(context_length=8192))
@@ -43,12 +43,12 @@ class MLXParallmBackend:
         device_config: DeviceConfig | None = None,
         server_config: ServerConfig | None = None,
     ) -> None:
-        """Prepare; servers start when models register.
+        """Create the backend; servers start when models register.
 
         Args:
             trainer: trains a step and writes its checkpoint.
             path: the folder of ART's projects.
-            device_config: which devices serve and train; found out by default.
+            device_config: the devices of server and trainer; detected by default.
             server_config: how servers are started and updated.
         """
         self._trainer = trainer
@@ -74,7 +74,7 @@ class MLXParallmBackend:
             await policy.stop()
 
     async def register(self, model: Any) -> None:
-        """Make a model's folder; called by ``model.register(backend)``."""
+        """Create a model's folder; ``model.register(backend)`` calls it."""
         model.base_path = str(self._path)
         self._folder(model).mkdir(parents=True, exist_ok=True)
 
@@ -83,8 +83,8 @@ class MLXParallmBackend:
     ) -> TrainResult:
         """Train one step from groups of trajectories with rewards, and serve it.
 
-        ``options`` reach the trainer as they are. In shared mode the server gives back its memory
-        meanwhile; requests are refused until it serves again.
+        ``options`` are passed to the trainer. In shared mode the server frees its memory during
+        training and refuses requests.
         """
         from art.types import LocalTrainResult  # noqa: PLC0415  # pyright: ignore
 
@@ -107,8 +107,8 @@ class MLXParallmBackend:
     def _model_inference_name(self, model: Any, step: int | None = None) -> str:
         from art.adapter_leases import pinned_inference_step  # noqa: PLC0415  # pyright: ignore
 
-        wanted = pinned_inference_step(model.name) if step is None else step
-        return self._policy(model).inference_name(wanted)
+        requested_step = pinned_inference_step(model.name) if step is None else step
+        return self._policy(model).inference_name(requested_step)
 
     async def _get_step(self, model: Any) -> int:
         return self._policy(model).checkpoints.latest()
@@ -122,11 +122,11 @@ class MLXParallmBackend:
     async def _prepare_backend_for_training(
         self, model: Any, config: Mapping[str, Any] | None = None
     ) -> tuple[str, str]:
-        asked = (config or {}).get("server_args") or {}
+        server_args = (config or {}).get("server_args") or {}
         address = Address(
-            host=asked.get("host", Address().host),
-            port=asked.get("port"),
-            api_key=asked.get("api_key"),
+            host=server_args.get("host", Address().host),
+            port=server_args.get("port"),
+            api_key=server_args.get("api_key"),
         )
         policy = self._policy(model)
         await policy.start(address)
@@ -134,7 +134,7 @@ class MLXParallmBackend:
 
     @asynccontextmanager
     async def exact_adapter_lease(self, model: Any, step: int) -> AsyncIterator[None]:
-        """Requests of the block without a step meet this one."""
+        """Pin requests within the block that name no step to ``step``."""
         from art.adapter_leases import pin_inference_step  # noqa: PLC0415  # pyright: ignore
 
         await self._policy(model).ensure_served(step)
@@ -170,5 +170,5 @@ class MLXParallmBackend:
         return self._policies[folder]
 
     def _folder(self, model: Any) -> Path:
-        """As ART lays them out."""
+        """Return a model's folder in ART's layout."""
         return self._path / model.project / "models" / model._storage_name()

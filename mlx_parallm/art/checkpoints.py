@@ -1,4 +1,4 @@
-"""The folders of a model's steps, laid out as ART does: ``checkpoints/0001`` and so on."""
+"""The folders of a model's steps in ART's layout: ``checkpoints/0001`` and so on."""
 
 from __future__ import annotations
 
@@ -13,33 +13,33 @@ ADAPTER_CONFIG = "adapter_config.json"
 
 
 class Checkpoints:
-    """The steps of one model that were trained to their end."""
+    """The completed steps of one model."""
 
     def __init__(self, folder: Path) -> None:
-        """``folder`` is the model's, ``.art/PROJECT/models/NAME``."""
+        """``folder`` is the model's folder, ``.art/PROJECT/models/NAME``."""
         self.root = (folder / "checkpoints").resolve()
         self.root.mkdir(parents=True, exist_ok=True)
 
     def steps(self) -> list[int]:
-        """In ascending order."""
-        found = [one.name for one in self.root.iterdir() if one.is_dir()]
-        return sorted(int(name) for name in found if name.isdigit())
+        """Return the steps in ascending order."""
+        names = [folder.name for folder in self.root.iterdir() if folder.is_dir()]
+        return sorted(int(name) for name in names if name.isdigit())
 
     def latest(self) -> int:
-        """The last step; 0 before the first."""
+        """Return the last step; 0 before the first."""
         return max(self.steps(), default=0)
 
     def folder(self, step: int) -> Path | None:
-        """Of a step; None if it was not trained, or was deleted."""
+        """Return a step's folder; None if it was not trained, or was deleted."""
         folder = self._path(step)
         return folder if folder.is_dir() else None
 
     @contextmanager
     def writing(self, step: int) -> Iterator[Path]:
-        """An empty folder that becomes the step's when the block ends without an error.
+        """Yield an empty folder that becomes the step's if the block ends without an error.
 
         Raises:
-            CheckpointError: nothing was written.
+            CheckpointError: the block wrote nothing.
         """
         begun = self.root / f".{step:04d}.begun"
         shutil.rmtree(begun, ignore_errors=True)
@@ -61,5 +61,5 @@ class Checkpoints:
 
 
 def is_adapter(folder: Path) -> bool:
-    """Whether a checkpoint is an adapter of PEFT or mlx-lm; if not, it is a whole model."""
+    """True if a checkpoint is an adapter of PEFT or mlx-lm; if not, it is a whole model."""
     return (folder / ADAPTER_CONFIG).is_file()

@@ -1,7 +1,7 @@
-"""Which devices the server and the trainer have, and how the server is started and updated.
+"""Settings of the backend: devices of server and trainer, and how the server is updated.
 
 The names are those of the guide to ART's SGLang backend (OpenPipe/ART pull request 564,
-``docs/sglang-integration.md``), so that a configuration written for it can be kept.
+``docs/sglang-integration.md``), so that a configuration written for it can be reused.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ NVIDIA_DEVICES = Path("/proc/driver/nvidia/gpus")
 
 
 class WeightSync(StrEnum):
-    """How a step of training reaches the server.
+    """How the server gets the weights of a training step.
 
     lora: the checkpoint is an adapter; the server loads it as ``name@step`` beside the others.
     disk: the checkpoint is a whole model; the server replaces its weights between two steps.
-    restart: the server is started anew with the checkpoint, whichever of the two it is.
+    restart: the server is restarted with the checkpoint, an adapter or a whole model.
     """
 
     LORA = "lora"
@@ -33,22 +33,22 @@ class WeightSync(StrEnum):
 def count_cuda_devices(
     environment: Mapping[str, str] = os.environ, devices: Path = NVIDIA_DEVICES
 ) -> int:
-    """How many NVIDIA devices this process may use; 0 on a Mac, whose one GPU is shared."""
+    """Return the number of NVIDIA devices of this process; 0 on a Mac, whose GPU is shared."""
     visible = environment.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
-        return len([one for one in visible.split(",") if one.strip() not in ("", "-1")])
+        return len([index for index in visible.split(",") if index.strip() not in ("", "-1")])
     return len(list(devices.iterdir())) if devices.is_dir() else 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceConfig:
-    """Which device serves and which ones train.
+    """The devices of server and trainer.
 
     Attributes:
-        inference_device: index of the server's.
-        training_devices: indices of the trainer's; the server's among them is shared mode.
-        auto_detect: whether to find out: one device (as on any Mac) is shared, of several the
-            server has the first and the trainer the others.
+        inference_device: index of the server's device.
+        training_devices: indices of the trainer's devices; shared mode if the server's is one.
+        auto_detect: choose by the number of devices: a single device (as on any Mac) is shared; of
+            several, the server gets the first and the trainer the others.
     """
 
     inference_device: int = 0
@@ -56,22 +56,22 @@ class DeviceConfig:
     auto_detect: bool = True
 
     def __post_init__(self) -> None:
-        if self.inference_device < 0 or any(one < 0 for one in self.training_devices):
-            raise ConfigError("Indices of devices are not negative.")
+        if self.inference_device < 0 or any(index < 0 for index in self.training_devices):
+            raise ConfigError("Indices of devices must not be negative.")
         if not self.training_devices:
             raise ConfigError("training_devices must name at least one device.")
 
     def resolved(self, num_devices: int | None = None) -> DeviceConfig:
-        """As it is on this machine; ``num_devices`` is counted unless it is given."""
+        """Return the devices on this machine; None for ``num_devices`` counts them."""
         if not self.auto_detect:
             return self
         count = count_cuda_devices() if num_devices is None else num_devices
-        others = tuple(range(1, count)) or (0,)
-        return DeviceConfig(inference_device=0, training_devices=others, auto_detect=False)
+        training = tuple(range(1, count)) or (0,)
+        return DeviceConfig(inference_device=0, training_devices=training, auto_detect=False)
 
     @property
     def is_split(self) -> bool:
-        """Whether the trainer leaves the server's device alone."""
+        """True if the trainer does not use the server's device."""
         return self.inference_device not in self.training_devices
 
 
@@ -81,15 +81,15 @@ class ServerConfig:
 
     Attributes:
         mem_fraction_static: share of the free memory that KV may take.
-        disable_radix_cache: whether equal prefixes are computed each time.
+        disable_radix_cache: True turns prefix caching off.
         max_loras_per_batch: most adapters in one batch.
-        context_length: most tokens of a prompt and its answer; None is the model's.
-        weight_sync_method: how a step of training reaches the server.
-        flush_cache_on_sync: whether cached prefixes are forgotten with each step. None of another
-            step is ever used in any case.
-        server_timeout: seconds a start may take.
-        python: the interpreter that serves; None is the trainer's. ART and MLX need not live in
-            one environment.
+        context_length: most tokens of a prompt and its answer; None: the model's own limit.
+        weight_sync_method: how the server gets the weights of a training step.
+        flush_cache_on_sync: drop cached prefixes with each step. Prefixes of another step are never
+            used in any case.
+        server_timeout: most seconds for a start.
+        python: the interpreter of the server; None: the trainer's. ART and MLX need not be in the
+            same environment.
         flags: further flags of ``mlx_parallm serve``.
     """
 
@@ -119,11 +119,11 @@ class ServerConfig:
             raise ConfigError(
                 f"weight_sync_method must be one of {names}, not {self.weight_sync_method!r}."
             ) from None
-        # "lora" as a plain text, as the guide writes it.
+        # The guide writes the method as plain text, such as "lora".
         object.__setattr__(self, "weight_sync_method", method)
 
     def to_flags(self) -> list[str]:
-        """The flags of ``mlx_parallm serve`` that say the same."""
+        """Return these settings as flags of ``mlx_parallm serve``."""
         flags = [
             *("--kv-memory-fraction", str(self.mem_fraction_static)),
             *("--max-loras", str(self.max_loras_per_batch)),

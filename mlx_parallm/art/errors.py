@@ -1,4 +1,4 @@
-"""What can go wrong between ART and the server it uses."""
+"""Errors between ART and its server."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ class ServerStartError(BackendError):
 
 
 class CheckpointError(BackendError):
-    """A checkpoint is missing, or is not what the way of syncing needs."""
+    """A checkpoint is missing, or is not of the kind that ``weight_sync_method`` needs."""
 
 
 class UnservedStepError(BackendError):
-    """Weights of another step than the one that is served were asked for."""
+    """The weights of the requested step are not served."""

@@ -1,4 +1,4 @@
-"""A server in a process of its own: started, waited for, and stopped."""
+"""A server that runs in a child process."""
 
 from __future__ import annotations
 
@@ -23,10 +23,7 @@ LOG_TAIL_CHARS = 2000
 
 
 class ManagedServer:
-    """``python -m mlx_parallm serve`` with flags of its own.
-
-    It ends with this process, however that ends.
-    """
+    """A process of ``python -m mlx_parallm serve``, which ends with this process in any case."""
 
     def __init__(
         self,
@@ -38,22 +35,22 @@ class ManagedServer:
         python: str | None = None,
         environment: Mapping[str, str] | None = None,
     ) -> None:
-        """Start it; nothing waits yet.
+        """Start the server without waiting for it.
 
         Args:
-            flags: of ``mlx_parallm serve``, besides its address.
-            log: what it prints is added to this file.
-            host: where it listens.
-            port: 0 takes a free one.
+            flags: flags of ``mlx_parallm serve``, without the address.
+            log: the file to which its output is appended.
+            host: the address to listen on.
+            port: the port; 0 takes a free one.
             python: the interpreter; None is this process's.
-            environment: variables besides this process's.
+            environment: variables in addition to this process's.
 
         Raises:
-            ServerStartError: it cannot listen there.
+            ServerStartError: it cannot listen on the address.
         """
         self.log = log
         log.parent.mkdir(parents=True, exist_ok=True)
-        # The socket is handed over: a free port that is only named may be somebody else's by then.
+        # The child inherits the socket, because another process could take a port known by number.
         with _listener(host, port) as listener, log.open("ab") as output:
             self.url = f"http://{host}:{listener.getsockname()[1]}"
             fd = listener.fileno()
@@ -69,14 +66,14 @@ class ManagedServer:
 
     @property
     def is_running(self) -> bool:
-        """Whether the process lives."""
+        """True if the process runs."""
         return self._process.poll() is None
 
     async def wait_until_ready(self, timeout_s: float) -> None:
         """Return once ``/health`` answers 200.
 
         Raises:
-            ServerStartError: it ended, or the time is over; it is stopped then.
+            ServerStartError: the server ended, or was stopped at the timeout.
         """
         transport = Transport(self.url, None, timeout_s)
         try:
@@ -84,20 +81,20 @@ class ManagedServer:
         except TimeoutError:
             await self.stop()
             raise ServerStartError(
-                f"The server was not ready after {timeout_s:g} s. {self._told()}"
+                f"The server was not ready after {timeout_s:g} s. {self._log_hint()}"
             ) from None
         finally:
             await transport.close()
 
     async def stop(self) -> None:
-        """Let it end what it does, and return once it is gone."""
+        """Stop the server after its running requests, and return once the process has ended."""
         await asyncio.to_thread(self._finish)
 
     async def _answers(self, transport: Transport) -> None:
         while True:
             if not self.is_running:
                 raise ServerStartError(
-                    f"The server ended with {self._process.returncode}. {self._told()}"
+                    f"The server ended with {self._process.returncode}. {self._log_hint()}"
                 )
             try:
                 await transport.ask("GET", "/health")
@@ -106,7 +103,7 @@ class ManagedServer:
             else:
                 return
 
-    def _told(self) -> str:
+    def _log_hint(self) -> str:
         text = self.log.read_text(errors="replace")[-LOG_TAIL_CHARS:].strip()
         return f"{self.log} ends with:\n{text}"
 

@@ -1,4 +1,4 @@
-"""One of ART's models on a server: started, trained beside or in turns, and brought up to date."""
+"""One of ART's models on a server, which is started, trained and updated with each step."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from mlx_parallm.art.control import ServerControl
 from mlx_parallm.art.errors import BackendError, CheckpointError, UnservedStepError
 from mlx_parallm.art.server import ManagedServer
 
-#: Of the model inside the package, which is served without ``--model``.
+#: ``EMBEDDED_MODEL``: the name of the model in the package, which is served without ``--model``.
 EMBEDDED_MODEL = "mlx-parallm-demo"
 
-#: Of a step, the checkpoint of the one before, and an empty folder for its own.
+#: ``Train``: a function of a step, the previous checkpoint, and an empty folder for this step.
 Train = Callable[[int, Path | None, Path], Awaitable[Mapping[str, float]]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Address:
-    """Where the server is to listen, and the key it is to ask for.
+    """The server's address and API key.
 
     Attributes:
-        port: None finds a free one.
-        api_key: of clients and of the backend itself; None asks for none.
+        port: the port; None takes a free one.
+        api_key: the key of clients and of the backend itself; None: no key is needed.
     """
 
     host: str = "127.0.0.1"
@@ -36,7 +36,7 @@ class Address:
 
 
 class ServedPolicy:
-    """A model by name, its checkpoints, and the server that has the latest of them."""
+    """A model, its checkpoints, and the server that serves the latest of them."""
 
     def __init__(
         self,
@@ -46,14 +46,14 @@ class ServedPolicy:
         config: ServerConfig,
         devices: DeviceConfig,
     ) -> None:
-        """Prepare; nothing is started yet.
+        """Create the policy without starting a server.
 
         Args:
-            name: that requests use.
-            base_model: hub id or folder of what is trained.
-            folder: for checkpoints and logs.
+            name: the model's name in requests.
+            base_model: hub id or folder of the model to train.
+            folder: the folder for checkpoints and logs.
             config: how it is served and updated.
-            devices: as resolved on this machine.
+            devices: the devices, resolved on this machine.
         """
         self.name = name
         self.checkpoints = Checkpoints(folder)
@@ -70,7 +70,7 @@ class ServedPolicy:
 
     @property
     def step(self) -> int:
-        """That requests meet by default."""
+        """The step that requests use by default."""
         return self._step
 
     @property
@@ -81,23 +81,23 @@ class ServedPolicy:
         return self._server.url
 
     def inference_name(self, step: int | None = None) -> str:
-        """What requests for a step, the latest by default, name as their model.
+        """Return the model name for requests to a step, the latest by default.
 
         Raises:
-            UnservedStepError: the way of syncing keeps one step only, and it is another one.
+            UnservedStepError: ``weight_sync_method`` keeps only the latest step, not this one.
         """
-        wanted = self._step if step is None else step
+        requested_step = self._step if step is None else step
         if self._keeps_steps:
-            return self._name_of(wanted)
-        if wanted != self._step:
+            return self._name_of(requested_step)
+        if requested_step != self._step:
             raise UnservedStepError(
-                f"Step {wanted} of {self.name} is not served: weight_sync_method "
+                f"Step {requested_step} of {self.name} is not served: weight_sync_method "
                 f"{self._config.weight_sync_method} keeps the latest one, {self._step}."
             )
         return self._served_name
 
     async def start(self, address: Address) -> None:
-        """Start the server with the latest checkpoint; a server that runs is stopped first."""
+        """Start the server with the latest checkpoint, after stopping a running server."""
         async with self._lock:
             await self._stop()
             self._address = address
@@ -109,10 +109,10 @@ class ServedPolicy:
             await self._stop()
 
     async def train(self, train: Train) -> tuple[int, Mapping[str, float]]:
-        """Train one step and serve it; the step and its metrics.
+        """Train one step and serve it; return the step and its metrics.
 
-        On a device of its own the trainer works while requests run. On the server's device the
-        server gives back its memory first. If training fails, the step before stays served.
+        On its own device the trainer works while requests run. On the server's device the server
+        frees its memory before training. If training fails, the previous step stays served.
         """
         async with self._lock:
             step = self.checkpoints.latest() + 1
@@ -129,11 +129,11 @@ class ServedPolicy:
             return step, metrics
 
     async def ensure_served(self, step: int) -> None:
-        """See to it that requests can name a step.
+        """Make sure that requests can name a step.
 
         Raises:
             UnservedStepError: see ``inference_name``.
-            CheckpointError: its checkpoint is gone.
+            CheckpointError: the step's checkpoint is gone.
         """
         async with self._lock:
             self.inference_name(step)
@@ -153,7 +153,7 @@ class ServedPolicy:
 
     @property
     def _keeps_steps(self) -> bool:
-        """Whether several steps can be served at once, each as an adapter."""
+        """True if several steps can be served at once, each as an adapter."""
         return self._config.weight_sync_method is WeightSync.LORA
 
     def _name_of(self, step: int) -> str:
@@ -168,7 +168,7 @@ class ServedPolicy:
 
     @asynccontextmanager
     async def _room(self) -> AsyncIterator[None]:
-        """The server's memory, for a trainer on its device; waking it up, whatever happens."""
+        """Let the server sleep while a trainer uses its device; always wake it up afterwards."""
         if self._devices.is_split or self._server is None or self._control is None:
             yield
         elif self._restarts:
@@ -189,12 +189,12 @@ class ServedPolicy:
         folder = self.checkpoints.folder(step)
         if step and folder is None:
             raise CheckpointError(f"There is no checkpoint of step {step} of {self.name}.")
-        whole = folder if folder is not None and not is_adapter(folder) else None
+        model_folder = folder if folder is not None and not is_adapter(folder) else None
         address = self._address
         key = address.api_key
         secrets = {"MLX_PARALLM_API_KEY": key} if key else {}
         self._server = ManagedServer(
-            self._flags(whole),
+            self._flags(model_folder),
             host=address.host,
             port=address.port or 0,
             log=self._log,
@@ -204,15 +204,15 @@ class ServedPolicy:
         await self._server.wait_until_ready(self._config.server_timeout)
         self._control = ServerControl(self._server.url, key)
         self._served_name = self.name
-        if folder is not None and whole is None:
+        if folder is not None and model_folder is None:
             await self._load_adapter(step)
             self._served_name = self._name_of(step)
         self._step = step
 
-    def _flags(self, whole: Path | None) -> list[str]:
-        # Before the first step the base model is the policy.
+    def _flags(self, model_folder: Path | None) -> list[str]:
+        # Step 0, before any training, is the base model.
         names = [self.name, self._name_of(0)] if self._keeps_steps else [self.name]
-        model = whole or self._base_model
+        model = model_folder or self._base_model
         model_flags = [] if model == EMBEDDED_MODEL else ["--model", str(model)]
         return [
             *model_flags,
@@ -222,7 +222,7 @@ class ServedPolicy:
         ]
 
     def _visible_device(self) -> dict[str, str]:
-        """A Mac has one device; with several the server is to see its own."""
+        """Return the variables that hide other devices from the server; none on a Mac."""
         if not self._devices.is_split:
             return {}
         return {"CUDA_VISIBLE_DEVICES": str(self._devices.inference_device)}

@@ -1,4 +1,4 @@
-"""What the backend asks of a trainer, which is the user's own."""
+"""The interface of the user's trainer."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ class TrainJob:
     """One step of training.
 
     Attributes:
-        kind: "rl" from groups of trajectories with rewards, "sft" from trajectories to imitate.
+        kind: "rl" for groups of trajectories with rewards, "sft" for trajectories to imitate.
         model: ART's model.
         data: ART's trajectory groups, or trajectories.
-        step: the number of the step that this makes.
-        previous: the checkpoint of the step before; None before the first.
+        step: the number of this step.
+        previous: the previous step's checkpoint; None before the first step.
         target: an empty folder for the checkpoint: an adapter of PEFT or mlx-lm, or a whole model.
         devices: indices of the devices to train on.
         options: further arguments of ``backend.train``, or the configuration of SFT.

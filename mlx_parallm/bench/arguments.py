@@ -1,4 +1,4 @@
-"""Types of the flags of ``mlx_parallm bench``; argparse adds the flag to what they complain of."""
+"""Types of the flags of ``mlx_parallm bench``; argparse adds the flag to their messages."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from mlx_parallm.bench.workload import Lengths
 
 
 def positive(text: str) -> int:
-    """A whole number of at least 1."""
+    """Return a whole number of at least 1."""
     number = _whole(text)
     if number < 1:
         raise argparse.ArgumentTypeError(f"must be at least 1, not {text!r}")
@@ -18,7 +18,7 @@ def positive(text: str) -> int:
 
 
 def not_negative(text: str) -> int:
-    """A whole number of at least 0."""
+    """Return a whole number of at least 0."""
     number = _whole(text)
     if number < 0:
         raise argparse.ArgumentTypeError(f"must be at least 0, not {text!r}")
@@ -26,7 +26,7 @@ def not_negative(text: str) -> int:
 
 
 def positive_number(text: str) -> float:
-    """A finite number above 0."""
+    """Return a finite number above 0."""
     number = _finite(text)
     if number <= 0:
         raise argparse.ArgumentTypeError(f"must be above 0, not {text!r}")
@@ -34,7 +34,7 @@ def positive_number(text: str) -> float:
 
 
 def not_negative_number(text: str) -> float:
-    """A finite number of at least 0."""
+    """Return a finite number of at least 0."""
     number = _finite(text)
     if number < 0:
         raise argparse.ArgumentTypeError(f"must be at least 0, not {text!r}")
@@ -42,7 +42,7 @@ def not_negative_number(text: str) -> float:
 
 
 def lengths(text: str) -> Lengths:
-    """A distribution of lengths, as ``Lengths.parse`` takes it."""
+    """Return a distribution of lengths; see ``Lengths.parse``."""
     try:
         return Lengths.parse(text)
     except ValueError:
@@ -53,7 +53,7 @@ def lengths(text: str) -> Lengths:
 
 
 def output_file(text: str) -> Path:
-    """A file that can be written, so that no measurement is made in vain."""
+    """Return the path of a file after checking that it can be written."""
     path = Path(text)
     try:
         with path.open("a", encoding="utf-8"):

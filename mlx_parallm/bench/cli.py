@@ -1,4 +1,4 @@
-"""``mlx_parallm bench``: what there is to measure."""
+"""The command ``mlx_parallm bench`` and its subcommands."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from mlx_parallm.bench import engine, serve
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add what can be measured, and the flags of each."""
-    # Without this, a command's --help would begin with the usage of all.
+    """Add the subcommands and their flags."""
+    # Without this, a subcommand's --help would begin with the usage of its parent.
     prog = parser.prog
     kinds = parser.add_subparsers(required=True, metavar="WHAT", prog=prog)
     for name, module, text in (
-        ("serve", serve, "load a running OpenAI-compatible server and report what it does"),
+        ("serve", serve, "load a running OpenAI-compatible server and report its speed"),
         ("engine", engine, "run an engine in this process and show where a step's time goes"),
     ):
         kind = kinds.add_parser(
@@ -24,5 +24,5 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure and return the exit status."""
+    """Run the benchmark and return the exit status."""
     return args.measure(args)

@@ -1,4 +1,4 @@
-"""Sends one streaming request to an OpenAI-compatible server and times what comes back."""
+"""A client that sends streaming requests to an OpenAI-compatible server and times the answers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MAX_ERROR_TEXT = 300
 
 
 class LoadClient:
-    """Talks to one server. Holds no connection between requests."""
+    """A client of one server that holds no connection between requests."""
 
     def __init__(
         self,
@@ -33,7 +33,7 @@ class LoadClient:
         self._clock = clock
 
     async def send(self, planned: PlannedRequest) -> RequestRecord:
-        """Send ``planned`` and follow its stream to the end; failures are in the record."""
+        """Send ``planned`` and return the record of its stream; failures are in the record."""
         record = RequestRecord(
             index=planned.index, start_s=self._clock(), max_tokens=planned.max_tokens
         )
@@ -41,7 +41,7 @@ class LoadClient:
         return record
 
     async def send_into(self, record: RequestRecord, planned: PlannedRequest) -> None:
-        """``send`` with a record that the caller has even if it ends this early."""
+        """Fill the caller's record, so that the caller has it even after a cancellation."""
         try:
             async with asyncio.timeout(self._timeout_s):
                 await self._follow(planned, record)
@@ -54,7 +54,7 @@ class LoadClient:
 
         Raises:
             OSError: the server cannot be reached.
-            ResponseError: the answer is no success.
+            ResponseError: the status is no success.
         """
         async with request(self._target, "GET", path, headers=self._headers) as response:
             body = await response.read()
@@ -82,7 +82,7 @@ class LoadClient:
 
 
 class StreamEvents:
-    """Enters the events of one stream into a record."""
+    """Adds the events of one stream to a record."""
 
     def __init__(self, record: RequestRecord) -> None:
         self._record = record
@@ -91,10 +91,10 @@ class StreamEvents:
         self._is_done = False
 
     def take(self, data: bytes, now: float) -> None:
-        """Enter the event ``data``, which arrived at ``now``.
+        """Add the event ``data``, which arrived at ``now``.
 
         Raises:
-            ValueError: it is no JSON.
+            ValueError: it is not JSON.
         """
         if data == DONE:
             self._is_done = True
@@ -118,7 +118,7 @@ class StreamEvents:
             self._record.error = "the stream had no usage"
 
     def _take_usage(self, usage: Mapping[str, Any] | None) -> int | None:
-        """Enter running or final counts; return how many tokens are new, if this says so."""
+        """Add running or final counts; return the number of new tokens, None if unknown."""
         if not usage:
             return None
         details = usage.get("prompt_tokens_details") or {}

@@ -1,4 +1,4 @@
-"""Requests that decode for ever in an engine, stepped by hand."""
+"""Requests that decode without end in an engine that the caller steps."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from mlx_parallm.types.request import GenerateRequest, SamplingParams
 
 
 class DecodeLoad:
-    """Some requests of an engine, which may have others beside; they go on until ``end``.
+    """Requests of an engine that decode until ``end``; the engine may have other requests too.
 
     Times are in milliseconds, one for each step.
     """
@@ -29,35 +29,35 @@ class DecodeLoad:
         """Add the requests.
 
         Args:
-            engine: that steps them.
+            engine: the engine.
             prompts: token ids, one list for each request.
-            params_of: sampling parameters of one request, by its index.
-            name: what the ids of these requests begin with.
-            **params: sampling parameters of all of them; they are greedy if nothing is said.
+            params_of: sampling parameters of each request; None: ``params`` alone.
+            name: the prefix of the request ids.
+            **params: sampling parameters of all requests; greedy by default.
         """
-        asked: dict[str, Any] = {"temperature": 0.0, "ignore_eos": True, **params}
-        own = [dict(one) for one in params_of or [{}] * len(prompts)]
+        shared: dict[str, Any] = {"temperature": 0.0, "ignore_eos": True, **params}
+        own = [dict(request_params) for request_params in params_of or [{}] * len(prompts)]
         self._engine = engine
         self._ids = [f"{name}-{i}" for i in range(len(prompts))]
         self._mine = frozenset(self._ids)
         self._waiting = set(self._ids)
-        #: Of all prompts and of what was decoded.
+        #: The number of tokens of all prompts and of all decoded tokens.
         self.num_tokens = sum(map(len, prompts))
-        for request_id, prompt, more in zip(self._ids, prompts, own, strict=True):
+        for request_id, prompt, own_params in zip(self._ids, prompts, own, strict=True):
             engine.add(
                 GenerateRequest(
                     request_id=request_id,
                     model="bench",
                     prompt_ids=tuple(prompt),
-                    params=SamplingParams(**asked | more),
+                    params=SamplingParams(**shared | own_params),
                 )
             )
 
     def step(self) -> tuple[float, int]:
-        """The time of one step, and how many tokens of these requests it gave.
+        """Return the milliseconds of one step, and the number of tokens for these requests.
 
         Raises:
-            ConfigError: there is nothing to run.
+            ConfigError: the engine has nothing to run.
             StepError: a request failed.
         """
         started = time.perf_counter()
@@ -76,31 +76,31 @@ class DecodeLoad:
         return elapsed * 1e3, count
 
     def prefill(self) -> list[float]:
-        """Step until every request has a token."""
+        """Step until every request has a token; return the times."""
         times = []
         while self._waiting:
             times.append(self.step()[0])
         return times
 
     def decode(self, steps: int) -> list[float]:
-        """Steps in which every request decodes one token.
+        """Return the times of ``steps`` steps in which every request decodes one token.
 
         Raises:
             ConfigError: not all requests ran in every step.
         """
-        seen = [self.step() for _ in range(steps)]
-        tokens = sum(count for _, count in seen)
+        results = [self.step() for _ in range(steps)]
+        tokens = sum(count for _, count in results)
         if tokens != steps * len(self._ids):
             raise ConfigError(
                 f"{len(self._ids)} requests made {tokens} tokens in {steps} steps: "
                 "they do not all fit the KV memory at once."
             )
-        return [elapsed for elapsed, _ in seen]
+        return [elapsed for elapsed, _ in results]
 
     def end(self) -> None:
         """Abort the requests and let the step in flight end."""
         for request_id in self._ids:
             self._engine.abort(request_id)
-        # No more than one step is in flight; other requests may go on.
+        # At most one step is in flight; other requests may continue.
         if self._engine.has_work():
             self._engine.step()

@@ -1,4 +1,4 @@
-"""``mlx_parallm bench engine``: where the time of an engine's decode steps goes."""
+"""The command ``mlx_parallm bench engine``, which shows where decode steps spend their time."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from mlx_parallm.types.errors import ConfigError
 if TYPE_CHECKING:
     from mlx_parallm.serving.kinds import LoadedGenerator
 
-# Prefill steps take at least this many prompt tokens, so that the first request to be prefilled
-# decodes at most one token per so many before the last one is.
+# PREFILL_TOKENS: least prompt tokens of a prefill step, which bounds the tokens that the first
+# request decodes before the last one is prefilled.
 PREFILL_TOKENS = 512
-# Steps before the measured ones.
+# WARMUP_STEPS: steps before the measured ones.
 WARMUP_STEPS = 8
 
 
@@ -34,7 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--batch-size", type=positive, default=64, help="requests; default: %(default)s"
     )
     parser.add_argument(
-        "--prompt-tokens", type=positive, default=128, help="of each; default: %(default)s"
+        "--prompt-tokens", type=positive, default=128, help="per request; default: %(default)s"
     )
     parser.add_argument(
         "--steps", type=positive, default=100, help="decode steps measured; default: %(default)s"
@@ -42,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--temperature", type=not_negative_number, default=0.0, help="default: greedy, %(default)s"
     )
-    parser.add_argument("--seed", type=int, default=0, help="of the prompts' random tokens")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the prompts' random tokens")
     parser.add_argument(
         "--trace",
         type=output_file,
@@ -91,7 +91,7 @@ def _build(args: argparse.Namespace, recorder: TraceRecorder) -> LoadedGenerator
         models=(ModelConfig(path=args.model, dtype=args.dtype, max_model_len=length),),
         scheduler=SchedulerConfig(max_num_seqs=args.batch_size, max_waiting=args.batch_size),
     )
-    # MLX takes long to import, and to measure a server nobody needs it.
+    # MLX takes long to import, and ``bench serve`` does not need it.
     build = importlib.import_module("mlx_parallm.serving.kinds")
     return build.build_generator(
         config, MetricFamilies(), lambda _text, _share: None, tracer=recorder

@@ -1,4 +1,4 @@
-"""A POST over HTTP/1.1 whose response body is read as it arrives.
+"""A minimal HTTP/1.1 client that reads a response body as it arrives.
 
 The load client shares the machine with the server it measures, so it speaks just enough HTTP on
 asyncio streams: one connection per request, bodies framed by ``Content-Length``, by
@@ -19,12 +19,12 @@ MAX_HEAD_SIZE = 65536
 
 
 class ResponseError(Exception):
-    """The server's answer was no valid HTTP response, or it broke off."""
+    """The server's answer was no valid HTTP response, or was incomplete."""
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """Where a server listens; ``path`` is what stands before the route, such as ``/v1``."""
+    """The address of a server; ``path`` precedes the route, such as ``/v1``."""
 
     host: str
     port: int
@@ -70,18 +70,18 @@ class ResponseHead:
 
     @property
     def is_chunked(self) -> bool:
-        """Whether the body comes in chunks."""
+        """True if the body comes in chunks."""
         return "chunked" in self.headers.get("transfer-encoding", "").lower()
 
     @property
     def content_length(self) -> int | None:
-        """The body's length in bytes, where the server says it."""
+        """The body's length in bytes; None if the server does not send it."""
         value = self.headers.get("content-length")
         return int(value) if value is not None and value.isdigit() else None
 
 
 class ChunkDecoder:
-    """Takes the framing off a chunked body, whatever the pieces it arrives in."""
+    """A decoder that removes the framing of a chunked body arriving in any pieces."""
 
     def __init__(self) -> None:
         self._buffer = b""
@@ -102,10 +102,10 @@ class ChunkDecoder:
         return b"".join(body)
 
     def _take(self, body: list[bytes]) -> bool:
-        """Take one chunk's size or its data from the buffer; False when more must arrive."""
+        """Take one chunk's size or data from the buffer; False if more bytes must arrive."""
         if not self._in_data:
-            line, found, rest = self._buffer.partition(b"\r\n")
-            if not found:
+            line, line_end, rest = self._buffer.partition(b"\r\n")
+            if not line_end:
                 return False
             try:
                 self._remaining = int(line.split(b";")[0], 16)
@@ -115,7 +115,7 @@ class ChunkDecoder:
             self._in_data = self._remaining > 0
             self.is_complete = self._remaining == 0
             return True
-        # The data is followed by an empty line, which goes with it.
+        # A line end follows the data and is taken with it.
         if len(self._buffer) < self._remaining + 2:
             return False
         body.append(self._buffer[: self._remaining])
@@ -170,11 +170,11 @@ async def request(
     body: bytes = b"",
     headers: Mapping[str, str] | None = None,
 ) -> AsyncIterator[Response]:
-    """Send one request; the connection is closed on leaving, also amid the body.
+    """Send one request and yield the response; leaving the context closes the connection.
 
     Raises:
         OSError: the server cannot be reached, or the connection broke.
-        ResponseError: what came back is no HTTP response.
+        ResponseError: the answer is no HTTP response.
     """
     context = ssl.create_default_context() if target.tls else None
     reader, writer = await asyncio.open_connection(target.host, target.port, ssl=context)

@@ -1,4 +1,4 @@
-"""Drives a workload: a fixed number of clients in a closed loop, or arrivals in an open one."""
+"""The drivers of a workload: a closed loop with a number of clients, or open-loop arrivals."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ async def closed_loop(
     ramp_s: float = 0.0,
     on_record: OnRecord | None = None,
 ) -> list[RequestRecord]:
-    """Let ``concurrency`` clients work the requests off, each one at a time, in their order.
+    """Send the requests in order from ``concurrency`` clients; return the records in that order.
 
-    The clients begin spread over ``ramp_s`` seconds: a burst of connections measures the listen
-    queue, not the server. Returns the records in the order of the requests.
+    A client sends one request at a time. The clients start spread over ``ramp_s`` seconds, because
+    a burst of connections measures the listen queue, not the server.
     """
     pending = iter(requests)
     records: list[RequestRecord] = []
@@ -48,16 +48,16 @@ async def open_loop(
     max_concurrency: int | None = None,
     on_record: OnRecord | None = None,
 ) -> list[RequestRecord]:
-    """Send each request at its ``arrival_s``, whether or not earlier ones have finished.
+    """Send each request at its ``arrival_s``; return the records in the order of the requests.
 
-    ``max_concurrency`` bounds what is in flight; requests over it wait for their turn, and their
-    times count from the turn. Returns the records in the order of the requests.
+    ``max_concurrency`` bounds the requests in flight. Requests over the bound wait, and their times
+    count from the moment they are sent.
     """
     loop = asyncio.get_running_loop()
     begin = loop.time()
     gate = asyncio.Semaphore(max_concurrency or max(len(requests), 1))
 
-    async def one(planned: PlannedRequest) -> RequestRecord:
+    async def send_on_time(planned: PlannedRequest) -> RequestRecord:
         await asyncio.sleep(max(0.0, begin + planned.arrival_s - loop.time()))
         async with gate:
             record = await send(planned)
@@ -66,5 +66,5 @@ async def open_loop(
         return record
 
     async with asyncio.TaskGroup() as group:
-        tasks = [group.create_task(one(planned)) for planned in requests]
+        tasks = [group.create_task(send_on_time(planned)) for planned in requests]
     return [task.result() for task in tasks]

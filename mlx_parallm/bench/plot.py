@@ -1,6 +1,6 @@
-"""Draws a run: how its times are distributed and how many tokens came when.
+"""A plot of a run: the distribution of its times, and tokens over time.
 
-Needs matplotlib (the ``bench`` extra); nothing else of the package imports this module.
+It needs matplotlib; no other module imports this one at its top.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from mlx_parallm.bench.statistics import chunk_gaps_s, tokens_per_chunk
 
 
 def plot_run(records: Sequence[RequestRecord], path: Path, title: str) -> None:
-    """Write a picture of three panels to ``path``; its suffix picks the format.
+    """Write a picture of three panels to ``path``, whose suffix decides the format.
 
     Raises:
         OSError: the file cannot be written.

@@ -1,4 +1,4 @@
-"""What is sent and what was seen of it: the records that travel through a benchmark."""
+"""The records of a benchmark: planned requests, and what the client measured of them."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ class PlannedRequest:
     """One request of a workload.
 
     Attributes:
-        index: its place in the workload.
-        route: below the base address, such as ``/v1/completions``.
+        index: its index in the workload.
+        route: its path below the base address, such as ``/v1/completions``.
         body: the JSON body.
-        max_tokens: the output tokens it asks for.
-        arrival_s: when it is sent in an open loop, seconds from the start.
+        max_tokens: the number of output tokens that it requests.
+        arrival_s: when it is sent in an open loop, in seconds from the start.
     """
 
     index: int
@@ -27,23 +27,23 @@ class PlannedRequest:
 
 @dataclass(slots=True, kw_only=True)
 class RequestRecord:
-    """What a client saw of one request; times are seconds on the client's clock.
+    """The client's measurements of one request; times are seconds on the client's clock.
 
     Attributes:
-        index: the request's place in the workload.
+        index: the request's index in the workload.
         start_s: when it was sent.
-        max_tokens: the output tokens it asked for.
+        max_tokens: the number of output tokens that it requested.
         end_s: when its answer was complete, or failed.
         chunk_times_s: when each chunk with text arrived.
-        chunk_tokens: output tokens known to have come with each such chunk, where the server
-            reports a running count; None where it does not.
+        chunk_tokens: number of output tokens of each such chunk; None if the server reports no
+            running count.
         text: the text of all choices, in order of arrival.
-        finish_reason: of the last choice that finished.
-        prompt_tokens: as counted in ``usage``.
-        cached_tokens: of those, the ones the server took from its prefix cache.
-        output_tokens: as counted in ``usage``.
-        status: the HTTP status; None when there was none.
-        error: why the request failed; None when it did not.
+        finish_reason: the reason of the last choice that finished.
+        prompt_tokens: the prompt's tokens, from ``usage``.
+        cached_tokens: how many of these came from the server's prefix cache.
+        output_tokens: the output's tokens, from ``usage``.
+        status: the HTTP status; None if there was no response.
+        error: why the request failed; None if it did not.
     """
 
     index: int

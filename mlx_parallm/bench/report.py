@@ -11,7 +11,7 @@ from typing import Any
 from mlx_parallm.bench.record import RequestRecord
 from mlx_parallm.bench.statistics import Spread, Summary, chunk_gaps_s
 
-#: Outputs with less than this share of the tokens that were asked for are another workload.
+#: ``SHORT_SHARE``: outputs with a smaller share of the requested tokens are another workload.
 SHORT_SHARE = 0.75
 SPREADS = {
     "ttft_ms": "time to first token",
@@ -47,20 +47,20 @@ def _row(label: str, spread: Spread) -> str:
 
 
 def format_errors(records: Sequence[RequestRecord]) -> str:
-    """Return the different errors of a run, each with its number; empty when there are none."""
+    """Return the distinct errors of a run with their counts; empty if there are none."""
     errors = Counter(record.error for record in records if record.error is not None)
     return "\n".join(f"{count} x {error}" for error, count in errors.most_common(10))
 
 
 def format_short_outputs(records: Sequence[RequestRecord], *, ignores_eos: bool) -> str:
-    """Return what to say of outputs that were far shorter than asked; empty if they were not.
+    """Return a note on outputs far shorter than requested; empty if there are none.
 
-    ``ignores_eos``: the requests asked the server to go on to their limit.
+    ``ignores_eos``: True if the requests told the server to ignore the end-of-sequence.
     """
     answered = [record for record in records if record.error is None]
-    asked = sum(record.max_tokens for record in answered)
+    requested = sum(record.max_tokens for record in answered)
     got = sum(record.output_tokens for record in answered)
-    if got >= SHORT_SHARE * asked:
+    if got >= SHORT_SHARE * requested:
         return ""
     num_short = sum(record.output_tokens < record.max_tokens for record in answered)
     advice = (
@@ -69,7 +69,7 @@ def format_short_outputs(records: Sequence[RequestRecord], *, ignores_eos: bool)
         else "the model ended them. With --ignore-eos every output has the length that was asked."
     )
     return (
-        f"note: outputs were far shorter than asked: {got} of {asked} tokens, "
+        f"note: outputs were far shorter than asked: {got} of {requested} tokens, "
         f"{num_short} of {len(answered)} answers ended early; {advice}"
     )
 
@@ -87,7 +87,7 @@ def to_json(
 
 
 def finite(value: Any) -> Any:
-    """Return ``value`` with each NaN replaced by None, which JSON can write."""
+    """Return ``value`` with each NaN replaced by None, because JSON has no NaN."""
     if isinstance(value, dict):
         return {key: finite(item) for key, item in value.items()}
     return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,4 +1,4 @@
-"""``mlx_parallm bench serve``: load a running OpenAI-compatible server and report what it does."""
+"""The command ``mlx_parallm bench serve``, which loads a running OpenAI-compatible server."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _add_target_arguments(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--base-url", default="http://127.0.0.1:8000", help="default: %(default)s")
-    group.add_argument("--model", help="default: the first that GET /v1/models names")
+    group.add_argument("--model", help="default: the first in GET /v1/models")
     group.add_argument("--api-key", help="sent as a bearer token")
     group.add_argument("--endpoint", choices=["chat", "completions"], default="completions")
     group.add_argument("--timeout-s", type=positive_number, default=600.0, help="per request")
@@ -64,7 +64,7 @@ def _add_workload_arguments(group: argparse._ArgumentGroup) -> None:
         "--token-ids",
         type=positive,
         metavar="VOCAB_SIZE",
-        help="prompts of random token ids below this, not of words (completions only)",
+        help="make prompts of random token ids below this instead of words (completions only)",
     )
     group.add_argument(
         "--shared-prefix-tokens",
@@ -77,7 +77,7 @@ def _add_workload_arguments(group: argparse._ArgumentGroup) -> None:
         "--seed-requests", action="store_true", help="give each request a seed of its own"
     )
     group.add_argument("--ignore-eos", action="store_true", help="always run to max_tokens")
-    group.add_argument("--seed", type=int, default=0, help="of the workload")
+    group.add_argument("--seed", type=int, default=0, help="seed of the workload")
 
 
 def _add_load_arguments(group: argparse._ArgumentGroup) -> None:
@@ -106,10 +106,10 @@ def _add_result_arguments(group: argparse._ArgumentGroup) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the benchmark; 1 when a request failed.
+    """Run the benchmark; return 1 if a request failed, else 0.
 
     Raises:
-        ConfigError: a flag makes no sense, or the server cannot be reached.
+        ConfigError: a flag's value is invalid, or the server cannot be reached.
     """
     try:
         client = LoadClient(
@@ -150,7 +150,7 @@ async def _closed_loop(
 
 
 async def _first_model(client: LoadClient) -> str | None:
-    """Return the first model's name; None, which leaves the field out, when none is named."""
+    """Return the first model's name; None, which leaves the field out, if there is none."""
     try:
         models = (await client.get_json("/v1/models")).get("data")
     except (ResponseError, ValueError):
@@ -161,7 +161,7 @@ async def _first_model(client: LoadClient) -> str | None:
 def make_workload(
     args: argparse.Namespace, model: str | None, *, is_warmup: bool = False
 ) -> Workload:
-    """Return what the flags describe; a warm-up has other prompts of the same kind."""
+    """Return the workload of the flags; a warm-up has other prompts of the same kind."""
     return Workload(
         endpoint=args.endpoint,
         model=model,

@@ -1,4 +1,4 @@
-"""Server-sent events, as far as OpenAI's streams use them: data lines between empty lines.
+"""A parser of the server-sent events in OpenAI's streams: data lines between empty lines.
 
 See the HTML standard, section 9.2 (server-sent events), for the form.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 
 class SSEParser:
-    """Splits a stream of bytes into the data of its events."""
+    """A parser that splits a stream of bytes into the data of its events."""
 
     def __init__(self) -> None:
         self._rest = b""

@@ -11,7 +11,7 @@ from mlx_parallm.bench.record import RequestRecord
 
 
 def percentile(values: Sequence[float], percent: float) -> float:
-    """Return the ``percent``-th percentile, linear between neighbours; NaN when there are none.
+    """Return the ``percent``-th percentile, linear between neighbours; NaN of no values.
 
     Raises:
         ValueError: ``percent`` is outside 0 … 100.
@@ -29,7 +29,7 @@ def percentile(values: Sequence[float], percent: float) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """Mean and percentiles of some times; NaN where nothing was seen."""
+    """Mean and percentiles of some times; NaN if there are none."""
 
     count: int
     mean: float
@@ -79,12 +79,12 @@ class Summary:
 def tokens_per_chunk(record: RequestRecord) -> list[int]:
     """Return how many tokens came with each chunk with text.
 
-    Known where the server reports a running count. Otherwise the request's output tokens are
-    spread over its chunks as evenly as whole numbers allow.
+    If the server reports a running count, the numbers are exact. Otherwise the request's output
+    tokens are spread over its chunks as evenly as whole numbers allow.
     """
-    known = [tokens for tokens in record.chunk_tokens if tokens is not None]
-    if len(known) == len(record.chunk_times_s):
-        return known
+    reported = [tokens for tokens in record.chunk_tokens if tokens is not None]
+    if len(reported) == len(record.chunk_times_s):
+        return reported
     count = len(record.chunk_times_s)
     shares = [record.output_tokens * place // count for place in range(count + 1)]
     return [after - before for before, after in itertools.pairwise(shares)]

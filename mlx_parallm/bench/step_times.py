@@ -1,4 +1,4 @@
-"""Where the time of the engine's steps goes, from the spans that were recorded of it."""
+"""The distribution of the steps' time over phases, from recorded spans."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from mlx_parallm.types.tracing import Phase
 
-# A shorter wait is that of reading results which are there.
+# MIN_WAIT_S: a shorter wait only reads results that are ready.
 MIN_WAIT_S = 2e-4
 
 SUBMITTING = frozenset({Phase.DISPATCH, Phase.EVALUATE})
@@ -21,12 +21,12 @@ class Span:
     """A phase of the engine thread that has ended.
 
     Attributes:
-        phase: what was done.
-        step_id: for which step; None if for no particular one.
-        num_rows: sequences of that step.
-        num_tokens: tokens of that step.
-        start_s: seconds on the recorder's clock.
-        end_s: likewise.
+        phase: the phase.
+        step_id: its step; None if it belongs to no particular step.
+        num_rows: number of sequences in that step.
+        num_tokens: number of tokens in that step.
+        start_s: start, in seconds on the recorder's clock.
+        end_s: end, in seconds on the recorder's clock.
     """
 
     phase: Phase
@@ -38,21 +38,21 @@ class Span:
 
     @property
     def duration_s(self) -> float:
-        """Seconds it took."""
+        """Its duration in seconds."""
         return self.end_s - self.start_s
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceSpan:
-    """When a step can have been on the device.
+    """The time in which a step can have been on the device.
 
     Attributes:
-        dispatch: the span in which it was handed over.
-        start_s: when the device could begin: dispatch had begun, and the step before had ended.
-        end_s: when its results were known to be there.
-        host_waited: whether the host had to wait for them. Where steps run ahead, the device then
-            had the next step before it ended this one, and was never without work in between.
-            Where they do not, the host waits for every step and the device for every next one.
+        dispatch: the span that submitted it.
+        start_s: when the device could begin: dispatch had begun, and the previous step had ended.
+        end_s: when its results were known to be ready.
+        host_waited: True if the host had to wait for the results. If steps run ahead, the device
+            then had the next step before it ended this one, and was never idle in between. If they
+            do not, the host waits for every step, and the device for every next one.
     """
 
     dispatch: Span
@@ -66,8 +66,8 @@ class StepTimes:
     """One call of ``Engine.step``.
 
     Attributes:
-        step: the whole call.
-        self_s: by phase, seconds in it but not in a phase within it.
+        step: the span of the whole call.
+        self_s: seconds by phase, without the phases nested in it.
     """
 
     step: Span
@@ -79,12 +79,12 @@ class StepSummary:
     """Figures of some steps.
 
     Attributes:
-        num_steps: how many.
-        step_ms: median time from one step's begin to the next one's.
-        phase_ms: by phase, median milliseconds of a step.
-        phase_share: by phase, its share of the steps' time, 0 to 1.
+        num_steps: number of steps.
+        step_ms: median milliseconds from the start of a step to the start of the next.
+        phase_ms: median milliseconds per step, by phase.
+        phase_share: share of the steps' time, 0 to 1, by phase.
         waiting_share: share of the time in which the host waited for the device.
-        num_waited: steps whose results the host had to wait for.
+        num_waited: number of steps whose results the host had to wait for.
     """
 
     num_steps: int
@@ -96,30 +96,30 @@ class StepSummary:
 
 
 def device_spans(spans: Sequence[Span]) -> list[DeviceSpan]:
-    """When each step that was dispatched and waited for can have been on the device."""
-    waits = {one.step_id: one for one in spans if one.phase is Phase.WAIT}
-    found: list[DeviceSpan] = []
+    """Return the device time of each step that was dispatched and waited for, in order."""
+    waits = {span.step_id: span for span in spans if span.phase is Phase.WAIT}
+    on_device: list[DeviceSpan] = []
     free_s = 0.0
-    for one in spans:
-        wait = waits.get(one.step_id)
-        if one.phase not in SUBMITTING or wait is None:
+    for span in spans:
+        wait = waits.get(span.step_id)
+        if span.phase not in SUBMITTING or wait is None:
             continue
-        start_s = max(one.start_s, free_s) if found else one.start_s
-        if one.phase is Phase.EVALUATE:
-            waited, end_s = True, one.end_s
+        start_s = max(span.start_s, free_s) if on_device else span.start_s
+        if span.phase is Phase.EVALUATE:
+            waited, end_s = True, span.end_s
         else:
             waited = wait.duration_s >= MIN_WAIT_S
             end_s = wait.end_s if waited else max(start_s, wait.start_s)
-        found.append(DeviceSpan(one, start_s, end_s, waited))
+        on_device.append(DeviceSpan(span, start_s, end_s, waited))
         free_s = end_s
-    return found
+    return on_device
 
 
 def step_times(spans: Sequence[Span]) -> list[StepTimes]:
-    """The calls of ``Engine.step`` in order, each with the time of its phases."""
+    """Return the calls of ``Engine.step`` in order, each with the time of its phases."""
     steps: list[StepTimes] = []
     open_spans: list[Span] = []
-    for span in sorted(spans, key=lambda one: (one.start_s, -one.end_s)):
+    for span in sorted(spans, key=lambda span: (span.start_s, -span.end_s)):
         while open_spans and open_spans[-1].end_s <= span.start_s:
             open_spans.pop()
         if span.phase is Phase.STEP:
@@ -134,7 +134,7 @@ def step_times(spans: Sequence[Span]) -> list[StepTimes]:
 
 
 def summarise_steps(spans: Sequence[Span], last: int) -> StepSummary:
-    """Figures of the ``last`` calls of ``Engine.step``.
+    """Return figures of the ``last`` calls of ``Engine.step``.
 
     Raises:
         ValueError: no step was recorded.
@@ -143,13 +143,13 @@ def summarise_steps(spans: Sequence[Span], last: int) -> StepSummary:
     if not steps:
         raise ValueError("no step was recorded")
     begin_s, end_s = steps[0].step.start_s, steps[-1].step.end_s
-    starts = [*(one.step.start_s for one in steps), end_s]
+    starts = [*(times.step.start_s for times in steps), end_s]
     periods = [after - before for before, after in itertools.pairwise(starts)]
-    phases = [phase for phase in Phase if any(phase in one.self_s for one in steps)]
-    sums = {phase: sum(one.self_s.get(phase, 0.0) for one in steps) for phase in phases}
-    medians = {p: statistics.median(one.self_s.get(p, 0.0) for one in steps) for p in phases}
+    phases = [phase for phase in Phase if any(phase in times.self_s for times in steps)]
+    sums = {phase: sum(times.self_s.get(phase, 0.0) for times in steps) for phase in phases}
+    medians = {p: statistics.median(times.self_s.get(p, 0.0) for times in steps) for p in phases}
     total_s = end_s - begin_s
-    waited = [one for one in device_spans(spans) if one.host_waited and one.end_s > begin_s]
+    waited = [span for span in device_spans(spans) if span.host_waited and span.end_s > begin_s]
     return StepSummary(
         num_steps=len(steps),
         step_ms=1e3 * statistics.median(periods),
@@ -161,7 +161,7 @@ def summarise_steps(spans: Sequence[Span], last: int) -> StepSummary:
 
 
 def format_steps(summary: StepSummary) -> str:
-    """The figures as lines of text."""
+    """Return the figures as lines of text."""
     lines = [f"{'phase':<12}{'median ms':>10}{'share':>8}"]
     for phase, milliseconds in summary.phase_ms.items():
         name = "other" if phase is Phase.STEP else str(phase)

@@ -1,4 +1,4 @@
-"""Records what the engine thread does, and writes it as a Chrome trace.
+"""A recorder of the engine thread's phases, which writes them as a Chrome trace.
 
 Open the file in https://ui.perfetto.dev or in chrome://tracing.
 """
@@ -27,7 +27,7 @@ class TraceRecorder:
     """Keeps every span in memory. Implements ``StepTracer``.
 
     Attributes:
-        spans: those that have ended, in the order of their ends.
+        spans: the spans that have ended, in the order of their ends.
     """
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
@@ -76,14 +76,14 @@ def write_trace(spans: Sequence[Span], path: Path) -> None:
 
 
 def trace_events(spans: Sequence[Span]) -> list[dict[str, Any]]:
-    """Spans as trace events: what the engine thread did, and when the device could work.
+    """Return spans as trace events of the engine thread and of the device.
 
-    A step is on the device from its dispatch, or the end of the step before, until its results
-    are known to be there. If the host did not wait for them, they may have been there earlier.
+    A step is on the device from its dispatch, or the end of the previous step, until its results
+    are known to be ready. If the host did not wait for them, they may have been ready earlier.
     """
     origin = min((span.start_s for span in spans), default=0.0)
     events = [_name(thread, name) for thread, name in THREADS.items()]
-    for span in sorted(spans, key=lambda one: (one.start_s, -one.end_s)):
+    for span in sorted(spans, key=lambda span: (span.start_s, -span.end_s)):
         events.append(_event(ENGINE_THREAD, str(span.phase), span, origin, _facts(span)))
     for step in device_spans(spans):
         bound = "device-bound" if step.host_waited else "host-bound"
@@ -107,7 +107,7 @@ def _name(thread: int, name: str) -> dict[str, Any]:
 def _event(
     thread: int, name: str, span: Any, origin_s: float, facts: dict[str, Any]
 ) -> dict[str, Any]:
-    """A complete event; its times are microseconds."""
+    """Return a complete event; its times are microseconds."""
     return {
         "name": name,
         "cat": "step",

@@ -1,4 +1,4 @@
-"""Pronounceable made-up words, the same for the same seed on every machine."""
+"""Pronounceable made-up words; a seed gives the same words on every machine."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def make_lexicon(size: int, seed: int) -> list[str]:
     """Return ``size`` different words of two or three syllables.
 
     Raises:
-        ValueError: more words were asked for than the generator makes with ease.
+        ValueError: ``size`` is not between 1 and 50000.
     """
     if not 0 < size <= 50_000:
         raise ValueError(f"a lexicon has between 1 and 50000 words, not {size}")

@@ -1,4 +1,4 @@
-"""Makes the requests of a benchmark from a seed: the same seed, the same requests."""
+"""The generator of a benchmark's requests; equal seeds give equal requests."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ class Lengths:
         Raises:
             ValueError: the text has none of these forms.
         """
-        kind, found, numbers = text.rpartition(":")
-        if not found:
+        kind, separator, numbers = text.rpartition(":")
+        if not separator:
             return cls("fixed", _positive(numbers), _positive(numbers))
         low, _, high = numbers.partition(",")
         bounds = _positive(low), _positive(high)
         if bounds[0] > bounds[1]:
-            raise ValueError(f"{text!r}: the first number is over the second")
+            raise ValueError(f"{text!r}: the first number exceeds the second")
         if kind == "uniform":
             return cls("uniform", *bounds)
         if kind == "lognormal":
@@ -59,7 +59,7 @@ class Lengths:
             return self.low
         if self.kind == "uniform":
             return source.randint(self.low, self.high)
-        # 2.3263 standard deviations lie below the 99th percentile of a normal distribution.
+        # The 99th percentile of a normal distribution is 2.3263 standard deviations above the mean.
         sigma = math.log(self.high / self.low) / 2.3263
         return max(1, round(source.lognormvariate(math.log(self.low), sigma)))
 
@@ -73,18 +73,18 @@ def _positive(text: str) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
-    """What to ask of a server.
+    """The requests to send to a server.
 
     Attributes:
-        model: the name to ask for; None leaves the field out.
-        prompt_lengths: of prompts, in words or in token ids, the shared prefix not included.
-        output_lengths: ``max_tokens``.
-        words: what prompts are made of when ``token_ids`` is None.
-        token_ids: the range of ids that prompts are made of; completions only.
-        shared_prefix_length: words or ids that every prompt begins with.
+        model: the model's name; None leaves the field out.
+        prompt_lengths: lengths of prompts, in words or token ids, without the shared prefix.
+        output_lengths: values of ``max_tokens``.
+        words: the words of prompts if ``token_ids`` is None.
+        token_ids: the range of ids in prompts; completions only.
+        shared_prefix_length: number of words or ids with which every prompt begins.
         seed_requests: give request i the seed ``seed + i``.
-        rate: mean arrivals per second, a Poisson process; None is a closed loop.
-        extra: more fields of every body, such as ``{"ignore_eos": True}``.
+        rate: mean arrivals per second of a Poisson process; None is a closed loop.
+        extra: further fields of every body, such as ``{"ignore_eos": True}``.
     """
 
     endpoint: Endpoint = "completions"
@@ -106,7 +106,7 @@ def plan_requests(workload: Workload) -> list[PlannedRequest]:
     """Return the workload's requests in the order they are sent.
 
     Raises:
-        ValueError: token ids were asked of the chat endpoint.
+        ValueError: the chat endpoint was combined with token ids.
     """
     if workload.token_ids is not None and workload.endpoint == "chat":
         raise ValueError("chat takes text, not token ids")
