@@ -16,7 +16,7 @@ WORTH_BLOCKS = 6
 def attend_near(
     packed: mx.array, heads: int, rotary: Rotary | None, keys: AttentionMask, reach: int
 ) -> mx.array:
-    """Softmax attention of each token to the tokens at most ``reach`` away.
+    """Return softmax attention of each token to the tokens at most ``reach`` away.
 
     Padding far from every token attends to itself, so that its softmax is not NaN.
 

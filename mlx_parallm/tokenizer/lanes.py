@@ -27,7 +27,7 @@ class Lanes(Generic[T]):
 
     @contextlib.contextmanager
     def use(self) -> Iterator[T]:
-        """The object of this thread's lane, for this thread alone."""
+        """Yield the object of this thread's lane, for this thread alone."""
         lane_object, lock = self._loop if _is_event_loop() else self._workers
         with lock:
             yield lane_object

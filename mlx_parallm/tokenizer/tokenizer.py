@@ -181,7 +181,7 @@ class ParallmTokenizer:
         limit: TokenLimit | None = None,
         **options: Any,
     ) -> list[int]:
-        """``render_chat``, then ``encode`` without adding special tokens a second time."""
+        """Return the tokens of ``render_chat``'s text, without adding special tokens twice."""
         text = self.render_chat(messages, **options)
         return self.encode(text, add_special_tokens=False, limit=limit)
 

@@ -166,7 +166,7 @@ class ModelLoadingError(ParallmError):
     """The model is loaded for the first time, and nothing is known about it yet.
 
     Attributes:
-        name: of the model.
+        name: the model's name.
     """
 
     def __init__(self, name: str) -> None:

@@ -177,7 +177,7 @@ class LateInteraction:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EncoderInfo:
-    """What the rest of the server must know about a loaded encoder.
+    """Facts about a loaded encoder that the rest of the server needs.
 
     Attributes:
         architecture: ``model_type`` in its config.

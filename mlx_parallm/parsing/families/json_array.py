@@ -45,7 +45,7 @@ def _call(
 
 
 def _lines(context: ReadContext, ends: tuple[str, ...]) -> Steps[None]:
-    """Call on lines of their own, as MiniMax M1 writes them."""
+    """Read calls on lines of their own, as MiniMax M1 writes them."""
     while (yield from context.reader.next_is("{")):
         yield from read_call_object(context, ends=ends)
         yield from context.reader.skip_space()

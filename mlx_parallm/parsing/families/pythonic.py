@@ -37,7 +37,7 @@ def _call(context: ReadContext, *, needs_known_name: bool) -> Steps[None]:
 
 
 def _calls(context: ReadContext, *, needs_known_name: bool) -> Steps[None]:
-    """Call in a list, or one below the other as Olmo 3 writes them."""
+    """Read calls in a list, or on lines of their own, as Olmo 3 writes them."""
     reader, writer = context.reader, context.writer
     closing = "]" if (yield from reader.accept("[")) else ""
     while True:
