@@ -29,7 +29,8 @@ class BodyBudgetMiddleware:
     A request's body counts from its arrival to the end of its answer: it is kept as long. A client
     that has no other request here may send any body that its route takes. Bodies are read at a
     pace, see ``BodyPace``, and handed on by turns, see ``EntryTurns``. Long texts are
-    worked on by threads that clients share, see ``TextThreads``.
+    worked on by threads that clients share, see ``TextThreads``; while one waits for them, its
+    body counts.
     """
 
     def __init__(self, app: ASGIApp, config: ServerConfig) -> None:

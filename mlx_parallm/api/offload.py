@@ -7,18 +7,26 @@ import contextlib
 import contextvars
 import functools
 import os
+import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, TypeVar
+
+from mlx_parallm.api.client_pace import ClientPace
 
 T = TypeVar("T")
 
 # A text longer than this is tokenised on a worker thread: it would hold up every stream by more
 # than a millisecond.
 LONG_TEXT_CHARS = 2048
-# Each takes up to some 200 bytes of memory for every byte of a text that it tokenises.
+# MAX_THREADS: each takes up to some 200 bytes of memory for every byte of a text that it tokenises.
 MAX_THREADS = 8
+# PACED_SHARE: share of all processors that one client's long texts may take while others are here.
+# MLX's CPU backend computes on all processors: one that is kept busy doubles a step's time.
+PACED_SHARE = 1 / 8
+# BURST_S: seconds that a client's long texts may take at once: several megabytes of text.
+BURST_S = 1.0
 
 
 async def maybe_in_thread(work: Callable[[], T], length: int) -> T:
@@ -38,25 +46,42 @@ async def in_thread(work: Callable[[], T]) -> T:
 class TextThreads:
     """Threads of which one client gets half at most, so that others never wait for it.
 
-    What waits begins by turns of the clients. The methods are called on one event loop.
+    What waits begins by turns of the clients. While other clients are here, the time that a
+    client's works take drains at ``PACED_SHARE`` of the processors, and its next work waits until
+    no more than ``BURST_S`` is left. The methods are called on one event loop.
     """
 
-    def __init__(self, num_threads: int | None = None) -> None:
-        """``num_threads``: at least 2; None: one for each processor, up to ``MAX_THREADS``."""
-        self._num_threads = num_threads or max(2, min(MAX_THREADS, os.cpu_count() or 1))
+    def __init__(
+        self, num_threads: int | None = None, *, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        """Prepare.
+
+        Args:
+            num_threads: at least 2; None: one for each processor, up to ``MAX_THREADS``.
+            clock: seconds from any beginning.
+        """
+        num_processors = os.cpu_count() or 1
+        self._num_threads = num_threads or max(2, min(MAX_THREADS, num_processors))
         self._num_free = self._num_threads
+        self._clock = clock
+        self._pace = ClientPace(clock, rate=num_processors * PACED_SHARE, burst=BURST_S)
         self._running: Counter[str] = Counter()
         self._waiting: dict[str, deque[asyncio.Future[None]]] = {}
+        # Clients whose next work waits for their pace.
+        self._paced: dict[str, asyncio.TimerHandle] = {}
         self._executor = ThreadPoolExecutor(self._num_threads, "texts")
 
     @contextlib.contextmanager
     def serving(self, client: str) -> Iterator[None]:
-        """Within it, ``in_thread`` uses these threads for a client."""
+        """Within it, ``in_thread`` uses these threads for a client, which counts as being here."""
         token = _SERVING.set((self, client))
         try:
-            yield
+            with self._pace.present(client):
+                yield
         finally:
             _SERVING.reset(token)
+            # A client that is alone from now on waits no longer.
+            self._begin_waiting()
 
     async def run(self, client: str, work: Callable[[], T]) -> T:
         """The result of ``work``, which begins when the client's turn comes.
@@ -65,55 +90,72 @@ class TextThreads:
         """
         await self._turn(client)
         context = contextvars.copy_context()
+        loop, begin_s = asyncio.get_running_loop(), self._clock()
         running: Future[T] = self._executor.submit(context.run, work)
-        leave = functools.partial(self._leave_later, asyncio.get_running_loop(), client)
-        running.add_done_callback(leave)
+        running.add_done_callback(functools.partial(self._end_later, loop, client, begin_s))
         return await asyncio.wrap_future(running)
 
     async def _turn(self, client: str) -> None:
-        if not self._may_begin(client):
-            turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-            self._waiting.setdefault(client, deque()).append(turn)
-            try:
-                await turn
-            except asyncio.CancelledError:
-                if turn.done() and not turn.cancelled():
-                    self._leave(client)
-                raise
-            return
-        self._take(client)
+        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting.setdefault(client, deque()).append(turn)
+        self._begin_next(client)
+        try:
+            await turn
+        except asyncio.CancelledError:
+            if turn.cancelled():
+                self._begin_next(client)
+            else:
+                self._leave(client)
+            raise
 
-    def _may_begin(self, client: str) -> bool:
-        return self._num_free > 0 and self._running[client] < self._num_threads // 2
-
-    def _take(self, client: str) -> None:
-        self._num_free -= 1
-        self._running[client] += 1
-
-    def _leave_later(self, loop: asyncio.AbstractEventLoop, client: str, _: Future[Any]) -> None:
+    def _end_later(
+        self, loop: asyncio.AbstractEventLoop, client: str, begin_s: float, _: Future[Any]
+    ) -> None:
+        seconds = self._clock() - begin_s
         with contextlib.suppress(RuntimeError):
             # The loop is closed, so no client waits for a thread.
-            loop.call_soon_threadsafe(self._leave, client)
+            loop.call_soon_threadsafe(self._end, client, seconds)
+
+    def _end(self, client: str, seconds: float) -> None:
+        self._pace.delay(client, seconds)
+        self._leave(client)
 
     def _leave(self, client: str) -> None:
         self._num_free += 1
         self._running[client] -= 1
         if not self._running[client]:
             del self._running[client]
-        for waiting in list(self._waiting):
-            self._begin_next(waiting)
+        self._begin_waiting()
+
+    def _begin_waiting(self) -> None:
+        for client in list(self._waiting):
+            self._begin_next(client)
 
     def _begin_next(self, client: str) -> None:
-        """Let the client's next work begin, if it may; it is the last client in line then."""
-        line = self._waiting[client]
-        while line and line[0].done():
-            line.popleft()
-        if line and self._may_begin(client):
-            self._take(client)
-            line.popleft().set_result(None)
-            self._waiting[client] = self._waiting.pop(client)
+        """Let the client's next works begin that may; it is the last client in line then."""
+        line = self._waiting.get(client, deque())
+        while line and (line[0].done() or self._may_begin(client)):
+            turn = line.popleft()
+            if not turn.done():
+                self._num_free -= 1
+                self._running[client] += 1
+                turn.set_result(None)
+                self._waiting[client] = self._waiting.pop(client)
         if not line:
-            del self._waiting[client]
+            self._waiting.pop(client, None)
+
+    def _may_begin(self, client: str) -> bool:
+        if not self._num_free or self._running[client] >= self._num_threads // 2:
+            return False
+        delay_s = self._pace.delay(client)
+        if delay_s and client not in self._paced:
+            loop = asyncio.get_running_loop()
+            self._paced[client] = loop.call_later(delay_s, self._after_delay, client)
+        return not delay_s
+
+    def _after_delay(self, client: str) -> None:
+        del self._paced[client]
+        self._begin_next(client)
 
 
 #: Whose request this is, and the threads for it; each request has a context of its own.

@@ -69,7 +69,7 @@ def test_a_debt_outlives_the_request_and_then_is_forgotten() -> None:
         with pace.present("one"):
             assert pace.delay("one", 0) > 0
             clock.now_s += 10
-        assert pace._through_s == {}
+        assert pace._empty_s == {}
 
 
 def test_requests_are_counted() -> None:

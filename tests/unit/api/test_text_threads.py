@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import threading
-from collections.abc import Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 import httpx2
 import pytest
 
-from mlx_parallm.api.offload import LONG_TEXT_CHARS, TextThreads, in_thread, maybe_in_thread
+from mlx_parallm.api.offload import (
+    BURST_S,
+    LONG_TEXT_CHARS,
+    PACED_SHARE,
+    TextThreads,
+    in_thread,
+    maybe_in_thread,
+)
 from mlx_parallm.config import ServerConfig
 from mlx_parallm.types.request import TokenLimit
 from tests.fake_engine import FakeEngine, serve_fake
@@ -171,3 +179,134 @@ def test_short_work_stays_on_the_loop_and_long_work_leaves_it() -> None:
         assert not (await in_thread(lambda: threading.current_thread().name)).startswith("texts")
 
     _run(main())
+
+
+# Seconds for which a client waits that has just taken twice its burst.
+DRAIN_S = BURST_S / (PACED_SHARE * (os.cpu_count() or 1))
+
+
+class FrozenLoop(asyncio.SelectorEventLoop):
+    """An event loop whose time stands still until a test advances it."""
+
+    now_s = 1000.0
+
+    def time(self) -> float:
+        return self.now_s
+
+
+@contextmanager
+def _frozen() -> Iterator[tuple[FrozenLoop, TextThreads]]:
+    """A loop and two threads that run by its time."""
+    loop = FrozenLoop()
+    try:
+        yield loop, TextThreads(2, clock=loop.time)
+    finally:
+        loop.close()
+
+
+def _taking(loop: FrozenLoop, seconds: float) -> Callable[[], None]:
+    """Work that takes so long."""
+
+    def work() -> None:
+        loop.now_s += seconds
+
+    return work
+
+
+async def _settle() -> None:
+    """Let everything that is ready run."""
+    for _ in range(5):
+        await asyncio.sleep(0)
+
+
+def test_a_client_whose_texts_take_long_waits_beside_others_and_they_do_not() -> None:
+    with _frozen() as (loop, threads):
+
+        async def main() -> None:
+            with threads.serving("greedy"), threads.serving("other"):
+                await threads.run("greedy", _taking(loop, 2 * BURST_S))
+                paced = asyncio.ensure_future(threads.run("greedy", lambda: "late"))
+                for _ in range(3):
+                    assert await threads.run("other", lambda: "at once") == "at once"
+                assert not paced.done()
+                loop.now_s += DRAIN_S * 0.8
+                await _settle()
+                assert not paced.done()
+                loop.now_s += DRAIN_S * 0.3
+                assert await paced == "late"
+
+        loop.run_until_complete(main())
+
+
+def test_texts_that_wait_for_the_pace_begin_one_by_one() -> None:
+    with _frozen() as (loop, threads):
+
+        async def main() -> None:
+            with threads.serving("greedy"), threads.serving("other"):
+                await threads.run("greedy", _taking(loop, 2 * BURST_S))
+                works = [
+                    asyncio.ensure_future(threads.run("greedy", _taking(loop, BURST_S)))
+                    for _ in range(4)
+                ]
+                while works:
+                    loop.now_s += DRAIN_S * 1.01
+                    ended, _ = await asyncio.wait(works, return_when=asyncio.FIRST_COMPLETED)
+                    await _settle()
+                    assert [work for work in works if work.done()] == list(ended)
+                    works = [work for work in works if not work.done()]
+
+        loop.run_until_complete(main())
+
+
+def test_a_client_that_is_alone_never_waits() -> None:
+    with _frozen() as (loop, threads):
+
+        async def main() -> None:
+            with threads.serving("one"):
+                for _ in range(5):
+                    await threads.run("one", _taking(loop, BURST_S))
+
+        loop.run_until_complete(main())
+
+
+def test_a_client_waits_no_longer_once_the_others_have_left() -> None:
+    with _frozen() as (loop, threads):
+
+        async def main() -> None:
+            with threads.serving("greedy"):
+                with threads.serving("other"):
+                    await threads.run("greedy", _taking(loop, 3 * BURST_S))
+                    paced = asyncio.ensure_future(threads.run("greedy", lambda: "alone"))
+                    await _settle()
+                    assert not paced.done()
+                assert await paced == "alone"
+
+        loop.run_until_complete(main())
+
+
+def test_a_text_that_is_given_up_while_it_waits_leaves_no_trace() -> None:
+    begun = list[str]()
+    with _frozen() as (loop, threads):
+
+        async def main() -> None:
+            with ExitStack() as here:
+                here.enter_context(threads.serving("other"))
+                with threads.serving("greedy"):
+                    await threads.run("greedy", _taking(loop, 2 * BURST_S))
+                    given_up = [
+                        asyncio.ensure_future(threads.run("greedy", lambda: begun.append("no")))
+                        for _ in range(3)
+                    ]
+                    await _settle()
+                    for work in given_up:
+                        work.cancel()
+                    await asyncio.gather(*given_up, return_exceptions=True)
+                assert not threads._waiting
+                loop.now_s += DRAIN_S * 1.01
+                await _settle()
+                assert not begun
+                assert not threads._paced
+                assert not threads._running
+                assert await threads.run("greedy", lambda: "next") == "next"
+
+        loop.run_until_complete(main())
