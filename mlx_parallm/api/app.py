@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterator
 from typing import Any
 
-from fastapi import APIRouter, FastAPI
+from fastapi import FastAPI
 from starlette.middleware.cors import CORSMiddleware
 from starlette.routing import BaseRoute
 
@@ -26,7 +26,7 @@ from mlx_parallm.api.middleware import (
     HostMiddleware,
     OriginMiddleware,
     RequestIdMiddleware,
-    body_limits,
+    RouteMiddleware,
 )
 from mlx_parallm.api.responses.service import ResponseService
 from mlx_parallm.api.responses.store import ResponseStore
@@ -67,16 +67,11 @@ from mlx_parallm.api.routes import (
     tokenize,
     weights,
 )
-from mlx_parallm.api.routes.page import page_files, page_router
-from mlx_parallm.api.schemas.errors import ErrorResponse
+from mlx_parallm.api.routes.page import page_files, page_routes
+from mlx_parallm.api.routing import declared_routes
 from mlx_parallm.batch_jobs.service import BatchService
 from mlx_parallm.config import ServerConfig
 from mlx_parallm.serving.interface import EngineClient
-
-RESPONSES: dict[int | str, dict[str, Any]] = {
-    "4XX": {"model": ErrorResponse, "description": "The request is at fault."},
-    "5XX": {"model": ErrorResponse, "description": "The server is at fault."},
-}
 
 
 class Application(FastAPI):
@@ -85,7 +80,12 @@ class Application(FastAPI):
     def openapi(self) -> dict[str, Any]:
         """See FastAPI: made when it is first asked for."""
         if self.openapi_schema is None:
-            openapi.complete(super().openapi(), self.state.config)
+            access = {
+                (method, route.path_format): route.facts.access
+                for route in declared_routes(self)
+                for method in route.methods
+            }
+            openapi.complete(super().openapi(), self.state.config, access)
         return super().openapi()
 
 
@@ -95,7 +95,6 @@ def create_app(
     *,
     max_waiting: int | None = None,
     bound_to: str | None = None,
-    routes: Sequence[BaseRoute] | None = None,
 ) -> FastAPI:
     """An application that serves an engine which is running already.
 
@@ -104,16 +103,13 @@ def create_app(
         config: how.
         max_waiting: the size of the engine's queue: requests that can never fit are refused.
         bound_to: the IP address of the TCP socket it is served on; None if there is none.
-        routes: ``common_routes()`` of another application, which need not be made again.
     """
     app = Application(
         title="mlx_parallm",
         version=__version__,
         lifespan=_lifespan,
-        docs_url=None,
-        redoc_url=None,
-        responses=RESPONSES,
-        routes=list(common_routes() if routes is None else routes),
+        openapi_url=None,
+        routes=common_routes(),
     )
     app.state.engine = engine
     app.state.config = config
@@ -124,8 +120,7 @@ def create_app(
     app.state.policies = Policies()
     app.state.batches = make_batch_service(app, engine, config, max_waiting)
     if app.state.batches is not None:
-        stored = [(openapi.FILES, files.router), (openapi.FILES, batches.router)]
-        _add_with_and_without_prefix(app.router, stored)
+        app.router.routes += [*files.routes.all, *batches.routes.all]
     install_error_handlers(app)
     _add_middleware(app, config, checked_hosts(config, bound_to))
     return app
@@ -144,73 +139,52 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
         await app.state.responses.stop()
 
 
-def _add_with_and_without_prefix(
-    parent: APIRouter, routers: Iterable[tuple[str, APIRouter]]
-) -> None:
-    """Add routers, each with its group of the OpenAPI document."""
-    for group, router in routers:
-        parent.include_router(router, prefix="/v1", tags=[group])
-        parent.include_router(router, include_in_schema=False)
-
-
 def common_routes() -> list[BaseRoute]:
     """The routes that every application has; they hold nothing of any."""
-    parent = APIRouter(responses=RESPONSES)
-    _add_with_and_without_prefix(
-        parent,
-        [
-            # The order within a group is that of the OpenAPI document.
-            (openapi.CHAT, chat.router),
-            (openapi.CHAT, completions.router),
-            (openapi.CHAT, responses.router),
-            (openapi.CHAT, messages.router),
-            (openapi.CHAT, decisions.router),
-            (openapi.POOLING, embeddings.router),
-            (openapi.POOLING, rerank.router),
-            (openapi.POOLING, score.router),
-            (openapi.POOLING, classify.router),
-            (openapi.POOLING, pooling.router),
-            (openapi.POOLING, rewards.router),
-            (openapi.POOLING, moderations.router),
-            (openapi.POOLING, mlm.router),
-            (openapi.TOKENS, render.router),
-            (openapi.RL, rl_capabilities.router),
-            (openapi.RL, rl_logprobs.router),
-            (openapi.RL, rollout.router),
-            (openapi.SERVER, models.router),
-            (openapi.SERVER, models.control_router),
-            (openapi.SERVER, adapters.router),
-        ],
+    # The order within a group is that of the OpenAPI document.
+    slices = (
+        chat,
+        completions,
+        responses,
+        messages,
+        decisions,
+        embeddings,
+        moderations,
+        rerank,
+        score,
+        classify,
+        pooling,
+        rewards,
+        mlm,
+        render,
+        rl_capabilities,
+        rl_logprobs,
+        rollout,
+        models,
+        adapters,
+        tokenize,
+        tei,
+        health,
+        server_info,
+        aborts,
+        art,
+        lifecycle,
+        sglang,
+        memory,
+        weights,
+        fleet,
+        token_generate,
+        docs,
+        hf_tasks,
     )
-    for group, router in (
-        (openapi.TOKENS, tokenize.router),
-        (openapi.POOLING, tei.router),
-        (openapi.POOLING, rerank.cohere_router),
-        (openapi.TOKENS, render.template_router),
-        (openapi.SERVER, health.router),
-        (openapi.SERVER, server_info.router),
-        (openapi.SERVER, aborts.router),
-        (openapi.SERVER, adapters.dialect_router),
-        (openapi.RL, art.router),
-        (openapi.SERVER, lifecycle.router),
-        (openapi.CHAT, sglang.router),
-        (openapi.SERVER, memory.router),
-        (openapi.SERVER, weights.router),
-        (openapi.SERVER, fleet.router),
-        (openapi.RL, token_generate.router),
-        (openapi.SERVER, docs.router),
-        (openapi.POOLING, hf_tasks.router),
-    ):
-        parent.include_router(router, tags=[group])
-    parent.include_router(page_router(page_files()))
-    parent.mount(docs.ASSETS, docs.assets())
-    return parent.routes
+    declared = [*(one.routes for one in slices), page_routes(page_files())]
+    return [route for routes in declared for route in routes.all]
 
 
 def _add_middleware(app: FastAPI, config: ServerConfig, hosts: frozenset[str] | None) -> None:
     # The last added runs first.
     app.add_middleware(HeadMiddleware)
-    app.add_middleware(BodyLimitMiddleware, limits=body_limits(config))
+    app.add_middleware(BodyLimitMiddleware, config=config)
     app.add_middleware(BodyBudgetMiddleware, config=config)
     app.add_middleware(AuthMiddleware, config=config)
     app.add_middleware(OriginMiddleware, config=config)
@@ -228,3 +202,4 @@ def _add_middleware(app: FastAPI, config: ServerConfig, hosts: frozenset[str] | 
     if config.access_log:
         app.add_middleware(AccessLogMiddleware)
     app.add_middleware(RequestIdMiddleware)
+    app.add_middleware(RouteMiddleware, routes=declared_routes(app))

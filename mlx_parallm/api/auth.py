@@ -13,16 +13,6 @@ from mlx_parallm.api.origins import is_foreign
 from mlx_parallm.config import ServerConfig
 from mlx_parallm.types.errors import AuthenticationError, PermissionDeniedError
 
-# Open without a key: health and metrics for supervisors, the page and the
-# documentation for people, which hold no secrets.
-OPEN_PATHS = frozenset(
-    {"/health", "/ping", "/load", "/version", "/metrics", "/openapi.json", "/docs"}
-)
-PAGE = "/"
-# In the schema, of routes that need the admin key.
-CONTROL = "control"
-OPEN_PREFIXES = ("/docs/", "/page/")
-
 
 class KeyRing:
     """Compares keys in constant time, by digest."""
@@ -54,14 +44,6 @@ def client_of(headers: Headers, config: ServerConfig) -> str:
     if not config.api_keys or key is None:
         return ""
     return hashlib.sha256(key.encode()).hexdigest()[:16]
-
-
-def is_open(method: str, path: str) -> bool:
-    """Whether a request needs no key."""
-    if path == PAGE:
-        # What is posted there is work for a model.
-        return method in ("GET", "HEAD")
-    return path in OPEN_PATHS or path.startswith(OPEN_PREFIXES)
 
 
 async def require_admin(request: Request) -> None:

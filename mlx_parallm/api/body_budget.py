@@ -12,9 +12,10 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from mlx_parallm.api.auth import client_of
 from mlx_parallm.api.body_pace import BodyPace
+from mlx_parallm.api.declared import Kept, facts_of
 from mlx_parallm.api.entry_turns import EntryTurns
 from mlx_parallm.api.freed_memory import FreedMemory
-from mlx_parallm.api.internal import INTERNAL_CALLER, STREAMED_PATH, UPLOAD_PATHS
+from mlx_parallm.api.internal import INTERNAL_CALLER
 from mlx_parallm.api.offload import TextThreads
 from mlx_parallm.config import ServerConfig
 from mlx_parallm.types.errors import OverloadedError, RequestTimeoutError
@@ -73,21 +74,19 @@ class BodyBudgetMiddleware:
 
     def _client_of(self, scope: Scope) -> str | None:
         """Whose body it is; None if it is not kept in memory."""
-        if scope["path"].endswith(STREAMED_PATH):
+        kept = facts_of(scope).body_limit.kept
+        if kept is Kept.STREAMED:
             return None
         if INTERNAL_CALLER in scope:
             # Apart from what the owner sends meanwhile.
             return f"background {scope[INTERNAL_CALLER].client}"
         client = client_of(Headers(scope=scope), self._config)
-        if scope["path"].endswith(UPLOAD_PATHS):
-            # Apart from requests: what a trainer uploads must not depend on its rollouts.
-            return f"uploads {client}"
-        return client
+        return f"uploads {client}" if kept is Kept.UPLOAD else client
 
 
 def _is_paced(scope: Scope) -> bool:
     """Whether others wait while it is read: not for tensors, nor for what is here already."""
-    return INTERNAL_CALLER not in scope and not scope["path"].endswith(UPLOAD_PATHS)
+    return INTERNAL_CALLER not in scope and facts_of(scope).body_limit.kept is not Kept.UPLOAD
 
 
 class _Body:

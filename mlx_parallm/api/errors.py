@@ -13,10 +13,11 @@ from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response
-from starlette.routing import Match, Mount
+from starlette.routing import Match
 from starlette.types import Scope
 
-from mlx_parallm.api.paths import id_headers, speaks_anthropic, speaks_sglang
+from mlx_parallm.api.declared import facts_of, id_headers
+from mlx_parallm.api.dialect import Failure
 from mlx_parallm.types import errors
 
 logger = logging.getLogger(__name__)
@@ -60,17 +61,6 @@ STATUS: Mapping[type[errors.ParallmError], Status] = {
 }
 
 METHODS = ("GET", "POST", "PUT", "PATCH", "DELETE")
-# https://platform.claude.com/docs/en/api/errors; other statuses are told by their class.
-ANTHROPIC_TYPES = {
-    401: "authentication_error",
-    403: "permission_error",
-    404: "not_found_error",
-    413: "request_too_large",
-    429: "rate_limit_error",
-    503: "overloaded_error",
-}
-# Anthropic's clients know 529 for what they should try again later.
-ANTHROPIC_STATUS = {503: 529}
 HTTP_TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
 # What pydantic says of a body that is not there, or is no object.
 NO_OBJECT = frozenset({"missing", "model_attributes_type"})
@@ -78,25 +68,6 @@ NO_OBJECT = frozenset({"missing", "model_attributes_type"})
 MAX_PROBLEMS = 5
 MAX_PROBLEM_CHARS = 200
 MAX_MESSAGE_CHARS = 1000
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Failure:
-    """What went wrong, before it is written as the route's protocol writes it.
-
-    Attributes:
-        http: the status, of those that OpenAI's API has.
-        type: the kind of error, as OpenAI names it.
-        message: for people.
-        param: the field of the request at fault.
-        code: a machine-readable reason.
-    """
-
-    http: int
-    type: str
-    message: str
-    param: str | None = None
-    code: str | None = None
 
 
 BUG = Failure(http=500, type="server_error", message="The server failed; its log says why.")
@@ -121,19 +92,8 @@ def failure_of(error: errors.ParallmError) -> Failure:
 
 def error_body(failure: Failure, scope: Scope) -> dict[str, Any]:
     """The error object in the shape of the route's protocol."""
-    if speaks_anthropic(scope):
-        return _anthropic_body(failure, scope)
-    body: dict[str, Any] = {
-        "error": {
-            "message": failure.message,
-            "type": failure.type,
-            "param": failure.param,
-            "code": failure.code,
-        }
-    }
-    if speaks_sglang(scope):
-        body |= {"success": False, "message": failure.message, "error_message": failure.message}
-    return body
+    request_id = scope.get("state", {}).get("request_id")
+    return facts_of(scope).dialect.error_body(failure, request_id)
 
 
 def body_of(error: errors.ParallmError, scope: Scope) -> dict[str, Any]:
@@ -145,26 +105,8 @@ def error_response(
     failure: Failure, scope: Scope, headers: Mapping[str, str] | None = None
 ) -> JSONResponse:
     """The HTTP answer in the shape of the route's protocol."""
-    status = ANTHROPIC_STATUS.get(failure.http) if speaks_anthropic(scope) else None
-    return JSONResponse(error_body(failure, scope), status or failure.http, dict(headers or {}))
-
-
-def _anthropic_body(failure: Failure, scope: Scope) -> dict[str, Any]:
-    """Anthropic's error object, which has no place for the field at fault but the message."""
-    kind = ANTHROPIC_TYPES.get(failure.http)
-    if kind is None:
-        kind = "api_error" if failure.http >= 500 else "invalid_request_error"
-    message, param = failure.message, failure.param
-    if param is not None and param not in message:
-        message = f"{param}: {message}"
-    error: dict[str, Any] = {"type": kind, "message": message}
-    if failure.code is not None:
-        error["details"] = {"error_code": failure.code}
-    return {
-        "type": "error",
-        "error": error,
-        "request_id": scope.get("state", {}).get("request_id"),
-    }
+    status = facts_of(scope).dialect.statuses.get(failure.http, failure.http)
+    return JSONResponse(error_body(failure, scope), status, dict(headers or {}))
 
 
 def response_of(error: errors.ParallmError, scope: Scope) -> JSONResponse:
@@ -237,8 +179,7 @@ def _allowed(request: Request, told: str) -> list[str]:
     scope = request.scope
     probe = {"type": "http", "path": scope["path"], "headers": []}
     probe["root_path"] = scope.get("app_root_path", scope.get("root_path", ""))
-    # A mounted application takes every method here and refuses some itself.
-    routes = [route for route in request.app.router.routes if not isinstance(route, Mount)]
+    routes = request.app.router.routes
     methods = {
         method
         for method in METHODS

@@ -14,15 +14,6 @@ from mlx_parallm.generation.model import RequestHandle
 from mlx_parallm.serving.interface import EngineClient
 from mlx_parallm.types.request import GenerateRequest
 
-# The end of the path of the route that reads its body as it comes and keeps none of it in memory.
-STREAMED_PATH = "/files"
-# The ends of paths of routes that read a large body as it comes and keep it until it is loaded.
-UPLOAD_PATHS = (
-    "/load_lora_adapter_from_tensors",
-    "/update_adapter_weights",
-    "/update_weights",
-    "/update_weights_from_tensor",
-)
 INTERNAL_CALLER = "mlx_parallm.internal_caller"
 # Above every 64-bit number, and so behind every request of a client, whatever its priority.
 BACKGROUND_PRIORITY = 2**64

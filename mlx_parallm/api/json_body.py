@@ -36,6 +36,8 @@ class JsonRoute(APIRoute):
             try:
                 response = await handle(given)
             except ModelLoadingError as problem:
+                if not self.repeats:
+                    raise
                 engine: EngineClient = request.app.state.engine
                 await engine.encoders.wait(problem.name)
                 # Nothing was done but to read the body, which it keeps.
@@ -45,6 +47,11 @@ class JsonRoute(APIRoute):
             return response
 
         return handle_json
+
+    @property
+    def repeats(self) -> bool:
+        """True if the route may be asked once more with the same request."""
+        return True
 
     @property
     def form(self) -> type[BaseModel] | None:

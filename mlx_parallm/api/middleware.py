@@ -8,18 +8,19 @@ from __future__ import annotations
 import logging
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from urllib.parse import quote
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from mlx_parallm.api.auth import KeyRing, is_open, key_of
+from mlx_parallm.api.auth import KeyRing, key_of
+from mlx_parallm.api.declared import FACTS, Access, facts_of, id_headers, local_path
 from mlx_parallm.api.errors import response_of
 from mlx_parallm.api.hosts import host_of, is_loopback_host
 from mlx_parallm.api.internal import INTERNAL_CALLER
 from mlx_parallm.api.origins import may_change
-from mlx_parallm.api.paths import MESSAGES, id_headers, local_path
+from mlx_parallm.api.routing import DeclaredRoute, RouteIndex
 from mlx_parallm.config import ServerConfig
 from mlx_parallm.types.errors import (
     AuthenticationError,
@@ -35,48 +36,28 @@ MAX_ID_CHARS = 128
 MAX_PATH_CHARS = 256
 # A refusal shows so much of the host that was named.
 MAX_HOST_CHARS = 100
-POLLED_PATHS = frozenset({"/health", "/ping", "/load", "/metrics"})
-# Of a body, for routes that state no limit of their own.
-SMALL_BODY_BYTES = 64 * 1024
-# Of the routes that read texts by an encoder.
-ENCODER_PATHS = (
-    "/embeddings",
-    "/classify",
-    "/classifications",
-    "/pooling",
-    "/moderations",
-    "/embed",
-    "/embed_all",
-    "/embed_sparse",
-    "/predict",
-    "/similarity",
-    "/mlm",
-    "/",
-    "/models",
-    "/pipeline",
-)
-# Routes that return tokens or texts and run no model.
-TOKENIZE_PATHS = (
-    "/tokenize",
-    "/detokenize",
-    "/decode",
-    "/messages/count_tokens",
-    "/responses/input_tokens",
-)
-SCORING_PATHS = ("/rerank", "/v2/rerank", "/score", "/generative_scoring", "/rewards")
 FOREIGN = (
     "Pages of other origins may only read from this server; --allowed-origins names those that may "
     "do more."
 )
-# What a form holds besides its file.
-FORM_BYTES = 64 * 1024
+
+
+class RouteMiddleware:
+    """Finds what the route of a request declares, for all that runs before the route."""
+
+    def __init__(self, app: ASGIApp, routes: Iterable[DeclaredRoute]) -> None:
+        self._app = app
+        self._index = RouteIndex.of(routes)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """See ASGI."""
+        if scope["type"] == "http":
+            scope[FACTS] = self._index.find(scope["method"], local_path(scope))
+        await self._app(scope, receive, send)
 
 
 class RequestIdMiddleware:
-    """Gives every answer an ``x-request-id``: the client's own if it is sane, else a new one.
-
-    Anthropic's routes tell it as ``request-id`` too.
-    """
+    """Gives every answer an ``x-request-id``: the client's own if it is sane, else a new one."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -138,7 +119,7 @@ def _log_access(scope: Scope, status: int, duration_s: float) -> None:
         "ms": round(duration_s * 1000, 1),
         "request_id": scope["state"]["request_id"],
     }
-    level = logging.DEBUG if local_path(scope) in POLLED_PATHS else logging.INFO
+    level = logging.DEBUG if facts_of(scope).is_polled else logging.INFO
     logger.log(level, "request", extra=fields)
 
 
@@ -214,35 +195,8 @@ class AuthMiddleware:
         # A browser's preflight request carries no key.
         if scope["type"] != "http" or not self._keys or scope["method"] == "OPTIONS":
             return True
-        return is_open(scope["method"], local_path(scope)) or self._keys.accepts(
-            key_of(Headers(scope=scope))
-        )
-
-
-def body_limits(config: ServerConfig) -> dict[str, int]:
-    """The most bytes of a body, by path without ``/v1``; paths below share it, the longest counts.
-
-    A route that takes more than ``SMALL_BODY_BYTES`` has a line here.
-    """
-    return {
-        "/chat/completions": config.max_body_bytes,
-        "/completions": config.max_body_bytes,
-        "/responses": config.max_body_bytes,
-        "/decisions": config.max_body_bytes,
-        **dict.fromkeys(ENCODER_PATHS, config.max_body_bytes),
-        **dict.fromkeys(SCORING_PATHS, config.max_body_bytes),
-        "/apply-template": config.max_body_bytes,
-        MESSAGES: config.max_body_bytes,
-        **dict.fromkeys(TOKENIZE_PATHS, config.max_tokenize_bytes),
-        "/generate": config.max_body_bytes,
-        "/inference/v1/generate": config.max_body_bytes,
-        "/rl": config.max_body_bytes,
-        "/update_adapter_weights": config.max_adapter_bytes + FORM_BYTES,
-        "/load_lora_adapter_from_tensors": config.max_adapter_bytes + FORM_BYTES,
-        "/update_weights": config.max_weights_bytes + FORM_BYTES,
-        "/update_weights_from_tensor": config.max_weights_bytes + FORM_BYTES,
-        "/files": config.max_file_bytes + FORM_BYTES,
-    }
+        is_open = facts_of(scope).access is Access.OPEN
+        return is_open or self._keys.accepts(key_of(Headers(scope=scope)))
 
 
 class BodyLimitMiddleware:
@@ -251,19 +205,18 @@ class BodyLimitMiddleware:
     A body that no route reads is not refused: an unknown path remains a 404.
     """
 
-    def __init__(self, app: ASGIApp, limits: Mapping[str, int]) -> None:
+    def __init__(self, app: ASGIApp, config: ServerConfig) -> None:
         self._app = app
-        self._limits = limits
+        self._config = config
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """See ASGI."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        path = local_path(scope).removeprefix("/v1")
-        limit = self._limit(path)
-        setting = " See --max-tokenize-bytes." if path in TOKENIZE_PATHS else ""
-        error = RequestTooLargeError(f"The body is larger than {limit} bytes.{setting}")
+        body_limit = facts_of(scope).body_limit
+        limit = body_limit.size(self._config)
+        error = RequestTooLargeError(f"The body is larger than {limit} bytes.{body_limit.hint}")
         length = Headers(scope=scope).get("content-length", "0")
         is_declared = length.isdecimal() and int(length) > limit
         received = 0
@@ -280,10 +233,6 @@ class BodyLimitMiddleware:
             return message
 
         await self._app(scope, counted, send)
-
-    def _limit(self, path: str) -> int:
-        fitting = [one for one in self._limits if path == one or path.startswith(f"{one}/")]
-        return self._limits[max(fitting, key=len)] if fitting else SMALL_BODY_BYTES
 
 
 class HeadMiddleware:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
-from mlx_parallm.api.auth import CONTROL, is_open
+from mlx_parallm.api.declared import Access
 from mlx_parallm.config import ServerConfig
 
 CHAT = "chat"
@@ -13,6 +14,8 @@ TOKENS = "tokens and templates"
 FILES = "files and batches"
 RL = "reinforcement learning"
 SERVER = "server"
+# Of routes that need the admin key.
+CONTROL = "control"
 # In the order in which /docs shows them.
 GROUPS = {
     CHAT: "Text of models that generate, in the forms of several APIs.",
@@ -27,30 +30,31 @@ API_KEY = "ApiKey"
 ADMIN_KEY = "AdminKey"
 
 
-def complete(document: dict[str, Any], config: ServerConfig) -> None:
-    """Add to FastAPI's document its groups and the keys of this server."""
+def complete(
+    document: dict[str, Any], config: ServerConfig, access: Mapping[tuple[str, str], Access]
+) -> None:
+    """Add to FastAPI's document its groups and the keys of this server.
+
+    Args:
+        document: FastAPI's.
+        config: whose keys.
+        access: who may use an operation, by its method and path.
+    """
     document["tags"] = [{"name": name, "description": text} for name, text in GROUPS.items()]
     document.setdefault("components", {})["securitySchemes"] = _schemes(config)
-    document["security"] = _needed(config, is_control=False)
+    document["security"] = _needed(config, Access.KEY)
     for path, operations in document["paths"].items():
         for method, operation in operations.items():
-            _complete_operation(operation, method.upper(), path, config)
+            needed = access.get((method.upper(), path), Access.KEY)
+            if needed is not Access.KEY:
+                operation["security"] = _needed(config, needed)
 
 
-def _complete_operation(
-    operation: dict[str, Any], method: str, path: str, config: ServerConfig
-) -> None:
-    if CONTROL in operation.get("tags", ()):
-        # Beside the group of its router: an operation stands in one.
-        operation["tags"] = [CONTROL]
-        operation["security"] = _needed(config, is_control=True)
-    elif is_open(method, path):
-        operation["security"] = []
-
-
-def _needed(config: ServerConfig, *, is_control: bool) -> list[dict[str, list[str]]]:
+def _needed(config: ServerConfig, access: Access) -> list[dict[str, list[str]]]:
     """Return the alternatives that open an operation; an empty one if it needs no key."""
-    if is_control and config.admin_api_keys:
+    if access is Access.OPEN:
+        return []
+    if access is Access.ADMIN and config.admin_api_keys:
         return [{ADMIN_KEY: []}]
     return [{API_KEY: []}] if config.api_keys else [{}, {API_KEY: []}]
 

@@ -4,22 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from fastapi import APIRouter, Depends, Request
+from fastapi import Depends, Request
 
 from mlx_parallm.api.auth import client_of, may_reach_others, refuse_other_origins
 from mlx_parallm.api.dependencies import ConfigDep, EngineDep
-from mlx_parallm.api.json_body import JsonRoute
+from mlx_parallm.api.openapi import SERVER
+from mlx_parallm.api.routing import Routes
 from mlx_parallm.api.schemas.server import AbortRequest, AbortRequests, AbortResponse
 from mlx_parallm.config import ServerConfig
 from mlx_parallm.serving.interface import EngineClient
 from mlx_parallm.types.errors import AuthenticationError, InvalidRequestError
 from mlx_parallm.types.request import GenerateRequest
 
-router = APIRouter(route_class=JsonRoute, dependencies=[Depends(refuse_other_origins)])
+routes = Routes(SERVER, dependencies=[Depends(refuse_other_origins)])
 
 
-@router.post("/abort_requests")
-@router.post("/inference/v1/abort_requests", include_in_schema=False)
+@routes.post("/abort_requests")
+@routes.post("/inference/v1/abort_requests", include_in_schema=False)
 async def abort_requests(
     body: AbortRequests, request: Request, engine: EngineDep, config: ConfigDep
 ) -> AbortResponse:
@@ -28,7 +29,7 @@ async def abort_requests(
     return await _abort(request, engine, config, lambda one: is_named(one, wanted))
 
 
-@router.post("/abort_request")
+@routes.post("/abort_request")
 async def abort_request(
     body: AbortRequest, request: Request, engine: EngineDep, config: ConfigDep
 ) -> AbortResponse:

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import asyncio
 
-from fastapi import APIRouter, Depends, Request, Response
+from fastapi import Request, Response
 from fastapi.responses import PlainTextResponse
 
-from mlx_parallm.api.auth import CONTROL, require_admin
 from mlx_parallm.api.convert.adapters import (
     FILE,
     TENSORS,
@@ -18,9 +17,11 @@ from mlx_parallm.api.convert.adapters import (
     uploaded,
 )
 from mlx_parallm.api.convert.serialized import SERIALIZED
+from mlx_parallm.api.declared import ADAPTER, Access
 from mlx_parallm.api.dependencies import EngineDep
 from mlx_parallm.api.ignored import tell_ignored
-from mlx_parallm.api.json_body import JsonRoute
+from mlx_parallm.api.openapi import SERVER
+from mlx_parallm.api.routing import Routes
 from mlx_parallm.api.schemas.adapters import (
     AdapterCard,
     AdapterFields,
@@ -32,16 +33,13 @@ from mlx_parallm.api.schemas.adapters import (
     UnloadLora,
     UploadedAdapter,
 )
+from mlx_parallm.api.sglang.dialect import SGLANG
 from mlx_parallm.api.uploads import receive
 from mlx_parallm.serving.interface import EngineClient
 from mlx_parallm.types.errors import NotFoundError, NotImplementedRouteError
 
 #: With and without ``/v1``.
-router = APIRouter(dependencies=[Depends(require_admin)], tags=[CONTROL])
-#: As they are: the same paths with and without ``/v1`` are of different protocols.
-dialect_router = APIRouter(
-    route_class=JsonRoute, dependencies=[Depends(require_admin)], tags=[CONTROL]
-)
+routes = Routes(SERVER, access=Access.ADMIN, short=True)
 
 HEADER_PREFIX = "x-adapter-"
 # Of clients; they change nothing here.
@@ -75,7 +73,12 @@ def _tensors_schema() -> dict[str, object]:
     return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
 
 
-@router.post("/update_adapter_weights", openapi_extra=_schema(), response_model=UploadedAdapter)
+@routes.post(
+    "/v1/update_adapter_weights",
+    body_limit=ADAPTER,
+    openapi_extra=_schema(),
+    response_model=UploadedAdapter,
+)
 async def update_adapter_weights(request: Request, engine: EngineDep, response: Response) -> object:
     """Serve an adapter whose tensors are in the body, or replace one between two steps.
 
@@ -88,13 +91,13 @@ async def update_adapter_weights(request: Request, engine: EngineDep, response: 
     return uploaded(info, received, parse_ms)
 
 
-@router.get("/adapters")
+@routes.get("/v1/adapters")
 async def list_adapters(engine: EngineDep) -> AdapterList:
     """The loaded adapters of all models."""
     return AdapterList(object="list", data=[card(one) for one in await engine.control.look()])
 
 
-@router.get("/adapters/{name:path}")
+@routes.get("/v1/adapters/{name:path}")
 async def retrieve_adapter(name: str, engine: EngineDep) -> AdapterCard:
     """One adapter."""
     for info in await engine.control.look():
@@ -103,29 +106,29 @@ async def retrieve_adapter(name: str, engine: EngineDep) -> AdapterCard:
     raise NotFoundError(f"The adapter {name!r} is not loaded.", param="name")
 
 
-@router.delete("/adapters/{name:path}")
+@routes.delete("/v1/adapters/{name:path}")
 async def delete_adapter(name: str, engine: EngineDep) -> DeletedAdapter:
     """Admit no more requests of an adapter; those that run end with it."""
     info = await engine.control.unload_adapter(name)
     return DeletedAdapter(object="adapter", name=info.name, deleted=True)
 
 
-@dialect_router.post("/v1/load_lora_adapter", response_class=PlainTextResponse)
+@routes.post("/v1/load_lora_adapter", short=False, response_class=PlainTextResponse)
 async def load_lora_adapter(body: LoadLora, engine: EngineDep) -> Response:
     """vLLM's: serve an adapter from a folder; a name that is taken needs ``load_inplace``."""
     await _load(engine, body, replaces=body.load_inplace)
     return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' added successfully.")
 
 
-@dialect_router.post("/v1/unload_lora_adapter", response_class=PlainTextResponse)
+@routes.post("/v1/unload_lora_adapter", short=False, response_class=PlainTextResponse)
 async def unload_lora_adapter(body: UnloadLora, engine: EngineDep) -> Response:
     """vLLM's: admit no more requests of an adapter."""
     await engine.control.unload_adapter(body.lora_name)
     return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")
 
 
-@dialect_router.post("/load_lora_adapter")
-@dialect_router.post("/update_weights_from_lora")
+@routes.post("/load_lora_adapter", short=False, dialect=SGLANG)
+@routes.post("/update_weights_from_lora", short=False, dialect=SGLANG)
 async def put_lora_adapter(body: LoadLora, engine: EngineDep) -> LoraAnswer:
     """SGLang's and prime-rl's: serve an adapter from a folder, in place of one of this name."""
     await _load(engine, body, replaces=True)
@@ -134,8 +137,13 @@ async def put_lora_adapter(body: LoadLora, engine: EngineDep) -> LoraAnswer:
     return _answer(engine)
 
 
-@dialect_router.post(
-    "/load_lora_adapter_from_tensors", openapi_extra=_tensors_schema(), response_model=LoraAnswer
+@routes.post(
+    "/load_lora_adapter_from_tensors",
+    short=False,
+    dialect=SGLANG,
+    body_limit=ADAPTER,
+    openapi_extra=_tensors_schema(),
+    response_model=LoraAnswer,
 )
 async def put_lora_tensors(request: Request, engine: EngineDep, response: Response) -> object:
     """SGLang's: serve an adapter of the body, as safetensors only, in place of one of this name."""
@@ -146,7 +154,7 @@ async def put_lora_tensors(request: Request, engine: EngineDep, response: Respon
     return _answer(engine)
 
 
-@dialect_router.post("/unload_lora_adapter")
+@routes.post("/unload_lora_adapter", short=False, dialect=SGLANG)
 async def drop_lora_adapter(body: UnloadLora, engine: EngineDep) -> LoraAnswer:
     """SGLang's: admit no more requests of an adapter."""
     await engine.control.unload_adapter(body.lora_name)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from fastapi import APIRouter, Depends, Request
+from fastapi import Request
 
-from mlx_parallm.api.auth import CONTROL, require_admin
+from mlx_parallm.api.declared import Access
 from mlx_parallm.api.dependencies import EngineDep
 from mlx_parallm.api.in_flight.update import update_in_flight
-from mlx_parallm.api.json_body import JsonRoute
+from mlx_parallm.api.openapi import RL
+from mlx_parallm.api.routing import Routes
 from mlx_parallm.api.schemas.art import (
     PROTOCOL_VERSION,
     ArtCapabilities,
@@ -15,10 +16,10 @@ from mlx_parallm.api.schemas.art import (
     InFlightUpdated,
 )
 
-router = APIRouter(route_class=JsonRoute, prefix="/art")
+routes = Routes(RL)
 
 
-@router.get("/capabilities")
+@routes.get("/art/capabilities")
 async def art_capabilities() -> ArtCapabilities:
     """The features of ART's serving protocol that are served."""
     return ArtCapabilities(
@@ -32,7 +33,7 @@ async def art_capabilities() -> ArtCapabilities:
     )
 
 
-@router.post("/in_flight_lora_update", dependencies=[Depends(require_admin)], tags=[CONTROL])
+@routes.post("/art/in_flight_lora_update", access=Access.ADMIN)
 async def in_flight_lora_update(
     body: InFlightUpdate, request: Request, engine: EngineDep
 ) -> InFlightUpdated:

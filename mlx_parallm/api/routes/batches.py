@@ -4,34 +4,20 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-from fastapi import APIRouter, FastAPI, Query, Request
-from starlette.routing import Match
+from fastapi import FastAPI, Query, Request
 
 from mlx_parallm.api.convert.batches import batch_object, list_object
 from mlx_parallm.api.dependencies import BatchesDep, ClientDep
-from mlx_parallm.api.json_body import JsonRoute
+from mlx_parallm.api.openapi import FILES
+from mlx_parallm.api.routing import Routes, declared_routes
 from mlx_parallm.api.schemas.batches import BatchRequest
 from mlx_parallm.batch_jobs.service import BatchOrder
 from mlx_parallm.types.errors import InvalidRequestError
 
-router = APIRouter(route_class=JsonRoute)
-
-#: Routes whose requests may stand in a batch, where the application has them.
-ENDPOINTS = (
-    "/v1/chat/completions",
-    "/v1/completions",
-    "/v1/responses",
-    "/v1/messages",
-    "/v1/decisions",
-    "/v1/embeddings",
-    "/v1/moderations",
-    "/v1/rerank",
-    "/v1/score",
-    "/v1/rewards/score",
-)
+routes = Routes(FILES, short=True)
 
 
-@router.post("/batches")
+@routes.post("/v1/batches")
 async def create_batch(
     body: BatchRequest, request: Request, client: ClientDep, batches: BatchesDep
 ) -> dict[str, Any]:
@@ -51,7 +37,7 @@ async def create_batch(
     return batch_object(await batches.create(client, order))
 
 
-@router.get("/batches")
+@routes.get("/v1/batches")
 async def list_batches(
     client: ClientDep,
     batches: BatchesDep,
@@ -63,23 +49,18 @@ async def list_batches(
     return list_object([batch_object(one) for one in records], has_more)
 
 
-@router.get("/batches/{batch_id}")
+@routes.get("/v1/batches/{batch_id}")
 async def retrieve_batch(batch_id: str, client: ClientDep, batches: BatchesDep) -> dict[str, Any]:
     """How far a batch is."""
     return batch_object(batches.get(batch_id, client))
 
 
-@router.post("/batches/{batch_id}/cancel")
+@routes.post("/v1/batches/{batch_id}/cancel")
 async def cancel_batch(batch_id: str, client: ClientDep, batches: BatchesDep) -> dict[str, Any]:
     """End a batch; what is answered already becomes its output."""
     return batch_object(await batches.cancel(batch_id, client))
 
 
 def endpoints_of(app: FastAPI) -> list[str]:
-    """The endpoints of ``ENDPOINTS`` that an application has."""
-    return [path for path in ENDPOINTS if _has_route(app, path)]
-
-
-def _has_route(app: FastAPI, path: str) -> bool:
-    scope = {"type": "http", "method": "POST", "path": path, "root_path": "", "headers": []}
-    return any(route.matches(scope)[0] is Match.FULL for route in app.router.routes)
+    """Return the paths of an application's routes whose requests may stand in a batch."""
+    return [route.path for route in declared_routes(app) if route.facts.batchable]

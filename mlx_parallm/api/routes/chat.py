@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from fastapi import APIRouter, Request, Response
+from fastapi import Request, Response
 
 from mlx_parallm.api.auth import client_of
 from mlx_parallm.api.convert.answer import AnswerHead
 from mlx_parallm.api.convert.chat import ChatAnswer
 from mlx_parallm.api.convert.chat_turn import chat_turn
 from mlx_parallm.api.convert.logprobs import TokenNames
+from mlx_parallm.api.declared import INPUT
 from mlx_parallm.api.dependencies import (
     ConfigDep,
     EngineDep,
@@ -17,18 +18,19 @@ from mlx_parallm.api.dependencies import (
 from mlx_parallm.api.fingerprint import system_fingerprint
 from mlx_parallm.api.generation import Generation, check_queue
 from mlx_parallm.api.in_flight.spans import PolicySpans
-from mlx_parallm.api.json_body import JsonRoute
 from mlx_parallm.api.model_choice import generator
+from mlx_parallm.api.openapi import CHAT
 from mlx_parallm.api.respond import respond
+from mlx_parallm.api.routing import Routes
 from mlx_parallm.api.schemas.chat import ChatRequest
 from mlx_parallm.api.sse import STREAMED
 from mlx_parallm.api.turns.prepare import PreparedTurn, prepare_turn
 from mlx_parallm.serving.interface import EngineClient
 
-router = APIRouter(route_class=JsonRoute)
+routes = Routes(CHAT, body_limit=INPUT, short=True)
 
 
-@router.post("/chat/completions", responses=STREAMED)
+@routes.post("/v1/chat/completions", batchable=True, responses=STREAMED)
 async def create_chat_completion(
     body: ChatRequest,
     request: Request,

@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
-from fastapi import APIRouter, Request, Response
+from fastapi import Request, Response
 from starlette.responses import JSONResponse
 
 from mlx_parallm.api.convert.classify import classified
 from mlx_parallm.api.convert.request_inputs import request_inputs
+from mlx_parallm.api.declared import INPUT
 from mlx_parallm.api.dependencies import EngineDep
 from mlx_parallm.api.encoder_answer import Encoding, encoded_response
-from mlx_parallm.api.json_body import JsonRoute
+from mlx_parallm.api.openapi import POOLING
+from mlx_parallm.api.routing import Routes
 from mlx_parallm.api.schemas.classify import ClassifyRequest
 
-router = APIRouter(route_class=JsonRoute)
+routes = Routes(POOLING, body_limit=INPUT, short=True)
 
 
 # SGLang has the first with the prefix of OpenAI's routes.
-@router.post("/classify")
-@router.post("/classifications", include_in_schema=False)
+@routes.post("/v1/classify")
+@routes.post("/v1/classifications", include_in_schema=False)
 async def classify(body: ClassifyRequest, request: Request, engine: EngineDep) -> Response:
     """The likeliest label of each text, and the probabilities of all labels."""
     model = engine.encoders.get(body.model, "classify")

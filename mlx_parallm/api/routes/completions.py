@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fastapi import APIRouter, Request, Response
+from fastapi import Request, Response
 
 from mlx_parallm.api.auth import client_of
 from mlx_parallm.api.convert.answer import AnswerHead
@@ -12,6 +12,7 @@ from mlx_parallm.api.convert.logprobs import TokenNames, most_asked
 from mlx_parallm.api.convert.prompts import encode_prompts
 from mlx_parallm.api.convert.sampling import sampling_params
 from mlx_parallm.api.convert.structure import body_grammar
+from mlx_parallm.api.declared import INPUT
 from mlx_parallm.api.dependencies import (
     ConfigDep,
     EngineDep,
@@ -19,21 +20,22 @@ from mlx_parallm.api.dependencies import (
 )
 from mlx_parallm.api.fingerprint import system_fingerprint
 from mlx_parallm.api.generation import Generation, check_queue, named_by
-from mlx_parallm.api.json_body import JsonRoute
 from mlx_parallm.api.model_choice import generator
+from mlx_parallm.api.openapi import CHAT
 from mlx_parallm.api.respond import respond
+from mlx_parallm.api.routing import Routes
 from mlx_parallm.api.schemas.completions import CompletionRequest
 from mlx_parallm.api.sse import STREAMED
 from mlx_parallm.config import ServerConfig
 from mlx_parallm.generation.model import GenerationModel
 from mlx_parallm.types.request import GenerateRequest, Grammar, SamplingParams
 
-router = APIRouter(route_class=JsonRoute)
+routes = Routes(CHAT, body_limit=INPUT, short=True)
 
 FIELDS = {"messages": "prompt"}
 
 
-@router.post("/completions", responses=STREAMED)
+@routes.post("/v1/completions", batchable=True, responses=STREAMED)
 async def create_completion(
     body: CompletionRequest,
     request: Request,

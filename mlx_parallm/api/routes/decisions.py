@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
-from fastapi import APIRouter, Request, Response
+from fastapi import Request, Response
 from starlette.responses import JSONResponse
 
 from mlx_parallm.api.auth import client_of
 from mlx_parallm.api.decisions.answers import answer, ask
 from mlx_parallm.api.decisions.prompt import input_text
 from mlx_parallm.api.decisions.scoring import FIELDS, EncodedQuestion, QuestionEncoder, score
+from mlx_parallm.api.declared import INPUT
 from mlx_parallm.api.dependencies import (
     ConfigDep,
     EngineDep,
     MaxWaitingDep,
 )
 from mlx_parallm.api.generation import named_by, unless_disconnected
-from mlx_parallm.api.json_body import JsonRoute
 from mlx_parallm.api.model_choice import generator
 from mlx_parallm.api.offload import maybe_in_thread
+from mlx_parallm.api.openapi import CHAT
+from mlx_parallm.api.routing import Routes
 from mlx_parallm.api.schemas.decisions import (
     DecisionRequest,
     DecisionResponse,
@@ -28,10 +30,10 @@ from mlx_parallm.generation.model import GenerationModel
 from mlx_parallm.serving.interface import EngineClient
 from mlx_parallm.types.request import GenerateRequest
 
-router = APIRouter(route_class=JsonRoute)
+routes = Routes(CHAT, body_limit=INPUT, short=True)
 
 
-@router.post("/decisions", response_model=DecisionResponse)
+@routes.post("/v1/decisions", batchable=True, response_model=DecisionResponse)
 async def create_decision(
     body: DecisionRequest,
     request: Request,

@@ -1,22 +1,34 @@
-"""``GET /docs``: the API's documentation, with every asset from this server."""
+"""``GET /docs`` and ``/openapi.json``: the API's documentation, all of it from this server."""
 
 from __future__ import annotations
 
 from importlib.resources import files
 
-from fastapi import APIRouter, Request
+from fastapi import Request
 from fastapi.openapi.docs import get_swagger_ui_html
-from fastapi.responses import HTMLResponse
+from fastapi.responses import HTMLResponse, JSONResponse
+from starlette.responses import Response
 from starlette.staticfiles import StaticFiles
+
+from mlx_parallm.api.declared import Access
+from mlx_parallm.api.openapi import SERVER
+from mlx_parallm.api.routing import Routes
 
 ASSETS = "/docs/assets"
 # Groups of operations, and the list of schemas, are opened by whoever reads them.
 FOLDED = {"docExpansion": "none", "defaultModelsExpandDepth": 0}
 
-router = APIRouter(include_in_schema=False)
+routes = Routes(SERVER, access=Access.OPEN)
 
 
-@router.get("/docs")
+@routes.get("/openapi.json", include_in_schema=False)
+async def openapi(request: Request) -> JSONResponse:
+    """The OpenAPI document."""
+    document, base = request.app.openapi(), _base(request)
+    return JSONResponse({**document, "servers": [{"url": base}]} if base else document)
+
+
+@routes.get("/docs", include_in_schema=False)
 async def documentation(request: Request) -> HTMLResponse:
     """Swagger UI over ``/openapi.json``."""
     base = _base(request)
@@ -30,11 +42,13 @@ async def documentation(request: Request) -> HTMLResponse:
     )
 
 
+@routes.get(ASSETS + "/{path:path}", include_in_schema=False)
+async def asset(path: str, request: Request) -> Response:
+    """A file of Swagger UI."""
+    folder = StaticFiles(directory=str(files("fastapi_swagger") / "resources"))
+    return await folder.get_response(path, request.scope)
+
+
 def _base(request: Request) -> str:
     """What a browser must write before a path (``--root-path``)."""
     return request.scope.get("root_path", "").rstrip("/")
-
-
-def assets() -> StaticFiles:
-    """The files of Swagger UI."""
-    return StaticFiles(directory=str(files("fastapi_swagger") / "resources"))

@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-from fastapi import APIRouter, Request, Response
+from fastapi import Request, Response
 
 from mlx_parallm.api.convert.array_encoding import check_format
 from mlx_parallm.api.convert.embeddings import check_dimensions, embeddings_response
 from mlx_parallm.api.convert.input_prompts import asked_prompt
 from mlx_parallm.api.convert.request_inputs import request_inputs
+from mlx_parallm.api.declared import INPUT
 from mlx_parallm.api.dependencies import EngineDep
 from mlx_parallm.api.encoder_answer import Encoding, encoded_response
-from mlx_parallm.api.json_body import JsonRoute
+from mlx_parallm.api.openapi import POOLING
+from mlx_parallm.api.routing import Routes
 from mlx_parallm.api.schemas.embeddings import EmbeddingsRequest
 
-router = APIRouter(route_class=JsonRoute)
+routes = Routes(POOLING, body_limit=INPUT, short=True)
 
 
-@router.post("/embeddings")
+@routes.post("/v1/embeddings", batchable=True)
 async def create_embeddings(
     body: EmbeddingsRequest, request: Request, engine: EngineDep
 ) -> Response:

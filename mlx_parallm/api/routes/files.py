@@ -4,20 +4,23 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from fastapi import APIRouter, Query, Request
+from fastapi import Query, Request
 from pydantic import ValidationError
 from starlette.responses import FileResponse, JSONResponse, Response
 
 from mlx_parallm.api.convert.batches import file_object, list_object
+from mlx_parallm.api.declared import FILE
 from mlx_parallm.api.dependencies import BatchesDep, ClientDep
 from mlx_parallm.api.errors import describe
 from mlx_parallm.api.multipart import FormReader
+from mlx_parallm.api.openapi import FILES
+from mlx_parallm.api.routing import Routes
 from mlx_parallm.api.schemas.files import MAX_EXPIRY_S, UploadFields
 from mlx_parallm.batch_jobs.files import FileRecord, FileStore, Upload
 from mlx_parallm.batch_jobs.threads import in_thread
 from mlx_parallm.types.errors import InvalidRequestError
 
-router = APIRouter()
+routes = Routes(FILES, short=True)
 
 FILE_FIELD = "file"
 # FastAPI cannot know: the form is read as it comes, not by it.
@@ -29,7 +32,7 @@ FORM = {
 }
 
 
-@router.post("/files", openapi_extra=FORM)
+@routes.post("/v1/files", body_limit=FILE, openapi_extra=FORM)
 async def create_file(request: Request, client: ClientDep, batches: BatchesDep) -> Response:
     """Store a file, as a form with ``file`` and ``purpose``."""
     form = FormReader(request.headers.get("content-type", ""), FILE_FIELD)
@@ -42,7 +45,7 @@ async def create_file(request: Request, client: ClientDep, batches: BatchesDep) 
     return JSONResponse(file_object(record))
 
 
-@router.get("/files")
+@routes.get("/v1/files")
 async def list_files(
     client: ClientDep,
     batches: BatchesDep,
@@ -58,20 +61,20 @@ async def list_files(
     return list_object([file_object(one) for one in records], has_more)
 
 
-@router.get("/files/{file_id}")
+@routes.get("/v1/files/{file_id}")
 async def retrieve_file(file_id: str, client: ClientDep, batches: BatchesDep) -> dict[str, Any]:
     """One file's description."""
     return file_object(batches.files.get(file_id, client))
 
 
-@router.delete("/files/{file_id}")
+@routes.delete("/v1/files/{file_id}")
 async def delete_file(file_id: str, client: ClientDep, batches: BatchesDep) -> dict[str, Any]:
     """Remove a file, unless a batch that has not ended reads it."""
     batches.files.delete(file_id, client)
     return {"id": file_id, "object": "file", "deleted": True}
 
 
-@router.get("/files/{file_id}/content", response_class=FileResponse)
+@routes.get("/v1/files/{file_id}/content", response_class=FileResponse)
 async def retrieve_content(file_id: str, client: ClientDep, batches: BatchesDep) -> FileResponse:
     """What is in a file."""
     record = batches.files.get(file_id, client)

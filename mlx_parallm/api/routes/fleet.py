@@ -5,12 +5,13 @@ from __future__ import annotations
 from datetime import UTC, datetime
 from urllib.parse import urlsplit
 
-from fastapi import APIRouter, Depends, Request, Response
+from fastapi import Request, Response
 
 from mlx_parallm import __version__
-from mlx_parallm.api.auth import CONTROL, require_admin
+from mlx_parallm.api.declared import Access
 from mlx_parallm.api.dependencies import EngineDep
-from mlx_parallm.api.json_body import JsonRoute
+from mlx_parallm.api.openapi import SERVER
+from mlx_parallm.api.routing import Routes
 from mlx_parallm.api.schemas.fleet import (
     AddedWorker,
     Load,
@@ -25,12 +26,12 @@ from mlx_parallm.types.errors import InvalidRequestError
 from mlx_parallm.types.events import ErrorEvent
 from mlx_parallm.types.request import GenerateRequest, SamplingParams
 
-router = APIRouter(route_class=JsonRoute)
+routes = Routes(SERVER)
 
 DEFAULT_PORTS = {"http": 80, "https": 443}
 
 
-@router.get("/health_generate", response_class=Response)
+@routes.get("/health_generate", response_class=Response)
 async def health_generate(request: Request, engine: EngineDep) -> Response:
     """SGLang's: 200 if a token can be made; while others are made, or in a pause, none is tried."""
     engine.check_open()
@@ -39,7 +40,7 @@ async def health_generate(request: Request, engine: EngineDep) -> Response:
     return Response(status_code=200)
 
 
-@router.get("/v1/loads")
+@routes.get("/v1/loads")
 async def loads(engine: EngineDep) -> Loads:
     """SGLang's: how busy this server is."""
     now = await engine.load()
@@ -67,13 +68,13 @@ async def loads(engine: EngineDep) -> Loads:
     )
 
 
-@router.get("/get_world_size")
+@routes.get("/get_world_size")
 async def world_size() -> WorldSize:
     """vLLM's: one process computes each model."""
     return WorldSize(world_size=1)
 
 
-@router.get("/workers")
+@routes.get("/workers")
 async def workers(request: Request, engine: EngineDep) -> Workers:
     """A router's, for slime: this server routes to itself."""
     url = str(request.base_url).rstrip("/")
@@ -82,7 +83,7 @@ async def workers(request: Request, engine: EngineDep) -> Workers:
     return Workers(workers=[worker], total=1)
 
 
-@router.post("/workers", dependencies=[Depends(require_admin)], tags=[CONTROL])
+@routes.post("/workers", access=Access.ADMIN)
 async def add_worker(body: NewWorker, request: Request) -> AddedWorker:
     """A router's, for slime, which tells the router of each engine: this server has itself."""
     url = str(request.base_url).rstrip("/")

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from fastapi import APIRouter, Response
+from fastapi import Response
 from fastapi.responses import PlainTextResponse
 
 from mlx_parallm import __version__
+from mlx_parallm.api.declared import Access
 from mlx_parallm.api.dependencies import EngineDep
+from mlx_parallm.api.openapi import SERVER
+from mlx_parallm.api.routing import Routes
 from mlx_parallm.api.schemas.server import LoadResponse
 
-router = APIRouter()
+routes = Routes(SERVER, access=Access.OPEN)
 
 
-@router.get("/health", response_class=Response)
+@routes.get("/health", is_polled=True, response_class=Response)
 async def health(engine: EngineDep) -> Response:
     """200 with no body while requests are admitted; 503 with the reason when they are not.
 
@@ -23,15 +26,15 @@ async def health(engine: EngineDep) -> Response:
     return Response(status_code=200)
 
 
-@router.get("/ping", response_class=Response)
-@router.post("/ping", response_class=Response)
+@routes.get("/ping", is_polled=True, response_class=Response)
+@routes.post("/ping", is_polled=True, response_class=Response)
 async def ping(engine: EngineDep) -> Response:
     """The same as ``/health``, under SageMaker's name."""
     engine.check_open()
     return Response(status_code=200)
 
 
-@router.get("/load")
+@routes.get("/load", is_polled=True)
 async def load(engine: EngineDep) -> LoadResponse:
     """How busy the server is; ``server_load`` is vLLM's field."""
     now = await engine.load()
@@ -42,13 +45,13 @@ async def load(engine: EngineDep) -> LoadResponse:
     )
 
 
-@router.get("/version")
+@routes.get("/version")
 async def version() -> dict[str, str]:
     """This server's version."""
     return {"version": __version__}
 
 
-@router.get("/metrics", response_class=PlainTextResponse)
+@routes.get("/metrics", is_polled=True, response_class=PlainTextResponse)
 async def metrics(engine: EngineDep) -> Response:
     """Prometheus metrics under vLLM's names."""
     body, content_type = await engine.render_metrics()

@@ -5,30 +5,32 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterable
 
-from fastapi import APIRouter, Request, Response
+from fastapi import Request, Response
 from starlette.responses import JSONResponse
 
+from mlx_parallm.api.declared import INPUT
 from mlx_parallm.api.dependencies import EngineDep
 from mlx_parallm.api.generation import unless_disconnected
 from mlx_parallm.api.hf_tasks.choice import TASKS, choose
 from mlx_parallm.api.hf_tasks.job import Job
-from mlx_parallm.api.json_body import JsonRoute
+from mlx_parallm.api.openapi import POOLING
+from mlx_parallm.api.routing import Routes
 from mlx_parallm.api.schemas.hf_tasks import TaskRequest
 from mlx_parallm.serving.interface import EngineClient
 
-router = APIRouter(route_class=JsonRoute)
+routes = Routes(POOLING, body_limit=INPUT)
 
 WARNINGS = "x-warnings"
 MAX_WARNING_CHARS = 1000
 
 
-@router.post("/")
+@routes.post("/")
 async def run_task(body: TaskRequest, request: Request, engine: EngineDep) -> Response:
     """A task of the first model that can do it."""
     return await _run(body, request, engine, None, None)
 
 
-@router.post("/models/{name:path}")
+@routes.post("/models/{name:path}")
 async def run_task_of_model(
     name: str, body: TaskRequest, request: Request, engine: EngineDep
 ) -> Response:
@@ -39,7 +41,7 @@ async def run_task_of_model(
     return await _run(body, request, engine, name, None)
 
 
-@router.post("/pipeline/{task}")
+@routes.post("/pipeline/{task}")
 async def run_named_task(
     task: str, body: TaskRequest, request: Request, engine: EngineDep
 ) -> Response:
@@ -47,7 +49,7 @@ async def run_named_task(
     return await _run(body, request, engine, None, task)
 
 
-@router.post("/pipeline/{task}/{name:path}")
+@routes.post("/pipeline/{task}/{name:path}")
 async def run_named_task_of_model(
     task: str, name: str, body: TaskRequest, request: Request, engine: EngineDep
 ) -> Response:

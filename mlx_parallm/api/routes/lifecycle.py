@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 from typing import Annotated
 
-from fastapi import APIRouter, Body, Depends, Query, Response
+from fastapi import Body, Query, Response
 from fastapi.responses import PlainTextResponse
 
-from mlx_parallm.api.auth import CONTROL, require_admin
+from mlx_parallm.api.declared import Access
 from mlx_parallm.api.dependencies import EngineDep
-from mlx_parallm.api.json_body import JsonRoute
+from mlx_parallm.api.openapi import SERVER
+from mlx_parallm.api.routing import Routes
 from mlx_parallm.api.schemas.lifecycle import (
     IsPaused,
     MessageAnswer,
@@ -21,11 +22,12 @@ from mlx_parallm.api.schemas.lifecycle import (
     ResetRequest,
     StatusAnswer,
 )
+from mlx_parallm.api.sglang.dialect import SGLANG
 from mlx_parallm.engine.control import PauseMode
 from mlx_parallm.serving.interface import EngineClient
 from mlx_parallm.types.errors import InvalidRequestError
 
-router = APIRouter(route_class=JsonRoute, dependencies=[Depends(require_admin)], tags=[CONTROL])
+routes = Routes(SERVER, access=Access.ADMIN)
 
 MODES = {
     "abort": PauseMode.ABORT,
@@ -36,7 +38,7 @@ MAX_FLUSH_WAIT_S = 600.0
 POLL_S = 0.02
 
 
-@router.post("/pause")
+@routes.post("/pause")
 async def pause(
     engine: EngineDep, mode: PauseMode = PauseMode.ABORT, clear_cache: bool = False
 ) -> PausedAnswer:
@@ -45,20 +47,20 @@ async def pause(
     return PausedAnswer(status="paused", num_requests=count)
 
 
-@router.post("/resume")
+@routes.post("/resume")
 async def resume(engine: EngineDep) -> StatusAnswer:
     """vLLM's: go on."""
     await engine.control.resume()
     return StatusAnswer(status="resumed")
 
 
-@router.get("/is_paused")
+@routes.get("/is_paused")
 async def is_paused(engine: EngineDep) -> IsPaused:
     """vLLM's: whether nothing is generated."""
     return IsPaused(is_paused=engine.control.is_paused)
 
 
-@router.post("/pause_generation")
+@routes.post("/pause_generation", dialect=SGLANG)
 async def pause_generation(
     engine: EngineDep,
     body: Annotated[PauseGeneration | None, Body()] = None,
@@ -76,14 +78,14 @@ async def pause_generation(
     )
 
 
-@router.post("/continue_generation")
+@routes.post("/continue_generation", dialect=SGLANG)
 async def continue_generation(engine: EngineDep) -> MessageAnswer:
     """SGLang's: go on."""
     await engine.control.resume()
     return MessageAnswer(success=True, message="Generation goes on.", status="ok")
 
 
-@router.post("/reset_prefix_cache")
+@routes.post("/reset_prefix_cache")
 async def reset_prefix_cache(
     engine: EngineDep,
     reset_running_requests: bool = False,
@@ -97,15 +99,15 @@ async def reset_prefix_cache(
     return ResetAnswer(success=True)
 
 
-@router.post("/reset_mm_cache", response_class=Response)
-@router.post("/reset_encoder_cache", response_class=Response)
+@routes.post("/reset_mm_cache", response_class=Response)
+@routes.post("/reset_encoder_cache", response_class=Response)
 async def reset_other_caches() -> Response:
     """vLLM's: there are no such caches here, so they are empty."""
     return Response(status_code=200)
 
 
-@router.get("/flush_cache", response_class=PlainTextResponse)
-@router.post("/flush_cache", response_class=PlainTextResponse)
+@routes.get("/flush_cache", response_class=PlainTextResponse)
+@routes.post("/flush_cache", response_class=PlainTextResponse)
 async def flush_cache(
     engine: EngineDep,
     wait_s: Annotated[float, Query(alias="timeout", ge=0, le=MAX_FLUSH_WAIT_S)] = 0.0,

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from fastapi import APIRouter, Depends, Query
+from fastapi import Query
 
-from mlx_parallm.api.auth import CONTROL, require_admin
+from mlx_parallm.api.declared import Access
 from mlx_parallm.api.dependencies import EngineDep
-from mlx_parallm.api.json_body import JsonRoute
+from mlx_parallm.api.openapi import SERVER
+from mlx_parallm.api.routing import Routes
 from mlx_parallm.api.schemas.lifecycle import MessageAnswer
 from mlx_parallm.api.schemas.weights import (
     IsSleeping,
@@ -16,17 +17,18 @@ from mlx_parallm.api.schemas.weights import (
     SleepAnswer,
     WakeAnswer,
 )
+from mlx_parallm.api.sglang.dialect import SGLANG
 from mlx_parallm.engine.control import PauseMode
 from mlx_parallm.engine.live_weights import KV_CACHE, SLEEP_TAGS, WEIGHTS
 from mlx_parallm.serving.interface import EngineClient
 
-router = APIRouter(route_class=JsonRoute, dependencies=[Depends(require_admin)], tags=[CONTROL])
+routes = Routes(SERVER, access=Access.ADMIN)
 
 # vLLM's tag for generating again, which is done once all else is there.
 SCHEDULING = "scheduling"
 
 
-@router.post("/sleep")
+@routes.post("/sleep")
 async def sleep(
     engine: EngineDep,
     level: Annotated[int, Query(ge=0, le=2)] = 1,
@@ -37,7 +39,7 @@ async def sleep(
     return SleepAnswer(status="sleeping", level=level, mode=mode.value)
 
 
-@router.post("/wake_up")
+@routes.post("/wake_up")
 async def wake_up(
     engine: EngineDep, tags: Annotated[list[str] | None, Query()] = None
 ) -> WakeAnswer:
@@ -47,13 +49,13 @@ async def wake_up(
     return WakeAnswer(status="sleeping" if asleep else "awake", tags=asleep)
 
 
-@router.get("/is_sleeping")
+@routes.get("/is_sleeping")
 async def is_sleeping(engine: EngineDep) -> IsSleeping:
     """vLLM's: whether memory is given back."""
     return IsSleeping(is_sleeping=engine.control.sleep_level > 0)
 
 
-@router.post("/release_memory_occupation")
+@routes.post("/release_memory_occupation", dialect=SGLANG)
 async def release_memory(engine: EngineDep, body: MemoryTags | None = None) -> MessageAnswer:
     """SGLang's: give back memory; requests are kept, and computed anew afterwards."""
     tags = _known(body)
@@ -62,7 +64,7 @@ async def release_memory(engine: EngineDep, body: MemoryTags | None = None) -> M
     return MessageAnswer(success=True, message="Memory is given back.", status="ok")
 
 
-@router.post("/resume_memory_occupation")
+@routes.post("/resume_memory_occupation", dialect=SGLANG)
 async def resume_memory(engine: EngineDep, body: MemoryTags | None = None) -> MessageAnswer:
     """SGLang's: have memory again; requests go on once all is there."""
     tags = _known(body)

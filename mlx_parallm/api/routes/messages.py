@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from fastapi import APIRouter, Request, Response
+from fastapi import Request, Response
 
 from mlx_parallm.api import sse
+from mlx_parallm.api.anthropic.dialect import ANTHROPIC
 from mlx_parallm.api.convert.messages import MessageAnswer
 from mlx_parallm.api.convert.messages_turn import (
     counted_turn,
@@ -12,6 +13,7 @@ from mlx_parallm.api.convert.messages_turn import (
     too_long_in_these_words,
     within_context,
 )
+from mlx_parallm.api.declared import INPUT, TOKENIZE
 from mlx_parallm.api.dependencies import (
     ClientDep,
     ConfigDep,
@@ -19,14 +21,13 @@ from mlx_parallm.api.dependencies import (
     MaxWaitingDep,
 )
 from mlx_parallm.api.generation import Generation, check_queue, named_by
-from mlx_parallm.api.json_body import JsonRoute
 from mlx_parallm.api.model_choice import generator
-from mlx_parallm.api.paths import MESSAGES
+from mlx_parallm.api.openapi import CHAT
 from mlx_parallm.api.respond import StreamForm, respond
+from mlx_parallm.api.routing import Routes
 from mlx_parallm.api.schemas.messages import (
     CountTokensRequest,
     Message,
-    MessagesErrorResponse,
     MessagesRequest,
     TokenCount,
 )
@@ -42,17 +43,10 @@ FIELDS = {
 
 EVENTS = StreamForm(sse.events, keep_alive=sse.events({"type": "ping"}))
 
-router = APIRouter(
-    prefix=MESSAGES,
-    route_class=JsonRoute,
-    responses={
-        "4XX": {"model": MessagesErrorResponse, "description": "The request is at fault."},
-        "5XX": {"model": MessagesErrorResponse, "description": "The server is at fault."},
-    },
-)
+routes = Routes(CHAT, dialect=ANTHROPIC, body_limit=INPUT, short=True)
 
 
-@router.post("", response_model=Message, responses=sse.STREAMED)
+@routes.post("/v1/messages", batchable=True, response_model=Message, responses=sse.STREAMED)
 async def create_message(
     body: MessagesRequest,
     request: Request,
@@ -84,7 +78,7 @@ async def create_message(
     )
 
 
-@router.post("/count_tokens")
+@routes.post("/v1/messages/count_tokens", body_limit=TOKENIZE)
 async def count_tokens(
     body: CountTokensRequest, engine: EngineDep, client: ClientDep
 ) -> TokenCount:

@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
-from fastapi import APIRouter, Request, Response
+from fastapi import Request, Response
 from starlette.responses import JSONResponse
 
 from mlx_parallm.api.convert.mlm import MaskQuestion, mlm_answer
 from mlx_parallm.api.convert.text_scores import masked_one_by_one, scored_texts, text_scores
+from mlx_parallm.api.declared import INPUT
 from mlx_parallm.api.dependencies import EngineDep
 from mlx_parallm.api.encoding import encoded
 from mlx_parallm.api.generation import unless_disconnected
-from mlx_parallm.api.json_body import JsonRoute
+from mlx_parallm.api.openapi import POOLING
+from mlx_parallm.api.routing import Routes
 from mlx_parallm.api.schemas.mlm import MlmRequest
 from mlx_parallm.pooling.model import PoolingModel
 from mlx_parallm.serving.interface import EngineClient
 
-router = APIRouter(route_class=JsonRoute)
+routes = Routes(POOLING, body_limit=INPUT, short=True)
 
 
-@router.post("/mlm")
+@routes.post("/v1/mlm")
 async def predict_masks(body: MlmRequest, request: Request, engine: EngineDep) -> Response:
     """The likeliest tokens at each mask, the scores of given words, or those of whole texts."""
     body.check()

@@ -4,22 +4,18 @@ from __future__ import annotations
 
 from typing import Any
 
-from fastapi import APIRouter, Depends
-
-from mlx_parallm.api.auth import CONTROL, require_admin
 from mlx_parallm.api.convert.model_cards import encoder_card, model_card
+from mlx_parallm.api.declared import Access
 from mlx_parallm.api.dependencies import EngineDep
-from mlx_parallm.api.json_body import JsonRoute
+from mlx_parallm.api.openapi import SERVER
+from mlx_parallm.api.routing import Routes
 from mlx_parallm.api.schemas.models import LoadModel, UnloadModel
 from mlx_parallm.engine.interface import ModelLoad
 
-router = APIRouter()
-control_router = APIRouter(
-    route_class=JsonRoute, dependencies=[Depends(require_admin)], tags=[CONTROL]
-)
+routes = Routes(SERVER, short=True)
 
 
-@router.get("/models")
+@routes.get("/v1/models")
 async def list_models(engine: EngineDep) -> dict[str, Any]:
     """Every name of every served model, and every loaded adapter."""
     memory = await engine.memory()
@@ -35,7 +31,7 @@ async def list_models(engine: EngineDep) -> dict[str, Any]:
     return {"object": "list", "data": cards}
 
 
-@router.get("/models/{model_id:path}")
+@routes.get("/v1/models/{model_id:path}")
 async def retrieve_model(model_id: str, engine: EngineDep) -> dict[str, Any]:
     """One model; ids may contain slashes."""
     status = engine.encoders.find(model_id)
@@ -44,7 +40,7 @@ async def retrieve_model(model_id: str, engine: EngineDep) -> dict[str, Any]:
     return model_card(model_id, engine.get_model(model_id), await engine.memory())
 
 
-@control_router.post("/models/load")
+@routes.post("/v1/models/load", access=Access.ADMIN)
 async def load_model(body: LoadModel, engine: EngineDep) -> dict[str, Any]:
     """Serve one more encoder; answered once it is loaded."""
     asked = ModelLoad(
@@ -60,7 +56,7 @@ async def load_model(body: LoadModel, engine: EngineDep) -> dict[str, Any]:
     return encoder_card(status.names[0], status, await engine.memory())
 
 
-@control_router.post("/models/unload")
+@routes.post("/v1/models/unload", access=Access.ADMIN)
 async def unload_model(body: UnloadModel, engine: EngineDep) -> dict[str, Any]:
     """Serve an encoder no more, and give back its memory once its requests have ended."""
     status = await engine.encoders.unload(body.model)

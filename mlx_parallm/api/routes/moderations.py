@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
-from fastapi import APIRouter, Request, Response
+from fastapi import Request, Response
 from starlette.responses import JSONResponse
 
 from mlx_parallm.api.convert.encode_inputs import single_inputs
 from mlx_parallm.api.convert.moderations import moderated, moderator
+from mlx_parallm.api.declared import INPUT
 from mlx_parallm.api.dependencies import EngineDep
 from mlx_parallm.api.encoder_answer import Encoding, encoded_response
-from mlx_parallm.api.json_body import JsonRoute
+from mlx_parallm.api.openapi import POOLING
+from mlx_parallm.api.routing import Routes
 from mlx_parallm.api.schemas.errors import ErrorResponse
 from mlx_parallm.api.schemas.moderations import ModerationRequest
 
-router = APIRouter(route_class=JsonRoute)
+routes = Routes(POOLING, body_limit=INPUT, short=True)
 
 
-@router.post(
-    "/moderations",
+@routes.post(
+    "/v1/moderations",
+    batchable=True,
     responses={501: {"model": ErrorResponse, "description": "No such classifier is loaded."}},
 )
 async def create_moderation(

@@ -8,8 +8,12 @@ from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import PurePath
 
-from fastapi import APIRouter, Request, Response
+from fastapi import Request, Response
 from starlette.exceptions import HTTPException
+
+from mlx_parallm.api.declared import Access
+from mlx_parallm.api.openapi import SERVER
+from mlx_parallm.api.routing import Routes
 
 INDEX = "index.html"
 TYPES = {
@@ -65,23 +69,23 @@ def page_files() -> dict[str, PageFile]:
     return found
 
 
-def page_router(parts: Mapping[str, PageFile]) -> APIRouter:
+def page_routes(parts: Mapping[str, PageFile]) -> Routes:
     """Routes of the page; its links are relative, so that it works below any prefix."""
-    router = APIRouter(include_in_schema=False)
+    routes = Routes(SERVER, access=Access.OPEN)
 
-    @router.get("/")
+    @routes.get("/", include_in_schema=False)
     async def page(request: Request) -> Response:
         """The page itself, which asks for a key if the server needs one."""
         return _answer(request, parts[INDEX])
 
-    @router.get("/page/{name}")
+    @routes.get("/page/{name}", include_in_schema=False)
     async def part(name: str, request: Request) -> Response:
         """A script, a style sheet or an image."""
         if name not in parts or name == INDEX:
             raise HTTPException(404)
         return _answer(request, parts[name])
 
-    return router
+    return routes
 
 
 def _answer(request: Request, file: PageFile) -> Response:

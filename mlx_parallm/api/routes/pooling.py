@@ -4,25 +4,27 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from fastapi import APIRouter, Request, Response
+from fastapi import Request, Response
 
 from mlx_parallm.api.convert.array_encoding import check_format
 from mlx_parallm.api.convert.embeddings import check_dimensions
 from mlx_parallm.api.convert.pooling import POOLING_TASKS, pooling_response, pooling_task
 from mlx_parallm.api.convert.request_inputs import request_inputs
+from mlx_parallm.api.declared import INPUT
 from mlx_parallm.api.dependencies import EngineDep
 from mlx_parallm.api.encoder_answer import Encoded, Encoding, encoded_response
-from mlx_parallm.api.json_body import JsonRoute
+from mlx_parallm.api.openapi import POOLING
+from mlx_parallm.api.routing import Routes
 from mlx_parallm.api.schemas.embeddings import PoolingRequest
 from mlx_parallm.api.scoring.late_interaction import side_inputs, side_vectors
 from mlx_parallm.pooling.model import PoolingModel
 from mlx_parallm.types.errors import InvalidRequestError
 from mlx_parallm.types.pooling import EncodeInput, Task
 
-router = APIRouter(route_class=JsonRoute)
+routes = Routes(POOLING, body_limit=INPUT, short=True)
 
 
-@router.post("/pooling")
+@routes.post("/v1/pooling")
 async def pool(body: PoolingRequest, request: Request, engine: EngineDep) -> Response:
     """A vector, or probabilities of labels, for each text or for each of its tokens."""
     model = engine.encoders.get(body.model, *((body.task,) if body.task else POOLING_TASKS))

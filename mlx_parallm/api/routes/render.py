@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from dataclasses import asdict
 
-from fastapi import APIRouter, Request
+from fastapi import Request
 
 from mlx_parallm.api.auth import client_of
 from mlx_parallm.api.convert.chat_turn import chat_turn
+from mlx_parallm.api.declared import INPUT
 from mlx_parallm.api.dependencies import ConfigDep, EngineDep
-from mlx_parallm.api.json_body import JsonRoute
 from mlx_parallm.api.model_choice import generator
 from mlx_parallm.api.offload import maybe_in_thread
+from mlx_parallm.api.openapi import TOKENS
 from mlx_parallm.api.routes.completions import prepare_completion
+from mlx_parallm.api.routing import Routes
 from mlx_parallm.api.schemas.chat import ChatRequest, check_template_kwargs, turns_of
 from mlx_parallm.api.schemas.completions import CompletionRequest
 from mlx_parallm.api.schemas.render import AppliedTemplate, RenderedRequest, TemplateRequest
@@ -20,11 +22,10 @@ from mlx_parallm.api.turns.history import template_messages
 from mlx_parallm.api.turns.prepare import prepare_turn
 from mlx_parallm.types.request import GenerateRequest
 
-router = APIRouter(route_class=JsonRoute)
-template_router = APIRouter(route_class=JsonRoute)
+routes = Routes(TOKENS, body_limit=INPUT, short=True)
 
 
-@router.post("/chat/completions/render")
+@routes.post("/v1/chat/completions/render")
 async def render_chat_completion(
     body: ChatRequest, request: Request, engine: EngineDep, config: ConfigDep
 ) -> RenderedRequest:
@@ -39,7 +40,7 @@ async def render_chat_completion(
     return _rendered(prepared.request, prepared.rendered)
 
 
-@router.post("/completions/render")
+@routes.post("/v1/completions/render")
 async def render_completion(
     body: CompletionRequest, request: Request, engine: EngineDep, config: ConfigDep
 ) -> list[RenderedRequest]:
@@ -54,7 +55,7 @@ async def render_completion(
     return [_rendered(one, text) for one, (text, _) in zip(asked, prompts, strict=True)]
 
 
-@template_router.post("/apply-template")
+@routes.post("/apply-template", short=False)
 async def apply_template(body: TemplateRequest, engine: EngineDep) -> AppliedTemplate:
     """A conversation as the model would read it."""
     _, model = generator(engine, body.model)

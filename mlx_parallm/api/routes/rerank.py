@@ -4,24 +4,25 @@ from __future__ import annotations
 
 import asyncio
 
-from fastapi import APIRouter, Request, Response
+from fastapi import Request, Response
 from starlette.responses import JSONResponse
 
 from mlx_parallm.api.convert.encode_inputs import shortened_texts
+from mlx_parallm.api.declared import INPUT
 from mlx_parallm.api.dependencies import EngineDep
 from mlx_parallm.api.generation import unless_disconnected
-from mlx_parallm.api.json_body import JsonRoute
+from mlx_parallm.api.openapi import POOLING
+from mlx_parallm.api.routing import Routes
 from mlx_parallm.api.schemas.rerank import RerankRequest
 from mlx_parallm.api.scoring.pairs import Activation, Pairs, score_pairs, scoring_model
 from mlx_parallm.api.scoring.ranking import rerank_answer, tei_answer
 from mlx_parallm.types.errors import InvalidRequestError
 
-router = APIRouter(route_class=JsonRoute)
-cohere_router = APIRouter(route_class=JsonRoute)
+routes = Routes(POOLING, body_limit=INPUT, short=True)
 
 
-@cohere_router.post("/v2/rerank")
-@router.post("/rerank")
+@routes.post("/v2/rerank", short=False)
+@routes.post("/v1/rerank", batchable=True)
 async def rerank(body: RerankRequest, request: Request, engine: EngineDep) -> Response:
     """Sort documents by how well they fit a query."""
     documents = body.given()

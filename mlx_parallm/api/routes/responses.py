@@ -6,7 +6,7 @@ import uuid
 from collections.abc import AsyncIterator, Sequence
 from typing import Annotated, Any, Literal
 
-from fastapi import APIRouter, Depends, Query, Request, Response
+from fastapi import Depends, Query, Request, Response
 from starlette.responses import JSONResponse
 
 from mlx_parallm.api.convert.batches import list_object
@@ -14,6 +14,7 @@ from mlx_parallm.api.convert.logprobs import TextTokens, TokenNames
 from mlx_parallm.api.convert.responses import ResponseAnswer, ResponseHead
 from mlx_parallm.api.convert.responses_tools import ResponseTool, response_tools
 from mlx_parallm.api.convert.responses_turn import FIELDS, input_turn, response_turn
+from mlx_parallm.api.declared import INPUT, TOKENIZE
 from mlx_parallm.api.dependencies import (
     ClientDep,
     ConfigDep,
@@ -22,11 +23,12 @@ from mlx_parallm.api.dependencies import (
 )
 from mlx_parallm.api.generation import Generation, check_queue, named_by
 from mlx_parallm.api.internal import internal_caller
-from mlx_parallm.api.json_body import JsonRoute
 from mlx_parallm.api.model_choice import generator
+from mlx_parallm.api.openapi import CHAT
 from mlx_parallm.api.respond import NAMED_EVENTS, respond
 from mlx_parallm.api.responses.service import ResponseService
 from mlx_parallm.api.responses.store import StoredResponse
+from mlx_parallm.api.routing import Routes
 from mlx_parallm.api.schemas.responses import InputTokensRequest, ResponsesRequest
 from mlx_parallm.api.sse import STREAMED, EventStreamResponse
 from mlx_parallm.api.turns.prepare import PreparedTurn, prepare_turn, render_turn
@@ -36,7 +38,7 @@ from mlx_parallm.generation.model import GenerationModel
 from mlx_parallm.types.errors import InvalidRequestError
 from mlx_parallm.types.request import ANY_LENGTH
 
-router = APIRouter(route_class=JsonRoute)
+routes = Routes(CHAT, body_limit=INPUT, short=True)
 
 
 async def get_responses(request: Request) -> ResponseService:
@@ -47,7 +49,7 @@ async def get_responses(request: Request) -> ResponseService:
 ResponsesDep = Annotated[ResponseService, Depends(get_responses)]
 
 
-@router.post("/responses", responses=STREAMED)
+@routes.post("/v1/responses", batchable=True, responses=STREAMED)
 async def create_response(
     body: ResponsesRequest,
     request: Request,
@@ -98,7 +100,7 @@ async def create_response(
     )
 
 
-@router.post("/responses/input_tokens")
+@routes.post("/v1/responses/input_tokens", body_limit=TOKENIZE)
 async def count_input_tokens(
     body: InputTokensRequest, engine: EngineDep, client: ClientDep, responses: ResponsesDep
 ) -> dict[str, Any]:
@@ -111,7 +113,7 @@ async def count_input_tokens(
     return {"object": "response.input_tokens", "input_tokens": len(prompt_ids)}
 
 
-@router.get("/responses/{response_id}", responses=STREAMED)
+@routes.get("/v1/responses/{response_id}", responses=STREAMED)
 async def retrieve_response(
     response_id: str,
     config: ConfigDep,
@@ -126,7 +128,7 @@ async def retrieve_response(
     return JSONResponse(responses.get(response_id, client).response())
 
 
-@router.delete("/responses/{response_id}")
+@routes.delete("/v1/responses/{response_id}")
 async def delete_response(
     response_id: str, client: ClientDep, responses: ResponsesDep
 ) -> dict[str, Any]:
@@ -135,7 +137,7 @@ async def delete_response(
     return {"id": response_id, "object": "response", "deleted": True}
 
 
-@router.post("/responses/{response_id}/cancel")
+@routes.post("/v1/responses/{response_id}/cancel")
 async def cancel_response(
     response_id: str, client: ClientDep, responses: ResponsesDep
 ) -> dict[str, Any]:
@@ -143,7 +145,7 @@ async def cancel_response(
     return await responses.cancel(response_id, client)
 
 
-@router.get("/responses/{response_id}/input_items")
+@routes.get("/v1/responses/{response_id}/input_items")
 async def list_input_items(
     response_id: str,
     client: ClientDep,

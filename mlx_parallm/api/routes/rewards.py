@@ -5,14 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from fastapi import APIRouter, Request, Response
+from fastapi import Request, Response
 from starlette.responses import JSONResponse
 
+from mlx_parallm.api.declared import INPUT
 from mlx_parallm.api.dependencies import EngineDep
 from mlx_parallm.api.encoder_answer import Encoded, Encoding, encoded_response
 from mlx_parallm.api.generation import named_by
-from mlx_parallm.api.json_body import JsonRoute
 from mlx_parallm.api.offload import maybe_in_thread
+from mlx_parallm.api.openapi import POOLING
+from mlx_parallm.api.routing import Routes
 from mlx_parallm.api.schemas.chat import check_template_kwargs, turns_of
 from mlx_parallm.api.schemas.rewards import Rewarded, RewardsRequest
 from mlx_parallm.api.scoring.rewards import (
@@ -28,10 +30,10 @@ from mlx_parallm.pooling.model import PoolingModel
 from mlx_parallm.types.errors import InvalidRequestError
 from mlx_parallm.types.pooling import EncodeInput
 
-router = APIRouter(route_class=JsonRoute)
+routes = Routes(POOLING, body_limit=INPUT, short=True)
 
 
-@router.post("/rewards/score")
+@routes.post("/v1/rewards/score", batchable=True)
 async def score_rewards(body: RewardsRequest, request: Request, engine: EngineDep) -> Response:
     """A reward for each text or conversation, or for each of its steps."""
     given = body.given()

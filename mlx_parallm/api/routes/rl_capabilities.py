@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from fastapi import APIRouter
-
 from mlx_parallm.api.dependencies import ConfigDep, EngineDep, MaxWaitingDep
+from mlx_parallm.api.openapi import RL
 from mlx_parallm.api.rl.tolerances import TOLERANCES
+from mlx_parallm.api.routing import Routes
 from mlx_parallm.api.schemas.rl_capabilities import RLCapabilities, RLModel
 from mlx_parallm.api.scoring.rewards import gives_rewards
 from mlx_parallm.engine.control import PauseMode
 from mlx_parallm.generation.model import GenerationModel
 from mlx_parallm.types.request import LOGPROBS_MODES
 
-router = APIRouter()
+routes = Routes(RL, short=True)
 
 
-@router.get("/rl/capabilities")
+@routes.get("/v1/rl/capabilities")
 async def rl_capabilities(
     engine: EngineDep, config: ConfigDep, max_waiting: MaxWaitingDep
 ) -> RLCapabilities:

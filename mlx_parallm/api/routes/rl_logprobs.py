@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from fastapi import APIRouter, Request, Response
+from fastapi import Request, Response
 from starlette.responses import JSONResponse
 
 from mlx_parallm.api.convert.answer import usage_body
+from mlx_parallm.api.declared import INPUT
 from mlx_parallm.api.dependencies import (
     ClientDep,
     ConfigDep,
@@ -16,10 +17,11 @@ from mlx_parallm.api.dependencies import (
     MaxWaitingDep,
 )
 from mlx_parallm.api.generation import check_queue, named_by, unless_disconnected
-from mlx_parallm.api.json_body import JsonRoute
 from mlx_parallm.api.model_choice import generator
+from mlx_parallm.api.openapi import RL
 from mlx_parallm.api.rl.answer import top_of, value_of
 from mlx_parallm.api.rl.scoring import FIELDS, Score, score
+from mlx_parallm.api.routing import Routes
 from mlx_parallm.api.samples import Usage
 from mlx_parallm.api.schemas.rl_logprobs import LogprobsRequest
 from mlx_parallm.generation.model import GenerationModel
@@ -27,10 +29,10 @@ from mlx_parallm.serving.interface import EngineClient
 from mlx_parallm.types.errors import InvalidRequestError
 from mlx_parallm.types.request import GenerateRequest, SamplingParams
 
-router = APIRouter(route_class=JsonRoute)
+routes = Routes(RL, body_limit=INPUT, short=True)
 
 
-@router.post("/rl/logprobs")
+@routes.post("/v1/rl/logprobs")
 async def score_completions(
     body: LogprobsRequest,
     request: Request,

@@ -6,11 +6,12 @@ import logging
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, replace
 
-from fastapi import APIRouter, Request, Response
+from fastapi import Request, Response
 from starlette.responses import JSONResponse
 
 from mlx_parallm.api import sse
 from mlx_parallm.api.convert.structure import body_grammar
+from mlx_parallm.api.declared import INPUT
 from mlx_parallm.api.dependencies import (
     ClientDep,
     ConfigDep,
@@ -19,13 +20,14 @@ from mlx_parallm.api.dependencies import (
 )
 from mlx_parallm.api.errors import BUG, body_of, error_body
 from mlx_parallm.api.generation import admit, check_queue, named_by, unless_disconnected
-from mlx_parallm.api.json_body import JsonRoute
 from mlx_parallm.api.model_choice import generator
+from mlx_parallm.api.openapi import RL
 from mlx_parallm.api.rl.answer import FIELDS, RolloutAnswer, rollout_params, seed_of
 from mlx_parallm.api.rl.groups import Group, Groups, Judge, Verdict
 from mlx_parallm.api.rl.prompts import encode_items
 from mlx_parallm.api.rl.reward_model import RewardScorer
 from mlx_parallm.api.rl.verifier import VerifierClient, check_url
+from mlx_parallm.api.routing import Routes
 from mlx_parallm.api.schemas.rollout import RolloutItem, RolloutRequest
 from mlx_parallm.api.sse import STREAMED
 from mlx_parallm.config import ServerConfig
@@ -34,7 +36,7 @@ from mlx_parallm.types.request import GenerateRequest
 
 logger = logging.getLogger(__name__)
 
-router = APIRouter(route_class=JsonRoute)
+routes = Routes(RL, body_limit=INPUT, short=True)
 
 
 @dataclass(slots=True)
@@ -52,7 +54,7 @@ class Rollout:
             await self.verifier.close()
 
 
-@router.post("/rl/rollout", responses=STREAMED)
+@routes.post("/v1/rl/rollout", responses=STREAMED)
 async def create_rollout(
     body: RolloutRequest,
     request: Request,

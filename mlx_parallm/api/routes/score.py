@@ -6,13 +6,15 @@ import asyncio
 import time
 from typing import Any
 
-from fastapi import APIRouter, Request, Response
+from fastapi import Request, Response
 from starlette.responses import JSONResponse
 
 from mlx_parallm.api.convert.answer import usage_body
+from mlx_parallm.api.declared import INPUT
 from mlx_parallm.api.dependencies import ClientDep, EngineDep, MaxWaitingDep
 from mlx_parallm.api.generation import check_queue, named_by, unless_disconnected
-from mlx_parallm.api.json_body import JsonRoute
+from mlx_parallm.api.openapi import POOLING
+from mlx_parallm.api.routing import Routes
 from mlx_parallm.api.samples import Usage
 from mlx_parallm.api.schemas.score import ScoreRequest
 from mlx_parallm.api.scoring.labels import (
@@ -31,10 +33,10 @@ from mlx_parallm.serving.interface import EngineClient
 from mlx_parallm.types.errors import InvalidRequestError
 from mlx_parallm.types.request import GenerateRequest
 
-router = APIRouter(route_class=JsonRoute)
+routes = Routes(POOLING, body_limit=INPUT, short=True)
 
 
-@router.post("/score")
+@routes.post("/v1/score", batchable=True)
 async def score(
     body: ScoreRequest,
     request: Request,
@@ -58,7 +60,7 @@ async def score(
     return await unless_disconnected(request, work())
 
 
-@router.post("/generative_scoring")
+@routes.post("/v1/generative_scoring")
 async def generative_scoring(
     body: ScoreRequest,
     request: Request,

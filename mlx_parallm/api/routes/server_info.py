@@ -6,20 +6,22 @@ from collections.abc import Collection
 from dataclasses import asdict
 from typing import Any, Literal
 
-from fastapi import APIRouter, Request
+from fastapi import Request
 
 from mlx_parallm import __version__
 from mlx_parallm.api.auth import has_admin_key
 from mlx_parallm.api.convert.adapters import loaded_adapters
 from mlx_parallm.api.dependencies import ConfigDep, EngineDep
+from mlx_parallm.api.openapi import SERVER
 from mlx_parallm.api.origins import is_foreign
+from mlx_parallm.api.routing import Routes
 from mlx_parallm.api.schemas.server import ModelInfo, ServerInfo
 from mlx_parallm.config import EngineConfig, ServerConfig
 from mlx_parallm.engine.interface import ModelStatus
 from mlx_parallm.generation.model import GenerationModel
 from mlx_parallm.serving.interface import EngineClient
 
-router = APIRouter()
+routes = Routes(SERVER)
 
 # Whoever holds a key need not learn the others.
 SECRETS = frozenset({"api_keys", "admin_api_keys", "verifier_urls"})
@@ -27,8 +29,8 @@ SECRETS = frozenset({"api_keys", "admin_api_keys", "verifier_urls"})
 ADMIN_ONLY = frozenset({"data_dir"})
 
 
-@router.get("/server_info")
-@router.get("/get_server_info", include_in_schema=False)
+@routes.get("/server_info")
+@routes.get("/get_server_info", include_in_schema=False)
 async def server_info(
     request: Request,
     engine: EngineDep,
@@ -71,8 +73,8 @@ async def _models(engine: EngineClient) -> list[dict[str, Any]]:
     ]
 
 
-@router.get("/model_info")
-@router.get("/get_model_info", include_in_schema=False)
+@routes.get("/model_info")
+@routes.get("/get_model_info", include_in_schema=False)
 async def model_info(engine: EngineDep) -> ModelInfo:
     """The first model."""
     return _model_info(engine)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from fastapi import APIRouter, Request, Response
+from fastapi import Request, Response
 
 from mlx_parallm.api.convert.sglang import SglangAnswer, VllmPromptAnswer
 from mlx_parallm.api.convert.sglang_request import FIELDS, SglangItem, item_params, items_of
 from mlx_parallm.api.convert.structure import body_grammar
 from mlx_parallm.api.convert.token_generate import token_sampling_params
+from mlx_parallm.api.declared import INPUT
 from mlx_parallm.api.dependencies import (
     ClientDep,
     ConfigDep,
@@ -17,10 +18,11 @@ from mlx_parallm.api.dependencies import (
     MaxWaitingDep,
 )
 from mlx_parallm.api.generation import Generation, check_queue, named_by
-from mlx_parallm.api.json_body import JsonRoute
 from mlx_parallm.api.model_choice import generator
 from mlx_parallm.api.offload import maybe_in_thread
+from mlx_parallm.api.openapi import CHAT
 from mlx_parallm.api.respond import respond
+from mlx_parallm.api.routing import Routes
 from mlx_parallm.api.schemas.sglang import GenerateBody, is_batch
 from mlx_parallm.api.sse import STREAMED
 from mlx_parallm.config import ServerConfig
@@ -28,13 +30,13 @@ from mlx_parallm.generation.model import GenerationModel, Tokenizer
 from mlx_parallm.serving.interface import EngineClient
 from mlx_parallm.types.request import GenerateRequest
 
-router = APIRouter(route_class=JsonRoute)
+routes = Routes(CHAT, body_limit=INPUT)
 
 DEFAULT_VLLM_MAX_TOKENS = 16
 
 
-@router.post("/generate", responses=STREAMED)
-@router.put("/generate", responses=STREAMED, include_in_schema=False)
+@routes.post("/generate", responses=STREAMED)
+@routes.put("/generate", responses=STREAMED, include_in_schema=False)
 async def generate(
     body: GenerateBody,
     request: Request,

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any, get_args
 
 import numpy as np
-from fastapi import APIRouter, Request, Response
+from fastapi import Request, Response
 from starlette.responses import JSONResponse
 
 from mlx_parallm.api.convert.embeddings import check_dimensions, finished
@@ -23,10 +23,12 @@ from mlx_parallm.api.convert.tei import (
     similarities,
     sparse_values,
 )
+from mlx_parallm.api.declared import INPUT, SMALL, TOKENIZE
 from mlx_parallm.api.dependencies import EngineDep
 from mlx_parallm.api.encoder_answer import Encoded, Encoding, encoded_response
-from mlx_parallm.api.json_body import JsonRoute
 from mlx_parallm.api.offload import in_thread
+from mlx_parallm.api.openapi import POOLING
+from mlx_parallm.api.routing import Routes
 from mlx_parallm.api.schemas.tei import (
     DecodeRequest,
     EmbedAllRequest,
@@ -39,10 +41,10 @@ from mlx_parallm.pooling.model import PoolingModel
 from mlx_parallm.types.errors import InvalidRequestError, NotFoundError
 from mlx_parallm.types.pooling import EncodeInput, Task
 
-router = APIRouter(route_class=JsonRoute)
+routes = Routes(POOLING, body_limit=INPUT)
 
 
-@router.get("/info")
+@routes.get("/info", body_limit=SMALL)
 async def info(engine: EngineDep, model: str | None = None) -> dict[str, Any]:
     """What TEI tells of an encoder: the one that is named, else the first."""
     if model is None and not engine.encoders.models():
@@ -50,7 +52,7 @@ async def info(engine: EngineDep, model: str | None = None) -> dict[str, Any]:
     return model_facts(engine.encoders.get(model, *get_args(Task)))
 
 
-@router.post("/embed")
+@routes.post("/embed")
 async def embed(body: EmbedRequest, request: Request, engine: EngineDep) -> Response:
     """A vector for each text."""
     model = engine.encoders.get(body.model, "embed")
@@ -64,7 +66,7 @@ async def embed(body: EmbedRequest, request: Request, engine: EngineDep) -> Resp
     return await encoded_response(request, engine, asked, write)
 
 
-@router.post("/embed_all")
+@routes.post("/embed_all")
 async def embed_all(body: EmbedAllRequest, request: Request, engine: EngineDep) -> Response:
     """A vector for each token of each text, as the model has it."""
     model = engine.encoders.get(body.model, "token_embed")
@@ -74,7 +76,7 @@ async def embed_all(body: EmbedAllRequest, request: Request, engine: EngineDep) 
     )
 
 
-@router.post("/embed_sparse")
+@routes.post("/embed_sparse")
 async def embed_sparse(body: EmbedAllRequest, request: Request, engine: EngineDep) -> Response:
     """Weights of words of the vocabulary for each text: SPLADE's, by a masked LM."""
     model = engine.encoders.get(body.model, "sparse")
@@ -84,7 +86,7 @@ async def embed_sparse(body: EmbedAllRequest, request: Request, engine: EngineDe
     )
 
 
-@router.post("/predict")
+@routes.post("/predict")
 async def predict(body: PredictRequest, request: Request, engine: EngineDep) -> Response:
     """The labels of each text or pair of texts, the likeliest first."""
     model = engine.encoders.get(body.model, "classify")
@@ -100,7 +102,7 @@ async def predict(body: PredictRequest, request: Request, engine: EngineDep) -> 
     return await encoded_response(request, engine, asked, write, reduce=labels)
 
 
-@router.post("/similarity")
+@routes.post("/similarity")
 async def similarity(body: SimilarityRequest, request: Request, engine: EngineDep) -> Response:
     """The cosine of a text's vector with those of others."""
     model = engine.encoders.get(body.model, "embed")
@@ -112,7 +114,7 @@ async def similarity(body: SimilarityRequest, request: Request, engine: EngineDe
     )
 
 
-@router.post("/decode")
+@routes.post("/decode", body_limit=TOKENIZE)
 async def decode(body: DecodeRequest, engine: EngineDep) -> list[str]:
     """The texts of token ids, by an encoder's tokenizer."""
     model = engine.encoders.get(body.model, *get_args(Task))

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from fastapi import APIRouter, Request, Response
+from fastapi import Request, Response
 
 from mlx_parallm.api.convert.structure import body_grammar
 from mlx_parallm.api.convert.token_generate import FIELDS, TokenAnswer, token_sampling_params
+from mlx_parallm.api.declared import INPUT
 from mlx_parallm.api.dependencies import (
     ClientDep,
     ConfigDep,
@@ -13,17 +14,18 @@ from mlx_parallm.api.dependencies import (
     MaxWaitingDep,
 )
 from mlx_parallm.api.generation import Generation, check_queue, named_by
-from mlx_parallm.api.json_body import JsonRoute
 from mlx_parallm.api.model_choice import generator
+from mlx_parallm.api.openapi import RL
 from mlx_parallm.api.respond import respond
+from mlx_parallm.api.routing import Routes
 from mlx_parallm.api.schemas.token_generate import TokenGenerateRequest
 from mlx_parallm.api.sse import STREAMED
 from mlx_parallm.types.request import GenerateRequest
 
-router = APIRouter(route_class=JsonRoute)
+routes = Routes(RL, body_limit=INPUT)
 
 
-@router.post("/inference/v1/generate", responses=STREAMED)
+@routes.post("/inference/v1/generate", responses=STREAMED)
 async def generate(
     body: TokenGenerateRequest,
     request: Request,

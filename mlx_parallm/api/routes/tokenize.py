@@ -6,16 +6,17 @@ import json
 from collections.abc import Sequence
 from typing import Any, get_args
 
-from fastapi import APIRouter
 from starlette.responses import Response
 
 from mlx_parallm.api.convert.chat_tools import chat_tools
 from mlx_parallm.api.convert.input_prompts import named_prompt
 from mlx_parallm.api.convert.tei import text_tokens
+from mlx_parallm.api.declared import TOKENIZE
 from mlx_parallm.api.dependencies import EngineDep
-from mlx_parallm.api.json_body import JsonRoute
 from mlx_parallm.api.model_choice import generator_or_encoder
 from mlx_parallm.api.offload import in_thread
+from mlx_parallm.api.openapi import TOKENS
+from mlx_parallm.api.routing import Routes
 from mlx_parallm.api.schemas.chat import check_template_kwargs, turns_of
 from mlx_parallm.api.schemas.tokenize import DetokenizeRequest, TokenizeRequest
 from mlx_parallm.api.turns.history import template_messages
@@ -26,7 +27,7 @@ from mlx_parallm.types.errors import InvalidRequestError
 from mlx_parallm.types.pooling import Task
 from mlx_parallm.types.request import ANY_LENGTH
 
-router = APIRouter(route_class=JsonRoute)
+routes = Routes(TOKENS, body_limit=TOKENIZE)
 
 # Of one body's inputs: what is told of a token takes some hundred times as much as its text.
 MAX_CHARACTERS = 1_000_000
@@ -34,7 +35,7 @@ MAX_CHARACTERS = 1_000_000
 PART_ENTRIES = 1024
 
 
-@router.post("/tokenize")
+@routes.post("/tokenize")
 async def tokenize(body: TokenizeRequest, engine: EngineDep) -> Response:
     """A text's or a conversation's tokens; of ``inputs`` a list for each text, as TEI has it."""
     if body.inputs is not None:
@@ -43,7 +44,7 @@ async def tokenize(body: TokenizeRequest, engine: EngineDep) -> Response:
     return await in_thread(lambda: _tokens_answer(body, model))
 
 
-@router.post("/detokenize")
+@routes.post("/detokenize")
 async def detokenize(body: DetokenizeRequest, engine: EngineDep) -> dict[str, Any]:
     """The text of tokens, special ones included."""
     tokenizer = generator_or_encoder(engine, body.model, *get_args(Task)).tokenizer

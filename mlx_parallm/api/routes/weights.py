@@ -6,9 +6,8 @@ import asyncio
 import time
 from typing import Any
 
-from fastapi import APIRouter, Depends, Request, Response
+from fastapi import Request, Response
 
-from mlx_parallm.api.auth import CONTROL, require_admin
 from mlx_parallm.api.convert.serialized import SERIALIZED
 from mlx_parallm.api.convert.weights import (
     FILE,
@@ -20,10 +19,12 @@ from mlx_parallm.api.convert.weights import (
     read_update,
     timings,
 )
+from mlx_parallm.api.declared import WEIGHTS, Access
 from mlx_parallm.api.dependencies import EngineDep
 from mlx_parallm.api.generation import named_by
 from mlx_parallm.api.ignored import tell_ignored
-from mlx_parallm.api.json_body import JsonRoute
+from mlx_parallm.api.openapi import SERVER
+from mlx_parallm.api.routing import Routes
 from mlx_parallm.api.schemas.lifecycle import MessageAnswer, PausedGeneration
 from mlx_parallm.api.schemas.weights import (
     CheckedWeights,
@@ -37,12 +38,13 @@ from mlx_parallm.api.schemas.weights import (
     UpdateFromDisk,
     WeightInfo,
 )
+from mlx_parallm.api.sglang.dialect import SGLANG
 from mlx_parallm.api.uploads import receive
 from mlx_parallm.engine.live_weights import WeightsUpdate
 from mlx_parallm.serving.interface import EngineClient
 from mlx_parallm.types.errors import InvalidRequestError, NotImplementedRouteError
 
-router = APIRouter(route_class=JsonRoute, dependencies=[Depends(require_admin)], tags=[CONTROL])
+routes = Routes(SERVER, access=Access.ADMIN)
 
 HEADER_PREFIX = "x-weights-"
 
@@ -78,7 +80,9 @@ TENSOR_BODY = _body(
 )
 
 
-@router.post("/update_weights", openapi_extra=UPDATE_BODY, response_model=UpdatedWeights)
+@routes.post(
+    "/update_weights", body_limit=WEIGHTS, openapi_extra=UPDATE_BODY, response_model=UpdatedWeights
+)
 async def update_weights(request: Request, engine: EngineDep, response: Response) -> object:
     """Replace weights between two steps: tensors of the body, or a folder's whole checkpoint."""
     received = await receive(request, file_field=FILE, header_prefix=HEADER_PREFIX)
@@ -106,7 +110,7 @@ async def update_weights(request: Request, engine: EngineDep, response: Response
     )
 
 
-@router.post("/update_weights_from_disk")
+@routes.post("/update_weights_from_disk", dialect=SGLANG)
 async def update_from_disk(body: UpdateFromDisk, engine: EngineDep) -> PausedGeneration:
     """SGLang's: replace all weights by those of a folder."""
     await _abort_all(engine, body.abort_all_requests)
@@ -120,7 +124,13 @@ async def update_from_disk(body: UpdateFromDisk, engine: EngineDep) -> PausedGen
     )
 
 
-@router.post("/update_weights_from_tensor", openapi_extra=TENSOR_BODY, response_model=MessageAnswer)
+@routes.post(
+    "/update_weights_from_tensor",
+    body_limit=WEIGHTS,
+    dialect=SGLANG,
+    openapi_extra=TENSOR_BODY,
+    response_model=MessageAnswer,
+)
 async def update_from_tensor(request: Request, engine: EngineDep, response: Response) -> object:
     """SGLang's: replace weights by tensors of the body, as safetensors only."""
     received = await receive(request, file_field=FILE, header_prefix=HEADER_PREFIX)
@@ -132,15 +142,15 @@ async def update_from_tensor(request: Request, engine: EngineDep, response: Resp
     return MessageAnswer(success=True, message="Weights updated.", status="ok")
 
 
-@router.post("/start_weight_update")
-@router.post("/begin_weight_update", include_in_schema=False)
+@routes.post("/start_weight_update")
+@routes.post("/begin_weight_update", include_in_schema=False)
 async def start_weight_update() -> MessageAnswer:
     """VLLM's and SGLang's: nothing needs to be prepared."""
     return MessageAnswer(success=True, message="Weight update started", status="ok")
 
 
-@router.post("/finish_weight_update")
-@router.post("/end_weight_update", include_in_schema=False)
+@routes.post("/finish_weight_update")
+@routes.post("/end_weight_update", include_in_schema=False)
 async def finish_weight_update(
     engine: EngineDep, body: FinishUpdate | None = None
 ) -> MessageAnswer:
@@ -150,7 +160,7 @@ async def finish_weight_update(
     return MessageAnswer(success=True, message="Weight update finished", status="ok")
 
 
-@router.post("/update_weight_version")
+@routes.post("/update_weight_version", dialect=SGLANG)
 async def update_weight_version(body: NewVersion, engine: EngineDep) -> NewVersionAnswer:
     """VLLM's and SGLang's: call the weights something else, from the next token on."""
     await _abort_all(engine, body.abort_all_requests)
@@ -158,8 +168,8 @@ async def update_weight_version(body: NewVersion, engine: EngineDep) -> NewVersi
     return NewVersionAnswer(success=True, message="Version updated.", new_version=version.label)
 
 
-@router.get("/weight_info")
-@router.get("/get_weight_version")
+@routes.get("/weight_info")
+@routes.get("/get_weight_version")
 async def weight_info(engine: EngineDep) -> WeightInfo:
     """VLLM's and slime's: the version of the first model, and those of all adapters."""
     control = engine.control
@@ -169,8 +179,8 @@ async def weight_info(engine: EngineDep) -> WeightInfo:
     )
 
 
-@router.post("/weight_checker")
-@router.post("/weights_checker")
+@routes.post("/weight_checker")
+@routes.post("/weights_checker", dialect=SGLANG)
 async def check_weights(body: CheckWeights, request: Request, engine: EngineDep) -> CheckedWeights:
     """VLLM's and SGLang's: SHA-256 of every tensor, or which are others than before."""
     if body.action.startswith("reset"):
@@ -187,13 +197,13 @@ async def check_weights(body: CheckWeights, request: Request, engine: EngineDep)
     return checksums(found)
 
 
-@router.post("/init_weight_transfer_engine")
-@router.post("/start_draft_weight_update", include_in_schema=False)
-@router.post("/init_weights_update_group")
-@router.post("/destroy_weights_update_group")
-@router.post("/update_weights_from_distributed")
-@router.post("/update_weights_from_ipc")
-@router.post("/collective_rpc")
+@routes.post("/init_weight_transfer_engine")
+@routes.post("/start_draft_weight_update", include_in_schema=False)
+@routes.post("/init_weights_update_group", dialect=SGLANG)
+@routes.post("/destroy_weights_update_group", dialect=SGLANG)
+@routes.post("/update_weights_from_distributed", dialect=SGLANG)
+@routes.post("/update_weights_from_ipc", dialect=SGLANG)
+@routes.post("/collective_rpc")
 async def refuse_transfer(request: Request) -> None:
     """What other servers do between GPUs: 501 that names the alternative."""
     raise NotImplementedRouteError(NO_TRANSFER.format(what=request.url.path))

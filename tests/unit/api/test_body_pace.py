@@ -11,6 +11,7 @@ from starlette.types import Message, Receive, Scope, Send
 from mlx_parallm.api.body_budget import BodyBudgetMiddleware
 from mlx_parallm.api.body_pace import BURST_BYTES, BYTES_PER_S, BodyPace
 from mlx_parallm.config import ServerConfig
+from tests.api_app import scope_of
 
 SIZES = st.integers(0, 3 * BURST_BYTES)
 
@@ -121,7 +122,7 @@ async def test_every_piece_of_a_json_body_is_held_back_beside_another_client(
             return {"type": "http.request", "body": piece, "more_body": bool(pieces)}
 
         headers = [(b"authorization", f"Bearer {key}".encode())]
-        await middleware({"type": "http", "path": path, "headers": headers}, receive, send)
+        await middleware(scope_of(path, headers=headers), receive, send)
 
     async def send(_: Message) -> None: ...
 

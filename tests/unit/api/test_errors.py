@@ -13,10 +13,10 @@ from mlx_parallm.api.batch_service import is_shutting_down
 from mlx_parallm.api.errors import body_of, describe, response_of, status_of
 from mlx_parallm.config import ServerConfig
 from mlx_parallm.types import errors
-from tests.api_app import make_app
+from tests.api_app import make_app, scope_of
 from tests.fake_engine import FakeEngine
 
-CHAT = {"type": "http", "path": "/v1/chat/completions"}
+CHAT = scope_of("/v1/chat/completions")
 STARTUP = {errors.ConfigError, errors.ModelLoadError}
 MAKE: dict[type, Any] = {
     errors.ContextLengthError: lambda: errors.ContextLengthError(10, "Too long."),
@@ -53,7 +53,7 @@ def test_every_body_has_openais_four_keys(cls: type[errors.ParallmError]) -> Non
 @pytest.mark.parametrize("cls", ALL)
 @pytest.mark.parametrize("path", ["/v1/messages", "/messages", "/v1/messages/count_tokens"])
 def test_anthropics_routes_have_its_shape(cls: type[errors.ParallmError], path: str) -> None:
-    scope = {"type": "http", "path": path, "state": {"request_id": "r"}}
+    scope = scope_of(path, state={"request_id": "r"})
     response = response_of(make(cls), scope)
     body = json.loads(bytes(response.body))
     assert set(body) == {"type", "error", "request_id"}
@@ -73,17 +73,17 @@ def test_anthropics_routes_have_its_shape(cls: type[errors.ParallmError], path: 
     "path", ["/v1/message", "/v1/messages2", "/x/messages", "/v1/files/messages"]
 )
 def test_other_routes_do_not(path: str) -> None:
-    body = body_of(errors.StepError("no"), {"type": "http", "path": path})
+    body = body_of(errors.StepError("no"), scope_of(path))
     assert set(body) == {"error"}
 
 
 def test_a_prefix_of_a_proxy_does_not_hide_the_protocol() -> None:
-    scope = {"type": "http", "path": "/llm/v1/messages", "root_path": "/llm"}
+    scope = scope_of("/llm/v1/messages", root_path="/llm")
     assert body_of(errors.StepError("no"), scope)["type"] == "error"
 
 
 def test_the_field_is_told_in_anthropics_message() -> None:
-    scope = {"type": "http", "path": "/v1/messages"}
+    scope = scope_of("/v1/messages")
     for said, told in (("a is bad", "a is bad"), ("it is bad", "tools: it is bad")):
         error = errors.InvalidRequestError(said, param="a" if said == told else "tools")
         assert body_of(error, scope)["error"]["message"] == told
@@ -92,7 +92,7 @@ def test_the_field_is_told_in_anthropics_message() -> None:
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages"])
 def test_a_batch_knows_a_shutdown_from_other_failures(path: str) -> None:
     for error in (errors.ShuttingDownError("bye"), errors.EngineDeadError("dead")):
-        told = response_of(error, {"type": "http", "path": path})
+        told = response_of(error, scope_of(path))
         response = httpx2.Response(told.status_code, content=bytes(told.body))
         assert is_shutting_down(response) == isinstance(error, errors.ShuttingDownError)
 

@@ -14,7 +14,7 @@ import httpx2
 import pytest
 
 from mlx_parallm.api.connection import MAX_HEAD_BYTES, MAX_LATE_BYTES, BoundedProtocol
-from mlx_parallm.api.middleware import SMALL_BODY_BYTES
+from mlx_parallm.api.declared import SMALL_BODY_BYTES
 from mlx_parallm.config import ServerConfig
 from tests.fake_engine import FakeEngine, hang, serve_fake, write
 

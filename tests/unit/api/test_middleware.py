@@ -11,7 +11,7 @@ import httpx2
 import pytest
 from fastapi import FastAPI, Request
 
-from mlx_parallm.api.middleware import SMALL_BODY_BYTES
+from mlx_parallm.api.declared import SMALL_BODY_BYTES
 from mlx_parallm.config import ServerConfig
 from tests.api_app import make_app
 from tests.fake_engine import FakeEngine

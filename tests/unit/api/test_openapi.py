@@ -8,8 +8,7 @@ from typing import Any
 import httpx2
 import pytest
 
-from mlx_parallm.api.auth import CONTROL
-from mlx_parallm.api.openapi import ADMIN_KEY, API_KEY, GROUPS
+from mlx_parallm.api.openapi import ADMIN_KEY, API_KEY, CONTROL, GROUPS
 from mlx_parallm.config import ServerConfig
 from tests.api_app import make_app
 from tests.fake_engine import FakeEngine

@@ -12,7 +12,7 @@ from fastapi import FastAPI
 from fastapi.routing import APIRoute
 from starlette.datastructures import Headers
 
-from mlx_parallm.api.auth import CONTROL
+from mlx_parallm.api.openapi import CONTROL
 from mlx_parallm.api.origins import SAFE_METHODS, is_foreign
 from mlx_parallm.config import ServerConfig
 from tests.api_app import make_app

@@ -1,0 +1,17 @@
+"""How SGLang's control routes write errors."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from mlx_parallm.api.dialect import Dialect, Failure, openai_error
+from mlx_parallm.api.schemas.errors import ErrorResponse
+
+
+def sglang_error(failure: Failure, request_id: str | None) -> dict[str, Any]:
+    """Return OpenAI's error object with what SGLang's clients read."""
+    told = {"success": False, "message": failure.message, "error_message": failure.message}
+    return openai_error(failure, request_id) | told
+
+
+SGLANG = Dialect(error_body=sglang_error, error_model=ErrorResponse)
