@@ -19,8 +19,9 @@ from pathlib import Path
 import numpy as np
 
 from mlx_parallm.config import ModelConfig
-from mlx_parallm.pooling.build import open_runner, tokenizer_of
+from mlx_parallm.pooling.build import pooling_spec, tokenizer_of
 from mlx_parallm.types.pooling import EncodeInput
+from mlx_parallm.worker.pooling.loading import open_runner
 from scripts.varied_texts import varied_texts
 
 LEAST_COSINE = 0.9999
@@ -49,7 +50,7 @@ def own_vectors(folder: Path, texts: list[str]) -> np.ndarray:
     """Return this package's vectors, float32 ``[texts, dims]``."""
     config = ModelConfig(path=str(folder), dtype="float32")
     tokenizer = tokenizer_of(config, folder)
-    runner = open_runner(config, folder, tokenizer).finish()
+    runner = open_runner(pooling_spec(config, folder, tokenizer)).finish()
     limit = runner.info.max_model_len
     inputs = [EncodeInput(tokenizer.cut(ids, limit)) for ids in tokenizer.encode(texts)]
     results = []

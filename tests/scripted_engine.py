@@ -24,11 +24,12 @@ from mlx_parallm.generation.scheduler.scheduler import Scheduler
 from mlx_parallm.serving.async_engine import AsyncEngine, ignore_progress
 from mlx_parallm.types.errors import ConfigError
 from mlx_parallm.types.request import GenerateRequest, SamplingParams
+from mlx_parallm.worker.worker import Worker
 from tests.fakes import ByteTokenizer, FakeRunner, spell
 
 
 def builder(runner: FakeRunner, scheduler_class: Callable[..., Scheduler] = Scheduler) -> Build:
-    def build(config: EngineConfig, families: MetricFamilies, _: object) -> list[BuiltModel]:
+    def build(config: EngineConfig, families: MetricFamilies, *_: object) -> list[BuiltModel]:
         info = runner.info
         kv = KVCacheManager(info.num_blocks, info.block_size, enable_prefix_caching=True)
         scheduler = scheduler_class(config.scheduler, kv, max_model_len=info.max_model_len)
@@ -97,7 +98,9 @@ class Death(BaseException):
 def main(script: str, fd: str) -> int:
     """Be the process: "hello" is what its model says; some are never loaded."""
 
-    def build(config: EngineConfig, families: MetricFamilies, on_progress: Callable) -> list:
+    def build(
+        config: EngineConfig, families: MetricFamilies, worker: Worker, on_progress: Callable
+    ) -> list:
         on_progress("Loading m", 0.5)
         if script == "fails":
             raise ConfigError("too little memory")

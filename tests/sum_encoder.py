@@ -44,7 +44,7 @@ class SumJob:
         self._clock.now_s += self._stage_s
         self.num_stages -= 1
 
-    def results(self) -> list[np.ndarray]:
+    def wait(self) -> list[np.ndarray]:
         self._clock.now_s += self._stage_s * self.num_stages
         return self._results
 
@@ -83,7 +83,7 @@ class SumEncoder:
         return SumJob(self.clock, seconds_of(batch), list(np.array(rows, dtype=np.float32)))
 
     def run(self, inputs: Sequence[EncodeInput]) -> list[np.ndarray]:
-        return self.begin(inputs, {}).results()
+        return self.begin(inputs, {}).wait()
 
     def release(self) -> None:
         self.batches.clear()

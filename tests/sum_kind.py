@@ -6,7 +6,6 @@ import json
 from collections import deque
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 from prometheus_client import CollectorRegistry, Counter
@@ -26,6 +25,7 @@ from mlx_parallm.engine.metrics import MetricFamilies
 from mlx_parallm.engine.turns import TurnClass
 from mlx_parallm.types.errors import InvalidRequestError, RequestAbortedError, StepError
 from mlx_parallm.types.events import ErrorEvent
+from mlx_parallm.worker.worker import Worker
 
 TRAITS = KindTraits(name="sum", loads_later=True)
 
@@ -128,6 +128,9 @@ class SumKind:
     def declare(self, families: MetricFamilies) -> None:
         families.of(sums_done)
 
+    def install(self, worker: Worker) -> None:
+        pass
+
     def serves(self, config: ModelConfig, path: Path) -> bool:
         return (path / "sum.json").is_file()
 
@@ -135,7 +138,7 @@ class SumKind:
         return [PendingSum(one.config, one.path, context.families).finish() for one in models]
 
     def read(self, config: ModelConfig, path: Path, settings: EngineConfig) -> OpenModel:
-        return partial(PendingSum, config, path)
+        return lambda families, worker: PendingSum(config, path, families)
 
 
 def write_sum_model(folder: Path, num_bytes: int) -> Path:

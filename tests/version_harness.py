@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
@@ -86,11 +86,11 @@ class FakeStore:
         #: What adapters bring, by their contents.
         self.heads: dict[str, OwnHead] = {}
 
-    def add(self, adapter: AdapterWeights) -> OwnHead | None:
-        if adapter.digest == BAD_DIGEST:
+    def add(self, content: str, adapter: AdapterWeights) -> OwnHead | None:
+        if content == BAD_DIGEST:
             raise InvalidRequestError("It does not fit.", param="adapter")
-        self.contents.add(adapter.digest)
-        return self.heads.get(adapter.digest)
+        self.contents.add(content)
+        return self.heads.get(content)
 
     def stage(self, slot: int, content: str) -> bool:
         assert content in self.contents
@@ -115,7 +115,11 @@ class SlotRecord(FakeStore):
             self.slots[slot] = content
         return is_first
 
+    def ensure(self, contents: Iterable[str]) -> None:
+        assert set(contents) <= self.contents
+
     def place(self, slots: Mapping[int, str]) -> None:
+        """Do what a batch that names these slots does."""
         assert set(slots.values()) <= self.contents
         self.slots |= slots
 

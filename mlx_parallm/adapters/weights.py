@@ -83,6 +83,66 @@ class AdapterWeights:
         return hashlib.sha256(b"".join(parts)).hexdigest()
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LowRankLayout:
+    """A ``LowRank`` without its tensors."""
+
+    kind: Kind
+    scale: float
+    has_magnitude: bool
+    changes_head: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdapterLayout:
+    """An adapter without its tensors.
+
+    Attributes:
+        modules: by path.
+        saved: names of the parameters saved in full.
+        task_type: as in ``AdapterWeights``.
+    """
+
+    modules: Mapping[str, LowRankLayout]
+    saved: tuple[str, ...] = ()
+    task_type: str | None = None
+
+
+def split_adapter(adapter: AdapterWeights) -> tuple[AdapterLayout, dict[str, HostTensor]]:
+    """Return an adapter's layout, and its tensors by the names that ``join_adapter`` expects."""
+    modules: dict[str, LowRankLayout] = {}
+    tensors = {f"saved {name}": tensor for name, tensor in adapter.saved.items()}
+    for path, module in adapter.modules.items():
+        modules[path] = LowRankLayout(
+            kind=module.kind,
+            scale=module.scale,
+            has_magnitude=module.magnitude is not None,
+            changes_head=module.changes_head,
+        )
+        tensors |= {f"a {path}": module.a, f"b {path}": module.b}
+        if module.magnitude is not None:
+            tensors[f"magnitude {path}"] = module.magnitude
+    layout = AdapterLayout(modules=modules, saved=tuple(adapter.saved), task_type=adapter.task_type)
+    return layout, tensors
+
+
+def join_adapter(layout: AdapterLayout, tensors: Mapping[str, HostTensor]) -> AdapterWeights:
+    """Return the adapter of a layout and its tensors."""
+    modules = {
+        path: LowRank(
+            kind=module.kind,
+            a=tensors[f"a {path}"],
+            b=tensors[f"b {path}"],
+            scale=module.scale,
+            magnitude=tensors[f"magnitude {path}"] if module.has_magnitude else None,
+            changes_head=module.changes_head,
+        )
+        for path, module in layout.modules.items()
+    }
+    saved = {name: tensors[f"saved {name}"] for name in layout.saved}
+    return AdapterWeights(modules, saved, layout.task_type)
+
+
 def _module_digest(item: tuple[str, LowRank]) -> bytes:
     path, module = item
     settings = (path, module.kind, repr(module.scale), str(module.changes_head))

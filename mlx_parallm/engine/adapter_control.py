@@ -3,23 +3,32 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
-from functools import partial
 from itertools import count
-from typing import Any, Protocol
+from typing import Protocol, TypeVar
 
 from mlx_parallm.config import AdapterConfig
-from mlx_parallm.engine import host_actions
 from mlx_parallm.engine.adapter_folders import MAX_NAME, AdapterFolders
 from mlx_parallm.engine.adapter_names import NamedAdapter
 from mlx_parallm.engine.adapter_reader import AdapterReader
-from mlx_parallm.engine.commands import EngineHost
+from mlx_parallm.engine.commands import HostCommand
 from mlx_parallm.engine.control_metrics import ADAPTER, ControlMetrics
-from mlx_parallm.engine.host_actions import Loaded, taken
+from mlx_parallm.engine.host_commands import (
+    BeginAdapter,
+    CommitAdapter,
+    EnsureAdapter,
+    ListVersions,
+    LoadedVersions,
+    StageAdapterPart,
+    UnloadAdapter,
+    taken,
+)
 from mlx_parallm.engine.policies import AdapterInfo, AdapterUpload
 from mlx_parallm.types.errors import InvalidRequestError, ModelNotFoundError, NotFoundError
 from mlx_parallm.types.weights import WeightsVersion
+
+R = TypeVar("R")
 
 
 class EngineThread(Protocol):
@@ -41,8 +50,8 @@ class EngineThread(Protocol):
         """Have a model in memory while the block runs, by its first name."""
         ...
 
-    async def call(self, action: Callable[[EngineHost], Any]) -> Any:
-        """What an action between two steps gives; raise its error."""
+    async def call(self, action: HostCommand[R]) -> R:
+        """Return a command's result; raise its error."""
         ...
 
     async def cancel_all(self) -> int:
@@ -85,9 +94,9 @@ class AdapterControl:
 
     async def refresh(self) -> None:
         """Hear from the engine thread what is loaded."""
-        self._note(await self._thread.call(host_actions.loaded))
+        self._note(await self._thread.call(ListVersions()))
 
-    def _note(self, found: Loaded) -> None:
+    def _note(self, found: LoadedVersions) -> None:
         infos, self._versions = found
         self._adapters = {info.name: info for info in infos}
 
@@ -174,38 +183,27 @@ class AdapterControl:
         info = self.find(name)
         if info is None:
             raise NotFoundError(f"The adapter {name!r} is not loaded.", param="name")
-        gone = await self._thread.call(
-            partial(host_actions.unload_adapter, name=info.name, model=info.model)
-        )
+        gone = await self._thread.call(UnloadAdapter(info.name, info.model))
         await self.refresh()
         return gone
 
     async def _load(self, upload: AdapterUpload, base: str) -> AdapterInfo:
         """Put it into a slot in parts, between steps, and then let requests use that."""
         number = next(self._numbers)
-        begin = partial(
-            host_actions.begin_adapter,
-            number=number,
-            upload=upload,
-            model=base,
-            in_parts=not self._sleep_level,
-        )
-        done: tuple[AdapterInfo, Loaded] | None
+        begin = BeginAdapter(number, upload, base, in_parts=not self._sleep_level)
         async with self._thread.hold(base):
-            done = await self._thread.call(begin)
-            while done is None:
-                done = await self._thread.call(partial(host_actions.advance_adapter, number=number))
-        info, found = done
-        self._note(found)
+            has_more = await self._thread.call(begin)
+            while has_more:
+                has_more = await self._thread.call(StageAdapterPart(number))
+            info, versions = await self._thread.call(CommitAdapter(number))
+        self._note(versions)
         return self._adapters.get(info.name, info)
 
     async def _load_by_name(self, name: str, base: str) -> AdapterInfo:
         self._check_name(name, base)
         upload = await self.read_named(name)
         async with self._thread.hold(base):
-            info = await self._thread.call(
-                partial(host_actions.ensure_adapter, upload=upload, model=base)
-            )
+            info = await self._thread.call(EnsureAdapter(upload, base))
         await self.refresh()
         return info
 

@@ -7,8 +7,12 @@ from collections.abc import Callable
 from mlx_parallm.engine.policies import AdapterInfo, AdapterUpload, Policies
 
 
+def _accept() -> None:
+    """Refuse nothing."""
+
+
 class AdapterStaging:
-    """Puts an adapter into a slot in parts and then lets requests use it.
+    """Puts an adapter into a slot in parts, and then lets requests use it.
 
     Lives on the engine thread.
 
@@ -22,27 +26,37 @@ class AdapterStaging:
         self.upload = upload
         self.model = model
         self._in_parts = in_parts
+        self._has_begun = False
         self._slot: int | None = None
 
-    def advance(
-        self, policies: Policies, check: Callable[[], None] = lambda: None
-    ) -> AdapterInfo | None:
-        """Put the next part; what is loaded, once all is there. Raises as ``Policies.load`` does.
+    def prepare(self, policies: Policies, check: Callable[[], None] = _accept) -> bool:
+        """Put the next part; return True if there is more.
 
-        ``check`` raises whatever else refuses it.
-
-        It is not to be called again after either, and what was put is then nobody's but the
-        loaded adapter's.
+        Raises as ``Policies.load`` does; what was put is then dropped. ``check`` raises whatever
+        else refuses the adapter.
         """
-        has_more = False
         try:
             check()
-            if self._in_parts and self._slot is None:
-                self._slot = policies.begin(self.upload)
-                self._in_parts = self._slot is not None
-            if self._slot is not None:
-                has_more = policies.store.stage(self._slot, self.upload.weights.digest)
-            return None if has_more else policies.load(self.upload)
+            if not self._has_begun:
+                self._slot = policies.begin(self.upload, takes_slot=self._in_parts)
+                self._has_begun = True
+            if self._slot is None:
+                return False
+            return policies.store.stage(self._slot, self.upload.content)
+        except BaseException:
+            self.drop(policies)
+            raise
+
+    def commit(self, policies: Policies, check: Callable[[], None] = _accept) -> AdapterInfo:
+        """Let requests use the adapter; raise as ``prepare`` does."""
+        try:
+            check()
+            return policies.load(self.upload)
         finally:
-            if self._slot is not None and not has_more:
-                policies.end(self.upload)
+            self.drop(policies)
+
+    def drop(self, policies: Policies) -> None:
+        """Give back the slot; the adapter is forgotten unless it was loaded."""
+        if self._has_begun:
+            policies.end(self.upload, self._slot)
+        self._has_begun = False

@@ -2,20 +2,31 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping, Sequence
-from functools import partial
 
 from mlx_parallm.adapters.folder import is_adapter_folder
 from mlx_parallm.config import AdapterConfig
-from mlx_parallm.engine import host_actions
 from mlx_parallm.engine.adapter_control import AdapterControl, EngineThread
 from mlx_parallm.engine.control import PauseMode
 from mlx_parallm.engine.control_metrics import WEIGHTS, ControlMetrics
+from mlx_parallm.engine.host_commands import (
+    CommitUpdate,
+    DropUpdate,
+    Pause,
+    PrepareUpdate,
+    ReadChecksums,
+    RelabelWeights,
+    ResetCaches,
+    Resume,
+    SleepModels,
+    WakeModels,
+)
 from mlx_parallm.engine.interface import ModelMemory
-from mlx_parallm.engine.live_weights import SLEEP_TAGS, WeightsUpdate
+from mlx_parallm.engine.live_weights import WeightsUpdate
 from mlx_parallm.engine.state import SlotCounts
 from mlx_parallm.types.errors import InvalidRequestError, ModelNotFoundError, PausedError
-from mlx_parallm.types.weights import WeightsVersion
+from mlx_parallm.types.weights import SLEEP_TAGS, WeightsVersion
 
 
 class AsyncControl(AdapterControl):
@@ -28,6 +39,8 @@ class AsyncControl(AdapterControl):
         self._pause: PauseMode | None = None
         # Whether it was paused before it slept.
         self._stays_paused = False
+        # Held from the preparation of new weights to their commit.
+        self._replacing = asyncio.Lock()
 
     @property
     def sleep_level(self) -> int:
@@ -51,7 +64,7 @@ class AsyncControl(AdapterControl):
 
     async def checksums(self, model: str | None = None) -> Mapping[str, str]:
         """See ``EngineControl.checksums``."""
-        return await self._thread.call(partial(host_actions.checksums, model=self._base(model)))
+        return await self._thread.call(ReadChecksums(self._base(model)))
 
     def version(self, model: str | None = None) -> WeightsVersion:
         """See ``EngineControl.version``."""
@@ -75,14 +88,14 @@ class AsyncControl(AdapterControl):
         count = 0
         if mode is PauseMode.WAIT and not self._sleep_level:
             # What an earlier pause has kept is to end too.
-            await self._thread.call(host_actions.resume)
+            await self._thread.call(Resume())
             await self._thread.wait_until_idle()
         elif mode is PauseMode.ABORT:
             count = await self._thread.cancel_all()
         if self._pause is None:
             # Somebody resumed while this waited.
             return count
-        kept = await self._thread.call(host_actions.pause)
+        kept = await self._thread.call(Pause())
         if clear_cache:
             await self.reset_prefix_cache()
         return count or kept
@@ -92,23 +105,31 @@ class AsyncControl(AdapterControl):
         if self._sleep_level:
             raise InvalidRequestError("The server sleeps: wake it up first.")
         self._pause = None
-        await self._thread.call(host_actions.resume)
+        await self._thread.call(Resume())
 
     async def reset_prefix_cache(self, *, reset_running: bool = False) -> None:
         """See ``EngineControl.reset_prefix_cache``."""
-        await self._thread.call(
-            partial(host_actions.reset_prefix_cache, reset_running=reset_running)
-        )
+        await self._thread.call(ResetCaches(reset_running))
 
     async def update_weights(
         self, update: WeightsUpdate, *, model: str | None = None
     ) -> WeightsVersion:
         """See ``EngineControl.update_weights``."""
-        action = partial(host_actions.update_weights, model=self._base(model), update=update)
+        # A client that goes away leaves nothing half done.
         with self._metrics.timed(WEIGHTS):
-            version = await self._thread.call(action)
+            change = self._replace_weights(self._base(model), update)
+            version = await asyncio.shield(asyncio.ensure_future(change))
         await self.refresh()
         return version
+
+    async def _replace_weights(self, model: str, update: WeightsUpdate) -> WeightsVersion:
+        async with self._replacing:
+            await self._thread.call(PrepareUpdate(model, update))
+            try:
+                return await self._thread.call(CommitUpdate(model))
+            except BaseException:
+                await self._thread.call(DropUpdate(model))
+                raise
 
     async def update_weights_from_folder(
         self,
@@ -132,9 +153,7 @@ class AsyncControl(AdapterControl):
 
     async def set_version(self, label: str, *, model: str | None = None) -> WeightsVersion:
         """See ``EngineControl.set_version``."""
-        version = await self._thread.call(
-            partial(host_actions.relabel, model=self._base(model), label=label)
-        )
+        version = await self._thread.call(RelabelWeights(self._base(model), label))
         await self.refresh()
         return version
 
@@ -148,7 +167,7 @@ class AsyncControl(AdapterControl):
             if not self._sleep_level:
                 self._stays_paused = was_paused
             self._sleep_level = level
-            await self._thread.call(partial(host_actions.sleep, level=level))
+            await self._thread.call(SleepModels(level))
 
     async def wake_up(self, tags: Sequence[str] | None = None) -> Sequence[str]:
         """See ``EngineControl.wake_up``."""
@@ -158,7 +177,7 @@ class AsyncControl(AdapterControl):
             raise InvalidRequestError(
                 f"tags must be of {', '.join(SLEEP_TAGS)}, not {unknown[0]!r}.", param="tags"
             )
-        asleep: Sequence[str] = await self._thread.call(partial(host_actions.wake, tags=wanted))
+        asleep: Sequence[str] = await self._thread.call(WakeModels(wanted))
         if not asleep:
             self._sleep_level = 0
             stays_paused, self._stays_paused = self._stays_paused, False

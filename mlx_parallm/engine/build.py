@@ -24,12 +24,14 @@ from mlx_parallm.types.tracing import StepTracer
 from mlx_parallm.worker.device.host_memory import keep_freed_memory
 from mlx_parallm.worker.device.kernels import kernels_kept_in
 from mlx_parallm.worker.weights.hub import resolve_model
+from mlx_parallm.worker.worker import Worker
 
 
 def build_models(
     kinds: Sequence[Kind],
     config: EngineConfig,
     families: MetricFamilies,
+    worker: Worker,
     on_progress: TellProgress,
     *,
     tracer: StepTracer | None = None,
@@ -41,6 +43,7 @@ def build_models(
             left come last.
         config: names the models.
         families: of metrics.
+        worker: is to have the models.
         on_progress: is told how far the load is.
         tracer: is told what every step does.
 
@@ -50,8 +53,9 @@ def build_models(
     """
     for kind in kinds:
         kind.declare(families)
+        kind.install(worker)
     with loading(config, on_progress) as named:
-        context = BuildContext(named, families, on_progress, tracer)
+        context = BuildContext(named, families, worker, on_progress, tracer)
         by_kind = sort_by_kind(kinds, named, on_progress)
         return [
             built

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, MutableMapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from mlx_parallm.types.errors import ParallmError
 
@@ -23,6 +23,10 @@ if TYPE_CHECKING:
     )
     from mlx_parallm.engine.metrics import MetricFamilies
     from mlx_parallm.engine.policies import AdapterUpload
+    from mlx_parallm.worker.worker import Worker
+
+
+R_co = TypeVar("R_co", covariant=True)
 
 
 class EngineHost(Protocol):
@@ -41,6 +45,11 @@ class EngineHost(Protocol):
     @property
     def families(self) -> MetricFamilies:
         """Return the metric families of the process."""
+        ...
+
+    @property
+    def worker(self) -> Worker:
+        """Return the door to the device."""
         ...
 
     @property
@@ -89,15 +98,22 @@ class Abort:
     is_told: bool = False
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Call:
-    """Do something between two steps.
+class HostCommand(Protocol[R_co]):
+    """Something to do between two steps, see ``host_commands``.
 
-    ``reply`` is called with what ``action`` gave, or with its error. The action can be pickled, as
-    what it gives: the engine may be in another process.
+    It can be pickled, as its result can: the engines may be in another process.
     """
 
-    action: Callable[[EngineHost], Any]
+    def __call__(self, host: EngineHost, /) -> R_co:
+        """Do it and return its result."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Call:
+    """Carry out a command between two steps; ``reply`` is called with its result or its error."""
+
+    action: HostCommand[Any]
     reply: Callable[[Any], None]
 
 

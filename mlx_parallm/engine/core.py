@@ -23,7 +23,7 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from mlx_parallm.config import EngineConfig, ModelConfig
 from mlx_parallm.engine.adapter_names import NamedAdapter
 from mlx_parallm.engine.async_control import AsyncControl
-from mlx_parallm.engine.commands import Abort, Call, Command, EngineHost, Stop, Submit
+from mlx_parallm.engine.commands import Abort, Call, Command, HostCommand, Stop, Submit
 from mlx_parallm.engine.control_metrics import ControlMetrics
 from mlx_parallm.engine.interface import (
     EngineLoad,
@@ -389,10 +389,10 @@ class EngineCore:
         if request_id in self._streams:
             self._mailbox.tell(Abort(request_id=request_id, is_told=True))
 
-    async def call(self, action: Callable[[EngineHost], Any]) -> Any:
-        """What an action between two steps gives; raise its error."""
+    async def call(self, action: HostCommand[T]) -> T:
+        """Carry out a command between two steps; return its result, or raise its error."""
         self.check_health()
-        result = await self.ask(lambda reply: Call(action=action, reply=reply))
+        result: Any = await self.ask(lambda reply: Call(action=action, reply=reply))
         if isinstance(result, ParallmError):
             raise result
         return result

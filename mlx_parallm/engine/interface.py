@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from mlx_parallm.engine.metrics import MetricFamilies
     from mlx_parallm.engine.policies import Policies
     from mlx_parallm.engine.state import EngineState
+    from mlx_parallm.worker.worker import Worker
 
 #: Called with what is being loaded and the share of it that is loaded, from 0 to 1.
 TellProgress = Callable[[str, float], None]
@@ -393,12 +394,14 @@ class BuildContext:
     Attributes:
         settings: of the server.
         families: of metrics.
+        worker: has the models.
         on_progress: is told how far the load is.
         tracer: is told what every step does; None for nobody.
     """
 
     settings: EngineConfig
     families: MetricFamilies
+    worker: Worker
     on_progress: TellProgress
     tracer: StepTracer | None = None
 
@@ -429,8 +432,8 @@ class PendingModel(Protocol):
         ...
 
 
-#: Opens a model on the engine thread, whose metric families it is given.
-OpenModel = Callable[["MetricFamilies"], PendingModel]
+#: Opens a model on the engine thread, whose metric families and worker it is given.
+OpenModel = Callable[["MetricFamilies", "Worker"], PendingModel]
 
 
 class Kind(Protocol):
@@ -443,6 +446,10 @@ class Kind(Protocol):
 
     def declare(self, families: MetricFamilies) -> None:
         """Have its metric families there before any model adds values."""
+        ...
+
+    def install(self, worker: Worker) -> None:
+        """Give a worker what loads its models."""
         ...
 
     def serves(self, config: ModelConfig, path: Path) -> bool:

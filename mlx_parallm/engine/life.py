@@ -15,6 +15,7 @@ from mlx_parallm.engine.metrics import MetricFamilies
 from mlx_parallm.engine.state import EngineState
 from mlx_parallm.types.errors import EngineDeadError
 from mlx_parallm.worker.device.properties import end_thread
+from mlx_parallm.worker.worker import Worker
 
 T = TypeVar("T")
 
@@ -22,7 +23,7 @@ T = TypeVar("T")
 NEW_OBJECTS = 10_000
 
 #: Loads every model of a configuration on the calling thread.
-Build = Callable[[EngineConfig, MetricFamilies, TellProgress], Sequence[BuiltModel]]
+Build = Callable[[EngineConfig, MetricFamilies, Worker, TellProgress], Sequence[BuiltModel]]
 Deliver = Callable[[Sequence[Event]], None]
 OnLoaded = Callable[[Sequence[StartedModel]], None]
 
@@ -80,7 +81,8 @@ class LocalLife:
     ) -> None:
         """See ``EngineLife.run``."""
         gc.unfreeze()
-        built = self._build(self._config, self._families, self._on_progress)
+        worker = Worker()
+        built = self._build(self._config, self._families, worker, self._on_progress)
         spare_garbage_collection()
         engines = {one.model.names[0]: one.engine for one in built if one.engine is not None}
         self._state = EngineState(self._families, engines)
@@ -91,6 +93,7 @@ class LocalLife:
             inbox,
             deliver,
             families=self._families,
+            worker=worker,
             max_stall_s=None if stall_ms is None else stall_ms / 1e3,
         ).run()
 

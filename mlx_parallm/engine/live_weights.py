@@ -1,20 +1,16 @@
-"""One model's own weights while it serves: their versions, and what is put away in sleep."""
+"""One model's own weights while it serves: their versions, and what sleep has freed."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Protocol
 
 from mlx_parallm.adapters.tensors import HostTensor
 from mlx_parallm.engine.policies import Policies
 from mlx_parallm.types.errors import InvalidRequestError, VersionMismatchError
-from mlx_parallm.types.weights import WeightsVersion
-
-#: What can be put away, by vLLM's names.
-WEIGHTS, KV_CACHE = "weights", "kv_cache"
-SLEEP_TAGS = (WEIGHTS, KV_CACHE)
+from mlx_parallm.types.weights import KV_CACHE, SLEEP_TAGS, WEIGHTS, WeightsVersion
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,32 +33,32 @@ class WeightsUpdate:
 class LiveModel(Protocol):
     """What has the arrays."""
 
-    def replace_from_folder(self, folder: Path) -> None:
-        """Let all weights be those of a checkpoint; if they cannot be, nothing is changed."""
+    def prepare_folder(self, folder: Path) -> None:
+        """Have all weights of a checkpoint ready; raise InvalidRequestError if they do not fit."""
         ...
 
-    def replace_tensors(self, tensors: Mapping[str, HostTensor]) -> None:
-        """Let some weights be these; if they cannot be, nothing is changed."""
+    def prepare_tensors(self, tensors: Mapping[str, HostTensor]) -> None:
+        """Have some weights ready; raise InvalidRequestError if they do not fit."""
+        ...
+
+    def commit(self) -> None:
+        """Compute with what was prepared; no step may be in flight."""
+        ...
+
+    def drop_prepared(self) -> None:
+        """Forget what was prepared, if anything was."""
         ...
 
     def checksums(self) -> dict[str, str]:
         """SHA-256 of each weight, in hex by name."""
         ...
 
-    def release_kv(self) -> None:
-        """Give back the memory of KV and of adapters on the device."""
+    def sleep(self, level: int) -> None:
+        """Free the memory of KV, adapters and weights; see ``LiveWeights.sleep``."""
         ...
 
-    def restore_kv(self) -> None:
-        """Have memory for KV again, empty."""
-        ...
-
-    def release_weights(self, *, keeps: bool) -> None:
-        """Give back the memory of the weights; ``keeps`` them elsewhere if there is elsewhere."""
-        ...
-
-    def restore_weights(self) -> bool:
-        """Have weights again; whether they are those of the folder that was loaded last."""
+    def wake(self, tag: str) -> bool:
+        """Have a tag's memory again; True if weights were read from the folder loaded last."""
         ...
 
 
@@ -90,6 +86,7 @@ class LiveWeights:
     scheduler: PrefixCache
     asleep: set[str] = field(default_factory=set)
     _num_updates: int = 0
+    _prepared: WeightsUpdate | None = None
     # Of the folder that was loaded last.
     _loaded: WeightsVersion = field(init=False)
 
@@ -102,25 +99,53 @@ class LiveWeights:
         return self.policies.base.version
 
     def update(self, update: WeightsUpdate) -> WeightsVersion:
-        """Replace weights; requests that run go on with the new ones.
+        """Prepare an update and commit it; raise as ``prepare`` does."""
+        self.prepare(update)
+        return self.commit()
+
+    def prepare(self, update: WeightsUpdate) -> None:
+        """Have new weights ready beside those in use, instead of any that were prepared before.
 
         Raises:
             VersionMismatchError: another version is there than was expected.
-            InvalidRequestError: the update does not fit; the weights are those before it.
+            InvalidRequestError: the update does not fit.
         """
+        self.drop_prepared()
+        self._check_version(update)
+        if update.folder is not None:
+            self.model.prepare_folder(update.folder)
+        elif update.tensors:
+            self.model.prepare_tensors(update.tensors)
+        else:
+            raise InvalidRequestError("An update has a folder or tensors.", param="weights")
+        self._prepared = update
+
+    def drop_prepared(self) -> None:
+        """Forget prepared weights, if there are any."""
+        if self._prepared is not None:
+            self._prepared = None
+            self.model.drop_prepared()
+
+    def _check_version(self, update: WeightsUpdate) -> None:
         if update.expected_version not in (None, self.version.label):
             raise VersionMismatchError(
                 f"The weights were expected at version {update.expected_version!r}; they are at "
                 f"{self.version.label!r}.",
                 param="expected_version",
             )
+
+    def commit(self) -> WeightsVersion:
+        """Compute with the prepared weights; requests that run go on with them.
+
+        Raises:
+            InvalidRequestError: none are prepared.
+        """
+        update, self._prepared = self._prepared, None
+        if update is None:
+            raise InvalidRequestError("No new weights are prepared.", param="weights")
+        self.model.commit()
         if update.folder is not None:
-            self.model.replace_from_folder(update.folder)
             self.asleep.discard(WEIGHTS)
-        elif update.tensors:
-            self.model.replace_tensors(update.tensors)
-        else:
-            raise InvalidRequestError("An update has a folder or tensors.", param="weights")
         self._num_updates += 1
         # A number says which update it was; equal bytes that come twice do not share KV.
         content = f"update-{self._num_updates}"
@@ -138,7 +163,7 @@ class LiveWeights:
 
     def relabel(self, label: str) -> WeightsVersion:
         """Call the weights as they stand something else, from the next token on."""
-        self.policies.base.version = WeightsVersion(self.version.content, label)
+        self.policies.base.version = replace(self.version, label=label)
         return self.version
 
     def sleep(self, level: int) -> None:
@@ -149,16 +174,16 @@ class LiveWeights:
         since are lost.
         """
         self.scheduler.reset_prefix_cache(reset_running=True)
-        self.model.release_kv()
-        self.model.release_weights(keeps=level == 1)
+        self._prepared = None
+        self.model.sleep(level)
         self.asleep = set(SLEEP_TAGS)
 
     def wake(self, tags: Collection[str]) -> None:
         """Have back what was put away."""
         if WEIGHTS in self.asleep and WEIGHTS in tags:
-            if self.model.restore_weights():
+            if self.model.wake(WEIGHTS):
                 self.policies.replace_base(self._loaded)
             self.asleep.discard(WEIGHTS)
         if KV_CACHE in self.asleep and KV_CACHE in tags:
-            self.model.restore_kv()
+            self.model.wake(KV_CACHE)
             self.asleep.discard(KV_CACHE)

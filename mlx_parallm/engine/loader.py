@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from dataclasses import replace
-from functools import partial
+from dataclasses import dataclass, replace
 from itertools import count
-from typing import Any, Protocol
+from typing import Protocol, TypeVar
 
 from mlx_parallm.config import EngineConfig, ModelConfig
 from mlx_parallm.demo_models.folders import demo_folder
 from mlx_parallm.engine.build import fetch_model, kind_of
-from mlx_parallm.engine.commands import Call, Command, EngineHost
+from mlx_parallm.engine.commands import Call, Command, EngineHost, HostCommand
 from mlx_parallm.engine.interface import Kind, OpenModel, ServedModel
 from mlx_parallm.engine.residency import MakeRoom
 
@@ -20,11 +19,14 @@ from mlx_parallm.engine.residency import MakeRoom
 CHUNK_BYTES = 1 << 24
 
 
+R = TypeVar("R")
+
+
 class EngineThread(Protocol):
     """What this needs of the engine."""
 
-    async def call(self, action: Callable[[EngineHost], Any]) -> Any:
-        """What an action between two steps gives; raise its error."""
+    async def call(self, action: HostCommand[R]) -> R:
+        """Return a command's result; raise its error."""
         ...
 
     def tell(self, command: Command) -> None:
@@ -57,25 +59,24 @@ class ThreadLoader:
         named = replace(config, served_names=names)
         open_model = await asyncio.to_thread(_read, named, self._config, self._kinds, read)
         try:
-            begin = partial(_begin, number=number, open_model=open_model)
-            await make_room(await thread.call(begin))
+            await make_room(await thread.call(BeginLoad(number, open_model)))
             evaluated = Progress(on_progress, 1 / 2, 1)
             # In parts, each between two steps of what is served.
-            while (share := await thread.call(partial(_advance, number=number))) < 1:
+            while (share := await thread.call(AdvanceLoad(number))) < 1:
                 evaluated(share)
-            return await thread.call(partial(_finish, number=number))
+            return await thread.call(CommitLoad(number))
         except BaseException:
             # Whatever it has is let go of on the thread that made it.
-            thread.tell(Call(action=partial(_close, number=number), reply=lambda _: None))
+            thread.tell(Call(action=DropLoad(number), reply=lambda _: None))
             raise
 
     async def drop(self, name: str) -> None:
         """See ``ModelLoader.drop``."""
-        await self._thread.call(partial(_drop, name=name))
+        await self._thread.call(UnloadModel(name))
 
     async def forget(self, name: str) -> None:
         """See ``ModelLoader.forget``."""
-        await self._thread.call(partial(_forget, name=name))
+        await self._thread.call(ForgetAdapters(name))
 
 
 class Progress:
@@ -118,45 +119,87 @@ def _read(
     return open_model
 
 
-def _begin(host: EngineHost, *, number: int, open_model: OpenModel) -> int:
-    """Open a model's weights; return how many bytes they will take."""
-    pending = host.pending[number] = open_model(host.families)
-    return pending.num_bytes
+@dataclass(frozen=True, slots=True)
+class BeginLoad(HostCommand[int]):
+    """Open a model's weights; return how many bytes they will take.
+
+    Attributes:
+        number: unique among the models that are being loaded.
+        open_model: opens it.
+    """
+
+    number: int
+    open_model: OpenModel
+
+    def __call__(self, host: EngineHost) -> int:
+        """Apply the command."""
+        pending = host.pending[self.number] = self.open_model(host.families, host.worker)
+        return pending.num_bytes
 
 
-def _advance(host: EngineHost, *, number: int) -> float:
+@dataclass(frozen=True, slots=True)
+class AdvanceLoad(HostCommand[float]):
     """Load the next part; see ``PendingModel.advance``."""
-    return host.pending[number].advance()
+
+    number: int
+
+    def __call__(self, host: EngineHost) -> float:
+        """Apply the command."""
+        return host.pending[self.number].advance()
 
 
-def _close(host: EngineHost, *, number: int) -> None:
+@dataclass(frozen=True, slots=True)
+class DropLoad(HostCommand[None]):
     """Free a model that will not be finished, if it is there."""
-    pending = host.pending.pop(number, None)
-    if pending is not None:
-        pending.close()
+
+    number: int
+
+    def __call__(self, host: EngineHost) -> None:
+        """Apply the command."""
+        pending = host.pending.pop(self.number, None)
+        if pending is not None:
+            pending.close()
 
 
-def _finish(host: EngineHost, *, number: int) -> ServedModel:
+@dataclass(frozen=True, slots=True)
+class CommitLoad(HostCommand[ServedModel]):
     """Let requests run on a model, which is in memory."""
-    pending = host.pending.pop(number)
-    name = pending.name
-    built = pending.finish(host.adapters.get(name))
-    pending.close()
-    assert built.engine is not None
-    # It joins what is paused now.
-    built.engine.is_paused = any(one.is_paused for one in host.engines.values())
-    host.engines[name] = built.engine
-    host.adapters[name] = built.engine.adapters
-    return built.model
+
+    number: int
+
+    def __call__(self, host: EngineHost) -> ServedModel:
+        """Apply the command."""
+        pending = host.pending.pop(self.number)
+        name = pending.name
+        built = pending.finish(host.adapters.get(name))
+        pending.close()
+        assert built.engine is not None
+        # It joins what is paused now.
+        built.engine.is_paused = any(engine.is_paused for engine in host.engines.values())
+        host.engines[name] = built.engine
+        host.adapters[name] = built.engine.adapters
+        return built.model
 
 
-def _forget(host: EngineHost, *, name: str) -> None:
+@dataclass(frozen=True, slots=True)
+class ForgetAdapters(HostCommand[None]):
     """Drop the adapters of a model."""
-    host.adapters.pop(name, None)
+
+    name: str
+
+    def __call__(self, host: EngineHost) -> None:
+        """Apply the command."""
+        host.adapters.pop(self.name, None)
 
 
-def _drop(host: EngineHost, *, name: str) -> None:
+@dataclass(frozen=True, slots=True)
+class UnloadModel(HostCommand[None]):
     """Free the memory of a model, if it is there, that no request runs on."""
-    engine = host.engines.pop(name, None)
-    if engine is not None:
-        engine.release()
+
+    name: str
+
+    def __call__(self, host: EngineHost) -> None:
+        """Apply the command."""
+        engine = host.engines.pop(self.name, None)
+        if engine is not None:
+            engine.release()

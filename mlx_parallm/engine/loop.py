@@ -13,6 +13,7 @@ from mlx_parallm.engine.interface import AdapterSet, Event, EventReader, Pending
 from mlx_parallm.engine.metrics import MetricFamilies
 from mlx_parallm.engine.turns import Turns, TurnTaker
 from mlx_parallm.types.errors import ControlError, ModelNotFoundError, ParallmError
+from mlx_parallm.worker.worker import Worker
 
 logger = logging.getLogger(__name__)
 
@@ -24,6 +25,7 @@ class EngineLoop:
         engines: the loaded models' engines by their first names; they come and go.
         adapters: each model's adapters, likewise; they stay when a model is evicted.
         families: metrics of all kinds of models.
+        worker: the door to the device.
         pending: models that are being loaded, by their commands' number.
         stagings: adapters that are being put into a slot, likewise.
         beside: what takes turns without being a served model.
@@ -36,6 +38,7 @@ class EngineLoop:
         deliver: Callable[[Sequence[Event]], None],
         *,
         families: MetricFamilies,
+        worker: Worker | None = None,
         max_stall_s: float | None = None,
     ) -> None:
         """Prepare.
@@ -45,12 +48,14 @@ class EngineLoop:
             inbox: where commands come from.
             deliver: sends events to the event loop.
             families: see the class.
+            worker: see the class; None for a new one.
             max_stall_s: how long a decode step and a batch may take together, in seconds, if that
                 is bounded.
         """
         self.engines = engines
         self.adapters: dict[str, AdapterSet] = {name: one.adapters for name, one in engines.items()}
         self.families = families
+        self.worker = worker or Worker()
         self.pending: dict[int, PendingModel] = {}
         self.stagings: dict[int, AdapterStaging] = {}
         self.beside: list[TurnTaker] = []

@@ -26,8 +26,8 @@ MAX_DIGITS = 18
 class AdapterStore(Protocol):
     """Has the tensors of a model's adapters, by their content."""
 
-    def add(self, adapter: AdapterWeights) -> OwnHead | None:
-        """Keep an adapter that batches may name; the head that it brings, if it brings one.
+    def add(self, content: str, adapter: AdapterWeights) -> OwnHead | None:
+        """Keep an adapter that batches may name; return the head that it brings, if any.
 
         Raises:
             InvalidRequestError: it does not fit.
@@ -67,8 +67,9 @@ class AdapterUsers(Protocol):
 class NoAdapters:
     """Implements ``AdapterStore`` for what cannot have adapters."""
 
-    def add(self, adapter: AdapterWeights) -> OwnHead | None:
+    def add(self, content: str, adapter: AdapterWeights) -> OwnHead | None:
         """Refuse."""
+        del content, adapter
         raise InvalidRequestError("This model takes no adapters.", param="model")
 
     def stage(self, slot: int, content: str) -> bool:
@@ -92,6 +93,9 @@ class AdapterUpload:
         replaces: whether an adapter of this name may be there already.
         is_pinned: whether it keeps its slot once it has one; None as before.
         source: the folder it came from; None for an upload.
+        opaque: an id of what it computes, for adapters that the device makes; None for the digest
+            of the weights.
+        is_cached: False if no KV computed with it is kept for later requests.
     """
 
     name: str
@@ -101,6 +105,13 @@ class AdapterUpload:
     replaces: bool = False
     is_pinned: bool | None = None
     source: str | None = None
+    opaque: str | None = None
+    is_cached: bool = True
+
+    @property
+    def content(self) -> str:
+        """Equal for adapters that compute the same."""
+        return self.weights.digest if self.opaque is None else self.opaque
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,7 +122,7 @@ class AdapterInfo:
         name: that requests use.
         model: the first name of its base model.
         version: label of the tokens that it makes now.
-        digest: SHA-256 of what it changes.
+        digest: its content: the SHA-256 of what it changes, unless it was given an id.
         rank: the largest of its modules.
         num_bytes: of its tensors.
         created: Unix seconds of this version.
@@ -210,7 +221,7 @@ class Policies:
         if is_pinned is None:
             is_pinned = known is not None and known.info.is_pinned
         replaced = self._find_room() if known is None else None
-        head = self.store.add(upload.weights)
+        head = self.store.add(upload.content, upload.weights)
         policy = self._put(upload, known, is_pinned, head)
         # Only now is it certain that it is needed no more; the tensors may be the same.
         if replaced is not None:
@@ -218,22 +229,24 @@ class Policies:
         self.forget_unused()
         return self._info(policy)
 
-    def begin(self, upload: AdapterUpload) -> int | None:
-        """The slot that an adapter can be staged in before ``load``; None if there is none.
+    def begin(self, upload: AdapterUpload, *, takes_slot: bool) -> int | None:
+        """Keep the tensors of an adapter until ``end``, ahead of ``load``; raise as that does.
 
-        It is the adapter's until ``end``. Raises as ``load`` does.
+        Returns:
+            The slot that it can be staged in, if it ``takes_slot``; None if there is none.
         """
         self._check(upload)
-        content = upload.weights.digest
-        if not self.users.adapters.is_available(content):
+        content = upload.content
+        self.store.add(content, upload.weights)
+        if not takes_slot or not self.users.adapters.is_available(content):
             return None
-        self.store.add(upload.weights)
         return self.users.adapters.acquire(content)
 
-    def end(self, upload: AdapterUpload) -> None:
-        """What was staged is loaded, or will not be."""
-        content = upload.weights.digest
-        self.users.adapters.release(content)
+    def end(self, upload: AdapterUpload, slot: int | None) -> None:
+        """Give back the slot of ``begin``, and forget the adapter unless it was loaded."""
+        content = upload.content
+        if slot is not None:
+            self.users.adapters.release(content)
         self._leaving.add(content)
         self.forget_unused()
 
@@ -277,7 +290,7 @@ class Policies:
     ) -> _Policy:
         num_versions = 1 if known is None else known.num_versions + 1
         label = upload.version or _next_label(known)
-        version = WeightsVersion(upload.weights.digest, label)
+        version = WeightsVersion(upload.content, label, is_cached=upload.is_cached)
         info = AdapterInfo(
             name=upload.name,
             model=self.model,

@@ -17,13 +17,8 @@ from mlx_parallm.config import (
 )
 from mlx_parallm.demo_models.folders import DEMO_NAME
 from mlx_parallm.engine.build import fetch_model, model_names
-from mlx_parallm.engine.interface import (
-    BuildContext,
-    BuiltModel,
-    ModelFolder,
-    OpenModel,
-    TellProgress,
-)
+from mlx_parallm.engine.device import DeviceAdapters, DeviceWeights
+from mlx_parallm.engine.interface import BuildContext, BuiltModel, ModelFolder, OpenModel
 from mlx_parallm.engine.live_weights import LiveWeights
 from mlx_parallm.engine.metrics import MetricFamilies
 from mlx_parallm.engine.policies import Policies
@@ -40,19 +35,15 @@ from mlx_parallm.models.load_failures import load_failures
 from mlx_parallm.tokenizer.tokenizer import ParallmTokenizer, load_tokenizer
 from mlx_parallm.types.errors import ConfigError, InvalidRequestError, ModelLoadError
 from mlx_parallm.types.kv_plan import KVPlan
-from mlx_parallm.types.step import RunnerInfo
-from mlx_parallm.types.tracing import StepTracer
+from mlx_parallm.types.step import RunnerInfo, ScheduledBatch, StepInFlight, StepOutput
 from mlx_parallm.units import readable_bytes
-from mlx_parallm.worker.attention.backend_choice import BackendChoice, choose_backend
 from mlx_parallm.worker.device.properties import backend_name, free_memory_bytes, give_back_memory
-from mlx_parallm.worker.generation.cache_layout import CacheLayout, kv_shapes, probe_layout
-from mlx_parallm.worker.generation.draft_model import DraftModel
-from mlx_parallm.worker.generation.memory import config_value, context_length, plan_kv, query_heads
-from mlx_parallm.worker.generation.model_runner import ModelRunner
-from mlx_parallm.worker.generation.row_selection import embedding_rows
+from mlx_parallm.worker.generation.loading import GenerationLoader
+from mlx_parallm.worker.generation.plan import GenerationPlan, GenerationSpec
 from mlx_parallm.worker.generation.warm_up import WarmUp
-from mlx_parallm.worker.weights.loader import LoadedModel, load_model
+from mlx_parallm.worker.ops import Allocate, Load, Step
 from mlx_parallm.worker.weights.revision import folder_revision
+from mlx_parallm.worker.worker import Worker
 
 logger = logging.getLogger(__name__)
 
@@ -71,31 +62,64 @@ CPU_BATCH_SIZE = 4
 
 
 @dataclass(frozen=True, slots=True)
-class _DraftWeights:
-    """A draft model in memory; ``block_bytes`` is what its KV adds to a block of the budget."""
+class _Loaded:
+    """A model in memory, before it has any KV.
 
-    loaded: LoadedModel
-    layouts: tuple[CacheLayout, ...]
-    attention: BackendChoice
-    block_bytes: int
-
-
-@dataclass(frozen=True, slots=True)
-class _Weights:
-    """A model in memory, before it has any KV."""
+    Attributes:
+        config: its settings.
+        path: its folder.
+        tokenizer: its own.
+        kv: what a block of it and of its draft model takes.
+        plan: its weights.
+        draft: the plan of its draft model, whose name in the worker is ``draft_name``; None if it
+            has none.
+    """
 
     config: ModelConfig
-    loaded: LoadedModel
-    layouts: tuple[CacheLayout, ...]
+    path: Path
     tokenizer: ParallmTokenizer
-    attention: BackendChoice
-    plan: KVPlan
-    draft: _DraftWeights | None = None
+    kv: KVPlan
+    plan: GenerationPlan
+    draft: GenerationPlan | None = None
+
+    @property
+    def name(self) -> str:
+        """The model's name in the worker."""
+        return model_names(self.config)[0]
+
+    @property
+    def draft_name(self) -> str | None:
+        """The draft model's name in the worker."""
+        return None if self.draft is None else _draft_name(self.name)
 
     @property
     def weight_bytes(self) -> int:
         """Of the model and its draft model."""
-        return self.loaded.weight_bytes + (self.draft.loaded.weight_bytes if self.draft else 0)
+        return self.plan.weight_bytes + (self.draft.weight_bytes if self.draft else 0)
+
+
+class DeviceRunner:
+    """Runs the steps of one model as ops. Implements ``Runner``.
+
+    Attributes:
+        info: facts about the loaded model.
+        prepares_shapes: see ``GenerationPlan``.
+    """
+
+    def __init__(self, worker: Worker, model: str, plan: GenerationPlan) -> None:
+        assert plan.info is not None, "the model has no KV pool yet"
+        self.info = plan.info
+        self.prepares_shapes = plan.prepares_shapes
+        self._worker = worker
+        self._model = model
+
+    def submit(self, batch: ScheduledBatch) -> StepInFlight:
+        """See ``Runner``."""
+        return self._worker.begin(Step(model=self._model, batch=batch))
+
+    def run(self, batch: ScheduledBatch) -> StepOutput:
+        """Run one step and wait for its results."""
+        return self.submit(batch).wait()
 
 
 class GenerationKind:
@@ -107,6 +131,10 @@ class GenerationKind:
         """See ``Kind``."""
         families.of(GenerationFamilies)
 
+    def install(self, worker: Worker) -> None:
+        """See ``Kind``."""
+        worker.install(GenerationSpec, GenerationLoader())
+
     def serves(self, config: ModelConfig, path: Path) -> bool:
         """See ``Kind``: mlx_lm says at load what it cannot run."""
         del config, path
@@ -114,15 +142,11 @@ class GenerationKind:
 
     def build(self, models: Collection[ModelFolder], context: BuildContext) -> list[BuiltModel]:
         """Load models and share one byte budget of KV among them; see ``Kind``."""
-        settings = context.settings
-        loaded = _load_all(models, settings, context.on_progress)
-        shares = _kv_shares(loaded, settings.cache)
+        loaded = _load_all(models, context)
+        shares = _kv_shares(loaded, context.settings.cache)
         for share in shares:
             logger.info("%s: %s", share.name, share)
-        return [
-            _assemble(one, share, settings, context.families, context.tracer)
-            for one, share in zip(loaded, shares, strict=True)
-        ]
+        return [_assemble(one, share, context) for one, share in zip(loaded, shares, strict=True)]
 
     def read(self, config: ModelConfig, path: Path, settings: EngineConfig) -> OpenModel:
         """Refuse; see ``Kind``."""
@@ -134,21 +158,19 @@ class GenerationKind:
         )
 
 
-def kv_shares(models: Collection[ModelFolder], settings: EngineConfig) -> list[KVShare]:
+def kv_shares(models: Collection[ModelFolder], context: BuildContext) -> list[KVShare]:
     """Load models and return what KV each would get, on the calling thread.
 
     Raises as ``Kind.build`` does.
     """
-    return _kv_shares(_load_all(models, settings, lambda _text, _share: None), settings.cache)
+    return _kv_shares(_load_all(models, context), context.settings.cache)
 
 
-def _load_all(
-    models: Collection[ModelFolder], settings: EngineConfig, on_progress: TellProgress
-) -> list[_Weights]:
-    loaded: list[_Weights] = []
+def _load_all(models: Collection[ModelFolder], context: BuildContext) -> list[_Loaded]:
+    loaded: list[_Loaded] = []
     for one in models:
         with load_failures(one.path):
-            loaded.append(_load(one.config, one.path, settings, on_progress))
+            loaded.append(_load(one.config, one.path, context))
     return loaded
 
 
@@ -159,15 +181,15 @@ def with_token_budget(config: SchedulerConfig, backend: str) -> SchedulerConfig:
     return replace(config, max_num_batched_tokens=CUDA_TOKEN_BUDGET)
 
 
-def _kv_shares(models: Sequence[_Weights], cache: CacheConfig) -> list[KVShare]:
+def _kv_shares(models: Sequence[_Loaded], cache: CacheConfig) -> list[KVShare]:
     """Share the KV memory among the models; log a warning for each whose context is cut.
 
     Raises:
         ConfigError: there is not even a block for each.
     """
-    plans = [one.plan for one in models]
+    plans = [one.kv for one in models]
     blocks = share_budget(plans, _kv_budget(models, cache))
-    names = [model_names(one.config)[0] for one in models]
+    names = [one.name for one in models]
     shares = [KVShare(*one) for one in zip(names, plans, blocks, strict=True)]
     for share in shares:
         if share.is_cut:
@@ -181,7 +203,7 @@ def _kv_shares(models: Sequence[_Weights], cache: CacheConfig) -> list[KVShare]:
     return shares
 
 
-def _kv_budget(models: Sequence[_Weights], cache: CacheConfig) -> int:
+def _kv_budget(models: Sequence[_Loaded], cache: CacheConfig) -> int:
     """Return the bytes of KV for all models: as configured, or what is free and sensible.
 
     Raises:
@@ -189,7 +211,7 @@ def _kv_budget(models: Sequence[_Weights], cache: CacheConfig) -> int:
     """
     if cache.kv_cache_bytes is not None:
         return _free_for_kv(cache.kv_cache_bytes) if models else 0
-    wanted = sum(one.plan.wanted_bytes for one in models)
+    wanted = sum(one.kv.wanted_bytes for one in models)
     free = free_memory_bytes()
     budget = wanted if free is None else min(wanted, int(free * cache.memory_fraction))
     if backend_name() == "cpu":
@@ -215,105 +237,63 @@ def _free_for_kv(num_bytes: int) -> int:
     return num_bytes
 
 
-def _load(
-    model: ModelConfig, path: Path, config: EngineConfig, on_progress: TellProgress
-) -> _Weights:
+def _load(model: ModelConfig, path: Path, context: BuildContext) -> _Loaded:
     name = model_names(model)[0]
-    on_progress(f"Loading {name}", 0.0)
-    loaded = load_model(model, path)
-    layouts = probe_layout(loaded.model)
+    context.on_progress(f"Loading {name}", 0.0)
+    plan = _read(model, path, name, context)
     tokenizer = load_tokenizer(
         path, chat_template=model.chat_template, trust_remote_code=model.trust_remote_code
     )
-    attention = _attention(model, config, loaded, layouts)
-    plan = plan_kv(
-        layouts,
-        loaded.config,
-        config.cache,
-        config.scheduler,
-        config.max_len_of(model, context_length(loaded.config)),
-        attention.backend,
+    context.on_progress(f"Loading {name}", 1.0)
+    loaded = _Loaded(model, path, tokenizer, plan.kv, plan)
+    source = context.settings.speculative and context.settings.speculative.model
+    return loaded if source is None else _with_draft(loaded, source, context)
+
+
+def _read(model: ModelConfig, path: Path, name: str, context: BuildContext) -> GenerationPlan:
+    spec = GenerationSpec(
+        config=model, path=path, settings=context.settings, free_bytes=free_memory_bytes()
     )
-    on_progress(f"Loading {name}", 1.0)
-    draft = _draft_weights(model, config, tokenizer, on_progress)
-    if draft is not None:
-        plan = replace(plan, block_bytes=plan.block_bytes + draft.block_bytes)
-    return _Weights(model, loaded, layouts, tokenizer, attention, plan, draft)
+    return context.worker.execute(Load(model=name, spec=spec))
 
 
-def _attention(
-    model: ModelConfig,
-    config: EngineConfig,
-    loaded: LoadedModel,
-    layouts: tuple[CacheLayout, ...],
-) -> BackendChoice:
-    dtype = model.kv_cache_dtype or config.cache.kv_cache_dtype
-    return choose_backend(
-        replace(config.cache, kv_cache_dtype=dtype),
-        kv_shapes(layouts),
-        query_heads(loaded.config),
-        is_bounded=config.scheduler.max_decode_stall_ms is not None,
-    )
-
-
-def _draft_weights(
-    model: ModelConfig, config: EngineConfig, tokenizer: ParallmTokenizer, on_progress: TellProgress
-) -> _DraftWeights | None:
-    """The draft model for ``model``, if the configuration has one.
+def _with_draft(loaded: _Loaded, source: str, context: BuildContext) -> _Loaded:
+    """Load the draft model of a model.
 
     Raises:
         ConfigError, ModelLoadError: as ``_load_draft``, with the setting's name.
     """
-    source = config.speculative and config.speculative.model
-    if source is None:
-        return None
     try:
-        return _load_draft(source, model, config, tokenizer, on_progress)
+        draft = _load_draft(source, loaded, context)
     except (ConfigError, ModelLoadError) as problem:
         # Without the name it might be the served model that is at fault.
         raise type(problem)(f"--speculative-config: draft model: {problem}") from problem
+    # A block of the budget has KV of both models, of equally many tokens.
+    kv = replace(loaded.kv, block_bytes=loaded.kv.block_bytes + draft.kv.block_bytes)
+    return replace(loaded, draft=draft, kv=kv)
 
 
-def _load_draft(
-    source: str,
-    model: ModelConfig,
-    engine: EngineConfig,
-    tokenizer: ParallmTokenizer,
-    on_progress: TellProgress,
-) -> _DraftWeights:
-    """A draft model for ``model``.
+def _draft_name(model: str) -> str:
+    return f"{model} draft"
+
+
+def _load_draft(source: str, target: _Loaded, context: BuildContext) -> GenerationPlan:
+    """Load a draft model for ``target``.
 
     Raises:
         ConfigError: its tokens are not those of the model.
         ModelLoadError: it could not be fetched or loaded.
     """
+    model = target.config
     config = ModelConfig(path=source, dtype=model.dtype, trust_remote_code=model.trust_remote_code)
-    path = fetch_model(config, source, on_progress)
+    path = fetch_model(config, source, context.on_progress)
     own = load_tokenizer(path, trust_remote_code=model.trust_remote_code)
-    if not tokenizer.has_vocabulary_of(own):
+    if not target.tokenizer.has_vocabulary_of(own):
         raise ConfigError(
-            f"{source} has other tokens than {model_names(model)[0]}; both need the same "
-            "vocabulary."
+            f"{source} has other tokens than {target.name}; both need the same vocabulary."
         )
-    loaded = load_model(config, path)
-    with load_failures(path):
-        layouts = probe_layout(loaded.model)
-    choice = _attention(model, engine, loaded, layouts)
-    per_token = sum(choice.backend.bytes_per_token(shape) for shape in kv_shapes(layouts))
-    return _DraftWeights(loaded, layouts, choice, per_token * engine.cache.block_size)
-
-
-def _draft_model(one: _Weights, num_blocks: int) -> DraftModel | None:
-    draft = one.draft
-    if draft is None:
-        return None
-    return DraftModel(
-        draft.loaded,
-        draft.layouts,
-        draft.attention.backend,
-        num_blocks=num_blocks,
-        block_size=one.plan.block_size,
-    )
+    config = replace(config, kv_cache_dtype=model.kv_cache_dtype)
+    return _read(config, path, _draft_name(target.name), context)
 
 
 def speculative_for(
@@ -337,15 +317,14 @@ def speculative_for(
     return replace(config, disable_by_batch_size=CPU_BATCH_SIZE if is_cpu else GPU_BATCH_SIZE)
 
 
-def _grammar_vocabulary(one: _Weights) -> GrammarVocabulary:
-    num_rows = embedding_rows(one.loaded.model, config_value(one.loaded.config, "vocab_size"))
+def _vocabulary(one: _Loaded) -> GrammarVocabulary:
     tokenizer = one.tokenizer
     return GrammarVocabulary(
-        tokenizer.backend_json, tokenizer.eos_ids, num_rows or 0, tokenizer.vocab_size
+        tokenizer.backend_json, tokenizer.eos_ids, one.plan.vocab_size, tokenizer.vocab_size
     )
 
 
-def _warm_up(runner: ModelRunner, scheduler: Scheduler, config: EngineConfig) -> WarmUp:
+def _warm_up(runner: DeviceRunner, scheduler: Scheduler, config: EngineConfig) -> WarmUp:
     return WarmUp(
         runner,
         num_seqs=config.scheduler.max_num_seqs,
@@ -354,26 +333,18 @@ def _warm_up(runner: ModelRunner, scheduler: Scheduler, config: EngineConfig) ->
     )
 
 
-def _assemble(
-    one: _Weights,
-    share: KVShare,
-    config: EngineConfig,
-    families: MetricFamilies,
-    tracer: StepTracer | None,
-) -> BuiltModel:
-    num_blocks = share.num_blocks
-    grammars = GrammarCompiler(_grammar_vocabulary(one))
-    runner = ModelRunner(
-        one.loaded,
-        one.layouts,
-        one.plan,
-        num_blocks,
-        one.attention.backend,
-        _draft_model(one, num_blocks),
-        grammars=grammars,
-        logprobs_mode=config.logprobs_mode,
-        tracer=tracer,
+def _assemble(one: _Loaded, share: KVShare, context: BuildContext) -> BuiltModel:
+    config, worker = context.settings, context.worker
+    grammars = GrammarCompiler(_vocabulary(one))
+    plan = worker.execute(
+        Allocate(
+            model=one.name,
+            num_blocks=share.num_blocks,
+            grammars=grammars,
+            draft=one.draft_name,
+        )
     )
+    runner = DeviceRunner(worker, one.name, plan)
     info = runner.info
     kv = KVCacheManager(
         info.num_blocks,
@@ -388,11 +359,11 @@ def _assemble(
         has_state=info.has_state,
         speculative=speculative_for(config.speculative, info, names[0]),
     )
-    metrics = EngineMetrics(families, names[0], info)
+    metrics = EngineMetrics(context.families, names[0], info)
     policies = Policies(
         model=names[0],
         users=scheduler,
-        store=runner.adapters,
+        store=DeviceAdapters(worker, one.name),
         max_loaded=config.adapters.max_loaded,
         max_rank=config.adapters.max_rank,
     )
@@ -401,11 +372,11 @@ def _assemble(
         runner,
         one.tokenizer,
         metrics,
-        live=LiveWeights(policies, runner.live, scheduler),
+        live=LiveWeights(policies, DeviceWeights(worker, one.name), scheduler),
         grammars=grammars,
         warm_up=_warm_up(runner, scheduler, config) if config.warm_up else None,
         seed=config.seed,
-        tracer=tracer,
+        tracer=context.tracer,
     )
     model = GenerationModel(
         names=names,
@@ -419,6 +390,6 @@ def _assemble(
         allows_auto_tools=one.config.enable_auto_tool_choice,
         parses_tools=one.config.tool_call_parser != "none",
         grammars=grammars,
-        revision=folder_revision(one.loaded.path),
+        revision=folder_revision(one.path),
     )
     return BuiltModel(one.config, model, engine)

@@ -44,6 +44,10 @@ class GrammarCompiler:
         self._texts = BoundedCache[GrammarSpec, str](MAX_CACHED, MAX_CACHED_CHARS)
         self._matchers = BoundedCache[str, LLMatcher](MAX_CACHED, MAX_CACHED_CHARS)
 
+    def __reduce__(self) -> tuple[type[GrammarCompiler], tuple[GrammarVocabulary]]:
+        """Pickle the vocabulary alone: what was compiled is compiled again."""
+        return GrammarCompiler, (self.vocabulary,)
+
     def known(self, spec: GrammarSpec) -> str | None:
         """The grammar's text if it was compiled lately."""
         with self._lock:

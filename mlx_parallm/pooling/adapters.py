@@ -65,12 +65,12 @@ class OpenRequests:
 class SlotStore(AdapterStore, Protocol):
     """An ``AdapterStore`` whose slots batches name."""
 
-    def place(self, slots: Mapping[int, str]) -> None:
-        """Have these adapters in these slots."""
+    def ensure(self, contents: Collection[str]) -> None:
+        """Have the tensors of adapters ready for a batch that names them."""
         ...
 
     def release(self) -> None:
-        """Have no adapter on the device until a batch names it."""
+        """Note that no adapter is on the device any more: the model was unloaded."""
         ...
 
 
@@ -141,7 +141,7 @@ class EncoderAdapterSet:
         slots = {content: adapters.acquire(content) for content in contents}
         try:
             if self.store is not None:
-                self.store.place({slot: content for content, slot in slots.items()})
+                self.store.ensure(contents)
             yield slots
         finally:
             for content in contents:

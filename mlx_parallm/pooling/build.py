@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from mlx_parallm.config import EngineConfig, ModelConfig
+from mlx_parallm.engine.device import DeviceAdapters
 from mlx_parallm.engine.interface import (
     AdapterSet,
     BuildContext,
@@ -21,14 +23,12 @@ from mlx_parallm.models.checkpoints.cross_encoder import scores_are_logits
 from mlx_parallm.models.checkpoints.labels import names_reward
 from mlx_parallm.models.checkpoints.late_interaction import read_late_spec
 from mlx_parallm.models.checkpoints.model_task import tasks_for
-from mlx_parallm.models.checkpoints.sentence_transformers import (
-    read_vector_spec,
-    transformer_folder,
-)
+from mlx_parallm.models.checkpoints.sentence_transformers import transformer_folder
 from mlx_parallm.models.load_failures import load_failures
+from mlx_parallm.models.loading import is_encoder
 from mlx_parallm.pooling.adapters import EncoderAdapterSet
 from mlx_parallm.pooling.decoder_build import (
-    open_decoder_runner,
+    chosen_tokens,
     read_decoder_tokenizer,
     reads_on,
     task_of,
@@ -39,17 +39,22 @@ from mlx_parallm.pooling.metrics import PoolingFamilies, PoolingMetrics
 from mlx_parallm.pooling.model import POOLING_TRAITS, PoolingModel, TextEncoder
 from mlx_parallm.tokenizer.encoder_tokenizer import load_encoder_tokenizer
 from mlx_parallm.types.errors import ConfigError
-from mlx_parallm.types.pooling import EncoderInfo
-from mlx_parallm.worker.device.properties import backend_name
-from mlx_parallm.worker.lora.adapter_store import AdapterStore
-from mlx_parallm.worker.pooling.encoder_adapters import AdaptedEncoder
-from mlx_parallm.worker.pooling.encoder_runner import is_encoder, open_encoder_runner
-from mlx_parallm.worker.pooling.pending_encoder import PendingEncoder
+from mlx_parallm.types.pooling import EncodeInput, EncoderInfo
+from mlx_parallm.worker.device.properties import backend_name, free_memory_bytes
+from mlx_parallm.worker.ops import Load, Pending, PoolBatch, Unload
+from mlx_parallm.worker.pooling.loading import PoolingLoader
+from mlx_parallm.worker.pooling.plan import PoolingPlan, PoolingSpec
+from mlx_parallm.worker.worker import PendingLoad, Worker
+
+if TYPE_CHECKING:
+    import numpy as np
 
 # Tokens of a batch, padding included: more make no device busier. A CPU is then even slower, since
 # what a layer makes of a batch leaves its caches.
 GPU_MAX_TOKENS = 8192
 CPU_MAX_TOKENS = 512
+# ADVANCE_S: seconds of a load between two steps, unless one part takes longer.
+ADVANCE_S = 0.01
 # Distinct inputs; a request of more than that runs alone.
 MAX_WAITING = 20_000
 
@@ -73,6 +78,10 @@ class PoolingKind:
         """See ``Kind``."""
         families.of(PoolingFamilies)
 
+    def install(self, worker: Worker) -> None:
+        """See ``Kind``."""
+        worker.install(PoolingSpec, PoolingLoader())
+
     def serves(self, config: ModelConfig, path: Path) -> bool:
         """See ``Kind``."""
         return is_read(config, path)
@@ -84,7 +93,12 @@ class PoolingKind:
             text = f"Loading {one.names[0]}"
             context.on_progress(text, 0.0)
             pending = PendingPoolingModel(
-                one.config, one.path, one.names, context.settings, context.families
+                one.config,
+                one.path,
+                one.names,
+                context.settings,
+                context.families,
+                context.worker,
             )
             built.append(pending.finish())
             context.on_progress(text, 1.0)
@@ -101,9 +115,33 @@ def _open(
     settings: EngineConfig,
     tokenizer: TextEncoder,
     families: MetricFamilies,
+    worker: Worker,
 ) -> PendingPoolingModel:
     names = config.served_names
-    return PendingPoolingModel(config, path, names, settings, families, tokenizer=tokenizer)
+    return PendingPoolingModel(config, path, names, settings, families, worker, tokenizer=tokenizer)
+
+
+class DeviceEncoder:
+    """Runs the batches of one model as ops. Implements ``Encoder``."""
+
+    def __init__(self, worker: Worker, model: str, info: EncoderInfo) -> None:
+        self.info = info
+        self._worker = worker
+        self._model = model
+
+    def begin(
+        self, inputs: Sequence[EncodeInput], slots: Mapping[str, int]
+    ) -> Pending[list[np.ndarray]]:
+        """See ``Encoder``."""
+        return self._worker.begin(PoolBatch(model=self._model, inputs=inputs, slots=slots))
+
+    def run(self, inputs: Sequence[EncodeInput]) -> list[np.ndarray]:
+        """See ``Encoder``."""
+        return self.begin(inputs, {}).wait()
+
+    def release(self) -> None:
+        """See ``Encoder``."""
+        self._worker.execute(Unload(model=self._model))
 
 
 class PendingPoolingModel:
@@ -120,8 +158,10 @@ class PendingPoolingModel:
         names: tuple[str, ...],
         settings: EngineConfig,
         families: MetricFamilies,
+        worker: Worker,
         *,
         tokenizer: TextEncoder | None = None,
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         """Open a folder of which ``is_read`` is true; its ``tokenizer``, unless that is loaded.
 
@@ -134,17 +174,27 @@ class PendingPoolingModel:
         self._names = names
         self._settings = settings
         self._families = families
+        self._worker = worker
+        self._clock = clock
         with load_failures(path):
             self._tokenizer = tokenizer or tokenizer_of(config, path)
-            self._pending: PendingEncoder | None = open_runner(config, path, self._tokenizer)
-        self.num_bytes = self._pending.num_bytes
+            spec = pooling_spec(config, path, self._tokenizer)
+            opened: Any = worker.begin(Load(model=names[0], spec=spec))
+        self._pending: PendingLoad | None = opened
+        self.num_bytes: int = opened.num_bytes
+        self._num_stages = max(1, opened.num_stages - 1)
 
     def advance(self) -> float:
-        """Have the next part in memory; which share is there, from 0 to 1."""
-        return self._opened.advance()
+        """Have the next parts in memory; return the share that is there, from 0 to 1."""
+        opened, end_s = self._opened, self._clock() + ADVANCE_S
+        while opened.num_stages > 1:
+            opened.advance()
+            if self._clock() >= end_s:
+                break
+        return 1.0 - (opened.num_stages - 1) / self._num_stages
 
     def close(self) -> None:
-        """Let go of what is not part of a finished encoder."""
+        """Free what is not part of a finished model."""
         self._pending = None
 
     @property
@@ -153,7 +203,7 @@ class PendingPoolingModel:
         return self._names[0]
 
     @property
-    def _opened(self) -> PendingEncoder:
+    def _opened(self) -> PendingLoad:
         assert self._pending is not None, "closed"
         return self._pending
 
@@ -166,8 +216,8 @@ class PendingPoolingModel:
             ConfigError: ``max_model_len`` is beyond what the model takes.
         """
         with load_failures(self._path):
-            runner = self._opened.finish()
-            info = self._info(runner.info)
+            plan: PoolingPlan = self._opened.wait()
+            info = self._info(plan.info)
         max_tokens = self._settings.scheduler.max_num_batched_tokens or _max_tokens()
         model = PoolingModel(
             names=self._names,
@@ -179,7 +229,7 @@ class PendingPoolingModel:
             max_waiting=MAX_WAITING,
         )
         engine = PoolingEngine(
-            runner,
+            DeviceEncoder(self._worker, self.name, plan.info),
             max_tokens=max_tokens,
             max_waiting=MAX_WAITING,
             metrics=PoolingMetrics(self._families, self._names[0]),
@@ -187,16 +237,15 @@ class PendingPoolingModel:
             cache_bytes=self._settings.encoders.cache_bytes,
             # On a CPU a launch costs no more than the padding that is free in any case.
             joins_lengths=backend_name() == "cuda",
-            adapters=self._adapters(runner, kept),
+            adapters=self._adapters(kept),
         )
         return BuiltModel(self._config, model, engine)
 
-    def _adapters(self, runner: AdaptedEncoder, kept: AdapterSet | None) -> EncoderAdapterSet:
-        if not isinstance(kept, EncoderAdapterSet) or not isinstance(kept.store, AdapterStore):
-            store = AdapterStore(runner.adapters)
-            return EncoderAdapterSet.of_model(self._names[0], store, self._settings)
-        kept.store.move(runner.adapters)
-        return kept
+    def _adapters(self, kept: AdapterSet | None) -> EncoderAdapterSet:
+        if isinstance(kept, EncoderAdapterSet):
+            return kept
+        store = DeviceAdapters(self._worker, self.name)
+        return EncoderAdapterSet.of_model(self.name, store, self._settings)
 
     def _info(self, info: EncoderInfo) -> EncoderInfo:
         if self._config.task != "auto":
@@ -244,14 +293,16 @@ def tokenizer_of(config: ModelConfig, path: Path) -> TextEncoder:
     return load_encoder_tokenizer(own, trust_remote_code=config.trust_remote_code)
 
 
-def open_runner(config: ModelConfig, path: Path, tokenizer: TextEncoder) -> PendingEncoder:
-    """The model of a folder of which ``is_read`` is true.
+def pooling_spec(config: ModelConfig, path: Path, tokenizer: TextEncoder) -> PoolingSpec:
+    """Return what the worker is told of a folder of which ``is_read`` is true.
 
     Raises:
-        ConfigError: an unknown dtype.
-        ModelLoadError: it cannot be loaded.
+        ModelLoadError: a reranker scores by tokens that its vocabulary does not have.
     """
-    own = transformer_folder(path)
-    if is_encoder(own):
-        return open_encoder_runner(own, config.dtype, read_vector_spec(path))
-    return open_decoder_runner(config, path, task_of(config, path), tokenizer)
+    task, chosen = config.task, ()
+    if not is_encoder(transformer_folder(path)):
+        task = task_of(config, path)
+        chosen = chosen_tokens(path, task, tokenizer)
+    return PoolingSpec(
+        config=config, path=path, task=task, chosen=chosen, free_bytes=free_memory_bytes()
+    )

@@ -1,4 +1,4 @@
-"""Loads a decoder that is served as an encoder."""
+"""What the files of a decoder say of how it is served as a pooling model."""
 
 from __future__ import annotations
 
@@ -7,22 +7,17 @@ from typing import Any
 
 from mlx_parallm.config import ModelConfig, ModelTask
 from mlx_parallm.models.checkpoints.decoders import reads_both_ways
-from mlx_parallm.models.checkpoints.model_task import decoder_plan, decoder_task, has_head
+from mlx_parallm.models.checkpoints.model_task import decoder_task, has_head
 from mlx_parallm.models.checkpoints.sentence_transformers import (
-    VectorSpec,
     module_kind,
     module_kinds,
     read_json,
-    read_vector_spec,
     transformer_folder,
 )
 from mlx_parallm.models.loading import ARCHITECTURES
 from mlx_parallm.pooling.model import TextEncoder
 from mlx_parallm.tokenizer.decoder_tokenizer import DecoderTokenizer, load_decoder_tokenizer
 from mlx_parallm.types.errors import ModelLoadError
-from mlx_parallm.worker.pooling.decoder_loading import open_decoder
-from mlx_parallm.worker.pooling.decoder_runner import DecoderRunner
-from mlx_parallm.worker.pooling.pending_encoder import PendingEncoder
 
 
 def task_of(config: ModelConfig, path: Path) -> ModelTask:
@@ -44,23 +39,16 @@ def reads_on(path: Path) -> bool:
     return found.get("model_type") not in ARCHITECTURES and not reads_both_ways(found)
 
 
-def open_decoder_runner(
-    config: ModelConfig, path: Path, task: ModelTask, tokenizer: TextEncoder
-) -> PendingEncoder:
-    """Open a decoder for a task other than ``generate``.
+def chosen_tokens(path: Path, task: ModelTask, tokenizer: TextEncoder) -> tuple[int, ...]:
+    """Return the ids of the tokens that a decoder scores by; see ``PoolingSpec.chosen``.
 
     Raises:
-        ConfigError: an unknown dtype.
-        ModelLoadError: it cannot be loaded, or not be read in this way.
+        ModelLoadError: its vocabulary does not have them.
     """
+    if task != "score":
+        return ()
     model_config = read_json(path / "config.json")
-    chosen = ()
-    if task == "score" and not has_head(model_config):
-        chosen = _chosen(path, model_config, tokenizer)
-    plan = decoder_plan(task, model_config, chosen)
-    spec = read_vector_spec(path, _vectors(model_config))
-    opened = open_decoder(config, path, plan)
-    return PendingEncoder(opened.model, path, lambda: DecoderRunner(opened, plan, spec))
+    return () if has_head(model_config) else _chosen(path, model_config, tokenizer)
 
 
 def read_decoder_tokenizer(config: ModelConfig, path: Path) -> DecoderTokenizer:
@@ -98,8 +86,3 @@ def _chosen(path: Path, config: dict[str, Any], tokenizer: TextEncoder) -> tuple
     if None in ids:
         raise ModelLoadError(f"{path} cannot score: {tokens} are not tokens of its vocabulary.")
     return tuple(one for one in ids if one is not None)
-
-
-def _vectors(config: dict[str, Any]) -> VectorSpec:
-    """Where no file says how vectors are made; vLLM's rule."""
-    return VectorSpec(poolings=("mean" if reads_both_ways(config) else "last",), normalizes=True)

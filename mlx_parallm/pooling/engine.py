@@ -275,7 +275,7 @@ class PoolingEngine(EngineDefaults):
             if now_s - begin_s + (now_s - last_s) > within_s:
                 return None
             last_s = now_s
-        return job.results()
+        return job.wait()
 
     def _end(self, running: _Running, results: list[np.ndarray]) -> list[PoolingEvent | ErrorEvent]:
         lengths = running.lengths

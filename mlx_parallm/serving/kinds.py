@@ -16,21 +16,31 @@ from mlx_parallm.generation.model import GENERATION_TRAITS, GenerationModel
 from mlx_parallm.pooling.build import PoolingKind
 from mlx_parallm.types.errors import ConfigError
 from mlx_parallm.types.tracing import StepTracer
+from mlx_parallm.worker.worker import Worker
 
 #: The first kind that serves a folder's model loads it. Models that generate come last: they take
 #: every folder, and share out the memory that is left.
 KINDS: tuple[Kind, ...] = (PoolingKind(), GenerationKind())
 
 
+def device_worker(tracer: StepTracer | None = None) -> Worker:
+    """Return a worker that can load every kind of model; ``tracer`` is told what steps do."""
+    worker = Worker(tracer)
+    for kind in KINDS:
+        kind.install(worker)
+    return worker
+
+
 def build_engines(
     config: EngineConfig,
     families: MetricFamilies,
+    worker: Worker,
     on_progress: TellProgress,
     *,
     tracer: StepTracer | None = None,
 ) -> list[BuiltModel]:
     """Load every model of a configuration on the calling thread; see ``build_models``."""
-    return build_models(KINDS, config, families, on_progress, tracer=tracer)
+    return build_models(KINDS, config, families, worker, on_progress, tracer=tracer)
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +63,7 @@ def build_generator(
     Raises:
         ConfigError: it generates nothing; and as ``build_engines`` does.
     """
-    (built,) = build_engines(config, families, on_progress, tracer=tracer)
+    (built,) = build_engines(config, families, Worker(tracer), on_progress, tracer=tracer)
     if built.model.traits != GENERATION_TRAITS:
         raise ConfigError(f"{built.model.names[0]} is an encoder: it generates nothing.")
     model, engine = cast("GenerationModel", built.model), cast("GenerationEngine", built.engine)
@@ -71,8 +81,8 @@ def planned_kv(config: EngineConfig) -> list[KVShare]:
 
     with loading(config, ignore) as named:
         others, generation = sort_by_kind(KINDS, named, ignore)
-        context = BuildContext(named, MetricFamilies(), ignore)
+        context = BuildContext(named, MetricFamilies(), device_worker(), ignore)
         pooling = PoolingKind().build(others, context)
-        shares = kv_shares(generation, named)
+        shares = kv_shares(generation, context)
         del pooling
         return shares

@@ -246,7 +246,7 @@ class EncodeJob(Protocol):
         """Compute the next stage; it must not be the last."""
         ...
 
-    def results(self) -> list[np.ndarray]:
+    def wait(self) -> list[np.ndarray]:
         """Compute the remaining stages and return one float32 array per input; see ``Task``."""
         ...
 

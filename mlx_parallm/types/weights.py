@@ -6,6 +6,9 @@ from dataclasses import dataclass, field
 
 #: ``DEFAULT_VERSION`` is the label of the weights loaded at start, as in vLLM and SGLang.
 DEFAULT_VERSION = "default"
+#: What a sleeping model has freed, by vLLM's names.
+WEIGHTS, KV_CACHE = "weights", "kv_cache"
+SLEEP_TAGS = (WEIGHTS, KV_CACHE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -13,12 +16,16 @@ class WeightsVersion:
     """A state of a base model or of an adapter.
 
     Attributes:
-        content: a digest of the tensors; empty for a base model as it was loaded.
+        content: an id of what it computes, such as a digest of the tensors; empty for a base model
+            as it was loaded.
         label: its name for clients; every token computed with it carries the label.
+        is_cached: False if no KV computed with it may be found again, as with weights that change
+            at every step.
     """
 
     content: str = ""
     label: str = DEFAULT_VERSION
+    is_cached: bool = True
 
 
 @dataclass(slots=True, eq=False)
@@ -46,6 +53,11 @@ class PolicyWeights:
     def label(self) -> str:
         """The version label of the tokens computed now."""
         return (self.adapter or self.base.version).label
+
+    @property
+    def is_cached(self) -> bool:
+        """False if no KV computed now may be found by another request."""
+        return self.base.version.is_cached and (self.adapter is None or self.adapter.is_cached)
 
     @property
     def content(self) -> str:

@@ -15,13 +15,14 @@ from mlx.utils import tree_flatten
 from mlx_parallm.config import ModelConfig, ModelTask
 from mlx_parallm.models.checkpoints.model_task import decoder_plan, decoder_task, tasks_for
 from mlx_parallm.models.checkpoints.sentence_transformers import VectorSpec
-from mlx_parallm.pooling.build import is_read, open_runner, tokenizer_of
+from mlx_parallm.pooling.build import is_read, pooling_spec, tokenizer_of
 from mlx_parallm.pooling.model import TextEncoder
 from mlx_parallm.tokenizer.decoder_tokenizer import QWEN3_BEGIN, QWEN3_END
 from mlx_parallm.types.errors import ConfigError, ModelLoadError
 from mlx_parallm.types.pooling import EncodeInput, Encoder
 from mlx_parallm.worker.pooling.decoder_loading import open_decoder
 from mlx_parallm.worker.pooling.decoder_runner import DecoderRunner
+from mlx_parallm.worker.pooling.loading import open_runner
 from tests.decoder_folders import read_decoder, write_decoder_embedder, write_words
 from tests.encoder_folders import golden_arrays, write_encoder, write_golden
 
@@ -35,7 +36,7 @@ def built(folder: Path, task: Any = "auto") -> tuple[Encoder, TextEncoder]:
     config = ModelConfig(path=str(folder), task=task)
     assert is_read(config, folder)
     tokenizer = tokenizer_of(config, folder)
-    return open_runner(config, folder, tokenizer).finish(), tokenizer
+    return open_runner(pooling_spec(config, folder, tokenizer)).finish(), tokenizer
 
 
 def write_causal(folder: Path, name: str = "qwen3_chosen", template: str | None = None) -> Path:
@@ -49,7 +50,7 @@ def write_causal(folder: Path, name: str = "qwen3_chosen", template: str | None 
 def expected_logit(folder: Path, ids: tuple[int, ...], plus: int, minus: int) -> float:
     """By the rows of the whole LM head, for a model whose head is tied."""
     runner = open_runner(
-        ModelConfig(task="embed"), folder, tokenizer_of(ModelConfig(), folder)
+        pooling_spec(ModelConfig(task="embed"), folder, tokenizer_of(ModelConfig(), folder))
     ).finish()
     (hidden,) = runner.run([EncodeInput(ids, "token_embed")])
     table = np.array(golden_arrays(read_decoder("qwen3_chosen"))["model.embed_tokens.weight"])

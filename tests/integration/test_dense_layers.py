@@ -14,13 +14,14 @@ import pytest
 
 from mlx_parallm.config import ModelConfig
 from mlx_parallm.models.checkpoints.sentence_transformers import DenseSpec, read_vector_spec
-from mlx_parallm.pooling.build import open_runner, tokenizer_of
+from mlx_parallm.pooling.build import pooling_spec, tokenizer_of
 from mlx_parallm.types.errors import ModelLoadError
 from mlx_parallm.types.pooling import EncodeInput
 from mlx_parallm.worker.lora.adapter_store import AdapterStore
 from mlx_parallm.worker.pooling import encoder_heads
 from mlx_parallm.worker.pooling.dense_layers import DenseLayer, load_dense
 from mlx_parallm.worker.pooling.encoder_adapters import AdaptedEncoder
+from mlx_parallm.worker.pooling.loading import open_runner
 from tests.decoder_folders import read_decoder, write_words
 from tests.encoder_folders import write_golden
 from tests.golden_weights import golden_weight
@@ -58,7 +59,7 @@ def weight(path: str, name: str, shape: tuple[int, ...]) -> np.ndarray:
 
 def runner_of(folder: Path) -> AdaptedEncoder:
     config = ModelConfig()
-    return open_runner(config, folder, tokenizer_of(config, folder)).finish()
+    return open_runner(pooling_spec(config, folder, tokenizer_of(config, folder))).finish()
 
 
 def dense(sizes: tuple[int, int], **more: Any) -> tuple[str, dict[str, Any]]:

@@ -11,10 +11,12 @@ import numpy as np
 import pytest
 
 from mlx_parallm.models.checkpoints.sentence_transformers import VectorSpec, read_vector_spec
+from mlx_parallm.models.loading import is_encoder
 from mlx_parallm.tokenizer.encoder_tokenizer import load_encoder_tokenizer
 from mlx_parallm.types.errors import ConfigError, ModelLoadError
 from mlx_parallm.types.pooling import EncodeInput
-from mlx_parallm.worker.pooling.encoder_runner import EncoderRunner, is_encoder, load_encoder_runner
+from mlx_parallm.worker.pooling.encoder_runner import EncoderRunner
+from mlx_parallm.worker.pooling.loading import load_encoder_runner
 from mlx_parallm.worker.pooling.vectors import pooled
 from tests.embedder_folder import MAX_LEN, write_embedder
 from tests.encoder_folders import golden_names, read_golden, write_golden
@@ -102,7 +104,7 @@ def test_every_architecture_gives_vectors(tmp_path: Path, name: str) -> None:
     assert job.num_stages > 1
     while job.num_stages > 1:
         job.advance()
-    np.testing.assert_array_equal(np.stack(job.results()), together)
+    np.testing.assert_array_equal(np.stack(job.wait()), together)
 
 
 def test_newer_files_name_the_pooling(tmp_path: Path) -> None:

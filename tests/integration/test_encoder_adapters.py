@@ -46,12 +46,12 @@ class Served:
     def __init__(self, folder: Path, golden: dict[str, Any], *adapters: AdapterWeights) -> None:
         self.runner = runner_of(folder, golden)
         self.store = AdapterStore(self.runner.adapters)
-        self.heads = [self.store.add(one) for one in adapters]
+        self.heads = [self.store.add(one.digest, one) for one in adapters]
         self.slots = {one.digest: slot for slot, one in enumerate(adapters, 1)}
         self.store.place({slot: content for content, slot in self.slots.items()})
 
     def run(self, *inputs: EncodeInput) -> list[np.ndarray]:
-        return self.runner.begin(inputs, self.slots).results()
+        return self.runner.begin(inputs, self.slots).wait()
 
 
 def runner_of(
@@ -167,10 +167,10 @@ def test_a_batch_goes_on_with_the_adapters_that_it_began_with(
     expected = served.run(*inputs_of(golden, adapter))
     job = served.runner.begin(inputs_of(golden, adapter), served.slots)
     job.advance()
-    served.store.add(other)
+    served.store.add(other.digest, other)
     served.store.place({1: other.digest})
-    replaced = served.runner.begin(inputs_of(golden, other), {other.digest: 1}).results()
-    for one, before, after in zip(job.results(), expected, replaced, strict=True):
+    replaced = served.runner.begin(inputs_of(golden, other), {other.digest: 1}).wait()
+    for one, before, after in zip(job.wait(), expected, replaced, strict=True):
         np.testing.assert_allclose(one, before, rtol=ALONE, atol=ALONE)
         assert np.abs(one - after).max() > 1e-3
 
@@ -178,7 +178,7 @@ def test_a_batch_goes_on_with_the_adapters_that_it_began_with(
 def test_nothing_of_an_adapter_is_left_where_it_was(golden: dict[str, Any], tmp_path: Path) -> None:
     adapter, other = adapter_of(golden), adapter_of(golden, scale=-0.5)
     served = Served(tmp_path / "one", golden, adapter)
-    served.store.add(other)
+    served.store.add(other.digest, other)
     served.store.place({1: other.digest})
     served.slots = {other.digest: 1}
     fresh = Served(tmp_path / "two", golden, other)
@@ -231,7 +231,7 @@ def test_heads_that_do_not_fit_are_refused(
     adapter = adapter_of(golden)
     served = Served(tmp_path, golden)
     with pytest.raises(InvalidRequestError, match=reason):
-        served.store.add(replace(adapter, **changes))
+        served.store.add("changed", replace(adapter, **changes))
     assert served.store.num_bytes == 0
 
 
@@ -291,9 +291,9 @@ def test_a_quantised_encoder_takes_adapters_and_their_heads(tmp_path: Path) -> N
         load_encoder(write_encoder(tmp_path / "packed", config, packed)), VectorSpec()
     )
     store = AdapterStore(runner.adapters)
-    store.add(adapter)
+    store.add(adapter.digest, adapter)
     store.place({1: adapter.digest})
-    found = runner.begin(inputs_of(golden, adapter), {adapter.digest: 1}).results()
+    found = runner.begin(inputs_of(golden, adapter), {adapter.digest: 1}).wait()
     # What is packed, as whole numbers.
     whole = dict(packed)
     for name in [one for one in packed if one.endswith(".scales")]:

@@ -16,6 +16,7 @@ from mlx_parallm.engine.metrics import MetricFamilies
 from mlx_parallm.generation.model import GENERATION_TRAITS
 from mlx_parallm.serving.kinds import build_engines
 from mlx_parallm.types.errors import ConfigError
+from mlx_parallm.worker.worker import Worker
 
 # KV of a token of the demonstration model in float32: 6 layers, 2 heads of 64, keys and values.
 TOKEN_BYTES = 6 * 2 * 64 * 2 * 4
@@ -43,7 +44,7 @@ def built(paths: Sequence[str], kv_cache_bytes: int | None, *, max_num_seqs: int
         cache=CacheConfig(kv_cache_bytes=kv_cache_bytes),
         scheduler=SchedulerConfig(max_num_seqs=max_num_seqs),
     )
-    found = build_engines(config, MetricFamilies(), lambda text, share: None)
+    found = build_engines(config, MetricFamilies(), Worker(), lambda text, share: None)
     return [cast("Any", one) for one in found if one.model.traits is GENERATION_TRAITS]
 
 

@@ -19,6 +19,7 @@ from mlx_parallm.models.checkpoints.decoders import architecture
 from mlx_parallm.models.load_failures import MAX_CHARS, load_failures
 from mlx_parallm.serving.kinds import build_engines
 from mlx_parallm.types.errors import InvalidRequestError, ModelLoadError
+from mlx_parallm.worker.worker import Worker
 
 
 def changed(folder: Path, source: Path, file: str, key: str, value: Any) -> Path:
@@ -32,7 +33,7 @@ def changed(folder: Path, source: Path, file: str, key: str, value: Any) -> Path
 
 def refusal(config: EngineConfig) -> str:
     with pytest.raises(ModelLoadError) as refused:
-        build_engines(config, MetricFamilies(), lambda _text, _share: None)
+        build_engines(config, MetricFamilies(), Worker(), lambda _text, _share: None)
     return str(refused.value)
 
 

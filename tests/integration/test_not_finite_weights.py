@@ -16,10 +16,10 @@ from mlx_parallm.demo_models.folders import DEMO_FOLDER
 from mlx_parallm.models.checkpoints.sentence_transformers import DenseSpec, VectorSpec
 from mlx_parallm.models.loading import load_encoder
 from mlx_parallm.numerics.finite import MAX_NAMED, named, not_finite
-from mlx_parallm.pooling.build import open_runner, tokenizer_of
+from mlx_parallm.pooling.build import pooling_spec, tokenizer_of
 from mlx_parallm.types.errors import InvalidRequestError, ModelLoadError
 from mlx_parallm.worker.pooling.dense_layers import load_dense
-from mlx_parallm.worker.pooling.encoder_runner import load_encoder_runner
+from mlx_parallm.worker.pooling.loading import load_encoder_runner, open_runner
 from mlx_parallm.worker.weights.loader import load_model
 from mlx_parallm.worker.weights.model_weights import ModelWeights
 from tests.decoder_folders import write_decoder_embedder
@@ -70,7 +70,7 @@ def test_a_decoder_that_is_read_is_refused(tmp_path: Path) -> None:
     name = next(one for one in mx.load(str(good / "model.safetensors")) if "o_proj" in one)
     folder = broken_copy(good / "broken", good, name, float("inf"))
     config = ModelConfig(path=str(folder))
-    pending = open_runner(config, folder, tokenizer_of(config, folder))
+    pending = open_runner(pooling_spec(config, folder, tokenizer_of(config, folder)))
     with pytest.raises(ModelLoadError, match=f"NaN or infinite: .*{name}"):
         pending.finish()
 

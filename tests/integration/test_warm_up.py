@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
+from functools import partial
 from typing import Any
 
 import pytest
@@ -15,8 +16,10 @@ from mlx_parallm.serving.kinds import build_engines
 from mlx_parallm.types.step import ScheduledBatch
 from mlx_parallm.worker.attention.backend_choice import BackendChoice, choose_backend
 from mlx_parallm.worker.attention.reference import ReferenceAttention
+from mlx_parallm.worker.generation.loading import GenerationLoader
 from mlx_parallm.worker.generation.model_runner import ModelRunner
 from mlx_parallm.worker.generation.warm_up import WarmUp
+from mlx_parallm.worker.worker import Worker
 from tests.integration.test_compiled_states import counted, runner_of
 from tests.integration.test_parity_generate import (
     Session,
@@ -116,14 +119,14 @@ def test_the_configuration_says_so(
         asked.append((num_seqs, tokens))
         return WarmUp(runner, num_seqs=num_seqs, tokens=tokens, **others)
 
-    def choose(*args: Any, is_bounded: bool) -> BackendChoice:
+    def choose(*args: Any, is_bounded: bool, chosen: str | None) -> BackendChoice:
         bounded.append(is_bounded)
-        return choose_backend(*args, is_bounded=is_bounded)
+        return choose_backend(*args, is_bounded=is_bounded, chosen=chosen)
 
     monkeypatch.setattr(build, "WarmUp", record)
-    monkeypatch.setattr(build, "choose_backend", choose)
+    monkeypatch.setattr(build, "GenerationLoader", partial(GenerationLoader, choose))
     scheduler = SchedulerConfig(max_num_seqs=6, max_decode_stall_ms=stall_ms)
     config = EngineConfig(scheduler=scheduler, warm_up=warms_up)
-    build_engines(config, MetricFamilies(), lambda _text, _share: None)
+    build_engines(config, MetricFamilies(), Worker(), lambda _text, _share: None)
     assert asked == [(6, 1024)] * warms_up
     assert bounded == [stall_ms is not None]

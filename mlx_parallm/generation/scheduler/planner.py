@@ -237,7 +237,11 @@ class Planner:
         known = sequence.token_ids
         if use_cache and reusable < len(known):
             known = known[: reusable + 1]
+        is_cached = sequence.group.weights.is_cached
+        use_cache = use_cache and is_cached
         table = self._kv.new_table(known, sequence.group.salt, use_cache=use_cache)
+        if not is_cached:
+            self._kv.withhold(table)
         missing = self._kv.blocks_for(len(sequence.token_ids)) - len(table.blocks)
         if missing > self._count_spare():
             self._kv.free(table)

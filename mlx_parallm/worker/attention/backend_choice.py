@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from mlx_parallm.config import CacheConfig
+from mlx_parallm.types.errors import ConfigError
 from mlx_parallm.worker.attention.base import AttentionBackend, LayerShape
 from mlx_parallm.worker.attention.check import (
     BLOCK_SIZE,
@@ -71,7 +72,12 @@ class BackendChoice:
 
 
 def choose_backend(
-    cache: CacheConfig, shapes: Sequence[LayerShape], heads: int, *, is_bounded: bool = False
+    cache: CacheConfig,
+    shapes: Sequence[LayerShape],
+    heads: int,
+    *,
+    is_bounded: bool = False,
+    chosen: str | None = None,
 ) -> BackendChoice:
     """The kernels of the default device if they are right at these shapes, or the reference.
 
@@ -81,6 +87,8 @@ def choose_backend(
         heads: query heads of a layer.
         is_bounded: whether steps must not take long once in a while. Chunks of any size then attend
             by the kernel, where there is one: stock attention on CUDA compiles every new shape.
+        chosen: name of the backend of an earlier choice on an equal device, which is taken without
+            a check; None to check.
 
     Raises:
         ConfigError: an unknown ``kv_cache_dtype``.
@@ -89,6 +97,8 @@ def choose_backend(
     large_work = math.inf if is_bounded else LARGE_WORK
     kernels = _kernels(cache.block_size, quantisation, large_work)
     rejected = None
+    if chosen is not None:
+        return _chosen(chosen, kernels, cache.block_size, quantisation, shapes, heads)
     if kernels is not None:
         rejected, error = _judge(kernels, cache.block_size, shapes, heads)
         if rejected is None:
@@ -97,6 +107,28 @@ def choose_backend(
         logger.warning("attention kernels are not used: %s", rejected)
     error = attention_error(_reference(BLOCK_SIZE, quantisation))
     return BackendChoice(_reference(cache.block_size, quantisation), error, rejected)
+
+
+def _chosen(
+    name: str,
+    kernels: KernelAttention | None,
+    block_size: int,
+    quantisation: KVQuantisation | None,
+    shapes: Sequence[LayerShape],
+    heads: int,
+) -> BackendChoice:
+    """Return the backend of this name.
+
+    Raises:
+        ConfigError: this device has no such backend.
+    """
+    if kernels is not None and kernels.name == name:
+        _prepare(kernels, shapes, heads)
+        return BackendChoice(kernels, 0.0)
+    reference = _reference(block_size, quantisation)
+    if reference.name != name:
+        raise ConfigError(f"This device has no attention backend {name!r}.")
+    return BackendChoice(reference, 0.0)
 
 
 def _reference(block_size: int, quantisation: KVQuantisation | None) -> ReferenceAttention:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Mapping
 from typing import cast
 
 import mlx.core as mx
@@ -19,19 +19,45 @@ logger = logging.getLogger(__name__)
 class ShapeTrials:
     """Tries what there is for a shape once, and logs why it is not used."""
 
-    def __init__(self, what: str) -> None:
-        """``what`` is tried, with its verb: "the kernel of experts is"."""
+    def __init__(self, what: str, found: dict[str, bool] | None = None) -> None:
+        """Prepare.
+
+        Args:
+            what: is tried, with its verb: "the kernel of experts is".
+            found: what was found before, which is added to.
+        """
         self._what = what
         self._agrees: dict[Hashable, bool] = {}
+        self._found = {} if found is None else found
 
     def agree(self, shape: Hashable, why_not: Callable[[], str | None]) -> bool:
         """Whether it is to be used; ``why_not`` is asked for the first of a shape."""
         if shape not in self._agrees:
-            reason = why_not()
-            self._agrees[shape] = reason is None
-            if reason is not None:
-                logger.info("%s not used for %s: %s", self._what, shape, reason)
+            name = f"{self._what} used for {shape!r}"
+            if name not in self._found:
+                reason = why_not()
+                self._found[name] = reason is None
+                if reason is not None:
+                    logger.info("%s not used for %s: %s", self._what, shape, reason)
+            self._agrees[shape] = self._found[name]
         return self._agrees[shape]
+
+
+class KernelTrials:
+    """The trials of one model's layers.
+
+    Attributes:
+        found: whether a kernel is used, by kernel and shape. A shape that comes up first while the
+            model runs is tried then: what comes of it depends on the device alone.
+    """
+
+    def __init__(self, found: Mapping[str, bool] | None = None) -> None:
+        """``found``: of another worker's load; what it has is not tried again."""
+        self.found = dict(found or {})
+
+    def of(self, what: str) -> ShapeTrials:
+        """Return the trials of one kernel; see ``ShapeTrials``."""
+        return ShapeTrials(what, self.found)
 
 
 def why_off(error: Callable[[], float], limit: float) -> str | None:

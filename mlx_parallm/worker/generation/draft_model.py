@@ -6,6 +6,7 @@ A block id means the same tokens in both models: prefix reuse, forks and preempt
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import mlx.core as mx
 import numpy as np
@@ -16,6 +17,7 @@ from mlx_parallm.worker.attention.base import AttentionBackend
 from mlx_parallm.worker.generation.cache_layout import CacheLayout
 from mlx_parallm.worker.generation.memory import config_value
 from mlx_parallm.worker.generation.path_choice import choose_path
+from mlx_parallm.worker.generation.plan import DecoderChoices
 from mlx_parallm.worker.generation.row_selection import embedding_rows
 from mlx_parallm.worker.generation.step_rows import single_rows, token_array
 from mlx_parallm.worker.sampling.check import choose_sampling
@@ -37,8 +39,9 @@ class DraftModel:
         *,
         num_blocks: int,
         block_size: int,
+        choices: DecoderChoices | None = None,
     ) -> None:
-        """Choose the draft model's path.
+        """Choose the draft model's path, as far as ``choices`` of an earlier load do not say it.
 
         Raises:
             ConfigError: it keeps a state, which cannot be taken back.
@@ -47,7 +50,8 @@ class DraftModel:
         vocab_size = embedding_rows(loaded.model, config_value(loaded.config, "vocab_size"))
         if vocab_size is None:
             raise ModelLoadError(f"{loaded.path} has no embedding table.")
-        self._path = choose_path(
+        made = choices or DecoderChoices(is_cast=loaded.is_cast, attention=backend.name)
+        choice = choose_path(
             loaded.model,
             layouts,
             backend,
@@ -55,11 +59,16 @@ class DraftModel:
             num_blocks=num_blocks,
             block_size=block_size,
             dtype=loaded.dtype,
-        ).path
+            chosen=made.path,
+        )
+        self._path = choice.path
         if self._path.has_state:
             raise ConfigError(f"{loaded.path} keeps a state and cannot be a draft model.")
-        kernels, _ = choose_sampling(vocab_size, DTYPES.get(loaded.dtype, mx.float32))
+        dtype = DTYPES.get(loaded.dtype, mx.float32)
+        kernels, _ = choose_sampling(vocab_size, dtype, made.samples_by_kernel)
         self._sampler = Sampler(kernels)
+        #: What was chosen, here or by the load whose ``choices`` these are.
+        self.choices = replace(made, path=choice.name, samples_by_kernel=kernels is not None)
         self._vocab_size = vocab_size
         self._runs_ahead = backend.runs_ahead
         self.weight_bytes = loaded.weight_bytes

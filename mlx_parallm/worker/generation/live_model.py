@@ -1,4 +1,4 @@
-"""A loaded model whose weights change, and which can give back its memory for a while."""
+"""A loaded model whose weights change, and which can free its memory for a while."""
 
 from __future__ import annotations
 
@@ -7,15 +7,16 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from mlx_parallm.adapters.tensors import HostTensor
+from mlx_parallm.types.weights import KV_CACHE, WEIGHTS
 from mlx_parallm.worker.device.properties import give_back_memory
 from mlx_parallm.worker.generation.draft_model import DraftModel
 from mlx_parallm.worker.generation.paths.base import ForwardPath
 from mlx_parallm.worker.lora.adapter_store import AdapterStore
-from mlx_parallm.worker.weights.model_weights import ModelWeights
+from mlx_parallm.worker.weights.model_weights import Arrays, ModelWeights
 
 
 class LiveModel:
-    """Implements ``engine.live_weights.LiveModel``. No step may be in flight in any call."""
+    """Changes what is in memory of a model. No step may be in flight in any call."""
 
     def __init__(
         self,
@@ -29,65 +30,72 @@ class LiveModel:
         self._path = path
         self._kv = [path] if draft is None else [path, draft]
         self._has_kv = True
+        self._prepared: tuple[Arrays, Path | None] | None = None
 
-    def replace_from_folder(self, folder: Path) -> None:
-        """Let all weights be those of a checkpoint; if they cannot be, nothing is changed.
+    def prepare_folder(self, folder: Path) -> None:
+        """Read all weights of a checkpoint, for ``commit``.
 
         Raises:
             InvalidRequestError: it cannot be read, or does not fit.
         """
-        self._weights.put(self._weights.read_folder(folder), folder)
-        self._heed()
+        self._prepared = self._weights.read_folder(folder), folder
 
-    def replace_tensors(self, tensors: Mapping[str, HostTensor]) -> None:
-        """Let some weights be these; if they cannot be, nothing is changed.
+    def prepare_tensors(self, tensors: Mapping[str, HostTensor]) -> None:
+        """Have some weights ready for ``commit``.
 
         Raises:
             InvalidRequestError: the model has none of these names and shapes, or numbers are not
                 finite.
         """
-        self._weights.put(self._weights.read_tensors(tensors))
-        self._heed()
+        self._prepared = self._weights.read_tensors(tensors), None
+
+    def commit(self) -> None:
+        """Compute with what was prepared."""
+        assert self._prepared is not None, "nothing was prepared"
+        (arrays, folder), self._prepared = self._prepared, None
+        self._weights.put(arrays, folder)
+        self._refresh()
+
+    def drop_prepared(self) -> None:
+        """Forget what was prepared, if anything was."""
+        self._prepared = None
 
     def checksums(self) -> dict[str, str]:
-        """SHA-256 of each weight, in hex by name."""
+        """Return the SHA-256 of each weight, in hex by name."""
         return self._weights.checksums()
 
-    def release_kv(self) -> None:
-        """Give back the memory of KV and of adapters on the device."""
+    def sleep(self, level: int) -> None:
+        """See ``Sleep``."""
+        self._prepared = None
         if self._has_kv:
-            for one in self._kv:
-                one.release_kv()
+            for pool in self._kv:
+                pool.release_kv()
             self._adapters.release()
             self._has_kv = False
-        _give_back()
-
-    def restore_kv(self) -> None:
-        """Have memory for KV again, empty."""
-        if not self._has_kv:
-            for one in self._kv:
-                one.restore_kv()
-            self._has_kv = True
-
-    def release_weights(self, *, keeps: bool) -> None:
-        """Give back the memory of the weights; see ``ModelWeights.put_away``."""
-        self._weights.put_away(keeps=keeps)
+        _free()
+        self._weights.put_away(keeps=level == 1)
         self._path.forget_weights()
-        _give_back()
+        _free()
 
-    def restore_weights(self) -> bool:
-        """Have weights again; whether they are those of the folder that was loaded last."""
+    def wake(self, tag: str) -> bool:
+        """See ``Wake``."""
+        if tag == KV_CACHE and not self._has_kv:
+            for pool in self._kv:
+                pool.restore_kv()
+            self._has_kv = True
+        if tag != WEIGHTS:
+            return False
         is_from_folder = self._weights.fetch()
-        self._heed()
+        self._refresh()
         return is_from_folder
 
-    def _heed(self) -> None:
+    def _refresh(self) -> None:
         self._path.forget_weights()
         self._adapters.renew()
-        _give_back()
+        _free()
 
 
-def _give_back() -> None:
-    """Let the system have the memory of arrays that nobody holds."""
+def _free() -> None:
+    """Return the memory of arrays that nobody holds to the system."""
     gc.collect()
     give_back_memory()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import mlx.core as mx
 import numpy as np
@@ -32,6 +33,7 @@ from mlx_parallm.worker.generation.memory import config_value
 from mlx_parallm.worker.generation.path_choice import choose_path
 from mlx_parallm.worker.generation.paths.alone import AlonePath
 from mlx_parallm.worker.generation.paths.packed import PackedPath
+from mlx_parallm.worker.generation.plan import DecoderChoices
 from mlx_parallm.worker.generation.row_selection import embedding_rows
 from mlx_parallm.worker.generation.step_rows import (
     PendingTokens,
@@ -67,13 +69,15 @@ class ModelRunner:
         grammars: GrammarCompiler | None = None,
         logprobs_mode: str = RAW_LOGPROBS,
         tracer: StepTracer | None = None,
+        choices: DecoderChoices | None = None,
     ) -> None:
         """Choose how the model runs.
 
         ``draft`` is over as many blocks of the same size, for proposals left to a draft model;
         ``grammars`` are those of constrained samples; ``logprobs_mode`` is for requests that name
-        none.
+        none; ``choices`` of an earlier load, as far as they go, are not made anew.
         """
+        made = choices or DecoderChoices(is_cast=loaded.is_cast, attention=backend.name)
         self._tracer = tracer or NoTracer()
         self._draft = draft
         self._grammars = GrammarRows(None if grammars is None else GrammarMasks(grammars))
@@ -82,7 +86,8 @@ class ModelRunner:
         vocab_size = embedding_rows(loaded.model, config_value(loaded.config, "vocab_size"))
         if vocab_size is None:
             raise ModelLoadError(f"{loaded.path} has no embedding table.")
-        kernels, _ = choose_sampling(vocab_size, DTYPES.get(loaded.dtype, mx.float32))
+        dtype = DTYPES.get(loaded.dtype, mx.float32)
+        kernels, _ = choose_sampling(vocab_size, dtype, made.samples_by_kernel)
         self._sampler = Sampler(kernels, logprobs_mode=logprobs_mode)
         choice = choose_path(
             loaded.model,
@@ -92,12 +97,21 @@ class ModelRunner:
             num_blocks=num_blocks,
             block_size=plan.block_size,
             dtype=loaded.dtype,
+            chosen=made.path,
         )
         self._path = choice.path
         #: Whether the first step of each shape takes longer than others: see ``warm_up``.
         self.prepares_shapes = isinstance(self._path, PackedPath) and self._path.pads_rows
         products = product_dtype(loaded.dtype)
-        self._path.adapters.kernels, _ = choose_change_kernels(products)
+        change_kernels, _ = choose_change_kernels(products, made.adapts_by_kernel)
+        self._path.adapters.kernels = change_kernels
+        #: What was chosen, here or by the load whose ``choices`` these are.
+        self.choices = replace(
+            made,
+            path=choice.name,
+            samples_by_kernel=kernels is not None,
+            adapts_by_kernel=change_kernels is not None,
+        )
         layers = AdaptedLayers(loaded.model, products, self._path.adapters)
         #: The adapters that batches may name.
         self.adapters = AdapterStore(layers)
@@ -260,6 +274,15 @@ class ModelStep:
         (mx.eval if wait else mx.async_eval)(self._outputs(), written)
         if not wait:
             self._written = written
+
+    @property
+    def num_stages(self) -> int:
+        """See ``Pending``: the device computes on its own."""
+        return 1
+
+    def advance(self) -> None:
+        """See ``Pending``."""
+        raise AssertionError("the last stage is computed by wait")
 
     def end(self) -> None:
         """Wait until everything is computed."""

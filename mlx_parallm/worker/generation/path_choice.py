@@ -31,6 +31,8 @@ from mlx_parallm.worker.generation.self_check import (
     blocks_needed,
     check_path,
     largest_difference,
+    random_texts,
+    rehearse,
     stock_texts,
 )
 from mlx_parallm.worker.model_errors import MODEL_ERRORS
@@ -39,6 +41,8 @@ logger = logging.getLogger(__name__)
 
 # Longer windows are not tried: the time at load grows with the square of the length.
 MAX_CHECKED_SLIDE = 512
+#: ``ALONE``: the name of the choice of ``AlonePath``.
+ALONE = "alone"
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,10 +60,11 @@ class PathAttempt:
 
 @dataclass(frozen=True, slots=True)
 class PathChoice:
-    """The path chosen, and every one tried on the way."""
+    """The path chosen, the name of that choice, and every path tried on the way."""
 
     path: ForwardPath
-    attempts: tuple[PathAttempt, ...]
+    name: str
+    attempts: tuple[PathAttempt, ...] = ()
 
 
 def choose_path(
@@ -71,38 +76,47 @@ def choose_path(
     num_blocks: int,
     block_size: int,
     dtype: str,
+    chosen: str | None = None,
 ) -> PathChoice:
     """Try paths from the fastest to the safest.
 
     Each is checked against the stock model on random ragged prompts; ``AlonePath``, which is the
     stock model, is taken when none agrees. With quantised KV no path agrees with the stock model,
-    so it is the same path with exact KV that is checked.
+    so it is the same path with exact KV that is checked. ``chosen``, the name of an earlier choice
+    on an equal device, is taken without a check; it then computes as the checked one does.
 
     Raises:
         ConfigError: KV cannot be quantised in this model.
     """
-    if any(isinstance(one, OpaqueLayout) for one in leaves(layouts)):
-        return PathChoice(_alone(model, backend), ())
+    if chosen == ALONE or any(isinstance(one, OpaqueLayout) for one in leaves(layouts)):
+        return PathChoice(_alone(model, backend), ALONE)
     attempts: list[PathAttempt] = []
     window = checked_length(model, layouts)
-    texts = stock_texts(model, vocab_size, window)
     needed = blocks_needed(block_size, window)
     blocks = max(num_blocks, needed)
     candidates = _Candidates(model, layouts, vocab_size, block_size)
     candidates.use(backend.unquantised(), blocks if backend.quantisation is None else needed)
+    if chosen is not None:
+        make = dict(candidates.in_order())[chosen]
+        if backend.quantisation is not None:
+            candidates.use(backend, blocks)
+        path = make()
+        rehearse(path, random_texts(vocab_size, window), block_size)
+        return PathChoice(path, chosen)
+    texts = stock_texts(model, vocab_size, window)
     for name, make in candidates.in_order():
         path = make()
         difference, error, exact = check_path(path, texts, block_size, dtype)
         attempts.append(PathAttempt(name, difference, error, exact))
         logger.info("path %s: difference %s, error %s", name, difference, error)
         if exact and backend.quantisation is None:
-            return PathChoice(path, tuple(attempts))
+            return PathChoice(path, name, tuple(attempts))
         if isinstance(path, SplitPath):
             path.close()
         if exact:
             candidates.use(backend, blocks)
-            return PathChoice(_that_runs(make(), texts, block_size), tuple(attempts))
-    return PathChoice(_alone(model, backend), tuple(attempts))
+            return PathChoice(_that_runs(make(), texts, block_size), name, tuple(attempts))
+    return PathChoice(_alone(model, backend), ALONE, tuple(attempts))
 
 
 def _alone(model: Any, backend: AttentionBackend) -> AlonePath:

@@ -46,16 +46,31 @@ class CheckedText:
 
 
 def stock_texts(model: Any, vocab_size: int, window: int | None) -> list[CheckedText]:
-    """What the stock model says of ragged random sequences, each alone: prompt, then decode.
+    """Return what the stock model says of ``random_texts``, each alone: prompt, then decode."""
+    return [_checked(model, text) for text in random_texts(vocab_size, window)]
+
+
+def random_texts(vocab_size: int, window: int | None) -> list[list[int]]:
+    """Return ragged random sequences, the same in every process.
 
     ``window`` is a length that two of them are to exceed, if that is not too long to try.
     """
     rng = random.Random(0)
-    texts = [
+    return [
         [rng.randrange(vocab_size) for _ in range(length + DECODE_STEPS)]
         for length in _prompt_lengths(window)
     ]
-    return [_checked(model, text) for text in texts]
+
+
+def rehearse(path: ForwardPath, texts: Sequence[list[int]], block_size: int) -> None:
+    """Run the steps of the check and judge nothing.
+
+    A compiled path learns from the first decode steps what the layers ask of a plan; afterwards it
+    computes as a path does that was checked.
+    """
+    for sequences in _steps(texts, block_size):
+        logits = path.logits(sequences, token_array(sequences), _last_rows(sequences))
+        mx.eval(logits, path.arrays())
 
 
 def largest_difference(path: ForwardPath, texts: Sequence[CheckedText], block_size: int) -> float:
@@ -121,7 +136,7 @@ def _checked(model: Any, text: list[int]) -> CheckedText:
     return CheckedText(text, logprobs, units)
 
 
-def _steps(texts: list[list[int]], block_size: int) -> list[list[ScheduledSequence]]:
+def _steps(texts: Sequence[list[int]], block_size: int) -> list[list[ScheduledSequence]]:
     """Steps in which sequence i joins at step i, prefills by chunks, then decodes.
 
     Each keeps its last two tokens until all have prefilled, so that all decode in one batch.

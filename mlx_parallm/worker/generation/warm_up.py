@@ -11,13 +11,19 @@ import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from itertools import product
+from typing import Protocol
 
 from mlx_parallm.types.request import SamplingParams
 from mlx_parallm.types.shape_buckets import coarse
-from mlx_parallm.types.step import SampleSpec, ScheduledBatch, ScheduledSequence
+from mlx_parallm.types.step import (
+    RunnerInfo,
+    SampleSpec,
+    ScheduledBatch,
+    ScheduledSequence,
+    StepOutput,
+)
 from mlx_parallm.worker.attention.held_tables import table_length
 from mlx_parallm.worker.attention.key_spans import MIN_SPAN
-from mlx_parallm.worker.generation.model_runner import ModelRunner
 from mlx_parallm.worker.layers.row_counts import padded_rows
 
 logger = logging.getLogger(__name__)
@@ -51,6 +57,24 @@ class StepLimits:
     block_size: int
 
 
+class ShapeRunner(Protocol):
+    """Runs the steps of a model."""
+
+    @property
+    def info(self) -> RunnerInfo:
+        """Facts about the model."""
+        ...
+
+    @property
+    def prepares_shapes(self) -> bool:
+        """True if the first step of each shape takes longer than others."""
+        ...
+
+    def run(self, batch: ScheduledBatch) -> StepOutput:
+        """Run one step and wait for its results."""
+        ...
+
+
 class WarmUp:
     """Runs a step of each usual shape, one at a time, for a runner that gains by it.
 
@@ -58,7 +82,7 @@ class WarmUp:
     """
 
     def __init__(
-        self, runner: ModelRunner, *, num_seqs: int, tokens: int, clock: Callable[[], float]
+        self, runner: ShapeRunner, *, num_seqs: int, tokens: int, clock: Callable[[], float]
     ) -> None:
         """Plan the steps.
 

@@ -17,7 +17,7 @@ from mlx_lm.models.cache import ArraysCache
 
 from mlx_parallm.kernels.build import Constant, KernelBuilder, KernelSpec
 from mlx_parallm.kernels.dialect import Dialect
-from mlx_parallm.worker.device.kernel_trial import ShapeTrials, largest_error, why_off
+from mlx_parallm.worker.device.kernel_trial import KernelTrials, largest_error, why_off
 from mlx_parallm.worker.layers.kernels import TEXTS
 from mlx_parallm.worker.layers.state_kernels import (
     DTYPES,
@@ -140,17 +140,19 @@ NETS: MappingProxyType[tuple[str, str], Inputs] = MappingProxyType(
 )
 
 
-def use_net_kernels(model: nn.Module, kernels: NetKernels) -> int:
+def use_net_kernels(
+    model: nn.Module, kernels: NetKernels, trials: KernelTrials | None = None
+) -> int:
     """Let a model's gated delta nets have the kernels where they agree; how many do.
 
     The layers use them in forwards of ours (``delta_net``).
     """
-    trials = ShapeTrials("kernels of gated delta nets are")
+    trial = (trials or KernelTrials()).of("kernels of gated delta nets are")
     served = 0
     for net in model.modules():
         if _kind(net) not in NETS:
             continue
-        if trials.agree(_shape(net), partial(why_not, kernels, net)):
+        if trial.agree(_shape(net), partial(why_not, kernels, net)):
             # Its class may get another module while steps are split.
             net["_kernels"] = kernels, NETS[_kind(net)]
             served += 1

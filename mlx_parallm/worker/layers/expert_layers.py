@@ -8,7 +8,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.switch_layers import SwitchLinear
 
-from mlx_parallm.worker.device.kernel_trial import ShapeTrials
+from mlx_parallm.worker.device.kernel_trial import KernelTrials
 from mlx_parallm.worker.layers.expert_kernel import ExpertKernel, serves, why_not
 
 
@@ -24,15 +24,17 @@ class RowSwitchLinear(SwitchLinear):
         return super().__call__(x, indices, sorted_indices=sorted_indices)
 
 
-def use_expert_layers(model: nn.Module, kernel: ExpertKernel) -> int:
+def use_expert_layers(
+    model: nn.Module, kernel: ExpertKernel, trials: KernelTrials | None = None
+) -> int:
     """Give a model's experts this class where the kernel agrees; how many. Parameters stay."""
     layers = [one for one in model.modules() if type(one) is SwitchLinear and "bias" not in one]
-    trials = ShapeTrials("the kernel of experts is")
+    trial = (trials or KernelTrials()).of("the kernel of experts is")
     served = 0
     for layer in layers:
         weight = layer["weight"]
         shape = (*weight.shape, weight.dtype)
-        if trials.agree(shape, partial(why_not, kernel, weight)):
+        if trial.agree(shape, partial(why_not, kernel, weight)):
             layer.__class__ = RowSwitchLinear
             layer["_kernel"] = kernel
             served += 1

@@ -17,7 +17,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from mlx_parallm.worker.device.kernel_trial import ShapeTrials
+from mlx_parallm.worker.device.kernel_trial import KernelTrials
 from mlx_parallm.worker.layers.row_counts import ROW_COUNTS
 from mlx_parallm.worker.layers.row_kernel import MAX_ROWS, RowKernel, why_not, why_unsupported
 
@@ -218,15 +218,18 @@ def _own_part(output: mx.array) -> Part:
     return Part(output, Columns(output, 0))
 
 
-def use_row_layers(model: nn.Module, kernel: RowKernel | None) -> int:
+def use_row_layers(
+    model: nn.Module, kernel: RowKernel | None, trials: KernelTrials | None = None
+) -> int:
     """Give a model's linear layers these classes; how many there are. Parameters stay.
 
     Args:
         model: of mlx_lm.
         kernel: for few rows; None to use MLX's operations alone.
+        trials: of the model's kernels; None for new ones.
     """
     groups = list(_groups(model))
-    trials = ShapeTrials("the linear kernel is")
+    trial = (trials or KernelTrials()).of("the linear kernel is")
     if kernel is not None:
         _begin(kernel, groups)
     for group in groups:
@@ -234,7 +237,7 @@ def use_row_layers(model: nn.Module, kernel: RowKernel | None) -> int:
         if kernel is not None and not _packing(group[0]):
             weight, widths = product.arrays[0], product.widths
             shape = (*widths, weight.shape[1], weight.dtype)
-            if trials.agree(shape, partial(why_not, kernel, weight, widths)):
+            if trial.agree(shape, partial(why_not, kernel, weight, widths)):
                 product.kernel = kernel
         for index, layer in enumerate(group):
             layer.__class__ = ROW_LAYERS[type(layer)]

@@ -10,7 +10,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.ssm import compute_dt
 
-from mlx_parallm.worker.device.kernel_trial import ShapeTrials
+from mlx_parallm.worker.device.kernel_trial import KernelTrials, ShapeTrials
 from mlx_parallm.worker.layers.state_kernels import (
     ConvolutionKernel,
     DeltaKernel,
@@ -34,14 +34,16 @@ class RowConvolution(nn.Conv1d):
         return y + self["bias"] if "bias" in self else y
 
 
-def use_state_layers(model: nn.Module, kernel: ConvolutionKernel) -> int:
+def use_state_layers(
+    model: nn.Module, kernel: ConvolutionKernel, trials: KernelTrials | None = None
+) -> int:
     """Give a model's short convolutions this class where the kernel agrees; how many there are."""
     layers = [one for one in model.modules() if type(one) is nn.Conv1d and _is_own(one)]
-    trials = ShapeTrials("the kernel of convolutions is")
+    trial = (trials or KernelTrials()).of("the kernel of convolutions is")
     for layer in layers:
         weight = layer["weight"]
         shape = (*weight.shape, weight.dtype)
-        if trials.agree(shape, partial(why_not_convolution, kernel, weight)):
+        if trial.agree(shape, partial(why_not_convolution, kernel, weight)):
             layer.__class__ = RowConvolution
             layer["_kernel"] = kernel
     return sum(type(layer) is RowConvolution for layer in layers)

@@ -33,12 +33,20 @@ def adapter_report() -> KernelReport:
     return KernelReport(backend=kernels.name if kernels else "stock", rejected=rejected)
 
 
-def choose_change_kernels(dtype: mx.Dtype) -> tuple[ChangeKernels | None, str | None]:
-    """The kernels of the default device if they are right, else why they are not used, if any."""
+def choose_change_kernels(
+    dtype: mx.Dtype, chosen: bool | None = None
+) -> tuple[ChangeKernels | None, str | None]:
+    """Return the default device's kernels if they are right, else why they are not used, if any.
+
+    ``chosen``: whether an earlier choice on an equal device took them; None to check them.
+    """
     dialect = device_dialect()
-    if dialect is None:
+    if dialect is None or chosen is False:
         return None, None
     kernels = ChangeKernels(dialect)
+    if chosen:
+        kernels.begin(dtype)
+        return kernels, None
     reason = why_not(kernels, dtype)
     if reason is not None:
         logger.warning("adapter kernels are not used: %s", reason)

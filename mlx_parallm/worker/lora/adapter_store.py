@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Protocol
+from typing import Any, Protocol
 
-from mlx_parallm.adapters.weights import AdapterWeights
+from mlx_parallm.adapters.tensors import HostTensor
+from mlx_parallm.adapters.weights import AdapterWeights, join_adapter
 from mlx_parallm.types.pooling import OwnHead
+from mlx_parallm.worker.ops import AddAdapter, Done, DropAdapter, Pending, StageAdapter
+
+AdapterOp = AddAdapter | StageAdapter | DropAdapter
 
 # Nine layers of seven, put between two steps: some milliseconds, so that no stream stalls.
 MODULES_AT_A_TIME = 63
@@ -44,7 +48,7 @@ class SlotTarget(Protocol):
 
 
 class AdapterStore:
-    """Implements ``engine.policies.AdapterStore``. Lives on the engine thread."""
+    """The adapters that ops may name, by their contents."""
 
     def __init__(self, layers: SlotTarget) -> None:
         self._layers = layers
@@ -59,21 +63,27 @@ class AdapterStore:
         """Of all slots on the device."""
         return self._layers.num_bytes
 
-    def add(self, adapter: AdapterWeights) -> OwnHead | None:
-        """Keep an adapter for later batches; the head that it brings.
+    def begin(self, op: AdapterOp, tensors: Mapping[str, Mapping[str, HostTensor]]) -> Pending[Any]:
+        """Apply an op; ``tensors`` are by handle."""
+        match op:
+            case AddAdapter():
+                return Done(self.add(op.content, join_adapter(op.layout, tensors[op.handle])))
+            case StageAdapter():
+                return Done(self.stage(op.slot, op.content, part=op.part))
+            case DropAdapter():
+                self.remove(op.content)
+                return Done(None)
+
+    def add(self, content: str, adapter: AdapterWeights) -> OwnHead | None:
+        """Keep an adapter for later batches; return the head that it brings.
 
         Raises:
             InvalidRequestError: the model has no such modules.
         """
-        if adapter.digest not in self._adapters:
-            self._heads[adapter.digest] = self._layers.check(adapter, param=PARAM)
-            self._adapters[adapter.digest] = adapter
-        return self._heads[adapter.digest]
-
-    def move(self, layers: SlotTarget) -> None:
-        """Keep the adapters for another model, which was loaded in place of the one before."""
-        self.release()
-        self._layers = layers
+        if content not in self._adapters:
+            self._heads[content] = self._layers.check(adapter, param=PARAM)
+            self._adapters[content] = adapter
+        return self._heads[content]
 
     def remove(self, content: str) -> None:
         """Forget an adapter that no later batch names."""
@@ -86,10 +96,15 @@ class AdapterStore:
             while self.stage(slot, content):
                 pass
 
-    def stage(self, slot: int, content: str) -> bool:
-        """Put the next part of an adapter into a slot; whether there is more."""
+    def stage(self, slot: int, content: str, *, part: int | None = None) -> bool:
+        """Put the next part of an adapter into a slot; return True if there is more.
+
+        ``part`` 0 begins anew; None goes on with what was begun.
+        """
         if self._resident.get(slot) == content:
             return False
+        if part == 0:
+            self._begun.pop(slot, None)
         if self._begun.get(slot) != content:
             # Whatever fails from here on leaves a slot that is put anew.
             self._resident.pop(slot, None)

@@ -19,7 +19,14 @@ from mlx_parallm.models.checkpoints.decoders import DecoderPlan, readable_config
 from mlx_parallm.models.heads import weight_rows
 from mlx_parallm.models.load_failures import load_failures
 from mlx_parallm.types.errors import ModelLoadError
-from mlx_parallm.worker.weights.loader import LoadedModel, cast_model, check_dtype, loaded_model
+from mlx_parallm.worker.weights.loader import (
+    DECIDE,
+    CastRule,
+    LoadedModel,
+    cast_model,
+    check_dtype,
+    loaded_model,
+)
 
 Weights = dict[str, mx.array]
 
@@ -29,7 +36,9 @@ HEAD_NAMES = ("score", "v_head", "classifier")
 BARE_NAMES = ("embed_tokens.", "layers.", "norm.")
 
 
-def open_decoder(config: ModelConfig, path: Path, plan: DecoderPlan) -> LoadedModel:
+def open_decoder(
+    config: ModelConfig, path: Path, plan: DecoderPlan, cast: CastRule = DECIDE
+) -> LoadedModel:
     """Open a folder that mlx_lm knows the architecture of; parameters are not evaluated yet.
 
     The model has ``score`` where the plan has a head; it has no LM head, and must not be called:
@@ -49,12 +58,12 @@ def open_decoder(config: ModelConfig, path: Path, plan: DecoderPlan) -> LoadedMo
             get_model_classes=lambda config: _extended(config, plan),
             trust_remote_code=config.trust_remote_code,
         )
-        model = cast_model(model, config.dtype)
+        model, is_cast = cast_model(model, config.dtype, cast)
         if plan.head == "choice":
             model.score = _choosing(model, plan.chosen)
             drop_lm_head(model)
         model.eval()
-    return loaded_model(model, model_config, path, config)
+    return loaded_model(model, model_config, path, config, is_cast=is_cast)
 
 
 def read_config(path: Path) -> dict[str, Any]:

@@ -94,7 +94,7 @@ class DecoderRunner:
 
     def run(self, inputs: Sequence[EncodeInput]) -> list[np.ndarray]:
         """See ``encode.Encoder``."""
-        return self.begin(inputs).results()
+        return self.begin(inputs).wait()
 
     def release(self) -> None:
         """See ``encode.Encoder``."""

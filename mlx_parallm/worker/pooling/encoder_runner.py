@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 
 import mlx.core as mx
 import numpy as np
 
 from mlx_parallm.models.checkpoints.labels import label_names, problem_type
 from mlx_parallm.models.checkpoints.sentence_transformers import VectorSpec
-from mlx_parallm.models.loading import ARCHITECTURES, LoadedEncoder, open_encoder
+from mlx_parallm.models.loading import LoadedEncoder
 from mlx_parallm.types.pooling import EncodeInput, EncoderInfo
-from mlx_parallm.worker.device.properties import backend_name, give_back_memory
-from mlx_parallm.worker.pooling.encoder_adapters import NO_SLOTS, AdaptedEncoder, EncoderAdapters
+from mlx_parallm.worker.device.properties import give_back_memory
+from mlx_parallm.worker.pooling.encoder_adapters import NO_SLOTS, EncoderAdapters
 from mlx_parallm.worker.pooling.encoder_heads import TASKS, EncoderHeads, by_purpose, vector_facts
 from mlx_parallm.worker.pooling.forward_shapes import ForwardShapes
 from mlx_parallm.worker.pooling.layer_stages import StagedJob
 from mlx_parallm.worker.pooling.own_heads import LayerHeads
-from mlx_parallm.worker.pooling.pending_encoder import PendingEncoder
-from mlx_parallm.worker.weights.loader import DTYPES, check_dtype
+from mlx_parallm.worker.weights.loader import DTYPES
 
 
 class EncoderRunner:
@@ -77,7 +74,7 @@ class EncoderRunner:
 
     def run(self, inputs: Sequence[EncodeInput]) -> list[np.ndarray]:
         """See ``encode.Encoder``."""
-        return self.begin(inputs).results()
+        return self.begin(inputs).wait()
 
     def release(self) -> None:
         """See ``encode.Encoder``."""
@@ -86,37 +83,6 @@ class EncoderRunner:
             module.clear()
         self.adapters.close()
         give_back_memory()
-
-
-def load_encoder_runner(folder: Path, dtype: str, spec: VectorSpec) -> AdaptedEncoder:
-    """``open_encoder_runner``, and all of it."""
-    return open_encoder_runner(folder, dtype, spec).finish()
-
-
-def open_encoder_runner(folder: Path, dtype: str, spec: VectorSpec) -> PendingEncoder:
-    """Open an encoder; ``dtype`` "auto" is that of the file, or float32 on a CPU.
-
-    Raises:
-        ConfigError: an unknown dtype.
-        ModelLoadError: it cannot be loaded.
-    """
-    check_dtype(dtype)
-    wanted = DTYPES.get(dtype)
-    if wanted is None and backend_name() == "cpu":
-        # There it is many times faster than numbers of 16 bits.
-        wanted = mx.float32
-    opened = open_encoder(folder, wanted)
-    return PendingEncoder(opened.model, folder, lambda: EncoderRunner(opened, spec))
-
-
-def is_encoder(folder: Path) -> bool:
-    """Whether a folder's config names an architecture of ``models``."""
-    try:
-        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        # Whoever loads it says what is wrong.
-        return False
-    return isinstance(config, dict) and config.get("model_type") in ARCHITECTURES
 
 
 def padded(inputs: Sequence[EncodeInput], shapes: ForwardShapes) -> tuple[np.ndarray, np.ndarray]:

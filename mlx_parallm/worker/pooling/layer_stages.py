@@ -61,7 +61,7 @@ class StagedJob:
         """See ``encode.EncodeJob``."""
         mx.eval(self._outputs.pop(0))
 
-    def results(self) -> list[np.ndarray]:
+    def wait(self) -> list[np.ndarray]:
         """See ``encode.EncodeJob``."""
         self._outputs.clear()
         mx.eval(self._results)

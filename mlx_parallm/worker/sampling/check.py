@@ -47,21 +47,24 @@ def sampling_report() -> KernelReport:
     return KernelReport(backend=kernels.name if kernels else "stock", rejected=rejected)
 
 
-def choose_sampling(vocab: int, dtype: mx.Dtype) -> tuple[SamplingKernels | None, str | None]:
+def choose_sampling(
+    vocab: int, dtype: mx.Dtype, chosen: bool | None = None
+) -> tuple[SamplingKernels | None, str | None]:
     """The kernels of the default device if they are right, else why they are not used, if any.
 
     Args:
         vocab: the length of a row of logits.
         dtype: of the model's logits; float32 ones, as masks and penalties leave them, are checked
             as well.
+        chosen: whether an earlier choice on an equal device took them; None to check them.
     """
     kernels = device_kernels()
-    if kernels is None:
+    if kernels is None or chosen is False:
         return None, None
     dtypes = dict.fromkeys((dtype, mx.float32))
     kernels.begin(vocab, dtypes)
     for one in dtypes:
-        reason = why_not(kernels, vocab, one)
+        reason = None if chosen else why_not(kernels, vocab, one)
         if reason is not None:
             logger.warning("sampling kernels are not used: %s", reason)
             return None, reason

@@ -18,7 +18,8 @@ from mlx_parallm.models.checkpoints.rope_fields import rope_fields
 from mlx_parallm.models.load_failures import load_failures
 from mlx_parallm.numerics.finite import evaluate_weights, scale_modes
 from mlx_parallm.types.errors import ConfigError
-from mlx_parallm.worker.device.properties import backend_name, free_memory_bytes
+from mlx_parallm.worker.device.kernel_trial import KernelTrials
+from mlx_parallm.worker.device.properties import backend_name
 from mlx_parallm.worker.layers.delta_net import NetKernels, use_net_kernels
 from mlx_parallm.worker.layers.expert_kernel import ExpertKernel
 from mlx_parallm.worker.layers.expert_layers import use_expert_layers
@@ -36,6 +37,34 @@ PACKED = ("scales", "biases")
 
 
 @dataclass(frozen=True, slots=True)
+class CastRule:
+    """Whether ``dtype="auto"`` becomes float32.
+
+    Attributes:
+        is_cast: as another worker, or the load before, decided; None to decide.
+        free_bytes: memory that is free; None if unknown.
+    """
+
+    is_cast: bool | None = None
+    free_bytes: int | None = None
+
+    def applies(self, needed: int) -> bool:
+        """Return whether weights are cast that would take ``needed`` bytes."""
+        if self.is_cast is not None:
+            return self.is_cast
+        if backend_name() != "cpu":
+            return False
+        if self.free_bytes is not None and needed > self.free_bytes // 2:
+            logger.warning("float32 weights would take %.1f GB; kept as they are", needed / 1e9)
+            return False
+        return True
+
+
+#: ``DECIDE``: the rule of a machine whose memory is not looked at.
+DECIDE = CastRule()
+
+
+@dataclass(frozen=True, slots=True)
 class LoadedModel:
     """A model ready to run on this thread.
 
@@ -46,6 +75,7 @@ class LoadedModel:
         dtype: what it computes in.
         weight_bytes: size of the parameters.
         source: how it was loaded.
+        is_cast: True if ``dtype="auto"`` became float32, see ``load_model``.
     """
 
     model: Any
@@ -54,13 +84,26 @@ class LoadedModel:
     dtype: str
     weight_bytes: int
     source: ModelConfig = field(default_factory=ModelConfig)
+    is_cast: bool = False
 
 
-def load_model(config: ModelConfig, path: Path) -> LoadedModel:
+def load_model(
+    config: ModelConfig,
+    path: Path,
+    *,
+    cast: CastRule = DECIDE,
+    trials: KernelTrials | None = None,
+) -> LoadedModel:
     """Load a folder in mlx_lm's or Hugging Face's form.
 
     On the CPU, ``dtype="auto"`` casts and dequantises to float32 when the result fits in half of
     the free memory: it is 18 to 40 times faster there than bfloat16 and 4-bit.
+
+    Args:
+        config: the model's settings.
+        path: the folder.
+        cast: decides that.
+        trials: of the kernels of its layers; None for new ones.
 
     Raises:
         ConfigError: an unknown dtype.
@@ -69,16 +112,16 @@ def load_model(config: ModelConfig, path: Path) -> LoadedModel:
     """
     check_dtype(config.dtype)
     with load_failures(path):
-        model, model_config = _read(config, path)
+        model, model_config, is_cast = _read(config, path, cast)
         if backend_name() == "cuda":
-            use_row_layers(model, RowKernel(CudaDialect()))
-            use_expert_layers(model, ExpertKernel(CudaDialect()))
-            use_state_layers(model, ConvolutionKernel(CudaDialect()))
-            use_net_kernels(model, NetKernels(CudaDialect()))
+            use_row_layers(model, RowKernel(CudaDialect()), trials)
+            use_expert_layers(model, ExpertKernel(CudaDialect()), trials)
+            use_state_layers(model, ConvolutionKernel(CudaDialect()), trials)
+            use_net_kernels(model, NetKernels(CudaDialect()), trials)
         run_uncompiled(model)
         model.eval()
         evaluate_weights(parameters_of(model), path, scale_modes(model))
-    return loaded_model(model, model_config, path, config)
+    return loaded_model(model, model_config, path, config, is_cast=is_cast)
 
 
 def check_dtype(dtype: str) -> None:
@@ -88,20 +131,27 @@ def check_dtype(dtype: str) -> None:
 
 
 def loaded_model(
-    model: Any, model_config: dict[str, Any], path: Path, config: ModelConfig
+    model: Any,
+    model_config: dict[str, Any],
+    path: Path,
+    config: ModelConfig,
+    *,
+    is_cast: bool,
 ) -> LoadedModel:
-    """A model, with what is to be known of it."""
-    return LoadedModel(model, model_config, path, _dtype_of(model), _bytes_of(model), config)
+    """Return a model with its facts."""
+    return LoadedModel(
+        model, model_config, path, _dtype_of(model), _bytes_of(model), config, is_cast
+    )
 
 
-def load_parameters(config: ModelConfig, path: Path) -> dict[str, mx.array]:
-    """The parameters of a folder as ``load_model`` would have them, by name, not evaluated.
+def load_parameters(config: ModelConfig, path: Path, *, is_cast: bool) -> dict[str, mx.array]:
+    """Return the parameters of a folder as ``load_model`` had them, by name, not evaluated.
 
     Raises:
         ModelLoadError: the folder is no model that mlx_lm knows.
     """
     with load_failures(path):
-        model, _ = _read(config, path)
+        model, _, _ = _read(config, path, CastRule(is_cast=is_cast))
     return parameters_of(model)
 
 
@@ -110,7 +160,7 @@ def parameters_of(model: Any) -> dict[str, mx.array]:
     return dict(cast("list[tuple[str, mx.array]]", tree_flatten(model.parameters())))
 
 
-def _read(config: ModelConfig, path: Path) -> tuple[Any, dict[str, Any]]:
+def _read(config: ModelConfig, path: Path, cast: CastRule) -> tuple[Any, dict[str, Any], bool]:
     model, model_config = mlx_lm_utils.load_model(
         path,
         lazy=True,
@@ -121,7 +171,8 @@ def _read(config: ModelConfig, path: Path) -> tuple[Any, dict[str, Any]]:
     scales = {f"{name.rpartition('.')[0]}.{leaf}" for name in scale_modes(model) for leaf in PACKED}
     own = parameters_of(model)
     evaluate_weights({name: own[name] for name in scales & own.keys()}, path, scale_modes(model))
-    return cast_model(model, config.dtype), model_config
+    model, is_cast = cast_model(model, config.dtype, cast)
+    return model, model_config, is_cast
 
 
 def _readable_classes(config: dict[str, Any]) -> tuple[type, type]:
@@ -135,22 +186,17 @@ def _readable_classes(config: dict[str, Any]) -> tuple[type, type]:
     return model, args
 
 
-def cast_model(model: Any, dtype: str) -> Any:
-    """The model in the dtype it shall compute in; see ``load_model`` for "auto"."""
+def cast_model(model: Any, dtype: str, rule: CastRule) -> tuple[Any, bool]:
+    """Return the model in the dtype it computes in, and whether ``rule`` made that float32."""
     if dtype != "auto":
         model.set_dtype(DTYPES[dtype])
-        return model
-    if backend_name() != "cpu":
-        return model
-    needed = 4 * mlx_lm_utils.get_total_parameters(model)
-    free = free_memory_bytes()
-    if free is not None and needed > free // 2:
-        logger.warning("float32 weights would take %.1f GB; kept as they are", needed / 1e9)
-        return model
+        return model, False
+    if not rule.applies(4 * mlx_lm_utils.get_total_parameters(model)):
+        return model, False
     if any(isinstance(module, nn.QuantizedLinear) for module in model.modules()):
         model = mlx_lm_utils.dequantize_model(model)
     model.set_dtype(mx.float32)
-    return model
+    return model, True
 
 
 def _dtype_of(model: Any) -> str:

@@ -33,6 +33,7 @@ class ModelWeights:
         self.path = loaded.path
         self._model = loaded.model
         self._config = loaded.source
+        self._is_cast = loaded.is_cast
         self._is_away = False
         self._kept: dict[str, HostTensor] | None = None
 
@@ -44,7 +45,7 @@ class ModelWeights:
                 finite.
         """
         try:
-            arrays = load_parameters(self._config, path)
+            arrays = load_parameters(self._config, path, is_cast=self._is_cast)
         except ModelLoadError as problem:
             raise InvalidRequestError(str(problem), param=PARAM) from None
         current = parameters_of(self._model)

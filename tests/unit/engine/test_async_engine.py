@@ -28,6 +28,7 @@ from mlx_parallm.types.errors import (
 from mlx_parallm.types.events import ErrorEvent, FinishReason, TokenEvent
 from mlx_parallm.types.request import GenerateRequest
 from mlx_parallm.types.step import ScheduledBatch
+from mlx_parallm.worker.worker import Worker
 from tests.fakes import FakeRunner, spell
 from tests.scripted_engine import builder, die, engine_of, make_request
 
@@ -148,7 +149,9 @@ async def test_a_thread_told_to_restart_serves_again() -> None:
     lives = [BrokenScheduler, Scheduler]
     again = threading.Event()
 
-    def build(config: EngineConfig, families: MetricFamilies, on_progress: TellProgress):
+    def build(
+        config: EngineConfig, families: MetricFamilies, worker: Worker, on_progress: TellProgress
+    ):
         if len(lives) == 1:
             again.set()
         runner = FakeRunner(spell("back"))

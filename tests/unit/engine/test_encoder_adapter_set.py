@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from mlx_parallm.config import AdapterConfig, EngineConfig, SchedulerConfig
 from mlx_parallm.engine.adapter_staging import AdapterStaging
+from mlx_parallm.engine.policies import AdapterInfo
 from mlx_parallm.pooling.adapters import EncoderAdapterSet
 from mlx_parallm.pooling.engine import PoolingEngine
 from mlx_parallm.pooling.queue import EncodeQueue
@@ -39,6 +40,7 @@ class AdaptedSums(SumEncoder):
 
     def begin(self, inputs: Sequence[EncodeInput], slots: Mapping[str, int]) -> SumJob:
         self.most = max(self.most, len(slots))
+        self._store.place({slot: content for content, slot in slots.items()})
         found = {content: self._store.slots[slot] for content, slot in slots.items()}
         in_slots = [
             one if one.adapter is None else replace(one, adapter=found[one.adapter])
@@ -170,7 +172,7 @@ def test_batches_keep_a_slot_while_adapters_are_put() -> None:
     for number in range(1, 4):
         load(adapters, f"a{number}", number)
     uploads = [AdapterStaging(adapter(f"b{n}", f"digest-{n}", None), "m") for n in range(4, 8)]
-    loaded = [upload.advance(adapters.policies) for upload in uploads]
+    loaded = [advance(upload, adapters) for upload in uploads]
     # What found no slot is loaded without one, until a batch names it.
     assert [one is None for one in loaded] == [True, True, False, False]
     for number in range(1, 4):
@@ -179,10 +181,17 @@ def test_batches_keep_a_slot_while_adapters_are_put() -> None:
     assert [answers[f"a{number}"][0][0] for number in range(1, 4)] == [1001, 2002, 3003]
     assert encoder.most == 1
     for upload in uploads[:2]:
-        assert upload.advance(adapters.policies) is not None
+        assert advance(upload, adapters) is not None
     ask(engine, answers, "b5", (1,), name="b5")
     run(engine)
     assert answers["b5"] == [[5001, 1]]
+
+
+def advance(staging: AdapterStaging, adapters: EncoderAdapterSet) -> AdapterInfo | None:
+    """Put the next part; return what is loaded once all is there."""
+    if staging.prepare(adapters.policies):
+        return None
+    return staging.commit(adapters.policies)
 
 
 def test_what_makes_way_comes_back_with_its_adapters() -> None:

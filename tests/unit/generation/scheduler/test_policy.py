@@ -11,6 +11,7 @@ from mlx_parallm.generation.scheduler.sequence import RequestGroup, Sequence
 from mlx_parallm.types.errors import ContextLengthError, OverloadedError
 from mlx_parallm.types.request import GenerateRequest, SamplingParams
 from mlx_parallm.types.step import SampledToken, ScheduledBatch, StepOutput
+from mlx_parallm.types.weights import PolicyWeights, WeightsVersion
 
 
 def make_scheduler(num_blocks: int = 64, **limits: int | None) -> Scheduler:
@@ -18,7 +19,14 @@ def make_scheduler(num_blocks: int = 64, **limits: int | None) -> Scheduler:
     return Scheduler(SchedulerConfig(**limits), kv, max_model_len=128)  # type: ignore[arg-type]
 
 
-def add(scheduler: Scheduler, name: str, length: int = 9, **options: object) -> None:
+def add(
+    scheduler: Scheduler,
+    name: str,
+    length: int = 9,
+    *,
+    weights: PolicyWeights | None = None,
+    **options: object,
+) -> None:
     request = GenerateRequest(
         request_id=name,
         model="m",
@@ -26,7 +34,8 @@ def add(scheduler: Scheduler, name: str, length: int = 9, **options: object) -> 
         params=SamplingParams(max_tokens=64 if length < 60 else 8),
         **options,  # type: ignore[arg-type]
     )
-    scheduler.add(request, seed=0, end_ids=frozenset())
+    weights = weights or PolicyWeights()
+    scheduler.add(request, seed=0, end_ids=frozenset(), weights=weights)
 
 
 def step(scheduler: Scheduler) -> ScheduledBatch:
@@ -51,6 +60,21 @@ def test_equal_prompts_share_blocks_only_under_the_same_salt() -> None:
     add(scheduler, "b", cache_salt="two")
     assert first_start(scheduler) == 0
     add(scheduler, "c", cache_salt="one")
+    assert first_start(scheduler) == 8
+
+
+def test_blocks_of_weights_that_are_not_cached_are_never_found() -> None:
+    scheduler = make_scheduler()
+    changing = WeightsVersion("session", "1", is_cached=False)
+    for name in ("a", "b"):
+        add(scheduler, name, weights=PolicyWeights(adapter=changing))
+        assert first_start(scheduler) == 0
+        scheduler.abort(name)
+        scheduler.check_integrity()
+    # Nor would they be if what they were computed with were the same by its id.
+    add(scheduler, "c", weights=PolicyWeights(adapter=WeightsVersion("session", "1")))
+    assert first_start(scheduler) == 0
+    add(scheduler, "d", weights=PolicyWeights(adapter=WeightsVersion("session", "1")))
     assert first_start(scheduler) == 8
 
 

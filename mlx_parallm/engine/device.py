@@ -1,0 +1,136 @@
+"""What one model has on the device, as the bookkeeping sees it: every change is an op."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from itertools import count
+from pathlib import Path
+
+from mlx_parallm.adapters.tensors import HostTensor
+from mlx_parallm.adapters.weights import AdapterWeights, split_adapter
+from mlx_parallm.types.errors import InvalidRequestError
+from mlx_parallm.types.pooling import OwnHead
+from mlx_parallm.worker.ops import (
+    AddAdapter,
+    Checksums,
+    CommitWeights,
+    DropAdapter,
+    DropPrepared,
+    DropTensors,
+    PrepareWeights,
+    Sleep,
+    StageAdapter,
+    Wake,
+    tensor_ops,
+)
+from mlx_parallm.worker.worker import Worker
+
+
+class DeviceAdapters:
+    """The adapters of one model. Implements ``policies.AdapterStore``; lives on the engine thread.
+
+    It keeps the tensors of adapters, so that a model that was evicted comes back with its own.
+    """
+
+    def __init__(self, worker: Worker, model: str) -> None:
+        self._worker = worker
+        self._model = model
+        self._adapters: dict[str, AdapterWeights] = {}
+        # What the worker has, by content; it loses all when the model is unloaded.
+        self._heads: dict[str, OwnHead | None] = {}
+        self._parts: dict[tuple[int, str], int] = {}
+
+    def add(self, content: str, adapter: AdapterWeights) -> OwnHead | None:
+        """See ``AdapterStore``."""
+        if content not in self._heads:
+            self._heads[content] = self._send(content, adapter)
+            self._adapters[content] = adapter
+        return self._heads[content]
+
+    def stage(self, slot: int, content: str) -> bool:
+        """See ``AdapterStore``."""
+        self.ensure([content])
+        part = self._parts.pop((slot, content), 0)
+        op = StageAdapter(model=self._model, content=content, slot=slot, part=part)
+        has_more = self._worker.execute(op)
+        if has_more:
+            self._parts[slot, content] = part + 1
+        return has_more
+
+    def remove(self, content: str) -> None:
+        """See ``AdapterStore``."""
+        self._adapters.pop(content, None)
+        if content in self._heads:
+            del self._heads[content]
+            self._worker.execute(DropAdapter(model=self._model, content=content))
+
+    def ensure(self, contents: Iterable[str]) -> None:
+        """Let the worker have adapters that the next op names."""
+        for content in contents:
+            if content not in self._heads:
+                self._heads[content] = self._send(content, self._adapters[content])
+
+    def release(self) -> None:
+        """Note that the worker has none of the adapters, because the model was unloaded."""
+        self._heads.clear()
+        self._parts.clear()
+
+    def _send(self, content: str, adapter: AdapterWeights) -> OwnHead | None:
+        layout, tensors = split_adapter(adapter)
+        handle = f"{self._model} {content}"
+        try:
+            for op in tensor_ops(handle, tensors):
+                self._worker.execute(op)
+            return self._worker.execute(
+                AddAdapter(model=self._model, content=content, layout=layout, handle=handle)
+            )
+        finally:
+            self._worker.execute(DropTensors(handle=handle))
+
+
+class DeviceWeights:
+    """The weights and the KV pool of one model. Implements ``live_weights.LiveModel``."""
+
+    def __init__(self, worker: Worker, model: str) -> None:
+        self._worker = worker
+        self._model = model
+        self._numbers = count()
+
+    def prepare_folder(self, folder: Path) -> None:
+        """See ``LiveModel``."""
+        self._check(PrepareWeights(model=self._model, folder=folder))
+
+    def prepare_tensors(self, tensors: Mapping[str, HostTensor]) -> None:
+        """See ``LiveModel``."""
+        handle = f"{self._model} weights {next(self._numbers)}"
+        try:
+            for op in tensor_ops(handle, tensors):
+                self._worker.execute(op)
+            self._check(PrepareWeights(model=self._model, handle=handle))
+        finally:
+            self._worker.execute(DropTensors(handle=handle))
+
+    def _check(self, op: PrepareWeights) -> None:
+        refusal = self._worker.execute(op)
+        if refusal is not None:
+            raise InvalidRequestError(refusal, param="weights")
+
+    def commit(self) -> None:
+        """See ``LiveModel``."""
+        self._worker.execute(CommitWeights(model=self._model))
+
+    def drop_prepared(self) -> None:
+        """See ``LiveModel``."""
+        self._worker.execute(DropPrepared(model=self._model))
+
+    def checksums(self) -> dict[str, str]:
+        """See ``LiveModel``."""
+        return self._worker.execute(Checksums(model=self._model))
+
+    def sleep(self, level: int) -> None:
+        """See ``LiveModel``."""
+        self._worker.execute(Sleep(model=self._model, level=level))
+
+    def wake(self, tag: str) -> bool:
+        """See ``LiveModel``."""
+        return self._worker.execute(Wake(model=self._model, tag=tag))

@@ -1,0 +1,294 @@
+"""Commands to all models of the engine thread, which it carries out between two steps.
+
+A command is a plain value with a name, so that it can go to engines in another process, or to
+several. Adapters and weights change in two commands: one prepares, which changes nothing that
+requests see and whose error is the verdict; the other commits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TypeVar
+
+from mlx_parallm.engine.adapter_staging import AdapterStaging
+from mlx_parallm.engine.commands import EngineHost, HostCommand
+from mlx_parallm.engine.interface import ServedEngine
+from mlx_parallm.engine.live_weights import LiveWeights, WeightsUpdate
+from mlx_parallm.engine.policies import AdapterInfo, AdapterUpload, Policies
+from mlx_parallm.types.errors import InvalidRequestError, ModelNotFoundError
+from mlx_parallm.types.weights import SLEEP_TAGS, WeightsVersion
+
+R = TypeVar("R")
+
+#: All adapters, and the versions of the models themselves by their first names.
+LoadedVersions = tuple[Sequence[AdapterInfo], Mapping[str, WeightsVersion]]
+
+
+@dataclass(frozen=True, slots=True)
+class ListVersions(HostCommand[LoadedVersions]):
+    """Return what requests are computed with; versions are of models whose weights can change."""
+
+    def __call__(self, host: EngineHost) -> LoadedVersions:
+        """Apply the command."""
+        infos = [info for adapters in host.adapters.values() for info in adapters.policies.infos()]
+        engines = host.engines.items()
+        changeable = {name: engine for name, engine in engines if engine.live is not None}
+        return infos, {
+            name: engine.adapters.policies.base.version for name, engine in changeable.items()
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class BeginAdapter(HostCommand[bool]):
+    """Check an adapter and put the first part of it into a slot; return True if there is more.
+
+    Raises:
+        VersionMismatchError: another version is there than was expected.
+        InvalidRequestError: it does not fit the model, or its name is taken.
+        ModelNotFoundError: the model was unloaded.
+
+    Attributes:
+        number: unique among the adapters that are being prepared.
+        upload: the adapter.
+        model: the first name of its model.
+        in_parts: whether to put it ahead of the first batch that names it.
+    """
+
+    number: int
+    upload: AdapterUpload
+    model: str
+    in_parts: bool
+
+    def __call__(self, host: EngineHost) -> bool:
+        """Apply the command."""
+        host.stagings[self.number] = AdapterStaging(self.upload, self.model, in_parts=self.in_parts)
+        return StageAdapterPart(self.number)(host)
+
+
+@dataclass(frozen=True, slots=True)
+class StageAdapterPart(HostCommand[bool]):
+    """Put the next part of an adapter; see ``BeginAdapter``. After an error it is dropped."""
+
+    number: int
+
+    def __call__(self, host: EngineHost) -> bool:
+        """Apply the command."""
+        staging = host.stagings.pop(self.number)
+        check = partial(check_owner, host, staging.upload.name, staging.model)
+        has_more = staging.prepare(policies_of(host, staging.model), check)
+        host.stagings[self.number] = staging
+        return has_more
+
+
+@dataclass(frozen=True, slots=True)
+class CommitAdapter(HostCommand[tuple[AdapterInfo, LoadedVersions]]):
+    """Let requests use a prepared adapter; return it, and all that is loaded.
+
+    Raises as ``Policies.load`` does; the adapter is dropped then.
+    """
+
+    number: int
+
+    def __call__(self, host: EngineHost) -> tuple[AdapterInfo, LoadedVersions]:
+        """Apply the command."""
+        staging = host.stagings.pop(self.number)
+        check = partial(check_owner, host, staging.upload.name, staging.model)
+        info = staging.commit(policies_of(host, staging.model), check)
+        return info, ListVersions()(host)
+
+
+@dataclass(frozen=True, slots=True)
+class DropStagedAdapter(HostCommand[None]):
+    """Forget an adapter that was prepared, if it is there."""
+
+    number: int
+
+    def __call__(self, host: EngineHost) -> None:
+        """Apply the command."""
+        staging = host.stagings.pop(self.number, None)
+        if staging is not None:
+            staging.drop(policies_of(host, staging.model))
+
+
+@dataclass(frozen=True, slots=True)
+class EnsureAdapter(HostCommand[AdapterInfo]):
+    """Load an adapter of a model unless one of its name is there; see ``Policies.ensure``."""
+
+    upload: AdapterUpload
+    model: str
+
+    def __call__(self, host: EngineHost) -> AdapterInfo:
+        """Apply the command."""
+        check_owner(host, self.upload.name, self.model)
+        return policies_of(host, self.model).ensure(self.upload)
+
+
+@dataclass(frozen=True, slots=True)
+class UnloadAdapter(HostCommand[AdapterInfo]):
+    """Admit no more requests of an adapter of a model; see ``Policies.unload``."""
+
+    name: str
+    model: str
+
+    def __call__(self, host: EngineHost) -> AdapterInfo:
+        """Apply the command."""
+        return policies_of(host, self.model).unload(self.name)
+
+
+@dataclass(frozen=True, slots=True)
+class Pause(HostCommand[int]):
+    """Run nothing more; return how many requests are kept."""
+
+    def __call__(self, host: EngineHost) -> int:
+        """Apply the command."""
+        for engine in host.engines.values():
+            engine.is_paused = True
+            # No token may come after the answer.
+            host.deliver(engine.settle())
+        return sum(engine.num_requests for engine in host.engines.values())
+
+
+@dataclass(frozen=True, slots=True)
+class Resume(HostCommand[None]):
+    """Run again."""
+
+    def __call__(self, host: EngineHost) -> None:
+        """Apply the command."""
+        for engine in host.engines.values():
+            engine.is_paused = False
+
+
+@dataclass(frozen=True, slots=True)
+class ResetCaches(HostCommand[None]):
+    """Forget what every model computed before; see ``ServedEngine.reset_cache``."""
+
+    reset_running: bool
+
+    def __call__(self, host: EngineHost) -> None:
+        """Apply the command."""
+        for engine in host.engines.values():
+            host.deliver(engine.settle())
+            engine.reset_cache(reset_running=self.reset_running)
+
+
+@dataclass(frozen=True, slots=True)
+class PrepareUpdate(HostCommand[None]):
+    """Have new weights of a model ready; raise as ``LiveWeights.prepare`` does."""
+
+    model: str
+    update: WeightsUpdate
+
+    def __call__(self, host: EngineHost) -> None:
+        """Apply the command."""
+        live_weights(host.engines[self.model]).prepare(self.update)
+
+
+@dataclass(frozen=True, slots=True)
+class CommitUpdate(HostCommand[WeightsVersion]):
+    """Compute with the weights that were prepared; see ``LiveWeights.commit``."""
+
+    model: str
+
+    def __call__(self, host: EngineHost) -> WeightsVersion:
+        """Apply the command."""
+        engine = host.engines[self.model]
+        # The tokens of the step in flight are those of the old weights.
+        host.deliver(engine.settle())
+        return live_weights(engine).commit()
+
+
+@dataclass(frozen=True, slots=True)
+class DropUpdate(HostCommand[None]):
+    """Forget the weights that were prepared for a model, if there are any."""
+
+    model: str
+
+    def __call__(self, host: EngineHost) -> None:
+        """Apply the command."""
+        engine = host.engines.get(self.model)
+        if engine is not None and engine.live is not None:
+            engine.live.drop_prepared()
+
+
+@dataclass(frozen=True, slots=True)
+class ReadChecksums(HostCommand[Mapping[str, str]]):
+    """Return the SHA-256 of each weight of a model; see ``LiveWeights.checksums``."""
+
+    model: str
+
+    def __call__(self, host: EngineHost) -> Mapping[str, str]:
+        """Apply the command."""
+        return live_weights(host.engines[self.model]).checksums()
+
+
+@dataclass(frozen=True, slots=True)
+class RelabelWeights(HostCommand[WeightsVersion]):
+    """Give the version of a model's weights another label; see ``LiveWeights.relabel``."""
+
+    model: str
+    label: str
+
+    def __call__(self, host: EngineHost) -> WeightsVersion:
+        """Apply the command."""
+        return live_weights(host.engines[self.model]).relabel(self.label)
+
+
+@dataclass(frozen=True, slots=True)
+class SleepModels(HostCommand[None]):
+    """Free memory of every model that can do without; see ``LiveWeights.sleep``."""
+
+    level: int
+
+    def __call__(self, host: EngineHost) -> None:
+        """Apply the command."""
+        for live in _changeable(host):
+            live.sleep(self.level)
+
+
+@dataclass(frozen=True, slots=True)
+class WakeModels(HostCommand[list[str]]):
+    """Have memory again; return which of ``SLEEP_TAGS`` still sleep."""
+
+    tags: Sequence[str]
+
+    def __call__(self, host: EngineHost) -> list[str]:
+        """Apply the command."""
+        changeable = _changeable(host)
+        for live in changeable:
+            live.wake(self.tags)
+        return [tag for tag in SLEEP_TAGS if any(tag in live.asleep for live in changeable)]
+
+
+def policies_of(host: EngineHost, model: str) -> Policies:
+    """Return what requests of a model are computed with; raise ModelNotFoundError."""
+    if model not in host.adapters:
+        raise ModelNotFoundError(model)
+    return host.adapters[model].policies
+
+
+def check_owner(host: EngineHost, name: str, model: str) -> None:
+    """Raise InvalidRequestError if another model than this one has an adapter of this name."""
+    infos, _ = ListVersions()(host)
+    owners = (info for info in infos if info.name == name and info.model != model)
+    if (info := next(owners, None)) is not None:
+        raise taken(info)
+
+
+def taken(info: AdapterInfo) -> InvalidRequestError:
+    """Return the refusal of another adapter of this one's name."""
+    return InvalidRequestError(
+        f"{info.name!r} is an adapter of {info.model!r}; unload it first.", param="name"
+    )
+
+
+def live_weights(engine: ServedEngine) -> LiveWeights:
+    """Return a model's own weights; raise InvalidRequestError if they never change."""
+    if engine.live is None:
+        raise InvalidRequestError("The weights of this model cannot be changed.", param="model")
+    return engine.live
+
+
+def _changeable(host: EngineHost) -> list[LiveWeights]:
+    return [engine.live for engine in host.engines.values() if engine.live is not None]

@@ -1,0 +1,255 @@
+"""Loads models that generate, and runs ops on them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from mlx_parallm.models.load_failures import load_failures
+from mlx_parallm.types.errors import InvalidRequestError, ModelLoadError
+from mlx_parallm.worker.attention.backend_choice import BackendChoice, choose_backend
+from mlx_parallm.worker.device.kernel_trial import KernelTrials
+from mlx_parallm.worker.generation.cache_layout import CacheLayout, kv_shapes, probe_layout
+from mlx_parallm.worker.generation.draft_model import DraftModel
+from mlx_parallm.worker.generation.memory import config_value, context_length, plan_kv, query_heads
+from mlx_parallm.worker.generation.model_runner import ModelRunner
+from mlx_parallm.worker.generation.plan import DecoderChoices, GenerationPlan, GenerationSpec
+from mlx_parallm.worker.generation.row_selection import embedding_rows
+from mlx_parallm.worker.ops import (
+    AddAdapter,
+    Allocate,
+    Checksums,
+    CommitWeights,
+    Done,
+    DropAdapter,
+    DropPrepared,
+    Load,
+    Pending,
+    PrepareWeights,
+    Sleep,
+    StageAdapter,
+    Step,
+    Wake,
+)
+from mlx_parallm.worker.weights.loader import CastRule, LoadedModel, load_model
+from mlx_parallm.worker.worker import Device, Tensors
+
+
+class GenerationLoader:
+    """Loads what a ``GenerationSpec`` says. Implements ``Loader``."""
+
+    def __init__(self, choose_attention: Callable[..., BackendChoice] = choose_backend) -> None:
+        """``choose_attention`` takes what ``choose_backend`` takes."""
+        self.choose_attention = choose_attention
+
+    def begin(self, op: Load, device: Device) -> PendingGenerator:
+        """See ``Loader``."""
+        return PendingGenerator(self, op, device)
+
+
+class PendingGenerator:
+    """Implements ``PendingLoad``: the weights are read in one stage.
+
+    Attributes:
+        num_bytes: 0: they are not known before they are read.
+        model: the model, once ``wait`` has returned.
+    """
+
+    num_bytes = 0
+    num_stages = 1
+
+    def __init__(self, loader: GenerationLoader, op: Load, device: Device) -> None:
+        self.model: GeneratorModel | None = None
+        self._loader = loader
+        self._op = op
+        self._device = device
+
+    def advance(self) -> None:
+        """See ``Pending``."""
+        raise AssertionError("the last stage is computed by wait")
+
+    def wait(self) -> GenerationPlan:
+        """Read the weights and choose the attention backend.
+
+        Raises:
+            ConfigError: a setting does not suit the model.
+            ModelLoadError: it cannot be loaded.
+        """
+        spec: GenerationSpec = self._op.spec
+        with load_failures(spec.path):
+            weights = _read(spec, self._op.plan, self._loader.choose_attention)
+        self.model = GeneratorModel(weights, self._device)
+        return weights.plan
+
+
+@dataclass(frozen=True, slots=True)
+class _Weights:
+    """A model in memory, before it has any KV."""
+
+    spec: GenerationSpec
+    loaded: LoadedModel
+    layouts: tuple[CacheLayout, ...]
+    attention: BackendChoice
+    plan: GenerationPlan
+    #: Of another worker's load.
+    given: GenerationPlan | None
+
+
+def _read(
+    spec: GenerationSpec, given: GenerationPlan | None, choose: Callable[..., BackendChoice]
+) -> _Weights:
+    """Load a model; ``given`` is the plan of another worker's load."""
+    known = None if given is None else given.choices
+    trials = KernelTrials(None if known is None else known.kernels)
+    rule = CastRule(None if known is None else known.is_cast, spec.free_bytes)
+    loaded = load_model(spec.config, spec.path, cast=rule, trials=trials)
+    vocab_size = embedding_rows(loaded.model, config_value(loaded.config, "vocab_size"))
+    if vocab_size is None:
+        raise ModelLoadError(f"{loaded.path} has no embedding table.")
+    layouts = probe_layout(loaded.model)
+    attention = _attention(spec, loaded, layouts, known, choose)
+    kv = plan_kv(
+        layouts,
+        loaded.config,
+        spec.settings.cache,
+        spec.settings.scheduler,
+        spec.settings.max_len_of(spec.config, context_length(loaded.config)),
+        attention.backend,
+    )
+    choices = known or DecoderChoices(
+        is_cast=loaded.is_cast, attention=attention.backend.name, kernels=dict(trials.found)
+    )
+    plan = GenerationPlan(
+        kv=kv,
+        model_config=loaded.config,
+        vocab_size=vocab_size,
+        weight_bytes=loaded.weight_bytes,
+        choices=choices,
+    )
+    return _Weights(spec, loaded, layouts, attention, plan, given)
+
+
+def _attention(
+    spec: GenerationSpec,
+    loaded: LoadedModel,
+    layouts: tuple[CacheLayout, ...],
+    known: DecoderChoices | None,
+    choose: Callable[..., BackendChoice],
+) -> BackendChoice:
+    cache, settings = spec.settings.cache, spec.settings.scheduler
+    return choose(
+        replace(cache, kv_cache_dtype=spec.config.kv_cache_dtype or cache.kv_cache_dtype),
+        kv_shapes(layouts),
+        query_heads(loaded.config),
+        is_bounded=settings.max_decode_stall_ms is not None,
+        chosen=None if known is None else known.attention,
+    )
+
+
+class GeneratorModel:
+    """A model that generates. Implements ``WorkerModel``."""
+
+    def __init__(self, weights: _Weights, device: Device) -> None:
+        self._weights: _Weights | None = weights
+        self._device = device
+        self._allocated: ModelRunner | None = None
+
+    @property
+    def _runner(self) -> ModelRunner:
+        assert self._allocated is not None, "the model has no KV pool yet"
+        return self._allocated
+
+    def begin(self, op: Any, tensors: Mapping[str, Tensors]) -> Pending[Any]:
+        """See ``WorkerModel``."""
+        match op:
+            case Step():
+                return self._runner.submit(op.batch)
+            case Allocate():
+                return Done(self._allocate(op))
+            case AddAdapter() | StageAdapter() | DropAdapter():
+                return self._runner.adapters.begin(op, tensors)
+            case PrepareWeights():
+                return Done(self._prepare(op, tensors))
+            case _:
+                return Done(self._change(op))
+
+    def release(self) -> None:
+        """See ``WorkerModel``; arrays are freed with this object."""
+
+    def give_weights(self) -> _Weights:
+        """Return the weights, for the model that this one proposes tokens for."""
+        assert self._weights is not None
+        return self._weights
+
+    def _change(self, op: Any) -> Any:
+        live = self._runner.live
+        match op:
+            case CommitWeights():
+                return live.commit()
+            case DropPrepared():
+                return live.drop_prepared()
+            case Sleep():
+                return live.sleep(op.level)
+            case Wake():
+                return live.wake(op.tag)
+            case Checksums():
+                return live.checksums()
+        raise AssertionError(f"a model that generates does not know {op}")
+
+    def _prepare(self, op: PrepareWeights, tensors: Mapping[str, Tensors]) -> str | None:
+        live = self._runner.live
+        try:
+            if op.folder is not None:
+                live.prepare_folder(op.folder)
+            else:
+                assert op.handle is not None
+                live.prepare_tensors(tensors[op.handle])
+        except InvalidRequestError as refusal:
+            return str(refusal)
+        return None
+
+    def _allocate(self, op: Allocate) -> GenerationPlan:
+        weights, self._weights = self._weights, None
+        assert weights is not None, "the model has a KV pool already"
+        given, kv, draft = weights.given, weights.plan.kv, None
+        if op.draft is not None:
+            model: Any = self._device.take(op.draft)
+            known = None if given is None else given.draft
+            own: _Weights = model.give_weights()
+            draft = _draft_of(own, known, weights, op.num_blocks)
+            # A block has KV of both models, of equally many tokens.
+            kv = replace(kv, block_bytes=kv.block_bytes + own.plan.kv.block_bytes)
+        runner = self._allocated = ModelRunner(
+            weights.loaded,
+            weights.layouts,
+            kv,
+            op.num_blocks,
+            weights.attention.backend,
+            draft,
+            grammars=op.grammars,
+            logprobs_mode=weights.spec.settings.logprobs_mode,
+            tracer=self._device.tracer,
+            choices=weights.plan.choices,
+        )
+        return replace(
+            weights.plan,
+            kv=kv,
+            choices=runner.choices,
+            draft=None if draft is None else draft.choices,
+            info=runner.info,
+            prepares_shapes=runner.prepares_shapes,
+        )
+
+
+def _draft_of(
+    own: _Weights, known: DecoderChoices | None, target: _Weights, num_blocks: int
+) -> DraftModel:
+    return DraftModel(
+        own.loaded,
+        own.layouts,
+        own.attention.backend,
+        num_blocks=num_blocks,
+        block_size=target.plan.kv.block_size,
+        choices=known or own.plan.choices,
+    )

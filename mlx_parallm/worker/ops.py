@@ -1,0 +1,259 @@
+"""What the worker is asked to do.
+
+Ops are plain values: they can be pickled, name their model, and are applied in the order given.
+Applied in the same order, with the same plans, they compute the same tokens in another worker. No
+op reads a clock or how much memory is free: numbers of blocks and dtypes that depend on it are
+decided above the worker and part of the op. Tensors go first, in pieces, and ops name their handle.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
+
+import numpy as np
+
+from mlx_parallm.adapters.tensors import HostTensor
+from mlx_parallm.adapters.weights import AdapterLayout
+from mlx_parallm.types.pooling import EncodeInput, OwnHead
+from mlx_parallm.types.step import ScheduledBatch, StepOutput
+
+if TYPE_CHECKING:
+    from mlx_parallm.grammar.compiler import GrammarCompiler
+
+R = TypeVar("R")
+R_co = TypeVar("R_co", covariant=True)
+
+#: ``PIECE_BYTES``: tensors that one ``PutTensors`` carries, unless a single one is larger.
+PIECE_BYTES = 16 << 20
+
+
+class Pending(Protocol[R_co]):
+    """An op that was begun.
+
+    Attributes:
+        num_stages: stages that are left; ``wait`` is the last one.
+    """
+
+    @property
+    def num_stages(self) -> int:
+        """Return how many stages are left."""
+        ...
+
+    def advance(self) -> None:
+        """Compute the next stage, which must not be the last."""
+        ...
+
+    def wait(self) -> R_co:
+        """Compute the remaining stages and return the result, a plain value."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Done(Generic[R_co]):
+    """An op that was complete when ``begin`` returned. Implements ``Pending``."""
+
+    result: R_co
+    num_stages: int = 1
+
+    def advance(self) -> None:
+        """Raise: there is one stage only."""
+        raise AssertionError("the last stage is computed by wait")
+
+    def wait(self) -> R_co:
+        """Return the result."""
+        return self.result
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Op(Generic[R]):
+    """An op whose result is an ``R``."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Load(Op[Any]):
+    """Read a model's weights; return its plan, see the kind's ``plan`` module.
+
+    Attributes:
+        model: the name by which later ops call it.
+        spec: what to load; its class says which loader does.
+        plan: the plan of another worker's load, with which this one decides nothing; None to decide
+            here what kernels and paths are used.
+    """
+
+    model: str
+    spec: Any
+    plan: Any = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Allocate(Op[Any]):
+    """Give a loaded model its KV pool and choose its path; return the completed plan.
+
+    Attributes:
+        model: the model.
+        num_blocks: size of the pool.
+        grammars: compiles those of constrained samples; a pickle of it compiles them anew.
+        draft: a loaded model that proposes tokens, which is part of this one from now on.
+    """
+
+    model: str
+    num_blocks: int
+    grammars: GrammarCompiler | None = None
+    draft: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step(Op[StepOutput]):
+    """Run a batch of a model that generates.
+
+    ``begin`` returns before the batch has ended, if the model runs ahead.
+    """
+
+    model: str
+    batch: ScheduledBatch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PoolBatch(Op[list[np.ndarray]]):
+    """Run a batch of a pooling model; return one float32 array per input.
+
+    Attributes:
+        model: the model.
+        inputs: of the batch.
+        slots: the slot of every adapter that inputs name, by its content.
+    """
+
+    model: str
+    inputs: Sequence[EncodeInput]
+    slots: Mapping[str, int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PutTensors(Op[None]):
+    """Keep host tensors by name under a handle, beside those that it has already."""
+
+    handle: str
+    tensors: Mapping[str, HostTensor]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DropTensors(Op[None]):
+    """Forget a handle and its tensors; unknown handles are ignored."""
+
+    handle: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AddAdapter(Op[OwnHead | None]):
+    """Keep an adapter that later ops may name; return the head that it brings.
+
+    Raises InvalidRequestError if it does not fit the model.
+
+    Attributes:
+        model: the model.
+        content: an opaque id of what the adapter computes; equal ids compute the same.
+        layout: the adapter without its tensors.
+        handle: has the tensors, by the names that the layout gives.
+    """
+
+    model: str
+    content: str
+    layout: AdapterLayout
+    handle: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageAdapter(Op[bool]):
+    """Put the next part of an adapter into a slot; return True if there is more.
+
+    ``part`` counts from 0. A batch that names a slot puts what is missing itself.
+    """
+
+    model: str
+    content: str
+    slot: int
+    part: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DropAdapter(Op[None]):
+    """Forget an adapter that no later op names."""
+
+    model: str
+    content: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrepareWeights(Op[str | None]):
+    """Read and check new weights beside those in use; return why they are refused, None if not.
+
+    Attributes:
+        model: the model.
+        folder: of a whole checkpoint; None for tensors.
+        handle: of some of the model's tensors; None for a folder.
+    """
+
+    model: str
+    folder: Path | None = None
+    handle: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CommitWeights(Op[None]):
+    """Compute with the prepared weights from now on; no step may be in flight."""
+
+    model: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DropPrepared(Op[None]):
+    """Forget prepared weights, if there are any."""
+
+    model: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sleep(Op[None]):
+    """Free a model's KV, its adapters on the device, and its weights.
+
+    At level 1 the weights are kept in the memory of the host, where the device has its own.
+    """
+
+    model: str
+    level: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wake(Op[bool]):
+    """Have "weights" or "kv_cache" again; return True if weights were read from their folder."""
+
+    model: str
+    tag: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Checksums(Op[dict[str, str]]):
+    """Return the SHA-256 of each weight, in hex by name."""
+
+    model: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Unload(Op[None]):
+    """Free a model's memory; unknown models are ignored."""
+
+    model: str
+
+
+def tensor_ops(handle: str, tensors: Mapping[str, HostTensor]) -> Iterator[PutTensors]:
+    """Yield the ops that put tensors under a handle, in pieces of ``PIECE_BYTES``."""
+    piece: dict[str, HostTensor] = {}
+    for name, tensor in tensors.items():
+        if piece and sum(one.nbytes for one in piece.values()) + tensor.nbytes > PIECE_BYTES:
+            yield PutTensors(handle=handle, tensors=piece)
+            piece = {}
+        piece[name] = tensor
+    yield PutTensors(handle=handle, tensors=piece)

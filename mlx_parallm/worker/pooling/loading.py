@@ -1,0 +1,196 @@
+"""Loads pooling models in parts, and runs ops on them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+
+from mlx_parallm.models.checkpoints.decoders import reads_both_ways
+from mlx_parallm.models.checkpoints.model_task import decoder_plan
+from mlx_parallm.models.checkpoints.sentence_transformers import (
+    VectorSpec,
+    read_json,
+    read_vector_spec,
+    transformer_folder,
+)
+from mlx_parallm.models.load_failures import load_failures
+from mlx_parallm.models.loading import is_encoder, open_encoder
+from mlx_parallm.numerics.finite import evaluate_weights, scale_modes
+from mlx_parallm.worker.device.properties import backend_name
+from mlx_parallm.worker.lora.adapter_store import AdapterStore
+from mlx_parallm.worker.ops import (
+    AddAdapter,
+    Done,
+    DropAdapter,
+    Load,
+    Pending,
+    PoolBatch,
+    StageAdapter,
+)
+from mlx_parallm.worker.pooling.decoder_loading import open_decoder
+from mlx_parallm.worker.pooling.decoder_runner import DecoderRunner
+from mlx_parallm.worker.pooling.encoder_adapters import AdaptedEncoder
+from mlx_parallm.worker.pooling.encoder_runner import EncoderRunner
+from mlx_parallm.worker.pooling.plan import PoolingPlan, PoolingSpec
+from mlx_parallm.worker.weights.loader import DTYPES, CastRule, check_dtype, parameters_of
+from mlx_parallm.worker.worker import Device, Tensors
+
+#: ``PART_BYTES``: weights that one stage of a load evaluates, unless one tensor is larger.
+PART_BYTES = 4 << 20
+
+
+class PoolingLoader:
+    """Loads what a ``PoolingSpec`` says. Implements ``Loader``."""
+
+    def begin(self, op: Load, device: Device) -> PendingEncoder:
+        """See ``Loader``."""
+        del device
+        return open_runner(op.spec, op.plan)
+
+
+class PendingEncoder:
+    """A model whose weights come into memory in stages. Implements ``PendingLoad``.
+
+    Attributes:
+        num_bytes: of its weights.
+        model: the model, once ``wait`` has returned.
+    """
+
+    def __init__(
+        self, model: Any, folder: Path, finish: Callable[[], AdaptedEncoder], *, is_cast: bool
+    ) -> None:
+        """``finish`` makes a runner of the model, whose parameters are evaluated by then."""
+        self.model: EncoderModel | None = None
+        self._folder = folder
+        self._finish = finish
+        self._is_cast = is_cast
+        arrays = parameters_of(model)
+        self.num_bytes = sum(array.nbytes for array in arrays.values())
+        self._modes = scale_modes(model)
+        self._parts = list(_parts(arrays))
+
+    @property
+    def num_stages(self) -> int:
+        """See ``Pending``."""
+        return len(self._parts) + 1
+
+    def advance(self) -> None:
+        """Have the next part in memory.
+
+        Raises:
+            ModelLoadError: a file cannot be read, or a weight is NaN or infinite.
+        """
+        with load_failures(self._folder):
+            evaluate_weights(self._parts.pop(0), self._folder, self._modes)
+
+    def finish(self) -> AdaptedEncoder:
+        """Have all parts in memory and return the runner."""
+        while self._parts:
+            self.advance()
+        return self._finish()
+
+    def wait(self) -> PoolingPlan:
+        """See ``Pending``; raise as ``advance`` does."""
+        with load_failures(self._folder):
+            runner = self.finish()
+        self.model = EncoderModel(runner)
+        return PoolingPlan(info=runner.info, is_cast=self._is_cast)
+
+
+class EncoderModel:
+    """A pooling model. Implements ``WorkerModel``."""
+
+    def __init__(self, runner: AdaptedEncoder) -> None:
+        self._runner = runner
+        self._adapters = AdapterStore(runner.adapters)
+
+    def begin(self, op: Any, tensors: Mapping[str, Tensors]) -> Pending[Any]:
+        """See ``WorkerModel``."""
+        match op:
+            case PoolBatch():
+                return self._begin_batch(op)
+            case AddAdapter() | StageAdapter() | DropAdapter():
+                return self._adapters.begin(op, tensors)
+            case _:
+                return Done(_refuse(op))
+
+    def _begin_batch(self, op: PoolBatch) -> Pending[list[np.ndarray]]:
+        self._adapters.place({slot: content for content, slot in op.slots.items()})
+        return self._runner.begin(op.inputs, op.slots)
+
+    def release(self) -> None:
+        """See ``WorkerModel``."""
+        self._adapters.release()
+        self._runner.release()
+
+
+def _refuse(op: Any) -> None:
+    raise AssertionError(f"a pooling model does not know {op}")
+
+
+def open_runner(spec: PoolingSpec, given: PoolingPlan | None = None) -> PendingEncoder:
+    """Open a pooling model; ``given`` is the plan of another worker's load.
+
+    Raises:
+        ConfigError: an unknown dtype.
+        ModelLoadError: it cannot be loaded.
+    """
+    own = transformer_folder(spec.path)
+    if is_encoder(own):
+        return open_encoder_runner(own, spec.config.dtype, read_vector_spec(spec.path))
+    model_config = read_json(spec.path / "config.json")
+    assert spec.task != "auto", "only an encoder's task is its head's"
+    plan = decoder_plan(spec.task, model_config, spec.chosen)
+    vectors = read_vector_spec(spec.path, _vectors(model_config))
+    rule = CastRule(None if given is None else given.is_cast, spec.free_bytes)
+    opened = open_decoder(spec.config, spec.path, plan, rule)
+    return PendingEncoder(
+        opened.model,
+        spec.path,
+        lambda: DecoderRunner(opened, plan, vectors),
+        is_cast=opened.is_cast,
+    )
+
+
+def open_encoder_runner(folder: Path, dtype: str, spec: VectorSpec) -> PendingEncoder:
+    """Open an encoder; ``dtype`` "auto" is that of the file, or float32 on a CPU.
+
+    Raises:
+        ConfigError: an unknown dtype.
+        ModelLoadError: it cannot be loaded.
+    """
+    check_dtype(dtype)
+    wanted = DTYPES.get(dtype)
+    if wanted is None and backend_name() == "cpu":
+        # There it is many times faster than numbers of 16 bits.
+        wanted = mx.float32
+    opened = open_encoder(folder, wanted)
+    return PendingEncoder(opened.model, folder, lambda: EncoderRunner(opened, spec), is_cast=False)
+
+
+def load_encoder_runner(folder: Path, dtype: str, spec: VectorSpec) -> AdaptedEncoder:
+    """Return the runner of ``open_encoder_runner``, with all of its weights in memory."""
+    return open_encoder_runner(folder, dtype, spec).finish()
+
+
+def _vectors(config: dict[str, Any]) -> VectorSpec:
+    """Return how vectors are made where no file says it; the rule is vLLM's."""
+    return VectorSpec(poolings=("mean" if reads_both_ways(config) else "last",), normalizes=True)
+
+
+def _parts(arrays: Mapping[str, mx.array]) -> Iterator[dict[str, mx.array]]:
+    """Yield arrays by name in parts of ``PART_BYTES``, or of one that is larger."""
+    part: dict[str, mx.array] = {}
+    size = 0
+    for name, array in arrays.items():
+        if part and size + array.nbytes > PART_BYTES:
+            yield part
+            part, size = {}, 0
+        part[name] = array
+        size += array.nbytes
+    if part:
+        yield part

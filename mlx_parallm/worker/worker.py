@@ -1,0 +1,145 @@
+"""The one door to the device."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Protocol, TypeVar
+
+from mlx_parallm.adapters.tensors import HostTensor
+from mlx_parallm.types.tracing import NoTracer, StepTracer
+from mlx_parallm.worker.ops import Done, DropTensors, Load, Op, Pending, PutTensors, Unload
+
+R = TypeVar("R")
+
+Tensors = Mapping[str, HostTensor]
+
+
+class WorkerModel(Protocol):
+    """A model in memory."""
+
+    def begin(self, op: Any, tensors: Mapping[str, Tensors], /) -> Pending[Any]:
+        """Begin an op that names this model; ``tensors`` are by handle."""
+        ...
+
+    def release(self) -> None:
+        """Free the memory of the model; no op names it any more."""
+        ...
+
+
+class PendingLoad(Pending[Any], Protocol):
+    """A model whose weights are being read; ``wait`` returns its plan."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Return the size of its weights."""
+        ...
+
+    @property
+    def model(self) -> WorkerModel | None:
+        """Return the model once ``wait`` has returned."""
+        ...
+
+
+class Loader(Protocol):
+    """Loads the models of one class of specs."""
+
+    def begin(self, op: Load, device: Device, /) -> PendingLoad:
+        """Open a model.
+
+        Raises:
+            ConfigError: a setting does not suit the model.
+            ModelLoadError: it cannot be loaded.
+        """
+        ...
+
+
+class Device(Protocol):
+    """What loaders are given of the worker."""
+
+    @property
+    def tracer(self) -> StepTracer:
+        """Return what is told what every step does."""
+        ...
+
+    def take(self, model: str, /) -> WorkerModel:
+        """Return a loaded model, which is part of another one from now on."""
+        ...
+
+
+class Worker:
+    """Has the models of this process and runs ops on them, on the thread that made it.
+
+    ``begin`` applies an op; what it began may still run on the device when it returns. Ops are
+    applied in the order of ``begin``, whichever is waited for first.
+    """
+
+    def __init__(self, tracer: StepTracer | None = None) -> None:
+        """``tracer`` is told what every step does; None for nobody."""
+        self.tracer: StepTracer = tracer or NoTracer()
+        self._loaders: dict[type, Loader] = {}
+        self._models: dict[str, WorkerModel] = {}
+        self._tensors: dict[str, dict[str, HostTensor]] = {}
+
+    def install(self, spec: type, loader: Loader) -> None:
+        """Let a loader load what specs of this class say."""
+        self._loaders[spec] = loader
+
+    def execute(self, op: Op[R]) -> R:
+        """Run an op and return its result."""
+        return self.begin(op).wait()
+
+    def begin(self, op: Op[R]) -> Pending[R]:
+        """Begin an op; raise what refuses it, or here or in ``wait`` what makes it fail."""
+        match op:
+            case Load():
+                return self._load(op)
+            case Unload(model=name):
+                self._unload(name)
+            case PutTensors(handle=handle, tensors=tensors):
+                self._tensors.setdefault(handle, {}).update(tensors)
+            case DropTensors(handle=handle):
+                self._tensors.pop(handle, None)
+            case _:
+                model: Any = getattr(op, "model")  # noqa: B009 - every other op has one
+                return self._models[model].begin(op, self._tensors)
+        nothing: Any = None
+        return Done(nothing)
+
+    def take(self, model: str) -> WorkerModel:
+        """Return a loaded model, which no later op names."""
+        return self._models.pop(model)
+
+    def _load(self, op: Load) -> Pending[Any]:
+        pending = self._loaders[type(op.spec)].begin(op, self)
+        return _Loading(op.model, pending, self._models)
+
+    def _unload(self, name: str) -> None:
+        model = self._models.pop(name, None)
+        if model is not None:
+            model.release()
+
+
+class _Loading:
+    """A load whose model joins those of the worker when it is complete."""
+
+    def __init__(self, name: str, pending: PendingLoad, models: dict[str, WorkerModel]) -> None:
+        self._name = name
+        self._pending = pending
+        self._models = models
+
+    @property
+    def num_bytes(self) -> int:
+        return self._pending.num_bytes
+
+    @property
+    def num_stages(self) -> int:
+        return self._pending.num_stages
+
+    def advance(self) -> None:
+        self._pending.advance()
+
+    def wait(self) -> Any:
+        plan = self._pending.wait()
+        assert self._pending.model is not None
+        self._models[self._name] = self._pending.model
+        return plan

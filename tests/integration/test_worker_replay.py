@@ -1,0 +1,234 @@
+"""The ops of a busy run give the same in another worker in another process."""
+
+from __future__ import annotations
+
+import pickle
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from mlx_parallm.adapters.formats import read_adapter
+from mlx_parallm.adapters.safetensors import read_safetensors
+from mlx_parallm.adapters.tensors import HostTensor
+from mlx_parallm.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
+from mlx_parallm.demo_models.folders import DEMO_FOLDER, DEMO_FOLDERS, PREFIX
+from mlx_parallm.engine.adapter_staging import AdapterStaging
+from mlx_parallm.engine.build import build_models
+from mlx_parallm.engine.live_weights import WeightsUpdate
+from mlx_parallm.engine.metrics import MetricFamilies
+from mlx_parallm.engine.policies import AdapterUpload
+from mlx_parallm.grammar.spec import GrammarSpec
+from mlx_parallm.types.errors import InvalidRequestError
+from mlx_parallm.types.pooling import EncodeInput, EncodeRequest
+from mlx_parallm.types.request import GenerateRequest, Grammar, SamplingParams
+from mlx_parallm.types.step import StepOutput
+from mlx_parallm.types.weights import SLEEP_TAGS
+from mlx_parallm.worker.generation.plan import GenerationPlan
+from mlx_parallm.worker.lora import adapter_store
+from mlx_parallm.worker.ops import StageAdapter, Step
+from tests import adapter_files
+from tests.recorded_worker import MODULES, Begun, RecordingWorker, Waited, kinds_of
+
+GENERATOR, EMBEDDER = "generator", "embedder"
+NORM = "model.norm.weight"
+
+
+class BusyRun:
+    """Two models in one worker, driven step by step."""
+
+    def __init__(self, *, ahead: bool) -> None:
+        self.worker = RecordingWorker()
+        folders = {GENERATOR: DEMO_FOLDER, EMBEDDER: DEMO_FOLDERS[PREFIX + "embed"]}
+        config = EngineConfig(
+            models=tuple(
+                ModelConfig(path=str(path), served_names=(name,)) for name, path in folders.items()
+            ),
+            # So few blocks that sequences are preempted.
+            cache=CacheConfig(kv_cache_bytes=5 << 18, block_size=16),
+            scheduler=SchedulerConfig(max_num_seqs=6, max_num_batched_tokens=24),
+            warm_up=False,
+        )
+        built = build_models(
+            kinds_of(ahead=ahead), config, MetricFamilies(), self.worker, lambda *_: None
+        )
+        self.engines: dict[str, Any] = {one.model.names[0]: one.engine for one in built}
+        self.generator = self.engines[GENERATOR]
+
+    def ask(self, name: str, length: int, *, adapter: str | None = None, **params: Any) -> None:
+        """Queue a request with a prompt of this length."""
+        prompt = tuple(50 + (7 * i + length) % 200 for i in range(length))
+        settings = SamplingParams(**{"max_tokens": 24, "ignore_eos": True, **params})
+        self.generator.submit(
+            GenerateRequest(
+                request_id=name,
+                model=GENERATOR,
+                prompt_ids=prompt,
+                params=settings,
+                adapter=adapter,
+            )
+        )
+
+    def step(self, count: int) -> None:
+        for _ in range(count):
+            self.generator.step()
+
+    def finish(self) -> None:
+        while self.generator.has_work():
+            self.generator.step()
+
+    def load(self, name: str, seed: int, *, between: Callable[[], None]) -> None:
+        """Load an adapter in parts, doing something between two of them."""
+        tensors = read_safetensors(adapter_files.upload(seed), param="adapter")
+        weights = read_adapter(adapter_files.CONFIG, tensors, param="adapter")
+        upload = AdapterUpload(name=name, weights=weights, replaces=True)
+        staging = AdapterStaging(upload, GENERATOR)
+        while staging.prepare(self.generator.policies):
+            between()
+        staging.commit(self.generator.policies)
+
+    def update(self, scale: float, shape: tuple[int, ...] | None = None) -> None:
+        norm = np.full(shape or self.norm_shape, scale, np.float32)
+        self.generator.settle()
+        self.generator.live.update(WeightsUpdate(tensors={NORM: HostTensor(norm)}))
+
+    @property
+    def norm_shape(self) -> tuple[int, ...]:
+        loaded: Any = mx.load(str(DEMO_FOLDER / "model.safetensors"))
+        return loaded[NORM].shape
+
+    def embed(self, name: str, *lengths: int) -> None:
+        inputs = tuple(EncodeInput(tuple(range(5, 5 + length))) for length in lengths)
+        engine = self.engines[EMBEDDER]
+        engine.submit(EncodeRequest(request_id=name, model=EMBEDDER, inputs=inputs))
+        # So little time that a batch takes several turns.
+        while engine.has_work():
+            engine.step(within_s=1e-9)
+
+
+def run_busily(*, ahead: bool) -> BusyRun:
+    run = BusyRun(ahead=ahead)
+    run.ask("greedy", 40, temperature=0.0, logprobs=3, prompt_logprobs=2)
+    run.ask("samples", 37, n=3, seed=5, top_p=0.9, repetition_penalty=1.2)
+    grammars = run.generator.grammars
+    shape = Grammar(text=grammars.compile(GrammarSpec("regex", "[ab]{4,20}")))
+    run.ask("shaped", 9, seed=1, grammar=shape, ignore_eos=False)
+    run.step(6)
+    run.load("changing", 1, between=lambda: run.step(1))
+    run.ask("adapted", 30, seed=2, adapter="changing")
+    run.step(4)
+    run.embed("vectors", 5, 30, 12)
+    run.load("changing", 2, between=lambda: run.step(1))
+    run.step(3)
+    run.update(1.5)
+    run.ask("newer", 45, seed=3)
+    run.step(2)
+    with pytest.raises(InvalidRequestError):
+        run.update(1.0, shape=(3,))
+    with pytest.raises(InvalidRequestError):
+        run.update(float("nan"))
+    run.step(2)
+    run.generator.settle()
+    fail_next_step(run)
+    run.ask("after", 20, seed=4, adapter="changing")
+    run.finish()
+    run.generator.live.checksums()
+    run.generator.live.sleep(1)
+    run.generator.live.wake(SLEEP_TAGS)
+    run.ask("awake", 33, temperature=0.0, adapter="changing")
+    run.finish()
+    run.generator.live.sleep(2)
+    run.generator.live.wake(SLEEP_TAGS)
+    run.ask("anew", 33, temperature=0.0)
+    run.finish()
+    run.generator.policies.unload("changing")
+    run.embed("more", 7)
+    run.engines[EMBEDDER].release()
+    return run
+
+
+def fail_next_step(run: BusyRun) -> None:
+    """Let a step name an adapter that nobody put anywhere; its requests end."""
+    submit = run.generator._runner.submit
+
+    def broken(batch: Any) -> Any:
+        return submit(replace(batch, adapters={1: "nothing"}))
+
+    run.generator._runner.submit = broken
+    run.step(1)
+    run.generator._runner.submit = submit
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_ops_replayed_in_another_process_give_equal_results(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, ahead: bool
+) -> None:
+    monkeypatch.setattr(adapter_store, "MODULES_AT_A_TIME", MODULES)
+    run = run_busily(ahead=ahead)
+    records = run.worker.records
+    assert run.generator.info.runs_ahead == run.generator.info.is_compiled == ahead
+    recorded, replayed = tmp_path / "recorded", tmp_path / "replayed"
+    recorded.write_bytes(pickle.dumps(records))
+    code = "import sys; from tests.recorded_worker import main; main(*sys.argv[1:])"
+    mode = "ahead" if ahead else "waiting"
+    subprocess.run([sys.executable, "-c", code, recorded, replayed, mode], check=True)
+    expected = [one.result for one in records if isinstance(one, Waited)]
+    found = pickle.loads(replayed.read_bytes())
+    assert len(found) == len(expected)
+    for ours, others in zip(expected, found, strict=True):
+        assert_equal(ours, others)
+    assert_was_busy(records, run)
+
+
+def assert_equal(one: Any, other: Any) -> None:
+    if isinstance(one, list):
+        for ours, others in zip(one, other, strict=True):
+            np.testing.assert_array_equal(ours, others)
+    elif isinstance(one, GenerationPlan) and one.info is None:
+        # The other load was told the choices that this one had yet to make.
+        assert one == replace(other, choices=one.choices)
+    else:
+        assert one == other
+
+
+def assert_was_busy(records: list[Any], run: BusyRun) -> None:
+    """Assert that everything happened that the test is about."""
+    ops = [pickle.loads(one.op) for one in records if isinstance(one, Begun)]
+    names = {type(op).__name__ for op in ops}
+    assert names >= {
+        "Load",
+        "Allocate",
+        "Step",
+        "PoolBatch",
+        "PutTensors",
+        "DropTensors",
+        "AddAdapter",
+        "StageAdapter",
+        "DropAdapter",
+        "PrepareWeights",
+        "CommitWeights",
+        "Sleep",
+        "Wake",
+        "Checksums",
+        "Unload",
+    }
+    results = [one.result for one in records if isinstance(one, Waited)]
+    tokens = sum(len(one.tokens) for one in results if isinstance(one, StepOutput))
+    assert tokens > 150
+    assert KeyError in results
+    assert sum(isinstance(one, str) for one in results) == 2
+    assert run.generator.stats.num_preemptions > 0
+    assert any(op.part > 0 for op in ops if isinstance(op, StageAdapter))
+    begun = [isinstance(op, Step) for op in ops]
+    assert sum(begun) > 50
+
+
+def test_an_op_that_names_no_model_of_the_worker_is_an_error() -> None:
+    with pytest.raises(KeyError):
+        RecordingWorker().execute(StageAdapter(model="nothing", content="c", slot=1, part=0))
