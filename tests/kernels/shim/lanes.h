@@ -88,14 +88,15 @@ static int lanes_of(int warp) {
 
 static void make_ready(int warp) { warps[warp].ready = ~0u >> (WARP - lanes_of(warp)); }
 
-// Every lane of the warp gets its partner's value; all must be at the same line.
+// Every lane of the warp gets what all of them hand in, by lane; all must be at the same line, and
+// shuffle as far. It stays until the lane's next meeting but one.
 template <typename T>
-static T shuffle_xor(T value, int far, int line) {
-  const int me = current, lane = me % WARP, first = me - lane;
+static const uint64_t* meet(T value, int far, int line) {
+  const int me = current, first = me - me % WARP;
   Warp& warp = warps[me / WARP];
   const int slot = warp.round & 1;
-  warp.values[slot][lane] = 0;
-  memcpy(&warp.values[slot][lane], &value, sizeof(T));
+  warp.values[slot][me % WARP] = 0;
+  memcpy(&warp.values[slot][me % WARP], &value, sizeof(T));
   fibers[me].line = line;
   fibers[me].far = far;
   if (++warp.arrived == lanes_of(me / WARP)) {
@@ -110,8 +111,15 @@ static T shuffle_xor(T value, int far, int line) {
   }
   // Also the last to arrive pauses: whether it goes on first is the order's choice.
   pause();
+  return warp.values[slot];
+}
+
+// Every lane of the warp gets its partner's value.
+template <typename T>
+static T shuffle_xor(T value, int far, int line) {
+  const uint64_t* values = meet(value, far, line);
   T result;
-  memcpy(&result, &warp.values[slot][lane ^ far], sizeof(T));
+  memcpy(&result, &values[current % WARP ^ far], sizeof(T));
   return result;
 }
 

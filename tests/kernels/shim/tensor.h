@@ -1,5 +1,5 @@
-// In place of tensor_cores/tensor.cu: products of 16 rows by 8, by shuffles, and fetches that come
-// at once or as late as they may.
+// In place of tensor_cores/tensor.cu: products of 16 rows by 8, for which the lanes of a warp
+// meet, and fetches that come at once or as late as they may.
 #pragma once
 
 struct alignas(16) Piece {
@@ -21,21 +21,19 @@ template <typename T>
 void multiply(
     float* sums, const unsigned* upper, const unsigned* lower, const unsigned* x, T) {
   const int me = shim::current % 32;
-  uint64_t theirs[32][3];
-  for (int far = 0; far < 32; far++) {
-    const unsigned* mine[3] = {upper, lower, x};
-    for (int i = 0; i < 3; i++) {
-      uint64_t pairs;
-      memcpy(&pairs, mine[i], 8);
-      theirs[me ^ far][i] = shim::shuffle_xor(pairs, far, __LINE__);
-    }
+  const unsigned* mine[3] = {upper, lower, x};
+  uint64_t theirs[3][32];
+  for (int i = 0; i < 3; i++) {
+    uint64_t pairs;
+    memcpy(&pairs, mine[i], 8);
+    memcpy(theirs[i], shim::meet(pairs, 0, __LINE__), sizeof(theirs[i]));
   }
   for (int i = 0; i < 4; i++) {
     const int column = me % 4 * 2 + i % 2;
     for (int at = 0; at < 4; at++) {
       for (int k = 0; k < 4; k++) {
-        const unsigned a = theirs[me / 4 * 4 + at][i / 2] >> k / 2 * 32;
-        const unsigned b = theirs[column * 4 + at][2] >> k / 2 * 32;
+        const unsigned a = theirs[i / 2][me / 4 * 4 + at] >> k / 2 * 32;
+        const unsigned b = theirs[2][column * 4 + at] >> k / 2 * 32;
         sums[i] += number<T>(a, k % 2) * number<T>(b, k % 2);
       }
     }
@@ -93,12 +91,11 @@ void await_fetches() {
 // Which lane has which rows and columns is PTX's ldmatrix with .trans.
 inline void load_columns(unsigned* to, const Piece* row) {
   const int me = shim::current % 32;
-  const Piece* rows[32];
-  for (int far = 0; far < 32; far++) rows[me ^ far] = shim::shuffle_xor(row, far, __LINE__);
+  const uint64_t* rows = shim::meet(row, 0, __LINE__);
   for (int i = 0; i < 4; i++) {
     to[i] = 0;
     for (int k = 0; k < 2; k++) {
-      const unsigned word = rows[i * 8 + me % 4 * 2 + k]->at[me / 4 / 2];
+      const unsigned word = ((const Piece*)rows[i * 8 + me % 4 * 2 + k])->at[me / 4 / 2];
       to[i] |= (word >> me / 4 % 2 * 16 & 0xffff) << k * 16;
     }
   }
