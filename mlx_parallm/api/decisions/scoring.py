@@ -8,12 +8,10 @@ from dataclasses import dataclass, field
 from mlx_parallm.api.continuation import continuation_ids
 from mlx_parallm.api.decisions.labels import LabelTree, Tokens
 from mlx_parallm.api.decisions.prompt import ANSWER, END_OF_INPUT, TASK, AskedQuestion
-from mlx_parallm.api.generation import Generation
+from mlx_parallm.api.turns.known_tokens import known_tokens, label_request
+from mlx_parallm.api.turns.prelude import Admitted
 from mlx_parallm.generation.model import GenerationModel, Tokenizer
-from mlx_parallm.serving.interface import EngineClient
-from mlx_parallm.types.errors import RequestAbortedError
-from mlx_parallm.types.events import FinishReason, PromptEvent
-from mlx_parallm.types.request import RAW_LOGPROBS, GenerateRequest, SamplingParams
+from mlx_parallm.types.request import GenerateRequest
 
 FIELDS = {"prompt": "input", "messages": "input"}
 
@@ -91,11 +89,7 @@ def label_ids(tokenizer: Tokenizer, labels: Sequence[str]) -> list[Tokens]:
 
 
 async def score(
-    engine: EngineClient,
-    template: GenerateRequest,
-    questions: Sequence[EncodedQuestion],
-    *,
-    max_waiting: int | None,
+    admitted: Admitted, template: GenerateRequest, questions: Sequence[EncodedQuestion]
 ) -> Scores:
     """Ask the engine for the log-probability of every token of every label.
 
@@ -103,64 +97,31 @@ async def score(
     follows the first token of a label goes last, and finds the whole question there.
 
     Args:
-        engine: where it is computed.
+        admitted: where it is computed.
         template: whose model, client and further fields all requests have; its id begins theirs.
         questions: at least one.
-        max_waiting: how many sequences the engine's queue holds, if that is known.
 
     Raises:
         ParallmError: a request was refused or failed.
     """
     nodes = _nodes(template, questions)
-    input_tokens = sum(len(question.prompt_ids) for question in questions)
-    scores = Scores([{} for _ in questions], input_tokens)
-    roots = [node for node in nodes if not node.start]
-    for part in (roots[:1], roots[1:], [node for node in nodes if node.start]):
-        if part:
-            await _run(engine, part, scores, max_waiting)
+    roots = [number for number, node in enumerate(nodes) if not node.start]
+    branches = [number for number, node in enumerate(nodes) if node.start]
+    requests = [node.request for node in nodes]
+    found = await known_tokens(admitted, requests, (roots[:1], roots[1:], branches), FIELDS)
+    scores = Scores([{} for _ in questions], sum(len(one.prompt_ids) for one in questions))
+    for node, known in zip(nodes, found, strict=True):
+        scores.cached_tokens += 0 if node.start else known.cached_tokens
+        scores.logprobs[node.question] |= {
+            (node.start, token): value for token, value in known.labels
+        }
     return scores
 
 
 def _nodes(template: GenerateRequest, questions: Sequence[EncodedQuestion]) -> list[_Node]:
-    nodes = []
+    nodes: list[_Node] = []
     for number, question in enumerate(questions):
         for start, ids in question.tree.branches.items():
-            params = SamplingParams(
-                temperature=0.0,
-                max_tokens=1,
-                logprobs=0,
-                logprobs_mode=RAW_LOGPROBS,
-                logprob_token_ids=ids,
-            )
-            request = GenerateRequest(
-                request_id=f"{template.request_id}-{len(nodes)}",
-                model=template.model,
-                prompt_ids=question.prompt_ids + start,
-                params=params,
-                priority=template.priority,
-                client=template.client,
-                cache_salt=template.cache_salt,
-                group=template.request_id,
-            )
-            nodes.append(_Node(number, start, request))
+            prompt_ids = question.prompt_ids + start
+            nodes.append(_Node(number, start, label_request(template, len(nodes), prompt_ids, ids)))
     return nodes
-
-
-async def _run(
-    engine: EngineClient, nodes: Sequence[_Node], scores: Scores, max_waiting: int | None
-) -> None:
-    requests = [node.request for node in nodes]
-    generation = await Generation.start(engine, requests, fields=FIELDS, max_waiting=max_waiting)
-    try:
-        async for number, event in generation.events():
-            node = nodes[number]
-            if isinstance(event, PromptEvent):
-                scores.cached_tokens += 0 if node.start else event.num_cached_tokens
-                continue
-            if event.finish_reason == FinishReason.ABORT:
-                raise RequestAbortedError("The request was aborted.")
-            for entry in event.logprobs:
-                known = scores.logprobs[node.question]
-                known |= {(node.start, token): value for token, value in entry.top}
-    finally:
-        await generation.abort()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from fastapi import Request, Response
 
-from mlx_parallm.api.auth import client_of
 from mlx_parallm.api.convert.answer import AnswerHead
 from mlx_parallm.api.convert.completions import CompletionAnswer
 from mlx_parallm.api.convert.infill import with_infill_ends
@@ -13,19 +12,14 @@ from mlx_parallm.api.convert.prompts import encode_prompts
 from mlx_parallm.api.convert.sampling import sampling_params
 from mlx_parallm.api.convert.structure import body_grammar
 from mlx_parallm.api.declared import INPUT
-from mlx_parallm.api.dependencies import (
-    ConfigDep,
-    EngineDep,
-    MaxWaitingDep,
-)
 from mlx_parallm.api.fingerprint import system_fingerprint
-from mlx_parallm.api.generation import Generation, check_queue, named_by
-from mlx_parallm.api.model_choice import generator
+from mlx_parallm.api.generation import named_by
 from mlx_parallm.api.openapi import CHAT
 from mlx_parallm.api.respond import respond
 from mlx_parallm.api.routing import Routes
 from mlx_parallm.api.schemas.completions import CompletionRequest
 from mlx_parallm.api.sse import STREAMED
+from mlx_parallm.api.turns.prelude import PreludeDep
 from mlx_parallm.config import ServerConfig
 from mlx_parallm.generation.model import GenerationModel
 from mlx_parallm.types.request import GenerateRequest, Grammar, SamplingParams
@@ -37,27 +31,24 @@ FIELDS = {"messages": "prompt"}
 
 @routes.post("/v1/completions", batchable=True, responses=STREAMED)
 async def create_completion(
-    body: CompletionRequest,
-    request: Request,
-    engine: EngineDep,
-    config: ConfigDep,
-    max_waiting: MaxWaitingDep,
+    body: CompletionRequest, request: Request, prelude: PreludeDep
 ) -> Response:
     """Continue one prompt or several."""
-    name, model = generator(engine, body.model)
-    answer_id = f"cmpl-{body.request_id or request.state.answer_id}"
-    client = client_of(request.headers, config)
-    await check_queue(engine, name, client, n=body.n, max_waiting=max_waiting)
-    asked, prompts = await prepare_completion(body, model, config, name=answer_id, client=client)
+    admitted = await prelude.admit(body.model, n=body.n)
+    answer_id = f"cmpl-{body.request_id or prelude.answer_id}"
+    model, config = admitted.model, admitted.config
+    asked, prompts = await prepare_completion(
+        body, model, config, name=answer_id, client=admitted.client
+    )
     head = AnswerHead(
         id=answer_id,
         object="text_completion",
-        model=name,
-        fingerprint=system_fingerprint(engine, model),
+        model=admitted.name,
+        fingerprint=system_fingerprint(admitted.engine, model),
     )
     names = TokenNames(model.tokenizer, as_ids=body.return_tokens_as_token_ids)
     answer = CompletionAnswer(body, head, names, prompts)
-    generation = await Generation.start(engine, asked, fields=FIELDS, max_waiting=max_waiting)
+    generation = await admitted.start(asked, FIELDS)
     return await respond(request, generation, answer, stream=body.stream, config=config)
 
 

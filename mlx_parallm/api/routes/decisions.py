@@ -5,18 +5,11 @@ from __future__ import annotations
 from fastapi import Request, Response
 from starlette.responses import JSONResponse
 
-from mlx_parallm.api.auth import client_of
 from mlx_parallm.api.decisions.answers import answer, ask
 from mlx_parallm.api.decisions.prompt import input_text
 from mlx_parallm.api.decisions.scoring import FIELDS, EncodedQuestion, QuestionEncoder, score
 from mlx_parallm.api.declared import INPUT
-from mlx_parallm.api.dependencies import (
-    ConfigDep,
-    EngineDep,
-    MaxWaitingDep,
-)
 from mlx_parallm.api.generation import named_by, unless_disconnected
-from mlx_parallm.api.model_choice import generator
 from mlx_parallm.api.offload import maybe_in_thread
 from mlx_parallm.api.openapi import CHAT
 from mlx_parallm.api.routing import Routes
@@ -26,8 +19,8 @@ from mlx_parallm.api.schemas.decisions import (
     DecisionUsage,
     InputDetails,
 )
+from mlx_parallm.api.turns.prelude import Admitted, PreludeDep
 from mlx_parallm.generation.model import GenerationModel
-from mlx_parallm.serving.interface import EngineClient
 from mlx_parallm.types.request import GenerateRequest
 
 routes = Routes(CHAT, body_limit=INPUT, short=True)
@@ -37,25 +30,22 @@ routes = Routes(CHAT, body_limit=INPUT, short=True)
 async def create_decision(
     body: DecisionRequest,
     request: Request,
-    engine: EngineDep,
-    config: ConfigDep,
-    max_waiting: MaxWaitingDep,
+    prelude: PreludeDep,
 ) -> Response:
     """Answer questions about an input by the probabilities of their labels; nothing is sampled."""
-    name, model = generator(engine, body.model)
+    num_questions = len(body.questions)
+    admitted = await prelude.admit(body.model, num_prompts=num_questions, fields=FIELDS)
     with named_by(FIELDS):
-        questions = await encode(body, model)
+        questions = await encode(body, admitted.model)
     template = GenerateRequest(
-        request_id=f"decision-{request.state.answer_id}",
-        model=model.names[0],
+        request_id=f"decision-{prelude.answer_id}",
+        model=admitted.model.names[0],
         prompt_ids=questions[0].prompt_ids,
         priority=body.priority,
-        client=client_of(request.headers, config),
+        client=admitted.client,
         cache_salt=body.cache_salt,
     )
-    return await unless_disconnected(
-        request, _decide(body, engine, name, template, questions, max_waiting)
-    )
+    return await unless_disconnected(request, _decide(body, admitted, template, questions))
 
 
 async def encode(body: DecisionRequest, model: GenerationModel) -> list[EncodedQuestion]:
@@ -78,13 +68,11 @@ async def encode(body: DecisionRequest, model: GenerationModel) -> list[EncodedQ
 
 async def _decide(
     body: DecisionRequest,
-    engine: EngineClient,
-    name: str,
+    admitted: Admitted,
     template: GenerateRequest,
     questions: list[EncodedQuestion],
-    max_waiting: int | None,
 ) -> Response:
-    scores = await score(engine, template, questions, max_waiting=max_waiting)
+    scores = await score(admitted, template, questions)
     answers = [
         answer(question, encoded.tree.probabilities(logprobs))
         for question, encoded, logprobs in zip(
@@ -96,5 +84,5 @@ async def _decide(
         input_tokens_details=InputDetails(cached_tokens=scores.cached_tokens),
         total_tokens=scores.input_tokens,
     )
-    whole = DecisionResponse(model=name, answers=answers, usage=usage)
+    whole = DecisionResponse(model=admitted.name, answers=answers, usage=usage)
     return JSONResponse(whole.model_dump())

@@ -16,11 +16,9 @@ from mlx_parallm.api.convert.messages_turn import (
 from mlx_parallm.api.declared import INPUT, TOKENIZE
 from mlx_parallm.api.dependencies import (
     ClientDep,
-    ConfigDep,
     EngineDep,
-    MaxWaitingDep,
 )
-from mlx_parallm.api.generation import Generation, check_queue, named_by
+from mlx_parallm.api.generation import named_by
 from mlx_parallm.api.model_choice import generator
 from mlx_parallm.api.openapi import CHAT
 from mlx_parallm.api.respond import StreamForm, respond
@@ -31,6 +29,7 @@ from mlx_parallm.api.schemas.messages import (
     MessagesRequest,
     TokenCount,
 )
+from mlx_parallm.api.turns.prelude import PreludeDep
 from mlx_parallm.api.turns.prepare import prepare_turn, render_turn
 from mlx_parallm.types.request import ANY_LENGTH
 
@@ -47,33 +46,23 @@ routes = Routes(CHAT, dialect=ANTHROPIC, body_limit=INPUT, short=True)
 
 
 @routes.post("/v1/messages", batchable=True, response_model=Message, responses=sse.STREAMED)
-async def create_message(
-    body: MessagesRequest,
-    request: Request,
-    engine: EngineDep,
-    config: ConfigDep,
-    client: ClientDep,
-    max_waiting: MaxWaitingDep,
-) -> Response:
+async def create_message(body: MessagesRequest, request: Request, prelude: PreludeDep) -> Response:
     """Continue a conversation, in Anthropic's shape."""
-    name, model = generator(engine, body.model)
-    turn = message_turn(body, request_id=f"msg_{request.state.answer_id}", client=client)
-    await check_queue(engine, name, client, n=1, max_waiting=max_waiting)
-    with named_by(FIELDS), too_long_in_these_words(model):
-        prepared = await prepare_turn(turn, model)
+    admitted = await prelude.admit(body.model)
+    turn = message_turn(body, request_id=f"msg_{prelude.answer_id}", client=admitted.client)
+    with named_by(FIELDS), too_long_in_these_words(admitted.model):
+        prepared = await prepare_turn(turn, admitted.model)
     prepared, is_shortened = within_context(prepared)
-    generation = await Generation.start(
-        engine, [prepared.request], fields=FIELDS, max_waiting=max_waiting
-    )
+    generation = await admitted.start([prepared.request], FIELDS)
     answer = MessageAnswer(
-        body, prepared, lambda: generation.prompt, model=name, is_shortened=is_shortened
+        body, prepared, lambda: generation.prompt, model=admitted.name, is_shortened=is_shortened
     )
     return await respond(
         request,
         generation,
         answer,
         stream=body.stream,
-        config=config,
+        config=admitted.config,
         form=EVENTS,
     )
 

@@ -6,10 +6,9 @@ from dataclasses import asdict
 
 from fastapi import Request
 
-from mlx_parallm.api.auth import client_of
 from mlx_parallm.api.convert.chat_turn import chat_turn
 from mlx_parallm.api.declared import INPUT
-from mlx_parallm.api.dependencies import ConfigDep, EngineDep
+from mlx_parallm.api.dependencies import ClientDep, ConfigDep, EngineDep
 from mlx_parallm.api.model_choice import generator
 from mlx_parallm.api.offload import maybe_in_thread
 from mlx_parallm.api.openapi import TOKENS
@@ -27,13 +26,13 @@ routes = Routes(TOKENS, body_limit=INPUT, short=True)
 
 @routes.post("/v1/chat/completions/render")
 async def render_chat_completion(
-    body: ChatRequest, request: Request, engine: EngineDep, config: ConfigDep
+    body: ChatRequest, request: Request, engine: EngineDep, config: ConfigDep, client: ClientDep
 ) -> RenderedRequest:
     """What a chat request would give the engine."""
     turn = chat_turn(
         body,
         request_id=f"chatcmpl-{body.request_id or request.state.answer_id}",
-        client=client_of(request.headers, config),
+        client=client,
         max_logprobs=config.max_logprobs,
     )
     prepared = await prepare_turn(turn, generator(engine, body.model)[1])
@@ -42,7 +41,11 @@ async def render_chat_completion(
 
 @routes.post("/v1/completions/render")
 async def render_completion(
-    body: CompletionRequest, request: Request, engine: EngineDep, config: ConfigDep
+    body: CompletionRequest,
+    request: Request,
+    engine: EngineDep,
+    config: ConfigDep,
+    client: ClientDep,
 ) -> list[RenderedRequest]:
     """What a completion request would give the engine, for each prompt."""
     asked, prompts = await prepare_completion(
@@ -50,7 +53,7 @@ async def render_completion(
         generator(engine, body.model)[1],
         config,
         name=f"cmpl-{body.request_id or request.state.answer_id}",
-        client=client_of(request.headers, config),
+        client=client,
     )
     return [_rendered(one, text) for one, (text, _) in zip(asked, prompts, strict=True)]
 

@@ -19,9 +19,8 @@ from mlx_parallm.api.dependencies import (
     ClientDep,
     ConfigDep,
     EngineDep,
-    MaxWaitingDep,
 )
-from mlx_parallm.api.generation import Generation, check_queue, named_by
+from mlx_parallm.api.generation import Generation, named_by
 from mlx_parallm.api.internal import internal_caller
 from mlx_parallm.api.model_choice import generator
 from mlx_parallm.api.openapi import CHAT
@@ -31,6 +30,7 @@ from mlx_parallm.api.responses.store import StoredResponse
 from mlx_parallm.api.routing import Routes
 from mlx_parallm.api.schemas.responses import InputTokensRequest, ResponsesRequest
 from mlx_parallm.api.sse import STREAMED, EventStreamResponse
+from mlx_parallm.api.turns.prelude import PreludeDep
 from mlx_parallm.api.turns.prepare import PreparedTurn, prepare_turn, render_turn
 from mlx_parallm.api.turns.truncation import prepare_fitting
 from mlx_parallm.config import ServerConfig
@@ -53,32 +53,28 @@ ResponsesDep = Annotated[ResponseService, Depends(get_responses)]
 async def create_response(
     body: ResponsesRequest,
     request: Request,
-    engine: EngineDep,
-    config: ConfigDep,
-    client: ClientDep,
-    max_waiting: MaxWaitingDep,
+    prelude: PreludeDep,
     responses: ResponsesDep,
 ) -> Response:
     """Answer an input: whole, as a stream of events, or in the background."""
     body.check_supported()
     if body.background and internal_caller(request) is not None:
         raise InvalidRequestError("A batch is in the background already.", param="background")
-    name, model = generator(engine, body.model)
-    await check_queue(engine, name, client, n=1, max_waiting=max_waiting)
+    admitted = await prelude.admit(body.model)
+    model, config = admitted.model, admitted.config
     entry = responses.entry(
         body,
         response_id=f"resp_{uuid.uuid4().hex}",
-        client=client,
+        client=admitted.client,
         num_bytes=len(await request.body()),
     )
     tools = response_tools(body.tools)
     prepared = await _prepare(body, tools, entry, model, config)
-    head = ResponseHead(id=entry.id, body=body, model=name, tools=tools)
+    head = ResponseHead(id=entry.id, body=body, model=admitted.name, tools=tools)
     tokens = TextTokens(TokenNames(model.tokenizer, as_ids=False)) if body.shows_logprobs else None
 
     async def start() -> Generation:
-        asked = [prepared.request]
-        return await Generation.start(engine, asked, fields=FIELDS, max_waiting=max_waiting)
+        return await admitted.start([prepared.request], FIELDS)
 
     if body.background:
         answer = ResponseAnswer(head, prepared, tokens=tokens)

@@ -10,24 +10,23 @@ from starlette.responses import JSONResponse
 
 from mlx_parallm.api.convert.answer import usage_body
 from mlx_parallm.api.declared import INPUT
-from mlx_parallm.api.dependencies import (
-    ClientDep,
-    ConfigDep,
-    EngineDep,
-    MaxWaitingDep,
-)
-from mlx_parallm.api.generation import check_queue, named_by, unless_disconnected
-from mlx_parallm.api.model_choice import generator
+from mlx_parallm.api.generation import unless_disconnected
 from mlx_parallm.api.openapi import RL
 from mlx_parallm.api.rl.answer import top_of, value_of
-from mlx_parallm.api.rl.scoring import FIELDS, Score, score
 from mlx_parallm.api.routing import Routes
 from mlx_parallm.api.samples import Usage
 from mlx_parallm.api.schemas.rl_logprobs import LogprobsRequest
-from mlx_parallm.generation.model import GenerationModel
-from mlx_parallm.serving.interface import EngineClient
+from mlx_parallm.api.turns.known_tokens import KnownTokens, known_tokens
+from mlx_parallm.api.turns.prelude import Admitted, PreludeDep
 from mlx_parallm.types.errors import InvalidRequestError
 from mlx_parallm.types.request import GenerateRequest, SamplingParams
+
+FIELDS = {
+    "prompt": "items",
+    "messages": "items",
+    "max_tokens": "items",
+    "prompt_logprobs": "top_logprobs",
+}
 
 routes = Routes(RL, body_limit=INPUT, short=True)
 
@@ -36,38 +35,25 @@ routes = Routes(RL, body_limit=INPUT, short=True)
 async def score_completions(
     body: LogprobsRequest,
     request: Request,
-    engine: EngineDep,
-    config: ConfigDep,
-    client: ClientDep,
-    max_waiting: MaxWaitingDep,
+    prelude: PreludeDep,
 ) -> Response:
     """Score completions, each token given the prompt and the tokens before it."""
-    name, model = generator(engine, body.model, body.adapter)
-    if config.max_logprobs >= 0 and body.top_logprobs > config.max_logprobs:
-        raise InvalidRequestError(
-            f"top_logprobs is at most {config.max_logprobs} here.", param="top_logprobs"
-        )
-    with named_by(FIELDS):
-        await check_queue(
-            engine,
-            model.names[0],
-            client,
-            n=1,
-            max_waiting=max_waiting,
-            num_prompts=len(body.items),
-        )
-    score_id = f"logprobs-{body.request_id or request.state.answer_id}"
-    asked = _requests(body, model, name=score_id, client=client)
-    return await unless_disconnected(request, _score(body, engine, asked, name, max_waiting))
+    admitted = await prelude.admit(
+        body.model, body.adapter, num_prompts=len(body.items), fields=FIELDS
+    )
+    most = admitted.config.max_logprobs
+    if 0 <= most < body.top_logprobs:
+        raise InvalidRequestError(f"top_logprobs is at most {most} here.", param="top_logprobs")
+    score_id = f"logprobs-{body.request_id or prelude.answer_id}"
+    asked = _requests(body, admitted, name=score_id)
+    return await unless_disconnected(request, _score(body, admitted, asked))
 
 
-def _requests(
-    body: LogprobsRequest, model: GenerationModel, *, name: str, client: str
-) -> list[GenerateRequest]:
+def _requests(body: LogprobsRequest, admitted: Admitted, *, name: str) -> list[GenerateRequest]:
     return [
         GenerateRequest(
             request_id=f"{name}-{number}",
-            model=model.names[0],
+            model=admitted.model.names[0],
             prompt_ids=(*item.prompt_token_ids, *item.completion_token_ids),
             params=SamplingParams(
                 max_tokens=0,
@@ -76,7 +62,7 @@ def _requests(
                 entropy=body.entropy,
             ),
             priority=body.priority,
-            client=client,
+            client=admitted.client,
             cache_salt=body.cache_salt,
             group=name,
         )
@@ -85,13 +71,9 @@ def _requests(
 
 
 async def _score(
-    body: LogprobsRequest,
-    engine: EngineClient,
-    asked: Sequence[GenerateRequest],
-    name: str,
-    max_waiting: int | None,
+    body: LogprobsRequest, admitted: Admitted, asked: Sequence[GenerateRequest]
 ) -> Response:
-    scores = await score(engine, asked, max_waiting=max_waiting)
+    scores = await known_tokens(admitted, asked, leaders_first(asked), FIELDS)
     usage = Usage(
         prompt_tokens=sum(len(one.prompt_ids) for one in asked),
         cached_tokens=sum(one.cached_tokens for one in scores),
@@ -99,7 +81,7 @@ async def _score(
     answer = {
         "id": asked[0].group,
         "object": "rl.logprobs",
-        "model": name,
+        "model": admitted.name,
         "logprobs_mode": "raw_logprobs",
         "items": [_item(body, number, one) for number, one in enumerate(scores)],
         "usage": usage_body(usage),
@@ -107,8 +89,8 @@ async def _score(
     return JSONResponse(answer)
 
 
-def _item(body: LogprobsRequest, number: int, found: Score) -> dict[str, Any]:
-    values = [value_of(one) for one in found.entries]
+def _item(body: LogprobsRequest, number: int, found: KnownTokens) -> dict[str, Any]:
+    values = [value_of(one) for one in found.prompt]
     item: dict[str, Any] = {
         "index": number,
         "logprobs": values,
@@ -116,7 +98,17 @@ def _item(body: LogprobsRequest, number: int, found: Score) -> dict[str, Any]:
         "weight_version": found.version,
     }
     if body.top_logprobs:
-        item["top_logprobs"] = [top_of(one) for one in found.entries]
+        item["top_logprobs"] = [top_of(one) for one in found.prompt]
     if body.entropy:
-        item["entropy"] = [one.entropy for one in found.entries]
+        item["entropy"] = [one.entropy for one in found.prompt]
     return item
+
+
+def leaders_first(requests: Sequence[GenerateRequest]) -> tuple[list[int], list[int]]:
+    """Return the first request of each prompt, and the others, which find it in the cache."""
+    first: dict[tuple[int, ...], int] = {}
+    for number, one in enumerate(requests):
+        prompt = one.prompt_ids[: one.params.prompt_logprobs_start]
+        first.setdefault(prompt, number)
+    leaders = sorted(first.values())
+    return leaders, sorted(set(range(len(requests))) - set(leaders))

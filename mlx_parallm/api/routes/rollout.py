@@ -12,15 +12,8 @@ from starlette.responses import JSONResponse
 from mlx_parallm.api import sse
 from mlx_parallm.api.convert.structure import body_grammar
 from mlx_parallm.api.declared import INPUT
-from mlx_parallm.api.dependencies import (
-    ClientDep,
-    ConfigDep,
-    EngineDep,
-    MaxWaitingDep,
-)
 from mlx_parallm.api.errors import BUG, body_of, error_body
-from mlx_parallm.api.generation import admit, check_queue, named_by, unless_disconnected
-from mlx_parallm.api.model_choice import generator
+from mlx_parallm.api.generation import admit, named_by, unless_disconnected
 from mlx_parallm.api.openapi import RL
 from mlx_parallm.api.rl.answer import FIELDS, RolloutAnswer, rollout_params, seed_of
 from mlx_parallm.api.rl.groups import Group, Groups, Judge, Verdict
@@ -30,8 +23,7 @@ from mlx_parallm.api.rl.verifier import VerifierClient, check_url
 from mlx_parallm.api.routing import Routes
 from mlx_parallm.api.schemas.rollout import RolloutItem, RolloutRequest
 from mlx_parallm.api.sse import STREAMED
-from mlx_parallm.config import ServerConfig
-from mlx_parallm.generation.model import GenerationModel
+from mlx_parallm.api.turns.prelude import Admitted, PreludeDep
 from mlx_parallm.types.request import GenerateRequest
 
 logger = logging.getLogger(__name__)
@@ -55,29 +47,16 @@ class Rollout:
 
 
 @routes.post("/v1/rl/rollout", responses=STREAMED)
-async def create_rollout(
-    body: RolloutRequest,
-    request: Request,
-    engine: EngineDep,
-    config: ConfigDep,
-    client: ClientDep,
-    max_waiting: MaxWaitingDep,
-) -> Response:
+async def create_rollout(body: RolloutRequest, request: Request, prelude: PreludeDep) -> Response:
     """Sample groups of continuations, with what a trainer needs to know of each token."""
     items = body.items()
-    name, model = generator(engine, body.model, body.adapter)
+    admitted = await prelude.admit(
+        body.model, body.adapter, n=body.n, num_prompts=len(items), fields=FIELDS
+    )
+    engine, config, model = admitted.engine, admitted.config, admitted.model
     if body.verifier is not None:
         check_url(body.verifier.url, config.verifier_urls)
-    with named_by(FIELDS):
-        await check_queue(
-            engine,
-            model.names[0],
-            client,
-            n=body.n,
-            max_waiting=max_waiting,
-            num_prompts=len(items),
-        )
-    rollout_id = f"rollout-{body.request_id or request.state.answer_id}"
+    rollout_id = f"rollout-{body.request_id or prelude.answer_id}"
     scorer = None
     if body.reward_model is not None:
         scorer = RewardScorer(
@@ -86,15 +65,15 @@ async def create_rollout(
             items,
             model.tokenizer,
             # Its own: a client may use an id again while its first request runs.
-            rollout_id=request.state.answer_id,
+            rollout_id=prelude.answer_id,
         )
-    requests = await _requests(body, items, model, config, name=rollout_id, client=client)
-    handles = await admit(engine, requests, fields=FIELDS, max_waiting=max_waiting)
+    requests = await _requests(body, items, admitted, name=rollout_id)
+    handles = await admit(engine, requests, fields=FIELDS, max_waiting=admitted.max_waiting)
     answer = RolloutAnswer(
         body,
         items,
         rollout_id=rollout_id,
-        model=name,
+        model=admitted.name,
         logprobs_mode=body.logprobs_mode or engine.config.logprobs_mode,
     )
     verifier = None
@@ -118,15 +97,14 @@ async def create_rollout(
 async def _requests(
     body: RolloutRequest,
     items: Sequence[RolloutItem],
-    model: GenerationModel,
-    config: ServerConfig,
+    admitted: Admitted,
     *,
     name: str,
-    client: str,
 ) -> list[GenerateRequest]:
+    model, most = admitted.model, admitted.config.max_logprobs
     with named_by(FIELDS):
         grammar = await body_grammar(body, model)
-        params = rollout_params(body, max_logprobs=config.max_logprobs, grammar=grammar)
+        params = rollout_params(body, max_logprobs=most, grammar=grammar)
     prompts = await encode_items(items, body, model)
     return [
         GenerateRequest(
@@ -135,7 +113,7 @@ async def _requests(
             prompt_ids=prompt_ids,
             params=replace(params, seed=seed_of(number, item, body)),
             priority=body.priority,
-            client=client,
+            client=admitted.client,
             cache_salt=body.cache_salt,
             group=name,
         )

@@ -11,8 +11,7 @@ from starlette.responses import JSONResponse
 
 from mlx_parallm.api.convert.answer import usage_body
 from mlx_parallm.api.declared import INPUT
-from mlx_parallm.api.dependencies import ClientDep, EngineDep, MaxWaitingDep
-from mlx_parallm.api.generation import check_queue, named_by, unless_disconnected
+from mlx_parallm.api.generation import named_by, unless_disconnected
 from mlx_parallm.api.openapi import POOLING
 from mlx_parallm.api.routing import Routes
 from mlx_parallm.api.samples import Usage
@@ -25,11 +24,10 @@ from mlx_parallm.api.scoring.labels import (
     generator_scores,
     label_model,
     label_question,
-    label_requests,
 )
 from mlx_parallm.api.scoring.pairs import pairs_of, score_pairs, scoring_model
+from mlx_parallm.api.turns.prelude import Prelude, PreludeDep
 from mlx_parallm.pooling.model import PoolingModel
-from mlx_parallm.serving.interface import EngineClient
 from mlx_parallm.types.errors import InvalidRequestError
 from mlx_parallm.types.request import GenerateRequest
 
@@ -40,18 +38,14 @@ routes = Routes(POOLING, body_limit=INPUT, short=True)
 async def score(
     body: ScoreRequest,
     request: Request,
-    engine: EngineDep,
-    client: ClientDep,
-    max_waiting: MaxWaitingDep,
+    prelude: PreludeDep,
 ) -> Response:
     """How well pairs of texts fit, or how probable labels are after a query and each item."""
 
     async def work() -> Response:
         if body.query is None:
-            return await _pairs(body, request, engine)
-        name, found = await _labels(
-            body, request, engine, client, max_waiting, softmax=False, joins_texts=True
-        )
+            return await _pairs(body, prelude)
+        name, found = await _labels(body, prelude, softmax=False, joins_texts=True)
         usage = usage_body(found.usage)
         return JSONResponse(
             {"object": "scoring", "model": name, "scores": found.values, "usage": usage}
@@ -64,24 +58,21 @@ async def score(
 async def generative_scoring(
     body: ScoreRequest,
     request: Request,
-    engine: EngineDep,
-    client: ClientDep,
-    max_waiting: MaxWaitingDep,
+    prelude: PreludeDep,
 ) -> Response:
     """How probable the first label is after a query and each item."""
 
     async def work() -> Response:
-        name, found = await _labels(
-            body, request, engine, client, max_waiting, softmax=True, joins_texts=False
-        )
-        answer_id = f"generative-scoring-{body.request_id or request.state.answer_id}"
+        name, found = await _labels(body, prelude, softmax=True, joins_texts=False)
+        answer_id = f"generative-scoring-{body.request_id or prelude.answer_id}"
         values = [one[0] for one in found.values]
         return JSONResponse(_answer(values, found.usage, answer_id=answer_id, model=name))
 
     return await unless_disconnected(request, work())
 
 
-async def _pairs(body: ScoreRequest, request: Request, engine: EngineClient) -> Response:
+async def _pairs(body: ScoreRequest, prelude: Prelude) -> Response:
+    engine = prelude.engine
     pairs = pairs_of(body)
     if body.truncate_prompt_tokens is not None and body.truncation_side == "left":
         raise InvalidRequestError(
@@ -92,14 +83,14 @@ async def _pairs(body: ScoreRequest, request: Request, engine: EngineClient) -> 
         engine.encoders,
         model,
         pairs,
-        request_id=f"score-{request.state.answer_id}",
+        request_id=f"score-{prelude.answer_id}",
         activation="default" if body.use_activation else "none",
         truncate=body.truncate_prompt_tokens,
     )
     answer = _answer(
         scores.values,
         Usage(prompt_tokens=scores.num_tokens),
-        answer_id=f"score-{body.request_id or request.state.answer_id}",
+        answer_id=f"score-{body.request_id or prelude.answer_id}",
         model=body.model or model.names[0],
     )
     # Thousands of scores take long to write.
@@ -108,10 +99,7 @@ async def _pairs(body: ScoreRequest, request: Request, engine: EngineClient) -> 
 
 async def _labels(
     body: ScoreRequest,
-    request: Request,
-    engine: EngineClient,
-    client: str,
-    max_waiting: int | None,
+    prelude: Prelude,
     *,
     softmax: bool,
     joins_texts: bool,
@@ -119,11 +107,11 @@ async def _labels(
     """The name of the model, and its scores; ``softmax`` is what the route does by default."""
     asked = label_question(body)
     apply_softmax = softmax if body.apply_softmax is None else body.apply_softmax
-    model = label_model(engine, body.model)
-    name, request_id = body.model or model.names[0], f"score-{request.state.answer_id}"
+    model = label_model(prelude.engine, body.model)
+    name, request_id = body.model or model.names[0], f"score-{prelude.answer_id}"
     if isinstance(model, PoolingModel):
         return name, await classifier_scores(
-            engine, model, asked, request_id=request_id, apply_softmax=apply_softmax
+            prelude.engine, model, asked, request_id=request_id, apply_softmax=apply_softmax
         )
     if not asked.labels:
         raise InvalidRequestError("label_token_ids is missing.", param="label_token_ids")
@@ -131,25 +119,19 @@ async def _labels(
         raise InvalidRequestError(
             f"{name} generates: its prompts are not cut.", param="truncate_prompt_tokens"
         )
-    num = len(asked.items)
+    admitted = await prelude.admit_to(model, name, num_prompts=len(asked.items), fields=FIELDS)
     with named_by(FIELDS):
-        await check_queue(
-            engine, model.names[0], client, n=1, max_waiting=max_waiting, num_prompts=num
-        )
         prompts = await encode_prompts(asked, model.tokenizer, joins_texts=joins_texts)
     template = GenerateRequest(
         request_id=request_id,
         model=model.names[0],
         prompt_ids=prompts[0],
         priority=body.priority or 0,
-        client=client,
+        client=admitted.client,
         cache_salt=body.cache_salt,
     )
     return name, await generator_scores(
-        engine,
-        label_requests(prompts, asked.labels, template),
-        apply_softmax=apply_softmax,
-        max_waiting=max_waiting,
+        admitted, prompts, asked.labels, template, apply_softmax=apply_softmax
     )
 
 

@@ -11,13 +11,7 @@ from mlx_parallm.api.convert.sglang_request import FIELDS, SglangItem, item_para
 from mlx_parallm.api.convert.structure import body_grammar
 from mlx_parallm.api.convert.token_generate import token_sampling_params
 from mlx_parallm.api.declared import INPUT
-from mlx_parallm.api.dependencies import (
-    ClientDep,
-    ConfigDep,
-    EngineDep,
-    MaxWaitingDep,
-)
-from mlx_parallm.api.generation import Generation, check_queue, named_by
+from mlx_parallm.api.generation import named_by
 from mlx_parallm.api.model_choice import generator
 from mlx_parallm.api.offload import maybe_in_thread
 from mlx_parallm.api.openapi import CHAT
@@ -25,7 +19,7 @@ from mlx_parallm.api.respond import respond
 from mlx_parallm.api.routing import Routes
 from mlx_parallm.api.schemas.sglang import GenerateBody, is_batch
 from mlx_parallm.api.sse import STREAMED
-from mlx_parallm.config import ServerConfig
+from mlx_parallm.api.turns.prelude import Admitted, Prelude, PreludeDep
 from mlx_parallm.generation.model import GenerationModel, Tokenizer
 from mlx_parallm.serving.interface import EngineClient
 from mlx_parallm.types.request import GenerateRequest
@@ -37,42 +31,29 @@ DEFAULT_VLLM_MAX_TOKENS = 16
 
 @routes.post("/generate", responses=STREAMED)
 @routes.put("/generate", responses=STREAMED, include_in_schema=False)
-async def generate(
-    body: GenerateBody,
-    request: Request,
-    engine: EngineDep,
-    config: ConfigDep,
-    client: ClientDep,
-    max_waiting: MaxWaitingDep,
-) -> Response:
+async def generate(body: GenerateBody, request: Request, prelude: PreludeDep) -> Response:
     """Continue one prompt or several."""
     body.check_fields()
     if body.prompt is not None:
-        return await _generate_for_vllm(body, request, engine, config, client, max_waiting)
-    rid = request.state.answer_id
-    items = items_of(body, fallback_rid=rid)
+        return await _generate_for_vllm(body, request, prelude)
+    items = items_of(body, fallback_rid=prelude.answer_id)
     source = "text" if body.text is not None else "input_ids"
     fields = FIELDS | {"prompt": source, "messages": source, "request_id": "rid"}
-    models = [_model(engine, body, item) for item in items]
+    models = [_model(prelude.engine, body, item) for item in items]
     with named_by(fields):
         for one in body.parts:
             one.check_supported()
-        await check_queue(
-            engine,
-            models[0].names[0],
-            client,
-            n=items[0].sampling.n,
-            max_waiting=max_waiting,
-            num_prompts=len(items),
+        admitted = await prelude.admit_to(
+            models[0], models[0].names[0], n=items[0].sampling.n, num_prompts=len(items)
         )
         prompts = await _encode(items, models[0].tokenizer)
         asked = [
-            await _request(body, item, model, prompt_ids, config, client=client)
+            await _request(body, item, model, prompt_ids, admitted)
             for item, model, prompt_ids in zip(items, models, prompts, strict=True)
         ]
     answer = SglangAnswer(body, items, prompts, models[0].tokenizer, is_list=is_batch(body))
-    generation = await Generation.start(engine, asked, fields=fields, max_waiting=max_waiting)
-    return await respond(request, generation, answer, stream=body.stream, config=config)
+    generation = await admitted.start(asked, fields)
+    return await respond(request, generation, answer, stream=body.stream, config=admitted.config)
 
 
 def _model(engine: EngineClient, body: GenerateBody, item: SglangItem) -> GenerationModel:
@@ -95,14 +76,12 @@ async def _request(
     item: SglangItem,
     model: GenerationModel,
     prompt_ids: tuple[int, ...],
-    config: ServerConfig,
-    *,
-    client: str,
+    admitted: Admitted,
 ) -> GenerateRequest:
     params = item_params(
         item,
         len(prompt_ids),
-        max_logprobs=config.max_logprobs,
+        max_logprobs=admitted.config.max_logprobs,
         entropy=body.return_entropy,
         grammar=await body_grammar(item.sampling, model),
     )
@@ -112,39 +91,30 @@ async def _request(
         prompt_ids=prompt_ids,
         params=params,
         priority=body.priority,
-        client=client,
+        client=admitted.client,
         cache_salt=item.cache_salt,
         extra_key=item.extra_key,
         group=f"sglang-{body.rid}" if isinstance(body.rid, str) else None,
     )
 
 
-async def _generate_for_vllm(
-    body: GenerateBody,
-    request: Request,
-    engine: EngineClient,
-    config: ServerConfig,
-    client: str,
-    max_waiting: int | None,
-) -> Response:
+async def _generate_for_vllm(body: GenerateBody, request: Request, prelude: Prelude) -> Response:
     assert body.prompt is not None, "this body has a prompt of vLLM's"
-    model = generator(engine, body.model)[1]
+    admitted = await prelude.admit(body.model, n=body.n)
+    model, config = admitted.model, admitted.config
     body.check_supported()
-    await check_queue(engine, model.names[0], client, n=body.n, max_waiting=max_waiting)
     if body.max_tokens is None:
         body.max_tokens = DEFAULT_VLLM_MAX_TOKENS
     params = token_sampling_params(
         body, max_logprobs=config.max_logprobs, grammar=await body_grammar(body, model)
     )
     asked = GenerateRequest(
-        request_id=f"generate-{request.state.answer_id}",
+        request_id=f"generate-{prelude.answer_id}",
         model=model.names[0],
         prompt_ids=tuple(body.prompt.prompt_token_ids),
         params=params,
         priority=body.priority,
-        client=client,
+        client=admitted.client,
     )
-    generation = await Generation.start(
-        engine, [asked], fields={"messages": "prompt"}, max_waiting=max_waiting
-    )
+    generation = await admitted.start([asked], {"messages": "prompt"})
     return await respond(request, generation, VllmPromptAnswer(body.n), stream=False, config=config)

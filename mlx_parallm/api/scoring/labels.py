@@ -13,17 +13,17 @@ import numpy as np
 
 from mlx_parallm.api.convert.activation import softmax
 from mlx_parallm.api.convert.encode_inputs import single_inputs
-from mlx_parallm.api.generation import Generation
 from mlx_parallm.api.model_choice import generator_or_encoder
 from mlx_parallm.api.offload import maybe_in_thread
 from mlx_parallm.api.samples import Usage
 from mlx_parallm.api.schemas.score import ScoreRequest
+from mlx_parallm.api.turns.known_tokens import known_tokens, label_request
+from mlx_parallm.api.turns.prelude import Admitted
 from mlx_parallm.generation.model import GenerationModel, Tokenizer
 from mlx_parallm.pooling.model import PoolingModel
 from mlx_parallm.serving.interface import EngineClient
-from mlx_parallm.types.errors import InvalidRequestError, RequestAbortedError
-from mlx_parallm.types.events import FinishReason, PromptEvent
-from mlx_parallm.types.request import RAW_LOGPROBS, GenerateRequest, SamplingParams
+from mlx_parallm.types.errors import InvalidRequestError
+from mlx_parallm.types.request import GenerateRequest
 
 FIELDS = {"prompt": "items", "messages": "items", "logprob_token_ids": "label_token_ids"}
 
@@ -170,38 +170,13 @@ async def encode_prompts(
     return await maybe_in_thread(work, length)
 
 
-def label_requests(
-    prompts: Sequence[tuple[int, ...]], labels: Sequence[int], template: GenerateRequest
-) -> list[GenerateRequest]:
-    """What is asked of a model that generates; further fields are those of ``template``."""
-    params = SamplingParams(
-        temperature=0.0,
-        max_tokens=1,
-        logprobs=0,
-        logprobs_mode=RAW_LOGPROBS,
-        logprob_token_ids=tuple(labels),
-    )
-    return [
-        GenerateRequest(
-            request_id=f"{template.request_id}-{number}",
-            model=template.model,
-            prompt_ids=prompt_ids,
-            params=params,
-            priority=template.priority,
-            client=template.client,
-            cache_salt=template.cache_salt,
-            group=template.request_id,
-        )
-        for number, prompt_ids in enumerate(prompts)
-    ]
-
-
 async def generator_scores(
-    engine: EngineClient,
-    requests: Sequence[GenerateRequest],
+    admitted: Admitted,
+    prompts: Sequence[tuple[int, ...]],
+    labels: Sequence[int],
+    template: GenerateRequest,
     *,
     apply_softmax: bool,
-    max_waiting: int | None,
 ) -> LabelScores:
     """The probabilities of the labels as next tokens, or among one another.
 
@@ -210,37 +185,20 @@ async def generator_scores(
     Raises:
         ParallmError: a request was refused, failed or was aborted.
     """
-    usage = Usage(prompt_tokens=sum(len(one.prompt_ids) for one in requests))
-    logprobs: list[list[float]] = [[] for _ in requests]
-    for part in (range(1), range(1, len(requests))):
-        if part:
-            await _run(engine, requests, part, logprobs, usage, max_waiting)
+    requests = [
+        label_request(template, number, prompt_ids, labels)
+        for number, prompt_ids in enumerate(prompts)
+    ]
+    parts = (range(1), range(1, len(requests)))
+    found = await known_tokens(admitted, requests, parts, FIELDS)
+    logprobs = [[value for _, value in one.labels] for one in found]
     values = [_among(one) if apply_softmax else [math.exp(x) for x in one] for one in logprobs]
-    return LabelScores(values, usage)
-
-
-async def _run(
-    engine: EngineClient,
-    requests: Sequence[GenerateRequest],
-    part: range,
-    logprobs: list[list[float]],
-    usage: Usage,
-    max_waiting: int | None,
-) -> None:
-    generation = await Generation.start(
-        engine, [requests[number] for number in part], fields=FIELDS, max_waiting=max_waiting
+    usage = Usage(
+        prompt_tokens=sum(map(len, prompts)),
+        completion_tokens=sum(one.num_sampled for one in found),
+        cached_tokens=sum(one.cached_tokens for one in found),
     )
-    try:
-        async for place, event in generation.events():
-            usage.add(event)
-            if isinstance(event, PromptEvent):
-                continue
-            if event.finish_reason is FinishReason.ABORT:
-                raise RequestAbortedError("The request was aborted.")
-            for entry in event.logprobs:
-                logprobs[part[place]] = [value for _, value in entry.top]
-    finally:
-        await generation.abort()
+    return LabelScores(values, usage)
 
 
 def _among(logprobs: Sequence[float]) -> list[float]:

@@ -1,0 +1,140 @@
+"""What every route that generates begins with: client, settings, model, and room in the queue."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated
+
+from fastapi import Depends, Request
+
+from mlx_parallm.api.dependencies import ClientDep, ConfigDep, EngineDep, MaxWaitingDep
+from mlx_parallm.api.generation import Generation, check_queue, named_by
+from mlx_parallm.api.model_choice import generator
+from mlx_parallm.config import ServerConfig
+from mlx_parallm.generation.model import GenerationModel
+from mlx_parallm.serving.interface import EngineClient
+from mlx_parallm.types.request import GenerateRequest
+
+Fields = Mapping[str, str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Admitted:
+    """A request whose samples the queue had room for, and who answers it.
+
+    Attributes:
+        engine: where it runs.
+        config: the server's settings.
+        client: whose request it is.
+        max_waiting: how many sequences the queue holds; None: not known.
+        name: what the answer calls the model.
+        model: generates.
+    """
+
+    engine: EngineClient
+    config: ServerConfig
+    client: str
+    max_waiting: int | None
+    name: str
+    model: GenerationModel
+
+    async def start(self, requests: Sequence[GenerateRequest], fields: Fields) -> Generation:
+        """Admit every request to the engine, or none; see ``Generation.start``."""
+        return await Generation.start(
+            self.engine, requests, fields=fields, max_waiting=self.max_waiting
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prelude:
+    """What is known of a request before its body is worked on; only ``admit`` goes on from here.
+
+    Attributes:
+        engine: as the caller may use it.
+        config: the server's settings.
+        client: whose request it is.
+        max_waiting: how many sequences the queue holds; None: not known.
+        answer_id: unique among the requests in flight.
+    """
+
+    engine: EngineClient
+    config: ServerConfig
+    client: str
+    max_waiting: int | None
+    answer_id: str
+
+    async def admit(
+        self,
+        model: str | None,
+        adapter: str | None = None,
+        *,
+        n: int = 1,
+        num_prompts: int = 1,
+        fields: Fields | None = None,
+    ) -> Admitted:
+        """Choose the model that generates, and refuse what the queue has no room for.
+
+        Args:
+            model: the body's model.
+            adapter: the body's adapter, where the route has such a field.
+            n: samples of each prompt.
+            num_prompts: prompts of the body.
+            fields: what the body calls the engine's names.
+
+        Raises:
+            ModelNotFoundError: nothing has this name.
+            InvalidRequestError: the model does not generate, or not even an empty queue could hold
+                the samples.
+            OverloadedError: the queue is full.
+        """
+        name, chosen = generator(self.engine, model, adapter)
+        return await self.admit_to(chosen, name, n=n, num_prompts=num_prompts, fields=fields)
+
+    async def admit_to(
+        self,
+        model: GenerationModel,
+        name: str,
+        *,
+        n: int = 1,
+        num_prompts: int = 1,
+        fields: Fields | None = None,
+    ) -> Admitted:
+        """Refuse what the queue of a chosen model has no room for; see ``admit``."""
+        with named_by(fields or {}):
+            await check_queue(
+                self.engine,
+                model.names[0],
+                self.client,
+                n=n,
+                max_waiting=self.max_waiting,
+                num_prompts=num_prompts,
+            )
+        return Admitted(
+            engine=self.engine,
+            config=self.config,
+            client=self.client,
+            max_waiting=self.max_waiting,
+            name=name,
+            model=model,
+        )
+
+
+async def get_prelude(
+    request: Request,
+    engine: EngineDep,
+    config: ConfigDep,
+    client: ClientDep,
+    max_waiting: MaxWaitingDep,
+) -> Prelude:
+    """Return what is known of a request before its body is worked on."""
+    return Prelude(
+        engine=engine,
+        config=config,
+        client=client,
+        max_waiting=max_waiting,
+        answer_id=request.state.answer_id,
+    )
+
+
+PreludeDep = Annotated[Prelude, Depends(get_prelude)]
