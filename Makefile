@@ -44,7 +44,7 @@ FAST_BLAS := $(if $(OPENBLAS),LD_PRELOAD="$(OPENBLAS)$${LD_PRELOAD:+:$$LD_PRELOA
 ENV_WITH_MAKE := exec env $(FAST_BLAS)
 WITH_MAKE := $(BIN)/python -m mlx_parallm.child_process parent
 
-.PHONY: help serve test page-test conformance trainers check-encoder lint format unit bench doctor docs check-pins hooks venv clean
+.PHONY: help serve test page-test conformance trainers check-encoder lint checks format unit bench doctor docs check-pins hooks venv clean
 .DEFAULT_GOAL := help
 
 help: ## List the targets
@@ -55,8 +55,9 @@ serve: $(RUNTIME_STAMP) ## Serve a model on 127.0.0.1:8000 (ARGS="--model … --
 
 # Files are shared out whole, since the tests of one share its servers. The many processes that
 # tests start share bytecode, even where none is to be written otherwise. Long files come first.
-WORKERS ?= 2
-test: lint ## Lint, types, layers and every test
+# One more worker than the 2 cores of a small machine: tests of servers wait for those.
+WORKERS ?= 3
+test: checks ## Lint, types (as one of the tests), layers and every test
 	@$(ENV_WITH_MAKE) OPENBLAS_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(WITH_MAKE) pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(ARGS)
 
 unit: $(DEV_STAMP) ## The fast tests only
@@ -96,10 +97,12 @@ PEER_STAMP := $(PEER)/.installed-$(call checksum,requirements/check-encoder.txt)
 check-encoder: $(DEV_STAMP) $(PEER_STAMP) ## An embedder against sentence-transformers (MODEL=folder)
 	@$(FAST_BLAS) PYTHONPATH=. $(BIN)/python -m scripts.check_encoder "$(MODEL)" --peer $(PEER)/bin/python
 
-lint: $(DEV_STAMP) ## ruff, pyright, import layers, Dockerfile
+lint: checks ## ruff, pyright, import layers, Dockerfile
+	$(BIN)/pyright --pythonpath $(BIN)/python
+
+checks: $(DEV_STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/pyright --pythonpath $(BIN)/python
 	$(BIN)/lint-imports
 	$(BIN)/hadolint Dockerfile
 

@@ -1,0 +1,19 @@
+"""The code has the types that it says, by pyright."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+from mlx_parallm.child_process import run
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_pyright_finds_nothing() -> None:
+    done = run(
+        ["pyright", "--pythonpath", sys.executable],
+        cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout
