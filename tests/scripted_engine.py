@@ -2,45 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import signal
-import socket
 import sys
-from collections.abc import Callable
 
-from mlx_parallm.config import EngineConfig, ModelConfig
-from mlx_parallm.engine.commands import EngineHost
-from mlx_parallm.engine.interface import BuiltModel
+from mlx_parallm.config import EngineConfig
 from mlx_parallm.engine.life import Build, LocalLife
-from mlx_parallm.engine.metrics import MetricFamilies
-from mlx_parallm.engine.remote.channel import Channel
-from mlx_parallm.engine.remote.host import serve_engines
 from mlx_parallm.engine.remote.life import RemoteLife
-from mlx_parallm.generation.engine import GenerationEngine
-from mlx_parallm.generation.kv_cache.manager import KVCacheManager
-from mlx_parallm.generation.metrics import EngineMetrics
-from mlx_parallm.generation.model import GenerationModel
-from mlx_parallm.generation.scheduler.scheduler import Scheduler
 from mlx_parallm.serving.async_engine import AsyncEngine, ignore_progress
-from mlx_parallm.types.errors import ConfigError
 from mlx_parallm.types.request import GenerateRequest, SamplingParams
-from mlx_parallm.worker.worker import Worker
-from tests.fakes import ByteTokenizer, FakeRunner, spell
-
-
-def builder(runner: FakeRunner, scheduler_class: Callable[..., Scheduler] = Scheduler) -> Build:
-    def build(config: EngineConfig, families: MetricFamilies, *_: object) -> list[BuiltModel]:
-        info = runner.info
-        kv = KVCacheManager(info.num_blocks, info.block_size, enable_prefix_caching=True)
-        scheduler = scheduler_class(config.scheduler, kv, max_model_len=info.max_model_len)
-        tokenizer = ByteTokenizer()
-        metrics = EngineMetrics(families, "m", info)
-        engine = GenerationEngine(scheduler, runner, tokenizer, metrics)
-        names = ("m", "alias")
-        model = GenerationModel(names=names, root="m", created=0, tokenizer=tokenizer, info=info)
-        return [BuiltModel(ModelConfig(), model, engine)]
-
-    return build
 
 
 def engine_of(build: Build, config: EngineConfig | None = None) -> AsyncEngine:
@@ -55,64 +23,7 @@ def make_request(request_id: str = "a", model: str = "m", **params: int) -> Gene
 
 
 def remote_engine(script: str = "hello", config: EngineConfig | None = None) -> AsyncEngine:
-    """An engine in a process of its own; ``script`` is what this module is run with."""
+    """An engine in a process of its own; ``script`` is what ``scripted_process`` is run with."""
     config = config or EngineConfig()
-    command = [sys.executable, "-m", "tests.scripted_engine", script]
+    command = [sys.executable, "-m", "tests.scripted_process", script]
     return AsyncEngine(config, life=RemoteLife(config, command, ignore_progress))
-
-
-def pid_of(host: EngineHost) -> int:
-    """An action: whose process this is."""
-    return os.getpid()
-
-
-def something_local(host: EngineHost) -> Callable[[], None]:
-    """An action that gives what cannot be pickled."""
-    return lambda: None
-
-
-class Unreadable:
-    """An action that the engines' process cannot read; a reply that the server cannot."""
-
-    def __reduce__(self) -> tuple[object, ...]:
-        return __import__, ("no_such_module",)
-
-    def __call__(self, host: EngineHost) -> None:
-        raise AssertionError
-
-
-def something_unreadable(host: EngineHost) -> Unreadable:
-    """An action that gives what the server cannot read."""
-    return Unreadable()
-
-
-def die(host: EngineHost) -> None:
-    """An action that ends the engine."""
-    raise Death
-
-
-class Death(BaseException):
-    """Ends the engine's thread."""
-
-
-def main(script: str, fd: str) -> int:
-    """Be the process: "hello" is what its model says; some are never loaded."""
-
-    def build(
-        config: EngineConfig, families: MetricFamilies, worker: Worker, on_progress: Callable
-    ) -> list:
-        on_progress("Loading m", 0.5)
-        if script == "fails":
-            raise ConfigError("too little memory")
-        if script == "vanishes":
-            os._exit(7)
-        if script == "stays":
-            signal.pause()
-        text = "ab" * 60 if script == "long" else script
-        return list(builder(FakeRunner(spell(text)))(config, families, on_progress))
-
-    return serve_engines(Channel(socket.socket(fileno=int(fd))), build)
-
-
-if __name__ == "__main__":
-    sys.exit(main(*sys.argv[1:]))

@@ -30,7 +30,8 @@ from mlx_parallm.types.request import GenerateRequest
 from mlx_parallm.types.step import ScheduledBatch
 from mlx_parallm.worker.worker import Worker
 from tests.fakes import FakeRunner, spell
-from tests.scripted_engine import builder, die, engine_of, make_request
+from tests.scripted_engine import engine_of, make_request
+from tests.scripted_process import builder, die
 
 
 class BrokenScheduler(Scheduler):

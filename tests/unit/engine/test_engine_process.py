@@ -41,12 +41,11 @@ from mlx_parallm.types.errors import (
 )
 from mlx_parallm.types.events import ErrorEvent, FinishReason, TokenEvent
 from mlx_parallm.types.request import GenerateRequest
-from tests.scripted_engine import (
+from tests.scripted_engine import make_request, remote_engine
+from tests.scripted_process import (
     Unreadable,
     die,
-    make_request,
     pid_of,
-    remote_engine,
     something_local,
     something_unreadable,
 )
@@ -205,7 +204,7 @@ def server_of(script: str) -> Iterator[tuple[subprocess.Popen[bytes], Channel]]:
     """The engines' process, and the channel of a server that has it."""
     ours, theirs = socket.socketpair()
     with theirs:
-        command = [sys.executable, "-m", "tests.scripted_engine", script, str(theirs.fileno())]
+        command = [sys.executable, "-m", "tests.scripted_process", script, str(theirs.fileno())]
         process = subprocess.Popen(command, pass_fds=[theirs.fileno()])
     with closing(Channel(ours)) as channel:
         channel.send(Start(EngineConfig()))
