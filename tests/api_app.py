@@ -4,17 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
-from mlx_parallm.api.app import common_routes, create_app
-from mlx_parallm.api.declared import FACTS, local_path
-from mlx_parallm.api.routes import files
-from mlx_parallm.api.routing import DeclaredRoute, RouteIndex
+from mlx_parallm.api.app import SLICES, STORING_SLICES, create_app, routes_of
+from mlx_parallm.api.http.declared import FACTS, local_path
+from mlx_parallm.api.http.routing import RouteIndex
 
 make_app = create_app
 
 
 def scope_of(path: str, *, method: str = "POST", **more: Any) -> dict[str, Any]:
     """The scope of a request, with what its route declares."""
-    common = [route for route in common_routes() if isinstance(route, DeclaredRoute)]
     scope = {"type": "http", "method": method, "path": path, **more}
-    index = RouteIndex.of([*common, *files.routes.all])
+    index = RouteIndex.of(routes_of(SLICES + STORING_SLICES))
     return scope | {FACTS: index.find(method, local_path(scope))}

@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 
 import uvicorn
 
-from mlx_parallm.api.connection import BoundedProtocol
+from mlx_parallm.api.http.connection import BoundedProtocol
 from mlx_parallm.config import EngineConfig, ServerConfig
 from mlx_parallm.engine.interface import EngineLoad, ModelLoad, ModelMemory, ModelStatus
 from mlx_parallm.generation.model import GenerationModel, RequestHandle

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import httpx2
 
-from mlx_parallm.api.listener import bind
+from mlx_parallm.api.http.listener import bind
 from mlx_parallm.child_process import ChildProcess
 
 ROOT = Path(__file__).resolve().parent.parent

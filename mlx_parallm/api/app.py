@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable
+from importlib import import_module
 from typing import Any
 
 from fastapi import FastAPI
 from starlette.middleware.cors import CORSMiddleware
-from starlette.routing import BaseRoute
 
 from mlx_parallm import __version__
-from mlx_parallm.api import openapi
-from mlx_parallm.api.batch_service import make_batch_service
-from mlx_parallm.api.body_budget import BodyBudgetMiddleware
-from mlx_parallm.api.errors import install_error_handlers
-from mlx_parallm.api.hosts import checked_hosts
-from mlx_parallm.api.ignored import HEADER
-from mlx_parallm.api.in_flight.policies import Policies
-from mlx_parallm.api.middleware import (
+from mlx_parallm.api.control.art.policies import Policies
+from mlx_parallm.api.files.batches.service import make_batch_service
+from mlx_parallm.api.http import openapi
+from mlx_parallm.api.http.body_budget import BodyBudgetMiddleware
+from mlx_parallm.api.http.errors import install_error_handlers
+from mlx_parallm.api.http.hosts import checked_hosts
+from mlx_parallm.api.http.ignored import HEADER
+from mlx_parallm.api.http.middleware import (
     AccessLogMiddleware,
     AuthMiddleware,
     BodyLimitMiddleware,
@@ -28,50 +28,52 @@ from mlx_parallm.api.middleware import (
     RequestIdMiddleware,
     RouteMiddleware,
 )
+from mlx_parallm.api.http.routing import DeclaredRoute, declared_routes
 from mlx_parallm.api.responses.service import ResponseService
 from mlx_parallm.api.responses.store import ResponseStore
-from mlx_parallm.api.routes import (
-    aborts,
-    adapters,
-    art,
-    batches,
-    chat,
-    classify,
-    completions,
-    decisions,
-    docs,
-    embeddings,
-    files,
-    fleet,
-    health,
-    hf_tasks,
-    lifecycle,
-    memory,
-    messages,
-    mlm,
-    models,
-    moderations,
-    pooling,
-    render,
-    rerank,
-    responses,
-    rewards,
-    rl_capabilities,
-    rl_logprobs,
-    rollout,
-    score,
-    server_info,
-    sglang,
-    tei,
-    token_generate,
-    tokenize,
-    weights,
-)
-from mlx_parallm.api.routes.page import page_files, page_routes
-from mlx_parallm.api.routing import declared_routes
 from mlx_parallm.batch_jobs.service import BatchService
 from mlx_parallm.config import ServerConfig
 from mlx_parallm.serving.interface import EngineClient
+
+#: Modules with ``routes``. The order within a group is that of the OpenAPI document.
+SLICES = (
+    "chat.routes",
+    "completions.routes",
+    "responses.routes",
+    "anthropic.routes",
+    "decisions.routes",
+    "pooling.embeddings.routes",
+    "pooling.moderations.routes",
+    "pooling.rerank.routes",
+    "pooling.score.routes",
+    "pooling.classify.routes",
+    "pooling.vectors.routes",
+    "pooling.rewards.routes",
+    "pooling.mlm.routes",
+    "tokenize.render.routes",
+    "rl.capabilities.routes",
+    "rl.logprobs.routes",
+    "rl.rollout.routes",
+    "control.models.routes",
+    "control.adapters.routes",
+    "tokenize.routes",
+    "pooling.tei.routes",
+    "control.server.health",
+    "control.server.routes",
+    "control.server.aborts",
+    "control.art.routes",
+    "control.pause.routes",
+    "sglang.routes",
+    "control.sleep.routes",
+    "control.weights.routes",
+    "control.fleet.routes",
+    "vllm.routes",
+    "page.docs",
+    "pooling.hf.routes",
+    "page.routes",
+)
+#: Those of applications with a data folder.
+STORING_SLICES = ("files.routes", "files.batches.routes")
 
 
 class Application(FastAPI):
@@ -109,7 +111,7 @@ def create_app(
         version=__version__,
         lifespan=_lifespan,
         openapi_url=None,
-        routes=common_routes(),
+        routes=[*routes_of(SLICES)],
     )
     app.state.engine = engine
     app.state.config = config
@@ -120,7 +122,7 @@ def create_app(
     app.state.policies = Policies()
     app.state.batches = make_batch_service(app, engine, config, max_waiting)
     if app.state.batches is not None:
-        app.router.routes += [*files.routes.all, *batches.routes.all]
+        app.router.routes += routes_of(STORING_SLICES)
     install_error_handlers(app)
     _add_middleware(app, config, checked_hosts(config, bound_to))
     return app
@@ -139,46 +141,10 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
         await app.state.responses.stop()
 
 
-def common_routes() -> list[BaseRoute]:
-    """The routes that every application has; they hold nothing of any."""
-    # The order within a group is that of the OpenAPI document.
-    slices = (
-        chat,
-        completions,
-        responses,
-        messages,
-        decisions,
-        embeddings,
-        moderations,
-        rerank,
-        score,
-        classify,
-        pooling,
-        rewards,
-        mlm,
-        render,
-        rl_capabilities,
-        rl_logprobs,
-        rollout,
-        models,
-        adapters,
-        tokenize,
-        tei,
-        health,
-        server_info,
-        aborts,
-        art,
-        lifecycle,
-        sglang,
-        memory,
-        weights,
-        fleet,
-        token_generate,
-        docs,
-        hf_tasks,
-    )
-    declared = [*(one.routes for one in slices), page_routes(page_files())]
-    return [route for routes in declared for route in routes.all]
+def routes_of(slices: Iterable[str]) -> list[DeclaredRoute]:
+    """The routes of modules in this package, by their names."""
+    modules = (import_module(f"mlx_parallm.api.{name}") for name in slices)
+    return [route for module in modules for route in module.routes.all]
 
 
 def _add_middleware(app: FastAPI, config: ServerConfig, hosts: frozenset[str] | None) -> None:

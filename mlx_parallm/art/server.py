@@ -10,7 +10,7 @@ import weakref
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from mlx_parallm.api.listener import bind
+from mlx_parallm.api.http.listener import bind
 from mlx_parallm.art.errors import ServerStartError
 from mlx_parallm.child_process import ChildProcess
 from mlx_parallm.client import RequestFailedError, ServerUnreachableError

@@ -20,9 +20,9 @@ import uvicorn
 import uvloop
 
 from mlx_parallm.api.app import create_app
-from mlx_parallm.api.connection import BoundedProtocol
-from mlx_parallm.api.hosts import is_loopback
-from mlx_parallm.api.listener import bind, inherit
+from mlx_parallm.api.http.connection import BoundedProtocol
+from mlx_parallm.api.http.hosts import is_loopback
+from mlx_parallm.api.http.listener import bind, inherit
 from mlx_parallm.cli import engine_process
 from mlx_parallm.cli.configure import read_settings, warn_of_unknown_variables
 from mlx_parallm.cli.logs import configure_logging

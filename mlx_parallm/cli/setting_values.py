@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, get_args
 
-from mlx_parallm.api.hosts import ANY, named_host
+from mlx_parallm.api.http.hosts import ANY, named_host
 from mlx_parallm.config import ModelTask, SpeculativeConfig
 
 Parse = Callable[[Any], Any]

@@ -26,7 +26,7 @@
     ├── ControlError                the engine could not do what an operator asked (HTTP 500)
     └── StepError                   a step failed for this request only            (HTTP 500)
 
-The table of HTTP statuses is ``api/errors.py``; nothing below ``api`` knows HTTP.
+The table of HTTP statuses is ``api/http/errors.py``; nothing below ``api`` knows HTTP.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator, Callable
 import httpx2
 import pytest
 
-from mlx_parallm.api.listener import bind
+from mlx_parallm.api.http.listener import bind
 from mlx_parallm.client import (
     RequestFailedError,
     RLClient,

@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-import importlib
-import pkgutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import httpx2
 import pytest
-from fastapi import APIRouter
-from fastapi.routing import APIRoute
 
-from mlx_parallm.api import routes
-from mlx_parallm.api.ignored import ignored_names
-from mlx_parallm.api.json_body import JsonRoute
-from mlx_parallm.api.schemas.chat import ChatRequest
-from mlx_parallm.api.schemas.responses import ResponsesRequest
-from mlx_parallm.api.schemas.sglang import GenerateBody
+from mlx_parallm.api.app import SLICES, STORING_SLICES, routes_of
+from mlx_parallm.api.chat.schema import ChatRequest
+from mlx_parallm.api.http.ignored import ignored_names
+from mlx_parallm.api.http.json_body import JsonRoute
+from mlx_parallm.api.http.routing import DeclaredRoute
+from mlx_parallm.api.responses.schema import ResponsesRequest
+from mlx_parallm.api.sglang.schema import GenerateBody
 from mlx_parallm.config import ServerConfig
 from tests.api_app import make_app
 from tests.fake_engine import FakeEngine, serve_fake
@@ -53,12 +50,8 @@ ASKED: dict[str, dict[str, Any]] = {
 }
 
 
-def all_routes() -> Iterator[APIRoute]:
-    for module in pkgutil.iter_modules(routes.__path__):
-        found = vars(importlib.import_module(f"{routes.__name__}.{module.name}")).values()
-        for router in found:
-            if isinstance(router, APIRouter):
-                yield from (one for one in router.routes if isinstance(one, APIRoute))
+def all_routes() -> list[DeclaredRoute]:
+    return routes_of(SLICES + STORING_SLICES)
 
 
 def test_the_body_of_every_operation_is_compared_with_its_form() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import httpx2
 import pytest
 
-from mlx_parallm.api.schemas.common import NEVER_DROPPED, NullIsAbsent
+from mlx_parallm.api.http.forms import NEVER_DROPPED, NullIsAbsent
 from mlx_parallm.types.errors import InvalidRequestError
 from mlx_parallm.types.request import TokenLimit
 from tests.e2e.test_ignored_fields import all_routes

@@ -3,7 +3,7 @@
 import assert from "node:assert/strict";
 import { test } from "node:test";
 
-const at = (name) => new URL(`../../mlx_parallm/api/page/${name}`, import.meta.url);
+const at = (name) => new URL(`../../mlx_parallm/api/page/assets/${name}`, import.meta.url);
 const { readEvents } = await import(at("sse.js"));
 const { parseMetrics, quantile, rate, ratio, Reading } = await import(at("metrics.js"));
 const { Answer, Conversation } = await import(at("conversation.js"));

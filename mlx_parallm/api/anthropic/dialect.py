@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from mlx_parallm.api.dialect import Dialect, Failure
-from mlx_parallm.api.schemas.messages import MessagesErrorResponse
+from mlx_parallm.api.anthropic.schema import MessagesErrorResponse
+from mlx_parallm.api.http.dialect import Dialect, Failure
 
 # Other statuses are told by their class.
 TYPES = {

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from mlx_parallm.api.continuation import continuation_ids
 from mlx_parallm.api.decisions.labels import LabelTree, Tokens
-from mlx_parallm.api.decisions.prompt import ANSWER, END_OF_INPUT, TASK, AskedQuestion
+from mlx_parallm.api.decisions.request import ANSWER, END_OF_INPUT, TASK, AskedQuestion
+from mlx_parallm.api.turns.continuation import continuation_ids
 from mlx_parallm.api.turns.known_tokens import known_tokens, label_request
 from mlx_parallm.api.turns.prelude import Admitted
 from mlx_parallm.generation.model import GenerationModel, Tokenizer

@@ -8,10 +8,10 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import asdict
 from typing import Any
 
-from mlx_parallm.api import sse
-from mlx_parallm.api.convert.responses import ResponseAnswer
-from mlx_parallm.api.errors import BUG, failure_of
-from mlx_parallm.api.generation import Generation
+from mlx_parallm.api.http import sse
+from mlx_parallm.api.http.errors import BUG, failure_of
+from mlx_parallm.api.responses.answer import ResponseAnswer
+from mlx_parallm.api.turns.generation import Generation
 from mlx_parallm.types.errors import ParallmError
 
 logger = logging.getLogger(__name__)

@@ -6,12 +6,12 @@ import json
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
-from mlx_parallm.api.convert.responses import ResponseAnswer
-from mlx_parallm.api.convert.responses_items import input_items
-from mlx_parallm.api.generation import Generation
+from mlx_parallm.api.responses.answer import ResponseAnswer
+from mlx_parallm.api.responses.items import input_items
 from mlx_parallm.api.responses.jobs import BackgroundJob, BackgroundJobs
+from mlx_parallm.api.responses.schema import ResponsesInput
 from mlx_parallm.api.responses.store import ResponseStore, StoredResponse
-from mlx_parallm.api.schemas.responses import ResponsesInput
+from mlx_parallm.api.turns.generation import Generation
 from mlx_parallm.types.errors import InvalidRequestError, NotFoundError
 
 

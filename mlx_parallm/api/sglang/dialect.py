@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from mlx_parallm.api.dialect import Dialect, Failure, openai_error
-from mlx_parallm.api.schemas.errors import ErrorResponse
+from mlx_parallm.api.http.dialect import Dialect, Failure, openai_error
+from mlx_parallm.api.http.error_schema import ErrorResponse
 
 
 def sglang_error(failure: Failure, request_id: str | None) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from mlx_parallm.api.continuation import continuation_ids
+from mlx_parallm.api.turns.continuation import continuation_ids
 from mlx_parallm.generation.model import Tokenizer
 from mlx_parallm.types.errors import InvalidRequestError
 

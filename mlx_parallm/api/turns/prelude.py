@@ -8,9 +8,9 @@ from typing import Annotated
 
 from fastapi import Depends, Request
 
-from mlx_parallm.api.dependencies import ClientDep, ConfigDep, EngineDep, MaxWaitingDep
-from mlx_parallm.api.generation import Generation, check_queue, named_by
-from mlx_parallm.api.model_choice import generator
+from mlx_parallm.api.http.dependencies import ClientDep, ConfigDep, EngineDep, MaxWaitingDep
+from mlx_parallm.api.turns.generation import Generation, check_queue, named_by
+from mlx_parallm.api.turns.model_choice import generator
 from mlx_parallm.config import ServerConfig
 from mlx_parallm.generation.model import GenerationModel
 from mlx_parallm.serving.interface import EngineClient

@@ -6,11 +6,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from mlx_parallm.api.lazy import LazySequence
-from mlx_parallm.api.offload import LONG_TEXT_CHARS, maybe_in_thread
-from mlx_parallm.api.prompt_limit import prompt_limit
+from mlx_parallm.api.http.offload import LONG_TEXT_CHARS, maybe_in_thread
 from mlx_parallm.api.turns.constraints import Constraint, constrain, unsupported
 from mlx_parallm.api.turns.history import template_messages
+from mlx_parallm.api.turns.lazy import LazySequence
+from mlx_parallm.api.turns.prompt_limit import prompt_limit
 from mlx_parallm.api.turns.request import TurnRequest
 from mlx_parallm.api.turns.stream import TurnStream
 from mlx_parallm.generation.model import GenerationModel

@@ -7,9 +7,9 @@ import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from mlx_parallm.api.lazy import LazySequence
-from mlx_parallm.api.samples import Sample, Usage
 from mlx_parallm.api.turns.custom_input import custom_input
+from mlx_parallm.api.turns.lazy import LazySequence
+from mlx_parallm.api.turns.samples import Sample, Usage
 from mlx_parallm.parsing.parts import (
     ContentText,
     Part,

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlx_parallm.api.convert.responses_items import HOSTED, input_items, sealed, unsealed
-from mlx_parallm.api.convert.responses_messages import item_messages
-from mlx_parallm.api.convert.responses_tools import (
+from mlx_parallm.api.responses.items import HOSTED, input_items, sealed, unsealed
+from mlx_parallm.api.responses.messages import item_messages
+from mlx_parallm.api.responses.tools import (
     response_tool_choice,
     response_tools,
     shown_tools,

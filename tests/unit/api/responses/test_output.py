@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlx_parallm.api.convert.responses_output import OutputWriter
+from mlx_parallm.api.responses.output import OutputWriter
 from mlx_parallm.api.turns.custom_input import CustomInput
 from mlx_parallm.api.turns.stream import ToolCall, ToolCallEnd, TurnPart
 from mlx_parallm.parsing.parts import (

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from mlx_parallm.api.convert.chat_tools import (
+from mlx_parallm.api.chat.tools import (
     chat_function_choice,
     chat_functions,
     chat_tool_choice,

@@ -1,0 +1,210 @@
+"""From the body of a messages request to a turn."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from mlx_parallm.api.anthropic.history import conversation, is_continued
+from mlx_parallm.api.anthropic.schema import CountTokensRequest, MessagesRequest, ToolChoiceBody
+from mlx_parallm.api.turns.prepare import PreparedTurn
+from mlx_parallm.api.turns.request import TurnRequest
+from mlx_parallm.api.turns.sampling import sampling_params
+from mlx_parallm.api.turns.structure import body_structure
+from mlx_parallm.api.turns.tools import (
+    Tool,
+    ToolChoice,
+    ToolMode,
+    check_choice,
+    check_tools,
+    function_tool,
+)
+from mlx_parallm.generation.model import GenerationModel
+from mlx_parallm.grammar import spec as specs
+from mlx_parallm.grammar.spec import GrammarSpec
+from mlx_parallm.types.errors import ContextLengthError, InvalidRequestError
+from mlx_parallm.types.request import SamplingParams
+from mlx_parallm.types.step import RunnerInfo
+
+_MODES = {"auto": ToolMode.AUTO, "any": ToolMode.REQUIRED, "none": ToolMode.NONE}
+
+
+def counted_turn(body: CountTokensRequest, *, request_id: str, client: str) -> TurnRequest:
+    """The conversation of a body, without what only matters to its answer.
+
+    Raises:
+        InvalidRequestError: a field is malformed, or asks for what is not served; names it.
+    """
+    turns = conversation(body.system, body.messages)
+    continued = is_continued(turns)
+    tools = _tools(body.tools)
+    choice = _choice(body.tool_choice)
+    check_choice(choice, tools)
+    return TurnRequest(
+        request_id=request_id,
+        messages=turns,
+        tools=tools,
+        tool_choice=choice,
+        template_kwargs=_template_kwargs(body),
+        add_generation_prompt=not continued,
+        continue_final_message=continued,
+        client=client,
+    )
+
+
+def message_turn(body: MessagesRequest, *, request_id: str, client: str) -> TurnRequest:
+    """What a body asks for.
+
+    Raises:
+        InvalidRequestError: a field is malformed, or asks for what is not served; names it.
+    """
+    turn = counted_turn(body, request_id=request_id, client=client)
+    choice = body.tool_choice
+    structure = _structure(body)
+    return replace(
+        turn,
+        parallel_tool_calls=choice is None or not choice.disable_parallel_tool_use,
+        structure=None if structure is None else structure[0],
+        structure_field="" if structure is None else structure[1],
+        thinking_budget=_thinking_budget(body),
+        params=_params(body),
+        truncate=body.truncate_prompt_tokens,
+        truncation_side=body.truncation_side,
+        priority=body.priority,
+        cache_salt=body.cache_salt,
+    )
+
+
+def within_context(prepared: PreparedTurn) -> tuple[PreparedTurn, bool]:
+    """The turn with ``max_tokens`` cut to what the context has room for, and whether it was cut.
+
+    Anthropic's clients ask for as many tokens as their largest model can write.
+
+    Raises:
+        InvalidRequestError: the prompt alone leaves no room. Clients shorten the conversation when
+            they read these words.
+    """
+    info, length = prepared.model.info, len(prepared.prompt_ids)
+    limit = _context(info)
+    wanted, room = prepared.request.params.max_tokens or 0, limit - length
+    if wanted <= room:
+        return prepared, False
+    if room <= 0:
+        raise _too_long(str(length), limit)
+    params = replace(prepared.request.params, max_tokens=room)
+    return replace(prepared, request=replace(prepared.request, params=params)), True
+
+
+@contextlib.contextmanager
+def too_long_in_these_words(model: GenerationModel) -> Iterator[None]:
+    """Let a prompt that is refused before it is encoded be refused as by ``within_context``."""
+    try:
+        yield
+    except ContextLengthError as refusal:
+        if refusal.prompt_tokens is None:
+            raise
+        raise _too_long(refusal.prompt_tokens, _context(model.info)) from refusal
+
+
+def _context(info: RunnerInfo) -> int:
+    return min(info.max_model_len, info.num_blocks * info.block_size)
+
+
+def _too_long(prompt_tokens: str, limit: int) -> InvalidRequestError:
+    return InvalidRequestError(
+        f"prompt is too long: {prompt_tokens} tokens > {limit - 1} maximum",
+        code="context_length_exceeded",
+    )
+
+
+def _params(body: MessagesRequest) -> SamplingParams:
+    if not all(body.stop_sequences):
+        raise InvalidRequestError("A stop sequence must not be empty.", param="stop_sequences")
+    params = sampling_params(
+        body, max_tokens=body.max_tokens, logprobs=None, prompt_logprobs=None, max_logprobs=0
+    )
+    return replace(params, stop=(*params.stop, *body.stop_sequences))
+
+
+def _template_kwargs(body: CountTokensRequest) -> dict[str, Any]:
+    """The template's variables for thinking and effort."""
+    kwargs: dict[str, Any] = {}
+    if body.thinking is not None:
+        kwargs["enable_thinking"] = body.thinking.type != "disabled"
+    if body.output_config.effort is not None:
+        kwargs["reasoning_effort"] = body.output_config.effort
+    return kwargs
+
+
+def _thinking_budget(body: MessagesRequest) -> int | None:
+    thinking = body.thinking
+    if thinking is None or thinking.type != "enabled":
+        return None
+    if thinking.budget_tokens is None:
+        raise InvalidRequestError(
+            "thinking.budget_tokens is missing; thinking of type adaptive has none.",
+            param="thinking.budget_tokens",
+        )
+    return thinking.budget_tokens
+
+
+def _structure(body: MessagesRequest) -> tuple[GrammarSpec, str] | None:
+    """What the text must match, and the field that says so."""
+    found = body_structure(body)
+    field = "output_format" if body.output_config.format is None else "output_config.format"
+    given = body.output_config.format or body.output_format
+    if given is None:
+        return found
+    if found is not None:
+        raise InvalidRequestError(
+            f"{found[1]} and {field} exclude each other: an answer can match one structure.",
+            param=field,
+        )
+    if given.get("type") != "json_schema":
+        raise InvalidRequestError(f'{field}.type must be "json_schema".', param=f"{field}.type")
+    field = f"{field}.schema"
+    if not isinstance(given.get("schema"), Mapping):
+        raise InvalidRequestError(f"{field} must be a JSON schema.", param=field)
+    return specs.json_schema(given["schema"], strict=True, param=field), field
+
+
+def _tools(tools: Sequence[Mapping[str, Any]]) -> tuple[Tool, ...]:
+    """The tools that the client runs and describes; those of other types are left out."""
+    read, places = [], []
+    for number, tool in enumerate(tools):
+        where = f"tools.{number}"
+        type_ = tool.get("type")
+        if not isinstance(type_, str | None):
+            raise InvalidRequestError(f"{where}.type must be a text.", param=f"{where}.type")
+        if type_ not in (None, "custom"):
+            continue
+        places.append(where)
+        read.append(_tool(tool, where))
+    check_tools(read, places)
+    return tuple(read)
+
+
+def _tool(tool: Mapping[str, Any], where: str) -> Tool:
+    if tool.get("input_schema") is None:
+        field = f"{where}.input_schema"
+        raise InvalidRequestError(f"{field} is missing.", param=field)
+    return function_tool(
+        tool.get("name"),
+        description=tool.get("description"),
+        parameters=tool["input_schema"],
+        strict=tool.get("strict"),
+        where=where,
+        schema_field="input_schema",
+    )
+
+
+def _choice(choice: ToolChoiceBody | None) -> ToolChoice:
+    if choice is None:
+        return ToolChoice()
+    if choice.type != "tool":
+        return ToolChoice(mode=_MODES[choice.type])
+    if choice.name is None:
+        raise InvalidRequestError("tool_choice.name is missing.", param="tool_choice.name")
+    return ToolChoice.named(choice.name)

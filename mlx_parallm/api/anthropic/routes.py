@@ -1,0 +1,78 @@
+"""``POST /v1/messages`` and ``POST /v1/messages/count_tokens``, as Anthropic has them."""
+
+from __future__ import annotations
+
+from fastapi import Request, Response
+
+from mlx_parallm.api.anthropic.answer import MessageAnswer
+from mlx_parallm.api.anthropic.dialect import ANTHROPIC
+from mlx_parallm.api.anthropic.request import (
+    counted_turn,
+    message_turn,
+    too_long_in_these_words,
+    within_context,
+)
+from mlx_parallm.api.anthropic.schema import (
+    CountTokensRequest,
+    Message,
+    MessagesRequest,
+    TokenCount,
+)
+from mlx_parallm.api.http import sse
+from mlx_parallm.api.http.declared import INPUT, TOKENIZE
+from mlx_parallm.api.http.dependencies import (
+    ClientDep,
+    EngineDep,
+)
+from mlx_parallm.api.http.openapi import CHAT
+from mlx_parallm.api.http.routing import Routes
+from mlx_parallm.api.turns.generation import named_by
+from mlx_parallm.api.turns.model_choice import generator
+from mlx_parallm.api.turns.prelude import PreludeDep
+from mlx_parallm.api.turns.prepare import prepare_turn, render_turn
+from mlx_parallm.api.turns.respond import StreamForm, respond
+from mlx_parallm.types.request import ANY_LENGTH
+
+# What these bodies call the engine's names.
+FIELDS = {
+    "prompt": "messages",
+    "stop": "stop_sequences",
+    "thinking_token_budget": "thinking.budget_tokens",
+}
+
+EVENTS = StreamForm(sse.events, keep_alive=sse.events({"type": "ping"}))
+
+routes = Routes(CHAT, dialect=ANTHROPIC, body_limit=INPUT, short=True)
+
+
+@routes.post("/v1/messages", batchable=True, response_model=Message, responses=sse.STREAMED)
+async def create_message(body: MessagesRequest, request: Request, prelude: PreludeDep) -> Response:
+    """Continue a conversation, in Anthropic's shape."""
+    admitted = await prelude.admit(body.model)
+    turn = message_turn(body, request_id=f"msg_{prelude.answer_id}", client=admitted.client)
+    with named_by(FIELDS), too_long_in_these_words(admitted.model):
+        prepared = await prepare_turn(turn, admitted.model)
+    prepared, is_shortened = within_context(prepared)
+    generation = await admitted.start([prepared.request], FIELDS)
+    answer = MessageAnswer(
+        body, prepared, lambda: generation.prompt, model=admitted.name, is_shortened=is_shortened
+    )
+    return await respond(
+        request,
+        generation,
+        answer,
+        stream=body.stream,
+        config=admitted.config,
+        form=EVENTS,
+    )
+
+
+@routes.post("/v1/messages/count_tokens", body_limit=TOKENIZE)
+async def count_tokens(
+    body: CountTokensRequest, engine: EngineDep, client: ClientDep
+) -> TokenCount:
+    """Count the tokens of a conversation; nothing is generated."""
+    _, model = generator(engine, body.model)
+    turn = counted_turn(body, request_id="", client=client)
+    _, prompt_ids = await render_turn(turn, model, limit=ANY_LENGTH)
+    return TokenCount(input_tokens=len(prompt_ids))

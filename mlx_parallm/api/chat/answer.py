@@ -1,0 +1,230 @@
+"""From a turn's parts to ``chat.completion`` objects and chunks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from mlx_parallm.api.chat.schema import ChatRequest
+from mlx_parallm.api.control.art.spans import PolicySpans
+from mlx_parallm.api.turns.answer import AnswerHead, chunk_usage, usage_body
+from mlx_parallm.api.turns.logprobs import TokenNames, chat_logprobs, prompt_logprobs
+from mlx_parallm.api.turns.prepare import PreparedTurn
+from mlx_parallm.api.turns.samples import Usage
+from mlx_parallm.api.turns.stream import (
+    TOOL_CALLS,
+    SampleState,
+    ToolCall,
+    ToolCallEnd,
+    TurnPart,
+)
+from mlx_parallm.parsing.parts import (
+    ContentText,
+    ReasoningText,
+    ToolCallArguments,
+    ToolCallBegin,
+)
+from mlx_parallm.types.events import PromptEvent, TokenEvent
+
+
+class ChatAnswer:
+    """Builds the answer to one chat request, whole or chunk by chunk."""
+
+    def __init__(
+        self,
+        body: ChatRequest,
+        head: AnswerHead,
+        names: TokenNames,
+        prepared: PreparedTurn,
+        spans: PolicySpans | None = None,
+    ) -> None:
+        """Begin with nothing; ``spans`` are those of ART's policies, if they are wanted."""
+        self._body = body
+        self._head = head
+        self._names = names
+        self._spans = spans
+        self._prompt_ids = prepared.prompt_ids
+        self._stream = prepared.stream()
+        self._echoed = body.echoed()
+        self._has_logprobs = body.top() is not None
+        self._shows_reasoning = body.include_reasoning
+        self._custom = {tool.name for tool in prepared.turn.tools if tool.is_custom}
+        self._is_named = prepared.turn.tool_choice.is_named
+        self._is_function_call = body.is_function_call
+
+    @property
+    def usage(self) -> Usage:
+        """Token counts so far."""
+        return self._stream.usage
+
+    def add(self, prompt: int, event: PromptEvent | TokenEvent) -> None:
+        """Take in an event of the whole answer."""
+        self._stream.add(event)
+
+    def whole(self) -> dict[str, Any]:
+        """The ``chat.completion`` object, once every event is in."""
+        samples = self._stream.samples
+        answer = self._head.keys() | {
+            "choices": [self._choice(index, sample) for index, sample in enumerate(samples)],
+            "usage": usage_body(self.usage),
+            "service_tier": "default",
+            # vLLM's, which are null where they are not asked for.
+            "prompt_logprobs": None,
+            "prompt_token_ids": list(self._prompt_ids) if self._body.return_token_ids else None,
+        }
+        prompt = self._stream.prompt
+        if prompt is not None and prompt.prompt_logprobs is not None:
+            answer["prompt_logprobs"] = prompt_logprobs(prompt.prompt_logprobs, self._names)
+        return answer
+
+    def opening(self) -> list[dict[str, Any]]:
+        """The first chunk of every choice."""
+        delta = {"role": "assistant", "content": ""}
+        chunks = [self._chunk(i, delta, None) for i in range(self._body.n)]
+        if self._body.return_token_ids:
+            chunks[0]["prompt_token_ids"] = list(self._prompt_ids)
+        if self._echoed:
+            chunks += [self._chunk(i, {"content": self._echoed}, None) for i in range(self._body.n)]
+        return chunks
+
+    def chunks(self, prompt: int, event: PromptEvent | TokenEvent) -> list[dict[str, Any]]:
+        """What an event adds to a stream; often one chunk, sometimes none."""
+        parts = self._stream.add(event)
+        if isinstance(event, PromptEvent):
+            if event.prompt_logprobs is None:
+                return []
+            # With a choice: clients take a chunk without for the one of usage.
+            scores = prompt_logprobs(event.prompt_logprobs, self._names)
+            return [self._chunk(0, {}, None) | {"prompt_logprobs": scores}]
+        sample = self._stream.samples[event.index]
+        deltas = self._deltas(sample, parts)
+        if not deltas and (event.logprobs or (self._body.return_token_ids and event.token_ids)):
+            deltas = [{}]
+        # Log-probabilities and ids of an event go with the first of its deltas.
+        chunks = [
+            self._chunk(event.index, delta, event if number == 0 else None)
+            for number, delta in enumerate(deltas)
+        ]
+        if event.finish_reason is not None:
+            last = self._chunk(event.index, {}, None)
+            last["choices"][0]["finish_reason"] = self._finish_reason(sample)
+            last["choices"][0]["stop_reason"] = event.stop_reason
+            last["choices"][0] |= self._versions(sample)
+            chunks.append(last)
+        return chunks
+
+    def closing(self) -> list[dict[str, Any]]:
+        """What follows the last choice: usage, if asked for."""
+        options = self._body.stream_options
+        if options is None or not options.include_usage:
+            return []
+        return [self._head.keys() | {"choices": [], "usage": usage_body(self.usage)}]
+
+    def failure(self, error: dict[str, Any]) -> list[dict[str, Any]]:
+        """The error itself."""
+        return [error]
+
+    def _choice(self, index: int, sample: SampleState) -> dict[str, Any]:
+        raw = sample.raw
+        choice: dict[str, Any] = {
+            "index": index,
+            "message": self._message(sample),
+            "logprobs": chat_logprobs(raw.logprobs, self._names) if self._has_logprobs else None,
+            "finish_reason": self._finish_reason(sample),
+            "stop_reason": raw.stop_reason,
+            "token_ids": raw.token_ids if self._body.return_token_ids else None,
+        }
+        return choice | self._versions(sample)
+
+    def _versions(self, sample: SampleState) -> dict[str, Any]:
+        """Which weights made which tokens, in the forms that are wanted."""
+        versions = sample.raw.versions
+        told = {} if self._spans is None else self._spans.of(versions)
+        if self._body.return_weight_versions:
+            told["weight_versions"] = versions.to_json()
+        return told
+
+    def _message(self, sample: SampleState) -> dict[str, Any]:
+        content = self._echoed + sample.content
+        message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
+        if sample.reasoning and self._shows_reasoning:
+            message |= {"reasoning": sample.reasoning, "reasoning_content": sample.reasoning}
+        if sample.calls:
+            message["content"] = content if content.strip() else None
+            message |= self._calls(sample.calls)
+        return message
+
+    def _calls(self, calls: list[ToolCall]) -> dict[str, Any]:
+        if self._is_function_call:
+            return {"function_call": {"name": calls[0].name, "arguments": calls[0].arguments}}
+        return {"tool_calls": [self._call(call) for call in calls]}
+
+    def _call(self, call: ToolCall) -> dict[str, Any]:
+        if call.name in self._custom:
+            custom = {"name": call.name, "input": call.custom_input}
+            return {"id": call.id, "type": "custom", "custom": custom}
+        function = {"name": call.name, "arguments": call.arguments}
+        return {"id": call.id, "type": "function", "function": function}
+
+    def _finish_reason(self, sample: SampleState) -> str | None:
+        reason = sample.finish_reason
+        if reason != TOOL_CALLS:
+            return reason
+        if self._is_function_call:
+            return "function_call"
+        # OpenAI and vLLM report so what the caller named itself.
+        return "stop" if self._is_named else reason
+
+    def _deltas(self, sample: SampleState, parts: list[TurnPart]) -> list[dict[str, Any]]:
+        """Text of both kinds in one delta, every part of a call in one of its own."""
+        deltas: list[dict[str, Any]] = []
+        texts: dict[str, str] = {}
+        for part in parts:
+            if isinstance(part, ReasoningText | ContentText):
+                self._add_text(texts, part)
+                continue
+            delta = self._call_delta(sample, part)
+            if delta is not None:
+                deltas += [texts, delta] if texts else [delta]
+                texts = {}
+        return [*deltas, texts] if texts else deltas
+
+    def _add_text(self, texts: dict[str, str], part: ReasoningText | ContentText) -> None:
+        if isinstance(part, ContentText):
+            texts["content"] = texts.get("content", "") + part.text
+        elif self._shows_reasoning:
+            for key in ("reasoning", "reasoning_content"):
+                texts[key] = texts.get(key, "") + part.text
+
+    def _call_delta(self, sample: SampleState, part: TurnPart) -> dict[str, Any] | None:
+        """The delta of a call's part; None where it has none."""
+        if not isinstance(part, ToolCallBegin | ToolCallArguments | ToolCallEnd):
+            return None
+        call = sample.calls[part.index]
+        if call.name in self._custom:
+            # A text within JSON is known when the JSON is complete.
+            whole = {"index": part.index} | self._call(call)
+            return {"tool_calls": [whole]} if isinstance(part, ToolCallEnd) else None
+        if isinstance(part, ToolCallBegin):
+            function = {"name": part.name, "arguments": ""}
+            head = {"id": call.id, "type": "function"}
+        elif isinstance(part, ToolCallArguments):
+            function, head = {"arguments": part.text}, {}
+        else:
+            return None
+        if self._is_function_call:
+            return {"function_call": function}
+        return {"tool_calls": [{"index": part.index} | head | {"function": function}]}
+
+    def _chunk(self, index: int, delta: dict[str, Any], event: TokenEvent | None) -> dict[str, Any]:
+        choice: dict[str, Any] = {
+            "index": index,
+            "delta": delta,
+            "logprobs": None,
+            "finish_reason": None,
+        }
+        if event is not None and self._has_logprobs and event.logprobs:
+            choice["logprobs"] = chat_logprobs(event.logprobs, self._names)
+        if event is not None and self._body.return_token_ids:
+            choice["token_ids"] = list(event.token_ids)
+        usage = chunk_usage(self.usage, self._body.stream_options)
+        return self._head.keys() | {"choices": [choice]} | usage

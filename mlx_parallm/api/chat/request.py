@@ -1,0 +1,70 @@
+"""From the body of a chat request to a turn."""
+
+from __future__ import annotations
+
+from mlx_parallm.api.chat.schema import ChatRequest
+from mlx_parallm.api.chat.tools import (
+    chat_function_choice,
+    chat_functions,
+    chat_tool_choice,
+    chat_tools,
+)
+from mlx_parallm.api.turns.request import TurnRequest
+from mlx_parallm.api.turns.sampling import sampling_params
+from mlx_parallm.api.turns.structure import body_structure
+from mlx_parallm.api.turns.tools import Tool, ToolChoice
+
+
+def chat_turn(body: ChatRequest, *, request_id: str, client: str, max_logprobs: int) -> TurnRequest:
+    """What a body asks for.
+
+    Args:
+        body: as it came.
+        request_id: of the answer.
+        client: whose request it is.
+        max_logprobs: most alternatives per token.
+
+    Raises:
+        InvalidRequestError: a field is malformed, or asks for what is not served; names it.
+    """
+    body.check_supported()
+    tools, choice = _tools(body)
+    structure = body_structure(body)
+    limit = body.max_completion_tokens
+    return TurnRequest(
+        request_id=request_id,
+        messages=body.turns(),
+        tools=tools,
+        tool_choice=choice,
+        parallel_tool_calls=body.parallel_tool_calls and not body.is_function_call,
+        structure=None if structure is None else structure[0],
+        structure_field="" if structure is None else structure[1],
+        template_kwargs=body.template_kwargs(),
+        thinking_budget=body.thinking_budget(),
+        separate_reasoning=body.separate_reasoning,
+        add_generation_prompt=body.add_generation_prompt,
+        continue_final_message=body.continue_final_message,
+        parses_calls=bool(body.return_token_ids),
+        params=sampling_params(
+            body,
+            max_tokens=body.max_tokens if limit is None else limit,
+            logprobs=body.top(),
+            prompt_logprobs=body.prompt_logprobs,
+            max_logprobs=max_logprobs,
+            n=body.n,
+            logprob_token_ids=body.logprob_token_ids,
+        ),
+        truncate=body.truncate_prompt_tokens,
+        truncation_side=body.truncation_side,
+        priority=body.priority,
+        client=client,
+        cache_salt=body.cache_salt,
+    )
+
+
+def _tools(body: ChatRequest) -> tuple[tuple[Tool, ...], ToolChoice]:
+    if body.is_function_call:
+        functions = chat_functions(body.functions or ())
+        return functions, chat_function_choice(body.function_call, functions)
+    tools = chat_tools(body.tools or ())
+    return tools, chat_tool_choice(body.tool_choice, tools)

@@ -1,0 +1,213 @@
+"""The body of ``POST /v1/chat/completions``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictInt, StrictStr
+
+from mlx_parallm.api.http.forms import INT64
+from mlx_parallm.api.turns.fields import GenerationRequest, TurnEndFields
+from mlx_parallm.types.errors import InvalidRequestError
+
+ROLES = ("developer", "system", "user", "assistant", "tool", "function")
+RESERVED_KWARGS = frozenset(
+    [
+        "add_generation_prompt",
+        "chat_template",
+        "continue_final_message",
+        "conversation",
+        "max_length",
+        "messages",
+        "padding",
+        "return_assistant_tokens_mask",
+        "return_dict",
+        "return_tensors",
+        "tokenize",
+        "tokenizer_kwargs",
+        "tools",
+        "truncation",
+    ]
+)
+
+
+class ChatMessage(BaseModel):
+    """One turn; other keys (``tool_calls``, ``tool_call_id``, ``name``) go to the template."""
+
+    model_config = ConfigDict(extra="allow")
+
+    role: StrictStr = Field(description=f"One of {', '.join(ROLES)}.")
+    content: StrictStr | list[dict[str, Any]] | None = Field(
+        None, description='A text, or parts {"type": "text", "text": …}; null for an assistant.'
+    )
+
+
+class ChatRequest(TurnEndFields, GenerationRequest):
+    """A conversation to be continued by the assistant."""
+
+    messages: list[ChatMessage] = Field(min_length=1, description="The conversation so far.")
+    max_completion_tokens: StrictInt | None = Field(
+        None, ge=0, description="Most tokens to generate; default: the rest of the context."
+    )
+    max_tokens: StrictInt | None = Field(None, ge=0, description="Superseded by the above.")
+    logprobs: StrictBool = Field(False, description="Log-probabilities of the output tokens.")
+    top_logprobs: StrictInt | None = Field(
+        None, ge=-1, description="Alternatives per output token, -1 for all; needs logprobs."
+    )
+    echo: StrictBool = Field(
+        False, description="Begin the answer with a last message of the assistant."
+    )
+    reasoning_effort: StrictStr | None = Field(None, description="Handed to the template.")
+    enable_thinking: StrictBool | None = Field(None, description="Handed to the template.")
+    include_reasoning: StrictBool = Field(True, description="False leaves the reasoning out.")
+    separate_reasoning: StrictBool = Field(
+        True, description="False leaves the reasoning in the content, with its markers."
+    )
+    thinking_token_budget: StrictInt | None = Field(
+        None, ge=-1, le=INT64 - 1, description="Most tokens of reasoning; -1 is no limit."
+    )
+    modalities: list[StrictStr] | None = Field(None, description='Only ["text"].')
+    chat_template: StrictStr | None = Field(None, description="Refused: see --chat-template.")
+    chat_template_kwargs: dict[str, Any] = Field(
+        default_factory=dict, description="Further variables for the template."
+    )
+    tools: list[dict[str, Any]] | None = Field(
+        None, description="What the model may call: function and custom tools."
+    )
+    tool_choice: StrictStr | dict[str, Any] | None = Field(
+        None, description='"none", "auto", "required", one tool by name, or allowed_tools.'
+    )
+    parallel_tool_calls: StrictBool = Field(True, description="False: at most one call.")
+    functions: list[dict[str, Any]] | None = Field(None, description="Superseded by tools.")
+    function_call: StrictStr | dict[str, Any] | None = Field(
+        None, description="Superseded by tool_choice."
+    )
+    nvext: Any = Field(
+        None,
+        description='ART\'s: {"extra_fields": ["engine_data"]} adds policy_token_spans and '
+        "prompt_policy_token_spans to each choice.",
+    )
+
+    def check_supported(self) -> None:
+        """Refuse what this server does not honour yet, by name.
+
+        Raises:
+            InvalidRequestError: a template, or audio.
+        """
+        code = "unsupported_parameter"
+        if self.chat_template is not None:
+            # A template is a program: one from a stranger could run for ever.
+            raise InvalidRequestError(
+                "A request may not bring a chat template; the server has --chat-template.",
+                param="chat_template",
+                code=code,
+            )
+        self.refuse("audio", "audio is not supported.")
+        self.check_fields()
+        if any(modality != "text" for modality in self.modalities or ()):
+            raise InvalidRequestError(
+                "Only the modality text is supported.", param="modalities", code=code
+            )
+        check_template_kwargs(self.chat_template_kwargs)
+
+    @property
+    def is_function_call(self) -> bool:
+        """Whether calls are wanted in the deprecated form."""
+        return bool(self.functions) and not self.tools
+
+    @property
+    def wants_policies(self) -> bool:
+        """Whether choices tell which of ART's policies made their tokens."""
+        fields = self.nvext.get("extra_fields") if isinstance(self.nvext, dict) else None
+        return isinstance(fields, list) and "engine_data" in fields
+
+    def thinking_budget(self) -> int | None:
+        """Most tokens of reasoning; None for no limit."""
+        return None if self.thinking_token_budget == -1 else self.thinking_token_budget
+
+    def top(self) -> int | None:
+        """How many alternatives per token; None when no log-probabilities are wanted.
+
+        Raises:
+            InvalidRequestError: ``top_logprobs`` without ``logprobs``.
+        """
+        if self.top_logprobs is not None and not self.logprobs:
+            raise InvalidRequestError(
+                "top_logprobs needs logprobs to be true.", param="top_logprobs"
+            )
+        return (self.top_logprobs or 0) if self.logprobs or self.logprob_token_ids else None
+
+    def template_kwargs(self) -> dict[str, Any]:
+        """The template's further variables; ``chat_template_kwargs`` win over shorthands."""
+        kwargs: dict[str, Any] = {}
+        if self.reasoning_effort is not None:
+            kwargs["reasoning_effort"] = self.reasoning_effort
+            kwargs["enable_thinking"] = self.reasoning_effort != "none"
+        if self.enable_thinking is not None:
+            kwargs["enable_thinking"] = self.enable_thinking
+        return kwargs | self.chat_template_kwargs
+
+    def echoed(self) -> str:
+        """What ``echo`` puts before every sample: the last message, if it is the assistant's."""
+        last = self.turns()[-1]
+        return last["content"] if self.echo and last["role"] == "assistant" else ""
+
+    def turns(self) -> list[dict[str, Any]]:
+        """The messages as the template takes them: text content, "developer" as "system".
+
+        Raises:
+            InvalidRequestError: an unknown role, or content that is no text.
+        """
+        return turns_of(self.messages)
+
+
+def check_template_kwargs(kwargs: Mapping[str, Any]) -> None:
+    """Refuse names that are arguments of the rendering itself, the template above all.
+
+    Raises:
+        InvalidRequestError: one of the names is reserved.
+    """
+    reserved = sorted(RESERVED_KWARGS & set(kwargs))
+    if reserved:
+        raise InvalidRequestError(
+            f"chat_template_kwargs may not have {', '.join(reserved)}.",
+            param="chat_template_kwargs",
+        )
+
+
+def turns_of(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:
+    """Messages as the template takes them; see ``ChatRequest.turns``."""
+    return [_turn(message, number) for number, message in enumerate(messages)]
+
+
+def _turn(message: ChatMessage, number: int) -> dict[str, Any]:
+    if message.role not in ROLES:
+        raise InvalidRequestError(
+            f"messages[{number}].role {message.role[:32]!r} is not one of {', '.join(ROLES)}.",
+            param="messages",
+        )
+    # Clients send back the nulls of an answer; templates ask whether a key is there.
+    extra = message.model_extra or {}
+    turn: dict[str, Any] = {key: value for key, value in extra.items() if value is not None}
+    turn["role"] = "system" if message.role == "developer" else message.role
+    turn["content"] = _text(message.content, number)
+    if message.content is None and message.role != "assistant":
+        raise InvalidRequestError(f"messages[{number}].content is missing.", param="messages")
+    return turn
+
+
+def _text(content: str | list[dict[str, Any]] | None, number: int) -> str:
+    if content is None or isinstance(content, str):
+        return content or ""
+    texts = []
+    for part in content:
+        if part.get("type") not in ("text", "refusal") or not isinstance(
+            part.get(part["type"]), str
+        ):
+            raise InvalidRequestError(
+                f"messages[{number}].content: only parts of type text are supported.",
+                param="messages",
+            )
+        texts.append(part[part["type"]])
+    return "".join(texts)

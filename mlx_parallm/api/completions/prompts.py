@@ -1,0 +1,73 @@
+"""From texts to token ids, off the event loop where that takes long."""
+
+from __future__ import annotations
+
+from mlx_parallm.api.completions.infill import infill_ids
+from mlx_parallm.api.completions.schema import CompletionRequest
+from mlx_parallm.api.http.offload import maybe_in_thread
+from mlx_parallm.api.turns.prompt_limit import FIELD, prompt_limit
+from mlx_parallm.generation.model import GenerationModel, Tokenizer
+from mlx_parallm.tokenizer.cut import cut_ids
+from mlx_parallm.types.errors import InvalidRequestError
+from mlx_parallm.types.request import TokenLimit
+
+
+async def encode_prompts(
+    body: CompletionRequest, model: GenerationModel
+) -> list[tuple[str, tuple[int, ...]]]:
+    """Every prompt as text (needed by ``echo`` only) and tokens.
+
+    With a suffix the tokens are those around a gap, and the text is what stands before it. Prompts
+    are cut where the body says so; their texts then are what is left of them.
+
+    Raises:
+        InvalidRequestError: there is no prompt, or an empty one; there is a suffix, and a prompt is
+            no text, the model cannot fill in, or prompts are to be cut.
+    """
+    prompts, tokenizer = body.prompts(), model.tokenizer
+    limit = prompt_limit(
+        body.truncate_prompt_tokens,
+        body.truncation_side,
+        max_tokens=body.max_tokens,
+        max_model_len=model.info.max_model_len,
+    )
+    if body.suffix and limit is not None:
+        raise InvalidRequestError("A prompt with a suffix is not cut.", param=FIELD)
+
+    def encode() -> list[tuple[str, tuple[int, ...]]]:
+        return [_encode_prompt(prompt, body, tokenizer, limit) for prompt in prompts]
+
+    suffixes = len(prompts) * len(body.suffix or "")
+    return await maybe_in_thread(encode, sum(len(prompt) for prompt in prompts) + suffixes)
+
+
+def _encode_prompt(
+    prompt: str | list[int],
+    body: CompletionRequest,
+    tokenizer: Tokenizer,
+    limit: TokenLimit | None,
+) -> tuple[str, tuple[int, ...]]:
+    if body.suffix:
+        if not isinstance(prompt, str):
+            raise InvalidRequestError("With a suffix, prompts must be texts.", param="prompt")
+        special = body.add_special_tokens
+        return prompt, infill_ids(prompt, body.suffix, tokenizer, add_special_tokens=special)
+    special = body.add_special_tokens and isinstance(prompt, str)
+    if isinstance(prompt, str):
+        whole = tuple(tokenizer.encode(prompt, add_special_tokens=special, limit=limit))
+    else:
+        whole = tuple(prompt)
+    ids = whole if limit is None else _cut(whole, limit, tokenizer, special=special)
+    if isinstance(prompt, str) and len(ids) == len(whole):
+        return prompt, ids
+    known = all(0 <= token_id < tokenizer.vocab_size for token_id in ids)
+    return tokenizer.decode(ids) if body.echo and known else "", ids
+
+
+def _cut(
+    ids: tuple[int, ...], limit: TokenLimit, tokenizer: Tokenizer, *, special: bool
+) -> tuple[int, ...]:
+    """A prompt as short as the limit says; a text keeps the special tokens before it."""
+    assert limit.most is not None, "a limit that cuts has a number"
+    begin = tuple(tokenizer.encode("")) if special else ()
+    return cut_ids(ids, limit.most, from_left=limit.from_left, begin=begin)

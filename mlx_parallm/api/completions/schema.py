@@ -1,0 +1,72 @@
+"""The body of ``POST /v1/completions``."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import Field, StrictBool, StrictInt, StrictStr
+
+from mlx_parallm.api.http.forms import Ids, ListsOfIds, Strings
+from mlx_parallm.api.turns.fields import GenerationRequest
+from mlx_parallm.types.errors import InvalidRequestError
+
+DEFAULT_MAX_TOKENS = 16
+
+
+class CompletionRequest(GenerationRequest):
+    """One prompt or several, as text or token ids."""
+
+    prompt: StrictStr | Strings | Ids | ListsOfIds = Field(
+        description="A text, several texts, token ids, or several lists of token ids."
+    )
+    max_tokens: StrictInt = Field(DEFAULT_MAX_TOKENS, ge=0, description="0 scores with echo.")
+    logprobs: StrictBool | Annotated[StrictInt, Field(ge=-1)] | None = Field(
+        None, description="Alternatives per token; true is 1, -1 all."
+    )
+    echo: StrictBool = Field(False, description="Begin every answer with its prompt.")
+    suffix: StrictStr | None = Field(
+        None, description="What stands after the answer, where the model can fill in."
+    )
+    add_special_tokens: StrictBool = Field(
+        True, description="Tokenise texts with the model's special tokens, such as BOS."
+    )
+
+    def check_supported(self) -> None:
+        """Refuse what this server does not honour yet, by name.
+
+        Raises:
+            InvalidRequestError: ``best_of`` over ``n``, beam search, or ``echo`` of the tokens of a
+                prompt with a suffix.
+        """
+        code = "unsupported_parameter"
+        if self.suffix and self.echo and self.top() is not None:
+            # The tokens of the prompt would be those of another text.
+            message = "echo with logprobs is not supported with a suffix."
+            raise InvalidRequestError(message, param="echo", code=code)
+        best_of = (self.model_extra or {}).get("best_of")
+        if best_of is not None and best_of != self.n:
+            raise InvalidRequestError("best_of must equal n.", param="best_of", code=code)
+        self.check_fields()
+
+    def top(self) -> int | None:
+        """How many alternatives per token; None when no log-probabilities are wanted."""
+        if self.logprobs is None or self.logprobs is False:
+            return 0 if self.logprob_token_ids else None
+        return int(self.logprobs)
+
+    def prompts(self) -> list[str | list[int]]:
+        """Every prompt: a text or a list of token ids.
+
+        Raises:
+            InvalidRequestError: there is none, or one is empty and there is no suffix.
+        """
+        prompt = self.prompt
+        if isinstance(prompt, str):
+            prompts: list[str | list[int]] = [prompt]
+        elif prompt and isinstance(prompt[0], int):
+            prompts = [prompt]  # type: ignore[list-item]
+        else:
+            prompts = list(prompt)  # type: ignore[arg-type]
+        if not prompts or (any(not one for one in prompts) and not self.suffix):
+            raise InvalidRequestError("prompt must not be empty.", param="prompt")
+        return prompts

@@ -1,0 +1,1 @@
+"""Adapters while the server runs."""

@@ -1,0 +1,1 @@
+"""ART's routes: adapters that are replaced in flight."""

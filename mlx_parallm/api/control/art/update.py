@@ -1,0 +1,111 @@
+"""ART's update of an adapter in its slot, while requests generate with it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from mlx_parallm.api.control.art.policies import Policies, Policy
+from mlx_parallm.api.control.art.schema import InFlightUpdate, InFlightUpdated
+from mlx_parallm.api.turns.generation import named_by
+from mlx_parallm.engine.control import EngineControl
+from mlx_parallm.engine.policies import AdapterInfo
+from mlx_parallm.types.errors import (
+    InvalidRequestError,
+    NotFoundError,
+    NotImplementedRouteError,
+    VersionMismatchError,
+)
+
+
+async def update_in_flight(
+    body: InFlightUpdate, control: EngineControl, policies: Policies
+) -> InFlightUpdated:
+    """Take a slot from one generation to the next.
+
+    An operation that is repeated, for its answer was lost, does nothing while it is what serves.
+
+    A slot that is not loaded begins with a generation that is its own predecessor: so ART's service
+    begins. A slot that another route loaded has no generation yet, and takes any for its own.
+
+    Raises:
+        VersionMismatchError: the slot has another generation than was expected. ART's own server
+            answers 409, which clients of OpenAI's API send again.
+        NotFoundError: there is no such slot, or no such folder.
+        InvalidRequestError: the folder has no adapter that can be served, or the operation's id is
+            another one's.
+    """
+    _check(body)
+    request = body.model_dump()
+    async with policies.lock:
+        info = next((one for one in await control.look() if one.name == body.model_name), None)
+        result: InFlightUpdated | None = policies.result_of(body.operation_id, request)
+        if result is None or info is None or info.version != result.generation_id:
+            policy = await _advance(body, control, policies, info)
+            result = InFlightUpdated(
+                status="updated",
+                model_name=body.model_name,
+                lora_slot=policy.lora_slot,
+                generation_id=policy.generation_id,
+                policy_version=policy.policy_version,
+                update_seq=policy.update_seq,
+            )
+            policies.settle(body.operation_id, request, result)
+    return result
+
+
+def _check(body: InFlightUpdate) -> None:
+    if body.is_3d_lora_weight:
+        raise NotImplementedRouteError(
+            "is_3d_lora_weight is not supported: save experts as PEFT or mlx-lm write them."
+        )
+    if body.lora_slot not in (None, body.model_name):
+        raise InvalidRequestError(
+            "An adapter has one name here: lora_slot must be model_name.", param="lora_slot"
+        )
+
+
+async def _advance(
+    body: InFlightUpdate, control: EngineControl, policies: Policies, info: AdapterInfo | None
+) -> Policy:
+    slot = body.model_name
+    current = None if info is None else policies.find(slot, info.version)
+    begins = body.generation_id == body.expected_generation_id
+    if info is None and not begins:
+        raise NotFoundError(f"LoRA slot {slot!r} is not loaded.", param="lora_slot")
+    if current is not None and current.generation_id != body.expected_generation_id:
+        raise VersionMismatchError(
+            f"LoRA slot {slot!r} was expected at {body.expected_generation_id!r}; it is at "
+            f"{current.generation_id!r}.",
+            param="expected_generation_id",
+        )
+    if current is not None and begins:
+        return _same(body, current, info)
+    policy = policies.begin(slot, body.generation_id, body.policy_version)
+    try:
+        await _load(body, control, info)
+    except BaseException:
+        policies.forget(policy)
+        raise
+    return policy
+
+
+def _same(body: InFlightUpdate, current: Policy, info: AdapterInfo | None) -> Policy:
+    """What is there, if the update is of exactly that: a trainer that was started anew."""
+    paths = (body.lora_path, str(Path(body.lora_path).resolve()))
+    is_there = info is not None and info.source in paths
+    if not is_there or body.policy_version != current.policy_version:
+        raise VersionMismatchError("generation_id must advance.", param="generation_id")
+    return current
+
+
+async def _load(body: InFlightUpdate, control: EngineControl, info: AdapterInfo | None) -> None:
+    with named_by({"name": "model_name", "expected_version": "expected_generation_id"}):
+        await control.load_adapter_folder(
+            body.model_name,
+            body.lora_path,
+            model=body.base_model_name or (None if info is None else info.model),
+            version=body.generation_id,
+            # Another route may be faster.
+            expected_version=None if info is None else info.version,
+            replaces=info is not None,
+        )

@@ -1,0 +1,116 @@
+"""What routers and launchers of rollout servers ask: loads, size, and whether tokens come."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+from urllib.parse import urlsplit
+
+from fastapi import Request, Response
+
+from mlx_parallm import __version__
+from mlx_parallm.api.control.fleet.schema import (
+    AddedWorker,
+    Load,
+    Loads,
+    NewWorker,
+    Worker,
+    Workers,
+    WorldSize,
+)
+from mlx_parallm.api.http.declared import Access
+from mlx_parallm.api.http.dependencies import EngineDep
+from mlx_parallm.api.http.openapi import SERVER
+from mlx_parallm.api.http.routing import Routes
+from mlx_parallm.serving.interface import EngineClient
+from mlx_parallm.types.errors import InvalidRequestError
+from mlx_parallm.types.events import ErrorEvent
+from mlx_parallm.types.request import GenerateRequest, SamplingParams
+
+routes = Routes(SERVER)
+
+DEFAULT_PORTS = {"http": 80, "https": 443}
+
+
+@routes.get("/health_generate", response_class=Response)
+async def health_generate(request: Request, engine: EngineDep) -> Response:
+    """SGLang's: 200 if a token can be made; while others are made, or in a pause, none is tried."""
+    engine.check_open()
+    if not engine.control.is_paused and not (await engine.load()).num_running:
+        await _make_token(engine, f"health-{request.state.answer_id}")
+    return Response(status_code=200)
+
+
+@routes.get("/v1/loads")
+async def loads(engine: EngineDep) -> Loads:
+    """SGLang's: how busy this server is."""
+    now = await engine.load()
+    # What was admitted after the latest step waits.
+    waiting = max(now.num_waiting, now.num_requests - now.num_running)
+    total = now.num_running + waiting
+    info = engine.first_model().info
+    load = Load(
+        dp_rank=0,
+        num_running_reqs=now.num_running,
+        num_waiting_reqs=waiting,
+        num_total_reqs=total,
+        max_total_num_tokens=info.num_blocks * info.block_size,
+        max_running_requests=engine.config.scheduler.max_num_seqs,
+    )
+    return Loads(
+        timestamp=datetime.now(UTC).isoformat(),
+        version=__version__,
+        loads=[load],
+        aggregate={
+            "total_running_reqs": now.num_running,
+            "total_waiting_reqs": waiting,
+            "total_reqs": total,
+        },
+    )
+
+
+@routes.get("/get_world_size")
+async def world_size() -> WorldSize:
+    """vLLM's: one process computes each model."""
+    return WorldSize(world_size=1)
+
+
+@routes.get("/workers")
+async def workers(request: Request, engine: EngineDep) -> Workers:
+    """A router's, for slime: this server routes to itself."""
+    url = str(request.base_url).rstrip("/")
+    name = engine.first_model().names[0]
+    worker = Worker(id=url, url=url, model_id=name, worker_type="regular", is_healthy=True)
+    return Workers(workers=[worker], total=1)
+
+
+@routes.post("/workers", access=Access.ADMIN)
+async def add_worker(body: NewWorker, request: Request) -> AddedWorker:
+    """A router's, for slime, which tells the router of each engine: this server has itself."""
+    url = str(request.base_url).rstrip("/")
+    if _address(body.url) not in (_address(url), request.scope.get("server")):
+        raise InvalidRequestError(
+            f"This server routes to itself, {url}, and to no other: several servers need a "
+            "router in front.",
+            param="url",
+        )
+    return AddedWorker(status="accepted", worker_id=url, url=url)
+
+
+def _address(url: str) -> tuple[str | None, int | None]:
+    """Host and port of an HTTP address; of another text nothing."""
+    try:
+        parts = urlsplit(url)
+        port = parts.port
+    except ValueError:
+        return None, None
+    return parts.hostname, port or DEFAULT_PORTS.get(parts.scheme)
+
+
+async def _make_token(engine: EngineClient, request_id: str) -> None:
+    model = engine.first_model().names[0]
+    params = SamplingParams(temperature=0, max_tokens=1)
+    asked = GenerateRequest(request_id=request_id, model=model, prompt_ids=(0,), params=params)
+    handle = await engine.submit(asked)
+    async for event in handle.events:
+        if isinstance(event, ErrorEvent):
+            raise event.error

@@ -1,0 +1,74 @@
+"""Answers to routers and launchers."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, StrictStr
+
+from mlx_parallm.api.control.adapters.schema import MAX_PATH_CHARS
+from mlx_parallm.api.http.forms import NullIsAbsent
+
+
+class Load(BaseModel):
+    """How busy this server is, in SGLang's names."""
+
+    dp_rank: int = Field(0, description="Always 0.")
+    num_running_reqs: int = Field(description="Sequences in the batch.")
+    num_waiting_reqs: int = Field(description="Sequences that wait for a place in it.")
+    num_total_reqs: int = Field(description="Both.")
+    max_total_num_tokens: int = Field(description="Tokens that the KV pool holds.")
+    max_running_requests: int = Field(description="Sequences running at once, at most.")
+
+
+class Loads(BaseModel):
+    """SGLang's answer of ``/v1/loads``."""
+
+    timestamp: str = Field(description="ISO 8601.")
+    version: str = Field(description="Of this server.")
+    loads: list[Load] = Field(description="One entry.")
+    aggregate: dict[str, Any] = Field(description="The same summed up.")
+
+
+class WorldSize(BaseModel):
+    """How many processes compute a model."""
+
+    world_size: int = Field(1, description="Always 1.")
+
+
+class Worker(BaseModel):
+    """This server, as a router tells of it."""
+
+    id: str = Field(description="Its address.")
+    url: str = Field(description="Its address.")
+    model_id: str = Field(description="The first model.")
+    worker_type: str = Field("regular", description="Always regular.")
+    is_healthy: bool = Field(True, description="Always true.")
+
+
+class NewWorker(NullIsAbsent):
+    """A router's body for a server that it is to send requests to."""
+
+    model_config = ConfigDict(extra="allow")
+
+    url: Annotated[StrictStr, Field(min_length=1, max_length=MAX_PATH_CHARS)] = Field(
+        description="This server's own address."
+    )
+    worker_type: Literal["regular"] = Field(
+        "regular", description="Prefill and decoding are not apart here."
+    )
+
+
+class AddedWorker(BaseModel):
+    """Requests to this address go to the worker."""
+
+    status: str = Field("accepted", description="Always accepted.")
+    worker_id: str = Field(description="The id that /workers tells.")
+    url: str = Field(description="Its address.")
+
+
+class Workers(BaseModel):
+    """The answer of a router with one worker: this server itself."""
+
+    workers: list[Worker] = Field(description="One entry.")
+    total: int = Field(1, description="Always 1.")

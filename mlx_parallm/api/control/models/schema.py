@@ -1,0 +1,62 @@
+"""Bodies of the routes that list, load and unload models."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import (
+    AliasChoices,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    StrictBool,
+    StrictInt,
+    StrictStr,
+)
+
+from mlx_parallm.api.control.adapters.schema import FolderPath, Name
+from mlx_parallm.api.http.forms import NullIsAbsent
+from mlx_parallm.config import ModelTask
+
+MAX_NAMES = 16
+
+
+def _listed(value: object) -> object:
+    return [value] if isinstance(value, str) else value
+
+
+class LoadModel(NullIsAbsent):
+    """An encoder to be served, or one that is served and shall be in memory."""
+
+    model_config = ConfigDict(extra="allow", protected_namespaces=())
+
+    model: FolderPath = Field(
+        validation_alias=AliasChoices("model", "model_path"),
+        description="A folder or a hub id that this server may load, or a name that is served.",
+    )
+    name: Annotated[list[Name], BeforeValidator(_listed), Field(max_length=MAX_NAMES)] = Field(
+        default_factory=list,
+        validation_alias=AliasChoices("name", "served_model_name"),
+        description="A name that requests are to use, or several; by default the folder or id.",
+    )
+    task: Literal["auto"] | ModelTask = Field(
+        "auto", description="What it is served for; by default what its files say."
+    )
+    dtype: Literal["auto", "float32", "float16", "bfloat16"] | None = Field(
+        None, description="That it computes in; the server's --dtype by default."
+    )
+    revision: StrictStr | None = Field(None, description="Branch, tag or commit on the hub.")
+    max_model_len: StrictInt | None = Field(
+        None, ge=1, description="Longest input in tokens; the model's own by default."
+    )
+    pin: StrictBool = Field(False, description="Whether it stays in memory until it is unloaded.")
+
+
+class UnloadModel(NullIsAbsent):
+    """An encoder that shall be served no more."""
+
+    model_config = ConfigDict(extra="allow", protected_namespaces=())
+
+    model: Name = Field(
+        validation_alias=AliasChoices("model", "instance_id"), description="A name of it."
+    )

@@ -1,0 +1,1 @@
+"""Pausing, resuming and emptying caches."""

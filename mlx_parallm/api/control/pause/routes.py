@@ -1,0 +1,130 @@
+"""Pausing, resuming and emptying caches, in vLLM's and SGLang's words."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Annotated
+
+from fastapi import Body, Query, Response
+from fastapi.responses import PlainTextResponse
+
+from mlx_parallm.api.control.pause.schema import (
+    IsPaused,
+    MessageAnswer,
+    PausedAnswer,
+    PausedGeneration,
+    PauseGeneration,
+    ResetAnswer,
+    ResetRequest,
+    StatusAnswer,
+)
+from mlx_parallm.api.http.declared import Access
+from mlx_parallm.api.http.dependencies import EngineDep
+from mlx_parallm.api.http.openapi import SERVER
+from mlx_parallm.api.http.routing import Routes
+from mlx_parallm.api.sglang.dialect import SGLANG
+from mlx_parallm.engine.control import PauseMode
+from mlx_parallm.serving.interface import EngineClient
+from mlx_parallm.types.errors import InvalidRequestError
+
+routes = Routes(SERVER, access=Access.ADMIN)
+
+MODES = {
+    "abort": PauseMode.ABORT,
+    "retract": PauseMode.KEEP,
+    "in_place": PauseMode.KEEP,
+}
+MAX_FLUSH_WAIT_S = 600.0
+POLL_S = 0.02
+
+
+@routes.post("/pause")
+async def pause(
+    engine: EngineDep, mode: PauseMode = PauseMode.ABORT, clear_cache: bool = False
+) -> PausedAnswer:
+    """vLLM's: generate nothing more. What is cached is safe to keep: it belongs to its weights."""
+    count = await engine.control.pause(mode, clear_cache=clear_cache)
+    return PausedAnswer(status="paused", num_requests=count)
+
+
+@routes.post("/resume")
+async def resume(engine: EngineDep) -> StatusAnswer:
+    """vLLM's: go on."""
+    await engine.control.resume()
+    return StatusAnswer(status="resumed")
+
+
+@routes.get("/is_paused")
+async def is_paused(engine: EngineDep) -> IsPaused:
+    """vLLM's: whether nothing is generated."""
+    return IsPaused(is_paused=engine.control.is_paused)
+
+
+@routes.post("/pause_generation", dialect=SGLANG)
+async def pause_generation(
+    engine: EngineDep,
+    body: Annotated[PauseGeneration | None, Body()] = None,
+) -> PausedGeneration:
+    """SGLang's: generate nothing more."""
+    asked = body or PauseGeneration(mode="abort")
+    count = await engine.control.pause(MODES[asked.mode])
+    if asked.mode == "retract":
+        await engine.control.reset_prefix_cache(reset_running=True)
+    return PausedGeneration(
+        success=True,
+        message="Generation is paused.",
+        status="ok",
+        num_paused_requests=count,
+    )
+
+
+@routes.post("/continue_generation", dialect=SGLANG)
+async def continue_generation(engine: EngineDep) -> MessageAnswer:
+    """SGLang's: go on."""
+    await engine.control.resume()
+    return MessageAnswer(success=True, message="Generation goes on.", status="ok")
+
+
+@routes.post("/reset_prefix_cache")
+async def reset_prefix_cache(
+    engine: EngineDep,
+    reset_running_requests: bool = False,
+    reset_external: bool = False,
+    body: Annotated[ResetRequest | None, Body()] = None,
+) -> ResetAnswer:
+    """vLLM's: find nothing again that was computed before. There is no external cache."""
+    del reset_external
+    running = reset_running_requests or (body is not None and body.reset_running_requests)
+    await engine.control.reset_prefix_cache(reset_running=running)
+    return ResetAnswer(success=True)
+
+
+@routes.post("/reset_mm_cache", response_class=Response)
+@routes.post("/reset_encoder_cache", response_class=Response)
+async def reset_other_caches() -> Response:
+    """vLLM's: there are no such caches here, so they are empty."""
+    return Response(status_code=200)
+
+
+@routes.get("/flush_cache", response_class=PlainTextResponse)
+@routes.post("/flush_cache", response_class=PlainTextResponse)
+async def flush_cache(
+    engine: EngineDep,
+    wait_s: Annotated[float, Query(alias="timeout", ge=0, le=MAX_FLUSH_WAIT_S)] = 0.0,
+) -> Response:
+    """SGLang's: empty the prefix cache once no request runs; 400 if some do after the timeout."""
+    if not await _is_quiet(engine, wait_s):
+        raise InvalidRequestError("Requests are running: the cache was not flushed.")
+    await engine.control.reset_prefix_cache()
+    return PlainTextResponse("Cache flushed.\n")
+
+
+async def _is_quiet(engine: EngineClient, wait_s: float) -> bool:
+    """Whether nothing is generated, now or before the time is over."""
+    loop = asyncio.get_running_loop()
+    until_s = loop.time() + wait_s
+    while (await engine.load()).num_requests and not engine.control.is_paused:
+        if loop.time() >= until_s:
+            return False
+        await asyncio.sleep(POLL_S)
+    return True

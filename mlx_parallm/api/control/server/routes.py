@@ -1,0 +1,140 @@
+"""``GET /server_info`` and ``/model_info``, with fields of vLLM and SGLang."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import asdict
+from typing import Any, Literal
+
+from fastapi import Request
+
+from mlx_parallm import __version__
+from mlx_parallm.api.control.adapters.request import loaded_adapters
+from mlx_parallm.api.control.server.schema import ModelInfo, ServerInfo
+from mlx_parallm.api.http.auth import has_admin_key
+from mlx_parallm.api.http.dependencies import ConfigDep, EngineDep
+from mlx_parallm.api.http.openapi import SERVER
+from mlx_parallm.api.http.origins import is_foreign
+from mlx_parallm.api.http.routing import Routes
+from mlx_parallm.config import EngineConfig, ServerConfig
+from mlx_parallm.engine.interface import ModelStatus
+from mlx_parallm.generation.model import GenerationModel
+from mlx_parallm.serving.interface import EngineClient
+
+routes = Routes(SERVER)
+
+# Whoever holds a key need not learn the others.
+SECRETS = frozenset({"api_keys", "admin_api_keys", "verifier_urls"})
+# Only those who may change the server learn where it keeps the files of all keys.
+ADMIN_ONLY = frozenset({"data_dir"})
+
+
+@routes.get("/server_info")
+@routes.get("/get_server_info", include_in_schema=False)
+async def server_info(
+    request: Request,
+    engine: EngineDep,
+    config: ConfigDep,
+    config_format: Literal["json", "text"] = "json",
+) -> ServerInfo:
+    """Version, settings and models; keys are left out."""
+    first = engine.first_model()
+    is_admin = has_admin_key(request) and not is_foreign(request.headers)
+    hidden = SECRETS if is_admin else SECRETS | ADMIN_ONLY
+    known = settings(engine.config, config, hidden) | vllm_groups(first, engine.config)
+    return ServerInfo(
+        **_model_info(engine).model_dump(),
+        version=__version__,
+        vllm_config=known if config_format == "json" else as_text(known),
+        dtype=first.info.dtype,
+        max_loras_per_batch=engine.config.scheduler.max_loras,
+        max_lora_rank=engine.config.adapters.max_rank,
+        lora_paths=loaded_adapters(engine.control.adapters()),
+        is_paused=engine.control.is_paused,
+        is_sleeping=engine.control.sleep_level > 0,
+        max_running_requests=engine.config.scheduler.max_num_seqs,
+        max_total_num_tokens=first.info.num_blocks * first.info.block_size,
+        models=await _models(engine),
+    )
+
+
+async def _models(engine: EngineClient) -> list[dict[str, Any]]:
+    """What was found out about each model; encoders come last, and those unloaded lack much."""
+    memory = await engine.memory()
+    known: list[tuple[GenerationModel | ModelStatus, Any]] = [
+        *((one, one.info) for one in engine.models()),
+        *((one, one.model and one.model.info) for one in engine.encoders.statuses()),
+    ]
+    return [
+        {"names": list(one.names), "root": one.root}
+        | ({} if info is None else asdict(info))
+        | {"memory": asdict(memory[one.names[0]])}
+        for one, info in known
+    ]
+
+
+@routes.get("/model_info")
+@routes.get("/get_model_info", include_in_schema=False)
+async def model_info(engine: EngineDep) -> ModelInfo:
+    """The first model."""
+    return _model_info(engine)
+
+
+def _model_info(engine: EngineClient) -> ModelInfo:
+    model = engine.first_model()
+    return ModelInfo(
+        weight_version=engine.control.version().label,
+        load_format="safetensors",
+        model_path=model.root,
+        tokenizer_path=model.root,
+        served_model_name=model.names[0],
+        is_generation=True,
+        context_length=model.info.max_model_len,
+    )
+
+
+def vllm_groups(model: GenerationModel, config: EngineConfig) -> dict[str, Any]:
+    """The groups of vLLM's configuration that its clients read, with what is true here."""
+    info = model.info
+    return {
+        "model_config": {
+            "model": model.root,
+            "served_model_name": list(model.names),
+            # As PyTorch writes it: clients look it up there.
+            "dtype": f"torch.{info.dtype}",
+            "max_model_len": info.max_model_len,
+            "logprobs_mode": config.logprobs_mode,
+        },
+        "lora_config": {
+            "max_lora_rank": config.adapters.max_rank,
+            "max_loras": config.scheduler.max_loras,
+            "max_cpu_loras": config.adapters.max_loaded,
+        },
+        "parallel_config": {
+            "data_parallel_size": 1,
+            "tensor_parallel_size": 1,
+            "pipeline_parallel_size": 1,
+            "world_size": 1,
+        },
+        "cache_config": {
+            "block_size": info.block_size,
+            "num_gpu_blocks": info.num_blocks,
+            "enable_prefix_caching": config.cache.enable_prefix_caching,
+        },
+        "weight_transfer_config": None,
+    }
+
+
+def settings(engine: EngineConfig, server: ServerConfig, hidden: Collection[str]) -> dict[str, Any]:
+    """Return every setting but these of the server, as JSON."""
+    shown = {name: value for name, value in asdict(server).items() if name not in hidden}
+    return asdict(engine) | {"server": shown}
+
+
+def as_text(known: dict[str, Any], prefix: str = "") -> str:
+    """A line per setting, ``part.name=value``."""
+    lines = [
+        as_text(value, f"{prefix}{name}.") if isinstance(value, dict) else f"{prefix}{name}={value}"
+        for name, value in known.items()
+    ]
+    return "\n".join(lines)

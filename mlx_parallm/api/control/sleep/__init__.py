@@ -1,0 +1,1 @@
+"""Giving memory back and having it again."""

@@ -1,0 +1,1 @@
+"""A model's own weights while the server runs."""

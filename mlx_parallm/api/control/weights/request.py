@@ -1,0 +1,97 @@
+"""Bodies with weights into what the engine takes."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from mlx_parallm.adapters.safetensors import MODEL_DTYPES, read_safetensors
+from mlx_parallm.adapters.tensors import HostTensor
+from mlx_parallm.api.control.adapters.schema import UploadTimings
+from mlx_parallm.api.control.serialized import take_serialized
+from mlx_parallm.api.control.weights.schema import CheckedWeights, TensorFields, UpdateFields
+from mlx_parallm.api.http.uploads import Received, from_base64, is_json, json_object, validated
+from mlx_parallm.types.errors import InvalidRequestError, NotImplementedRouteError
+
+FILE = "weights"
+TENSORS = "tensors"
+NO_TRANSFER = (
+    "{what} is not served: tensors do not come by NCCL or CUDA IPC here. Send them as a "
+    "safetensors body to /update_weights (an adapter's to /v1/update_adapter_weights), or name "
+    "a folder."
+)
+
+
+def read_update(received: Received) -> tuple[UpdateFields, dict[str, HostTensor] | None]:
+    """The fields and the tensors of a body of ``/update_weights``; no tensors, but a folder.
+
+    It is long work, for a thread of its own.
+
+    Raises:
+        NotImplementedRouteError: it announces tensors that would come another way.
+        InvalidRequestError: a field is wrong, the tensors are no safetensors file, or there are
+            neither tensors nor a folder.
+    """
+    data: bytes | bytearray | None = received.body
+    fields: dict[str, Any] = dict(received.fields)
+    param = FILE
+    if is_json(received.kind):
+        fields |= json_object(received.body)
+        if "update_info" in fields:
+            raise NotImplementedRouteError(NO_TRANSFER.format(what="update_info"))
+        param = TENSORS
+        given = fields.pop(TENSORS, None)
+        data = None if given is None else from_base64(given, param=TENSORS)
+    known = validated(UpdateFields, fields)
+    if (data is None) == (known.weight_dir is None):
+        raise InvalidRequestError(
+            "Either tensors or weight_dir is needed, and not both.", param="weight_dir"
+        )
+    if data is None:
+        return known, None
+    return known, read_safetensors(data, param=param, dtypes=MODEL_DTYPES)
+
+
+def read_serialized(received: Received) -> tuple[TensorFields, dict[str, HostTensor]]:
+    """The fields and tensors of SGLang's ``/update_weights_from_tensor``; see ``read_update``.
+
+    Raises:
+        InvalidRequestError: a field is wrong, or the tensors are; see ``take_serialized``.
+    """
+    fields = json_object(received.body)
+    tensors = take_serialized(fields, dtypes=MODEL_DTYPES)
+    return validated(TensorFields, fields), tensors
+
+
+def checksums(found: dict[str, str]) -> CheckedWeights:
+    """What each tensor's content is."""
+    return CheckedWeights(
+        success=True,
+        message=f"{len(found)} tensors.",
+        checksums=found,
+        match=None,
+        mismatches=None,
+    )
+
+
+def compared(found: Mapping[str, str], baseline: Mapping[str, str]) -> CheckedWeights:
+    """Which tensors are others than before."""
+    names = sorted(found.keys() | baseline.keys())
+    other = [name for name in names if found.get(name) != baseline.get(name)]
+    return CheckedWeights(
+        success=True,
+        message=f"{len(other)} of {len(names)} tensors differ.",
+        checksums=None,
+        match=not other,
+        mismatches=other,
+    )
+
+
+def timings(received: Received, parsed_s: float) -> UploadTimings:
+    """How long an upload took that has just begun to serve; times of ``perf_counter``."""
+    return UploadTimings(
+        receive_ms=round((received.ended_s - received.began_s) * 1000, 3),
+        parse_ms=round((parsed_s - received.ended_s) * 1000, 3),
+        live_ms=round((time.perf_counter() - received.ended_s) * 1000, 3),
+    )

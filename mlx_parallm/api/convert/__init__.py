@@ -1,1 +1,0 @@
-"""From schemas to the engine's requests, and from events to answers; pure functions."""

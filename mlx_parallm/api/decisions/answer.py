@@ -1,0 +1,79 @@
+"""From the probabilities of labels to typed answers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from mlx_parallm.api.decisions.request import (
+    AskedQuestion,
+    ask_choice,
+    ask_predicate,
+    ask_score,
+)
+from mlx_parallm.api.decisions.schema import (
+    ChoiceAnswer,
+    ChoiceProbability,
+    ChoiceQuestion,
+    LevelProbability,
+    PredicateAnswer,
+    PredicateQuestion,
+    ScoreAnswer,
+    ScoreQuestion,
+)
+
+TypedQuestion = PredicateQuestion | ChoiceQuestion | ScoreQuestion
+TypedAnswer = PredicateAnswer | ChoiceAnswer | ScoreAnswer
+
+
+def ask(question: TypedQuestion, number: int) -> AskedQuestion:
+    """The question as the model sees it.
+
+    Raises:
+        InvalidRequestError: its instructions hold no text, or two of its choices are equal.
+    """
+    param = f"questions[{number}]"
+    match question:
+        case PredicateQuestion():
+            return ask_predicate(question, param)
+        case ChoiceQuestion():
+            return ask_choice(question, param)
+        case ScoreQuestion():
+            return ask_score(question, param)
+
+
+def answer(question: TypedQuestion, probabilities: Sequence[float]) -> TypedAnswer:
+    """The answer; ``probabilities`` are in the order of the question's labels."""
+    match question:
+        case PredicateQuestion():
+            return PredicateAnswer(name=question.name, probability=probabilities[0])
+        case ChoiceQuestion():
+            return _choose(question, probabilities)
+        case ScoreQuestion():
+            return _rate(question, probabilities)
+
+
+def _choose(question: ChoiceQuestion, probabilities: Sequence[float]) -> ChoiceAnswer:
+    best = max(range(len(probabilities)), key=probabilities.__getitem__)
+    return ChoiceAnswer(
+        name=question.name,
+        choice=question.choices[best].value,
+        confidence=probabilities[best],
+        probabilities=[
+            ChoiceProbability(value=one.value, probability=probability)
+            for one, probability in zip(question.choices, probabilities, strict=True)
+        ],
+    )
+
+
+def _rate(question: ScoreQuestion, probabilities: Sequence[float]) -> ScoreAnswer:
+    return ScoreAnswer(
+        name=question.name,
+        score=sum(value * probability for value, probability in enumerate(probabilities)),
+        confidence=max(probabilities),
+        probabilities=[
+            LevelProbability(value=value, label=one.label, probability=probability)
+            for value, (one, probability) in enumerate(
+                zip(question.levels, probabilities, strict=True)
+            )
+        ],
+    )

@@ -1,0 +1,88 @@
+"""``POST /v1/decisions``."""
+
+from __future__ import annotations
+
+from fastapi import Request, Response
+from starlette.responses import JSONResponse
+
+from mlx_parallm.api.decisions.answer import answer, ask
+from mlx_parallm.api.decisions.request import input_text
+from mlx_parallm.api.decisions.schema import (
+    DecisionRequest,
+    DecisionResponse,
+    DecisionUsage,
+    InputDetails,
+)
+from mlx_parallm.api.decisions.scoring import FIELDS, EncodedQuestion, QuestionEncoder, score
+from mlx_parallm.api.http.declared import INPUT
+from mlx_parallm.api.http.offload import maybe_in_thread
+from mlx_parallm.api.http.openapi import CHAT
+from mlx_parallm.api.http.routing import Routes
+from mlx_parallm.api.turns.generation import named_by, unless_disconnected
+from mlx_parallm.api.turns.prelude import Admitted, PreludeDep
+from mlx_parallm.generation.model import GenerationModel
+from mlx_parallm.types.request import GenerateRequest
+
+routes = Routes(CHAT, body_limit=INPUT, short=True)
+
+
+@routes.post("/v1/decisions", batchable=True, response_model=DecisionResponse)
+async def create_decision(
+    body: DecisionRequest,
+    request: Request,
+    prelude: PreludeDep,
+) -> Response:
+    """Answer questions about an input by the probabilities of their labels; nothing is sampled."""
+    num_questions = len(body.questions)
+    admitted = await prelude.admit(body.model, num_prompts=num_questions, fields=FIELDS)
+    with named_by(FIELDS):
+        questions = await encode(body, admitted.model)
+    template = GenerateRequest(
+        request_id=f"decision-{prelude.answer_id}",
+        model=admitted.model.names[0],
+        prompt_ids=questions[0].prompt_ids,
+        priority=body.priority,
+        client=admitted.client,
+        cache_salt=body.cache_salt,
+    )
+    return await unless_disconnected(request, _decide(body, admitted, template, questions))
+
+
+async def encode(body: DecisionRequest, model: GenerationModel) -> list[EncodedQuestion]:
+    """Every question's prompt and labels.
+
+    Raises:
+        InvalidRequestError: the input or a question is malformed.
+    """
+    text = input_text(body.input)
+    asked = [ask(question, number) for number, question in enumerate(body.questions)]
+
+    def work() -> list[EncodedQuestion]:
+        encoder = QuestionEncoder(model, text)
+        return [encoder.encode(question) for question in asked]
+
+    # Of every question its labels are encoded too.
+    length = len(text) + sum(len(one.text) + 16 * len(one.labels) for one in asked)
+    return await maybe_in_thread(work, length)
+
+
+async def _decide(
+    body: DecisionRequest,
+    admitted: Admitted,
+    template: GenerateRequest,
+    questions: list[EncodedQuestion],
+) -> Response:
+    scores = await score(admitted, template, questions)
+    answers = [
+        answer(question, encoded.tree.probabilities(logprobs))
+        for question, encoded, logprobs in zip(
+            body.questions, questions, scores.logprobs, strict=True
+        )
+    ]
+    usage = DecisionUsage(
+        input_tokens=scores.input_tokens,
+        input_tokens_details=InputDetails(cached_tokens=scores.cached_tokens),
+        total_tokens=scores.input_tokens,
+    )
+    whole = DecisionResponse(model=admitted.name, answers=answers, usage=usage)
+    return JSONResponse(whole.model_dump())

@@ -1,0 +1,1 @@
+"""Batches of requests, which are answered in the background."""

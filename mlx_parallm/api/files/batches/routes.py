@@ -1,0 +1,67 @@
+"""``/v1/batches``: files of requests that are answered in the background."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from fastapi import FastAPI, Query, Request
+
+from mlx_parallm.api.files.answer import batch_object, list_object
+from mlx_parallm.api.files.batches.schema import BatchRequest
+from mlx_parallm.api.files.batches.service import BatchesDep
+from mlx_parallm.api.http.dependencies import ClientDep
+from mlx_parallm.api.http.openapi import FILES
+from mlx_parallm.api.http.routing import Routes, declared_routes
+from mlx_parallm.batch_jobs.service import BatchOrder
+from mlx_parallm.types.errors import InvalidRequestError
+
+routes = Routes(FILES, short=True)
+
+
+@routes.post("/v1/batches")
+async def create_batch(
+    body: BatchRequest, request: Request, client: ClientDep, batches: BatchesDep
+) -> dict[str, Any]:
+    """Begin to answer the lines of a file."""
+    served = endpoints_of(request.app)
+    if body.endpoint not in served:
+        raise InvalidRequestError(
+            f"The endpoint must be one of {', '.join(served)}.", param="endpoint"
+        )
+    expiry = body.output_expires_after
+    order = BatchOrder(
+        input_file_id=body.input_file_id,
+        endpoint=body.endpoint,
+        metadata=body.metadata,
+        output_expires_after_s=expiry.seconds if expiry is not None else None,
+    )
+    return batch_object(await batches.create(client, order))
+
+
+@routes.get("/v1/batches")
+async def list_batches(
+    client: ClientDep,
+    batches: BatchesDep,
+    after: Annotated[str | None, Query(pattern="^batch_")] = None,
+    limit: Annotated[int, Query(ge=1, le=100)] = 20,
+) -> dict[str, Any]:
+    """The caller's batches, newest first; ``after`` is the last id of the page before."""
+    records, has_more = batches.list(client, after=after, limit=limit)
+    return list_object([batch_object(one) for one in records], has_more)
+
+
+@routes.get("/v1/batches/{batch_id}")
+async def retrieve_batch(batch_id: str, client: ClientDep, batches: BatchesDep) -> dict[str, Any]:
+    """How far a batch is."""
+    return batch_object(batches.get(batch_id, client))
+
+
+@routes.post("/v1/batches/{batch_id}/cancel")
+async def cancel_batch(batch_id: str, client: ClientDep, batches: BatchesDep) -> dict[str, Any]:
+    """End a batch; what is answered already becomes its output."""
+    return batch_object(await batches.cancel(batch_id, client))
+
+
+def endpoints_of(app: FastAPI) -> list[str]:
+    """Return the paths of an application's routes whose requests may stand in a batch."""
+    return [route.path for route in declared_routes(app) if route.facts.batchable]

@@ -1,0 +1,27 @@
+"""The body of ``POST /v1/batches``."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field, StrictStr, StringConstraints
+
+from mlx_parallm.api.files.schema import ExpiresAfter
+from mlx_parallm.api.http.forms import NullIsAbsent
+
+Key = Annotated[str, StringConstraints(strict=True, max_length=64)]
+Value = Annotated[str, StringConstraints(strict=True, max_length=512)]
+
+
+class BatchRequest(NullIsAbsent):
+    """A file of requests to be answered in the background."""
+
+    input_file_id: StrictStr = Field(description="A file of the purpose batch.")
+    endpoint: StrictStr = Field(description="The path of every line's url.")
+    completion_window: Literal["24h"] = Field(description="When the batch expires.")
+    metadata: dict[Key, Value] | None = Field(
+        None, max_length=16, description="Kept with the batch."
+    )
+    output_expires_after: ExpiresAfter | None = Field(
+        None, description="When output and error file go; they stay if not given."
+    )

@@ -1,0 +1,112 @@
+"""Batches behind an application: their lines are requests to that same application."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Annotated, Any
+
+import httpx2
+from fastapi import Depends, Request
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from mlx_parallm.api.http.internal import INTERNAL_CALLER, BackgroundEngine, InternalCaller
+from mlx_parallm.batch_jobs.answers import LineResponse
+from mlx_parallm.batch_jobs.files import FileLimits
+from mlx_parallm.batch_jobs.service import BatchLimits, BatchService
+from mlx_parallm.config import SchedulerConfig, ServerConfig
+from mlx_parallm.serving.interface import EngineClient
+from mlx_parallm.types.errors import ShuttingDownError
+
+HEADERS = {"content-type": "application/json"}
+# What a line of a batch file holds besides its body.
+LINE_BYTES = 4096
+
+
+def make_batch_service(
+    app: ASGIApp, engine: EngineClient, config: ServerConfig, max_waiting: int | None
+) -> BatchService | None:
+    """The files and batches of an application; None where it has no data folder."""
+    if config.data_dir is None:
+        return None
+    limits = BatchLimits(
+        files=FileLimits(
+            max_file_bytes=config.max_file_bytes, max_total_bytes=config.max_files_bytes
+        ),
+        max_line_bytes=config.max_body_bytes + LINE_BYTES,
+        max_samples=_max_samples(config, engine.config.scheduler),
+    )
+    sender = LineSender(app, engine, max_waiting)
+    return BatchService(Path(config.data_dir), limits, sender)
+
+
+def _max_samples(config: ServerConfig, scheduler: SchedulerConfig) -> int:
+    if config.max_num_seqs_of_batches is not None:
+        return config.max_num_seqs_of_batches
+    # A key's batch must not take all the places that the key may have, either.
+    places = min(scheduler.max_num_seqs, scheduler.max_num_seqs_per_client or math.inf)
+    return max(1, int(places) // 2)
+
+
+class LineSender:
+    """Sends lines through an application, in this process, as their owner's requests."""
+
+    def __init__(self, app: ASGIApp, engine: EngineClient, max_waiting: int | None) -> None:
+        self._app = app
+        self._engine = engine
+        # The other half of the queue stays free for clients. 0 is no limit.
+        self._max_waiting = max(1, max_waiting // 2) if max_waiting else max_waiting
+
+    async def __call__(
+        self, owner: str, url: str, body: dict[str, Any], request_id: str
+    ) -> LineResponse:
+        """See ``batch_jobs.run.Send``."""
+        caller = InternalCaller(
+            client=owner,
+            engine=BackgroundEngine(self._engine, owner),
+            max_waiting=self._max_waiting,
+        )
+
+        async def as_caller(scope: Scope, receive: Receive, send: Send) -> None:
+            await self._app({**scope, INTERNAL_CALLER: caller}, receive, send)
+
+        transport = httpx2.ASGITransport(as_caller, raise_app_exceptions=False)
+        headers = {**HEADERS, "x-request-id": request_id}
+        # No longer than it was in the file; half a surrogate pair, which UTF-8 lacks, is escaped.
+        content = json.dumps(body, ensure_ascii=False).encode("utf-8", "backslashreplace")
+        request = httpx2.Request("POST", f"http://batch{url}", headers=headers, content=content)
+        response = await transport.handle_async_request(request)
+        await response.aread()
+        if is_shutting_down(response):
+            raise ShuttingDownError("The server is shutting down.")
+        return line_response(response)
+
+
+def line_response(response: httpx2.Response) -> LineResponse:
+    """What a batch's output says of an answer."""
+    try:
+        body = response.json()
+    except ValueError:  # a redirect, or a page
+        body = response.text
+    return LineResponse(response.status_code, response.headers.get("x-request-id"), body)
+
+
+def is_shutting_down(response: httpx2.Response) -> bool:
+    """Whether the request was not admitted because the server ends."""
+    if response.status_code not in (503, 529):
+        return False
+    body = line_response(response).body
+    error = body.get("error") if isinstance(body, dict) else None
+    if not isinstance(error, dict):
+        return False
+    # Anthropic's routes have the code among the details.
+    return "shutting_down" in (error.get("code"), error.get("details", {}).get("error_code"))
+
+
+async def get_batches(request: Request) -> BatchService:
+    """The files and batches of this application."""
+    return request.app.state.batches
+
+
+BatchesDep = Annotated[BatchService, Depends(get_batches)]

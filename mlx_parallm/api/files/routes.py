@@ -1,0 +1,115 @@
+"""``/v1/files``: upload, list, read and delete; every client sees its own."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from fastapi import Query, Request
+from pydantic import ValidationError
+from starlette.responses import FileResponse, JSONResponse, Response
+
+from mlx_parallm.api.files.answer import file_object, list_object
+from mlx_parallm.api.files.batches.service import BatchesDep
+from mlx_parallm.api.files.schema import MAX_EXPIRY_S, UploadFields
+from mlx_parallm.api.http.declared import FILE
+from mlx_parallm.api.http.dependencies import ClientDep
+from mlx_parallm.api.http.errors import describe
+from mlx_parallm.api.http.multipart import FormReader
+from mlx_parallm.api.http.openapi import FILES
+from mlx_parallm.api.http.routing import Routes
+from mlx_parallm.batch_jobs.files import FileRecord, FileStore, Upload
+from mlx_parallm.batch_jobs.threads import in_thread
+from mlx_parallm.types.errors import InvalidRequestError
+
+routes = Routes(FILES, short=True)
+
+FILE_FIELD = "file"
+# FastAPI cannot know: the form is read as it comes, not by it.
+FORM_SCHEMA = UploadFields.model_json_schema()
+FORM_SCHEMA["properties"][FILE_FIELD] = {"type": "string", "format": "binary"}
+FORM_SCHEMA["required"] = [FILE_FIELD, "purpose"]
+FORM = {
+    "requestBody": {"required": True, "content": {"multipart/form-data": {"schema": FORM_SCHEMA}}}
+}
+
+
+@routes.post("/v1/files", body_limit=FILE, openapi_extra=FORM)
+async def create_file(request: Request, client: ClientDep, batches: BatchesDep) -> Response:
+    """Store a file, as a form with ``file`` and ``purpose``."""
+    form = FormReader(request.headers.get("content-type", ""), FILE_FIELD)
+    upload = batches.files.begin()
+    try:
+        await _receive(request, form, upload)
+        record = await _store(batches.files, form, upload, client)
+    finally:
+        upload.abandon()
+    return JSONResponse(file_object(record))
+
+
+@routes.get("/v1/files")
+async def list_files(
+    client: ClientDep,
+    batches: BatchesDep,
+    after: Annotated[str | None, Query(pattern="^file-")] = None,
+    limit: Annotated[int, Query(ge=1, le=10_000)] = 10_000,
+    order: Literal["asc", "desc"] = "desc",
+    purpose: str | None = None,
+) -> dict[str, Any]:
+    """The caller's files by age; ``after`` is the last id of the page before."""
+    records, has_more = batches.files.list(
+        client, purpose=purpose, after=after, limit=limit, descending=order == "desc"
+    )
+    return list_object([file_object(one) for one in records], has_more)
+
+
+@routes.get("/v1/files/{file_id}")
+async def retrieve_file(file_id: str, client: ClientDep, batches: BatchesDep) -> dict[str, Any]:
+    """One file's description."""
+    return file_object(batches.files.get(file_id, client))
+
+
+@routes.delete("/v1/files/{file_id}")
+async def delete_file(file_id: str, client: ClientDep, batches: BatchesDep) -> dict[str, Any]:
+    """Remove a file, unless a batch that has not ended reads it."""
+    batches.files.delete(file_id, client)
+    return {"id": file_id, "object": "file", "deleted": True}
+
+
+@routes.get("/v1/files/{file_id}/content", response_class=FileResponse)
+async def retrieve_content(file_id: str, client: ClientDep, batches: BatchesDep) -> FileResponse:
+    """What is in a file."""
+    record = batches.files.get(file_id, client)
+    return FileResponse(
+        batches.files.path(record.id),
+        media_type="application/octet-stream",
+        filename=record.filename,
+        headers={"x-content-type-options": "nosniff"},
+    )
+
+
+async def _receive(request: Request, form: FormReader, upload: Upload) -> None:
+    async for piece in request.stream():
+        data = form.feed(piece)
+        if data:
+            upload.claim(len(data))
+            await in_thread(upload.write, data)
+    form.finish()
+
+
+async def _store(files: FileStore, form: FormReader, upload: Upload, client: str) -> FileRecord:
+    try:
+        fields = UploadFields.model_validate(form.fields)
+    except ValidationError as problem:
+        problems = [{**one, "loc": ("body", *one["loc"])} for one in problem.errors()]
+        param = str(problems[0]["loc"][1])
+        raise InvalidRequestError(describe(problems), param=param) from None
+    expires_after_s = fields.expires_after_seconds
+    if expires_after_s is None and fields.purpose == "batch":
+        expires_after_s = MAX_EXPIRY_S
+    return await files.commit(
+        upload,
+        owner=client,
+        filename=form.filename or FILE_FIELD,
+        purpose=fields.purpose,
+        expires_after_s=expires_after_s,
+    )

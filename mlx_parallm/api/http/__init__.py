@@ -1,0 +1,1 @@
+"""What is around every route: keys, bodies, errors, streams, connections. It knows no slice."""

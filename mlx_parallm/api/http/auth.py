@@ -1,0 +1,87 @@
+"""API keys: who may use the model routes, and who may change the server."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+from collections.abc import Iterable
+
+from starlette.datastructures import Headers
+from starlette.requests import Request
+
+from mlx_parallm.api.http.origins import is_foreign
+from mlx_parallm.config import ServerConfig
+from mlx_parallm.types.errors import AuthenticationError, PermissionDeniedError
+
+
+class KeyRing:
+    """Compares keys in constant time, by digest."""
+
+    def __init__(self, keys: Iterable[str]) -> None:
+        self._digests = [hashlib.sha256(key.encode()).digest() for key in keys]
+
+    def __bool__(self) -> bool:
+        return bool(self._digests)
+
+    def accepts(self, key: str | None) -> bool:
+        """Whether the key is one of the ring's; every one is compared."""
+        digest = hashlib.sha256((key or "").encode()).digest()
+        matches = [hmac.compare_digest(digest, one) for one in self._digests]
+        return key is not None and any(matches)
+
+
+def key_of(headers: Headers) -> str | None:
+    """The key a request brings: ``Authorization: Bearer KEY`` or ``x-api-key: KEY``."""
+    scheme, _, key = headers.get("authorization", "").partition(" ")
+    if scheme.lower() == "bearer" and key.strip():
+        return key.strip()
+    return headers.get("x-api-key")
+
+
+def client_of(headers: Headers, config: ServerConfig) -> str:
+    """A short digest of the key, by which admission takes turns; empty where no key is needed."""
+    key = key_of(headers)
+    if not config.api_keys or key is None:
+        return ""
+    return hashlib.sha256(key.encode()).hexdigest()[:16]
+
+
+async def require_admin(request: Request) -> None:
+    """For routes that change the server; a dependency.
+
+    Raises:
+        AuthenticationError: no admin key, where one is set (the API key serves where none is).
+        PermissionDeniedError: a page of another origin sent the request.
+    """
+    refuse_other_origins(request)
+    if not has_admin_key(request):
+        raise AuthenticationError("This route needs the admin key.")
+
+
+def has_admin_key(request: Request) -> bool:
+    """True if the request brings an admin key (the API key where none is set), or needs none."""
+    config: ServerConfig = request.app.state.config
+    ring = KeyRing(config.admin_api_keys or config.api_keys)
+    return not ring or ring.accepts(key_of(request.headers))
+
+
+def refuse_other_origins(request: Request) -> None:
+    """For what pages of other origins may not do, whatever CORS allows them.
+
+    Raises:
+        PermissionDeniedError: such a page sent the request.
+    """
+    if is_foreign(request.headers):
+        raise PermissionDeniedError("Requests from other origins may not change the server.")
+
+
+def may_reach_others(request: Request) -> bool:
+    """Whether the caller may touch requests of other clients.
+
+    An admin key may, and everybody where no key tells clients apart. Where keys are set but no
+    admin key, nobody may.
+    """
+    config: ServerConfig = request.app.state.config
+    if config.admin_api_keys:
+        return KeyRing(config.admin_api_keys).accepts(key_of(request.headers))
+    return not config.api_keys

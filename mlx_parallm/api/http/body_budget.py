@@ -1,0 +1,139 @@
+"""What bodies may cost: their time to arrive, one client's memory, and the event loop's time."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections import Counter
+
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from mlx_parallm.api.http.auth import client_of
+from mlx_parallm.api.http.body_pace import BodyPace
+from mlx_parallm.api.http.declared import Kept, facts_of
+from mlx_parallm.api.http.entry_turns import EntryTurns
+from mlx_parallm.api.http.freed_memory import FreedMemory
+from mlx_parallm.api.http.internal import INTERNAL_CALLER
+from mlx_parallm.api.http.offload import TextThreads
+from mlx_parallm.config import ServerConfig
+from mlx_parallm.types.errors import OverloadedError, RequestTimeoutError
+
+# A body gets a second more for every so many bytes, so that large ones may take their time.
+MIN_BYTES_PER_S = 16 * 1024
+
+
+class BodyBudgetMiddleware:
+    """Refuses bodies that arrive too slowly, or that are too much beside the client's others.
+
+    A request's body counts from its arrival to the end of its answer: it is kept as long. A client
+    that has no other request here may send any body that its route takes. Bodies are read at a
+    pace, see ``BodyPace``, and handed on by turns, see ``EntryTurns``. Long texts are
+    worked on by threads that clients share, see ``TextThreads``; while one waits for them, its
+    body counts.
+    """
+
+    def __init__(self, app: ASGIApp, config: ServerConfig) -> None:
+        self._app = app
+        self._config = config
+        self._held: Counter[str] = Counter()
+        self._turns = EntryTurns()
+        self._pace = BodyPace(time.monotonic)
+        self._threads = TextThreads()
+        self._freed = FreedMemory()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """See ASGI."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        client = self._client_of(scope)
+        body = _Body(self._held, client, self._config)
+        if client is None:
+            await self._app(scope, lambda: body.receive(receive), send)
+            return
+        is_paced = _is_paced(scope)
+
+        async def metered() -> Message:
+            was_whole = body.is_whole
+            message = await body.receive(receive)
+            if not was_whole and is_paced:
+                await self._pace.wait(client, len(message.get("body", b"")))
+            if not was_whole and body.is_whole:
+                await self._turns.take(client)
+            return message
+
+        with self._pace.present(client) if is_paced else contextlib.nullcontext():
+            try:
+                with self._threads.serving(client):
+                    await self._app(scope, metered, send)
+            finally:
+                body.release()
+                self._freed.note(body.size, sum(self._held.values()))
+
+    def _client_of(self, scope: Scope) -> str | None:
+        """Whose body it is; None if it is not kept in memory."""
+        kept = facts_of(scope).body_limit.kept
+        if kept is Kept.STREAMED:
+            return None
+        if INTERNAL_CALLER in scope:
+            # Apart from what the owner sends meanwhile.
+            return f"background {scope[INTERNAL_CALLER].client}"
+        client = client_of(Headers(scope=scope), self._config)
+        return f"uploads {client}" if kept is Kept.UPLOAD else client
+
+
+def _is_paced(scope: Scope) -> bool:
+    """Whether others wait while it is read: not for tensors, nor for what is here already."""
+    return INTERNAL_CALLER not in scope and facts_of(scope).body_limit.kept is not Kept.UPLOAD
+
+
+class _Body:
+    """One request's body; that of no client is not kept in memory and not counted."""
+
+    def __init__(self, held: Counter[str], client: str | None, config: ServerConfig) -> None:
+        self._held = held
+        self._client = client
+        self._most = config.max_client_body_bytes
+        self._timeout_s = config.client_timeout_s
+        self.size = 0
+        self.is_whole = False
+        self._begin_s = asyncio.get_running_loop().time()
+
+    async def receive(self, receive: Receive) -> Message:
+        """The next message; once the body is whole, there is no limit any more."""
+        if self.is_whole:
+            return await receive()
+        message = await self._in_time(receive)
+        if message["type"] == "http.request":
+            self._count(len(message.get("body", b"")))
+            self.is_whole = not message.get("more_body", False)
+        return message
+
+    def release(self) -> None:
+        """The request has ended."""
+        if self._client is None:
+            return
+        self._held[self._client] -= self.size
+        if not self._held[self._client]:
+            del self._held[self._client]
+
+    async def _in_time(self, receive: Receive) -> Message:
+        if not self._timeout_s:
+            return await receive()
+        until_s = self._begin_s + self._timeout_s + self.size / MIN_BYTES_PER_S
+        try:
+            async with asyncio.timeout_at(until_s):
+                return await receive()
+        except TimeoutError:
+            raise RequestTimeoutError("The body did not arrive in time.") from None
+
+    def _count(self, size: int) -> None:
+        self.size += size
+        if self._client is None:
+            return
+        self._held[self._client] += size
+        together = self._held[self._client]
+        if together > self._most and together > self.size:
+            raise OverloadedError("The bodies of your other requests fill the memory for them.")

@@ -1,0 +1,106 @@
+"""What a route declares about itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum
+
+from starlette.types import Scope
+
+from mlx_parallm.api.http.dialect import OPENAI, Dialect
+from mlx_parallm.config import ServerConfig
+
+# Entry of the ASGI scope with the ``RouteFacts``.
+FACTS = "mlx_parallm.route"
+V1 = "/v1"
+# What a form holds besides its file.
+FORM_BYTES = 64 * 1024
+SMALL_BODY_BYTES = 64 * 1024
+
+
+class Access(Enum):
+    """Who may use a route, where keys are set."""
+
+    OPEN = "open"
+    KEY = "key"
+    ADMIN = "admin"
+
+
+class Kept(Enum):
+    """What becomes of a body while its request runs.
+
+    Attributes:
+        REQUEST: it is kept, and counts among the client's requests.
+        UPLOAD: it is kept until it is loaded, and counts apart from requests: what a trainer
+            uploads must not depend on its rollouts.
+        STREAMED: it is read as it comes, and none of it is kept in memory.
+    """
+
+    REQUEST = "request"
+    UPLOAD = "upload"
+    STREAMED = "streamed"
+
+
+@dataclass(frozen=True, slots=True)
+class BodyLimit:
+    """How large a body may be.
+
+    Attributes:
+        size: the most bytes, by the settings.
+        kept: what becomes of the body.
+        hint: ends the message of a refusal.
+    """
+
+    size: Callable[[ServerConfig], int]
+    kept: Kept = Kept.REQUEST
+    hint: str = ""
+
+
+SMALL = BodyLimit(lambda _: SMALL_BODY_BYTES)
+INPUT = BodyLimit(lambda config: config.max_body_bytes)
+TOKENIZE = BodyLimit(lambda config: config.max_tokenize_bytes, hint=" See --max-tokenize-bytes.")
+ADAPTER = BodyLimit(lambda config: config.max_adapter_bytes + FORM_BYTES, Kept.UPLOAD)
+WEIGHTS = BodyLimit(lambda config: config.max_weights_bytes + FORM_BYTES, Kept.UPLOAD)
+FILE = BodyLimit(lambda config: config.max_file_bytes + FORM_BYTES, Kept.STREAMED)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RouteFacts:
+    """What is around a route.
+
+    Attributes:
+        dialect: the protocol of its errors.
+        body_limit: how large its bodies may be.
+        access: who may use it.
+        batchable: True if its requests may stand in a batch.
+        is_polled: True if supervisors poll it: it is logged for debugging only.
+    """
+
+    dialect: Dialect = OPENAI
+    body_limit: BodyLimit = SMALL
+    access: Access = Access.KEY
+    batchable: bool = False
+    is_polled: bool = False
+
+
+UNDECLARED = RouteFacts()
+
+
+def local_path(scope: Scope) -> str:
+    """Return the path without the prefix that a proxy in front strips (``--root-path``)."""
+    return scope["path"].removeprefix(scope.get("root_path", ""))
+
+
+def facts_of(scope: Scope) -> RouteFacts:
+    """Return what the route of a request declares; the defaults if none was found yet."""
+    return scope.get(FACTS, UNDECLARED)
+
+
+def id_headers(scope: Scope) -> dict[str, str]:
+    """Return the headers that tell a request's id, if it has one yet."""
+    request_id = scope.get("state", {}).get("request_id")
+    if request_id is None:
+        return {}
+    second = facts_of(scope).dialect.id_header
+    return {"x-request-id": request_id} | ({second: request_id} if second else {})

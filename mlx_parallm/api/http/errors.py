@@ -1,0 +1,227 @@
+"""The one table from this project's errors to HTTP, and the error objects of the protocols."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
+from starlette.responses import Response
+from starlette.routing import Match
+from starlette.types import Scope
+
+from mlx_parallm.api.http.declared import facts_of, id_headers
+from mlx_parallm.api.http.dialect import Failure
+from mlx_parallm.types import errors
+
+logger = logging.getLogger(__name__)
+
+#: Nobody reads it: the client has closed the connection (nginx's code).
+CLIENT_CLOSED = 499
+
+
+@dataclass(frozen=True, slots=True)
+class Status:
+    """How an error class is answered. The OpenAI SDK retries 408, 409, 429 and 5xx."""
+
+    http: int
+    type: str
+    code: str | None = None
+
+
+STATUS: Mapping[type[errors.ParallmError], Status] = {
+    errors.InvalidRequestError: Status(400, "invalid_request_error"),
+    errors.ModelNotFoundError: Status(404, "invalid_request_error", "model_not_found"),
+    errors.NotFoundError: Status(404, "invalid_request_error", "not_found"),
+    errors.AuthenticationError: Status(401, "authentication_error", "invalid_api_key"),
+    errors.PermissionDeniedError: Status(403, "permission_error"),
+    errors.MisdirectedRequestError: Status(421, "invalid_request_error", "host_not_allowed"),
+    errors.VersionMismatchError: Status(412, "invalid_request_error", "version_mismatch"),
+    errors.RequestTimeoutError: Status(408, "invalid_request_error", "request_timeout"),
+    errors.RequestTooLargeError: Status(413, "invalid_request_error", "request_too_large"),
+    errors.NotImplementedRouteError: Status(501, "invalid_request_error", "not_implemented"),
+    errors.OverloadedError: Status(429, "rate_limit_error", "rate_limit_exceeded"),
+    errors.ShuttingDownError: Status(503, "server_error", "shutting_down"),
+    errors.ModelLoadingError: Status(503, "server_error", "model_loading"),
+    errors.PausedError: Status(503, "server_error", "paused"),
+    errors.EngineDeadError: Status(503, "server_error", "engine_dead"),
+    errors.OutOfMemoryError: Status(503, "server_error", "out_of_memory"),
+    errors.RequestAbortedError: Status(503, "server_error", "request_aborted"),
+    errors.StorageInUseError: Status(503, "server_error", "storage_in_use"),
+    errors.StorageError: Status(500, "server_error", "storage_failed"),
+    errors.ControlError: Status(500, "server_error", "control_failed"),
+    errors.StepError: Status(500, "server_error"),
+    errors.ParallmError: Status(500, "server_error"),
+}
+
+METHODS = ("GET", "POST", "PUT", "PATCH", "DELETE")
+HTTP_TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
+# What pydantic says of a body that is not there, or is no object.
+NO_OBJECT = frozenset({"missing", "model_attributes_type"})
+# Bounds on how much of a bad body is echoed: a short request must not make a long answer.
+MAX_PROBLEMS = 5
+MAX_PROBLEM_CHARS = 200
+MAX_MESSAGE_CHARS = 1000
+
+
+BUG = Failure(http=500, type="server_error", message="The server failed; its log says why.")
+
+
+def status_of(error: errors.ParallmError) -> Status:
+    """The status of the nearest class in the table."""
+    return next(STATUS[cls] for cls in type(error).__mro__ if cls in STATUS)
+
+
+def failure_of(error: errors.ParallmError) -> Failure:
+    """What one of this project's errors tells the client."""
+    status = status_of(error)
+    return Failure(
+        http=status.http,
+        type=status.type,
+        message=str(error)[:MAX_MESSAGE_CHARS],
+        param=getattr(error, "param", None),
+        code=getattr(error, "code", None) or status.code,
+    )
+
+
+def error_body(failure: Failure, scope: Scope) -> dict[str, Any]:
+    """The error object in the shape of the route's protocol."""
+    request_id = scope.get("state", {}).get("request_id")
+    return facts_of(scope).dialect.error_body(failure, request_id)
+
+
+def body_of(error: errors.ParallmError, scope: Scope) -> dict[str, Any]:
+    """The error object of one of this project's errors."""
+    return error_body(failure_of(error), scope)
+
+
+def error_response(
+    failure: Failure, scope: Scope, headers: Mapping[str, str] | None = None
+) -> JSONResponse:
+    """The HTTP answer in the shape of the route's protocol."""
+    status = facts_of(scope).dialect.statuses.get(failure.http, failure.http)
+    return JSONResponse(error_body(failure, scope), status, dict(headers or {}))
+
+
+def response_of(error: errors.ParallmError, scope: Scope) -> JSONResponse:
+    """The HTTP answer to one of this project's errors."""
+    failure = failure_of(error)
+    headers: dict[str, str] = {}
+    if isinstance(error, errors.OverloadedError):
+        headers["retry-after"] = str(max(1, round(error.retry_after_s)))
+    if failure.http in (500, 501):
+        # The same request would fail again.
+        headers["x-should-retry"] = "false"
+    if isinstance(error, errors.RequestTimeoutError):
+        # What comes late must not be taken for the next request.
+        headers["connection"] = "close"
+    if isinstance(error, errors.AuthenticationError):
+        headers["www-authenticate"] = "Bearer"
+    return error_response(failure, scope, headers)
+
+
+def install_error_handlers(app: FastAPI) -> None:
+    """Answer every error in the form of its route's protocol."""
+    app.add_exception_handler(errors.ParallmError, _on_parallm_error)  # type: ignore[arg-type]
+    app.add_exception_handler(RequestValidationError, _on_validation)  # type: ignore[arg-type]
+    app.add_exception_handler(HTTPException, _on_http)  # type: ignore[arg-type]
+    app.add_exception_handler(ClientDisconnect, _on_disconnect)
+    app.add_exception_handler(Exception, _on_bug)
+
+
+async def _on_parallm_error(request: Request, error: errors.ParallmError) -> JSONResponse:
+    return response_of(error, request.scope)
+
+
+async def _on_validation(request: Request, error: RequestValidationError) -> JSONResponse:
+    return error_response(_invalid_body(request, error.errors()), request.scope)
+
+
+def _invalid_body(request: Request, problems: Sequence[Any]) -> Failure:
+    """What pydantic and FastAPI found wrong with a body, a query or a path."""
+    first = problems[0]
+    param = None
+    if first["loc"] == ("body",) and first["type"] in NO_OBJECT:
+        # FastAPI leaves a body of another type unread.
+        is_json = "json" in request.headers.get("content-type", "").lower()
+        wanted = (
+            "body must be a JSON object" if is_json else "content type must be application/json"
+        )
+        message = f"The {wanted}."
+    else:
+        message, param = describe(problems), param_of(first["loc"])
+    return Failure(http=400, type="invalid_request_error", message=message, param=param)
+
+
+async def _on_http(request: Request, error: HTTPException) -> JSONResponse:
+    # FastAPI wraps what is raised while the body is read.
+    if isinstance(error.__cause__, errors.ParallmError):
+        return response_of(error.__cause__, request.scope)
+    message = str(error.detail)
+    if error.status_code in (404, 405):
+        message = f"{request.method} {request.url.path} is not served here."
+    type_ = HTTP_TYPES.get(error.status_code, "invalid_request_error")
+    failure = Failure(http=error.status_code, type=type_, message=message[:MAX_PROBLEM_CHARS])
+    headers = dict(error.headers or {})
+    if error.status_code == 405:
+        headers["allow"] = ", ".join(_allowed(request, headers.pop("Allow", "")))
+    return error_response(failure, request.scope, headers)
+
+
+def _allowed(request: Request, told: str) -> list[str]:
+    """The methods of a path: ``told`` are those of one route only, and without HEAD."""
+    scope = request.scope
+    probe = {"type": "http", "path": scope["path"], "headers": []}
+    probe["root_path"] = scope.get("app_root_path", scope.get("root_path", ""))
+    routes = request.app.router.routes
+    methods = {
+        method
+        for method in METHODS
+        if any(route.matches({**probe, "method": method})[0] is Match.FULL for route in routes)
+    }
+    methods |= {method.strip() for method in told.split(",")} - {""}
+    return sorted(methods | ({"HEAD"} if "GET" in methods else set()))
+
+
+async def _on_disconnect(request: Request, error: Exception) -> Response:
+    """A body was cut off."""
+    del request, error
+    return Response(status_code=CLIENT_CLOSED)
+
+
+async def _on_bug(request: Request, error: Exception) -> JSONResponse:
+    request_id = getattr(request.state, "request_id", None)
+    logger.error(
+        "%s %s failed",
+        request.method,
+        request.url.path,
+        exc_info=error,
+        extra={"request_id": request_id},
+    )
+    # This answer is made outside of every middleware, so it must bring its own id.
+    headers = {"x-should-retry": "false"} | id_headers(request.scope)
+    return error_response(BUG, request.scope, headers)
+
+
+def describe(problems: Sequence[Mapping[str, Any]]) -> str:
+    """A bounded sentence per problem of a body."""
+    lines = []
+    for problem in problems[:MAX_PROBLEMS]:
+        where = ".".join(str(part) for part in problem["loc"][1:])
+        text = f"{where}: {problem['msg']}" if where else str(problem["msg"])
+        lines.append(text[:MAX_PROBLEM_CHARS])
+    if len(problems) > MAX_PROBLEMS:
+        lines.append(f"and {len(problems) - MAX_PROBLEMS} more")
+    return "; ".join(lines)
+
+
+def param_of(location: Sequence[int | str]) -> str | None:
+    """The top-level field a problem is in, or the parameter of the query or path."""
+    field = location[1] if len(location) > 1 else None
+    return field if isinstance(field, str) else None

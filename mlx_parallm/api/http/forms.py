@@ -1,0 +1,59 @@
+"""What the forms of request bodies share. ``null`` means absent everywhere."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, ClassVar
+
+from pydantic import BaseModel, BeforeValidator, Field, StrictInt, StrictStr, model_validator
+
+from mlx_parallm.types.errors import InvalidRequestError
+
+INT64 = 2**63
+
+# Fields that change what the model reads: a form without them refuses them.
+NEVER_DROPPED = frozenset(
+    ["late_chunking", "max_tokens_per_doc", "max_tokens_per_query", "truncate_prompt_tokens"]
+)
+
+
+def _number(value: Any) -> Any:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise ValueError("must be a number")  # noqa: TRY004 - pydantic wants ValueError
+    return value
+
+
+Number = Annotated[float, BeforeValidator(_number), Field(allow_inf_nan=False)]
+
+#: Lists of which the first wrong entry is told: to tell a million of them takes seconds.
+Ids = Annotated[list[StrictInt], Field(fail_fast=True)]
+
+ListsOfIds = Annotated[list[Ids], Field(fail_fast=True)]
+
+Strings = Annotated[list[StrictStr], Field(fail_fast=True)]
+
+
+class NullIsAbsent(BaseModel):
+    """A body in which ``null`` means absent for every field.
+
+    ``without_effect`` are fields that are not read and that clients need not be told of: other
+    servers have them, and clients send them as a matter of course.
+    """
+
+    without_effect: ClassVar[frozenset[str]] = frozenset()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_what_may_not_be_dropped(cls, data: Any) -> Any:
+        for name in NEVER_DROPPED & data.keys() if isinstance(data, dict) else ():
+            if data[name] and name not in cls.model_fields:
+                raise InvalidRequestError(
+                    f"{name} is not supported here.", param=name, code="unsupported_parameter"
+                )
+        return data
+
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_nulls(cls, data: Any) -> Any:
+        if isinstance(data, dict):
+            return {key: value for key, value in data.items() if value is not None}
+        return data

@@ -1,0 +1,78 @@
+"""Tells clients which fields of their requests were not read.
+
+``JsonRoute`` asks it of every JSON body. Routes that read their bodies themselves call
+``tell_ignored``.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Iterator
+from typing import Any, get_args
+
+from pydantic import AliasChoices, BaseModel
+from starlette.responses import Response
+
+from mlx_parallm.api.http.forms import NullIsAbsent
+
+logger = logging.getLogger(__name__)
+
+HEADER = "x-ignored-fields"
+MAX_NAMES = 20
+MAX_NAME_CHARS = 64
+
+
+def tell_ignored(response: Response, names: Iterable[str]) -> None:
+    """Name the fields in a header and in the log; names that no header can hold are left out."""
+    told = [name for name in sorted(names) if _is_plain(name)][:MAX_NAMES]
+    if told:
+        response.headers[HEADER] = ", ".join(told)
+        logger.warning("ignored unknown request fields: %s", ", ".join(told))
+
+
+def ignored_names(form: type[BaseModel], body: Any) -> set[str]:
+    """Return the names in a JSON body that its form does not read; those of options have a dot.
+
+    What is null is absent. A form may name fields that clients send as a matter of course and that
+    need not be told: ``without_effect``.
+    """
+    if not isinstance(body, dict):
+        return set()
+    given = {name for name, value in body.items() if value is not None}
+    silent = form.without_effect if issubclass(form, NullIsAbsent) else frozenset[str]()
+    names = given - _known_names(form) - silent
+    for name, options in _option_forms(form):
+        values = body.get(name)
+        for value in values if isinstance(values, list) else [values]:
+            names |= {f"{name}.{inner}" for inner in ignored_names(options, value)}
+    return names
+
+
+def forms_of(annotation: Any) -> Iterator[type[BaseModel]]:
+    """Every model in a type, such as those of a union or of a list's elements."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        yield annotation
+    for part in get_args(annotation):
+        yield from forms_of(part)
+
+
+def _known_names(form: type[BaseModel]) -> set[str]:
+    names = set(form.model_fields)
+    for field in form.model_fields.values():
+        alias = field.validation_alias
+        choices = alias.choices if isinstance(alias, AliasChoices) else [alias]
+        names.update(choice for choice in choices if isinstance(choice, str))
+    return names
+
+
+def _option_forms(form: type[BaseModel]) -> Iterator[tuple[str, type[BaseModel]]]:
+    """The fields that hold options of one form; other models hand their extra keys on."""
+    for name, field in form.model_fields.items():
+        forms = {one for one in forms_of(field.annotation) if issubclass(one, NullIsAbsent)}
+        if len(forms) == 1:
+            yield name, forms.pop()
+
+
+def _is_plain(name: str) -> bool:
+    plain = name.replace(".", "").replace("_", "").replace("-", "")
+    return len(name) <= MAX_NAME_CHARS and plain.isascii() and plain.isalnum()

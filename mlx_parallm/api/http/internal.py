@@ -1,0 +1,56 @@
+"""Requests that the server makes of its own application, for work in the background.
+
+They are told by an entry of the ASGI scope, which no client can set.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from starlette.requests import HTTPConnection
+
+from mlx_parallm.api.http.engine_view import EngineView
+from mlx_parallm.generation.model import RequestHandle
+from mlx_parallm.serving.interface import EngineClient
+from mlx_parallm.types.request import GenerateRequest
+
+INTERNAL_CALLER = "mlx_parallm.internal_caller"
+# Above every 64-bit number, and so behind every request of a client, whatever its priority.
+BACKGROUND_PRIORITY = 2**64
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InternalCaller:
+    """Stands in for what a client's request would bring.
+
+    Attributes:
+        client: whose work it is, as ``auth.client_of`` says it.
+        engine: what its routes see of the engine.
+        max_waiting: sequences that one of its requests may put into the queue; None: not known.
+    """
+
+    client: str
+    engine: EngineClient
+    max_waiting: int | None
+
+
+def internal_caller(connection: HTTPConnection) -> InternalCaller | None:
+    """Who made this request, if the server did."""
+    return connection.scope.get(INTERNAL_CALLER)
+
+
+class BackgroundEngine(EngineView):
+    """An engine whose requests are a client's and run behind everybody else's."""
+
+    def __init__(self, engine: EngineClient, client: str) -> None:
+        super().__init__(engine)
+        self._client = client
+
+    async def check_room(self, model: str, client: str, n: int) -> None:
+        """See ``EngineClient``."""
+        await self._engine.check_room(model, self._client, n)
+
+    async def submit(self, request: GenerateRequest) -> RequestHandle:
+        """See ``EngineClient``."""
+        priority = BACKGROUND_PRIORITY + request.priority
+        return await self._engine.submit(replace(request, priority=priority, client=self._client))

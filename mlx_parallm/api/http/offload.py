@@ -1,0 +1,164 @@
+"""Keeps long computations off the event loop, and shares threads out among clients."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import contextvars
+import functools
+import os
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, TypeVar
+
+from mlx_parallm.api.http.client_pace import ClientPace
+
+T = TypeVar("T")
+
+# A text longer than this is tokenised on a worker thread: it would hold up every stream by more
+# than a millisecond.
+LONG_TEXT_CHARS = 2048
+# MAX_THREADS: each takes up to some 200 bytes of memory for every byte of a text that it tokenises.
+MAX_THREADS = 8
+# PACED_SHARE: share of all processors that one client's long texts may take while others are here.
+# MLX's CPU backend computes on all processors: one that is kept busy doubles a step's time.
+PACED_SHARE = 1 / 8
+# BURST_S: seconds that a client's long texts may take at once: several megabytes of text.
+BURST_S = 1.0
+
+
+async def maybe_in_thread(work: Callable[[], T], length: int) -> T:
+    """The result of ``work`` on a text of ``length`` characters."""
+    return await in_thread(work) if length > LONG_TEXT_CHARS else work()
+
+
+async def in_thread(work: Callable[[], T]) -> T:
+    """The result of ``work``, from one of the threads that the request's client may use."""
+    serving = _SERVING.get()
+    if serving is None:
+        return await asyncio.to_thread(work)
+    threads, client = serving
+    return await threads.run(client, work)
+
+
+class TextThreads:
+    """Threads of which one client gets half at most, so that others never wait for it.
+
+    What waits begins by turns of the clients. While other clients are here, the time that a
+    client's works take drains at ``PACED_SHARE`` of the processors, and its next work waits until
+    no more than ``BURST_S`` is left. The methods are called on one event loop.
+    """
+
+    def __init__(
+        self, num_threads: int | None = None, *, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        """Prepare.
+
+        Args:
+            num_threads: at least 2; None: one for each processor, up to ``MAX_THREADS``.
+            clock: seconds from any beginning.
+        """
+        num_processors = os.cpu_count() or 1
+        self._num_threads = num_threads or max(2, min(MAX_THREADS, num_processors))
+        self._num_free = self._num_threads
+        self._clock = clock
+        self._pace = ClientPace(clock, rate=num_processors * PACED_SHARE, burst=BURST_S)
+        self._running: Counter[str] = Counter()
+        self._waiting: dict[str, deque[asyncio.Future[None]]] = {}
+        # Clients whose next work waits for their pace.
+        self._paced: dict[str, asyncio.TimerHandle] = {}
+        self._executor = ThreadPoolExecutor(self._num_threads, "texts")
+
+    @contextlib.contextmanager
+    def serving(self, client: str) -> Iterator[None]:
+        """Within it, ``in_thread`` uses these threads for a client, which counts as being here."""
+        token = _SERVING.set((self, client))
+        try:
+            with self._pace.present(client):
+                yield
+        finally:
+            _SERVING.reset(token)
+            # A client that is alone from now on waits no longer.
+            self._begin_waiting()
+
+    async def run(self, client: str, work: Callable[[], T]) -> T:
+        """The result of ``work``, which begins when the client's turn comes.
+
+        The thread is taken until ``work`` ends, even if the caller was cancelled before.
+        """
+        await self._turn(client)
+        context = contextvars.copy_context()
+        loop, begin_s = asyncio.get_running_loop(), self._clock()
+        running: Future[T] = self._executor.submit(context.run, work)
+        running.add_done_callback(functools.partial(self._end_later, loop, client, begin_s))
+        return await asyncio.wrap_future(running)
+
+    async def _turn(self, client: str) -> None:
+        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting.setdefault(client, deque()).append(turn)
+        self._begin_next(client)
+        try:
+            await turn
+        except asyncio.CancelledError:
+            if turn.cancelled():
+                self._begin_next(client)
+            else:
+                self._leave(client)
+            raise
+
+    def _end_later(
+        self, loop: asyncio.AbstractEventLoop, client: str, begin_s: float, _: Future[Any]
+    ) -> None:
+        seconds = self._clock() - begin_s
+        with contextlib.suppress(RuntimeError):
+            # The loop is closed, so no client waits for a thread.
+            loop.call_soon_threadsafe(self._end, client, seconds)
+
+    def _end(self, client: str, seconds: float) -> None:
+        self._pace.delay(client, seconds)
+        self._leave(client)
+
+    def _leave(self, client: str) -> None:
+        self._num_free += 1
+        self._running[client] -= 1
+        if not self._running[client]:
+            del self._running[client]
+        self._begin_waiting()
+
+    def _begin_waiting(self) -> None:
+        for client in list(self._waiting):
+            self._begin_next(client)
+
+    def _begin_next(self, client: str) -> None:
+        """Let the client's next works begin that may; it is the last client in line then."""
+        line = self._waiting.get(client, deque())
+        while line and (line[0].done() or self._may_begin(client)):
+            turn = line.popleft()
+            if not turn.done():
+                self._num_free -= 1
+                self._running[client] += 1
+                turn.set_result(None)
+                self._waiting[client] = self._waiting.pop(client)
+        if not line:
+            self._waiting.pop(client, None)
+
+    def _may_begin(self, client: str) -> bool:
+        if not self._num_free or self._running[client] >= self._num_threads // 2:
+            return False
+        delay_s = self._pace.delay(client)
+        if delay_s and client not in self._paced:
+            loop = asyncio.get_running_loop()
+            self._paced[client] = loop.call_later(delay_s, self._after_delay, client)
+        return not delay_s
+
+    def _after_delay(self, client: str) -> None:
+        del self._paced[client]
+        self._begin_next(client)
+
+
+#: Whose request this is, and the threads for it; each request has a context of its own.
+_SERVING: contextvars.ContextVar[tuple[TextThreads, str] | None] = contextvars.ContextVar(
+    "serving", default=None
+)

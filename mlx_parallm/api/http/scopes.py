@@ -1,0 +1,45 @@
+"""Every request enters the engine through here, where it gets the cache scope of its client."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from mlx_parallm.api.http.engine_view import EncoderView, EngineView
+from mlx_parallm.config import ServerConfig
+from mlx_parallm.generation.model import RequestHandle
+from mlx_parallm.serving.interface import EngineClient, PoolingClient
+from mlx_parallm.types.cache_scope import EVERYBODY, CacheScope
+from mlx_parallm.types.pooling import EncodeRequest, EncodeResults
+from mlx_parallm.types.request import GenerateRequest
+
+
+def scope_of(client: str, config: ServerConfig) -> CacheScope:
+    """Return the scope of what is computed for a client, as ``auth.client_of`` names it."""
+    return CacheScope(client) if config.separates_keys else EVERYBODY
+
+
+class ScopedEngine(EngineView):
+    """An engine whose requests find and keep what is computed in one scope."""
+
+    def __init__(self, engine: EngineClient, scope: CacheScope) -> None:
+        super().__init__(engine)
+        self._scope = scope
+
+    async def submit(self, request: GenerateRequest) -> RequestHandle:
+        """See ``EngineClient``."""
+        return await self._engine.submit(replace(request, scope=self._scope))
+
+    @property
+    def encoders(self) -> PoolingClient:
+        """See ``EngineClient``."""
+        return _ScopedEncoders(self._engine.encoders, self._scope)
+
+
+class _ScopedEncoders(EncoderView):
+    def __init__(self, encoders: PoolingClient, scope: CacheScope) -> None:
+        super().__init__(encoders)
+        self._scope = scope
+
+    async def encode(self, request: EncodeRequest) -> EncodeResults:
+        """See ``PoolingClient``."""
+        return await self._encoders.encode(replace(request, scope=self._scope))

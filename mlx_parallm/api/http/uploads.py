@@ -1,0 +1,134 @@
+"""Large bodies of tensors: received as they come, parsed away from the event loop.
+
+An upload is the bytes of a safetensors file with some fields beside it, sent in one of three ways:
+as the body itself with the fields in the query or in headers, as a form with a file, or as JSON
+with the file in base64.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ValidationError
+from starlette.requests import Request
+
+from mlx_parallm.api.http.errors import describe
+from mlx_parallm.api.http.json_body import parse_json
+from mlx_parallm.api.http.multipart import FormReader
+from mlx_parallm.types.errors import InvalidRequestError
+
+T = TypeVar("T", bound=BaseModel)
+
+RAW_TYPES = frozenset({"application/octet-stream", "application/x-safetensors"})
+FORM_TYPE = "multipart/form-data"
+# A config with a pattern for every module.
+MAX_FIELD_BYTES = 64 * 1024
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Received:
+    """A body that has come.
+
+    Attributes:
+        kind: its content type.
+        body: what of it is not in ``fields``: the tensors, or all of a JSON body.
+        fields: of the query, of headers and of a form.
+        began_s, ended_s: when its first and last bytes came, of ``time.perf_counter``.
+    """
+
+    kind: str
+    body: bytearray
+    fields: Mapping[str, str]
+    began_s: float
+    ended_s: float
+
+
+async def receive(request: Request, *, file_field: str, header_prefix: str) -> Received:
+    """Take in a body of one of the types.
+
+    Args:
+        request: whose body nothing has read yet.
+        file_field: the name of the file in a form.
+        header_prefix: of headers that are fields; ``x-adapter-name`` is ``name``.
+
+    Raises:
+        InvalidRequestError: it is of another type, or no form.
+        ClientDisconnect: it was cut off.
+    """
+    content_type = request.headers.get("content-type", "")
+    kind = content_type.partition(";")[0].strip().lower()
+    fields = _outer_fields(request, header_prefix)
+    form = None
+    if kind == FORM_TYPE:
+        form = FormReader(content_type, file_field, max_field_bytes=MAX_FIELD_BYTES)
+    elif kind not in RAW_TYPES and not is_json(kind):
+        raise InvalidRequestError(
+            "The content type must be application/octet-stream, application/x-safetensors, "
+            "multipart/form-data or application/json."
+        )
+    body = bytearray()
+    began_s = time.perf_counter()
+    async for piece in request.stream():
+        body += piece if form is None else form.feed(piece)
+    if form is not None:
+        form.finish()
+        fields |= form.fields
+    ended_s = time.perf_counter()
+    return Received(kind=kind, body=body, fields=fields, began_s=began_s, ended_s=ended_s)
+
+
+def is_json(kind: str) -> bool:
+    """Whether a content type is JSON."""
+    return kind == "application/json" or kind.endswith("+json")
+
+
+def json_object(body: bytes | bytearray) -> dict[str, Any]:
+    """A JSON body.
+
+    Raises:
+        InvalidRequestError: it is none, or no object.
+    """
+    content = parse_json(body)
+    if not isinstance(content, dict):
+        raise InvalidRequestError("The body must be a JSON object.")
+    return content
+
+
+def from_base64(value: Any, *, param: str) -> bytes:
+    """The bytes of a field.
+
+    Raises:
+        InvalidRequestError: it is no base64.
+    """
+    if not isinstance(value, str):
+        raise InvalidRequestError(
+            f"{param} must be a safetensors file in base64.", param=param.partition("[")[0]
+        )
+    try:
+        return base64.b64decode(value, validate=True)
+    except (binascii.Error, ValueError):
+        raise InvalidRequestError(f"{param} is no base64.", param=param.partition("[")[0]) from None
+
+
+def validated(model: type[T], fields: Mapping[str, Any]) -> T:
+    """Fields of a body that FastAPI does not read; raise InvalidRequestError naming the wrong."""
+    try:
+        return model.model_validate(fields)
+    except ValidationError as problem:
+        problems = [{**one, "loc": ("body", *one["loc"])} for one in problem.errors()]
+        param = str(problems[0]["loc"][1]) if len(problems[0]["loc"]) > 1 else None
+        raise InvalidRequestError(describe(problems), param=param) from None
+
+
+def _outer_fields(request: Request, prefix: str) -> dict[str, str]:
+    headers = {
+        name.removeprefix(prefix).replace("-", "_"): value
+        for name, value in request.headers.items()
+        if name.startswith(prefix)
+    }
+    return headers | dict(request.query_params)

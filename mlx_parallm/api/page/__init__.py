@@ -1,0 +1,1 @@
+"""The page at ``/``, and the API's documentation."""

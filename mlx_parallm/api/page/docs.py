@@ -1,0 +1,54 @@
+"""``GET /docs`` and ``/openapi.json``: the API's documentation, all of it from this server."""
+
+from __future__ import annotations
+
+from importlib.resources import files
+
+from fastapi import Request
+from fastapi.openapi.docs import get_swagger_ui_html
+from fastapi.responses import HTMLResponse, JSONResponse
+from starlette.responses import Response
+from starlette.staticfiles import StaticFiles
+
+from mlx_parallm.api.http.declared import Access
+from mlx_parallm.api.http.openapi import SERVER
+from mlx_parallm.api.http.routing import Routes
+
+ASSETS = "/docs/assets"
+# Groups of operations, and the list of schemas, are opened by whoever reads them.
+FOLDED = {"docExpansion": "none", "defaultModelsExpandDepth": 0}
+
+routes = Routes(SERVER, access=Access.OPEN)
+
+
+@routes.get("/openapi.json", include_in_schema=False)
+async def openapi(request: Request) -> JSONResponse:
+    """The OpenAPI document."""
+    document, base = request.app.openapi(), _base(request)
+    return JSONResponse({**document, "servers": [{"url": base}]} if base else document)
+
+
+@routes.get("/docs", include_in_schema=False)
+async def documentation(request: Request) -> HTMLResponse:
+    """Swagger UI over ``/openapi.json``."""
+    base = _base(request)
+    return get_swagger_ui_html(
+        openapi_url=f"{base}/openapi.json",
+        title="mlx_parallm",
+        swagger_js_url=f"{base}{ASSETS}/swagger-ui-bundle.js",
+        swagger_css_url=f"{base}{ASSETS}/swagger-ui.css",
+        swagger_favicon_url=f"{base}{ASSETS}/favicon-32x32.png",
+        swagger_ui_parameters=FOLDED,
+    )
+
+
+@routes.get(ASSETS + "/{path:path}", include_in_schema=False)
+async def asset(path: str, request: Request) -> Response:
+    """A file of Swagger UI."""
+    folder = StaticFiles(directory=str(files("fastapi_swagger") / "resources"))
+    return await folder.get_response(path, request.scope)
+
+
+def _base(request: Request) -> str:
+    """What a browser must write before a path (``--root-path``)."""
+    return request.scope.get("root_path", "").rstrip("/")

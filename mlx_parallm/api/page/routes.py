@@ -1,0 +1,96 @@
+"""``GET /``: a page to look at the server and to try its models; its parts at ``/page/``."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from functools import cache
+from importlib.resources import files
+from pathlib import PurePath
+
+from fastapi import Request, Response
+from starlette.exceptions import HTTPException
+
+from mlx_parallm.api.http.declared import Access
+from mlx_parallm.api.http.openapi import SERVER
+from mlx_parallm.api.http.routing import Routes
+
+INDEX = "index.html"
+TYPES = {
+    ".html": "text/html; charset=utf-8",
+    ".css": "text/css; charset=utf-8",
+    ".js": "text/javascript; charset=utf-8",
+    ".svg": "image/svg+xml",
+}
+# Everything comes from this server, and no text can become markup or a script (CSP Level 3,
+# Trusted Types): the page shows what models write.
+POLICY = "; ".join(
+    [
+        "default-src 'none'",
+        "script-src 'self'",
+        "style-src 'self'",
+        "img-src 'self'",
+        "connect-src 'self'",
+        "base-uri 'none'",
+        "form-action 'none'",
+        "frame-ancestors 'none'",
+        "require-trusted-types-for 'script'",
+        "trusted-types 'none'",
+    ]
+)
+HEADERS = {
+    "content-security-policy": POLICY,
+    "x-content-type-options": "nosniff",
+    "referrer-policy": "no-referrer",
+    # Kept by the browser, but asked for again: a new version is seen at once.
+    "cache-control": "no-cache",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class PageFile:
+    """A file of the page; ``etag`` is made of its content, as a wheel's files have no times."""
+
+    content: bytes
+    content_type: str
+    etag: str
+
+
+@cache
+def page_files() -> dict[str, PageFile]:
+    """The page's files by name."""
+    found = {}
+    for file in (files("mlx_parallm.api.page") / "assets").iterdir():
+        content_type = TYPES.get(PurePath(file.name).suffix)
+        if content_type is not None:
+            content = file.read_bytes()
+            etag = f'"{hashlib.sha256(content).hexdigest()[:32]}"'
+            found[file.name] = PageFile(content, content_type, etag)
+    return found
+
+
+# Links of the page are relative, so that it works below any prefix.
+routes = Routes(SERVER, access=Access.OPEN)
+
+
+@routes.get("/", include_in_schema=False)
+async def page(request: Request) -> Response:
+    """The page itself, which asks for a key if the server needs one."""
+    return _answer(request, page_files()[INDEX])
+
+
+@routes.get("/page/{name}", include_in_schema=False)
+async def part(name: str, request: Request) -> Response:
+    """A script, a style sheet or an image."""
+    if name not in page_files() or name == INDEX:
+        raise HTTPException(404)
+    return _answer(request, page_files()[name])
+
+
+def _answer(request: Request, file: PageFile) -> Response:
+    headers = HEADERS | {"etag": file.etag}
+    known = [tag.strip() for tag in request.headers.get("if-none-match", "").split(",")]
+    # A proxy that compresses makes an entity tag weak.
+    if file.etag in [tag.removeprefix("W/") for tag in known]:
+        return Response(status_code=304, headers=headers)
+    return Response(file.content, headers=headers, media_type=file.content_type)

@@ -1,0 +1,1 @@
+"""Routes of models that read texts: vectors, classes, scores, rewards, masks."""

@@ -1,0 +1,73 @@
+"""Arrays of numbers in answers: as numbers, in base64, or as bytes, as vLLM has it."""
+
+from __future__ import annotations
+
+import base64
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from starlette.responses import Response
+
+from mlx_parallm.api.pooling.answer import Encoded
+from mlx_parallm.api.pooling.embeddings.schema import ArraysRequest
+from mlx_parallm.types.errors import InvalidRequestError
+
+# Clients take heads of some 64 KiB: the entry of an array has 110 bytes.
+MAX_DESCRIBED = 256
+_DTYPES: Mapping[str, str] = {"float32": "f4", "float16": "f2"}
+
+
+def check_format(body: ArraysRequest, num_arrays: int) -> None:
+    """Raise InvalidRequestError if so many arrays cannot be written as the body asks."""
+    if body.encoding_format == "bytes" and num_arrays > MAX_DESCRIBED:
+        raise InvalidRequestError(
+            f"The header that bytes come with describes at most {MAX_DESCRIBED} inputs; "
+            "bytes_only has none.",
+            param="encoding_format",
+        )
+
+
+def in_json(array: np.ndarray, body: ArraysRequest) -> Any:
+    """Nested lists of numbers, or the base64 of their bytes in the order of rows."""
+    if body.encoding_format == "float":
+        return array.tolist()
+    return base64.b64encode(as_bytes(array, body.embed_dtype, body.endianness)).decode()
+
+
+def as_bytes(array: np.ndarray, dtype: str = "float32", endianness: str = "little") -> bytes:
+    """The numbers one after the other; native is little-endian, whatever the machine."""
+    order = ">" if endianness == "big" else "<"
+    if dtype == "bfloat16":
+        return _bfloat16(array).astype(f"{order}u2").tobytes()
+    # What is larger than a number of 16 bits can be becomes infinite, as in vLLM.
+    with np.errstate(over="ignore"):
+        return array.astype(order + _DTYPES[dtype]).tobytes()
+
+
+def _bfloat16(array: np.ndarray) -> np.ndarray:
+    """The bits of the nearest bfloat16, uint16: the upper half of a float32; ties go to even."""
+    bits = np.ascontiguousarray(array, dtype=np.float32).view(np.uint32)
+    return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
+
+
+def bytes_response(arrays: Sequence[np.ndarray], found: Encoded, body: ArraysRequest) -> Response:
+    """The bytes of all arrays, and a header ``metadata`` unless the body asks for bytes only."""
+    parts = [as_bytes(one, body.embed_dtype, body.endianness) for one in arrays]
+    headers = None
+    if body.encoding_format == "bytes":
+        ends = np.cumsum([len(part) for part in parts]).tolist()
+        data = [
+            {
+                "index": index,
+                "embed_dtype": body.embed_dtype,
+                "endianness": body.endianness,
+                "start": end - len(part),
+                "end": end,
+                "shape": one.shape,
+            }
+            for index, (one, part, end) in enumerate(zip(arrays, parts, ends, strict=True))
+        ]
+        headers = {"metadata": json.dumps(found.answer(data))}
+    return Response(b"".join(parts), media_type="application/octet-stream", headers=headers)

@@ -1,0 +1,69 @@
+"""Bodies of Hugging Face's task form."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import ConfigDict, Field, StrictBool, StrictInt, StrictStr
+
+from mlx_parallm.api.http.forms import NullIsAbsent
+
+MAX_TOP_K = 1000
+MAX_TARGETS = 10_000
+
+
+class TaskParameters(NullIsAbsent):
+    """Parameters of all tasks; each task reads its own."""
+
+    model_config = ConfigDict(extra="allow", protected_namespaces=())
+
+    top_k: StrictInt | None = Field(
+        None, ge=1, le=MAX_TOP_K, description="How many of the best are told."
+    )
+    targets: list[StrictStr] | None = Field(
+        None, min_length=1, max_length=MAX_TARGETS, description="Fill masks with these alone."
+    )
+    function_to_apply: Literal["sigmoid", "softmax", "none"] | None = Field(
+        None, description="What makes scores of a classifier's logits; by default its config says."
+    )
+    aggregation_strategy: Literal["none", "simple", "first", "average", "max"] | None = Field(
+        None, description="How labels of tokens become those of words and groups of words."
+    )
+    ignore_labels: list[StrictStr] | None = Field(
+        None, max_length=MAX_TARGETS, description='Labels of tokens that are not told; ["O"].'
+    )
+    normalize: StrictBool | None = Field(
+        None, description="Divide vectors by their lengths; by default as the model's files say."
+    )
+    prompt_name: StrictStr | None = Field(
+        None, description="A prompt of the model that is put before each text."
+    )
+    dimensions: StrictInt | None = Field(
+        None, ge=1, description="Length that vectors are cut to, where the model allows it."
+    )
+    encoding_format: Literal["float", "base64"] | None = Field(
+        None, description="Numbers, or the bytes of little-endian float32 in base64."
+    )
+    truncate: StrictBool | None = Field(
+        None, description="Cut texts that are longer than the model takes."
+    )
+    truncation_direction: Literal["left", "right", "Left", "Right"] | None = Field(
+        None, description="The end of a text at which it is cut."
+    )
+
+
+class TaskRequest(TaskParameters):
+    """What Hugging Face's InferenceClient posts. Parameters may also stand beside ``inputs``."""
+
+    inputs: Any = Field(description="A text, several, or what else the task takes.")
+    parameters: TaskParameters | None = Field(None, description="Of the task.")
+    options: dict[str, Any] = Field(default_factory=dict, description="Not read.")
+
+    def all_parameters(self) -> TaskParameters:
+        """Those of ``parameters``, and those beside ``inputs``."""
+        beside = {
+            name: getattr(self, name)
+            for name in self.model_fields_set & TaskParameters.model_fields.keys()
+        }
+        within = {} if self.parameters is None else self.parameters.model_dump(exclude_unset=True)
+        return TaskParameters.model_validate({**beside, **within})

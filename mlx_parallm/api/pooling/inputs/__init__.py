@@ -1,0 +1,1 @@
+"""From the inputs of a body to those of a pooling model."""

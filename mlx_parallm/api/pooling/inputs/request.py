@@ -1,0 +1,84 @@
+"""From the body of a route to what an encoder reads."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from mlx_parallm.api.chat.schema import ChatMessage, check_template_kwargs, turns_of
+from mlx_parallm.api.http.offload import maybe_in_thread
+from mlx_parallm.api.pooling.inputs.encode import Role, single_inputs, text_limit
+from mlx_parallm.api.pooling.inputs.schema import TextsRequest
+from mlx_parallm.api.turns.history import template_messages
+from mlx_parallm.pooling.model import PoolingModel
+from mlx_parallm.types.errors import InvalidRequestError
+from mlx_parallm.types.pooling import EncodeInput, Task
+
+
+async def request_inputs(
+    body: TextsRequest, model: PoolingModel, task: Task, *, prompt: str = ""
+) -> tuple[EncodeInput, ...]:
+    """The texts, token ids or conversations of a request.
+
+    Args:
+        body: has ``input`` or ``messages``.
+        model: reads them.
+        task: of all.
+        prompt: is put before every text.
+
+    Raises:
+        InvalidRequestError: there are none, or both; or one cannot be read.
+    """
+    if (body.input is None) == (body.messages is None):
+        raise InvalidRequestError("Either input or messages is needed.", param="input")
+    if body.messages is None:
+        given, param = body.input, "input"
+    else:
+        given, param = await _rendered(body, model), "messages"
+    return await single_inputs(
+        given,
+        model,
+        task,
+        truncate=body.truncate_prompt_tokens,
+        from_left=body.truncation_side == "left",
+        add_special_tokens=body.add_special_tokens is not False,
+        role=Role(prompt=prompt),
+        param=param,
+    )
+
+
+async def _rendered(body: TextsRequest, model: PoolingModel) -> list[tuple[int, ...]]:
+    """The token ids of each conversation."""
+    check_template_kwargs(body.chat_template_kwargs)
+    if body.chat_template is not None:
+        raise InvalidRequestError(
+            "A request brings no template; the server has --chat-template.",
+            param="chat_template",
+            code="unsupported_parameter",
+        )
+    if body.add_special_tokens:
+        raise InvalidRequestError(
+            "The chat template writes the special tokens of messages.", param="add_special_tokens"
+        )
+    conversations = [template_messages(turns_of(one)) for one in _conversations(body.messages)]
+    options: dict[str, Any] = {
+        "add_generation_prompt": body.add_generation_prompt,
+        "continue_final_message": body.continue_final_message,
+        "template_kwargs": body.chat_template_kwargs,
+    }
+    limit = text_limit(
+        model, body.truncate_prompt_tokens, "messages", from_left=body.truncation_side == "left"
+    )
+    return await maybe_in_thread(
+        lambda: [
+            model.tokenizer.encode_chat(one, limit=replace(limit, first=number), **options)
+            for number, one in enumerate(conversations)
+        ],
+        sum(len(turn["content"] or "") for one in conversations for turn in one),
+    )
+
+
+def _conversations(messages: Sequence[Any] | None) -> list[Sequence[ChatMessage]]:
+    given = list(messages or ())
+    return given if isinstance(given[0], list) else [given]

@@ -1,0 +1,1 @@
+"""What masked LMs say of masks and of whole texts."""

@@ -1,0 +1,137 @@
+"""From texts with masks to what a masked LM reads, and from words to the ids they stand for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from mlx_parallm.api.http.offload import maybe_in_thread
+from mlx_parallm.api.pooling.inputs.encode import single_inputs
+from mlx_parallm.pooling.model import PoolingModel
+from mlx_parallm.types.errors import InvalidRequestError
+from mlx_parallm.types.pooling import EncodeInput, Task
+from mlx_parallm.types.request import TokenLimit
+
+# To look up a word takes as long as to encode so many characters.
+_WORD_CHARS = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Candidates:
+    """Tokens that are compared, each once.
+
+    Attributes:
+        ids: in the order they were given.
+        labels: what each was asked for as.
+        warnings: what was read as something else.
+    """
+
+    ids: tuple[int, ...] = ()
+    labels: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
+
+
+def mask_id(model: PoolingModel) -> int:
+    """The id that stands for a word to be found.
+
+    Raises:
+        InvalidRequestError: the model's tokenizer has none.
+    """
+    token = model.tokenizer.mask_token
+    found = None if token is None else model.tokenizer.token_id(token)
+    if found is None:
+        raise InvalidRequestError(f"{model.names[0]} has no mask token.", param="model")
+    return found
+
+
+async def masked_inputs(
+    given: Sequence[Any],
+    model: PoolingModel,
+    task: Task,
+    candidates: tuple[int, ...] = (),
+    *,
+    top_k: int = 0,
+    truncate: int | None = None,
+    from_left: bool = False,
+    param: str = "texts",
+) -> tuple[EncodeInput, ...]:
+    """Inputs whose places are their masks; see ``single_inputs`` and ``EncodeInput``.
+
+    Raises:
+        InvalidRequestError: a text has no mask, perhaps because it was cut.
+        ContextLengthError: one is too long and is not to be cut.
+    """
+    mask = mask_id(model)
+    inputs = await single_inputs(
+        given, model, task, truncate=truncate, from_left=from_left, param=param
+    )
+    return tuple(
+        replace(
+            one,
+            places=_places(one, mask, f"{param} {number}", model),
+            candidates=candidates,
+            top_k=top_k,
+        )
+        for number, one in enumerate(inputs)
+    )
+
+
+def _places(one: EncodeInput, mask: int, name: str, model: PoolingModel) -> tuple[int, ...]:
+    places = tuple(place for place, token in enumerate(one.token_ids) if token == mask)
+    if not places:
+        raise InvalidRequestError(
+            f"{name} has no {model.tokenizer.mask_token}.", param=name.split()[0]
+        )
+    return places
+
+
+async def candidates_of(
+    words: Mapping[str, str | int] | Iterable[str], model: PoolingModel, param: str
+) -> Candidates:
+    """The ids of words, by the rule of transformers' fill-mask pipeline.
+
+    A word that is no token is tokenised, and its first token stands for it. Of words with the same
+    id the first is kept.
+
+    Args:
+        words: tokens, words or ids; perhaps by their labels.
+        model: whose vocabulary is meant.
+        param: the field of the body that they came from.
+
+    Raises:
+        InvalidRequestError: an id is outside the vocabulary; no word is left.
+    """
+    if not isinstance(words, Mapping):
+        words = {word: word for word in words}
+    length = sum(len(str(word)) + _WORD_CHARS for word in words.values())
+    return await maybe_in_thread(lambda: _candidates(words, model, param), length)
+
+
+def _candidates(words: Mapping[str, str | int], model: PoolingModel, param: str) -> Candidates:
+    found: dict[int, str] = {}
+    warnings = []
+    for label, word in words.items():
+        number, warning = _candidate(word, model, param)
+        warnings += [] if warning is None else [warning]
+        if number is not None and found.setdefault(number, label) != label:
+            warnings.append(f"{label!r} and {found[number]!r} are the same token; it is told once.")
+    if not found:
+        raise InvalidRequestError(f"{param} has no word that can be read.", param=param)
+    return Candidates(tuple(found), tuple(found.values()), tuple(warnings))
+
+
+def _candidate(word: str | int, model: PoolingModel, param: str) -> tuple[int | None, str | None]:
+    if isinstance(word, int):
+        if not 0 <= word < model.info.vocab_size:
+            raise InvalidRequestError(f"{param} has {word}, which is no token id.", param=param)
+        return word, None
+    number = model.tokenizer.token_id(word)
+    if number is not None:
+        return number, None
+    limit = TokenLimit(most=1, cuts=True)
+    (tokens,) = model.tokenizer.encode([word], add_special_tokens=False, limit=limit)
+    if not tokens:
+        return None, f"{word!r} is not in the vocabulary and is left out."
+    token = model.tokenizer.token_string(tokens[0])
+    return tokens[0], f"{word!r} is not in the vocabulary; its first token {token!r} is used."

@@ -1,0 +1,154 @@
+"""``POST /v1/mlm``."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from pydantic import (
+    BeforeValidator,
+    Field,
+    StrictBool,
+    StrictInt,
+    StrictStr,
+    WithJsonSchema,
+)
+
+from mlx_parallm.api.pooling.inputs.schema import EncodeFields
+from mlx_parallm.types.errors import InvalidRequestError
+
+MAX_TEXTS = 8192
+MAX_TOP_K = 1000
+MAX_WORDS = 10_000
+
+_WORD = {"anyOf": [{"type": "string"}, {"type": "integer", "minimum": 0}]}
+_IDS = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
+
+
+def _texts(value: Any) -> list[str]:
+    given = [value] if isinstance(value, str) else value
+    if _is_list_of(given, str) and len(given) <= MAX_TEXTS:
+        return given
+    raise ValueError(f"must be a text or a list of 1 to {MAX_TEXTS} texts")
+
+
+def _token_ids(value: Any) -> list[list[int]]:
+    given = [value] if _is_list_of(value, int) else value
+    is_list = _is_list_of(given, list) and len(given) <= MAX_TEXTS
+    if is_list and all(_is_list_of(one, int) for one in given):
+        return given
+    raise ValueError(f"must be token ids, or a list of 1 to {MAX_TEXTS} lists of them")
+
+
+def _words(value: Any) -> dict[str, str | int]:
+    """Words by their labels; a word without one is its own."""
+    given = [value] if isinstance(value, (str, int)) else value
+    if isinstance(given, list):
+        given = {str(word): word for word in given}
+    is_object = isinstance(given, dict) and 0 < len(given) <= MAX_WORDS
+    if is_object and all(type(word) in (str, int) for word in given.values()):
+        return given
+    raise ValueError(
+        f"must be 1 to {MAX_WORDS} words or token ids, in a list or, by their labels, an object"
+    )
+
+
+def _is_list_of(value: Any, kind: type) -> bool:
+    return isinstance(value, list) and bool(value) and all(type(one) is kind for one in value)
+
+
+Texts = Annotated[
+    Any,
+    BeforeValidator(_texts),
+    WithJsonSchema(
+        {
+            "anyOf": [
+                {"type": "string"},
+                {
+                    "type": "array",
+                    "items": {"type": "string"},
+                    "minItems": 1,
+                    "maxItems": MAX_TEXTS,
+                },
+            ]
+        }
+    ),
+]
+TokenIds = Annotated[
+    Any,
+    BeforeValidator(_token_ids),
+    WithJsonSchema(
+        {"anyOf": [_IDS, {"type": "array", "items": _IDS, "minItems": 1, "maxItems": MAX_TEXTS}]}
+    ),
+]
+Words = Annotated[
+    Any,
+    BeforeValidator(_words),
+    WithJsonSchema(
+        {
+            "anyOf": [
+                {"type": "array", "items": _WORD, "minItems": 1, "maxItems": MAX_WORDS},
+                {"type": "object", "additionalProperties": _WORD, "minProperties": 1},
+            ]
+        }
+    ),
+]
+
+
+class MlmRequest(EncodeFields):
+    """Texts with masks, and what is wanted of each mask."""
+
+    texts: Texts = Field(None, description="A text or several, with the model's mask token.")
+    token_ids: TokenIds = Field(
+        None, description="Texts as token ids, special ones included, in place of texts."
+    )
+    return_top_k: StrictInt = Field(
+        5, ge=0, le=MAX_TOP_K, description="How many of the likeliest tokens of each mask are told."
+    )
+    return_logits: StrictBool = Field(
+        False, description="Tell logits: of the targets or label words, else of the vocabulary."
+    )
+    targets: Words | None = Field(
+        None, description="Tell these tokens alone, with their share of the whole vocabulary."
+    )
+    label_words: Words | None = Field(
+        None, description="Compare these tokens alone: their scores add up to 1."
+    )
+    pseudo_log_likelihood: StrictBool = Field(
+        False, description="Score whole texts instead: each token by the others."
+    )
+    request_ids: list[StrictStr] | None = Field(
+        None, description="A name for each text, told with its result."
+    )
+
+    def check(self) -> None:
+        """Refuse fields that do not go together.
+
+        Raises:
+            InvalidRequestError: naming one of them.
+        """
+        if (self.texts is None) == (self.token_ids is None):
+            raise InvalidRequestError("texts or token_ids is needed, and not both.", param="texts")
+        if self.targets is not None and self.label_words is not None:
+            raise InvalidRequestError("Give targets or label_words, not both.", param="targets")
+        if self.request_ids is not None and len(self.request_ids) != len(self.given):
+            raise InvalidRequestError("There must be an id for each text.", param="request_ids")
+        if self.pseudo_log_likelihood and (self.words is not None or self.return_logits):
+            raise InvalidRequestError(
+                "Whole texts are scored without targets, label_words and return_logits.",
+                param="pseudo_log_likelihood",
+            )
+
+    @property
+    def words(self) -> dict[str, str | int] | None:
+        """The targets or the label words."""
+        return self.label_words if self.targets is None else self.targets
+
+    @property
+    def given(self) -> list[str] | list[list[int]]:
+        """The texts, or their ids."""
+        return self.token_ids if self.texts is None else self.texts
+
+    @property
+    def given_as(self) -> str:
+        """The field that they came in."""
+        return "token_ids" if self.texts is None else "texts"

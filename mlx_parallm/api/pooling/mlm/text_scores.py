@@ -1,0 +1,102 @@
+"""Whole texts scored by a masked LM: pseudo-log-likelihoods.
+
+Each token is masked in turn, and the log-probabilities of the tokens that were there are added up
+(Salazar et al., 2020, https://arxiv.org/abs/1910.14659).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from mlx_parallm.api.pooling.inputs.encode import single_inputs
+from mlx_parallm.api.pooling.mlm.inputs import mask_id
+from mlx_parallm.pooling.model import PoolingModel
+from mlx_parallm.types.errors import InvalidRequestError
+from mlx_parallm.types.pooling import EncodeInput
+
+# Each is a text once through the model.
+MAX_SCORED_TOKENS = 8192
+
+
+@dataclass(frozen=True, slots=True)
+class ScoredText:
+    """A text, and where its tokens are that count."""
+
+    token_ids: tuple[int, ...]
+    places: tuple[int, ...]
+
+
+async def scored_texts(
+    given: Sequence[Any],
+    model: PoolingModel,
+    *,
+    truncate: int | None = None,
+    from_left: bool = False,
+    param: str = "texts",
+) -> list[ScoredText]:
+    """Texts with the places of all tokens but the special ones; see ``single_inputs``.
+
+    Raises:
+        InvalidRequestError: they have too many tokens together.
+    """
+    special = model.tokenizer.special_ids
+    texts = [
+        ScoredText(
+            one.token_ids,
+            tuple(place for place, token in enumerate(one.token_ids) if token not in special),
+        )
+        for one in await single_inputs(
+            given, model, "mlm", truncate=truncate, from_left=from_left, param=param
+        )
+    ]
+    if sum(len(text.places) for text in texts) > MAX_SCORED_TOKENS:
+        raise InvalidRequestError(
+            f"Texts of more than {MAX_SCORED_TOKENS} tokens together are not scored.", param=param
+        )
+    return texts
+
+
+def masked_one_by_one(texts: Sequence[ScoredText], model: PoolingModel) -> list[EncodeInput]:
+    """An input for each place of each text, with a mask there."""
+    mask = mask_id(model)
+    return [
+        EncodeInput(
+            (*text.token_ids[:place], mask, *text.token_ids[place + 1 :]),
+            "mlm_logprobs",
+            places=(place,),
+            candidates=(text.token_ids[place],),
+        )
+        for text in texts
+        for place in text.places
+    ]
+
+
+def text_scores(
+    texts: Sequence[ScoredText], logprobs: Sequence[float], hits: Sequence[bool]
+) -> list[dict[str, Any]]:
+    """What is told of each text.
+
+    Args:
+        texts: whose tokens were masked.
+        logprobs: of their inputs, in their order.
+        hits: whether the results of these inputs were kept.
+    """
+    found = []
+    begin = 0
+    for text in texts:
+        own = slice(begin, begin + len(text.places))
+        begin = own.stop
+        found.append(
+            {
+                "num_tokens": len(text.token_ids),
+                "pseudo_log_likelihood": math.fsum(logprobs[own]),
+                "positions": list(text.places),
+                "tokens": [text.token_ids[place] for place in text.places],
+                "logprobs": list(logprobs[own]),
+                "cache_hit": bool(text.places) and all(hits[own]),
+            }
+        )
+    return found

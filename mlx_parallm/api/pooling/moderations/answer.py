@@ -1,0 +1,156 @@
+"""A classifier's labels as OpenAI's categories of what is harmful."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from mlx_parallm.api.pooling.activation import activated
+from mlx_parallm.api.pooling.answer import Encoded
+from mlx_parallm.pooling.model import PoolingModel
+from mlx_parallm.serving.interface import PoolingClient
+from mlx_parallm.types.errors import InvalidRequestError, NotImplementedRouteError
+from mlx_parallm.types.pooling import EncoderInfo
+
+#: A category is flagged from this probability on.
+THRESHOLD = 0.5
+CATEGORIES: tuple[str, ...] = (
+    "harassment",
+    "harassment/threatening",
+    "hate",
+    "hate/threatening",
+    "illicit",
+    "illicit/violent",
+    "self-harm",
+    "self-harm/instructions",
+    "self-harm/intent",
+    "sexual",
+    "sexual/minors",
+    "violence",
+    "violence/graphic",
+)
+# The short names in the data set of https://arxiv.org/abs/2208.03274.
+SHORT: Mapping[str, str] = {
+    "S": "sexual",
+    "H": "hate",
+    "V": "violence",
+    "HR": "harassment",
+    "SH": "self-harm",
+    "S3": "sexual/minors",
+    "H2": "hate/threatening",
+    "V2": "violence/graphic",
+}
+# Without the signs between words.
+HARMLESS = frozenset(
+    {"acceptable", "appropriate", "benign", "clean", "good", "harmless", "legit", "neutral"}
+    | {"neither", "none", "normal", "ok", "okay", "other", "safe", "sfw"}
+)
+# Part of the names of labels by which a classifier is known that was not asked for by its name.
+HARMS = (
+    *("abus", "harass", "hate", "illicit", "injection", "insult", "jailbreak", "nsfw"),
+    *("obscen", "offens", "selfharm", "sexual", "threat", "toxic", "unsafe", "violen"),
+)
+NEGATIONS = ("not", "non", "no")
+# What transformers calls labels without names.
+UNNAMED = re.compile(r"LABEL_\d+")
+
+
+def moderator(encoders: PoolingClient, name: str | None) -> PoolingModel:
+    """The classifier of this name, or the first that tells what is harmful.
+
+    Raises:
+        NotImplementedRouteError: none does.
+        ModelNotFoundError: none has the name.
+        InvalidRequestError: it tells something else.
+    """
+    if name is None:
+        able = (one for one in encoders.models() if moderates(one.info) and _names_harms(one.info))
+        found = next(able, None)
+        if found is None:
+            raise NotImplementedRouteError(
+                "POST /v1/moderations needs a classifier of what is harmful, and none of the "
+                "loaded models is one."
+            )
+        return found
+    model = encoders.get(name, "classify")
+    if not moderates(model.info):
+        raise InvalidRequestError(
+            f"The labels of {name} exclude each other and none of them means harmless, or they "
+            "have no names: it tells nothing of harm.",
+            param="model",
+        )
+    return model
+
+
+def moderates(info: EncoderInfo) -> bool:
+    """Whether a model's labels say what of a text is harmful.
+
+    Where labels exclude each other, one is the likeliest of any text: one must mean harmless.
+    """
+    if "classify" not in info.tasks or info.problem_type == "regression":
+        return False
+    if any(UNNAMED.fullmatch(label) for label in info.labels):
+        return False
+    is_multi = info.problem_type == "multi_label_classification" or len(info.labels) == 1
+    return len(harmful(info.labels)) < len(info.labels) or is_multi
+
+
+def _names_harms(info: EncoderInfo) -> bool:
+    names = map(_bare, harmful(info.labels).values())
+    return any(harm in name for name in names for harm in HARMS)
+
+
+def harmful(labels: Sequence[str]) -> dict[int, str]:
+    """The categories of the labels that do not mean harmless, by their numbers."""
+    own = {_bare(one): one for one in CATEGORIES}
+    short = SHORT if set(SHORT) < set(labels) else {}
+    bare = {_bare(one) for one in labels}
+    return {
+        number: short.get(label) or own.get(_bare(label)) or label
+        for number, label in enumerate(labels)
+        if not _is_harmless(label, bare)
+    }
+
+
+def moderated(found: Encoded) -> dict[str, Any]:
+    """OpenAI's verdict on each text."""
+    info = found.model.info
+    categories = harmful(info.labels)
+    probabilities = activated(np.stack(found.results), info.problem_type)
+    return {
+        "id": found.request_id,
+        "model": found.name,
+        "results": [_verdict(row, categories) for row in probabilities],
+    }
+
+
+def _verdict(probabilities: np.ndarray, categories: Mapping[int, str]) -> dict[str, Any]:
+    """OpenAI's categories that the model does not know have no score."""
+    scores = dict.fromkeys(CATEGORIES, 0.0)
+    for number, name in categories.items():
+        scores[name] = max(scores.get(name, 0.0), float(probabilities[number]))
+    flags = {name: score >= THRESHOLD for name, score in scores.items()}
+    known = set(categories.values())
+    return {
+        "flagged": any(flags.values()),
+        "categories": flags,
+        "category_scores": scores,
+        "category_applied_input_types": {
+            name: ["text"] if name in known else [] for name in scores
+        },
+    }
+
+
+def _is_harmless(label: str, labels: set[str]) -> bool:
+    bare, words = _bare(label), re.findall(r"[a-z0-9]+", label.lower())
+    if bare in HARMLESS or (len(words) > 1 and words[0] in NEGATIONS):
+        return True
+    # Such as "nothate" beside "hate".
+    return any(bare.startswith(one) and bare[len(one) :] in labels for one in NEGATIONS)
+
+
+def _bare(label: str) -> str:
+    return re.sub(r"[^a-z0-9]", "", label.lower())

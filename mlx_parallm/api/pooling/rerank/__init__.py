@@ -1,0 +1,1 @@
+"""Documents sorted by a query: Jina, Cohere, vLLM and TEI."""

@@ -1,0 +1,39 @@
+"""Ranked documents as Jina, Cohere, vLLM and TEI write them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from mlx_parallm.api.pooling.rerank.schema import RerankRequest
+from mlx_parallm.api.pooling.score.pairs import PairScores
+
+
+def ranked(values: Sequence[float]) -> list[int]:
+    """Places of the values, the highest first; of equal ones the first."""
+    return sorted(range(len(values)), key=lambda place: (-values[place], place))
+
+
+def rerank_answer(
+    scores: PairScores, body: RerankRequest, documents: Sequence[str], *, name: str, answer_id: str
+) -> dict[str, Any]:
+    """The object of Jina, Cohere and vLLM."""
+    results = []
+    for place in ranked(scores.values)[: body.top_n or None]:
+        result: dict[str, Any] = {"index": place, "relevance_score": scores.values[place]}
+        if body.return_documents:
+            result["document"] = {"text": documents[place]}
+        results.append(result)
+    usage = {"prompt_tokens": scores.num_tokens, "total_tokens": scores.num_tokens}
+    return {"id": answer_id, "model": name, "usage": usage, "results": results}
+
+
+def tei_answer(
+    scores: PairScores, body: RerankRequest, documents: Sequence[str]
+) -> list[dict[str, Any]]:
+    """TEI's list."""
+    return [
+        {"index": place, "score": scores.values[place]}
+        | ({"text": documents[place]} if body.return_text else {})
+        for place in ranked(scores.values)
+    ]

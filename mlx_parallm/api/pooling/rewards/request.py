@@ -1,0 +1,161 @@
+"""What a reward model says of texts and conversations."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from mlx_parallm.api.http.offload import maybe_in_thread
+from mlx_parallm.api.pooling.inputs.encode import single_inputs, text_limit
+from mlx_parallm.api.pooling.score.pairs import logistic
+from mlx_parallm.pooling.model import PoolingModel, TextEncoder
+from mlx_parallm.serving.interface import PoolingClient
+from mlx_parallm.types.errors import InvalidRequestError
+from mlx_parallm.types.pooling import EncodeInput, EncoderInfo, Task
+from mlx_parallm.types.request import TokenLimit
+
+#: A text, or the messages of a conversation as templates take them.
+Text = str | Sequence[Mapping[str, Any]]
+
+
+def reward_model(
+    encoders: PoolingClient, name: str | None, task: Task, *, chats: str | None = None
+) -> PoolingModel:
+    """The model of this name, else the one that most likely was made for rewards.
+
+    Args:
+        encoders: where it is.
+        name: None: any.
+        task: ``classify`` for rewards of texts, ``token_classify`` for those of steps.
+        chats: the field of the body with conversations, which a model without a name must be able
+            to read; None: there are none.
+
+    Raises:
+        ModelNotFoundError: none has the name.
+        InvalidRequestError: it gives no rewards, or none reads conversations.
+    """
+    if name is None:
+        able = [one for one in encoders.models() if gives_rewards(one.info, task)]
+        if not able:
+            raise InvalidRequestError("No reward model of this kind is served.", param="model")
+        if chats is not None:
+            able = [one for one in able if one.tokenizer.has_chat_template]
+        if not able:
+            raise InvalidRequestError(
+                "No reward model here has a chat template: send texts.", param=chats
+            )
+        return min(able, key=lambda one: _unlikeliness(one.info))
+    found = encoders.get(name, task)
+    if not gives_rewards(found.info, task):
+        raise InvalidRequestError(
+            f"{name} tells {len(found.info.labels)} labels apart; a reward model has one or two.",
+            param="model",
+        )
+    return found
+
+
+def gives_rewards(info: EncoderInfo, task: Task) -> bool:
+    """Whether a model's labels mean a reward, of texts or of tokens."""
+    return task in info.tasks and len(info.labels) in (1, 2)
+
+
+def _unlikeliness(info: EncoderInfo) -> tuple[bool, bool, int]:
+    """The less, the likelier it is that a classifier was made for rewards."""
+    return not info.is_reward, info.problem_type != "regression", len(info.labels)
+
+
+async def reward_inputs(
+    texts: Sequence[Text],
+    model: PoolingModel,
+    task: Task,
+    *,
+    template_kwargs: Mapping[str, Any],
+    truncate: int | None = None,
+    from_left: bool = False,
+    param: str = "texts",
+) -> tuple[EncodeInput, ...]:
+    """What a reward model reads; see ``single_inputs``.
+
+    Raises:
+        InvalidRequestError: a conversation where the model has no chat template, or one that the
+            template refuses.
+    """
+    tokenizer = model.tokenizer
+    limit = text_limit(model, truncate, param, from_left=from_left)
+
+    def ids_of(one: Text, number: int) -> tuple[int, ...]:
+        here = replace(limit, first=number)
+        if isinstance(one, str):
+            return tokenizer.encode([one], limit=here)[0]
+        return tokenizer.encode_chat(
+            one, add_generation_prompt=False, template_kwargs=template_kwargs, limit=here
+        )
+
+    def work() -> list[tuple[int, ...]]:
+        if all(isinstance(one, str) for one in texts):
+            return tokenizer.encode([one for one in texts if isinstance(one, str)], limit=limit)
+        return [ids_of(one, number) for number, one in enumerate(texts)]
+
+    ids = await maybe_in_thread(work, sum(map(_length, texts)))
+    return await single_inputs(
+        ids, model, task, truncate=truncate, from_left=from_left, param=param
+    )
+
+
+def reward_of(logits: np.ndarray, *, sigmoid: bool) -> float:
+    """The reward that the logits of one or two labels mean.
+
+    Of one label it is the logit. Of two it is how much larger that of the second is, so that its
+    logistic function is the second's probability.
+
+    Args:
+        logits: ``[labels]``.
+        sigmoid: whether the logistic function is applied.
+    """
+    value = float(logits[0]) if len(logits) == 1 else float(logits[1]) - float(logits[0])
+    return logistic(value) if sigmoid else value
+
+
+def token_places(token_ids: Sequence[int], token_id: int) -> list[int]:
+    """Where a token stands."""
+    return [place for place, one in enumerate(token_ids) if one == token_id]
+
+
+def step_token_id(token: str | int, model: PoolingModel) -> int:
+    """The id of the token that ends a step.
+
+    Raises:
+        InvalidRequestError: the model has no such token.
+    """
+    if isinstance(token, int):
+        if 0 <= token < model.info.vocab_size:
+            return token
+        raise _no_token(token)
+    found = model.tokenizer.token_id(token)
+    if found is None:
+        found = _single_id(token, model.tokenizer)
+    return found
+
+
+def _single_id(token: str, tokenizer: TextEncoder) -> int:
+    """Of a text whose token is written otherwise in the vocabulary, such as a line break."""
+    # Two tokens are enough to see that a text has several.
+    limit = TokenLimit(most=1, cuts=True)
+    (ids,) = tokenizer.encode([token], add_special_tokens=False, limit=limit)
+    if len(ids) != 1:
+        raise _no_token(token)
+    return ids[0]
+
+
+def _no_token(token: str | int) -> InvalidRequestError:
+    return InvalidRequestError(f"{token!r:.80} is no token of this model.", param="step_token")
+
+
+def _length(text: Text) -> int:
+    """About how many characters there are to tokenise."""
+    if isinstance(text, str):
+        return len(text)
+    return sum(len(str(message.get("content"))) + 64 for message in text)

@@ -1,0 +1,1 @@
+"""Scores of pairs and of labels: vLLM and SGLang."""

@@ -1,0 +1,74 @@
+"""The bodies of ``POST /v1/score`` and ``/generative_scoring``.
+
+vLLM's pairs of texts (https://docs.vllm.ai, "Score API"), and SGLang's labels after a query and an
+item (https://docs.sglang.io, "Scoring"), which vLLM has as ``/generative_scoring``.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from pydantic import BeforeValidator, Field, StrictBool, StrictInt, StrictStr, WithJsonSchema
+
+from mlx_parallm.api.http.forms import INT64
+from mlx_parallm.api.pooling.inputs.schema import MAX_INPUTS, EncodeFields, Inputs
+from mlx_parallm.api.turns.fields import MAX_NAMED_TOKENS
+
+_TEXTS_SCHEMA = {
+    "anyOf": [
+        {"type": "string"},
+        {"type": "array", "items": {"type": "string"}, "minItems": 1, "maxItems": MAX_INPUTS},
+    ]
+}
+
+
+def _texts(value: Any) -> list[str]:
+    given = [value] if isinstance(value, str) else value
+    is_list = isinstance(given, list) and 0 < len(given) <= MAX_INPUTS
+    if is_list and all(isinstance(one, str) for one in given):
+        return given
+    raise ValueError(f"must be a text or a list of 1 to {MAX_INPUTS} texts")
+
+
+def _text_or_ids(value: Any) -> str | list[int]:
+    is_ids = isinstance(value, list) and value and all(type(one) is int for one in value)
+    if isinstance(value, str) or is_ids:
+        return value
+    raise ValueError("must be a text or token ids")
+
+
+_QUERY_SCHEMA = {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "integer"}}]}
+Texts = Annotated[list[str], BeforeValidator(_texts), WithJsonSchema(_TEXTS_SCHEMA)]
+Query = Annotated[Any, BeforeValidator(_text_or_ids), WithJsonSchema(_QUERY_SCHEMA)]
+
+
+class ScoreRequest(EncodeFields):
+    """Pairs of texts, or a ``query`` with ``items``."""
+
+    text_1: Texts | None = Field(None, description="One text, or as many as text_2 has.")
+    text_2: Texts | None = Field(None, description="What text_1 is compared with.")
+    queries: Texts | None = Field(None, description="The same as text_1.")
+    documents: Texts | None = Field(None, description="The same as text_2.")
+    data_1: Texts | None = Field(None, description="The same as text_1.")
+    data_2: Texts | None = Field(None, description="The same as text_2.")
+    use_activation: StrictBool = Field(True, description="False: a cross-encoder's logits.")
+    query: Query | None = Field(None, description="What stands beside every item.")
+    items: Inputs | None = Field(
+        None, description="Texts or token ids, beside the query; or, with queries, texts."
+    )
+    label_token_ids: list[Annotated[StrictInt, Field(ge=0)]] = Field(
+        default_factory=list,
+        max_length=MAX_NAMED_TOKENS,
+        description="Tokens whose probabilities after query and item are told.",
+    )
+    apply_softmax: StrictBool | None = Field(
+        None, description="True: probabilities among the labels alone."
+    )
+    item_first: StrictBool = Field(False, description="Items stand before the query.")
+    add_special_tokens: StrictBool = Field(
+        True, description="Tokenise texts with the model's special tokens, such as BOS."
+    )
+    priority: StrictInt | None = Field(None, ge=-INT64, lt=INT64, description="Lower runs first.")
+    cache_salt: StrictStr | None = Field(
+        None, max_length=1024, description="Share cached prefixes only with the same salt."
+    )

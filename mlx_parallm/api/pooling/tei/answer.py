@@ -1,0 +1,151 @@
+"""Between the bodies of text-embeddings-inference and what an encoder takes and gives."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from mlx_parallm import __version__
+from mlx_parallm.api.pooling.activation import activated
+from mlx_parallm.api.pooling.embeddings.answer import unit_vectors
+from mlx_parallm.api.pooling.inputs.encode import Role, pair_inputs, single_inputs
+from mlx_parallm.api.pooling.inputs.prompts import named_prompt
+from mlx_parallm.api.pooling.inputs.schema import MAX_INPUTS
+from mlx_parallm.api.pooling.tei.schema import EmbedOptions, PredictRequest
+from mlx_parallm.pooling.model import PoolingModel
+from mlx_parallm.types.errors import InvalidRequestError
+from mlx_parallm.types.pooling import EncodeInput, EncoderInfo, Task, TokenSpan
+
+PARAM = "inputs"
+# Where TEI's name is another.
+_POOLINGS = {"last": "last_token"}
+
+
+async def embed_inputs(
+    inputs: Sequence[Any], options: EmbedOptions, model: PoolingModel, task: Task
+) -> tuple[EncodeInput, ...]:
+    """Texts with the prompt that is asked for, or token ids."""
+    if options.prompt_name is not None and not isinstance(inputs[0], str):
+        raise InvalidRequestError("prompt_name is for texts.", param="prompt_name")
+    return await single_inputs(
+        inputs,
+        model,
+        task,
+        truncate=-1 if options.truncate else None,
+        from_left=options.truncation_direction == "left",
+        role=Role(prompt=named_prompt(model.info, options.prompt_name)),
+        param=PARAM,
+    )
+
+
+async def predict_inputs(body: PredictRequest, model: PoolingModel) -> tuple[EncodeInput, ...]:
+    """The texts and pairs, in their order."""
+    sequences, _ = body.inputs
+    texts = [one[0] for one in sequences if len(one) == 1]
+    pairs = [(one[0], one[1]) for one in sequences if len(one) == 2]
+    truncate = -1 if body.truncate else None
+    from_left = body.truncation_direction == "left"
+    if pairs and from_left:
+        raise InvalidRequestError(
+            "Of a pair the end of the second text is cut: right.", param="truncation_direction"
+        )
+    found_texts = iter(
+        await single_inputs(
+            texts, model, "classify", truncate=truncate, from_left=from_left, param=PARAM
+        )
+        if texts
+        else ()
+    )
+    found_pairs = iter(
+        await pair_inputs(pairs, model, "classify", truncate=truncate, param=PARAM) if pairs else ()
+    )
+    return tuple(next(found_texts if len(one) == 1 else found_pairs) for one in sequences)
+
+
+def predictions(logits: np.ndarray, info: EncoderInfo, *, raw_scores: bool) -> list[dict[str, Any]]:
+    """The labels of a text, the likeliest first."""
+    scores = logits if raw_scores else activated(logits, info.problem_type)
+    order = np.argsort(-scores, kind="stable")
+    return [{"score": float(scores[place]), "label": info.labels[place]} for place in order]
+
+
+def sparse_values(weights: np.ndarray) -> list[dict[str, Any]]:
+    """The words of the vocabulary that have a weight, in its order."""
+    (places,) = weights.nonzero()
+    values = weights[places].tolist()
+    return [
+        {"index": place, "value": value}
+        for place, value in zip(places.tolist(), values, strict=True)
+    ]
+
+
+def text_tokens(text: str, spans: Sequence[TokenSpan]) -> list[dict[str, Any]]:
+    """The tokens of a text, and where they are in its UTF-8 bytes; special ones are nowhere."""
+    places = {place for one in spans for place in (one.start, one.end)}
+    at_byte = _byte_offsets(text, sorted(places))
+    return [
+        {"id": one.token_id, "text": one.token, "special": True, "start": None, "stop": None}
+        if one.is_special
+        else {
+            "id": one.token_id,
+            "text": text[one.start : one.end],
+            "special": False,
+            "start": at_byte[one.start],
+            "stop": at_byte[one.end],
+        }
+        for one in spans
+    ]
+
+
+def _byte_offsets(text: str, places: Sequence[int]) -> dict[int, int]:
+    """Where characters at ascending places are among the bytes."""
+    found = {}
+    begin = num_bytes = 0
+    for place in places:
+        num_bytes += len(text[begin:place].encode())
+        found[place], begin = num_bytes, place
+    return found
+
+
+def model_facts(model: PoolingModel) -> dict[str, Any]:
+    """What TEI tells of a model, and of what is done with it here."""
+    return {
+        "model_id": model.root,
+        "model_sha": None,
+        "model_dtype": model.info.dtype,
+        "served_model_name": model.names[0],
+        "model_type": _model_type(model.info),
+        "max_concurrent_requests": model.max_waiting,
+        "max_input_length": model.info.max_model_len,
+        "max_batch_tokens": model.max_batch_tokens,
+        "max_batch_requests": None,
+        "max_client_batch_size": MAX_INPUTS,
+        "auto_truncate": True,
+        # That of the tokenizers library, which uses all.
+        "tokenization_workers": os.cpu_count() or 1,
+        "version": __version__,
+        "sha": None,
+        "docker_label": None,
+    }
+
+
+def _model_type(info: EncoderInfo) -> dict[str, Any]:
+    """TEI's ``classifier``, ``reranker`` (of one label) or ``embedding``."""
+    purpose = info.tasks[0]
+    if purpose in ("classify", "token_classify"):
+        kind = "reranker" if purpose == "classify" and len(info.labels) == 1 else "classifier"
+        by_number = {str(number): label for number, label in enumerate(info.labels)}
+        by_label = {label: number for number, label in enumerate(info.labels)}
+        return {kind: {"id2label": by_number, "label2id": by_label}}
+    poolings = [_POOLINGS.get(one, one) for one in info.poolings]
+    pooling = {"mlm": "splade", "token_embed": "none"}.get(purpose, "+".join(poolings))
+    return {"embedding": {"pooling": pooling}}
+
+
+def similarities(vectors: Sequence[np.ndarray]) -> list[float]:
+    """The cosine of the first vector with each of the others."""
+    array = unit_vectors(np.stack(vectors).astype(np.float64))
+    return (array[1:] @ array[0]).tolist()

@@ -1,0 +1,130 @@
+"""Bodies of the routes of text-embeddings-inference (TEI)."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import (
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    StrictBool,
+    StrictInt,
+    StrictStr,
+    WithJsonSchema,
+)
+
+from mlx_parallm.api.http.forms import Ids, ListsOfIds, NullIsAbsent
+from mlx_parallm.api.pooling.inputs.schema import MAX_INPUTS, Inputs
+
+Sequences = tuple[list[tuple[str, ...]], bool]
+_PAIR = {"type": "array", "items": {"type": "string"}, "minItems": 1, "maxItems": 2}
+_BATCH = {"type": "array", "items": _PAIR, "minItems": 1, "maxItems": MAX_INPUTS}
+
+
+def _sequences(value: Any) -> Sequences:
+    """Every text or pair of texts, and whether they came as a batch."""
+    if isinstance(value, str):
+        value = [value]
+    if _is_sequence(value):
+        return [tuple(value)], False
+    if isinstance(value, list) and 0 < len(value) <= MAX_INPUTS and all(map(_is_sequence, value)):
+        return [tuple(one) for one in value], True
+    raise ValueError(
+        "must be a text, a pair of texts, or a list of lists of one or two texts; "
+        f"at most {MAX_INPUTS}, none empty"
+    )
+
+
+def _is_sequence(value: Any) -> bool:
+    """Whether it is a list of one text or two."""
+    return (
+        isinstance(value, list)
+        and len(value) in (1, 2)
+        and all(isinstance(one, str) and one for one in value)
+    )
+
+
+def _lowered(value: Any) -> Any:
+    return value.lower() if isinstance(value, str) else value
+
+
+class TeiFields(NullIsAbsent):
+    """What the bodies share; ``model`` is this server's."""
+
+    model_config = ConfigDict(extra="allow", protected_namespaces=())
+
+    model: StrictStr | None = Field(None, description="The first that can do it by default.")
+    truncate: StrictBool = Field(
+        True, description="Cut what is too long; false refuses it. TEI's own default is true."
+    )
+    truncation_direction: Annotated[Literal["left", "right"], BeforeValidator(_lowered)] = Field(
+        "right", description="The end at which inputs are cut."
+    )
+
+
+class EmbedOptions(TeiFields):
+    """How texts are read that become vectors."""
+
+    prompt_name: StrictStr | None = Field(
+        None, description="The name of a prompt of the model, which is put before the texts."
+    )
+
+
+class EmbedAllRequest(EmbedOptions):
+    """Also of ``POST /embed_sparse``."""
+
+    inputs: Inputs = Field(description="A text or several, or the token ids of one or of several.")
+
+
+class EmbedRequest(EmbedAllRequest):
+    """Texts whose vectors are wanted."""
+
+    normalize: StrictBool = Field(True, description="Divide vectors by their lengths.")
+    dimensions: StrictInt | None = Field(
+        None, ge=1, description="Length that vectors are cut to, where the model allows it."
+    )
+
+
+class PredictRequest(TeiFields):
+    """Texts or pairs of texts whose labels are wanted."""
+
+    inputs: Annotated[
+        Sequences,
+        BeforeValidator(_sequences),
+        WithJsonSchema({"anyOf": [{"type": "string", "minLength": 1}, _PAIR, _BATCH]}),
+    ] = Field(description="A text, a pair of texts, or a batch: a list of lists of one or two.")
+    raw_scores: StrictBool = Field(False, description="Logits in place of probabilities.")
+
+
+class SimilarityInputs(NullIsAbsent):
+    """Texts to be compared with one."""
+
+    source_sentence: StrictStr = Field(
+        min_length=1, description="Compared with each of the others."
+    )
+    sentences: list[Annotated[StrictStr, Field(min_length=1)]] = Field(
+        min_length=1, max_length=MAX_INPUTS - 1, description="Compared with it."
+    )
+
+
+class SimilarityRequest(NullIsAbsent):
+    """As Hugging Face's task of this name has it."""
+
+    model_config = ConfigDict(extra="allow", protected_namespaces=())
+
+    model: StrictStr | None = Field(None, description="The first that can do it by default.")
+    inputs: SimilarityInputs = Field(description="The texts.")
+    parameters: EmbedOptions | None = Field(None, description="How they are read.")
+
+
+class DecodeRequest(NullIsAbsent):
+    """Token ids to be turned into texts."""
+
+    model_config = ConfigDict(extra="allow", protected_namespaces=())
+
+    model: StrictStr | None = Field(None, description="The first encoder by default.")
+    ids: Ids | ListsOfIds = Field(
+        min_length=1, max_length=65_536, description="Of one text or of several."
+    )
+    skip_special_tokens: StrictBool = Field(True, description="Leave special tokens out.")

@@ -1,0 +1,1 @@
+"""vLLM's route for whatever a pooling model gives."""

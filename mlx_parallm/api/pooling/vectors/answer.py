@@ -1,0 +1,60 @@
+"""What ``POST /pooling`` answers."""
+
+from __future__ import annotations
+
+import numpy as np
+from starlette.responses import JSONResponse, Response
+
+from mlx_parallm.api.pooling.activation import activated
+from mlx_parallm.api.pooling.answer import Encoded
+from mlx_parallm.api.pooling.embeddings.answer import finished
+from mlx_parallm.api.pooling.embeddings.array_encoding import bytes_response, in_json
+from mlx_parallm.api.pooling.embeddings.schema import PoolingRequest
+from mlx_parallm.types.errors import InvalidRequestError
+from mlx_parallm.types.pooling import EncoderInfo, Task
+
+POOLING_TASKS: tuple[Task, ...] = ("embed", "token_embed", "classify", "token_classify")
+
+
+def pooling_task(body: PoolingRequest, info: EncoderInfo) -> Task:
+    """The task of a request: what the model was made for, of the tasks of this route, by default.
+
+    Raises:
+        InvalidRequestError: there are fields that go with another task, or that mean plugins.
+    """
+    task: Task = body.task or next(one for one in info.tasks if one in POOLING_TASKS)
+    if "data" in (body.model_extra or {}):
+        raise InvalidRequestError(
+            "data is for plugins, and there are none: send input or messages.",
+            param="data",
+            code="unsupported_parameter",
+        )
+    if body.dimensions is not None and task != "embed":
+        raise InvalidRequestError(f"dimensions is not for {task}.", param="dimensions")
+    return task
+
+
+def pooling_response(found: Encoded, body: PoolingRequest, task: Task) -> Response:
+    """VLLM's list with an array for each input, or the bytes alone."""
+    arrays = [_finished(one, task, body, found.model.info) for one in found.results]
+    if body.encoding_format in ("bytes", "bytes_only"):
+        return bytes_response(arrays, found, body)
+    data = [
+        {"index": index, "object": "pooling", "data": in_json(array, body)}
+        for index, array in enumerate(arrays)
+    ]
+    return JSONResponse(found.answer(data))
+
+
+def _finished(
+    result: np.ndarray, task: Task, body: PoolingRequest, info: EncoderInfo
+) -> np.ndarray:
+    if task in ("classify", "token_classify"):
+        return result if body.use_activation is False else activated(result, info.problem_type)
+    if not len(result):
+        # Of a document, of which nothing counts.
+        return result
+    normalizes = info.normalizes if body.use_activation is None else body.use_activation
+    rows = list(result) if task == "token_embed" else [result]
+    vectors = finished(rows, body.dimensions, normalizes=normalizes)
+    return vectors if task == "token_embed" else vectors[0]

@@ -1,0 +1,247 @@
+"""From a turn's parts to ``response`` objects and the events of their streams."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from mlx_parallm.api.responses.items import Item
+from mlx_parallm.api.responses.output import (
+    COMPLETED,
+    IN_PROGRESS,
+    INCOMPLETE,
+    Event,
+    OutputWriter,
+)
+from mlx_parallm.api.responses.schema import ENCRYPTED_REASONING, ResponsesRequest
+from mlx_parallm.api.responses.tools import ResponseTool, shown_tools
+from mlx_parallm.api.turns.logprobs import TextTokens
+from mlx_parallm.api.turns.prepare import PreparedTurn
+from mlx_parallm.api.turns.samples import Usage
+from mlx_parallm.parsing.parts import ContentText, ReasoningText
+from mlx_parallm.types.events import FinishReason, PromptEvent, TokenEvent
+
+QUEUED = "queued"
+CANCELLED = "cancelled"
+FAILED = "failed"
+STATUS = {
+    FinishReason.STOP: COMPLETED,
+    FinishReason.LENGTH: INCOMPLETE,
+    FinishReason.ABORT: CANCELLED,
+}
+# The codes that the API knows, by the type of the error.
+ERROR_CODES = {
+    "rate_limit_error": "rate_limit_exceeded",
+    "invalid_request_error": "invalid_prompt",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResponseHead:
+    """What is known of a response before anything is generated.
+
+    Attributes:
+        id: of the response.
+        body: what was asked.
+        model: the name that the answer tells.
+        tools: those of the body that the model is told of.
+        created_at: Unix seconds.
+    """
+
+    id: str
+    body: ResponsesRequest
+    model: str
+    tools: Sequence[ResponseTool]
+    created_at: int = field(default_factory=lambda: int(time.time()))
+
+    def keys(self) -> dict[str, Any]:
+        """The keys that stay the same, those of the request among them."""
+        body = self.body
+        text, reasoning = body.text, body.reasoning
+        return {
+            "id": self.id,
+            "object": "response",
+            "created_at": self.created_at,
+            "model": self.model,
+            "background": body.background,
+            "instructions": body.instructions,
+            "max_output_tokens": body.max_output_tokens,
+            "max_tool_calls": body.max_tool_calls,
+            "metadata": body.metadata,
+            "parallel_tool_calls": body.parallel_tool_calls,
+            "previous_response_id": body.previous_response_id,
+            "prompt_cache_key": body.prompt_cache_key,
+            "reasoning": {
+                "effort": reasoning and reasoning.effort,
+                "summary": reasoning and reasoning.summary,
+            },
+            "safety_identifier": body.safety_identifier,
+            "service_tier": "default",
+            "store": body.store,
+            "temperature": body.temperature,
+            "text": {
+                "format": (text and text.format) or {"type": "text"},
+                "verbosity": (text and text.verbosity) or "medium",
+            },
+            "tool_choice": body.tool_choice or "auto",
+            "tools": shown_tools(self.tools),
+            "top_logprobs": body.top_logprobs or 0,
+            "top_p": body.top_p,
+            "presence_penalty": body.presence_penalty,
+            "frequency_penalty": body.frequency_penalty,
+            "truncation": body.truncation,
+            "user": body.user,
+        }
+
+    def writer(self) -> OutputWriter:
+        """What writes the output."""
+        reasoning = self.body.reasoning
+        return OutputWriter(
+            names={one.tool.name: one.names for one in self.tools},
+            custom=frozenset(one.tool.name for one in self.tools if one.tool.is_custom),
+            has_summary=reasoning is not None and reasoning.summary is not None,
+            is_sealed=ENCRYPTED_REASONING in self.body.include,
+        )
+
+
+def response_usage(usage: Usage) -> dict[str, Any]:
+    """Token counts as the Responses API writes them."""
+    return {
+        "input_tokens": usage.prompt_tokens,
+        "input_tokens_details": {"cached_tokens": usage.cached_tokens, "cache_write_tokens": 0},
+        "output_tokens": usage.completion_tokens,
+        "output_tokens_details": {"reasoning_tokens": usage.reasoning_tokens},
+        "total_tokens": usage.prompt_tokens + usage.completion_tokens,
+    }
+
+
+class ResponseAnswer:
+    """Builds a response, whole or event by event.
+
+    Args:
+        head: what was asked.
+        prepared: the turn that answers.
+        tokens: finds the log-probabilities of texts; None where they are not wanted.
+        on_end: called once with the response that has ended, unless it failed.
+    """
+
+    def __init__(
+        self,
+        head: ResponseHead,
+        prepared: PreparedTurn,
+        *,
+        tokens: TextTokens | None = None,
+        on_end: Callable[[dict[str, Any]], None] = lambda response: None,
+    ) -> None:
+        self._keys = head.keys()
+        self._stream = prepared.stream()
+        self._writer = head.writer()
+        self._tokens = tokens
+        self._on_end = on_end
+        self._sequence_number = 0
+        self._status = QUEUED if head.body.background else IN_PROGRESS
+        self._ended: dict[str, Any] | None = None
+
+    def response(self) -> dict[str, Any]:
+        """The response as it is now."""
+        return self._ended or self._response()
+
+    def add(self, prompt: int, event: PromptEvent | TokenEvent) -> None:
+        """Take in an event of the whole answer."""
+        self._take(event)
+
+    def whole(self) -> dict[str, Any]:
+        """The response, once every event is in."""
+        self._end()
+        return self.response()
+
+    def opening(self) -> list[Event]:
+        """The events before the first token's."""
+        kinds = ["created", self._status]
+        return self._numbered([self._lifecycle(kind) for kind in kinds])
+
+    def chunks(self, prompt: int, event: PromptEvent | TokenEvent) -> list[Event]:
+        """What an event of the engine adds to a stream."""
+        return self._numbered(self._take(event))
+
+    def closing(self) -> list[Event]:
+        """The end of the stream."""
+        return self._numbered(self._end())
+
+    def failure(self, error: Mapping[str, Any]) -> list[Event]:
+        """The end of a stream that failed."""
+        told = error["error"]
+        self._ended = self._response(
+            FAILED,
+            error={
+                "code": ERROR_CODES.get(told["type"], "server_error"),
+                "message": told["message"],
+            },
+        )
+        event = {key: told[key] for key in ("code", "message", "param")}
+        return self._numbered([{"type": "error", **event}, self._lifecycle(FAILED)])
+
+    def cancellation(self) -> list[Event]:
+        """The end of what was cancelled."""
+        return self._numbered(self._end(CANCELLED))
+
+    def _take(self, event: PromptEvent | TokenEvent) -> list[Event]:
+        if self._tokens is None or isinstance(event, PromptEvent):
+            parts = self._stream.add(event)
+            return self._begin() + self._writer.add(parts, [[] for _ in parts])
+        # Whose tokens a part's are is known of each event that the engine told.
+        pieces = event.pieces or (event,)
+        return [one for piece in pieces for one in self._take_tokens(piece, self._tokens)]
+
+    def _take_tokens(self, event: TokenEvent, tokens: TextTokens) -> list[Event]:
+        parts = self._stream.add(event)
+        tokens.add(event.logprobs)
+        logprobs = [
+            tokens.take(part.text) if isinstance(part, ContentText | ReasoningText) else []
+            for part in parts
+        ]
+        return self._begin() + self._writer.add(parts, logprobs)
+
+    def _begin(self) -> list[Event]:
+        """What tells that a response no longer waits, the first time."""
+        if self._status != QUEUED:
+            return []
+        self._status = IN_PROGRESS
+        return [self._lifecycle(IN_PROGRESS)]
+
+    def _end(self, status: str | None = None) -> list[Event]:
+        reason = self._stream.samples[0].raw.finish_reason
+        status = status or STATUS[FinishReason(reason or FinishReason.ABORT)]
+        events = self._writer.close(COMPLETED if status == COMPLETED else INCOMPLETE)
+        self._ended = self._response(status)
+        self._on_end(self._ended)
+        # There is no event for what was cancelled.
+        return [*events, self._lifecycle(COMPLETED if status == COMPLETED else INCOMPLETE)]
+
+    def _lifecycle(self, kind: str) -> Event:
+        return {"type": f"response.{kind}", "response": self.response()}
+
+    def _response(
+        self, status: str | None = None, *, error: Mapping[str, Any] | None = None
+    ) -> dict[str, Any]:
+        status = status or self._status
+        has_ended = status not in (QUEUED, IN_PROGRESS)
+        output: list[Item] = self._writer.items(INCOMPLETE if has_ended else IN_PROGRESS)
+        return self._keys | {
+            "status": status,
+            "completed_at": int(time.time()) if status == COMPLETED else None,
+            "error": error,
+            "incomplete_details": {"reason": "max_output_tokens"} if status == INCOMPLETE else None,
+            "output": output,
+            "usage": response_usage(self._stream.usage) if has_ended else None,
+        }
+
+    def _numbered(self, events: Sequence[Event]) -> list[Event]:
+        numbered = []
+        for event in events:
+            numbered.append({"type": event["type"], "sequence_number": self._sequence_number})
+            numbered[-1] |= event
+            self._sequence_number += 1
+        return numbered

@@ -1,0 +1,321 @@
+"""From a turn's parts to items of a response's output, and the events that tell of them.
+
+Events are OpenAI's (openai/types/responses/response_stream_event.py of its Python SDK), without
+their sequence numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from mlx_parallm.api.responses.items import Item, new_id, sealed
+from mlx_parallm.api.turns.custom_input import CustomInput
+from mlx_parallm.api.turns.stream import TurnPart
+from mlx_parallm.parsing.parts import (
+    ContentText,
+    ReasoningText,
+    ToolCallArguments,
+    ToolCallBegin,
+)
+
+Event = dict[str, Any]
+Logprobs = list[dict[str, Any]]
+
+IN_PROGRESS = "in_progress"
+COMPLETED = "completed"
+INCOMPLETE = "incomplete"
+
+
+class Message:
+    """Text that the assistant says."""
+
+    def __init__(self) -> None:
+        self.id = new_id("message")
+        self._text = ""
+        self._logprobs: Logprobs = []
+
+    def body(self, status: str) -> Item:
+        """The item with what it has so far; without a text yet it has no part."""
+        content = [] if status == IN_PROGRESS and not self._text else [self._part()]
+        return {
+            "id": self.id,
+            "type": "message",
+            "status": status,
+            "role": "assistant",
+            "content": content,
+        }
+
+    def opening(self) -> list[Event]:
+        """What follows ``response.output_item.added``."""
+        return [{"type": "response.content_part.added", "content_index": 0, "part": self._part()}]
+
+    def add(self, text: str, logprobs: Logprobs) -> list[Event]:
+        """More text, and the log-probabilities of its tokens."""
+        self._text += text
+        self._logprobs += logprobs
+        return [
+            {
+                "type": "response.output_text.delta",
+                "content_index": 0,
+                "delta": text,
+                "logprobs": logprobs,
+            }
+        ]
+
+    def closing(self) -> list[Event]:
+        """What precedes ``response.output_item.done``."""
+        part = self._part()
+        done = {"text": self._text, "logprobs": part["logprobs"]}
+        return [
+            {"type": "response.output_text.done", "content_index": 0, **done},
+            {"type": "response.content_part.done", "content_index": 0, "part": part},
+        ]
+
+    def _part(self) -> Item:
+        return {
+            "type": "output_text",
+            "text": self._text,
+            "annotations": [],
+            "logprobs": list(self._logprobs),
+        }
+
+
+class Reasoning:
+    """What the model thinks."""
+
+    def __init__(self, *, has_summary: bool, is_sealed: bool) -> None:
+        self.id = new_id("reasoning")
+        self._text = ""
+        self._has_summary = has_summary
+        self._is_sealed = is_sealed
+
+    def body(self, status: str) -> Item:
+        """The item with what it has so far; without a text yet it has no part."""
+        is_empty = status == IN_PROGRESS and not self._text
+        has_summary = self._has_summary and status != IN_PROGRESS
+        item = {
+            "id": self.id,
+            "type": "reasoning",
+            "status": status,
+            "summary": [self._summary()] if has_summary else [],
+            "content": [] if is_empty else [self._part()],
+        }
+        return item | {"encrypted_content": sealed(self._text)} if self._is_sealed else item
+
+    def opening(self) -> list[Event]:
+        """What follows ``response.output_item.added``."""
+        return [{"type": "response.content_part.added", "content_index": 0, "part": self._part()}]
+
+    def add(self, text: str) -> list[Event]:
+        """More thoughts."""
+        self._text += text
+        return [{"type": "response.reasoning_text.delta", "content_index": 0, "delta": text}]
+
+    def closing(self) -> list[Event]:
+        """What precedes ``response.output_item.done``.
+
+        Nobody sums the thoughts up: the summary is all of them.
+        """
+        events: list[Event] = [
+            {"type": "response.reasoning_text.done", "content_index": 0, "text": self._text},
+            {"type": "response.content_part.done", "content_index": 0, "part": self._part()},
+        ]
+        if not self._has_summary:
+            return events
+        head = "response.reasoning_summary"
+        empty = self._summary() | {"text": ""}
+        return [
+            *events,
+            {"type": f"{head}_part.added", "summary_index": 0, "part": empty},
+            {"type": f"{head}_text.delta", "summary_index": 0, "delta": self._text},
+            {"type": f"{head}_text.done", "summary_index": 0, "text": self._text},
+            {"type": f"{head}_part.done", "summary_index": 0, "part": self._summary()},
+        ]
+
+    def _part(self) -> Item:
+        return {"type": "reasoning_text", "text": self._text}
+
+    def _summary(self) -> Item:
+        return {"type": "summary_text", "text": self._text}
+
+
+class FunctionCall:
+    """A call of a function."""
+
+    def __init__(self, call_id: str, names: Mapping[str, str]) -> None:
+        self.id = new_id("function_call")
+        self._head = {"call_id": call_id, **names}
+        self._arguments = ""
+
+    def body(self, status: str) -> Item:
+        """The item with what it has so far."""
+        head = {"id": self.id, "type": "function_call", "status": status}
+        return head | {"arguments": self._arguments} | self._head
+
+    def opening(self) -> list[Event]:
+        """What follows ``response.output_item.added``."""
+        return []
+
+    def add(self, text: str) -> list[Event]:
+        """More of the arguments."""
+        self._arguments += text
+        return [{"type": "response.function_call_arguments.delta", "delta": text}]
+
+    def closing(self) -> list[Event]:
+        """What precedes ``response.output_item.done``."""
+        done = {"arguments": self._arguments, "name": self._head["name"]}
+        return [{"type": "response.function_call_arguments.done", **done}]
+
+
+class CustomCall:
+    """A call of a custom tool."""
+
+    def __init__(self, call_id: str, names: Mapping[str, str]) -> None:
+        self.id = new_id("custom_tool_call")
+        self._head = {"call_id": call_id, **names}
+        self._input = CustomInput()
+
+    def body(self, status: str) -> Item:
+        """The item with what it has so far."""
+        head = {"id": self.id, "type": "custom_tool_call", "status": status}
+        return head | {"input": self._input.text} | self._head
+
+    def opening(self) -> list[Event]:
+        """What follows ``response.output_item.added``."""
+        return []
+
+    def add(self, text: str) -> list[Event]:
+        """More of the arguments that hold the input."""
+        return self._delta(self._input.add(text))
+
+    def closing(self) -> list[Event]:
+        """What precedes ``response.output_item.done``."""
+        rest = self._delta(self._input.end())
+        done = {"type": "response.custom_tool_call_input.done", "input": self._input.text}
+        return [*rest, done]
+
+    def _delta(self, text: str) -> list[Event]:
+        event = {"type": "response.custom_tool_call_input.delta", "delta": text}
+        return [event] if text else []
+
+
+OutputItem = Message | Reasoning | FunctionCall | CustomCall
+
+
+class OutputWriter:
+    """Writes items one after the other.
+
+    Args:
+        names: by the name that the model knows a tool by, the keys that tell of it in a call.
+        custom: the names of those that are custom tools.
+        has_summary: whether reasoning has a summary.
+        is_sealed: whether reasoning has ``encrypted_content``.
+    """
+
+    def __init__(
+        self,
+        *,
+        names: Mapping[str, Mapping[str, str]],
+        custom: frozenset[str],
+        has_summary: bool,
+        is_sealed: bool,
+    ) -> None:
+        self._names = names
+        self._custom = custom
+        self._has_summary = has_summary
+        self._is_sealed = is_sealed
+        self._done: list[Item] = []
+        self._open: OutputItem | None = None
+        self._space = ""
+        self._space_logprobs: Logprobs = []
+
+    def items(self, status: str = IN_PROGRESS) -> list[Item]:
+        """All items so far; ``status`` is that of one that is not complete."""
+        return [*self._done] if self._open is None else [*self._done, self._open.body(status)]
+
+    def add(self, parts: Sequence[TurnPart], logprobs: Sequence[Logprobs]) -> list[Event]:
+        """The events of more parts; ``logprobs`` are those of each."""
+        return [
+            event
+            for part, own in zip(parts, logprobs, strict=True)
+            for event in self._add(part, own)
+        ]
+
+    def close(self, status: str) -> list[Event]:
+        """The end of the output; an output without an item becomes an empty message."""
+        events = []
+        if self._space or not (self._done or self._open):
+            events = self._say(self._space, self._space_logprobs)
+            self._space, self._space_logprobs = "", []
+        return events + self._close(status)
+
+    def _add(self, part: TurnPart, logprobs: Logprobs) -> list[Event]:
+        if isinstance(part, ContentText):
+            return self._content(part.text, logprobs)
+        if isinstance(part, ReasoningText):
+            return self._think(part.text)
+        if isinstance(part, ToolCallBegin):
+            return self._begin_call(part)
+        if isinstance(part, ToolCallArguments):
+            assert isinstance(self._open, FunctionCall | CustomCall)
+            return self._placed(self._open.add(part.text))
+        return self._close(INCOMPLETE if part.is_cut else COMPLETED)
+
+    def _content(self, text: str, logprobs: Logprobs) -> list[Event]:
+        """White space alone waits: before a call it is no message."""
+        if isinstance(self._open, Message):
+            return self._placed(self._open.add(text, logprobs))
+        self._space += text
+        self._space_logprobs += logprobs
+        if self._space.isspace() or not self._space:
+            return []
+        text, logprobs = self._space, self._space_logprobs
+        self._space, self._space_logprobs = "", []
+        return self._say(text, logprobs)
+
+    def _say(self, text: str, logprobs: Logprobs) -> list[Event]:
+        message = Message()
+        opening = self._begin(message)
+        return opening + (self._placed(message.add(text, logprobs)) if text else [])
+
+    def _think(self, text: str) -> list[Event]:
+        opening: list[Event] = []
+        if not isinstance(self._open, Reasoning):
+            opening = self._begin(
+                Reasoning(has_summary=self._has_summary, is_sealed=self._is_sealed)
+            )
+        assert isinstance(self._open, Reasoning)
+        return opening + self._placed(self._open.add(text))
+
+    def _begin_call(self, part: ToolCallBegin) -> list[Event]:
+        self._space, self._space_logprobs = "", []
+        kind = CustomCall if part.name in self._custom else FunctionCall
+        return self._begin(kind(part.id or "", self._names.get(part.name, {"name": part.name})))
+
+    def _begin(self, item: OutputItem) -> list[Event]:
+        ended = self._close(COMPLETED)
+        added: Event = {
+            "type": "response.output_item.added",
+            "output_index": len(self._done),
+            "item": item.body(IN_PROGRESS),
+        }
+        self._open = item
+        return [*ended, added, *self._placed(item.opening())]
+
+    def _close(self, status: str) -> list[Event]:
+        item = self._open
+        if item is None:
+            return []
+        events = self._placed(item.closing())
+        body = item.body(status)
+        done = {"type": "response.output_item.done", "output_index": len(self._done), "item": body}
+        self._done.append(body)
+        self._open = None
+        return [*events, done]
+
+    def _placed(self, events: Sequence[Event]) -> list[Event]:
+        """The events with the place of the open item."""
+        assert self._open is not None
+        place = {"item_id": self._open.id, "output_index": len(self._done)}
+        return [{"type": event["type"], **place, **event} for event in events]

@@ -1,0 +1,191 @@
+"""``/v1/responses``: answers made of items, kept for later, perhaps made in the background."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import AsyncIterator, Sequence
+from typing import Annotated, Any, Literal
+
+from fastapi import Depends, Query, Request, Response
+from starlette.responses import JSONResponse
+
+from mlx_parallm.api.files.answer import list_object
+from mlx_parallm.api.http.declared import INPUT, TOKENIZE
+from mlx_parallm.api.http.dependencies import (
+    ClientDep,
+    ConfigDep,
+    EngineDep,
+)
+from mlx_parallm.api.http.internal import internal_caller
+from mlx_parallm.api.http.openapi import CHAT
+from mlx_parallm.api.http.routing import Routes
+from mlx_parallm.api.http.sse import STREAMED, EventStreamResponse
+from mlx_parallm.api.responses.answer import ResponseAnswer, ResponseHead
+from mlx_parallm.api.responses.request import FIELDS, input_turn, response_turn
+from mlx_parallm.api.responses.schema import InputTokensRequest, ResponsesRequest
+from mlx_parallm.api.responses.service import ResponseService
+from mlx_parallm.api.responses.store import StoredResponse
+from mlx_parallm.api.responses.tools import ResponseTool, response_tools
+from mlx_parallm.api.turns.generation import Generation, named_by
+from mlx_parallm.api.turns.logprobs import TextTokens, TokenNames
+from mlx_parallm.api.turns.model_choice import generator
+from mlx_parallm.api.turns.prelude import PreludeDep
+from mlx_parallm.api.turns.prepare import PreparedTurn, prepare_turn, render_turn
+from mlx_parallm.api.turns.respond import NAMED_EVENTS, respond
+from mlx_parallm.api.turns.truncation import prepare_fitting
+from mlx_parallm.config import ServerConfig
+from mlx_parallm.generation.model import GenerationModel
+from mlx_parallm.types.errors import InvalidRequestError
+from mlx_parallm.types.request import ANY_LENGTH
+
+routes = Routes(CHAT, body_limit=INPUT, short=True)
+
+
+async def get_responses(request: Request) -> ResponseService:
+    """The responses of this application."""
+    return request.app.state.responses
+
+
+ResponsesDep = Annotated[ResponseService, Depends(get_responses)]
+
+
+@routes.post("/v1/responses", batchable=True, responses=STREAMED)
+async def create_response(
+    body: ResponsesRequest,
+    request: Request,
+    prelude: PreludeDep,
+    responses: ResponsesDep,
+) -> Response:
+    """Answer an input: whole, as a stream of events, or in the background."""
+    body.check_supported()
+    if body.background and internal_caller(request) is not None:
+        raise InvalidRequestError("A batch is in the background already.", param="background")
+    admitted = await prelude.admit(body.model)
+    model, config = admitted.model, admitted.config
+    entry = responses.entry(
+        body,
+        response_id=f"resp_{uuid.uuid4().hex}",
+        client=admitted.client,
+        num_bytes=len(await request.body()),
+    )
+    tools = response_tools(body.tools)
+    prepared = await _prepare(body, tools, entry, model, config)
+    head = ResponseHead(id=entry.id, body=body, model=admitted.name, tools=tools)
+    tokens = TextTokens(TokenNames(model.tokenizer, as_ids=False)) if body.shows_logprobs else None
+
+    async def start() -> Generation:
+        return await admitted.start([prepared.request], FIELDS)
+
+    if body.background:
+        answer = ResponseAnswer(head, prepared, tokens=tokens)
+        job = await responses.make(entry, answer, start, keeps_events=body.stream)
+        return _events(job.events(0), config) if body.stream else JSONResponse(job.response())
+    answer = ResponseAnswer(
+        head,
+        prepared,
+        tokens=tokens,
+        on_end=lambda response: responses.keep(entry, response) if body.store else None,
+    )
+    return await respond(
+        request,
+        await start(),
+        answer,
+        stream=body.stream,
+        config=config,
+        form=NAMED_EVENTS,
+    )
+
+
+@routes.post("/v1/responses/input_tokens", body_limit=TOKENIZE)
+async def count_input_tokens(
+    body: InputTokensRequest, engine: EngineDep, client: ClientDep, responses: ResponsesDep
+) -> dict[str, Any]:
+    """How many tokens an input is."""
+    _, model = generator(engine, body.model)
+    entry = responses.entry(body, response_id="", client=client)
+    with named_by(FIELDS):
+        turn = input_turn(body, entry.items, response_tools(body.tools), request_id="")
+        _, prompt_ids = await render_turn(turn, model, limit=ANY_LENGTH)
+    return {"object": "response.input_tokens", "input_tokens": len(prompt_ids)}
+
+
+@routes.get("/v1/responses/{response_id}", responses=STREAMED)
+async def retrieve_response(
+    response_id: str,
+    config: ConfigDep,
+    client: ClientDep,
+    responses: ResponsesDep,
+    stream: Annotated[bool, Query()] = False,
+    starting_after: Annotated[int, Query(ge=-1)] = -1,
+) -> Response:
+    """A response as it is now, or the events of one in the background."""
+    if stream:
+        return _events(responses.events(response_id, client, starting_after + 1), config)
+    return JSONResponse(responses.get(response_id, client).response())
+
+
+@routes.delete("/v1/responses/{response_id}")
+async def delete_response(
+    response_id: str, client: ClientDep, responses: ResponsesDep
+) -> dict[str, Any]:
+    """Forget a response; one that is being made ends."""
+    await responses.delete(response_id, client)
+    return {"id": response_id, "object": "response", "deleted": True}
+
+
+@routes.post("/v1/responses/{response_id}/cancel")
+async def cancel_response(
+    response_id: str, client: ClientDep, responses: ResponsesDep
+) -> dict[str, Any]:
+    """End a response that is made in the background."""
+    return await responses.cancel(response_id, client)
+
+
+@routes.get("/v1/responses/{response_id}/input_items")
+async def list_input_items(
+    response_id: str,
+    client: ClientDep,
+    responses: ResponsesDep,
+    after: str | None = None,
+    limit: Annotated[int, Query(ge=1, le=100)] = 20,
+    order: Literal["asc", "desc"] = "desc",
+) -> dict[str, Any]:
+    """What a response answers, earlier responses included; ``after`` is the last id before."""
+    items = list(responses.get(response_id, client).items)
+    if order == "desc":
+        items.reverse()
+    if after is not None:
+        places = [place for place, item in enumerate(items) if item["id"] == after]
+        if not places:
+            raise InvalidRequestError(f"There is no item {after[:128]!r}.", param="after")
+        items = items[places[0] + 1 :]
+    return list_object(items[:limit], len(items) > limit)
+
+
+async def _prepare(
+    body: ResponsesRequest,
+    tools: Sequence[ResponseTool],
+    entry: StoredResponse,
+    model: GenerationModel,
+    config: ServerConfig,
+) -> PreparedTurn:
+    with named_by(FIELDS):
+        turn = response_turn(
+            body,
+            entry.items,
+            tools,
+            request_id=entry.id,
+            client=entry.client,
+            max_logprobs=config.max_logprobs,
+        )
+        prepare = prepare_fitting if body.truncation == "auto" else prepare_turn
+        return await prepare(turn, model)
+
+
+def _events(events: AsyncIterator[bytes], config: ServerConfig) -> Response:
+    """Events of a response in the background, which goes on when the reader leaves."""
+
+    async def leave() -> None:
+        pass
+
+    return EventStreamResponse(events, on_close=leave, keep_alive_s=config.sse_keep_alive_s)

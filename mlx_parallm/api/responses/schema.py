@@ -1,0 +1,151 @@
+"""The bodies of ``POST /v1/responses`` and ``POST /v1/responses/input_tokens``."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictInt, StrictStr
+
+from mlx_parallm.api.chat.schema import check_template_kwargs
+from mlx_parallm.api.http.forms import INT64, NullIsAbsent
+from mlx_parallm.api.turns.fields import SamplingRequest, StreamFields
+from mlx_parallm.types.errors import InvalidRequestError
+
+LOGPROBS = "message.output_text.logprobs"
+ENCRYPTED_REASONING = "reasoning.encrypted_content"
+# Named by the specification; nothing here can honour them.
+UNSUPPORTED = ("conversation", "prompt")
+
+
+class ReasoningOptions(NullIsAbsent):
+    """How much the model thinks, and what is told of it."""
+
+    model_config = ConfigDict(extra="allow")
+
+    effort: StrictStr | None = Field(None, description='Handed to the template; "none" is off.')
+    summary: StrictStr | None = Field(
+        None, description="If given, reasoning comes as a summary too, which is the same text."
+    )
+
+
+class TextOptions(NullIsAbsent):
+    """What the text of the answer is like."""
+
+    model_config = ConfigDict(extra="allow")
+
+    format: dict[str, Any] | None = Field(
+        None,
+        description='{"type": "json_schema", "name": …, "schema": {…}, "strict": true}, '
+        '{"type": "json_object"} or {"type": "text"}.',
+    )
+    verbosity: StrictStr | None = Field(None, description="Accepted and without effect.")
+
+
+class ResponsesInput(BaseModel):
+    """What the model reads; the part of a body that ``input_tokens`` takes too."""
+
+    input: StrictStr | list[dict[str, Any]] = Field(
+        default_factory=list, description="A text, or items: messages, calls, their outputs, …"
+    )
+    instructions: StrictStr | None = Field(None, description="The first system message.")
+    previous_response_id: StrictStr | None = Field(
+        None, description="A stored response; its input and output come before this input."
+    )
+    tools: list[dict[str, Any]] = Field(
+        default_factory=list,
+        description="Tools of type function, custom and namespace; others are left out.",
+    )
+    tool_choice: StrictStr | dict[str, Any] | None = Field(
+        None, description='"none", "auto", "required", one tool, or allowed_tools.'
+    )
+    parallel_tool_calls: StrictBool = Field(True, description="False: at most one call.")
+    reasoning: ReasoningOptions | None = Field(None, description="Effort and summary.")
+    text: TextOptions | None = Field(None, description="The format of the answer's text.")
+    truncation: Literal["auto", "disabled"] = Field(
+        "disabled", description="auto leaves the oldest items out of an input that is too long."
+    )
+    chat_template_kwargs: dict[str, Any] = Field(
+        default_factory=dict, description="Further variables for the template."
+    )
+
+    def template_kwargs(self) -> dict[str, Any]:
+        """The template's further variables; ``chat_template_kwargs`` win over ``reasoning``.
+
+        Raises:
+            InvalidRequestError: one is an argument of the rendering itself.
+        """
+        check_template_kwargs(self.chat_template_kwargs)
+        effort = None if self.reasoning is None else self.reasoning.effort
+        if effort is None:
+            return self.chat_template_kwargs
+        return {
+            "reasoning_effort": effort,
+            "enable_thinking": effort != "none",
+        } | self.chat_template_kwargs
+
+
+class ResponsesRequest(StreamFields, SamplingRequest, ResponsesInput):
+    """An answer to be created."""
+
+    max_output_tokens: StrictInt | None = Field(
+        None,
+        ge=1,
+        description="Most tokens to generate, with reasoning; default: the rest of the context.",
+    )
+    top_logprobs: StrictInt | None = Field(
+        None, ge=0, description="Alternatives per token of the text, with its log-probabilities."
+    )
+    include: list[StrictStr] = Field(
+        default_factory=list,
+        description=f"Further parts of the answer: {LOGPROBS}, {ENCRYPTED_REASONING}; "
+        "others are ignored.",
+    )
+    store: StrictBool = Field(True, description="Keep the response, within the server's bounds.")
+    background: StrictBool = Field(
+        False, description="Answer at once and go on; the response is asked for later."
+    )
+    metadata: dict[str, StrictStr] = Field(
+        default_factory=dict, description="Kept with the response."
+    )
+    max_tool_calls: StrictInt | None = Field(
+        None, description="Of tools that run on the server, of which there are none."
+    )
+    thinking_token_budget: StrictInt | None = Field(
+        None, ge=-1, le=INT64 - 1, description="Most tokens of reasoning; -1 is no limit."
+    )
+    safety_identifier: StrictStr | None = Field(None, description="Accepted and echoed.")
+    prompt_cache_key: StrictStr | None = Field(None, description="Accepted and echoed.")
+
+    def check_supported(self) -> None:
+        """Refuse what this server does not do, by name.
+
+        Raises:
+            InvalidRequestError: a conversation, a prompt's template, or several samples.
+        """
+        for name in UNSUPPORTED:
+            self.refuse(name, f"{name} is not supported.")
+        if (self.model_extra or {}).get("n", 1) != 1:
+            self.refuse("n", "n is not supported: a response has one sample.")
+        if self.background and not self.store:
+            raise InvalidRequestError("background needs store to be true.", param="background")
+
+    @property
+    def shows_logprobs(self) -> bool:
+        """Whether log-probabilities are wanted."""
+        return LOGPROBS in self.include or bool(self.top_logprobs)
+
+    def top(self) -> int | None:
+        """How many alternatives per token; None when no log-probabilities are wanted."""
+        return (self.top_logprobs or 0) if self.shows_logprobs else None
+
+    def thinking_budget(self) -> int | None:
+        """Most tokens of reasoning; None for no limit."""
+        return None if self.thinking_token_budget == -1 else self.thinking_token_budget
+
+
+class InputTokensRequest(NullIsAbsent, ResponsesInput):
+    """An input whose tokens are to be counted."""
+
+    model_config = ConfigDict(extra="allow")
+
+    model: StrictStr | None = Field(None, description="A served model's name; default: the first.")

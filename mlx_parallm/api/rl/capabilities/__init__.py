@@ -1,0 +1,1 @@
+"""What a trainer can rely on."""

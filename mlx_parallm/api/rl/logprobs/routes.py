@@ -1,0 +1,114 @@
+"""``POST /v1/rl/logprobs``: the log-probabilities of completions that are known."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from fastapi import Request, Response
+from starlette.responses import JSONResponse
+
+from mlx_parallm.api.http.declared import INPUT
+from mlx_parallm.api.http.openapi import RL
+from mlx_parallm.api.http.routing import Routes
+from mlx_parallm.api.rl.logprobs.schema import LogprobsRequest
+from mlx_parallm.api.rl.rollout.answer import top_of, value_of
+from mlx_parallm.api.turns.answer import usage_body
+from mlx_parallm.api.turns.generation import unless_disconnected
+from mlx_parallm.api.turns.known_tokens import KnownTokens, known_tokens
+from mlx_parallm.api.turns.prelude import Admitted, PreludeDep
+from mlx_parallm.api.turns.samples import Usage
+from mlx_parallm.types.errors import InvalidRequestError
+from mlx_parallm.types.request import GenerateRequest, SamplingParams
+
+FIELDS = {
+    "prompt": "items",
+    "messages": "items",
+    "max_tokens": "items",
+    "prompt_logprobs": "top_logprobs",
+}
+
+routes = Routes(RL, body_limit=INPUT, short=True)
+
+
+@routes.post("/v1/rl/logprobs")
+async def score_completions(
+    body: LogprobsRequest,
+    request: Request,
+    prelude: PreludeDep,
+) -> Response:
+    """Score completions, each token given the prompt and the tokens before it."""
+    admitted = await prelude.admit(
+        body.model, body.adapter, num_prompts=len(body.items), fields=FIELDS
+    )
+    most = admitted.config.max_logprobs
+    if 0 <= most < body.top_logprobs:
+        raise InvalidRequestError(f"top_logprobs is at most {most} here.", param="top_logprobs")
+    score_id = f"logprobs-{body.request_id or prelude.answer_id}"
+    asked = _requests(body, admitted, name=score_id)
+    return await unless_disconnected(request, _score(body, admitted, asked))
+
+
+def _requests(body: LogprobsRequest, admitted: Admitted, *, name: str) -> list[GenerateRequest]:
+    return [
+        GenerateRequest(
+            request_id=f"{name}-{number}",
+            model=admitted.model.names[0],
+            prompt_ids=(*item.prompt_token_ids, *item.completion_token_ids),
+            params=SamplingParams(
+                max_tokens=0,
+                prompt_logprobs=body.top_logprobs,
+                prompt_logprobs_start=len(item.prompt_token_ids),
+                entropy=body.entropy,
+            ),
+            priority=body.priority,
+            client=admitted.client,
+            cache_salt=body.cache_salt,
+            group=name,
+        )
+        for number, item in enumerate(body.items)
+    ]
+
+
+async def _score(
+    body: LogprobsRequest, admitted: Admitted, asked: Sequence[GenerateRequest]
+) -> Response:
+    scores = await known_tokens(admitted, asked, leaders_first(asked), FIELDS)
+    usage = Usage(
+        prompt_tokens=sum(len(one.prompt_ids) for one in asked),
+        cached_tokens=sum(one.cached_tokens for one in scores),
+    )
+    answer = {
+        "id": asked[0].group,
+        "object": "rl.logprobs",
+        "model": admitted.name,
+        "logprobs_mode": "raw_logprobs",
+        "items": [_item(body, number, one) for number, one in enumerate(scores)],
+        "usage": usage_body(usage),
+    }
+    return JSONResponse(answer)
+
+
+def _item(body: LogprobsRequest, number: int, found: KnownTokens) -> dict[str, Any]:
+    values = [value_of(one) for one in found.prompt]
+    item: dict[str, Any] = {
+        "index": number,
+        "logprobs": values,
+        "sum": sum(values),
+        "weight_version": found.version,
+    }
+    if body.top_logprobs:
+        item["top_logprobs"] = [top_of(one) for one in found.prompt]
+    if body.entropy:
+        item["entropy"] = [one.entropy for one in found.prompt]
+    return item
+
+
+def leaders_first(requests: Sequence[GenerateRequest]) -> tuple[list[int], list[int]]:
+    """Return the first request of each prompt, and the others, which find it in the cache."""
+    first: dict[tuple[int, ...], int] = {}
+    for number, one in enumerate(requests):
+        prompt = one.prompt_ids[: one.params.prompt_logprobs_start]
+        first.setdefault(prompt, number)
+    leaders = sorted(first.values())
+    return leaders, sorted(set(range(len(requests))) - set(leaders))

@@ -1,0 +1,1 @@
+"""Groups of samples of many prompts, judged on the way."""

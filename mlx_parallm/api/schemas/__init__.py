@@ -1,1 +1,0 @@
-"""Request and response bodies, as pydantic models and plain dicts."""

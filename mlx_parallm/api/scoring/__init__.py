@@ -1,1 +1,0 @@
-"""Scores of texts: of pairs by relevance, and rewards."""

@@ -1,0 +1,179 @@
+"""From SGLang's body, whose fields may be lists, to one request per prompt."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from mlx_parallm.api.sglang.schema import (
+    UNSUPPORTED_SAMPLING,
+    GenerateBody,
+    SglangSamplingParams,
+    is_batch,
+    prompts_of,
+)
+from mlx_parallm.api.turns.sampling import sampling_params
+from mlx_parallm.types.errors import InvalidRequestError
+from mlx_parallm.types.request import Grammar, SamplingParams
+
+_OWN_NAMES = {
+    "max_tokens": "max_new_tokens",
+    "min_tokens": "min_new_tokens",
+    "seed": "sampling_seed",
+}
+# What the body calls the engine's names.
+FIELDS = {
+    **{
+        name: f"sampling_params.{_OWN_NAMES.get(name, name)}"
+        for name in (*SglangSamplingParams.model_fields, "max_tokens", *UNSUPPORTED_SAMPLING)
+    },
+    "logprobs": "top_logprobs_num",
+    "prompt_logprobs": "top_logprobs_num",
+    "logprob_token_ids": "token_ids_logprob",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SglangItem:
+    """One prompt of a request and what belongs to it.
+
+    Attributes:
+        prompt: a text or token ids.
+        rid: its id.
+        sampling: how it is sampled.
+        return_logprob: whether log-probabilities are told.
+        logprob_start_len: from which prompt token on they are told; -1: of no prompt token.
+        top_logprobs_num: likeliest tokens at each place.
+        token_ids_logprob: tokens to report instead.
+        adapter: its name, if it is not the model itself.
+        cache_salt: it shares cached prefixes only with the same salt.
+        extra_key: it shares them only with the same key.
+    """
+
+    prompt: str | list[int]
+    rid: str
+    sampling: SglangSamplingParams
+    return_logprob: bool
+    logprob_start_len: int
+    top_logprobs_num: int
+    token_ids_logprob: tuple[int, ...]
+    adapter: str | None
+    cache_salt: str | None
+    extra_key: str | None
+
+
+def items_of(body: GenerateBody, *, fallback_rid: str) -> list[SglangItem]:
+    """One item per prompt.
+
+    Raises:
+        InvalidRequestError: a list has another length than there are prompts, or ``n`` differs.
+    """
+    prompts = prompts_of(body)
+    count = len(prompts)
+    if not count:
+        raise InvalidRequestError("There is no prompt.", param="text")
+    fields = {
+        name: _spread(getattr(body, name), count, name, nested=name == "token_ids_logprob")
+        for name in (
+            "sampling_params",
+            "return_logprob",
+            "logprob_start_len",
+            "top_logprobs_num",
+            "token_ids_logprob",
+            "lora_path",
+            "extra_key",
+            "cache_salt",
+        )
+    }
+    if len({one.n for one in fields["sampling_params"]}) > 1:
+        raise InvalidRequestError("n must be the same for all prompts.", param="sampling_params.n")
+    return [
+        SglangItem(
+            prompt=prompt,
+            rid=rid,
+            sampling=fields["sampling_params"][number],
+            return_logprob=fields["return_logprob"][number],
+            logprob_start_len=fields["logprob_start_len"][number],
+            top_logprobs_num=fields["top_logprobs_num"][number],
+            token_ids_logprob=tuple(fields["token_ids_logprob"][number] or ()),
+            adapter=fields["lora_path"][number],
+            cache_salt=fields["cache_salt"][number],
+            extra_key=fields["extra_key"][number],
+        )
+        for number, (prompt, rid) in enumerate(
+            zip(prompts, _rids(body, count, fallback_rid), strict=True)
+        )
+    ]
+
+
+def item_params(
+    item: SglangItem, prompt_len: int, *, max_logprobs: int, entropy: bool, grammar: Grammar | None
+) -> SamplingParams:
+    """The engine's parameters for one prompt.
+
+    Raises:
+        InvalidRequestError: a value is out of range, or a combination is not offered.
+    """
+    _check_logprobs(item, prompt_len)
+    sampling, wanted = item.sampling, item.return_logprob
+    scores_prompt = wanted and item.logprob_start_len >= 0
+    params = sampling_params(
+        sampling,
+        max_tokens=sampling.max_new_tokens,
+        logprobs=item.top_logprobs_num if wanted else None,
+        prompt_logprobs=item.top_logprobs_num if scores_prompt else None,
+        max_logprobs=max_logprobs,
+        n=sampling.n,
+        grammar=grammar,
+    )
+    return replace(
+        params,
+        seed=sampling.seed if sampling.sampling_seed is None else sampling.sampling_seed,
+        min_tokens=max(sampling.min_tokens, sampling.min_new_tokens),
+        include_stop_str_in_output=sampling.include_stop_str_in_output or sampling.no_stop_trim,
+        logprob_token_ids=item.token_ids_logprob if wanted else (),
+        # The first that is told follows nothing that is told.
+        prompt_logprobs_start=item.logprob_start_len + 1 if scores_prompt else 0,
+        entropy=entropy and wanted,
+    )
+
+
+def _check_logprobs(item: SglangItem, prompt_len: int) -> None:
+    if not -1 <= item.logprob_start_len < prompt_len:
+        raise InvalidRequestError(
+            f"logprob_start_len must be -1 or a place in the prompt of {prompt_len} tokens.",
+            param="logprob_start_len",
+        )
+    if item.top_logprobs_num < 0:
+        raise InvalidRequestError(
+            "top_logprobs_num must not be negative.", param="top_logprobs_num"
+        )
+    if item.token_ids_logprob and (item.top_logprobs_num or item.logprob_start_len >= 0):
+        raise InvalidRequestError(
+            "token_ids_logprob is for sampled tokens, and not together with top_logprobs_num.",
+            param="token_ids_logprob",
+            code="unsupported_parameter",
+        )
+
+
+def _spread(value: Any, count: int, name: str, *, nested: bool = False) -> Sequence[Any]:
+    """One value per prompt; ``nested``: a value is itself a list."""
+    is_list = isinstance(value, list) and (not nested or bool(value and isinstance(value[0], list)))
+    if not is_list:
+        return [value] * count
+    if len(value) != count:
+        raise InvalidRequestError(
+            f"{name} needs one entry for each of {count} prompts.", param=name
+        )
+    return value
+
+
+def _rids(body: GenerateBody, count: int, fallback: str) -> list[str]:
+    rid = body.rid
+    if isinstance(rid, list):
+        if len(rid) != count or len(set(rid)) != count:
+            raise InvalidRequestError("rid needs one id for each prompt.", param="rid")
+        return list(rid)
+    rid = rid or fallback
+    return [f"{rid}_{number}" for number in range(count)] if is_batch(body) else [rid]

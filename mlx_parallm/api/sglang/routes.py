@@ -1,0 +1,120 @@
+"""``/generate``: SGLang's route, which atropos also calls with a body for vLLM."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from fastapi import Request, Response
+
+from mlx_parallm.api.http.declared import INPUT
+from mlx_parallm.api.http.offload import maybe_in_thread
+from mlx_parallm.api.http.openapi import CHAT
+from mlx_parallm.api.http.routing import Routes
+from mlx_parallm.api.http.sse import STREAMED
+from mlx_parallm.api.sglang.answer import SglangAnswer, VllmPromptAnswer
+from mlx_parallm.api.sglang.request import FIELDS, SglangItem, item_params, items_of
+from mlx_parallm.api.sglang.schema import GenerateBody, is_batch
+from mlx_parallm.api.turns.generation import named_by
+from mlx_parallm.api.turns.model_choice import generator
+from mlx_parallm.api.turns.prelude import Admitted, Prelude, PreludeDep
+from mlx_parallm.api.turns.respond import respond
+from mlx_parallm.api.turns.structure import body_grammar
+from mlx_parallm.api.vllm.answer import token_sampling_params
+from mlx_parallm.generation.model import GenerationModel, Tokenizer
+from mlx_parallm.serving.interface import EngineClient
+from mlx_parallm.types.request import GenerateRequest
+
+routes = Routes(CHAT, body_limit=INPUT)
+
+DEFAULT_VLLM_MAX_TOKENS = 16
+
+
+@routes.post("/generate", responses=STREAMED)
+@routes.put("/generate", responses=STREAMED, include_in_schema=False)
+async def generate(body: GenerateBody, request: Request, prelude: PreludeDep) -> Response:
+    """Continue one prompt or several."""
+    body.check_fields()
+    if body.prompt is not None:
+        return await _generate_for_vllm(body, request, prelude)
+    items = items_of(body, fallback_rid=prelude.answer_id)
+    source = "text" if body.text is not None else "input_ids"
+    fields = FIELDS | {"prompt": source, "messages": source, "request_id": "rid"}
+    models = [_model(prelude.engine, body, item) for item in items]
+    with named_by(fields):
+        for one in body.parts:
+            one.check_supported()
+        admitted = await prelude.admit_to(
+            models[0], models[0].names[0], n=items[0].sampling.n, num_prompts=len(items)
+        )
+        prompts = await _encode(items, models[0].tokenizer)
+        asked = [
+            await _request(body, item, model, prompt_ids, admitted)
+            for item, model, prompt_ids in zip(items, models, prompts, strict=True)
+        ]
+    answer = SglangAnswer(body, items, prompts, models[0].tokenizer, is_list=is_batch(body))
+    generation = await admitted.start(asked, fields)
+    return await respond(request, generation, answer, stream=body.stream, config=admitted.config)
+
+
+def _model(engine: EngineClient, body: GenerateBody, item: SglangItem) -> GenerationModel:
+    return generator(engine, body.model, item.adapter, field="lora_path")[1]
+
+
+async def _encode(items: Sequence[SglangItem], tokenizer: Tokenizer) -> list[tuple[int, ...]]:
+    def work() -> list[tuple[int, ...]]:
+        return [
+            tuple(tokenizer.encode(one.prompt) if isinstance(one.prompt, str) else one.prompt)
+            for one in items
+        ]
+
+    texts = sum(len(one.prompt) for one in items if isinstance(one.prompt, str))
+    return await maybe_in_thread(work, texts)
+
+
+async def _request(
+    body: GenerateBody,
+    item: SglangItem,
+    model: GenerationModel,
+    prompt_ids: tuple[int, ...],
+    admitted: Admitted,
+) -> GenerateRequest:
+    params = item_params(
+        item,
+        len(prompt_ids),
+        max_logprobs=admitted.config.max_logprobs,
+        entropy=body.return_entropy,
+        grammar=await body_grammar(item.sampling, model),
+    )
+    return GenerateRequest(
+        request_id=f"sglang-{item.rid}",
+        model=model.names[0],
+        prompt_ids=prompt_ids,
+        params=params,
+        priority=body.priority,
+        client=admitted.client,
+        cache_salt=item.cache_salt,
+        extra_key=item.extra_key,
+        group=f"sglang-{body.rid}" if isinstance(body.rid, str) else None,
+    )
+
+
+async def _generate_for_vllm(body: GenerateBody, request: Request, prelude: Prelude) -> Response:
+    assert body.prompt is not None, "this body has a prompt of vLLM's"
+    admitted = await prelude.admit(body.model, n=body.n)
+    model, config = admitted.model, admitted.config
+    body.check_supported()
+    if body.max_tokens is None:
+        body.max_tokens = DEFAULT_VLLM_MAX_TOKENS
+    params = token_sampling_params(
+        body, max_logprobs=config.max_logprobs, grammar=await body_grammar(body, model)
+    )
+    asked = GenerateRequest(
+        request_id=f"generate-{prelude.answer_id}",
+        model=model.names[0],
+        prompt_ids=tuple(body.prompt.prompt_token_ids),
+        params=params,
+        priority=body.priority,
+        client=admitted.client,
+    )
+    generation = await admitted.start([asked], {"messages": "prompt"})
+    return await respond(request, generation, VllmPromptAnswer(body.n), stream=False, config=config)

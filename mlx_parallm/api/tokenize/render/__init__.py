@@ -1,0 +1,1 @@
+"""What requests look like to the engine and to templates."""

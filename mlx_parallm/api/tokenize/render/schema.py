@@ -1,0 +1,42 @@
+"""Bodies of the routes that tell what a model would be given, without running it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictStr
+
+from mlx_parallm.api.chat.schema import ChatMessage
+from mlx_parallm.api.http.forms import NullIsAbsent
+
+
+class RenderedRequest(BaseModel):
+    """What the engine would be given for one prompt; names are vLLM's."""
+
+    request_id: str = Field(description="As the engine would know it.")
+    model: str = Field(description="The model's first name.")
+    prompt: str = Field(description="As text; empty for a prompt of token ids.")
+    token_ids: list[int] = Field(description="Of the prompt.")
+    sampling_params: dict[str, Any] = Field(description="How tokens would be chosen.")
+    priority: int = Field(description="Lower runs first.")
+    cache_salt: str | None = Field(description="With whom cached prefixes are shared.")
+
+
+class TemplateRequest(NullIsAbsent):
+    """llama.cpp's body of ``/apply-template``."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    model: StrictStr | None = Field(None, description="Default: the first model.")
+    messages: list[ChatMessage] = Field(min_length=1, description="A conversation.")
+    tools: list[dict[str, Any]] | None = Field(None, description="Tools for the template.")
+    add_generation_prompt: StrictBool = Field(True, description="Open the assistant's turn.")
+    chat_template_kwargs: dict[str, Any] = Field(
+        default_factory=dict, description="Further variables for the template."
+    )
+
+
+class AppliedTemplate(BaseModel):
+    """llama.cpp's answer of ``/apply-template``."""
+
+    prompt: str = Field(description="The conversation as text.")

@@ -1,0 +1,157 @@
+"""``POST /tokenize`` and ``POST /detokenize``, in vLLM's shape; the former also in TEI's."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any, get_args
+
+from starlette.responses import Response
+
+from mlx_parallm.api.chat.schema import check_template_kwargs, turns_of
+from mlx_parallm.api.chat.tools import chat_tools
+from mlx_parallm.api.http.declared import TOKENIZE
+from mlx_parallm.api.http.dependencies import EngineDep
+from mlx_parallm.api.http.offload import in_thread
+from mlx_parallm.api.http.openapi import TOKENS
+from mlx_parallm.api.http.routing import Routes
+from mlx_parallm.api.pooling.inputs.prompts import named_prompt
+from mlx_parallm.api.pooling.tei.answer import text_tokens
+from mlx_parallm.api.tokenize.schema import DetokenizeRequest, TokenizeRequest
+from mlx_parallm.api.turns.history import template_messages
+from mlx_parallm.api.turns.model_choice import generator_or_encoder
+from mlx_parallm.generation.model import GenerationModel
+from mlx_parallm.pooling.model import PoolingModel
+from mlx_parallm.serving.interface import EngineClient
+from mlx_parallm.types.errors import InvalidRequestError
+from mlx_parallm.types.pooling import Task
+from mlx_parallm.types.request import ANY_LENGTH
+
+routes = Routes(TOKENS, body_limit=TOKENIZE)
+
+# Of one body's inputs: what is told of a token takes some hundred times as much as its text.
+MAX_CHARACTERS = 1_000_000
+# Entries of a list that are written at once.
+PART_ENTRIES = 1024
+
+
+@routes.post("/tokenize")
+async def tokenize(body: TokenizeRequest, engine: EngineDep) -> Response:
+    """A text's or a conversation's tokens; of ``inputs`` a list for each text, as TEI has it."""
+    if body.inputs is not None:
+        return await _text_tokens(body, engine, body.inputs)
+    model = generator_or_encoder(engine, body.model, *get_args(Task))
+    return await in_thread(lambda: _tokens_answer(body, model))
+
+
+@routes.post("/detokenize")
+async def detokenize(body: DetokenizeRequest, engine: EngineDep) -> dict[str, Any]:
+    """The text of tokens, special ones included."""
+    tokenizer = generator_or_encoder(engine, body.model, *get_args(Task)).tokenizer
+
+    def work() -> str:
+        if any(not 0 <= token_id < tokenizer.vocab_size for token_id in body.tokens):
+            raise InvalidRequestError("tokens has an id outside the vocabulary.", param="tokens")
+        return tokenizer.decode(body.tokens, skip_special_tokens=False)
+
+    return {"prompt": await in_thread(work)}
+
+
+async def _text_tokens(
+    body: TokenizeRequest, engine: EngineClient, texts: Sequence[str]
+) -> Response:
+    if body.prompt is not None or body.messages is not None:
+        raise InvalidRequestError("Give inputs, or prompt or messages.", param="inputs")
+    model = engine.encoders.get(body.model, *get_args(Task))
+    prompt = named_prompt(model.info, body.prompt_name)
+    given = [prompt + text for text in texts]
+    if (size := sum(map(len, given))) > MAX_CHARACTERS:
+        raise InvalidRequestError(
+            f"inputs have {size} characters; {MAX_CHARACTERS} are the most.", param="inputs"
+        )
+
+    def work() -> Response:
+        found = model.tokenizer.spans(given, add_special_tokens=body.add_special_tokens)
+        return _json_response(
+            [text_tokens(text, spans) for text, spans in zip(given, found, strict=True)]
+        )
+
+    return await in_thread(work)
+
+
+def _tokens_answer(body: TokenizeRequest, model: GenerationModel | PoolingModel) -> Response:
+    ids = list(_ids(body, model))
+    if isinstance(model, PoolingModel):
+        string = model.tokenizer.token_string
+    else:
+        string = model.tokenizer.vocabulary_string
+    return _json_response(
+        {
+            "count": len(ids),
+            "max_model_len": model.info.max_model_len,
+            "tokens": ids,
+            "token_strs": [string(i) for i in ids] if body.return_token_strs else None,
+        }
+    )
+
+
+def _json_response(answer: Any) -> Response:
+    return Response(_json(answer).encode(errors="replace"), media_type="application/json")
+
+
+def _json(value: Any) -> str:
+    """The value as JSON; long lists are written part by part, to hold the interpreter briefly."""
+    if isinstance(value, dict) and any(isinstance(one, list) for one in value.values()):
+        return f"{{{','.join(f'{_dumps(key)}:{_json(one)}' for key, one in value.items())}}}"
+    if not isinstance(value, list):
+        return _dumps(value)
+    if value and isinstance(value[0], list):
+        return f"[{','.join(map(_json, value))}]"
+    parts = (value[begin : begin + PART_ENTRIES] for begin in range(0, len(value), PART_ENTRIES))
+    return f"[{','.join(_dumps(part)[1:-1] for part in parts)}]"
+
+
+def _dumps(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+
+
+def _ids(body: TokenizeRequest, model: GenerationModel | PoolingModel) -> Sequence[int]:
+    if body.messages is None and body.prompt is None:
+        raise InvalidRequestError("prompt or messages is needed.", param="prompt")
+    check_template_kwargs(body.chat_template_kwargs)
+    if isinstance(model, PoolingModel):
+        return _encoder_ids(body, model)
+    tokenizer = model.tokenizer
+    if body.messages is None:
+        return tokenizer.encode(
+            body.prompt or "", add_special_tokens=body.add_special_tokens, limit=ANY_LENGTH
+        )
+    return tokenizer.encode_chat(
+        template_messages(turns_of(body.messages), id_length=model.call_id_length),
+        tools=[tool.for_template() for tool in chat_tools(body.tools or ())] or None,
+        template_kwargs={**model.chat_template_kwargs, **body.chat_template_kwargs},
+        limit=ANY_LENGTH,
+        **_ends(body),
+    )
+
+
+def _encoder_ids(body: TokenizeRequest, model: PoolingModel) -> Sequence[int]:
+    if body.tools:
+        raise InvalidRequestError(f"{model.names[0]} reads no tools.", param="tools")
+    tokenizer = model.tokenizer
+    if body.messages is None:
+        texts = [body.prompt or ""]
+        return tokenizer.encode(texts, add_special_tokens=body.add_special_tokens)[0]
+    return tokenizer.encode_chat(
+        template_messages(turns_of(body.messages)),
+        template_kwargs=body.chat_template_kwargs,
+        **_ends(body),
+    )
+
+
+def _ends(body: TokenizeRequest) -> dict[str, Any]:
+    """How a conversation ends, for a template."""
+    return {
+        "add_generation_prompt": body.add_generation_prompt and not body.continue_final_message,
+        "continue_final_message": body.continue_final_message,
+    }

@@ -1,0 +1,262 @@
+"""The fields that bodies of generating routes share."""
+
+from __future__ import annotations
+
+from typing import Any, Literal, Self
+
+from pydantic import (
+    ConfigDict,
+    Field,
+    StrictBool,
+    StrictInt,
+    StrictStr,
+    model_validator,
+)
+
+from mlx_parallm.api.http.forms import INT64, NullIsAbsent, Number
+from mlx_parallm.types.errors import InvalidRequestError
+from mlx_parallm.types.request import MAX_CHOICES
+
+MAX_STOPS = 64
+MAX_NAMED_TOKENS = 1024
+# Python refuses to read integers of thousands of digits.
+MAX_ID_DIGITS = 18
+
+# What a body without a model means.
+ANY_GENERATOR = "A served model's name; default: the first that generates."
+
+# Accepted for compatibility; they change nothing here.
+WITHOUT_EFFECT = frozenset(
+    [
+        "metadata",
+        "store",
+        "safety_identifier",
+        "prompt_cache_key",
+        "prompt_cache_options",
+        "prompt_cache_retention",
+        "service_tier",
+        "verbosity",
+        "prediction",
+        "web_search_options",
+        "moderation",
+        "client_metadata",
+        "spaces_between_special_tokens",
+        "best_of",
+        "detokenize",
+        "nvext",
+        "session_id",
+        "vllm_xargs",
+    ]
+)
+
+
+class StreamOptions(NullIsAbsent):
+    """Options of a stream."""
+
+    without_effect = frozenset({"include_obfuscation"})
+
+    model_config = ConfigDict(extra="ignore")
+
+    include_usage: StrictBool = Field(False, description="End with a chunk of token counts.")
+    continuous_usage_stats: StrictBool = Field(
+        False, description="Token counts in every chunk; none where include_usage is false."
+    )
+
+    @property
+    def tells_usage_so_far(self) -> bool:
+        """True if every chunk has token counts; an explicit ``include_usage: false`` wins."""
+        is_off = "include_usage" in self.model_fields_set and not self.include_usage
+        return self.continuous_usage_stats and not is_off
+
+
+class StreamFields(NullIsAbsent):
+    """Whether the answer is a stream, and what the stream carries."""
+
+    stream: StrictBool = Field(False, description="Answer by server-sent events.")
+    stream_options: StreamOptions | None = Field(
+        None, description="What else a stream carries; 400 without stream."
+    )
+
+    @model_validator(mode="after")
+    def _check_stream_options(self) -> Self:
+        if self.stream_options is not None and not self.stream:
+            raise InvalidRequestError(
+                "stream_options needs stream to be true.", param="stream_options"
+            )
+        return self
+
+
+class TurnEndFields(NullIsAbsent):
+    """How a template ends a conversation: with an open turn, or going on with the last message."""
+
+    add_generation_prompt: StrictBool = Field(
+        True, description="Open the assistant's turn; not with continue_final_message."
+    )
+    continue_final_message: StrictBool = Field(
+        False, description="Go on with the last message instead of opening a turn."
+    )
+
+    @model_validator(mode="after")
+    def _check_turn_end(self) -> Self:
+        # The default of add_generation_prompt gives way; only a body that says both is refused.
+        opens = "add_generation_prompt" in self.model_fields_set and self.add_generation_prompt
+        if opens and self.continue_final_message:
+            raise InvalidRequestError(
+                "continue_final_message goes without add_generation_prompt.",
+                param="continue_final_message",
+            )
+        return self
+
+
+class SamplingFields(NullIsAbsent):
+    """How the tokens of a sample are chosen; names are OpenAI's, vLLM's and SGLang's."""
+
+    without_effect = WITHOUT_EFFECT
+
+    model_config = ConfigDict(extra="allow", protected_namespaces=())
+
+    temperature: Number = Field(1.0, ge=0, le=2, description="0 is greedy.")
+    top_p: Number = Field(1.0, gt=0, le=1, description="Keep the likeliest of this mass.")
+    top_k: StrictInt = Field(0, ge=-1, description="0 and -1 keep all tokens.")
+    min_p: Number = Field(
+        0.0, ge=0, le=1, description="Keep tokens at least this share as likely as the likeliest."
+    )
+    presence_penalty: Number = Field(
+        0.0, ge=-2, le=2, description="Subtracted once from tokens generated before."
+    )
+    frequency_penalty: Number = Field(
+        0.0, ge=-2, le=2, description="Subtracted per occurrence of a token generated before."
+    )
+    repetition_penalty: Number = Field(
+        1.0, gt=0, le=100, description="Over 1 makes tokens of prompt and output less likely."
+    )
+    logit_bias: dict[str, Number] | None = Field(None, description="Bias by token id.")
+    allowed_token_ids: list[StrictInt] | None = Field(
+        None, description="Only these tokens can be sampled."
+    )
+    seed: StrictInt | None = Field(
+        None, ge=-INT64, lt=INT64, description="Fixes the samples; sample i uses seed + i."
+    )
+    stop: StrictStr | list[StrictStr] | None = Field(
+        None, description=f"Up to {MAX_STOPS} texts that end a sample."
+    )
+    stop_token_ids: list[StrictInt] = Field(
+        default_factory=list, description="Tokens that end a sample, besides the model's own."
+    )
+    include_stop_str_in_output: StrictBool = Field(
+        False, description="Leave the stop text in the answer."
+    )
+    ignore_eos: StrictBool = Field(False, description="Go on past the end of sequence.")
+    min_tokens: StrictInt = Field(0, ge=0, description="No end before this many tokens.")
+    skip_special_tokens: StrictBool = Field(True, description="Leave special tokens out.")
+    structured_outputs: Any = Field(
+        None,
+        description="vLLM's: one of json, regex, choice, grammar, json_object, structural_tag.",
+    )
+    guided_json: Any = Field(None, description="The same as structured_outputs.json.")
+    guided_regex: Any = Field(None, description="The same as structured_outputs.regex.")
+    guided_choice: Any = Field(None, description="The same as structured_outputs.choice.")
+    guided_grammar: Any = Field(None, description="The same as structured_outputs.grammar.")
+    regex: Any = Field(None, description="The same, as SGLang names it.")
+    ebnf: Any = Field(None, description="A GBNF grammar, as SGLang names it.")
+    json_schema: Any = Field(None, description="A JSON schema, as SGLang names it.")
+    speculative: StrictBool = Field(
+        True, description="False keeps speculative decoding away from this request."
+    )
+    logprobs_mode: Literal["raw_logprobs", "processed_logprobs"] | None = Field(
+        None, description="Whose log-probabilities are told; default: the server's mode."
+    )
+
+    def stops(self) -> tuple[str, ...]:
+        """The stop strings.
+
+        Raises:
+            InvalidRequestError: one is empty, or there are too many.
+        """
+        stops = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+        if len(stops) > MAX_STOPS:
+            raise InvalidRequestError(f"At most {MAX_STOPS} stop strings.", param="stop")
+        return stops
+
+    def biases(self) -> tuple[tuple[int, float], ...]:
+        """The biases by token id.
+
+        Raises:
+            InvalidRequestError: a key is no token id, or a bias is outside -100 to 100.
+        """
+        pairs = []
+        for key, bias in (self.logit_bias or {}).items():
+            if not key.isascii() or not key.isdigit() or len(key) > MAX_ID_DIGITS:
+                raise InvalidRequestError(f"{key[:32]!r} is not a token id.", param="logit_bias")
+            if not -100 <= bias <= 100:
+                raise InvalidRequestError("A bias is from -100 to 100.", param="logit_bias")
+            pairs.append((int(key), bias))
+        return tuple(pairs)
+
+    def refuse(self, name: str, why: str) -> None:
+        """Raise InvalidRequestError if an extra field that cannot be honoured has a value."""
+        if (self.model_extra or {}).get(name):
+            raise InvalidRequestError(why, param=name, code="unsupported_parameter")
+
+
+class SamplingRequest(SamplingFields):
+    """What a request for samples of one model says beside how they are sampled."""
+
+    truncate_prompt_tokens: StrictInt | None = Field(
+        None, ge=-1, description="Cut prompts to so many tokens; -1 to what max_tokens leave."
+    )
+    truncation_side: Literal["left", "right"] = Field(
+        "left", description="The end of a prompt at which it is cut; left keeps its last tokens."
+    )
+
+    model: StrictStr | None = Field(None, description=ANY_GENERATOR)
+    stream: StrictBool = Field(False, description="Answer by server-sent events.")
+    priority: StrictInt = Field(0, ge=-INT64, lt=INT64, description="Lower runs first.")
+    cache_salt: StrictStr | None = Field(
+        None, max_length=1024, description="Share cached prefixes only with the same salt."
+    )
+    user: StrictStr | None = Field(None, description="Accepted and ignored.")
+
+
+class GenerationRequest(StreamFields, SamplingRequest):
+    """What chat and completion requests share."""
+
+    n: StrictInt = Field(1, ge=1, le=MAX_CHOICES, description="Samples per prompt.")
+    prompt_logprobs: StrictInt | None = Field(
+        None, ge=-1, description="Alternatives per prompt token, in vLLM's shape; -1 for all."
+    )
+    logprob_token_ids: list[StrictInt] = Field(
+        default_factory=list,
+        max_length=MAX_NAMED_TOKENS,
+        description="Tell the log-probabilities of these tokens in place of the likeliest.",
+    )
+    response_format: Any = Field(
+        None,
+        description='{"type": "json_schema", "json_schema": {"name": …, "schema": {…}, '
+        '"strict": true}}, {"type": "json_object"} or {"type": "text"}.',
+    )
+    return_token_ids: StrictBool = Field(
+        False, description="Add the ids of prompt and output tokens."
+    )
+    return_tokens_as_token_ids: StrictBool = Field(
+        False, description="Write the tokens of log-probabilities as token_id:N."
+    )
+    return_weight_versions: StrictBool = Field(
+        False, description="Add which weights made which tokens."
+    )
+    request_id: StrictStr | None = Field(
+        None, min_length=1, max_length=128, description="Part of the answer's id; must be unique."
+    )
+
+    def check_fields(self) -> None:
+        """Refuse what would change the tokens and is not offered.
+
+        Raises:
+            InvalidRequestError: such a field has a value.
+        """
+        for name in UNSUPPORTED:
+            self.refuse(name, f"{name} is not supported.")
+
+
+# Parameters of vLLM that would change the tokens.
+UNSUPPORTED = ("bad_words", "prompt_embeds", "use_beam_search")

@@ -1,0 +1,223 @@
+"""From admitted requests to one stream of events, and their end when the client goes away."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Coroutine, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from mlx_parallm.api.http.errors import CLIENT_CLOSED
+from mlx_parallm.api.http.sse import wait_for_disconnect
+from mlx_parallm.generation.admission import check_room
+from mlx_parallm.generation.model import RequestHandle
+from mlx_parallm.serving.interface import EngineClient
+from mlx_parallm.types.errors import InvalidRequestError
+from mlx_parallm.types.events import ErrorEvent, GenerateEvent, PromptEvent, TokenEvent
+from mlx_parallm.types.request import GenerateRequest
+
+T = TypeVar("T")
+Numbered = tuple[int, PromptEvent | TokenEvent]
+# Events of several prompts that wait to be read together.
+MAX_MERGED = 256
+# Tokens of a sample that is answered as a whole which are read at once.
+WHOLE = 64
+
+
+class Generation:
+    """The engine's requests behind one HTTP request: one per prompt."""
+
+    def __init__(self, engine: EngineClient, handles: Sequence[RequestHandle]) -> None:
+        self._engine = engine
+        self._handles = handles
+        # Bounded: what a slow reader leaves must pile up where it is counted, in the engine.
+        self._queue: asyncio.Queue[tuple[int, GenerateEvent | Exception | None]] = asyncio.Queue(
+            MAX_MERGED
+        )
+        self._first: asyncio.Task[Numbered | None] | None = None
+        self._iterator = self._single() if len(handles) == 1 else self._merged()
+
+    @classmethod
+    async def start(
+        cls,
+        engine: EngineClient,
+        requests: Sequence[GenerateRequest],
+        *,
+        fields: Mapping[str, str],
+        max_waiting: int | None = None,
+    ) -> Generation:
+        """Admit every request, or none.
+
+        Args:
+            engine: where they run.
+            requests: one per prompt, with the same parameters.
+            fields: what the engine's names are called in this route's body, for its errors.
+            max_waiting: how many sequences the engine's queue holds, if that is known.
+
+        Raises:
+            ParallmError: what refused one of them.
+        """
+        return cls(engine, await admit(engine, requests, fields=fields, max_waiting=max_waiting))
+
+    async def abort(self) -> None:
+        """End what still runs; after the end it does nothing."""
+        if self._first is not None:
+            self._first.cancel()
+        for handle in self._handles:
+            await self._engine.abort(handle.request_id)
+
+    def gather(self, count: int) -> None:
+        """Let so many tokens of a sample come as one event; the first and the last come at once."""
+        for handle in self._handles:
+            handle.gather(count)
+
+    async def wait_for_first(self, timeout_s: float) -> None:
+        """Wait for the first event, so that an error before it is still a plain HTTP answer.
+
+        Raises:
+            ParallmError: the request failed before anything was generated.
+        """
+        self._first = asyncio.ensure_future(anext(self._iterator, None))
+        done, _ = await asyncio.wait([self._first], timeout=timeout_s or None)
+        if done and self._first.exception() is not None:
+            self._first.result()
+
+    @property
+    def prompt(self) -> PromptEvent | None:
+        """The first prompt's event, if ``wait_for_first`` has seen it."""
+        task = self._first
+        if task is None or not task.done() or task.cancelled() or task.exception() is not None:
+            return None
+        first = task.result()
+        return first[1] if first is not None and isinstance(first[1], PromptEvent) else None
+
+    async def events(self) -> AsyncIterator[Numbered]:
+        """Every event with the number of its prompt.
+
+        Raises:
+            ParallmError: a request failed.
+        """
+        if self._first is not None:
+            first = await self._first
+            if first is None:
+                return
+            yield first
+        async for event in self._iterator:
+            yield event
+
+    async def _single(self) -> AsyncIterator[Numbered]:
+        async for event in self._handles[0].events:
+            if isinstance(event, ErrorEvent):
+                raise event.error
+            yield 0, event
+
+    async def _merged(self) -> AsyncIterator[Numbered]:
+        pumps = [
+            asyncio.ensure_future(self._pump(number, handle))
+            for number, handle in enumerate(self._handles)
+        ]
+        try:
+            left = len(pumps)
+            while left:
+                number, event = await self._queue.get()
+                if event is None:
+                    left -= 1
+                elif isinstance(event, ErrorEvent):
+                    raise event.error
+                elif isinstance(event, Exception):
+                    raise event
+                else:
+                    yield number, event
+        finally:
+            for pump in pumps:
+                pump.cancel()
+
+    async def _pump(self, number: int, handle: RequestHandle) -> None:
+        try:
+            async for event in handle.events:
+                await self._queue.put((number, event))
+        except Exception as bug:  # noqa: BLE001 - raised again where the events are read
+            await self._queue.put((number, bug))
+        await self._queue.put((number, None))
+
+
+async def check_queue(
+    engine: EngineClient,
+    model: str,
+    client: str,
+    *,
+    n: int,
+    max_waiting: int | None,
+    num_prompts: int = 1,
+) -> None:
+    """Refuse early what the queue has no room for, before its prompts are encoded.
+
+    Raises:
+        InvalidRequestError: even an empty queue could not hold ``n`` samples of every prompt.
+        OverloadedError: the queue is full.
+    """
+    if max_waiting is not None:
+        check_room(num_prompts, n, max_waiting)
+    await engine.check_room(model, client, num_prompts * n)
+
+
+@contextlib.contextmanager
+def named_by(fields: Mapping[str, str]) -> Iterator[None]:
+    """Let refusals name the fields as a route's body calls them."""
+    try:
+        yield
+    except InvalidRequestError as refusal:
+        if refusal.param is not None:
+            refusal.param = fields.get(refusal.param, refusal.param)
+        raise
+
+
+async def admit(
+    engine: EngineClient,
+    requests: Sequence[GenerateRequest],
+    *,
+    fields: Mapping[str, str],
+    max_waiting: int | None,
+) -> Sequence[RequestHandle]:
+    """Admit every request, or none; see ``Generation.start``.
+
+    Raises:
+        ParallmError: what refused one of them.
+    """
+    with named_by(fields):
+        if max_waiting is not None:
+            check_room(len(requests), requests[0].params.n, max_waiting)
+        # All at once: one after the other, every prompt would wait for a step of its own.
+        tasks = [asyncio.ensure_future(engine.submit(request)) for request in requests]
+        try:
+            return await asyncio.gather(*tasks)
+        except BaseException:
+            await _take_back(engine, tasks)
+            raise
+
+
+async def _take_back(engine: EngineClient, tasks: Sequence[asyncio.Task[RequestHandle]]) -> None:
+    """Abort what has been admitted; refused requests are left alone: their ids may be others'."""
+    for task in tasks:
+        task.cancel()
+    for handle in await asyncio.gather(*tasks, return_exceptions=True):
+        if isinstance(handle, RequestHandle):
+            await engine.abort(handle.request_id)
+
+
+async def unless_disconnected(request: Request, work: Coroutine[Any, Any, T]) -> T | Response:
+    """The result of ``work``, which is cancelled if the client closes the connection first."""
+    task = asyncio.ensure_future(work)
+    gone = asyncio.ensure_future(wait_for_disconnect(request.receive))
+    try:
+        await asyncio.wait([task, gone], return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            return task.result()
+        return Response(status_code=CLIENT_CLOSED)
+    finally:
+        for one in (task, gone):
+            one.cancel()
+        await asyncio.gather(task, gone, return_exceptions=True)

@@ -1,0 +1,48 @@
+"""Samples collected from events, and token counts; the same for every protocol."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from mlx_parallm.api.turns.versions import VersionSpans
+from mlx_parallm.types.events import PromptEvent, TokenEvent
+from mlx_parallm.types.step import TokenLogprob
+
+
+@dataclass(slots=True)
+class Usage:
+    """Token counts of an answer."""
+
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    cached_tokens: int = 0
+    reasoning_tokens: int = 0
+
+    def add(self, event: PromptEvent | TokenEvent) -> None:
+        """Count an event."""
+        if isinstance(event, PromptEvent):
+            self.cached_tokens += event.num_cached_tokens
+        else:
+            self.completion_tokens += len(event.token_ids)
+
+
+@dataclass(slots=True)
+class Sample:
+    """The text and tokens of one sample."""
+
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    versions: VersionSpans = field(default_factory=VersionSpans)
+
+    def add(self, event: TokenEvent) -> None:
+        """Append an event."""
+        self.versions.add(event.version, len(event.token_ids))
+        self.text += event.text
+        self.token_ids += event.token_ids
+        self.logprobs += event.logprobs
+        if event.finish_reason is not None:
+            self.finish_reason = str(event.finish_reason)
+            self.stop_reason = event.stop_reason

@@ -1,0 +1,189 @@
+"""What the answer must match: from a body's fields to a grammar.
+
+``response_format`` is OpenAI's; ``structured_outputs`` and ``guided_*`` are vLLM's; ``regex``,
+``ebnf`` and ``json_schema`` are SGLang's.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from mlx_parallm.api.turns.fields import SamplingFields
+from mlx_parallm.api.turns.grammars import grammar_of
+from mlx_parallm.generation.model import GenerationModel
+from mlx_parallm.grammar import spec as specs
+from mlx_parallm.grammar.spec import GrammarKind, GrammarSpec
+from mlx_parallm.types.errors import InvalidRequestError
+from mlx_parallm.types.request import Grammar
+
+# Of the Responses API; a field within a field.
+TEXT_FORMAT = "text.format"
+
+_Read = Callable[[Any, str], GrammarSpec | None]
+
+
+async def body_grammar(body: SamplingFields, model: GenerationModel) -> Grammar | None:
+    """What the fields of a request body ask an answer to match; None if they do not.
+
+    Raises:
+        InvalidRequestError: see ``body_structure`` and ``grammar_of``.
+    """
+    found = body_structure(body)
+    return None if found is None else await grammar_of(found[0], model, param=found[1])
+
+
+def body_structure(
+    body: SamplingFields, *, text_format: Any = None
+) -> tuple[GrammarSpec, str] | None:
+    """What the fields of a request body ask for, and the field that asks; None if none does.
+
+    ``text_format`` is what the Responses API has as ``text.format``.
+
+    Raises:
+        InvalidRequestError: see ``structure_of``.
+    """
+    asked = {name: getattr(body, name, None) for name in STRUCTURE_FIELDS}
+    return structure_of(asked | {TEXT_FORMAT: text_format})
+
+
+def structure_of(fields: Mapping[str, Any]) -> tuple[GrammarSpec, str] | None:
+    """What a body's fields ask for, and the field that asks; None if none does.
+
+    Args:
+        fields: a body's fields by name; absent and null ones ask for nothing.
+
+    Raises:
+        InvalidRequestError: one is malformed, or several ask for something.
+    """
+    found: list[tuple[GrammarSpec, str]] = []
+    for name, read in _READERS.items():
+        value = fields.get(name)
+        spec = None if value is None else read(value, name)
+        if spec is not None:
+            found.append((spec, name))
+    if len(found) > 1:
+        names = " and ".join(name for _, name in found)
+        raise InvalidRequestError(
+            f"{names} exclude each other: an answer can match one structure.", param=found[1][1]
+        )
+    return found[0] if found else None
+
+
+def response_format(value: Any, param: str) -> GrammarSpec | None:
+    """OpenAI's ``response_format``, and the same in vLLM's further types; None for plain text.
+
+    Raises:
+        InvalidRequestError: it is malformed.
+    """
+    if not isinstance(value, Mapping):
+        raise _wrong(param, "is an object with a type")
+    match value.get("type"):
+        case "text":
+            return None
+        case "json_object":
+            # SGLang's and llama.cpp's clients give a schema beside it.
+            schema = value.get("schema")
+            if schema is not None:
+                return specs.json_schema(schema, strict=False, param=param)
+            return specs.json_object(param=param)
+        case "json_schema":
+            return _named_schema(value.get("json_schema", value), param)
+        case "structural_tag":
+            return specs.structural_tag(value, param=param)
+        case other:
+            raise _wrong(param, f"has no type {json.dumps(str(other)[:64])}")
+
+
+def _named_schema(value: Any, param: str) -> GrammarSpec:
+    if not isinstance(value, Mapping) or "schema" not in value:
+        raise _wrong(param, "needs a json_schema with a schema")
+    strict = value.get("strict")
+    if strict is not None and not isinstance(strict, bool):
+        raise _wrong(param, "has a strict that is neither true nor false")
+    if value["schema"] is None:
+        raise _wrong(param, "needs a json_schema with a schema")
+    return specs.json_schema(value["schema"], strict=strict is True, param=param)
+
+
+def _structured_outputs(value: Any, param: str) -> GrammarSpec | None:
+    if not isinstance(value, Mapping):
+        raise _wrong(param, "is an object")
+    asked = {
+        key: one
+        for key, one in value.items()
+        if key in _STRUCTURED and one is not None and one is not False
+    }
+    if not asked:
+        return None
+    if len(asked) > 1:
+        raise _wrong(param, f"asks for {' and '.join(asked)}, which exclude each other")
+    ((key, one),) = asked.items()
+    return _STRUCTURED[key](one, param)
+
+
+def _schema(value: Any, param: str) -> GrammarSpec:
+    return specs.json_schema(value, strict=False, param=param)
+
+
+def _json_object(value: Any, param: str) -> GrammarSpec:
+    if value is not True:
+        raise _wrong(param, "has a json_object that is not true")
+    return specs.json_object(param=param)
+
+
+def _regex(value: Any, param: str) -> GrammarSpec:
+    return specs.regex(_text(value, param), param=param)
+
+
+def _choice(value: Any, param: str) -> GrammarSpec:
+    if not isinstance(value, list):
+        raise _wrong(param, "takes a list of texts as choice")
+    return specs.choice(value, param=param)
+
+
+def _grammar(value: Any, param: str) -> GrammarSpec:
+    return specs.context_free(_text(value, param), param=param)
+
+
+def _ebnf(value: Any, param: str) -> GrammarSpec:
+    return specs.context_free(_text(value, param), kind=GrammarKind.GBNF, param=param)
+
+
+def _tag(value: Any, param: str) -> GrammarSpec:
+    return specs.structural_tag(value, param=param)
+
+
+def _text(value: Any, param: str) -> str:
+    if not isinstance(value, str):
+        raise _wrong(param, "takes a text here")
+    return value
+
+
+def _wrong(param: str, what: str) -> InvalidRequestError:
+    return InvalidRequestError(f"{param} {what}.", param=param)
+
+
+_STRUCTURED: Mapping[str, _Read] = {
+    "json": _schema,
+    "regex": _regex,
+    "choice": _choice,
+    "grammar": _grammar,
+    "json_object": _json_object,
+    "structural_tag": _tag,
+}
+_READERS: Mapping[str, _Read] = {
+    "response_format": response_format,
+    TEXT_FORMAT: response_format,
+    "structured_outputs": _structured_outputs,
+    "guided_json": _schema,
+    "guided_regex": _regex,
+    "guided_choice": _choice,
+    "guided_grammar": _grammar,
+    "regex": _regex,
+    "ebnf": _ebnf,
+    "json_schema": _schema,
+}
+#: The fields of a body that ``structure_of`` reads.
+STRUCTURE_FIELDS = tuple(name for name in _READERS if name != TEXT_FORMAT)

@@ -1,0 +1,1 @@
+"""vLLM's route from tokens to tokens."""

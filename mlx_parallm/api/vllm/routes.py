@@ -1,0 +1,48 @@
+"""``POST /inference/v1/generate``: vLLM's route from tokens to tokens."""
+
+from __future__ import annotations
+
+from fastapi import Request, Response
+
+from mlx_parallm.api.http.declared import INPUT
+from mlx_parallm.api.http.openapi import RL
+from mlx_parallm.api.http.routing import Routes
+from mlx_parallm.api.http.sse import STREAMED
+from mlx_parallm.api.turns.generation import named_by
+from mlx_parallm.api.turns.prelude import PreludeDep
+from mlx_parallm.api.turns.respond import respond
+from mlx_parallm.api.turns.structure import body_grammar
+from mlx_parallm.api.vllm.answer import FIELDS, TokenAnswer, token_sampling_params
+from mlx_parallm.api.vllm.schema import TokenGenerateRequest
+from mlx_parallm.types.request import GenerateRequest
+
+routes = Routes(RL, body_limit=INPUT)
+
+
+@routes.post("/inference/v1/generate", responses=STREAMED)
+async def generate(body: TokenGenerateRequest, request: Request, prelude: PreludeDep) -> Response:
+    """Continue a prompt of token ids, by token ids."""
+    n = body.sampling_params.n
+    admitted = await prelude.admit(body.model or None, n=n, fields=FIELDS)
+    model, config = admitted.model, admitted.config
+    with named_by(FIELDS):
+        body.check_supported()
+        grammar = await body_grammar(body.sampling_params, model)
+        params = token_sampling_params(
+            body.sampling_params, max_logprobs=config.max_logprobs, grammar=grammar
+        )
+    request_id = body.request_id or prelude.answer_id
+    asked = GenerateRequest(
+        request_id=f"generate-{request_id}",
+        model=model.names[0],
+        prompt_ids=tuple(body.token_ids),
+        params=params,
+        priority=body.priority,
+        client=admitted.client,
+        cache_salt=body.cache_salt,
+    )
+    answer = TokenAnswer(
+        body, request_id=request_id, model=admitted.name, tokenizer=model.tokenizer
+    )
+    generation = await admitted.start([asked], FIELDS)
+    return await respond(request, generation, answer, stream=body.stream, config=config)

@@ -1,0 +1,125 @@
+"""The body of ``POST /inference/v1/generate``, vLLM's route from tokens to tokens."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import ConfigDict, Field, StrictBool, StrictInt, StrictStr
+
+from mlx_parallm.api.http.forms import INT64, Ids
+from mlx_parallm.api.turns.fields import MAX_NAMED_TOKENS, SamplingFields, StreamFields
+from mlx_parallm.types.errors import InvalidRequestError
+from mlx_parallm.types.request import MAX_CHOICES
+
+# Parameters of vLLM that would change the tokens and are not offered here.
+UNSUPPORTED = (
+    "bad_words",
+    "logits_processors",
+    "prompt_logprob_token_ids",
+    "repetition_detection",
+    "thinking_token_budget",
+    "use_beam_search",
+)
+# Fields of the body of which the same is true.
+UNSUPPORTED_FIELDS = ("content_parts", "features")
+
+
+class TokenSamplingParams(SamplingFields):
+    """vLLM's ``SamplingParams``; without ``max_tokens`` the rest of the context may be used."""
+
+    without_effect = frozenset(
+        [
+            "best_of",
+            "detokenize",
+            "flat_logprobs",
+            "output_kind",
+            "skip_clone",
+            "skip_reading_prefix_cache",
+            "spaces_between_special_tokens",
+        ]
+    )
+
+    n: StrictInt = Field(1, ge=1, le=MAX_CHOICES, description="Samples of the prompt.")
+    max_tokens: StrictInt | None = Field(
+        None, ge=0, description="Most tokens to generate; default: the rest of the context."
+    )
+    logprobs: StrictInt | None = Field(
+        None,
+        ge=-1,
+        description="Log-probabilities: of the sampled token, and of so many in all; -1 for all.",
+    )
+    prompt_logprobs: StrictInt | None = Field(
+        None, ge=-1, description="Alternatives per prompt token; -1 for all."
+    )
+    logprob_token_ids: list[StrictInt] = Field(
+        default_factory=list,
+        max_length=MAX_NAMED_TOKENS,
+        description="Report these tokens in place of the likeliest.",
+    )
+
+    def check_supported(self) -> None:
+        """Refuse what would change the tokens and is not offered.
+
+        Raises:
+            InvalidRequestError: such a parameter has a value.
+        """
+        for name in UNSUPPORTED:
+            self.refuse(name, f"{name} is not supported.")
+        best_of = (self.model_extra or {}).get("best_of")
+        if best_of is not None and best_of != self.n:
+            raise InvalidRequestError(
+                "best_of must equal n.", param="best_of", code="unsupported_parameter"
+            )
+
+
+class TokenGenerateRequest(StreamFields):
+    """A prompt as token ids, used exactly as it is."""
+
+    without_effect = frozenset(
+        [
+            "ec_transfer_params",
+            "kv_transfer_params",
+            "reasoning_ended",
+            "reasoning_parser_kwargs",
+            "token_offsets",
+        ]
+    )
+
+    model_config = ConfigDict(extra="allow", protected_namespaces=())
+
+    token_ids: Ids = Field(min_length=1, description="The prompt.")
+    sampling_params: TokenSamplingParams = Field(description="vLLM's SamplingParams.")
+    model: StrictStr | None = Field(
+        None, description="A served model or adapter; default: the first model."
+    )
+    request_id: StrictStr | None = Field(
+        None, min_length=1, max_length=128, description="The answer's id; must be unique."
+    )
+    return_token_ids: StrictBool = Field(False, description="Add the ids of the prompt.")
+    output_mode: Literal["tokens", "text"] = Field(
+        "tokens", description="text adds the text, and the text of tokens."
+    )
+    cache_salt: StrictStr | None = Field(
+        None,
+        min_length=1,
+        max_length=1024,
+        description="Share cached prefixes only with the same salt.",
+    )
+    priority: StrictInt = Field(0, ge=-INT64, lt=INT64, description="Lower runs first.")
+
+    def check_supported(self) -> None:
+        """Refuse what is not offered.
+
+        Raises:
+            InvalidRequestError: the prompt has images or other media, or see
+                ``TokenSamplingParams.check_supported``.
+        """
+        extra: dict[str, Any] = self.model_extra or {}
+        for name in UNSUPPORTED_FIELDS:
+            if extra.get(name):
+                raise InvalidRequestError(
+                    f"{name} is not supported: prompts are tokens of text.",
+                    param=name,
+                    code="unsupported_parameter",
+                )
+        self.sampling_params.check_supported()

@@ -1,0 +1,201 @@
+"""Content blocks out of parts, and the events that tell them."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mlx_parallm.api.anthropic.blocks import (
+    INVALID_JSON,
+    ContentBlocks,
+    signature_of,
+    tool_input,
+)
+from mlx_parallm.api.turns.stream import ToolCallEnd, TurnPart
+from mlx_parallm.parsing.parts import (
+    ContentText,
+    ReasoningText,
+    ToolCallArguments,
+    ToolCallBegin,
+)
+from tests.message_events import fold_blocks
+
+
+def build(
+    parts: Iterable[TurnPart], *, shows_thinking: bool = True
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """The blocks of parts, and the events."""
+    blocks = ContentBlocks(shows_thinking=shows_thinking)
+    events = [event for part in parts for event in blocks.add(part)] + blocks.end()
+    return blocks.blocks, events
+
+
+def call(index: int, *arguments: str, id_: str | None = "call_1") -> list[TurnPart]:
+    pieces = [ToolCallArguments(index, one) for one in arguments]
+    return [ToolCallBegin(index, "f", id_), *pieces, ToolCallEnd(index)]
+
+
+def test_blocks_keep_the_order_of_the_parts() -> None:
+    parts = [ReasoningText("hm"), ContentText("a"), *call(0, '{"b"', ": 1}"), ContentText("c")]
+    blocks, events = build(parts)
+    assert blocks == [
+        {"type": "thinking", "thinking": "hm", "signature": signature_of("hm")},
+        {"type": "text", "text": "a"},
+        {"type": "tool_use", "id": "toolu_1", "name": "f", "input": {"b": 1}},
+        {"type": "text", "text": "c"},
+    ]
+    assert [event["type"].removeprefix("content_block_") for event in events] == [
+        *("start", "delta", "delta", "stop"),
+        *("start", "delta", "stop"),
+        *("start", "delta", "delta", "stop"),
+        *("start", "delta", "stop"),
+    ]
+
+
+def test_an_event_is_not_changed_by_what_follows() -> None:
+    _, events = build([ContentText("a"), ContentText("b")])
+    assert events[0]["content_block"] == {"type": "text", "text": ""}
+
+
+@pytest.mark.parametrize(
+    ("parts", "texts"),
+    [
+        ([ContentText("\n"), *call(0, "{}")], []),
+        ([*call(0, "{}"), ContentText("\n\n")], []),
+        ([ReasoningText("\n\n"), ContentText("a")], ["a"]),
+        ([ContentText(" \n"), ContentText(" a")], [" \n a"]),
+        ([ContentText("a"), ContentText(" ")], ["a "]),
+        ([ContentText("\n"), ReasoningText("x"), ContentText("a")], ["x", "a"]),
+        ([ContentText(" ")], [" "]),
+        ([ReasoningText("\n")], ["\n"]),
+        ([ReasoningText("\n"), ContentText(" ")], [" "]),
+        ([ContentText("")], []),
+        ([], []),
+    ],
+)
+def test_white_space_alone_makes_no_block_beside_others(
+    parts: list[TurnPart], texts: list[str]
+) -> None:
+    blocks, events = build(parts)
+    found = [one.get("text", one.get("thinking")) for one in blocks if one["type"] != "tool_use"]
+    assert found == texts
+    assert len(fold_blocks(events)) == len(blocks)
+
+
+def test_thinking_can_be_left_out_but_for_its_signature() -> None:
+    blocks, events = build([ReasoningText("h"), ReasoningText("m")], shows_thinking=False)
+    assert blocks == [{"type": "thinking", "thinking": "", "signature": signature_of("hm")}]
+    assert fold_blocks(events) == blocks
+
+
+def test_a_models_own_id_is_kept() -> None:
+    blocks, _ = build(call(0, "{}", id_="functions.f:0"))
+    assert blocks[0]["id"] == "functions.f:0"
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("", {}),
+        (" \n", {}),
+        ("{}", {}),
+        ('{"a": [1, {"b": null}]}', {"a": [1, {"b": None}]}),
+        ('{"a": 1, "b": "tex', {"a": 1}),
+        ('{"a": 1, "b', {"a": 1}),
+        ('{"a": {"b": [1, 2', {"a": {"b": [1, 2]}}),
+        ('{"a": "\u00e9"}', {"a": "\u00e9"}),
+        ("{", {}),
+    ],
+)
+def test_the_input_of_a_call(text: str, value: dict[str, Any]) -> None:
+    assert tool_input(text) == value
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "[1]",
+        "7",
+        '"x"',
+        "nonsense",
+        "{'a': 1}",
+        '{"a": 1} more',
+        '{"a": NaN}',
+        '{"a": 1e999}',
+        '{"a": "\\ud800"}',
+        '{"a": ' + "9" * 5000 + "}",
+        '{"a": ' + "[" * 5000 + "]" * 5000 + "}",
+    ],
+)
+def test_input_that_is_no_object_is_kept_as_text(text: str) -> None:
+    value = tool_input(text)
+    assert value == {INVALID_JSON: text}
+    json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
+
+
+@given(
+    st.dictionaries(
+        st.text(max_size=3),
+        st.recursive(
+            st.none()
+            | st.booleans()
+            | st.integers()
+            | st.floats(allow_nan=False, allow_infinity=False)
+            | st.text(max_size=5),
+            lambda inner: (
+                st.lists(inner, max_size=3)
+                | st.dictionaries(st.text(max_size=3), inner, max_size=3)
+            ),
+            max_leaves=6,
+        ),
+        max_size=3,
+    ),
+    st.booleans(),
+)
+def test_every_beginning_of_an_object_is_an_object(value: dict[str, Any], is_ascii: bool) -> None:
+    text = json.dumps(value, ensure_ascii=is_ascii)
+    assert tool_input(text) == value
+    for length in range(len(text)):
+        begun = tool_input(text[:length])
+        assert INVALID_JSON not in begun
+        assert set(begun) <= set(value)
+        json.dumps(begun, ensure_ascii=False, allow_nan=False).encode()
+
+
+TEXTS = st.text(alphabet="ab \n\u00e9", max_size=3)
+PARTS = st.one_of(
+    TEXTS.map(lambda text: [ReasoningText(text)]),
+    TEXTS.map(lambda text: [ContentText(text)]),
+    st.lists(st.sampled_from(['{"a"', ": 1", "}", "x"]), max_size=3).map(
+        lambda pieces: call(0, *pieces)
+    ),
+)
+
+
+@given(st.lists(PARTS, max_size=8), st.booleans())
+def test_a_stream_adds_up_to_the_whole_answer(parts: list[list[TurnPart]], shows: bool) -> None:
+    flat = [part for some in parts for part in some]
+    blocks, events = build(flat, shows_thinking=shows)
+    folded = fold_blocks(events)
+    for one in folded:
+        if one["type"] == "tool_use":
+            one["input"] = tool_input(one["input"])
+    assert folded == blocks
+
+
+@given(st.lists(PARTS, max_size=8))
+def test_no_text_but_white_space_is_lost(parts: list[list[TurnPart]]) -> None:
+    flat = [part for some in parts for part in some]
+    blocks, _ = build(flat)
+    for kind, of in (("text", ContentText), ("thinking", ReasoningText)):
+        given_ = "".join(part.text for part in flat if isinstance(part, of))
+        found = "".join(one[kind] for one in blocks if one["type"] == kind)
+        assert "".join(found.split()) == "".join(given_.split())
+        neighbours = itertools.pairwise(blocks)
+        assert not any(one["type"] == other["type"] == kind for one, other in neighbours)

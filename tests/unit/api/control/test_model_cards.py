@@ -1,0 +1,56 @@
+"""What /v1/models says of a model's use, by which clients choose one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import httpx2
+
+from mlx_parallm.api.control.models.answer import encoder_card
+from mlx_parallm.config import ServerConfig
+from mlx_parallm.engine.interface import ModelState, ModelStatus
+from mlx_parallm.pooling.model import PoolingModel
+from mlx_parallm.types.pooling import EncoderInfo
+from tests.api_app import make_app
+from tests.fake_engine import FakeEngine
+
+INFO = EncoderInfo(
+    architecture="x",
+    vocab_size=256,
+    max_model_len=9,
+    dims=2,
+    dtype="float32",
+    weight_bytes=1,
+    tasks=("classify", "embed"),
+)
+TOKENIZER: Any = None
+MODEL = PoolingModel(
+    names=("one",),
+    root="r",
+    created=1,
+    tokenizer=TOKENIZER,
+    info=INFO,
+    max_batch_tokens=64,
+    max_waiting=100,
+)
+
+
+def card_of(state: ModelState, model: PoolingModel | None) -> dict[str, Any]:
+    status = ModelStatus(
+        names=("one",), root="r", state=state, progress=1.0, is_pinned=False, model=model
+    )
+    return encoder_card("one", status, {})
+
+
+async def test_a_model_that_generates_says_so() -> None:
+    transport = httpx2.ASGITransport(make_app(FakeEngine(), ServerConfig()))
+    async with httpx2.AsyncClient(transport=transport, base_url="http://here") as client:
+        cards = (await client.get("/v1/models")).json()["data"]
+        single = (await client.get("/v1/models/alias")).json()
+    assert [card["tasks"] for card in cards] == [["generate"]] * len(cards)
+    assert single["tasks"] == ["generate"]
+
+
+def test_an_encoder_says_what_it_does_once_that_is_known() -> None:
+    assert card_of(ModelState.LOADED, MODEL)["tasks"] == ["classify", "embed"]
+    assert card_of(ModelState.LOADING, None)["tasks"] is None

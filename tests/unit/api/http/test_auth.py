@@ -1,0 +1,81 @@
+"""Keys, and the guard of routes that change the server."""
+
+from __future__ import annotations
+
+import httpx2
+import pytest
+from fastapi import Depends
+from starlette.datastructures import Headers
+
+from mlx_parallm.api.http.auth import KeyRing, client_of, require_admin
+from mlx_parallm.config import ServerConfig
+from tests.api_app import make_app
+from tests.fake_engine import FakeEngine
+
+KEYS = ServerConfig(api_keys=("user",))
+ADMIN_KEYS = ServerConfig(api_keys=("user",), admin_api_keys=("admin",))
+ONLY_ADMIN = ServerConfig(admin_api_keys=("admin",))
+
+
+async def call(config: ServerConfig, headers: dict[str, str]) -> httpx2.Response:
+    """POST to a route behind the guard, on an application that has one more route."""
+    app = make_app(FakeEngine(), config)
+
+    @app.post("/guarded", dependencies=[Depends(require_admin)])
+    async def guarded() -> str:
+        return "changed"
+
+    transport = httpx2.ASGITransport(app)
+    async with httpx2.AsyncClient(transport=transport, base_url="http://here:8000") as client:
+        return await client.post("/guarded", headers=headers)
+
+
+def bearer(key: str) -> dict[str, str]:
+    return {"authorization": f"Bearer {key}"}
+
+
+@pytest.mark.parametrize(
+    ("config", "headers", "status"),
+    [
+        (ServerConfig(), {}, 200),
+        (KEYS, {}, 401),
+        (KEYS, bearer("user"), 200),
+        (ADMIN_KEYS, bearer("user"), 401),
+        (ADMIN_KEYS, bearer("admin"), 200),
+        (ADMIN_KEYS, {"x-api-key": "admin"}, 200),
+        (ONLY_ADMIN, {}, 401),
+        (ONLY_ADMIN, bearer("admin"), 200),
+        (ServerConfig(), {"origin": "http://here:8000"}, 200),
+        (ServerConfig(), {"origin": "http://elsewhere:8000"}, 403),
+        (ServerConfig(), {"origin": "http://here:9000"}, 403),
+        (ServerConfig(), {"origin": "null"}, 403),
+        (ADMIN_KEYS, bearer("admin") | {"origin": "https://elsewhere"}, 403),
+        (ServerConfig(allowed_origins=("*",)), {"origin": "https://elsewhere"}, 403),
+    ],
+)
+async def test_only_the_admin_of_this_origin_changes_the_server(
+    config: ServerConfig, headers: dict[str, str], status: int
+) -> None:
+    response = await call(config, headers)
+    assert response.status_code == status, response.text
+    if status != 200:
+        assert set(response.json()["error"]) == {"message", "type", "param", "code"}
+
+
+def test_a_ring_accepts_each_of_its_keys_and_nothing_else() -> None:
+    ring = KeyRing(["one", "two"])
+    assert ring.accepts("one")
+    assert ring.accepts("two")
+    assert not any(ring.accepts(key) for key in ("", "onetwo", "ONE", None))
+    assert not KeyRing([]).accepts(None)
+
+
+def test_clients_are_told_apart_without_their_keys() -> None:
+    one, two = (client_of(headers_of(key), KEYS) for key in ("a", "b"))
+    assert one != two
+    assert "a" not in (one, two)
+    assert client_of(headers_of("a"), ServerConfig()) == ""
+
+
+def headers_of(key: str) -> Headers:
+    return Headers({"x-api-key": key})

@@ -1,0 +1,59 @@
+"""What is read as JSON, and what is refused."""
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mlx_parallm.api.http.json_body import HALF_PAIR, TOO_DEEP, parse_json
+from mlx_parallm.types.errors import InvalidRequestError
+
+MAX_DEPTH = 200
+
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),
+    lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
+)
+
+
+@given(VALUES, st.booleans())
+def test_every_value_is_read_as_python_reads_it(value: object, ascii_only: bool) -> None:
+    text = json.dumps(value, ensure_ascii=ascii_only)
+    found = parse_json(text.encode())
+    assert found == json.loads(text)
+    assert json.dumps(found, ensure_ascii=ascii_only) == text
+
+
+@pytest.mark.parametrize(("opens", "closes"), [("[", "]"), ('{"a":', "}")])
+def test_nesting_has_a_limit(opens: str, closes: str) -> None:
+    found = parse_json((opens * MAX_DEPTH + "1" + closes * MAX_DEPTH).encode())
+    for _ in range(MAX_DEPTH):
+        found = found[0] if isinstance(found, list) else found["a"]
+    assert found == 1
+    for depth in (MAX_DEPTH + 1, 1_000_000):
+        with pytest.raises(InvalidRequestError, match=TOO_DEEP):
+            parse_json((opens * depth + "1" + closes * depth).encode())
+
+
+@pytest.mark.parametrize(
+    "text", ["\ud800", "a\udfff", "\udc00b", "\ud800\ud800", "\ud800\n", "\ud83d\\"]
+)
+@pytest.mark.parametrize("is_key", [False, True])
+def test_half_a_surrogate_pair_is_refused(text: str, is_key: bool) -> None:
+    raw = json.dumps({text: 1} if is_key else [text]).encode()
+    with pytest.raises(InvalidRequestError, match=HALF_PAIR):
+        parse_json(raw)
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        *(b"", b"{]", b"[1,]", b"1 2", b"nul", b"'a'", b'"\n"', b'"\\uzzzz"', b"9" * 5000),
+        *(b'"\xff"', b"\xef\xbb\xbf{}", "{}".encode("utf-16")),
+    ],
+)
+def test_what_is_no_json_is_refused(raw: bytes) -> None:
+    with pytest.raises(InvalidRequestError, match=r"^The body is not JSON: ") as refusal:
+        parse_json(raw)
+    assert refusal.value.code == "invalid_json"

@@ -1,0 +1,81 @@
+"""Admission of several prompts of one HTTP request: together, and all or none."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from mlx_parallm.api.turns.generation import Generation
+from mlx_parallm.generation.model import RequestHandle
+from mlx_parallm.types.errors import InvalidRequestError, OverloadedError
+from mlx_parallm.types.request import GenerateRequest
+from tests.fake_engine import FakeEngine
+
+REQUESTS = [GenerateRequest(request_id=str(i), model="alias", prompt_ids=(i,)) for i in range(3)]
+
+
+class SlowEngine(FakeEngine):
+    """Answers no submission before it has seen all; refuses the ids in ``refusals``."""
+
+    def __init__(self, refusals: dict[str, Exception] | None = None) -> None:
+        super().__init__()
+        self._refusals = refusals or {}
+        self._all_here = asyncio.Event()
+
+    async def submit(self, request: GenerateRequest) -> RequestHandle:
+        handle = await super().submit(request)
+        if self.submitted.qsize() == len(REQUESTS):
+            self._all_here.set()
+        await self._all_here.wait()
+        if request.request_id in self._refusals:
+            raise self._refusals[request.request_id]
+        return handle
+
+
+def aborted(engine: FakeEngine) -> set[str]:
+    return {engine.aborted.get_nowait() for _ in range(engine.aborted.qsize())}
+
+
+async def test_prompts_are_submitted_together_and_in_order() -> None:
+    engine = SlowEngine()
+    generation = await Generation.start(engine, REQUESTS, fields={})
+    assert [engine.submitted.get_nowait().request_id for _ in REQUESTS] == ["0", "1", "2"]
+    numbers = {number async for number, _ in generation.events()}
+    assert numbers == {0, 1, 2}
+    assert aborted(engine) == set()
+
+
+async def test_a_refusal_takes_back_only_what_was_admitted() -> None:
+    engine = SlowEngine({"1": OverloadedError("full")})
+    with pytest.raises(OverloadedError):
+        await Generation.start(engine, REQUESTS, fields={})
+    assert "1" not in aborted(engine)
+
+
+async def test_a_refusal_is_told_in_the_words_of_the_body() -> None:
+    engine = SlowEngine({"2": InvalidRequestError("no", param="max_tokens")})
+    fields = {"max_tokens": "max_completion_tokens"}
+    with pytest.raises(InvalidRequestError) as refusal:
+        await Generation.start(engine, REQUESTS, fields=fields)
+    assert refusal.value.param == "max_completion_tokens"
+
+
+async def test_a_cancelled_admission_takes_back_what_was_admitted() -> None:
+    is_last_here = asyncio.Event()
+
+    class HalfSlow(FakeEngine):
+        async def submit(self, request: GenerateRequest) -> RequestHandle:
+            handle = await super().submit(request)
+            if request.request_id == "2":
+                is_last_here.set()
+                await asyncio.Event().wait()
+            return handle
+
+    engine = HalfSlow()
+    start = asyncio.ensure_future(Generation.start(engine, REQUESTS, fields={}))
+    await is_last_here.wait()
+    start.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await start
+    assert aborted(engine) == {"0", "1"}
