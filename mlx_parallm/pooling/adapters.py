@@ -1,4 +1,4 @@
-"""The adapters of one encoder, and the requests that use them."""
+"""The adapters of one pooling model, and the requests that use them."""
 
 from __future__ import annotations
 
@@ -16,14 +16,15 @@ from mlx_parallm.types.pooling import EncodeRequest
 
 
 class BatchSlots(AdapterSlots):
-    """Slots that batches take and give back at once: a graph keeps the arrays that it was made of.
+    """Adapter slots that a batch holds only while its graph is built.
 
-    One is left to them, whatever uploads are being put into others.
+    A graph keeps the arrays it was built from, so a slot can be reused at once. One slot is always
+    left to batches, whatever adapters are being uploaded to others.
     """
 
     @property
     def num_movable(self) -> int:
-        """How many adapters of a batch can surely have a slot."""
+        """Return how many different adapters a batch may name."""
         return self.num_slots - len(self._pinned | (+self._users).keys())
 
     def is_available(self, content: str) -> bool:
@@ -36,16 +37,16 @@ class OpenRequests:
 
     def __init__(self, num_slots: int) -> None:
         """``num_slots``: most adapters of a batch."""
-        # One more for what is being put while batches run.
+        # One more slot is uploaded to while batches run.
         self.adapters = BatchSlots(num_slots + 1)
         self._open: Counter[str] = Counter()
 
     def begin(self, content: str) -> None:
-        """A request of an adapter was admitted."""
+        """Count a request of an adapter when it is admitted."""
         self._open[content] += 1
 
     def end(self, content: str) -> None:
-        """It has ended."""
+        """Count a request of an adapter as ended."""
         self._open[content] -= 1
         if not self._open[content]:
             del self._open[content]
@@ -59,14 +60,14 @@ class OpenRequests:
         return self._open[content]
 
     def refresh_weights(self) -> None:
-        """Nothing: a request ends with the adapter that it began with."""
+        """Do nothing: a request ends with the adapter version that it began with."""
 
 
 class SlotStore(AdapterStore, Protocol):
-    """An ``AdapterStore`` whose slots batches name."""
+    """An ``AdapterStore`` with slots that batches name."""
 
     def ensure(self, contents: Collection[str]) -> None:
-        """Have the tensors of adapters ready for a batch that names them."""
+        """Load adapters that a batch names and that are not on the device yet."""
         ...
 
     def release(self) -> None:
@@ -76,12 +77,12 @@ class SlotStore(AdapterStore, Protocol):
 
 @dataclass(frozen=True, slots=True)
 class EncoderAdapterSet:
-    """Outlives the model's stay in memory: what was evicted comes back with its adapters.
+    """The adapters of a model, which outlive its eviction: a reloaded model has them again.
 
     Attributes:
-        policies: their names.
-        requests: that use them.
-        store: has their tensors; None where there can be none.
+        policies: the adapters by name.
+        requests: the requests that use them.
+        store: keeps their tensors; None if the model takes no adapters.
     """
 
     policies: Policies
@@ -90,14 +91,14 @@ class EncoderAdapterSet:
 
     @classmethod
     def empty(cls) -> Self:
-        """Of a model that takes no adapters."""
+        """Return the set of a model that takes no adapters."""
         requests = OpenRequests(0)
         policies = Policies(model="", users=requests, store=NoAdapters(), max_loaded=0)
         return cls(policies, requests)
 
     @classmethod
     def of_model(cls, name: str, store: SlotStore, config: EngineConfig) -> Self:
-        """Of a model of this first name; there are none yet."""
+        """Return an empty set for the model with this first name."""
         requests = OpenRequests(config.scheduler.max_loras)
         policies = Policies(
             model=name,
@@ -109,12 +110,12 @@ class EncoderAdapterSet:
         return cls(policies, requests, store)
 
     def begin(self, request: EncodeRequest) -> EncodeRequest:
-        """A request whose inputs name the content of its adapter, which stays until ``end``.
+        """Return the request with inputs that name its adapter's content, kept until ``end``.
 
         Raises:
-            ModelNotFoundError: no adapter has the name that it gives.
-            ModelLoadingError: the adapter of that name brings another head by now, so that the
-                results would not be what the request is for.
+            ModelNotFoundError: no adapter has the requested name.
+            ModelLoadingError: the adapter was replaced by one with another head, so that the
+                results would not have the shape that the client expects.
         """
         if request.adapter is None:
             return request
@@ -123,20 +124,20 @@ class EncoderAdapterSet:
         if self.policies.head_of(request.adapter) != request.head:
             raise ModelLoadingError(request.adapter)
         self.requests.begin(version.content)
-        inputs = tuple(replace(one, adapter=version.content) for one in request.inputs)
+        inputs = tuple(replace(item, adapter=version.content) for item in request.inputs)
         return replace(request, inputs=inputs)
 
     def end(self, request: EncodeRequest) -> None:
-        """A request that ``begin`` gave is answered, or nobody waits for it."""
+        """Release the adapter of a request that ``begin`` returned: it ended or was aborted."""
         if request.adapter is not None:
             content = request.inputs[0].adapter
-            assert content is not None, "a request was not begun"
+            assert content is not None, "the request was not begun"
             self.requests.end(content)
             self.policies.forget_unused()
 
     @contextmanager
     def placed(self, contents: Collection[str]) -> Iterator[Mapping[str, int]]:
-        """The slots of adapters while the block runs."""
+        """Hold a slot for each adapter within the ``with`` block; yield them by content."""
         adapters = self.requests.adapters
         slots = {content: adapters.acquire(content) for content in contents}
         try:
@@ -148,7 +149,7 @@ class EncoderAdapterSet:
                 adapters.release(content)
 
     def release(self) -> None:
-        """Have no adapter on the device: the model makes way."""
+        """Free the adapters' tensors on the device, because the model is evicted."""
         if self.store is not None:
             self.store.release()
         for content in list(self.requests.adapters.resident):

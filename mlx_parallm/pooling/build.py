@@ -1,4 +1,4 @@
-"""Wires the parts of an encoder's engine."""
+"""Builds the engines of pooling models."""
 
 from __future__ import annotations
 
@@ -49,18 +49,18 @@ from mlx_parallm.worker.worker import PendingLoad, Worker
 if TYPE_CHECKING:
     import numpy as np
 
-# Tokens of a batch, padding included: more make no device busier. A CPU is then even slower, since
-# what a layer makes of a batch leaves its caches.
+# Most tokens of a batch, padding included. A GPU is saturated by so many. A CPU slows down beyond
+# its figure, because a layer's activations no longer fit its caches.
 GPU_MAX_TOKENS = 8192
 CPU_MAX_TOKENS = 512
 # ADVANCE_S: seconds of a load between two steps, unless one part takes longer.
 ADVANCE_S = 0.01
-# Distinct inputs; a request of more than that runs alone.
+# MAX_WAITING: distinct inputs that may wait; a request with more of them runs alone.
 MAX_WAITING = 20_000
 
 
 def is_read(config: ModelConfig, path: Path) -> bool:
-    """Whether a folder's model reads texts instead of continuing them.
+    """True if a folder has a pooling model.
 
     Raises:
         ModelLoadError: a file of it cannot be read.
@@ -70,7 +70,7 @@ def is_read(config: ModelConfig, path: Path) -> bool:
 
 
 class PoolingKind:
-    """Models that read texts. Implements ``Kind``."""
+    """The kind of pooling models. Implements ``Kind``."""
 
     traits = POOLING_TRAITS
 
@@ -89,13 +89,13 @@ class PoolingKind:
     def build(self, models: Collection[ModelFolder], context: BuildContext) -> list[BuiltModel]:
         """See ``Kind``."""
         built: list[BuiltModel] = []
-        for one in models:
-            text = f"Loading {one.names[0]}"
+        for folder in models:
+            text = f"Loading {folder.names[0]}"
             context.on_progress(text, 0.0)
             pending = PendingPoolingModel(
-                one.config,
-                one.path,
-                one.names,
+                folder.config,
+                folder.path,
+                folder.names,
                 context.settings,
                 context.families,
                 context.worker,
@@ -122,7 +122,7 @@ def _open(
 
 
 class DeviceEncoder:
-    """Runs the batches of one model as ops. Implements ``Encoder``."""
+    """Runs the batches of one model as worker ops. Implements ``Encoder``."""
 
     def __init__(self, worker: Worker, model: str, info: EncoderInfo) -> None:
         self.info = info
@@ -145,10 +145,10 @@ class DeviceEncoder:
 
 
 class PendingPoolingModel:
-    """Implements ``PendingModel``.
+    """A pooling model that is being loaded. Implements ``PendingModel``.
 
     Attributes:
-        num_bytes: of its weights.
+        num_bytes: size of its weights.
     """
 
     def __init__(
@@ -163,11 +163,13 @@ class PendingPoolingModel:
         tokenizer: TextEncoder | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """Open a folder of which ``is_read`` is true; its ``tokenizer``, unless that is loaded.
+        """Begin to load a folder for which ``is_read`` is true.
+
+        ``tokenizer`` is read from the folder if it is None.
 
         Raises:
-            ConfigError: an unknown dtype.
-            ModelLoadError: it cannot be loaded.
+            ConfigError: the dtype is unknown.
+            ModelLoadError: the model cannot be loaded.
         """
         self._config = config
         self._path = path
@@ -185,7 +187,7 @@ class PendingPoolingModel:
         self._num_stages = max(1, opened.num_stages - 1)
 
     def advance(self) -> float:
-        """Have the next parts in memory; return the share that is there, from 0 to 1."""
+        """Load for up to ``ADVANCE_S`` seconds; return the share loaded so far, from 0 to 1."""
         opened, end_s = self._opened, self._clock() + ADVANCE_S
         while opened.num_stages > 1:
             opened.advance()
@@ -194,12 +196,12 @@ class PendingPoolingModel:
         return 1.0 - (opened.num_stages - 1) / self._num_stages
 
     def close(self) -> None:
-        """Free what is not part of a finished model."""
+        """Drop the load, unless it was finished."""
         self._pending = None
 
     @property
     def name(self) -> str:
-        """The first of its names."""
+        """Return the first of its names."""
         return self._names[0]
 
     @property
@@ -208,12 +210,12 @@ class PendingPoolingModel:
         return self._pending
 
     def finish(self, kept: AdapterSet | None = None) -> BuiltModel:
-        """The encoder, ready to serve.
+        """Return the model, ready to serve.
 
-        ``kept``: adapters that it had before it made way; None: there are none.
+        ``kept``: the adapters that it had before it was evicted; None if it is new.
 
         Raises:
-            ConfigError: ``max_model_len`` is beyond what the model takes.
+            ConfigError: ``max_model_len`` is more than the model takes.
         """
         with load_failures(self._path):
             plan: PoolingPlan = self._opened.wait()
@@ -235,7 +237,7 @@ class PendingPoolingModel:
             metrics=PoolingMetrics(self._families, self._names[0]),
             max_wait_s=self._settings.encoders.max_batch_wait_ms / 1e3,
             cache_bytes=self._settings.encoders.cache_bytes,
-            # On a CPU a launch costs no more than the padding that is free in any case.
+            # On a CPU, a launch costs no more than the padding that is always accepted.
             joins_lengths=backend_name() == "cuda",
             adapters=self._adapters(kept),
         )
@@ -251,13 +253,13 @@ class PendingPoolingModel:
         if self._config.task != "auto":
             info = replace(info, tasks=tasks_for(self._config.task, info.tasks, self._names[0]))
         task = task_of(self._config, self._path)
-        # An encoder's architecture does not tell; the names of its labels may.
-        is_named_so = self._config.task == "auto" and names_reward(info.labels)
-        info = replace(info, is_reward=task == "reward" or is_named_so)
+        # A config does not say that an encoder is a reward model; the names of its labels may.
+        is_reward_by_label = self._config.task == "auto" and names_reward(info.labels)
+        info = replace(info, is_reward=task == "reward" or is_reward_by_label)
         if len(info.labels) == 1:
             info = replace(info, scores_are_logits=scores_are_logits(self._path))
         if info.tasks[0] == "token_embed":
-            info = self._compared(info)
+            info = self._with_late_interaction(info)
         longest = self._settings.max_len_of(self._config, info.max_model_len)
         if longest is None:
             return info
@@ -267,12 +269,12 @@ class PendingPoolingModel:
             )
         return replace(info, max_model_len=longest)
 
-    def _compared(self, info: EncoderInfo) -> EncoderInfo:
-        """The same, of a model that compares tokens."""
+    def _with_late_interaction(self, info: EncoderInfo) -> EncoderInfo:
+        """Return the facts of a model that compares token vectors."""
         spec = read_late_spec(self._path)
         length = self._settings.max_len_of(self._config, info.max_model_len)
         if length is not None and length == self._config.max_model_len:
-            # It is longer than the documents of a training, perhaps.
+            # The limit that the user sets may be above the length of the training documents.
             spec = replace(spec, settings=replace(spec.settings, document_length=None))
         return with_late_interaction(info, spec, self._tokenizer, reads_on=reads_on(self._path))
 
@@ -282,22 +284,22 @@ def _max_tokens() -> int:
 
 
 def tokenizer_of(config: ModelConfig, path: Path) -> TextEncoder:
-    """The tokenizer of a folder of which ``is_read`` is true.
+    """Return the tokenizer of a folder for which ``is_read`` is true.
 
     Raises:
-        ModelLoadError: there is none.
+        ModelLoadError: the folder has none.
     """
-    own = transformer_folder(path)
-    if not is_encoder(own):
+    model_folder = transformer_folder(path)
+    if not is_encoder(model_folder):
         return read_decoder_tokenizer(config, path)
-    return load_encoder_tokenizer(own, trust_remote_code=config.trust_remote_code)
+    return load_encoder_tokenizer(model_folder, trust_remote_code=config.trust_remote_code)
 
 
 def pooling_spec(config: ModelConfig, path: Path, tokenizer: TextEncoder) -> PoolingSpec:
-    """Return what the worker is told of a folder of which ``is_read`` is true.
+    """Return the worker's spec of a folder for which ``is_read`` is true.
 
     Raises:
-        ModelLoadError: a reranker scores by tokens that its vocabulary does not have.
+    ModelLoadError: a reranker scores by tokens that are not in its vocabulary.
     """
     task, chosen = config.task, ()
     if not is_encoder(transformer_folder(path)):

@@ -1,4 +1,4 @@
-"""``PoolingClient`` on the event loop's side: the pooling models, and requests to them."""
+"""``PoolingClient`` on the event loop: lists the pooling models and sends requests to them."""
 
 from __future__ import annotations
 
@@ -17,35 +17,35 @@ from mlx_parallm.types.pooling import EncodeRequest, EncodeResults, Task
 
 
 class Core(Protocol):
-    """What this needs of the engine; ``EngineCore`` has it."""
+    """The methods of ``EngineCore`` that ``AsyncPooling`` uses."""
 
     @property
     def control(self) -> AdapterNames:
-        """What knows of adapters."""
+        """Return the adapters by name."""
         ...
 
     def statuses(self) -> Sequence[ModelStatus]:
-        """Return all models that requests may name, and those that are being loaded."""
+        """Return the models that requests may name, with those that are loading."""
         ...
 
     def find(self, name: str) -> ModelStatus | None:
-        """Return the model, or the adapter of one, of this name."""
+        """Return the model or adapter with this name; None if there is none."""
         ...
 
     def not_found(self, name: str) -> ModelNotFoundError:
-        """Return the error for a name that nothing has."""
+        """Return the error for a name that no model or adapter has."""
         ...
 
     async def wait(self, name: str) -> None:
         """Return once a model or adapter is loaded."""
         ...
 
-    async def load_model(self, asked: ModelLoad) -> ModelStatus:
-        """Serve one more model."""
+    async def load_model(self, load: ModelLoad, /) -> ModelStatus:
+        """Load one more model and return its status."""
         ...
 
     async def unload_model(self, name: str) -> ModelStatus:
-        """Serve a model no longer."""
+        """Unload a model and return its last status."""
         ...
 
     async def open_reader(self, request: Any) -> Any:
@@ -53,12 +53,12 @@ class Core(Protocol):
         ...
 
     async def abort(self, request_id: str) -> None:
-        """End a request."""
+        """Abort a request."""
         ...
 
 
 class AsyncPooling:
-    """Implements ``PoolingClient``."""
+    """The pooling models of an engine. Implements ``PoolingClient``."""
 
     def __init__(self, core: Core) -> None:
         self._core = core
@@ -66,23 +66,23 @@ class AsyncPooling:
 
     def models(self) -> Sequence[PoolingModel]:
         """See ``PoolingClient.models``."""
-        found = (one.model for one in self._core.statuses())
-        return [one for one in found if isinstance(one, PoolingModel)]
+        models = (status.model for status in self._core.statuses())
+        return [model for model in models if isinstance(model, PoolingModel)]
 
     def statuses(self) -> Sequence[ModelStatus]:
         """See ``PoolingClient.statuses``."""
-        return [one for one in self._core.statuses() if _may_pool(one)]
+        return [status for status in self._core.statuses() if _may_pool(status)]
 
     def find(self, name: str) -> ModelStatus | None:
         """See ``PoolingClient.find``."""
-        found = self._core.find(name)
-        return found if found is not None and _may_pool(found) else None
+        status = self._core.find(name)
+        return status if status is not None and _may_pool(status) else None
 
     def get(self, name: str | None, *tasks: Task) -> PoolingModel:
         """See ``PoolingClient.get``."""
         wanted = set(tasks)
         if name is None:
-            able = [one for one in self.models() if wanted.intersection(one.info.tasks)]
+            able = [model for model in self.models() if wanted.intersection(model.info.tasks)]
             if not able:
                 raise InvalidRequestError(
                     f"No model that can {' or '.join(tasks)} is served here.", param="model"
@@ -93,23 +93,23 @@ class AsyncPooling:
             raise self._core.not_found(name)
         if not _may_pool(status):
             raise InvalidRequestError(f"{name} generates; it is no encoder.", param="model")
-        found: PoolingModel | None = status.model
-        if found is None:
+        model: PoolingModel | None = status.model
+        if model is None:
             raise ModelLoadingError(name)
-        if not wanted.intersection(found.info.tasks):
+        if not wanted.intersection(model.info.tasks):
             raise InvalidRequestError(
-                f"{name} cannot {' or '.join(tasks)}; it can {', '.join(found.info.tasks)}.",
+                f"{name} cannot {' or '.join(tasks)}; it can {', '.join(model.info.tasks)}.",
                 param="model",
             )
-        return found
+        return model
 
     async def wait(self, name: str) -> None:
         """See ``PoolingClient.wait``."""
         await self._core.wait(name)
 
-    async def load(self, asked: ModelLoad) -> ModelStatus:
+    async def load(self, load: ModelLoad, /) -> ModelStatus:
         """See ``PoolingClient.load``."""
-        return await self._core.load_model(asked)
+        return await self._core.load_model(load)
 
     async def unload(self, name: str) -> ModelStatus:
         """See ``PoolingClient.unload``."""
@@ -117,18 +117,18 @@ class AsyncPooling:
 
     async def encode(self, request: EncodeRequest) -> EncodeResults:
         """See ``PoolingClient.encode``."""
-        # Clients may give one id to several requests.
-        own = replace(request, request_id=f"{request.request_id}-{next(self._numbers)}")
+        # Clients may use one id for several requests.
+        unique = replace(request, request_id=f"{request.request_id}-{next(self._numbers)}")
         try:
-            reader: AnswerReader[EncodeResults] = await self._core.open_reader(own)
+            reader: AnswerReader[EncodeResults] = await self._core.open_reader(unique)
         except ModelLoadingError:
-            # Whoever tries anew is to find what is there now.
+            # The adapter was replaced: refresh the names, so that a retry sees the new one.
             await self._core.control.refresh()
             raise ModelLoadingError(request.model) from None
         try:
             return await reader.results()
         except asyncio.CancelledError:
-            await self._core.abort(own.request_id)
+            await self._core.abort(unique.request_id)
             raise
 
 

@@ -1,4 +1,4 @@
-"""What the files of a decoder say of how it is served as a pooling model."""
+"""Reads from a decoder's files how it is served as a pooling model."""
 
 from __future__ import annotations
 
@@ -21,29 +21,33 @@ from mlx_parallm.types.errors import ModelLoadError
 
 
 def task_of(config: ModelConfig, path: Path) -> ModelTask:
-    """What a folder with a decoder is served for: what the user says, or what its files do.
+    """Return the task of a folder with a decoder: the configured one, else the files' own.
 
     Raises:
-        ModelLoadError: a file of it cannot be read.
+    ModelLoadError: a file of it cannot be read.
     """
     if config.task != "auto":
         return config.task
-    found = read_json(path / "config.json")
-    # Whoever loads it says what is wrong.
-    return decoder_task(found, module_kinds(path)) if isinstance(found, dict) else "generate"
+    model_config = read_json(path / "config.json")
+    # A config that is no object is reported when the model is loaded.
+    return (
+        decoder_task(model_config, module_kinds(path))
+        if isinstance(model_config, dict)
+        else "generate"
+    )
 
 
 def reads_on(path: Path) -> bool:
-    """Whether the tokens of a folder's model attend to those before them only."""
-    found = read_json(transformer_folder(path) / "config.json") or {}
-    return found.get("model_type") not in ARCHITECTURES and not reads_both_ways(found)
+    """True if tokens of a folder's model attend only to earlier tokens."""
+    model_config = read_json(transformer_folder(path) / "config.json") or {}
+    return model_config.get("model_type") not in ARCHITECTURES and not reads_both_ways(model_config)
 
 
 def chosen_tokens(path: Path, task: ModelTask, tokenizer: TextEncoder) -> tuple[int, ...]:
-    """Return the ids of the tokens that a decoder scores by; see ``PoolingSpec.chosen``.
+    """Return the ids of the tokens by which a decoder scores; see ``PoolingSpec.chosen``.
 
     Raises:
-        ModelLoadError: its vocabulary does not have them.
+    ModelLoadError: the vocabulary does not have them.
     """
     if task != "score":
         return ()
@@ -52,11 +56,11 @@ def chosen_tokens(path: Path, task: ModelTask, tokenizer: TextEncoder) -> tuple[
 
 
 def read_decoder_tokenizer(config: ModelConfig, path: Path) -> DecoderTokenizer:
-    """The tokenizer for a task other than ``generate``.
+    """Return the tokenizer of a decoder with a task other than ``generate``.
 
     Raises:
-        ConfigError: a wrong ``chat_template``.
-        ModelLoadError: there is none.
+        ConfigError: ``chat_template`` is wrong.
+        ModelLoadError: the folder has no tokenizer.
     """
     settings = read_json(path / "config_sentence_transformers.json") or {}
     instruction = (settings.get("prompts") or {}).get(settings.get("default_prompt_name"))
@@ -70,19 +74,19 @@ def read_decoder_tokenizer(config: ModelConfig, path: Path) -> DecoderTokenizer:
 
 
 def _chosen(path: Path, config: dict[str, Any], tokenizer: TextEncoder) -> tuple[int, ...]:
-    """Ids of the tokens that a reranker without a head scores by, the one for a match first.
+    """Return the ids by which a reranker without a head scores, that of a match first.
 
     Raises:
-        ModelLoadError: its vocabulary does not have them.
+        ModelLoadError: the vocabulary does not have them.
     """
     for module in read_json(path / "modules.json") or ():
         if module_kind(module) == "LogitScore":
-            found = read_json(path / str(module["path"]) / "config.json") or {}
-            ids = (found.get("true_token_id"), found.get("false_token_id"))
-            return tuple(one for one in ids if one is not None)
-    # vLLM's field has the token against a match first.
+            scores = read_json(path / str(module["path"]) / "config.json") or {}
+            ids = (scores.get("true_token_id"), scores.get("false_token_id"))
+            return tuple(token_id for token_id in ids if token_id is not None)
+    # vLLM's field has the token of a mismatch first.
     tokens = list(reversed(config.get("classifier_from_token") or ("no", "yes")))
     ids = [tokenizer.token_id(token) for token in tokens]
     if None in ids:
         raise ModelLoadError(f"{path} cannot score: {tokens} are not tokens of its vocabulary.")
-    return tuple(one for one in ids if one is not None)
+    return tuple(token_id for token_id in ids if token_id is not None)

@@ -1,4 +1,4 @@
-"""One encoder's engine: batches of inputs in, a result for each out."""
+"""The engine of one pooling model: runs batches of inputs and answers requests."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ class _Open:
     """A request that is not answered yet.
 
     Attributes:
-        results: by the inputs' places, as far as they are known.
-        hits: places of those that were kept from earlier requests.
+        results: the results so far, by index of the input.
+        hits: indices of the inputs whose results came from the cache.
     """
 
     def __init__(
@@ -63,21 +63,21 @@ class _Open:
 
 
 class _Running:
-    """A batch that is being computed, and for how long it has been."""
+    """A batch in flight, and the seconds spent on it so far."""
 
     def __init__(self, batch: list[WaitingInput]) -> None:
         self.batch = batch
-        self.by_input = {one.input: one for one in batch}
+        self.by_input = {waiting.input: waiting for waiting in batch}
         self.job: EncodeJob | None = None
         self.seconds = 0.0
 
     @property
     def lengths(self) -> list[int]:
-        return [len(one.input.token_ids) for one in self.batch]
+        return [len(waiting.input.token_ids) for waiting in self.batch]
 
 
 class PoolingEngine(EngineDefaults):
-    """Steps one pooling model. Not thread-safe: everything runs on the engine thread."""
+    """Steps one pooling model. All calls must come from the engine thread."""
 
     turn_class = TurnClass.BATCHES
     settles_others = True
@@ -95,23 +95,23 @@ class PoolingEngine(EngineDefaults):
         adapters: EncoderAdapterSet | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """Prepare.
+        """Create an engine without requests.
 
         Args:
-            encoder: the model.
-            max_tokens: of a batch, padding included.
-            max_waiting: distinct inputs that may wait.
-            metrics: is told what happens.
+            encoder: runs the model.
+            max_tokens: most tokens of a batch, padding included.
+            max_waiting: most distinct inputs that wait.
+            metrics: records requests and batches.
             max_wait_s: how long an input may wait for others to fill its batch.
-            cache_bytes: most memory of results that are kept for equal inputs.
-            joins_lengths: whether inputs of other lengths join a batch where that costs less than
-                a batch of theirs, by what batches were measured to cost.
-            adapters: of the model; None: it takes none.
-            clock: seconds from any beginning.
+            cache_bytes: most memory of cached results.
+            joins_lengths: True if inputs of other lengths join a batch where measured costs say
+                that one batch is cheaper than two.
+            adapters: the model's adapters; None if it takes none.
+            clock: returns seconds since any fixed moment.
         """
         super().__init__()
         self._encoder = encoder
-        #: The model's adapters, which stay when it makes way.
+        #: The model's adapters, which stay when it is evicted.
         self.adapters = adapters or EncoderAdapterSet.empty()
         self._queue = EncodeQueue()
         self._cache = ResultCache(cache_bytes)
@@ -129,23 +129,23 @@ class PoolingEngine(EngineDefaults):
     def submit(
         self, request: EncodeRequest, *, arrival_s: float | None = None
     ) -> Sequence[PoolingEvent]:
-        """See ``ServedEngine``: the results are known already if all inputs were kept.
+        """Queue a request; return its answer if all results are cached. See ``ServedEngine``.
 
-        ``arrival_s`` is not looked at: latencies are measured by this engine's clock.
+        ``arrival_s`` is ignored: latencies are measured by this engine's clock.
         """
         request = self.adapters.begin(request.with_scoped_inputs())
-        found = ((place, self._cache.get(one)) for place, one in enumerate(request.inputs))
-        known = {place: result for place, result in found if result is not None}
+        cached = ((place, self._cache.get(item)) for place, item in enumerate(request.inputs))
+        known = {place: result for place, result in cached if result is not None}
         num_missing = len(request.inputs) - len(known)
         if num_missing and self._open and len(self._queue) + num_missing > self._max_waiting:
             self.adapters.end(request)
             raise OverloadedError("Too many inputs wait for this model; try again later.")
         self._metrics.on_request(len(request.inputs), len(known))
         now_s = self._clock()
-        one = self._open[request.request_id] = _Open(request, known, now_s)
+        state = self._open[request.request_id] = _Open(request, known, now_s)
         self._queue.add(request, {*known, *self._join_running(request)}, arrival_s=now_s)
         self._metrics.on_waiting(len(self._queue))
-        return [self._answer(one)] if one.is_complete else []
+        return [self._answer(state)] if state.is_complete else []
 
     def abort(self, request_id: str) -> bool:
         """See ``ServedEngine``."""
@@ -161,11 +161,11 @@ class PoolingEngine(EngineDefaults):
         return [ErrorEvent(request_id=request_id, error=error)]
 
     def _forget(self, request_id: str) -> bool:
-        one = self._open.pop(request_id, None)
-        if one is None:
+        state = self._open.pop(request_id, None)
+        if state is None:
             return False
-        self.adapters.end(one.request)
-        self._queue.remove(one.request)
+        self.adapters.end(state.request)
+        self._queue.remove(state.request)
         self._metrics.on_waiting(len(self._queue))
         return True
 
@@ -176,22 +176,22 @@ class PoolingEngine(EngineDefaults):
 
     @property
     def cache_bytes(self) -> int:
-        """What kept results take; any thread may ask."""
+        """Return the bytes of cached results; it may be read from any thread."""
         return self._cache.num_bytes
 
     def has_work(self) -> bool:
-        """True if anything is to be computed, now or when the batch has waited for others."""
+        """True if an input or batch is left to compute, even if it may still wait for others."""
         if self.is_paused:
             return False
         return self._running is not None or len(self._queue) > 0
 
     @property
     def waiting_since_s(self) -> float:
-        """When the input arrived that has waited longest; only where ``has_work``."""
+        """Return when the longest-waiting input arrived; call it only with work."""
         return -math.inf if self._running is not None else self._queue.oldest_s
 
     def ready_in_s(self) -> float:
-        """How long the next batch may still wait for others; only where ``has_work``."""
+        """Return how long the next batch may still wait for more inputs; call it only with work."""
         if self._running is not None or self._queue.num_tokens >= self._max_tokens:
             return 0.0
         return max(0.0, self._queue.oldest_s + self._max_wait_s - self._clock())
@@ -199,8 +199,8 @@ class PoolingEngine(EngineDefaults):
     def step(self, within_s: float | None = None) -> list[PoolingEvent | ErrorEvent] | None:
         """Run one batch, or some layers of it; return the answers that it completes.
 
-        ``within_s``: how long this may take, by what batches were measured to take, because streams
-        wait for it; None if nobody does. One layer is computed in any case.
+        ``within_s``: the seconds that the step may take, by measured costs, because streams wait
+        for it; None if none do. At least one layer is computed.
         """
         running = self._running or self._take(within_s)
         if running is None:
@@ -209,7 +209,7 @@ class PoolingEngine(EngineDefaults):
         begin_s = self._clock()
         try:
             if running.job is None:
-                running.job = self._begin([one.input for one in running.batch])
+                running.job = self._begin([waiting.input for waiting in running.batch])
                 self._num_stages = running.job.num_stages
             results = self._advance(running.job, within_s, begin_s)
         except Exception as cause:
@@ -223,20 +223,20 @@ class PoolingEngine(EngineDefaults):
         return self._end(running, results)
 
     def release(self) -> None:
-        """Give back the memory of the model, which runs no more; nothing may wait."""
+        """Free the model's memory; nothing may be waiting, and it runs no more."""
         self.adapters.release()
         self._encoder.release()
 
     def _join_running(self, request: EncodeRequest) -> set[int]:
-        """Let a request have what is being computed; the places of these inputs."""
+        """Let a request share the batch in flight; return the indices of the inputs in it."""
         by_input = {} if self._running is None else self._running.by_input
-        places = {place for place, one in enumerate(request.inputs) if one in by_input}
+        places = {place for place, item in enumerate(request.inputs) if item in by_input}
         for place in places:
             by_input[request.inputs[place]].askers.append((request.request_id, place))
         return places
 
     def _take(self, within_s: float | None) -> _Running | None:
-        """The next batch; None while uploads have every slot that it could use."""
+        """Return the next batch; None if uploads hold every slot that it could use."""
         num_adapters = self.adapters.requests.adapters.num_movable
         joins = self._joins_lengths and within_s is None
         batch = self._queue.take(
@@ -247,14 +247,15 @@ class PoolingEngine(EngineDefaults):
         return _Running(batch) if batch else None
 
     def _begin(self, inputs: Sequence[EncodeInput]) -> EncodeJob:
-        contents = {one.adapter for one in inputs if one.adapter is not None}
+        contents = {item.adapter for item in inputs if item.adapter is not None}
         with self.adapters.placed(contents) as slots:
             return self._encoder.begin(inputs, slots)
 
     def _budget(self, within_s: float | None) -> int:
-        """Tokens of the next batch: as many as one turn computes.
+        """Return the token budget of the next batch: what one turn computes.
 
-        Where not even the input that comes first is done in a turn: as many as it does a layer of.
+        If not even the oldest input can be computed in a turn, the budget is what a turn computes
+        one layer of.
         """
         if within_s is None:
             return self._max_tokens
@@ -267,7 +268,7 @@ class PoolingEngine(EngineDefaults):
     def _advance(
         self, job: EncodeJob, within_s: float | None, begin_s: float
     ) -> list[np.ndarray] | None:
-        """Compute for about so long; the results, unless some of the job is left."""
+        """Compute stages for up to ``within_s``; return the results, or None if stages are left."""
         last_s = begin_s
         while within_s is not None and job.num_stages > 1:
             job.advance()
@@ -282,35 +283,35 @@ class PoolingEngine(EngineDefaults):
         self._cost.observe(len(lengths), max(lengths), running.seconds)
         self._metrics.on_batch(lengths, running.seconds)
         self._metrics.on_waiting(len(self._queue))
-        given = list(zip(running.batch, results, strict=True))
-        wrong = [waiting for waiting, result in given if not np.isfinite(result).all()]
+        pairs = list(zip(running.batch, results, strict=True))
+        wrong = [waiting for waiting, result in pairs if not np.isfinite(result).all()]
         events = self._fail(wrong, "The model's result is not made of numbers.")
-        for waiting, result in given:
+        for waiting, result in pairs:
             if waiting not in wrong:
                 events += self._give(waiting, result)
         return events
 
     def _give(self, waiting: WaitingInput, result: np.ndarray) -> list[PoolingEvent]:
-        # Several requests may get it, and later ones from the cache.
+        # Several requests share the result, and later ones get it from the cache.
         result.setflags(write=False)
         self._cache.put(waiting.input, result)
         events: list[PoolingEvent] = []
         for request_id, place in waiting.askers:
-            one = self._open.get(request_id)
-            if one is None:
+            state = self._open.get(request_id)
+            if state is None:
                 continue
-            one.results[place] = result
-            if one.is_complete:
-                events.append(self._answer(one))
+            state.results[place] = result
+            if state.is_complete:
+                events.append(self._answer(state))
         return events
 
-    def _answer(self, one: _Open) -> PoolingEvent:
-        del self._open[one.request.request_id]
-        self.adapters.end(one.request)
-        self._metrics.on_answer(self._clock() - one.arrival_s)
-        return one.answer()
+    def _answer(self, state: _Open) -> PoolingEvent:
+        del self._open[state.request.request_id]
+        self.adapters.end(state.request)
+        self._metrics.on_answer(self._clock() - state.arrival_s)
+        return state.answer()
 
     def _fail(self, batch: Iterable[WaitingInput], why: str) -> list[PoolingEvent | ErrorEvent]:
-        """End the requests that wait for any of these inputs."""
+        """Refuse the requests that wait for any of these inputs; return their errors."""
         askers = {asker for waiting in batch for asker, _ in waiting.askers}
-        return [event for one in askers for event in self._refuse(one, StepError(why))]
+        return [event for asker in askers for event in self._refuse(asker, StepError(why))]

@@ -1,4 +1,4 @@
-"""From the words of a checkpoint's files on late interaction to tokens of its vocabulary."""
+"""Resolves the tokens that a checkpoint's files name for late interaction."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from mlx_parallm.types.pooling import EncoderInfo
 def with_late_interaction(
     info: EncoderInfo, spec: LateSpec, tokenizer: TextEncoder, *, reads_on: bool
 ) -> EncoderInfo:
-    """The facts of a model that was made for late interaction.
+    """Return the facts of a model that was trained for late interaction.
 
     Args:
-        info: what was found out so far.
-        spec: what its files say.
-        tokenizer: the model's.
-        reads_on: whether tokens attend to those before them only.
+        info: the facts without it.
+        spec: what its files say about it.
+        tokenizer: the model's tokenizer.
+        reads_on: True if tokens attend only to earlier tokens.
 
     Raises:
-        ModelLoadError: a token that queries need is not in the vocabulary; or they need tokens that
-            others do not attend to, where each attends to all before it.
+        ModelLoadError: a token that queries need is not in the vocabulary; or the model is causal,
+            and its queries are padded with tokens that others must not attend to.
     """
     query, query_text = _marked(spec.query_prefix, tokenizer)
     document, document_text = _marked(spec.document_prefix, tokenizer)
@@ -45,31 +45,31 @@ def with_late_interaction(
 
 
 def _marked(prefix: str, tokenizer: TextEncoder) -> tuple[tuple[int, ...], str]:
-    """A prefix as a token, or as a text where the vocabulary does not have it."""
+    """Return a prefix as token ids, or as text if the vocabulary does not have it."""
     if not prefix.strip():
         return (), prefix
     for token in (prefix, prefix.split()[0]):
-        found = tokenizer.token_id(token)
-        if found is not None:
-            return (found,), ""
+        token_id = tokenizer.token_id(token)
+        if token_id is not None:
+            return (token_id,), ""
     return (), prefix
 
 
 def _before(prompts: Mapping[str, str], texts: Mapping[str, str]) -> Mapping[str, str]:
-    """Prompts with these texts before them."""
+    """Return the prompts with these texts put before them, by name."""
     changed = {name: text + prompts.get(name, "") for name, text in texts.items() if text}
     return {**prompts, **changed}
 
 
 def _expansion_id(spec: LateSpec, tokenizer: TextEncoder) -> int:
     token = spec.expansion_token or tokenizer.mask_token
-    found = None if token is None else tokenizer.token_id(token)
-    if found is None:
+    token_id = None if token is None else tokenizer.token_id(token)
+    if token_id is None:
         raise ModelLoadError(f"Queries are filled up with {token}, which is no token of the model.")
-    return found
+    return token_id
 
 
 def _known(words: tuple[str, ...], tokenizer: TextEncoder) -> list[int]:
-    """The ids of words that are tokens; others are never found in a text."""
-    found = [tokenizer.token_id(word) for word in words]
-    return [one for one in found if one is not None]
+    """Return the ids of the words that are tokens; the others never occur in a text."""
+    ids = [tokenizer.token_id(word) for word in words]
+    return [token_id for token_id in ids if token_id is not None]

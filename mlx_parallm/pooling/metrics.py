@@ -1,6 +1,6 @@
-"""Prometheus metrics of encoders, under names of this project's own: vLLM has none for them.
+"""Prometheus metrics of pooling models, under this project's own names: vLLM has none.
 
-They are written on the engine thread; a scrape may read them from any thread.
+They are written on the engine thread and may be read from any thread.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ TOKENS = (16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768)
 
 
 class PoolingFamilies:
-    """The metric families; encoders add label values."""
+    """The metric families; each pooling model adds label values."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self._registry = registry
@@ -49,7 +49,7 @@ class PoolingFamilies:
 
 
 class PoolingMetrics:
-    """Fills the metric families for one encoder. Times are in seconds."""
+    """Writes the metrics of one pooling model. Times are in seconds."""
 
     def __init__(self, metrics: MetricFamilies, model_name: str) -> None:
         families = metrics.of(PoolingFamilies)
@@ -64,16 +64,16 @@ class PoolingMetrics:
         self._request_time = families.request_time.labels(model_name)
 
     def on_request(self, num_inputs: int, num_hits: int) -> None:
-        """A request was admitted."""
+        """Count a request's inputs and those answered from the cache."""
         self._inputs.inc(num_inputs)
         self._cache_hits.inc(num_hits)
 
     def on_waiting(self, num_inputs: int) -> None:
-        """So many distinct inputs wait now."""
+        """Set how many distinct inputs wait."""
         self._waiting.set(num_inputs)
 
     def on_batch(self, lengths: Sequence[int], seconds: float) -> None:
-        """A batch of inputs of these lengths was computed."""
+        """Record a batch: the tokens of each input, and the seconds that it took."""
         padded, tokens = len(lengths) * max(lengths), sum(lengths)
         self._tokens.inc(tokens)
         self._padding.inc(padded - tokens)
@@ -82,5 +82,5 @@ class PoolingMetrics:
         self._batch_time.observe(seconds)
 
     def on_answer(self, seconds: float) -> None:
-        """A request was answered."""
+        """Record the seconds from a request's arrival to its answer."""
         self._request_time.observe(seconds)

@@ -1,4 +1,4 @@
-"""A pooling model, which reads texts, as its clients see it."""
+"""A pooling model as its clients see it."""
 
 from __future__ import annotations
 
@@ -27,31 +27,31 @@ POOLING_TRAITS = KindTraits(
 
 
 class TextEncoder(Protocol):
-    """An encoder's tokenizer. Its methods may be called from any thread."""
+    """The tokenizer of a pooling model. Its methods may be called from any thread."""
 
     @property
     def vocab_size(self) -> int:
-        """Number of token ids, added tokens included."""
+        """Return the number of token ids, added tokens included."""
         ...
 
     @property
     def mask_token(self) -> str | None:
-        """The token that stands for a word to be found; None if there is none."""
+        """Return the token that stands for a masked word; None if there is none."""
         ...
 
     @property
     def pad_id(self) -> int | None:
-        """The id that fills short texts; None if there is none."""
+        """Return the id that pads short inputs; None if there is none."""
         ...
 
     @property
     def special_ids(self) -> frozenset[int]:
-        """Ids of tokens that are no text, such as those around one."""
+        """Return the ids of tokens that are not text, such as those around an input."""
         ...
 
     @property
     def begin_ids(self) -> tuple[int, ...]:
-        """The special tokens before a text."""
+        """Return the special tokens before a text."""
         ...
 
     def encode(
@@ -61,17 +61,17 @@ class TextEncoder(Protocol):
         add_special_tokens: bool = True,
         limit: TokenLimit = ANY_LENGTH,
     ) -> list[tuple[int, ...]]:
-        """The ids of each text, the model's special tokens around them where they are wanted.
+        """Return the ids of each text, with the model's special tokens around them if wanted.
 
         Raises:
-            ContextLengthError: a text has more tokens than ``limit`` allows. Nothing was encoded
-                where its length shows that.
+            ContextLengthError: a text has more tokens than ``limit`` allows. If its length in
+                characters shows that, nothing was encoded.
         """
         ...
 
     @property
     def has_chat_template(self) -> bool:
-        """Whether ``encode_chat`` works."""
+        """True if ``encode_chat`` works."""
         ...
 
     def encode_chat(
@@ -81,23 +81,23 @@ class TextEncoder(Protocol):
         limit: TokenLimit = ANY_LENGTH,
         **options: Any,
     ) -> tuple[int, ...]:
-        """The ids of a conversation; ``options`` are those of ``Tokenizer.render_chat``.
+        """Return the ids of a conversation; ``options`` are those of ``Tokenizer.render_chat``.
 
         Raises:
             InvalidRequestError: there is no chat template, or it refuses (param "messages").
-            ContextLengthError: as ``encode`` does.
+            ContextLengthError: as in ``encode``.
         """
         ...
 
     def encode_pairs(
         self, pairs: Sequence[tuple[str, str]], *, limit: TokenLimit = ANY_LENGTH
     ) -> list[tuple[tuple[int, ...], int | None]]:
-        """The ids of two texts in one input, special tokens included, and where the second begins.
+        """Return, for each pair, the ids of both texts and the index where the second begins.
 
-        The latter is None where the tokenizer gives all tokens one type.
+        Special tokens are included. The index is None if the tokenizer gives all tokens one type.
 
         Raises:
-            ContextLengthError: as ``encode`` does.
+            ContextLengthError: as in ``encode``.
         """
         ...
 
@@ -108,55 +108,53 @@ class TextEncoder(Protocol):
         add_special_tokens: bool = True,
         limit: TokenLimit = ANY_LENGTH,
     ) -> list[list[TokenSpan]]:
-        """The tokens of each text, and where they are; special ones where they are wanted.
+        """Return the tokens of each text and their places in it, special ones if wanted.
 
         Raises:
-            ContextLengthError: as ``encode`` does.
+            ContextLengthError: as in ``encode``.
         """
         ...
 
     def join(self, tokens: Sequence[str]) -> str:
-        """The text of tokens, which are given as they are in the vocabulary."""
+        """Return the text of tokens that are given as in the vocabulary."""
         ...
 
     def token_id(self, token: str) -> int | None:
-        """The id of a token by its text in the vocabulary; None if it is not one token."""
+        """Return the id of a token of the vocabulary; None if the text is not one token."""
         ...
 
     def token_string(self, token_id: int) -> str:
-        """A token's text in the vocabulary, with the marks that it has there."""
+        """Return a token's text in the vocabulary, with the marks that it has there."""
         ...
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
-        """The text of ids."""
+        """Return the text of ids."""
         ...
 
     def cut(
         self, token_ids: tuple[int, ...], length: int, *, from_left: bool = False
     ) -> tuple[int, ...]:
-        """An input of at most so many tokens; the special ones at its ends stay.
+        """Return an input cut to ``length`` tokens; the special ones at its ends stay.
 
-        ``from_left``: its last tokens are kept, not its first.
+        ``from_left`` keeps the last tokens instead of the first.
         """
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolingModel(ModelDefaults):
-    """A loaded encoder as its clients see it; see ``ServedModel`` for the fields of that name.
-
-    An adapter of one is one too.
+    """A loaded pooling model, or an adapter of one; see ``ServedModel`` for the shared fields.
 
     Attributes:
-        names: the first is the one reported.
+        names: the names that requests may use; the first is the one reported.
         root: the hub id or folder it comes from.
-        created: when, in seconds of Unix time.
-        tokenizer: makes its inputs.
-        info: what was found out about it.
-        max_batch_tokens: of a batch, padding included.
-        max_waiting: distinct inputs that may wait.
-        parent: of an adapter: the first name of its model.
-        head: that an adapter brings.
+        created: when it was loaded, in Unix seconds.
+        tokenizer: encodes its inputs.
+        info: facts about the model.
+        max_batch_tokens: most tokens of a batch, padding included.
+        max_waiting: most distinct inputs that wait.
+        parent: for an adapter, the first name of its model.
+        head: the head that the adapter brings; None if it brings none.
     """
 
     names: tuple[str, ...]
@@ -180,7 +178,7 @@ class PoolingModel(ModelDefaults):
         return ModelMemory(weights=self.info.weight_bytes)
 
     def with_adapter(self, adapter: NamedAdapter) -> Self | None:
-        """See ``ServedModel``: what an adapter answers with is known once it is loaded."""
+        """See ``ServedModel``; None until the adapter is loaded, because its head is unknown."""
         info = adapter.info
         if info is None:
             return None
@@ -195,20 +193,20 @@ class PoolingModel(ModelDefaults):
         )
 
     def request(self, request_id: str, inputs: Iterable[EncodeInput]) -> EncodeRequest:
-        """A request of inputs that were made for this model."""
+        """Return a request for inputs that were made for this model."""
         return EncodeRequest(
             request_id=request_id, model=self.names[0], inputs=tuple(inputs), head=self.head
         )
 
 
 def with_head(info: EncoderInfo, head: OwnHead) -> EncoderInfo:
-    """What is known of a model with another head than its own.
+    """Return the facts of a model that answers with another head.
 
-    Its labels have the names of the model's where there are as many, else their numbers.
+    The labels keep the model's names if there are as many; otherwise they get numbers.
     """
     if not head.num_labels:
         return info
-    others = (one for one in info.tasks if one not in LABEL_TASKS)
+    others = (task for task in info.tasks if task not in LABEL_TASKS)
     is_alike = set(head.tasks) == LABEL_TASKS.intersection(info.tasks)
     tasks = info.tasks if is_alike else (*head.tasks, *others)
     if len(info.labels) == head.num_labels:

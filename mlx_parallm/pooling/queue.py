@@ -1,4 +1,4 @@
-"""Which inputs an encoder runs next: of similar length, within a budget of tokens."""
+"""Chooses which inputs a pooling model runs next: similar lengths, within a token budget."""
 
 from __future__ import annotations
 
@@ -8,24 +8,24 @@ from dataclasses import dataclass, field
 
 from mlx_parallm.types.pooling import EncodeInput, EncodeRequest
 
-# An input joins a batch where padding it costs so little of the batch's length, or so few tokens:
-# launching a batch costs about as much as these.
+# An input joins a batch if padding it costs at most this share of the batch's length (one in so
+# many), or so few tokens: launching another batch costs about as much.
 MAX_PADDING_SHARE = 4
 FREE_PADDING = 16
 
-#: What a batch takes, by the number of its inputs and the tokens of the longest.
+#: ``BatchSeconds`` returns the seconds of a batch, from its inputs and the tokens of the longest.
 BatchSeconds = Callable[[int, int], float]
 
 
 @dataclass(slots=True, eq=False)
 class WaitingInput:
-    """An input that has not been computed, and everybody who asked for it.
+    """An input that is not computed yet, and the requests that wait for it.
 
     Attributes:
         input: the input.
         number: its place in the order of arrival.
-        arrival_s: when it was first asked for.
-        askers: request ids, and the places of the input in those requests.
+        arrival_s: when it was requested first.
+        askers: request ids, with the index of the input in each request.
     """
 
     input: EncodeInput
@@ -35,81 +35,80 @@ class WaitingInput:
 
     @property
     def key(self) -> tuple[int, int]:
-        """Sorts by length, then by arrival."""
+        """Return the sort key: length, then arrival."""
         return len(self.input.token_ids), self.number
 
 
 class EncodeQueue:
-    """Inputs of all requests, each distinct one once. Not thread-safe."""
+    """The inputs of all requests, equal ones once. It is not thread-safe."""
 
     def __init__(self) -> None:
         self._by_input: dict[EncodeInput, WaitingInput] = {}
-        # The same inputs: by length, and (in the dict's own order) by arrival.
+        # Keys sorted by length. ``_by_number`` has the order of arrival.
         self._by_length: list[tuple[int, int]] = []
         self._by_number: dict[int, WaitingInput] = {}
         self._count = 0
         self._num_tokens = 0
 
     def __len__(self) -> int:
-        """Distinct inputs that wait."""
+        """Return the number of distinct inputs that wait."""
         return len(self._by_number)
 
     @property
     def num_tokens(self) -> int:
-        """Of all inputs that wait."""
+        """Return the tokens of all inputs that wait."""
         return self._num_tokens
 
     @property
     def oldest_s(self) -> float:
-        """When the input arrived that waits longest; only where one waits."""
+        """Return when the oldest input arrived; the queue must not be empty."""
         return next(iter(self._by_number.values())).arrival_s
 
     @property
     def oldest_length(self) -> int:
-        """Tokens of the input that waits longest; only where one waits."""
+        """Return the tokens of the oldest input; the queue must not be empty."""
         return len(next(iter(self._by_number.values())).input.token_ids)
 
     def add(
         self, request: EncodeRequest, known: Container[int] = (), *, arrival_s: float = 0.0
     ) -> None:
-        """Queue a request's inputs; one that waits already is computed for both.
+        """Queue a request's inputs; an input that waits already is computed once for both.
 
-        ``known``: places of inputs that need not be computed.
+        ``known``: indices of inputs that need not be computed.
         """
-        for place, one in enumerate(request.inputs):
+        for place, item in enumerate(request.inputs):
             if place in known:
                 continue
-            waiting = self._by_input.get(one)
+            waiting = self._by_input.get(item)
             if waiting is None:
-                waiting = WaitingInput(one, self._count, arrival_s)
+                waiting = WaitingInput(item, self._count, arrival_s)
                 self._count += 1
-                self._num_tokens += len(one.token_ids)
-                self._by_input[one] = self._by_number[waiting.number] = waiting
+                self._num_tokens += len(item.token_ids)
+                self._by_input[item] = self._by_number[waiting.number] = waiting
                 bisect.insort(self._by_length, waiting.key)
             waiting.askers.append((request.request_id, place))
 
     def remove(self, request: EncodeRequest) -> None:
-        """Compute nothing more for a request."""
-        for given in set(request.inputs):
-            waiting = self._by_input.get(given)
+        """Drop a request; inputs that no other request waits for are not computed."""
+        for item in set(request.inputs):
+            waiting = self._by_input.get(item)
             if waiting is None:
                 continue
-            waiting.askers = [one for one in waiting.askers if one[0] != request.request_id]
+            waiting.askers = [asker for asker in waiting.askers if asker[0] != request.request_id]
             if not waiting.askers:
                 self._forget(waiting)
 
     def take(
         self, max_tokens: int, *, max_adapters: int = 1, seconds: BatchSeconds | None = None
     ) -> list[WaitingInput]:
-        """The next batch: the input that waits longest, and others near its length. Sorted by it.
+        """Return the next batch, sorted by length: the oldest input and others near its length.
 
         Args:
-            max_tokens: of the batch's inputs together, padded to the longest; the one that waits
-                longest runs whatever its length.
-            max_adapters: of the batch; there is none if that is 0 and the input that waits longest
-                has one.
-            seconds: of a batch of so many inputs of such a length. Others that would be a batch
-                join too where they cost less with this one than by themselves. None: none do.
+            max_tokens: most tokens, padding included. The oldest input runs even if it has more.
+            max_adapters: most adapters of the batch. If it is 0 and the oldest input has an
+                adapter, the batch is empty.
+            seconds: predicts a batch's seconds. Groups of other lengths join if one batch is
+                predicted to cost less than two. None: no group joins.
         """
         oldest = next(iter(self._by_number.values()), None)
         if oldest is None or (oldest.input.adapter is not None and not max_adapters):
@@ -124,13 +123,13 @@ class EncodeQueue:
         return batch
 
     def _widen(self, first: int, max_tokens: int, max_adapters: int) -> tuple[int, int]:
-        """The neighbours of an input that run with it, as a slice of ``_by_length``.
+        """Return the inputs that run with the one at ``first``, as a slice of ``_by_length``.
 
-        Whichever neighbour costs fewer tokens joins next; a longer one is paid for by all.
+        The neighbour that adds fewer tokens joins next; a longer one pads all others.
         """
         lengths = self._by_length
         begin, end = first, first + 1
-        # The model as it is takes no slot.
+        # None is the base model, which needs no slot.
         adapters = {None, self._adapter(first)}
 
         def joins(place: int, shortest: int, longest: int) -> bool:
@@ -147,15 +146,15 @@ class EncodeQueue:
             cost, *wider = min(costs, default=(max_tokens + 1, begin, end))
             if cost > max_tokens:
                 return begin, end
-            adapters |= {self._adapter(one) for one in (wider[0], wider[1] - 1)}
+            adapters |= {self._adapter(place) for place in (wider[0], wider[1] - 1)}
             begin, end = wider
 
     def _join_groups(
         self, begin: int, end: int, max_tokens: int, max_adapters: int, seconds: BatchSeconds
     ) -> tuple[int, int]:
-        """The same slice with the neighbouring groups with which a launch is worth saving.
+        """Return the slice widened by neighbouring groups where that saves a launch.
 
-        A group comes as a whole: while some of it is left, no launch is saved.
+        A group joins as a whole: if a part of it were left, no launch would be saved.
         """
 
         def cost(begin: int, end: int) -> float:
@@ -173,7 +172,7 @@ class EncodeQueue:
             _, (begin, end) = max(choices)
 
     def _groups_beside(self, begin: int, end: int) -> Iterator[tuple[int, int]]:
-        """The inputs of similar length next to a slice, below and above it, as slices."""
+        """Yield the groups of similar length next to a slice, below and above it, as slices."""
         lengths = self._by_length
         if begin > 0:
             low = begin - 1
@@ -187,7 +186,7 @@ class EncodeQueue:
             yield end, high
 
     def _fits(self, part: tuple[int, int], max_tokens: int, max_adapters: int) -> bool:
-        """Whether a slice is no more than a batch."""
+        """True if a slice is within the limits of a batch."""
         begin, end = part
         if (end - begin) * self._by_length[end - 1][0] > max_tokens:
             return False
@@ -195,7 +194,7 @@ class EncodeQueue:
         return len(adapters) <= max_adapters
 
     def _adapter(self, place: int) -> str | None:
-        """Of the input that is there in ``_by_length``."""
+        """Return the adapter of the input at this place of ``_by_length``."""
         return self._by_number[self._by_length[place][1]].input.adapter
 
     def _forget(self, waiting: WaitingInput) -> None:

@@ -38,7 +38,7 @@ class PoolingClient(Protocol):
         """
         ...
 
-    async def load(self, asked: ModelLoad) -> ModelStatus:
+    async def load(self, load: ModelLoad, /) -> ModelStatus:
         """Serve one more encoder; returns once it is loaded.
 
         Raises:

@@ -24,6 +24,7 @@ CLEAN_ROOMS = (
     "mlx_parallm/demo_models",
     "mlx_parallm/models",
     "mlx_parallm/parsing",
+    "mlx_parallm/pooling",
     "mlx_parallm/tokenizer",
     "mlx_parallm/types",
     "mlx_parallm/units.py",
