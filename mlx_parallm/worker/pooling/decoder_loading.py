@@ -1,7 +1,7 @@
-"""Loads a decoder through mlx_lm with what its hidden states are read by instead of an LM head.
+"""Loads a decoder through mlx_lm as a pooling model, with a scoring layer instead of an LM head.
 
-mlx_lm's own class is extended: it drops the LM head, takes weights of a bare model (whose names
-lack the trunk's), and keeps the layer that scores.
+It extends mlx_lm's own class of the model: the extension drops the LM head, takes the weights of a
+bare model (whose names lack the trunk's prefix), and keeps the scoring layer.
 """
 
 from __future__ import annotations
@@ -30,24 +30,24 @@ from mlx_parallm.worker.weights.loader import (
 
 Weights = dict[str, mx.array]
 
-#: Names of the layer that scores: transformers', those of reward models with code of their own.
+#: ``HEAD_NAMES``: names of the scoring layer in transformers and in reward models' own code.
 HEAD_NAMES = ("score", "v_head", "classifier")
-#: How names of a bare model's weights begin.
+#: ``BARE_NAMES``: prefixes of the weights of a bare model.
 BARE_NAMES = ("embed_tokens.", "layers.", "norm.")
 
 
 def open_decoder(
     config: ModelConfig, path: Path, plan: DecoderPlan, cast: CastRule = DECIDE
 ) -> LoadedModel:
-    """Open a folder that mlx_lm knows the architecture of; parameters are not evaluated yet.
+    """Open a folder of an architecture that mlx_lm knows; no parameter is evaluated yet.
 
-    The model has ``score`` where the plan has a head; it has no LM head, and must not be called:
-    its trunk is what runs.
+    The model has a layer ``score`` if the plan has a head. It has no LM head, so only its trunk can
+    be called.
 
     Raises:
-        ConfigError: an unknown dtype.
-        ModelLoadError: mlx_lm does not know it, weights are missing or left over, or there is no
-            head where the plan has one.
+        ConfigError: the dtype is unknown.
+        ModelLoadError: mlx_lm does not know the architecture, weights are missing or left over, or
+            the head that the plan names is missing.
     """
     check_dtype(config.dtype)
     with load_failures(path):
@@ -60,14 +60,14 @@ def open_decoder(
         )
         model, is_cast = cast_model(model, config.dtype, cast)
         if plan.head == "choice":
-            model.score = _choosing(model, plan.chosen)
+            model.score = _choice_layer(model, plan.chosen)
             drop_lm_head(model)
         model.eval()
     return loaded_model(model, model_config, path, config, is_cast=is_cast)
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """A folder's config.json.
+    """Return a folder's config.json.
 
     Raises:
         OSError, ValueError: it cannot be read.
@@ -76,10 +76,12 @@ def read_config(path: Path) -> dict[str, Any]:
 
 
 def trunk_of(model: Any) -> Any:
-    """What gives hidden states after the last norm; mlx_lm's models call it ``model``.
+    """Return the module that computes hidden states up to the last norm.
+
+    mlx_lm's models call it ``model``.
 
     Raises:
-        ModelLoadError: this one has it elsewhere.
+        ModelLoadError: this model has it elsewhere.
     """
     owner = getattr(model, "language_model", model)
     trunk = getattr(owner, "model", None)
@@ -89,13 +91,13 @@ def trunk_of(model: Any) -> Any:
 
 
 def drop_lm_head(model: nn.Module) -> None:
-    """Remove the LM head, wherever in the model it is."""
+    """Remove the LM head from the submodule that has it."""
     for module in model.modules():
         module.pop("lm_head", None)
 
 
 def _extended(config: dict[str, Any], plan: DecoderPlan) -> tuple[type, type]:
-    """mlx_lm's classes of a config, the model's extended as the module's docstring says."""
+    """Return mlx_lm's classes for a config, the model's extended as the module docstring says."""
     base, args = mlx_lm_utils._get_classes(config)
 
     class Decoder(base):
@@ -118,24 +120,25 @@ def _extended(config: dict[str, Any], plan: DecoderPlan) -> tuple[type, type]:
 
 
 def split_head(weights: Weights) -> tuple[Weights, Weights]:
-    """The weights without those of the layer that scores, and those by their names in it."""
+    """Return the weights without the scoring layer's, and the latter by their names in it."""
     head = {}
     for name in HEAD_NAMES:
-        own = [one for one in weights if one.startswith(f"{name}.")]
-        head |= {one.removeprefix(f"{name}."): weights[one] for one in own}
+        prefix = f"{name}."
+        head |= {
+            key.removeprefix(prefix): weights[key] for key in weights if key.startswith(prefix)
+        }
     return {
         name: array for name, array in weights.items() if name.split(".")[0] not in HEAD_NAMES
     }, head
 
 
 def scoring_layers(head: Weights, config: dict[str, Any]) -> nn.Module | list[nn.Module]:
-    """The layer that weights belong to: linear, or several with ReLU between.
+    """Return the scoring layer for these weights: one linear layer, or several with ReLU between.
 
-    The latter is what Qwen2.5-Math's reward models have
-    (https://huggingface.co/Qwen/Qwen2.5-Math-RM-72B).
+    Qwen2.5-Math's reward models have several (https://huggingface.co/Qwen/Qwen2.5-Math-RM-72B).
 
     Raises:
-        ModelLoadError: they belong to none.
+        ModelLoadError: the weights fit neither.
     """
     if "weight" in head:
         return _linear(head, "", config)
@@ -158,8 +161,8 @@ def _linear(head: Weights, prefix: str, config: dict[str, Any]) -> nn.Linear:
     return nn.Linear(dims, weight.shape[0], bias=f"{prefix}bias" in head)
 
 
-def _choosing(model: Any, chosen: tuple[int, ...]) -> nn.Linear:
-    """A layer that gives the LM head's logit of the first token less that of the second."""
+def _choice_layer(model: Any, chosen: tuple[int, ...]) -> nn.Linear:
+    """Return a layer that computes the LM head's logit of the first token minus the second's."""
     trunk = trunk_of(model)
     owner = getattr(model, "language_model", model)
     rows = weight_rows(owner.get("lm_head", trunk.embed_tokens), mx.array(chosen))

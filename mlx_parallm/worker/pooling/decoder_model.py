@@ -1,4 +1,4 @@
-"""A decoder of mlx_lm as the heads of encoders take a model: hidden states and logits of them."""
+"""Gives a decoder of mlx_lm the interface of encoders: hidden states, and logits from them."""
 
 from __future__ import annotations
 
@@ -11,23 +11,24 @@ from mlx_parallm.types.errors import ModelLoadError
 from mlx_parallm.worker.model_errors import MODEL_ERRORS
 from mlx_parallm.worker.pooling.vectors import last_of
 
-#: Of attention to both sides: how many tokens away a window of so many reaches.
+#: ``Reach`` maps a window's size to how many tokens away bidirectional attention reaches.
 Reach = Callable[[int], int]
 
-# Two ways to the same hidden states may differ so much of their norm: rounding of 16 or fewer bits.
+# SAME: the same hidden states, computed in two ways, differ by at most this share of their norm, in
+# 16 or fewer bits.
 SAME = 0.1
-# A token that is attended to changes hidden states by more than this share of their norm.
+# CHANGED: a token that is attended to changes hidden states by more than this share of their norm.
 CHANGED = 1e-3
 
 
 class MaskGiver:
-    """Stands for a layer's cache, keeps nothing, and has the mask of attention to both sides.
+    """A layer's cache that stores nothing and returns the mask of bidirectional attention.
 
-    mlx_lm's models ask their caches for the mask (``create_attention_mask``); so this needs no
-    change of theirs.
+    mlx_lm's models ask their caches for the mask (``create_attention_mask``), so they need no
+    change.
 
     Args:
-        tokens: bool ``[B, L]``: what is no padding, one at least in each row.
+        tokens: bool ``[B, L]``, False for padding; each row has at least one token.
         reach: see ``Reach``.
     """
 
@@ -40,31 +41,31 @@ class MaskGiver:
     def make_mask(
         self, length: int, *, return_array: bool = False, window_size: int | None = None
     ) -> mx.array:
-        """Which keys each query sees, bool ``[B, 1, 1 or length, length]``."""
+        """Return which keys each query attends to, bool ``[B, 1, 1 or length, length]``."""
         del return_array
         if window_size is None:
             return self._tokens
         places = mx.arange(length)
         distance = mx.abs(places[:, None] - places)
-        # Padding far from all tokens sees itself: the softmax of nothing is no number.
+        # Padding far from all tokens attends to itself: a softmax over nothing would be NaN.
         visible = self._tokens & (distance <= self._reach(window_size))
         return visible | ((distance == 0) & ~mx.any(visible, axis=-1, keepdims=True))
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        """What came in: there is nothing before it."""
+        """Return the arguments: there are no earlier tokens."""
         return keys, values
 
 
 class DecoderModel:
     """Runs the unmodified trunk of a decoder over right-padded batches.
 
-    With causal attention padding comes after everything that could attend to it, and needs no mask.
+    With causal attention no token attends to the padding after it, so no mask is needed.
 
     Args:
-        trunk: gives hidden states after the last norm.
-        score: a layer, or several one after the other, that give logits; None: there are none.
-        num_layers: of the trunk.
-        reach: None: attention is causal.
+        trunk: computes hidden states up to the last norm.
+        score: the layer, or successive layers, that compute logits; None if there are none.
+        num_layers: layers of the trunk.
+        reach: how far bidirectional attention reaches; None if attention is causal.
     """
 
     def __init__(self, trunk: Any, score: Any, num_layers: int, reach: Reach | None) -> None:
@@ -74,27 +75,27 @@ class DecoderModel:
         self._reach = reach
 
     def __call__(self, ids: mx.array, mask: mx.array) -> mx.array:
-        """Last hidden states ``[B, L, D]`` of int32 ids and their bool mask, both ``[B, L]``."""
+        """Return last hidden states ``[B, L, D]`` for int32 ids and their bool mask, ``[B, L]``."""
         if self._reach is None:
             return self._trunk(ids)
         return self._trunk(ids, [MaskGiver(mask, self._reach)] * self._num_layers)
 
     def with_score(self, score: Any) -> DecoderModel:
-        """The same with another head; ``score`` as above."""
+        """Return a model that shares the trunk and has another head; ``score`` is as above."""
         return DecoderModel(self._trunk, score, self._num_layers, self._reach)
 
     def sequence_logits(self, hidden: mx.array, mask: mx.array) -> mx.array:
-        """Logits ``[B, labels]`` of each row's last token."""
+        """Return the logits of each row's last token, ``[B, labels]``."""
         return self.token_logits(last_of(hidden, mask))
 
     def token_logits(self, hidden: mx.array) -> mx.array:
-        """Logits ``[..., labels]`` of ``[..., D]``."""
+        """Return logits ``[..., labels]`` for hidden states ``[..., D]``."""
         for layer in self._score or ():
             hidden = layer(hidden)
         return hidden
 
     def check(self) -> None:
-        """See on two short inputs that padding changes nothing, and what attends to what.
+        """Check on short inputs that padding changes nothing and that attention reaches far enough.
 
         Raises:
             ModelLoadError: the architecture cannot be run in this way.
@@ -114,7 +115,7 @@ class DecoderModel:
             raise ModelLoadError("this architecture cannot attend to both sides.")
 
 
-def _differ(one: mx.array, other: mx.array, share: float) -> bool:
-    """Whether the norm of a difference is more than that share of the first array's."""
-    one, other = one.astype(mx.float32), other.astype(mx.float32)
-    return bool(mx.linalg.norm(one - other) > share * mx.linalg.norm(one))
+def _differ(states: mx.array, others: mx.array, share: float) -> bool:
+    """True if the norm of the difference exceeds this share of the norm of ``states``."""
+    states, others = states.astype(mx.float32), others.astype(mx.float32)
+    return bool(mx.linalg.norm(states - others) > share * mx.linalg.norm(states))

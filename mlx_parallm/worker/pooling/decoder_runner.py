@@ -1,4 +1,4 @@
-"""Runs a decoder over inputs of mixed length, as an encoder."""
+"""Runs a decoder as a pooling model."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ from mlx_parallm.worker.weights.loader import DTYPES, LoadedModel
 
 
 class DecoderRunner:
-    """One decoder. Implements ``encode.Encoder``."""
+    """Runs a decoder over inputs of mixed length. Implements ``pooling.Encoder``."""
 
     def __init__(self, loaded: LoadedModel, plan: DecoderPlan, spec: VectorSpec) -> None:
-        """Prepare a model of ``open_decoder``; ``spec`` says how vectors are made.
+        """Create a runner for a model of ``open_decoder``; ``spec`` says how vectors are made.
 
         Raises:
-            ModelLoadError: its architecture cannot be read in this way.
+            ModelLoadError: the architecture cannot be run in this way.
         """
         model, config = loaded.model, loaded.config
         try:
@@ -46,7 +46,7 @@ class DecoderRunner:
             raise ModelLoadError(f"{loaded.path} ({config['model_type']}): {problem}") from problem
         self._modules = model.modules()
         longest = next(
-            (found for key in LENGTH_KEYS if (found := config_value(config, key))),
+            (length for key in LENGTH_KEYS if (length := config_value(config, key))),
             DEFAULT_MAX_MODEL_LEN,
         )
         self._shapes = ForwardShapes.of_device(longest)
@@ -77,28 +77,28 @@ class DecoderRunner:
 
     @property
     def info(self) -> EncoderInfo:
-        """See ``encode.Encoder``."""
+        """See ``pooling.Encoder``."""
         return self._info
 
     def begin(
         self, inputs: Sequence[EncodeInput], slots: Mapping[str, int] = NO_SLOTS
     ) -> StagedJob:
-        """See ``encode.Encoder``."""
+        """See ``pooling.Encoder``."""
         return self.adapters.job(inputs, slots)
 
     def _hidden(self, inputs: Sequence[EncodeInput]) -> tuple[mx.array, mx.array]:
-        """Last hidden states ``[B, L, D]`` and the mask of tokens, bool ``[B, L]``."""
+        """Return last hidden states ``[B, L, D]`` and the mask of tokens, bool ``[B, L]``."""
         ids, tokens = padded(inputs, self._shapes)
         mask = mx.array(tokens)
         return self._model(mx.array(ids), mask), mask
 
     def run(self, inputs: Sequence[EncodeInput]) -> list[np.ndarray]:
-        """See ``encode.Encoder``."""
+        """See ``pooling.Encoder``."""
         return self.begin(inputs).wait()
 
     def release(self) -> None:
-        """See ``encode.Encoder``."""
-        # Whoever still holds a module of it, in a cycle perhaps, holds no array.
+        """See ``pooling.Encoder``."""
+        # A reference cycle may keep modules alive for a while, but then without arrays.
         for module in self._modules:
             module.clear()
         self.adapters.close()
@@ -106,9 +106,10 @@ class DecoderRunner:
 
 
 def _reach(config: dict[str, Any]) -> Reach | None:
-    """How far attention to both sides reaches in layers with a window; None: it is causal.
+    """Return how far a window reaches in bidirectional attention; None if attention is causal.
 
-    transformers' masks: ``create_bidirectional_sliding_window_mask``, and Gemma 3's own.
+    The rules are those of transformers' masks: ``create_bidirectional_sliding_window_mask``, and
+    Gemma 3's own.
     """
     if not reads_both_ways(config):
         return None
@@ -116,7 +117,7 @@ def _reach(config: dict[str, Any]) -> Reach | None:
 
 
 def _labels(config: dict[str, Any], num_labels: int) -> tuple[str, ...]:
-    """Names of the labels; their numbers where the config names another number of labels."""
+    """Return the labels' names, or numbers if the config names another count of labels."""
     named = label_names(config)
     if len(named) == num_labels:
         return named

@@ -1,4 +1,4 @@
-"""The adapters of a model that reads texts, and batches whose inputs name them."""
+"""Runs batches of a pooling model in which each input may name an adapter."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from mlx_parallm.worker.pooling.layer_stages import LayerStages, StagedJob
 from mlx_parallm.worker.pooling.own_heads import HeadMaker
 from mlx_parallm.worker.pooling.trunk_calls import TrunkCalls, trunk_calls
 
-#: Makes the hidden states ``[B, L, D]`` and the bool mask ``[B, L]`` of inputs.
+#: ``Forward`` computes hidden states ``[B, L, D]`` and the bool mask ``[B, L]`` of inputs.
 Forward = Callable[[Sequence[EncodeInput]], tuple[mx.array, mx.array]]
-#: Where the adapters of a batch without any are.
+#: ``NO_SLOTS``: the adapters' slots of a batch without adapters.
 NO_SLOTS: Mapping[str, int] = {}
-# It stands for any input.
+# ONE_TOKEN stands for any input.
 ONE_TOKEN = EncodeInput((0,))
-# What heads are tried with.
+# _SAMPLES: inputs with which heads are tried.
 _SAMPLES: Mapping[Task, EncodeInput] = {
     "classify": EncodeInput((0,), "classify"),
     "token_classify": EncodeInput((0,), "token_classify"),
@@ -38,11 +38,11 @@ _SAMPLES: Mapping[Task, EncodeInput] = {
 
 
 class AdaptedEncoder(Encoder, Protocol):
-    """An encoder that takes adapters."""
+    """A pooling model's runner that takes adapters."""
 
     @property
     def adapters(self) -> EncoderAdapters:
-        """Puts them into slots."""
+        """Return the part that puts adapters into slots."""
         ...
 
 
@@ -72,16 +72,16 @@ class EncoderAdapters:
         dtype: str,
         shapes: ForwardShapes,
     ) -> None:
-        """Prepare.
+        """Wrap the layers of a model, so that they take adapters.
 
         Args:
-            model: whose layers adapters change.
-            heads: of the model itself.
-            maker: of heads that adapters bring.
-            forward: what comes before the heads.
-            tasks: what the model can do without an adapter.
-            dtype: of the model.
-            shapes: of its forwards.
+            model: the model with the layers that adapters change.
+            heads: the model's own heads.
+            maker: makes the heads that adapters bring.
+            forward: computes what comes before the heads.
+            tasks: the model's tasks without an adapter.
+            dtype: the model's dtype.
+            shapes: the shapes that forwards may have.
         """
         self._model = model
         self._shapes = shapes
@@ -93,9 +93,9 @@ class EncoderAdapters:
         self._stages = LayerStages(model)
         self._context = AdapterContext()
         self._layers = AdaptedLayers(model, product_dtype(dtype), self._context)
-        # By slot.
+        # The heads that adapters bring, by slot.
         self._own: dict[int, _Own] = {}
-        # Slots whose adapters change what all rows of a forward share.
+        # Slots of adapters that change results shared by all rows of a forward.
         self._apart: set[int] = set()
 
     @property
@@ -112,12 +112,12 @@ class EncoderAdapters:
         hidden, mask = self._forward([ONE_TOKEN])
         samples = [_SAMPLES[task] for task in own.tasks if task in _SAMPLES]
         try:
-            # Nothing is computed, and shapes are known.
-            found = [own.heads.run([one], hidden, mask)[0].shape[-1] for one in samples]
+            # The graph alone gives the shapes; nothing is evaluated.
+            sizes = [own.heads.run([sample], hidden, mask)[0].shape[-1] for sample in samples]
         except MODEL_ERRORS as cause:
             raise unfit(f"its head cannot be run: {cause}", param) from cause
         is_of_labels = not LABEL_TASKS.isdisjoint(own.tasks)
-        return OwnHead(own.tasks, max(found) if is_of_labels else 0)
+        return OwnHead(own.tasks, max(sizes) if is_of_labels else 0)
 
     def begin(self, slot: int, adapter: AdapterWeights, *, param: str) -> None:
         """See ``SlotTarget``."""
@@ -146,27 +146,28 @@ class EncoderAdapters:
         self._layers.renew()
 
     def close(self) -> None:
-        """Hold no array of the model, which is gone; the store may be kept for its return."""
+        """Drop the model's arrays, because it is unloaded; the store may outlive it."""
         self._heads.release()
 
     def job(self, inputs: Sequence[EncodeInput], slots: Mapping[str, int]) -> StagedJob:
-        """A batch of which nothing is computed yet.
+        """Return a batch of which nothing is computed yet.
 
-        ``slots``: where the adapters are that inputs name, by content. They may leave as soon as
-        this returns.
+        ``slots`` maps the content of each adapter that inputs name to its slot. The slots may be
+        reused as soon as this returns.
         """
         own = np.array(
-            [NO_ADAPTER if one.adapter is None else slots[one.adapter] for one in inputs], np.int32
+            [NO_ADAPTER if item.adapter is None else slots[item.adapter] for item in inputs],
+            np.int32,
         )
         results: list[mx.array | None] = [None] * len(inputs)
         with self._stages.recorded() as outputs:
             for rows in self._forwards(own):
-                given = [inputs[row] for row in rows]
+                group = [inputs[row] for row in rows]
                 hidden, mask = self._hidden(inputs, self._shapes.rows(rows), own)
-                found = self._results(given, own[rows], hidden[: len(rows)], mask[: len(rows)])
-                for row, result in zip(rows, found, strict=True):
+                answers = self._results(group, own[rows], hidden[: len(rows)], mask[: len(rows)])
+                for row, result in zip(rows, answers, strict=True):
                     results[row] = result
-        return StagedJob(outputs, [one for one in results if one is not None])
+        return StagedJob(outputs, [result for result in results if result is not None])
 
     def _hidden(
         self, inputs: Sequence[EncodeInput], rows: np.ndarray, own: np.ndarray
@@ -175,38 +176,38 @@ class EncoderAdapters:
             return self._forward([inputs[row] for row in rows])
 
     def _forwards(self, own: np.ndarray) -> Iterator[np.ndarray]:
-        """Rows that one forward computes: all, unless an adapter changes what rows share."""
-        found = np.unique(own)
-        if len(found) == 1 or self._apart.isdisjoint(found.tolist()):
+        """Yield the rows of each forward: all rows, unless an adapter changes what rows share."""
+        distinct = np.unique(own)
+        if len(distinct) == 1 or self._apart.isdisjoint(distinct.tolist()):
             yield np.arange(len(own))
             return
-        for slot in found:
+        for slot in distinct:
             yield np.flatnonzero(own == slot)
 
     def _results(
         self, inputs: Sequence[EncodeInput], own: np.ndarray, hidden: mx.array, mask: mx.array
     ) -> list[mx.array]:
-        """What the heads make of hidden states, those of each adapter by its own."""
+        """Return the results of the heads; an adapter with its own head gets its own rows."""
         groups: dict[tuple[int, bool], list[int]] = {}
-        for row, (one, slot) in enumerate(zip(inputs, own.tolist(), strict=True)):
-            has_own = slot in self._own and one.task in self._own[slot].tasks
+        for row, (item, slot) in enumerate(zip(inputs, own.tolist(), strict=True)):
+            has_own = slot in self._own and item.task in self._own[slot].tasks
             groups.setdefault((slot, has_own), []).append(row)
-        found: list[mx.array] = [hidden] * len(inputs)
+        results: list[mx.array] = [hidden] * len(inputs)
         for (slot, has_own), rows in groups.items():
             chosen = slice(None) if len(groups) == 1 else mx.array(rows)
             heads = self._own[slot].heads if has_own else self._heads
             with self._context.during(AdapterRows.of_batch(own[rows])):
-                given = heads.run([inputs[row] for row in rows], hidden[chosen], mask[chosen])
-            for row, result in zip(rows, given, strict=True):
-                found[row] = result
-        return found
+                group = heads.run([inputs[row] for row in rows], hidden[chosen], mask[chosen])
+            for row, result in zip(rows, group, strict=True):
+                results[row] = result
+        return results
 
     @functools.cached_property
     def _calls(self) -> TrunkCalls:
         return trunk_calls(self._model, lambda count: self._forward([ONE_TOKEN] * count))
 
     def _own_head(self, adapter: AdapterWeights, param: str) -> _Own | None:
-        """The heads of an adapter that brings one."""
+        """Return the heads of an adapter that brings its own; None if it brings none."""
         if not adapter.saved:
             return None
         made = self._maker.make(adapter.saved, adapter.task_type, param=param)

@@ -1,4 +1,4 @@
-"""What is made of an encoder's hidden states, by task; all of a batch is computed in one go."""
+"""Heads of pooling models: they turn the hidden states of a batch into results, by task."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from mlx_parallm.worker.pooling.dense_layers import load_dense
 from mlx_parallm.worker.pooling.vectors import pooled
 from mlx_parallm.worker.sampling.logprobs import likeliest
 
-#: The tasks of a checkpoint by the head that its config names; the first is what it was made for.
+#: ``TASKS``: tasks of a checkpoint by the head that its config names, the main one first.
 TASKS: Mapping[str | None, tuple[Task, ...]] = {
     None: ("embed", "token_embed"),
     "masked_lm": ("mlm", "mlm_logprobs", "mlm_top", "sparse", "embed", "token_embed"),
@@ -25,7 +25,7 @@ TASKS: Mapping[str | None, tuple[Task, ...]] = {
 
 
 def vector_facts(spec: VectorSpec) -> dict[str, Any]:
-    """What an ``EncoderInfo`` says of vectors."""
+    """Return the fields of ``EncoderInfo`` that describe vectors."""
     return {
         "normalizes": spec.normalizes,
         "shorter_dims": spec.shorter_dims,
@@ -37,38 +37,39 @@ def vector_facts(spec: VectorSpec) -> dict[str, Any]:
 
 
 def by_purpose(tasks: tuple[Task, ...], spec: VectorSpec) -> tuple[Task, ...]:
-    """The tasks; a vector for each token first where the model is made for these (ColBERT)."""
+    """Return the tasks, with ``token_embed`` first for models that compare tokens (ColBERT)."""
     if not spec.compares_tokens:
         return tasks
-    return ("token_embed", *(one for one in tasks if one != "token_embed"))
+    return ("token_embed", *(task for task in tasks if task != "token_embed"))
 
 
-# Takes inputs of one task, their hidden states [B, L, D] and their mask, bool [B, L].
+# A head takes inputs of one task, their hidden states [B, L, D] and their mask, bool [B, L].
 Head = Callable[[Sequence[EncodeInput], mx.array, mx.array], list[mx.array]]
 
 
 @dataclass(frozen=True, slots=True)
 class _DenseLayers:
-    """What vectors pass: those of tokens, and those of texts."""
+    """Layers after the trunk: for the vectors of tokens, and for those of texts."""
 
     of_tokens: Sequence[Callable[[mx.array], mx.array]]
     of_texts: Sequence[Callable[[mx.array], mx.array]]
 
 
 class EncoderHeads:
-    """The heads of one encoder.
+    """The heads of one model.
 
     Args:
-        model: a ``Model`` of ``mlx_parallm.models``.
+        model: a ``Model`` of ``mlx_parallm.models``, or with its interface.
         spec: how vectors are made.
-        dense: of another one with this spec; None: they are read.
+        dense: dense layers already read for this spec; None: they are read here.
     """
 
     def __init__(self, model: Any, spec: VectorSpec, dense: _DenseLayers | None = None) -> None:
         self._model = model
         self._spec = spec
         self._dense = dense or _DenseLayers(
-            [load_dense(one) for one in spec.token_dense], [load_dense(one) for one in spec.dense]
+            [load_dense(layer) for layer in spec.token_dense],
+            [load_dense(layer) for layer in spec.dense],
         )
         self._heads: dict[Task, Head] = {
             "embed": self._embed,
@@ -82,39 +83,39 @@ class EncoderHeads:
         }
 
     def with_model(self, model: Any) -> EncoderHeads:
-        """The same with another model's head."""
+        """Return heads that share the dense layers and use another model's head."""
         return EncoderHeads(model, self._spec, self._dense)
 
     def release(self) -> None:
-        """Hold no array; nothing is to be run any more."""
+        """Drop the arrays; nothing may run afterwards."""
         self._dense = _DenseLayers([], [])
 
     def run(
         self, inputs: Sequence[EncodeInput], hidden: mx.array, mask: mx.array
     ) -> list[mx.array]:
-        """The result of each input, float32, which is not computed yet.
+        """Return the result of each input, float32 and not yet evaluated; see ``Task``.
 
         Args:
-            inputs: of any tasks.
-            hidden: ``[B, L, D]``.
-            mask: bool ``[B, L]``: the tokens, at the beginning of each row.
+            inputs: inputs of any tasks.
+            hidden: last hidden states ``[B, L, D]``.
+            mask: bool ``[B, L]``: True for tokens, which are at the beginning of each row.
         """
-        found: list[Any] = [None] * len(inputs)
-        tasks: set[Task] = {one.task for one in inputs}
+        results: list[Any] = [None] * len(inputs)
+        tasks: set[Task] = {item.task for item in inputs}
         for task in tasks:
-            rows = [row for row, one in enumerate(inputs) if one.task == task]
+            rows = [row for row, item in enumerate(inputs) if item.task == task]
             chosen = slice(None) if len(rows) == len(inputs) else mx.array(rows)
-            results = self._heads[task]([inputs[row] for row in rows], hidden[chosen], mask[chosen])
-            for row, result in zip(rows, results, strict=True):
-                found[row] = result.astype(mx.float32)
-        return found
+            answers = self._heads[task]([inputs[row] for row in rows], hidden[chosen], mask[chosen])
+            for row, result in zip(rows, answers, strict=True):
+                results[row] = result.astype(mx.float32)
+        return results
 
     def _embed(
         self, inputs: Sequence[EncodeInput], hidden: mx.array, mask: mx.array
     ) -> list[mx.array]:
         first = None
-        if any(one.num_unpooled for one in inputs):
-            first = mx.array([one.num_unpooled for one in inputs])
+        if any(item.num_unpooled for item in inputs):
+            first = mx.array([item.num_unpooled for item in inputs])
         vectors = pooled(self._token_vectors(hidden), mask, self._spec.poolings, first)
         for layer in self._dense.of_texts:
             vectors = layer(vectors)
@@ -150,18 +151,18 @@ class EncoderHeads:
         self, inputs: Sequence[EncodeInput], hidden: mx.array, mask: mx.array
     ) -> list[mx.array]:
         del mask
-        # Of candidates only these rows of the decoder are computed: it is most of the head.
-        ids = sorted({number for one in inputs for number in one.candidates})
-        found: dict[int, mx.array] = {}
+        # For candidates only their rows of the decoder matrix are computed: it is most of the head.
+        ids = sorted({token_id for item in inputs for token_id in item.candidates})
+        results: dict[int, mx.array] = {}
         for wants_all in (False, True):
-            rows = [row for row, one in enumerate(inputs) if (not one.candidates) == wants_all]
+            rows = [row for row, item in enumerate(inputs) if (not item.candidates) == wants_all]
             if not rows:
                 continue
-            own = [inputs[row] for row in rows]
-            logits = self._logits(own, hidden, rows, None if wants_all else mx.array(ids))
-            columns = None if wants_all else {number: at for at, number in enumerate(ids)}
-            found.update(zip(rows, _chosen(logits, own, columns), strict=True))
-        return [found[row] for row in range(len(inputs))]
+            group = [inputs[row] for row in rows]
+            logits = self._logits(group, hidden, rows, None if wants_all else mx.array(ids))
+            columns = None if wants_all else {token_id: at for at, token_id in enumerate(ids)}
+            results.update(zip(rows, _chosen(logits, group, columns), strict=True))
+        return [results[row] for row in range(len(inputs))]
 
     def _mlm_logprobs(
         self, inputs: Sequence[EncodeInput], hidden: mx.array, mask: mx.array
@@ -175,14 +176,14 @@ class EncoderHeads:
     ) -> list[mx.array]:
         del mask
         logits = self._logits(inputs, hidden, range(len(inputs))).astype(mx.float32)
-        most = max(one.top_k for one in inputs)
+        most = max(item.top_k for item in inputs)
         ids = _likeliest(logits, min(most, logits.shape[-1]))
-        found = mx.take_along_axis(logits, ids, axis=-1)
-        found = found - mx.logsumexp(logits, axis=-1, keepdims=True)
-        # Ids are exact in float32: no vocabulary has 2**24.
-        both = mx.stack([ids.astype(mx.float32), found], axis=1)
-        rows = _of_each(both, inputs)
-        return [own[..., : one.top_k] for own, one in zip(rows, inputs, strict=True)]
+        logprobs = mx.take_along_axis(logits, ids, axis=-1)
+        logprobs = logprobs - mx.logsumexp(logits, axis=-1, keepdims=True)
+        # Ids are exact in float32: no vocabulary has 2**24 tokens.
+        both = mx.stack([ids.astype(mx.float32), logprobs], axis=1)
+        parts = _of_each(both, inputs)
+        return [part[..., : item.top_k] for part, item in zip(parts, inputs, strict=True)]
 
     def _logits(
         self,
@@ -191,25 +192,35 @@ class EncoderHeads:
         rows: Sequence[int],
         ids: mx.array | None = None,
     ) -> mx.array:
-        """Of the places alone: the head costs more than the rest for a text of some words.
+        """Return the logits ``[places, ids]`` of all inputs' places.
 
-        ``rows``: where the inputs are in ``hidden``; ``ids``: of which tokens; None: of all.
+        The head runs at the places alone: over a whole short text it would cost more than the
+        trunk.
+
+        Args:
+            inputs: the inputs.
+            hidden: hidden states of a batch.
+            rows: the row of each input in ``hidden``.
+            ids: the tokens whose logits are computed; None: the whole vocabulary.
         """
-        chosen = [row for row, one in zip(rows, inputs, strict=True) for _ in one.places]
-        places = [place for one in inputs for place in one.places]
+        chosen = [row for row, item in zip(rows, inputs, strict=True) for _ in item.places]
+        places = [place for item in inputs for place in item.places]
         return self._model.mlm_logits(hidden[mx.array(chosen), mx.array(places)], ids)
 
     def _sparse(
         self, inputs: Sequence[EncodeInput], hidden: mx.array, mask: mx.array
     ) -> list[mx.array]:
-        """SPLADE's, https://arxiv.org/abs/2109.10086, equation 6."""
+        """Return SPLADE's weights, https://arxiv.org/abs/2109.10086, equation 6."""
         del inputs
         weights = mx.log1p(mx.maximum(self._model.mlm_logits(hidden).astype(mx.float32), 0))
         return list(mx.max(weights * mask[..., None], axis=1))
 
 
 def _likeliest(logits: mx.array, count: int) -> mx.array:
-    """As ``likeliest``; of equal ones the earlier are kept, so that no other input matters."""
+    """Return the ids of the ``count`` largest logits of each row; see ``likeliest``.
+
+    Among equal logits the smaller ids are kept, so that results do not depend on other inputs.
+    """
     least = mx.take_along_axis(logits, likeliest(logits, count)[:, -1:], axis=-1)
     above, equal = logits > least, logits == least
     room = count - mx.sum(above, axis=-1, keepdims=True)
@@ -218,24 +229,24 @@ def _likeliest(logits: mx.array, count: int) -> mx.array:
 
 
 def _cut(rows: mx.array, inputs: Sequence[EncodeInput]) -> list[mx.array]:
-    return [row[: len(one.token_ids)] for row, one in zip(rows, inputs, strict=True)]
+    return [row[: len(item.token_ids)] for row, item in zip(rows, inputs, strict=True)]
 
 
 def _chosen(
     logits: mx.array, inputs: Sequence[EncodeInput], columns: Mapping[int, int] | None = None
 ) -> list[mx.array]:
-    """Each input's rows of ``[places, vocabulary]``, and of these its candidates.
+    """Return each input's part of ``[places, vocabulary]``, cut to its candidates if it has any.
 
-    ``columns``: where a token is that ``logits`` has; None: it has them all.
+    ``columns`` maps a token id to its column in ``logits``; None: the columns are the token ids.
     """
-    found = []
-    for one, own in zip(inputs, _of_each(logits, inputs), strict=True):
-        wanted = [number if columns is None else columns[number] for number in one.candidates]
-        found.append(own[:, mx.array(wanted)] if wanted else own)
-    return found
+    results = []
+    for item, part in zip(inputs, _of_each(logits, inputs), strict=True):
+        wanted = [token if columns is None else columns[token] for token in item.candidates]
+        results.append(part[:, mx.array(wanted)] if wanted else part)
+    return results
 
 
 def _of_each(rows: mx.array, inputs: Sequence[EncodeInput]) -> list[mx.array]:
-    """The rows of each input's places."""
-    ends = [0, *itertools.accumulate(len(one.places) for one in inputs)]
+    """Return, for each input, the rows of its places."""
+    ends = [0, *itertools.accumulate(len(item.places) for item in inputs)]
     return [rows[begin:end] for begin, end in itertools.pairwise(ends)]

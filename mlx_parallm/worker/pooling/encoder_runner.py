@@ -1,4 +1,4 @@
-"""Runs an encoder over inputs of mixed length."""
+"""Runs an encoder as a pooling model."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from mlx_parallm.worker.weights.loader import DTYPES
 
 
 class EncoderRunner:
-    """One encoder. Implements ``encode.Encoder``."""
+    """Runs an encoder over inputs of mixed length. Implements ``pooling.Encoder``."""
 
     def __init__(self, loaded: LoadedEncoder, spec: VectorSpec) -> None:
         """``spec`` says how vectors are made."""
@@ -55,30 +55,30 @@ class EncoderRunner:
 
     @property
     def info(self) -> EncoderInfo:
-        """See ``encode.Encoder``."""
+        """See ``pooling.Encoder``."""
         return self._info
 
     def begin(
         self, inputs: Sequence[EncodeInput], slots: Mapping[str, int] = NO_SLOTS
     ) -> StagedJob:
-        """See ``encode.Encoder``."""
+        """See ``pooling.Encoder``."""
         return self.adapters.job(inputs, slots)
 
     def _hidden(self, inputs: Sequence[EncodeInput]) -> tuple[mx.array, mx.array]:
-        """Last hidden states ``[B, L, D]`` and the mask of tokens, bool ``[B, L]``."""
+        """Return last hidden states ``[B, L, D]`` and the mask of tokens, bool ``[B, L]``."""
         ids, tokens = padded(inputs, self._shapes)
         mask = mx.array(tokens)
         types = token_types(inputs, ids.shape[1]) if self._has_types else None
-        # Where nothing is padded, nothing need be masked.
+        # Without padding no mask is needed, and attention is faster without one.
         return self._model(mx.array(ids), None if tokens.all() else mask, types), mask
 
     def run(self, inputs: Sequence[EncodeInput]) -> list[np.ndarray]:
-        """See ``encode.Encoder``."""
+        """See ``pooling.Encoder``."""
         return self.begin(inputs).wait()
 
     def release(self) -> None:
-        """See ``encode.Encoder``."""
-        # Whoever still holds a module of it, in a cycle perhaps, holds no array.
+        """See ``pooling.Encoder``."""
+        # A reference cycle may keep modules alive for a while, but then without arrays.
         for module in self._model.modules():
             module.clear()
         self.adapters.close()
@@ -86,23 +86,23 @@ class EncoderRunner:
 
 
 def padded(inputs: Sequence[EncodeInput], shapes: ForwardShapes) -> tuple[np.ndarray, np.ndarray]:
-    """Right-padded ids, int32 ``[B, L]``, and which of them are attended to, bool ``[B, L]``."""
-    length = shapes.length(max(len(one.token_ids) for one in inputs))
+    """Return right-padded ids, int32 ``[B, L]``, and which are attended to, bool ``[B, L]``."""
+    length = shapes.length(max(len(item.token_ids) for item in inputs))
     ids = np.zeros((len(inputs), length), dtype=np.int32)
     mask = np.zeros((len(inputs), length), dtype=bool)
-    for row, one in enumerate(inputs):
-        count = len(one.token_ids)
-        ids[row, :count] = one.token_ids
-        mask[row, : count - one.num_unattended] = True
+    for row, item in enumerate(inputs):
+        count = len(item.token_ids)
+        ids[row, :count] = item.token_ids
+        mask[row, : count - item.num_unattended] = True
     return ids, mask
 
 
 def token_types(inputs: Sequence[EncodeInput], length: int) -> mx.array | None:
-    """Types of tokens, int32 ``[B, length]``; None where no input has a second text."""
-    if all(one.second_at is None for one in inputs):
+    """Return token types, int32 ``[B, length]``; None if no input has a second text."""
+    if all(item.second_at is None for item in inputs):
         return None
     types = np.zeros((len(inputs), length), dtype=np.int32)
-    for row, one in enumerate(inputs):
-        if one.second_at is not None:
-            types[row, one.second_at : len(one.token_ids)] = 1
+    for row, item in enumerate(inputs):
+        if item.second_at is not None:
+            types[row, item.second_at : len(item.token_ids)] = 1
     return mx.array(types)

@@ -1,4 +1,4 @@
-"""A forward that is computed a layer at a time, with other work in between."""
+"""Computes a forward layer by layer, with other work in between."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ import numpy as np
 
 
 class LayerStages:
-    """Finds out what the layers of an unmodified model give.
+    """Records the layer outputs of an unmodified model.
 
-    MLX computes nothing before it is asked to: when the forward returns, all that exists is what
-    is to be computed. Asking for what the first layer gives computes as far as that, and so on.
+    MLX is lazy: when the forward returns, only its graph exists. Evaluating the first layer's
+    output computes the graph up to there, and so on.
     """
 
     def __init__(self, model: nn.Module) -> None:
-        """The layers are the modules of the model's longest list."""
+        """The layers are the modules in the model's longest list."""
         lists = [
             value
             for module in model.modules()
@@ -30,7 +30,7 @@ class LayerStages:
 
     @contextlib.contextmanager
     def recorded(self) -> Iterator[list[mx.array]]:
-        """What each layer gives within this context, in their order."""
+        """Yield a list to which each layer that runs in this context appends its output."""
         outputs: list[mx.array] = []
         originals = [type(layer) for layer in self._layers]
         recording = {original: _recording(original, outputs) for original in set(originals)}
@@ -44,28 +44,28 @@ class LayerStages:
 
 
 class StagedJob:
-    """A batch whose forward is to be computed. Implements ``encode.EncodeJob``."""
+    """A batch whose forward is computed in stages. Implements ``pooling.EncodeJob``."""
 
     def __init__(self, outputs: Sequence[mx.array], results: Sequence[mx.array]) -> None:
-        """``outputs`` of the layers, and ``results`` of the inputs."""
-        # The last layer and the head are one stage.
+        """``outputs`` are the layers', in order; ``results`` are the inputs'."""
+        # The last layer and the heads are one stage.
         self._outputs = list(outputs[:-1])
         self._results = results
 
     @property
     def num_stages(self) -> int:
-        """See ``encode.EncodeJob``."""
+        """See ``pooling.EncodeJob``."""
         return len(self._outputs) + 1
 
     def advance(self) -> None:
-        """See ``encode.EncodeJob``."""
+        """See ``pooling.EncodeJob``."""
         mx.eval(self._outputs.pop(0))
 
     def wait(self) -> list[np.ndarray]:
-        """See ``encode.EncodeJob``."""
+        """See ``pooling.EncodeJob``."""
         self._outputs.clear()
         mx.eval(self._results)
-        return [np.array(one) for one in self._results]
+        return [np.array(result) for result in self._results]
 
 
 def _recording(original: type, outputs: list[mx.array]) -> type:

@@ -39,12 +39,12 @@ from mlx_parallm.worker.pooling.plan import PoolingPlan, PoolingSpec
 from mlx_parallm.worker.weights.loader import DTYPES, CastRule, check_dtype, parameters_of
 from mlx_parallm.worker.worker import Device, Tensors
 
-#: ``PART_BYTES``: weights that one stage of a load evaluates, unless one tensor is larger.
+#: ``PART_BYTES``: weights evaluated by one stage of a load; a larger tensor is a stage by itself.
 PART_BYTES = 4 << 20
 
 
 class PoolingLoader:
-    """Loads what a ``PoolingSpec`` says. Implements ``Loader``."""
+    """Loads pooling models. Implements ``Loader``."""
 
     def begin(self, op: Load, device: Device) -> PendingEncoder:
         """See ``Loader``."""
@@ -53,17 +53,17 @@ class PoolingLoader:
 
 
 class PendingEncoder:
-    """A model whose weights come into memory in stages. Implements ``PendingLoad``.
+    """A model whose weights are read in stages. Implements ``PendingLoad``.
 
     Attributes:
-        num_bytes: of its weights.
-        model: the model, once ``wait`` has returned.
+        num_bytes: size of its weights.
+        model: the loaded model; None until ``wait`` has returned.
     """
 
     def __init__(
         self, model: Any, folder: Path, finish: Callable[[], AdaptedEncoder], *, is_cast: bool
     ) -> None:
-        """``finish`` makes a runner of the model, whose parameters are evaluated by then."""
+        """``finish`` makes the runner, once all parameters of ``model`` are evaluated."""
         self.model: EncoderModel | None = None
         self._folder = folder
         self._finish = finish
@@ -79,7 +79,7 @@ class PendingEncoder:
         return len(self._parts) + 1
 
     def advance(self) -> None:
-        """Have the next part in memory.
+        """Read the next part of the weights.
 
         Raises:
             ModelLoadError: a file cannot be read, or a weight is NaN or infinite.
@@ -88,13 +88,13 @@ class PendingEncoder:
             evaluate_weights(self._parts.pop(0), self._folder, self._modes)
 
     def finish(self) -> AdaptedEncoder:
-        """Have all parts in memory and return the runner."""
+        """Read the remaining parts and return the runner."""
         while self._parts:
             self.advance()
         return self._finish()
 
     def wait(self) -> PoolingPlan:
-        """See ``Pending``; raise as ``advance`` does."""
+        """Return the plan, see ``Pending``; raise as ``advance`` does."""
         with load_failures(self._folder):
             runner = self.finish()
         self.model = EncoderModel(runner)
@@ -102,7 +102,7 @@ class PendingEncoder:
 
 
 class EncoderModel:
-    """A pooling model. Implements ``WorkerModel``."""
+    """A loaded pooling model. Implements ``WorkerModel``."""
 
     def __init__(self, runner: AdaptedEncoder) -> None:
         self._runner = runner
@@ -132,58 +132,58 @@ def _refuse(op: Any) -> None:
     raise AssertionError(f"a pooling model does not know {op}")
 
 
-def open_runner(spec: PoolingSpec, given: PoolingPlan | None = None) -> PendingEncoder:
-    """Open a pooling model; ``given`` is the plan of another worker's load.
+def open_runner(spec: PoolingSpec, plan: PoolingPlan | None = None) -> PendingEncoder:
+    """Begin to load a pooling model; ``plan`` is that of another worker's load.
 
     Raises:
-        ConfigError: an unknown dtype.
-        ModelLoadError: it cannot be loaded.
+        ConfigError: the dtype is unknown.
+        ModelLoadError: the model cannot be loaded.
     """
-    own = transformer_folder(spec.path)
-    if is_encoder(own):
-        return open_encoder_runner(own, spec.config.dtype, read_vector_spec(spec.path))
+    folder = transformer_folder(spec.path)
+    if is_encoder(folder):
+        return open_encoder_runner(folder, spec.config.dtype, read_vector_spec(spec.path))
     model_config = read_json(spec.path / "config.json")
-    assert spec.task != "auto", "only an encoder's task is its head's"
-    plan = decoder_plan(spec.task, model_config, spec.chosen)
+    assert spec.task != "auto", "only an encoder's head decides its task"
+    decoder = decoder_plan(spec.task, model_config, spec.chosen)
     vectors = read_vector_spec(spec.path, _vectors(model_config))
-    rule = CastRule(None if given is None else given.is_cast, spec.free_bytes)
-    opened = open_decoder(spec.config, spec.path, plan, rule)
+    rule = CastRule(None if plan is None else plan.is_cast, spec.free_bytes)
+    opened = open_decoder(spec.config, spec.path, decoder, rule)
     return PendingEncoder(
         opened.model,
         spec.path,
-        lambda: DecoderRunner(opened, plan, vectors),
+        lambda: DecoderRunner(opened, decoder, vectors),
         is_cast=opened.is_cast,
     )
 
 
 def open_encoder_runner(folder: Path, dtype: str, spec: VectorSpec) -> PendingEncoder:
-    """Open an encoder; ``dtype`` "auto" is that of the file, or float32 on a CPU.
+    """Begin to load an encoder; ``dtype`` "auto" is the file's, or float32 on a CPU.
 
     Raises:
-        ConfigError: an unknown dtype.
-        ModelLoadError: it cannot be loaded.
+        ConfigError: the dtype is unknown.
+        ModelLoadError: the model cannot be loaded.
     """
     check_dtype(dtype)
     wanted = DTYPES.get(dtype)
     if wanted is None and backend_name() == "cpu":
-        # There it is many times faster than numbers of 16 bits.
+        # On a CPU, float32 is many times faster than 16 bits.
         wanted = mx.float32
     opened = open_encoder(folder, wanted)
     return PendingEncoder(opened.model, folder, lambda: EncoderRunner(opened, spec), is_cast=False)
 
 
 def load_encoder_runner(folder: Path, dtype: str, spec: VectorSpec) -> AdaptedEncoder:
-    """Return the runner of ``open_encoder_runner``, with all of its weights in memory."""
+    """Return the runner of an encoder, with all its weights in memory; see above for errors."""
     return open_encoder_runner(folder, dtype, spec).finish()
 
 
 def _vectors(config: dict[str, Any]) -> VectorSpec:
-    """Return how vectors are made where no file says it; the rule is vLLM's."""
+    """Return vLLM's default for vectors, where no file of the model describes them."""
     return VectorSpec(poolings=("mean" if reads_both_ways(config) else "last",), normalizes=True)
 
 
 def _parts(arrays: Mapping[str, mx.array]) -> Iterator[dict[str, mx.array]]:
-    """Yield arrays by name in parts of ``PART_BYTES``, or of one that is larger."""
+    """Yield arrays by name, in parts of at most ``PART_BYTES`` or a single larger array."""
     part: dict[str, mx.array] = {}
     size = 0
     for name, array in arrays.items():

@@ -1,4 +1,4 @@
-"""Heads that adapters bring instead of their model's: PEFT's ``modules_to_save``."""
+"""Heads that adapters bring in place of their model's: PEFT's ``modules_to_save``."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from mlx_parallm.worker.lora.adapted_modules import kind_of, plain_shape
 Saved = Mapping[str, HostTensor]
 Parameters = Mapping[str, mx.array]
 
-# Of PEFT, and how the class of a checkpoint with such a head is called.
+# PEFT's task types, with the head of a checkpoint for the task.
 _OF_TASK_TYPES: Mapping[str, Head] = {"SEQ_CLS": "sequence", "TOKEN_CLS": "token"}
 _ENDINGS = {head: ending for ending, head in HEADS.items()}
 _LABEL_TASKS: Mapping[str | None, tuple[Task, ...]] = {
@@ -31,12 +31,12 @@ _LABEL_TASKS: Mapping[str | None, tuple[Task, ...]] = {
 
 @dataclass(frozen=True, slots=True)
 class MadeHead:
-    """A head that is not its model's own.
+    """A head that replaces its model's own.
 
     Attributes:
-        model: with it, as ``EncoderHeads`` takes one; the layers before it are the model's.
-        paths: of the layers that it has.
-        tasks: that it does; empty: all that the model's own does.
+        model: a model with this head, as ``EncoderHeads`` takes it; it shares all other layers.
+        paths: paths of the head's layers.
+        tasks: the head's tasks; empty: those of the model's own head.
     """
 
     model: Any
@@ -45,24 +45,24 @@ class MadeHead:
 
 
 class HeadMaker(Protocol):
-    """Makes heads for one model."""
+    """Makes heads for one model from the tensors of adapters."""
 
     def make(self, saved: Saved, task_type: str | None, *, param: str) -> MadeHead:
-        """A head of these parameters, which have the checkpoint's names.
+        """Return a head with these parameters, whose names are the checkpoint's.
 
         ``task_type`` is PEFT's.
 
         Raises:
-            InvalidRequestError: they are not those of a head.
+            InvalidRequestError: the parameters do not make a head of this model.
         """
         ...
 
 
 class LayerHeads:
-    """Heads of an encoder of ``mlx_parallm.models``. Implements ``HeadMaker``."""
+    """Makes heads of an encoder of ``mlx_parallm.models``. Implements ``HeadMaker``."""
 
     def __init__(self, model: Any, dtype: mx.Dtype) -> None:
-        """``dtype`` is what heads compute in."""
+        """``dtype`` is the dtype in which heads compute."""
         self._model = model
         self._dtype = dtype
         self._modules: dict[str, Any] = dict(model.named_modules())
@@ -78,12 +78,12 @@ class LayerHeads:
         return self._new(wanted, saved, param)
 
     def _new(self, kind: Head, saved: Saved, param: str) -> MadeHead:
-        """Of a kind that the model has not got."""
+        """Return a head of a kind that the model does not have."""
         name = f"{type(self._model).__name__}{_ENDINGS[kind]}"
         model = type(self._model)(replace(self._model.args, architectures=[name]))
         modules: dict[str, Any] = dict(model.named_modules())
         made = self._made(modules, saved, param)
-        layers = [path for path, one in modules.items() if _has_arrays(one)]
+        layers = [path for path, module in modules.items() if _has_arrays(module)]
         missing = sorted(set(layers) - self._modules.keys() - made.keys())
         if missing:
             raise unfit(
@@ -95,35 +95,35 @@ class LayerHeads:
         return MadeHead(with_modules(model, kept | made), made.keys(), _LABEL_TASKS[kind])
 
     def _made(self, modules: Mapping[str, Any], saved: Saved, param: str) -> dict[str, nn.Module]:
-        """Layers in place of some of these, by path."""
+        """Return replacements, by path, for the modules whose parameters are saved."""
         layers: dict[str, dict[str, mx.array]] = defaultdict(dict)
         for name, tensor in saved.items():
             path, _, leaf = name.rpartition(".")
-            found = find_module(modules, path, param=param)
-            layers[found][leaf] = tensor.to_mlx().astype(self._dtype)
-        # What is in another layer comes after that.
+            module_path = find_module(modules, path, param=param)
+            layers[module_path][leaf] = tensor.to_mlx().astype(self._dtype)
+        # In sorted order, a layer comes before the layers within it.
         return {
             path: layer_like(path, modules[path], layers[path], param) for path in sorted(layers)
         }
 
 
 def layer_like(path: str, module: Any, arrays: Parameters, param: str) -> nn.Module:
-    """A layer like a module, with these parameters; a linear one may give other labels.
+    """Return a layer like ``module`` with these parameters; a linear one may have other labels.
 
     Raises:
-        InvalidRequestError: they are not those of one.
+        InvalidRequestError: the parameters' names or shapes do not fit.
     """
-    found = {name: tuple(array.shape) for name, array in arrays.items()}
+    shapes = {name: tuple(array.shape) for name, array in arrays.items()}
     if kind_of(module) == "linear":
-        outer = found.get("weight", (0,))[:1]
+        outer = shapes.get("weight", (0,))[:1]
         wanted = {"weight": (*outer, plain_shape(module)[-1])}
         wanted |= {"bias": outer} if "bias" in module else {}
         made = nn.Linear(1, 1, bias="bias" in module)
     else:
         wanted = {name: array.shape for name, array in module.items() if _is_array(array)}
         made = copy.copy(module)
-    if found != wanted:
-        raise unfit(f"{path} has tensors of the shapes {found}, not {wanted}", param)
+    if shapes != wanted:
+        raise unfit(f"{path} has tensors of the shapes {shapes}, not {wanted}", param)
     made.update(dict(arrays))
     return made
 
@@ -137,14 +137,14 @@ def _is_array(value: object) -> bool:
 
 
 def with_modules(model: nn.Module, modules: Mapping[str, nn.Module]) -> Any:
-    """A copy of a model that has other modules at these paths and shares all others."""
+    """Return a copy of a model with other modules at these paths; it shares all others."""
     for path, module in modules.items():
         model = _with_module(model, path.split("."), module)
     return model
 
 
 def _with_module(node: Any, path: Sequence[str], module: nn.Module) -> Any:
-    """The same for one path, of a module or of a list of them."""
+    """Return a copy of a module, or list of modules, with ``module`` at ``path``."""
     copied: Any = copy.copy(node)
     key: Any = int(path[0]) if isinstance(node, list) else path[0]
     copied[key] = _with_module(node[key], path[1:], module) if len(path) > 1 else module

@@ -1,4 +1,4 @@
-"""What the worker is told of a pooling model, and what it has chosen for it."""
+"""The spec from which a worker loads a pooling model, and the plan of such a load."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from mlx_parallm.types.pooling import EncoderInfo
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolingSpec:
-    """A pooling model.
+    """A pooling model to load.
 
     Attributes:
         config: the model's settings.
         path: its folder.
-        task: what a decoder is served for; an encoder's head says it.
-        chosen: ids of the tokens that a reranker without a head scores by, the one for a match
-            first; empty for other models.
-        free_bytes: memory that was free before; None if unknown. On a CPU it decides whether
-            weights are kept as float32.
+        task: a decoder's task; an encoder's head decides its own.
+        chosen: ids of the tokens by which a reranker without a head scores, that of a match first;
+            empty for other models.
+        free_bytes: memory that was free before the load; None if unknown. On a CPU it decides
+            whether weights are kept as float32.
     """
 
     config: ModelConfig
@@ -33,10 +33,10 @@ class PoolingSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolingPlan:
-    """A loaded pooling model.
+    """The plan of a loaded pooling model.
 
     Attributes:
-        info: facts about it.
+        info: facts about the model.
         is_cast: True if ``dtype="auto"`` became float32 in a decoder, see ``load_model``.
     """
 

@@ -1,4 +1,4 @@
-"""The layer that scores, brought by an adapter of a decoder that is read as an encoder."""
+"""Scoring layers that adapters bring to decoders that are pooling models."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from mlx_parallm.worker.pooling.decoder_loading import HEAD_NAMES, scoring_layer
 from mlx_parallm.worker.pooling.decoder_model import DecoderModel
 from mlx_parallm.worker.pooling.own_heads import MadeHead, Parameters, Saved, layer_like
 
-# Of a linear layer's tensors.
+# NUM_AXES: axes of a linear layer's tensors.
 NUM_AXES = {"weight": 2, "bias": 1}
-# Of a layer among others; nobody has more.
+# PLACE: number of a layer among successive ones; no model has a hundred.
 PLACE = re.compile(r"\d{0,2}", re.ASCII)
 
 
 class ScoreHeads:
-    """Implements ``own_heads.HeadMaker``."""
+    """Makes scoring layers of a decoder. Implements ``own_heads.HeadMaker``."""
 
     def __init__(self, model: DecoderModel, dtype: mx.Dtype) -> None:
-        """``dtype`` is what heads compute in."""
+        """``dtype`` is the dtype in which heads compute."""
         self._model = model
         self._dtype = dtype
 
@@ -46,7 +46,7 @@ class ScoreHeads:
         except ModelLoadError as problem:
             raise unfit(f"modules_to_save: {problem}", param) from None
         if isinstance(score, list):
-            score = [_part(number, one, head, param) for number, one in enumerate(score)]
+            score = [_part(number, layer, head, param) for number, layer in enumerate(score)]
         else:
             score = layer_like("score", score, head, param)
         tasks: tuple[Task, ...] = ("classify", "token_classify")
@@ -57,7 +57,7 @@ class ScoreHeads:
 
 
 def _part(number: int, layer: nn.Module, head: Parameters, param: str) -> nn.Module:
-    begin = f"{number}."
-    own = {name.removeprefix(begin): one for name, one in head.items() if name.startswith(begin)}
-    # Activations have no parameters.
+    prefix = f"{number}."
+    own = {key.removeprefix(prefix): head[key] for key in head if key.startswith(prefix)}
+    # Activations have no parameters and stay as they are.
     return layer_like(f"score.{number}", layer, own, param) if own else layer

@@ -1,4 +1,4 @@
-"""What a model computes before its head: which layers, and of which of its inputs' rows."""
+"""Finds which layers a model calls before its head, and which of them rows share."""
 
 from __future__ import annotations
 
@@ -13,13 +13,12 @@ import mlx.nn as nn
 
 @dataclass(frozen=True, slots=True)
 class TrunkCalls:
-    """Layers by their paths.
+    """The layers of a model's trunk, by path.
 
     Attributes:
-        called: those that hidden states pass.
-        shared: of these, those that get something else than rows of inputs, such as DeBERTa's
-            projections of relative positions, or embeddings of positions: what they give belongs to
-            all rows.
+        called: layers that compute hidden states.
+        shared: those of them with inputs that are not per row, such as DeBERTa's projections of
+            relative positions or position embeddings: their outputs serve all rows.
     """
 
     called: frozenset[str]
@@ -27,26 +26,26 @@ class TrunkCalls:
 
 
 def trunk_calls(model: nn.Module, run: Callable[[int], object]) -> TrunkCalls:
-    """Find out; nothing is computed.
+    """Return the layers that ``run`` calls; nothing is evaluated.
 
-    ``run`` makes the forward of so many inputs of one token each.
+    ``run`` builds the forward of a number of inputs of one token each.
     """
-    of_one, of_two = (_sizes(model, lambda count=count: run(count)) for count in (1, 2))
-    shared = (path for path, size in of_one.items() if of_two[path] != 2 * size)
-    return TrunkCalls(frozenset(of_one), frozenset(shared))
+    single, double = (_sizes(model, lambda count=count: run(count)) for count in (1, 2))
+    shared = (path for path, size in single.items() if double[path] != 2 * size)
+    return TrunkCalls(frozenset(single), frozenset(shared))
 
 
 def _sizes(model: nn.Module, run: Callable[[], object]) -> Counter[str]:
-    """How many numbers each layer is given in a forward."""
+    """Return the number of elements that each layer takes in a forward, by path."""
     sizes: Counter[str] = Counter()
-    layers = [(path, one) for path, one in model.named_modules() if not one.children()]
-    originals = [type(one) for _, one in layers]
+    layers = [(path, layer) for path, layer in model.named_modules() if not layer.children()]
+    originals = [type(layer) for _, layer in layers]
     try:
         for path, layer in layers:
             layer.__class__ = _counting(type(layer), path, sizes)
         run()
     finally:
-        # Backwards: a layer may be there under two paths.
+        # The order is reversed, because a layer may occur under two paths.
         for (_, layer), original in zip(reversed(layers), reversed(originals), strict=True):
             layer.__class__ = original
     return sizes
@@ -54,7 +53,7 @@ def _sizes(model: nn.Module, run: Callable[[], object]) -> Counter[str]:
 
 def _counting(original: type, path: str, sizes: Counter[str]) -> type:
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        sizes[path] += sum(one.size for one in args[:1] if isinstance(one, mx.array))
+        sizes[path] += sum(arg.size for arg in args[:1] if isinstance(arg, mx.array))
         return original.__call__(self, *args, **kwargs)
 
     return type(original.__name__, (original,), {"__call__": call})

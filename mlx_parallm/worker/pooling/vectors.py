@@ -1,4 +1,4 @@
-"""Makes one vector of an input's hidden states."""
+"""Pools the hidden states of an input into one vector."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import mlx.core as mx
 
 from mlx_parallm.models.checkpoints.sentence_transformers import Pooling
 
-# Below any hidden state, and finite in every dtype.
+# _LEAST is below any hidden state, and finite in every dtype.
 _LEAST = -6e4
 
 
@@ -18,17 +18,17 @@ def pooled(
     poolings: Sequence[Pooling],
     first: mx.array | None = None,
 ) -> mx.array:
-    """Vectors ``[B, len(poolings) * D]`` of hidden states, float32 ``[B, L, D]``.
+    """Return vectors ``[B, len(poolings) * D]`` of hidden states.
 
     Args:
-        hidden: the hidden states.
-        mask: bool ``[B, L]``: the tokens, at the beginning of each row.
-        poolings: one at least.
-        first: int ``[B]``: the place of the first token that counts; None: all count.
+        hidden: float32 ``[B, L, D]``.
+        mask: bool ``[B, L]``: True for tokens, which are at the beginning of each row.
+        poolings: at least one; their vectors are concatenated.
+        first: int ``[B]``: index of the first token that is pooled; None: all are.
     """
     if first is not None:
         mask = mask & (mx.arange(mask.shape[1]) >= first[:, None])
-    return mx.concatenate([_POOLINGS[one](hidden, mask) for one in poolings], axis=-1)
+    return mx.concatenate([_POOLINGS[pooling](hidden, mask) for pooling in poolings], axis=-1)
 
 
 def _cls(hidden: mx.array, mask: mx.array) -> mx.array:
@@ -41,7 +41,7 @@ def _mean(hidden: mx.array, mask: mx.array) -> mx.array:
 
 
 def _weighted_mean(hidden: mx.array, mask: mx.array) -> mx.array:
-    """Later tokens weigh more (SGPT, Muennighoff 2022, https://arxiv.org/abs/2202.08904)."""
+    """Return the mean with weights 1 to L (SGPT, https://arxiv.org/abs/2202.08904)."""
     return _weighted(hidden, mask * mx.arange(1, mask.shape[1] + 1).astype(hidden.dtype))
 
 
@@ -55,7 +55,7 @@ def _max(hidden: mx.array, mask: mx.array) -> mx.array:
 
 
 def last_of(hidden: mx.array, mask: mx.array) -> mx.array:
-    """The hidden state of each row's last token, ``[B, D]``; see ``pooled``."""
+    """Return the hidden state of each row's last token, ``[B, D]``; see ``pooled``."""
     places = mx.max(mx.where(mask, mx.arange(mask.shape[1]), 0), axis=1)
     return mx.take_along_axis(hidden, places[:, None, None], axis=1)[:, 0]
 
