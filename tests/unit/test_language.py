@@ -29,6 +29,7 @@ CLEAN_ROOMS = (
     "mlx_parallm/types",
     "mlx_parallm/units.py",
     "mlx_parallm/worker/pooling",
+    "mlx_parallm/worker/sampling",
 )
 
 _FRAGMENT = re.compile(r"(Of|Not|First|The same)\b(?! time\b)")

@@ -1,8 +1,7 @@
-"""Changes to the logits that apply before a token is chosen: masks, biases and penalties.
+"""Masks, biases and penalties on logits, applied before a token is sampled.
 
-Masks and biases touch few entries: each is one gather and one scatter over the entries of all rows
-that use it. Penalties are dense over the rows that have one, since the latest token may be known
-to the device only.
+Masks and biases touch few entries, so each is one gather and one scatter for all rows. Penalties
+are dense over the rows that use them, because the latest token may be known to the device only.
 """
 
 from __future__ import annotations
@@ -19,22 +18,22 @@ _Entries = list[tuple[int, Sequence[int] | np.ndarray]]
 
 
 def always_adjusts(params: SamplingParams) -> bool:
-    """Whether ``adjust_logits`` changes a row for its parameters, not only for banned tokens."""
+    """True if ``adjust_logits`` changes a row at every step, not only for banned tokens."""
     return bool(params.logit_bias) or params.allowed_token_ids is not None or params.has_penalty
 
 
 def adjust_logits(
     logits: mx.array, specs: Sequence[SampleSpec], pending: mx.array | None = None
 ) -> mx.array:
-    """Apply allowed and banned tokens, biases, then penalties, in vLLM's order.
+    """Return logits after allowed and banned tokens, biases and penalties, in vLLM's order.
 
     Args:
-        logits: float32, ``[rows, vocab]``.
+        logits: float32 ``[rows, vocab]``.
         specs: one per row.
         pending: int32 ``[rows]``, the latest output token of rows whose spec ``has_pending``.
 
     Returns:
-        A new array of the same shape.
+        A new array, float32 ``[rows, vocab]``.
     """
     logits = _keep_allowed(logits, specs)
     logits = _add_bias(logits, specs)
@@ -43,7 +42,7 @@ def adjust_logits(
 
 
 def _index(entries: _Entries) -> tuple[mx.array, mx.array]:
-    """Row and column of each entry, int32."""
+    """Return the row and the column of each entry, int32."""
     rows = np.repeat([row for row, _ in entries], [len(columns) for _, columns in entries])
     columns = np.concatenate([np.asarray(columns, dtype=np.int32) for _, columns in entries])
     return mx.array(rows.astype(np.int32)), mx.array(columns)
@@ -54,7 +53,7 @@ def _floats(values: Iterable[float]) -> mx.array:
 
 
 def _allowed(spec: SampleSpec) -> Sequence[int]:
-    """The allowed tokens without the banned ones, or with them where nothing else remains."""
+    """Return the allowed tokens that are not banned; all allowed ones if none is left."""
     allowed = spec.params.allowed_token_ids or ()
     return [token for token in allowed if token not in spec.banned_ids] or allowed
 
@@ -91,15 +90,15 @@ def _ban(logits: mx.array, specs: Sequence[SampleSpec]) -> mx.array:
 
 
 def _penalise(logits: mx.array, specs: Sequence[SampleSpec], pending: mx.array | None) -> mx.array:
-    """Repetition penalty of what the prompt or the output has, then those of the output alone."""
+    """Apply repetition penalties over prompt and output, then the other ones over the output."""
     rows = [row for row, spec in enumerate(specs) if spec.params.has_penalty]
     if not rows:
         return logits
     chosen = [specs[row] for row in rows]
     counts = _output_counts(chosen, logits.shape[1])
     if pending is not None:
-        waits = mx.array(np.array([spec.has_pending for spec in chosen], np.float32))
-        counts = counts.at[mx.arange(len(rows)), pending[mx.array(rows)]].add(waits)
+        has_pending = mx.array(np.array([spec.has_pending for spec in chosen], np.float32))
+        counts = counts.at[mx.arange(len(rows)), pending[mx.array(rows)]].add(has_pending)
     values = logits[mx.array(rows)]
     if any(spec.params.repetition_penalty != 1.0 for spec in chosen):
         penalty = _column(spec.params.repetition_penalty for spec in chosen)
@@ -113,14 +112,14 @@ def _penalise(logits: mx.array, specs: Sequence[SampleSpec], pending: mx.array |
 
 
 def _output_counts(specs: Sequence[SampleSpec], vocab_size: int) -> mx.array:
-    """How often each output has each token, float32 ``[rows, vocab]``."""
+    """Return how often each output has each token, float32 ``[rows, vocab]``."""
     counts = mx.zeros((len(specs), vocab_size))
     entries: _Entries = [(row, spec.output_ids) for row, spec in enumerate(specs)]
     return counts.at[_index(entries)].add(1.0) if any(len(ids) for _, ids in entries) else counts
 
 
 def _prompt_mask(specs: Sequence[SampleSpec], vocab_size: int) -> mx.array:
-    """One where a prompt has a token and its row a repetition penalty, ``[rows, vocab]``."""
+    """Return 1.0 for the prompt tokens of rows with a repetition penalty, ``[rows, vocab]``."""
     mask = mx.zeros((len(specs), vocab_size))
     entries: _Entries = [
         (row, np.unique(_ids(spec.prompt_ids)))

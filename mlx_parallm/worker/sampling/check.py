@@ -1,4 +1,4 @@
-"""Whether sampling kernels are used: those of the device if they agree with stock operations."""
+"""Checks a device's sampling kernels against stock operations, and chooses one of them."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from mlx_parallm.worker.sampling.truncation import truncate
 
 logger = logging.getLogger(__name__)
 
-# Of top-p, which ends where a sum of many rounded numbers says.
+# Relative tolerance of top-p: rounding of a long sum moves the cut.
 TOP_P_ROUNDING = 1e-4
-# Absolute, of log-probabilities.
+# Absolute tolerance of log-probabilities.
 MAX_LOGPROB_ERROR = 1e-3
 TOP = 5
 REPORT_VOCAB = 32_000
@@ -35,14 +35,15 @@ _PARAMS = (
     SamplingParams(temperature=1.7, top_k=30, top_p=0.6),
     SamplingParams(temperature=0.9, min_p=0.02, top_p=0.9),
 )
-# Logits from nearly even to very uneven, and coarse ones up to a largest: of all of them many tie.
+# Trial logits: normal ones, from nearly even to very uneven, and coarse ones below a maximum, where
+# many tie for it.
 _SPREADS = (0.5, 3.0, 10.0)
 _STEP = 0.5
 _MOST = (10.0, 1.0)
 
 
 def sampling_report() -> KernelReport:
-    """Test the kernels of the default device."""
+    """Check the kernels of the default device and report the result."""
     kernels, rejected = choose_sampling(REPORT_VOCAB, mx.bfloat16)
     return KernelReport(backend=kernels.name if kernels else "stock", rejected=rejected)
 
@@ -50,43 +51,45 @@ def sampling_report() -> KernelReport:
 def choose_sampling(
     vocab: int, dtype: mx.Dtype, chosen: bool | None = None
 ) -> tuple[SamplingKernels | None, str | None]:
-    """The kernels of the default device if they are right, else why they are not used, if any.
+    """Return the device's kernels if they agree with stock operations; else None and the reason.
+
+    The reason is None if the device has no kernels or ``chosen`` is False.
 
     Args:
         vocab: the length of a row of logits.
-        dtype: of the model's logits; float32 ones, as masks and penalties leave them, are checked
-            as well.
-        chosen: whether an earlier choice on an equal device took them; None to check them.
+        dtype: dtype of the model's logits. Float32 is checked as well, because masks and penalties
+            change logits in it.
+        chosen: whether an earlier choice on an equal device took the kernels; None to check them.
     """
     kernels = device_kernels()
     if kernels is None or chosen is False:
         return None, None
     dtypes = dict.fromkeys((dtype, mx.float32))
     kernels.begin(vocab, dtypes)
-    for one in dtypes:
-        reason = None if chosen else why_not(kernels, vocab, one)
+    for logits_dtype in dtypes:
+        reason = None if chosen else why_not(kernels, vocab, logits_dtype)
         if reason is not None:
             logger.warning("sampling kernels are not used: %s", reason)
             return None, reason
-        kernels.trust(vocab, one)
+        kernels.trust(vocab, logits_dtype)
     return kernels, None
 
 
 def device_kernels() -> SamplingKernels | None:
-    """The kernels of the default device, if it has any."""
+    """Return the kernels of the default device; None if it has none."""
     dialect = device_dialect()
     return None if dialect is None else SamplingKernels(dialect)
 
 
 def why_not(kernels: SamplingKernels, vocab: int, dtype: mx.Dtype) -> str | None:
-    """Why the kernels are not to be used for such logits; None if they agree with stock MLX."""
+    """Return why kernels are not used for such logits; None if they agree with stock operations."""
     reason = why_unsupported(vocab, dtype)
     if reason is not None:
         return reason
     logits = check_logits(vocab, dtype)
     specs = [
-        SampleSpec(params=one, seed=row, position=7, prompt_ids=(), output_ids=())
-        for row, one in enumerate(_PARAMS * (len(_SPREADS) + len(_MOST)))
+        SampleSpec(params=params, seed=row, position=7, prompt_ids=(), output_ids=())
+        for row, params in enumerate(_PARAMS * (len(_SPREADS) + len(_MOST)))
     ]
     try:
         return _draws_differ(kernels, logits, specs) or _logprobs_differ(kernels, logits)
@@ -95,7 +98,7 @@ def why_not(kernels: SamplingKernels, vocab: int, dtype: mx.Dtype) -> str | None
 
 
 def check_logits(vocab: int, dtype: mx.Dtype) -> mx.array:
-    """Rows of every kind, one for each of the parameters; a tenth of the tokens are banned."""
+    """Return trial logits: each distribution with each of ``_PARAMS``; a tenth is banned."""
     shape, num_kinds = (len(_PARAMS), vocab), len(_SPREADS) + len(_MOST)
     kinds = [mx.random.normal(shape, key=mx.random.key(i)) for i in range(num_kinds)]
     rows = [kind * spread for kind, spread in zip(kinds, _SPREADS, strict=False)]
@@ -108,12 +111,13 @@ def check_logits(vocab: int, dtype: mx.Dtype) -> mx.array:
 def _draws_differ(
     kernels: SamplingKernels, logits: mx.array, specs: Sequence[SampleSpec]
 ) -> str | None:
-    """How what is kept or drawn differs from stock operations, if it does."""
+    """Return how kept or drawn tokens differ from stock operations; None if they agree."""
     rows = RowSettings(specs)
     tokens, floors = kernels.draw(logits, rows.settings, rows.keys(specs))
     temperatures = [spec.params.temperature for spec in specs]
-    greedy = mx.array([one == 0.0 for one in temperatures])
-    scaled = logits.astype(mx.float32) / mx.array([one or 1.0 for one in temperatures])[:, None]
+    greedy = mx.array([temperature == 0.0 for temperature in temperatures])
+    divisors = mx.array([temperature or 1.0 for temperature in temperatures])
+    scaled = logits.astype(mx.float32) / divisors[:, None]
     kept = (scaled >= floors[:, None]) & (scaled > -mx.inf)
     fewest, most = (
         _kept(scaled, specs, 1 + change) for change in (-TOP_P_ROUNDING, TOP_P_ROUNDING)
@@ -127,14 +131,14 @@ def _draws_differ(
 
 
 def _kept(scaled: mx.array, specs: Sequence[SampleSpec], change: float) -> mx.array:
-    """What stock operations keep when every top-p below 1 is so many times what it is.
+    """Return which tokens stock operations keep, with each top-p below 1 times ``change``.
 
-    Rows of the same parameters are truncated together: for others MLX's CUDA backend would compile
-    kernels that pick rows and put them back.
+    Rows of equal parameters are truncated together: with mixed rows, MLX's CUDA backend would
+    compile kernels that gather and scatter rows.
     """
     params = [
-        replace(one, top_p=one.top_p * change) if one.top_p < 1 else one
-        for one in (spec.params for spec in specs)
+        replace(row, top_p=row.top_p * change) if row.top_p < 1 else row
+        for row in (spec.params for spec in specs)
     ]
     kinds = len(_PARAMS)
     parts = [truncate(scaled[kind::kinds], params[kind::kinds]) for kind in range(kinds)]
@@ -142,19 +146,19 @@ def _kept(scaled: mx.array, specs: Sequence[SampleSpec], change: float) -> mx.ar
 
 
 def _logprobs_differ(kernels: SamplingKernels, logits: mx.array) -> str | None:
-    """How log-probabilities differ from NumPy's, if they do."""
+    """Return how log-probabilities differ from NumPy's; None if they agree."""
     rows, vocab = logits.shape
     targets = np.arange(rows) * 3 % vocab
     wanted = mx.array(np.array([(row, TOP) for row in range(rows)], np.int32))
-    found = kernels.logprobs(logits, mx.array(targets, mx.uint32), wanted, TOP)
-    if found.top_ids is None or found.top is None:
+    reported = kernels.logprobs(logits, mx.array(targets, mx.uint32), wanted, TOP)
+    if reported.top_ids is None or reported.top is None:
         return "no likeliest tokens"
     whole = np.array(logits.astype(mx.float32))
     top_ids = np.array([_likeliest(row) for row in whole])
-    if not np.array_equal(np.array(found.top_ids), top_ids):
+    if not np.array_equal(np.array(reported.top_ids), top_ids):
         return "other tokens are the likeliest"
     # A banned target has a log-probability of minus infinity.
-    for values, ids in ((found.target, targets[:, None]), (found.top, top_ids)):
+    for values, ids in ((reported.target, targets[:, None]), (reported.top, top_ids)):
         right = _logprobs(whole, ids).reshape(values.shape)
         if not np.allclose(np.array(values), right, rtol=0, atol=MAX_LOGPROB_ERROR):
             return "log-probabilities differ"
@@ -162,13 +166,16 @@ def _logprobs_differ(kernels: SamplingKernels, logits: mx.array) -> str | None:
 
 
 def _logprobs(logits: np.ndarray, ids: np.ndarray) -> np.ndarray:
-    """Log-probabilities of some tokens of each row, ``[rows, n]``."""
+    """Return the log-probabilities of tokens ``ids``, ``[rows, n]``, in float64."""
     largest = logits.max(axis=-1, keepdims=True)
     total = np.exp(logits - largest).sum(axis=-1, dtype=np.float64, keepdims=True)
     return np.take_along_axis(logits, ids, axis=-1) - largest - np.log(total)
 
 
 def _likeliest(row: np.ndarray) -> np.ndarray:
-    """The ``TOP`` largest, the earlier of those that tie; stock operations may take others."""
+    """Return the ids of the ``TOP`` largest entries, the earlier of equal ones.
+
+    Stock operations may choose other ones among equals.
+    """
     ids = np.flatnonzero(row >= np.partition(row, -TOP)[-TOP])
     return ids[np.argsort(-row[ids], kind="stable")][:TOP]

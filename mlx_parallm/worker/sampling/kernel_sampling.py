@@ -1,6 +1,6 @@
-"""Tokens and log-probabilities by kernels of our own, the same in CUDA and in Metal.
+"""Sampling and log-probabilities by this project's kernels, alike in CUDA and Metal.
 
-``docs/decisions/011-sampling-kernels.md`` tells the algorithm.
+The algorithm is in ``docs/decisions/011-sampling-kernels.md``.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from mlx_parallm.kernels.kernel import Kernel
 from mlx_parallm.worker.sampling.kernels import TEXTS
 from mlx_parallm.worker.sampling.logprobs import TargetLogprobs
 
-# Of a threadgroup. Each has 64 bytes of memory, of which Metal has 32 KiB a threadgroup.
+# THREADS of a threadgroup. Each has 64 bytes of threadgroup memory, of which Metal has 32 KiB.
 THREADS = {"cuda": 512, "metal": 256}
 LOAD_BYTES = 16
-# A likelier token costs a pass over the logits of the threads that had one before.
+# MAX_TOP: each reported token costs another pass over the logits of the thread that had the last.
 MAX_TOP = 32
-# Counts are float32, which has all integers up to 2**24.
+# MAX_VOCAB: counts are float32, which is exact up to 2**24.
 MIN_VOCAB, MAX_VOCAB = MAX_TOP, 1 << 24
-# Bits of a float32 that numbers of 16 bits do not use.
+# UNUSED_BITS: mantissa bits of float32 that are always 0 in logits of 16 bits.
 UNUSED_BITS = {mx.float32: 0, mx.float16: 13, mx.bfloat16: 16}
 
-# Dtypes of the arguments; those of logits vary.
+# Dtypes of the kernels' arguments, except the logits.
 _DTYPES = {
     **dict.fromkeys(("settings", "floors", "targets", "top_values"), mx.float32),
     **dict.fromkeys(("keys", "tokens", "target_ids", "top_ids"), mx.uint32),
@@ -45,7 +45,7 @@ class SamplingKernels:
     """The kernels of one device, each variant compiled once."""
 
     def __init__(self, dialect: Dialect, *, threads: int | None = None) -> None:
-        """``threads`` of a threadgroup, a multiple of 32; as suits the device if not given."""
+        """``threads`` of a threadgroup is a multiple of 32; None: the device's default."""
         self._builder = KernelBuilder(dialect, TEXTS, "sampling", _argument_dtype)
         self._threads = threads or THREADS[dialect.name]
         self._trusted: set[tuple[int, mx.Dtype]] = set()
@@ -53,30 +53,30 @@ class SamplingKernels:
         self.name = dialect.name
 
     def begin(self, vocab: int, dtypes: Iterable[mx.Dtype]) -> None:
-        """Begin to compile what such logits need, in the background where that is possible."""
+        """Start to compile the kernels for such logits, in the background if possible."""
         for dtype in dtypes:
             if why_unsupported(vocab, dtype) is None:
                 for spec in (_DRAW, _LOGPROBS):
                     self._kernel(spec, vocab, dtype)
 
     def trust(self, vocab: int, dtype: mx.Dtype) -> None:
-        """They were found right for such logits."""
+        """Use the kernels for such logits from now on, because a check passed."""
         self._trusted.add((vocab, dtype))
 
     def serve(self, logits: mx.array) -> bool:
-        """Whether they were found right for such logits."""
+        """True if a check passed for such logits."""
         return (logits.shape[-1], logits.dtype) in self._trusted
 
     def draw(
         self, logits: mx.array, settings: mx.array, keys: mx.array
     ) -> tuple[mx.array, mx.array]:
-        """A token per row, uint32 ``[rows]``, and the smallest divided logit kept, float32.
+        """Draw a token per row: uint32 ``[rows]``, and the smallest scaled logit kept, float32.
 
         Args:
-            logits: float32 or of 16 bits, ``[rows, vocab]``.
-            settings: of each row temperature (0: greedy), top-k (0: all), top-p and the logarithm
-                of min-p, float32 ``[rows, 4]``.
-            keys: uint32 ``[rows, 2]``.
+            logits: float32, float16 or bfloat16 ``[rows, vocab]``.
+            settings: float32 ``[rows, 4]``: temperature (0: greedy), top-k (0: all), top-p and the
+                logarithm of min-p.
+            keys: uint32 ``[rows, 2]``, see ``keys.random_keys``.
         """
         rows = logits.shape[0]
         tokens, floors = self._kernel(_DRAW, logits.shape[-1], logits.dtype)(
@@ -91,13 +91,13 @@ class SamplingKernels:
     def logprobs(
         self, logits: mx.array, tokens: mx.array, wanted: mx.array, top: int
     ) -> TargetLogprobs:
-        """Log-probabilities of some rows' tokens and likeliest tokens, as ``target_logprobs``.
+        """Return log-probabilities of targets and likeliest tokens, like ``target_logprobs``.
 
         Args:
-            logits: float32 or of 16 bits, ``[rows, vocab]``.
-            tokens: uint32 ``[rows]``.
-            wanted: a row's index and ``top``, int32 ``[n, 2]``.
-            top: how many of the likeliest, up to ``MAX_TOP``.
+            logits: float32, float16 or bfloat16 ``[rows, vocab]``.
+            tokens: the targets, uint32 ``[rows]``.
+            wanted: int32 ``[n, 2]``: the index of a row, and ``top``.
+            top: how many of the likeliest tokens to return, up to ``MAX_TOP``.
         """
         count = wanted.shape[0]
         target_ids, targets, top_ids, top_values = self._kernel(
@@ -115,8 +115,8 @@ class SamplingKernels:
 
     def _kernel(self, spec: KernelSpec, vocab: int, dtype: mx.Dtype) -> Kernel:
         key = (spec.text, vocab, dtype)
-        found = self._made.get(key)
-        if found is None:
+        kernel = self._made.get(key)
+        if kernel is None:
             constants: dict[str, Constant] = {
                 "T": dtype,
                 "V": vocab,
@@ -124,12 +124,12 @@ class SamplingKernels:
                 "DROP": UNUSED_BITS[dtype],
                 "THREADS": self._threads,
             }
-            found = self._made[key] = self._builder.kernel(spec, constants)
-        return found
+            kernel = self._made[key] = self._builder.kernel(spec, constants)
+        return kernel
 
 
 def why_unsupported(vocab: int, dtype: mx.Dtype) -> str | None:
-    """Why the kernels do not take such logits; None if they do."""
+    """Return why the kernels do not take such logits; None if they do."""
     if dtype not in UNUSED_BITS:
         return f"logits of {dtype}"
     if not MIN_VOCAB <= vocab <= MAX_VOCAB:
@@ -138,10 +138,13 @@ def why_unsupported(vocab: int, dtype: mx.Dtype) -> str | None:
 
 
 def _argument_dtype(name: str, constants: Mapping[str, Constant]) -> mx.Dtype | None:
-    found = _DTYPES.get(name, constants["T"])
-    return found if isinstance(found, mx.Dtype) else None
+    dtype = _DTYPES.get(name, constants["T"])
+    return dtype if isinstance(dtype, mx.Dtype) else None
 
 
 def _vector(vocab: int, dtype: mx.Dtype) -> int:
-    """Logits that are read at once: they must divide both halves of a row, which are paired."""
+    """Return how many logits a thread loads at once.
+
+    The number divides each half of a row, because the halves are paired.
+    """
     return 1 if vocab % 2 else math.gcd(LOAD_BYTES // dtype.size, vocab // 2)

@@ -1,4 +1,4 @@
-"""The random key of each row: two words, (seed, position)."""
+"""Random keys of rows: two words, (seed, position)."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ import numpy as np
 
 from mlx_parallm.types.step import SampleSpec
 
-#: Positions are taken modulo this.
+#: ``WORD``: positions are taken modulo this.
 WORD = 1 << 32
 _MASK_64 = (1 << 64) - 1
 
 
 def seed_word(seed: int) -> int:
-    """Fold a seed into 32 bits.
+    """Return a seed folded into 32 bits.
 
-    Seeds below 2**32 stay themselves, so that they never collide with each other. Larger and
-    negative ones go through the finaliser of SplitMix64 (Steele, Lea and Flood, OOPSLA 2014).
+    Seeds below 2**32 stay the same, so they never collide. Others go through the finaliser of
+    SplitMix64 (Steele, Lea and Flood, OOPSLA 2014).
     """
     if 0 <= seed < WORD:
         return seed
@@ -29,6 +29,6 @@ def seed_word(seed: int) -> int:
 
 
 def random_keys(specs: Sequence[SampleSpec]) -> mx.array:
-    """Keys for the rows' next tokens, uint32 of shape ``[rows, 2]``."""
+    """Return the keys of the rows' next tokens, uint32 ``[rows, 2]``."""
     words = [(seed_word(spec.seed), spec.position % WORD) for spec in specs]
     return mx.array(np.array(words, dtype=np.uint32))

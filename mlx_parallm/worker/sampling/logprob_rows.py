@@ -1,4 +1,4 @@
-"""Which rows of a step want log-probabilities, of what, and what came out for each."""
+"""Groups the rows of a step that want log-probabilities, and collects their results."""
 
 from __future__ import annotations
 
@@ -20,14 +20,15 @@ class LogprobRows:
     """Rows whose log-probabilities are computed together.
 
     Attributes:
-        is_processed: whether they are those of what the tokens were drawn from, not the model's.
-        rows: in the batch, ascending.
-        places: of these rows in the logits: the model's are those of the whole batch, the processed
-            ones are made for these rows alone.
-        counts: how many likeliest tokens each wants.
-        top: the most that one wants.
-        named: by place, the tokens that a row wants by id.
-        entropy: indices into ``rows`` of those that want the entropy.
+        is_processed: True if they are those of the distribution that tokens were drawn from, not
+            the model's.
+        rows: indices in the batch, ascending.
+        places: indices of these rows in the logits: raw logits are those of the whole batch,
+            processed ones are made for these rows alone.
+        counts: for each row, how many of the likeliest tokens it wants.
+        top: the largest of ``counts``.
+        named: token ids that a row wants by id, by place.
+        entropy: indices into ``rows`` of rows that want the entropy.
     """
 
     def __init__(
@@ -47,19 +48,19 @@ class LogprobRows:
 
     @functools.cached_property
     def wanted(self) -> mx.array:
-        """As ``SamplingKernels.logprobs`` takes it, int32 ``[n, 2]``."""
+        """Return the argument of ``SamplingKernels.logprobs``, int32 ``[n, 2]``."""
         return mx.array(np.array([(place, self.top) for place in self.places], dtype=np.int32))
 
 
 @dataclass(frozen=True, slots=True)
 class RowLogprobs:
-    """What was computed for ``rows``, not yet evaluated.
+    """Lazy results for ``rows``.
 
     Attributes:
-        rows: whose they are.
-        targets: of the tokens and the likeliest, one entry per row.
-        named: of tokens named by id; None where no row names any.
-        entropies: float32, of the rows in ``rows.entropy``; None where there are none.
+        rows: the rows.
+        targets: log-probabilities of the chosen and the likeliest tokens, one entry per row.
+        named: log-probabilities of tokens wanted by id; None if no row wants any.
+        entropies: float32, of the rows in ``rows.entropy``; None if there are none.
     """
 
     rows: LogprobRows
@@ -68,12 +69,12 @@ class RowLogprobs:
     entropies: mx.array | None
 
     def arrays(self) -> list[mx.array]:
-        """What must be evaluated before ``to_python``."""
+        """Return the arrays to evaluate before ``to_python``."""
         further = (self.named.values if self.named else None, self.entropies)
         return self.targets.arrays() + [array for array in further if array is not None]
 
     def to_python(self) -> dict[int, TokenLogprob]:
-        """The entries by row in the batch."""
+        """Return the entries by the row's index in the batch."""
         entries = list(self.targets.to_python(self.rows.counts))
         if self.named is not None:
             named = self.named.to_python()
@@ -88,19 +89,19 @@ class RowLogprobs:
 
 
 def logprob_groups(params: Sequence[SamplingParams], mode: str) -> list[LogprobRows]:
-    """The rows that want log-probabilities, grouped by what they are computed from.
+    """Return the rows that want log-probabilities, in groups that are computed alike.
 
-    Rows that want very many of the likeliest are on their own: it is a sort for each row with them.
+    Rows that want more than ``MAX_TOP`` tokens are apart, because they need a sort.
 
     Args:
-        params: of every row of the batch.
-        mode: of rows that name none.
+        params: parameters of every row of the batch.
+        mode: the logprobs mode of rows that name none.
     """
     groups: dict[tuple[bool, bool], list[int]] = {}
-    for row, one in enumerate(params):
-        if one.num_logprobs is not None:
-            is_processed = (one.logprobs_mode or mode) == PROCESSED_LOGPROBS
-            groups.setdefault((is_processed, _count(one) > MAX_TOP), []).append(row)
+    for row, row_params in enumerate(params):
+        if row_params.num_logprobs is not None:
+            is_processed = (row_params.logprobs_mode or mode) == PROCESSED_LOGPROBS
+            groups.setdefault((is_processed, _count(row_params) > MAX_TOP), []).append(row)
     return [
         LogprobRows(rows, params, processed=processed) for (processed, _), rows in groups.items()
     ]

@@ -1,7 +1,7 @@
-"""Log-probabilities of chosen tokens and of the likeliest ones, gathered on the device.
+"""Log-probabilities of chosen, likeliest and named tokens, gathered on the device.
 
-All are log-softmax in float32 of whatever logits they are given: the model's own, or those that a
-token was drawn from, where ``-inf`` marks what could not be drawn.
+All are a log-softmax in float32 of the logits passed in: the model's own, or those that a token was
+drawn from, where ``-inf`` marks what could not be drawn.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import numpy as np
 
 from mlx_parallm.types.step import TokenLogprob
 
-#: Stands for the logarithm of 0 of a token that was forced: JSON has no infinity.
+#: ``LEAST`` stands for log(0), of a forced token: JSON has no infinity.
 LEAST = float(np.finfo(np.float32).min)
 _Pairs = tuple[tuple[int, float], ...]
 
@@ -25,13 +25,12 @@ class TargetLogprobs:
     """Lazy log-probabilities of one target per row.
 
     Attributes:
-        target_ids: integers, ``[rows]``.
-        target: float32 log-probabilities of the targets, ``[rows]``.
-        top_ids: the likeliest tokens, best first, ``[rows, top]``; None when none are wanted.
-        top: their log-probabilities, float32, ``[rows, top]``.
-        ranks: 1 plus how many tokens are likelier than the target, ``[rows]``; None when not
-            wanted.
-        entropies: float32, ``[rows]``; None when not wanted.
+        target_ids: integers ``[rows]``.
+        target: log-probabilities of the targets, float32 ``[rows]``.
+        top_ids: the likeliest tokens, best first, ``[rows, top]``; None if none are wanted.
+        top: their log-probabilities, float32 ``[rows, top]``.
+        ranks: 1 plus the number of tokens likelier than the target, ``[rows]``; None if unknown.
+        entropies: float32 ``[rows]``; None if not wanted.
     """
 
     target_ids: mx.array
@@ -42,12 +41,12 @@ class TargetLogprobs:
     entropies: mx.array | None = None
 
     def arrays(self) -> list[mx.array]:
-        """What must be evaluated before ``to_python``."""
+        """Return the arrays to evaluate before ``to_python``."""
         arrays = (self.target_ids, self.target, self.top_ids, self.top, self.ranks)
         return [array for array in (*arrays, self.entropies) if array is not None]
 
     def to_python(self, counts: Sequence[int] | None = None) -> tuple[TokenLogprob, ...]:
-        """One entry per row, with at most ``counts[row]`` of the likeliest; all if not given."""
+        """Return one entry per row, with up to ``counts[row]`` likeliest tokens; None: all."""
         ids: list[int] = np.array(self.target_ids).tolist()
         values: list[float] = np.maximum(np.array(self.target), LEAST).tolist()
         ranks, spread = _listed(self.ranks, len(ids)), _listed(self.entropies, len(ids))
@@ -57,7 +56,8 @@ class TargetLogprobs:
         if self.top_ids is None or self.top is None:
             return [()] * self.target.shape[0]
         ids, values = np.array(self.top_ids), np.array(self.top)
-        ends = (values > -np.inf).sum(axis=-1)  # best first: what is impossible comes last
+        # Tokens are sorted best first, so impossible ones come last.
+        ends = (values > -np.inf).sum(axis=-1)
         if counts is not None:
             ends = np.minimum(ends, counts)
         return [
@@ -72,18 +72,18 @@ def _listed(values: mx.array | None, count: int) -> list[Any]:
 
 @dataclass(frozen=True, slots=True)
 class NamedLogprobs:
-    """Lazy log-probabilities of tokens that some rows ask for by id.
+    """Lazy log-probabilities of tokens that rows want by id.
 
     Attributes:
-        ids: of each such row, by its place among the rows.
-        values: float32, ``[len(ids), the most ids of a row]``; those of shorter rows are padded.
+        ids: the token ids of each such row, by its index in the logits.
+        values: float32 ``[len(ids), longest]``, where shorter rows are padded.
     """
 
     ids: Mapping[int, tuple[int, ...]]
     values: mx.array
 
     def to_python(self) -> dict[int, _Pairs]:
-        """Of each row, its tokens and their log-probabilities, in the order asked for."""
+        """Return the tokens of each row with their log-probabilities, in the order of ``ids``."""
         rows = zip(self.ids.items(), np.array(self.values).tolist(), strict=True)
         return {
             row: tuple(
@@ -96,10 +96,10 @@ class NamedLogprobs:
 
 
 def named_logprobs(logits: mx.array, ids: Mapping[int, tuple[int, ...]]) -> NamedLogprobs:
-    """Log-softmax in float32 at the tokens that rows name.
+    """Return the log-softmax, in float32, at the tokens that rows name.
 
     Args:
-        logits: any float dtype, ``[rows, vocab]``.
+        logits: ``[rows, vocab]`` of any float dtype.
         ids: token ids by row; not empty.
     """
     width = max(map(len, ids.values()))
@@ -112,14 +112,14 @@ def named_logprobs(logits: mx.array, ids: Mapping[int, tuple[int, ...]]) -> Name
 def target_logprobs(
     logits: mx.array, target_ids: mx.array | Sequence[int], top: int, *, entropy: bool = False
 ) -> TargetLogprobs:
-    """Log-softmax in float32 at the targets and at the ``top`` likeliest tokens.
+    """Return the log-softmax, in float32, at the targets and at the ``top`` likeliest tokens.
 
     Args:
-        logits: any float dtype, ``[rows, vocab]``.
-        target_ids: one token per row. Those that are known already, prompt tokens, are ranked; an
-            array, of tokens that are still being chosen, is not.
-        top: how many of the likeliest tokens to report; at most the whole vocabulary is.
-        entropy: whether to report the rows' entropies.
+        logits: ``[rows, vocab]`` of any float dtype.
+        target_ids: one token per row. Python integers are known tokens, such as a prompt's, and get
+            ranks; an array of tokens that are still being chosen does not.
+        top: how many of the likeliest tokens to return, up to the whole vocabulary.
+        entropy: True to return the rows' entropies.
     """
     is_known = not isinstance(target_ids, mx.array)
     targets = mx.array(list(target_ids)) if is_known else target_ids
@@ -137,7 +137,7 @@ def target_logprobs(
 
 
 def entropies(logits: mx.array) -> mx.array:
-    """Entropy of each row's softmax in nats, float32 ``[rows]``; what is ``-inf`` adds nothing."""
+    """Return the entropy of each row's softmax in nats, float32 ``[rows]``; 0 log 0 is 0."""
     logits = logits.astype(mx.float32)
     logs = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
     shares = mx.exp(logs)
@@ -145,9 +145,9 @@ def entropies(logits: mx.array) -> mx.array:
 
 
 def likeliest(logits: mx.array, count: int) -> mx.array:
-    """Ids of the ``count`` largest entries, best first, equal ones by ascending id.
+    """Return the ids of the ``count`` largest entries, best first, equal ones by ascending id.
 
-    Where more are equal than there is room for, any of them are kept.
+    If more entries are equal than there is room for, any of them may be returned.
     """
     split = logits.shape[-1] - count
     ids = mx.sort(mx.argpartition(logits, split, axis=-1)[:, split:], axis=-1)

@@ -1,4 +1,4 @@
-"""What the sampler needs to know of a batch's rows, made once while the same sequences decode."""
+"""The sampler's view of a batch's rows, reused while the same sequences decode."""
 
 from __future__ import annotations
 
@@ -15,53 +15,55 @@ from mlx_parallm.worker.sampling.adjust import always_adjusts
 from mlx_parallm.worker.sampling.keys import WORD, seed_word
 from mlx_parallm.worker.sampling.logprob_rows import logprob_groups
 
-# Below this, logits divided by the temperature could overflow; vLLM's limit.
+# GREEDY_TEMPERATURE is vLLM's limit: below it, scaled logits could overflow.
 GREEDY_TEMPERATURE = 1e-5
-# More than any vocabulary that kernels take; a float32 has it exactly.
+# _MOST_TOP_K is more than any vocabulary that kernels take, and exact in float32.
 _MOST_TOP_K = 1 << 24
 _GREEDY = (0.0, 0.0, 1.0, -math.inf)
 
 
 class RowSettings:
-    """The parameters of a batch's rows, and the arrays made of them.
+    """The parameters of a batch's rows, and the arrays made from them.
 
     Attributes:
-        drawn: rows that are not greedy.
-        logprobs: rows that want log-probabilities.
+        drawn: indices of rows that are not greedy.
+        logprobs: rows that want log-probabilities, in groups.
     """
 
     def __init__(self, specs: Sequence[SampleSpec], logprobs_mode: str = RAW_LOGPROBS) -> None:
-        """``logprobs_mode`` is that of rows that name none."""
+        """``logprobs_mode`` is for rows that name none."""
         self._params = [spec.params for spec in specs]
         self._seeds = [spec.seed for spec in specs]
-        self._adjusted = {row for row, one in enumerate(self._params) if always_adjusts(one)}
+        self._adjusted = {row for row, params in enumerate(self._params) if always_adjusts(params)}
         self.drawn = [
-            row for row, one in enumerate(self._params) if one.temperature >= GREEDY_TEMPERATURE
+            row
+            for row, params in enumerate(self._params)
+            if params.temperature >= GREEDY_TEMPERATURE
         ]
         self.logprobs = logprob_groups(self._params, logprobs_mode)
 
     def are_of(self, specs: Sequence[SampleSpec]) -> bool:
-        """Whether these rows have the same parameters and seeds."""
-        # Parameters stay the same objects, which lists compare first.
+        """True if these rows have the same parameters and seeds."""
+        # Lists compare identity first, and parameters usually are the same objects.
         return [spec.params for spec in specs] == self._params and [
             spec.seed for spec in specs
         ] == self._seeds
 
     def adjusted(self, specs: Sequence[SampleSpec]) -> list[int]:
-        """Rows whose logits ``adjust_logits`` would change at this step."""
+        """Return the rows whose logits ``adjust_logits`` changes at this step."""
         always = self._adjusted
         return [row for row, spec in enumerate(specs) if spec.banned_ids or row in always]
 
     @functools.cached_property
     def settings(self) -> mx.array:
-        """As ``SamplingKernels.draw`` takes them, float32 ``[rows, 4]``."""
+        """Return the argument of ``SamplingKernels.draw``, float32 ``[rows, 4]``."""
         rows = [_GREEDY] * len(self._params)
         for row in self.drawn:
             rows[row] = _row_settings(self._params[row])
         return mx.array(np.array(rows, dtype=np.float32))
 
     def keys(self, specs: Sequence[SampleSpec]) -> mx.array:
-        """The same as ``random_keys``, from seeds that are folded once."""
+        """Return the same keys as ``random_keys``; seeds are folded only once."""
         self._words[:, 1] = [spec.position % WORD for spec in specs]
         return mx.array(self._words)
 

@@ -1,4 +1,4 @@
-"""Chooses the next token of every row at once, on the device."""
+"""Samples the next token of every row at once, on the device."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from mlx_parallm.worker.sampling.truncation import truncate
 
 @dataclass(frozen=True, slots=True)
 class TokenMasks:
-    """Tokens that some rows may choose.
+    """The tokens that some rows may choose.
 
     Attributes:
-        rows: ascending; at least one.
-        words: as ``apply_token_mask`` takes them, uint32 ``[len(rows), words]``.
+        rows: indices of the rows, ascending; at least one.
+        words: bit masks as ``apply_token_mask`` takes them, uint32 ``[len(rows), words]``.
     """
 
     rows: list[int]
@@ -35,23 +35,23 @@ class TokenMasks:
 
 @dataclass(frozen=True, slots=True)
 class SampleResult:
-    """Chosen tokens, not yet evaluated.
+    """Sampled tokens, lazy.
 
     Attributes:
-        tokens: uint32, ``[rows]``.
-        logprobs: of the rows that ask for some.
+        tokens: uint32 ``[rows]``.
+        logprobs: results of the rows that want log-probabilities, by group.
     """
 
     tokens: mx.array
     logprobs: tuple[RowLogprobs, ...] = ()
 
     def arrays(self) -> list[mx.array]:
-        """What must be evaluated before ``to_python``."""
-        return [self.tokens, *(array for one in self.logprobs for array in one.arrays())]
+        """Return the arrays to evaluate before ``to_python``."""
+        return [self.tokens, *(array for group in self.logprobs for array in group.arrays())]
 
     def to_python(self, seq_ids: Sequence[int]) -> tuple[SampledToken, ...]:
-        """The tokens with their log-probabilities; ``seq_ids`` has one entry per row."""
-        by_row = {row: entry for one in self.logprobs for row, entry in one.to_python().items()}
+        """Return the tokens with their log-probabilities; ``seq_ids`` has one id per row."""
+        by_row = {row: entry for group in self.logprobs for row, entry in group.to_python().items()}
         tokens = np.array(self.tokens).tolist()
         return tuple(
             SampledToken(seq_id=seq_id, token_id=token, logprob=by_row.get(row))
@@ -61,15 +61,15 @@ class SampleResult:
 
 @dataclass(frozen=True, slots=True)
 class _Choice:
-    """Tokens and what they were chosen from; all of it lazy.
+    """Tokens and what they were chosen from, lazy.
 
     Attributes:
-        tokens: uint32, ``[rows]``.
-        logits: after masks, biases and penalties, ``[rows, vocab]``.
-        truncated: what the rows that are not greedy were drawn from, float32
-            ``[drawn rows, vocab]``; None where kernels drew or all rows are greedy.
-        floors: the smallest divided logit that the kernels kept, float32 ``[rows]``; None where
-            stock operations drew.
+        tokens: uint32 ``[rows]``.
+        logits: logits after masks, biases and penalties, ``[rows, vocab]``.
+        truncated: the logits that rows that are not greedy were drawn from, float32
+            ``[drawn rows, vocab]``; None if kernels drew, or if all rows are greedy.
+        floors: the smallest scaled logit that the kernels kept, float32 ``[rows]``; None if stock
+            operations drew.
     """
 
     tokens: mx.array
@@ -79,14 +79,14 @@ class _Choice:
 
 
 class Sampler:
-    """Builds lazy arrays and never evaluates them; keeps the settings of the latest rows."""
+    """Samples tokens as lazy arrays. It caches the settings of the latest rows."""
 
     def __init__(
         self, kernels: SamplingKernels | None = None, *, logprobs_mode: str = RAW_LOGPROBS
     ) -> None:
-        """Choose how it computes.
+        """Create a sampler.
 
-        ``kernels`` are used for the logits that they serve, stock operations for others;
+        ``kernels`` are used for logits that they serve, stock operations for all others;
         ``logprobs_mode`` is for rows that name none.
         """
         self._kernels = kernels
@@ -100,18 +100,17 @@ class Sampler:
         pending: mx.array | None = None,
         masks: TokenMasks | None = None,
     ) -> SampleResult:
-        """Choose one token per row.
+        """Return one token per row, with the log-probabilities that rows want.
 
-        The order is vLLM's: masks, biases and penalties; then the likeliest token for greedy rows,
-        or temperature, min-p, top-k, top-p and a draw for the others. What a row draws depends on
-        its logits, its parameters and its key ``(seed, position)`` only.
+        The order is vLLM's: masks, biases and penalties; then argmax for greedy rows, or
+        temperature, min-p, top-k, top-p and a draw. A row's draw depends only on its logits, its
+        parameters and its key ``(seed, position)``.
 
         Args:
-            logits: any float dtype, ``[rows, vocab]``; at least one row.
+            logits: ``[rows, vocab]`` of any float dtype; at least one row.
             specs: one per row.
-            pending: int32 ``[rows]``, the token before the one to choose; read for rows whose spec
-                ``has_pending``.
-            masks: of rows whose tokens are limited, whatever their specs say.
+            pending: int32 ``[rows]``, the latest token of rows whose spec ``has_pending``.
+            masks: masks for rows whose tokens are limited; they come before what specs say.
         """
         masked = logits if masks is None else _masked(logits, masks)
         choice = self._choice(masked, specs, pending)
@@ -124,7 +123,7 @@ class Sampler:
         specs: Sequence[SampleSpec],
         pending: mx.array | None = None,
     ) -> mx.array:
-        """One token per row, uint32 ``[rows]``, without log-probabilities; see ``__call__``."""
+        """Return one token per row, uint32 ``[rows]``, without log-probabilities."""
         return self._choice(logits, specs, pending).tokens
 
     def _choice(
@@ -141,8 +140,8 @@ class Sampler:
         if not rows:
             return logits
         chosen = [specs[row] for row in rows]
-        before = None if pending is None else _take(pending, rows)
-        changed = adjust_logits(_take(logits, rows).astype(mx.float32), chosen, before)
+        latest = None if pending is None else _take(pending, rows)
+        changed = adjust_logits(_take(logits, rows).astype(mx.float32), chosen, latest)
         return _put(logits.astype(mx.float32), rows, changed)
 
     def _choose(self, logits: mx.array, specs: Sequence[SampleSpec]) -> _Choice:
@@ -164,7 +163,7 @@ class Sampler:
         tokens = choice.tokens
         if rows.is_processed:
             logits, tokens = self._processed(choice, rows.rows), _take(tokens, rows.rows)
-            # A low temperature makes them large; without this their differences would be rounded.
+            # A low temperature gives large logits, whose log-softmax would round differences away.
             logits = logits - mx.max(logits, axis=-1, keepdims=True)
         top = min(rows.top, logits.shape[-1])
         if self._kernels is not None and self._kernels.serve(logits) and top <= MAX_TOP:
@@ -178,9 +177,9 @@ class Sampler:
         )
 
     def _processed(self, choice: _Choice, rows: list[int]) -> mx.array:
-        """The logits that some rows' tokens were chosen from, float32 ``[len(rows), vocab]``.
+        """Return the logits that some rows' tokens were chosen from, float32 ``[n, vocab]``.
 
-        As in vLLM, those of a greedy row are neither divided nor truncated.
+        As in vLLM, a greedy row's logits are neither scaled nor truncated.
         """
         logits = _take(choice.logits, rows).astype(mx.float32)
         if choice.floors is not None:
@@ -196,7 +195,7 @@ class Sampler:
 
 
 def _truncated(logits: mx.array, specs: Sequence[SampleSpec]) -> mx.array:
-    """Divided by the temperature, and ``-inf`` where nothing is to be drawn."""
+    """Return logits divided by the temperature, with ``-inf`` where nothing may be drawn."""
     params = [spec.params for spec in specs]
     if any(row.temperature != 1.0 for row in params):
         temperatures = np.array([row.temperature for row in params], dtype=np.float32)
@@ -205,23 +204,25 @@ def _truncated(logits: mx.array, specs: Sequence[SampleSpec]) -> mx.array:
 
 
 def _kept(logits: mx.array, temperatures: mx.array, floors: mx.array, tokens: mx.array) -> mx.array:
-    """What kernels drew from; in it is the token itself, however the divisions were rounded.
+    """Return what the kernels drew from: scaled logits, with ``-inf`` below the floor.
+
+    The drawn token is always kept, because the division here may round differently.
 
     Args:
-        logits: float32, ``[rows, vocab]``.
-        temperatures: 0 for greedy rows, whose floors are not read, ``[rows]``.
-        floors: the smallest divided logit kept, ``[rows]``.
-        tokens: uint32, ``[rows]``.
+        logits: float32 ``[rows, vocab]``.
+        temperatures: ``[rows]``; 0 for greedy rows, whose floors are ignored.
+        floors: the smallest scaled logit kept, ``[rows]``.
+        tokens: the drawn tokens, uint32 ``[rows]``.
     """
     is_greedy = temperatures == 0
-    divided = logits / mx.where(is_greedy, 1.0, temperatures)[:, None]
-    kept = divided >= mx.where(is_greedy, -mx.inf, floors)[:, None]
+    scaled = logits / mx.where(is_greedy, 1.0, temperatures)[:, None]
+    kept = scaled >= mx.where(is_greedy, -mx.inf, floors)[:, None]
     is_token = mx.arange(logits.shape[-1])[None] == tokens[:, None]
-    return mx.where(kept | is_token, divided, -mx.inf)
+    return mx.where(kept | is_token, scaled, -mx.inf)
 
 
 def categorical(logits: mx.array, keys: mx.array) -> mx.array:
-    """One draw per row with the row's own key; equal to a call per row, bit for bit."""
+    """Draw a token per row with the row's key; the result equals one call per row, bit for bit."""
     return mx.vmap(lambda row, key: mx.random.categorical(row, key=key))(logits, keys)
 
 

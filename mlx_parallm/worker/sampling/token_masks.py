@@ -1,4 +1,4 @@
-"""Leaves rows of logits only the tokens that a grammar allows; stock operations for any backend."""
+"""Applies grammar masks to logits, with stock operations for any backend."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ import numpy as np
 
 
 def apply_token_mask(logits: mx.array, words: np.ndarray) -> mx.array:
-    """Set to ``-inf`` what a mask leaves out.
+    """Return logits with ``-inf`` for tokens that a mask leaves out.
 
     Args:
-        logits: any float dtype, ``[rows, vocab]``.
-        words: bit ``i % 32`` of word ``i // 32`` is set where token ``i`` may be chosen, uint32
-            ``[rows, words]``; tokens beyond the last word may not.
+        logits: ``[rows, vocab]`` of any float dtype.
+        words: uint32 ``[rows, words]``: bit ``i % 32`` of word ``i // 32`` is set if token ``i`` is
+            allowed; tokens beyond the last word are not.
     """
     rows, vocab = logits.shape
     num_words = -(-vocab // 32)

@@ -1,8 +1,7 @@
 """min-p, top-k and top-p as one threshold per row.
 
-All three keep the likeliest tokens, so together they amount to the smallest logit that is kept.
-Tokens that tie with it are kept too: what a row may sample does not depend on the order in which
-equal logits happen to be sorted.
+Each keeps the likeliest tokens, so together they amount to the smallest logit kept. Tokens that tie
+with it are kept too: the result must not depend on how equal logits happen to be sorted.
 """
 
 from __future__ import annotations
@@ -14,23 +13,23 @@ import numpy as np
 
 from mlx_parallm.types.request import SamplingParams
 
-# A row with top-k up to this looks only at its candidates. The choice depends on the row alone:
-# what a row samples must not depend on which others are in the batch.
+# _MAX_CANDIDATES: rows with a top-k up to this are truncated from their largest logits alone. The
+# limit depends on the row only, because its samples must not depend on the other rows.
 _MAX_CANDIDATES = 1024
 
 
 def truncate(logits: mx.array, params: Sequence[SamplingParams]) -> mx.array:
-    """Set to ``-inf`` what min-p, then top-k, then top-p leave out.
+    """Return logits with ``-inf`` where min-p, then top-k, then top-p leave a token out.
 
-    min-p is arXiv:2407.01082, top-p arXiv:1904.09751. The order and the renormalisation between
-    the steps are vLLM's.
+    min-p is arXiv:2407.01082, top-p arXiv:1904.09751. The order, and the renormalisation between
+    the steps, are vLLM's.
 
     Args:
         logits: float32 ``[rows, vocab]``, already divided by the temperature.
         params: one per row.
 
     Returns:
-        A new array, or ``logits`` when no row asks for anything.
+        A new array, or ``logits`` itself if no row is truncated.
     """
     vocab = logits.shape[-1]
     if any(row.min_p > 0 for row in params):
@@ -57,7 +56,7 @@ def _min_p(logits: mx.array, params: Sequence[SamplingParams]) -> mx.array:
 
 
 def _largest(count: int) -> Callable[[mx.array], mx.array]:
-    """Sorted descending: the ``count`` largest of each row."""
+    """Return a function that selects the ``count`` largest of each row, sorted descending."""
 
     def select(logits: mx.array) -> mx.array:
         split = logits.shape[-1] - count
@@ -67,14 +66,14 @@ def _largest(count: int) -> Callable[[mx.array], mx.array]:
 
 
 def _all_sorted(logits: mx.array) -> mx.array:
-    # Sorting integers of the same order is a third faster on the CPU than sorting floats.
+    # Sorting order-preserving integers is a third faster on the CPU than sorting floats.
     return _swap_order(mx.sort(_swap_order(logits.view(mx.int32)), axis=-1)).view(mx.float32)[
         :, ::-1
     ]
 
 
 def _swap_order(bits: mx.array) -> mx.array:
-    """From float bits to integers of the same order, and back."""
+    """Map float bits to integers of the same order, or back."""
     return mx.bitwise_xor(bits, mx.bitwise_and(mx.right_shift(bits, 31), 0x7FFFFFFF))
 
 
@@ -84,7 +83,7 @@ def _apply(
     params: Sequence[SamplingParams],
     select: Callable[[mx.array], mx.array],
 ) -> mx.array:
-    """Truncate the given rows; ``select`` gives their candidates, sorted descending."""
+    """Truncate ``rows``; ``select`` returns their candidates, sorted descending."""
     everything = len(rows) == logits.shape[0]
     subset = logits if everything else logits[mx.array(rows)]
     floor = _threshold(select(subset), [params[i] for i in rows])
@@ -97,7 +96,7 @@ def _apply(
 
 
 def _threshold(ordered: mx.array, params: Sequence[SamplingParams]) -> mx.array:
-    """The smallest logit kept, ``[rows, 1]``.
+    """Return the smallest logit kept, ``[rows, 1]``.
 
     Args:
         ordered: candidates ``[rows, candidates]``, sorted descending.
@@ -108,11 +107,11 @@ def _threshold(ordered: mx.array, params: Sequence[SamplingParams]) -> mx.array:
     last = mx.array(np.array(ks, dtype=np.int32) - 1)[:, None]
     if all(row.top_p >= 1 for row in params):
         return mx.take_along_axis(ordered, last, axis=-1)
-    # Tokens that tie with the k-th are kept by top-k, but only k of them count for top-p: the
-    # candidates hold no more of them.
+    # top-k keeps all tokens that tie with the k-th, but top-p counts only k of them, because the
+    # candidates may not include the others.
     inside = mx.arange(width)[None] <= last
     weights = mx.where(inside, mx.exp(ordered - ordered[:, :1]), 0.0)
-    # The running sum is also the total: its value does not depend on how many zeros follow.
+    # The total is read from the cumulative sum, so that it does not depend on trailing zeros.
     mass = mx.cumsum(weights, axis=-1)
     top_p = mx.array(np.array([row.top_p for row in params], dtype=np.float32))[:, None]
     kept = mx.sum((mass - weights < top_p * mass[:, -1:]) & inside, axis=-1, keepdims=True)

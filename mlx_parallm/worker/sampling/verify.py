@@ -1,11 +1,11 @@
-"""Which proposals stand, once the sampler has chosen for every row.
+"""Decides which proposals stand, after the sampler has chosen a token for every row.
 
-Each row chooses by its own key (seed, position), whatever was proposed; a proposal stands if it is
-the choice of the row before it. For a proposal x that is certain this is rejection sampling: x is
-accepted with p(x), and what is chosen otherwise has the distribution p without x, renormalised. For
-one that a draft model drew with the same key it is the Gumbel coupling of the two distributions
-(Daliri, Musco and Suresh, arXiv:2408.07978). Either way a sequence gets the very tokens it would
-get without proposals.
+Each row samples by its own key (seed, position), whatever was proposed; a proposal stands if it
+equals the choice of the row before it. For a deterministic proposal x this is rejection sampling: x
+is accepted with probability p(x), and otherwise the choice follows p without x, renormalised. For a
+draft model that samples with the same key it is the Gumbel coupling of the two distributions
+(Daliri, Musco and Suresh, arXiv:2408.07978). Either way a sequence gets exactly the tokens that it
+gets without proposals.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from mlx_parallm.types.step import SampledToken
 
 
 def count_accepted(chosen: Sequence[int], proposals: Sequence[int]) -> int:
-    """How many proposals, from the first on, equal what was chosen in their place.
+    """Return how many proposals, from the first on, equal the token chosen in their place.
 
     ``chosen[i]`` follows the first i proposals.
     """
@@ -29,11 +29,11 @@ def count_accepted(chosen: Sequence[int], proposals: Sequence[int]) -> int:
 def keep_valid(
     tokens: Sequence[SampledToken], proposals: Sequence[Sequence[int]]
 ) -> tuple[SampledToken, ...]:
-    """Leave out what was chosen after a proposal that does not stand.
+    """Return the tokens without those chosen after a refused proposal.
 
     Args:
-        tokens: of each sequence, one for its last token and one for each of its proposals.
-        proposals: by sequence.
+        tokens: for each sequence, one after its last token and one after each proposal.
+        proposals: the proposals of each sequence.
     """
     kept: list[SampledToken] = []
     first = 0
