@@ -28,6 +28,7 @@ CLEAN_ROOMS = (
     "mlx_parallm/tokenizer",
     "mlx_parallm/types",
     "mlx_parallm/units.py",
+    "mlx_parallm/worker/attention",
     "mlx_parallm/worker/pooling",
     "mlx_parallm/worker/sampling",
 )

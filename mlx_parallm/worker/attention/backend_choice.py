@@ -1,4 +1,4 @@
-"""Which attention backend a model uses: the device's kernels if they prove right, or stock ops."""
+"""Chooses a model's attention backend: the device's kernels if they are right, or stock ops."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionReport:
-    """The backend in use and how far it is from softmax attention (absolute, float32).
+    """The backend in use and its absolute error against softmax attention in float32.
 
-    Of a quantised pool: from softmax attention over keys and values rounded in the same way.
-    ``rejected`` says why the device's own kernels are not used, if it has any.
+    With quantised KV, the comparison is with attention over keys and values rounded alike.
+    ``rejected`` is why the device's kernels are not used; None if they are, or if it has none.
     """
 
     backend: str
@@ -51,7 +51,7 @@ class AttentionReport:
 
 
 def attention_report(kv_cache_dtype: str = "auto") -> AttentionReport:
-    """Test the backend that models use on the default device."""
+    """Check the backend that models use on the default device and report the result."""
     cache = CacheConfig(block_size=BLOCK_SIZE, kv_cache_dtype=kv_cache_dtype)
     choice = choose_backend(cache, [SHAPE], HEADS)
     return AttentionReport(
@@ -64,7 +64,7 @@ def attention_report(kv_cache_dtype: str = "auto") -> AttentionReport:
 
 @dataclass(frozen=True, slots=True)
 class BackendChoice:
-    """The backend to use, its largest error, and why the kernels of this device are not used."""
+    """The backend to use, its largest error, and why the device's kernels are not used, if so."""
 
     backend: AttentionBackend
     error: float
@@ -79,19 +79,19 @@ def choose_backend(
     is_bounded: bool = False,
     chosen: str | None = None,
 ) -> BackendChoice:
-    """The kernels of the default device if they are right at these shapes, or the reference.
+    """Return the device's kernels if they are right at these shapes, or the reference backend.
 
     Args:
-        cache: the size of blocks, and how KV is kept.
-        shapes: of the model's layers.
+        cache: block size and dtype of the KV pool.
+        shapes: the shapes of the model's layers.
         heads: query heads of a layer.
-        is_bounded: whether steps must not take long once in a while. Chunks of any size then attend
-            by the kernel, where there is one: stock attention on CUDA compiles every new shape.
-        chosen: name of the backend of an earlier choice on an equal device, which is taken without
-            a check; None to check.
+        is_bounded: True if no step may take long. Then chunks of any size attend by the kernel,
+            because stock attention on CUDA compiles each new shape.
+        chosen: name of the backend that an equal device chose earlier; it is taken without a
+            check. None to check.
 
     Raises:
-        ConfigError: an unknown ``kv_cache_dtype``.
+        ConfigError: ``kv_cache_dtype`` is unknown, or this device does not have ``chosen``.
     """
     quantisation = quantisation_of(cache.kv_cache_dtype)
     large_work = math.inf if is_bounded else LARGE_WORK
@@ -149,7 +149,7 @@ def _kernels(
 def _judge(
     kernels: KernelAttention, block_size: int, shapes: Sequence[LayerShape], heads: int
 ) -> tuple[str | None, float]:
-    """Why kernels may not be used, if so, and their largest error."""
+    """Return why the kernels may not be used, None if they may, and their largest error."""
     worst = 0.0
     for shape in dict.fromkeys(shapes):
         reason = why_unsupported(kernels.layout(shape))
@@ -162,7 +162,7 @@ def _judge(
             misread = misread_share(kernels, shape, block_size)
         except MODEL_ERRORS as cause:
             return f"{type(cause).__name__}: {cause}", worst
-        # Not "greater": NaN must fail too.
+        # The comparison is negated so that NaN fails.
         if not error <= MAX_ERROR[shape.dtype]:
             return f"off by {error:.2g} for {shape}", worst
         if misread > MAX_MISREAD:
@@ -172,7 +172,7 @@ def _judge(
 
 
 def _prepare(kernels: KernelAttention, shapes: Sequence[LayerShape], heads: int) -> None:
-    """Have ready what large chunks attend by; without that the first of them takes longer."""
+    """Compile the attention of large chunks; a failure only delays the first of them."""
     for shape in dict.fromkeys(shapes):
         try:
             kernels.prepare(shape, _query_heads(heads, shape))
@@ -181,5 +181,5 @@ def _prepare(kernels: KernelAttention, shapes: Sequence[LayerShape], heads: int)
 
 
 def _query_heads(heads: int, shape: LayerShape) -> int:
-    """A multiple of the layer's heads of keys."""
+    """Return the query heads of a layer, a multiple of its KV heads."""
     return max(1, heads // shape.num_kv_heads) * shape.num_kv_heads

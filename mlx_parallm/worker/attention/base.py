@@ -1,4 +1,4 @@
-"""What an attention backend is: it owns the layout of the KV pool and everything that touches it.
+"""The interface of attention backends, which own the layout of the KV pool and its attention.
 
 Shapes: T rows (tokens) in a step, H query heads, K key/value heads, D key size, V value size.
 """
@@ -18,7 +18,7 @@ from mlx_parallm.worker.attention.quantisation import KVQuantisation
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerShape:
-    """One attention layer's KV: K heads of sizes D and V, computed in ``dtype``."""
+    """The KV of one attention layer: K heads of sizes D and V, computed in ``dtype``."""
 
     num_kv_heads: int
     key_dim: int
@@ -26,7 +26,7 @@ class LayerShape:
     dtype: mx.Dtype
 
     def bytes_per_token(self, quantisation: KVQuantisation | None) -> int:
-        """KV bytes of one token in this layer."""
+        """Return the bytes of a token's KV in this layer."""
         dims = (self.key_dim, self.value_dim)
         if quantisation is None:
             return self.num_kv_heads * sum(dims) * self.dtype.size
@@ -35,19 +35,22 @@ class LayerShape:
 
 @dataclass(slots=True)
 class LayerPool:
-    """One layer's KV blocks. The arrays are replaced by every write: hold the pool, not them."""
+    """The KV blocks of one layer.
+
+    Each write replaces the arrays, so callers must keep the pool instead of its arrays.
+    """
 
     keys: mx.array
     values: mx.array
 
     def arrays(self) -> list[mx.array]:
-        """What must be evaluated for the pool to be up to date."""
+        """Return the arrays to evaluate for the pool to be up to date."""
         return [self.keys, self.values]
 
 
 @dataclass(frozen=True, slots=True)
 class Scores:
-    """How scores become weights; see ``AttentionBackend.attend``."""
+    """How scores become weights; ``AttentionBackend.attend`` explains the fields."""
 
     scale: float
     window: int | None = None
@@ -60,33 +63,33 @@ class AttentionBackend(Protocol):
 
     @property
     def name(self) -> str:
-        """As reported by ``mlx_parallm doctor``."""
+        """Return the name that ``mlx_parallm doctor`` reports."""
         ...
 
     @property
     def runs_ahead(self) -> bool:
-        """Whether pools may be written while a step in flight holds them."""
+        """True if pools may be written while a step in flight holds them."""
         ...
 
     @property
     def quantisation(self) -> KVQuantisation | None:
-        """How pools keep fewer bits; None if keys and values are kept as they are."""
+        """Return how pools are quantised; None if they keep the model's dtype."""
         ...
 
     def unquantised(self) -> AttentionBackend:
-        """A backend of this kind that keeps keys and values as they are; itself if it does."""
+        """Return a backend like this one with unquantised pools; itself if they are."""
         ...
 
     def bytes_per_token(self, shape: LayerShape) -> int:
-        """Bytes of one token in a pool of this layer."""
+        """Return the bytes of a token in a pool of this layer."""
         ...
 
     def new_pool(self, shape: LayerShape, num_blocks: int) -> LayerPool:
-        """An empty pool of one layer."""
+        """Return an empty pool of one layer."""
         ...
 
     def plan(self, sequences: Sequence[ScheduledSequence]) -> Any:
-        """Index arrays for all layers of a step; its rows are the sequences' tokens in order."""
+        """Return the index arrays of a step; its rows are the sequences' tokens in order."""
         ...
 
     def write(self, pool: LayerPool, plan: Any, keys: mx.array, values: mx.array) -> None:
@@ -104,16 +107,16 @@ class AttentionBackend(Protocol):
         sinks: mx.array | None,
         soft_cap: float | None = None,
     ) -> mx.array:
-        """Attention of queries ``[T, H, 1, D]`` over each row's own sequence up to its position.
+        """Return the attention of each row over its own sequence, up to the row's position.
 
         Args:
-            pool: already holds this step's keys and values.
-            plan: of this step.
+            pool: the layer's pool, with this step's keys and values already written.
+            plan: the step's plan.
             queries: ``[T, H, 1, D]``.
-            scale: of the scores.
-            window: a row sees its ``window`` latest positions only, itself included.
+            scale: factor of the scores.
+            window: a row attends to its latest ``window`` positions, itself included; None: to all.
             sinks: ``[H]`` logits that join the softmax without a value.
-            soft_cap: c makes scores s ``c * tanh(s / c)``, before masks and sinks.
+            soft_cap: c turns scores s into ``c * tanh(s / c)``, before masks and sinks.
 
         Returns:
             ``[T, H, 1, V]``.
@@ -121,10 +124,13 @@ class AttentionBackend(Protocol):
         ...
 
     def gather(self, pool: LayerPool, table: mx.array) -> tuple[mx.array, mx.array]:
-        """Keys ``[B, K, S, D]`` and values ``[B, K, S, V]`` by block table, S positions long.
+        """Return the keys ``[B, K, S, D]`` and values ``[B, K, S, V]`` of block tables.
 
-        The table is int32 ``[B, S / block_size]``. For modules that cannot use ``attend``: they see
-        an ordinary dense cache.
+        Modules that cannot use ``attend`` use it, and see an ordinary dense cache.
+
+        Args:
+            pool: the layer's pool.
+            table: block ids, int32 ``[B, S / block_size]``.
         """
         ...
 
@@ -133,9 +139,9 @@ class AttentionBackend(Protocol):
         ...
 
     def forget_writes(self, pool: LayerPool) -> None:
-        """Depend no more on writes that could not be computed; nothing may be in flight.
+        """Drop the pending writes of a failed step; nothing may be in flight.
 
-        They would otherwise be tried again by every step after the one that failed.
+        Otherwise every later step would try to compute them again.
         """
         ...
 
@@ -144,51 +150,51 @@ class AttentionBackend(Protocol):
 class CompilableAttention(AttentionBackend, Protocol):
     """A backend whose decode steps can be calls of one compiled function.
 
-    That function's arguments are the plan's arrays, made anew each step, and what orders the writes
-    to each pool; the pools themselves are constants in it.
+    The function's arguments are the plan's arrays, which each step makes anew, and the arrays that
+    order the writes to each pool. The pools themselves are constants of the function.
     """
 
     @property
     def pads_rows(self) -> bool:
-        """Whether steps with prompts are faster with few numbers of rows."""
+        """True if steps with prompts are faster when their row counts are rounded to buckets."""
         ...
 
     def padded_plan(self, sequences: Sequence[ScheduledSequence], num_rows: int) -> Any:
-        """A ``plan`` with rows behind those of the sequences, ``num_rows`` in all.
+        """Return a plan with ``num_rows`` rows, padded after those of the sequences.
 
-        They are written nowhere, and what attention gives for them is of no use.
+        Padding rows are not written, and their attention is undefined.
         """
         ...
 
     def decode_kinds(self, plan: Any) -> Any:
-        """What the layers asked of a plan of decode rows: the same in every such step."""
+        """Return what layers asked of a plan of decode rows; it is equal in every such step."""
         ...
 
     def decode_arrays(
         self, sequences: Sequence[ScheduledSequence], positions: np.ndarray, kinds: Any
     ) -> list[mx.array]:
-        """Arrays of a step in which each sequence decodes one token.
+        """Return the arrays of a step in which each sequence decodes one token.
 
         Args:
-            sequences: one token each.
-            positions: of the rows that the forward has, int32; those from the last sequence on are
-                padding, at 0.
-            kinds: of an earlier step.
+            sequences: sequences with one token each.
+            positions: positions of the forward's rows, int32; rows after the last sequence are
+                padding at position 0.
+            kinds: the ``decode_kinds`` of an earlier step.
         """
         ...
 
     def decode_plan(self, arrays: Sequence[mx.array], kinds: Any) -> Any:
-        """A plan of such arrays, or of what stands for them while a function is compiled."""
+        """Return a plan made of such arrays, or of their placeholders during compilation."""
         ...
 
     def decode_tables(self, plan: Any) -> mx.array:
-        """Block tables of the rows of such a plan, int32 ``[T, M]``; 0 behind the last block."""
+        """Return the block tables of a plan's rows, int32 ``[T, M]``; 0 after the last block."""
         ...
 
     def chain(self, pool: LayerPool) -> list[mx.array]:
-        """The arrays of a pool that a write replaces: what the next reader depends on."""
+        """Return the arrays of a pool that a write replaces; the next reader depends on them."""
         ...
 
     def set_chain(self, pool: LayerPool, arrays: Sequence[mx.array]) -> None:
-        """Put other arrays in their place."""
+        """Replace the arrays that ``chain`` returns."""
         ...

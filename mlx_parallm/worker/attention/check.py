@@ -1,4 +1,4 @@
-"""Compares an attention backend with plain softmax attention, on the device it will run on."""
+"""Compares an attention backend with softmax attention, on the device where it will run."""
 
 from __future__ import annotations
 
@@ -12,30 +12,30 @@ from mlx_parallm.types.step import ScheduledSequence
 from mlx_parallm.worker.attention.base import AttentionBackend, LayerShape, Scores
 from mlx_parallm.worker.attention.quantisation import KVQuantisation
 
-#: What is tested when no model says otherwise.
+#: ``SHAPE`` and ``HEADS`` are checked if no model says otherwise.
 SHAPE = LayerShape(num_kv_heads=2, key_dim=64, value_dim=64, dtype=mx.float32)
 HEADS = 4
 WINDOW = 5
-#: Tokens that the last sequence has from the beginning: so many that kernels cut a chunk's keys.
+#: ``WRITTEN``: tokens of the last sequence before its step, so many that kernels cut its keys.
 WRITTEN = 1600
-#: Sequences with blocks out of order, so that a wrong block table shows.
+#: ``TABLES`` have blocks out of order, so that a wrong block table shows.
 TABLES = ((7, 2, 5, 9, 8, 10), (1, 6), (4, 3, 0), tuple(range(112, 10, -1)))
-#: Per step and sequence: position of the first token, number of tokens. The second and third decode
-#: two rows beside a prefill chunk.
+#: ``STEPS``: for each sequence of a step, the position of its first token and its number of tokens.
+#: The second and third step have two decode rows beside a prefill chunk.
 STEPS = (
     ((0, 0, 70), (1, 0, 9)),
     ((0, 70, 1), (1, 9, 1), (2, 0, 20)),
     ((1, 10, 1), (2, 20, 1), (0, 71, 18)),
     ((3, WRITTEN, 18),),
 )
-#: Blocks in the tables hold this many tokens; smaller ones are made by cutting these.
+#: ``BLOCK_SIZE``: tokens of a block in ``TABLES``; smaller blocks are made by cutting these.
 BLOCK_SIZE = 16
-#: Largest absolute error by dtype, for inputs of unit variance; float32 has room for TF32.
+#: ``MAX_ERROR``: absolute, for inputs of unit variance; float32 leaves room for TF32.
 MAX_ERROR = {mx.float32: 2e-3, mx.float16: 1e-2, mx.bfloat16: 5e-2}
 
-#: Of one rounding to a dtype, per unit.
+#: ``ROUNDING``: relative error of one rounding to a dtype.
 ROUNDING = {mx.float32: 1e-6, mx.float16: 2.0**-11, mx.bfloat16: 2.0**-8}
-#: A division rounded otherwise chooses the next level once in a while.
+#: ``MAX_MISREAD``: a division that rounds differently sometimes chooses the next level.
 MAX_MISREAD = 0.01
 
 
@@ -45,11 +45,11 @@ def attention_error(
     heads: int = HEADS,
     block_size: int = BLOCK_SIZE,
 ) -> float:
-    """Largest absolute difference from float32 softmax attention.
+    """Return the largest absolute difference from softmax attention in float32.
 
-    For a backend of quantised pools, from attention over keys and values quantised by NumPy. Full,
-    windowed and sink attention are tried on ragged sequences over shuffled blocks. With inputs
-    of unit variance a right backend stays below ``MAX_ERROR``.
+    A quantised backend is compared with attention over keys and values that NumPy quantised. Full,
+    windowed and sink attention run on ragged sequences over shuffled blocks. With inputs of unit
+    variance, a correct backend stays below ``MAX_ERROR``.
     """
     tables = [_cut(table, block_size) for table in TABLES]
     errors = []
@@ -61,7 +61,7 @@ def attention_error(
 
 
 def checked_scores(shape: LayerShape, heads: int) -> list[Scores]:
-    """Return the kinds of attention that are tried."""
+    """Return the kinds of attention to check."""
     scale = shape.key_dim**-0.5
     sinks = (mx.arange(heads) * 0.5).astype(shape.dtype)
     return [Scores(scale), Scores(scale, window=WINDOW), Scores(scale, sinks=sinks)]
@@ -70,30 +70,30 @@ def checked_scores(shape: LayerShape, heads: int) -> list[Scores]:
 def misread_share(
     backend: AttentionBackend, shape: LayerShape = SHAPE, block_size: int = BLOCK_SIZE
 ) -> float:
-    """Share of keys and values that a quantised pool gives back otherwise than it should.
+    """Return the share of keys and values that a quantised pool reads back wrongly.
 
-    Attention in a 16-bit type is too coarse to tell a level from the next; this is not. 0 for a
-    backend that does not quantise.
+    Attention in 16 bits is too coarse to see an error of one level; this comparison is not. The
+    share is 0 for a backend that does not quantise.
     """
-    one = backend.quantisation
-    if one is None:
+    quantisation = backend.quantisation
+    if quantisation is None:
         return 0.0
     source = np.random.default_rng(0)
     table, length = _cut(TABLES[0], block_size), STEPS[0][0][2]
     pool = backend.new_pool(shape, 1 + max(table))
     rows = _keys_and_values(source, shape, length)
     plan = backend.plan(_sequences(((0, 0, length),), [table]))
-    backend.write(pool, plan, *(_as_rows(one, shape.dtype) for one in rows))
+    backend.write(pool, plan, *(_as_rows(values, shape.dtype) for values in rows))
     wrong = []
-    for found, given in zip(backend.gather(pool, mx.array([table])), rows, strict=True):
-        wanted = quantised(given, one).swapaxes(0, 1)
-        apart = np.abs(np.array(found[0, :, :length].astype(mx.float32)) - wanted)
+    for read, values in zip(backend.gather(pool, mx.array([table])), rows, strict=True):
+        wanted = quantised(values, quantisation).swapaxes(0, 1)
+        apart = np.abs(np.array(read[0, :, :length].astype(mx.float32)) - wanted)
         wrong.append(apart > ROUNDING[shape.dtype] * np.abs(wanted) + 1e-5)
     return float(np.concatenate(wrong, axis=-1).mean())
 
 
 def _cut(table: Sequence[int], block_size: int) -> tuple[int, ...]:
-    """The same places in a pool of blocks of another size."""
+    """Return the same places of a table in blocks of another size."""
     if block_size >= BLOCK_SIZE:
         return tuple(table)
     parts = -(-BLOCK_SIZE // block_size)
@@ -104,7 +104,7 @@ _Step = Sequence[tuple[int, int, int]]
 
 
 class _Trial:
-    """A pool, and what was written to it, as float32 arrays."""
+    """A pool, and copies in float32 of everything written to it."""
 
     def __init__(
         self, backend: AttentionBackend, shape: LayerShape, tables: Sequence[tuple[int, ...]]
@@ -118,29 +118,32 @@ class _Trial:
         ]
 
     def write(self, step: _Step) -> Any:
-        """Write a step's keys and values; gives its plan."""
-        backend, shape, one = self._backend, self._shape, self._backend.quantisation
+        """Write random keys and values for a step; return its plan."""
+        backend, shape, quantisation = self._backend, self._shape, self._backend.quantisation
         total = sum(count for _, _, count in step)
         rows = _keys_and_values(self._source, shape, total)
-        if one is not None:
-            rows = [_rounded(quantised(each, one, decided=True), shape.dtype) for each in rows]
+        if quantisation is not None:
+            rows = [
+                _rounded(quantised(values, quantisation, decided=True), shape.dtype)
+                for values in rows
+            ]
         plan = backend.plan(_sequences(step, self._tables))
-        backend.write(self._pool, plan, *(_as_rows(each, shape.dtype) for each in rows))
+        backend.write(self._pool, plan, *(_as_rows(values, shape.dtype) for values in rows))
         mx.eval(self._pool.arrays())
-        if one is not None:
-            rows = [quantised(each, one) for each in rows]
+        if quantisation is not None:
+            rows = [quantised(values, quantisation) for values in rows]
         row = 0
         for sequence, _, count in step:
             written = self._written[sequence]
             written[:] = [
-                np.concatenate([before, each[row : row + count]])
-                for before, each in zip(written, rows, strict=True)
+                np.concatenate([before, values[row : row + count]])
+                for before, values in zip(written, rows, strict=True)
             ]
             row += count
         return plan
 
     def error(self, step: _Step, heads: int, scores: Scores) -> float:
-        """Write and attend; the largest difference from what is right."""
+        """Write a step and attend; return the largest absolute error."""
         shape, scale, window, sinks = self._shape, scores.scale, scores.window, scores.sinks
         total = sum(count for _, _, count in step)
         queries = _normal(self._source, shape.dtype, total, heads, shape.key_dim)
@@ -149,14 +152,14 @@ class _Trial:
         output = self._backend.attend(
             self._pool, plan, rows, scale=scale, window=window, sinks=sinks
         )
-        found = np.array(output.astype(mx.float32))[:, :, 0]
+        attended = np.array(output.astype(mx.float32))[:, :, 0]
         row, worst = 0, 0.0
         for sequence, _, count in step:
             part = slice(row, row + count)
             keys, values = self._written[sequence]
             wanted = dense_attention(queries[part], keys, values, scale, window, sinks)
-            # Not max(), which would forget NaN.
-            worst = np.maximum(worst, np.abs(found[part] - wanted).max())
+            # np.maximum keeps NaN, which max() would drop.
+            worst = np.maximum(worst, np.abs(attended[part] - wanted).max())
             row += count
         return float(worst)
 
@@ -164,44 +167,46 @@ class _Trial:
 def _keys_and_values(
     source: np.random.Generator, shape: LayerShape, count: int
 ) -> list[np.ndarray]:
-    """Of so many tokens, float32 ``[count, K, D]`` and ``[count, K, V]``."""
+    """Return random keys ``[count, K, D]`` and values ``[count, K, V]``, float32."""
     dims = (shape.key_dim, shape.value_dim)
     return [_normal(source, shape.dtype, count, shape.num_kv_heads, dim) for dim in dims]
 
 
 def _as_rows(values: np.ndarray, dtype: mx.Dtype) -> mx.array:
-    """As layers give them, ``[count, heads, 1, dim]``."""
+    """Return values in the shape in which layers pass them, ``[count, heads, 1, dim]``."""
     return mx.array(values)[:, :, None].astype(dtype)
 
 
 def _normal(source: np.random.Generator, dtype: mx.Dtype, *shape: int) -> np.ndarray:
-    """Values of unit variance that the dtype holds exactly, float32."""
+    """Return values of unit variance that the dtype holds exactly, as float32."""
     return _rounded(source.standard_normal(shape, dtype=np.float32), dtype)
 
 
 def _rounded(values: np.ndarray, dtype: mx.Dtype) -> np.ndarray:
-    """What a dtype holds of values, float32."""
+    """Return values rounded to a dtype, as float32."""
     return np.array(mx.array(values).astype(dtype).astype(mx.float32))
 
 
-def quantised(values: np.ndarray, one: KVQuantisation, *, decided: bool = False) -> np.ndarray:
-    """What is read back of values ``[..., dim]`` once they were written to a quantised pool.
+def quantised(
+    values: np.ndarray, quantisation: KVQuantisation, *, decided: bool = False
+) -> np.ndarray:
+    """Return values ``[..., dim]`` as a quantised pool reads them back, computed by NumPy.
 
-    With ``decided`` a value stays where it was between two levels, but is moved away from the
-    middle, where backends that divide differently would choose differently.
+    With ``decided``, values stay between the same two levels but move away from the middle, where
+    backends that divide differently could choose different levels.
     """
     groups = []
-    for first in range(0, values.shape[-1], one.group_size):
-        group = values[..., first : first + one.group_size].astype(np.float32)
-        least = _rounded(group.min(axis=-1, keepdims=True), one.scale_dtype)
+    for first in range(0, values.shape[-1], quantisation.group_size):
+        group = values[..., first : first + quantisation.group_size].astype(np.float32)
+        least = _rounded(group.min(axis=-1, keepdims=True), quantisation.scale_dtype)
         span = group.max(axis=-1, keepdims=True) - least
-        step = _rounded(span / np.float32(one.levels), one.scale_dtype)
+        step = _rounded(span / np.float32(quantisation.levels), quantisation.scale_dtype)
         inverse = np.float32(1) / np.where(step > 0, step, np.float32(np.inf))
         exact = (group - least) * inverse
         level = np.rint(exact)
         if decided:
             level += (exact - level) / 2
-        groups.append(level.clip(0, one.levels) * step + least)
+        groups.append(level.clip(0, quantisation.levels) * step + least)
     return np.concatenate(groups, axis=-1, dtype=np.float32)
 
 
@@ -213,7 +218,7 @@ def dense_attention(
     window: int | None,
     sinks: mx.array | None,
 ) -> np.ndarray:
-    """Softmax attention of the last L positions: ``[L, H, D]`` over ``[S, K, D]``."""
+    """Return softmax attention of the last L positions: ``[L, H, D]`` over ``[S, K, D]``."""
     length, heads, _ = queries.shape
     total = len(keys)
     groups = heads // keys.shape[1]

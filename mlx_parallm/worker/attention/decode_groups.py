@@ -1,4 +1,4 @@
-"""Which rows of a step attend together, in the reference backend."""
+"""Groups the decode rows of a step that attend together, for the reference backend."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import numpy as np
 
 from mlx_parallm.types.step import ScheduledSequence
 
-# Rows are put into separate groups when that saves at least this many gathered tokens; below, the
-# extra operations cost more.
+# MIN_SAVED_TOKENS: rows are split into groups if that saves at least this many gathered tokens;
+# otherwise the extra operations cost more.
 MIN_SAVED_TOKENS = 1024
 
 
@@ -22,9 +22,9 @@ class DecodeGroup:
     """Rows that attend together, padded to the longest.
 
     Attributes:
-        rows: their places among the step's T rows.
-        block_table: int32, ``[rows, blocks]``, padded by block 0; what follows the prefix.
-        positions: of the rows, ``[rows]``.
+        rows: their indices among the step's T rows.
+        block_table: int32 ``[rows, blocks]``, padded with block 0; it starts after the prefix.
+        positions: positions of the rows, ``[rows]``.
         start: position of the first token in ``block_table``.
         prefix: blocks of the ``start`` tokens that all rows share, int32; None if ``start`` is 0.
         block_size: tokens per block.
@@ -40,14 +40,14 @@ class DecodeGroup:
     _unshared: DecodeGroup | None = None
 
     def take(self, queries: mx.array) -> mx.array:
-        """This group's queries, ``[rows, H, 1, D]``."""
+        """Return this group's queries, ``[rows, H, 1, D]``."""
         first, last = int(self.rows[0]), int(self.rows[-1])
         if last - first + 1 == len(self.rows) and (np.diff(self.rows) == 1).all():
             return queries[first : last + 1]
         return queries[mx.array(self.rows.astype(np.int32))]
 
     def mask(self, window: int | None) -> mx.array:
-        """What each row sees of ``block_table``: bool, ``[rows, 1, 1, tokens]``; made once."""
+        """Return what each row attends to, bool ``[rows, 1, 1, tokens]``; cached by window."""
         if window not in self._masks:
             end = self.start + self.block_table.shape[1] * self.block_size
             columns = np.arange(self.start, end)
@@ -58,7 +58,7 @@ class DecodeGroup:
         return self._masks[window]
 
     def unshared(self) -> DecodeGroup:
-        """The same rows with whole block tables, for attention that cannot share; made once."""
+        """Return the same rows with whole block tables, for attention that cannot share; cached."""
         if self._unshared is None:
             assert self.prefix is not None, "only a group with a prefix shares"
             shape = (len(self.rows), self.prefix.shape[0])
@@ -70,11 +70,11 @@ class DecodeGroup:
 def make_decode_groups(
     sequences: Sequence[ScheduledSequence], rows: np.ndarray, block_size: int
 ) -> list[DecodeGroup]:
-    """Group rows of one token: first by a common prefix, then by length.
+    """Group rows of one token, by common prefix and then by length.
 
     Args:
-        sequences: one token each.
-        rows: their places among the step's rows.
+        sequences: sequences with one token each.
+        rows: their indices among the step's rows.
         block_size: tokens per block.
     """
     groups = []
@@ -92,15 +92,18 @@ def make_decode_groups(
 def _make_group(
     sequences: Sequence[ScheduledSequence], rows: np.ndarray, num_shared: int, block_size: int
 ) -> DecodeGroup:
-    tables = [one.block_table[num_shared : one.start // block_size + 1] for one in sequences]
-    table = np.zeros((len(tables), max(len(one) for one in tables)), dtype=np.int32)
+    tables = [
+        sequence.block_table[num_shared : sequence.start // block_size + 1]
+        for sequence in sequences
+    ]
+    table = np.zeros((len(tables), max(map(len, tables))), dtype=np.int32)
     for row, blocks in enumerate(tables):
         table[row, : len(blocks)] = blocks
     prefix = sequences[0].block_table[:num_shared]
     return DecodeGroup(
         rows,
         mx.array(table),
-        np.array([one.start for one in sequences]),
+        np.array([sequence.start for sequence in sequences]),
         block_size,
         start=num_shared * block_size,
         prefix=mx.array(np.array(prefix, dtype=np.int32)) if prefix else None,
@@ -110,10 +113,13 @@ def _make_group(
 def _by_prefix(
     sequences: Sequence[ScheduledSequence], block_size: int
 ) -> list[tuple[list[int], int]]:
-    """Partition rows into those that share leading blocks, with the number shared, and the rest."""
+    """Return groups of rows that share leading blocks, with their number, and the other rows.
+
+    The others come last, with 0 shared blocks.
+    """
     by_first: dict[int, list[int]] = defaultdict(list)
-    for i, one in enumerate(sequences):
-        by_first[one.block_table[0]].append(i)
+    for i, sequence in enumerate(sequences):
+        by_first[sequence.block_table[0]].append(i)
     parts: list[tuple[list[int], int]] = []
     rest: list[int] = []
     for members in by_first.values():
@@ -128,14 +134,14 @@ def _by_prefix(
 
 
 def _num_shared(sequences: Sequence[ScheduledSequence], block_size: int) -> int:
-    """Leading blocks that all tables have in common and that every row sees whole."""
+    """Return how many leading blocks all tables share, among those that every row sees whole."""
     if len(sequences) == 1:
         return 0
-    # The block of a row's own position is its own: at least it remains.
-    most = min(one.start for one in sequences) // block_size
+    # A row's last block is its own, so it is never shared.
+    most = min(sequence.start for sequence in sequences) // block_size
     first = sequences[0].block_table
     for i in range(most):
-        if any(one.block_table[i] != first[i] for one in sequences):
+        if any(sequence.block_table[i] != first[i] for sequence in sequences):
             return i
     return most
 
@@ -143,15 +149,15 @@ def _num_shared(sequences: Sequence[ScheduledSequence], block_size: int) -> int:
 def split_by_length(lengths: np.ndarray, min_saved: int) -> list[np.ndarray]:
     """Partition indices so that padding each part to its longest wastes little.
 
-    A part is split in two, at the place that saves most, while that saves ``min_saved`` or more.
-    Parts keep the order of ``lengths`` when there is only one.
+    A part is split in two at the place that saves most, as long as that saves ``min_saved`` or
+    more. A single part keeps the order of ``lengths``.
     """
     order = np.argsort(-lengths, kind="stable")
     descending = lengths[order]
     counts = np.arange(1, len(order))
     if len(order) == 1:
         return [np.arange(1)]
-    # Cutting after the i longest saves (longest - next) for every row that remains.
+    # A cut after the i longest saves (longest - next) tokens in each remaining row.
     saved = (len(order) - counts) * (descending[0] - descending[1:])
     cut = int(saved.argmax()) + 1
     if saved[cut - 1] < min_saved:

@@ -1,7 +1,7 @@
-"""Index arrays of a step in which every sequence decodes one token, padded to a number of rows.
+"""Index arrays of a step in which each sequence decodes one token, padded to a bucket of rows.
 
 They are arguments of a compiled forward: their shapes depend on the number of rows and on the
-longest block table's size class, not on how long each sequence is.
+bucket of the longest block table, but on no other length.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from mlx_parallm.worker.attention.kernel_plan import Work, WorkKind, row_work
 
 @dataclass(slots=True)
 class DecodePlan:
-    """A ``KernelPlan`` of single rows; rows from the last sequence on are padding.
+    """A ``KernelPlan`` of single rows; rows after the last sequence are padding.
 
-    Padding is not written anywhere and attends to one key of whatever block 0 of its table is.
+    Padding is not written, and attends to one key of the first block in its table.
     """
 
     slots: mx.array
@@ -33,12 +33,12 @@ class DecodePlan:
     order: None = None
 
     def work(self, window: int | None, heads: int, threadgroups: int) -> Work:
-        """See ``KernelPlan.work``; KeyError for a kind that was not planned for."""
+        """See ``KernelPlan.work``; raise KeyError for a kind that was not planned."""
         return self.works[window, heads, threadgroups]
 
     @classmethod
     def of(cls, arrays: Sequence[mx.array], kinds: Sequence[WorkKind]) -> DecodePlan:
-        """The plan whose arrays ``DecodeRows.arrays`` made, or stand-ins of their shapes."""
+        """Return the plan of arrays that ``DecodeRows.arrays`` made, or of their placeholders."""
         slots, tables, *others = arrays
         pairs = zip(others[::2], others[1::2], strict=True)
         works = {
@@ -49,7 +49,7 @@ class DecodePlan:
 
 
 class DecodeRows:
-    """Makes the arrays of one step after the other; block tables stay where they are."""
+    """Makes the arrays of successive steps; unchanged block tables are not copied again."""
 
     def __init__(self, block_size: int, tables: HeldTables) -> None:
         self._block_size = block_size
@@ -61,18 +61,18 @@ class DecodeRows:
         positions: np.ndarray,
         kinds: Sequence[WorkKind],
     ) -> list[mx.array]:
-        """Slots ``[T]``, tables ``[T, M]`` of T positions; then items and spans of each kind.
+        """Return slots ``[T]``, tables ``[T, M]``, then items and spans of each kind, all int32.
 
-        All int32. Spans have no rows where row i has item i.
+        Spans have no rows if row i has item i.
         """
         num_rows = len(positions)
-        tables = self._tables.rows([one.block_table for one in sequences], num_rows)
+        tables = self._tables.rows([sequence.block_table for sequence in sequences], num_rows)
         rows = np.arange(num_rows)
         blocks = tables[rows, positions // self._block_size]
         slots = blocks * self._block_size + positions % self._block_size
         slots[len(sequences) :] = -1
-        made = [slots, tables]
+        arrays = [slots, tables]
         for kind in kinds:
             items, spans = row_work(rows, rows, positions + 1, kind)
-            made += [items, np.zeros((0, 2)) if spans is None else spans]
-        return [mx.array(array.astype(np.int32)) for array in made]
+            arrays += [items, np.zeros((0, 2)) if spans is None else spans]
+        return [mx.array(array.astype(np.int32)) for array in arrays]

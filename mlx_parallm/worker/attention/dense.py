@@ -1,4 +1,4 @@
-"""Softmax attention over dense keys and values, by whichever operations are fastest here."""
+"""Softmax attention over dense keys and values, by the fastest operations of this device."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ import mlx.core as mx
 
 from mlx_parallm.numerics.exp2 import LOG2_E, MIN_EXPONENT, exp2, is_exp_slow
 
-# Fewer scores than this are done sooner by the one fused operation.
+# MIN_SCORES: below this many scores, the one fused operation is faster.
 MIN_SCORES = 4096
-# Of scores that are masked: far below any other, and finite.
+# _MASKED is the score of masked keys: far below any other, and finite.
 _MASKED = -1e30
 
 
 def composes_softmax(queries: mx.array) -> bool:
-    """Whether softmax made of several operations beats the fused one for large inputs."""
+    """True if several operations compute a large softmax faster than the fused one."""
     return queries.dtype == mx.float32 and is_exp_slow()
 
 
@@ -27,16 +27,16 @@ def dense_attention(
     sinks: mx.array | None,
     soft_cap: float | None = None,
 ) -> mx.array:
-    """As ``mx.fast.scaled_dot_product_attention``, the mask a bool array or "causal".
+    """Return what ``mx.fast.scaled_dot_product_attention`` does, with an optional soft cap.
 
     Args:
         queries: ``[B, H, L, D]``.
         keys: ``[B, K, S, D]``.
         values: ``[B, K, S, V]``.
-        scale: of the scores.
-        mask: bool, ``[B, 1, L, S]`` or ``[L, S]``, true where a query sees a key.
+        scale: factor of the scores.
+        mask: "causal", or bool ``[B, 1, L, S]`` or ``[L, S]``, True where a query sees a key.
         sinks: ``[H]`` logits that join the softmax without a value.
-        soft_cap: c makes scores s ``c * tanh(s / c)``.
+        soft_cap: c turns scores s into ``c * tanh(s / c)``.
 
     Returns:
         ``[B, H, L, V]``.
@@ -60,17 +60,17 @@ def shared_prefix_attention(
     mask: mx.array,
     sinks: mx.array | None,
 ) -> mx.array:
-    """Attention of B rows over one prefix that all see whole, and over keys of their own.
+    """Return attention of B rows over a prefix that all see whole and over keys of their own.
 
     The prefix is read once for all rows, as in Juravsky et al., "Hydragen" (arXiv:2402.05099); the
-    scores are few enough to take one softmax over both parts.
+    scores are few enough for one softmax over both parts.
 
     Args:
-        queries: float32, ``[B, H, 1, D]``.
+        queries: float32 ``[B, H, 1, D]``.
         prefix: keys ``[K, P, D]`` and values ``[K, P, V]``.
         own: keys ``[B, K, S, D]`` and values ``[B, K, S, V]``.
-        scale: of the scores.
-        mask: bool, ``[B, 1, 1, S]``, true where a row sees an own key.
+        scale: factor of the scores.
+        mask: bool ``[B, 1, 1, S]``, True where a row sees an own key.
         sinks: ``[H]`` logits that join the softmax without a value.
 
     Returns:
@@ -99,7 +99,10 @@ def _softmax_attention(
     mask: mx.array | str,
     sinks: mx.array | None,
 ) -> mx.array:
-    """Softmax by powers of two; query heads of one key head are rows of one product."""
+    """Return attention with a softmax by powers of two.
+
+    The query heads of a key head are rows of one matrix product.
+    """
     batch, heads, length, _ = queries.shape
     kv_heads, span = keys.shape[1], keys.shape[2]
     per_kv = heads // kv_heads
@@ -122,7 +125,10 @@ def _soft_capped(
     sinks: mx.array | None,
     soft_cap: float,
 ) -> mx.array:
-    """Attention by single operations: the fused one has no soft cap. Queries are scaled."""
+    """Return attention with a soft cap, which the fused operation lacks.
+
+    ``queries`` are already multiplied by ``scale / soft_cap``.
+    """
     batch, heads, length, _ = queries.shape
     kv_heads, span = keys.shape[1], keys.shape[2]
     rows = queries.reshape(batch, kv_heads, heads // kv_heads, length, -1)
@@ -143,7 +149,7 @@ def _soft_capped(
 def _sink_scores(
     sinks: mx.array | None, kv_heads: int, per_kv: int, length: int
 ) -> mx.array | None:
-    """Sinks as exponents of two, ``[1, K, per_kv * length, 1]``."""
+    """Return sinks as exponents of two, ``[1, K, per_kv * length, 1]``."""
     if sinks is None:
         return None
     scores = (sinks.astype(mx.float32) * LOG2_E).reshape(1, kv_heads, per_kv, 1)
@@ -151,7 +157,7 @@ def _sink_scores(
 
 
 def _softmax(scores: mx.array, sink: mx.array | None) -> tuple[mx.array, mx.array]:
-    """Weights that are yet to be divided by their sum, and the sum; scores are exponents of two."""
+    """Return weights before division by their sum, and the sum; scores are exponents of two."""
     most = scores.max(axis=-1, keepdims=True)
     if sink is not None:
         most = mx.maximum(most, sink)
@@ -163,5 +169,5 @@ def _softmax(scores: mx.array, sink: mx.array | None) -> tuple[mx.array, mx.arra
 
 
 def _causal(length: int, span: int) -> mx.array:
-    """What the last ``length`` of ``span`` positions see."""
+    """Return which of ``span`` positions the last ``length`` of them see, bool."""
     return mx.arange(span) <= mx.arange(span - length, span)[:, None]

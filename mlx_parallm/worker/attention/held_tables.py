@@ -1,4 +1,4 @@
-"""Block tables of one step after the other, as rows of one array."""
+"""Block tables of successive steps, as rows of one array."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ MIN_TABLE = 8
 
 
 def table_length(longest: int) -> int:
-    """How long the tables of a step are, of which the longest has so many blocks."""
+    """Return the bucket for tables of up to ``longest`` blocks, a power of two."""
     return max(MIN_TABLE, 1 << (longest - 1).bit_length())
 
 
 class HeldTables:
-    """Keeps the rows that stay the same from step to step, as most do."""
+    """Copies only the block tables that changed since the last step; most do not."""
 
     def __init__(self) -> None:
         self._tables = np.zeros((0, 0), dtype=np.int32)
         self._held: list[tuple[int, ...]] = []
 
     def rows(self, tables: Sequence[tuple[int, ...]], num_rows: int) -> np.ndarray:
-        """The tables and rows behind them, int32 ``[num_rows, M]``; a view until the next call.
+        """Return the tables, int32 ``[num_rows, M]``; a view that is valid until the next call.
 
-        M is a power of two. What is behind a table has no meaning, but is the id of some block.
+        M is a power of two. Entries after a table are ids of arbitrary blocks.
         """
         width = table_length(max(map(len, tables), default=1))
         if num_rows > self._tables.shape[0] or width > self._tables.shape[1]:

@@ -1,4 +1,4 @@
-"""The decode kernel: rows attend over their block tables, cut into items and merged if need be."""
+"""The decode kernel: rows attend over their block tables, in items that may be merged."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from mlx_parallm.worker.attention.kernel_pool import VECTOR, WARP, KernelPool, P
 
 LOG2_E = math.log2(math.e)
 
-# Of the keys of a tile: 32 registers of each lane.
+# TILE_BITS: size of the keys of a tile, 32 registers of each lane.
 TILE_BITS = WARP * 32 * 32
 _INPUTS = ("queries", "items", "tables", "previous")
 _PARTS = ("part_sums", "part_stats")
@@ -25,7 +25,7 @@ _PARTS = ("part_sums", "part_stats")
 
 @dataclass(frozen=True, slots=True)
 class AttendKind:
-    """What a kernel of attention is compiled for."""
+    """Everything that an attention kernel is compiled for."""
 
     layout: PoolLayout
     heads: int
@@ -36,32 +36,36 @@ class AttendKind:
 
     @property
     def share(self) -> int:
-        """Query heads of one KV head."""
+        """Return the query heads of one KV head."""
         return self.heads // self.layout.shape.num_kv_heads
 
     @property
     def parts(self) -> int:
-        """Threadgroups among which a KV head's query heads are divided."""
+        """Return the threadgroups that share a KV head's query heads."""
         return -(-self.share // self.tuning.max_heads)
 
     @property
     def heads_per_item(self) -> int:
-        """Threadgroups per item."""
+        """Return the threadgroups per item."""
         return self.layout.shape.num_kv_heads * self.parts
 
     @property
     def vector(self) -> int:
-        """Neighbouring numbers of a head that a lane takes at once."""
+        """Return how many neighbouring numbers of a head a lane takes at once."""
         layout, wide = self.layout, self.tuning.quantised_vector
-        one = layout.quantisation
+        quantisation = layout.quantisation
         dims = (layout.shape.key_dim, layout.shape.value_dim)
-        if one is None or one.group_size % wide or any(dim % wide for dim in dims):
+        if (
+            quantisation is None
+            or quantisation.group_size % wide
+            or any(dim % wide for dim in dims)
+        ):
             return VECTOR
         return wide
 
     @property
     def tile(self) -> int:
-        """Keys that a warp takes at once: a power of two that divides a block.
+        """Return the keys that a warp takes at once: a power of two that divides a block.
 
         A lane's share of them stays in registers.
         """
@@ -73,29 +77,29 @@ class AttendKind:
 
     @property
     def threads(self) -> int:
-        """Of a threadgroup."""
+        """Return the threads of a threadgroup."""
         return self.tuning.warps * WARP
 
 
 class AttendKernels:
-    """The kernels of one kind."""
+    """The decode kernels of one kind."""
 
     def __init__(self, kind: AttendKind, builder: KernelBuilder) -> None:
         self._kind = kind
         self._builder = builder
         self._made: dict[str, Kernel] = {}
         self._is_prepared = False
-        # Asked for by every layer of every step.
+        # These are needed by every layer of every step.
         self._per_item = kind.heads_per_item
         self._threads = kind.threads
 
     def begin(self) -> None:
-        """Begin to compile all of them in the background, where the language allows it."""
+        """Start to compile all kernels, in the background where the language allows it."""
         for name in ("attend", "split", "merge"):
             self._kernel(name)
 
     def prepare(self, pool: KernelPool) -> None:
-        """Have them compiled, which takes seconds and would otherwise happen while streams wait."""
+        """Compile and run all kernels once; it takes seconds that streams would wait for later."""
         if self._is_prepared:
             return
         self._is_prepared = True
@@ -105,7 +109,7 @@ class AttendKernels:
         sinks = mx.zeros((kind.heads,), shape.dtype) if kind.has_sinks else None
         item, table = mx.array([[0, 0, 0, 1]]), mx.array([[0]])
         works = (Work(item, None), Work(item, mx.array([[0, 1]])))
-        mx.eval([self._attend(pool, one, table, 1, queries, sinks) for one in works])
+        mx.eval([self._attend(pool, work, table, 1, queries, sinks) for work in works])
 
     def run(
         self,
@@ -114,7 +118,7 @@ class AttendKernels:
         queries: mx.array,
         scores: Scores,
     ) -> mx.array:
-        """Attention of the plan's short rows, ``[R, H, 1, V]``."""
+        """Return the attention of the plan's short rows, ``[R, H, 1, V]``."""
         work = plan.work(scores.window, self._per_item, self._kind.tuning.threadgroups)
         return self._attend(pool, work, plan.tables, plan.num_rows, queries, scores.sinks)
 
@@ -125,11 +129,11 @@ class AttendKernels:
         tables: mx.array,
         num_rows: int,
         queries: mx.array,
-        given: mx.array | None,
+        sink_logits: mx.array | None,
     ) -> mx.array:
         kind, shape = self._kind, self._kind.layout.shape
         inputs = [queries, work.items, tables, pool.token, *pool.pools()]
-        sinks = [] if given is None else [given]
+        sinks = [] if sink_logits is None else [sink_logits]
         output = (num_rows, kind.heads, 1, shape.value_dim)
         grid = work.items.shape[0] * self._per_item
         if work.spans is None:
@@ -140,7 +144,7 @@ class AttendKernels:
         return self.merge([sums, stats, work.spans, *sinks], output)
 
     def merge(self, inputs: list[mx.array], output: tuple[int, ...]) -> mx.array:
-        """Parts put together: sums ``[P * H, V]``, stats ``[P * H, 2]``, spans, and any sinks."""
+        """Merge ``inputs``: sums ``[P * H, V]``, stats ``[P * H, 2]``, spans, and sinks, if any."""
         dtype = self._kind.layout.shape.dtype
         return self._launch("merge", inputs, [(output, dtype)], output[0] * self._kind.heads)[0]
 
@@ -197,7 +201,7 @@ class AttendKernels:
 
 
 def score_constants(scale: float, soft_cap: float | None) -> dict[str, Constant]:
-    """How products of queries and keys become exponents of two."""
+    """Return the constants that turn products of queries and keys into exponents of two."""
     return {
         "SOFT_CAP": soft_cap is not None,
         "QUERY_SCALE": scale * LOG2_E if soft_cap is None else scale / soft_cap,

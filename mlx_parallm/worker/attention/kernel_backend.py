@@ -1,6 +1,6 @@
-"""Paged attention by kernels of our own, the same in CUDA and in Metal.
+"""Paged attention by this project's kernels, alike in CUDA and Metal.
 
-``docs/decisions/004-paged-attention-kernels.md`` tells the layout and the algorithm.
+The layout and the algorithm are in ``docs/decisions/004-paged-attention-kernels.md``.
 """
 
 from __future__ import annotations
@@ -36,16 +36,16 @@ Plan = KernelPlan | DecodePlan
 
 @dataclass(frozen=True, slots=True)
 class _LayerKernels:
-    """What a layer attends by: single rows, and long chunks unless by stock attention."""
+    """A layer's kernels: for single rows, and for long chunks (None: stock attention)."""
 
     rows: AttendKernels
     chunks: PrefillKernels | None
 
 
 class KernelAttention:
-    """The backend of kernels. Implements ``CompilableAttention``."""
+    """The backend that uses kernels. Implements ``CompilableAttention``."""
 
-    #: Pools are written in place, by kernels in the order of their tokens.
+    #: Kernels write pools in place, in the order of their tokens.
     runs_ahead = True
 
     def __init__(
@@ -57,7 +57,7 @@ class KernelAttention:
         tuning: Tuning | None = None,
         large_work: float = LARGE_WORK,
     ) -> None:
-        """Chunks of more than ``large_work`` attend by stock operations: see ``LongChunk.work``."""
+        """Chunks with more than ``large_work`` (see ``LongChunk.work``) use stock operations."""
         self._block_size = block_size
         self._dialect = dialect
         self._quantisation = quantisation
@@ -92,12 +92,12 @@ class KernelAttention:
         return self.layout(shape).bytes_per_token
 
     def layout(self, shape: LayerShape) -> PoolLayout:
-        """How a layer's pool is laid out; see also ``kernel_pool.why_unsupported``."""
+        """Return the layout of a layer's pool; see also ``kernel_pool.why_unsupported``."""
         return PoolLayout(shape=shape, block_size=self._block_size, quantisation=self._quantisation)
 
     def new_pool(self, shape: LayerShape, num_blocks: int) -> KernelPool:
         """See ``AttentionBackend.new_pool``."""
-        # Those of another pool name blocks that this one may not have.
+        # Cached tables may name blocks that the new pool does not have.
         self._forget_tables()
         return new_kernel_pool(self.layout(shape), num_blocks)
 
@@ -112,7 +112,8 @@ class KernelAttention:
 
     def padded_plan(self, sequences: Sequence[ScheduledSequence], num_rows: int) -> KernelPlan:
         """See ``CompilableAttention.padded_plan``."""
-        return self._plan(sequences, num_rows - sum(len(one.token_ids) for one in sequences))
+        num_tokens = sum(len(sequence.token_ids) for sequence in sequences)
+        return self._plan(sequences, num_rows - num_tokens)
 
     def _forget_tables(self) -> None:
         self._tables = HeldTables()
@@ -129,7 +130,7 @@ class KernelAttention:
         )
 
     def begin(self, shape: LayerShape, heads: int, kinds: Iterable[Scores]) -> None:
-        """Begin to compile what layers of these kinds attend by, all of it at once."""
+        """Start to compile the kernels of layers of these kinds, all at once."""
         layout = self.layout(shape)
         self._moves_of(layout).begin()
         for scores in kinds:
@@ -139,17 +140,17 @@ class KernelAttention:
                 kernels.chunks.begin()
 
     def prepare(self, shape: LayerShape, heads: int) -> None:
-        """Have what large chunks attend by ready: its first use takes 2 s on an H100."""
+        """Run stock attention of large chunks once: its first use takes 2 s on an H100."""
         if not self._dialect.has_tensor_cores:
             return
         multiple = self._tuning.chunk_multiple
         blocks = -(-2 * multiple // self._block_size)
         pool = self.new_pool(shape, blocks)
-        # One that is padded on both sides.
-        one = LongChunk(0, multiple // 2, multiple + 1, tuple(range(blocks)), multiple)
-        queries = mx.zeros((one.length, heads, 1, shape.key_dim), shape.dtype)
-        keys, values = self.gather(pool, one.table)
-        mx.eval(attend_chunk(one, queries, keys, values, Scores(scale=1.0)))
+        # The chunk is padded on both sides.
+        chunk = LongChunk(0, multiple // 2, multiple + 1, tuple(range(blocks)), multiple)
+        queries = mx.zeros((chunk.length, heads, 1, shape.key_dim), shape.dtype)
+        keys, values = self.gather(pool, chunk.table)
+        mx.eval(attend_chunk(chunk, queries, keys, values, Scores(scale=1.0)))
 
     def decode_kinds(self, plan: KernelPlan) -> tuple[WorkKind, ...]:
         """See ``CompilableAttention.decode_kinds``."""
@@ -182,8 +183,8 @@ class KernelAttention:
 
     def write(self, pool: LayerPool, plan: Plan, keys: mx.array, values: mx.array) -> None:
         """See ``AttentionBackend.write``."""
-        mine = _kernel_pool(pool)
-        self._move_kernels(mine).write(mine, plan.slots, keys, values)
+        kernel_pool = _kernel_pool(pool)
+        self._move_kernels(kernel_pool).write(kernel_pool, plan.slots, keys, values)
 
     def attend(
         self,
@@ -197,20 +198,20 @@ class KernelAttention:
         soft_cap: float | None = None,
     ) -> mx.array:
         """See ``AttentionBackend.attend``."""
-        mine = _kernel_pool(pool)
+        kernel_pool = _kernel_pool(pool)
         scores = Scores(scale, window, sinks, soft_cap)
         dtype = queries.dtype
-        queries = queries.astype(mine.layout.shape.dtype)
-        kernels = self._layer_kernels(mine, queries.shape[1], scores)
+        queries = queries.astype(kernel_pool.layout.shape.dtype)
+        kernels = self._layer_kernels(kernel_pool, queries.shape[1], scores)
         outputs = []
         if plan.num_rows:
-            outputs.append(kernels.rows.run(mine, plan, queries, scores))
+            outputs.append(kernels.rows.run(kernel_pool, plan, queries, scores))
         if isinstance(plan, KernelPlan) and plan.chunks:
-            outputs += self._attend_chunks(mine, plan, kernels.chunks, queries, scores)
+            outputs += self._attend_chunks(kernel_pool, plan, kernels.chunks, queries, scores)
         if plan.order is not None:
             outputs = [_joined(outputs)[plan.order]]
         if isinstance(plan, KernelPlan) and plan.padding:
-            shape = mine.layout.shape
+            shape = kernel_pool.layout.shape
             outputs.append(plan.padding_rows(queries.shape[1], shape.value_dim, outputs[0].dtype))
         return _joined(outputs).astype(dtype)
 
@@ -224,7 +225,7 @@ class KernelAttention:
     ) -> list[mx.array]:
         outputs, count = [], 0
         if kernels is not None:
-            # Within a window there is never much to do, and stock attention would need a mask.
+            # Within a window there is little work, and stock attention would need a mask.
             count = len(plan.chunks) if scores.window is not None else plan.num_small
             if count:
                 outputs.append(kernels.run(pool, plan, count, queries, scores))
@@ -235,35 +236,35 @@ class KernelAttention:
 
     def gather(self, pool: LayerPool, table: mx.array) -> tuple[mx.array, mx.array]:
         """See ``AttentionBackend.gather``."""
-        mine = _kernel_pool(pool)
-        return self._move_kernels(mine).gather(mine, table)
+        kernel_pool = _kernel_pool(pool)
+        return self._move_kernels(kernel_pool).gather(kernel_pool, table)
 
     def copy_blocks(self, pool: LayerPool, sources: mx.array, targets: mx.array) -> None:
         """See ``AttentionBackend.copy_blocks``. No target may be a source of the same call."""
-        mine = _kernel_pool(pool)
-        self._move_kernels(mine).copy(mine, sources, targets)
+        kernel_pool = _kernel_pool(pool)
+        self._move_kernels(kernel_pool).copy(kernel_pool, sources, targets)
 
     def forget_writes(self, pool: LayerPool) -> None:
         """See ``AttentionBackend.forget_writes``."""
-        mine = _kernel_pool(pool)
-        mine.token = mx.zeros((1,), mx.int32)
-        mx.eval(mine.token)
+        kernel_pool = _kernel_pool(pool)
+        kernel_pool.token = mx.zeros((1,), mx.int32)
+        mx.eval(kernel_pool.token)
 
     def _move_kernels(self, pool: KernelPool) -> MoveKernels:
-        found = pool.kernels.get("moves")
-        if found is None:
-            found = pool.kernels["moves"] = self._moves_of(pool.layout)
-        return found
+        moves = pool.kernels.get("moves")
+        if moves is None:
+            moves = pool.kernels["moves"] = self._moves_of(pool.layout)
+        return moves
 
     def _layer_kernels(self, pool: KernelPool, heads: int, scores: Scores) -> _LayerKernels:
         key = (heads, scores.scale, scores.window, scores.soft_cap, scores.sinks is not None)
-        found = pool.kernels.get(key)
-        if found is None:
-            found = pool.kernels[key] = self._kernels_of(pool.layout, heads, scores)
-            found.rows.prepare(pool)
-            if found.chunks is not None:
-                found.chunks.prepare(pool)
-        return found
+        kernels = pool.kernels.get(key)
+        if kernels is None:
+            kernels = pool.kernels[key] = self._kernels_of(pool.layout, heads, scores)
+            kernels.rows.prepare(pool)
+            if kernels.chunks is not None:
+                kernels.chunks.prepare(pool)
+        return kernels
 
     def _moves_of(self, layout: PoolLayout) -> MoveKernels:
         return self._moves.setdefault(layout, MoveKernels(layout, self._builder))
@@ -281,10 +282,10 @@ class KernelAttention:
             has_sinks=scores.sinks is not None,
             tuning=self._tuning,
         )
-        found = self._attend.get(kind)
-        if found is None:
-            found = self._attend[kind] = AttendKernels(kind, self._builder)
-        return found
+        kernels = self._attend.get(kind)
+        if kernels is None:
+            kernels = self._attend[kind] = AttendKernels(kind, self._builder)
+        return kernels
 
     def _prefill_kernels(
         self, layout: PoolLayout, heads: int, scores: Scores, rows: AttendKernels
@@ -299,10 +300,10 @@ class KernelAttention:
         )
         if not (self._dialect.has_tensor_cores and kind.is_supported):
             return None
-        found = self._prefill.get(kind)
-        if found is None:
-            found = self._prefill[kind] = PrefillKernels(kind, rows.merge, self._builder)
-        return found
+        kernels = self._prefill.get(kind)
+        if kernels is None:
+            kernels = self._prefill[kind] = PrefillKernels(kind, rows.merge, self._builder)
+        return kernels
 
 
 class CudaAttention(KernelAttention):
@@ -320,14 +321,14 @@ class CudaAttention(KernelAttention):
 
 
 class MetalAttention(KernelAttention):
-    """The backend on Apple GPUs. Not yet run on Apple hardware."""
+    """The backend on Apple GPUs. It has not run on Apple hardware yet."""
 
     def __init__(self, block_size: int, quantisation: KVQuantisation | None = None) -> None:
         super().__init__(block_size, MetalDialect(), quantisation=quantisation)
 
 
 def _joined(parts: list[mx.array]) -> mx.array:
-    """One behind the other."""
+    """Return parts concatenated along the first axis."""
     return parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=0)
 
 

@@ -1,4 +1,4 @@
-"""The kernels that move keys and values: into a pool, out of it, and within it."""
+"""Kernels that move keys and values: into a pool, out of it, and within it."""
 
 from __future__ import annotations
 
@@ -11,28 +11,28 @@ from mlx_parallm.kernels.build import Constant, KernelBuilder, KernelSpec
 from mlx_parallm.kernels.kernel import Kernel
 from mlx_parallm.worker.attention.kernel_pool import VECTOR, KernelPool, PoolLayout
 
-# Of a threadgroup.
+# THREADS of a threadgroup.
 THREADS = 128
 COPY_BYTES = 16
 _COPY = KernelSpec("copy", ("sources", "targets", "previous", "key_pool", "value_pool"), ("token",))
 
 
 class MoveKernels:
-    """The kernels for pools of one layout."""
+    """The move kernels for pools of one layout."""
 
     def __init__(self, layout: PoolLayout, builder: KernelBuilder) -> None:
         self._layout = layout
         self._builder = builder
 
     def begin(self) -> None:
-        """Begin to compile what every model needs, in the background where the language allows."""
-        # A kernel begins to compile when it is made.
+        """Start to compile the kernels that every model needs, in the background if possible."""
+        # Making a kernel starts its compilation.
         _ = self._write, self._gather
 
     def write(self, pool: KernelPool, slots: mx.array, keys: mx.array, values: mx.array) -> None:
         """Write keys ``[T, K, 1, D]`` and values ``[T, K, 1, V]`` at flat positions, int32 ``[T]``.
 
-        A row whose slot is negative is not written.
+        Rows with a negative slot are not written.
         """
         shape = self._layout.shape
         inputs = [keys.astype(shape.dtype), values.astype(shape.dtype), slots, pool.token]
@@ -59,10 +59,10 @@ class MoveKernels:
         return keys, values
 
     def copy(self, pool: KernelPool, sources: mx.array, targets: mx.array) -> None:
-        """Copy whole blocks, int32 ``[n]`` each; no target may be a source."""
+        """Copy blocks ``sources`` to ``targets``, int32 ``[n]``; no target may be a source."""
         pools = pool.pools()
         for keys, values in zip(pools[::2], pools[1::2], strict=True):
-            key_bytes, value_bytes = (one.nbytes // one.shape[0] for one in (keys, values))
+            key_bytes, value_bytes = (array.nbytes // array.shape[0] for array in (keys, values))
             constants: dict[str, Constant] = {
                 "KEY_BYTES": key_bytes,
                 "VALUE_BYTES": value_bytes,
@@ -97,17 +97,19 @@ class MoveKernels:
     @property
     def _constants(self) -> dict[str, Constant]:
         layout = self._layout
-        mine: dict[str, Constant] = {"T": layout.shape.dtype, "VEC": VECTOR, "THREADS": THREADS}
-        return {**mine, **layout.constants()}
+        own: dict[str, Constant] = {"T": layout.shape.dtype, "VEC": VECTOR, "THREADS": THREADS}
+        return {**own, **layout.constants()}
 
     @functools.cached_property
     def _write_vectors(self) -> int:
-        """Threads for one token's key and value in one head: whole groups if quantised."""
-        one = self._layout.quantisation
+        """Return the threads for a token's key and value in one head: whole groups if quantised."""
+        scheme = self._layout.quantisation
         dims = (self._layout.shape.key_dim, self._layout.shape.value_dim)
-        return sum((one.groups(dim) * one.group_size if one else dim) // VECTOR for dim in dims)
+        if scheme is None:
+            return sum(dim // VECTOR for dim in dims)
+        return sum(scheme.groups(dim) * scheme.group_size // VECTOR for dim in dims)
 
 
 def _grid(threads: int) -> tuple[int, int, int]:
-    """Whole threadgroups: the kernels skip what is beyond."""
+    """Return whole threadgroups for so many threads; kernels ignore the surplus."""
     return (-(-threads // THREADS) * THREADS, 1, 1)

@@ -1,4 +1,4 @@
-"""Index arrays of one step for the kernels."""
+"""Index arrays of one step, for the kernels."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from mlx_parallm.worker.attention.chunk_plan import (
     LongChunk,
     chunk_work,
     int32,
+    output_order,
     slots_of,
 )
 from mlx_parallm.worker.attention.held_tables import HeldTables
@@ -24,29 +25,30 @@ from mlx_parallm.worker.attention.key_spans import cut_items, decode_span, offse
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What the threadgroups of one attention kernel do.
+    """The work of an attention kernel's threadgroups.
 
     Attributes:
-        items: int32, ``[W, 4]``: query row, row of the block table, first key, end of keys.
-        spans: int32, ``[R, 2]``: each row's first item and their number; None if row i has item i.
+        items: int32 ``[W, 4]``: query row, row of the block table, first key, end of keys.
+        spans: each row's first item and number of items, int32 ``[R, 2]``; None if row i has item
+            i.
     """
 
     items: mx.array
     spans: mx.array | None
 
 
-#: Window, heads and threadgroups: what ``KernelPlan.work`` was asked for.
+#: ``WorkKind``: the window, heads and threadgroups with which ``KernelPlan.work`` is called.
 WorkKind = tuple[int | None, int, int]
 
 
 def row_work(
     rows: np.ndarray, tables: np.ndarray, ends: np.ndarray, kind: WorkKind
 ) -> tuple[np.ndarray, np.ndarray | None]:
-    """Items and spans of ``Work`` for rows that see the keys before ``ends``, or a window of them.
+    """Return items and spans of ``Work`` for rows that see the keys before ``ends``.
 
-    Of rows that are cut there are as many items for any keys, so that few shapes are met: no more
-    than a share of the threadgroups and, per row, what is left at both its ends. The last have no
-    keys.
+    If rows are cut, the items are padded to a number that does not depend on their keys, so that
+    there are few shapes: their share of the threadgroups and, per row, what is left at both ends.
+    Padding items have no keys.
     """
     window, heads, threadgroups = kind
     starts = np.zeros_like(ends) if window is None else np.maximum(ends - window, 0)
@@ -60,17 +62,18 @@ def row_work(
 
 
 class KernelPlan:
-    """One step's rows: where they are written and what they attend to.
+    """The rows of one step: where they are written, and what they attend to.
 
     Attributes:
-        slots: int32, ``[T]``: flat pool positions of the rows.
-        tables: int32, ``[N, M]``: block tables of the sequences whose R rows the kernel attends
-            for, and ids of any blocks behind them.
+        slots: flat pool positions of the rows, int32 ``[T]``.
+        tables: int32 ``[N, M]``: block tables of the sequences with the R rows of the decode
+            kernel; entries after a table are ids of arbitrary blocks.
         num_rows: R.
         chunks: the sequences of the other rows, large ones last.
-        num_small: of those that are not large.
-        order: puts the kernel's outputs and then the chunks' into row order; None where they are.
-        padding: rows behind all others, which are not written and attend to nothing.
+        num_small: how many chunks are not large.
+        order: indices that put the kernel's outputs, then the chunks', into row order; None if they
+            are in order.
+        padding: rows after all others, which are not written and attend to nothing.
     """
 
     def __init__(
@@ -83,23 +86,26 @@ class KernelPlan:
         padding: int = 0,
         large_work: float = LARGE_WORK,
     ) -> None:
-        """``multiple`` is that of long chunks; ``tables`` holds those of the step before.
+        """Plan a step.
 
-        Chunks of more than ``large_work`` are large.
+        ``multiple`` is that of long chunks; ``tables`` keeps the tables of the last step; chunks
+        with more than ``large_work`` are large.
         """
         self.padding = padding
-        counts = np.array([len(one.token_ids) for one in sequences])
+        counts = np.array([len(sequence.token_ids) for sequence in sequences])
         firsts = offsets(counts)
         is_short = counts < LONG_CHUNK
         chunks = [
-            LongChunk(int(firsts[i]), int(counts[i]), one.start, one.block_table, multiple)
-            for i, one in enumerate(sequences)
+            LongChunk(
+                int(firsts[i]), int(counts[i]), sequence.start, sequence.block_table, multiple
+            )
+            for i, sequence in enumerate(sequences)
             if not is_short[i]
         ]
         self.chunks = sorted(chunks, key=lambda chunk: chunk.work > large_work)
         self.num_small = sum(chunk.work <= large_work for chunk in chunks)
-        short = [one for i, one in enumerate(sequences) if is_short[i]]
-        held = (tables or HeldTables()).rows([one.block_table for one in short], len(short))
+        short = [sequence for i, sequence in enumerate(sequences) if is_short[i]]
+        held = (tables or HeldTables()).rows([row.block_table for row in short], len(short))
         self.tables = mx.array(held)
         self._add_short_rows(short, firsts[is_short], counts[is_short])
         slots = np.full(counts.sum() + padding, -1, dtype=np.int32)
@@ -107,8 +113,11 @@ class KernelPlan:
         for chunk in chunks:
             slots[chunk.first : chunk.first + chunk.length] = chunk.slots(block_size)
         self.slots = mx.array(slots)
-        rows = [self._rows, *(np.arange(one.first, one.first + one.length) for one in self.chunks)]
-        self.order = _inverse(np.concatenate(rows))
+        rows = [
+            self._rows,
+            *(np.arange(chunk.first, chunk.first + chunk.length) for chunk in self.chunks),
+        ]
+        self.order = output_order(np.concatenate(rows))
         self._work: dict[WorkKind, Work] = {}
         self._chunk_work: dict[tuple[int, int, int | None, int], ChunkWork] = {}
         self._zeros: dict[tuple[int, int, mx.Dtype], mx.array] = {}
@@ -116,21 +125,21 @@ class KernelPlan:
     def _add_short_rows(
         self, short: Sequence[ScheduledSequence], firsts: np.ndarray, counts: np.ndarray
     ) -> None:
-        """Rows of the step that the kernel attends for, their sequences, and ends of their keys."""
+        """Set the rows of the decode kernel, their sequences, and the ends of their keys."""
         within = np.arange(counts.sum()) - offsets(counts).repeat(counts)
         self._rows = firsts.repeat(counts) + within
         self._sequences = np.arange(len(short)).repeat(counts)
-        starts = np.array([one.start for one in short], dtype=int)
+        starts = np.array([sequence.start for sequence in short], dtype=int)
         self._ends = starts.repeat(counts) + within + 1
         self.num_rows = len(self._rows)
 
     def work(self, window: int | None, heads: int, threadgroups: int) -> Work:
-        """Items of attention within ``window``; made once per step for each kind of layer.
+        """Return the items of attention within ``window``; cached for the layers of a step.
 
         Args:
             window: as in ``AttentionBackend.attend``.
             heads: threadgroups per item.
-            threadgroups: how many are wanted.
+            threadgroups: how many shall run at once.
         """
         key = (window, heads, threadgroups)
         if key not in self._work:
@@ -141,10 +150,10 @@ class KernelPlan:
     def chunk_work(
         self, tokens: int, count: int, window: int | None, threadgroups: int
     ) -> ChunkWork:
-        """The first ``count`` long chunks in pieces of so many tokens; made once per step.
+        """Return the first ``count`` long chunks in pieces of up to ``tokens``; cached.
 
-        Keys within ``window`` are cut where so few pieces would leave some of ``threadgroups``
-        without work; see ``prefill_span``.
+        If the pieces are too few to keep ``threadgroups`` busy, keys within ``window`` are cut; see
+        ``prefill_span``.
         """
         key = (tokens, count, window, threadgroups)
         if key not in self._chunk_work:
@@ -152,7 +161,7 @@ class KernelPlan:
         return self._chunk_work[key]
 
     def padding_rows(self, heads: int, value_dim: int, dtype: mx.Dtype) -> mx.array:
-        """What attention gives for padding, ``[padding, H, 1, V]``; made once per step."""
+        """Return the attention output of padding, ``[padding, H, 1, V]``; cached."""
         key = (heads, value_dim, dtype)
         if key not in self._zeros:
             self._zeros[key] = mx.zeros((self.padding, heads, 1, value_dim), dtype)
@@ -160,12 +169,5 @@ class KernelPlan:
 
     @property
     def kinds(self) -> tuple[WorkKind, ...]:
-        """What ``work`` was asked for so far."""
+        """Return the arguments of all calls of ``work`` so far."""
         return tuple(self._work)
-
-
-def _inverse(rows: np.ndarray) -> mx.array | None:
-    """Where each row's output is among the concatenated ones; None if in order."""
-    if (rows[:-1] < rows[1:]).all():
-        return None
-    return int32(np.argsort(rows))

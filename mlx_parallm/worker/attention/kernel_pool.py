@@ -1,4 +1,4 @@
-"""A layer's KV blocks as the kernels lay them out, and which layers the kernels can serve."""
+"""The kernels' layout of a layer's KV blocks, and which layers the kernels support."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from mlx_parallm.kernels.build import Constant
 from mlx_parallm.worker.attention.base import LayerPool, LayerShape
 from mlx_parallm.worker.attention.quantisation import KVQuantisation
 
-# A thread moves this many neighbouring elements: 16 bytes of a 16-bit type.
+# VECTOR: neighbouring elements that a thread moves, 16 bytes in 16-bit types.
 VECTOR = 8
 WARP = 32
 MAX_DIM = WARP * VECTOR
 DTYPES = (mx.float32, mx.float16, mx.bfloat16)
-# Quantised numbers lie in words of this many bits.
+# WORD: bits of the words that hold quantised numbers.
 WORD = 32
-# Arguments that have one dtype in all kernels.
+# Arguments with the same dtype in all kernels.
 _DTYPES = {
     **dict.fromkeys(("items", "tables", "table", "previous", "slots", "spans", "ends"), mx.int32),
     **dict.fromkeys(("sources", "targets", "token"), mx.int32),
@@ -38,39 +38,39 @@ class PoolLayout:
 
     @property
     def bytes_per_token(self) -> int:
-        """KV bytes of one token in this layer."""
+        """Return the bytes of a token's KV in this layer."""
         return self.shape.bytes_per_token(self.quantisation)
 
     @property
     def pools(self) -> tuple[str, ...]:
-        """What kernels call the arrays of a pool."""
+        """Return the kernels' names for the arrays of a pool."""
         names = ("key_pool", "value_pool")
         return (*names, "key_scale_pool", "value_scale_pool") if self.quantisation else names
 
     def constants(self) -> dict[str, Constant]:
-        """What every kernel must know of it."""
-        one = self.quantisation
+        """Return the constants that every kernel needs."""
+        scheme = self.quantisation
         return {
             "KV_HEADS": self.shape.num_kv_heads,
             "D": self.shape.key_dim,
             "V": self.shape.value_dim,
             "BLOCK_SIZE": self.block_size,
-            "BITS": one.bits if one else 0,
-            **({"M": one.scale_dtype, "GROUP": one.group_size} if one else {}),
+            "BITS": scheme.bits if scheme else 0,
+            **({"M": scheme.scale_dtype, "GROUP": scheme.group_size} if scheme else {}),
         }
 
 
 @dataclass(slots=True)
 class KernelPool(LayerPool):
-    """One layer's blocks, keys ``[num_blocks, K, block_size, D]`` and values likewise with V.
+    """One layer's blocks: keys ``[num_blocks, K, block_size, D]``, and values likewise with V.
 
-    Quantised, they are uint32 words of packed numbers, and ``scales`` are the keys' and the values'
-    steps and least values, ``[num_blocks, K, block_size, groups, 2]``; else there are none.
+    If quantised, they are uint32 words of packed numbers, and ``scales`` has the keys' and the
+    values' steps and least values, ``[num_blocks, K, block_size, groups, 2]``.
 
-    The arrays are written in place and never replaced. ``token``, int32 ``[1]``, is what the latest
-    write returned: every kernel takes it as an input and so runs after that write, and to evaluate
-    it is to have the pool written. ``kernels`` is for the backend, which keeps there what it has
-    found for the pool: a layer asks at every step, and a layout takes long to hash.
+    The arrays are written in place and never replaced. ``token``, int32 ``[1]``, is the latest
+    write's output: every kernel takes it as an input, so it runs after that write, and evaluating
+    it completes the pool. ``kernels`` caches the backend's kernels for this pool, because layers
+    need them at every step and a layout is slow to hash.
     """
 
     layout: PoolLayout
@@ -79,38 +79,38 @@ class KernelPool(LayerPool):
     kernels: dict[Any, Any] = field(default_factory=dict)
 
     def arrays(self) -> list[mx.array]:
-        """What must be evaluated for the pool to be up to date."""
+        """Return the arrays to evaluate for the pool to be up to date."""
         return [self.keys, self.values, *self.scales, self.token]
 
     def pools(self) -> list[mx.array]:
-        """The arrays that kernels read or write, in the order of ``PoolLayout.pools``."""
+        """Return the arrays that kernels read or write, in the order of ``PoolLayout.pools``."""
         return [self.keys, self.values, *self.scales]
 
 
 def argument_dtype(name: str, constants: Mapping[str, Constant]) -> mx.Dtype | None:
-    """Return the dtype of a kernel's argument; None if its constants do not say it."""
+    """Return the dtype of a kernel's argument; None if the constants do not decide it."""
     if name in _DTYPES:
         return _DTYPES[name]
     if name.endswith("scale_pool"):
-        found = constants.get("M")
+        dtype = constants.get("M")
     elif name.endswith("_pool") and constants.get("BITS"):
         return mx.uint32
     else:
-        found = constants.get("T")
-    return found if isinstance(found, mx.Dtype) else None
+        dtype = constants.get("T")
+    return dtype if isinstance(dtype, mx.Dtype) else None
 
 
 def new_kernel_pool(layout: PoolLayout, num_blocks: int) -> KernelPool:
-    """Zeros, evaluated: what is written in place must exist."""
-    shape, one = layout.shape, layout.quantisation
+    """Return an empty pool, evaluated, because arrays written in place must exist."""
+    shape, scheme = layout.shape, layout.quantisation
     outer = (num_blocks, shape.num_kv_heads, layout.block_size)
     dims = (shape.key_dim, shape.value_dim)
-    if one is None:
+    if scheme is None:
         stored = [mx.zeros((*outer, dim), shape.dtype) for dim in dims]
         scales = []
     else:
-        stored = [mx.zeros((*outer, dim * one.bits // WORD), mx.uint32) for dim in dims]
-        scales = [mx.zeros((*outer, one.groups(dim), 2), one.scale_dtype) for dim in dims]
+        stored = [mx.zeros((*outer, dim * scheme.bits // WORD), mx.uint32) for dim in dims]
+        scales = [mx.zeros((*outer, scheme.groups(dim), 2), scheme.scale_dtype) for dim in dims]
     token = mx.zeros((1,), mx.int32)
     pool = KernelPool(*stored, layout=layout, token=token, scales=tuple(scales))
     mx.eval(pool.arrays())
@@ -118,19 +118,19 @@ def new_kernel_pool(layout: PoolLayout, num_blocks: int) -> KernelPool:
 
 
 def why_unsupported(layout: PoolLayout) -> str | None:
-    """Why the kernels cannot serve a layer; None if they can."""
+    """Return why the kernels do not support a layer; None if they do."""
     shape = layout.shape
     if shape.dtype not in DTYPES:
         return f"KV of {shape.dtype}"
     for dim in (shape.key_dim, shape.value_dim):
         if dim % VECTOR or not 0 < dim <= MAX_DIM:
             return f"head size {dim} (multiples of {VECTOR} up to {MAX_DIM} are supported)"
-    # So that a block's bytes are copied by 16.
+    # A block's bytes must be a multiple of 16, in which it is copied.
     if layout.quantisation and layout.block_size % 4:
         return f"quantised blocks of {layout.block_size} tokens (multiples of 4 are supported)"
     return None
 
 
 def lanes_for(dim: int, vector: int = VECTOR) -> int:
-    """Lanes that share one row's vectors: a power of two, so that shuffles stay among them."""
+    """Return the lanes that share a row's vectors: a power of two, so that they can shuffle."""
     return 1 << (dim // vector - 1).bit_length()

@@ -1,8 +1,8 @@
-"""Long prefill chunks: a kernel for tensor cores, or stock attention over gathered keys and values.
+"""Long prefill chunks: a kernel for tensor cores, or stock attention over gathered KV.
 
-MLX's own attention on CUDA compiles a cuDNN graph for every new pair of lengths, 50 to 80 ms each,
-and is about twice as fast as the kernel where there is much to do; the kernel takes any lengths,
-and all chunks at once (``docs/decisions/012-prefill-on-tensor-cores.md``).
+MLX's attention on CUDA compiles a cuDNN graph for every new pair of lengths, 50 to 80 ms each, but
+is about twice as fast as the kernel for large chunks. The kernel takes any lengths, and all chunks
+at once (``docs/decisions/012-prefill-on-tensor-cores.md``).
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ from mlx_parallm.worker.attention.kernel_plan import KernelPlan
 from mlx_parallm.worker.attention.kernel_pool import VECTOR, WARP, KernelPool, PoolLayout
 from mlx_parallm.worker.attention.key_spans import MERGE_KEYS, TILE
 
-# Of a threadgroup; each takes 16 rows of queries.
+# WARPS of a threadgroup; each takes 16 query rows.
 WARPS = 8
 ROWS = WARPS * 16
-# One for each of an H100's 132 processors, as many as fit.
+# THREADGROUPS: one for each of an H100's 132 processors, which is as many as fit.
 THREADGROUPS = 132
 MAX_DIM = 128
 
-# Puts parts together: its inputs and the shape of its output.
+# Merge takes the inputs of a merge and the shape of its output.
 Merge = Callable[[list[mx.array], tuple[int, ...]], mx.array]
 
 
 @dataclass(frozen=True, slots=True)
 class PrefillKind:
-    """What the prefill kernel is compiled for."""
+    """Everything that the prefill kernel is compiled for."""
 
     layout: PoolLayout
     heads: int
@@ -46,12 +46,12 @@ class PrefillKind:
 
     @property
     def share(self) -> int:
-        """Query heads of one KV head."""
+        """Return the query heads of one KV head."""
         return self.heads // self.layout.shape.num_kv_heads
 
     @property
     def is_supported(self) -> bool:
-        """Whether the kernel can serve such layers."""
+        """True if the kernel supports such layers."""
         shape = self.layout.shape
         return (
             self.layout.quantisation is None
@@ -59,16 +59,19 @@ class PrefillKind:
             and shape.key_dim <= MAX_DIM
             and shape.value_dim <= MAX_DIM
             and shape.key_dim % VECTOR == 0
-            # Neighbouring lanes take neighbouring columns of 8.
+            # Neighbouring lanes take neighbouring groups of 8 columns.
             and shape.value_dim % (2 * VECTOR) == 0
             and self.share <= ROWS
-            # The largest product is the largest score.
+            # The kernel takes the largest product for the largest score.
             and self.scale > 0
         )
 
 
 class PrefillKernels:
-    """The kernels of one kind, ``tensor_cores/prefill.cu``; parts are merged as decode's are."""
+    """The prefill kernels of one kind, ``tensor_cores/prefill.cu``.
+
+    Parts are merged by decode's kernel.
+    """
 
     def __init__(self, kind: PrefillKind, merge: Merge, builder: KernelBuilder) -> None:
         self._kind = kind
@@ -78,17 +81,17 @@ class PrefillKernels:
         self._is_prepared = False
         # Shorter windows are never cut.
         self._has_parts = kind.window is None or kind.window > MERGE_KEYS
-        # Asked for by every layer of every step.
+        # These are needed by every layer of every step.
         self._tokens = ROWS // kind.share
         self._at_once = max(1, THREADGROUPS // kind.layout.shape.num_kv_heads)
 
     def begin(self) -> None:
-        """Begin to compile all of them in the background, where the language allows it."""
+        """Start to compile all kernels, in the background where the language allows it."""
         for is_split in (False, True) if self._has_parts else (False,):
             self._kernel(is_split=is_split)
 
     def prepare(self, pool: KernelPool) -> None:
-        """Have them compiled, which takes seconds and would otherwise happen while streams wait."""
+        """Compile and run all kernels once; it takes seconds that streams would wait for later."""
         if self._is_prepared:
             return
         self._is_prepared = True
@@ -98,23 +101,23 @@ class PrefillKernels:
         chunk = LongChunk(first=0, length=LONG_CHUNK, start=0, blocks=blocks)
         queries = mx.zeros((chunk.length, kind.heads, 1, shape.key_dim), shape.dtype)
         sinks = mx.zeros((kind.heads,), shape.dtype) if kind.has_sinks else None
-        work = chunk_work([chunk], self._tokens, kind.window, 1)
-        works = [work, work.in_parts()] if self._has_parts else [work]
-        mx.eval([self._attend(pool, one, queries, sinks) for one in works])
+        whole = chunk_work([chunk], self._tokens, kind.window, 1)
+        works = [whole, whole.in_parts()] if self._has_parts else [whole]
+        mx.eval([self._attend(pool, work, queries, sinks) for work in works])
 
     def run(
         self, pool: KernelPool, plan: KernelPlan, count: int, queries: mx.array, scores: Scores
     ) -> mx.array:
-        """Attention of the plan's first long chunks, ``[rows, H, 1, V]`` in their order."""
+        """Return the attention of the plan's first ``count`` long chunks, ``[rows, H, 1, V]``."""
         work = plan.chunk_work(self._tokens, count, scores.window, self._at_once)
         return self._attend(pool, work, queries, scores.sinks)
 
     def _attend(
-        self, pool: KernelPool, work: ChunkWork, queries: mx.array, given: mx.array | None
+        self, pool: KernelPool, work: ChunkWork, queries: mx.array, sink_logits: mx.array | None
     ) -> mx.array:
         kind, shape = self._kind, self._kind.layout.shape
         inputs = [queries, work.items, work.tables, pool.token, *pool.pools()]
-        sinks = [] if given is None else [given]
+        sinks = [] if sink_logits is None else [sink_logits]
         output = (work.num_rows, kind.heads, 1, shape.value_dim)
         if work.spans is None:
             return self._launch(work, [*inputs, *sinks], [(output, shape.dtype)])[0]
@@ -170,25 +173,22 @@ class PrefillKernels:
 def attend_chunk(
     chunk: LongChunk, queries: mx.array, keys: mx.array, values: mx.array, scores: Scores
 ) -> mx.array:
-    """Attention of one chunk's rows.
+    """Return stock attention of one chunk's rows, ``[length, H, 1, V]``.
 
     Args:
-        chunk: whose rows.
-        queries: of the whole step, ``[T, H, 1, D]``.
-        keys: ``[1, K, S, D]``, S at least what the last row sees.
+        chunk: the chunk.
+        queries: queries of the whole step, ``[T, H, 1, D]``.
+        keys: ``[1, K, S, D]``, with S at least what the last row sees.
         values: ``[1, K, S, V]``.
-        scores: how they become weights.
-
-    Returns:
-        ``[length, H, 1, V]``.
+        scores: how scores become weights.
     """
-    mine = queries[chunk.first : chunk.first + chunk.length, :, 0].swapaxes(0, 1)[None]
+    own = queries[chunk.first : chunk.first + chunk.length, :, 0].swapaxes(0, 1)[None]
     before = chunk.start - chunk.begin
     after = chunk.num_keys - chunk.end
-    # What lies beyond the end in the pool may be another sequence's infinities.
-    keys, values = (_padded(one[:, :, : chunk.end], 0, after) for one in (keys, values))
+    # Beyond the chunk's end the pool may hold infinities of other sequences.
+    keys, values = (_padded(array[:, :, : chunk.end], 0, after) for array in (keys, values))
     output = dense_attention(
-        _padded(mine, before, after),
+        _padded(own, before, after),
         keys,
         values,
         scale=scores.scale,
@@ -196,12 +196,12 @@ def attend_chunk(
         sinks=scores.sinks,
         soft_cap=scores.soft_cap,
     )
-    own = output[0, :, before : before + chunk.length]
-    return own.swapaxes(0, 1)[:, :, None]
+    rows = output[0, :, before : before + chunk.length]
+    return rows.swapaxes(0, 1)[:, :, None]
 
 
 def _padded(array: mx.array, before: int, after: int) -> mx.array:
-    """With zeros around the third axis of four."""
+    """Return an array of four axes with zeros around the third."""
     if not (before or after):
         return array
     return mx.pad(array, [(0, 0), (0, 0), (before, after), (0, 0)])

@@ -1,4 +1,4 @@
-"""Keys and values in fewer bits: what is stored, and the operations of stock MLX that do it.
+"""Quantised keys and values: the stored form, and stock MLX operations that compute it.
 
 The kernels store the same numbers, packed into words instead of bytes.
 """
@@ -15,10 +15,10 @@ from mlx_parallm.types.errors import ConfigError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KVQuantisation:
-    """How keys and values are kept in fewer bits.
+    """How keys and values are quantised.
 
-    ``group_size`` neighbouring elements of a token in a head are numbers of ``bits`` bits: so many
-    steps above a least value. Step and least value are kept in ``scale_dtype``.
+    ``group_size`` neighbouring elements of a token in a head become integers of ``bits`` bits: the
+    number of steps above a least value. Step and least value are stored in ``scale_dtype``.
     """
 
     bits: int
@@ -31,27 +31,27 @@ class KVQuantisation:
 
     @property
     def levels(self) -> int:
-        """The largest number."""
+        """Return the largest number."""
         return 2**self.bits - 1
 
     def groups(self, dim: int) -> int:
-        """Of ``dim`` elements; the last may be smaller."""
+        """Return the groups of ``dim`` elements; the last may be smaller."""
         return -(-dim // self.group_size)
 
     def stored_bytes(self, dim: int) -> int:
-        """The numbers of ``dim`` elements in whole bytes, without their groups' scales."""
+        """Return the bytes of ``dim`` elements' numbers, without scales."""
         return -(-dim * self.bits // 8)
 
     def bytes_of(self, dim: int) -> int:
-        """Numbers and scales of ``dim`` elements."""
+        """Return the bytes of ``dim`` elements' numbers and scales."""
         return self.stored_bytes(dim) + self.groups(dim) * 2 * self.scale_dtype.size
 
 
 def quantisation_of(kv_cache_dtype: str) -> KVQuantisation | None:
-    """What a ``CacheConfig.kv_cache_dtype`` means; None for KV in the model's dtype.
+    """Return the quantisation of a ``CacheConfig.kv_cache_dtype``; None for the model's dtype.
 
     Raises:
-        ConfigError: an unknown name.
+        ConfigError: the name is unknown.
     """
     bits = {"auto": None, "int8": 8, "int4": 4}
     if kv_cache_dtype not in bits:
@@ -62,32 +62,32 @@ def quantisation_of(kv_cache_dtype: str) -> KVQuantisation | None:
 
 
 def kv_cache_dtype_of(quantisation: KVQuantisation | None) -> str:
-    """The name in the configuration."""
+    """Return the name in the configuration."""
     return "auto" if quantisation is None else f"int{quantisation.bits}"
 
 
-def quantise(values: mx.array, one: KVQuantisation) -> tuple[mx.array, mx.array]:
-    """Numbers and scales.
+def quantise(values: mx.array, scheme: KVQuantisation) -> tuple[mx.array, mx.array]:
+    """Return numbers and scales.
 
     Args:
-        values: floating point, ``[..., dim]``.
-        one: how.
+        values: ``[..., dim]`` of any float dtype.
+        scheme: the quantisation.
 
     Returns:
-        uint8 ``[..., stored_bytes(dim)]`` and, in ``scale_dtype``, step and least value of every
+        uint8 ``[..., stored_bytes(dim)]`` and, in ``scale_dtype``, step and least value of each
         group, ``[..., groups, 2]``.
     """
     dim = values.shape[-1]
-    grouped = _by_group(values.astype(mx.float32), one)
-    least = grouped.min(axis=-1, keepdims=True).astype(one.scale_dtype)
+    grouped = _by_group(values.astype(mx.float32), scheme)
+    least = grouped.min(axis=-1, keepdims=True).astype(scheme.scale_dtype)
     span = grouped.max(axis=-1, keepdims=True) - least
-    step = (span / one.levels).astype(one.scale_dtype)
-    # Levels above the least value as it is stored, in steps as they are stored.
+    step = (span / scheme.levels).astype(scheme.scale_dtype)
+    # Numbers count steps as stored, above the least value as stored.
     wide = step.astype(mx.float32)
     inverse = mx.where(wide > 0, 1 / wide, 0)
-    numbers = mx.clip(mx.round((grouped - least) * inverse), 0, one.levels).astype(mx.uint8)
+    numbers = mx.clip(mx.round((grouped - least) * inverse), 0, scheme.levels).astype(mx.uint8)
     numbers = numbers.reshape(*values.shape[:-1], -1)[..., :dim]
-    if one.bits == 4:
+    if scheme.bits == 4:
         if dim % 2:
             numbers = mx.concatenate([numbers, mx.zeros_like(numbers[..., :1])], axis=-1)
         numbers = numbers[..., ::2] | (numbers[..., 1::2] << 4)
@@ -95,21 +95,21 @@ def quantise(values: mx.array, one: KVQuantisation) -> tuple[mx.array, mx.array]
 
 
 def dequantise(
-    numbers: mx.array, scales: mx.array, one: KVQuantisation, dim: int, dtype: mx.Dtype
+    numbers: mx.array, scales: mx.array, scheme: KVQuantisation, dim: int, dtype: mx.Dtype
 ) -> mx.array:
-    """What ``quantise`` stored of ``dim`` elements, ``[..., dim]`` in ``dtype``."""
-    if one.bits == 4:
+    """Return the ``dim`` elements that ``quantise`` stored, ``[..., dim]`` in ``dtype``."""
+    if scheme.bits == 4:
         numbers = mx.stack([numbers & 15, numbers >> 4], axis=-1)
         numbers = numbers.reshape(*numbers.shape[:-2], -1)[..., :dim]
-    grouped = _by_group(numbers, one).astype(mx.float32)
+    grouped = _by_group(numbers, scheme).astype(mx.float32)
     values = grouped * scales[..., :1] + scales[..., 1:]
     return values.reshape(*numbers.shape[:-1], -1)[..., :dim].astype(dtype)
 
 
-def _by_group(values: mx.array, one: KVQuantisation) -> mx.array:
-    """``[..., groups, size]``; a last group that is smaller repeats its last element."""
-    groups = one.groups(values.shape[-1])
-    missing = groups * one.group_size - values.shape[-1] if groups > 1 else 0
+def _by_group(values: mx.array, scheme: KVQuantisation) -> mx.array:
+    """Return ``[..., groups, size]``; a smaller last group repeats its last element."""
+    groups = scheme.groups(values.shape[-1])
+    missing = groups * scheme.group_size - values.shape[-1] if groups > 1 else 0
     if missing:
         values = mx.pad(values, [(0, 0)] * (values.ndim - 1) + [(0, missing)], mode="edge")
     return values.reshape(*values.shape[:-1], groups, -1)

@@ -1,6 +1,6 @@
-"""Paged attention of stock MLX operations over keys and values in fewer bits.
+"""Paged attention by stock MLX operations over quantised keys and values.
 
-What a step reads is made into the model's dtype after it was gathered, and attended as ever.
+A step gathers what it reads, dequantises it to the model's dtype, and attends as usual.
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ class QuantisedPool(LayerPool):
     value_scales: mx.array
 
     def arrays(self) -> list[mx.array]:
-        """What must be evaluated for the pool to be up to date."""
+        """Return the arrays to evaluate for the pool to be up to date."""
         return [self.keys, self.values, self.key_scales, self.value_scales]
 
 
 class QuantisedReferenceAttention(ReferenceAttention):
-    """The backend of stock operations, its pools quantised. Implements ``AttentionBackend``."""
+    """The reference backend with quantised pools. Implements ``AttentionBackend``."""
 
     def __init__(self, block_size: int, quantisation: KVQuantisation) -> None:
         super().__init__(block_size)
-        self._one = quantisation
+        self._scheme = quantisation
 
     @property
     def quantisation(self) -> KVQuantisation:
         """See ``AttentionBackend.quantisation``."""
-        return self._one
+        return self._scheme
 
     def unquantised(self) -> ReferenceAttention:
         """See ``AttentionBackend.unquantised``."""
@@ -48,39 +48,44 @@ class QuantisedReferenceAttention(ReferenceAttention):
 
     def bytes_per_token(self, shape: LayerShape) -> int:
         """See ``AttentionBackend.bytes_per_token``."""
-        return shape.bytes_per_token(self._one)
+        return shape.bytes_per_token(self._scheme)
 
     def new_pool(self, shape: LayerShape, num_blocks: int) -> QuantisedPool:
-        """Zeros: gathered padding is masked, but must be finite."""
+        """Return a pool of zeros: gathered padding is masked, but must be finite."""
         outer = (shape.num_kv_heads, num_blocks * self._block_size)
         dims = (shape.key_dim, shape.value_dim)
-        keys, values = (mx.zeros((*outer, self._one.stored_bytes(dim)), mx.uint8) for dim in dims)
+        keys, values = (
+            mx.zeros((*outer, self._scheme.stored_bytes(dim)), mx.uint8) for dim in dims
+        )
         key_scales, value_scales = (
-            mx.zeros((*outer, self._one.groups(dim) * 2), self._one.scale_dtype) for dim in dims
+            mx.zeros((*outer, self._scheme.groups(dim) * 2), self._scheme.scale_dtype)
+            for dim in dims
         )
         return QuantisedPool(keys, values, shape, key_scales, value_scales)
 
     def write(self, pool: LayerPool, plan: ReferencePlan, keys: mx.array, values: mx.array) -> None:
         """See ``AttentionBackend.write``."""
-        mine = _quantised_pool(pool)
+        quantised = _quantised_pool(pool)
         for new, numbers, scales in (
-            (keys, mine.keys, mine.key_scales),
-            (values, mine.values, mine.value_scales),
+            (keys, quantised.keys, quantised.key_scales),
+            (values, quantised.values, quantised.value_scales),
         ):
-            # Keys of an index have no values.
+            # The keys of an index, as in DeepSeek's sparse attention, have no values.
             if new.shape[-1]:
-                # Rounded to the dtype of the layer first, as the kernels do.
-                rows = new[:, :, 0].swapaxes(0, 1).astype(mine.shape.dtype)
-                new_numbers, new_scales = quantise(rows, self._one)
+                # Rounding to the layer's dtype comes first, as in the kernels.
+                rows = new[:, :, 0].swapaxes(0, 1).astype(quantised.shape.dtype)
+                new_numbers, new_scales = quantise(rows, self._scheme)
                 numbers[:, plan.slots] = new_numbers
                 scales[:, plan.slots] = new_scales.flatten(-2)
 
     def _gather(self, pool: LayerPool, table: mx.array) -> tuple[mx.array, mx.array]:
-        mine = _quantised_pool(pool)
-        shape = mine.shape
+        quantised = _quantised_pool(pool)
+        shape = quantised.shape
         return (
-            self._read(mine.keys, mine.key_scales, shape.key_dim, shape.dtype, table),
-            self._read(mine.values, mine.value_scales, shape.value_dim, shape.dtype, table),
+            self._read(quantised.keys, quantised.key_scales, shape.key_dim, shape.dtype, table),
+            self._read(
+                quantised.values, quantised.value_scales, shape.value_dim, shape.dtype, table
+            ),
         )
 
     def _read(
@@ -90,7 +95,9 @@ class QuantisedReferenceAttention(ReferenceAttention):
         if not dim:
             return numbers.astype(dtype)
         scales = self._gather_array(scales, table)
-        return dequantise(numbers, scales.reshape(*scales.shape[:-1], -1, 2), self._one, dim, dtype)
+        return dequantise(
+            numbers, scales.reshape(*scales.shape[:-1], -1, 2), self._scheme, dim, dtype
+        )
 
 
 def _quantised_pool(pool: LayerPool) -> QuantisedPool:

@@ -1,9 +1,9 @@
-"""Paged attention of stock MLX operations: right everywhere, and the measure of the kernels.
+"""Paged attention by stock MLX operations: correct on every device, and the kernels' measure.
 
-A layer's pool is ``[K, num_blocks * block_size, D]``: heads first, so that a gather by block table
-yields what ``mx.fast.scaled_dot_product_attention`` wants without a transposed copy. A write is one
-indexed assignment, which MLX does in place as long as nothing else holds the array: a step must be
-evaluated before the next is built, or the whole pool is copied.
+A layer's pool is ``[K, num_blocks * block_size, D]``: with heads first, a gather by block table is
+what ``mx.fast.scaled_dot_product_attention`` takes, without a transposed copy. A write is one
+indexed assignment, which MLX does in place only while nothing else holds the array. So a step must
+be evaluated before the next is built, or the whole pool is copied.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import numpy as np
 
 from mlx_parallm.types.step import ScheduledSequence
 from mlx_parallm.worker.attention.base import LayerPool, LayerShape, Scores
+from mlx_parallm.worker.attention.chunk_plan import output_order
 from mlx_parallm.worker.attention.decode_groups import DecodeGroup, make_decode_groups
 from mlx_parallm.worker.attention.dense import (
     composes_softmax,
@@ -25,8 +26,8 @@ from mlx_parallm.worker.attention.dense import (
 )
 from mlx_parallm.worker.attention.quantisation import KVQuantisation
 
-# A chunk's queries attend by tiles, each over no more keys than its last row sees: the causal half
-# that stock attention computes and masks is skipped (1.7 times faster at 512 tokens on the CPU).
+# QUERY_TILE: a chunk's queries attend in tiles, each over no more keys than its last row sees. That
+# skips the causal half which stock attention computes and masks (1.7x faster at 512 tokens, CPU).
 QUERY_TILE = 64
 
 
@@ -41,9 +42,9 @@ class Chunk:
     masks: dict[tuple[int, int], mx.array] = field(default_factory=dict)
 
     def mask(self, window: int | None, first: int, last: int) -> mx.array | str:
-        """What the chunk's rows ``first .. last - 1`` see of positions up to the last one's.
+        """Return what rows ``first .. last - 1`` of the chunk see, up to the last one's position.
 
-        ``"causal"``, or bool ``[last - first, start + last]``.
+        It is ``"causal"``, or bool ``[last - first, start + last]``.
         """
         end = self.start + last
         if window is None or window >= end:
@@ -60,8 +61,8 @@ class Chunk:
 class ReferencePlan:
     """Index arrays of one step.
 
-    ``slots`` are the flat pool positions of the T rows; ``order`` puts the concatenated outputs of
-    groups and chunks back into row order, None where they are already.
+    ``slots`` are the flat pool positions of the T rows. ``order`` puts the concatenated outputs of
+    groups and chunks into row order; None if they are in order.
     """
 
     slots: mx.array
@@ -71,7 +72,7 @@ class ReferencePlan:
 
 
 class ReferenceAttention:
-    """The backend of stock operations. Implements ``AttentionBackend``."""
+    """The backend that uses stock operations. Implements ``AttentionBackend``."""
 
     name = "reference"
     runs_ahead = False
@@ -93,7 +94,7 @@ class ReferenceAttention:
         return shape.bytes_per_token(None)
 
     def new_pool(self, shape: LayerShape, num_blocks: int) -> LayerPool:
-        """Zeros: gathered padding is masked, but must be finite."""
+        """Return a pool of zeros: gathered padding is masked, but must be finite."""
         rows = num_blocks * self._block_size
         return LayerPool(
             mx.zeros((shape.num_kv_heads, rows, shape.key_dim), shape.dtype),
@@ -101,10 +102,10 @@ class ReferenceAttention:
         )
 
     def plan(self, sequences: Sequence[ScheduledSequence]) -> ReferencePlan:
-        """Build a step's index arrays, once for all layers."""
-        lengths = [len(one.token_ids) for one in sequences]
+        """Return a step's index arrays, for all layers."""
+        lengths = [len(sequence.token_ids) for sequence in sequences]
         firsts = np.cumsum([0, *lengths])
-        slots = np.concatenate([self._slots(one) for one in sequences])
+        slots = np.concatenate([self._slots(sequence) for sequence in sequences])
         singles = [i for i, length in enumerate(lengths) if length == 1]
         groups = make_decode_groups(
             [sequences[i] for i in singles], firsts[singles], self._block_size
@@ -113,20 +114,20 @@ class ReferenceAttention:
             Chunk(
                 first=int(firsts[i]),
                 length=lengths[i],
-                start=one.start,
-                blocks=mx.array(np.array(one.block_table, dtype=np.int32)),
+                start=sequence.start,
+                blocks=mx.array(np.array(sequence.block_table, dtype=np.int32)),
             )
-            for i, one in enumerate(sequences)
+            for i, sequence in enumerate(sequences)
             if lengths[i] > 1
         ]
         rows = [group.rows for group in groups]
-        rows += [np.arange(one.first, one.first + one.length) for one in chunks]
-        return ReferencePlan(mx.array(slots), groups, chunks, _inverse(np.concatenate(rows)))
+        rows += [np.arange(chunk.first, chunk.first + chunk.length) for chunk in chunks]
+        return ReferencePlan(mx.array(slots), groups, chunks, output_order(np.concatenate(rows)))
 
     def write(self, pool: LayerPool, plan: ReferencePlan, keys: mx.array, values: mx.array) -> None:
         """See ``AttentionBackend.write``."""
         pool.keys[:, plan.slots] = keys[:, :, 0].swapaxes(0, 1)
-        # Keys of an index have no values; MLX's CPU backend divides by such a width.
+        # The keys of an index have no values, and MLX's CPU backend divides by the width.
         if values.shape[-1]:
             pool.values[:, plan.slots] = values[:, :, 0].swapaxes(0, 1)
 
@@ -157,21 +158,21 @@ class ReferenceAttention:
         return keys.swapaxes(0, 1), values.swapaxes(0, 1)
 
     def forget_writes(self, pool: LayerPool) -> None:
-        """Nothing: a step that MLX cannot compute on the CPU ends the process."""
+        """Do nothing: a step that MLX cannot compute on the CPU ends the process."""
         del pool
 
     def copy_blocks(self, pool: LayerPool, sources: mx.array, targets: mx.array) -> None:
         """See ``AttentionBackend.copy_blocks``."""
         source_rows, target_rows = self._rows(sources), self._rows(targets)
         copies = [array[:, source_rows] for array in pool.arrays()]
-        # Read before the write is built: a pool that a pending read holds would be copied whole.
+        # The copies are evaluated first: MLX would copy a whole pool that a pending read holds.
         mx.eval(copies)
         for array, copy in zip(pool.arrays(), copies, strict=True):
             if copy.shape[-1]:
                 array[:, target_rows] = copy
 
     def _rows(self, blocks: mx.array) -> mx.array:
-        """Flat pool positions of whole blocks."""
+        """Return flat pool positions of whole blocks."""
         offsets = mx.arange(self._block_size)
         return (blocks[:, None] * self._block_size + offsets).reshape(-1)
 
@@ -199,14 +200,14 @@ class ReferenceAttention:
         scores: Scores,
     ) -> mx.array:
         keys, values = self._gather(pool, chunk.blocks)
-        mine = queries[chunk.first : chunk.first + chunk.length, :, 0]  # [L, H, D]
-        mine = mine.swapaxes(0, 1)[None]
+        own = queries[chunk.first : chunk.first + chunk.length, :, 0]  # [L, H, D]
+        own = own.swapaxes(0, 1)[None]
         tiles = []
         for first in range(0, chunk.length, QUERY_TILE):
             last = min(first + QUERY_TILE, chunk.length)
             seen = chunk.start + last
             output = _attend(
-                mine[:, :, first:last],
+                own[:, :, first:last],
                 keys[None, :, :seen],
                 values[None, :, :seen],
                 chunk.mask(scores.window, first, last),
@@ -217,23 +218,25 @@ class ReferenceAttention:
         return output[0].swapaxes(0, 1)[:, :, None]
 
     def _gather(self, pool: LayerPool, table: mx.array) -> tuple[mx.array, mx.array]:
-        """Blocks by table: ``[K, *table.shape[:-1], blocks * block_size, D]``."""
+        """Return blocks by table: ``[K, *table.shape[:-1], blocks * block_size, D]``."""
         return self._gather_array(pool.keys, table), self._gather_array(pool.values, table)
 
     def _gather_array(self, array: mx.array, table: mx.array) -> mx.array:
-        """Blocks of ``[K, num_blocks * block_size, dim]``, as ``_gather``."""
+        """Return blocks of ``[K, num_blocks * block_size, dim]`` by table, as ``_gather`` does."""
         heads, rows, dim = array.shape
         blocks = array.reshape(heads, rows // self._block_size, self._block_size * dim)[:, table]
         length = table.shape[-1] * self._block_size
         return blocks.reshape(heads, *table.shape[:-1], length, dim)
 
-    def _slots(self, one: ScheduledSequence) -> np.ndarray:
-        """Flat pool positions of a sequence's tokens, int32 ``[tokens]``."""
-        if len(one.token_ids) == 1:
-            block, offset = divmod(one.start, self._block_size)
-            return np.array([one.block_table[block] * self._block_size + offset], dtype=np.int32)
-        positions = np.arange(one.start, one.start + len(one.token_ids))
-        table = np.array(one.block_table, dtype=np.int32)
+    def _slots(self, sequence: ScheduledSequence) -> np.ndarray:
+        """Return flat pool positions of a sequence's tokens, int32 ``[tokens]``."""
+        if len(sequence.token_ids) == 1:
+            block, offset = divmod(sequence.start, self._block_size)
+            return np.array(
+                [sequence.block_table[block] * self._block_size + offset], dtype=np.int32
+            )
+        positions = np.arange(sequence.start, sequence.start + len(sequence.token_ids))
+        table = np.array(sequence.block_table, dtype=np.int32)
         return table[positions // self._block_size] * self._block_size + (
             positions % self._block_size
         ).astype(np.int32)
@@ -251,10 +254,3 @@ def _attend(
         sinks=scores.sinks,
         soft_cap=scores.soft_cap,
     )
-
-
-def _inverse(rows: np.ndarray) -> mx.array | None:
-    """Where each row's output is among the concatenated ones; None if in order."""
-    if (rows[:-1] < rows[1:]).all():
-        return None
-    return mx.array(np.argsort(rows).astype(np.int32))
