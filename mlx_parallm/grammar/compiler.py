@@ -1,4 +1,4 @@
-"""From a specification to a grammar that was checked, and from a grammar to matchers."""
+"""Compiles specifications into checked grammars, and grammars into matchers."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ from mlx_parallm.types.errors import InvalidRequestError
 K = TypeVar("K", bound=Hashable)
 V = TypeVar("V")
 
-# What is kept of grammars that were compiled.
+# Bounds of the caches of compiled grammars.
 MAX_CACHED = 256
 MAX_CACHED_CHARS = 4 << 20
-# At a time, for all clients: a grammar's threads must leave cores to the model.
+# COMPILE_THREADS are for all clients together: they must leave cores to the model.
 COMPILE_THREADS = 2
 MAX_MESSAGE_CHARS = 500
 
 
 class GrammarCompiler:
-    """Compiles grammars for one model's tokens. Safe from any thread."""
+    """Compiles grammars for one model's tokens. It is thread-safe."""
 
     def __init__(self, vocabulary: GrammarVocabulary) -> None:
         self.vocabulary = vocabulary
@@ -45,20 +45,20 @@ class GrammarCompiler:
         self._matchers = BoundedCache[str, LLMatcher](MAX_CACHED, MAX_CACHED_CHARS)
 
     def __reduce__(self) -> tuple[type[GrammarCompiler], tuple[GrammarVocabulary]]:
-        """Pickle the vocabulary alone: what was compiled is compiled again."""
+        """Pickle the vocabulary alone; the copy compiles grammars again."""
         return GrammarCompiler, (self.vocabulary,)
 
     def known(self, spec: GrammarSpec) -> str | None:
-        """The grammar's text if it was compiled lately."""
+        """Return the grammar's text if it was compiled lately; else None."""
         with self._lock:
             return self._texts.get(spec)
 
     def submit(self, spec: GrammarSpec) -> Future[str]:
-        """``compile`` on a worker thread."""
+        """Run ``compile`` on a thread of its own."""
         return self._threads.submit(self.compile, spec)
 
     def compile(self, spec: GrammarSpec) -> str:
-        """A specification in llguidance's JSON form, checked.
+        """Return a specification in llguidance's JSON form, after checking it.
 
         Raises:
             InvalidRequestError: it is wrong, unsupported, or too much work; without ``param``.
@@ -66,11 +66,11 @@ class GrammarCompiler:
         known = self.known(spec)
         if known is not None:
             return known
-        # Nothing can be said of special tokens before.
+        # Without a vocabulary the special tokens are unknown.
         self.vocabulary.check()
         text = json.dumps(self._grammar(spec), ensure_ascii=False)
         matcher = self.vocabulary.matcher(text)
-        # What is lazy is made by the first mask, which the first token of every sample needs.
+        # The first mask builds what is lazy, which the first token of every sample needs.
         matcher.compute_bitmask()
         if matcher.is_error():
             raise InvalidRequestError(_explain(matcher.get_error()))
@@ -80,15 +80,15 @@ class GrammarCompiler:
         return text
 
     def matcher(self, text: str) -> LLMatcher:
-        """A matcher of its own for one sample; in its error state if the text is no grammar."""
+        """Return a new matcher for one sample; it is in its error state if the text is wrong."""
         with self._lock:
             known = self._matchers.get(text)
             if known is not None:
                 return known.deep_copy()
-        made = self.vocabulary.matcher(text)
+        matcher = self.vocabulary.matcher(text)
         with self._lock:
-            self._matchers.put(text, made, len(text))
-            return made.deep_copy()
+            self._matchers.put(text, matcher, len(text))
+            return matcher.deep_copy()
 
     @functools.cached_property
     def _threads(self) -> ThreadPoolExecutor:
@@ -99,9 +99,9 @@ class GrammarCompiler:
         match spec.kind:
             case GrammarKind.JSON_SCHEMA | GrammarKind.LENIENT_JSON_SCHEMA:
                 lenient = spec.kind is GrammarKind.LENIENT_JSON_SCHEMA
-                one = json_schema_grammar(spec.text, lenient=lenient)
+                grammar = json_schema_grammar(spec.text, lenient=lenient)
             case GrammarKind.REGEX:
-                one = regex_grammar(spec.text)
+                grammar = regex_grammar(spec.text)
             case GrammarKind.CHOICE:
                 builder = LarkBuilder(specials)
                 options = [builder.literal(option) for option in json.loads(spec.text)]
@@ -109,16 +109,16 @@ class GrammarCompiler:
             case GrammarKind.STRUCTURAL_TAG:
                 return structural_tag_grammar(spec.text, specials)
             case GrammarKind.GBNF:
-                one = {"lark_grammar": lark_of_gbnf(spec.text)}
+                grammar = {"lark_grammar": lark_of_gbnf(spec.text)}
             case GrammarKind.EITHER:
-                one = {"lark_grammar": lark_of_either(spec.text)}
+                grammar = {"lark_grammar": lark_of_either(spec.text)}
             case GrammarKind.LARK:
-                one = {"lark_grammar": spec.text}
-        return {"grammars": [one]}
+                grammar = {"lark_grammar": spec.text}
+        return {"grammars": [grammar]}
 
 
 class BoundedCache(Generic[K, V]):
-    """Forgets what was not used for longest when it has too many values or they are too large."""
+    """Evicts the least recently used values when they are too many or too large."""
 
     def __init__(self, max_values: int, max_size: int) -> None:
         self._max_values = max_values
@@ -127,19 +127,19 @@ class BoundedCache(Generic[K, V]):
         self._values: OrderedDict[K, tuple[V, int]] = OrderedDict()
 
     def __len__(self) -> int:
-        """How many values it has."""
+        """Return the number of values."""
         return len(self._values)
 
     def get(self, key: K) -> V | None:
-        """The value, which counts as used."""
-        found = self._values.get(key)
-        if found is None:
+        """Return the value of a key and count it as used; None if there is none."""
+        entry = self._values.get(key)
+        if entry is None:
             return None
         self._values.move_to_end(key)
-        return found[0]
+        return entry[0]
 
     def put(self, key: K, value: V, size: int) -> None:
-        """Keep a value; one that is larger than everything together may be is not kept."""
+        """Cache a value, unless it alone is larger than the whole cache."""
         if key in self._values:
             self._size -= self._values.pop(key)[1]
         if size > self._max_size:
@@ -151,7 +151,7 @@ class BoundedCache(Generic[K, V]):
 
 
 def _explain(error: str) -> str:
-    """What a client is told of an error of llguidance."""
+    """Return the message to a client for an error of llguidance."""
     text = error.replace("<non-verbose/>", "").strip()
     if text.startswith("NoExtension"):
         text = "nothing can match it"

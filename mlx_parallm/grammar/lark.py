@@ -1,4 +1,4 @@
-"""Pieces of llguidance's Lark, and texts as sequences of them.
+"""Expressions in llguidance's Lark, and texts as sequences of literals and special tokens.
 
 The syntax is at https://github.com/guidance-ai/llguidance/blob/main/docs/syntax.md.
 """
@@ -16,18 +16,18 @@ from llguidance.gbnf_to_lark import any_to_lark, gbnf_to_lark
 
 from mlx_parallm.types.errors import InvalidRequestError
 
-# A single space, or a line break and indentation: what writers of JSON put between tokens. Without
-# a bound a model may write white space until its tokens run out.
+# WHITESPACE between JSON tokens: a single space, or a line break with indentation, as JSON writers
+# put it. Without a bound, a model may write white space until its tokens run out.
 WHITESPACE = r" |\r?\n[ \t]{0,40}"
 NOTHING = '""'
 ANY_TEXT = r"/(.|\n)*/"
 
-#: Texts that are one token, such as ``<tool_call>``, by text.
+#: ``SpecialTokens``: ids of texts that are one token, such as ``<tool_call>``.
 SpecialTokens = Mapping[str, int]
 
 
 def json_schema_grammar(schema: str, *, lenient: bool) -> dict[str, Any]:
-    """The llguidance grammar of a schema's text; ``lenient`` leaves unsupported keywords out."""
+    """Return a schema's llguidance grammar; ``lenient`` drops unsupported keywords."""
     text = LLMatcher.grammar_from_json_schema(
         schema, defaults={"whitespace_pattern": WHITESPACE}, overrides={"lenient": lenient}
     )
@@ -35,12 +35,12 @@ def json_schema_grammar(schema: str, *, lenient: bool) -> dict[str, Any]:
 
 
 def regex_grammar(pattern: str) -> dict[str, Any]:
-    """The llguidance grammar of a regular expression."""
+    """Return the llguidance grammar of a regular expression."""
     return json.loads(LLMatcher.grammar_from_regex(pattern))["grammars"][0]
 
 
 def lark_of_gbnf(text: str) -> str:
-    """A GBNF grammar in Lark.
+    """Return a GBNF grammar in Lark.
 
     Raises:
         InvalidRequestError: it cannot be read.
@@ -49,7 +49,7 @@ def lark_of_gbnf(text: str) -> str:
 
 
 def lark_of_either(text: str) -> str:
-    """A grammar in Lark, whether it is written in Lark or in GBNF.
+    """Return a Lark or GBNF grammar in Lark.
 
     Raises:
         InvalidRequestError: it cannot be read.
@@ -63,14 +63,15 @@ def _converted(text: str, convert: Callable[[str], str]) -> str:
     except RecursionError:
         raise InvalidRequestError("The grammar is nested too deeply.") from None
     except Exception as error:
-        # The converter raises classes of its own, all of which mean that the text is at fault.
+        # The converter raises classes of its own, all of which mean that the text is wrong.
         raise InvalidRequestError(f"The grammar cannot be read: {error}") from error
 
 
 def literal(text: str, specials: SpecialTokens) -> str:
-    """A text as a Lark expression, its special tokens as tokens; nothing for an empty text.
+    """Return a text as a Lark expression with its special tokens as tokens; "" if it is empty.
 
-    A model writes ``<tool_call>`` as one token where it has it, which no text in a grammar matches.
+    A model that has a token ``<tool_call>`` writes it as one, which a text in a grammar never
+    matches.
     """
     if not text:
         return ""
@@ -95,19 +96,19 @@ class LarkBuilder:
     _count: int = 0
 
     def rule(self, body: str) -> str:
-        """Add a rule; its name."""
+        """Add a rule and return its name."""
         name = self._name("rule")
         self.rules.append(f"{name}: {body or NOTHING}")
         return name
 
     def terminal(self, body: str, *, lazy: bool = False) -> str:
-        """Add a terminal, or a lazy lexeme, which ends as soon as it can; its name."""
+        """Add a terminal, or a lazy lexeme, which ends as soon as it can; return its name."""
         name = self._name("lazy") if lazy else self._name("TERM")
         self.rules.append(f"{name}{'[lazy]' if lazy else ''}: {body}")
         return name
 
     def other(self, grammar: Mapping[str, Any]) -> str:
-        """Add a grammar of its own; the expression that refers to it."""
+        """Add a separate grammar and return the expression that refers to it."""
         name = self._name("grammar")
         self.others.append({**grammar, "name": name})
         return f"@{name}"
@@ -117,7 +118,7 @@ class LarkBuilder:
         return literal(text, self.specials)
 
     def text_until(self, end: str) -> str:
-        """Any text up to and with the first ``end``; any text at all if that is empty."""
+        """Return an expression for text up to and with the first ``end``; any text if it is ""."""
         if not end:
             return self.terminal(ANY_TEXT)
         if end in self.specials:
@@ -126,7 +127,7 @@ class LarkBuilder:
         return self.terminal(f"{ANY_TEXT} {quoted}", lazy=True)
 
     def grammar(self, start: str) -> dict[str, Any]:
-        """Everything in llguidance's JSON form, beginning with the expression ``start``."""
+        """Return the whole in llguidance's JSON form; ``start`` is the expression to match."""
         text = "\n".join(["%llguidance {}", f"start: {start or NOTHING}", *self.rules])
         return {"grammars": [{"name": "main", "lark_grammar": text}, *self.others]}
 

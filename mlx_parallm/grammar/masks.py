@@ -1,4 +1,4 @@
-"""Which tokens the constrained rows of a step may choose."""
+"""Computes which tokens the constrained rows of a step may choose."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ class RowMasks:
     """The masks of some rows of a step.
 
     Attributes:
-        rows: ascending.
-        words: bit ``i % 32`` of word ``i // 32`` is set where token ``i`` may be chosen, uint32
-            ``[len(rows), words]``; at least one bit of every row is set.
-        failed: by sequence, why no token can be chosen for it; it has no row here.
+        rows: indices of the rows, ascending.
+        words: uint32 ``[len(rows), words]``: bit ``i % 32`` of word ``i // 32`` is set if token
+            ``i`` is allowed; each row has at least one bit set.
+        failed: by sequence, why it can have no token; such a sequence has no row here.
     """
 
     rows: list[int]
@@ -43,9 +43,9 @@ class RowMasks:
 
 
 class GrammarMasks:
-    """Keeps a matcher for every constrained sequence; used by one thread at a time.
+    """Keeps a matcher for each constrained sequence; used by one thread at a time.
 
-    A matcher that is missing is made again from the sequence's tokens, so none needs to be kept.
+    A missing matcher is made again from the sequence's tokens, so matchers may be dropped.
     """
 
     def __init__(self, compiler: GrammarCompiler) -> None:
@@ -54,11 +54,11 @@ class GrammarMasks:
         self._samples: dict[int, SampleMatcher] = {}
 
     def __len__(self) -> int:
-        """Matchers kept."""
+        """Return the number of matchers."""
         return len(self._samples)
 
     def forget(self, seq_ids: Iterable[int]) -> None:
-        """Drop the matchers of sequences that have ended."""
+        """Drop the matchers of ended sequences."""
         for seq_id in seq_ids:
             self._samples.pop(seq_id, None)
 
@@ -67,25 +67,25 @@ class GrammarMasks:
         constrained: Sequence[ConstrainedRow],
         pending: Mapping[int, int] | None = None,
     ) -> RowMasks:
-        """The masks of a step's constrained rows.
+        """Return the masks of a step's constrained rows.
 
         Args:
-            constrained: in the order of their rows.
-            pending: the tokens that the step before chose, by sequence.
+            constrained: the rows, ascending.
+            pending: the token that the step before chose, by sequence.
         """
-        samples = [self._follow(one, pending or {}) for one in constrained]
+        samples = [self._follow(row, pending or {}) for row in constrained]
         words = np.zeros((len(samples), self._vocabulary.num_words), dtype=np.uint32)
         self._fill(samples, words)
         kept: list[int] = []
         failed: dict[int, str] = {}
-        for place, (one, sample) in enumerate(zip(constrained, samples, strict=True)):
+        for place, (row, sample) in enumerate(zip(constrained, samples, strict=True)):
             if sample.has_ended:
                 continue
-            self._finish_row(words[place], one.spec, sample)
+            self._finish_row(words[place], row.spec, sample)
             if sample.error is None:
                 kept.append(place)
             else:
-                failed[one.seq_id] = sample.error
+                failed[row.seq_id] = sample.error
         if len(kept) < len(samples):
             words = words[kept]
         return RowMasks([constrained[place].row for place in kept], words, failed)
@@ -94,15 +94,15 @@ class GrammarMasks:
     def _executor(self) -> LLExecutor:
         return LLExecutor()
 
-    def _follow(self, one: ConstrainedRow, pending: Mapping[int, int]) -> SampleMatcher:
-        """The sequence's matcher, after all tokens that the sequence has."""
-        spec = one.spec
-        sample = self._samples.get(one.seq_id)
+    def _follow(self, row: ConstrainedRow, pending: Mapping[int, int]) -> SampleMatcher:
+        """Return the sequence's matcher, advanced over all tokens that the sequence has."""
+        spec = row.spec
+        sample = self._samples.get(row.seq_id)
         if sample is None:
-            sample = self._samples[one.seq_id] = self._make(spec)
+            sample = self._samples[row.seq_id] = self._make(spec)
         sample.take(spec.output_ids[sample.num_taken :])
         if spec.has_pending and sample.num_taken == len(spec.output_ids):
-            sample.take([pending[one.seq_id]])
+            sample.take([pending[row.seq_id]])
         return sample
 
     def _make(self, spec: SampleSpec) -> SampleMatcher:
@@ -111,22 +111,22 @@ class GrammarMasks:
         return SampleMatcher(self._compiler.matcher(grammar.text), self._vocabulary, spec.params)
 
     def _fill(self, samples: Sequence[SampleMatcher], words: np.ndarray) -> None:
-        """Compute masks on worker threads, without holding the interpreter."""
-        asked = [
+        """Compute masks on other threads, without holding the interpreter lock."""
+        jobs = [
             (sample.matcher, place)
             for place, sample in enumerate(samples)
             if not (sample.is_free or sample.has_ended or sample.error)
         ]
-        if asked:
-            fill_next_token_bitmask_par(self._executor, asked, words.view(np.int32))
+        if jobs:
+            fill_next_token_bitmask_par(self._executor, jobs, words.view(np.int32))
 
     def _finish_row(self, words: np.ndarray, spec: SampleSpec, sample: SampleMatcher) -> None:
-        """Add the caller's ends and take away what is banned; fail a sample with nothing left."""
+        """Allow the sample's stop tokens, ban its banned ones; fail it if no token is left."""
         if sample.error is not None:
             return
         if sample.is_free:
             words[:] = self._vocabulary.all_tokens
-            # An end before the grammar has begun would leave it unmatched.
+            # A sample that ended before the grammar begins would not match it.
             _clear(words, sample.ends)
         elif sample.matcher.is_error():
             sample.fail()
@@ -138,7 +138,7 @@ class GrammarMasks:
         if spec.banned_ids:
             without = words.copy()
             _clear(without, spec.banned_ids)
-            # A sample whose grammar is complete ends, however few tokens it has.
+            # A complete grammar ends its sample even if that is shorter than min_tokens.
             if without.any():
                 words[:] = without
         if sample.error is None and not words.any():

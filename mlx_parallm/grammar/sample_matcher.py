@@ -1,4 +1,4 @@
-"""How far one sample has come in its grammar."""
+"""Follows one sample through its grammar."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from mlx_parallm.types.request import SamplingParams
 
 
 class SampleMatcher:
-    """Follows the tokens of one sample.
+    """Matches the tokens of one sample.
 
     Attributes:
-        num_taken: tokens that it has followed.
-        matcher: of the grammar.
+        num_taken: tokens followed so far.
+        matcher: the grammar's matcher.
         ends: tokens that end the sample.
-        stop_ids: those of them that the caller named.
-        free_start: a token that frees the sample if it is the first; None once there is one.
-        is_free: what begins the grammar has not been generated yet.
-        has_ended: the sample has got a token that ends it.
+        stop_ids: those of ``ends`` that the caller named.
+        free_start: a token that frees the sample if it comes first; None after the first token.
+        is_free: True until the text that begins the grammar was generated.
+        has_ended: True after a token that ends the sample.
         error: why no further token can be chosen; None while one can.
     """
 
@@ -43,7 +43,7 @@ class SampleMatcher:
         self.error: str | None = matcher.get_error() or None
 
     def take(self, token_ids: Sequence[int]) -> None:
-        """Follow the sample's next tokens."""
+        """Follow the next tokens of the sample."""
         for token_id in token_ids:
             self.num_taken += 1
             if self.error is not None or self.has_ended:
@@ -59,18 +59,18 @@ class SampleMatcher:
                 self.fail()
 
     def fail(self) -> None:
-        """Take over the matcher's error."""
+        """Copy the matcher's error."""
         self.error = self.matcher.get_error() or "No token can go on to match the grammar."
 
     def _look_for_marker(self, token_id: int) -> None:
-        """Begin the grammar if the marker is complete; it may be cut by tokens anywhere."""
+        """Begin the grammar once the marker is complete; tokens may cut it anywhere."""
         self._tail += self._vocabulary.token_bytes(token_id)
         place = self._tail.find(self._marker)
         if place < 0:
             self._tail = self._tail[max(len(self._tail) - len(self._marker) + 1, 0) :]
             return
         self.is_free = False
-        # What the same token has behind the marker belongs to the grammar, but for white space.
+        # The rest of this token belongs to the grammar, except leading white space.
         rest = self._tail[place + len(self._marker) :].lstrip()
         if rest and not self.matcher.consume_tokens(self._vocabulary.tokens_of(rest)):
             self.fail()

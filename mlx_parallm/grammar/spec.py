@@ -1,4 +1,4 @@
-"""What a caller may ask a sample to match, before it is compiled for a model."""
+"""Specifications of what a sample must match, before they are compiled for a model."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from typing import Any
 from mlx_parallm.grammar.json_size import is_longer
 from mlx_parallm.types.errors import InvalidRequestError
 
-# Of the text of a specification; OpenAI takes 120,000 characters of names and values.
+# MAX_CHARS of a specification's text; OpenAI takes 120,000 characters of names and values.
 MAX_CHARS = 256 * 1024
-# Of brackets in JSON. llguidance reads 127 levels, of which a schema's property takes two.
+# MAX_DEPTH of JSON. llguidance reads 127 levels, of which a schema's property takes two.
 MAX_DEPTH = 100
 
 
 class GrammarKind(StrEnum):
-    """How the text of a specification is to be read."""
+    """How the text of a specification is read."""
 
     JSON_SCHEMA = "json_schema"
-    #: The same, with keywords that cannot be enforced left out.
+    #: A JSON schema whose unsupported keywords are dropped.
     LENIENT_JSON_SCHEMA = "lenient_json_schema"
     REGEX = "regex"
     CHOICE = "choice"
@@ -34,7 +34,7 @@ class GrammarKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class GrammarSpec:
-    """What a sample must match: a kind, and its text (JSON for schemas, choices and tags)."""
+    """A text that a sample must match, and its kind (JSON for schemas, choices and tags)."""
 
     kind: GrammarKind
     text: str
@@ -43,12 +43,12 @@ class GrammarSpec:
 def json_schema(
     schema: Mapping[str, Any] | str | bool, *, strict: bool = True, param: str | None = None
 ) -> GrammarSpec:
-    """JSON that a schema accepts, its properties in the schema's order.
+    """Return the specification of JSON that a schema accepts, its properties in order.
 
     Args:
         schema: an object, or its JSON text.
-        strict: refuse keywords that cannot be enforced when it is compiled, instead of leaving
-            them out.
+        strict: True if the compiler refuses keywords that cannot be enforced; False if it drops
+            them.
         param: the request field it came from, for errors.
 
     Raises:
@@ -65,12 +65,12 @@ def json_schema(
 
 
 def json_object(*, param: str | None = None) -> GrammarSpec:
-    """Any JSON object."""
+    """Return the specification of any JSON object."""
     return json_schema({"type": "object"}, param=param)
 
 
 def regex(pattern: str, *, param: str | None = None) -> GrammarSpec:
-    """Text that a regular expression matches from beginning to end, in the syntax of Rust's regex.
+    """Return the specification of a regular expression for the whole text, in Rust's syntax.
 
     Raises:
         InvalidRequestError: it is too large.
@@ -79,12 +79,12 @@ def regex(pattern: str, *, param: str | None = None) -> GrammarSpec:
 
 
 def choice(options: Sequence[str], *, param: str | None = None) -> GrammarSpec:
-    """One of several texts.
+    """Return the specification of one of several texts.
 
     Raises:
         InvalidRequestError: there is none, one is empty or no text, or they are too large.
     """
-    if not options or not all(isinstance(one, str) and one for one in options):
+    if not options or not all(isinstance(option, str) and option for option in options):
         raise InvalidRequestError(
             "A choice needs one or more texts, none of them empty.", param=param
         )
@@ -94,7 +94,7 @@ def choice(options: Sequence[str], *, param: str | None = None) -> GrammarSpec:
 def context_free(
     text: str, *, kind: GrammarKind = GrammarKind.EITHER, param: str | None = None
 ) -> GrammarSpec:
-    """A context-free grammar, in llguidance's Lark or llama.cpp's GBNF.
+    """Return the specification of a context-free grammar, in llguidance's Lark or in GBNF.
 
     Raises:
         InvalidRequestError: it is too large.
@@ -103,7 +103,9 @@ def context_free(
 
 
 def structural_tag(tag: Mapping[str, Any] | str, *, param: str | None = None) -> GrammarSpec:
-    """Text with constrained parts, as vLLM and XGrammar describe it; see docs/structured-output.md.
+    """Return the specification of text with constrained parts, as in vLLM and XGrammar.
+
+    See docs/structured-output.md.
 
     Raises:
         InvalidRequestError: it is no JSON object, or too large or too deep.
@@ -123,12 +125,12 @@ def _text_spec(kind: GrammarKind, text: str, param: str | None) -> GrammarSpec:
 
 
 def _json_text(value: Any, param: str | None) -> str:
-    # First: to write or to walk through what is too large takes long.
+    # The estimate comes before everything that walks the value, because it may be huge.
     if is_longer(value, MAX_CHARS):
         raise _too_long(f"more than {MAX_CHARS}", param)
     try:
         text = json.dumps(value, ensure_ascii=False, allow_nan=False)
-        # JSON within a text can write half a surrogate pair, which no grammar can hold.
+        # A JSON escape can stand for half a surrogate pair, which no grammar can hold.
         text.encode()
     except RecursionError:
         raise _too_deep(param) from None
@@ -161,10 +163,10 @@ def _too_long(length: str, param: str | None) -> InvalidRequestError:
 
 
 def _check_depth(value: Any, param: str | None) -> None:
-    """Refuse deep nesting without recursion, so that what follows may recurse."""
+    """Raise for deep nesting, without recursion; what follows may then recurse."""
     level: list[Any] = [value]
     for _ in range(MAX_DEPTH):
-        level = [child for one in level for child in _children(one)]
+        level = [child for parent in level for child in _children(parent)]
         if not level:
             return
     raise _too_deep(param)
@@ -175,7 +177,6 @@ def _too_deep(param: str | None) -> InvalidRequestError:
 
 
 def _children(value: Any) -> Iterator[Any]:
-    if isinstance(value, Mapping):
-        yield from (one for one in value.values() if isinstance(one, (Mapping, list, tuple)))
-    elif isinstance(value, (list, tuple)):
-        yield from (one for one in value if isinstance(one, (Mapping, list, tuple)))
+    items = value.values() if isinstance(value, Mapping) else value
+    if isinstance(value, (Mapping, list, tuple)):
+        yield from (item for item in items if isinstance(item, (Mapping, list, tuple)))

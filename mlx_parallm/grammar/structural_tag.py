@@ -1,7 +1,7 @@
-"""Structural tags: text in which some parts are constrained.
+"""Compiles structural tags: text in which some parts are constrained.
 
-Two forms are read: vLLM's older one, ``{"structures": [{"begin", "schema", "end"}], "triggers"}``,
-and XGrammar's, ``{"type": "structural_tag", "format": {…}}``
+It reads vLLM's older form, ``{"structures": [{"begin", "schema", "end"}], "triggers"}``, and
+XGrammar's, ``{"type": "structural_tag", "format": {…}}``
 (https://xgrammar.mlc.ai/docs/tutorials/structural_tag.html).
 """
 
@@ -24,7 +24,7 @@ MAX_TAGS = 512
 
 
 def structural_tag_grammar(text: str, specials: SpecialTokens) -> dict[str, Any]:
-    """The llguidance grammar of a structural tag's JSON text.
+    """Return the llguidance grammar of a structural tag's JSON text.
 
     Raises:
         InvalidRequestError: a key is missing, or a format is unknown.
@@ -39,15 +39,15 @@ def structural_tag_grammar(text: str, specials: SpecialTokens) -> dict[str, Any]
 
 
 def _from_legacy(tag: Mapping[str, Any]) -> dict[str, Any]:
-    """The older form in the newer one."""
+    """Return the older form in the newer one."""
     tags = [
         {
             "type": "tag",
-            "begin": _text(one, "begin"),
-            "content": {"type": "json_schema", "json_schema": one.get("schema", {})},
-            "end": _text(one, "end"),
+            "begin": _text(structure, "begin"),
+            "content": {"type": "json_schema", "json_schema": structure.get("schema", {})},
+            "end": _text(structure, "end"),
         }
-        for one in _objects(tag, "structures")
+        for structure in _objects(tag, "structures")
     ]
     return {"type": "triggered_tags", "triggers": _texts(tag, "triggers"), "tags": tags}
 
@@ -71,7 +71,7 @@ class _Reader:
         }
 
     def expression(self, node: Mapping[str, Any]) -> str:
-        """What a format matches, as an expression of rules and literals."""
+        """Return what a format matches, as an expression of rules and literals."""
         read = self._formats.get(str(node.get("type")))
         if read is None:
             raise InvalidRequestError(
@@ -102,14 +102,15 @@ class _Reader:
         return self.builder.text_until("")
 
     def _sequence(self, node: Mapping[str, Any]) -> str:
-        return " ".join(self.expression(one) for one in _objects(node, "elements"))
+        return " ".join(self.expression(element) for element in _objects(node, "elements"))
 
     def _or(self, node: Mapping[str, Any]) -> str:
-        options = [self.builder.rule(self.expression(one)) for one in _objects(node, "elements")]
+        elements = _objects(node, "elements")
+        options = [self.builder.rule(self.expression(element)) for element in elements]
         return f"({' | '.join(options)})"
 
     def _tag(self, node: Mapping[str, Any], skip: int = 0) -> str:
-        """A tag without the first ``skip`` characters of its begin."""
+        """Return a tag without the first ``skip`` characters of its begin."""
         begin = self.builder.literal(_text(node, "begin")[skip:])
         return f"{begin} {self._content(node)}".strip()
 
@@ -120,19 +121,19 @@ class _Reader:
         return f"{self.expression(content)} {self.builder.literal(end)}".strip()
 
     def _triggered_tags(self, node: Mapping[str, Any]) -> str:
-        """Any text, in which a tag must follow each trigger."""
+        """Return an expression for any text in which a tag must follow each trigger."""
         triggers, tags = _texts(node, "triggers"), _tags(node)
         bodies: dict[str, list[str]] = {trigger: [] for trigger in triggers}
         for tag in tags:
             begin = _text(tag, "begin")
-            trigger = next((one for one in triggers if begin.startswith(one)), None)
+            trigger = next((text for text in triggers if begin.startswith(text)), None)
             if trigger is None:
                 raise InvalidRequestError(f"The tag {begin[:64]!r} begins with no trigger.")
             bodies[trigger].append(self.builder.rule(self._tag(tag, len(trigger))))
         options = [
-            self.builder.rule(f"{self.builder.text_until(trigger)} ({' | '.join(found)})")
-            for trigger, found in bodies.items()
-            if found
+            self.builder.rule(f"{self.builder.text_until(trigger)} ({' | '.join(rules)})")
+            for trigger, rules in bodies.items()
+            if rules
         ]
         group = self.builder.rule(" | ".join(options))
         if node.get("stop_after_first"):
@@ -141,7 +142,7 @@ class _Reader:
 
     def _tags_with_separator(self, node: Mapping[str, Any]) -> str:
         tag = self.builder.rule(
-            " | ".join(self.builder.rule(self._tag(one)) for one in _tags(node))
+            " | ".join(self.builder.rule(self._tag(tag)) for tag in _tags(node))
         )
         separator = self.builder.literal(_text(node, "separator"))
         repeated = "" if node.get("stop_after_first") else f" ({separator} {tag})*"
@@ -157,7 +158,7 @@ def _tags(node: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
 
 def _end(node: Mapping[str, Any]) -> str:
     end = node.get("end", "")
-    # XGrammar takes several ends; the first is the one to write.
+    # XGrammar takes several ends; the model must write the first.
     if isinstance(end, list) and end:
         end = end[0]
     if not isinstance(end, str):

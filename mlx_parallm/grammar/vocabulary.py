@@ -1,4 +1,4 @@
-"""A model's tokens as llguidance sees them."""
+"""A model's tokens in llguidance's form."""
 
 from __future__ import annotations
 
@@ -14,29 +14,29 @@ from mlx_parallm.types.errors import InvalidRequestError
 
 UNSUPPORTED = "Structured output is not supported by this model's tokenizer"
 
-# What building a grammar and one mask may take. The defaults of llguidance, but for memory: a
-# lexer's state takes 1 to 2 kB, and every sequence has a lexer.
+# MAX_LEXER_STATES limits the memory of a grammar and a mask: a lexer's state takes 1 to 2 kB, and
+# each sequence has a lexer. Other limits are llguidance's defaults.
 MAX_LEXER_STATES = 50_000
 
 
 class GrammarVocabulary:
-    """The tokens that grammars are about. Safe from any thread; built when it is first needed.
+    """The tokens of one model, built when they are first needed. It is thread-safe.
 
     Attributes:
-        num_tokens: columns of a mask: the model's rows of logits, or more.
+        num_tokens: columns of a mask, at least the model's rows of logits.
         num_words: 32-bit words of a mask.
     """
 
     def __init__(
         self, tokenizer_json: str | None, eos_ids: frozenset[int], num_rows: int, vocab_size: int
     ) -> None:
-        """Describe a model.
+        """Describe a model's tokens.
 
         Args:
             tokenizer_json: the text of its ``tokenizer.json``; None if it has none.
-            eos_ids: tokens that end its text.
-            num_rows: rows of its embedding table.
-            vocab_size: number of ids that its tokenizer has.
+            eos_ids: tokens that end a text.
+            num_rows: rows of the embedding table.
+            vocab_size: number of ids of the tokenizer.
         """
         self._json = tokenizer_json
         self._eos_ids = sorted(eos_ids)
@@ -45,20 +45,20 @@ class GrammarVocabulary:
         self.num_words = -(-self.num_tokens // 32)
 
     def __getstate__(self) -> dict[str, Any]:
-        """All but what is built when it is needed, for another process."""
-        kept = ("_json", "_eos_ids", "_vocab_size", "num_tokens", "num_words")
-        return {name: getattr(self, name) for name in kept}
+        """Return everything except what is built lazily, for another process."""
+        names = ("_json", "_eos_ids", "_vocab_size", "num_tokens", "num_words")
+        return {name: getattr(self, name) for name in names}
 
     def check(self) -> None:
-        """Raise InvalidRequestError if there can be no grammar of these tokens."""
+        """Raise InvalidRequestError if these tokens cannot have grammars."""
         _ = self.tokenizer
 
     @functools.cached_property
     def tokenizer(self) -> LLTokenizer:
-        """The tokens in llguidance's form.
+        """Return the tokens in llguidance's form.
 
         Raises:
-            InvalidRequestError: it cannot read this tokenizer, or nothing ends a text.
+            InvalidRequestError: llguidance cannot read the tokenizer, or no token ends a text.
         """
         if self._json is None or not self._eos_ids:
             raise InvalidRequestError(f"{UNSUPPORTED}.")
@@ -69,31 +69,31 @@ class GrammarVocabulary:
 
     @functools.cached_property
     def specials(self) -> Mapping[str, int]:
-        """Texts that are one token whatever is around them, such as ``<tool_call>``."""
+        """Return texts that are one token in any context, such as ``<tool_call>``, by text."""
         added: list[dict[str, Any]] = json.loads(self._json or "{}").get("added_tokens") or []
-        return {one["content"]: one["id"] for one in added if one["content"]}
+        return {token["content"]: token["id"] for token in added if token["content"]}
 
     @functools.cached_property
     def eos_ids(self) -> frozenset[int]:
-        """Tokens that end a text."""
+        """Return the tokens that end a text."""
         return frozenset(self._eos_ids)
 
     @functools.cached_property
     def all_tokens(self) -> np.ndarray:
-        """A mask of every token that has a text, uint32 ``[num_words]``."""
+        """Return a mask that allows every token with a text, uint32 ``[num_words]``."""
         bits = np.zeros(self.num_words * 32, dtype=np.uint8)
         bits[: self._vocab_size] = 1
         return np.packbits(bits, bitorder="little").view(np.uint32)
 
     def matcher(self, grammar: str) -> LLMatcher:
-        """A matcher of a grammar in llguidance's JSON form; it may be in its error state."""
+        """Return a matcher of a grammar in llguidance's JSON form, possibly in its error state."""
         limits = LLParserLimits(max_lexer_states=MAX_LEXER_STATES, verbose_errors=False)
         return LLMatcher(self.tokenizer, grammar, log_level=0, limits=limits)
 
     def token_bytes(self, token_id: int) -> bytes:
-        """What a token adds to a text."""
+        """Return the bytes that a token adds to a text."""
         return self.tokenizer.decode_bytes([token_id])
 
     def tokens_of(self, text: bytes) -> list[int]:
-        """Tokens that make up these bytes."""
+        """Return tokens that make up these bytes."""
         return self.tokenizer.tokenize_bytes(text)

@@ -1,4 +1,4 @@
-"""From a kernel's text and constants to a function, made once."""
+"""Makes kernels from their texts and constants, each once."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ import mlx.core as mx
 from mlx_parallm.kernels.dialect import Dialect
 from mlx_parallm.kernels.kernel import Kernel
 
-#: A constant of a kernel: a type or a number.
+#: ``Constant``: a type or a number that is written into a kernel's text.
 Constant = mx.Dtype | int | float
-#: Says the dtype of an argument of a name, in a kernel with these constants; None if unknown.
+#: ``DtypeOf`` returns the dtype of an argument in a kernel with these constants; None if unknown.
 DtypeOf = Callable[[str, Mapping[str, Constant]], mx.Dtype | None]
-# Constants that choose lines of the texts.
+# SWITCHES: constants that are macros, because they choose lines of the texts.
 SWITCHES = ("BITS", "SPLIT", "SINKS", "SOFT_CAP", "WINDOW", "OUTPUTS", "EXPERTS")
 
 
 @dataclass(frozen=True, slots=True)
 class KernelSpec:
-    """A kernel, its arguments, and the texts before it.
+    """A kernel's text, its arguments, and the texts before it.
 
-    Texts are names of files without suffix. They are in the language's folder, unless they name one
-    themselves. Inputs are copied where they are not contiguous, unless the kernel is ``strided``.
+    Texts are file names without suffix, in the language's folder unless they name another. Inputs
+    that are not contiguous are copied, unless the kernel is ``strided``.
     """
 
     text: str
@@ -37,23 +37,23 @@ class KernelSpec:
 
     @property
     def name(self) -> str:
-        """The text's, without its folder."""
+        """Return the text's name without its folder."""
         return self.text.rpartition("/")[2]
 
 
 class KernelBuilder:
-    """Makes kernels of one language and keeps them.
+    """Makes and caches the kernels of one language.
 
-    Constants are written into the text, not passed as template arguments: a call is then as short
-    as MLX allows, and both languages see the same body.
+    Constants are written into the text instead of passed as template arguments. That makes calls as
+    cheap as MLX allows, and gives both languages the same body.
     """
 
     def __init__(
         self, dialect: Dialect, texts: Path, prefix: str, dtype_of: DtypeOf | None = None
     ) -> None:
-        """``texts`` has a folder a language; ``prefix`` begins the kernels' names.
+        """``texts`` has one folder per language; ``prefix`` begins the kernels' names.
 
-        With ``dtype_of`` kernels can be compiled in the background as soon as they are made.
+        With ``dtype_of``, kernels can be compiled in the background as soon as they are made.
         """
         self._dialect = dialect
         self._texts = texts
@@ -62,12 +62,12 @@ class KernelBuilder:
         self._made: dict[tuple[KernelSpec, tuple[tuple[str, Constant], ...]], Kernel] = {}
 
     def kernel(self, spec: KernelSpec, constants: Mapping[str, Constant]) -> Kernel:
-        """The kernel for these constants."""
+        """Return the kernel for these constants."""
         key = (spec, tuple(constants.items()))
-        found = self._made.get(key)
-        if found is None:
-            found = self._made[key] = self._make(spec, constants)
-        return found
+        kernel = self._made.get(key)
+        if kernel is None:
+            kernel = self._made[key] = self._make(spec, constants)
+        return kernel
 
     def _make(self, spec: KernelSpec, constants: Mapping[str, Constant]) -> Kernel:
         ahead = self._constants(constants)
@@ -88,9 +88,9 @@ class KernelBuilder:
         """Return the dtypes of inputs and outputs; None unless all are known."""
         if self._dtype_of is None:
             return None
-        found = [self._dtype_of(name, constants) for name in (*spec.inputs, *spec.outputs)]
-        known = [dtype for dtype in found if dtype is not None]
-        return known if len(known) == len(found) else None
+        dtypes = [self._dtype_of(name, constants) for name in (*spec.inputs, *spec.outputs)]
+        known = [dtype for dtype in dtypes if dtype is not None]
+        return known if len(known) == len(dtypes) else None
 
     def _constants(self, constants: Mapping[str, Constant]) -> str:
         lines = []
@@ -113,7 +113,7 @@ class KernelBuilder:
 
 @functools.cache
 def kernel_text(file: Path) -> str:
-    """A kernel's text without comments and indentation: MLX hashes the whole of it every call."""
+    """Return a text without comments and indentation, because MLX hashes it at every call."""
     lines = file.read_text().splitlines()
     code = (line.split("//")[0].strip() for line in lines)
     return "".join(f"{line}\n" for line in code if line)

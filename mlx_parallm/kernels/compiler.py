@@ -1,4 +1,4 @@
-"""Compiles kernels on several threads at once, and keeps what came of it on disk."""
+"""Compiles kernels on several threads, and caches their machine code on disk."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from mlx_parallm.kernels.store import KernelStore
 
 logger = logging.getLogger(__name__)
 
-#: Makes machine code of a source, which has a name. Threads call it at the same time.
+#: ``Compile`` turns a source, which has a name, into machine code. Several threads call it at once.
 Compile = Callable[[str, str], bytes]
-#: Gets the number of kernels that are compiled, and of those that were asked for with them.
+#: ``Watch`` gets how many kernels are compiled, and how many were requested together with them.
 Watch = Callable[[int, int], None]
 
-# A compilation takes some 150 MB of memory.
+# MAX_THREADS: a compilation takes some 150 MB of memory.
 MAX_THREADS = 16
-#: Seconds between two reports of a thread that waits.
+#: ``REPORT_S``: seconds between two reports of a waiting thread.
 REPORT_S = 0.1
 
 
@@ -32,12 +32,12 @@ class CompilationError(RuntimeError):
 
 @dataclass(slots=True)
 class CompilerCounts:
-    """What a compiler did.
+    """Counts of what a compiler did so far.
 
     Attributes:
-        compiled: kernels.
-        kept: kernels that were found on disk instead.
-        waited_s: seconds that callers waited for either, summed up.
+        compiled: kernels that were compiled.
+        kept: kernels that were read from disk instead.
+        waited_s: seconds that callers waited for kernels, in total.
     """
 
     compiled: int = 0
@@ -46,14 +46,14 @@ class CompilerCounts:
 
 
 class KernelCompiler:
-    """Compiles each source once, in the background from ``begin`` on. Threads may share it."""
+    """Compiles each source once, in the background from ``begin`` on. It is thread-safe."""
 
     def __init__(
         self, compile_source: Compile, identity: str, store: KernelStore, threads: int | None = None
     ) -> None:
-        """Compile by ``compile_source``; equal sources give equal code for an ``identity``.
+        """Compile by ``compile_source``; with one ``identity``, equal sources give equal code.
 
-        Its first words are for people: they say what compiles, and for which device.
+        The first words of the identity are for people: they name the compiler and the device.
         """
         self.identity = identity
         self.counts = CompilerCounts()
@@ -64,25 +64,25 @@ class KernelCompiler:
         self._pool: ThreadPoolExecutor | None = None
         self._futures: dict[str, Future[bytes]] = {}
         self._watch: Watch | None = None
-        # Kernels that were asked for since none was under way, and how many of them are done.
+        # Kernels requested since all earlier ones were done, and how many of these are done.
         self._batch = 0
         self._done = 0
 
     @property
     def store(self) -> KernelStore:
-        """What the code is kept in."""
+        """Return the store of the machine code."""
         return self._store
 
     def keep_in(self, store: KernelStore) -> None:
-        """Keep code elsewhere from now on."""
+        """Use another store from now on."""
         self._store = store
 
     def watch(self, watch: Watch | None) -> None:
-        """Have ``watch`` called by threads that wait for a kernel."""
+        """Call ``watch`` from threads that wait for a kernel; None: call nothing."""
         self._watch = watch
 
     def begin(self, source: str, name: str) -> Future[bytes]:
-        """Compile a source in the background, unless that was begun before."""
+        """Start to compile a source in the background, unless it was started before."""
         key = self._key(source, name)
         with self._lock:
             future = self._futures.get(key)
@@ -91,7 +91,7 @@ class KernelCompiler:
         return future
 
     def code(self, source: str, name: str) -> bytes:
-        """Return a source's machine code as soon as there is some.
+        """Return a source's machine code; wait until it is compiled.
 
         Raises:
             CompilationError: the source is wrong, or not for this device.

@@ -1,4 +1,4 @@
-"""What compiles the kernels of this process's GPU, apart from MLX."""
+"""The compiler of kernels for this process's GPU, beside MLX's own."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from mlx_parallm.kernels.store import KernelStore
 
 logger = logging.getLogger(__name__)
 
-#: The environment variable of ``--kernel-cache-dir``.
+#: ``FOLDER_VARIABLE``: the environment variable of ``--kernel-cache-dir``.
 FOLDER_VARIABLE = "MLX_PARALLM_KERNEL_CACHE_DIR"
-#: What CUDA calls the dtypes of arguments.
+#: ``CUDA_TYPES``: CUDA's names for the dtypes of arguments.
 CUDA_TYPES: Mapping[mx.Dtype, str] = MappingProxyType(
     {
         mx.float32: "float",
@@ -34,9 +34,9 @@ CUDA_TYPES: Mapping[mx.Dtype, str] = MappingProxyType(
 
 @functools.cache
 def device_precompiler() -> Precompiler | None:
-    """Return the process's own, as the modules that MLX loads are the process's; None on a CPU.
+    """Return the process's precompiler; there is one, because MLX's loaded modules are global.
 
-    It is also None where MLX has no NVRTC, or CUDA's headers are not found.
+    It is None on a CPU, if MLX has no NVRTC, and if CUDA's headers are missing.
     """
     if mx.default_device().type == mx.DeviceType.cpu or mx.metal.is_available():
         return None
@@ -57,11 +57,11 @@ def device_precompiler() -> Precompiler | None:
 
 
 def kernel_folder(environment: Mapping[str, str]) -> Path:
-    """Return the folder that compiled kernels are kept in unless a setting says otherwise."""
+    """Return the folder for compiled kernels, unless a setting names another."""
     chosen = environment.get(FOLDER_VARIABLE)
     if chosen:
         return Path(chosen)
     caches = environment.get("XDG_CACHE_HOME", "")
-    # A relative path there is to be ignored.
+    # The XDG specification says that a relative path is ignored.
     home = Path(caches) if caches.startswith("/") else Path.home() / ".cache"
     return home / "mlx_parallm" / "kernels"

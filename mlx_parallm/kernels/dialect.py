@@ -1,4 +1,4 @@
-"""The two languages the kernels are written in."""
+"""The two languages in which kernels are written."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from mlx_parallm.kernels.precompiled import PrecompiledKernel, Precompiler
 
 @dataclass(frozen=True, slots=True)
 class Tuning:
-    """How attention is divided; all of it is speed, none of it changes a result beyond rounding.
+    """How attention is divided among threads; it changes speed, and results only by rounding.
 
     Attributes:
-        threadgroups: how many keep the device busy; fewer, and rows are split.
-        warps: of a threadgroup.
+        threadgroups: how many keep the device busy; rows are split if there are fewer.
+        warps: warps of a threadgroup.
         tile: keys that a warp takes at once, if registers and block size allow.
         score_lanes: lanes that share a key while scores are computed.
         quantised_vector: neighbouring numbers of quantised KV that a lane takes, if they fit.
-        max_heads: query heads of one KV head that share its loads; they are kept in registers.
-        chunk_multiple: stock attention gets a multiple of this many queries, from such a position.
-        pads_rows: steps with prompts get few numbers of rows.
+        max_heads: query heads of one KV head that share its loads; they stay in registers.
+        chunk_multiple: stock attention's queries begin at, and are, a multiple of this number.
+        pads_rows: True if the row counts of steps with prompts are rounded to buckets.
     """
 
     threadgroups: int
@@ -39,31 +39,31 @@ class Tuning:
 
 
 class Dialect(Protocol):
-    """A language: where its texts are, what it calls types, who compiles it."""
+    """A kernel language: where its texts are, its type names, and its compiler."""
 
     @property
     def name(self) -> str:
-        """Also the folder of its texts."""
+        """Return the name of the language and of the folder of its texts."""
         ...
 
     @property
     def suffix(self) -> str:
-        """Of its texts."""
+        """Return the suffix of its texts."""
         ...
 
     @property
     def types(self) -> Mapping[mx.Dtype, str]:
-        """What it calls the types that values are kept in."""
+        """Return its names of the types in which values are stored."""
         ...
 
     @property
     def tuning(self) -> Tuning:
-        """What suits its devices."""
+        """Return the tuning for its devices."""
         ...
 
     @property
     def has_tensor_cores(self) -> bool:
-        """Whether the texts in ``tensor_cores`` are for it."""
+        """True if the texts in ``tensor_cores`` are in this language."""
         ...
 
     def make(
@@ -77,17 +77,17 @@ class Dialect(Protocol):
         strided: bool,
         dtypes: Sequence[mx.Dtype] | None = None,
     ) -> Kernel:
-        """A kernel of the body ``source`` after ``header``; raises without such a device.
+        """Return a kernel with the body ``source`` after ``header``.
 
-        Inputs that are not contiguous are copied before, unless it is ``strided``. ``dtypes`` are
-        those of inputs and outputs that it will be called with, if they are known: it is compiled
-        in the background then, where the language allows it.
+        It raises on other devices. Inputs that are not contiguous are copied, unless the kernel is
+        ``strided``. If ``dtypes``, those of inputs and outputs, are known, it is compiled in the
+        background where the language allows it.
         """
         ...
 
 
 class CudaDialect:
-    """CUDA C++, compiled by NVRTC: by ourselves if possible, else by MLX at the first call."""
+    """CUDA C++, compiled by NVRTC: by this project if possible, else by MLX at the first call."""
 
     name = "cuda"
     suffix = ".cu"
@@ -98,12 +98,13 @@ class CudaDialect:
         mx.bfloat16: "__nv_bfloat16",
         mx.uint32: "unsigned",
     }
-    # Four of 128 threads on each of an H100's 132 processors; a multiple of rows, as MLX compiles
-    # a cuDNN graph for each pair of lengths it meets (docs/decisions/020-shapes-on-cuda.md).
+    # 512 threadgroups are four of 128 threads on each of an H100's 132 processors. Chunks are
+    # multiples of rows, because MLX compiles a cuDNN graph for each new pair of lengths
+    # (docs/decisions/020-shapes-on-cuda.md).
     tuning = Tuning(threadgroups=512, chunk_multiple=256, pads_rows=True)
 
     def __init__(self, precompiler: Callable[[], Precompiler | None] = device_precompiler) -> None:
-        """``precompiler`` is asked for what compiles kernels apart from MLX; None if nothing."""
+        """``precompiler`` returns what compiles kernels beside MLX; None if there is none."""
         self._precompiler = precompiler
 
     def make(
@@ -126,7 +127,7 @@ class CudaDialect:
 
 
 class MetalDialect:
-    """The Metal Shading Language. Not yet run on Apple hardware."""
+    """The Metal Shading Language. It has not run on Apple hardware yet."""
 
     name = "metal"
     suffix = ".metal"
@@ -137,7 +138,7 @@ class MetalDialect:
         mx.bfloat16: "bfloat16_t",
         mx.uint32: "unsigned",
     }
-    # Four of 128 threads on each of the 40 cores of a large chip.
+    # 160 threadgroups are four of 128 threads on each of the 40 cores of a large chip.
     tuning = Tuning(threadgroups=160)
 
     def make(
@@ -152,8 +153,8 @@ class MetalDialect:
         dtypes: Sequence[mx.Dtype] | None = None,
     ) -> Kernel:
         """See ``Dialect.make``."""
-        del dtypes  # Metal's compiler is asked at the first call.
-        made: Any = mx.fast.metal_kernel(
+        del dtypes  # Metal compiles at the first call.
+        kernel: Any = mx.fast.metal_kernel(
             name=name,
             input_names=list(input_names),
             output_names=list(output_names),
@@ -161,12 +162,12 @@ class MetalDialect:
             header=header,
             ensure_row_contiguous=not strided,
         )
-        return made
+        return kernel
 
 
 def _stock_kernel(text: KernelText) -> Kernel:
     """Return the kernel that MLX compiles at its first call."""
-    made: Any = mx.fast.cuda_kernel(
+    kernel: Any = mx.fast.cuda_kernel(
         name=text.name,
         input_names=list(text.input_names),
         output_names=list(text.output_names),
@@ -174,4 +175,4 @@ def _stock_kernel(text: KernelText) -> Kernel:
         header=text.header,
         ensure_row_contiguous=not text.strided,
     )
-    return made
+    return kernel

@@ -1,4 +1,4 @@
-"""A kernel as callers see it, and its text as a language's compiler gets it."""
+"""A kernel as callers see it, and its text as compilers get it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import mlx.core as mx
 
 
 class Kernel(Protocol):
-    """A compiled kernel. The grid is in threads, in both languages."""
+    """A compiled kernel. The grid counts threads, in both languages."""
 
     def __call__(
         self,
@@ -21,7 +21,7 @@ class Kernel(Protocol):
         grid: tuple[int, int, int],
         threadgroup: tuple[int, int, int],
     ) -> list[mx.array]:
-        """Run it, lazily as any operation."""
+        """Return the outputs, lazily like any operation."""
         ...
 
 

@@ -1,8 +1,8 @@
-"""Eight bytes that MLX takes for a whole module that it has loaded.
+"""Replaces a loaded module's machine code by eight bytes with the same hash.
 
-``mx.fast.precompiled_cuda_kernel`` is given the machine code at every call. MLX looks for the
-loaded module by the kernel's name and ``std::hash`` of the code, so that each of the hundreds of
-calls of a step would hash and copy all of it. Once a module is loaded, only the hash matters.
+``mx.fast.precompiled_cuda_kernel`` takes the machine code at every call. MLX finds the loaded
+module by the kernel's name and ``std::hash`` of the code, so each of a step's hundreds of calls
+would hash and copy all of it. Once a module is loaded, only the hash matters.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _WORD = 8
 
 
 def string_hash(data: bytes) -> int:
-    """Return ``std::hash<std::string>`` of libstdc++ on machines of 64 bits."""
+    """Return ``std::hash<std::string>`` of libstdc++ on 64-bit machines."""
     whole = len(data) // _WORD * _WORD
     state = _begin(len(data))
     for (word,) in struct.iter_unpack("<Q", data[:whole]):
@@ -29,7 +29,7 @@ def string_hash(data: bytes) -> int:
 
 
 def module_key(code: bytes) -> bytes:
-    """Return eight bytes with the hash of ``code``: every step of it can be taken back."""
+    """Return eight bytes with the hash of ``code``, which works because each step is invertible."""
     state = _mix(_mix(string_hash(code)) * _INVERSE & _MASK)
     word = state * _INVERSE & _MASK ^ _begin(_WORD)
     return struct.pack("<Q", _mix(word * _INVERSE & _MASK) * _INVERSE & _MASK)
@@ -40,5 +40,5 @@ def _begin(length: int) -> int:
 
 
 def _mix(state: int) -> int:
-    """Its own inverse."""
+    """Mix the bits of a state; the function is its own inverse."""
     return state ^ state >> 47

@@ -1,8 +1,8 @@
-"""NVIDIA's runtime compiler (NVRTC), the one that MLX has loaded, called through ctypes.
+"""NVIDIA's runtime compiler (NVRTC) as loaded by MLX, called through ctypes.
 
-MLX compiles a custom kernel at its first call, under a lock, anew in every process, and puts
-headers before it that take 1.5 seconds to read. Calls through ctypes let other threads run, and the
-texts need two headers: the machine code is the same (``docs/decisions/024-kernels-on-disk.md``).
+MLX compiles a custom kernel at its first call, under a lock, again in every process, with headers
+that take 1.5 seconds to read. Calls through ctypes let other threads run, and the texts need only
+two headers; the machine code is the same (``docs/decisions/024-kernels-on-disk.md``).
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ import mlx.core as mx
 
 from mlx_parallm.kernels.compiler import CompilationError
 
-#: What the texts need; MLX puts more before them.
+#: ``HEADERS`` that the texts need; MLX includes more.
 HEADERS = ("cuda_bf16.h", "cuda_fp16.h")
-#: Files whose content the machine code depends on.
+#: ``HEADER_FILES``: files that the machine code depends on.
 HEADER_FILES = ("cuda_bf16.h", "cuda_bf16.hpp", "cuda_fp16.h", "cuda_fp16.hpp")
-# MLX gives the same flags.
+# FLAGS are those that MLX passes.
 FLAGS = ("--device-as-default-execution-space",)
 LIBRARIES = ("libnvrtc.so.13", "libnvrtc.so.12")
-# Below a folder of packages, of CUDA 13 and of CUDA 12.
+# PACKAGE_INCLUDES: folders of the packages of CUDA 13 and CUDA 12.
 PACKAGE_INCLUDES = ("nvidia/cu13/include", "nvidia/cuda_runtime/include")
 CUDA_HOMES = ("CUDA_HOME", "CUDA_PATH")
 DEFAULT_CUDA_HOME = "/usr/local/cuda"
@@ -34,7 +34,7 @@ DEFAULT_CUDA_HOME = "/usr/local/cuda"
 
 @dataclass(frozen=True, slots=True)
 class Nvrtc:
-    """The library, with what it is given besides a source."""
+    """The library, the device's architecture, and the folders of headers."""
 
     library: ctypes.CDLL
     architecture: str
@@ -42,14 +42,14 @@ class Nvrtc:
 
     @property
     def version(self) -> str:
-        """The version of the library, such as ``13.5``."""
+        """Return the version of the library, such as ``13.5``."""
         numbers = ctypes.c_int(), ctypes.c_int()
         self._call("nvrtcVersion", *map(ctypes.byref, numbers))
         return ".".join(str(number.value) for number in numbers)
 
     @property
     def identity(self) -> str:
-        """Everything besides a source that its code depends on."""
+        """Return everything besides a source that its machine code depends on."""
         digest = hashlib.sha256()
         for name in HEADER_FILES:
             for folder in self.includes:
@@ -62,7 +62,7 @@ class Nvrtc:
         """Return the machine code (cubin) of a source.
 
         Raises:
-            CompilationError: with what the compiler says.
+            CompilationError: the compiler refuses; the message is its log.
         """
         program = ctypes.c_void_p()
         text = "".join(f"#include <{header}>\n" for header in HEADERS) + source
@@ -86,8 +86,8 @@ class Nvrtc:
 
     def _code(self, program: ctypes.c_void_p, name: str) -> bytes:
         flags = [*self._flags, *(f"--include-path={folder}" for folder in self.includes)]
-        given = (ctypes.c_char_p * len(flags))(*(flag.encode() for flag in flags))
-        if self.library.nvrtcCompileProgram(program, len(flags), given):
+        arguments = (ctypes.c_char_p * len(flags))(*(flag.encode() for flag in flags))
+        if self.library.nvrtcCompileProgram(program, len(flags), arguments):
             log = self._read(program, "nvrtcGetProgramLogSize", "nvrtcGetProgramLog")
             raise CompilationError(f"{name}: {log.rstrip(bytes(1)).decode(errors='replace')}")
         return self._read(program, "nvrtcGetCUBINSize", "nvrtcGetCUBIN")
@@ -106,7 +106,7 @@ class Nvrtc:
 
 
 def loaded_nvrtc() -> Nvrtc | None:
-    """Return the compiler that MLX has loaded, for the default device; None if there is none."""
+    """Return the compiler that MLX has loaded, for the default device; None without one."""
     library, architecture = _loaded_library(), device_architecture(dict(mx.device_info()))
     includes = include_folders(Path(str(mx.__file__)).parent, sys.path, os.environ)
     if library is None or architecture is None or not includes:
@@ -115,7 +115,7 @@ def loaded_nvrtc() -> Nvrtc | None:
 
 
 def device_architecture(info: Mapping[str, object]) -> str | None:
-    """Return what NVRTC calls a device of MLX: its own instructions too, as MLX has it."""
+    """Return NVRTC's name of a device, with its specific instructions, as MLX compiles; or None."""
     name = str(info.get("architecture", ""))
     digits = name.removeprefix("sm_")
     if not name.startswith("sm_") or not digits.isdigit():
@@ -126,18 +126,18 @@ def device_architecture(info: Mapping[str, object]) -> str | None:
 def include_folders(
     mlx: Path, search_path: Sequence[str], environment: Mapping[str, str]
 ) -> tuple[Path, ...]:
-    """Return the folders with CUDA's headers and what they include; empty if there are none."""
+    """Return the folders of CUDA's headers and those they include; empty if they are missing."""
     for folder in _cuda_folders(mlx, search_path, environment):
         if all((folder / name).is_file() for name in HEADERS):
             bundled = (mlx / "include", mlx / "include" / "cccl")
-            return (*(one for one in bundled if one.is_dir()), folder)
+            return (*(path for path in bundled if path.is_dir()), folder)
     return ()
 
 
 def _cuda_folders(
     mlx: Path, search_path: Sequence[str], environment: Mapping[str, str]
 ) -> Iterator[Path]:
-    """Yield where the headers may be: first where MLX looks for them."""
+    """Yield folders that may have the headers, in MLX's order."""
     homes = [environment[name] for name in CUDA_HOMES if environment.get(name)]
     packages = [Path(entry) for entry in search_path if entry]
     yield from (mlx.parent / name for name in PACKAGE_INCLUDES)
@@ -146,7 +146,7 @@ def _cuda_folders(
 
 
 def _loaded_library() -> ctypes.CDLL | None:
-    """Return NVRTC if it is loaded: another version than MLX's is no use."""
+    """Return NVRTC if it is loaded; a version other than MLX's would not do."""
     if not hasattr(os, "RTLD_NOLOAD"):
         return None
     for name in LIBRARIES:

@@ -1,4 +1,4 @@
-"""Kernels that are compiled apart from MLX, which gets their machine code."""
+"""Kernels compiled beside MLX, which launches their machine code."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from mlx_parallm.kernels.module_key import module_key
 
 logger = logging.getLogger(__name__)
 
-#: ``mx.fast.precompiled_cuda_kernel``, or what stands for it.
+#: ``Launch`` is ``mx.fast.precompiled_cuda_kernel``, or a fake of it.
 Launch = Callable[..., list[mx.array]]
 
 _PROBE = KernelText(
@@ -33,12 +33,12 @@ _PROBE_VALUES = (3, 4, 5)
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """A whole CUDA source.
+    """A complete CUDA source.
 
     Attributes:
-        name: of the kernel, which is not mangled.
-        source: with the kernel's signature.
-        sizes: inputs and their axes whose sizes are the last arguments.
+        name: the kernel's name, which is not mangled.
+        source: the source, with the kernel's signature.
+        sizes: (input, axis) of the sizes that are the last arguments.
     """
 
     name: str
@@ -51,21 +51,21 @@ def program_of(
 ) -> Program | None:
     """Return the program of a kernel; None for one that ``mx.fast.cuda_kernel`` must launch.
 
-    Arguments are what MLX passes to a precompiled kernel: inputs, outputs and numbers. Sizes that
-    the text asks for are numbers. Strides cannot be: MLX does not tell those of an array that is
-    not computed yet.
+    Its arguments are what MLX passes to a precompiled kernel: inputs, outputs and numbers. Sizes
+    that the text uses are numbers. Strides cannot be, because MLX does not know those of an array
+    that is not computed yet.
 
     Args:
-        text: asks for an input's size as ``NAME_shape[AXIS]``.
-        dtypes: of the inputs, then of the outputs.
-        types: what CUDA calls them.
+        text: the kernel; it writes an input's size as ``NAME_shape[AXIS]``.
+        dtypes: dtypes of the inputs, then of the outputs.
+        types: CUDA's names of dtypes.
     """
     if not all(dtype in types for dtype in dtypes):
         return None
     names = "|".join(map(re.escape, text.input_names))
-    asked = re.compile(rf"\b({names})_shape\[(\d+)\]")
-    sizes = sorted({(name, int(axis)) for name, axis in asked.findall(text.source)})
-    body = asked.sub(r"\1_size_\2", text.source)
+    size = re.compile(rf"\b({names})_shape\[(\d+)\]")
+    sizes = sorted({(name, int(axis)) for name, axis in size.findall(text.source)})
+    body = size.sub(r"\1_size_\2", text.source)
     if re.search(rf"\b({names})_(shape|strides|ndim)\b", body):
         return None
     kinds = [types[dtype] for dtype in dtypes]
@@ -84,9 +84,9 @@ def program_of(
 
 
 class PrecompiledKernel:
-    """A kernel for whatever dtypes it is called with, each compiled once. Implements ``Kernel``.
+    """A kernel that is compiled once for each combination of dtypes. Implements ``Kernel``.
 
-    What cannot be compiled apart from MLX is left to ``mx.fast.cuda_kernel``.
+    A kernel that cannot be compiled beside MLX is left to ``mx.fast.cuda_kernel``.
     """
 
     def __init__(
@@ -96,7 +96,7 @@ class PrecompiledKernel:
         stock: Callable[[], Kernel],
         dtypes: Sequence[mx.Dtype] | None = None,
     ) -> None:
-        """Begin to compile for ``dtypes``, of inputs and outputs, if they are known already.
+        """Start to compile for ``dtypes``, of inputs and outputs, if they are known.
 
         ``stock`` makes the kernel that MLX compiles.
         """
@@ -132,24 +132,24 @@ class PrecompiledKernel:
 
 
 class Precompiler:
-    """Compiles kernels and hands MLX their machine code, where a trial shows that this works.
+    """Compiles kernels and passes MLX their machine code, if a trial shows that this works.
 
     Attributes:
-        compiler: makes the code.
+        compiler: makes the machine code.
         takes_keys: True if MLX finds modules by a key of their code; see ``module_key``.
     """
 
     def __init__(
         self, compiler: KernelCompiler, launch: Launch, types: Mapping[mx.Dtype, str]
     ) -> None:
-        """Launch by ``launch``; ``types`` is what CUDA calls dtypes."""
+        """``launch`` runs machine code; ``types`` are CUDA's names of dtypes."""
         self.compiler = compiler
         self._launch = launch
         self._types = types
         self.takes_keys = True
 
     def begin(self, text: KernelText, dtypes: Sequence[mx.Dtype]) -> None:
-        """Have a kernel compiled in the background."""
+        """Start to compile a kernel in the background."""
         program = program_of(text, dtypes, self._types)
         if program is not None:
             self.compiler.begin(program.source, program.name)
@@ -167,12 +167,12 @@ class Precompiler:
 
     @cached_property
     def why_not(self) -> str | None:
-        """Why MLX compiles all kernels itself; None if a kernel that was compiled here is right.
+        """Return why MLX compiles all kernels itself; None if a precompiled kernel works.
 
-        The first question launches it, twice: the second time by its key (``module_key``).
+        The first call launches a probe twice, the second time by its key (``module_key``).
         """
         program = program_of(_PROBE, (mx.int32, mx.int32), self._types)
-        assert program is not None, "the probe asks for nothing special"
+        assert program is not None, "the probe uses no strides"
         try:
             probe = self._loaded(program, is_strided=False)
             if not _is_right(probe):
@@ -186,7 +186,7 @@ class Precompiler:
         return reason
 
     def _is_known_by_key(self, probe: LoadedKernel) -> bool:
-        """Return whether MLX finds a module that it has loaded by a key of its code."""
+        """Return True if MLX finds a loaded module by a key of its code."""
         try:
             if _is_right(probe):
                 return True
@@ -201,7 +201,7 @@ class Precompiler:
 
 
 class LoadedKernel:
-    """A kernel whose machine code MLX gets at the first call, and a key of it later."""
+    """A kernel that passes MLX its machine code at the first call, and only a key later."""
 
     def __init__(
         self, program: Program, code: bytes, key: bytes, launch: Launch, *, is_strided: bool
@@ -239,22 +239,22 @@ class LoadedKernel:
         return outputs
 
     def _load(self, outputs: list[mx.array]) -> None:
-        """Have the module loaded by the first call, so that later ones need its key only."""
+        """Load the module by evaluating the first call, so that later calls need only its key."""
         try:
             mx.eval(outputs)
         except ValueError:
-            # The call is being traced and has no result: a later one will have.
+            # The call is being traced and has no result; a later call will have one.
             return
         assert self._key is not None, "loaded before"
         self._code, self._key = self._key, None
 
 
 def _is_right(probe: Kernel) -> bool:
-    (found,) = probe(
+    (output,) = probe(
         inputs=[mx.array(_PROBE_VALUES, mx.int32)],
         output_shapes=[(len(_PROBE_VALUES),)],
         output_dtypes=[mx.int32],
         grid=(len(_PROBE_VALUES), 1, 1),
         threadgroup=(len(_PROBE_VALUES), 1, 1),
     )
-    return found.tolist() == [value + len(_PROBE_VALUES) for value in _PROBE_VALUES]
+    return output.tolist() == [value + len(_PROBE_VALUES) for value in _PROBE_VALUES]

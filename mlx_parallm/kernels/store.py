@@ -1,4 +1,4 @@
-"""Compiled kernels on disk, by what they were compiled from."""
+"""A cache of compiled kernels on disk."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 
 logger = logging.getLogger(__name__)
 
-# A file is this line, the digest of its key and its code, and the code.
+# A file is MAGIC, the digest of its key and code, and the code.
 MAGIC = b"mlx_parallm kernel 1\n"
 SUFFIX = ".kernel"
 _DIGEST_BYTES = hashlib.sha256().digest_size
@@ -21,23 +21,23 @@ _DIGEST_BYTES = hashlib.sha256().digest_size
 class KernelStore:
     """A folder of compiled kernels, which several processes may use at once.
 
-    The folder is a convenience: whatever is wrong with it, a kernel is only compiled again. Files
-    are written under another name and renamed, and are read only if their digest is right.
+    It is only a cache: whatever fails, a kernel is compiled again. Files are written under another
+    name and renamed, and they are read only if their digest is right.
     """
 
     def __init__(self, folder: Path) -> None:
-        """Use ``folder``, which is made when the first kernel is kept."""
+        """Use ``folder``, which is created for the first kernel."""
         self.folder = folder
         self._lock = threading.Lock()
         self._problem: str | None = None
 
     @property
     def problem(self) -> str | None:
-        """Why nothing is kept any more; None while files can be written."""
+        """Return why nothing is written any more; None while files can be written."""
         return self._problem
 
     def get(self, key: str) -> bytes | None:
-        """Return the code that was kept for a key; None if there is none, or if it is damaged."""
+        """Return the code of a key; None if there is none or the file is damaged."""
         try:
             content = self._file(key).read_bytes()
         except OSError:
@@ -46,7 +46,7 @@ class KernelStore:
         return code if code and content == _content(key, code) else None
 
     def put(self, key: str, code: bytes) -> None:
-        """Keep the code of a key. After a failure nothing more is written by this process."""
+        """Write the code of a key. After a failure this process writes nothing more."""
         if self._problem is not None:
             return
         try:

@@ -1,1 +1,1 @@
-"""Elementary functions composed of stock MLX operations, for where MLX's own are slow."""
+"""Elementary functions from stock MLX operations, for devices where MLX's own are slow."""

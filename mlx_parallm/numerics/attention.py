@@ -1,4 +1,4 @@
-"""Softmax attention of encoders, by whichever operations are fastest on a device."""
+"""Softmax attention of encoders, by the fastest operations of a device."""
 
 from __future__ import annotations
 
@@ -6,19 +6,19 @@ import mlx.core as mx
 
 from mlx_parallm.numerics.exp2 import LOG2_E, MIN_EXPONENT, exp2, is_exp_slow
 
-# Fewer scores than this are done sooner by the one fused operation.
+# MIN_SCORES: below this many scores, the one fused operation is faster.
 MIN_SCORES = 4096
-# More bytes of scores than this are not kept, three times over at the worst: the fused operation is
-# to compute them in passing.
+# MAX_SCORE_BYTES: above this size, scores are not stored (up to three times over); the fused
+# operation computes them in passing.
 MAX_SCORE_BYTES = 1 << 28
-# Added to scores that are masked: they end far below any other, and finite.
+# _MASKED is added to masked scores, which end far below any other, and finite.
 _MASKED = -1e30
 
 
 def is_fused_compiled() -> bool:
-    """Whether the fused operation is compiled for every shape that it meets.
+    """True if the fused operation is compiled for every new shape.
 
-    MLX's CUDA backend gives it to cuDNN, which takes 35 to 50 ms for each on an H100:
+    MLX's CUDA backend uses cuDNN, which takes 35 to 50 ms per shape on an H100:
     https://github.com/ml-explore/mlx/blob/main/mlx/backend/cuda/scaled_dot_product_attention.cpp.
     """
     return mx.default_device().type == mx.DeviceType.gpu and mx.cuda.is_available()
@@ -27,15 +27,15 @@ def is_fused_compiled() -> bool:
 def softmax_attention(
     queries: mx.array, keys: mx.array, values: mx.array, *, scale: float, mask: mx.array | None
 ) -> mx.array:
-    """As ``mx.fast.scaled_dot_product_attention``, by whichever operations are fastest here.
+    """Return the result of ``mx.fast.scaled_dot_product_attention``, by the fastest operations.
 
     Args:
         queries: ``[B, H, L, D]``.
         keys: ``[B, H, S, D]``.
         values: ``[B, H, S, V]``.
-        scale: of the scores.
-        mask: None, bool (true: attended to) or added to the scores; it broadcasts to
-            ``[B, H, L, S]``. Each query attends to something.
+        scale: factor of the scores.
+        mask: None, bool (True: attended to), or added to the scores; it broadcasts to
+            ``[B, H, L, S]``. Each query attends to at least one key.
 
     Returns:
         ``[B, H, L, V]``.
@@ -48,7 +48,7 @@ def softmax_attention(
         return mx.fast.scaled_dot_product_attention(queries, keys, values, scale=scale, mask=mask)
     scores = (queries * (scale * LOG2_E)) @ keys.swapaxes(-1, -2)
     if mask is not None:
-        # Adding costs a fifth of choosing, and the mask is small.
+        # Adding costs a fifth of mx.where over the scores, and the mask itself is small.
         added = mx.where(mask, 0.0, _MASKED) if mask.dtype == mx.bool_ else mask * LOG2_E
         scores = scores + added
     weights = exp2(mx.maximum(scores - scores.max(axis=-1, keepdims=True), MIN_EXPONENT))
@@ -58,7 +58,7 @@ def softmax_attention(
 def _by_products(
     queries: mx.array, keys: mx.array, values: mx.array, scale: float, mask: mx.array | None
 ) -> mx.array:
-    """What the fused operation does where a backend has none."""
+    """Return attention from single operations, as a backend without the fused one computes it."""
     scores = (queries * scale) @ keys.swapaxes(-1, -2)
     if mask is not None and mask.dtype == mx.bool_:
         scores = mx.where(mask, scores, mx.finfo(scores.dtype).min)

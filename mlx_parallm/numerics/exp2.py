@@ -1,7 +1,7 @@
 """Powers of two by vectorised operations.
 
-MLX's x86 CPU build has no vectorised ``exp``: it takes 11 ns an element, where a multiplication
-takes 0.4. It is then the dearest part of a step, in softmax and in SiLU. A power of two made of
+MLX's x86 CPU build has no vectorised ``exp``: an element takes 11 ns, where a multiplication takes
+0.4. That makes it the most expensive part of a step, in softmax and in SiLU. A power of two made of
 additions and multiplications takes 3 ns. Other builds have a fast ``exp``.
 """
 
@@ -14,13 +14,13 @@ from typing import cast
 import mlx.core as mx
 
 LOG2_E = 1.4426950408889634
-#: Results below 2**-126 would be subnormal, those from 2**128 on are infinite.
+#: ``MIN_EXPONENT``, ``MAX_EXPONENT``: results are subnormal below 2**-126, infinite from 2**128 on.
 MIN_EXPONENT, MAX_EXPONENT = -126.0, 127.0
 
-# Added to a float32, it leaves the nearest integer in the low bits of the mantissa.
+# _ROUNDER, added to a float32, leaves the nearest integer in the low bits of the mantissa.
 _ROUNDER = 1.5 * 2**23
-# 2**f for |f| <= 1/2, interpolated at Chebyshev nodes; highest power first. The last was 1 + 8e-8:
-# so whole powers are exact.
+# _COEFFICIENTS of 2**f for |f| <= 1/2, interpolated at Chebyshev nodes, highest power first. The
+# last one was 1 + 8e-8; with 1, whole powers are exact.
 _COEFFICIENTS = (
     0.001339086336353527,
     0.009676031918255982,
@@ -33,7 +33,7 @@ _MANTISSA_BITS = 23
 
 
 def is_exp_slow() -> bool:
-    """Whether ``exp2`` beats ``mx.exp`` on the default device, for thousands of elements."""
+    """True if ``exp2`` beats ``mx.exp`` on the default device, for thousands of elements."""
     return mx.default_device().type == mx.DeviceType.cpu and platform.machine() in {
         "x86_64",
         "AMD64",
@@ -41,13 +41,13 @@ def is_exp_slow() -> bool:
 
 
 def exp2(exponents: mx.array) -> mx.array:
-    """``2 ** exponents``, to 3e-7 of the value; models that use it can be trained.
+    """Return ``2 ** exponents``, with a relative error up to 3e-7; it is differentiable.
 
-    The power is ``2**n * 2**f``: n the nearest integer, added to the bits of the exponent, f what
-    remains, by a polynomial (Cody and Waite, Software Manual for the Elementary Functions, 1980).
+    The power is ``2**n * 2**f``: n, the nearest integer, is added to the bits of the exponent, and
+    2**f is a polynomial (Cody and Waite, Software Manual for the Elementary Functions, 1980).
 
     Args:
-        exponents: float32, any shape, from ``MIN_EXPONENT`` to ``MAX_EXPONENT``; the result is
+        exponents: float32 of any shape, from ``MIN_EXPONENT`` to ``MAX_EXPONENT``; the result is
             meaningless beyond.
     """
     return cast("mx.array", _exp2(exponents))
@@ -66,11 +66,11 @@ def _exp2(exponents: mx.array) -> mx.array:
 
 @_exp2.vjp
 def _exp2_vjp(exponents: mx.array, cotangent: mx.array, result: mx.array) -> mx.array:
-    # Of the bits themselves there is no derivative.
+    # The bit operations have no derivative, so it is written out.
     return cotangent * result * math.log(2)
 
 
 def silu(values: mx.array) -> mx.array:
-    """``x * sigmoid(x)``, float32, any shape; as ``mlx.nn.silu`` to 1e-6 of the value."""
+    """Return ``x * sigmoid(x)``, float32; its relative error against ``mlx.nn.silu`` is 1e-6."""
     exponents = mx.clip(values * -LOG2_E, MIN_EXPONENT, MAX_EXPONENT - 1)
     return values / (1 + exp2(exponents))

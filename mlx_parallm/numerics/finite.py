@@ -1,4 +1,4 @@
-"""Finds weights that are no numbers: every token computed with such a weight would fail."""
+"""Finds weights that are NaN or infinite: every token computed with them would fail."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from mlx_parallm.types.errors import ModelLoadError
 
 
 class FloatBits(NamedTuple):
-    """How a dtype keeps floats: integers of its size, and the bits of infinity and of the sign."""
+    """How a dtype stores floats: integers of its size, and the bits of infinity and of the sign."""
 
     signed: mx.Dtype
     unsigned: mx.Dtype
@@ -20,15 +20,16 @@ class FloatBits(NamedTuple):
     sign: int
 
 
+#: ``FLOATS``: the float dtypes of weights.
 FLOATS: Mapping[mx.Dtype, FloatBits] = {
     mx.float32: FloatBits(mx.int32, mx.uint32, 0x7F80_0000, 1 << 31),
     mx.float16: FloatBits(mx.int16, mx.uint16, 0x7C00, 1 << 15),
     mx.bfloat16: FloatBits(mx.int16, mx.uint16, 0x7F80, 1 << 15),
 }
-#: How many tensors a message names.
+#: ``MAX_NAMED``: how many tensors a message names.
 MAX_NAMED = 5
-#: The bytes of quantised scales that mean "not a number", by MLX's name of the format: E8M0 has
-#: one of them (OCP Microscaling Formats, 5.4.1), E4M3 one of each sign.
+#: ``NAN_SCALES``: bytes of quantised scales that are NaN, by MLX's name of the format. E8M0 has one
+#: (OCP Microscaling Formats, 5.4.1), E4M3 has one for each sign.
 NAN_SCALES: Mapping[str, tuple[int, ...]] = {
     "mxfp4": (0xFF,),
     "mxfp8": (0xFF,),
@@ -61,18 +62,18 @@ def evaluate_weights(
     """Evaluate the weights of a file or folder; ``modes`` are those of ``not_finite``.
 
     Raises:
-        ModelLoadError: some are NaN or infinite; names them.
+    ModelLoadError: some are NaN or infinite; the message names them.
     """
     if wrong := not_finite(arrays, modes):
         raise ModelLoadError(f"{path}: these weights are NaN or infinite: {named(wrong)}.")
 
 
 def _float_check(array: mx.array, bits: FloatBits) -> mx.array:
-    """Return true if no float of an array is NaN or infinite, as an array of one bool.
+    """Return an array of one bool: true if no float of ``array`` is NaN or infinite.
 
-    Read as integers, floats ascend with their magnitude, and from infinity on they are not finite.
-    The largest signed integer tells of positive floats, the largest unsigned one of negative ones.
-    Both maxima take memory for nothing but themselves, and on a CPU less time than summing floats.
+    Read as integers, floats ascend with their magnitude, and those from infinity on are not finite.
+    The largest signed integer covers positive floats, the largest unsigned one negative floats.
+    Neither maximum needs further memory, and on a CPU both are faster than a sum of the floats.
     """
     positive = array.view(bits.signed).max() < bits.infinity
     negative = array.view(bits.unsigned).max() < bits.sign + bits.infinity
@@ -92,7 +93,7 @@ def scale_modes(model: object) -> dict[str, str]:
 
 
 def named(tensors: Iterable[str]) -> str:
-    """Return some names for a message, and how many there are beside them."""
+    """Return some of the names for a message, and how many more there are."""
     ordered = sorted(tensors)
     more = f" and {len(ordered) - MAX_NAMED} more" if len(ordered) > MAX_NAMED else ""
     return ", ".join(ordered[:MAX_NAMED])[:500] + more
