@@ -39,6 +39,8 @@ CLEAN_ROOMS = (
 _FRAGMENT = re.compile(r"(Of|Not|First|The same)\b(?! time\b)")
 # A docstring says what is returned or done, in words such as "Return" and "True if".
 _NO_FIRST_WORD = re.compile(r"(What|Whether|Whose|\.\.\.)\b")
+# A function's docstring begins with a verb; a property's may name the value.
+_NO_VERB = re.compile(r"(A|An|The|How|Why|When|Where|So|As|All|It|They)\b")
 _EMPTY = re.compile(r"[\s.…]*")
 _SENTENCE_END = re.compile(r"(?<=[a-z0-9)`\"'][.?!])(?<!e\.g\.)(?<!i\.e\.)\s+(?=[A-Z])")
 _NAMES_WITHOUT_ROLE = frozenset({"one", "found", "given", "asked", "told", "whose"})
@@ -91,6 +93,16 @@ def faults_of_docstrings(tree: ast.AST) -> Iterator[str]:
             yield f"{line}: a docstring has {sentence[:50]!r}"
 
 
+def faults_of_functions(tree: ast.AST) -> Iterator[str]:
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            continue
+        text = ast.get_docstring(node) or ""
+        is_property = any("property" in ast.unparse(by) for by in node.decorator_list)
+        if _NO_VERB.match(text) and not is_property:
+            yield f"{node.lineno}: a function's docstring begins {text[:50]!r}"
+
+
 def faults_of_names(tree: ast.AST) -> Iterator[str]:
     for node in ast.walk(tree):
         if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
@@ -105,7 +117,12 @@ def faults_of_names(tree: ast.AST) -> Iterator[str]:
 
 def faults(source: str) -> list[str]:
     tree = ast.parse(source)
-    return [*faults_of_comments(source), *faults_of_docstrings(tree), *faults_of_names(tree)]
+    return [
+        *faults_of_comments(source),
+        *faults_of_docstrings(tree),
+        *faults_of_functions(tree),
+        *faults_of_names(tree),
+    ]
 
 
 def files_of(room: str) -> list[Path]:
@@ -136,6 +153,10 @@ def test_the_room_is_written_in_plain_sentences(room):
         ('def f():\n    """..."""\n', "2: an empty docstring"),
         ('def f():\n    """Whether it fits."""\n', "2: a docstring begins 'Whether it fits.'"),
         ('class C:\n    """First rows."""\n', "2: a docstring has 'First rows.'"),
+        (
+            'def f():\n    """The rows that wait."""\n',
+            "1: a function's docstring begins 'The rows that wait.'",
+        ),
         ("for one in ():\n    pass\n", "1: a variable is named 'one'"),
         ("def f(given):\n    pass\n", "1: a variable is named 'given'"),
     ],
@@ -151,6 +172,7 @@ def test_a_fault_is_named_with_its_line(source, fault):
         '"""Return a row, e.g. Not found, as text."""\n',
         'def f():\n    """True if it is the first time. Notify the reader."""\n',
         "one_row = 1\n",
+        'class C:\n    @property\n    def f(self):\n        """The rows."""\n',
     ],
 )
 def test_plain_sentences_pass(source):

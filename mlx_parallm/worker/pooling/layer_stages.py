@@ -19,7 +19,7 @@ class LayerStages:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        """The layers are the modules in the model's longest list."""
+        """Find the layers, which are the modules in the model's longest list."""
         lists = [
             value
             for module in model.modules()
