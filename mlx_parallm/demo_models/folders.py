@@ -17,7 +17,7 @@ DEMO_FOLDERS = {
 
 
 def demo_folder(name: str) -> Path | None:
-    """The folder of a model of the package; None for anything else.
+    """Return the folder of a model of the package; None for anything else.
 
     Raises:
         ModelLoadError: ``demo:`` with a name that there is not.
