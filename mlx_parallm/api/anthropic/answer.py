@@ -7,12 +7,13 @@ from typing import Any
 
 from mlx_parallm.api.anthropic.blocks import ContentBlocks
 from mlx_parallm.api.anthropic.schema import MessagesRequest
+from mlx_parallm.api.turns.answer import Answer, Chunk
 from mlx_parallm.api.turns.prepare import PreparedTurn
 from mlx_parallm.api.turns.samples import Usage
 from mlx_parallm.types.events import FinishReason, PromptEvent, TokenEvent
 
 
-class MessageAnswer:
+class MessageAnswer(Answer):
     """Builds the answer to one messages request, whole or event by event.
 
     ``known_prompt`` says what was cached once that is known, which may be before a stream begins;
@@ -47,7 +48,7 @@ class MessageAnswer:
         message = self._message() | {"content": self._blocks.blocks} | self._stop()
         return message | {"usage": usage_body(self._stream.usage)}
 
-    def opening(self) -> list[dict[str, Any]]:
+    def opening(self) -> list[Chunk]:
         """The message's beginning; what was cached is told at the end if it is not known yet."""
         usage = Usage(prompt_tokens=self._stream.usage.prompt_tokens)
         prompt = self._known_prompt()
@@ -56,12 +57,12 @@ class MessageAnswer:
         message = self._message() | {"content": [], "stop_reason": None, "stop_sequence": None}
         return [{"type": "message_start", "message": message | {"usage": usage_body(usage)}}]
 
-    def chunks(self, prompt: int, event: PromptEvent | TokenEvent) -> list[dict[str, Any]]:
+    def chunks(self, prompt: int, event: PromptEvent | TokenEvent) -> list[Chunk]:
         """What an event adds to a stream; often one event, sometimes none."""
         parts = self._stream.add(event)
         return [told for part in parts for told in self._blocks.add(part)]
 
-    def closing(self) -> list[dict[str, Any]]:
+    def closing(self) -> list[Chunk]:
         """The end of the last block and of the message."""
         usage = usage_body(self._stream.usage)
         del usage["service_tier"]
@@ -71,10 +72,6 @@ class MessageAnswer:
             {"type": "message_delta", "delta": delta, "usage": usage},
             {"type": "message_stop"},
         ]
-
-    def failure(self, error: dict[str, Any]) -> list[dict[str, Any]]:
-        """The error itself."""
-        return [error]
 
     def _message(self) -> dict[str, Any]:
         return {

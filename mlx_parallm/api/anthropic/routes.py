@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fastapi import Request, Response
+from fastapi import Response
 
 from mlx_parallm.api.anthropic.answer import MessageAnswer
 from mlx_parallm.api.anthropic.dialect import ANTHROPIC
@@ -46,10 +46,10 @@ routes = Routes(CHAT, dialect=ANTHROPIC, body_limit=INPUT, short=True)
 
 
 @routes.post("/v1/messages", batchable=True, response_model=Message, responses=sse.STREAMED)
-async def create_message(body: MessagesRequest, request: Request, prelude: PreludeDep) -> Response:
+async def create_message(body: MessagesRequest, prelude: PreludeDep) -> Response:
     """Continue a conversation, in Anthropic's shape."""
     admitted = await prelude.admit(body.model)
-    turn = message_turn(body, request_id=f"msg_{prelude.answer_id}", client=admitted.client)
+    turn = message_turn(body, request_id=f"msg_{prelude.answer_id}", client=prelude.client)
     with named_by(FIELDS), too_long_in_these_words(admitted.model):
         prepared = await prepare_turn(turn, admitted.model)
     prepared, is_shortened = within_context(prepared)
@@ -57,14 +57,7 @@ async def create_message(body: MessagesRequest, request: Request, prelude: Prelu
     answer = MessageAnswer(
         body, prepared, lambda: generation.prompt, model=admitted.name, is_shortened=is_shortened
     )
-    return await respond(
-        request,
-        generation,
-        answer,
-        stream=body.stream,
-        config=admitted.config,
-        form=EVENTS,
-    )
+    return await respond(prelude, generation, answer, stream=body.stream, form=EVENTS)
 
 
 @routes.post("/v1/messages/count_tokens", body_limit=TOKENIZE)

@@ -6,8 +6,10 @@ from typing import Any
 
 from mlx_parallm.api.chat.schema import ChatRequest
 from mlx_parallm.api.control.art.spans import PolicySpans
-from mlx_parallm.api.turns.answer import AnswerHead, chunk_usage, usage_body
+from mlx_parallm.api.turns.answer import Answer, Chunk
 from mlx_parallm.api.turns.logprobs import TokenNames, chat_logprobs, prompt_logprobs
+from mlx_parallm.api.turns.openai import answer_head, chunk_usage, closing_chunks, usage_body
+from mlx_parallm.api.turns.prelude import Admitted
 from mlx_parallm.api.turns.prepare import PreparedTurn
 from mlx_parallm.api.turns.samples import Usage
 from mlx_parallm.api.turns.stream import (
@@ -26,21 +28,21 @@ from mlx_parallm.parsing.parts import (
 from mlx_parallm.types.events import PromptEvent, TokenEvent
 
 
-class ChatAnswer:
+class ChatAnswer(Answer):
     """Builds the answer to one chat request, whole or chunk by chunk."""
 
     def __init__(
         self,
         body: ChatRequest,
-        head: AnswerHead,
-        names: TokenNames,
+        admitted: Admitted,
         prepared: PreparedTurn,
         spans: PolicySpans | None = None,
     ) -> None:
         """Begin with nothing; ``spans`` are those of ART's policies, if they are wanted."""
         self._body = body
-        self._head = head
-        self._names = names
+        kind = "chat.completion.chunk" if body.stream else "chat.completion"
+        self._head = answer_head(admitted, prepared.request.request_id, kind)
+        self._names = TokenNames(admitted.model.tokenizer, as_ids=body.return_tokens_as_token_ids)
         self._spans = spans
         self._prompt_ids = prepared.prompt_ids
         self._stream = prepared.stream()
@@ -63,7 +65,7 @@ class ChatAnswer:
     def whole(self) -> dict[str, Any]:
         """The ``chat.completion`` object, once every event is in."""
         samples = self._stream.samples
-        answer = self._head.keys() | {
+        answer = self._head | {
             "choices": [self._choice(index, sample) for index, sample in enumerate(samples)],
             "usage": usage_body(self.usage),
             "service_tier": "default",
@@ -112,16 +114,9 @@ class ChatAnswer:
             chunks.append(last)
         return chunks
 
-    def closing(self) -> list[dict[str, Any]]:
-        """What follows the last choice: usage, if asked for."""
-        options = self._body.stream_options
-        if options is None or not options.include_usage:
-            return []
-        return [self._head.keys() | {"choices": [], "usage": usage_body(self.usage)}]
-
-    def failure(self, error: dict[str, Any]) -> list[dict[str, Any]]:
-        """The error itself."""
-        return [error]
+    def closing(self) -> list[Chunk]:
+        """Return what follows the last choice: usage, if the client wants it."""
+        return closing_chunks(self._head, self.usage, self._body.stream_options)
 
     def _choice(self, index: int, sample: SampleState) -> dict[str, Any]:
         raw = sample.raw
@@ -227,4 +222,4 @@ class ChatAnswer:
         if event is not None and self._body.return_token_ids:
             choice["token_ids"] = list(event.token_ids)
         usage = chunk_usage(self.usage, self._body.stream_options)
-        return self._head.keys() | {"choices": [choice]} | usage
+        return self._head | {"choices": [choice]} | usage

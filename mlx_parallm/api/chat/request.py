@@ -9,20 +9,15 @@ from mlx_parallm.api.chat.tools import (
     chat_tool_choice,
     chat_tools,
 )
+from mlx_parallm.api.turns.prelude import Prelude
 from mlx_parallm.api.turns.request import TurnRequest
 from mlx_parallm.api.turns.sampling import sampling_params
 from mlx_parallm.api.turns.structure import body_structure
 from mlx_parallm.api.turns.tools import Tool, ToolChoice
 
 
-def chat_turn(body: ChatRequest, *, request_id: str, client: str, max_logprobs: int) -> TurnRequest:
-    """What a body asks for.
-
-    Args:
-        body: as it came.
-        request_id: of the answer.
-        client: whose request it is.
-        max_logprobs: most alternatives per token.
+def chat_turn(body: ChatRequest, prelude: Prelude) -> TurnRequest:
+    """Return the turn that a body describes.
 
     Raises:
         InvalidRequestError: a field is malformed, or asks for what is not served; names it.
@@ -32,7 +27,7 @@ def chat_turn(body: ChatRequest, *, request_id: str, client: str, max_logprobs: 
     structure = body_structure(body)
     limit = body.max_completion_tokens
     return TurnRequest(
-        request_id=request_id,
+        request_id=f"chatcmpl-{body.request_id or prelude.answer_id}",
         messages=body.turns(),
         tools=tools,
         tool_choice=choice,
@@ -50,14 +45,14 @@ def chat_turn(body: ChatRequest, *, request_id: str, client: str, max_logprobs: 
             max_tokens=body.max_tokens if limit is None else limit,
             logprobs=body.top(),
             prompt_logprobs=body.prompt_logprobs,
-            max_logprobs=max_logprobs,
+            max_logprobs=prelude.config.max_logprobs,
             n=body.n,
             logprob_token_ids=body.logprob_token_ids,
         ),
         truncate=body.truncate_prompt_tokens,
         truncation_side=body.truncation_side,
         priority=body.priority,
-        client=client,
+        client=prelude.client,
         cache_salt=body.cache_salt,
     )
 

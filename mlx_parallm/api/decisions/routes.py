@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fastapi import Request, Response
+from fastapi import Response
 from starlette.responses import JSONResponse
 
 from mlx_parallm.api.decisions.answer import answer, ask
@@ -27,11 +27,7 @@ routes = Routes(CHAT, body_limit=INPUT, short=True)
 
 
 @routes.post("/v1/decisions", batchable=True, response_model=DecisionResponse)
-async def create_decision(
-    body: DecisionRequest,
-    request: Request,
-    prelude: PreludeDep,
-) -> Response:
+async def create_decision(body: DecisionRequest, prelude: PreludeDep) -> Response:
     """Answer questions about an input by the probabilities of their labels; nothing is sampled."""
     num_questions = len(body.questions)
     admitted = await prelude.admit(body.model, num_prompts=num_questions, fields=FIELDS)
@@ -42,10 +38,10 @@ async def create_decision(
         model=admitted.model.names[0],
         prompt_ids=questions[0].prompt_ids,
         priority=body.priority,
-        client=admitted.client,
+        client=prelude.client,
         cache_salt=body.cache_salt,
     )
-    return await unless_disconnected(request, _decide(body, admitted, template, questions))
+    return await unless_disconnected(prelude.request, _decide(body, admitted, template, questions))
 
 
 async def encode(body: DecisionRequest, model: GenerationModel) -> list[EncodedQuestion]:

@@ -17,7 +17,8 @@ from mlx_parallm.api.responses.output import (
 )
 from mlx_parallm.api.responses.schema import ENCRYPTED_REASONING, ResponsesRequest
 from mlx_parallm.api.responses.tools import ResponseTool, shown_tools
-from mlx_parallm.api.turns.logprobs import TextTokens
+from mlx_parallm.api.turns.answer import Answer
+from mlx_parallm.api.turns.logprobs import TextTokens, TokenNames
 from mlx_parallm.api.turns.prepare import PreparedTurn
 from mlx_parallm.api.turns.samples import Usage
 from mlx_parallm.parsing.parts import ContentText, ReasoningText
@@ -117,13 +118,12 @@ def response_usage(usage: Usage) -> dict[str, Any]:
     }
 
 
-class ResponseAnswer:
+class ResponseAnswer(Answer):
     """Builds a response, whole or event by event.
 
     Args:
         head: what was asked.
         prepared: the turn that answers.
-        tokens: finds the log-probabilities of texts; None where they are not wanted.
         on_end: called once with the response that has ended, unless it failed.
     """
 
@@ -132,13 +132,16 @@ class ResponseAnswer:
         head: ResponseHead,
         prepared: PreparedTurn,
         *,
-        tokens: TextTokens | None = None,
-        on_end: Callable[[dict[str, Any]], None] = lambda response: None,
+        on_end: Callable[[dict[str, Any]], None],
     ) -> None:
         self._keys = head.keys()
         self._stream = prepared.stream()
         self._writer = head.writer()
-        self._tokens = tokens
+        # Finds the log-probabilities of texts, where they are wanted.
+        self._tokens = None
+        if head.body.shows_logprobs:
+            names = TokenNames(prepared.model.tokenizer, as_ids=False)
+            self._tokens = TextTokens(names)
         self._on_end = on_end
         self._sequence_number = 0
         self._status = QUEUED if head.body.background else IN_PROGRESS

@@ -9,6 +9,7 @@ from mlx_parallm.api.responses.items import Item
 from mlx_parallm.api.responses.messages import item_messages
 from mlx_parallm.api.responses.schema import ResponsesInput, ResponsesRequest
 from mlx_parallm.api.responses.tools import ResponseTool, response_tool_choice
+from mlx_parallm.api.turns.prelude import Prelude
 from mlx_parallm.api.turns.request import TurnRequest
 from mlx_parallm.api.turns.sampling import sampling_params
 from mlx_parallm.api.turns.structure import TEXT_FORMAT, body_structure
@@ -54,10 +55,9 @@ def response_turn(
     body: ResponsesRequest,
     items: Sequence[Item],
     tools: Sequence[ResponseTool],
+    prelude: Prelude,
     *,
     request_id: str,
-    client: str,
-    max_logprobs: int,
 ) -> TurnRequest:
     """What a body asks for; see ``input_turn``.
 
@@ -75,11 +75,11 @@ def response_turn(
             max_tokens=body.max_output_tokens,
             logprobs=body.top(),
             prompt_logprobs=None,
-            max_logprobs=max_logprobs,
+            max_logprobs=prelude.config.max_logprobs,
         ),
         truncate=body.truncate_prompt_tokens,
         truncation_side=body.truncation_side,
         priority=body.priority,
-        client=client,
+        client=prelude.client,
         cache_salt=body.cache_salt,
     )

@@ -11,11 +11,7 @@ from starlette.responses import JSONResponse
 
 from mlx_parallm.api.files.answer import list_object
 from mlx_parallm.api.http.declared import INPUT, TOKENIZE
-from mlx_parallm.api.http.dependencies import (
-    ClientDep,
-    ConfigDep,
-    EngineDep,
-)
+from mlx_parallm.api.http.dependencies import ClientDep, EngineDep
 from mlx_parallm.api.http.internal import internal_caller
 from mlx_parallm.api.http.openapi import CHAT
 from mlx_parallm.api.http.routing import Routes
@@ -26,15 +22,12 @@ from mlx_parallm.api.responses.schema import InputTokensRequest, ResponsesReques
 from mlx_parallm.api.responses.service import ResponseService
 from mlx_parallm.api.responses.store import StoredResponse
 from mlx_parallm.api.responses.tools import ResponseTool, response_tools
-from mlx_parallm.api.turns.generation import Generation, named_by
-from mlx_parallm.api.turns.logprobs import TextTokens, TokenNames
+from mlx_parallm.api.turns.generation import named_by
 from mlx_parallm.api.turns.model_choice import generator
-from mlx_parallm.api.turns.prelude import PreludeDep
+from mlx_parallm.api.turns.prelude import Admitted, Prelude, PreludeDep
 from mlx_parallm.api.turns.prepare import PreparedTurn, prepare_turn, render_turn
 from mlx_parallm.api.turns.respond import NAMED_EVENTS, respond
 from mlx_parallm.api.turns.truncation import prepare_fitting
-from mlx_parallm.config import ServerConfig
-from mlx_parallm.generation.model import GenerationModel
 from mlx_parallm.types.errors import InvalidRequestError
 from mlx_parallm.types.request import ANY_LENGTH
 
@@ -51,49 +44,38 @@ ResponsesDep = Annotated[ResponseService, Depends(get_responses)]
 
 @routes.post("/v1/responses", batchable=True, responses=STREAMED)
 async def create_response(
-    body: ResponsesRequest,
-    request: Request,
-    prelude: PreludeDep,
-    responses: ResponsesDep,
+    body: ResponsesRequest, prelude: PreludeDep, responses: ResponsesDep
 ) -> Response:
     """Answer an input: whole, as a stream of events, or in the background."""
     body.check_supported()
-    if body.background and internal_caller(request) is not None:
+    if body.background and internal_caller(prelude.request) is not None:
         raise InvalidRequestError("A batch is in the background already.", param="background")
     admitted = await prelude.admit(body.model)
-    model, config = admitted.model, admitted.config
     entry = responses.entry(
         body,
         response_id=f"resp_{uuid.uuid4().hex}",
-        client=admitted.client,
-        num_bytes=len(await request.body()),
+        client=prelude.client,
+        num_bytes=len(await prelude.request.body()),
     )
     tools = response_tools(body.tools)
-    prepared = await _prepare(body, tools, entry, model, config)
+    prepared = await _prepare(body, tools, entry, admitted)
+
+    def keep(response: dict[str, Any]) -> None:
+        if body.store and not body.background:
+            responses.keep(entry, response)
+
     head = ResponseHead(id=entry.id, body=body, model=admitted.name, tools=tools)
-    tokens = TextTokens(TokenNames(model.tokenizer, as_ids=False)) if body.shows_logprobs else None
-
-    async def start() -> Generation:
-        return await admitted.start([prepared.request], FIELDS)
-
-    if body.background:
-        answer = ResponseAnswer(head, prepared, tokens=tokens)
-        job = await responses.make(entry, answer, start, keeps_events=body.stream)
-        return _events(job.events(0), config) if body.stream else JSONResponse(job.response())
-    answer = ResponseAnswer(
-        head,
-        prepared,
-        tokens=tokens,
-        on_end=lambda response: responses.keep(entry, response) if body.store else None,
-    )
-    return await respond(
-        request,
-        await start(),
+    answer = ResponseAnswer(head, prepared, on_end=keep)
+    if not body.background:
+        generation = await admitted.start([prepared.request], FIELDS)
+        return await respond(prelude, generation, answer, stream=body.stream, form=NAMED_EVENTS)
+    job = await responses.make(
+        entry,
         answer,
-        stream=body.stream,
-        config=config,
-        form=NAMED_EVENTS,
+        lambda: admitted.start([prepared.request], FIELDS),
+        keeps_events=body.stream,
     )
+    return _events(job.events(0), prelude) if body.stream else JSONResponse(job.response())
 
 
 @routes.post("/v1/responses/input_tokens", body_limit=TOKENIZE)
@@ -112,16 +94,15 @@ async def count_input_tokens(
 @routes.get("/v1/responses/{response_id}", responses=STREAMED)
 async def retrieve_response(
     response_id: str,
-    config: ConfigDep,
-    client: ClientDep,
+    prelude: PreludeDep,
     responses: ResponsesDep,
     stream: Annotated[bool, Query()] = False,
     starting_after: Annotated[int, Query(ge=-1)] = -1,
 ) -> Response:
     """A response as it is now, or the events of one in the background."""
     if stream:
-        return _events(responses.events(response_id, client, starting_after + 1), config)
-    return JSONResponse(responses.get(response_id, client).response())
+        return _events(responses.events(response_id, prelude.client, starting_after + 1), prelude)
+    return JSONResponse(responses.get(response_id, prelude.client).response())
 
 
 @routes.delete("/v1/responses/{response_id}")
@@ -166,26 +147,18 @@ async def _prepare(
     body: ResponsesRequest,
     tools: Sequence[ResponseTool],
     entry: StoredResponse,
-    model: GenerationModel,
-    config: ServerConfig,
+    admitted: Admitted,
 ) -> PreparedTurn:
     with named_by(FIELDS):
-        turn = response_turn(
-            body,
-            entry.items,
-            tools,
-            request_id=entry.id,
-            client=entry.client,
-            max_logprobs=config.max_logprobs,
-        )
+        turn = response_turn(body, entry.items, tools, admitted.prelude, request_id=entry.id)
         prepare = prepare_fitting if body.truncation == "auto" else prepare_turn
-        return await prepare(turn, model)
+        return await prepare(turn, admitted.model)
 
 
-def _events(events: AsyncIterator[bytes], config: ServerConfig) -> Response:
-    """Events of a response in the background, which goes on when the reader leaves."""
+def _events(events: AsyncIterator[bytes], prelude: Prelude) -> Response:
+    """Return the events of a response in the background, which goes on when the reader leaves."""
 
     async def leave() -> None:
         pass
 
-    return EventStreamResponse(events, on_close=leave, keep_alive_s=config.sse_keep_alive_s)
+    return EventStreamResponse(events, on_close=leave, keep_alive_s=prelude.config.sse_keep_alive_s)

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 from mlx_parallm.api.sglang.request import SglangItem
-from mlx_parallm.api.sglang.schema import GenerateBody
-from mlx_parallm.api.turns.lazy import LazySequence
+from mlx_parallm.api.sglang.schema import GenerateBody, is_batch
+from mlx_parallm.api.turns.answer import Chunk, SampledAnswer
 from mlx_parallm.api.turns.samples import Sample
 from mlx_parallm.generation.model import Tokenizer
 from mlx_parallm.types.events import PromptEvent, TokenEvent
@@ -20,17 +19,8 @@ Pair = tuple[int, float | None]
 TOKENS_PER_STEP = 256
 
 
-@dataclass(slots=True)
-class _Progress:
-    """A sample, the label of its latest weights, and when it is told next."""
-
-    sample: Sample = field(default_factory=Sample)
-    version: str = ""
-    told_at: int = 0
-
-
-class SglangAnswer:
-    """Builds the answer to one prompt or several, prompt-major."""
+class SglangAnswer(SampledAnswer):
+    """Builds the answer to one prompt or several."""
 
     def __init__(
         self,
@@ -38,61 +28,37 @@ class SglangAnswer:
         items: Sequence[SglangItem],
         prompts: Sequence[tuple[int, ...]],
         tokenizer: Tokenizer,
-        *,
-        is_list: bool,
     ) -> None:
+        super().__init__(items[0].sampling.n, len(items))
         self._body = body
         self._items = items
         self._prompts = prompts
         self._tokenizer = tokenizer
-        self._n = items[0].sampling.n
-        self._is_list = is_list or self._n > 1
+        self._is_list = is_batch(body) or self.n > 1
         self._begun_s = time.monotonic()
-        self._progress = LazySequence(len(items) * self._n, lambda _index: _Progress())
-        self._prompt_events: dict[int, PromptEvent] = {}
-
-    def add(self, prompt: int, event: PromptEvent | TokenEvent) -> None:
-        """Take in an event; ``prompt`` says of which prompt."""
-        if isinstance(event, PromptEvent):
-            self._prompt_events[prompt] = event
-            return
-        progress = self._progress[prompt * self._n + event.index]
-        progress.sample.add(event)
-        progress.version = event.version
+        # By sample, how many tokens it has when it is told next.
+        self._told_at: dict[int, int] = {}
 
     def whole(self) -> Any:
-        """An object, or a list of them for several prompts or samples."""
-        told = [self._output(index) for index in range(len(self._progress))]
-        return told if self._is_list else told[0]
+        """Return an object, or a list of them for several prompts or samples."""
+        outputs = [self._output(index) for index in range(len(self.samples))]
+        return outputs if self._is_list else outputs[0]
 
-    def opening(self) -> list[dict[str, Any]]:
-        """Nothing."""
-        return []
-
-    def chunks(self, prompt: int, event: PromptEvent | TokenEvent) -> list[dict[str, Any]]:
-        """The sample so far, unless it was told so a few tokens ago."""
+    def chunks(self, prompt: int, event: PromptEvent | TokenEvent) -> list[Chunk]:
+        """Return the sample so far, unless it was told so a few tokens ago."""
         self.add(prompt, event)
         if isinstance(event, PromptEvent):
             return []
-        index = prompt * self._n + event.index
-        progress = self._progress[index]
-        count = len(progress.sample.token_ids)
-        if event.finish_reason is None and count < progress.told_at:
+        index = prompt * self.n + event.index
+        count = len(self.samples[index].token_ids)
+        if event.finish_reason is None and count < self._told_at.get(index, 0):
             return []
-        progress.told_at = count + 1 + count // TOKENS_PER_STEP
+        self._told_at[index] = count + 1 + count // TOKENS_PER_STEP
         return [self._output(index) | ({"index": index} if self._is_list else {})]
-
-    def closing(self) -> list[dict[str, Any]]:
-        """Nothing."""
-        return []
-
-    def failure(self, error: dict[str, Any]) -> list[dict[str, Any]]:
-        """The error itself."""
-        return [error]
 
     def _output(self, index: int) -> dict[str, Any]:
         """One sample as far as it is known."""
-        prompt, sample = index // self._n, self._progress[index].sample
+        prompt, sample = index // self.n, self.samples[index]
         output = {
             "text": sample.text,
             "output_ids": sample.token_ids,
@@ -103,16 +69,16 @@ class SglangAnswer:
         return output
 
     def _meta(self, index: int) -> dict[str, Any]:
-        prompt, number = divmod(index, self._n)
-        item, progress = self._items[prompt], self._progress[index]
-        event, sample = self._prompt_events.get(prompt), progress.sample
+        prompt, number = divmod(index, self.n)
+        item, sample = self._items[prompt], self.samples[index]
+        event = self.prompt_events.get(prompt)
         meta: dict[str, Any] = {
-            "id": item.rid if self._n == 1 else f"{item.rid}-{number}",
+            "id": item.rid if self.n == 1 else f"{item.rid}-{number}",
             "finish_reason": _finish_reason(sample),
             "prompt_tokens": len(self._prompts[prompt]),
             "completion_tokens": len(sample.token_ids),
             "cached_tokens": 0 if event is None else event.num_cached_tokens,
-            "weight_version": progress.version,
+            "weight_version": sample.version,
             "weight_versions": sample.versions.to_json(),
         }
         if sample.finish_reason is not None:
@@ -137,19 +103,19 @@ class SglangAnswer:
 
     def _scored(self, prompt: int) -> list[TokenLogprob]:
         """Of the prompt's tokens behind ``logprob_start_len``."""
-        event = self._prompt_events.get(prompt)
+        event = self.prompt_events.get(prompt)
         if event is None or event.prompt_logprobs is None:
             return []
         return [one for one in event.prompt_logprobs if one is not None]
 
     def _input(self, prompt: int) -> list[Pair]:
         start = self._items[prompt].logprob_start_len
-        if start < 0 or prompt not in self._prompt_events:
+        if start < 0 or prompt not in self.prompt_events:
             return []
         return [(self._prompts[prompt][start], None), *_own(self._scored(prompt))]
 
     def _input_tops(self, prompt: int) -> list[Any]:
-        if self._items[prompt].logprob_start_len < 0 or prompt not in self._prompt_events:
+        if self._items[prompt].logprob_start_len < 0 or prompt not in self.prompt_events:
             return []
         return [None, *self._tops(self._scored(prompt))]
 
@@ -160,58 +126,27 @@ class SglangAnswer:
         """``[log-probability, token id, text]``; texts only if asked for."""
         with_text = self._body.return_text_in_logprobs
         return [
-            [
-                value,
-                token_id,
-                self._tokenizer.token_string(token_id) if with_text else None,
-            ]
+            [value, token_id, self._tokenizer.token_string(token_id) if with_text else None]
             for token_id, value in pairs
         ]
 
 
-class VllmPromptAnswer:
+class VllmPromptAnswer(SampledAnswer):
     """Builds the answer that atropos reads of vLLM; it is never a stream."""
-
-    def __init__(self, n: int) -> None:
-        self._samples = LazySequence(n, lambda _index: Sample())
-        self._prompt: PromptEvent | None = None
-
-    def add(self, prompt: int, event: PromptEvent | TokenEvent) -> None:
-        """Take in an event."""
-        if isinstance(event, PromptEvent):
-            self._prompt = event
-        else:
-            self._samples[event.index].add(event)
 
     def whole(self) -> dict[str, Any]:
         """Per sample and token a list of ``{token id: log-probability}``, the sampled one first."""
-        scored = None if self._prompt is None else self._prompt.prompt_logprobs
+        scored = self.prompt_events[0].prompt_logprobs if self.prompt_events else None
         answer: dict[str, Any] = {
-            "text": [sample.text for sample in self._samples],
-            "token_ids": [sample.token_ids for sample in self._samples],
-            "logprobs": [[_alone(one) for one in sample.logprobs] for sample in self._samples],
-            "finish_reasons": [sample.finish_reason for sample in self._samples],
-            "weight_versions": [sample.versions.to_json() for sample in self._samples],
+            "text": [sample.text for sample in self.samples],
+            "token_ids": [sample.token_ids for sample in self.samples],
+            "logprobs": [[_alone(one) for one in sample.logprobs] for sample in self.samples],
+            "finish_reasons": [sample.finish_reason for sample in self.samples],
+            "weight_versions": [sample.versions.to_json() for sample in self.samples],
         }
         if scored is not None:
-            answer["prompt_logprobs"] = [_together(one) for one in scored]
+            answer["prompt_logprobs"] = [None if one is None else _pairs(one) for one in scored]
         return answer
-
-    def opening(self) -> list[dict[str, Any]]:
-        """Nothing."""
-        return []
-
-    def chunks(self, prompt: int, event: PromptEvent | TokenEvent) -> list[dict[str, Any]]:
-        """Nothing."""
-        return []
-
-    def closing(self) -> list[dict[str, Any]]:
-        """Nothing."""
-        return []
-
-    def failure(self, error: dict[str, Any]) -> list[dict[str, Any]]:
-        """The error itself."""
-        return [error]
 
 
 def _own(entries: Iterable[TokenLogprob]) -> list[Pair]:
@@ -240,7 +175,3 @@ def _pairs(entry: TokenLogprob) -> dict[str, float]:
 
 def _alone(entry: TokenLogprob) -> list[dict[str, float]]:
     return [{token_id: value} for token_id, value in _pairs(entry).items()]
-
-
-def _together(entry: TokenLogprob | None) -> dict[str, float] | None:
-    return None if entry is None else _pairs(entry)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from fastapi import Request, Response
+from fastapi import Response
 
 from mlx_parallm.api.http.declared import INPUT
 from mlx_parallm.api.http.offload import maybe_in_thread
@@ -13,10 +13,10 @@ from mlx_parallm.api.http.routing import Routes
 from mlx_parallm.api.http.sse import STREAMED
 from mlx_parallm.api.sglang.answer import SglangAnswer, VllmPromptAnswer
 from mlx_parallm.api.sglang.request import FIELDS, SglangItem, item_params, items_of
-from mlx_parallm.api.sglang.schema import GenerateBody, is_batch
+from mlx_parallm.api.sglang.schema import GenerateBody
 from mlx_parallm.api.turns.generation import named_by
 from mlx_parallm.api.turns.model_choice import generator
-from mlx_parallm.api.turns.prelude import Admitted, Prelude, PreludeDep
+from mlx_parallm.api.turns.prelude import Prelude, PreludeDep
 from mlx_parallm.api.turns.respond import respond
 from mlx_parallm.api.turns.structure import body_grammar
 from mlx_parallm.api.vllm.answer import token_sampling_params
@@ -31,11 +31,11 @@ DEFAULT_VLLM_MAX_TOKENS = 16
 
 @routes.post("/generate", responses=STREAMED)
 @routes.put("/generate", responses=STREAMED, include_in_schema=False)
-async def generate(body: GenerateBody, request: Request, prelude: PreludeDep) -> Response:
+async def generate(body: GenerateBody, prelude: PreludeDep) -> Response:
     """Continue one prompt or several."""
     body.check_fields()
     if body.prompt is not None:
-        return await _generate_for_vllm(body, request, prelude)
+        return await _generate_for_vllm(body, prelude)
     items = items_of(body, fallback_rid=prelude.answer_id)
     source = "text" if body.text is not None else "input_ids"
     fields = FIELDS | {"prompt": source, "messages": source, "request_id": "rid"}
@@ -48,12 +48,12 @@ async def generate(body: GenerateBody, request: Request, prelude: PreludeDep) ->
         )
         prompts = await _encode(items, models[0].tokenizer)
         asked = [
-            await _request(body, item, model, prompt_ids, admitted)
+            await _request(body, item, model, prompt_ids, prelude)
             for item, model, prompt_ids in zip(items, models, prompts, strict=True)
         ]
-    answer = SglangAnswer(body, items, prompts, models[0].tokenizer, is_list=is_batch(body))
+    answer = SglangAnswer(body, items, prompts, models[0].tokenizer)
     generation = await admitted.start(asked, fields)
-    return await respond(request, generation, answer, stream=body.stream, config=admitted.config)
+    return await respond(prelude, generation, answer, stream=body.stream)
 
 
 def _model(engine: EngineClient, body: GenerateBody, item: SglangItem) -> GenerationModel:
@@ -76,12 +76,12 @@ async def _request(
     item: SglangItem,
     model: GenerationModel,
     prompt_ids: tuple[int, ...],
-    admitted: Admitted,
+    prelude: Prelude,
 ) -> GenerateRequest:
     params = item_params(
         item,
         len(prompt_ids),
-        max_logprobs=admitted.config.max_logprobs,
+        max_logprobs=prelude.config.max_logprobs,
         entropy=body.return_entropy,
         grammar=await body_grammar(item.sampling, model),
     )
@@ -91,22 +91,22 @@ async def _request(
         prompt_ids=prompt_ids,
         params=params,
         priority=body.priority,
-        client=admitted.client,
+        client=prelude.client,
         cache_salt=item.cache_salt,
         extra_key=item.extra_key,
         group=f"sglang-{body.rid}" if isinstance(body.rid, str) else None,
     )
 
 
-async def _generate_for_vllm(body: GenerateBody, request: Request, prelude: Prelude) -> Response:
+async def _generate_for_vllm(body: GenerateBody, prelude: Prelude) -> Response:
     assert body.prompt is not None, "this body has a prompt of vLLM's"
     admitted = await prelude.admit(body.model, n=body.n)
-    model, config = admitted.model, admitted.config
+    model = admitted.model
     body.check_supported()
     if body.max_tokens is None:
         body.max_tokens = DEFAULT_VLLM_MAX_TOKENS
     params = token_sampling_params(
-        body, max_logprobs=config.max_logprobs, grammar=await body_grammar(body, model)
+        body, max_logprobs=prelude.config.max_logprobs, grammar=await body_grammar(body, model)
     )
     asked = GenerateRequest(
         request_id=f"generate-{prelude.answer_id}",
@@ -114,7 +114,7 @@ async def _generate_for_vllm(body: GenerateBody, request: Request, prelude: Prel
         prompt_ids=tuple(body.prompt.prompt_token_ids),
         params=params,
         priority=body.priority,
-        client=admitted.client,
+        client=prelude.client,
     )
     generation = await admitted.start([asked], {"messages": "prompt"})
-    return await respond(request, generation, VllmPromptAnswer(body.n), stream=False, config=config)
+    return await respond(prelude, generation, VllmPromptAnswer(body.n), stream=False)

@@ -1,49 +1,58 @@
-"""What every answer in OpenAI's shape shares: its identity and its usage."""
+"""What a route makes of the engine's events: the answer as a whole, or the chunks of a stream."""
 
 from __future__ import annotations
 
-import time
-from dataclasses import dataclass, field
+from abc import ABC, abstractmethod
 from typing import Any
 
-from mlx_parallm.api.turns.fields import StreamOptions
-from mlx_parallm.api.turns.samples import Usage
+from mlx_parallm.api.turns.lazy import LazySequence
+from mlx_parallm.api.turns.samples import Sample, Usage
+from mlx_parallm.types.events import PromptEvent, TokenEvent
+
+Chunk = dict[str, Any]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AnswerHead:
-    """The keys that every chunk of an answer repeats."""
+class Answer(ABC):
+    """An answer that grows with the events; ``prompt`` is the number of an event's prompt."""
 
-    id: str
-    object: str
-    model: str
-    fingerprint: str | None = None
-    created: int = field(default_factory=lambda: int(time.time()))
+    @abstractmethod
+    def add(self, prompt: int, event: PromptEvent | TokenEvent) -> None:
+        """Take in an event of the whole answer."""
 
-    def keys(self) -> dict[str, Any]:
-        """As JSON keys."""
-        return {
-            "id": self.id,
-            "object": self.object,
-            "created": self.created,
-            "model": self.model,
-            "system_fingerprint": self.fingerprint,
-        }
+    @abstractmethod
+    def whole(self) -> Any:
+        """Return the answer, once every event is in."""
 
+    def opening(self) -> list[Chunk]:
+        """Return the chunks before the first event's."""
+        return []
 
-def usage_body(usage: Usage) -> dict[str, Any]:
-    """Token counts as OpenAI writes them."""
-    return {
-        "prompt_tokens": usage.prompt_tokens,
-        "completion_tokens": usage.completion_tokens,
-        "total_tokens": usage.prompt_tokens + usage.completion_tokens,
-        "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
-        "completion_tokens_details": {"reasoning_tokens": usage.reasoning_tokens},
-    }
+    def chunks(self, prompt: int, event: PromptEvent | TokenEvent) -> list[Chunk]:
+        """Take in an event of a stream; return what it adds: often one chunk, sometimes none."""
+        raise NotImplementedError
+
+    def closing(self) -> list[Chunk]:
+        """Return the chunks after the last event's."""
+        return []
+
+    def failure(self, error: Chunk) -> list[Chunk]:
+        """Return the chunks that end a stream with an error, the route's object of it."""
+        return [error]
 
 
-def chunk_usage(usage: Usage, options: StreamOptions | None) -> dict[str, Any]:
-    """The ``usage`` key of a chunk with choices: the counts so far, null, or no key."""
-    if options is not None and options.tells_usage_so_far:
-        return {"usage": usage_body(usage)}
-    return {"usage": None} if options is not None and options.include_usage else {}
+class SampledAnswer(Answer):
+    """An answer that tells samples as they are: ``n`` of each prompt, prompt after prompt."""
+
+    def __init__(self, n: int, num_prompts: int = 1, *, num_prompt_tokens: int = 0) -> None:
+        self.n = n
+        self.samples = LazySequence(num_prompts * n, lambda _index: Sample())
+        self.prompt_events: dict[int, PromptEvent] = {}
+        self.usage = Usage(prompt_tokens=num_prompt_tokens)
+
+    def add(self, prompt: int, event: PromptEvent | TokenEvent) -> None:
+        """Take in an event, of the whole answer or of a stream."""
+        self.usage.add(event)
+        if isinstance(event, PromptEvent):
+            self.prompt_events[prompt] = event
+        else:
+            self.samples[prompt * self.n + event.index].add(event)

@@ -20,6 +20,8 @@ from mlx_parallm.types.events import ErrorEvent, GenerateEvent, PromptEvent, Tok
 from mlx_parallm.types.request import GenerateRequest
 
 T = TypeVar("T")
+# What the engine's names are called in a body, for errors.
+Fields = Mapping[str, str]
 Numbered = tuple[int, PromptEvent | TokenEvent]
 # Events of several prompts that wait to be read together.
 MAX_MERGED = 256
@@ -28,11 +30,15 @@ WHOLE = 64
 
 
 class Generation:
-    """The engine's requests behind one HTTP request: one per prompt."""
+    """The engine's requests behind one HTTP request: one per prompt.
+
+    Attributes:
+        handles: one per request, in their order.
+    """
 
     def __init__(self, engine: EngineClient, handles: Sequence[RequestHandle]) -> None:
         self._engine = engine
-        self._handles = handles
+        self.handles = handles
         # Bounded: what a slow reader leaves must pile up where it is counted, in the engine.
         self._queue: asyncio.Queue[tuple[int, GenerateEvent | Exception | None]] = asyncio.Queue(
             MAX_MERGED
@@ -46,7 +52,7 @@ class Generation:
         engine: EngineClient,
         requests: Sequence[GenerateRequest],
         *,
-        fields: Mapping[str, str],
+        fields: Fields,
         max_waiting: int | None = None,
     ) -> Generation:
         """Admit every request, or none.
@@ -60,18 +66,27 @@ class Generation:
         Raises:
             ParallmError: what refused one of them.
         """
-        return cls(engine, await admit(engine, requests, fields=fields, max_waiting=max_waiting))
+        with named_by(fields):
+            if max_waiting is not None:
+                check_room(len(requests), requests[0].params.n, max_waiting)
+            # All at once: one after the other, every prompt would wait for a step of its own.
+            tasks = [asyncio.ensure_future(engine.submit(request)) for request in requests]
+            try:
+                return cls(engine, await asyncio.gather(*tasks))
+            except BaseException:
+                await _take_back(engine, tasks)
+                raise
 
     async def abort(self) -> None:
         """End what still runs; after the end it does nothing."""
         if self._first is not None:
             self._first.cancel()
-        for handle in self._handles:
+        for handle in self.handles:
             await self._engine.abort(handle.request_id)
 
     def gather(self, count: int) -> None:
         """Let so many tokens of a sample come as one event; the first and the last come at once."""
-        for handle in self._handles:
+        for handle in self.handles:
             handle.gather(count)
 
     async def wait_for_first(self, timeout_s: float) -> None:
@@ -109,7 +124,7 @@ class Generation:
             yield event
 
     async def _single(self) -> AsyncIterator[Numbered]:
-        async for event in self._handles[0].events:
+        async for event in self.handles[0].events:
             if isinstance(event, ErrorEvent):
                 raise event.error
             yield 0, event
@@ -117,7 +132,7 @@ class Generation:
     async def _merged(self) -> AsyncIterator[Numbered]:
         pumps = [
             asyncio.ensure_future(self._pump(number, handle))
-            for number, handle in enumerate(self._handles)
+            for number, handle in enumerate(self.handles)
         ]
         try:
             left = len(pumps)
@@ -144,28 +159,8 @@ class Generation:
         await self._queue.put((number, None))
 
 
-async def check_queue(
-    engine: EngineClient,
-    model: str,
-    client: str,
-    *,
-    n: int,
-    max_waiting: int | None,
-    num_prompts: int = 1,
-) -> None:
-    """Refuse early what the queue has no room for, before its prompts are encoded.
-
-    Raises:
-        InvalidRequestError: even an empty queue could not hold ``n`` samples of every prompt.
-        OverloadedError: the queue is full.
-    """
-    if max_waiting is not None:
-        check_room(num_prompts, n, max_waiting)
-    await engine.check_room(model, client, num_prompts * n)
-
-
 @contextlib.contextmanager
-def named_by(fields: Mapping[str, str]) -> Iterator[None]:
+def named_by(fields: Fields) -> Iterator[None]:
     """Let refusals name the fields as a route's body calls them."""
     try:
         yield
@@ -173,30 +168,6 @@ def named_by(fields: Mapping[str, str]) -> Iterator[None]:
         if refusal.param is not None:
             refusal.param = fields.get(refusal.param, refusal.param)
         raise
-
-
-async def admit(
-    engine: EngineClient,
-    requests: Sequence[GenerateRequest],
-    *,
-    fields: Mapping[str, str],
-    max_waiting: int | None,
-) -> Sequence[RequestHandle]:
-    """Admit every request, or none; see ``Generation.start``.
-
-    Raises:
-        ParallmError: what refused one of them.
-    """
-    with named_by(fields):
-        if max_waiting is not None:
-            check_room(len(requests), requests[0].params.n, max_waiting)
-        # All at once: one after the other, every prompt would wait for a step of its own.
-        tasks = [asyncio.ensure_future(engine.submit(request)) for request in requests]
-        try:
-            return await asyncio.gather(*tasks)
-        except BaseException:
-            await _take_back(engine, tasks)
-            raise
 
 
 async def _take_back(engine: EngineClient, tasks: Sequence[asyncio.Task[RequestHandle]]) -> None:

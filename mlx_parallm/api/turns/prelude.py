@@ -2,67 +2,68 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated
 
 from fastapi import Depends, Request
 
 from mlx_parallm.api.http.dependencies import ClientDep, ConfigDep, EngineDep, MaxWaitingDep
-from mlx_parallm.api.turns.generation import Generation, check_queue, named_by
+from mlx_parallm.api.turns.generation import Fields, Generation, named_by
 from mlx_parallm.api.turns.model_choice import generator
 from mlx_parallm.config import ServerConfig
+from mlx_parallm.generation.admission import check_room
 from mlx_parallm.generation.model import GenerationModel
 from mlx_parallm.serving.interface import EngineClient
 from mlx_parallm.types.request import GenerateRequest
 
-Fields = Mapping[str, str]
+NO_FIELDS: Fields = {}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Admitted:
     """A request whose samples the queue had room for, and who answers it.
 
     Attributes:
-        engine: where it runs.
-        config: the server's settings.
-        client: whose request it is.
-        max_waiting: how many sequences the queue holds; None: not known.
+        prelude: what was known of the request before.
         name: what the answer calls the model.
         model: generates.
     """
 
-    engine: EngineClient
-    config: ServerConfig
-    client: str
-    max_waiting: int | None
+    prelude: Prelude
     name: str
     model: GenerationModel
 
     async def start(self, requests: Sequence[GenerateRequest], fields: Fields) -> Generation:
-        """Admit every request to the engine, or none; see ``Generation.start``."""
+        """Submit every request to the engine, or none; see ``Generation.start``."""
+        prelude = self.prelude
         return await Generation.start(
-            self.engine, requests, fields=fields, max_waiting=self.max_waiting
+            prelude.engine, requests, fields=fields, max_waiting=prelude.max_waiting
         )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Prelude:
     """What is known of a request before its body is worked on; only ``admit`` goes on from here.
 
     Attributes:
+        request: of HTTP.
         engine: as the caller may use it.
         config: the server's settings.
         client: whose request it is.
         max_waiting: how many sequences the queue holds; None: not known.
-        answer_id: unique among the requests in flight.
     """
 
+    request: Request
     engine: EngineClient
     config: ServerConfig
     client: str
     max_waiting: int | None
-    answer_id: str
+
+    @property
+    def answer_id(self) -> str:
+        """An id that is unique among the requests in flight."""
+        return self.request.state.answer_id
 
     async def admit(
         self,
@@ -71,7 +72,7 @@ class Prelude:
         *,
         n: int = 1,
         num_prompts: int = 1,
-        fields: Fields | None = None,
+        fields: Fields = NO_FIELDS,
     ) -> Admitted:
         """Choose the model that generates, and refuse what the queue has no room for.
 
@@ -98,26 +99,14 @@ class Prelude:
         *,
         n: int = 1,
         num_prompts: int = 1,
-        fields: Fields | None = None,
+        fields: Fields = NO_FIELDS,
     ) -> Admitted:
         """Refuse what the queue of a chosen model has no room for; see ``admit``."""
-        with named_by(fields or {}):
-            await check_queue(
-                self.engine,
-                model.names[0],
-                self.client,
-                n=n,
-                max_waiting=self.max_waiting,
-                num_prompts=num_prompts,
-            )
-        return Admitted(
-            engine=self.engine,
-            config=self.config,
-            client=self.client,
-            max_waiting=self.max_waiting,
-            name=name,
-            model=model,
-        )
+        with named_by(fields):
+            if self.max_waiting is not None:
+                check_room(num_prompts, n, self.max_waiting)
+            await self.engine.check_room(model.names[0], self.client, num_prompts * n)
+        return Admitted(self, name, model)
 
 
 async def get_prelude(
@@ -128,13 +117,7 @@ async def get_prelude(
     max_waiting: MaxWaitingDep,
 ) -> Prelude:
     """Return what is known of a request before its body is worked on."""
-    return Prelude(
-        engine=engine,
-        config=config,
-        client=client,
-        max_waiting=max_waiting,
-        answer_id=request.state.answer_id,
-    )
+    return Prelude(request, engine, config, client, max_waiting)
 
 
 PreludeDep = Annotated[Prelude, Depends(get_prelude)]

@@ -28,7 +28,7 @@ class Usage:
 
 @dataclass(slots=True)
 class Sample:
-    """The text and tokens of one sample."""
+    """The text and tokens of one sample; ``version`` labels the weights of its latest event."""
 
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
@@ -36,9 +36,11 @@ class Sample:
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     versions: VersionSpans = field(default_factory=VersionSpans)
+    version: str = ""
 
     def add(self, event: TokenEvent) -> None:
         """Append an event."""
+        self.version = event.version
         self.versions.add(event.version, len(event.token_ids))
         self.text += event.text
         self.token_ids += event.token_ids

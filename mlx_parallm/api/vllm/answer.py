@@ -5,13 +5,12 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from mlx_parallm.api.turns.answer import chunk_usage, usage_body
-from mlx_parallm.api.turns.lazy import LazySequence
+from mlx_parallm.api.turns.answer import Chunk, SampledAnswer
 from mlx_parallm.api.turns.logprobs import TokenNames, prompt_logprobs, with_top
-from mlx_parallm.api.turns.samples import Sample, Usage
+from mlx_parallm.api.turns.openai import chunk_usage, closing_chunks, usage_body
+from mlx_parallm.api.turns.samples import Sample
 from mlx_parallm.api.turns.sampling import sampling_params
 from mlx_parallm.api.turns.token_logprobs import TokenEntries
-from mlx_parallm.api.turns.versions import VersionSpans
 from mlx_parallm.api.vllm.schema import (
     UNSUPPORTED,
     TokenGenerateRequest,
@@ -53,38 +52,27 @@ def token_sampling_params(
     )
 
 
-class TokenAnswer:
+class TokenAnswer(SampledAnswer):
     """Builds the answer to one prompt of token ids."""
 
     def __init__(
         self, body: TokenGenerateRequest, *, request_id: str, model: str, tokenizer: Tokenizer
     ) -> None:
+        super().__init__(body.sampling_params.n, num_prompt_tokens=len(body.token_ids))
         self._body = body
         self._request_id = request_id
         self._model = model
         self._tokenizer = tokenizer
         self._with_text = body.output_mode == "text"
         self._entries = TokenEntries(tokenizer if self._with_text else None)
-        self._samples = LazySequence(body.sampling_params.n, lambda _index: Sample())
-        self._versions = LazySequence(body.sampling_params.n, lambda _index: VersionSpans())
-        self._prompt: PromptEvent | None = None
         self._is_begun = False
-        self.usage = Usage(prompt_tokens=len(body.token_ids))
-
-    def add(self, prompt: int, event: PromptEvent | TokenEvent) -> None:
-        """Take in an event of the whole answer; there is one prompt."""
-        self.usage.add(event)
-        if isinstance(event, PromptEvent):
-            self._prompt = event
-        else:
-            self._samples[event.index].add(event)
 
     def whole(self) -> dict[str, Any]:
         """The answer, once every event is in."""
         choices = [
             self._choice(index, sample)
             | {"stop_reason": sample.stop_reason, "weight_versions": sample.versions.to_json()}
-            for index, sample in enumerate(self._samples)
+            for index, sample in enumerate(self.samples)
         ]
         return (
             {"prompt_token_ids": None}
@@ -98,23 +86,17 @@ class TokenAnswer:
             }
         )
 
-    def opening(self) -> list[dict[str, Any]]:
-        """Nothing."""
-        return []
-
-    def chunks(self, prompt: int, event: PromptEvent | TokenEvent) -> list[dict[str, Any]]:
-        """What an event adds to a stream."""
-        self.usage.add(event)
+    def chunks(self, prompt: int, event: PromptEvent | TokenEvent) -> list[Chunk]:
+        """Return what an event adds to a stream."""
+        self.add(prompt, event)
         if isinstance(event, PromptEvent):
-            self._prompt = event
             return []
-        sample = Sample()
-        sample.add(event)
-        versions = self._versions[event.index]
-        versions.add(event.version, len(event.token_ids))
-        choice = self._choice(event.index, sample)
+        piece = Sample()
+        piece.add(event)
+        choice = self._choice(event.index, piece)
         if event.finish_reason is not None:
-            choice |= {"stop_reason": event.stop_reason, "weight_versions": versions.to_json()}
+            versions = self.samples[event.index].versions.to_json()
+            choice |= {"stop_reason": event.stop_reason, "weight_versions": versions}
         chunk = self._head() | {"choices": [choice]}
         if not self._is_begun:
             self._is_begun = True
@@ -122,16 +104,9 @@ class TokenAnswer:
             chunk |= {} if found is None else {"prompt_logprobs": found}
         return [chunk | chunk_usage(self.usage, self._body.stream_options)]
 
-    def closing(self) -> list[dict[str, Any]]:
-        """Usage, if asked for."""
-        options = self._body.stream_options
-        if options is None or not options.include_usage:
-            return []
-        return [self._head() | {"choices": [], "usage": usage_body(self.usage)}]
-
-    def failure(self, error: dict[str, Any]) -> list[dict[str, Any]]:
-        """The error itself."""
-        return [error]
+    def closing(self) -> list[Chunk]:
+        """Return the usage, if the client wants it."""
+        return closing_chunks(self._head(), self.usage, self._body.stream_options)
 
     def _head(self) -> dict[str, Any]:
         head: dict[str, Any] = {
@@ -161,8 +136,8 @@ class TokenAnswer:
         return self._entries.with_top(entry, params.logprobs or 0)
 
     def _prompt_logprobs(self) -> list[dict[str, Any] | None] | None:
-        count = self._body.sampling_params.prompt_logprobs
-        if count is None or self._prompt is None or self._prompt.prompt_logprobs is None:
+        count, event = self._body.sampling_params.prompt_logprobs, self.prompt_events.get(0)
+        if count is None or event is None or event.prompt_logprobs is None:
             return None
         names = TokenNames(self._tokenizer, as_ids=False)
-        return prompt_logprobs(with_top(self._prompt.prompt_logprobs, count), names)
+        return prompt_logprobs(with_top(event.prompt_logprobs, count), names)

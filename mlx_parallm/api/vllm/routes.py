@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fastapi import Request, Response
+from fastapi import Response
 
 from mlx_parallm.api.http.declared import INPUT
 from mlx_parallm.api.http.openapi import RL
@@ -20,16 +20,16 @@ routes = Routes(RL, body_limit=INPUT)
 
 
 @routes.post("/inference/v1/generate", responses=STREAMED)
-async def generate(body: TokenGenerateRequest, request: Request, prelude: PreludeDep) -> Response:
+async def generate(body: TokenGenerateRequest, prelude: PreludeDep) -> Response:
     """Continue a prompt of token ids, by token ids."""
     n = body.sampling_params.n
     admitted = await prelude.admit(body.model or None, n=n, fields=FIELDS)
-    model, config = admitted.model, admitted.config
+    model = admitted.model
     with named_by(FIELDS):
         body.check_supported()
         grammar = await body_grammar(body.sampling_params, model)
         params = token_sampling_params(
-            body.sampling_params, max_logprobs=config.max_logprobs, grammar=grammar
+            body.sampling_params, max_logprobs=prelude.config.max_logprobs, grammar=grammar
         )
     request_id = body.request_id or prelude.answer_id
     asked = GenerateRequest(
@@ -38,11 +38,11 @@ async def generate(body: TokenGenerateRequest, request: Request, prelude: Prelud
         prompt_ids=tuple(body.token_ids),
         params=params,
         priority=body.priority,
-        client=admitted.client,
+        client=prelude.client,
         cache_salt=body.cache_salt,
     )
     answer = TokenAnswer(
         body, request_id=request_id, model=admitted.name, tokenizer=model.tokenizer
     )
     generation = await admitted.start([asked], FIELDS)
-    return await respond(request, generation, answer, stream=body.stream, config=config)
+    return await respond(prelude, generation, answer, stream=body.stream)

@@ -23,8 +23,8 @@ from mlx_parallm.api.pooling.score.labels import (
 )
 from mlx_parallm.api.pooling.score.pairs import pairs_of, score_pairs, scoring_model
 from mlx_parallm.api.pooling.score.schema import ScoreRequest
-from mlx_parallm.api.turns.answer import usage_body
 from mlx_parallm.api.turns.generation import named_by, unless_disconnected
+from mlx_parallm.api.turns.openai import usage_body
 from mlx_parallm.api.turns.prelude import Prelude, PreludeDep
 from mlx_parallm.api.turns.samples import Usage
 from mlx_parallm.pooling.model import PoolingModel
@@ -127,7 +127,7 @@ async def _labels(
         model=model.names[0],
         prompt_ids=prompts[0],
         priority=body.priority or 0,
-        client=admitted.client,
+        client=prelude.client,
         cache_salt=body.cache_salt,
     )
     return name, await generator_scores(

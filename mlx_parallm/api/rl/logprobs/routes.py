@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from fastapi import Request, Response
+from fastapi import Response
 from starlette.responses import JSONResponse
 
 from mlx_parallm.api.http.declared import INPUT
@@ -13,9 +13,9 @@ from mlx_parallm.api.http.openapi import RL
 from mlx_parallm.api.http.routing import Routes
 from mlx_parallm.api.rl.logprobs.schema import LogprobsRequest
 from mlx_parallm.api.rl.rollout.answer import top_of, value_of
-from mlx_parallm.api.turns.answer import usage_body
 from mlx_parallm.api.turns.generation import unless_disconnected
 from mlx_parallm.api.turns.known_tokens import KnownTokens, known_tokens
+from mlx_parallm.api.turns.openai import usage_body
 from mlx_parallm.api.turns.prelude import Admitted, PreludeDep
 from mlx_parallm.api.turns.samples import Usage
 from mlx_parallm.types.errors import InvalidRequestError
@@ -32,21 +32,17 @@ routes = Routes(RL, body_limit=INPUT, short=True)
 
 
 @routes.post("/v1/rl/logprobs")
-async def score_completions(
-    body: LogprobsRequest,
-    request: Request,
-    prelude: PreludeDep,
-) -> Response:
+async def score_completions(body: LogprobsRequest, prelude: PreludeDep) -> Response:
     """Score completions, each token given the prompt and the tokens before it."""
     admitted = await prelude.admit(
         body.model, body.adapter, num_prompts=len(body.items), fields=FIELDS
     )
-    most = admitted.config.max_logprobs
+    most = prelude.config.max_logprobs
     if 0 <= most < body.top_logprobs:
         raise InvalidRequestError(f"top_logprobs is at most {most} here.", param="top_logprobs")
     score_id = f"logprobs-{body.request_id or prelude.answer_id}"
     asked = _requests(body, admitted, name=score_id)
-    return await unless_disconnected(request, _score(body, admitted, asked))
+    return await unless_disconnected(prelude.request, _score(body, admitted, asked))
 
 
 def _requests(body: LogprobsRequest, admitted: Admitted, *, name: str) -> list[GenerateRequest]:
@@ -62,7 +58,7 @@ def _requests(body: LogprobsRequest, admitted: Admitted, *, name: str) -> list[G
                 entropy=body.entropy,
             ),
             priority=body.priority,
-            client=admitted.client,
+            client=admitted.prelude.client,
             cache_salt=body.cache_salt,
             group=name,
         )

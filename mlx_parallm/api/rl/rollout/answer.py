@@ -10,7 +10,7 @@ from typing import Any
 from mlx_parallm.api.http.forms import INT64
 from mlx_parallm.api.rl.rollout.groups import Group, Verdict
 from mlx_parallm.api.rl.rollout.schema import RolloutItem, RolloutRequest
-from mlx_parallm.api.turns.answer import usage_body
+from mlx_parallm.api.turns.openai import usage_body
 from mlx_parallm.api.turns.samples import Usage
 from mlx_parallm.api.turns.sampling import sampling_params
 from mlx_parallm.types.request import Grammar, SamplingParams

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 
-from mlx_parallm.api.turns.generation import WHOLE
+from mlx_parallm.api.turns.generation import WHOLE, Generation
 from mlx_parallm.api.turns.lazy import LazySequence
 from mlx_parallm.api.turns.samples import Sample
 from mlx_parallm.generation.model import RequestHandle
@@ -65,7 +65,7 @@ class Groups:
         self,
         engine: EngineClient,
         groups: Sequence[Group],
-        handles: Sequence[RequestHandle],
+        generation: Generation,
         *,
         judge: Judge | None = None,
         timeout_s: float | None = None,
@@ -73,7 +73,7 @@ class Groups:
         """``judge`` is asked about samples that were not aborted; after ``timeout_s`` all end."""
         self.groups = groups
         self._engine = engine
-        self._handles = handles
+        self._generation = generation
         self._judge = judge
         self._timeout_s = timeout_s
         # Of samples that have ended, at most all of the rollout's; None where a group has ended.
@@ -84,7 +84,7 @@ class Groups:
         """Every sample when it has ended, and every group that failed, as they come."""
         tasks = [
             asyncio.ensure_future(self._collect(group, handle))
-            for group, handle in zip(self.groups, self._handles, strict=True)
+            for group, handle in zip(self.groups, self._generation.handles, strict=True)
         ]
         if self._timeout_s is not None:
             self._timer = asyncio.ensure_future(self._end_after(self._timeout_s))
@@ -106,12 +106,11 @@ class Groups:
         """End what still runs; after the end it does nothing."""
         if self._timer is not None:
             self._timer.cancel()
-        for handle in self._handles:
-            await self._engine.abort(handle.request_id)
+        await self._generation.abort()
 
     async def _end_after(self, timeout_s: float) -> None:
         await asyncio.sleep(timeout_s)
-        for handle in self._handles:
+        for handle in self._generation.handles:
             await self._engine.cancel(handle.request_id)
 
     async def _collect(self, group: Group, handle: RequestHandle) -> None:

@@ -21,7 +21,7 @@ from mlx_parallm.api.rl.rollout.request import encode_items
 from mlx_parallm.api.rl.rollout.reward_model import RewardScorer
 from mlx_parallm.api.rl.rollout.schema import RolloutItem, RolloutRequest
 from mlx_parallm.api.rl.rollout.verifier import VerifierClient, check_url
-from mlx_parallm.api.turns.generation import admit, named_by, unless_disconnected
+from mlx_parallm.api.turns.generation import named_by, unless_disconnected
 from mlx_parallm.api.turns.prelude import Admitted, PreludeDep
 from mlx_parallm.api.turns.structure import body_grammar
 from mlx_parallm.types.request import GenerateRequest
@@ -47,13 +47,13 @@ class Rollout:
 
 
 @routes.post("/v1/rl/rollout", responses=STREAMED)
-async def create_rollout(body: RolloutRequest, request: Request, prelude: PreludeDep) -> Response:
+async def create_rollout(body: RolloutRequest, prelude: PreludeDep) -> Response:
     """Sample groups of continuations, with what a trainer needs to know of each token."""
     items = body.items()
     admitted = await prelude.admit(
         body.model, body.adapter, n=body.n, num_prompts=len(items), fields=FIELDS
     )
-    engine, config, model = admitted.engine, admitted.config, admitted.model
+    engine, config = prelude.engine, prelude.config
     if body.verifier is not None:
         check_url(body.verifier.url, config.verifier_urls)
     rollout_id = f"rollout-{body.request_id or prelude.answer_id}"
@@ -63,12 +63,12 @@ async def create_rollout(body: RolloutRequest, request: Request, prelude: Prelud
             engine.encoders,
             body.reward_model,
             items,
-            model.tokenizer,
+            admitted.model.tokenizer,
             # Its own: a client may use an id again while its first request runs.
             rollout_id=prelude.answer_id,
         )
     requests = await _requests(body, items, admitted, name=rollout_id)
-    handles = await admit(engine, requests, fields=FIELDS, max_waiting=admitted.max_waiting)
+    generation = await admitted.start(requests, FIELDS)
     answer = RolloutAnswer(
         body,
         items,
@@ -82,15 +82,17 @@ async def create_rollout(body: RolloutRequest, request: Request, prelude: Prelud
     groups = Groups(
         engine,
         [Group(number, one) for number, one in enumerate(requests)],
-        handles,
+        generation,
         judge=_judge(verifier, answer) if scorer is None else scorer.judge,
         timeout_s=body.timeout_s,
     )
     rollout = Rollout(groups, answer, verifier)
     if not body.stream:
-        return await unless_disconnected(request, _collect(rollout, request))
+        return await unless_disconnected(prelude.request, _collect(rollout, prelude.request))
     return sse.EventStreamResponse(
-        _events(rollout, request), on_close=rollout.close, keep_alive_s=config.sse_keep_alive_s
+        _events(rollout, prelude.request),
+        on_close=rollout.close,
+        keep_alive_s=config.sse_keep_alive_s,
     )
 
 
@@ -101,10 +103,10 @@ async def _requests(
     *,
     name: str,
 ) -> list[GenerateRequest]:
-    model, most = admitted.model, admitted.config.max_logprobs
+    model, prelude = admitted.model, admitted.prelude
     with named_by(FIELDS):
         grammar = await body_grammar(body, model)
-        params = rollout_params(body, max_logprobs=most, grammar=grammar)
+        params = rollout_params(body, max_logprobs=prelude.config.max_logprobs, grammar=grammar)
     prompts = await encode_items(items, body, model)
     return [
         GenerateRequest(
@@ -113,7 +115,7 @@ async def _requests(
             prompt_ids=prompt_ids,
             params=replace(params, seed=seed_of(number, item, body)),
             priority=body.priority,
-            client=admitted.client,
+            client=prelude.client,
             cache_salt=body.cache_salt,
             group=name,
         )

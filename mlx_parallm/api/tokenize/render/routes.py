@@ -4,20 +4,19 @@ from __future__ import annotations
 
 from dataclasses import asdict
 
-from fastapi import Request
-
 from mlx_parallm.api.chat.request import chat_turn
 from mlx_parallm.api.chat.schema import ChatRequest, check_template_kwargs, turns_of
-from mlx_parallm.api.completions.routes import prepare_completion
+from mlx_parallm.api.completions.request import completion_requests
 from mlx_parallm.api.completions.schema import CompletionRequest
 from mlx_parallm.api.http.declared import INPUT
-from mlx_parallm.api.http.dependencies import ClientDep, ConfigDep, EngineDep
+from mlx_parallm.api.http.dependencies import EngineDep
 from mlx_parallm.api.http.offload import maybe_in_thread
 from mlx_parallm.api.http.openapi import TOKENS
 from mlx_parallm.api.http.routing import Routes
 from mlx_parallm.api.tokenize.render.schema import AppliedTemplate, RenderedRequest, TemplateRequest
 from mlx_parallm.api.turns.history import template_messages
 from mlx_parallm.api.turns.model_choice import generator
+from mlx_parallm.api.turns.prelude import PreludeDep
 from mlx_parallm.api.turns.prepare import prepare_turn
 from mlx_parallm.types.request import GenerateRequest
 
@@ -25,37 +24,20 @@ routes = Routes(TOKENS, body_limit=INPUT, short=True)
 
 
 @routes.post("/v1/chat/completions/render")
-async def render_chat_completion(
-    body: ChatRequest, request: Request, engine: EngineDep, config: ConfigDep, client: ClientDep
-) -> RenderedRequest:
+async def render_chat_completion(body: ChatRequest, prelude: PreludeDep) -> RenderedRequest:
     """What a chat request would give the engine."""
-    turn = chat_turn(
-        body,
-        request_id=f"chatcmpl-{body.request_id or request.state.answer_id}",
-        client=client,
-        max_logprobs=config.max_logprobs,
-    )
-    prepared = await prepare_turn(turn, generator(engine, body.model)[1])
+    _, model = generator(prelude.engine, body.model)
+    prepared = await prepare_turn(chat_turn(body, prelude), model)
     return _rendered(prepared.request, prepared.rendered)
 
 
 @routes.post("/v1/completions/render")
-async def render_completion(
-    body: CompletionRequest,
-    request: Request,
-    engine: EngineDep,
-    config: ConfigDep,
-    client: ClientDep,
-) -> list[RenderedRequest]:
+async def render_completion(body: CompletionRequest, prelude: PreludeDep) -> list[RenderedRequest]:
     """What a completion request would give the engine, for each prompt."""
-    asked, prompts = await prepare_completion(
-        body,
-        generator(engine, body.model)[1],
-        config,
-        name=f"cmpl-{body.request_id or request.state.answer_id}",
-        client=client,
-    )
-    return [_rendered(one, text) for one, (text, _) in zip(asked, prompts, strict=True)]
+    _, model = generator(prelude.engine, body.model)
+    answer_id = f"cmpl-{body.request_id or prelude.answer_id}"
+    requests, prompts = await completion_requests(body, prelude, model, answer_id=answer_id)
+    return [_rendered(one, text) for one, (text, _) in zip(requests, prompts, strict=True)]
 
 
 @routes.post("/apply-template", short=False)

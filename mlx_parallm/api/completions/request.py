@@ -1,21 +1,77 @@
-"""From texts to token ids, off the event loop where that takes long."""
+"""From the body of a completion request to one engine request per prompt."""
 
 from __future__ import annotations
 
-from mlx_parallm.api.completions.infill import infill_ids
+from mlx_parallm.api.completions.infill import infill_ids, with_infill_ends
 from mlx_parallm.api.completions.schema import CompletionRequest
 from mlx_parallm.api.http.offload import maybe_in_thread
+from mlx_parallm.api.turns.generation import named_by
+from mlx_parallm.api.turns.logprobs import most_asked
+from mlx_parallm.api.turns.prelude import Prelude
 from mlx_parallm.api.turns.prompt_limit import FIELD, prompt_limit
+from mlx_parallm.api.turns.sampling import sampling_params
+from mlx_parallm.api.turns.structure import body_grammar
 from mlx_parallm.generation.model import GenerationModel, Tokenizer
 from mlx_parallm.tokenizer.cut import cut_ids
 from mlx_parallm.types.errors import InvalidRequestError
-from mlx_parallm.types.request import TokenLimit
+from mlx_parallm.types.request import GenerateRequest, SamplingParams, TokenLimit
+
+# What the body calls the engine's names.
+FIELDS = {"messages": "prompt"}
+
+# A prompt as text and as token ids.
+Prompt = tuple[str, tuple[int, ...]]
 
 
-async def encode_prompts(
-    body: CompletionRequest, model: GenerationModel
-) -> list[tuple[str, tuple[int, ...]]]:
-    """Every prompt as text (needed by ``echo`` only) and tokens.
+async def completion_requests(
+    body: CompletionRequest, prelude: Prelude, model: GenerationModel, *, answer_id: str
+) -> tuple[list[GenerateRequest], list[Prompt]]:
+    """Return the engine's request for each prompt, and the prompts.
+
+    Raises:
+        InvalidRequestError: a field is out of range, or wants what is not served.
+    """
+    body.check_supported()
+    params = await _params(body, prelude, model)
+    with named_by(FIELDS):
+        prompts = await _encode_prompts(body, model)
+    if body.suffix:
+        params = with_infill_ends(params, model.tokenizer)
+    requests = [
+        GenerateRequest(
+            request_id=answer_id if len(prompts) == 1 else f"{answer_id}-{number}",
+            model=model.names[0],
+            prompt_ids=prompt_ids,
+            params=params,
+            priority=body.priority,
+            client=prelude.client,
+            cache_salt=body.cache_salt,
+            group=answer_id,
+        )
+        for number, (_, prompt_ids) in enumerate(prompts)
+    ]
+    return requests, prompts
+
+
+async def _params(
+    body: CompletionRequest, prelude: Prelude, model: GenerationModel
+) -> SamplingParams:
+    # Both show the prompt's tokens, each with its own number of alternatives.
+    shown = (body.prompt_logprobs, body.top() if body.echo else None)
+    return sampling_params(
+        body,
+        max_tokens=body.max_tokens,
+        logprobs=body.top(),
+        prompt_logprobs=most_asked(shown),
+        max_logprobs=prelude.config.max_logprobs,
+        n=body.n,
+        grammar=await body_grammar(body, model),
+        logprob_token_ids=body.logprob_token_ids,
+    )
+
+
+async def _encode_prompts(body: CompletionRequest, model: GenerationModel) -> list[Prompt]:
+    """Return every prompt as text (needed by ``echo`` only) and tokens.
 
     With a suffix the tokens are those around a gap, and the text is what stands before it. Prompts
     are cut where the body says so; their texts then are what is left of them.
@@ -34,7 +90,7 @@ async def encode_prompts(
     if body.suffix and limit is not None:
         raise InvalidRequestError("A prompt with a suffix is not cut.", param=FIELD)
 
-    def encode() -> list[tuple[str, tuple[int, ...]]]:
+    def encode() -> list[Prompt]:
         return [_encode_prompt(prompt, body, tokenizer, limit) for prompt in prompts]
 
     suffixes = len(prompts) * len(body.suffix or "")
@@ -46,7 +102,7 @@ def _encode_prompt(
     body: CompletionRequest,
     tokenizer: Tokenizer,
     limit: TokenLimit | None,
-) -> tuple[str, tuple[int, ...]]:
+) -> Prompt:
     if body.suffix:
         if not isinstance(prompt, str):
             raise InvalidRequestError("With a suffix, prompts must be texts.", param="prompt")
