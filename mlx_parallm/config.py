@@ -244,6 +244,7 @@ class EngineConfig:
     decoding. ``logprobs_mode``: one of ``request.LOGPROBS_MODES``, for requests that name none.
     ``warm_up``: run steps of the usual shapes while the server is idle, on devices that compile per
     shape. ``kernel_cache_dir``: the folder of compiled CUDA kernels; None for the user's cache.
+    ``enable_prompt_embeds``: prompts may be rows of numbers in place of tokens.
     """
 
     models: tuple[ModelConfig, ...] = (ModelConfig(),)
@@ -258,6 +259,7 @@ class EngineConfig:
     logprobs_mode: str = "raw_logprobs"
     warm_up: bool = True
     kernel_cache_dir: str | None = None
+    enable_prompt_embeds: bool = False
 
     def max_len_of(self, model: ModelConfig, own: int | None) -> int | None:
         """Return the context cap, in tokens, of a model whose own context length is ``own``."""

@@ -294,6 +294,8 @@ SETTINGS: tuple[Setting, ...] = (
              "let such pages send cookies."),
     _setting("root-path", "server.root_path", values.any_text, ADDRESS,
              "path prefix that a proxy in front strips.", metavar="PATH"),
+    _setting("enable-prompt-embeds", "engine.enable_prompt_embeds", values.boolean, REQUESTS,
+             "let /v1/completions take prompts as embeddings (prompt_embeds)."),
     _setting("max-logprobs", "server.max_logprobs", values.integer(-1), REQUESTS,
              "most log-probabilities per token that a request may have; -1 is no limit.",
              metavar="N"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from mlx_parallm.types.errors import ContextLengthError, InvalidRequestError
+from mlx_parallm.types.model_input import InputKind, InputStore, ModelInput
 from mlx_parallm.types.request import ALL_TOKENS, GenerateRequest
 from mlx_parallm.types.step import RunnerInfo
 
@@ -17,7 +18,8 @@ def check_request(request: GenerateRequest, info: RunnerInfo) -> None:
 
     Raises:
         InvalidRequestError: an empty prompt; a token id the embedding table does not have, which
-            returns garbage or crashes the process; or more ``min_tokens`` than have room.
+            returns garbage or crashes the process; more ``min_tokens`` than have room; or an input
+            that the model does not take.
         ContextLengthError: the prompt, or the prompt and ``max_tokens``, exceed the context length.
     """
     if not request.prompt_ids:
@@ -41,7 +43,49 @@ def check_request(request: GenerateRequest, info: RunnerInfo) -> None:
             raise InvalidRequestError(f"{name} exceeds the vocabulary.", param=name)
     _check_prompt_logprobs(len(request.prompt_ids), params.prompt_logprobs, info.vocab_size)
     check_length(len(request.prompt_ids), params.max_tokens, info.max_model_len)
+    if request.inputs:
+        _check_inputs(request, info)
     _check_min_tokens(params.min_tokens, info.max_model_len - len(request.prompt_ids))
+
+
+def _check_inputs(request: GenerateRequest, info: RunnerInfo) -> None:
+    """Refuse inputs besides tokens that the model does not take or whose rows do not fit."""
+    if request.params.prompt_logprobs is not None:
+        raise InvalidRequestError(
+            "prompt_logprobs needs a prompt of tokens only.", param="prompt_logprobs"
+        )
+    end = 0
+    for each in sorted(request.inputs, key=lambda item: item.span.start if item.span else 0):
+        _check_input(each, info)
+        if each.span is None:
+            continue
+        if not end <= each.span.start < each.span.stop <= len(request.prompt_ids):
+            raise InvalidRequestError(
+                f"The rows at {each.span.start} to {each.span.stop - 1} overlap or exceed the "
+                "prompt.",
+                param=each.kind.value,
+            )
+        end = each.span.stop
+
+
+def _check_input(each: ModelInput, info: RunnerInfo) -> None:
+    name = each.kind.value
+    if not info.input_width:
+        raise InvalidRequestError(f"This model takes no {name}.", param=name)
+    is_served = (
+        each.kind is InputKind.PROMPT_EMBEDS
+        and each.store is InputStore.FEATURES
+        and each.positions is None
+        and each.span is not None
+    )
+    if not is_served:
+        raise InvalidRequestError(f"This model does not take such {name}.", param=name)
+    shape = each.arrays["rows"].shape
+    if each.span is not None and shape != (len(each.span), info.input_width):
+        raise InvalidRequestError(
+            f"{name} has the shape {list(shape)}; this model takes rows of {info.input_width}.",
+            param=name,
+        )
 
 
 def check_room(num_prompts: int, n: int, max_waiting: int) -> None:

@@ -8,6 +8,9 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import numpy as np
+
+from mlx_parallm.adapters.tensors import HostTensor
 from mlx_parallm.config import (
     CacheConfig,
     EngineConfig,
@@ -35,13 +38,28 @@ from mlx_parallm.models.load_failures import load_failures
 from mlx_parallm.tokenizer.tokenizer import ParallmTokenizer, load_tokenizer
 from mlx_parallm.types.errors import ConfigError, InvalidRequestError, ModelLoadError
 from mlx_parallm.types.kv_plan import KVPlan
-from mlx_parallm.types.step import RunnerInfo, ScheduledBatch, StepInFlight, StepOutput
+from mlx_parallm.types.model_input import HostArray, InputChanges
+from mlx_parallm.types.step import (
+    NO_CHANGES,
+    RunnerInfo,
+    ScheduledBatch,
+    StepInFlight,
+    StepOutput,
+)
 from mlx_parallm.units import readable_bytes
 from mlx_parallm.worker.device.properties import backend_name, free_memory_bytes, give_back_memory
 from mlx_parallm.worker.generation.loading import GenerationLoader
 from mlx_parallm.worker.generation.plan import GenerationPlan, GenerationSpec
 from mlx_parallm.worker.generation.warm_up import WarmUp
-from mlx_parallm.worker.ops import Allocate, Load, Step
+from mlx_parallm.worker.ops import (
+    Allocate,
+    ComputeInput,
+    DropInputs,
+    DropTensors,
+    Load,
+    Step,
+    tensor_ops,
+)
 from mlx_parallm.worker.weights.revision import folder_revision
 from mlx_parallm.worker.worker import Worker
 
@@ -115,11 +133,33 @@ class DeviceRunner:
 
     def submit(self, batch: ScheduledBatch) -> StepInFlight:
         """See ``Runner``."""
+        if batch.inputs:
+            self._change_inputs(batch.inputs)
+            batch = replace(batch, inputs=NO_CHANGES)
         return self._worker.begin(Step(model=self._model, batch=batch))
+
+    def _change_inputs(self, changes: InputChanges) -> None:
+        if changes.dropped:
+            self._worker.execute(DropInputs(model=self._model, slots=changes.dropped))
+        for slot, source in changes.computed.items():
+            handle = f"{self._model} input {slot}"
+            arrays = {name: _host_tensor(array) for name, array in source.arrays.items()}
+            try:
+                for op in tensor_ops(handle, arrays):
+                    self._worker.execute(op)
+                self._worker.execute(
+                    ComputeInput(model=self._model, slot=slot, kind=source.kind, handle=handle)
+                )
+            finally:
+                self._worker.execute(DropTensors(handle=handle))
 
     def run(self, batch: ScheduledBatch) -> StepOutput:
         """Run one step and wait for its results."""
         return self.submit(batch).wait()
+
+
+def _host_tensor(array: HostArray) -> HostTensor:
+    return HostTensor(np.frombuffer(array.data, array.dtype).reshape(array.shape))
 
 
 class GenerationKind:

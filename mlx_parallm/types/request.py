@@ -6,8 +6,11 @@ from dataclasses import dataclass, field
 
 from mlx_parallm.types.cache_scope import EVERYBODY, CacheScope
 from mlx_parallm.types.errors import ContextLengthError, InvalidRequestError
+from mlx_parallm.types.model_input import ModelInput
 
 MAX_CHOICES = 128
+#: ``INPUT_TOKEN`` stands in ``prompt_ids`` where a row of an input is; it is never looked up.
+INPUT_TOKEN = 0
 #: ``ALL_TOKENS`` as ``logprobs`` or ``prompt_logprobs`` means the whole vocabulary, as in vLLM.
 ALL_TOKENS = -1
 
@@ -227,7 +230,8 @@ class GenerateRequest:
         request_id: unique among the requests in flight.
         model: a name the server knows the model by.
         adapter: the name of an adapter of the model; None for the model itself.
-        prompt_ids: the prompt's tokens; never empty.
+        prompt_ids: the prompt's tokens; never empty. ``INPUT_TOKEN`` at the rows of an input.
+        inputs: inputs besides tokens; their spans do not overlap.
         params: how tokens are chosen.
         priority: lower runs first, as in vLLM.
         client: a digest of the API key; admission takes turns between clients.
@@ -248,3 +252,4 @@ class GenerateRequest:
     scope: CacheScope = EVERYBODY
     adapter: str | None = None
     group: str | None = None
+    inputs: tuple[ModelInput, ...] = ()

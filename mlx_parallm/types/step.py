@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from mlx_parallm.types.model_input import InputChanges, InputRows
 from mlx_parallm.types.record import message
 from mlx_parallm.types.request import SamplingParams
 from mlx_parallm.types.weights import DEFAULT_VERSION
@@ -17,6 +18,8 @@ from mlx_parallm.types.weights import DEFAULT_VERSION
 # PENDING_TOKEN stands for a token that the step in flight, or a draft model, is still choosing; the
 # runner reads it on the device.
 PENDING_TOKEN = -1
+# NO_CHANGES: of steps that neither drop nor compute inputs.
+NO_CHANGES = InputChanges()
 
 
 @message
@@ -28,7 +31,8 @@ class SampleSpec:
         seed: this sample's seed (already ``seed + i`` for sample i).
         position: index in the sequence of the token to be chosen. The random key is
             ``(seed, position)``, so a preempted sequence draws the same token again.
-        prompt_ids: the prompt; read only for the repetition penalty.
+        prompt_ids: the prompt's tokens, without rows of inputs; read only for the repetition
+            penalty.
         output_ids: tokens generated so far; read only for penalties and grammars. May be the
             scheduler's live list: the runner reads it during ``submit`` and keeps no reference.
         banned_ids: tokens that must not be chosen now (end tokens before ``min_tokens``).
@@ -87,6 +91,7 @@ class ScheduledSequence:
             they follow ``token_ids[target_start:]``, one each.
         target_start: index into ``token_ids`` of the token that ``target_ids[0]`` follows.
         prompt_entropy: True if the entropies at the targets are wanted too.
+        inputs: rows that stand in place of the embeddings of some of ``token_ids``.
     """
 
     seq_id: int
@@ -103,6 +108,7 @@ class ScheduledSequence:
     target_ids: tuple[int, ...] = ()
     target_start: int = 0
     prompt_entropy: bool = False
+    inputs: tuple[InputRows, ...] = ()
 
     @property
     def proposals(self) -> tuple[int, ...]:
@@ -118,6 +124,7 @@ class ScheduledBatch:
     every layer's pool and ``state_copies`` ``(source slot, target slot)`` of per-sequence state.
     ``ended`` lists the constrained sequences that ended since the previous batch, so that their
     matchers can be dropped. ``adapters`` maps every ``adapter_slot`` to its adapter's digest.
+    ``inputs`` is applied first of all.
     """
 
     step_id: int
@@ -126,6 +133,7 @@ class ScheduledBatch:
     state_copies: tuple[tuple[int, int], ...] = ()
     ended: tuple[int, ...] = ()
     adapters: Mapping[int, str] = field(default_factory=dict)
+    inputs: InputChanges = NO_CHANGES
 
     @property
     def num_tokens(self) -> int:
@@ -194,6 +202,7 @@ class RunnerInfo:
         kv_cache_dtype: how KV is kept, as in ``CacheConfig``.
         runs_ahead: True if a step may be submitted before the previous one has ended.
         is_compiled: True if steps of decode rows call a compiled function.
+        input_width: numbers per row of an input besides tokens; 0 if the model takes none.
     """
 
     path: str
@@ -209,6 +218,7 @@ class RunnerInfo:
     kv_cache_dtype: str = "auto"
     runs_ahead: bool = False
     is_compiled: bool = False
+    input_width: int = 0
 
 
 class StepInFlight(Protocol):

@@ -17,6 +17,7 @@ import numpy as np
 
 from mlx_parallm.adapters.tensors import HostTensor
 from mlx_parallm.adapters.weights import AdapterLayout
+from mlx_parallm.types.model_input import InputKind
 from mlx_parallm.types.pooling import EncodeInput, OwnHead
 from mlx_parallm.types.step import ScheduledBatch, StepOutput
 
@@ -114,6 +115,31 @@ class Step(Op[StepOutput]):
 
     model: str
     batch: ScheduledBatch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ComputeInput(Op[None]):
+    """Compute the product of an input besides tokens; later steps name its slot.
+
+    Attributes:
+        model: the model.
+        slot: where the product is kept, in place of what is there.
+        kind: what the input is.
+        handle: has the arrays of the input, by the names that its kind gives them.
+    """
+
+    model: str
+    slot: int
+    kind: InputKind
+    handle: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DropInputs(Op[None]):
+    """Forget the products in some slots; empty slots are ignored."""
+
+    model: str
+    slots: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

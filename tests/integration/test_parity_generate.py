@@ -19,7 +19,7 @@ from mlx_parallm.config import CacheConfig, SchedulerConfig, SpeculativeConfig
 from mlx_parallm.generation.kv_cache.manager import KVCacheManager
 from mlx_parallm.generation.scheduler.scheduler import Scheduler
 from mlx_parallm.types.request import GenerateRequest, SamplingParams
-from mlx_parallm.types.step import SampledToken, ScheduledBatch, StepInFlight
+from mlx_parallm.types.step import Runner, SampledToken, ScheduledBatch, StepInFlight
 from mlx_parallm.worker.attention.reference import ReferenceAttention
 from mlx_parallm.worker.generation.cache_layout import probe_layout
 from mlx_parallm.worker.generation.memory import plan_kv
@@ -131,7 +131,7 @@ class Session:
             has_state=info.has_state,
             speculative=speculative,
         )
-        self.runner = runner
+        self.runner: Runner = runner
         self.tokens: dict[tuple[str, int], list[SampledToken]] = {}
         self.cached: dict[str, int] = {}
         self.in_flight: tuple[ScheduledBatch, StepInFlight] | None = None

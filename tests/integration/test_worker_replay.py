@@ -26,8 +26,9 @@ from mlx_parallm.engine.metrics import MetricFamilies
 from mlx_parallm.engine.policies import AdapterUpload
 from mlx_parallm.grammar.spec import GrammarSpec
 from mlx_parallm.types.errors import InvalidRequestError
+from mlx_parallm.types.model_input import HostArray, InputKind, ModelInput, Span
 from mlx_parallm.types.pooling import EncodeInput, EncodeRequest
-from mlx_parallm.types.request import GenerateRequest, Grammar, SamplingParams
+from mlx_parallm.types.request import INPUT_TOKEN, GenerateRequest, Grammar, SamplingParams
 from mlx_parallm.types.step import StepOutput
 from mlx_parallm.types.weights import SLEEP_TAGS
 from mlx_parallm.worker.generation.plan import GenerationPlan
@@ -54,6 +55,7 @@ class BusyRun:
             cache=CacheConfig(kv_cache_bytes=5 << 18, block_size=16),
             scheduler=SchedulerConfig(max_num_seqs=6, max_num_batched_tokens=24),
             warm_up=False,
+            enable_prompt_embeds=True,
         )
         built = build_models(
             kinds_of(ahead=ahead), config, MetricFamilies(), self.worker, lambda *_: None
@@ -72,6 +74,27 @@ class BusyRun:
                 prompt_ids=prompt,
                 params=settings,
                 adapter=adapter,
+            )
+        )
+
+    def ask_rows(self, name: str, length: int, **params: Any) -> None:
+        """Queue a request whose prompt is rows in place of tokens."""
+        width = self.generator.info.input_width
+        rows = np.random.default_rng(length).normal(size=(length, width)).astype(np.float32)
+        source = ModelInput(
+            kind=InputKind.PROMPT_EMBEDS,
+            content=name,
+            arrays={"rows": HostArray("float32", rows.shape, rows.tobytes())},
+            nbytes=rows.nbytes,
+            span=Span(0, length),
+        )
+        self.generator.submit(
+            GenerateRequest(
+                request_id=name,
+                model=GENERATOR,
+                prompt_ids=(INPUT_TOKEN,) * length,
+                params=SamplingParams(**{"max_tokens": 8, **params}),
+                inputs=(source,),
             )
         )
 
@@ -119,6 +142,7 @@ def run_busily(*, ahead: bool) -> BusyRun:
     grammars = run.generator.grammars
     shape = Grammar(text=grammars.compile(GrammarSpec("regex", "[ab]{4,20}")))
     run.ask("shaped", 9, seed=1, grammar=shape, ignore_eos=False)
+    run.ask_rows("rows", 29, seed=8)
     run.step(6)
     run.load("changing", 1, between=lambda: run.step(1))
     run.ask("adapted", 30, seed=2, adapter="changing")
@@ -205,6 +229,7 @@ def assert_was_busy(records: list[Any], run: BusyRun) -> None:
         "Load",
         "Allocate",
         "Step",
+        "ComputeInput",
         "PoolBatch",
         "PutTensors",
         "DropTensors",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from mlx_parallm.api.completions.request import Prompt
 from mlx_parallm.api.completions.schema import CompletionRequest
 from mlx_parallm.api.turns.answer import Chunk, SampledAnswer
 from mlx_parallm.api.turns.lazy import LazySequence
@@ -32,9 +33,9 @@ class CompletionAnswer(SampledAnswer):
         body: CompletionRequest,
         admitted: Admitted,
         answer_id: str,
-        prompts: Sequence[tuple[str, tuple[int, ...]]],
+        prompts: Sequence[Prompt],
     ) -> None:
-        num_prompt_tokens = sum(len(ids) for _, ids in prompts)
+        num_prompt_tokens = sum(len(prompt.ids) for prompt in prompts)
         super().__init__(body.n, len(prompts), num_prompt_tokens=num_prompt_tokens)
         self._body = body
         self._head = answer_head(admitted, answer_id, "text_completion")
@@ -85,12 +86,12 @@ class CompletionAnswer(SampledAnswer):
 
     def _choice(self, index: int, sample: Sample, *, first: bool = True) -> dict[str, Any]:
         """A choice, or a piece of it; what belongs to the prompt comes with the first."""
-        text, prompt_ids = self._prompts[index // self.n]
+        prompt = self._prompts[index // self.n]
         scored = self._scored_prompt(index)
         echo = self._body.echo and first
         choice: dict[str, Any] = {
             "index": index,
-            "text": text + sample.text if echo else sample.text,
+            "text": prompt.text + sample.text if echo else sample.text,
             "logprobs": self._logprobs(index, sample, scored if echo else None),
             "finish_reason": sample.finish_reason,
             "stop_reason": sample.stop_reason,
@@ -101,7 +102,7 @@ class CompletionAnswer(SampledAnswer):
         if self._body.return_token_ids:
             choice["token_ids"] = sample.token_ids
         if self._body.return_token_ids and first:
-            choice["prompt_token_ids"] = list(prompt_ids)
+            choice["prompt_token_ids"] = None if prompt.inputs else list(prompt.ids)
         return choice
 
     def _scored_prompt(self, index: int) -> Sequence[TokenLogprob | None] | None:
@@ -116,7 +117,7 @@ class CompletionAnswer(SampledAnswer):
             return None
         before = ()
         if echoed is not None:
-            prompt_ids = self._prompts[index // self.n][1]
+            prompt_ids = self._prompts[index // self.n].ids
             before = tuple(zip(prompt_ids, with_top(echoed, self._top), strict=True))
         after = tuple((entry.token_id, entry) for entry in sample.logprobs)
         return self._offsets[index].take((*before, *after))

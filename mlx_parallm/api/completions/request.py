@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
+from mlx_parallm.api.completions.embeds import read_embeds
 from mlx_parallm.api.completions.infill import infill_ids, with_infill_ends
 from mlx_parallm.api.completions.schema import CompletionRequest
 from mlx_parallm.api.http.offload import maybe_in_thread
@@ -14,13 +17,26 @@ from mlx_parallm.api.turns.structure import body_grammar
 from mlx_parallm.generation.model import GenerationModel, Tokenizer
 from mlx_parallm.tokenizer.cut import cut_ids
 from mlx_parallm.types.errors import InvalidRequestError
-from mlx_parallm.types.request import GenerateRequest, SamplingParams, TokenLimit
+from mlx_parallm.types.model_input import ModelInput
+from mlx_parallm.types.request import INPUT_TOKEN, GenerateRequest, SamplingParams, TokenLimit
+from mlx_parallm.types.step import RunnerInfo
 
 # What the body calls the engine's names.
 FIELDS = {"messages": "prompt"}
 
-# A prompt as text and as token ids.
-Prompt = tuple[str, tuple[int, ...]]
+
+class Prompt(NamedTuple):
+    """A prompt of the body.
+
+    Attributes:
+        text: the prompt as text, which only ``echo`` needs; "" if it did not come as one.
+        ids: its tokens; ``INPUT_TOKEN`` for rows.
+        inputs: its rows, if it came as such.
+    """
+
+    text: str
+    ids: tuple[int, ...]
+    inputs: tuple[ModelInput, ...] = ()
 
 
 async def completion_requests(
@@ -41,14 +57,15 @@ async def completion_requests(
         GenerateRequest(
             request_id=answer_id if len(prompts) == 1 else f"{answer_id}-{number}",
             model=model.names[0],
-            prompt_ids=prompt_ids,
+            prompt_ids=prompt.ids,
+            inputs=prompt.inputs,
             params=params,
             priority=body.priority,
             client=prelude.client,
             cache_salt=body.cache_salt,
             group=answer_id,
         )
-        for number, (_, prompt_ids) in enumerate(prompts)
+        for number, prompt in enumerate(prompts)
     ]
     return requests, prompts
 
@@ -71,7 +88,7 @@ async def _params(
 
 
 async def _encode_prompts(body: CompletionRequest, model: GenerationModel) -> list[Prompt]:
-    """Return every prompt as text (needed by ``echo`` only) and tokens.
+    """Return every prompt: those that come as rows, then those of texts or tokens.
 
     With a suffix the tokens are those around a gap, and the text is what stands before it. Prompts
     are cut where the body says so; their texts then are what is left of them.
@@ -80,7 +97,7 @@ async def _encode_prompts(body: CompletionRequest, model: GenerationModel) -> li
         InvalidRequestError: there is no prompt, or an empty one; there is a suffix, and a prompt is
             no text, the model cannot fill in, or prompts are to be cut.
     """
-    prompts, tokenizer = body.prompts(), model.tokenizer
+    embeds, prompts, tokenizer = body.embeds(), body.prompts(), model.tokenizer
     limit = prompt_limit(
         body.truncate_prompt_tokens,
         body.truncation_side,
@@ -91,10 +108,17 @@ async def _encode_prompts(body: CompletionRequest, model: GenerationModel) -> li
         raise InvalidRequestError("A prompt with a suffix is not cut.", param=FIELD)
 
     def encode() -> list[Prompt]:
-        return [_encode_prompt(prompt, body, tokenizer, limit) for prompt in prompts]
+        rows = [_rows_prompt(text, model.info) for text in embeds]
+        return rows + [_encode_prompt(prompt, body, tokenizer, limit) for prompt in prompts]
 
     suffixes = len(prompts) * len(body.suffix or "")
-    return await maybe_in_thread(encode, sum(len(prompt) for prompt in prompts) + suffixes)
+    length = sum(len(prompt) for prompt in (*embeds, *prompts))
+    return await maybe_in_thread(encode, length + suffixes)
+
+
+def _rows_prompt(text: str, info: RunnerInfo) -> Prompt:
+    rows = read_embeds(text, info)
+    return Prompt("", (INPUT_TOKEN,) * len(rows.span or ()), (rows,))
 
 
 def _encode_prompt(
@@ -107,7 +131,8 @@ def _encode_prompt(
         if not isinstance(prompt, str):
             raise InvalidRequestError("With a suffix, prompts must be texts.", param="prompt")
         special = body.add_special_tokens
-        return prompt, infill_ids(prompt, body.suffix, tokenizer, add_special_tokens=special)
+        ids = infill_ids(prompt, body.suffix, tokenizer, add_special_tokens=special)
+        return Prompt(prompt, ids)
     special = body.add_special_tokens and isinstance(prompt, str)
     if isinstance(prompt, str):
         whole = tuple(tokenizer.encode(prompt, add_special_tokens=special, limit=limit))
@@ -115,9 +140,9 @@ def _encode_prompt(
         whole = tuple(prompt)
     ids = whole if limit is None else _cut(whole, limit, tokenizer, special=special)
     if isinstance(prompt, str) and len(ids) == len(whole):
-        return prompt, ids
+        return Prompt(prompt, ids)
     known = all(0 <= token_id < tokenizer.vocab_size for token_id in ids)
-    return tokenizer.decode(ids) if body.echo and known else "", ids
+    return Prompt(tokenizer.decode(ids) if body.echo and known else "", ids)
 
 
 def _cut(

@@ -17,7 +17,15 @@ class CompletionRequest(GenerationRequest):
     """One prompt or several, as text or token ids."""
 
     prompt: StrictStr | Strings | Ids | ListsOfIds = Field(
-        description="A text, several texts, token ids, or several lists of token ids."
+        "",
+        description="A text, several texts, token ids, or several lists of token ids; it may be "
+        "absent or empty beside prompt_embeds.",
+    )
+    prompt_embeds: StrictStr | Strings | None = Field(
+        None,
+        description="One prompt or several as rows of the model's embedding, answered before "
+        "those of prompt: a safetensors or .npy file of [rows, width] in base64. Needs "
+        "--enable-prompt-embeds.",
     )
     max_tokens: StrictInt = Field(DEFAULT_MAX_TOKENS, ge=0, description="0 scores with echo.")
     logprobs: StrictBool | Annotated[StrictInt, Field(ge=-1)] | None = Field(
@@ -36,8 +44,10 @@ class CompletionRequest(GenerationRequest):
 
         Raises:
             InvalidRequestError: ``best_of`` over ``n``, beam search, or ``echo`` of the tokens of a
-                prompt with a suffix.
+                prompt with a suffix; what needs a prompt's tokens, with ``prompt_embeds``.
         """
+        if self.embeds():
+            self._check_no_tokens_needed()
         code = "unsupported_parameter"
         if self.suffix and self.echo and self.top() is not None:
             # The tokens of the prompt would be those of another text.
@@ -47,6 +57,19 @@ class CompletionRequest(GenerationRequest):
         if best_of is not None and best_of != self.n:
             raise InvalidRequestError("best_of must equal n.", param="best_of", code=code)
         self.check_fields()
+
+    def _check_no_tokens_needed(self) -> None:
+        for name in ("echo", "suffix", "prompt_logprobs", "truncate_prompt_tokens"):
+            if getattr(self, name) not in (None, False, ""):
+                raise InvalidRequestError(
+                    f"{name} needs a prompt of tokens; prompt_embeds has none.", param=name
+                )
+
+    def embeds(self) -> list[str]:
+        """Return every prompt that comes as rows, each a file in base64."""
+        if self.prompt_embeds is None:
+            return []
+        return [self.prompt_embeds] if isinstance(self.prompt_embeds, str) else self.prompt_embeds
 
     def top(self) -> int | None:
         """How many alternatives per token; None when no log-probabilities are wanted."""
@@ -67,6 +90,8 @@ class CompletionRequest(GenerationRequest):
             prompts = [prompt]  # type: ignore[list-item]
         else:
             prompts = list(prompt)  # type: ignore[arg-type]
+        if self.embeds() and prompts in ([""], []):
+            return []
         if not prompts or (any(not one for one in prompts) and not self.suffix):
             raise InvalidRequestError("prompt must not be empty.", param="prompt")
         return prompts

@@ -255,7 +255,8 @@ class GenerationRequest(StreamFields, SamplingRequest):
             InvalidRequestError: such a field has a value.
         """
         for name in UNSUPPORTED:
-            self.refuse(name, f"{name} is not supported.")
+            if name not in type(self).model_fields:
+                self.refuse(name, f"{name} is not supported.")
 
 
 # Parameters of vLLM that would change the tokens.

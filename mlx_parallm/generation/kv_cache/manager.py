@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
+from mlx_parallm.generation.inputs.prompt_inputs import NO_INPUTS, PromptInputs
 from mlx_parallm.generation.kv_cache.block_hash import block_hash, root_hash
 from mlx_parallm.generation.kv_cache.block_pool import BlockPool
 from mlx_parallm.generation.kv_cache.block_table import BlockTable
@@ -43,22 +44,35 @@ class KVCacheManager:
         """Blocks that hold ``num_tokens`` tokens."""
         return -(-num_tokens // self.block_size)
 
-    def new_table(self, token_ids: Sequence[int], salt: bytes, *, use_cache: bool) -> BlockTable:
-        """A table that begins with the cached blocks of the longest known prefix.
+    def new_table(
+        self,
+        token_ids: Sequence[int],
+        salt: bytes,
+        *,
+        use_cache: bool,
+        inputs: PromptInputs = NO_INPUTS,
+    ) -> BlockTable:
+        """Return a table that begins with the cached blocks of the longest known prefix.
 
-        At least one token is left to compute, since its logits are needed.
+        At least one token is left to compute, since its logits are needed. The prefix ends where
+        rows of ``inputs`` may be cut.
         """
-        table = BlockTable(root_hash(salt), self._generation)
+        table = BlockTable(root_hash(salt), self._generation, inputs)
         if not (use_cache and self.enable_prefix_caching):
             return table
         matched: list[int] = []
         for first in range(0, len(token_ids) - self.block_size, self.block_size):
-            content = block_hash(table.parent, token_ids[first : first + self.block_size])
+            content = self._content(table, token_ids, first)
             block = self._pool.find(content)
             if block is None:
                 break
             matched.append(block)
             table.hashes.append(content)
+        while matched:
+            num_whole = inputs.cut(0, len(matched) * self.block_size) // self.block_size
+            if num_whole == len(matched):
+                break
+            del matched[num_whole:], table.hashes[num_whole:]
         for block in matched:
             self._pool.share(block)
         table.append(matched)
@@ -84,9 +98,14 @@ class KVCacheManager:
             return
         size = self.block_size
         for index in range(len(table.hashes), num_computed // size):
-            content = block_hash(table.parent, token_ids[index * size : (index + 1) * size])
+            content = self._content(table, token_ids, index * size)
             table.hashes.append(content)
             self._pool.set_content(table.blocks[index], content)
+
+    def _content(self, table: BlockTable, token_ids: Sequence[int], start: int) -> bytes:
+        """Return the content address of the table's next full block, which begins at ``start``."""
+        stop = start + self.block_size
+        return block_hash(table.parent, token_ids[start:stop], table.inputs.block_key(start, stop))
 
     def withhold(self, table: BlockTable) -> None:
         """Let nobody find what this table computes from now on: its content is mixed."""
@@ -121,7 +140,7 @@ class KVCacheManager:
         own = self._pool.allocate(1 if rest else 0)
         if own is None:
             return None
-        child = BlockTable(table.root, table.generation)
+        child = BlockTable(table.root, table.generation, table.inputs)
         for block in table.blocks[:num_full]:
             self._pool.share(block)
         child.append([*table.blocks[:num_full], *own])

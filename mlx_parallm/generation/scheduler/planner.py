@@ -113,7 +113,9 @@ class Planner:
         if self._speculator.await_tokens(decoding, verifying, plan):
             return True
         for sequence in decoding:
-            if sequence not in plan.awaited and self._make_room(sequence, 1, plan):
+            if sequence in plan.awaited or not self._runnable(sequence, 1, plan):
+                continue
+            if self._make_room(sequence, 1, plan):
                 plan.add(sequence, 1)
         self._speculator.propose(plan, len(plan.awaited) + verifying, self._count_spare)
         return False
@@ -205,9 +207,33 @@ class Planner:
 
     def _add_chunk(self, sequence: Sequence, chunk: int, plan: StepPlan, reserve: int = 0) -> None:
         room = plan.room(sequence.num_computed) - reserve
-        num_tokens = min(sequence.num_schedulable, chunk, room)
+        num_tokens = self._runnable(sequence, min(sequence.num_schedulable, chunk, room), plan)
         if num_tokens > 0 and self._make_room(sequence, num_tokens, plan):
             plan.add(sequence, num_tokens)
+
+    def _runnable(self, sequence: Sequence, wanted: int, plan: StepPlan) -> int:
+        """Return how many of a sequence's next tokens can run in this step.
+
+        They are ``wanted`` at most, unless they begin with rows that must not be cut; fewer where
+        an input that they need can only be computed in a later step.
+        """
+        inputs = sequence.group.inputs
+        if not inputs or wanted <= 0:
+            return wanted
+        if sequence.slot is None:  # a better one preempted it
+            return 0
+        start = sequence.num_computed + plan.num_tokens.get(sequence, 0)
+        stop = inputs.cut(start, start + wanted)
+        if stop == start:
+            stop = inputs.end_of(start)
+            # Decode rows never keep rows that fit a step waiting; other prompts do.
+            if stop - start > plan.budget_left and not plan.is_decode:
+                return 0
+        budget = plan.budget_left if plan.num_tokens else None
+        ready, cost = self._running.inputs.acquire(sequence.seq_id, start, stop, budget)
+        if cost:
+            plan.spend(cost)
+        return inputs.cut(start, ready) - start
 
     def _admit(self, plan: StepPlan, chunk: int) -> None:
         """Start waiting sequences while there are slots, blocks for their prompts, and budget."""
@@ -239,7 +265,8 @@ class Planner:
             known = known[: reusable + 1]
         is_cached = sequence.group.weights.is_cached
         use_cache = use_cache and is_cached
-        table = self._kv.new_table(known, sequence.group.salt, use_cache=use_cache)
+        group = sequence.group
+        table = self._kv.new_table(known, group.salt, use_cache=use_cache, inputs=group.inputs)
         if not is_cached:
             self._kv.withhold(table)
         missing = self._kv.blocks_for(len(sequence.token_ids)) - len(table.blocks)
@@ -293,6 +320,9 @@ class Planner:
             self._kv.free(table)
             return False
         self._running.start(follower, table, leader.num_computed)
+        if not self._runnable(follower, 1, plan):
+            self._running.stop(follower)
+            return False
         follower.num_drafted = min(leader.num_drafted, leader.num_computed)
         state_copy = None
         if self._has_state and leader.slot is not None and follower.slot is not None:
@@ -310,6 +340,6 @@ class Planner:
                 continue
             planned = plan.num_tokens.get(sequence, 0)
             room = plan.room(sequence.num_computed + planned)
-            more = min(sequence.num_schedulable - planned, room)
+            more = self._runnable(sequence, min(sequence.num_schedulable - planned, room), plan)
             if more > 0 and self._kv.grow(sequence.blocks, sequence.num_computed + planned + more):
                 plan.add(sequence, more)

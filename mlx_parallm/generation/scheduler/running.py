@@ -9,9 +9,14 @@ from collections.abc import Collection, Iterator
 
 from mlx_parallm.config import SchedulerConfig
 from mlx_parallm.engine.adapter_slots import NO_ADAPTER, AdapterSlots
+from mlx_parallm.generation.inputs.cache import InputCache
+from mlx_parallm.generation.inputs.held import InputHolds
 from mlx_parallm.generation.kv_cache.block_table import BlockTable
 from mlx_parallm.generation.kv_cache.manager import KVCacheManager
 from mlx_parallm.generation.scheduler.sequence import Sequence
+
+# INPUT_CACHE_BYTES bounds the products of inputs on the device; a single larger one is kept alone.
+INPUT_CACHE_BYTES = 256 << 20
 
 
 class RunningSet:
@@ -19,11 +24,13 @@ class RunningSet:
 
     Attributes:
         adapters: the slots of their adapters.
+        inputs: the products of inputs that they hold.
     """
 
     def __init__(self, config: SchedulerConfig, kv: KVCacheManager) -> None:
         self._config = config
         self.adapters = AdapterSlots(config.max_loras)
+        self.inputs = InputHolds(InputCache(INPUT_CACHE_BYTES))
         self._kv = kv
         self._sequences: list[Sequence] = []
         self._free_slots = list(range(config.max_num_seqs))
@@ -89,6 +96,7 @@ class RunningSet:
         assert has_adapter, "a sequence was started that may not"
         insort(self._sequences, sequence, key=lambda one: one.order)
         self._per_client[sequence.request.client] += 1
+        self.inputs.start(sequence.seq_id, sequence.group.inputs, sequence.group.salt)
 
     def stop(self, sequence: Sequence) -> None:
         """Take a sequence's slot and blocks; computed full blocks stay in the prefix cache."""
@@ -101,6 +109,7 @@ class RunningSet:
         if not self._per_client[client]:
             del self._per_client[client]
         sequence.table, sequence.slot, sequence.num_computed = None, None, 0
+        self.inputs.stop(sequence.seq_id)
         self.leave_adapter(sequence)
 
     def take_adapter(self, sequence: Sequence) -> bool:
@@ -128,4 +137,5 @@ class RunningSet:
         self.adapters.check_integrity(adapters)
         clients = Counter(one.request.client for one in self._sequences)
         assert clients == self._per_client
+        self.inputs.check_integrity()
         assert sorted(self._sequences, key=lambda one: one.order) == self._sequences

@@ -16,7 +16,7 @@ from mlx_parallm.generation.scheduler.speculating import Speculator
 from mlx_parallm.generation.scheduler.step_cost import StepWork
 from mlx_parallm.generation.scheduler.updates import SchedulerStats, SequenceUpdate
 from mlx_parallm.generation.scheduler.waiting import WaitingQueue
-from mlx_parallm.types.errors import ContextLengthError
+from mlx_parallm.types.errors import ContextLengthError, InvalidRequestError
 from mlx_parallm.types.events import FinishReason
 from mlx_parallm.types.request import GenerateRequest
 from mlx_parallm.types.step import SampledToken, ScheduledBatch, ScheduledSequence, StepOutput
@@ -81,7 +81,7 @@ class Scheduler:
         Raises:
             ContextLengthError: it can never fit the context or the pool.
             OverloadedError: too many sequences wait.
-            InvalidRequestError: the request's id is in use.
+            InvalidRequestError: the request's id is in use, or no step can hold an input's rows.
         """
         self._check_fits(request)
         group = self._live.add(request, end_ids, weights or self._constant, seed)
@@ -155,6 +155,7 @@ class Scheduler:
         if reset_running:
             self._planner.preempt_all()
         self._kv.reset_prefix_cache()
+        self._running.inputs.clear()
 
     def borrowed_block(self) -> AbstractContextManager[int | None]:
         """Return a context that holds a KV block; see ``KVCacheManager.borrowed_block``."""
@@ -215,13 +216,19 @@ class Scheduler:
             plan.num_tokens.items(), key=lambda row: row[1] > 1 or row[0] in plan.proposals
         )
         step_id = next(self._steps)
+        held = self._running.inputs
         ended, self._ended = tuple(self._ended), []
         self._in_flight[step_id] = {sequence.seq_id: sequence.in_flight for sequence, _ in rows}
-        return ScheduledBatch(
+        batch = ScheduledBatch(
             step_id=step_id,
             sequences=tuple(
                 sequence.schedule(
-                    tokens, plan.proposals.get(sequence, ()), plan.draft_ends.get(sequence)
+                    tokens,
+                    plan.proposals.get(sequence, ()),
+                    plan.draft_ends.get(sequence),
+                    held.rows(
+                        sequence.seq_id, sequence.num_computed, sequence.num_computed + tokens
+                    ),
                 )
                 for sequence, tokens in rows
             ),
@@ -233,7 +240,11 @@ class Scheduler:
                 for sequence, _ in rows
                 if sequence.adapter is not None
             },
+            inputs=held.take_changes(),
         )
+        for sequence, _ in rows:
+            held.pass_rows(sequence.seq_id, sequence.num_computed)
+        return batch
 
     def update(self, batch: ScheduledBatch, output: StepOutput) -> list[SequenceUpdate]:
         """Take in a step's output; what ended is freed."""
@@ -261,7 +272,9 @@ class Scheduler:
     def fail(self, batch: ScheduledBatch, message: str) -> list[SequenceUpdate]:
         """End every request of a step that raised; none of its blocks becomes cached."""
         rows = self._in_flight.pop(batch.step_id).values()
-        return [update for begun in rows for update in self._fail_group(begun.group, message)]
+        updates = [update for begun in rows for update in self._fail_group(begun.group, message)]
+        self._running.inputs.forget(batch.inputs)
+        return updates
 
     def check_room(self, client: str, n: int) -> None:
         """Refuse ``n`` samples that the queue has no room for, but for a client's share of it.
@@ -281,6 +294,13 @@ class Scheduler:
         if needed > self._max_len:
             detail = f"However, {needed} tokens were requested, prompt and completion together."
             raise ContextLengthError(self._max_len, detail)
+        for each in request.inputs:
+            if each.span and not each.may_cut and len(each.span) > self.token_budget:
+                raise InvalidRequestError(
+                    f"An input has {len(each.span)} rows, which one step must hold; this server's "
+                    f"steps have {self.token_budget} tokens (--max-num-batched-tokens).",
+                    param=each.kind.value,
+                )
 
     def _advance(
         self,

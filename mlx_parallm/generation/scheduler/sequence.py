@@ -7,10 +7,12 @@ from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from mlx_parallm.engine.adapter_slots import NO_ADAPTER
+from mlx_parallm.generation.inputs.prompt_inputs import PromptInputs
 from mlx_parallm.generation.kv_cache.block_table import BlockTable
 from mlx_parallm.generation.scheduler.thinking import ThinkingTracker
 from mlx_parallm.generation.speculation.proposer import Speculation
 from mlx_parallm.types.events import FinishReason, PromptEvent
+from mlx_parallm.types.model_input import InputRows
 from mlx_parallm.types.request import GenerateRequest
 from mlx_parallm.types.step import (
     PENDING_TOKEN,
@@ -39,6 +41,8 @@ class RequestGroup:
         num_cached_tokens: prompt tokens that the first sample found in the prefix cache.
         has_started: whether any of it was ever scheduled.
         is_reported: whether its PromptEvent was sent.
+        inputs: its inputs besides tokens.
+        known_ids: the prompt's tokens, without rows of inputs.
     """
 
     request: GenerateRequest
@@ -51,9 +55,16 @@ class RequestGroup:
     num_cached_tokens: int | None = None
     has_started: bool = False
     is_reported: bool = False
+    inputs: PromptInputs = field(init=False)
+    known_ids: tuple[int, ...] = field(init=False)
 
     def __post_init__(self) -> None:
         self._forget_prompt()
+        self.inputs = inputs = PromptInputs(self.request.inputs)
+        self.known_ids = self.request.prompt_ids
+        if inputs:
+            tokens = enumerate(self.request.prompt_ids)
+            self.known_ids = tuple(token for place, token in tokens if inputs.is_token(place))
 
     def _forget_prompt(self) -> None:
         start = min(self.request.params.prompt_logprobs_start, len(self.request.prompt_ids))
@@ -65,7 +76,7 @@ class RequestGroup:
         """What keeps its prefix apart from others' and from that of other weights."""
         request = self.request
         return request.scope.content_key(
-            self.weights.content, request.cache_salt or None, request.extra_key
+            self.weights.content, request.cache_salt or None, request.extra_key, self.inputs.salt
         )
 
     @property
@@ -75,8 +86,11 @@ class RequestGroup:
 
     @property
     def wants_fork(self) -> bool:
-        """Whether several samples are to share one prefill."""
-        return self.request.params.n > 1 and len(self.request.prompt_ids) > 1
+        """Return True if several samples share one prefill, of all but the last prompt token."""
+        num_shared = len(self.request.prompt_ids) - 1
+        if self.request.params.n == 1 or num_shared == 0:
+            return False
+        return self.inputs.cut(0, num_shared) == num_shared
 
     @property
     def samples_any(self) -> bool:
@@ -234,12 +248,17 @@ class Sequence:
         return self.num_remaining - (1 if self.followers and self.num_remaining > 1 else 0)
 
     def schedule(
-        self, num_tokens: int, proposals: tuple[int, ...] = (), draft_end: int | None = None
+        self,
+        num_tokens: int,
+        proposals: tuple[int, ...] = (),
+        draft_end: int | None = None,
+        inputs: tuple[InputRows, ...] = (),
     ) -> ScheduledSequence:
         """The next ``num_tokens`` tokens as a share of a step, which counts as computed.
 
         ``proposals`` run behind them, and count once they are accepted. ``draft_end`` is how many
-        tokens a draft model is to have computed then; None for as many as before.
+        tokens a draft model is to have computed then; None for as many as before. ``inputs`` are
+        the rows among them that are no tokens.
         """
         assert self.slot is not None, "only a running sequence can be scheduled"
         start, end = self.num_computed, self.num_computed + num_tokens
@@ -261,6 +280,7 @@ class Sequence:
             target_ids=self.request.prompt_ids[targets.start : targets.stop],
             target_start=targets.start - start - 1 if targets else 0,
             prompt_entropy=params.entropy,
+            inputs=inputs,
         )
         self.num_computed = end
         self.num_pending += samples
@@ -323,7 +343,7 @@ class Sequence:
             params=params,
             seed=self.seed,
             position=end + len(proposals),
-            prompt_ids=self.request.prompt_ids,
+            prompt_ids=self.group.known_ids,
             output_ids=output_ids,
             banned_ids=banned,
             has_pending=self.num_pending > 0,

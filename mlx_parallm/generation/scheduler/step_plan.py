@@ -31,6 +31,11 @@ class StepPlan:
         self._state_copies: dict[Sequence, tuple[int, int]] = {}
 
     @property
+    def is_decode(self) -> bool:
+        """Return True if no sequence runs more than one token so far, proposals aside."""
+        return all(count == 1 for count in self.num_tokens.values())
+
+    @property
     def block_copies(self) -> tuple[tuple[int, int], ...]:
         """``(source, target)`` blocks."""
         return tuple(self._block_copies.values())
@@ -53,6 +58,14 @@ class StepPlan:
             self.allowance.take(sequence.num_computed + planned, num_tokens)
         self.num_tokens[sequence] = planned + num_tokens
         self.budget_left -= num_tokens
+
+    def spend(self, num_tokens: int) -> None:
+        """Take the cost of computing inputs from the budget.
+
+        A step that would run nothing else keeps one token: its rows follow in the same step.
+        """
+        least = 0 if self.num_tokens else 1
+        self.budget_left = max(self.budget_left - num_tokens, least)
 
     def add_proposals(self, sequence: Sequence, proposals: tuple[int, ...]) -> None:
         """Run guesses after the one token of a sequence."""

@@ -21,8 +21,10 @@ from mlx_parallm.worker.ops import (
     Allocate,
     Checksums,
     CommitWeights,
+    ComputeInput,
     Done,
     DropAdapter,
+    DropInputs,
     DropPrepared,
     Load,
     Pending,
@@ -165,6 +167,10 @@ class GeneratorModel:
         match op:
             case Step():
                 return self._runner.submit(op.batch)
+            case ComputeInput():
+                return Done(self._runner.compute_input(op.slot, tensors[op.handle]["rows"]))
+            case DropInputs():
+                return Done(self._runner.features.drop(op.slots))
             case Allocate():
                 return Done(self._allocate(op))
             case AddAdapter() | StageAdapter() | DropAdapter():
@@ -190,6 +196,7 @@ class GeneratorModel:
             case DropPrepared():
                 return live.drop_prepared()
             case Sleep():
+                self._runner.features.clear()
                 return live.sleep(op.level)
             case Wake():
                 return live.wake(op.tag)
@@ -231,6 +238,7 @@ class GeneratorModel:
             logprobs_mode=weights.spec.settings.logprobs_mode,
             tracer=self._device.tracer,
             choices=weights.plan.choices,
+            takes_inputs=weights.spec.settings.enable_prompt_embeds,
         )
         return replace(
             weights.plan,

@@ -10,6 +10,7 @@ from dataclasses import replace
 import mlx.core as mx
 import numpy as np
 
+from mlx_parallm.adapters.tensors import HostTensor
 from mlx_parallm.grammar.compiler import GrammarCompiler
 from mlx_parallm.grammar.masks import GrammarMasks
 from mlx_parallm.types.errors import ModelLoadError
@@ -19,6 +20,7 @@ from mlx_parallm.types.step import (
     RunnerInfo,
     SampledToken,
     ScheduledBatch,
+    ScheduledSequence,
     StepOutput,
     TokenLogprob,
 )
@@ -28,6 +30,7 @@ from mlx_parallm.worker.attention.quantisation import kv_cache_dtype_of
 from mlx_parallm.worker.generation.cache_layout import CacheLayout
 from mlx_parallm.worker.generation.draft_model import DraftModel
 from mlx_parallm.worker.generation.grammar_rows import Constraints, GrammarRows
+from mlx_parallm.worker.generation.input_rows import InputFeatures, find_embedding
 from mlx_parallm.worker.generation.live_model import LiveModel
 from mlx_parallm.worker.generation.memory import config_value
 from mlx_parallm.worker.generation.path_choice import choose_path
@@ -70,12 +73,14 @@ class ModelRunner:
         logprobs_mode: str = RAW_LOGPROBS,
         tracer: StepTracer | None = None,
         choices: DecoderChoices | None = None,
+        takes_inputs: bool = False,
     ) -> None:
         """Choose how the model runs.
 
         ``draft`` is over as many blocks of the same size, for proposals left to a draft model;
         ``grammars`` are those of constrained samples; ``logprobs_mode`` is for requests that name
-        none; ``choices`` of an earlier load, as far as they go, are not made anew.
+        none; ``choices`` of an earlier load, as far as they go, are not made anew;
+        ``takes_inputs``: rows may stand in place of embeddings, if the model allows that.
         """
         made = choices or DecoderChoices(is_cast=loaded.is_cast, attention=backend.name)
         self._tracer = tracer or NoTracer()
@@ -88,6 +93,10 @@ class ModelRunner:
             raise ModelLoadError(f"{loaded.path} has no embedding table.")
         dtype = DTYPES.get(loaded.dtype, mx.float32)
         kernels, _ = choose_sampling(vocab_size, dtype, made.samples_by_kernel)
+        self._dtype = dtype
+        #: The products of inputs besides tokens.
+        self.features = InputFeatures()
+        self._embedding = find_embedding(loaded.model, vocab_size, dtype) if takes_inputs else None
         self._sampler = Sampler(kernels, logprobs_mode=logprobs_mode)
         choice = choose_path(
             loaded.model,
@@ -134,6 +143,7 @@ class ModelRunner:
             kv_cache_dtype=kv_cache_dtype_of(backend.quantisation),
             runs_ahead=backend.runs_ahead and self._path.name in {"packed", "split"},
             is_compiled=self._path.is_compiled,
+            input_width=0 if self._embedding is None else self._embedding.width,
         )
 
     @property
@@ -190,7 +200,7 @@ class ModelRunner:
         drafts = self._propose(batch)
         if drafts is not None:
             token_ids = place_proposals(batch.sequences, token_ids, drafts)
-        logits = self._path.logits(spread_proposals(batch.sequences), token_ids, rows.wanted)
+        logits = self._logits(batch.sequences, token_ids, rows.wanted)
         constraints = self._constrain(logits, rows)
         sampled = self._sample(logits, rows, token_ids, constraints)
         step = ModelStep(rows, sampled, self._score(logits, rows), drafts, constraints.failed)
@@ -199,6 +209,21 @@ class ModelRunner:
             step.copy_tokens()
         self._tokens.remember(rows.sampled_ids, step.tokens, step.token_copy)
         return step
+
+    def compute_input(self, slot: int, rows: HostTensor) -> None:
+        """Keep rows, ``[n, input_width]``, that steps name by their slot."""
+        self.features.put(slot, rows.to_mlx().astype(self._dtype))
+
+    def _logits(
+        self, sequences: Sequence[ScheduledSequence], token_ids: mx.array, wanted: list[int]
+    ) -> mx.array:
+        rows = spread_proposals(sequences)
+        features = self.features.gather(sequences)
+        if features is None:
+            return self._path.logits(rows, token_ids, wanted)
+        assert self._embedding is not None, "an input was admitted that the model does not take"
+        with self._embedding.during(features):
+            return self._path.logits(rows, self._embedding.place(token_ids, sequences), wanted)
 
     def _propose(self, batch: ScheduledBatch) -> mx.array | None:
         if self._draft is None:

@@ -14,6 +14,8 @@ import mlx.nn as nn
 
 from mlx_parallm.worker.model_errors import MODEL_ERRORS
 
+EmbeddingTable = nn.Embedding | nn.QuantizedEmbedding
+
 
 class RowSelector:
     """Which rows the LM head computes; None for all."""
@@ -68,6 +70,15 @@ def embedding_rows(model: nn.Module, vocab_size: int | None) -> int | None:
     ]
     fitting = [count for count in rows if count >= (vocab_size or 0)]
     return min(fitting, default=None)
+
+
+def embedding_tables(model: nn.Module, vocab_size: int) -> list[EmbeddingTable]:
+    """Return the embeddings with a row for each of ``vocab_size`` ids, in the model's order."""
+    return [
+        module
+        for module in model.modules()
+        if isinstance(module, EmbeddingTable) and module.weight.shape[0] == vocab_size
+    ]
 
 
 def _head_candidates(model: nn.Module, vocab_size: int) -> list[tuple[nn.Module, str]]:

@@ -55,6 +55,7 @@ def single_rows(one: ScheduledSequence) -> list[ScheduledSequence]:
             start=position,
             token_ids=(token,),
             block_table=one.block_table,
+            inputs=one.inputs if position == one.start else (),
         )
         for position, token in enumerate(one.token_ids, one.start)
     ]

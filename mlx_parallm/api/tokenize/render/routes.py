@@ -18,6 +18,7 @@ from mlx_parallm.api.turns.history import template_messages
 from mlx_parallm.api.turns.model_choice import generator
 from mlx_parallm.api.turns.prelude import PreludeDep
 from mlx_parallm.api.turns.prepare import prepare_turn
+from mlx_parallm.types.errors import InvalidRequestError
 from mlx_parallm.types.request import GenerateRequest
 
 routes = Routes(TOKENS, body_limit=INPUT, short=True)
@@ -34,10 +35,12 @@ async def render_chat_completion(body: ChatRequest, prelude: PreludeDep) -> Rend
 @routes.post("/v1/completions/render")
 async def render_completion(body: CompletionRequest, prelude: PreludeDep) -> list[RenderedRequest]:
     """What a completion request would give the engine, for each prompt."""
+    if body.embeds():
+        raise InvalidRequestError("Rows have no tokens to render.", param="prompt_embeds")
     _, model = generator(prelude.engine, body.model)
     answer_id = f"cmpl-{body.request_id or prelude.answer_id}"
     requests, prompts = await completion_requests(body, prelude, model, answer_id=answer_id)
-    return [_rendered(one, text) for one, (text, _) in zip(requests, prompts, strict=True)]
+    return [_rendered(each, prompt.text) for each, prompt in zip(requests, prompts, strict=True)]
 
 
 @routes.post("/apply-template", short=False)

@@ -21,9 +21,9 @@ def adapter_slots(sequences: Sequence[ScheduledSequence]) -> np.ndarray | None:
 
 
 def is_decode(sequences: Sequence[ScheduledSequence], rows: Sequence[int]) -> bool:
-    """Whether every sequence goes on by one token and wants its logits."""
+    """Return True if every sequence goes on by one token, no input's row, and wants its logits."""
     return len(rows) == len(sequences) and all(
-        len(one.token_ids) == 1 and one.start > 0 for one in sequences
+        len(row.token_ids) == 1 and row.start > 0 and not row.inputs for row in sequences
     )
 
 

@@ -1,0 +1,114 @@
+"""Inputs of a model that generates besides tokens: what they are, and what they take."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+
+class InputKind(StrEnum):
+    """What an input is, which decides how the worker computes its product."""
+
+    #: Rows that stand in place of the embeddings of tokens.
+    PROMPT_EMBEDS = "prompt_embeds"
+
+
+class InputStore(StrEnum):
+    """Where the product of an input lives once it is computed."""
+
+    #: A slot of the ``InputCache``: rows that enter the model with the tokens, as an image's do.
+    FEATURES = "features"
+    #: Blocks of the KV pool, as the cross-attention keys and values of a source text.
+    KV_BLOCKS = "kv_blocks"
+
+
+@dataclass(frozen=True, slots=True)
+class HostArray:
+    """Numbers in host memory, in row order.
+
+    Attributes:
+        dtype: NumPy's name of their dtype, such as "float32".
+        shape: the lengths of the axes.
+        data: their bytes, in the byte order of this machine.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    data: bytes = field(repr=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """The prompt positions ``start`` to ``stop - 1`` that an input's rows take."""
+
+    start: int
+    stop: int
+
+    def __len__(self) -> int:
+        return self.stop - self.start
+
+    def overlaps(self, start: int, stop: int) -> bool:
+        """Return True if it has a position in ``start`` to ``stop - 1``."""
+        return self.start < stop and start < self.stop
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelInput:
+    """One input of a request besides its tokens.
+
+    Attributes:
+        kind: what it is.
+        content: digest of what its product is computed from; equal digests give equal products.
+        arrays: what the worker computes the product from, by name; nobody may change them.
+        nbytes: size of the product, in bytes.
+        cost: tokens of a step's budget that computing the product takes; 0 if it only copies.
+        span: the prompt positions of its rows; None for an input that has no rows in the prompt and
+            that every row needs, such as a source text.
+        may_cut: True if a step may run a part of its rows; False if all must be in one step, as
+            where rows attend to later ones.
+        positions: the position ids of its rows where they are not their places in the prompt, one
+            tuple per row with one id per axis (M-RoPE, arXiv:2409.12191, has three); None where
+            they are.
+        store: where its product lives.
+    """
+
+    kind: InputKind
+    content: str
+    arrays: Mapping[str, HostArray] = field(repr=False, compare=False)
+    nbytes: int
+    cost: int = 0
+    span: Span | None = None
+    may_cut: bool = True
+    positions: tuple[tuple[int, ...], ...] | None = field(default=None, repr=False)
+    store: InputStore = InputStore.FEATURES
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InputRows:
+    """Rows of a computed input that a step runs.
+
+    Rows ``first_row`` to ``first_row + num_rows - 1`` of the product in ``slot`` stand in place of
+    the embeddings of the sequence's ``token_ids[offset : offset + num_rows]``.
+    """
+
+    slot: int
+    first_row: int
+    num_rows: int
+    offset: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InputChanges:
+    """What a step changes in the input slots before it runs: drops first, then computes.
+
+    Attributes:
+        dropped: slots whose product nobody needs.
+        computed: the input whose product goes into a slot, by slot.
+    """
+
+    dropped: tuple[int, ...] = ()
+    computed: Mapping[int, ModelInput] = field(default_factory=dict)
+
+    def __bool__(self) -> bool:
+        return bool(self.dropped or self.computed)
