@@ -2,34 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictInt, StrictStr
 
-from mlx_parallm.api.http.forms import INT64
-from mlx_parallm.api.turns.fields import GenerationRequest, TurnEndFields
+from mlx_parallm.api.turns.fields import (
+    UNSUPPORTED,
+    GenerationRequest,
+    TemplateKwargs,
+    ThinkingFields,
+    TurnEndFields,
+    effort_kwargs,
+)
 from mlx_parallm.types.errors import InvalidRequestError
 
 ROLES = ("developer", "system", "user", "assistant", "tool", "function")
-RESERVED_KWARGS = frozenset(
-    [
-        "add_generation_prompt",
-        "chat_template",
-        "continue_final_message",
-        "conversation",
-        "max_length",
-        "messages",
-        "padding",
-        "return_assistant_tokens_mask",
-        "return_dict",
-        "return_tensors",
-        "tokenize",
-        "tokenizer_kwargs",
-        "tools",
-        "truncation",
-    ]
-)
 
 
 class ChatMessage(BaseModel):
@@ -43,7 +31,7 @@ class ChatMessage(BaseModel):
     )
 
 
-class ChatRequest(TurnEndFields, GenerationRequest):
+class ChatRequest(TurnEndFields, ThinkingFields, GenerationRequest):
     """A conversation to be continued by the assistant."""
 
     messages: list[ChatMessage] = Field(min_length=1, description="The conversation so far.")
@@ -64,14 +52,9 @@ class ChatRequest(TurnEndFields, GenerationRequest):
     separate_reasoning: StrictBool = Field(
         True, description="False leaves the reasoning in the content, with its markers."
     )
-    thinking_token_budget: StrictInt | None = Field(
-        None, ge=-1, le=INT64 - 1, description="Most tokens of reasoning; -1 is no limit."
-    )
     modalities: list[StrictStr] | None = Field(None, description='Only ["text"].')
     chat_template: StrictStr | None = Field(None, description="Refused: see --chat-template.")
-    chat_template_kwargs: dict[str, Any] = Field(
-        default_factory=dict, description="Further variables for the template."
-    )
+    chat_template_kwargs: TemplateKwargs
     tools: list[dict[str, Any]] | None = Field(
         None, description="What the model may call: function and custom tools."
     )
@@ -103,13 +86,11 @@ class ChatRequest(TurnEndFields, GenerationRequest):
                 param="chat_template",
                 code=code,
             )
-        self.refuse("audio", "audio is not supported.")
-        self.check_fields()
+        self.refuse("audio", *UNSUPPORTED)
         if any(modality != "text" for modality in self.modalities or ()):
             raise InvalidRequestError(
                 "Only the modality text is supported.", param="modalities", code=code
             )
-        check_template_kwargs(self.chat_template_kwargs)
 
     @property
     def is_function_call(self) -> bool:
@@ -121,10 +102,6 @@ class ChatRequest(TurnEndFields, GenerationRequest):
         """Whether choices tell which of ART's policies made their tokens."""
         fields = self.nvext.get("extra_fields") if isinstance(self.nvext, dict) else None
         return isinstance(fields, list) and "engine_data" in fields
-
-    def thinking_budget(self) -> int | None:
-        """Most tokens of reasoning; None for no limit."""
-        return None if self.thinking_token_budget == -1 else self.thinking_token_budget
 
     def top(self) -> int | None:
         """How many alternatives per token; None when no log-probabilities are wanted.
@@ -140,10 +117,7 @@ class ChatRequest(TurnEndFields, GenerationRequest):
 
     def template_kwargs(self) -> dict[str, Any]:
         """The template's further variables; ``chat_template_kwargs`` win over shorthands."""
-        kwargs: dict[str, Any] = {}
-        if self.reasoning_effort is not None:
-            kwargs["reasoning_effort"] = self.reasoning_effort
-            kwargs["enable_thinking"] = self.reasoning_effort != "none"
+        kwargs = effort_kwargs(self.reasoning_effort)
         if self.enable_thinking is not None:
             kwargs["enable_thinking"] = self.enable_thinking
         return kwargs | self.chat_template_kwargs
@@ -160,20 +134,6 @@ class ChatRequest(TurnEndFields, GenerationRequest):
             InvalidRequestError: an unknown role, or content that is no text.
         """
         return turns_of(self.messages)
-
-
-def check_template_kwargs(kwargs: Mapping[str, Any]) -> None:
-    """Refuse names that are arguments of the rendering itself, the template above all.
-
-    Raises:
-        InvalidRequestError: one of the names is reserved.
-    """
-    reserved = sorted(RESERVED_KWARGS & set(kwargs))
-    if reserved:
-        raise InvalidRequestError(
-            f"chat_template_kwargs may not have {', '.join(reserved)}.",
-            param="chat_template_kwargs",
-        )
 
 
 def turns_of(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:

@@ -7,7 +7,7 @@ from typing import Annotated
 from pydantic import Field, StrictBool, StrictInt, StrictStr
 
 from mlx_parallm.api.http.forms import Ids, ListsOfIds, Strings
-from mlx_parallm.api.turns.fields import GenerationRequest
+from mlx_parallm.api.turns.fields import UNSUPPORTED, GenerationRequest
 from mlx_parallm.types.errors import InvalidRequestError
 
 DEFAULT_MAX_TOKENS = 16
@@ -56,7 +56,7 @@ class CompletionRequest(GenerationRequest):
         best_of = (self.model_extra or {}).get("best_of")
         if best_of is not None and best_of != self.n:
             raise InvalidRequestError("best_of must equal n.", param="best_of", code=code)
-        self.check_fields()
+        self.refuse(*UNSUPPORTED)
 
     def _check_no_tokens_needed(self) -> None:
         for name in ("echo", "suffix", "prompt_logprobs", "truncate_prompt_tokens"):

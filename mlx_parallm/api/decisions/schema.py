@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictInt, StrictStr
+from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictStr
 
-from mlx_parallm.api.http.forms import INT64, NullIsAbsent
-from mlx_parallm.api.turns.fields import ANY_GENERATOR
+from mlx_parallm.api.http.forms import NullIsAbsent
+from mlx_parallm.api.turns.fields import ANY_GENERATOR, QueueFields
 
 MAX_QUESTIONS = 400
 MAX_OPTIONS = 255
@@ -67,7 +67,7 @@ Question = Annotated[
 ]
 
 
-class DecisionRequest(NullIsAbsent):
+class DecisionRequest(QueueFields):
     """Questions about one input, answered by the probabilities of their labels."""
 
     model_config = ConfigDict(extra="ignore")
@@ -78,10 +78,6 @@ class DecisionRequest(NullIsAbsent):
     )
     questions: list[Question] = Field(
         min_length=1, max_length=MAX_QUESTIONS, description="Answered in this order."
-    )
-    priority: StrictInt = Field(0, ge=-INT64, lt=INT64, description="Lower runs first.")
-    cache_salt: StrictStr | None = Field(
-        None, max_length=1024, description="Share cached prefixes only with the same salt."
     )
 
 

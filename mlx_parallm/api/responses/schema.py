@@ -6,9 +6,14 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictInt, StrictStr
 
-from mlx_parallm.api.chat.schema import check_template_kwargs
-from mlx_parallm.api.http.forms import INT64, NullIsAbsent
-from mlx_parallm.api.turns.fields import SamplingRequest, StreamFields
+from mlx_parallm.api.http.forms import NullIsAbsent
+from mlx_parallm.api.turns.fields import (
+    SamplingRequest,
+    StreamFields,
+    TemplateKwargs,
+    ThinkingFields,
+    effort_kwargs,
+)
 from mlx_parallm.types.errors import InvalidRequestError
 
 LOGPROBS = "message.output_text.logprobs"
@@ -64,27 +69,14 @@ class ResponsesInput(BaseModel):
     truncation: Literal["auto", "disabled"] = Field(
         "disabled", description="auto leaves the oldest items out of an input that is too long."
     )
-    chat_template_kwargs: dict[str, Any] = Field(
-        default_factory=dict, description="Further variables for the template."
-    )
+    chat_template_kwargs: TemplateKwargs
 
     def template_kwargs(self) -> dict[str, Any]:
-        """The template's further variables; ``chat_template_kwargs`` win over ``reasoning``.
-
-        Raises:
-            InvalidRequestError: one is an argument of the rendering itself.
-        """
-        check_template_kwargs(self.chat_template_kwargs)
-        effort = None if self.reasoning is None else self.reasoning.effort
-        if effort is None:
-            return self.chat_template_kwargs
-        return {
-            "reasoning_effort": effort,
-            "enable_thinking": effort != "none",
-        } | self.chat_template_kwargs
+        """Return the template's variables; ``chat_template_kwargs`` win over ``reasoning``."""
+        return effort_kwargs(self.reasoning and self.reasoning.effort) | self.chat_template_kwargs
 
 
-class ResponsesRequest(StreamFields, SamplingRequest, ResponsesInput):
+class ResponsesRequest(StreamFields, ThinkingFields, SamplingRequest, ResponsesInput):
     """An answer to be created."""
 
     max_output_tokens: StrictInt | None = Field(
@@ -110,9 +102,6 @@ class ResponsesRequest(StreamFields, SamplingRequest, ResponsesInput):
     max_tool_calls: StrictInt | None = Field(
         None, description="Of tools that run on the server, of which there are none."
     )
-    thinking_token_budget: StrictInt | None = Field(
-        None, ge=-1, le=INT64 - 1, description="Most tokens of reasoning; -1 is no limit."
-    )
     safety_identifier: StrictStr | None = Field(None, description="Accepted and echoed.")
     prompt_cache_key: StrictStr | None = Field(None, description="Accepted and echoed.")
 
@@ -122,10 +111,14 @@ class ResponsesRequest(StreamFields, SamplingRequest, ResponsesInput):
         Raises:
             InvalidRequestError: a conversation, a prompt's template, or several samples.
         """
-        for name in UNSUPPORTED:
-            self.refuse(name, f"{name} is not supported.")
-        if (self.model_extra or {}).get("n", 1) != 1:
-            self.refuse("n", "n is not supported: a response has one sample.")
+        self.refuse(*UNSUPPORTED)
+        n = (self.model_extra or {}).get("n")
+        if n and n != 1:
+            raise InvalidRequestError(
+                "n is not supported: a response has one sample.",
+                param="n",
+                code="unsupported_parameter",
+            )
         if self.background and not self.store:
             raise InvalidRequestError("background needs store to be true.", param="background")
 
@@ -137,10 +130,6 @@ class ResponsesRequest(StreamFields, SamplingRequest, ResponsesInput):
     def top(self) -> int | None:
         """How many alternatives per token; None when no log-probabilities are wanted."""
         return (self.top_logprobs or 0) if self.shows_logprobs else None
-
-    def thinking_budget(self) -> int | None:
-        """Most tokens of reasoning; None for no limit."""
-        return None if self.thinking_token_budget == -1 else self.thinking_token_budget
 
 
 class InputTokensRequest(NullIsAbsent, ResponsesInput):

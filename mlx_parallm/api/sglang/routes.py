@@ -13,7 +13,7 @@ from mlx_parallm.api.http.routing import Routes
 from mlx_parallm.api.http.sse import STREAMED
 from mlx_parallm.api.sglang.answer import SglangAnswer, VllmPromptAnswer
 from mlx_parallm.api.sglang.request import FIELDS, SglangItem, item_params, items_of
-from mlx_parallm.api.sglang.schema import GenerateBody
+from mlx_parallm.api.sglang.schema import UNSUPPORTED_SAMPLING, GenerateBody
 from mlx_parallm.api.turns.generation import named_by
 from mlx_parallm.api.turns.model_choice import generator
 from mlx_parallm.api.turns.prelude import Prelude, PreludeDep
@@ -42,7 +42,7 @@ async def generate(body: GenerateBody, prelude: PreludeDep) -> Response:
     models = [_model(prelude.engine, body, item) for item in items]
     with named_by(fields):
         for one in body.parts:
-            one.check_supported()
+            one.refuse(*UNSUPPORTED_SAMPLING)
         admitted = await prelude.admit_to(
             models[0], models[0].names[0], n=items[0].sampling.n, num_prompts=len(items)
         )

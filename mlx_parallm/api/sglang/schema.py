@@ -46,15 +46,6 @@ class SglangSamplingParams(SamplingFields):
     )
     no_stop_trim: StrictBool = Field(False, description="Leave the stop text in the answer.")
 
-    def check_supported(self) -> None:
-        """Refuse what would change the tokens and is not offered.
-
-        Raises:
-            InvalidRequestError: such a parameter has a value.
-        """
-        for name in UNSUPPORTED_SAMPLING:
-            self.refuse(name, f"{name} is not supported.")
-
 
 class VllmPrompt(BaseModel):
     """A prompt of vLLM's own."""
@@ -135,8 +126,7 @@ class GenerateBody(TokenSamplingParams):
         Raises:
             InvalidRequestError: see there.
         """
-        for name in UNSUPPORTED:
-            self.refuse(name, f"{name} is not supported.")
+        self.refuse(*UNSUPPORTED)
         kinds = {"prompt": self.prompt, "text": self.text, "input_ids": self.input_ids}
         given = [name for name, value in kinds.items() if value is not None]
         if len(given) != 1:

@@ -8,7 +8,7 @@ from typing import Any, get_args
 
 from starlette.responses import Response
 
-from mlx_parallm.api.chat.schema import check_template_kwargs, turns_of
+from mlx_parallm.api.chat.schema import turns_of
 from mlx_parallm.api.chat.tools import chat_tools
 from mlx_parallm.api.http.declared import TOKENIZE
 from mlx_parallm.api.http.dependencies import EngineDep
@@ -118,7 +118,6 @@ def _dumps(value: Any) -> str:
 def _ids(body: TokenizeRequest, model: GenerationModel | PoolingModel) -> Sequence[int]:
     if body.messages is None and body.prompt is None:
         raise InvalidRequestError("prompt or messages is needed.", param="prompt")
-    check_template_kwargs(body.chat_template_kwargs)
     if isinstance(model, PoolingModel):
         return _encoder_ids(body, model)
     tokenizer = model.tokenizer

@@ -9,7 +9,7 @@ from pydantic import AliasChoices, ConfigDict, Field, StrictBool, StrictStr
 from mlx_parallm.api.chat.schema import ChatMessage
 from mlx_parallm.api.http.forms import Ids, NullIsAbsent
 from mlx_parallm.api.pooling.score.schema import Texts
-from mlx_parallm.api.turns.fields import TurnEndFields
+from mlx_parallm.api.turns.fields import TemplateKwargs, TurnEndFields
 
 
 class TokenizeRequest(TurnEndFields):
@@ -29,9 +29,7 @@ class TokenizeRequest(TurnEndFields):
     add_special_tokens: StrictBool = Field(
         True, description="Add the model's special tokens to a text."
     )
-    chat_template_kwargs: dict[str, Any] = Field(
-        default_factory=dict, description="Further variables for the template."
-    )
+    chat_template_kwargs: TemplateKwargs
     return_token_strs: StrictBool = Field(
         False, description='Add every token as the vocabulary has it, such as "Ġword".'
     )

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
+    AfterValidator,
     ConfigDict,
     Field,
     StrictBool,
@@ -48,6 +49,51 @@ WITHOUT_EFFECT = frozenset(
         "vllm_xargs",
     ]
 )
+
+
+# Arguments of the rendering itself, the template above all.
+RESERVED_KWARGS = frozenset(
+    [
+        "add_generation_prompt",
+        "chat_template",
+        "continue_final_message",
+        "conversation",
+        "max_length",
+        "messages",
+        "padding",
+        "return_assistant_tokens_mask",
+        "return_dict",
+        "return_tensors",
+        "tokenize",
+        "tokenizer_kwargs",
+        "tools",
+        "truncation",
+    ]
+)
+
+
+def _check_template_kwargs(kwargs: dict[str, Any]) -> dict[str, Any]:
+    reserved = sorted(RESERVED_KWARGS & set(kwargs))
+    if reserved:
+        raise InvalidRequestError(
+            f"chat_template_kwargs may not have {', '.join(reserved)}.",
+            param="chat_template_kwargs",
+        )
+    return kwargs
+
+
+TemplateKwargs = Annotated[
+    dict[str, Any],
+    AfterValidator(_check_template_kwargs),
+    Field(default_factory=dict, description="Further variables for the template."),
+]
+
+
+def effort_kwargs(effort: str | None) -> dict[str, Any]:
+    """Return the template's variables for an effort; "none" turns thinking off."""
+    if effort is None:
+        return {}
+    return {"reasoning_effort": effort, "enable_thinking": effort != "none"}
 
 
 class StreamOptions(NullIsAbsent):
@@ -106,6 +152,27 @@ class TurnEndFields(NullIsAbsent):
                 param="continue_final_message",
             )
         return self
+
+
+class ThinkingFields(NullIsAbsent):
+    """How long a model may think."""
+
+    thinking_token_budget: StrictInt | None = Field(
+        None, ge=-1, le=INT64 - 1, description="Most tokens of reasoning; -1 is no limit."
+    )
+
+    def thinking_budget(self) -> int | None:
+        """Return the most tokens of reasoning; None for no limit."""
+        return None if self.thinking_token_budget == -1 else self.thinking_token_budget
+
+
+class QueueFields(NullIsAbsent):
+    """Where a request stands in the queue, and with whom it shares cached prefixes."""
+
+    priority: StrictInt = Field(0, ge=-INT64, lt=INT64, description="Lower runs first.")
+    cache_salt: StrictStr | None = Field(
+        None, max_length=1024, description="Share cached prefixes only with the same salt."
+    )
 
 
 class SamplingFields(NullIsAbsent):
@@ -193,13 +260,16 @@ class SamplingFields(NullIsAbsent):
             pairs.append((int(key), bias))
         return tuple(pairs)
 
-    def refuse(self, name: str, why: str) -> None:
-        """Raise InvalidRequestError if an extra field that cannot be honoured has a value."""
-        if (self.model_extra or {}).get(name):
-            raise InvalidRequestError(why, param=name, code="unsupported_parameter")
+    def refuse(self, *names: str) -> None:
+        """Raise InvalidRequestError if one of these fields, which are not offered, has a value."""
+        for name in names:
+            if (self.model_extra or {}).get(name):
+                raise InvalidRequestError(
+                    f"{name} is not supported.", param=name, code="unsupported_parameter"
+                )
 
 
-class SamplingRequest(SamplingFields):
+class SamplingRequest(QueueFields, SamplingFields):
     """What a request for samples of one model says beside how they are sampled."""
 
     truncate_prompt_tokens: StrictInt | None = Field(
@@ -211,10 +281,6 @@ class SamplingRequest(SamplingFields):
 
     model: StrictStr | None = Field(None, description=ANY_GENERATOR)
     stream: StrictBool = Field(False, description="Answer by server-sent events.")
-    priority: StrictInt = Field(0, ge=-INT64, lt=INT64, description="Lower runs first.")
-    cache_salt: StrictStr | None = Field(
-        None, max_length=1024, description="Share cached prefixes only with the same salt."
-    )
     user: StrictStr | None = Field(None, description="Accepted and ignored.")
 
 
@@ -247,16 +313,6 @@ class GenerationRequest(StreamFields, SamplingRequest):
     request_id: StrictStr | None = Field(
         None, min_length=1, max_length=128, description="Part of the answer's id; must be unique."
     )
-
-    def check_fields(self) -> None:
-        """Refuse what would change the tokens and is not offered.
-
-        Raises:
-            InvalidRequestError: such a field has a value.
-        """
-        for name in UNSUPPORTED:
-            if name not in type(self).model_fields:
-                self.refuse(name, f"{name} is not supported.")
 
 
 # Parameters of vLLM that would change the tokens.

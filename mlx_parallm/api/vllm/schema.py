@@ -63,8 +63,7 @@ class TokenSamplingParams(SamplingFields):
         Raises:
             InvalidRequestError: such a parameter has a value.
         """
-        for name in UNSUPPORTED:
-            self.refuse(name, f"{name} is not supported.")
+        self.refuse(*UNSUPPORTED)
         best_of = (self.model_extra or {}).get("best_of")
         if best_of is not None and best_of != self.n:
             raise InvalidRequestError(

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from mlx_parallm.api.chat.schema import ChatMessage, check_template_kwargs, turns_of
+from mlx_parallm.api.chat.schema import ChatMessage, turns_of
 from mlx_parallm.api.http.offload import maybe_in_thread
 from mlx_parallm.api.pooling.inputs.encode import Role, single_inputs, text_limit
 from mlx_parallm.api.pooling.inputs.schema import TextsRequest
@@ -50,7 +50,6 @@ async def request_inputs(
 
 async def _rendered(body: TextsRequest, model: PoolingModel) -> list[tuple[int, ...]]:
     """The token ids of each conversation."""
-    check_template_kwargs(body.chat_template_kwargs)
     if body.chat_template is not None:
         raise InvalidRequestError(
             "A request brings no template; the server has --chat-template.",

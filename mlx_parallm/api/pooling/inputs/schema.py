@@ -16,7 +16,7 @@ from pydantic import (
 
 from mlx_parallm.api.chat.schema import ChatMessage
 from mlx_parallm.api.http.forms import NullIsAbsent
-from mlx_parallm.api.turns.fields import TurnEndFields
+from mlx_parallm.api.turns.fields import TemplateKwargs, TurnEndFields
 
 #: OpenAI takes 2,048.
 MAX_INPUTS = 8192
@@ -86,6 +86,4 @@ class TextsRequest(TurnEndFields, EncodeFields):
     )
     add_generation_prompt: StrictBool = Field(False, description="Open the assistant's turn.")
     chat_template: StrictStr | None = Field(None, description="Refused: see --chat-template.")
-    chat_template_kwargs: dict[str, Any] = Field(
-        default_factory=dict, description="Further variables for the template."
-    )
+    chat_template_kwargs: TemplateKwargs

@@ -8,7 +8,7 @@ from typing import Any
 from fastapi import Request, Response
 from starlette.responses import JSONResponse
 
-from mlx_parallm.api.chat.schema import check_template_kwargs, turns_of
+from mlx_parallm.api.chat.schema import turns_of
 from mlx_parallm.api.http.declared import INPUT
 from mlx_parallm.api.http.dependencies import EngineDep
 from mlx_parallm.api.http.offload import maybe_in_thread
@@ -37,7 +37,6 @@ routes = Routes(POOLING, body_limit=INPUT, short=True)
 async def score_rewards(body: RewardsRequest, request: Request, engine: EngineDep) -> Response:
     """A reward for each text or conversation, or for each of its steps."""
     given = body.given()
-    check_template_kwargs(body.chat_template_kwargs)
     if body.step_token is not None and body.truncate_prompt_tokens is not None:
         raise InvalidRequestError(
             "Cutting would lose steps: it goes without step_token.", param="truncate_prompt_tokens"

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictInt, StrictStr
 
 from mlx_parallm.api.chat.schema import ChatMessage
 from mlx_parallm.api.http.forms import NullIsAbsent
 from mlx_parallm.api.pooling.inputs.schema import MAX_INPUTS, EncodeFields
+from mlx_parallm.api.turns.fields import TemplateKwargs
 from mlx_parallm.types.errors import InvalidRequestError
 
 Completion = StrictStr | list[ChatMessage]
@@ -50,9 +49,7 @@ class RewardsRequest(EncodeFields):
     step_token: StrictStr | StrictInt | None = Field(
         None, description="A token, or its id, at whose places a model of tokens says a reward."
     )
-    chat_template_kwargs: dict[str, Any] = Field(
-        default_factory=dict, description="Further variables for the template."
-    )
+    chat_template_kwargs: TemplateKwargs
 
     def given(self) -> list[Rewarded]:
         """Everything that is to be scored, in its order.

@@ -6,9 +6,10 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictInt, StrictStr
 
-from mlx_parallm.api.chat.schema import ChatMessage, check_template_kwargs
+from mlx_parallm.api.chat.schema import ChatMessage
 from mlx_parallm.api.http.forms import INT64, Ids, NullIsAbsent, Number
-from mlx_parallm.api.turns.fields import SamplingFields
+from mlx_parallm.api.rl.fields import TrainerFields
+from mlx_parallm.api.turns.fields import SamplingFields, TemplateKwargs
 from mlx_parallm.types.errors import InvalidRequestError
 from mlx_parallm.types.request import MAX_CHOICES
 
@@ -87,19 +88,13 @@ class RewardModel(NullIsAbsent):
     )
 
 
-class RolloutRequest(SamplingFields):
+class RolloutRequest(TrainerFields, SamplingFields):
     """Prompts, each to be continued ``n`` times."""
 
     prompts: list[StrictStr | list[StrictInt] | list[ChatMessage] | RolloutItem] = Field(
         min_length=1,
         max_length=MAX_PROMPTS,
         description="Each a text, token ids, messages, or an object with one of them.",
-    )
-    model: StrictStr | None = Field(
-        None, description="A served model or adapter; default: the first model."
-    )
-    adapter: StrictStr | None = Field(
-        None, description="An adapter, of the model if that is given."
     )
     n: StrictInt = Field(1, ge=1, le=MAX_CHOICES, description="Samples of each prompt.")
     max_tokens: StrictInt | None = Field(
@@ -127,19 +122,10 @@ class RolloutRequest(SamplingFields):
     tools: list[dict[str, Any]] | None = Field(
         None, description="What the template tells the model of, for messages."
     )
-    chat_template_kwargs: dict[str, Any] = Field(
-        default_factory=dict, description="Further variables for the template."
-    )
+    chat_template_kwargs: TemplateKwargs
     add_generation_prompt: StrictBool = Field(True, description="Open the assistant's turn.")
     add_special_tokens: StrictBool = Field(
         True, description="Tokenise texts with the model's special tokens, such as BOS."
-    )
-    priority: StrictInt = Field(0, ge=-INT64, lt=INT64, description="Lower runs first.")
-    cache_salt: StrictStr | None = Field(
-        None, max_length=1024, description="Share cached prefixes only with the same salt."
-    )
-    request_id: StrictStr | None = Field(
-        None, min_length=1, max_length=128, description="The answer's id; must be unique."
     )
 
     def items(self) -> list[RolloutItem]:
@@ -158,7 +144,6 @@ class RolloutRequest(SamplingFields):
         for seed in self.seeds or ():
             if not -INT64 <= seed < INT64:
                 raise InvalidRequestError("A seed has 64 bits.", param="seeds")
-        check_template_kwargs(self.chat_template_kwargs)
         items = [_item(prompt) for prompt in self.prompts]
         for number, item in enumerate(items):
             item.check(f"prompts[{number}]")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict
 
 from mlx_parallm.api.chat.request import chat_turn
-from mlx_parallm.api.chat.schema import ChatRequest, check_template_kwargs, turns_of
+from mlx_parallm.api.chat.schema import ChatRequest, turns_of
 from mlx_parallm.api.completions.request import completion_requests
 from mlx_parallm.api.completions.schema import CompletionRequest
 from mlx_parallm.api.http.declared import INPUT
@@ -47,7 +47,6 @@ async def render_completion(body: CompletionRequest, prelude: PreludeDep) -> lis
 async def apply_template(body: TemplateRequest, engine: EngineDep) -> AppliedTemplate:
     """A conversation as the model would read it."""
     _, model = generator(engine, body.model)
-    check_template_kwargs(body.chat_template_kwargs)
     messages = template_messages(turns_of(body.messages), id_length=model.call_id_length)
 
     def render() -> str:

@@ -8,6 +8,7 @@ from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictStr
 
 from mlx_parallm.api.chat.schema import ChatMessage
 from mlx_parallm.api.http.forms import NullIsAbsent
+from mlx_parallm.api.turns.fields import TemplateKwargs
 
 
 class RenderedRequest(BaseModel):
@@ -31,9 +32,7 @@ class TemplateRequest(NullIsAbsent):
     messages: list[ChatMessage] = Field(min_length=1, description="A conversation.")
     tools: list[dict[str, Any]] | None = Field(None, description="Tools for the template.")
     add_generation_prompt: StrictBool = Field(True, description="Open the assistant's turn.")
-    chat_template_kwargs: dict[str, Any] = Field(
-        default_factory=dict, description="Further variables for the template."
-    )
+    chat_template_kwargs: TemplateKwargs
 
 
 class AppliedTemplate(BaseModel):
