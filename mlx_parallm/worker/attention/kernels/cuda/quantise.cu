@@ -1,5 +1,6 @@
 // The write kernel of a quantised pool. GROUP elements of one token's key or value in one head
-// share a step and a least value; one thread has VEC of them, and LANES threads of a warp meet.
+// share a step and a least value; one thread has VEC of them, and LANES threads of a warp share a
+// group.
 typedef Chunk<unsigned, VEC * sizeof(T) / 4> Piece;
 typedef Chunk<unsigned, VEC * BITS / 32> Stored;
 typedef Chunk<M, 2> Scale;
@@ -18,7 +19,7 @@ const int dim = is_key ? D : V;
 const int at = group * GROUP + lane * VEC;
 const bool is_mine = row < slots_shape[0] && slots[row] >= 0 && at < dim;
 
-// 1. The least and the most of a group. Lanes without elements meet the others all the same.
+// 1. Find the least and the largest element of a group. Lanes without elements take part as well.
 float wide[VEC];
 float least = -LEAST;
 float most = LEAST;
@@ -38,7 +39,7 @@ for (int far = LANES / 2; far > 0; far /= 2) {
   most = fmaxf(most, __shfl_xor_sync(0xffffffff, most, far));
 }
 
-// 2. Levels above the least as it is stored, in steps as they are stored.
+// 2. Count levels above the least value as stored, in steps as stored.
 if (is_mine) {
   Scale scale;
   scale.at[1] = M(least);

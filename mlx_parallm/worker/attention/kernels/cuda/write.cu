@@ -1,5 +1,5 @@
-// One thread: VEC elements of one token's key or value in one head. The pools are inputs written
-// in place: an output would be a copy. Whatever reads them depends on `token`.
+// One thread writes VEC elements of one token's key or value in one head. The pools are inputs that
+// are written in place: an output would be a copy. Every reader depends on `token`.
 typedef Chunk<T, VEC> Piece;
 constexpr int KEY_CHUNKS = D / VEC;
 constexpr int CHUNKS = KEY_CHUNKS + V / VEC;

@@ -1,7 +1,7 @@
-// One threadgroup: one item (a query row and a range of its keys), G query heads of one KV head.
-// The warps take tiles of TILE keys in turn. For scores, few lanes share a key, so that there is
-// little to sum; for values, a lane has VEC columns of all heads, and other lanes other keys. All
-// lanes of a warp make the same number of trips.
+// One threadgroup computes one item (a query row and a range of its keys) for G query heads of one
+// KV head. The warps take tiles of TILE keys in turn. For scores, few lanes share a key, so that
+// there is little to sum; for values, a lane has VEC columns of all heads, and other lanes have
+// other keys. All lanes of a warp loop equally often.
 typedef Chunk<unsigned, VEC * sizeof(T) / 4> Piece;
 #if BITS
 typedef Chunk<unsigned, VEC * BITS / 32> Stored;
@@ -37,7 +37,8 @@ const int table = items[item * 4 + 1] * tables_shape[1];
 const int first = items[item * 4 + 2];
 const int end = items[item * 4 + 3];
 
-// 1. Queries, scaled so that scores are exponents of two (before the soft cap: its argument).
+// 1. Read the queries, scaled so that scores are exponents of two (before the soft cap: its
+// argument).
 threadgroup float query[G][D];
 #if BITS
 threadgroup float query_sum[G][D / VEC];
@@ -63,16 +64,16 @@ for (int i = thread_index; i < G * D / VEC; i += WARPS * 32) {
 }
 threadgroup_barrier(mem_flags::mem_threadgroup);
 
-// 2. A running softmax per head: the warp's largest score, a lane's sum of its keys' weights, and
-// its columns of the weighted values. Weights go to the lanes that need them by shared memory, to
-// one half while the other may still be read.
+// 2. Keep a running softmax per head: the warp's largest score, a lane's sum of its keys' weights,
+// and its columns of the weighted values. Weights reach other lanes through shared memory, written
+// to one half while the other may still be read.
 threadgroup float weights[2][WARPS][TILE][G];
 int half_now = 0;
 float most[G];
 float total[G];
 float sums[G][VEC];
 #if BITS
-float leasts[G] = {};  // to be added to each of the sums
+float leasts[G] = {};  // weighted least values, to be added to each of the sums
 #endif
 #pragma unroll
 for (int g = 0; g < G; g++) {
@@ -85,8 +86,8 @@ for (int g = 0; g < G; g++) {
 }
 
 for (int tile = first / TILE * TILE + warp * TILE; tile < end; tile += WARPS * TILE) {
-  // 3. Keys of a tile, which lies in one block. What is not seen is never read, as it may hold
-  // another sequence's infinities: lanes without a key read the nearest one that is seen.
+  // 3. Find the keys of a tile, which lies in one block. Unseen keys are never read, because they
+  // may be another sequence's infinities: lanes without a key read the nearest one that is seen.
   const Place block = tables[table + tile / BLOCK_SIZE];
   const Place start = (block * KV_HEADS + kv_head) * BLOCK_SIZE + tile % BLOCK_SIZE;
   const auto tile_keys = key_pool + start * (D / PACKED) + key_at / PACKED;
@@ -121,8 +122,8 @@ for (int tile = first / TILE * TILE + warp * TILE; tile < end; tile += WARPS * T
     }
   }
 
-  // 4. Scores: a lane's part of them. A key in few bits is its levels times the step, which is one
-  // factor for all of a lane's, and the least.
+  // 4. Compute scores, of which a lane has a part. A quantised key is levels times step, which is
+  // one factor for all of a lane's elements, plus the least value.
 #pragma unroll
   for (int c = 0; c < CHUNKS; c++) {
     const int at = c * VEC * SCORE_LANES + key_at;
@@ -161,7 +162,7 @@ for (int tile = first / TILE * TILE + warp * TILE; tile < end; tile += WARPS * T
     }
   }
 
-  // 5. The tile's values, on their way while the softmax is made.
+  // 5. Load the tile's values early; they arrive while the softmax is computed.
   const auto tile_values = value_pool + start * (V / PACKED) + value_from / PACKED;
   Stored raw_values[VALUE_TRIPS];
 #if BITS
@@ -178,7 +179,7 @@ for (int tile = first / TILE * TILE + warp * TILE; tile < end; tile += WARPS * T
 #endif
   }
 
-  // 6. The softmax takes the tile in: rescaled once per tile, not per key.
+  // 6. Add the tile to the softmax, which is rescaled once per tile instead of once per key.
 #pragma unroll
   for (int g = 0; g < G; g++) {
     float larger = most[g];
@@ -218,7 +219,7 @@ for (int tile = first / TILE * TILE + warp * TILE; tile < end; tile += WARPS * T
   }
   simdgroup_barrier(mem_flags::mem_threadgroup);
 
-  // 7. Values by their weights.
+  // 7. Add the values times their weights.
 #pragma unroll
   for (int u = 0; u < VALUE_TRIPS; u++) {
     const int key = u * VALUE_KEYS + value_key;
@@ -245,7 +246,7 @@ for (int tile = first / TILE * TILE + warp * TILE; tile < end; tile += WARPS * T
   half_now = 1 - half_now;
 }
 
-// 8. Lanes that had other keys.
+// 8. Add the lanes that had other keys.
 #pragma unroll
 for (int g = 0; g < G; g++) {
 #pragma unroll
@@ -264,7 +265,7 @@ for (int g = 0; g < G; g++) {
   }
 }
 
-// 9. The warps, one head after another, so that the shared memory is small.
+// 9. Add the warps, one head after another, so that little shared memory is needed.
 threadgroup float warp_most[WARPS][G];
 threadgroup float warp_total[WARPS][G];
 threadgroup float warp_sums[WARPS][V];

@@ -1,4 +1,4 @@
-// One thread: 16 bytes of one block. In place; see the write kernel.
+// One thread copies 16 bytes of one block in place; see the write kernel.
 typedef Chunk<unsigned, 4> Piece;
 constexpr int KEY_CHUNKS = KEY_BYTES / 16;
 constexpr int CHUNKS = KEY_CHUNKS + VALUE_BYTES / 16;

@@ -1,5 +1,5 @@
-// One thread: VEC elements of one position's key or value in one head, from the pool into dense
-// [B, K, S, D] and [B, K, S, V].
+// One thread copies VEC elements of one position's key or value in one head from the pool into
+// dense [B, K, S, D] or [B, K, S, V].
 typedef Chunk<T, VEC> Piece;
 constexpr int KEY_CHUNKS = D / VEC;
 constexpr int CHUNKS = KEY_CHUNKS + V / VEC;

@@ -1,5 +1,5 @@
-// One threadgroup: one query row and head, whose items were attended apart. The warps take the
-// items in turn; a lane has every 32nd element.
+// One threadgroup merges the items of one query row and head. The warps take the items in turn; a
+// lane has every 32nd element.
 constexpr int EACH = (V + 31) / 32;
 const int thread_index = thread_index_in_threadgroup;
 const int lane = thread_index % 32;
@@ -9,7 +9,7 @@ const int head = threadgroup_position_in_grid.x % HEADS;
 const int first = spans[row * 2];
 const int end = first + spans[row * 2 + 1];
 
-// 1. A warp's items, as a running softmax.
+// 1. Merge a warp's items as a running softmax.
 float most = LEAST;
 float total = 0.0f;
 float sums[EACH];
@@ -34,7 +34,7 @@ for (int item = first + warp; item < end; item += WARPS) {
   }
 }
 
-// 2. The warps.
+// 2. Merge the warps.
 threadgroup float warp_most[WARPS];
 threadgroup float warp_total[WARPS];
 threadgroup float warp_sums[WARPS][V];

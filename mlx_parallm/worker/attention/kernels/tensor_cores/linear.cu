@@ -1,10 +1,10 @@
-// One threadgroup: PANELS times 16 rows of the weight against all rows of x, by tensor cores. The
-// warps divide the depth in chunks of 32, and their sums are added at the end. Within a chunk one
-// lane of four has 8 neighbouring numbers of two weight rows, and the same ones of x: the order in
-// which products are summed is free, so nothing is rearranged for the tensor cores. Several weights
-// that lie one after the other each have an output: `ends` says where they end.
-// With EXPERTS, a row of x chose one of several weights, [experts, width, depth]: `ids` says which,
-// in ascending order. A threadgroup takes the rows of one expert.
+// One threadgroup multiplies PANELS times 16 rows of the weight with all rows of x, by tensor
+// cores. The warps divide the depth into chunks of 32, and their sums are added at the end. Within
+// a chunk, one lane of four has 8 neighbouring numbers of two weight rows, and the same ones of x:
+// the order of the sum is free, so nothing is rearranged for the tensor cores. If several weights
+// lie one after the other, each has an output, and `ends` says where they end. With EXPERTS, each
+// row of x chose one of several weights, [experts, width, depth]; `ids` names them in ascending
+// order. A threadgroup takes the rows of one expert.
 constexpr int CHUNK = 32;
 constexpr int STRIDE = WARPS * CHUNK;
 const int lane = threadIdx.x % 32;
@@ -44,7 +44,7 @@ const int end_row = num_rows;
 #endif
 
 for (int base = begin_row; base < end_row; base += TILES * 8) {
-  // 1. Where the lane's numbers begin. Rows that do not exist are read as the last one.
+  // 1. Find where the lane's numbers begin. Rows beyond the end are read as the last one.
   const Piece* weights[PANELS][2];
 #pragma unroll
   for (int p = 0; p < PANELS; p++) {
@@ -60,7 +60,7 @@ for (int base = begin_row; base < end_row; base += TILES * 8) {
     inputs[t] = x + (Place)min(base + t * 8 + quad, end_row - 1) * depth + at * 8;
   }
 
-  // 2. Chunks, AHEAD of them loaded at once.
+  // 2. Multiply the chunks; AHEAD of them are loaded at once.
   float sums[PANELS][TILES][4] = {};
   for (int from = warp * CHUNK; from < depth; from += STRIDE * AHEAD) {
     Piece loaded[AHEAD][PANELS][2];
@@ -95,7 +95,7 @@ for (int base = begin_row; base < end_row; base += TILES * 8) {
     }
   }
 
-  // 3. The warps' sums.
+  // 3. Add the warps' sums.
   __shared__ float parts[WARPS][PANELS * 16][TILES * 8 + 1];
 #pragma unroll
   for (int p = 0; p < PANELS; p++) {

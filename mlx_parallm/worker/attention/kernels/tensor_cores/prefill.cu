@@ -1,12 +1,13 @@
-// One threadgroup: an item, some tokens of a chunk and a range of their keys, with the SHARE query
-// heads of one KV head, as rows of 16 for each warp. Keys and values come by tiles of KEYS through
-// shared memory, while others are computed with, and softmax runs along (FlashAttention-2,
-// arXiv:2307.08691). A lane has two rows of its warp's 16, and of a row every fourth pair of columns.
-constexpr int CHUNKS = (D + 31) / 32;  // of a query or key, 32 numbers each
-// Of a key in shared memory, an odd number of 64 bytes: lanes meet in no bank.
+// One threadgroup computes an item: some tokens of a chunk and a range of their keys, with the
+// SHARE query heads of one KV head, as 16 rows for each warp. Keys and values come through shared
+// memory in tiles of KEYS, while earlier tiles are computed, with a running softmax
+// (FlashAttention-2, arXiv:2307.08691). A lane has two of its warp's 16 rows, and every fourth pair
+// of their columns.
+constexpr int CHUNKS = (D + 31) / 32;  // chunks of 32 numbers in a query or key
+// Size of a key in shared memory: an odd number of 64 bytes, so that lanes use different banks.
 constexpr int KEY_ROW = CHUNKS * 4 + (CHUNKS % 2 ? 0 : 4);
 constexpr int COLUMNS = V / 8;
-constexpr int VALUE_ROW = COLUMNS + 1;  // of a value, an odd number of 16 bytes
+constexpr int VALUE_ROW = COLUMNS + 1;  // size of a value in shared memory: an odd number of 16 bytes
 constexpr int THREADS = WARPS * 32;
 constexpr float EXPONENT = SOFT_CAP ? CAP_SCALE : QUERY_SCALE;
 const int thread_index = threadIdx.x;
@@ -26,8 +27,8 @@ const int num_rows = num_tokens * SHARE;
 __shared__ Piece tile_keys[KEYS][KEY_ROW];
 __shared__ Piece tile_values[KEYS][VALUE_ROW];
 
-// 1. How a tile comes. Beyond the item's keys its last one stands, or its first: what nobody sees is
-// never read, as it may hold another sequence's infinities.
+// 1. Load a tile. Beyond the item's keys the last one is read, or the first: unseen keys are never
+// read, because they may be another sequence's infinities.
 const auto fetch_tile = [&](Piece* to, int row, const T* pool, int size, int width, int tile) {
 #pragma unroll
   for (int j = 0; j < KEYS * width; j += THREADS) {
@@ -47,7 +48,7 @@ const auto fetch_keys = [&](int tile) {
 };
 fetch_keys(begin / KEYS * KEYS);
 
-// 2. The lane's two rows: their last key, and their numbers, the same ones of each key's chunks.
+// 2. Find the lane's two rows: their last key, and their numbers, the same of each key's chunks.
 int seen[2];
 Piece queries_of[2][CHUNKS];
 #pragma unroll
@@ -64,7 +65,7 @@ for (int h = 0; h < 2; h++) {
     queries_of[h][c] = piece;
   }
 }
-// What all rows see, without looking at each.
+// All rows see the keys in this range, so masks are needed only outside it.
 const int all_from = WINDOW ? max(begin, position + num_tokens - WINDOW) : begin;
 const int all_to = min(end, position + 1);
 
@@ -73,7 +74,8 @@ float total[2] = {0.0f, 0.0f};
 float sums[COLUMNS][4] = {};
 
 for (int tile = begin / KEYS * KEYS; tile < end; tile += KEYS) {
-  // 3. Scores: rows by 8 keys at a time. All warps are done with the last tile's values.
+  // 3. Compute scores of the rows, 8 keys at a time. All warps have finished the last tile's
+  // values.
   await_fetches<0>();
   __syncthreads();
   fetch_tile(tile_values[0], VALUE_ROW, value_pool, V, COLUMNS, tile);
@@ -94,7 +96,7 @@ for (int tile = begin / KEYS * KEYS; tile < end; tile += KEYS) {
     close_fetches();
   }
 
-  // 4. Softmax. A row's columns are with four lanes.
+  // 4. Update the softmax. Four lanes share the columns of a row.
 #if SOFT_CAP
 #pragma unroll
   for (int n = 0; n < KEYS / 8; n++) {
@@ -152,8 +154,8 @@ for (int tile = begin / KEYS * KEYS; tile < end; tile += KEYS) {
     }
   }
 
-  // 5. Values, 16 keys and 16 columns at a time: a lane's weights are where the tensor cores want
-  // them.
+  // 5. Add 16 keys and 16 columns of values at a time: a lane's weights lie where the tensor cores
+  // need them.
   await_fetches<1>();
   __syncthreads();
 #pragma unroll
@@ -174,7 +176,7 @@ for (int tile = begin / KEYS * KEYS; tile < end; tile += KEYS) {
   }
 }
 
-// 6. The rows' totals.
+// 6. Divide by the rows' totals.
 #pragma unroll
 for (int h = 0; h < 2; h++) {
 #pragma unroll
@@ -185,7 +187,7 @@ for (int h = 0; h < 2; h++) {
   if (row < num_rows) {
     const int head = kv_head * SHARE + row % SHARE;
 #if SPLIT
-    // Of a token's parts, one after the other, this is the item's.
+    // This is the item's part among a token's parts, which are adjacent.
     const int part = items[item * 8 + 6] + row / SHARE * items[item * 8 + 7];
     const Place to = (Place)part * HEADS + head;
 #pragma unroll

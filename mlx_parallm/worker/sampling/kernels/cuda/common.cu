@@ -1,18 +1,18 @@
-// What both kernels share. Stands ahead of the generated function; comments and indentation are
-// stripped before compilation, as MLX hashes the whole text at every call.
+// Declarations that both kernels share. They stand before the generated function. Comments and
+// indentation are stripped before compilation, because MLX hashes the whole text at every call.
 
 typedef long long Place;  // an index into logits: more than 2^31 elements
 
 constexpr float LOG2_E = 1.4426950408889634f;
 
-// N neighbouring elements, read at once.
+// N neighbouring elements that are read at once.
 template <typename S, int N>
 struct alignas(sizeof(S) * N) Chunk {
   S at[N];
 };
 
-// An integer of the order of the numbers, and from one to its number. Both zeros are the same. The
-// last `drop` bits, which numbers of 16 bits do not use, are left out.
+// Maps a number to an integer key of the same order, and back. Both zeros have the same key. The
+// last `drop` bits, which are always 0 in numbers of 16 bits, are left out.
 inline unsigned order(float number, int drop) {
   const unsigned bits = __float_as_uint(number);
   const unsigned plain = bits == 0x80000000u ? 0u : bits;
@@ -25,7 +25,7 @@ inline float number_of(unsigned key, int drop) {
   return __uint_as_float(is_positive ? whole & 0x7fffffffu : ~(whole | ((1u << drop) - 1u)));
 }
 
-// The smallest key, up to `most`, whose number divided by the temperature is at least `least`.
+// Returns the smallest key, up to `most`, whose number over the temperature is at least `least`.
 inline unsigned first_key(float least, float temperature, unsigned most, int drop) {
   unsigned below = 0;
   unsigned found = most;
@@ -40,13 +40,13 @@ inline unsigned first_key(float least, float temperature, unsigned most, int dro
   return found;
 }
 
-// One round of Threefry-2x32 (Salmon et al., SC 2011).
+// Computes one round of Threefry-2x32 (Salmon et al., SC 2011).
 inline void mix(Chunk<unsigned, 2>& words, int turn) {
   words.at[0] += words.at[1];
   words.at[1] = (words.at[1] << turn | words.at[1] >> (32 - turn)) ^ words.at[0];
 }
 
-// 20 rounds: MLX's random bits of a key at two places.
+// Computes 20 rounds: MLX's random bits of a key at two places.
 inline Chunk<unsigned, 2> random_bits(unsigned key, unsigned key2, unsigned place, unsigned place2) {
   const unsigned keys[3] = {key, key2, key ^ key2 ^ 0x1bd11bdau};
   Chunk<unsigned, 2> words = {{place + key, place2 + key2}};
@@ -62,7 +62,7 @@ inline Chunk<unsigned, 2> random_bits(unsigned key, unsigned key2, unsigned plac
   return words;
 }
 
-// MLX's Gumbel noise, bit for bit: of a uniform number below 1.
+// Returns MLX's Gumbel noise, bit for bit, from a uniform number below 1.
 inline float gumbel(unsigned bits) {
   const float uniform = fminf(float(bits) / 4294967296.0f, 0.99999994f);
   return -logf(-logf(uniform));

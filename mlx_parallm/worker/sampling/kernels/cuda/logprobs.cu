@@ -1,6 +1,6 @@
-// One threadgroup: one row whose log-probabilities are wanted: of its token, and of the likeliest.
-// `wanted` has its place among the rows and how many are wanted. A thread keeps the best of its own
-// logits; the best of all goes out, and the thread that had it looks for its next.
+// One threadgroup computes the log-probabilities of one row: of its token and of the likeliest
+// ones. `wanted` has the row's index and how many are wanted. A thread keeps the best of its own
+// logits; the best of all is written, and the thread that had it finds its next.
 typedef Chunk<T, VEC> Piece;
 constexpr int WARPS = THREADS / 32;
 constexpr int NOBODY = 0x7fffffff;
@@ -20,7 +20,7 @@ unsigned key = 0xffffffffu;
 int id = NOBODY;
 float norm = 0.0f;
 for (int nth = 0; nth < max(top, 1); nth++) {
-  // 1. The thread's best of what comes after the last that went out: less, or equal and later.
+  // 1. Find the thread's best after the last one written: less, or equal with a larger id.
   if (id == my_id) {
     const unsigned last_key = key;
     const int last_id = nth == 0 ? -1 : id;
@@ -41,7 +41,7 @@ for (int nth = 0; nth < max(top, 1); nth++) {
     }
   }
 
-  // 2. The best of the threadgroup, the lowest of those that tie.
+  // 2. Find the best of the threadgroup, the lowest id among equals.
   key = my_key;
   id = my_id;
 #pragma unroll
@@ -68,7 +68,7 @@ for (int nth = 0; nth < max(top, 1); nth++) {
     }
   }
 
-  // 3. Once the largest is known: the logarithm of the sum of exponentials.
+  // 3. Once the largest is known, compute the logarithm of the sum of exponentials.
   if (nth == 0) {
     const float largest = float(mine[id]);
     float sum = 0.0f;

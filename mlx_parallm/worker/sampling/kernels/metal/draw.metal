@@ -1,7 +1,8 @@
-// One threadgroup: one row, from its logits to its token. `settings` has a row's temperature (0 if
-// it is greedy), top-k (0 for all), top-p (1 for all) and the logarithm of min-p. Nothing is sorted:
-// the smallest logit that is kept is found digit by digit, from sums of what lies above. A thread
-// has the same logits whatever the batch, and its own sums, which are added in a fixed order.
+// One threadgroup samples one row. `settings` has the row's temperature (0: greedy), top-k (0:
+// all), top-p (1: all) and the logarithm of min-p. Nothing is sorted: the smallest logit kept is
+// found digit by digit, from sums over the larger ones. A thread has the same logits in every
+// batch, and sums of its own, which are added in a fixed order, so results do not depend on the
+// batch.
 typedef Chunk<T, VEC> Piece;
 constexpr int WARPS = THREADS / 32;
 constexpr int DIGIT_BITS = 4;
@@ -22,7 +23,7 @@ const float scale = LOG2_E / temperature;
 const unsigned seed = keys[row * 2];
 const unsigned position = keys[row * 2 + 1];
 
-// 1. The largest logit.
+// 1. Find the largest logit.
 unsigned most = 0;
 for (int i = thread_index; i < V / VEC; i += THREADS) {
   const Piece piece = *((const device Piece*)mine + i);
@@ -47,9 +48,9 @@ for (int w = 0; w < WARPS; w++) {
 }
 const float largest = number_of(most, DROP);
 
-// 2. The smallest key that is kept. min-p says it outright; top-k counts (first) and top-p weighs
-// (then) the keys above a key. Only those above `low` take part, and of those that tie with the
-// k-th as many as belong to the k.
+// 2. Find the smallest key that is kept. min-p gives it directly; top-k counts the keys above a
+// key, then top-p sums their weights. Only keys above `low` take part, and of those that tie with
+// the k-th as many as belong to the k.
 threadgroup float sums[DIGITS][THREADS];
 threadgroup float totals[DIGITS];
 unsigned floor_key = is_greedy ? most : 0u;
@@ -67,7 +68,7 @@ for (int search = 0; search < 2; search++) {
   float above = 0.0f;
   unsigned prefix = 0;
   for (int shift = TOP_SHIFT; shift >= 0; shift -= DIGIT_BITS) {
-    // A thread's sum of each digit, of the keys that begin as the one that is looked for.
+    // A thread's sum for each digit, over the keys that share the digits found so far.
 #pragma unroll
     for (int d = 0; d < DIGITS; d++) {
       sums[d][thread_index] = 0.0f;
@@ -106,7 +107,7 @@ for (int search = 0; search < 2; search++) {
       }
       limit *= top_p;
     }
-    // The smallest digit with less than the limit above it.
+    // Find the smallest digit with less than the limit above it.
     int digit = DIGITS - 1;
     while (digit > 0 && above + totals[digit] < limit) {
       above += totals[digit];
@@ -122,8 +123,8 @@ for (int search = 0; search < 2; search++) {
 }
 floor_key = floor_key < most ? floor_key : most;
 
-// 3. What is kept is what is at least as large once it is divided. The token is the one whose logit
-// and noise are most; MLX makes the bits of the tokens i and i + HALF at once.
+// 3. Keep the logits that are at least as large after division. The token has the largest sum of
+// logit and noise; MLX makes the bits of the tokens i and i + HALF at once.
 const float least = number_of(floor_key, DROP) / temperature;
 const unsigned kept = floor_key > 0 ? first_key(least, temperature, floor_key, DROP) : 0u;
 float best = as_type<float>(0xff800000u);
@@ -157,7 +158,7 @@ for (int i = thread_index * VEC; i < HALF; i += THREADS * VEC) {
   }
 }
 
-// 4. The best of the threadgroup, the lowest of those that tie.
+// 4. Find the best of the threadgroup, the lowest id among equals.
 #pragma unroll
 for (int far = 16; far > 0; far /= 2) {
   const float their_best = simd_shuffle_xor(best, far);
