@@ -1,4 +1,4 @@
-"""Offline use: the same engine, stepped on the caller's thread, without HTTP."""
+"""Offline use: the server's engine, stepped on the caller's thread, without HTTP."""
 
 from __future__ import annotations
 
@@ -45,13 +45,13 @@ class CompletionOutput:
 
     @property
     def cumulative_logprob(self) -> float | None:
-        """Sum of the sampled tokens' log-probabilities; None unless they were asked for."""
+        """Sum of the sampled tokens' log-probabilities; None unless they were requested."""
         return sum(entry.logprob for entry in self.logprobs) if self.logprobs else None
 
 
 @dataclass(slots=True, kw_only=True)
 class RequestOutput:
-    """What one prompt gave. Field names are vLLM's."""
+    """The result of one prompt. Field names are vLLM's."""
 
     request_id: str
     prompt: str | None
@@ -69,10 +69,10 @@ class LLM:
         >>> llm = LLM()  # the embedded demonstration model
         >>> llm.generate(["1, 2, 3,"], SamplingParams(max_tokens=8))[0].outputs[0].text
 
-    ``cache`` and ``scheduler`` hold what the server's flags set, for example
-    ``CacheConfig(kv_cache_dtype="int8")``; ``logprobs_mode`` is that of parameters that name none.
+    ``cache`` and ``scheduler`` have the settings of the server's flags, such as
+    ``CacheConfig(kv_cache_dtype="int8")``; ``logprobs_mode`` is for parameters that name none.
 
-    MLX's state belongs to a thread: use an LLM on the thread that made it.
+    MLX's state belongs to a thread, so an LLM works only on the thread that made it.
     """
 
     def __init__(  # noqa: PLR0913 - settings, by name
@@ -102,12 +102,12 @@ class LLM:
                 ),
             ),
             cache=cache or CacheConfig(),
-            # Nobody else waits: a list of prompts may be as long as it likes.
+            # The queue needs no limit: one caller waits for the whole list of prompts.
             scheduler=scheduler or SchedulerConfig(max_waiting=0),
             speculative=speculative_config,
             logprobs_mode=logprobs_mode,
             seed=seed,
-            # No stream waits for the first step of a shape.
+            # No stream would wait for the first step of a shape.
             warm_up=False,
         )
         loaded = build_generator(config, MetricFamilies(), lambda _text, _share: None)
@@ -121,10 +121,10 @@ class LLM:
         return self._engine.tokenizer
 
     def grammar(self, spec: GrammarSpec) -> Grammar:
-        """What a sample must match, for ``SamplingParams.grammar``; see ``grammar.spec``.
+        """Return a grammar for ``SamplingParams.grammar``; see ``grammar.spec``.
 
         Raises:
-            InvalidRequestError: it is wrong, or cannot be enforced.
+            InvalidRequestError: the specification is wrong, or cannot be enforced.
         """
         assert self._model.grammars is not None, "a loaded model has a compiler"
         return Grammar(text=self._model.grammars.compile(spec))
@@ -132,12 +132,12 @@ class LLM:
     def load_adapter(
         self, name: str, folder: str | Path, *, version: str | None = None
     ) -> AdapterInfo:
-        """Have ``generate`` know a LoRA or DoRA adapter; one of this name is replaced.
+        """Load a LoRA or DoRA adapter, or replace the one of this name.
 
         Args:
-            name: for ``adapter`` of ``generate`` and ``chat``.
-            folder: what PEFT or mlx-lm wrote, or its id on the Hugging Face hub.
-            version: a label for the weights; by default they are counted.
+            name: the name for ``adapter`` of ``generate`` and ``chat``.
+            folder: a folder that PEFT or mlx-lm wrote, or a hub id.
+            version: a label for the weights; None counts them from 1.
 
         Raises:
             InvalidRequestError: the folder has no adapter, or none that fits the model.
@@ -148,10 +148,10 @@ class LLM:
         return self._engine.policies.load(upload)
 
     def unload_adapter(self, name: str) -> None:
-        """Forget an adapter.
+        """Unload an adapter.
 
         Raises:
-            NotFoundError: none has this name.
+            NotFoundError: no adapter has this name.
         """
         self._engine.policies.unload(name)
 
@@ -163,20 +163,17 @@ class LLM:
         adapter: str | Sequence[str | None] | None = None,
         on_finish: Callable[[RequestOutput], None] | None = None,
     ) -> list[RequestOutput]:
-        """Continue each prompt: a text, or a list of token ids.
+        """Continue each prompt, a text or a list of token ids; return an output for each, in order.
 
         Args:
             prompts: one prompt or several.
-            sampling_params: one for all, or one per prompt.
-            adapter: the name of a loaded adapter for all, or one per prompt; None is the model
-                itself.
-            on_finish: called as each prompt ends, e.g. to move a progress bar.
-
-        Returns:
-            One output per prompt, in order.
+            sampling_params: parameters for all prompts, or one for each.
+            adapter: the name of a loaded adapter for all prompts, or one for each; None is the
+                model itself.
+            on_finish: called with each output as its prompt ends, e.g. to move a progress bar.
 
         Raises:
-            InvalidRequestError: a prompt can never be served, or an adapter is not loaded; nothing
+            InvalidRequestError: a prompt can never be served, or an adapter is not loaded. Nothing
                 was generated.
             StepError: a step failed.
         """
@@ -184,8 +181,8 @@ class LLM:
         params = _per_prompt(sampling_params or SamplingParams(), len(items), "sampling_params")
         adapters = _per_prompt(adapter, len(items), "adapter")
         requests = [
-            (item if isinstance(item, str) else None, self._request(item, one, name))
-            for item, one, name in zip(items, params, adapters, strict=True)
+            (item if isinstance(item, str) else None, self._request(item, item_params, name))
+            for item, item_params, name in zip(items, params, adapters, strict=True)
         ]
         return self._run(requests, on_finish)
 
@@ -202,11 +199,11 @@ class LLM:
         several = [conversations] if _is_conversation(conversations) else conversations
         prompts = [
             self._model.tokenizer.encode_chat(
-                list(one),  # type: ignore[arg-type]
+                list(conversation),  # type: ignore[arg-type]
                 tools=tools,
                 template_kwargs=chat_template_kwargs,
             )
-            for one in several
+            for conversation in several
         ]
         return self.generate(prompts, sampling_params, adapter=adapter)
 
@@ -238,7 +235,7 @@ class LLM:
                 if done and on_finish is not None:
                     on_finish(outputs[event.request_id])
         finally:
-            # Only after an error is anything left; it must not meet the next call's requests.
+            # Requests remain only after an error; they must not meet those of the next call.
             for request_id in added:
                 self._engine.abort(request_id)
         return list(outputs.values())
@@ -280,7 +277,7 @@ def _empty_output(text: str | None, request: GenerateRequest) -> RequestOutput:
 
 
 def _apply(event: GenerateEvent, output: RequestOutput) -> bool:
-    """Fold an event into its output; whether that completed it."""
+    """Fold an event into its output; return True if that completed the output."""
     match event:
         case PromptEvent():
             output.num_cached_tokens = event.num_cached_tokens
@@ -296,4 +293,4 @@ def _apply(event: GenerateEvent, output: RequestOutput) -> bool:
             if event.finish_reason is not None:
                 sample.finish_reason = str(event.finish_reason)
                 sample.stop_reason = event.stop_reason
-            return all(one.finish_reason is not None for one in output.outputs)
+            return all(choice.finish_reason is not None for choice in output.outputs)

@@ -1,4 +1,4 @@
-"""What a model may raise when it is run in a way it was not written for."""
+"""The errors that a model may raise when it is run in a way it was not written for."""
 
 from __future__ import annotations
 

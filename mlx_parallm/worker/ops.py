@@ -1,4 +1,4 @@
-"""What the worker is asked to do.
+"""Ops: everything that the worker can be asked to do.
 
 Ops are plain values: they can be pickled, name their model, and are applied in the order given.
 Applied in the same order, with the same plans, they compute the same tokens in another worker. No
@@ -195,7 +195,7 @@ class AddAdapter(Op[OwnHead | None]):
 class StageAdapter(Op[bool]):
     """Put the next part of an adapter into a slot; return True if there is more.
 
-    ``part`` counts from 0. A batch that names a slot puts what is missing itself.
+    ``part`` counts from 0. A batch that names a slot first puts the parts that are missing.
     """
 
     model: str
@@ -218,8 +218,8 @@ class PrepareWeights(Op[str | None]):
 
     Attributes:
         model: the model.
-        folder: of a whole checkpoint; None for tensors.
-        handle: of some of the model's tensors; None for a folder.
+        folder: folder of a whole checkpoint; None for tensors.
+        handle: handle of some of the model's tensors; None for a folder.
     """
 
     model: str
@@ -245,7 +245,7 @@ class DropPrepared(Op[None]):
 class Sleep(Op[None]):
     """Free a model's KV, its adapters on the device, and its weights.
 
-    At level 1 the weights are kept in the memory of the host, where the device has its own.
+    At level 1 the weights are kept in host memory if the device has its own.
     """
 
     model: str
@@ -254,7 +254,7 @@ class Sleep(Op[None]):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wake(Op[bool]):
-    """Have "weights" or "kv_cache" again; return True if weights were read from their folder."""
+    """Restore "weights" or "kv_cache"; return True if weights were read from their folder."""
 
     model: str
     tag: str
@@ -278,7 +278,8 @@ def tensor_ops(handle: str, tensors: Mapping[str, HostTensor]) -> Iterator[PutTe
     """Yield the ops that put tensors under a handle, in pieces of ``PIECE_BYTES``."""
     piece: dict[str, HostTensor] = {}
     for name, tensor in tensors.items():
-        if piece and sum(one.nbytes for one in piece.values()) + tensor.nbytes > PIECE_BYTES:
+        num_bytes = sum(other.nbytes for other in piece.values())
+        if piece and num_bytes + tensor.nbytes > PIECE_BYTES:
             yield PutTensors(handle=handle, tensors=piece)
             piece = {}
         piece[name] = tensor

@@ -1,4 +1,4 @@
-"""The one door to the device."""
+"""The worker: the one door to the device, which holds the models and runs ops on them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Tensors = Mapping[str, HostTensor]
 
 
 class WorkerModel(Protocol):
-    """A model in memory."""
+    """A model in memory, as the worker calls it."""
 
     def begin(self, op: Any, tensors: Mapping[str, Tensors], /) -> Pending[Any]:
         """Begin an op that names this model; ``tensors`` are by handle."""
@@ -44,7 +44,7 @@ class Loader(Protocol):
     """Loads the models of one class of specs."""
 
     def begin(self, op: Load, device: Device, /) -> PendingLoad:
-        """Open a model.
+        """Begin to load a model.
 
         Raises:
             ConfigError: a setting does not suit the model.
@@ -54,11 +54,11 @@ class Loader(Protocol):
 
 
 class Device(Protocol):
-    """What loaders are given of the worker."""
+    """The part of the worker that loaders use."""
 
     @property
     def tracer(self) -> StepTracer:
-        """Return what is told what every step does."""
+        """Return the tracer that records every step."""
         ...
 
     def take(self, model: str, /) -> WorkerModel:
@@ -67,21 +67,21 @@ class Device(Protocol):
 
 
 class Worker:
-    """Has the models of this process and runs ops on them, on the thread that made it.
+    """Holds the models of this process and runs ops on them, on the thread that made it.
 
-    ``begin`` applies an op; what it began may still run on the device when it returns. Ops are
-    applied in the order of ``begin``, whichever is waited for first.
+    ``begin`` applies an op, which may still run on the device when it returns. Ops are applied in
+    the order of ``begin``, in whatever order they are waited for.
     """
 
     def __init__(self, tracer: StepTracer | None = None) -> None:
-        """``tracer`` is told what every step does; None for nobody."""
+        """``tracer`` records every step; None records nothing."""
         self.tracer: StepTracer = tracer or NoTracer()
         self._loaders: dict[type, Loader] = {}
         self._models: dict[str, WorkerModel] = {}
         self._tensors: dict[str, dict[str, HostTensor]] = {}
 
     def install(self, spec: type, loader: Loader) -> None:
-        """Let a loader load what specs of this class say."""
+        """Use a loader for specs of this class."""
         self._loaders[spec] = loader
 
     def execute(self, op: Op[R]) -> R:
@@ -89,7 +89,7 @@ class Worker:
         return self.begin(op).wait()
 
     def begin(self, op: Op[R]) -> Pending[R]:
-        """Begin an op; raise what refuses it, or here or in ``wait`` what makes it fail."""
+        """Begin an op; raise if it is refused. A failing op raises here or in ``wait``."""
         match op:
             case Load():
                 return self._load(op)
@@ -120,7 +120,7 @@ class Worker:
 
 
 class _Loading:
-    """A load whose model joins those of the worker when it is complete."""
+    """A load whose model joins the worker's when it is complete."""
 
     def __init__(self, name: str, pending: PendingLoad, models: dict[str, WorkerModel]) -> None:
         self._name = name
