@@ -116,8 +116,9 @@ bench: $(DEV_STAMP) ## Load a running server (ARGS="--base-url http://127.0.0.1:
 doctor: $(RUNTIME_STAMP) ## Backend, BLAS, versions and advice
 	@$(FAST_BLAS) $(BIN)/python -m mlx_parallm doctor $(ARGS)
 
-docs: $(DEV_STAMP) ## Rewrite docs/configuration.md from the table of settings
+docs: $(DEV_STAMP) ## Rewrite docs/configuration.md from the settings, docs/api-reference.md from the API
 	PYTHONPATH=. $(BIN)/python scripts/write_configuration_docs.py
+	PYTHONPATH=. $(FAST_BLAS) $(BIN)/python scripts/write_api_reference.py
 
 check-pins: $(DEV_STAMP) ## Every pinned version exists for the Mac and for Linux
 	$(BIN)/python scripts/check_pins.py

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import AsyncIterator, Iterable
 from importlib import import_module
+from importlib.resources import files
 from typing import Any
 
 from fastapi import FastAPI
@@ -16,6 +17,7 @@ from mlx_parallm.api.files.batches.service import make_batch_service
 from mlx_parallm.api.http import openapi
 from mlx_parallm.api.http.body_budget import BodyBudgetMiddleware
 from mlx_parallm.api.http.errors import install_error_handlers
+from mlx_parallm.api.http.examples import Example, add_examples, read_examples
 from mlx_parallm.api.http.hosts import checked_hosts
 from mlx_parallm.api.http.ignored import HEADER
 from mlx_parallm.api.http.middleware import (
@@ -87,7 +89,9 @@ class Application(FastAPI):
                 for route in declared_routes(self)
                 for method in route.methods
             }
-            openapi.complete(super().openapi(), self.state.config, access)
+            document = super().openapi()
+            openapi.complete(document, self.state.config, access)
+            add_examples(document, examples_of(SLICES + STORING_SLICES))
         return super().openapi()
 
 
@@ -145,6 +149,13 @@ def routes_of(slices: Iterable[str]) -> list[DeclaredRoute]:
     """The routes of modules in this package, by their names."""
     modules = (import_module(f"mlx_parallm.api.{name}") for name in slices)
     return [route for module in modules for route in module.routes.all]
+
+
+def examples_of(slices: Iterable[str]) -> dict[str, Example]:
+    """Return the examples of these modules' operations by "METHOD path"."""
+    package = files("mlx_parallm.api")
+    folders = dict.fromkeys(name.rpartition(".")[0].replace(".", "/") for name in slices)
+    return read_examples(package / folder for folder in folders)
 
 
 def _add_middleware(app: FastAPI, config: ServerConfig, hosts: frozenset[str] | None) -> None:

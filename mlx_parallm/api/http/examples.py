@@ -1,0 +1,144 @@
+"""Examples of operations: a request and the answer that a server of the embedded models gave."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from importlib.resources.abc import Traversable
+from typing import Any
+
+# In the folder of a slice: its examples by "METHOD path".
+FILE_NAME = "examples.json"
+JSON = "application/json"
+FORM = "multipart/form-data"
+EVENTS = "text/event-stream"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExampleRequest:
+    """What a client sends.
+
+    Attributes:
+        path: values of the path's parameters.
+        query: values of the query's parameters.
+        json: the body, where it is JSON; None if there is none.
+        form: the fields of a multipart body; a file is an object of ``filename`` and ``text``.
+    """
+
+    path: Mapping[str, str] = field(default_factory=dict)
+    query: Mapping[str, str] = field(default_factory=dict)
+    json: Any = None
+    form: Mapping[str, Any] | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExampleAnswer:
+    """What the server answers.
+
+    Attributes:
+        status: of HTTP.
+        media_type: of the body; None if there is none.
+        body: parsed where it is JSON, a text otherwise.
+    """
+
+    status: int
+    media_type: str | None = None
+    body: Any = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Example:
+    """A request of an operation, and its answer.
+
+    Attributes:
+        request: what is sent.
+        answer: what comes back; None before the first recording.
+        stream: changes of the request that make its answer a stream; None if none is shown.
+        events: the answer as a stream.
+        until: fields that the answer has in the end; it is asked for until it has.
+        needs: operations whose examples are sent first; ids that they answer are used here.
+        undo: operations whose examples are sent afterwards.
+        refused: why these models can only refuse it; None if it is answered.
+    """
+
+    request: ExampleRequest
+    answer: ExampleAnswer | None = None
+    stream: Mapping[str, Any] | None = None
+    events: str | None = None
+    until: Mapping[str, Any] = field(default_factory=dict)
+    needs: tuple[str, ...] = ()
+    undo: tuple[str, ...] = ()
+    refused: str | None = None
+
+
+def read_examples(folders: Iterable[Traversable]) -> dict[str, Example]:
+    """Return the examples of these folders by "METHOD path"."""
+    examples: dict[str, Example] = {}
+    for folder in folders:
+        file = folder / FILE_NAME
+        if file.is_file():
+            entries = json.loads(file.read_text(encoding="utf-8"))
+            examples |= {key: parse_example(entry) for key, entry in entries.items()}
+    return examples
+
+
+def parse_example(entry: Mapping[str, Any]) -> Example:
+    """Return an example from its JSON."""
+    answer = entry.get("answer")
+    return Example(
+        request=ExampleRequest(**entry.get("request", {})),
+        answer=ExampleAnswer(**answer) if answer else None,
+        stream=entry.get("stream"),
+        events=entry.get("events"),
+        until=entry.get("until", {}),
+        needs=tuple(entry.get("needs", ())),
+        undo=tuple(entry.get("undo", ())),
+        refused=entry.get("refused"),
+    )
+
+
+def add_examples(document: dict[str, Any], examples: Mapping[str, Example]) -> None:
+    """Write examples into an OpenAPI document, where its operations have their bodies."""
+    for key, operation in operations(document):
+        example = examples.get(key)
+        if example is not None:
+            _add_request(operation, example.request)
+            _add_answer(operation, example)
+
+
+def operations(document: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Return the operations of an OpenAPI document with their "METHOD path"."""
+    for path, methods in document["paths"].items():
+        for method, operation in methods.items():
+            yield f"{method.upper()} {path}", operation
+
+
+def _add_request(operation: dict[str, Any], request: ExampleRequest) -> None:
+    values = {"path": request.path, "query": request.query}
+    for parameter in operation.get("parameters", ()):
+        if parameter["name"] in values.get(parameter["in"], {}):
+            parameter["example"] = values[parameter["in"]][parameter["name"]]
+    contents = operation.get("requestBody", {}).get("content", {})
+    for media_type, body in ((JSON, request.json), (FORM, request.form)):
+        if body is not None and media_type in contents:
+            contents[media_type]["example"] = form_example(body) if media_type == FORM else body
+
+
+def form_example(form: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of a form with the content of its files as text."""
+    return {
+        name: value["text"] if isinstance(value, dict) else value for name, value in form.items()
+    }
+
+
+def _add_answer(operation: dict[str, Any], example: Example) -> None:
+    answer, responses = example.answer, operation["responses"]
+    if answer is None or answer.media_type is None:
+        return
+    status = str(answer.status)
+    response = responses.get(status) or responses.setdefault(f"{status[0]}XX", {"description": ""})
+    contents = response.setdefault("content", {})
+    contents.setdefault(answer.media_type, {})["example"] = answer.body
+    if example.events is not None:
+        contents.setdefault(EVENTS, {})["example"] = example.events
