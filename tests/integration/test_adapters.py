@@ -40,7 +40,7 @@ MLP = ["mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"]
 EXPERTS = [f"mlp.switch_mlp.{name}_proj" for name in ("gate", "up", "down")]
 TABLES = ["model.embed_tokens", "lm_head"]
 Adapters = dict[int, tuple[list[str], int, float, str]]
-#: Keys, rank, scale and kind, by slot.
+#: ``ADAPTERS``: keys, rank, scale and kind, by slot.
 ADAPTERS: Adapters = {
     1: ([*ATTENTION, "mlp.gate_proj"], 4, 4.0, "lora"),
     2: (["mlp.down_proj", "self_attn.k_proj"], 16, 2.0, "dora"),
@@ -57,7 +57,7 @@ OF_EXPERTS: Adapters = {
     3: (["self_attn.q_proj"], 8, 3.0, "dora"),
     4: (["mlp.switch_mlp.up_proj"], 3, 5.0, "lora"),
 }
-#: The slots of the sequences of a step.
+#: ``SLOTS`` of the sequences of a step.
 ROWS = (1, 0, 2, 3, 1, 4, 5, 6, 0, 7, 8, 4)
 TOLERANCE = {"rtol": 1e-4, "atol": 1e-4}
 
@@ -65,7 +65,7 @@ TOLERANCE = {"rtol": 1e-4, "atol": 1e-4}
 def train(
     model: Any, slot: int, adapters: Adapters = ADAPTERS
 ) -> tuple[dict[str, Any], dict[str, HostTensor]]:
-    """Give the model an adapter of mlx_lm; its config and tensors as mlx_lm saves them."""
+    """Add an adapter of mlx_lm to the model; return its config and its tensors as saved."""
     keys, rank, scale, kind = adapters[slot]
     parameters = {"rank": rank, "scale": scale, "dropout": 0.0, "keys": keys}
     linear_to_lora_layers(model, len(model.layers), parameters, use_dora=kind == "dora")
@@ -82,7 +82,7 @@ def train(
 
 
 def fuse(model: Any) -> Any:
-    """As ``mlx_lm fuse --dequantize`` does with the adapted layers."""
+    """Fuse adapted layers like ``mlx_lm fuse --dequantize``."""
     fused = [
         (name, module.fuse(dequantize=True))
         for name, module in model.named_modules()
@@ -93,7 +93,7 @@ def fuse(model: Any) -> Any:
 
 
 class Served:
-    """A model with adapters by slot, and the models that each row is to equal."""
+    """A model with adapters in slots, and for each row the model that it must equal."""
 
     def __init__(
         self,
@@ -136,22 +136,22 @@ class Served:
         self.texts = mx.random.randint(0, self.vocab_size, shape_of_texts, key=source).tolist()
 
     def step(self, start: int, end: int, rows: list[int] | None = None) -> mx.array:
-        """Logits after tokens ``[start, end)`` of each text, whose adapters are ``rows``."""
+        """Return the logits after tokens ``[start, end)`` of each text with its adapter."""
         slots = self.rows if rows is None else rows
         sequences = [
             sequence(i, self.texts[i][start:end], start, slot) for i, slot in enumerate(slots)
         ]
         last = [(i + 1) * (end - start) - 1 for i in range(len(slots))]
-        found = self.path.logits(sequences, token_array(sequences), last)
-        mx.eval(found, self.path.arrays())
-        return found
+        actual = self.path.logits(sequences, token_array(sequences), last)
+        mx.eval(actual, self.path.arrays())
+        return actual
 
-    def check(self, found: mx.array, end: int) -> None:
-        """Each row is that of its adapter alone, and of the weights that mlx_lm fused."""
+    def check(self, actual: mx.array, end: int) -> None:
+        """Compare each row with its adapter alone, and with the weights that mlx_lm fused."""
         for i, slot in enumerate(self.rows):
             for target in (self.alone[slot], self.fused[slot]):
                 wanted = target(mx.array([self.texts[i][:end]]))[0, -1]
-                assert mx.allclose(found[i], wanted, **TOLERANCE), (slot, end)
+                assert mx.allclose(actual[i], wanted, **TOLERANCE), (slot, end)
 
 
 @pytest.mark.parametrize(
@@ -170,10 +170,10 @@ def test_rows_of_different_adapters_equal_each_alone(
 ) -> None:
     adapters = OF_EXPERTS if shape == "tiny MoE" else ADAPTERS
     if shape == "tiny tied":
-        adapters = {slot: (untied(one[0]), *one[1:]) for slot, one in ADAPTERS.items()}
+        adapters = {slot: (untied(adapter[0]), *adapter[1:]) for slot, adapter in ADAPTERS.items()}
     if bits:
-        # mlx_lm trains no DoRA of a packed embedding.
-        adapters = {slot: one for slot, one in ADAPTERS.items() if slot != 8}
+        # mlx_lm trains no DoRA of a quantised embedding.
+        adapters = {slot: adapter for slot, adapter in ADAPTERS.items() if slot != 8}
     served = Served(shape, adapters, bits=bits, sequential=wanted == "sequential")
     assert served.path.name == wanted
     for start, end in [(0, CHUNK), (CHUNK, LENGTH - 2), (LENGTH - 2, LENGTH - 1)]:
@@ -181,7 +181,7 @@ def test_rows_of_different_adapters_equal_each_alone(
 
 
 class CountedKernels(ChangeKernels):
-    """Kernels on the CPU that say for how many layers each call was."""
+    """Kernels on the CPU that record the number of layers of each call."""
 
     def __init__(self, dialect: Dialect) -> None:
         super().__init__(dialect)
@@ -208,7 +208,7 @@ def test_kernels_change_layers_of_one_input_at_once(
     served.path.adapters.kernels = kernels = CountedKernels(dialect())
     for start, end in [(0, 2), (2, 3)]:
         served.check(served.step(start, end), end)
-    # Queries, keys and values; what attention gives; gate and up; down; then the head.
+    # The groups are: queries, keys and values; attention's output; gate and up; down; the head.
     num_layers = len(served.model.layers)
     assert kernels.layers[-4 * num_layers - 1 :] == [3, 1, 2, 1] * num_layers + [1]
 
@@ -222,10 +222,10 @@ def test_a_dropped_adapter_is_gone_and_others_stay() -> None:
     served.step(0, LENGTH - 1)
     size = served.layers.num_bytes
     served.layers.drop(1)
-    found = served.step(LENGTH - 1, LENGTH)
+    actual = served.step(LENGTH - 1, LENGTH)
     for i, slot in enumerate(served.rows):
         wanted = served.alone[slot](mx.array([served.texts[i]]))[0, -1]
-        assert mx.allclose(found[i], wanted, **TOLERANCE) == (slot != 1)
+        assert mx.allclose(actual[i], wanted, **TOLERANCE) == (slot != 1)
     assert served.layers.num_bytes == size
     for slot in ADAPTERS:
         served.layers.drop(slot)
@@ -239,7 +239,7 @@ def test_a_dropped_adapter_is_gone_and_others_stay() -> None:
 def test_compiled_steps_with_adapters(shape: str) -> None:
     adapters = OF_EXPERTS if shape == "tiny MoE" else ADAPTERS
     if shape == "tiny tied":
-        adapters = {slot: (untied(one[0]), *one[1:]) for slot, one in ADAPTERS.items()}
+        adapters = {slot: (untied(adapter[0]), *adapter[1:]) for slot, adapter in ADAPTERS.items()}
     backend = CompiledAttention(BLOCK)
     served = Served(shape, adapters, backend=backend)
     assert served.path.is_compiled
@@ -251,7 +251,7 @@ def test_compiled_steps_with_adapters(shape: str) -> None:
 
 
 def traces(model: Any) -> list[int]:
-    """Grows by one whenever the model's Python runs."""
+    """Return a list that grows whenever the model's Python code runs."""
     calls: list[int] = []
     norm = model.model.norm
     original = type(norm)
@@ -274,13 +274,13 @@ def test_steps_are_traced_anew_only_where_they_must_be() -> None:
     del calls[:]
     for rows in (mixed, others, mixed, base):
         served.step(9, 10, rows)
-    # Another adapter in a slot, of the same modules.
+    # A slot gets another adapter of the same modules.
     config, tensors = train(random_model("tiny", dtype=mx.float32).model, 7, {7: ADAPTERS[7]})
     served.layers.put(7, read_adapter(config, tensors, param="adapter"), param="adapter")
     for rows in (mixed, base):
         served.step(9, 10, rows)
     assert calls == []
-    # An adapter of other modules, more slots and a higher rank.
+    # An adapter of other modules needs more slots and a higher rank.
     other = random_model("tiny", dtype=mx.float32).model
     config, tensors = train(other, 4)
     served.layers.put(4, read_adapter(config, tensors, param="adapter"), param="adapter")
@@ -288,7 +288,7 @@ def test_steps_are_traced_anew_only_where_they_must_be() -> None:
     assert calls == []
     served.step(9, 10, [4, 0, 7, 0])
     assert calls == [4]
-    # The modules of before, whose traces are still there but for the shapes of the stacks.
+    # The earlier modules are back; their traces hold except for the shapes of the stacks.
     served.layers.drop(4)
     served.step(9, 10, mixed)
     served.step(9, 10, others)
@@ -331,7 +331,7 @@ def adapter_parameters(model: Any) -> list[tuple[str, mx.array]]:
 
 
 def as_sequential(model: Any, layouts: Any, backend: Any, num_blocks: int) -> Any:
-    pools = KVPools(backend, [one.shape for one in layouts], num_blocks)
+    pools = KVPools(backend, [layout.shape for layout in layouts], num_blocks)
     return SequentialPath(model, CacheViews(layouts, pools, backend), pools, backend, BLOCK)
 
 
@@ -388,12 +388,12 @@ def test_an_adapter_that_does_not_fit_changes_nothing() -> None:
     model = random_model("tiny", dtype=mx.float32).model
     layers = AdaptedLayers(model, mx.float32, AdapterContext())
     config, tensors = train(random_model("tiny", dtype=mx.float32).model, 1)
-    renamed = {name.replace("q_proj", "z_proj"): one for name, one in tensors.items()}
+    renamed = {name.replace("q_proj", "z_proj"): tensor for name, tensor in tensors.items()}
     with pytest.raises(InvalidRequestError, match="z_proj"):
         layers.put(1, read_adapter(config, renamed, param="adapter"), param="adapter")
     cut = {
-        name: HostTensor(one.array[:-1]) if name.endswith("q_proj.lora_a") else one
-        for name, one in tensors.items()
+        name: HostTensor(tensor.array[:-1]) if name.endswith("q_proj.lora_a") else tensor
+        for name, tensor in tensors.items()
     }
     with pytest.raises(InvalidRequestError, match="does not fit"):
         layers.put(1, read_adapter(config, cut, param="adapter"), param="adapter")

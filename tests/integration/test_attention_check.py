@@ -1,4 +1,4 @@
-"""The self-test of attention backends tells right from wrong."""
+"""The check of attention backends accepts right ones and refuses wrong ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A module whose attention is written out runs packed, and by its own code where that is wrong."""
+"""A module with its own attention code runs packed by an override, unless that is wrong."""
 
 from __future__ import annotations
 
@@ -67,9 +67,9 @@ def test_outside_a_packed_forward_the_stock_code_runs(monkeypatch: pytest.Monkey
     tokens = mx.array([[1, 2, 3, 4]])
     ModelSeams(model)
     seam = vars(gemma2.Attention)["__call__"]
-    found = model(tokens)
+    actual = model(tokens)
     monkeypatch.setattr(gemma2.Attention, "__call__", seam.original)
-    assert mx.array_equal(found, model(tokens))
+    assert mx.array_equal(actual, model(tokens))
 
 
 @pytest.mark.parametrize("key", ATTENTION_OVERRIDES)

@@ -1,4 +1,4 @@
-"""Models with states whose decode steps are compiled: the same tokens as each request alone."""
+"""Models with states and compiled decode steps give the tokens of each request alone."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ HYBRIDS = ("lfm2", "mamba2", "qwen3_next")
 
 
 def counted(model: Any) -> list[tuple[int, ...]]:
-    """Grows by the tokens' shape whenever the model's Python runs."""
+    """Record the tokens' shape whenever the model's Python code runs."""
     calls: list[tuple[int, ...]] = []
     original = type(model)
 
@@ -60,10 +60,10 @@ def runner_of(
 @pytest.mark.parametrize("name", HYBRIDS)
 @pytest.mark.parametrize("num_blocks", [96, 14], ids=["room", "preempted"])
 def test_requests_that_come_and_go_are_as_each_alone(name: str, num_blocks: int) -> None:
-    """Greedy and sampled, of different lengths; some are aborted; prompts come in chunks."""
+    """Run greedy and sampled requests of different lengths, in chunks; some are aborted."""
     source = random.Random(num_blocks)
     session = Session(shared_runner(name, CompiledAttention), num_blocks=num_blocks, budget=16)
-    asked: dict[str, tuple[tuple[int, ...], dict[str, Any]]] = {}
+    calls: dict[str, tuple[tuple[int, ...], dict[str, Any]]] = {}
     for index in range(12):
         prompt = random_prompt(source.choice((1, 2, 9, 21)), seed=index)
         params = {
@@ -71,17 +71,17 @@ def test_requests_that_come_and_go_are_as_each_alone(name: str, num_blocks: int)
             "temperature": source.choice((0.0, 1.0)),
             "max_tokens": source.choice((1, 4, 9, 17)),
         }
-        asked[f"r{index}"] = prompt, params
+        calls[f"r{index}"] = prompt, params
         session.add(f"r{index}", prompt, **params)
         for _ in range(source.randrange(3)):
             session.step()
         if index % 5 == 4:
-            asked.pop(f"r{index - 1}")
+            calls.pop(f"r{index - 1}")
             session.scheduler.abort(f"r{index - 1}")
     session.finish()
     if num_blocks == 14:
         assert session.scheduler.stats().num_preemptions > 0
-    for request_id, (prompt, params) in asked.items():
+    for request_id, (prompt, params) in calls.items():
         alone = Session(shared_runner(name, ReferenceAttention))
         alone.add("alone", prompt, **params)
         alone.finish()
@@ -91,7 +91,7 @@ def test_requests_that_come_and_go_are_as_each_alone(name: str, num_blocks: int)
 @pytest.mark.parametrize("name", HYBRIDS)
 def test_steps_of_a_number_of_rows_run_the_models_python_once(name: str) -> None:
     model, config = build_model(name)
-    # A block table of one block: another width would be traced anew.
+    # All block tables have one block: another width would be traced again.
     runner = runner_of(model, config, 64)
     calls = counted(model)
     session = Session(runner)
@@ -123,15 +123,15 @@ def test_new_weights_are_heeded_and_memory_comes_back() -> None:
     model, config = build_model("qwen3_next")
     runner = runner_of(model, config)
 
-    def run(asked: ModelRunner) -> Any:
-        session = Session(asked)
+    def run(runner: ModelRunner) -> Any:
+        session = Session(runner)
         session.add("r", random_prompt(9), max_tokens=8)
         session.finish()
         return session.result("r")
 
     before = run(runner)
     assert_same(before, run(shared_runner("qwen3_next")))
-    model.update(tree_map(lambda one: one * 1.25, model.parameters()))
+    model.update(tree_map(lambda array: array * 1.25, model.parameters()))
     runner._path.forget_weights()
     after = run(runner)
     assert after.tokens != before.tokens
@@ -156,7 +156,7 @@ def test_a_model_that_cannot_be_compiled_runs_all_the_same(
         runner = runner_of(model, config)
     assert runner.info.path == "split"
     assert not runner.info.is_compiled
-    (line,) = [one for one in caplog.messages if "compiled" in one]
+    (line,) = [message for message in caplog.messages if "compiled" in message]
     assert "path split (state, compiled): difference None" in line
     session = Session(runner)
     session.add("r", random_prompt(9))

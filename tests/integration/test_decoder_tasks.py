@@ -1,4 +1,4 @@
-"""What a decoder's folder is served for, and how rerankers and reward models read their inputs."""
+"""The tasks of decoders' folders, and how rerankers and reward models read their inputs."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def built(folder: Path, task: Any = "auto") -> tuple[Encoder, TextEncoder]:
 
 
 def write_causal(folder: Path, name: str = "qwen3_chosen", template: str | None = None) -> Path:
-    """A causal LM by whose tokens 3, yes, and 4, no, a pair can be scored."""
+    """Write a causal LM that scores pairs by the tokens 3 (yes) and 4 (no)."""
     golden = read_decoder(name)
     write_golden(folder, golden)
     write_words(folder, golden["config"]["vocab_size"], ends="", template=template)
@@ -48,7 +48,7 @@ def write_causal(folder: Path, name: str = "qwen3_chosen", template: str | None 
 
 
 def expected_logit(folder: Path, ids: tuple[int, ...], plus: int, minus: int) -> float:
-    """By the rows of the whole LM head, for a model whose head is tied."""
+    """Return a score from the rows of the whole LM head, for a model with a tied head."""
     runner = open_runner(
         pooling_spec(ModelConfig(task="embed"), folder, tokenizer_of(ModelConfig(), folder))
     ).finish()
@@ -118,7 +118,7 @@ def test_a_reranker_scores_a_pair_by_two_tokens(tmp_path: Path) -> None:
     begin, end = tokenizer.encode([QWEN3_BEGIN, QWEN3_END], add_special_tokens=False)
     assert ids[: len(begin)] == begin
     assert ids[-len(end) :] == end
-    # What is cut of a pair is its document.
+    # A pair that is too long loses tokens of its document.
     cut = tokenizer.cut(ids, len(ids) - 1)
     assert cut == (*ids[: -len(end) - 1], *end)
     (logits,) = runner.run([EncodeInput(ids, "classify")])
@@ -184,7 +184,7 @@ def test_a_missing_head_and_an_unknown_architecture_are_refused_by_name(tmp_path
     write_words(write_encoder(tmp_path / "a", golden["config"], arrays), 99)
     with pytest.raises(ModelLoadError, match="asks for a head"):
         built(tmp_path / "a")
-    # Its attention takes no mask of a batch.
+    # The model's attention takes no mask of a batch.
     golden = read_decoder("gemma2_sequence")
     golden["config"]["is_causal"] = False
     write_words(write_golden(tmp_path / "b", golden), 99)
@@ -214,12 +214,12 @@ def test_quantised_weights_score_nearly_the_same(tmp_path: Path, name: str) -> N
     plan = decoder_plan("score", config, chosen)
     expected = np.array(golden["logits"])
     inputs = [EncodeInput(tuple(ids), "classify") for ids in golden["inputs"]["input_ids"]]
-    # On the CPU "auto" dequantises; the other stays as it is.
+    # On the CPU "auto" dequantises; the other dtype stays.
     for dtype in ("auto", "bfloat16"):
         loaded = open_decoder(ModelConfig(dtype=dtype), folder, plan)
         assert "lm_head" not in loaded.model
-        found = DecoderRunner(loaded, plan, VectorSpec()).run(inputs)
-        assert np.abs(np.array(found) - expected).mean() < 0.3 * np.abs(expected).mean()
+        actual = DecoderRunner(loaded, plan, VectorSpec()).run(inputs)
+        assert np.abs(np.array(actual) - expected).mean() < 0.3 * np.abs(expected).mean()
 
 
 def test_weights_in_several_files(tmp_path: Path) -> None:

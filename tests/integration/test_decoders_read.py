@@ -1,4 +1,4 @@
-"""Decoders as encoders, against what transformers computes (scripts/golden_decoder_cases.py)."""
+"""Decoders as pooling models, against transformers (scripts/golden_decoder_cases.py)."""
 
 from __future__ import annotations
 
@@ -41,21 +41,21 @@ def test_hidden_states_and_logits_are_those_of_transformers(
     golden: dict[str, Any], tmp_path: Path
 ) -> None:
     runner = runner_of(tmp_path, golden)
-    found = run(runner, golden, "token_embed")
-    for one, expected in zip(found, golden["hidden"], strict=True):
-        np.testing.assert_allclose(one, np.array(expected), atol=ATOL)
+    actual = run(runner, golden, "token_embed")
+    for states, expected in zip(actual, golden["hidden"], strict=True):
+        np.testing.assert_allclose(states, np.array(expected), atol=ATOL)
     if golden["logits"] is None:
         assert runner.info.tasks == ("embed", "token_embed")
         return
     logits = run(runner, golden, runner.info.tasks[0])
-    for one, expected in zip(logits, golden["logits"], strict=True):
-        np.testing.assert_allclose(one, np.array(expected), atol=ATOL)
+    for states, expected in zip(logits, golden["logits"], strict=True):
+        np.testing.assert_allclose(states, np.array(expected), atol=ATOL)
 
 
 def test_a_ragged_batch_equals_each_input_alone(golden: dict[str, Any], tmp_path: Path) -> None:
     runner = runner_of(tmp_path, golden)
     for task in runner.info.tasks:
         together = run(runner, golden, task)
-        for ids, one in zip(golden["inputs"]["input_ids"], together, strict=True):
+        for ids, result in zip(golden["inputs"]["input_ids"], together, strict=True):
             (alone,) = runner.run([EncodeInput(tuple(ids), task)])
-            np.testing.assert_allclose(alone, one, atol=ATOL)
+            np.testing.assert_allclose(alone, result, atol=ATOL)

@@ -1,6 +1,6 @@
-"""The encoders as they are shipped: their size, their form, and that they do what their card says.
+"""The shipped encoders: their size, their files, and the quality that their card states.
 
-The bounds on small samples lie below the shares on the large ones of docs/demo-model.md.
+The bounds for small samples are below the shares for the large ones in docs/demo-model.md.
 """
 
 import json
@@ -35,12 +35,12 @@ def test_all_of_them_are_small():
 def test_a_folder_has_the_form_of_hugging_face(name: str):
     folder = DEMO_FOLDERS[PREFIX + name]
     assert DEMO_FOLDERS[PREFIX + name] == folder
-    found = {str(file.relative_to(folder)) for file in files(name)}
+    present = {str(file.relative_to(folder)) for file in files(name)}
     expected = {"config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"}
     if name == "embed":
         expected |= {"modules.json", "1_Pooling/config.json", "sentence_bert_config.json"}
         assert read_vector_spec(folder).normalizes
-    assert found == expected
+    assert present == expected
     config = json.loads((folder / "config.json").read_text())
     assert config["architectures"] == [ARCHITECTURES[name]]
     weights = mx.load(str(folder / "model.safetensors"))

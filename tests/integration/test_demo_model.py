@@ -1,4 +1,4 @@
-"""The model as it is shipped: its size, its form, and that it does what its card says."""
+"""The shipped model: its size, its files, and the quality that its card states."""
 
 import json
 

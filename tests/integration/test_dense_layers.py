@@ -1,4 +1,4 @@
-"""What sentence-transformers put behind a model: dense layers, shorter vectors, prompts."""
+"""Modules of sentence-transformers after a model: dense layers, shorter vectors, prompts."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ IDENTITY = "torch.nn.modules.linear.Identity"
 
 
 def write_folder(folder: Path, modules: list[tuple[str, dict[str, Any]]]) -> Path:
-    """A decoder and its modules; a dense layer's weights are from its folder and their names."""
+    """Write a decoder with modules; dense layers get weights from their folder and names."""
     write_golden(folder, GOLDEN)
     write_words(folder, GOLDEN["config"]["vocab_size"])
     listed = [{"path": "", "type": "sentence_transformers.models.Transformer"}]
@@ -90,8 +90,8 @@ def test_a_model_that_makes_way_leaves_no_dense_layer_to_its_adapters(
     made: list[weakref.ref[DenseLayer]] = []
 
     def load(spec: DenseSpec) -> DenseLayer:
-        made.append(weakref.ref(one := load_dense(spec)))
-        return one
+        made.append(weakref.ref(layer := load_dense(spec)))
+        return layer
 
     monkeypatch.setattr(encoder_heads, "load_dense", load)
     runner = runner_of(write_folder(tmp_path, [MEAN, dense((16, 8))]))
@@ -99,7 +99,7 @@ def test_a_model_that_makes_way_leaves_no_dense_layer_to_its_adapters(
     runner.release()
     del runner
     gc.collect()
-    assert [one() for one in made] == [None]
+    assert [reference() for reference in made] == [None]
     assert store.num_bytes == 0
 
 
@@ -109,10 +109,10 @@ def test_dense_layers_of_tokens_make_their_vectors(tmp_path: Path) -> None:
     (folder / "config_sentence_transformers.json").write_text('{"model_type": "ColBERT"}')
     runner = runner_of(folder)
     assert runner.info.tasks[0] == "token_embed"
-    (found,) = runner.run([EncodeInput(IDS, "token_embed")])
+    (actual,) = runner.run([EncodeInput(IDS, "token_embed")])
     expected = HIDDEN @ weight("1_Dense", "linear.weight", (8, 16)).T
     expected /= np.linalg.norm(expected, axis=1, keepdims=True)
-    np.testing.assert_allclose(found, expected, atol=1e-4)
+    np.testing.assert_allclose(actual, expected, atol=1e-4)
 
 
 def test_shorter_vectors_and_prompts_are_those_of_the_files(tmp_path: Path) -> None:

@@ -25,11 +25,11 @@ INPUTS = [(2, 9, 3), (2, 30, 31, 32, 40, 41, 3), (2, 3), (2, *range(5, 24), 3)]
 
 
 def embed(runner: EncoderRunner, inputs: list[tuple[int, ...]]) -> np.ndarray:
-    return np.stack(runner.run([EncodeInput(one) for one in inputs]))
+    return np.stack(runner.run([EncodeInput(ids) for ids in inputs]))
 
 
 def wanted(pooling: str, hidden: np.ndarray) -> np.ndarray:
-    """Of one input's hidden states, ``[L, D]``."""
+    """Return the vector of one input's hidden states ``[L, D]``, by NumPy."""
     ranks = np.arange(1, len(hidden) + 1)[:, None]
     return {
         "cls": hidden[0],
@@ -46,12 +46,12 @@ def test_padding_is_not_pooled(pooling: Any) -> None:
     lengths = [1, 4, 7]
     hidden = source.standard_normal((3, 7, 5)).astype(np.float32) - 3
     mask = np.arange(7) < np.array(lengths)[:, None]
-    found = np.array(pooled(mx.array(hidden), mx.array(mask), [pooling, "cls"]))
+    actual = np.array(pooled(mx.array(hidden), mx.array(mask), [pooling, "cls"]))
     for row, length in enumerate(lengths):
         np.testing.assert_allclose(
-            found[row, :5], wanted(pooling, hidden[row, :length]), rtol=1e-5, atol=1e-6
+            actual[row, :5], wanted(pooling, hidden[row, :length]), rtol=1e-5, atol=1e-6
         )
-        np.testing.assert_array_equal(found[row, 5:], hidden[row, 0])
+        np.testing.assert_array_equal(actual[row, 5:], hidden[row, 0])
 
 
 @pytest.mark.parametrize("normalizes", [True, False])
@@ -61,8 +61,8 @@ def test_a_batch_gives_each_inputs_own_vector(tmp_path: Path, normalizes: bool) 
     assert runner.info.max_model_len == MAX_LEN
     assert runner.info.dims == 32
     together = embed(runner, INPUTS)
-    for one, vector in zip(INPUTS, together, strict=True):
-        np.testing.assert_allclose(embed(runner, [one])[0], vector, atol=1e-5)
+    for ids, vector in zip(INPUTS, together, strict=True):
+        np.testing.assert_allclose(embed(runner, [ids])[0], vector, atol=1e-5)
     assert runner.info.normalizes == normalizes
 
 
@@ -90,17 +90,20 @@ def test_what_is_not_served_is_refused(
         read_vector_spec(folder)
 
 
-@pytest.mark.parametrize("name", [one for one in golden_names() if not read_golden(one)["logits"]])
+@pytest.mark.parametrize(
+    "name",
+    [golden_name for golden_name in golden_names() if not read_golden(golden_name)["logits"]],
+)
 def test_every_architecture_gives_vectors(tmp_path: Path, name: str) -> None:
     golden = read_golden(name)
     folder = write_golden(tmp_path, golden)
     assert is_encoder(folder)
     runner = load_encoder_runner(folder, "auto", VectorSpec())
-    inputs = [tuple(one) for one in golden["inputs"]["input_ids"]]
+    inputs = [tuple(ids) for ids in golden["inputs"]["input_ids"]]
     together = embed(runner, inputs)
-    for one, vector in zip(inputs, together, strict=True):
-        np.testing.assert_allclose(embed(runner, [one])[0], vector, atol=1e-4)
-    job = runner.begin([EncodeInput(one) for one in inputs])
+    for ids, vector in zip(inputs, together, strict=True):
+        np.testing.assert_allclose(embed(runner, [ids])[0], vector, atol=1e-4)
+    job = runner.begin([EncodeInput(ids) for ids in inputs])
     assert job.num_stages > 1
     while job.num_stages > 1:
         job.advance()
@@ -152,10 +155,10 @@ def test_tasks_of_one_batch_are_those_of_each_alone(tmp_path: Path) -> None:
     ]
     together = runner.run(inputs)
     vocab = golden["config"]["vocab_size"]
-    shapes = [one.shape for one in together]
+    shapes = [result.shape for result in together]
     assert shapes == [(1, vocab), (32,), (2, 2), (vocab,), (1, vocab), (3, 32)]
-    for one, result in zip(inputs, together, strict=True):
-        np.testing.assert_allclose(runner.run([one])[0], result, atol=1e-4)
+    for item, result in zip(inputs, together, strict=True):
+        np.testing.assert_allclose(runner.run([item])[0], result, atol=1e-4)
     assert np.isclose(np.exp(together[4]).sum(), 1, atol=1e-5)
     (untyped,) = runner.run([EncodeInput(second, "mlm", places=(1, 5), candidates=(7, 3))])
     assert np.abs(untyped - together[2]).max() > 1e-3

@@ -1,4 +1,4 @@
-"""Adapters of encoders, and of decoders that are read as one, against what PEFT computes."""
+"""Adapters of encoders, and of decoders as pooling models, against PEFT."""
 
 from __future__ import annotations
 
@@ -46,8 +46,8 @@ class Served:
     def __init__(self, folder: Path, golden: dict[str, Any], *adapters: AdapterWeights) -> None:
         self.runner = runner_of(folder, golden)
         self.store = AdapterStore(self.runner.adapters)
-        self.heads = [self.store.add(one.digest, one) for one in adapters]
-        self.slots = {one.digest: slot for slot, one in enumerate(adapters, 1)}
+        self.heads = [self.store.add(adapter.digest, adapter) for adapter in adapters]
+        self.slots = {adapter.digest: slot for slot, adapter in enumerate(adapters, 1)}
         self.store.place({slot: content for content, slot in self.slots.items()})
 
     def run(self, *inputs: EncodeInput) -> list[np.ndarray]:
@@ -57,7 +57,7 @@ class Served:
 def runner_of(
     folder: Path, golden: dict[str, Any], arrays: dict[str, mx.array] | None = None
 ) -> AdaptedEncoder:
-    """The model of a golden adapter, with other weights where they are given."""
+    """Return a runner of a golden adapter's model, with ``arrays`` as weights if they are given."""
     base = read_base(golden)
     path = write_encoder(folder, base["config"], arrays or golden_arrays(base))
     spec = VectorSpec(poolings=("last",))
@@ -81,39 +81,39 @@ def task_of(golden: dict[str, Any]) -> Task:
 
 
 def inputs_of(golden: dict[str, Any], *adapters: AdapterWeights | None) -> list[EncodeInput]:
-    """Every text with each adapter in turn; None is the model as it is."""
+    """Return every text with each adapter in turn; None is the base model."""
     task = task_of(golden)
     return [
-        EncodeInput(tuple(ids), task, adapter=None if one is None else one.digest)
+        EncodeInput(tuple(ids), task, adapter=None if adapter is None else adapter.digest)
         for ids in golden["input_ids"]
-        for one in adapters
+        for adapter in adapters
     ]
 
 
 def test_results_are_those_of_peft(golden: dict[str, Any], tmp_path: Path) -> None:
     adapter = adapter_of(golden)
     served = Served(tmp_path, golden, adapter)
-    found = served.run(*inputs_of(golden, adapter))
+    actual = served.run(*inputs_of(golden, adapter))
     wanted = golden.get("logits") or golden["last_hidden_state"]
-    for one, expected in zip(found, wanted, strict=True):
-        np.testing.assert_allclose(one, np.array(expected), atol=ATOL)
+    for result, expected in zip(actual, wanted, strict=True):
+        np.testing.assert_allclose(result, np.array(expected), atol=ATOL)
 
 
 def test_rows_of_a_batch_are_those_of_each_alone(golden: dict[str, Any], tmp_path: Path) -> None:
     adapter, other = adapter_of(golden), adapter_of(golden, scale=-0.5)
-    # What has no label tasks of its own does them with an adapter only.
+    # A model without label tasks has them only with an adapter.
     plain = [] if served_alone(golden) else [None]
     served = Served(tmp_path, golden, adapter, other)
     inputs = inputs_of(golden, adapter, *plain, other)
     together = served.run(*inputs)
-    alone = [served.run(one)[0] for one in inputs]
+    alone = [served.run(item)[0] for item in inputs]
     base = runner_of(tmp_path / "base", golden)
-    for one, found, expected in zip(inputs, together, alone, strict=True):
-        np.testing.assert_allclose(found, expected, rtol=ALONE, atol=ALONE)
-        if one.adapter is None:
-            np.testing.assert_allclose(found, base.run([one])[0], rtol=ALONE, atol=ALONE)
-    # They are of different adapters, so nothing of this is for nothing.
-    assert all(np.abs(found - together[0]).max() > 1e-3 for found in together[1 : 2 + len(plain)])
+    for item, actual, expected in zip(inputs, together, alone, strict=True):
+        np.testing.assert_allclose(actual, expected, rtol=ALONE, atol=ALONE)
+        if item.adapter is None:
+            np.testing.assert_allclose(actual, base.run([item])[0], rtol=ALONE, atol=ALONE)
+    # Results of different adapters differ, so the comparisons mean something.
+    assert all(np.abs(result - together[0]).max() > 1e-3 for result in together[1 : 2 + len(plain)])
 
 
 def served_alone(golden: dict[str, Any]) -> bool:
@@ -130,23 +130,25 @@ def base_tasks(golden: dict[str, Any]) -> set[Task]:
     return tasks
 
 
-@pytest.mark.parametrize("name", [one for one in adapter_names() if "new_head" not in one])
+@pytest.mark.parametrize(
+    "name", [adapter_name for adapter_name in adapter_names() if "new_head" not in adapter_name]
+)
 def test_results_are_those_of_weights_merged_by_hand(name: str, tmp_path: Path) -> None:
     golden = read_golden_adapter(name)
     adapter = adapter_of(golden)
-    found = Served(tmp_path / "served", golden, adapter).run(*inputs_of(golden, adapter))
+    actual = Served(tmp_path / "served", golden, adapter).run(*inputs_of(golden, adapter))
     arrays = merged(golden_arrays(read_base(golden)), adapter)
     alone = runner_of(tmp_path / "merged", golden, arrays)
-    expected = alone.run([replace(one, adapter=None) for one in inputs_of(golden, adapter)])
-    for one, other in zip(found, expected, strict=True):
-        np.testing.assert_allclose(one, other, rtol=ALONE, atol=ALONE)
+    expected = alone.run([replace(item, adapter=None) for item in inputs_of(golden, adapter)])
+    for result, other in zip(actual, expected, strict=True):
+        np.testing.assert_allclose(result, other, rtol=ALONE, atol=ALONE)
 
 
 def merged(arrays: dict[str, mx.array], adapter: AdapterWeights) -> dict[str, mx.array]:
-    """A checkpoint's weights with what an adapter changes and brings."""
+    """Return a checkpoint's weights with an adapter's changes and modules."""
 
     def full_name(name: str) -> str:
-        return next(one for one in arrays if one == name or one.endswith(f".{name}"))
+        return next(full for full in arrays if full == name or full.endswith(f".{name}"))
 
     made = dict(arrays)
     for path, change in adapter.modules.items():
@@ -156,7 +158,7 @@ def merged(arrays: dict[str, mx.array], adapter: AdapterWeights) -> dict[str, mx
             norm = mx.linalg.norm(weight, axis=1, keepdims=True)
             weight = change.magnitude.to_mlx()[:, None] * weight / norm
         made[name] = weight
-    return made | {full_name(name): one.to_mlx() for name, one in adapter.saved.items()}
+    return made | {full_name(name): tensor.to_mlx() for name, tensor in adapter.saved.items()}
 
 
 def test_a_batch_goes_on_with_the_adapters_that_it_began_with(
@@ -170,9 +172,9 @@ def test_a_batch_goes_on_with_the_adapters_that_it_began_with(
     served.store.add(other.digest, other)
     served.store.place({1: other.digest})
     replaced = served.runner.begin(inputs_of(golden, other), {other.digest: 1}).wait()
-    for one, before, after in zip(job.wait(), expected, replaced, strict=True):
-        np.testing.assert_allclose(one, before, rtol=ALONE, atol=ALONE)
-        assert np.abs(one - after).max() > 1e-3
+    for result, before, after in zip(job.wait(), expected, replaced, strict=True):
+        np.testing.assert_allclose(result, before, rtol=ALONE, atol=ALONE)
+        assert np.abs(result - after).max() > 1e-3
 
 
 def test_nothing_of_an_adapter_is_left_where_it_was(golden: dict[str, Any], tmp_path: Path) -> None:
@@ -185,14 +187,14 @@ def test_nothing_of_an_adapter_is_left_where_it_was(golden: dict[str, Any], tmp_
     pairs = zip(
         served.run(*inputs_of(golden, other)), fresh.run(*inputs_of(golden, other)), strict=True
     )
-    for one, expected in pairs:
-        np.testing.assert_array_equal(one, expected)
+    for result, expected in pairs:
+        np.testing.assert_array_equal(result, expected)
     served.store.release()
     assert served.store.num_bytes == 0
     embed = [EncodeInput(tuple(ids), "token_embed") for ids in golden["input_ids"]]
     base = runner_of(tmp_path / "base", golden)
-    for one, expected in zip(served.run(*embed), base.run(embed), strict=True):
-        np.testing.assert_array_equal(one, expected)
+    for result, expected in zip(served.run(*embed), base.run(embed), strict=True):
+        np.testing.assert_array_equal(result, expected)
 
 
 def saved(*names: str, shape: tuple[int, ...] = (3, 32)) -> dict[str, HostTensor]:
@@ -293,18 +295,18 @@ def test_a_quantised_encoder_takes_adapters_and_their_heads(tmp_path: Path) -> N
     store = AdapterStore(runner.adapters)
     store.add(adapter.digest, adapter)
     store.place({1: adapter.digest})
-    found = runner.begin(inputs_of(golden, adapter), {adapter.digest: 1}).wait()
-    # What is packed, as whole numbers.
+    actual = runner.begin(inputs_of(golden, adapter), {adapter.digest: 1}).wait()
+    # Dequantise the packed weights.
     whole = dict(packed)
-    for name in [one for one in packed if one.endswith(".scales")]:
+    for name in [name for name in packed if name.endswith(".scales")]:
         path = name.removesuffix(".scales")
         parts = [whole.pop(f"{path}.{part}") for part in ("weight", "scales", "biases")]
         whole[f"{path}.weight"] = mx.dequantize(*parts, group_size=32, bits=8)
     expected = runner_of(tmp_path / "merged", golden, merged(whole, adapter)).run(
-        [replace(one, adapter=None) for one in inputs_of(golden, adapter)]
+        [replace(item, adapter=None) for item in inputs_of(golden, adapter)]
     )
-    for one, other in zip(found, expected, strict=True):
-        np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-4)
+    for result, other in zip(actual, expected, strict=True):
+        np.testing.assert_allclose(result, other, rtol=1e-4, atol=1e-4)
 
 
 def test_the_layers_of_the_models_own_head_are_changed_for_their_rows(tmp_path: Path) -> None:
@@ -341,12 +343,12 @@ def test_what_belongs_to_no_input_is_changed_in_a_forward_of_its_own(tmp_path: P
     change = shared.modules[path]
     arrays[f"{path}.weight"] += (change.b.to_mlx() @ change.a.to_mlx()).T
     by_hand = runner_of(tmp_path / "merged", golden, arrays)
-    for one, found in zip(inputs, together, strict=True):
-        expected = by_hand.run([replace(one, adapter=None)])[0]
-        if one.adapter != shared.digest:
-            assert np.abs(found - expected).max() > 1e-3
-            (expected,) = served.run(one)
-        np.testing.assert_allclose(found, expected, rtol=ALONE, atol=ALONE)
+    for item, actual in zip(inputs, together, strict=True):
+        expected = by_hand.run([replace(item, adapter=None)])[0]
+        if item.adapter != shared.digest:
+            assert np.abs(actual - expected).max() > 1e-3
+            (expected,) = served.run(item)
+        np.testing.assert_allclose(actual, expected, rtol=ALONE, atol=ALONE)
 
 
 def load_encoder_of(folder: Path, golden: dict[str, Any]) -> Any:

@@ -17,7 +17,7 @@ def test_defaults(model_type: str) -> None:
     config = CONFIG_MAPPING[model_type]()
     args = ARCHITECTURES[model_type].ModelArgs()
     names = {field.name for field in fields(args)}
-    # Those of a class that does not have the field say nothing.
+    # Fields that the class does not have do not matter.
     shared = {name for name in names if hasattr(config, name)}
     assert {"vocab_size", "max_position_embeddings", "num_labels"} <= shared
     assert {name: getattr(args, name) for name in shared} == {

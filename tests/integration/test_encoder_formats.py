@@ -1,4 +1,4 @@
-"""Checkpoints of DeBERTa, ModernBERT, NomicBERT and GTE as they were released."""
+"""Released checkpoints of DeBERTa, ModernBERT, NomicBERT and GTE."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_the_only_masked_lm_head_of_deberta_is_used_whatever_legacy_is(tmp_path:
 
 
 def test_saved_parameters_load_again(tmp_path: Path) -> None:
-    """Such as the convolution's kernel, whose axes torch and MLX order differently."""
+    """Check tensors such as the convolution's kernel, whose axes torch orders differently."""
     golden = read_golden("deberta_v2_conv")
     model = load_encoder(write_golden(tmp_path / "first", golden)).model
     model.save_weights(str(tmp_path / "second.safetensors"))
@@ -140,7 +140,7 @@ def test_buckets_of_deberta_v3() -> None:
     buckets = relative_buckets(600, 256, 512)
     assert buckets[:130].tolist() == [*range(129), 129]
     assert (np.diff(buckets) >= 0).all()
-    # The last distance of training has the last bucket; longer texts go on beyond it.
+    # The largest distance of training has the last bucket; longer texts go on after it.
     assert buckets[511] == 255
     assert buckets[510] == 255
     assert buckets[599] > 255
@@ -181,7 +181,7 @@ def test_local_attention_is_attention_under_a_mask(length: int, reach: int) -> N
     near = mx.abs(mx.arange(length)[:, None] - mx.arange(length)) <= reach
     rotary = Rotary(4)
     for is_token, mask in ((keys, near & keys), (None, near)):
-        # A row of padding sees nothing here, and itself there: only tokens are compared.
+        # Rows of padding see themselves in one model and nothing in the other: compare tokens only.
         expected = np.array(attend_rotary(packed, 2, rotary, mask))
         computed = np.array(attend_near(packed, 2, rotary, is_token, reach))
         assert np.isfinite(computed).all()

@@ -1,4 +1,4 @@
-"""What folders of encoders may look like, and what is said of those that are wrong."""
+"""Valid folders of encoders, and the errors of wrong ones."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_tied_weights_may_be_in_the_file_by_either_name(
 ) -> None:
     golden = read_golden(f"{name}_masked_lm")
     weights = golden_arrays(golden)
-    # transformers lists the one or the other first; the value is that of the one it lists.
+    # transformers lists either name first; the value is that of the listed one.
     ties = [(table, f"{decoder}.weight")] + ([(bias, f"{decoder}.bias")] if bias else [])
     for first, second in ties:
         value = weights.pop(first, None)

@@ -1,4 +1,4 @@
-"""Encoders against what transformers computes for them (scripts/golden_encoders.py)."""
+"""Encoders against transformers (scripts/golden_encoders.py)."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.encoder_folders import (
 )
 
 ATOL = 1e-4
-#: Hidden states are some 1 large; the networks are random and amplify rounding.
+#: Hidden states are about 1; the networks are random and amplify rounding.
 NEAR = {mx.float16: 0.05, mx.bfloat16: 0.3}
 
 

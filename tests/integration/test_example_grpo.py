@@ -32,12 +32,12 @@ PROMPT = (50, 51, 52, 53)
 
 def test_problems_are_answered_by_their_sum_and_held_out_ones_are_others() -> None:
     trained, held_out = (problems(Random(1), 80, held_out=held) for held in (False, True))
-    assert not {one.answer for one in trained} & {one.answer for one in held_out}
+    assert not {task.answer for task in trained} & {task.answer for task in held_out}
     for problem in trained + held_out:
         assert reward(f"so it is {problem.answer}.", problem) == 1
         assert reward(f"{problem.answer} or {problem.answer + 1}", problem) == 0
     assert reward("I do not know.", Problem("?", 7)) == 0
-    assert len({one.question for one in trained}) > len(WORDINGS)
+    assert len({task.question for task in trained}) > len(WORDINGS)
 
 
 @given(st.lists(st.sampled_from([0.0, 0.5, 1.0]), min_size=1, max_size=20))
@@ -71,11 +71,11 @@ def test_only_completion_tokens_count() -> None:
 def logprobs(trainer: Trainer, token_ids: list[int]) -> list[float]:
     values = nn.log_softmax(trainer.model(mx.array([[*PROMPT, *token_ids]]))[0], axis=-1)
     start = len(PROMPT) - 1
-    return [values[start + place, one].item() for place, one in enumerate(token_ids)]  # type: ignore[misc]
+    return [values[start + place, token_id].item() for place, token_id in enumerate(token_ids)]  # type: ignore[misc]
 
 
 def rewarded(trainer: Trainer) -> list[TrainingSample]:
-    """A good sample and a bad one, as the trainer's own model would have sampled them."""
+    """Return a good and a bad sample, as the trainer's own model would have sampled them."""
     return [
         TrainingSample(PROMPT, ids, logprobs(trainer, ids), advantage)
         for ids, advantage in (([60, 61, 62], 1.0), ([70, 71], -1.0))
@@ -95,10 +95,12 @@ def test_an_update_makes_good_samples_likelier(kl: float) -> None:
 
 def test_what_is_beyond_the_clip_has_no_gradient() -> None:
     trainer = Trainer(DEMO_FOLDER, Settings(rank=4))
-    # The policy has moved away from the one that sampled, in the direction of the reward.
+    # The policy has moved from the sampling one, in the direction of the reward.
     samples = [
-        TrainingSample(one.prompt_ids, one.token_ids, [p - step for p in one.logprobs], advantage)
-        for one, step, advantage in zip(rewarded(trainer), (0.5, -0.5), (1.0, -1.0), strict=True)
+        TrainingSample(
+            sample.prompt_ids, sample.token_ids, [p - step for p in sample.logprobs], advantage
+        )
+        for sample, step, advantage in zip(rewarded(trainer), (0.5, -0.5), (1.0, -1.0), strict=True)
     ]
     measured = trainer.update(samples)
     assert measured["clipped"] == 1
@@ -110,7 +112,7 @@ def test_the_distance_from_the_base_model_pulls_back() -> None:
     base = logprobs(trainer, [60, 61, 62])
     trainer.update(rewarded(trainer))
     moved = logprobs(trainer, [60, 61, 62])
-    # Nothing is left of the reward if ratio and advantage are this small.
+    # With so small a ratio and advantage, nothing is left of the reward.
     for _ in range(10):
         trainer.update([TrainingSample(PROMPT, [60, 61, 62], moved, 1e-6)])
     back = logprobs(trainer, [60, 61, 62])
@@ -121,10 +123,10 @@ def test_the_adapter_is_one_that_the_server_reads() -> None:
     trainer = Trainer(DEMO_FOLDER, Settings(rank=4))
     trainer.update(rewarded(trainer))
     tensors, config = trainer.adapter()
-    found = read_safetensors(encode_safetensors(tensors), param="file")
-    weights = read_adapter(config, found, param="file")
+    actual = read_safetensors(encode_safetensors(tensors), param="file")
+    weights = read_adapter(config, actual, param="file")
     assert weights.rank == 4
-    # Seven linear layers in each of six blocks.
+    # Each of six blocks has seven linear layers.
     assert len(tensors) == 2 * 7 * 6
 
 

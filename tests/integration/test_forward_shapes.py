@@ -1,4 +1,4 @@
-"""Batches that are padded to few shapes, as on CUDA, against those that are not."""
+"""Batches padded to buckets, as on CUDA, against batches that are not."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from mlx_parallm.worker.pooling.encoder_runner import EncoderRunner
 from tests.encoder_folders import golden_names, read_golden, write_golden
 
 POOLINGS = ("cls", "mean", "max", "weightedmean", "last")
-# Sums of other shapes are rounded otherwise.
+# Sums of other shapes round differently.
 ATOL = 1e-4
 
 
@@ -33,13 +33,13 @@ def test_results_are_the_same(name: str, tmp_path: Path, few_shapes: pytest.Monk
     assert forward_shapes.ForwardShapes.of_device(9).are_few
     few_shapes.undo()
     exact = EncoderRunner(load_encoder(folder), VectorSpec(poolings=POOLINGS))
-    # Three texts of other lengths than the shapes have, in a forward of four rows.
+    # Three texts between the buckets' lengths take a forward of four rows.
     lengths = [5, 9, 3] if padded.info.max_model_len >= 9 else [5, 6, 3]
     texts = [tuple(range(7, 7 + length)) for length in lengths]
     for task in padded.info.tasks:
         places = (1, 2) if task.startswith("mlm") else ()
         top_k = 3 if task == "mlm_top" else 0
         inputs = [EncodeInput(text, task, places=places, top_k=top_k) for text in texts]
-        for one, expected in zip(padded.run(inputs), exact.run(inputs), strict=True):
+        for result, expected in zip(padded.run(inputs), exact.run(inputs), strict=True):
             assert np.isfinite(expected).all()
-            np.testing.assert_allclose(one, expected, atol=ATOL)
+            np.testing.assert_allclose(result, expected, atol=ATOL)

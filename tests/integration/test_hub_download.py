@@ -1,4 +1,4 @@
-"""Models and adapters from a stand-in for the hub, in processes of their own for HF_ENDPOINT."""
+"""Models and adapters from a fake hub, in separate processes because of HF_ENDPOINT."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ ADAPTER_FILES = {
     "tokenizer.json": b"{}",
     "optimizer.pt": b"not for serving",
 }
-#: What each repository has.
+#: The files of each repository.
 REPOS = {REPO: FILES, ADAPTER: ADAPTER_FILES}
 ADAPTER_SCRIPT = """
 import json, sys
@@ -83,9 +83,9 @@ class Hub:
     def answer(self, path: str) -> tuple[int, dict[str, str], bytes]:
         self.paths.append(path)
         for repo, files in REPOS.items():
-            found = self._of(repo, files, path)
-            if found is not None:
-                return found
+            content = self._of(repo, files, path)
+            if content is not None:
+                return content
         if path.startswith("/api/models/org/gated"):
             return 403, {"X-Error-Code": "GatedRepo"}, b""
         return 404, {"X-Error-Code": "RepoNotFound"}, b""
@@ -159,13 +159,13 @@ def resolve(
     trust: bool = False,
     **variables: str,
 ) -> dict:
-    """What ``resolve_model`` gives or raises in a fresh process."""
-    told = json.dumps([path, revision, trust])
-    return run(SCRIPT, told, environment(endpoint, home) | variables)
+    """Return what ``resolve_model`` returns or raises in a new process."""
+    arguments = json.dumps([path, revision, trust])
+    return run(SCRIPT, arguments, environment(endpoint, home) | variables)
 
 
 def environment(endpoint: str, home: Path) -> dict[str, str]:
-    """What leads huggingface_hub to the stand-in."""
+    """Return the environment variables that send huggingface_hub to the fake."""
     where = {"HF_ENDPOINT": endpoint, "HF_HOME": str(home)}
     return where | {"HF_HUB_DISABLE_XET": "1", "HF_HUB_DISABLE_TELEMETRY": "1"}
 
@@ -183,8 +183,8 @@ def run(script: str, argument: str, variables: Mapping[str, str]) -> dict:
 
 def test_only_the_files_a_model_needs_are_fetched(hub: tuple[Hub, str], tmp_path: Path) -> None:
     wanted = ("config.json", "model.safetensors", "tokenizer.json", "chat_template.jinja")
-    found = resolve(hub[1], tmp_path)
-    assert found["files"] == {name: len(FILES[name]) for name in wanted}
+    folder = resolve(hub[1], tmp_path)
+    assert folder["files"] == {name: len(FILES[name]) for name in wanted}
 
 
 def test_python_files_come_only_when_remote_code_is_trusted(
@@ -203,10 +203,10 @@ def test_progress_grows_to_one(hub: tuple[Hub, str], tmp_path: Path) -> None:
 
 def test_a_cached_snapshot_serves_without_a_network(hub: tuple[Hub, str], tmp_path: Path) -> None:
     folder = resolve(hub[1], tmp_path)["folder"]
-    asked = len(hub[0].paths)
+    num_paths = len(hub[0].paths)
     assert resolve(hub[1], tmp_path, HF_HUB_OFFLINE="1")["folder"] == folder
     assert resolve("http://127.0.0.1:9", tmp_path)["folder"] == folder
-    assert len(hub[0].paths) == asked
+    assert len(hub[0].paths) == num_paths
 
 
 @pytest.mark.parametrize(
@@ -233,17 +233,17 @@ def test_no_network_and_no_cache_is_said(tmp_path: Path) -> None:
 
 def test_a_folder_is_taken_as_it_is(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
-    found = resolve("http://127.0.0.1:9", tmp_path / "home", str(tmp_path))
-    assert found == {"folder": str(tmp_path), "files": {"config.json": 2}, "reports": []}
+    folder = resolve("http://127.0.0.1:9", tmp_path / "home", str(tmp_path))
+    assert folder == {"folder": str(tmp_path), "files": {"config.json": 2}, "reports": []}
 
 
 def test_of_an_adapter_its_files_alone_are_fetched(hub: tuple[Hub, str], tmp_path: Path) -> None:
-    found = run(ADAPTER_SCRIPT, ADAPTER, environment(hub[1], tmp_path))
-    assert found["files"] == ["adapter_config.json", "adapters.safetensors"]
-    asked = len(hub[0].paths)
+    output = run(ADAPTER_SCRIPT, ADAPTER, environment(hub[1], tmp_path))
+    assert output["files"] == ["adapter_config.json", "adapters.safetensors"]
+    num_paths = len(hub[0].paths)
     offline = environment("http://127.0.0.1:9", tmp_path) | {"HF_HUB_OFFLINE": "1"}
-    assert run(ADAPTER_SCRIPT, ADAPTER, offline) == found
-    assert len(hub[0].paths) == asked
+    assert run(ADAPTER_SCRIPT, ADAPTER, offline) == output
+    assert len(hub[0].paths) == num_paths
 
 
 @pytest.mark.parametrize(
@@ -262,8 +262,8 @@ def test_an_adapter_that_cannot_be_had_says_why(
 
 @pytest.mark.parametrize("path", ["./org/lora", "/org/lora", "lora", "a/b/c"])
 def test_what_is_no_id_is_a_folder(hub: tuple[Hub, str], tmp_path: Path, path: str) -> None:
-    found = run(ADAPTER_SCRIPT, path, environment(hub[1], tmp_path))
-    assert found == {"folder": str(Path(path)), "files": None}
+    output = run(ADAPTER_SCRIPT, path, environment(hub[1], tmp_path))
+    assert output == {"folder": str(Path(path)), "files": None}
     assert not hub[0].paths
 
 
@@ -286,7 +286,7 @@ def test_a_server_loads_the_adapters_of_the_hub_that_it_may(
 
 
 def check_loads(url: str, folder: str) -> None:
-    """What may be loaded is, by each dialect; other ids are refused, naming the setting."""
+    """Check that every dialect loads allowed ids and refuses others, naming the setting."""
     with httpx2.Client(base_url=url) as http:
         for name, path in (("a", "/v1/load_lora_adapter"), ("b", "/load_lora_adapter")):
             answer = http.post(path, json={"lora_name": name, "lora_path": ADAPTER})
@@ -294,11 +294,14 @@ def check_loads(url: str, folder: str) -> None:
         body = {"lora_name": "c", "lora_path": "org/here"}
         assert http.post("/load_lora_adapter", json=body).status_code == 200
         cards = http.get("/v1/adapters").json()["data"]
-        assert [one["source"] for one in cards] == [ADAPTER, ADAPTER, folder]
+        assert [card["source"] for card in cards] == [ADAPTER, ADAPTER, folder]
         assert cards[0]["digest"] == cards[1]["digest"] != cards[2]["digest"]
         prompt = {"model": "a", "prompt": [1, 2], "max_tokens": 1}
         assert http.post("/v1/completions", json=prompt).status_code == 200
-        for repo, told in (("org/absent", "on the hub"), ("org/gated", "--allowed-adapter-repos")):
+        for repo, message in (
+            ("org/absent", "on the hub"),
+            ("org/gated", "--allowed-adapter-repos"),
+        ):
             body = {"lora_name": "d", "lora_path": repo}
             error = http.post("/v1/load_lora_adapter", json=body).json()["error"]
-            assert (error["param"], told in error["message"]) == ("lora_path", True)
+            assert (error["param"], message in error["message"]) == ("lora_path", True)

@@ -1,4 +1,4 @@
-"""KV memory of real models: who gets what, and what is said of it."""
+"""KV memory of real models: its shares, and the messages about it."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from mlx_parallm.serving.kinds import build_engines
 from mlx_parallm.types.errors import ConfigError
 from mlx_parallm.worker.worker import Worker
 
-# KV of a token of the demonstration model in float32: 6 layers, 2 heads of 64, keys and values.
+# KV of a token of the demonstration model, float32: 6 layers, 2 heads of 64, keys and values.
 TOKEN_BYTES = 6 * 2 * 64 * 2 * 4
 BLOCK_BYTES = 16 * TOKEN_BYTES
 
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[int, str]:
-    """The demonstration model with other lengths of its context."""
+    """Return folders of the demonstration model with other context lengths."""
     return {length: _with_context(tmp_path_factory, length) for length in (600, 131_072)}
 
 
@@ -44,8 +44,8 @@ def built(paths: Sequence[str], kv_cache_bytes: int | None, *, max_num_seqs: int
         cache=CacheConfig(kv_cache_bytes=kv_cache_bytes),
         scheduler=SchedulerConfig(max_num_seqs=max_num_seqs),
     )
-    found = build_engines(config, MetricFamilies(), Worker(), lambda text, share: None)
-    return [cast("Any", one) for one in found if one.model.traits is GENERATION_TRAITS]
+    models = build_engines(config, MetricFamilies(), Worker(), lambda text, share: None)
+    return [cast("Any", model) for model in models if model.model.traits is GENERATION_TRAITS]
 
 
 def test_a_small_model_keeps_its_context_beside_a_large_one(
@@ -56,7 +56,9 @@ def test_a_small_model_keeps_its_context_beside_a_large_one(
     assert 8192 < large.model.info.max_model_len < 131_072
     taken = small.model.info.kv_bytes + large.model.info.kv_bytes
     assert 0 <= (64 << 20) - taken < 2 * BLOCK_BYTES
-    (warning,) = [one.getMessage() for one in caplog.records if one.levelno == logging.WARNING]
+    (warning,) = [
+        record.getMessage() for record in caplog.records if record.levelno == logging.WARNING
+    ]
     for part in (folders[131_072], "from 131072", f"to {large.model.info.max_model_len} tokens"):
         assert part in warning
 
@@ -71,8 +73,8 @@ def test_a_size_is_taken_as_said_beyond_what_sequences_can_use(
 ) -> None:
     caplog.set_level(logging.INFO)
     size = 64 << 20
-    (one,) = built([folders[600]], size, max_num_seqs=1)
-    info = one.model.info
+    (engine,) = built([folders[600]], size, max_num_seqs=1)
+    info = engine.model.info
     assert 0 <= size - info.kv_bytes < BLOCK_BYTES
     assert info.max_model_len == 600
     said = f" of KV: {info.num_blocks} blocks of 16 tokens, {info.num_blocks * 16:,} tokens"
@@ -82,13 +84,13 @@ def test_a_size_is_taken_as_said_beyond_what_sequences_can_use(
 def test_models_together_take_the_size_as_said(folders: dict[int, str]) -> None:
     size = 64 << 20
     engines = built(list(folders.values()), size, max_num_seqs=1)
-    taken = sum(one.model.info.kv_bytes for one in engines)
+    taken = sum(engine.model.info.kv_bytes for engine in engines)
     assert 0 <= size - taken < 2 * BLOCK_BYTES
 
 
 def test_without_a_size_no_more_is_taken_than_sequences_can_use(folders: dict[int, str]) -> None:
-    (one,) = built([folders[600]], None, max_num_seqs=2)
-    assert one.model.info.num_blocks == 2 * 38
+    (engine,) = built([folders[600]], None, max_num_seqs=2)
+    assert engine.model.info.num_blocks == 2 * 38
 
 
 def test_a_size_that_is_not_free_is_refused(folders: dict[int, str]) -> None:

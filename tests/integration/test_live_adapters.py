@@ -1,4 +1,4 @@
-"""Adapters that come, change and go while requests run, in a real engine."""
+"""Adapters loaded, replaced and unloaded while requests run, in a real engine."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ RANK = 4
 
 @pytest.fixture(scope="module")
 def shapes() -> dict[str, tuple[int, ...]]:
-    """The tensors of an adapter of the embedded model."""
+    """Return the tensors' shapes of an adapter for the embedded model."""
     model, _ = load_model(DEMO_FOLDER)
     settings = {"rank": RANK, "scale": 2.0, "dropout": 0.0, "keys": KEYS}
     linear_to_lora_layers(model, len(model.layers), settings)
@@ -52,7 +52,7 @@ def shapes() -> dict[str, tuple[int, ...]]:
 
 
 def save(folder: Path, shapes: dict[str, tuple[int, ...]], seed: int) -> Path:
-    """A random adapter in mlx_lm's form."""
+    """Write a random adapter in mlx_lm's form; return its folder."""
     folder.mkdir(parents=True, exist_ok=True)
     mx.random.seed(seed)
     tensors = {name: mx.random.normal(shape) * 0.1 for name, shape in shapes.items()}
@@ -70,7 +70,7 @@ def adapter(tmp_path: Path, shapes: dict[str, tuple[int, ...]], seed: int) -> Ad
 
 @pytest.fixture(scope="module")
 def named(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The directory of named adapters."""
+    """Return the directory of named adapters."""
     return tmp_path_factory.mktemp("named")
 
 
@@ -89,7 +89,7 @@ def started(named: Path) -> Iterator[AsyncEngine]:
 
 @pytest.fixture
 async def engine(started: AsyncEngine) -> AsyncIterator[AsyncEngine]:
-    """An engine without adapters that has computed nothing."""
+    """Yield an engine without adapters that has computed nothing."""
     await started.control.reset_prefix_cache()
     yield started
     for info in started.control.adapters():
@@ -97,7 +97,7 @@ async def engine(started: AsyncEngine) -> AsyncIterator[AsyncEngine]:
 
 
 class Sample:
-    """What a greedy request gave."""
+    """The results of a greedy request."""
 
     def __init__(self) -> None:
         self.tokens: list[int] = []
@@ -114,7 +114,7 @@ async def generate(
     num_tokens: int = 12,
     begun: asyncio.Event | None = None,
 ) -> Sample:
-    """Tokens of one request; ``begun`` is set at the first."""
+    """Return the sample of a request; ``begun`` is set at the first."""
     params = SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True, logprobs=0)
     handle = await engine.submit(
         GenerateRequest(request_id=request_id, model=model, prompt_ids=PROMPT, params=params)
@@ -126,7 +126,7 @@ async def generate(
         elif isinstance(event, TokenEvent):
             sample.tokens += event.token_ids
             sample.versions += [event.version] * len(event.token_ids)
-            sample.logprobs += [one.logprob for one in event.logprobs]
+            sample.logprobs += [token.logprob for token in event.logprobs]
             sample.finish = event.finish_reason or sample.finish
             if begun is not None:
                 begun.set()
@@ -136,16 +136,16 @@ async def generate(
 async def begin(
     engine: AsyncEngine, model: str, request_id: str, num_tokens: int = 12
 ) -> asyncio.Task[Sample]:
-    """``generate`` that has given its first token."""
+    """Start ``generate`` and return it after its first token."""
     begun = asyncio.Event()
     task = asyncio.create_task(generate(engine, model, request_id, num_tokens, begun))
     await begun.wait()
     return task
 
 
-def is_same(one: Sample, other: Sample) -> bool:
-    pairs = zip(one.logprobs, other.logprobs, strict=True)
-    return one.tokens == other.tokens and all(abs(a - b) < 1e-4 for a, b in pairs)
+def is_same(sample: Sample, other: Sample) -> bool:
+    pairs = zip(sample.logprobs, other.logprobs, strict=True)
+    return sample.tokens == other.tokens and all(abs(a - b) < 1e-4 for a, b in pairs)
 
 
 async def test_a_new_version_is_that_of_a_fresh_server(
@@ -156,13 +156,13 @@ async def test_a_new_version_is_that_of_a_fresh_server(
     assert set(base.versions) == {DEFAULT_VERSION}
     info = await engine.control.load_adapter(AdapterUpload(name="p", weights=first))
     assert (info.version, info.digest, info.rank) == ("1", first.digest, RANK)
-    one = await generate(engine, "p", "one")
-    assert set(one.versions) == {"1"}
-    assert not is_same(one, base)
-    assert one.num_cached == 0
+    adapted = await generate(engine, "p", "one")
+    assert set(adapted.versions) == {"1"}
+    assert not is_same(adapted, base)
+    assert adapted.num_cached == 0
     again = await generate(engine, f"{DEMO_NAME}:p", "again")
     assert again.num_cached > 0
-    assert is_same(again, one)
+    assert is_same(again, adapted)
     with pytest.raises(VersionMismatchError):
         await engine.control.load_adapter(
             AdapterUpload(name="p", weights=second, replaces=True, expected_version="7")
@@ -175,8 +175,8 @@ async def test_a_new_version_is_that_of_a_fresh_server(
     assert info.version == "2"
     two = await generate(engine, "p", "two")
     assert two.num_cached == 0
-    assert not is_same(two, one)
-    # The same bytes under another name compute the same KV.
+    assert not is_same(two, adapted)
+    # Equal bytes under another name compute equal KV.
     await engine.control.load_adapter(AdapterUpload(name="twin", weights=second))
     twin = await generate(engine, "twin", "twin")
     assert twin.num_cached > 0
@@ -203,7 +203,7 @@ async def test_a_running_request_goes_on_with_the_new_version(
     switch = straddling.versions.index("b")
     assert straddling.versions == ["a"] * switch + ["b"] * (60 - switch)
     assert straddling.tokens[:switch] == alone.tokens[:switch]
-    # Nobody finds what it computed with both.
+    # KV computed with both versions is not cached.
     after = await generate(engine, "p", "after", 60)
     assert after.num_cached == 0
     assert set(after.versions) == {"b"}
@@ -218,7 +218,7 @@ async def test_more_adapters_than_slots_take_turns(
     names = [f"p{seed}" for seed in (1, 2, 3)] * 2
     alone = {name: await generate(engine, name, name) for name in set(names)}
     both = await asyncio.gather(*(generate(engine, n, f"{n}-{i}") for i, n in enumerate(names)))
-    assert all(is_same(one, alone[name]) for name, one in zip(names, both, strict=True))
+    assert all(is_same(sample, alone[name]) for name, sample in zip(names, both, strict=True))
     assert sum(info.is_resident for info in engine.control.adapters()) <= 2
     weights = adapter(tmp_path, shapes, 4)
     with pytest.raises(InvalidRequestError, match="max-cpu-loras"):
@@ -249,7 +249,7 @@ async def test_adapters_are_found_by_name_and_come_back(
     assert set(first.versions) == {"1"}
     for seed in (1, 2, 3):
         await generate(engine, f"{DEMO_NAME}:step-{seed}", f"r{seed}")
-    # It made way for the fourth.
+    # It was evicted for the fourth.
     assert {info.name for info in engine.control.adapters()} == {"step-1", "step-2", "step-3"}
     assert is_same(await generate(engine, "step-0", "again"), first)
     for name in ("step-9", "../named", "..", "step-0/../../x", "/etc"):
@@ -260,7 +260,7 @@ async def test_adapters_are_found_by_name_and_come_back(
 async def test_an_adapter_that_had_to_go_comes_with_its_request(
     engine: AsyncEngine, named: Path, shapes: dict[str, tuple[int, ...]]
 ) -> None:
-    """Between its load and the request, or while others still think that it is there."""
+    """Unload between an adapter's load and its request, while others believe it is there."""
     save(named / "gone", shapes, 5)
     first = await generate(engine, "gone", "first")
     await engine.call(lambda host: host.engines[DEMO_NAME].policies.unload("gone"))
@@ -273,7 +273,7 @@ async def test_a_load_by_name_replaces_no_upload(
 ) -> None:
     save(named / "both", shapes, 5)
     upload = AdapterUpload(name="both", weights=adapter(tmp_path, shapes, 6), version="mine")
-    # The request began to look for a folder before it heard of the upload.
+    # The request looked for a folder before it learned of the upload.
     await engine.call(lambda host: host.engines[DEMO_NAME].policies.load(upload))
     assert set((await generate(engine, "both", "r")).versions) == {"mine"}
     assert [info.version for info in engine.control.adapters()] == ["mine"]
@@ -299,7 +299,7 @@ async def test_pauses(engine: AsyncEngine) -> None:
         await generate(engine, DEMO_NAME, "late")
     await control.resume()
     whole = await begin(engine, DEMO_NAME, "whole", 40)
-    # What another pause has kept is waited for too.
+    # A request held by another pause is waited for too.
     await control.pause(PauseMode.KEEP)
     await control.pause(PauseMode.WAIT)
     assert whole.done()

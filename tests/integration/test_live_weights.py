@@ -1,4 +1,4 @@
-"""Weights that are replaced while requests run, and memory that is given back and had again."""
+"""Weights replaced while requests run, and memory freed and allocated again."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ FILES = ("tokenizer.json", "tokenizer_config.json", "generation_config.json")
 
 
 def save(folder: Path, scale: float) -> Path:
-    """The embedded model in float32, one tensor of it scaled."""
+    """Write the embedded model in float32 with one tensor scaled; return the folder."""
     folder.mkdir()
     model, _ = load_model(DEMO_FOLDER)
     config = json.loads((DEMO_FOLDER / "config.json").read_text())
@@ -68,7 +68,7 @@ def started(folders: dict[float, Path]) -> Iterator[AsyncEngine]:
 
 @pytest.fixture
 async def engine(started: AsyncEngine, folders: dict[float, Path]) -> AsyncEngine:
-    """An engine with the first weights."""
+    """Return an engine with the first weights."""
     await started.control.update_weights_from_folder(str(folders[1.0]), version=DEFAULT_VERSION)
     return started
 
@@ -78,8 +78,8 @@ def tensor_of(folder: Path, name: str) -> np.ndarray:
     return np.array(loaded[name])
 
 
-def differ(one: Sample, other: Sample) -> bool:
-    return not is_same(one, other)
+def differ(sample: Sample, other: Sample) -> bool:
+    return not is_same(sample, other)
 
 
 async def test_an_update_is_a_fresh_server_with_those_weights(

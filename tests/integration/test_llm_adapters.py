@@ -24,7 +24,7 @@ LORA = {"rank": 4, "scale": 2.0, "dropout": 0.0}
 
 
 def adapted(seed: int) -> nn.Module:
-    """The embedded model with a random LoRA, by mlx_lm."""
+    """Return the embedded model with a random LoRA, made by mlx_lm."""
     model, _ = utils.load_model(DEMO_FOLDER)
     model = utils.dequantize_model(model)
     model.set_dtype(mx.float32)
@@ -56,7 +56,8 @@ def expected_logprobs(model: nn.Module) -> np.ndarray:
 def scored(llm: LLM, adapter: Any = None, num_prompts: int = 1) -> list[np.ndarray]:
     outputs = llm.generate([PROMPT] * num_prompts, SCORED, adapter=adapter)
     return [
-        np.array([one.logprob for one in output.prompt_logprobs or () if one]) for output in outputs
+        np.array([entry.logprob for entry in output.prompt_logprobs or () if entry])
+        for output in outputs
     ]
 
 
@@ -75,8 +76,8 @@ def test_each_prompt_has_the_adapter_it_names(llm: LLM, tmp_path: Path) -> None:
     first, second = (expected_logprobs(models[name]) for name in ("one", "two"))
     assert np.abs(first - second).max() > 0.1
     assert np.abs(first - base).max() > 0.1
-    for found, expected in zip(mixed, (second, base, first, second), strict=True):
-        np.testing.assert_allclose(found, expected, atol=1e-4)
+    for actual, expected in zip(mixed, (second, base, first, second), strict=True):
+        np.testing.assert_allclose(actual, expected, atol=1e-4)
     np.testing.assert_allclose(scored(llm, "one", 2), [first, first], atol=1e-4)
 
 

@@ -1,4 +1,4 @@
-"""Whatever is wrong with a model's files, loading it fails with one line that names the model."""
+"""Loading a model with wrong files fails with one line that names the model."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from mlx_parallm.worker.worker import Worker
 
 
 def changed(folder: Path, source: Path, file: str, key: str, value: Any) -> Path:
-    """A copy of a model of which one field has another value."""
+    """Copy a model with another value of one field; return the folder."""
     shutil.copytree(source, folder)
     content = json.loads((folder / file).read_text())
     content[key] = value
@@ -92,7 +92,7 @@ def test_serve_ends_with_one_line(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "mlx_parallm", "serve", "--model", str(folder), "--port", "0"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 1
-    (line,) = [one for one in done.stderr.splitlines() if "Loading" not in one]
+    (line,) = [text for text in done.stderr.splitlines() if "Loading" not in text]
     assert line.startswith(f"mlx_parallm serve: {folder} ")
     assert "attention_bias" in line
 

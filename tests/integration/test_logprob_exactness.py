@@ -1,4 +1,4 @@
-"""Log-probabilities told while sampling equal those of the same tokens scored as a prompt."""
+"""Log-probabilities of sampled tokens equal those of the same tokens scored as a prompt."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.compiled_attention import AheadAttention, CompiledAttention
 from tests.integration.test_parity_generate import Session, random_prompt, shared_runner
 
 TOLERANCE = 1e-4
-# Longer than a step's budget, so that it is computed in chunks.
+# The prompt is longer than a step's budget, so it is computed in chunks.
 PROMPT = random_prompt(21)
 N = 3
 REQUESTS: dict[str, dict[str, Any]] = {
@@ -29,7 +29,7 @@ REQUESTS: dict[str, dict[str, Any]] = {
     "again": {"seed": 9, "temperature": 1.0},
     "processed": {"seed": 2, "temperature": 1.0, "logprobs_mode": PROCESSED_LOGPROBS},
     "greedy": {"logprobs_mode": PROCESSED_LOGPROBS},
-    # What changes the choice does not change the model's own numbers.
+    # Settings of the draw do not change the model's own log-probabilities.
     "changed": {
         "seed": 5,
         "temperature": 0.7,
@@ -44,9 +44,9 @@ REQUESTS: dict[str, dict[str, Any]] = {
 def scores(
     name: str, backend: type[ReferenceAttention], texts: list[tuple[int, ...]]
 ) -> list[tuple[TokenLogprob | None, ...]]:
-    """The prompt's log-probabilities of each text, all in one batch, in other chunks."""
+    """Return the prompt log-probabilities of each text, all in one batch, in other chunks."""
     session = Session(shared_runner(name, backend), budget=17)
-    found: dict[str, tuple[TokenLogprob | None, ...]] = {}
+    results: dict[str, tuple[TokenLogprob | None, ...]] = {}
     for number, text in enumerate(texts):
         session.add(str(number), text, prompt_logprobs=0, max_tokens=0)
     while session.scheduler.has_work():
@@ -55,12 +55,12 @@ def scores(
         for update in session.scheduler.update(batch, session.runner.run(batch)):
             if update.prompt is not None:
                 assert update.prompt.prompt_logprobs is not None
-                found[update.request_id] = update.prompt.prompt_logprobs
-    return [found[str(number)] for number in range(len(texts))]
+                results[update.request_id] = update.prompt.prompt_logprobs
+    return [results[str(number)] for number in range(len(texts))]
 
 
 def assert_exact(name: str, backend: type[ReferenceAttention], session: Session) -> None:
-    """Every sample's numbers are those of its tokens behind the prompt."""
+    """Check that every sample's log-probabilities are those of its tokens after the prompt."""
     samples = [session.result(request, index) for request, index in session.tokens]
     texts = [(*PROMPT, *sample.tokens) for sample in samples]
     for sample, scored in zip(samples, scores(name, backend, texts), strict=True):
@@ -119,17 +119,17 @@ def test_the_engines_mode_is_that_of_requests_that_name_none() -> None:
     end_id = llm.tokenizer.token_id("</think>")
     assert end_id is not None
     budget = ThinkingBudget(tokens=0, end_id=end_id, is_open=True)
-    asked: dict[str, Any] = {"max_tokens": 1, "seed": 1, "entropy": True, "logprobs": -1}
+    options: dict[str, Any] = {"max_tokens": 1, "seed": 1, "entropy": True, "logprobs": -1}
     params = [
-        SamplingParams(allowed_token_ids=(9,), **asked),
-        SamplingParams(thinking_budget=budget, **asked),
-        SamplingParams(allowed_token_ids=(9,), logprobs_mode=RAW_LOGPROBS, **asked),
+        SamplingParams(allowed_token_ids=(9,), **options),
+        SamplingParams(thinking_budget=budget, **options),
+        SamplingParams(allowed_token_ids=(9,), logprobs_mode=RAW_LOGPROBS, **options),
     ]
-    found = [output.outputs[0].logprobs[0] for output in llm.generate(["Once"] * 3, params)]
-    for entry, token in zip(found, (9, end_id), strict=False):
+    entries = [output.outputs[0].logprobs[0] for output in llm.generate(["Once"] * 3, params)]
+    for entry, token in zip(entries, (9, end_id), strict=False):
         assert entry.top == ((token, 0.0),)
         assert (entry.token_id, entry.logprob, entry.entropy) == (token, 0.0, 0.0)
-    entry = found[2]
+    entry = entries[2]
     assert entry.logprob < 0
     assert len(entry.top) > 1000
     total = sum(math.exp(value) for _, value in entry.top)

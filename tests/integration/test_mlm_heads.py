@@ -1,4 +1,4 @@
-"""Heads of masked LMs cost what their masks and words cost, whatever the text's length."""
+"""Heads of masked LMs cost what their masks and words cost, independent of the text's length."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_logits_of_some_ids_are_those_of_all(name: str, quantised: bool, tmp_pat
 
 
 class CountedHead:
-    """A masked LM whose head notes what it was given, and what it gave."""
+    """A masked LM whose head records its inputs and outputs."""
 
     def __init__(self, model: Any) -> None:
         self._model = model
@@ -72,8 +72,8 @@ def test_the_head_is_evaluated_at_masks_alone(length: int, tmp_path: Path) -> No
     results = heads.run(inputs, hidden, mx.ones(hidden.shape[:2], mx.bool_))
     assert sorted(counted.shapes) == [((1, 32), (1, 99)), ((1, 32), (1, 99)), ((3, 32), (3, 3))]
     runner = EncoderRunner(loaded, VectorSpec())
-    for one, result in zip(inputs, results, strict=True):
-        np.testing.assert_allclose(runner.run([one])[0], result, atol=1e-4)
+    for item, result in zip(inputs, results, strict=True):
+        np.testing.assert_allclose(runner.run([item])[0], result, atol=1e-4)
     every = np.array(loaded.model.mlm_logits(hidden[0, 2:3]))
     np.testing.assert_allclose(results[1], every[:, [8, 7, 8]], atol=1e-4)
 
@@ -88,24 +88,24 @@ class GivenLogits:
 
 def test_only_the_likeliest_leave_the_device() -> None:
     heads = EncoderHeads(GivenLogits(), VectorSpec())
-    # Many equal ones: the lower ids are kept, and come first.
+    # Among many equal logits the lower ids are kept, and come first.
     logits = np.random.RandomState(5).randint(0, 9, (2, 3, 50)).astype(np.float32)
     inputs = [
         EncodeInput((5, 6, 7), "mlm_top", places=(0, 2), top_k=4),
         EncodeInput((5, 6, 7), "mlm_top", places=(1,), top_k=50),
     ]
-    found = heads.run(inputs, mx.array(logits), mx.ones((2, 3), mx.bool_))
-    results = [np.array(one) for one in found]
+    lazy = heads.run(inputs, mx.array(logits), mx.ones((2, 3), mx.bool_))
+    results = [np.array(array) for array in lazy]
     for row, result in enumerate(results):
         # The other input's number is another one.
         (alone,) = heads.run([inputs[row]], mx.array(logits[[row]]), mx.ones((1, 3), mx.bool_))
         np.testing.assert_array_equal(np.array(alone)[:, 0], result[:, 0])
-    assert [one.shape for one in results] == [(2, 2, 4), (1, 2, 50)]
-    for one, result, own in zip(inputs, results, logits, strict=True):
-        for place, (ids, logprobs) in zip(one.places, result, strict=True):
+    assert [result.shape for result in results] == [(2, 2, 4), (1, 2, 50)]
+    for item, result, own in zip(inputs, results, logits, strict=True):
+        for place, (ids, logprobs) in zip(item.places, result, strict=True):
             row = own[place].astype(np.float64)
             wanted = np.argsort(-row, kind="stable")
-            assert ids.tolist() == wanted[: one.top_k].tolist()
+            assert ids.tolist() == wanted[: item.top_k].tolist()
             shares = row - np.log(np.exp(row).sum())
             np.testing.assert_allclose(logprobs, shares[ids.astype(int)], atol=1e-5)
 
@@ -115,11 +115,11 @@ def test_only_the_likeliest_leave_the_device() -> None:
     "table", [nn.Embedding(50_000, 32), nn.Linear(32, 50_000)], ids=["words", "layer"]
 )
 def test_rows_that_are_not_wanted_are_not_computed(table: nn.Module, quantised: bool) -> None:
-    one: Any = table.to_quantized(32, 8) if quantised else table
+    layer: Any = table.to_quantized(32, 8) if quantised else table
     hidden, ids = mx.ones((64, 32)), mx.array([1, 49_999])
-    mx.eval(one.parameters(), hidden, ids)
+    mx.eval(layer.parameters(), hidden, ids)
     before = mx.get_active_memory()
     mx.reset_peak_memory()
-    mx.eval(table_logits(one, hidden, ids))
-    # All logits are 12.8 million bytes, and the table 6.4.
+    mx.eval(table_logits(layer, hidden, ids))
+    # All logits would be 12.8 million bytes; the table is 6.4.
     assert mx.get_peak_memory() - before < 1e6

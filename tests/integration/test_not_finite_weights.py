@@ -1,4 +1,4 @@
-"""Weights that are NaN or infinite are refused when a model is loaded, with the tensor's name."""
+"""Weights that are NaN or infinite are refused at load, with the tensor's name."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ LAYER = "model.layers.3.self_attn.q_proj"
 
 
 def broken_copy(folder: Path, source: Path, name: str, value: float) -> Path:
-    """A model whose tensor ``name`` has one ``value``."""
+    """Copy a model and set a ``value`` in its tensor ``name``; return the folder."""
     shutil.copytree(source, folder)
     file = folder / "model.safetensors"
     weights: Any = dict(mx.load(str(file)))
@@ -60,14 +60,14 @@ def test_an_encoder_is_refused(tmp_path: Path) -> None:
     assert name in weights
     weights[name] = mx.full(weights[name].shape, float("nan"))
     folder = write_encoder(tmp_path, golden["config"], weights)
-    for load in (load_encoder, lambda one: load_encoder_runner(one, "auto", VectorSpec())):
+    for load in (load_encoder, lambda folder: load_encoder_runner(folder, "auto", VectorSpec())):
         with pytest.raises(ModelLoadError, match=r"NaN or infinite: .*1.*bias\.$"):
             load(folder)
 
 
 def test_a_decoder_that_is_read_is_refused(tmp_path: Path) -> None:
     good = write_decoder_embedder(tmp_path)
-    name = next(one for one in mx.load(str(good / "model.safetensors")) if "o_proj" in one)
+    name = next(key for key in mx.load(str(good / "model.safetensors")) if "o_proj" in key)
     folder = broken_copy(good / "broken", good, name, float("inf"))
     config = ModelConfig(path=str(folder))
     pending = open_runner(pooling_spec(config, folder, tokenizer_of(config, folder)))
@@ -105,7 +105,7 @@ def test_every_finite_number_is_accepted_and_no_other(dtype: mx.Dtype) -> None:
     broken = {name: mx.full((3, 3), value, dtype) for name, value in broken_values().items()}
     broken["both"] = mx.array([float("inf"), float("-inf")], dtype)
     broken["beside"] = mx.array([largest, -0.0, float("-inf")], dtype)
-    # The sign of a NaN says nothing.
+    # A NaN may have either sign.
     broken["signed"] = -broken["nan"]
     assert not_finite(arrays | broken) == sorted(broken)
 

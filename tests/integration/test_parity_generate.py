@@ -1,4 +1,4 @@
-"""The runner, driven by the real scheduler, against mlx_lm's own generation, each prompt alone."""
+"""The runner with the real scheduler, against mlx_lm's generation of each prompt alone."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ BLOCK_SIZE = 4
 
 @dataclass(frozen=True)
 class Generated:
-    """A sample's tokens and their log-probabilities, and what was cached."""
+    """A sample's tokens with their log-probabilities, and its cached tokens."""
 
     tokens: list[int]
     logprobs: list[float]
@@ -100,7 +100,7 @@ def shared_runner(name: str, backend: type[ReferenceAttention] = ReferenceAttent
 
 @cache
 def alone(name: str, prompt: tuple[int, ...]) -> Generated:
-    """What mlx_lm generates for one prompt."""
+    """Return mlx_lm's greedy tokens for one prompt."""
     tokens, logprobs = [], []
     steps = generate_step(mx.array(prompt), loaded_model(name).model, max_tokens=NEW_TOKENS)
     for token, row in steps:
@@ -137,9 +137,9 @@ class Session:
         self.in_flight: tuple[ScheduledBatch, StepInFlight] | None = None
 
     def add(self, name: str, prompt: tuple[int, ...], *, seed: int = 0, **params: Any) -> None:
-        asked = {"temperature": 0.0, "max_tokens": NEW_TOKENS, "logprobs": 0, **params}
+        options = {"temperature": 0.0, "max_tokens": NEW_TOKENS, "logprobs": 0, **params}
         request = GenerateRequest(
-            request_id=name, model="m", prompt_ids=prompt, params=SamplingParams(**asked)
+            request_id=name, model="m", prompt_ids=prompt, params=SamplingParams(**options)
         )
         self.scheduler.add(request, seed=seed, end_ids=frozenset())
 
@@ -177,9 +177,9 @@ def random_prompt(length: int, seed: int = 0) -> tuple[int, ...]:
     return tuple(source.randrange(120) for _ in range(length))
 
 
-def assert_same(found: Generated, wanted: Generated) -> None:
-    assert found.tokens == wanted.tokens
-    assert found.logprobs == pytest.approx(wanted.logprobs, abs=1e-4)
+def assert_same(actual: Generated, wanted: Generated) -> None:
+    assert actual.tokens == wanted.tokens
+    assert actual.logprobs == pytest.approx(wanted.logprobs, abs=1e-4)
 
 
 @pytest.mark.parametrize("name", PATHS)
@@ -195,7 +195,7 @@ def test_ragged_prompts_joining_midway_in_chunks_equal_each_alone(name: str) -> 
 
 
 def test_steps_with_prompts_have_few_numbers_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those are what the attention backend asks for; what stands in for rows is not a number."""
+    """Check that row counts are the buckets that the backend asks for; padding rows hold NaN."""
     runner = shared_runner("llama", CompiledAttention)
     prompts = {f"r{length}": random_prompt(length, seed=length) for length in (3, 7, 29)}
     norm, rows = loaded_model("llama").model.model.norm, []
@@ -247,7 +247,7 @@ def test_steps_that_run_ahead_give_the_same(name: str, attention: type[AheadAtte
         session.add(request_id, prompt)
         session.step()
     session.finish()
-    # Too few blocks for all: some are preempted while a step is in flight.
+    # With too few blocks for all, some are preempted while a step is in flight.
     crowd = {f"r{index}": random_prompt(14, seed=index) for index in range(4)}
     crowded = Session(runner, num_blocks=16, budget=64)
     for request_id, prompt in crowd.items():
@@ -284,16 +284,16 @@ def test_penalties_know_tokens_that_are_pending(temperature: float) -> None:
     results = []
     for backend in (ReferenceAttention, AheadAttention):
         session = Session(shared_runner("llama", backend))
-        asked = {"temperature": temperature, "seed": 3, "max_tokens": 24}
-        session.add("plain", random_prompt(9), **asked)
-        session.add("count", random_prompt(9), frequency_penalty=2.0, **asked)
-        session.add("seen", random_prompt(9), presence_penalty=2.0, **asked)
-        session.add("again", random_prompt(9), repetition_penalty=9.0, **asked)
-        session.add("least", random_prompt(9), min_tokens=5, stop_token_ids=(13, 23), **asked)
+        options = {"temperature": temperature, "seed": 3, "max_tokens": 24}
+        session.add("plain", random_prompt(9), **options)
+        session.add("count", random_prompt(9), frequency_penalty=2.0, **options)
+        session.add("seen", random_prompt(9), presence_penalty=2.0, **options)
+        session.add("again", random_prompt(9), repetition_penalty=9.0, **options)
+        session.add("least", random_prompt(9), min_tokens=5, stop_token_ids=(13, 23), **options)
         session.finish()
         results.append([session.result(name) for name in session.cached])
-    for found, wanted in zip(*results, strict=True):
-        assert_same(found, wanted)
+    for actual, wanted in zip(*results, strict=True):
+        assert_same(actual, wanted)
     plain, *changed = results[0]
     assert all(result.tokens != plain.tokens for result in changed), "a parameter changes nothing"
 
@@ -387,8 +387,8 @@ def test_prompt_logprobs_are_the_models_own(name: str) -> None:
         assert batch is not None
         output = session.runner.run(batch)
         session.scheduler.update(batch, output)
-        for found in output.prompt_logprobs.values():
-            entries += found
+        for scored in output.prompt_logprobs.values():
+            entries += scored
     assert [entry.token_id for entry in entries] == list(prompt[1:])
     for position, entry in enumerate(entries):
         assert entry.logprob == pytest.approx(

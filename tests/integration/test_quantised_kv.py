@@ -1,4 +1,4 @@
-"""Models that keep their KV in 8 or 4 bits, from the setting to the answers."""
+"""Models with KV in 8 or 4 bits, from the setting to the answers."""
 
 from __future__ import annotations
 
@@ -47,26 +47,26 @@ POOL_BYTES = 1 << 22
 
 
 class RoundedKVCache(KVCache):
-    """mlx_lm's cache, but keys and values are quantised and read back on their way in."""
+    """mlx_lm's cache, with keys and values quantised and dequantised as they come in."""
 
     def __init__(self, kv_cache_dtype: str) -> None:
         super().__init__()
-        self._one = quantisation_of(kv_cache_dtype)
+        self._scheme = quantisation_of(kv_cache_dtype)
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        assert self._one is not None
+        assert self._scheme is not None
         rounded = [
-            dequantise(*quantise(one, self._one), self._one, one.shape[-1], one.dtype)
-            for one in (keys, values)
+            dequantise(*quantise(array, self._scheme), self._scheme, array.shape[-1], array.dtype)
+            for array in (keys, values)
         ]
         return super().update_and_fetch(*rounded)
 
 
 @cache
 def quantised_runner(name: str, kv_cache_dtype: str) -> ModelRunner:
-    one = quantisation_of(kv_cache_dtype)
-    assert one is not None
-    return runner_of(loaded_model(name), QuantisedReferenceAttention(BLOCK_SIZE, one))
+    scheme = quantisation_of(kv_cache_dtype)
+    assert scheme is not None
+    return runner_of(loaded_model(name), QuantisedReferenceAttention(BLOCK_SIZE, scheme))
 
 
 def runner_of(loaded: Any, attention: QuantisedReferenceAttention) -> ModelRunner:
@@ -97,20 +97,20 @@ def test_a_batch_says_what_a_stock_model_does_with_keys_and_values_rounded_alike
         session.step()
     session.finish()
     for request_id, prompt in prompts.items():
-        found = session.result(request_id)
-        tokens = [*prompt, *found.tokens[:-1]]
+        actual = session.result(request_id)
+        tokens = [*prompt, *actual.tokens[:-1]]
         caches = [RoundedKVCache(kv_cache_dtype) for _ in model.layers]
-        # Token by token, so that both have written what they read.
+        # Tokens are scored one by one, so that both runs have written what they read.
         logits = [model(mx.array([[token]]), cache=caches)[0, -1] for token in tokens]
         wanted, exact = (
             [
                 (row - mx.logsumexp(row))[token].item()
-                for row, token in zip(rows[len(prompt) - 1 :], found.tokens, strict=True)
+                for row, token in zip(rows[len(prompt) - 1 :], actual.tokens, strict=True)
             ]
             for rows in (logits, list(model(mx.array([tokens]))[0]))
         )
-        assert found.logprobs == pytest.approx(wanted, abs=most)
-        assert found.logprobs != pytest.approx(exact, abs=most), "nothing was quantised"
+        assert actual.logprobs == pytest.approx(wanted, abs=most)
+        assert actual.logprobs != pytest.approx(exact, abs=most), "nothing was quantised"
 
 
 @pytest.mark.parametrize("name", ["llama", "deepseek_v3", "gpt_oss"])
@@ -126,16 +126,16 @@ def test_samples_and_later_requests_read_the_blocks_of_a_prompt(name: str) -> No
         assert_same(other, first)
     hit = session.result("hit")
     assert hit.cached == 12
-    # The rest of the prompt runs in other shapes: here and there a value goes to the next level.
+    # The rest of the prompt runs in other shapes, so some values round to the next level.
     assert hit.logprobs == pytest.approx(first.logprobs[:1], abs=2e-2)
 
 
 def test_a_model_with_caches_of_its_own_is_refused() -> None:
-    one = quantisation_of("int8")
-    assert one is not None
+    scheme = quantisation_of("int8")
+    assert scheme is not None
     loaded = loaded_model("llama")
     layouts = probe_layout(loaded.model)
-    attention = QuantisedReferenceAttention(BLOCK_SIZE, one)
+    attention = QuantisedReferenceAttention(BLOCK_SIZE, scheme)
     plan = plan_kv(layouts, loaded.config, CacheConfig(), SchedulerConfig(), 96, attention)
     with pytest.raises(ConfigError, match=r"kv_cache_dtype must be auto: .*caches of its own"):
         ModelRunner(loaded, (OpaqueLayout("SomeCache"),) * len(layouts), plan, 96, attention)
@@ -145,11 +145,11 @@ def test_values_beyond_the_scales_are_refused_at_load() -> None:
     model, config = build_model("llama")
     for layer in model.layers:
         layer.self_attn.v_proj.weight = layer.self_attn.v_proj.weight * 1e8
-    one = quantisation_of("int8")
-    assert one is not None
+    scheme = quantisation_of("int8")
+    assert scheme is not None
     loaded = replace(loaded_model("llama"), model=model, config=config)
     with pytest.raises(ConfigError, match=r"kv_cache_dtype must be auto .*too large"):
-        runner_of(loaded, QuantisedReferenceAttention(BLOCK_SIZE, one))
+        runner_of(loaded, QuantisedReferenceAttention(BLOCK_SIZE, scheme))
 
 
 @pytest.mark.parametrize("kv_cache_dtype", ["int8", "int4"])
@@ -160,7 +160,7 @@ def test_the_setting_reaches_the_pool(kv_cache_dtype: str) -> None:
     assert output.outputs[0].text.endswith("17 + 25 = 42")
     info = llm._model.info
     assert info.kv_cache_dtype == kv_cache_dtype
-    # Keys and values of 64 in 2 heads of 6 layers, a step and a least value for each.
+    # KV is 2 heads of 64 in 6 layers, with a step and a least value for each.
     token_bytes = {"int8": 64 + 4, "int4": 32 + 4}[kv_cache_dtype] * 2 * 2 * 6
     assert info.num_blocks == POOL_BYTES // (token_bytes * info.block_size)
     assert info.kv_bytes == info.num_blocks * token_bytes * info.block_size

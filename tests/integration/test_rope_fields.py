@@ -1,4 +1,4 @@
-"""Configs as transformers 5 writes them: RoPE's base is the model's own."""
+"""Configs as transformers 5 writes them keep the model's RoPE base."""
 
 from __future__ import annotations
 
@@ -58,5 +58,5 @@ def test_they_mean_what_older_ones_do(tmp_path: Path, rope: dict[str, Any]) -> N
     config = ModelConfig(dtype="float32")
     for folder in (older, newer):
         assert mx.allclose(logits(load_model(config, folder).model), wanted, atol=1e-5)
-    # Alone, mlx_lm takes another base; if it learns to read them, this is not needed any more.
+    # mlx_lm alone takes another base; once it reads these fields, the conversion can go.
     assert not mx.allclose(logits(mlx_lm_utils.load_model(newer)[0]), wanted, atol=1e-3)

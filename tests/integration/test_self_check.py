@@ -1,4 +1,4 @@
-"""What the check of a path takes for rounding, and what not."""
+"""The differences that the check of a path accepts as rounding, and those it refuses."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ LOUD = 7  # the token whose logit is far from all others
 
 @pytest.fixture(scope="module")
 def model() -> Any:
-    """Its head adds -200 to one token's logit: in bfloat16 numbers there lie 1 apart."""
+    """Return a model whose head adds -200 to one logit, where bfloat16 numbers are 1 apart."""
     mx.random.seed(3)
     args = qwen3.ModelArgs(
         model_type="qwen3",
@@ -46,19 +46,19 @@ def model() -> Any:
 
 
 class PerturbedPath:
-    """Tells what the stock model says, with one token's logit moved."""
+    """Returns the stock model's log-probabilities, with one token's moved."""
 
     def __init__(self, texts: list[CheckedText], token: int, by: float) -> None:
         self.texts, self.token, self.by = texts, token, by
 
     def logits(self, sequences: Any, tokens: mx.array, rows: Any) -> mx.array:
-        found = mx.stack(
+        actual = mx.stack(
             [
-                self.texts[one.seq_id].logprobs[one.start + len(one.token_ids) - 1]
-                for one in sequences
+                self.texts[sequence.seq_id].logprobs[sequence.start + len(sequence.token_ids) - 1]
+                for sequence in sequences
             ]
         )
-        return found + self.by * (mx.arange(VOCAB) == self.token)
+        return actual + self.by * (mx.arange(VOCAB) == self.token)
 
     def arrays(self) -> list[mx.array]:
         return []
@@ -80,6 +80,6 @@ def test_large_logits_are_rounded_by_more(model: Any, token: int, by: float, agr
     assert logprobs[:, LOUD].max() < -190
     assert np.sort(logprobs, axis=1)[:, 1].min() > -30
     path: Any = PerturbedPath(texts, token, by)
-    _, error, found = check_path(path, texts, 16, "bfloat16")
+    _, error, is_accepted = check_path(path, texts, 16, "bfloat16")
     assert error is None
-    assert found == agrees
+    assert is_accepted == agrees

@@ -1,4 +1,4 @@
-"""The protocol of served models: one suite over every kind, a third one among them."""
+"""The protocol of served models: one suite for every kind, a third one among them."""
 
 from __future__ import annotations
 
@@ -42,14 +42,14 @@ SUM_BYTES = 1000
 
 @dataclass(frozen=True)
 class Case:
-    """How the models of one kind are asked.
+    """How the suite uses the models of one kind.
 
     Attributes:
-        traits: of the kind.
-        request: makes a request by its id and model.
-        wrong: makes one that the model refuses.
-        read: returns what a reader was sent, in a form that can be compared.
-        counter: a sample of the metrics that counts what was computed.
+        traits: the kind's traits.
+        request: makes a request from an id and a model.
+        wrong: makes a request that the model refuses.
+        read: returns a reader's events in a comparable form.
+        counter: a sample of the metrics that counts the computed work.
     """
 
     traits: KindTraits
@@ -65,15 +65,15 @@ def generate(request_id: str, model: str, prompt: tuple[int, ...] = (1, 2, 3)) -
 
 
 async def tokens_of(reader: Any) -> list[int]:
-    found: list[int] = []
+    tokens: list[int] = []
     async for event in reader:
         if isinstance(event, ErrorEvent):
             raise event.error
         if isinstance(event, TokenEvent):
-            found += event.token_ids
+            tokens += event.token_ids
             if event.finish_reason is FinishReason.ABORT:
                 raise RequestAbortedError("It was cancelled.")
-    return found
+    return tokens
 
 
 def embed(request_id: str, model: str) -> EncodeRequest:
@@ -81,7 +81,7 @@ def embed(request_id: str, model: str) -> EncodeRequest:
 
 
 async def vectors_of(reader: Any) -> list[list[float]]:
-    return [one.tolist() for one in await reader.results()]
+    return [result.tolist() for result in await reader.results()]
 
 
 def add(request_id: str, model: str) -> SumRequest:
@@ -158,8 +158,8 @@ async def answer(core: EngineCore, case: Case, request_id: str, model: str) -> A
 
 async def test_two_models_answer_at_once_and_alike(core: EngineCore, case: Case) -> None:
     names = [(f"{number}", "ab"[number % 2]) for number in range(16)]
-    answers = await asyncio.gather(*(answer(core, case, *one) for one in names))
-    assert all(one == answers[0] for one in answers)
+    answers = await asyncio.gather(*(answer(core, case, *arguments) for arguments in names))
+    assert all(result == answers[0] for result in answers)
     assert answers[0]
     assert (await core.load()).num_requests == 0
 
@@ -228,16 +228,16 @@ async def test_metrics_and_memory_are_told(core: EngineCore, case: Case) -> None
 async def test_models_are_loaded_and_unloaded_or_that_is_refused(
     core: EngineCore, case: Case, folder: Path
 ) -> None:
-    asked = ModelLoad(model=str(folder), names=("c",))
+    third = ModelLoad(model=str(folder), names=("c",))
     if not case.traits.loads_later:
         with pytest.raises(InvalidRequestError) as load:
-            await core.load_model(asked)
+            await core.load_model(third)
         with pytest.raises(InvalidRequestError) as unload:
             await core.unload_model("a")
         assert (load.value.param, unload.value.param) == ("model", "model")
-        assert [one.names for one in core.statuses()] == [("a",), ("b",)]
+        assert [status.names for status in core.statuses()] == [("a",), ("b",)]
         return
-    assert (await core.load_model(asked)).state is ModelState.LOADED
+    assert (await core.load_model(third)).state is ModelState.LOADED
     assert await answer(core, case, "x", "c") == await answer(core, case, "y", "a")
     await core.unload_model("a")
     with pytest.raises(ModelNotFoundError):
@@ -247,10 +247,10 @@ async def test_models_are_loaded_and_unloaded_or_that_is_refused(
 
 
 async def test_what_does_not_fit_is_evicted_and_comes_back(case: Case, folder: Path) -> None:
-    one = started(folder, "a")
-    (alone,) = (await one.memory()).values()
-    expected = await answer(one, case, "x", "a")
-    one.stop()
+    model = started(folder, "a")
+    (alone,) = (await model.memory()).values()
+    expected = await answer(model, case, "x", "a")
+    model.stop()
     core = started(folder, "ab", max_bytes=int(1.5 * alone.weights))
     for number in range(6):
         assert await answer(core, case, str(number), "ab"[number % 2]) == expected
@@ -286,7 +286,7 @@ async def test_weights_change_or_that_is_refused(
 
 
 class Collected:
-    """Takes the events of a request on the engine thread."""
+    """Collects the events of a request on the engine thread."""
 
     num_samples, is_overfull = 0, False
 
@@ -321,5 +321,5 @@ async def test_the_core_is_its_own_client(core: EngineCore, case: Case) -> None:
     )
     assert refusal is None
     await reader.done.wait()
-    assert not any(isinstance(one, ErrorEvent) for one in reader.events)
+    assert not any(isinstance(event, ErrorEvent) for event in reader.events)
     assert (await core.load()).num_requests == 0

@@ -1,4 +1,4 @@
-"""With proposals every sequence gets the tokens it gets without them."""
+"""With proposals, every sequence gets the tokens it gets without them."""
 
 from __future__ import annotations
 
@@ -50,12 +50,12 @@ def generate(
     backend: Any = ReferenceAttention,
     runner: ModelRunner | None = None,
 ) -> tuple[dict[str, Generated], Session]:
-    """Different kinds of requests that join midway, in a pool too small for all."""
+    """Run requests of different kinds that join midway, in a pool too small for all."""
     runner = runner or shared_runner(name, backend)
     session = Session(runner, num_blocks=40, speculative=speculative)
-    # Prompts that repeat themselves: something is proposed at once.
+    # The prompts repeat themselves, so something is proposed at once.
     prompts = {f"r{size}": random_prompt(size) * 3 for size in (1, 4, 9)}
-    asked: list[dict[str, Any]] = [
+    options: list[dict[str, Any]] = [
         {},
         {"logprobs": 2},
         {"temperature": 1.0, "top_k": 3, "seed": 3},
@@ -65,15 +65,15 @@ def generate(
     ]
     results: dict[str, Generated] = {}
     names = []
-    for number, params in enumerate(asked):
+    for number, params in enumerate(options):
         for request_id, prompt in prompts.items():
             names.append(f"{request_id}-{number}")
             session.add(names[-1], prompt, **{"max_tokens": 20, **params})
         session.step()
     session.finish()
-    for one in names:
-        for index in range(2 if one.endswith("-5") else 1):
-            results[f"{one}/{index}"] = session.result(one, index)
+    for name in names:
+        for index in range(2 if name.endswith("-5") else 1):
+            results[f"{name}/{index}"] = session.result(name, index)
     return results, session
 
 
@@ -81,10 +81,10 @@ def generate(
 @pytest.mark.parametrize("backend", [ReferenceAttention, AheadAttention, CompiledAttention])
 def test_every_kind_of_request_gets_the_same_tokens(name: str, backend: Any) -> None:
     wanted, _ = generate(name, None, backend)
-    found, session = generate(name, NGRAM, backend)
+    actual, session = generate(name, NGRAM, backend)
     for request, result in wanted.items():
-        assert found[request].tokens == result.tokens, request
-        assert_same(found[request], Generated(result.tokens, result.logprobs))
+        assert actual[request].tokens == result.tokens, request
+        assert_same(actual[request], Generated(result.tokens, result.logprobs))
     stats = session.scheduler.stats()
     assert stats.num_preemptions > 0
     assert stats.speculation.num_accepted_tokens > 8
@@ -94,7 +94,7 @@ def test_every_kind_of_request_gets_the_same_tokens(name: str, backend: Any) -> 
 def with_draft(
     name: str, backend: type[ReferenceAttention], *, noise: float, vocab: int
 ) -> ModelRunner:
-    """A model of the tests, with a copy of itself as draft model that is off by some noise."""
+    """Return a model of the tests, with a noisy copy of itself as draft model."""
     loaded = loaded_model(name)
     config = loaded.config | {"vocab_size": vocab}
     module = importlib.import_module("mlx_lm.models.llama")
@@ -126,13 +126,13 @@ def test_a_draft_model_changes_no_token(backend: Any, noise: float, larger: int)
     vocab = loaded_model("llama").config["vocab_size"] + larger
     runner = with_draft("llama", backend, noise=noise, vocab=vocab)
     config = SpeculativeConfig(method="draft_model", model="draft", disable_by_batch_size=8)
-    found, session = generate("llama", config, runner=runner)
+    actual, session = generate("llama", config, runner=runner)
     for request, result in wanted.items():
-        assert_same(found[request], Generated(result.tokens, result.logprobs))
+        assert_same(actual[request], Generated(result.tokens, result.logprobs))
     stats = session.scheduler.stats().speculation
     share = stats.num_accepted_tokens / stats.num_draft_tokens
     assert stats.num_drafts > 20
-    # An end may cut a draft of the model itself.
+    # The end of a text may cut a draft of the model itself.
     assert share > 0.9 if not noise else 0.1 < share < 1
 
 
@@ -168,10 +168,10 @@ def test_a_draft_model_shares_the_memory(plain: LLM) -> None:
     assert both._engine.info.weight_bytes == 2 * plain._engine.info.weight_bytes
     chats = [[{"role": "user", "content": text}] for text in TEXTS]
     params = SamplingParams(temperature=0.8, seed=2, max_tokens=40)
-    wanted, found = plain.chat(chats, params), both.chat(chats, params)
-    assert [shown(one) for one in found] == [shown(one) for one in wanted]
+    wanted, actual = plain.chat(chats, params), both.chat(chats, params)
+    assert [shown(output) for output in actual] == [shown(output) for output in wanted]
     stats = both._engine.stats.speculation
-    # Its own draft model is always right; an end cuts the last draft of a text.
+    # A draft model equal to the model is always right; only the end of a text cuts a draft.
     assert stats.accepted_per_position[0] >= stats.num_drafts - len(TEXTS)
 
 
@@ -189,7 +189,7 @@ def speculating() -> LLM:
 
 
 @pytest.mark.parametrize(
-    "asked",
+    "options",
     [
         {"temperature": 0},
         {"temperature": 0, "stop": ["fox j"], "logprobs": 1},
@@ -199,19 +199,25 @@ def speculating() -> LLM:
     ],
 )
 def test_texts_of_the_embedded_model_stay_the_same(
-    plain: LLM, speculating: LLM, asked: dict[str, Any]
+    plain: LLM, speculating: LLM, options: dict[str, Any]
 ) -> None:
-    params = SamplingParams(**{"max_tokens": 60, **asked})
+    params = SamplingParams(**{"max_tokens": 60, **options})
     chats = [[{"role": "user", "content": text}] for text in TEXTS]
-    wanted, found = plain.chat(chats, params), speculating.chat(chats, params)
-    for before, after in zip(wanted, found, strict=True):
+    wanted, actual = plain.chat(chats, params), speculating.chat(chats, params)
+    for before, after in zip(wanted, actual, strict=True):
         assert shown(after) == shown(before)
 
 
 def shown(output: RequestOutput) -> list[tuple[Any, ...]]:
     return [
-        (one.text, one.token_ids, one.finish_reason, one.stop_reason, len(one.logprobs))
-        for one in output.outputs
+        (
+            completion.text,
+            completion.token_ids,
+            completion.finish_reason,
+            completion.stop_reason,
+            len(completion.logprobs),
+        )
+        for completion in output.outputs
     ]
 
 

@@ -1,4 +1,4 @@
-"""Constrained samples on every kind of backend: valid, in any mix, and no one else's concern."""
+"""Constrained samples are valid on every backend, in any mix, and change no other sample."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ RANDOM = {"temperature": 1.0, "max_tokens": 250, "stop_token_ids": (END,)}
 
 
 def runner_of(name: str, backend: type[ReferenceAttention]) -> ModelRunner:
-    """A runner that knows no sequence: every scheduler counts them from 0."""
+    """Return a runner without sequences, because each scheduler counts them from 0."""
     runner = shared(name, backend)
     masks: Any = runner._grammars._masks
     masks.forget(list(masks._samples))
@@ -69,18 +69,18 @@ def grammar(spec: GrammarSpec, **more: Any) -> Grammar:
 
 
 def text(session: Session, name: str, index: int = 0) -> str:
-    """A sample's text; fails unless it ended by itself."""
+    """Return a sample's text; fail unless it ended by itself."""
     tokens = session.result(name, index).tokens
     assert tokens[-1] == END, text_of(tokens)
     return text_of(tokens[:-1])
 
 
-def check_json(found: str) -> None:
-    value = json.loads(found)
+def check_json(text: str) -> None:
+    value = json.loads(text)
     assert list(value) == ["a", "b"]
     assert len(value["a"]) <= 3
     assert len(value["b"]) <= 2
-    assert all(one in (1, None, "x") for one in value["b"])
+    assert all(item in (1, None, "x") for item in value["b"])
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -104,7 +104,7 @@ def test_a_mixed_batch_is_valid_and_leaves_free_rows_alone(name: str, backend: A
     assert re.fullmatch(REGEX, text(session, "regex"))
     assert_same(session.result("free"), alone.result("free"))
     masks: Any = runner._grammars._masks
-    # They are told with the next batch.
+    # The runner learns of ended sequences with the next batch.
     session.add("late", random_prompt(3))
     session.finish()
     assert len(masks) == 0
@@ -117,21 +117,23 @@ def test_samples_of_a_prompt_are_all_valid_and_different(backend: Any) -> None:
     session.add("r", random_prompt(9), grammar=of, n=6, frequency_penalty=0.3, **RANDOM)
     session.finish()
     texts = [text(session, "r", index) for index in range(6)]
-    for one in texts:
-        check_json(one)
+    for answer in texts:
+        check_json(answer)
     assert len(set(texts)) > 1
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_preempted_samples_go_on_where_they_were(backend: Any) -> None:
     of = grammar(specs.regex("[a-z]{40,60}"))
-    asked = {**RANDOM, "max_tokens": 80}
+    options = {**RANDOM, "max_tokens": 80}
     results = []
     for num_blocks in (512, 40):
         runner = runner_of("llama", backend)
         session = Session(runner, num_blocks=num_blocks, budget=64)
         for index in range(4):
-            session.add(f"r{index}", random_prompt(14, seed=index), grammar=of, seed=index, **asked)
+            session.add(
+                f"r{index}", random_prompt(14, seed=index), grammar=of, seed=index, **options
+            )
         session.finish()
         results.append([text(session, f"r{index}") for index in range(4)])
         assert (session.scheduler.stats().num_preemptions > 0) == (num_blocks == 40)
@@ -169,11 +171,11 @@ def test_min_tokens_do_not_keep_a_complete_answer_from_ending(backend: Any) -> N
 def test_reasoning_is_free_and_the_answer_is_not(backend: Any) -> None:
     session = Session(runner_of("llama", backend), num_blocks=512)
     of = grammar(specs.choice(["yes", "no"]), begins_after="</think>")
-    # A model of random weights closes its reasoning only if it is drawn to.
+    # The bias makes a model with random weights close its reasoning.
     session.add("r", random_prompt(9), grammar=of, logit_bias=((3, 1.0),), seed=1, **RANDOM)
     session.finish()
-    found = text(session, "r")
-    before, _, after = found.partition("</think>")
+    answer = text(session, "r")
+    before, _, after = answer.partition("</think>")
     assert before
     assert after in ("yes", "no")
 
@@ -199,8 +201,8 @@ def test_a_text_that_is_no_grammar_fails_its_own_request_only(backend: Any) -> N
                     session.tokens.setdefault(("good", 0), []).append(update.token)
     assert len(errors) == 1
     assert errors[0].startswith("bad: ")
-    found = [token.token_id for token in session.tokens["good", 0]]
-    assert re.fullmatch(REGEX, text_of(found[:-1]))
+    token_ids = [token.token_id for token in session.tokens["good", 0]]
+    assert re.fullmatch(REGEX, text_of(token_ids[:-1]))
 
 
 def test_constrained_samples_do_not_speculate_and_others_do() -> None:
@@ -226,8 +228,8 @@ def test_log_probabilities_are_the_models_own(backend: Any) -> None:
     of = grammar(specs.choice(["yes"]))
     session.add("r", random_prompt(9), grammar=of, **RANDOM)
     session.finish()
-    # There was no choice, and yet the model had others in mind.
-    assert all(one < -0.1 for one in session.result("r").logprobs)
+    # The grammar left no choice, although the model preferred other tokens.
+    assert all(logprob < -0.1 for logprob in session.result("r").logprobs)
 
 
 def test_offline_use_has_a_helper() -> None:

@@ -1,4 +1,4 @@
-"""The code has the types that it says, by pyright."""
+"""pyright accepts the code's types."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ BLOCK = 3
 
 
 def run(runner: ModelRunner, *, step_s: float = 0.0) -> int:
-    """Warm up with a clock that shows so much more whenever it is read; return how many steps."""
+    """Warm up with a clock that advances at every reading; return the number of steps."""
     now = 0.0
 
     def clock() -> float:
@@ -101,7 +101,7 @@ def test_steps_use_the_block_that_they_are_given_and_no_other(
     monkeypatch.setattr(runner, "run", record)
     count = run(runner)
     assert len(batches) == count
-    tables = [one.block_table for batch in batches for one in batch.sequences]
+    tables = [sequence.block_table for batch in batches for sequence in batch.sequences]
     assert {block for table in tables for block in table} == {BLOCK}
     assert len({len(table) for table in tables}) > 1
 
@@ -111,12 +111,12 @@ def test_steps_use_the_block_that_they_are_given_and_no_other(
 def test_the_configuration_says_so(
     monkeypatch: pytest.MonkeyPatch, stall_ms: float | None, *, warms_up: bool
 ) -> None:
-    """Whether steps run while the server is idle, and whether any may take long."""
-    asked: list[tuple[int, int]] = []
+    """Check that a setting decides on warming up, and another on bounding steps."""
+    shapes: list[tuple[int, int]] = []
     bounded: list[bool] = []
 
     def record(runner: ModelRunner, *, num_seqs: int, tokens: int, **others: Any) -> WarmUp:
-        asked.append((num_seqs, tokens))
+        shapes.append((num_seqs, tokens))
         return WarmUp(runner, num_seqs=num_seqs, tokens=tokens, **others)
 
     def choose(*args: Any, is_bounded: bool, chosen: str | None) -> BackendChoice:
@@ -128,5 +128,5 @@ def test_the_configuration_says_so(
     scheduler = SchedulerConfig(max_num_seqs=6, max_decode_stall_ms=stall_ms)
     config = EngineConfig(scheduler=scheduler, warm_up=warms_up)
     build_engines(config, MetricFamilies(), Worker(), lambda _text, _share: None)
-    assert asked == [(6, 1024)] * warms_up
+    assert shapes == [(6, 1024)] * warms_up
     assert bounded == [stall_ms is not None]

@@ -1,4 +1,4 @@
-"""The ops of a busy run give the same in another worker in another process."""
+"""The ops of a busy run give equal results in a worker of another process."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class BusyRun:
             models=tuple(
                 ModelConfig(path=str(path), served_names=(name,)) for name, path in folders.items()
             ),
-            # So few blocks that sequences are preempted.
+            # The pool is so small that sequences are preempted.
             cache=CacheConfig(kv_cache_bytes=5 << 18, block_size=16),
             scheduler=SchedulerConfig(max_num_seqs=6, max_num_batched_tokens=24),
             warm_up=False,
@@ -60,7 +60,7 @@ class BusyRun:
         built = build_models(
             kinds_of(ahead=ahead), config, MetricFamilies(), self.worker, lambda *_: None
         )
-        self.engines: dict[str, Any] = {one.model.names[0]: one.engine for one in built}
+        self.engines: dict[str, Any] = {model.model.names[0]: model.engine for model in built}
         self.generator = self.engines[GENERATOR]
 
     def ask(self, name: str, length: int, *, adapter: str | None = None, **params: Any) -> None:
@@ -130,7 +130,7 @@ class BusyRun:
         inputs = tuple(EncodeInput(tuple(range(5, 5 + length))) for length in lengths)
         engine = self.engines[EMBEDDER]
         engine.submit(EncodeRequest(request_id=name, model=EMBEDDER, inputs=inputs))
-        # So little time that a batch takes several turns.
+        # The time is so short that a batch takes several turns.
         while engine.has_work():
             engine.step(within_s=1e-9)
 
@@ -178,7 +178,7 @@ def run_busily(*, ahead: bool) -> BusyRun:
 
 
 def fail_next_step(run: BusyRun) -> None:
-    """Let a step name an adapter that nobody put anywhere; its requests end."""
+    """Let a step name an adapter that was never loaded; its requests end with an error."""
     submit = run.generator._runner.submit
 
     def broken(batch: Any) -> Any:
@@ -202,28 +202,28 @@ def test_ops_replayed_in_another_process_give_equal_results(
     code = "import sys; from tests.recorded_worker import main; main(*sys.argv[1:])"
     mode = "ahead" if ahead else "waiting"
     subprocess.run([sys.executable, "-c", code, recorded, replayed, mode], check=True)
-    expected = [one.result for one in records if isinstance(one, Waited)]
-    found = pickle.loads(replayed.read_bytes())
-    assert len(found) == len(expected)
-    for ours, others in zip(expected, found, strict=True):
+    expected = [record.result for record in records if isinstance(record, Waited)]
+    actual = pickle.loads(replayed.read_bytes())
+    assert len(actual) == len(expected)
+    for ours, others in zip(expected, actual, strict=True):
         assert_equal(ours, others)
     assert_was_busy(records, run)
 
 
-def assert_equal(one: Any, other: Any) -> None:
-    if isinstance(one, list):
-        for ours, others in zip(one, other, strict=True):
+def assert_equal(result: Any, other: Any) -> None:
+    if isinstance(result, list):
+        for ours, others in zip(result, other, strict=True):
             np.testing.assert_array_equal(ours, others)
-    elif isinstance(one, GenerationPlan) and one.info is None:
-        # The other load was told the choices that this one had yet to make.
-        assert one == replace(other, choices=one.choices)
+    elif isinstance(result, GenerationPlan) and result.info is None:
+        # The replayed load was given the choices that the first had yet to make.
+        assert result == replace(other, choices=result.choices)
     else:
-        assert one == other
+        assert result == other
 
 
 def assert_was_busy(records: list[Any], run: BusyRun) -> None:
-    """Assert that everything happened that the test is about."""
-    ops = [pickle.loads(one.op) for one in records if isinstance(one, Begun)]
+    """Assert that the run contained everything that the test is about."""
+    ops = [pickle.loads(record.op) for record in records if isinstance(record, Begun)]
     names = {type(op).__name__ for op in ops}
     assert names >= {
         "Load",
@@ -243,11 +243,11 @@ def assert_was_busy(records: list[Any], run: BusyRun) -> None:
         "Checksums",
         "Unload",
     }
-    results = [one.result for one in records if isinstance(one, Waited)]
-    tokens = sum(len(one.tokens) for one in results if isinstance(one, StepOutput))
+    results = [record.result for record in records if isinstance(record, Waited)]
+    tokens = sum(len(result.tokens) for result in results if isinstance(result, StepOutput))
     assert tokens > 150
     assert KeyError in results
-    assert sum(isinstance(one, str) for one in results) == 2
+    assert sum(isinstance(result, str) for result in results) == 2
     assert run.generator.stats.num_preemptions > 0
     assert any(op.part > 0 for op in ops if isinstance(op, StageAdapter))
     begun = [isinstance(op, Step) for op in ops]

@@ -9,7 +9,7 @@ from tests.kernels.shim_dialect import ORDERS, KernelError, Shim
 
 
 def is_right(shim: Shim, case: Case, large_work: float = LARGE_WORK) -> bool:
-    """Whether the case's check passes in every order."""
+    """True if the case passes in every order of threads."""
     quantisation = case.quantisation
     backend = KernelAttention(
         case.block_size, shim, quantisation=quantisation, large_work=large_work

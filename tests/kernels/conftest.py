@@ -10,6 +10,6 @@ from tests.kernels.shim_dialect import CudaShim, MetalShim, Shim
 
 @pytest.fixture(params=[CudaShim, MetalShim], ids=["cuda", "metal"])
 def shim(request: pytest.FixtureRequest) -> Shim:
-    """A language; skips the test where there is no compiler, but fails in CI."""
+    """Return a language's shim; without a compiler, skip the test, but fail in CI."""
     require_compiler()
     return request.param()

@@ -1,4 +1,4 @@
-"""Texts without one of their barriers or shuffles, or with a mistake."""
+"""Mutations of kernel texts: without one of their barriers or shuffles, or with a mistake."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from mlx_parallm.kernels.build import kernel_text
 from tests.kernels.shim_dialect import ORDERS, CudaShim, MetalShim, Shim
 
 SHIMS: dict[str, Callable[[], Shim]] = {"cuda": CudaShim, "metal": MetalShim}
-#: A barrier becomes nothing, a shuffle the lane's own value.
+#: ``SYNCHRONISATION`` to remove: a barrier becomes nothing, a shuffle the lane's own value.
 SYNCHRONISATION = {
     "cuda": r"__sync\w+\(\);|__shfl_xor_sync\(0xffffffff, (?P<own>.+?), far\)",
     "metal": r"\w+_barrier\(.*?\);|simd_shuffle_xor\((?P<own>.+?), far\)",
@@ -23,7 +23,7 @@ ANY_SYNCHRONISATION = re.compile(r"sync|barrier|shfl|shuffle|simd_|quad_|vote|ba
 
 
 def mutants(folder: Path) -> Iterator[tuple[str, str, int]]:
-    """Language, text and occurrence of all that a folder's texts have."""
+    """Yield the language, text and number of every barrier and shuffle in a folder."""
     for language, pattern in SYNCHRONISATION.items():
         for path in sorted((folder / language).iterdir()):
             text = kernel_text(path)
@@ -32,34 +32,34 @@ def mutants(folder: Path) -> Iterator[tuple[str, str, int]]:
 
 
 def without(body: str, language: str, nth: int) -> str:
-    """A text without its nth barrier or shuffle."""
-    found = list(re.finditer(SYNCHRONISATION[language], body))[nth]
-    return body[: found.start()] + (found["own"] or "") + body[found.end() :]
+    """Return a text without its nth barrier or shuffle."""
+    match = list(re.finditer(SYNCHRONISATION[language], body))[nth]
+    return body[: match.start()] + (match["own"] or "") + body[match.end() :]
 
 
 def overlooked(folder: Path, language: str) -> list[str]:
-    """Texts with synchronisation that ``mutants`` does not know."""
+    """Return the texts with synchronisation that ``mutants`` does not know."""
     texts = {path.stem: kernel_text(path) for path in (folder / language).iterdir()}
     rest = {stem: re.sub(SYNCHRONISATION[language], "", text) for stem, text in texts.items()}
     return [stem for stem, text in rest.items() if ANY_SYNCHRONISATION.search(text)]
 
 
 def leave_out(shim: Shim, prefix: str, language: str, nth: int) -> list[str]:
-    """Let kernels of such names lack a barrier or shuffle; gives the bodies it was taken from."""
-    found: list[str] = []
+    """Remove a barrier or shuffle from kernels with this prefix; return a list of their bodies."""
+    mutated: list[str] = []
 
     def mutate(name: str, body: str) -> str:
         if not name.startswith(prefix):
             return body
-        found.append(body)
+        mutated.append(body)
         return without(body, language, nth)
 
     shim.mutate = mutate
-    return found
+    return mutated
 
 
 def passes_in_every_order(shim: Shim, why_not: Callable[[], str | None]) -> bool:
-    """Whether a check at load has nothing against its kernels, however threads run."""
+    """True if a check at load accepts its kernels in every order of threads."""
     for order in ORDERS:
         shim.order = order
         if why_not() is not None:
@@ -69,7 +69,7 @@ def passes_in_every_order(shim: Shim, why_not: Callable[[], str | None]) -> bool
 
 @dataclass(frozen=True)
 class Mistake:
-    """Text of a kernel's file, and what would be a mistake in its place."""
+    """A text in a kernel's file, and a mistake to put in its place."""
 
     file: str
     right: str
@@ -77,7 +77,7 @@ class Mistake:
 
 
 class MistakenShim(CudaShim):
-    """Makes a mistake in kernels of such names, or in what stands before them."""
+    """Makes a mistake in kernels with this prefix, or in their headers."""
 
     def __init__(self, folder: Path, prefix: str, mistake: Mistake) -> None:
         super().__init__()
@@ -98,6 +98,6 @@ class MistakenShim(CudaShim):
         """See ``Shim.make``."""
         if name.startswith(self._prefix):
             right, wrong = self._mistake.right, self._mistake.wrong
-            source, header = (one.replace(right, wrong) for one in (source, header))
+            source, header = (text.replace(right, wrong) for text in (source, header))
         names = (name, input_names, output_names)
         return super().make(*names, source, header, strided=strided, dtypes=dtypes)

@@ -15,17 +15,17 @@ import pytest
 
 SHIM = Path(__file__).parent / "shim"
 FLAGS = ("-std=c++17", "-O0", "-fPIC", "-shared", "-w", "-U_FORTIFY_SOURCE", "-D_XOPEN_SOURCE=600")
-# Without the C++ library, which is half of what the linker would read.
+# LIBRARIES leave out the C++ library, which is half of what the linker would read.
 LIBRARIES = ("-nodefaultlibs", "-lm", "-lc")
 
 
 def compiler() -> str | None:
-    """The C++ compiler, if there is one."""
+    """Return the path of the C++ compiler; None if there is none."""
     return next((at for name in ("g++", "c++", "clang++") if (at := shutil.which(name))), None)
 
 
 def require_compiler() -> None:
-    """Skip the test, or fail it where nobody would notice a skip."""
+    """Skip the test; fail it in CI, where nobody would notice a skip."""
     if compiler() is None:
         if os.environ.get("CI"):
             pytest.fail("no C++ compiler: the kernels' texts were not checked")
@@ -39,14 +39,14 @@ def _folder() -> tempfile.TemporaryDirectory[str]:
 
 @functools.cache
 def load(source: str) -> Any:
-    """The library made of a program."""
-    found = compiler()
-    assert found is not None
+    """Return the library compiled from a program."""
+    path = compiler()
+    assert path is not None
     with tempfile.NamedTemporaryFile("w", suffix=".cpp", dir=_folder().name, delete=False) as file:
         file.write(source)
     library = file.name.removesuffix(".cpp") + ".so"
-    command = [found, *FLAGS, f"-I{SHIM}", file.name, "-o", library, *LIBRARIES]
-    # Each of the compiler's processes would load the BLAS that make asks for.
+    command = [path, *FLAGS, f"-I{SHIM}", file.name, "-o", library, *LIBRARIES]
+    # Without this, each process of the compiler would load the BLAS that make preloads.
     env = {name: value for name, value in os.environ.items() if name != "LD_PRELOAD"}
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=env)
     assert done.returncode == 0, done.stderr[:4000]

@@ -1,7 +1,7 @@
-"""Runs the kernels' texts on the CPU: compiled as C++ over shims, one fiber a GPU thread.
+"""Runs kernel texts on the CPU: compiled as C++ over shims, with one fiber per GPU thread.
 
-The signature around a body is made of the names, types and sizes of the arguments by the rules of
-``mx.fast.cuda_kernel`` and ``mx.fast.metal_kernel`` (MLX 0.32).
+The signature around a body follows the rules of ``mx.fast.cuda_kernel`` and
+``mx.fast.metal_kernel`` (MLX 0.32) for the names, types and sizes of arguments.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ import numpy as np
 from mlx_parallm.kernels.dialect import CudaDialect, MetalDialect, Tuning
 from tests.kernels.shim_compile import load
 
-#: Orders in which threads run ahead; see lanes.h.
+#: ``ORDERS`` in which threads run ahead; see lanes.h.
 ORDERS = (0, 1, 2)
 FAILURES = {1: "deadlock", 2: "lanes diverged", 3: "bad barrier flags"}
 MAX_NDIM = 10
 ALIGNMENT = 256
 GUARD = 4096
-#: NaN in every type of floating point number.
+#: ``FILLER``: its bytes are NaN in every float type.
 FILLER = 0xFF
-#: Metal passes smaller arrays in the constant address space.
+#: ``MIN_DEVICE_SIZE``: Metal passes smaller arrays in the constant address space.
 MIN_DEVICE_SIZE = 8
 METAL_ATTRIBUTES = {
     "thread_index_in_threadgroup": ("uint", "uint(lane)"),
@@ -64,7 +64,7 @@ extern "C" int launch(
 
 
 class KernelError(RuntimeError):
-    """A kernel's threads did not all reach the end together."""
+    """Raised if a kernel's threads do not all reach the end together."""
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ class Text:
 
 
 class Guarded:
-    """A copy of an array, aligned as GPU memory is, between bytes that nobody may change."""
+    """A copy of an array, aligned like GPU memory, between guard bytes."""
 
     def __init__(self, content: np.ndarray) -> None:
         self._memory = np.full(content.size + 2 * GUARD + ALIGNMENT, FILLER, np.uint8)
@@ -90,7 +90,7 @@ class Guarded:
         self.pointer = self._memory.ctypes.data + self._start
 
     def checked(self) -> np.ndarray:
-        """The content, after a look at what surrounds it."""
+        """Return the content; fail if a guard byte has changed."""
         outside = (self._memory[: self._start], self._memory[self._end :])
         assert all((part == FILLER).all() for part in outside), "written out of bounds"
         return self._memory[self._start : self._end]
@@ -108,7 +108,7 @@ class Shim:
     shape_argument: str
     strides_parameter: str
     strides_argument: str
-    # Whether a last threadgroup beyond the grid is whole.
+    # True if a last threadgroup beyond the grid runs whole.
     whole: bool
     begin = ""
     types: Any
@@ -128,13 +128,13 @@ class Shim:
         strided: bool,
         dtypes: Sequence[mx.Dtype] | None = None,
     ) -> Any:
-        """See ``Dialect.make``; calls must have ``dtypes``, which kernels are compiled for."""
+        """See ``Dialect.make``; calls must have the ``dtypes`` for which the kernel is compiled."""
         source = self.mutate(name, source)
         text = Text(name, tuple(input_names), tuple(output_names), source, header, strided)
 
         def call(**options: Any) -> list[mx.array]:
-            found = [*(array.dtype for array in options["inputs"]), *options["output_dtypes"]]
-            assert dtypes is None or found == list(dtypes), f"{name}: {found}, not {dtypes}"
+            actual = [*(array.dtype for array in options["inputs"]), *options["output_dtypes"]]
+            assert dtypes is None or actual == list(dtypes), f"{name}: {actual}, not {dtypes}"
             return self._call(text, **options)
 
         return call
@@ -149,18 +149,20 @@ class Shim:
         threadgroup: tuple[int, int, int],
     ) -> list[mx.array]:
         assert grid[1:] == threadgroup[1:] == (1, 1)
-        memory = [_memory(one) for one in inputs]
+        memory = [_memory(array) for array in inputs]
         if not text.strided:
-            memory = [np.ascontiguousarray(one) for one in memory]
-        given = [Guarded(_span(one)) for one in memory]
+            memory = [np.ascontiguousarray(array) for array in memory]
+        guarded = [Guarded(_span(array)) for array in memory]
         made = [
             Guarded(np.full(math.prod(shape) * dtype.size, FILLER, np.uint8))
             for shape, dtype in zip(output_shapes, output_dtypes, strict=True)
         ]
-        pointers = [one.pointer for one in (*given, *made)]
-        shapes = [size for one in inputs for size in (*one.shape, *[1] * (MAX_NDIM - one.ndim))]
+        pointers = [buffer.pointer for buffer in (*guarded, *made)]
+        shapes = [
+            size for array in inputs for size in (*array.shape, *[1] * (MAX_NDIM - array.ndim))
+        ]
         strides = [
-            size for one in memory for size in (*_strides(one), *[0] * (MAX_NDIM - one.ndim))
+            size for array in memory for size in (*_strides(array), *[0] * (MAX_NDIM - array.ndim))
         ]
         failure = load(self.program(text, inputs, output_dtypes)).launch(
             (ctypes.c_void_p * len(pointers))(*pointers),
@@ -172,23 +174,23 @@ class Shim:
         )
         if failure:
             raise KernelError(f"{text.name}: {FAILURES[failure]}")
-        for name, one, array in zip(text.input_names, given, memory, strict=True):
+        for name, copy, array in zip(text.input_names, guarded, memory, strict=True):
             if name.endswith("_pool"):
-                array.reshape(-1, copy=False).view(np.uint8)[:] = one.checked()
+                array.reshape(-1, copy=False).view(np.uint8)[:] = copy.checked()
             else:
-                assert (one.checked() == _span(array)).all(), f"{name} written"
+                assert (copy.checked() == _span(array)).all(), f"{name} written"
         return [
-            mx.array(one.checked()).view(dtype).reshape(tuple(shape))
-            for one, shape, dtype in zip(made, output_shapes, output_dtypes, strict=True)
+            mx.array(buffer.checked()).view(dtype).reshape(tuple(shape))
+            for buffer, shape, dtype in zip(made, output_shapes, output_dtypes, strict=True)
         ]
 
     def program(
         self, text: Text, inputs: Sequence[mx.array], output_dtypes: Sequence[mx.Dtype]
     ) -> str:
-        """A C++ program of a kernel and its launch."""
+        """Return the C++ program of a kernel and its launch."""
         parameters, arguments = [], []
-        for i, (name, one) in enumerate(zip(text.input_names, inputs, strict=True)):
-            kind = f"const {self.space(one.size)}{self.types[one.dtype]}*"
+        for i, (name, array) in enumerate(zip(text.input_names, inputs, strict=True)):
+            kind = f"const {self.space(array.size)}{self.types[array.dtype]}*"
             parameters.append(f"{kind} {name}")
             arguments.append(f"({kind})launch_buffers[{i}]")
             if f"{name}_shape" in text.source:
@@ -215,12 +217,12 @@ class Shim:
         )
 
     def space(self, size: int) -> str:
-        """The address space of an array."""
+        """Return the address space of an array."""
         del size
         return ""
 
     def attributes(self, source: str) -> list[tuple[str, str]]:
-        """Parameters beyond inputs and outputs, and what is passed for them."""
+        """Return parameters beyond inputs and outputs, with their arguments."""
         del source
         return []
 
@@ -258,11 +260,11 @@ class MetalShim(Shim):
     def program(
         self, text: Text, inputs: Sequence[mx.array], output_dtypes: Sequence[mx.Dtype]
     ) -> str:
-        """See ``Shim.program``; what is cast to ``device`` must be there."""
+        """See ``Shim.program``; arrays cast to ``device`` must be in that address space."""
         lines = [line for line in text.source.splitlines() if "device" in line]
         cast = set(re.findall(r"\w+", " ".join(lines)))
-        for name, one in zip(text.input_names, inputs, strict=True):
-            assert name not in cast or one.size >= MIN_DEVICE_SIZE, f"{name} is constant"
+        for name, array in zip(text.input_names, inputs, strict=True):
+            assert name not in cast or array.size >= MIN_DEVICE_SIZE, f"{name} is constant"
         return super().program(text, inputs, output_dtypes)
 
     def space(self, size: int) -> str:
@@ -279,12 +281,12 @@ class MetalShim(Shim):
 
 
 def _strides(array: np.ndarray) -> list[int]:
-    """In elements."""
+    """Return an array's strides in elements."""
     return [stride // array.itemsize for stride in array.strides]
 
 
 def _span(array: np.ndarray) -> np.ndarray:
-    """All bytes from the first element to the last, whatever lies between."""
+    """Return all bytes from the first element to the last, those between included."""
     ends = zip(array.shape, _strides(array), strict=True)
     count = 1 + sum((size - 1) * step for size, step in ends)
     flat = np.lib.stride_tricks.as_strided(array, (count,), (array.itemsize,))
@@ -292,7 +294,7 @@ def _span(array: np.ndarray) -> np.ndarray:
 
 
 def _memory(array: mx.array) -> np.ndarray:
-    """An array's own memory."""
+    """Return an array's memory without a copy."""
     mx.eval(array)
     if array.dtype in (mx.bfloat16, mx.float16):
         array = array.view(mx.uint16)

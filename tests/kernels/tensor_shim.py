@@ -14,7 +14,7 @@ from tests.kernels.shim_dialect import CudaShim
 
 
 class TensorShim(CudaShim):
-    """CUDA C++ with products of 16 by 8 by 16, made of shuffles."""
+    """CUDA C++ with tensor products of 16 by 8 by 16, computed with shuffles."""
 
     has_tensor_cores = True
 

@@ -1,4 +1,4 @@
-"""Layers of one input that adapters change: nothing of one forward is left for another."""
+"""Adapted layers with one common input: no forward reuses results of another."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ NAMES = ("q_proj", "k_proj")
 
 
 class Block(nn.Module):
-    """Two layers that models call on one input."""
+    """Two layers that models call with the same input."""
 
     def __init__(self, *, bias: bool) -> None:
         super().__init__()
@@ -58,7 +58,7 @@ def context(request: pytest.FixtureRequest) -> AdapterContext:
 def adapted(
     context: AdapterContext, *, bias: bool = False, dora: bool = False
 ) -> tuple[Block, AdaptedLayers]:
-    """A block whose slot 1 is the adapter 0."""
+    """Return a block with adapter 0 in slot 1, and its adapted layers."""
     block = Block(bias=bias)
     mx.eval(block.parameters())
     layers = AdaptedLayers(block, mx.float32, context)
@@ -66,10 +66,10 @@ def adapted(
     return block, layers
 
 
-def wanted(layer: Any, one: LowRank, x: mx.array) -> mx.array:
-    weight = layer.weight + one.scale * (one.b.to_mlx() @ one.a.to_mlx())
-    if one.magnitude is not None:
-        weight = weight * (one.magnitude.to_mlx() / mx.linalg.norm(weight, axis=1))[:, None]
+def wanted(layer: Any, change: LowRank, x: mx.array) -> mx.array:
+    weight = layer.weight + change.scale * (change.b.to_mlx() @ change.a.to_mlx())
+    if change.magnitude is not None:
+        weight = weight * (change.magnitude.to_mlx() / mx.linalg.norm(weight, axis=1))[:, None]
     return x @ weight.T + (layer.bias if "bias" in layer else 0)
 
 
@@ -83,13 +83,13 @@ def random_rows(count: int) -> mx.array:
 
 def test_a_bias_that_was_replaced_is_heeded(context: AdapterContext) -> None:
     block, layers = adapted(context, bias=True, dora=True)
-    x, one = random_rows(2), low_rank(0, dora=True)
+    x, change = random_rows(2), low_rank(0, dora=True)
     with context.during(rows_of(1, 1)):
-        assert mx.allclose(block.q_proj(x), wanted(block.q_proj, one, x), atol=1e-4)
+        assert mx.allclose(block.q_proj(x), wanted(block.q_proj, change, x), atol=1e-4)
     block.q_proj.update({"bias": mx.full((SIZE,), 5.0)})
     layers.renew()
     with context.during(rows_of(1, 1)):
-        assert mx.allclose(block.q_proj(x), wanted(block.q_proj, one, x), atol=1e-4)
+        assert mx.allclose(block.q_proj(x), wanted(block.q_proj, change, x), atol=1e-4)
 
 
 def test_outputs_for_other_rows_are_not_given_out(context: AdapterContext) -> None:
@@ -98,9 +98,9 @@ def test_outputs_for_other_rows_are_not_given_out(context: AdapterContext) -> No
     with context.during(rows_of(1, 1)):
         block.q_proj(x)
     with context.during(rows_of(0, 1)):
-        found = block.k_proj(x)
-    assert mx.allclose(found[0], block.k_proj(x)[0], atol=1e-4)
-    assert mx.allclose(found[1], wanted(block.k_proj, low_rank(1), x)[1], atol=1e-4)
+        actual = block.k_proj(x)
+    assert mx.allclose(actual[0], block.k_proj(x)[0], atol=1e-4)
+    assert mx.allclose(actual[1], wanted(block.k_proj, low_rank(1), x)[1], atol=1e-4)
 
 
 def test_outputs_of_the_adapter_before_are_not_given_out(context: AdapterContext) -> None:
@@ -125,14 +125,14 @@ def test_slots_and_inputs_may_lie_apart(context: AdapterContext) -> None:
     x = mx.random.normal((SIZE, 7), key=mx.random.key(3)).T[1:6][:, None]
     slots = mx.array([[0, 9], [1, 9], [1, 9], [0, 9], [1, 9]], mx.int32)[:, 0]
     with context.during(AdapterRows(slots)):
-        found = block.q_proj(x)
+        actual = block.q_proj(x)
     changed = wanted(block.q_proj, low_rank(0), x)
     expected = mx.where((slots == 1)[:, None, None], changed, x @ block.q_proj.weight.T)
-    assert mx.allclose(found, expected, atol=1e-4)
+    assert mx.allclose(actual, expected, atol=1e-4)
 
 
 class Gated(nn.Module):
-    """Two layers whose weights are put one after the other."""
+    """Two layers whose weights are concatenated."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -154,12 +154,12 @@ def test_outputs_that_were_multiplied_at_once_may_be_changed_apart(
 
     def check(layer: Any, change: LowRank | None) -> None:
         with context.during(slots):
-            found = layer(x)
+            actual = layer(x)
         plain = x @ layer.weight.T
         expected = plain if change is None else wanted(layer, change, x)
-        assert mx.allclose(found, mx.where(is_changed, expected, plain), atol=1e-4)
+        assert mx.allclose(actual, mx.where(is_changed, expected, plain), atol=1e-4)
 
-    # The second layer alone, whose columns are not the first.
+    # The second layer runs alone; its columns come after the first layer's.
     check(block.up_proj, low_rank(1))
     check(block.gate_proj, None)
     both = {"gate_proj": low_rank(5), "up_proj": low_rank(6)}

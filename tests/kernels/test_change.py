@@ -1,4 +1,4 @@
-"""The kernels of adapters: right at every shape, and all their synchronisation is needed."""
+"""The kernels of adapters are right at every shape, and need all their synchronisation."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ DTYPES = (mx.float32, mx.float16, mx.bfloat16)
 
 
 def is_right(shim: Shim, dtype: mx.Dtype = mx.float32) -> bool:
-    """Whether the check at load passes in every order."""
+    """True if the check at load passes in every order of threads."""
     kernels = ChangeKernels(shim)
     return passes_in_every_order(shim, lambda: why_not(kernels, dtype))
 
@@ -68,9 +68,9 @@ def test_no_synchronisation_is_overlooked(language: str) -> None:
 
 
 def test_there_is_something_to_leave_out() -> None:
-    found = list(mutants(TEXTS))
+    all_mutants = list(mutants(TEXTS))
     for language in SHIMS:
-        assert sum(one[0] == language for one in found) == 2
+        assert sum(mutant[0] == language for mutant in all_mutants) == 2
 
 
 MISTAKES = {
@@ -95,7 +95,7 @@ def test_a_wrong_kernel_is_not_used(mistake: str) -> None:
 
 
 def random_stack(inner: int, out: int, rank: int, slots: int, seed: int) -> LinearStack:
-    """Float32, an adapter in every slot from 1 on."""
+    """Return a float32 stack with an adapter in every slot from 1 on."""
     source = np.random.default_rng(seed)
     stack = LinearStack((out, inner), mx.float32)
     for slot in range(1, slots):
@@ -124,12 +124,12 @@ def test_rows_are_as_operations_of_mlx_give_them(
     )
     kernels = ChangeKernels(shim)
     assert all(kernels.serve(x, y, stack, slots) for y, stack in zip(ys, stacks, strict=True))
-    found = kernels(x, ys, stacks, slots)
-    for one, y, stack in zip(found, ys, stacks, strict=True):
+    actual = kernels(x, ys, stacks, slots)
+    for output, y, stack in zip(actual, ys, stacks, strict=True):
         wanted = y + (x @ stack.a[slots].swapaxes(-1, -2)) @ stack.b[slots]
-        assert mx.allclose(one, wanted, rtol=1e-4, atol=1e-2 * inner**0.5)
+        assert mx.allclose(output, wanted, rtol=1e-4, atol=1e-2 * inner**0.5)
         without = np.array(slots) == 0
-        assert np.array_equal(np.array(one)[without], np.array(y)[without])
+        assert np.array_equal(np.array(output)[without], np.array(y)[without])
 
 
 @pytest.mark.parametrize("layers", range(1, MAX_LAYERS + 1))
@@ -137,12 +137,12 @@ def test_rows_are_as_operations_of_mlx_give_them(
 def test_they_can_be_compiled_apart_from_mlx(
     spec: Callable[[int], KernelSpec], layers: int
 ) -> None:
-    """MLX tells a precompiled kernel no strides."""
-    found = spec(layers)
-    assert not found.strided
-    source = (TEXTS / "cuda" / f"{found.text}.cu").read_text()
-    text = KernelText("k", found.inputs, found.outputs, source, "", strided=False)
-    names = (*found.inputs, *found.outputs)
+    """Check that kernels use no strides, which MLX does not pass to precompiled kernels."""
+    actual = spec(layers)
+    assert not actual.strided
+    source = (TEXTS / "cuda" / f"{actual.text}.cu").read_text()
+    text = KernelText("k", actual.inputs, actual.outputs, source, "", strided=False)
+    names = (*actual.inputs, *actual.outputs)
     dtypes = [_argument_dtype(name, {"T": mx.bfloat16}) for name in names]
     known = [dtype for dtype in dtypes if dtype is not None]
     assert len(known) == len(names)

@@ -1,4 +1,4 @@
-"""The kernels of a quantised pool are used where they are right, and not where they are wrong."""
+"""The kernels of a quantised pool are used only if they are right."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from mlx_parallm.worker.attention.quantised_reference import QuantisedReferenceA
 from tests.kernels.shim_dialect import Shim
 
 DTYPES = (mx.float32, mx.bfloat16)
-# Text of the kernels, and what would be a mistake in its place.
+# Texts of the kernels, and a mistake to put in the place of each.
 MISTAKES = {
     "rounds down": ("quantise", ")) * inverse", ")) * inverse - 0.49f"),
     "one level fewer": ("quantise", "(1 << BITS) - 1", "(1 << BITS) - 2"),
@@ -40,7 +40,7 @@ def choose(
     block_size: int = 16,
     is_bounded: bool = False,
 ) -> BackendChoice:
-    """As on a device that runs the kernels."""
+    """Let the device seem to run the kernels."""
 
     def kernels(
         block_size: int, quantisation: KVQuantisation | None, large_work: float

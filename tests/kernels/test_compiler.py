@@ -1,4 +1,4 @@
-"""Without a compiler the checks are skipped, but never in CI."""
+"""Without a compiler the checks are skipped, but not in CI."""
 
 from __future__ import annotations
 

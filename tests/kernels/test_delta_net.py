@@ -1,4 +1,4 @@
-"""The kernels of whole gated delta nets as C++, in the layers of mlx_lm and in a served model."""
+"""The kernels of whole gated delta nets as C++: in mlx_lm's layers and in a served model."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ SIZES = {
 
 
 class CountedKernels(NetKernels):
-    """Knows of how many rows each call was."""
+    """Records the number of rows of each call."""
 
     def __init__(self, dialect: Dialect) -> None:
         super().__init__(dialect)
@@ -114,7 +114,7 @@ def test_a_wrong_kernel_is_not_used(right: str, wrong: str) -> None:
 
 @pytest.mark.parametrize(
     "sizes",
-    [{"linear_value_head_dim": 64}, {f"linear_{one}_head_dim": 48 for one in ("key", "value")}],
+    [{"linear_value_head_dim": 64}, {f"linear_{kind}_head_dim": 48 for kind in ("key", "value")}],
 )
 def test_other_sizes_are_left_to_mlx_lm(sizes: dict[str, int]) -> None:
     net = net_of("qwen3_5", sizes=sizes)
@@ -151,7 +151,7 @@ def test_a_served_model_uses_them_and_is_the_same(name: str) -> None:
     model = module.Model(module.ModelArgs.from_dict(config))
     model.eval()
     kernels = CountedKernels(CudaShim())
-    num_nets = sum(hasattr(one, "A_log") for one in model.modules())
+    num_nets = sum(hasattr(module, "A_log") for module in model.modules())
     assert use_net_kernels(model, kernels) == num_nets > 0
     layouts, before = probe_layout(model), kernels.rows[:]
     vocab_size = text["vocab_size"]

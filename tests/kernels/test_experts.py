@@ -16,14 +16,14 @@ from tests.kernels.tensor_shim import TensorShim
 
 
 def error(kernel: ExpertKernel, chosen: Sequence[int], shape: tuple[int, int, int]) -> float:
-    """Largest error in parts of the largest value."""
+    """Return the largest error as a share of the largest value."""
     weight = mx.random.normal(shape, mx.bfloat16, key=mx.random.key(2))
     x = mx.random.normal((len(chosen), 1, shape[2]), mx.bfloat16, key=mx.random.key(1))
-    found = kernel(x, mx.array(chosen, mx.uint32), weight)
-    assert found.shape == (len(chosen), 1, shape[1])
+    actual = kernel(x, mx.array(chosen, mx.uint32), weight)
+    assert actual.shape == (len(chosen), 1, shape[1])
     wide, rows = weight.astype(mx.float32), x.astype(mx.float32)
     wanted = mx.stack([rows[i] @ wide[expert].T for i, expert in enumerate(chosen)])
-    return float((mx.abs(found - wanted).max() / mx.abs(wanted).max()).item())
+    return float((mx.abs(actual - wanted).max() / mx.abs(wanted).max()).item())
 
 
 @pytest.mark.parametrize(
@@ -75,9 +75,9 @@ def test_a_wrong_kernel_is_not_used() -> None:
     [(mx.zeros((2, 8, 64)), "float32"), (mx.zeros((2, 8, 40), mx.float16), "40")],
 )
 def test_what_it_does_not_serve(weight: mx.array, reason: str) -> None:
-    found = why_not(ExpertKernel(TensorShim()), weight)
-    assert found is not None
-    assert reason in found
+    actual = why_not(ExpertKernel(TensorShim()), weight)
+    assert actual is not None
+    assert reason in actual
 
 
 def test_a_blocks_experts_use_it_for_sorted_rows_and_mlx_otherwise() -> None:
@@ -87,12 +87,12 @@ def test_a_blocks_experts_use_it_for_sorted_rows_and_mlx_otherwise() -> None:
     block.set_dtype(mx.bfloat16)
     x = mx.random.normal((16, 1, 32), mx.bfloat16, key=mx.random.key(3))
     experts = mx.random.randint(0, 16, (16, 1, 4), key=mx.random.key(4)).astype(mx.uint32)
-    # MLX's own product on the CPU is of float32 only.
+    # MLX's own product on the CPU takes float32 only.
     block.set_dtype(mx.float32)
     wanted = block(x.astype(mx.float32), experts)
     block.set_dtype(mx.bfloat16)
     assert use_expert_layers(block, ExpertKernel(TensorShim())) == 3
-    names = [name for name, one in block.named_modules() if type(one) is RowSwitchLinear]
+    names = [name for name, module in block.named_modules() if type(module) is RowSwitchLinear]
     assert sorted(names) == ["down_proj", "gate_proj", "up_proj"]
     largest = mx.abs(wanted).max()
     assert mx.abs(block(x, experts) - wanted).max() < 0.02 * largest

@@ -1,4 +1,4 @@
-"""The linear kernel's text as C++, and when it is not to be used."""
+"""The linear kernel's text as C++, and the shapes that it does not take."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from tests.kernels.tensor_shim import TensorShim
 def error(
     kernel: RowKernel, rows: int, depth: int, widths: Sequence[int], dtype: mx.Dtype
 ) -> float:
-    """Largest error in parts of the largest value, of outputs of the right shapes."""
+    """Return the largest error as a share of the largest value; check the shapes."""
     x = mx.random.normal((rows, 1, depth), dtype, key=mx.random.key(1))
     weight = mx.random.normal((sum(widths), depth), dtype, key=mx.random.key(2))
-    found = kernel(x, weight, widths)
-    assert [one.shape for one in found] == [(rows, 1, width) for width in widths]
+    actual = kernel(x, weight, widths)
+    assert [output.shape for output in actual] == [(rows, 1, width) for width in widths]
     wanted = x[:, 0].astype(mx.float32) @ weight.astype(mx.float32).T
-    joined = mx.concatenate(found, axis=-1)[:, 0]
+    joined = mx.concatenate(actual, axis=-1)[:, 0]
     return float((mx.abs(joined - wanted).max() / mx.abs(wanted).max()).item())
 
 
@@ -79,9 +79,9 @@ def test_a_wrong_kernel_is_not_used() -> None:
     ],
 )
 def test_what_it_does_not_serve(weight: mx.array, widths: list[int], reason: str) -> None:
-    found = why_not(RowKernel(TensorShim()), weight, widths)
-    assert found is not None
-    assert reason in found
+    actual = why_not(RowKernel(TensorShim()), weight, widths)
+    assert actual is not None
+    assert reason in actual
 
 
 @pytest.mark.parametrize("text", ["linear", "prefill"])

@@ -1,4 +1,4 @@
-"""Writing, gathering and copying blocks: in place, and nothing beside what was asked for."""
+"""Writing, gathering and copying blocks happens in place and changes nothing else."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ TABLE = (5, 0, 3)
 
 
 def random_rows(rows: int, seed: int = 0) -> tuple[mx.array, mx.array]:
-    """Keys and values of so many tokens."""
+    """Return keys and values of ``rows`` tokens."""
     source = np.random.default_rng(seed)
     heads = SHAPE.num_kv_heads
     keys = source.standard_normal((rows, heads, 1, SHAPE.key_dim)) * 3 + 1
@@ -37,17 +37,17 @@ def random_rows(rows: int, seed: int = 0) -> tuple[mx.array, mx.array]:
 
 
 def written(backend: Any, rows: int) -> Any:
-    """A pool with so many tokens in it."""
+    """Return a pool with ``rows`` tokens in it."""
     pool = backend.new_pool(SHAPE, BLOCKS)
-    one = ScheduledSequence(
+    sequence = ScheduledSequence(
         seq_id=0, slot=0, start=0, token_ids=(1,) * rows, block_table=TABLE[: -(-rows // 16)]
     )
-    backend.write(pool, backend.plan([one]), *random_rows(rows))
+    backend.write(pool, backend.plan([sequence]), *random_rows(rows))
     return pool
 
 
 def contents(pool: KernelPool) -> list[np.ndarray]:
-    """Every array's bits."""
+    """Return the bits of every array."""
     return [np.array(array.view(mx.uint8)) for array in pool.pools()]
 
 
@@ -55,25 +55,25 @@ def contents(pool: KernelPool) -> list[np.ndarray]:
 def test_what_is_gathered_is_what_was_written(shim: Shim, rows: int) -> None:
     kernels, reference = KernelAttention(BLOCK_SIZE, shim), ReferenceAttention(BLOCK_SIZE)
     table = mx.array([TABLE, TABLE[::-1]], mx.int32)
-    found = kernels.gather(written(kernels, rows), table)
+    actual = kernels.gather(written(kernels, rows), table)
     wanted = reference.gather(written(reference, rows), table)
-    for one, other in zip(found, wanted, strict=True):
-        assert mx.array_equal(one, other)
+    for array, other in zip(actual, wanted, strict=True):
+        assert mx.array_equal(array, other)
 
 
 @pytest.mark.parametrize("quantisation", QUANTISATIONS[1:])
 def test_quantised_to_the_nearest_level(shim: Shim, quantisation: KVQuantisation) -> None:
     backend = KernelAttention(BLOCK_SIZE, shim, quantisation=quantisation)
     rows = 48
-    found = backend.gather(written(backend, rows), mx.array([TABLE], mx.int32))
-    for one, exact in zip(found, random_rows(rows), strict=True):
-        got = np.array(one[0].swapaxes(0, 1).astype(mx.float32))
-        given = np.array(exact[:, :, 0].astype(mx.float32))
-        wanted = quantised(given, quantisation)
+    actual = backend.gather(written(backend, rows), mx.array([TABLE], mx.int32))
+    for array, exact in zip(actual, random_rows(rows), strict=True):
+        got = np.array(array[0].swapaxes(0, 1).astype(mx.float32))
+        exact_rows = np.array(exact[:, :, 0].astype(mx.float32))
+        wanted = quantised(exact_rows, quantisation)
         np.testing.assert_allclose(got, wanted, rtol=1e-3, atol=1e-4)
-        # Half a step, and what storing the step and the least value in 11 bits costs.
-        span = given.max() - given.min()
-        assert np.abs(got - given).max() < span * (0.5 / (2**quantisation.bits - 1) + 2e-3)
+        # The bound is half a step, and what storing step and least value in 11 bits costs.
+        span = exact_rows.max() - exact_rows.min()
+        assert np.abs(got - exact_rows).max() < span * (0.5 / (2**quantisation.bits - 1) + 2e-3)
 
 
 @pytest.mark.parametrize("quantisation", QUANTISATIONS)
@@ -81,8 +81,8 @@ def test_a_write_leaves_the_rest_alone(shim: Shim, quantisation: KVQuantisation 
     backend = KernelAttention(BLOCK_SIZE, shim, quantisation=quantisation)
     pool = written(backend, 48)
     before = contents(pool)
-    one = ScheduledSequence(seq_id=0, slot=0, start=18, token_ids=(1, 1), block_table=(4, 6))
-    backend.write(pool, backend.plan([one]), *random_rows(2, seed=1))
+    sequence = ScheduledSequence(seq_id=0, slot=0, start=18, token_ids=(1, 1), block_table=(4, 6))
+    backend.write(pool, backend.plan([sequence]), *random_rows(2, seed=1))
     for old, new in zip(before, contents(pool), strict=True):
         changed = (old != new).reshape(BLOCKS, SHAPE.num_kv_heads, BLOCK_SIZE, -1).any(axis=(1, 3))
         assert np.argwhere(changed).tolist() == [[6, 2], [6, 3]]
@@ -93,8 +93,8 @@ def test_negative_slots_are_not_written(shim: Shim, quantisation: KVQuantisation
     backend = KernelAttention(BLOCK_SIZE, shim, quantisation=quantisation)
     pool = written(backend, 20)
     before = contents(pool)
-    one = ScheduledSequence(seq_id=0, slot=0, start=0, token_ids=(1,), block_table=(2,))
-    plan = backend.plan([one])
+    sequence = ScheduledSequence(seq_id=0, slot=0, start=0, token_ids=(1,), block_table=(2,))
+    plan = backend.plan([sequence])
     plan.slots = mx.array([-1], mx.int32)
     backend.write(pool, plan, *random_rows(1, seed=1))
     for old, new in zip(before, contents(pool), strict=True):

@@ -1,4 +1,4 @@
-"""Every barrier and shuffle of the kernels' texts is needed: without any one, a check fails."""
+"""Every barrier and shuffle of the kernel texts is needed: without it, a check fails."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.kernels.mutation import SHIMS, SYNCHRONISATION, leave_out, mutants, o
 from tests.kernels.shim_compile import require_compiler
 from tests.kernels.shim_dialect import CudaShim, MetalShim, Shim
 
-#: Several heads, several keys a warp, several warps, several items a row.
+#: The cases have several heads, keys per warp, warps, and items per row.
 PLAIN = Case(sequences=((90, 1), (300, 1), (2, 1)), key_dim=64)
 QUANTISED = Case(sequences=((20, 3),), quantisation=KVQuantisation(bits=8, group_size=32))
 
@@ -38,9 +38,9 @@ def test_no_synchronisation_is_overlooked(language: str) -> None:
 
 
 def test_there_is_something_to_leave_out() -> None:
-    found = list(mutants(TEXTS))
+    all_mutants = list(mutants(TEXTS))
     for language in SHIMS:
-        assert sum(one[0] == language for one in found) == 11
+        assert sum(mutant[0] == language for mutant in all_mutants) == 11
 
 
 def test_a_barrier_of_the_wrong_memory_shows() -> None:

@@ -1,4 +1,4 @@
-"""The kernels' very texts, run on the CPU, agree with softmax attention on many shapes."""
+"""The kernel texts, run on the CPU, agree with softmax attention at many shapes."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from mlx_parallm.worker.attention.quantisation import KVQuantisation
 from tests.builders.kernel_cases import Case, Trial
 from tests.kernels.shim_dialect import ORDERS, Shim
 
-#: Decode rows and a few tokens of one sequence.
+#: ``SHORT`` has decode rows and a few tokens of one sequence.
 SHORT = ((37, 1), (3, 1), (15, 3), (0, 1))
-#: Cut into items; stock attention over long chunks, between rows and short chunks.
+#: ``LONG``: rows are cut into items; long chunks between rows and short ones use stock attention.
 LONG = ((200, 1), (20, 2), (130, 20), (33, 1), (0, 17))
 BITS8, BITS4 = KVQuantisation(bits=8), KVQuantisation(bits=4, group_size=32)
 BF16, FP16 = mx.bfloat16, mx.float16
@@ -44,7 +44,7 @@ TUNINGS = [
 
 
 def check(shim: Shim, case: Case, tuning: Tuning | None = None) -> None:
-    """Right in every order in which threads may run."""
+    """Check a case in every order in which threads may run."""
     trial = Trial(case)
     backend = KernelAttention(case.block_size, shim, quantisation=case.quantisation, tuning=tuning)
     for order in ORDERS:

@@ -1,4 +1,4 @@
-"""Index arrays of the kernels: every row attends to exactly what it sees, wherever it is cut."""
+"""Index arrays of the kernels: each row attends to exactly what it sees, wherever it is cut."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from mlx_parallm.worker.attention.kernel_plan import KernelPlan
 from mlx_parallm.worker.attention.key_spans import MIN_SPAN
 
 BLOCK_SIZE = 16
-#: Positions already there and tokens of the step.
+#: Sequences: (positions already computed, tokens of the step).
 SEQUENCES = st.lists(
     st.tuples(st.integers(0, 5000), st.sampled_from([1, 1, 1, 2, LONG_CHUNK - 1, LONG_CHUNK, 40])),
     min_size=1,
@@ -58,7 +58,7 @@ def test_items_are_what_rows_see(
     assert plan.num_rows == len(wanted)
     spans = [(i, 1) for i in range(len(wanted))] if work.spans is None else np.array(work.spans)
     count = sum(count for _, count in spans)
-    # Items of cut rows are as many whatever their keys.
+    # The number of items of cut rows does not depend on their keys.
     padded = 0 if work.spans is None else threadgroups // heads + 2 * len(wanted)
     assert len(items) == max(count, padded)
     assert not items[count:].any()
@@ -80,10 +80,10 @@ def test_tables_held_from_step_to_step_are_those_of_each(
         plan = KernelPlan(sequences, BLOCK_SIZE, 1, tables, padding=number)
         alone = KernelPlan(sequences, BLOCK_SIZE, padding=number)
         assert np.array_equal(np.array(plan.slots), np.array(alone.slots))
-        short = [one for one in sequences if len(one.token_ids) < LONG_CHUNK]
+        short = [sequence for sequence in sequences if len(sequence.token_ids) < LONG_CHUNK]
         assert plan.tables.shape[0] == len(short)
-        for row, one in zip(np.array(plan.tables), short, strict=True):
-            assert tuple(row[: len(one.block_table)]) == one.block_table
+        for row, sequence in zip(np.array(plan.tables), short, strict=True):
+            assert tuple(row[: len(sequence.block_table)]) == sequence.block_table
 
 
 def test_a_row_that_holds_a_table_already_is_not_written_again() -> None:
@@ -93,7 +93,7 @@ def test_a_row_that_holds_a_table_already_is_not_written_again() -> None:
     again[0, 0] = 77
     assert tables.rows([first, second], 2)[:, 0].tolist() == [77, 20]
     assert tables.rows([second, first], 2)[:, :4].tolist() == [[20, 21, 22, 23], [0, 1, 2, 3]]
-    # A larger array begins anew.
+    # A larger array replaces the old one.
     assert tables.rows([second, first], 5)[:, :4].tolist()[:2] == [[20, 21, 22, 23], [0, 1, 2, 3]]
 
 

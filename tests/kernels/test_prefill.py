@@ -1,4 +1,4 @@
-"""The prefill kernel's text as C++: every chunk of a step, in any order of threads."""
+"""The prefill kernel's text as C++: every chunk of a step, in every order of threads."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ from tests.kernels.tensor_shim import TensorShim
 
 BFLOAT: dict[str, Any] = {"dtype": mx.bfloat16}
 CASES = (
-    # One chunk after many tokens, a decode row, a short chunk, a whole prompt.
+    # A step has a chunk after many tokens, a decode row, a short chunk and a whole prompt.
     Case(sequences=((70, 20), (33, 1), (5, 3), (0, 17)), **BFLOAT),
     Case(sequences=((0, 70),), key_dim=32, dtype=mx.float16),
-    # Head sizes that are no multiple of what a lane takes, and other ones of values.
+    # Head sizes are no multiple of what a lane takes, and differ between keys and values.
     Case(sequences=((9, 18),), key_dim=40, value_dim=16, **BFLOAT),
-    # Rows of one token do not divide a threadgroup's.
+    # The rows of a token do not divide those of a threadgroup.
     Case(sequences=((3, 23),), heads=6, kv_heads=2, **BFLOAT),
     Case(sequences=((90, 16),), heads=2, kv_heads=2, window=21, sinks=True, **BFLOAT),
     Case(sequences=((300, 17), (2, 1), (0, 33)), sinks=True, **BFLOAT),
@@ -42,7 +42,7 @@ CASES = (
 
 
 def scheduled(rows: Sequence[tuple[int, int]]) -> list[ScheduledSequence]:
-    """Positions that are there already, and tokens of the step."""
+    """Return sequences with (positions already computed, tokens of the step)."""
     return [
         ScheduledSequence(
             seq_id=i,
@@ -56,7 +56,7 @@ def scheduled(rows: Sequence[tuple[int, int]]) -> list[ScheduledSequence]:
 
 
 def recording_shim() -> tuple[TensorShim, list[str]]:
-    """A shim, and the names of the kernels that it will have made."""
+    """Return a shim, and the list of names of the kernels that it makes."""
     shim, made = TensorShim(), []
     shim.mutate = lambda name, body: made.append(name) or body
     return shim, made
@@ -77,28 +77,28 @@ def test_keys_are_cut_and_their_parts_merged(case: Case, monkeypatch: pytest.Mon
 
 
 def splits(case: Case) -> set[int]:
-    """Which of the two kernels a case ran, rightly."""
+    """Return ``SPLIT`` of the kernels that a case ran; fail if the result is wrong."""
     require_compiler()
-    shim, found = TensorShim(), set()
+    shim, split = TensorShim(), set()
 
     def look(name: str, body: str) -> str:
         if name.startswith("paged_prefill_"):
-            found.add(int("#define SPLIT 1" in body))
+            split.add(int("#define SPLIT 1" in body))
         return body
 
     shim.mutate = look
     with pytest.MonkeyPatch.context() as patch:
-        # Which has both compiled.
+        # It would compile both kernels.
         patch.setattr(PrefillKernels, "prepare", lambda *_: None)
         assert is_right(shim, case)
-    return found
+    return split
 
 
 @pytest.mark.parametrize("window", [None, 600])
 def test_kernels_of_a_kind_are_all_made_at_its_first_step(
     window: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """To compile one takes seconds, in which streams would wait."""
+    """Check that later steps compile nothing: it takes seconds, in which streams would wait."""
     require_compiler()
     shim, made = recording_shim()
     backend = KernelAttention(16, shim)
@@ -117,18 +117,20 @@ def test_kernels_of_a_kind_are_all_made_at_its_first_step(
 
 
 class PaddedAttention(KernelAttention):
-    """Has seven rows more than are asked for, made of NaN."""
+    """A backend whose plans have seven rows of padding, filled with NaN."""
 
     def plan(self, sequences: Sequence[ScheduledSequence]) -> KernelPlan:
-        return self.padded_plan(sequences, 7 + sum(len(one.token_ids) for one in sequences))
+        return self.padded_plan(
+            sequences, 7 + sum(len(sequence.token_ids) for sequence in sequences)
+        )
 
     def write(self, pool: LayerPool, plan: Any, keys: mx.array, values: mx.array) -> None:
         super().write(pool, plan, more(keys), more(values))
 
     def attend(self, pool: LayerPool, plan: Any, queries: mx.array, **options: Any) -> mx.array:
-        found = super().attend(pool, plan, more(queries), **options)
-        assert not found[-7:].any()
-        return found[:-7]
+        output = super().attend(pool, plan, more(queries), **options)
+        assert not output[-7:].any()
+        return output[:-7]
 
 
 def more(rows: mx.array) -> mx.array:
@@ -141,8 +143,8 @@ def test_padding_changes_nothing(case: Case) -> None:
     trial = Trial(case)
     padded = PaddedAttention(case.block_size, TensorShim())
     plain = KernelAttention(case.block_size, TensorShim())
-    found = trial.run(padded, trial.fill(padded, poison=True))
-    assert mx.array_equal(found, trial.run(plain, trial.fill(plain, poison=True)))
+    actual = trial.run(padded, trial.fill(padded, poison=True))
+    assert mx.array_equal(actual, trial.run(plain, trial.fill(plain, poison=True)))
 
 
 @pytest.mark.parametrize("window", [None, 30])
@@ -176,7 +178,7 @@ def test_what_large_chunks_attend_by_is_made_ready(block_size: int) -> None:
 @pytest.mark.parametrize("nth", range(5))
 def test_no_barrier_or_shuffle_can_be_left_out(nth: int, monkeypatch: pytest.MonkeyPatch) -> None:
     require_compiler()
-    # Several tiles an item.
+    # An item has several tiles.
     monkeypatch.setattr("mlx_parallm.worker.attention.kernel_prefill.THREADGROUPS", 2)
     shim = TensorShim()
     mutated = leave_out(shim, "paged_prefill_", "cuda", nth)
@@ -227,7 +229,7 @@ def test_items_are_the_rows_of_the_chunks(
     rows: list[tuple[int, int]], tokens: int, window: int | None, threadgroups: int
 ) -> None:
     sequences = scheduled(rows)
-    long = [one for one in sequences if len(one.token_ids) >= LONG_CHUNK]
+    long = [sequence for sequence in sequences if len(sequence.token_ids) >= LONG_CHUNK]
     work = KernelPlan(sequences, 16).chunk_work(tokens, len(long), window, threadgroups)
     items = np.array(work.items)
     assert (items[:, 1] <= tokens).all()
@@ -240,12 +242,13 @@ def test_items_are_the_rows_of_the_chunks(
             parts.append(part + i * stride)
     assert sorted(parts) == list(range(work.num_parts))
     first, wanted = 0, []
-    for one in sequences:
-        if one in long:
+    for sequence in sequences:
+        if sequence in long:
             wanted += [
-                (first + i, one.start + i, long.index(one)) for i in range(len(one.token_ids))
+                (first + i, sequence.start + i, long.index(sequence))
+                for i in range(len(sequence.token_ids))
             ]
-        first += len(one.token_ids)
+        first += len(sequence.token_ids)
     assert sorted(keys, key=lambda row: (row[2], row[0])) == wanted
     assert work.num_rows == len(wanted)
     for (_, position, _), seen in keys.items():
@@ -258,5 +261,5 @@ def test_items_are_the_rows_of_the_chunks(
         assert spans.sum(axis=0)[1] == work.num_parts
     else:
         assert work.num_parts == work.num_rows
-    for one, table in zip(long, np.array(work.tables).tolist(), strict=True):
-        assert tuple(table[: len(one.block_table)]) == one.block_table
+    for sequence, table in zip(long, np.array(work.tables).tolist(), strict=True):
+        assert tuple(table[: len(sequence.block_table)]) == sequence.block_table

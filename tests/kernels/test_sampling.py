@@ -1,8 +1,9 @@
-"""The sampling kernels' very texts, run on the CPU, keep, draw and report what stock MLX does."""
+"""The sampling kernels' texts, run on the CPU, keep, draw and report what stock MLX does."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import mlx.core as mx
 import numpy as np
@@ -21,7 +22,7 @@ from mlx_parallm.worker.sampling.truncation import truncate
 from tests.kernels.shim_dialect import ORDERS, CudaShim, Shim
 
 DTYPES = (mx.float32, mx.bfloat16, mx.float16)
-#: Of the probability: where top-p ends is a matter of how sums are rounded.
+#: ``ROUNDING`` of probabilities: the rounding of sums decides where top-p ends.
 ROUNDING = 1e-5
 VOCAB, THREADS = 600, 64
 KINDS: dict[str, Callable[[np.random.Generator, int], np.ndarray]] = {
@@ -68,7 +69,7 @@ def drawn(
 
 
 def kept_in_theory(row: np.ndarray, params: SamplingParams, top_p: float) -> np.ndarray:
-    """What is kept, computed in float64 of what min-p and top-k leave."""
+    """Return what top-p keeps in float64 of what min-p and top-k leave."""
     before = truncate(mx.array(row[None]), [SamplingParams(top_k=params.top_k, min_p=params.min_p)])
     keep = np.isfinite(np.array(before)[0])
     ids = np.argsort(-row, kind="stable")
@@ -93,21 +94,21 @@ def test_what_is_kept_and_drawn_is_what_stock_operations_keep_and_draw(
 ) -> None:
     kernels = SamplingKernels(shim, threads=THREADS)
     source = np.random.default_rng(len(kind))
-    specs = [spec(i, temperature=temperature, **one) for i, one in enumerate(TRUNCATIONS)]
-    params = [one.params for one in specs]
+    specs = [spec(i, temperature=temperature, **options) for i, options in enumerate(TRUNCATIONS)]
+    params = [row_spec.params for row_spec in specs]
     logits = mx.array(np.array([KINDS[kind](source, VOCAB) for _ in specs], dtype=np.float32))
     scaled = logits / temperature
     tokens, floors = drawn(kernels, logits, specs)
     kept = np.array((scaled >= floors) & (scaled > -mx.inf))
     stock = np.array(truncate(scaled, params) > -mx.inf)
-    for mine, theirs, row, one in zip(kept, stock, np.array(scaled), params, strict=True):
-        if one.top_p == 1:
-            assert (mine == theirs).all(), one
+    for mine, theirs, row, row_params in zip(kept, stock, np.array(scaled), params, strict=True):
+        if row_params.top_p == 1:
+            assert (mine == theirs).all(), row_params
         else:
-            fewest = kept_in_theory(row, one, one.top_p * (1 - ROUNDING))
-            most = kept_in_theory(row, one, one.top_p * (1 + ROUNDING))
-            assert (mine >= fewest).all(), one
-            assert (mine <= most).all(), one
+            fewest = kept_in_theory(row, row_params, row_params.top_p * (1 - ROUNDING))
+            most = kept_in_theory(row, row_params, row_params.top_p * (1 + ROUNDING))
+            assert (mine >= fewest).all(), row_params
+            assert (mine <= most).all(), row_params
     wanted = categorical(mx.where(mx.array(kept), scaled, -mx.inf), random_keys(specs))
     assert tokens == np.array(wanted).tolist()
 
@@ -116,7 +117,7 @@ def test_what_is_kept_and_drawn_is_what_stock_operations_keep_and_draw(
 def test_short_numbers_are_kept_as_long_ones(shim: Shim, dtype: mx.Dtype) -> None:
     kernels = SamplingKernels(shim, threads=THREADS)
     source = np.random.default_rng(5)
-    specs = [spec(i, **one) for i, one in enumerate(TRUNCATIONS)]
+    specs = [spec(i, **options) for i, options in enumerate(TRUNCATIONS)]
     logits = mx.array(source.normal(size=(len(specs), VOCAB)) * 3).astype(dtype)
     tokens, floors = drawn(kernels, logits, specs)
     long_tokens, long_floors = drawn(kernels, logits.astype(mx.float32), specs)
@@ -128,14 +129,14 @@ def test_short_numbers_are_kept_as_long_ones(shim: Shim, dtype: mx.Dtype) -> Non
 def test_rows_draw_the_same_alone_together_and_again(shim: Shim) -> None:
     kernels = SamplingKernels(shim, threads=THREADS)
     source = np.random.default_rng(6)
-    specs = [spec(i, i * i, temperature=0.9, **one) for i, one in enumerate(TRUNCATIONS)]
+    specs = [spec(i, i * i, temperature=0.9, **options) for i, options in enumerate(TRUNCATIONS)]
     specs[4] = spec(4, temperature=0.0)
     logits = mx.array(source.normal(size=(len(specs), VOCAB)), dtype=mx.float32)
     together, floors = drawn(kernels, logits, specs)
     for shim.order in ORDERS:
         assert drawn(kernels, logits, specs)[0] == together
-    for row, one in enumerate(specs):
-        alone, floor = drawn(kernels, logits[row : row + 1], [one])
+    for row, row_spec in enumerate(specs):
+        alone, floor = drawn(kernels, logits[row : row + 1], [row_spec])
         assert alone == together[row : row + 1]
         assert floor.item() == floors[row].item()
 
@@ -143,7 +144,7 @@ def test_rows_draw_the_same_alone_together_and_again(shim: Shim) -> None:
 @pytest.mark.parametrize("value", [float("-inf"), float("nan"), float("inf")])
 def test_rows_that_mean_nothing_still_draw_a_token(shim: Shim, value: float) -> None:
     kernels = SamplingKernels(shim, threads=THREADS)
-    specs = [spec(i, **one) for i, one in enumerate([*TRUNCATIONS, {"temperature": 0.0}])]
+    specs = [spec(i, **options) for i, options in enumerate([*TRUNCATIONS, {"temperature": 0.0}])]
     tokens, _ = drawn(kernels, mx.full((len(specs), 96), value), specs)
     assert all(0 <= token < 96 for token in tokens)
 
@@ -158,11 +159,11 @@ def test_the_likeliest_come_best_first_and_ties_by_ascending_id(
     chosen, tokens = [3, 1], np.array([9, 8, 7, 6], dtype=np.uint32)
     wanted = mx.array([(row, top) for row in chosen], dtype=mx.int32)
     kernels = SamplingKernels(shim, threads=THREADS)
-    found = kernels.logprobs(mx.array(logits), mx.array(tokens), wanted, top)
-    for row, entry in zip(chosen, found.to_python(), strict=True):
+    actual = kernels.logprobs(mx.array(logits), mx.array(tokens), wanted, top)
+    for row, entry in zip(chosen, actual.to_python(), strict=True):
         exact = logits[row].astype(np.float64)
         exact -= exact.max() + np.log(np.exp(exact - exact.max()).sum())
-        # What cannot be sampled is not told; a target that cannot has the least number.
+        # Tokens that cannot be sampled are not reported; such a target has the least number.
         ids = np.argsort(-logits[row], kind="stable")[:top].tolist()
         ids = [token for token in ids if exact[token] > -np.inf]
         assert entry.token_id == tokens[row]
@@ -181,16 +182,16 @@ def trusted(shim: Shim, *dtypes: mx.Dtype) -> SamplingKernels:
 def tokens_of(result: SampleResult, rows: int) -> list[object]:
     mx.eval(result.arrays())
     return [
-        (one.token_id, one.logprob and [token for token, _ in one.logprob.top])
-        for one in result.to_python(range(rows))
+        (row.token_id, row.logprob and [token for token, _ in row.logprob.top])
+        for row in result.to_python(range(rows))
     ]
 
 
 def values_of(result: SampleResult, rows: int) -> list[list[float]]:
-    entries = [one.logprob for one in result.to_python(range(rows))]
+    entries = [token.logprob for token in result.to_python(range(rows))]
     return [
-        [one.logprob, one.entropy or 0.0, *(value for _, value in one.top)] if one else []
-        for one in entries
+        [entry.logprob, entry.entropy or 0.0, *(value for _, value in entry.top)] if entry else []
+        for entry in entries
     ]
 
 
@@ -209,21 +210,21 @@ def test_a_sampler_answers_the_same_with_kernels_and_without(shim: Shim, mode: s
     for step in range(4):
         specs = [
             SampleSpec(
-                params=one,
+                params=options,
                 seed=row + (step == 3),
                 position=step,
                 prompt_ids=(1, 2),
                 output_ids=[3, 4],
                 banned_ids=(6,) if step == 2 else (),
             )
-            for row, one in enumerate(params)
+            for row, options in enumerate(params)
         ]
         if step == 1:
             specs = specs[1:]
         logits = mx.array(source.normal(size=(len(specs), VOCAB)) * 2, dtype=mx.float32)
-        found, wanted = mine(logits, specs), stock(logits, specs)
-        assert tokens_of(found, len(specs)) == tokens_of(wanted, len(specs))
-        pairs = zip(values_of(found, len(specs)), values_of(wanted, len(specs)), strict=True)
+        actual, wanted = mine(logits, specs), stock(logits, specs)
+        assert tokens_of(actual, len(specs)) == tokens_of(wanted, len(specs))
+        pairs = zip(values_of(actual, len(specs)), values_of(wanted, len(specs)), strict=True)
         for some, others in pairs:
             assert some == pytest.approx(others, abs=1e-5)
 
@@ -235,7 +236,7 @@ def test_processed_logprobs_are_those_of_what_the_kernels_kept(
 ) -> None:
     source = np.random.default_rng(len(kind))
     params = {"temperature": temperature, "logprobs": 3, "logprobs_mode": PROCESSED_LOGPROBS}
-    specs = [spec(i, **params, **one) for i, one in enumerate(TRUNCATIONS)]
+    specs = [spec(i, **params, **options) for i, options in enumerate(TRUNCATIONS)]
     logits = mx.array(np.array([KINDS[kind](source, VOCAB) for _ in specs], dtype=np.float32))
     kernels = trusted(shim, mx.float32)
     tokens, floors = drawn(kernels, logits, specs)
@@ -244,16 +245,16 @@ def test_processed_logprobs_are_those_of_what_the_kernels_kept(
     exact -= exact.max(axis=-1, keepdims=True)
     exact -= np.log(np.exp(exact).sum(axis=-1, keepdims=True))
     result = Sampler(kernels)(logits, specs)
-    for row, one in enumerate(result.to_python(range(len(specs)))):
-        assert one.token_id == tokens[row]
-        assert one.logprob is not None
-        assert one.logprob.logprob == pytest.approx(exact[row, tokens[row]], rel=1e-6, abs=1e-5)
+    for row, token in enumerate(result.to_python(range(len(specs)))):
+        assert token.token_id == tokens[row]
+        assert token.logprob is not None
+        assert token.logprob.logprob == pytest.approx(exact[row, tokens[row]], rel=1e-6, abs=1e-5)
         best = np.sort(exact[row][exact[row] > -np.inf])[::-1][:3]
-        assert [value for _, value in one.logprob.top] == pytest.approx(best, rel=1e-6, abs=1e-5)
+        assert [value for _, value in token.logprob.top] == pytest.approx(best, rel=1e-6, abs=1e-5)
 
 
 class CountingShim(CudaShim):
-    """Knows which kernels ran."""
+    """Records which kernels ran."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -277,8 +278,8 @@ def test_kernels_run_only_where_they_are_wanted_and_trusted() -> None:
         (logits.astype(mx.float16), [random, random], []),
         (logits[:, 1:], [random, random], []),
     ]
-    for given, specs, ran in cases:
-        mx.eval(sampler(given, specs).arrays())
+    for rows, specs, ran in cases:
+        mx.eval(sampler(rows, specs).arrays())
         assert shim.ran == ran
         shim.ran.clear()
 
@@ -286,15 +287,16 @@ def test_kernels_run_only_where_they_are_wanted_and_trusted() -> None:
 def test_settings_are_made_again_only_when_rows_change() -> None:
     specs = [spec(1, 5, top_p=0.5), spec(2, 9, temperature=0.0, logprobs=2)]
     rows = RowSettings(specs)
-    later = [SampleSpec(params=one.params, seed=one.seed, position=one.position + 1,
-                        prompt_ids=(), output_ids=(4,)) for one in specs]  # fmt: skip
+    later = [
+        replace(row_spec, position=row_spec.position + 1, output_ids=(4,)) for row_spec in specs
+    ]
     assert rows.are_of(later)
     assert not rows.are_of(specs[:1])
     assert not rows.are_of(specs[::-1])
     assert not rows.are_of([spec(3, 5, top_p=0.5), specs[1]])
     assert not rows.are_of([spec(1, 5, top_p=0.6), specs[1]])
-    for one in (specs, later):
-        assert mx.array_equal(rows.keys(one), random_keys(one))
+    for step_specs in (specs, later):
+        assert mx.array_equal(rows.keys(step_specs), random_keys(step_specs))
     before = rows.keys(specs)
     rows.keys(later)
     assert mx.array_equal(before, random_keys(specs))

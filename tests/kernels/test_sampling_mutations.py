@@ -1,4 +1,4 @@
-"""Every barrier and shuffle of the sampling kernels is needed: without any one, a check fails."""
+"""Every barrier and shuffle of the sampling kernels is needed: without it, a check fails."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from tests.kernels.mutation import (
 from tests.kernels.shim_compile import require_compiler
 from tests.kernels.shim_dialect import Shim
 
-# Both warps have logits of either half.
+# Both warps have logits of both halves.
 VOCAB, THREADS = 1040, 64
 
 
 def is_right(shim: Shim) -> bool:
-    """Whether the check at load passes in every order."""
+    """True if the check at load passes in every order of threads."""
     kernels = SamplingKernels(shim, threads=THREADS)
     return passes_in_every_order(shim, lambda: why_not(kernels, VOCAB, mx.float16))
 
@@ -50,9 +50,9 @@ def test_no_synchronisation_is_overlooked(language: str) -> None:
 
 
 def test_there_is_something_to_leave_out() -> None:
-    found = list(mutants(TEXTS))
+    all_mutants = list(mutants(TEXTS))
     for language in SHIMS:
-        assert sum(one[0] == language for one in found) == 13
+        assert sum(mutant[0] == language for mutant in all_mutants) == 13
 
 
 MISTAKES = {
@@ -72,5 +72,5 @@ MISTAKES = {
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_a_wrong_kernel_is_not_used(mistake: str) -> None:
     require_compiler()
-    one = MISTAKES[mistake]
-    assert not is_right(MistakenShim(TEXTS, f"sampling_{one.file}_", one))
+    case = MISTAKES[mistake]
+    assert not is_right(MistakenShim(TEXTS, f"sampling_{case.file}_", case))

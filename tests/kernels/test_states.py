@@ -128,7 +128,7 @@ def test_a_wrong_convolution_is_not_used() -> None:
 def rule_inputs(dtype: mx.Dtype = mx.float32) -> list[mx.array]:
     keys = iter(mx.random.split(mx.random.key(9), 6))
     sizes = ((1, 2, 1, 32), (1, 2, 1, 32), (1, 2, 2, 8), (1, 2, 2), (1, 2, 2), (1, 2, 8, 32))
-    q, k, v, g, beta, state = (mx.random.normal(one, key=next(keys)) for one in sizes)
+    q, k, v, g, beta, state = (mx.random.normal(size, key=next(keys)) for size in sizes)
     return [q.astype(dtype), k.astype(dtype), v.astype(dtype), mx.sigmoid(g), beta, state]
 
 
@@ -142,10 +142,10 @@ def test_the_kernel_computes_in_forwards_of_ours_only() -> None:
     assert all(mx.array_equal(*pair) for pair in zip(seam(*inputs), wanted, strict=True))
     assert not calls
     seam.step = SimpleNamespace()
-    found = seam(*inputs)
+    actual = seam(*inputs)
     assert len(calls) == 1, "made for the check, and kept"
-    assert all(mx.allclose(*pair, atol=1e-5) for pair in zip(found, wanted, strict=True))
-    # Masks, and states of other types, are left to mlx_lm.
+    assert all(mx.allclose(*pair, atol=1e-5) for pair in zip(actual, wanted, strict=True))
+    # mlx_lm computes calls with masks, and states of other dtypes.
     mask = mx.array([[True, False]])
     masked = seam(*inputs, mask)[1]
     assert mx.array_equal(masked, gated_delta_ops(*inputs, mask)[1])
@@ -163,15 +163,15 @@ def test_tokens_of_state_spaces_are_the_kernels_and_prompts_mlx_lms() -> None:
         keys = iter(mx.random.split(mx.random.key(9), 8))
         sizes = [(3, tokens, 4, 8), (4,), (3, tokens, 2, 32), (3, tokens, 2, 32), (4,)]
         sizes += [(3, tokens, 4), (4,), (3, 4, 8, 32)]
-        return [mx.random.normal(one, key=next(keys)) for one in sizes]
+        return [mx.random.normal(size, key=next(keys)) for size in sizes]
 
     for tokens, is_ours, num_calls in [(1, False, 0), (1, True, 1), (2, True, 1)]:
-        given = inputs(tokens)
-        wanted = ssm_attn(*given, mask=None, lengths=None)
+        arrays = inputs(tokens)
+        wanted = ssm_attn(*arrays, mask=None, lengths=None)
         seam.step = SimpleNamespace() if is_ours else None
-        found = seam(*given, mask=None, lengths=None)
+        actual = seam(*arrays, mask=None, lengths=None)
         assert len(calls) == num_calls
-        assert all(mx.allclose(*pair, atol=1e-4) for pair in zip(found, wanted, strict=True))
+        assert all(mx.allclose(*pair, atol=1e-4) for pair in zip(actual, wanted, strict=True))
 
 
 def test_where_the_kernel_is_wrong_mlx_lm_computes() -> None:

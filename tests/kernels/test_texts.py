@@ -1,4 +1,4 @@
-"""The two languages' texts are one algorithm: line by line the same but for a few words."""
+"""The texts of the two languages are one algorithm: equal line by line but for a few words."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from mlx_parallm.kernels.build import kernel_text
 PACKAGE = Path(mlx_parallm.__file__).parent
 FOLDERS = tuple(PACKAGE / "worker" / name / "kernels" for name in ("attention", "sampling", "lora"))
 TEXTS = sorted(path for folder in FOLDERS for path in (folder / "cuda").iterdir())
-#: What Metal says, and what CUDA says there.
+#: Metal's words, and CUDA's words for the same.
 WORDS = (
     (r"typedef long Place", "typedef long long Place"),
     (r"\bconstant constexpr ", "constexpr "),
@@ -45,14 +45,14 @@ UNWANTED = re.compile(
 
 
 def in_cuda(metal: str) -> str:
-    """A Metal text in CUDA's words."""
+    """Return a Metal text in CUDA's words."""
     for mine, theirs in WORDS:
         metal = re.sub(mine, theirs, metal)
     return metal
 
 
 def in_metal(path: Path) -> Path:
-    """The Metal text of a CUDA one."""
+    """Return the Metal text of a CUDA text."""
     return path.parents[1] / "metal" / f"{path.stem}.metal"
 
 
@@ -63,8 +63,8 @@ def test_lines_are_the_same(path: Path) -> None:
 
 
 def test_both_languages_have_the_same_texts() -> None:
-    found = sorted(path for folder in FOLDERS for path in (folder / "metal").iterdir())
-    assert found == [in_metal(path) for path in TEXTS]
+    paths = sorted(path for folder in FOLDERS for path in (folder / "metal").iterdir())
+    assert paths == [in_metal(path) for path in TEXTS]
 
 
 @pytest.mark.parametrize("path", [*TEXTS, *map(in_metal, TEXTS)], ids=lambda path: path.name)

@@ -24,6 +24,7 @@ CLEAN_ROOMS = (
     "mlx_parallm/demo_models",
     "mlx_parallm/grammar",
     "mlx_parallm/kernels",
+    "mlx_parallm/llm.py",
     "mlx_parallm/models",
     "mlx_parallm/numerics",
     "mlx_parallm/parsing",
@@ -32,8 +33,13 @@ CLEAN_ROOMS = (
     "mlx_parallm/types",
     "mlx_parallm/units.py",
     "mlx_parallm/worker/attention",
+    "mlx_parallm/worker/model_errors.py",
+    "mlx_parallm/worker/ops.py",
     "mlx_parallm/worker/pooling",
     "mlx_parallm/worker/sampling",
+    "mlx_parallm/worker/worker.py",
+    "tests/integration",
+    "tests/kernels",
 )
 
 _FRAGMENT = re.compile(r"(Of|Not|First|The same)\b(?! time\b)")

@@ -7,7 +7,7 @@ constexpr int CHUNKS = (D + 31) / 32;  // chunks of 32 numbers in a query or key
 // Size of a key in shared memory: an odd number of 64 bytes, so that lanes use different banks.
 constexpr int KEY_ROW = CHUNKS * 4 + (CHUNKS % 2 ? 0 : 4);
 constexpr int COLUMNS = V / 8;
-constexpr int VALUE_ROW = COLUMNS + 1;  // size of a value in shared memory: an odd number of 16 bytes
+constexpr int VALUE_ROW = COLUMNS + 1;  // an odd number of 16 bytes per value
 constexpr int THREADS = WARPS * 32;
 constexpr float EXPONENT = SOFT_CAP ? CAP_SCALE : QUERY_SCALE;
 const int thread_index = threadIdx.x;
