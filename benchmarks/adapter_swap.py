@@ -90,8 +90,8 @@ def main() -> int:
         Check("body, MB", len(bodies[0]) / 1e6),
     ]
     for name in ("receive_ms", "parse_ms", "live_ms"):
-        told = statistics.median(swap.timings[name] for swap in swaps)
-        checks.append(Check(f"the server's {name}: median", told))
+        median = statistics.median(swap.timings[name] for swap in swaps)
+        checks.append(Check(f"the server's {name}: median", median))
     details = {"settings": {name: str(value) for name, value in vars(args).items()}}
     return conclude("adapter_swap", checks, details | {"steps": stalls, "live_ms": live})
 
@@ -161,7 +161,7 @@ def plan_streams(tokenizer: Tokenizer, args: Namespace) -> list[PlannedRequest]:
 async def warm_up(server: Server, streams: list[PlannedRequest]) -> None:
     """Bring the server to its working state."""
     client = make_client(server)
-    short = [replace(one, body=one.body | {"max_tokens": WARM_TOKENS}) for one in streams]
+    short = [replace(stream, body=stream.body | {"max_tokens": WARM_TOKENS}) for stream in streams]
     for record in await asyncio.gather(*map(client.send, short)):
         if record.error is not None:
             raise BenchmarkError(f"a request failed: {record.error}\n{server.log_tail()}")
@@ -197,23 +197,23 @@ async def run(
 ) -> tuple[list[RequestRecord], list[Swap]]:
     """Begin the streams, and replace their adapter again and again while they run."""
     client = make_client(server)
-    tasks = [asyncio.create_task(client.send(one)) for one in streams]
-    found = []
+    tasks = [asyncio.create_task(client.send(stream)) for stream in streams]
+    done: list[Swap] = []
     for number in range(swaps):
         await asyncio.sleep(LEAD_S)
         body = bodies[(number + 1) % len(bodies)]
-        found.append(await asyncio.to_thread(upload, server, body))
+        done.append(await asyncio.to_thread(upload, server, body))
         print(f"swap {number + 1} of {swaps}", flush=True)
     await asyncio.sleep(LEAD_S)
     if any(task.done() for task in tasks):
         raise BenchmarkError("a stream ended before the last upload; raise --stream-tokens")
-    return [await task for task in tasks], found
+    return [await task for task in tasks], done
 
 
 def stall_of(records: list[RequestRecord], swap: Swap) -> tuple[float, float]:
     """Return the seconds of a step before the upload, and the longest gap in such steps."""
     before, during = (
-        [gap for one in records for gap in gaps_within(one.chunk_times_s, *span)]
+        [gap for record in records for gap in gaps_within(record.chunk_times_s, *span)]
         for span in (
             (swap.begin_s - LEAD_S / 2, swap.begin_s),
             (swap.begin_s, swap.live_s + LEAD_S / 4),

@@ -31,7 +31,8 @@ from mlx_parallm.worker.device.properties import backend_name
 from mlx_parallm.worker.generation.cache_layout import KVLayout, leaves, probe_layout
 from mlx_parallm.worker.generation.memory import query_heads
 from mlx_parallm.worker.generation.path_choice import choose_path
-from mlx_parallm.worker.generation.paths.base import ForwardPath, token_array
+from mlx_parallm.worker.generation.paths.base import ForwardPath
+from mlx_parallm.worker.generation.step_rows import token_array
 from mlx_parallm.worker.lora.adapted_layers import AdaptedLayers, product_dtype
 from mlx_parallm.worker.lora.adapter_check import choose_change_kernels
 from tests.builders.random_models import SHAPES, RandomModel, flatten, random_model
@@ -78,7 +79,7 @@ class Steps:
         """Return the seconds of a step of one prompt."""
         (row,) = self._rows([slot], 0)
         tokens = tuple(range(length))
-        one = ScheduledSequence(
+        sequence = ScheduledSequence(
             seq_id=0,
             slot=0,
             start=0,
@@ -87,7 +88,9 @@ class Steps:
             adapter_slot=slot,
         )
         started = self.clock()
-        mx.eval(self.path.logits([one], token_array([one]), [length - 1]), self.path.arrays())
+        mx.eval(
+            self.path.logits([sequence], token_array([sequence]), [length - 1]), self.path.arrays()
+        )
         return self.clock() - started
 
     def _rows(self, slots: Sequence[int], start: int) -> list[ScheduledSequence]:
@@ -119,7 +122,8 @@ def make(model: RandomModel, batch: int, context: int) -> tuple[Steps, AdaptedLa
     if backend_name() == "cuda":
         flatten(model)
     layouts = probe_layout(model.model)
-    shapes = [one.shape for one in leaves(layouts) if isinstance(one, KVLayout)]
+    kv_layouts = [layout for layout in leaves(layouts) if isinstance(layout, KVLayout)]
+    shapes = [layout.shape for layout in kv_layouts if layout.shape is not None]
     heads = query_heads(model.loaded.config) or 1
     backend = choose_backend(CacheConfig(block_size=BLOCK), shapes, heads).backend
     path = choose_path(
@@ -162,9 +166,9 @@ def main() -> int:
     put_ms = load(args, model, steps, layers)
     pairs = measure(args, steps)
     targets = {"8 distinct": 0.85, "32 distinct": 0.75} if args.gpu else {}
-    middle = {name: statistics.median(own for _, own in found) for name, found in pairs.items()}
+    middle = {name: statistics.median(own for _, own in times) for name, times in pairs.items()}
     share = {
-        name: statistics.median(base / own for base, own in found) for name, found in pairs.items()
+        name: statistics.median(base / own for base, own in times) for name, times in pairs.items()
     }
     checks = [Check("all base, before there are adapters, ms", 1e3 * statistics.median(alone))]
     checks += [Check(f"{name}, ms", 1e3 * value) for name, value in middle.items()]
@@ -236,9 +240,9 @@ def measure(args: argparse.Namespace, steps: Steps) -> dict[str, list[tuple[floa
     pairs: dict[str, list[tuple[float, float]]] = {name: [] for name in modes}
     for repetition in range(args.repetitions + 1):
         for name, (reference, run) in modes.items():
-            found = reference(), run()
+            logits = reference(), run()
             if repetition:  # the first repetition warms up
-                pairs[name].append(found)
+                pairs[name].append(logits)
     return pairs
 
 

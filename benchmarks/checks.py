@@ -82,10 +82,10 @@ def _commit() -> str:
     """Return the commit of the working folder; empty where there is no git."""
     if shutil.which("git") is None:
         return ""
-    found = subprocess.run(
+    result = subprocess.run(
         ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
     )
-    return found.stdout.strip()
+    return result.stdout.strip()
 
 
 def _version(name: str, module: str) -> str:

@@ -113,8 +113,8 @@ def send_all(load: Load) -> None:
             load.latencies_s.append(time.perf_counter() - begin_s)
             load.num_texts += len(part)
             load.num_tokens += answer["usage"]["prompt_tokens"]
-            for place, one in zip(part, answer["data"], strict=True):
-                load.vectors[place] = np.frombuffer(base64.b64decode(one["embedding"]), "<f4")
+            for place, item in zip(part, answer["data"], strict=True):
+                load.vectors[place] = np.frombuffer(base64.b64decode(item["embedding"]), "<f4")
 
 
 def ask(connection: http.client.HTTPConnection, load: Load, part: Sequence[int]) -> dict[str, Any]:
@@ -146,10 +146,10 @@ def figures_of(process: ChildProcess) -> dict[str, Any]:
         BenchmarkError: a request failed.
     """
     output, _ = process.communicate()
-    found = json.loads(output) if output else {"errors": ["no output"]}
-    if found["errors"]:
-        raise BenchmarkError(f"requests for embeddings failed: {found['errors']}")
-    return found
+    result = json.loads(output) if output else {"errors": ["no output"]}
+    if result["errors"]:
+        raise BenchmarkError(f"requests for embeddings failed: {result['errors']}")
+    return result
 
 
 if __name__ == "__main__":

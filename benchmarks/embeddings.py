@@ -70,15 +70,15 @@ def measure_round(args: Namespace, folder: Path, seed: int) -> dict[str, Any]:
     lengths = [draw.randint(SHORTEST, LONGEST) for _ in range(args.num_texts)]
     texts = folder / "texts.json"
     texts.write_text(json.dumps(texts_of_lengths(lengths, seed)))
-    found: dict[str, Any] = {"tokens": sum(lengths)}
+    results: dict[str, Any] = {"tokens": sum(lengths)}
     options = [*shlex.split(args.server_options), "--encoder-cache-size", "0"]
     with mlx_parallm_server(args.model, [*options, "--dtype", dtype_of(args)]) as server:
-        found |= served(server, texts, args, folder)
-    found["loop"] = in_loop(args, texts)
+        results |= served(server, texts, args, folder)
+    results["loop"] = in_loop(args, texts)
     if args.reference_python:
-        found["reference"] = by_reference(args, texts, folder)
-    print({name: rate_of(one) for name, one in found.items()}, flush=True)
-    return found
+        results["reference"] = by_reference(args, texts, folder)
+    print({name: rate_of(result) for name, result in results.items()}, flush=True)
+    return results
 
 
 def served(server: Server, texts: Path, args: Namespace, folder: Path) -> dict[str, Any]:
@@ -140,11 +140,11 @@ def checks_of(rounds: list[dict[str, Any]], args: Namespace) -> list[Check]:
     """Return medians over the rounds; ratios are within a round."""
 
     def median(*names: str) -> float:
-        return statistics.median(_value(one, names) for one in rounds)
+        return statistics.median(_value(figures, names) for figures in rounds)
 
     def ratio(name: str, other: str) -> float:
         return statistics.median(
-            one[name]["texts_per_s"] / one[other]["texts_per_s"] for one in rounds
+            figures[name]["texts_per_s"] / figures[other]["texts_per_s"] for figures in rounds
         )
 
     many = f"{args.clients} clients"
@@ -158,7 +158,7 @@ def checks_of(rounds: list[dict[str, Any]], args: Namespace) -> list[Check]:
         Check(f"{many} over the loop", ratio("clients", "loop"), ">=", 3.0),
         Check(f"{many} over 1 client", ratio("clients", "one_client")),
     ]
-    if all("texts_per_s" in one.get("reference", {}) for one in rounds):
+    if all("texts_per_s" in figures.get("reference", {}) for figures in rounds):
         cosine = HALF_COSINE if args.gpu else COSINE
         checks += [
             Check("sentence-transformers: texts/s", median("reference", "texts_per_s")),

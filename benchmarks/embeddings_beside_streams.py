@@ -111,8 +111,10 @@ async def stream_gaps_ms(server: Server, args: Namespace, seed: int) -> list[flo
         )
         for index in range(args.num_streams)
     ]
-    records = await asyncio.gather(*(client.send(with_model(one, server.model)) for one in planned))
-    gaps = [1000 * gap for one in records for gap in _counted_gaps_s(one)]
+    records = await asyncio.gather(
+        *(client.send(with_model(stream, server.model)) for stream in planned)
+    )
+    gaps = [1000 * gap for record in records for gap in _counted_gaps_s(record)]
     if not gaps:
         raise BenchmarkError("no stream had two chunks")
     return gaps
@@ -128,9 +130,11 @@ def checks_of(rounds: Sequence[Figures], args: Namespace) -> list[Check]:
     """Return medians over the rounds."""
 
     def median(name: str) -> float:
-        return statistics.median(one[name] for one in rounds)
+        return statistics.median(figures[name] for figures in rounds)
 
-    ratio = statistics.median(one["gap_p99_beside_ms"] / one["gap_p99_alone_ms"] for one in rounds)
+    ratio = statistics.median(
+        figures["gap_p99_beside_ms"] / figures["gap_p99_alone_ms"] for figures in rounds
+    )
     streams = f"{args.num_streams} streams"
     return [
         Check(f"{streams} alone: gap p50, ms", median("gap_p50_alone_ms")),

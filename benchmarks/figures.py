@@ -28,7 +28,7 @@ def main() -> None:
 def replace_marked(text: str, mark: str, table: str) -> str:
     """Return ``text`` with the table between ``<!-- MARK -->`` and the end, if it has them."""
     pattern = rf"(<!-- {re.escape(mark)} -->\n).*?(<!-- end -->)"
-    return re.sub(pattern, lambda found: f"{found[1]}{table}{found[2]}", text, flags=re.DOTALL)
+    return re.sub(pattern, lambda match: f"{match[1]}{table}{match[2]}", text, flags=re.DOTALL)
 
 
 def format_result(content: dict[str, Any]) -> str:

@@ -69,19 +69,19 @@ class Pipeline:
         BenchmarkError: it has not what it needs.
     """
 
-    def __init__(self, given: IO[str], told: IO[str]) -> None:
-        self._given = given
-        self._told = told
+    def __init__(self, requests: IO[str], answers: IO[str]) -> None:
+        self._requests = requests
+        self._answers = answers
         self.about = self._read()
 
     def run(self, texts: list[str]) -> dict[str, Any]:
         """Return the pipeline's figures over these texts."""
-        self._given.write(json.dumps(texts) + "\n")
-        self._given.flush()
+        self._requests.write(json.dumps(texts) + "\n")
+        self._requests.flush()
         return self._read()
 
     def _read(self) -> dict[str, Any]:
-        line = self._told.readline()
+        line = self._answers.readline()
         if not line:
             raise BenchmarkError(
                 "The reference ended: its Python must have transformers and torch."
@@ -116,12 +116,12 @@ def measure_round(
 ) -> dict[str, Any]:
     """Return the figures of the server and of the pipeline, measured in turn."""
     served = fill(server, texts, args.clients)
-    found = pipeline.run(texts)
-    ours, theirs = served.pop("best"), found.pop("best")
+    result = pipeline.run(texts)
+    ours, theirs = served.pop("best"), result.pop("best")
     pairs = list(zip(ours, theirs, strict=True))
-    found["difference"] = max(abs(one[1] / other[1] - 1) for one, other in pairs)
-    found["same"] = sum(one[0] == other[0] for one, other in pairs) / len(texts)
-    figures = {"served": served, "reference": found, "load_average": os.getloadavg()}
+    result["difference"] = max(abs(mine[1] / other[1] - 1) for mine, other in pairs)
+    result["same"] = sum(mine[0] == other[0] for mine, other in pairs) / len(texts)
+    figures = {"served": served, "reference": result, "load_average": os.getloadavg()}
     print(figures, flush=True)
     return figures
 
@@ -137,40 +137,40 @@ def fill(server: Server, texts: list[str], num_clients: int) -> dict[str, Any]:
 
     begin_s = time.perf_counter()
     with ThreadPoolExecutor(num_clients) as pool:
-        told = list(pool.map(ask, texts))
+        answers = list(pool.map(ask, texts))
     rate = len(texts) / (time.perf_counter() - begin_s)
     return {
         "texts_per_s": rate,
-        "latency_ms": statistics.median(one for one, _ in told),
-        "best": [best for _, best in told],
+        "latency_ms": statistics.median(latency_ms for latency_ms, _ in answers),
+        "best": [best for _, best in answers],
     }
 
 
 def checks_of(rounds: list[dict[str, Any]], num_clients: int) -> list[Check]:
     """Return medians over the rounds; ratios are within a round."""
-    served = [one["served"]["texts_per_s"] for one in rounds]
-    best = [max(one["reference"]["texts_per_s"].values()) for one in rounds]
+    served = [figures["served"]["texts_per_s"] for figures in rounds]
+    best = [max(figures["reference"]["texts_per_s"].values()) for figures in rounds]
     ratios = [ours / theirs for ours, theirs in zip(served, best, strict=True)]
     checks = [
         Check(f"{num_clients} clients: texts/s", statistics.median(served)),
         Check(
             f"{num_clients} clients: median latency, ms",
-            statistics.median(one["served"]["latency_ms"] for one in rounds),
+            statistics.median(figures["served"]["latency_ms"] for figures in rounds),
         ),
     ]
     for size in rounds[0]["reference"]["texts_per_s"]:
-        rates = [one["reference"]["texts_per_s"][size] for one in rounds]
+        rates = [figures["reference"]["texts_per_s"][size] for figures in rounds]
         checks.append(Check(f"pipeline, batches of {size}: texts/s", statistics.median(rates)))
     return [
         *checks,
         Check("ratio to the faster of these", statistics.median(ratios), ">=", 0.8),
         Check(
             "largest relative difference of a likeliest token's score",
-            max(one["reference"]["difference"] for one in rounds),
+            max(figures["reference"]["difference"] for figures in rounds),
             "<=",
             1e-3,
         ),
-        Check("same likeliest token", min(one["reference"]["same"] for one in rounds)),
+        Check("same likeliest token", min(figures["reference"]["same"] for figures in rounds)),
     ]
 
 

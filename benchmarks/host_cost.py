@@ -62,8 +62,11 @@ class NoStep:
 
     def wait(self) -> StepOutput:
         """Return a token for each row that samples."""
-        rows = [one for one in self._batch.sequences if one.sample is not None]
-        tokens = (SampledToken(seq_id=one.seq_id, token_id=500 + one.start % 100) for one in rows)
+        rows = [sequence for sequence in self._batch.sequences if sequence.sample is not None]
+        tokens = (
+            SampledToken(seq_id=sequence.seq_id, token_id=500 + sequence.start % 100)
+            for sequence in rows
+        )
         return StepOutput(tokens=tuple(tokens))
 
 
@@ -76,7 +79,9 @@ def main() -> int:
     for count in args.rows:
         times, spans = decode(count, args.steps)
         checks.append(Check(f"{count} rows: a step, us", 1e3 * statistics.median(times)))
-        checks += [Check(f"{count} rows: {one.value}, us", phase_us(spans, one)) for one in PHASES]
+        checks += [
+            Check(f"{count} rows: {phase.value}, us", phase_us(spans, phase)) for phase in PHASES
+        ]
     return conclude("host_cost", checks, {})
 
 

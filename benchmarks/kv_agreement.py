@@ -61,28 +61,30 @@ def main() -> int:
             Check(f"{dtype}: mean change of a log-probability", mean_change(finest, exact)),
         ]
     for name in KV_CACHE_DTYPES[1:]:
-        found = results[name]
+        scored = results[name]
         limit = LEAST_AGREEMENT if name == "int8" else None
         checks += [
-            Check(f"{name}: same likeliest token", agreement(exact, found), ">=", limit),
-            Check(f"{name}: the same, least of a prompt", least_agreement(exact, found)),
-            Check(f"{name}: the same, where the assistant writes", agreement(exact, found, texts)),
-            Check(f"{name}: mean change of a log-probability", mean_change(exact, found)),
-            Check(f"{name}: KV bytes a token, share of auto's", found.bytes / exact.bytes),
+            Check(f"{name}: same likeliest token", agreement(exact, scored), ">=", limit),
+            Check(f"{name}: the same, least of a prompt", least_agreement(exact, scored)),
+            Check(f"{name}: the same, where the assistant writes", agreement(exact, scored, texts)),
+            Check(f"{name}: mean change of a log-probability", mean_change(exact, scored)),
+            Check(f"{name}: KV bytes a token, share of auto's", scored.bytes / exact.bytes),
         ]
-    details = {name: {"backend": one.backend, "dtype": dtype} for name, one in results.items()}
+    details = {
+        name: {"backend": result.backend, "dtype": dtype} for name, result in results.items()
+    }
     return conclude("kv_agreement", checks, details)
 
 
 def draw_conversations(count: int, seed: int) -> list[Conversation]:
     """Return ``count`` conversations of more than ``COMPARED`` tokens."""
     tokenizer = Tokenizer.from_file(str(DEMO_FOLDER / "tokenizer.json"))
-    found: list[Conversation] = []
-    while len(found) < count:
+    conversations: list[Conversation] = []
+    while len(conversations) < count:
         pairs = encode_conversations(tokenizer, DRAWN_AT_ONCE, seed)
-        found += [Conversation(*pair) for pair in pairs if len(pair[0]) > COMPARED]
+        conversations += [Conversation(*pair) for pair in pairs if len(pair[0]) > COMPARED]
         seed += 1
-    return found[:count]
+    return conversations[:count]
 
 
 class Scored:
@@ -140,13 +142,13 @@ def make_runner(
 
 
 def agreement(
-    exact: Scored, found: Scored, answers_of: Sequence[Conversation] | None = None
+    exact: Scored, scored: Scored, answers_of: Sequence[Conversation] | None = None
 ) -> float:
     """Return the share of compared positions, or of answers', with the same likeliest token."""
     same: list[bool] = []
     for index in range(len(exact.entries)):
-        pairs = zip(exact.likeliest(index), found.likeliest(index), strict=True)
-        equal = [one == other for one, other in pairs]
+        pairs = zip(exact.likeliest(index), scored.likeliest(index), strict=True)
+        equal = [token == other for token, other in pairs]
         if answers_of is not None:
             text = answers_of[index]
             equal = equal[-(len(text.token_ids) - text.prompt_len) :]
@@ -154,21 +156,21 @@ def agreement(
     return statistics.fmean(same)
 
 
-def least_agreement(exact: Scored, found: Scored) -> float:
+def least_agreement(exact: Scored, scored: Scored) -> float:
     """Return the lowest share of a text."""
     shares = []
     for index in range(len(exact.entries)):
-        pairs = zip(exact.likeliest(index), found.likeliest(index), strict=True)
-        shares.append(statistics.fmean(one == other for one, other in pairs))
+        pairs = zip(exact.likeliest(index), scored.likeliest(index), strict=True)
+        shares.append(statistics.fmean(token == other for token, other in pairs))
     return min(shares)
 
 
-def mean_change(exact: Scored, found: Scored) -> float:
+def mean_change(exact: Scored, scored: Scored) -> float:
     """Return the mean absolute change of the log-probability of the texts' own tokens."""
     return statistics.fmean(
-        abs(one.logprob - other.logprob)
-        for mine, others in zip(exact.entries, found.entries, strict=True)
-        for one, other in zip(mine[-COMPARED:], others[-COMPARED:], strict=True)
+        abs(own.logprob - other.logprob)
+        for mine, others in zip(exact.entries, scored.entries, strict=True)
+        for own, other in zip(mine[-COMPARED:], others[-COMPARED:], strict=True)
     )
 
 

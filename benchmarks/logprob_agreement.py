@@ -73,19 +73,19 @@ def measure(server: Server, group: int, output_tokens: int) -> list[float]:
         logprobs_mode="raw_logprobs",
         cache_salt="rollout",
     )
-    samples = [(one, sample) for one in rollout["groups"] for sample in one["samples"]]
+    samples = [(group, sample) for group in rollout["groups"] for sample in group["samples"]]
     items = [
         {
-            "prompt_token_ids": one["prompt_token_ids"],
+            "prompt_token_ids": group["prompt_token_ids"],
             "completion_token_ids": sample["token_ids"],
         }
-        for one, sample in samples
+        for group, sample in samples
     ]
     scores = post(server, "/v1/rl/logprobs", items=items, cache_salt="scores")["items"]
     return [
-        abs(told - scored)
+        abs(sampled - scored)
         for (_, sample), score in zip(samples, scores, strict=True)
-        for told, scored in zip(sample["logprobs"], score["logprobs"], strict=True)
+        for sampled, scored in zip(sample["logprobs"], score["logprobs"], strict=True)
     ]
 
 

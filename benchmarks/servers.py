@@ -113,9 +113,9 @@ def free_port() -> int:
 def server_environment() -> dict[str, str]:
     """Return this process's environment, on Linux with OpenBLAS preloaded where it is found."""
     environment = dict(os.environ) | {"HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"}
-    found = openblas_path()
-    if found and "openblas" not in environment.get("LD_PRELOAD", ""):
-        environment["LD_PRELOAD"] = " ".join(filter(None, [found, os.environ.get("LD_PRELOAD")]))
+    path = openblas_path()
+    if path and "openblas" not in environment.get("LD_PRELOAD", ""):
+        environment["LD_PRELOAD"] = " ".join(filter(None, [path, os.environ.get("LD_PRELOAD")]))
     return environment
 
 

@@ -98,17 +98,17 @@ def honoured(args: argparse.Namespace) -> tuple[list[Check], dict[str, Any]]:
         grammars=grammars,
     )
     answers, refused = _answer_all(bench, grammars, tokenizer, args)
-    ends = Counter(one.end for one in answers)
-    stopped = [one for one in answers if one.end == "stop"]
+    ends = Counter(answer.end for answer in answers)
+    stopped = [answer for answer in answers if answer.end == "stop"]
     checks = [
         Check("schemas accepted, share", len(answers) / args.schemas, ">=", 0.95),
         Check("answers that end with stop, share", len(stopped) / len(answers), ">=", 0.9),
         Check("of these valid, share", sum(o.is_valid for o in stopped) / len(stopped), "==", 1),
     ]
-    formatted = sum(one.is_formatted for one in stopped) / len(stopped)
+    formatted = sum(answer.is_formatted for answer in stopped) / len(stopped)
     # jsonschema uses Python's dates, which lack RFC 3339's year 0.
     checks.append(Check("of these valid with formats as Python reads them, share", formatted))
-    lengths = [len(one.token_ids) for one in stopped]
+    lengths = [len(answer.token_ids) for answer in stopped]
     return checks, {
         "schemas": args.schemas,
         "batch": batch,
@@ -228,7 +228,7 @@ def _cost(
     limit: float,
 ) -> tuple[list[Check], dict[str, Any]]:
     began = time.perf_counter()
-    constrained = [{"grammar": one} for one in endless_grammars(grammars, batch)]
+    constrained = [{"grammar": grammar} for grammar in endless_grammars(grammars, batch)]
     compile_s = time.perf_counter() - began
     # The last step of aborted requests may still be in flight when the next block is admitted.
     room = PROMPT_TOKENS + args.steps + 16

@@ -40,10 +40,12 @@ class Target:
 
     def post(self, body: bytes, path: str = CHAT) -> int:
         """Send a whole request and read the answer; its status."""
-        with contextlib.closing(http.client.HTTPConnection(*self._address, timeout=60)) as one:
+        with contextlib.closing(
+            http.client.HTTPConnection(*self._address, timeout=60)
+        ) as connection:
             headers = {"content-type": "application/json", "authorization": f"Bearer {self._key}"}
-            one.request("POST", path, body, headers)
-            response = one.getresponse()
+            connection.request("POST", path, body, headers)
+            response = connection.getresponse()
             response.read()
             return response.status
 
@@ -78,9 +80,9 @@ def deep(target: Target) -> None:
 
 def schema(target: Target) -> None:
     """Send a JSON schema of a megabyte."""
-    one = {"type": "string", "pattern": "^[a-z]{1,40}$", "maxLength": 40}
-    size = len(json.dumps(one)) + 12
-    properties = {f"p{number:06}": one for number in range(SCHEMA_BYTES // size)}
+    pattern = {"type": "string", "pattern": "^[a-z]{1,40}$", "maxLength": 40}
+    size = len(json.dumps(pattern)) + 12
+    properties = {f"p{number:06}": pattern for number in range(SCHEMA_BYTES // size)}
     big = {"type": "object", "properties": properties, "required": list(properties)}
     wanted = {"type": "json_schema", "json_schema": {"name": "x", "schema": big, "strict": True}}
     body = target.chat(response_format=wanted, max_tokens=64)
@@ -129,10 +131,10 @@ def texts(target: Target) -> None:
         threading.Thread(target=send, args=(number,), daemon=True)
         for number in range(NUM_TEXT_CLIENTS)
     ]
-    for one in threads:
-        one.start()
-    for one in threads:
-        one.join()
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
 
 
 def long_texts(model: str) -> list[tuple[str, bytes]]:

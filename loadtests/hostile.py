@@ -76,7 +76,9 @@ class Result:
     @property
     def failures(self) -> list[str]:
         """The failures of normal clients, in all phases."""
-        return [one for phase in (self.alone, *self.beside.values()) for one in phase.failures]
+        return [
+            failure for phase in (self.alone, *self.beside.values()) for failure in phase.failures
+        ]
 
 
 def main() -> int:

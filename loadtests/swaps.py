@@ -191,8 +191,8 @@ async def upload_bad(
 
 async def told_of(http: httpx2.AsyncClient, policy: Policy) -> tuple[str, str]:
     """Return the version that serves, and the digest of its tensors."""
-    told = (await http.get(f"/v1/adapters/{policy.name}")).raise_for_status().json()
-    return told["version"], told["digest"]
+    card = (await http.get(f"/v1/adapters/{policy.name}")).raise_for_status().json()
+    return card["version"], card["digest"]
 
 
 async def compare(
@@ -214,8 +214,8 @@ async def compare(
         seeds = policies[sample.policy].seeds if sample.policy else {}
         # This runs on the thread that loaded the model, as MLX requires; nothing else runs.
         result.replay_errors.append(replay.error(sample, seeds))
-    versions = sorted((one for one in first if one[0]), key=str)
-    base = [one for one in first if one[0] is None]
+    versions = sorted((key for key in first if key[0]), key=str)
+    base = [key for key in first if key[0] is None]
     for name, label in base + versions[:: max(1, len(versions) // checked) if checked else 1]:
         fresh = await fresh_of(http, policies[name] if name else None, label)
         for sample in first[name, label]:
@@ -249,7 +249,7 @@ def memory_of(server: Server) -> tuple[int, int]:
 
 def checks_of(result: Result) -> list[Check]:
     """Return the table."""
-    straddling = sum(len(one.output.spans) > 1 for one in result.samples)
+    straddling = sum(len(sample.output.spans) > 1 for sample in result.samples)
     names = ("start", "middle", "end")
     resident, active = zip(*result.memory, strict=True)
     return [
@@ -265,13 +265,13 @@ def checks_of(result: Result) -> list[Check]:
         Check("outputs replayed with mlx_lm", len(result.replay_errors), ">=", 1),
         Check("log-probabilities off by, at most", max(result.replay_errors), "<=", MOST_ERROR),
         *(
-            Check(f"resident at the {name}, MiB", one / MIB)
-            for name, one in zip(names, resident, strict=True)
+            Check(f"resident at the {name}, MiB", num_bytes / MIB)
+            for name, num_bytes in zip(names, resident, strict=True)
         ),
         Check("grown, MiB", (resident[-1] - resident[0]) / MIB, "<=", MOST_RSS_GROWTH / MIB),
         *(
-            Check(f"MLX's arrays at the {name}, MiB", one / MIB)
-            for name, one in zip(names, active, strict=True)
+            Check(f"MLX's arrays at the {name}, MiB", num_bytes / MIB)
+            for name, num_bytes in zip(names, active, strict=True)
         ),
         Check("arrays grown, MiB", (active[-1] - active[0]) / MIB, "<=", MOST_ACTIVE_GROWTH / MIB),
         *(Check(f"{name} at the end", value, "==", 0) for name, value in result.left.items()),

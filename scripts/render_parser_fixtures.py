@@ -135,7 +135,7 @@ def _message(reasoning: str, content: str, calls: list[Json], *, key: str) -> Js
 
 
 def render_turn(source: str, template: Template, message: Json) -> tuple[str, bool]:
-    """What the assistant writes, and whether the prompt opened its reasoning."""
+    """Return the assistant's text, and True if the prompt opened its reasoning."""
     user = {"role": "user", "content": "Hello."}
 
     def render(messages: list[Json], *, prompt: bool) -> str:
@@ -195,7 +195,7 @@ def as_json(parts: list[Part]) -> list[Json]:
 
 def differences(parts: list[Json], reasoning: str, content: str, calls: list[Json]) -> list[str]:
     """Return how the parts differ from the message that was rendered."""
-    found = [
+    fixtures = [
         f"{kind} {text!r}, not {wanted!r}"
         for kind, wanted in (("reasoning", reasoning), ("content", content))
         if (text := "".join(part.get(kind, "") for part in parts).strip()) != wanted
@@ -207,7 +207,7 @@ def differences(parts: list[Json], reasoning: str, content: str, calls: list[Jso
         ]
     except ValueError:
         same = False
-    return found if same else [*found, f"calls {read}"]
+    return fixtures if same else [*fixtures, f"calls {read}"]
 
 
 def render_cases(source: str, template: Template) -> tuple[list[Json], list[str]]:
@@ -230,12 +230,12 @@ def render_cases(source: str, template: Template) -> tuple[list[Json], list[str]
 
 
 def detected(source: str, template: Template) -> list[str]:
-    """What is detected wrongly of a template."""
+    """Return the faults of the parsers detected for a template."""
     tools = detect_tool_format(source, template.vocabulary)
     reasoning = detect_reasoning_format(source, template.vocabulary)
-    found = (tools.name if tools else None, reasoning.name if reasoning else None)
+    detected = (tools.name if tools else None, reasoning.name if reasoning else None)
     wanted = (template.tools, template.reasoning)
-    return [] if found == wanted else [f"{template.file}: detected {found}, not {wanted}"]
+    return [] if detected == wanted else [f"{template.file}: detected {detected}, not {wanted}"]
 
 
 def fixture_text(template: Template, cases: list[Json]) -> str:

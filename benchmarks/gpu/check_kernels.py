@@ -54,9 +54,11 @@ def cases() -> Iterator[Case]:
     yield from shapes()
     yield from features()
     for bits, group_size in itertools.product((8, 4), (32, 64)):
-        one = KVQuantisation(bits=bits, group_size=group_size)
-        yield from (replace(FULL, sequences=MIXED, quantisation=one, dtype=t) for t in TOLERANCES)
-        yield replace(FULL, quantisation=one, key_dim=80, value_dim=112, dtype=mx.bfloat16)
+        scheme = KVQuantisation(bits=bits, group_size=group_size)
+        yield from (
+            replace(FULL, sequences=MIXED, quantisation=scheme, dtype=t) for t in TOLERANCES
+        )
+        yield replace(FULL, quantisation=scheme, key_dim=80, value_dim=112, dtype=mx.bfloat16)
     yield replace(FULL, sequences=((8191, 1),) + ((100, 1),) * 20, dtype=mx.bfloat16)
     yield replace(FULL, sequences=((50, 1),) * 300, dtype=mx.bfloat16)
 
@@ -138,15 +140,17 @@ def check_order(dialect: Dialect) -> int:
     table, rows = tuple(range(63, 59, -1)), 4 * BLOCK_SIZE
     seen = []
     for start in range(rows):
-        one = ScheduledSequence(seq_id=0, slot=0, start=start, token_ids=(1,), block_table=table)
+        sequence = ScheduledSequence(
+            seq_id=0, slot=0, start=start, token_ids=(1,), block_table=table
+        )
         value = mx.full((1, 2, 1, 64), start + 1, mx.float32)
-        backend.write(pool, backend.plan([one]), value, -value)
+        backend.write(pool, backend.plan([sequence]), value, -value)
         keys, values = backend.gather(pool, mx.array([table], mx.int32))
         seen.append(mx.stack([keys[0, 0, : start + 1, 0], -values[0, 1, : start + 1, 63]]))
     mx.eval(seen)
     right = all(
-        np.array_equal(np.array(one), np.tile(np.arange(1.0, i + 2), (2, 1)))
-        for i, one in enumerate(seen)
+        np.array_equal(np.array(rows), np.tile(np.arange(1.0, i + 2), (2, 1)))
+        for i, rows in enumerate(seen)
     )
     print(f"{'ok  ' if right else 'FAIL'} {rows} writes in flight, in order", flush=True)
     return int(not right)

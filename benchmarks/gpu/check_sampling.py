@@ -103,8 +103,8 @@ def _agrees(kernels: SamplingKernels, logits: mx.array, mix: str, what: str) -> 
     tokens, floors = kernels.draw(logits, settings.settings, keys)
     again, _ = kernels.draw(logits, settings.settings, keys)
     last, _ = kernels.draw(logits[-1:], RowSettings(specs[-1:]).settings, keys[-1:])
-    is_drawn = np.array([one.temperature > 0 for one in params])
-    temperatures = mx.array([one.temperature or 1.0 for one in params])
+    is_drawn = np.array([row.temperature > 0 for row in params])
+    temperatures = mx.array([row.temperature or 1.0 for row in params])
     scaled = logits.astype(mx.float32) / temperatures[:, None]
     cut = truncate(scaled, params)
     differs = (cut > -mx.inf) != (scaled >= floors[:, None])
@@ -128,9 +128,9 @@ def _agrees(kernels: SamplingKernels, logits: mx.array, mix: str, what: str) -> 
 
 def _logprob_error(kernels: SamplingKernels, logits: mx.array, tokens: mx.array) -> float:
     rows = np.array([(row, TOP) for row in range(logits.shape[0])], np.int32)
-    found = kernels.logprobs(logits, tokens, mx.array(rows), TOP)
+    actual = kernels.logprobs(logits, tokens, mx.array(rows), TOP)
     stock = target_logprobs(logits, tokens, TOP)
-    pairs = ((found.target, stock.target), (found.top, stock.top))
+    pairs = ((actual.target, stock.target), (actual.top, stock.top))
     return max(float(np.abs(np.array(ours) - np.array(theirs)).max()) for ours, theirs in pairs)
 
 

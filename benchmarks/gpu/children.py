@@ -26,20 +26,20 @@ def parity(bench: Bench, *, num_prompts: int) -> Outcome:
     """Return the packed path's greedy tokens against ``generate_step``, in both dtypes."""
     bench.release()
     count = bench.sizes.batch(num_prompts)
-    found: dict[str, dict[str, Any]] = {}
+    results: dict[str, dict[str, Any]] = {}
     for dtype in ("float32", "bfloat16"):
         with tempfile.TemporaryDirectory() as folder:
             output = Path(folder) / "parity.json"
             arguments = ["--num-prompts", str(count), "--dtype", dtype, "--output", str(output)]
             _run("benchmarks.gpu.parity", arguments, output, {"MLX_ENABLE_TF32": "0"})
-            found[dtype] = json.loads(output.read_text())
+            results[dtype] = json.loads(output.read_text())
     return Outcome(
         {
-            EQUAL: found["float32"]["equal"] / count,
-            GAP: found["bfloat16"]["largest gap"],
+            EQUAL: results["float32"]["equal"] / count,
+            GAP: results["bfloat16"]["largest gap"],
         },
-        {"prompts": count, "bf16 texts equal": found["bfloat16"]["equal"]},
-        dict(found),
+        {"prompts": count, "bf16 texts equal": results["bfloat16"]["equal"]},
+        dict(results),
     )
 
 

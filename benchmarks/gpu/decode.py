@@ -223,8 +223,8 @@ def sampled(bench: Bench, *, shape: str, batch: int) -> Outcome:
     room = lengths[0] + DECODE_ROOM
     with engine_for(model, max_num_seqs=len(lengths), max_model_len=room) as (engine, _):
         for turn in range(sizes.rounds):
-            for kind, asked in (("greedy", None), ("sampled", params)):
-                load = _running(bench, engine, model, lengths, asked, seed=turn)
+            for kind, options in (("greedy", None), ("sampled", params)):
+                load = _running(bench, engine, model, lengths, options, seed=turn)
                 times[kind] += load.decode(sizes.steps)
                 load.end()
         facts = engine.facts()
@@ -232,7 +232,7 @@ def sampled(bench: Bench, *, shape: str, batch: int) -> Outcome:
     return Outcome(
         {SLOWER: drawn / greedy},
         {"greedy ms": greedy, "sampled ms": drawn},
-        {kind: summary(found) for kind, found in times.items()} | facts,
+        {kind: summary(samples) for kind, samples in times.items()} | facts,
     )
 
 

@@ -51,11 +51,11 @@ def compare(num_prompts: int, dtype: str) -> dict[str, Any]:
     llm = LLM(dtype=dtype)
     prompts = [llm.tokenizer.encode_chat(_question(i)) for i in range(num_prompts)]
     params = SamplingParams(temperature=0.0, max_tokens=NEW_TOKENS, ignore_eos=True)
-    found = [result.outputs[0].token_ids for result in llm.generate(prompts, params)]
+    actual = [result.outputs[0].token_ids for result in llm.generate(prompts, params)]
     model, _ = load_model(DEMO_FOLDER)
     model.set_dtype(DTYPES[dtype])
     gaps = []
-    for ours, ids in zip(found, prompts, strict=True):
+    for ours, ids in zip(actual, prompts, strict=True):
         gap = parting_gap(list(ours), *reference(model, ids))
         if gap is not None:
             gaps.append(gap)
@@ -70,8 +70,9 @@ def compare(num_prompts: int, dtype: str) -> dict[str, Any]:
 def reference(model: Any, ids: Sequence[int]) -> tuple[list[int], list[float]]:
     """Return greedy tokens of ``generate_step``, and the gap of the two best logits at each."""
     tokens, gaps = [], []
-    for token, logprobs in generate_step(mx.array(ids), model, max_tokens=NEW_TOKENS):
-        second, first = mx.sort(logprobs.astype(mx.float32))[-2:].tolist()
+    for token, logprobs in generate_step(mx.array(list(ids)), model, max_tokens=NEW_TOKENS):
+        best: Any = mx.sort(logprobs.astype(mx.float32))[-2:].tolist()
+        second, first = best
         tokens.append(int(token))
         gaps.append(first - second)
     return tokens, gaps
@@ -86,8 +87,8 @@ def parting_gap(ours: list[int], wanted: list[int], gaps: list[float]) -> float 
 def _question(seed: int) -> list[dict[str, str]]:
     source = random.Random(seed)
     numbers = [source.randrange(10, 100) for _ in range(source.randrange(2, 9))]
-    asked = source.choice(["Sort these numbers", "Repeat this", "How many numbers are here"])
-    return [{"role": "user", "content": f"{asked}: {', '.join(map(str, numbers))}"}]
+    question = source.choice(["Sort these numbers", "Repeat this", "How many numbers are here"])
+    return [{"role": "user", "content": f"{question}: {', '.join(map(str, numbers))}"}]
 
 
 if __name__ == "__main__":

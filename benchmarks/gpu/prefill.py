@@ -44,7 +44,7 @@ def against_stock(
                     together.append(_stock_s(model, prompts, count))
         facts = engine.facts()
     tokens = sum(lengths)
-    ours_rate, stock_rate = (tokens / statistics.median(one[1:]) for one in (ours, stock))
+    ours_rate, stock_rate = (tokens / statistics.median(times[1:]) for times in (ours, stock))
     details = {"ours s": ours, "stock s": stock, "stock, all at once, s": together, **facts}
     return Outcome({RATIO: ours_rate / stock_rate}, {STOCK: stock_rate, OURS: ours_rate}, details)
 

@@ -109,10 +109,11 @@ def main() -> int:
         prompts = Prompts(backend, count, tokens, before)
         kernel, _ = micros(prompts.kernel, prompts.queries)
         stock, first = micros(prompts.stock, prompts.queries)
-        speeds = (prompts.operations / one / 1e6 for one in (kernel, stock))
+        speeds = (prompts.operations / time_us / 1e6 for time_us in (kernel, stock))
+        rates = " and ".join(f"{speed:.0f}" for speed in speeds)
         print(
             f"{count:2} x {tokens:4} after {before:5}: kernel {kernel:6.0f} us, stock {stock:6.0f},"
-            f" first {first / 1e3:5.0f} ms; {' and '.join(f'{one:.0f}' for one in speeds)} TFLOP/s",
+            f" first {first / 1e3:5.0f} ms; {rates} TFLOP/s",
             flush=True,
         )
     return 0

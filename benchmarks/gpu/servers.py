@@ -111,8 +111,8 @@ def clients(
         require_full_length(server, workload, records)
         return summarise(records)
 
-    found, missing = _of_each(starts, folder, measure)
-    ours, stock = found["ours"], found.get("stock")
+    results, missing = _of_each(starts, folder, measure)
+    ours, stock = results["ours"], results.get("stock")
     figures = {
         "tokens/s": ours.output_tokens_per_s,
         "TTFT p99 ms": ours.ttft_ms.p99,
@@ -130,7 +130,7 @@ def clients(
             "`mlx_lm.server` TTFT p99 ms": stock.ttft_ms.p99,
             "`mlx_lm.server` ITL p99 ms": stock.itl_ms.p99,
         }
-    details = {name: asdict(one) for name, one in found.items()}
+    details = {name: asdict(result) for name, result in results.items()}
     return Outcome(values, figures, details, missing)
 
 
@@ -146,14 +146,14 @@ def late_prompt(bench: Bench, *, streams: int, prompt: int, stream_tokens: int) 
         _warm_up(server, min(len(running), 32))
         return _gaps(server, running, long, lead_s)
 
-    found, missing = _of_each(LATE_PROMPT, folder, measure)
+    results, missing = _of_each(LATE_PROMPT, folder, measure)
     values = {
-        what: found[name]["during p99 ms"] / found[name]["before p50 ms"]
+        what: results[name]["during p99 ms"] / results[name]["before p50 ms"]
         for name, what in (("ours", STALL), ("stock", STOCK_STALL))
         # A server that sends all tokens at once has no gap.
-        if name in found and found[name]["before p50 ms"]
+        if name in results and results[name]["before p50 ms"]
     }
-    ours, stock = found["ours"], found.get("stock", {})
+    ours, stock = results["ours"], results.get("stock", {})
     figures = {
         "ITL p50 before, ms": ours["before p50 ms"],
         "ITL p99 during, ms": ours["during p99 ms"],
@@ -161,24 +161,24 @@ def late_prompt(bench: Bench, *, streams: int, prompt: int, stream_tokens: int) 
     }
     if stock:
         figures["its TTFT in `mlx_lm.server`, ms"] = stock["TTFT ms"]
-    return Outcome(values, figures, dict(found), missing)
+    return Outcome(values, figures, dict(results), missing)
 
 
 def _of_each(
     starts: Starts, folder: Path, measure: Callable[[Server], Any]
 ) -> tuple[dict[str, Any], str]:
     """Return the figures of each server, and the error of the first other server that failed."""
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     for name, start in starts.items():
         try:
             with start(folder) as server:
-                found[name] = measure(server)
+                results[name] = measure(server)
         except (BenchmarkError, ServerError) as problem:
             if name == "ours":
                 raise
-            return found, str(problem)[:REASON]
-        print(name, found[name], flush=True)
-    return found, ""
+            return results, str(problem)[:REASON]
+        print(name, results[name], flush=True)
+    return results, ""
 
 
 def served_model(bench: Bench) -> Path:
@@ -228,11 +228,11 @@ async def _send(
     """Begin the streams, send the late prompt ``lead_s`` seconds later, and end them after it."""
     client = make_client(server)
     begin_s = time.perf_counter()
-    records = [RequestRecord(index=one.index, start_s=begin_s) for one in streams]
+    records = [RequestRecord(index=stream.index, start_s=begin_s) for stream in streams]
     async with asyncio.TaskGroup() as group:
         tasks = [
-            group.create_task(client.send_into(record, with_model(one, server.model)))
-            for record, one in zip(records, streams, strict=True)
+            group.create_task(client.send_into(record, with_model(stream, server.model)))
+            for record, stream in zip(records, streams, strict=True)
         ]
         await asyncio.sleep(lead_s)
         long = await client.send(with_model(late, server.model))

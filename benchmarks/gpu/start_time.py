@@ -89,16 +89,16 @@ def main() -> int:
     if args.calls:
         print(json.dumps(call_costs(), indent=1))
         return 0
-    found = {}
+    results = {}
     is_right = True
     for shape in ["tiny"] if args.shrink else args.shapes:
         starts = start_times(shape, with_mlx=not args.without_mlx)
-        found[shape] = {name: asdict(start) for name, start in starts.items()}
+        results[shape] = {name: asdict(start) for name, start in starts.items()}
         texts = {start.texts for name, start in starts.items() if name != THEIRS}
         print(f"{shape}: answers are {'alike' if len(texts) == 1 else 'NOT ALIKE'}", flush=True)
         is_right = is_right and len(texts) == 1
         RESULTS.mkdir(exist_ok=True)
-        (RESULTS / "start_time.json").write_text(json.dumps(found, indent=1))
+        (RESULTS / "start_time.json").write_text(json.dumps(results, indent=1))
     return int(not is_right)
 
 
@@ -174,16 +174,16 @@ def call_costs() -> dict[str, Any]:
         Microseconds a call: ``build`` in Python, ``submit`` in ``mx.async_eval``, and ``replay`` of
         a function that MLX compiled; and whether all kinds compute the same.
     """
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     outputs = {}
     for kind, dialect in _dialects().items():
         trial = _CallTrial(dialect)
         outputs[kind] = trial.output()
-        found[kind] = trial.costs()
-        print(kind, found[kind], flush=True)
+        results[kind] = trial.costs()
+        print(kind, results[kind], flush=True)
     first, *others = outputs.values()
-    found["equal"] = all(mx.array_equal(first, other).item() for other in others)
-    return found
+    results["equal"] = all(mx.array_equal(first, other).item() for other in others)
+    return results
 
 
 def _dialects() -> dict[str, CudaDialect]:

@@ -32,8 +32,8 @@ def format_table(rows: Sequence[Row], records: Mapping[str, Record]) -> str:
     measured = {
         row.name: records[row.name] for row in rows if "values" in records.get(row.name, {})
     }
-    columns = list(dict.fromkeys(key for one in measured.values() for key in one["figures"]))
-    places = list(dict.fromkeys(_place(one) for one in measured.values()))
+    columns = list(dict.fromkeys(key for entry in measured.values() for key in entry["figures"]))
+    places = list(dict.fromkeys(_place(entry) for entry in measured.values()))
     letters = dict(zip(places, ascii_lowercase, strict=False)) if len(places) > 1 else {}
     lines = [line for row in rows for line in _lines(row, measured.get(row.name), columns, letters)]
     header = ["what", *columns, "figure", "measured", "target", *["", "run"][: 1 + bool(letters)]]

@@ -101,15 +101,15 @@ def _wrong_values(rng: Random, example: Example) -> str:
 
 def _odd(rng: Random, example: Example) -> str:
     """Return the answer with a word replaced, added, or with the rest cut off after it."""
-    found = list(_WORD.finditer(example.answer))
-    if not found:
+    words = list(_WORD.finditer(example.answer))
+    if not words:
         return example.answer
-    one, kind = rng.choice(found), rng.random()
+    word, kind = rng.choice(words), rng.random()
     if kind < 0.3:
-        return example.answer[: one.start()].rstrip()
-    end = one.start() if kind < 0.5 else one.end()
+        return example.answer[: word.start()].rstrip()
+    end = word.start() if kind < 0.5 else word.end()
     space = " " if kind < 0.5 else ""
-    return example.answer[: one.start()] + any_word(rng) + space + example.answer[end:]
+    return example.answer[: word.start()] + any_word(rng) + space + example.answer[end:]
 
 
 EXERCISES: dict[str, tuple[Spoil, ...]] = {

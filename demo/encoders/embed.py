@@ -32,15 +32,15 @@ def batches(tokenizer: Tokenizer, seed: int) -> Iterator[Batch]:
     rng = Random(seed)
     while True:
         drawn = facts.pairs(rng, PAIRS, "train")
-        texts = [one.query for one in drawn] + [one.statement for one in drawn]
-        encoded = [one.ids for one in tokenizer.encode_batch_fast(texts)]
+        texts = [pair.query for pair in drawn] + [pair.statement for pair in drawn]
+        encoded = [encoding.ids for encoding in tokenizer.encode_batch_fast(texts)]
         yield rows(encoded[:PAIRS]), rows(encoded[PAIRS:])
 
 
-def vectors(model: Any, given: Rows) -> mx.array:
+def vectors(model: Any, batch: Rows) -> mx.array:
     """Return vectors ``[rows, dims]`` of norm 1: the mean of the tokens' hidden states."""
-    weights = given.mask.astype(mx.float32)[..., None]
-    mean = (model(given.ids, given.mask) * weights).sum(axis=1) / weights.sum(axis=1)
+    weights = batch.mask.astype(mx.float32)[..., None]
+    mean = (model(batch.ids, batch.mask) * weights).sum(axis=1) / weights.sum(axis=1)
     return mean / mx.linalg.norm(mean, axis=-1, keepdims=True)
 
 

@@ -35,7 +35,7 @@ class Stored:
 
     def encode(self, texts: list[str]) -> list[list[int]]:
         """Return the ids of texts with special tokens."""
-        return [one.ids for one in self.tokenizer.encode_batch_fast(texts)]
+        return [encoding.ids for encoding in self.tokenizer.encode_batch_fast(texts)]
 
 
 def _mean(values: list[bool]) -> float:
@@ -80,13 +80,13 @@ def sentiment_scores(stored: Stored, limit: int, seed: int) -> Scores:
     """Return the share of reviews whose sentiment is recognised."""
     rng = Random(f"sentiment{seed}")
     drawn = [reviews.review(rng, "held_out") for _ in range(limit)]
-    drawn.sort(key=lambda one: len(one.text))
+    drawn.sort(key=lambda example: len(example.text))
     right: list[bool] = []
     for start in range(0, limit, BATCH):
         some = drawn[start : start + BATCH]
-        given = rows(stored.encode([one.text for one in some]))
-        logits = stored.model.sequence_logits(stored.model(given.ids, given.mask), given.mask)
-        labels = mx.array([one.label for one in some])
+        batch = rows(stored.encode([example.text for example in some]))
+        logits = stored.model.sequence_logits(stored.model(batch.ids, batch.mask), batch.mask)
+        labels = mx.array([example.label for example in some])
         right += _bools(mx.argmax(logits, axis=-1) == labels)
     return {"all": _mean(right)}
 
@@ -94,11 +94,11 @@ def sentiment_scores(stored: Stored, limit: int, seed: int) -> Scores:
 def embed_scores(stored: Stored, limit: int, seed: int) -> Scores:
     """Return the share of queries whose own statement is the nearest of ``limit`` (recall@1)."""
     pairs = facts.pairs(Random(f"embed{seed}"), limit, "held_out")
-    queries = _vectors(stored, [one.query for one in pairs])
-    statements = _vectors(stored, [one.statement for one in pairs])
+    queries = _vectors(stored, [pair.query for pair in pairs])
+    statements = _vectors(stored, [pair.statement for pair in pairs])
     nearest = mx.argmax(queries @ statements.T, axis=-1)
     right = _bools(nearest == mx.arange(limit))
-    asks = [one.query.endswith("?") for one in pairs]
+    asks = [pair.query.endswith("?") for pair in pairs]
     return {
         "all": _mean(right),
         "questions": _mean([ok for ok, ask in zip(right, asks, strict=True) if ask]),
@@ -142,8 +142,8 @@ def ranked(stored: Stored, pairs: list[AnswerPair]) -> list[bool]:
     results: list[bool] = []
     for start in range(0, len(encoded), BATCH):
         some = encoded[start : start + BATCH]
-        given = rows([right for right, _ in some] + [wrong for _, wrong in some])
-        scores = stored.model.sequence_logits(stored.model(given.ids, given.mask), given.mask)[:, 0]
+        batch = rows([right for right, _ in some] + [wrong for _, wrong in some])
+        scores = stored.model.sequence_logits(stored.model(batch.ids, batch.mask), batch.mask)[:, 0]
         results += _bools(scores[: len(some)] > scores[len(some) :])
     return results
 
@@ -154,7 +154,7 @@ EVALUATIONS: dict[str, tuple[Callable[[Stored, int, int], Scores], int]] = {
     "embed": (embed_scores, 1000),
     "reward": (reward_scores, 300),
 }
-"""What measures an encoder, and on how many texts, facts or pairs an exercise."""
+"""The measures of an encoder, and the number of texts, facts or pairs of each exercise."""
 
 
 def main() -> None:

@@ -18,9 +18,9 @@ VOCAB_SIZE = 1408
 MASKED_SHARE = 0.15
 POOL, MAX_TOKENS = 2048, 2048
 VERDICT_SHARE = 0.25
-"""Of texts that are drawn as reviews with a verdict, beside those of the mixture."""
+"""Share of texts drawn as reviews with a verdict, beside those of the mixture."""
 LAST_SHARE = 0.4
-"""Of texts of which the last word alone is masked, as prompts that classify have it."""
+"""Share of texts with only the last word masked, as in prompts that classify."""
 
 Batch = tuple[Rows, mx.array, mx.array]
 """Rows, the flat places of masks in them, the ids that belong there."""

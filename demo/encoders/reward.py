@@ -41,7 +41,7 @@ class Batch:
         answers: 1 for tokens of answers, int32 ``[rows, length]``.
     """
 
-    given: Rows
+    texts: Rows
     faults: mx.array
     answers: mx.array
 
@@ -57,15 +57,15 @@ class Judge(nn.Module):
         self.model = model
         self.probe = nn.Linear(DIMS, 1)
 
-    def filled(self, given: Rows, places: mx.array) -> mx.array:
+    def filled(self, batch: Rows, places: mx.array) -> mx.array:
         """Return logits ``[masks, vocabulary]`` at flat places."""
-        hidden = self.model(given.ids, given.mask).reshape(-1, DIMS)[places]
+        hidden = self.model(batch.ids, batch.mask).reshape(-1, DIMS)[places]
         return self.model.model.embeddings.tok_embeddings.as_linear(hidden)
 
-    def __call__(self, given: Rows) -> tuple[mx.array, mx.array]:
+    def __call__(self, batch: Rows) -> tuple[mx.array, mx.array]:
         """Return scores ``[rows]``, and logits of faults ``[rows, length]``."""
-        hidden = self.model(given.ids, given.mask)
-        return self.model.sequence_logits(hidden, given.mask)[:, 0], self.probe(hidden)[..., 0]
+        hidden = self.model(batch.ids, batch.mask)
+        return self.model.sequence_logits(hidden, batch.mask)[:, 0], self.probe(hidden)[..., 0]
 
 
 def train_tokenizer(pairs: int = 20_000, seed: int = 7) -> Tokenizer:
@@ -102,7 +102,9 @@ def rendered(messages: Sequence[Message]) -> str:
 def encode(tokenizer: Tokenizer, chats: Sequence[Sequence[Message]]) -> list[list[int]]:
     """Return the ids of chats."""
     texts = [rendered(chat) for chat in chats]
-    return [one.ids for one in tokenizer.encode_batch_fast(texts, add_special_tokens=False)]
+    return [
+        encoding.ids for encoding in tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+    ]
 
 
 def encoded_pairs(
@@ -145,30 +147,30 @@ def is_known(tokenizer: Tokenizer, ids: Sequence[int]) -> bool:
 
 def _short(rng: Random, lengths: list[int], max_tokens: int) -> list[list[int]]:
     """Return batches, in any order, of the indices of texts that fit into the model."""
-    found = by_length([length for length in lengths if length <= MAX_LENGTH], max_tokens)
+    batches = by_length([length for length in lengths if length <= MAX_LENGTH], max_tokens)
     fitting = [place for place, length in enumerate(lengths) if length <= MAX_LENGTH]
-    rng.shuffle(found)
-    return [[fitting[place] for place in places] for places in found]
+    rng.shuffle(batches)
+    return [[fitting[place] for place in places] for places in batches]
 
 
-def filling_loss(judge: Judge, one: masked_lm.Batch) -> mx.array:
+def filling_loss(judge: Judge, batch: masked_lm.Batch) -> mx.array:
     """Return the cross-entropy at the masks."""
-    given, places, hidden = one
-    return nn.losses.cross_entropy(judge.filled(given, places), hidden, reduction="mean")
+    texts, places, hidden = batch
+    return nn.losses.cross_entropy(judge.filled(texts, places), hidden, reduction="mean")
 
 
 def batch(pairs: Sequence[tuple[list[int], list[int]]]) -> Batch:
     """Return the arrays of some pairs."""
-    given = rows([right for right, _ in pairs] + [wrong for _, wrong in pairs])
-    faults = np.zeros(given.ids.shape, dtype=np.int32)
-    answers = np.zeros(given.ids.shape, dtype=np.int32)
+    texts = rows([right for right, _ in pairs] + [wrong for _, wrong in pairs])
+    faults = np.zeros(texts.ids.shape, dtype=np.int32)
+    answers = np.zeros(texts.ids.shape, dtype=np.int32)
     for row, (right, wrong) in enumerate(pairs):
         start = answer_start(right)
         answers[row, start : len(right)] = 1
         answers[row + len(pairs), start : len(wrong)] = 1
         for place in _differences(right[start:], wrong[start:]):
             faults[row + len(pairs), start + place] = 1
-    return Batch(given, mx.array(faults), mx.array(answers))
+    return Batch(texts, mx.array(faults), mx.array(answers))
 
 
 def answer_start(ids: Sequence[int]) -> int:
@@ -183,15 +185,15 @@ def _differences(right: list[int], wrong: list[int]) -> Iterator[int]:
             yield from range(start, max(end, start + 1))
 
 
-def loss(judge: Judge, one: Batch) -> mx.array:
+def loss(judge: Judge, batch: Batch) -> mx.array:
     """Return a loss that puts right answers above 0 and above wrong ones (Bradley-Terry).
 
     The probe's loss is added.
     """
-    scores, faults = judge(one.given)
+    scores, faults = judge(batch.texts)
     half = scores.shape[0] // 2
     order = nn.softplus(scores[half:] - scores[:half]).mean()
     own = (nn.softplus(-scores[:half]) + nn.softplus(scores[half:])).mean()
-    each = nn.losses.binary_cross_entropy(faults, one.faults.astype(mx.float32), reduction="none")
-    probed = (each * one.answers).sum() / one.answers.sum()
+    each = nn.losses.binary_cross_entropy(faults, batch.faults.astype(mx.float32), reduction="none")
+    probed = (each * batch.answers).sum() / batch.answers.sum()
     return order + own / 2 + 4 * probed

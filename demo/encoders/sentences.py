@@ -107,9 +107,9 @@ def _counting(rng: Random) -> str:
 
 
 def _verdict(rng: Random) -> str:
-    one = reviews.review(rng, "train")
-    word = rng.choices(VERDICTS[one.label], (6, 1, 1))[0]
-    return f"{one.text} {rng.choice(_VERDICT).format(v=word)}"
+    review = reviews.review(rng, "train")
+    word = rng.choices(VERDICTS[review.label], (6, 1, 1))[0]
+    return f"{review.text} {rng.choice(_VERDICT).format(v=word)}"
 
 
 def _fact_twice(rng: Random) -> str:

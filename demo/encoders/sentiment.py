@@ -40,7 +40,10 @@ def batches(tokenizer: Tokenizer, seed: int) -> Iterator[Batch]:
     rng = Random(seed)
     while True:
         drawn = [_drawn(rng) for _ in range(POOL)]
-        encoded = [one.ids for one in tokenizer.encode_batch_fast([one.text for one in drawn])]
+        encoded = [
+            encoding.ids
+            for encoding in tokenizer.encode_batch_fast([example.text for example in drawn])
+        ]
         groups = by_length([len(ids) for ids in encoded], MAX_TOKENS)
         rng.shuffle(groups)
         for places in groups:

@@ -28,7 +28,7 @@ class Fact:
 
     make: Callable[[Random], object]
     said: tuple[str, ...]
-    asked: tuple[str, ...]
+    questions: tuple[str, ...]
     answer: str
     reply: str = "OK, I will remember that."
 
@@ -136,13 +136,13 @@ def _recall(rng: Random) -> Example:
     names = rng.sample(tuple(FACTS), rng.randint(1, 5))
     values = {name: FACTS[name].make(rng) for name in names}
     messages = _told_in_turns(rng, values) if rng.random() < 0.7 else _told_at_once(rng, values)
-    asked = rng.choice(names)
-    answer = FACTS[asked].answer.format(v=values[asked])
+    fact = rng.choice(names)
+    answer = FACTS[fact].answer.format(v=values[fact])
     if rng.random() < 0.1:
-        asked = rng.choice([name for name in FACTS if name not in values])
+        fact = rng.choice([name for name in FACTS if name not in values])
         answer = UNKNOWN
-    _ask(rng, messages, phrase(rng, FACTS[asked].asked))
-    return _example(f"{asked} {sorted(values.items())}", messages, answer)
+    _ask(rng, messages, phrase(rng, FACTS[fact].questions))
+    return _example(f"{fact} {sorted(values.items())}", messages, answer)
 
 
 def _told_in_turns(rng: Random, values: dict[str, object]) -> list[Message]:

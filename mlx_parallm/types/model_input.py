@@ -8,7 +8,7 @@ from enum import StrEnum
 
 
 class InputKind(StrEnum):
-    """What an input is, which decides how the worker computes its product."""
+    """The kind of an input, which decides how the worker computes its product."""
 
     #: Rows that stand in place of the embeddings of tokens.
     PROMPT_EMBEDS = "prompt_embeds"
@@ -100,7 +100,7 @@ class InputRows:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InputChanges:
-    """What a step changes in the input slots before it runs: drops first, then computes.
+    """The changes of a step in the input slots before it runs: drops first, then computes.
 
     Attributes:
         dropped: slots whose product nobody needs.

@@ -268,12 +268,12 @@ def test_the_judge_learns_and_its_probe_is_not_stored(tokenizer: Tokenizer, tmp_
     pairs = reward.encoded_pairs(tokenizer, [answer_pair(Random(0), "train", "smalltalk")])
     batch = reward.batch(pairs)
     fit(judge, reward.loss, iter([batch] * 40), steps=40, learning_rate=5e-3)
-    right, wrong = judge(batch.given)[0].tolist()
+    right, wrong = judge(batch.texts)[0].tolist()
     assert right > wrong
     save(model, config, tmp_path)
     save_tokenizer(tokenizer, tmp_path, MAX_LENGTH, reward.CHAT_TEMPLATE)
     stored = Stored(tmp_path)
-    scores = stored.model.sequence_logits(stored.model(batch.given.ids, batch.given.mask))
+    scores = stored.model.sequence_logits(stored.model(batch.texts.ids, batch.texts.mask))
     assert scores.shape == (2, 1)
     assert np.allclose(np.array(scores)[:, 0], [right, wrong], atol=2e-2)
 
