@@ -4,7 +4,15 @@ from __future__ import annotations
 
 from typing import Annotated, Any, ClassVar
 
-from pydantic import BaseModel, BeforeValidator, Field, StrictInt, StrictStr, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    StrictInt,
+    StrictStr,
+    model_validator,
+)
 
 from mlx_parallm.types.errors import InvalidRequestError
 
@@ -57,3 +65,9 @@ class NullIsAbsent(BaseModel):
         if isinstance(data, dict):
             return {key: value for key, value in data.items() if value is not None}
         return data
+
+
+class OpenForm(NullIsAbsent):
+    """A body that may have fields beyond its form's; ``model_extra`` has them."""
+
+    model_config = ConfigDict(extra="allow", protected_namespaces=())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from pydantic import AliasChoices, ConfigDict, Field, StrictBool, StrictStr
+from pydantic import AliasChoices, Field, StrictBool, StrictStr
 
 from mlx_parallm.api.chat.schema import ChatMessage
 from mlx_parallm.api.http.forms import Ids, NullIsAbsent
@@ -14,8 +14,6 @@ from mlx_parallm.api.turns.fields import TemplateKwargs, TurnEndFields
 
 class TokenizeRequest(TurnEndFields):
     """A text (``prompt`` or llama.cpp's ``content``) or a conversation; or TEI's ``inputs``."""
-
-    model_config = ConfigDict(extra="ignore")
 
     model: StrictStr | None = Field(
         None,
@@ -43,8 +41,6 @@ class TokenizeRequest(TurnEndFields):
 
 class DetokenizeRequest(NullIsAbsent):
     """Token ids to be turned into text."""
-
-    model_config = ConfigDict(extra="ignore")
 
     model: StrictStr | None = Field(
         None, description="Default: the first that generates, else the first encoder."

@@ -9,13 +9,12 @@ from pydantic import (
     AliasChoices,
     BaseModel,
     BeforeValidator,
-    ConfigDict,
     Field,
     StrictBool,
     StrictStr,
 )
 
-from mlx_parallm.api.http.forms import NullIsAbsent
+from mlx_parallm.api.http.forms import OpenForm
 
 MAX_NAME_CHARS = 256
 MAX_PATH_CHARS = 4096
@@ -34,10 +33,8 @@ def _parsed(value: Any) -> Any:
         raise ValueError(f"must be JSON: {error}") from None
 
 
-class AdapterFields(NullIsAbsent):
+class AdapterFields(OpenForm):
     """What an upload says besides its tensors, in its form, its query, its headers or its JSON."""
-
-    model_config = ConfigDict(extra="allow")
 
     name: Name = Field(description="That requests are to use as their model.")
     config: Annotated[dict[str, Any], BeforeValidator(_parsed)] = Field(
@@ -104,11 +101,10 @@ class DeletedAdapter(BaseModel):
 WITHOUT_EFFECT = frozenset({"lora_int_id", "lora_id", "rid", "http_worker_ipc"})
 
 
-class LoadLora(NullIsAbsent):
+class LoadLora(OpenForm):
     """vLLM's and SGLang's body of loading an adapter from a folder."""
 
     without_effect = WITHOUT_EFFECT
-    model_config = ConfigDict(extra="allow")
 
     lora_name: Name = Field(description="That requests are to use as their model.")
     lora_path: FolderPath = Field(description="A folder that this server may read.")
@@ -121,11 +117,10 @@ class LoadLora(NullIsAbsent):
     expected_version: Name | None = Field(None, description="The version that this one replaces.")
 
 
-class LoraTensors(NullIsAbsent):
+class LoraTensors(OpenForm):
     """SGLang's body of ``/load_lora_adapter_from_tensors``, but for the tensors."""
 
     without_effect = WITHOUT_EFFECT
-    model_config = ConfigDict(extra="allow")
 
     lora_name: Name = Field(description="That requests are to use as their model.")
     config_dict: dict[str, Any] = Field(description="The content of adapter_config.json.")
@@ -138,11 +133,10 @@ class LoraTensors(NullIsAbsent):
     expected_version: Name | None = Field(None, description="The version that this one replaces.")
 
 
-class UnloadLora(NullIsAbsent):
+class UnloadLora(OpenForm):
     """vLLM's and SGLang's body of unloading one."""
 
     without_effect = WITHOUT_EFFECT
-    model_config = ConfigDict(extra="allow")
 
     lora_name: Name = Field(description="Its name.")
 

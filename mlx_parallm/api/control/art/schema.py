@@ -7,7 +7,7 @@ from typing import Annotated
 from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictInt, StrictStr
 
 from mlx_parallm.api.control.adapters.schema import FolderPath, Name
-from mlx_parallm.api.http.forms import INT64, NullIsAbsent
+from mlx_parallm.api.http.forms import INT64, OpenForm
 
 #: Of openpipe-art 0.5.23, which takes no other.
 PROTOCOL_VERSION = 5
@@ -27,10 +27,8 @@ class ArtCapabilities(BaseModel):
     policy_token_spans: bool = Field(True, description="Chats tell them where nvext asks.")
 
 
-class InFlightUpdate(NullIsAbsent):
+class InFlightUpdate(OpenForm):
     """ART's body of ``/art/in_flight_lora_update``."""
-
-    model_config = ConfigDict(extra="allow", protected_namespaces=())
 
     operation_id: Id = Field(description="The same for a repetition of the same update.")
     model_name: Name = Field(description="That requests use.")

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, StrictStr
+from pydantic import BaseModel, Field, StrictStr
 
 from mlx_parallm.api.control.adapters.schema import MAX_PATH_CHARS
-from mlx_parallm.api.http.forms import NullIsAbsent
+from mlx_parallm.api.http.forms import OpenForm
 
 
 class Load(BaseModel):
@@ -46,10 +46,8 @@ class Worker(BaseModel):
     is_healthy: bool = Field(True, description="Always true.")
 
 
-class NewWorker(NullIsAbsent):
+class NewWorker(OpenForm):
     """A router's body for a server that it is to send requests to."""
-
-    model_config = ConfigDict(extra="allow")
 
     url: Annotated[StrictStr, Field(min_length=1, max_length=MAX_PATH_CHARS)] = Field(
         description="This server's own address."

@@ -7,7 +7,6 @@ from typing import Annotated, Literal
 from pydantic import (
     AliasChoices,
     BeforeValidator,
-    ConfigDict,
     Field,
     StrictBool,
     StrictInt,
@@ -15,7 +14,7 @@ from pydantic import (
 )
 
 from mlx_parallm.api.control.adapters.schema import FolderPath, Name
-from mlx_parallm.api.http.forms import NullIsAbsent
+from mlx_parallm.api.http.forms import OpenForm
 from mlx_parallm.config import ModelTask
 
 MAX_NAMES = 16
@@ -25,10 +24,8 @@ def _listed(value: object) -> object:
     return [value] if isinstance(value, str) else value
 
 
-class LoadModel(NullIsAbsent):
+class LoadModel(OpenForm):
     """An encoder to be served, or one that is served and shall be in memory."""
-
-    model_config = ConfigDict(extra="allow", protected_namespaces=())
 
     model: FolderPath = Field(
         validation_alias=AliasChoices("model", "model_path"),
@@ -52,10 +49,8 @@ class LoadModel(NullIsAbsent):
     pin: StrictBool = Field(False, description="Whether it stays in memory until it is unloaded.")
 
 
-class UnloadModel(NullIsAbsent):
+class UnloadModel(OpenForm):
     """An encoder that shall be served no more."""
-
-    model_config = ConfigDict(extra="allow", protected_namespaces=())
 
     model: Name = Field(
         validation_alias=AliasChoices("model", "instance_id"), description="A name of it."

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field, StrictBool
+from pydantic import BaseModel, Field, StrictBool
 
-from mlx_parallm.api.http.forms import NullIsAbsent
+from mlx_parallm.api.http.forms import OpenForm
 
 
 class StatusAnswer(BaseModel):
@@ -27,10 +27,8 @@ class IsPaused(BaseModel):
     is_paused: bool = Field(description="Until it is resumed.")
 
 
-class ResetRequest(NullIsAbsent):
+class ResetRequest(OpenForm):
     """SkyRL's body of ``/reset_prefix_cache``; vLLM has the same in the query."""
-
-    model_config = ConfigDict(extra="allow")
 
     reset_running_requests: StrictBool = Field(
         False, description="Compute anew what running requests have, too."
@@ -43,10 +41,8 @@ class ResetAnswer(BaseModel):
     success: bool = Field(True, description="Always true.")
 
 
-class PauseGeneration(NullIsAbsent):
+class PauseGeneration(OpenForm):
     """SGLang's body of ``/pause_generation``."""
-
-    model_config = ConfigDict(extra="allow")
 
     mode: Literal["abort", "retract", "in_place"] = Field(
         "abort",

@@ -22,8 +22,6 @@ class LoadResponse(BaseModel):
 class AbortRequests(NullIsAbsent):
     """vLLM's body of ``/abort_requests``."""
 
-    model_config = ConfigDict(extra="ignore")
-
     request_ids: list[StrictStr] = Field(
         min_length=1, max_length=MAX_IDS, description="Ids of answers, or the request_id sent."
     )
@@ -31,8 +29,6 @@ class AbortRequests(NullIsAbsent):
 
 class AbortRequest(NullIsAbsent):
     """SGLang's body of ``/abort_request``."""
-
-    model_config = ConfigDict(extra="ignore")
 
     rid: StrictStr | None = Field(None, description="As an id of /abort_requests.")
     abort_all: StrictBool = Field(False, description="Every request that the caller may reach.")

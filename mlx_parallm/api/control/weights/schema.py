@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import AliasChoices, BaseModel, ConfigDict, Field, StrictBool, StrictStr
+from pydantic import AliasChoices, BaseModel, Field, StrictBool, StrictStr
 
 from mlx_parallm.api.control.adapters.schema import FolderPath, Name, UploadTimings
-from mlx_parallm.api.http.forms import NullIsAbsent
+from mlx_parallm.api.http.forms import OpenForm
 
 # Fields of SGLang and vLLM that change nothing here.
 WITHOUT_EFFECT = frozenset(
@@ -27,11 +27,10 @@ WITHOUT_EFFECT = frozenset(
 )
 
 
-class UpdateFields(NullIsAbsent):
+class UpdateFields(OpenForm):
     """What an update says besides its tensors; or all of it, where it names a folder."""
 
     without_effect = WITHOUT_EFFECT
-    model_config = ConfigDict(extra="allow")
 
     weight_dir: FolderPath | None = Field(
         None, description="A folder with a whole checkpoint, in place of tensors."
@@ -56,11 +55,10 @@ class UpdatedWeights(BaseModel):
     timings: UploadTimings | None = Field(None, description="How long an upload took.")
 
 
-class UpdateFromDisk(NullIsAbsent):
+class UpdateFromDisk(OpenForm):
     """SGLang's body of ``/update_weights_from_disk``."""
 
     without_effect = WITHOUT_EFFECT
-    model_config = ConfigDict(extra="allow")
 
     model_path: FolderPath = Field(description="A folder with a whole checkpoint.")
     load_format: Literal["auto", "safetensors"] = Field(
@@ -73,11 +71,10 @@ class UpdateFromDisk(NullIsAbsent):
     )
 
 
-class TensorFields(NullIsAbsent):
+class TensorFields(OpenForm):
     """SGLang's body of ``/update_weights_from_tensor``, but for the tensors."""
 
     without_effect = WITHOUT_EFFECT
-    model_config = ConfigDict(extra="allow")
 
     load_format: Literal["safetensors"] = Field(
         description="Each entry is a safetensors file in base64; nothing is unpickled."
@@ -87,20 +84,18 @@ class TensorFields(NullIsAbsent):
     flush_cache: StrictBool = Field(True, description="Without effect.")
 
 
-class FinishUpdate(NullIsAbsent):
+class FinishUpdate(OpenForm):
     """vLLM's body of ``/finish_weight_update``."""
 
     without_effect = WITHOUT_EFFECT
-    model_config = ConfigDict(extra="allow")
 
     weight_version: Name | None = Field(None, description="What the weights are called now.")
 
 
-class NewVersion(NullIsAbsent):
+class NewVersion(OpenForm):
     """vLLM's and SGLang's body of ``/update_weight_version``."""
 
     without_effect = WITHOUT_EFFECT
-    model_config = ConfigDict(extra="allow")
 
     new_version: Name = Field(description="What the weights are called now.")
     abort_all_requests: StrictBool = Field(False, description="End what runs before.")
@@ -121,11 +116,10 @@ class WeightInfo(BaseModel):
     adapters: dict[str, str] = Field(description="The same of each adapter, by name.")
 
 
-class CheckWeights(NullIsAbsent):
+class CheckWeights(OpenForm):
     """vLLM's body of ``/weight_checker`` and SGLang's of ``/weights_checker``."""
 
     without_effect = WITHOUT_EFFECT
-    model_config = ConfigDict(extra="allow")
 
     action: Literal["checksum", "snapshot", "compare", "reset", "reset_tensors"] = Field(
         "checksum", description="What to do; a reset is not served."
@@ -166,11 +160,10 @@ class IsSleeping(BaseModel):
     is_sleeping: bool = Field(description="Until it is woken up.")
 
 
-class MemoryTags(NullIsAbsent):
+class MemoryTags(OpenForm):
     """SGLang's body of releasing and resuming memory."""
 
     without_effect = frozenset({"rid"})
-    model_config = ConfigDict(extra="allow")
 
     tags: list[Literal["weights", "kv_cache", "cuda_graph"]] | None = Field(
         None, description="What to give back or to have again; both by default."

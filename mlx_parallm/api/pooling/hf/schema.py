@@ -4,18 +4,16 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import ConfigDict, Field, StrictBool, StrictInt, StrictStr
+from pydantic import Field, StrictBool, StrictInt, StrictStr
 
-from mlx_parallm.api.http.forms import NullIsAbsent
+from mlx_parallm.api.http.forms import OpenForm
 
 MAX_TOP_K = 1000
 MAX_TARGETS = 10_000
 
 
-class TaskParameters(NullIsAbsent):
+class TaskParameters(OpenForm):
     """Parameters of all tasks; each task reads its own."""
-
-    model_config = ConfigDict(extra="allow", protected_namespaces=())
 
     top_k: StrictInt | None = Field(
         None, ge=1, le=MAX_TOP_K, description="How many of the best are told."

@@ -6,7 +6,6 @@ from typing import Annotated, Any, Literal
 
 from pydantic import (
     BeforeValidator,
-    ConfigDict,
     Field,
     StrictBool,
     StrictInt,
@@ -15,7 +14,7 @@ from pydantic import (
 )
 
 from mlx_parallm.api.chat.schema import ChatMessage
-from mlx_parallm.api.http.forms import NullIsAbsent
+from mlx_parallm.api.http.forms import OpenForm
 from mlx_parallm.api.turns.fields import TemplateKwargs, TurnEndFields
 
 #: OpenAI takes 2,048.
@@ -49,10 +48,8 @@ def _is_ids(value: Any) -> bool:
 Inputs = Annotated[Any, BeforeValidator(_inputs), WithJsonSchema(_SCHEMA)]
 
 
-class EncodeFields(NullIsAbsent):
+class EncodeFields(OpenForm):
     """Which model reads the inputs, and how long they may be."""
-
-    model_config = ConfigDict(extra="allow", protected_namespaces=())
 
     model: StrictStr | None = Field(None, description="The first that can do it by default.")
     truncate_prompt_tokens: StrictInt | None = Field(

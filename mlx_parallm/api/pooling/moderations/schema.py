@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-from pydantic import BeforeValidator, ConfigDict, Field, StrictStr, WithJsonSchema
+from pydantic import BeforeValidator, Field, StrictStr, WithJsonSchema
 
-from mlx_parallm.api.http.forms import NullIsAbsent
+from mlx_parallm.api.http.forms import OpenForm
 from mlx_parallm.api.pooling.inputs.schema import MAX_INPUTS
 
 _TEXT = {"type": "string", "minLength": 1}
@@ -40,10 +40,8 @@ def _part(part: Any) -> str:
     return text
 
 
-class ModerationRequest(NullIsAbsent):
+class ModerationRequest(OpenForm):
     """OpenAI's."""
-
-    model_config = ConfigDict(extra="allow", protected_namespaces=())
 
     input: Annotated[list[str], BeforeValidator(_texts), WithJsonSchema(_SCHEMA)] = Field(
         description="A text, several, or the parts of one."

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import ConfigDict, Field, StrictBool, StrictInt, StrictStr
+from pydantic import Field, StrictBool, StrictInt, StrictStr
 
-from mlx_parallm.api.http.forms import NullIsAbsent
+from mlx_parallm.api.http.forms import NullIsAbsent, OpenForm
 from mlx_parallm.api.pooling.inputs.schema import MAX_INPUTS
 from mlx_parallm.types.errors import InvalidRequestError
 
@@ -18,15 +18,11 @@ from mlx_parallm.types.errors import InvalidRequestError
 class RerankDocument(NullIsAbsent):
     """A document as an object, whose further fields are not read."""
 
-    model_config = ConfigDict(extra="ignore")
-
     text: StrictStr = Field(description="What is compared with the query.")
 
 
-class RerankRequest(NullIsAbsent):
+class RerankRequest(OpenForm):
     """``documents`` are Jina's, Cohere's and vLLM's; ``texts`` ask for TEI's answer."""
-
-    model_config = ConfigDict(extra="allow", protected_namespaces=())
 
     query: StrictStr = Field(description="What documents are compared with.")
     documents: list[StrictStr | RerankDocument] | None = Field(

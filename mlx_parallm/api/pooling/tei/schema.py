@@ -6,7 +6,6 @@ from typing import Annotated, Any, Literal
 
 from pydantic import (
     BeforeValidator,
-    ConfigDict,
     Field,
     StrictBool,
     StrictInt,
@@ -14,7 +13,7 @@ from pydantic import (
     WithJsonSchema,
 )
 
-from mlx_parallm.api.http.forms import Ids, ListsOfIds, NullIsAbsent
+from mlx_parallm.api.http.forms import Ids, ListsOfIds, NullIsAbsent, OpenForm
 from mlx_parallm.api.pooling.inputs.schema import MAX_INPUTS, Inputs
 
 Sequences = tuple[list[tuple[str, ...]], bool]
@@ -49,10 +48,8 @@ def _lowered(value: Any) -> Any:
     return value.lower() if isinstance(value, str) else value
 
 
-class TeiFields(NullIsAbsent):
+class TeiFields(OpenForm):
     """What the bodies share; ``model`` is this server's."""
-
-    model_config = ConfigDict(extra="allow", protected_namespaces=())
 
     model: StrictStr | None = Field(None, description="The first that can do it by default.")
     truncate: StrictBool = Field(
@@ -108,20 +105,16 @@ class SimilarityInputs(NullIsAbsent):
     )
 
 
-class SimilarityRequest(NullIsAbsent):
+class SimilarityRequest(OpenForm):
     """As Hugging Face's task of this name has it."""
-
-    model_config = ConfigDict(extra="allow", protected_namespaces=())
 
     model: StrictStr | None = Field(None, description="The first that can do it by default.")
     inputs: SimilarityInputs = Field(description="The texts.")
     parameters: EmbedOptions | None = Field(None, description="How they are read.")
 
 
-class DecodeRequest(NullIsAbsent):
+class DecodeRequest(OpenForm):
     """Token ids to be turned into texts."""
-
-    model_config = ConfigDict(extra="allow", protected_namespaces=())
 
     model: StrictStr | None = Field(None, description="The first encoder by default.")
     ids: Ids | ListsOfIds = Field(

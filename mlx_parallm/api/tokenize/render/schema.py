@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictStr
+from pydantic import BaseModel, Field, StrictBool, StrictStr
 
 from mlx_parallm.api.chat.schema import ChatMessage
 from mlx_parallm.api.http.forms import NullIsAbsent
@@ -25,8 +25,6 @@ class RenderedRequest(BaseModel):
 
 class TemplateRequest(NullIsAbsent):
     """llama.cpp's body of ``/apply-template``."""
-
-    model_config = ConfigDict(extra="ignore")
 
     model: StrictStr | None = Field(None, description="Default: the first model.")
     messages: list[ChatMessage] = Field(min_length=1, description="A conversation.")
