@@ -7,8 +7,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from mlx_parallm.api.anthropic.history import conversation, is_continued
+from mlx_parallm.api.anthropic.history import PLACE, conversation, is_continued
 from mlx_parallm.api.anthropic.schema import CountTokensRequest, MessagesRequest, ToolChoiceBody
+from mlx_parallm.api.turns.body_value import BodyValue
 from mlx_parallm.api.turns.prepare import PreparedTurn
 from mlx_parallm.api.turns.request import TurnRequest
 from mlx_parallm.api.turns.sampling import sampling_params
@@ -162,42 +163,26 @@ def _structure(body: MessagesRequest) -> tuple[GrammarSpec, str] | None:
             f"{found[1]} and {field} exclude each other: an answer can match one structure.",
             param=field,
         )
-    if given.get("type") != "json_schema":
-        raise InvalidRequestError(f'{field}.type must be "json_schema".', param=f"{field}.type")
-    field = f"{field}.schema"
-    if not isinstance(given.get("schema"), Mapping):
-        raise InvalidRequestError(f"{field} must be a JSON schema.", param=field)
-    return specs.json_schema(given["schema"], strict=True, param=field), field
+    value = BodyValue(given, field)
+    if value.type != "json_schema":
+        raise value["type"].refusal('must be "json_schema"')
+    schema = value["schema"]
+    if not isinstance(schema.value, Mapping):
+        raise schema.refusal("must be a JSON schema")
+    return specs.json_schema(schema.value, strict=True, param=schema.where), schema.where
 
 
 def _tools(tools: Sequence[Mapping[str, Any]]) -> tuple[Tool, ...]:
-    """The tools that the client runs and describes; those of other types are left out."""
-    read, places = [], []
-    for number, tool in enumerate(tools):
-        where = f"tools.{number}"
-        type_ = tool.get("type")
-        if not isinstance(type_, str | None):
-            raise InvalidRequestError(f"{where}.type must be a text.", param=f"{where}.type")
-        if type_ not in (None, "custom"):
-            continue
-        places.append(where)
-        read.append(_tool(tool, where))
-    check_tools(read, places)
-    return tuple(read)
+    """Return the tools that the client runs and describes, without those of other types."""
+    entries = BodyValue(tools, "tools").entries(form=PLACE)
+    own = [tool for tool in entries if tool["type"].optional_text() in (None, "custom")]
+    return check_tools([(tool, _tool(tool)) for tool in own])
 
 
-def _tool(tool: Mapping[str, Any], where: str) -> Tool:
-    if tool.get("input_schema") is None:
-        field = f"{where}.input_schema"
-        raise InvalidRequestError(f"{field} is missing.", param=field)
-    return function_tool(
-        tool.get("name"),
-        description=tool.get("description"),
-        parameters=tool["input_schema"],
-        strict=tool.get("strict"),
-        where=where,
-        schema_field="input_schema",
-    )
+def _tool(tool: BodyValue) -> Tool:
+    if tool["input_schema"].value is None:
+        raise tool["input_schema"].refusal("is missing")
+    return function_tool(tool, schema_field="input_schema")
 
 
 def _choice(choice: ToolChoiceBody | None) -> ToolChoice:
@@ -206,5 +191,5 @@ def _choice(choice: ToolChoiceBody | None) -> ToolChoice:
     if choice.type != "tool":
         return ToolChoice(mode=_MODES[choice.type])
     if choice.name is None:
-        raise InvalidRequestError("tool_choice.name is missing.", param="tool_choice.name")
+        raise BodyValue(None, "tool_choice.name").refusal("is missing")
     return ToolChoice.named(choice.name)

@@ -5,142 +5,73 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from mlx_parallm.api.turns.body_value import BodyValue
 from mlx_parallm.api.turns.tools import (
+    TOOL_TYPES,
     Tool,
     ToolChoice,
-    ToolMode,
     check_choice,
     check_tools,
     custom_tool,
     function_tool,
+    tool_choice,
 )
-from mlx_parallm.types.errors import InvalidRequestError
-
-CHOICES = 'must be "none", "auto", "required" or an object naming tools'
 
 
 def chat_tools(tools: Sequence[Mapping[str, Any]]) -> tuple[Tool, ...]:
-    """The tools of a chat request.
+    """Return the tools of a chat request.
 
     Raises:
         InvalidRequestError: one is malformed; names its field, as ``tools[3].function.name``.
     """
-    places = [f"tools[{number}].{tool.get('type')}" for number, tool in enumerate(tools)]
-    read = tuple(_tool(tool, number) for number, tool in enumerate(tools))
-    check_tools(read, places)
-    return read
+    return check_tools([_tool(tool) for tool in BodyValue(tools, "tools").entries()])
 
 
 def chat_functions(functions: Sequence[Mapping[str, Any]]) -> tuple[Tool, ...]:
-    """The deprecated ``functions`` of a chat request.
+    """Return the deprecated ``functions`` of a chat request.
 
     Raises:
         InvalidRequestError: one is malformed; names its field.
     """
-    places = [f"functions[{number}]" for number in range(len(functions))]
-    read = tuple(_function(one, where) for one, where in zip(functions, places, strict=True))
-    check_tools(read, places)
-    return read
+    entries = BodyValue(functions, "functions").entries()
+    return check_tools([(function, function_tool(function)) for function in entries])
 
 
 def chat_tool_choice(choice: Any, tools: Sequence[Tool]) -> ToolChoice:
-    """``tool_choice`` in each of its forms; None is "auto".
+    """Return ``tool_choice`` in each of its forms; None is "auto".
 
     Raises:
         InvalidRequestError: it has none of the forms, or the tools cannot meet it.
     """
-    read = _choice(choice, "tool_choice")
-    check_choice(read, tools)
-    return read
+    body = BodyValue(choice, "tool_choice")
+    return check_choice(tool_choice(body, _names, allowed_in="allowed_tools"), tools)
 
 
 def chat_function_choice(choice: Any, tools: Sequence[Tool]) -> ToolChoice:
-    """The deprecated ``function_call``: none, auto or ``{"name": …}``.
+    """Return the deprecated ``function_call``: none, auto or ``{"name": …}``.
 
     Raises:
         InvalidRequestError: it has none of the forms, or names no function.
     """
-    read = (
-        ToolChoice.named(_name(choice, "function_call"))
-        if isinstance(choice, Mapping)
-        else _choice(choice, "function_call")
-    )
-    check_choice(read, tools, field="function_call")
-    return read
+    body = BodyValue(choice, "function_call")
+    if isinstance(choice, Mapping):
+        read = ToolChoice.named(body["name"].text())
+    else:
+        read = tool_choice(body, _names, allowed_in="allowed_tools")
+    return check_choice(read, tools, field="function_call")
 
 
-def _tool(tool: Mapping[str, Any], number: int) -> Tool:
-    type_ = tool.get("type")
-    where = f"tools[{number}].{type_}"
-    if type_ not in ("function", "custom"):
-        raise InvalidRequestError(
-            f'tools[{number}].type must be "function" or "custom".', param=f"tools[{number}].type"
-        )
-    inner = tool.get(type_)
-    if not isinstance(inner, Mapping):
-        raise InvalidRequestError(f"{where} must be an object.", param=where)
-    if type_ == "custom":
-        return custom_tool(
-            inner.get("name"),
-            description=inner.get("description"),
-            format_=inner.get("format"),
-            where=where,
-        )
-    return _function(inner, where)
+def _tool(tool: BodyValue) -> tuple[BodyValue, Tool]:
+    inner = _inner(tool).object()
+    return inner, custom_tool(inner) if tool.type == "custom" else function_tool(inner)
 
 
-def _function(function: Mapping[str, Any], where: str) -> Tool:
-    return function_tool(
-        function.get("name"),
-        description=function.get("description"),
-        parameters=function.get("parameters"),
-        strict=function.get("strict"),
-        where=where,
-    )
+def _inner(tool: BodyValue) -> BodyValue:
+    """Return what stands under the name of the tool's type."""
+    if tool.type not in TOOL_TYPES:
+        raise tool["type"].refusal('must be "function" or "custom"')
+    return tool[tool.type]
 
 
-def _choice(choice: Any, field: str) -> ToolChoice:
-    if choice is None:
-        return ToolChoice()
-    if isinstance(choice, str) and choice in list(ToolMode):
-        return ToolChoice(mode=ToolMode(choice))
-    if not isinstance(choice, Mapping):
-        raise InvalidRequestError(f"{field} {CHOICES}.", param=field)
-    type_ = choice.get("type")
-    if type_ in ("function", "custom"):
-        return ToolChoice.named(_name(choice.get(type_), f"{field}.{type_}"))
-    if type_ == "allowed_tools":
-        return _allowed(choice.get("allowed_tools"), f"{field}.allowed_tools")
-    raise InvalidRequestError(
-        f'{field}.type must be "function", "custom" or "allowed_tools".', param=f"{field}.type"
-    )
-
-
-def _allowed(allowed: Any, field: str) -> ToolChoice:
-    if not isinstance(allowed, Mapping):
-        raise InvalidRequestError(f"{field} must be an object.", param=field)
-    mode = allowed.get("mode")
-    if mode not in ("auto", "required"):
-        raise InvalidRequestError(
-            f'{field}.mode must be "auto" or "required".', param=f"{field}.mode"
-        )
-    tools = allowed.get("tools")
-    if not isinstance(tools, list):
-        raise InvalidRequestError(f"{field}.tools must be a list.", param=f"{field}.tools")
-    names = []
-    for number, tool in enumerate(tools):
-        where = f"{field}.tools[{number}]"
-        type_ = tool.get("type") if isinstance(tool, Mapping) else None
-        if type_ not in ("function", "custom"):
-            raise InvalidRequestError(
-                f'{where}.type must be "function" or "custom".', param=f"{where}.type"
-            )
-        names.append(_name(tool.get(type_), f"{where}.{type_}"))
-    return ToolChoice(mode=ToolMode(mode), names=tuple(names))
-
-
-def _name(value: Any, where: str) -> str:
-    name = value.get("name") if isinstance(value, Mapping) else None
-    if not isinstance(name, str):
-        raise InvalidRequestError(f"{where}.name must be a text.", param=f"{where}.name")
-    return name
+def _names(tool: BodyValue) -> list[str]:
+    return [_inner(tool)["name"].text()]

@@ -11,7 +11,7 @@ import secrets
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from mlx_parallm.types.errors import InvalidRequestError
+from mlx_parallm.api.turns.body_value import BodyValue
 
 Item = dict[str, Any]
 #: Finds a stored item by its id; None if there is none.
@@ -28,7 +28,7 @@ ID_PREFIXES = {
     "custom_tool_call_output": "ctco",
     "reasoning": "rs",
 }
-# Of tools that run on OpenAI's servers: nothing of them can be told to a model here.
+# Items of tools that run on OpenAI's servers: nothing of them can be told to a model here.
 HOSTED = frozenset(
     [
         "apply_patch_call",
@@ -54,6 +54,7 @@ HOSTED = frozenset(
         "web_search_call",
     ]
 )
+NO_PARTS = "must be a text or a list of parts"
 TEXT_PARTS = ("input_text", "output_text", "text", "summary_text", "reasoning_text")
 
 
@@ -76,152 +77,117 @@ def unsealed(value: str) -> str | None:
     return text.removeprefix(SEAL) if text.startswith(SEAL) else None
 
 
-def input_items(given: str | Sequence[Mapping[str, Any]], find: FindItem) -> list[Item]:
-    """The items of a body's ``input``, each with an id; references are replaced by what they name.
+def input_items(content: str | Sequence[Mapping[str, Any]], find: FindItem) -> list[Item]:
+    """Return the items of a body's ``input``, each with an id; references become what they name.
 
     Raises:
         InvalidRequestError: one is malformed, or of a type that is not served; names its field, as
             ``input[3].content[0].type``.
     """
-    if isinstance(given, str):
-        return [_message({"role": "user", "content": given}, "input")] if given else []
+    if isinstance(content, str):
+        message = BodyValue({"role": "user", "content": content}, "input")
+        return [_message(message)] if content else []
     items: list[Item] = []
-    for number, item in enumerate(given):
-        where = f"input[{number}]"
-        type_ = item.get("type", "message")
-        if not isinstance(type_, str):
-            raise _refusal(f"{where}.type", "must be a text")
-        if type_ == "item_reference":
-            items.append(_referred(item, where, find))
-        elif type_ in _READERS:
-            items.append(_READERS[type_](item, where))
-        elif type_ not in HOSTED:
-            raise _refusal(f"{where}.type", f"{type_[:64]!r} is not served", unsupported=True)
+    for item in BodyValue(content, "input").entries():
+        kind = item["type"].optional_text() or "message"
+        if kind == "item_reference":
+            items.append(_referred(item["id"], find))
+        elif kind in _READERS:
+            items.append(_READERS[kind](item))
+        elif kind not in HOSTED:
+            raise item["type"].refusal(f"{kind[:64]!r} is not served", unsupported=True)
     return items
 
 
-def _referred(item: Mapping[str, Any], where: str, find: FindItem) -> Item:
-    name = _text(item, "id", where)
-    found = find(name)
-    if found is None:
-        raise _refusal(f"{where}.id", f"{name[:128]!r} is no stored item")
-    return found
+def _referred(id_: BodyValue, find: FindItem) -> Item:
+    item = find(id_.text())
+    if item is None:
+        raise id_.refusal(f"{id_.text()[:128]!r} is no stored item")
+    return item
 
 
-def _message(item: Mapping[str, Any], where: str) -> Item:
-    role = item.get("role")
-    if role not in ROLES:
-        raise _refusal(f"{where}.role", f"must be one of {', '.join(ROLES)}")
-    content = item.get("content")
-    if isinstance(content, str):
-        content = [{"type": "text", "text": content}]
-    if not isinstance(content, list):
-        raise _refusal(f"{where}.content", "must be a text or a list of parts")
-    parts = [
-        _message_part(part, role, f"{where}.content[{number}]")
-        for number, part in enumerate(content)
-    ]
-    read = _head(item, "message", where) | {
-        "status": "completed",
-        "role": role,
-        "content": parts,
-    }
-    phase = item.get("phase")
-    return read | {"phase": phase} if isinstance(phase, str) else read
+def _message(item: BodyValue) -> Item:
+    role, content, phase = item["role"], item["content"], item["phase"].value
+    if role.value not in ROLES:
+        raise role.refusal(f"must be one of {', '.join(ROLES)}")
+    if isinstance(content.value, str):
+        content = BodyValue([{"type": "text", "text": content.value}], content.where)
+    parts = [_message_part(part, role.value) for part in content.entries(what=NO_PARTS)]
+    head = _head(item, "message") | {"status": "completed", "role": role.value, "content": parts}
+    return head | ({"phase": phase} if isinstance(phase, str) else {})
 
 
-def _message_part(part: Any, role: str, where: str) -> Item:
-    if isinstance(part, Mapping) and part.get("type") == "refusal":
-        return {"type": "refusal", "refusal": _text(part, "refusal", where)}
-    text = _part_text(part, where)
+def _message_part(part: BodyValue, role: str) -> Item:
+    if part.type == "refusal":
+        return {"type": "refusal", "refusal": part["refusal"].text()}
+    text = _part_text(part)
     if role == "assistant":
         return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
     return {"type": "input_text", "text": text}
 
 
-def _part_text(part: Any, where: str) -> str:
-    if not isinstance(part, Mapping):
-        raise _refusal(where, "must be an object")
-    if part.get("type") not in TEXT_PARTS:
-        raise _refusal(
-            f"{where}.type", "must be that of a text: nothing else is served", unsupported=True
+def _part_text(part: BodyValue) -> str:
+    if part.object().type not in TEXT_PARTS:
+        raise part["type"].refusal(
+            "must be that of a text: nothing else is served", unsupported=True
         )
-    return _text(part, "text", where)
+    return part["text"].text()
 
 
-def _function_call(item: Mapping[str, Any], where: str) -> Item:
-    return _call(item, "function_call", where) | {"arguments": _text(item, "arguments", where)}
+def _function_call(item: BodyValue) -> Item:
+    return _call(item) | {"arguments": item["arguments"].text()}
 
 
-def _custom_call(item: Mapping[str, Any], where: str) -> Item:
-    return _call(item, "custom_tool_call", where) | {"input": _text(item, "input", where)}
+def _custom_call(item: BodyValue) -> Item:
+    return _call(item) | {"input": item["input"].text()}
 
 
-def _call(item: Mapping[str, Any], type_: str, where: str) -> Item:
-    read = _head(item, type_, where) | {
+def _call(item: BodyValue) -> Item:
+    call = _head(item, item.type) | {
         "status": "completed",
-        "call_id": _name(item, "call_id", where),
-        "name": _name(item, "name", where),
+        "call_id": item["call_id"].filled_text(),
+        "name": item["name"].filled_text(),
     }
-    if item.get("namespace") is None:
-        return read
-    return read | {"namespace": _name(item, "namespace", where)}
+    if item["namespace"].value is None:
+        return call
+    return call | {"namespace": item["namespace"].filled_text()}
 
 
-def _output(item: Mapping[str, Any], where: str) -> Item:
-    output = item.get("output")
-    if isinstance(output, list):
-        output = [
-            {"type": "input_text", "text": _part_text(part, f"{where}.output[{number}]")}
-            for number, part in enumerate(output)
-        ]
-    elif not isinstance(output, str):
-        raise _refusal(f"{where}.output", "must be a text or a list of parts")
-    return _head(item, item["type"], where) | {
+def _output(item: BodyValue) -> Item:
+    output = item["output"]
+    text = output.value
+    if not isinstance(text, str):
+        parts = output.entries(what=NO_PARTS)
+        text = [{"type": "input_text", "text": _part_text(part)} for part in parts]
+    return _head(item, item.type) | {
         "status": "completed",
-        "call_id": _name(item, "call_id", where),
-        "output": output,
+        "call_id": item["call_id"].filled_text(),
+        "output": text,
     }
 
 
-def _reasoning(item: Mapping[str, Any], where: str) -> Item:
-    read = _head(item, "reasoning", where)
-    for key, type_ in (("summary", "summary_text"), ("content", "reasoning_text")):
-        given = item.get(key)
-        if given is not None and not isinstance(given, list):
-            raise _refusal(f"{where}.{key}", "must be a list of parts")
-        read[key] = [
-            {"type": type_, "text": _part_text(part, f"{where}.{key}[{number}]")}
-            for number, part in enumerate(given or ())
-        ]
-    secret = item.get("encrypted_content")
-    return read | {"encrypted_content": secret if isinstance(secret, str) else None}
+def _reasoning(item: BodyValue) -> Item:
+    secret = item["encrypted_content"].value
+    return _head(item, "reasoning") | {
+        "summary": _texts(item["summary"], "summary_text"),
+        "content": _texts(item["content"], "reasoning_text"),
+        "encrypted_content": secret if isinstance(secret, str) else None,
+    }
 
 
-def _head(item: Mapping[str, Any], type_: str, where: str) -> Item:
-    id_ = new_id(type_) if item.get("id") is None else _name(item, "id", where)
+def _texts(parts: BodyValue, type_: str) -> list[Item]:
+    if parts.value is None:
+        return []
+    entries = parts.entries(what="must be a list of parts")
+    return [{"type": type_, "text": _part_text(part)} for part in entries]
+
+
+def _head(item: BodyValue, type_: str) -> Item:
+    id_ = new_id(type_) if item["id"].value is None else item["id"].filled_text()
     return {"id": id_, "type": type_}
 
 
-def _text(item: Mapping[str, Any], key: str, where: str) -> str:
-    value = item.get(key)
-    if not isinstance(value, str):
-        raise _refusal(f"{where}.{key}", "must be a text")
-    return value
-
-
-def _name(item: Mapping[str, Any], key: str, where: str) -> str:
-    if value := _text(item, key, where):
-        return value
-    raise _refusal(f"{where}.{key}", "must be a text that is not empty")
-
-
-def _refusal(param: str, why: str, *, unsupported: bool = False) -> InvalidRequestError:
-    code = "unsupported_parameter" if unsupported else None
-    return InvalidRequestError(f"{param} {why}.", param=param, code=code)
-
-
-_READERS: Mapping[str, Callable[[Mapping[str, Any], str], Item]] = {
+_READERS: Mapping[str, Callable[[BodyValue], Item]] = {
     "message": _message,
     "function_call": _function_call,
     "function_call_output": _output,

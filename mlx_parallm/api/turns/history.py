@@ -7,7 +7,8 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from mlx_parallm.types.errors import InvalidRequestError
+from mlx_parallm.api.turns.body_value import BodyValue
+from mlx_parallm.api.turns.tools import CUSTOM_INPUT
 
 # Protocols and model families call the thoughts of an earlier turn by either name.
 REASONING_KEYS = ("reasoning_content", "reasoning")
@@ -30,7 +31,7 @@ def template_messages(
     Raises:
         InvalidRequestError: a tool call or a tool's message is malformed; names its field.
     """
-    read = [_message(message, f"messages[{number}]") for number, message in enumerate(messages)]
+    read = [_message(message) for message in BodyValue(messages, "messages").entries()]
     return read if id_length is None else [_with_short_ids(one, id_length) for one in read]
 
 
@@ -54,101 +55,62 @@ def _short_id(call_id: str, length: int) -> str:
     return hashlib.sha256(call_id.encode()).hexdigest()[:length]
 
 
-def _message(message: Mapping[str, Any], where: str) -> dict[str, Any]:
-    result = dict(message)
-    if result.get("role") == "function":
-        _check_text(result.get("name"), f"{where}.name")
-        result |= {"role": "tool", "tool_call_id": result["name"]}
-    if result.get("role") == "tool":
-        _check_text(result.get("tool_call_id"), f"{where}.tool_call_id")
-    if result.get("role") == "assistant":
-        _name_reasoning(result, where)
-        _read_calls(result, where)
+def _message(message: BodyValue) -> dict[str, Any]:
+    result = dict(message.value)
+    match result.get("role"):
+        case "function":
+            return result | {"role": "tool", "tool_call_id": message["name"].filled_text()}
+        case "tool":
+            message["tool_call_id"].filled_text()
+        case "assistant":
+            _read_assistant(message, result)
     return result
 
 
-def _name_reasoning(message: dict[str, Any], where: str) -> None:
-    given = [(key, message[key]) for key in REASONING_KEYS if message.get(key) is not None]
-    for key, text in given:
-        if not isinstance(text, str):
-            raise _refusal(f"{where}.{key}", "must be a text")
-    if given:
-        message |= dict.fromkeys(REASONING_KEYS, given[0][1])
+def _read_assistant(message: BodyValue, result: dict[str, Any]) -> None:
+    texts = [message[key].optional_text() for key in REASONING_KEYS]
+    reasoning = next((text for text in texts if text is not None), None)
+    if reasoning is not None:
+        result |= dict.fromkeys(REASONING_KEYS, reasoning)
+    for key in ("function_call", "tool_calls"):
+        result.pop(key, None)
+    # Templates ask whether the key is there.
+    if calls := _calls(message):
+        result["tool_calls"] = calls
 
 
-def _read_calls(message: dict[str, Any], where: str) -> None:
-    old = message.pop("function_call", None)
-    calls = message.get("tool_calls")
-    if calls is None and old is not None:
-        name = old.get("name") if isinstance(old, Mapping) else None
-        calls = [{"id": name, "type": "function", "function": old}]
-    if calls is None:
-        return
-    if not isinstance(calls, list):
-        raise _refusal(f"{where}.tool_calls", "must be a list")
-    read = [_call(call, f"{where}.tool_calls[{number}]") for number, call in enumerate(calls)]
-    if read:
-        message["tool_calls"] = read
+def _calls(message: BodyValue) -> list[dict[str, Any]]:
+    calls, old = message["tool_calls"], message["function_call"]
+    if calls.value is None:
+        if old.value is None:
+            return []
+        call = {"id": old["name"].value, "type": "function", "function": old.value}
+        calls = BodyValue([call], calls.where)
+    return [_call(call) for call in calls.entries()]
+
+
+def _call(call: BodyValue) -> dict[str, Any]:
+    if call.object().type == "custom":
+        custom = call["custom"].object()
+        name, arguments = custom["name"].filled_text(), {CUSTOM_INPUT: custom["input"].text()}
     else:
-        # Templates ask whether the key is there.
-        del message["tool_calls"]
+        function = call["function"].object()
+        name, arguments = function["name"].filled_text(), _arguments(function["arguments"])
+    id_ = {} if call["id"].value is None else {"id": call["id"].filled_text()}
+    return id_ | {"type": "function", "function": {"name": name, "arguments": arguments}}
 
 
-def _call(call: Any, where: str) -> dict[str, Any]:
-    if not isinstance(call, Mapping):
-        raise _refusal(where, "must be an object")
-    if call.get("type") == "custom":
-        return _custom_call(call, where)
-    function = call.get("function")
-    if not isinstance(function, Mapping):
-        raise _refusal(f"{where}.function", "must be an object")
-    _check_text(function.get("name"), f"{where}.function.name")
-    arguments = function.get("arguments")
-    if not isinstance(arguments, str | Mapping | None):
-        raise _refusal(f"{where}.function.arguments", "must be a text")
-    return _checked_id(call, where) | {
-        "type": "function",
-        "function": {"name": function["name"], "arguments": _object(arguments)},
-    }
-
-
-def _custom_call(call: Mapping[str, Any], where: str) -> dict[str, Any]:
-    custom = call.get("custom")
-    if not isinstance(custom, Mapping):
-        raise _refusal(f"{where}.custom", "must be an object")
-    _check_text(custom.get("name"), f"{where}.custom.name")
-    if not isinstance(custom.get("input"), str):
-        raise _refusal(f"{where}.custom.input", "must be a text")
-    function = {"name": custom["name"], "arguments": {"input": custom["input"]}}
-    return _checked_id(call, where) | {"type": "function", "function": function}
-
-
-def _checked_id(call: Mapping[str, Any], where: str) -> dict[str, Any]:
-    if call.get("id") is None:
+def _arguments(arguments: BodyValue) -> str | Mapping[str, Any]:
+    """Return the arguments as an object if they are one."""
+    if isinstance(arguments.value, Mapping):
+        return arguments.value
+    text = arguments.optional_text()
+    if not text:
         return {}
-    _check_text(call["id"], f"{where}.id")
-    return {"id": call["id"]}
-
-
-def _object(arguments: str | Mapping[str, Any] | None) -> str | Mapping[str, Any]:
-    """The arguments as an object if they are one."""
-    if arguments is None or arguments == "":
-        return {}
-    if not isinstance(arguments, str):
-        return arguments
     try:
-        value = json.loads(arguments)
+        value = json.loads(text)
         # JSON in a text can hide half a surrogate pair from the check of the whole body.
         json.dumps(value, ensure_ascii=False).encode()
     except (ValueError, RecursionError):
-        return arguments
-    return value if isinstance(value, dict) else arguments
-
-
-def _check_text(value: Any, where: str) -> None:
-    if not isinstance(value, str) or not value:
-        raise _refusal(where, "must be a text that is not empty")
-
-
-def _refusal(param: str, why: str) -> InvalidRequestError:
-    return InvalidRequestError(f"{param} {why}.", param=param)
+        return text
+    return value if isinstance(value, dict) else text

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
+from mlx_parallm.api.turns.body_value import BodyValue
 from mlx_parallm.types.errors import InvalidRequestError
 
 # OpenAI allows 64 characters and no dots; names of MCP servers' tools are often longer.
 TOOL_NAME = re.compile(r"[a-zA-Z0-9_.-]{1,128}")
 # OpenAI's limit is 128; agents with several MCP servers have more.
 MAX_TOOLS = 512
+# The types of tools that clients run.
+TOOL_TYPES = ("function", "custom")
 # What a custom tool takes, as a function: its text is the argument of this name.
 CUSTOM_INPUT = "input"
 
@@ -74,51 +77,34 @@ class ToolChoice:
         return ToolChoice(mode=ToolMode.REQUIRED, names=(name,), is_named=True)
 
 
-def function_tool(
-    name: Any,
-    *,
-    description: Any = None,
-    parameters: Any = None,
-    strict: Any = None,
-    where: str,
-    schema_field: str = "parameters",
-) -> Tool:
-    """A function tool of unchecked JSON values; ``where`` is its place in the body.
+def function_tool(tool: BodyValue, *, schema_field: str = "parameters") -> Tool:
+    """Return the function tool that an object describes.
 
     Raises:
-        InvalidRequestError: one of them is malformed; names its field, as ``tools[3].name``.
+        InvalidRequestError: it is malformed; names the field, as ``tools[3].name``.
     """
-    _check_name(name, where)
-    if description is not None and not isinstance(description, str):
-        raise _refusal(f"{where}.description", "must be a text")
-    if strict is not None and not isinstance(strict, bool):
-        raise _refusal(f"{where}.strict", "must be true or false")
     return Tool(
-        name=name,
-        description=description,
-        parameters=_object_schema(parameters, f"{where}.{schema_field}"),
-        strict=bool(strict),
+        name=tool_name(tool["name"]),
+        description=tool["description"].optional_text(),
+        parameters=_object_schema(tool[schema_field]),
+        strict=tool["strict"].flag(),
     )
 
 
-def custom_tool(name: Any, *, description: Any = None, format_: Any = None, where: str) -> Tool:
-    """A custom tool, which takes a text, of unchecked JSON values.
+def custom_tool(tool: BodyValue) -> Tool:
+    """Return the custom tool, which takes a text, that an object describes.
 
     A grammar in its format is told to the model as part of the description.
 
     Raises:
-        InvalidRequestError: one of them is malformed; names its field.
+        InvalidRequestError: it is malformed; names the field.
     """
-    if format_ is not None and not isinstance(format_, Mapping):
-        raise _refusal(f"{where}.format", "must be an object")
-    tool = function_tool(name, description=description, where=where)
-    words = [tool.description] if tool.description else []
-    grammar = _grammar_text(format_ or {})
-    if grammar:
-        words.append(f"The input must match this grammar:\n{grammar}")
+    description = tool["description"].optional_text()
+    grammar = _grammar_text(tool["format"])
+    words = [description, grammar and f"The input must match this grammar:\n{grammar}"]
     return Tool(
-        name=tool.name,
-        description="\n\n".join(words) or None,
+        name=tool_name(tool["name"]),
+        description="\n\n".join(filter(None, words)) or None,
         parameters={
             "type": "object",
             "properties": {CUSTOM_INPUT: {"type": "string"}},
@@ -129,33 +115,81 @@ def custom_tool(name: Any, *, description: Any = None, format_: Any = None, wher
     )
 
 
-def check_tools(tools: Sequence[Tool], field_of: Sequence[str]) -> None:
-    """Refuse too many tools, or two of one name; ``field_of`` are their places in the body.
+def tool_name(name: BodyValue) -> str:
+    """Return a tool's name.
 
     Raises:
-        InvalidRequestError: names the field.
+        InvalidRequestError: models may not be told of a tool of this name.
     """
-    if len(tools) > MAX_TOOLS:
+    if not isinstance(name.value, str) or not TOOL_NAME.fullmatch(name.value):
+        raise name.refusal("must be 1 to 128 of letters, digits, _ . and -")
+    return name.value
+
+
+def check_tools(described: Sequence[tuple[BodyValue, Tool]]) -> tuple[Tool, ...]:
+    """Return the tools, each of which comes with what describes it.
+
+    Raises:
+        InvalidRequestError: there are too many, or two of one name; names the field.
+    """
+    if len(described) > MAX_TOOLS:
         raise InvalidRequestError(f"At most {MAX_TOOLS} tools.", param="tools")
-    seen: set[str] = set()
-    for tool, where in zip(tools, field_of, strict=True):
-        if tool.name in seen:
-            raise _refusal(f"{where}.name", f"{tool.name!r} is the name of another tool too")
-        seen.add(tool.name)
+    names: set[str] = set()
+    for body, tool in described:
+        if tool.name in names:
+            raise body["name"].refusal(f"{tool.name!r} is the name of another tool too")
+        names.add(tool.name)
+    return tuple(tool for _, tool in described)
 
 
-def check_choice(choice: ToolChoice, tools: Sequence[Tool], *, field: str = "tool_choice") -> None:
-    """Refuse a choice that the tools cannot meet.
+def tool_choice(
+    choice: BodyValue, names_of: Callable[[BodyValue], Sequence[str]], *, allowed_in: str | None
+) -> ToolChoice:
+    """Return ``tool_choice`` of OpenAI's APIs in each of its forms; absent, it is "auto".
+
+    Args:
+        choice: of the body.
+        names_of: the names of the tools that an object of a type in ``TOOL_TYPES`` names.
+        allowed_in: the key under which a choice of type allowed_tools has mode and tools; None: it
+            has them itself.
+
+    Raises:
+        InvalidRequestError: it has none of the forms.
+    """
+    if choice.value is None:
+        return ToolChoice()
+    if isinstance(choice.value, str) and choice.value in list(ToolMode):
+        return ToolChoice(mode=ToolMode(choice.value))
+    if not isinstance(choice.value, Mapping):
+        raise choice.refusal('must be "none", "auto", "required" or an object naming tools')
+    if choice.type in TOOL_TYPES:
+        return ToolChoice.named(names_of(choice)[0])
+    if choice.type != "allowed_tools":
+        raise choice["type"].refusal('must be "function", "custom" or "allowed_tools" here')
+    allowed = choice if allowed_in is None else choice[allowed_in].object()
+    mode = allowed["mode"]
+    if mode.value not in ("auto", "required"):
+        raise mode.refusal('must be "auto" or "required"')
+    names = [name for tool in allowed["tools"].entries() for name in names_of(tool)]
+    return ToolChoice(mode=ToolMode(mode.value), names=tuple(dict.fromkeys(names)))
+
+
+def check_choice(
+    choice: ToolChoice, tools: Sequence[Tool], *, field: str = "tool_choice"
+) -> ToolChoice:
+    """Return a choice that the tools can meet.
 
     Raises:
         InvalidRequestError: a tool must be called but there is none, or a name is no tool's.
     """
+    body = BodyValue(None, field)
     names = {tool.name for tool in tools}
     unknown = [name for name in choice.names or () if name not in names]
     if unknown:
-        raise _refusal(field, f"names {unknown[0][:128]!r}, which is not among the tools")
+        raise body.refusal(f"names {unknown[0][:128]!r}, which is not among the tools")
     if choice.mode is ToolMode.REQUIRED and (not tools or choice.names == ()):
-        raise _refusal(field, "wants a tool called, but there is none")
+        raise body.refusal("wants a tool called, but there is none")
+    return choice
 
 
 def callable_tools(tools: Iterable[Tool], choice: ToolChoice) -> tuple[Tool, ...]:
@@ -165,27 +199,20 @@ def callable_tools(tools: Iterable[Tool], choice: ToolChoice) -> tuple[Tool, ...
     return tuple(tool for tool in tools if choice.names is None or tool.name in choice.names)
 
 
-def _check_name(name: Any, where: str) -> None:
-    if not isinstance(name, str) or not TOOL_NAME.fullmatch(name):
-        raise _refusal(f"{where}.name", "must be 1 to 128 of letters, digits, _ . and -")
+def _object_schema(parameters: BodyValue) -> dict[str, Any]:
+    """Return the schema, which is that of an object even where it does not say so."""
+    schema = {"type": "object", "properties": {}} if parameters.value is None else parameters.value
+    if not isinstance(schema, Mapping):
+        raise parameters.refusal("must be a JSON schema")
+    if schema.get("type", "object") != "object":
+        raise parameters.refusal('must be a JSON schema of type "object"')
+    return {"type": "object"} | dict(schema)
 
 
-def _object_schema(parameters: Any, where: str) -> dict[str, Any]:
-    """The schema, which is that of an object even where it does not say so."""
-    if parameters is None:
-        return {"type": "object", "properties": {}}
-    if not isinstance(parameters, Mapping):
-        raise _refusal(where, "must be a JSON schema")
-    if parameters.get("type", "object") != "object":
-        raise _refusal(where, 'must be a JSON schema of type "object"')
-    return {"type": "object"} | dict(parameters)
-
-
-def _grammar_text(format_: Mapping[str, Any]) -> str:
-    grammar = format_.get("grammar", format_)
-    definition = grammar.get("definition") if isinstance(grammar, Mapping) else None
+def _grammar_text(format_: BodyValue) -> str:
+    """Return the definition of a format's grammar; an empty text if it has none."""
+    if format_.value is None:
+        return ""
+    grammar = format_.object()["grammar"]
+    definition = (format_ if grammar.value is None else grammar)["definition"].value
     return definition if isinstance(definition, str) else ""
-
-
-def _refusal(param: str, why: str) -> InvalidRequestError:
-    return InvalidRequestError(f"{param} {why}.", param=param)
