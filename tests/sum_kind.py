@@ -11,12 +11,13 @@ from pathlib import Path
 from prometheus_client import CollectorRegistry, Counter
 
 from mlx_parallm.config import EngineConfig, ModelConfig
-from mlx_parallm.engine.defaults import EngineDefaults, ModelDefaults, NoAdapterSet
+from mlx_parallm.engine.defaults import EngineDefaults, KindDefaults, ModelDefaults, NoAdapterSet
 from mlx_parallm.engine.interface import (
     AdapterSet,
     BuildContext,
     BuiltModel,
     KindTraits,
+    MemoryLimit,
     ModelFolder,
     ModelMemory,
     OpenModel,
@@ -25,7 +26,6 @@ from mlx_parallm.engine.metrics import MetricFamilies
 from mlx_parallm.engine.turns import TurnClass
 from mlx_parallm.types.errors import InvalidRequestError, RequestAbortedError, StepError
 from mlx_parallm.types.events import ErrorEvent
-from mlx_parallm.worker.worker import Worker
 
 TRAITS = KindTraits(name="sum", loads_later=True)
 
@@ -122,14 +122,15 @@ class PendingSum:
         pass
 
 
-class SumKind:
+class SumKind(KindDefaults):
     traits = TRAITS
 
     def declare(self, families: MetricFamilies) -> None:
         families.of(sums_done)
 
-    def install(self, worker: Worker) -> None:
-        pass
+    def memory_limit(self, settings: EngineConfig) -> MemoryLimit | None:
+        limit = settings.loading.max_encoder_bytes
+        return None if limit is None else MemoryLimit(limit, "Sums", "--sum-memory")
 
     def serves(self, config: ModelConfig, path: Path) -> bool:
         return (path / "sum.json").is_file()

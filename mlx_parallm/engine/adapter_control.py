@@ -1,4 +1,4 @@
-"""The part of ``EngineControl`` that is about adapters, of models that generate and of encoders."""
+"""The part of ``EngineControl`` that is about adapters, whatever their models do."""
 
 from __future__ import annotations
 

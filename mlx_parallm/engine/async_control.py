@@ -73,7 +73,7 @@ class AsyncControl(AdapterControl):
     def check_open(self) -> None:
         """Raise PausedError if no requests are admitted for a pause."""
         if self._pause not in (None, PauseMode.KEEP):
-            raise PausedError("Generation is paused.")
+            raise PausedError
 
     def forget(self) -> None:
         """The engine thread was started anew: whatever was loaded into it is gone."""

@@ -14,6 +14,7 @@ from mlx_parallm.engine.interface import (
     BuildContext,
     BuiltModel,
     Kind,
+    MemoryLimit,
     ModelFolder,
     TellProgress,
 )
@@ -71,26 +72,26 @@ def _build(kind: Kind, folders: Sequence[ModelFolder], context: BuildContext) ->
     built: list[BuiltModel] = []
     for folder in folders:
         built += kind.build([folder], context)
-        built = evict_beyond(built, context.settings.loading.max_encoder_bytes)
+        built = evict_beyond(built, kind.memory_limit(context.settings))
     return built
 
 
-def evict_beyond(models: Sequence[BuiltModel], max_bytes: int | None) -> list[BuiltModel]:
-    """Return the models, of which the first are evicted if all take more memory than this.
+def evict_beyond(models: Sequence[BuiltModel], limit: MemoryLimit | None) -> list[BuiltModel]:
+    """Return a kind's models, of which the first are evicted if all take more than the limit.
 
     Raises:
         ConfigError: the last one takes more alone.
     """
-    if max_bytes is None:
+    if limit is None:
         return list(models)
-    free = max_bytes
+    free = limit.num_bytes
     kept: list[BuiltModel] = []
     for one in reversed(models):
         free -= 0 if one.engine is None else one.model.memory.weights
         if free < 0 and not kept:
             raise ConfigError(
                 f"{one.model.names[0]} takes {one.model.memory.weights} bytes, and "
-                f"--encoder-memory is {max_bytes}."
+                f"{limit.flag} is {limit.num_bytes}."
             )
         if free < 0 and one.engine is not None:
             one.engine.release()

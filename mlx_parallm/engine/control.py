@@ -34,7 +34,7 @@ class EngineControl(Protocol):
 
     @property
     def is_paused(self) -> bool:
-        """Whether nothing is generated until ``resume``."""
+        """True if no step begins until ``resume``."""
         ...
 
     def adapters(self) -> Sequence[AdapterInfo]:
@@ -48,7 +48,7 @@ class EngineControl(Protocol):
     async def checksums(self, model: str | None = None) -> Mapping[str, str]:
         """SHA-256 of each weight of a model, the first one by default, in hex by name.
 
-        Nothing is generated meanwhile.
+        No model begins a step meanwhile.
         """
         ...
 
@@ -85,7 +85,7 @@ class EngineControl(Protocol):
         ...
 
     async def pause(self, mode: PauseMode, *, clear_cache: bool = False) -> int:
-        """Generate nothing more; how many requests are kept, or were aborted."""
+        """Begin no more steps; return how many requests are kept, or were aborted."""
         ...
 
     async def resume(self) -> None:

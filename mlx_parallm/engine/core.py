@@ -90,8 +90,10 @@ class EngineCore:
         self._defaults = config.models[0] if config.models else ModelConfig()
         given = [one.path for one in config.models if one.path is not None]
         self._sources = ModelSources(config.loading, given)
+        limits = {kind.traits.name: kind.memory_limit(config) for kind in kinds}
         self._residency = Residency(
-            ThreadLoader(self, config, kinds), config.loading.max_encoder_bytes
+            ThreadLoader(self, config, kinds),
+            {name: limit for name, limit in limits.items() if limit is not None},
         )
         self.control = AsyncControl(self, config.adapters, ControlMetrics(self._registry))
         #: Set while no thread serves: after a death, until a restarted thread has loaded.

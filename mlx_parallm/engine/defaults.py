@@ -10,12 +10,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, Self, TypeVar
 
+from mlx_parallm.config import EngineConfig
 from mlx_parallm.engine.adapter_names import NamedAdapter
 from mlx_parallm.engine.adapter_slots import AdapterSlots
-from mlx_parallm.engine.interface import Ask, Event, QueueLoad
+from mlx_parallm.engine.interface import Ask, Event, MemoryLimit, QueueLoad
 from mlx_parallm.engine.policies import NoAdapters, Policies
 from mlx_parallm.types.errors import ParallmError
 from mlx_parallm.types.events import ErrorEvent
+from mlx_parallm.worker.worker import Worker
 
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
@@ -153,6 +155,18 @@ class EngineDefaults:
     def cache_bytes(self) -> int:
         """See ``ServedEngine``: no results are kept."""
         return 0
+
+
+class KindDefaults:
+    """The parts of ``Kind`` that are the same for most kinds."""
+
+    def install(self, worker: Worker) -> None:
+        """See ``Kind``: the worker needs nothing."""
+
+    def memory_limit(self, settings: EngineConfig) -> MemoryLimit | None:
+        """See ``Kind``: there is no limit."""
+        del settings
+        return None
 
 
 class ModelDefaults:

@@ -8,8 +8,8 @@ from pathlib import Path
 
 from mlx_parallm.adapters.tensors import HostTensor
 from mlx_parallm.adapters.weights import AdapterWeights, split_adapter
+from mlx_parallm.engine.policies import AdapterHead
 from mlx_parallm.types.errors import InvalidRequestError
-from mlx_parallm.types.pooling import OwnHead
 from mlx_parallm.worker.ops import (
     AddAdapter,
     Checksums,
@@ -37,10 +37,10 @@ class DeviceAdapters:
         self._model = model
         self._adapters: dict[str, AdapterWeights] = {}
         # What the worker has, by content; it loses all when the model is unloaded.
-        self._heads: dict[str, OwnHead | None] = {}
+        self._heads: dict[str, AdapterHead | None] = {}
         self._parts: dict[tuple[int, str], int] = {}
 
-    def add(self, content: str, adapter: AdapterWeights) -> OwnHead | None:
+    def add(self, content: str, adapter: AdapterWeights) -> AdapterHead | None:
         """See ``AdapterStore``."""
         if content not in self._heads:
             self._heads[content] = self._send(content, adapter)
@@ -75,7 +75,7 @@ class DeviceAdapters:
         self._heads.clear()
         self._parts.clear()
 
-    def _send(self, content: str, adapter: AdapterWeights) -> OwnHead | None:
+    def _send(self, content: str, adapter: AdapterWeights) -> AdapterHead | None:
         layout, tensors = split_adapter(adapter)
         handle = f"{self._model} {content}"
         try:

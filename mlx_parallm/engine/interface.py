@@ -261,6 +261,21 @@ class KindTraits:
     refuses_change: str = "keeps the weights that it was loaded with."
 
 
+@dataclass(frozen=True, slots=True)
+class MemoryLimit:
+    """How many bytes the weights of one kind's models may take together.
+
+    Attributes:
+        num_bytes: the limit.
+        owners: what these models are called, at the beginning of a sentence.
+        flag: sets the limit.
+    """
+
+    num_bytes: int
+    owners: str
+    flag: str
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelMemory:
     """What a model takes, in bytes.
@@ -450,6 +465,10 @@ class Kind(Protocol):
 
     def install(self, worker: Worker) -> None:
         """Give a worker what loads its models."""
+        ...
+
+    def memory_limit(self, settings: EngineConfig) -> MemoryLimit | None:
+        """Return what its models may take together if they are loaded later; None for no limit."""
         ...
 
     def serves(self, config: ModelConfig, path: Path) -> bool:

@@ -57,9 +57,9 @@ class ThreadLoader:
         thread, number = self._thread, next(self._numbers)
         read = Progress(on_progress, 0.0, 1 / 2)
         named = replace(config, served_names=names)
-        open_model = await asyncio.to_thread(_read, named, self._config, self._kinds, read)
+        kind, open_model = await asyncio.to_thread(_read, named, self._config, self._kinds, read)
         try:
-            await make_room(await thread.call(BeginLoad(number, open_model)))
+            await make_room(await thread.call(BeginLoad(number, open_model)), kind.traits)
             evaluated = Progress(on_progress, 1 / 2, 1)
             # In parts, each between two steps of what is served.
             while (share := await thread.call(AdvanceLoad(number))) < 1:
@@ -94,8 +94,8 @@ class Progress:
 
 def _read(
     config: ModelConfig, settings: EngineConfig, kinds: Sequence[Kind], on_progress: Progress
-) -> OpenModel:
-    """Return what opens a model, whose files are fetched first where need be.
+) -> tuple[Kind, OpenModel]:
+    """Return a model's kind and what opens it; fetch its files first where need be.
 
     The weights come into the system's cache of files, so that the engine thread does not wait for
     a disk.
@@ -108,7 +108,8 @@ def _read(
     folder = demo_folder(config.path) or fetch_model(
         config, config.path, lambda _, share: on_progress(share / 2)
     )
-    open_model = kind_of(kinds, config, folder).read(config, folder, settings)
+    kind = kind_of(kinds, config, folder)
+    open_model = kind.read(config, folder, settings)
     files = list(folder.glob("model*.safetensors"))
     total, done = sum(file.stat().st_size for file in files), 0
     for file in files:
@@ -116,7 +117,7 @@ def _read(
             while chunk := content.read(CHUNK_BYTES):
                 done += len(chunk)
                 on_progress((1 + done / total) / 2)
-    return open_model
+    return kind, open_model
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, field, replace
 from itertools import count
-from typing import Protocol
+from typing import Any, Protocol
 
 from mlx_parallm.adapters.weights import AdapterWeights
 from mlx_parallm.engine.adapter_slots import AdapterSlots
@@ -16,8 +16,10 @@ from mlx_parallm.types.errors import (
     OverloadedError,
     VersionMismatchError,
 )
-from mlx_parallm.types.pooling import OwnHead
 from mlx_parallm.types.weights import BaseWeights, PolicyWeights, WeightsVersion
+
+#: A head that an adapter brings. Only its model's kind knows what is in it.
+AdapterHead = Any
 
 # Of a label that is a number to count on from.
 MAX_DIGITS = 18
@@ -26,7 +28,7 @@ MAX_DIGITS = 18
 class AdapterStore(Protocol):
     """Has the tensors of a model's adapters, by their content."""
 
-    def add(self, content: str, adapter: AdapterWeights) -> OwnHead | None:
+    def add(self, content: str, adapter: AdapterWeights) -> AdapterHead | None:
         """Keep an adapter that batches may name; return the head that it brings, if any.
 
         Raises:
@@ -67,7 +69,7 @@ class AdapterUsers(Protocol):
 class NoAdapters:
     """Implements ``AdapterStore`` for what cannot have adapters."""
 
-    def add(self, content: str, adapter: AdapterWeights) -> OwnHead | None:
+    def add(self, content: str, adapter: AdapterWeights) -> AdapterHead | None:
         """Refuse."""
         del content, adapter
         raise InvalidRequestError("This model takes no adapters.", param="model")
@@ -129,7 +131,7 @@ class AdapterInfo:
         source: the folder it came from; None for an upload.
         is_pinned: whether it keeps its slot once it has one.
         is_resident: whether it has a slot.
-        num_running: sequences that run with it; of an encoder, requests.
+        num_running: sequences that run with it; requests, where a request is no sequence.
         head: that it brings instead of its model's; None: it brings none.
     """
 
@@ -144,7 +146,7 @@ class AdapterInfo:
     is_pinned: bool = False
     is_resident: bool = False
     num_running: int = 0
-    head: OwnHead | None = None
+    head: AdapterHead | None = None
 
 
 @dataclass(slots=True)
@@ -199,7 +201,7 @@ class Policies:
         policy.used = next(self._clock)
         return policy.weights
 
-    def head_of(self, name: str) -> OwnHead | None:
+    def head_of(self, name: str) -> AdapterHead | None:
         """The head that a loaded adapter brings."""
         return self._policies[name].info.head
 
@@ -286,7 +288,11 @@ class Policies:
                 self._leaving.discard(content)
 
     def _put(
-        self, upload: AdapterUpload, known: _Policy | None, is_pinned: bool, head: OwnHead | None
+        self,
+        upload: AdapterUpload,
+        known: _Policy | None,
+        is_pinned: bool,
+        head: AdapterHead | None,
     ) -> _Policy:
         num_versions = 1 if known is None else known.num_versions + 1
         label = upload.version or _next_label(known)

@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 from typing import Protocol
 
 from mlx_parallm.config import ModelConfig
-from mlx_parallm.engine.interface import ModelState, ModelStatus, ServedModel, StartedModel
+from mlx_parallm.engine.interface import (
+    KindTraits,
+    MemoryLimit,
+    ModelState,
+    ModelStatus,
+    ServedModel,
+    StartedModel,
+)
 from mlx_parallm.types.errors import ModelLoadError, ModelNotFoundError
 
-MakeRoom = Callable[[int], Awaitable[None]]
+#: Evicts until a model of some kind has the bytes that it needs.
+MakeRoom = Callable[[int, KindTraits], Awaitable[None]]
 
 
 class ModelLoader(Protocol):
@@ -25,7 +33,7 @@ class ModelLoader(Protocol):
         make_room: MakeRoom,
         on_progress: Callable[[float], None],
     ) -> ServedModel:
-        """Load one; ``make_room`` is told how many bytes it needs before they are taken.
+        """Load a model; ``make_room`` is called with its bytes and kind before they are taken.
 
         Raises:
             ModelLoadError, InvalidRequestError: it cannot be loaded.
@@ -89,6 +97,10 @@ class ModelEntry:
         """True if it can be evicted and loaded again; a new model is not known to be otherwise."""
         return self.model is None or self.model.traits.loads_later
 
+    def is_of(self, traits: KindTraits) -> bool:
+        """True if it is known to be a model of this kind."""
+        return self.model is not None and self.model.traits == traits
+
     def status(self) -> ModelStatus:
         """What clients see of it."""
         state, progress = ModelState.EVICTED, 0.0
@@ -114,10 +126,10 @@ class Residency:
     be loaded later are neither evicted nor counted.
     """
 
-    def __init__(self, loader: ModelLoader, max_bytes: int | None) -> None:
-        """``max_bytes`` is the limit of all weights together; None for none."""
+    def __init__(self, loader: ModelLoader, limits: Mapping[str, MemoryLimit]) -> None:
+        """Create it without models; ``limits`` are those of kinds, by their names."""
         self._loader = loader
-        self._max_bytes = max_bytes
+        self._limits = limits
         self._turn = asyncio.Lock()
         self._clock = count(1)
         self.by_name: dict[str, ModelEntry] = {}
@@ -218,30 +230,31 @@ class Residency:
         entry.model = await self._loader.load(
             entry.config,
             entry.names,
-            lambda num_bytes: self._make_room(entry, num_bytes),
+            lambda num_bytes, traits: self._make_room(entry, num_bytes, traits),
             on_progress,
         )
         entry.is_loaded = True
 
-    async def _make_room(self, entry: ModelEntry, num_bytes: int) -> None:
-        """Evict until there is memory for one more.
+    async def _make_room(self, entry: ModelEntry, num_bytes: int, traits: KindTraits) -> None:
+        """Evict models of a kind until one more of it fits its limit.
 
         Raises:
             ModelLoadError: what may be evicted is not enough; then nothing is.
         """
-        if self._max_bytes is None:
+        limit = self._limits.get(traits.name)
+        if limit is None:
             return
-        loaded = [one for one in self.entries() if one.is_loaded and one.is_movable]
+        loaded = [one for one in self.entries() if one.is_loaded and one.is_of(traits)]
         kept = sum(one.num_bytes for one in loaded if one.is_pinned)
-        if num_bytes + kept > self._max_bytes:
+        if num_bytes + kept > limit.num_bytes:
             raise ModelLoadError(
-                f"{entry.names[0]} takes {num_bytes} bytes. Encoders may take {self._max_bytes} "
-                f"together (--encoder-memory), and {kept} of them are pinned."
+                f"{entry.names[0]} takes {num_bytes} bytes. {limit.owners} may take "
+                f"{limit.num_bytes} together ({limit.flag}), and {kept} of them are pinned."
             )
         used = sum(one.num_bytes for one in loaded)
         movable = sorted((one for one in loaded if not one.is_pinned), key=lambda one: one.used)
         for one in movable:
-            if used + num_bytes <= self._max_bytes:
+            if used + num_bytes <= limit.num_bytes:
                 return
             await self._evict(one)
             used -= one.num_bytes

@@ -20,6 +20,7 @@ from mlx_parallm.config import (
 )
 from mlx_parallm.demo_models.folders import DEMO_NAME
 from mlx_parallm.engine.build import fetch_model, model_names
+from mlx_parallm.engine.defaults import KindDefaults
 from mlx_parallm.engine.device import DeviceAdapters, DeviceWeights
 from mlx_parallm.engine.interface import BuildContext, BuiltModel, ModelFolder, OpenModel
 from mlx_parallm.engine.live_weights import LiveWeights
@@ -162,7 +163,7 @@ def _host_tensor(array: HostArray) -> HostTensor:
     return HostTensor(np.frombuffer(array.data, array.dtype).reshape(array.shape))
 
 
-class GenerationKind:
+class GenerationKind(KindDefaults):
     """Models that continue tokens. Implements ``Kind``; it shares out the memory that is left."""
 
     traits = GENERATION_TRAITS

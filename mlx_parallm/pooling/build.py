@@ -10,11 +10,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mlx_parallm.config import EngineConfig, ModelConfig
+from mlx_parallm.engine.defaults import KindDefaults
 from mlx_parallm.engine.device import DeviceAdapters
 from mlx_parallm.engine.interface import (
     AdapterSet,
     BuildContext,
     BuiltModel,
+    MemoryLimit,
     ModelFolder,
     OpenModel,
 )
@@ -69,7 +71,7 @@ def is_read(config: ModelConfig, path: Path) -> bool:
         return is_encoder(transformer_folder(path)) or task_of(config, path) != "generate"
 
 
-class PoolingKind:
+class PoolingKind(KindDefaults):
     """The kind of pooling models. Implements ``Kind``."""
 
     traits = POOLING_TRAITS
@@ -81,6 +83,11 @@ class PoolingKind:
     def install(self, worker: Worker) -> None:
         """See ``Kind``."""
         worker.install(PoolingSpec, PoolingLoader())
+
+    def memory_limit(self, settings: EngineConfig) -> MemoryLimit | None:
+        """See ``Kind``."""
+        max_bytes = settings.loading.max_encoder_bytes
+        return None if max_bytes is None else MemoryLimit(max_bytes, "Encoders", "--encoder-memory")
 
     def serves(self, config: ModelConfig, path: Path) -> bool:
         """See ``Kind``."""

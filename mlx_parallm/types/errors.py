@@ -177,6 +177,9 @@ class ModelLoadingError(ParallmError):
 class PausedError(ParallmError):
     """Generation is paused in a mode that admits no requests."""
 
+    def __init__(self) -> None:
+        super().__init__("Generation is paused.")
+
 
 class EngineDeadError(ParallmError):
     """The engine thread died; its cause is chained."""

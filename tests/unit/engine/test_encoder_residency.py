@@ -11,9 +11,9 @@ import pytest
 from mlx_parallm.config import EngineConfig, ModelConfig
 from mlx_parallm.engine.adapter_names import NamedAdapter
 from mlx_parallm.engine.core import EngineCore
-from mlx_parallm.engine.interface import ModelState
+from mlx_parallm.engine.interface import MemoryLimit, ModelState
 from mlx_parallm.engine.residency import MakeRoom, ModelEntry, Residency
-from mlx_parallm.pooling.model import PoolingModel
+from mlx_parallm.pooling.model import POOLING_TRAITS, PoolingModel
 from mlx_parallm.types.errors import ModelLoadError, ModelNotFoundError
 from mlx_parallm.types.pooling import EncoderInfo
 from tests.fakes import ByteTokenizer
@@ -45,7 +45,7 @@ class ScriptedLoader:
     ) -> PoolingModel:
         name = names[0]
         self.events.append(f"load {name}")
-        await make_room(SIZES[name])
+        await make_room(SIZES[name], POOLING_TRAITS)
         on_progress(0.5)
         self.begun.set()
         await self.gate.wait()
@@ -77,11 +77,16 @@ class ScriptedLoader:
         self.in_memory.remove(name)
 
 
+def residency_of(loader: ScriptedLoader, max_bytes: int | None) -> Residency:
+    limit = max_bytes and MemoryLimit(max_bytes, "Encoders", "--encoder-memory")
+    return Residency(loader, {POOLING_TRAITS.name: limit} if limit else {})
+
+
 def make(
     max_bytes: int | None = None, names: str = "abc"
 ) -> tuple[Residency, ScriptedLoader, list[ModelEntry]]:
     loader = ScriptedLoader()
-    residency = Residency(loader, max_bytes)
+    residency = residency_of(loader, max_bytes)
     entries = [ModelEntry(ModelConfig(path=name), (name, name * 2)) for name in names]
     for one in entries:
         residency.add(one)
@@ -272,7 +277,7 @@ async def test_a_model_is_evicted_while_an_adapter_of_it_comes() -> None:
     control = AdapterLoads()
     encoders = control.encoders = EngineCore(EngineConfig(), (), cast("Any", None))
     encoders.control = cast("Any", control)
-    residency = Residency(ScriptedLoader(), 25)
+    residency = residency_of(ScriptedLoader(), 25)
     encoders._residency = residency
     entries = {name: ModelEntry(ModelConfig(), (name,)) for name in "ab"}
     for entry in entries.values():
