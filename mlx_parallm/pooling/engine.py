@@ -34,6 +34,10 @@ from mlx_parallm.types.pooling import (
 
 logger = logging.getLogger(__name__)
 
+# SHORT_S: seconds of a batch that runs behind steps in flight instead of settling them: their
+# tokens come later by no more than this, and their next step is queued already.
+SHORT_S = 0.0005
+
 
 class _Open:
     """A request that is not answered yet.
@@ -63,11 +67,16 @@ class _Open:
 
 
 class _Running:
-    """A batch in flight, and the seconds spent on it so far."""
+    """A batch in flight, and the seconds spent on it so far.
 
-    def __init__(self, batch: list[WaitingInput]) -> None:
+    ``is_alone``: False if it began behind steps in flight of others, so that its seconds are
+    partly theirs.
+    """
+
+    def __init__(self, batch: list[WaitingInput], *, is_alone: bool) -> None:
         self.batch = batch
         self.by_input = {waiting.input: waiting for waiting in batch}
+        self.is_alone = is_alone
         self.job: EncodeJob | None = None
         self.seconds = 0.0
 
@@ -80,7 +89,6 @@ class PoolingEngine(EngineDefaults):
     """Steps one pooling model. All calls must come from the engine thread."""
 
     turn_class = TurnClass.BATCHES
-    settles_others = True
 
     def __init__(  # noqa: PLR0913 - settings, by name
         self,
@@ -186,6 +194,13 @@ class PoolingEngine(EngineDefaults):
         return self._running is not None or len(self._queue) > 0
 
     @property
+    def settles_others(self) -> bool:
+        """See ``TurnTaker``; False if all that waits is known to be one short batch."""
+        if self._running is not None:
+            return True
+        return self._cost.seconds(len(self._queue), self._queue.longest) > SHORT_S
+
+    @property
     def waiting_since_s(self) -> float:
         """Return when the longest-waiting input arrived; call it only with work."""
         return -math.inf if self._running is not None else self._queue.oldest_s
@@ -202,10 +217,14 @@ class PoolingEngine(EngineDefaults):
         ``within_s``: the seconds that the step may take, by measured costs, because streams wait
         for it; None if none do. At least one layer is computed.
         """
-        running = self._running or self._take(within_s)
+        is_alone = within_s is None or self.settles_others
+        running = self._running or self._take(within_s, is_alone=is_alone)
         if running is None:
             return None
         self._running = running
+        if not is_alone:
+            # It is short. A break would be decided by the time of the step that it waits for.
+            within_s = None
         begin_s = self._clock()
         try:
             if running.job is None:
@@ -235,7 +254,7 @@ class PoolingEngine(EngineDefaults):
             by_input[request.inputs[place]].askers.append((request.request_id, place))
         return places
 
-    def _take(self, within_s: float | None) -> _Running | None:
+    def _take(self, within_s: float | None, *, is_alone: bool) -> _Running | None:
         """Return the next batch; None if uploads hold every slot that it could use."""
         num_adapters = self.adapters.requests.adapters.num_movable
         joins = self._joins_lengths and within_s is None
@@ -244,7 +263,7 @@ class PoolingEngine(EngineDefaults):
             max_adapters=num_adapters,
             seconds=self._cost.seconds if joins else None,
         )
-        return _Running(batch) if batch else None
+        return _Running(batch, is_alone=is_alone) if batch else None
 
     def _begin(self, inputs: Sequence[EncodeInput]) -> EncodeJob:
         contents = {item.adapter for item in inputs if item.adapter is not None}
@@ -280,7 +299,8 @@ class PoolingEngine(EngineDefaults):
 
     def _end(self, running: _Running, results: list[np.ndarray]) -> list[PoolingEvent | ErrorEvent]:
         lengths = running.lengths
-        self._cost.observe(len(lengths), max(lengths), running.seconds)
+        if running.is_alone:
+            self._cost.observe(len(lengths), max(lengths), running.seconds)
         self._metrics.on_batch(lengths, running.seconds)
         self._metrics.on_waiting(len(self._queue))
         pairs = list(zip(running.batch, results, strict=True))

@@ -69,6 +69,11 @@ class EncodeQueue:
         """Return the tokens of the oldest input; the queue must not be empty."""
         return len(next(iter(self._by_number.values())).input.token_ids)
 
+    @property
+    def longest(self) -> int:
+        """Return the tokens of the longest input; the queue must not be empty."""
+        return self._by_length[-1][0]
+
     def add(
         self, request: EncodeRequest, known: Container[int] = (), *, arrival_s: float = 0.0
     ) -> None:

@@ -5,22 +5,25 @@ from __future__ import annotations
 import gc
 import math
 import queue
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
+import numpy as np
 import pytest
 
 from mlx_parallm.engine.commands import Command, Stop, Submit
+from mlx_parallm.engine.defaults import EngineDefaults
 from mlx_parallm.engine.interface import Event
 from mlx_parallm.engine.life import NEW_OBJECTS, spare_garbage_collection
 from mlx_parallm.engine.loop import EngineLoop
 from mlx_parallm.engine.metrics import MetricFamilies
-from mlx_parallm.engine.turns import TurnClass
+from mlx_parallm.engine.turns import TurnClass, Turns
 from mlx_parallm.generation.engine import StepPace
 from mlx_parallm.pooling.batch_cost import BatchCost
 from mlx_parallm.types.errors import ParallmError
 from mlx_parallm.types.events import GenerateEvent
-from tests.sum_encoder import FakeClock, SumEncoder, engine_of, request_of, seconds_of
+from mlx_parallm.types.pooling import EncodeInput
+from tests.sum_encoder import FakeClock, SumEncoder, SumJob, engine_of, request_of, seconds_of
 
 STEP_S = 0.010
 
@@ -200,6 +203,73 @@ def test_what_is_in_flight_ends_before_a_batch_begins() -> None:
     trial.run((0.0, trial.request("a", (1,))))
     assert trial.streams.settled >= 1
     assert trial.streams.settled < 10
+
+
+class ShortEncoder(SumEncoder):
+    """Its batches take 0.2 ms, after ``behind_s`` for a step in flight."""
+
+    behind_s = 0.0
+
+    def begin(self, inputs: Sequence[EncodeInput], slots: Mapping[str, int]) -> SumJob:
+        super().begin(inputs, slots)
+        self.clock.now_s += self.behind_s
+        return SumJob(self.clock, 0.0002, [np.zeros(2, np.float32) for _ in inputs])
+
+
+def test_a_short_forward_leaves_steps_in_flight_alone() -> None:
+    trial = Trial(num_steps=40)
+    trial.encoder = ShortEncoder(trial.clock)
+    trial.engines = {"m": engine_of(trial.encoder, max_tokens=640)}
+    trial.run(*((0.02 * n, trial.request(str(n), (n, n))) for n in range(10)))
+    assert len(trial.answered_s) == 10
+    # Only the first is of unknown length.
+    assert trial.streams.settled == 1
+    assert max(trial.streams.gaps_s) == pytest.approx(STEP_S + 0.0002)
+
+
+def test_time_behind_a_step_in_flight_is_not_learned_as_the_batch_s_own() -> None:
+    encoder = ShortEncoder()
+    engine = engine_of(encoder)
+    engine.submit(request_of("a", (1, 2)))
+    assert engine.settles_others
+    engine.step(0.01)
+    engine.submit(request_of("b", (3, 4)))
+    assert not engine.settles_others
+    encoder.behind_s = STEP_S
+    assert len(engine.step(0.0) or ()) == 1
+    engine.submit(request_of("c", (5, 6)))
+    assert not engine.settles_others
+    engine.submit(request_of("d", *((n,) * 60 for n in range(20))))
+    assert engine.settles_others
+
+
+class Forward(EngineDefaults):
+    """A model with one forward to run, which somebody waits for."""
+
+    turn_class = TurnClass.FORWARD
+    waiting_since_s = 0.0
+
+    def __init__(self, clock: FakeClock, num_steps: int) -> None:
+        super().__init__()
+        self.clock = clock
+        self.left = num_steps
+
+    def has_work(self) -> bool:
+        return self.left > 0
+
+    def step(self, within_s: float | None = None) -> list[Event]:
+        self.clock.now_s += 0.0002
+        self.left -= 1
+        return []
+
+
+def test_a_taker_that_needs_no_settling_settles_nobody() -> None:
+    clock = FakeClock()
+    streams, forward = Streams(clock, 8), Forward(clock, 5)
+    turns = Turns(lambda events: None)
+    for _ in range(8):
+        turns.take(cast("Any", [streams, forward]))
+    assert (streams.left, forward.left, streams.settled) == (0, 0, 0)
 
 
 def test_the_cost_of_a_batch_is_learned_and_trusted_step_by_step() -> None:
