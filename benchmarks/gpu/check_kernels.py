@@ -23,7 +23,7 @@ os.environ.setdefault("MLX_ENABLE_TF32", "0")
 import mlx.core as mx
 import numpy as np
 
-from mlx_parallm.kernels.dialect import CudaDialect, Dialect, MetalDialect, Tuning
+from mlx_parallm.kernels.language import CudaLanguage, KernelLanguage, MetalLanguage, Tuning
 from mlx_parallm.types.step import ScheduledSequence
 from mlx_parallm.worker.attention.base import LayerShape
 from mlx_parallm.worker.attention.kernel_backend import KernelAttention
@@ -87,13 +87,13 @@ def features() -> Iterator[Case]:
     yield replace(FULL, sequences=MIXED, soft_cap=5.0, sinks=True)
 
 
-def check(dialect: Dialect, tuning: Tuning | None = None) -> int:
+def check(language: KernelLanguage, tuning: Tuning | None = None) -> int:
     """Print every case; the number that failed."""
     failed = 0
     for case in cases():
         trial = Trial(case)
         kernels = KernelAttention(
-            case.block_size, dialect, quantisation=case.quantisation, tuning=tuning
+            case.block_size, language, quantisation=case.quantisation, tuning=tuning
         )
         started = time.perf_counter()
         error = trial.error(trial.run(kernels, trial.fill(kernels, poison=True)))
@@ -108,12 +108,12 @@ def check(dialect: Dialect, tuning: Tuning | None = None) -> int:
         failed += not is_right
         verdict = "ok  " if is_right else "FAIL"
         print(f"{verdict} {error:.1e} (reference {beside}) {seconds:5.1f} s  {case}", flush=True)
-    return failed + check_copies(dialect) + check_order(dialect)
+    return failed + check_copies(language) + check_order(language)
 
 
-def check_copies(dialect: Dialect) -> int:
+def check_copies(language: KernelLanguage) -> int:
     """Copy blocks in place, read them back, and return the number of failures."""
-    backend = KernelAttention(BLOCK_SIZE, dialect)
+    backend = KernelAttention(BLOCK_SIZE, language)
     shape = LayerShape(num_kv_heads=3, key_dim=80, value_dim=64, dtype=mx.bfloat16)
     pool = backend.new_pool(shape, 64)
     pool.keys = mx.random.normal(pool.keys.shape).astype(mx.bfloat16)
@@ -132,9 +132,9 @@ def check_copies(dialect: Dialect) -> int:
     return int(not same)
 
 
-def check_order(dialect: Dialect) -> int:
+def check_order(language: KernelLanguage) -> int:
     """Read back many writes in flight, each by the next kernel; return the number of failures."""
-    backend = KernelAttention(BLOCK_SIZE, dialect)
+    backend = KernelAttention(BLOCK_SIZE, language)
     shape = LayerShape(num_kv_heads=2, key_dim=64, value_dim=64, dtype=mx.float32)
     pool = backend.new_pool(shape, 64)
     table, rows = tuple(range(63, 59, -1)), 4 * BLOCK_SIZE
@@ -157,13 +157,17 @@ def check_order(dialect: Dialect) -> int:
 
 
 def measure(
-    dialect: Dialect, tuning: Tuning | None = None, quantisation: KVQuantisation | None = None
+    language: KernelLanguage,
+    tuning: Tuning | None = None,
+    quantisation: KVQuantisation | None = None,
 ) -> None:
     """Print microseconds per layer and GB/s for every size."""
     for name, (heads, kv_heads) in HEADS.items():
         shape = LayerShape(num_kv_heads=kv_heads, key_dim=DIM, value_dim=DIM, dtype=mx.bfloat16)
         for batch, context in SIZES:
-            backend = KernelAttention(BLOCK_SIZE, dialect, quantisation=quantisation, tuning=tuning)
+            backend = KernelAttention(
+                BLOCK_SIZE, language, quantisation=quantisation, tuning=tuning
+            )
             micros = layer_time(backend, shape, heads, batch, context)
             read = batch * context * backend.layout(shape).bytes_per_token
             print(
@@ -223,16 +227,16 @@ def main() -> int:
     parser.add_argument("--only-times", action="store_true", help="no errors")
     parser.add_argument("--tune", action="store_true", help="times of other divisions as well")
     options = parser.parse_args()
-    dialect = MetalDialect() if mx.metal.is_available() else CudaDialect()
-    print(f"{dialect.name}, mlx {getattr(mx, '__version__', '?')}, {mx.device_info()}", flush=True)
-    failed = 0 if options.only_times else check(dialect)
+    language = MetalLanguage() if mx.metal.is_available() else CudaLanguage()
+    print(f"{language.name}, mlx {getattr(mx, '__version__', '?')}, {mx.device_info()}", flush=True)
+    failed = 0 if options.only_times else check(language)
     if not options.only_errors:
-        for tuning in tunings(dialect.tuning) if options.tune else [dialect.tuning]:
+        for tuning in tunings(language.tuning) if options.tune else [language.tuning]:
             print(tuning, flush=True)
-            measure(dialect, tuning)
+            measure(language, tuning)
         for bits in (8, 4):
             print(f"KV in {bits} bits", flush=True)
-            measure(dialect, quantisation=KVQuantisation(bits=bits))
+            measure(language, quantisation=KVQuantisation(bits=bits))
     print(f"{failed} failed" if failed else "done", flush=True)
     return int(failed > 0)
 

@@ -40,7 +40,7 @@ from mlx_parallm.kernels.device_precompiler import (
     FOLDER_VARIABLE,
     device_precompiler,
 )
-from mlx_parallm.kernels.dialect import CudaDialect
+from mlx_parallm.kernels.language import CudaLanguage
 from mlx_parallm.kernels.precompiled import Precompiler
 from mlx_parallm.types.step import ScheduledSequence
 from mlx_parallm.worker.attention.base import LayerShape
@@ -176,8 +176,8 @@ def call_costs() -> dict[str, Any]:
     """
     results: dict[str, Any] = {}
     outputs = {}
-    for kind, dialect in _dialects().items():
-        trial = _CallTrial(dialect)
+    for kind, language in _languages().items():
+        trial = _CallTrial(language)
         outputs[kind] = trial.output()
         results[kind] = trial.costs()
         print(kind, results[kind], flush=True)
@@ -186,7 +186,7 @@ def call_costs() -> dict[str, Any]:
     return results
 
 
-def _dialects() -> dict[str, CudaDialect]:
+def _languages() -> dict[str, CudaLanguage]:
     """Return one whose kernels MLX compiles, and two of precompiled kernels."""
     if backend_name() != "cuda":
         sys.exit("--calls needs an NVIDIA GPU")
@@ -197,17 +197,17 @@ def _dialects() -> dict[str, CudaDialect]:
     assert whole.why_not is None
     whole.takes_keys = False
     return {
-        "compiled by MLX": CudaDialect(lambda: None),
-        "precompiled": CudaDialect(lambda: precompiler),
-        "precompiled, whole code a call": CudaDialect(lambda: whole),
+        "compiled by MLX": CudaLanguage(lambda: None),
+        "precompiled": CudaLanguage(lambda: precompiler),
+        "precompiled, whole code a call": CudaLanguage(lambda: whole),
     }
 
 
 class _CallTrial:
     """A row that attends repeatedly, each time with the previous call's output."""
 
-    def __init__(self, dialect: CudaDialect) -> None:
-        self._backend = KernelAttention(16, dialect)
+    def __init__(self, language: CudaLanguage) -> None:
+        self._backend = KernelAttention(16, language)
         shape = LayerShape(num_kv_heads=8, key_dim=128, value_dim=128, dtype=mx.bfloat16)
         self._pool = self._backend.new_pool(shape, 8)
         rows = mx.random.normal((100, 32, 1, 128), mx.bfloat16, key=mx.random.key(0))

@@ -5,8 +5,8 @@ from __future__ import annotations
 import sys
 
 from mlx_parallm.cli.main import main
-from mlx_parallm.kernels.dialect import CudaDialect
+from mlx_parallm.kernels.language import CudaLanguage
 
 if __name__ == "__main__":
-    CudaDialect.__init__.__defaults__ = (lambda: None,)
+    CudaLanguage.__init__.__defaults__ = (lambda: None,)
     sys.exit(main(sys.argv[1:]))

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import mlx.core as mx
 
-from mlx_parallm.kernels.dialect import Dialect
 from mlx_parallm.kernels.kernel import Kernel
+from mlx_parallm.kernels.language import KernelLanguage
 
 #: ``Constant``: a type or a number that is written into a kernel's text.
 Constant = mx.Dtype | int | float
@@ -49,13 +49,13 @@ class KernelBuilder:
     """
 
     def __init__(
-        self, dialect: Dialect, texts: Path, prefix: str, dtype_of: DtypeOf | None = None
+        self, language: KernelLanguage, texts: Path, prefix: str, dtype_of: DtypeOf | None = None
     ) -> None:
         """``texts`` has one folder per language; ``prefix`` begins the kernels' names.
 
         With ``dtype_of``, kernels can be compiled in the background as soon as they are made.
         """
-        self._dialect = dialect
+        self._language = language
         self._texts = texts
         self._prefix = prefix
         self._dtype_of = dtype_of
@@ -74,7 +74,7 @@ class KernelBuilder:
         name = f"{self._prefix}_{spec.name}_{zlib.crc32(ahead.encode()):08x}"
         header = "".join(map(self._text, spec.headers))
         body = ahead + self._text(spec.text)
-        return self._dialect.make(
+        return self._language.make(
             name,
             spec.inputs,
             spec.outputs,
@@ -96,7 +96,7 @@ class KernelBuilder:
         lines = []
         for name, value in constants.items():
             if isinstance(value, mx.Dtype):
-                lines.append(f"using {name} = {self._dialect.types[value]};")
+                lines.append(f"using {name} = {self._language.types[value]};")
             elif name in SWITCHES:
                 lines.append(f"#define {name} {int(value)}")
             elif isinstance(value, int):
@@ -107,8 +107,8 @@ class KernelBuilder:
 
     def _text(self, name: str) -> str:
         folder, _, file = name.rpartition("/")
-        folder = folder or self._dialect.name
-        return kernel_text(self._texts / folder / (file + self._dialect.suffix))
+        folder = folder or self._language.name
+        return kernel_text(self._texts / folder / (file + self._language.suffix))
 
 
 @functools.cache

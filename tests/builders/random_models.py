@@ -12,7 +12,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 
-from mlx_parallm.kernels.dialect import CudaDialect
+from mlx_parallm.kernels.language import CudaLanguage
 from mlx_parallm.worker.device.properties import backend_name
 from mlx_parallm.worker.layers.delta_net import NetKernels, use_net_kernels
 from mlx_parallm.worker.layers.expert_kernel import ExpertKernel
@@ -196,11 +196,11 @@ def copying_model(shape: str, successor: mx.array, *, dtype: mx.Dtype = mx.bfloa
 def flatten(model: RandomModel) -> None:
     """What the loader does to layers on CUDA."""
     is_cuda = backend_name() == "cuda"
-    use_row_layers(model.model, RowKernel(CudaDialect()) if is_cuda else None)
+    use_row_layers(model.model, RowKernel(CudaLanguage()) if is_cuda else None)
     if is_cuda:
-        use_expert_layers(model.model, ExpertKernel(CudaDialect()))
-        use_state_layers(model.model, ConvolutionKernel(CudaDialect()))
-        use_net_kernels(model.model, NetKernels(CudaDialect()))
+        use_expert_layers(model.model, ExpertKernel(CudaLanguage()))
+        use_state_layers(model.model, ConvolutionKernel(CudaLanguage()))
+        use_net_kernels(model.model, NetKernels(CudaLanguage()))
 
 
 def _stock_model(config: dict[str, Any]) -> Any:

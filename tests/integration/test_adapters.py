@@ -12,7 +12,7 @@ from mlx_lm.tuner.utils import linear_to_lora_layers
 
 from mlx_parallm.adapters.formats import read_adapter
 from mlx_parallm.adapters.tensors import HostTensor
-from mlx_parallm.kernels.dialect import Dialect
+from mlx_parallm.kernels.language import KernelLanguage
 from mlx_parallm.types.errors import InvalidRequestError
 from mlx_parallm.types.step import ScheduledSequence
 from mlx_parallm.worker.attention.reference import ReferenceAttention
@@ -31,7 +31,7 @@ from tests.builders.random_models import random_model
 from tests.compiled_attention import CompiledAttention
 from tests.host_tensors import all_host
 from tests.kernels.shim_compile import require_compiler
-from tests.kernels.shim_dialect import CudaShim, MetalShim
+from tests.kernels.shim_language import CudaShim, MetalShim
 
 BLOCK = 8
 LENGTH, CHUNK = 21, 9
@@ -183,8 +183,8 @@ def test_rows_of_different_adapters_equal_each_alone(
 class CountedKernels(ChangeKernels):
     """Kernels on the CPU that record the number of layers of each call."""
 
-    def __init__(self, dialect: Dialect) -> None:
-        super().__init__(dialect)
+    def __init__(self, language: KernelLanguage) -> None:
+        super().__init__(language)
         self.layers: list[int] = []
 
     def __call__(
@@ -199,13 +199,13 @@ class CountedKernels(ChangeKernels):
         return super().__call__(x, ys, stacks, slots, columns)
 
 
-@pytest.mark.parametrize(("dialect", "bits"), [(CudaShim, None), (MetalShim, 8)])
+@pytest.mark.parametrize(("language", "bits"), [(CudaShim, None), (MetalShim, 8)])
 def test_kernels_change_layers_of_one_input_at_once(
-    dialect: Callable[[], Dialect], bits: int | None
+    language: Callable[[], KernelLanguage], bits: int | None
 ) -> None:
     require_compiler()
     served = Served("tiny", {slot: ADAPTERS[slot] for slot in (1, 2, 3, 5)}, bits=bits)
-    served.path.adapters.kernels = kernels = CountedKernels(dialect())
+    served.path.adapters.kernels = kernels = CountedKernels(language())
     for start, end in [(0, 2), (2, 3)]:
         served.check(served.step(start, end), end)
     # The groups are: queries, keys and values; attention's output; gate and up; down; the head.

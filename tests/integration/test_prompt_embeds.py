@@ -118,12 +118,12 @@ class EmbedSession(Session):
         stop = len(prompt) if stop is None else stop
         source = rows_input(embedded(self.name, prompt[start:stop]), start)
         ids = prompt[:start] + (INPUT_TOKEN,) * (stop - start) + prompt[stop:]
-        asked = {"temperature": 0.0, "max_tokens": NEW_TOKENS, "logprobs": 0, **params}
+        options = {"temperature": 0.0, "max_tokens": NEW_TOKENS, "logprobs": 0, **params}
         request = GenerateRequest(
             request_id=request_id,
             model="m",
             prompt_ids=ids,
-            params=SamplingParams(**asked),
+            params=SamplingParams(**options),
             inputs=(source,),
         )
         self.scheduler.add(request, seed=0, end_ids=frozenset())

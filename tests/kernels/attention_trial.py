@@ -5,7 +5,7 @@ from __future__ import annotations
 from mlx_parallm.worker.attention.chunk_plan import LARGE_WORK
 from mlx_parallm.worker.attention.kernel_backend import KernelAttention
 from tests.builders.kernel_cases import Case, Trial
-from tests.kernels.shim_dialect import ORDERS, KernelError, Shim
+from tests.kernels.shim_language import ORDERS, KernelError, Shim
 
 
 def is_right(shim: Shim, case: Case, large_work: float = LARGE_WORK) -> bool:

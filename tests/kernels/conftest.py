@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.kernels.shim_compile import require_compiler
-from tests.kernels.shim_dialect import CudaShim, MetalShim, Shim
+from tests.kernels.shim_language import CudaShim, MetalShim, Shim
 
 
 @pytest.fixture(params=[CudaShim, MetalShim], ids=["cuda", "metal"])

@@ -11,7 +11,7 @@ from typing import Any
 import mlx.core as mx
 
 from mlx_parallm.kernels.build import kernel_text
-from tests.kernels.shim_dialect import ORDERS, CudaShim, MetalShim, Shim
+from tests.kernels.shim_language import ORDERS, CudaShim, MetalShim, Shim
 
 SHIMS: dict[str, Callable[[], Shim]] = {"cuda": CudaShim, "metal": MetalShim}
 #: ``SYNCHRONISATION`` to remove: a barrier becomes nothing, a shuffle the lane's own value.

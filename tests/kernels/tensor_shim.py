@@ -10,7 +10,7 @@ import mlx.core as mx
 from mlx_parallm.kernels.build import kernel_text
 from mlx_parallm.worker.attention.kernels import TEXTS
 from tests.kernels.shim_compile import SHIM
-from tests.kernels.shim_dialect import CudaShim
+from tests.kernels.shim_language import CudaShim
 
 
 class TensorShim(CudaShim):

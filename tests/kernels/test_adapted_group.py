@@ -17,7 +17,7 @@ from mlx_parallm.worker.lora.change_kernels import ChangeKernels
 from mlx_parallm.worker.lora.context import AdapterContext
 from mlx_parallm.worker.lora.rows import AdapterRows
 from tests.kernels.shim_compile import require_compiler
-from tests.kernels.shim_dialect import CudaShim
+from tests.kernels.shim_language import CudaShim
 
 SIZE = 16
 NAMES = ("q_proj", "k_proj")

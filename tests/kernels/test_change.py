@@ -37,7 +37,7 @@ from tests.kernels.mutation import (
     passes_in_every_order,
 )
 from tests.kernels.shim_compile import require_compiler
-from tests.kernels.shim_dialect import Shim
+from tests.kernels.shim_language import Shim
 
 DTYPES = (mx.float32, mx.float16, mx.bfloat16)
 

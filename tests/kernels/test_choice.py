@@ -15,7 +15,7 @@ from mlx_parallm.worker.attention.base import LayerShape
 from mlx_parallm.worker.attention.kernel_backend import KernelAttention
 from mlx_parallm.worker.attention.quantisation import KVQuantisation
 from mlx_parallm.worker.attention.quantised_reference import QuantisedReferenceAttention
-from tests.kernels.shim_dialect import Shim
+from tests.kernels.shim_language import Shim
 
 DTYPES = (mx.float32, mx.bfloat16)
 # Texts of the kernels, and a mistake to put in the place of each.

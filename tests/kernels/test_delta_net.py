@@ -11,7 +11,7 @@ import mlx.core as mx
 import pytest
 from mlx_lm.models.cache import ArraysCache
 
-from mlx_parallm.kernels.dialect import Dialect
+from mlx_parallm.kernels.language import KernelLanguage
 from mlx_parallm.worker.attention.reference import ReferenceAttention
 from mlx_parallm.worker.generation.cache_layout import probe_layout
 from mlx_parallm.worker.generation.path_choice import choose_path
@@ -24,7 +24,7 @@ from mlx_parallm.worker.layers.delta_net import (
 )
 from tests.builders.architectures.configs import config_of
 from tests.kernels.shim_compile import require_compiler
-from tests.kernels.shim_dialect import ORDERS, CudaShim
+from tests.kernels.shim_language import ORDERS, CudaShim
 
 NAMES = ("qwen3_5", "qwen3_next")
 SIZES = {
@@ -39,8 +39,8 @@ SIZES = {
 class CountedKernels(NetKernels):
     """Records the number of rows of each call."""
 
-    def __init__(self, dialect: Dialect) -> None:
-        super().__init__(dialect)
+    def __init__(self, language: KernelLanguage) -> None:
+        super().__init__(language)
         self.rows: list[int] = []
 
     def mix(

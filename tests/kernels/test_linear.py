@@ -11,7 +11,7 @@ from mlx_parallm.kernels.build import kernel_text
 from mlx_parallm.worker.attention.kernels import TEXTS
 from mlx_parallm.worker.layers.row_kernel import MAX_BYTES, MAX_ROWS, RowKernel, why_not
 from tests.kernels.shim_compile import require_compiler
-from tests.kernels.shim_dialect import ORDERS
+from tests.kernels.shim_language import ORDERS
 from tests.kernels.tensor_shim import TensorShim
 
 

@@ -19,7 +19,7 @@ from mlx_parallm.worker.attention.kernel_pool import (
 )
 from mlx_parallm.worker.attention.quantisation import KVQuantisation
 from mlx_parallm.worker.attention.reference import ReferenceAttention
-from tests.kernels.shim_dialect import CudaShim, Shim
+from tests.kernels.shim_language import CudaShim, Shim
 
 SHAPE = LayerShape(num_kv_heads=3, key_dim=80, value_dim=64, dtype=mx.float16)
 QUANTISATIONS = [None, KVQuantisation(bits=8, group_size=32), KVQuantisation(bits=4)]

@@ -11,7 +11,7 @@ from tests.builders.kernel_cases import Case
 from tests.kernels.attention_trial import is_right
 from tests.kernels.mutation import SHIMS, SYNCHRONISATION, leave_out, mutants, overlooked
 from tests.kernels.shim_compile import require_compiler
-from tests.kernels.shim_dialect import CudaShim, MetalShim, Shim
+from tests.kernels.shim_language import CudaShim, MetalShim, Shim
 
 #: The cases have several heads, keys per warp, warps, and items per row.
 PLAIN = Case(sequences=((90, 1), (300, 1), (2, 1)), key_dim=64)

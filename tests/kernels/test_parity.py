@@ -5,12 +5,12 @@ from __future__ import annotations
 import mlx.core as mx
 import pytest
 
-from mlx_parallm.kernels.dialect import Tuning
+from mlx_parallm.kernels.language import Tuning
 from mlx_parallm.worker.attention.check import attention_error
 from mlx_parallm.worker.attention.kernel_backend import KernelAttention
 from mlx_parallm.worker.attention.quantisation import KVQuantisation
 from tests.builders.kernel_cases import Case, Trial
-from tests.kernels.shim_dialect import ORDERS, Shim
+from tests.kernels.shim_language import ORDERS, Shim
 
 #: ``SHORT`` has decode rows and a few tokens of one sequence.
 SHORT = ((37, 1), (3, 1), (15, 3), (0, 1))

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlx_parallm.kernels.dialect import Tuning
+from mlx_parallm.kernels.language import Tuning
 from mlx_parallm.types.step import ScheduledSequence
 from mlx_parallm.worker.attention.base import LayerPool, LayerShape
 from mlx_parallm.worker.attention.chunk_plan import LONG_CHUNK

@@ -19,7 +19,7 @@ from mlx_parallm.worker.sampling.logprobs import LEAST
 from mlx_parallm.worker.sampling.row_settings import RowSettings
 from mlx_parallm.worker.sampling.sampler import Sampler, SampleResult, categorical
 from mlx_parallm.worker.sampling.truncation import truncate
-from tests.kernels.shim_dialect import ORDERS, CudaShim, Shim
+from tests.kernels.shim_language import ORDERS, CudaShim, Shim
 
 DTYPES = (mx.float32, mx.bfloat16, mx.float16)
 #: ``ROUNDING`` of probabilities: the rounding of sums decides where top-p ends.

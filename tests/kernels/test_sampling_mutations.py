@@ -19,7 +19,7 @@ from tests.kernels.mutation import (
     passes_in_every_order,
 )
 from tests.kernels.shim_compile import require_compiler
-from tests.kernels.shim_dialect import Shim
+from tests.kernels.shim_language import Shim
 
 # Both warps have logits of both halves.
 VOCAB, THREADS = 1040, 64

@@ -28,7 +28,7 @@ from mlx_parallm.worker.layers.state_layers import (
     use_state_layers,
 )
 from tests.kernels.shim_compile import require_compiler
-from tests.kernels.shim_dialect import ORDERS, CudaShim
+from tests.kernels.shim_language import ORDERS, CudaShim
 
 SHAPE = (1, 2, 1, 2, 32, 8)
 ROUNDING = {mx.float32: 1e-5, mx.bfloat16: 0.01, mx.float16: 2e-3}

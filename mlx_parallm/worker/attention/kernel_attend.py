@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import mlx.core as mx
 
 from mlx_parallm.kernels.build import Constant, KernelBuilder, KernelSpec
-from mlx_parallm.kernels.dialect import Tuning
 from mlx_parallm.kernels.kernel import Kernel
+from mlx_parallm.kernels.language import Tuning
 from mlx_parallm.worker.attention.base import Scores
 from mlx_parallm.worker.attention.decode_plan import DecodePlan
 from mlx_parallm.worker.attention.kernel_plan import KernelPlan, Work

@@ -12,7 +12,7 @@ import mlx.core as mx
 import numpy as np
 
 from mlx_parallm.kernels.build import KernelBuilder
-from mlx_parallm.kernels.dialect import CudaDialect, Dialect, MetalDialect, Tuning
+from mlx_parallm.kernels.language import CudaLanguage, KernelLanguage, MetalLanguage, Tuning
 from mlx_parallm.types.step import ScheduledSequence
 from mlx_parallm.worker.attention.base import LayerPool, LayerShape, Scores
 from mlx_parallm.worker.attention.chunk_plan import LARGE_WORK, LongChunk
@@ -51,7 +51,7 @@ class KernelAttention:
     def __init__(
         self,
         block_size: int,
-        dialect: Dialect,
+        language: KernelLanguage,
         *,
         quantisation: KVQuantisation | None = None,
         tuning: Tuning | None = None,
@@ -59,11 +59,11 @@ class KernelAttention:
     ) -> None:
         """Chunks with more than ``large_work`` (see ``LongChunk.work``) use stock operations."""
         self._block_size = block_size
-        self._dialect = dialect
+        self._language = language
         self._quantisation = quantisation
-        self._tuning = tuning or dialect.tuning
+        self._tuning = tuning or language.tuning
         self._large_work = large_work
-        self._builder = KernelBuilder(dialect, TEXTS, "paged", argument_dtype)
+        self._builder = KernelBuilder(language, TEXTS, "paged", argument_dtype)
         self._moves: dict[PoolLayout, MoveKernels] = {}
         self._attend: dict[AttendKind, AttendKernels] = {}
         self._prefill: dict[PrefillKind, PrefillKernels] = {}
@@ -72,7 +72,7 @@ class KernelAttention:
     @property
     def name(self) -> str:
         """See ``AttentionBackend.name``."""
-        return self._dialect.name
+        return self._language.name
 
     @property
     def quantisation(self) -> KVQuantisation | None:
@@ -84,7 +84,7 @@ class KernelAttention:
         if self._quantisation is None:
             return self
         return KernelAttention(
-            self._block_size, self._dialect, tuning=self._tuning, large_work=self._large_work
+            self._block_size, self._language, tuning=self._tuning, large_work=self._large_work
         )
 
     def bytes_per_token(self, shape: LayerShape) -> int:
@@ -141,7 +141,7 @@ class KernelAttention:
 
     def prepare(self, shape: LayerShape, heads: int) -> None:
         """Run stock attention of large chunks once: its first use takes 2 s on an H100."""
-        if not self._dialect.has_tensor_cores:
+        if not self._language.has_tensor_cores:
             return
         multiple = self._tuning.chunk_multiple
         blocks = -(-2 * multiple // self._block_size)
@@ -298,7 +298,7 @@ class KernelAttention:
             soft_cap=scores.soft_cap,
             has_sinks=scores.sinks is not None,
         )
-        if not (self._dialect.has_tensor_cores and kind.is_supported):
+        if not (self._language.has_tensor_cores and kind.is_supported):
             return None
         kernels = self._prefill.get(kind)
         if kernels is None:
@@ -316,7 +316,7 @@ class CudaAttention(KernelAttention):
         large_work: float = LARGE_WORK,
     ) -> None:
         super().__init__(
-            block_size, CudaDialect(), quantisation=quantisation, large_work=large_work
+            block_size, CudaLanguage(), quantisation=quantisation, large_work=large_work
         )
 
 
@@ -324,7 +324,7 @@ class MetalAttention(KernelAttention):
     """The backend on Apple GPUs. It has not run on Apple hardware yet."""
 
     def __init__(self, block_size: int, quantisation: KVQuantisation | None = None) -> None:
-        super().__init__(block_size, MetalDialect(), quantisation=quantisation)
+        super().__init__(block_size, MetalLanguage(), quantisation=quantisation)
 
 
 def _joined(parts: list[mx.array]) -> mx.array:

@@ -8,7 +8,7 @@ from typing import cast
 
 import mlx.core as mx
 
-from mlx_parallm.kernels.dialect import CudaDialect, Dialect
+from mlx_parallm.kernels.language import CudaLanguage, KernelLanguage
 from mlx_parallm.worker.device.kernels import KernelReport
 from mlx_parallm.worker.device.properties import backend_name
 from mlx_parallm.worker.model_errors import MODEL_ERRORS
@@ -80,9 +80,9 @@ def largest_error(found: mx.array, wanted: mx.array) -> float:
     return float("inf") if mx.isnan(error).item() else cast("float", error.item())
 
 
-def cuda_report(why_not: Callable[[Dialect], str | None]) -> KernelReport:
+def cuda_report(why_not: Callable[[KernelLanguage], str | None]) -> KernelReport:
     """Test what is for CUDA only, if that is the default device."""
     if backend_name() != "cuda":
         return KernelReport(backend="stock")
-    reason = why_not(CudaDialect())
+    reason = why_not(CudaLanguage())
     return KernelReport(backend="stock" if reason else "cuda", rejected=reason)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mlx_parallm.kernels.device_precompiler import device_precompiler
-from mlx_parallm.kernels.dialect import CudaDialect, Dialect, MetalDialect
+from mlx_parallm.kernels.language import CudaLanguage, KernelLanguage, MetalLanguage
 from mlx_parallm.kernels.precompiled import Precompiler
 from mlx_parallm.kernels.store import KernelStore
 from mlx_parallm.worker.device.properties import backend_name
@@ -25,12 +25,12 @@ class KernelReport:
     rejected: str | None = None
 
 
-def device_dialect() -> Dialect | None:
+def device_language() -> KernelLanguage | None:
     """The language of the default device's kernels; None for a CPU."""
     backend = backend_name()
     if backend == "cuda":
-        return CudaDialect()
-    return MetalDialect() if backend == "metal" else None
+        return CudaLanguage()
+    return MetalLanguage() if backend == "metal" else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

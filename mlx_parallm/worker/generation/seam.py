@@ -23,7 +23,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models import gated_delta, ssm
 
-from mlx_parallm.kernels.dialect import CudaDialect
+from mlx_parallm.kernels.language import CudaLanguage
 from mlx_parallm.numerics.exp2 import is_exp_slow, silu
 from mlx_parallm.worker.device.properties import backend_name
 from mlx_parallm.worker.generation.attention_overrides import ATTENTION_OVERRIDES, Override
@@ -164,10 +164,10 @@ def _of_states(names: Iterable[str]) -> list[Seam]:
     """Of what mlx_lm has kernels for on Metal only, where a module of these names uses it."""
     seams: list[Seam] = []
     if any(hasattr(sys.modules[name], "gated_delta_update") for name in names):
-        make = partial(DeltaSeam, kernel=DeltaKernel(CudaDialect()))
+        make = partial(DeltaSeam, kernel=DeltaKernel(CudaLanguage()))
         seams.append(_install(gated_delta, "gated_delta_ops", make))
     if any(hasattr(sys.modules[name], "ssm_update") for name in names):
-        make = partial(ScanSeam, kernel=ScanKernel(CudaDialect()))
+        make = partial(ScanSeam, kernel=ScanKernel(CudaLanguage()))
         seams.append(_install(ssm, "ssm_attn", make))
     return seams
 

@@ -16,7 +16,7 @@ import mlx.nn as nn
 from mlx_lm.models.cache import ArraysCache
 
 from mlx_parallm.kernels.build import Constant, KernelBuilder, KernelSpec
-from mlx_parallm.kernels.dialect import Dialect
+from mlx_parallm.kernels.language import KernelLanguage
 from mlx_parallm.worker.device.kernel_trial import KernelTrials, largest_error, why_off
 from mlx_parallm.worker.layers.kernels import TEXTS
 from mlx_parallm.worker.layers.state_kernels import (
@@ -38,9 +38,9 @@ CHECKED_ROWS = 3
 class NetKernels:
     """The kernels in their variants, each compiled once."""
 
-    def __init__(self, dialect: Dialect) -> None:
-        """``dialect`` is CUDA's, or one that stands for it."""
-        self._builder = KernelBuilder(dialect, TEXTS, "states")
+    def __init__(self, language: KernelLanguage) -> None:
+        """``language`` is CUDA's, or one that stands for it."""
+        self._builder = KernelBuilder(language, TEXTS, "states")
 
     def mix(
         self, x: mx.array, before: mx.array, weight: mx.array, k_heads: int, v_heads: int

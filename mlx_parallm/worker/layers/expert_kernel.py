@@ -9,8 +9,8 @@ from __future__ import annotations
 import mlx.core as mx
 
 from mlx_parallm.kernels.build import Constant, KernelBuilder, KernelSpec
-from mlx_parallm.kernels.dialect import Dialect
 from mlx_parallm.kernels.kernel import Kernel
+from mlx_parallm.kernels.language import KernelLanguage
 from mlx_parallm.worker.attention.kernel_pool import argument_dtype
 from mlx_parallm.worker.attention.kernels import TEXTS
 from mlx_parallm.worker.device.kernel_trial import cuda_report, largest_error, why_off
@@ -28,15 +28,15 @@ REPORT_SHAPE = (16, 512, 512)
 def expert_report() -> KernelReport:
     """Test the kernel of the default device, if it has one."""
     weight = mx.random.normal(REPORT_SHAPE, mx.bfloat16, key=mx.random.key(0))
-    return cuda_report(lambda dialect: why_not(ExpertKernel(dialect), weight))
+    return cuda_report(lambda language: why_not(ExpertKernel(language), weight))
 
 
 class ExpertKernel:
     """The kernel in its variants, each compiled once."""
 
-    def __init__(self, dialect: Dialect) -> None:
-        """``dialect`` is CUDA's, or one that stands for it."""
-        self._builder = KernelBuilder(dialect, TEXTS, "paged", argument_dtype)
+    def __init__(self, language: KernelLanguage) -> None:
+        """``language`` is CUDA's, or one that stands for it."""
+        self._builder = KernelBuilder(language, TEXTS, "paged", argument_dtype)
 
     def __call__(self, x: mx.array, experts: mx.array, weight: mx.array) -> mx.array:
         """Products ``[P, 1, N]`` of each row and the weight that it chose.

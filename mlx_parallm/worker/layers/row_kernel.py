@@ -12,8 +12,8 @@ from collections.abc import Sequence
 import mlx.core as mx
 
 from mlx_parallm.kernels.build import Constant, KernelBuilder, KernelSpec
-from mlx_parallm.kernels.dialect import Dialect
 from mlx_parallm.kernels.kernel import Kernel
+from mlx_parallm.kernels.language import KernelLanguage
 from mlx_parallm.worker.attention.kernel_pool import argument_dtype
 from mlx_parallm.worker.attention.kernels import TEXTS
 from mlx_parallm.worker.device.kernel_trial import cuda_report, largest_error, why_off
@@ -41,7 +41,7 @@ CHUNK = 32
 def linear_report() -> KernelReport:
     """Test the kernel of the default device, if it has one."""
     weight = mx.random.normal(REPORT_SHAPE, mx.bfloat16, key=mx.random.key(0))
-    return cuda_report(lambda dialect: why_not(RowKernel(dialect), weight, [REPORT_SHAPE[0]]))
+    return cuda_report(lambda language: why_not(RowKernel(language), weight, [REPORT_SHAPE[0]]))
 
 
 def why_not(kernel: RowKernel, weight: mx.array, widths: Sequence[int]) -> str | None:
@@ -84,9 +84,9 @@ def kernel_error(kernel: RowKernel, weight: mx.array, widths: Sequence[int]) -> 
 class RowKernel:
     """The kernel in its variants, each compiled once."""
 
-    def __init__(self, dialect: Dialect) -> None:
-        """``dialect`` is CUDA's, or one that stands for it."""
-        self._builder = KernelBuilder(dialect, TEXTS, "paged", argument_dtype)
+    def __init__(self, language: KernelLanguage) -> None:
+        """``language`` is CUDA's, or one that stands for it."""
+        self._builder = KernelBuilder(language, TEXTS, "paged", argument_dtype)
         self._made: dict[tuple[mx.Dtype, int, bool], Kernel] = {}
         self._ends: dict[tuple[int, ...], mx.array] = {}
 

@@ -13,7 +13,7 @@ from mlx_lm.models.gated_delta import gated_delta_ops
 from mlx_lm.models.ssm import compute_dt, ssm_attn
 
 from mlx_parallm.kernels.build import Constant, KernelBuilder, KernelSpec
-from mlx_parallm.kernels.dialect import Dialect
+from mlx_parallm.kernels.language import KernelLanguage
 from mlx_parallm.worker.device.kernel_trial import cuda_report, largest_error, why_off
 from mlx_parallm.worker.device.kernels import KernelReport
 from mlx_parallm.worker.layers.kernels import TEXTS
@@ -38,9 +38,9 @@ REPORT_WIDTH = 4
 class DeltaKernel:
     """The gated delta rule in its variants, each compiled once."""
 
-    def __init__(self, dialect: Dialect) -> None:
-        """``dialect`` is CUDA's, or one that stands for it."""
-        self._builder = KernelBuilder(dialect, TEXTS, "states")
+    def __init__(self, language: KernelLanguage) -> None:
+        """``language`` is CUDA's, or one that stands for it."""
+        self._builder = KernelBuilder(language, TEXTS, "states")
 
     def serves(self, q: mx.array, v: mx.array, state: mx.array) -> bool:
         """Whether it is for arrays of these shapes and dtypes."""
@@ -102,9 +102,9 @@ class DeltaKernel:
 class ScanKernel:
     """One token of a selective state space (Mamba 2) in its variants, each compiled once."""
 
-    def __init__(self, dialect: Dialect) -> None:
-        """``dialect`` is CUDA's, or one that stands for it."""
-        self._builder = KernelBuilder(dialect, TEXTS, "states")
+    def __init__(self, language: KernelLanguage) -> None:
+        """``language`` is CUDA's, or one that stands for it."""
+        self._builder = KernelBuilder(language, TEXTS, "states")
 
     def serves(self, x: mx.array, b: mx.array, state: mx.array) -> bool:
         """Whether it is for arrays of these shapes and dtypes."""
@@ -174,9 +174,9 @@ class ScanKernel:
 class ConvolutionKernel:
     """A convolution along the tokens, each channel for itself, without padding."""
 
-    def __init__(self, dialect: Dialect) -> None:
-        """``dialect`` is CUDA's, or one that stands for it."""
-        self._builder = KernelBuilder(dialect, TEXTS, "states")
+    def __init__(self, language: KernelLanguage) -> None:
+        """``language`` is CUDA's, or one that stands for it."""
+        self._builder = KernelBuilder(language, TEXTS, "states")
 
     def __call__(self, x: mx.array, weight: mx.array) -> mx.array:
         """``[B, T - W + 1, C]`` of x ``[B, T, C]`` and a weight ``[C, W, 1]`` of its dtype."""
@@ -287,11 +287,11 @@ def states_report() -> KernelReport:
     return cuda_report(_why_not)
 
 
-def _why_not(dialect: Dialect) -> str | None:
+def _why_not(language: KernelLanguage) -> str | None:
     """Why one of them is not to be used at the shapes of a report."""
     weight = mx.random.normal((REPORT_CHANNELS, REPORT_WIDTH, 1), key=mx.random.key(0))
     return (
-        why_not_delta(DeltaKernel(dialect), REPORT_SHAPE, mx.bfloat16, 1)
-        or why_not_scan(ScanKernel(dialect), (2, 2, 4, 128, 64), mx.bfloat16)
-        or why_not_convolution(ConvolutionKernel(dialect), weight.astype(mx.bfloat16))
+        why_not_delta(DeltaKernel(language), REPORT_SHAPE, mx.bfloat16, 1)
+        or why_not_scan(ScanKernel(language), (2, 2, 4, 128, 64), mx.bfloat16)
+        or why_not_convolution(ConvolutionKernel(language), weight.astype(mx.bfloat16))
     )

@@ -10,7 +10,7 @@ import numpy as np
 from mlx_parallm.adapters.tensors import HostTensor
 from mlx_parallm.adapters.weights import LowRank
 from mlx_parallm.worker.device.kernel_trial import largest_error, why_off
-from mlx_parallm.worker.device.kernels import KernelReport, device_dialect
+from mlx_parallm.worker.device.kernels import KernelReport, device_language
 from mlx_parallm.worker.layers.row_layers import Columns
 from mlx_parallm.worker.lora.change_kernels import MANY_ROWS, MAX_LAYERS, ChangeKernels
 from mlx_parallm.worker.lora.stack import LinearStack
@@ -40,10 +40,10 @@ def choose_change_kernels(
 
     ``chosen``: whether an earlier choice on an equal device took them; None to check them.
     """
-    dialect = device_dialect()
-    if dialect is None or chosen is False:
+    language = device_language()
+    if language is None or chosen is False:
         return None, None
-    kernels = ChangeKernels(dialect)
+    kernels = ChangeKernels(language)
     if chosen:
         kernels.begin(dtype)
         return kernels, None

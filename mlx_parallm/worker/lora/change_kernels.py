@@ -14,8 +14,8 @@ from collections.abc import Mapping, Sequence
 import mlx.core as mx
 
 from mlx_parallm.kernels.build import Constant, KernelBuilder, KernelSpec
-from mlx_parallm.kernels.dialect import Dialect
 from mlx_parallm.kernels.kernel import Kernel
+from mlx_parallm.kernels.language import KernelLanguage
 from mlx_parallm.worker.layers.row_layers import Columns
 from mlx_parallm.worker.lora.kernels import TEXTS
 from mlx_parallm.worker.lora.stack import RANK_STEP, LinearStack
@@ -38,12 +38,12 @@ EXPAND_THREADS, EXPAND_RANKS = 128, RANK_STEP
 class ChangeKernels:
     """The kernels of one device, each variant compiled once."""
 
-    def __init__(self, dialect: Dialect) -> None:
-        """``dialect`` is a device's, or one that stands for it."""
-        self._builder = KernelBuilder(dialect, TEXTS, "adapters", _argument_dtype)
+    def __init__(self, language: KernelLanguage) -> None:
+        """``language`` is a device's, or one that stands for it."""
+        self._builder = KernelBuilder(language, TEXTS, "adapters", _argument_dtype)
         self._made: dict[tuple[str, mx.Dtype, int], Kernel] = {}
         self._firsts: dict[tuple[int, ...], mx.array] = {}
-        self.name = dialect.name
+        self.name = language.name
 
     def begin(self, dtype: mx.Dtype) -> None:
         """Begin to compile all variants, in the background where that is possible."""

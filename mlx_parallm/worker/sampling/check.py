@@ -11,7 +11,7 @@ import numpy as np
 
 from mlx_parallm.types.request import SamplingParams
 from mlx_parallm.types.step import SampleSpec
-from mlx_parallm.worker.device.kernels import KernelReport, device_dialect
+from mlx_parallm.worker.device.kernels import KernelReport, device_language
 from mlx_parallm.worker.model_errors import MODEL_ERRORS
 from mlx_parallm.worker.sampling.kernel_sampling import SamplingKernels, why_unsupported
 from mlx_parallm.worker.sampling.keys import random_keys
@@ -77,8 +77,8 @@ def choose_sampling(
 
 def device_kernels() -> SamplingKernels | None:
     """Return the kernels of the default device; None if it has none."""
-    dialect = device_dialect()
-    return None if dialect is None else SamplingKernels(dialect)
+    language = device_language()
+    return None if language is None else SamplingKernels(language)
 
 
 def why_not(kernels: SamplingKernels, vocab: int, dtype: mx.Dtype) -> str | None:

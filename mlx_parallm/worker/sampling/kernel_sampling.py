@@ -11,8 +11,8 @@ from collections.abc import Iterable, Mapping
 import mlx.core as mx
 
 from mlx_parallm.kernels.build import Constant, KernelBuilder, KernelSpec
-from mlx_parallm.kernels.dialect import Dialect
 from mlx_parallm.kernels.kernel import Kernel
+from mlx_parallm.kernels.language import KernelLanguage
 from mlx_parallm.worker.sampling.kernels import TEXTS
 from mlx_parallm.worker.sampling.logprobs import TargetLogprobs
 
@@ -44,13 +44,13 @@ _LOGPROBS = KernelSpec(
 class SamplingKernels:
     """The kernels of one device, each variant compiled once."""
 
-    def __init__(self, dialect: Dialect, *, threads: int | None = None) -> None:
+    def __init__(self, language: KernelLanguage, *, threads: int | None = None) -> None:
         """``threads`` of a threadgroup is a multiple of 32; None: the device's default."""
-        self._builder = KernelBuilder(dialect, TEXTS, "sampling", _argument_dtype)
-        self._threads = threads or THREADS[dialect.name]
+        self._builder = KernelBuilder(language, TEXTS, "sampling", _argument_dtype)
+        self._threads = threads or THREADS[language.name]
         self._trusted: set[tuple[int, mx.Dtype]] = set()
         self._made: dict[tuple[str, int, mx.Dtype], Kernel] = {}
-        self.name = dialect.name
+        self.name = language.name
 
     def begin(self, vocab: int, dtypes: Iterable[mx.Dtype]) -> None:
         """Start to compile the kernels for such logits, in the background if possible."""

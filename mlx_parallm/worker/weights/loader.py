@@ -13,7 +13,7 @@ from mlx.utils import tree_flatten
 from mlx_lm import utils as mlx_lm_utils
 
 from mlx_parallm.config import ModelConfig
-from mlx_parallm.kernels.dialect import CudaDialect
+from mlx_parallm.kernels.language import CudaLanguage
 from mlx_parallm.models.checkpoints.rope_fields import rope_fields
 from mlx_parallm.models.load_failures import load_failures
 from mlx_parallm.numerics.finite import evaluate_weights, scale_modes
@@ -114,10 +114,10 @@ def load_model(
     with load_failures(path):
         model, model_config, is_cast = _read(config, path, cast)
         if backend_name() == "cuda":
-            use_row_layers(model, RowKernel(CudaDialect()), trials)
-            use_expert_layers(model, ExpertKernel(CudaDialect()), trials)
-            use_state_layers(model, ConvolutionKernel(CudaDialect()), trials)
-            use_net_kernels(model, NetKernels(CudaDialect()), trials)
+            use_row_layers(model, RowKernel(CudaLanguage()), trials)
+            use_expert_layers(model, ExpertKernel(CudaLanguage()), trials)
+            use_state_layers(model, ConvolutionKernel(CudaLanguage()), trials)
+            use_net_kernels(model, NetKernels(CudaLanguage()), trials)
         run_uncompiled(model)
         model.eval()
         evaluate_weights(parameters_of(model), path, scale_modes(model))

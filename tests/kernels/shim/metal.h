@@ -12,7 +12,7 @@ struct uint3 {
 using float16_t = shim::Half;
 using bfloat16_t = shim::Bfloat;
 
-// Address spaces cannot be told apart here: shim_dialect.py checks them as text.
+// Address spaces cannot be told apart here: shim_language.py checks them as text.
 #define device
 #define constant
 #define thread

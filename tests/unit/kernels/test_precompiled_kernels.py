@@ -13,8 +13,8 @@ import pytest
 
 from mlx_parallm.kernels.compiler import CompilationError, KernelCompiler
 from mlx_parallm.kernels.device_precompiler import CUDA_TYPES, kernel_folder
-from mlx_parallm.kernels.dialect import CudaDialect
 from mlx_parallm.kernels.kernel import KernelText
+from mlx_parallm.kernels.language import CudaLanguage
 from mlx_parallm.kernels.module_key import module_key, string_hash
 from mlx_parallm.kernels.nvrtc import device_architecture, include_folders
 from mlx_parallm.kernels.precompiled import PrecompiledKernel, Precompiler, program_of
@@ -220,17 +220,17 @@ def test_a_text_that_does_not_compile_is_left_to_mlx(
 
 
 def test_without_a_compiler_kernels_are_made_by_mlx() -> None:
-    dialect = CudaDialect(lambda: None)
+    language = CudaLanguage(lambda: None)
     # This is MLX's build for a CPU, which says who was asked.
     with pytest.raises(RuntimeError, match="cuda_kernel"):
-        dialect.make("k", ["x"], ["y"], "y[0] = x[0];", "", strided=False)
+        language.make("k", ["x"], ["y"], "y[0] = x[0];", "", strided=False)
 
 
-def test_a_dialect_begins_to_compile_what_it_makes(tmp_path: Path) -> None:
+def test_a_language_begins_to_compile_what_it_makes(tmp_path: Path) -> None:
     parts = Parts(tmp_path, Device())
-    dialect = CudaDialect(lambda: parts.precompiler)
+    language = CudaLanguage(lambda: parts.precompiler)
     dtypes = (mx.float32, mx.int32, mx.float32)
-    kernel = dialect.make(
+    kernel = language.make(
         TEXT.name, TEXT.input_names, TEXT.output_names, TEXT.source, TEXT.header,
         strided=False, dtypes=dtypes,
     )  # fmt: skip

@@ -17,7 +17,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from mlx_parallm.kernels.dialect import CudaDialect, MetalDialect, Tuning
+from mlx_parallm.kernels.language import CudaLanguage, MetalLanguage, Tuning
 from tests.kernels.shim_compile import load
 
 #: ``ORDERS`` in which threads run ahead; see lanes.h.
@@ -128,7 +128,7 @@ class Shim:
         strided: bool,
         dtypes: Sequence[mx.Dtype] | None = None,
     ) -> Any:
-        """See ``Dialect.make``; calls must have the ``dtypes`` for which the kernel is compiled."""
+        """See ``KernelLanguage.make``; calls must have the compiled ``dtypes``."""
         source = self.mutate(name, source)
         text = Text(name, tuple(input_names), tuple(output_names), source, header, strided)
 
@@ -230,9 +230,9 @@ class Shim:
 class CudaShim(Shim):
     """CUDA C++ on the CPU."""
 
-    name = CudaDialect.name
-    suffix = CudaDialect.suffix
-    types = MappingProxyType({**CudaDialect.types, mx.int32: "int32_t"})
+    name = CudaLanguage.name
+    suffix = CudaLanguage.suffix
+    types = MappingProxyType({**CudaLanguage.types, mx.int32: "int32_t"})
     tuning = Tuning(threadgroups=16)
     include = "cuda.h"
     shape_parameter = "const Shape"
@@ -246,9 +246,9 @@ class CudaShim(Shim):
 class MetalShim(Shim):
     """The Metal Shading Language on the CPU."""
 
-    name = MetalDialect.name
-    suffix = MetalDialect.suffix
-    types = MappingProxyType({**MetalDialect.types, mx.int32: "int32_t"})
+    name = MetalLanguage.name
+    suffix = MetalLanguage.suffix
+    types = MappingProxyType({**MetalLanguage.types, mx.int32: "int32_t"})
     tuning = Tuning(threadgroups=16)
     include = "metal.h"
     shape_parameter = "const constant int*"

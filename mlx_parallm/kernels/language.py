@@ -38,7 +38,7 @@ class Tuning:
     pads_rows: bool = False
 
 
-class Dialect(Protocol):
+class KernelLanguage(Protocol):
     """A kernel language: where its texts are, its type names, and its compiler."""
 
     @property
@@ -86,7 +86,7 @@ class Dialect(Protocol):
         ...
 
 
-class CudaDialect:
+class CudaLanguage:
     """CUDA C++, compiled by NVRTC: by this project if possible, else by MLX at the first call."""
 
     name = "cuda"
@@ -118,7 +118,7 @@ class CudaDialect:
         strided: bool,
         dtypes: Sequence[mx.Dtype] | None = None,
     ) -> Kernel:
-        """See ``Dialect.make``."""
+        """See ``KernelLanguage.make``."""
         text = KernelText(name, tuple(input_names), tuple(output_names), source, header, strided)
         precompiler = self._precompiler()
         if precompiler is None:
@@ -126,7 +126,7 @@ class CudaDialect:
         return PrecompiledKernel(text, precompiler, lambda: _stock_kernel(text), dtypes)
 
 
-class MetalDialect:
+class MetalLanguage:
     """The Metal Shading Language. It has not run on Apple hardware yet."""
 
     name = "metal"
@@ -152,7 +152,7 @@ class MetalDialect:
         strided: bool,
         dtypes: Sequence[mx.Dtype] | None = None,
     ) -> Kernel:
-        """See ``Dialect.make``."""
+        """See ``KernelLanguage.make``."""
         del dtypes  # Metal compiles at the first call.
         kernel: Any = mx.fast.metal_kernel(
             name=name,
