@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 
 
 class BackgroundJob:
-    """One response.
+    """One response, which is made from now on.
 
     Args:
         generation: what the engine makes of it.
@@ -45,13 +45,18 @@ class BackgroundJob:
         self._events: list[bytes] = []
         self._changed = asyncio.Event()
         self._has_ended = False
+        self._task = asyncio.ensure_future(self._run())
 
     def response(self) -> dict[str, Any]:
         """The response as it is now."""
         return self._answer.response()
 
-    async def run(self) -> None:
-        """Make the response; when this is cancelled, it is too."""
+    async def cancel(self) -> None:
+        """End the response; one that has ended stays as it is."""
+        self._task.cancel()
+        await asyncio.wait([self._task])
+
+    async def _run(self) -> None:
         answer = self._answer
         try:
             self._note(answer.opening())
@@ -91,30 +96,3 @@ class BackgroundJob:
         self._on_growth(sum(map(len, encoded)))
         self._changed.set()
         self._changed = asyncio.Event()
-
-
-class BackgroundJobs:
-    """All jobs of an application."""
-
-    def __init__(self) -> None:
-        self._tasks: dict[BackgroundJob, asyncio.Task[None]] = {}
-
-    def start(self, job: BackgroundJob) -> None:
-        """Begin to make a response."""
-        task = asyncio.ensure_future(job.run())
-        self._tasks[job] = task
-        task.add_done_callback(lambda _: self._tasks.pop(job, None))
-
-    async def cancel(self, job: BackgroundJob) -> None:
-        """End a job; one that has ended stays as it is."""
-        task = self._tasks.get(job)
-        if task is not None:
-            task.cancel()
-            await asyncio.wait([task])
-
-    async def stop(self) -> None:
-        """End all jobs."""
-        tasks = list(self._tasks.values())
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)

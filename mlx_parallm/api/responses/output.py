@@ -6,8 +6,9 @@ their sequence numbers.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 from mlx_parallm.api.responses.items import Item, new_id, sealed
 from mlx_parallm.api.turns.custom_input import CustomInput
@@ -27,50 +28,87 @@ COMPLETED = "completed"
 INCOMPLETE = "incomplete"
 
 
-class Message:
-    """Text that the assistant says."""
+class OutputItem(ABC):
+    """An item of the output that grows, and the events that tell of it."""
+
+    type: ClassVar[str]
 
     def __init__(self) -> None:
-        self.id = new_id("message")
+        self.id = new_id(self.type)
         self._text = ""
-        self._logprobs: Logprobs = []
 
     def body(self, status: str) -> Item:
-        """The item with what it has so far; without a text yet it has no part."""
-        content = [] if status == IN_PROGRESS and not self._text else [self._part()]
-        return {
-            "id": self.id,
-            "type": "message",
-            "status": status,
-            "role": "assistant",
-            "content": content,
-        }
+        """Return the item with what it has so far."""
+        return {"id": self.id, "type": self.type, "status": status} | self._fields(status)
 
     def opening(self) -> list[Event]:
-        """What follows ``response.output_item.added``."""
+        """Return what follows ``response.output_item.added``."""
+        return []
+
+    @abstractmethod
+    def add(self, text: str, logprobs: Logprobs) -> list[Event]:
+        """Take in more text, with the log-probabilities of its tokens if they are wanted."""
+
+    @abstractmethod
+    def closing(self) -> list[Event]:
+        """Return what precedes ``response.output_item.done``."""
+
+    @abstractmethod
+    def _fields(self, status: str) -> Item: ...
+
+
+class TextItem(OutputItem):
+    """An item of one part, which is a text; while it has no text, it has no part."""
+
+    event: ClassVar[str]
+
+    def opening(self) -> list[Event]:
+        """Return the beginning of the part."""
         return [{"type": "response.content_part.added", "content_index": 0, "part": self._part()}]
 
     def add(self, text: str, logprobs: Logprobs) -> list[Event]:
-        """More text, and the log-probabilities of its tokens."""
+        """Append a text."""
         self._text += text
-        self._logprobs += logprobs
-        return [
-            {
-                "type": "response.output_text.delta",
-                "content_index": 0,
-                "delta": text,
-                "logprobs": logprobs,
-            }
-        ]
+        return [{"type": f"{self.event}.delta", "content_index": 0, "delta": text}]
 
     def closing(self) -> list[Event]:
-        """What precedes ``response.output_item.done``."""
+        """Return the end of the text and of the part."""
         part = self._part()
-        done = {"text": self._text, "logprobs": part["logprobs"]}
         return [
-            {"type": "response.output_text.done", "content_index": 0, **done},
+            {"type": f"{self.event}.done", "content_index": 0, "text": self._text},
             {"type": "response.content_part.done", "content_index": 0, "part": part},
         ]
+
+    def _content(self, status: str) -> list[Item]:
+        return [] if status == IN_PROGRESS and not self._text else [self._part()]
+
+    @abstractmethod
+    def _part(self) -> Item: ...
+
+
+class Message(TextItem):
+    """Text that the assistant says."""
+
+    type = "message"
+    event = "response.output_text"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._logprobs: Logprobs = []
+
+    def add(self, text: str, logprobs: Logprobs) -> list[Event]:
+        """Append a text, and the log-probabilities of its tokens."""
+        self._logprobs += logprobs
+        (delta,) = super().add(text, logprobs)
+        return [delta | {"logprobs": logprobs}]
+
+    def closing(self) -> list[Event]:
+        """Return the end of the text, with all log-probabilities, and of the part."""
+        text_done, part_done = super().closing()
+        return [text_done | {"logprobs": part_done["part"]["logprobs"]}, part_done]
+
+    def _fields(self, status: str) -> Item:
+        return {"role": "assistant", "content": self._content(status)}
 
     def _part(self) -> Item:
         return {
@@ -81,46 +119,20 @@ class Message:
         }
 
 
-class Reasoning:
+class Reasoning(TextItem):
     """What the model thinks."""
 
+    type = "reasoning"
+    event = "response.reasoning_text"
+
     def __init__(self, *, has_summary: bool, is_sealed: bool) -> None:
-        self.id = new_id("reasoning")
-        self._text = ""
+        super().__init__()
         self._has_summary = has_summary
         self._is_sealed = is_sealed
 
-    def body(self, status: str) -> Item:
-        """The item with what it has so far; without a text yet it has no part."""
-        is_empty = status == IN_PROGRESS and not self._text
-        has_summary = self._has_summary and status != IN_PROGRESS
-        item = {
-            "id": self.id,
-            "type": "reasoning",
-            "status": status,
-            "summary": [self._summary()] if has_summary else [],
-            "content": [] if is_empty else [self._part()],
-        }
-        return item | {"encrypted_content": sealed(self._text)} if self._is_sealed else item
-
-    def opening(self) -> list[Event]:
-        """What follows ``response.output_item.added``."""
-        return [{"type": "response.content_part.added", "content_index": 0, "part": self._part()}]
-
-    def add(self, text: str) -> list[Event]:
-        """More thoughts."""
-        self._text += text
-        return [{"type": "response.reasoning_text.delta", "content_index": 0, "delta": text}]
-
     def closing(self) -> list[Event]:
-        """What precedes ``response.output_item.done``.
-
-        Nobody sums the thoughts up: the summary is all of them.
-        """
-        events: list[Event] = [
-            {"type": "response.reasoning_text.done", "content_index": 0, "text": self._text},
-            {"type": "response.content_part.done", "content_index": 0, "part": self._part()},
-        ]
+        """Return the end of the text and the summary, which is all of it: nobody sums it up."""
+        events = super().closing()
         if not self._has_summary:
             return events
         head = "response.reasoning_summary"
@@ -133,6 +145,12 @@ class Reasoning:
             {"type": f"{head}_part.done", "summary_index": 0, "part": self._summary()},
         ]
 
+    def _fields(self, status: str) -> Item:
+        has_summary = self._has_summary and status != IN_PROGRESS
+        summary = [self._summary()] if has_summary else []
+        fields: Item = {"summary": summary, "content": self._content(status)}
+        return fields | ({"encrypted_content": sealed(self._text)} if self._is_sealed else {})
+
     def _part(self) -> Item:
         return {"type": "reasoning_text", "text": self._text}
 
@@ -140,67 +158,58 @@ class Reasoning:
         return {"type": "summary_text", "text": self._text}
 
 
-class FunctionCall:
-    """A call of a function."""
+class CallItem(OutputItem):
+    """A call of a tool; ``names`` are the keys that tell of the tool."""
 
     def __init__(self, call_id: str, names: Mapping[str, str]) -> None:
-        self.id = new_id("function_call")
+        super().__init__()
         self._head = {"call_id": call_id, **names}
-        self._arguments = ""
 
-    def body(self, status: str) -> Item:
-        """The item with what it has so far."""
-        head = {"id": self.id, "type": "function_call", "status": status}
-        return head | {"arguments": self._arguments} | self._head
 
-    def opening(self) -> list[Event]:
-        """What follows ``response.output_item.added``."""
-        return []
+class FunctionCall(CallItem):
+    """A call of a function; its text is the arguments."""
 
-    def add(self, text: str) -> list[Event]:
-        """More of the arguments."""
-        self._arguments += text
+    type = "function_call"
+
+    def add(self, text: str, logprobs: Logprobs) -> list[Event]:
+        """Append a piece of the arguments."""
+        self._text += text
         return [{"type": "response.function_call_arguments.delta", "delta": text}]
 
     def closing(self) -> list[Event]:
-        """What precedes ``response.output_item.done``."""
-        done = {"arguments": self._arguments, "name": self._head["name"]}
+        """Return the end of the arguments."""
+        done = {"arguments": self._text, "name": self._head["name"]}
         return [{"type": "response.function_call_arguments.done", **done}]
 
+    def _fields(self, status: str) -> Item:
+        return {"arguments": self._text} | self._head
 
-class CustomCall:
-    """A call of a custom tool."""
+
+class CustomCall(CallItem):
+    """A call of a custom tool, whose input stands within the arguments."""
+
+    type = "custom_tool_call"
 
     def __init__(self, call_id: str, names: Mapping[str, str]) -> None:
-        self.id = new_id("custom_tool_call")
-        self._head = {"call_id": call_id, **names}
+        super().__init__(call_id, names)
         self._input = CustomInput()
 
-    def body(self, status: str) -> Item:
-        """The item with what it has so far."""
-        head = {"id": self.id, "type": "custom_tool_call", "status": status}
-        return head | {"input": self._input.text} | self._head
-
-    def opening(self) -> list[Event]:
-        """What follows ``response.output_item.added``."""
-        return []
-
-    def add(self, text: str) -> list[Event]:
-        """More of the arguments that hold the input."""
+    def add(self, text: str, logprobs: Logprobs) -> list[Event]:
+        """Append a piece of the arguments."""
         return self._delta(self._input.add(text))
 
     def closing(self) -> list[Event]:
-        """What precedes ``response.output_item.done``."""
+        """Return the rest of the input, and its end."""
         rest = self._delta(self._input.end())
         done = {"type": "response.custom_tool_call_input.done", "input": self._input.text}
         return [*rest, done]
 
+    def _fields(self, status: str) -> Item:
+        return {"input": self._input.text} | self._head
+
     def _delta(self, text: str) -> list[Event]:
         event = {"type": "response.custom_tool_call_input.delta", "delta": text}
         return [event] if text else []
-
-
-OutputItem = Message | Reasoning | FunctionCall | CustomCall
 
 
 class OutputWriter:
@@ -258,8 +267,8 @@ class OutputWriter:
         if isinstance(part, ToolCallBegin):
             return self._begin_call(part)
         if isinstance(part, ToolCallArguments):
-            assert isinstance(self._open, FunctionCall | CustomCall)
-            return self._placed(self._open.add(part.text))
+            assert self._open is not None, "arguments follow the beginning of their call"
+            return self._placed(self._open.add(part.text, []))
         return self._close(INCOMPLETE if part.is_cut else COMPLETED)
 
     def _content(self, text: str, logprobs: Logprobs) -> list[Event]:
@@ -280,13 +289,11 @@ class OutputWriter:
         return opening + (self._placed(message.add(text, logprobs)) if text else [])
 
     def _think(self, text: str) -> list[Event]:
-        opening: list[Event] = []
-        if not isinstance(self._open, Reasoning):
-            opening = self._begin(
-                Reasoning(has_summary=self._has_summary, is_sealed=self._is_sealed)
-            )
-        assert isinstance(self._open, Reasoning)
-        return opening + self._placed(self._open.add(text))
+        item, opening = self._open, list[Event]()
+        if not isinstance(item, Reasoning):
+            item = Reasoning(has_summary=self._has_summary, is_sealed=self._is_sealed)
+            opening = self._begin(item)
+        return opening + self._placed(item.add(text, []))
 
     def _begin_call(self, part: ToolCallBegin) -> list[Event]:
         self._space, self._space_logprobs = "", []

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
 from mlx_parallm.api.responses.answer import ResponseAnswer
 from mlx_parallm.api.responses.items import input_items
-from mlx_parallm.api.responses.jobs import BackgroundJob, BackgroundJobs
+from mlx_parallm.api.responses.jobs import BackgroundJob
 from mlx_parallm.api.responses.schema import ResponsesInput
 from mlx_parallm.api.responses.store import ResponseStore, StoredResponse
 from mlx_parallm.api.turns.generation import Generation
@@ -24,7 +25,6 @@ class ResponseService:
 
     def __init__(self, store: ResponseStore) -> None:
         self._store = store
-        self._jobs = BackgroundJobs()
 
     def entry(
         self, body: ResponsesInput, *, response_id: str, client: str, num_bytes: int = 0
@@ -83,15 +83,14 @@ class ResponseService:
         except BaseException:
             self._store.remove(entry)
             raise
-        entry.job = job = BackgroundJob(
+        entry.job = BackgroundJob(
             generation,
             answer,
             keeps_events=keeps_events,
             on_growth=lambda size: self._store.grow(entry, size),
             on_end=lambda response: self._store.end(entry, response, _num_bytes(response)),
         )
-        self._jobs.start(job)
-        return job
+        return entry.job
 
     async def cancel(self, response_id: str, client: str) -> dict[str, Any]:
         """End a response that is made in the background, and tell how far it came.
@@ -103,7 +102,7 @@ class ResponseService:
         entry = self._store.get(response_id, client)
         if entry.job is None:
             raise InvalidRequestError("Only a response in the background can be cancelled.")
-        await self._jobs.cancel(entry.job)
+        await entry.job.cancel()
         return entry.response()
 
     async def delete(self, response_id: str, client: str) -> None:
@@ -115,7 +114,7 @@ class ResponseService:
         entry = self._store.get(response_id, client)
         self._store.remove(entry)
         if entry.job is not None:
-            await self._jobs.cancel(entry.job)
+            await entry.job.cancel()
 
     def events(self, response_id: str, client: str, begin: int) -> AsyncIterator[bytes]:
         """The events of a response from the sequence number ``begin`` on.
@@ -134,7 +133,8 @@ class ResponseService:
 
     async def stop(self) -> None:
         """End what runs in the background."""
-        await self._jobs.stop()
+        jobs = [entry.job for entry in self._store.entries() if entry.job is not None]
+        await asyncio.gather(*(job.cancel() for job in jobs))
 
     def _before(self, response_id: str, client: str) -> StoredResponse:
         try:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -142,6 +142,10 @@ class ResponseStore:
             self._note_items(entry, body["output"])
             self.grow(entry, num_bytes + ITEM_BYTES * len(body["output"]))
 
+    def entries(self) -> list[StoredResponse]:
+        """Return all responses."""
+        return [entry for own in self._clients.values() for entry in own.values()]
+
     def _note_items(self, entry: StoredResponse, items: Sequence[Item]) -> None:
         for item in items:
             self._index.setdefault((entry.client, item["id"]), {})[entry.id] = item
@@ -151,7 +155,7 @@ class ResponseStore:
             raise InvalidRequestError("This server stores no responses.", param="background")
         if entry.num_bytes > self._max_bytes // CLIENT_SHARE:
             raise RequestTooLargeError("The conversation is too large to be stored.")
-        running = [one for one in self._all() if one.is_running]
+        running = [one for one in self.entries() if one.is_running]
         own = [one for one in running if one.client == entry.client]
         for others, share in ((own, CLIENT_SHARE), (running, RUNNING_SHARE)):
             size = entry.num_bytes + sum(one.num_bytes for one in others)
@@ -169,7 +173,3 @@ class ResponseStore:
             if not most:
                 return
             self.remove(most[0])
-
-    def _all(self) -> Iterator[StoredResponse]:
-        for entries in self._clients.values():
-            yield from entries.values()
