@@ -29,7 +29,7 @@ class SglangAnswer(SampledAnswer):
         prompts: Sequence[tuple[int, ...]],
         tokenizer: Tokenizer,
     ) -> None:
-        super().__init__(items[0].sampling.n, len(items))
+        super().__init__(items[0].sampling_params.n, len(items))
         self._body = body
         self._items = items
         self._prompts = prompts

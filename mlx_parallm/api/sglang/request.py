@@ -34,6 +34,19 @@ FIELDS = {
 }
 
 
+# Fields of which a body has one value, or a list with one for each prompt.
+PER_PROMPT = (
+    "sampling_params",
+    "return_logprob",
+    "logprob_start_len",
+    "top_logprobs_num",
+    "token_ids_logprob",
+    "lora_path",
+    "extra_key",
+    "cache_salt",
+)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SglangItem:
     """One prompt of a request and what belongs to it.
@@ -41,30 +54,30 @@ class SglangItem:
     Attributes:
         prompt: a text or token ids.
         rid: its id.
-        sampling: how it is sampled.
+        sampling_params: how it is sampled.
         return_logprob: whether log-probabilities are told.
         logprob_start_len: from which prompt token on they are told; -1: of no prompt token.
         top_logprobs_num: likeliest tokens at each place.
         token_ids_logprob: tokens to report instead.
-        adapter: its name, if it is not the model itself.
+        lora_path: the name of its adapter, if it is not the model itself.
         cache_salt: it shares cached prefixes only with the same salt.
         extra_key: it shares them only with the same key.
     """
 
     prompt: str | list[int]
     rid: str
-    sampling: SglangSamplingParams
+    sampling_params: SglangSamplingParams
     return_logprob: bool
     logprob_start_len: int
     top_logprobs_num: int
-    token_ids_logprob: tuple[int, ...]
-    adapter: str | None
+    token_ids_logprob: Sequence[int] | None
+    lora_path: str | None
     cache_salt: str | None
     extra_key: str | None
 
 
 def items_of(body: GenerateBody, *, fallback_rid: str) -> list[SglangItem]:
-    """One item per prompt.
+    """Return one item per prompt.
 
     Raises:
         InvalidRequestError: a list has another length than there are prompts, or ``n`` differs.
@@ -73,37 +86,17 @@ def items_of(body: GenerateBody, *, fallback_rid: str) -> list[SglangItem]:
     count = len(prompts)
     if not count:
         raise InvalidRequestError("There is no prompt.", param="text")
-    fields = {
-        name: _spread(getattr(body, name), count, name, nested=name == "token_ids_logprob")
-        for name in (
-            "sampling_params",
-            "return_logprob",
-            "logprob_start_len",
-            "top_logprobs_num",
-            "token_ids_logprob",
-            "lora_path",
-            "extra_key",
-            "cache_salt",
-        )
-    }
-    if len({one.n for one in fields["sampling_params"]}) > 1:
+    values = {name: _spread(getattr(body, name), count, name) for name in PER_PROMPT}
+    if len({sampling.n for sampling in values["sampling_params"]}) > 1:
         raise InvalidRequestError("n must be the same for all prompts.", param="sampling_params.n")
+    rids = _rids(body, count, fallback_rid)
     return [
         SglangItem(
-            prompt=prompt,
-            rid=rid,
-            sampling=fields["sampling_params"][number],
-            return_logprob=fields["return_logprob"][number],
-            logprob_start_len=fields["logprob_start_len"][number],
-            top_logprobs_num=fields["top_logprobs_num"][number],
-            token_ids_logprob=tuple(fields["token_ids_logprob"][number] or ()),
-            adapter=fields["lora_path"][number],
-            cache_salt=fields["cache_salt"][number],
-            extra_key=fields["extra_key"][number],
+            prompt=prompts[number],
+            rid=rids[number],
+            **{name: entries[number] for name, entries in values.items()},
         )
-        for number, (prompt, rid) in enumerate(
-            zip(prompts, _rids(body, count, fallback_rid), strict=True)
-        )
+        for number in range(count)
     ]
 
 
@@ -116,7 +109,7 @@ def item_params(
         InvalidRequestError: a value is out of range, or a combination is not offered.
     """
     _check_logprobs(item, prompt_len)
-    sampling, wanted = item.sampling, item.return_logprob
+    sampling, wanted = item.sampling_params, item.return_logprob
     scores_prompt = wanted and item.logprob_start_len >= 0
     params = sampling_params(
         sampling,
@@ -132,7 +125,7 @@ def item_params(
         seed=sampling.seed if sampling.sampling_seed is None else sampling.sampling_seed,
         min_tokens=max(sampling.min_tokens, sampling.min_new_tokens),
         include_stop_str_in_output=sampling.include_stop_str_in_output or sampling.no_stop_trim,
-        logprob_token_ids=item.token_ids_logprob if wanted else (),
+        logprob_token_ids=tuple(item.token_ids_logprob or ()) if wanted else (),
         # The first that is told follows nothing that is told.
         prompt_logprobs_start=item.logprob_start_len + 1 if scores_prompt else 0,
         entropy=entropy and wanted,
@@ -157,10 +150,11 @@ def _check_logprobs(item: SglangItem, prompt_len: int) -> None:
         )
 
 
-def _spread(value: Any, count: int, name: str, *, nested: bool = False) -> Sequence[Any]:
-    """One value per prompt; ``nested``: a value is itself a list."""
-    is_list = isinstance(value, list) and (not nested or bool(value and isinstance(value[0], list)))
-    if not is_list:
+def _spread(value: Any, count: int, name: str) -> Sequence[Any]:
+    """Return one value per prompt."""
+    # The token ids of one prompt are a list themselves.
+    is_nested = name == "token_ids_logprob"
+    if not isinstance(value, list) or (is_nested and not (value and isinstance(value[0], list))):
         return [value] * count
     if len(value) != count:
         raise InvalidRequestError(

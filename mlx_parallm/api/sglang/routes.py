@@ -41,10 +41,10 @@ async def generate(body: GenerateBody, prelude: PreludeDep) -> Response:
     fields = FIELDS | {"prompt": source, "messages": source, "request_id": "rid"}
     models = [_model(prelude.engine, body, item) for item in items]
     with named_by(fields):
-        for one in body.parts:
-            one.refuse(*UNSUPPORTED_SAMPLING)
+        for item in items:
+            item.sampling_params.refuse(*UNSUPPORTED_SAMPLING)
         admitted = await prelude.admit_to(
-            models[0], models[0].names[0], n=items[0].sampling.n, num_prompts=len(items)
+            models[0], models[0].names[0], n=items[0].sampling_params.n, num_prompts=len(items)
         )
         prompts = await _encode(items, models[0].tokenizer)
         asked = [
@@ -57,7 +57,7 @@ async def generate(body: GenerateBody, prelude: PreludeDep) -> Response:
 
 
 def _model(engine: EngineClient, body: GenerateBody, item: SglangItem) -> GenerationModel:
-    return generator(engine, body.model, item.adapter, field="lora_path")[1]
+    return generator(engine, body.model, item.lora_path, field="lora_path")[1]
 
 
 async def _encode(items: Sequence[SglangItem], tokenizer: Tokenizer) -> list[tuple[int, ...]]:
@@ -83,7 +83,7 @@ async def _request(
         len(prompt_ids),
         max_logprobs=prelude.config.max_logprobs,
         entropy=body.return_entropy,
-        grammar=await body_grammar(item.sampling, model),
+        grammar=await body_grammar(item.sampling_params, model),
     )
     return GenerateRequest(
         request_id=f"sglang-{item.rid}",

@@ -137,25 +137,11 @@ class GenerateBody(TokenSamplingParams):
         if self.prompt is not None and self.stream:
             raise InvalidRequestError("This body cannot be answered by a stream.", param="stream")
 
-    @property
-    def parts(self) -> list[SglangSamplingParams]:
-        """The sampling parameters, one or as many as there are prompts."""
-        params = self.sampling_params
-        return params if isinstance(params, list) else [params]
-
 
 def prompts_of(body: GenerateBody) -> list[str | list[int]]:
-    """Every prompt: a text or token ids.
-
-    Raises:
-        InvalidRequestError: there is none.
-    """
-    if body.prompt is not None:
-        return [body.prompt.prompt_token_ids]
-    given: Any = body.text if body.text is not None else body.input_ids
-    if is_batch(body):
-        return list(given)
-    return [given]
+    """Return every prompt of SGLang's: a text or token ids."""
+    prompts: Any = body.text if body.text is not None else body.input_ids
+    return prompts if is_batch(body) else [prompts]
 
 
 def is_batch(body: GenerateBody) -> bool:
