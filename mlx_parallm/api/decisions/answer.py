@@ -4,12 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from mlx_parallm.api.decisions.request import (
-    AskedQuestion,
-    ask_choice,
-    ask_predicate,
-    ask_score,
-)
+from mlx_parallm.api.decisions.request import TypedQuestion
 from mlx_parallm.api.decisions.schema import (
     ChoiceAnswer,
     ChoiceProbability,
@@ -21,24 +16,7 @@ from mlx_parallm.api.decisions.schema import (
     ScoreQuestion,
 )
 
-TypedQuestion = PredicateQuestion | ChoiceQuestion | ScoreQuestion
 TypedAnswer = PredicateAnswer | ChoiceAnswer | ScoreAnswer
-
-
-def ask(question: TypedQuestion, number: int) -> AskedQuestion:
-    """The question as the model sees it.
-
-    Raises:
-        InvalidRequestError: its instructions hold no text, or two of its choices are equal.
-    """
-    param = f"questions[{number}]"
-    match question:
-        case PredicateQuestion():
-            return ask_predicate(question, param)
-        case ChoiceQuestion():
-            return ask_choice(question, param)
-        case ScoreQuestion():
-            return ask_score(question, param)
 
 
 def answer(question: TypedQuestion, probabilities: Sequence[float]) -> TypedAnswer:

@@ -8,10 +8,14 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from string import ascii_uppercase
+from string import ascii_uppercase, digits
 from typing import Any
 
-from mlx_parallm.api.decisions.schema import ChoiceQuestion, PredicateQuestion, ScoreQuestion
+from mlx_parallm.api.decisions.schema import (
+    ChoiceQuestion,
+    PredicateQuestion,
+    ScoreQuestion,
+)
 from mlx_parallm.types.errors import InvalidRequestError
 
 TASK = "Read the input, then answer the question about it with one label and nothing else."
@@ -19,6 +23,8 @@ TASK = "Read the input, then answer the question about it with one label and not
 ANSWER = "Answer:"
 # Between what questions share and what is each one's own.
 END_OF_INPUT = "</input>\n\n"
+
+TypedQuestion = PredicateQuestion | ChoiceQuestion | ScoreQuestion
 
 CALLS = {"function_call": "arguments", "custom_tool_call": "input"}
 OUTPUTS = ("function_call_output", "custom_tool_call_output")
@@ -39,41 +45,40 @@ class AskedQuestion:
     labels: tuple[str, ...]
 
 
-def ask_predicate(question: PredicateQuestion, param: str) -> AskedQuestion:
-    """Yes or no."""
-    statement = _text_of(question.instructions, param)
-    return AskedQuestion(
-        f"Statement: {statement}\nIs the statement true of the input? Labels:\nYes\nNo",
-        ("Yes", "No"),
-    )
+def ask(question: TypedQuestion, number: int) -> AskedQuestion:
+    """Return a question as the model sees it.
 
+    The labels of choices are letters, those of levels numbers from 0; where there are too many,
+    numbers of three digits.
 
-def ask_choice(question: ChoiceQuestion, param: str) -> AskedQuestion:
-    """A letter per option; numbers of three digits where there are too few letters."""
-    values = [(type(one.value), one.value) for one in question.choices]
-    if len(set(values)) < len(values):
-        raise InvalidRequestError(f"{param}.choices has a value twice.", param="questions")
-    count = len(values)
-    labels = tuple(ascii_uppercase[:count]) if count <= len(ascii_uppercase) else _numbers(count)
-    options = [
-        f"{label}: {_shown(one.value)}{_described(one.description)}"
-        for label, one in zip(labels, question.choices, strict=True)
+    Raises:
+        InvalidRequestError: its instructions hold no text, or two of its choices are equal.
+    """
+    param = f"questions[{number}]"
+    instructions = _text_of(question.instructions, param)
+    match question:
+        case PredicateQuestion():
+            text = (
+                f"Statement: {instructions}\nIs the statement true of the input? Labels:\nYes\nNo"
+            )
+            return AskedQuestion(text, ("Yes", "No"))
+        case ChoiceQuestion(choices=options):
+            if len({(type(one.value), one.value) for one in options}) < len(options):
+                raise InvalidRequestError(f"{param}.choices has a value twice.", param="questions")
+            names = [_shown(one.value) for one in options]
+            head, short_labels = "Labels:", ascii_uppercase
+        case ScoreQuestion(levels=options):
+            names = [one.label for one in options]
+            head, short_labels = "Labels, from the lowest level to the highest:", digits
+    labels = tuple(short_labels[: len(options)])
+    if len(labels) < len(options):
+        # All of one length, so that none begins another.
+        labels = tuple(f"{place:03}" for place in range(len(options)))
+    lines = [
+        f"{label}: {name}" + (f" ({one.description})" if one.description else "")
+        for label, name, one in zip(labels, names, options, strict=True)
     ]
-    asked = _text_of(question.instructions, param)
-    return AskedQuestion(f"Question: {asked}\nLabels:\n" + "\n".join(options), labels)
-
-
-def ask_score(question: ScoreQuestion, param: str) -> AskedQuestion:
-    """A number per level, from 0."""
-    count = len(question.levels)
-    labels = tuple(map(str, range(count))) if count <= 10 else _numbers(count)
-    levels = [
-        f"{label}: {one.label}{_described(one.description)}"
-        for label, one in zip(labels, question.levels, strict=True)
-    ]
-    asked = _text_of(question.instructions, param)
-    text = f"Question: {asked}\nLabels, from the lowest level to the highest:\n"
-    return AskedQuestion(text + "\n".join(levels), labels)
+    return AskedQuestion("\n".join([f"Question: {instructions}", head, *lines]), labels)
 
 
 def input_text(given: str | Sequence[Mapping[str, Any]]) -> str:
@@ -137,12 +142,3 @@ def _bad(message: str, param: str = "input") -> InvalidRequestError:
 
 def _shown(value: str | bool) -> str:
     return value if isinstance(value, str) else str(value).lower()
-
-
-def _described(description: str | None) -> str:
-    return f" ({description})" if description else ""
-
-
-def _numbers(count: int) -> tuple[str, ...]:
-    # Of one length, so that none begins another.
-    return tuple(f"{number:03}" for number in range(count))

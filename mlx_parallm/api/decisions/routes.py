@@ -5,8 +5,8 @@ from __future__ import annotations
 from fastapi import Response
 from starlette.responses import JSONResponse
 
-from mlx_parallm.api.decisions.answer import answer, ask
-from mlx_parallm.api.decisions.request import input_text
+from mlx_parallm.api.decisions.answer import answer
+from mlx_parallm.api.decisions.request import ask, input_text
 from mlx_parallm.api.decisions.schema import (
     DecisionRequest,
     DecisionResponse,

@@ -12,7 +12,7 @@ from mlx_parallm.api.http.declared import INPUT
 from mlx_parallm.api.http.openapi import RL
 from mlx_parallm.api.http.routing import Routes
 from mlx_parallm.api.rl.logprobs.schema import LogprobsRequest
-from mlx_parallm.api.rl.rollout.answer import top_of, value_of
+from mlx_parallm.api.rl.rollout.answer import token_scores
 from mlx_parallm.api.turns.generation import unless_disconnected
 from mlx_parallm.api.turns.known_tokens import KnownTokens, known_tokens
 from mlx_parallm.api.turns.openai import usage_body
@@ -85,19 +85,10 @@ async def _score(
     return JSONResponse(answer)
 
 
-def _item(body: LogprobsRequest, number: int, found: KnownTokens) -> dict[str, Any]:
-    values = [value_of(one) for one in found.prompt]
-    item: dict[str, Any] = {
-        "index": number,
-        "logprobs": values,
-        "sum": sum(values),
-        "weight_version": found.version,
-    }
-    if body.top_logprobs:
-        item["top_logprobs"] = [top_of(one) for one in found.prompt]
-    if body.entropy:
-        item["entropy"] = [one.entropy for one in found.prompt]
-    return item
+def _item(body: LogprobsRequest, number: int, known: KnownTokens) -> dict[str, Any]:
+    scores = token_scores(known.prompt, top=body.top_logprobs, entropy=body.entropy)
+    total = sum(scores["logprobs"])
+    return {"index": number, "sum": total, "weight_version": known.version} | scores
 
 
 def leaders_first(requests: Sequence[GenerateRequest]) -> tuple[list[int], list[int]]:

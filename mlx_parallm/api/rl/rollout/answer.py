@@ -11,6 +11,7 @@ from mlx_parallm.api.http.forms import INT64
 from mlx_parallm.api.rl.rollout.groups import Group, Verdict
 from mlx_parallm.api.rl.rollout.schema import RolloutItem, RolloutRequest
 from mlx_parallm.api.turns.openai import usage_body
+from mlx_parallm.api.turns.prelude import Admitted
 from mlx_parallm.api.turns.samples import Usage
 from mlx_parallm.api.turns.sampling import sampling_params
 from mlx_parallm.types.request import Grammar, SamplingParams
@@ -62,76 +63,64 @@ class RolloutAnswer:
         self,
         body: RolloutRequest,
         items: Sequence[RolloutItem],
+        admitted: Admitted,
         *,
         rollout_id: str,
-        model: str,
-        logprobs_mode: str,
     ) -> None:
         self._body = body
         self._items = items
         self._id = rollout_id
-        self._model = model
-        self._mode = logprobs_mode
-
-    def whole(self, groups: Sequence[Group], errors: Sequence[dict[str, Any]]) -> dict[str, Any]:
-        """The answer of a rollout that has ended; ``errors`` has one for each group that failed."""
-        failed = iter(errors)
-        return {
-            "id": self._id,
-            "object": "rl.rollout",
-            "created": int(time.time()),
-            "model": self._model,
-            "logprobs_mode": self._mode,
-            "groups": [
-                self.prompt(group)
-                | {
-                    "samples": [self.sample(group, index) for index in sorted(group.finished)],
-                    "error": next(failed)["error"] if group.error is not None else None,
-                }
-                for group in groups
-            ],
-            "usage": usage_body(usage_of(groups)),
+        self._head = {
+            "id": rollout_id,
+            "model": admitted.name,
+            "logprobs_mode": body.logprobs_mode or admitted.prelude.engine.config.logprobs_mode,
         }
 
+    def whole(self, groups: Sequence[Group], errors: Sequence[dict[str, Any]]) -> dict[str, Any]:
+        """Return the answer, once all has ended; ``errors`` has one for each group that failed."""
+        failed = iter(errors)
+        told = [
+            self.prompt(group)
+            | {
+                "samples": [self.sample(group, index) for index in sorted(group.finished)],
+                "error": next(failed)["error"] if group.error is not None else None,
+            }
+            for group in groups
+        ]
+        head = {"object": "rl.rollout", "created": int(time.time())} | self._head
+        return head | {"groups": told, "usage": usage_body(usage_of(groups))}
+
     def prompt(self, group: Group) -> dict[str, Any]:
-        """What is said of a prompt, once for all its samples."""
+        """Return what is said of a prompt, once for all its samples."""
         told: dict[str, Any] = {"index": group.number}
         if self._body.return_prompt_token_ids:
             told["prompt_token_ids"] = group.request.prompt_ids
         if group.prompt is not None:
             told["cached_tokens"] = group.prompt.num_cached_tokens
-        if group.prompt is not None and group.prompt.prompt_logprobs is not None:
             entries = group.prompt.prompt_logprobs
-            told["prompt_logprobs"] = [None if one is None else value_of(one) for one in entries]
-            if self._body.prompt_logprobs:
-                told["prompt_top_logprobs"] = [
-                    None if one is None else top_of(one) for one in entries
-                ]
+            if entries is not None:
+                told["prompt_logprobs"] = [one and one.logprob for one in entries]
+            if entries is not None and self._body.prompt_logprobs:
+                told["prompt_top_logprobs"] = [one and top_of(one) for one in entries]
         metadata = self._items[group.number].metadata
         return told if metadata is None else told | {"metadata": metadata}
 
     def sample(self, group: Group, index: int) -> dict[str, Any]:
-        """One sample that has ended."""
-        sample = group.samples[index]
+        """Return one sample that has ended."""
+        sample, body = group.samples[index], self._body
         told: dict[str, Any] = {
             "index": index,
             "token_ids": sample.token_ids,
             "text": sample.text,
-            "logprobs": [value_of(one) for one in sample.logprobs],
             "weight_versions": sample.versions.to_json(),
             "finish_reason": sample.finish_reason,
             "stop_reason": sample.stop_reason,
         }
-        if self._body.top_logprobs:
-            told["top_logprobs"] = [top_of(one) for one in sample.logprobs]
-        if self._body.entropy:
-            told["entropy"] = [one.entropy for one in sample.logprobs]
-        if self._body.verifier is not None:
+        told |= token_scores(sample.logprobs, top=body.top_logprobs, entropy=body.entropy)
+        if body.verifier is not None or body.reward_model is not None:
             verdict = group.verdicts.get(index, Verdict())
-            told |= {"reward": verdict.reward, "verifier_error": verdict.error}
-        if self._body.reward_model is not None:
-            verdict = group.verdicts.get(index, Verdict())
-            told |= {"reward": verdict.reward, "reward_error": verdict.error}
+            error_key = "verifier_error" if body.reward_model is None else "reward_error"
+            told |= {"reward": verdict.reward, error_key: verdict.error}
         return told
 
     def judged(self, group: Group, index: int) -> dict[str, Any]:
@@ -139,7 +128,7 @@ class RolloutAnswer:
         sample = group.samples[index]
         return {
             "id": self._id,
-            "model": self._model,
+            "model": self._head["model"],
             "prompt_index": group.number,
             "index": index,
             "prompt_token_ids": group.request.prompt_ids,
@@ -162,13 +151,7 @@ class RolloutAnswer:
 
     def usage_event(self, groups: Sequence[Group]) -> dict[str, Any]:
         """The last event of a stream."""
-        return {
-            "type": "usage",
-            "id": self._id,
-            "model": self._model,
-            "logprobs_mode": self._mode,
-            "usage": usage_body(usage_of(groups)),
-        }
+        return {"type": "usage"} | self._head | {"usage": usage_body(usage_of(groups))}
 
 
 def usage_of(groups: Sequence[Group]) -> Usage:
@@ -183,9 +166,14 @@ def usage_of(groups: Sequence[Group]) -> Usage:
     return usage
 
 
-def value_of(entry: TokenLogprob) -> float:
-    """The token's log-probability."""
-    return entry.logprob
+def token_scores(entries: Sequence[TokenLogprob], *, top: int, entropy: bool) -> dict[str, Any]:
+    """Return what is told of tokens: log-probabilities, and what else is wanted."""
+    scores: dict[str, Any] = {"logprobs": [one.logprob for one in entries]}
+    if top:
+        scores["top_logprobs"] = [top_of(one) for one in entries]
+    if entropy:
+        scores["entropy"] = [one.entropy for one in entries]
+    return scores
 
 
 def top_of(entry: TokenLogprob) -> list[list[float]]:

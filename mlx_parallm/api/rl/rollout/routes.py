@@ -69,13 +69,7 @@ async def create_rollout(body: RolloutRequest, prelude: PreludeDep) -> Response:
         )
     requests = await _requests(body, items, admitted, name=rollout_id)
     generation = await admitted.start(requests, FIELDS)
-    answer = RolloutAnswer(
-        body,
-        items,
-        rollout_id=rollout_id,
-        model=admitted.name,
-        logprobs_mode=body.logprobs_mode or engine.config.logprobs_mode,
-    )
+    answer = RolloutAnswer(body, items, admitted, rollout_id=rollout_id)
     verifier = None
     if body.verifier is not None:
         verifier = VerifierClient(body.verifier.url, body.verifier.timeout_s)
