@@ -34,6 +34,7 @@ CLEAN_ROOMS = (
     "mlx_parallm/units.py",
     "mlx_parallm/worker/attention",
     "mlx_parallm/worker/model_errors.py",
+    "mlx_parallm/worker/module_classes.py",
     "mlx_parallm/worker/ops.py",
     "mlx_parallm/worker/pooling",
     "mlx_parallm/worker/sampling",

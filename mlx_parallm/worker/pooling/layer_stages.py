@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+import functools
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
+
+from mlx_parallm.worker.module_classes import calling, replaced_classes
 
 
 class LayerStages:
@@ -32,15 +35,16 @@ class LayerStages:
     def recorded(self) -> Iterator[list[mx.array]]:
         """Yield a list to which each layer that runs in this context appends its output."""
         outputs: list[mx.array] = []
-        originals = [type(layer) for layer in self._layers]
-        recording = {original: _recording(original, outputs) for original in set(originals)}
-        for layer, original in zip(self._layers, originals, strict=True):
-            layer.__class__ = recording[original]
-        try:
+
+        def record(call: Callable[..., Any], *args: Any, **options: Any) -> Any:
+            result = call(*args, **options)
+            outputs.append(result[0] if isinstance(result, tuple) else result)
+            return result
+
+        # Layers of one class share a subclass, because this runs for every batch.
+        recording = functools.cache(lambda original: calling(original, record))
+        with replaced_classes((layer, recording(type(layer))) for layer in self._layers):
             yield outputs
-        finally:
-            for layer, original in zip(self._layers, originals, strict=True):
-                layer.__class__ = original
 
 
 class StagedJob:
@@ -66,12 +70,3 @@ class StagedJob:
         self._outputs.clear()
         mx.eval(self._results)
         return [np.array(result) for result in self._results]
-
-
-def _recording(original: type, outputs: list[mx.array]) -> type:
-    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        result = original.__call__(self, *args, **kwargs)
-        outputs.append(result[0] if isinstance(result, tuple) else result)
-        return result
-
-    return type(original.__name__, (original,), {"__call__": call})

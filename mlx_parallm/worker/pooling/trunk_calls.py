@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+
+from mlx_parallm.worker.module_classes import calling, replaced_classes
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,21 +42,13 @@ def _sizes(model: nn.Module, run: Callable[[], object]) -> Counter[str]:
     """Return the number of elements that each layer takes in a forward, by path."""
     sizes: Counter[str] = Counter()
     layers = [(path, layer) for path, layer in model.named_modules() if not layer.children()]
-    originals = [type(layer) for _, layer in layers]
-    try:
-        for path, layer in layers:
-            layer.__class__ = _counting(type(layer), path, sizes)
-        run()
-    finally:
-        # The order is reversed, because a layer may occur under two paths.
-        for (_, layer), original in zip(reversed(layers), reversed(originals), strict=True):
-            layer.__class__ = original
-    return sizes
 
-
-def _counting(original: type, path: str, sizes: Counter[str]) -> type:
-    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def count(path: str, call: Callable[..., Any], *args: Any, **options: Any) -> Any:
         sizes[path] += sum(arg.size for arg in args[:1] if isinstance(arg, mx.array))
-        return original.__call__(self, *args, **kwargs)
+        return call(*args, **options)
 
-    return type(original.__name__, (original,), {"__call__": call})
+    # A layer that occurs under two paths is counted under both.
+    counting = ((layer, calling(type(layer), partial(count, path))) for path, layer in layers)
+    with replaced_classes(counting):
+        run()
+    return sizes
