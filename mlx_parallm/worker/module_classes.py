@@ -7,7 +7,7 @@ of a module's own class keep its parameters and its other methods.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -30,8 +30,12 @@ def replaced_classes(classes: Iterable[tuple[Any, type]]) -> Iterator[None]:
 
     A module may occur several times; an iterator that makes the classes sees those before.
     """
-    with ExitStack() as stack:
+    originals: list[tuple[Any, type]] = []
+    try:
         for module, replacement in classes:
-            stack.callback(setattr, module, "__class__", type(module))
+            originals.append((module, type(module)))
             module.__class__ = replacement
         yield
+    finally:
+        for module, original in reversed(originals):
+            module.__class__ = original
