@@ -16,6 +16,7 @@ from mlx_parallm.api.http.declared import Kept, facts_of
 from mlx_parallm.api.http.entry_turns import EntryTurns
 from mlx_parallm.api.http.freed_memory import FreedMemory
 from mlx_parallm.api.http.internal import INTERNAL_CALLER
+from mlx_parallm.api.http.middleware import HttpMiddleware
 from mlx_parallm.api.http.offload import TextThreads
 from mlx_parallm.config import ServerConfig
 from mlx_parallm.types.errors import OverloadedError, RequestTimeoutError
@@ -24,7 +25,7 @@ from mlx_parallm.types.errors import OverloadedError, RequestTimeoutError
 MIN_BYTES_PER_S = 16 * 1024
 
 
-class BodyBudgetMiddleware:
+class BodyBudgetMiddleware(HttpMiddleware):
     """Refuses bodies that arrive too slowly, or that are too much beside the client's others.
 
     A request's body counts from its arrival to the end of its answer: it is kept as long. A client
@@ -35,7 +36,7 @@ class BodyBudgetMiddleware:
     """
 
     def __init__(self, app: ASGIApp, config: ServerConfig) -> None:
-        self._app = app
+        super().__init__(app)
         self._config = config
         self._held: Counter[str] = Counter()
         self._turns = EntryTurns()
@@ -43,11 +44,8 @@ class BodyBudgetMiddleware:
         self._threads = TextThreads()
         self._freed = FreedMemory()
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """See ASGI."""
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
+    async def answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """See ``HttpMiddleware``."""
         client = self._client_of(scope)
         body = _Body(self._held, client, self._config)
         if client is None:

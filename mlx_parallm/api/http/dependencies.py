@@ -8,7 +8,7 @@ from fastapi import Depends, Request
 
 from mlx_parallm.api.http.auth import client_of
 from mlx_parallm.api.http.internal import internal_caller
-from mlx_parallm.api.http.scopes import ScopedEngine, scope_of
+from mlx_parallm.api.http.scopes import scope_of, scoped
 from mlx_parallm.config import ServerConfig
 from mlx_parallm.serving.interface import EngineClient
 
@@ -36,7 +36,7 @@ async def get_engine(request: Request) -> EngineClient:
     """The engine behind this application, as the caller may use it."""
     caller = internal_caller(request)
     engine = caller.engine if caller is not None else request.app.state.engine
-    return ScopedEngine(engine, scope_of(await get_client(request), request.app.state.config))
+    return scoped(engine, scope_of(await get_client(request), request.app.state.config))
 
 
 EngineDep = Annotated[EngineClient, Depends(get_engine)]

@@ -6,10 +6,11 @@ They are told by an entry of the ASGI scope, which no client can set.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import cast
 
 from starlette.requests import HTTPConnection
 
-from mlx_parallm.api.http.engine_view import EngineView
+from mlx_parallm.api.http.view import View
 from mlx_parallm.generation.model import RequestHandle
 from mlx_parallm.serving.interface import EngineClient
 from mlx_parallm.types.request import GenerateRequest
@@ -39,18 +40,20 @@ def internal_caller(connection: HTTPConnection) -> InternalCaller | None:
     return connection.scope.get(INTERNAL_CALLER)
 
 
-class BackgroundEngine(EngineView):
-    """An engine whose requests are a client's and run behind everybody else's."""
+def in_background(engine: EngineClient, client: str) -> EngineClient:
+    """Return an engine whose requests are a client's and run behind everybody else's."""
+    return cast(EngineClient, _BackgroundEngine(engine, client))
 
+
+class _BackgroundEngine(View[EngineClient]):
     def __init__(self, engine: EngineClient, client: str) -> None:
         super().__init__(engine)
         self._client = client
 
     async def check_room(self, model: str, client: str, n: int) -> None:
-        """See ``EngineClient``."""
-        await self._engine.check_room(model, self._client, n)
+        del client
+        await self._viewed.check_room(model, self._client, n)
 
     async def submit(self, request: GenerateRequest) -> RequestHandle:
-        """See ``EngineClient``."""
         priority = BACKGROUND_PRIORITY + request.priority
-        return await self._engine.submit(replace(request, priority=priority, client=self._client))
+        return await self._viewed.submit(replace(request, priority=priority, client=self._client))

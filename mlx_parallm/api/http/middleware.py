@@ -25,6 +25,7 @@ from mlx_parallm.config import ServerConfig
 from mlx_parallm.types.errors import (
     AuthenticationError,
     MisdirectedRequestError,
+    ParallmError,
     PermissionDeniedError,
     RequestTooLargeError,
 )
@@ -42,31 +43,54 @@ FOREIGN = (
 )
 
 
-class RouteMiddleware:
-    """Finds what the route of a request declares, for all that runs before the route."""
-
-    def __init__(self, app: ASGIApp, routes: Iterable[DeclaredRoute]) -> None:
-        self._app = app
-        self._index = RouteIndex.of(routes)
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """See ASGI."""
-        if scope["type"] == "http":
-            scope[FACTS] = self._index.find(scope["method"], local_path(scope))
-        await self._app(scope, receive, send)
-
-
-class RequestIdMiddleware:
-    """Gives every answer an ``x-request-id``: the client's own if it is sane, else a new one."""
+class HttpMiddleware:
+    """Wraps an application; its start and stop, which are no requests, pass unchanged."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """See ASGI."""
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
+        answer = self.answer if scope["type"] == "http" else self._app
+        await answer(scope, receive, send)
+
+    async def answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer a request of HTTP, most often by the wrapped application."""
+        raise NotImplementedError
+
+
+class RefusingMiddleware(HttpMiddleware):
+    """Answers some requests by an error; those that the server makes of itself are let through."""
+
+    async def answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """See ``HttpMiddleware``."""
+        refusal = None if INTERNAL_CALLER in scope else self.refusal(scope)
+        answer = self._app if refusal is None else response_of(refusal, scope)
+        await answer(scope, receive, send)
+
+    def refusal(self, scope: Scope) -> ParallmError | None:
+        """Return what refuses the request; None if it is let through."""
+        raise NotImplementedError
+
+
+class RouteMiddleware(HttpMiddleware):
+    """Finds what the route of a request declares, for all that runs before the route."""
+
+    def __init__(self, app: ASGIApp, routes: Iterable[DeclaredRoute]) -> None:
+        super().__init__(app)
+        self._index = RouteIndex.of(routes)
+
+    async def answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """See ``HttpMiddleware``."""
+        scope[FACTS] = self._index.find(scope["method"], local_path(scope))
+        await self._app(scope, receive, send)
+
+
+class RequestIdMiddleware(HttpMiddleware):
+    """Gives every answer an ``x-request-id``: the client's own if it is sane, else a new one."""
+
+    async def answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """See ``HttpMiddleware``."""
         fresh = uuid.uuid4().hex
         given = sane_id(Headers(scope=scope).get("x-request-id"))
         request_id = given or fresh
@@ -83,17 +107,11 @@ class RequestIdMiddleware:
         await self._app(scope, receive, send_with_id)
 
 
-class AccessLogMiddleware:
+class AccessLogMiddleware(HttpMiddleware):
     """Logs a line per request once its answer has ended; what supervisors poll, for debugging."""
 
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """See ASGI."""
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
+    async def answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """See ``HttpMiddleware``."""
         started_s = time.monotonic()
         # An exception is answered outside of every middleware.
         status = 500
@@ -123,7 +141,7 @@ def _log_access(scope: Scope, status: int, duration_s: float) -> None:
     logger.log(level, "request", extra=fields)
 
 
-class HostMiddleware:
+class HostMiddleware(RefusingMiddleware):
     """Answers 421 to requests that name no host of this server, or none or several."""
 
     def __init__(self, app: ASGIApp, hosts: frozenset[str]) -> None:
@@ -134,86 +152,65 @@ class HostMiddleware:
             hosts: names and addresses beside those of the loopback interface, as ``host_of``
                 gives them.
         """
-        self._app = app
+        super().__init__(app)
         self._hosts = hosts
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """See ASGI."""
-        if scope["type"] != "http" or INTERNAL_CALLER in scope:
-            await self._app(scope, receive, send)
-            return
+    def refusal(self, scope: Scope) -> ParallmError | None:
+        """See ``RefusingMiddleware``."""
         named = Headers(scope=scope).getlist("host")
-        if self._answers(named):
-            await self._app(scope, receive, send)
-            return
-        await response_of(_misdirected(named), scope)(scope, receive, send)
-
-    def _answers(self, named: Sequence[str]) -> bool:
         host = host_of(named[0]) if len(named) == 1 else None
-        return host is not None and (host in self._hosts or is_loopback_host(host))
+        if host is not None and (host in self._hosts or is_loopback_host(host)):
+            return None
+        return _misdirected(named)
 
 
-class OriginMiddleware:
+class OriginMiddleware(RefusingMiddleware):
     """Refuses what pages of other origins send to change something, unless CORS allows them.
 
     Content types do not count: a form needs no leave of this server to be sent.
     """
 
     def __init__(self, app: ASGIApp, config: ServerConfig) -> None:
-        self._app = app
+        super().__init__(app)
         self._config = config
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """See ASGI."""
-        if scope["type"] != "http" or INTERNAL_CALLER in scope or self._admits(scope):
-            await self._app(scope, receive, send)
-            return
-        await response_of(PermissionDeniedError(FOREIGN), scope)(scope, receive, send)
-
-    def _admits(self, scope: Scope) -> bool:
-        return may_change(self._config, scope["method"], Headers(scope=scope))
+    def refusal(self, scope: Scope) -> ParallmError | None:
+        """See ``RefusingMiddleware``."""
+        if may_change(self._config, scope["method"], Headers(scope=scope)):
+            return None
+        return PermissionDeniedError(FOREIGN)
 
 
-class AuthMiddleware:
+class AuthMiddleware(RefusingMiddleware):
     """Refuses requests without a valid key, where keys are set."""
 
     def __init__(self, app: ASGIApp, config: ServerConfig) -> None:
-        self._app = app
+        super().__init__(app)
         self._keys = KeyRing((*config.api_keys, *config.admin_api_keys) if config.api_keys else ())
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """See ASGI."""
-        if self._admits(scope):
-            await self._app(scope, receive, send)
-            return
-        error = AuthenticationError("Incorrect API key provided.", code="invalid_api_key")
-        await response_of(error, scope)(scope, receive, send)
-
-    def _admits(self, scope: Scope) -> bool:
-        if INTERNAL_CALLER in scope:
-            return True
+    def refusal(self, scope: Scope) -> ParallmError | None:
+        """See ``RefusingMiddleware``."""
         # A browser's preflight request carries no key.
-        if scope["type"] != "http" or not self._keys or scope["method"] == "OPTIONS":
-            return True
-        is_open = facts_of(scope).access is Access.OPEN
-        return is_open or self._keys.accepts(key_of(Headers(scope=scope)))
+        needs_none = not self._keys or scope["method"] == "OPTIONS"
+        if needs_none or facts_of(scope).access is Access.OPEN:
+            return None
+        if self._keys.accepts(key_of(Headers(scope=scope))):
+            return None
+        return AuthenticationError("Incorrect API key provided.", code="invalid_api_key")
 
 
-class BodyLimitMiddleware:
+class BodyLimitMiddleware(HttpMiddleware):
     """Refuses bodies over their route's limit when they are read, by their header or as they come.
 
     A body that no route reads is not refused: an unknown path remains a 404.
     """
 
     def __init__(self, app: ASGIApp, config: ServerConfig) -> None:
-        self._app = app
+        super().__init__(app)
         self._config = config
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """See ASGI."""
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
+    async def answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """See ``HttpMiddleware``."""
         body_limit = facts_of(scope).body_limit
         limit = body_limit.size(self._config)
         error = RequestTooLargeError(f"The body is larger than {limit} bytes.{body_limit.hint}")
@@ -235,15 +232,12 @@ class BodyLimitMiddleware:
         await self._app(scope, counted, send)
 
 
-class HeadMiddleware:
+class HeadMiddleware(HttpMiddleware):
     """Answers HEAD as GET without its body, on every route: load balancers ask so."""
 
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """See ASGI."""
-        if scope["type"] != "http" or scope["method"] != "HEAD":
+    async def answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """See ``HttpMiddleware``."""
+        if scope["method"] != "HEAD":
             await self._app(scope, receive, send)
             return
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import cast
 
-from mlx_parallm.api.http.engine_view import EncoderView, EngineView
+from mlx_parallm.api.http.view import View
 from mlx_parallm.config import ServerConfig
 from mlx_parallm.generation.model import RequestHandle
 from mlx_parallm.serving.interface import EngineClient, PoolingClient
@@ -18,28 +19,28 @@ def scope_of(client: str, config: ServerConfig) -> CacheScope:
     return CacheScope(client) if config.separates_keys else EVERYBODY
 
 
-class ScopedEngine(EngineView):
-    """An engine whose requests find and keep what is computed in one scope."""
+def scoped(engine: EngineClient, scope: CacheScope) -> EngineClient:
+    """Return an engine whose requests find and keep what is computed in one scope."""
+    return cast(EngineClient, _ScopedEngine(engine, scope))
 
+
+class _ScopedEngine(View[EngineClient]):
     def __init__(self, engine: EngineClient, scope: CacheScope) -> None:
         super().__init__(engine)
         self._scope = scope
 
     async def submit(self, request: GenerateRequest) -> RequestHandle:
-        """See ``EngineClient``."""
-        return await self._engine.submit(replace(request, scope=self._scope))
+        return await self._viewed.submit(replace(request, scope=self._scope))
 
     @property
     def encoders(self) -> PoolingClient:
-        """See ``EngineClient``."""
-        return _ScopedEncoders(self._engine.encoders, self._scope)
+        return cast(PoolingClient, _ScopedEncoders(self._viewed.encoders, self._scope))
 
 
-class _ScopedEncoders(EncoderView):
+class _ScopedEncoders(View[PoolingClient]):
     def __init__(self, encoders: PoolingClient, scope: CacheScope) -> None:
         super().__init__(encoders)
         self._scope = scope
 
     async def encode(self, request: EncodeRequest) -> EncodeResults:
-        """See ``PoolingClient``."""
-        return await self._encoders.encode(replace(request, scope=self._scope))
+        return await self._viewed.encode(replace(request, scope=self._scope))

@@ -11,7 +11,7 @@ import httpx2
 from fastapi import Depends, Request
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from mlx_parallm.api.http.internal import INTERNAL_CALLER, BackgroundEngine, InternalCaller
+from mlx_parallm.api.http.internal import INTERNAL_CALLER, InternalCaller, in_background
 from mlx_parallm.batch_jobs.answers import LineResponse
 from mlx_parallm.batch_jobs.files import FileLimits
 from mlx_parallm.batch_jobs.service import BatchLimits, BatchService
@@ -64,7 +64,7 @@ class LineSender:
         """See ``batch_jobs.run.Send``."""
         caller = InternalCaller(
             client=owner,
-            engine=BackgroundEngine(self._engine, owner),
+            engine=in_background(self._engine, owner),
             max_waiting=self._max_waiting,
         )
 
