@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import asdict
 
 from mlx_parallm.adapters.formats import read_adapter
 from mlx_parallm.adapters.safetensors import FLOATS, read_safetensors
+from mlx_parallm.adapters.weights import AdapterWeights
 from mlx_parallm.api.control.adapters.schema import (
     AdapterCard,
     AdapterFields,
@@ -15,19 +15,18 @@ from mlx_parallm.api.control.adapters.schema import (
     UploadedAdapter,
     UploadTimings,
 )
-from mlx_parallm.api.control.serialized import SERIALIZED, take_serialized
-from mlx_parallm.api.http.uploads import Received, from_base64, is_json, json_object, validated
+from mlx_parallm.api.control.tensors import SERIALIZED, take_serialized, unpacked
+from mlx_parallm.api.http.uploads import Received, json_object, validated
 from mlx_parallm.engine.policies import AdapterInfo, AdapterUpload
 from mlx_parallm.types.errors import InvalidRequestError
 
-TENSORS = "tensors"
 FILE = "adapter_model"
 # Of SGLang: tokens that the base model lacks, and checksums of what was unpickled.
 NOT_SERVED = ("added_tokens_config", "expected_checksums")
 
 
-def read_upload(received: Received) -> tuple[AdapterUpload, AdapterFields, float]:
-    """The adapter of a body, its fields, and the milliseconds this took.
+def read_upload(received: Received) -> tuple[AdapterUpload, AdapterFields]:
+    """Return the adapter of a body, and its fields.
 
     It is long work, for a thread of its own: every number is checked and hashed.
 
@@ -35,31 +34,14 @@ def read_upload(received: Received) -> tuple[AdapterUpload, AdapterFields, float
         InvalidRequestError: a field is missing or wrong, the tensors are no safetensors file, or
             not an adapter.
     """
-    begin_s = time.perf_counter()
-    data: bytes | bytearray = received.body
-    fields: dict[str, Any] = dict(received.fields)
-    param = FILE
-    if is_json(received.kind):
-        fields |= json_object(received.body)
-        param = TENSORS
-        data = from_base64(fields.pop(TENSORS, None), param=TENSORS)
+    fields, data, param = unpacked(received, FILE)
     known = validated(AdapterFields, fields)
-    weights = read_adapter(known.config, read_safetensors(data, param=param), param=param)
-    # Computed here rather than on the engine thread.
-    _ = weights.digest
-    upload = AdapterUpload(
-        name=known.name,
-        weights=weights,
-        version=known.version,
-        expected_version=known.expected_version,
-        replaces=True,
-        is_pinned=known.pinned,
-    )
-    return upload, known, (time.perf_counter() - begin_s) * 1000
+    weights = read_adapter(known.config, read_safetensors(data or b"", param=param), param=param)
+    return _upload(known.name, weights, known), known
 
 
 def read_serialized(received: Received) -> tuple[AdapterUpload, LoraTensors]:
-    """The adapter of SGLang's ``/load_lora_adapter_from_tensors`` and its fields; long work too.
+    """Return the adapter of SGLang's ``/load_lora_adapter_from_tensors``; long work too.
 
     Raises:
         InvalidRequestError: a field is wrong or asks for what is not served, or the tensors are
@@ -72,49 +54,34 @@ def read_serialized(received: Received) -> tuple[AdapterUpload, LoraTensors]:
             raise InvalidRequestError(f"{name} is not supported: leave it out.", param=name)
     known = validated(LoraTensors, fields)
     weights = read_adapter(known.config_dict, tensors, param=SERIALIZED)
+    return _upload(known.lora_name, weights, known), known
+
+
+def _upload(
+    name: str, weights: AdapterWeights, fields: AdapterFields | LoraTensors
+) -> AdapterUpload:
+    # Computed here rather than on the engine thread.
     _ = weights.digest
-    upload = AdapterUpload(
-        name=known.lora_name,
+    return AdapterUpload(
+        name=name,
         weights=weights,
-        version=known.version,
-        expected_version=known.expected_version,
+        version=fields.version,
+        expected_version=fields.expected_version,
         replaces=True,
-        is_pinned=known.pinned,
+        is_pinned=fields.pinned,
     )
-    return upload, known
 
 
 def card(info: AdapterInfo) -> AdapterCard:
-    """A loaded adapter as clients read it."""
-    return AdapterCard(**_fields(info))
+    """Return a loaded adapter as clients read it."""
+    return AdapterCard.model_validate(asdict(info))
 
 
-def uploaded(info: AdapterInfo, received: Received, parse_ms: float) -> UploadedAdapter:
-    """An adapter that has just begun to serve."""
-    timings = UploadTimings(
-        receive_ms=round((received.ended_s - received.began_s) * 1000, 3),
-        parse_ms=round(parse_ms, 3),
-        live_ms=round((time.perf_counter() - received.ended_s) * 1000, 3),
-    )
-    return UploadedAdapter(**_fields(info), timings=timings)
+def uploaded(info: AdapterInfo, timings: UploadTimings) -> UploadedAdapter:
+    """Return an adapter that has just begun to serve."""
+    return UploadedAdapter.model_validate({**asdict(info), "timings": timings})
 
 
 def loaded_adapters(infos: Sequence[AdapterInfo]) -> dict[str, str]:
-    """SGLang's map of what is loaded."""
+    """Return SGLang's map of what is loaded."""
     return {info.name: info.source or info.name for info in infos}
-
-
-def _fields(info: AdapterInfo) -> dict[str, Any]:
-    return {
-        "name": info.name,
-        "model": info.model,
-        "version": info.version,
-        "digest": info.digest,
-        "rank": info.rank,
-        "bytes": info.num_bytes,
-        "created": info.created,
-        "source": info.source,
-        "pinned": info.is_pinned,
-        "resident": info.is_resident,
-        "num_running": info.num_running,
-    }

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import time
 
 from fastapi import Request, Response
 from fastapi.responses import PlainTextResponse
 
 from mlx_parallm.api.control.adapters.request import (
     FILE,
-    TENSORS,
     card,
     loaded_adapters,
     read_serialized,
@@ -27,7 +27,7 @@ from mlx_parallm.api.control.adapters.schema import (
     UnloadLora,
     UploadedAdapter,
 )
-from mlx_parallm.api.control.serialized import SERIALIZED
+from mlx_parallm.api.control.tensors import serialized_schema, timings, upload_schema
 from mlx_parallm.api.http.declared import ADAPTER, Access
 from mlx_parallm.api.http.dependencies import EngineDep
 from mlx_parallm.api.http.ignored import tell_ignored
@@ -42,41 +42,12 @@ from mlx_parallm.types.errors import NotFoundError, NotImplementedRouteError
 routes = Routes(SERVER, access=Access.ADMIN, short=True)
 
 HEADER_PREFIX = "x-adapter-"
-# Of clients; they change nothing here.
-
-
-def _schema() -> dict[str, object]:
-    """The three bodies of an upload; FastAPI cannot know them, since it does not read them."""
-    fields = AdapterFields.model_json_schema()
-    form = {**fields, "properties": {**fields["properties"]}}
-    form["properties"][FILE] = {"type": "string", "format": "binary"}
-    form["required"] = [*fields["required"], FILE]
-    body = {**fields, "properties": {**fields["properties"]}}
-    body["properties"][TENSORS] = {"type": "string", "contentEncoding": "base64"}
-    body["required"] = [*fields["required"], TENSORS]
-    raw = {"schema": {"type": "string", "format": "binary"}}
-    content = {
-        "application/octet-stream": raw,
-        "application/x-safetensors": raw,
-        "multipart/form-data": {"schema": form},
-        "application/json": {"schema": body},
-    }
-    return {"requestBody": {"required": True, "content": content}}
-
-
-def _tensors_schema() -> dict[str, object]:
-    """The body of SGLang's tensors, which FastAPI does not read either."""
-    schema = LoraTensors.model_json_schema()
-    entries = {"type": "array", "items": {"type": "string", "contentEncoding": "base64"}}
-    schema["properties"][SERIALIZED] = entries
-    schema["required"] = [*schema["required"], SERIALIZED]
-    return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
 
 
 @routes.post(
     "/v1/update_adapter_weights",
     body_limit=ADAPTER,
-    openapi_extra=_schema(),
+    openapi_extra=upload_schema(AdapterFields, FILE),
     response_model=UploadedAdapter,
 )
 async def update_adapter_weights(request: Request, engine: EngineDep, response: Response) -> object:
@@ -85,10 +56,11 @@ async def update_adapter_weights(request: Request, engine: EngineDep, response: 
     The query or headers ``x-adapter-…`` bring the fields of a body that is nothing but tensors.
     """
     received = await receive(request, file_field=FILE, header_prefix=HEADER_PREFIX)
-    upload, fields, parse_ms = await asyncio.to_thread(read_upload, received)
+    upload, fields = await asyncio.to_thread(read_upload, received)
+    parsed_s = time.perf_counter()
     info = await engine.control.load_adapter(upload, model=fields.model)
     tell_ignored(response, fields.model_extra or ())
-    return uploaded(info, received, parse_ms)
+    return uploaded(info, timings(received, parsed_s))
 
 
 @routes.get("/v1/adapters")
@@ -142,7 +114,7 @@ async def put_lora_adapter(body: LoadLora, engine: EngineDep) -> LoraAnswer:
     short=False,
     dialect=SGLANG,
     body_limit=ADAPTER,
-    openapi_extra=_tensors_schema(),
+    openapi_extra=serialized_schema(LoraTensors),
     response_model=LoraAnswer,
 )
 async def put_lora_tensors(request: Request, engine: EngineDep, response: Response) -> object:

@@ -68,11 +68,13 @@ class AdapterCard(BaseModel):
     version: str = Field(description="Label of the tokens that it makes now.")
     digest: str = Field(description="SHA-256 of what it changes: its identity.")
     rank: int = Field(description="The largest of its modules.")
-    bytes: int = Field(description="Of its tensors.")
+    bytes: int = Field(validation_alias="num_bytes", description="Of its tensors.")
     created: int = Field(description="Unix seconds of this version.")
     source: str | None = Field(None, description="The folder it came from; null for an upload.")
-    pinned: bool = Field(description="Whether it keeps its slot once it has one.")
-    resident: bool = Field(description="Whether it has a slot.")
+    pinned: bool = Field(
+        validation_alias="is_pinned", description="Whether it keeps its slot once it has one."
+    )
+    resident: bool = Field(validation_alias="is_resident", description="Whether it has a slot.")
     num_running: int = Field(description="Sequences that run with it.")
 
 

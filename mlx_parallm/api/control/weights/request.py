@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping
-from typing import Any
 
 from mlx_parallm.adapters.safetensors import MODEL_DTYPES, read_safetensors
 from mlx_parallm.adapters.tensors import HostTensor
-from mlx_parallm.api.control.adapters.schema import UploadTimings
-from mlx_parallm.api.control.serialized import take_serialized
+from mlx_parallm.api.control.tensors import take_serialized, unpacked
 from mlx_parallm.api.control.weights.schema import CheckedWeights, TensorFields, UpdateFields
-from mlx_parallm.api.http.uploads import Received, from_base64, is_json, json_object, validated
+from mlx_parallm.api.http.uploads import Received, is_json, json_object, validated
 from mlx_parallm.types.errors import InvalidRequestError, NotImplementedRouteError
 
 FILE = "weights"
-TENSORS = "tensors"
 NO_TRANSFER = (
     "{what} is not served: tensors do not come by NCCL or CUDA IPC here. Send them as a "
     "safetensors body to /update_weights (an adapter's to /v1/update_adapter_weights), or name "
@@ -33,16 +29,9 @@ def read_update(received: Received) -> tuple[UpdateFields, dict[str, HostTensor]
         InvalidRequestError: a field is wrong, the tensors are no safetensors file, or there are
             neither tensors nor a folder.
     """
-    data: bytes | bytearray | None = received.body
-    fields: dict[str, Any] = dict(received.fields)
-    param = FILE
-    if is_json(received.kind):
-        fields |= json_object(received.body)
-        if "update_info" in fields:
-            raise NotImplementedRouteError(NO_TRANSFER.format(what="update_info"))
-        param = TENSORS
-        given = fields.pop(TENSORS, None)
-        data = None if given is None else from_base64(given, param=TENSORS)
+    fields, data, param = unpacked(received, FILE, needs_file=False)
+    if is_json(received.kind) and "update_info" in fields:
+        raise NotImplementedRouteError(NO_TRANSFER.format(what="update_info"))
     known = validated(UpdateFields, fields)
     if (data is None) == (known.weight_dir is None):
         raise InvalidRequestError(
@@ -85,13 +74,4 @@ def compared(found: Mapping[str, str], baseline: Mapping[str, str]) -> CheckedWe
         checksums=None,
         match=not other,
         mismatches=other,
-    )
-
-
-def timings(received: Received, parsed_s: float) -> UploadTimings:
-    """How long an upload took that has just begun to serve; times of ``perf_counter``."""
-    return UploadTimings(
-        receive_ms=round((received.ended_s - received.began_s) * 1000, 3),
-        parse_ms=round((parsed_s - received.ended_s) * 1000, 3),
-        live_ms=round((time.perf_counter() - received.ended_s) * 1000, 3),
     )

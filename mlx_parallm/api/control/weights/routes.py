@@ -4,21 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import time
-from typing import Any
 
 from fastapi import Request, Response
 
 from mlx_parallm.api.control.pause.schema import MessageAnswer, PausedGeneration
-from mlx_parallm.api.control.serialized import SERIALIZED
+from mlx_parallm.api.control.tensors import serialized_schema, timings, upload_schema
 from mlx_parallm.api.control.weights.request import (
     FILE,
     NO_TRANSFER,
-    TENSORS,
     checksums,
     compared,
     read_serialized,
     read_update,
-    timings,
 )
 from mlx_parallm.api.control.weights.schema import (
     CheckedWeights,
@@ -49,39 +46,11 @@ routes = Routes(SERVER, access=Access.ADMIN)
 HEADER_PREFIX = "x-weights-"
 
 
-def _body(content: dict[str, Any]) -> dict[str, Any]:
-    """What FastAPI cannot know, since it does not read these bodies."""
-    return {"requestBody": {"required": True, "content": content}}
-
-
-def _json_with(model: type[UpdateFields] | type[TensorFields], field: str, of: Any) -> Any:
-    schema = model.model_json_schema()
-    return {**schema, "properties": {**schema["properties"], field: of}}
-
-
-BASE64 = {"type": "string", "contentEncoding": "base64"}
-RAW = {"schema": {"type": "string", "format": "binary"}}
-UPDATE_BODY = _body(
-    {
-        "application/json": {"schema": _json_with(UpdateFields, TENSORS, BASE64)},
-        "application/octet-stream": RAW,
-        "application/x-safetensors": RAW,
-        "multipart/form-data": {
-            "schema": _json_with(UpdateFields, FILE, {"type": "string", "format": "binary"})
-        },
-    }
-)
-TENSOR_BODY = _body(
-    {
-        "application/json": {
-            "schema": _json_with(TensorFields, SERIALIZED, {"type": "array", "items": BASE64})
-        }
-    }
-)
-
-
 @routes.post(
-    "/update_weights", body_limit=WEIGHTS, openapi_extra=UPDATE_BODY, response_model=UpdatedWeights
+    "/update_weights",
+    body_limit=WEIGHTS,
+    openapi_extra=upload_schema(UpdateFields, FILE, needs_file=False),
+    response_model=UpdatedWeights,
 )
 async def update_weights(request: Request, engine: EngineDep, response: Response) -> object:
     """Replace weights between two steps: tensors of the body, or a folder's whole checkpoint."""
@@ -128,7 +97,7 @@ async def update_from_disk(body: UpdateFromDisk, engine: EngineDep) -> PausedGen
     "/update_weights_from_tensor",
     body_limit=WEIGHTS,
     dialect=SGLANG,
-    openapi_extra=TENSOR_BODY,
+    openapi_extra=serialized_schema(TensorFields, needs_file=False),
     response_model=MessageAnswer,
 )
 async def update_from_tensor(request: Request, engine: EngineDep, response: Response) -> object:

@@ -1,0 +1,134 @@
+"""Tensors in the bodies of routes that replace weights and adapters: always safetensors files."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection
+from typing import Any
+
+from pydantic import BaseModel
+
+from mlx_parallm.adapters.safetensors import read_safetensors
+from mlx_parallm.adapters.tensors import HostTensor
+from mlx_parallm.api.control.adapters.schema import UploadTimings
+from mlx_parallm.api.http.uploads import (
+    FORM_TYPE,
+    RAW_TYPES,
+    Received,
+    from_base64,
+    is_json,
+    json_object,
+)
+from mlx_parallm.types.errors import InvalidRequestError
+
+#: The field of a JSON body that has the file.
+TENSORS = "tensors"
+#: SGLang's field of a JSON body that has several.
+SERIALIZED = "serialized_named_tensors"
+FORMAT = "load_format"
+SAFETENSORS = "safetensors"
+JSON_TYPE = "application/json"
+_BINARY = {"type": "string", "format": "binary"}
+_BASE64 = {"type": "string", "contentEncoding": "base64"}
+
+
+def upload_schema(
+    form: type[BaseModel], file_field: str, *, needs_file: bool = True
+) -> dict[str, Any]:
+    """Return what the OpenAPI document says of an upload, whose body FastAPI does not read.
+
+    Args:
+        form: the fields beside the file.
+        file_field: the name of the file in a multipart form.
+        needs_file: False if the fields may stand alone.
+    """
+    raw = {"schema": _BINARY}
+    return _request_body(
+        dict.fromkeys(RAW_TYPES, raw)
+        | {
+            FORM_TYPE: {"schema": _with_field(form, file_field, _BINARY, needs_file)},
+            JSON_TYPE: {"schema": _with_field(form, TENSORS, _BASE64, needs_file)},
+        }
+    )
+
+
+def serialized_schema(form: type[BaseModel], *, needs_file: bool = True) -> dict[str, Any]:
+    """Return what the OpenAPI document says of a body of ``take_serialized``."""
+    entries = {"type": "array", "items": _BASE64}
+    schema = _with_field(form, SERIALIZED, entries, needs_file)
+    return _request_body({JSON_TYPE: {"schema": schema}})
+
+
+def _request_body(content: dict[str, Any]) -> dict[str, Any]:
+    return {"requestBody": {"required": True, "content": content}}
+
+
+def _with_field(form: type[BaseModel], name: str, field: Any, is_required: bool) -> dict[str, Any]:
+    schema = form.model_json_schema()
+    schema["properties"][name] = field
+    if is_required:
+        schema["required"].append(name)
+    return schema
+
+
+def unpacked(
+    received: Received, file_field: str, *, needs_file: bool = True
+) -> tuple[dict[str, Any], bytes | bytearray | None, str]:
+    """Return the fields of an upload, its file, and the name of the field that the file is in.
+
+    The file is None where a JSON body has none and needs none.
+
+    Raises:
+        InvalidRequestError: a JSON body is no object, or its file is no base64.
+    """
+    if not is_json(received.kind):
+        return dict(received.fields), received.body, file_field
+    fields = {**received.fields, **json_object(received.body)}
+    encoded = fields.pop(TENSORS, None)
+    if encoded is None and not needs_file:
+        return fields, None, TENSORS
+    return fields, from_base64(encoded, param=TENSORS), TENSORS
+
+
+def timings(received: Received, parsed_s: float) -> UploadTimings:
+    """Return how long an upload took that has just begun to serve.
+
+    Args:
+        received: the upload.
+        parsed_s: when its tensors had been read, of ``time.perf_counter``.
+    """
+    return UploadTimings(
+        receive_ms=round((received.ended_s - received.began_s) * 1000, 3),
+        parse_ms=round((parsed_s - received.ended_s) * 1000, 3),
+        live_ms=round((time.perf_counter() - received.ended_s) * 1000, 3),
+    )
+
+
+def take_serialized(fields: dict[str, Any], *, dtypes: Collection[str]) -> dict[str, HostTensor]:
+    """Take the tensors out of a body: those of all its entries, by name.
+
+    Args:
+        fields: of the body.
+        dtypes: that they may have, by the format's names.
+
+    Raises:
+        InvalidRequestError: they are in another format, which could only be unpickled; an entry is
+            no such file; or a name occurs twice.
+    """
+    if fields.get(FORMAT) != SAFETENSORS:
+        raise InvalidRequestError(
+            f"{FORMAT} must be {SAFETENSORS!r}, with safetensors files in base64 as "
+            f"{SERIALIZED}: other formats are pickles, and nothing is unpickled here.",
+            param=FORMAT,
+        )
+    entries = fields.pop(SERIALIZED, None)
+    if not isinstance(entries, list) or not entries:
+        raise InvalidRequestError(f"{SERIALIZED} must be a list.", param=SERIALIZED)
+    tensors: dict[str, HostTensor] = {}
+    for number, entry in enumerate(entries):
+        data = from_base64(entry, param=f"{SERIALIZED}[{number}]")
+        found = read_safetensors(data, param=SERIALIZED, dtypes=dtypes)
+        if twice := found.keys() & tensors.keys():
+            raise InvalidRequestError(f"{min(twice)[:100]!r} comes twice.", param=SERIALIZED)
+        tensors |= found
+    return tensors
