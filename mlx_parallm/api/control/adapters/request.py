@@ -18,7 +18,7 @@ from mlx_parallm.api.control.adapters.schema import (
 from mlx_parallm.api.control.tensors import SERIALIZED, take_serialized, unpacked
 from mlx_parallm.api.http.uploads import Received, json_object, validated
 from mlx_parallm.engine.policies import AdapterInfo, AdapterUpload
-from mlx_parallm.types.errors import InvalidRequestError
+from mlx_parallm.types.errors import InvalidRequestError, NotImplementedRouteError
 
 FILE = "adapter_model"
 # Of SGLang: tokens that the base model lacks, and checksums of what was unpickled.
@@ -70,6 +70,14 @@ def _upload(
         replaces=True,
         is_pinned=fields.pinned,
     )
+
+
+def refuse_3d_weights(is_3d: bool) -> None:
+    """Raise NotImplementedRouteError if an adapter's weights of experts are in vLLM's 3D form."""
+    if is_3d:
+        raise NotImplementedRouteError(
+            "is_3d_lora_weight is not supported: save experts as PEFT or mlx-lm write them."
+        )
 
 
 def card(info: AdapterInfo) -> AdapterCard:

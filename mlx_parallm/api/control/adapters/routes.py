@@ -14,6 +14,7 @@ from mlx_parallm.api.control.adapters.request import (
     loaded_adapters,
     read_serialized,
     read_upload,
+    refuse_3d_weights,
     uploaded,
 )
 from mlx_parallm.api.control.adapters.schema import (
@@ -36,7 +37,7 @@ from mlx_parallm.api.http.routing import Routes
 from mlx_parallm.api.http.uploads import receive
 from mlx_parallm.api.sglang.dialect import SGLANG
 from mlx_parallm.serving.interface import EngineClient
-from mlx_parallm.types.errors import NotFoundError, NotImplementedRouteError
+from mlx_parallm.types.errors import NotFoundError
 
 #: With and without ``/v1``.
 routes = Routes(SERVER, access=Access.ADMIN, short=True)
@@ -134,10 +135,7 @@ async def drop_lora_adapter(body: UnloadLora, engine: EngineDep) -> LoraAnswer:
 
 
 async def _load(engine: EngineClient, body: LoadLora, *, replaces: bool) -> None:
-    if body.is_3d_lora_weight:
-        raise NotImplementedRouteError(
-            "is_3d_lora_weight is not supported: save experts as PEFT or mlx-lm write them."
-        )
+    refuse_3d_weights(body.is_3d_lora_weight)
     await engine.control.load_adapter_folder(
         body.lora_name,
         body.lora_path,

@@ -99,48 +99,45 @@ class DeletedAdapter(BaseModel):
     deleted: bool = Field(True, description="Always true.")
 
 
-# Fields that vLLM and SGLang have.
-WITHOUT_EFFECT = frozenset({"lora_int_id", "lora_id", "rid", "http_worker_ipc"})
+class LoraForm(OpenForm):
+    """What bodies of vLLM and SGLang say of an adapter."""
+
+    # Ids that the two servers have, and nothing else reads.
+    without_effect = frozenset({"lora_int_id", "lora_id", "rid", "http_worker_ipc"})
 
 
-class LoadLora(OpenForm):
-    """vLLM's and SGLang's body of loading an adapter from a folder."""
+class UnloadLora(LoraForm):
+    """vLLM's and SGLang's body of unloading one."""
 
-    without_effect = WITHOUT_EFFECT
+    lora_name: Name = Field(description="Its name.")
+
+
+class NewLora(LoraForm):
+    """What both ways to load an adapter say of it."""
 
     lora_name: Name = Field(description="That requests are to use as their model.")
-    lora_path: FolderPath = Field(description="A folder that this server may read.")
-    load_inplace: StrictBool = Field(False, description="Whether it may replace another.")
-    is_3d_lora_weight: StrictBool = Field(False, description="Only false is served.")
     base_model_name: Name | None = Field(None, description="The base model; the first by default.")
     pinned: StrictBool | None = Field(None, description="Whether it keeps its slot.")
-    flush_cache: StrictBool = Field(False, description="Whether to forget what was cached.")
     version: Name | None = Field(None, description="Label of the tokens it makes.")
     expected_version: Name | None = Field(None, description="The version that this one replaces.")
 
 
-class LoraTensors(OpenForm):
+class LoadLora(NewLora):
+    """vLLM's and SGLang's body of loading an adapter from a folder."""
+
+    lora_path: FolderPath = Field(description="A folder that this server may read.")
+    load_inplace: StrictBool = Field(False, description="Whether it may replace another.")
+    is_3d_lora_weight: StrictBool = Field(False, description="Only false is served.")
+    flush_cache: StrictBool = Field(False, description="Whether to forget what was cached.")
+
+
+class LoraTensors(NewLora):
     """SGLang's body of ``/load_lora_adapter_from_tensors``, but for the tensors."""
 
-    without_effect = WITHOUT_EFFECT
-
-    lora_name: Name = Field(description="That requests are to use as their model.")
     config_dict: dict[str, Any] = Field(description="The content of adapter_config.json.")
     load_format: Literal["safetensors"] = Field(
         description="Each entry is a safetensors file in base64; nothing is unpickled."
     )
-    pinned: StrictBool | None = Field(None, description="Whether it keeps its slot.")
-    base_model_name: Name | None = Field(None, description="The base model; the first by default.")
-    version: Name | None = Field(None, description="Label of the tokens it makes.")
-    expected_version: Name | None = Field(None, description="The version that this one replaces.")
-
-
-class UnloadLora(OpenForm):
-    """vLLM's and SGLang's body of unloading one."""
-
-    without_effect = WITHOUT_EFFECT
-
-    lora_name: Name = Field(description="Its name.")
 
 
 class LoraAnswer(BaseModel):

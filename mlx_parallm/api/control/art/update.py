@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 
+from mlx_parallm.api.control.adapters.request import refuse_3d_weights
 from mlx_parallm.api.control.art.policies import Policies, Policy
 from mlx_parallm.api.control.art.schema import InFlightUpdate, InFlightUpdated
 from mlx_parallm.api.turns.generation import named_by
@@ -12,7 +14,6 @@ from mlx_parallm.engine.policies import AdapterInfo
 from mlx_parallm.types.errors import (
     InvalidRequestError,
     NotFoundError,
-    NotImplementedRouteError,
     VersionMismatchError,
 )
 
@@ -41,23 +42,13 @@ async def update_in_flight(
         result: InFlightUpdated | None = policies.result_of(body.operation_id, request)
         if result is None or info is None or info.version != result.generation_id:
             policy = await _advance(body, control, policies, info)
-            result = InFlightUpdated(
-                status="updated",
-                model_name=body.model_name,
-                lora_slot=policy.lora_slot,
-                generation_id=policy.generation_id,
-                policy_version=policy.policy_version,
-                update_seq=policy.update_seq,
-            )
+            result = InFlightUpdated(status="updated", model_name=body.model_name, **asdict(policy))
             policies.settle(body.operation_id, request, result)
     return result
 
 
 def _check(body: InFlightUpdate) -> None:
-    if body.is_3d_lora_weight:
-        raise NotImplementedRouteError(
-            "is_3d_lora_weight is not supported: save experts as PEFT or mlx-lm write them."
-        )
+    refuse_3d_weights(body.is_3d_lora_weight)
     if body.lora_slot not in (None, body.model_name):
         raise InvalidRequestError(
             "An adapter has one name here: lora_slot must be model_name.", param="lora_slot"

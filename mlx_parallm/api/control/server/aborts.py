@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Set
 
 from fastapi import Depends, Request
 
@@ -25,8 +25,7 @@ async def abort_requests(
     body: AbortRequests, request: Request, engine: EngineDep, config: ConfigDep
 ) -> AbortResponse:
     """End the caller's requests of these ids; with an admin key, anybody's."""
-    wanted = frozenset(body.request_ids)
-    return await _abort(request, engine, config, lambda one: is_named(one, wanted))
+    return await _abort(request, engine, config, frozenset(body.request_ids))
 
 
 @routes.post("/abort_request")
@@ -34,20 +33,15 @@ async def abort_request(
     body: AbortRequest, request: Request, engine: EngineDep, config: ConfigDep
 ) -> AbortResponse:
     """End one of the caller's requests, or all of them; with an admin key, anybody's."""
-    if body.abort_all:
-        return await _abort(request, engine, config, lambda _: True)
-    if not body.rid:
+    if not body.abort_all and not body.rid:
         raise InvalidRequestError("rid or abort_all is needed.", param="rid")
-    wanted = frozenset({body.rid})
-    return await _abort(request, engine, config, lambda one: is_named(one, wanted))
+    return await _abort(request, engine, config, None if body.abort_all else {body.rid or ""})
 
 
 async def _abort(
-    request: Request,
-    engine: EngineClient,
-    config: ServerConfig,
-    is_meant: Callable[[GenerateRequest], bool],
+    request: Request, engine: EngineClient, config: ServerConfig, ids: Set[str] | None
 ) -> AbortResponse:
+    """End the requests of these ids, or all requests, as far as the caller may reach them."""
     engine.check_health()
     reaches_all = may_reach_others(request)
     if config.admin_api_keys and not config.api_keys and not reaches_all:
@@ -55,16 +49,16 @@ async def _abort(
         raise AuthenticationError("This route needs the admin key.")
     client = client_of(request.headers, config)
     chosen = [
-        one
-        for one in engine.open_requests()
-        if is_meant(one) and (reaches_all or one.client == client)
+        each
+        for each in engine.open_requests()
+        if (ids is None or is_named(each, ids)) and (reaches_all or each.client == client)
     ]
-    for one in chosen:
-        await engine.cancel(one.request_id)
-    return AbortResponse(aborted=sorted({one.group or one.request_id for one in chosen}))
+    for each in chosen:
+        await engine.cancel(each.request_id)
+    return AbortResponse(aborted=sorted({each.group or each.request_id for each in chosen}))
 
 
-def is_named(request: GenerateRequest, wanted: frozenset[str]) -> bool:
-    """Whether one of the ids is the request's: as answered, or without its prefix, as sent."""
+def is_named(request: GenerateRequest, ids: Set[str]) -> bool:
+    """True if one of the ids is the request's: as answered, or without its prefix, as sent."""
     name = request.group or request.request_id
-    return bool(wanted & {request.request_id, name, name.partition("-")[2]} - {""})
+    return bool(ids & {request.request_id, name, name.partition("-")[2]} - {""})

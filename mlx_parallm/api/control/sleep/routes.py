@@ -20,7 +20,6 @@ from mlx_parallm.api.http.routing import Routes
 from mlx_parallm.api.sglang.dialect import SGLANG
 from mlx_parallm.engine.control import PauseMode
 from mlx_parallm.engine.live_weights import KV_CACHE, SLEEP_TAGS, WEIGHTS
-from mlx_parallm.serving.interface import EngineClient
 
 routes = Routes(SERVER, access=Access.ADMIN)
 
@@ -44,8 +43,8 @@ async def wake_up(
     engine: EngineDep, tags: Annotated[list[str] | None, Query()] = None
 ) -> WakeAnswer:
     """vLLM's: have memory again; requests go on once all is there."""
-    wanted = None if not tags else [tag for tag in tags if tag != SCHEDULING]
-    asleep = await _wake(engine, wanted)
+    wanted = [tag for tag in tags if tag != SCHEDULING] if tags else None
+    asleep = list(await engine.control.wake_up(wanted))
     return WakeAnswer(status="sleeping" if asleep else "awake", tags=asleep)
 
 
@@ -68,13 +67,9 @@ async def release_memory(engine: EngineDep, body: MemoryTags | None = None) -> M
 async def resume_memory(engine: EngineDep, body: MemoryTags | None = None) -> MessageAnswer:
     """SGLang's: have memory again; requests go on once all is there."""
     tags = _known(body)
-    asleep = await _wake(engine, tags) if tags else []
+    asleep = await engine.control.wake_up(tags) if tags else ()
     told = f"Still put away: {', '.join(asleep)}." if asleep else "Memory is there again."
     return MessageAnswer(success=True, message=told, status="ok")
-
-
-async def _wake(engine: EngineClient, tags: list[str] | None) -> list[str]:
-    return list(await engine.control.wake_up(tags))
 
 
 def _known(body: MemoryTags | None) -> list[str]:

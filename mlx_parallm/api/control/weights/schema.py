@@ -27,10 +27,14 @@ WITHOUT_EFFECT = frozenset(
 )
 
 
-class UpdateFields(OpenForm):
-    """What an update says besides its tensors; or all of it, where it names a folder."""
+class WeightsForm(OpenForm):
+    """A body of vLLM or SGLang, some of whose fields change nothing here."""
 
     without_effect = WITHOUT_EFFECT
+
+
+class UpdateFields(WeightsForm):
+    """What an update says besides its tensors; or all of it, where it names a folder."""
 
     weight_dir: FolderPath | None = Field(
         None, description="A folder with a whole checkpoint, in place of tensors."
@@ -55,10 +59,8 @@ class UpdatedWeights(BaseModel):
     timings: UploadTimings | None = Field(None, description="How long an upload took.")
 
 
-class UpdateFromDisk(OpenForm):
+class UpdateFromDisk(WeightsForm):
     """SGLang's body of ``/update_weights_from_disk``."""
-
-    without_effect = WITHOUT_EFFECT
 
     model_path: FolderPath = Field(description="A folder with a whole checkpoint.")
     load_format: Literal["auto", "safetensors"] = Field(
@@ -71,10 +73,8 @@ class UpdateFromDisk(OpenForm):
     )
 
 
-class TensorFields(OpenForm):
+class TensorFields(WeightsForm):
     """SGLang's body of ``/update_weights_from_tensor``, but for the tensors."""
-
-    without_effect = WITHOUT_EFFECT
 
     load_format: Literal["safetensors"] = Field(
         description="Each entry is a safetensors file in base64; nothing is unpickled."
@@ -84,18 +84,14 @@ class TensorFields(OpenForm):
     flush_cache: StrictBool = Field(True, description="Without effect.")
 
 
-class FinishUpdate(OpenForm):
+class FinishUpdate(WeightsForm):
     """vLLM's body of ``/finish_weight_update``."""
-
-    without_effect = WITHOUT_EFFECT
 
     weight_version: Name | None = Field(None, description="What the weights are called now.")
 
 
-class NewVersion(OpenForm):
+class NewVersion(WeightsForm):
     """vLLM's and SGLang's body of ``/update_weight_version``."""
-
-    without_effect = WITHOUT_EFFECT
 
     new_version: Name = Field(description="What the weights are called now.")
     abort_all_requests: StrictBool = Field(False, description="End what runs before.")
@@ -116,10 +112,8 @@ class WeightInfo(BaseModel):
     adapters: dict[str, str] = Field(description="The same of each adapter, by name.")
 
 
-class CheckWeights(OpenForm):
+class CheckWeights(WeightsForm):
     """vLLM's body of ``/weight_checker`` and SGLang's of ``/weights_checker``."""
-
-    without_effect = WITHOUT_EFFECT
 
     action: Literal["checksum", "snapshot", "compare", "reset", "reset_tensors"] = Field(
         "checksum", description="What to do; a reset is not served."
