@@ -6,11 +6,10 @@ import time
 from collections.abc import Collection
 from typing import Any
 
-from pydantic import BaseModel
+from pydantic import BaseModel, Field
 
 from mlx_parallm.adapters.safetensors import read_safetensors
 from mlx_parallm.adapters.tensors import HostTensor
-from mlx_parallm.api.control.adapters.schema import UploadTimings
 from mlx_parallm.api.http.uploads import (
     FORM_TYPE,
     RAW_TYPES,
@@ -30,6 +29,14 @@ SAFETENSORS = "safetensors"
 JSON_TYPE = "application/json"
 _BINARY = {"type": "string", "format": "binary"}
 _BASE64 = {"type": "string", "contentEncoding": "base64"}
+
+
+class UploadTimings(BaseModel):
+    """How long the parts of an upload took, in milliseconds."""
+
+    receive_ms: float = Field(description="From the first byte of the body to the last.")
+    parse_ms: float = Field(description="Of reading, checking and hashing the tensors.")
+    live_ms: float = Field(description="From the last byte of the body until it served.")
 
 
 def upload_schema(

@@ -13,9 +13,8 @@ from mlx_parallm.api.control.adapters.schema import (
     AdapterFields,
     LoraTensors,
     UploadedAdapter,
-    UploadTimings,
 )
-from mlx_parallm.api.control.tensors import SERIALIZED, take_serialized, unpacked
+from mlx_parallm.api.control.tensors import SERIALIZED, UploadTimings, take_serialized, unpacked
 from mlx_parallm.api.http.uploads import Received, json_object, validated
 from mlx_parallm.engine.policies import AdapterInfo, AdapterUpload
 from mlx_parallm.types.errors import InvalidRequestError, NotImplementedRouteError

@@ -14,6 +14,7 @@ from pydantic import (
     StrictStr,
 )
 
+from mlx_parallm.api.control.tensors import UploadTimings
 from mlx_parallm.api.http.forms import OpenForm
 
 MAX_NAME_CHARS = 256
@@ -49,14 +50,6 @@ class AdapterFields(OpenForm):
         None, description="The version that this one replaces; 412 if another is there."
     )
     pinned: bool | None = Field(None, description="Whether it keeps its slot once it has one.")
-
-
-class UploadTimings(BaseModel):
-    """How long the parts of an upload took, in milliseconds."""
-
-    receive_ms: float = Field(description="From the first byte of the body to the last.")
-    parse_ms: float = Field(description="Of reading, checking and hashing the tensors.")
-    live_ms: float = Field(description="From the last byte of the body until it served.")
 
 
 class AdapterCard(BaseModel):

@@ -6,7 +6,8 @@ from typing import Literal
 
 from pydantic import AliasChoices, BaseModel, Field, StrictBool, StrictStr
 
-from mlx_parallm.api.control.adapters.schema import FolderPath, Name, UploadTimings
+from mlx_parallm.api.control.adapters.schema import FolderPath, Name
+from mlx_parallm.api.control.tensors import UploadTimings
 from mlx_parallm.api.http.forms import OpenForm
 
 # Fields of SGLang and vLLM that change nothing here.
