@@ -123,10 +123,7 @@ def _too_long(prompt_tokens: str, limit: int) -> InvalidRequestError:
 def _params(body: MessagesRequest) -> SamplingParams:
     if not all(body.stop_sequences):
         raise InvalidRequestError("A stop sequence must not be empty.", param="stop_sequences")
-    params = sampling_params(
-        body, max_tokens=body.max_tokens, logprobs=None, prompt_logprobs=None, max_logprobs=0
-    )
-    return replace(params, stop=(*params.stop, *body.stop_sequences))
+    return sampling_params(body, max_logprobs=0, stop=(*body.stops(), *body.stop_sequences))
 
 
 def _template_kwargs(body: CountTokensRequest) -> dict[str, Any]:

@@ -42,12 +42,9 @@ def chat_turn(body: ChatRequest, prelude: Prelude) -> TurnRequest:
         parses_calls=bool(body.return_token_ids),
         params=sampling_params(
             body,
+            max_logprobs=prelude.config.max_logprobs,
             max_tokens=body.max_tokens if limit is None else limit,
             logprobs=body.top(),
-            prompt_logprobs=body.prompt_logprobs,
-            max_logprobs=prelude.config.max_logprobs,
-            n=body.n,
-            logprob_token_ids=body.logprob_token_ids,
         ),
         truncate=body.truncate_prompt_tokens,
         truncation_side=body.truncation_side,

@@ -77,13 +77,10 @@ async def _params(
     shown = (body.prompt_logprobs, body.top() if body.echo else None)
     return sampling_params(
         body,
-        max_tokens=body.max_tokens,
+        max_logprobs=prelude.config.max_logprobs,
         logprobs=body.top(),
         prompt_logprobs=most_asked(shown),
-        max_logprobs=prelude.config.max_logprobs,
-        n=body.n,
         grammar=await body_grammar(body, model),
-        logprob_token_ids=body.logprob_token_ids,
     )
 
 

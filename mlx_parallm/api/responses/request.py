@@ -72,10 +72,9 @@ def response_turn(
         thinking_budget=body.thinking_budget(),
         params=sampling_params(
             body,
+            max_logprobs=prelude.config.max_logprobs,
             max_tokens=body.max_output_tokens,
             logprobs=body.top(),
-            prompt_logprobs=None,
-            max_logprobs=prelude.config.max_logprobs,
         ),
         truncate=body.truncate_prompt_tokens,
         truncation_side=body.truncation_side,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from mlx_parallm.api.sglang.schema import (
@@ -111,24 +111,20 @@ def item_params(
     _check_logprobs(item, prompt_len)
     sampling, wanted = item.sampling_params, item.return_logprob
     scores_prompt = wanted and item.logprob_start_len >= 0
-    params = sampling_params(
+    return sampling_params(
         sampling,
-        max_tokens=sampling.max_new_tokens,
-        logprobs=item.top_logprobs_num if wanted else None,
-        prompt_logprobs=item.top_logprobs_num if scores_prompt else None,
         max_logprobs=max_logprobs,
-        n=sampling.n,
-        grammar=grammar,
-    )
-    return replace(
-        params,
-        seed=sampling.seed if sampling.sampling_seed is None else sampling.sampling_seed,
+        max_tokens=sampling.max_new_tokens,
         min_tokens=max(sampling.min_tokens, sampling.min_new_tokens),
+        seed=sampling.seed if sampling.sampling_seed is None else sampling.sampling_seed,
         include_stop_str_in_output=sampling.include_stop_str_in_output or sampling.no_stop_trim,
+        logprobs=item.top_logprobs_num if wanted else None,
         logprob_token_ids=tuple(item.token_ids_logprob or ()) if wanted else (),
+        prompt_logprobs=item.top_logprobs_num if scores_prompt else None,
         # The first that is told follows nothing that is told.
         prompt_logprobs_start=item.logprob_start_len + 1 if scores_prompt else 0,
         entropy=entropy and wanted,
+        grammar=grammar,
     )
 
 

@@ -18,8 +18,8 @@ from mlx_parallm.api.turns.generation import named_by
 from mlx_parallm.api.turns.model_choice import generator
 from mlx_parallm.api.turns.prelude import Prelude, PreludeDep
 from mlx_parallm.api.turns.respond import respond
+from mlx_parallm.api.turns.sampling import sampling_params
 from mlx_parallm.api.turns.structure import body_grammar
-from mlx_parallm.api.vllm.answer import token_sampling_params
 from mlx_parallm.generation.model import GenerationModel, Tokenizer
 from mlx_parallm.serving.interface import EngineClient
 from mlx_parallm.types.request import GenerateRequest
@@ -105,7 +105,7 @@ async def _generate_for_vllm(body: GenerateBody, prelude: Prelude) -> Response:
     body.check_supported()
     if body.max_tokens is None:
         body.max_tokens = DEFAULT_VLLM_MAX_TOKENS
-    params = token_sampling_params(
+    params = sampling_params(
         body, max_logprobs=prelude.config.max_logprobs, grammar=await body_grammar(body, model)
     )
     asked = GenerateRequest(

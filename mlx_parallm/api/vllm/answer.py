@@ -9,7 +9,6 @@ from mlx_parallm.api.turns.answer import Chunk, SampledAnswer
 from mlx_parallm.api.turns.logprobs import TokenNames, prompt_logprobs, with_top
 from mlx_parallm.api.turns.openai import chunk_usage, closing_chunks, usage_body
 from mlx_parallm.api.turns.samples import Sample
-from mlx_parallm.api.turns.sampling import sampling_params
 from mlx_parallm.api.turns.token_logprobs import TokenEntries
 from mlx_parallm.api.vllm.schema import (
     UNSUPPORTED,
@@ -18,7 +17,6 @@ from mlx_parallm.api.vllm.schema import (
 )
 from mlx_parallm.generation.model import Tokenizer
 from mlx_parallm.types.events import PromptEvent, TokenEvent
-from mlx_parallm.types.request import Grammar, SamplingParams
 from mlx_parallm.types.step import TokenLogprob
 
 # What the body calls the engine's names.
@@ -30,26 +28,6 @@ FIELDS = {
         for name in (*TokenSamplingParams.model_fields, *UNSUPPORTED, "best_of")
     },
 }
-
-
-def token_sampling_params(
-    body: TokenSamplingParams, *, max_logprobs: int, grammar: Grammar | None = None
-) -> SamplingParams:
-    """The engine's parameters of vLLM's.
-
-    Raises:
-        InvalidRequestError: a value is out of range.
-    """
-    return sampling_params(
-        body,
-        max_tokens=body.max_tokens,
-        logprobs=body.logprobs,
-        prompt_logprobs=body.prompt_logprobs,
-        max_logprobs=max_logprobs,
-        n=body.n,
-        grammar=grammar,
-        logprob_token_ids=body.logprob_token_ids,
-    )
 
 
 class TokenAnswer(SampledAnswer):

@@ -11,8 +11,9 @@ from mlx_parallm.api.http.sse import STREAMED
 from mlx_parallm.api.turns.generation import named_by
 from mlx_parallm.api.turns.prelude import PreludeDep
 from mlx_parallm.api.turns.respond import respond
+from mlx_parallm.api.turns.sampling import sampling_params
 from mlx_parallm.api.turns.structure import body_grammar
-from mlx_parallm.api.vllm.answer import FIELDS, TokenAnswer, token_sampling_params
+from mlx_parallm.api.vllm.answer import FIELDS, TokenAnswer
 from mlx_parallm.api.vllm.schema import TokenGenerateRequest
 from mlx_parallm.types.request import GenerateRequest
 
@@ -28,7 +29,7 @@ async def generate(body: TokenGenerateRequest, prelude: PreludeDep) -> Response:
     with named_by(FIELDS):
         body.check_supported()
         grammar = await body_grammar(body.sampling_params, model)
-        params = token_sampling_params(
+        params = sampling_params(
             body.sampling_params, max_logprobs=prelude.config.max_logprobs, grammar=grammar
         )
     request_id = body.request_id or prelude.answer_id

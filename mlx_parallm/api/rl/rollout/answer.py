@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 from mlx_parallm.api.http.forms import INT64
@@ -13,32 +12,10 @@ from mlx_parallm.api.rl.rollout.schema import RolloutItem, RolloutRequest
 from mlx_parallm.api.turns.openai import usage_body
 from mlx_parallm.api.turns.prelude import Admitted
 from mlx_parallm.api.turns.samples import Usage
-from mlx_parallm.api.turns.sampling import sampling_params
-from mlx_parallm.types.request import Grammar, SamplingParams
 from mlx_parallm.types.step import TokenLogprob
 
 # What the body calls the engine's names.
 FIELDS = {"prompt": "prompts", "messages": "prompts", "logprobs": "top_logprobs"}
-
-
-def rollout_params(
-    body: RolloutRequest, *, max_logprobs: int, grammar: Grammar | None
-) -> SamplingParams:
-    """The engine's parameters, but for the seed.
-
-    Raises:
-        InvalidRequestError: a value is out of range.
-    """
-    params = sampling_params(
-        body,
-        max_tokens=body.max_tokens,
-        logprobs=body.top_logprobs,
-        prompt_logprobs=body.prompt_logprobs,
-        max_logprobs=max_logprobs,
-        n=body.n,
-        grammar=grammar,
-    )
-    return replace(params, entropy=body.entropy)
 
 
 def seed_of(number: int, item: RolloutItem, body: RolloutRequest) -> int | None:

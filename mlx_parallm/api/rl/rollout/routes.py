@@ -15,7 +15,7 @@ from mlx_parallm.api.http.errors import BUG, body_of, error_body
 from mlx_parallm.api.http.openapi import RL
 from mlx_parallm.api.http.routing import Routes
 from mlx_parallm.api.http.sse import STREAMED
-from mlx_parallm.api.rl.rollout.answer import FIELDS, RolloutAnswer, rollout_params, seed_of
+from mlx_parallm.api.rl.rollout.answer import FIELDS, RolloutAnswer, seed_of
 from mlx_parallm.api.rl.rollout.groups import Group, Groups, Judge, Verdict
 from mlx_parallm.api.rl.rollout.request import encode_items
 from mlx_parallm.api.rl.rollout.reward_model import RewardScorer
@@ -23,6 +23,7 @@ from mlx_parallm.api.rl.rollout.schema import RolloutItem, RolloutRequest
 from mlx_parallm.api.rl.rollout.verifier import VerifierClient, check_url
 from mlx_parallm.api.turns.generation import named_by, unless_disconnected
 from mlx_parallm.api.turns.prelude import Admitted, PreludeDep
+from mlx_parallm.api.turns.sampling import sampling_params
 from mlx_parallm.api.turns.structure import body_grammar
 from mlx_parallm.types.request import GenerateRequest
 
@@ -99,8 +100,12 @@ async def _requests(
 ) -> list[GenerateRequest]:
     model, prelude = admitted.model, admitted.prelude
     with named_by(FIELDS):
-        grammar = await body_grammar(body, model)
-        params = rollout_params(body, max_logprobs=prelude.config.max_logprobs, grammar=grammar)
+        params = sampling_params(
+            body,
+            max_logprobs=prelude.config.max_logprobs,
+            logprobs=body.top_logprobs,
+            grammar=await body_grammar(body, model),
+        )
     prompts = await encode_items(items, body, model)
     return [
         GenerateRequest(
