@@ -115,15 +115,7 @@ def chunk_work(
 
     If there are too few pieces to keep ``threadgroups`` busy, their keys are cut as well.
     """
-    begins = [np.arange(0, chunk.length, tokens) for chunk in chunks]
-    index = np.arange(len(chunks)).repeat([len(piece_begins) for piece_begins in begins])
-    within = np.concatenate(begins)
-    lengths, firsts, starts = (
-        np.array([getattr(chunk, name) for chunk in chunks])[index]
-        for name in ("length", "first", "start")
-    )
-    counts = np.minimum(lengths - within, tokens)
-    position = starts + within
+    index, rows, counts, position = _pieces(chunks, tokens)
     first_key = np.zeros_like(position)
     if window is not None:
         first_key = np.maximum(position - window + 1, 0)
@@ -132,8 +124,7 @@ def chunk_work(
     items, first_items, parts = cut_items(pieces, pieces, first_key, ends, span)
     piece, nth = items[:, 0], np.arange(len(items)) - first_items[items[:, 0]]
     before = offsets(counts * parts)
-    columns = (firsts + within, counts, position, index)
-    item_columns = [column[piece] for column in columns]
+    item_columns = [column[piece] for column in (rows, counts, position, index)]
     item_columns += [items[:, 2], items[:, 3], before[piece] + nth, parts[piece]]
     row_parts = parts.repeat(counts)
     order = np.argsort(items[:, 2] - items[:, 3], kind="stable")
@@ -147,6 +138,24 @@ def chunk_work(
         num_rows=int(counts.sum()),
         num_parts=int(row_parts.sum()),
     )
+
+
+def _pieces(
+    chunks: Sequence[LongChunk], tokens: int
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """Cut chunks into pieces of up to ``tokens`` tokens.
+
+    Returns:
+        Of each piece: the index of its chunk, its first row, its tokens, and its first position.
+    """
+    begins = [np.arange(0, chunk.length, tokens) for chunk in chunks]
+    index = np.arange(len(chunks)).repeat([len(piece_begins) for piece_begins in begins])
+    within = np.concatenate(begins)
+    lengths, firsts, starts = (
+        np.array([getattr(chunk, name) for chunk in chunks])[index]
+        for name in ("length", "first", "start")
+    )
+    return index, firsts + within, np.minimum(lengths - within, tokens), starts + within
 
 
 def slots_of(

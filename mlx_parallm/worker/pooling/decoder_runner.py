@@ -37,13 +37,7 @@ class DecoderRunner:
             ModelLoadError: the architecture cannot be run in this way.
         """
         model, config = loaded.model, loaded.config
-        try:
-            self._model = DecoderModel(
-                trunk_of(model), model.get("score"), len(model.layers), _reach(config)
-            )
-            self._model.check()
-        except ModelLoadError as problem:
-            raise ModelLoadError(f"{loaded.path} ({config['model_type']}): {problem}") from problem
+        self._model = _checked_model(loaded)
         self._modules = model.modules()
         longest = next(
             (length for key in LENGTH_KEYS if (length := config_value(config, key))),
@@ -59,12 +53,18 @@ class DecoderRunner:
             dtype=loaded.dtype,
             shapes=self._shapes,
         )
-        num_labels = 0
+        self._info = self._facts(loaded, plan, spec, longest)
+
+    def _facts(
+        self, loaded: LoadedModel, plan: DecoderPlan, spec: VectorSpec, longest: int
+    ) -> EncoderInfo:
+        """Return facts about the model; results of one token give the sizes."""
+        config, num_labels = loaded.config, 0
         if plan.head != "none":
             (num_labels,) = self.run([EncodeInput((0,), "classify")])[0].shape
-        self._info = EncoderInfo(
+        return EncoderInfo(
             architecture=str(config["model_type"]),
-            vocab_size=embedding_rows(model, config_value(config, "vocab_size")) or 0,
+            vocab_size=embedding_rows(loaded.model, config_value(config, "vocab_size")) or 0,
             max_model_len=min(longest, spec.max_model_len or longest),
             tasks=by_purpose(plan.tasks, spec),
             dims=len(self.run([EncodeInput((0,))])[0]),
@@ -103,6 +103,23 @@ class DecoderRunner:
             module.clear()
         self.adapters.close()
         give_back_memory()
+
+
+def _checked_model(loaded: LoadedModel) -> DecoderModel:
+    """Return a model that passed its check.
+
+    Raises:
+        ModelLoadError: it did not; the message names the folder and the architecture.
+    """
+    model, config = loaded.model, loaded.config
+    try:
+        decoder = DecoderModel(
+            trunk_of(model), model.get("score"), len(model.layers), _reach(config)
+        )
+        decoder.check()
+    except ModelLoadError as problem:
+        raise ModelLoadError(f"{loaded.path} ({config['model_type']}): {problem}") from problem
+    return decoder
 
 
 def _reach(config: dict[str, Any]) -> Reach | None:
