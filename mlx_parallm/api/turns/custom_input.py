@@ -10,8 +10,14 @@ from mlx_parallm.api.turns.tools import CUSTOM_INPUT
 _WRAPPER = ("{", f'"{CUSTOM_INPUT}"', ":")
 _BEFORE_VALUE = re.compile(rf'\s*\{{\s*"{CUSTOM_INPUT}"\s*:\s*(?=\S)')
 _OPENING = re.compile(_BEFORE_VALUE.pattern + '"')
-_PLAIN = re.compile(r'[^"\\]+')
-_HEX = re.compile(r"[0-9a-fA-F]{4}")
+_HEX = "[0-9a-fA-F]"
+# The halves of a character beyond the first 65,536.
+_HIGH, _LOW = rf"\\u[dD][89abAB]{_HEX}{{2}}", rf"\\u[dD][c-fC-F]{_HEX}{{2}}"
+_CUT = r"\\(?:u.{0,3})?\Z"
+# Plain text, an escape that is cut or may be half of a pair, a pair, a number, a letter.
+_TOKEN = re.compile(
+    rf'[^"\\]+|(?P<cut>{_CUT}|{_HIGH}(?:\Z|{_CUT}))|{_HIGH}{_LOW}|\\u{_HEX}{{4}}|\\.', re.DOTALL
+)
 _ESCAPES = {'"': '"', "\\": "\\", "/": "/", "b": "\b", "f": "\f", "n": "\n", "r": "\r", "t": "\t"}
 
 
@@ -48,57 +54,25 @@ class CustomInput:
         return text
 
     def _read(self) -> list[str]:
-        """The characters that are complete; half an escape stays unread."""
+        """Return the characters that are complete; an escape that is cut stays unread."""
         pieces: list[str] = []
         place = 0
-        while place < len(self._unread) and not self._is_closed:
-            if plain := _PLAIN.match(self._unread, place):
-                pieces.append(plain.group())
-                place = plain.end()
-            elif self._unread[place] == '"':
-                self._is_closed = True
-            else:
-                read = _escape(self._unread, place)
-                if read is None:
-                    break
-                pieces.append(read[0])
-                place = read[1]
+        while (token := _TOKEN.match(self._unread, place)) and token["cut"] is None:
+            pieces.append(_character(token.group()))
+            place = token.end()
+        self._is_closed = self._unread[place : place + 1] == '"'
         self._unread = self._unread[place:]
         return pieces
 
 
-def _escape(text: str, place: int) -> tuple[str, int] | None:
-    """The character of the escape at ``place`` and where it ends; None while it is not whole."""
-    if place + 1 >= len(text):
-        return None
-    letter = text[place + 1]
-    if letter != "u":
-        return _ESCAPES.get(letter, f"\\{letter}"), place + 2
-    unit = _unit(text, place)
-    if unit is None:
-        return None if len(text) < place + 6 else ("\\u", place + 2)
-    if not 0xD800 <= unit < 0xE000:
-        return chr(unit), place + 6
-    return _pair(text, place, unit)
-
-
-def _pair(text: str, place: int, high: int) -> tuple[str, int] | None:
-    """A character of two escapes; half a pair becomes U+FFFD."""
-    follows = text[place + 6 : place + 8]
-    if high >= 0xDC00 or not "\\u".startswith(follows):
-        return "\ufffd", place + 6
-    if len(text) < place + 12:
-        return None
-    low = _unit(text, place + 6)
-    if low is None or not 0xDC00 <= low < 0xE000:
-        return "\ufffd", place + 6
-    return chr(0x10000 + ((high - 0xD800) << 10) + (low - 0xDC00)), place + 12
-
-
-def _unit(text: str, place: int) -> int | None:
-    """The number of the ``\\uXXXX`` at ``place``; None if it is none, or not whole."""
-    digits = _HEX.match(text, place + 2)
-    return None if digits is None else int(digits.group(), 16)
+def _character(token: str) -> str:
+    """Return what plain text or an escape stands for; half a pair becomes U+FFFD."""
+    if not token.startswith("\\"):
+        return token
+    if len(token) == 2:
+        return _ESCAPES.get(token[1], token)
+    character = json.loads(f'"{token}"')
+    return "\ufffd" if "\ud800" <= character < "\ue000" else character
 
 
 def custom_input(arguments: str) -> str:
