@@ -11,7 +11,6 @@ from mlx_parallm.api.turns.logprobs import TokenNames, chat_logprobs, prompt_log
 from mlx_parallm.api.turns.openai import answer_head, chunk_usage, closing_chunks, usage_body
 from mlx_parallm.api.turns.prelude import Admitted
 from mlx_parallm.api.turns.prepare import PreparedTurn
-from mlx_parallm.api.turns.samples import Usage
 from mlx_parallm.api.turns.stream import (
     TOOL_CALLS,
     SampleState,
@@ -44,19 +43,11 @@ class ChatAnswer(Answer):
         self._head = answer_head(admitted, prepared.request.request_id, kind)
         self._names = TokenNames(admitted.model.tokenizer, as_ids=body.return_tokens_as_token_ids)
         self._spans = spans
-        self._prompt_ids = prepared.prompt_ids
+        self._prepared = prepared
         self._stream = prepared.stream()
         self._echoed = body.echoed()
         self._has_logprobs = body.top() is not None
-        self._shows_reasoning = body.include_reasoning
         self._custom = {tool.name for tool in prepared.turn.tools if tool.is_custom}
-        self._is_named = prepared.turn.tool_choice.is_named
-        self._is_function_call = body.is_function_call
-
-    @property
-    def usage(self) -> Usage:
-        """Token counts so far."""
-        return self._stream.usage
 
     def add(self, prompt: int, event: PromptEvent | TokenEvent) -> None:
         """Take in an event of the whole answer."""
@@ -67,11 +58,13 @@ class ChatAnswer(Answer):
         samples = self._stream.samples
         answer = self._head | {
             "choices": [self._choice(index, sample) for index, sample in enumerate(samples)],
-            "usage": usage_body(self.usage),
+            "usage": usage_body(self._stream.usage),
             "service_tier": "default",
             # vLLM's, which are null where they are not asked for.
             "prompt_logprobs": None,
-            "prompt_token_ids": list(self._prompt_ids) if self._body.return_token_ids else None,
+            "prompt_token_ids": list(self._prepared.prompt_ids)
+            if self._body.return_token_ids
+            else None,
         }
         prompt = self._stream.prompt
         if prompt is not None and prompt.prompt_logprobs is not None:
@@ -83,7 +76,7 @@ class ChatAnswer(Answer):
         delta = {"role": "assistant", "content": ""}
         chunks = [self._chunk(i, delta, None) for i in range(self._body.n)]
         if self._body.return_token_ids:
-            chunks[0]["prompt_token_ids"] = list(self._prompt_ids)
+            chunks[0]["prompt_token_ids"] = list(self._prepared.prompt_ids)
         if self._echoed:
             chunks += [self._chunk(i, {"content": self._echoed}, None) for i in range(self._body.n)]
         return chunks
@@ -116,7 +109,7 @@ class ChatAnswer(Answer):
 
     def closing(self) -> list[Chunk]:
         """Return what follows the last choice: usage, if the client wants it."""
-        return closing_chunks(self._head, self.usage, self._body.stream_options)
+        return closing_chunks(self._head, self._stream.usage, self._body.stream_options)
 
     def _choice(self, index: int, sample: SampleState) -> dict[str, Any]:
         raw = sample.raw
@@ -141,7 +134,7 @@ class ChatAnswer(Answer):
     def _message(self, sample: SampleState) -> dict[str, Any]:
         content = self._echoed + sample.content
         message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
-        if sample.reasoning and self._shows_reasoning:
+        if sample.reasoning and self._body.include_reasoning:
             message |= {"reasoning": sample.reasoning, "reasoning_content": sample.reasoning}
         if sample.calls:
             message["content"] = content if content.strip() else None
@@ -149,7 +142,7 @@ class ChatAnswer(Answer):
         return message
 
     def _calls(self, calls: list[ToolCall]) -> dict[str, Any]:
-        if self._is_function_call:
+        if self._body.is_function_call:
             return {"function_call": {"name": calls[0].name, "arguments": calls[0].arguments}}
         return {"tool_calls": [self._call(call) for call in calls]}
 
@@ -164,10 +157,10 @@ class ChatAnswer(Answer):
         reason = sample.finish_reason
         if reason != TOOL_CALLS:
             return reason
-        if self._is_function_call:
+        if self._body.is_function_call:
             return "function_call"
         # OpenAI and vLLM report so what the caller named itself.
-        return "stop" if self._is_named else reason
+        return "stop" if self._prepared.turn.tool_choice.is_named else reason
 
     def _deltas(self, sample: SampleState, parts: list[TurnPart]) -> list[dict[str, Any]]:
         """Text of both kinds in one delta, every part of a call in one of its own."""
@@ -186,7 +179,7 @@ class ChatAnswer(Answer):
     def _add_text(self, texts: dict[str, str], part: ReasoningText | ContentText) -> None:
         if isinstance(part, ContentText):
             texts["content"] = texts.get("content", "") + part.text
-        elif self._shows_reasoning:
+        elif self._body.include_reasoning:
             for key in ("reasoning", "reasoning_content"):
                 texts[key] = texts.get(key, "") + part.text
 
@@ -206,7 +199,7 @@ class ChatAnswer(Answer):
             function, head = {"arguments": part.text}, {}
         else:
             return None
-        if self._is_function_call:
+        if self._body.is_function_call:
             return {"function_call": function}
         return {"tool_calls": [{"index": part.index} | head | {"function": function}]}
 
@@ -221,5 +214,5 @@ class ChatAnswer(Answer):
             choice["logprobs"] = chat_logprobs(event.logprobs, self._names)
         if event is not None and self._body.return_token_ids:
             choice["token_ids"] = list(event.token_ids)
-        usage = chunk_usage(self.usage, self._body.stream_options)
+        usage = chunk_usage(self._stream.usage, self._body.stream_options)
         return self._head | {"choices": [choice]} | usage

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 from mlx_parallm.api.responses.items import Item
@@ -39,72 +38,45 @@ ERROR_CODES = {
 }
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ResponseHead:
-    """What is known of a response before anything is generated.
-
-    Attributes:
-        id: of the response.
-        body: what was asked.
-        model: the name that the answer tells.
-        tools: those of the body that the model is told of.
-        created_at: Unix seconds.
-    """
-
-    id: str
-    body: ResponsesRequest
-    model: str
-    tools: Sequence[ResponseTool]
-    created_at: int = field(default_factory=lambda: int(time.time()))
-
-    def keys(self) -> dict[str, Any]:
-        """The keys that stay the same, those of the request among them."""
-        body = self.body
-        text, reasoning = body.text, body.reasoning
-        return {
-            "id": self.id,
-            "object": "response",
-            "created_at": self.created_at,
-            "model": self.model,
-            "background": body.background,
-            "instructions": body.instructions,
-            "max_output_tokens": body.max_output_tokens,
-            "max_tool_calls": body.max_tool_calls,
-            "metadata": body.metadata,
-            "parallel_tool_calls": body.parallel_tool_calls,
-            "previous_response_id": body.previous_response_id,
-            "prompt_cache_key": body.prompt_cache_key,
-            "reasoning": {
-                "effort": reasoning and reasoning.effort,
-                "summary": reasoning and reasoning.summary,
-            },
-            "safety_identifier": body.safety_identifier,
-            "service_tier": "default",
-            "store": body.store,
-            "temperature": body.temperature,
-            "text": {
-                "format": (text and text.format) or {"type": "text"},
-                "verbosity": (text and text.verbosity) or "medium",
-            },
-            "tool_choice": body.tool_choice or "auto",
-            "tools": shown_tools(self.tools),
-            "top_logprobs": body.top_logprobs or 0,
-            "top_p": body.top_p,
-            "presence_penalty": body.presence_penalty,
-            "frequency_penalty": body.frequency_penalty,
-            "truncation": body.truncation,
-            "user": body.user,
-        }
-
-    def writer(self) -> OutputWriter:
-        """What writes the output."""
-        reasoning = self.body.reasoning
-        return OutputWriter(
-            names={one.tool.name: one.names for one in self.tools},
-            custom=frozenset(one.tool.name for one in self.tools if one.tool.is_custom),
-            has_summary=reasoning is not None and reasoning.summary is not None,
-            is_sealed=ENCRYPTED_REASONING in self.body.include,
-        )
+def response_keys(
+    body: ResponsesRequest, response_id: str, model: str, tools: Sequence[ResponseTool]
+) -> dict[str, Any]:
+    """Return the keys of a response that stay the same, those of the request among them."""
+    text, reasoning = body.text, body.reasoning
+    return {
+        "id": response_id,
+        "object": "response",
+        "created_at": int(time.time()),
+        "model": model,
+        "background": body.background,
+        "instructions": body.instructions,
+        "max_output_tokens": body.max_output_tokens,
+        "max_tool_calls": body.max_tool_calls,
+        "metadata": body.metadata,
+        "parallel_tool_calls": body.parallel_tool_calls,
+        "previous_response_id": body.previous_response_id,
+        "prompt_cache_key": body.prompt_cache_key,
+        "reasoning": {
+            "effort": reasoning and reasoning.effort,
+            "summary": reasoning and reasoning.summary,
+        },
+        "safety_identifier": body.safety_identifier,
+        "service_tier": "default",
+        "store": body.store,
+        "temperature": body.temperature,
+        "text": {
+            "format": (text and text.format) or {"type": "text"},
+            "verbosity": (text and text.verbosity) or "medium",
+        },
+        "tool_choice": body.tool_choice or "auto",
+        "tools": shown_tools(tools),
+        "top_logprobs": body.top_logprobs or 0,
+        "top_p": body.top_p,
+        "presence_penalty": body.presence_penalty,
+        "frequency_penalty": body.frequency_penalty,
+        "truncation": body.truncation,
+        "user": body.user,
+    }
 
 
 def response_usage(usage: Usage) -> dict[str, Any]:
@@ -122,29 +94,38 @@ class ResponseAnswer(Answer):
     """Builds a response, whole or event by event.
 
     Args:
-        head: what was asked.
+        body: of the request.
         prepared: the turn that answers.
+        model: the name that the answer tells.
+        tools: those of the body that the model is told of.
         on_end: called once with the response that has ended, unless it failed.
     """
 
     def __init__(
         self,
-        head: ResponseHead,
+        body: ResponsesRequest,
         prepared: PreparedTurn,
         *,
+        model: str,
+        tools: Sequence[ResponseTool],
         on_end: Callable[[dict[str, Any]], None],
     ) -> None:
-        self._keys = head.keys()
+        self._keys = response_keys(body, prepared.request.request_id, model, tools)
         self._stream = prepared.stream()
-        self._writer = head.writer()
+        self._writer = OutputWriter(
+            names={one.tool.name: one.names for one in tools},
+            custom=frozenset(one.tool.name for one in tools if one.tool.is_custom),
+            has_summary=body.reasoning is not None and body.reasoning.summary is not None,
+            is_sealed=ENCRYPTED_REASONING in body.include,
+        )
         # Finds the log-probabilities of texts, where they are wanted.
         self._tokens = None
-        if head.body.shows_logprobs:
+        if body.shows_logprobs:
             names = TokenNames(prepared.model.tokenizer, as_ids=False)
             self._tokens = TextTokens(names)
         self._on_end = on_end
         self._sequence_number = 0
-        self._status = QUEUED if head.body.background else IN_PROGRESS
+        self._status = QUEUED if body.background else IN_PROGRESS
         self._ended: dict[str, Any] | None = None
 
     def response(self) -> dict[str, Any]:

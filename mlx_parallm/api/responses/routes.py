@@ -16,7 +16,7 @@ from mlx_parallm.api.http.internal import internal_caller
 from mlx_parallm.api.http.openapi import CHAT
 from mlx_parallm.api.http.routing import Routes
 from mlx_parallm.api.http.sse import STREAMED, EventStreamResponse
-from mlx_parallm.api.responses.answer import ResponseAnswer, ResponseHead
+from mlx_parallm.api.responses.answer import ResponseAnswer
 from mlx_parallm.api.responses.request import FIELDS, input_turn, response_turn
 from mlx_parallm.api.responses.schema import InputTokensRequest, ResponsesRequest
 from mlx_parallm.api.responses.service import ResponseService
@@ -64,8 +64,7 @@ async def create_response(
         if body.store and not body.background:
             responses.keep(entry, response)
 
-    head = ResponseHead(id=entry.id, body=body, model=admitted.name, tools=tools)
-    answer = ResponseAnswer(head, prepared, on_end=keep)
+    answer = ResponseAnswer(body, prepared, model=admitted.name, tools=tools, on_end=keep)
     if not body.background:
         generation = await admitted.start([prepared.request], FIELDS)
         return await respond(prelude, generation, answer, stream=body.stream, form=NAMED_EVENTS)
