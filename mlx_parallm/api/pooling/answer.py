@@ -1,135 +1,194 @@
-"""Runs the inputs of an encoder's route."""
+"""The way of a request through a pooling route: model, inputs, results, answer."""
 
 from __future__ import annotations
 
 import asyncio
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Annotated, Any, TypeVar
 
 import numpy as np
-from starlette.requests import Request
+from fastapi import Depends, Request
 from starlette.responses import Response
 
-from mlx_parallm.api.pooling.encoded import encoded, num_numbers
+from mlx_parallm.api.http.dependencies import EngineDep
+from mlx_parallm.api.pooling.encoded import encoded_in_parts, num_numbers
 from mlx_parallm.api.turns.generation import unless_disconnected
 from mlx_parallm.pooling.model import PoolingModel
-from mlx_parallm.serving.interface import EngineClient
+from mlx_parallm.serving.interface import PoolingClient
 from mlx_parallm.types.errors import InvalidRequestError
-from mlx_parallm.types.pooling import EncodeInput
+from mlx_parallm.types.pooling import EncodeInput, EncodeResults
 
-# Of one answer, whose text has some 20 bytes for each.
+T = TypeVar("T")
+# MAX_NUMBERS: most numbers of one answer, whose text has some 20 bytes for each.
 MAX_NUMBERS = 2**24
-Reduce = Callable[[np.ndarray], Any]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Encoding:
-    """What a route asks of an encoder.
+@dataclass(frozen=True, slots=True)
+class PoolingPrelude:
+    """What is known of a request before its body is worked on.
 
     Attributes:
-        model: reads the inputs.
-        name: what the request calls it.
-        inputs: at least one, of one task.
-        request_id: the answer's.
-        param: the field of the body that they came from.
+        request: of HTTP.
+        encoders: as the caller may use them.
     """
 
-    model: PoolingModel
-    name: str
-    inputs: tuple[EncodeInput, ...]
-    request_id: str
-    param: str = "input"
+    request: Request
+    encoders: PoolingClient
+
+    def call(
+        self, model: PoolingModel, name: str | None, kind: str, own_id: str | None = None
+    ) -> PoolingCall:
+        """Go on with the model that was chosen.
+
+        Args:
+            model: reads the inputs.
+            name: what the body calls it, if it does.
+            kind: begins the answer's id.
+            own_id: the body's part of that id; None: a new one.
+        """
+        new_id = self.request.state.answer_id
+        return PoolingCall(
+            request=self.request,
+            encoders=self.encoders,
+            model=model,
+            name=name or model.names[0],
+            work_id=f"{kind}-{new_id}",
+            answer_id=f"{kind}-{own_id or new_id}",
+        )
+
+
+async def get_pooling_prelude(request: Request, engine: EngineDep) -> PoolingPrelude:
+    """Return what is known of a request before its body is worked on."""
+    return PoolingPrelude(request, engine.encoders)
+
+
+PoolingDep = Annotated[PoolingPrelude, Depends(get_pooling_prelude)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Encoded(Encoding):
-    """The same, with the results.
+class PoolingCall:
+    """A request whose model is known.
 
     Attributes:
-        results: of each input; ``encode.Task`` has the shapes of those that were not reduced.
+        request: of HTTP.
+        encoders: where the model is.
+        model: reads the inputs.
+        name: what the answer calls it.
+        work_id: unique among what is in flight.
+        answer_id: the answer's.
+    """
+
+    request: Request
+    encoders: PoolingClient
+    model: PoolingModel
+    name: str
+    work_id: str
+    answer_id: str
+
+    async def encode(self, inputs: Sequence[EncodeInput]) -> EncodeResults:
+        """Return the results of inputs; see ``PoolingClient.encode``."""
+        return await self.encoders.encode(self.model.request(self.work_id, inputs))
+
+    async def written(
+        self,
+        inputs: Sequence[EncodeInput],
+        write: Callable[[EncodeInput, np.ndarray], T],
+        *,
+        part: str = "",
+    ) -> tuple[list[T], list[bool]]:
+        """Return what ``write`` makes of each result, and whether the result was cached.
+
+        Args:
+            inputs: are encoded in parts, if their results are large.
+            write: runs on a thread as soon as a part is there.
+            part: tells these inputs from others of the same call.
+        """
+        work_id = f"{self.work_id}-{part}" if part else self.work_id
+        return await encoded_in_parts(self.encoders, self.model, inputs, work_id, write)
+
+    async def respond(
+        self,
+        inputs: Sequence[EncodeInput],
+        write: Callable[[Encoded], Response],
+        *,
+        param: str = "input",
+        reduce: Callable[[np.ndarray], Any] | None = None,
+    ) -> Response:
+        """Compute the results and write the answer, unless the client goes away.
+
+        Args:
+            inputs: at least one, of one task.
+            write: makes the answer, on a thread: thousands of vectors take long.
+            param: the field of the body that the inputs came from.
+            reduce: makes something small of each result, as soon as some of them are there.
+
+        Raises:
+            InvalidRequestError: the answer would be too large.
+            ParallmError: see ``PoolingClient.encode``.
+        """
+        if reduce is None:
+            _check_size(inputs, self.model, param)
+
+        async def work() -> Response:
+            results = await self._results(inputs, reduce)
+            return await asyncio.to_thread(write, Encoded(self, inputs, results))
+
+        return await unless_disconnected(self.request, work())
+
+    async def _results(
+        self, inputs: Sequence[EncodeInput], reduce: Callable[[np.ndarray], Any] | None
+    ) -> Sequence[Any]:
+        if reduce is None:
+            return await self.encode(inputs)
+        results, _ = await self.written(inputs, lambda _, result: reduce(result))
+        return results
+
+
+@dataclass(frozen=True, slots=True)
+class Encoded:
+    """Inputs with their results.
+
+    Attributes:
+        call: what they are of.
+        inputs: at least one.
+        results: of each input; ``Task`` has the shapes of those that were not reduced.
         created: when, in seconds of Unix time.
     """
 
+    call: PoolingCall
+    inputs: Sequence[EncodeInput]
     results: Sequence[Any]
-    created: int
-
-    def usage(self) -> dict[str, int]:
-        """The tokens of all inputs, as OpenAI counts them."""
-        num_tokens = sum(len(one.token_ids) for one in self.inputs)
-        return {"prompt_tokens": num_tokens, "total_tokens": num_tokens}
+    created: int = field(default_factory=lambda: int(time.time()))
 
     def answer(self, data: Sequence[dict[str, Any]]) -> dict[str, Any]:
-        """An entry for each input, as vLLM has it: OpenAI's list with two fields more."""
+        """Return vLLM's answer with an entry for each input: OpenAI's list with two fields more."""
         return {
-            "id": self.request_id,
+            "id": self.call.answer_id,
             "object": "list",
             "created": self.created,
-            "model": self.name,
+            "model": self.call.name,
             "data": data,
-            "usage": self.usage(),
+            "usage": prompt_usage(num_tokens(self.inputs)),
         }
 
 
-async def encoded_response(
-    request: Request,
-    engine: EngineClient,
-    asked: Encoding,
-    write: Callable[[Encoded], Response],
-    *,
-    reduce: Reduce | None = None,
-) -> Response:
-    """Compute the results and write the answer, unless the client goes away.
-
-    Args:
-        request: of the client.
-        engine: runs the model.
-        asked: what is computed.
-        write: makes the answer of the results, on a thread: thousands of vectors take long.
-        reduce: makes something small of each result, as soon as some of them are there.
-
-    Raises:
-        InvalidRequestError: the answer would be too large.
-        ParallmError: what ``EncoderClient.encode`` raises.
-    """
-    if reduce is None:
-        _check_size(asked)
-
-    async def respond() -> Response:
-        results = await _results(engine, asked, reduce)
-        found = Encoded(
-            model=asked.model,
-            name=asked.name,
-            inputs=asked.inputs,
-            request_id=asked.request_id,
-            param=asked.param,
-            results=results,
-            created=int(time.time()),
-        )
-        return await asyncio.to_thread(write, found)
-
-    return await unless_disconnected(request, respond())
+def num_tokens(inputs: Sequence[EncodeInput]) -> int:
+    """Return how many tokens inputs have together."""
+    return sum(len(each.token_ids) for each in inputs)
 
 
-async def _results(engine: EngineClient, asked: Encoding, reduce: Reduce | None) -> Sequence[Any]:
-    if reduce is not None:
-        found, _ = await encoded(
-            engine.encoders,
-            asked.model,
-            asked.inputs,
-            asked.request_id,
-            lambda _, result: reduce(result),
-        )
-        return found
-    return await engine.encoders.encode(asked.model.request(asked.request_id, asked.inputs))
+def prompt_usage(count: int) -> dict[str, int]:
+    """Return OpenAI's usage of a request that generates nothing."""
+    return {"prompt_tokens": count, "total_tokens": count}
 
 
-def _check_size(asked: Encoding) -> None:
-    numbers = sum(num_numbers(one, asked.model.info) for one in asked.inputs)
+def _check_size(inputs: Sequence[EncodeInput], model: PoolingModel, param: str) -> None:
+    numbers = sum(num_numbers(each, model.info) for each in inputs)
     # That of vectors is bounded by the number of inputs.
-    if asked.inputs[0].task != "embed" and numbers > MAX_NUMBERS:
+    if inputs[0].task != "embed" and numbers > MAX_NUMBERS:
         raise InvalidRequestError(
             f"The answer would have {numbers} numbers; {MAX_NUMBERS} are the most: send less.",
-            param=asked.param,
+            param=param,
         )

@@ -8,7 +8,7 @@ from pydantic import AliasChoices, Field, StrictBool, StrictStr
 
 from mlx_parallm.api.chat.schema import ChatMessage
 from mlx_parallm.api.http.forms import Ids, NullIsAbsent
-from mlx_parallm.api.pooling.score.schema import Texts
+from mlx_parallm.api.pooling.inputs.schema import Texts
 from mlx_parallm.api.turns.fields import TemplateKwargs, TurnEndFields
 
 

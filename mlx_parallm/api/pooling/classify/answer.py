@@ -10,13 +10,13 @@ from mlx_parallm.api.pooling.activation import activated
 from mlx_parallm.api.pooling.answer import Encoded
 
 
-def classified(found: Encoded, *, use_activation: bool) -> dict[str, Any]:
-    """The likeliest label of each text, and the probabilities of all in the order of labels."""
-    info = found.model.info
-    values = np.stack(found.results)
+def classified(encoded: Encoded, *, use_activation: bool) -> dict[str, Any]:
+    """Return the likeliest label of each text, and the probabilities of all labels in order."""
+    info = encoded.call.model.info
+    values = np.stack(encoded.results)
     if use_activation:
         values = activated(values, info.problem_type)
-    return found.answer(
+    return encoded.answer(
         [
             {
                 "index": index,

@@ -46,15 +46,15 @@ def unit_vectors(vectors: np.ndarray) -> np.ndarray:
     return vectors / np.maximum(np.linalg.norm(vectors, axis=-1, keepdims=True), 1e-12)
 
 
-def embeddings_response(found: Encoded, body: EmbeddingsRequest) -> Response:
+def embeddings_response(encoded: Encoded, body: EmbeddingsRequest) -> Response:
     """OpenAI's list of embeddings with vLLM's ``id`` and ``created``, or the bytes alone."""
-    info = found.model.info
+    info = encoded.call.model.info
     normalizes = info.normalizes if body.use_activation is None else body.use_activation
-    vectors = finished(found.results, body.dimensions, normalizes=normalizes)
+    vectors = finished(encoded.results, body.dimensions, normalizes=normalizes)
     if body.encoding_format in ("bytes", "bytes_only"):
-        return bytes_response(list(vectors), found, body)
+        return bytes_response(list(vectors), encoded, body)
     data = [
         {"object": "embedding", "index": index, "embedding": in_json(vector, body)}
         for index, vector in enumerate(vectors)
     ]
-    return JSONResponse(found.answer(data))
+    return JSONResponse(encoded.answer(data))

@@ -52,9 +52,9 @@ def _bfloat16(array: np.ndarray) -> np.ndarray:
     return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
 
 
-def bytes_response(arrays: Sequence[np.ndarray], found: Encoded, body: ArraysRequest) -> Response:
+def bytes_response(arrays: Sequence[np.ndarray], encoded: Encoded, body: ArraysRequest) -> Response:
     """The bytes of all arrays, and a header ``metadata`` unless the body asks for bytes only."""
-    parts = [as_bytes(one, body.embed_dtype, body.endianness) for one in arrays]
+    parts = [as_bytes(array, body.embed_dtype, body.endianness) for array in arrays]
     headers = None
     if body.encoding_format == "bytes":
         ends = np.cumsum([len(part) for part in parts]).tolist()
@@ -65,9 +65,9 @@ def bytes_response(arrays: Sequence[np.ndarray], found: Encoded, body: ArraysReq
                 "endianness": body.endianness,
                 "start": end - len(part),
                 "end": end,
-                "shape": one.shape,
+                "shape": array.shape,
             }
-            for index, (one, part, end) in enumerate(zip(arrays, parts, ends, strict=True))
+            for index, (array, part, end) in enumerate(zip(arrays, parts, ends, strict=True))
         ]
-        headers = {"metadata": json.dumps(found.answer(data))}
+        headers = {"metadata": json.dumps(encoded.answer(data))}
     return Response(b"".join(parts), media_type="application/octet-stream", headers=headers)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from fastapi import Request, Response
+from fastapi import Response
 
 from mlx_parallm.api.http.declared import INPUT
-from mlx_parallm.api.http.dependencies import EngineDep
 from mlx_parallm.api.http.openapi import POOLING
 from mlx_parallm.api.http.routing import Routes
-from mlx_parallm.api.pooling.answer import Encoding, encoded_response
+from mlx_parallm.api.pooling.answer import PoolingDep
 from mlx_parallm.api.pooling.embeddings.answer import check_dimensions, embeddings_response
 from mlx_parallm.api.pooling.embeddings.array_encoding import check_format
 from mlx_parallm.api.pooling.embeddings.schema import EmbeddingsRequest
@@ -21,26 +20,19 @@ routes = Routes(POOLING, body_limit=INPUT, short=True)
 
 
 @routes.post("/v1/embeddings", batchable=True)
-async def create_embeddings(
-    body: EmbeddingsRequest, request: Request, engine: EngineDep
-) -> Response:
+async def create_embeddings(body: EmbeddingsRequest, pooling: PoolingDep) -> Response:
     """A vector for each text."""
-    model = engine.encoders.get(body.model, "embed")
+    model = pooling.encoders.get(body.model, "embed")
     check_dimensions(body.dimensions, model)
-    asked = Encoding(
-        model=model,
-        name=body.model or model.names[0],
-        inputs=await request_inputs(body, model, "embed", prompt=asked_prompt(body, model.info)),
-        request_id=f"embd-{body.request_id or request.state.answer_id}",
-    )
-    check_format(body, len(asked.inputs))
-    return await encoded_response(
-        request, engine, asked, lambda found: embeddings_response(found, body)
-    )
+    call = pooling.call(model, body.model, "embd", body.request_id)
+    prompt = asked_prompt(body, model.info)
+    inputs = await request_inputs(body, model, "embed", prompt=prompt)
+    check_format(body, len(inputs))
+    return await call.respond(inputs, lambda encoded: embeddings_response(encoded, body))
 
 
 def asked_prompt(body: EmbeddingsRequest, info: EncoderInfo) -> str:
-    """The prompt that a request asks for; the model's default where it asks for none.
+    """Return the prompt that a request asks for; the model's default where it asks for none.
 
     Raises:
         InvalidRequestError: the model has none of this name, or the inputs are no texts.

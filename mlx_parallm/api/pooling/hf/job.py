@@ -2,31 +2,26 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
+from mlx_parallm.api.pooling.answer import PoolingCall
 from mlx_parallm.api.pooling.hf.schema import TaskParameters
-from mlx_parallm.pooling.model import PoolingModel
-from mlx_parallm.serving.interface import EngineClient
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Job:
     """A task that was asked for.
 
     Attributes:
         inputs: the body's; of any type.
         parameters: the body's.
-        model: can do it.
-        engine: where it runs.
-        request_id: unique.
+        call: of a model that can do it.
     """
 
     inputs: Any
     parameters: TaskParameters
-    model: PoolingModel
-    engine: EngineClient
-    request_id: str
+    call: PoolingCall
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,4 +29,4 @@ class Done:
     """A task's answer: JSON, and what was read as something else."""
 
     answer: Any
-    warnings: tuple[str, ...] = field(default=())
+    warnings: tuple[str, ...] = ()

@@ -5,18 +5,17 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterable
 
-from fastapi import Request, Response
+from fastapi import Response
 from starlette.responses import JSONResponse
 
 from mlx_parallm.api.http.declared import INPUT
-from mlx_parallm.api.http.dependencies import EngineDep
 from mlx_parallm.api.http.openapi import POOLING
 from mlx_parallm.api.http.routing import Routes
+from mlx_parallm.api.pooling.answer import PoolingDep, PoolingPrelude
 from mlx_parallm.api.pooling.hf.choice import TASKS, choose
 from mlx_parallm.api.pooling.hf.job import Job
 from mlx_parallm.api.pooling.hf.schema import TaskRequest
 from mlx_parallm.api.turns.generation import unless_disconnected
-from mlx_parallm.serving.interface import EngineClient
 
 routes = Routes(POOLING, body_limit=INPUT)
 
@@ -25,52 +24,42 @@ MAX_WARNING_CHARS = 1000
 
 
 @routes.post("/")
-async def run_task(body: TaskRequest, request: Request, engine: EngineDep) -> Response:
+async def run_task(body: TaskRequest, pooling: PoolingDep) -> Response:
     """A task of the first model that can do it."""
-    return await _run(body, request, engine, None, None)
+    return await _run(body, pooling, None, None)
 
 
 @routes.post("/models/{name:path}")
-async def run_task_of_model(
-    name: str, body: TaskRequest, request: Request, engine: EngineDep
-) -> Response:
+async def run_task_of_model(name: str, body: TaskRequest, pooling: PoolingDep) -> Response:
     """A task of this model; its name may end with ``/pipeline/{task}``."""
     before, marker, task = name.rpartition("/pipeline/")
     if marker and task in TASKS:
-        return await _run(body, request, engine, before, task)
-    return await _run(body, request, engine, name, None)
+        return await _run(body, pooling, before, task)
+    return await _run(body, pooling, name, None)
 
 
 @routes.post("/pipeline/{task}")
-async def run_named_task(
-    task: str, body: TaskRequest, request: Request, engine: EngineDep
-) -> Response:
+async def run_named_task(task: str, body: TaskRequest, pooling: PoolingDep) -> Response:
     """This task, by the first model that can do it."""
-    return await _run(body, request, engine, None, task)
+    return await _run(body, pooling, None, task)
 
 
 @routes.post("/pipeline/{task}/{name:path}")
 async def run_named_task_of_model(
-    task: str, name: str, body: TaskRequest, request: Request, engine: EngineDep
+    task: str, name: str, body: TaskRequest, pooling: PoolingDep
 ) -> Response:
     """This task of this model."""
-    return await _run(body, request, engine, name, task)
+    return await _run(body, pooling, name, task)
 
 
 async def _run(
-    body: TaskRequest, request: Request, engine: EngineClient, name: str | None, task: str | None
+    body: TaskRequest, pooling: PoolingPrelude, name: str | None, task: str | None
 ) -> Response:
     parameters = body.all_parameters()
-    model, run = choose(engine.encoders, body.inputs, parameters, name=name, task=task)
-    job = Job(
-        inputs=body.inputs,
-        parameters=parameters,
-        model=model,
-        engine=engine,
-        request_id=f"task-{request.state.answer_id}",
-    )
+    model, run = choose(pooling.encoders, body.inputs, parameters, name=name, task=task)
+    job = Job(body.inputs, parameters, pooling.call(model, name, "task"))
 
-    async def respond() -> Response:
+    async def work() -> Response:
         done = await run(job)
         # Thousands of vectors take long to write.
         response = await asyncio.to_thread(JSONResponse, done.answer)
@@ -78,7 +67,7 @@ async def _run(
             response.headers[WARNINGS] = _plain(done.warnings)
         return response
 
-    return await unless_disconnected(request, respond())
+    return await unless_disconnected(pooling.request, work())
 
 
 def _plain(warnings: Iterable[str]) -> str:

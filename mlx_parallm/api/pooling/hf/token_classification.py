@@ -8,11 +8,10 @@ import numpy as np
 
 from mlx_parallm.api.http.offload import maybe_in_thread
 from mlx_parallm.api.pooling.activation import softmax
-from mlx_parallm.api.pooling.encoded import encoded
 from mlx_parallm.api.pooling.hf.entities import LabelledTokens, entities
 from mlx_parallm.api.pooling.hf.job import Done, Job
-from mlx_parallm.api.pooling.hf.texts import cut_to, cuts_left, text_inputs, texts_of
-from mlx_parallm.api.pooling.inputs.encode import text_limit
+from mlx_parallm.api.pooling.hf.texts import reading, texts_of
+from mlx_parallm.api.pooling.inputs.encode import single_inputs, text_limit
 from mlx_parallm.types.errors import InvalidRequestError
 from mlx_parallm.types.pooling import EncodeInput, TokenSpan
 
@@ -22,40 +21,35 @@ OUTSIDE = ["O"]
 
 
 async def token_classification(job: Job) -> Done:
-    """A list of entities for a text; for several a list of these.
+    """Return a list of entities for a text; for several a list of these.
 
     Raises:
-        ParallmError: see ``texts_of``, ``single_inputs`` and ``encoded``; texts are to be cut at
-            their beginnings.
+        ParallmError: texts are to be cut at their beginnings; see also ``texts_of``,
+            ``single_inputs`` and ``PoolingCall.written``.
     """
-    if cuts_left(job.parameters):
+    how, model = reading(job.parameters), job.call.model
+    if how.from_left:
         raise InvalidRequestError(
             "Texts whose tokens are classified are cut at their ends.", param="truncation_direction"
         )
-    texts, tokenizer = texts_of(job.inputs), job.model.tokenizer
-    limit = text_limit(job.model, cut_to(job.parameters), "inputs")
-    spans = await maybe_in_thread(lambda: tokenizer.spans(texts, limit=limit), sum(map(len, texts)))
-    inputs = await text_inputs(
-        job, [tuple(span.token_id for span in one) for one in spans], "token_classify"
-    )
-    logits, _ = await encoded(
-        job.engine.encoders, job.model, inputs, job.request_id, lambda _, result: result
-    )
+    texts, tokenizer = texts_of(job.inputs), model.tokenizer
+    length, limit = sum(map(len, texts)), text_limit(model, how)
+    spans = await maybe_in_thread(lambda: tokenizer.spans(texts, limit=limit), length)
+    ids = [tuple(span.token_id for span in own) for own in spans]
+    inputs = await single_inputs(ids, model, "token_classify", how)
+    logits, _ = await job.call.written(inputs, lambda _, result: result)
     ignored = OUTSIDE if job.parameters.ignore_labels is None else job.parameters.ignore_labels
     strategy = job.parameters.aggregation_strategy or STRATEGY
 
-    def write(own: list[TokenSpan], one: EncodeInput, rows: np.ndarray) -> list[dict[str, Any]]:
-        kept = _kept(own, len(one.token_ids))
+    def write(own: list[TokenSpan], text: EncodeInput, rows: np.ndarray) -> list[dict[str, Any]]:
+        kept = _kept(own, len(text.token_ids))
         tokens = LabelledTokens(
-            [own[place] for place in kept], kept, softmax(rows[kept]), job.model.info.labels
+            [own[place] for place in kept], kept, softmax(rows[kept]), model.info.labels
         )
-        found = entities(tokens, strategy, tokenizer.join)
-        return [one for one in found if _label(one) not in ignored]
+        all_entities = entities(tokens, strategy, tokenizer.join)
+        return [entity for entity in all_entities if _label(entity) not in ignored]
 
-    answers = await maybe_in_thread(
-        lambda: [write(*one) for one in zip(spans, inputs, logits, strict=True)],
-        sum(map(len, texts)),
-    )
+    answers = await maybe_in_thread(lambda: list(map(write, spans, inputs, logits)), length)
     return Done(answers if isinstance(job.inputs, list) else answers[0])
 
 

@@ -9,35 +9,36 @@ import numpy as np
 
 from mlx_parallm.api.pooling.embeddings.answer import check_dimensions, finished
 from mlx_parallm.api.pooling.embeddings.array_encoding import as_bytes
-from mlx_parallm.api.pooling.encoded import encoded
 from mlx_parallm.api.pooling.hf.job import Done, Job
-from mlx_parallm.api.pooling.hf.texts import MAX_TEXTS, text_inputs, texts_of
+from mlx_parallm.api.pooling.hf.texts import reading, texts_of
+from mlx_parallm.api.pooling.inputs.encode import Role, single_inputs
 from mlx_parallm.api.pooling.inputs.prompts import named_prompt
+from mlx_parallm.api.pooling.inputs.schema import MAX_INPUTS
 from mlx_parallm.api.pooling.tei.answer import similarities
 from mlx_parallm.types.errors import InvalidRequestError
 
 
 async def feature_extraction(job: Job) -> Done:
-    """A list with a vector for each text, also for a text alone.
+    """Return a list with a vector for each text, also for a text alone.
 
     Raises:
-        ParallmError: see ``texts_of``, ``single_inputs`` and ``encoded``.
+        ParallmError: see ``texts_of``, ``single_inputs`` and ``PoolingCall.written``.
     """
     vectors = await _vectors(job, texts_of(job.inputs))
     if job.parameters.encoding_format == "base64":
-        return Done([base64.b64encode(as_bytes(one)).decode() for one in vectors])
+        return Done([base64.b64encode(as_bytes(vector)).decode() for vector in vectors])
     return Done(vectors.tolist())
 
 
 async def sentence_similarity(job: Job) -> Done:
-    """The cosine of each sentence with the source sentence.
+    """Return the cosine of each sentence with the source sentence.
 
     Raises:
         ParallmError: ``inputs`` is no object with these; see also ``feature_extraction``.
     """
     given = job.inputs if isinstance(job.inputs, dict) else {}
     source, sentences = given.get("source_sentence"), given.get("sentences")
-    is_list = isinstance(sentences, list) and 0 < len(sentences) < MAX_TEXTS
+    is_list = isinstance(sentences, list) and 0 < len(sentences) < MAX_INPUTS
     if not isinstance(source, str) or sentences is None or not is_list:
         raise InvalidRequestError(
             "inputs must have source_sentence, a text, and sentences, a list of texts.",
@@ -48,13 +49,11 @@ async def sentence_similarity(job: Job) -> Done:
 
 
 async def _vectors(job: Job, texts: Sequence[str]) -> np.ndarray:
-    """Vectors of the length that was asked for, float32 ``[texts, dimensions]``."""
-    info, parameters = job.model.info, job.parameters
-    check_dimensions(parameters.dimensions, job.model)
-    prompt = named_prompt(info, parameters.prompt_name)
-    inputs = await text_inputs(job, texts, "embed", prompt=prompt)
-    found, _ = await encoded(
-        job.engine.encoders, job.model, inputs, job.request_id, lambda _, one: one
-    )
-    normalizes = info.normalizes if parameters.normalize is None else parameters.normalize
-    return finished(found, parameters.dimensions, normalizes=normalizes)
+    """Return vectors of the length that was asked for, float32 ``[texts, dimensions]``."""
+    model, parameters = job.call.model, job.parameters
+    check_dimensions(parameters.dimensions, model)
+    role = Role(prompt=named_prompt(model.info, parameters.prompt_name))
+    inputs = await single_inputs(texts, model, "embed", reading(parameters), role=role)
+    vectors, _ = await job.call.written(inputs, lambda _, result: result)
+    normalizes = model.info.normalizes if parameters.normalize is None else parameters.normalize
+    return finished(vectors, parameters.dimensions, normalizes=normalizes)

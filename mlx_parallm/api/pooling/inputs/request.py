@@ -8,7 +8,7 @@ from typing import Any
 
 from mlx_parallm.api.chat.schema import ChatMessage, turns_of
 from mlx_parallm.api.http.offload import maybe_in_thread
-from mlx_parallm.api.pooling.inputs.encode import Role, single_inputs, text_limit
+from mlx_parallm.api.pooling.inputs.encode import Reading, Role, single_inputs, text_limit
 from mlx_parallm.api.pooling.inputs.schema import TextsRequest
 from mlx_parallm.api.turns.history import template_messages
 from mlx_parallm.pooling.model import PoolingModel
@@ -19,7 +19,7 @@ from mlx_parallm.types.pooling import EncodeInput, Task
 async def request_inputs(
     body: TextsRequest, model: PoolingModel, task: Task, *, prompt: str = ""
 ) -> tuple[EncodeInput, ...]:
-    """The texts, token ids or conversations of a request.
+    """Return the inputs of a request: texts, token ids or conversations.
 
     Args:
         body: has ``input`` or ``messages``.
@@ -32,24 +32,19 @@ async def request_inputs(
     """
     if (body.input is None) == (body.messages is None):
         raise InvalidRequestError("Either input or messages is needed.", param="input")
-    if body.messages is None:
-        given, param = body.input, "input"
-    else:
-        given, param = await _rendered(body, model), "messages"
-    return await single_inputs(
-        given,
-        model,
-        task,
-        truncate=body.truncate_prompt_tokens,
-        from_left=body.truncation_side == "left",
-        add_special_tokens=body.add_special_tokens is not False,
-        role=Role(prompt=prompt),
-        param=param,
+    if body.messages is not None:
+        reading = body.reading("messages")
+        return await single_inputs(await _rendered(body, model, reading), model, task, reading)
+    reading = replace(
+        body.reading("input"), add_special_tokens=body.add_special_tokens is not False
     )
+    return await single_inputs(body.input, model, task, reading, role=Role(prompt=prompt))
 
 
-async def _rendered(body: TextsRequest, model: PoolingModel) -> list[tuple[int, ...]]:
-    """The token ids of each conversation."""
+async def _rendered(
+    body: TextsRequest, model: PoolingModel, reading: Reading
+) -> list[tuple[int, ...]]:
+    """Return the token ids of each conversation."""
     if body.chat_template is not None:
         raise InvalidRequestError(
             "A request brings no template; the server has --chat-template.",
@@ -60,21 +55,19 @@ async def _rendered(body: TextsRequest, model: PoolingModel) -> list[tuple[int, 
         raise InvalidRequestError(
             "The chat template writes the special tokens of messages.", param="add_special_tokens"
         )
-    conversations = [template_messages(turns_of(one)) for one in _conversations(body.messages)]
+    conversations = [template_messages(turns_of(each)) for each in _conversations(body.messages)]
     options: dict[str, Any] = {
         "add_generation_prompt": body.add_generation_prompt,
         "continue_final_message": body.continue_final_message,
         "template_kwargs": body.chat_template_kwargs,
     }
-    limit = text_limit(
-        model, body.truncate_prompt_tokens, "messages", from_left=body.truncation_side == "left"
-    )
+    limit = text_limit(model, reading)
     return await maybe_in_thread(
         lambda: [
-            model.tokenizer.encode_chat(one, limit=replace(limit, first=number), **options)
-            for number, one in enumerate(conversations)
+            model.tokenizer.encode_chat(each, limit=replace(limit, first=number), **options)
+            for number, each in enumerate(conversations)
         ],
-        sum(len(turn["content"] or "") for one in conversations for turn in one),
+        sum(len(turn["content"] or "") for each in conversations for turn in each),
     )
 
 

@@ -15,37 +15,66 @@ from pydantic import (
 
 from mlx_parallm.api.chat.schema import ChatMessage
 from mlx_parallm.api.http.forms import OpenForm
+from mlx_parallm.api.pooling.inputs.encode import Reading
 from mlx_parallm.api.turns.fields import TemplateKwargs, TurnEndFields
 
 #: OpenAI takes 2,048.
 MAX_INPUTS = 8192
-_IDS = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
-_MANY = {"type": "array", "minItems": 1, "maxItems": MAX_INPUTS}
-_TEXT = {"type": "string", "minLength": 1}
-_SCHEMA = {"anyOf": [_TEXT, {**_MANY, "items": _TEXT}, _IDS, {**_MANY, "items": _IDS}]}
+TEXT = {"type": "string", "minLength": 1}
+TOKEN_IDS = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
+
+
+def many(item: dict[str, Any]) -> dict[str, Any]:
+    """Return the JSON schema of a list of as many items as a request may have."""
+    return {"type": "array", "items": item, "minItems": 1, "maxItems": MAX_INPUTS}
+
+
+def is_list_of(value: Any, kind: type) -> bool:
+    """True if a value is a list of values of exactly this type, and not empty."""
+    return isinstance(value, list) and bool(value) and all(type(item) is kind for item in value)
+
+
+def as_texts(value: Any) -> list[str] | None:
+    """Return a text or several as a list; None if the value is something else, or too long."""
+    texts = [value] if isinstance(value, str) else value
+    return texts if is_list_of(texts, str) and len(texts) <= MAX_INPUTS else None
+
+
+def _texts(value: Any) -> list[str]:
+    texts = as_texts(value)
+    if texts is None:
+        raise ValueError(f"must be a text or a list of 1 to {MAX_INPUTS} texts")
+    return texts
 
 
 def _inputs(value: Any) -> list[str] | list[list[int]]:
-    """Every input, as texts or as ids; one message for whatever else there is."""
-    given = [value] if isinstance(value, str) or _is_ids(value) else value
-    if not isinstance(given, list) or not 0 < len(given) <= MAX_INPUTS:
-        given = None
-    elif all(isinstance(one, str) for one in given):
-        if "" in given:
-            raise ValueError(f"text {given.index('')} is empty")
-        return given
-    elif all(map(_is_ids, given)):
-        return given
+    """Return every input, as texts or as ids; one message for whatever else there is."""
+    texts = as_texts(value)
+    if texts is not None:
+        if "" in texts:
+            raise ValueError(f"text {texts.index('')} is empty")
+        return texts
+    lists = [value] if is_list_of(value, int) else value
+    is_many = is_list_of(lists, list) and len(lists) <= MAX_INPUTS
+    if is_many and all(is_list_of(ids, int) for ids in lists):
+        return lists
     raise ValueError(
         f"must be a text, a list of 1 to {MAX_INPUTS} texts, token ids, or a list of lists of ids"
     )
 
 
-def _is_ids(value: Any) -> bool:
-    return isinstance(value, list) and bool(value) and all(type(one) is int for one in value)
-
-
-Inputs = Annotated[Any, BeforeValidator(_inputs), WithJsonSchema(_SCHEMA)]
+#: A text or several, of which some may be empty.
+Texts = Annotated[
+    Any,
+    BeforeValidator(_texts),
+    WithJsonSchema({"anyOf": [{"type": "string"}, many({"type": "string"})]}),
+]
+#: A text or several, or the token ids of one or of several; none is empty.
+Inputs = Annotated[
+    Any,
+    BeforeValidator(_inputs),
+    WithJsonSchema({"anyOf": [TEXT, many(TEXT), TOKEN_IDS, many(TOKEN_IDS)]}),
+]
 
 
 class EncodeFields(OpenForm):
@@ -64,6 +93,11 @@ class EncodeFields(OpenForm):
     user: StrictStr | None = Field(None, description="Not read.")
     priority: StrictInt | None = Field(None, description="Not read.")
     cache_salt: StrictStr | None = Field(None, description="Not read.")
+
+    def reading(self, param: str) -> Reading:
+        """Return how the inputs of this field are read."""
+        is_left = self.truncation_side == "left"
+        return Reading(truncate=self.truncate_prompt_tokens, from_left=is_left, param=param)
 
 
 class TextsRequest(TurnEndFields, EncodeFields):

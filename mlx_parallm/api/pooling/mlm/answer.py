@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from mlx_parallm.api.pooling.activation import log_softmax
+from mlx_parallm.api.pooling.answer import prompt_usage
 from mlx_parallm.api.pooling.mlm.fill_mask import fillings, kept_top_k
 from mlx_parallm.api.pooling.mlm.inputs import Candidates, candidates_of, masked_inputs
 from mlx_parallm.api.pooling.mlm.schema import MlmRequest
@@ -60,11 +61,9 @@ class MaskQuestion:
             body.given,
             self._model,
             task,
+            body.given_reading,
             () if all_logits else self.words.ids,
             top_k=kept_top_k(body.return_top_k, self._model) if task == "mlm_top" else 0,
-            truncate=body.truncate_prompt_tokens,
-            from_left=body.truncation_side == "left",
-            param=body.given_as,
         )
         told = len(self.words.ids) or self._model.info.vocab_size
         if body.return_logits and told * sum(len(one.places) for one in inputs) > MAX_LOGITS:
@@ -110,7 +109,6 @@ def mlm_answer(
 ) -> dict[str, Any]:
     """The body of the answer."""
     names = body.request_ids or [None] * len(texts)
-    num_tokens = sum(one["num_tokens"] for one in texts)
     return {
         "object": "list",
         "data": [
@@ -118,6 +116,6 @@ def mlm_answer(
             for index, (name, one) in enumerate(zip(names, texts, strict=True))
         ],
         "model": model,
-        "usage": {"prompt_tokens": num_tokens, "total_tokens": num_tokens},
+        "usage": prompt_usage(sum(text["num_tokens"] for text in texts)),
         "warnings": list(warnings),
     }

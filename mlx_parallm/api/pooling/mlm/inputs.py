@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from mlx_parallm.api.http.offload import maybe_in_thread
-from mlx_parallm.api.pooling.inputs.encode import single_inputs
+from mlx_parallm.api.pooling.inputs.encode import Reading, single_inputs
 from mlx_parallm.pooling.model import PoolingModel
 from mlx_parallm.types.errors import InvalidRequestError
 from mlx_parallm.types.pooling import EncodeInput, Task
@@ -49,12 +49,10 @@ async def masked_inputs(
     given: Sequence[Any],
     model: PoolingModel,
     task: Task,
+    reading: Reading,
     candidates: tuple[int, ...] = (),
     *,
     top_k: int = 0,
-    truncate: int | None = None,
-    from_left: bool = False,
-    param: str = "texts",
 ) -> tuple[EncodeInput, ...]:
     """Inputs whose places are their masks; see ``single_inputs`` and ``EncodeInput``.
 
@@ -63,27 +61,16 @@ async def masked_inputs(
         ContextLengthError: one is too long and is not to be cut.
     """
     mask = mask_id(model)
-    inputs = await single_inputs(
-        given, model, task, truncate=truncate, from_left=from_left, param=param
-    )
-    return tuple(
-        replace(
-            one,
-            places=_places(one, mask, f"{param} {number}", model),
-            candidates=candidates,
-            top_k=top_k,
-        )
-        for number, one in enumerate(inputs)
-    )
-
-
-def _places(one: EncodeInput, mask: int, name: str, model: PoolingModel) -> tuple[int, ...]:
-    places = tuple(place for place, token in enumerate(one.token_ids) if token == mask)
-    if not places:
-        raise InvalidRequestError(
-            f"{name} has no {model.tokenizer.mask_token}.", param=name.split()[0]
-        )
-    return places
+    inputs = []
+    for number, each in enumerate(await single_inputs(given, model, task, reading)):
+        places = tuple(place for place, token in enumerate(each.token_ids) if token == mask)
+        if not places:
+            raise InvalidRequestError(
+                f"{reading.param} {number} has no {model.tokenizer.mask_token}.",
+                param=reading.param,
+            )
+        inputs.append(replace(each, places=places, candidates=candidates, top_k=top_k))
+    return tuple(inputs)
 
 
 async def candidates_of(

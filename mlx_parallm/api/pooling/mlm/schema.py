@@ -13,34 +13,33 @@ from pydantic import (
     WithJsonSchema,
 )
 
-from mlx_parallm.api.pooling.inputs.schema import EncodeFields
+from mlx_parallm.api.pooling.inputs.encode import Reading
+from mlx_parallm.api.pooling.inputs.schema import (
+    MAX_INPUTS,
+    TOKEN_IDS,
+    EncodeFields,
+    Texts,
+    is_list_of,
+    many,
+)
 from mlx_parallm.types.errors import InvalidRequestError
 
-MAX_TEXTS = 8192
 MAX_TOP_K = 1000
 MAX_WORDS = 10_000
 
 _WORD = {"anyOf": [{"type": "string"}, {"type": "integer", "minimum": 0}]}
-_IDS = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
-
-
-def _texts(value: Any) -> list[str]:
-    given = [value] if isinstance(value, str) else value
-    if _is_list_of(given, str) and len(given) <= MAX_TEXTS:
-        return given
-    raise ValueError(f"must be a text or a list of 1 to {MAX_TEXTS} texts")
 
 
 def _token_ids(value: Any) -> list[list[int]]:
-    given = [value] if _is_list_of(value, int) else value
-    is_list = _is_list_of(given, list) and len(given) <= MAX_TEXTS
-    if is_list and all(_is_list_of(one, int) for one in given):
+    given = [value] if is_list_of(value, int) else value
+    is_list = is_list_of(given, list) and len(given) <= MAX_INPUTS
+    if is_list and all(is_list_of(ids, int) for ids in given):
         return given
-    raise ValueError(f"must be token ids, or a list of 1 to {MAX_TEXTS} lists of them")
+    raise ValueError(f"must be token ids, or a list of 1 to {MAX_INPUTS} lists of them")
 
 
 def _words(value: Any) -> dict[str, str | int]:
-    """Words by their labels; a word without one is its own."""
+    """Return words by their labels; a word without one is its own."""
     given = [value] if isinstance(value, (str, int)) else value
     if isinstance(given, list):
         given = {str(word): word for word in given}
@@ -52,33 +51,10 @@ def _words(value: Any) -> dict[str, str | int]:
     )
 
 
-def _is_list_of(value: Any, kind: type) -> bool:
-    return isinstance(value, list) and bool(value) and all(type(one) is kind for one in value)
-
-
-Texts = Annotated[
-    Any,
-    BeforeValidator(_texts),
-    WithJsonSchema(
-        {
-            "anyOf": [
-                {"type": "string"},
-                {
-                    "type": "array",
-                    "items": {"type": "string"},
-                    "minItems": 1,
-                    "maxItems": MAX_TEXTS,
-                },
-            ]
-        }
-    ),
-]
 TokenIds = Annotated[
     Any,
     BeforeValidator(_token_ids),
-    WithJsonSchema(
-        {"anyOf": [_IDS, {"type": "array", "items": _IDS, "minItems": 1, "maxItems": MAX_TEXTS}]}
-    ),
+    WithJsonSchema({"anyOf": [TOKEN_IDS, many(TOKEN_IDS)]}),
 ]
 Words = Annotated[
     Any,
@@ -140,15 +116,15 @@ class MlmRequest(EncodeFields):
 
     @property
     def words(self) -> dict[str, str | int] | None:
-        """The targets or the label words."""
+        """Return the targets or the label words."""
         return self.label_words if self.targets is None else self.targets
 
     @property
     def given(self) -> list[str] | list[list[int]]:
-        """The texts, or their ids."""
+        """Return the texts, or their ids."""
         return self.token_ids if self.texts is None else self.texts
 
     @property
-    def given_as(self) -> str:
-        """The field that they came in."""
-        return "token_ids" if self.texts is None else "texts"
+    def given_reading(self) -> Reading:
+        """Return how ``given`` is read."""
+        return self.reading("token_ids" if self.texts is None else "texts")

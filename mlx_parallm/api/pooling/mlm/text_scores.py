@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from mlx_parallm.api.pooling.inputs.encode import single_inputs
+from mlx_parallm.api.pooling.inputs.encode import Reading, single_inputs
 from mlx_parallm.api.pooling.mlm.inputs import mask_id
 from mlx_parallm.pooling.model import PoolingModel
 from mlx_parallm.types.errors import InvalidRequestError
@@ -30,12 +30,7 @@ class ScoredText:
 
 
 async def scored_texts(
-    given: Sequence[Any],
-    model: PoolingModel,
-    *,
-    truncate: int | None = None,
-    from_left: bool = False,
-    param: str = "texts",
+    given: Sequence[Any], model: PoolingModel, reading: Reading
 ) -> list[ScoredText]:
     """Texts with the places of all tokens but the special ones; see ``single_inputs``.
 
@@ -48,13 +43,12 @@ async def scored_texts(
             one.token_ids,
             tuple(place for place, token in enumerate(one.token_ids) if token not in special),
         )
-        for one in await single_inputs(
-            given, model, "mlm", truncate=truncate, from_left=from_left, param=param
-        )
+        for one in await single_inputs(given, model, "mlm", reading)
     ]
     if sum(len(text.places) for text in texts) > MAX_SCORED_TOKENS:
         raise InvalidRequestError(
-            f"Texts of more than {MAX_SCORED_TOKENS} tokens together are not scored.", param=param
+            f"Texts of more than {MAX_SCORED_TOKENS} tokens together are not scored.",
+            param=reading.param,
         )
     return texts
 

@@ -115,14 +115,14 @@ def harmful(labels: Sequence[str]) -> dict[int, str]:
     }
 
 
-def moderated(found: Encoded) -> dict[str, Any]:
-    """OpenAI's verdict on each text."""
-    info = found.model.info
+def moderated(encoded: Encoded) -> dict[str, Any]:
+    """Return OpenAI's verdict on each text."""
+    info = encoded.call.model.info
     categories = harmful(info.labels)
-    probabilities = activated(np.stack(found.results), info.problem_type)
+    probabilities = activated(np.stack(encoded.results), info.problem_type)
     return {
-        "id": found.request_id,
-        "model": found.name,
+        "id": encoded.call.answer_id,
+        "model": encoded.call.name,
         "results": [_verdict(row, categories) for row in probabilities],
     }
 

@@ -7,27 +7,23 @@ from typing import Annotated, Any
 from pydantic import BeforeValidator, Field, StrictStr, WithJsonSchema
 
 from mlx_parallm.api.http.forms import OpenForm
-from mlx_parallm.api.pooling.inputs.schema import MAX_INPUTS
+from mlx_parallm.api.pooling.inputs.schema import MAX_INPUTS, TEXT, as_texts, is_list_of, many
 
-_TEXT = {"type": "string", "minLength": 1}
 _PART = {
     "type": "object",
-    "properties": {"type": {"const": "text"}, "text": _TEXT},
+    "properties": {"type": {"const": "text"}, "text": TEXT},
     "required": ["type", "text"],
 }
-_MANY = {"type": "array", "minItems": 1, "maxItems": MAX_INPUTS}
-_SCHEMA = {"anyOf": [_TEXT, {**_MANY, "items": _TEXT}, {**_MANY, "items": _PART}]}
+_SCHEMA = {"anyOf": [TEXT, many(TEXT), many(_PART)]}
 
 
 def _texts(value: Any) -> list[str]:
-    """Every text that gets a verdict of its own: parts have one together."""
-    given = [value] if isinstance(value, str) else value
-    if not isinstance(given, list) or not 0 < len(given) <= MAX_INPUTS:
-        given = None
-    elif all(isinstance(one, dict) for one in given):
-        given = ["\n".join(_part(one) for one in given)]
-    if given is not None and all(isinstance(one, str) and one for one in given):
-        return given
+    """Return every text that gets a verdict of its own: parts have one together."""
+    if is_list_of(value, dict) and len(value) <= MAX_INPUTS:
+        value = "\n".join(_part(part) for part in value)
+    texts = as_texts(value)
+    if texts is not None and all(texts):
+        return texts
     raise ValueError(
         f"must be a text, or a list of 1 to {MAX_INPUTS} texts or of parts of type text; none empty"
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from mlx_parallm.api.pooling.answer import PoolingCall, prompt_usage
 from mlx_parallm.api.pooling.rerank.schema import RerankRequest
 from mlx_parallm.api.pooling.score.pairs import PairScores
 
@@ -15,7 +16,7 @@ def ranked(values: Sequence[float]) -> list[int]:
 
 
 def rerank_answer(
-    scores: PairScores, body: RerankRequest, documents: Sequence[str], *, name: str, answer_id: str
+    scores: PairScores, body: RerankRequest, documents: Sequence[str], call: PoolingCall
 ) -> dict[str, Any]:
     """The object of Jina, Cohere and vLLM."""
     results = []
@@ -24,8 +25,8 @@ def rerank_answer(
         if body.return_documents:
             result["document"] = {"text": documents[place]}
         results.append(result)
-    usage = {"prompt_tokens": scores.num_tokens, "total_tokens": scores.num_tokens}
-    return {"id": answer_id, "model": name, "usage": usage, "results": results}
+    usage = prompt_usage(scores.num_tokens)
+    return {"id": call.answer_id, "model": call.name, "usage": usage, "results": results}
 
 
 def tei_answer(

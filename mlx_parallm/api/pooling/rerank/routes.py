@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 
-from fastapi import Request, Response
+from fastapi import Response
 from starlette.responses import JSONResponse
 
 from mlx_parallm.api.http.declared import INPUT
-from mlx_parallm.api.http.dependencies import EngineDep
 from mlx_parallm.api.http.openapi import POOLING
 from mlx_parallm.api.http.routing import Routes
+from mlx_parallm.api.pooling.answer import PoolingDep
 from mlx_parallm.api.pooling.inputs.encode import shortened_texts
 from mlx_parallm.api.pooling.rerank.answer import rerank_answer, tei_answer
 from mlx_parallm.api.pooling.rerank.schema import RerankRequest
@@ -23,44 +23,33 @@ routes = Routes(POOLING, body_limit=INPUT, short=True)
 
 @routes.post("/v2/rerank", short=False)
 @routes.post("/v1/rerank", batchable=True)
-async def rerank(body: RerankRequest, request: Request, engine: EngineDep) -> Response:
+async def rerank(body: RerankRequest, pooling: PoolingDep) -> Response:
     """Sort documents by how well they fit a query."""
     documents = body.given()
     if body.truncation_side == "left":
         raise InvalidRequestError(
             "Of a pair the document is cut at its end.", param="truncation_side"
         )
-    model = scoring_model(engine.encoders, body.model)
-    answer_id = f"rerank-{body.request_id or request.state.answer_id}"
+    model = scoring_model(pooling.encoders, body.model)
+    call = pooling.call(model, body.model, "rerank", body.request_id)
 
-    async def respond() -> Response:
+    async def work() -> Response:
         most = body.max_tokens_per_doc
         read = await shortened_texts(documents, model, most) if most else documents
-        scores = await score_pairs(
-            engine.encoders,
-            model,
-            Pairs(
-                queries=[body.query],
-                documents=read,
-                params=("query", "texts" if body.is_tei else "documents"),
-            ),
-            request_id=f"rerank-{request.state.answer_id}",
-            activation=_activation(body),
-            truncate=-1 if body.truncate else body.truncate_prompt_tokens,
-        )
+        names = ("query", "texts" if body.is_tei else "documents")
+        truncate = -1 if body.truncate else body.truncate_prompt_tokens
+        pairs = Pairs([body.query], read, names, truncate)
+        scores = await score_pairs(call, pairs, _activation(body))
 
         def write() -> Response:
             if body.is_tei:
                 return JSONResponse(tei_answer(scores, body, documents))
-            name = body.model or model.names[0]
-            return JSONResponse(
-                rerank_answer(scores, body, documents, name=name, answer_id=answer_id)
-            )
+            return JSONResponse(rerank_answer(scores, body, documents, call))
 
         # Thousands of documents take long to write.
         return await asyncio.to_thread(write)
 
-    return await unless_disconnected(request, respond())
+    return await unless_disconnected(pooling.request, work())
 
 
 def _activation(body: RerankRequest) -> Activation:

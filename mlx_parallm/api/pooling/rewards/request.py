@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from mlx_parallm.api.http.offload import maybe_in_thread
-from mlx_parallm.api.pooling.inputs.encode import single_inputs, text_limit
+from mlx_parallm.api.pooling.inputs.encode import Reading, single_inputs, text_limit
 from mlx_parallm.api.pooling.score.pairs import logistic
 from mlx_parallm.pooling.model import PoolingModel, TextEncoder
 from mlx_parallm.serving.interface import PoolingClient
@@ -71,11 +71,9 @@ async def reward_inputs(
     texts: Sequence[Text],
     model: PoolingModel,
     task: Task,
+    reading: Reading,
     *,
     template_kwargs: Mapping[str, Any],
-    truncate: int | None = None,
-    from_left: bool = False,
-    param: str = "texts",
 ) -> tuple[EncodeInput, ...]:
     """What a reward model reads; see ``single_inputs``.
 
@@ -84,7 +82,7 @@ async def reward_inputs(
             template refuses.
     """
     tokenizer = model.tokenizer
-    limit = text_limit(model, truncate, param, from_left=from_left)
+    limit = text_limit(model, reading)
 
     def ids_of(one: Text, number: int) -> tuple[int, ...]:
         here = replace(limit, first=number)
@@ -100,9 +98,7 @@ async def reward_inputs(
         return [ids_of(one, number) for number, one in enumerate(texts)]
 
     ids = await maybe_in_thread(work, sum(map(_length, texts)))
-    return await single_inputs(
-        ids, model, task, truncate=truncate, from_left=from_left, param=param
-    )
+    return await single_inputs(ids, model, task, reading)
 
 
 def reward_of(logits: np.ndarray, *, sigmoid: bool) -> float:

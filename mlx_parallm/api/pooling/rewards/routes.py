@@ -5,16 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from fastapi import Request, Response
+from fastapi import Response
 from starlette.responses import JSONResponse
 
 from mlx_parallm.api.chat.schema import turns_of
 from mlx_parallm.api.http.declared import INPUT
-from mlx_parallm.api.http.dependencies import EngineDep
 from mlx_parallm.api.http.offload import maybe_in_thread
 from mlx_parallm.api.http.openapi import POOLING
 from mlx_parallm.api.http.routing import Routes
-from mlx_parallm.api.pooling.answer import Encoded, Encoding, encoded_response
+from mlx_parallm.api.pooling.answer import Encoded, PoolingDep
 from mlx_parallm.api.pooling.rewards.request import (
     Text,
     reward_inputs,
@@ -34,7 +33,7 @@ routes = Routes(POOLING, body_limit=INPUT, short=True)
 
 
 @routes.post("/v1/rewards/score", batchable=True)
-async def score_rewards(body: RewardsRequest, request: Request, engine: EngineDep) -> Response:
+async def score_rewards(body: RewardsRequest, pooling: PoolingDep) -> Response:
     """A reward for each text or conversation, or for each of its steps."""
     given = body.given()
     if body.step_token is not None and body.truncate_prompt_tokens is not None:
@@ -42,35 +41,24 @@ async def score_rewards(body: RewardsRequest, request: Request, engine: EngineDe
             "Cutting would lose steps: it goes without step_token.", param="truncate_prompt_tokens"
         )
     task = "classify" if body.step_token is None else "token_classify"
-    has_chats = any(one.messages is not None for one in given)
-    model = reward_model(
-        engine.encoders, body.model, task, chats=given[0].param if has_chats else None
-    )
-    step_id = None if body.step_token is None else await _step_id(body.step_token, model)
     param = given[0].param
+    chats = param if any(each.messages is not None for each in given) else None
+    model = reward_model(pooling.encoders, body.model, task, chats=chats)
+    call = pooling.call(model, body.model, "rewards", body.request_id)
+    step_id = None if body.step_token is None else await _step_id(body.step_token, model)
     with named_by({"messages": param}):
         inputs = await reward_inputs(
-            [_text(one) for one in given],
+            [_text(each) for each in given],
             model,
             task,
+            body.reading(param),
             template_kwargs=body.chat_template_kwargs,
-            truncate=body.truncate_prompt_tokens,
-            from_left=body.truncation_side == "left",
-            param=param,
         )
     if step_id is not None:
         _check_steps(inputs, step_id, param)
-    asked = Encoding(
-        model=model,
-        name=body.model or model.names[0],
-        inputs=inputs,
-        request_id=f"rewards-{body.request_id or request.state.answer_id}",
-    )
-    return await encoded_response(
-        request,
-        engine,
-        asked,
-        lambda found: JSONResponse(found.answer(_data(body, given, found, step_id))),
+    return await call.respond(
+        inputs,
+        lambda encoded: JSONResponse(encoded.answer(_data(body, given, encoded, step_id))),
     )
 
 
@@ -94,12 +82,12 @@ def _check_steps(inputs: Sequence[EncodeInput], step_id: int, param: str) -> Non
 def _data(
     body: RewardsRequest,
     given: Sequence[Rewarded],
-    found: Encoded,
+    encoded: Encoded,
     step_id: int | None,
 ) -> list[dict[str, Any]]:
     data = []
     counts: dict[int | None, int] = {}
-    for one, read, logits in zip(given, found.inputs, found.results, strict=True):
+    for one, read, logits in zip(given, encoded.inputs, encoded.results, strict=True):
         index = counts.get(one.prompt_index, 0)
         counts[one.prompt_index] = index + 1
         told: dict[str, Any] = {"index": index}

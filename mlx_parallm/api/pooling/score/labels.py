@@ -5,70 +5,40 @@ See https://docs.sglang.io, "Scoring".
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from mlx_parallm.api.http.offload import maybe_in_thread
 from mlx_parallm.api.pooling.activation import softmax
+from mlx_parallm.api.pooling.answer import PoolingCall, num_tokens
 from mlx_parallm.api.pooling.inputs.encode import single_inputs
 from mlx_parallm.api.pooling.score.schema import ScoreRequest
 from mlx_parallm.api.turns.known_tokens import known_tokens, label_request
-from mlx_parallm.api.turns.model_choice import generator_or_encoder
 from mlx_parallm.api.turns.prelude import Admitted
 from mlx_parallm.api.turns.samples import Usage
-from mlx_parallm.generation.model import GenerationModel, Tokenizer
-from mlx_parallm.pooling.model import PoolingModel
-from mlx_parallm.serving.interface import EngineClient
+from mlx_parallm.generation.model import Tokenizer
 from mlx_parallm.types.errors import InvalidRequestError
 from mlx_parallm.types.request import GenerateRequest
 
 FIELDS = {"prompt": "items", "messages": "items", "logprob_token_ids": "label_token_ids"}
 
-
 Part = str | Sequence[int]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LabelQuestion:
-    """What is asked; the fields are those of the body.
-
-    Attributes:
-        query: a text or token ids.
-        items: the same; at least one.
-        labels: token ids; none for a classifier.
-        item_first: whether items stand before the query.
-        add_special_tokens: whether texts get the model's.
-        truncate: see ``single_inputs``.
-        from_left: the same.
-    """
-
-    query: Part
-    items: Sequence[Part]
-    labels: Sequence[int]
-    item_first: bool
-    add_special_tokens: bool
-    truncate: int | None
-    from_left: bool
-
-    def parts(self) -> Iterator[tuple[Part, Part]]:
-        """Query and item in their order, for each item."""
-        for item in self.items:
-            yield (item, self.query) if self.item_first else (self.query, item)
+#: Query and item, in their order.
+Parts = Sequence[tuple[Part, Part]]
 
 
 @dataclass(slots=True)
 class LabelScores:
-    """Of each item a number for each label, and token counts."""
+    """A number for each label of each item, and token counts."""
 
     values: list[list[float]]
-    usage: Usage = field(default_factory=Usage)
+    usage: Usage
 
 
-def label_question(body: ScoreRequest) -> LabelQuestion:
-    """What a body of SGLang's asks.
+def label_parts(body: ScoreRequest) -> Parts:
+    """Return query and item, for each item of a body of SGLang's.
 
     Raises:
         InvalidRequestError: it lacks the query or the items.
@@ -76,63 +46,32 @@ def label_question(body: ScoreRequest) -> LabelQuestion:
     for needed in ("query", "items"):
         if getattr(body, needed) is None:
             raise InvalidRequestError(f"{needed} is missing.", param=needed)
-    return LabelQuestion(
-        query=body.query or "",
-        items=body.items or (),
-        labels=body.label_token_ids,
-        item_first=body.item_first,
-        add_special_tokens=body.add_special_tokens,
-        truncate=body.truncate_prompt_tokens,
-        from_left=body.truncation_side == "left",
-    )
-
-
-def label_model(engine: EngineClient, name: str | None) -> GenerationModel | PoolingModel:
-    """The model of this name, else the first that generates, else the first classifier.
-
-    Raises:
-        ModelNotFoundError: none has the name.
-        InvalidRequestError: it cannot tell labels apart.
-    """
-    return generator_or_encoder(engine, name, "classify")
+    query, items = body.query or "", body.items or ()
+    return [(item, query) if body.item_first else (query, item) for item in items]
 
 
 async def classifier_scores(
-    engine: EngineClient,
-    model: PoolingModel,
-    asked: LabelQuestion,
-    *,
-    request_id: str,
-    apply_softmax: bool,
+    call: PoolingCall, body: ScoreRequest, parts: Parts, *, apply_softmax: bool
 ) -> LabelScores:
-    """The logits of a classifier's labels, or their softmax, of query and item as one text.
+    """Return the logits of a classifier's labels, or their softmax, of query and item as one text.
 
     Raises:
         InvalidRequestError: the labels are named, which are the model's own.
     """
-    if asked.labels:
+    if body.label_token_ids:
         raise InvalidRequestError(
-            f"{model.names[0]} is a classifier: its labels are its own.", param="label_token_ids"
+            f"{call.model.names[0]} is a classifier: its labels are its own.",
+            param="label_token_ids",
         )
-    inputs = await single_inputs(
-        _joined(asked),
-        model,
-        "classify",
-        truncate=asked.truncate,
-        from_left=asked.from_left,
-        add_special_tokens=asked.add_special_tokens,
-        param="items",
-    )
-    found = await engine.encoders.encode(model.request(request_id, inputs))
-    values = np.stack(found).astype(np.float64)
+    reading = replace(body.reading("items"), add_special_tokens=body.add_special_tokens)
+    inputs = await single_inputs(_joined(parts), call.model, "classify", reading)
+    values = np.stack(await call.encode(inputs)).astype(np.float64)
     if apply_softmax:
         values = softmax(values)
-    num_tokens = sum(len(one.token_ids) for one in inputs)
-    return LabelScores(values.tolist(), Usage(prompt_tokens=num_tokens))
+    return LabelScores(values.tolist(), Usage(prompt_tokens=num_tokens(inputs)))
 
 
-def _joined(asked: LabelQuestion) -> list[str] | list[list[int]]:
-    parts = list(asked.parts())
+def _joined(parts: Parts) -> list[str] | list[list[int]]:
     texts = [a + b for a, b in parts if isinstance(a, str) and isinstance(b, str)]
     ids = [[*a, *b] for a, b in parts if not isinstance(a, str) and not isinstance(b, str)]
     if len(parts) not in (len(texts), len(ids)):
@@ -141,33 +80,30 @@ def _joined(asked: LabelQuestion) -> list[str] | list[list[int]]:
 
 
 async def encode_prompts(
-    asked: LabelQuestion, tokenizer: Tokenizer, *, joins_texts: bool
+    parts: Parts, tokenizer: Tokenizer, *, joins_texts: bool, add_special_tokens: bool
 ) -> list[tuple[int, ...]]:
-    """The tokens of query and item, for each item.
+    """Return the tokens of query and item, for each item.
 
     Args:
-        asked: has both.
+        parts: query and item.
         tokenizer: of the model.
         joins_texts: whether texts are joined before they are tokenised, as SGLang does, and not
             after, as vLLM does.
+        add_special_tokens: whether texts get the model's.
     """
 
     def ids(part: Part, *, is_first: bool) -> Sequence[int]:
         if not isinstance(part, str):
             return part
-        return tokenizer.encode(part, add_special_tokens=asked.add_special_tokens and is_first)
+        return tokenizer.encode(part, add_special_tokens=add_special_tokens and is_first)
 
-    def work() -> list[tuple[int, ...]]:
-        found: list[tuple[int, ...]] = []
-        for first, second in asked.parts():
-            if joins_texts and isinstance(first, str) and isinstance(second, str):
-                found.append(tuple(ids(first + second, is_first=True)))
-            else:
-                found.append((*ids(first, is_first=True), *ids(second, is_first=False)))
-        return found
+    def joined(first: Part, second: Part) -> tuple[int, ...]:
+        if joins_texts and isinstance(first, str) and isinstance(second, str):
+            return tuple(ids(first + second, is_first=True))
+        return (*ids(first, is_first=True), *ids(second, is_first=False))
 
-    length = sum(len(part) for pair in asked.parts() for part in pair if isinstance(part, str))
-    return await maybe_in_thread(work, length)
+    length = sum(len(part) for pair in parts for part in pair if isinstance(part, str))
+    return await maybe_in_thread(lambda: [joined(*pair) for pair in parts], length)
 
 
 async def generator_scores(
@@ -178,7 +114,7 @@ async def generator_scores(
     *,
     apply_softmax: bool,
 ) -> LabelScores:
-    """The probabilities of the labels as next tokens, or among one another.
+    """Return the probabilities of the labels as next tokens, or among one another.
 
     The first item goes before the others, which then find the query in the prefix cache.
 
@@ -190,18 +126,12 @@ async def generator_scores(
         for number, prompt_ids in enumerate(prompts)
     ]
     parts = (range(1), range(1, len(requests)))
-    found = await known_tokens(admitted, requests, parts, FIELDS)
-    logprobs = [[value for _, value in one.labels] for one in found]
-    values = [_among(one) if apply_softmax else [math.exp(x) for x in one] for one in logprobs]
+    known = await known_tokens(admitted, requests, parts, FIELDS)
+    logprobs = np.array([[value for _, value in each.labels] for each in known])
+    values = softmax(logprobs) if apply_softmax else np.exp(logprobs)
     usage = Usage(
         prompt_tokens=sum(map(len, prompts)),
-        completion_tokens=sum(one.num_sampled for one in found),
-        cached_tokens=sum(one.cached_tokens for one in found),
+        completion_tokens=sum(each.num_sampled for each in known),
+        cached_tokens=sum(each.cached_tokens for each in known),
     )
-    return LabelScores(values, usage)
-
-
-def _among(logprobs: Sequence[float]) -> list[float]:
-    most = max(logprobs)
-    powers = [math.exp(one - most) for one in logprobs]
-    return [one / sum(powers) for one in powers]
+    return LabelScores(values.tolist(), usage)

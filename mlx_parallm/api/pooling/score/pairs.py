@@ -5,19 +5,19 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
 
+from mlx_parallm.api.pooling.answer import PoolingCall, num_tokens
 from mlx_parallm.api.pooling.embeddings.answer import unit_vectors
-from mlx_parallm.api.pooling.encoded import encoded
-from mlx_parallm.api.pooling.inputs.encode import Role, pair_inputs, single_inputs
+from mlx_parallm.api.pooling.inputs.encode import Reading, Role, pair_inputs, single_inputs
 from mlx_parallm.api.pooling.inputs.prompts import prompt_of_type
 from mlx_parallm.api.pooling.late_interaction import (
-    document_inputs,
+    Side,
     max_sim,
-    query_inputs,
+    side_inputs,
     side_vectors,
 )
 from mlx_parallm.api.pooling.score.schema import ScoreRequest
@@ -30,8 +30,9 @@ from mlx_parallm.types.pooling import EncodeInput, EncoderInfo, LateInteraction
 Activation = Literal["default", "sigmoid", "none"]
 
 
+SIDES: tuple[Side, Side] = ("query", "document")
 #: What vLLM calls the two sides of its pairs, in their order.
-SIDES = (
+NAMES = (
     ("text_1", "text_2"),
     ("queries", "documents"),
     ("queries", "items"),
@@ -39,7 +40,7 @@ SIDES = (
 )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Pairs:
     """Texts to be compared.
 
@@ -47,11 +48,17 @@ class Pairs:
         queries: one for all documents, or as many as there are.
         documents: at least one.
         params: what the body calls the two.
+        truncate: see ``Reading``.
     """
 
     queries: Sequence[str]
     documents: Sequence[str]
-    params: tuple[str, str] = ("query", "documents")
+    params: tuple[str, str]
+    truncate: int | None
+
+    def reading(self, side: Side) -> Reading:
+        """Return how the texts of a side are read."""
+        return Reading(truncate=self.truncate, param=self.params[SIDES.index(side)])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,10 +75,10 @@ def pairs_of(body: ScoreRequest) -> Pairs:
     Raises:
         InvalidRequestError: not exactly two sides are there, or their lengths do not fit.
     """
-    told = {name for pair in SIDES for name in pair} & body.model_fields_set
-    names = next((pair for pair in SIDES if set(pair) == told), None)
+    told = {name for pair in NAMES for name in pair} & body.model_fields_set
+    names = next((pair for pair in NAMES if set(pair) == told), None)
     if names is None:
-        known = ", ".join(f"{first} and {second}" for first, second in SIDES)
+        known = ", ".join(f"{first} and {second}" for first, second in NAMES)
         raise InvalidRequestError(
             f"Give {known}; or query and items.", param=min(told, default="text_1")
         )
@@ -83,7 +90,7 @@ def pairs_of(body: ScoreRequest) -> Pairs:
             f"{names[0]} has {len(queries)} texts: it needs one, or as many as {names[1]}.",
             param=names[0],
         )
-    return Pairs(queries=queries, documents=documents, params=names)
+    return Pairs(queries, documents, names, body.truncate_prompt_tokens)
 
 
 def scoring_model(encoders: PoolingClient, name: str | None) -> PoolingModel:
@@ -110,114 +117,75 @@ def scoring_model(encoders: PoolingClient, name: str | None) -> PoolingModel:
 
 
 async def score_pairs(
-    encoders: PoolingClient,
-    model: PoolingModel,
-    pairs: Pairs,
-    *,
-    request_id: str,
-    activation: Activation = "default",
-    truncate: int | None = None,
+    call: PoolingCall, pairs: Pairs, activation: Activation = "default"
 ) -> PairScores:
-    """The score of each document.
+    """Return the score of each document.
 
     A cross-encoder reads query and document together, as sentence-transformers' ``CrossEncoder``
     has it; of an embedder it is the cosine of their vectors, and of one that was made to compare
     tokens MaxSim. The latter two put the model's own prompts before both.
 
     Args:
-        encoders: where they are computed.
-        model: one of ``scoring_model``.
+        call: of a model of ``scoring_model``.
         pairs: what is compared.
-        request_id: of the work, new.
         activation: of a cross-encoder.
-        truncate: see ``single_inputs``.
 
     Raises:
         InvalidRequestError, ContextLengthError: a text is too long.
         ParallmError: see ``PoolingClient.encode``.
     """
-    if _reads_pairs(model.info):
-        logits, num_tokens = await _logits(encoders, model, pairs, request_id, truncate)
-        if activation == "none" or (activation == "default" and model.info.scores_are_logits):
-            return PairScores(values=logits, num_tokens=num_tokens)
-        return PairScores(values=[logistic(one) for one in logits], num_tokens=num_tokens)
-    if model.info.tasks[0] == "token_embed":
-        return await _max_sims(encoders, model, pairs, request_id, truncate)
-    return await _cosines(encoders, model, pairs, request_id, truncate)
+    info = call.model.info
+    if not _reads_pairs(info):
+        compare = _max_sims if info.tasks[0] == "token_embed" else _cosines
+        return await compare(call, pairs)
+    scores = await _logits(call, pairs)
+    if activation == "none" or (activation == "default" and info.scores_are_logits):
+        return scores
+    return replace(scores, values=[logistic(logit) for logit in scores.values])
 
 
-async def _logits(
-    encoders: PoolingClient,
-    model: PoolingModel,
-    pairs: Pairs,
-    request_id: str,
-    truncate: int | None,
-) -> tuple[list[float], int]:
-    num = len(pairs.documents)
-    queries = pairs.queries if len(pairs.queries) == num else [pairs.queries[0]] * num
+async def _logits(call: PoolingCall, pairs: Pairs) -> PairScores:
+    count = len(pairs.documents)
+    queries = pairs.queries if len(pairs.queries) == count else [pairs.queries[0]] * count
     inputs = await pair_inputs(
-        list(zip(queries, pairs.documents, strict=True)),
-        model,
-        truncate=truncate,
-        param=pairs.params[1],
+        list(zip(queries, pairs.documents, strict=True)), call.model, pairs.reading("document")
     )
-    found = await encoders.encode(model.request(request_id, inputs))
-    return [float(one[0]) for one in found], sum(len(one.token_ids) for one in inputs)
+    logits = await call.encode(inputs)
+    return PairScores(values=[float(row[0]) for row in logits], num_tokens=num_tokens(inputs))
 
 
-async def _cosines(
-    encoders: PoolingClient,
-    model: PoolingModel,
-    pairs: Pairs,
-    request_id: str,
-    truncate: int | None,
-) -> PairScores:
+async def _cosines(call: PoolingCall, pairs: Pairs) -> PairScores:
     inputs: list[EncodeInput] = []
-    sides = zip((pairs.queries, pairs.documents), pairs.params, ("query", "document"), strict=True)
-    for texts, param, side in sides:
-        prompt = prompt_of_type(model.info, side)
-        inputs += await single_inputs(
-            texts, model, "embed", role=Role(prompt=prompt), truncate=truncate, param=param
-        )
-    found = await encoders.encode(model.request(request_id, inputs))
-    vectors = unit_vectors(np.stack(found).astype(np.float64))
+    for side, texts in zip(SIDES, (pairs.queries, pairs.documents), strict=True):
+        role = Role(prompt=prompt_of_type(call.model.info, side))
+        inputs += await single_inputs(texts, call.model, "embed", pairs.reading(side), role=role)
+    vectors = unit_vectors(np.stack(await call.encode(inputs)).astype(np.float64))
     # One query stands beside all documents.
     queries, documents = np.split(vectors, [len(pairs.queries)])
     values = (queries * documents).sum(axis=1).tolist()
-    return PairScores(values=values, num_tokens=sum(len(one.token_ids) for one in inputs))
+    return PairScores(values=values, num_tokens=num_tokens(inputs))
 
 
-async def _max_sims(
-    encoders: PoolingClient,
-    model: PoolingModel,
-    pairs: Pairs,
-    request_id: str,
-    truncate: int | None,
-) -> PairScores:
+async def _max_sims(call: PoolingCall, pairs: Pairs) -> PairScores:
+    model = call.model
     late = model.info.late or LateInteraction()
-    first, second = pairs.params
-    queries = await query_inputs(pairs.queries, model, truncate=truncate, param=first)
-    documents = await document_inputs(pairs.documents, model, truncate=truncate, param=second)
-    vectors, _ = await encoded(
-        encoders,
-        model,
+    queries = await side_inputs(pairs.queries, model, "query", pairs.reading("query"))
+    documents = await side_inputs(pairs.documents, model, "document", pairs.reading("document"))
+    vectors, _ = await call.written(
         queries,
-        f"{request_id}-queries",
-        lambda one, found: side_vectors(one, found, "query", late),
+        lambda query, result: side_vectors(query, result, "query", late),
+        part="queries",
     )
     # One query stands beside all documents, whose results come in their order.
     beside = itertools.cycle(vectors)
-    values, _ = await encoded(
-        encoders,
-        model,
+    values, _ = await call.written(
         documents,
-        f"{request_id}-documents",
-        lambda one, found: max_sim(
-            next(beside), side_vectors(one, found, "document", late), is_mean=late.is_mean
+        lambda document, result: max_sim(
+            next(beside), side_vectors(document, result, "document", late), is_mean=late.is_mean
         ),
+        part="documents",
     )
-    num_tokens = sum(len(one.token_ids) for one in (*queries, *documents))
-    return PairScores(values=values, num_tokens=num_tokens)
+    return PairScores(values=values, num_tokens=num_tokens((*queries, *documents)))
 
 
 def logistic(value: float) -> float:

@@ -11,34 +11,17 @@ from typing import Annotated, Any
 from pydantic import BeforeValidator, Field, StrictBool, StrictInt, StrictStr, WithJsonSchema
 
 from mlx_parallm.api.http.forms import INT64
-from mlx_parallm.api.pooling.inputs.schema import MAX_INPUTS, EncodeFields, Inputs
+from mlx_parallm.api.pooling.inputs.schema import EncodeFields, Inputs, Texts, is_list_of
 from mlx_parallm.api.turns.fields import MAX_NAMED_TOKENS
-
-_TEXTS_SCHEMA = {
-    "anyOf": [
-        {"type": "string"},
-        {"type": "array", "items": {"type": "string"}, "minItems": 1, "maxItems": MAX_INPUTS},
-    ]
-}
-
-
-def _texts(value: Any) -> list[str]:
-    given = [value] if isinstance(value, str) else value
-    is_list = isinstance(given, list) and 0 < len(given) <= MAX_INPUTS
-    if is_list and all(isinstance(one, str) for one in given):
-        return given
-    raise ValueError(f"must be a text or a list of 1 to {MAX_INPUTS} texts")
 
 
 def _text_or_ids(value: Any) -> str | list[int]:
-    is_ids = isinstance(value, list) and value and all(type(one) is int for one in value)
-    if isinstance(value, str) or is_ids:
+    if isinstance(value, str) or is_list_of(value, int):
         return value
     raise ValueError("must be a text or token ids")
 
 
 _QUERY_SCHEMA = {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "integer"}}]}
-Texts = Annotated[list[str], BeforeValidator(_texts), WithJsonSchema(_TEXTS_SCHEMA)]
 Query = Annotated[Any, BeforeValidator(_text_or_ids), WithJsonSchema(_QUERY_SCHEMA)]
 
 

@@ -27,42 +27,27 @@ _POOLINGS = {"last": "last_token"}
 async def embed_inputs(
     inputs: Sequence[Any], options: EmbedOptions, model: PoolingModel, task: Task
 ) -> tuple[EncodeInput, ...]:
-    """Texts with the prompt that is asked for, or token ids."""
+    """Return inputs: texts with the prompt that is asked for, or token ids."""
     if options.prompt_name is not None and not isinstance(inputs[0], str):
         raise InvalidRequestError("prompt_name is for texts.", param="prompt_name")
-    return await single_inputs(
-        inputs,
-        model,
-        task,
-        truncate=-1 if options.truncate else None,
-        from_left=options.truncation_direction == "left",
-        role=Role(prompt=named_prompt(model.info, options.prompt_name)),
-        param=PARAM,
-    )
+    role = Role(prompt=named_prompt(model.info, options.prompt_name))
+    return await single_inputs(inputs, model, task, options.reading(PARAM), role=role)
 
 
 async def predict_inputs(body: PredictRequest, model: PoolingModel) -> tuple[EncodeInput, ...]:
-    """The texts and pairs, in their order."""
+    """Return texts and pairs as inputs to classify, in their order."""
     sequences, _ = body.inputs
-    texts = [one[0] for one in sequences if len(one) == 1]
-    pairs = [(one[0], one[1]) for one in sequences if len(one) == 2]
-    truncate = -1 if body.truncate else None
-    from_left = body.truncation_direction == "left"
-    if pairs and from_left:
+    reading = body.reading(PARAM)
+    texts = [each[0] for each in sequences if len(each) == 1]
+    pairs = [(each[0], each[1]) for each in sequences if len(each) == 2]
+    if pairs and reading.from_left:
         raise InvalidRequestError(
             "Of a pair the end of the second text is cut: right.", param="truncation_direction"
         )
-    found_texts = iter(
-        await single_inputs(
-            texts, model, "classify", truncate=truncate, from_left=from_left, param=PARAM
-        )
-        if texts
-        else ()
-    )
-    found_pairs = iter(
-        await pair_inputs(pairs, model, "classify", truncate=truncate, param=PARAM) if pairs else ()
-    )
-    return tuple(next(found_texts if len(one) == 1 else found_pairs) for one in sequences)
+    of_texts = await single_inputs(texts, model, "classify", reading) if texts else ()
+    of_pairs = await pair_inputs(pairs, model, reading) if pairs else ()
+    next_text, next_pair = iter(of_texts), iter(of_pairs)
+    return tuple(next(next_text if len(each) == 1 else next_pair) for each in sequences)
 
 
 def predictions(logits: np.ndarray, info: EncoderInfo, *, raw_scores: bool) -> list[dict[str, Any]]:

@@ -10,15 +10,14 @@ from collections.abc import Sequence
 from typing import Any, get_args
 
 import numpy as np
-from fastapi import Request, Response
+from fastapi import Response
 from starlette.responses import JSONResponse
 
 from mlx_parallm.api.http.declared import INPUT, SMALL, TOKENIZE
-from mlx_parallm.api.http.dependencies import EngineDep
 from mlx_parallm.api.http.offload import in_thread
 from mlx_parallm.api.http.openapi import POOLING
 from mlx_parallm.api.http.routing import Routes
-from mlx_parallm.api.pooling.answer import Encoded, Encoding, encoded_response
+from mlx_parallm.api.pooling.answer import Encoded, PoolingCall, PoolingDep, PoolingPrelude
 from mlx_parallm.api.pooling.embeddings.answer import check_dimensions, finished
 from mlx_parallm.api.pooling.tei.answer import (
     PARAM,
@@ -39,85 +38,87 @@ from mlx_parallm.api.pooling.tei.schema import (
 )
 from mlx_parallm.pooling.model import PoolingModel
 from mlx_parallm.types.errors import InvalidRequestError, NotFoundError
-from mlx_parallm.types.pooling import EncodeInput, Task
+from mlx_parallm.types.pooling import Task
 
 routes = Routes(POOLING, body_limit=INPUT)
 
 
 @routes.get("/info", body_limit=SMALL)
-async def info(engine: EngineDep, model: str | None = None) -> dict[str, Any]:
+async def info(pooling: PoolingDep, model: str | None = None) -> dict[str, Any]:
     """What TEI tells of an encoder: the one that is named, else the first."""
-    if model is None and not engine.encoders.models():
+    if model is None and not pooling.encoders.models():
         raise NotFoundError("No encoder is served here; see /server_info.")
-    return model_facts(engine.encoders.get(model, *get_args(Task)))
+    return model_facts(pooling.encoders.get(model, *get_args(Task)))
 
 
 @routes.post("/embed")
-async def embed(body: EmbedRequest, request: Request, engine: EngineDep) -> Response:
+async def embed(body: EmbedRequest, pooling: PoolingDep) -> Response:
     """A vector for each text."""
-    model = engine.encoders.get(body.model, "embed")
+    model = pooling.encoders.get(body.model, "embed")
     check_dimensions(body.dimensions, model)
-    asked = _asked(request, model, await embed_inputs(body.inputs, body, model, "embed"))
+    inputs = await embed_inputs(body.inputs, body, model, "embed")
 
-    def write(found: Encoded) -> Response:
-        vectors = finished(found.results, body.dimensions, normalizes=body.normalize)
+    def write(encoded: Encoded) -> Response:
+        vectors = finished(encoded.results, body.dimensions, normalizes=body.normalize)
         return JSONResponse(vectors.tolist())
 
-    return await encoded_response(request, engine, asked, write)
+    return await _call(pooling, model).respond(inputs, write, param=PARAM)
 
 
 @routes.post("/embed_all")
-async def embed_all(body: EmbedAllRequest, request: Request, engine: EngineDep) -> Response:
+async def embed_all(body: EmbedAllRequest, pooling: PoolingDep) -> Response:
     """A vector for each token of each text, as the model has it."""
-    model = engine.encoders.get(body.model, "token_embed")
-    asked = _asked(request, model, await embed_inputs(body.inputs, body, model, "token_embed"))
-    return await encoded_response(
-        request, engine, asked, lambda found: JSONResponse([one.tolist() for one in found.results])
-    )
+    model = pooling.encoders.get(body.model, "token_embed")
+    inputs = await embed_inputs(body.inputs, body, model, "token_embed")
+
+    def write(encoded: Encoded) -> Response:
+        return JSONResponse([vectors.tolist() for vectors in encoded.results])
+
+    return await _call(pooling, model).respond(inputs, write, param=PARAM)
 
 
 @routes.post("/embed_sparse")
-async def embed_sparse(body: EmbedAllRequest, request: Request, engine: EngineDep) -> Response:
+async def embed_sparse(body: EmbedAllRequest, pooling: PoolingDep) -> Response:
     """Weights of words of the vocabulary for each text: SPLADE's, by a masked LM."""
-    model = engine.encoders.get(body.model, "sparse")
-    asked = _asked(request, model, await embed_inputs(body.inputs, body, model, "sparse"))
-    return await encoded_response(
-        request, engine, asked, lambda found: JSONResponse(found.results), reduce=sparse_values
+    model = pooling.encoders.get(body.model, "sparse")
+    inputs = await embed_inputs(body.inputs, body, model, "sparse")
+    return await _call(pooling, model).respond(
+        inputs, lambda encoded: JSONResponse(encoded.results), reduce=sparse_values
     )
 
 
 @routes.post("/predict")
-async def predict(body: PredictRequest, request: Request, engine: EngineDep) -> Response:
+async def predict(body: PredictRequest, pooling: PoolingDep) -> Response:
     """The labels of each text or pair of texts, the likeliest first."""
-    model = engine.encoders.get(body.model, "classify")
-    asked = _asked(request, model, await predict_inputs(body, model))
+    model = pooling.encoders.get(body.model, "classify")
+    inputs = await predict_inputs(body, model)
 
     def labels(logits: np.ndarray) -> list[dict[str, Any]]:
         return predictions(logits, model.info, raw_scores=body.raw_scores)
 
-    def write(found: Encoded) -> Response:
+    def write(encoded: Encoded) -> Response:
         _, is_batch = body.inputs
-        return JSONResponse(found.results if is_batch else found.results[0])
+        return JSONResponse(encoded.results if is_batch else encoded.results[0])
 
-    return await encoded_response(request, engine, asked, write, reduce=labels)
+    return await _call(pooling, model).respond(inputs, write, reduce=labels)
 
 
 @routes.post("/similarity")
-async def similarity(body: SimilarityRequest, request: Request, engine: EngineDep) -> Response:
+async def similarity(body: SimilarityRequest, pooling: PoolingDep) -> Response:
     """The cosine of a text's vector with those of others."""
-    model = engine.encoders.get(body.model, "embed")
+    model = pooling.encoders.get(body.model, "embed")
     texts = [body.inputs.source_sentence, *body.inputs.sentences]
     options = body.parameters or EmbedOptions.model_validate({})
-    asked = _asked(request, model, await embed_inputs(texts, options, model, "embed"))
-    return await encoded_response(
-        request, engine, asked, lambda found: JSONResponse(similarities(found.results))
+    inputs = await embed_inputs(texts, options, model, "embed")
+    return await _call(pooling, model).respond(
+        inputs, lambda encoded: JSONResponse(similarities(encoded.results)), param=PARAM
     )
 
 
 @routes.post("/decode", body_limit=TOKENIZE)
-async def decode(body: DecodeRequest, engine: EngineDep) -> list[str]:
+async def decode(body: DecodeRequest, pooling: PoolingDep) -> list[str]:
     """The texts of token ids, by an encoder's tokenizer."""
-    model = engine.encoders.get(body.model, *get_args(Task))
+    model = pooling.encoders.get(body.model, *get_args(Task))
     is_batch = isinstance(body.ids[0], list)
     ids: Sequence[Sequence[int]] = body.ids if is_batch else [body.ids]  # type: ignore[list-item]
 
@@ -130,11 +131,5 @@ async def decode(body: DecodeRequest, engine: EngineDep) -> list[str]:
     return await in_thread(decoded)
 
 
-def _asked(request: Request, model: PoolingModel, inputs: tuple[EncodeInput, ...]) -> Encoding:
-    return Encoding(
-        model=model,
-        name=model.names[0],
-        inputs=inputs,
-        request_id=f"tei-{request.state.answer_id}",
-        param=PARAM,
-    )
+def _call(pooling: PoolingPrelude, model: PoolingModel) -> PoolingCall:
+    return pooling.call(model, None, "tei")

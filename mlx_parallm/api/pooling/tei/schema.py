@@ -14,11 +14,11 @@ from pydantic import (
 )
 
 from mlx_parallm.api.http.forms import Ids, ListsOfIds, NullIsAbsent, OpenForm
-from mlx_parallm.api.pooling.inputs.schema import MAX_INPUTS, Inputs
+from mlx_parallm.api.pooling.inputs.encode import Reading
+from mlx_parallm.api.pooling.inputs.schema import MAX_INPUTS, Inputs, many
 
 Sequences = tuple[list[tuple[str, ...]], bool]
 _PAIR = {"type": "array", "items": {"type": "string"}, "minItems": 1, "maxItems": 2}
-_BATCH = {"type": "array", "items": _PAIR, "minItems": 1, "maxItems": MAX_INPUTS}
 
 
 def _sequences(value: Any) -> Sequences:
@@ -59,6 +59,11 @@ class TeiFields(OpenForm):
         "right", description="The end at which inputs are cut."
     )
 
+    def reading(self, param: str) -> Reading:
+        """Return how the inputs of this field are read."""
+        is_left = self.truncation_direction == "left"
+        return Reading(truncate=-1 if self.truncate else None, from_left=is_left, param=param)
+
 
 class EmbedOptions(TeiFields):
     """How texts are read that become vectors."""
@@ -89,7 +94,7 @@ class PredictRequest(TeiFields):
     inputs: Annotated[
         Sequences,
         BeforeValidator(_sequences),
-        WithJsonSchema({"anyOf": [{"type": "string", "minLength": 1}, _PAIR, _BATCH]}),
+        WithJsonSchema({"anyOf": [{"type": "string", "minLength": 1}, _PAIR, many(_PAIR)]}),
     ] = Field(description="A text, a pair of texts, or a batch: a list of lists of one or two.")
     raw_scores: StrictBool = Field(False, description="Logits in place of probabilities.")
 

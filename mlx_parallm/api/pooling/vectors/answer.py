@@ -34,16 +34,17 @@ def pooling_task(body: PoolingRequest, info: EncoderInfo) -> Task:
     return task
 
 
-def pooling_response(found: Encoded, body: PoolingRequest, task: Task) -> Response:
+def pooling_response(encoded: Encoded, body: PoolingRequest, task: Task) -> Response:
     """VLLM's list with an array for each input, or the bytes alone."""
-    arrays = [_finished(one, task, body, found.model.info) for one in found.results]
+    info = encoded.call.model.info
+    arrays = [_finished(result, task, body, info) for result in encoded.results]
     if body.encoding_format in ("bytes", "bytes_only"):
-        return bytes_response(arrays, found, body)
+        return bytes_response(arrays, encoded, body)
     data = [
         {"index": index, "object": "pooling", "data": in_json(array, body)}
         for index, array in enumerate(arrays)
     ]
-    return JSONResponse(found.answer(data))
+    return JSONResponse(encoded.answer(data))
 
 
 def _finished(

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from fastapi import Request, Response
+from fastapi import Response
 
 from mlx_parallm.api.http.declared import INPUT
-from mlx_parallm.api.http.dependencies import EngineDep
 from mlx_parallm.api.http.openapi import POOLING
 from mlx_parallm.api.http.routing import Routes
-from mlx_parallm.api.pooling.answer import Encoded, Encoding, encoded_response
+from mlx_parallm.api.pooling.answer import Encoded, PoolingDep
 from mlx_parallm.api.pooling.embeddings.answer import check_dimensions
 from mlx_parallm.api.pooling.embeddings.array_encoding import check_format
 from mlx_parallm.api.pooling.embeddings.schema import PoolingRequest
@@ -25,20 +24,16 @@ routes = Routes(POOLING, body_limit=INPUT, short=True)
 
 
 @routes.post("/v1/pooling")
-async def pool(body: PoolingRequest, request: Request, engine: EngineDep) -> Response:
+async def pool(body: PoolingRequest, pooling: PoolingDep) -> Response:
     """A vector, or probabilities of labels, for each text or for each of its tokens."""
-    model = engine.encoders.get(body.model, *((body.task,) if body.task else POOLING_TASKS))
+    model = pooling.encoders.get(body.model, *((body.task,) if body.task else POOLING_TASKS))
     task = pooling_task(body, model.info)
     check_dimensions(body.dimensions, model)
-    asked = Encoding(
-        model=model,
-        name=body.model or model.names[0],
-        inputs=await _inputs(body, model, task),
-        request_id=f"pool-{body.request_id or request.state.answer_id}",
-    )
-    check_format(body, len(asked.inputs))
-    return await encoded_response(
-        request, engine, asked, lambda found: pooling_response(_counting(found, body), body, task)
+    call = pooling.call(model, body.model, "pool", body.request_id)
+    inputs = await _inputs(body, model, task)
+    check_format(body, len(inputs))
+    return await call.respond(
+        inputs, lambda encoded: pooling_response(_counting(encoded, body), body, task)
     )
 
 
@@ -56,16 +51,18 @@ async def _inputs(body: PoolingRequest, model: PoolingModel, task: Task) -> tupl
         raise InvalidRequestError(
             "With input_type texts have their special tokens.", param="add_special_tokens"
         )
-    return await side_inputs(
-        body.input, model, body.input_type, truncate=body.truncate_prompt_tokens
-    )
+    if model.info.late is None or not isinstance(body.input[0], str):
+        raise InvalidRequestError(
+            "input_type is for texts, and for models of late interaction.", param="input_type"
+        )
+    return await side_inputs(body.input, model, body.input_type, body.reading("input"))
 
 
-def _counting(found: Encoded, body: PoolingRequest) -> Encoded:
-    """The same with those tokens alone that count when texts are compared."""
-    late = found.model.info.late
+def _counting(encoded: Encoded, body: PoolingRequest) -> Encoded:
+    """Return the same with those tokens alone that count when texts are compared."""
+    late = encoded.call.model.info.late
     if body.input_type is None or late is None:
-        return found
-    pairs = zip(found.inputs, found.results, strict=True)
-    results = [side_vectors(one, result, body.input_type, late) for one, result in pairs]
-    return replace(found, results=results)
+        return encoded
+    pairs = zip(encoded.inputs, encoded.results, strict=True)
+    results = [side_vectors(each, result, body.input_type, late) for each, result in pairs]
+    return replace(encoded, results=results)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from mlx_parallm.api.chat.schema import ChatMessage, turns_of
+from mlx_parallm.api.pooling.inputs.encode import Reading
 from mlx_parallm.api.pooling.rewards.request import Text, reward_inputs, reward_model, reward_of
 from mlx_parallm.api.rl.rollout.groups import Group, Verdict
 from mlx_parallm.api.rl.rollout.schema import RewardModel, RolloutItem
@@ -73,9 +74,12 @@ class RewardScorer:
                 [self._text(group, index)],
                 self._model,
                 "classify",
+                Reading(
+                    truncate=self._asked.truncate_prompt_tokens,
+                    from_left=self._asked.truncation_side == "left",
+                    param="texts",
+                ),
                 template_kwargs={},
-                truncate=self._asked.truncate_prompt_tokens,
-                from_left=self._asked.truncation_side == "left",
             )
             request_id = f"reward-{self._id}-{group.number}-{index}"
             (logits,) = await self._encoders.encode(self._model.request(request_id, inputs))

@@ -12,7 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
-from mlx_parallm.api.pooling.late_interaction import compared, max_sim, query_inputs
+from mlx_parallm.api.pooling.inputs.encode import Reading
+from mlx_parallm.api.pooling.late_interaction import compared, max_sim, side_inputs
 from mlx_parallm.models.checkpoints.late_interaction import LateSpec, read_late_spec
 from mlx_parallm.pooling.late_interaction import with_late_interaction
 from mlx_parallm.types.errors import ModelLoadError
@@ -45,10 +46,10 @@ async def test_queries_are_marked_and_filled_up() -> None:
         query_prefix=(50,), query_length=6, expands_to=6, expansion_id=MASK, is_mean=True
     )
     model = make_encoder(late=late, prompts={"query": "w60 "})
-    (one,) = await query_inputs(["w7"], model)
+    (one,) = await side_inputs(["w7"], model, "query", Reading())
     assert one.token_ids == (CLS, 50, 60, 7, SEP, MASK)
     assert (one.num_unattended, one.task) == (1, "token_embed")
-    (one,) = await query_inputs(["w7 w8 w9"], model, truncate=-1)
+    (one,) = await side_inputs(["w7 w8 w9"], model, "query", Reading(truncate=-1))
     assert (len(one.token_ids), one.num_unattended) == (6, 0)
 
 
