@@ -26,7 +26,6 @@ from tests.fake_engine import FakeEngine
 
 MAX_TEXT = 160
 MAX_ITEMS = 8
-MAX_LINES = 40
 CUT = "…"
 SCHEMAS = "#/components/schemas/"
 
@@ -35,6 +34,7 @@ INTRODUCTION = """\
 
 Every operation of the OpenAPI document (`/openapi.json`, shown at `/docs`), with an example.
 A test sends the examples to a server of the embedded models and compares the answers.
+That server may read the folder `/srv/models` (`--allowed-adapter-roots`).
 Ids, times and durations in them are fixed; `…` stands where something long was cut.
 What routes have in common (headers, errors, limits) and how they are used is in [api.md](api.md).
 
@@ -185,14 +185,20 @@ def shortened(value: Any) -> Any:
     """Return a value with long texts and lists of numbers cut."""
     match value:
         case dict():
-            return {key: shortened(item) for key, item in value.items()}
+            kept = dict(list(value.items())[:MAX_ITEMS]) if _is_long(value) else value
+            cut = {CUT: CUT} if kept is not value else {}
+            return {key: shortened(item) for key, item in kept.items()} | cut
         case list():
-            is_long = len(value) > MAX_ITEMS and not isinstance(value[0], dict)
-            kept = [*value[:MAX_ITEMS], CUT] if is_long else value
-            return [shortened(item) for item in kept]
+            kept = value[:MAX_ITEMS]
+            return [shortened(item) for item in kept] + [CUT] * (len(value) > MAX_ITEMS)
         case str() if len(value) > MAX_TEXT:
             return value[:MAX_TEXT] + CUT
     return value
+
+
+def _is_long(table: dict[str, Any]) -> bool:
+    """True if it is a table of many entries and not an object of many fields."""
+    return len(table) > MAX_ITEMS and all("." in key for key in table)
 
 
 def _request(key: str, request: ExampleRequest) -> Iterator[str]:
@@ -226,9 +232,7 @@ def _block(media_type: str, body: Any) -> Iterator[str]:
     if media_type == JSON:
         yield from ("```json", compact_json(shortened(body)), "```", "")
         return
-    lines = body.rstrip().splitlines()
-    kept = [*lines[:MAX_LINES], CUT] if len(lines) > MAX_LINES else lines
-    yield from ("```text", *(shortened(line) for line in kept), "```", "")
+    yield from ("```text", *(shortened(line) for line in body.rstrip().splitlines()), "```", "")
 
 
 def _sentences(text: str) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import textwrap
 from typing import Any
 
 INDENT = "  "
@@ -24,6 +25,9 @@ def compact_json(value: Any, *, width: int = 96, before: str = "") -> str:
         names = (json.dumps(key, ensure_ascii=False) for key in value)
         values = (compact_json(item, width=width, before=inner) for item in value.values())
         items = [f"{name}: {text}" for name, text in zip(names, values, strict=True)]
+    elif all(isinstance(item, int | float) for item in value):
+        filled = textwrap.fill(line[1:-1], width=width - len(inner), break_on_hyphens=False)
+        items = [textwrap.indent(filled, inner).strip()]
     else:
         items = [compact_json(item, width=width, before=inner) for item in value]
     opening, closing = "{}" if isinstance(value, dict) else "[]"

@@ -24,19 +24,24 @@ from tests.server_process import ServerProcess
 
 # The embedded models, which the examples name.
 MODELS = ("mlx-parallm-demo", "demo:mlm", "demo:sentiment", "demo:embed", "demo:reward")
-# Folders that examples name: an adapter of the embedded model, and a model like it.
-ADAPTER, MODEL = "/models/my-adapter", "/models/my-model"
+# Folders that examples name: below the first an adapter of the embedded model, and a model like it.
+MODEL_FOLDER, DATA_FOLDER = "/srv/models", "/srv/data"
+ADDRESS = "http://127.0.0.1:8000"
 # What ids, times and durations become, so that recording twice gives the same.
 ID = re.compile(r"\b((?:[a-z]+[-_])*)([0-9a-f]{32}|[0-9a-f]{24}|(?<=fp_)[0-9a-f]{12})\b")
 TIME = 1767225600
+ISO_TIME, ISO_TIME_RECORDED = re.compile(r"\d{4}-\d\d-\d\dT[\d:.]+"), "2026-01-01T00:00:00"
+METRIC = re.compile(r"^([a-z_:]+(?:\{.*\})?) [\d.e+-]+$", re.MULTILINE)
 TIME_FIELD = re.compile(r"created|expires_at|.*_at")
 DURATION = 0.01
 DURATION_FIELD = re.compile(r".*(_ms|_s|_latency|_time)")
 DIGITS = 4
 # A stream is recorded without its middle, which is cut by a comment of its protocol.
 FIRST_EVENTS, LAST_EVENTS = 2, 3
+MAX_LINES = 20
 EVENTS_CUT = ": …"
-POLL_S = 0.05
+POLL_S, MAX_POLLS = 0.05, 2000
+TIMEOUT_S = 600
 
 
 @contextmanager
@@ -45,13 +50,22 @@ def example_server() -> Iterator[tuple[httpx2.Client, dict[str, str]]]:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         places = {
-            str(adapter_files.save(folder / "adapter", seed=1)): ADAPTER,
-            str(shutil.copytree(DEMO_FOLDER, folder / "model")): MODEL,
+            str(folder / "models"): MODEL_FOLDER,
+            str(folder / "data"): DATA_FOLDER,
         }
-        server = ServerProcess("--model", *MODELS)
+        adapter_files.save(folder / "models" / "my-adapter", seed=1)
+        shutil.copytree(DEMO_FOLDER, folder / "models" / "my-model")
+        flags = (
+            "--allowed-adapter-roots",
+            f"{folder / 'models'}",
+            "--data-dir",
+            f"{folder / 'data'}",
+        )
+        server = ServerProcess("--model", *MODELS, *flags)
         try:
             server.wait_until_ready()
-            with httpx2.Client(base_url=server.url, timeout=None) as client:
+            places[server.url] = ADDRESS
+            with httpx2.Client(base_url=server.url, timeout=TIMEOUT_S) as client:
                 yield client, places
         finally:
             server.stop()
@@ -96,26 +110,30 @@ class ExampleSender:
         """Return the answer to an example, in its recorded form."""
         exchange = Exchange(dict(self.places))
         example = self.examples[key]
-        answer = self._send_after_needs(key, example, exchange, stream)
+        self._send_needs(example, exchange)
+        answer = self._send(key, exchange, stream=stream)
         for other in example.undo:
-            self._send_after_needs(other, self.examples[other], exchange, stream=False)
+            self._send(other, exchange)
         return answer
 
-    def _send_after_needs(
-        self, key: str, example: Example, exchange: Exchange, stream: bool
-    ) -> ExampleAnswer:
-        for other in example.needs:
-            self._send_after_needs(other, self.examples[other], exchange, stream=False)
+    def _send_needs(self, example: Example, exchange: Exchange) -> None:
+        for key in example.needs:
+            self._send_needs(self.examples[key], exchange)
+            self._send(key, exchange)
+
+    def _send(self, key: str, exchange: Exchange, *, stream: bool = False) -> ExampleAnswer:
+        example = self.examples[key]
         request = _streamed(example) if stream else example.request
-        while True:
-            response = self._ask(key, request, exchange)
-            answer = answer_of(response, exchange)
+        answer = answer_of(self._ask(key, request, exchange), exchange)
+        for _ in range(MAX_POLLS):
             if stream or holds(answer.body, example.until):
                 return answer
             time.sleep(POLL_S)
+            answer = answer_of(self._ask(key, request, exchange), exchange)
+        raise TimeoutError(f"{key} goes on answering {answer.body}")
 
     def _ask(self, key: str, request: ExampleRequest, exchange: Exchange) -> httpx2.Response:
-        method, path = key.split(" ", 1)
+        method, path = key.partition("#")[0].split(" ", 1)
         live = {recorded: name for name, recorded in exchange.recorded.items()}
         values = {name: replaced(value, live) for name, value in request.path.items()}
         body: dict[str, Any] = {}
@@ -153,8 +171,15 @@ def answer_of(response: httpx2.Response, exchange: Exchange) -> ExampleAnswer:
     elif media_type == EVENTS:
         body = recorded_events(response.text, exchange)
     else:
-        body = recorded_text(response.text, exchange)
+        body = recorded_text(first_lines(response.text), exchange)
     return ExampleAnswer(status=response.status_code, media_type=media_type, body=body)
+
+
+def first_lines(text: str) -> str:
+    """Return the first lines of a text; values of metrics are fixed."""
+    lines = text.splitlines(keepends=True)
+    kept = "".join(lines[:MAX_LINES]) + ("…\n" if len(lines) > MAX_LINES else "")
+    return METRIC.sub(r"\1 1.0", kept)
 
 
 def recorded(value: Any, exchange: Exchange, name: str = "") -> Any:
@@ -179,6 +204,7 @@ def recorded(value: Any, exchange: Exchange, name: str = "") -> Any:
 
 def recorded_text(text: str, exchange: Exchange) -> str:
     """Return a text with recorded ids and places."""
+    text = ISO_TIME.sub(ISO_TIME_RECORDED, text)
     text = ID.sub(lambda match: exchange.record(match[0]), text)
     return replaced(text, exchange.recorded)
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from mlx_parallm.api.app import SLICES, STORING_SLICES, examples_of
-from mlx_parallm.api.http.examples import EVENTS, operations
+from mlx_parallm.api.http.examples import EVENTS, Example, operations
 from scripts.example_requests import ExampleSender, differences, ends_of, example_server
 
 EXAMPLES = examples_of(SLICES + STORING_SLICES)
@@ -26,15 +26,13 @@ def document(sender: ExampleSender) -> dict[str, Any]:
     return sender.client.get("/openapi.json").json()
 
 
-def test_every_example_is_part_of_the_document(document: dict[str, Any]) -> None:
-    found = dict(operations(document))
-    for key, example in EXAMPLES.items():
-        empty = ["answer"] if example.answer and example.answer.media_type is None else []
-        assert list(missing(found[key])) == empty, key
+def test_every_operation_has_an_example(document: dict[str, Any]) -> None:
+    for key, operation in operations(document):
+        assert list(missing(operation, EXAMPLES[key])) == [], key
 
 
-def missing(operation: dict[str, Any]) -> Iterator[str]:
-    """What an operation has no example of."""
+def missing(operation: dict[str, Any], example: Example) -> Iterator[str]:
+    """Yield what the document has no example of, though the operation has it."""
     for parameter in operation.get("parameters", ()):
         if parameter["required"] and "example" not in parameter:
             yield parameter["name"]
@@ -42,7 +40,9 @@ def missing(operation: dict[str, Any]) -> Iterator[str]:
     if bodies and not any("example" in body for body in bodies.values()):
         yield "body"
     answers = [response.get("content", {}) for response in operation["responses"].values()]
-    if not any("example" in body for contents in answers for body in contents.values()):
+    is_empty = example.answer is not None and example.answer.media_type is None
+    shown = any("example" in body for contents in answers for body in contents.values())
+    if not (shown or is_empty):
         yield "answer"
 
 

@@ -58,7 +58,7 @@ class Example:
         events: the answer as a stream.
         until: fields that the answer has in the end; it is asked for until it has.
         needs: operations whose examples are sent first; ids that they answer are used here.
-        undo: operations whose examples are sent afterwards.
+        undo: operations whose examples are sent afterwards, without what those need.
         refused: why these models can only refuse it; None if it is answered.
     """
 
