@@ -86,38 +86,25 @@ class SglangAnswer(SampledAnswer):
         return meta | self._logprobs(prompt, sample) if item.return_logprob else meta
 
     def _logprobs(self, prompt: int, sample: Sample) -> dict[str, Any]:
-        item = self._items[prompt]
-        told: dict[str, Any] = {
-            "input_token_logprobs": self._triples(self._input(prompt)),
+        item, event = self._items[prompt], self.prompt_events.get(prompt)
+        first: list[Pair] = []
+        scored: list[TokenLogprob] = []
+        if item.logprob_start_len >= 0 and event is not None:
+            first = [(self._prompts[prompt][item.logprob_start_len], None)]
+            scored = [entry for entry in event.prompt_logprobs or () if entry is not None]
+        logprobs: dict[str, Any] = {
+            "input_token_logprobs": self._triples([*first, *_own(scored)]),
             "output_token_logprobs": self._triples(_own(sample.logprobs)),
             "output_token_logprobs_length": len(sample.logprobs),
         }
         if item.top_logprobs_num:
-            told["input_top_logprobs"] = self._input_tops(prompt)
-            told["output_top_logprobs"] = self._tops(sample.logprobs)
+            logprobs["input_top_logprobs"] = [*(None for _ in first), *self._tops(scored)]
+            logprobs["output_top_logprobs"] = self._tops(sample.logprobs)
         if item.token_ids_logprob:
-            told["output_token_ids_logprobs"] = self._tops(sample.logprobs)
+            logprobs["output_token_ids_logprobs"] = self._tops(sample.logprobs)
         if self._body.return_entropy:
-            told["output_token_entropy"] = [one.entropy for one in sample.logprobs]
-        return told
-
-    def _scored(self, prompt: int) -> list[TokenLogprob]:
-        """Of the prompt's tokens behind ``logprob_start_len``."""
-        event = self.prompt_events.get(prompt)
-        if event is None or event.prompt_logprobs is None:
-            return []
-        return [one for one in event.prompt_logprobs if one is not None]
-
-    def _input(self, prompt: int) -> list[Pair]:
-        start = self._items[prompt].logprob_start_len
-        if start < 0 or prompt not in self.prompt_events:
-            return []
-        return [(self._prompts[prompt][start], None), *_own(self._scored(prompt))]
-
-    def _input_tops(self, prompt: int) -> list[Any]:
-        if self._items[prompt].logprob_start_len < 0 or prompt not in self.prompt_events:
-            return []
-        return [None, *self._tops(self._scored(prompt))]
+            logprobs["output_token_entropy"] = [entry.entropy for entry in sample.logprobs]
+        return logprobs
 
     def _tops(self, entries: Iterable[TokenLogprob]) -> list[Any]:
         return [self._triples(one.top) for one in entries]

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 
 from mlx_parallm.api.turns.generation import WHOLE, Generation
@@ -50,7 +51,18 @@ class Group:
         self.samples = LazySequence(self.request.params.n, lambda _index: Sample())
 
 
-Judge = Callable[[Group, int], Awaitable[Verdict]]
+class Judge(ABC):
+    """Says what samples are worth. What goes wrong is part of the verdict, and fails no rollout."""
+
+    @abstractmethod
+    async def judge(self, group: Group, index: int) -> Verdict:
+        """Return the reward of a sample, or why there is none."""
+
+    async def close(self) -> None:
+        """Free what judging needed."""
+        return
+
+
 # A group, and which of its samples has ended; None where the group has failed.
 Ended = tuple[Group, int | None]
 
@@ -64,19 +76,19 @@ class Groups:
     def __init__(
         self,
         engine: EngineClient,
-        groups: Sequence[Group],
+        requests: Sequence[GenerateRequest],
         generation: Generation,
         *,
         judge: Judge | None = None,
         timeout_s: float | None = None,
     ) -> None:
         """``judge`` is asked about samples that were not aborted; after ``timeout_s`` all end."""
-        self.groups = groups
+        self.all = [Group(number, request) for number, request in enumerate(requests)]
         self._engine = engine
         self._generation = generation
         self._judge = judge
         self._timeout_s = timeout_s
-        # Of samples that have ended, at most all of the rollout's; None where a group has ended.
+        # Samples that have ended, at most all of the rollout's; None where a group has ended.
         self._queue: asyncio.Queue[Ended | Exception | None] = asyncio.Queue()
         self._timer: asyncio.Task[None] | None = None
 
@@ -84,7 +96,7 @@ class Groups:
         """Every sample when it has ended, and every group that failed, as they come."""
         tasks = [
             asyncio.ensure_future(self._collect(group, handle))
-            for group, handle in zip(self.groups, self._generation.handles, strict=True)
+            for group, handle in zip(self.all, self._generation.handles, strict=True)
         ]
         if self._timeout_s is not None:
             self._timer = asyncio.ensure_future(self._end_after(self._timeout_s))
@@ -102,11 +114,13 @@ class Groups:
             for task in tasks:
                 task.cancel()
 
-    async def abort(self) -> None:
-        """End what still runs; after the end it does nothing."""
+    async def close(self) -> None:
+        """End what still runs, and who judges it."""
         if self._timer is not None:
             self._timer.cancel()
         await self._generation.abort()
+        if self._judge is not None:
+            await self._judge.close()
 
     async def _end_after(self, timeout_s: float) -> None:
         await asyncio.sleep(timeout_s)
@@ -139,6 +153,6 @@ class Groups:
     async def _finish(self, group: Group, index: int) -> None:
         is_whole = group.samples[index].finish_reason != FinishReason.ABORT
         if self._judge is not None and is_whole:
-            group.verdicts[index] = await self._judge(group, index)
+            group.verdicts[index] = await self._judge.judge(group, index)
         group.finished.add(index)
         self._queue.put_nowait((group, index))

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from mlx_parallm.api.chat.schema import ChatMessage, turns_of
 from mlx_parallm.api.pooling.inputs.encode import Reading
 from mlx_parallm.api.pooling.rewards.request import Text, reward_inputs, reward_model, reward_of
-from mlx_parallm.api.rl.rollout.groups import Group, Verdict
+from mlx_parallm.api.rl.rollout.groups import Group, Judge, Verdict
 from mlx_parallm.api.rl.rollout.schema import RewardModel, RolloutItem
 from mlx_parallm.api.turns.generation import named_by
 from mlx_parallm.api.turns.history import template_messages
@@ -18,11 +18,8 @@ from mlx_parallm.types.errors import InvalidRequestError, ParallmError
 _FIELDS = {"model": "reward_model", "messages": "prompts"}
 
 
-class RewardScorer:
-    """Reads samples with what they continue.
-
-    Whatever goes wrong is part of the verdict: a rollout never fails with its reward model.
-    """
+class RewardScorer(Judge):
+    """Reads samples with what they continue."""
 
     def __init__(
         self,
@@ -68,7 +65,7 @@ class RewardScorer:
                 )
 
     async def judge(self, group: Group, index: int) -> Verdict:
-        """The reward of a sample, or why there is none."""
+        """Return the reward of a sample, or why there is none."""
         try:
             inputs = await reward_inputs(
                 [self._text(group, index)],

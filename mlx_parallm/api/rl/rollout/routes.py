@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from fastapi import Request, Response
 from starlette.responses import JSONResponse
@@ -16,7 +16,7 @@ from mlx_parallm.api.http.openapi import RL
 from mlx_parallm.api.http.routing import Routes
 from mlx_parallm.api.http.sse import STREAMED
 from mlx_parallm.api.rl.rollout.answer import FIELDS, RolloutAnswer, seed_of
-from mlx_parallm.api.rl.rollout.groups import Group, Groups, Judge, Verdict
+from mlx_parallm.api.rl.rollout.groups import Groups, Judge
 from mlx_parallm.api.rl.rollout.request import encode_items
 from mlx_parallm.api.rl.rollout.reward_model import RewardScorer
 from mlx_parallm.api.rl.rollout.schema import RolloutItem, RolloutRequest
@@ -32,21 +32,6 @@ logger = logging.getLogger(__name__)
 routes = Routes(RL, body_limit=INPUT, short=True)
 
 
-@dataclass(slots=True)
-class Rollout:
-    """A rollout that runs."""
-
-    groups: Groups
-    answer: RolloutAnswer
-    verifier: VerifierClient | None
-
-    async def close(self) -> None:
-        """End what still runs."""
-        await self.groups.abort()
-        if self.verifier is not None:
-            await self.verifier.close()
-
-
 @routes.post("/v1/rl/rollout", responses=STREAMED)
 async def create_rollout(body: RolloutRequest, prelude: PreludeDep) -> Response:
     """Sample groups of continuations, with what a trainer needs to know of each token."""
@@ -54,40 +39,43 @@ async def create_rollout(body: RolloutRequest, prelude: PreludeDep) -> Response:
     admitted = await prelude.admit(
         body.model, body.adapter, n=body.n, num_prompts=len(items), fields=FIELDS
     )
-    engine, config = prelude.engine, prelude.config
-    if body.verifier is not None:
-        check_url(body.verifier.url, config.verifier_urls)
     rollout_id = f"rollout-{body.request_id or prelude.answer_id}"
-    scorer = None
-    if body.reward_model is not None:
-        scorer = RewardScorer(
-            engine.encoders,
-            body.reward_model,
-            items,
-            admitted.model.tokenizer,
-            # Its own: a client may use an id again while its first request runs.
-            rollout_id=prelude.answer_id,
-        )
+    answer = RolloutAnswer(body, items, admitted, rollout_id=rollout_id)
+    judge = _judge(body, items, admitted, answer)
     requests = await _requests(body, items, admitted, name=rollout_id)
     generation = await admitted.start(requests, FIELDS)
-    answer = RolloutAnswer(body, items, admitted, rollout_id=rollout_id)
-    verifier = None
-    if body.verifier is not None:
-        verifier = VerifierClient(body.verifier.url, body.verifier.timeout_s)
-    groups = Groups(
-        engine,
-        [Group(number, one) for number, one in enumerate(requests)],
-        generation,
-        judge=_judge(verifier, answer) if scorer is None else scorer.judge,
-        timeout_s=body.timeout_s,
-    )
-    rollout = Rollout(groups, answer, verifier)
+    groups = Groups(prelude.engine, requests, generation, judge=judge, timeout_s=body.timeout_s)
     if not body.stream:
-        return await unless_disconnected(prelude.request, _collect(rollout, prelude.request))
+        collected = _collect(groups, answer, prelude.request)
+        return await unless_disconnected(prelude.request, collected)
     return sse.EventStreamResponse(
-        _events(rollout, prelude.request),
-        on_close=rollout.close,
-        keep_alive_s=config.sse_keep_alive_s,
+        _events(groups, answer, prelude.request),
+        on_close=groups.close,
+        keep_alive_s=prelude.config.sse_keep_alive_s,
+    )
+
+
+def _judge(
+    body: RolloutRequest, items: Sequence[RolloutItem], admitted: Admitted, answer: RolloutAnswer
+) -> Judge | None:
+    """Return who says what samples are worth, if the body names somebody.
+
+    Raises:
+        InvalidRequestError: the server may not ask this verifier, or there is no such reward model.
+    """
+    prelude = admitted.prelude
+    if body.verifier is not None:
+        check_url(body.verifier.url, prelude.config.verifier_urls)
+        return VerifierClient(body.verifier, answer.judged)
+    if body.reward_model is None:
+        return None
+    return RewardScorer(
+        prelude.engine.encoders,
+        body.reward_model,
+        items,
+        admitted.model.tokenizer,
+        # A client may use an id again while its first request runs.
+        rollout_id=prelude.answer_id,
     )
 
 
@@ -122,41 +110,30 @@ async def _requests(
     ]
 
 
-def _judge(verifier: VerifierClient | None, answer: RolloutAnswer) -> Judge | None:
-    if verifier is None:
-        return None
-
-    async def judge(group: Group, index: int) -> Verdict:
-        return await verifier.judge(answer.judged(group, index))
-
-    return judge
-
-
-async def _collect(rollout: Rollout, request: Request) -> Response:
+async def _collect(groups: Groups, answer: RolloutAnswer, request: Request) -> Response:
     try:
-        async for _ in rollout.groups.ended():
+        async for _ in groups.ended():
             pass
-        groups = rollout.groups.groups
-        failed = [group.error for group in groups if group.error is not None]
-        if failed and not any(group.finished for group in groups):
-            raise failed[0]
-        errors = [body_of(error, request.scope) for error in failed]
-        return JSONResponse(rollout.answer.whole(groups, errors))
+        failures = [group.error for group in groups.all if group.error is not None]
+        if failures and not any(group.finished for group in groups.all):
+            raise failures[0]
+        errors = [body_of(error, request.scope) for error in failures]
+        return JSONResponse(answer.whole(groups.all, errors))
     finally:
-        await rollout.close()
+        await groups.close()
 
 
-async def _events(rollout: Rollout, request: Request) -> AsyncIterator[bytes]:
-    answer, told = rollout.answer, set[int]()
+async def _events(groups: Groups, answer: RolloutAnswer, request: Request) -> AsyncIterator[bytes]:
+    begun = set[int]()
     try:
-        async for group, index in rollout.groups.ended():
+        async for group, index in groups.ended():
             if index is None:
                 assert group.error is not None, "a group without a sample has failed"
                 yield sse.events(answer.error_event(group, body_of(group.error, request.scope)))
                 continue
-            yield sse.events(answer.sample_event(group, index, is_first=group.number not in told))
-            told.add(group.number)
-        yield sse.events(answer.usage_event(rollout.groups.groups))
+            yield sse.events(answer.sample_event(group, index, is_first=group.number not in begun))
+            begun.add(group.number)
+        yield sse.events(answer.usage_event(groups.all))
     except Exception:
         # The status is sent: without an event the client would see a cut connection only.
         logger.exception("a stream failed", extra={"request_id": request.state.request_id})

@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import json
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import httpx2
 
-from mlx_parallm.api.rl.rollout.groups import Verdict
+from mlx_parallm.api.rl.rollout.groups import Group, Judge, Verdict
+from mlx_parallm.api.rl.rollout.schema import Verifier
 from mlx_parallm.types.errors import InvalidRequestError
 
 MAX_ANSWER_BYTES = 64 * 1024
@@ -18,25 +19,26 @@ MAX_ANSWER_BYTES = 64 * 1024
 MAX_CALLS = 32
 
 
-class VerifierClient:
-    """Posts samples to one URL, as JSON objects, and reads rewards from the answers.
+class VerifierClient(Judge):
+    """Posts samples to one URL, as JSON objects, and reads rewards from the answers."""
 
-    Whatever goes wrong is part of the verdict: a rollout never fails with its verifier.
-    """
-
-    def __init__(self, url: str, timeout_s: float) -> None:
-        self._url = url
-        self._timeout_s = timeout_s
+    def __init__(
+        self, verifier: Verifier, write: Callable[[Group, int], Mapping[str, Any]]
+    ) -> None:
+        """``write`` makes of a sample what the verifier is sent."""
+        self._url = verifier.url
+        self._timeout_s = verifier.timeout_s
+        self._write = write
         self._turns = asyncio.Semaphore(MAX_CALLS)
         # No proxy and no redirect: what is asked is what the operator allowed.
-        self._client = httpx2.AsyncClient(timeout=timeout_s, trust_env=False)
+        self._client = httpx2.AsyncClient(timeout=verifier.timeout_s, trust_env=False)
 
-    async def judge(self, sample: Mapping[str, Any]) -> Verdict:
-        """The reward of a sample, or why there is none."""
+    async def judge(self, group: Group, index: int) -> Verdict:
+        """Return the reward of a sample, or why there is none."""
         async with self._turns:
             try:
                 async with asyncio.timeout(self._timeout_s):
-                    return await self._ask(sample)
+                    return await self._ask(self._write(group, index))
             except TimeoutError:
                 return Verdict(error=f"The verifier took more than {self._timeout_s:g} s.")
             except httpx2.HTTPError as problem:
