@@ -216,16 +216,20 @@ def engine_for(model: RandomModel, **options: Any) -> Iterator[tuple[BenchEngine
     layers = Layers(model)
     # Collect earlier engines, whose KV would take the memory.
     gc.collect()
+    # What the caller froze stays frozen: unfreezing would make every later collection scan it.
+    was_frozen = gc.get_freeze_count() > 0
     mx.clear_cache()
     try:
         mx.reset_peak_memory()
         engine = make_engine(model, **options)
         # Like the engine thread, keep the garbage collector from interrupting steps.
         gc.collect()
-        gc.freeze()
+        if not was_frozen:
+            gc.freeze()
         yield engine, layers
     finally:
-        gc.unfreeze()
+        if not was_frozen:
+            gc.unfreeze()
         layers.restore()
         mx.clear_cache()
 

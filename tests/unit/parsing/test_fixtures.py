@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -77,8 +78,12 @@ def test_parts_wherever_the_text_is_cut(case: dict[str, Any]) -> None:
     text, expected = case["text"], expected_parts(case)
     assert parts_of(case, [text]) == expected
     assert parts_of(case, list(text)) == expected, "one character at a time"
-    for cut in range(1, len(text)):
-        assert parts_of(case, [text[:cut], text[cut:]]) == expected, f"cut after {text[:cut]!r}"
+    # Three distant cuts a run: every place is cut once, in a third of the runs.
+    third = max(1, math.ceil(len(text) / 3))
+    for first in range(1, third + 1):
+        bounds = [0, *range(first, len(text), third), len(text)]
+        pieces = [text[a:b] for a, b in itertools.pairwise(bounds)]
+        assert parts_of(case, pieces) == expected, f"cut into {pieces}"
 
 
 def test_every_format_has_enough_cases() -> None:
