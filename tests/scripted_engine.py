@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from typing import Any
 
 from mlx_parallm.config import EngineConfig
 from mlx_parallm.engine.life import Build, LocalLife
@@ -16,7 +17,7 @@ def engine_of(build: Build, config: EngineConfig | None = None) -> AsyncEngine:
     return AsyncEngine(config, life=LocalLife(config, ignore_progress, build=build))
 
 
-def make_request(request_id: str = "a", model: str = "m", **params: int) -> GenerateRequest:
+def make_request(request_id: str = "a", model: str = "m", **params: Any) -> GenerateRequest:
     return GenerateRequest(
         request_id=request_id, model=model, prompt_ids=(1, 2), params=SamplingParams(**params)
     )

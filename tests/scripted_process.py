@@ -91,7 +91,7 @@ def main(script: str, fd: str) -> int:
         if script == "stays":
             signal.pause()
         text = "ab" * 60 if script == "long" else script
-        return list(builder(FakeRunner(spell(text)))(config, families, on_progress))
+        return list(builder(FakeRunner(spell(text)))(config, families, worker, on_progress))
 
     return serve_engines(Channel(socket.socket(fileno=int(fd))), build)
 

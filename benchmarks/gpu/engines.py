@@ -12,7 +12,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import mlx.core as mx
 from mlx_lm.generate import BatchGenerator
@@ -23,6 +23,7 @@ from mlx_parallm.generation.build import speculative_for
 from mlx_parallm.generation.engine import GenerationEngine
 from mlx_parallm.generation.kv_cache.manager import KVCacheManager
 from mlx_parallm.generation.metrics import EngineMetrics
+from mlx_parallm.generation.model import Tokenizer
 from mlx_parallm.generation.scheduler.scheduler import Scheduler
 from mlx_parallm.grammar.compiler import GrammarCompiler
 from mlx_parallm.types.tracing import StepTracer
@@ -174,7 +175,9 @@ def make_engine(
             runner, num_seqs=max_num_seqs, tokens=scheduler.token_budget, clock=time.monotonic
         )
     metrics = EngineMetrics(MetricFamilies(), "bench", info)
-    engine = GenerationEngine(scheduler, runner, NoText(), metrics, warm_up=steps, tracer=tracer)
+    engine = GenerationEngine(
+        scheduler, runner, cast(Tokenizer, NoText()), metrics, warm_up=steps, tracer=tracer
+    )
     while engine.prepare():
         pass
     return BenchEngine(engine, kv, plan.block_bytes)

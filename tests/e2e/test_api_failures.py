@@ -134,7 +134,7 @@ def test_the_sdk_raises_the_error_of_a_stream(engine: FakeEngine, url: str) -> N
     ],
 )
 def test_an_overflow_names_the_field_of_the_route(
-    engine: FakeEngine, url: str, path: str, asked: dict[str, int], param: str
+    engine: FakeEngine, url: str, path: str, asked: dict[str, Any], param: str
 ) -> None:
     field = "max_tokens" if asked else "messages"
     engine.refusal = errors.ContextLengthError(10, "Too long.", param=field)

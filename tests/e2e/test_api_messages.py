@@ -137,8 +137,8 @@ def test_a_stream_says_what_the_whole_answer_says(
         "max_tokens": max_tokens,
         "thinking": {"type": "adaptive", "display": display},
     }
-    whole = ask(client, **asked).to_dict()
-    raw = fold_message(stream(url, **asked))
+    whole: Any = ask(client, **asked).to_dict()
+    raw: Any = fold_message(stream(url, **asked))
     with client.messages.stream(**(BODY | asked)) as events:
         folded: Any = events.get_final_message().to_dict()
     for one in (whole, raw, folded):
@@ -484,7 +484,8 @@ def test_a_key_by_either_header(locked: str, headers: dict[str, str], path: str)
 
 
 def test_a_wrong_key(locked: str) -> None:
-    for options in ({"api_key": "two"}, {"auth_token": "two"}):
+    wrong: list[dict[str, Any]] = [{"api_key": "two"}, {"auth_token": "two"}]
+    for options in wrong:
         with (
             anthropic.Anthropic(base_url=locked, max_retries=0, **options) as client,
             pytest.raises(anthropic.AuthenticationError) as caught,

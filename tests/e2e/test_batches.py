@@ -261,7 +261,7 @@ def test_a_bad_file_fails_with_the_numbers_of_its_lines(client: openai.OpenAI) -
 def test_a_bad_order_names_its_field(
     client: openai.OpenAI, changes: dict[str, Any], param: str
 ) -> None:
-    order = {
+    order: dict[str, Any] = {
         "input_file_id": upload(client, line("a")),
         "endpoint": "/v1/completions",
         "completion_window": "24h",

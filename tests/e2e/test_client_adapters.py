@@ -46,13 +46,13 @@ async def client(live_server: ServerProcess) -> AsyncIterator[RLClient]:
     await forget_adapters(live_server)
 
 
-async def put(client: RLClient, seed: int, **options: str) -> AdapterInfo:
+async def put(client: RLClient, seed: int, **options: Any) -> AdapterInfo:
     return await client.update_adapter(NAME, tensors(seed), CONFIG, **options)
 
 
 async def sampled(client: RLClient, adapter: str | None = NAME) -> tuple[list[float], str]:
     """Log-probabilities of a prompt and the version of what was sampled."""
-    options = {} if adapter is None else {"adapter": adapter}
+    options: dict[str, Any] = {} if adapter is None else {"adapter": adapter}
     rollout = await client.rollout([PROMPT], max_tokens=1, prompt_logprobs=0, **options)
     logprobs = rollout.groups[0].prompt.logprobs
     assert logprobs is not None

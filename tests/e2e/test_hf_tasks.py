@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Literal
 
 import httpx2
 import numpy as np
@@ -148,7 +148,11 @@ def test_feature_extraction(server: ServerProcess) -> None:
     unit = found / np.linalg.norm(found, axis=1, keepdims=True)
     np.testing.assert_allclose(one.feature_extraction(texts, normalize=True), unit, atol=1e-5)
     long = " ".join(f"w{5 + number}" for number in range(60))
-    for side, kept in (("right", range(22)), ("left", range(38, 60))):
+    sides: list[tuple[Literal["left", "right"], range]] = [
+        ("right", range(22)),
+        ("left", range(38, 60)),
+    ]
+    for side, kept in sides:
         cut = one.feature_extraction(long, truncate=True, truncation_direction=side)
         text = " ".join(f"w{5 + number}" for number in kept)
         assert len(kept) == MAX_LEN - 2

@@ -9,6 +9,7 @@ from typing import Any
 import httpx2
 import openai
 import pytest
+from openai.types import responses
 
 from mlx_parallm.config import ServerConfig
 from mlx_parallm.generation.event_stream import EventStream
@@ -72,7 +73,9 @@ def client(url: str) -> Iterator[openai.OpenAI]:
 
 def call(url: str, method: str = "POST", path: str = "", key: str = "one", **body: Any) -> Any:
     headers = {"authorization": f"Bearer {key}"}
-    sent = {"json": {"model": "alias", "input": "hi"} | body} if method == "POST" else {}
+    sent: dict[str, Any] = (
+        {"json": {"model": "alias", "input": "hi"} | body} if method == "POST" else {}
+    )
     return httpx2.request(method, url + PATH + path, headers=headers, **sent)
 
 
@@ -155,7 +158,7 @@ def test_a_call_at_the_limit_is_incomplete_and_shows_no_wrapper(
         asked = {"tools": [TOOL, CUSTOM], "max_output_tokens": limit}
         whole = post(url, **asked)
         check_response(whole)
-        assert openai.types.responses.Response.model_validate(whole).status == "incomplete"
+        assert responses.Response.model_validate(whole).status == "incomplete"
         (item,) = whole["output"]
         is_whole = text[arguments:limit].endswith("}")
         if item["type"] == "message":

@@ -110,4 +110,5 @@ ITEM = {"prompt_token_ids": [1, 2], "completion_token_ids": [3]}
 def test_a_bad_body_names_its_field(
     live_server: ServerProcess, change: dict[str, Any], param: str
 ) -> None:
-    assert post(live_server, 400, **({"items": [ITEM]} | change))["error"]["param"] == param
+    body: dict[str, Any] = {"items": [ITEM]} | change
+    assert post(live_server, 400, **body)["error"]["param"] == param

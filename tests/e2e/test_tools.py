@@ -164,7 +164,7 @@ def test_a_custom_tool_is_called_with_a_text(client: openai.OpenAI) -> None:
         temperature=0,
         max_tokens=400,
     ).choices[0]
-    (call,) = choice.message.tool_calls or ()
+    (call,) = choice.message.tool_calls or []
     assert call.type == "custom"
     assert call.custom.name == "note"
     assert isinstance(call.custom.input, str)

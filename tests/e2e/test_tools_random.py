@@ -85,7 +85,7 @@ def test_forced_calls_are_valid(
     )
     for one in answer.choices:
         assert (one.finish_reason, one.message.content) == (finish, None)
-        (call,) = one.message.tool_calls or ()
+        (call,) = one.message.tool_calls or []
         assert call.type == "function"
         assert call.function.name in names
         given = json.loads(call.function.arguments)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import mlx.core as mx
 import pytest
@@ -59,7 +59,7 @@ OF_EXPERTS: Adapters = {
 }
 #: ``SLOTS`` of the sequences of a step.
 ROWS = (1, 0, 2, 3, 1, 4, 5, 6, 0, 7, 8, 4)
-TOLERANCE = {"rtol": 1e-4, "atol": 1e-4}
+TOLERANCE: dict[str, Any] = {"rtol": 1e-4, "atol": 1e-4}
 
 
 def train(
@@ -71,7 +71,8 @@ def train(
     linear_to_lora_layers(model, len(model.layers), parameters, use_dora=kind == "dora")
     mx.random.seed(slot)
     changed = {}
-    for name, value in tree_flatten(model.parameters()):
+    leaves: Any = tree_flatten(model.parameters())
+    for name, value in leaves:
         leaf = name.rsplit(".", 1)[-1]
         if leaf in ("lora_a", "lora_b"):
             changed[name] = mx.random.normal(value.shape) * 0.1
@@ -133,7 +134,8 @@ class Served:
             self.layers.put(slot, read_adapter(config, tensors, param="adapter"), param="adapter")
         source = mx.random.key(1)
         shape_of_texts = (len(self.rows), LENGTH)
-        self.texts = mx.random.randint(0, self.vocab_size, shape_of_texts, key=source).tolist()
+        drawn = mx.random.randint(0, self.vocab_size, shape_of_texts, key=source)
+        self.texts = cast("list[list[int]]", drawn.tolist())
 
     def step(self, start: int, end: int, rows: list[int] | None = None) -> mx.array:
         """Return the logits after tokens ``[start, end)`` of each text with its adapter."""
@@ -323,9 +325,10 @@ def change(model: Any, factors: dict[str, float]) -> None:
 
 
 def adapter_parameters(model: Any) -> list[tuple[str, mx.array]]:
+    leaves: Any = tree_flatten(model.parameters())
     return [
         (name, value)
-        for name, value in tree_flatten(model.parameters())
+        for name, value in leaves
         if name.rsplit(".", 1)[-1] in ("lora_a", "lora_b", "m")
     ]
 

@@ -15,7 +15,8 @@ from mlx_parallm.worker.attention.reference import ReferenceAttention
 
 class WindowIgnored(ReferenceAttention):
     def attend(self, pool: LayerPool, plan: Any, queries: mx.array, **options: Any) -> mx.array:
-        return super().attend(pool, plan, queries, **(options | {"window": None}))
+        changed: dict[str, Any] = options | {"window": None}
+        return super().attend(pool, plan, queries, **changed)
 
 
 class WrittenToTheWrongBlock(ReferenceAttention):

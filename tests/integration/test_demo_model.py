@@ -1,6 +1,7 @@
 """The shipped model: its size, its files, and the quality that its card states."""
 
 import json
+from typing import Any
 
 import pytest
 from mlx_lm.models.cache import make_prompt_cache
@@ -39,7 +40,8 @@ def test_config_has_the_promised_form():
 
 
 def test_mlx_lm_loads_it_and_recognises_tools_and_thinking():
-    model, tokenizer = load(str(DEMO_FOLDER))
+    loaded: Any = load(str(DEMO_FOLDER))
+    model, tokenizer = loaded
     assert len(make_prompt_cache(model)) == len(model.layers)
     assert tokenizer.has_thinking
     assert tokenizer.has_tool_calling

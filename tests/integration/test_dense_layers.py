@@ -44,7 +44,9 @@ def write_folder(folder: Path, modules: list[tuple[str, dict[str, Any]]]) -> Pat
         (folder / path).mkdir()
         (folder / path / "config.json").write_text(json.dumps(config))
         if kind == "Dense":
-            shapes = {"linear.weight": (config["out_features"], config["in_features"])}
+            shapes: dict[str, tuple[int, ...]] = {
+                "linear.weight": (config["out_features"], config["in_features"])
+            }
             if config.get("bias", True):
                 shapes["linear.bias"] = (config["out_features"],)
             weights = {name: mx.array(weight(path, name, of)) for name, of in shapes.items()}

@@ -177,7 +177,7 @@ def test_local_attention_is_attention_under_a_mask(length: int, reach: int) -> N
     random = np.random.RandomState(length)
     packed = mx.array(random.standard_normal((2, length, 3 * 8)).astype(np.float32))
     tokens = np.arange(length) < np.array([[length], [2]])
-    keys = mx.array(tokens)[:, None, None]
+    keys = mx.array(tokens.tolist())[:, None, None]
     near = mx.abs(mx.arange(length)[:, None] - mx.arange(length)) <= reach
     rotary = Rotary(4)
     for is_token, mask in ((keys, near & keys), (None, near)):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from random import Random
 from types import SimpleNamespace
+from typing import Any
 from xml.etree import ElementTree as ET
 
 import mlx.core as mx
@@ -136,7 +137,7 @@ def test_nothing_to_learn_from_is_no_update() -> None:
 
 
 def test_the_picture_has_both_lines() -> None:
-    steps = [
+    steps: list[Any] = [
         SimpleNamespace(reward=number / 9, evaluation=0.5 if number % 3 == 0 else None, elapsed_s=9)
         for number in range(10)
     ]

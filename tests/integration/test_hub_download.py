@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 import httpx2
@@ -138,7 +139,7 @@ def hub() -> Iterator[tuple[Hub, str]]:
 
         do_HEAD = do_GET
 
-        def log_message(self, *_: object) -> None:
+        def log_message(self, format: str, *args: Any) -> None:  # noqa: A002
             pass
 
     with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:

@@ -40,7 +40,8 @@ RANK = 4
 @pytest.fixture(scope="module")
 def shapes() -> dict[str, tuple[int, ...]]:
     """Return the tensors' shapes of an adapter for the embedded model."""
-    model, _ = load_model(DEMO_FOLDER)
+    loaded: Any = load_model(DEMO_FOLDER)
+    model, _ = loaded
     settings = {"rank": RANK, "scale": 2.0, "dropout": 0.0, "keys": KEYS}
     linear_to_lora_layers(model, len(model.layers), settings)
     named: Any = tree_flatten(model.parameters())

@@ -25,7 +25,8 @@ LORA = {"rank": 4, "scale": 2.0, "dropout": 0.0}
 
 def adapted(seed: int) -> nn.Module:
     """Return the embedded model with a random LoRA, made by mlx_lm."""
-    model, _ = utils.load_model(DEMO_FOLDER)
+    loaded: Any = utils.load_model(DEMO_FOLDER)
+    model, _ = loaded
     model = utils.dequantize_model(model)
     model.set_dtype(mx.float32)
     model.freeze()

@@ -137,7 +137,9 @@ def test_the_engines_mode_is_that_of_requests_that_name_none() -> None:
     spread = -sum(math.exp(value) * value for _, value in entry.top)
     assert entry.entropy == pytest.approx(spread, abs=1e-4)
     whole = SamplingParams(max_tokens=0, prompt_logprobs=-1)
-    first, *others = llm.generate("Once upon", whole)[0].prompt_logprobs or ()
+    entries = llm.generate("Once upon", whole)[0].prompt_logprobs
+    assert entries is not None
+    first, *others = entries
     assert first is None
     assert others
     for scored in others:

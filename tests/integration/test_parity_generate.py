@@ -105,6 +105,7 @@ def alone(name: str, prompt: tuple[int, ...]) -> Generated:
     steps = generate_step(mx.array(prompt), loaded_model(name).model, max_tokens=NEW_TOKENS)
     for token, row in steps:
         tokens.append(int(token))
+        assert isinstance(row, mx.array)
         logprobs.append(float(row[token].item()))
     return Generated(tokens, logprobs)
 

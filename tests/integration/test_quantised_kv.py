@@ -59,7 +59,8 @@ class RoundedKVCache(KVCache):
             dequantise(*quantise(array, self._scheme), self._scheme, array.shape[-1], array.dtype)
             for array in (keys, values)
         ]
-        return super().update_and_fetch(*rounded)
+        keys, values = rounded
+        return super().update_and_fetch(keys, values)
 
 
 @cache

@@ -19,7 +19,7 @@ def error(kernel: ExpertKernel, chosen: Sequence[int], shape: tuple[int, int, in
     """Return the largest error as a share of the largest value."""
     weight = mx.random.normal(shape, mx.bfloat16, key=mx.random.key(2))
     x = mx.random.normal((len(chosen), 1, shape[2]), mx.bfloat16, key=mx.random.key(1))
-    actual = kernel(x, mx.array(chosen, mx.uint32), weight)
+    actual = kernel(x, mx.array(list(chosen), mx.uint32), weight)
     assert actual.shape == (len(chosen), 1, shape[1])
     wide, rows = weight.astype(mx.float32), x.astype(mx.float32)
     wanted = mx.stack([rows[i] @ wide[expert].T for i, expert in enumerate(chosen)])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -38,7 +39,7 @@ KINDS: dict[str, Callable[[np.random.Generator, int], np.ndarray]] = {
     "tiny": lambda source, vocab: source.normal(size=vocab) * 1e-7,
     "neighbours": lambda source, vocab: 7 + source.integers(0, 40, vocab) * 2.0**-21,
 }
-TRUNCATIONS: list[dict[str, float]] = [
+TRUNCATIONS: list[dict[str, Any]] = [
     {},
     *({"top_k": k} for k in (1, 2, 31, VOCAB - 1, VOCAB, VOCAB + 5)),
     *({"top_p": p} for p in (1e-30, 0.3, 0.95, 0.99999)),
@@ -50,9 +51,9 @@ TRUNCATIONS: list[dict[str, float]] = [
 ]
 
 
-def spec(seed: int = 0, position: int = 3, **params: object) -> SampleSpec:
+def spec(seed: int = 0, position: int = 3, **params: Any) -> SampleSpec:
     return SampleSpec(
-        params=SamplingParams(**params),  # pyright: ignore[reportArgumentType]
+        params=SamplingParams(**params),
         seed=seed,
         position=position,
         prompt_ids=(),
@@ -235,7 +236,11 @@ def test_processed_logprobs_are_those_of_what_the_kernels_kept(
     shim: Shim, kind: str, temperature: float
 ) -> None:
     source = np.random.default_rng(len(kind))
-    params = {"temperature": temperature, "logprobs": 3, "logprobs_mode": PROCESSED_LOGPROBS}
+    params: dict[str, Any] = {
+        "temperature": temperature,
+        "logprobs": 3,
+        "logprobs_mode": PROCESSED_LOGPROBS,
+    }
     specs = [spec(i, **params, **options) for i, options in enumerate(TRUNCATIONS)]
     logits = mx.array(np.array([KINDS[kind](source, VOCAB) for _ in specs], dtype=np.float32))
     kernels = trusted(shim, mx.float32)

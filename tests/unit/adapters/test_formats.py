@@ -281,7 +281,7 @@ def test_what_mlx_lm_trains(tmp_path: Path, kind: str) -> None:
         keys.append("embed_tokens")
     parameters = {"rank": 3, "scale": 5.0, "dropout": 0.0, "keys": keys}
     linear_to_lora_layers(model, 2, parameters, use_dora=kind == "dora")
-    leaves = tree_flatten(model.parameters())
+    leaves: Any = tree_flatten(model.parameters())
     mine = {n: v for n, v in leaves if n.rsplit(".", 1)[-1] in ("lora_a", "lora_b", "m")}
     mx.save_safetensors(str(tmp_path / "adapters.safetensors"), mine)
     config = {"fine_tune_type": kind, "num_layers": 2, "lora_parameters": parameters}

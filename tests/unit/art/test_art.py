@@ -147,7 +147,9 @@ async def test_a_server_that_takes_too_long_is_stopped(tmp_path: Path) -> None:
 
 async def test_a_policy_that_is_not_served_says_so(tmp_path: Path) -> None:
     devices = DeviceConfig(auto_detect=False)
-    policy = ServedPolicy("p", "m", tmp_path, ServerConfig(weight_sync_method="disk"), devices)
+    policy = ServedPolicy(
+        "p", "m", tmp_path, ServerConfig(weight_sync_method=WeightSync.DISK), devices
+    )
     with pytest.raises(BackendError, match="not served"):
         _ = policy.url
     with pytest.raises(UnservedStepError, match="Step 3"):

@@ -5,6 +5,7 @@ import contextlib
 import json
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
 
 import pytest
 
@@ -41,7 +42,7 @@ def serving(status=200, models=({"id": "tiny"},)):
         def _event(self, content):
             self.wfile.write(b"data: " + json.dumps(content).encode() + b"\n\n")
 
-        def log_message(self, *_):
+        def log_message(self, format: str, *args: Any) -> None:  # noqa: A002
             pass
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)

@@ -8,6 +8,7 @@ import logging
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -26,8 +27,8 @@ class Terminal(io.StringIO):
         return True
 
 
-def make_device(**changes: object) -> DeviceReport:
-    values: dict = {
+def make_device(**changes: Any) -> DeviceReport:
+    values: dict[str, Any] = {
         "backend": "cpu",
         "device": "a processor",
         "memory_total_bytes": 16 * 2**30,

@@ -156,7 +156,7 @@ async def test_a_thread_told_to_restart_serves_again() -> None:
         if len(lives) == 1:
             again.set()
         runner = FakeRunner(spell("back"))
-        return builder(runner, lives.pop(0))(config, MetricFamilies(), on_progress)
+        return builder(runner, lives.pop(0))(config, MetricFamilies(), worker, on_progress)
 
     engine = engine_of(build, EngineConfig(restart_on_failure=True))
     engine.start()

@@ -106,7 +106,9 @@ def test_a_failed_step_is_its_requests_error_and_the_engine_goes_on() -> None:
     first[0] = _next_step_id(engine, runner)
     events = run(engine)
     assert [type(e) for e in events] == [ErrorEvent]
-    assert isinstance(events[0].error, StepError)
+    (event,) = events
+    assert isinstance(event, ErrorEvent)
+    assert isinstance(event.error, StepError)
     engine.add(make_request("b"))
     assert text_of(run(engine), "b") == "ok"
 

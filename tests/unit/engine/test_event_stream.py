@@ -12,6 +12,7 @@ from mlx_parallm.types.events import ErrorEvent, FinishReason, PromptEvent, Toke
 from mlx_parallm.types.request import GenerateRequest, SamplingParams
 from mlx_parallm.types.step import TokenLogprob
 from mlx_parallm.types.weights import DEFAULT_VERSION
+from tests.token_events import token_event, token_events
 
 
 def request(n: int) -> GenerateRequest:
@@ -27,7 +28,7 @@ async def test_iteration_ends_when_every_sample_has_ended() -> None:
     stream = EventStream(request(2))
     for event in (token(0, last=True), token(1), token(1, last=True), token(1)):
         stream.put(event)
-    assert [(one.index, one.text) async for one in stream] == [(0, "x"), (1, "xx")]
+    assert [(one.index, one.text) async for one in token_events(stream)] == [(0, "x"), (1, "xx")]
     assert stream.is_complete
 
 
@@ -36,7 +37,7 @@ async def test_a_waiting_reader_is_woken() -> None:
     reader = asyncio.ensure_future(anext(stream))
     await asyncio.sleep(0)
     stream.put(token(0))
-    assert (await reader).text == "x"
+    assert token_event(await reader).text == "x"
 
 
 async def test_an_error_is_the_last_event() -> None:
@@ -111,7 +112,7 @@ async def test_samples_and_versions_of_weights_are_not_joined() -> None:
     ]
     for event in events:
         stream.put(event)
-    seen = [event async for event in stream]
+    seen = [event async for event in token_events(stream)]
     assert [(one.index, one.text, one.version) for one in seen] == [
         (0, "12x", DEFAULT_VERSION),
         (1, "3", DEFAULT_VERSION),
@@ -166,7 +167,7 @@ async def test_joined_tokens_count_as_unread_until_they_are_read() -> None:
         if number == 0:
             stream.put(numbered(0))
     assert stream.is_overfull
-    assert len((await anext(stream)).token_ids) == most
+    assert len(token_event(await anext(stream)).token_ids) == most
     for number in range(most - 1):
         stream.put(numbered(number))
     assert not stream.is_overfull
@@ -186,7 +187,7 @@ async def test_no_more_is_gathered_than_may_be_unread() -> None:
         assert not waiting.done()
         stream.put(numbered(number))
         assert not stream.is_overfull
-    assert len((await waiting).token_ids) == 2 * MAX_UNREAD_PER_SAMPLE
+    assert len(token_event(await waiting).token_ids) == 2 * MAX_UNREAD_PER_SAMPLE
 
 
 def test_events_can_be_kept_in_sets() -> None:

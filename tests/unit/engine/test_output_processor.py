@@ -7,6 +7,7 @@ from mlx_parallm.types.events import ErrorEvent, FinishReason, PromptEvent, Toke
 from mlx_parallm.types.request import GenerateRequest, SamplingParams
 from mlx_parallm.types.step import SampledToken, TokenLogprob
 from tests.fakes import EOS, ByteTokenizer
+from tests.token_events import token_event
 
 
 def started(request_id="r", **params):
@@ -104,7 +105,7 @@ def test_updates_after_a_stop_string_are_dropped():
     processor = started(stop=("x",), n=2)
     feed(processor, b"x")
     step = processor.process([update(97), update(98, index=1)])
-    assert [event.index for event in step.events] == [1]
+    assert [token_event(event).index for event in step.events] == [1]
 
 
 def test_a_stop_string_in_the_last_token_needs_no_freeing():
@@ -125,7 +126,7 @@ def test_stop_strings_are_ignored_in_the_first_min_tokens():
 def test_logprobs_travel_with_their_token():
     logprob = TokenLogprob(97, -0.5, ((97, -0.5),))
     step = started(logprobs=1).process([update(97, logprob=logprob)])
-    assert step.events[0].logprobs == (logprob,)
+    assert token_event(step.events[0]).logprobs == (logprob,)
 
 
 def test_the_prompt_event_comes_before_the_first_token():
@@ -185,7 +186,7 @@ def test_a_request_stays_until_all_its_samples_ended():
 def test_the_end_from_outside_brings_the_text_that_was_held_back():
     processor = started(n=2, stop=("xyz",))
     processor.process([update(byte) for byte in b"axy"])
-    events = processor.end("r")
+    events = [token_event(event) for event in processor.end("r")]
     assert [(e.index, e.text, e.token_ids) for e in events] == [(0, "xy", ()), (1, "", ())]
     assert {e.finish_reason for e in events} == {FinishReason.ABORT}
     assert processor.end("r") == []

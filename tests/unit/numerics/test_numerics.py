@@ -47,8 +47,8 @@ def masks() -> dict[str, mx.array | None]:
     lowest = np.where(seen, biases, np.finfo(np.float32).min)
     return {
         "none": None,
-        "keys": mx.array(seen),
-        "pairs": mx.array(pairs),
+        "keys": mx.array(seen.tolist()),
+        "pairs": mx.array(pairs.tolist()),
         "biases": mx.array(biases),
         "masked biases": mx.array(lowest),
     }

@@ -24,9 +24,9 @@ from mlx_parallm.config import ServerConfig
 from mlx_parallm.types.errors import OverloadedError, RequestTooLargeError
 from tests.fake_engine import FakeEngine
 
-KEYS = {"api_keys": ("key",), "admin_api_keys": ("admin",)}
+KEYS: dict[str, Any] = {"api_keys": ("key",), "admin_api_keys": ("admin",)}
 #: Every limit is another one.
-LIMITS = {
+LIMITS: dict[str, Any] = {
     "max_body_bytes": 100_000,
     "max_tokenize_bytes": 110_000,
     "max_adapter_bytes": 120_000,

@@ -54,7 +54,7 @@ def routed(app: FastAPI) -> Iterator[tuple[str, str]]:
     """Each operation that is served, those that the document leaves out too."""
     for route in app.routes:
         if isinstance(route, APIRoute):
-            yield from ((method, filled(route.path)) for method in route.methods)
+            yield from ((method, filled(route.path)) for method in route.methods or ())
 
 
 async def test_no_operation_takes_anything_from_a_page_of_another_origin(tmp_path: Path) -> None:

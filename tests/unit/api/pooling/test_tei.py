@@ -132,7 +132,7 @@ async def test_similarity_is_the_cosine() -> None:
     inputs = {"source_sentence": "w5", "sentences": ["w6", "w5"]}
     found = await answer(embedder(), "/similarity", inputs=inputs)
     wanted = unit(result("embed", 2, 5, 3)) @ unit(result("embed", 2, 6, 3))
-    np.testing.assert_allclose(found, [wanted, 1], rtol=1e-5)
+    np.testing.assert_allclose(found, np.array([wanted, 1]), rtol=1e-5)
 
 
 async def test_ids_are_turned_into_texts() -> None:

@@ -193,7 +193,8 @@ async def test_with_a_structure_and_tools_the_answer_is_one_of_both(
 
 
 async def test_what_a_model_cannot_combine_is_refused() -> None:
-    unforced = replace(demo().tool_format, forced=None) if demo().tool_format else None
+    tool_format = demo().tool_format
+    unforced = replace(tool_format, forced=None) if tool_format else None
     model = replace(demo(), tool_format=unforced)
     with pytest.raises(InvalidRequestError) as refusal:
         await prepare(ADD, model=model, structure=specs.json_object(), structure_field="ebnf")

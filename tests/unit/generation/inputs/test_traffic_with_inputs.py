@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -98,11 +99,12 @@ class InputHarness(SchedulerHarness):
             inputs.append(rows_input(part, len(ids), cost=cost, may_cut=may_cut))
             meant += part
             ids += [INPUT_TOKEN] * len(part)
+        options: dict[str, Any] = {"max_tokens": 5, **params}
         plain = GenerateRequest(
             request_id=name,
             model="m",
             prompt_ids=tuple(meant),
-            params=SamplingParams(**{"max_tokens": 5, **params}),
+            params=SamplingParams(**options),
         )
         request = replace(plain, prompt_ids=tuple(ids), inputs=tuple(inputs))
         ends = frozenset[int]() if plain.params.ignore_eos else frozenset({END_ID})

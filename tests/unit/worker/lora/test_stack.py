@@ -25,7 +25,7 @@ from mlx_parallm.worker.lora.stack import (
 from tests.host_tensors import host
 
 IN, OUT, VOCAB, EXPERTS = 24, 16, 40, 5
-TOLERANCE = {"rtol": 1e-5, "atol": 1e-4}
+TOLERANCE: dict[str, Any] = {"rtol": 1e-5, "atol": 1e-4}
 #: Rank, scale and whether it is a DoRA, by slot.
 ADAPTERS = {1: (4, 2.0, False), 2: (16, 0.5, False), 3: (1, 20.0, True), 5: (7, 1.0, True)}
 

@@ -66,6 +66,8 @@ def test_logprobs_are_the_models_own_and_only_for_rows_that_ask():
     expected = log_softmax(logits)
     assert [token.seq_id for token in (first, second, third)] == [7, 8, 9]
     assert first.token_id == third.token_id == 5
+    assert first.logprob is not None
+    assert third.logprob is not None
     assert first.logprob.logprob == pytest.approx(expected[0, 5], abs=1e-5)
     assert first.logprob.top == ()
     # Only prompt tokens are ranked.
@@ -90,6 +92,9 @@ def test_tokens_named_by_a_row_are_reported_in_its_order():
     result = Sampler()(mx.array(logits), specs)
     mx.eval(result.arrays())
     first, second, third = [token.logprob for token in result.to_python(range(3))]
+    assert first is not None
+    assert second is not None
+    assert third is not None
     expected = log_softmax(logits)
     assert [token for token, _ in first.top] == [7, 0, 7]
     assert [value for _, value in first.top] == pytest.approx(expected[0, [7, 0, 7]], abs=1e-5)

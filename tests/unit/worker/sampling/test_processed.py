@@ -203,9 +203,15 @@ def test_entropy_alone_brings_the_tokens_logprob() -> None:
 def test_the_mode_changes_no_token() -> None:
     logits = random_logits(3, 8)
     params: list[dict[str, Any]] = [{"temperature": 0.0}, {"top_p": 0.8}, {"temperature": 1.4}]
+    reported: list[dict[str, Any]] = [
+        {},
+        {"logprobs": 2},
+        {"entropy": True},
+        {"logprobs": -1},
+    ]
     chosen = [
         [one.token_id for one in run(logits, [make_spec(**one, **more) for one in params], mode)]
         for mode in (RAW_LOGPROBS, PROCESSED_LOGPROBS)
-        for more in ({}, {"logprobs": 2}, {"entropy": True}, {"logprobs": -1})
+        for more in reported
     ]
     assert all(one == chosen[0] for one in chosen)
