@@ -1,6 +1,6 @@
 """Make an embedder of all-MiniLM-L6-v2's shape, with random weights, for sentence-transformers.
 
-Run ``python -m benchmarks.make_embedder FOLDER``. The same seed gives the same files. Its tokens
+Run ``python -m benchmarks.make_embedder FOLDER``. Equal seeds give equal files. Its tokens
 are BERT's kind, word pieces, but of made-up words: each word of a text is one token.
 """
 
@@ -75,8 +75,9 @@ def make_weights(seed: int) -> dict[str, mx.array]:
     """Return float32 weights under the names of Hugging Face's ``BertModel``."""
     mx.random.seed(seed)
     model = bert.Model(bert.ModelArgs.from_dict(CONFIG))
+    named: Any = tree_flatten(model.parameters())
     weights = {}
-    for name, weight in tree_flatten(model.parameters()):
+    for name, weight in named:
         is_matrix = weight.ndim > 1
         random_weight = WEIGHT_SCALE * mx.random.normal(weight.shape)
         weights[name.removeprefix("bert.")] = random_weight if is_matrix else weight

@@ -1,6 +1,6 @@
 """Make a masked LM of RoBERTa-base's shape, with random weights, as Hugging Face has it.
 
-Run ``python -m benchmarks.make_masked_lm FOLDER``. The same seed gives the same files. Its tokens
+Run ``python -m benchmarks.make_masked_lm FOLDER``. Equal seeds give equal files. Its tokens
 are RoBERTa's kind, byte-level pairs, but of made-up words: each word after a space is one token.
 """
 
@@ -86,9 +86,10 @@ def make_weights(seed: int) -> dict[str, mx.array]:
     """Return float32 weights under the names of Hugging Face's ``RobertaForMaskedLM``."""
     mx.random.seed(seed)
     model = roberta.Model(roberta.ModelArgs.from_dict(CONFIG))
+    named: Any = tree_flatten(model.parameters())
     weights = {
         name: WEIGHT_SCALE * mx.random.normal(weight.shape) if weight.ndim > 1 else weight
-        for name, weight in tree_flatten(model.parameters())
+        for name, weight in named
     }
     mx.eval(weights)
     return weights

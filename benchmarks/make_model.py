@@ -1,6 +1,6 @@
 """Make the benchmark model: a random Qwen3 of 4 layers, 256 wide, with 4,096 tokens.
 
-Run ``python -m benchmarks.make_model FOLDER``. The same seed gives the same files. The model is
+Run ``python -m benchmarks.make_model FOLDER``. Equal seeds give equal files. The model is
 random but for one thing: its end-of-text token and the tokens that are no plain ASCII text have a
 logit far below all others, so that every answer runs to ``max_tokens`` and is valid text that any
 detokeniser prints alike.
@@ -76,7 +76,9 @@ def train_tokenizer(seed: int) -> Tokenizer:
 
 def forbidden_tokens(tokenizer: Tokenizer) -> list[int]:
     """Return the ids a model must not emit: the end, and what is no plain ASCII text alone."""
-    forbidden = [tokenizer.token_to_id(END_TOKEN)]
+    end_id = tokenizer.token_to_id(END_TOKEN)
+    assert end_id is not None
+    forbidden = [end_id]
     for token_id in range(1, VOCAB_SIZE):
         text = tokenizer.decode([token_id], skip_special_tokens=False)
         if not (text.isascii() and text.isprintable()):

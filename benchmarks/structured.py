@@ -1,9 +1,9 @@
 """Structured output: the share of honoured schemas, and the cost of constrained rows.
 
 ``python -m benchmarks.structured`` does both on the CPU. Schemas are those of ``json_schemas.py``.
-The first part answers each by a model of random weights at temperature 1, in a batch. Of the
-second part every row of a batch answers a schema of its own that does not end, or is free; blocks
-of steps take turns in one engine, with the embedded model.
+The first part answers each by a model of random weights at temperature 1, in a batch. In the second
+part every row of a batch answers a schema of its own that does not end, or is free; blocks of steps
+take turns in one engine, with the embedded model.
 
 ``--gpu`` is the second part only, with a random model of ``--shape`` in bfloat16, a made-up
 vocabulary of the model's size, and a batch of 64.

@@ -64,7 +64,7 @@ def render() -> str:
 
 @dataclass(slots=True)
 class Page:
-    """What the sections of the page have in common.
+    """The data that all sections of the page share.
 
     Attributes:
         document: of OpenAPI.

@@ -73,7 +73,7 @@ def example_server() -> Iterator[tuple[httpx2.Client, dict[str, str]]]:
 
 @dataclass(slots=True)
 class Exchange:
-    """What one example and those that it needs have in common.
+    """The state that an example shares with those that it needs.
 
     Attributes:
         recorded: the recorded names of what has another name on this server, by that name.
@@ -245,8 +245,8 @@ def holds(body: Any, fields: Mapping[str, Any]) -> bool:
 def ends_of(events: str) -> list[Any]:
     """Return the JSON of the first and the last event of a stream."""
     lines = [line.partition("data: ")[2] for line in events.splitlines()]
-    found = [json.loads(line) for line in lines if line.startswith("{")]
-    return [found[0], found[-1]]
+    records = [json.loads(line) for line in lines if line.startswith("{")]
+    return [records[0], records[-1]]
 
 
 def differences(expected: Any, actual: Any, place: str = "answer") -> Iterator[str]:

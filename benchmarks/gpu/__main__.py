@@ -33,7 +33,7 @@ SHRUNK_RESULTS = Path("results/gpu-shrunk.json")
 
 
 class RowTimeout(BaseException):
-    """A row took too long. Not an ``Exception``: an engine answers those and goes on."""
+    """A row took too long. An engine would answer an ``Exception`` and go on."""
 
 
 def main() -> int:

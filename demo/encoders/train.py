@@ -3,7 +3,7 @@
     python -m demo.encoders.train {mlm,sentiment,embed,reward} [--out FOLDER]
 
 Makes the tokenizer, trains on texts that a program generates meanwhile, and writes a folder of
-Hugging Face's form. The same seed gives the same model on the same machine.
+Hugging Face's form. Equal seeds give equal models on one machine.
 """
 
 from __future__ import annotations

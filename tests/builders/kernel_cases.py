@@ -1,7 +1,6 @@
 """Shapes that paged attention must get right, and how far a backend is from softmax attention.
 
-The same cases run on a GPU (check_kernels.py) and, small ones, on the CPU over shims
-(tests/kernels).
+They run on a GPU (check_kernels.py); small ones also run on the CPU over shims (tests/kernels).
 """
 
 from __future__ import annotations
@@ -69,7 +68,7 @@ class Case:
 
     @property
     def scale(self) -> float:
-        """Of the scores: a little off the usual, so that a forgotten one shows."""
+        """Scale of the scores: a little off the usual one, so that a forgotten scale shows."""
         return 1.1 * self.key_dim**-0.5
 
     def __str__(self) -> str:
@@ -113,9 +112,9 @@ class Trial:
             self.sinks = source.standard_normal(case.heads).astype(np.float32)
 
     def fill(self, backend: AttentionBackend, *, poison: bool = False) -> LayerPool:
-        """A pool that holds what was there before the step, written in one go.
+        """Return a pool with the tokens before the step, written at once.
 
-        With ``poison`` all that is never written is NaN.
+        With ``poison``, everything else in it is NaN.
         """
         pool = backend.new_pool(self.case.shape, self.num_blocks)
         if poison:
@@ -129,7 +128,7 @@ class Trial:
         return pool
 
     def run(self, backend: AttentionBackend, pool: LayerPool) -> mx.array:
-        """The step's attention, ``[T, H, 1, V]``."""
+        """Return the step's attention, ``[T, H, 1, V]``."""
         step = [(i, start, count) for i, (start, count) in enumerate(self.case.sequences)]
         plan = self._write(backend, pool, step)
         options: dict[str, Any] = {"soft_cap": self.case.soft_cap} if self.case.soft_cap else {}
@@ -143,9 +142,9 @@ class Trial:
             **options,
         )
 
-    def error(self, found: mx.array) -> float:
+    def error(self, actual: mx.array) -> float:
         """Largest difference from softmax attention in float64, per unit of the largest value."""
-        difference = np.abs(np.array(found.astype(mx.float32))[:, :, 0] - self.wanted())
+        difference = np.abs(np.array(actual.astype(mx.float32))[:, :, 0] - self.wanted())
         return float(difference.max() / max(np.abs(self.wanted()).max(), 1))
 
     def wanted(self) -> np.ndarray:
@@ -205,7 +204,7 @@ class Trial:
 
 
 def _poisoned(array: mx.array) -> mx.array:
-    """All NaN, if it can be."""
+    """Return an array like this one with all bytes set, which is NaN in float dtypes."""
     if array.dtype == mx.uint32:
         return mx.full(array.shape, 0xFFFFFFFF, array.dtype)
     return mx.full(array.shape, mx.nan, array.dtype)

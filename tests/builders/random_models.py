@@ -152,7 +152,7 @@ class RandomModel:
 def random_model(
     shape: str, *, bits: int | None = None, dtype: mx.Dtype = mx.bfloat16
 ) -> RandomModel:
-    """A model of a shape; ``bits`` quantises it in groups of 64."""
+    """Return a model of a shape; ``bits`` quantises it in groups of 64."""
     config = SHAPES[shape]
     mx.random.seed(0)
     model = _stock_model(config)
@@ -173,7 +173,7 @@ def random_model(
 
 
 def copying_model(shape: str, successor: mx.array, *, dtype: mx.Dtype = mx.bfloat16) -> RandomModel:
-    """A Qwen3 of a shape that always goes on from token t with ``successor[t]``, a permutation.
+    """Return a Qwen3 that continues each token t with ``successor[t]``, a permutation.
 
     Its layers compute what those of any model of the shape do and add nothing to the embedding.
     """
@@ -194,7 +194,7 @@ def copying_model(shape: str, successor: mx.array, *, dtype: mx.Dtype = mx.bfloa
 
 
 def flatten(model: RandomModel) -> None:
-    """What the loader does to layers on CUDA."""
+    """Change layers as the loader does on CUDA."""
     is_cuda = backend_name() == "cuda"
     use_row_layers(model.model, RowKernel(CudaLanguage()) if is_cuda else None)
     if is_cuda:

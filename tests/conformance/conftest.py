@@ -27,12 +27,12 @@ class LiveServer:
 
 @pytest.fixture(scope="session")
 def server() -> LiveServer:
-    """As the environment says."""
+    """Return the server that the environment names."""
     variables = ("CONFORMANCE_URL", "CONFORMANCE_KEY", "CONFORMANCE_MODEL")
     return LiveServer(*(os.environ[name] for name in variables))
 
 
 @pytest.fixture(scope="session")
 def embedder(server: LiveServer) -> LiveServer:
-    """The same server by the name of its embedder."""
+    """Return the server with the name of its embedder."""
     return replace(server, model="embedder")

@@ -1,4 +1,4 @@
-"""What the clients ask: exercises that the embedded model knows (``docs/demo-model.md``)."""
+"""The clients' requests: exercises that the embedded model knows (``docs/demo-model.md``)."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ ANNA = Person(name="Anna", age=31)
 
 
 def user(text: str) -> dict[str, str]:
-    """A user's message."""
+    """Return a user's message."""
     return {"role": "user", "content": text}
 
 
 def tells_the_result(answer: str) -> bool:
-    """Whether an answer says what ``WEATHER_RESULT`` says."""
+    """True if an answer says what ``WEATHER_RESULT`` says."""
     return "21" in answer and "sunny" in answer

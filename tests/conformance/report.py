@@ -56,7 +56,7 @@ class Outcome:
 
 
 def outcomes(results: Path) -> Iterator[Outcome]:
-    """The tests in a file of JUnit's XML."""
+    """Return the tests in a file of JUnit's XML."""
     for case in ET.parse(results).getroot().iter("testcase"):
         # pytest writes module.Class here, Node the word "test".
         last = case.get("classname", "").rpartition(".")[2]
@@ -85,7 +85,7 @@ def _read(suite: Suite, results: Path) -> list[Outcome]:
 
 
 def last_run() -> str:
-    """When, and on which commit."""
+    """Return the date and the commit of the run."""
     command = ["git", "rev-parse", "--short", "HEAD"]
     commit = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
     return f"Last run: {datetime.now(UTC):%d %B %Y}, on commit {commit.strip()}.\n"
@@ -108,7 +108,7 @@ def _table(ran: dict[Suite, list[Outcome]]) -> str:
 
 
 def _description(suite: Suite) -> str:
-    """The first line that the file says about itself, without the client's name."""
+    """Return the first line of a file's docstring, without the client's name."""
     text = (HERE / suite.file).read_text()
     if suite.python is None:
         first = text.split("\n", 1)[0].removeprefix("// ")
@@ -127,7 +127,7 @@ def _versions(suite: Suite) -> str:
 
 
 def _round_trips(ran: dict[Suite, list[Outcome]]) -> str:
-    """A table of the tests whose name has "round trip", by what is in brackets behind it."""
+    """Return a table of the tests named "round trip", by the text in brackets after it."""
     lines = [
         "## Tool calls: call, result, answer",
         "",
@@ -137,15 +137,15 @@ def _round_trips(ran: dict[Suite, list[Outcome]]) -> str:
         "|---|---|---|---|",
     ]
     for suite, tests in ran.items():
-        found: dict[str, dict[str, str]] = {}
+        rows: dict[str, dict[str, str]] = {}
         for test in tests:
             match = re.search(r"round[_ ]trip.*?[\[(](.*)[\])]", test.name)
             if match:
                 words = re.split(r"[-,]\s*", match[1])
                 way = next(word for word in words if word in ("whole", "stream"))
                 route = " ".join(w for w in words if w != way) or test.group or _route(suite)
-                found.setdefault(route.lower(), {})[way] = test.result
-        for route, ways in found.items():
+                rows.setdefault(route.lower(), {})[way] = test.result
+        for route, ways in rows.items():
             cells = f"{ways.get('whole', 'not run')} | {ways.get('stream', 'not run')}"
             lines.append(f"| {suite.client} | {route} | {cells} |")
     return "\n".join(lines) + "\n"

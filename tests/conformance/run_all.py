@@ -28,8 +28,8 @@ DEMO_MODEL = ROOT / "mlx_parallm" / "demo_models" / "chat"
 def run(suite: Suite, url: str) -> bool:
     """Run one suite; True if nothing failed."""
     print(f"\n{suite.name}", flush=True)
-    told = {"CONFORMANCE_URL": url, "CONFORMANCE_KEY": KEY, "CONFORMANCE_MODEL": MODEL}
-    return run_suite(suite, suite.folder, RESULTS, told)
+    variables = {"CONFORMANCE_URL": url, "CONFORMANCE_KEY": KEY, "CONFORMANCE_MODEL": MODEL}
+    return run_suite(suite, suite.folder, RESULTS, variables)
 
 
 def main(words: list[str]) -> int:

@@ -32,7 +32,7 @@ class Suite:
 
     @property
     def name(self) -> str:
-        """Of the file of its results."""
+        """Return the name of the file of its results."""
         return self.file.replace("/", "-").removesuffix(".py").removesuffix(".test.js")
 
     @property
@@ -41,7 +41,7 @@ class Suite:
         return ROOT if self.python else HERE / "node"
 
     def command(self, results: Path) -> list[str]:
-        """What runs it and leaves its results as JUnit's XML."""
+        """Return the command that runs it and writes its results as JUnit's XML."""
         if self.python is None:
             to = ["spec", "stdout", "junit", str(results)]
             reporters = [

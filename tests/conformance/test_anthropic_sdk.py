@@ -19,8 +19,8 @@ TOOL = {
 
 @pytest.fixture
 def client(server):
-    with Anthropic(base_url=server.url, api_key=server.api_key) as one:
-        yield one
+    with Anthropic(base_url=server.url, api_key=server.api_key) as connected:
+        yield connected
 
 
 def _text(message):
@@ -59,9 +59,9 @@ async def test_async(server):
 
 @pytest.mark.parametrize("streams", [False, True], ids=["whole", "stream"])
 def test_tool_round_trip(client, server, streams):
-    asked = _ask(client, server, streams, messages=[user(WEATHER)], tools=[TOOL])
-    assert asked.stop_reason == "tool_use"
-    (call,) = [block for block in asked.content if block.type == "tool_use"]
+    first = _ask(client, server, streams, messages=[user(WEATHER)], tools=[TOOL])
+    assert first.stop_reason == "tool_use"
+    (call,) = [block for block in first.content if block.type == "tool_use"]
     assert call.input == {"city": "Paris"}
     result = {
         "type": "tool_result",
@@ -70,7 +70,7 @@ def test_tool_round_trip(client, server, streams):
     }
     messages = [
         user(WEATHER),
-        {"role": "assistant", "content": asked.content},
+        {"role": "assistant", "content": first.content},
         {"role": "user", "content": [result]},
     ]
     answer = _ask(client, server, streams, messages=messages, tools=[TOOL])

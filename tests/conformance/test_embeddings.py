@@ -25,10 +25,10 @@ def options(embedder: Any) -> dict[str, Any]:
 
 
 def check(vectors: Any) -> None:
-    assert [len(one) for one in vectors] == [32, 32, 32]
+    assert [len(vector) for vector in vectors] == [32, 32, 32]
     assert vectors[0] == vectors[2] != vectors[1]
-    for one in vectors:
-        assert math.isclose(math.hypot(*one), 1, abs_tol=1e-5)
+    for vector in vectors:
+        assert math.isclose(math.hypot(*vector), 1, abs_tol=1e-5)
 
 
 async def test_langchain(options: dict[str, Any]) -> None:
@@ -60,4 +60,4 @@ def test_litellm(embedder: Any, form: str) -> None:
     assert len(answer.data) == len(TEXTS)
     assert answer.usage.prompt_tokens == 11
     if form == "float":
-        check([one["embedding"] for one in answer.data])
+        check([item["embedding"] for item in answer.data])

@@ -36,7 +36,7 @@ def connect(server, mode):
 
 @pytest.mark.parametrize("mode", MODES)
 def test_extraction(server, mode):
-    found = connect(server, mode).chat.completions.create(
+    person = connect(server, mode).chat.completions.create(
         model=server.model,
         messages=[user(EXTRACT)],
         response_model=Person,
@@ -45,7 +45,7 @@ def test_extraction(server, mode):
         max_retries=0,
     )
     # It makes a class of its own of the one it is given.
-    assert found.model_dump() == ANNA.model_dump()
+    assert person.model_dump() == ANNA.model_dump()
 
 
 @pytest.mark.parametrize("mode", ["TOOLS", "JSON_SCHEMA"])
@@ -71,9 +71,9 @@ def test_tool_round_trip(server, streams):
         messages=[user(WEATHER)], response_model=GetWeather, max_retries=0, **options
     )
     assert wanted.city == "Paris"
-    asked = completion.choices[0].message
+    message = completion.choices[0].message
     call = {
-        **asked.tool_calls[0].model_dump(),
+        **message.tool_calls[0].model_dump(),
         "function": {"name": "get_weather", "arguments": wanted.model_dump_json()},
     }
     answer = client.chat.completions.create(

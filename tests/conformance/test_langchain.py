@@ -105,21 +105,21 @@ class Suite(ChatModelIntegrationTests):
     @pytest.mark.parametrize("streams", [False, True], ids=["whole", "stream"])
     def test_tool_round_trip(self, model: Any, streams: bool) -> None:
         with_tool = model.bind_tools([get_weather])
-        asked = _message_of(with_tool, streams, [HumanMessage(WEATHER)])
-        (call,) = asked.tool_calls
+        message = _message_of(with_tool, streams, [HumanMessage(WEATHER)])
+        (call,) = message.tool_calls
         assert call["args"] == {"city": "Paris"}
-        messages = [HumanMessage(WEATHER), asked, get_weather.invoke(call)]
+        messages = [HumanMessage(WEATHER), message, get_weather.invoke(call)]
         assert tells_the_result(_message_of(with_tool, streams, messages).text)
 
     @pytest.mark.parametrize("streams", [False, True], ids=["whole", "stream"])
     def test_forced_call_it_knows(self, model: Any, streams: bool) -> None:
         with_tool = model.bind_tools([get_weather], tool_choice="any")
-        asked = _message_of(with_tool, streams, WEATHER)
-        (call,) = asked.tool_calls
+        message = _message_of(with_tool, streams, WEATHER)
+        (call,) = message.tool_calls
         assert call["name"] == "get_weather"
         assert call["args"] == {"city": "Paris"}
         assert call["id"]
-        (block,) = [block for block in asked.content_blocks if block["type"] == "tool_call"]
+        (block,) = [block for block in message.content_blocks if block["type"] == "tool_call"]
         assert block["args"] == {"city": "Paris"}
 
     async def test_forced_call_it_knows_async(self, model: Any) -> None:

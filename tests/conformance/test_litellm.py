@@ -31,7 +31,7 @@ def complete(server, messages, **options):
 
 
 def message_of(server, streams, messages, **options):
-    """The whole message, streamed or not."""
+    """Return the whole message, streamed or not."""
     answer = complete(server, messages, stream=streams, **options)
     if streams:
         answer = litellm.stream_chunk_builder(list(answer), messages=messages)
@@ -41,11 +41,11 @@ def message_of(server, streams, messages, **options):
 @pytest.mark.parametrize("streams", [False, True], ids=["whole", "stream"])
 def test_tool_round_trip(server, streams):
     messages = [user(WEATHER)]
-    asked = message_of(server, streams, messages, tools=[WEATHER_TOOL])
-    (call,) = asked.tool_calls
+    message = message_of(server, streams, messages, tools=[WEATHER_TOOL])
+    (call,) = message.tool_calls
     assert json.loads(call.function.arguments) == {"city": "Paris"}
     result = {"role": "tool", "tool_call_id": call.id, "content": WEATHER_RESULT}
-    messages += [asked.model_dump(), result]
+    messages += [message.model_dump(), result]
     answer = message_of(server, streams, messages, tools=[WEATHER_TOOL])
     assert tells_the_result(answer.content)
 

@@ -29,9 +29,9 @@ def rerank(server, provider, **options):
 @pytest.mark.parametrize("provider", PROVIDERS)
 def test_documents_come_back_sorted(server, provider):
     results = rerank(server, provider).results
-    assert [one["index"] for one in results] == [0, 2, 1]
-    for one in results:
-        assert one["relevance_score"] == pytest.approx(SCORES[one["index"]], abs=1e-4)
+    assert [result["index"] for result in results] == [0, 2, 1]
+    for result in results:
+        assert result["relevance_score"] == pytest.approx(SCORES[result["index"]], abs=1e-4)
 
 
 @pytest.mark.parametrize("provider", PROVIDERS)

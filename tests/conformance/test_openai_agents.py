@@ -27,12 +27,12 @@ async def model(server, request):
 
 @pytest.mark.parametrize("streams", [False, True], ids=["whole", "stream"])
 async def test_tool_round_trip(model, streams):
-    asked = []
+    cities = []
 
     @function_tool
     def get_weather(city: str) -> str:
         """Get the current weather in a city"""
-        asked.append(city)
+        cities.append(city)
         return WEATHER_RESULT
 
     agent = Agent(
@@ -47,7 +47,7 @@ async def test_tool_round_trip(model, streams):
             pass
     else:
         run = await Runner.run(agent, WEATHER)
-    assert asked == ["Paris"]
+    assert cities == ["Paris"]
     assert tells_the_result(run.final_output)
 
 

@@ -21,8 +21,8 @@ from openai import OpenAI
 
 @pytest.fixture
 def client(server):
-    with OpenAI(base_url=server.base_url, api_key=server.api_key) as one:
-        yield one
+    with OpenAI(base_url=server.base_url, api_key=server.api_key) as connected:
+        yield connected
 
 
 TOOL = {"type": "function", "strict": True, **WEATHER_FUNCTION}
@@ -60,15 +60,15 @@ def test_parse(client, server):
 
 @pytest.mark.parametrize("streams", [False, True], ids=["whole", "stream"])
 def test_tool_round_trip(client, server, streams):
-    asked = _ask(client, server, streams, input=WEATHER, tools=[TOOL])
-    (call,) = [item for item in asked.output if item.type == "function_call"]
+    response = _ask(client, server, streams, input=WEATHER, tools=[TOOL])
+    (call,) = [item for item in response.output if item.type == "function_call"]
     assert json.loads(call.arguments) == {"city": "Paris"}
     output = {"type": "function_call_output", "call_id": call.call_id, "output": WEATHER_RESULT}
-    items = [{"role": "user", "content": WEATHER}, *asked.output, output]
+    items = [{"role": "user", "content": WEATHER}, *response.output, output]
     answer = _ask(client, server, streams, input=items, tools=[TOOL])
     assert tells_the_result(answer.output_text)
     followed = _ask(
-        client, server, streams, input=[output], tools=[TOOL], previous_response_id=asked.id
+        client, server, streams, input=[output], tools=[TOOL], previous_response_id=response.id
     )
     assert followed.output_text == answer.output_text
 

@@ -25,8 +25,8 @@ ASK = [user(SUM)]
 
 @pytest.fixture
 def client(server):
-    with OpenAI(base_url=server.base_url, api_key=server.api_key) as one:
-        yield one
+    with OpenAI(base_url=server.base_url, api_key=server.api_key) as connected:
+        yield connected
 
 
 def test_chat(client, server):
@@ -101,12 +101,12 @@ def test_parse_stream(client, server):
 
 @pytest.mark.parametrize("streams", [False, True], ids=["whole", "stream"])
 def test_tool_round_trip(client, server, streams):
-    asked = message_of(client, server, streams, messages=[user(WEATHER)], tools=[WEATHER_TOOL])
-    (call,) = asked.tool_calls
+    message = message_of(client, server, streams, messages=[user(WEATHER)], tools=[WEATHER_TOOL])
+    (call,) = message.tool_calls
     assert call.function.name == "get_weather"
     assert json.loads(call.function.arguments) == {"city": "Paris"}
     result = {"role": "tool", "tool_call_id": call.id, "content": WEATHER_RESULT}
-    messages = [user(WEATHER), asked, result]
+    messages = [user(WEATHER), message, result]
     answer = message_of(client, server, streams, messages=messages, tools=[WEATHER_TOOL])
     assert tells_the_result(answer.content)
 
@@ -151,8 +151,8 @@ def test_logprobs(client, server):
         model=server.model, messages=ASK, temperature=0, logprobs=True, top_logprobs=3
     )
     content = answer.choices[0].logprobs.content
-    assert all(one.logprob <= 0 and len(one.top_logprobs) == 3 for one in content)
-    assert all(one.logprob == one.top_logprobs[0].logprob for one in content)
+    assert all(token.logprob <= 0 and len(token.top_logprobs) == 3 for token in content)
+    assert all(token.logprob == token.top_logprobs[0].logprob for token in content)
 
 
 def test_several_choices(client, server):

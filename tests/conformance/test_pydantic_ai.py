@@ -21,12 +21,12 @@ async def model(server, request):
 @pytest.mark.parametrize("streams", [False, True], ids=["whole", "stream"])
 async def test_tool_round_trip(model, streams):
     agent = Agent(model, model_settings={"temperature": 0.0})
-    asked = []
+    cities = []
 
     @agent.tool_plain
     def get_weather(city: str) -> str:
         """Get the current weather in a city"""
-        asked.append(city)
+        cities.append(city)
         return WEATHER_RESULT
 
     if streams:
@@ -34,7 +34,7 @@ async def test_tool_round_trip(model, streams):
             output = await run.get_output()
     else:
         output = (await agent.run(WEATHER)).output
-    assert asked == ["Paris"]
+    assert cities == ["Paris"]
     assert tells_the_result(output)
 
 

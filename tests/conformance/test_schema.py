@@ -24,7 +24,7 @@ OPERATIONS = [result.ok() for result in SCHEMA.get_all_operations()]
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("operation", OPERATIONS, ids=lambda one: one.label)
+@pytest.mark.parametrize("operation", OPERATIONS, ids=lambda operation: operation.label)
 def test_operation(server: Any, operation: Any) -> None:
     headers = {"Authorization": f"Bearer {server.api_key}"}
 

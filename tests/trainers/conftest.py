@@ -49,11 +49,13 @@ class LiveServer:
 @pytest.fixture(scope="session")
 def server() -> LiveServer:
     """As the environment says."""
-    told = {
+    variables = {
         name: os.environ[f"TRAINERS_{name.upper()}"]
         for name in ("url", "model", "folder", "adapters")
     }
-    return LiveServer(told["url"], told["model"], Path(told["folder"]), Path(told["adapters"]))
+    return LiveServer(
+        variables["url"], variables["model"], Path(variables["folder"]), Path(variables["adapters"])
+    )
 
 
 @pytest.fixture(autouse=True)

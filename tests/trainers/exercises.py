@@ -67,10 +67,10 @@ def safetensors(tensors: dict[str, np.ndarray]) -> bytes:
             "shape": list(tensor.shape),
             "data_offsets": [begin, len(data)],
         }
-    told = json.dumps(header).encode()
-    return struct.pack("<Q", len(told)) + told + data
+    encoded = json.dumps(header).encode()
+    return struct.pack("<Q", len(encoded)) + encoded + data
 
 
 def reward_of_short_answers(completions: list, **_: object) -> list[float]:
     """A reward that differs between samples: the shorter, the better."""
-    return [-float(len(one[0]["content"])) for one in completions]
+    return [-float(len(completion[0]["content"])) for completion in completions]

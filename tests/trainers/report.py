@@ -34,7 +34,7 @@ def write_section(results: Path, target: Path) -> None:
 
 def _row(suite: Suite, results: Path) -> str:
     ran = list(outcomes(results)) if results.exists() else [Outcome("no results", "", "failed")]
-    count = Counter(one.result for one in ran)
+    count = Counter(test.result for test in ran)
     first = (ast.get_docstring(ast.parse((HERE / suite.file).read_text())) or "").split("\n", 1)[0]
     what = first.replace("``", "`").rstrip(".")
     cells = (

@@ -23,11 +23,11 @@ MODEL = "mlx-parallm-demo"
 FLAGS = ("--max-logprobs", "-1", "--logprobs-mode", "processed_logprobs", "--max-loras", "8")
 
 
-def run(suite: Suite, told: dict[str, str]) -> bool:
+def run(suite: Suite, variables: dict[str, str]) -> bool:
     """Run one suite; True if nothing failed."""
     print(f"\n{suite.name}", flush=True)
-    path = {"PYTHONPATH": os.pathsep.join(str(one) for one in suite.path)}
-    return run_suite(suite, ROOT, RESULTS, told | path)
+    path = {"PYTHONPATH": os.pathsep.join(str(folder) for folder in suite.path)}
+    return run_suite(suite, ROOT, RESULTS, variables | path)
 
 
 def main(words: list[str]) -> int:
@@ -41,10 +41,10 @@ def main(words: list[str]) -> int:
         server = ServerProcess(
             *FLAGS, "--adapter-dir", str(adapters), "--allowed-adapter-roots", made
         )
-        told = {"URL": server.url, "MODEL": MODEL, "FOLDER": folder, "ADAPTERS": adapters}
+        facts = {"URL": server.url, "MODEL": MODEL, "FOLDER": folder, "ADAPTERS": adapters}
         try:
             server.wait_until_ready()
-            variables = {f"TRAINERS_{name}": str(value) for name, value in told.items()}
+            variables = {f"TRAINERS_{name}": str(value) for name, value in facts.items()}
             variables["TRAINERS_SERVER_PYTHON"] = sys.executable
             passed = [run(suite, variables) for suite in chosen]
         finally:

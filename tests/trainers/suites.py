@@ -39,11 +39,11 @@ class Suite:
 
     @property
     def name(self) -> str:
-        """Of the file of its results."""
+        """Return the name of the file of its results."""
         return self.file.removesuffix(".py")
 
     def command(self, results: Path) -> list[str]:
-        """What runs it and leaves its results as JUnit's XML."""
+        """Return the command that runs it and writes its results as JUnit's XML."""
         settings = ["-q", "-c", str(HERE / "pytest.ini"), "--rootdir", str(ROOT)]
         return [
             *(str(self.python), "-m", "pytest", *settings),

@@ -28,7 +28,7 @@ NAME = "art-policy"
 
 async def trainer(job: TrainJob) -> dict[str, float]:
     """In place of training: a random adapter, from data of the kind that ART hands over."""
-    rewards = [one.reward for group in job.data for one in group.trajectories]
+    rewards = [trajectory.reward for group in job.data for trajectory in group.trajectories]
     for group in job.data:
         for trajectory in group.trajectories:
             check_choice(trajectory.messages_and_choices[-1])
@@ -37,10 +37,12 @@ async def trainer(job: TrainJob) -> dict[str, float]:
 
 
 def check_choice(choice):
-    ids, logprobs = choice.token_ids, [one.logprob for one in choice.logprobs.content]
+    ids, logprobs = choice.token_ids, [token.logprob for token in choice.logprobs.content]
     assert len(ids) == len(logprobs) > 0
-    assert all(math.isfinite(one) for one in logprobs)
-    assert [one.token for one in choice.logprobs.content] == [f"token_id:{one}" for one in ids]
+    assert all(math.isfinite(logprob) for logprob in logprobs)
+    assert [token.token for token in choice.logprobs.content] == [
+        f"token_id:{token_id}" for token_id in ids
+    ]
 
 
 async def rollout(model, *, step=None, **more):
@@ -61,7 +63,7 @@ async def rollout(model, *, step=None, **more):
 
 
 def texts(trajectory):
-    return [one.logprob for one in trajectory.messages_and_choices[-1].logprobs.content]
+    return [token.logprob for token in trajectory.messages_and_choices[-1].logprobs.content]
 
 
 @pytest.mark.parametrize("shared", [True, False], ids=["shared", "split"])
@@ -106,7 +108,7 @@ async def _use_backend(path, devices):
         assert texts(pinned) == pytest.approx(texts(after[1]), abs=1e-4)
         await model.delete_checkpoints()
         checkpoints = path / "p" / "models" / "run-1" / "checkpoints"
-        assert [one.name for one in checkpoints.iterdir()] == ["0002"]
+        assert [folder.name for folder in checkpoints.iterdir()] == ["0002"]
 
 
 @pytest.fixture(scope="module")
@@ -155,18 +157,18 @@ def stand_in(name):
 
 @pytest.fixture
 def service(service_class, server, tmp_path):
-    one = service_class(
+    art_service = service_class(
         model_name=NAME,
         base_model="mlx-parallm-demo",
         config={"inference_gpu_ids": [0], "trainer_gpu_ids": [1]},
         output_dir=str(tmp_path),
     )
     url = httpx.URL(server.url)
-    one._vllm_runtime.host, one._vllm_runtime.port = url.host, url.port
-    one._serving_capabilities = ServingCapabilities.openai_compatible()
-    yield one
+    art_service._vllm_runtime.host, art_service._vllm_runtime.port = url.host, url.port
+    art_service._serving_capabilities = ServingCapabilities.openai_compatible()
+    yield art_service
     with contextlib.suppress(httpx.HTTPError):
-        asyncio.run(one._wake_runtime())
+        asyncio.run(art_service._wake_runtime())
 
 
 def served(server):

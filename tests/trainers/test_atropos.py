@@ -27,8 +27,8 @@ def test_tokens_and_logprobs(server, kind):
     ids = prompt_ids(server)
 
     async def run():
-        one = kind(config(server))
-        return await one._tokens_and_logprobs_completion_wrapper(
+        client = kind(config(server))
+        return await client._tokens_and_logprobs_completion_wrapper(
             model=server.model, input_ids=list(ids), n=2, max_tokens=6, temperature=1.0
         )
 
@@ -37,15 +37,15 @@ def test_tokens_and_logprobs(server, kind):
     assert len(outputs) == len(logprobs) == len(reasons) == 2
     for made, values in zip(outputs, logprobs, strict=True):
         assert len(made) == len(values) > 0
-        assert all(math.isfinite(one) and one <= 0 for one in values)
+        assert all(math.isfinite(value) and value <= 0 for value in values)
 
 
 def test_prompt_logprobs(server):
     ids = prompt_ids(server)
 
     async def run():
-        one = VLLMServer(config(server))
-        return await one._get_logprobs_wrapper(
+        client = VLLMServer(config(server))
+        return await client._get_logprobs_wrapper(
             model=server.model, input_ids=list(ids), top_k=2, temperature=1.0
         )
 
@@ -56,13 +56,13 @@ def test_prompt_logprobs(server):
 
 def test_server_is_healthy(server):
     async def run():
-        one = SGLangServer(config(server))
-        task = asyncio.create_task(one.check_server_status_task())
+        client = SGLangServer(config(server))
+        task = asyncio.create_task(client.check_server_status_task())
         for _ in range(100):
             await asyncio.sleep(0.1)
-            if one.server_healthy:
+            if client.server_healthy:
                 break
         task.cancel()
-        return one.server_healthy
+        return client.server_healthy
 
     assert asyncio.run(run())

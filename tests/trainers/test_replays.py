@@ -51,7 +51,9 @@ def completion(server, **more):
 class TestPrimeRl:
     def test_ready(self, server):
         assert server.get("/health").status_code == 200
-        (card,) = [one for one in server.get("/v1/models").json()["data"] if not one["parent"]]
+        (card,) = [
+            model for model in server.get("/v1/models").json()["data"] if not model["parent"]
+        ]
         assert card["id"] == server.model
 
     def test_weights_by_filesystem(self, server, new_weights):
@@ -99,12 +101,14 @@ class TestSlime:
     def test_rollout(self, server):
         assert server.get("/health_generate").status_code == 200
         assert server.ok("/workers", {"url": server.url, "worker_type": "regular"})
-        assert [one["url"] for one in server.get("/workers").json()["workers"]] == [server.url]
+        assert [worker["url"] for worker in server.get("/workers").json()["workers"]] == [
+            server.url
+        ]
         answer = self.generate(server)
         meta = answer["meta_info"]
         triples = meta["output_token_logprobs"]
-        assert [one[1] for one in triples] == answer["output_ids"]
-        assert all(math.isfinite(one[0]) and one[0] != SENTINEL for one in triples)
+        assert [triple[1] for triple in triples] == answer["output_ids"]
+        assert all(math.isfinite(triple[0]) and triple[0] != SENTINEL for triple in triples)
         assert meta["finish_reason"]["type"] in ("stop", "length")
         assert meta["weight_version"]
 
@@ -202,4 +206,6 @@ class TestSkyRl:
 def num_requests(server) -> int:
     answer = server.get("/v1/loads", params={"include": "core"})
     assert answer.status_code == 200
-    return sum(one["num_running_reqs"] + one["num_waiting_reqs"] for one in answer.json()["loads"])
+    return sum(
+        load["num_running_reqs"] + load["num_waiting_reqs"] for load in answer.json()["loads"]
+    )

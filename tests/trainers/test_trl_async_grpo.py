@@ -222,12 +222,12 @@ def test_training(server, monkeypatch):
     steps = [entry for entry in trainer.state.log_history if "loss" in entry]
     print(json.dumps(steps, indent=1))
     assert len(steps) == 3
-    assert any(float(one["grad_norm"]) > 0 for one in steps)
+    assert any(float(step["grad_norm"]) > 0 for step in steps)
     # What torch computes for tokens of the version in training is what the server said of them.
-    fresh = [one for one in steps if float(one["sample/staleness_max"]) == 0]
+    fresh = [step for step in steps if float(step["sample/staleness_max"]) == 0]
     assert fresh
-    assert all(float(one["ratio"]) == pytest.approx(1, abs=1e-3) for one in fresh)
-    assert all(abs(float(one["kl"])) < 1e-5 for one in fresh)
+    assert all(float(step["ratio"]) == pytest.approx(1, abs=1e-3) for step in fresh)
+    assert all(abs(float(step["kl"])) < 1e-5 for step in fresh)
     served = {card["id"] for card in server.get("/v1/models").json()["data"]}
     assert f"trl-policy-v{trainer.model_version}" in served
     assert server.get("/is_paused").json() == {"is_paused": False}

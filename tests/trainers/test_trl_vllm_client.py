@@ -37,8 +37,10 @@ def test_generate_groups_of_token_prompts(client, server):
         answer["completion_ids"], answer["logprobs"], answer["logprob_token_ids"], strict=True
     ):
         assert len(ids) == len(values) == len(named)
-        assert [one[0] for one in named] == ids
-        assert all(len(one) == 1 and math.isfinite(one[0]) and one[0] <= 0 for one in values)
+        assert [names[0] for names in named] == ids
+        assert all(
+            len(entry) == 1 and math.isfinite(entry[0]) and entry[0] <= 0 for entry in values
+        )
 
 
 def test_generate_with_alternatives(client, server):
@@ -81,7 +83,7 @@ def test_generate_through_tokens_in_tokens_out(client, server):
     assert len(answer["completion_ids"]) == 4
     for ids, named in zip(answer["completion_ids"], answer["logprob_token_ids"], strict=True):
         assert len(ids) == len(named)
-        assert all(token in one for token, one in zip(ids, named, strict=True))
+        assert all(token in names for token, names in zip(ids, named, strict=True))
 
 
 def test_chat(client):
@@ -98,7 +100,7 @@ def test_chat(client):
         answer["completion_ids"], answer["logprobs"], answer["logprob_token_ids"], strict=True
     ):
         assert len(ids) == len(values) == len(named)
-        assert all(token in one for token, one in zip(ids, named, strict=True))
+        assert all(token in names for token, names in zip(ids, named, strict=True))
 
 
 def test_chat_and_generate_agree(client, server):
@@ -131,8 +133,8 @@ def test_sequence_logprobs_are_those_of_sampling(client, server, chunk_size):
         sequences, [len(p) for p in prompts], top_logprobs=100, chunk_size=chunk_size
     )
     for row, ids in enumerate(made["completion_ids"]):
-        assert [one[0] for one in scored["actual_token_ids"][row]] == ids
-        assert all(len(one) == 100 for one in scored["logprobs"][row])
+        assert [names[0] for names in scored["actual_token_ids"][row]] == ids
+        assert all(len(entry) == 100 for entry in scored["logprobs"][row])
         for got, sampled in zip(scored["logprobs"][row], made["logprobs"][row], strict=True):
             assert got == sorted(got, reverse=True)
             assert sampled[0] <= got[0] + 1e-4

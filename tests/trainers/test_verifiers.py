@@ -48,7 +48,7 @@ def ask(config, model, messages, *, turn=None, session="trace-1", tools=None, **
 def check_tokens(response):
     tokens = response.tokens
     assert len(tokens.completion_ids) == len(tokens.completion_logprobs) > 0
-    assert all(math.isfinite(one) and one <= 0 for one in tokens.completion_logprobs)
+    assert all(math.isfinite(logprob) and logprob <= 0 for logprob in tokens.completion_logprobs)
     assert -9999.0 not in tokens.completion_logprobs
     return tokens
 

@@ -13,6 +13,10 @@ REPOSITORY = Path(__file__).parents[2]
 
 # The rooms that the rules hold for. The list grows until it is the whole package, and then goes.
 CLEAN_ROOMS = (
+    "benchmarks",
+    "demo",
+    "examples",
+    "loadtests",
     "mlx_parallm/adapters",
     "mlx_parallm/art",
     "mlx_parallm/batch_jobs",
@@ -39,6 +43,9 @@ CLEAN_ROOMS = (
     "mlx_parallm/worker/pooling",
     "mlx_parallm/worker/sampling",
     "mlx_parallm/worker/worker.py",
+    "scripts",
+    "tests/builders",
+    "tests/conformance",
     "tests/integration",
     "tests/kernels",
 )

@@ -89,7 +89,7 @@ WRAPPERS = ("qwen2_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")
 
 
 def config_of(architecture: str) -> dict[str, Any]:
-    """A tiny configuration of a module of ``mlx_lm.models``."""
+    """Return a tiny configuration of a module of ``mlx_lm.models``."""
     own = OVERRIDES.get(architecture, {})
     if architecture in WRAPPERS:
         own = {"text_config": {"model_type": architecture}}
@@ -100,13 +100,13 @@ def config_of(architecture: str) -> dict[str, Any]:
 
 
 def long_config_of(architecture: str) -> dict[str, Any]:
-    """The same with limits that the short texts of the check at load do not reach."""
+    """Return one with limits that the short texts of the check at load do not reach."""
     return _with_limits(config_of(architecture))
 
 
 def _with_limits(config: Any) -> Any:
     if isinstance(config, list):
-        return [_with_limits(one) for one in config]
+        return [_with_limits(part) for part in config]
     if not isinstance(config, dict):
         return config
     return {

@@ -1,4 +1,4 @@
-"""What each architecture's tiny configuration has of its own."""
+"""Fields in which an architecture's tiny configuration differs from the common one."""
 
 from __future__ import annotations
 

@@ -29,12 +29,12 @@ CHUNK = 11
 
 
 def try_one(name: str) -> dict[str, Any]:
-    """Path, difference and refusals of one architecture, and its difference on long texts."""
+    """Return an architecture's path, difference and refusals, and its difference on long texts."""
     return {**_try_short(name), "long": _try_long(name)}
 
 
 def build(config: dict[str, Any]) -> Any:
-    """A model with random weights, norms and biases included."""
+    """Return a model with random weights, norms and biases included."""
     module = importlib.import_module(f"mlx_lm.models.{config['model_type']}")
     mx.random.seed(0)
     model = module.Model(module.ModelArgs.from_dict(config))
@@ -65,7 +65,7 @@ def _try_short(name: str) -> dict[str, Any]:
     result: dict[str, Any] = {"path": "alone", "difference": 0.0, "refused": refused}
     if exact:
         result |= {"path": exact[0].path, "difference": exact[0].difference}
-    elif any(isinstance(one, OpaqueLayout) for one in leaves(probe_layout(model))):
+    elif any(isinstance(layout, OpaqueLayout) for layout in leaves(probe_layout(model))):
         result["note"] = "has caches of a kind of its own"
     elif (difference := _stock_chunks_differ(build(config))) is not None:
         result["note"] = f"mlx_lm itself differs by {difference:.1g} when a prompt comes in chunks"
@@ -73,7 +73,7 @@ def _try_short(name: str) -> dict[str, Any]:
 
 
 def _try_long(name: str) -> dict[str, Any]:
-    """The same where no text of the check at load reaches the model's limits; then long texts."""
+    """Return path and difference on long texts, for limits that no text of the check reaches."""
     config = long_config_of(name)
     # A path may leave its traces in a model, so the stock answers come from another.
     texts = [_stock_text(build(config), length) for length in LONG_TEXTS]
@@ -100,7 +100,7 @@ def _choose(model: Any, config: dict[str, Any]) -> PathChoice:
 
 
 def _stock_text(model: Any, length: int, *, chunk: int | None = None) -> CheckedText:
-    """Random tokens and what mlx_lm says of them: a prompt, whole or in chunks, and three more."""
+    """Return random tokens and mlx_lm's log-probabilities: a prompt, maybe in chunks, and three."""
     source = random.Random(length)
     tokens = [source.randrange(VOCAB_SIZE) for _ in range(length + 3)]
     step = chunk or length
@@ -117,7 +117,7 @@ def _stock_text(model: Any, length: int, *, chunk: int | None = None) -> Checked
 
 
 def _stock_chunks_differ(model: Any) -> float | None:
-    """How much mlx_lm's answer to a text depends on how the prompt is cut, if it does."""
+    """Return the difference that cutting a prompt makes in mlx_lm itself; None if it makes none."""
     whole, cut = (_stock_text(model, 34, chunk=chunk).logprobs for chunk in (None, CHUNK))
     apart = mx.where(whole == cut, 0.0, mx.abs(whole - cut)).max().item()
     return apart if isinstance(apart, float) and apart > TOLERANCE["float32"] else None
