@@ -8,12 +8,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Generic, Protocol, Self, TypeVar
 
-from mlx_parallm.config import EngineConfig
+from mlx_parallm.config import EngineConfig, ModelConfig
 from mlx_parallm.engine.adapter_names import NamedAdapter
 from mlx_parallm.engine.adapter_slots import AdapterSlots
-from mlx_parallm.engine.interface import Ask, Event, MemoryLimit, QueueLoad
+from mlx_parallm.engine.interface import Ask, Event, MemoryLimit, OpenModel, QueueLoad
 from mlx_parallm.engine.policies import NoAdapters, Policies
 from mlx_parallm.types.errors import ParallmError
 from mlx_parallm.types.events import ErrorEvent
@@ -167,6 +168,10 @@ class KindDefaults:
         """See ``Kind``: there is no limit."""
         del settings
         return None
+
+    def read(self, config: ModelConfig, path: Path, settings: EngineConfig) -> OpenModel:
+        """See ``Kind``: such models are not loaded later."""
+        raise NotImplementedError
 
 
 class ModelDefaults:

@@ -247,7 +247,7 @@ class KindTraits:
         is_default: True if one of them is meant where no model is named.
         loads_later: True if they can be loaded, evicted and unloaded while the server runs.
         can_change: True if their weights can be replaced.
-        refuses_load: why they cannot be loaded later.
+        refuses_load: why they cannot be loaded later, after the model's folder or hub id.
         refuses_unload: why they cannot be unloaded, after the model's name.
         refuses_change: why their weights cannot be replaced, after the model's name.
     """
@@ -256,7 +256,7 @@ class KindTraits:
     is_default: bool = False
     loads_later: bool = False
     can_change: bool = False
-    refuses_load: str = "Such models are loaded when the server starts."
+    refuses_load: str = "is of a kind that is loaded when the server starts."
     refuses_unload: str = "is not unloaded while the server runs."
     refuses_change: str = "keeps the weights that it was loaded with."
 
@@ -487,8 +487,9 @@ class Kind(Protocol):
     def read(self, config: ModelConfig, path: Path, settings: EngineConfig) -> OpenModel:
         """Read what needs no MLX of a model to be loaded later; any thread may call this.
 
+        It is called only if such models are loaded later.
+
         Raises:
             ModelLoadError: it cannot be read.
-            InvalidRequestError: this kind is not loaded later.
         """
         ...

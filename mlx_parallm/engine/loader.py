@@ -14,6 +14,8 @@ from mlx_parallm.engine.build import fetch_model, kind_of
 from mlx_parallm.engine.commands import Call, Command, EngineHost, HostCommand
 from mlx_parallm.engine.interface import Kind, OpenModel, ServedModel
 from mlx_parallm.engine.residency import MakeRoom
+from mlx_parallm.engine.sources import MODEL
+from mlx_parallm.types.errors import InvalidRequestError
 
 # Of the files that are read ahead.
 CHUNK_BYTES = 1 << 24
@@ -109,6 +111,8 @@ def _read(
         config, config.path, lambda _, share: on_progress(share / 2)
     )
     kind = kind_of(kinds, config, folder)
+    if not kind.traits.loads_later:
+        raise InvalidRequestError(f"{config.path} {kind.traits.refuses_load}", param=MODEL)
     open_model = kind.read(config, folder, settings)
     files = list(folder.glob("model*.safetensors"))
     total, done = sum(file.stat().st_size for file in files), 0

@@ -22,7 +22,7 @@ from mlx_parallm.demo_models.folders import DEMO_NAME
 from mlx_parallm.engine.build import fetch_model, model_names
 from mlx_parallm.engine.defaults import KindDefaults
 from mlx_parallm.engine.device import DeviceAdapters, DeviceWeights
-from mlx_parallm.engine.interface import BuildContext, BuiltModel, ModelFolder, OpenModel
+from mlx_parallm.engine.interface import BuildContext, BuiltModel, ModelFolder
 from mlx_parallm.engine.live_weights import LiveWeights
 from mlx_parallm.engine.metrics import MetricFamilies
 from mlx_parallm.engine.policies import Policies
@@ -37,7 +37,7 @@ from mlx_parallm.grammar.compiler import GrammarCompiler
 from mlx_parallm.grammar.vocabulary import GrammarVocabulary
 from mlx_parallm.models.load_failures import load_failures
 from mlx_parallm.tokenizer.tokenizer import ParallmTokenizer, load_tokenizer
-from mlx_parallm.types.errors import ConfigError, InvalidRequestError, ModelLoadError
+from mlx_parallm.types.errors import ConfigError, ModelLoadError
 from mlx_parallm.types.kv_plan import KVPlan
 from mlx_parallm.types.model_input import HostArray, InputChanges
 from mlx_parallm.types.step import (
@@ -188,15 +188,6 @@ class GenerationKind(KindDefaults):
         for share in shares:
             logger.info("%s: %s", share.name, share)
         return [_assemble(one, share, context) for one, share in zip(loaded, shares, strict=True)]
-
-    def read(self, config: ModelConfig, path: Path, settings: EngineConfig) -> OpenModel:
-        """Refuse; see ``Kind``."""
-        del path, settings
-        raise InvalidRequestError(
-            f"{config.path} is no encoder. Models that generate are loaded when the server starts: "
-            "their KV memory is planned there.",
-            param="model",
-        )
 
 
 def kv_shares(models: Collection[ModelFolder], context: BuildContext) -> list[KVShare]:

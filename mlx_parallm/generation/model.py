@@ -17,13 +17,15 @@ from mlx_parallm.grammar.vocabulary import GrammarVocabulary
 from mlx_parallm.parsing.formats import ReasoningFormat, ToolFormat
 from mlx_parallm.parsing.registry import reasoning_format, tool_format
 from mlx_parallm.types.events import GenerateEvent
-from mlx_parallm.types.request import GenerateRequest, TokenLimit
+from mlx_parallm.types.request import ANY_LENGTH, GenerateRequest, TokenLimit
 from mlx_parallm.types.step import RunnerInfo
 
 GENERATION_TRAITS = KindTraits(
     name="generation",
     is_default=True,
     can_change=True,
+    refuses_load="is no encoder. Models that generate are loaded when the server starts: "
+    "their KV memory is planned there.",
     refuses_unload="generates; such models are not unloaded.",
 )
 
@@ -182,6 +184,35 @@ class GenerationModel:
     revision: str = ""
     parent: str | None = None
     adapter: str | None = None
+
+    reads_tools = True
+
+    @property
+    def max_model_len(self) -> int:
+        """See ``TokenizingModel``."""
+        return self.info.max_model_len
+
+    def text_ids(self, text: str, *, add_special_tokens: bool) -> Sequence[int]:
+        """See ``TokenizingModel``."""
+        return self.tokenizer.encode(text, add_special_tokens=add_special_tokens, limit=ANY_LENGTH)
+
+    def chat_ids(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        template_kwargs: Mapping[str, Any],
+        **ends: Any,
+    ) -> Sequence[int]:
+        """See ``TokenizingModel``."""
+        variables = {**self.chat_template_kwargs, **template_kwargs}
+        return self.tokenizer.encode_chat(
+            messages, tools=tools, template_kwargs=variables, limit=ANY_LENGTH, **ends
+        )
+
+    def vocabulary_string(self, token_id: int) -> str:
+        """See ``TokenizingModel``."""
+        return self.tokenizer.vocabulary_string(token_id)
 
     @property
     def call_id_length(self) -> int | None:

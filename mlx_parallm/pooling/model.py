@@ -167,6 +167,34 @@ class PoolingModel(ModelDefaults):
     parent: str | None = None
     head: OwnHead | None = None
 
+    reads_tools = False
+    call_id_length = None
+
+    @property
+    def max_model_len(self) -> int:
+        """See ``TokenizingModel``."""
+        return self.info.max_model_len
+
+    def text_ids(self, text: str, *, add_special_tokens: bool) -> Sequence[int]:
+        """See ``TokenizingModel``."""
+        return self.tokenizer.encode([text], add_special_tokens=add_special_tokens)[0]
+
+    def chat_ids(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        template_kwargs: Mapping[str, Any],
+        **ends: Any,
+    ) -> Sequence[int]:
+        """See ``TokenizingModel``; there are no tools."""
+        assert not tools, "the model reads none"
+        return self.tokenizer.encode_chat(messages, template_kwargs=template_kwargs, **ends)
+
+    def vocabulary_string(self, token_id: int) -> str:
+        """See ``TokenizingModel``."""
+        return self.tokenizer.token_string(token_id)
+
     @property
     def traits(self) -> KindTraits:
         """See ``ServedModel``."""

@@ -19,13 +19,10 @@ from mlx_parallm.api.pooling.inputs.prompts import named_prompt
 from mlx_parallm.api.pooling.tei.answer import text_tokens
 from mlx_parallm.api.tokenize.schema import DetokenizeRequest, TokenizeRequest
 from mlx_parallm.api.turns.history import template_messages
-from mlx_parallm.api.turns.model_choice import generator_or_encoder
-from mlx_parallm.generation.model import GenerationModel
-from mlx_parallm.pooling.model import PoolingModel
-from mlx_parallm.serving.interface import EngineClient
+from mlx_parallm.api.turns.model_choice import tokenizing_model
+from mlx_parallm.serving.interface import EngineClient, TokenizingModel
 from mlx_parallm.types.errors import InvalidRequestError
 from mlx_parallm.types.pooling import Task
-from mlx_parallm.types.request import ANY_LENGTH
 
 routes = Routes(TOKENS, body_limit=TOKENIZE)
 
@@ -40,14 +37,14 @@ async def tokenize(body: TokenizeRequest, engine: EngineDep) -> Response:
     """A text's or a conversation's tokens; of ``inputs`` a list for each text, as TEI has it."""
     if body.inputs is not None:
         return await _text_tokens(body, engine, body.inputs)
-    model = generator_or_encoder(engine, body.model, *get_args(Task))
+    model = tokenizing_model(engine, body.model)
     return await in_thread(lambda: _tokens_answer(body, model))
 
 
 @routes.post("/detokenize")
 async def detokenize(body: DetokenizeRequest, engine: EngineDep) -> dict[str, Any]:
     """The text of tokens, special ones included."""
-    tokenizer = generator_or_encoder(engine, body.model, *get_args(Task)).tokenizer
+    tokenizer = tokenizing_model(engine, body.model).tokenizer
 
     def work() -> str:
         if any(not 0 <= token_id < tokenizer.vocab_size for token_id in body.tokens):
@@ -79,18 +76,15 @@ async def _text_tokens(
     return await in_thread(work)
 
 
-def _tokens_answer(body: TokenizeRequest, model: GenerationModel | PoolingModel) -> Response:
+def _tokens_answer(body: TokenizeRequest, model: TokenizingModel) -> Response:
     ids = list(_ids(body, model))
-    if isinstance(model, PoolingModel):
-        string = model.tokenizer.token_string
-    else:
-        string = model.tokenizer.vocabulary_string
+    strings = [model.vocabulary_string(i) for i in ids] if body.return_token_strs else None
     return _json_response(
         {
             "count": len(ids),
-            "max_model_len": model.info.max_model_len,
+            "max_model_len": model.max_model_len,
             "tokens": ids,
-            "token_strs": [string(i) for i in ids] if body.return_token_strs else None,
+            "token_strs": strings,
         }
     )
 
@@ -115,40 +109,22 @@ def _dumps(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
 
 
-def _ids(body: TokenizeRequest, model: GenerationModel | PoolingModel) -> Sequence[int]:
+def _ids(body: TokenizeRequest, model: TokenizingModel) -> Sequence[int]:
     if body.messages is None and body.prompt is None:
         raise InvalidRequestError("prompt or messages is needed.", param="prompt")
-    if isinstance(model, PoolingModel):
-        return _encoder_ids(body, model)
-    tokenizer = model.tokenizer
+    if body.tools and not model.reads_tools:
+        raise InvalidRequestError(f"{model.names[0]} reads no tools.", param="tools")
     if body.messages is None:
-        return tokenizer.encode(
-            body.prompt or "", add_special_tokens=body.add_special_tokens, limit=ANY_LENGTH
-        )
-    return tokenizer.encode_chat(
+        return model.text_ids(body.prompt or "", add_special_tokens=body.add_special_tokens)
+    return model.chat_ids(
         template_messages(turns_of(body.messages), id_length=model.call_id_length),
         tools=[tool.for_template() for tool in chat_tools(body.tools or ())] or None,
-        template_kwargs={**model.chat_template_kwargs, **body.chat_template_kwargs},
-        limit=ANY_LENGTH,
-        **_ends(body),
-    )
-
-
-def _encoder_ids(body: TokenizeRequest, model: PoolingModel) -> Sequence[int]:
-    if body.tools:
-        raise InvalidRequestError(f"{model.names[0]} reads no tools.", param="tools")
-    tokenizer = model.tokenizer
-    if body.messages is None:
-        texts = [body.prompt or ""]
-        return tokenizer.encode(texts, add_special_tokens=body.add_special_tokens)[0]
-    return tokenizer.encode_chat(
-        template_messages(turns_of(body.messages)),
         template_kwargs=body.chat_template_kwargs,
         **_ends(body),
     )
 
 
-def _ends(body: TokenizeRequest) -> dict[str, Any]:
+def _ends(body: TokenizeRequest) -> dict[str, bool]:
     """How a conversation ends, for a template."""
     return {
         "add_generation_prompt": body.add_generation_prompt and not body.continue_final_message,

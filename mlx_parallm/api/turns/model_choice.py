@@ -6,9 +6,11 @@ Routes that only some encoders can serve choose among those beside what they com
 
 from __future__ import annotations
 
+from typing import get_args
+
 from mlx_parallm.generation.model import GenerationModel
 from mlx_parallm.pooling.model import PoolingModel
-from mlx_parallm.serving.interface import EngineClient
+from mlx_parallm.serving.interface import EngineClient, TokenizingModel
 from mlx_parallm.types.errors import ModelNotFoundError
 from mlx_parallm.types.pooling import Task
 
@@ -41,22 +43,30 @@ def generator(
         raise
 
 
-def generator_or_encoder(
-    engine: EngineClient, name: str | None, *tasks: Task
-) -> GenerationModel | PoolingModel:
+def tokenizing_model(engine: EngineClient, name: str | None) -> TokenizingModel:
     """Return the model of this name, else the first that generates, else the first encoder.
+
+    Raises:
+        ModelNotFoundError: nothing has this name.
+        InvalidRequestError: no model is served that reads tokens.
+    """
+    return encoder_meant(engine, name, *get_args(Task)) or generator(engine, name)[1]
+
+
+def encoder_meant(engine: EngineClient, name: str | None, *tasks: Task) -> PoolingModel | None:
+    """Return the encoder that a request is for; None if it is for a model that generates.
+
+    Without a name, models that generate come first.
 
     Args:
         engine: serves the models.
         name: the body's model.
-        tasks: an encoder must be able to do one of them.
+        tasks: the encoder must be able to do one of them.
 
     Raises:
-        ModelNotFoundError: nothing has this name.
-        InvalidRequestError: the encoder can do none of the tasks, or there is no encoder.
+        ModelLoadingError: the encoder is loaded for the first time.
+        InvalidRequestError: it can do none of the tasks, or nothing is served that could.
     """
-    if name is None and engine.models():
-        return engine.first_model()
-    if name is None or engine.encoders.find(name) is not None:
-        return engine.encoders.get(name, *tasks)
-    return engine.get_model(name)
+    if engine.models() if name is None else engine.encoders.find(name) is None:
+        return None
+    return engine.encoders.get(name, *tasks)

@@ -24,11 +24,10 @@ from mlx_parallm.api.pooling.score.labels import (
 from mlx_parallm.api.pooling.score.pairs import pairs_of, score_pairs, scoring_model
 from mlx_parallm.api.pooling.score.schema import ScoreRequest
 from mlx_parallm.api.turns.generation import named_by, unless_disconnected
-from mlx_parallm.api.turns.model_choice import generator_or_encoder
+from mlx_parallm.api.turns.model_choice import encoder_meant, generator
 from mlx_parallm.api.turns.openai import usage_body
 from mlx_parallm.api.turns.prelude import Prelude, PreludeDep
 from mlx_parallm.api.turns.samples import Usage
-from mlx_parallm.pooling.model import PoolingModel
 from mlx_parallm.types.errors import InvalidRequestError
 from mlx_parallm.types.request import GenerateRequest
 
@@ -100,11 +99,12 @@ async def _labels(
     """
     parts = label_parts(body)
     apply_softmax = softmax if body.apply_softmax is None else body.apply_softmax
-    model = generator_or_encoder(prelude.engine, body.model, "classify")
-    name = body.model or model.names[0]
-    if isinstance(model, PoolingModel):
-        call = pooling.call(model, body.model, "score")
-        return name, await classifier_scores(call, body, parts, apply_softmax=apply_softmax)
+    classifier = encoder_meant(prelude.engine, body.model, "classify")
+    if classifier is not None:
+        call = pooling.call(classifier, body.model, "score")
+        scores = await classifier_scores(call, body, parts, apply_softmax=apply_softmax)
+        return body.model or classifier.names[0], scores
+    name, model = generator(prelude.engine, body.model)
     if not body.label_token_ids:
         raise InvalidRequestError("label_token_ids is missing.", param="label_token_ids")
     if body.truncate_prompt_tokens is not None:
