@@ -11,7 +11,7 @@ import numpy as np
 from mlx_parallm.config import ModelConfig
 from mlx_parallm.engine.adapter_names import NamedAdapter
 from mlx_parallm.engine.defaults import AnswerReader
-from mlx_parallm.engine.interface import ModelLoad, ModelStatus
+from mlx_parallm.engine.interface import ModelStatus
 from mlx_parallm.engine.residency import ModelEntry
 from mlx_parallm.pooling.client import AsyncPooling
 from mlx_parallm.pooling.model import PoolingModel
@@ -203,12 +203,6 @@ class FakeCore:
 
     async def wait(self, name: str) -> None:
         raise ModelNotFoundError(name)
-
-    async def load_model(self, asked: ModelLoad) -> ModelStatus:
-        raise NotImplementedError
-
-    async def unload_model(self, name: str) -> ModelStatus:
-        raise NotImplementedError
 
     async def open_reader(self, request: EncodeRequest) -> AnswerReader[EncodeResults]:
         if self.refusal is not None:

@@ -18,7 +18,7 @@ import uvicorn
 
 from mlx_parallm.api.http.connection import BoundedProtocol
 from mlx_parallm.config import EngineConfig, ServerConfig
-from mlx_parallm.engine.interface import EngineLoad, ModelLoad, ModelMemory, ModelStatus
+from mlx_parallm.engine.interface import EngineLoad, ModelLoad, ModelMemory, ModelState, ModelStatus
 from mlx_parallm.generation.model import GenerationModel, RequestHandle
 from mlx_parallm.parsing.families.tagged_json import HERMES
 from mlx_parallm.parsing.reasoning import THINK
@@ -118,25 +118,27 @@ def hang(*, after: str = "") -> Script:
     return script
 
 
+def status_of(model: GenerationModel | PoolingModel) -> ModelStatus:
+    return ModelStatus(
+        names=model.names,
+        root=model.root,
+        state=ModelState.LOADED,
+        progress=1.0,
+        is_pinned=False,
+        model=model,
+    )
+
+
 class NoEncoders:
     """The encoders of an engine that has none."""
 
     def models(self) -> Sequence[PoolingModel]:
         return ()
 
-    def statuses(self) -> Sequence[ModelStatus]:
-        return ()
-
     def find(self, name: str) -> ModelStatus | None:
         return None
 
     async def wait(self, name: str) -> None:
-        raise ModelNotFoundError(name)
-
-    async def load(self, asked: ModelLoad) -> ModelStatus:
-        raise ModelNotFoundError(asked.model)
-
-    async def unload(self, name: str) -> ModelStatus:
         raise ModelNotFoundError(name)
 
     def get(self, name: str | None, *tasks: Task) -> PoolingModel:
@@ -171,6 +173,24 @@ class FakeEngine:
             tool_format=HERMES,
             reasoning_format=THINK,
         )
+
+    def statuses(self) -> Sequence[ModelStatus]:
+        return [status_of(model) for model in (*self.models(), *self.encoders.models())]
+
+    def find(self, name: str) -> ModelStatus | None:
+        for info in self.control.adapters():
+            if info.name == name:
+                return replace(status_of(self.get_model(name)), parent=info.model)
+        return next((each for each in self.statuses() if name in each.names), None)
+
+    def not_found(self, name: str) -> ModelNotFoundError:
+        return ModelNotFoundError(name)
+
+    async def load_model(self, asked: ModelLoad) -> ModelStatus:
+        raise ModelNotFoundError(asked.model)
+
+    async def unload_model(self, name: str) -> ModelStatus:
+        raise ModelNotFoundError(name)
 
     def first_model(self) -> GenerationModel:
         return self.models()[0]

@@ -77,10 +77,9 @@ def serve(engine_config: EngineConfig, server_config: ServerConfig) -> int:
         engine.start()
         max_waiting = engine_config.scheduler.max_waiting
         server = EngineServer(engine, server_config, max_waiting, bound_to=host)
-        served = (*engine.models(), *engine.encoders.models())
         logger.info(
             "serving %s on http://%s:%d",
-            ", ".join(name for model in served for name in model.names),
+            ", ".join(name for status in engine.statuses() for name in status.names),
             f"[{host}]" if ":" in host else host,
             port,
         )

@@ -172,8 +172,12 @@ class EngineCore:
         return sorted(self._residency.entries(), key=is_other)
 
     def statuses(self) -> Sequence[ModelStatus]:
-        """Return all models that requests may name, and those that are being loaded."""
-        return [one.status() for one in self._residency.entries()]
+        """Return all models that requests may name, and those that are being loaded.
+
+        Models that may be meant where no model is named come first.
+        """
+        statuses = (entry.status() for entry in self._residency.entries())
+        return sorted(statuses, key=lambda status: not status.is_default)
 
     def find(self, name: str) -> ModelStatus | None:
         """Return the model, or the adapter of one, of this name."""

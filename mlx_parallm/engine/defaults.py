@@ -6,7 +6,7 @@ A request has one answer, nothing is in flight between two turns, and nothing is
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, Protocol, Self, TypeVar
@@ -178,6 +178,20 @@ class ModelDefaults:
     """The parts of ``ServedModel`` that are the same for most kinds."""
 
     parent: str | None = None
+
+    def facts(self) -> Mapping[str, Any]:
+        """See ``ServedModel``."""
+        return {}
+
+    @property
+    def tasks(self) -> Sequence[str]:
+        """See ``ServedModel``."""
+        return ()
+
+    @property
+    def max_len(self) -> int | None:
+        """See ``ServedModel``: it reads no tokens."""
+        return None
 
     def check(self, request: Any) -> None:
         """See ``ServedModel``: the engine checks requests."""

@@ -7,7 +7,7 @@ knows of it, and can be pickled.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from enum import StrEnum
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, Self
 
 from mlx_parallm.config import EngineConfig, ModelConfig, ModelTask
 from mlx_parallm.engine.turns import TurnTaker
-from mlx_parallm.types.errors import ParallmError
+from mlx_parallm.types.errors import InvalidRequestError, ParallmError
 from mlx_parallm.types.tracing import StepTracer
 
 if TYPE_CHECKING:
@@ -221,6 +221,20 @@ class ServedModel(Protocol):
         """What every model of its kind has in common."""
         ...
 
+    def facts(self) -> Mapping[str, Any]:
+        """Return what was found out about the model when it was loaded, by name."""
+        ...
+
+    @property
+    def tasks(self) -> Sequence[str]:
+        """Return the names of what requests may want of it."""
+        ...
+
+    @property
+    def max_len(self) -> int | None:
+        """Return the most tokens of a request; None if it reads no tokens."""
+        ...
+
     def check(self, request: Any, /) -> None:
         """Raise InvalidRequestError if the model can never serve a request."""
         ...
@@ -250,6 +264,7 @@ class KindTraits:
         refuses_load: why they cannot be loaded later, after the model's folder or hub id.
         refuses_unload: why they cannot be unloaded, after the model's name.
         refuses_change: why their weights cannot be replaced, after the model's name.
+        refuses_other: why requests for another kind are refused, after the model's name.
     """
 
     name: str
@@ -259,6 +274,7 @@ class KindTraits:
     refuses_load: str = "is of a kind that is loaded when the server starts."
     refuses_unload: str = "is not unloaded while the server runs."
     refuses_change: str = "keeps the weights that it was loaded with."
+    refuses_other: str = "serves requests of another kind."
 
 
 @dataclass(frozen=True, slots=True)
@@ -340,6 +356,17 @@ class ModelStatus:
     is_pinned: bool
     model: Any
     parent: str | None = None
+
+    @property
+    def is_default(self) -> bool:
+        """True if the model may be meant where no model is named."""
+        model: ServedModel | None = self.model
+        return model is not None and model.traits.is_default
+
+    def wrong_kind(self, name: str) -> InvalidRequestError:
+        """Return the error for a request of another kind, which calls the model ``name``."""
+        traits: KindTraits = self.model.traits
+        return InvalidRequestError(f"{name} {traits.refuses_other}", param="model")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -40,10 +40,7 @@ class GenerationClient:
         if status is None:
             raise self._core.not_found(name)
         if not isinstance(status.model, GenerationModel):
-            raise InvalidRequestError(
-                f"{name} is an encoder: it reads texts and generates none (docs/encoders.md).",
-                param="model",
-            )
+            raise status.wrong_kind(name)
         return status.model
 
     async def check_room(self, model: str, client: str, n: int) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Protocol, Self
 
 from mlx_parallm.engine.adapter_names import NamedAdapter
@@ -27,6 +27,7 @@ GENERATION_TRAITS = KindTraits(
     refuses_load="is no encoder. Models that generate are loaded when the server starts: "
     "their KV memory is planned there.",
     refuses_unload="generates; such models are not unloaded.",
+    refuses_other="generates; it is no encoder.",
 )
 
 
@@ -223,6 +224,20 @@ class GenerationModel:
     def traits(self) -> KindTraits:
         """See ``ServedModel``."""
         return GENERATION_TRAITS
+
+    def facts(self) -> Mapping[str, Any]:
+        """See ``ServedModel``."""
+        return asdict(self.info)
+
+    @property
+    def tasks(self) -> Sequence[str]:
+        """See ``ServedModel``."""
+        return ("generate",)
+
+    @property
+    def max_len(self) -> int | None:
+        """See ``ServedModel``."""
+        return self.info.max_model_len
 
     @property
     def memory(self) -> ModelMemory:

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 from mlx_parallm.engine.adapter_names import AdapterNames
 from mlx_parallm.engine.defaults import AnswerReader
-from mlx_parallm.engine.interface import ModelLoad, ModelStatus
+from mlx_parallm.engine.interface import ModelStatus
 from mlx_parallm.pooling.model import PoolingModel
 from mlx_parallm.types.errors import InvalidRequestError, ModelLoadingError, ModelNotFoundError
 from mlx_parallm.types.pooling import EncodeRequest, EncodeResults, Task
@@ -40,14 +40,6 @@ class Core(Protocol):
         """Return once a model or adapter is loaded."""
         ...
 
-    async def load_model(self, load: ModelLoad, /) -> ModelStatus:
-        """Load one more model and return its status."""
-        ...
-
-    async def unload_model(self, name: str) -> ModelStatus:
-        """Unload a model and return its last status."""
-        ...
-
     async def open_reader(self, request: Any) -> Any:
         """Admit a request; return the reader of its events."""
         ...
@@ -69,10 +61,6 @@ class AsyncPooling:
         models = (status.model for status in self._core.statuses())
         return [model for model in models if isinstance(model, PoolingModel)]
 
-    def statuses(self) -> Sequence[ModelStatus]:
-        """See ``PoolingClient.statuses``."""
-        return [status for status in self._core.statuses() if _may_pool(status)]
-
     def find(self, name: str) -> ModelStatus | None:
         """See ``PoolingClient.find``."""
         status = self._core.find(name)
@@ -92,7 +80,7 @@ class AsyncPooling:
         if status is None:
             raise self._core.not_found(name)
         if not _may_pool(status):
-            raise InvalidRequestError(f"{name} generates; it is no encoder.", param="model")
+            raise status.wrong_kind(name)
         model: PoolingModel | None = status.model
         if model is None:
             raise ModelLoadingError(name)
@@ -106,14 +94,6 @@ class AsyncPooling:
     async def wait(self, name: str) -> None:
         """See ``PoolingClient.wait``."""
         await self._core.wait(name)
-
-    async def load(self, load: ModelLoad, /) -> ModelStatus:
-        """See ``PoolingClient.load``."""
-        return await self._core.load_model(load)
-
-    async def unload(self, name: str) -> ModelStatus:
-        """See ``PoolingClient.unload``."""
-        return await self._core.unload_model(name)
 
     async def encode(self, request: EncodeRequest) -> EncodeResults:
         """See ``PoolingClient.encode``."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Protocol, Self
 
 from mlx_parallm.engine.adapter_names import NamedAdapter
@@ -23,6 +23,7 @@ POOLING_TRAITS = KindTraits(
     name="pooling",
     loads_later=True,
     refuses_change="is an encoder: its weights stay as they were loaded.",
+    refuses_other="is an encoder: it reads texts and generates none (docs/encoders.md).",
 )
 
 
@@ -199,6 +200,20 @@ class PoolingModel(ModelDefaults):
     def traits(self) -> KindTraits:
         """See ``ServedModel``."""
         return POOLING_TRAITS
+
+    def facts(self) -> Mapping[str, Any]:
+        """See ``ServedModel``."""
+        return asdict(self.info)
+
+    @property
+    def tasks(self) -> Sequence[str]:
+        """See ``ServedModel``."""
+        return self.info.tasks
+
+    @property
+    def max_len(self) -> int | None:
+        """See ``ServedModel``."""
+        return self.info.max_model_len
 
     @property
     def memory(self) -> ModelMemory:

@@ -10,6 +10,7 @@ from mlx_parallm.engine.control import EngineControl
 from mlx_parallm.engine.interface import EngineLoad, ModelLoad, ModelMemory, ModelStatus
 from mlx_parallm.generation.model import GenerationModel, RequestHandle
 from mlx_parallm.pooling.model import PoolingModel
+from mlx_parallm.types.errors import ModelNotFoundError
 from mlx_parallm.types.pooling import EncodeRequest, EncodeResults, Task
 from mlx_parallm.types.request import GenerateRequest
 
@@ -92,10 +93,6 @@ class PoolingClient(Protocol):
         """Those that requests may name, in the order they were given."""
         ...
 
-    def statuses(self) -> Sequence[ModelStatus]:
-        """The same, and those that are loaded for the first time."""
-        ...
-
     def find(self, name: str) -> ModelStatus | None:
         """The encoder, or the adapter of one, of this name."""
         ...
@@ -106,26 +103,6 @@ class PoolingClient(Protocol):
         Raises:
             ModelNotFoundError: it was unloaded meanwhile.
             ModelLoadError: it cannot be loaded.
-        """
-        ...
-
-    async def load(self, load: ModelLoad, /) -> ModelStatus:
-        """Serve one more encoder; returns once it is loaded.
-
-        Raises:
-            InvalidRequestError: it may not be loaded, cannot be, or its name is taken.
-            NotFoundError: there is no such folder.
-        """
-        ...
-
-    async def unload(self, name: str) -> ModelStatus:
-        """Admit no more requests of an encoder, and give back its memory once those have ended.
-
-        Its adapters go with it.
-
-        Raises:
-            ModelNotFoundError: none has the name.
-            InvalidRequestError: it is a model that generates.
         """
         ...
 
@@ -161,6 +138,38 @@ class EngineClient(Protocol):
     @property
     def config(self) -> EngineConfig:
         """The settings it was built from."""
+        ...
+
+    def statuses(self) -> Sequence[ModelStatus]:
+        """Return the models of every kind that requests may name, and those being loaded."""
+        ...
+
+    def find(self, name: str) -> ModelStatus | None:
+        """Return the model of any kind, or the adapter, with this name; None if there is none."""
+        ...
+
+    def not_found(self, name: str) -> ModelNotFoundError:
+        """Return the error for a name that nothing has; it lists what is served."""
+        ...
+
+    async def load_model(self, load: ModelLoad, /) -> ModelStatus:
+        """Serve one more model; return once it is loaded.
+
+        Raises:
+            InvalidRequestError: it may not be loaded, cannot be, or its name is taken.
+            NotFoundError: there is no such folder.
+        """
+        ...
+
+    async def unload_model(self, name: str) -> ModelStatus:
+        """Admit no more requests of a model, and free its memory once those have ended.
+
+        Its adapters go with it.
+
+        Raises:
+            ModelNotFoundError: none has the name.
+            InvalidRequestError: it is an adapter, or cannot be unloaded.
+        """
         ...
 
     def models(self) -> Sequence[GenerationModel]:

@@ -6,56 +6,37 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
-from mlx_parallm.engine.interface import ModelMemory, ModelState, ModelStatus
-from mlx_parallm.generation.model import GenerationModel
+from mlx_parallm.engine.interface import ModelMemory, ModelStatus, ServedModel
 
 
-def model_card(
-    name: str, model: GenerationModel, memory: Mapping[str, ModelMemory]
-) -> dict[str, Any]:
-    """A model that generates, or an adapter of one; the latter's memory is in its model's."""
-    card = _card(name, model.created, model.root, model.info.max_model_len)
-    return card | {
-        "tasks": ["generate"],
-        "parent": model.parent,
-        "status": ModelState.LOADED,
-        "progress": 1.0,
-        "memory": _memory(model.names[0], memory),
-    }
+def model_card(name: str, status: ModelStatus, memory: Mapping[str, ModelMemory]) -> dict[str, Any]:
+    """Return what is told of a model of any kind, or of an adapter, loaded or not.
 
-
-def encoder_card(
-    name: str, status: ModelStatus, memory: Mapping[str, ModelMemory]
-) -> dict[str, Any]:
-    """An encoder, or an adapter of one, whether its model is in memory or not."""
-    model = status.model
-    created = 0 if model is None else model.created
-    longest = None if model is None else model.info.max_model_len
-    return _card(name, created, status.root, longest) | {
-        "tasks": None if model is None else list(model.info.tasks),
+    An adapter's memory is part of its model's.
+    """
+    model: ServedModel | None = status.model
+    card = {
+        "id": name,
+        "object": "model",
+        "created": 0 if model is None else model.created,
+        "owned_by": "mlx_parallm",
+        "root": status.root if model is None or status.parent else model.root,
+        "max_model_len": None if model is None else model.max_len,
+        "permission": [],
+        "tasks": None if model is None else list(model.tasks),
         "parent": status.parent,
         "status": status.state,
         "progress": round(status.progress, 3),
-        "pinned": status.is_pinned,
         "memory": _memory(status.names[0], memory),
     }
+    if model is None or model.traits.loads_later:
+        card["pinned"] = status.is_pinned
+    return card
 
 
 def _memory(name: str, memory: Mapping[str, ModelMemory]) -> dict[str, int] | None:
-    """In bytes; None of an adapter."""
-    found = memory.get(name)
-    if found is None:
+    """Return what a model takes in bytes; None of an adapter."""
+    parts = memory.get(name)
+    if parts is None:
         return None
-    return {f"{kind}_bytes": size for kind, size in asdict(found).items()}
-
-
-def _card(name: str, created: int, root: str, max_model_len: int | None) -> dict[str, Any]:
-    return {
-        "id": name,
-        "object": "model",
-        "created": created,
-        "owned_by": "mlx_parallm",
-        "root": root,
-        "max_model_len": max_model_len,
-        "permission": [],
-    }
+    return {f"{part}_bytes": size for part, size in asdict(parts).items()}

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from mlx_parallm.api.control.models.answer import encoder_card, model_card
+from mlx_parallm.api.control.models.answer import model_card
 from mlx_parallm.api.control.models.schema import LoadModel, UnloadModel
 from mlx_parallm.api.http.declared import Access
 from mlx_parallm.api.http.dependencies import EngineDep
 from mlx_parallm.api.http.openapi import SERVER
 from mlx_parallm.api.http.routing import Routes
-from mlx_parallm.engine.interface import ModelLoad
+from mlx_parallm.engine.interface import ModelLoad, ModelStatus
+from mlx_parallm.serving.interface import EngineClient
 
 routes = Routes(SERVER, short=True)
 
@@ -19,25 +20,25 @@ routes = Routes(SERVER, short=True)
 async def list_models(engine: EngineDep) -> dict[str, Any]:
     """Every name of every served model, and every loaded adapter."""
     memory = await engine.memory()
-    cards = [model_card(name, model, memory) for model in engine.models() for name in model.names]
-    for info in engine.control.adapters():
-        status = engine.encoders.find(info.name)
-        if status is None:
-            cards.append(model_card(info.name, engine.get_model(info.name), memory))
-        else:
-            cards.append(encoder_card(info.name, status, memory))
-    statuses = engine.encoders.statuses()
-    cards += [encoder_card(name, one, memory) for one in statuses for name in one.names]
+    statuses = engine.statuses()
+    adapters = [_status(engine, info.name) for info in engine.control.adapters()]
+    num_defaults = sum(each.is_default for each in statuses)
+    ordered = (*statuses[:num_defaults], *adapters, *statuses[num_defaults:])
+    cards = [model_card(name, each, memory) for each in ordered for name in each.names]
     return {"object": "list", "data": cards}
 
 
 @routes.get("/v1/models/{model_id:path}")
 async def retrieve_model(model_id: str, engine: EngineDep) -> dict[str, Any]:
     """One model; ids may contain slashes."""
-    status = engine.encoders.find(model_id)
-    if status is not None:
-        return encoder_card(model_id, status, await engine.memory())
-    return model_card(model_id, engine.get_model(model_id), await engine.memory())
+    return model_card(model_id, _status(engine, model_id), await engine.memory())
+
+
+def _status(engine: EngineClient, name: str) -> ModelStatus:
+    status = engine.find(name)
+    if status is None:
+        raise engine.not_found(name)
+    return status
 
 
 @routes.post("/v1/models/load", access=Access.ADMIN)
@@ -52,12 +53,12 @@ async def load_model(body: LoadModel, engine: EngineDep) -> dict[str, Any]:
         max_model_len=body.max_model_len,
         is_pinned=body.pin,
     )
-    status = await engine.encoders.load(asked)
-    return encoder_card(status.names[0], status, await engine.memory())
+    status = await engine.load_model(asked)
+    return model_card(status.names[0], status, await engine.memory())
 
 
 @routes.post("/v1/models/unload", access=Access.ADMIN)
 async def unload_model(body: UnloadModel, engine: EngineDep) -> dict[str, Any]:
     """Serve an encoder no more, and give back its memory once its requests have ended."""
-    status = await engine.encoders.unload(body.model)
+    status = await engine.unload_model(body.model)
     return {"id": status.names[0], "object": "model", "unloaded": True}

@@ -17,7 +17,6 @@ from mlx_parallm.api.http.openapi import SERVER
 from mlx_parallm.api.http.origins import is_foreign
 from mlx_parallm.api.http.routing import Routes
 from mlx_parallm.config import EngineConfig, ServerConfig
-from mlx_parallm.engine.interface import ModelStatus
 from mlx_parallm.generation.model import GenerationModel
 from mlx_parallm.serving.interface import EngineClient
 
@@ -61,15 +60,11 @@ async def server_info(
 async def _models(engine: EngineClient) -> list[dict[str, Any]]:
     """What was found out about each model; encoders come last, and those unloaded lack much."""
     memory = await engine.memory()
-    known: list[tuple[GenerationModel | ModelStatus, Any]] = [
-        *((one, one.info) for one in engine.models()),
-        *((one, one.model and one.model.info) for one in engine.encoders.statuses()),
-    ]
     return [
-        {"names": list(one.names), "root": one.root}
-        | ({} if info is None else asdict(info))
-        | {"memory": asdict(memory[one.names[0]])}
-        for one, info in known
+        {"names": list(each.names), "root": each.model.root if each.model else each.root}
+        | (each.model.facts() if each.model else {})
+        | {"memory": asdict(memory[each.names[0]])}
+        for each in engine.statuses()
     ]
 
 

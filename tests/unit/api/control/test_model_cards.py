@@ -6,7 +6,7 @@ from typing import Any
 
 import httpx2
 
-from mlx_parallm.api.control.models.answer import encoder_card
+from mlx_parallm.api.control.models.answer import model_card
 from mlx_parallm.config import ServerConfig
 from mlx_parallm.engine.interface import ModelState, ModelStatus
 from mlx_parallm.pooling.model import PoolingModel
@@ -39,7 +39,7 @@ def card_of(state: ModelState, model: PoolingModel | None) -> dict[str, Any]:
     status = ModelStatus(
         names=("one",), root="r", state=state, progress=1.0, is_pinned=False, model=model
     )
-    return encoder_card("one", status, {})
+    return model_card("one", status, {})
 
 
 async def test_a_model_that_generates_says_so() -> None:

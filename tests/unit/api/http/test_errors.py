@@ -21,6 +21,7 @@ STARTUP = {errors.ConfigError, errors.ModelLoadError}
 MAKE: dict[type, Any] = {
     errors.ContextLengthError: lambda: errors.ContextLengthError(10, "Too long."),
     errors.ModelNotFoundError: lambda: errors.ModelNotFoundError("m"),
+    errors.PausedError: errors.PausedError,
 }
 ALL = [
     cls
