@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Annotated, Any, Literal
 
 from fastapi import Query, Request
-from pydantic import ValidationError
 from starlette.responses import FileResponse, JSONResponse, Response
 
 from mlx_parallm.api.files.answer import file_object, list_object
@@ -13,13 +12,12 @@ from mlx_parallm.api.files.batches.service import BatchesDep
 from mlx_parallm.api.files.schema import MAX_EXPIRY_S, UploadFields
 from mlx_parallm.api.http.declared import FILE
 from mlx_parallm.api.http.dependencies import ClientDep
-from mlx_parallm.api.http.errors import describe
 from mlx_parallm.api.http.multipart import FormReader
 from mlx_parallm.api.http.openapi import FILES
 from mlx_parallm.api.http.routing import Routes
+from mlx_parallm.api.http.uploads import validated
 from mlx_parallm.batch_jobs.files import FileRecord, FileStore, Upload
 from mlx_parallm.batch_jobs.threads import in_thread
-from mlx_parallm.types.errors import InvalidRequestError
 
 routes = Routes(FILES, short=True)
 
@@ -97,12 +95,7 @@ async def _receive(request: Request, form: FormReader, upload: Upload) -> None:
 
 
 async def _store(files: FileStore, form: FormReader, upload: Upload, client: str) -> FileRecord:
-    try:
-        fields = UploadFields.model_validate(form.fields)
-    except ValidationError as problem:
-        problems = [{**one, "loc": ("body", *one["loc"])} for one in problem.errors()]
-        param = str(problems[0]["loc"][1])
-        raise InvalidRequestError(describe(problems), param=param) from None
+    fields = validated(UploadFields, form.fields)
     expires_after_s = fields.expires_after_seconds
     if expires_after_s is None and fields.purpose == "batch":
         expires_after_s = MAX_EXPIRY_S

@@ -13,7 +13,7 @@ from fastapi import Depends, Request
 from starlette.responses import Response
 
 from mlx_parallm.api.http.dependencies import EngineDep
-from mlx_parallm.api.pooling.encoded import encoded_in_parts, num_numbers
+from mlx_parallm.api.pooling.encoded import in_parts, num_numbers
 from mlx_parallm.api.turns.generation import unless_disconnected
 from mlx_parallm.pooling.model import PoolingModel
 from mlx_parallm.serving.interface import PoolingClient
@@ -103,10 +103,16 @@ class PoolingCall:
         Args:
             inputs: are encoded in parts, if their results are large.
             write: runs on a thread as soon as a part is there.
-            part: tells these inputs from others of the same call.
+            part: tells these inputs from others of the same call, in the ids of the work.
         """
-        work_id = f"{self.work_id}-{part}" if part else self.work_id
-        return await encoded_in_parts(self.encoders, self.model, inputs, work_id, write)
+        written: list[T] = []
+        hits: list[bool] = []
+        for number, some in enumerate(in_parts(inputs, self.model.info)):
+            request = self.model.request(f"{self.work_id}-{part}{number}", some)
+            results = await self.encoders.encode(request)
+            written += await asyncio.to_thread(list, map(write, some, results))
+            hits += results.cache_hits
+        return written, hits
 
     async def respond(
         self,

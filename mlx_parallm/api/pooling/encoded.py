@@ -1,47 +1,13 @@
-"""From inputs to what is written of their results, in parts where the results are large."""
+"""The sizes of results, and inputs in parts whose results are not too large."""
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Callable, Iterator, Sequence
-from typing import TypeVar
+from collections.abc import Iterator, Sequence
 
-import numpy as np
-
-from mlx_parallm.pooling.model import PoolingModel
-from mlx_parallm.serving.interface import PoolingClient
 from mlx_parallm.types.pooling import EncodeInput, EncoderInfo
 
-T = TypeVar("T")
 # PART_NUMBERS: most numbers of results that wait to be written; a vocabulary has some 50,000.
 PART_NUMBERS = 16_000_000
-
-
-async def encoded_in_parts(
-    encoders: PoolingClient,
-    model: PoolingModel,
-    inputs: Sequence[EncodeInput],
-    request_id: str,
-    write: Callable[[EncodeInput, np.ndarray], T],
-) -> tuple[list[T], list[bool]]:
-    """Return what ``write`` makes of each input's result, and whether the result was cached.
-
-    The results of one part are written before the next part is asked for.
-
-    Raises:
-        ParallmError: see ``PoolingClient.encode``.
-    """
-    written: list[T] = []
-    hits: list[bool] = []
-    for number, part in enumerate(_parts(inputs, model.info)):
-        results = await encoders.encode(model.request(f"{request_id}-{number}", part))
-
-        def write_all(part: Sequence[EncodeInput] = part, results: Sequence = results) -> list[T]:
-            return [write(each, result) for each, result in zip(part, results, strict=True)]
-
-        written += await asyncio.to_thread(write_all)
-        hits += results.cache_hits
-    return written, hits
 
 
 def num_numbers(encoded: EncodeInput, info: EncoderInfo) -> int:
@@ -59,7 +25,8 @@ def num_numbers(encoded: EncodeInput, info: EncoderInfo) -> int:
     return sizes.get(encoded.task, info.dims)
 
 
-def _parts(inputs: Sequence[EncodeInput], info: EncoderInfo) -> Iterator[Sequence[EncodeInput]]:
+def in_parts(inputs: Sequence[EncodeInput], info: EncoderInfo) -> Iterator[Sequence[EncodeInput]]:
+    """Yield inputs in parts whose results are small enough to wait for each other."""
     begin = size = 0
     for place, each in enumerate(inputs):
         more = num_numbers(each, info)

@@ -37,12 +37,6 @@ class Policy:
     update_seq: int
 
 
-@dataclass(frozen=True, slots=True)
-class _Receipt:
-    request: Mapping[str, Any]
-    result: Any
-
-
 @dataclass(slots=True, eq=False)
 class Policies:
     """The generations of all slots. Lives on the event loop.
@@ -53,7 +47,8 @@ class Policies:
 
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
     _known: OrderedDict[tuple[str, str], Policy] = field(default_factory=OrderedDict)
-    _receipts: OrderedDict[str, _Receipt] = field(default_factory=OrderedDict)
+    # The request and the answer of each operation.
+    _receipts: OrderedDict[str, tuple[Mapping[str, Any], Any]] = field(default_factory=OrderedDict)
     _num_updates: int = 0
 
     def find(self, slot: str, label: str) -> Policy | None:
@@ -96,20 +91,18 @@ class Policies:
         Raises:
             InvalidRequestError: another request had this id.
         """
-        receipt = self._receipts.get(operation_id)
-        if receipt is None:
-            return None
-        if receipt.request != request:
+        settled, result = self._receipts.get(operation_id, (request, None))
+        if settled != request:
             raise InvalidRequestError(
                 "Another update had this operation_id.",
                 param="operation_id",
                 code="idempotency_conflict",
             )
-        return receipt.result
+        return result
 
     def settle(self, operation_id: str, request: Mapping[str, Any], result: Any) -> None:
         """Remember what an operation answered."""
-        self._receipts[operation_id] = _Receipt(request, result)
+        self._receipts[operation_id] = (request, result)
         _trim(self._receipts)
 
 

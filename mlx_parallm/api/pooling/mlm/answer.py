@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -20,18 +20,22 @@ from mlx_parallm.types.pooling import EncodeInput, Task
 MAX_LOGITS = 4_000_000
 
 
+@dataclass(frozen=True, slots=True)
 class MaskQuestion:
     """What a request asks of each mask.
 
     Label words are compared with each other, so that only their logits are computed. The scores of
     targets are shares of the whole vocabulary.
+
+    Attributes:
+        body: asks.
+        model: answers.
+        words: those of the body.
     """
 
-    def __init__(self, body: MlmRequest, model: PoolingModel, words: Candidates) -> None:
-        """``words``: those of ``body``."""
-        self._body = body
-        self._model = model
-        self.words = words
+    body: MlmRequest
+    model: PoolingModel
+    words: Candidates
 
     @classmethod
     async def of(cls, body: MlmRequest, model: PoolingModel) -> MaskQuestion:
@@ -51,7 +55,7 @@ class MaskQuestion:
         Raises:
             InvalidRequestError: see ``masked_inputs``; the answer would be too long.
         """
-        body = self._body
+        body = self.body
         # Targets are shares of the vocabulary, whose logits are then all there to be told.
         all_logits = body.return_logits and body.label_words is None
         task: Task = "mlm" if all_logits or body.label_words is not None else "mlm_logprobs"
@@ -59,13 +63,13 @@ class MaskQuestion:
             task = "mlm_top"
         inputs = await masked_inputs(
             body.given,
-            self._model,
+            self.model,
             task,
             body.given_reading,
             () if all_logits else self.words.ids,
-            top_k=kept_top_k(body.return_top_k, self._model) if task == "mlm_top" else 0,
+            top_k=kept_top_k(body.return_top_k, self.model) if task == "mlm_top" else 0,
         )
-        told = len(self.words.ids) or self._model.info.vocab_size
+        told = len(self.words.ids) or self.model.info.vocab_size
         if body.return_logits and told * sum(len(one.places) for one in inputs) > MAX_LOGITS:
             raise InvalidRequestError(
                 f"return_logits asks for more than {MAX_LOGITS} numbers.", param="return_logits"
@@ -85,12 +89,12 @@ class MaskQuestion:
         for row, told in enumerate(found):
             if self.words.ids:
                 told["words"] = self._words(logprobs[row])
-            if self._body.label_words is not None:
+            if self.body.label_words is not None:
                 told["label"] = self.words.labels[int(logprobs[row].argmax())]
-            if self._body.return_logits and logits is not None:
+            if self.body.return_logits and logits is not None:
                 told["logits"] = logits[row].tolist()
-        if self._body.return_top_k:
-            best = fillings(one, logprobs, self._body.return_top_k, self._model)
+        if self.body.return_top_k:
+            best = fillings(one, logprobs, self.body.return_top_k, self.model)
             for told, tokens in zip(found, best, strict=True):
                 told["top_k"] = tokens
         return {"num_tokens": len(one.token_ids), "predictions": found}

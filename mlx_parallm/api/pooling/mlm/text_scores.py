@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any
 
 from mlx_parallm.api.pooling.inputs.encode import Reading, single_inputs
@@ -21,29 +21,23 @@ from mlx_parallm.types.pooling import EncodeInput
 MAX_SCORED_TOKENS = 8192
 
 
-@dataclass(frozen=True, slots=True)
-class ScoredText:
-    """A text, and where its tokens are that count."""
-
-    token_ids: tuple[int, ...]
-    places: tuple[int, ...]
-
-
 async def scored_texts(
     given: Sequence[Any], model: PoolingModel, reading: Reading
-) -> list[ScoredText]:
-    """Texts with the places of all tokens but the special ones; see ``single_inputs``.
+) -> list[EncodeInput]:
+    """Return texts whose places are those of all tokens but the special ones.
 
     Raises:
-        InvalidRequestError: they have too many tokens together.
+        InvalidRequestError: they have too many tokens together; see also ``single_inputs``.
     """
     special = model.tokenizer.special_ids
     texts = [
-        ScoredText(
-            one.token_ids,
-            tuple(place for place, token in enumerate(one.token_ids) if token not in special),
+        replace(
+            text,
+            places=tuple(
+                place for place, token in enumerate(text.token_ids) if token not in special
+            ),
         )
-        for one in await single_inputs(given, model, "mlm", reading)
+        for text in await single_inputs(given, model, "mlm", reading)
     ]
     if sum(len(text.places) for text in texts) > MAX_SCORED_TOKENS:
         raise InvalidRequestError(
@@ -53,8 +47,8 @@ async def scored_texts(
     return texts
 
 
-def masked_one_by_one(texts: Sequence[ScoredText], model: PoolingModel) -> list[EncodeInput]:
-    """An input for each place of each text, with a mask there."""
+def masked_one_by_one(texts: Sequence[EncodeInput], model: PoolingModel) -> list[EncodeInput]:
+    """Return an input for each place of each text, with a mask there."""
     mask = mask_id(model)
     return [
         EncodeInput(
@@ -69,21 +63,21 @@ def masked_one_by_one(texts: Sequence[ScoredText], model: PoolingModel) -> list[
 
 
 def text_scores(
-    texts: Sequence[ScoredText], logprobs: Sequence[float], hits: Sequence[bool]
+    texts: Sequence[EncodeInput], logprobs: Sequence[float], hits: Sequence[bool]
 ) -> list[dict[str, Any]]:
-    """What is told of each text.
+    """Return what is told of each text.
 
     Args:
         texts: whose tokens were masked.
         logprobs: of their inputs, in their order.
         hits: whether the results of these inputs were kept.
     """
-    found = []
+    entries = []
     begin = 0
     for text in texts:
         own = slice(begin, begin + len(text.places))
         begin = own.stop
-        found.append(
+        entries.append(
             {
                 "num_tokens": len(text.token_ids),
                 "pseudo_log_likelihood": math.fsum(logprobs[own]),
@@ -93,4 +87,4 @@ def text_scores(
                 "cache_hit": bool(text.places) and all(hits[own]),
             }
         )
-    return found
+    return entries

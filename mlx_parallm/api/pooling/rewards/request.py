@@ -11,7 +11,7 @@ import numpy as np
 from mlx_parallm.api.http.offload import maybe_in_thread
 from mlx_parallm.api.pooling.inputs.encode import Reading, single_inputs, text_limit
 from mlx_parallm.api.pooling.score.pairs import logistic
-from mlx_parallm.pooling.model import PoolingModel, TextEncoder
+from mlx_parallm.pooling.model import PoolingModel
 from mlx_parallm.serving.interface import PoolingClient
 from mlx_parallm.types.errors import InvalidRequestError
 from mlx_parallm.types.pooling import EncodeInput, EncoderInfo, Task
@@ -24,7 +24,7 @@ Text = str | Sequence[Mapping[str, Any]]
 def reward_model(
     encoders: PoolingClient, name: str | None, task: Task, *, chats: str | None = None
 ) -> PoolingModel:
-    """The model of this name, else the one that most likely was made for rewards.
+    """Return the model of this name, else the one that most likely was made for rewards.
 
     Args:
         encoders: where it is.
@@ -38,32 +38,32 @@ def reward_model(
         InvalidRequestError: it gives no rewards, or none reads conversations.
     """
     if name is None:
-        able = [one for one in encoders.models() if gives_rewards(one.info, task)]
+        able = [model for model in encoders.models() if gives_rewards(model.info, task)]
         if not able:
             raise InvalidRequestError("No reward model of this kind is served.", param="model")
         if chats is not None:
-            able = [one for one in able if one.tokenizer.has_chat_template]
+            able = [model for model in able if model.tokenizer.has_chat_template]
         if not able:
             raise InvalidRequestError(
                 "No reward model here has a chat template: send texts.", param=chats
             )
-        return min(able, key=lambda one: _unlikeliness(one.info))
-    found = encoders.get(name, task)
-    if not gives_rewards(found.info, task):
+        return min(able, key=lambda model: _unlikeliness(model.info))
+    named = encoders.get(name, task)
+    if not gives_rewards(named.info, task):
         raise InvalidRequestError(
-            f"{name} tells {len(found.info.labels)} labels apart; a reward model has one or two.",
+            f"{name} tells {len(named.info.labels)} labels apart; a reward model has one or two.",
             param="model",
         )
-    return found
+    return named
 
 
 def gives_rewards(info: EncoderInfo, task: Task) -> bool:
-    """Whether a model's labels mean a reward, of texts or of tokens."""
+    """True if a model's labels mean a reward, of texts or of tokens."""
     return task in info.tasks and len(info.labels) in (1, 2)
 
 
 def _unlikeliness(info: EncoderInfo) -> tuple[bool, bool, int]:
-    """The less, the likelier it is that a classifier was made for rewards."""
+    """Return what is less for classifiers that were more likely made for rewards."""
     return not info.is_reward, info.problem_type != "regression", len(info.labels)
 
 
@@ -75,7 +75,7 @@ async def reward_inputs(
     *,
     template_kwargs: Mapping[str, Any],
 ) -> tuple[EncodeInput, ...]:
-    """What a reward model reads; see ``single_inputs``.
+    """Return what a reward model reads; see ``single_inputs``.
 
     Raises:
         InvalidRequestError: a conversation where the model has no chat template, or one that the
@@ -84,25 +84,26 @@ async def reward_inputs(
     tokenizer = model.tokenizer
     limit = text_limit(model, reading)
 
-    def ids_of(one: Text, number: int) -> tuple[int, ...]:
+    def ids_of(text: Text, number: int) -> tuple[int, ...]:
         here = replace(limit, first=number)
-        if isinstance(one, str):
-            return tokenizer.encode([one], limit=here)[0]
+        if isinstance(text, str):
+            return tokenizer.encode([text], limit=here)[0]
         return tokenizer.encode_chat(
-            one, add_generation_prompt=False, template_kwargs=template_kwargs, limit=here
+            text, add_generation_prompt=False, template_kwargs=template_kwargs, limit=here
         )
 
     def work() -> list[tuple[int, ...]]:
-        if all(isinstance(one, str) for one in texts):
-            return tokenizer.encode([one for one in texts if isinstance(one, str)], limit=limit)
-        return [ids_of(one, number) for number, one in enumerate(texts)]
+        plain = [text for text in texts if isinstance(text, str)]
+        if len(plain) == len(texts):
+            return tokenizer.encode(plain, limit=limit)
+        return [ids_of(text, number) for number, text in enumerate(texts)]
 
     ids = await maybe_in_thread(work, sum(map(_length, texts)))
     return await single_inputs(ids, model, task, reading)
 
 
 def reward_of(logits: np.ndarray, *, sigmoid: bool) -> float:
-    """The reward that the logits of one or two labels mean.
+    """Return the reward that the logits of one or two labels mean.
 
     Of one label it is the logit. Of two it is how much larger that of the second is, so that its
     logistic function is the second's probability.
@@ -115,39 +116,24 @@ def reward_of(logits: np.ndarray, *, sigmoid: bool) -> float:
     return logistic(value) if sigmoid else value
 
 
-def token_places(token_ids: Sequence[int], token_id: int) -> list[int]:
-    """Where a token stands."""
-    return [place for place, one in enumerate(token_ids) if one == token_id]
-
-
 def step_token_id(token: str | int, model: PoolingModel) -> int:
-    """The id of the token that ends a step.
+    """Return the id of the token that ends a step.
 
     Raises:
         InvalidRequestError: the model has no such token.
     """
     if isinstance(token, int):
-        if 0 <= token < model.info.vocab_size:
-            return token
-        raise _no_token(token)
-    found = model.tokenizer.token_id(token)
-    if found is None:
-        found = _single_id(token, model.tokenizer)
-    return found
-
-
-def _single_id(token: str, tokenizer: TextEncoder) -> int:
-    """Of a text whose token is written otherwise in the vocabulary, such as a line break."""
-    # Two tokens are enough to see that a text has several.
-    limit = TokenLimit(most=1, cuts=True)
-    (ids,) = tokenizer.encode([token], add_special_tokens=False, limit=limit)
+        ids = [token] if 0 <= token < model.info.vocab_size else []
+    elif (known := model.tokenizer.token_id(token)) is not None:
+        ids = [known]
+    else:
+        # A token may be written otherwise in the vocabulary, such as a line break. Two tokens are
+        # enough to see that a text has several.
+        limit = TokenLimit(most=1, cuts=True)
+        (ids,) = model.tokenizer.encode([token], add_special_tokens=False, limit=limit)
     if len(ids) != 1:
-        raise _no_token(token)
+        raise InvalidRequestError(f"{token!r:.80} is no token of this model.", param="step_token")
     return ids[0]
-
-
-def _no_token(token: str | int) -> InvalidRequestError:
-    return InvalidRequestError(f"{token!r:.80} is no token of this model.", param="step_token")
 
 
 def _length(text: Text) -> int:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 from fastapi import Response
 from starlette.responses import JSONResponse
 
@@ -20,9 +22,8 @@ from mlx_parallm.api.pooling.rewards.request import (
     reward_model,
     reward_of,
     step_token_id,
-    token_places,
 )
-from mlx_parallm.api.pooling.rewards.schema import Rewarded, RewardsRequest
+from mlx_parallm.api.pooling.rewards.schema import RewardsRequest, Scored
 from mlx_parallm.api.turns.generation import named_by
 from mlx_parallm.api.turns.history import template_messages
 from mlx_parallm.pooling.model import PoolingModel
@@ -35,20 +36,19 @@ routes = Routes(POOLING, body_limit=INPUT, short=True)
 @routes.post("/v1/rewards/score", batchable=True)
 async def score_rewards(body: RewardsRequest, pooling: PoolingDep) -> Response:
     """A reward for each text or conversation, or for each of its steps."""
-    given = body.given()
+    param, scored = body.param, body.scored()
     if body.step_token is not None and body.truncate_prompt_tokens is not None:
         raise InvalidRequestError(
             "Cutting would lose steps: it goes without step_token.", param="truncate_prompt_tokens"
         )
     task = "classify" if body.step_token is None else "token_classify"
-    param = given[0].param
-    chats = param if any(each.messages is not None for each in given) else None
+    chats = None if all(isinstance(each.content, str) for each in scored) else param
     model = reward_model(pooling.encoders, body.model, task, chats=chats)
     call = pooling.call(model, body.model, "rewards", body.request_id)
     step_id = None if body.step_token is None else await _step_id(body.step_token, model)
     with named_by({"messages": param}):
         inputs = await reward_inputs(
-            [_text(each) for each in given],
+            [_text(each) for each in scored],
             model,
             task,
             body.reading(param),
@@ -58,7 +58,7 @@ async def score_rewards(body: RewardsRequest, pooling: PoolingDep) -> Response:
         _check_steps(inputs, step_id, param)
     return await call.respond(
         inputs,
-        lambda encoded: JSONResponse(encoded.answer(_data(body, given, encoded, step_id))),
+        lambda encoded: JSONResponse(encoded.answer(_data(body, scored, encoded, step_id))),
     )
 
 
@@ -66,37 +66,33 @@ async def _step_id(token: str | int, model: PoolingModel) -> int:
     return await maybe_in_thread(lambda: step_token_id(token, model), len(str(token)))
 
 
-def _text(given: Rewarded) -> Text:
-    if given.messages is None:
-        return given.text or ""
-    return template_messages(turns_of(given.messages))
+def _text(scored: Scored) -> Text:
+    content = scored.content
+    return content if isinstance(content, str) else template_messages(turns_of(content))
 
 
 def _check_steps(inputs: Sequence[EncodeInput], step_id: int, param: str) -> None:
     """Refuse texts without a step."""
-    for place, one in enumerate(inputs):
-        if step_id not in one.token_ids:
+    for place, each in enumerate(inputs):
+        if step_id not in each.token_ids:
             raise InvalidRequestError(f"{param} {place} has no step_token.", param=param)
 
 
 def _data(
-    body: RewardsRequest,
-    given: Sequence[Rewarded],
-    encoded: Encoded,
-    step_id: int | None,
+    body: RewardsRequest, scored: Sequence[Scored], encoded: Encoded, step_id: int | None
 ) -> list[dict[str, Any]]:
+    """Return an entry for each text; its index counts those of its prompt."""
     data = []
-    counts: dict[int | None, int] = {}
-    for one, read, logits in zip(given, encoded.inputs, encoded.results, strict=True):
-        index = counts.get(one.prompt_index, 0)
-        counts[one.prompt_index] = index + 1
-        told: dict[str, Any] = {"index": index}
-        if one.prompt_index is not None:
-            told = {"prompt_index": one.prompt_index, **told}
+    counts: Counter[int | None] = Counter()
+    for each, text, logits in zip(scored, encoded.inputs, encoded.results, strict=True):
+        prompt = each.prompt_index
+        entry: dict[str, Any] = {} if prompt is None else {"prompt_index": prompt}
+        entry["index"] = counts[prompt]
+        counts[prompt] += 1
         if step_id is None:
-            told["reward"] = reward_of(logits, sigmoid=body.sigmoid)
+            entry["reward"] = reward_of(logits, sigmoid=body.sigmoid)
         else:
-            places = token_places(read.token_ids, step_id)
-            told["steps"] = [reward_of(logits[place], sigmoid=body.sigmoid) for place in places]
-        data.append(told)
+            rows = logits[np.array(text.token_ids) == step_id]
+            entry["steps"] = [reward_of(row, sigmoid=body.sigmoid) for row in rows]
+        data.append(entry)
     return data

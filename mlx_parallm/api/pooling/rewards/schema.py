@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictInt, StrictStr
+from dataclasses import dataclass
+
+from pydantic import ConfigDict, Field, StrictBool, StrictInt, StrictStr
 
 from mlx_parallm.api.chat.schema import ChatMessage
 from mlx_parallm.api.http.forms import NullIsAbsent
@@ -11,6 +13,8 @@ from mlx_parallm.api.turns.fields import TemplateKwargs
 from mlx_parallm.types.errors import InvalidRequestError
 
 Completion = StrictStr | list[ChatMessage]
+# The fields of which a body has exactly one.
+KINDS = ("texts", "chats", "completions", "prompts")
 
 
 class RewardPrompt(NullIsAbsent):
@@ -51,64 +55,62 @@ class RewardsRequest(EncodeFields):
     )
     chat_template_kwargs: TemplateKwargs
 
-    def given(self) -> list[Rewarded]:
-        """Everything that is to be scored, in its order.
+    @property
+    def param(self) -> str:
+        """Return the field that has what is scored.
 
         Raises:
-            InvalidRequestError: not exactly one kind is there, or too much of it.
+            InvalidRequestError: not exactly one kind is there.
         """
-        kinds = [name for name in ("texts", "chats", "completions", "prompts") if self._has(name)]
+        kinds = [name for name in KINDS if getattr(self, name) is not None]
         if len(kinds) != 1 or (self.prompt is None) != (self.completions is None):
             raise InvalidRequestError(
                 "Give texts, chats, prompts, or a prompt with completions.",
                 param=kinds[-1] if kinds else "texts",
             )
-        found = [Rewarded(param=kinds[0], text=one) for one in self.texts or ()] + [
-            Rewarded(param=kinds[0], messages=one) for one in self.chats or ()
-        ]
-        prompts = self.prompts or []
-        if self.prompt is not None:
-            prompts = [
-                RewardPrompt.model_construct(prompt=self.prompt, completions=self.completions)
+        return kinds[0]
+
+    def scored(self) -> list[Scored]:
+        """Return everything that is to be scored, in its order.
+
+        Raises:
+            InvalidRequestError: see ``param``; or it is too much.
+        """
+        param = self.param
+        if self.prompts is not None:
+            scored = [
+                Scored(_joined(prompt.prompt, completion, param), number)
+                for number, prompt in enumerate(self.prompts)
+                for completion in prompt.completions
             ]
-        for number, one in enumerate(prompts):
-            place = None if self.prompts is None else number
-            found += [_after(one.prompt, each, place, kinds[0]) for each in one.completions]
-        if len(found) > MAX_INPUTS:
-            raise InvalidRequestError(f"These are more than {MAX_INPUTS}.", param=kinds[0])
-        return found
-
-    def _has(self, name: str) -> bool:
-        return getattr(self, name) is not None
+        elif self.prompt is not None:
+            scored = [Scored(_joined(self.prompt, each, param)) for each in self.completions or ()]
+        else:
+            scored = [Scored(content) for content in self.texts or self.chats or ()]
+        if len(scored) > MAX_INPUTS:
+            raise InvalidRequestError(f"These are more than {MAX_INPUTS}.", param=param)
+        return scored
 
 
-class Rewarded(BaseModel):
-    """What is scored: a text, or a conversation.
+@dataclass(frozen=True, slots=True)
+class Scored:
+    """What gets a reward.
 
     Attributes:
-        param: the field of the body that it came from.
-        text: read as it is.
-        messages: by the chat template; one of the two is there.
+        content: a text, read as it is, or a conversation, read by the chat template.
         prompt_index: which of several prompts it follows.
     """
 
-    param: str
-    text: str | None = None
-    messages: list[ChatMessage] | None = None
+    content: Completion
     prompt_index: int | None = None
 
 
-def _after(
-    prompt: str | list[ChatMessage],
-    completion: str | list[ChatMessage],
-    prompt_index: int | None,
-    param: str,
-) -> Rewarded:
-    """A text goes on with a text; a conversation with a turn of the assistant, or messages."""
+def _joined(prompt: Completion, completion: Completion, param: str) -> Completion:
+    """Return a prompt with what follows it: text and text, or messages and a turn or messages."""
     if isinstance(prompt, str):
         if not isinstance(completion, str):
             raise InvalidRequestError("A text is completed by a text.", param=param)
-        return Rewarded(param=param, text=prompt + completion, prompt_index=prompt_index)
+        return prompt + completion
     if isinstance(completion, str):
         completion = [ChatMessage(role="assistant", content=completion)]
-    return Rewarded(param=param, messages=[*prompt, *completion], prompt_index=prompt_index)
+    return [*prompt, *completion]
